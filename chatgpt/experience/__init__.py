@@ -1,0 +1,29 @@
+"""Experience: scorers, the maker that turns samples into experience, and the replay buffer."""
+
+from chatgpt.experience.maker import ExperienceMaker, ExperienceSettings
+from chatgpt.experience.replay_buffer import ReplayBuffer
+from chatgpt.experience.scorers import (
+    FunctionScorer,
+    PipelineScorer,
+    RewardFunctionError,
+    RewardModelScorer,
+    Scorer,
+    WeightedScorer,
+    as_scorer,
+)
+from chatgpt.experience.shaping import RunningMoments, ScoreShaper
+
+__all__ = [
+    'ExperienceMaker',
+    'ExperienceSettings',
+    'FunctionScorer',
+    'PipelineScorer',
+    'ReplayBuffer',
+    'RewardFunctionError',
+    'RewardModelScorer',
+    'RunningMoments',
+    'ScoreShaper',
+    'Scorer',
+    'WeightedScorer',
+    'as_scorer',
+]

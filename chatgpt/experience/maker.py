@@ -1,0 +1,186 @@
+"""From samples to experience: scores, reference log-probs, values, rewards per token, advantages.
+
+`make` has a local half and a global half. Local: each rank scores its own samples and runs the models over them, in micro-batches.
+Global: the records of all ranks are gathered, ordered by sample index, and everything that looks across sequences
+(score scaling, groups, whitening) is computed from that one list on every rank, so the result does not depend on the world size.
+
+Left out: generation (`chatgpt.rollout`) and losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from chatgpt.batching import collate, filler
+from chatgpt.experience.scorers import Communicator, Score, Scorer, in_micro_batches
+from chatgpt.experience.shaping import ScoreShaper
+from chatgpt.functional.advantages import token_rewards
+from chatgpt.functional.kl import kl_full, kl_penalty
+from chatgpt.functional.masking import whiten
+from chatgpt.types import Experience, Sample
+
+KLKind = Literal['k1', 'k2', 'k3', 'abs', 'full']
+
+
+@dataclass(kw_only=True)
+class ExperienceSettings:
+    """How experience is made; see `PPOConfig` for the meaning and the source of each."""
+
+    temperature: float = 1.0
+    kl_kind: KLKind = 'k1'
+    recompute_logprobs: bool = False
+    whiten_rewards: bool = False
+    max_tokens_per_batch: int | None = None
+
+
+class ExperienceMaker:
+    """Makes `Experience` records out of `Sample` records.
+
+    Args:
+        strategy: talks between ranks and places batches.
+        actor: the prepared policy. Run when log-probs are recomputed, when it carries the value head, or when the
+            reference is the actor itself with its adapter off.
+        critic: the prepared critic, or None.
+        initial_model: the prepared frozen reference, or None for the actor with its adapter off (`reference_context`).
+        scorer: gives each response its score; None when scores are given with every batch.
+        shaper: scaling, clipping and penalties of scores.
+        settings: see `ExperienceSettings`.
+        estimate: fills `advantages` and `returns` of the gathered, ordered list in place (rewards are there already).
+        reference_context: within it the actor computes the reference; None with `initial_model=None` means no reference.
+        actor_has_values: the actor carries a value head.
+    """
+
+    def __init__(
+        self,
+        strategy: Communicator,
+        actor: nn.Module,
+        critic: nn.Module | None,
+        initial_model: nn.Module | None,
+        scorer: Scorer | None,
+        shaper: ScoreShaper,
+        settings: ExperienceSettings,
+        *,
+        estimate: Callable[[list[Experience]], None],
+        reference_context: Callable[[], AbstractContextManager[Any]] | None = None,
+        actor_has_values: bool = False,
+    ) -> None:
+        self.strategy = strategy
+        self.actor = actor
+        self.critic = critic
+        self.initial_model = initial_model
+        self.scorer = scorer
+        self.shaper = shaper
+        self.settings = settings
+        self.estimate = estimate
+        self.reference_context = reference_context
+        self.actor_has_values = actor_has_values
+
+    def make(
+        self,
+        samples: list[Sample],
+        *,
+        kl_coef: float,
+        scores: list[Score] | None = None,
+        settings: ExperienceSettings | None = None,
+    ) -> list[Experience]:
+        """Experience of **all** ranks, ordered by sample index, from this rank's `samples`.
+
+        Args:
+            kl_coef: β, the weight of the per-token KL in the reward.
+            scores: given scores of this rank's samples; None asks the scorer.
+            settings: in place of the maker's own, for this call.
+        """
+        settings = settings or self.settings
+        if scores is None:
+            if self.scorer is None:
+                raise ValueError('there is no reward: pass reward_model to the trainer, or scores with each batch')
+            scores = self.scorer.score(samples, self.strategy)
+        local = [_start(sample, score) for sample, score in zip(samples, scores, strict=True)]
+        self._run_models(local, settings)
+        gathered = self.strategy.all_gather_object(local) if self.strategy.world_size > 1 else [local]
+        experiences = sorted((e for rank in gathered for e in rank), key=lambda e: e.index)
+        self._fill_rewards(experiences, kl_coef)
+        self.estimate(experiences)
+        return experiences
+
+    @torch.no_grad()
+    def _run_models(self, experiences: list[Experience], s: ExperienceSettings) -> None:
+        """Old log-probs, reference log-probs, KL and values, written into the records on the CPU."""
+        full_kl = s.kl_kind == 'full'
+
+        def run(positions: list[int]) -> None:
+            records = [experiences[i] for i in positions]
+            batch = collate(records or [filler()]).to(self.strategy.device)
+            policy = reference = None
+            with self.strategy.autocast():
+                if s.recompute_logprobs or self.actor_has_values or full_kl:
+                    policy = self.actor(batch, temperature=s.temperature, with_logits=full_kl)
+                if self.initial_model is not None or self.reference_context is not None:
+                    with self.reference_context() if self.initial_model is None and self.reference_context else nullcontext():
+                        model = self.actor if self.initial_model is None else self.initial_model
+                        reference = model(batch, temperature=s.temperature, with_logits=full_kl)
+                values = self.critic(batch) if self.critic is not None else (policy.values if self.actor_has_values else None)
+            if policy is not None and s.recompute_logprobs:
+                _write(records, 'old_logprobs', policy.logprobs)
+            if reference is not None:
+                _write(records, 'ref_logprobs', reference.logprobs)
+            if values is not None:
+                _write(records, 'values', values)
+            if full_kl and reference is not None:
+                _write(records, 'kl', kl_full(policy.logits / s.temperature, reference.logits / s.temperature))
+
+        in_micro_batches(experiences, s.max_tokens_per_batch, self.strategy, run)
+        for e in experiences:
+            if self.initial_model is None and self.reference_context is None:
+                e.ref_logprobs = e.old_logprobs.clone()
+            if not full_kl:
+                e.kl = kl_penalty(e.old_logprobs, e.ref_logprobs, s.kl_kind)
+
+    def _fill_rewards(self, experiences: list[Experience], kl_coef: float) -> None:
+        shaped = self.shaper([e.score for e in experiences], experiences)
+        shift, factor = self.shaper.scale()
+        for e, score in zip(experiences, shaped, strict=True):
+            if e.token_scores is None:
+                e.rewards = token_rewards(e.kl, kl_coef, score, e.response_mask)
+            else:
+                # A dense score is scaled token by token; the sequence score, their sum, must not be paid a second time.
+                dense = e.token_scores * factor
+                if self.shaper.clip is not None:
+                    dense = dense.clamp(-self.shaper.clip, self.shaper.clip)
+                e.rewards = token_rewards(e.kl, kl_coef, 0.0, e.response_mask, token_scores=dense)
+        if self.settings.whiten_rewards and experiences:
+            mask = torch.cat([e.response_mask for e in experiences])
+            flat = whiten(torch.cat([e.rewards for e in experiences]), mask, shift_mean=False)
+            for e, rewards in zip(experiences, flat.split([e.num_actions for e in experiences]), strict=True):
+                e.rewards = rewards.clone()
+
+
+def _start(sample: Sample, score: Score) -> Experience:
+    """A record with the sample's fields, its score, and zeros where models will write."""
+    dense = score if isinstance(score, Tensor) else None
+    zeros = torch.zeros(sample.num_actions)
+    return Experience(
+        **{f.name: getattr(sample, f.name) for f in fields(Sample)},
+        score=float((dense * sample.response_mask).sum()) if dense is not None else float(score),
+        old_logprobs=sample.logprobs.clone(),
+        ref_logprobs=zeros,
+        values=zeros.clone(),
+        kl=zeros.clone(),
+        rewards=zeros.clone(),
+        advantages=zeros.clone(),
+        returns=zeros.clone(),
+        token_scores=dense,
+    )
+
+
+def _write(records: list[Experience], field: str, flat: Tensor) -> None:
+    """Cut a flat (N,) result back into the records it belongs to."""
+    if records:
+        for record, part in zip(records, flat.float().cpu().split([r.num_actions for r in records]), strict=True):
+            setattr(record, field, part.clone())

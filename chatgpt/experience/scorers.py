@@ -1,0 +1,311 @@
+"""What gives a response its score: a reward model, a Python function, a `transformers` pipeline, or a weighted list of them.
+
+A scorer returns, for each sample, a float (one score for the sequence) or a 1-D tensor (dense: one per response token).
+Two kinds differ in who does the work. A *model* scorer runs on every rank over that rank's own samples. A *function* scorer
+runs once, on rank 0, over the whole batch of a timestep, so a function that compares responses or calls a service sees
+them all, whatever the number of processes.
+
+Left out: what happens to a score afterwards (clipping, scaling, KL); see `chatgpt.experience.shaping`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import threading
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from chatgpt.batching import collate, cut_by_tokens, filler
+from chatgpt.types import Sample, Sequence
+
+Score = float | Tensor
+
+
+class Communicator(Protocol):
+    """The part of a strategy that scoring needs."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def device(self) -> torch.device: ...
+    def autocast(self) -> Any: ...
+    def all_reduce(self, tensor: Tensor, op: str = 'sum') -> Tensor: ...
+    def all_gather_object(self, obj: Any) -> list[Any]: ...
+    def run_on_rank0(self, fn: Callable[[], Any]) -> Any: ...
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    def score(self, samples: list[Sample], strategy: Communicator) -> list[Score]:
+        """Scores of this rank's `samples`, in their order. Every rank calls it, possibly with different numbers of samples."""
+        ...
+
+
+class RewardFunctionError(RuntimeError):
+    """A reward function raised, took too long, or returned something that is not one finite score per response."""
+
+
+def in_micro_batches(
+    sequences: SequenceOf[Sequence], max_tokens: int | None, strategy: Communicator, run: Callable[[list[int]], None]
+) -> None:
+    """Call `run(positions)` for micro-batches of `sequences`, equally often on every rank (an empty list is a filler turn)."""
+    cuts = cut_by_tokens([s.num_tokens for s in sequences], max_tokens)
+    turns = len(cuts)
+    if strategy.world_size > 1:
+        turns = int(strategy.all_reduce(torch.tensor(float(turns), device=strategy.device), op='max').item())
+    for turn in range(turns):
+        run(cuts[turn] if turn < len(cuts) else [])
+
+
+class RewardModelScorer:
+    """Scores with a `RewardModel` (any module that maps a `Batch` to (B,) scores).
+
+    Args:
+        model: the prepared reward model.
+        tokenizer: the reward model's tokenizer when it differs from the policy's. Then texts, not ids, are handed over:
+            prompt and response are joined and tokenized again for the reward model only.
+        max_tokens_per_batch: padded tokens of one forward; None puts all of a rank's samples in one.
+        max_length: longest sequence the reward model takes; longer ones lose tokens on the left. Only with `tokenizer`.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, tokenizer: Any = None, max_tokens_per_batch: int | None = None, max_length: int | None = None
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.max_tokens_per_batch = max_tokens_per_batch
+        self.max_length = max_length
+
+    def _retokenize(self, sample: Sample) -> Sequence:
+        prompt = self.tokenizer(sample.prompt_text, add_special_tokens=True)['input_ids']
+        response = self.tokenizer(sample.response_text, add_special_tokens=False)['input_ids']
+        if sample.ended and self.tokenizer.eos_token_id is not None:
+            response = [*response, self.tokenizer.eos_token_id]
+        # An empty side would leave collate nothing to stand on; the end token is a real token of every tokenizer that has one.
+        stand_in = self.tokenizer.eos_token_id if self.tokenizer.eos_token_id is not None else 0
+        prompt, response = prompt or [stand_in], response or [stand_in]
+        if self.max_length is not None:
+            response = response[-max(self.max_length - 1, 1) :]
+            prompt = prompt[-max(self.max_length - len(response), 1) :]
+        ids = torch.tensor(response)
+        return Sequence(prompt_ids=torch.tensor(prompt), response_ids=ids, response_mask=torch.ones_like(ids, dtype=torch.bool))
+
+    @torch.no_grad()
+    def score(self, samples: list[Sample], strategy: Communicator) -> list[Score]:
+        sequences: list[Sequence] = list(samples) if self.tokenizer is None else [self._retokenize(s) for s in samples]
+        scores: list[Score] = [math.nan] * len(sequences)
+
+        def run(positions: list[int]) -> None:
+            batch = collate([sequences[i] for i in positions] or [filler()]).to(strategy.device)
+            with strategy.autocast():
+                out = self.model(batch)
+            for i, value in zip(positions, out.float().tolist(), strict=False):
+                scores[i] = value
+
+        in_micro_batches(sequences, self.max_tokens_per_batch, strategy, run)
+        for i, value in enumerate(scores):
+            if not math.isfinite(cast(float, value)):
+                raise RewardFunctionError(f'the reward model gave {value} for sample {samples[i].index}')
+        return scores
+
+
+class FunctionScorer:
+    """Scores with a Python function that sees the whole batch of a timestep once, on rank 0.
+
+    Args:
+        fn: `fn(prompts, responses, **columns) -> list`, one number per response or one list of numbers per response (one
+            per response token). `columns` are the other columns of the prompts' data rows as keyword lists; a function
+            without `**kwargs` gets those it names.
+        timeout_s: seconds after which the run stops with an error instead of waiting for ever. None waits.
+    """
+
+    def __init__(self, fn: Callable[..., Any], *, timeout_s: float | None = None) -> None:
+        self.fn = fn
+        self.timeout_s = timeout_s
+        self.name = getattr(fn, '__qualname__', None) or type(fn).__name__
+        try:
+            parameters = inspect.signature(fn).parameters.values()
+        except (TypeError, ValueError):
+            self._accepts: set[str] | None = None
+        else:
+            takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+            self._accepts = None if takes_any else {p.name for p in parameters}
+
+    def _call(self, samples: list[Sample]) -> list[Any]:
+        columns = {
+            key: [s.columns.get(key) for s in samples]
+            for key in sorted({key for s in samples for key in s.columns})
+            if self._accepts is None or key in self._accepts
+        }
+        prompts, responses = [s.prompt_text for s in samples], [s.response_text for s in samples]
+        return call_with_timeout(lambda: self.fn(prompts, responses, **columns), self.timeout_s, f'reward function {self.name}')
+
+    def _checked(self, samples: list[Sample]) -> list[Score]:
+        try:
+            values = self._call(samples)
+        except RewardFunctionError:
+            raise
+        except Exception as error:
+            raise RewardFunctionError(f'reward function {self.name} raised {type(error).__name__}: {error}') from error
+        if isinstance(values, Tensor):
+            values = values.tolist()
+        try:
+            values = list(values)
+        except TypeError:
+            raise RewardFunctionError(f'reward function {self.name} returned {type(values).__name__}; return a list') from None
+        if len(values) != len(samples):
+            raise RewardFunctionError(
+                f'reward function {self.name} returned {len(values)} scores for {len(samples)} responses; return one per response'
+            )
+        return [as_score(value, sample, f'reward function {self.name}') for value, sample in zip(values, samples, strict=True)]
+
+    def score(self, samples: list[Sample], strategy: Communicator) -> list[Score]:
+        everyone = strategy.all_gather_object(samples)
+        flat = sorted((s for rank in everyone for s in rank), key=lambda s: s.index)
+        scores: list[Score] = strategy.run_on_rank0(lambda: self._checked(flat))
+        by_index = {s.index: score for s, score in zip(flat, scores, strict=True)}
+        return [by_index[s.index] for s in samples]
+
+
+class PipelineScorer:
+    """Scores with a `transformers` text-classification pipeline, each rank its own samples.
+
+    Args:
+        pipeline: called with a list of texts (prompt + response).
+        label: whose score counts, for example 'POSITIVE'. May be left out when the classifier has one label.
+    """
+
+    def __init__(self, pipeline: Callable[..., Any], *, label: str | None = None, batch_size: int = 8) -> None:
+        self.pipeline = pipeline
+        self.label = label
+        self.batch_size = batch_size
+        labels = list(getattr(getattr(getattr(pipeline, 'model', None), 'config', None), 'id2label', {}).values())
+        if label is None and len(labels) > 1:
+            raise ValueError(f'the pipeline has labels {labels}; say whose score counts, for example PipelineScorer(pipe, label={labels[-1]!r})')
+        if label is not None and labels and label not in labels:
+            raise ValueError(f'the pipeline has no label {label!r}; it has {labels}')
+
+    def score(self, samples: list[Sample], strategy: Communicator) -> list[Score]:
+        if not samples:
+            return []
+        texts = [s.prompt_text + s.response_text for s in samples]
+        rows = self.pipeline(texts, top_k=None, batch_size=self.batch_size)
+        scores: list[Score] = []
+        for sample, row in zip(samples, rows, strict=True):
+            found = {entry['label']: entry['score'] for entry in ([row] if isinstance(row, Mapping) else row)}
+            value = next(iter(found.values())) if self.label is None else found[self.label]
+            scores.append(as_score(value, sample, 'pipeline'))
+        return scores
+
+
+class WeightedScorer:
+    """Weighted sum of scorers. Dense and sequence scores mix: the sequence part is added at the last action that counts."""
+
+    def __init__(self, weighted: SequenceOf[tuple[float, Scorer]]) -> None:
+        if not weighted:
+            raise ValueError('a list of rewards needs at least one (weight, reward) pair')
+        self.weighted = list(weighted)
+
+    def score(self, samples: list[Sample], strategy: Communicator) -> list[Score]:
+        columns = [(weight, scorer.score(samples, strategy)) for weight, scorer in self.weighted]
+        return [combine([(weight, scores[i]) for weight, scores in columns], sample) for i, sample in enumerate(samples)]
+
+
+def combine(parts: SequenceOf[tuple[float, Score]], sample: Sequence) -> Score:
+    """Weighted sum of scores of one sample."""
+    single = sum(weight * value for weight, value in parts if not isinstance(value, Tensor))
+    dense = [weight * value for weight, value in parts if isinstance(value, Tensor)]
+    if not dense:
+        return float(single)
+    total = torch.stack(dense).sum(0)
+    counted = sample.response_mask.nonzero()
+    if len(counted):
+        total[counted[-1, 0]] += single
+    return total
+
+
+def as_score(value: Any, sample: Sample, source: str) -> Score:
+    """A float or a (A,) tensor out of what a scorer returned; anything not finite or of the wrong length is refused by name."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    elif hasattr(value, 'tolist'):  # numpy scalars and arrays
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        dense = torch.tensor([float(v) for v in value])
+        if len(dense) != sample.num_actions:
+            raise RewardFunctionError(
+                f'{source} returned {len(dense)} token scores for sample {sample.index}, whose response has {sample.num_actions} tokens'
+            )
+        if not torch.isfinite(dense).all():
+            raise RewardFunctionError(f'{source} returned a score that is not finite for sample {sample.index}')
+        return dense
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise RewardFunctionError(f'{source} returned {value!r} for sample {sample.index}; return a number') from None
+    if not math.isfinite(number):
+        raise RewardFunctionError(f'{source} returned {number} for sample {sample.index}; scores must be finite')
+    return number
+
+
+def call_with_timeout(fn: Callable[[], Any], timeout_s: float | None, what: str) -> Any:
+    """`fn()`, or RewardFunctionError after `timeout_s`. The call runs in a daemon thread, so a hung one cannot keep the process alive."""
+    if timeout_s is None:
+        return fn()
+    outcome: dict[str, Any] = {}
+
+    def target() -> None:
+        try:
+            outcome['value'] = fn()
+        except BaseException as error:  # handed to the caller's thread
+            outcome['error'] = error
+
+    thread = threading.Thread(target=target, daemon=True, name=what)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        raise RewardFunctionError(f'{what} did not return within {timeout_s:g} s')
+    if 'error' in outcome:
+        raise outcome['error']
+    return outcome['value']
+
+
+def as_scorer(
+    reward: Any, *, max_tokens_per_batch: int | None = None, timeout_s: float | None = None, reward_tokenizer: Any = None
+) -> Scorer | None:
+    """A `Scorer` from anything that scores text: a module, a pipeline, a function, a scorer, or a list of (weight, one of these).
+
+    None stays None: every batch then comes with its scores.
+    """
+    if reward is None:
+        return None
+    if isinstance(reward, nn.Module):
+        return RewardModelScorer(reward, tokenizer=reward_tokenizer, max_tokens_per_batch=max_tokens_per_batch)
+    if isinstance(reward, Scorer):
+        return reward
+    if isinstance(reward, (list, tuple)):
+        pairs = []
+        for item in reward:
+            if not (isinstance(item, (list, tuple)) and len(item) == 2 and isinstance(item[0], (int, float))):
+                raise ValueError(f'a list of rewards holds (weight, reward) pairs; got {item!r}')
+            inner = as_scorer(
+                item[1], max_tokens_per_batch=max_tokens_per_batch, timeout_s=timeout_s, reward_tokenizer=reward_tokenizer
+            )
+            if inner is None:
+                raise ValueError('a list of rewards holds (weight, reward) pairs; got None as a reward')
+            pairs.append((float(item[0]), inner))
+        return WeightedScorer(pairs)
+    if hasattr(reward, 'task') and hasattr(reward, 'model') and callable(reward):
+        return PipelineScorer(reward)
+    if callable(reward):
+        return FunctionScorer(reward, timeout_s=timeout_s)
+    raise ValueError(
+        f'reward_model must be a RewardModel, a function fn(prompts, responses, **columns), a pipeline, a Scorer, or a list of '
+        f'(weight, reward) pairs; got {type(reward).__name__}'
+    )

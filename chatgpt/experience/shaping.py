@@ -1,0 +1,93 @@
+"""From a raw score to the number that enters the reward: scaling by running moments, clipping, penalties.
+
+Order, each step optional: scale or normalise by running moments, clip to ±c, replace for a response that did not end, subtract a
+length penalty. Everything is computed from the scores of all ranks, in sample order, so world size cannot enter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Literal
+
+from chatgpt.types import Sample
+
+ScoreScaling = Literal['none', 'running', 'norm', 'ref']
+
+
+@dataclass
+class RunningMoments:
+    """Mean and variance of everything seen so far (Chan, Golub & LeVeque 1979, parallel update), unbiased."""
+
+    count: int = 0
+    mean: float = 0.0
+    sum_squares: float = 0.0
+    """sum of squared deviations from the mean"""
+
+    def update(self, values: SequenceOf[float]) -> None:
+        if not values:
+            return
+        n = len(values)
+        mean = math.fsum(values) / n
+        squares = math.fsum((v - mean) ** 2 for v in values)
+        delta, total = mean - self.mean, self.count + n
+        self.sum_squares += squares + delta * delta * self.count * n / total
+        self.mean += delta * n / total
+        self.count = total
+
+    @property
+    def std(self) -> float:
+        return math.sqrt(self.sum_squares / (self.count - 1)) if self.count > 1 else 1.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {'count': self.count, 'mean': self.mean, 'sum_squares': self.sum_squares}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.count, self.mean, self.sum_squares = int(state['count']), state['mean'], state['sum_squares']
+
+
+class ScoreShaper:
+    """Turns raw scores into the ones that enter the reward.
+
+    Args:
+        scaling: 'running' divides by the running standard deviation, 'norm' also subtracts the running mean, 'ref' divides by
+            the standard deviation of the first batch, 'none' leaves scores alone (trlX `scale_reward`, TRL `use_score_scaling`
+            and `use_score_norm`).
+        clip: shaped scores stay within ±clip.
+        missing_eos_score: score of a response that ran out of room instead of ending (−1 in arXiv 2403.17031). It replaces.
+        token_penalty: subtracted per response token that counts.
+    """
+
+    def __init__(
+        self,
+        scaling: ScoreScaling = 'none',
+        clip: float | None = None,
+        missing_eos_score: float | None = None,
+        token_penalty: float = 0.0,
+    ) -> None:
+        self.scaling = scaling
+        self.clip = clip
+        self.missing_eos_score = missing_eos_score
+        self.token_penalty = token_penalty
+        self.moments = RunningMoments()
+
+    def __call__(self, scores: SequenceOf[float], samples: SequenceOf[Sample]) -> list[float]:
+        if self.scaling in ('running', 'norm') or (self.scaling == 'ref' and self.moments.count == 0):
+            self.moments.update(scores)
+        return [self._shape(score, sample) for score, sample in zip(scores, samples, strict=True)]
+
+    def scale(self) -> tuple[float, float]:
+        """(shift, factor): the scaled score is (score - shift) * factor."""
+        if self.scaling == 'none':
+            return 0.0, 1.0
+        return (self.moments.mean if self.scaling == 'norm' else 0.0), 1.0 / (self.moments.std + 1e-8)
+
+    def _shape(self, score: float, sample: Sample) -> float:
+        shift, factor = self.scale()
+        score = (score - shift) * factor
+        if self.clip is not None:
+            score = min(max(score, -self.clip), self.clip)
+        if self.missing_eos_score is not None and not sample.ended:
+            score = self.missing_eos_score
+        return score - self.token_penalty * int(sample.response_mask.sum())

@@ -1,0 +1,271 @@
+"""Rewards per token, and advantages from rewards, values or scores.
+
+Per-token quantities of a phase are lists: one 1-D tensor per sequence, each of its own length A. Work is vectorised over sequences by
+elementwise operations only, so a sequence's numbers are the same bits whatever else is in the list.
+
+Masks: a token whose mask is False (tool output inside a response) is no step. The next token that counts is the successor of the one
+before; rewards and values at such tokens are never read, advantages and returns there are 0. `masks=None` means that all count.
+
+Two sorts of estimator: over the tokens of a response (`gae`, `a2c`, `reinforce_pp`, `reinforce_pp_baseline`) and over the responses to one
+prompt, one number per response (`grpo`, `dr_grpo`, `rloo`), which `spread` puts on its tokens.
+
+Left out: KL estimates (`kl.py`), scaling and clipping of scores, which estimator a run uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from chatgpt.functional.masking import Reduce, segment_count, segment_mean, segment_sum, whiten
+
+Lists = Sequence[Tensor]
+
+
+def token_rewards(
+    kl: Tensor, beta: float, score: float | Tensor, mask: Tensor, *, token_scores: Tensor | None = None
+) -> Tensor:
+    """reward[t] = −beta · kl[t] (+ token_scores[t]), and the score added once, at the last token that counts.
+
+    Source: Ziegler et al. 2019, equation 2 (the score minus β log(π / ρ)), per token as in Stiennon et al. 2020 and
+    "The N implementation details of RLHF with PPO".
+
+    Args:
+        kl: (A,) estimate per token.
+        beta: coefficient.
+        score: of the whole response.
+        mask: (A,) bool, True = counts.
+        token_scores: (A,) dense scores, or None.
+
+    Returns:
+        (A,) of kl's dtype, 0 where the mask is False; all 0 when nothing counts.
+    """
+    _check_lists('mask', [kl], [mask])
+    rewards = -beta * kl
+    if token_scores is not None:
+        _check_lists('token_scores', [kl], [token_scores])
+        rewards = rewards + token_scores.to(rewards)
+    rewards = torch.where(mask, rewards, torch.zeros_like(rewards))
+    counted = mask.nonzero()
+    if len(counted):
+        rewards[counted[-1, 0]] += score
+    return rewards
+
+
+def gae(
+    rewards: Lists, values: Lists, masks: Lists | None = None, *, gamma: float = 1.0, lam: float = 0.95
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Generalised advantage estimation.
+
+        δ[t] = r[t] + γ V[t+1] − V[t],   A[t] = δ[t] + γ λ A[t+1],   R[t] = A[t] + V[t]
+
+    V and A after the last token that counts are 0. Source: Schulman et al. 2016, equations 11, 12 and 16; returns as in
+    "The 37 implementation details of PPO", detail 5.
+
+    Args:
+        rewards: per sequence (A,).
+        values: per sequence (A,), V at the state before each token.
+        masks: per sequence (A,) bool, True = counts.
+
+    Returns:
+        advantages and returns, per sequence (A,).
+    """
+    masks = _all_count(rewards) if masks is None else masks
+    _check_lists('values', rewards, values)
+    _check_lists('masks', rewards, masks)
+    if not rewards:
+        return [], []
+    r, v, m = _time_first(rewards), _time_first(values), _time_first(masks)
+    advantages = torch.zeros_like(r)
+    next_value, next_advantage = torch.zeros_like(r[0]), torch.zeros_like(r[0])
+    for t in reversed(range(len(r))):
+        delta = r[t] + gamma * next_value - v[t]
+        advantage = delta + (gamma * lam) * next_advantage
+        advantages[t] = torch.where(m[t], advantage, advantages[t])
+        next_value = torch.where(m[t], v[t], next_value)
+        next_advantage = torch.where(m[t], advantage, next_advantage)
+    returns = torch.where(m, advantages + v, torch.zeros_like(v))
+    return _cut(advantages, rewards), _cut(returns, rewards)
+
+
+def monte_carlo_returns(rewards: Lists, masks: Lists | None = None, *, gamma: float = 1.0) -> list[Tensor]:
+    """R[t] = r[t] + γ R[t+1] over the tokens that count, 0 after the last (Williams 1992; Sutton & Barto 2018, equation 3.9)."""
+    masks = _all_count(rewards) if masks is None else masks
+    _check_lists('masks', rewards, masks)
+    if not rewards:
+        return []
+    r, m = _time_first(rewards), _time_first(masks)
+    returns = torch.zeros_like(r)
+    following = torch.zeros_like(r[0])
+    for t in reversed(range(len(r))):
+        following = torch.where(m[t], r[t] + gamma * following, following)
+        returns[t] = torch.where(m[t], following, returns[t])
+    return _cut(returns, rewards)
+
+
+def a2c(rewards: Lists, values: Lists, masks: Lists | None = None, *, gamma: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
+    """A[t] = R[t] − V[t] with Monte-Carlo returns: advantage actor-critic whose steps reach to the end of the response.
+
+    Source: Mnih et al. 2016, section 4 and algorithm S3. Equals `gae` with λ = 1. Returns advantages and returns.
+    """
+    _check_lists('values', rewards, values)
+    masks = _all_count(rewards) if masks is None else masks
+    returns = monte_carlo_returns(rewards, masks, gamma=gamma)
+    advantages = [torch.where(m, ret - v, torch.zeros_like(ret)) for ret, v, m in zip(returns, values, masks, strict=True)]
+    return advantages, returns
+
+
+def grpo(scores: Tensor, groups: Tensor, *, eps: float = 1e-4) -> Tensor:
+    """(score − group mean) / (group std + eps), one number per response.
+
+    Source: DeepSeekMath, Shao et al. 2024, section 4.1.2 (outcome supervision). std is the unbiased one and eps 1e-4, as in TRL; the
+    paper names neither. A response alone in its group gets 0: it has nothing to be compared with.
+
+    Args:
+        scores: (M,) floating point.
+        groups: (M,) int64, equal for responses to one prompt, in any order.
+
+    Returns:
+        (M,) of scores' dtype; see `spread`.
+    """
+    centred, index, counts = _centred(scores, groups)
+    squares = segment_sum(centred.square(), index, len(counts))
+    std = (squares / (counts - 1).clamp_min(1)).sqrt()
+    return (centred / (std[index] + eps)).to(scores.dtype)
+
+
+def dr_grpo(scores: Tensor, groups: Tensor) -> Tensor:
+    """score − group mean, (M,): GRPO without the division by the std.
+
+    Source: "Understanding R1-Zero-like training", Liu et al. 2025, section 3. Its loss has no length normaliser either:
+    `losses.aggregate` with mode 'sequence_sum'. Arguments as in `grpo`.
+    """
+    return _centred(scores, groups)[0].to(scores.dtype)
+
+
+def rloo(scores: Tensor, groups: Tensor) -> Tensor:
+    """score − mean of the other scores in the group, (M,).
+
+    Source: REINFORCE leave-one-out, Kool et al. 2019; for language models Ahmadian et al. 2024, "Back to Basics", section 2. The paper's
+    score is already KL-penalised: pass score − β · (sum of kl over the response). Arguments as in `grpo`.
+
+    Raises:
+        ValueError: a group with one response, which has no others.
+    """
+    wide = scores.double()
+    unique, index, counts = groups.unique(return_inverse=True, return_counts=True)
+    if len(counts) and int(counts.min()) < 2:
+        alone = int(unique[counts.argmin()])
+        raise ValueError(f'rloo: group {alone} has one response; leave-one-out needs num_samples_per_prompt of 2 or more')
+    total = segment_sum(wide, index, len(counts))
+    others = (total[index] - wide) / (counts[index] - 1)
+    return (wide - others).to(scores.dtype)
+
+
+def spread(per_sequence: Tensor, masks: Lists) -> list[Tensor]:
+    """One number per response onto its tokens: (M,) → per sequence (A,), 0 where the mask is False."""
+    if len(per_sequence) != len(masks):
+        raise ValueError(f'one number per sequence is needed; got {len(per_sequence)} for {len(masks)} masks')
+    return [torch.where(m, number, torch.zeros_like(number)) for number, m in zip(per_sequence, masks, strict=True)]
+
+
+def reinforce_pp(
+    rewards: Lists, masks: Lists | None = None, *, gamma: float = 1.0, whiten_all: bool = True, reduce: Reduce | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """REINFORCE++: discounted returns of the KL-penalised token rewards, whitened over all tokens of the phase.
+
+    Source: Hu 2025, "REINFORCE++", arXiv 2501.03262. No critic and no groups.
+
+    Args:
+        rewards: per sequence (A,), as `token_rewards` makes them.
+        whiten_all: False leaves the whitening to the caller.
+        reduce: sums over ranks, when each holds a part of the phase.
+
+    Returns:
+        advantages and returns, per sequence (A,).
+    """
+    masks = _all_count(rewards) if masks is None else masks
+    returns = monte_carlo_returns(rewards, masks, gamma=gamma)
+    return (_whitened(returns, masks, reduce) if whiten_all else [r.clone() for r in returns]), returns
+
+
+def reinforce_pp_baseline(
+    scores: Tensor,
+    groups: Tensor,
+    masks: Lists,
+    *,
+    penalties: Lists | None = None,
+    gamma: float = 1.0,
+    whiten_all: bool = True,
+    reduce: Reduce | None = None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """REINFORCE++ with a baseline: the group mean is subtracted from the score, then as `reinforce_pp`.
+
+    The std is that of all tokens of the phase, not of the group. Source: Hu 2025, arXiv 2501.03262, the variant for several responses per
+    prompt; there the KL is a loss of its own, here it may also be in the reward.
+
+    Args:
+        scores: (M,) one per response.
+        groups: (M,) int64.
+        masks: per sequence (A,) bool.
+        penalties: per sequence (A,), rewards without the score (−β · kl), or None.
+
+    Returns:
+        advantages and returns, per sequence (A,).
+    """
+    centred = dr_grpo(scores, groups)
+    if len(centred) != len(masks):
+        raise ValueError(f'one score per sequence is needed; got {len(centred)} for {len(masks)} masks')
+    if penalties is None:
+        penalties = [torch.zeros(len(m), dtype=centred.dtype, device=centred.device) for m in masks]
+    _check_lists('penalties', masks, penalties)
+    rewards = [token_rewards(p, -1.0, c, m) for p, c, m in zip(penalties, centred, masks, strict=True)]
+    return reinforce_pp(rewards, masks, gamma=gamma, whiten_all=whiten_all, reduce=reduce)
+
+
+def _centred(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """fp64 scores minus their group's mean, the group index of each (0, 1, ...), and the size of each group."""
+    if scores.dim() != 1 or scores.shape != groups.shape:
+        raise ValueError(f'scores and groups must be 1-D and of one length; got {tuple(scores.shape)} and {tuple(groups.shape)}')
+    wide = scores.double()
+    index = groups.unique(return_inverse=True)[1]
+    num_groups = int(index.max()) + 1 if len(index) else 0
+    mean = segment_mean(wide, index, num_groups)
+    return wide - mean[index], index, segment_count(index, num_groups)
+
+
+def _whitened(lists: Lists, masks: Lists, reduce: Reduce | None) -> list[Tensor]:
+    if not lists:
+        # A rank without sequences still has to take part in the reduction.
+        flat, mask = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
+    else:
+        flat, mask = torch.cat(list(lists)), torch.cat(list(masks))
+    whitened = whiten(flat, mask, reduce=reduce)
+    return [part.clone() for part in whitened.split([len(x) for x in lists])] if lists else []
+
+
+def _all_count(like: Lists) -> list[Tensor]:
+    return [torch.ones_like(x, dtype=torch.bool) for x in like]
+
+
+def _time_first(lists: Lists) -> Tensor:
+    """(longest A, B), so that one step of all sequences is one contiguous row; missing ends are 0 or False."""
+    return pad_sequence(list(lists))
+
+
+def _cut(padded: Tensor, like: Lists) -> list[Tensor]:
+    """Back to one tensor per sequence, each with memory of its own."""
+    return [padded[: len(x), i].clone() for i, x in enumerate(like)]
+
+
+def _check_lists(name: str, reference: Lists, given: Lists) -> None:
+    if len(reference) != len(given):
+        raise ValueError(f'{name} has {len(given)} sequences, {len(reference)} were expected')
+    for i, (a, b) in enumerate(zip(reference, given, strict=True)):
+        if a.dim() != 1 or a.shape != b.shape:
+            raise ValueError(f'{name}[{i}] must be 1-D with shape {tuple(a.shape)}; got {tuple(b.shape)}')
+        if 'mask' in name and b.dtype != torch.bool:
+            raise ValueError(f'{name}[{i}] must be bool, True = counts; got {b.dtype}')

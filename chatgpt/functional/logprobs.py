@@ -1,0 +1,140 @@
+"""Log-probs of given tokens and entropy, from logits or, in bounded memory, from hidden states.
+
+Letters: N tokens, D width, V vocabulary, C rows of a chunk.
+
+Left out: which tokens (the caller gathers the states that predict actions), and the head itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_ELEMENTS_CPU = 2**22
+"""C · V of a chunk on a CPU: 16 MiB in fp32, which stays near the caches"""
+CHUNK_ELEMENTS_ACCELERATOR = 2**26
+"""C · V of a chunk on an accelerator: 256 MiB in fp32, enough rows that the head's weight is not read for a handful of them"""
+
+
+def logprobs_of(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
+    """log softmax(logits / temperature)[ids].
+
+    Args:
+        logits: (..., V), any float dtype; computed in fp32 (fp64 stays fp64).
+        ids: (...) int64.
+        temperature: the one the tokens were drawn with, or the ratio to their behaviour log-probs is not 1.
+
+    Returns:
+        (...) fp32.
+    """
+    _check_temperature(temperature)
+    return _select(_log_softmax(logits, temperature), ids)
+
+
+def entropy_of(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """−Σ_v p(v) log p(v) of p = softmax(logits / temperature), in nats. (..., V) → (...) fp32; logits of −inf add 0."""
+    _check_temperature(temperature)
+    return _entropy(_log_softmax(logits, temperature))
+
+
+def chunked_logprobs(
+    hidden: Tensor,
+    head: Callable[[Tensor], Tensor],
+    ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    vocab_size: int | None = None,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs of `ids` (and the entropy) from hidden states, without the (N, V) logits ever existing at once.
+
+    Rows go through the head in chunks. With gradients enabled, each chunk is recomputed in the backward pass instead of being kept, so
+    memory does not grow with N; when one chunk holds everything there is nothing to save and nothing is recomputed.
+
+    Args:
+        hidden: (N, D) states that predict the tokens.
+        head: (C, D) → (C, V) logits, row by row and without randomness.
+        ids: (N,) int64.
+        temperature: divides the logits.
+        chunk_size: rows of a chunk; None bounds C · V by `CHUNK_ELEMENTS_CPU` or `CHUNK_ELEMENTS_ACCELERATOR`.
+        vocab_size: V. None takes `head.out_features`, or sends one row through the head to see; needed only without `chunk_size`.
+        with_entropy: also compute the entropy.
+
+    Returns:
+        log-probs (N,) fp32, and entropy (N,) fp32 or None.
+    """
+    _check_temperature(temperature)
+    if hidden.dim() != 2 or ids.shape != hidden.shape[:1]:
+        raise ValueError(f'hidden must be (N, D) and ids (N,); got {tuple(hidden.shape)} and {tuple(ids.shape)}')
+
+    def of_chunk(states: Tensor, chunk_ids: Tensor) -> tuple[Tensor, ...]:
+        logp = _log_softmax(head(states), temperature)
+        chosen = _select(logp, chunk_ids)
+        return (chosen, _entropy(logp)) if with_entropy else (chosen,)
+
+    if chunk_size is None:
+        chunk_size = rows_per_chunk(hidden, head, vocab_size)
+    results = map_row_chunks(of_chunk, hidden, ids, chunk_size=chunk_size)
+    return results[0], results[1] if with_entropy else None
+
+
+def map_row_chunks(fn: Callable[..., tuple[Tensor, ...]], *inputs: Tensor, chunk_size: int) -> tuple[Tensor, ...]:
+    """`fn` over chunks of rows, its results concatenated; each chunk is recomputed in the backward pass.
+
+    For any head that makes something small out of something wide, such as a Q head over the vocabulary.
+
+    Args:
+        fn: takes a chunk of each input and returns a tuple of tensors with as many rows. Must not draw random numbers.
+        inputs: tensors with N rows each.
+        chunk_size: rows of a chunk, at least 1. With N <= chunk_size, `fn` is simply called.
+    """
+    if chunk_size < 1:
+        raise ValueError(f'chunk_size={chunk_size} must be at least 1')
+    num_rows = inputs[0].shape[0]
+    if num_rows <= chunk_size:
+        return fn(*inputs)
+    pieces = []
+    for chunk in zip(*(x.split(chunk_size) for x in inputs), strict=True):
+        if torch.is_grad_enabled():
+            pieces.append(checkpoint(fn, *chunk, use_reentrant=False, preserve_rng_state=False))
+        else:
+            pieces.append(fn(*chunk))
+    return tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
+
+
+def rows_per_chunk(hidden: Tensor, head: Callable[[Tensor], Tensor], vocab_size: int | None = None) -> int:
+    """Rows of a chunk such that rows · V stays within the bound of the device; at least 1."""
+    if vocab_size is None:
+        vocab_size = getattr(head, 'out_features', None)
+    if vocab_size is None:
+        if hidden.shape[0] == 0:
+            return 1
+        # With gradients as they are: a first use under no_grad would leave autocast with a cached weight that has none.
+        vocab_size = head(hidden[:1]).shape[-1]
+    bound = CHUNK_ELEMENTS_CPU if hidden.device.type == 'cpu' else CHUNK_ELEMENTS_ACCELERATOR
+    return max(1, bound // int(vocab_size))
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature != 1.0:
+        logits = logits / temperature
+    return torch.log_softmax(logits, dim=-1)
+
+
+def _select(logp: Tensor, ids: Tensor) -> Tensor:
+    return logp.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+
+
+def _entropy(logp: Tensor) -> Tensor:
+    # The clamp makes 0 · −inf a 0, in the gradient too.
+    return -(logp.exp() * logp.clamp_min(torch.finfo(logp.dtype).min)).sum(dim=-1)
+
+
+def _check_temperature(temperature: float) -> None:
+    if not temperature > 0:
+        raise ValueError(f'temperature={temperature!r} must be positive')

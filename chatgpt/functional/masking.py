@@ -1,0 +1,162 @@
+"""Sums, means, variances and whitening over the tokens that count, and sums per sequence.
+
+Every statistic takes an optional `reduce`: a function that sums a tensor over ranks (for example a strategy's all-reduce).
+With it, a mean or a variance is that of the tokens of all ranks, whatever each of them holds. A result made with `reduce` must be treated
+as a constant: gradients do not flow through the other ranks.
+
+Sums are accumulated in float64, so that neither the order nor the cut of a batch shows in a float32 result. Values where the mask is
+False are never read: they may be NaN or infinite.
+
+Left out: losses (`losses.aggregate` divides by counts), and who reduces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Reduce = Callable[[Tensor], Tensor]
+"""sums a tensor over ranks and returns it on every rank"""
+
+
+def masked_sum(x: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> Tensor:
+    """Sum of x where mask is True; 0 where nothing counts.
+
+    Args:
+        x: any shape, floating point.
+        mask: same shape, bool, True = counts.
+        reduce: sums over ranks.
+
+    Returns:
+        scalar of x's dtype. Differentiable when `reduce` is None.
+
+    Raises:
+        ValueError: the mask is not bool, or its shape is not that of x.
+    """
+    _check(x, mask)
+    total = _kept(x, mask).sum()
+    return (reduce(total) if reduce else total).to(x.dtype)
+
+
+def masked_mean(x: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> Tensor:
+    """Mean of x where mask is True, scalar of x's dtype; 0 where nothing counts. Arguments as in `masked_sum`."""
+    _check(x, mask)
+    return _moments(x, mask, reduce)[1].to(x.dtype)
+
+
+def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True, reduce: Reduce | None = None) -> Tensor:
+    """Variance of x where mask is True, scalar of x's dtype, in two passes: Σ (x − mean)² / (n − 1), or / n when not `unbiased`.
+
+    0 for no or one token that counts. Arguments as in `masked_sum`.
+    """
+    _check(x, mask)
+    count, mean = _moments(x, mask, reduce)
+    return _variance(x, mask, count, mean, unbiased, reduce).to(x.dtype)
+
+
+def whiten(
+    x: Tensor,
+    mask: Tensor,
+    *,
+    shift_mean: bool = True,
+    unbiased: bool = True,
+    eps: float = 1e-8,
+    reduce: Reduce | None = None,
+) -> Tensor:
+    """(x − mean) / sqrt(var + eps) over the tokens that count; with `shift_mean=False` x / sqrt(var + eps).
+
+    Advantages are shifted and scaled, rewards only scaled: a shift of the rewards would pay for every further token
+    ("The N implementation details of RLHF with PPO", reward and advantage whitening; its code adds the mean back after
+    scaling instead of scaling it too).
+
+    Args:
+        x: any shape, floating point.
+        mask: same shape, bool, True = counts.
+        shift_mean: True subtracts the mean. False leaves the sign of every value as it is.
+        reduce: sums over ranks.
+
+    Returns:
+        x's shape and dtype, 0 where the mask is False. A constant, a single token included, has no scale and is not divided: it
+        becomes 0 with `shift_mean` and stays itself without.
+    """
+    _check(x, mask)
+    count, mean = _moments(x, mask, reduce)
+    var = _variance(x, mask, count, mean, unbiased, reduce)
+    # Equal values leave rounding errors of relative size 1e-7 in fp32; dividing by those would make noise of them.
+    constant = var <= 1e-12 * mean.square()
+    scale = torch.where(constant, torch.ones_like(var), (var + eps).rsqrt())
+    centred = _kept(x, mask) - mean if shift_mean else _kept(x, mask)
+    return torch.where(mask, centred * scale, torch.zeros_like(scale)).to(x.dtype)
+
+
+def segment_sum(x: Tensor, rows: Tensor, num_segments: int, *, mask: Tensor | None = None) -> Tensor:
+    """Sum of x per sequence.
+
+    Args:
+        x: (N,) per token.
+        rows: (N,) int64, the sequence each token belongs to, in any order.
+        num_segments: B, the number of sequences.
+        mask: (N,) bool, True = counts; None counts all.
+
+    Returns:
+        (B,) of x's dtype, 0 for a sequence without tokens that count. Differentiable. The same inputs give the same bits on CUDA too.
+    """
+    if x.dim() != 1 or x.shape != rows.shape:
+        raise ValueError(f'x and rows must be 1-D and of one length; got {tuple(x.shape)} and {tuple(rows.shape)}')
+    if mask is not None:
+        _check(x, mask)
+    values = x.to(_wide(x)) if mask is None else _kept(x, mask)
+    zeros = values.new_zeros(num_segments)
+    if values.is_cuda:
+        # index_add adds atomically on CUDA, in an order that changes from run to run; index_put sorts first.
+        total = zeros.index_put((rows,), values, accumulate=True)
+    else:
+        total = zeros.index_add(0, rows, values)
+    return total.to(x.dtype)
+
+
+def segment_count(rows: Tensor, num_segments: int, *, mask: Tensor | None = None) -> Tensor:
+    """(B,) int64: tokens that count per sequence. Arguments as in `segment_sum`."""
+    kept = rows if mask is None else rows[mask]
+    return torch.bincount(kept, minlength=num_segments)
+
+
+def segment_mean(x: Tensor, rows: Tensor, num_segments: int, *, mask: Tensor | None = None) -> Tensor:
+    """Mean of x per sequence, (B,); 0 for a sequence without tokens that count. Arguments as in `segment_sum`."""
+    total = segment_sum(x, rows, num_segments, mask=mask)
+    return total / segment_count(rows, num_segments, mask=mask).clamp_min(1).to(x.dtype)
+
+
+def _check(x: Tensor, mask: Tensor) -> None:
+    if mask.dtype != torch.bool:
+        raise ValueError(f'mask must be bool, True = counts; got {mask.dtype}')
+    if mask.shape != x.shape:
+        raise ValueError(f'mask must have the shape of x, {tuple(x.shape)}; got {tuple(mask.shape)}')
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """What sums are accumulated in: float64 wherever the device has it."""
+    return torch.float32 if x.device.type == 'mps' else torch.float64
+
+
+def _kept(x: Tensor, mask: Tensor) -> Tensor:
+    wide = x.to(_wide(x))
+    return torch.where(mask, wide, torch.zeros_like(wide))
+
+
+def _moments(x: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[Tensor, Tensor]:
+    """Count and mean, as wide scalars."""
+    total = _kept(x, mask).sum()
+    sums = torch.stack([mask.sum().to(total.dtype), total])
+    if reduce:
+        sums = reduce(sums)
+    return sums[0], sums[1] / sums[0].clamp_min(1)
+
+
+def _variance(x: Tensor, mask: Tensor, count: Tensor, mean: Tensor, unbiased: bool, reduce: Reduce | None) -> Tensor:
+    squares = (torch.where(mask, x.to(mean.dtype), mean) - mean).square().sum()
+    if reduce:
+        squares = reduce(squares)
+    return squares / (count - 1 if unbiased else count).clamp_min(1)

@@ -1,0 +1,172 @@
+"""Command lines of the examples: flags out of settings dataclasses, strategies and functions by name, one-line errors.
+
+Every field of a settings class becomes a flag with the field's default and docstring, so a script and the Python API cannot
+drift apart. Left out: what a script does with its arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal
+
+STRATEGIES = (
+    'naive', 'ddp', 'fsdp', 'fsdp_cpu', 'colossalai_gemini', 'colossalai_gemini_cpu',
+    'colossalai_zero1', 'colossalai_zero1_cpu', 'colossalai_zero2', 'colossalai_zero2_cpu',
+)  # fmt: skip
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass and its bases."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for item, following in zip(body.body, body.body[1:], strict=False):
+            is_doc = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and is_doc:
+                docs[item.target.id] = ' '.join(str(following.value.value).split())  # type: ignore[attr-defined]
+    return docs
+
+
+def parse_bool(text: str) -> bool:
+    if text.lower() in ('true', '1', 'yes'):
+        return True
+    if text.lower() in ('false', '0', 'no'):
+        return False
+    raise argparse.ArgumentTypeError(f'{text!r} is not a boolean; use true or false')
+
+
+def value_parser(hint: Any) -> Callable[[str], Any]:
+    """A function from the text of a flag to a value of the annotated type; 'none' is None where the type allows it."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    literals = [v for o in options if typing.get_origin(o) is Literal for v in typing.get_args(o)]
+    plain = [o for o in options if o is not type(None) and typing.get_origin(o) is not Literal]
+
+    def parse(text: str) -> Any:
+        if type(None) in options and text.lower() in ('none', 'null'):
+            return None
+        for literal in literals:
+            if text == str(literal) or (isinstance(literal, bool) and text.lower() == str(literal).lower()):
+                return literal
+        for kind in plain:
+            try:
+                return parse_bool(text) if kind is bool else kind(text)
+            except (ValueError, TypeError):
+                continue
+        expected = ', '.join([str(v) for v in literals] + [getattr(o, '__name__', str(o)) for o in plain])
+        raise argparse.ArgumentTypeError(f'{text!r} is none of: {expected}')
+
+    return parse
+
+
+def add_settings(parser: argparse.ArgumentParser, cls: type, *, skip: Iterable[str] = (), **defaults: Any) -> None:
+    """One flag per field of `cls`; `defaults` replace the dataclass's own for this script."""
+    hints, docs = typing.get_type_hints(cls), field_docs(cls)
+    group = parser.add_argument_group(cls.__name__)
+    for f in fields(cls):
+        if f.name not in skip:
+            default = defaults.get(f.name, f.default)
+            text = f'{docs.get(f.name, "")} (default: {default})'.replace('%', '%%')
+            group.add_argument(f'--{f.name}', type=value_parser(hints[f.name]), default=default, help=text, metavar='')
+
+
+def settings_from(args: argparse.Namespace, cls: type) -> dict[str, Any]:
+    """The values of a settings class's flags."""
+    return {f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}
+
+
+def add_strategy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--strategy', choices=STRATEGIES, default='naive', help='what prepares and shards the models')
+    parser.add_argument('--precision', choices=('fp32', 'bf16', 'fp16'), default='fp32', help='compute dtype; weights stay fp32')
+    parser.add_argument('--seed', type=int, default=42, help='decides every draw, whatever the layout')
+
+
+def world_size_from_env() -> int:
+    return int(os.environ.get('WORLD_SIZE', '1'))
+
+
+def make_strategy(name: str, *, seed: int, precision: str) -> Any:
+    """A strategy by its command-line name."""
+    from chatgpt.trainer import strategies as s
+
+    if world_size_from_env() > 1 and name == 'naive':
+        raise ValueError('--strategy naive is one process; under torchrun use ddp, fsdp or one of the colossalai strategies')
+    if name == 'naive':
+        return s.NaiveStrategy(seed=seed, precision=precision)
+    if name == 'ddp':
+        return s.DDPStrategy(seed=seed, precision=precision)
+    if name.startswith('fsdp'):
+        return s.FSDPStrategy(seed=seed, precision=precision, cpu_offload=name.endswith('_cpu'))
+    stage = {'gemini': 3, 'zero1': 1, 'zero2': 2}[name.split('_')[1]]
+    policy = 'cpu' if name.endswith('_cpu') else ('auto' if stage == 3 else 'cuda')
+    return s.ColossalAIStrategy(stage=stage, precision=precision, seed=seed, placement_policy=policy)
+
+
+def load_function(spec: str) -> Callable[..., Any]:
+    """A function from 'package.module:name' or 'path/to/file.py:name'.
+
+    Raises:
+        ValueError: it is not of that form, or there is no such module or function.
+    """
+    module_name, _, function_name = spec.rpartition(':')
+    if not module_name or not function_name:
+        raise ValueError(f'{spec!r} does not name a function; write module:function or path/to/file.py:function')
+    if module_name.endswith('.py'):
+        path = Path(module_name)
+        if not path.is_file():
+            raise ValueError(f'{spec!r}: there is no file {path}')
+        module_spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert module_spec is not None and module_spec.loader is not None
+        module = importlib.util.module_from_spec(module_spec)
+        sys.modules[path.stem] = module
+        module_spec.loader.exec_module(module)
+    else:
+        sys.path.insert(0, os.getcwd())
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            raise ValueError(f'{spec!r}: {error}') from None
+        finally:
+            sys.path.remove(os.getcwd())
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(f'{spec!r}: {module_name} has no function {function_name!r}')
+    return function
+
+
+def run_main(main: Callable[[], Any]) -> None:
+    """Run a script's main: the user's mistake is one line on stderr and exit code 2, not a traceback."""
+    try:
+        main()
+    except (ValueError, FileNotFoundError, ImportError) as error:
+        if os.environ.get('CHATGPT_TRACEBACK') or not _is_callers_mistake(error):
+            raise
+        print(f'error: {error}', file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print('interrupted', file=sys.stderr, flush=True)
+        raise SystemExit(130) from None
+
+
+def _is_callers_mistake(error: BaseException) -> bool:
+    """Raised by this package itself, not from the depths of a library."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback is None or 'chatgpt' in traceback.tb_frame.f_globals.get('__name__', '') or _is_script(traceback)
+
+
+def _is_script(traceback: types.TracebackType) -> bool:
+    return traceback.tb_frame.f_globals.get('__name__') == '__main__'

@@ -1,0 +1,347 @@
+"""Hydra: policy and reference share one frozen trunk and differ only in their top k blocks.
+
+`make_hydra(owner, k)` freezes a causal LM below its top k blocks and keeps a frozen copy of what stays trainable above: the
+k blocks, the final norm and, when it is not tied to the embeddings, the output head. Memory is one model and k extra blocks.
+Inside `reference_branch(owner)` the copy stands in the model's own module tree in place of the trained part, and the trained part where
+the copy was, so the model's own forward computes the reference: no forward is written anew, and every module stays
+registered under the same root. `adapter_disabled` of `chatgpt.nn.lora` is the same contract for LoRA.
+
+`recorded_trunk(owner)` notes what enters the top blocks during an ordinary forward, so that a branch (the reference, or a
+trainable value branch for a critic on the same trunk) is computed from it without a second pass through the trunk.
+
+The idea is the hydra of trlX (Havrilla et al. 2023, "trlX", section 3). Tested under single-process, DDP and FSDP2 with the branch
+registered inside the wrapped module. Strategies that flatten or rename parameters outside the module tree (ColossalAI Gemini
+and ZeRO) are not covered: `has_hydra` is there for them to refuse with.
+
+Left out: encoder-decoder models, and LoRA at the same time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+
+from chatgpt.nn.lora import has_lora
+
+SUPPORTED = 'GPT-2, GPT-J, GPT-NeoX, OPT, BLOOM and Llama-like models (Llama, Mistral, Qwen2, Qwen3, Gemma and others of their build)'
+
+Role = Literal['reference', 'value']
+
+
+class _Layout(NamedTuple):
+    """Where a base model keeps its parts, as paths below it."""
+
+    blocks: str
+    norm: str
+    after_norm: str | None = None
+    """a frozen, shared module between final norm and head"""
+
+
+_LAYOUTS = (
+    _Layout('h', 'ln_f'),  # GPT-2, GPT-J, BLOOM
+    _Layout('layers', 'norm'),  # Llama-like
+    _Layout('layers', 'final_layer_norm'),  # GPT-NeoX
+    _Layout('decoder.layers', 'decoder.final_layer_norm', 'decoder.project_out'),  # OPT
+)
+
+
+class _Slot(NamedTuple):
+    """One place in the model whose module has a copy: `parent.name` in the model, `own.own_name` in the branch."""
+
+    parent: nn.Module
+    name: str
+    own: nn.Module
+    own_name: str
+
+
+@dataclass
+class RecordedTrunk:
+    """What entered each of the top blocks in the last forward: positional and keyword arguments, the hidden state first."""
+
+    num_blocks: int
+    calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+
+
+class TopBranch(nn.Module):
+    """A copy of a causal LM's top `num_blocks` blocks, final norm and untied head. `role` 'reference' is frozen, 'value' is trainable.
+
+    Parameters are named `blocks.<i>...`, `norm...` and `head...` (a value branch has no head). A reference stays in eval mode.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_blocks: int, role: Role) -> None:
+        super().__init__()
+        parts = _parts(model, num_blocks)
+        self.role: Role = role
+        self.num_blocks = num_blocks
+        self.first_block = len(parts.blocks) - num_blocks
+        # One deepcopy, so that what blocks share stays shared; the config stays the model's own, with its attention setting.
+        head = parts.head if role == 'reference' else None
+        originals = [list(parts.blocks)[self.first_block :], parts.norm, head]
+        blocks, norm, head = copy.deepcopy(originals, {id(model.config): model.config})
+        self.blocks = nn.ModuleList(blocks)
+        self.norm, self.head = norm, head
+        # Links into the model, in a tuple and a list so that they are not registered a second time below this module.
+        self._shared = (parts.blocks, parts.after_norm)
+        self._slots = [_Slot(parts.blocks, str(self.first_block + i), self.blocks, str(i)) for i in range(num_blocks)]
+        for name, parent, child in (('norm', parts.norm_parent, parts.norm_name), ('head', parts.head_parent, parts.head_name)):
+            if getattr(self, name) is not None and parent is not None:
+                self._slots.append(_Slot(parent, child, self, name))
+        self.depth = 0
+        self.requires_grad_(role == 'value')
+        self.train(parts.blocks.training)
+
+    @property
+    def is_reference_branch(self) -> bool:
+        return self.role == 'reference'
+
+    def train(self, mode: bool = True) -> TopBranch:
+        super().train(mode and self.role == 'value')
+        return self
+
+    def exchange(self) -> None:
+        """Swap every copied module with its original, in place. Twice is never."""
+        for parent, name, own, own_name in self._slots:
+            parent._modules[name], own._modules[own_name] = own._modules[own_name], parent._modules[name]
+
+    def forward(self, trunk: RecordedTrunk) -> Tensor:
+        """Hidden states (B, S, D) ready for the head, from a forward of the model that `recorded_trunk` watched."""
+        if len(trunk.calls) != self.num_blocks:
+            raise ValueError(f'hydra: {len(trunk.calls)} of {self.num_blocks} block inputs recorded; run the model inside recorded_trunk first')
+        hidden = trunk.calls[0][0][0]
+        for i, block in enumerate(self.blocks):
+            args, kwargs = trunk.calls[i]
+            output = block(hidden, *args[1:], **kwargs)
+            hidden = output[0] if isinstance(output, tuple) else output
+        if self.norm is not None:
+            hidden = self.norm(hidden)
+        after_norm = self._shared[1]
+        return hidden if after_norm is None else after_norm(hidden)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if self.depth:
+            raise RuntimeError('hydra: state_dict inside reference_branch would mix up policy and reference; leave the context first')
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        if self.depth:
+            raise RuntimeError('hydra: load_state_dict inside reference_branch would mix up policy and reference; leave the context first')
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+# --- construction ---------------------------------------------------------------------------------------------------
+
+
+class _Parts(NamedTuple):
+    blocks: nn.ModuleList
+    norm: nn.Module | None
+    norm_parent: nn.Module
+    norm_name: str
+    after_norm: nn.Module | None
+    head: nn.Module | None
+    """the output head when it has weights of its own"""
+    head_parent: nn.Module | None
+    head_name: str
+
+
+def make_hydra(owner: nn.Module, num_layers_unfrozen: int, *, value_branch: bool = False) -> None:
+    """Give `owner` a frozen reference branch; train only the top `num_layers_unfrozen` blocks, the final norm and an untied head.
+
+    `owner` is a module that keeps the transformers causal LM as `.model` (then files of the model stay as they were), or that
+    model itself. The copy becomes `owner.ref_branch`. `value_branch=True` adds `owner.value_branch`, a trainable copy of the blocks and
+    the norm for a critic on the same trunk. -1 means no hydra: nothing is changed and everything is trained. Parameters of
+    `owner` outside the model (a value head) are left as they are. On the meta device the exactness check waits for `check_hydra`.
+
+    Raises ValueError for a number that is neither -1 nor in 1..number of blocks, an unsupported architecture, adapters
+    in the model, or a reference that does not agree exactly with the policy on a few tokens.
+    """
+    k = num_layers_unfrozen
+    if isinstance(k, bool) or not isinstance(k, int) or k < -1 or k == 0:
+        raise ValueError(f'num_layers_unfrozen: {k!r} given; give -1 (train everything) or the number of top blocks to train')
+    if k == -1:
+        return
+    model = _model_of(owner)
+    if any(isinstance(m, TopBranch) for m in owner.modules()):
+        raise ValueError('make_hydra: the module already has a reference branch; call it once')
+    if has_lora(model):
+        raise ValueError('make_hydra: the model has adapters; use LoRA or num_layers_unfrozen, not both')
+    parts = _parts(model, k)
+    trainable = {p: p.requires_grad for p in model.parameters()}
+    model.requires_grad_(False)
+    for part in (*list(parts.blocks)[-k:], parts.norm, parts.head):
+        if part is not None:
+            part.requires_grad_(True)
+    owner.ref_branch = TopBranch(model, k, 'reference')
+    if value_branch:
+        owner.value_branch = TopBranch(model, k, 'value')
+    try:
+        if not any(p.is_meta for p in model.parameters()):
+            check_hydra(owner)
+    except ValueError:
+        for name in ('ref_branch', 'value_branch'):
+            owner._modules.pop(name, None)
+        for parameter, flag in trainable.items():
+            parameter.requires_grad_(flag)
+        raise
+
+
+def _model_of(owner: nn.Module) -> PreTrainedModel:
+    for candidate in (owner, getattr(owner, 'model', None)):
+        if isinstance(candidate, PreTrainedModel):
+            return candidate
+    raise ValueError(f'hydra: {type(owner).__name__} is no transformers model and has none as .model')
+
+
+def _parts(model: PreTrainedModel, num_blocks: int) -> _Parts:
+    base = model.base_model
+    for layout in _LAYOUTS:
+        blocks = _get(base, layout.blocks)
+        parent_path, _, norm_name = layout.norm.rpartition('.')
+        norm_parent = _get(base, parent_path) if parent_path else base
+        if isinstance(blocks, nn.ModuleList) and hasattr(norm_parent, norm_name):  # None in an OPT that normalises after its blocks
+            break
+    else:
+        raise ValueError(f'num_layers_unfrozen: {type(model).__name__} is not supported; supported are {SUPPORTED}')
+    if num_blocks > len(blocks):
+        raise ValueError(f'num_layers_unfrozen: {num_blocks} given, but {type(model).__name__} has {len(blocks)} blocks')
+    head = model.get_output_embeddings()
+    embeddings = model.get_input_embeddings()
+    if head is not None and embeddings is not None and head.weight is embeddings.weight:
+        head = None
+    head_path = next((name for name, module in model.named_modules() if module is head), '') if head is not None else ''
+    head_parent = model.get_submodule(head_path.rpartition('.')[0]) if head_path else None
+    after_norm = _get(base, layout.after_norm) if layout.after_norm else None
+    return _Parts(blocks=blocks, norm=getattr(norm_parent, norm_name), norm_parent=norm_parent, norm_name=norm_name,
+                  after_norm=after_norm, head=head, head_parent=head_parent, head_name=head_path.rpartition('.')[2])  # fmt: skip
+
+
+def _get(module: nn.Module, path: str) -> Any:
+    for name in path.split('.'):
+        found = module._modules.get(name)
+        if found is None:
+            return None
+        module = found
+    return module
+
+
+# --- use ------------------------------------------------------------------------------------------------------------
+
+
+def has_hydra(module: nn.Module) -> bool:
+    return any(isinstance(m, TopBranch) for m in module.modules())
+
+
+def _reference_of(module: nn.Module) -> TopBranch:
+    found = [m for m in module.modules() if isinstance(m, TopBranch) and m.role == 'reference']
+    if len(found) != 1:
+        raise ValueError(f'hydra: {type(module).__name__} has {len(found)} reference branches, exactly one is needed; call make_hydra first')
+    return found[0]
+
+
+@contextmanager
+def reference_branch(module: nn.Module) -> Iterator[None]:
+    """Inside, the forward of the model in `module` is the reference's. Contexts may be nested. Not for training or saving inside.
+
+    `module` may be wrapped (DDP, FSDP2). The copies are in eval mode; whether the shared trunk drops out is the model's own mode.
+    """
+    branch = _reference_of(module)
+    if branch.depth == 0:
+        branch.exchange()
+    branch.depth += 1
+    try:
+        yield
+    finally:
+        branch.depth -= 1
+        if branch.depth == 0:
+            branch.exchange()
+
+
+@contextmanager
+def recorded_trunk(module: nn.Module) -> Iterator[RecordedTrunk]:
+    """Record what enters the top blocks in a forward inside the context, for `branch(record)` afterwards, inside it or outside.
+
+    Run the model without a key-value cache: a branch would append to it a second time. ValueError otherwise.
+    """
+    branch = _reference_of(module)
+    record = RecordedTrunk(branch.num_blocks)
+
+    def note(i: int) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
+                raise ValueError('recorded_trunk: the model runs with a key-value cache; call it with use_cache=False')
+            record.calls[i] = (args, kwargs)
+
+        return hook
+
+    blocks: nn.ModuleList = branch._shared[0]
+    tops = list(blocks)[branch.first_block :]
+    handles = [block.register_forward_pre_hook(note(i), with_kwargs=True) for i, block in enumerate(tops)]
+    try:
+        yield record
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def reference_sources(module: nn.Module) -> dict[str, str]:
+    """For each parameter and buffer of the branches in `module`, the name of the tensor in `module` that it was copied from.
+
+    For loaders that fill a module built on the meta device from a pretrained file: a branch starts as what the file holds.
+    """
+    names = {id(m): name for name, m in module.named_modules()}
+    sources = {}
+    for branch in module.modules():
+        if not isinstance(branch, TopBranch):
+            continue
+        for parent, name, own, own_name in branch._slots:
+            copied, original = own._modules[own_name], parent._modules[name]
+            assert copied is not None and original is not None
+            for key in copied.state_dict():
+                sources[f'{names[id(copied)]}.{key}'] = f'{names[id(original)]}.{key}'
+    return sources
+
+
+@torch.no_grad()
+def check_hydra(owner: nn.Module) -> None:
+    """Prove on a few tokens that the reference is used and equals the policy bit for bit, in both ways of computing it.
+
+    True only before the first training step. Raises ValueError otherwise.
+    """
+    model, branch = _model_of(owner), _reference_of(owner)
+    device = next(model.parameters()).device
+    ids = (torch.arange(6, device=device) * 7 + 1).remainder(model.config.get_text_config().vocab_size).view(1, 6)
+    modes = {m: m.training for m in owner.modules()}
+    copies = [m for _, _, own, name in branch._slots if (m := own._modules[name]) is not None]
+    calls: list[nn.Module] = []
+    handles = [m.register_forward_hook(lambda m, *_: calls.append(m)) for m in copies]
+    base = model.base_model
+    owner.eval()
+    try:
+        policy = model(input_ids=ids, use_cache=False)[0]
+        used_by_policy = list(calls)
+        with reference_branch(owner):
+            reference = model(input_ids=ids, use_cache=False)[0]
+            hidden = base(input_ids=ids, use_cache=False)[0]
+        used = {id(m) for m in calls}
+        with recorded_trunk(owner) as trunk:
+            base(input_ids=ids, use_cache=False)
+        from_trunk = branch(trunk)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for m, mode in modes.items():
+            m.training = mode
+    name = type(model).__name__
+    if used_by_policy or used != {id(m) for m in copies}:
+        raise ValueError(f'num_layers_unfrozen: {name} does not run its blocks from its module tree; supported are {SUPPORTED}')
+    if not torch.equal(policy, reference):
+        worst = (policy - reference).abs().max().item()
+        raise ValueError(f'num_layers_unfrozen: policy and reference of {name} differ by {worst:g} before training; supported are {SUPPORTED}')
+    if not torch.equal(hidden, from_trunk):
+        raise ValueError(f'num_layers_unfrozen: {name} does more above its blocks than a norm; supported are {SUPPORTED}')

@@ -1,0 +1,354 @@
+"""Low-rank adapters (LoRA) on linear layers, on loralib's `LoRALayer` base.
+
+An adapted layer computes y = x W^T + b + (alpha / r) x A^T B^T (Hu et al. 2021, "LoRA", equation 3), A (r, in), B (out, r).
+`convert_to_lora` replaces `nn.Linear` and GPT-2's `Conv1D` in place. `weight` and `bias` stay the same parameters under the
+same names, with `lora_A` and `lora_B` beside them. loralib's own layers fold the adapter into the weight on `eval()` and subtract it on
+`train()`, which rounds; these never do. Folding is `merge_lora`, and `unmerge_lora` puts the saved bits back.
+
+While an adapter is folded, `state_dict()` still writes the base weight, so a saved file never holds the adapter twice.
+
+Left out: adapters on embeddings and convolutions, and files on disk (`chatgpt.nn.peft_format`).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, cast, get_args
+
+import loralib
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+BiasMode = Literal['none', 'all', 'lora_only']
+
+
+class _SavedBits:
+    """A base weight put aside while its adapter is folded in. Never written to, so copies of the layer share it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SavedBits:
+        return self
+
+
+class _Adapter(loralib.LoRALayer):
+    """What both adapted layers share: the two factors, the switch, folding and unfolding. Mixed into an `nn.Module`."""
+
+    in_features: int
+    out_features: int
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    weight_is_transposed = False
+    """True where `weight` is stored (in, out)"""
+
+    def _adopt(self, base: nn.Module, rank: int, alpha: float, dropout: float, bias_mode: BiasMode) -> None:
+        """Take over the parameters of `base` (the very same objects) and add the two factors."""
+        module = cast(nn.Module, self)
+        loralib.LoRALayer.__init__(self, r=rank, lora_alpha=alpha, lora_dropout=dropout, merge_weights=False)
+        if dropout == 0:
+            self.lora_dropout = nn.Identity()  # the base leaves a lambda here, which cannot be pickled
+        self.scaling = alpha / rank
+        self.bias_mode = bias_mode
+        self.adapter_on = True
+        self.saved: _SavedBits | None = None  # the base weight while the adapter is folded in
+        module.register_parameter('weight', base.weight)
+        module.register_parameter('bias', base.bias)
+        self.lora_A = nn.Parameter(base.weight.new_zeros((rank, self.in_features)))
+        self.lora_B = nn.Parameter(base.weight.new_zeros((self.out_features, rank)))
+        self.reset_lora_parameters()
+        module.train(base.training)
+
+    def reset_lora_parameters(self) -> None:
+        """A as `nn.Linear` draws its weight, B zero: the layer computes what its base computes."""
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_B)
+
+    def _add_adapter(self, result: Tensor, x: Tensor) -> Tensor:
+        if self.merged or not self.adapter_on:
+            return result
+        low = F.linear(self.lora_dropout(x), self.lora_A)
+        return result + F.linear(low, self.lora_B) * self.scaling
+
+    @torch.no_grad()
+    def folded_weight(self) -> Tensor:
+        """A new tensor W + scaling * B A in the layout and dtype of `weight`; summed in fp32 or wider, rounded once."""
+        base = self.weight if self.saved is None else self.saved.tensor
+        wide = torch.promote_types(base.dtype, torch.float32)
+        with torch.autocast(device_type=base.device.type, enabled=False):
+            delta = (self.lora_B.to(wide) @ self.lora_A.to(wide)) * self.scaling
+        return (base.to(wide) + (delta.T if self.weight_is_transposed else delta)).to(base.dtype)
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        if self.merged:
+            return
+        folded = self.folded_weight()
+        self.saved = _SavedBits(self.weight.detach().clone())
+        self.weight.copy_(folded)
+        self.merged = True
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        if not self.merged:
+            return
+        assert self.saved is not None
+        self.weight.copy_(self.saved.tensor)
+        self.saved = None
+        self.merged = False
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        if self.saved is not None:
+            destination[prefix + 'weight'] = self.saved.tensor
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str],
+                              unexpected: list[str], errors: list[str]) -> None:  # fmt: skip
+        if self.merged:
+            errors.append(f'{prefix[:-1]}: its adapter is merged; call unmerge_lora before load_state_dict')
+            return
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)  # type: ignore[misc]
+
+    def extra_repr(self) -> str:
+        return f'in_features={self.in_features}, out_features={self.out_features}, r={self.r}, alpha={self.lora_alpha}'
+
+
+class LoRALinear(_Adapter, nn.Linear):
+    """An `nn.Linear` with an adapter. Input (..., in), output (..., out)."""
+
+    def __init__(self, base: nn.Linear, rank: int, *, alpha: float, dropout: float = 0.0, bias_mode: BiasMode = 'none') -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self._adopt(base, rank, alpha, dropout, bias_mode)
+
+    def reset_parameters(self) -> None:
+        nn.Linear.reset_parameters(self)
+        self.reset_lora_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._add_adapter(F.linear(x, self.weight, self.bias), x)
+
+
+class LoRAConv1D(_Adapter, Conv1D):
+    """transformers' `Conv1D` (GPT-2: a linear layer whose weight is stored (in, out)) with an adapter."""
+
+    weight_is_transposed = True
+
+    def __init__(self, base: Conv1D, rank: int, *, alpha: float, dropout: float = 0.0, bias_mode: BiasMode = 'none') -> None:
+        nn.Module.__init__(self)
+        self.nx, self.nf = base.nx, base.nf
+        self.in_features, self.out_features = base.nx, base.nf
+        self._adopt(base, rank, alpha, dropout, bias_mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._add_adapter(Conv1D.forward(self, x), x)
+
+
+_REPLACED_BY: dict[type[nn.Module], Any] = {nn.Linear: LoRALinear, Conv1D: LoRAConv1D}
+
+
+# --- conversion -----------------------------------------------------------------------------------------------------
+
+
+def convert_to_lora(module: nn.Module, rank: int, *, alpha: float | None = None, dropout: float = 0.0,
+                    targets: str | Iterable[str] | None = None, bias: BiasMode = 'none') -> None:  # fmt: skip
+    """Replace linear layers by adapted ones, in place, and leave only the adapters trainable.
+
+    `targets` names the layers: one or more patterns, each matching by its full module name, by the end of it after a dot
+    (`'q_proj'`), as a glob (`'*.attn.*'`) or as a regular expression for the whole name. `None` takes every linear layer
+    inside the transformer blocks (below an `nn.ModuleList`), so no output or value head. `alpha=None` means alpha = rank, a scaling of 1.
+    `bias` trains no bias, every bias of `module`, or those of the adapted layers. Parameters outside `module` are not touched, so a
+    value head kept beside it goes on training. B starts at zero: outputs do not change.
+
+    Raises ValueError, before anything is changed, for a rank outside 1..min(in, out), a pattern that matches no linear layer, a
+    layer whose weight is shared with another module (folding would change both), an unknown bias mode, or a second conversion.
+    """
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise ValueError(f'LoRA rank: {rank!r} given; it must be a positive integer')
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f'LoRA dropout: {dropout} given; it must lie in [0, 1)')
+    if alpha is not None and not alpha > 0:
+        raise ValueError(f'LoRA alpha: {alpha} given; it must be positive (the adapter is scaled by alpha / rank)')
+    if bias not in get_args(BiasMode):
+        raise ValueError(f'LoRA bias mode: {bias!r} given; allowed are {", ".join(get_args(BiasMode))}')
+    if has_lora(module):
+        raise ValueError('convert_to_lora: the module already has adapters; convert a module once')
+    if any(getattr(m, 'is_reference_branch', False) for m in module.modules()):
+        raise ValueError('convert_to_lora: the module has a hydra reference branch; use LoRA or num_layers_unfrozen, not both')
+    chosen = _target_layers(module, targets)
+    for name, layer in chosen.items():
+        smaller = min(layer.weight.shape)
+        if rank > smaller:
+            raise ValueError(f'LoRA rank: {rank} given, but {name} is {tuple(layer.weight.shape)}; the rank must be at most {smaller}')
+    for name, layer in chosen.items():
+        parent, _, child = name.rpartition('.')
+        adapted = _REPLACED_BY[type(layer)](layer, rank, alpha=alpha or rank, dropout=dropout, bias_mode=bias)
+        setattr(module.get_submodule(parent), child, adapted)
+    loralib.mark_only_lora_as_trainable(module, bias)
+
+
+def _target_layers(module: nn.Module, targets: str | Iterable[str] | None) -> dict[str, nn.Module]:
+    linear = {n: m for n, m in module.named_modules() if n and type(m) in _REPLACED_BY}
+    if targets is None:
+        lists = [n for n, m in module.named_modules() if isinstance(m, nn.ModuleList)]
+        chosen = {n: m for n, m in linear.items() if any(n.startswith(f'{p}.' if p else '') for p in lists)}
+        if not chosen:
+            raise ValueError(f'convert_to_lora: no transformer blocks with linear layers in {type(module).__name__}; '
+                             f'name the layers with targets=; linear layers: {_some(linear)}')  # fmt: skip
+    else:
+        chosen = {}
+        patterns = [targets] if isinstance(targets, str) else list(targets)
+        if not patterns:
+            raise ValueError('LoRA targets: an empty list given; give patterns, or None for every layer in the blocks')
+        for pattern in patterns:
+            matched = {n: m for n, m in linear.items() if _matches(pattern, n)}
+            if not matched:
+                raise ValueError(f'LoRA targets: {pattern!r} matches no linear layer; there are {_some(linear)}')
+            chosen |= matched
+        chosen = {n: m for n, m in linear.items() if n in chosen}
+    holders: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), []).append(name)
+    for name, layer in chosen.items():
+        shared = [h for h in holders[id(layer.weight)] if h != f'{name}.weight']
+        if shared:
+            raise ValueError(f'LoRA targets: {name} shares its weight with {shared[0]}; leave it out of targets')
+    return chosen
+
+
+def _matches(pattern: str, name: str) -> bool:
+    if name == pattern or name.endswith('.' + pattern) or fnmatch.fnmatchcase(name, pattern):
+        return True
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error:  # a glob such as '*.q_proj' is no regular expression
+        return False
+
+
+def _some(names: Iterable[str], most: int = 6) -> str:
+    listed = list(names)
+    return (', '.join(listed[:most]) + (f' and {len(listed) - most} more' if len(listed) > most else '')) or 'none'
+
+
+# --- queries and switches -------------------------------------------------------------------------------------------
+
+
+def lora_layers(module: nn.Module) -> dict[str, LoRALinear | LoRAConv1D]:
+    """The adapted layers of `module` by name."""
+    return {n: m for n, m in module.named_modules() if isinstance(m, (LoRALinear, LoRAConv1D))}
+
+
+def has_lora(module: nn.Module) -> bool:
+    return any(isinstance(m, loralib.LoRALayer) for m in module.modules())
+
+
+def _require_lora(module: nn.Module, what: str) -> dict[str, LoRALinear | LoRAConv1D]:
+    layers = lora_layers(module)
+    if not layers:
+        raise ValueError(f'{what}: {type(module).__name__} has no adapters; call convert_to_lora first')
+    return layers
+
+
+def reset_lora(module: nn.Module) -> None:
+    """Draw A anew and set B to zero, in every layer: for modules built on the meta device."""
+    for layer in _require_lora(module, 'reset_lora').values():
+        layer.reset_lora_parameters()
+
+
+def merge_lora(module: nn.Module) -> None:
+    """Fold every adapter into its weight, W + scaling * B A, keeping the base weights' bits. Merging twice is merging once."""
+    layers = _require_lora(module, 'merge_lora')
+    if not all(layer.adapter_on for layer in layers.values()):
+        raise ValueError('merge_lora: the adapter is switched off; leave adapter_disabled first')
+    for layer in layers.values():
+        layer.merge()
+
+
+def unmerge_lora(module: nn.Module) -> None:
+    """Put the bits back that the base weights had before `merge_lora`."""
+    for layer in _require_lora(module, 'unmerge_lora').values():
+        layer.unmerge()
+
+
+@contextmanager
+def merged(module: nn.Module) -> Iterator[None]:
+    """Inside, the adapters are folded in; on leaving, every layer is as it was before."""
+    before = [layer for layer in _require_lora(module, 'merged').values() if not layer.merged]
+    merge_lora(module)
+    try:
+        yield
+    finally:
+        for layer in before:
+            layer.unmerge()
+
+
+@contextmanager
+def adapter_disabled(module: nn.Module) -> Iterator[None]:
+    """Inside, `module` computes what it computed before conversion: the initial model, without a second copy.
+
+    Folded adapters are unfolded for the while. Contexts may be nested. Raises ValueError when biases are trained, for
+    then the layers without their adapters are not the initial model.
+    """
+    layers = list(_require_lora(module, 'adapter_disabled').values())
+    mode = layers[0].bias_mode
+    if mode != 'none':
+        raise ValueError(f'adapter_disabled: biases are trained (bias={mode!r}), so without adapters this is not the initial '
+                         "model; use bias='none' or keep a copy as initial_model")  # fmt: skip
+    before = [(layer, layer.adapter_on, layer.merged) for layer in layers]
+    try:
+        for layer in layers:
+            layer.unmerge()
+            layer.adapter_on = False
+        yield
+    finally:
+        for layer, was_on, was_merged in before:
+            layer.adapter_on = was_on
+            if was_merged:
+                layer.merge()
+
+
+# --- state dicts ----------------------------------------------------------------------------------------------------
+
+
+def lora_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """The adapter tensors by name, and the biases that the bias mode trains."""
+    layers = _require_lora(module, 'lora_state_dict')
+    return loralib.lora_state_dict(module, next(iter(layers.values())).bias_mode)
+
+
+def load_lora_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load what `lora_state_dict` wrote.
+
+    Raises ValueError, before anything is copied, when names or shapes differ; it names the first ones.
+    """
+    own = lora_state_dict(module)
+    missing, unexpected = [k for k in own if k not in state], [k for k in state if k not in own]
+    if missing or unexpected:
+        raise ValueError(f'load_lora_state_dict: missing {_some(missing, 3)}; unexpected {_some(unexpected, 3)}')
+    for name, tensor in own.items():
+        if tensor.shape != state[name].shape:
+            raise ValueError(f'load_lora_state_dict: {name} is {tuple(state[name].shape)} in the state, {tuple(tensor.shape)} in the module; '
+                             'convert with the same rank and targets')  # fmt: skip
+    if any(layer.merged for layer in lora_layers(module).values()):
+        raise ValueError('load_lora_state_dict: the adapters are merged; call unmerge_lora first')
+    module.load_state_dict(dict(state), strict=False)
+
+
+def merged_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """The state dict of the architecture before conversion, adapters folded in. `module` stays as it is.
+
+    Folded weights are new tensors; all others are those of `module.state_dict()`.
+    """
+    layers = _require_lora(module, 'merged_state_dict')
+    state = dict(module.state_dict())
+    for name, layer in layers.items():
+        prefix = f'{name}.' if name else ''
+        state[prefix + 'weight'] = layer.folded_weight()
+        del state[prefix + 'lora_A'], state[prefix + 'lora_B']
+    return state

@@ -1,0 +1,170 @@
+"""LoRA adapters in PEFT's file format: `adapter_config.json` beside `adapter_model.safetensors`.
+
+`export_peft` writes a folder that `peft.PeftModel.from_pretrained(base, folder)` loads; `import_peft` reads such a folder into a
+Hugging Face model. peft itself is not needed. In that format a tensor is called `base_model.model.<layer>.lora_A.weight`, and a
+trained bias of an adapted layer `base_model.model.<layer>.base_layer.bias`.
+
+Left out: what plain LoRA on linear layers cannot express (DoRA, per-layer ranks, trained embeddings, extra saved modules);
+`import_peft` refuses these by name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from chatgpt.nn.lora import (
+    LoRAConv1D,
+    convert_to_lora,
+    has_lora,
+    load_lora_state_dict,
+    lora_layers,
+    lora_state_dict,
+)
+
+CONFIG_FILE = 'adapter_config.json'
+WEIGHTS_FILE = 'adapter_model.safetensors'
+_PREFIX = 'base_model.model.'
+
+# Settings under which the tensors mean something else than W + scaling * B A, with the values that leave plain LoRA.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    'use_dora': (False, None),
+    'lora_bias': (False, None),
+    'use_qalora': (False, None),
+    'use_bdlora': (None, False),
+    'rank_pattern': (None, {}),
+    'alpha_pattern': (None, {}),
+    'modules_to_save': (None, []),
+    'target_parameters': (None, []),
+    'trainable_token_indices': (None, [], {}),
+    'layer_replication': (None, []),
+    'alora_invocation_tokens': (None, []),
+    'arrow_config': (None,),
+    'kasa_config': (None,),
+    'monteclora_config': (None,),
+}
+
+
+def _hf_model(module: nn.Module) -> nn.Module:
+    """The transformers model itself, when `module` is a wrapper that keeps one as `.model`."""
+    inner = getattr(module, 'model', None)
+    return inner if not isinstance(module, PreTrainedModel) and isinstance(inner, PreTrainedModel) else module
+
+
+def export_peft(module: nn.Module, folder: str | os.PathLike[str], *, base_model: str | None = None,
+                task_type: str | None = None) -> None:  # fmt: skip
+    """Write the adapters of `module` to `folder`, which is made if absent.
+
+    `module` is a transformers model, or a wrapper that holds one as `.model`; a value head beside it is not written.
+    `base_model` is the name or path that peft should load the base from (default: what the model was loaded from). `task_type`
+    is peft's (default: CAUSAL_LM with an output head, else FEATURE_EXTRACTION).
+
+    Raises ValueError without adapters, or when `folder` is a file.
+    """
+    model, path = _hf_model(module), Path(folder)
+    layers = lora_layers(model)
+    if not layers:
+        raise ValueError(f'export_peft: {type(module).__name__} has no adapters; call convert_to_lora first')
+    if path.exists() and not path.is_dir():
+        raise ValueError(f'export_peft: {path} is a file; give a folder')
+    first = next(iter(layers.values()))
+    if task_type is None:
+        has_head = isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None
+        task_type = 'CAUSAL_LM' if has_head else 'FEATURE_EXTRACTION'
+    config = {
+        'peft_type': 'LORA',
+        'task_type': task_type,
+        'base_model_name_or_path': base_model or getattr(model, 'name_or_path', None) or None,
+        'inference_mode': True,
+        'r': first.r,
+        'lora_alpha': first.lora_alpha,
+        'lora_dropout': float(getattr(first.lora_dropout, 'p', 0.0)),
+        'bias': first.bias_mode,
+        'fan_in_fan_out': any(isinstance(layer, LoRAConv1D) for layer in layers.values()),
+        'target_modules': _target_names(model, layers),
+    }
+    tensors = {_PREFIX + _to_peft(name, layers): tensor.detach().cpu().contiguous().clone()
+               for name, tensor in lora_state_dict(model).items()}  # fmt: skip
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path / WEIGHTS_FILE, metadata={'format': 'pt'})
+    (path / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + '\n', encoding='utf-8')
+
+
+def _target_names(model: nn.Module, layers: Iterable[str]) -> list[str]:
+    """Short names ('q_proj') when they pick exactly the adapted layers, as peft matches by the end of a name; else full names."""
+    adapted = set(layers)
+    short = {name.rpartition('.')[2] for name in adapted}
+    picked = {name for name, _ in model.named_modules() if name.rpartition('.')[2] in short}
+    return sorted(short if picked == adapted else adapted)
+
+
+def _to_peft(name: str, layers: Iterable[str]) -> str:
+    layer, _, parameter = name.rpartition('.')
+    if parameter in ('lora_A', 'lora_B'):
+        return f'{name}.weight'
+    return f'{layer}.base_layer.{parameter}' if layer in set(layers) else name
+
+
+def _from_peft(name: str) -> str:
+    name = name.removeprefix(_PREFIX).removesuffix('.weight') if '.lora_' in name else name.removeprefix(_PREFIX)
+    return name.replace('.base_layer.', '.')
+
+
+def import_peft(module: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Load an adapter that peft or `export_peft` wrote. A model without adapters is converted first, as the config says.
+
+    Which layers are adapted is read from the tensor names, so any way of naming targets works.
+
+    Raises ValueError for a folder without the two files, an adapter that is not plain LoRA, adapters already in place with another
+    rank or scaling, or names and shapes that do not fit the model.
+    """
+    model = _hf_model(module)
+    config, tensors = _read(Path(folder))
+    rank = config['r']
+    alpha = float(config.get('lora_alpha', 8))
+    if config.get('use_rslora'):
+        alpha *= math.sqrt(rank)  # rsLoRA (Kalajdzievski 2023) scales by alpha / sqrt(r)
+    state = {_from_peft(name): tensor for name, tensor in tensors.items()}
+    targets = [name.removesuffix('.lora_A') for name in state if name.endswith('.lora_A')]
+    if not targets:
+        raise ValueError(f'import_peft: no lora_A tensors in {Path(folder) / WEIGHTS_FILE}; is this a LoRA adapter?')
+    if not has_lora(model):
+        known = {name for name, _ in model.named_modules()}
+        if strangers := [t for t in targets if t not in known]:
+            raise ValueError(f'import_peft: the adapter is for a layer {strangers[0]}, which {type(model).__name__} does not have')
+        convert_to_lora(model, rank, alpha=alpha, dropout=config.get('lora_dropout', 0.0), bias=config.get('bias', 'none'),
+                        targets=_exactly(targets))  # fmt: skip
+    first = next(iter(lora_layers(model).values()))
+    if first.r != rank or not math.isclose(first.scaling, alpha / rank):
+        raise ValueError(f'import_peft: the adapter has rank {rank} and scaling {alpha / rank:g}, the model rank {first.r} and scaling '
+                         f'{first.scaling:g}; convert with rank={rank}, alpha={alpha:g}')  # fmt: skip
+    load_lora_state_dict(model, state)
+
+
+def _exactly(names: Iterable[str]) -> list[str]:
+    """Regular expressions that match these full names and no other."""
+    return [name.replace('.', r'\.') for name in names]
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / name).is_file():
+            raise ValueError(f'import_peft: {folder} has no {name}; give a folder that peft or export_peft wrote')
+    config = json.loads((folder / CONFIG_FILE).read_text(encoding='utf-8'))
+    if config.get('peft_type') != 'LORA':
+        raise ValueError(f'import_peft: peft_type is {config.get("peft_type")!r}; only LORA can be read')
+    for key, plain in _PLAIN.items():
+        if key in config and config[key] not in plain:
+            raise ValueError(f'import_peft: {key}={config[key]!r} is not plain LoRA and cannot be read; export the adapter without it')
+    rank = config.get('r')
+    if not isinstance(rank, int) or rank < 1:
+        raise ValueError(f'import_peft: r={rank!r} in {CONFIG_FILE}; it must be a positive integer')
+    return config, load_file(folder / WEIGHTS_FILE)

@@ -1,0 +1,91 @@
+"""The protocol of a rollout engine: prompts as ids in, samples out. No tokenizer inside.
+
+Left out: who scores the samples, and where the weights come from (a strategy yields the full model for a collect phase).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from chatgpt.rollout.sampling import SamplingParams
+from chatgpt.types import Prompt, Sample
+
+if TYPE_CHECKING:
+    from chatgpt.nn import Actor
+
+
+class RolloutEngine(Protocol):
+    """Generates responses for one collect phase: `begin`, any number of `generate`, `end`."""
+
+    reproducible: bool
+    """draws follow (seed, sample index, position): the same samples in any batch order and on any number of ranks"""
+
+    def begin(self, actor: Actor) -> None:
+        """Take the policy's weights for one collect phase; dropout is off until `end`."""
+        ...
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        indices: Sequence[int],
+        groups: Sequence[int] | None = None,
+    ) -> list[Sample]:
+        """One sample per prompt, in the order of the prompts; tensors are on the CPU.
+
+        `indices` are run-wide sample numbers; `groups` default to them. Raises ValueError before any work for an
+        empty prompt, one that leaves no room for a response, or a setting that the engine cannot do.
+        """
+        ...
+
+    def end(self) -> None:
+        """Give the weights back and free what only generating needs."""
+        ...
+
+
+def check_prompts(
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    indices: Sequence[int],
+    groups: Sequence[int] | None,
+    *,
+    max_positions: int | None,
+    vocab_size: int | None,
+) -> list[int]:
+    """What every engine checks before any work. Returns the most new tokens of each prompt.
+
+    max_positions: the model's context limit, None where it has none.
+    """
+    if len(indices) != len(prompts):
+        raise ValueError(f'generate: {len(prompts)} prompts but {len(indices)} sample indices; give one index per prompt')
+    if groups is not None and len(groups) != len(prompts):
+        raise ValueError(f'generate: {len(prompts)} prompts but {len(groups)} groups; give one group per prompt')
+    if vocab_size is not None:
+        for token in sampling.eos_token_ids:
+            if token >= vocab_size:
+                raise ValueError(f'generate: end token {token} is outside the vocabulary of {vocab_size}')
+    limits = []
+    for i, prompt in enumerate(prompts):
+        length = len(prompt.ids)
+        if length == 0:
+            raise ValueError(f'generate: prompt {i} is empty; give it at least a begin token')
+        if vocab_size is not None and (int(prompt.ids.min()) < 0 or int(prompt.ids.max()) >= vocab_size):
+            raise ValueError(
+                f'generate: prompt {i} holds token ids outside the vocabulary of {vocab_size}; does the tokenizer match the model?'
+            )
+        limit = sampling.room(length)
+        if limit < 1:
+            raise ValueError(
+                f'generate: prompt {i} has {length} tokens and max_length={sampling.max_length} leaves no room for a response; '
+                f'shorten the prompt or raise max_length'
+            )
+        if max_positions is not None and length + limit > max_positions:
+            raise ValueError(
+                f'generate: prompt {i} has {length} tokens and may grow by {limit}, past the model\'s {max_positions} positions; '
+                f'shorten the prompt or lower max_new_tokens or max_length'
+            )
+        limits.append(limit)
+    return limits

@@ -1,0 +1,214 @@
+"""The engine around `model.generate`, for models and settings that the local engine does not do.
+
+Prompts are padded on the left inside, with an attention mask. Any GenerationConfig field may come along (`SamplingParams.extra`).
+Its draws come from a torch generator seeded per batch, so the same call gives the same samples, but another batch order or
+size gives others: `reproducible` is False.
+
+Left out: several sequences per prompt (give the prompt several times).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+
+from chatgpt.rollout.check import model_config
+from chatgpt.rollout.engine import check_prompts
+from chatgpt.rollout.randomness import sample_keys
+from chatgpt.rollout.sampling import SamplingParams, TokenSampler
+from chatgpt.types import FinishReason, Prompt, Sample
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from chatgpt.nn import Actor
+
+
+class _StopCallback(StoppingCriteria):
+    """Asks `sampling.stop` per row and remembers after how many response tokens each row stopped."""
+
+    def __init__(self, stop: Callable[[Sequence[int]], bool], prompt_width: int, min_new_tokens: int, rows: int) -> None:
+        self.stop, self.prompt_width, self.min_new_tokens = stop, prompt_width, min_new_tokens
+        self.stopped_at: list[int | None] = [None] * rows
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        responses = input_ids[:, self.prompt_width :].tolist()
+        for row, ids in enumerate(responses):
+            if self.stopped_at[row] is None and len(ids) >= self.min_new_tokens and self.stop(ids):
+                self.stopped_at[row] = len(ids)
+        return torch.tensor([at is not None for at in self.stopped_at], device=input_ids.device)
+
+
+class HFEngine:
+    """Generates with `model.generate` of the actor's transformers model, `max_batch_size` prompts at a time."""
+
+    reproducible = False
+
+    def __init__(self, *, max_batch_size: int = 64) -> None:
+        if max_batch_size < 1:
+            raise ValueError(f'HFEngine: max_batch_size={max_batch_size}; give a positive integer')
+        self.max_batch_size = max_batch_size
+        self._actor: Any = None
+        self._modes: list[tuple[Any, bool]] = []
+
+    def begin(self, actor: Actor) -> None:
+        """Take the actor, dropout off. Raises ValueError for a model without `generate`."""
+        if self._actor is not None:
+            self.end()
+        if not hasattr(actor.model, 'generate'):
+            raise ValueError(f'HFEngine: {type(actor.model).__name__} has no generate method; give a causal language model')
+        self._modes = [(module, module.training) for module in actor.modules()]
+        self._actor = actor
+        actor.eval()
+
+    def end(self) -> None:
+        """Give the actor back with the training flags it came with."""
+        for module, training in self._modes:
+            module.training = training
+        self._actor, self._modes = None, []
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        indices: Sequence[int],
+        groups: Sequence[int] | None = None,
+    ) -> list[Sample]:
+        """See `RolloutEngine.generate`. With extras the recorded `filtered_logprobs` include every processor transformers applied."""
+        if self._actor is None:
+            raise ValueError('HFEngine.generate: no actor; call begin(actor) first')
+        config = model_config(self._actor)
+        limits = check_prompts(
+            prompts,
+            sampling,
+            indices,
+            groups,
+            max_positions=getattr(config, 'max_position_embeddings', None),
+            vocab_size=config.vocab_size,
+        )
+        groups = indices if groups is None else groups
+        samples: list[Sample] = []
+        for first in range(0, len(prompts), self.max_batch_size):
+            part = slice(first, first + self.max_batch_size)
+            samples += self._batch(prompts[part], limits[part], sampling, seed, list(indices[part]), list(groups[part]))
+        return samples
+
+    def _batch(
+        self, prompts: Sequence[Prompt], limits: list[int], sampling: SamplingParams, seed: int, indices: list[int], groups: list[int]
+    ) -> list[Sample]:
+        model = self._actor.model
+        device = next(model.parameters()).device
+        width = max(len(p.ids) for p in prompts)
+        input_ids = torch.full((len(prompts), width), sampling.pad_token_id, dtype=torch.int64)
+        attention_mask = torch.zeros(len(prompts), width, dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            input_ids[row, width - len(prompt.ids) :] = prompt.ids
+            attention_mask[row, width - len(prompt.ids) :] = 1
+        stop = None
+        criteria = StoppingCriteriaList()
+        if sampling.stop is not None:
+            stop = _StopCallback(sampling.stop, width, sampling.min_new_tokens, len(prompts))
+            criteria.append(stop)
+        key = int(sample_keys(seed, torch.tensor([indices[0]]))[0])
+        with _bare_generation_config(model), _own_generator(key, device), torch.no_grad():
+            output = model.generate(
+                input_ids.to(device),
+                attention_mask=attention_mask.to(device),
+                generation_config=_generation_config(sampling, max(limits)),
+                stopping_criteria=criteria,
+            )
+        responses = output.sequences[:, width:]
+        logprobs, filtered = self._logprobs(output, responses, sampling)
+        samples = []
+        for row, prompt in enumerate(prompts):
+            ids = responses[row].tolist()
+            length, reason = _response_length(ids, sampling.eos_token_ids, stop.stopped_at[row] if stop else None, limits[row])
+            samples.append(
+                Sample(
+                    index=indices[row],
+                    group=int(groups[row]),
+                    prompt_ids=prompt.ids.cpu(),
+                    response_ids=responses[row, :length].cpu().clone(),
+                    response_mask=torch.ones(length, dtype=torch.bool),
+                    logprobs=logprobs[row, :length].clone(),
+                    filtered_logprobs=filtered[row, :length].clone(),
+                    edge_distances=torch.ones(length),
+                    finish_reason=reason,
+                    temperature=sampling.temperature,
+                    prompt_text=prompt.text,
+                    columns=prompt.columns,
+                )
+            )
+        return samples
+
+    @staticmethod
+    def _logprobs(output: Any, responses: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+        """(rows, T) fp32 on the CPU: temperature-scaled and unfiltered from the raw logits, and as transformers drew."""
+        sampler = TokenSampler(sampling, responses.device)
+        beams = getattr(output, 'beam_indices', None)
+        plain, drawn = [], []
+        for t in range(responses.shape[1]):
+            # with beams, row i's token t was chosen from the scores of another row
+            rows = slice(None) if beams is None else beams[:, t].clamp(min=0)
+            token = responses[:, t : t + 1]
+            logits = output.logits[t][rows].float() / sampling.temperature
+            plain.append(torch.log_softmax(logits, dim=-1).gather(1, token))
+            scores = torch.log_softmax(output.scores[t][rows].float(), dim=-1)
+            if not sampling.do_sample:  # transformers leaves temperature and filters out of greedy scores
+                scores = sampler.filter(torch.log_softmax(scores / sampling.temperature, dim=-1))[0]
+            drawn.append(scores.gather(1, token))
+        return torch.cat(plain, dim=1).cpu(), torch.cat(drawn, dim=1).cpu()
+
+
+def _response_length(ids: list[int], eos: tuple[int, ...], stopped_at: int | None, limit: int) -> tuple[int, FinishReason]:
+    end = next((t + 1 for t, token in enumerate(ids) if token in eos), None)
+    if end is not None and end <= limit and (stopped_at is None or end <= stopped_at):
+        return end, 'eos'
+    if stopped_at is not None and stopped_at <= limit:
+        return stopped_at, 'stop'
+    return min(len(ids), limit), 'length'
+
+
+def _generation_config(sampling: SamplingParams, max_new_tokens: int) -> GenerationConfig:
+    settings: dict[str, Any] = {
+        'max_new_tokens': max_new_tokens,
+        'do_sample': sampling.do_sample,
+        'eos_token_id': list(sampling.eos_token_ids) or None,
+        'pad_token_id': sampling.pad_token_id,
+        'min_new_tokens': sampling.min_new_tokens or None,
+        'return_dict_in_generate': True,
+        'output_logits': True,
+        'output_scores': True,
+        'use_cache': True,
+    }
+    if sampling.do_sample:
+        settings |= {'temperature': sampling.temperature, 'top_k': sampling.top_k, 'top_p': sampling.top_p}
+    return GenerationConfig(**(settings | dict(sampling.extra)))
+
+
+@contextmanager
+def _bare_generation_config(model: Any) -> Iterator[None]:
+    """Without the model's own defaults: `generate` fills every unset field from them (end tokens, top_k, penalties)."""
+    saved = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = saved
+
+
+@contextmanager
+def _own_generator(key: int, device: torch.device) -> Iterator[None]:
+    """Seed the global generator inside and put it back after: `generate` takes no generator of its own."""
+    devices = [device] if device.type == 'cuda' else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(key)
+        yield

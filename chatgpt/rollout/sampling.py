@@ -1,0 +1,234 @@
+"""How responses are sampled: the settings, and the step from logits to tokens with their log-probs.
+
+The order of the steps is transformers': end tokens barred by `min_new_tokens`, temperature, top-k, top-p. Beam search and
+penalties are not here; `from_generation_kwargs` keeps such settings apart for the engine that wraps `model.generate`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from chatgpt.rollout.randomness import edge_distances, inverse_cdf
+
+# GenerationConfig fields that change nothing at these values, so they are no reason for a refusal
+_NEUTRAL: dict[str, Any] = {
+    'num_beams': 1, 'num_beam_groups': 1, 'num_return_sequences': 1, 'repetition_penalty': 1.0, 'encoder_repetition_penalty': 1.0,
+    'no_repeat_ngram_size': 0, 'encoder_no_repeat_ngram_size': 0, 'min_length': 0, 'min_p': 0.0, 'typical_p': 1.0,
+    'epsilon_cutoff': 0.0, 'eta_cutoff': 0.0, 'length_penalty': 1.0, 'diversity_penalty': 0.0, 'guidance_scale': 1.0,
+    'use_cache': True,
+}  # fmt: skip
+# fields that say nothing about sampling a response to a given prompt
+_WITHOUT_EFFECT = {'bos_token_id', 'transformers_version'}
+# fields that would change the shape of what an engine returns
+_OWNED_BY_ENGINE = {
+    'num_return_sequences', 'return_dict_in_generate', 'output_scores', 'output_logits', 'output_attentions', 'output_hidden_states',
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Settings of one `RolloutEngine.generate` call. Raises ValueError for values that make no sense.
+
+    >>> SamplingParams(max_new_tokens=48, temperature=0.7, top_p=0.9, eos_token_ids=(1,)).room(prompt_length=16)
+    48
+    """
+
+    max_new_tokens: int | None = None
+    max_length: int | None = None
+    """prompt + response; at least one of the two"""
+    min_new_tokens: int = 0
+    """end tokens are barred, and `stop` is not asked, before so many tokens"""
+    do_sample: bool = True
+    """False: the most likely token; temperature and filters then only enter the recorded log-probs"""
+    temperature: float = 1.0
+    top_k: int = 0
+    """0: no top-k filter"""
+    top_p: float = 1.0
+    """1: no top-p filter"""
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int = 0
+    """any valid token; what stands in it is never read"""
+    stop: Callable[[Sequence[int]], bool] | None = None
+    """sees the response ids so far, after every token; built outside from strings (`StopStrings`)"""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """further GenerationConfig fields, for `HFEngine`; `LocalEngine` refuses them by name"""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens is None and self.max_length is None:
+            raise ValueError('sampling: neither max_new_tokens nor max_length is given; give at least one')
+        for name, low in (('max_new_tokens', 1), ('max_length', 2), ('min_new_tokens', 0), ('top_k', 0), ('pad_token_id', 0)):
+            value = getattr(self, name)
+            if value is None and name.startswith('max_'):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ValueError(f'sampling: {name}={value!r}; give an integer of at least {low}')
+        if not _is_number(self.temperature) or not 0 < self.temperature < math.inf:
+            raise ValueError(f'sampling: temperature={self.temperature!r}; give a number above 0, or do_sample=False for greedy decoding')
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise ValueError(f'sampling: top_p={self.top_p!r}; give a number above 0 and at most 1 (1 is no filter)')
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f'sampling: min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}; lower it')
+        if not isinstance(self.eos_token_ids, tuple) or not all(isinstance(t, int) and t >= 0 for t in self.eos_token_ids):
+            raise ValueError(f'sampling: eos_token_ids={self.eos_token_ids!r}; give a tuple of token ids')
+        if self.stop is not None and not callable(self.stop):
+            raise ValueError(f'sampling: stop={self.stop!r}; give a function of the response ids, such as StopStrings(tokenizer, strings)')
+
+    def room(self, prompt_length: int) -> int:
+        """The most new tokens after a prompt of this length; below 1 where `max_length` leaves none."""
+        limits = [self.max_new_tokens] if self.max_new_tokens is not None else []
+        if self.max_length is not None:
+            limits.append(self.max_length - prompt_length)
+        return min(limits)
+
+    @classmethod
+    def from_generation_kwargs(cls, tokenizer: Any = None, **kwargs: Any) -> SamplingParams:
+        """Settings from the known fields of transformers' GenerationConfig (and this class's own names).
+
+        `eos_token_id` may be one id or a list; None leaves a default. `stop_strings` needs `tokenizer`. Fields that no
+        `SamplingParams` field expresses (`num_beams=4`, `repetition_penalty=1.2`, ...) are kept in `extra` unless their
+        value changes nothing. An unknown keyword is a ValueError that names the nearest known ones.
+        """
+        own = set(cls.__dataclass_fields__) - {'extra'}
+        known = own | _generation_config_fields()
+        settings: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
+        for name, value in kwargs.items():
+            if name not in known:
+                near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
+                hint = f'did you mean {" or ".join(near)}?' if near else 'give a field of transformers.GenerationConfig'
+                raise ValueError(f'generation setting {name!r} is unknown; {hint}')
+            if value is None or name in _WITHOUT_EFFECT:
+                continue
+            if name == 'stop_strings':
+                settings['stop'] = _stop_strings(tokenizer, value)
+            elif name in ('eos_token_id', 'eos_token_ids'):
+                settings['eos_token_ids'] = (value,) if isinstance(value, int) else tuple(value)
+            elif name in own:
+                settings[name] = value
+            elif value is not False and value != _NEUTRAL.get(name):
+                if name in _OWNED_BY_ENGINE:
+                    raise ValueError(f'generation setting {name}={value!r} is the engine\'s own business; leave it out')
+                extra[name] = value
+        return cls(**settings, extra=extra)
+
+
+from_generation_kwargs = SamplingParams.from_generation_kwargs
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@cache
+def _generation_config_fields() -> frozenset[str]:
+    from transformers import GenerationConfig
+
+    return frozenset(name for name in vars(GenerationConfig()) if not name.startswith('_'))
+
+
+def _stop_strings(tokenizer: Any, strings: Any) -> Callable[[Sequence[int]], bool]:
+    from chatgpt.rollout.stop import StopStrings
+
+    if tokenizer is None:
+        raise ValueError(f'generation setting stop_strings={strings!r} needs a tokenizer; give one, or stop=<function of ids>')
+    return StopStrings(tokenizer, strings)
+
+
+class Draw(NamedTuple):
+    """One token for each of n rows, with what is recorded about it."""
+
+    token: Tensor
+    """(n,) int64"""
+    logprob: Tensor
+    """(n,) fp32, temperature-scaled, unfiltered"""
+    filtered_logprob: Tensor
+    """(n,) fp32, renormalised over the tokens that the filters left"""
+    edge_distance: Tensor | None
+    """(n,) fp32; None where nothing was drawn"""
+
+
+class TokenSampler:
+    """From logits to tokens. Holds a call's settings on its device; the same for every row and step.
+
+    With a filter, `edge_distance` is also at most the distance to the filter's own threshold (the probability gap at the k-th
+    token, the cumulative mass around `top_p`), because a token crossing it would move the edges of all others.
+    """
+
+    def __init__(self, sampling: SamplingParams, device: torch.device | str) -> None:
+        self.sampling = sampling
+        self.end_ids = torch.tensor(sampling.eos_token_ids, dtype=torch.int64, device=device)
+        self.has_filter = sampling.top_k > 0 or sampling.top_p < 1.0
+
+    def is_end(self, token: Tensor) -> Tensor:
+        """(n,) bool: which tokens are end tokens."""
+        if len(self.sampling.eos_token_ids) == 1:
+            return token == self.sampling.eos_token_ids[0]
+        return torch.isin(token, self.end_ids)
+
+    def __call__(self, logits: Tensor, uniform: Tensor | None, no_end_mask: Tensor | None = None) -> Draw:
+        """logits (n, V), any float dtype; uniform (n, 1) float64, None for greedy; no_end_mask (n,) bool: rows too short to end."""
+        scaled = logits.float()
+        if self.sampling.temperature != 1.0:
+            scaled = scaled / self.sampling.temperature
+        logprobs = torch.log_softmax(scaled, dim=-1)
+        if no_end_mask is None and not self.has_filter:
+            filtered, margin = logprobs, None
+        else:
+            filtered, margin = self.filter(logprobs, no_end_mask)
+        if uniform is None:
+            token = filtered.argmax(dim=-1, keepdim=True)
+            edge = None
+        else:
+            probs = filtered.exp()
+            token, room = inverse_cdf(probs, uniform)
+            edge = edge_distances(room, probs.gather(1, token)).squeeze(1)
+            if margin is not None:
+                edge = torch.minimum(edge, margin)
+        chosen = filtered.gather(1, token).squeeze(1)
+        unfiltered = chosen if filtered is logprobs else logprobs.gather(1, token).squeeze(1)
+        return Draw(token.squeeze(1), unfiltered, chosen, edge)
+
+    def filter(self, logprobs: Tensor, no_end_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """(n, V) log-probs to the log-probs of the filtered distribution (-inf where filtered out) and the (n,) threshold margin."""
+        kept, margin = logprobs, None
+        if no_end_mask is not None and len(self.end_ids) > 0:
+            kept = kept.index_fill(1, self.end_ids, -math.inf)
+            kept = torch.where(no_end_mask[:, None], kept, logprobs)
+        if 0 < self.sampling.top_k < kept.shape[1]:
+            top = kept.topk(self.sampling.top_k + 1, dim=-1).values
+            last, next_one = top[:, -2], top[:, -1]
+            margin = (last.exp() - next_one.exp()).float()
+            # every token as likely as the k-th stays, as in transformers: a choice among equals would depend on the device
+            kept = kept.masked_fill(kept < last[:, None], -math.inf)
+        kept = torch.log_softmax(kept, dim=-1)
+        if self.sampling.top_p < 1.0:
+            kept, nucleus_margin = self._nucleus(kept)
+            margin = nucleus_margin if margin is None else torch.minimum(margin, nucleus_margin)
+        return kept, margin
+
+    def _nucleus(self, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        """The smallest set of most likely tokens whose mass reaches top_p (Holtzman et al. 2019, section 3.1), renormalised."""
+        top_p = self.sampling.top_p
+        ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
+        mass = ordered.exp().cumsum(dim=-1, dtype=torch.float64)
+        before = mass - ordered.exp()
+        keep = before < top_p
+        keep[:, 0] = True
+        last = keep.sum(dim=-1, keepdim=True) - 1
+        first_out = (last + 1).clamp_(max=logprobs.shape[1] - 1)
+        # the last token kept leaves when `before` passes top_p, the next enters when `mass` falls below it, and the two
+        # change places when their probabilities meet
+        gap = (ordered.gather(1, last).exp() - ordered.gather(1, first_out).exp()).double()
+        gap = torch.where(first_out == last, torch.ones_like(gap), gap)
+        crossing = torch.minimum((before.gather(1, last) - top_p).abs(), (mass.gather(1, last) - top_p).abs())
+        margin = torch.minimum(gap, crossing).squeeze(1).float()
+        kept_mask = torch.zeros_like(keep).scatter_(1, order, keep)
+        return torch.log_softmax(logprobs.masked_fill(~kept_mask, -math.inf), dim=-1), margin

@@ -1,0 +1,140 @@
+"""A key/value cache of rows and slots: token t of a row's sequence lies in slot t of that row.
+
+transformers' DynamicCache concatenates, so every token copies the whole cache, and rows padded on the left cannot be
+exchanged. Here memory is allocated once, a new token is written into its own slot, attention reads the view up to the
+longest live row, and a finished row is replaced by overwriting it. What lies behind a row's length is old but finite,
+and masked.
+
+Left out: sliding windows, linear attention, quantisation, offload. `chatgpt.rollout.check` finds models that need them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+
+class SlotLayer:
+    """One layer's memory: keys (R, H, C, D) and values (R, H, C, D'), allocated at the first write."""
+
+    is_sliding = False
+    is_compileable = False
+    is_initialized = True
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+
+def _resized(store: Tensor | None, like: Tensor, rows: int, capacity: int) -> Tensor:
+    """A store of at least this size that keeps what the old one holds. `like`: (n, H, P, D), for shape, dtype and device."""
+    heads, width = like.shape[1], like.shape[3]
+    # zeros, not empty: a masked slot gets weight 0, and 0 * NaN would be NaN
+    new = like.new_zeros(rows, heads, capacity, width)
+    if store is not None:
+        new[: store.shape[0], :, : store.shape[2]] = store
+    return new
+
+
+class SlotCache(Cache):
+    """The cache of one collect phase. Before each forward the caller says what it is about to write.
+
+    `prefill(rows, source)`: the forward sees whole prompts, padded on the right, each from slot 0.
+    `decode(lengths, width)`: the forward sees one token for each of the first n rows.
+    """
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        """rows and capacity (slots per row) may grow with `reserve`; nothing is allocated yet."""
+        super().__init__(layers=[])
+        self.rows, self.capacity = rows, capacity
+        self._past = 0
+        self._width = 0
+        self._prefill_rows: Tensor | None = None
+        self._prefill_source: Tensor | None = None
+        self._row_index: Tensor | None = None
+        self._slot_index: Tensor | None = None
+        self._slot: int | None = None
+        self._num_rows = 0
+
+    def reserve(self, rows: int, capacity: int) -> None:
+        """Make room for so many rows and slots; what is stored stays."""
+        if rows <= self.rows and capacity <= self.capacity:
+            return
+        self.rows, self.capacity = max(rows, self.rows), max(capacity, self.capacity)
+        for layer in self.layers:
+            layer.keys = _resized(layer.keys, layer.keys, self.rows, self.capacity)
+            layer.values = _resized(layer.values, layer.values, self.rows, self.capacity)
+
+    def prefill(self, rows: Tensor, source: Tensor | None) -> None:
+        """The next forward's row `source[i]` is the prompt of cache row `rows[i]`; None: row i itself. Both (n,) int64."""
+        self._past = 0
+        self._prefill_rows, self._prefill_source = rows, source
+
+    def decode(self, row_index: Tensor, lengths: Tensor, width: int, *, same_length: bool) -> None:
+        """The next forward's token i is number `lengths[i]` of cache row i.
+
+        row_index: (n,) int64, 0 .. n-1; lengths: (n,) int64, tokens already stored; width: the longest of them + 1, which is
+        what attention will see. With `same_length` all are width - 1 long, and one slice is written.
+        """
+        self._past, self._width = width - 1, width
+        self._prefill_rows = self._prefill_source = None
+        self._num_rows = row_index.shape[0]
+        self._row_index, self._slot_index = row_index, lengths
+        self._slot = width - 1 if same_length else None
+
+    def move(self, source: list[int], target: list[int], width: int) -> None:
+        """Copy the first `width` slots of rows `source` over rows `target`; no row is in both."""
+        for layer in self.layers:
+            if len(source) == 1:
+                layer.keys[target[0], :, :width] = layer.keys[source[0], :, :width]
+                layer.values[target[0], :, :width] = layer.values[source[0], :, :width]
+            else:
+                layer.keys[target, :, :width] = layer.keys[source, :, :width]
+                layer.values[target, :, :width] = layer.values[source, :, :width]
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Called by every attention layer: stores (n, H, P, D) states and returns what the layer is to attend to."""
+        layers = self.layers
+        while len(layers) <= layer_idx:
+            layers.append(SlotLayer())
+        layer = layers[layer_idx]
+        if layer.keys is None:
+            layer.keys = _resized(None, key_states, self.rows, self.capacity)
+            layer.values = _resized(None, value_states, self.rows, self.capacity)
+        if self._prefill_rows is not None:
+            return self._store_prompts(layer, key_states, value_states)
+        n, width = self._num_rows, self._width
+        if self._slot is not None:
+            layer.keys[:n, :, self._slot] = key_states[:, :, 0]
+            layer.values[:n, :, self._slot] = value_states[:, :, 0]
+        else:
+            layer.keys[self._row_index, :, self._slot_index] = key_states[:, :, 0]
+            layer.values[self._row_index, :, self._slot_index] = value_states[:, :, 0]
+        return layer.keys[:n, :, :width], layer.values[:n, :, :width]
+
+    def _store_prompts(self, layer: Any, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        width, source = key_states.shape[2], self._prefill_source
+        layer.keys[self._prefill_rows, :, :width] = key_states if source is None else key_states[source]
+        layer.values[self._prefill_rows, :, :width] = value_states if source is None else value_states[source]
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0, *args: Any) -> int:
+        """Slots before the tokens of the next forward, as the longest row counts."""
+        return self._past
+
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int = 0) -> tuple[int, int]:
+        """(slots that attention will see, offset of the first); older transformers hand over positions instead of their number."""
+        length = query_length if isinstance(query_length, int) else int(query_length.shape[0])
+        return self._past + length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self._past
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self.capacity
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        return self.capacity

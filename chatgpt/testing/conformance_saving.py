@@ -1,0 +1,223 @@
+"""Conformance checks of weights and optimizer states: files, folders, pieces, full weights for generation.
+
+Left out: training checkpoints as a whole, which are the trainer's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from chatgpt.checkpoint import CheckpointReader, write_checkpoint
+from chatgpt.testing.conformance import Bench, Check, Refused, expect, identical, raises
+from chatgpt.testing.tiny import tiny_micro_batches, tiny_sequences
+from chatgpt.trainer.strategies.base import Strategy
+
+
+def _other(model: nn.Module) -> nn.Module:
+    """The same architecture with other weights."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.is_meta:
+                parameter.add_(1.0)
+    return model
+
+
+def check_save_load(bench: Bench) -> None:
+    """Saved {before, after} prepare, loaded {before, after} prepare: the same bits."""
+    start = {n: t.detach().clone() for n, t in bench.make_model().state_dict().items()}
+    for saved_after in (False, True):
+        for loaded_after in (False, True):
+            what = f'saved {_when(saved_after)}, loaded {_when(loaded_after)} prepare'
+            with bench.make_strategy() as strategy:
+                path = bench.path('.pt')
+                model: nn.Module = bench.make_model()
+                if saved_after:
+                    model, _ = strategy.prepare((model, bench.make_optimizer(model.parameters())))
+                strategy.save_model(model, path, only_rank0=True)
+                strategy.barrier()
+                identical(torch.load(path, weights_only=True), start, f'{what}: the file, read by plain torch,')
+                model = _other(bench.make_model())
+                if not loaded_after:
+                    strategy.load_model(model, path)
+                model, _ = strategy.prepare((model, bench.make_optimizer(model.parameters())))
+                if loaded_after:
+                    strategy.load_model(model, path)
+                identical(bench.weights(strategy, model), start, what)
+
+
+def _when(after: bool) -> str:
+    return 'after' if after else 'before'
+
+
+def check_sharded_save(bench: Bench) -> None:
+    """`only_rank0=False` keeps the same weights, for trained and frozen models."""
+    with bench.make_strategy() as strategy:
+        model, optimizer = bench.pair(strategy)
+        bench.train(strategy, model, optimizer, steps=1)
+        weights = bench.weights(strategy, model)
+        path = bench.path()
+        strategy.save_model(model, path, only_rank0=False)
+        other, _ = bench.pair(strategy)
+        strategy.load_model(other, path)
+        identical(bench.weights(strategy, other), weights, 'saved with only_rank0=False and loaded')
+        frozen = strategy.prepare(bench.make_model())
+        strategy.load_model(frozen, path)
+        identical(bench.weights(strategy, frozen), weights, 'the same, loaded into a frozen model')
+
+
+def check_wrong_files(bench: Bench) -> None:
+    """A wrong file is an error that names the first keys; `strict=False` warns, and still refuses wrong shapes and strangers."""
+    errors = (ValueError, RuntimeError)
+    with bench.make_strategy() as strategy:
+        model, _ = bench.pair(strategy)
+        weights = bench.weights(strategy, model)
+        name = next(n for n in weights if n.endswith('up.weight'))
+
+        def save(change: Callable[[dict[str, Tensor]], object]) -> Path:
+            tensors = {n: t.clone() for n, t in weights.items()}
+            change(tensors)
+            path = bench.path('.pt')
+            strategy.run_on_rank0(lambda: torch.save(tensors, path))
+            return path
+
+        lacking = save(lambda t: t.pop(name))
+        with raises(errors, name, 'load_model of a file that lacks a tensor'):
+            strategy.load_model(model, lacking)
+        with raises(errors, 'stranger', 'load_model of a file with a tensor too many'):
+            strategy.load_model(model, save(lambda t: t.update(stranger=torch.zeros(1))))
+        wrong = save(lambda t: t.update({name: torch.zeros(1, 2)}))
+        for strict in (True, False):
+            with raises(errors, name, f'load_model of a wrong shape, strict={strict}'):
+                strategy.load_model(model, wrong, strict=strict)
+        with raises(errors, 'stranger', 'load_model(strict=False) of a file with nothing in common'):
+            strategy.load_model(model, save(lambda t: (t.clear(), t.update(stranger=torch.zeros(1)))), strict=False)
+        identical(bench.weights(strategy, model), weights, 'a model after files that did not fit')
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter('always')
+            strategy.load_model(model, lacking, strict=False)
+        expect(any(name in str(w.message) for w in caught), 'load_model(strict=False) does not warn with the missing name')
+        with raises(FileNotFoundError, 'nowhere', 'load_model of a path that is not there'):
+            strategy.load_model(model, bench.folder / 'nowhere.pt')
+
+
+def check_optimizer_save_load(bench: Bench) -> None:
+    """Weights and optimizer saved apart and loaded into new ones: training goes on with the same bits."""
+    with bench.make_strategy() as strategy:
+        model, optimizer = bench.pair(strategy)
+        bench.train(strategy, model, optimizer, steps=2)
+        optimizer.param_groups[0]['lr'] = 3e-3
+        model_path, optimizer_path = bench.path('.pt'), bench.path()
+        strategy.save_model(model, model_path)
+        strategy.save_optimizer(optimizer, optimizer_path, only_rank0=False)
+        strategy.barrier()
+        straight = bench.train(strategy, model, optimizer, steps=2, first=2)
+        weights = bench.weights(strategy, model)
+        if strategy.sharded:
+            with raises(ValueError, 'only_rank0=False', 'save_optimizer(only_rank0=True) under a sharded strategy'):
+                strategy.save_optimizer(optimizer, bench.path(), only_rank0=True)
+    with bench.make_strategy() as strategy:
+        model, optimizer = bench.pair(strategy)
+        strategy.load_model(model, model_path)
+        strategy.load_optimizer(optimizer, optimizer_path)
+        expect(optimizer.param_groups[0]['lr'] == 3e-3, 'load_optimizer did not restore the learning rate')
+        resumed = bench.train(strategy, model, optimizer, steps=2, first=2)
+        expect(resumed == straight, f'resumed: losses and norms {resumed}, straight: {straight}')
+        identical(bench.weights(strategy, model), weights, 'resumed from model and optimizer files')
+
+
+def _write(strategy: Strategy, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    groups = {'model/': strategy.model_pieces(model), 'optim/': strategy.optimizer_pieces(optimizer)}
+    meta = {'optimizer': strategy.optimizer_meta(optimizer)}
+    write_checkpoint(folder, groups, meta=meta, rank=strategy.rank, all_gather_object=strategy.all_gather_object)
+
+
+def _load(strategy: Strategy, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    reader = CheckpointReader(folder)
+    strategy.load_model_pieces(model, reader.sub('model/'))
+    strategy.load_optimizer_meta(optimizer, reader.meta['optimizer'])
+    strategy.load_optimizer_pieces(optimizer, reader.sub('optim/'))
+
+
+def check_pieces(bench: Bench) -> None:
+    """Pieces cover weights and states exactly once, under the names of the module the user built, and go on bit for bit."""
+    with bench.make_strategy() as strategy:
+        model, optimizer = bench.pair(strategy)
+        bench.train(strategy, model, optimizer, steps=2)
+        folder = bench.path()
+        _write(strategy, folder, model, optimizer)
+        reader = CheckpointReader(folder)  # refuses pieces with gaps or overlaps
+        weights = bench.weights(strategy, model)
+        names = {n for n, _ in bench.make_model().named_parameters()}
+        stored = reader.sub('model/').names()
+        expect(names <= stored <= set(weights), f'names of pieces: {sorted(stored ^ names)[:5]}')
+        for name in stored:
+            shape = reader.shape(f'model/{name}')
+            whole = reader.read(f'model/{name}', 0, weights[name].numel()).reshape(shape)
+            expect(torch.equal(whole, weights[name]), f'pieces of {name} differ from the saved weights')
+        straight = bench.train(strategy, model, optimizer, steps=2, first=2)
+        end = bench.weights(strategy, model)
+        model, optimizer = bench.pair(strategy)
+        _load(strategy, folder, model, optimizer)
+        expect(bench.train(strategy, model, optimizer, steps=2, first=2) == straight, 'pieces: resumed losses and norms differ')
+        identical(bench.weights(strategy, model), end, 'resumed from pieces')
+
+
+def check_pieces_to_naive(bench: Bench) -> None:
+    """Pieces are portable: Naive goes on from this strategy's, and this strategy from Naive's."""
+    with bench.make_strategy() as strategy, bench.make_reference(strategy) as naive:
+        there, back = bench.path(), bench.path()
+        model, optimizer = bench.pair(strategy)
+        bench.train(strategy, model, optimizer, steps=2)
+        _write(strategy, there, model, optimizer)
+        want, want_optimizer = bench.pair(naive)
+        _load(naive, there, want, want_optimizer)
+        identical({n: t.cpu() for n, t in want.state_dict().items()}, bench.weights(strategy, model), 'loaded by Naive')
+        want_results = bench.train(naive, want, want_optimizer, steps=1, first=2)
+        bench.compare_results(bench.train(strategy, model, optimizer, steps=1, first=2), want_results, 'Naive goes on')
+        bench.compare(bench.weights(strategy, model), {n: t.cpu() for n, t in want.state_dict().items()}, 1, 'Naive goes on')
+        strategy.run_on_rank0(lambda: _write(naive, back, want, want_optimizer))
+        model, optimizer = bench.pair(strategy)
+        _load(strategy, back, model, optimizer)
+        want_results = bench.train(naive, want, want_optimizer, steps=1, first=3)
+        bench.compare_results(bench.train(strategy, model, optimizer, steps=1, first=3), want_results, 'from Naive')
+        bench.compare(bench.weights(strategy, model), {n: t.cpu() for n, t in want.state_dict().items()}, 1, 'from Naive')
+
+
+def check_full_model(bench: Bench) -> None:
+    """`full_model` gives whole weights in eval mode and leaves flags and bits as they were."""
+    with bench.make_strategy() as strategy:
+        model, optimizer = bench.pair(strategy)
+        bench.train(strategy, model, optimizer, steps=1)
+        weights = bench.weights(strategy, model)
+        strategy.unwrap(model).train()
+        try:
+            context = strategy.full_model(model)
+        except ValueError as error:
+            raise Refused(str(error)) from None
+        with context as full:
+            expect(not any(m.training for m in full.modules()), 'full_model: not in eval mode')
+            for name, parameter in full.named_parameters():
+                expect(parameter.dtype == strategy.dtype, f'full_model: {name} is {parameter.dtype}, not {strategy.dtype}')
+                expect(torch.equal(parameter.detach().cpu(), weights[name].to(strategy.dtype)), f'full_model: {name} has other values')
+            batch = tiny_micro_batches(tiny_sequences())[0][0].to(strategy.device)
+            with torch.no_grad(), strategy.autocast():
+                logprobs = full(batch)
+            expect(bool(torch.isfinite(logprobs).all()), 'full_model: the model does not compute')
+        expect(all(m.training for m in strategy.unwrap(model).modules()), 'full_model: training flags were not restored')
+        identical(bench.weights(strategy, model), weights, 'weights after full_model')
+
+
+CHECKS: dict[str, Check] = {
+    'save_load': check_save_load,
+    'sharded_save': check_sharded_save,
+    'wrong_files': check_wrong_files,
+    'optimizer_save_load': check_optimizer_save_load,
+    'pieces': check_pieces,
+    'pieces_to_naive': check_pieces_to_naive,
+    'full_model': check_full_model,
+}

@@ -1,0 +1,137 @@
+"""Tiny models and tokenizers that are real: Hugging Face classes, built in memory, without a network.
+
+Left out: anything pretrained. The models are random; `initializer_range` is large enough that two tokens, or two
+positions, give clearly different numbers.
+"""
+
+from __future__ import annotations
+
+import string
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+FAMILIES = ('gpt2', 'opt', 'bloom', 'llama')
+PAD, BOS, EOS = '<pad>', '<bos>', '<eos>'
+CHARACTERS = ' \n' + string.ascii_lowercase + string.digits + '.,!?\'"-+*/=:;()'
+
+
+def tiny_config(
+    family: str = 'gpt2',
+    vocab_size: int = 64,
+    hidden: int = 32,
+    layers: int = 2,
+    heads: int = 2,
+    positions: int = 128,
+    *,
+    dropout: float = 0.0,
+    **kw: Any,
+) -> PreTrainedConfig:
+    """A config of a few thousand parameters; `kw` goes to the config class.
+
+    Pad, begin and end tokens are 0, 1 and 2 unless `kw` says otherwise. Llama has grouped queries when `heads` is even. BLOOM
+    has no position limit. Raises ValueError for an unknown family.
+    """
+    import transformers
+
+    common: dict[str, Any] = {'vocab_size': vocab_size, 'pad_token_id': 0, 'bos_token_id': 1, 'eos_token_id': 2}
+    if family == 'gpt2':
+        sizes = {'n_embd': hidden, 'n_layer': layers, 'n_head': heads, 'n_positions': positions, 'initializer_range': 0.1}
+        drops = {'resid_pdrop': dropout, 'embd_pdrop': dropout, 'attn_pdrop': dropout}
+        return transformers.GPT2Config(**{**common, **sizes, **drops, **kw})
+    if family == 'opt':
+        sizes = {
+            'hidden_size': hidden,
+            'word_embed_proj_dim': hidden,
+            'ffn_dim': 4 * hidden,
+            'num_hidden_layers': layers,
+            'num_attention_heads': heads,
+            'max_position_embeddings': positions,
+            'init_std': 0.1,
+        }
+        return transformers.OPTConfig(**{**common, **sizes, 'dropout': dropout, 'attention_dropout': dropout, **kw})
+    if family == 'bloom':
+        sizes = {'hidden_size': hidden, 'n_layer': layers, 'n_head': heads, 'initializer_range': 0.1}
+        return transformers.BloomConfig(
+            **{**common, **sizes, 'hidden_dropout': dropout, 'attention_dropout': dropout, **kw}
+        )
+    if family == 'llama':
+        sizes = {
+            'hidden_size': hidden,
+            'intermediate_size': 2 * hidden,
+            'num_hidden_layers': layers,
+            'num_attention_heads': heads,
+            'num_key_value_heads': heads // 2 if heads % 2 == 0 else heads,
+            'max_position_embeddings': positions,
+            'initializer_range': 0.1,
+        }
+        return transformers.LlamaConfig(**{**common, **sizes, 'attention_dropout': dropout, **kw})
+    raise ValueError(f'tiny_config: unknown family {family!r}; known are {", ".join(FAMILIES)}')
+
+
+def tiny_causal_lm(family: str = 'gpt2', seed: int = 0, **kw: Any) -> PreTrainedModel:
+    """A random causal LM in eval mode whose weights depend on `seed` alone; `kw` goes to `tiny_config`."""
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(family, **kw)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+    return model.eval()
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A fast tokenizer of 259 tokens: id b is the byte b, then pad 256, begin 257, end 258. Any text survives the round trip.
+
+    Adds no special tokens by itself; loads back with `AutoTokenizer.from_pretrained` from the folder that
+    `save_pretrained` writes.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+    vocab |= {PAD: 256, BOS: 257, EOS: 258}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return _fast(tokenizer)
+
+
+def char_tokenizer() -> PreTrainedTokenizerFast:
+    """A fast tokenizer of 57 tokens, which fits the 64 of `tiny_config`: pad 0, begin 1, end 2, unknown 3, then characters.
+
+    Lower-case letters, digits, space, newline and common marks; anything else becomes the unknown token.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    vocab = {token: i for i, token in enumerate([PAD, BOS, EOS, '<unk>', *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocab=vocab, unk_token='<unk>'))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r'[\s\S]'), 'isolated')
+    tokenizer.decoder = decoders.Fuse()
+    return _fast(tokenizer, unk_token='<unk>')
+
+
+def _fast(tokenizer: Any, **kw: Any) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        padding_side='right',
+        clean_up_tokenization_spaces=False,
+        **kw,
+    )
+
+
+def _byte_characters() -> list[str]:
+    """The visible character that byte-level tokenizers write for each byte 0..255.
+
+    Printable Latin-1 bytes stand for themselves; the others take the code points from 256 on, in order.
+    """
+    visible = {*range(ord('!'), ord('~') + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
+    hidden = iter(range(256, 512))
+    return [chr(byte) if byte in visible else chr(next(hidden)) for byte in range(256)]

@@ -1,0 +1,96 @@
+"""A tiny policy and batches of its sequences, for putting strategies to the test. Torch only, deterministic.
+
+Left out: real architectures (`chatgpt.testing.fakes`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from chatgpt.batching import align, collate, cut_by_tokens, filler, split_over_ranks
+from chatgpt.types import Batch, Sequence
+
+VOCAB = 13
+
+
+class TinyBlock(nn.Module):
+    """x + W2 tanh(W1 norm(x)), x (..., D)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class TinyPolicy(nn.Module):
+    """`forward(batch)` gives log-probabilities of the actions, (N,) fp32. Tied input and output weights, a persistent buffer.
+
+    An odd width, so that no tensor divides evenly over two ranks. Each state sees its own token and the mean of all before it.
+    """
+
+    def __init__(self, width: int = 7, num_blocks: int = 2, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.embed = nn.Embedding(VOCAB, width)
+            self.blocks = nn.ModuleList(TinyBlock(width) for _ in range(num_blocks))
+            self.norm = nn.LayerNorm(width)
+            self.head = nn.Linear(width, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer('temperature', torch.tensor([1.25]))
+
+    def forward(self, batch: Batch) -> Tensor:
+        x = self.embed(batch.input_ids)
+        seen = torch.arange(1, x.shape[1] + 1, device=x.device, dtype=x.dtype).view(1, -1, 1)
+        x = x + x.cumsum(1) / seen
+        for block in self.blocks:
+            x = block(x)
+        states = self.norm(x).flatten(0, 1)[batch.action_index]
+        logits = self.head(states).float() / self.temperature.float()
+        return logits.log_softmax(-1).gather(-1, batch.action_ids[:, None]).squeeze(-1)
+
+
+def tiny_sequences(num: int = 8, seed: int = 0) -> list[Sequence]:
+    """Sequences of 1 to 3 prompt and 1 to 9 response tokens; some response tokens do not count."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int, *size: int) -> Tensor:
+        return torch.randint(low, high, size, generator=generator)
+
+    sequences = []
+    for number in range(num):
+        length = 1 + (5 * number + int(draw(0, 3))) % 9
+        mask = draw(0, 5, length) > 0
+        mask[-1] = True
+        sequences.append(
+            Sequence(prompt_ids=draw(0, VOCAB, 1 + number % 3), response_ids=draw(0, VOCAB, length), response_mask=mask)
+        )
+    return sequences
+
+
+def tiny_micro_batches(
+    sequences: list[Sequence], rank: int = 0, world_size: int = 1, max_tokens: int | None = None
+) -> list[tuple[Batch, Tensor]]:
+    """This rank's micro-batches as (batch, weights (N,) fp32), weights summing to 1 over all ranks and micro-batches.
+
+    Every rank gets equally many; a rank with less data gets fillers of weight 0.
+    """
+    num_valid = sum(int(s.response_mask.sum()) for s in sequences)
+    lengths = [s.num_tokens for s in sequences]
+    shares = split_over_ranks(lengths, world_size)
+    cuts = [[[share[i] for i in cut] for cut in cut_by_tokens([lengths[i] for i in share], max_tokens)] for share in shares]
+    batches = []
+    for cut in align(cuts)[rank]:
+        batch = collate([sequences[i] for i in cut] or [filler()])
+        batches.append((batch, batch.action_mask.float() / num_valid))
+    return batches
+
+
+def tiny_loss(logprobs: Tensor, weights: Tensor) -> Tensor:
+    """This micro-batch's share of the mean negative log-likelihood."""
+    return -(logprobs * weights).sum()

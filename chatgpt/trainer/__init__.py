@@ -1,0 +1,42 @@
+"""Trainers. Names are imported when first used, so that `chatgpt.trainer.strategies` stays light."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from chatgpt.trainer.base import Trainer
+    from chatgpt.trainer.config import PPOConfig, SFTConfig, SupervisedConfig
+    from chatgpt.trainer.learning import NonFiniteError
+    from chatgpt.trainer.ppo import PPOTrainer
+    from chatgpt.trainer.sft import SFTTrainer
+    from chatgpt.trainer.supervised import SupervisedTrainer
+
+_HOME = {
+    'NonFiniteError': 'learning',
+    'PPOConfig': 'config',
+    'PPOTrainer': 'ppo',
+    'SFTConfig': 'config',
+    'SFTTrainer': 'sft',
+    'SupervisedConfig': 'config',
+    'SupervisedTrainer': 'supervised',
+    'Trainer': 'base',
+}
+
+__all__ = [
+    'NonFiniteError',
+    'PPOConfig',
+    'PPOTrainer',
+    'SFTConfig',
+    'SFTTrainer',
+    'SupervisedConfig',
+    'SupervisedTrainer',
+    'Trainer',
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f'chatgpt.trainer.{_HOME[name]}'), name)
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

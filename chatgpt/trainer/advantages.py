@@ -1,0 +1,61 @@
+"""Which estimator a run uses: fills advantages and returns of a phase's experience from its rewards, values and groups.
+
+The formulas are in `chatgpt.functional.advantages`; here their inputs are laid out, and one setting chooses among them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from chatgpt.functional import advantages as estimators
+from chatgpt.functional.masking import whiten
+from chatgpt.trainer.config import PPOConfig
+from chatgpt.types import Experience
+
+
+def estimate_advantages(experiences: list[Experience], config: PPOConfig) -> None:
+    """Write `advantages` and `returns` of every experience, in place. The list holds whole groups.
+
+    Group-relative estimators compare the KL-penalised sums of rewards, Σ_t r[t] = score − β Σ_t kl[t] (Ahmadian et al. 2024).
+    """
+    if not experiences:
+        return
+    rewards = [e.rewards for e in experiences]
+    values = [e.values for e in experiences]
+    masks = [e.response_mask for e in experiences]
+    name = config.advantage_estimator
+    if name == 'gae':
+        advantages, returns = estimators.gae(rewards, values, masks, gamma=config.gamma, lam=config.lam)
+    elif name == 'a2c':
+        advantages, returns = estimators.a2c(rewards, values, masks, gamma=config.gamma)
+    elif name == 'reinforce++':
+        advantages, returns = estimators.reinforce_pp(rewards, masks, gamma=config.gamma, whiten_all=False)
+    else:
+        groups = torch.tensor([e.group for e in experiences])
+        totals = torch.stack([(r * m).double().sum() for r, m in zip(rewards, masks, strict=True)])
+        advantages, returns = _by_group(name, totals, groups, masks, config.gamma)
+    for e, advantage, ret in zip(experiences, advantages, returns, strict=True):
+        e.advantages, e.returns = advantage.float(), ret.float()
+
+
+def _by_group(
+    name: str, totals: Tensor, groups: Tensor, masks: list[Tensor], gamma: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    if name == 'reinforce++_baseline':
+        return estimators.reinforce_pp_baseline(totals, groups, masks, gamma=gamma, whiten_all=False)
+    estimator = {'grpo': estimators.grpo, 'dr_grpo': estimators.dr_grpo, 'rloo': estimators.rloo}[name]
+    advantages = estimators.spread(estimator(totals, groups), masks)
+    return advantages, estimators.spread(totals, masks)
+
+
+def whitened(experiences: list[Experience]) -> list[Experience]:
+    """Copies whose advantages have mean 0 and variance 1 over all tokens that count, of the whole list together."""
+    if not experiences:
+        return []
+    mask = torch.cat([e.response_mask for e in experiences])
+    flat = whiten(torch.cat([e.advantages for e in experiences]), mask)
+    parts = flat.split([e.num_actions for e in experiences])
+    return [replace(e, advantages=part) for e, part in zip(experiences, parts, strict=True)]

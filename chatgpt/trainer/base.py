@@ -1,0 +1,188 @@
+"""What every trainer is: a strategy, some models and optimizers, counters, callbacks, and a run that can stop and go on.
+
+A trainer alternates two verbs, collect and learn; those that have nothing to collect only learn. One learning phase is the unit
+of everything else: metrics are logged, checkpoints fall and signals are obeyed between phases.
+
+Left out: losses and data, which are the subclasses', and everything that depends on the hardware, which is the strategy's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from chatgpt.checkpoint import claim_folder
+from chatgpt.trainer import checkpointing
+from chatgpt.trainer.callbacks import Callback, CallbackList, MetricsWriter, ProgressBar
+from chatgpt.trainer.config import LearningSettings
+from chatgpt.trainer.run_control import PhaseClock, StopSignals, agreed
+from chatgpt.trainer.schedule import LearningRate
+from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.types import Experience
+
+
+class Trainer(ABC):
+    """Base of all trainers.
+
+    Args:
+        strategy: has already prepared the models and optimizers.
+        config: settings, checked here against the world size.
+        callbacks: see `chatgpt.trainer.callbacks`. A progress bar is added unless one is given; a `MetricsWriter` is added
+            when there is a `run_dir`.
+        tokenizer: only for texts; None where everything is given as ids.
+        run_dir: folder of this run (metrics.jsonl, samples, checkpoints). One run at a time holds it. None writes nothing.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        config: LearningSettings,
+        *,
+        callbacks: SequenceOf[Callback] = (),
+        tokenizer: Any = None,
+        run_dir: str | Path | None = None,
+    ) -> None:
+        config.validate(strategy.world_size)
+        self.strategy = strategy
+        self.config = config
+        self.tokenizer = tokenizer
+        self.run_dir = Path(run_dir).absolute() if run_dir is not None else None
+        self.phase = 0
+        """learning phases done"""
+        self.num_updates = 0
+        """optimizer steps done (skipped ones not counted)"""
+        self.num_phases: int | None = None
+        self.total_updates: int | None = None
+        self.last_experiences: list[Experience] = []
+        self.resumed_from: Path | None = None
+        self.saved_fingerprint: dict[str, Any] | None = None
+        """settings and data of the checkpoint that was loaded"""
+        self.clock = PhaseClock(strategy.device)
+        self._signals = StopSignals()
+        self._stop_requested = False
+        chosen = list(callbacks)
+        if not any(isinstance(c, ProgressBar) for c in chosen):
+            chosen.append(ProgressBar())
+        if self.run_dir is not None and not any(isinstance(c, MetricsWriter) for c in chosen):
+            chosen.insert(0, MetricsWriter())
+        self.callbacks = CallbackList(chosen)
+        self._schedules = {
+            name: LearningRate(optimizer, config.lr_schedule, config.warmup_steps) for name, optimizer in self.optimizers().items()
+        }
+
+    # ------------------------------------------------------------------ what a subclass says about itself
+
+    @abstractmethod
+    def models(self) -> Mapping[str, nn.Module]:
+        """The trained models by name, as prepared."""
+
+    @abstractmethod
+    def optimizers(self) -> Mapping[str, Optimizer]:
+        """Their optimizers, by the name of the model."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and controllers: everything JSON-able that determines the future. Subclasses extend it."""
+        return {'phase': self.phase, 'num_updates': self.num_updates, 'callbacks': self.callbacks.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.phase = int(state['phase'])
+        self.num_updates = int(state['num_updates'])
+        self.callbacks.load_state_dict(state['callbacks'])
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Settings and data of this run; a resume says which of them changed."""
+        return {'config': self.config.to_dict(), 'seed': self.strategy.seed}
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def checkpoint_dir(self) -> Path | None:
+        return self.run_dir / 'checkpoints' if self.run_dir is not None else None
+
+    def save_checkpoint(self, path: str | Path | None = None, *, score: float | None = None) -> Path:
+        """Write everything that determines the future of this run, atomically. Call it on every rank, between phases.
+
+        Args:
+            path: folder to write; None means `run_dir/checkpoints/step-<phase>`.
+            score: noted with the checkpoint for keeping the best; higher is better.
+
+        Raises:
+            CheckpointError: it could not be written; earlier checkpoints are untouched.
+        """
+        return checkpointing.save_checkpoint(self, path, score=score)
+
+    def load_checkpoint(self, path: str | Path) -> bool:
+        """Continue from a checkpoint folder, written under any strategy and world size.
+
+        Args:
+            path: a step folder, a folder of step folders (the newest whole one is taken), or 'auto' for this run's own
+                (False is returned when there is none yet).
+
+        Raises:
+            CheckpointError: it is partial, damaged, or of other models; names the file or the first keys.
+        """
+        return checkpointing.load_checkpoint(self, path)
+
+    # ------------------------------------------------------------------ the run
+
+    def request_stop(self) -> None:
+        """Stop at the next safe point: the end of the current phase, or now when it is still collecting."""
+        self._stop_requested = True
+
+    def stop_agreed(self) -> bool:
+        """Whether any rank wants to stop. A collective: every rank calls it at the same points."""
+        return agreed(self._stop_requested or self._signals.received is not None, self.strategy)
+
+    @contextmanager
+    def running(self, num_phases: int | None) -> Iterator[None]:
+        """Everything around the loop of `fit`: the folder's lock, signals, callbacks, and one rank's failure ending all."""
+        self.num_phases = num_phases
+        self._stop_requested = False
+        checkpointing.report_changes(self)
+        with self.strategy.failure_guard(), self._claimed(), self._signals:
+            self.callbacks.on_fit_start(self)
+            try:
+                yield
+            except BaseException as error:
+                self.callbacks.on_exception(self, error)
+                raise
+            self._save_if_interrupted()
+            self.callbacks.on_fit_end(self)
+        self._signals.raise_received()
+
+    @contextmanager
+    def _claimed(self) -> Iterator[None]:
+        """Rank 0 holds the run folder for this process's lifetime of the run."""
+        if self.run_dir is None:
+            yield
+            return
+        lock: list[Any] = []
+        self.strategy.run_on_rank0(lambda: lock.append(claim_folder(self.run_dir)))
+        try:
+            yield
+        finally:
+            for held in lock:
+                held.release()
+
+    def _save_if_interrupted(self) -> None:
+        if agreed(self._signals.received is not None, self.strategy) and self.run_dir is not None:
+            path = self.save_checkpoint()
+            if self.strategy.is_rank_0:
+                print(f'stopped after phase {self.phase}; continue with --resume auto or --resume {path}', flush=True)
+
+    def set_learning_rates(self) -> dict[str, float]:
+        """Apply the schedules for the next optimizer step; the learning rate of each model."""
+        return {name: s.set(self.num_updates, self.total_updates) for name, s in self._schedules.items()}
+
+    def end_phase(self, metrics: dict[str, float]) -> None:
+        """Count the phase and log its metrics."""
+        self.phase += 1
+        self.callbacks.on_phase_end(self, self.phase, metrics)
+        self.clock.reset()

@@ -1,0 +1,180 @@
+"""A training checkpoint: everything that determines the future of a run, in one folder that any strategy and world size can read.
+
+    actor/<parameter>              weights, fp32 masters
+    actor_optim/<parameter>/<slot> optimizer states
+    rng/<rank>                     torch's CPU generator, for user code and dropout; the library's own draws need only counters
+    state.json                     counters, KL controller, running moments, hyperparameters, settings, callbacks' states
+
+Checkpoints fall between phases, when the replay buffer is empty, so no experience is in them. Left out: the format (`chatgpt.checkpoint`).
+"""
+
+from __future__ import annotations
+
+import platform
+import random
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from chatgpt.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, Piece, latest, recover, step_folder, step_of
+
+if TYPE_CHECKING:
+    from chatgpt.trainer.base import Trainer
+
+
+def save_checkpoint(trainer: Trainer, path: str | Path | None, *, score: float | None = None) -> Path:
+    """See `Trainer.save_checkpoint`. `score` is noted for `prune(keep_best=...)`: higher is better."""
+    strategy = trainer.strategy
+    if path is None:
+        if trainer.checkpoint_dir is None:
+            raise ValueError('save_checkpoint needs a path, or a trainer with a run_dir')
+        path = step_folder(trainer.checkpoint_dir, trainer.phase)
+    path = Path(path)
+    state = {
+        'trainer': trainer.state_dict(),
+        'optimizers': {name: strategy.optimizer_meta(optimizer) for name, optimizer in trainer.optimizers().items()},
+        'python_rng': _python_rng(),
+        'fingerprint': trainer.fingerprint(),
+        'layout': layout_of(trainer),
+    }
+    with CheckpointWriter(path, rank=strategy.rank, all_gather_object=strategy.all_gather_object) as writer:
+        for name, model in trainer.models().items():
+            writer.add(f'{name}/', strategy.model_pieces(model))
+        for name, optimizer in trainer.optimizers().items():
+            writer.add(f'{name}_optim/', strategy.optimizer_pieces(optimizer))
+        writer.add('rng/', _rng_pieces(strategy.rank))
+        writer.add_json('state.json', state)
+        writer.commit(meta={'kind': 'training', 'phase': trainer.phase, 'score': score})
+    trainer.callbacks.on_checkpoint(trainer, path)
+    return path
+
+
+def load_checkpoint(trainer: Trainer, path: str | Path) -> bool:
+    """See `Trainer.load_checkpoint`."""
+    strategy = trainer.strategy
+    folder = strategy.run_on_rank0(lambda: _find(trainer, path))
+    if folder is None:
+        return False
+    reader = CheckpointReader(folder, verify=False)
+    fault = _fault(lambda: reader.verify(strategy.rank, strategy.world_size))
+    for reason in strategy.all_gather_object(fault):
+        if reason:
+            raise CheckpointError(reason)
+    if reader.meta.get('kind') != 'training':
+        raise CheckpointError(f'{folder}: holds {reader.meta.get("kind")!r}, not a training checkpoint; use strategy.load_model for weights')
+    state = reader.json()
+    _check_members(trainer, reader, folder)
+    for name, model in trainer.models().items():
+        strategy.load_model_pieces(model, reader.sub(f'{name}/'))
+    for name, optimizer in trainer.optimizers().items():
+        strategy.load_optimizer_meta(optimizer, state['optimizers'][name])
+        strategy.load_optimizer_pieces(optimizer, reader.sub(f'{name}_optim/'))
+    trainer.load_state_dict(state['trainer'])
+    if layout_of(trainer) == state['layout']:
+        _restore_rng(reader, strategy.rank, state['python_rng'])
+    trainer.saved_fingerprint = state['fingerprint']
+    trainer.resumed_from = folder
+    trainer.callbacks.on_resume(trainer, folder)
+    return True
+
+
+def report_changes(trainer: Trainer) -> None:
+    """Say which settings and data differ from those of the checkpoint that was loaded. Called when the run's data are known."""
+    if trainer.saved_fingerprint is None or not trainer.strategy.is_rank_0:
+        return
+    changes = list(differences(trainer.saved_fingerprint, _as_json(trainer.fingerprint())))
+    if changes:
+        warnings.warn(f'resumed from {trainer.resumed_from} under changed settings: {"; ".join(changes)}', stacklevel=3)
+
+
+def differences(old: Any, new: Any, where: str = '') -> Iterator[str]:
+    """'config.kl_coef 0.1 → 0.2' for every leaf that differs."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in sorted(set(old) | set(new)):
+            yield from differences(old.get(key), new.get(key), f'{where}.{key}' if where else str(key))
+    elif old != new:
+        yield f'{where} {old!r} → {new!r}'
+
+
+def layout_of(trainer: Trainer) -> dict[str, Any]:
+    """What must be equal for a resumed run to continue bit for bit."""
+    strategy = trainer.strategy
+    return {
+        'strategy': type(strategy).__name__,
+        'world_size': strategy.world_size,
+        'device': strategy.device.type,
+        'precision': str(strategy.dtype),
+        'threads': torch.get_num_threads(),
+        'torch': torch.__version__,
+        'python': platform.python_version(),
+    }
+
+
+def _find(trainer: Trainer, path: str | Path) -> Path | None:
+    if str(path) == 'auto':
+        root = trainer.checkpoint_dir
+        if root is None:
+            raise ValueError("resume 'auto' needs a run_dir to look in")
+        if not root.is_dir():
+            return None
+        recover(root)
+        return latest(root)
+    path = Path(path)
+    if not path.is_dir():
+        raise FileNotFoundError(f'{path}: no such checkpoint folder')
+    if step_of(path) is not None or (path / 'manifest.json').is_file():
+        return path
+    found = latest(path) or latest(path / 'checkpoints')
+    if found is None:
+        raise CheckpointError(f'{path}: no whole checkpoint in this folder')
+    return found
+
+
+def _check_members(trainer: Trainer, reader: CheckpointReader, folder: Path) -> None:
+    stored = {name.split('/', 1)[0] for name in reader.names()} - {'rng'}
+    expected = set(trainer.models())
+    missing = sorted(expected - stored)
+    unexpected = sorted(stored - expected - {f'{name}_optim' for name in trainer.optimizers()})
+    if missing or unexpected:
+        raise CheckpointError(f'{folder}: belongs to another kind of run: missing {missing}, unexpected {unexpected}')
+
+
+def _fault(act: Any) -> str | None:
+    try:
+        act()
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _rng_pieces(rank: int) -> Iterable[Piece]:
+    state = torch.get_rng_state()
+    yield Piece(f'{rank}/torch', (len(state),), 0, len(state), state)
+    if torch.cuda.is_available():
+        cuda = torch.cuda.get_rng_state()
+        yield Piece(f'{rank}/cuda', (len(cuda),), 0, len(cuda), cuda)
+
+
+def _python_rng() -> list[Any]:
+    version, internal, gauss = random.getstate()
+    return [version, list(internal), gauss]
+
+
+def _restore_rng(reader: CheckpointReader, rank: int, python_rng: list[Any]) -> None:
+    for kind, restore in (('torch', torch.set_rng_state), ('cuda', torch.cuda.set_rng_state)):
+        name = f'rng/{rank}/{kind}'
+        if name in reader.names() and (kind == 'torch' or torch.cuda.is_available()):
+            restore(reader.read(name, 0, reader.shape(name)[0]).clone())
+    random.setstate((python_rng[0], tuple(python_rng[1]), python_rng[2]))
+
+
+def _as_json(value: Any) -> Any:
+    """The value as it comes back from JSON: tuples are lists."""
+    if isinstance(value, Mapping):
+        return {str(k): _as_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(v) for v in value]
+    return value

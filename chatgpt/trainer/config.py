@@ -1,0 +1,227 @@
+"""Settings of the trainers as validated dataclasses.
+
+Every keyword argument of a trainer is a field here. An unknown keyword is a ValueError that lists the nearest known ones, and all
+settings are checked together, before any weight is loaded. Left out: paths and models, which are arguments of their own.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, TypeVar, get_args
+
+from chatgpt.experience.shaping import ScoreScaling
+
+AdvantageEstimator = Literal['gae', 'a2c', 'grpo', 'dr_grpo', 'rloo', 'reinforce++', 'reinforce++_baseline']
+KLKind = Literal['k1', 'k2', 'k3', 'abs', 'full']
+Schedule = Literal['constant', 'linear', 'cosine']
+
+NEEDS_CRITIC: tuple[str, ...] = ('gae', 'a2c')
+GROUP_RELATIVE: tuple[str, ...] = ('grpo', 'dr_grpo', 'rloo')
+NEEDS_GROUPS: tuple[str, ...] = (*GROUP_RELATIVE, 'reinforce++_baseline')
+
+C = TypeVar('C', bound='Settings')
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """' (did you mean a, b?)', or '' when nothing is near."""
+    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    return f'; did you mean {", ".join(close)}?' if close else ''
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """Base of the settings dataclasses: made from keywords, checked, turned back into a dict."""
+
+    @classmethod
+    def field_names(cls) -> list[str]:
+        return [f.name for f in fields(cls)]
+
+    @classmethod
+    def from_dict(cls: type[C], values: Mapping[str, Any]) -> C:
+        """Settings from keywords; an unknown one is a ValueError with the nearest names."""
+        known = cls.field_names()
+        for name in values:
+            if name not in known:
+                raise ValueError(f'{cls.__name__} has no setting {name!r}{nearest(name, known)}')
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def _positive(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f'{name}={value!r} must be positive')
+
+    def _not_negative(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ValueError(f'{name}={value!r} must not be negative')
+
+    def _one_of(self, name: str, choices: Iterable[Any]) -> None:
+        value, allowed = getattr(self, name), list(choices)
+        if value not in allowed:
+            raise ValueError(f'{name}={value!r} is not known; choose one of {allowed}')
+
+
+def check_cut(name: str, value: int, world_size: int) -> None:
+    """A global batch size must be a multiple of the number of ranks."""
+    if value % world_size:
+        lower = value // world_size * world_size
+        near = f'{lower} or {lower + world_size}' if lower else str(world_size)
+        raise ValueError(f'{name}={value} cannot be cut over {world_size} ranks; use a multiple of {world_size}, such as {near}')
+
+
+@dataclass(kw_only=True)
+class LearningSettings(Settings):
+    """What every trainer that learns has in common. Batch sizes are global: all ranks together."""
+
+    max_tokens_per_batch: int | None = None
+    """padded tokens of one forward on one rank; None puts a rank's share of a train batch into one forward"""
+    max_grad_norm: float | None = 1.0
+    """clip the global gradient norm of each model to this; None only measures it"""
+    lr_schedule: Schedule = 'constant'
+    """'linear' and 'cosine' decay to 0 over the run, after the warm-up"""
+    warmup_steps: int = 0
+    """optimizer steps over which the learning rate rises from 0"""
+    dataloader_pin_memory: bool = True
+    """copy batches to an accelerator from pinned host memory"""
+
+    def validate(self, world_size: int = 1) -> None:
+        self._positive('max_tokens_per_batch', 'max_grad_norm')
+        self._not_negative('warmup_steps')
+        self._one_of('lr_schedule', get_args(Schedule))
+
+
+@dataclass(kw_only=True)
+class PPOConfig(LearningSettings):
+    """Every setting of `PPOTrainer`.
+
+    Sources: [Z] Ziegler et al. 2019, [S] Stiennon et al. 2020, [T] arXiv 2403.17031, [37] "The 37 implementation details of PPO".
+    """
+
+    # collect
+    experience_batch_size: int = 8
+    """prompts of one timestep, all ranks together"""
+    num_samples_per_prompt: int = 1
+    """responses to each prompt; a group for the group-relative estimators"""
+    buffer_limit: int = 0
+    """keep at most this many sequences; 0 keeps all of a phase"""
+    buffer_cpu_offload: bool = True
+    """experience waits in host memory"""
+    sample_replay_buffer: bool = False
+    """each epoch takes one random train batch instead of a pass over the buffer"""
+    recompute_logprobs: Literal['auto', True, False] = 'auto'
+    """take the old log-probs from a forward pass instead of the decode; 'auto' does so unless computing in fp32, where both agree"""
+    score_timeout_s: float | None = None
+    """a reward function that takes longer stops the run; None waits"""
+    ratio_check: bool = True
+    """warn when the first micro-batch after a rollout does not have ratio 1"""
+
+    # reward
+    kl_coef: float = 0.1
+    """β: weight of the per-token KL to the initial model in the reward"""
+    kl_kind: KLKind = 'k1'
+    """estimator in the reward; 'full' sums over the vocabulary and holds (N, V) logits of a micro-batch"""
+    kl_target: float | None = None
+    """adapt kl_coef towards this mean KL per response, in nats [Z]; None keeps it fixed"""
+    kl_horizon: float = 10000.0
+    """samples over which the adaptive coefficient reacts [Z]"""
+    score_scaling: ScoreScaling = 'none'
+    """'running', 'norm' or 'ref'; see `ScoreShaper`"""
+    score_clip: float | None = None
+    """clip scaled scores to ± this"""
+    missing_eos_score: float | None = None
+    """score of a response that did not end (−1 in [T]); None leaves its score alone"""
+    token_penalty: float = 0.0
+    """subtracted from the score per response token"""
+    whiten_rewards: bool = False
+    """divide the rewards of a timestep by their standard deviation over all tokens"""
+
+    # advantages
+    advantage_estimator: AdvantageEstimator = 'gae'
+    gamma: float = 1.0
+    lam: float = 0.95
+    """λ of GAE (Schulman et al. 2016)"""
+    whiten_advantages: bool | None = None
+    """whiten advantages over all tokens of a learning phase; None does so for all but the group-relative estimators"""
+
+    # learn
+    train_batch_size: int = 8
+    """sequences of one optimizer step, all ranks together"""
+    max_epochs: int = 1
+    """passes over the buffer in one learning phase"""
+    eps_clip: float = 0.2
+    """the ratio is clipped to [1 − eps_clip, 1 + eps_clip]"""
+    eps_clip_high: float | None = None
+    """upper clip when it differs from the lower"""
+    value_clip: float | None = 0.4
+    """new values are clipped to old ± this; None does not clip"""
+    value_coef: float = 0.1
+    """weight of the value loss where actor and critic share a trunk ([T] has 0.1); separate critics have their own optimizer"""
+    entropy_coef: float = 0.0
+    """weight of the entropy bonus"""
+    ptx_coef: float = 0.0
+    """weight of the next-token loss on pretraining text (PPO-ptx, Ouyang et al. 2022)"""
+    ratio_threshold: float | None = 10.0
+    """a train batch whose mean ratio exceeds this is skipped (TRL); None never skips"""
+    target_kl: float | None = None
+    """leave the epochs of a phase when the approximate KL of a train batch exceeds 1.5 times this (TRL early_stopping)"""
+
+    @property
+    def whitens_advantages(self) -> bool:
+        if self.whiten_advantages is not None:
+            return self.whiten_advantages
+        return self.advantage_estimator not in GROUP_RELATIVE
+
+    def validate(self, world_size: int = 1) -> None:
+        super().validate(world_size)
+        self._positive(
+            'experience_batch_size', 'num_samples_per_prompt', 'train_batch_size', 'max_epochs', 'eps_clip', 'eps_clip_high',
+            'value_clip', 'kl_target', 'kl_horizon', 'score_clip', 'score_timeout_s', 'ratio_threshold', 'target_kl',
+        )  # fmt: skip
+        self._not_negative('buffer_limit', 'kl_coef', 'value_coef', 'ptx_coef')
+        self._one_of('kl_kind', get_args(KLKind))
+        self._one_of('score_scaling', get_args(ScoreScaling))
+        self._one_of('advantage_estimator', get_args(AdvantageEstimator))
+        self._one_of('recompute_logprobs', ('auto', True, False))
+        for name in ('gamma', 'lam'):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f'{name}={getattr(self, name)!r} must lie in [0, 1]')
+        if self.advantage_estimator in NEEDS_GROUPS and self.num_samples_per_prompt < 2:
+            raise ValueError(
+                f'advantage_estimator={self.advantage_estimator!r} compares responses to the same prompt; '
+                f'set num_samples_per_prompt to 2 or more (got {self.num_samples_per_prompt})'
+            )
+        check_cut('experience_batch_size', self.experience_batch_size, world_size)
+        check_cut('train_batch_size', self.train_batch_size, world_size)
+
+
+@dataclass(kw_only=True)
+class SupervisedConfig(LearningSettings):
+    """Settings of every trainer that passes over a fixed list of records."""
+
+    train_batch_size: int = 4
+    """records of one optimizer step, all ranks together"""
+    max_epochs: int = 2
+    """passes over the data"""
+    max_steps: int | None = None
+    """stop after this many optimizer steps"""
+    log_interval: int = 10
+    """optimizer steps of one logged phase"""
+    shuffle: bool = True
+    """a new order each epoch, from (seed, epoch)"""
+
+    def validate(self, world_size: int = 1) -> None:
+        super().validate(world_size)
+        self._positive('train_batch_size', 'max_epochs', 'max_steps', 'log_interval')
+        check_cut('train_batch_size', self.train_batch_size, world_size)
+
+
+@dataclass(kw_only=True)
+class SFTConfig(SupervisedConfig):
+    """Every setting of `SFTTrainer`."""

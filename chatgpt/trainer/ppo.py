@@ -1,0 +1,466 @@
+"""PPO: collect experience with the current policy, learn from it, repeat.
+
+    fit ─▶ collect: generate under full weights, then score, reference, values, advantages ─▶ buffer
+        ─▶ learn:   epochs of train batches from the buffer ─▶ learn_batch ─▶ strategy.backward, strategy.optimizer_step
+        ─▶ metrics, callbacks
+
+The same two verbs can be driven by hand: `generate`, then `step(queries, responses, scores)`.
+
+Left out: how text becomes ids (`chatgpt.dataset`), how a response is scored (`chatgpt.experience`), and the hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from chatgpt.batching import collate, filler
+from chatgpt.dataset.prompts import PromptOrder, PromptSet, as_prompts
+from chatgpt.experience import ExperienceMaker, ExperienceSettings, ReplayBuffer, ScoreShaper, as_scorer
+from chatgpt.functional.kl import AdaptiveKLController, FixedKLController
+from chatgpt.nn.dropout import dropout_off
+from chatgpt.rollout import LocalEngine, RolloutEngine
+from chatgpt.trainer.advantages import estimate_advantages, whitened
+from chatgpt.trainer.base import Trainer
+from chatgpt.trainer.config import NEEDS_CRITIC, PPOConfig
+from chatgpt.trainer.learning import TrainedModel, Work, generator_for, learn_batch, train_batches
+from chatgpt.trainer.ppo_loss import PPOLoss
+from chatgpt.trainer.ppo_metrics import PhaseMetrics, first_batch_metrics, rollout_metrics, value_metrics
+from chatgpt.trainer.ppo_setup import RatioGuard, given_samples, has_reference, sampling_for, split_kwargs
+from chatgpt.trainer.saving import save_pretrained
+from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.types import Batch, Experience, Prompt, Sample, Sequence
+
+
+def collate_or_filler(records: list[Any]) -> Batch:
+    """A batch of the records; a zero-weight one when there are none."""
+    return collate(records or [filler()])
+
+
+class PPOTrainer(Trainer):
+    """Proximal policy optimisation (Schulman et al. 2017) of a language model on a reward.
+
+    Args:
+        strategy: has prepared the models below.
+        actor: the policy, as prepared.
+        critic: the value model, as prepared; None when the actor carries a value head or the estimator needs none.
+        reward_model: a prepared `RewardModel`, a function `fn(prompts, responses, **columns)`, a `transformers` pipeline, or
+            a list of (weight, one of these).
+        initial_model: the frozen reference, as prepared. None means the actor itself with its adapter off (LoRA) or its
+            frozen branch (hydra); without either, kl_coef must be 0.
+        actor_optim, critic_optim: as prepared.
+        config: all settings as a `PPOConfig`; its fields are also accepted as keyword arguments here.
+        tokenizer: needed for prompts given as text, for reward functions and for stop strings.
+        callbacks, run_dir: see `Trainer`.
+        engine: who generates; a `LocalEngine` by default.
+        reward_tokenizer: the reward model's tokenizer when it is not the policy's.
+        pretrain_data: sequences for PPO-ptx (`ptx_coef`).
+        **kwargs: fields of `PPOConfig`, and fields of transformers' GenerationConfig (`max_length` is prompt + response).
+
+    Raises:
+        ValueError: an unknown keyword (the nearest known ones are listed), settings that do not fit together.
+    """
+
+    config: PPOConfig
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        actor: nn.Module,
+        critic: nn.Module | None,
+        reward_model: Any,
+        initial_model: nn.Module | None,
+        actor_optim: Optimizer,
+        critic_optim: Optimizer | None = None,
+        *,
+        config: PPOConfig | None = None,
+        tokenizer: Any = None,
+        callbacks: SequenceOf[Any] = (),
+        run_dir: str | Path | None = None,
+        engine: RolloutEngine | None = None,
+        reward_tokenizer: Any = None,
+        pretrain_data: SequenceOf[Sequence] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        config, generate_kwargs = split_kwargs(config, kwargs)
+        config.validate(strategy.world_size)
+        self.actor, self.critic = actor, critic
+        self.actor_optim, self.critic_optim = actor_optim, critic_optim
+        bare = strategy.unwrap(actor)
+        self.shares_trunk = critic is None and getattr(bare, 'value_head', None) is not None
+        self._check_models(config, bare, initial_model)
+        super().__init__(strategy, config, callbacks=callbacks, tokenizer=tokenizer, run_dir=run_dir)
+        self.engine = engine if engine is not None else LocalEngine()
+        self.sampling, self.stop_strings = sampling_for(bare, tokenizer, generate_kwargs)
+        self.buffer = ReplayBuffer(config.buffer_limit, 'cpu' if config.buffer_cpu_offload else strategy.device)
+        self.kl_controller = (
+            FixedKLController(config.kl_coef)
+            if config.kl_target is None
+            else AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon)
+        )
+        if config.ptx_coef and not pretrain_data:
+            raise ValueError(f'ptx_coef={config.ptx_coef} needs pretrain_data, a list of sequences of pretraining text')
+        self.pretrain_data = list(pretrain_data or ())
+        recompute = strategy.dtype != torch.float32 if config.recompute_logprobs == 'auto' else config.recompute_logprobs
+        self.maker = ExperienceMaker(
+            strategy,
+            actor,
+            critic,
+            initial_model,
+            as_scorer(
+                reward_model,
+                max_tokens_per_batch=config.max_tokens_per_batch,
+                timeout_s=config.score_timeout_s,
+                reward_tokenizer=reward_tokenizer,
+            ),
+            ScoreShaper(config.score_scaling, config.score_clip, config.missing_eos_score, config.token_penalty),
+            ExperienceSettings(
+                temperature=self.sampling.temperature,
+                kl_kind=config.kl_kind,
+                recompute_logprobs=recompute,
+                whiten_rewards=config.whiten_rewards,
+                max_tokens_per_batch=config.max_tokens_per_batch,
+            ),
+            estimate=lambda experiences: estimate_advantages(experiences, config),
+            reference_context=bare.reference if initial_model is None and has_reference(bare) else None,
+            actor_has_values=self.shares_trunk,
+        )
+        for model in self.models().values():
+            dropout_off(strategy.unwrap(model))
+        self.loss = PPOLoss(actor, critic, config, self.sampling.temperature)
+        self.timestep = 0
+        self.prompts_drawn = 0
+        self.samples_drawn = 0
+        self.prompts: PromptSet | None = None
+        self._order: PromptOrder | None = None
+
+    def _check_models(self, config: PPOConfig, actor: nn.Module, initial_model: nn.Module | None) -> None:
+        if config.advantage_estimator in NEEDS_CRITIC and self.critic is None and not self.shares_trunk:
+            raise ValueError(
+                f'advantage_estimator={config.advantage_estimator!r} needs values: pass a critic, or an actor with value_head=True'
+            )
+        if self.critic is not None and self.critic_optim is None:
+            raise ValueError('a critic needs critic_optim')
+        if initial_model is None and config.kl_coef and not has_reference(actor):
+            raise ValueError(
+                f'kl_coef={config.kl_coef} needs a reference: pass initial_model, use an actor with lora_rank > 0, or set kl_coef=0'
+            )
+
+    # ------------------------------------------------------------------ what the base asks
+
+    def models(self) -> Mapping[str, nn.Module]:
+        return {'actor': self.actor} | ({'critic': self.critic} if self.critic is not None else {})
+
+    def optimizers(self) -> Mapping[str, Optimizer]:
+        return {'actor': self.actor_optim} | ({'critic': self.critic_optim} if self.critic_optim is not None else {})
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {
+            'timestep': self.timestep,
+            'prompts_drawn': self.prompts_drawn,
+            'samples_drawn': self.samples_drawn,
+            'kl_controller': self.kl_controller.state_dict(),
+            'score_moments': self.maker.shaper.moments.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.timestep = int(state['timestep'])
+        self.prompts_drawn = int(state['prompts_drawn'])
+        self.samples_drawn = int(state['samples_drawn'])
+        self.kl_controller.load_state_dict(state['kl_controller'])
+        self.maker.shaper.moments.load_state_dict(state['score_moments'])
+
+    def fingerprint(self) -> dict[str, Any]:
+        sampling = {k: v for k, v in vars(self.sampling).items() if k != 'stop'}
+        data = self.prompts.fingerprint() if self.prompts is not None else None
+        return super().fingerprint() | {'sampling': sampling, 'prompts': data}
+
+    # ------------------------------------------------------------------ the loop
+
+    def fit(
+        self,
+        prompts: Any,
+        num_episodes: int = 1,
+        max_timesteps: int = 10,
+        update_timesteps: int = 10,
+    ) -> None:
+        """Alternate collect and learn.
+
+        Args:
+            prompts: a `PromptSet`, or anything `as_prompts` takes: texts, dicts with a 'prompt', `Prompt` records, id tensors.
+            num_episodes: the run has num_episodes x max_timesteps timesteps.
+            max_timesteps: timesteps of an episode.
+            update_timesteps: timesteps collected before one learning phase; a remainder at the end is learned from as well.
+        """
+        for name, value in (('num_episodes', num_episodes), ('max_timesteps', max_timesteps), ('update_timesteps', update_timesteps)):
+            if value < 1:
+                raise ValueError(f'{name}={value} must be at least 1')
+        self.set_prompts(prompts)
+        total = num_episodes * max_timesteps
+        self._plan_updates(total, update_timesteps)
+        with self.running(num_phases=-(-total // update_timesteps)):
+            while self.timestep < total and not self.stop_agreed():
+                start = self.state_dict()
+                until = min(self.timestep + update_timesteps - self.timestep % update_timesteps, total)
+                if not self.collect(until - self.timestep, episode_length=max_timesteps):
+                    self._drop_phase(start)
+                    break
+                self.learn_phase()
+
+    def set_prompts(self, prompts: Any) -> None:
+        """The prompts that `collect` draws from, in an order that is a function of the seed."""
+        self.prompts = as_prompts(prompts, self.tokenizer)
+        self._order = PromptOrder(len(self.prompts), self.strategy.seed)
+
+    def _plan_updates(self, timesteps: int, update_timesteps: int) -> None:
+        """Total optimizer steps of the run, for the learning-rate schedules."""
+        c, total = self.config, 0
+        for start in range(0, timesteps, update_timesteps):
+            collected = min(update_timesteps, timesteps - start) * c.experience_batch_size * c.num_samples_per_prompt
+            held = min(collected, c.buffer_limit) if c.buffer_limit else collected
+            total += c.max_epochs * (1 if c.sample_replay_buffer else -(-held // c.train_batch_size))
+        self.total_updates = total
+
+    def _drop_phase(self, state: dict[str, Any]) -> None:
+        """Forget a phase that was only partly collected, so that a checkpoint taken now lies between phases."""
+        self.buffer.clear()
+        self.load_state_dict(state)
+
+    # ------------------------------------------------------------------ collect
+
+    def collect(self, num_timesteps: int, *, episode_length: int | None = None) -> bool:
+        """Generate and score `num_timesteps` timesteps into the buffer; False when a stop was asked for on the way."""
+        assert self.prompts is not None, 'set_prompts first'
+        rollouts: list[list[Sample]] = []
+        self.callbacks.on_make_experience_start(self)
+        with self.clock.measure('collect'), self.strategy.full_model(self.actor) as policy:
+            self.engine.begin(policy)
+            try:
+                for _ in range(num_timesteps):
+                    if self.stop_agreed():
+                        return False
+                    if episode_length and self.timestep % episode_length == 0:
+                        self.callbacks.on_episode_start(self, self.timestep // episode_length)
+                    rollouts.append(self._rollout())
+                    self.timestep += 1
+                    if episode_length and self.timestep % episode_length == 0:
+                        self.callbacks.on_episode_end(self, self.timestep // episode_length - 1)
+            finally:
+                self.engine.end()
+        collected: list[Experience] = []
+        with self.clock.measure('score'):
+            for samples in rollouts:
+                collected += self.maker.make(samples, kl_coef=self.kl_controller.value)
+        self.buffer.append(collected)
+        self.last_experiences = collected
+        self.callbacks.on_make_experience_end(self, collected)
+        return True
+
+    def _rollout(self) -> list[Sample]:
+        """One timestep: this rank's samples of the next `experience_batch_size` prompts."""
+        assert self.prompts is not None and self._order is not None
+        n, k = self.config.experience_batch_size, self.config.num_samples_per_prompt
+        draws = range(self.prompts_drawn, self.prompts_drawn + n)
+        first_index, share = self.samples_drawn, n // self.strategy.world_size
+        mine = range(self.strategy.rank * share, (self.strategy.rank + 1) * share)
+        prompts, indices, groups = [], [], []
+        for i in mine:
+            prompt = self.prompts[self._order[draws[i]]]
+            for j in range(k):
+                prompts.append(prompt)
+                indices.append(first_index + i * k + j)
+                groups.append(draws[i])
+        self.prompts_drawn += n
+        self.samples_drawn += n * k
+        return self._generate(prompts, indices, groups)
+
+    def _generate(self, prompts: list[Prompt], indices: list[int], groups: list[int]) -> list[Sample]:
+        samples = self.engine.generate(prompts, self.sampling, seed=self.strategy.seed, indices=indices, groups=groups)
+        for sample in samples:
+            sample.version = self.phase
+            if self.tokenizer is not None:
+                self._decode(sample)
+        return samples
+
+    def _decode(self, sample: Sample) -> None:
+        """Texts for reward functions and tables. The ids stay the sampled ones; text is never tokenized again."""
+        text = self.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
+        sample.response_text = self.stop_strings.cut(text) if self.stop_strings is not None else text
+        if not sample.prompt_text:
+            sample.prompt_text = self.tokenizer.decode(sample.prompt_ids, skip_special_tokens=True)
+
+    # ------------------------------------------------------------------ learn
+
+    def learn_phase(self) -> dict[str, float]:
+        """Learn from the buffer, empty it, adapt the KL coefficient, log. Returns the phase's metrics."""
+        experiences = list(self.buffer)
+        kl_coef = self.kl_controller.value
+        with self.clock.measure('learn'):
+            metrics = self.learn(experiences)
+        rollouts = rollout_metrics(experiences, kl_coef)
+        self.kl_controller.update(rollouts['rollout/kl_mean'], len(experiences))
+        self.buffer.clear()
+        metrics = rollouts | value_metrics(experiences) | metrics | self._performance(experiences)
+        self.end_phase(metrics)
+        return metrics
+
+    def learn(self, experiences: list[Experience]) -> dict[str, float]:
+        """`max_epochs` passes over the experience in train batches. Returns `ppo/...` metrics."""
+        c, phase = self.config, PhaseMetrics()
+        items = whitened(experiences) if c.whitens_advantages else experiences
+        skipped, stopped, first = 0, False, True
+        for epoch in range(c.max_epochs):
+            self.callbacks.on_learn_epoch_start(self, epoch)
+            for number, records in enumerate(self._train_batches(items, epoch)):
+                self.callbacks.on_learn_batch_start(self)
+                self.loss.num_tokens = max(sum(int(r.response_mask.sum()) for r in records), 1)
+                rates = self.set_learning_rates()
+                where = f'in phase {self.phase + 1}, epoch {epoch + 1}, train batch {number + 1}'
+                guard = RatioGuard(c)
+                result = learn_batch(
+                    self.strategy,
+                    self._work(records),
+                    max_tokens=c.max_tokens_per_batch,
+                    max_grad_norm=c.max_grad_norm,
+                    veto=guard,
+                    where=where,
+                    pin_memory=c.dataloader_pin_memory,
+                )
+                if first:
+                    phase.add(first_batch_metrics(result.metrics))
+                    first = False
+                self.num_updates += result.stepped
+                skipped += not result.stepped
+                phase.add(result.metrics | {'lr': rates['actor']} | ({'critic_lr': rates['critic']} if 'critic' in rates else {}))
+                self.callbacks.on_learn_batch_end(self, result.metrics)
+                if guard.early_stop:
+                    stopped = True
+                    break
+            self.callbacks.on_learn_epoch_end(self, epoch)
+            if stopped:
+                break
+        result_metrics = phase.result('ppo')
+        return result_metrics | {
+            'ppo/skipped_batches': float(skipped),
+            'ppo/early_stopped': float(stopped),
+            'ppo/num_updates': float(self.num_updates),
+        }
+
+    def _train_batches(self, items: list[Experience], epoch: int) -> Iterable[list[Experience]]:
+        c, key = self.config, (self.strategy.seed, self.phase, epoch)
+        if c.sample_replay_buffer:
+            order = torch.randperm(len(items), generator=generator_for(*key))[: c.train_batch_size].tolist()
+            return [[items[i] for i in order]]
+        return ([items[i] for i in positions] for positions in train_batches(len(items), c.train_batch_size, key=key))
+
+    def _work(self, records: list[Experience]) -> list[Work]:
+        """What one train batch trains: actor and critic on experience and, with PPO-ptx, the actor on pretraining text."""
+        if self.shares_trunk:
+            parts = [TrainedModel('actor', self.actor, self.actor_optim, self.loss.shared)]
+        else:
+            parts = [TrainedModel('actor', self.actor, self.actor_optim, self.loss.actor)]
+            if self.critic is not None and self.critic_optim is not None:
+                parts.append(TrainedModel('critic', self.critic, self.critic_optim, self.loss.critic))
+        work = [Work(records, parts, collate_or_filler, lambda r: r.num_tokens)]
+        if self.config.ptx_coef:
+            text = self._pretrain_batch(len(records))
+            self.loss.num_ptx_tokens = max(sum(int(s.response_mask.sum()) for s in text), 1)
+            part = TrainedModel('actor', self.actor, self.actor_optim, self.loss.ptx)
+            work.append(Work(text, [part], collate_or_filler, lambda s: s.num_tokens))
+        return work
+
+    def _pretrain_batch(self, size: int) -> list[Sequence]:
+        """As many pretraining sequences as the train batch has; drawn from (seed, optimizer step), so a resume draws the same."""
+        draw = torch.randint(len(self.pretrain_data), (size,), generator=generator_for(self.strategy.seed, -1, self.num_updates))
+        return [self.pretrain_data[i] for i in draw.tolist()]
+
+    def _performance(self, experiences: list[Experience]) -> dict[str, float]:
+        """`perf/...`: seconds of each part and tokens per second, all ranks together."""
+        metrics = self.clock.metrics()
+        new_tokens = sum(e.num_actions for e in experiences)
+        tokens = sum(e.num_tokens for e in experiences)
+        metrics['perf/new_tokens_per_s'] = new_tokens / max(metrics['perf/total_s'], 1e-9)
+        if metrics.get('perf/learn_s'):
+            metrics['perf/learn_tokens_per_s'] = tokens * self.config.max_epochs / metrics['perf/learn_s']
+        return metrics
+
+    # ------------------------------------------------------------------ by hand
+
+    def generate(self, queries: SequenceOf[Tensor] | SequenceOf[str], **generate_kwargs: Any) -> list[Tensor]:
+        """Responses of the current policy to this rank's `queries`: a list of (A,) int64 tensors.
+
+        Args:
+            queries: (P,) id tensors, or texts when the trainer has a tokenizer.
+            **generate_kwargs: override the trainer's sampling for this call.
+        """
+        prompts = list(as_prompts(list(queries), self.tokenizer))
+        sampling = replace(self.sampling, **generate_kwargs) if generate_kwargs else self.sampling
+        counts = self.strategy.all_gather_object(len(prompts))
+        first = self.samples_drawn + sum(counts[: self.strategy.rank])
+        indices = list(range(first, first + len(prompts)))
+        self.samples_drawn += sum(counts)
+        with self.clock.measure('collect'), self.strategy.full_model(self.actor) as policy:
+            self.engine.begin(policy)
+            try:
+                samples = self.engine.generate(prompts, sampling, seed=self.strategy.seed, indices=indices, groups=indices)
+            finally:
+                self.engine.end()
+        return [s.response_ids for s in samples]
+
+    def step(
+        self,
+        queries: SequenceOf[Tensor] | SequenceOf[str],
+        responses: SequenceOf[Tensor],
+        scores: SequenceOf[float | Tensor],
+        response_masks: SequenceOf[Tensor] | None = None,
+    ) -> dict[str, float]:
+        """One learning phase on responses scored by the caller: this rank's share, all lists equally long.
+
+        Args:
+            queries: (P,) id tensors or texts.
+            responses: (A,) int64 tensors, the sampled tokens themselves.
+            scores: a number per response, or (A,) scores per token.
+            response_masks: (A,) bool, True = a token of the model's own; tool output and other turns are False.
+
+        Returns:
+            The metrics of the phase, named as in metrics.jsonl.
+        """
+        prompts = list(as_prompts(list(queries), self.tokenizer))
+        samples, checked = given_samples(prompts, responses, scores, response_masks, self.sampling)
+        counts = self.strategy.all_gather_object(len(samples))
+        first = self.samples_drawn + sum(counts[: self.strategy.rank])
+        for i, sample in enumerate(samples):
+            sample.index = sample.group = first + i
+            sample.version = self.phase
+            if self.tokenizer is not None:
+                self._decode(sample)
+        self.samples_drawn += sum(counts)
+        # These tokens may come from anywhere, so the log-probs the ratio is taken against are computed here.
+        settings = replace(self.maker.settings, recompute_logprobs=True)
+        with self.clock.measure('score'):
+            experiences = self.maker.make(samples, kl_coef=self.kl_controller.value, scores=checked, settings=settings)
+        self.buffer.append(experiences)
+        self.last_experiences = experiences
+        return self.learn_phase()
+
+    def log_stats(
+        self,
+        stats: Mapping[str, float],
+        batch: Mapping[str, SequenceOf[Any]] | None = None,
+        rewards: SequenceOf[float] | None = None,
+        columns_to_log: SequenceOf[str] = ('query', 'response'),
+    ) -> None:
+        """Hand the numbers of a `step`, and rows of a batch, to the callbacks' sample tables."""
+        self.callbacks.on_log(self, dict(stats), batch or {}, list(rewards or ()), list(columns_to_log))
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write the actor as a Hugging Face folder (adapters folded in), with the tokenizer when there is one."""
+        save_pretrained(self.strategy, self.actor, path, tokenizer=self.tokenizer)

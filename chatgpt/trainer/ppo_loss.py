@@ -1,0 +1,89 @@
+"""The losses of PPO's two models over one micro-batch, and what is measured while computing them.
+
+A loss here is this rank's share of a sum: divided by the number of tokens of the whole train batch, all ranks and micro-batches
+together (`num_tokens`), never by what happens to lie in this micro-batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from chatgpt.functional.kl import kl_penalty
+from chatgpt.functional.losses import clipped_policy_loss, clipped_value_loss, next_token_loss
+from chatgpt.functional.masking import masked_sum
+from chatgpt.trainer.config import PPOConfig
+from chatgpt.trainer.learning import BatchStats, flat
+from chatgpt.types import Batch, Experience, Sequence
+
+
+class PPOLoss:
+    """Losses of actor, critic, or both on one trunk. `num_tokens` is set for every train batch before its first forward."""
+
+    def __init__(self, actor: nn.Module, critic: nn.Module | None, config: PPOConfig, temperature: float) -> None:
+        self.actor_model = actor
+        self.critic_model = critic
+        self.config = config
+        self.temperature = temperature
+        self.num_tokens = 1
+        self.num_ptx_tokens = 1
+
+    def actor(self, batch: Batch, records: list[Experience], stats: BatchStats) -> Tensor:
+        """Clipped policy loss − entropy_coef · entropy."""
+        out = self.actor_model(batch, temperature=self.temperature, with_entropy=True)
+        return self._policy(out.logprobs, out.entropy, batch, records, stats)
+
+    def critic(self, batch: Batch, records: list[Experience], stats: BatchStats) -> Tensor:
+        """Clipped value loss."""
+        assert self.critic_model is not None
+        return self._value(self.critic_model(batch), batch, records, stats)
+
+    def shared(self, batch: Batch, records: list[Experience], stats: BatchStats) -> Tensor:
+        """Both from one forward of a trunk with a value head: policy loss + value_coef · value loss."""
+        out = self.actor_model(batch, temperature=self.temperature, with_entropy=True)
+        policy = self._policy(out.logprobs, out.entropy, batch, records, stats)
+        return policy + self.config.value_coef * self._value(out.values, batch, records, stats)
+
+    def ptx(self, batch: Batch, records: list[Sequence], stats: BatchStats) -> Tensor:
+        """ptx_coef · next-token loss on pretraining text (Ouyang et al. 2022, equation 2)."""
+        logprobs = self.actor_model(batch).logprobs
+        mask = batch.action_mask
+        total = masked_sum(next_token_loss(logprobs), mask)
+        stats.mean('ptx_loss', total, mask.sum())
+        return self.config.ptx_coef * total / self.num_ptx_tokens
+
+    def _policy(self, logprobs: Tensor, entropy: Tensor, batch: Batch, records: list[Experience], stats: BatchStats) -> Tensor:
+        c, mask = self.config, batch.action_mask
+        # A filler row has ratio 1 and advantage 0, and its mask is False.
+        old = flat(records, 'old_logprobs', batch) if records else logprobs.detach()
+        advantages = flat(records, 'advantages', batch)
+        high = c.eps_clip if c.eps_clip_high is None else c.eps_clip_high
+        loss = masked_sum(clipped_policy_loss(logprobs, old, advantages, eps_low=c.eps_clip, eps_high=high), mask)
+        bonus = masked_sum(entropy, mask)
+        with torch.no_grad():
+            count = mask.sum()
+            log_ratio = logprobs - old
+            ratio = log_ratio.exp()
+            outside = (ratio < 1 - c.eps_clip) | (ratio > 1 + high)
+            stats.mean('policy_loss', loss, count)
+            stats.mean('entropy', bonus, count)
+            stats.mean('approx_kl', masked_sum(-log_ratio, mask), count)
+            stats.mean('approx_kl_k3', masked_sum(kl_penalty(old, logprobs, 'k3'), mask), count)
+            stats.mean('clip_fraction', masked_sum(outside.float(), mask), count)
+            stats.mean('ratio_mean', masked_sum(ratio, mask), count)
+            stats.maximum('ratio_max', ratio.masked_fill(~mask, 1.0).max())
+            stats.minimum('ratio_min', ratio.masked_fill(~mask, 1.0).min())
+        return (loss - c.entropy_coef * bonus) / self.num_tokens
+
+    def _value(self, values: Tensor, batch: Batch, records: list[Experience], stats: BatchStats) -> Tensor:
+        mask = batch.action_mask
+        old, returns = flat(records, 'values', batch), flat(records, 'returns', batch)
+        clip = self.config.value_clip
+        loss = masked_sum(clipped_value_loss(values, old, returns, clip), mask)
+        with torch.no_grad():
+            count = mask.sum()
+            stats.mean('value_loss', loss, count)
+            stats.mean('value_mean', masked_sum(values, mask), count)
+            if clip is not None:
+                stats.mean('value_clip_fraction', masked_sum(((values - old).abs() > clip).float(), mask), count)
+        return loss / self.num_tokens

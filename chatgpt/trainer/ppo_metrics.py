@@ -1,0 +1,90 @@
+"""Numbers about rollouts, computed from the global list of experience; docs/metrics.md gives the formula of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as SequenceOf
+
+import torch
+from torch import Tensor
+
+from chatgpt.functional.kl import kl_penalty
+from chatgpt.types import Experience
+
+
+def _spread(values: Tensor) -> float:
+    return float(values.std()) if len(values) > 1 else 0.0
+
+
+def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float) -> dict[str, float]:
+    """`rollout/...`: scores, KL to the initial model, lengths. The list must not be empty."""
+    scores = torch.tensor([e.score for e in experiences], dtype=torch.float64)
+    lengths = torch.tensor([e.num_actions for e in experiences], dtype=torch.float64)
+    # Sums per response, so that the number is nats per response and long ones count as such.
+    kl = torch.stack([((e.old_logprobs - e.ref_logprobs) * e.response_mask).double().sum() for e in experiences])
+    k3 = torch.stack([(kl_penalty(e.old_logprobs, e.ref_logprobs, 'k3') * e.response_mask).double().sum() for e in experiences])
+    penalty = torch.stack([(e.kl * e.response_mask).double().sum() for e in experiences])
+    counted = sum(int(e.response_mask.sum()) for e in experiences)
+    surprisal = -sum(float((e.old_logprobs * e.response_mask).double().sum()) for e in experiences)
+    return {
+        'rollout/score_mean': float(scores.mean()),
+        'rollout/score_std': _spread(scores),
+        'rollout/score_min': float(scores.min()),
+        'rollout/score_max': float(scores.max()),
+        'rollout/kl_mean': float(kl.mean()),
+        'rollout/kl_k3_mean': float(k3.mean()),
+        'rollout/kl_coef': kl_coef,
+        'rollout/non_score_reward_mean': float(-kl_coef * penalty.mean()),
+        'rollout/response_len_mean': float(lengths.mean()),
+        'rollout/response_len_std': _spread(lengths),
+        'rollout/prompt_len_mean': sum(len(e.prompt_ids) for e in experiences) / len(experiences),
+        'rollout/ended_share': sum(e.ended for e in experiences) / len(experiences),
+        'rollout/entropy': surprisal / max(counted, 1),
+    }
+
+
+def value_metrics(experiences: SequenceOf[Experience]) -> dict[str, float]:
+    """`ppo/...` numbers that belong to the whole phase and not to an update: returns, advantages, explained variance."""
+    mask = torch.cat([e.response_mask for e in experiences])
+    if not mask.any():
+        return {}
+    returns = torch.cat([e.returns for e in experiences])[mask].double()
+    values = torch.cat([e.values for e in experiences])[mask].double()
+    advantages = torch.cat([e.advantages for e in experiences])[mask].double()
+    variance = float(returns.var(unbiased=False))
+    unexplained = float((returns - values).var(unbiased=False))
+    return {
+        'ppo/return_mean': float(returns.mean()),
+        'ppo/return_var': variance,
+        'ppo/advantage_mean': float(advantages.mean()),
+        'ppo/advantage_std': _spread(advantages),
+        'ppo/explained_variance': 1.0 - unexplained / variance if variance > 0 else 0.0,
+    }
+
+
+def first_batch_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """How far the first train batch after a rollout is from ratio 1 and KL 0, as it must be before any step."""
+    error = max(metrics['ratio_max'] - 1.0, 1.0 - metrics['ratio_min'])
+    return {'first_ratio_error': error, 'first_approx_kl': metrics['approx_kl']}
+
+
+class PhaseMetrics:
+    """Collects the metrics of a phase's train batches into one number each: means, but extremes of extremes."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = {}
+
+    def add(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._values.setdefault(name, []).append(value)
+
+    def result(self, prefix: str) -> dict[str, float]:
+        return {f'{prefix}/{name}': self._one(name, values) for name, values in self._values.items()}
+
+    @staticmethod
+    def _one(name: str, values: list[float]) -> float:
+        if name.endswith('_max'):
+            return max(values)
+        if name.endswith('_min'):
+            return min(values)
+        return math.fsum(values) / len(values)

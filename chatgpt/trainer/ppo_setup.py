@@ -1,0 +1,136 @@
+"""What `PPOTrainer` does with its arguments before the first token: keywords, sampling, checks of what the caller brings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chatgpt.rollout import SamplingParams, StopStrings
+from chatgpt.rollout.sampling import generation_fields
+from chatgpt.trainer.config import PPOConfig, nearest
+from chatgpt.types import Prompt, Sample
+
+DEFAULT_NEW_TOKENS = 64
+
+
+def split_kwargs(config: PPOConfig | None, kwargs: Mapping[str, Any]) -> tuple[PPOConfig, dict[str, Any]]:
+    """The trainer's keywords as a `PPOConfig` and the generation keywords.
+
+    Raises:
+        ValueError: a keyword that is neither; lists the nearest known ones.
+    """
+    settings, generation = PPOConfig.field_names(), generation_fields()
+    for name in kwargs:
+        if name not in settings and name not in generation:
+            known = nearest(name, [*settings, *generation])
+            raise ValueError(f'PPOTrainer got an unknown keyword {name!r}{known}')
+    own = {k: v for k, v in kwargs.items() if k in settings}
+    if config is not None:
+        config = replace(config, **own)
+    else:
+        config = PPOConfig(**own)
+    return config, {k: v for k, v in kwargs.items() if k not in settings}
+
+
+def sampling_for(actor: nn.Module, tokenizer: Any, kwargs: Mapping[str, Any]) -> tuple[SamplingParams, StopStrings | None]:
+    """Sampling parameters from generation keywords, with the end and padding tokens of the tokenizer or the model filled in."""
+    given = dict(kwargs)
+    stop_strings = given.pop('stop_strings', None)
+    generation_config = getattr(getattr(actor, 'model', None), 'generation_config', None)
+    if given.get('eos_token_id') is None:
+        given['eos_token_id'] = getattr(tokenizer, 'eos_token_id', None)
+        if given['eos_token_id'] is None:
+            given['eos_token_id'] = getattr(generation_config, 'eos_token_id', None)
+    if given.get('pad_token_id') is None:
+        given['pad_token_id'] = getattr(tokenizer, 'pad_token_id', None)
+        if given['pad_token_id'] is None:
+            given['pad_token_id'] = getattr(generation_config, 'pad_token_id', None)
+    if given.get('max_new_tokens') is None and given.get('max_length') is None:
+        given['max_new_tokens'] = DEFAULT_NEW_TOKENS
+    sampling = SamplingParams.from_generation_kwargs(**given)
+    if not stop_strings:
+        return sampling, None
+    if tokenizer is None:
+        raise ValueError('stop_strings needs a tokenizer')
+    matcher = StopStrings(tokenizer, [stop_strings] if isinstance(stop_strings, str) else list(stop_strings))
+    return replace(sampling, stop=matcher), matcher
+
+
+def has_reference(actor: nn.Module) -> bool:
+    """Whether the actor can serve as its own reference: adapter off, or a frozen branch."""
+    return bool(getattr(actor, 'has_reference', False))
+
+
+def given_samples(
+    prompts: SequenceOf[Prompt],
+    responses: SequenceOf[Tensor],
+    scores: SequenceOf[float | Tensor],
+    masks: SequenceOf[Tensor] | None,
+    sampling: SamplingParams,
+) -> tuple[list[Sample], list[float | Tensor]]:
+    """Samples and scores out of what the caller of `step` brings.
+
+    Raises:
+        ValueError: lists of different lengths, an empty response, a mask of the wrong length.
+    """
+    lengths = {'queries': len(prompts), 'responses': len(responses), 'scores': len(scores)}
+    if masks is not None:
+        lengths['response_masks'] = len(masks)
+    if len(set(lengths.values())) != 1 or not prompts:
+        raise ValueError(f'step needs lists of one length, at least 1; got {lengths}')
+    samples, checked = [], []
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        ids = torch.as_tensor(response, dtype=torch.int64).flatten().cpu()
+        mask = torch.ones_like(ids, dtype=torch.bool) if masks is None else torch.as_tensor(masks[i]).bool().flatten().cpu()
+        score = torch.as_tensor(scores[i], dtype=torch.float32).cpu()
+        dense = score.dim() > 0 and score.numel() > 1
+        if len(ids) == 0:
+            raise ValueError(f'step: response {i} is empty; it needs at least its end token')
+        if len(mask) != len(ids):
+            raise ValueError(f'step: response_masks[{i}] has {len(mask)} entries for {len(ids)} tokens')
+        if dense and len(score) != len(ids):
+            raise ValueError(f'step: scores[{i}] has {len(score)} entries for {len(ids)} tokens')
+        if not torch.isfinite(score).all():
+            raise ValueError(f'step: scores[{i}] is not finite')
+        zeros = torch.zeros(len(ids))
+        sample = Sample(
+            index=i,
+            group=i,
+            prompt_ids=prompt.ids,
+            response_ids=ids,
+            response_mask=mask,
+            logprobs=zeros,
+            filtered_logprobs=zeros,
+            edge_distances=torch.ones(len(ids)),
+            finish_reason='eos' if int(ids[-1]) in sampling.eos_token_ids else 'length',
+            temperature=sampling.temperature,
+            prompt_text=prompt.text,
+            columns=prompt.columns,
+        )
+        samples.append(sample)
+        checked.append(score.flatten() if dense else float(score.flatten()[0]))
+    return samples, checked
+
+
+class RatioGuard:
+    """Decides, before a step, whether a train batch may change the weights.
+
+    A batch whose mean ratio exceeds `ratio_threshold` is skipped; one whose approximate KL exceeds 1.5 · `target_kl` is skipped
+    and ends the phase (TRL's semantics for both).
+    """
+
+    def __init__(self, config: PPOConfig) -> None:
+        self.config = config
+        self.early_stop = False
+
+    def __call__(self, metrics: dict[str, float]) -> bool:
+        c = self.config
+        if c.target_kl is not None and metrics['approx_kl'] > 1.5 * c.target_kl:
+            self.early_stop = True
+            return True
+        return c.ratio_threshold is not None and metrics['ratio_mean'] > c.ratio_threshold

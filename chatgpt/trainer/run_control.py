@@ -1,0 +1,104 @@
+"""Stopping in good order: signals, and a clock for the phases.
+
+The first SIGINT or SIGTERM asks the run to stop at the next safe point, where it saves and leaves; a second SIGINT stops at once.
+All ranks agree on the safe point. Left out: what is saved.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+
+from chatgpt.trainer.strategies.base import Strategy
+
+HANDLED = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopSignals:
+    """Remembers the first signal while active. Outside the main thread signals cannot be handled, and nothing is installed."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._old: dict[signal.Signals, Any] = {}
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.received is not None and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.received is None:
+            self.received = signal.Signals(signum)
+            print(f'\n{self.received.name}: stopping at the next safe point (Ctrl-C again stops at once)', file=sys.stderr, flush=True)
+
+    def __enter__(self) -> StopSignals:
+        self.received = None
+        if threading.current_thread() is threading.main_thread():
+            for signum in HANDLED:
+                self._old[signum] = signal.signal(signum, self._handle)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for signum, handler in self._old.items():
+            signal.signal(signum, handler)
+        self._old.clear()
+
+    def raise_received(self) -> None:
+        """End the process as the signal would have: KeyboardInterrupt, or exit code 128 + its number."""
+        if self.received is signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.received is not None:
+            raise SystemExit(128 + int(self.received))
+
+
+def agreed(flag: bool, strategy: Strategy) -> bool:
+    """True on every rank when it is true on any."""
+    if strategy.world_size == 1:
+        return flag
+    return bool(strategy.all_reduce(torch.tensor(float(flag), device=strategy.device), op='max').item() > 0)
+
+
+class PhaseClock:
+    """Seconds, wall and CPU, of the parts of a phase: collect, score, learn."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.wall: dict[str, float] = {}
+        self.cpu: dict[str, float] = {}
+
+    @contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        self._synchronize()
+        wall, cpu = time.perf_counter(), time.process_time()
+        try:
+            yield
+        finally:
+            self._synchronize()
+            self.wall[part] = self.wall.get(part, 0.0) + time.perf_counter() - wall
+            self.cpu[part] = self.cpu.get(part, 0.0) + time.process_time() - cpu
+
+    def _synchronize(self) -> None:
+        if self.device.type == 'cuda':
+            torch.cuda.synchronize(self.device)
+
+    def metrics(self) -> dict[str, float]:
+        """`perf/<part>_s`, `perf/<part>_cpu_s`, `perf/total_s` and the peak memory so far."""
+        result = {f'perf/{part}_s': seconds for part, seconds in self.wall.items()}
+        result |= {f'perf/{part}_cpu_s': seconds for part, seconds in self.cpu.items()}
+        result['perf/total_s'] = sum(self.wall.values())
+        if self.device.type == 'cuda':
+            result['perf/peak_memory_gib'] = torch.cuda.max_memory_allocated(self.device) / 2**30
+        else:
+            unit = 1 if sys.platform == 'darwin' else 1024  # ru_maxrss is in bytes on macOS, KiB elsewhere
+            result['perf/peak_memory_gib'] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+        return result
+
+    def reset(self) -> None:
+        self.wall.clear()
+        self.cpu.clear()

@@ -1,0 +1,52 @@
+"""Supervised fine-tuning: next-token loss on the response tokens of demonstrations.
+
+Prompts, padding and turns of other speakers are masked out by the records' `response_mask`; plain text counts from its second
+token. Left out: how text becomes records (`chatgpt.dataset`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from chatgpt.functional.losses import next_token_loss
+from chatgpt.functional.masking import masked_sum
+from chatgpt.trainer.config import SFTConfig
+from chatgpt.trainer.learning import BatchStats, TrainedModel, Work
+from chatgpt.trainer.ppo import collate_or_filler
+from chatgpt.trainer.supervised import SupervisedTrainer
+from chatgpt.types import Batch, Sequence
+
+
+class SFTTrainer(SupervisedTrainer):
+    """Trains an `Actor` on `Sequence` records. Loss: −Σ log π(token | before) over counted tokens / their global number.
+
+    Metrics: `sft/loss` in nats per token, `sft/perplexity` = exp(loss), the same on `eval_data` as `sft/val_...`.
+    """
+
+    prefix = 'sft'
+    model_name = 'actor'
+    config_class = SFTConfig
+
+    def work(self, records: list[Sequence]) -> list[Work]:
+        self._num_tokens = max(sum(int(r.response_mask.sum()) for r in records), 1)
+        return [self._work(records)]
+
+    def evaluation_work(self, records: list[Sequence]) -> Work:
+        self._num_tokens = 1
+        return self._work(records)
+
+    def _work(self, records: list[Any]) -> Work:
+        part = TrainedModel(self.model_name, self.model, self.optim, self._loss)
+        return Work(records, [part], collate_or_filler, lambda r: r.num_tokens)
+
+    def _loss(self, batch: Batch, records: list[Sequence], stats: BatchStats) -> Tensor:
+        total = masked_sum(next_token_loss(self.model(batch).logprobs), batch.action_mask)
+        stats.mean('loss', total, batch.action_mask.sum())
+        return total / self._num_tokens
+
+    def after_evaluation(self, metrics: dict[str, float]) -> dict[str, float]:
+        losses = {k: v for k, v in metrics.items() if k.endswith('/loss')}
+        return metrics | {k.replace('/loss', '/perplexity'): math.exp(min(v, 700.0)) for k, v in losses.items()}

@@ -1,0 +1,464 @@
+"""`Strategy`: everything that depends on how many processes there are and where weights live.
+
+Seven abstract members say where this process stands and how it talks to the others. Every other body works as it is for models
+that are whole on each rank; `NaiveStrategy` adds one process, `ProcessGroupStrategy` adds many, a sharded strategy overrides
+what sharding changes: `setup_model`, `setup_optimizer`, `backward`, `reduce_gradients`, `gradient_norm`, `full_model`,
+`full_state_dict`, and the pieces. Left out: what is computed with all this (trainers), and bytes on disk (`chatgpt.checkpoint`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from chatgpt.checkpoint.files import load_object, load_tensors, save_object, save_tensors
+from chatgpt.checkpoint.layout import CheckpointMismatch, DictReader, Piece, TensorReader
+from chatgpt.trainer.strategies import states
+from chatgpt.trainer.strategies.items import check_items, is_pair, rebuilt, same_kind
+from chatgpt.trainer.strategies.precision import LossScaler, Precision, cast_copy, check_precision, in_eval_mode, lora_merged
+
+T = TypeVar('T')
+ReduceOp = Literal['sum', 'mean', 'max', 'min']
+
+
+@dataclass(eq=False)
+class Trained:
+    """A prepared (model, optimizer) pair."""
+
+    user_model: nn.Module
+    """the module the user built"""
+    model: nn.Module
+    """what `prepare` returned for it"""
+    optimizer: Optimizer
+    """what `prepare` returned for the optimizer"""
+    names: list[list[str]]
+    """parameter names as in `user_model`, for each parameter group, in the group's order"""
+    scaler: LossScaler | None = None
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The optimizer's parameters under the names they have in `user_model`."""
+        for group, names in zip(self.optimizer.param_groups, self.names, strict=True):
+            yield from zip(names, group['params'], strict=True)
+
+
+class Strategy(ABC):
+    """The hardware plug. `prepare` models once, then train with `accumulate`, `backward` and `optimizer_step`.
+
+    ::
+
+        with DDPStrategy(seed=1) as strategy:
+            with strategy.model_init_context():
+                actor = GPTActor()
+            optimizer = AdamW(actor.parameters())
+            (actor, optimizer), reward_model = strategy.prepare((actor, optimizer), reward_model)
+            for number, batch in enumerate(micro_batches):
+                with strategy.accumulate(actor, last=number == len(micro_batches) - 1):
+                    with strategy.autocast():
+                        loss = loss_sum(actor(batch)) / num_tokens_of_all_ranks
+                    strategy.backward(loss, actor, optimizer)
+            norm = strategy.optimizer_step(optimizer, max_norm=1.0)
+    """
+
+    sharded: ClassVar[bool] = False
+    """True: no rank holds whole weights or optimizer states"""
+    supports_accumulation: bool = True
+    """False: one micro-batch per optimizer step, `accumulate(last=False)` is a ValueError"""
+
+    def __init__(self, seed: int = 42, precision: Precision = 'fp32') -> None:
+        self.seed, self.precision = seed, precision
+        self._dtype = check_precision(precision)
+        random.seed(seed)
+        torch.manual_seed(seed)  # the same on every rank, so that models built from scratch are equal
+        self._prepared: dict[int, tuple[nn.Module, nn.Module]] = {}
+        """id of the user's and of the prepared module -> (user's, prepared)"""
+        self._trained: dict[int, Trained] = {}
+        """id of the user's and of the prepared optimizer -> its pair"""
+        self._keep: list[Any] = []  # objects whose ids are keys above must not be freed
+
+    # ------------------------------------------------------------------ where this process stands
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """Number of this process, 0 .. world_size - 1."""
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """How many processes train together."""
+
+    @property
+    @abstractmethod
+    def local_rank(self) -> int:
+        """Number of this process on its machine."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where this process computes."""
+
+    @property
+    def is_rank_0(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Compute dtype. Parameters stay fp32."""
+        return self._dtype
+
+    @property
+    def uses_loss_scaling(self) -> bool:
+        """fp16: an infinite norm means a skipped step and a smaller loss scale, not a failure."""
+        return self._dtype is torch.float16
+
+    # ------------------------------------------------------------------ between ranks
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = 'sum') -> Tensor:
+        """A new tensor: the sum, mean, max or min of `tensor` over ranks, on the tensor's device."""
+
+    @abstractmethod
+    def all_gather_object(self, obj: T) -> list[T]:
+        """Every rank's `obj`, in rank order, on every rank."""
+
+    @abstractmethod
+    def broadcast_object(self, obj: T, src: int = 0) -> T:
+        """Rank `src`'s `obj` on every rank."""
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.all_gather_object(None)
+
+    def run_on_rank0(self, fn: Callable[[], T]) -> T:
+        """`fn()` is called on rank 0 alone; its result, or its exception with the same message, reaches every rank."""
+        outcome: tuple[str, Any] | None = None
+        failure: Exception | None = None
+        if self.is_rank_0:
+            try:
+                outcome = ('', fn())
+            except Exception as error:
+                failure = error
+                outcome = (type(error).__name__, str(error))
+        kind, value = self.broadcast_object(outcome)  # type: ignore[misc]
+        if failure is not None:
+            raise failure
+        if kind:
+            raise same_kind(kind, value)
+        return value
+
+    def failure_guard(self) -> AbstractContextManager[None]:
+        """Around a whole run: one rank's exception ends all ranks within seconds with its message. Nothing to do on one process."""
+        return nullcontext()
+
+    # ------------------------------------------------------------------ models
+
+    def model_init_context(self) -> AbstractContextManager[Any]:
+        """Where modules are built. A sharded strategy may put them on the meta device here."""
+        return nullcontext()
+
+    def prepare(self, *items: Any) -> Any:
+        """Make models and optimizers ready: same things, same order, same nesting; a single item comes back bare.
+
+        A (model, optimizer) pair is trained. A bare module is frozen, in eval mode and moved. None and callables that are not modules (a reward
+        function, a pipeline) pass through. A module given twice is prepared once, and trained if any pair holds it.
+        """
+        pairs: list[tuple[nn.Module, Optimizer]] = []
+        check_items(items, pairs)
+        for model, optimizer in pairs:
+            self._prepare_pair(model, optimizer)
+        prepared = tuple(self._prepare_item(item) for item in items)
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def _prepare_item(self, item: Any) -> Any:
+        if is_pair(item):
+            pair = self.trained(item[1])
+            return rebuilt(item, [pair.model, pair.optimizer])
+        if isinstance(item, (tuple, list)):
+            return rebuilt(item, [self._prepare_item(part) for part in item])
+        if not isinstance(item, nn.Module):
+            return item
+        if id(item) not in self._prepared:
+            item.requires_grad_(False)
+            self._remember(item, self.setup_model(item, trained=False).eval())
+        return self._prepared[id(item)][1]
+
+    def _prepare_pair(self, model: nn.Module, optimizer: Optimizer) -> None:
+        if id(optimizer) in self._trained:
+            if self._trained[id(optimizer)].user_model is not self.unwrap(model):
+                raise ValueError('prepare: this optimizer is already paired with another model')
+            return
+        names = states.parameter_names(self.unwrap(model), optimizer)
+        user_model, user_optimizer = self.unwrap(model), optimizer
+        model, optimizer = self.setup_pair(model, optimizer, names)
+        self._remember(user_model, model)
+        pair = Trained(user_model, model, optimizer, names, LossScaler() if self.uses_loss_scaling else None)
+        self._trained[id(user_optimizer)] = self._trained[id(optimizer)] = pair
+        self._keep += [user_optimizer, optimizer]
+
+    def _remember(self, user_model: nn.Module, model: nn.Module) -> None:
+        self._prepared[id(user_model)] = self._prepared[id(model)] = (user_model, model)
+
+    def setup_pair(self, model: nn.Module, optimizer: Optimizer, names: list[list[str]]) -> tuple[nn.Module, Optimizer]:
+        """Make a trained pair ready: `setup_model`, then `setup_optimizer`. `names` are the parameter names of each group."""
+        if id(model) in self._prepared:
+            model = self._prepared[id(model)][1]
+        else:
+            model = self.setup_model(model, trained=True)
+        return model, self.setup_optimizer(optimizer, model, names)
+
+    def setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
+        """Move (shard, wrap) one module. Here: moved in place, so that optimizers keep pointing at its parameters."""
+        return model.to(self.device)
+
+    def setup_optimizer(self, optimizer: Optimizer, model: nn.Module, names: list[list[str]]) -> Optimizer:
+        """Make an optimizer fit the prepared model. Here: state it already has follows its parameters to their device."""
+        for parameter, state in optimizer.state.items():
+            for slot, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    state[slot] = value.to(parameter.device)
+        return optimizer
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The module the user built."""
+        return self._prepared[id(model)][0] if id(model) in self._prepared else model
+
+    def trained(self, optimizer: Optimizer) -> Trained:
+        """The pair an optimizer belongs to; ValueError before `prepare`."""
+        if id(optimizer) not in self._trained:
+            raise ValueError(
+                f'this {type(optimizer).__name__} was not prepared, so its model is unknown; '
+                'call strategy.prepare((model, optimizer)) first'
+            )
+        return self._trained[id(optimizer)]
+
+    @contextmanager
+    def full_model(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[nn.Module]:
+        """The unwrapped module with full weights, LoRA merged, in eval mode: for generation, and for writing it as a whole.
+
+        `dtype=None` means the compute dtype. In fp32 it is the very module, whose exact bits are restored after. In 16 bits it is a
+        copy that is freed after.
+        """
+        module, dtype = self.unwrap(model), dtype or self._dtype
+        if dtype is torch.float32:
+            with in_eval_mode(module), lora_merged(module):
+                yield module
+            return
+        yield cast_copy(module, dtype).eval()
+
+    # ------------------------------------------------------------------ one optimizer step
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Around forward and loss: computes in `dtype`."""
+        if self._dtype is torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self._dtype)
+
+    def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of one micro-batch; `last` marks the one before `optimizer_step`."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
+        """Add this rank's share of the gradient. `loss` is a share of a sum: already divided by what counts on all ranks."""
+        scaler = self.trained(optimizer).scaler
+        (loss if scaler is None else loss * scaler.scale).backward()
+
+    def optimizer_step(self, optimizer: Optimizer, max_norm: float | None = None) -> float:
+        """Clip, step, clear the gradients; the global gradient norm before clipping.
+
+        On a non-finite norm the weights and the optimizer's state stay as they are, the gradients are cleared, and the norm is returned.
+        """
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f'max_norm={max_norm} must be positive; None turns clipping off')
+        pair = self.trained(optimizer)
+        self.reduce_gradients(pair)
+        parameters = [p for _, p in pair.named_parameters() if p.grad is not None]
+        if pair.scaler is not None:
+            pair.scaler.unscale([p.grad for p in parameters if p.grad is not None])
+        norm = self.gradient_norm(parameters)
+        finite = math.isfinite(norm)
+        if finite:
+            if max_norm is not None:
+                self.scale_gradients(parameters, min(1.0, max_norm / (norm + 1e-6)))
+            pair.optimizer.step()
+        if pair.scaler is not None:
+            pair.scaler.update(finite)
+        self.discard_gradients(optimizer)
+        return norm
+
+    def reduce_gradients(self, pair: Trained) -> None:
+        """Make every gradient the sum over ranks, where `backward` has not done so already."""
+
+    def gradient_norm(self, parameters: list[Tensor]) -> float:
+        """L2 norm of all gradients together, over all ranks."""
+        gradients = [p.grad.detach() for p in parameters if p.grad is not None]
+        if not gradients:
+            return 0.0
+        norms = torch._foreach_norm(gradients)
+        return float(torch.linalg.vector_norm(torch.stack([n.double().to(norms[0].device) for n in norms])))
+
+    def scale_gradients(self, parameters: list[Tensor], factor: float) -> None:
+        """Multiply all gradients by `factor`, in place."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if gradients and factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+
+    def discard_gradients(self, optimizer: Optimizer) -> None:
+        """Forget what was accumulated since the last step, in every parameter of the model."""
+        pair = self.trained(optimizer)
+        pair.optimizer.zero_grad(set_to_none=True)
+        for parameter in pair.user_model.parameters():
+            parameter.grad = None
+
+    # ------------------------------------------------------------------ weights and optimizer states in files
+
+    def save_model(self, model: nn.Module, path: str | os.PathLike[str], only_rank0: bool = True) -> None:
+        """One file with the full fp32 state dict, which plain torch reads with `weights_only=True` (safetensors if the path ends so).
+
+        `only_rank0=False` writes a folder in parallel under a sharded strategy, and the same one file otherwise.
+        """
+        if self.sharded and not only_rank0:
+            self._save_folder(path, {'': self.model_pieces(model)}, {'kind': 'model'})
+            return
+        tensors = self.full_state_dict(model)
+        self.run_on_rank0(lambda: save_tensors(tensors, path))
+
+    def load_model(self, model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
+        """Load what `save_model` wrote (file or folder, any strategy), before or after `prepare`. Unpickles nothing.
+
+        Raises `CheckpointMismatch` naming the first missing, unexpected and wrongly shaped tensors. `strict=False` loads what is in
+        both and warns with the names of the rest; wrong shapes, or nothing in common, are still an error.
+        """
+        reader, _ = self._open(path, 'model')
+        self.load_model_pieces(model, reader, strict=strict)
+
+    def save_optimizer(self, optimizer: Optimizer, path: str | os.PathLike[str], only_rank0: bool = False) -> None:
+        """States by parameter name and hyperparameters: one file, or under a sharded strategy a folder written in parallel."""
+        meta = {'kind': 'optimizer', **self.optimizer_meta(optimizer)}
+        if self.sharded:
+            if only_rank0:
+                raise ValueError(
+                    f'{type(self).__name__} shards optimizer states, so no rank can write them alone; '
+                    'use save_optimizer(..., only_rank0=False), which writes a folder at that path'
+                )
+            self._save_folder(path, {'': self.optimizer_pieces(optimizer)}, meta)
+            return
+        slots = states.slots_of(self.trained(optimizer).optimizer, self.trained(optimizer).named_parameters())
+        content = {'meta': meta, 'state': {name: tensor.detach().cpu() for name, tensor in slots.items()}}
+        self.run_on_rank0(lambda: save_object(content, path))
+
+    def load_optimizer(self, optimizer: Optimizer, path: str | os.PathLike[str]) -> None:
+        """Load what `save_optimizer` wrote under any strategy. The optimizer must have been prepared with its model."""
+        self.trained(optimizer)
+        reader, meta = self._open(path, 'optimizer')
+        self.load_optimizer_meta(optimizer, meta)
+        self.load_optimizer_pieces(optimizer, reader)
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+        """Whole tensors by name, floating ones in fp32; only rank 0's dict is used. Tied tensors share storage."""
+        tensors, aliases = states.named_tensors(self.unwrap(model))
+        full = {n: (t.detach().float() if t.is_floating_point() else t.detach()).cpu() for n, t in tensors.items()}
+        return full | {alias: full[name] for alias, name in aliases.items()}
+
+    def _open(self, path: str | os.PathLike[str], kind: str) -> tuple[TensorReader, dict[str, Any]]:
+        if Path(path).is_dir():
+            from chatgpt.checkpoint.reader import CheckpointReader
+
+            reader = CheckpointReader(path)
+            if reader.meta.get('kind') != kind:
+                raise CheckpointMismatch(f'{path}: holds {reader.meta.get("kind")!r} and not {kind!r}')
+            return reader, reader.meta
+        if kind == 'model':
+            return DictReader(load_tensors(path)), {}
+        content = load_object(path)
+        if not isinstance(content, dict) or set(content) != {'meta', 'state'}:
+            raise CheckpointMismatch(f'{path}: not a file of save_optimizer')
+        return DictReader(content['state']), content['meta']
+
+    def _save_folder(
+        self, path: str | os.PathLike[str], groups: Mapping[str, Iterable[Piece]], meta: dict[str, Any]
+    ) -> None:
+        from chatgpt.checkpoint.writer import write_checkpoint
+
+        write_checkpoint(path, groups, meta=meta, rank=self.rank, all_gather_object=self.all_gather_object)
+
+    # ------------------------------------------------------------------ pieces for training checkpoints
+
+    def model_pieces(self, model: nn.Module) -> Iterable[Piece]:
+        """The pieces of weights and persistent buffers that this rank writes; over all ranks each tensor exactly once.
+
+        Names are those of the module the user built; tied tensors come once. May be collective: every rank iterates to the end.
+        """
+        tensors, _ = states.named_tensors(self.unwrap(model))
+        return self._dealt(tensors)
+
+    def load_model_pieces(self, model: nn.Module, reader: TensorReader, strict: bool = True) -> None:
+        """Fill weights and buffers in place from any layout's pieces."""
+        tensors, aliases = states.named_tensors(self.unwrap(model))
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        for name, stored in states.match_names(shapes, aliases, reader, strict=strict).items():
+            states.copy_from(reader, stored, tensors[name])
+
+    def optimizer_pieces(self, optimizer: Optimizer) -> Iterable[Piece]:
+        """The pieces '<parameter>/<slot>' of optimizer states that this rank writes; numbers are tensors of shape ()."""
+        pair = self.trained(optimizer)
+        return self._dealt(states.slots_of(pair.optimizer, pair.named_parameters()))
+
+    def load_optimizer_pieces(self, optimizer: Optimizer, reader: TensorReader) -> None:
+        """Replace the optimizer's states by the reader's. Slots of a parameter's size must have its shape."""
+        pair = self.trained(optimizer)
+        parameters = dict(pair.named_parameters())
+        slots = states.slots_by_parameter(reader.names())
+        unexpected = sorted(set(slots) - set(parameters))
+        if unexpected:
+            raise CheckpointMismatch(f'the optimizer state does not fit: unexpected parameters {", ".join(unexpected[:5])}')
+        pair.optimizer.state.clear()
+        for name, parameter in parameters.items():
+            for slot in slots.get(name, []):
+                shape = reader.shape(f'{name}/{slot}')
+                if math.prod(shape) == parameter.numel() and len(shape) > 0 and shape != tuple(parameter.shape):
+                    raise CheckpointMismatch(f'{name}/{slot}: checkpoint {shape}, parameter {tuple(parameter.shape)}')
+                value = reader.read(f'{name}/{slot}', 0, math.prod(shape)).reshape(shape)
+                pair.optimizer.state[parameter][slot] = value.to(states.slot_device(pair.optimizer, parameter, shape), copy=True)
+
+    def optimizer_meta(self, optimizer: Optimizer) -> dict[str, Any]:
+        """JSON: hyperparameters of the groups, which slots each parameter has, the loss scale."""
+        pair = self.trained(optimizer)
+        meta: dict[str, Any] = {'groups': states.groups_to_json(pair.optimizer, pair.names)}
+        return meta if pair.scaler is None else {**meta, 'scaler': pair.scaler.to_json()}
+
+    def load_optimizer_meta(self, optimizer: Optimizer, meta: Mapping[str, Any]) -> None:
+        """Take over hyperparameters and loss scale from `optimizer_meta`; groups are matched by their parameters' names."""
+        pair = self.trained(optimizer)
+        states.groups_from_json(pair.optimizer, pair.names, meta['groups'])
+        if pair.scaler is not None and 'scaler' in meta:
+            pair.scaler.from_json(meta['scaler'])
+
+    def _dealt(self, tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
+        """This rank's share of replicated tensors, so that all ranks write at once."""
+        owner = states.deal({n: t.numel() * t.element_size() for n, t in tensors.items()}, self.world_size)
+        return (states.whole(name, tensor) for name, tensor in tensors.items() if owner[name] == self.rank and tensor.numel())
+
+    # ------------------------------------------------------------------ end
+
+    def close(self) -> None:
+        """Forget prepared models; leave what was joined."""
+        self._prepared.clear()
+        self._trained.clear()
+        self._keep.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,84 @@
+"""`DDPStrategy`: a whole copy of every model on each process; gradients are summed.
+
+Gradients are summed once per optimizer step, in buckets whose layout depends on the parameters alone. (`torch`'s
+`DistributedDataParallel` lays its buckets out anew after the first step, in the order in which gradients arrived; a resumed run would then
+add in another order than the run it continues, and lose bit-equality. It also leaves gradients unsummed for a parameter that only
+an earlier micro-batch used.) Modules are not wrapped, so any method of theirs can be called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from chatgpt.trainer.strategies.base import Trained
+from chatgpt.trainer.strategies.precision import Precision
+from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
+
+BUCKET_BYTES = 32 << 20
+
+
+class DDPStrategy(ProcessGroupStrategy):
+    """Data parallelism. Launch with torchrun.
+
+    `bucket_bytes` bounds the extra memory of a reduction. Every rank starts from rank 0's weights.
+    """
+
+    def __init__(
+        self,
+        seed: int = 42,
+        precision: Precision = 'fp32',
+        *,
+        device: str | torch.device | None = None,
+        timeout_s: float = 1800.0,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        if bucket_bytes < 1:
+            raise ValueError(f'bucket_bytes={bucket_bytes} must be positive')
+        super().__init__(seed, precision, device=device, timeout_s=timeout_s)
+        self.bucket_bytes = bucket_bytes
+
+    def setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
+        model = super().setup_model(model, trained)
+        tensors = [t.detach() for t in (*model.parameters(), *model.buffers())]
+        for bucket in buckets(tensors, self.bucket_bytes):
+            flat = torch.cat([t.reshape(-1) for t in bucket])
+            dist.broadcast(flat, src=0)
+            for tensor, values in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                tensor.copy_(values.view(tensor.shape))
+        return model
+
+    def reduce_gradients(self, pair: Trained) -> None:
+        """A parameter without a gradient here counts as zero; one without a gradient anywhere keeps none."""
+        parameters = [p for _, p in pair.named_parameters() if p.requires_grad]
+        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=self.device)
+        dist.all_reduce(used, dist.ReduceOp.MAX)
+        gradients = []
+        for parameter, flag in zip(parameters, used.tolist(), strict=True):
+            if flag:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients.append(parameter.grad)
+        for bucket in buckets(gradients, self.bucket_bytes):
+            flat = torch.cat([g.reshape(-1) for g in bucket])
+            dist.all_reduce(flat)
+            for gradient, values in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(values.view(gradient.shape))
+
+
+def buckets(tensors: Iterable[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
+    """Neighbours of one dtype, up to `max_bytes` together; a larger tensor stands alone."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if bucket and (size + num_bytes > max_bytes or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += num_bytes
+    if bucket:
+        yield bucket

@@ -1,0 +1,122 @@
+"""`FailureGuard`: one rank's exception ends all ranks within seconds, with that rank's message.
+
+The failing rank writes its message into the process group's store. A thread on every other rank looks there several times a
+second; when it finds a message it prints it and ends the process, which may be stuck in a collective that will never finish.
+Leaving the guard without an exception waits for the other ranks, so that the store outlives everyone who looks into it.
+Left out: processes that die without a word (SIGKILL); their launcher ends the others.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+import torch.distributed as dist
+
+POLL_S = 0.2
+GRACE_S = 5.0
+"""how long the failing rank waits for the others to have read its message"""
+
+
+class RankFailure(RuntimeError):
+    """Another rank failed first; the message is that rank's."""
+
+
+class FailureGuard(AbstractContextManager[None]):
+    """Enter and leave on every rank together. A guard inside another does nothing.
+
+    Keys in the store: `failure` (the first message), `seen` (how many ranks have read it), `done` (how many left well).
+    """
+
+    _count = 0  # guards are entered in the same order on every rank, so the number separates their keys
+    _active = False
+
+    def __init__(self, rank: int, world_size: int, *, timeout_s: float = 1800.0) -> None:
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> None:
+        if FailureGuard._active or self.world_size == 1:
+            return
+        FailureGuard._active = True
+        FailureGuard._count += 1
+        prefix = f'chatgpt/guard/{FailureGuard._count}'
+        store = dist.distributed_c10d._get_default_store()
+        # a connection of its own: the main thread may be waiting for a key while holding the other one
+        self._store = dist.PrefixStore(prefix, store.clone() if hasattr(store, 'clone') else store)
+        self._thread = threading.Thread(target=self._watch, name='chatgpt-failure-guard', daemon=True)
+        self._thread.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._thread is None:
+            return
+        self._stop.set()
+        self._thread.join(timeout=GRACE_S)
+        self._thread = None
+        FailureGuard._active = False
+        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+            self._leave_together()
+        elif not isinstance(error, RankFailure):
+            self._report(error)
+
+    # on a rank that fails
+
+    def _report(self, error: BaseException) -> None:
+        text = f'rank {self.rank} failed: {type(error).__name__}: {error}'
+        details = ''.join(traceback.format_exception(error)).rstrip()
+        try:
+            first = self._store.compare_set('failure', '', f'{text}\n{details}').decode()
+            if not first.startswith(f'rank {self.rank} failed'):
+                raise RankFailure(first.splitlines()[0]) from error
+            self._wait_for('seen', self.world_size - 1, GRACE_S)
+        except (dist.DistError, RuntimeError) as problem:
+            if isinstance(problem, RankFailure):
+                self._store.add('seen', 1)
+                raise
+
+    # on the others
+
+    def _watch(self) -> None:
+        while not self._stop.wait(POLL_S):
+            message = self._failure()
+            if message is not None:
+                sys.stdout.flush()
+                print(f'[rank {self.rank}] stopped, because {message}', file=sys.stderr, flush=True)
+                os._exit(1)
+
+    def _failure(self) -> str | None:
+        """Another rank's message, read and acknowledged."""
+        try:
+            if not self._store.check(['failure']):
+                return None
+            message = self._store.get('failure').decode()
+            self._store.add('seen', 1)
+            return message
+        except (dist.DistError, RuntimeError) as problem:
+            return f'the store of rank 0 cannot be reached ({str(problem).splitlines()[0]})'
+
+    def _leave_together(self) -> None:
+        self._store.add('done', 1)
+        end = time.monotonic() + self.timeout_s
+        while time.monotonic() < end:
+            message = self._failure()
+            if message is not None:
+                raise RankFailure(message.splitlines()[0])
+            if self._store.add('done', 0) >= self.world_size:
+                break
+            time.sleep(POLL_S / 10)
+        # the store lives in rank 0: it stays until the others have seen that all are done
+        self._store.add('gone', 1)
+        if self.rank == 0:
+            self._wait_for('gone', self.world_size, GRACE_S)
+
+    def _wait_for(self, key: str, count: int, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while self._store.add(key, 0) < count and time.monotonic() < end:
+            time.sleep(POLL_S / 10)

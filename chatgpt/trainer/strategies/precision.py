@@ -1,0 +1,99 @@
+"""Compute dtypes, dynamic loss scaling, and copies of a module in the compute dtype.
+
+Left out: autocast itself (torch's) and where it is entered (the trainer, through `Strategy.autocast`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+Precision = Literal['fp32', 'bf16', 'fp16']
+DTYPES: dict[str, torch.dtype] = {'fp32': torch.float32, 'bf16': torch.bfloat16, 'fp16': torch.float16}
+
+
+def check_precision(precision: str) -> torch.dtype:
+    """The compute dtype of a precision; ValueError for an unknown one."""
+    if precision not in DTYPES:
+        raise ValueError(f'precision={precision!r} is not one of {", ".join(map(repr, get_args(Precision)))}')
+    return DTYPES[precision]
+
+
+class LossScaler:
+    """Dynamic loss scaling for fp16 on any device (Micikevicius et al. 2018, section 3.2; constants as in torch.amp).
+
+    The loss is multiplied by `scale`; gradients are divided by it before use. A non-finite norm halves the scale, 2000 finite
+    ones in a row double it.
+    """
+
+    def __init__(self, scale: float = 65536.0, *, growth_interval: int = 2000) -> None:
+        self.scale, self.growth_interval, self.num_finite = scale, growth_interval, 0
+
+    def unscale(self, gradients: list[Tensor]) -> None:
+        """Divide gradients by the scale, in place. The scale is a power of two, so this is exact."""
+        if gradients:
+            torch._foreach_mul_(gradients, 1.0 / self.scale)
+
+    def update(self, finite: bool) -> None:
+        if not finite:
+            self.scale, self.num_finite = max(self.scale / 2, 1.0), 0
+            return
+        self.num_finite += 1
+        if self.num_finite == self.growth_interval:
+            self.scale, self.num_finite = self.scale * 2, 0
+
+    def to_json(self) -> dict[str, float]:
+        return {'scale': self.scale, 'num_finite': self.num_finite}
+
+    def from_json(self, state: dict[str, Any]) -> None:
+        self.scale, self.num_finite = float(state['scale']), int(state['num_finite'])
+
+
+@contextmanager
+def in_eval_mode(module: nn.Module) -> Iterator[None]:
+    """Eval mode inside; every submodule's own training flag restored after."""
+    flags = {m: m.training for m in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for m, flag in flags.items():
+            m.training = flag
+
+
+@contextmanager
+def lora_merged(module: nn.Module) -> Iterator[None]:
+    """Adapters folded into the weights inside; the weights' exact bits restored after. Nothing happens without adapters."""
+    from chatgpt.nn import lora
+
+    with lora.merged(module) if lora.has_lora(module) else nullcontext():
+        yield
+
+
+def cast_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A deep copy with floating parameters in `dtype` and LoRA folded in, made without a copy in fp32 on the way.
+
+    Weights are folded in fp32 and rounded once; the copy's own adapters are zero, so it computes, saves and folds as it
+    stands. Buffers keep their dtype: rotary frequencies and the like lose their meaning in 16 bits.
+    """
+    from chatgpt.nn import lora
+
+    memo: dict[int, Any] = {}
+    with lora_merged(module):
+        for parameter in module.parameters():
+            data = parameter.detach()
+            data = data.to(dtype, copy=True) if data.is_floating_point() else data.clone()
+            memo[id(parameter)] = nn.Parameter(data, requires_grad=False)
+        for layer in lora.lora_layers(module).values():
+            if layer.base_weight is not None:
+                memo[id(layer.base_weight)] = torch.empty(0)
+        copied = copy.deepcopy(module, memo)
+    for layer in lora.lora_layers(copied).values():
+        layer.base_weight, layer.merged = None, False
+        layer.lora_B.zero_()
+    return copied

@@ -1,0 +1,123 @@
+"""`ProcessGroupStrategy`: what every strategy on several processes shares. Joining the group, devices, collectives, leaving.
+
+One process per device, started by torchrun or anything that sets its environment variables. Left out: what is done with weights.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from chatgpt.trainer.strategies.base import ReduceOp, Strategy
+from chatgpt.trainer.strategies.guard import FailureGuard
+from chatgpt.trainer.strategies.precision import Precision
+
+T = TypeVar('T')
+
+_OPS: dict[str, Any] = {'sum': dist.ReduceOp.SUM, 'mean': dist.ReduceOp.SUM, 'max': dist.ReduceOp.MAX, 'min': dist.ReduceOp.MIN}
+_NEEDED = ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
+
+
+class ProcessGroupStrategy(Strategy):
+    """Joins torchrun's process group: NCCL on CUDA, gloo on the CPU. A group that is already there is used and left alone.
+
+    `timeout_s` bounds every collective. `device='cpu'` stays off the GPU.
+    """
+
+    def __init__(
+        self,
+        seed: int = 42,
+        precision: Precision = 'fp32',
+        *,
+        device: str | torch.device | None = None,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        super().__init__(seed, precision)
+        if not timeout_s > 0:
+            raise ValueError(f'timeout_s={timeout_s} must be positive')
+        self.timeout_s = timeout_s
+        self._owns_group = not dist.is_initialized()
+        if self._owns_group:
+            self._check_environment()
+        self._local_rank = int(os.environ.get('LOCAL_RANK', '0'))
+        self._device = self._choose_device(device)
+        if self._device.type == 'cuda':
+            torch.cuda.set_device(self._device)
+        if self._owns_group:
+            backend = 'nccl' if self._device.type == 'cuda' else 'gloo'
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+    def _check_environment(self) -> None:
+        missing = [name for name in _NEEDED if name not in os.environ]
+        if missing:
+            raise ValueError(
+                f'{type(self).__name__} runs in processes started together, and {", ".join(missing)} is not set; '
+                'launch with: torchrun --nproc-per-node=<number of processes> script.py'
+            )
+
+    def _choose_device(self, device: str | torch.device | None) -> torch.device:
+        if device is not None and torch.device(device).index is not None:
+            return torch.device(device)
+        kind = torch.device(device).type if device is not None else ('cuda' if torch.cuda.is_available() else 'cpu')
+        if kind != 'cuda':
+            return torch.device(kind)
+        visible = torch.cuda.device_count()
+        if visible > 1 and self._local_rank >= visible:
+            raise ValueError(f'LOCAL_RANK={self._local_rank} but only {visible} CUDA devices are visible')
+        return torch.device('cuda', self._local_rank if visible > 1 else 0)
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    @property
+    def local_rank(self) -> int:
+        return self._local_rank
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = 'sum') -> Tensor:
+        if op not in _OPS:
+            raise ValueError(f'all_reduce: op={op!r} is not one of {", ".join(_OPS)}')
+        reduced = tensor.detach().to(self._device, copy=True).contiguous()
+        dist.all_reduce(reduced, _OPS[op])
+        if op == 'mean':
+            reduced = reduced / self.world_size
+        return reduced.to(tensor.device)
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, obj)
+        return gathered
+
+    def broadcast_object(self, obj: T, src: int = 0) -> T:
+        box = [obj]
+        dist.broadcast_object_list(box, src=src, device=self._device)
+        return box[0]
+
+    def barrier(self) -> None:
+        if dist.get_backend() == 'nccl':
+            dist.barrier(device_ids=[self._device.index])
+        else:
+            dist.barrier()
+
+    def failure_guard(self) -> AbstractContextManager[None]:
+        return FailureGuard(self.rank, self.world_size, timeout_s=self.timeout_s)
+
+    def close(self) -> None:
+        super().close()
+        if self._owns_group and dist.is_initialized():
+            self._owns_group = False
+            dist.destroy_process_group()

@@ -1,0 +1,156 @@
+"""The records that travel between rooms.
+
+A sequence travels alone and unpadded: 1-D tensors, prompt and response apart. `Batch` is the only padded thing and exists
+only at a model's door (`chatgpt.batching.collate` makes it). Shape letters: B sequences, S tokens of a padded row,
+P prompt tokens, A actions (response tokens) of one sequence, N actions of a whole batch.
+
+Left out: anything that computes. Imports torch only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+FinishReason = Literal['eos', 'stop', 'length']
+
+
+@dataclass(kw_only=True, slots=True)
+class Prompt:
+    """One prompt, tokenized.
+
+    >>> Prompt(ids=torch.tensor([5, 6, 7]), text='a b c', columns={'answer': '12'})
+    """
+
+    ids: Tensor
+    """(P,) int64, P >= 1"""
+    text: str = ''
+    columns: dict[str, Any] = field(default_factory=dict)
+    """the other columns of the data row, handed to reward functions by name"""
+
+
+@dataclass(kw_only=True, slots=True)
+class Sequence:
+    """Prompt and response tokens with a mask: what a model needs to score or to learn from.
+
+    >>> Sequence(prompt_ids=torch.tensor([5, 6]), response_ids=torch.tensor([7, 1]), response_mask=torch.tensor([True, True]))
+    """
+
+    prompt_ids: Tensor
+    """(P,) int64, P >= 1"""
+    response_ids: Tensor
+    """(A,) int64, A >= 1; ends with the end token when the model ended it"""
+    response_mask: Tensor
+    """(A,) bool, True = counts (a token of the model's own; tool output and the like are False)"""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def num_actions(self) -> int:
+        return len(self.response_ids)
+
+
+@dataclass(kw_only=True, slots=True)
+class Sample(Sequence):
+    """One generated response.
+
+    >>> Sample(index=17, group=17, prompt_ids=torch.tensor([5, 6]), response_ids=torch.tensor([7, 1]),
+    ...        response_mask=torch.tensor([True, True]), logprobs=torch.tensor([-1.2, -0.1]),
+    ...        filtered_logprobs=torch.tensor([-0.9, 0.0]), edge_distances=torch.tensor([0.2, 0.03]),
+    ...        finish_reason='eos')
+    """
+
+    index: int
+    """run-wide sample number: it and the seed decide every draw"""
+    group: int
+    """number of the prompt draw; samples of one draw share it (GRPO, RLOO)"""
+    logprobs: Tensor
+    """(A,) fp32, behaviour log-probs: temperature-scaled, unfiltered"""
+    filtered_logprobs: Tensor
+    """(A,) fp32, the same after top-k / top-p renormalisation"""
+    edge_distances: Tensor
+    """(A,) fp32, distance of the uniform draw to the nearest edge of its token's cumulative interval; 1 where nothing was drawn"""
+    finish_reason: FinishReason
+    temperature: float = 1.0
+    version: int = 0
+    """number of learning phases the generating policy had behind it"""
+    prompt_text: str = ''
+    response_text: str = ''
+    columns: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ended(self) -> bool:
+        """The response ended by an end token or a stop string, not by running out of room."""
+        return self.finish_reason != 'length'
+
+
+@dataclass(kw_only=True, slots=True)
+class Experience(Sample):
+    """A sample with everything learning needs. All per-token tensors are (A,) fp32."""
+
+    score: float
+    """one per sequence, as the scorer gave it"""
+    old_logprobs: Tensor
+    """log-probs that the ratio is taken against: the decode's, or recomputed in the scoring pass"""
+    ref_logprobs: Tensor
+    """of the initial model; equal to old_logprobs where there is none"""
+    values: Tensor
+    """V at the state before each action; zeros without a critic"""
+    kl: Tensor
+    """per-token KL estimate that the reward used"""
+    rewards: Tensor
+    """-beta * kl, with the score added once at the last action that counts"""
+    advantages: Tensor
+    returns: Tensor
+    token_scores: Tensor | None = None
+    """dense scores from the scorer, when it gave one per token"""
+
+
+def tensors_to(record: Any, device: torch.device | str) -> Any:
+    """A copy of a record with every tensor field on `device`."""
+    moved = {f.name: value.to(device) for f in fields(record) if isinstance(value := getattr(record, f.name), Tensor)}
+    return replace(record, **moved)
+
+
+@dataclass(kw_only=True, slots=True)
+class Batch:
+    """Several sequences as a model wants them: padded on the right. Built by `chatgpt.batching.collate`.
+
+    Two sequences, prompts of 2 and 1 tokens, responses of 1 and 2::
+
+        input_ids    [[p p r], [p r r]]   action_index [1, 3, 4]   (flat index of the state that predicts each action)
+        action_rows  [0, 1, 1]            last_index   [2, 5]
+    """
+
+    input_ids: Tensor
+    """(B, S) int64"""
+    position_ids: Tensor
+    """(B, S) int64, 0 .. S-1 in every row"""
+    attention_mask: Tensor
+    """(B, S) bool, True = real token; needed only by models that look ahead"""
+    action_index: Tensor
+    """(N,) int64 into the flattened (B*S) hidden states: the state just before each action"""
+    action_ids: Tensor
+    """(N,) int64"""
+    action_mask: Tensor
+    """(N,) bool, True = counts"""
+    action_rows: Tensor
+    """(N,) int64, the row each action belongs to"""
+    last_index: Tensor
+    """(B,) int64 into (B*S): the last real token of each row"""
+
+    @property
+    def num_sequences(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def num_actions(self) -> int:
+        return self.action_ids.shape[0]
+
+    def to(self, device: torch.device | str) -> Batch:
+        return tensors_to(self, device)

@@ -1,0 +1,135 @@
+"""PPO on prompts: `python examples/train_prompts.py`, or `torchrun --nproc_per_node 2 examples/train_prompts.py --strategy ddp`.
+
+    python examples/train_prompts.py prompts.csv --pretrain gpt2 --reward_fn my_rewards.py:score --save_path outputs/run
+
+Without arguments it trains a tiny model on the embedded story world. Under --save_path it leaves metrics.jsonl, settings.json,
+samples.jsonl, checkpoints/ and actor/, a Hugging Face folder with the tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from chatgpt.launch.arguments import add_settings, add_strategy, load_function, make_strategy, run_main, settings_from, world_size_from_env
+from chatgpt.trainer.config import PPOConfig
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('prompt_path', nargs='?', help='csv, json, jsonl, parquet or hub data set with a prompt column; default: embedded')
+    parser.add_argument('--prompt_column', default='prompt')
+    parser.add_argument('--model', choices=('auto', 'gpt2', 'opt', 'bloom', 'llama'), default='auto', help='auto reads it from the config')
+    parser.add_argument('--pretrain', help='hub name or folder of the model to start from')
+    parser.add_argument('--tokenizer', help='hub name or folder; default: --pretrain')
+    parser.add_argument('--reward_model', help='folder of a reward model, or of any sequence-classification model')
+    parser.add_argument('--reward_fn', help='module:function or file.py:function, fn(prompts, responses, **columns) -> scores')
+    parser.add_argument('--save_path', default='outputs/train_prompts', help='folder of this run')
+    parser.add_argument('--num_episodes', type=int, default=10)
+    parser.add_argument('--max_timesteps', type=int, default=10, help='timesteps of an episode')
+    parser.add_argument('--update_timesteps', type=int, default=10, help='timesteps between learning phases')
+    parser.add_argument('--lr', type=float, default=1e-5, help='learning rate of the actor')
+    parser.add_argument('--critic_lr', type=float, default=1e-5)
+    parser.add_argument('--lora_rank', type=int, default=0)
+    parser.add_argument('--gradient_checkpointing', action='store_true')
+    parser.add_argument('--max_new_tokens', type=int, default=64)
+    parser.add_argument('--max_prompt_tokens', type=int, help='cut longer prompts on the left')
+    parser.add_argument('--temperature', type=float, default=1.0)
+    parser.add_argument('--top_k', type=int, default=0)
+    parser.add_argument('--top_p', type=float, default=1.0)
+    parser.add_argument('--min_new_tokens', type=int, default=0)
+    parser.add_argument('--stop_string', action='append', help='end a response where this text appears; may be given several times')
+    parser.add_argument('--engine', choices=('local', 'hf'), default='local', help='who generates')
+    parser.add_argument('--trust_remote_code', action='store_true')
+    parser.add_argument('--skip_bad_records', action='store_true')
+    parser.add_argument('--resume', help="a checkpoint folder, or 'auto' for the newest of --save_path")
+    parser.add_argument('--checkpoint_interval', type=int, default=0, help='learning phases between checkpoints; 0 writes none but the last')
+    parser.add_argument('--keep_last', type=int, default=2, help='checkpoints to keep')
+    parser.add_argument('--sample_interval', type=int, default=5, help='learning phases between tables of samples')
+    parser.add_argument('--tensorboard', action='store_true')
+    parser.add_argument('--need_optim_ckpt', action='store_true', help="also write the optimizers' states with the final model")
+    add_strategy(parser)
+    add_settings(parser, PPOConfig, max_epochs=5)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    config = PPOConfig(**settings_from(args, PPOConfig))
+    config.validate(world_size_from_env())
+    if args.reward_model and args.reward_fn:
+        raise ValueError('give --reward_model or --reward_fn, not both')
+    if args.prompt_path and not (args.reward_model or args.reward_fn):
+        raise ValueError('nothing to learn from: give --reward_model FOLDER or --reward_fn module:function')
+    if args.prompt_path and not args.pretrain:
+        raise ValueError('prompts of your own need a model: give --pretrain NAME_OR_FOLDER')
+
+    from chatgpt.launch.build import build_ppo_inputs
+
+    inputs = build_ppo_inputs(args)  # tokenizer, prompts and reward: everything that can be wrong is read before any weight
+    strategy = make_strategy(args.strategy, seed=args.seed, precision=args.precision)
+    with strategy:
+        train(args, config, strategy, inputs)
+
+
+def train(args: argparse.Namespace, config: PPOConfig, strategy: Any, inputs: Any) -> None:
+    from torch.optim import AdamW
+
+    from chatgpt.rollout import HFEngine, LocalEngine
+    from chatgpt.trainer import PPOTrainer
+    from chatgpt.trainer.callbacks import SampleTable, SaveCheckpoint, TensorBoard
+    from chatgpt.trainer.saving import save_pretrained
+
+    with strategy.model_init_context():
+        actor, critic, reward_model, initial_model = inputs.build_models()
+    make_optimizer = getattr(strategy, 'make_optimizer', None) or AdamW
+    actor_optim = make_optimizer([p for p in actor.parameters() if p.requires_grad], lr=args.lr, eps=1e-5, weight_decay=0.0)
+    critic_optim = make_optimizer([p for p in critic.parameters() if p.requires_grad], lr=args.critic_lr, eps=1e-5, weight_decay=0.0)
+    (actor, actor_optim), (critic, critic_optim), reward_model, initial_model = strategy.prepare(
+        (actor, actor_optim), (critic, critic_optim), reward_model, initial_model
+    )
+    callbacks = [SampleTable(every=args.sample_interval)]
+    if args.checkpoint_interval:
+        callbacks.append(SaveCheckpoint(interval=args.checkpoint_interval, keep_last=args.keep_last))
+    if args.tensorboard:
+        callbacks.append(TensorBoard())
+    trainer = PPOTrainer(
+        strategy,
+        actor,
+        critic,
+        reward_model,
+        initial_model,
+        actor_optim,
+        critic_optim,
+        config=config,
+        tokenizer=inputs.tokenizer,
+        reward_tokenizer=inputs.reward_tokenizer,
+        engine=HFEngine() if args.engine == 'hf' else LocalEngine(),
+        callbacks=callbacks,
+        run_dir=args.save_path,
+        max_new_tokens=args.max_new_tokens,
+        min_new_tokens=args.min_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        stop_strings=args.stop_string,
+    )
+    trainer.set_prompts(inputs.prompts)
+    if args.resume and not trainer.load_checkpoint(args.resume) and strategy.is_rank_0:
+        print('nothing to resume yet: starting from the beginning', flush=True)
+    if strategy.is_rank_0:
+        Path(args.save_path).mkdir(parents=True, exist_ok=True)
+        Path(args.save_path, 'settings.json').write_text(json.dumps(vars(args), indent=1, default=str) + '\n')
+    trainer.fit(inputs.prompts, args.num_episodes, args.max_timesteps, args.update_timesteps)
+    save_pretrained(strategy, actor, Path(args.save_path, 'actor'), tokenizer=inputs.tokenizer)
+    if args.need_optim_ckpt:
+        strategy.save_optimizer(actor_optim, Path(args.save_path, 'actor_optim.pt'), only_rank0=False)
+        strategy.save_optimizer(critic_optim, Path(args.save_path, 'critic_optim.pt'), only_rank0=False)
+    if strategy.is_rank_0:
+        print(f'actor written to {Path(args.save_path, "actor")}', flush=True)
+
+
+if __name__ == '__main__':
+    run_main(main)

@@ -1,0 +1,163 @@
+"""What gives a score: functions, models, pipelines, weighted lists; and what happens when they misbehave."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from chatgpt.experience import FunctionScorer, PipelineScorer, RewardFunctionError, RewardModelScorer, WeightedScorer, as_scorer
+from chatgpt.trainer.strategies import NaiveStrategy
+from chatgpt.types import Batch, Sample
+
+
+def make(index: int, response: str = 'ab', ended: bool = True, **columns) -> Sample:
+    n = len(response) + 1
+    return Sample(
+        index=index,
+        group=index,
+        prompt_ids=torch.tensor([1, 2]),
+        response_ids=torch.arange(n) + 3,
+        response_mask=torch.ones(n, dtype=torch.bool),
+        logprobs=torch.zeros(n),
+        filtered_logprobs=torch.zeros(n),
+        edge_distances=torch.zeros(n),
+        finish_reason='eos' if ended else 'length',
+        prompt_text=f'prompt {index}',
+        response_text=response,
+        columns=columns,
+    )
+
+
+@pytest.fixture
+def strategy():
+    with NaiveStrategy() as s:
+        yield s
+
+
+def test_function_sees_prompts_responses_and_columns(strategy):
+    seen = {}
+
+    def fn(prompts, responses, **columns):
+        seen.update(prompts=prompts, responses=responses, **columns)
+        return [float(len(r)) for r in responses]
+
+    samples = [make(0, 'a', answer='x'), make(1, 'bcd', answer='y')]
+    assert FunctionScorer(fn).score(samples, strategy) == [1.0, 3.0]
+    assert seen == {'prompts': ['prompt 0', 'prompt 1'], 'responses': ['a', 'bcd'], 'answer': ['x', 'y']}
+
+
+def test_function_without_kwargs_gets_the_columns_it_names(strategy):
+    def fn(prompts, responses, answer):
+        return [1.0 if r == a else 0.0 for r, a in zip(responses, answer, strict=True)]
+
+    samples = [make(0, 'a', answer='a', other=1), make(1, 'b', answer='c', other=2)]
+    assert FunctionScorer(fn).score(samples, strategy) == [1.0, 0.0]
+
+
+def test_dense_scores(strategy):
+    scores = FunctionScorer(lambda prompts, responses: [[0.0, 1.0, 2.0]]).score([make(0, 'ab')], strategy)
+    assert torch.equal(scores[0], torch.tensor([0.0, 1.0, 2.0]))
+
+
+def raises(prompts, responses):
+    raise KeyError('no such answer')
+
+
+def hangs(prompts, responses):
+    time.sleep(5)
+    return [0.0] * len(responses)
+
+
+@pytest.mark.parametrize(
+    ('fn', 'message'),
+    [
+        (raises, "reward function raises raised KeyError: 'no such answer'"),
+        (hangs, r'reward function hangs did not return within 0\.2 s'),
+        (lambda p, r: [1.0], r'returned 1 scores for 2 responses'),
+        (lambda p, r: [1.0, float('nan')], r'returned nan for sample 8'),
+        (lambda p, r: [1.0, None], r'returned None for sample 8'),
+        (lambda p, r: 3.0, r'returned float; return a list'),
+        (lambda p, r: [[1.0], [1.0, 2.0, 3.0]], r'1 token scores for sample 7, whose response has 3 tokens'),
+    ],
+)
+def test_a_misbehaving_function_is_named(fn, message, strategy):
+    with pytest.raises(RewardFunctionError, match=message):
+        FunctionScorer(fn, timeout_s=0.2).score([make(7), make(8)], strategy)
+
+
+class LastId(nn.Module):
+    """Scores a sequence with its last real token id."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return batch.input_ids.flatten()[batch.last_index].float()
+
+
+def test_model_scores_do_not_depend_on_the_micro_batches(strategy):
+    samples = [make(0, 'a'), make(1, 'abcde'), make(2, 'ab')]
+    whole = RewardModelScorer(LastId()).score(samples, strategy)
+    cut = RewardModelScorer(LastId(), max_tokens_per_batch=8).score(samples, strategy)
+    assert whole == cut == [4.0, 8.0, 5.0]
+
+
+class Letters:
+    """A tokenizer of another kind than the policy's: one id per letter."""
+
+    eos_token_id = 1
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {'input_ids': [100 + ord(c) - ord('a') for c in text if c.isalpha()]}
+
+
+def test_a_reward_model_with_another_tokenizer_reads_text(strategy):
+    class Total(nn.Module):
+        def forward(self, batch: Batch) -> torch.Tensor:
+            return (batch.input_ids * batch.attention_mask).sum(-1).float()
+
+    scores = RewardModelScorer(Total(), tokenizer=Letters()).score([make(0, 'ab'), make(1, 'c', ended=False)], strategy)
+    prompt = sum(100 + ord(c) - ord('a') for c in 'prompt')
+    assert scores == [prompt + 100 + 101 + 1, prompt + 102]  # the end token only where the response ended
+
+
+def test_a_reward_model_that_gives_nan_is_an_error(strategy):
+    class Broken(nn.Module):
+        def forward(self, batch: Batch) -> torch.Tensor:
+            return torch.full((batch.num_sequences,), float('nan'))
+
+    with pytest.raises(RewardFunctionError, match='the reward model gave nan for sample 0'):
+        RewardModelScorer(Broken()).score([make(0)], strategy)
+
+
+class FakePipeline:
+    """Answers like `transformers.pipeline('text-classification', top_k=None)`."""
+
+    task = 'text-classification'
+
+    class model:
+        class config:
+            id2label = {0: 'NEGATIVE', 1: 'POSITIVE'}
+
+    def __call__(self, texts, top_k, batch_size):
+        return [[{'label': 'POSITIVE', 'score': len(t) / 100}, {'label': 'NEGATIVE', 'score': 0.0}] for t in texts]
+
+
+def test_pipeline(strategy):
+    assert PipelineScorer(FakePipeline(), label='POSITIVE').score([make(0, 'ab')], strategy) == [len('prompt 0ab') / 100]
+    with pytest.raises(ValueError, match="has labels .* say whose score counts"):
+        PipelineScorer(FakePipeline())
+    with pytest.raises(ValueError, match="no label 'JOY'"):
+        PipelineScorer(FakePipeline(), label='JOY')
+
+
+def test_weighted_list_adds_and_puts_sequence_scores_at_the_last_token_that_counts(strategy):
+    mixed = as_scorer([(2.0, lambda p, r: [3.0]), (0.5, lambda p, r: [[1.0, 1.0, 1.0]])])
+    assert isinstance(mixed, WeightedScorer)
+    masked = make(0, 'ab')
+    masked.response_mask = torch.tensor([True, True, False])
+    assert mixed.score([masked], strategy)[0].tolist() == [0.5, 6.5, 0.5]
+
+
+@pytest.mark.parametrize(('bad', 'message'), [(3, 'reward_model must be'), ([lambda p, r: [1.0]], r'holds \(weight, reward\) pairs'), ([], 'at least one')])
+def test_as_scorer_refuses(bad, message):
+    with pytest.raises(ValueError, match=message):
+        as_scorer(bad)

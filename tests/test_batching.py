@@ -1,0 +1,81 @@
+"""Padding exists in one place: what `collate` lays out, and how micro-batches and shares are cut."""
+
+import pytest
+import torch
+
+from chatgpt.batching import align, collate, cut_by_tokens, filler, split_over_ranks
+from chatgpt.types import Sequence
+
+
+def sequence(prompt: list[int], response: list[int], mask: list[bool] | None = None) -> Sequence:
+    return Sequence(
+        prompt_ids=torch.tensor(prompt, dtype=torch.int64),
+        response_ids=torch.tensor(response, dtype=torch.int64),
+        response_mask=torch.tensor(mask if mask is not None else [True] * len(response)),
+    )
+
+
+def test_collate_lays_out_two_sequences_as_drawn_by_hand():
+    batch = collate([sequence([5, 6], [7]), sequence([8], [9, 1], [False, True])], pad_id=3)
+    assert batch.input_ids.tolist() == [[5, 6, 7], [8, 9, 1]]
+    assert batch.action_index.tolist() == [1, 3, 4]
+    assert batch.action_ids.tolist() == [7, 9, 1]
+    assert batch.action_rows.tolist() == [0, 1, 1]
+    assert batch.action_mask.tolist() == [True, False, True]
+    assert batch.last_index.tolist() == [2, 5]
+
+
+def test_collate_pads_on_the_right_and_masks_it():
+    batch = collate([sequence([5], [7]), sequence([8, 8, 8], [9, 1])], pad_id=3)
+    assert batch.input_ids[0].tolist() == [5, 7, 3, 3, 3]
+    assert batch.attention_mask[0].tolist() == [True, True, False, False, False]
+    assert batch.position_ids[0].tolist() == [0, 1, 2, 3, 4]
+    # Each action is predicted by the state just before it, in its own row.
+    flat_ids = batch.input_ids.flatten()
+    assert flat_ids[batch.action_index + 1].tolist() == batch.action_ids.tolist()
+    assert batch.last_index.tolist() == [1, 9]
+
+
+@pytest.mark.parametrize(
+    ('sequences', 'message'),
+    [([], 'no sequences'), ([sequence([], [1])], 'empty prompt'), ([sequence([1], [])], 'empty response')],
+)
+def test_collate_refuses_what_has_nothing_to_predict(sequences, message):
+    with pytest.raises(ValueError, match=message):
+        collate(sequences)
+
+
+def test_cut_by_tokens_counts_padded_tokens():
+    # Padded size is rows x longest: 5+4 would be 2 x 5 = 10 > 9, so the 5 stands alone.
+    assert cut_by_tokens([4, 5, 1, 4], 9) == [[1], [0, 3], [2]]
+    assert cut_by_tokens([4, 5, 1, 4], None) == [[1, 0, 3, 2]]
+    assert cut_by_tokens([4, 5, 1, 4], 100, max_sequences=2) == [[1, 0], [3, 2]]
+
+
+def test_cut_by_tokens_gives_one_too_long_a_micro_batch_of_its_own():
+    cuts = cut_by_tokens([100, 2, 3], 10)
+    assert cuts == [[0], [2, 1]]
+
+
+@pytest.mark.parametrize('world_size', [1, 2, 3])
+def test_split_over_ranks_deals_everything_once_and_evenly(world_size):
+    lengths = [9, 1, 7, 3, 5, 5, 2]
+    shares = split_over_ranks(lengths, world_size)
+    assert sorted(i for share in shares for i in share) == list(range(7))
+    counts = [len(s) for s in shares]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_split_over_ranks_balances_tokens():
+    shares = split_over_ranks([10, 10, 1, 1], 2)
+    assert [sum([10, 10, 1, 1][i] for i in share) for share in shares] == [11, 11]
+
+
+def test_align_gives_every_rank_the_same_number_of_turns():
+    assert align([[[0], [1]], [[2]]]) == [[[0], [1]], [[2], []]]
+
+
+def test_a_filler_counts_nowhere():
+    batch = collate([filler()])
+    assert batch.num_actions == 1
+    assert not batch.action_mask.any()
