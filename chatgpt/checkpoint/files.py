@@ -9,7 +9,7 @@ import io
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -39,7 +39,8 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], o
         os.replace(temporary, path)
         fsync_folder(path.parent)
     except OSError as error:
-        raise CheckpointError(f'{path}: could not be written ({error.strerror or error}); the file there, if any, is unchanged') from error
+        reason = error.strerror or error
+        raise CheckpointError(f'{path}: could not be written ({reason}); the file there, if any, is unchanged') from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -68,7 +69,7 @@ def save_object(content: Any, path: str | os.PathLike[str]) -> None:
     def write(file: BinaryIO) -> None:
         counted = _Counted(file)
         try:
-            torch.save(content, counted)
+            torch.save(content, cast(IO[bytes], counted))
         except (RuntimeError, OSError):
             if counted.error is not None:
                 raise counted.error from None

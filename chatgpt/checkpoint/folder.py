@@ -69,9 +69,9 @@ def score_of(folder: Path) -> float | None:
 
 
 def prune(root: str | os.PathLike[str], *, keep_last: int | None = None, keep_best: int = 0) -> list[Path]:
-    """Remove checkpoints that are neither among the last `keep_last` nor among the `keep_best` of the highest scores; those removed.
+    """Remove checkpoints that are neither the last `keep_last` nor the `keep_best` of the highest scores.
 
-    `keep_last=None` keeps all. Scores are `meta['score']` of the manifests; of equal ones the later counts as better.
+    Returns those removed; `keep_last=None` keeps all. Scores are `meta['score']` of the manifests; of equal ones the later counts as better.
     """
     if keep_last is None:
         return []
@@ -142,7 +142,7 @@ def claim_folder(root: str | os.PathLike[str]) -> FolderClaim:
     """
     root = Path(root)
     root.mkdir(parents=True, exist_ok=True)
-    file = open(root / LOCK, 'a+')  # noqa: SIM115 - stays open as long as the claim
+    file = open(root / LOCK, 'a+')  # stays open as long as the claim
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

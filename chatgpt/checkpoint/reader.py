@@ -103,7 +103,7 @@ class CheckpointReader:
             try:
                 stored = self._file(piece.file).get_slice(piece.key)
                 if list(stored.get_shape()) != [piece.stop - piece.start]:
-                    raise CheckpointError(f'{self.folder / piece.file}: {piece.key!r} does not have the length the manifest states')
+                    raise CheckpointError(f'{self.folder / piece.file}: {piece.key!r} is not as long as the manifest says')
                 parts.append(stored[low - piece.start : high - piece.start])
             except SafetensorError as error:
                 raise CheckpointError(f'{self.folder / piece.file}: damaged ({error})') from error

@@ -1,7 +1,7 @@
 """Writing a checkpoint folder: in parallel, and whole or not at all.
 
-Every rank writes its own pieces into safetensors files of bounded size under a temporary folder, rank 0 merges the lists, writes the
-manifest last and renames. Knows no process group: it is given `all_gather_object`. Left out: which folder (`folder`).
+Every rank writes its own pieces into safetensors files of bounded size under a temporary folder; rank 0 merges the lists, writes
+the manifest last and renames. Knows no process group: it is given `all_gather_object`. Left out: which folder (`folder`).
 """
 
 from __future__ import annotations

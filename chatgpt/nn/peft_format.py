@@ -20,6 +20,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from chatgpt.nn.lora import (
     LoRAConv1D,
@@ -137,9 +138,7 @@ def import_peft(module: nn.Module, folder: str | os.PathLike[str]) -> None:
     if not targets:
         raise ValueError(f'import_peft: no lora_A tensors in {Path(folder) / WEIGHTS_FILE}; is this a LoRA adapter?')
     if not has_lora(model):
-        known = {name for name, _ in model.named_modules()}
-        if strangers := [t for t in targets if t not in known]:
-            raise ValueError(f'import_peft: the adapter is for a layer {strangers[0]}, which {type(model).__name__} does not have')
+        _check_fit(model, rank, targets, state)
         convert_to_lora(model, rank, alpha=alpha, dropout=config.get('lora_dropout', 0.0), bias=config.get('bias', 'none'),
                         targets=_exactly(targets))  # fmt: skip
     first = next(iter(lora_layers(model).values()))
@@ -147,6 +146,21 @@ def import_peft(module: nn.Module, folder: str | os.PathLike[str]) -> None:
         raise ValueError(f'import_peft: the adapter has rank {rank} and scaling {alpha / rank:g}, the model rank {first.r} and scaling '
                          f'{first.scaling:g}; convert with rank={rank}, alpha={alpha:g}')  # fmt: skip
     load_lora_state_dict(model, state)
+
+
+def _check_fit(model: nn.Module, rank: int, targets: Iterable[str], state: dict[str, Tensor]) -> None:
+    """Refuse an adapter that does not fit `model`, before the model is converted."""
+    modules = dict(model.named_modules())
+    for name in targets:
+        weight = getattr(modules.get(name), 'weight', None)
+        if not isinstance(weight, Tensor) or weight.dim() != 2:
+            raise ValueError(f'import_peft: the adapter is for a layer {name}, which {type(model).__name__} does not have')
+        fan_out, fan_in = weight.T.shape if isinstance(modules[name], Conv1D) else weight.shape
+        for key, shape in ((f'{name}.lora_A', (rank, fan_in)), (f'{name}.lora_B', (fan_out, rank))):
+            if key not in state:
+                raise ValueError(f'import_peft: missing {key} in {WEIGHTS_FILE}')
+            if tuple(state[key].shape) != shape:
+                raise ValueError(f'import_peft: {key} is {tuple(state[key].shape)}, but {type(model).__name__} needs {shape}')
 
 
 def _exactly(names: Iterable[str]) -> list[str]:

@@ -1,14 +1,16 @@
 """One call that any `Strategy`, ours or a third party's, can be put through.
 
 Call `run_conformance(make_strategy)` in every process of a running group (or in the only process). Each check makes a strategy
-of its own, trains a tiny policy, and compares with plain torch or with `NaiveStrategy`. The checks are functions in `CHECKS`, so that a test can be
-made of each. A strategy that cannot do something must refuse it by name; that is reported, not failed.
+of its own, trains a tiny policy, and compares with plain torch or with `NaiveStrategy`. The checks are functions in a table
+(`all_checks`), so that a test can be made of each. A strategy that cannot do something must refuse it by name; that is
+reported, not failed.
 
 Left out: speed and memory, and real architectures.
 """
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -43,8 +45,9 @@ class Tolerance:
 
 FP32 = Tolerance()
 BF16 = Tolerance(parameter_max=2.0, parameter_mean=0.2, loss=2e-2, norm=5e-2)
-"""Adam's first steps are close to lr * sign(gradient). A gradient below bf16's rounding noise (2**-8 relative to its largest terms) may have either
-sign, which puts a single weight up to 2 lr per step apart; the mean shows whether most agree. Losses are sums of terms rounded to 2**-8."""
+"""Adam's first steps are close to lr * sign(gradient). A gradient below bf16's rounding noise (2**-8 relative to its largest
+terms) may have either sign, which puts a single weight up to 2 lr per step apart; the mean shows whether most agree. Losses
+are sums of terms rounded to 2**-8."""
 
 
 class ConformanceError(AssertionError):
@@ -64,10 +67,8 @@ class Bench:
     """shared by all ranks, empty at first"""
     tolerance: Tolerance = FP32
     make_model: Callable[[], nn.Module] = TinyPolicy
-    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = lambda parameters: torch.optim.AdamW(parameters, lr=LR, eps=1e-5)
-    make_reference: Callable[[Strategy], Strategy] = lambda strategy: NaiveStrategy(
-        strategy.seed, _precision(strategy), device=strategy.device
-    )
+    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = field(default_factory=lambda: _adamw)
+    make_reference: Callable[[Strategy], Strategy] = field(default_factory=lambda: _naive)
     _numbers: Iterator[int] = field(default_factory=lambda: iter(range(1_000_000)))
 
     def path(self, suffix: str = '') -> Path:
@@ -139,7 +140,7 @@ def expect(condition: bool, message: str) -> None:
 
 
 def close(got: float, want: float, relative: float, what: str) -> None:
-    expect(abs(got - want) <= relative * abs(want), f'{what} is {got!r}, expected {want!r} within {relative:g} relative')
+    expect(got == want or abs(got - want) <= relative * abs(want), f'{what} is {got!r}, expected {want!r} within {relative:g} relative')
 
 
 def identical(got: dict[str, Tensor], want: dict[str, Tensor], what: str) -> None:
@@ -160,8 +161,13 @@ def raises(kinds: type[Exception] | tuple[type[Exception], ...], text: str, what
         raise ConformanceError(f'{what}: no error was raised')
 
 
-def _precision(strategy: Strategy) -> str:
-    return {torch.float32: 'fp32', torch.bfloat16: 'bf16', torch.float16: 'fp16'}[strategy.dtype]
+def _adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=LR, eps=1e-5)
+
+
+def _naive(strategy: Strategy) -> Strategy:
+    """One process in the same precision on the same device."""
+    return NaiveStrategy(strategy.seed, strategy.precision, device=strategy.device)
 
 
 Check = Callable[[Bench], None]
@@ -196,13 +202,14 @@ def run_conformance(
     unknown = [name for name in chosen if name not in table]
     if unknown:
         raise ValueError(f'unknown checks {", ".join(unknown)}; there are {", ".join(table)}')
-    with make_strategy() as strategy:
-        with tempfile.TemporaryDirectory(prefix='conformance-') if strategy.is_rank_0 and folder is None else _nothing() as own:
+    with make_strategy() as strategy, strategy.failure_guard():
+        temporary = strategy.is_rank_0 and folder is None
+        with tempfile.TemporaryDirectory(prefix='conformance-') if temporary else _nothing() as own:
             root = Path(strategy.broadcast_object(str(folder or own)))
             results, failures = {}, []
             for name in chosen:
                 bench = Bench(make_strategy=make_strategy, folder=root / name, tolerance=tolerance, make_model=make_model)
-                strategy.run_on_rank0(lambda bench=bench: bench.folder.mkdir(parents=True))
+                strategy.run_on_rank0(functools.partial(bench.folder.mkdir, parents=True))
                 outcomes = strategy.all_gather_object(run_check(table[name], bench))
                 results[name] = outcomes[0]
                 failures += [f'{name}, rank {rank}: {text}' for rank, text in enumerate(outcomes) if text.startswith('failed')]

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from chatgpt.testing.conformance import Bench, Check, ConformanceError, Refused, close, expect, identical, raises
+from chatgpt.testing.conformance import LR, Bench, Check, ConformanceError, Refused, close, expect, identical, raises
 from chatgpt.testing.tiny import tiny_loss, tiny_micro_batches, tiny_sequences
 
 
@@ -71,10 +71,7 @@ def check_equals_naive(bench: Bench) -> None:
         got, reference = bench.weights(strategy, model), _cpu(want.state_dict())
         bench.compare(got, reference, 3, 'against Naive')
         moved = max(float((reference[n] - start[n].cpu()).abs().max()) for n in start)
-        expect(moved > LR_MOVED, f'Naive moved by {moved:.3g} only, so agreeing with it would mean nothing')
-
-
-LR_MOVED = 1e-2
+        expect(moved > LR, f'Naive moved by {moved:.3g} only, so agreeing with it would mean nothing')
 
 
 def check_determinism(bench: Bench) -> None:
@@ -216,9 +213,10 @@ def check_collectives(bench: Bench) -> None:
         mine = torch.tensor([1.0, float(strategy.rank)], device=strategy.device)
         want = {'sum': sum(ranks), 'mean': sum(ranks) / len(ranks), 'max': max(ranks), 'min': 0}
         for op, value in want.items():
-            expect(float(strategy.all_reduce(mine, op)[1]) == value, f'all_reduce {op!r} of ranks is not {value}')  # type: ignore[arg-type]
+            expect(float(strategy.all_reduce(mine, op)[1]) == value, f'all_reduce {op!r} of ranks is not {value}')
         expect(mine.tolist() == [1.0, float(strategy.rank)], 'all_reduce changed its argument')
-        expect(strategy.all_gather_object({'rank': strategy.rank}) == [{'rank': r} for r in ranks], 'all_gather_object: wrong order')
+        gathered = strategy.all_gather_object({'rank': strategy.rank})
+        expect(gathered == [{'rank': r} for r in ranks], 'all_gather_object: wrong order')
         last = strategy.world_size - 1
         expect(strategy.broadcast_object(strategy.rank, src=last) == last, 'broadcast_object: not the value of src')
         expect(strategy.run_on_rank0(lambda: strategy.rank) == 0, 'run_on_rank0 ran elsewhere')

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from chatgpt.functional.kl import kl_penalty
-from chatgpt.functional.losses import clipped_policy_loss, clipped_value_loss, next_token_loss
+from chatgpt.functional.losses import clipped_policy_loss, clipped_value_loss, next_token_loss, policy_stats
 from chatgpt.functional.masking import masked_sum
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.learning import BatchStats, flat
@@ -60,19 +59,15 @@ class PPOLoss:
         high = c.eps_clip if c.eps_clip_high is None else c.eps_clip_high
         loss = masked_sum(clipped_policy_loss(logprobs, old, advantages, eps_low=c.eps_clip, eps_high=high), mask)
         bonus = masked_sum(entropy, mask)
-        with torch.no_grad():
-            count = mask.sum()
-            log_ratio = logprobs - old
-            ratio = log_ratio.exp()
-            outside = (ratio < 1 - c.eps_clip) | (ratio > 1 + high)
-            stats.mean('policy_loss', loss, count)
-            stats.mean('entropy', bonus, count)
-            stats.mean('approx_kl', masked_sum(-log_ratio, mask), count)
-            stats.mean('approx_kl_k3', masked_sum(kl_penalty(old, logprobs, 'k3'), mask), count)
-            stats.mean('clip_fraction', masked_sum(outside.float(), mask), count)
-            stats.mean('ratio_mean', masked_sum(ratio, mask), count)
-            stats.maximum('ratio_max', ratio.masked_fill(~mask, 1.0).max())
-            stats.minimum('ratio_min', ratio.masked_fill(~mask, 1.0).min())
+        seen = policy_stats(logprobs, old, mask, eps_low=c.eps_clip, eps_high=high)
+        stats.mean('policy_loss', loss, seen.count)
+        stats.mean('entropy', bonus, seen.count)
+        stats.mean('approx_kl', seen.approx_kl, seen.count)
+        stats.mean('approx_kl_k3', seen.approx_kl_k3, seen.count)
+        stats.mean('clip_fraction', seen.clipped, seen.count)
+        stats.mean('ratio_mean', seen.ratio, seen.count)
+        stats.maximum('ratio_max', seen.ratio_max)
+        stats.minimum('ratio_min', seen.ratio_min)
         return (loss - c.entropy_coef * bonus) / self.num_tokens
 
     def _value(self, values: Tensor, batch: Batch, records: list[Experience], stats: BatchStats) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from chatgpt.functional.kl import kl_penalty
+from chatgpt.functional.losses import explained_variance
 from chatgpt.types import Experience
 
 
@@ -51,14 +52,12 @@ def value_metrics(experiences: SequenceOf[Experience]) -> dict[str, float]:
     returns = torch.cat([e.returns for e in experiences])[mask].double()
     values = torch.cat([e.values for e in experiences])[mask].double()
     advantages = torch.cat([e.advantages for e in experiences])[mask].double()
-    variance = float(returns.var(unbiased=False))
-    unexplained = float((returns - values).var(unbiased=False))
     return {
         'ppo/return_mean': float(returns.mean()),
-        'ppo/return_var': variance,
+        'ppo/return_var': float(returns.var(unbiased=False)),
         'ppo/advantage_mean': float(advantages.mean()),
         'ppo/advantage_std': _spread(advantages),
-        'ppo/explained_variance': 1.0 - unexplained / variance if variance > 0 else 0.0,
+        'ppo/explained_variance': float(explained_variance(values, returns, torch.ones_like(values, dtype=torch.bool))),
     }
 
 

@@ -14,42 +14,20 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from chatgpt.checkpoint.files import load_object, load_tensors, save_object, save_tensors
-from chatgpt.checkpoint.layout import CheckpointMismatch, DictReader, Piece, TensorReader
+from chatgpt.checkpoint.files import save_object, save_tensors
+from chatgpt.checkpoint.layout import Piece, TensorReader
 from chatgpt.trainer.strategies import states
 from chatgpt.trainer.strategies.items import check_items, is_pair, rebuilt, same_kind
+from chatgpt.trainer.strategies.pairs import Trained, open_saved
 from chatgpt.trainer.strategies.precision import LossScaler, Precision, cast_copy, check_precision, in_eval_mode, lora_merged
 
 T = TypeVar('T')
-ReduceOp = Literal['sum', 'mean', 'max', 'min']
-
-
-@dataclass(eq=False)
-class Trained:
-    """A prepared (model, optimizer) pair."""
-
-    user_model: nn.Module
-    """the module the user built"""
-    model: nn.Module
-    """what `prepare` returned for it"""
-    optimizer: Optimizer
-    """what `prepare` returned for the optimizer"""
-    names: list[list[str]]
-    """parameter names as in `user_model`, for each parameter group, in the group's order"""
-    scaler: LossScaler | None = None
-
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The optimizer's parameters under the names they have in `user_model`."""
-        for group, names in zip(self.optimizer.param_groups, self.names, strict=True):
-            yield from zip(names, group['params'], strict=True)
 
 
 class Strategy(ABC):
@@ -125,7 +103,7 @@ class Strategy(ABC):
     # ------------------------------------------------------------------ between ranks
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = 'sum') -> Tensor:
+    def all_reduce(self, tensor: Tensor, op: str = 'sum') -> Tensor:
         """A new tensor: the sum, mean, max or min of `tensor` over ranks, on the tensor's device."""
 
     @abstractmethod
@@ -158,7 +136,7 @@ class Strategy(ABC):
         return value
 
     def failure_guard(self) -> AbstractContextManager[None]:
-        """Around a whole run: one rank's exception ends all ranks within seconds with its message. Nothing to do on one process."""
+        """Around a whole run: one rank's exception ends all ranks within seconds with its message. Nothing on one process."""
         return nullcontext()
 
     # ------------------------------------------------------------------ models
@@ -170,8 +148,8 @@ class Strategy(ABC):
     def prepare(self, *items: Any) -> Any:
         """Make models and optimizers ready: same things, same order, same nesting; a single item comes back bare.
 
-        A (model, optimizer) pair is trained. A bare module is frozen, in eval mode and moved. None and callables that are not modules (a reward
-        function, a pipeline) pass through. A module given twice is prepared once, and trained if any pair holds it.
+        A (model, optimizer) pair is trained. A bare module is frozen, in eval mode and moved. None and callables that are not
+        modules (a reward function, a pipeline) pass through. A module given twice is prepared once, and trained if any pair holds it.
         """
         pairs: list[tuple[nn.Module, Optimizer]] = []
         check_items(items, pairs)
@@ -276,7 +254,7 @@ class Strategy(ABC):
     def optimizer_step(self, optimizer: Optimizer, max_norm: float | None = None) -> float:
         """Clip, step, clear the gradients; the global gradient norm before clipping.
 
-        On a non-finite norm the weights and the optimizer's state stay as they are, the gradients are cleared, and the norm is returned.
+        On a non-finite norm the weights and the optimizer's state stay as they are, and the gradients are cleared.
         """
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f'max_norm={max_norm} must be positive; None turns clipping off')
@@ -298,6 +276,7 @@ class Strategy(ABC):
 
     def reduce_gradients(self, pair: Trained) -> None:
         """Make every gradient the sum over ranks, where `backward` has not done so already."""
+        return
 
     def gradient_norm(self, parameters: list[Tensor]) -> float:
         """L2 norm of all gradients together, over all ranks."""
@@ -323,7 +302,7 @@ class Strategy(ABC):
     # ------------------------------------------------------------------ weights and optimizer states in files
 
     def save_model(self, model: nn.Module, path: str | os.PathLike[str], only_rank0: bool = True) -> None:
-        """One file with the full fp32 state dict, which plain torch reads with `weights_only=True` (safetensors if the path ends so).
+        """One file with the full fp32 state dict that plain torch reads with `weights_only=True`; safetensors if the path ends so.
 
         `only_rank0=False` writes a folder in parallel under a sharded strategy, and the same one file otherwise.
         """
@@ -336,10 +315,10 @@ class Strategy(ABC):
     def load_model(self, model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
         """Load what `save_model` wrote (file or folder, any strategy), before or after `prepare`. Unpickles nothing.
 
-        Raises `CheckpointMismatch` naming the first missing, unexpected and wrongly shaped tensors. `strict=False` loads what is in
-        both and warns with the names of the rest; wrong shapes, or nothing in common, are still an error.
+        Raises `CheckpointMismatch` naming the first missing, unexpected and wrongly shaped tensors. `strict=False` loads what
+        is in both and warns with the names of the rest; wrong shapes, or nothing in common, are still an error.
         """
-        reader, _ = self._open(path, 'model')
+        reader, _ = open_saved(path, 'model')
         self.load_model_pieces(model, reader, strict=strict)
 
     def save_optimizer(self, optimizer: Optimizer, path: str | os.PathLike[str], only_rank0: bool = False) -> None:
@@ -360,7 +339,7 @@ class Strategy(ABC):
     def load_optimizer(self, optimizer: Optimizer, path: str | os.PathLike[str]) -> None:
         """Load what `save_optimizer` wrote under any strategy. The optimizer must have been prepared with its model."""
         self.trained(optimizer)
-        reader, meta = self._open(path, 'optimizer')
+        reader, meta = open_saved(path, 'optimizer')
         self.load_optimizer_meta(optimizer, meta)
         self.load_optimizer_pieces(optimizer, reader)
 
@@ -370,24 +349,7 @@ class Strategy(ABC):
         full = {n: (t.detach().float() if t.is_floating_point() else t.detach()).cpu() for n, t in tensors.items()}
         return full | {alias: full[name] for alias, name in aliases.items()}
 
-    def _open(self, path: str | os.PathLike[str], kind: str) -> tuple[TensorReader, dict[str, Any]]:
-        if Path(path).is_dir():
-            from chatgpt.checkpoint.reader import CheckpointReader
-
-            reader = CheckpointReader(path)
-            if reader.meta.get('kind') != kind:
-                raise CheckpointMismatch(f'{path}: holds {reader.meta.get("kind")!r} and not {kind!r}')
-            return reader, reader.meta
-        if kind == 'model':
-            return DictReader(load_tensors(path)), {}
-        content = load_object(path)
-        if not isinstance(content, dict) or set(content) != {'meta', 'state'}:
-            raise CheckpointMismatch(f'{path}: not a file of save_optimizer')
-        return DictReader(content['state']), content['meta']
-
-    def _save_folder(
-        self, path: str | os.PathLike[str], groups: Mapping[str, Iterable[Piece]], meta: dict[str, Any]
-    ) -> None:
+    def _save_folder(self, path: str | os.PathLike[str], groups: Mapping[str, Iterable[Piece]], meta: dict[str, Any]) -> None:
         from chatgpt.checkpoint.writer import write_checkpoint
 
         write_checkpoint(path, groups, meta=meta, rank=self.rank, all_gather_object=self.all_gather_object)
@@ -417,19 +379,7 @@ class Strategy(ABC):
     def load_optimizer_pieces(self, optimizer: Optimizer, reader: TensorReader) -> None:
         """Replace the optimizer's states by the reader's. Slots of a parameter's size must have its shape."""
         pair = self.trained(optimizer)
-        parameters = dict(pair.named_parameters())
-        slots = states.slots_by_parameter(reader.names())
-        unexpected = sorted(set(slots) - set(parameters))
-        if unexpected:
-            raise CheckpointMismatch(f'the optimizer state does not fit: unexpected parameters {", ".join(unexpected[:5])}')
-        pair.optimizer.state.clear()
-        for name, parameter in parameters.items():
-            for slot in slots.get(name, []):
-                shape = reader.shape(f'{name}/{slot}')
-                if math.prod(shape) == parameter.numel() and len(shape) > 0 and shape != tuple(parameter.shape):
-                    raise CheckpointMismatch(f'{name}/{slot}: checkpoint {shape}, parameter {tuple(parameter.shape)}')
-                value = reader.read(f'{name}/{slot}', 0, math.prod(shape)).reshape(shape)
-                pair.optimizer.state[parameter][slot] = value.to(states.slot_device(pair.optimizer, parameter, shape), copy=True)
+        states.load_slots(pair.optimizer, dict(pair.named_parameters()), reader)
 
     def optimizer_meta(self, optimizer: Optimizer) -> dict[str, Any]:
         """JSON: hyperparameters of the groups, which slots each parameter has, the loss scale."""

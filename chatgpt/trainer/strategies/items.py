@@ -14,7 +14,9 @@ from chatgpt.checkpoint.layout import CheckpointError, CheckpointMismatch
 
 def is_pair(item: Any) -> bool:
     """(model, optimizer), as a tuple or a list."""
-    return isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], nn.Module) and isinstance(item[1], Optimizer)
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        return False
+    return isinstance(item[0], nn.Module) and isinstance(item[1], Optimizer)
 
 
 def check_items(items: Iterable[Any], pairs: list[tuple[nn.Module, Optimizer]]) -> None:

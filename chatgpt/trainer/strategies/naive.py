@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from chatgpt.trainer.strategies.base import ReduceOp, Strategy
+from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.trainer.strategies.precision import Precision
 
 T = TypeVar('T')
@@ -42,8 +42,10 @@ class NaiveStrategy(Strategy):
     def device(self) -> torch.device:
         return self._device
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = 'sum') -> Tensor:
-        return tensor.clone()
+    def all_reduce(self, tensor: Tensor, op: str = 'sum') -> Tensor:
+        if op not in ('sum', 'mean', 'max', 'min'):
+            raise ValueError(f'all_reduce: op={op!r} is not one of sum, mean, max, min')
+        return tensor.detach().clone()
 
     def all_gather_object(self, obj: T) -> list[T]:
         return [copy.deepcopy(obj)]

@@ -94,6 +94,7 @@ def cast_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
                 memo[id(layer.base_weight)] = torch.empty(0)
         copied = copy.deepcopy(module, memo)
     for layer in lora.lora_layers(copied).values():
-        layer.base_weight, layer.merged = None, False
+        layer.base_weight = None  # type: ignore[assignment]
+        layer.merged = False
         layer.lora_B.zero_()
     return copied

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from chatgpt.trainer.strategies.base import ReduceOp, Strategy
+from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.trainer.strategies.guard import FailureGuard
 from chatgpt.trainer.strategies.precision import Precision
 
@@ -88,7 +88,7 @@ class ProcessGroupStrategy(Strategy):
     def device(self) -> torch.device:
         return self._device
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = 'sum') -> Tensor:
+    def all_reduce(self, tensor: Tensor, op: str = 'sum') -> Tensor:
         if op not in _OPS:
             raise ValueError(f'all_reduce: op={op!r} is not one of {", ".join(_OPS)}')
         reduced = tensor.detach().to(self._device, copy=True).contiguous()

@@ -6,6 +6,7 @@ Knows modules, optimizers and `TensorReader`; left out: files, and anything betw
 from __future__ import annotations
 
 import heapq
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -142,6 +143,25 @@ def slot_device(optimizer: Optimizer, parameter: Tensor, shape: tuple[int, ...])
     return parameter.device if shape or group.get('fused') or group.get('capturable') else torch.device('cpu')
 
 
+def load_slots(optimizer: Optimizer, parameters: Mapping[str, Tensor], reader: TensorReader) -> None:
+    """Replace the optimizer's state by the reader's '<parameter>/<slot>' tensors. Everything is checked before anything changes."""
+    slots = slots_by_parameter(reader.names())
+    strange = _listed('unexpected', sorted(set(slots) - set(parameters)))
+    if strange:
+        raise CheckpointMismatch(f'the optimizer state does not fit: parameters {strange}')
+    for name, parameter in parameters.items():
+        for slot in slots.get(name, []):
+            shape = tuple(reader.shape(f'{name}/{slot}'))
+            if slot.startswith(('exp_avg', 'momentum')) and shape != tuple(parameter.shape):
+                raise CheckpointMismatch(f'{name}/{slot}: wrong shape: checkpoint {shape}, parameter {tuple(parameter.shape)}')
+    optimizer.state.clear()
+    for name, parameter in parameters.items():
+        for slot in slots.get(name, []):
+            shape = tuple(reader.shape(f'{name}/{slot}'))
+            value = reader.read(f'{name}/{slot}', 0, math.prod(shape)).reshape(shape)
+            optimizer.state[parameter][slot] = value.to(slot_device(optimizer, parameter, shape), copy=True)
+
+
 def slots_by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
     """{'a.weight': ['exp_avg', 'step']} from 'a.weight/exp_avg', 'a.weight/step'."""
     slots: dict[str, list[str]] = {}
@@ -181,7 +201,8 @@ def groups_from_json(optimizer: Optimizer, names: list[list[str]], groups: list[
     for number, (group, members) in enumerate(zip(optimizer.param_groups, names, strict=True)):
         sources = {stored[name] for name in members}
         if len(sources) > 1:
-            raise CheckpointMismatch(f'the optimizer state does not fit: group {number} is spread over groups {sorted(sources)} there')
+            where = ', '.join(map(str, sorted(sources)))
+            raise CheckpointMismatch(f'the optimizer state does not fit: parameters of group {number} are in groups {where} there')
         for source in sources:
             for key, value in groups[source].items():
                 if key in group and key not in _MACHINERY:

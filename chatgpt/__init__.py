@@ -1,0 +1,25 @@
+"""`chatgpt`: RLHF on Hugging Face models. The algorithm is written once and the hardware is a plug.
+
+Importing it loads nothing heavy: `chatgpt.nn`, `chatgpt.trainer` and the other rooms are loaded when first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = '0.1.0'
+
+_ROOMS = ('batching', 'checkpoint', 'dataset', 'experience', 'functional', 'launch', 'nn', 'rollout', 'testing', 'trainer', 'types')
+
+__all__ = ['__version__', *_ROOMS]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f'chatgpt.{name}')
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

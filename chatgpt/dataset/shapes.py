@@ -1,0 +1,475 @@
+"""From records to examples: which columns mean what.
+
+`to_example` recognises the shape of a record by its columns and returns one of four canonical examples in text form:
+`PromptExample`, `Demonstration`, `Preference`, `Labelled`. `as_kind` turns one into another where that makes sense (a preference
+is also a prompt). Nothing is tokenized here, and conversations stay lists of messages.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+Kind = Literal['prompt', 'demonstration', 'preference', 'labelled']
+
+
+class Message(NamedTuple):
+    """One turn of a conversation."""
+
+    role: str
+    """system, user, assistant or tool"""
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """An instruction with an optional input, as Alpaca's data has it."""
+
+    instruction: str
+    input: str = ''
+
+
+PromptText = str | Instruction | tuple[Message, ...]
+"""plain text, used as it is; an instruction; or the turns of a conversation up to the answer"""
+ResponseText = str | tuple[Message, ...]
+"""one answer; or several turns, the first of them the assistant's"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptExample:
+    prompt: PromptText
+    columns: dict[str, Any] = field(default_factory=dict)
+    """every column of the record that is not part of the prompt"""
+    where: str = 'data'
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demonstration:
+    """A prompt and an answer to learn from; plain text has the prompt ''."""
+
+    prompt: PromptText
+    response: ResponseText
+    columns: dict[str, Any] = field(default_factory=dict)
+    where: str = 'data'
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preference:
+    """A prompt and two or more answers, best first; '' as prompt where whole texts are compared."""
+
+    prompt: PromptText
+    responses: tuple[ResponseText, ...]
+    scores: tuple[float, ...] | None = None
+    """one per response, where the data gives them (for margins)"""
+    columns: dict[str, Any] = field(default_factory=dict)
+    where: str = 'data'
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Labelled:
+    """A text with a label: a class, a judgement (True: desirable), or a reward. Text without a prompt has the prompt ''."""
+
+    prompt: PromptText
+    response: ResponseText
+    label: bool | int | float | str
+    columns: dict[str, Any] = field(default_factory=dict)
+    where: str = 'data'
+
+
+Example = PromptExample | Demonstration | Preference | Labelled
+
+
+class BadRecord(ValueError):
+    """This record cannot be used; the message is the reason, without the place."""
+
+
+# names under which a column is known, the usual one first
+PROMPT = ('prompt', 'query', 'question')
+ANSWER = ('completion', 'response', 'answer', 'output')
+INPUT = ('input', 'context')
+TURNS = ('messages', 'conversations', 'conversation')
+PAIRS = (('chosen', 'rejected'), ('response_j', 'response_k'))
+RANKED = ('responses', 'completions', 'candidates', 'answers')
+LABEL = ('label', 'reward')
+SHAPES = {
+    'preference': 'prompt | instruction [input] | question | messages, with chosen and rejected',
+    'dialogues': 'chosen and rejected as whole dialogues or texts',
+    'ranked': 'prompt and responses (best first, or with scores or ranks)',
+    'messages': 'messages | conversations, optionally with label',
+    'instruction': 'instruction [input | context] and output | response',
+    'completion': 'prompt | question and completion | response | answer, optionally with label or reward',
+    'prompt': 'prompt',
+    'text': 'text, optionally with label or reward',
+}
+_USER, _ASSISTANT = 'user', 'assistant'
+_ROLES = {
+    'system': 'system', 'developer': 'system',
+    'user': _USER, 'human': _USER, 'prompter': _USER,
+    'assistant': _ASSISTANT, 'gpt': _ASSISTANT, 'chatgpt': _ASSISTANT, 'bot': _ASSISTANT, 'model': _ASSISTANT, 'function_call': _ASSISTANT,
+    'tool': 'tool', 'function': 'tool', 'observation': 'tool',
+}  # fmt: skip
+_HH_ASSISTANT = '\n\nAssistant:'
+
+
+def shape_of(data: Mapping[str, Any]) -> str:
+    """The name in `SHAPES` of a record, by its columns; a column that holds None counts as absent. Raises BadRecord."""
+    has = {key for key, value in data.items() if value is not None}
+    turns = _first(has, TURNS) is not None or isinstance(data.get('prompt'), (list, tuple))
+    if any(better in has and worse in has for better, worse in PAIRS):
+        return 'preference' if turns or 'instruction' in has or _first(has, PROMPT) else 'dialogues'
+    if _first(has, PROMPT) and _first(has, RANKED):
+        return 'ranked'
+    if _first(has, TURNS):
+        return 'messages'
+    if 'instruction' in has:
+        return 'instruction'
+    if _first(has, PROMPT) and _first(has, ANSWER):
+        return 'completion'
+    if 'prompt' in has:
+        return 'prompt'
+    if 'text' in has:
+        return 'text'
+    found = ', '.join(map(repr, data)) or 'none'
+    raise BadRecord(f'no known shape in the columns found ({found}); expected one of: {"; ".join(SHAPES.values())}')
+
+
+def to_example(data: Mapping[str, Any], where: str = 'data') -> Example:
+    """The canonical example of a record. Raises BadRecord with the reason when it has no known shape or a part is missing.
+
+    >>> to_example({'question': '2 + 3?', 'answer': '5'})
+    Demonstration(prompt='2 + 3?', response='5', columns={}, where='data')
+    """
+    return _BUILDERS[shape_of(data)](data, where)
+
+
+# --- builders, one for each shape ----------------------------------------------------------------------------------
+
+
+def _preference(data: Mapping[str, Any], where: str) -> Example:
+    prompt, used = prompt_of(data)
+    better, worse = next(pair for pair in PAIRS if data.get(pair[0]) is not None and data.get(pair[1]) is not None)
+    pair = (_answer(data[better], better), _answer(data[worse], worse))
+    if any(isinstance(r, tuple) and r[0].role != _ASSISTANT for r in pair):
+        return _whole_dialogues(data, better, worse, where)  # the answers repeat the prompt in turns of their own
+    return _checked_preference(prompt, pair, _pair_scores(data), _rest(data, {*used, better, worse}), where)
+
+
+def _dialogues(data: Mapping[str, Any], where: str) -> Example:
+    better, worse = next(pair for pair in PAIRS if data.get(pair[0]) is not None and data.get(pair[1]) is not None)
+    return _whole_dialogues(data, better, worse, where)
+
+
+def _whole_dialogues(data: Mapping[str, Any], better: str, worse: str, where: str) -> Example:
+    columns = _rest(data, {better, worse, *TURNS, *PROMPT, 'system'})
+    if isinstance(data[better], str) and isinstance(data[worse], str) and not _is_json_list(data[better]):
+        a, b = data[better], data[worse]
+        if _HH_ASSISTANT not in a and _HH_ASSISTANT not in b:
+            return _checked_preference('', (a, b), _pair_scores(data), columns, where)
+        shared = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        cut = a.rfind(_HH_ASSISTANT, 0, shared)
+        if cut < 0:
+            raise BadRecord(f'{better} and {worse} share no beginning that ends with {_HH_ASSISTANT!r}')
+        cut += len(_HH_ASSISTANT)
+        return _checked_preference(a[:cut], (a[cut:], b[cut:]), _pair_scores(data), columns, where)
+    turns_a, turns_b = messages_of(data[better], better), messages_of(data[worse], worse)
+    if 'system' in data and data['system']:
+        system = Message('system', str(data['system']))
+        turns_a, turns_b = (system, *turns_a), (system, *turns_b)
+    both = min(len(turns_a), len(turns_b))
+    cut = next((i for i in range(both) if turns_a[i] != turns_b[i]), both)
+    while cut > 0 and (cut == both or turns_a[cut].role != _ASSISTANT or turns_b[cut].role != _ASSISTANT):
+        cut -= 1  # the answers begin at the last assistant turn at or before the first difference
+    if cut == 0:
+        raise BadRecord(f'{better} and {worse} share no turns before an answer of the assistant')
+    pair = (_shorten(turns_a[cut:]), _shorten(turns_b[cut:]))
+    return _checked_preference(turns_a[:cut], pair, _pair_scores(data), columns, where)
+
+
+def _ranked(data: Mapping[str, Any], where: str) -> Example:
+    prompt, used = prompt_of(data)
+    key = _first_given(data, RANKED)
+    values = _from_json(data[key])
+    if not isinstance(values, (list, tuple)) or len(values) < 2:
+        raise BadRecord(f'{key} is {_short(values)}, where a list of two or more answers is needed')
+    responses = [_answer(value, f'{key}[{i}]') for i, value in enumerate(values)]
+    scores: tuple[float, ...] | None = None
+    for name, sign in (('scores', -1), ('ranks', 1)):
+        if data.get(name) is None:
+            continue
+        given = _from_json(data[name])
+        if not isinstance(given, (list, tuple)) or len(given) != len(responses) or not all(_is_number(x) for x in given):
+            raise BadRecord(f'{name} is {_short(given)}, where {len(responses)} numbers are needed, one for each of {key}')
+        order = sorted(range(len(given)), key=lambda i: sign * given[i])
+        responses = [responses[i] for i in order]
+        scores = tuple(float(given[i]) for i in order) if name == 'scores' else None
+        break
+    return _checked_preference(prompt, tuple(responses), scores, _rest(data, {*used, key, 'scores', 'ranks'}), where)
+
+
+def _messages(data: Mapping[str, Any], where: str) -> Example:
+    key = _first_given(data, TURNS)
+    turns = _with_system(messages_of(data[key], key), data)
+    label = _first_given(data, LABEL, missing='')
+    columns = _rest(data, {key, 'system', label})
+    if label:
+        prompt, answer = split_turns(turns, last=True)
+        return Labelled(prompt=prompt, response=answer, label=label_of(data[label], label), columns=columns, where=where)
+    if turns[-1].role == _ASSISTANT:
+        prompt, answer = split_turns(turns)
+        return Demonstration(prompt=prompt, response=answer, columns=columns, where=where)
+    return PromptExample(prompt=turns, columns=columns, where=where)
+
+
+def _completion(data: Mapping[str, Any], where: str) -> Example:
+    prompt, used = prompt_of(data)
+    key = _first_given(data, ANSWER, missing='')
+    if not key:
+        return PromptExample(prompt=prompt, columns=_rest(data, used), where=where)
+    response = _answer(data[key], key)
+    if isinstance(response, tuple) and response[0].role != _ASSISTANT:
+        raise BadRecord(f'{key} begins with a {response[0].role} turn, where an answer of the assistant is needed')
+    _not_blank(response, f'the {key}')
+    label = _first_given(data, LABEL, missing='')
+    columns = _rest(data, {*used, key, label})
+    if label:
+        return Labelled(prompt=prompt, response=response, label=label_of(data[label], label), columns=columns, where=where)
+    return Demonstration(prompt=prompt, response=response, columns=columns, where=where)
+
+
+def _prompt_only(data: Mapping[str, Any], where: str) -> Example:
+    prompt, used = prompt_of(data)
+    return PromptExample(prompt=prompt, columns=_rest(data, used), where=where)
+
+
+def _text(data: Mapping[str, Any], where: str) -> Example:
+    text = _string(data['text'], 'text')
+    _not_blank(text, 'the text')
+    label = _first_given(data, LABEL, missing='')
+    columns = _rest(data, {'text', label})
+    if label:
+        return Labelled(prompt='', response=text, label=label_of(data[label], label), columns=columns, where=where)
+    return Demonstration(prompt='', response=text, columns=columns, where=where)
+
+
+_BUILDERS: dict[str, Callable[[Mapping[str, Any], str], Example]] = {
+    'preference': _preference, 'dialogues': _dialogues, 'ranked': _ranked, 'messages': _messages, 'instruction': _completion,
+    'completion': _completion, 'prompt': _prompt_only, 'text': _text,
+}  # fmt: skip
+
+
+# --- parts ---------------------------------------------------------------------------------------------------------
+
+
+def prompt_of(data: Mapping[str, Any]) -> tuple[PromptText, set[str]]:
+    """The prompt of a record and the columns it was made of. Raises BadRecord, for an empty prompt too."""
+    if data.get('instruction') is not None:
+        key = _first_given(data, INPUT, missing='')
+        instruction = _string(data['instruction'], 'instruction')
+        _not_blank(instruction, 'the instruction')
+        prompt = Instruction(instruction, _string(data[key], key) if key else '')
+        history = _from_json(data.get('history')) or []
+        if not history and not data.get('system'):
+            return prompt, {'instruction', key, 'history', 'system'}
+        turns = [Message(role, _string(text, 'history')) for pair in history for role, text in zip((_USER, _ASSISTANT), pair, strict=True)]
+        return _with_system((*turns, Message(_USER, instruction_text(prompt))), data), {'instruction', key, 'history', 'system'}
+    key = _first_given(data, TURNS, missing='')
+    if key or isinstance(_from_json(data.get('prompt')), (list, tuple)):
+        key = key or 'prompt'
+        turns_given = _with_system(messages_of(data[key], key), data)
+        if all(turn.role == 'system' for turn in turns_given):
+            raise BadRecord(f'{key} has no turn but the system message')
+        return turns_given, {key, 'system'}
+    key = _first_given(data, PROMPT)
+    prompt_text = _string(data[key], key)
+    _not_blank(prompt_text, 'the prompt')
+    return prompt_text, {key}
+
+
+def instruction_text(prompt: Instruction) -> str:
+    """Instruction and input as one user message."""
+    return f'{prompt.instruction}\n\n{prompt.input}' if prompt.input.strip() else prompt.instruction
+
+
+def messages_of(value: Any, column: str) -> tuple[Message, ...]:
+    """Turns in OpenAI's form (role, content) or ShareGPT's (from, value); one turn or a list, also as JSON text. Raises BadRecord."""
+    value = _from_json(value)
+    if isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, (list, tuple)) or not value:
+        raise BadRecord(f'{column} is {_short(value)}, where a list of turns is needed')
+    turns = []
+    for i, turn in enumerate(value, 1):
+        if isinstance(turn, Message):
+            turns.append(turn)
+            continue
+        if not isinstance(turn, Mapping):
+            raise BadRecord(f'turn {i} of {column} is {_short(turn)}, where an object with role and content (or from and value) is needed')
+        role, content = turn.get('role', turn.get('from')), turn.get('content', turn.get('value'))
+        if not isinstance(role, str) or role.lower() not in _ROLES:
+            raise BadRecord(f'turn {i} of {column} has the role {role!r}; known are {", ".join(_ROLES)}')
+        if isinstance(content, list) and all(isinstance(part, Mapping) and isinstance(part.get('text'), str) for part in content):
+            content = ''.join(part['text'] for part in content)
+        if not isinstance(content, str) or not content.strip():
+            raise BadRecord(f'turn {i} of {column} has no text')
+        turns.append(Message(_ROLES[role.lower()], content))
+    return tuple(turns)
+
+
+def split_turns(turns: Sequence[Message], *, last: bool = False) -> tuple[tuple[Message, ...], ResponseText]:
+    """Cut a conversation before its first answer (or its last one). A single answer becomes its text. Raises BadRecord."""
+    answers = [i for i, turn in enumerate(turns) if turn.role == _ASSISTANT]
+    if not answers:
+        raise BadRecord('the conversation has no turn of the assistant')
+    if all(turn.role == 'system' for turn in turns[: answers[0]]):
+        raise BadRecord('the conversation begins with the assistant; nothing was asked before')
+    cut = answers[-1] if last else answers[0]
+    return tuple(turns[:cut]), _shorten(tuple(turns[cut : answers[-1] + 1]))
+
+
+def label_of(value: Any, column: str = 'label') -> bool | int | float | str:
+    """A label as bool, number or name; numbers and truth values written as text are converted. Raises BadRecord."""
+    if isinstance(value, str):
+        lowered = value.strip().lower()
+        if lowered in ('true', 'false'):
+            return lowered == 'true'
+        for convert in (int, float):
+            try:
+                value = convert(lowered)
+                break
+            except ValueError:
+                continue
+    if isinstance(value, str) and value.strip():
+        return value.strip()
+    if isinstance(value, bool) or _is_number(value):
+        return value
+    raise BadRecord(f'{column} is {_short(value)}, where a finite number, a truth value or a class name is needed')
+
+
+def as_kind(example: Example, kind: Kind) -> Example:
+    """The same example as another kind. Raises BadRecord where nothing sensible comes out.
+
+    A preference or labelled example gives its prompt, a preference its best answer as a demonstration, a conversation the turns
+    before its last answer as a prompt. What was judged undesirable (label False) is no demonstration.
+    """
+    if isinstance(example, _CLASSES[kind]):
+        return example
+    columns, where = example.columns, example.where
+    if kind == 'prompt' and not isinstance(example, PromptExample):
+        if example.prompt == '':
+            raise BadRecord('a text without a prompt, where a prompt is needed')
+        if isinstance(example, Demonstration) and isinstance(example.response, tuple) and isinstance(example.prompt, tuple):
+            prompt, _ = split_turns((*example.prompt, *example.response), last=True)
+            return PromptExample(prompt=prompt, columns=columns, where=where)
+        return PromptExample(prompt=example.prompt, columns=columns, where=where)
+    if kind == 'demonstration':
+        if isinstance(example, Preference):
+            return Demonstration(prompt=example.prompt, response=example.responses[0], columns=columns, where=where)
+        if isinstance(example, Labelled):
+            if example.label is False:
+                raise BadRecord('judged undesirable (label false), so not a demonstration')
+            return Demonstration(prompt=example.prompt, response=example.response, columns=columns, where=where)
+        if isinstance(example, PromptExample) and isinstance(example.prompt, tuple):
+            prompt, response = split_turns(example.prompt)  # a last turn of the user has no answer to learn from
+            return Demonstration(prompt=prompt, response=response, columns=columns, where=where)
+    raise BadRecord(f'a {_NAMES[type(example)]}, where a {kind} is needed')
+
+
+_CLASSES: dict[str, type] = {'prompt': PromptExample, 'demonstration': Demonstration, 'preference': Preference, 'labelled': Labelled}
+_NAMES = {
+    PromptExample: 'prompt without an answer',
+    Demonstration: 'demonstration (one answer, no label)',
+    Preference: 'preference (ranked answers)',
+    Labelled: 'labelled example',
+}
+
+
+def _checked_preference(
+    prompt: PromptText, responses: tuple[ResponseText, ...], scores: tuple[float, ...] | None, columns: dict[str, Any], where: str
+) -> Preference:
+    for number, response in enumerate(responses, 1):
+        _not_blank(response, f'answer {number} of {len(responses)}')
+    if len(set(responses)) < len(responses):
+        raise BadRecord('two of the answers to compare are equal')
+    return Preference(prompt=prompt, responses=responses, scores=scores, columns=columns, where=where)
+
+
+def _pair_scores(data: Mapping[str, Any]) -> tuple[float, float] | None:
+    """UltraFeedback's score_chosen and score_rejected, or a margin."""
+    for better, worse in (('score_chosen', 'score_rejected'), ('chosen_score', 'rejected_score')):
+        if data.get(better) is not None and data.get(worse) is not None:
+            return _number(data[better], better), _number(data[worse], worse)
+    return (_number(data['margin'], 'margin'), 0.0) if data.get('margin') is not None else None
+
+
+def _number(value: Any, column: str) -> float:
+    number = label_of(value, column)
+    if isinstance(number, str):
+        raise BadRecord(f'{column} is {_short(value)}, where a number is needed')
+    return float(number)
+
+
+def _answer(value: Any, column: str) -> ResponseText:
+    if isinstance(value, str) and not _is_json_list(value):
+        return value
+    return _shorten(messages_of(value, column))
+
+
+def _shorten(turns: tuple[Message, ...]) -> ResponseText:
+    return turns[0].content if len(turns) == 1 and turns[0].role == _ASSISTANT else turns
+
+
+def _with_system(turns: tuple[Message, ...], data: Mapping[str, Any]) -> tuple[Message, ...]:
+    system = data.get('system')
+    return (Message('system', _string(system, 'system')), *turns) if system and turns[0].role != 'system' else turns
+
+
+def _string(value: Any, column: str) -> str:
+    if not isinstance(value, str):
+        raise BadRecord(f'{column} is {_short(value)}, where text is needed')
+    return value
+
+
+def _not_blank(value: ResponseText, what: str) -> None:
+    if isinstance(value, str) and not value.strip():
+        raise BadRecord(f'{what} is empty')
+
+
+def _is_json_list(value: str) -> bool:
+    return value.lstrip().startswith('[{')
+
+
+def _from_json(value: Any) -> Any:
+    """A list that came through a csv cell, as JSON text, or in numpy's or Arrow's form."""
+    if isinstance(value, str) and value.lstrip().startswith(('[', '{')):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError:
+            return value
+    return value.tolist() if hasattr(value, 'tolist') else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _first(has: set[str], names: Sequence[str]) -> str | None:
+    return next((name for name in names if name in has), None)
+
+
+def _first_given(data: Mapping[str, Any], names: Sequence[str], missing: str | None = None) -> str:
+    key = next((name for name in names if data.get(name) is not None), missing)
+    if key is None:
+        raise BadRecord(f'none of the columns {", ".join(names)}; columns found: {", ".join(map(repr, data))}')
+    return key
+
+
+def _rest(data: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
+    return {key: value for key, value in data.items() if key not in used}
+
+
+def _short(value: Any) -> str:
+    text = ' '.join(repr(value).split())
+    return f'a {type(value).__name__} ({text if len(text) <= 60 else text[:57] + "..."})'

@@ -1,0 +1,101 @@
+"""Logits from hidden states through a causal LM's own forward, for heads that are more than a linear map.
+
+Gemma 2 caps its logits, Cohere scales them. Their forward runs as it is while the base model is made to return given states,
+so any row of states can be turned into logits without the trunk, and in chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from chatgpt.nn.trunk import base_model, run_trunk
+
+NUM_CHECK_TOKENS = 4
+LARGE_LOGIT = 100.0
+"""logits are compared at this size too: a soft cap does nothing to the small logits of a fresh model"""
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+class _GivenStates:
+    """Stands for a base model's output: the states by name and by index 0, nothing else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith('__'):
+            raise AttributeError(name)
+
+
+@contextmanager
+def _returning(base: PreTrainedModel, hidden: Tensor) -> Iterator[None]:
+    """Inside, `base(...)` gives `hidden` without computing anything."""
+    own = vars(base).get('forward')
+    base.forward = lambda *args, **kwargs: _GivenStates(hidden)
+    try:
+        yield
+    finally:
+        if own is None:
+            del base.forward
+        else:
+            base.forward = own
+
+
+def own_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Logits (..., V) of a causal LM for final hidden states (..., D), by the model's own forward after its trunk."""
+    rows = hidden.reshape(1, -1, hidden.shape[-1])
+    ids = torch.zeros(rows.shape[:2], dtype=torch.int64, device=hidden.device)
+    with _returning(base_model(model), rows):
+        logits = model.forward(input_ids=ids, use_cache=False, return_dict=True).logits
+    return logits.reshape(*hidden.shape[:-1], logits.shape[-1])
+
+
+@torch.no_grad()
+def head_is_linear(model: PreTrainedModel) -> bool:
+    """Whether the model's logits are its output embeddings applied to the last hidden state.
+
+    Compared on a few tokens, on random states with logits of about 100, and on a state of zeros. Raises ValueError when not even the
+    model's own forward gives its logits from the last hidden state.
+    """
+    base, linear = base_model(model), model.get_output_embeddings()
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        device, vocab = next(base.parameters()).device, model.config.get_text_config().vocab_size
+        ids = (torch.arange(3, 3 + NUM_CHECK_TOKENS, device=device) % vocab)[None]
+        positions = torch.arange(NUM_CHECK_TOKENS, device=device)[None]
+        hidden = run_trunk(base, ids, position_ids=positions)
+        whole = model.forward(input_ids=ids, use_cache=False, return_dict=True).logits
+        tolerance = TOLERANCE.get(hidden.dtype, 1e-2)
+        if not _close(own_logits(model, hidden), whole, tolerance):
+            raise ValueError(
+                f'{type(model).__name__}: its logits do not follow from its last hidden state, so log-probs cannot be computed from it; '
+                'use a model whose head follows its base model'
+            )
+        if linear is None:
+            return False
+        generator = torch.Generator().manual_seed(0)
+        states = torch.randn(NUM_CHECK_TOKENS, hidden.shape[-1], generator=generator).to(hidden)
+        states = states * (LARGE_LOGIT / linear(states).abs().max().clamp_min(1e-6))
+        states = torch.cat([hidden[0], states, torch.zeros_like(states[:1])])
+        own = own_logits(model, states)
+        return own.shape == linear(states).shape and all(
+            _close(a, b, tolerance) for a, b in zip(own, linear(states), strict=True)
+        )
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    a, b = a.double(), b.double()
+    return bool((a - b).abs().max() <= tolerance * b.abs().max().clamp_min(1e-6))

@@ -1,0 +1,339 @@
+"""Where a module's first weights come from, and how to get them one tensor at a time.
+
+A model built on the meta device has shapes and no numbers. It carries a `WeightsSource`: a folder or hub name with safetensors files, or
+the seed of a fresh model. `initial_tensors` yields its tensors by name, holding no more than one transformer block at a time,
+so that a sharded strategy can fill its shards. A fresh model's numbers come from (seed, block name), so they are the same whether the whole model
+is built at once or one block after another.
+
+Left out: pickled weight files, which are never read, and deciding who keeps which shard.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import initialization as hf_init
+
+WEIGHTS_FILE, INDEX_FILE = 'model.safetensors', 'model.safetensors.index.json'
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsSource:
+    """The record that a loaded model carries as `weights_source`, and that `deepcopy` keeps."""
+
+    kind: Literal['pretrained', 'config']
+    path: str = ''
+    """folder or hub name, when pretrained"""
+    seed: int = 0
+    """of a fresh model's weights; also of what a pretrained one lacks, such as adapters"""
+    revision: str | None = None
+    subfolder: str = ''
+    cache_dir: str | None = None
+    local_files_only: bool = False
+
+
+# --- seeds ----------------------------------------------------------------------------------------------------------
+
+
+def draw_seed() -> int:
+    """A seed from torch's global CPU generator, so that `manual_seed` decides what follows."""
+    return int(torch.randint(0, 2**31 - 1, (), device='cpu'))
+
+
+@contextmanager
+def seeded(*key: Any) -> Iterator[None]:
+    """Inside, torch's CPU generator follows from `key` alone; outside it is as it was."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(int.from_bytes(digest, 'little') >> 1)
+    try:
+        with torch.device('cpu'):
+            yield
+    finally:
+        torch.default_generator.set_state(state)
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def weight_files(source: WeightsSource) -> list[Path]:
+    """The safetensors files of a pretrained source, downloaded when it is a hub name.
+
+    Raises ValueError when there are none, and for an index that points out of its folder.
+    """
+    index = _cached(source, INDEX_FILE)
+    if index is None:
+        single = _cached(source, WEIGHTS_FILE)
+        if single is None:
+            raise ValueError(f'{source.path}: no {WEIGHTS_FILE} there; weights are read from safetensors files only')
+        return [single]
+    names = sorted(set(json.loads(index.read_text())['weight_map'].values()))
+    for name in names:
+        if Path(name).name != name:
+            raise ValueError(f'{index}: it names the file {name!r}; a shard must lie in the same folder')
+    files = [_cached(source, name) for name in names]
+    for name, file in zip(names, files, strict=True):
+        if file is None:
+            raise ValueError(f'{source.path}: the shard {name} that {INDEX_FILE} names is missing')
+    return [file for file in files if file is not None]
+
+
+def _cached(source: WeightsSource, name: str) -> Path | None:
+    if Path(source.path).is_dir():
+        path = Path(source.path, source.subfolder, name)
+        return path if path.is_file() else None
+    from transformers.utils.hub import cached_file
+
+    found = cached_file(
+        source.path,
+        name,
+        revision=source.revision,
+        subfolder=source.subfolder,
+        cache_dir=source.cache_dir,
+        local_files_only=source.local_files_only,
+        _raise_exceptions_for_missing_entries=False,
+    )
+    return None if found is None else Path(found)
+
+
+class _TensorFiles:
+    """Random access to the tensors of a pretrained source by the names in its files."""
+
+    def __init__(self, source: WeightsSource) -> None:
+        from safetensors import safe_open
+
+        self.handles = [safe_open(file, framework='pt', device='cpu') for file in weight_files(source)]
+        self.where = {name: handle for handle in self.handles for name in handle.keys()}
+
+    def get(self, name: str) -> Tensor:
+        return self.where[name].get_tensor(name)
+
+
+def read_source_tensors(source: WeightsSource) -> Iterator[tuple[str, Tensor]]:
+    """(name, CPU tensor) of every tensor in a pretrained source's files, one at a time, names and dtypes as stored.
+
+    Raises ValueError for a source that has no files.
+    """
+    if source.kind != 'pretrained':
+        raise ValueError('read_source_tensors: the model was made from a config, so it has no files; use initial_tensors')
+    files = _TensorFiles(source)
+    for name in files.where:
+        yield name, files.get(name)
+
+
+# --- filling --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Unit:
+    """Modules that are filled together: one transformer block, or one module outside the blocks."""
+
+    name: str
+    owner: PreTrainedModel
+    modules: list[tuple[str, nn.Module]]
+    """children first, with their full names"""
+
+
+def _units(model: PreTrainedModel) -> Iterator[_Unit]:
+    def walk(module: nn.Module, name: str, owner: PreTrainedModel) -> Iterator[_Unit]:
+        owner = module if isinstance(module, PreTrainedModel) else owner
+        for child_name, child in module.named_children():
+            full = f'{name}.{child_name}' if name else child_name
+            if isinstance(module, nn.ModuleList):
+                yield _Unit(full, owner, list(_children_first(child, full)))
+            else:
+                yield from walk(child, full, owner)
+        if not isinstance(module, nn.ModuleList) and (module._parameters or module._buffers):
+            yield _Unit(name, owner, [(name, module)])
+
+    yield from walk(model, '', model)
+
+
+def _children_first(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    for child_name, child in module.named_children():
+        yield from _children_first(child, f'{name}.{child_name}')
+    yield name, module
+
+
+class _Filler:
+    """Gives the meta tensors of a model their numbers, unit by unit."""
+
+    def __init__(self, model: PreTrainedModel, source: WeightsSource) -> None:
+        self.model, self.source = model, source
+        self.files = _TensorFiles(source) if source.kind == 'pretrained' else None
+        self.aliases: dict[int, list[str]] = {}
+        self.originals = []  # kept alive, so that an id stays one tensor's
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self.aliases.setdefault(id(parameter), []).append(name)
+            self.originals.append(parameter)
+        self.done: dict[int, nn.Parameter] = {}
+
+    def fill(self, unit: _Unit) -> list[tuple[nn.Module, str, str]]:
+        """Make the unit's tensors real. Returns (module, name in it, full name) of each that was not there before."""
+        fresh: list[tuple[nn.Module, str, str]] = []
+        loaded: list[Tensor] = []
+        for module_name, module in unit.modules:
+            prefix = f'{module_name}.' if module_name else ''
+            for name, parameter in list(module._parameters.items()):
+                if parameter is None or not parameter.is_meta:
+                    continue
+                if id(parameter) in self.done:  # tied: it was filled under another name
+                    module._parameters[name] = self.done[id(parameter)]
+                    loaded.append(self.done[id(parameter)])
+                    continue
+                real = nn.Parameter(torch.empty_like(parameter, device='cpu'), requires_grad=parameter.requires_grad)
+                self.done[id(parameter)] = real
+                module._parameters[name] = real
+                fresh.append((module, name, prefix + name))
+                if name not in ('lora_A', 'lora_B') and self._load(real, self.aliases[id(parameter)]):
+                    loaded.append(real)
+            for name, buffer in list(module._buffers.items()):
+                if buffer is None or not buffer.is_meta:
+                    continue
+                module._buffers[name] = real_buffer = torch.zeros_like(buffer, device='cpu')
+                fresh.append((module, name, prefix + name))
+                if name not in module._non_persistent_buffers_set and self._load(real_buffer, [prefix + name], may_lack=True):
+                    loaded.append(real_buffer)
+        self._initialise(unit, loaded)
+        return fresh
+
+    @torch.no_grad()
+    def _load(self, target: Tensor, names: list[str], may_lack: bool = False) -> bool:
+        if self.files is None:
+            return False
+        prefix = f'{self.model.base_model_prefix}.'
+        for name in names:
+            for candidate in (name, prefix + name, name.removeprefix(prefix)):
+                if candidate not in self.files.where:
+                    continue
+                tensor = self.files.get(candidate)
+                if tensor.shape != target.shape:
+                    raise ValueError(
+                        f'{self.source.path}: {candidate} is {tuple(tensor.shape)}, the model wants {tuple(target.shape)}'
+                    )
+                target.copy_(tensor)
+                return True
+        if may_lack:
+            return False
+        raise ValueError(
+            f'{self.source.path}: it holds no tensor for {names[0]} of {type(self.model).__name__}; load the model without the meta device '
+            'and save it with save_pretrained first'
+        )
+
+    @torch.no_grad()
+    def _initialise(self, unit: _Unit, loaded: list[Tensor]) -> None:
+        """transformers' own initialisation, which passes over tensors that carry its flag."""
+        for tensor in loaded:
+            tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+        guard = getattr(hf_init, 'guard_torch_init_functions', nullcontext)
+        with seeded(self.source.seed, unit.name), guard():
+            for _, module in unit.modules:
+                unit.owner._init_weights(module)
+        for name, module in unit.modules:
+            if hasattr(module, 'reset_lora_parameters'):
+                reset_adapter(module, self.source.seed, name)
+        for tensor in loaded:
+            del tensor._is_hf_initialized  # type: ignore[attr-defined]
+
+
+def reset_adapter(layer: Any, seed: int, name: str) -> None:
+    """Draw an adapted layer's factors from (seed, its name)."""
+    if not layer.lora_A.is_meta:
+        with seeded(seed, name, 'lora'):
+            layer.reset_lora_parameters()
+
+
+def fill_model(model: PreTrainedModel, source: WeightsSource) -> None:
+    """Give a model on the meta device its numbers, on the CPU, in place. Tied weights stay tied."""
+    filler = _Filler(model, source)
+    for unit in _units(model):
+        filler.fill(unit)
+    model.tie_weights()
+
+
+def initial_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, CPU tensor) for every parameter and buffer of `module`, as it starts life. Tied parameters come once, under their first name.
+
+    `module` is an Actor, Critic, RewardModel or transformers model; it is not changed, and may be sharded or filled while the
+    iterator runs: call this while it is still whole. Tensors that are not on the meta device are yielded as they are. Buffers come too,
+    non-persistent ones included.
+
+    Raises ValueError at once for a module on the meta device whose numbers come from nowhere.
+    """
+    skeleton = copy.deepcopy(module)
+    steps: list[Callable[[], Iterator[tuple[str, Tensor]]]] = []
+    _plan(skeleton, '', None, steps)
+    return _run_plan(steps)
+
+
+def _run_plan(steps: list[Callable[[], Iterator[tuple[str, Tensor]]]]) -> Iterator[tuple[str, Tensor]]:
+    for step in steps:
+        yield from step()
+
+
+def _plan(module: nn.Module, name: str, seed: int | None, steps: list[Callable[[], Iterator[tuple[str, Tensor]]]]) -> None:
+    source = getattr(module, 'weights_source', None)
+    if isinstance(module, PreTrainedModel) and source is not None:
+        steps.append(lambda: _stream(module, name, source))
+        return
+    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    if any(tensor.is_meta for _, tensor in own):
+        kept = getattr(module, 'initial_state', {})
+        if not all(n in kept for n, _ in own) and not hasattr(module, 'reset_parameters'):
+            raise ValueError(
+                f'{name or type(module).__name__}: it is on the meta device and has no record of where its weights come from; '
+                'load it through chatgpt.nn (pretrained= or config=), or build it outside of the meta device'
+            )
+    if own or hasattr(module, 'reset_parameters'):
+        steps.append(lambda: _small(module, name))
+        if hasattr(module, 'reset_parameters') and not getattr(module, 'initial_state', {}):
+            return  # it fills its children itself
+    for child_name, child in module.named_children():
+        _plan(child, f'{name}.{child_name}' if name else child_name, seed, steps)
+
+
+def _small(module: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:
+    """A head: kept tensors, tensors that are already real, or what `reset_parameters` draws."""
+    prefix = f'{name}.' if name else ''
+    kept = getattr(module, 'initial_state', {})
+    recurse = hasattr(module, 'reset_parameters') and not kept
+    if recurse and any(p.is_meta for p in module.parameters()):
+        module.to_empty(device='cpu')
+        module.reset_parameters()  # type: ignore[operator]
+    for n, tensor in [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)]:
+        yield prefix + n, (kept[n] if n in kept else tensor.detach())
+
+
+def _stream(model: PreTrainedModel, name: str, source: WeightsSource) -> Iterator[tuple[str, Tensor]]:
+    prefix = f'{name}.' if name else ''
+    if not any(t.is_meta for t in [*model.parameters(), *model.buffers()]):
+        for n, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            yield prefix + n, tensor.detach()
+        return
+    filler = _Filler(model, source)
+    first_names = {n for n, _ in model.named_parameters()} | {n for n, _ in model.named_buffers()}
+    for unit in _units(model):
+        fresh = filler.fill(unit)
+        for owner, key, full in fresh:
+            tensors = owner._parameters if key in owner._parameters else owner._buffers
+            tensor = tensors[key]
+            assert tensor is not None
+            if full not in first_names:  # tied, and met under a later name first
+                full = next(alias for alias in filler.aliases_of(tensor) if alias in first_names)
+            yield prefix + full, tensor.detach()
+        for _, module in unit.modules:  # let the memory go
+            for slot in (module._parameters, module._buffers):
+                for key, tensor in slot.items():
+                    if tensor is not None:
+                        meta = torch.empty_like(tensor, device='meta')
+                        slot[key] = nn.Parameter(meta) if isinstance(tensor, nn.Parameter) else meta  # type: ignore[assignment]

@@ -1,0 +1,241 @@
+"""What a callback is: hooks that a trainer calls as it goes, and state that travels in checkpoints.
+
+Every hook runs on every rank, in step, so a callback may do collective work (save, evaluate); what writes or prints does so on
+rank 0 only. Left out: the callbacks themselves, one file each.
+"""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+from chatgpt.types import Experience
+
+if TYPE_CHECKING:
+    from chatgpt.trainer.base import Trainer
+
+Mode = Literal['max', 'min']
+
+
+class Callback:
+    """Subclass it and override the hooks you need; all of them do nothing by default.
+
+    A run is: fit start, then phases, then fit end. A phase of an online trainer collects (make-experience hooks, with the episode
+    hooks of the timesteps inside) and learns (epoch and batch hooks); others only learn. `on_phase_end` closes it.
+
+    `order` sorts the callbacks of a run, low first; of equal ones the first given comes first. Below 0: adds metrics that others log.
+    0: logs. Above 0: saves what the others have become.
+    """
+
+    order: ClassVar[int] = 0
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Before the first phase, after a resume."""
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """After the last phase, also when the run was asked to stop; not after an exception."""
+
+    def on_episode_start(self, trainer: Trainer, episode: int) -> None:
+        """Before the first timestep of episode number `episode`, counted from 0."""
+
+    def on_episode_end(self, trainer: Trainer, episode: int) -> None:
+        """After the last timestep of that episode."""
+
+    def on_make_experience_start(self, trainer: Trainer) -> None:
+        """Before a phase's first timestep is collected."""
+
+    def on_make_experience_end(self, trainer: Trainer, experiences: list[Experience]) -> None:
+        """After all of them are scored; `experiences` are those of all ranks, ordered by sample index."""
+
+    def on_learn_epoch_start(self, trainer: Trainer, epoch: int) -> None:
+        """Before pass number `epoch` over the data, counted from 0 (in each phase where a trainer collects)."""
+
+    def on_learn_epoch_end(self, trainer: Trainer, epoch: int) -> None:
+        """After that pass."""
+
+    def on_learn_batch_start(self, trainer: Trainer) -> None:
+        """Before the first forward of a train batch."""
+
+    def on_learn_batch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """After its optimizer step; `metrics` are of this train batch, over all ranks, without a phase prefix."""
+
+    def on_phase_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+        """After learning phase number `step`, counted from 1, with its metrics as docs/metrics.md names them.
+
+        A callback may add metrics to the dict; the callbacks after it see them, and the metrics file holds them.
+        """
+
+    def on_log(
+        self,
+        trainer: Trainer,
+        stats: dict[str, float],
+        batch: Mapping[str, SequenceOf[Any]],
+        rewards: list[float],
+        columns_to_log: list[str],
+    ) -> None:
+        """The user of a step-wise trainer called `log_stats`: rows of `batch`, by column, with their rewards."""
+
+    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
+        """After a training checkpoint was written to `path`."""
+
+    def on_resume(self, trainer: Trainer, path: Path) -> None:
+        """After the trainer took up the checkpoint at `path`; its counters are those of the checkpoint."""
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        """The run is ending with `error`. Other ranks may be elsewhere: no collective work here."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able state that a resumed run needs."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` gave."""
+
+
+class CallbackList(Callback):
+    """Several callbacks as one, in their order.
+
+    Raises:
+        ValueError: something in the list is not a callback; says where and what.
+    """
+
+    def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
+        given = list(callbacks)
+        for i, callback in enumerate(given):
+            if isinstance(callback, type):
+                raise ValueError(f'callbacks[{i}] is the class {callback.__name__}, not an object of it; write {callback.__name__}(...)')
+            if not isinstance(callback, Callback):
+                raise ValueError(f'callbacks[{i}] is a {type(callback).__name__}; derive it from chatgpt.trainer.callbacks.Callback')
+        self.callbacks = sorted(given, key=lambda c: c.order)
+
+    def __iter__(self) -> Iterator[Callback]:
+        return iter(self.callbacks)
+
+    def __len__(self) -> int:
+        return len(self.callbacks)
+
+    def _named(self) -> Iterator[tuple[str, Callback]]:
+        """Each callback with a name that is the same in a run and in its resume: class and number among its likes."""
+        seen: dict[str, int] = {}
+        for callback in self.callbacks:
+            kind = type(callback).__name__
+            yield f'{kind}.{seen.setdefault(kind, 0)}', callback
+            seen[kind] += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: state for name, callback in self._named() if (state := callback.state_dict())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Callbacks that the checkpoint does not know keep their fresh state; states without a callback are left alone."""
+        for name, callback in self._named():
+            if name in state:
+                callback.load_state_dict(state[name])
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        for callback in self.callbacks:
+            callback.on_fit_start(trainer)
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        for callback in self.callbacks:
+            callback.on_fit_end(trainer)
+
+    def on_episode_start(self, trainer: Trainer, episode: int) -> None:
+        for callback in self.callbacks:
+            callback.on_episode_start(trainer, episode)
+
+    def on_episode_end(self, trainer: Trainer, episode: int) -> None:
+        for callback in self.callbacks:
+            callback.on_episode_end(trainer, episode)
+
+    def on_make_experience_start(self, trainer: Trainer) -> None:
+        for callback in self.callbacks:
+            callback.on_make_experience_start(trainer)
+
+    def on_make_experience_end(self, trainer: Trainer, experiences: list[Experience]) -> None:
+        for callback in self.callbacks:
+            callback.on_make_experience_end(trainer, experiences)
+
+    def on_learn_epoch_start(self, trainer: Trainer, epoch: int) -> None:
+        for callback in self.callbacks:
+            callback.on_learn_epoch_start(trainer, epoch)
+
+    def on_learn_epoch_end(self, trainer: Trainer, epoch: int) -> None:
+        for callback in self.callbacks:
+            callback.on_learn_epoch_end(trainer, epoch)
+
+    def on_learn_batch_start(self, trainer: Trainer) -> None:
+        for callback in self.callbacks:
+            callback.on_learn_batch_start(trainer)
+
+    def on_learn_batch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        for callback in self.callbacks:
+            callback.on_learn_batch_end(trainer, metrics)
+
+    def on_phase_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+        for callback in self.callbacks:
+            callback.on_phase_end(trainer, step, metrics)
+
+    def on_log(
+        self,
+        trainer: Trainer,
+        stats: dict[str, float],
+        batch: Mapping[str, SequenceOf[Any]],
+        rewards: list[float],
+        columns_to_log: list[str],
+    ) -> None:
+        for callback in self.callbacks:
+            callback.on_log(trainer, stats, batch, rewards, columns_to_log)
+
+    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
+        for callback in self.callbacks:
+            callback.on_checkpoint(trainer, path)
+
+    def on_resume(self, trainer: Trainer, path: Path) -> None:
+        for callback in self.callbacks:
+            callback.on_resume(trainer, path)
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        """A callback that fails here must not hide the error that ended the run: its own becomes a warning."""
+        for callback in self.callbacks:
+            try:
+                callback.on_exception(trainer, error)
+            except Exception as second:
+                warnings.warn(f'{type(callback).__name__}.on_exception failed: {type(second).__name__}: {second}', stacklevel=2)
+
+
+def say(text: str) -> None:
+    """Print a line to stdout without tearing a progress bar."""
+    from tqdm import tqdm
+
+    tqdm.write(text)
+
+
+def check_interval(name: str, value: int) -> int:
+    """`value` when it is a positive whole number, else a ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f'{name}={value!r} must be a whole number of learning phases, at least 1')
+    return value
+
+
+def check_mode(mode: str) -> None:
+    """ValueError unless 'max' or 'min'."""
+    if mode not in get_args(Mode):
+        raise ValueError(f'mode={mode!r} is not known; choose "max" or "min"')
+
+
+def metric_value(metrics: Mapping[str, float], name: str) -> float | None:
+    """The metric, or None for an `eval/` or `.../val_` one that this phase has not measured.
+
+    Raises:
+        ValueError: no phase has a metric of that name; lists the nearest.
+    """
+    if name in metrics:
+        return float(metrics[name])
+    if name.startswith('eval/') or '/val_' in name:
+        return None
+    near = difflib.get_close_matches(name, list(metrics), n=3) or sorted(metrics)[:8]
+    raise ValueError(f'there is no metric {name!r} in this run; there are {", ".join(near)}; see docs/metrics.md')

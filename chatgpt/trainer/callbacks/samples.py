@@ -1,0 +1,114 @@
+"""A table of sample texts with their scores: on the terminal, and in run_dir/samples.jsonl.
+
+Left out: which prompts are shown. They are the first of the phase, so they change with the data order; a fixed set is an
+`Evaluator`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from chatgpt.trainer.callbacks.base import Callback, check_interval, say
+from chatgpt.trainer.callbacks.jsonl import RunFile
+from chatgpt.types import Experience
+
+if TYPE_CHECKING:
+    from chatgpt.trainer.base import Trainer
+
+
+def rows_of(experiences: SequenceOf[Experience], num_rows: int, tokenizer: Any = None) -> list[dict[str, Any]]:
+    """The first `num_rows` as dicts: index, prompt, response, score, kl (nats, summed), num_tokens, ended."""
+    rows = []
+    for e in experiences[:num_rows]:
+        kl = float(((e.old_logprobs - e.ref_logprobs) * e.response_mask).double().sum())
+        rows.append(
+            {
+                'index': e.index,
+                'prompt': e.prompt_text or _text(e.prompt_ids, tokenizer),
+                'response': e.response_text or _text(e.response_ids, tokenizer),
+                'score': float(e.score),
+                'kl': kl,
+                'num_tokens': e.num_actions,
+                'ended': e.ended,
+            }
+        )
+    return rows
+
+
+def _text(ids: Any, tokenizer: Any) -> str:
+    """Decoded, or the ids themselves where there is no tokenizer."""
+    return tokenizer.decode(ids, skip_special_tokens=True) if tokenizer is not None else ' '.join(map(str, ids.tolist()))
+
+
+def format_table(rows: SequenceOf[Mapping[str, Any]], columns: SequenceOf[str], *, width: int = 60) -> str:
+    """Rows as aligned text under their column names. Line breaks show as ⏎; texts longer than `width` are cut with …."""
+    cells = [[_cell(row.get(c, ''), width) for c in columns] for row in rows]
+    widths = [max(len(line[i]) for line in [list(columns), *cells]) for i in range(len(columns))]
+    lines = ['  '.join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in [list(columns), *cells]]
+    lines.insert(1, '  '.join('-' * w for w in widths))
+    return '\n'.join(lines)
+
+
+def _cell(value: Any, width: int) -> str:
+    if isinstance(value, float):
+        return f'{value:.3f}'
+    text = str(value).replace('\r', '').replace('\n', '⏎').replace('\t', ' ')
+    return text if len(text) <= width else text[: width - 1] + '…'
+
+
+class SampleTable(Callback):
+    """Every so many learning phases, the first included, shows `num_rows` prompts with responses and scores.
+
+    Args:
+        every: learning phases between tables.
+        num_rows: rows of a table.
+        width: characters of a text on the terminal; the file holds the whole.
+        show: print it; False only writes the file.
+    """
+
+    def __init__(self, every: int = 10, num_rows: int = 4, *, width: int = 60, show: bool = True, filename: str = 'samples.jsonl') -> None:
+        self.every = check_interval('every', every)
+        if num_rows < 1:
+            raise ValueError(f'num_rows={num_rows} must be at least 1')
+        if width < 8:
+            raise ValueError(f'width={width} must be at least 8 characters')
+        self.num_rows, self.width, self.show = num_rows, width, show
+        self._file = RunFile(filename)
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self._file.begin(trainer, trainer.phase)
+
+    def on_resume(self, trainer: Trainer, path: Path) -> None:
+        self._file.forget()
+
+    def on_phase_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+        due = step == 1 or step % self.every == 0 or step == trainer.num_phases
+        if not due or not trainer.last_experiences or not trainer.strategy.is_rank_0:
+            return
+        rows = rows_of(trainer.last_experiences, self.num_rows, trainer.tokenizer)
+        self._file.write(trainer, step, rows)
+        if self.show:
+            say(f'samples of phase {step}\n{format_table(rows, ("score", "kl", "prompt", "response"), width=self.width)}')
+
+    def on_log(
+        self,
+        trainer: Trainer,
+        stats: dict[str, float],
+        batch: Mapping[str, SequenceOf[Any]],
+        rewards: list[float],
+        columns_to_log: list[str],
+    ) -> None:
+        columns = [c for c in columns_to_log if c in batch]
+        if not columns or not trainer.strategy.is_rank_0:
+            return
+        count = min([self.num_rows, *(len(batch[c]) for c in columns)])
+        rows: list[dict[str, Any]] = [{c: batch[c][i] for c in columns} for i in range(count)]
+        for row, reward in zip(rows, rewards, strict=False):
+            row['reward'] = float(reward)
+        self._file.write(trainer, trainer.phase, rows)
+        if self.show:
+            shown = [*(['reward'] if rewards else []), *columns]
+            say(f'samples of phase {trainer.phase}\n{format_table(rows, shown, width=self.width)}')

@@ -1,0 +1,379 @@
+"""Hydra: exact reference, what is trained, exchange and recorded trunk, copies, state dicts, refusals."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from chatgpt.nn.hydra import (
+    TopBranch,
+    check_hydra,
+    has_hydra,
+    make_hydra,
+    recorded_trunk,
+    reference_branch,
+    reference_sources,
+)
+from chatgpt.nn.lora import convert_to_lora
+from chatgpt.testing.fakes import tiny_causal_lm
+
+IDS = torch.tensor([[5, 9, 3, 17, 40], [8, 8, 21, 2, 33]])
+LAYERS = 3
+
+NEOX_LIKE = {'vocab_size': 64, 'hidden_size': 16, 'intermediate_size': 24, 'num_hidden_layers': LAYERS, 'num_attention_heads': 2,
+             'max_position_embeddings': 32, 'initializer_range': 0.1, 'bos_token_id': 1, 'eos_token_id': 2, 'pad_token_id': 0}  # fmt: skip
+GPT_LIKE = {'vocab_size': 64, 'n_embd': 16, 'n_layer': LAYERS, 'n_head': 2, 'n_positions': 32, 'initializer_range': 0.1,
+            'bos_token_id': 1, 'eos_token_id': 2}  # fmt: skip
+
+
+def causal_lm(family: str, **kw: Any) -> Any:
+    """A random causal LM of three blocks, one per supported build."""
+    if family in ('gpt2', 'opt', 'bloom', 'llama'):
+        return tiny_causal_lm(family, hidden=16, layers=LAYERS, **kw)
+    config = {
+        'gptj': lambda: transformers.GPTJConfig(rotary_dim=4, **GPT_LIKE),
+        'gpt_neox': lambda: transformers.GPTNeoXConfig(**NEOX_LIKE),
+        'qwen2': lambda: transformers.Qwen2Config(num_key_value_heads=2, **NEOX_LIKE),
+        'gemma2': lambda: transformers.Gemma2Config(num_key_value_heads=1, head_dim=8, **NEOX_LIKE),
+        'opt_post_norm': lambda: transformers.OPTConfig(
+            vocab_size=64, hidden_size=16, ffn_dim=24, num_hidden_layers=LAYERS, num_attention_heads=2, word_embed_proj_dim=8,
+            do_layer_norm_before=False, max_position_embeddings=32, init_std=0.1),
+    }[family]()  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+BUILDS = ('gpt2', 'gptj', 'gpt_neox', 'opt', 'opt_post_norm', 'bloom', 'llama', 'qwen2', 'gemma2')
+
+
+class Owner(nn.Module):
+    """A model and a value head beside it, as an actor keeps them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.value_head = nn.Linear(16, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids, use_cache=False).logits
+
+
+def hydra(family: str = 'llama', k: int = 2, **kw: Any) -> Owner:
+    torch.manual_seed(0)
+    owner = Owner(causal_lm(family))
+    make_hydra(owner, k, **kw)
+    return owner
+
+
+def train(owner: nn.Module, steps: int = 3) -> None:
+    optimizer = torch.optim.AdamW([p for p in owner.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+    owner.train()
+    for _ in range(steps):
+        labels = IDS.roll(1, 0)
+        nn.functional.cross_entropy(owner(IDS).flatten(0, 1), labels.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    owner.eval()
+
+
+def evaluate(owner: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return owner(IDS)
+
+
+def bits(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize('family', BUILDS)
+def test_reference_stays_the_initial_model_while_the_policy_learns(family: str) -> None:
+    initial = causal_lm(family)
+    owner = Owner(copy.deepcopy(initial))
+    make_hydra(owner, 2)
+    with torch.no_grad():
+        expected = initial(input_ids=IDS, use_cache=False).logits
+    assert torch.equal(evaluate(owner), expected)
+    frozen = bits(owner.ref_branch)
+    train(owner)
+    assert not torch.allclose(evaluate(owner), expected, atol=1e-2)
+    with reference_branch(owner):
+        assert torch.equal(evaluate(owner), expected)
+        with reference_branch(owner):
+            assert torch.equal(evaluate(owner), expected)
+        assert torch.equal(evaluate(owner), expected)
+    assert not torch.allclose(evaluate(owner), expected, atol=1e-2)
+    assert same(bits(owner.ref_branch), frozen)
+
+
+@pytest.mark.parametrize('family', BUILDS)
+def test_recorded_trunk_gives_the_reference_without_a_second_pass(family: str) -> None:
+    owner = hydra(family)
+    train(owner)
+    base = owner.model.base_model
+    with torch.no_grad():
+        with reference_branch(owner):
+            expected = base(input_ids=IDS, use_cache=False)[0]
+        bottom_calls: list[int] = []
+        owner.ref_branch._shared[0][0].register_forward_hook(lambda *_: bottom_calls.append(1))
+        with recorded_trunk(owner) as trunk:
+            policy = base(input_ids=IDS, use_cache=False)[0]
+        assert torch.equal(owner.ref_branch(trunk), expected)
+        assert not torch.allclose(policy, expected, atol=1e-3)
+    assert len(bottom_calls) == 1
+
+
+@pytest.mark.parametrize(('family', 'tied', 'expected'), [
+    ('gpt2', True, ('h.1.', 'h.2.', 'ln_f.')),
+    ('bloom', True, ('h.1.', 'h.2.', 'ln_f.')),
+    ('opt', True, ('layers.1.', 'layers.2.', 'decoder.final_layer_norm.')),
+    ('gpt_neox', False, ('layers.1.', 'layers.2.', 'final_layer_norm.', 'embed_out.')),
+    ('gptj', False, ('h.1.', 'h.2.', 'ln_f.', 'lm_head.')),
+    ('llama', False, ('layers.1.', 'layers.2.', 'model.norm.', 'lm_head.')),
+])  # fmt: skip
+def test_gradient_only_above_the_trunk_and_memory_is_model_plus_top(family: str, tied: bool, expected: tuple[str, ...]) -> None:
+    plain = causal_lm(family)
+    owner = hydra(family)
+    evaluate(owner)
+    owner(IDS).sum().backward()
+    with_gradient = {n for n, p in owner.model.named_parameters() if p.grad is not None}
+    top = {n for n, _ in plain.named_parameters() if any(part in n for part in expected)}
+    assert with_gradient == {n for n, p in owner.model.named_parameters() if p.requires_grad} == top
+    assert not any(p.requires_grad for p in owner.ref_branch.parameters())
+    assert all(p.requires_grad for p in owner.value_head.parameters())
+    assert (owner.ref_branch.head is None) == tied
+    copied = sum(p.numel() for n, p in plain.named_parameters() if n in top)
+    total = sum(p.numel() for p in plain.parameters())
+    assert sum(p.numel() for p in owner.parameters()) == total + copied + 17
+    assert len({p.data_ptr() for p in owner.parameters()}) == len(list(owner.parameters()))
+
+
+@pytest.mark.parametrize('k', [1, LAYERS])
+def test_smallest_and_largest_k(k: int) -> None:
+    owner = hydra('gpt2', k)
+    assert len(owner.ref_branch.blocks) == k
+    trained = {n.split('.')[2] for n, p in owner.model.named_parameters() if p.requires_grad and '.h.' in n}
+    assert trained == {str(i) for i in range(LAYERS - k, LAYERS)}
+    assert not owner.model.transformer.wte.weight.requires_grad
+
+
+def test_minus_one_trains_everything() -> None:
+    owner = Owner(causal_lm('gpt2'))
+    make_hydra(owner, -1)
+    assert not has_hydra(owner) and all(p.requires_grad for p in owner.parameters())
+    with pytest.raises(ValueError, match='0 reference branches'), reference_branch(owner):
+        pass
+
+
+def test_mistakes_are_refused_and_leave_the_model_alone() -> None:
+    for k, message in ((0, 'give -1'), (-2, 'give -1'), (True, 'give -1'), (1.5, 'give -1'), (4, 'has 3 blocks')):
+        owner = Owner(causal_lm('gpt2'))
+        with pytest.raises(ValueError, match=message):
+            make_hydra(owner, k)  # type: ignore[arg-type]
+        assert not has_hydra(owner) and all(p.requires_grad for p in owner.parameters())
+    with pytest.raises(ValueError, match='no transformers model'):
+        make_hydra(nn.Linear(2, 2), 1)
+    t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=32, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
+    with pytest.raises(ValueError, match='T5ForConditionalGeneration is not supported; supported are GPT-2'):
+        make_hydra(Owner(t5), 1)
+    with pytest.raises(ValueError, match='already has a reference branch'):
+        make_hydra(hydra(), 1)
+    lora = causal_lm('gpt2')
+    convert_to_lora(lora, 2)
+    with pytest.raises(ValueError, match='not both'):
+        make_hydra(Owner(lora), 1)
+    with pytest.raises(ValueError, match='not both'):
+        convert_to_lora(hydra(), 2)
+
+
+class _IgnoresItsTree(transformers.LlamaForCausalLM):
+    """Runs the blocks from a list of its own, so that nothing put into the tree is used."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(self, 'own_list'):
+            object.__setattr__(self, 'own_list', list(self.model.layers))
+        kept = dict(self.model.layers._modules)
+        self.model.layers._modules.update({str(i): block for i, block in enumerate(self.own_list)})
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.model.layers._modules.update(kept)
+
+
+class _NoisyLlama(transformers.LlamaForCausalLM):
+    """Gives other logits at every call."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        self.calls = getattr(self, 'calls', 0) + 1
+        output.logits = output.logits + 1e-3 * self.calls
+        return output
+
+
+@pytest.mark.parametrize(('build', 'message'), [(_IgnoresItsTree, 'from its module tree'), (_NoisyLlama, 'differ by')])
+def test_a_model_that_does_not_agree_exactly_is_refused(build: Any, message: str) -> None:
+    owner = Owner(build(causal_lm('llama').config))
+    flags = [p.requires_grad for p in owner.parameters()]
+    with pytest.raises(ValueError, match=message):
+        make_hydra(owner, 2)
+    assert not has_hydra(owner)
+    assert [p.requires_grad for p in owner.parameters()] == flags
+
+
+def test_the_check_fails_after_training_and_keeps_modes() -> None:
+    owner = hydra()
+    owner.train()
+    owner.value_head.eval()
+    modes = [m.training for m in owner.modules()]
+    check_hydra(owner)
+    assert [m.training for m in owner.modules()] == modes
+    assert not any(m.training for m in owner.ref_branch.modules())
+    train(owner, steps=1)
+    with pytest.raises(ValueError, match='differ by'):
+        check_hydra(owner)
+
+
+@pytest.mark.parametrize('inside', [False, True])
+def test_deepcopy_is_independent(inside: bool) -> None:
+    owner = hydra()
+    reference = evaluate(owner)
+    train(owner)
+    policy = evaluate(owner)
+    if inside:
+        with reference_branch(owner):
+            twin = copy.deepcopy(owner)
+            assert torch.equal(evaluate(twin), reference)
+        return
+    twin = copy.deepcopy(owner)
+    train(twin)
+    assert torch.equal(evaluate(owner), policy) and not torch.equal(evaluate(twin), policy)
+    with reference_branch(twin):
+        assert torch.equal(evaluate(twin), reference)
+        assert torch.equal(evaluate(owner), policy)
+    with reference_branch(owner):
+        assert torch.equal(evaluate(owner), reference)
+
+
+def test_state_dict_round_trip() -> None:
+    owner = hydra()
+    reference = evaluate(owner)
+    train(owner)
+    policy = evaluate(owner)
+    torch.manual_seed(7)
+    other = Owner(transformers.AutoModelForCausalLM.from_config(causal_lm('llama').config).eval())
+    make_hydra(other, 2)
+    assert not torch.allclose(evaluate(other), policy, atol=1e-3)
+    other.load_state_dict(owner.state_dict(), strict=True)
+    assert torch.equal(evaluate(other), policy)
+    with reference_branch(other):
+        assert torch.equal(evaluate(other), reference)
+    # The model's own file is that of a model without hydra.
+    assert set(owner.model.state_dict()) == set(causal_lm('llama').state_dict())
+
+
+def test_saving_and_loading_inside_the_context_is_refused() -> None:
+    owner = hydra()
+    state = bits(owner)
+    with reference_branch(owner):
+        with pytest.raises(RuntimeError, match='leave the context first'):
+            owner.state_dict()
+        with pytest.raises(RuntimeError, match='leave the context first'):
+            owner.load_state_dict(state)
+    with pytest.raises(KeyError), reference_branch(owner):
+        raise KeyError
+    assert same(bits(owner), state)
+
+
+def test_every_module_stays_registered_inside_the_context() -> None:
+    owner = hydra()
+    modules, parameters = {id(m) for m in owner.modules()}, {id(p) for p in owner.parameters()}
+    with reference_branch(owner):
+        assert {id(m) for m in owner.modules()} == modules
+        assert {id(p) for p in owner.parameters()} == parameters
+
+
+def test_value_branch_learns_apart_from_the_policy() -> None:
+    owner = hydra('gpt2', value_branch=True)
+    owner.train()
+    with recorded_trunk(owner) as trunk:
+        owner(IDS)
+    owner.value_head(owner.value_branch(trunk)).sum().backward()
+    assert all(p.grad is not None for p in owner.value_branch.parameters())
+    assert all(p.grad is None for p in owner.model.parameters())
+    assert all(p.grad is None for p in owner.ref_branch.parameters())
+    assert owner.value_branch.training and not owner.ref_branch.training
+    assert owner.value_branch.head is None
+
+
+def test_the_model_itself_may_be_the_owner() -> None:
+    model = causal_lm('gpt2')
+    make_hydra(model, 2, value_branch=True)
+    assert not any(p.requires_grad for p in model.ref_branch.parameters())
+    assert all(p.requires_grad for p in model.value_branch.parameters())
+    with reference_branch(model), torch.no_grad():
+        model(input_ids=IDS)
+
+
+def test_recorded_trunk_needs_a_forward_without_cache() -> None:
+    owner = hydra()
+    with pytest.raises(ValueError, match='use_cache=False'), recorded_trunk(owner):
+        owner.model(input_ids=IDS, use_cache=True)
+    with recorded_trunk(owner) as trunk:
+        pass
+    with pytest.raises(ValueError, match='0 of 2'):
+        owner.ref_branch(trunk)
+    assert not any(block._forward_pre_hooks for block in owner.model.model.layers)
+
+
+def test_generation_inside_the_context_is_the_initial_models() -> None:
+    initial = causal_lm('gpt2')
+    owner = Owner(copy.deepcopy(initial))
+    make_hydra(owner, 2)
+    train(owner, steps=8)
+    how = {'max_new_tokens': 6, 'do_sample': False, 'attention_mask': torch.ones_like(IDS), 'pad_token_id': 0}
+    expected = initial.generate(IDS, **how)
+    with reference_branch(owner):
+        assert torch.equal(owner.model.generate(IDS, **how), expected)
+    assert not torch.equal(owner.model.generate(IDS, **how), expected)
+
+
+def test_reference_with_gradient_checkpointing() -> None:
+    owner = hydra('llama')
+    owner.model.gradient_checkpointing_enable({'use_reentrant': False})
+    reference = evaluate(owner)
+    train(owner)
+    with reference_branch(owner):
+        assert torch.equal(evaluate(owner), reference)
+    assert not torch.allclose(evaluate(owner), reference, atol=1e-2)
+
+
+@pytest.mark.parametrize('family', ['gpt2', 'llama'])
+def test_meta_device_is_filled_by_the_sources_and_checked_later(family: str) -> None:
+    source = causal_lm(family)
+    with torch.device('meta'):
+        owner = Owner(causal_lm(family))
+        make_hydra(owner, 2)
+    sources = reference_sources(owner)
+    assert set(sources) == {n for n in owner.state_dict() if n.startswith('ref_branch.')}
+    owner.to_empty(device='cpu')
+    file = {f'model.{n}': t for n, t in source.state_dict().items()}
+    buffers = dict(source.named_buffers())
+    for name, buffer in owner.model.named_buffers():  # not in a file: rotary frequencies and the like
+        buffer.copy_(buffers[name])
+    owner.load_state_dict({**file, **{name: file[origin] for name, origin in sources.items()}}, strict=False)
+    check_hydra(owner)
+    torch.testing.assert_close(evaluate(owner), source(input_ids=IDS, use_cache=False).logits.detach(), rtol=0, atol=0)
+
+
+def test_branch_types() -> None:
+    owner = hydra(value_branch=True)
+    assert [m.role for m in owner.modules() if isinstance(m, TopBranch)] == ['reference', 'value']
+    assert owner.ref_branch.is_reference_branch and not owner.value_branch.is_reference_branch

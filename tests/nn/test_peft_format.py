@@ -1,0 +1,152 @@
+"""PEFT's adapter format: what we write peft loads, what peft writes we load, with equal logits."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from chatgpt.nn.lora import convert_to_lora, has_lora, lora_layers, lora_state_dict
+from chatgpt.nn.peft_format import CONFIG_FILE, WEIGHTS_FILE, export_peft, import_peft
+from chatgpt.testing.fakes import tiny_causal_lm
+
+IDS = torch.tensor([[5, 9, 3, 17, 40], [8, 8, 21, 2, 33]])
+
+
+@pytest.fixture(scope='module')
+def peft() -> Any:
+    try:
+        import peft
+    except Exception as error:  # an incompatible transformers fails in many ways
+        pytest.skip(f'peft cannot be imported: {type(error).__name__}: {error}')
+    return peft
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits
+
+
+def disturb(model: nn.Module, scale: float = 0.3) -> None:
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+def adapted(base: nn.Module, **kw: Any) -> nn.Module:
+    model = copy.deepcopy(base)
+    convert_to_lora(model, 2, **{'alpha': 6, **kw})
+    disturb(model)
+    return model
+
+
+@pytest.mark.parametrize('mode', ['none', 'all', 'lora_only'])
+@pytest.mark.parametrize('family', ['gpt2', 'llama'])
+def test_peft_loads_what_we_write(peft: Any, family: str, mode: str, tmp_path: Path) -> None:
+    base = tiny_causal_lm(family, hidden=16)
+    model = adapted(base, bias=mode)
+    export_peft(model, tmp_path)
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)
+    torch.testing.assert_close(logits(theirs), logits(model), rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(logits(theirs), logits(base), atol=1e-3)
+    # A wrong scaling in the config would show.
+    config = json.loads((tmp_path / CONFIG_FILE).read_text())
+    assert config['fan_in_fan_out'] == (family == 'gpt2')
+    (tmp_path / CONFIG_FILE).write_text(json.dumps({**config, 'lora_alpha': 2}))
+    wrong = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)
+    assert not torch.allclose(logits(wrong), logits(model), atol=1e-3)
+
+
+def test_peft_loads_a_partial_adapter_onto_the_same_layers(peft: Any, tmp_path: Path) -> None:
+    base = tiny_causal_lm('gpt2', hidden=16)
+    model = adapted(base, targets=[r'transformer\.h\.1\.attn\.c_attn', 'c_fc'])  # c_proj exists twice in a block, c_attn in h.0 too
+    export_peft(model, tmp_path)
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)
+    torch.testing.assert_close(logits(theirs), logits(model), rtol=1e-5, atol=1e-6)
+    found = {n.removeprefix('base_model.model.') for n, m in theirs.named_modules() if hasattr(m, 'lora_A')}
+    assert found == set(lora_layers(model)) and len(found) == 3
+
+
+@pytest.mark.parametrize('rslora', [False, True])
+@pytest.mark.parametrize(('family', 'targets'), [('gpt2', ['c_attn', 'c_fc']), ('llama', ['q_proj', 'v_proj']), ('llama', 'all-linear')])
+def test_we_load_what_peft_writes(peft: Any, family: str, targets: Any, rslora: bool, tmp_path: Path) -> None:
+    base = tiny_causal_lm(family, hidden=16)
+    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=targets, use_rslora=rslora, bias='lora_only', task_type='CAUSAL_LM',
+                             fan_in_fan_out=family == 'gpt2')  # fmt: skip
+    theirs = peft.get_peft_model(copy.deepcopy(base), config).eval()
+    disturb(theirs)
+    theirs.save_pretrained(tmp_path)
+    model = copy.deepcopy(base)
+    import_peft(model, tmp_path)
+    torch.testing.assert_close(logits(model), logits(theirs), rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(logits(model), logits(base), atol=1e-3)
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == set(lora_state_dict(model))
+
+
+def test_round_trip_through_a_wrapper_keeps_the_bits(tmp_path: Path) -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+            self.value_head = nn.Linear(16, 1)
+
+    base = tiny_causal_lm('llama', hidden=16)
+    model = Wrapper(adapted(base, dropout=0.25))
+    export_peft(model, tmp_path / 'new' / 'folder', base_model='some/base')
+    config = json.loads((tmp_path / 'new' / 'folder' / CONFIG_FILE).read_text())
+    assert (config['r'], config['lora_alpha'], config['lora_dropout'], config['bias']) == (2, 6, 0.25, 'none')
+    assert config['base_model_name_or_path'] == 'some/base' and config['task_type'] == 'CAUSAL_LM'
+    assert all(n.startswith('base_model.model.model.layers.') for n in load_file(tmp_path / 'new' / 'folder' / WEIGHTS_FILE))
+    other = Wrapper(copy.deepcopy(base))
+    import_peft(other, tmp_path / 'new' / 'folder')
+    assert torch.equal(logits(other.model), logits(model.model))
+    import_peft(other, tmp_path / 'new' / 'folder')  # a second time: into the adapters already there
+    assert torch.equal(logits(other.model), logits(model.model))
+
+
+def test_mistakes_are_refused(tmp_path: Path) -> None:
+    base = tiny_causal_lm('gpt2', hidden=16)
+    with pytest.raises(ValueError, match='no adapters'):
+        export_peft(base, tmp_path)
+    (tmp_path / 'file').write_text('')
+    with pytest.raises(ValueError, match='is a file'):
+        export_peft(adapted(base), tmp_path / 'file')
+    with pytest.raises(ValueError, match=CONFIG_FILE):
+        import_peft(base, tmp_path)
+    folder = tmp_path / 'adapter'
+    export_peft(adapted(base), folder)
+    written = json.loads((folder / CONFIG_FILE).read_text())
+    for change, message in (
+        ({'peft_type': 'IA3'}, 'only LORA'),
+        ({'use_dora': True}, 'use_dora=True'),
+        ({'rank_pattern': {'c_fc': 4}}, 'rank_pattern'),
+        ({'modules_to_save': ['lm_head']}, 'modules_to_save'),
+        ({'r': None}, 'positive integer'),
+    ):
+        (folder / CONFIG_FILE).write_text(json.dumps({**written, **change}))
+        with pytest.raises(ValueError, match=message):
+            import_peft(base, folder)
+    (folder / CONFIG_FILE).write_text(json.dumps(written))
+    with pytest.raises(ValueError, match='does not have'):
+        import_peft(tiny_causal_lm('llama', hidden=16), folder)
+    other = adapted(base, alpha=2)
+    with pytest.raises(ValueError, match='scaling 3'):
+        import_peft(other, folder)
+    tensors = load_file(folder / WEIGHTS_FILE)
+    first = next(n for n in tensors if 'lora_B' in n)
+    save_file({n: t for n, t in tensors.items() if n != first}, folder / WEIGHTS_FILE)
+    for model in (base, adapted(base)):
+        with pytest.raises(ValueError, match='missing .*lora_B'):
+            import_peft(model, folder)
+    save_file({**tensors, first: tensors[first][:-1].contiguous()}, folder / WEIGHTS_FILE)
+    with pytest.raises(ValueError, match='lora_B is'):
+        import_peft(base, folder)
+    assert not has_lora(base)
