@@ -71,7 +71,8 @@ def score_of(folder: Path) -> float | None:
 def prune(root: str | os.PathLike[str], *, keep_last: int | None = None, keep_best: int = 0) -> list[Path]:
     """Remove checkpoints that are neither the last `keep_last` nor the `keep_best` of the highest scores.
 
-    Returns those removed; `keep_last=None` keeps all. Scores are `meta['score']` of the manifests; of equal ones the later counts as better.
+    Returns those removed; `keep_last=None` keeps all. Scores are `meta['score']` of the manifests; of equal ones the later counts
+    as better.
     """
     if keep_last is None:
         return []

@@ -54,7 +54,9 @@ class PPOInputs:
 
 def build_ppo_inputs(args: argparse.Namespace) -> PPOInputs:
     """Read and check what can be without weights; see `PPOInputs`."""
-    from chatgpt.dataset import check_tokenizer, embedded, load_prompts
+    from chatgpt.dataset import embedded
+    from chatgpt.dataset.checks import check_tokenizer
+    from chatgpt.dataset.prompts import load_prompts
     from chatgpt.nn.loading import load_config, load_tokenizer
 
     if args.pretrain:

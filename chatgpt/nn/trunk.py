@@ -8,6 +8,7 @@ as a reward model) gets the mask.
 from __future__ import annotations
 
 import inspect
+import logging
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,16 @@ from chatgpt.types import Batch
 _ENCODERS = {
     'bert', 'roberta', 'xlm-roberta', 'deberta', 'deberta-v2', 'distilbert', 'electra', 'albert', 'camembert', 'modernbert', 'mpnet', 'ernie',
 }  # fmt: skip
+
+
+class _NoPaddingWarning(logging.Filter):
+    """Drops transformers' advice to pass an attention mask: on right-padded input a causal model needs none (see above)."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return 'We strongly recommend passing in an `attention_mask`' not in str(record.msg)
+
+
+logging.getLogger('transformers.modeling_utils').addFilter(_NoPaddingWarning())
 
 
 def base_model(model: nn.Module) -> nn.Module:

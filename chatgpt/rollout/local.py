@@ -20,6 +20,7 @@ from torch import Tensor
 
 from chatgpt.batching import cut_by_tokens
 from chatgpt.rollout.check import attention_window, decode_mask, find_mask_form, model_config
+from chatgpt.rollout.cpu_speed import PackedModules
 from chatgpt.rollout.engine import check_prompts
 from chatgpt.rollout.randomness import sample_keys, uniforms
 from chatgpt.rollout.sampling import Draw, SamplingParams, TokenSampler
@@ -58,6 +59,7 @@ class LocalEngine:
         self._actor: Any = None
         self._modes: list[tuple[Any, bool]] = []
         self._cache: SlotCache | None = None
+        self._packed: PackedModules | None = None
         self._mask_form: Any = None
         self._checked: weakref.ref[Any] | None = None
 
@@ -114,7 +116,8 @@ class LocalEngine:
         if not prompts:
             return []
         try:
-            with torch.inference_mode():
+            self._packed = self._packed or PackedModules(self._actor)
+            with self._packed.active(), torch.inference_mode():
                 run = _Run(self, prompts, limits, sampling, seed, indices)
                 run.loop()
             # outside of inference mode, so that the samples are ordinary tensors that autograd may save
@@ -127,7 +130,7 @@ class LocalEngine:
         """Give the actor back with the training flags it came with, and free the cache."""
         for module, training in self._modes:
             module.training = training
-        self._actor, self._modes, self._cache = None, [], None
+        self._actor, self._modes, self._cache, self._packed = None, [], None, None
 
     def cache(self, rows: int, capacity: int) -> SlotCache:
         """This phase's cache, grown to at least this size."""

@@ -123,6 +123,11 @@ class SamplingParams:
 from_generation_kwargs = SamplingParams.from_generation_kwargs
 
 
+def generation_fields() -> frozenset[str]:
+    """Every keyword that `SamplingParams.from_generation_kwargs` knows."""
+    return frozenset(SamplingParams.__dataclass_fields__) - {'extra'} | _generation_config_fields()
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 

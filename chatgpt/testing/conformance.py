@@ -140,7 +140,8 @@ def expect(condition: bool, message: str) -> None:
 
 
 def close(got: float, want: float, relative: float, what: str) -> None:
-    expect(got == want or abs(got - want) <= relative * abs(want), f'{what} is {got!r}, expected {want!r} within {relative:g} relative')
+    near = got == want or abs(got - want) <= relative * abs(want)
+    expect(near, f'{what} is {got!r}, expected {want!r} within {relative:g} relative')
 
 
 def identical(got: dict[str, Tensor], want: dict[str, Tensor], what: str) -> None:

@@ -1,0 +1,34 @@
+"""Callbacks: what watches a run, logs it, saves it and stops it. Optional packages are imported only when their callback is made."""
+
+from chatgpt.trainer.callbacks.base import Callback, CallbackList
+from chatgpt.trainer.callbacks.checkpoint import SaveCheckpoint
+from chatgpt.trainer.callbacks.early_stopping import EarlyStopping
+from chatgpt.trainer.callbacks.evaluation import Evaluator
+from chatgpt.trainer.callbacks.jsonl import JsonLines, MetricsWriter, read_jsonl
+from chatgpt.trainer.callbacks.performance import PerformanceEvaluator, num_parameters
+from chatgpt.trainer.callbacks.progress import ProgressBar
+from chatgpt.trainer.callbacks.samples import SampleTable, format_table, rows_of
+from chatgpt.trainer.callbacks.self_check import RatioCheck, RatioWarning
+from chatgpt.trainer.callbacks.tensorboard import TensorBoard
+from chatgpt.trainer.callbacks.wandb import WandB
+
+__all__ = [
+    'Callback',
+    'CallbackList',
+    'EarlyStopping',
+    'Evaluator',
+    'JsonLines',
+    'MetricsWriter',
+    'PerformanceEvaluator',
+    'ProgressBar',
+    'RatioCheck',
+    'RatioWarning',
+    'SampleTable',
+    'SaveCheckpoint',
+    'TensorBoard',
+    'WandB',
+    'format_table',
+    'num_parameters',
+    'read_jsonl',
+    'rows_of',
+]

@@ -149,7 +149,8 @@ class Strategy(ABC):
         """Make models and optimizers ready: same things, same order, same nesting; a single item comes back bare.
 
         A (model, optimizer) pair is trained. A bare module is frozen, in eval mode and moved. None and callables that are not
-        modules (a reward function, a pipeline) pass through. A module given twice is prepared once, and trained if any pair holds it.
+        modules (a reward function, a pipeline) pass through. A module given twice is prepared once, and trained if any pair
+        holds it.
         """
         pairs: list[tuple[nn.Module, Optimizer]] = []
         check_items(items, pairs)
@@ -224,8 +225,8 @@ class Strategy(ABC):
     def full_model(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[nn.Module]:
         """The unwrapped module with full weights, LoRA merged, in eval mode: for generation, and for writing it as a whole.
 
-        `dtype=None` means the compute dtype. In fp32 it is the very module, whose exact bits are restored after. In 16 bits it is a
-        copy that is freed after.
+        `dtype=None` means the compute dtype. In fp32 it is the very module, whose exact bits are restored after. In 16
+        bits it is a copy that is freed after.
         """
         module, dtype = self.unwrap(model), dtype or self._dtype
         if dtype is torch.float32:
@@ -302,7 +303,7 @@ class Strategy(ABC):
     # ------------------------------------------------------------------ weights and optimizer states in files
 
     def save_model(self, model: nn.Module, path: str | os.PathLike[str], only_rank0: bool = True) -> None:
-        """One file with the full fp32 state dict that plain torch reads with `weights_only=True`; safetensors if the path ends so.
+        """One file with the full fp32 state dict that plain torch reads with `weights_only=True` (or .safetensors).
 
         `only_rank0=False` writes a folder in parallel under a sharded strategy, and the same one file otherwise.
         """

@@ -1,7 +1,8 @@
 """`FailureGuard`: one rank's exception ends all ranks within seconds, with that rank's message.
 
 The failing rank writes its message into the process group's store. A thread on every other rank looks there several times a
-second; when it finds a message it prints it and ends the process, which may be stuck in a collective that will never finish.
+second; when it finds a message it gives the process a moment to fail by itself (the same mistake, a broken connection), then prints
+the message and ends the process, which may be stuck in a collective that will never finish.
 Leaving the guard without an exception waits for the other ranks, so that the store outlives everyone who looks into it.
 Left out: processes that die without a word (SIGKILL); their launcher ends the others.
 """
@@ -21,6 +22,8 @@ import torch.distributed as dist
 POLL_S = 0.2
 GRACE_S = 5.0
 """how long the failing rank waits for the others to have read its message"""
+LEAVE_S = 1.0
+"""how long a process has to fail by itself once another has failed"""
 
 
 class RankFailure(RuntimeError):
@@ -40,6 +43,8 @@ class FailureGuard(AbstractContextManager[None]):
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._message: str | None = None
+        """another rank's failure, once the watching thread has read it"""
 
     def __enter__(self) -> None:
         if FailureGuard._active or self.world_size == 1:
@@ -68,27 +73,35 @@ class FailureGuard(AbstractContextManager[None]):
     # on a rank that fails
 
     def _report(self, error: BaseException) -> None:
+        if self._message is not None:
+            error.add_note(self._because(self._message))
+            return
         text = f'rank {self.rank} failed: {type(error).__name__}: {error}'
         details = ''.join(traceback.format_exception(error)).rstrip()
         try:
             first = self._store.compare_set('failure', '', f'{text}\n{details}').decode()
-            if not first.startswith(f'rank {self.rank} failed'):
-                raise RankFailure(first.splitlines()[0]) from error
-            self._wait_for('seen', self.world_size - 1, GRACE_S)
-        except (dist.DistError, RuntimeError) as problem:
-            if isinstance(problem, RankFailure):
+            if first.startswith(f'rank {self.rank} failed'):
+                self._wait_for('seen', self.world_size - 1, GRACE_S)
+            else:  # a consequence of the other's failure, or the same mistake noticed here too
                 self._store.add('seen', 1)
-                raise
+                error.add_note(self._because(first))
+        except (dist.DistError, RuntimeError) as problem:  # rank 0, which holds the store, is gone
+            error.add_note(f'The other ranks could not be told: {problem}')
 
     # on the others
 
     def _watch(self) -> None:
         while not self._stop.wait(POLL_S):
-            message = self._failure()
-            if message is not None:
-                sys.stdout.flush()
-                print(f'[rank {self.rank}] stopped, because {message}', file=sys.stderr, flush=True)
-                os._exit(1)
+            self._message = self._failure()
+            if self._message is not None:
+                if not self._stop.wait(LEAVE_S):
+                    sys.stdout.flush()
+                    print(self._because(self._message), file=sys.stderr, flush=True)
+                    os._exit(1)
+                return
+
+    def _because(self, message: str) -> str:
+        return f'[rank {self.rank}] stopped, because {message}'
 
     def _failure(self) -> str | None:
         """Another rank's message, read and acknowledged."""
@@ -102,6 +115,8 @@ class FailureGuard(AbstractContextManager[None]):
             return f'the store of rank 0 cannot be reached ({str(problem).splitlines()[0]})'
 
     def _leave_together(self) -> None:
+        if self._message is not None:
+            raise RankFailure(self._message.splitlines()[0])
         self._store.add('done', 1)
         end = time.monotonic() + self.timeout_s
         while time.monotonic() < end:

@@ -48,7 +48,8 @@ def open_saved(path: str | os.PathLike[str], kind: str) -> tuple[TensorReader, d
     if Path(path).is_dir():
         reader = CheckpointReader(path)
         if reader.meta.get('kind') != kind:
-            raise CheckpointMismatch(f'{path}: expected a saved {kind}, but it holds {reader.meta.get("kind") or "something else"}')
+            found = reader.meta.get('kind') or 'something else'
+            raise CheckpointMismatch(f'{path}: expected a saved {kind}, but it holds {found}')
         return reader, reader.meta
     if kind == 'model':
         return DictReader(load_tensors(path)), {}

@@ -20,6 +20,9 @@ from chatgpt.checkpoint.layout import CheckpointMismatch, Piece, TensorReader
 CHUNK = 1 << 24
 """elements copied at a time, so that loading needs a bounded buffer"""
 
+_ELEMENTWISE = {'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'momentum_buffer'}
+"""slots that must have their parameter's shape"""
+
 _MACHINERY = {'params', 'foreach', 'fused', 'capturable', 'differentiable'}
 """keys of a parameter group that say how a step is computed and not what it computes"""
 
@@ -144,7 +147,7 @@ def slot_device(optimizer: Optimizer, parameter: Tensor, shape: tuple[int, ...])
 
 
 def load_slots(optimizer: Optimizer, parameters: Mapping[str, Tensor], reader: TensorReader) -> None:
-    """Replace the optimizer's state by the reader's '<parameter>/<slot>' tensors. Everything is checked before anything changes."""
+    """Replace the optimizer's state by the reader's '<parameter>/<slot>' tensors. Checks all before it changes any."""
     slots = slots_by_parameter(reader.names())
     strange = _listed('unexpected', sorted(set(slots) - set(parameters)))
     if strange:
@@ -152,7 +155,7 @@ def load_slots(optimizer: Optimizer, parameters: Mapping[str, Tensor], reader: T
     for name, parameter in parameters.items():
         for slot in slots.get(name, []):
             shape = tuple(reader.shape(f'{name}/{slot}'))
-            if slot.startswith(('exp_avg', 'momentum')) and shape != tuple(parameter.shape):
+            if slot in _ELEMENTWISE and shape != tuple(parameter.shape):
                 raise CheckpointMismatch(f'{name}/{slot}: wrong shape: checkpoint {shape}, parameter {tuple(parameter.shape)}')
     optimizer.state.clear()
     for name, parameter in parameters.items():
@@ -202,7 +205,7 @@ def groups_from_json(optimizer: Optimizer, names: list[list[str]], groups: list[
         sources = {stored[name] for name in members}
         if len(sources) > 1:
             where = ', '.join(map(str, sorted(sources)))
-            raise CheckpointMismatch(f'the optimizer state does not fit: parameters of group {number} are in groups {where} there')
+            raise CheckpointMismatch(f'the optimizer state does not fit: parameters of group {number} are spread over {where}')
         for source in sources:
             for key, value in groups[source].items():
                 if key in group and key not in _MACHINERY:

@@ -1,0 +1,126 @@
+"""A small world that the project makes itself: stories of a few sentences whose quality is known.
+
+    one day a small fox went to the river .  it found a flower . it felt glad . it played with a duck .
+
+The prompt is the first sentence; the response is what follows. `true_score` reads a response by the world's grammar: every well-formed
+cheerful sentence counts +1, every gloomy one −1, once each; what is no sentence counts −1. So preferences can be generated, a reward model
+trained on them, and a policy judged by the truth instead of by that reward model. Everything follows from a seed, and the
+tokenizer and the model config come with it.
+
+Left out: `datasets`, and anything that reads files.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+ANIMALS = ('cat', 'dog', 'fox', 'bear', 'bird', 'frog', 'fish', 'duck', 'mouse', 'horse')
+SIZES = ('small', 'big', 'young', 'old', 'white', 'brown')
+PLACES = ('river', 'forest', 'garden', 'hill', 'lake', 'farm')
+THINGS = {1: ('flower', 'cake', 'gift', 'song'), 0: ('leaf', 'stone', 'stick', 'path'), -1: ('thorn', 'storm', 'trap', 'hole')}
+MOODS = {1: ('glad', 'happy', 'merry', 'proud'), 0: ('calm', 'hungry', 'quiet', 'sleepy'), -1: ('sad', 'angry', 'lonely', 'scared')}
+DEEDS = {1: ('played', 'danced', 'laughed'), 0: ('walked', 'waited', 'talked'), -1: ('fought', 'quarrelled', 'cried')}
+FRAME = ('one', 'day', 'a', 'went', 'to', 'the', 'it', 'found', 'felt', 'with', '.')
+PAD, BOS, EOS = '<pad>', '<bos>', '<eos>'
+MAX_SENTENCES = 4
+
+_VALUE_OF = {word: value for table in (THINGS, MOODS, DEEDS) for value, words in table.items() for word in words}
+_SENTENCES = (
+    re.compile(r'it found a (\w+)'),
+    re.compile(r'it felt (\w+)'),
+    re.compile(rf'it (\w+) with a (?:{"|".join(ANIMALS)})'),
+)
+_SLOTS = tuple({w for words in table.values() for w in words} for table in (THINGS, MOODS, DEEDS))
+
+
+def _sentence(rng: random.Random) -> str:
+    value = rng.choice((1, 0, -1))
+    kind = rng.randrange(3)
+    if kind == 0:
+        return f'it found a {rng.choice(THINGS[value])} .'
+    if kind == 1:
+        return f'it felt {rng.choice(MOODS[value])} .'
+    return f'it {rng.choice(DEEDS[value])} with a {rng.choice(ANIMALS)} .'
+
+
+def _prompt(rng: random.Random) -> str:
+    return f'one day a {rng.choice(SIZES)} {rng.choice(ANIMALS)} went to the {rng.choice(PLACES)} .'
+
+
+def _response(rng: random.Random) -> str:
+    return ' '.join(_sentence(rng) for _ in range(rng.randint(2, MAX_SENTENCES)))
+
+
+def demo_corpus(num: int, seed: int = 0) -> list[dict[str, str]]:
+    """`num` stories as {'prompt', 'response'}; cheerful, neutral and gloomy sentences are equally likely."""
+    rng = random.Random(f'corpus {seed}')
+    return [{'prompt': _prompt(rng), 'response': _response(rng)} for _ in range(num)]
+
+
+def demo_prompts(num: int, seed: int = 0) -> list[dict[str, str]]:
+    """`num` first sentences as {'prompt'}."""
+    rng = random.Random(f'prompts {seed}')
+    return [{'prompt': _prompt(rng)} for _ in range(num)]
+
+
+def demo_preferences(num: int, seed: int = 0) -> list[dict[str, str]]:
+    """`num` pairs as {'prompt', 'chosen', 'rejected'}, ordered by the truth; pairs of equal truth are drawn again."""
+    rng = random.Random(f'preferences {seed}')
+    pairs = []
+    while len(pairs) < num:
+        prompt, a, b = _prompt(rng), _response(rng), _response(rng)
+        score_a, score_b = true_score(prompt, a), true_score(prompt, b)
+        if score_a != score_b:
+            chosen, rejected = (a, b) if score_a > score_b else (b, a)
+            pairs.append({'prompt': prompt, 'chosen': chosen, 'rejected': rejected})
+    return pairs
+
+
+def true_score(prompt: str, response: str) -> float:
+    """What a response is worth, in [−1.25, 1]: the sum over its first four sentences / 4.
+
+    A well-formed sentence counts its word's value (+1 cheerful, 0, −1 gloomy), the same sentence only once; any other counts −1. A
+    response that breaks off within a sentence, or says nothing, loses 1/4.
+    """
+    *sentences, rest = [s.strip() for s in response.strip().split('.')]
+    total, seen = 0.0, set()
+    for sentence in sentences[:MAX_SENTENCES]:
+        if sentence not in seen:
+            total += _sentence_value(sentence)
+        seen.add(sentence)
+    return total / MAX_SENTENCES - (0.25 if rest or not sentences else 0.0)
+
+
+def _sentence_value(sentence: str) -> float:
+    for pattern, words in zip(_SENTENCES, _SLOTS, strict=True):
+        match = pattern.fullmatch(sentence)
+        if match and match[1] in words:
+            return float(_VALUE_OF[match[1]])
+    return -1.0
+
+
+def demo_tokenizer() -> Any:
+    """A word-level tokenizer of the world's words: a `PreTrainedTokenizerFast` with distinct pad, begin and end tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [PAD, BOS, EOS, '<unk>', *FRAME, *ANIMALS, *SIZES, *PLACES, *_VALUE_OF]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token='<unk>'))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.WordPiece(prefix='##', cleanup=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token='<unk>', clean_up_tokenization_spaces=False
+    )
+
+
+def demo_config() -> Any:
+    """A GPT-2 of 4 layers x 64 for the world's tokenizer: about 0.2 million parameters."""
+    from transformers import GPT2Config
+
+    tokenizer = demo_tokenizer()
+    return GPT2Config(
+        vocab_size=len(tokenizer), n_positions=64, n_embd=64, n_layer=4, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip

@@ -1,0 +1,109 @@
+"""Faster decoding on CPU: the same modules, with their weights packed for oneDNN and GELU in one kernel.
+
+A decode step multiplies a few rows by every weight matrix, and a plain call rearranges the matrix each time. The weights
+stand still while responses are generated, so they are packed once. Only exact `nn.Linear`, `Conv1D` and
+`NewGELUActivation` modules in fp32 on CPU are replaced, only inside the context and only without autograd; the results
+differ from the plain modules' by rounding.
+
+Left out: CUDA, 16-bit weights, compiled or quantised modules and whatever else is not exactly one of these classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.activations import NewGELUActivation
+from transformers.pytorch_utils import Conv1D
+
+# a packed copy is as large as the weights, so a large model keeps to the plain ones
+MAX_PACKED_BYTES = 2 << 30
+
+
+def _pack(module: nn.Module) -> Tensor:
+    """The module's weight in the layout oneDNN wants. nn.Linear keeps (out, in), Conv1D (in, out)."""
+    weight = module.weight.detach()
+    weight = weight if type(module) is nn.Linear else weight.t().contiguous()
+    return torch.ops.mkldnn._reorder_linear_weight(weight, None)
+
+
+def _packed_forward(packed: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    linear = torch.ops.mkldnn._linear_pointwise.default
+    bias = bias.detach() if bias is not None else None
+
+    def forward(x: Tensor) -> Tensor:
+        return linear(x, packed, bias, 'none', [], '')
+
+    return forward
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate='tanh')
+
+
+def _stamp(parameter: Tensor | None) -> tuple[int, int]:
+    """Changes when the parameter is written or replaced."""
+    return (0, 0) if parameter is None else (parameter.data_ptr(), parameter._version)
+
+
+class PackedModules:
+    """The replaceable modules of one model, packed when first used and again when their weights have changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules: list[Any] = []
+        self.activations: list[Any] = []
+        self._stamps: list[Any] = []
+        self._forwards: list[Callable[[Tensor], Tensor]] = []
+        parameters = list(model.parameters())
+        if any(p.device.type != 'cpu' or p.dtype != torch.float32 for p in parameters) or not torch.backends.mkldnn.is_available():
+            return
+        size = 0
+        for module in model.modules():
+            if 'forward' in vars(module):  # already wrapped by somebody else
+                continue
+            if type(module) in (nn.Linear, Conv1D) and type(module.weight) is nn.Parameter:
+                self.modules.append(module)
+                size += module.weight.numel() * 4
+            elif type(module) is NewGELUActivation:
+                self.activations.append(module)
+        if size > MAX_PACKED_BYTES or not self._works():
+            self.modules = []
+
+    def _works(self) -> bool:
+        """The oneDNN operators are torch's own internals: absent or different ones mean plain modules."""
+        try:
+            linear = nn.Linear(3, 5)
+            x = torch.arange(6.0).view(2, 3)
+            with torch.no_grad():
+                return torch.allclose(_packed_forward(_pack(linear), linear.bias)(x), linear(x), atol=1e-4)
+        except (RuntimeError, AttributeError, TypeError, NotImplementedError):
+            return False
+
+    def _refresh(self) -> None:
+        stamps = [(_stamp(m.weight), _stamp(m.bias)) for m in self.modules]
+        if stamps != self._stamps:
+            # packed outside of inference mode: the copies outlive it
+            with torch.inference_mode(False), torch.no_grad():
+                self._forwards = [_packed_forward(_pack(m), m.bias) for m in self.modules]
+            self._stamps = stamps
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, the modules run packed. Needs grad mode off; not for use while another thread runs the same model."""
+        self._refresh()
+        replaced: list[Any] = []
+        try:
+            for module, forward in zip(self.modules, self._forwards, strict=True):
+                module.forward = forward
+                replaced.append(module)
+            for module in self.activations:
+                module.forward = _gelu_tanh
+                replaced.append(module)
+            yield
+        finally:
+            for module in replaced:
+                del module.forward

@@ -1,0 +1,88 @@
+"""Training checkpoints at intervals, and which of them to keep. Left out: what is in one (`Trainer.save_checkpoint`)."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from chatgpt.checkpoint import CheckpointError, prune, step_folder
+from chatgpt.trainer.callbacks.base import Callback, Mode, check_interval, check_mode, metric_value
+
+if TYPE_CHECKING:
+    from chatgpt.trainer.base import Trainer
+
+
+class SaveCheckpoint(Callback):
+    """Saves a checkpoint every `interval` learning phases, and one at the end of the run.
+
+    A save that fails (a full disk) is a warning: the run goes on, and earlier checkpoints stay. It comes after all other callbacks,
+    so their states in a checkpoint are those after the phase.
+
+    Args:
+        path: folder of the checkpoints, `path/step-00000012`; None means the trainer's `run_dir/checkpoints`.
+        interval: learning phases between checkpoints.
+        keep_last: how many of the newest to keep; None keeps all.
+        keep_best: how many to keep besides, by the value of `metric` in their phase.
+        metric, mode: what is best; an `eval/` metric counts in the phases that measured it.
+    """
+
+    order: ClassVar[int] = 100
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        interval: int = 1,
+        *,
+        keep_last: int | None = None,
+        keep_best: int = 0,
+        metric: str = 'rollout/score_mean',
+        mode: Mode = 'max',
+    ) -> None:
+        self.path = Path(path).absolute() if path is not None else None
+        self.interval = check_interval('interval', interval)
+        if keep_last is not None:
+            check_interval('keep_last', keep_last)
+        if keep_best < 0:
+            raise ValueError(f'keep_best={keep_best} must not be negative')
+        if keep_best and keep_last is None:
+            raise ValueError(f'keep_best={keep_best} means nothing while keep_last=None keeps all; give keep_last as well')
+        check_mode(mode)
+        self.keep_last, self.keep_best, self.metric, self.mode = keep_last, keep_best, metric, mode
+        self._saved_phase: int | None = None
+        self._score: float | None = None
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        if self.path is None and trainer.checkpoint_dir is None:
+            raise ValueError('SaveCheckpoint() has nowhere to write: give it a path, or the trainer a run_dir')
+        self._saved_phase = trainer.phase  # 0 holds nothing yet, and what was resumed from is there already
+
+    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
+        self._saved_phase = trainer.phase
+
+    def on_phase_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+        value = metric_value(metrics, self.metric) if self.keep_best else None
+        self._score = -value if value is not None and self.mode == 'min' else value
+        if step % self.interval == 0:
+            self._save(trainer)
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        if self._saved_phase != trainer.phase:
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        root = self.path if self.path is not None else trainer.checkpoint_dir
+        if root is None:
+            raise ValueError('SaveCheckpoint() has nowhere to write: give it a path, or the trainer a run_dir')
+        try:
+            trainer.save_checkpoint(step_folder(root, trainer.phase), score=self._score)
+        except CheckpointError as error:
+            if trainer.strategy.is_rank_0:
+                warnings.warn(f'phase {trainer.phase} was not saved, the run goes on: {error}', stacklevel=2)
+            return
+        self._saved_phase = trainer.phase
+        if trainer.strategy.is_rank_0:
+            try:
+                prune(root, keep_last=self.keep_last, keep_best=self.keep_best)
+            except OSError as error:
+                warnings.warn(f'{root}: old checkpoints could not be removed ({error})', stacklevel=2)

@@ -1,0 +1,52 @@
+"""Stopping a run whose metric has left its bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from chatgpt.trainer.callbacks.base import Callback, check_interval, metric_value, say
+
+if TYPE_CHECKING:
+    from chatgpt.trainer.base import Trainer
+
+
+class EarlyStopping(Callback):
+    """Asks the run to stop when `metric` is above (or below) a bound in `patience` phases in a row. NaN is out of bounds.
+
+    `EarlyStopping('rollout/kl_mean', above=15.0, patience=3)` stops a policy that runs away;
+    `EarlyStopping('rollout/score_mean', above=0.9)` one that has arrived. Phases that did not measure an `eval/` metric do not count.
+
+    Args:
+        above, below: the bounds, at least one of them.
+        patience: phases in a row.
+    """
+
+    def __init__(self, metric: str, *, above: float | None = None, below: float | None = None, patience: int = 1) -> None:
+        if above is None and below is None:
+            raise ValueError(f'EarlyStopping({metric!r}) has no bound: give above= or below=')
+        if above is not None and below is not None and not below < above:
+            raise ValueError(f'EarlyStopping({metric!r}): below={below} must be smaller than above={above}, or every value is out of bounds')
+        self.metric, self.above, self.below = metric, above, below
+        self.patience = check_interval('patience', patience)
+        self.num_crossed = 0
+        self.stopped_at: int | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'num_crossed': self.num_crossed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.num_crossed = int(state['num_crossed'])
+
+    def on_phase_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+        value = metric_value(metrics, self.metric)
+        if value is None:
+            return
+        within = (self.above is None or value <= self.above) and (self.below is None or value >= self.below)
+        self.num_crossed = 0 if within else self.num_crossed + 1  # NaN is never within
+        if self.num_crossed >= self.patience:
+            self.stopped_at = step
+            trainer.request_stop()
+            if trainer.strategy.is_rank_0:
+                bounds = ' or '.join(f'{word} {b:g}' for word, b in (('above', self.above), ('below', self.below)) if b is not None)
+                say(f'stopping after phase {step}: {self.metric} is {value:.4g}, {bounds} in {self.num_crossed} phases in a row')

@@ -1,0 +1,109 @@
+"""Evaluation before, during and after training, with the best value so far. Left out: what is evaluated, which is a function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from chatgpt.trainer.callbacks.base import Callback, Mode, check_interval, check_mode, say
+from chatgpt.trainer.callbacks.jsonl import RunFile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from chatgpt.trainer.base import Trainer
+
+
+class Evaluator(Callback):
+    """Calls `evaluate(trainer)` on every rank, and logs what it returns as `eval/<name>`.
+
+    Results of a learning phase join its metrics; all of them, that before training (step 0) included, are lines of
+    `run_dir/eval.jsonl`. To keep the best checkpoint, give `SaveCheckpoint` the metric's name and the same interval.
+
+    Args:
+        evaluate: trainer → {name: number}, the same on every rank.
+        interval: learning phases between evaluations.
+        before, after: evaluate ahead of the first phase, and after the last when it was not evaluated.
+        metric: name whose best value is tracked, with or without `eval/`; it is logged as `<metric>_best`.
+        mode: whether larger or smaller is better.
+    """
+
+    order: ClassVar[int] = -10
+
+    def __init__(
+        self,
+        evaluate: Callable[[Trainer], Mapping[str, float]],
+        interval: int = 10,
+        *,
+        before: bool = True,
+        after: bool = True,
+        metric: str | None = None,
+        mode: Mode = 'max',
+        filename: str = 'eval.jsonl',
+    ) -> None:
+        if not callable(evaluate):
+            raise ValueError(f'evaluate must be a function of the trainer; got {type(evaluate).__name__}')
+        check_mode(mode)
+        self.evaluate = evaluate
+        self.interval = check_interval('interval', interval)
+        self.before, self.after, self.mode = before, after, mode
+        self.metric = _named(metric) if metric is not None else None
+        self.best: float | None = None
+        self.best_step: int | None = None
+        self.last: dict[str, float] = {}
+        self._last_step: int | None = None
+        self._file = RunFile(filename)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'best': self.best, 'best_step': self.best_step, 'last_step': self._last_step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.best, self.best_step, self._last_step = state['best'], state['best_step'], state['last_step']
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self._file.begin(trainer, trainer.phase)
+        if self.before and trainer.phase == 0:
+            self._report(trainer, 0, self._run(trainer, 0))
+
+    def on_resume(self, trainer: Trainer, path: Path) -> None:
+        self._file.forget()
+
+    def on_phase_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+        if step % self.interval == 0:
+            metrics.update(self._run(trainer, step))
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        if self.after and self._last_step != trainer.phase:
+            self._report(trainer, trainer.phase, self._run(trainer, trainer.phase))
+
+    def _run(self, trainer: Trainer, step: int) -> dict[str, float]:
+        given = self.evaluate(trainer)
+        if not isinstance(given, Mapping):
+            raise ValueError(f'evaluate must return a dict of numbers; got {type(given).__name__}')
+        result = {_named(name): float(value) for name, value in given.items()}
+        if self.metric is not None:
+            if self.metric not in result:
+                raise ValueError(f'evaluate returned no {self.metric!r}; it returned {", ".join(sorted(result)) or "nothing"}')
+            self._note(result[self.metric], step)
+            if self.best is not None:
+                result[f'{self.metric}_best'] = self.best
+        self._file.write(trainer, step, [result])
+        self.last, self._last_step = result, step
+        return result
+
+    def _note(self, value: float, step: int) -> None:
+        if math.isnan(value):
+            return
+        if self.best is None or (value > self.best if self.mode == 'max' else value < self.best):
+            self.best, self.best_step = value, step
+
+    @staticmethod
+    def _report(trainer: Trainer, step: int, result: Mapping[str, float]) -> None:
+        """Outside the phases no other callback shows the numbers."""
+        if trainer.strategy.is_rank_0:
+            say(f'evaluation at phase {step}  ' + '  '.join(f'{name} {value:.4g}' for name, value in result.items()))
+
+
+def _named(name: str) -> str:
+    return name if name.startswith('eval/') else f'eval/{name}'

@@ -1,0 +1,112 @@
+"""What a run shows while it runs: bars on a terminal, one line per learning phase anywhere else. Rank 0 only.
+
+Left out: keeping the numbers (`jsonl`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from chatgpt.trainer.callbacks.base import Callback, say
+from chatgpt.types import Experience
+
+if TYPE_CHECKING:
+    from chatgpt.trainer.base import Trainer
+
+SHOWN: dict[str, str] = {
+    'score': 'rollout/score_mean',
+    'kl': 'rollout/kl_mean',
+    'length': 'rollout/response_len_mean',
+    'policy': 'ppo/policy_loss',
+    'value': 'ppo/value_loss',
+    'loss': 'sft/loss',
+    'val': 'sft/val_loss',
+    'total_s': 'perf/total_s',
+}
+"""label → metric; those that a phase has are shown, in this order"""
+
+
+class ProgressBar(Callback):
+    """One bar over the phases, with transient ones for collecting and learning; plain lines where stderr is no terminal.
+
+    Args:
+        enabled: False shows nothing at all.
+        bars: True or False forces bars or lines; None looks whether stderr is a terminal.
+        shown: label → metric name, instead of `SHOWN`.
+    """
+
+    def __init__(self, enabled: bool = True, *, bars: bool | None = None, shown: Mapping[str, str] | None = None) -> None:
+        self.enabled = enabled
+        self.bars = bars
+        self.shown = dict(SHOWN if shown is None else shown)
+        self._use_bars = False
+        self._phases: Any = None
+        self._inner: Any = None
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self._close()
+        self._use_bars = sys.stderr.isatty() if self.bars is None else self.bars
+        if self._showing(trainer):
+            self._phases = self._bar('phases', total=trainer.num_phases, initial=trainer.phase, position=0, leave=True)
+
+    def on_make_experience_start(self, trainer: Trainer) -> None:
+        if self._showing(trainer):
+            self._start('collect', None)
+
+    def on_make_experience_end(self, trainer: Trainer, experiences: list[Experience]) -> None:
+        self._stop()
+
+    def on_learn_batch_start(self, trainer: Trainer) -> None:
+        if self._inner is None and self._showing(trainer):
+            updates, phases = trainer.total_updates, trainer.num_phases
+            self._start('learn', -(-updates // phases) if updates and phases else None)
+
+    def on_learn_batch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        if self._inner is not None:
+            self._inner.update(1)
+
+    def on_phase_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+        self._stop()
+        if not (self.enabled and trainer.strategy.is_rank_0):
+            return
+        numbers = {label: f'{metrics[name]:.4g}' for label, name in self.shown.items() if name in metrics}
+        if self._phases is not None:
+            self._phases.set_postfix(numbers, refresh=False)
+            self._phases.update(step - self._phases.n)
+            self._phases.refresh()
+        elif not self._use_bars:
+            of = f'/{trainer.num_phases}' if trainer.num_phases else ''
+            say(f'phase {step}{of}  ' + '  '.join(f'{label} {number}' for label, number in numbers.items()))
+            sys.stdout.flush()
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        self._close()
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        self._close()
+
+    def _showing(self, trainer: Trainer) -> bool:
+        return self.enabled and self._use_bars and trainer.strategy.is_rank_0
+
+    def _start(self, what: str, total: int | None) -> None:
+        self._stop()
+        self._inner = self._bar(what, total=total, position=1, leave=False)
+
+    def _stop(self) -> None:
+        if self._inner is not None:
+            self._inner.close()
+            self._inner = None
+
+    def _close(self) -> None:
+        self._stop()
+        if self._phases is not None:
+            self._phases.close()
+            self._phases = None
+
+    @staticmethod
+    def _bar(what: str, **options: Any) -> Any:
+        from tqdm import tqdm
+
+        return tqdm(desc=what, dynamic_ncols=True, file=sys.stderr, **options)

@@ -1,0 +1,104 @@
+"""DDP: joining and leaving process groups, sums of gradients by hand, work shared when writing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from chatgpt.testing.processes import environment, free_port, run_distributed, torchrun_environment
+from chatgpt.trainer.strategies.ddp import DDPStrategy, buckets
+
+
+def test_without_torchrun(monkeypatch):
+    for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match='RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set; launch with: torchrun'):
+        DDPStrategy()
+
+
+@pytest.mark.parametrize('wrong', [{'timeout_s': 0}, {'bucket_bytes': 0}, {'precision': 'int4'}])
+def test_wrong_settings_are_refused_before_joining(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        DDPStrategy(**wrong)
+    assert not dist.is_initialized()
+
+
+def test_own_group_is_left_and_a_given_one_is_not():
+    with environment(**torchrun_environment(0, 1, free_port())):
+        with DDPStrategy(device='cpu') as strategy:
+            assert (strategy.rank, strategy.world_size, strategy.local_rank, strategy.is_rank_0) == (0, 1, 0, True)
+            assert dist.is_initialized()
+            with DDPStrategy(device='cpu') as guest:
+                assert guest.world_size == 1
+            assert dist.is_initialized()
+        assert not dist.is_initialized()
+
+
+def test_buckets_keep_order_and_size():
+    tensors = [torch.zeros(n) for n in (3, 3, 10, 1)] + [torch.zeros(1, dtype=torch.float64)]
+    assert [[len(t) for t in b] for b in buckets(tensors, 24)] == [[3, 3], [10], [1], [1]]
+
+
+class TwoPaths(nn.Module):
+    """Uses `a` or `b` but not both, and never `c`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in 'abc':
+            setattr(self, name, nn.Parameter(torch.tensor([1.0, 1.0])))
+
+    def forward(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return (getattr(self, name) * x).sum()
+
+
+def _several():
+    found = {}
+    with DDPStrategy(seed=3, device='cpu') as strategy:
+        rank = strategy.rank
+        # rank 0 uses a then a; rank 1 uses a then b: sums over ranks and micro-batches, whoever used what
+        model = TwoPaths()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.5)
+        model, optimizer = strategy.prepare((model, optimizer))
+        uses = [[('a', [1.0, 2.0]), ('a', [10.0, 20.0])], [('a', [100.0, 200.0]), ('b', [7.0, 8.0])]][rank]
+        for number, (name, x) in enumerate(uses):
+            with strategy.accumulate(model, last=number == 1):
+                strategy.backward(model(name, torch.tensor(x)), model, optimizer)
+        found['norm'] = strategy.optimizer_step(optimizer)
+        found['weights'] = {n: p.tolist() for n, p in model.named_parameters()}
+        # weights that differ between ranks start from rank 0's
+        odd = nn.Linear(2, 2)
+        with torch.no_grad():
+            odd.weight.fill_(float(rank + 5))
+        found['start'] = strategy.prepare(odd).weight.tolist()
+        # every rank writes something, together everything once
+        big = strategy.prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+        found['pieces'] = [(p.name, p.start, p.stop) for p in strategy.model_pieces(big)]
+        # an exception of rank 0 has its class and message everywhere
+        for error in (FileNotFoundError('gone'), type('Odd', (Exception,), {})('odd one')):
+            try:
+                strategy.run_on_rank0(lambda e=error: _raise(e))
+            except Exception as caught:
+                found.setdefault('errors', []).append((type(caught).__name__, str(caught)))
+        found['local'] = torch.rand(1).item()
+    return found
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_two_processes():
+    results = run_distributed(_several, 2)
+    for found in results:
+        # sum for a: 1 + 10 + 100 = 111, 2 + 20 + 200 = 222; for b: 7, 8; c has no gradient and so no weight decay either
+        assert found['norm'] == pytest.approx((111**2 + 222**2 + 49 + 64) ** 0.5, rel=1e-6)
+        assert found['weights'] == {'a': [1 - 111.5, 1 - 222.5], 'b': [1 - 7.5, 1 - 8.5], 'c': [1.0, 1.0]}
+        assert found['start'] == [[5.0, 5.0], [5.0, 5.0]]
+    assert results[0]['local'] == results[1]['local']
+    dealt = [found['pieces'] for found in results]
+    assert all(len(d) == 2 for d in dealt)
+    assert sorted(dealt[0] + dealt[1]) == [('0.bias', 0, 8), ('0.weight', 0, 64), ('1.bias', 0, 8), ('1.weight', 0, 64)]
+    assert results[0]['errors'] == [('FileNotFoundError', 'gone'), ('Odd', 'odd one')]
+    assert results[1]['errors'] == [('FileNotFoundError', 'gone'), ('RuntimeError', 'rank 0: Odd: odd one')]

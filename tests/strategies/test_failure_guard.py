@@ -1,0 +1,126 @@
+"""One rank raising ends all ranks within seconds with that rank's message and a non-zero exit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from chatgpt.testing.processes import free_port, run_distributed, torchrun_environment
+from chatgpt.trainer.strategies import NaiveStrategy
+
+ROOT = Path(__file__).parents[2]
+HEAD = """
+import sys, time, torch
+from chatgpt.trainer.strategies.ddp import DDPStrategy
+strategy = DDPStrategy(device='cpu')
+rank = strategy.rank
+"""
+
+
+def launch(body: str, world_size: int = 2) -> tuple[list[int], list[str], float]:
+    """Run a script on every rank; exit codes, what was printed, and seconds since the ranks were all ready."""
+    port = free_port()
+    code = HEAD + textwrap.dedent(body)
+    children = []
+    for rank in range(world_size):
+        variables = {**os.environ, **torchrun_environment(rank, world_size, port), 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
+        streams = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT, 'text': True}
+        children.append(subprocess.Popen([sys.executable, '-c', code], env=variables, cwd=ROOT, **streams))
+    try:
+        texts = [child.communicate(timeout=60)[0] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    ready = [float(line.split()[1]) for text in texts for line in text.splitlines() if line.startswith('ready ')]
+    return [child.returncode for child in children], texts, time.time() - max(ready)
+
+
+@pytest.mark.parametrize('failing', [1, 0])
+def test_other_ranks_end_with_the_message(failing):
+    codes, texts, seconds = launch(f"""
+        with strategy.failure_guard():
+            strategy.barrier()
+            print('ready', time.time(), flush=True)
+            if rank == {failing}:
+                raise KeyError('no such shelf')
+            for _ in range(1000):
+                strategy.all_reduce(torch.ones(3))
+    """)
+    assert codes == [1, 1], texts
+    assert f"because rank {failing} failed: KeyError: 'no such shelf'" in texts[1 - failing]
+    assert f'[rank {1 - failing}] stopped' in texts[1 - failing]
+    assert 'Traceback' in texts[failing] and 'no such shelf' in texts[failing]
+    assert seconds < 15
+
+
+def test_a_rank_that_is_busy_with_something_else_ends_too():
+    codes, texts, seconds = launch("""
+        with strategy.failure_guard():
+            strategy.barrier()
+            print('ready', time.time(), flush=True)
+            if rank == 1:
+                sys.exit('out of paper')
+            time.sleep(50)
+    """)
+    assert codes == [1, 1]
+    assert 'rank 1 failed: SystemExit: out of paper' in texts[0]
+    assert seconds < 15
+
+
+def test_without_a_guard_the_other_rank_does_not_learn_why():
+    codes, texts, _ = launch("""
+        strategy.barrier()
+        print('ready', time.time(), flush=True)
+        if rank == 1:
+            raise KeyError('no such shelf')
+        strategy.all_reduce(torch.ones(3))
+    """)
+    assert codes[1] == 1
+    assert 'no such shelf' not in texts[0]
+
+
+def test_a_rank_that_has_finished_learns_of_a_late_failure():
+    codes, texts, _ = launch("""
+        with strategy.failure_guard():
+            strategy.barrier()
+            print('ready', time.time(), flush=True)
+            if rank == 1:
+                time.sleep(1.0)
+                raise ValueError('late')
+        print('left the guard')
+    """)
+    assert codes == [1, 1]
+    assert 'RankFailure: rank 1 failed: ValueError: late' in texts[0]
+    assert 'left the guard' not in texts[0] + texts[1]
+
+
+def _same_mistake_everywhere():
+    from chatgpt.trainer.strategies.ddp import DDPStrategy
+
+    said = []
+    with DDPStrategy(device='cpu') as strategy:
+        for attempt in range(3):  # a guard can be entered again after a failure that every rank survived
+            try:
+                with strategy.failure_guard(), strategy.failure_guard():
+                    if attempt != 1:
+                        raise ValueError(f'mistake {attempt}')
+                    said.append(strategy.all_gather_object(strategy.rank))
+            except ValueError as error:
+                said.append(str(error))
+            strategy.barrier()
+    return said
+
+
+def test_the_same_mistake_on_every_rank_keeps_its_class():
+    assert run_distributed(_same_mistake_everywhere, 2) == [['mistake 0', [0, 1], 'mistake 2']] * 2
+
+
+def test_one_process_has_nothing_to_guard():
+    with pytest.raises(ZeroDivisionError), NaiveStrategy(device='cpu').failure_guard():
+        _ = 1 / 0

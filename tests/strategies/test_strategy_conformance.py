@@ -1,0 +1,138 @@
+"""Our strategies pass the conformance suite, and strategies with a planted fault do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chatgpt.testing.conformance import BF16, FP32, Bench, ConformanceError, all_checks, run_conformance
+from chatgpt.testing.processes import run_distributed
+from chatgpt.trainer.strategies import NaiveStrategy
+from chatgpt.trainer.strategies.ddp import DDPStrategy
+
+
+@pytest.mark.parametrize('name', list(all_checks()))
+def test_naive(name, tmp_path):
+    all_checks()[name](Bench(make_strategy=lambda: NaiveStrategy(device='cpu'), folder=tmp_path))
+
+
+@pytest.mark.parametrize('precision', ['bf16', 'fp16'])
+def test_naive_in_16_bits(precision, tmp_path):
+    results = run_conformance(lambda: NaiveStrategy(precision=precision, device='cpu'), tolerance=BF16, folder=tmp_path)
+    assert set(results.values()) == {'passed'} and set(results) == set(all_checks())
+
+
+def test_naive_in_bf16_is_not_naive_in_fp32(tmp_path):
+    def against_fp32(strategy):
+        return NaiveStrategy(device='cpu')
+
+    bench = Bench(make_strategy=lambda: NaiveStrategy(precision='bf16', device='cpu'), folder=tmp_path, make_reference=against_fp32)
+    with pytest.raises(ConformanceError, match='against Naive'):
+        all_checks()['equals_naive'](bench)
+
+
+def test_unknown_check():
+    with pytest.raises(ValueError, match='unknown checks spelling; there are collectives'):
+        run_conformance(lambda: NaiveStrategy(device='cpu'), checks=['spelling'])
+
+
+class ForgetsToReduce(DDPStrategy):
+    def reduce_gradients(self, pair):
+        return
+
+
+class Averages(DDPStrategy):
+    def backward(self, loss, model, optimizer):
+        super().backward(loss / self.world_size, model, optimizer)
+
+
+class ForgetsBuckets(DDPStrategy):
+    """Sums only the first bucket."""
+
+    def reduce_gradients(self, pair):
+        first = next(p for _, p in pair.named_parameters())
+        first.grad.copy_(self.all_reduce(first.grad))
+
+
+class LocalClipping(DDPStrategy):
+    def gradient_norm(self, parameters):
+        return super().gradient_norm(parameters[:3])
+
+
+class WritesEverythingTwice(DDPStrategy):
+    def model_pieces(self, model):
+        from chatgpt.checkpoint import pieces_of
+
+        return pieces_of(dict(self.unwrap(model).named_parameters()))
+
+
+class LosesTheMoments(DDPStrategy):
+    def load_optimizer_pieces(self, optimizer, reader):
+        self.trained(optimizer).optimizer.state.clear()
+
+
+class FlatPrepare(DDPStrategy):
+    def prepare(self, *items):
+        out = super().prepare(*items)
+        return tuple(x for item in out for x in (item if isinstance(item, list) else [item])) if isinstance(out, tuple) else out
+
+
+class LeavesEvalMode(DDPStrategy):
+    def full_model(self, model, dtype=None):
+        model.eval()
+        return super().full_model(model, dtype)
+
+
+class KeepsGradients(DDPStrategy):
+    def discard_gradients(self, optimizer):
+        pass
+
+
+class StepsOnInfinity(DDPStrategy):
+    def optimizer_step(self, optimizer, max_norm=None):
+        pair = self.trained(optimizer)
+        self.reduce_gradients(pair)
+        norm = self.gradient_norm([p for _, p in pair.named_parameters() if p.grad is not None])
+        pair.optimizer.step()
+        self.discard_gradients(optimizer)
+        return norm
+
+
+FAULTS = {
+    ForgetsToReduce: ['equals_naive', 'unequal'],
+    Averages: ['equals_naive', 'clipping'],
+    ForgetsBuckets: ['equals_naive'],
+    LocalClipping: ['clipping'],
+    WritesEverythingTwice: ['pieces'],
+    LosesTheMoments: ['optimizer_save_load', 'pieces'],
+    FlatPrepare: ['prepare'],
+    LeavesEvalMode: ['full_model'],
+    KeepsGradients: ['discard'],
+    StepsOnInfinity: ['non_finite'],
+}
+
+
+def _ddp_and_faults():
+    torch.set_num_threads(1)
+    found = {}
+    for precision, tolerance in (('fp32', FP32), ('bf16', BF16)):
+        found[precision] = run_conformance(lambda p=precision: DDPStrategy(precision=p, device='cpu'), tolerance=tolerance)
+    found['small buckets'] = run_conformance(lambda: DDPStrategy(device='cpu', bucket_bytes=64), checks=['equals_naive', 'unequal'])
+    for strategy, checks in FAULTS.items():
+        for check in checks:
+            try:
+                run_conformance(lambda s=strategy: s(device='cpu'), checks=[check])
+                found[strategy.__name__, check] = 'not noticed'
+            except Exception as error:
+                found[strategy.__name__, check] = f'{type(error).__name__}: {error}'
+    return found
+
+
+def test_ddp_on_two_processes_and_planted_faults():
+    for found in run_distributed(_ddp_and_faults, 2, init_group=True):
+        for key in ('fp32', 'bf16'):
+            assert found[key] == dict.fromkeys(all_checks(), 'passed')
+        assert set(found['small buckets'].values()) == {'passed'}
+        for strategy, checks in FAULTS.items():
+            for check in checks:
+                assert found[strategy.__name__, check].startswith(('ConformanceError', 'CheckpointError')), (strategy, check, found)
