@@ -33,7 +33,7 @@ END = 1
 
 
 def build_model(args: argparse.Namespace, end_prob: float) -> GPT2LMHeadModel:
-    """A random GPT-2 whose end token has about this probability at every step (0: never)."""
+    """A random GPT-2 whose end token has this probability at every step (0: never); other tokens are equally likely."""
     torch.manual_seed(args.seed)
     config = GPT2Config(
         n_layer=args.layers, n_embd=args.width, n_head=args.heads, vocab_size=args.vocab, n_positions=args.prompt + args.new,
@@ -41,10 +41,8 @@ def build_model(args: argparse.Namespace, end_prob: float) -> GPT2LMHeadModel:
     )  # fmt: skip
     model = GPT2LMHeadModel(config).eval()
     head = nn.Linear(args.width, args.vocab)
-    head.weight.data.copy_(model.lm_head.weight.data)
-    head.weight.data[END] = 0.0
+    head.weight.data.zero_()  # costs as much as any other and makes the end probability exact: p = e^b / (e^b + V - 1)
     head.bias.data.zero_()
-    # softmax over V tokens of about equal logits: p = e^b / (e^b + V - 1)
     head.bias.data[END] = math.log(end_prob * (args.vocab - 1) / (1 - end_prob)) if end_prob > 0 else -1e9
     model.lm_head = head
     return model

@@ -1,8 +1,7 @@
 """From records to examples: which columns mean what.
 
-`to_example` recognises the shape of a record by its columns and returns one of four canonical examples in text form:
-`PromptExample`, `Demonstration`, `Preference`, `Labelled`. `as_kind` turns one into another where that makes sense (a preference
-is also a prompt). Nothing is tokenized here, and conversations stay lists of messages.
+`to_example` recognises the shape of a record by its columns (`SHAPES` lists the known ones) and returns the canonical example. Where
+the record came from, and what is done when it is bad, is not decided here.
 """
 
 from __future__ import annotations
@@ -10,81 +9,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-Kind = Literal['prompt', 'demonstration', 'preference', 'labelled']
-
-
-class Message(NamedTuple):
-    """One turn of a conversation."""
-
-    role: str
-    """system, user, assistant or tool"""
-    content: str
-
-
-@dataclass(frozen=True, slots=True)
-class Instruction:
-    """An instruction with an optional input, as Alpaca's data has it."""
-
-    instruction: str
-    input: str = ''
-
-
-PromptText = str | Instruction | tuple[Message, ...]
-"""plain text, used as it is; an instruction; or the turns of a conversation up to the answer"""
-ResponseText = str | tuple[Message, ...]
-"""one answer; or several turns, the first of them the assistant's"""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PromptExample:
-    prompt: PromptText
-    columns: dict[str, Any] = field(default_factory=dict)
-    """every column of the record that is not part of the prompt"""
-    where: str = 'data'
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Demonstration:
-    """A prompt and an answer to learn from; plain text has the prompt ''."""
-
-    prompt: PromptText
-    response: ResponseText
-    columns: dict[str, Any] = field(default_factory=dict)
-    where: str = 'data'
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Preference:
-    """A prompt and two or more answers, best first; '' as prompt where whole texts are compared."""
-
-    prompt: PromptText
-    responses: tuple[ResponseText, ...]
-    scores: tuple[float, ...] | None = None
-    """one per response, where the data gives them (for margins)"""
-    columns: dict[str, Any] = field(default_factory=dict)
-    where: str = 'data'
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Labelled:
-    """A text with a label: a class, a judgement (True: desirable), or a reward. Text without a prompt has the prompt ''."""
-
-    prompt: PromptText
-    response: ResponseText
-    label: bool | int | float | str
-    columns: dict[str, Any] = field(default_factory=dict)
-    where: str = 'data'
-
-
-Example = PromptExample | Demonstration | Preference | Labelled
-
-
-class BadRecord(ValueError):
-    """This record cannot be used; the message is the reason, without the place."""
-
+from chatgpt.dataset.examples import (
+    BadRecord, Demonstration, Example, Instruction, Labelled, Message, Preference, PromptExample, PromptText, ResponseText,
+    instruction_text, shorten, split_turns,
+)  # fmt: skip
 
 # names under which a column is known, the usual one first
 PROMPT = ('prompt', 'query', 'question')
@@ -117,7 +47,7 @@ _HH_ASSISTANT = '\n\nAssistant:'
 def shape_of(data: Mapping[str, Any]) -> str:
     """The name in `SHAPES` of a record, by its columns; a column that holds None counts as absent. Raises BadRecord."""
     has = {key for key, value in data.items() if value is not None}
-    turns = _first(has, TURNS) is not None or isinstance(data.get('prompt'), (list, tuple))
+    turns = _first(has, TURNS) is not None or _holds_turns(data.get('prompt'))
     if any(better in has and worse in has for better, worse in PAIRS):
         return 'preference' if turns or 'instruction' in has or _first(has, PROMPT) else 'dialogues'
     if _first(has, PROMPT) and _first(has, RANKED):
@@ -164,7 +94,7 @@ def _dialogues(data: Mapping[str, Any], where: str) -> Example:
 
 def _whole_dialogues(data: Mapping[str, Any], better: str, worse: str, where: str) -> Example:
     columns = _rest(data, {better, worse, *TURNS, *PROMPT, 'system'})
-    if isinstance(data[better], str) and isinstance(data[worse], str) and not _is_json_list(data[better]):
+    if isinstance(data[better], str) and isinstance(data[worse], str) and not _holds_turns(data[better]):
         a, b = data[better], data[worse]
         if _HH_ASSISTANT not in a and _HH_ASSISTANT not in b:
             return _checked_preference('', (a, b), _pair_scores(data), columns, where)
@@ -184,7 +114,7 @@ def _whole_dialogues(data: Mapping[str, Any], better: str, worse: str, where: st
         cut -= 1  # the answers begin at the last assistant turn at or before the first difference
     if cut == 0:
         raise BadRecord(f'{better} and {worse} share no turns before an answer of the assistant')
-    pair = (_shorten(turns_a[cut:]), _shorten(turns_b[cut:]))
+    pair = (shorten(turns_a[cut:]), shorten(turns_b[cut:]))
     return _checked_preference(turns_a[:cut], pair, _pair_scores(data), columns, where)
 
 
@@ -276,7 +206,7 @@ def prompt_of(data: Mapping[str, Any]) -> tuple[PromptText, set[str]]:
         turns = [Message(role, _string(text, 'history')) for pair in history for role, text in zip((_USER, _ASSISTANT), pair, strict=True)]
         return _with_system((*turns, Message(_USER, instruction_text(prompt))), data), {'instruction', key, 'history', 'system'}
     key = _first_given(data, TURNS, missing='')
-    if key or isinstance(_from_json(data.get('prompt')), (list, tuple)):
+    if key or _holds_turns(data.get('prompt')):
         key = key or 'prompt'
         turns_given = _with_system(messages_of(data[key], key), data)
         if all(turn.role == 'system' for turn in turns_given):
@@ -286,11 +216,6 @@ def prompt_of(data: Mapping[str, Any]) -> tuple[PromptText, set[str]]:
     prompt_text = _string(data[key], key)
     _not_blank(prompt_text, 'the prompt')
     return prompt_text, {key}
-
-
-def instruction_text(prompt: Instruction) -> str:
-    """Instruction and input as one user message."""
-    return f'{prompt.instruction}\n\n{prompt.input}' if prompt.input.strip() else prompt.instruction
 
 
 def messages_of(value: Any, column: str) -> tuple[Message, ...]:
@@ -318,17 +243,6 @@ def messages_of(value: Any, column: str) -> tuple[Message, ...]:
     return tuple(turns)
 
 
-def split_turns(turns: Sequence[Message], *, last: bool = False) -> tuple[tuple[Message, ...], ResponseText]:
-    """Cut a conversation before its first answer (or its last one). A single answer becomes its text. Raises BadRecord."""
-    answers = [i for i, turn in enumerate(turns) if turn.role == _ASSISTANT]
-    if not answers:
-        raise BadRecord('the conversation has no turn of the assistant')
-    if all(turn.role == 'system' for turn in turns[: answers[0]]):
-        raise BadRecord('the conversation begins with the assistant; nothing was asked before')
-    cut = answers[-1] if last else answers[0]
-    return tuple(turns[:cut]), _shorten(tuple(turns[cut : answers[-1] + 1]))
-
-
 def label_of(value: Any, column: str = 'label') -> bool | int | float | str:
     """A label as bool, number or name; numbers and truth values written as text are converted. Raises BadRecord."""
     if isinstance(value, str):
@@ -346,44 +260,6 @@ def label_of(value: Any, column: str = 'label') -> bool | int | float | str:
     if isinstance(value, bool) or _is_number(value):
         return value
     raise BadRecord(f'{column} is {_short(value)}, where a finite number, a truth value or a class name is needed')
-
-
-def as_kind(example: Example, kind: Kind) -> Example:
-    """The same example as another kind. Raises BadRecord where nothing sensible comes out.
-
-    A preference or labelled example gives its prompt, a preference its best answer as a demonstration, a conversation the turns
-    before its last answer as a prompt. What was judged undesirable (label False) is no demonstration.
-    """
-    if isinstance(example, _CLASSES[kind]):
-        return example
-    columns, where = example.columns, example.where
-    if kind == 'prompt' and not isinstance(example, PromptExample):
-        if example.prompt == '':
-            raise BadRecord('a text without a prompt, where a prompt is needed')
-        if isinstance(example, Demonstration) and isinstance(example.response, tuple) and isinstance(example.prompt, tuple):
-            prompt, _ = split_turns((*example.prompt, *example.response), last=True)
-            return PromptExample(prompt=prompt, columns=columns, where=where)
-        return PromptExample(prompt=example.prompt, columns=columns, where=where)
-    if kind == 'demonstration':
-        if isinstance(example, Preference):
-            return Demonstration(prompt=example.prompt, response=example.responses[0], columns=columns, where=where)
-        if isinstance(example, Labelled):
-            if example.label is False:
-                raise BadRecord('judged undesirable (label false), so not a demonstration')
-            return Demonstration(prompt=example.prompt, response=example.response, columns=columns, where=where)
-        if isinstance(example, PromptExample) and isinstance(example.prompt, tuple):
-            prompt, response = split_turns(example.prompt)  # a last turn of the user has no answer to learn from
-            return Demonstration(prompt=prompt, response=response, columns=columns, where=where)
-    raise BadRecord(f'a {_NAMES[type(example)]}, where a {kind} is needed')
-
-
-_CLASSES: dict[str, type] = {'prompt': PromptExample, 'demonstration': Demonstration, 'preference': Preference, 'labelled': Labelled}
-_NAMES = {
-    PromptExample: 'prompt without an answer',
-    Demonstration: 'demonstration (one answer, no label)',
-    Preference: 'preference (ranked answers)',
-    Labelled: 'labelled example',
-}
 
 
 def _checked_preference(
@@ -412,13 +288,9 @@ def _number(value: Any, column: str) -> float:
 
 
 def _answer(value: Any, column: str) -> ResponseText:
-    if isinstance(value, str) and not _is_json_list(value):
+    if isinstance(value, str) and not _holds_turns(value):
         return value
-    return _shorten(messages_of(value, column))
-
-
-def _shorten(turns: tuple[Message, ...]) -> ResponseText:
-    return turns[0].content if len(turns) == 1 and turns[0].role == _ASSISTANT else turns
+    return shorten(messages_of(value, column))
 
 
 def _with_system(turns: tuple[Message, ...], data: Mapping[str, Any]) -> tuple[Message, ...]:
@@ -437,8 +309,13 @@ def _not_blank(value: ResponseText, what: str) -> None:
         raise BadRecord(f'{what} is empty')
 
 
-def _is_json_list(value: str) -> bool:
-    return value.lstrip().startswith('[{')
+def _holds_turns(value: Any) -> bool:
+    """A list, or JSON text of a list of turns; an answer that merely is JSON stays text."""
+    given = _from_json(value)
+    if isinstance(value, str):
+        turns = isinstance(given, list) and bool(given)
+        return turns and all(isinstance(t, dict) and ('role' in t or 'from' in t) for t in given)
+    return isinstance(given, (list, tuple))
 
 
 def _from_json(value: Any) -> Any:

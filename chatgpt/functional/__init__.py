@@ -8,7 +8,8 @@
     preference.py   DPO family, KTO, ORPO, SimPO
     ilql.py         offline RL: TD, expectile, CQL, AWAC
 
-Letters: N tokens that are actions, all sequences of a batch concatenated; B sequences; A actions of one sequence; V vocabulary; D width.
+Letters: N tokens that are actions, all sequences of a batch concatenated; B sequences; A actions of one sequence; V
+vocabulary; D width.
 
 Left out: models, text, processes.
 """

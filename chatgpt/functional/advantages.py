@@ -1,13 +1,14 @@
 """Rewards per token, and advantages from rewards, values or scores.
 
-Per-token quantities of a phase are lists: one 1-D tensor per sequence, each of its own length A. Work is vectorised over sequences by
-elementwise operations only, so a sequence's numbers are the same bits whatever else is in the list.
+Per-token quantities of a phase are lists: one 1-D tensor per sequence, each of its own length A. Work is vectorised over
+sequences by elementwise operations only, so a sequence's numbers are the same bits whatever else is in the list.
 
-Masks: a token whose mask is False (tool output inside a response) is no step. The next token that counts is the successor of the one
-before; rewards and values at such tokens are never read, advantages and returns there are 0. `masks=None` means that all count.
+Masks: a token whose mask is False (tool output inside a response) is no step. The next token that counts is the successor
+of the one before; rewards and values at such tokens are never read, advantages and returns there are 0. `masks=None`
+means that all count.
 
-Two sorts of estimator: over the tokens of a response (`gae`, `a2c`, `reinforce_pp`, `reinforce_pp_baseline`) and over the responses to one
-prompt, one number per response (`grpo`, `dr_grpo`, `rloo`), which `spread` puts on its tokens.
+Two sorts of estimator: over the tokens of a response (`gae`, `a2c`, `reinforce_pp`, `reinforce_pp_baseline`) and over the
+responses to one prompt, one number per response (`grpo`, `dr_grpo`, `rloo`), which `spread` puts on its tokens.
 
 Left out: KL estimates (`kl.py`), scaling and clipping of scores, which estimator a run uses.
 """
@@ -121,8 +122,8 @@ def a2c(rewards: Lists, values: Lists, masks: Lists | None = None, *, gamma: flo
 def grpo(scores: Tensor, groups: Tensor, *, eps: float = 1e-4) -> Tensor:
     """(score − group mean) / (group std + eps), one number per response.
 
-    Source: DeepSeekMath, Shao et al. 2024, section 4.1.2 (outcome supervision). std is the unbiased one and eps 1e-4, as in TRL; the
-    paper names neither. A response alone in its group gets 0: it has nothing to be compared with.
+    Source: DeepSeekMath, Shao et al. 2024, section 4.1.2 (outcome supervision). std is the unbiased one and eps 1e-4, as
+    in TRL; the paper names neither. A response alone in its group gets 0: it has nothing to be compared with.
 
     Args:
         scores: (M,) floating point.
@@ -149,8 +150,8 @@ def dr_grpo(scores: Tensor, groups: Tensor) -> Tensor:
 def rloo(scores: Tensor, groups: Tensor) -> Tensor:
     """score − mean of the other scores in the group, (M,).
 
-    Source: REINFORCE leave-one-out, Kool et al. 2019; for language models Ahmadian et al. 2024, "Back to Basics", section 2. The paper's
-    score is already KL-penalised: pass score − β · (sum of kl over the response). Arguments as in `grpo`.
+    Source: REINFORCE leave-one-out, Kool et al. 2019; for language models Ahmadian et al. 2024, "Back to Basics", section
+    2. The paper's score is already KL-penalised: pass score − β · (sum of kl over the response). Arguments as in `grpo`.
 
     Raises:
         ValueError: a group with one response, which has no others.
@@ -204,8 +205,8 @@ def reinforce_pp_baseline(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """REINFORCE++ with a baseline: the group mean is subtracted from the score, then as `reinforce_pp`.
 
-    The std is that of all tokens of the phase, not of the group. Source: Hu 2025, arXiv 2501.03262, the variant for several responses per
-    prompt; there the KL is a loss of its own, here it may also be in the reward.
+    The std is that of all tokens of the phase, not of the group. Source: Hu 2025, arXiv 2501.03262, the variant for
+    several responses per prompt; there the KL is a loss of its own, here it may also be in the reward.
 
     Args:
         scores: (M,) one per response.

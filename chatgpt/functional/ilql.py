@@ -1,14 +1,15 @@
 """Implicit language Q-learning (ILQL): losses of Q heads, V head and policy, and the logits to decode with. All unreduced, (N,).
 
-Source of all: Snell et al. 2022, "Offline RL for natural language generation with implicit language Q learning", sections 4 and 5; the
-expectile is that of IQL, Kostrikov et al. 2021, equation 5; the conservative term that of CQL, Kumar et al. 2020.
+Source of all: Snell et al. 2022, "Offline RL for natural language generation with implicit language Q learning", sections
+4 and 5; the expectile is that of IQL, Kostrikov et al. 2021, equation 5; the conservative term that of CQL, Kumar et al.
+2020.
 
 The state before an action has a value V; taking a token has a value Q. The full loss is
 
     Σ_heads td_loss + expectile_value_loss + cql_scale · Σ_heads cql_loss + awac_scale · awac_loss
 
-with Q of the actions taken, target Qs from slowly moving copies of the heads, and rewards that are standardised over the data set and
-placed on the last token that counts.
+with Q of the actions taken, target Qs from slowly moving copies of the heads, and rewards that are standardised over the
+data set and placed on the last token that counts.
 
 Left out: the heads, Polyak averaging of the targets, sampling.
 """

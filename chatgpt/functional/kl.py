@@ -1,7 +1,7 @@
 """Kullback-Leibler divergence per token: estimators from log-probs, the exact sum over the vocabulary, and coefficient controllers.
 
-Direction, everywhere: the token was drawn from the policy q, and the number estimates KL(q || p) = E_q[log q − log p] to the reference p.
-With r = p / q, log r = ref_logprobs − logprobs.
+Direction, everywhere: the token was drawn from the policy q, and the number estimates KL(q || p) = E_q[log q − log p] to
+the reference p. With r = p / q, log r = ref_logprobs − logprobs.
 
 Left out: where the number goes. In the reward it is a constant; as a loss its gradient matters, see `kl_penalty`.
 """
@@ -28,8 +28,8 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = 'k1') -> T
 
     Source: Schulman 2020, "Approximating KL divergence"; 'abs' and k2 (there called 'mse') are also TRL's `kl_penalty` choices.
 
-    As a loss on tokens drawn from the policy itself, the expected gradient of k1 is 0 and that of k2 is the gradient of the KL; k3, the
-    choice of GRPO (Shao et al. 2024, equation 4), agrees with it to first order in log r.
+    As a loss on tokens drawn from the policy itself, the expected gradient of k1 is 0 and that of k2 is the gradient of
+    the KL; k3, the choice of GRPO (Shao et al. 2024, equation 4), agrees with it to first order in log r.
 
     Args:
         logprobs: any shape, of the policy.

@@ -52,8 +52,9 @@ def chunked_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of `ids` (and the entropy) from hidden states, without the (N, V) logits ever existing at once.
 
-    Rows go through the head in chunks. With gradients enabled, each chunk is recomputed in the backward pass instead of being kept, so
-    memory does not grow with N; when one chunk holds everything there is nothing to save and nothing is recomputed.
+    Rows go through the head in chunks. With gradients enabled, each chunk is recomputed in the backward pass instead of
+    being kept, so memory does not grow with N; when one chunk holds everything there is nothing to save and nothing is
+    recomputed.
 
     Args:
         hidden: (N, D) states that predict the tokens.

@@ -1,7 +1,8 @@
 """Losses of policies, values and reward models, their aggregation, and what is measured beside them.
 
-Every loss is unreduced: one number per token (N,) or per sequence (B,). `aggregate` turns it into this micro-batch's share of the loss of a
-whole train batch, by dividing a sum by a *global* count; adding the shares of all micro-batches and ranks gives the loss.
+Every loss is unreduced: one number per token (N,) or per sequence (B,). `aggregate` turns it into this micro-batch's
+share of the loss of a whole train batch, by dividing a sum by a *global* count; adding the shares of all micro-batches
+and ranks gives the loss.
 
 Left out: preference losses (`preference.py`), offline RL (`ilql.py`), KL (`kl.py`), entropy itself (`logprobs.py`).
 """
@@ -81,9 +82,9 @@ def clipped_policy_loss(
 ) -> Tensor:
     """max(−A ρ, −A clip(ρ, 1 − eps_low, 1 + eps_high)) with ρ = π / π_old = exp(logprobs − old_logprobs).
 
-    Sources: Schulman et al. 2017, equation 7 (with the sign of a loss); eps_high ≠ eps_low is DAPO's clip-higher, Yu et al. 2025, equation
-    10. With `dual_clip` c the loss of a negative advantage is at most −c A (Ye et al. 2020, "Mastering complex control in MOBA games",
-    equation 5).
+    Sources: Schulman et al. 2017, equation 7 (with the sign of a loss); eps_high ≠ eps_low is DAPO's clip-higher, Yu et
+    al. 2025, equation 10. With `dual_clip` c the loss of a negative advantage is at most −c A (Ye et al. 2020, "Mastering
+    complex control in MOBA games", equation 5).
 
     Args:
         logprobs: (N,) or any shape, of the policy that learns.
@@ -112,8 +113,9 @@ def gspo_policy_loss(
 ) -> Tensor:
     """The clipped loss with one length-normalised ratio per sequence, s = exp(mean_t (logprobs − old_logprobs)), on each of its tokens.
 
-    Source: GSPO, Zheng et al. 2025, "Group sequence policy optimization", equations 5 and 7; the paper's clip range is the default. Its
-    objective is `aggregate` in mode 'sequence', with a sequence's advantage on all its tokens (`advantages.spread`).
+    Source: GSPO, Zheng et al. 2025, "Group sequence policy optimization", equations 5 and 7; the paper's clip range is
+    the default. Its objective is `aggregate` in mode 'sequence', with a sequence's advantage on all its tokens
+    (`advantages.spread`).
 
     Args:
         logprobs, old_logprobs, advantages: (N,).
@@ -136,7 +138,8 @@ def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, row
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None = None) -> Tensor:
     """½ max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²); with clip=None ½ (V − R)².
 
-    Source: OpenAI baselines' PPO; "The 37 implementation details of PPO", detail 9, and Ziegler et al.'s code for language models.
+    Source: OpenAI baselines' PPO; "The 37 implementation details of PPO", detail 9, and Ziegler et al.'s code for
+    language models.
 
     Args:
         values: (N,) or any shape.
@@ -166,8 +169,8 @@ def entropy_loss(entropy: Tensor) -> Tensor:
 def pairwise_log_sigmoid_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float | None = None) -> Tensor:
     """−log σ(chosen − rejected − margin), per pair.
 
-    Sources: Stiennon et al. 2020, section 3.4; Ouyang et al. 2022, equation 1 (Bradley-Terry); the margin is Llama 2's, Touvron et al.
-    2023, equation 2.
+    Sources: Stiennon et al. 2020, section 3.4; Ouyang et al. 2022, equation 1 (Bradley-Terry); the margin is Llama 2's,
+    Touvron et al. 2023, equation 2.
 
     Args:
         chosen, rejected: (B,) scores.
@@ -198,8 +201,9 @@ class RankedPairs(NamedTuple):
 def ranked_pairs(groups: Tensor, ranks: Tensor) -> RankedPairs:
     """All pairs of answers to one prompt that differ in rank: C(K, 2) of K answers without ties.
 
-    With s = scores, Σ weights · pairwise loss(s[better], s[worse]) / prompts is Ouyang et al. 2022, equation 1. All pairs of a prompt belong
-    into one batch, or answers are seen several times per epoch and the model overfits (section 3.5 there).
+    With s = scores, Σ weights · pairwise loss(s[better], s[worse]) / prompts is Ouyang et al. 2022, equation 1. All pairs
+    of a prompt belong into one batch, or answers are seen several times per epoch and the model overfits (section 3.5
+    there).
 
     Args:
         groups: (M,) int64, equal for answers to one prompt.
@@ -213,9 +217,10 @@ def ranked_pairs(groups: Tensor, ranks: Tensor) -> RankedPairs:
 def truncated_importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, cap: float = 2.0) -> Tensor:
     """min(exp(logprobs − behaviour_logprobs), cap), a constant weight per token.
 
-    For engines whose log-probs differ from the trainer's: `logprobs` are the trainer's for the very weights that generated (the old
-    ones), `behaviour_logprobs` the engine's. Multiply the policy loss by it. Sources: Ionides 2008, "Truncated importance
-    sampling"; for language models Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
+    For engines whose log-probs differ from the trainer's: `logprobs` are the trainer's for the very weights that
+    generated (the old ones), `behaviour_logprobs` the engine's. Multiply the policy loss by it. Sources: Ionides 2008,
+    "Truncated importance sampling"; for language models Yao et al. 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training".
     """
     if not cap > 0:
         raise ValueError(f'cap={cap!r} must be positive')
@@ -245,7 +250,8 @@ def policy_stats(
 ) -> PolicyStats:
     """How far the policy has moved from the one that collected; ρ = exp(logprobs − old_logprobs), all (N,).
 
-    Sources: "The 37 implementation details of PPO", detail 12 (clip fraction: |ρ − 1| beyond the range, approximate KL); Schulman 2020 for k1, k3.
+    Sources: "The 37 implementation details of PPO", detail 12 (clip fraction: |ρ − 1| beyond the range, approximate KL);
+    Schulman 2020 for k1, k3.
     """
     new, old = logprobs.double(), old_logprobs.double()
     ratio = _ratio(new - old)

@@ -1,8 +1,8 @@
 """Preference losses: the DPO family, KTO, ORPO, SimPO. One number per pair, or per response for KTO, unreduced.
 
 Inputs are log-probs of whole responses, (B,): sums over their tokens, or means where a method says so
-(`losses.sequence_logprobs` makes both). "Margin" is the difference of log-ratios that `dpo_margin` computes; the implicit reward of a
-response is β (log π − log π_ref), so β · margin is chosen reward − rejected reward.
+(`losses.sequence_logprobs` makes both). "Margin" is the difference of log-ratios that `dpo_margin` computes; the implicit
+reward of a response is β (log π − log π_ref), so β · margin is chosen reward − rejected reward.
 
 Left out: models and pairing.
 """

@@ -63,7 +63,7 @@ def _cached_states(actor: Any, sequences: list[Tensor], form: MaskForm) -> list[
     row_index = torch.arange(rows, device=device)
     cache.prefill(row_index, None)
     positions = torch.arange(longest, device=device).expand(rows, longest)
-    hidden = actor.trunk(input_ids, position_ids=positions, past_key_values=cache, use_cache=True)
+    hidden = actor.trunk(input_ids, position_ids=positions, past_key_values=cache)
     states = [[hidden[i, length - 1]] for i, length in enumerate(_PROMPT_LENGTHS)]
     for step in range(_NUM_STEPS):
         width = longest + step + 1
@@ -71,7 +71,7 @@ def _cached_states(actor: Any, sequences: list[Tensor], form: MaskForm) -> list[
         cache.decode(row_index, lengths, width, same_length=False)
         mask = decode_mask(lengths, width, form, hidden.dtype)
         hidden = actor.trunk(
-            token[:, None], position_ids=lengths[:, None], attention_mask=mask, past_key_values=cache, use_cache=True
+            token[:, None], position_ids=lengths[:, None], attention_mask=mask, past_key_values=cache
         )
         for i in range(rows):
             states[i].append(hidden[i, 0])
@@ -96,6 +96,8 @@ def find_mask_form(actor: Any) -> MaskForm:
     for form in ('additive', 'boolean'):
         try:
             cached = _cached_states(actor, sequences, form)
+        except torch.OutOfMemoryError:
+            raise
         except (ValueError, TypeError, RuntimeError, IndexError, AttributeError, NotImplementedError, KeyError) as error:
             found.append(f'{form} mask: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ""}')
             continue

@@ -1,9 +1,9 @@
 """Faster decoding on CPU: the same modules, with their weights packed for oneDNN and GELU in one kernel.
 
 A decode step multiplies a few rows by every weight matrix, and a plain call rearranges the matrix each time. The weights
-stand still while responses are generated, so they are packed once. Only exact `nn.Linear`, `Conv1D` and
-`NewGELUActivation` modules in fp32 on CPU are replaced, only inside the context and only without autograd; the results
-differ from the plain modules' by rounding.
+stand still while responses are generated, so they are packed once. Only exact `nn.Linear`, `Conv1D` (also with a merged LoRA
+adapter) and `NewGELUActivation` modules in fp32 on CPU are replaced, only inside the context and only without autograd; the
+results differ from the plain modules' by rounding.
 
 Left out: CUDA, 16-bit weights, compiled or quantised modules and whatever else is not exactly one of these classes.
 """
@@ -20,6 +20,8 @@ from torch.nn import functional as F
 from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
+from chatgpt.nn.lora import LoRAConv1D, LoRALinear
+
 # a packed copy is as large as the weights, so a large model keeps to the plain ones
 MAX_PACKED_BYTES = 2 << 30
 
@@ -27,7 +29,7 @@ MAX_PACKED_BYTES = 2 << 30
 def _pack(module: nn.Module) -> Tensor:
     """The module's weight in the layout oneDNN wants. nn.Linear keeps (out, in), Conv1D (in, out)."""
     weight = module.weight.detach()
-    weight = weight if type(module) is nn.Linear else weight.t().contiguous()
+    weight = weight if isinstance(module, nn.Linear) else weight.t().contiguous()
     return torch.ops.mkldnn._reorder_linear_weight(weight, None)
 
 
@@ -45,9 +47,15 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate='tanh')
 
 
-def _stamp(parameter: Tensor | None) -> tuple[int, int]:
-    """Changes when the parameter is written or replaced."""
-    return (0, 0) if parameter is None else (parameter.data_ptr(), parameter._version)
+def _is_plain(module: Any) -> bool:
+    """Whether the module computes x W + b with the weight as it is."""
+    return module.merged if isinstance(module, (LoRALinear, LoRAConv1D)) else True
+
+
+def _stamp(module: Any) -> tuple[Any, ...]:
+    """Changes when a parameter is written or replaced, or an adapter merged or not."""
+    bias = (0, 0) if module.bias is None else (module.bias.data_ptr(), module.bias._version)
+    return (_is_plain(module), module.weight.data_ptr(), module.weight._version, *bias)
 
 
 class PackedModules:
@@ -57,7 +65,7 @@ class PackedModules:
         self.modules: list[Any] = []
         self.activations: list[Any] = []
         self._stamps: list[Any] = []
-        self._forwards: list[Callable[[Tensor], Tensor]] = []
+        self._forwards: list[Callable[[Tensor], Tensor] | None] = []
         parameters = list(model.parameters())
         if any(p.device.type != 'cpu' or p.dtype != torch.float32 for p in parameters) or not torch.backends.mkldnn.is_available():
             return
@@ -65,7 +73,9 @@ class PackedModules:
         for module in model.modules():
             if 'forward' in vars(module):  # already wrapped by somebody else
                 continue
-            if type(module) in (nn.Linear, Conv1D) and type(module.weight) is nn.Parameter:
+            is_linear = type(module) in (nn.Linear, Conv1D, LoRALinear, LoRAConv1D)
+            # tensors made in inference mode have no version counter, so a change of theirs would go unnoticed
+            if is_linear and type(module.weight) is nn.Parameter and not module.weight.is_inference():
                 self.modules.append(module)
                 size += module.weight.numel() * 4
             elif type(module) is NewGELUActivation:
@@ -84,11 +94,11 @@ class PackedModules:
             return False
 
     def _refresh(self) -> None:
-        stamps = [(_stamp(m.weight), _stamp(m.bias)) for m in self.modules]
+        stamps = [_stamp(m) for m in self.modules]
         if stamps != self._stamps:
             # packed outside of inference mode: the copies outlive it
             with torch.inference_mode(False), torch.no_grad():
-                self._forwards = [_packed_forward(_pack(m), m.bias) for m in self.modules]
+                self._forwards = [_packed_forward(_pack(m), m.bias) if _is_plain(m) else None for m in self.modules]
             self._stamps = stamps
 
     @contextmanager
@@ -98,8 +108,9 @@ class PackedModules:
         replaced: list[Any] = []
         try:
             for module, forward in zip(self.modules, self._forwards, strict=True):
-                module.forward = forward
-                replaced.append(module)
+                if forward is not None:
+                    module.forward = forward
+                    replaced.append(module)
             for module in self.activations:
                 module.forward = _gelu_tanh
                 replaced.append(module)

@@ -10,7 +10,6 @@ over a key/value cache: those go through `chatgpt.rollout.hf`.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -61,7 +60,7 @@ class LocalEngine:
         self._cache: SlotCache | None = None
         self._packed: PackedModules | None = None
         self._mask_form: Any = None
-        self._checked: weakref.ref[Any] | None = None
+        self._checked: Any = None
 
     def begin(self, actor: Actor) -> None:
         """Take the actor, dropout off. The first time with a model, checks its cached decode against its plain forward.
@@ -73,7 +72,10 @@ class LocalEngine:
         self._modes = [(module, module.training) for module in actor.modules()]
         self._actor = actor
         actor.eval()
-        if self._checked is not None and self._checked() is actor:
+        # a 16-bit policy is a new copy in every phase: what matters is the architecture
+        parameter, config = next(actor.parameters()), actor.model.config
+        kind = (type(actor.model), config._attn_implementation, parameter.dtype, parameter.device, str(config.to_dict()))
+        if self._checked == kind:
             return
         try:
             with torch.inference_mode():
@@ -81,7 +83,7 @@ class LocalEngine:
         except ValueError:
             self.end()
             raise
-        self._checked = weakref.ref(actor)
+        self._checked = kind
 
     def generate(
         self,
@@ -237,7 +239,7 @@ class _Run:
             source = torch.repeat_interleave(torch.tensor(copies, device=self.device))
         self.cache.prefill(torch.arange(first, first + num_rows, device=self.device), source)
         positions = torch.arange(width, device=self.device).expand(len(distinct), width)
-        hidden = self.actor.trunk(input_ids, position_ids=positions, past_key_values=self.cache, use_cache=True)
+        hidden = self.actor.trunk(input_ids, position_ids=positions, past_key_values=self.cache)
         last = torch.tensor([len(ids) - 1 for ids in distinct], device=self.device)
         logits = self.actor.head(hidden[torch.arange(len(distinct), device=self.device), last])
         return logits if source is None else logits[source]
@@ -253,7 +255,7 @@ class _Run:
         mask = None if same_length else decode_mask(lengths, width, self.engine._mask_form, self.mask_dtype)
         self.cache.decode(self.row_index, lengths, width, same_length=same_length)
         hidden = self.actor.trunk(
-            self.token[:, None], position_ids=lengths[:, None], attention_mask=mask, past_key_values=self.cache, use_cache=True
+            self.token[:, None], position_ids=lengths[:, None], attention_mask=mask, past_key_values=self.cache
         )
         self.token, flags = self.emit(self.actor.head(hidden[:, -1]), self.state)
         self.state = self.state + self.increment

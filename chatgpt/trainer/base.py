@@ -67,7 +67,7 @@ class Trainer(ABC):
         self.clock = PhaseClock(strategy.device)
         self._signals = StopSignals()
         self._stop_requested = False
-        chosen = list(callbacks)
+        chosen = [*self.own_callbacks(), *callbacks]
         if not any(isinstance(c, ProgressBar) for c in chosen):
             chosen.append(ProgressBar())
         if self.run_dir is not None and not any(isinstance(c, MetricsWriter) for c in chosen):
@@ -86,6 +86,10 @@ class Trainer(ABC):
     @abstractmethod
     def optimizers(self) -> Mapping[str, Optimizer]:
         """Their optimizers, by the name of the model."""
+
+    def own_callbacks(self) -> list[Callback]:
+        """Callbacks that belong to this kind of trainer."""
+        return []
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and controllers: everything JSON-able that determines the future. Subclasses extend it."""

@@ -29,6 +29,7 @@ from chatgpt.nn.dropout import dropout_off
 from chatgpt.rollout import LocalEngine, RolloutEngine
 from chatgpt.trainer.advantages import estimate_advantages, whitened
 from chatgpt.trainer.base import Trainer
+from chatgpt.trainer.callbacks import Callback, RatioCheck
 from chatgpt.trainer.config import NEEDS_CRITIC, PPOConfig
 from chatgpt.trainer.learning import TrainedModel, Work, generator_for, learn_batch, train_batches
 from chatgpt.trainer.ppo_loss import PPOLoss
@@ -160,6 +161,9 @@ class PPOTrainer(Trainer):
 
     def optimizers(self) -> Mapping[str, Optimizer]:
         return {'actor': self.actor_optim} | ({'critic': self.critic_optim} if self.critic_optim is not None else {})
+
+    def own_callbacks(self) -> list[Callback]:
+        return [RatioCheck()] if self.config.ratio_check else []
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {

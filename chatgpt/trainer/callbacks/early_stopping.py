@@ -26,7 +26,7 @@ class EarlyStopping(Callback):
         if above is None and below is None:
             raise ValueError(f'EarlyStopping({metric!r}) has no bound: give above= or below=')
         if above is not None and below is not None and not below < above:
-            raise ValueError(f'EarlyStopping({metric!r}): below={below} must be smaller than above={above}, or every value is out of bounds')
+            raise ValueError(f'EarlyStopping({metric!r}): below={below} must be smaller than above={above}')
         self.metric, self.above, self.below = metric, above, below
         self.patience = check_interval('patience', patience)
         self.num_crossed = 0

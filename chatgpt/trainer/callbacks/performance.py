@@ -1,9 +1,9 @@
 """Throughput and TFLOPS of an online trainer, counting the arithmetic that is really done.
 
-A token that goes forward through N parameters costs 2N FLOP (a multiplication and an addition per parameter), and the backward pass as much again for
-the gradient of the activations and again for that of the weights (Kaplan et al. 2020, section 2.1; Narayanan et al. 2021,
-section 5.1 for recomputation). With P prompt and A response tokens per sequence, E passes really made and N_a, N_c, N_i, N_r parameters of
-actor, critic, initial and reward model:
+A token that goes forward through N parameters costs 2N FLOP (a multiplication and an addition each), and the backward pass as
+much again for the gradient of the activations and again for that of the weights (Kaplan et al. 2020, section 2.1; Narayanan et
+al. 2021, section 5.1, for recomputation). With P prompt and A response tokens per sequence, E passes really made and N_a, N_c,
+N_i, N_r parameters of actor, critic, initial and reward model:
 
     collect  Σ 2 N_a (P + A − 1)              KV cache: every token goes through once; the last one is never fed
     score    Σ 2 (N_c + N_i + N_r [+ N_a]) (P + A)     the actor only where log-probs are recomputed

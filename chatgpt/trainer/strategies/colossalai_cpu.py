@@ -117,10 +117,10 @@ def _set_accelerator() -> None:
         def reset_peak_memory_stats(self, device: Any = None) -> None:
             pass
 
-        def Stream(self, device: Any = None, priority: int = 0, **kwargs: Any) -> _NoStream:  # noqa: N802 upstream's name
+        def Stream(self, device: Any = None, priority: int = 0, **kwargs: Any) -> _NoStream:
             return _NoStream()
 
-        def Event(self, *args: Any, **kwargs: Any) -> _NoStream:  # noqa: N802 upstream's name
+        def Event(self, *args: Any, **kwargs: Any) -> _NoStream:
             return _NoStream()
 
         def current_stream(self, device: Any = None) -> _NoStream:
@@ -159,7 +159,7 @@ class _TorchCPUAdam:
         exp_avg_sq: Tensor,
         div_scale: float,
     ) -> None:
-        """One update of `param`, `exp_avg`, `exp_avg_sq` in place. The gradient is divided by `div_scale` when that is positive."""
+        """One update of `param`, `exp_avg`, `exp_avg_sq` in place. A positive `div_scale` divides the gradient."""
         correction1 = 1 - beta1**step if bias_correction else 1.0
         correction2 = 1 - beta2**step if bias_correction else 1.0
         grad = grad.to(exp_avg.dtype)
@@ -212,14 +212,14 @@ def _patch_low_level_zero() -> None:
 
 
 def _patch_record_stream() -> None:
-    """LowLevelZero records its gradient buckets on a communication stream; for CPU tensors torch raises. Nothing to record there."""
+    """LowLevelZero records its gradient buckets on a communication stream; for CPU tensors, which have none, torch raises."""
     original = Tensor.record_stream
 
     def record_stream(self: Tensor, stream: Any) -> None:
         if self.device.type != 'cpu':
             original(self, stream)
 
-    Tensor.record_stream = record_stream  # type: ignore[method-assign]
+    Tensor.record_stream = record_stream  # type: ignore[method-assign, assignment]
 
 
 def _slot(device: torch.device) -> str:

@@ -1,26 +1,30 @@
-"""One trained model under ColossalAI's LowLevelZero (ZeRO stage 1, 2) or Gemini (stage 3), behind one small interface.
+"""One model under ColossalAI's LowLevelZero (ZeRO stage 1, 2) or Gemini (stage 3), behind one small interface.
 
-An engine owns a boosted (model, optimizer) pair: backward with accumulation, the exact gradient norm, the step, and where this
-rank's part of every parameter and optimizer state lives. Upstream rounds fp32 weights to the compute dtype before it makes its
-fp32 masters; an engine puts the exact values back, so a run starts and resumes on the same bits as any other strategy.
+An engine owns a boosted model, with its optimizer when it is trained: backward with accumulation, the exact gradient norm, the
+step, and where this rank's part of every parameter and optimizer state lives. Upstream rounds fp32 weights to the compute dtype
+before it makes its fp32 masters, and keeps no exact copy of weights that are not trained. An engine puts the exact values in and
+keeps them, so a run starts and resumes on the same bits as under any other strategy.
 
-Left out: options and their checks, files and names of checkpoints (`colossalai`), running without CUDA (`colossalai_cpu`).
-colossalai is never imported here: the boosted objects are handed in.
+Left out: options (`colossalai_options`), files, running without CUDA (`colossalai_cpu`). colossalai is never imported here: the
+boosted objects are handed in.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 
 @dataclass
@@ -49,56 +53,148 @@ def rank_range(numel: int, rank: int, world_size: int) -> tuple[int, int]:
     return min(rank * share, numel), min((rank + 1) * share, numel)
 
 
-class Engine(ABC):
-    """A boosted model with its optimizer."""
+class Engine:
+    """A boosted model that is not trained, whole on every rank: the base of the other engines."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, names: Mapping[int, str], originals: Mapping[str, Tensor]) -> None:
-        """`model` and `optimizer` as boosted; `names` by parameter id; `originals` the weights before boosting, by name."""
-        self.model, self.optimizer, self.names = model, optimizer, names
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+    def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
+        """`model` and `optimizer` as boosted. `fill` must follow."""
+        self.model, self.optimizer = model, optimizer
         self.module: nn.Module = model.module  # type: ignore[assignment]
+        self.names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device = next((p.device for p in self.module.parameters()), torch.device('cpu'))
-        self._untrained = self._keep_untrained(originals)
-        with torch.no_grad():
-            for shard in self.trained_shards():
-                shard.data.copy_(originals[shard.name].reshape(-1)[shard.start : shard.stop])
+        self._kept: dict[str, Tensor] = {}
+        """this rank's exact share, on the CPU, of each untrained parameter that was rounded"""
 
-    def _keep_untrained(self, originals: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's exact share of every parameter that boosting rounded and that has no master: {name: (n,) on CPU}."""
-        kept = {}
+    # ------------------------------------------------------------------ which parameters live where
+
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that have a master, in the model's order."""
+        return []
+
+    def trained_shards(self) -> Iterator[Shard]:
+        """This rank's part of every trained parameter; empty parts are left out."""
+        return iter(())
+
+    def untrained(self) -> list[nn.Parameter]:
+        trained = {id(p) for p in self.trained()}
+        return [p for p in self.module.parameters() if id(p) not in trained]
+
+    def untrained_shards(self) -> Iterator[Shard]:
+        """This rank's part of every parameter without a master."""
         for parameter in self.untrained():
-            original = originals[self.names[id(parameter)]]
-            if original.dtype != parameter.dtype:
-                start, stop = rank_range(original.numel(), self.rank, self.world_size)
-                kept[self.names[id(parameter)]] = original.reshape(-1)[start:stop].to('cpu', copy=True)
-        return kept
+            name = self.names[id(parameter)]
+            start, stop = rank_range(parameter.numel(), self.rank, self.world_size)
+            if stop > start:
+                data = self._kept[name] if name in self._kept else parameter.detach().reshape(-1)[start:stop]
+                yield Shard(name, tuple(parameter.shape), start, stop, data, None, start, stop)
+
+    # ------------------------------------------------------------------ values in
+
+    @torch.no_grad()
+    def fill(self, tensors: Iterable[tuple[str, Tensor]], fresh: bool = False) -> None:
+        """Take exact whole values by name. `fresh`: the model was boosted without them, so set its weights and buffers too."""
+        shards = {shard.name: shard for shard in self.trained_shards()}
+        untrained = {self.names[id(p)]: p for p in self.untrained()}
+        buffers = dict(self.module.named_buffers())
+        for name, tensor in tensors:
+            flat = tensor.detach().reshape(-1)
+            if name in shards:
+                shards[name].data.copy_(flat[shards[name].start : shards[name].stop])
+            elif name in untrained:
+                self._keep(name, untrained[name], flat)
+                if fresh:
+                    self._write(untrained[name], flat)
+            elif fresh and name in buffers:
+                buffers[name].copy_(tensor)
+        if fresh:
+            self.refresh()
+
+    @torch.no_grad()
+    def set_untrained(self, parameter: nn.Parameter, values: Tensor) -> None:
+        """Set a whole parameter that has no master; `values` is exact and flat."""
+        name = self.names[id(parameter)]
+        if name in self._kept:
+            start, stop = rank_range(values.numel(), self.rank, self.world_size)
+            self._kept[name].copy_(values[start:stop])
+        self._write(parameter, values)
+
+    def _keep(self, name: str, parameter: nn.Parameter, values: Tensor) -> None:
+        if values.dtype != parameter.dtype:
+            start, stop = rank_range(values.numel(), self.rank, self.world_size)
+            self._kept[name] = values[start:stop].to('cpu', copy=True)
+
+    def _write(self, parameter: nn.Parameter, values: Tensor) -> None:
+        parameter.copy_(values.view(parameter.shape))
+
+    def refresh(self) -> None:
+        """Make the weights that the forward uses from the masters. May be a collective."""
+
+    # ------------------------------------------------------------------ values out
+
+    @torch.no_grad()
+    def gather(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter whole, in `dtype`, on the device, one bounded buffer at a time. A collective: exhaust it on every rank.
+
+        A tensor is valid until the next one is asked for.
+        """
+        yield from self._gather_trained(dtype)
+        for parameter in self.untrained():
+            name = self.names[id(parameter)]
+            if name in self._kept:
+                part = self._kept[name].to(self.device, dtype)
+                yield name, self._gather_flat(part, parameter.numel()).view(parameter.shape)
+            else:
+                yield name, parameter.detach().to(dtype) if parameter.is_floating_point() else parameter.detach()
+
+    def _gather_trained(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
+
+    def _gather_flat(self, part: Tensor, numel: int) -> Tensor:
+        """(numel,) from every rank's `rank_range`."""
+        share = -(-numel // self.world_size)
+        padded = part.new_zeros(share)
+        padded[: part.numel()] = part
+        out = part.new_empty(share * self.world_size)
+        dist.all_gather_into_tensor(out, padded)
+        return out[:numel]
+
+    # ------------------------------------------------------------------ around a forward
+
+    def before_forward(self) -> None:
+        """The weights are about to be used."""
+
+    def after_forward(self) -> None:
+        """Also after a forward that failed."""
+
+
+class TrainedEngine(Engine, ABC):
+    """A boosted (model, optimizer) pair."""
+
+    sync = True
+    """False: this micro-batch is not the last before the step"""
 
     @property
     def inner(self) -> Any:
         """The optimizer that the user built."""
         return self.optimizer.optim
 
+    @property
     @abstractmethod
-    def trained(self) -> list[nn.Parameter]:
-        """The parameters that have a master, in the model's order."""
+    def _mixin(self) -> Any:
+        """Upstream's mixed precision helper."""
+
+    @property
+    def scaler(self) -> Any:
+        """Upstream's DynamicGradScaler under fp16, else None."""
+        return getattr(self._mixin, 'grad_scaler', None)
+
+    @property
+    def loss_scale(self) -> float:
+        return float(self.scaler.scale.item()) if self.scaler is not None else 1.0
 
     @abstractmethod
-    def trained_shards(self) -> Iterator[Shard]:
-        """This rank's part of every trained parameter; empty parts are left out."""
-
-    @abstractmethod
-    def refresh(self) -> None:
-        """Make the weights that the forward uses from the masters."""
-
-    @abstractmethod
-    def gather(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every trained parameter whole, in `dtype`, on the device, one bounded buffer at a time. A collective.
-
-        A tensor is valid until the next one is asked for.
-        """
-
-    @abstractmethod
-    def backward(self, loss: Tensor, sync: bool = True) -> None:
+    def backward(self, loss: Tensor) -> None:
         """Add the gradient of the mean over ranks of `loss`."""
 
     @abstractmethod
@@ -113,76 +209,18 @@ class Engine(ABC):
     def discard(self) -> None:
         """Forget all gradients; the weights are as before."""
 
-    @property
-    def scaler(self) -> Any:
-        """Upstream's DynamicGradScaler under fp16, else None."""
-        return getattr(self._mixin, 'grad_scaler', None)
-
-    @property
-    @abstractmethod
-    def _mixin(self) -> Any: ...
-
-    @property
-    def loss_scale(self) -> float:
-        return float(self.scaler.scale.item()) if self.scaler is not None else 1.0
-
     def overflow(self) -> None:
         """Forget the gradients and, under fp16, lower the loss scale as upstream does."""
         self.discard()
         if self.scaler is not None:
             self.scaler.update(True)
 
-    def untrained(self) -> list[nn.Parameter]:
-        trained = {id(p) for p in self.trained()}
-        return [p for p in self.module.parameters() if id(p) not in trained]
-
-    def untrained_shards(self) -> Iterator[Shard]:
-        """This rank's part of every parameter without a master."""
-        for parameter in self.untrained():
-            name = self.names[id(parameter)]
-            start, stop = rank_range(parameter.numel(), self.rank, self.world_size)
-            if stop > start:
-                data = self._untrained.get(name)
-                data = parameter.detach().reshape(-1)[start:stop] if data is None else data
-                yield Shard(name, tuple(parameter.shape), start, stop, data, None, start, stop)
-
-    def shards(self) -> Iterator[Shard]:
-        yield from self.trained_shards()
-        yield from self.untrained_shards()
-
-    def set_untrained(self, name: str, parameter: nn.Parameter, values: Tensor) -> None:
-        """Set a whole parameter that has no master; `values` is exact and flat."""
-        with torch.no_grad():
-            parameter.copy_(values.view(parameter.shape))
-            if name in self._untrained:
-                start, stop = rank_range(values.numel(), self.rank, self.world_size)
-                self._untrained[name].copy_(values[start:stop])
-
-    def gather_untrained(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter without a master whole, in `dtype`, from its exact values. A collective."""
-        for parameter in self.untrained():
-            name = self.names[id(parameter)]
-            kept = self._untrained.get(name)
-            if kept is None or dtype == parameter.dtype:
-                yield name, parameter.detach().to(dtype)
-            else:
-                yield name, self._gather_flat(kept.to(self.device, dtype), parameter.numel()).view(parameter.shape)
-
-    def _gather_flat(self, part: Tensor, numel: int) -> Tensor:
-        """(numel,) from every rank's `rank_range`."""
-        share = -(-numel // self.world_size)
-        padded = part.new_zeros(share)
-        padded[: part.numel()] = part
-        out = part.new_empty(share * self.world_size)
-        dist.all_gather_into_tensor(out, padded)
-        return out[:numel]
-
     def _reduced_sqrt(self, square: Tensor) -> float:
         dist.all_reduce(square)
         return math.sqrt(square.item()) / self.loss_scale
 
 
-class ZeroEngine(Engine):
+class ZeroEngine(TrainedEngine):
     """LowLevelZeroOptimizer: full weights in the compute dtype on every rank, masters and optimizer state cut over ranks."""
 
     def trained(self) -> list[nn.Parameter]:
@@ -200,15 +238,15 @@ class ZeroEngine(Engine):
                 name = self.names[id(parameter)]
                 yield Shard(name, tuple(parameter.shape), start, stop, master.detach()[: stop - start], master, start, stop)
 
+    @torch.no_grad()
     def refresh(self) -> None:
-        with torch.no_grad():
-            for parameter in self.trained():
-                master = self.optimizer.working_to_master_param[id(parameter)]
-                padded = self.optimizer._working_param_to_padded_working_param[parameter]
-                dist.all_gather_into_tensor(padded, master.to(parameter.device, parameter.dtype))
-                parameter.copy_(padded[: parameter.numel()].view(parameter.shape))
+        for parameter in self.trained():
+            master = self.optimizer.working_to_master_param[id(parameter)]
+            padded = self.optimizer._working_param_to_padded_working_param[parameter]
+            dist.all_gather_into_tensor(padded, master.to(parameter.device, parameter.dtype))
+            parameter.copy_(padded[: parameter.numel()].view(parameter.shape))
 
-    def gather(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def _gather_trained(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         for parameter in self.trained():
             name = self.names[id(parameter)]
             if dtype == parameter.dtype:
@@ -219,9 +257,9 @@ class ZeroEngine(Engine):
             dist.all_gather_into_tensor(whole, master)
             yield name, whole[: parameter.numel()].view(parameter.shape)
 
-    def backward(self, loss: Tensor, sync: bool = True) -> None:
+    def backward(self, loss: Tensor) -> None:
         # Stage 2 keeps only its share of a gradient, so it must reduce after every micro-batch.
-        if sync or self.optimizer._partition_grads:
+        if self.sync or self.optimizer._partition_grads:
             self.optimizer.backward(loss)
         else:
             with self.optimizer.no_sync():
@@ -248,7 +286,24 @@ class ZeroEngine(Engine):
         self.module.zero_grad(set_to_none=True)
 
 
-class GeminiEngine(Engine):
+class GeminiFrozen(Engine):
+    """GeminiDDP without an optimizer: 16-bit weights cut over ranks in chunks, gathered one chunk at a time in a forward."""
+
+    def _keep(self, name: str, parameter: nn.Parameter, values: Tensor) -> None:
+        start, stop = rank_range(values.numel(), self.rank, self.world_size)
+        self._kept[name] = values[start:stop].to('cpu', copy=True)
+
+    def _write(self, parameter: nn.Parameter, values: Tensor) -> None:
+        chunk = self.model.chunk_manager.get_chunk(parameter)  # type: ignore[operator, union-attr]
+        for begin, end, start in _overlap(chunk, parameter):
+            chunk.payload[begin:end].copy_(values[start : start + end - begin])
+
+    def after_forward(self) -> None:
+        if torch.is_grad_enabled() and self.model.chunk_manager.accessed_chunks:  # type: ignore[union-attr]
+            self.model._post_forward()  # type: ignore[operator]
+
+
+class GeminiEngine(TrainedEngine):
     """GeminiDDP: weights, masters and optimizer state cut over ranks in chunks.
 
     After a backward a chunk's memory holds its reduced gradient instead of its weights. Before anything else needs the
@@ -256,71 +311,78 @@ class GeminiEngine(Engine):
     So micro-batches accumulate exactly, which upstream's own accumulation does not do for replicated chunks on two ranks.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any, names: Mapping[int, str], originals: Mapping[str, Tensor]) -> None:
-        super().__init__(model, optimizer, names, originals)
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        super().__init__(model, optimizer)
         self.chunks = list(model.chunk_manager.get_chunks(model.fp16_params))  # type: ignore[operator, union-attr]
         self.sums: list[Tensor] | None = None
         self.pending = False
         """the chunks hold a gradient that belongs to no sum yet"""
-
-    def trained(self) -> list[nn.Parameter]:
-        return list(self.model.fp16_params)  # type: ignore[arg-type]
-
-    @property
-    def _mixin(self) -> Any:
-        return self.optimizer.mix_precision_mixin
+        self._recorded: int | None = None
 
     @property
     def _manager(self) -> Any:
         return self.model.chunk_manager
 
+    @property
+    def _gemini(self) -> Any:
+        return self.model.gemini_manager
+
+    @property
+    def _mixin(self) -> Any:
+        return self.optimizer.mix_precision_mixin
+
+    def trained(self) -> list[nn.Parameter]:
+        return list(self.model.fp16_params)  # type: ignore[arg-type]
+
     def trained_shards(self) -> Iterator[Shard]:
         fakes = {id(p): self.optimizer.id_to_fake_params.get(i) for i, p in self.optimizer.id_to_real_params.items()}
-        for parameter, master in zip(self.model.fp16_params, self.model.fp32_params, strict=True):  # type: ignore[arg-type]
+        for parameter, master in zip(self.trained(), self.model.fp32_params, strict=True):  # type: ignore[arg-type]
             chunk = self._manager.get_chunk(master)
-            info, numel = chunk.tensors_info[master], parameter.numel()
-            base = 0 if chunk.keep_gathered else chunk.shard_begin
-            length = chunk.chunk_size if chunk.keep_gathered else chunk.shard_size
-            begin, end = max(0, info.offset - base), min(length, info.end - base)
-            if begin >= end:
-                continue
-            start = begin + base - info.offset
-            stop = start + end - begin
-            written = rank_range(numel, self.rank, self.world_size) if chunk.keep_gathered else (start, stop)
-            data = chunk.payload[begin:end]
-            yield Shard(self.names[id(parameter)], tuple(parameter.shape), start, stop, data, fakes.get(id(parameter)), *written)
+            for begin, end, start in _overlap(chunk, master):
+                stop = start + end - begin
+                written = rank_range(parameter.numel(), self.rank, self.world_size) if chunk.keep_gathered else (start, stop)
+                name, key = self.names[id(parameter)], fakes.get(id(parameter))
+                yield Shard(name, tuple(parameter.shape), start, stop, chunk.payload[begin:end], key, *written)
 
     def refresh(self) -> None:
         for chunk in self.chunks:
             chunk.payload.copy_(chunk.paired_chunk.payload)
             chunk.cpu_vis_flag = chunk.device_type == 'cpu'  # a pinned host copy of a chunk on the device is now out of date
 
-    def gather(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def _gather_trained(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         masters = {id(m): self.names[id(p)] for p, m in zip(self.trained(), self.model.fp32_params, strict=True)}  # type: ignore[arg-type]
         for chunk in self.chunks:
             partner = chunk.paired_chunk
-            if partner.is_gathered:
-                whole = partner.payload.to(dtype)
-            else:
-                part = partner.payload.to(self.device, dtype)
-                whole = part.new_empty(partner.chunk_size)
+            whole = partner.payload.to(self.device, dtype)
+            if not partner.is_gathered:
+                part, whole = whole, whole.new_empty(partner.chunk_size)
                 dist.all_gather_into_tensor(whole, part)
             for master, info in partner.tensors_info.items():
                 yield masters[id(master)], whole[info.offset : info.end].view(master.shape)
 
     def before_forward(self) -> None:
-        """The weights are about to be used."""
-        if self.pending:
-            self._set_aside()
+        self._set_aside()
+        if not torch.is_grad_enabled() and self._gemini.need_warmup and self._gemini.is_warmup():
+            # Placement 'auto' refuses to infer before its first training iteration, because it records the order of that one.
+            # Scoring comes first in RLHF: let it pass, and take out again what it recorded.
+            self._recorded, self._gemini.policy_name = len(self._gemini.compute_list), 'static'
 
-    def backward(self, loss: Tensor, sync: bool = True) -> None:
-        self.before_forward()
+    def after_forward(self) -> None:
+        if self._recorded is not None:
+            del self._gemini.compute_list[self._recorded :]
+            self._recorded, self._gemini.policy_name = None, 'auto'
+            type(self._gemini)._get_layout_info.cache_clear()
+
+    def backward(self, loss: Tensor) -> None:
+        self._set_aside()
         # In its first iteration placement 'auto' prints a line of statistics.
-        with contextlib.redirect_stdout(io.StringIO()) if self.model.gemini_manager.is_warmup() else contextlib.nullcontext():  # type: ignore[operator, union-attr]
+        with contextlib.redirect_stdout(io.StringIO()) if self._gemini.is_warmup() else contextlib.nullcontext():
             self.optimizer.backward(loss)
         self.pending = True
 
     def _set_aside(self) -> None:
+        if not self.pending:
+            return
         if self.sums is None:
             self.sums = [chunk.payload.float() for chunk in self.chunks]
         else:
@@ -333,15 +395,11 @@ class GeminiEngine(Engine):
             chunk.optim_update()
         self.pending = False
 
-    def _gradients(self) -> Iterator[tuple[Any, Tensor]]:
-        for chunk in self.chunks:
-            yield chunk, chunk.payload[: chunk.get_valid_length()]
-
     def _release(self) -> None:
         """Give back what a forward without a backward left gathered."""
         if not self.pending and self._manager.accessed_chunks:
             self.model._post_forward()  # type: ignore[operator]
-            self.model.gemini_manager.reset_attributes()  # type: ignore[operator, union-attr]
+            self._gemini.reset_attributes()
 
     def norm(self) -> float:
         self._release()
@@ -351,9 +409,9 @@ class GeminiEngine(Engine):
             self.sums, self.pending = None, True
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.pending:
-            for chunk, gradient in self._gradients():
+            for chunk in self.chunks:
                 if not chunk.keep_gathered or self.rank == 0:  # a replicated gradient is the same on every rank
-                    square += torch.linalg.vector_norm(gradient, dtype=torch.float64).to(self.device) ** 2
+                    square += torch.linalg.vector_norm(_gradient(chunk), dtype=torch.float64).to(self.device) ** 2
         return self._reduced_sqrt(square)
 
     def step(self, norm: float, max_norm: float | None) -> None:
@@ -362,8 +420,8 @@ class GeminiEngine(Engine):
         coefficient = max_norm / (norm + 1e-6) if max_norm else 1.0
         if coefficient < 1:
             # Upstream clips through the optimizer's div_scale, which its CPU path ignores for bf16 gradients.
-            for _, gradient in self._gradients():
-                gradient.mul_(coefficient)
+            for chunk in self.chunks:
+                _gradient(chunk).mul_(coefficient)
         self.optimizer.step()
         self.pending = False
 
@@ -374,3 +432,49 @@ class GeminiEngine(Engine):
         self.sums = None
         self._manager.overflow_counter.zero_()
         self.module.zero_grad(set_to_none=True)
+
+
+def _overlap(chunk: Any, tensor: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Where this rank's part of a chunk holds the tensor: (begin, end) in the payload, first element of it; or nothing."""
+    info = chunk.tensors_info[tensor]
+    base, length = (0, chunk.chunk_size) if chunk.is_gathered else (chunk.shard_begin, chunk.shard_size)
+    begin, end = max(0, info.offset - base), min(length, info.end - base)
+    if begin < end:
+        yield begin, end, begin + base - info.offset
+
+
+def _gradient(chunk: Any) -> Tensor:
+    """The reduced gradient in a chunk, without the padding at its end."""
+    return chunk.payload[: chunk.get_valid_length()]
+
+
+def wire(wrapped: nn.Module, engine: Engine, force_fp32: bool) -> None:
+    """Hooks around every forward of a boosted model, and a `train` that reaches the module inside.
+
+    Gemini returns a tensor class of its own, which turns in-place operations such as `add_` into ones that change nothing.
+    """
+
+    def before(module: nn.Module, args: Any) -> None:
+        engine.before_forward()
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        engine.after_forward()
+        return tree_map(functools.partial(_plain, force_fp32=force_fp32), output)
+
+    def train(module: Any, mode: bool = True) -> nn.Module:
+        module.training = mode
+        module.module.train(mode)
+        return module
+
+    wrapped.register_forward_pre_hook(before)
+    wrapped.register_forward_hook(after, always_call=True)
+    wrapped.train = MethodType(train, wrapped)  # type: ignore[method-assign]
+
+
+def _plain(value: Any, force_fp32: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if type(value) is not Tensor:
+        with torch._C.DisableTorchFunction():
+            value = value.as_subclass(Tensor)
+    return value.float() if force_fp32 and value.is_floating_point() else value

@@ -1,0 +1,85 @@
+# make demo and make test are all that a fresh machine needs: they make a virtual environment and install pinned versions into it.
+# PYTHON is the interpreter the environment is made from; VENV is where it goes.
+
+PYTHON ?= python3
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+# Subprocesses (torchrun, spawned ranks) find the package without its being installed; nothing asks a hub.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help demo test test-full lint format venv dev colossalai install gpu-check clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make demo       SFT, then PPO, from nothing, in minutes on two cores; result in outputs/demo'
+	@echo 'make test       lint and tests, under 10 minutes'
+	@echo 'make test-full  and the slow tests'
+	@echo 'make lint       ruff and mypy'
+	@echo 'make format     what ruff can mend'
+	@echo 'make install    the package itself, editable, into $(VENV)'
+	@echo 'make gpu-check  tests that need a CUDA device, with PYTHON as it is'
+	@echo 'make clean      caches and $(VENV)'
+
+demo: venv
+	$(BIN)/python examples/demo.py
+
+test: lint
+	$(MAKE) --no-print-directory pytest
+
+test-full: lint
+	$(MAKE) --no-print-directory pytest PYTEST_ARGS='-m "not gpu"'
+
+# One thread per process: tests start processes of their own, and results do not depend on the number of cores.
+.PHONY: pytest
+pytest: dev colossalai
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: dev
+	$(BIN)/ruff check --fix .
+
+# Uses PYTHON as it is and installs nothing: a CUDA machine has a torch of its own.
+gpu-check:
+	$(PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "gpu-check needs a CUDA device; torch sees none")'
+	$(PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+
+install: venv
+	$(PIP) --no-deps --editable .
+
+# ---------------------------------------------------------------- environment: one stamp per requirements file
+
+venv: $(VENV)/.stamp-core
+dev: $(VENV)/.stamp-dev
+colossalai: $(VENV)/.stamp-colossalai
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, PYTHON is %d.%d" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+
+# torch comes first and pinned: a package that asks for any torch would bring the newest, with gigabytes of CUDA libraries.
+$(VENV)/.stamp-core: requirements.txt | $(BIN)/python
+	$(PIP) "$$(grep '^torch==' requirements.txt)"
+	$(PIP) -r requirements.txt
+	@touch $@
+
+$(VENV)/.stamp-dev: requirements-dev.txt $(VENV)/.stamp-core
+	$(PIP) -r requirements-dev.txt
+	@touch $@
+
+# ColossalAI's metadata asks for a torch and a transformers of long ago, hence --no-deps; it runs with these (docs/strategies.md).
+$(VENV)/.stamp-colossalai: requirements-colossalai.txt $(VENV)/.stamp-core
+	$(PIP) psutil rich einops
+	$(PIP) --no-deps -r requirements-colossalai.txt
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

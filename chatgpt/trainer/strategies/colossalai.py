@@ -1,0 +1,491 @@
+"""`ColossalAIStrategy`: ZeRO stages 1 and 2 (LowLevelZero) and 3 (Gemini) of ColossalAI, with offload, on CUDA and on the CPU.
+
+| what | stage 1, 2 | stage 3 |
+|---|---|---|
+| precision | fp32, bf16, fp16 | bf16, fp16 |
+| a trained model | 16-bit weights whole on each rank; masters, states (stage 2: gradients) cut over ranks | all cut over ranks |
+| a frozen model | whole, in the compute dtype | cut over ranks, in the compute dtype |
+| placement 'cuda' | all on the device | all on the device |
+| placement 'cpu' | masters and states in host memory | all in host memory, one chunk at a time on the device |
+| placement 'auto' | 'cpu' where masters and states would take over half of the free device memory | Gemini decides as it runs |
+| optimizers | element-wise ones of torch or ColossalAI | HybridAdam, CPUAdam, FusedAdam |
+
+colossalai is imported when a strategy is built. Left out: tensor and pipeline parallelism, and ColossalAI's own checkpoint files.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from chatgpt.checkpoint.layout import CheckpointMismatch, Piece, TensorReader
+from chatgpt.trainer.strategies import states
+from chatgpt.trainer.strategies.colossalai_cpu import bridge
+from chatgpt.trainer.strategies.colossalai_engines import (
+    Engine,
+    GeminiEngine,
+    GeminiFrozen,
+    Shard,
+    TrainedEngine,
+    ZeroEngine,
+    wire,
+)
+from chatgpt.trainer.strategies.colossalai_options import FP16_ONLY, Placement, check_options, import_colossalai
+from chatgpt.trainer.strategies.precision import LossScaler, Precision, in_eval_mode, lora_merged
+from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
+
+_ADAM_SLOTS = {'step', 'exp_avg', 'exp_avg_sq'}
+
+
+class ColossalAIStrategy(ProcessGroupStrategy):
+    """ZeRO and Gemini. Launch with torchrun, or inside a process group that is already there.
+
+    Args:
+        stage: 1, 2 (LowLevelZero) or 3 (Gemini).
+        precision: of forward and backward; masters and optimizer states are fp32.
+        shard_init: stage 3: `model_init_context` builds on the meta device, and `prepare` fills shard after shard.
+        placement_policy: 'cuda', 'cpu' (offload) or 'auto'; see the table above.
+        pin_memory: host memory of chunks is pinned (stage 3, CUDA).
+        force_outputs_fp32: floating outputs of a forward are cast to fp32.
+        search_range_mb, hidden_dim, min_chunk_size_mb: Gemini's search for a chunk size, in 2^20 elements; a model smaller
+            than `min_chunk_size_mb` is kept whole on every rank.
+        gpu_margin_mem_ratio: stage 3 with 'auto': share of the free device memory given to masters and states.
+        reduce_bucket_size: stage 1, 2: elements per reduction.
+        overlap_communication: reduce gradients while the backward runs.
+        initial_scale .. max_scale: dynamic loss scaling in fp16.
+        max_norm: clips in every step that is not given a max_norm of its own; 0 does not.
+        norm_type: 2, the only one there is.
+
+    Raises:
+        ValueError: an option that this stage, precision or placement cannot honour.
+        ImportError: colossalai is not installed; says how to install it.
+    """
+
+    sharded: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        stage: int = 3,
+        precision: Precision = 'fp16',
+        seed: int = 42,
+        shard_init: bool = False,
+        placement_policy: Placement = 'cuda',
+        pin_memory: bool = True,
+        force_outputs_fp32: bool = False,
+        search_range_mb: float = 32,
+        hidden_dim: int | None = None,
+        min_chunk_size_mb: float = 32,
+        gpu_margin_mem_ratio: float = 0.0,
+        reduce_bucket_size: int = 12 * 1024**2,
+        overlap_communication: bool = True,
+        initial_scale: float = 2**16,
+        growth_factor: float = 2,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        min_scale: float = 1,
+        max_scale: float = 2**32,
+        max_norm: float = 0.0,
+        norm_type: float = 2.0,
+        *,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        given = dict(locals())
+        signature = inspect.signature(ColossalAIStrategy).parameters
+        self.options = {name: given[name] for name in signature}
+        check_options(self.options, {name: parameter.default for name, parameter in signature.items()})
+        import_colossalai()
+        super().__init__(seed, precision, timeout_s=timeout_s)
+        bridge()
+        self.stage, self.placement_policy, self.max_norm = stage, placement_policy, max_norm
+        self._engines: dict[int, Engine] = {}
+        """by id of the module the user built"""
+
+    # ------------------------------------------------------------------ models
+
+    def model_init_context(self) -> AbstractContextManager[Any]:
+        return torch.device('meta') if self.options['shard_init'] else nullcontext()
+
+    def make_optimizer(
+        self,
+        parameters: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> Optimizer:
+        """AdamW as this stage takes it: HybridAdam under Gemini, torch's otherwise."""
+        if self.stage < 3:
+            return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        from colossalai.nn.optimizer import HybridAdam
+
+        return HybridAdam(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+    def setup_pair(self, model: nn.Module, optimizer: Optimizer, names: list[list[str]]) -> tuple[nn.Module, Optimizer]:
+        if id(model) in self._prepared:
+            raise ValueError('prepare: ColossalAI trains a model with one optimizer; use parameter groups for different settings')
+        self._check_optimizer(optimizer)
+        return self._boost(model, optimizer)
+
+    def _prepare_pair(self, model: nn.Module, optimizer: Optimizer) -> None:
+        super()._prepare_pair(model, optimizer)
+        pair = self.trained(optimizer)
+        if pair.scaler is not None:
+            pair.scaler = _UpstreamScaler(self._engine(optimizer).scaler)
+
+    def setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
+        return self._boost(model, None)[0]
+
+    def _boost(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Any]:
+        """Wrap a module, with its optimizer when it is trained, and put the exact weights and buffers in.
+
+        The optimizer that comes back is the user's own, stepped through upstream's, so that a learning-rate schedule can hold it.
+        """
+        from colossalai.booster import Booster
+
+        fresh = any(p.is_meta for p in model.parameters())
+        if fresh:
+            tensors: Iterable[tuple[str, Tensor]] = _on_demand(model, optimizer)
+        else:
+            self._same_on_all_ranks(model)
+            tensors = [(name, parameter.data) for name, parameter in model.named_parameters()]
+        buffers = {(module, key): buffer for module in model.modules() for key, buffer in module._buffers.items()}
+        frozen_by_gemini = optimizer is None and self.stage == 3
+        if frozen_by_gemini:
+            model.requires_grad_(True)  # Gemini cuts only what requires a gradient over ranks
+        plugin = self._plugin(model, trained=optimizer is not None)
+        wrapped, boosted, *_ = Booster(plugin=plugin).boost(model, optimizer)
+        if frozen_by_gemini:
+            model.requires_grad_(False)
+        for (module, key), buffer in buffers.items():
+            if buffer is not None:  # upstream rounds them; rotary frequencies and the like lose their meaning in 16 bits
+                module._buffers[key] = buffer.to(self.device)
+        engine: Engine
+        if optimizer is None:
+            engine = GeminiFrozen(wrapped) if self.stage == 3 else Engine(wrapped)
+        else:
+            engine = GeminiEngine(wrapped, boosted) if self.stage == 3 else ZeroEngine(wrapped, boosted)
+        engine.fill(tensors, fresh)
+        self._engines[id(model)] = engine
+        wire(wrapped, engine, self.options['force_outputs_fp32'])
+        return wrapped, None if boosted is None else boosted.optim
+
+    def _plugin(self, model: nn.Module, trained: bool) -> Any:
+        from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
+
+        options, cuda = self.options, self.device.type == 'cuda'
+        common = {name: options[name] for name in FP16_ONLY} | {'precision': self.precision}
+        if self.stage < 3:
+            plugin = LowLevelZeroPlugin(
+                stage=self.stage,
+                cpu_offload=self._offloads(model) if trained else False,
+                overlap_communication=options['overlap_communication'],
+                **common,
+            )
+            plugin.zero_optim_kwargs['reduce_bucket_size'] = options['reduce_bucket_size']
+            return plugin
+        offload = 1.0 if self.placement_policy == 'cpu' else 0.0
+        return GeminiPlugin(
+            # Without masters there is nothing for 'auto' to learn from: a frozen model has no training iteration.
+            placement_policy='auto' if self.placement_policy == 'auto' and trained else 'static',
+            offload_optim_frac=offload,
+            offload_param_frac=offload,
+            master_weights=trained,
+            pin_memory=options['pin_memory'] and cuda,
+            enable_async_reduce=self._reduces_in_background,
+            search_range_m=options['search_range_mb'],
+            hidden_dim=options['hidden_dim'],
+            min_chunk_size_m=options['min_chunk_size_mb'],
+            gpu_margin_mem_ratio=options['gpu_margin_mem_ratio'],
+            **common,
+        )
+
+    @property
+    def _reduces_in_background(self) -> bool:
+        """Under Gemini. It wants pinned chunks, and with offload upstream ran only without it."""
+        wanted = self.options['overlap_communication'] and self.options['pin_memory']
+        return wanted and self.placement_policy == 'cuda' and self.device.type == 'cuda'
+
+    def _offloads(self, model: nn.Module) -> bool:
+        """Whether masters and states of a trained model go to host memory; the same answer on every rank."""
+        if self.placement_policy != 'auto' or self.device.type != 'cuda':
+            return self.placement_policy == 'cpu'
+        num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        needed = 16 * num_trained / self.world_size  # master, gradient and two moments in fp32
+        tight = torch.tensor(float(needed > torch.cuda.mem_get_info(self.device)[0] / 2))
+        return bool(self.all_reduce(tight, 'max'))
+
+    def _same_on_all_ranks(self, model: nn.Module) -> None:
+        """Every rank starts from rank 0's weights."""
+        if self.world_size > 1:
+            for tensor in (*model.parameters(), *model.buffers()):
+                values = tensor.detach().to(self.device, copy=True).contiguous()
+                dist.broadcast(values, src=0)
+                tensor.detach().copy_(values)
+
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
+        if optimizer.state:
+            raise ValueError(
+                f'prepare: this {type(optimizer).__name__} has already stepped; prepare a new optimizer, then load its state'
+            )
+        if self.stage < 3:
+            return
+        from colossalai.nn.optimizer import CPUAdam, FusedAdam, HybridAdam
+
+        kind = type(optimizer)
+        if kind not in (HybridAdam, CPUAdam, FusedAdam):
+            raise ValueError(
+                f'prepare: Gemini (stage=3) cannot step a {kind.__module__}.{kind.__name__}; '
+                'use HybridAdam of colossalai.nn.optimizer, or strategy.make_optimizer(parameters, lr)'
+            )
+        if kind is FusedAdam and self.placement_policy != 'cuda':
+            raise ValueError(f'prepare: FusedAdam steps on a GPU only; use HybridAdam under placement_policy={self.placement_policy!r}')
+        on_gpu = self.placement_policy == 'cuda' and self.device.type == 'cuda'
+        if kind is CPUAdam and on_gpu and self.uses_loss_scaling:
+            raise ValueError("prepare: CPUAdam cannot unscale fp16 gradients on a GPU; use HybridAdam, or placement_policy='cpu'")
+
+    def _engine(self, optimizer: Optimizer) -> TrainedEngine:
+        engine = self._engines[id(self.trained(optimizer).user_model)]
+        assert isinstance(engine, TrainedEngine)
+        return engine
+
+    @contextmanager
+    def full_model(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[nn.Module]:
+        """As in the base. Stages 1 and 2 without LoRA lend the module itself; otherwise a copy is gathered and freed after."""
+        from chatgpt.nn import lora
+
+        module, dtype = self.unwrap(model), dtype or self._dtype
+        engine = self._engines.get(id(module))
+        if engine is None:
+            with super().full_model(model, dtype) as full:
+                yield full
+            return
+        has_lora = lora.has_lora(module)
+        if self.stage < 3 and dtype == self._dtype and not has_lora:
+            with in_eval_mode(module):
+                yield module
+            return
+        # Adapters are folded in fp32 and the sum is rounded once, as Naive does.
+        copied = self._gathered_copy(module, engine, torch.float32 if has_lora else dtype).eval()
+        with lora_merged(copied):
+            for parameter in copied.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(dtype)
+            yield copied
+
+    def _gathered_copy(self, module: nn.Module, engine: Engine, dtype: torch.dtype) -> nn.Module:
+        """A plain copy of the module the user built, with whole weights. Parameters are never copied, only received."""
+        plain: dict[str, nn.Parameter] = {}
+        memo: dict[int, Any] = {}
+        for name, parameter in module.named_parameters():
+            kind = dtype if parameter.is_floating_point() else parameter.dtype
+            plain[name] = nn.Parameter(torch.empty(parameter.shape, dtype=kind, device=self.device), requires_grad=False)
+            memo[id(parameter)] = plain[name]
+        copied = copy.deepcopy(module, memo)
+        for name, tensor in engine.gather(dtype):
+            plain[name].data.copy_(tensor)
+        return copied
+
+    # ------------------------------------------------------------------ one optimizer step
+
+    @contextmanager
+    def accumulate(self, model: nn.Module, last: bool) -> Iterator[None]:
+        engine = self._engines.get(id(self.unwrap(model)))
+        if not isinstance(engine, TrainedEngine):
+            yield
+            return
+        engine.sync = last
+        try:
+            yield
+        finally:
+            engine.sync = True
+
+    def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
+        self._engine(optimizer).backward(loss * self.world_size)  # upstream takes the mean over ranks
+
+    def optimizer_step(self, optimizer: Optimizer, max_norm: float | None = None) -> float:
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f'max_norm={max_norm} must be positive; None turns clipping off')
+        engine = self._engine(optimizer)
+        norm = engine.norm()
+        if math.isfinite(norm):
+            engine.step(norm, max_norm or self.max_norm or None)
+        else:
+            engine.overflow()
+        return norm
+
+    def discard_gradients(self, optimizer: Optimizer) -> None:
+        self._engine(optimizer).discard()
+
+    # ------------------------------------------------------------------ weights and optimizer states
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+        module = self.unwrap(model)
+        if id(module) not in self._engines:
+            return super().full_state_dict(model)
+        tensors, aliases = states.named_tensors(module)
+        full: dict[str, Tensor] = {}
+        for name, tensor in self._engines[id(module)].gather(torch.float32):
+            if self.is_rank_0:
+                full[name] = tensor.to('cpu', copy=True)
+        if not self.is_rank_0:
+            return {}
+        for name, buffer in _buffers(tensors).items():
+            full[name] = (buffer.float() if buffer.is_floating_point() else buffer).cpu()
+        return {name: full[aliases.get(name, name)] for name in (*tensors, *aliases)}
+
+    def model_pieces(self, model: nn.Module) -> Iterable[Piece]:
+        module = self.unwrap(model)
+        if id(module) not in self._engines:
+            return super().model_pieces(model)
+        engine = self._engines[id(module)]
+        pieces = [_piece(s, s.name, s.data) for s in (*engine.trained_shards(), *engine.untrained_shards())]
+        buffers = _buffers(states.named_tensors(module)[0])
+        return [*(piece for piece in pieces if piece.stop > piece.start), *self._dealt(buffers)]
+
+    def load_model_pieces(self, model: nn.Module, reader: TensorReader, strict: bool = True) -> None:
+        module = self.unwrap(model)
+        engine = self._engines.get(id(module))
+        if engine is None:
+            return super().load_model_pieces(model, reader, strict)
+        tensors, aliases = states.named_tensors(module)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        stored = states.match_names(shapes, aliases, reader, strict=strict)
+        if isinstance(engine, TrainedEngine):
+            engine.discard()
+        for shard in engine.trained_shards():
+            if shard.name in stored:
+                _read_into(shard.data, reader, stored[shard.name], shard.start)
+        for parameter in engine.untrained():
+            name = engine.names[id(parameter)]
+            if name in stored:
+                engine.set_untrained(parameter, reader.read(stored[name], 0, parameter.numel()))
+        for name, buffer in _buffers(tensors).items():
+            if name in stored:
+                states.copy_from(reader, stored[name], buffer)
+        engine.refresh()
+
+    def optimizer_pieces(self, optimizer: Optimizer) -> Iterable[Piece]:
+        engine = self._engine(optimizer)
+        for shard in engine.trained_shards():
+            for slot, value in engine.inner.state.get(shard.state_key, {}).items() if shard.state_key is not None else ():
+                name = f'{shard.name}/{slot}'
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    piece = _piece(shard, name, value.reshape(-1))
+                    if piece.stop > piece.start:
+                        yield piece
+                elif shard.write_start == 0 and isinstance(value, (Tensor, int, float)) and not isinstance(value, bool):
+                    yield Piece(name, (), 0, 1, torch.as_tensor(value, dtype=torch.float32).reshape(1))
+
+    def load_optimizer_pieces(self, optimizer: Optimizer, reader: TensorReader) -> None:
+        engine, pair = self._engine(optimizer), self.trained(optimizer)
+        slots = states.slots_by_parameter(reader.names())
+        self._check_slots(engine, pair.names, slots, reader)
+        engine.discard()
+        engine.inner.state.clear()
+        for shard in engine.trained_shards():
+            for slot in slots.get(shard.name, []) if shard.state_key is not None else ():
+                name, key = f'{shard.name}/{slot}', shard.state_key
+                if reader.shape(name) == ():
+                    engine.inner.state[key][slot] = self._number(engine.inner, shard, reader.read(name, 0, 1))
+                    continue
+                size = key.numel() if key.numel() >= shard.data.numel() else shard.data.numel()  # ZeRO pads to equal shares
+                value = torch.zeros(size, dtype=torch.float32, device=shard.data.device)
+                _read_into(value[: shard.data.numel()], reader, name, shard.start)
+                engine.inner.state[key][slot] = value
+
+    def _check_slots(
+        self, engine: TrainedEngine, groups: list[list[str]], slots: Mapping[str, list[str]], reader: TensorReader
+    ) -> None:
+        shapes = {engine.names[id(p)]: tuple(p.shape) for p in engine.module.parameters()}
+        members = {name for names in groups for name in names}
+        unexpected = sorted(set(slots) - members)
+        if unexpected:
+            raise CheckpointMismatch(f'the optimizer state does not fit: parameters unexpected {", ".join(unexpected[:5])}')
+        ours = type(engine.inner).__module__.startswith('colossalai.')
+        for parameter, names in slots.items():
+            for slot in names:
+                shape = tuple(reader.shape(f'{parameter}/{slot}'))
+                name, known = f'{parameter}/{slot}', ', '.join(sorted(_ADAM_SLOTS))
+                if shape not in ((), shapes[parameter]):
+                    raise CheckpointMismatch(f'{name}: wrong shape: checkpoint {shape}, parameter {shapes[parameter]}')
+                if ours and slot not in _ADAM_SLOTS:
+                    raise CheckpointMismatch(f'{name}: {type(engine.inner).__name__} has no {slot!r}, only {known}')
+
+    def _number(self, optimizer: Optimizer, shard: Shard, value: Tensor) -> Any:
+        """A scalar slot in the optimizer's own kind: ColossalAI counts steps in an int, torch in a tensor."""
+        if type(optimizer).__module__.startswith('colossalai.'):
+            return int(value)
+        on_device = any(group.get('fused') or group.get('capturable') for group in optimizer.param_groups)
+        return value.reshape(()).to(shard.data.device if on_device else 'cpu', copy=True)
+
+    def close(self) -> None:
+        self._engines.clear()
+        super().close()
+
+
+class _UpstreamScaler(LossScaler):
+    """Upstream's dynamic loss scale under the names that other strategies save theirs by."""
+
+    def __init__(self, upstream: Any) -> None:
+        self.upstream = upstream
+
+    def to_json(self) -> dict[str, float]:
+        scaler = self.upstream
+        return {
+            'scale': float(scaler.scale.item()),
+            'num_finite': scaler._growth_step,
+            'num_overflows': scaler._hysteresis_step,
+        }
+
+    def from_json(self, state: dict[str, Any]) -> None:
+        self.upstream._scale.fill_(float(state['scale']))
+        self.upstream._growth_step = int(state['num_finite'])
+        self.upstream._hysteresis_step = int(state.get('num_overflows', 0))
+
+
+def _on_demand(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
+    """Turn a model on the meta device into one whose tensors take no memory yet; its first weights, one after another."""
+    from chatgpt.nn.sources import initial_tensors
+
+    tensors = initial_tensors(model)
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    empty = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
+                    made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[key] = made[id(parameter)]
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = torch.empty_like(buffer, device='cpu')
+    for group in optimizer.param_groups if optimizer is not None else ():
+        group['params'] = [made[id(p)] for p in group['params']]
+    return tensors
+
+
+def _buffers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
+
+
+def _piece(shard: Shard, name: str, data: Tensor) -> Piece:
+    """The part of a shard's data that this rank writes."""
+    part = data[shard.write_start - shard.start : shard.write_stop - shard.start]
+    return Piece(name, shard.shape, shard.write_start, shard.write_stop, part.detach())
+
+
+def _read_into(out: Tensor, reader: TensorReader, name: str, start: int) -> None:
+    """Fill `out` with elements from `start` on, a bounded part at a time."""
+    for offset in range(0, out.numel(), states.CHUNK):
+        stop = min(offset + states.CHUNK, out.numel())
+        out[offset:stop].copy_(reader.read(name, start + offset, start + stop))

@@ -1,0 +1,67 @@
+"""Package metadata. The bounds here say what the code runs with; requirements.txt pins what it is tested with."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+
+def version() -> str:
+    """`__version__` of chatgpt/__init__.py, read without importing it."""
+    found = re.search(r"^__version__ = '([^']+)'$", (ROOT / 'chatgpt' / '__init__.py').read_text(), re.MULTILINE)
+    if found is None:
+        raise ValueError('chatgpt/__init__.py has no line __version__ = ...')
+    return found[1]
+
+
+INSTALL_REQUIRES = [
+    'torch>=2.11',
+    'transformers>=5.17,<6',
+    'datasets>=4.0',
+    'tokenizers>=0.22',
+    'safetensors>=0.4.3',
+    'loralib>=0.1.2',
+    'numpy>=1.26',
+    'PyYAML>=6.0',
+    'tqdm>=4.66',
+]
+
+# There is no extra for ColossalAI: the metadata of its newest release asks for torch <= 2.5.1 and transformers 4.51.3, which no
+# resolver can reconcile with the above, although it runs with both. Install it beside the package:
+#     pip install psutil rich einops
+#     pip install --no-deps -r requirements-colossalai.txt
+EXTRAS_REQUIRE = {
+    'tensorboard': ['tensorboard>=2.15'],
+    'wandb': ['wandb>=0.16'],
+    'plot': ['matplotlib>=3.8'],
+    'peft': ['peft>=0.17'],
+    'vllm': ['vllm'],
+    'ray': ['ray>=2.10'],
+    'dev': ['pytest>=8.0', 'pytest-timeout>=2.3', 'ruff', 'mypy', 'tensorboard>=2.15', 'matplotlib>=3.8'],
+}
+
+if __name__ == '__main__':
+    setup(
+        name='chatgpt',
+        version=version(),
+        description='RLHF on Hugging Face models: the algorithm is written once and the hardware is a plug',
+        long_description=(ROOT / 'README.md').read_text(),
+        long_description_content_type='text/markdown',
+        license='Apache-2.0',
+        license_files=['LICENSE'],
+        python_requires='>=3.11',
+        packages=find_packages(include=['chatgpt', 'chatgpt.*']),
+        package_data={'chatgpt': ['py.typed']},
+        install_requires=INSTALL_REQUIRES,
+        extras_require=EXTRAS_REQUIRE,
+        classifiers=[
+            'Programming Language :: Python :: 3',
+            'Programming Language :: Python :: 3.11',
+            'Programming Language :: Python :: 3.12',
+            'Topic :: Scientific/Engineering :: Artificial Intelligence',
+        ],
+    )

@@ -1,0 +1,314 @@
+"""PPO as a whole: it learns, it repeats itself to the bit, and neither micro-batches, padding nor dropout can change it."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from chatgpt.checkpoint import CheckpointError
+from chatgpt.nn import GPTActor, GPTCritic
+from chatgpt.testing.fakes import tiny_config
+from chatgpt.trainer import NonFiniteError, PPOTrainer
+from chatgpt.trainer.callbacks import ProgressBar
+from chatgpt.trainer.strategies import NaiveStrategy
+
+VOCAB, GOOD = 16, 7
+
+
+def prompts(num: int = 16) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, VOCAB, (1 + i % 4,), generator=generator) for i in range(num)]
+
+
+class CountGood(nn.Module):
+    """A reward model that needs no text: the share of token GOOD in a sequence, per token of its response."""
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        hits = ((batch.action_ids == GOOD) & batch.action_mask).float()
+        total = torch.zeros(batch.num_sequences).index_add(0, batch.action_rows, hits)
+        return total / torch.zeros(batch.num_sequences).index_add(0, batch.action_rows, batch.action_mask.float()).clamp(min=1)
+
+
+def make(seed: int = 0, *, shared: bool = False, dropout: float = 0.0, lora_rank: int = 0, reward: Any = None, **kwargs: Any) -> PPOTrainer:
+    strategy = NaiveStrategy(seed=seed)
+    config = tiny_config('gpt2', vocab_size=VOCAB, hidden=16, positions=32, dropout=dropout)
+    actor = GPTActor(config=config, lora_rank=lora_rank, value_head=True if shared else None)
+    critic = None if shared else GPTCritic(config=config)
+    initial = None if lora_rank else deepcopy(actor)
+    actor_optim = torch.optim.AdamW([p for p in actor.parameters() if p.requires_grad], lr=3e-3, eps=1e-5)
+    critic_optim = None if critic is None else torch.optim.AdamW(critic.parameters(), lr=3e-3, eps=1e-5)
+    (actor, actor_optim), reward, initial = strategy.prepare((actor, actor_optim), reward or CountGood(), initial)
+    if critic is not None:
+        critic, critic_optim = strategy.prepare((critic, critic_optim))
+    defaults: dict[str, Any] = {
+        'experience_batch_size': 16, 'train_batch_size': 8, 'max_epochs': 2, 'kl_coef': 0.01, 'max_new_tokens': 6, 'eos_token_id': 2,
+        'callbacks': [ProgressBar(enabled=False)],
+    }  # fmt: skip
+    return PPOTrainer(strategy, actor, critic, reward, initial, actor_optim, critic_optim, **defaults | kwargs)
+
+
+class Recorder(ProgressBar):
+    """Keeps the metrics of every phase, but for the seconds."""
+
+    def __init__(self) -> None:
+        super().__init__(enabled=False)
+        self.phases: list[dict[str, float]] = []
+
+    def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+        self.phases.append({k: v for k, v in metrics.items() if not k.startswith('perf/')})
+
+
+def run(phases: int = 3, **kwargs: Any) -> tuple[PPOTrainer, list[dict[str, float]]]:
+    recorder = Recorder()
+    trainer = make(callbacks=[recorder], **kwargs)
+    trainer.fit(prompts(), num_episodes=1, max_timesteps=phases, update_timesteps=1)
+    return trainer, recorder.phases
+
+
+def weights(trainer: PPOTrainer) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for m in trainer.models().values() for p in m.parameters()])
+
+
+@pytest.mark.parametrize('kwargs', [{}, {'shared': True, 'value_coef': 0.5}, {'advantage_estimator': 'rloo', 'num_samples_per_prompt': 4}])
+def test_learns_to_say_the_good_token(kwargs):
+    _, phases = run(20, train_batch_size=16, max_epochs=4, **kwargs)
+    first, last = phases[0]['rollout/score_mean'], phases[-1]['rollout/score_mean']
+    assert first < 0.25
+    assert last > 0.7
+
+
+def test_same_seed_same_run_and_another_seed_another():
+    a, b, c = run(seed=1), run(seed=1), run(seed=2)
+    assert a[1] == b[1]
+    assert torch.equal(weights(a[0]), weights(b[0]))
+    assert a[1] != c[1]
+
+
+@pytest.mark.parametrize('kwargs', [{}, {'shared': True}])
+def test_first_batch_after_a_rollout_has_ratio_one_even_where_the_model_has_dropout(kwargs):
+    _, phases = run(2, dropout=0.5, **kwargs)
+    for metrics in phases:
+        assert metrics['ppo/first_ratio_error'] < 1e-4
+        assert abs(metrics['ppo/first_approx_kl']) < 1e-4
+
+
+def test_micro_batches_change_nothing_but_rounding():
+    whole, cut = run(max_tokens_per_batch=None), run(max_tokens_per_batch=16)
+    for a, b in zip(whole[1], cut[1], strict=True):
+        for name in ('ppo/policy_loss', 'ppo/value_loss', 'ppo/actor_grad_norm', 'rollout/score_mean'):
+            assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), name
+    steps = 3 * 2 * 2
+    assert (weights(whole[0]) - weights(cut[0])).abs().max() < 0.05 * 3e-3 * steps
+
+
+def test_metrics_of_every_phase_are_there_and_finite():
+    _, phases = run(1)
+    names = [
+        'rollout/score_mean', 'rollout/kl_mean', 'rollout/response_len_mean', 'rollout/ended_share', 'ppo/approx_kl', 'ppo/clip_fraction',
+        'ppo/entropy', 'ppo/explained_variance', 'ppo/ratio_min', 'ppo/ratio_max', 'ppo/actor_grad_norm', 'ppo/critic_grad_norm', 'ppo/lr',
+    ]  # fmt: skip
+    for name in names:
+        assert name in phases[0]
+        assert torch.isfinite(torch.tensor(phases[0][name]))
+    assert 0 < phases[0]['ppo/entropy'] < float(torch.tensor(float(VOCAB)).log()) + 1e-6
+
+
+def test_prompts_are_drawn_without_replacement_and_a_remainder_is_learned_from():
+    seen: list[int] = []
+
+    class Watch(Recorder):
+        def on_make_experience_end(self, trainer: Any, experiences: list[Any]) -> None:
+            seen.extend(int(e.prompt_ids[0]) for e in experiences)
+
+    watch = Watch()
+    trainer = make(experience_batch_size=8, callbacks=[watch])
+    distinct = [torch.tensor([i]) for i in range(16)]
+    trainer.fit(distinct, num_episodes=1, max_timesteps=5, update_timesteps=2)
+    assert len(watch.phases) == 3  # 2 + 2 + the remainder of 1
+    assert sorted(seen[:16]) == list(range(16))
+    assert sorted(seen[16:32]) == list(range(16))
+    assert seen[:16] != seen[16:32]
+
+
+def test_early_stop_leaves_the_epochs_and_ratio_guard_skips():
+    _, stopped = run(1, max_epochs=8, target_kl=1e-6)
+    assert stopped[0]['ppo/early_stopped'] == 1.0
+    assert stopped[0]['ppo/num_updates'] < 16
+    _, free = run(1, max_epochs=8)
+    assert free[0]['ppo/early_stopped'] == 0.0
+    assert free[0]['ppo/num_updates'] == 16
+    _, guarded = run(1, ratio_threshold=0.5)  # a mean ratio of about 1 exceeds it, so every batch is skipped
+    assert guarded[0]['ppo/skipped_batches'] == 4.0
+
+
+def test_a_skipped_batch_leaves_the_weights():
+    before = weights(make())
+    after, _ = run(1, ratio_threshold=0.5)
+    assert torch.equal(before, weights(after))
+
+
+def test_lora_actor_is_its_own_reference():
+    trainer, phases = run(2, lora_rank=2)
+    assert phases[0]['rollout/kl_mean'] == pytest.approx(0.0, abs=1e-4)
+    assert phases[1]['rollout/kl_mean'] != pytest.approx(0.0, abs=1e-4)
+    trained = {n for n, p in trainer.actor.named_parameters() if p.requires_grad}
+    assert trained
+    assert all('lora_' in n for n in trained)
+
+
+def test_adaptive_kl_moves_the_coefficient_by_the_published_rule():
+    trainer, phases = run(2, kl_target=6.0, kl_horizon=100.0, kl_coef=0.1)
+    expected = 0.1
+    for metrics in phases:
+        assert metrics['rollout/kl_coef'] == pytest.approx(expected)
+        error = min(max(metrics['rollout/kl_mean'] / 6.0 - 1.0, -0.2), 0.2)
+        expected *= 1.0 + error * 16 / 100.0
+    assert trainer.kl_controller.value == pytest.approx(expected)
+
+
+# ---------------------------------------------------------------------- by hand
+
+
+def test_generate_then_step():
+    trainer = make()
+    queries = prompts(8)
+    before = weights(trainer).clone()
+    responses = trainer.generate(queries)
+    stats = trainer.step(queries, responses, [float((r == GOOD).float().mean()) for r in responses])
+    assert trainer.phase == 1
+    assert stats['ppo/first_ratio_error'] < 1e-4
+    assert not torch.equal(before, weights(trainer))
+
+
+def test_tokens_outside_the_response_mask_count_nowhere():
+    masks = [torch.tensor([True, False, False, True])] * 4
+    queries = [torch.tensor([3, 4])] * 4
+    responses = [torch.tensor([5, 6, 7, 2])] * 4
+
+    def stats(dense_at_masked: float) -> tuple[dict[str, float], torch.Tensor]:
+        trainer = make(kl_coef=0.0)
+        scores = [torch.tensor([0.1 * i, dense_at_masked, dense_at_masked, 1.0]) for i in range(4)]
+        result = trainer.step(queries, responses, scores, masks)
+        return {k: v for k, v in result.items() if not k.startswith('perf/')}, weights(trainer)
+
+    (a, wa), (b, wb) = stats(0.0), stats(100.0)
+    assert a == b
+    assert torch.equal(wa, wb)
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        ({'responses': []}, 'lists of one length'),
+        ({'scores': [float('nan')]}, r'scores\[0\] is not finite'),
+        ({'scores': [torch.tensor([1.0, 2.0])]}, r'scores\[0\] has 2 entries for 3 tokens'),
+        ({'responses': [torch.tensor([], dtype=torch.int64)]}, 'response 0 is empty'),
+        ({'response_masks': [torch.tensor([True])]}, r'response_masks\[0\] has 1 entries for 3 tokens'),
+    ],
+)
+def test_step_refuses(change, message):
+    given = {'queries': [torch.tensor([3])], 'responses': [torch.tensor([4, 5, 6])], 'scores': [1.0]} | change
+    with pytest.raises(ValueError, match=message):
+        make().step(**given)
+
+
+# ---------------------------------------------------------------------- the caller's mistakes
+
+
+@pytest.mark.parametrize(
+    ('kwargs', 'message'),
+    [
+        ({'kl_coeff': 0.1}, "unknown keyword 'kl_coeff'; did you mean kl_coef"),
+        ({'temprature': 0.1}, "unknown keyword 'temprature'; did you mean temperature"),
+        ({'train_batch_size': 0}, 'train_batch_size=0 must be positive'),
+        ({'kl_kind': 'k9'}, "kl_kind='k9' is not known"),
+        ({'gamma': 1.5}, r'gamma=1.5 must lie in \[0, 1\]'),
+        ({'advantage_estimator': 'grpo'}, 'set num_samples_per_prompt to 2 or more'),
+        ({'ptx_coef': 0.1}, 'needs pretrain_data'),
+        ({'top_p': 0.0}, 'top_p'),
+        ({'stop_strings': ['x']}, 'needs a tokenizer'),
+    ],
+)
+def test_constructor_refuses(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        make(**kwargs)
+
+
+def test_a_missing_reference_or_critic_is_refused():
+    config = tiny_config('gpt2', vocab_size=VOCAB)
+    strategy = NaiveStrategy()
+    actor = GPTActor(config=config)
+    actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters())))
+    with pytest.raises(ValueError, match='kl_coef=0.1 needs a reference'):
+        PPOTrainer(strategy, actor, None, CountGood(), None, optim, advantage_estimator='reinforce++')
+    with pytest.raises(ValueError, match="advantage_estimator='gae' needs values"):
+        PPOTrainer(strategy, actor, None, CountGood(), None, optim, kl_coef=0.0)
+
+
+def test_a_loss_that_is_not_finite_stops_names_the_samples_and_leaves_the_weights(tmp_path):
+    trainer = make(run_dir=tmp_path, whiten_advantages=False, train_batch_size=16, max_tokens_per_batch=1)
+    trainer.set_prompts(prompts())
+    trainer.collect(1)
+    saved = trainer.save_checkpoint()
+    before = weights(trainer).clone()
+    list(trainer.buffer)[3].advantages[0] = float('nan')
+    with pytest.raises(NonFiniteError, match=r'loss is not finite in phase 1, epoch 1, train batch 1; samples in it: 3\.'):
+        trainer.learn(list(trainer.buffer))
+    assert torch.isnan(weights(trainer)).sum() == 0
+    assert torch.equal(before, weights(trainer))
+    assert json.loads((saved / 'manifest.json').read_text())
+
+
+# ---------------------------------------------------------------------- stopping and resuming
+
+
+def test_a_resumed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path):
+    straight, phases = run(4, kl_target=6.0, score_scaling='running')
+    first = Recorder()
+    trainer = make(callbacks=[first], run_dir=tmp_path / 'a', kl_target=6.0, score_scaling='running')
+
+    class StopAfterTwo(Recorder):
+        def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+            super().on_phase_end(trainer, step, metrics)
+            if step == 2:
+                trainer.save_checkpoint()
+                trainer.request_stop()
+
+    stopper = StopAfterTwo()
+    trainer = make(callbacks=[stopper], run_dir=tmp_path / 'a', kl_target=6.0, score_scaling='running')
+    trainer.fit(prompts(), num_episodes=1, max_timesteps=4, update_timesteps=1)
+    assert len(stopper.phases) == 2
+    rest = Recorder()
+    resumed = make(seed=0, callbacks=[rest], run_dir=tmp_path / 'a', kl_target=6.0, score_scaling='running')
+    torch.manual_seed(999)  # the library's draws do not come from the global generator
+    assert resumed.load_checkpoint('auto')
+    resumed.fit(prompts(), num_episodes=1, max_timesteps=4, update_timesteps=1)
+    assert stopper.phases + rest.phases == phases
+    assert torch.equal(weights(resumed), weights(straight))
+    lines = [json.loads(line) for line in (tmp_path / 'a' / 'metrics.jsonl').read_text().splitlines()]
+    assert [line['step'] for line in lines] == [1, 2, 3, 4]
+
+
+def test_resume_says_what_changed(tmp_path):
+    trainer = make(run_dir=tmp_path)
+    trainer.set_prompts(prompts())
+    path = trainer.save_checkpoint()
+    changed = make(kl_coef=0.5)
+    changed.load_checkpoint(path)
+    with pytest.warns(UserWarning, match=r'config\.kl_coef 0\.01 → 0\.5'):
+        changed.fit(prompts(), 1, 1, 1)
+
+
+def test_resume_auto_without_a_checkpoint_starts_fresh_and_a_wrong_folder_is_named(tmp_path):
+    trainer = make(run_dir=tmp_path)
+    assert trainer.load_checkpoint('auto') is False
+    with pytest.raises(FileNotFoundError, match='nowhere'):
+        trainer.load_checkpoint(tmp_path / 'nowhere')
+    (tmp_path / 'empty').mkdir()
+    with pytest.raises(CheckpointError, match='no whole checkpoint'):
+        trainer.load_checkpoint(tmp_path / 'empty')
