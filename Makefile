@@ -76,7 +76,7 @@ $(VENV)/.stamp-dev: requirements-dev.txt $(VENV)/.stamp-core
 
 # ColossalAI's metadata asks for a torch and a transformers of long ago, hence --no-deps; it runs with these (docs/strategies.md).
 $(VENV)/.stamp-colossalai: requirements-colossalai.txt $(VENV)/.stamp-core
-	$(PIP) psutil rich einops
+	$(PIP) psutil==7.2.2 rich==15.0.0 einops==0.8.2
 	$(PIP) --no-deps -r requirements-colossalai.txt
 	@touch $@
 

@@ -20,6 +20,7 @@ from chatgpt.nn import hydra, lora
 from chatgpt.nn.heads import critic_head, in_fp32
 from chatgpt.nn.output import PolicyOutput
 from chatgpt.nn.own_head import head_is_linear, own_logits
+from chatgpt.nn.loading import write_folder
 from chatgpt.nn.trunk import base_model, flat_hidden, hidden_size, is_meta, run_trunk, text_config
 from chatgpt.types import Batch
 
@@ -133,7 +134,7 @@ class Actor(nn.Module):
             if lora.has_lora(self.model):
                 raise ValueError('save_pretrained with given weights cannot fold adapters in; merge them first')
             weights = {k.removeprefix('model.'): v for k, v in state_dict.items() if k.startswith('model.')}
-        self.model.save_pretrained(folder, state_dict=weights)
+        write_folder(self.model, folder, weights)
         if self.value_head is not None:
             from safetensors.torch import save_file
 

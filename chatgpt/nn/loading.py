@@ -6,6 +6,7 @@ strategy fills its shards from it.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -101,3 +102,16 @@ def load_base_model(pretrained: str | None = None, config: Any = None, **kwargs:
 def load_classifier(pretrained: str, **kwargs: Any) -> nn.Module:
     """A sequence-classification model; see `load_model`."""
     return load_model('AutoModelForSequenceClassification', pretrained, None, **kwargs)
+
+
+def write_folder(model: Any, folder: str | os.PathLike[str], state_dict: dict[str, Any] | None = None) -> None:
+    """`model.save_pretrained` without its progress bar. `state_dict` replaces the model's own weights."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder, state_dict=state_dict)
+    finally:
+        if shown:
+            logging.enable_progress_bar()

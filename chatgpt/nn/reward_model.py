@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from chatgpt.nn import lora
 from chatgpt.nn.heads import in_fp32, reward_head
+from chatgpt.nn.loading import write_folder
 from chatgpt.nn.trunk import base_model, flat_hidden, hidden_size, looks_ahead, to_dtype_of
 from chatgpt.types import Batch
 
@@ -86,7 +87,7 @@ class RewardModel(nn.Module):
         missing = sorted(set(classifier.state_dict()) - set(names))
         if missing:
             raise ValueError(f'{type(classifier).__name__} has weights this reward model has not: {", ".join(missing[:3])}')
-        classifier.save_pretrained(folder, state_dict=names)
+        write_folder(classifier, folder, names)
         path = Path(folder, 'config.json')
         stored = json.loads(path.read_text())
         path.write_text(json.dumps(stored | {BIAS_KEY: shift}, indent=2, sort_keys=True) + '\n')

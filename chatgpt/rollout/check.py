@@ -7,6 +7,7 @@ tensor, which costs least, or as a boolean (n, K) one, which models that derive 
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -80,7 +81,8 @@ def _cached_states(actor: Any, sequences: list[Tensor], form: MaskForm) -> list[
 
 
 def find_mask_form(actor: Any) -> MaskForm:
-    """The first mask form under which cached decode and plain forward agree. Raises ValueError where none does.
+    """The first mask form under which cached decode and plain forward agree. Raises ValueError where none does,
+    FloatingPointError where the plain forward is not finite.
 
     The tolerance is relative to the largest hidden state: 1e-3 in fp32, 5e-2 in 16 bits; a wrong mask or position is off by far more.
     """
@@ -91,6 +93,8 @@ def find_mask_form(actor: Any) -> MaskForm:
         positions = torch.arange(len(ids), device=ids.device)[None]
         plain.append(actor.trunk(ids[None], position_ids=positions)[0, length - 1 :].float())
     scale = max(float(p.abs().max()) for p in plain)
+    if not math.isfinite(scale):
+        raise FloatingPointError('LocalEngine: the hidden states of the policy are not finite; check its weights and precision')
     tolerance = 1e-3 if next(actor.parameters()).dtype == torch.float32 else 5e-2
     found = []
     for form in ('additive', 'boolean'):

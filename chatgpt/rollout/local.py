@@ -80,7 +80,7 @@ class LocalEngine:
         try:
             with torch.inference_mode():
                 self._mask_form = find_mask_form(actor)
-        except ValueError:
+        except Exception:
             self.end()
             raise
         self._checked = kind

@@ -89,12 +89,9 @@ def cast_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
             data = parameter.detach()
             data = data.to(dtype, copy=True) if data.is_floating_point() else data.clone()
             memo[id(parameter)] = nn.Parameter(data, requires_grad=False)
-        for layer in lora.lora_layers(module).values():
-            if layer.base_weight is not None:
-                memo[id(layer.base_weight)] = torch.empty(0)
         copied = copy.deepcopy(module, memo)
     for layer in lora.lora_layers(copied).values():
-        layer.base_weight = None  # type: ignore[assignment]
+        layer.saved = None  # the base weights, which the copy would keep alive in fp32
         layer.merged = False
         layer.lora_B.zero_()
     return copied

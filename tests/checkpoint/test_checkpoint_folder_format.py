@@ -1,0 +1,381 @@
+"""Checkpoint folders: what is written is read, whatever ranges; what is damaged, partial or malicious is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from chatgpt.checkpoint import (
+    CheckpointError,
+    CheckpointReader,
+    CheckpointWriter,
+    DictReader,
+    Manifest,
+    Piece,
+    pieces_of,
+    write_checkpoint,
+)
+from chatgpt.checkpoint.layout import coverage_fault
+
+TENSORS = {
+    'weight': torch.arange(35, dtype=torch.float32).view(5, 7),
+    'half': torch.arange(12, dtype=torch.bfloat16).view(2, 2, 3),
+    'step': torch.tensor(3.0),
+    'mask': torch.tensor([True, False, True]),
+    'ids': torch.arange(100, 140),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / 'step-00000004'
+    write_checkpoint(path, {'actor/': pieces_of(TENSORS)}, meta={'step': 4}, state={'kl': 0.1})
+    return path
+
+
+def edit(folder, change):
+    """Change the manifest and write it back."""
+    manifest = json.loads((folder / 'manifest.json').read_text())
+    change(manifest)
+    (folder / 'manifest.json').write_text(json.dumps(manifest))
+
+
+# --- reading
+
+
+def test_whole_tensors_meta_and_state(folder):
+    with CheckpointReader(folder) as reader:
+        actor = reader.sub('actor/')
+        assert actor.names() == set(TENSORS) and reader.names() == {f'actor/{n}' for n in TENSORS}
+        for name, tensor in TENSORS.items():
+            assert actor.shape(name) == tuple(tensor.shape) and reader.dtype(f'actor/{name}') == tensor.dtype
+            assert torch.equal(actor.read(name, 0, tensor.numel()).view(tensor.shape), tensor)
+        assert reader.json() == {'kl': 0.1} and reader.meta == {'step': 4}
+
+
+@pytest.mark.parametrize('max_file_bytes', [1, 16, 50, 1 << 20])
+def test_any_range_of_any_cut(tmp_path, max_file_bytes):
+    """Pieces cut anywhere, in any order, in files of any size: every range reads the same."""
+    values = torch.arange(23, dtype=torch.float32)
+    cuts = [0, 1, 5, 6, 14, 23]
+    pieces = [Piece('x', (23,), a, b, values[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    random.Random(0).shuffle(pieces)
+    write_checkpoint(tmp_path / 'c', {'': pieces}, max_file_bytes=max_file_bytes)
+    reader = CheckpointReader(tmp_path / 'c')
+    for start in range(24):
+        for stop in range(start, 24):
+            assert reader.read('x', start, stop).tolist() == list(range(start, stop))
+    with pytest.raises(ValueError, match=r'\[3, 24\) is not within the 23 elements'):
+        reader.read('x', 3, 24)
+    for name, entry in reader.manifest.files.items():
+        with safe_open(tmp_path / 'c' / name, 'pt') as file:
+            data = sum(len(file.get_tensor(key)) * 4 for key in file.keys())
+        assert data <= max(max_file_bytes, 4) and entry.bytes == (tmp_path / 'c' / name).stat().st_size
+
+
+def test_unknown_names(folder):
+    reader = CheckpointReader(folder)
+    with pytest.raises(CheckpointError, match="no tensor 'critic/weight'"):
+        reader.read('critic/weight', 0, 1)
+    with pytest.raises(CheckpointError, match="no file 'other.json'"):
+        reader.json('other.json')
+    with pytest.raises(FileNotFoundError, match='nothing-here'):
+        CheckpointReader(folder / 'nothing-here')
+
+
+def test_dict_reader():
+    reader = DictReader({'x': torch.arange(6).view(2, 3)})
+    assert reader.names() == {'x'} and reader.shape('x') == (2, 3) and reader.read('x', 2, 5).tolist() == [2, 3, 4]
+
+
+# --- damage
+
+
+@pytest.mark.parametrize('damage', ['flip', 'truncate', 'grow', 'remove'])
+@pytest.mark.parametrize('which', ['*.safetensors', 'state.json'])
+def test_a_damaged_file_is_refused_by_name(folder, damage, which):
+    path = next(folder.glob(which))
+    data = bytearray(path.read_bytes())
+    if damage == 'flip':
+        data[len(data) // 2] ^= 4
+        path.write_bytes(data)
+    elif damage == 'truncate':
+        path.write_bytes(data[:-1])
+    elif damage == 'grow':
+        path.write_bytes(data + b' ')
+    else:
+        path.unlink()
+    with pytest.raises(CheckpointError, match=path.name):
+        CheckpointReader(folder)
+
+
+def test_every_flipped_bit_is_found(folder):
+    path = next(folder.glob('*.safetensors'))
+    data = path.read_bytes()
+    rng = random.Random(1)
+    for _ in range(50):
+        flipped = bytearray(data)
+        flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(flipped)
+        with pytest.raises(CheckpointError, match=path.name):
+            CheckpointReader(folder)
+    path.write_bytes(data)
+    CheckpointReader(folder)
+
+
+def test_ranks_can_share_the_verification(tmp_path):
+    write_checkpoint(tmp_path / 'c', {'': pieces_of(TENSORS)}, max_file_bytes=64)
+    names = sorted(p.name for p in (tmp_path / 'c').glob('*.safetensors'))
+    assert len(names) >= 3
+    path = tmp_path / 'c' / names[1]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    CheckpointReader(tmp_path / 'c', verify=False).verify(0, 2)
+    with pytest.raises(CheckpointError, match=names[1]):
+        CheckpointReader(tmp_path / 'c', verify=False).verify(1, 2)
+
+
+def test_no_manifest_and_broken_manifests(folder):
+    text = (folder / 'manifest.json').read_text()
+    for broken, message in (
+        (text[: len(text) // 2], 'manifest.json: damaged'),
+        ('[]', 'format version None'),
+        (text.replace('"format": 1', '"format": 99'), 'format version 99, this library reads version 1'),
+        (text.replace('"files"', '"filez"'), 'malformed manifest'),
+        (text.replace('"float32"', '"float31"'), "unknown dtype 'float31'"),
+    ):
+        (folder / 'manifest.json').write_text(broken)
+        with pytest.raises(CheckpointError, match=message):
+            CheckpointReader(folder)
+    (folder / 'manifest.json').unlink()
+    with pytest.raises(CheckpointError, match='no manifest.json'):
+        CheckpointReader(folder)
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        (lambda p: p['pieces'].clear(), r'lacks elements \[0, 35\)'),
+        (lambda p: p['pieces'][0].update(stop=34), r'lacks elements \[34, 35\)'),
+        (lambda p: p['pieces'][0].update(start=1), r'lacks elements \[0, 1\)'),
+        (lambda p: p['pieces'].append(dict(p['pieces'][0])), r'holds elements \[0, 35\) twice'),
+        (lambda p: p['pieces'][0].update(stop=36), 'past its end'),
+        (lambda p: p['pieces'][0].update(file='other.safetensors'), "'other.safetensors', which is not among the files"),
+        (lambda p: p.update(shape=[-5, -7]), 'negative size'),
+    ],
+)
+def test_manifests_that_do_not_cover_each_tensor_once(folder, change, message):
+    edit(folder, lambda m: change(m['tensors']['actor/weight']))
+    with pytest.raises(CheckpointError, match=message):
+        CheckpointReader(folder)
+
+
+def test_coverage_by_hand():
+    assert coverage_fault([(0, 3), (3, 5)], 5) is None and coverage_fault([(3, 5), (0, 3)], 5) is None
+    assert coverage_fault([], 0) is None and coverage_fault([(0, 1)], 1) is None
+    assert coverage_fault([(0, 3), (2, 5)], 5) == 'holds elements [2, 3) twice'
+    assert coverage_fault([(0, 5), (1, 2)], 5) == 'holds elements [1, 2) twice'
+    assert coverage_fault([(0, 2), (2, 2), (2, 5)], 5) == 'has an empty piece [2, 2)'
+
+
+@pytest.mark.parametrize('name', ['../secret', '/etc/passwd', 'a/../../secret', '..', '', 'a//b', './a', 'a\\b', 'a\0b'])
+def test_paths_out_of_the_folder_are_refused(folder, name):
+    (folder.parent / 'secret').write_bytes(b'12345678')
+
+    def change(manifest):
+        manifest['files'][name] = {'bytes': 8, 'crc32': 0}
+
+    edit(folder, change)
+    with pytest.raises(CheckpointError, match='leaves the checkpoint folder'):
+        CheckpointReader(folder)
+
+
+def test_links_out_of_the_folder_are_refused(folder):
+    path = next(folder.glob('*.safetensors'))
+    path.rename(folder.parent / 'elsewhere')
+    path.symlink_to(folder.parent / 'elsewhere')
+    with pytest.raises(CheckpointError, match='leads out of the checkpoint folder'):
+        CheckpointReader(folder)
+    path.unlink()
+    (folder.parent / 'elsewhere').rename(folder / 'inside')
+    path.symlink_to('inside')
+    CheckpointReader(folder)
+
+
+def test_a_file_that_does_not_hold_what_the_manifest_says(folder):
+    edit(folder, lambda m: m['tensors']['actor/weight'].update(dtype='float64'))
+    with pytest.raises(CheckpointError, match=r"'actor/weight' is torch.float32 in its file and torch.float64 in the manifest"):
+        CheckpointReader(folder).read('actor/weight', 0, 3)
+
+
+# --- writing
+
+
+class Ranks:
+    """`all_gather_object` between threads."""
+
+    def __init__(self, world_size):
+        self.box, self.barrier = [None] * world_size, threading.Barrier(world_size, timeout=20)
+
+    def gather(self, rank):
+        def all_gather_object(obj):
+            self.box[rank] = obj
+            self.barrier.wait()
+            seen = list(self.box)
+            self.barrier.wait()
+            return seen
+
+        return all_gather_object
+
+
+def on_ranks(world_size, act):
+    """act(rank, all_gather_object) in a thread per rank; results or exceptions."""
+    ranks, results = Ranks(world_size), [None] * world_size
+
+    def run(rank):
+        try:
+            results[rank] = act(rank, ranks.gather(rank))
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def halves(rank):
+    """Rank 0 holds the first 18 elements of the 35, rank 1 the rest; rank 1 the step."""
+    flat = TENSORS['weight'].view(-1)
+    cut = [(0, 18), (18, 35)][rank]
+    yield Piece('weight', (5, 7), *cut, flat[slice(*cut)])
+    if rank == 1:
+        yield Piece('step', (), 0, 1, TENSORS['step'].view(1))
+
+
+def test_two_ranks_write_one_checkpoint(tmp_path):
+    def act(rank, gather):
+        write_checkpoint(tmp_path / 'c', {'a/': halves(rank)}, state={'rank': rank}, rank=rank, all_gather_object=gather)
+
+    assert on_ranks(2, act) == [None, None]
+    reader = CheckpointReader(tmp_path / 'c')
+    assert reader.json() == {'rank': 0}
+    assert {p.file[:12] for p in reader.manifest.tensors['a/weight'].pieces} == {'a-rank00000-', 'a-rank00001-'}
+    assert torch.equal(reader.read('a/weight', 0, 35).view(5, 7), TENSORS['weight'])
+    assert reader.read('a/weight', 16, 20).tolist() == [16, 17, 18, 19]
+
+
+def test_ranks_that_do_not_fit_together(tmp_path):
+    faults = {
+        r"tensor 'x' of shape \(4,\) lacks elements \[2, 4\)": lambda rank: [Piece('x', (4,), 0, 2, torch.zeros(2))][rank:],
+        r'holds elements \[0, 4\) twice': lambda rank: [Piece('x', (4,), 0, 4, torch.zeros(4))],
+        "disagree about the shape or dtype of 'x'": lambda rank: [Piece('x', (4 + rank,), rank, 2 + rank, torch.zeros(2))],
+        'has data of shape': lambda rank: [Piece('x', (4,), 0, 4, torch.zeros(2, 2))],
+    }
+    for message, pieces in faults.items():
+        errors = on_ranks(
+            2, lambda r, g, p=pieces: write_checkpoint(tmp_path / 'c', {'': p(r)}, rank=r, all_gather_object=g)
+        )
+        for error in errors:
+            with pytest.raises(CheckpointError, match=message):
+                raise error
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_at_any_write_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    """The n-th fsync of rank 1, or of rank 0, fails: every rank learns the reason, nothing but the old checkpoint is left."""
+    folder = tmp_path / 'c'
+    write_checkpoint(folder, {'': pieces_of({'old': torch.ones(1)})})
+    real = os.fsync
+    failures = 0
+    for failing in range(20):
+        count = iter(range(1000))
+
+        def fsync(handle, count=count, failing=failing):
+            if next(count) == failing:
+                raise OSError(28, 'No space left on device')
+            real(handle)
+
+        monkeypatch.setattr(os, 'fsync', fsync)
+        drained = []
+
+        def act(rank, gather, drained=drained):
+            def pieces():
+                yield from halves(rank)
+                drained.append(rank)
+
+            write_checkpoint(folder, {'a/': pieces()}, state={}, rank=rank, all_gather_object=gather, max_file_bytes=16)
+
+        errors = on_ranks(2, act)
+        monkeypatch.setattr(os, 'fsync', real)
+        assert sorted(drained) == [0, 1]  # a rank that failed went on, so that the others are not left waiting
+        if errors == [None, None]:
+            break
+        failures += 1
+        for error in errors:
+            with pytest.raises(CheckpointError, match=r'rank [01]: .*No space left on device.*earlier checkpoint there is untouched'):
+                raise error
+        if CheckpointReader(folder).names() != {'old'}:  # only the last fsync, of the parent folder, comes after the rename
+            assert CheckpointReader(folder).names() == {'a/weight', 'a/step'}
+            break
+        assert [p.name for p in tmp_path.iterdir()] == ['c']
+    assert failures >= 8
+    assert CheckpointReader(folder).names() == {'a/weight', 'a/step'}
+
+
+def test_an_iterator_that_raises(tmp_path):
+    def pieces():
+        yield Piece('x', (2,), 0, 2, torch.zeros(2))
+        raise RuntimeError('lost a shard')
+
+    with pytest.raises(CheckpointError, match='lost a shard'):
+        write_checkpoint(tmp_path / 'c', {'': pieces()})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_leaving_without_commit_leaves_nothing(tmp_path):
+    with pytest.raises(KeyboardInterrupt), CheckpointWriter(tmp_path / 'c') as writer:
+        writer.add('', pieces_of(TENSORS))
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_peoples_folders_are_not_replaced(tmp_path):
+    (tmp_path / 'photos').mkdir()
+    (tmp_path / 'photos' / 'cat.jpg').write_bytes(b'meow')
+    with pytest.raises(CheckpointError, match='the folder holds other files'):
+        write_checkpoint(tmp_path / 'photos', {'': pieces_of(TENSORS)})
+    assert (tmp_path / 'photos' / 'cat.jpg').read_bytes() == b'meow'
+    (tmp_path / 'empty').mkdir()
+    write_checkpoint(tmp_path / 'empty', {'': pieces_of(TENSORS)})
+    with pytest.raises(CheckpointError, match='leaves the checkpoint folder'), CheckpointWriter(tmp_path / 'c') as writer:
+        writer.add_json('../state.json', {})
+
+
+def test_writing_again_replaces(folder):
+    write_checkpoint(folder, {'': pieces_of({'new': torch.zeros(2)})})
+    assert CheckpointReader(folder).names() == {'new'}
+    assert [p.name for p in folder.parent.iterdir()] == [folder.name]
+
+
+def test_written_bytes_do_not_follow_later_changes(tmp_path):
+    tensor = torch.zeros(4)
+    with CheckpointWriter(tmp_path / 'c') as writer:
+        writer.add('', pieces_of({'x': tensor}))
+        tensor.fill_(9)
+        writer.commit()
+    assert CheckpointReader(tmp_path / 'c').read('x', 0, 4).tolist() == [0, 0, 0, 0]
+
+
+def test_manifest_survives_json(folder):
+    data = json.loads((folder / 'manifest.json').read_text())
+    assert Manifest.from_json(data, 'here').to_json() == data

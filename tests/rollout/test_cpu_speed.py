@@ -1,0 +1,90 @@
+"""Packed modules compute what the plain ones do, follow the weights, and leave the model as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chatgpt.nn.lora import convert_to_lora, lora_layers, merge_lora, unmerge_lora
+from chatgpt.rollout.cpu_speed import PackedModules
+from chatgpt.testing import FAMILIES, tiny_causal_lm
+
+IDS = torch.arange(24).view(2, 12) + 3
+
+
+def plain_and_packed(model, packed):
+    with torch.no_grad():
+        plain = model(IDS).logits
+        with packed.active():
+            changed = sum('forward' in vars(m) for m in model.modules())
+            fast = model(IDS).logits
+    assert not any('forward' in vars(m) for m in model.modules())
+    return plain, fast, changed
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_same_logits(family):
+    model = tiny_causal_lm(family)
+    packed = PackedModules(model)
+    plain, fast, changed = plain_and_packed(model, packed)
+    if packed.modules:
+        assert changed >= 4 * model.config.num_hidden_layers
+    torch.testing.assert_close(fast, plain, atol=1e-4, rtol=1e-4)
+
+
+def test_written_weights_are_packed_again():
+    model = tiny_causal_lm('gpt2')
+    packed = PackedModules(model)
+    before = plain_and_packed(model, packed)[1]
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_fc.weight.mul_(3.0)
+        model.transformer.h[1].attn.c_attn.bias.add_(1.0)
+    plain, fast, _ = plain_and_packed(model, packed)
+    torch.testing.assert_close(fast, plain, atol=1e-4, rtol=1e-4)
+    assert float((fast - before).abs().max()) > 1e-2
+    model.transformer.h[0].mlp.c_fc.weight = torch.nn.Parameter(torch.zeros_like(model.transformer.h[0].mlp.c_fc.weight))
+    plain, fast, _ = plain_and_packed(model, packed)
+    torch.testing.assert_close(fast, plain, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize('family', ['gpt2', 'llama'])
+def test_adapters_count_merged_or_not(family):
+    model = tiny_causal_lm(family)
+    convert_to_lora(model, 2)
+    with torch.no_grad():
+        for layer in lora_layers(model).values():
+            layer.lora_B.fill_(0.3)
+    packed = PackedModules(model)
+    num_layers = len(lora_layers(model))
+    plain, fast, few = plain_and_packed(model, packed)
+    torch.testing.assert_close(fast, plain, atol=1e-4, rtol=1e-4)
+    merge_lora(model)
+    merged, fast, many = plain_and_packed(model, packed)
+    torch.testing.assert_close(fast, merged, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(merged, plain, atol=1e-3, rtol=1e-3)
+    if packed.modules:
+        assert many == few + num_layers
+    unmerge_lora(model)
+    assert plain_and_packed(model, packed)[2] == few
+
+
+def test_an_error_inside_leaves_nothing_behind():
+    model = tiny_causal_lm('gpt2')
+    with pytest.raises(RuntimeError, match='inside'), PackedModules(model).active():
+        raise RuntimeError('inside')
+    assert not any('forward' in vars(m) for m in model.modules())
+
+
+def test_other_precisions_and_wrapped_modules_stay_as_they_are():
+    assert not PackedModules(tiny_causal_lm('gpt2').to(torch.bfloat16)).modules
+    model = tiny_causal_lm('gpt2')
+    layer = model.transformer.h[0].mlp.c_fc
+    own = layer.forward
+    layer.forward = lambda x: own(x) + 1.0
+    packed = PackedModules(model)
+    assert layer not in packed.modules
+    with torch.no_grad():
+        plain = model(IDS).logits
+        with packed.active():
+            torch.testing.assert_close(model(IDS).logits, plain, atol=1e-4, rtol=1e-4)
+    assert 'forward' in vars(layer)

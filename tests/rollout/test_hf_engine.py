@@ -1,0 +1,132 @@
+"""The engine around `model.generate`: the same records, the same greedy tokens, right log-probs, and the settings only it takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chatgpt.nn import Actor
+from chatgpt.rollout import HFEngine, LocalEngine, SamplingParams, from_generation_kwargs
+from chatgpt.testing import FAMILIES, tiny_causal_lm
+from chatgpt.types import Prompt
+
+
+def prompts_of(lengths=(3, 9, 5, 1, 7), seed: int = 0) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(seed)
+    return [Prompt(ids=torch.randint(3, 64, (n,), generator=generator), text=str(n)) for n in lengths]
+
+
+def collect(engine, model, prompts, sampling, seed=11):
+    engine.begin(Actor(model))
+    try:
+        return engine.generate(prompts, sampling, seed=seed, indices=range(len(prompts)))
+    finally:
+        engine.end()
+
+
+def slow_logits(model, sample):
+    ids = torch.cat([sample.prompt_ids, sample.response_ids])
+    with torch.no_grad():
+        return model(ids[None]).logits[0, len(sample.prompt_ids) - 1 : -1].double()
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_greedy_agrees_with_the_local_engine(family):
+    model = tiny_causal_lm(family)
+    free = collect(LocalEngine(), model, prompts_of(), SamplingParams(max_new_tokens=8, do_sample=False))
+    eos = (int(free[0].response_ids[3]), int(free[1].response_ids[5]))
+    sampling = SamplingParams(
+        max_new_tokens=8, max_length=14, do_sample=False, eos_token_ids=eos, min_new_tokens=2, temperature=0.8, top_k=9
+    )
+    local = collect(LocalEngine(), model, prompts_of(), sampling)
+    for max_batch_size in (64, 2):
+        hf = collect(HFEngine(max_batch_size=max_batch_size), model, prompts_of(), sampling)
+        for a, b in zip(local, hf, strict=True):
+            assert a.response_ids.tolist() == b.response_ids.tolist() and a.finish_reason == b.finish_reason
+            assert (a.index, a.group, a.prompt_text, a.temperature) == (b.index, b.group, b.prompt_text, b.temperature)
+            torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-4, rtol=0)
+            torch.testing.assert_close(a.filtered_logprobs, b.filtered_logprobs, atol=1e-4, rtol=0)
+    assert {s.finish_reason for s in local} == {'eos', 'length'}
+
+
+def test_sampled_logprobs_are_those_of_a_plain_forward():
+    model = tiny_causal_lm('gpt2')
+    sampling = SamplingParams(max_new_tokens=9, temperature=0.7, top_k=7, eos_token_ids=(2, 5))
+    for s in collect(HFEngine(), model, prompts_of(), sampling):
+        chosen = s.response_ids[:, None]
+        scaled = slow_logits(model, s) / 0.7
+        torch.testing.assert_close(s.logprobs.double(), torch.log_softmax(scaled, -1).gather(1, chosen)[:, 0], atol=1e-4, rtol=0)
+        scaled[scaled < scaled.topk(7, dim=-1).values[:, -1:]] = -torch.inf
+        filtered = torch.log_softmax(scaled, -1).gather(1, chosen)[:, 0]
+        torch.testing.assert_close(s.filtered_logprobs.double(), filtered, atol=1e-4, rtol=0)
+        assert s.edge_distances.tolist() == [1.0] * s.num_actions
+
+
+def test_the_same_call_gives_the_same_samples_and_leaves_the_global_generator_alone():
+    model, sampling = tiny_causal_lm('gpt2'), SamplingParams(max_new_tokens=9)
+    state = torch.get_rng_state()
+    first, second, other = (collect(HFEngine(), model, prompts_of(), sampling, seed=s) for s in (1, 1, 2))
+    assert [s.response_ids.tolist() for s in first] == [s.response_ids.tolist() for s in second]
+    assert [s.response_ids.tolist() for s in first] != [s.response_ids.tolist() for s in other]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not HFEngine.reproducible
+
+
+def test_defaults_of_the_model_stay_out():
+    """Many checkpoints bring an end token, top_k and penalties of their own; only what the caller says counts."""
+    model = tiny_causal_lm('gpt2')
+    free = collect(HFEngine(), model, prompts_of(), SamplingParams(max_new_tokens=8, do_sample=False))
+    model.generation_config.eos_token_id = int(free[0].response_ids[2])
+    model.generation_config.repetition_penalty = 5.0
+    kept = model.generation_config
+    again = collect(HFEngine(), model, prompts_of(), SamplingParams(max_new_tokens=8, do_sample=False))
+    assert [s.response_ids.tolist() for s in again] == [s.response_ids.tolist() for s in free]
+    assert model.generation_config is kept
+
+
+def test_stop_agrees_with_the_local_engine():
+    model = tiny_causal_lm('opt')
+    free = collect(LocalEngine(), model, prompts_of(), SamplingParams(max_new_tokens=8, do_sample=False))
+    pairs = {tuple(free[i].response_ids[2:4].tolist()) for i in (0, 3)}
+    sampling = SamplingParams(max_new_tokens=8, do_sample=False, stop=lambda ids: tuple(ids[-2:]) in pairs)
+    local, hf = (collect(engine, model, prompts_of(), sampling) for engine in (LocalEngine(), HFEngine()))
+    assert [(s.response_ids.tolist(), s.finish_reason) for s in local] == [(s.response_ids.tolist(), s.finish_reason) for s in hf]
+    assert 'stop' in {s.finish_reason for s in hf}
+
+
+def test_a_penalty_and_beams_go_through():
+    model = tiny_causal_lm('gpt2')
+    plain = collect(HFEngine(), model, prompts_of(), from_generation_kwargs(max_new_tokens=8, do_sample=False))
+    penalty = from_generation_kwargs(max_new_tokens=8, do_sample=False, repetition_penalty=50.0)
+    for s in collect(HFEngine(), model, prompts_of(), penalty):
+        ids = torch.cat([s.prompt_ids, s.response_ids]).tolist()
+        assert len(set(ids[len(s.prompt_ids) :])) == s.num_actions  # nothing is said twice under such a penalty
+    assert any(len(set(s.response_ids.tolist())) < s.num_actions for s in plain)
+    beams = from_generation_kwargs(max_new_tokens=8, do_sample=False, num_beams=4)
+    better = 0
+    for s, p in zip(collect(HFEngine(), model, prompts_of(), beams), plain, strict=True):
+        want = torch.log_softmax(slow_logits(model, s), -1).gather(1, s.response_ids[:, None])[:, 0]
+        torch.testing.assert_close(s.logprobs.double(), want, atol=1e-4, rtol=0)
+        better += int(s.logprobs.sum() > p.logprobs.sum() + 1e-4)
+    assert better > 0
+
+
+def test_training_flags_come_back():
+    actor = Actor(tiny_causal_lm('gpt2', dropout=0.5)).train()
+    engine = HFEngine()
+    engine.begin(actor)
+    assert not any(m.training for m in actor.modules())
+    engine.end()
+    assert all(m.training for m in actor.modules())
+
+
+def test_refusals():
+    model = tiny_causal_lm('gpt2', positions=32)
+    with pytest.raises(ValueError, match='prompt 0 has 9 tokens and max_length=9 leaves no room'):
+        collect(HFEngine(), model, prompts_of((9,)), SamplingParams(max_length=9))
+    with pytest.raises(ValueError, match='past the model\'s 32 positions'):
+        collect(HFEngine(), model, prompts_of((9,)), SamplingParams(max_new_tokens=24))
+    with pytest.raises(ValueError, match='begin'):
+        HFEngine().generate(prompts_of(), SamplingParams(max_new_tokens=2), seed=1, indices=range(5))
+    with pytest.raises(ValueError, match='max_batch_size=0'):
+        HFEngine(max_batch_size=0)

@@ -1,0 +1,370 @@
+"""The local engine against plain forwards and `model.generate`, and its invariance to batching."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from chatgpt.nn import Actor
+from chatgpt.rollout import LocalEngine, SamplingParams, compare_samples
+from chatgpt.testing import FAMILIES, tiny_causal_lm
+from chatgpt.types import Prompt, Sample
+
+LENGTHS = (3, 9, 5, 1, 7, 4, 12, 2)
+
+
+def prompts_of(lengths=LENGTHS, vocab: int = 64, seed: int = 0) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(seed)
+    return [Prompt(ids=torch.randint(3, vocab, (n,), generator=generator)) for n in lengths]
+
+
+def collect(model, prompts, sampling, *, indices=None, groups=None, seed=11, **engine_settings) -> list[Sample]:
+    engine = LocalEngine(**engine_settings)
+    engine.begin(Actor(model))
+    try:
+        return engine.generate(
+            prompts, sampling, seed=seed, indices=indices if indices is not None else range(len(prompts)), groups=groups
+        )
+    finally:
+        engine.end()
+
+
+def slow_logits(model, sample: Sample) -> torch.Tensor:
+    """(A, V) float64 logits that predict each action: one plain, unpadded forward of the whole sequence."""
+    ids = torch.cat([sample.prompt_ids, sample.response_ids])
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0].double()
+    return logits[len(sample.prompt_ids) - 1 : -1]
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('max_batch_size', [256, 3])
+def test_greedy_agrees_with_generate_token_for_token(family, max_batch_size):
+    model = tiny_causal_lm(family)
+    prompts = prompts_of()
+    # a token that greedy decoding does reach in the middle of some responses serves as end token
+    free = collect(model, prompts, SamplingParams(max_new_tokens=10, do_sample=False))
+    end = int(free[0].response_ids[4])
+    assert any(end in s.response_ids[1:-1].tolist() for s in free)
+    for eos in ((), (end,), (end, int(free[1].response_ids[6]))):
+        sampling = SamplingParams(max_new_tokens=10, do_sample=False, eos_token_ids=eos)
+        samples = collect(model, prompts, sampling, max_batch_size=max_batch_size)
+        for sample, prompt in zip(samples, prompts, strict=True):
+            # one row at a time, so that no padding enters the expectation
+            with torch.no_grad():
+                want = model.generate(
+                    prompt.ids[None], attention_mask=torch.ones_like(prompt.ids[None]), max_new_tokens=10, do_sample=False,
+                    eos_token_id=list(eos) or -1, pad_token_id=0,
+                )[0, len(prompt.ids) :].tolist()  # fmt: skip
+            assert sample.response_ids.tolist() == want
+            assert sample.finish_reason == ('eos' if want[-1] in eos else 'length')
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_logprobs_are_those_of_a_plain_forward(family):
+    model = tiny_causal_lm(family)
+    sampling = SamplingParams(max_new_tokens=9, temperature=0.7, top_k=7, min_new_tokens=3, eos_token_ids=(2, 5))
+    samples = collect(model, prompts_of(), sampling, max_batch_size=3)
+    assert any(s.finish_reason == 'eos' for s in samples) and any(s.finish_reason == 'length' for s in samples)
+    wrong = 0
+    for sample in samples:
+        scaled = slow_logits(model, sample) / 0.7
+        chosen = sample.response_ids[:, None]
+        plain = torch.log_softmax(scaled, -1).gather(1, chosen).squeeze(1)
+        torch.testing.assert_close(sample.logprobs.double(), plain, atol=1e-5, rtol=0)
+        scaled[:3, [2, 5]] = -torch.inf
+        scaled[scaled < scaled.topk(7, dim=-1).values[:, -1:]] = -torch.inf
+        filtered = torch.log_softmax(scaled, -1).gather(1, chosen).squeeze(1)
+        torch.testing.assert_close(sample.filtered_logprobs.double(), filtered, atol=1e-5, rtol=0)
+        shifted = torch.log_softmax(slow_logits(model, sample), -1).gather(1, chosen).squeeze(1)
+        wrong += int((sample.logprobs.double() - shifted).abs().max() > 1e-3)
+    assert wrong == len(samples)  # the twin: without the temperature, every sample disagrees
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_samples_do_not_depend_on_batch_order_size_or_company(family):
+    model = tiny_causal_lm(family)
+    prompts = prompts_of(LENGTHS * 2)
+    sampling = SamplingParams(max_new_tokens=12, eos_token_ids=(2, 9, 17), temperature=1.2, top_p=0.95)
+    whole = collect(model, prompts, sampling)
+    assert len({s.num_actions for s in whole}) > 3
+    for size in (1, 2, 5):
+        report = compare_samples(whole, collect(model, prompts, sampling, max_batch_size=size, max_prefill_tokens=20))
+        assert report.explained, str(report)
+    order = list(range(len(prompts)))
+    random.Random(3).shuffle(order)
+    shuffled = collect(model, [prompts[i] for i in order], sampling, indices=order, max_batch_size=4)
+    assert [s.index for s in shuffled] == order
+    assert compare_samples(whole, shuffled).explained
+    part = order[:5]  # a rank's share
+    alone = collect(model, [prompts[i] for i in part], sampling, indices=part)
+    assert compare_samples([whole[i] for i in part], alone).explained
+    # the twins: another seed, or indices given out per share, are other samples
+    assert not compare_samples(whole, collect(model, prompts, sampling, seed=12)).explained
+    wrong = collect(model, [prompts[i] for i in part], sampling, indices=range(5))
+    assert any(a.response_ids.tolist() != whole[i].response_ids.tolist() for a, i in zip(wrong, part, strict=True))
+
+
+def test_equal_prompts_are_prefilled_once_and_drawn_apart():
+    model = tiny_causal_lm('llama')
+    prompt, other = prompts_of((6, 4))
+    prompts = [prompt, other, prompt, prompt, other]
+    actor = Actor(model)
+    widths = []
+    trunk = actor.trunk
+
+    def counting(input_ids, **kwargs):
+        widths.append(tuple(input_ids.shape))
+        return trunk(input_ids, **kwargs)
+
+    engine = LocalEngine()
+    engine.begin(actor)
+    actor.trunk = counting
+    sampling = SamplingParams(max_new_tokens=6)
+    samples = engine.generate(prompts, sampling, seed=1, indices=range(5), groups=[0, 1, 0, 0, 1])
+    engine.end()
+    assert widths == [(2, 6)] + [(5, 1)] * 5
+    assert [s.group for s in samples] == [0, 1, 0, 0, 1]
+    assert len({tuple(s.response_ids.tolist()) for s in samples}) == 5
+    alone = [collect(model, [p], sampling, indices=[i], seed=1)[0] for i, p in enumerate(prompts)]
+    assert compare_samples(samples, alone).explained
+
+
+def test_the_sampled_distribution_is_the_models():
+    model = tiny_causal_lm('gpt2', vocab_size=8, pad_token_id=None, bos_token_id=None, eos_token_id=None)
+    (prompt,) = prompts_of((4,), vocab=8)
+    samples = collect(model, [prompt] * 4000, SamplingParams(max_new_tokens=2, top_k=6), max_batch_size=1000)
+    with torch.no_grad():
+        logits = model(prompt.ids[None]).logits[0, -1].double()
+    logits[logits < logits.topk(6).values[-1]] = -torch.inf
+    probs = logits.softmax(-1)
+    counts = torch.bincount(torch.stack([s.response_ids[0] for s in samples]), minlength=8)
+    assert int(counts[probs == 0].sum()) == 0
+    want = probs[probs > 0] * 4000
+    assert float(((counts[probs > 0] - want) ** 2 / want).sum()) < 26  # 5 degrees of freedom: 0.01 %
+    first = int(counts.argmax())
+    with torch.no_grad():
+        logits = model(torch.cat([prompt.ids, torch.tensor([first])])[None]).logits[0, -1].double()
+    logits[logits < logits.topk(6).values[-1]] = -torch.inf
+    second = torch.bincount(torch.stack([s.response_ids[1] for s in samples if int(s.response_ids[0]) == first]), minlength=8)
+    want = logits.softmax(-1)[logits > -torch.inf] * second.sum()
+    assert float(((second[logits > -torch.inf] - want) ** 2 / want).sum()) < 26
+
+
+def biased(token: int, amount: float, **kw):
+    """A GPT-2 whose `token` is `amount` more likely (in logits) everywhere."""
+    model = tiny_causal_lm('gpt2', tie_word_embeddings=False, **kw)
+    head = torch.nn.Linear(model.lm_head.in_features, model.lm_head.out_features)
+    head.weight.data.copy_(model.lm_head.weight.data)
+    head.bias.data.zero_()
+    head.bias.data[token] = amount
+    model.lm_head = head
+    return model
+
+
+def test_an_empty_response_has_one_action():
+    samples = collect(biased(2, 50.0), prompts_of(), SamplingParams(max_new_tokens=5, eos_token_ids=(2,)))
+    for s in samples:
+        assert s.response_ids.tolist() == [2] and s.finish_reason == 'eos' and s.ended
+        assert s.logprobs.shape == s.filtered_logprobs.shape == s.edge_distances.shape == s.response_mask.shape == (1,)
+
+
+def test_min_new_tokens_bars_every_end_token_until_then():
+    model = biased(2, 50.0)
+    sampling = SamplingParams(max_new_tokens=9, min_new_tokens=4, eos_token_ids=(2, 3))
+    for s in collect(model, prompts_of(), sampling, max_batch_size=3):
+        assert s.num_actions == 5 and s.response_ids[4] == 2
+        assert not set(s.response_ids[:4].tolist()) & {2, 3}
+        assert bool((s.logprobs[:4] < -20).all()) and bool((s.filtered_logprobs[:4] > -20).all())
+
+
+def test_limits_and_end_at_the_limit():
+    prompts = prompts_of()
+    sampling = SamplingParams(max_length=14, max_new_tokens=8)
+    for s, p in zip(collect(tiny_causal_lm('opt'), prompts, sampling), prompts, strict=True):
+        assert s.num_actions == min(8, 14 - len(p.ids)) and s.finish_reason == 'length' and not s.ended
+    # the end token on the very last place is still an end
+    sampling = SamplingParams(max_new_tokens=4, min_new_tokens=3, eos_token_ids=(2,))
+    assert all(s.finish_reason == 'eos' and s.num_actions == 4 for s in collect(biased(2, 50.0), prompts, sampling))
+
+
+@pytest.mark.parametrize('max_batch_size', [256, 3])
+def test_stop_is_asked_after_every_token_and_its_tokens_stay(max_batch_size):
+    model, prompts = tiny_causal_lm('gpt2'), prompts_of()
+    free = collect(model, prompts, SamplingParams(max_new_tokens=10))
+    pairs = {tuple(s.response_ids[3:5].tolist()) for s in free[:4]}
+    asked: list[tuple[int, ...]] = []
+
+    def stop(ids):
+        asked.append(tuple(ids))
+        return tuple(ids[-2:]) in pairs
+
+    samples = collect(model, prompts, SamplingParams(max_new_tokens=10, stop=stop), max_batch_size=max_batch_size)
+    for s, f in zip(samples, free, strict=True):
+        ids = f.response_ids.tolist()
+        hit = next((t + 1 for t in range(1, 10) if tuple(ids[t - 1 : t + 1]) in pairs), None)
+        assert s.response_ids.tolist() == ids[: hit or 10]
+        assert s.finish_reason == ('stop' if hit else 'length')
+    assert {s.finish_reason for s in samples} >= {'stop'}
+    want = {tuple(s.response_ids[: t + 1].tolist()) for s in samples for t in range(s.num_actions)}
+    assert set(asked) == want
+    later = collect(model, prompts, SamplingParams(max_new_tokens=10, min_new_tokens=9, stop=stop))
+    assert all(s.num_actions >= 9 for s in later)
+
+
+def test_a_cache_that_has_to_grow():
+    model = tiny_causal_lm('gpt2', positions=256)
+    prompts = prompts_of((3, 90, 5))
+    sampling = SamplingParams(max_new_tokens=150, do_sample=False)
+    samples = collect(model, prompts, sampling, max_batch_size=2)
+    for s in samples:
+        assert torch.equal(slow_logits(model, s).argmax(-1), s.response_ids)
+
+
+def test_samples_carry_what_came_with_the_prompts():
+    prompt = Prompt(ids=torch.tensor([5, 6]), text='a b', columns={'answer': '12'})
+    (s,) = collect(tiny_causal_lm(), [prompt], SamplingParams(max_new_tokens=3, temperature=0.5), indices=[70], groups=[9])
+    assert (s.index, s.group, s.prompt_text, s.columns, s.temperature) == (70, 9, 'a b', {'answer': '12'}, 0.5)
+    assert s.prompt_ids.tolist() == [5, 6] and s.response_mask.tolist() == [True] * 3
+    assert s.response_ids.dtype == torch.int64
+    assert s.logprobs.dtype == s.filtered_logprobs.dtype == s.edge_distances.dtype == torch.float32
+    weight = torch.ones(3, requires_grad=True)
+    (weight * s.logprobs).sum().backward()  # an inference tensor would refuse to be saved for backward
+    assert collect(tiny_causal_lm(), [], SamplingParams(max_new_tokens=3)) == []
+
+
+def test_greedy_records_no_edges():
+    (s,) = collect(tiny_causal_lm(), prompts_of((3,)), SamplingParams(max_new_tokens=3, do_sample=False))
+    assert s.edge_distances.tolist() == [1.0] * 3 and bool((s.logprobs < 0).all())
+
+
+def test_dropout_is_off_and_training_flags_come_back():
+    model = tiny_causal_lm('gpt2', dropout=0.5)
+    actor = Actor(model)
+    actor.train()
+    actor.model.transformer.h[0].eval()
+    flags = [m.training for m in actor.modules()]
+    engine = LocalEngine()
+    engine.begin(actor)
+    sampling = SamplingParams(max_new_tokens=6)
+    first = engine.generate(prompts_of(), sampling, seed=1, indices=range(8))
+    second = engine.generate(prompts_of(), sampling, seed=1, indices=range(8))
+    assert compare_samples(first, second).equal
+    engine.end()
+    assert [m.training for m in actor.modules()] == flags
+    assert not any('forward' in vars(m) for m in actor.modules())
+
+
+def test_new_weights_count_in_the_next_call():
+    model, sampling = tiny_causal_lm('gpt2'), SamplingParams(max_new_tokens=6, do_sample=False)
+    engine = LocalEngine()
+    engine.begin(Actor(model))
+    before = engine.generate(prompts_of(), sampling, seed=1, indices=range(8))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    after = engine.generate(prompts_of(), sampling, seed=1, indices=range(8))
+    assert not compare_samples(before, after).equal
+    for s in after:
+        assert torch.equal(slow_logits(model, s).argmax(-1), s.response_ids)
+
+
+def test_bfloat16_runs_and_stays_close():
+    model = tiny_causal_lm('llama').to(torch.bfloat16)
+    for s in collect(model, prompts_of(), SamplingParams(max_new_tokens=6)):
+        plain = torch.log_softmax(slow_logits(model, s), -1).gather(1, s.response_ids[:, None]).squeeze(1)
+        assert float((s.logprobs.double() - plain).abs().max()) < 0.2
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ('prompts', 'settings', 'message'),
+        [
+            ([(5,), ()], {'max_new_tokens': 4}, 'prompt 1 is empty'),
+            ([(5,), (5, 6, 7)], {'max_length': 3}, 'prompt 1 has 3 tokens and max_length=3 leaves no room'),
+            ([(5,) * 20], {'max_new_tokens': 13}, 'prompt 0 has 20 tokens and may grow by 13, past the model\'s 32 positions'),
+            ([(5, 64)], {'max_new_tokens': 4}, 'prompt 0 holds token ids outside the vocabulary of 64'),
+            ([(5,)], {'max_new_tokens': 4, 'eos_token_ids': (64,)}, 'end token 64 is outside the vocabulary'),
+            ([(5,)], {'max_new_tokens': 4, 'extra': {'num_beams': 4}}, 'LocalEngine cannot do num_beams=4; .* engine=\'hf\''),
+        ],
+    )
+    def test_before_any_work(self, prompts, settings, message):
+        model = tiny_causal_lm('gpt2', positions=32)
+        rows = [Prompt(ids=torch.tensor(p, dtype=torch.int64)) for p in prompts]
+        with pytest.raises(ValueError, match=message):
+            collect(model, rows, SamplingParams(**settings))
+
+    def test_counts_that_do_not_match(self):
+        with pytest.raises(ValueError, match='2 prompts but 3 sample indices'):
+            collect(tiny_causal_lm(), prompts_of((1, 2)), SamplingParams(max_new_tokens=2), indices=range(3))
+        with pytest.raises(ValueError, match='2 prompts but 1 groups'):
+            collect(tiny_causal_lm(), prompts_of((1, 2)), SamplingParams(max_new_tokens=2), groups=[0])
+
+    def test_without_begin(self):
+        with pytest.raises(ValueError, match='begin'):
+            LocalEngine().generate(prompts_of(), SamplingParams(max_new_tokens=2), seed=1, indices=range(8))
+
+    def test_settings_of_the_engine(self):
+        with pytest.raises(ValueError, match='max_batch_size=0'):
+            LocalEngine(max_batch_size=0)
+
+    def test_a_sliding_window_is_refused_only_where_it_would_matter(self):
+        from transformers import MistralConfig, MistralForCausalLM
+
+        config = MistralConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+            sliding_window=16, max_position_embeddings=64, pad_token_id=0, initializer_range=0.1,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = MistralForCausalLM(config).eval()
+        with pytest.raises(ValueError, match='attention window of 16; use engine=\'hf\''):
+            collect(model, prompts_of((12,)), SamplingParams(max_new_tokens=5))
+        (s,) = collect(model, prompts_of((12,)), SamplingParams(max_new_tokens=4, do_sample=False))
+        assert torch.equal(slow_logits(model, s).argmax(-1), s.response_ids)
+
+    def test_a_model_without_a_plain_key_value_cache_is_refused(self):
+        from transformers import MambaConfig, MambaForCausalLM
+
+        model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4, pad_token_id=0)).eval()
+        actor = Actor(model).train()
+        with pytest.raises(ValueError, match='MambaForCausalLM does not agree with its plain forward.*use engine=\'hf\''):
+            LocalEngine().begin(actor)
+        assert all(m.training for m in actor.modules())  # a refusal leaves nothing behind
+
+    def test_non_finite_logits_name_sample_and_position(self):
+        model = tiny_causal_lm('gpt2')
+        engine = LocalEngine()
+        engine.begin(Actor(model))
+        position = 9
+        with torch.no_grad():
+            model.transformer.wpe.weight[position] = torch.nan
+        with pytest.raises(FloatingPointError, match=r'sample 41 are not finite at response position 5'):
+            engine.generate(prompts_of((2, 5)), SamplingParams(max_new_tokens=6), seed=1, indices=[40, 41])
+        with torch.no_grad():
+            model.transformer.wpe.weight[position] = 0.0
+        # nothing of it is left in the cache
+        engine.generate(prompts_of((2, 5)), SamplingParams(max_new_tokens=8), seed=1, indices=[40, 41])
+
+    def test_non_finite_weights_are_found_at_begin(self):
+        model = tiny_causal_lm('gpt2')
+        with torch.no_grad():
+            model.transformer.h[0].ln_1.weight.fill_(torch.nan)
+        actor = Actor.__new__(Actor)
+        torch.nn.Module.__init__(actor)
+        actor.model, actor.value_head, actor._linear_head = model, None, True
+        with pytest.raises(FloatingPointError, match='not finite'):
+            LocalEngine().begin(actor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('family', FAMILIES)
+def test_cuda_draws_the_same_tokens_as_cpu(family):
+    if not torch.cuda.is_available():
+        pytest.skip('needs a CUDA device')
+    sampling = SamplingParams(max_new_tokens=12, eos_token_ids=(2, 9))
+    cpu = collect(tiny_causal_lm(family), prompts_of(), sampling, max_batch_size=3)
+    cuda = collect(tiny_causal_lm(family).cuda(), prompts_of(), sampling, max_batch_size=5)
+    report = compare_samples(cpu, cuda, tolerance=1e-4)
+    assert report.explained and report.num_tokens > 40, str(report)

@@ -1,0 +1,182 @@
+"""Sampling settings and the step from logits to tokens: validation, filters against loops in float64, distributions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from chatgpt.rollout import SamplingParams, from_generation_kwargs
+from chatgpt.rollout.randomness import sample_keys, uniforms
+from chatgpt.rollout.sampling import TokenSampler
+from chatgpt.testing import byte_tokenizer
+
+
+def logits_of(probs: list[float]) -> torch.Tensor:
+    return torch.tensor([math.log(p) if p > 0 else -math.inf for p in probs])
+
+
+def draws(sampling: SamplingParams, logits: torch.Tensor, num: int, seed: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token counts (V,) and the edge distances of `num` draws from one row of logits."""
+    u = uniforms(sample_keys(seed, torch.arange(num)), torch.tensor(0))[:, None]
+    draw = TokenSampler(sampling, 'cpu')(logits.expand(num, -1), u)
+    return torch.bincount(draw.token, minlength=len(logits)), draw.edge_distance
+
+
+def chi_square(counts: torch.Tensor, probs: torch.Tensor) -> float:
+    want = probs * counts.sum()
+    kept = probs > 0
+    assert int(counts[~kept].sum()) == 0
+    return float(((counts[kept] - want[kept]) ** 2 / want[kept]).sum())
+
+
+def test_drawn_tokens_follow_the_softmax_at_temperature():
+    probs = [0.02, 0.4, 0.08, 0.25, 0.05, 0.2]
+    counts, _ = draws(SamplingParams(max_new_tokens=1), logits_of(probs), 20_000)
+    assert chi_square(counts, torch.tensor(probs)) < 25  # 5 degrees of freedom: 0.01 %
+    cooler = torch.tensor([p ** (1 / 0.5) for p in probs])
+    counts, _ = draws(SamplingParams(max_new_tokens=1, temperature=0.5), logits_of(probs), 20_000)
+    assert chi_square(counts, cooler / cooler.sum()) < 25
+    assert chi_square(counts, torch.tensor(probs)) > 1000  # the twin: without the temperature it would not fit
+
+
+def slow_filter(logits: list[float], temperature: float, top_k: int, top_p: float, barred: set[int]) -> list[float]:
+    """Filtered probabilities, in float64, token by token."""
+    scaled = [-math.inf if t in barred else x / temperature for t, x in enumerate(logits)]
+    order = sorted(range(len(scaled)), key=lambda t: (-scaled[t], t))
+    if top_k:
+        order = order[:top_k]
+    weights = {t: math.exp(scaled[t]) for t in order}
+    total = sum(weights.values())
+    kept, mass = [], 0.0
+    for t in order:
+        if kept and mass >= top_p:
+            break
+        kept.append(t)
+        mass += weights[t] / total
+    total = sum(weights[t] for t in kept)
+    return [weights[t] / total if t in kept else 0.0 for t in range(len(scaled))]
+
+
+@pytest.mark.parametrize(
+    ('temperature', 'top_k', 'top_p', 'barred'),
+    [(1.0, 3, 1.0, set()), (0.7, 0, 0.8, set()), (1.5, 5, 0.6, set()), (1.0, 0, 0.01, set()), (0.9, 4, 0.9, {2, 5}), (1.0, 99, 1.0, {0})],
+)
+def test_filters_equal_a_slow_loop(temperature, top_k, top_p, barred):
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(30, 12, generator=generator) * 2
+    sampling = SamplingParams(
+        max_new_tokens=9, min_new_tokens=2, temperature=temperature, top_k=top_k, top_p=top_p, eos_token_ids=tuple(sorted(barred))
+    )
+    u = torch.rand(30, 1, generator=generator, dtype=torch.float64)
+    mask = torch.arange(30) % 2 == 0 if barred else None  # every second row is too short to end
+    draw = TokenSampler(sampling, 'cpu')(logits, u, mask)
+    for row in range(30):
+        values = logits[row].double().tolist()
+        token = int(draw.token[row])
+        here = barred if mask is not None and bool(mask[row]) else set()
+        want = slow_filter(values, temperature, top_k, top_p, here)
+        assert want[token] > 0
+        assert float(draw.filtered_logprob[row]) == pytest.approx(math.log(want[token]), abs=1e-5)
+        plain = slow_filter(values, temperature, 0, 1.0, set())
+        assert float(draw.logprob[row]) == pytest.approx(math.log(plain[token]), abs=1e-5)
+        # the token is the one whose cumulative interval holds u
+        before = math.fsum(want[:token])
+        assert before - 1e-6 <= float(u[row]) <= before + want[token] + 1e-6
+    unequal = (draw.logprob - draw.filtered_logprob).abs() > 1e-4
+    assert bool(unequal.any())
+
+
+def test_greedy_takes_the_most_likely_token_that_is_not_barred():
+    logits = torch.tensor([[0.0, 3.0, 2.0, 1.0], [0.0, 3.0, 2.0, 1.0]])
+    sampling = SamplingParams(max_new_tokens=4, min_new_tokens=2, do_sample=False, eos_token_ids=(1,))
+    draw = TokenSampler(sampling, 'cpu')(logits, None, torch.tensor([True, False]))
+    assert draw.token.tolist() == [2, 1] and draw.edge_distance is None
+    assert float(draw.logprob[0]) == pytest.approx(2 - math.log(sum(map(math.exp, (0, 3, 2, 1)))), abs=1e-6)
+    assert float(draw.filtered_logprob[0]) == pytest.approx(2 - math.log(sum(map(math.exp, (0, 2, 1)))), abs=1e-6)
+
+
+def test_edge_distance_knows_the_threshold_of_a_filter():
+    # top-k 2 with a near tie at the threshold: rounding may swap tokens 1 and 2, whatever u is
+    near = logits_of([0.5, 0.2500005, 0.2499995])
+    _, edges = draws(SamplingParams(max_new_tokens=1, top_k=2), near, 200)
+    assert float(edges.max()) < 1e-5
+    clear = logits_of([0.5, 0.3, 0.2])
+    _, edges = draws(SamplingParams(max_new_tokens=1, top_k=2), clear, 200)
+    assert float(edges.max()) > 0.05
+    # top-p 0.75 exactly at a cumulative sum of 0.5 + 0.25
+    _, edges = draws(SamplingParams(max_new_tokens=1, top_p=0.75), logits_of([0.5, 0.25, 0.15, 0.1]), 200)
+    assert float(edges.max()) < 1e-5
+    _, edges = draws(SamplingParams(max_new_tokens=1, top_p=0.65), logits_of([0.5, 0.25, 0.15, 0.1]), 200)
+    assert float(edges.max()) > 0.05
+
+
+def test_several_end_tokens():
+    sampler = TokenSampler(SamplingParams(max_new_tokens=1, eos_token_ids=(3, 7)), 'cpu')
+    assert sampler.is_end(torch.tensor([1, 3, 7, 8])).tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ('settings', 'message'),
+    [
+        ({}, 'neither max_new_tokens nor max_length'),
+        ({'max_new_tokens': 0}, 'max_new_tokens=0; give an integer of at least 1'),
+        ({'max_new_tokens': 1.5}, 'max_new_tokens=1.5'),
+        ({'max_new_tokens': 4, 'temperature': 0.0}, 'do_sample=False for greedy'),
+        ({'max_new_tokens': 4, 'temperature': math.nan}, 'temperature=nan'),
+        ({'max_new_tokens': 4, 'top_p': 0.0}, 'top_p=0.0'),
+        ({'max_new_tokens': 4, 'top_p': 1.1}, 'top_p=1.1'),
+        ({'max_new_tokens': 4, 'top_k': -1}, 'top_k=-1'),
+        ({'max_new_tokens': 4, 'min_new_tokens': 5}, 'min_new_tokens=5 is above max_new_tokens=4'),
+        ({'max_new_tokens': 4, 'eos_token_ids': 2}, 'eos_token_ids=2'),
+        ({'max_new_tokens': 4, 'stop': '###'}, 'StopStrings'),
+    ],
+)
+def test_values_without_sense_are_refused(settings, message):
+    with pytest.raises(ValueError, match='sampling: ') as error:
+        SamplingParams(**settings)
+    assert message in str(error.value)
+
+
+def test_room():
+    assert SamplingParams(max_new_tokens=8).room(100) == 8
+    assert SamplingParams(max_length=10).room(7) == 3
+    assert SamplingParams(max_length=10, max_new_tokens=2).room(7) == 2
+    assert SamplingParams(max_length=10).room(10) == 0
+
+
+class TestGenerationKwargs:
+    def test_known_fields(self):
+        sampling = from_generation_kwargs(
+            max_length=64, do_sample=True, temperature=0.8, top_k=50, top_p=0.9, eos_token_id=[1, 2], pad_token_id=3, min_new_tokens=4
+        )
+        want = SamplingParams(
+            max_length=64, temperature=0.8, top_k=50, top_p=0.9, eos_token_ids=(1, 2), pad_token_id=3, min_new_tokens=4
+        )
+        assert sampling == want and not sampling.extra
+        assert from_generation_kwargs(max_new_tokens=3, eos_token_id=7).eos_token_ids == (7,)
+
+    def test_none_and_neutral_values_change_nothing(self):
+        given = {'top_k': None, 'num_beams': 1, 'repetition_penalty': 1.0, 'use_cache': True, 'early_stopping': False, 'bos_token_id': 1}
+        assert from_generation_kwargs(max_new_tokens=3, **given) == SamplingParams(max_new_tokens=3)
+
+    def test_what_only_transformers_can_do_is_kept_apart(self):
+        sampling = from_generation_kwargs(max_new_tokens=3, num_beams=4, repetition_penalty=1.2)
+        assert dict(sampling.extra) == {'num_beams': 4, 'repetition_penalty': 1.2}
+
+    @pytest.mark.parametrize(('name', 'near'), [('temprature', 'temperature'), ('max_new_token', 'max_new_tokens'), ('topk', 'top_k')])
+    def test_unknown_keyword_names_the_nearest(self, name, near):
+        with pytest.raises(ValueError, match=f'{name!r} is unknown; did you mean .*{near}'):
+            from_generation_kwargs(max_new_tokens=3, **{name: 1})
+
+    def test_what_belongs_to_the_engine(self):
+        with pytest.raises(ValueError, match='num_return_sequences=4'):
+            from_generation_kwargs(max_new_tokens=3, num_return_sequences=4)
+
+    def test_stop_strings_need_a_tokenizer(self):
+        with pytest.raises(ValueError, match='needs a tokenizer'):
+            from_generation_kwargs(max_new_tokens=3, stop_strings=['x'])
+        sampling = from_generation_kwargs(byte_tokenizer(), max_new_tokens=3, stop_strings='xy')
+        assert sampling.stop is not None
+        assert sampling.stop([ord('x'), ord('y')]) and not sampling.stop([ord('y'), ord('x')])

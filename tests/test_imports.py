@@ -1,0 +1,269 @@
+"""The package's imports: arrows between rooms point down, no cycle, optional packages stay optional, `import chatgpt` is light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# What each room may import, as docs/design.md draws it. `chatgpt` itself (its version) may be imported by all.
+MATHS = {'types', 'functional'}
+MODELS = MATHS | {'batching', 'nn'}
+ALLOWED: dict[str, set[str]] = {
+    'types': set(),
+    'functional': set(),
+    'batching': MATHS,
+    'nn': MATHS | {'batching'},
+    'rollout': MODELS,
+    'dataset': {'types'},
+    'experience': MODELS | {'rollout'},
+    'checkpoint': set(),
+    'trainer.strategies': MODELS | {'checkpoint'},
+    'trainer.callbacks': MATHS | {'checkpoint', 'trainer', 'trainer.strategies'},
+    'trainer': MODELS | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer.strategies', 'trainer.callbacks'},
+    'launch': MODELS | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
+    'testing': MODELS | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
+    'chatgpt': set(),
+}
+
+# Optional packages: imported inside a function, in files whose path begins so. `None`: inside a function anywhere.
+OPTIONAL: dict[str, str | None] = {
+    'colossalai': 'trainer/strategies/colossalai',
+    'vllm': 'rollout/vllm',
+    'ray': 'launch/ray',
+    'wandb': 'trainer/callbacks/wandb',
+    'tensorboard': 'trainer/callbacks/tensorboard',
+    'torch.utils.tensorboard': 'trainer/callbacks/tensorboard',
+    'datasets': 'dataset/',
+    'matplotlib': None,
+    'peft': None,
+    'pandas': None,
+    'pyarrow': None,
+}
+PROCESS_GROUPS = ('trainer/strategies/', 'launch/', 'testing/')
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, and when it is imported: with its file ('module'), when a function runs, or only for type checkers."""
+
+    file: str
+    line: int
+    target: str
+    when: str
+
+
+def is_type_checking(node: ast.If) -> bool:
+    return ast.unparse(node.test) in ('TYPE_CHECKING', 'typing.TYPE_CHECKING')
+
+
+def statements(body: list[ast.stmt], when: str) -> Iterator[tuple[ast.Import | ast.ImportFrom, str]]:
+    """Every import statement below `body`."""
+    for node in body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node, when
+            continue
+        inner = when
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            inner = 'function' if when == 'module' else when
+        elif isinstance(node, ast.If) and is_type_checking(node):
+            yield from statements(node.body, 'types')
+            yield from statements(node.orelse, when)
+            continue
+        for field in ('body', 'orelse', 'finalbody'):
+            yield from statements(getattr(node, field, []), inner)
+        for handler in [*getattr(node, 'handlers', []), *getattr(node, 'cases', [])]:
+            yield from statements(handler.body, inner)
+
+
+def module_name(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix('').parts
+    return '.'.join(parts[:-1] if parts[-1] == '__init__' else parts)
+
+
+def walk(root: Path) -> tuple[set[str], list[Import]]:
+    """The modules of `root`/chatgpt and all their imports, `from package import submodule` resolved to the submodule."""
+    files = {module_name(p, root): p for p in sorted((root / 'chatgpt').rglob('*.py'))}
+    found = []
+    for path in files.values():
+        for node, when in statements(ast.parse(path.read_text()).body, 'module'):
+            if isinstance(node, ast.Import):
+                targets = [alias.name for alias in node.names]
+            else:
+                assert node.level == 0, f'{path}:{node.lineno}: relative import; write it in full'
+                base = node.module or ''
+                targets = [f'{base}.{a.name}' if f'{base}.{a.name}' in files or base == 'torch' else base for a in node.names]
+            found += [Import(path.relative_to(root).as_posix(), node.lineno, t, when) for t in dict.fromkeys(targets)]
+    return set(files), found
+
+
+def room_of(module: str) -> str:
+    parts = module.split('.')[1:]
+    if not parts:
+        return 'chatgpt'
+    if parts[0] == 'trainer' and len(parts) > 1 and parts[1] in ('strategies', 'callbacks'):
+        return f'trainer.{parts[1]}'
+    return parts[0]
+
+
+def module_of(file: str) -> str:
+    return module_name(Path(file), Path('.'))
+
+
+def wrong_arrows(imports: list[Import]) -> list[str]:
+    """Imports of a room that the importing room may not see, at whatever time. Callbacks name the trainer in types only."""
+    wrong = []
+    for i in imports:
+        if i.target != 'chatgpt' and not i.target.startswith('chatgpt.'):
+            continue
+        here, there = room_of(module_of(i.file)), room_of(i.target)
+        if there in (here, 'chatgpt'):
+            continue
+        if here not in ALLOWED:
+            wrong.append(f'{i.file}:{i.line}: room {here!r} is unknown; add it to docs/design.md and to ALLOWED')
+        elif there not in ALLOWED[here] or (here == 'trainer.callbacks' and there == 'trainer' and i.when != 'types'):
+            wrong.append(f'{i.file}:{i.line}: {here} imports {there}')
+    return wrong
+
+
+def cycles(modules: set[str], imports: list[Import]) -> list[str]:
+    """Loops among the imports that run when a module is loaded."""
+    edges: dict[str, set[str]] = {m: set() for m in modules}
+    for i in imports:
+        if i.when == 'module' and i.target in modules:
+            edges[module_of(i.file)].add(i.target)
+    state: dict[str, int] = {}
+    found: list[str] = []
+
+    def visit(module: str, path: list[str]) -> None:
+        state[module] = 1
+        for target in sorted(edges[module]):
+            if state.get(target) == 1:
+                found.append(' -> '.join([*path[path.index(target) :], target]))
+            elif target not in state:
+                visit(target, [*path, target])
+        state[module] = 2
+
+    for module in sorted(modules):
+        if module not in state:
+            visit(module, [module])
+    return found
+
+
+def matches(target: str, package: str) -> bool:
+    return target == package or target.startswith(package + '.')
+
+
+def eager_or_misplaced(imports: list[Import]) -> list[str]:
+    """Optional packages imported with a file, or outside the file that is theirs; process groups outside the strategies."""
+    wrong = []
+    for i in imports:
+        file = i.file.removeprefix('chatgpt/')
+        for package, home in OPTIONAL.items():
+            if matches(i.target, package) and i.when != 'types':
+                if i.when == 'module':
+                    wrong.append(f'{i.file}:{i.line}: {package} is optional; import it inside the function that needs it')
+                if home is not None and not file.startswith(home):
+                    wrong.append(f'{i.file}:{i.line}: {package} is imported outside {home}')
+        if matches(i.target, 'torch.distributed') and i.when != 'types' and not file.startswith(PROCESS_GROUPS):
+            wrong.append(f'{i.file}:{i.line}: torch.distributed belongs to the strategies')
+    return wrong
+
+
+def test_arrows_point_down():
+    modules, imports = walk(ROOT)
+    assert len(modules) > 20 and len(imports) > 100  # the walk saw the package
+    assert wrong_arrows(imports) == []
+
+
+def test_no_cycle():
+    assert cycles(*walk(ROOT)) == []
+
+
+def test_optional_packages_and_process_groups_have_their_place():
+    assert eager_or_misplaced(walk(ROOT)[1]) == []
+
+
+def write_package(root: Path, files: dict[str, str]) -> tuple[set[str], list[Import]]:
+    for name, text in files.items():
+        path = root / 'chatgpt' / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return walk(root)
+
+
+UPWARD = {
+    'at the top': 'from chatgpt.trainer.ppo import PPOTrainer\n',
+    'in a function': 'def f():\n    import chatgpt.trainer.ppo\n',
+    'in a method, in a branch': 'class A:\n    def f(self):\n        try:\n            pass\n        except ValueError:\n            from chatgpt.trainer import ppo\n',
+    'for types': 'from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from chatgpt.trainer.ppo import PPOTrainer\n',
+}
+
+
+@pytest.mark.parametrize('source', UPWARD.values(), ids=UPWARD.keys())
+def test_an_arrow_that_points_up_is_caught(tmp_path, source):
+    _, imports = write_package(tmp_path, {'__init__.py': '', 'trainer/ppo.py': '', 'nn/actor.py': source})
+    assert [w.split(': ')[1] for w in wrong_arrows(imports)] == ['nn imports trainer']
+
+
+def test_a_strategy_must_not_know_its_trainer_nor_an_unknown_room_slip_in(tmp_path):
+    files = {'trainer/strategies/ddp.py': 'from chatgpt.trainer.base import Trainer\n', 'trainer/base.py': '', 'attic/x.py': 'import chatgpt.nn\n'}
+    _, imports = write_package(tmp_path, files)
+    wrong = wrong_arrows(imports)
+    assert len(wrong) == 2 and "room 'attic' is unknown" in wrong[0] and 'trainer.strategies imports trainer' in wrong[1]
+
+
+def test_a_callback_may_name_the_trainer_in_types_only(tmp_path):
+    typed = 'from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from chatgpt.trainer.base import Trainer\n'
+    files = {'trainer/base.py': '', 'trainer/callbacks/a.py': typed, 'trainer/callbacks/b.py': 'from chatgpt.trainer.base import Trainer\n'}
+    _, imports = write_package(tmp_path, files)
+    assert wrong_arrows(imports) == ['chatgpt/trainer/callbacks/b.py:1: trainer.callbacks imports trainer']
+
+
+def test_a_cycle_is_caught_and_a_lazy_import_is_none(tmp_path):
+    files = {'nn/a.py': 'from chatgpt.nn import b\n', 'nn/b.py': 'import chatgpt.nn.c\n', 'nn/c.py': 'from chatgpt.nn.a import x\n', 'nn/__init__.py': ''}
+    assert cycles(*write_package(tmp_path, files)) == ['chatgpt.nn.a -> chatgpt.nn.b -> chatgpt.nn.c -> chatgpt.nn.a']
+    files['nn/c.py'] = 'def f():\n    from chatgpt.nn.a import x\n'
+    assert cycles(*write_package(tmp_path, files)) == []
+
+
+@pytest.mark.parametrize(
+    ('name', 'source', 'complaint'),
+    [
+        ('trainer/strategies/colossalai.py', 'import colossalai\n', 'inside the function'),
+        ('nn/actor.py', 'def f():\n    import colossalai.zero\n', 'outside trainer/strategies/colossalai'),
+        ('trainer/callbacks/tensorboard.py', 'from torch.utils.tensorboard import SummaryWriter\n', 'inside the function'),
+        ('nn/actor.py', 'import torch.distributed as dist\n', 'belongs to the strategies'),
+        ('nn/actor.py', 'from torch import distributed\n', 'belongs to the strategies'),
+        ('experience/maker.py', 'def f():\n    from torch.distributed import all_reduce\n', 'belongs to the strategies'),
+    ],
+)
+def test_a_misplaced_import_is_caught(tmp_path, name, source, complaint):
+    wrong = eager_or_misplaced(write_package(tmp_path, {name: source})[1])
+    assert len(wrong) == 1 and complaint in wrong[0]
+
+
+def loaded_after(statement: str) -> set[str]:
+    code = f'import sys\n{statement}\nprint(*sorted({{m.split(".")[0] for m in sys.modules}}))'
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_importing_the_package_is_light():
+    loaded = loaded_after('import chatgpt')
+    assert 'chatgpt' in loaded
+    assert not loaded & {'torch', 'transformers', 'datasets', 'colossalai', 'matplotlib', 'pandas'}
+
+
+def test_importing_strategies_and_callbacks_loads_nothing_optional():
+    loaded = loaded_after('from chatgpt.trainer.strategies import NaiveStrategy; import chatgpt.trainer.callbacks')
+    assert 'torch' in loaded
+    assert not loaded & {*OPTIONAL, 'transformers'}
