@@ -1,7 +1,7 @@
 """The canonical examples in text form, and what one kind of them can stand in for.
 
-Four kinds: `PromptExample`, `Demonstration`, `Preference`, `Labelled`. Conversations stay lists of messages, and nothing is tokenized
-here. How records of a file become examples is told in `shapes`.
+Four kinds: `PromptExample`, `Demonstration`, `Preference`, `Labelled`. Conversations stay lists of messages, and nothing is
+tokenized here. How records of a file become examples is told in `shapes`.
 """
 
 from __future__ import annotations
@@ -133,7 +133,12 @@ def as_kind(example: Example, kind: Kind) -> Example:
     raise BadRecord(f'a {_NAMES[type(example)]}, where a {kind} is needed')
 
 
-_CLASSES: dict[str, type] = {'prompt': PromptExample, 'demonstration': Demonstration, 'preference': Preference, 'labelled': Labelled}
+_CLASSES: dict[str, type] = {
+    'prompt': PromptExample,
+    'demonstration': Demonstration,
+    'preference': Preference,
+    'labelled': Labelled,
+}
 _NAMES = {
     PromptExample: 'prompt without an answer',
     Demonstration: 'demonstration (one answer, no label)',

@@ -1,7 +1,7 @@
 """Prompts: from a source to `Prompt` records, and the order in which a run draws them.
 
-The order is a function of the seed: a new permutation every epoch, without replacement within one. Its whole state is the number of
-prompts drawn so far, so it resumes exactly and knows nothing of ranks.
+The order is a function of the seed: a new permutation every epoch, without replacement within one. Its whole state is the
+number of prompts drawn so far, so it resumes exactly and knows nothing of ranks.
 """
 
 from __future__ import annotations
@@ -9,12 +9,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from chatgpt.dataset.reading import BadRecords, read_records
+from chatgpt.dataset.examples import BadRecord, PromptExample, as_kind
+from chatgpt.dataset.reading import BadRecords, Record, read_records
+from chatgpt.dataset.shapes import prompt_of, shape_of, to_example
+from chatgpt.dataset.tokenize import Overflow, tokenize_prompt
 from chatgpt.types import Prompt
 
 
@@ -75,36 +79,82 @@ def load_prompts(
     *,
     column: str = 'prompt',
     max_prompt_tokens: int | None = None,
-    apply_chat_template: bool = False,
+    overflow: Overflow = 'truncate',
+    apply_chat_template: bool | None = None,
     skip_bad_records: bool = False,
+    split: str = 'train',
+    subset: str | None = None,
+    max_prompts: int | None = None,
 ) -> PromptSet:
     """Prompts from a file, a hub data set, or rows.
 
     Args:
-        source: csv, json, jsonl, parquet, a hub name, a `datasets` object, or a list of dicts or texts.
-        tokenizer: turns a prompt into ids, with the special tokens it adds by itself, but no end token.
-        column: holds the prompt; the other columns go to reward functions.
-        max_prompt_tokens: keep only the last so many tokens of a prompt.
-        apply_chat_template: give the prompt to the tokenizer's chat template as the user's turn.
+        source: anything `reading.read_records` takes; a .txt file holds one prompt a line.
+        tokenizer: turns a prompt into ids, with the begin token where it adds one by itself, and no end token.
+        column: holds the prompt, as text or as turns; the other columns go to reward functions. Where records have no column
+            'prompt', the prompt of any shape that `shapes` knows is taken (question and answer, Alpaca, conversations, ...).
+        max_prompt_tokens: longer prompts lose their left end (overflow='truncate') or are bad records (overflow='refuse').
+        apply_chat_template: None: conversations and instructions go through the tokenizer's chat template when it has one, and
+            text is used as it is; True: text too, as one turn of the user; False: nothing does.
         skip_bad_records: leave bad records out and count them, instead of stopping at the first.
+        split, subset: of a hub data set.
+        max_prompts: stop after so many.
 
     Raises:
-        ValueError: a missing file or column, an empty prompt; names file, line and reason.
+        ValueError: a missing or empty file, a missing column, an empty prompt; names file, line and reason.
     """
+    if max_prompt_tokens is not None and max_prompt_tokens < 1:
+        raise ValueError(f'max_prompt_tokens={max_prompt_tokens}; give at least 1, or None for no limit')
+    if overflow not in ('truncate', 'refuse'):
+        raise ValueError(f"overflow={overflow!r}; give 'truncate' or 'refuse'")
+    plain = isinstance(source, (str, Path)) and str(source).removesuffix('.gz').endswith('.txt')
     bad = BadRecords(skip_bad_records)
-    prompts = []
-    for record in read_records(source, bad):
-        text = record.data.get(column)
-        if column not in record.data:
-            raise ValueError(f'{record.where}: there is no column {column!r}; the columns are {sorted(record.data)}')
-        if not isinstance(text, str) or not text.strip():
-            bad.report(record.where, f'the prompt in column {column!r} is empty' if not text or isinstance(text, str) else 'the prompt is not text')
-            continue
-        columns = {k: v for k, v in record.data.items() if k != column}
-        prompts.append(_tokenized(text, tokenizer, columns, max_prompt_tokens, apply_chat_template))
+    prompts: list[Prompt] = []
+    for record in read_records(source, bad, split=split, subset=subset, text_separator='\n'):
+        if max_prompts is not None and len(prompts) >= max_prompts:
+            break
+        try:
+            example = _prompt_example(record, 'text' if plain else column)
+            prompts.append(
+                tokenize_prompt(example, tokenizer, max_tokens=max_prompt_tokens, overflow=overflow, apply_chat_template=apply_chat_template)
+            )
+        except BadRecord as reason:
+            bad.report(record.where, str(reason))
     if not prompts:
-        raise ValueError(f'{source}: no usable prompt' if isinstance(source, str) else 'no usable prompt')
+        raise ValueError(f'none of {bad.num_skipped} records has a usable prompt; the first: {bad.reasons[0]}')
     return PromptSet(prompts, bad.num_skipped)
+
+
+def _prompt_example(record: Record, column: str) -> PromptExample:
+    data = record.data
+    if column in data:
+        if data[column] is None:
+            raise BadRecord(f'the prompt in column {column!r} is empty')
+        given = data[column]
+        prompt, _ = prompt_of({'prompt': given, 'system': None if isinstance(given, str) else data.get('system')})
+        return PromptExample(prompt=prompt, columns={k: v for k, v in data.items() if k != column}, where=record.where)
+    missing = f'there is no column {column!r} for the prompt; the columns are {", ".join(map(repr, data)) or "none"}'
+    if column != 'prompt':
+        raise BadRecord(missing)
+    try:
+        shape_of(data)
+    except BadRecord:
+        raise BadRecord(missing) from None
+    example = to_example(data, record.where)
+    if example.prompt == '':
+        raise BadRecord(missing)
+    taken = as_kind(example, 'prompt')
+    assert isinstance(taken, PromptExample)
+    return PromptExample(prompt=taken.prompt, columns=_all_but_prompt(data), where=record.where)
+
+
+def _all_but_prompt(data: dict[str, Any]) -> dict[str, Any]:
+    """The columns of a recognised record for reward functions: the reference answer stays, what the prompt was made of goes."""
+    try:
+        _, used = prompt_of(data)
+    except BadRecord:  # whole dialogues, where prompt and answers share columns
+        used = set()
+    return {k: v for k, v in data.items() if k not in used}
 
 
 def as_prompts(prompts: Any, tokenizer: Any = None) -> PromptSet:
@@ -129,19 +179,8 @@ def as_prompts(prompts: Any, tokenizer: Any = None) -> PromptSet:
         if isinstance(item, Tensor):
             item = Prompt(ids=item.to(torch.int64).cpu())
         if not isinstance(item, Prompt) or item.ids.dim() != 1:
-            raise ValueError(f'prompt {i} is a {type(item).__name__}; give texts, dicts with a prompt, Prompt records or 1-D id tensors')
+            raise ValueError(f'prompt {i} is a {type(item).__name__}; give texts, dicts, Prompt records or 1-D id tensors')
         if len(item.ids) == 0:
             raise ValueError(f'prompt {i} is empty; give it at least a begin token')
         records.append(item)
     return PromptSet(records)
-
-
-def _tokenized(text: str, tokenizer: Any, columns: dict[str, Any], max_tokens: int | None, chat: bool) -> Prompt:
-    if chat:
-        text = tokenizer.apply_chat_template([{'role': 'user', 'content': text}], tokenize=False, add_generation_prompt=True)
-    ids = list(tokenizer(text, add_special_tokens=not chat)['input_ids'])
-    if ids and ids[-1] == tokenizer.eos_token_id and len(ids) > 1:
-        ids.pop()  # a prompt that ends with the end token would ask for nothing
-    if not ids:
-        raise ValueError(f'the prompt {text[:40]!r} has no tokens')
-    return Prompt(ids=torch.tensor(ids[-max_tokens:] if max_tokens else ids), text=text, columns=columns)

@@ -97,7 +97,7 @@ def _open_source(
             raise ValueError(f'data: no split {split!r} among {sorted(map(str, source))}; name one with split=')
         return f'split {split}', _rows(source[split], f'split {split}', bad)
     if not isinstance(source, Iterable) and not (hasattr(source, '__getitem__') and hasattr(source, '__len__')):
-        raise ValueError(f'data: cannot read from a {type(source).__name__}; give a path, a hub name, a data set or a list of dicts')
+        raise ValueError(f'data: cannot read a {type(source).__name__}; give a path, a hub name, a data set or a list of dicts')
     if isinstance(source, (list, tuple)) and source and all(isinstance(item, Path) for item in source):
         opened = [_open_path(path.expanduser(), bad, split, separator) for path in source]
         return ', '.join(str(path) for path in source), (record for _, records in opened for record in records)
@@ -146,7 +146,7 @@ def _load_hub(name: str, split: str, subset: str | None, streaming: bool) -> Any
         return datasets.load_dataset(name, subset, split=split, streaming=streaming)
     except Exception as error:  # the hub client raises many kinds; each means that this name cannot be read
         reason = ' '.join(str(error).split())[:300]
-        raise ValueError(f'{name}: no such file, and not to be had from the hub as a data set: {type(error).__name__}: {reason}') from error
+        raise ValueError(f'{name}: no such file, and no data set from the hub: {type(error).__name__}: {reason}') from error
 
 
 def _rows(rows: Any, name: str, bad: BadRecords) -> Iterator[Record]:

@@ -1,7 +1,7 @@
 """From records to examples: which columns mean what.
 
-`to_example` recognises the shape of a record by its columns (`SHAPES` lists the known ones) and returns the canonical example. Where
-the record came from, and what is done when it is bad, is not decided here.
+`to_example` recognises the shape of a record by its columns (`SHAPES` lists the known ones) and returns the canonical example.
+Where the record came from, and what is done when it is bad, is not decided here.
 """
 
 from __future__ import annotations
@@ -12,8 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from chatgpt.dataset.examples import (
-    BadRecord, Demonstration, Example, Instruction, Labelled, Message, Preference, PromptExample, PromptText, ResponseText,
-    instruction_text, shorten, split_turns,
+    BadRecord,
+    Demonstration,
+    Example,
+    Instruction,
+    Labelled,
+    Message,
+    Preference,
+    PromptExample,
+    PromptText,
+    ResponseText,
+    instruction_text,
+    shorten,
+    split_turns,
 )  # fmt: skip
 
 # names under which a column is known, the usual one first
@@ -38,7 +49,8 @@ _USER, _ASSISTANT = 'user', 'assistant'
 _ROLES = {
     'system': 'system', 'developer': 'system',
     'user': _USER, 'human': _USER, 'prompter': _USER,
-    'assistant': _ASSISTANT, 'gpt': _ASSISTANT, 'chatgpt': _ASSISTANT, 'bot': _ASSISTANT, 'model': _ASSISTANT, 'function_call': _ASSISTANT,
+    'assistant': _ASSISTANT, 'gpt': _ASSISTANT, 'chatgpt': _ASSISTANT, 'bot': _ASSISTANT, 'model': _ASSISTANT,
+    'function_call': _ASSISTANT,
     'tool': 'tool', 'function': 'tool', 'observation': 'tool',
 }  # fmt: skip
 _HH_ASSISTANT = '\n\nAssistant:'
@@ -203,7 +215,10 @@ def prompt_of(data: Mapping[str, Any]) -> tuple[PromptText, set[str]]:
         history = _from_json(data.get('history')) or []
         if not history and not data.get('system'):
             return prompt, {'instruction', key, 'history', 'system'}
-        turns = [Message(role, _string(text, 'history')) for pair in history for role, text in zip((_USER, _ASSISTANT), pair, strict=True)]
+        if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in history):
+            raise BadRecord('history is not a list of pairs, each a question and its answer')
+        pairs = (zip((_USER, _ASSISTANT), pair, strict=True) for pair in history)
+        turns = [Message(role, _string(text, 'history')) for pair in pairs for role, text in pair]
         return _with_system((*turns, Message(_USER, instruction_text(prompt))), data), {'instruction', key, 'history', 'system'}
     key = _first_given(data, TURNS, missing='')
     if key or _holds_turns(data.get('prompt')):
@@ -219,7 +234,7 @@ def prompt_of(data: Mapping[str, Any]) -> tuple[PromptText, set[str]]:
 
 
 def messages_of(value: Any, column: str) -> tuple[Message, ...]:
-    """Turns in OpenAI's form (role, content) or ShareGPT's (from, value); one turn or a list, also as JSON text. Raises BadRecord."""
+    """Turns in OpenAI's form (role, content) or ShareGPT's (from, value): one or a list, or their JSON text. Raises BadRecord."""
     value = _from_json(value)
     if isinstance(value, Mapping):
         value = [value]
@@ -231,7 +246,7 @@ def messages_of(value: Any, column: str) -> tuple[Message, ...]:
             turns.append(turn)
             continue
         if not isinstance(turn, Mapping):
-            raise BadRecord(f'turn {i} of {column} is {_short(turn)}, where an object with role and content (or from and value) is needed')
+            raise BadRecord(f'turn {i} of {column} is {_short(turn)}, where role and content (or from and value) are needed')
         role, content = turn.get('role', turn.get('from')), turn.get('content', turn.get('value'))
         if not isinstance(role, str) or role.lower() not in _ROLES:
             raise BadRecord(f'turn {i} of {column} has the role {role!r}; known are {", ".join(_ROLES)}')

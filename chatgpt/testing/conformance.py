@@ -67,7 +67,8 @@ class Bench:
     """shared by all ranks, empty at first"""
     tolerance: Tolerance = FP32
     make_model: Callable[[], nn.Module] = TinyPolicy
-    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = field(default_factory=lambda: _adamw)
+    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
+    """None takes the strategy's own `make_optimizer`"""
     make_reference: Callable[[Strategy], Strategy] = field(default_factory=lambda: _naive)
     _numbers: Iterator[int] = field(default_factory=lambda: iter(range(1_000_000)))
 
@@ -75,11 +76,17 @@ class Bench:
         """A path not used before, the same on every rank."""
         return self.folder / f'{next(self._numbers):04d}{suffix}'
 
+    def optimizer(self, strategy: Strategy, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """Adam with a learning rate of `LR` and eps 1e-5."""
+        if self.make_optimizer is not None:
+            return self.make_optimizer(parameters)
+        return strategy.make_optimizer(parameters, lr=LR, eps=1e-5)
+
     def pair(self, strategy: Strategy) -> tuple[nn.Module, Optimizer]:
         """A new model and its optimizer, prepared for training."""
         with strategy.model_init_context():
             model = self.make_model()
-        return strategy.prepare((model, self.make_optimizer(p for p in model.parameters() if p.requires_grad)))
+        return strategy.prepare((model, self.optimizer(strategy, (p for p in model.parameters() if p.requires_grad))))
 
     def weights(self, strategy: Strategy, model: nn.Module) -> dict[str, Tensor]:
         """Full weights, by way of the one-file format that plain torch reads."""
@@ -162,10 +169,6 @@ def raises(kinds: type[Exception] | tuple[type[Exception], ...], text: str, what
         raise ConformanceError(f'{what}: no error was raised')
 
 
-def _adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return torch.optim.AdamW(parameters, lr=LR, eps=1e-5)
-
-
 def _naive(strategy: Strategy) -> Strategy:
     """One process in the same precision on the same device."""
     return NaiveStrategy(strategy.seed, strategy.precision, device=strategy.device)
@@ -188,6 +191,7 @@ def run_conformance(
     checks: Iterable[str] | None = None,
     folder: str | Path | None = None,
     make_model: Callable[[], nn.Module] = TinyPolicy,
+    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
 ) -> dict[str, str]:
     """Put a strategy through every check (or those named). Call it on every rank, inside a running process group.
 
@@ -209,7 +213,13 @@ def run_conformance(
             root = Path(strategy.broadcast_object(str(folder or own)))
             results, failures = {}, []
             for name in chosen:
-                bench = Bench(make_strategy=make_strategy, folder=root / name, tolerance=tolerance, make_model=make_model)
+                bench = Bench(
+                    make_strategy=make_strategy,
+                    folder=root / name,
+                    tolerance=tolerance,
+                    make_model=make_model,
+                    make_optimizer=make_optimizer,
+                )
                 strategy.run_on_rank0(functools.partial(bench.folder.mkdir, parents=True))
                 outcomes = strategy.all_gather_object(run_check(table[name], bench))
                 results[name] = outcomes[0]

@@ -37,14 +37,14 @@ def check_save_load(bench: Bench) -> None:
                 path = bench.path('.pt')
                 model: nn.Module = bench.make_model()
                 if saved_after:
-                    model, _ = strategy.prepare((model, bench.make_optimizer(model.parameters())))
+                    model, _ = strategy.prepare((model, bench.optimizer(strategy, model.parameters())))
                 strategy.save_model(model, path, only_rank0=True)
                 strategy.barrier()
                 identical(torch.load(path, weights_only=True), start, f'{what}: the file, read by plain torch,')
                 model = _other(bench.make_model())
                 if not loaded_after:
                     strategy.load_model(model, path)
-                model, _ = strategy.prepare((model, bench.make_optimizer(model.parameters())))
+                model, _ = strategy.prepare((model, bench.optimizer(strategy, model.parameters())))
                 if loaded_after:
                     strategy.load_model(model, path)
                 identical(bench.weights(strategy, model), start, what)

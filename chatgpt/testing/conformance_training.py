@@ -23,7 +23,7 @@ def check_prepare(bench: Bench) -> None:
     with bench.make_strategy() as strategy:
         with strategy.model_init_context():
             a, b, c = bench.make_model(), bench.make_model(), bench.make_model()
-        a_optim, b_optim = bench.make_optimizer(a.parameters()), bench.make_optimizer(b.parameters())
+        a_optim, b_optim = bench.optimizer(strategy, a.parameters()), bench.optimizer(strategy, b.parameters())
         out = strategy.prepare((a, a_optim), [c, [(b, b_optim)]], None, reward, c)
         expect(isinstance(out, tuple) and len(out) == 5, f'prepare: five items came back as {type(out).__name__}')
         (a2, _), nested, none, same_reward, c_again = out
@@ -36,7 +36,7 @@ def check_prepare(bench: Bench) -> None:
         with raises(ValueError, 'model', 'prepare of an optimizer alone'):
             strategy.prepare(b_optim)
         with raises(ValueError, 'prepare', 'optimizer_step of an optimizer that was not prepared'):
-            strategy.optimizer_step(bench.make_optimizer(bench.make_model().parameters()))
+            strategy.optimizer_step(bench.optimizer(strategy, bench.make_model().parameters()))
 
 
 def check_frozen(bench: Bench) -> None:
@@ -195,7 +195,7 @@ def check_partly_frozen(bench: Bench) -> None:
                 model = bench.make_model()
             some = next(iter(model.children()))
             some.requires_grad_(False)
-            pairs.append(owner.prepare((model, bench.make_optimizer(p for p in model.parameters() if p.requires_grad))))
+            pairs.append(owner.prepare((model, bench.optimizer(owner, (p for p in model.parameters() if p.requires_grad)))))
         (model, optimizer), (want, want_optimizer) = pairs
         before = bench.weights(strategy, model)
         results = bench.train(strategy, model, optimizer)

@@ -69,9 +69,13 @@ def _several():
         found['weights'] = {n: p.tolist() for n, p in model.named_parameters()}
         # weights that differ between ranks start from rank 0's
         odd = nn.Linear(2, 2)
+        odd.register_buffer('flags', torch.tensor([rank == 0, True, rank == 1]))
+        odd.register_buffer('count', torch.tensor(40 + rank))
+        odd.register_buffer('nothing', torch.zeros(0))
         with torch.no_grad():
             odd.weight.fill_(float(rank + 5))
-        found['start'] = strategy.prepare(odd).weight.tolist()
+        odd = strategy.prepare(odd)
+        found['start'] = [odd.weight.tolist(), odd.flags.tolist(), odd.count.item()]
         # every rank writes something, together everything once
         big = strategy.prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
         found['pieces'] = [(p.name, p.start, p.stop) for p in strategy.model_pieces(big)]
@@ -95,7 +99,7 @@ def test_two_processes():
         # sum for a: 1 + 10 + 100 = 111, 2 + 20 + 200 = 222; for b: 7, 8; c has no gradient and so no weight decay either
         assert found['norm'] == pytest.approx((111**2 + 222**2 + 49 + 64) ** 0.5, rel=1e-6)
         assert found['weights'] == {'a': [1 - 111.5, 1 - 222.5], 'b': [1 - 7.5, 1 - 8.5], 'c': [1.0, 1.0]}
-        assert found['start'] == [[5.0, 5.0], [5.0, 5.0]]
+        assert found['start'] == [[[5.0, 5.0], [5.0, 5.0]], [True, True, False], 40]
     assert results[0]['local'] == results[1]['local']
     dealt = [found['pieces'] for found in results]
     assert all(len(d) == 2 for d in dealt)

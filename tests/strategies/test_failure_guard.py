@@ -49,14 +49,14 @@ def test_other_ranks_end_with_the_message(failing):
             print('ready', time.time(), flush=True)
             if rank == {failing}:
                 raise KeyError('no such shelf')
-            for _ in range(1000):
-                strategy.all_reduce(torch.ones(3))
+            strategy.all_reduce(torch.ones(3))
+            time.sleep(50)
     """)
     assert codes == [1, 1], texts
     assert f"because rank {failing} failed: KeyError: 'no such shelf'" in texts[1 - failing]
     assert f'[rank {1 - failing}] stopped' in texts[1 - failing]
     assert 'Traceback' in texts[failing] and 'no such shelf' in texts[failing]
-    assert seconds < 15
+    assert seconds < 30  # of the 50 and more that waiting would take
 
 
 def test_a_rank_that_is_busy_with_something_else_ends_too():
@@ -70,7 +70,7 @@ def test_a_rank_that_is_busy_with_something_else_ends_too():
     """)
     assert codes == [1, 1]
     assert 'rank 1 failed: SystemExit: out of paper' in texts[0]
-    assert seconds < 15
+    assert seconds < 30  # of the 50 and more that waiting would take
 
 
 def test_without_a_guard_the_other_rank_does_not_learn_why():

@@ -341,6 +341,15 @@ def test_other_optimizers_states(strategy, tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)), type(optimizer)
 
 
+def test_a_strided_parameter_loads(strategy):
+    model = nn.Linear(2, 3, bias=False)
+    model.weight = nn.Parameter(torch.zeros(2, 3).t())
+    wanted = torch.arange(6.0).view(3, 2)
+    strategy.load_model_pieces(model, DictReader({'weight': wanted}))
+    assert torch.equal(model.weight, wanted)
+    assert next(iter(strategy.model_pieces(model))).data.tolist() == [0, 1, 2, 3, 4, 5]
+
+
 def test_dealing_is_even_and_complete():
     sizes = {'a': 10, 'b': 6, 'c': 5, 'd': 1}
     owner = deal(sizes, 2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chatgpt.testing.conformance import BF16, FP32, Bench, ConformanceError, all_checks, run_conformance
-from chatgpt.testing.processes import run_distributed
+from chatgpt.testing.processes import environment, free_port, run_distributed, torchrun_environment
 from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.trainer.strategies.ddp import DDPStrategy
 
@@ -20,6 +20,19 @@ def test_naive(name, tmp_path):
 def test_naive_in_16_bits(precision, tmp_path):
     results = run_conformance(lambda: NaiveStrategy(precision=precision, device='cpu'), tolerance=BF16, folder=tmp_path)
     assert set(results.values()) == {'passed'} and set(results) == set(all_checks())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='no CUDA device')
+@pytest.mark.parametrize('precision', ['fp32', 'bf16', 'fp16'])
+def test_on_cuda(precision, tmp_path):
+    tolerance = FP32 if precision == 'fp32' else BF16
+    results = run_conformance(lambda: NaiveStrategy(precision=precision), tolerance=tolerance, folder=tmp_path / 'naive')
+    assert NaiveStrategy().device.type == 'cuda' and set(results.values()) == {'passed'}
+    with environment(**torchrun_environment(0, 1, free_port())), DDPStrategy() as group:
+        assert group.device == torch.device('cuda', 0)
+        results = run_conformance(lambda: DDPStrategy(precision=precision), tolerance=tolerance, folder=tmp_path / 'ddp')
+        assert set(results.values()) == {'passed'}
 
 
 def test_naive_in_bf16_is_not_naive_in_fp32(tmp_path):

@@ -141,6 +141,17 @@ class Strategy(ABC):
 
     # ------------------------------------------------------------------ models
 
+    def make_optimizer(
+        self,
+        parameters: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> Optimizer:
+        """An AdamW that this strategy can train with (some bring their own)."""
+        return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
     def model_init_context(self) -> AbstractContextManager[Any]:
         """Where modules are built. A sharded strategy may put them on the meta device here."""
         return nullcontext()
@@ -333,9 +344,13 @@ class Strategy(ABC):
                 )
             self._save_folder(path, {'': self.optimizer_pieces(optimizer)}, meta)
             return
-        slots = states.slots_of(self.trained(optimizer).optimizer, self.trained(optimizer).named_parameters())
-        content = {'meta': meta, 'state': {name: tensor.detach().cpu() for name, tensor in slots.items()}}
-        self.run_on_rank0(lambda: save_object(content, path))
+        pair = self.trained(optimizer)
+
+        def write() -> None:
+            slots = states.slots_of(pair.optimizer, pair.named_parameters())
+            save_object({'meta': meta, 'state': {name: tensor.detach().cpu() for name, tensor in slots.items()}}, path)
+
+        self.run_on_rank0(write)
 
     def load_optimizer(self, optimizer: Optimizer, path: str | os.PathLike[str]) -> None:
         """Load what `save_optimizer` wrote under any strategy. The optimizer must have been prepared with its model."""
@@ -346,6 +361,8 @@ class Strategy(ABC):
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """Whole tensors by name, floating ones in fp32; only rank 0's dict is used. Tied tensors share storage."""
+        if not self.is_rank_0:
+            return {}
         tensors, aliases = states.named_tensors(self.unwrap(model))
         full = {n: (t.detach().float() if t.is_floating_point() else t.detach()).cpu() for n, t in tensors.items()}
         return full | {alias: full[name] for alias, name in aliases.items()}

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -27,23 +27,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from chatgpt.checkpoint.layout import CheckpointMismatch, Piece, TensorReader
+from chatgpt.checkpoint.layout import Piece, TensorReader
 from chatgpt.trainer.strategies import states
 from chatgpt.trainer.strategies.colossalai_cpu import bridge
-from chatgpt.trainer.strategies.colossalai_engines import (
-    Engine,
-    GeminiEngine,
-    GeminiFrozen,
-    Shard,
-    TrainedEngine,
-    ZeroEngine,
-    wire,
-)
+from chatgpt.trainer.strategies.colossalai_engines import Engine, TrainedEngine, ZeroEngine, wire
+from chatgpt.trainer.strategies.colossalai_gemini import GeminiEngine, GeminiFrozen
 from chatgpt.trainer.strategies.colossalai_options import FP16_ONLY, Placement, check_options, import_colossalai
-from chatgpt.trainer.strategies.precision import LossScaler, Precision, in_eval_mode, lora_merged
+from chatgpt.trainer.strategies.colossalai_states import (
+    UpstreamScaler,
+    buffers_of,
+    load_model_pieces,
+    load_optimizer_pieces,
+    model_pieces,
+    optimizer_pieces,
+)
+from chatgpt.trainer.strategies.precision import Precision, in_eval_mode, lora_merged
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
-
-_ADAM_SLOTS = {'step', 'exp_avg', 'exp_avg_sq'}
 
 
 class ColossalAIStrategy(ProcessGroupStrategy):
@@ -140,7 +139,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         super()._prepare_pair(model, optimizer)
         pair = self.trained(optimizer)
         if pair.scaler is not None:
-            pair.scaler = _UpstreamScaler(self._engine(optimizer).scaler)
+            pair.scaler = UpstreamScaler(self._engine(optimizer).scaler)
 
     def setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
         return self._boost(model, None)[0]
@@ -194,7 +193,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             plugin.zero_optim_kwargs['reduce_bucket_size'] = options['reduce_bucket_size']
             return plugin
         offload = 1.0 if self.placement_policy == 'cpu' else 0.0
-        return GeminiPlugin(
+        plugin = GeminiPlugin(
             # Without masters there is nothing for 'auto' to learn from: a frozen model has no training iteration.
             placement_policy='auto' if self.placement_policy == 'auto' and trained else 'static',
             offload_optim_frac=offload,
@@ -208,6 +207,9 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             gpu_margin_mem_ratio=options['gpu_margin_mem_ratio'],
             **common,
         )
+        # It has no groups of its own to destroy at its end, but would collect garbage, which takes a second.
+        plugin.pg_mesh.destroy_mesh_process_groups = lambda: None
+        return plugin
 
     @property
     def _reduces_in_background(self) -> bool:
@@ -339,7 +341,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
                 full[name] = tensor.to('cpu', copy=True)
         if not self.is_rank_0:
             return {}
-        for name, buffer in _buffers(tensors).items():
+        for name, buffer in buffers_of(module).items():
             full[name] = (buffer.float() if buffer.is_floating_point() else buffer).cpu()
         return {name: full[aliases.get(name, name)] for name in (*tensors, *aliases)}
 
@@ -347,110 +349,24 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         module = self.unwrap(model)
         if id(module) not in self._engines:
             return super().model_pieces(model)
-        engine = self._engines[id(module)]
-        pieces = [_piece(s, s.name, s.data) for s in (*engine.trained_shards(), *engine.untrained_shards())]
-        buffers = _buffers(states.named_tensors(module)[0])
-        return [*(piece for piece in pieces if piece.stop > piece.start), *self._dealt(buffers)]
+        return [*model_pieces(self._engines[id(module)]), *self._dealt(buffers_of(module))]
 
     def load_model_pieces(self, model: nn.Module, reader: TensorReader, strict: bool = True) -> None:
         module = self.unwrap(model)
-        engine = self._engines.get(id(module))
-        if engine is None:
-            return super().load_model_pieces(model, reader, strict)
-        tensors, aliases = states.named_tensors(module)
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        stored = states.match_names(shapes, aliases, reader, strict=strict)
-        if isinstance(engine, TrainedEngine):
-            engine.discard()
-        for shard in engine.trained_shards():
-            if shard.name in stored:
-                _read_into(shard.data, reader, stored[shard.name], shard.start)
-        for parameter in engine.untrained():
-            name = engine.names[id(parameter)]
-            if name in stored:
-                engine.set_untrained(parameter, reader.read(stored[name], 0, parameter.numel()))
-        for name, buffer in _buffers(tensors).items():
-            if name in stored:
-                states.copy_from(reader, stored[name], buffer)
-        engine.refresh()
+        if id(module) not in self._engines:
+            super().load_model_pieces(model, reader, strict)
+        else:
+            load_model_pieces(self._engines[id(module)], reader, strict)
 
     def optimizer_pieces(self, optimizer: Optimizer) -> Iterable[Piece]:
-        engine = self._engine(optimizer)
-        for shard in engine.trained_shards():
-            for slot, value in engine.inner.state.get(shard.state_key, {}).items() if shard.state_key is not None else ():
-                name = f'{shard.name}/{slot}'
-                if isinstance(value, Tensor) and value.dim() > 0:
-                    piece = _piece(shard, name, value.reshape(-1))
-                    if piece.stop > piece.start:
-                        yield piece
-                elif shard.write_start == 0 and isinstance(value, (Tensor, int, float)) and not isinstance(value, bool):
-                    yield Piece(name, (), 0, 1, torch.as_tensor(value, dtype=torch.float32).reshape(1))
+        return optimizer_pieces(self._engine(optimizer))
 
     def load_optimizer_pieces(self, optimizer: Optimizer, reader: TensorReader) -> None:
-        engine, pair = self._engine(optimizer), self.trained(optimizer)
-        slots = states.slots_by_parameter(reader.names())
-        self._check_slots(engine, pair.names, slots, reader)
-        engine.discard()
-        engine.inner.state.clear()
-        for shard in engine.trained_shards():
-            for slot in slots.get(shard.name, []) if shard.state_key is not None else ():
-                name, key = f'{shard.name}/{slot}', shard.state_key
-                if reader.shape(name) == ():
-                    engine.inner.state[key][slot] = self._number(engine.inner, shard, reader.read(name, 0, 1))
-                    continue
-                size = key.numel() if key.numel() >= shard.data.numel() else shard.data.numel()  # ZeRO pads to equal shares
-                value = torch.zeros(size, dtype=torch.float32, device=shard.data.device)
-                _read_into(value[: shard.data.numel()], reader, name, shard.start)
-                engine.inner.state[key][slot] = value
-
-    def _check_slots(
-        self, engine: TrainedEngine, groups: list[list[str]], slots: Mapping[str, list[str]], reader: TensorReader
-    ) -> None:
-        shapes = {engine.names[id(p)]: tuple(p.shape) for p in engine.module.parameters()}
-        members = {name for names in groups for name in names}
-        unexpected = sorted(set(slots) - members)
-        if unexpected:
-            raise CheckpointMismatch(f'the optimizer state does not fit: parameters unexpected {", ".join(unexpected[:5])}')
-        ours = type(engine.inner).__module__.startswith('colossalai.')
-        for parameter, names in slots.items():
-            for slot in names:
-                shape = tuple(reader.shape(f'{parameter}/{slot}'))
-                name, known = f'{parameter}/{slot}', ', '.join(sorted(_ADAM_SLOTS))
-                if shape not in ((), shapes[parameter]):
-                    raise CheckpointMismatch(f'{name}: wrong shape: checkpoint {shape}, parameter {shapes[parameter]}')
-                if ours and slot not in _ADAM_SLOTS:
-                    raise CheckpointMismatch(f'{name}: {type(engine.inner).__name__} has no {slot!r}, only {known}')
-
-    def _number(self, optimizer: Optimizer, shard: Shard, value: Tensor) -> Any:
-        """A scalar slot in the optimizer's own kind: ColossalAI counts steps in an int, torch in a tensor."""
-        if type(optimizer).__module__.startswith('colossalai.'):
-            return int(value)
-        on_device = any(group.get('fused') or group.get('capturable') for group in optimizer.param_groups)
-        return value.reshape(()).to(shard.data.device if on_device else 'cpu', copy=True)
+        load_optimizer_pieces(self._engine(optimizer), {n for names in self.trained(optimizer).names for n in names}, reader)
 
     def close(self) -> None:
         self._engines.clear()
         super().close()
-
-
-class _UpstreamScaler(LossScaler):
-    """Upstream's dynamic loss scale under the names that other strategies save theirs by."""
-
-    def __init__(self, upstream: Any) -> None:
-        self.upstream = upstream
-
-    def to_json(self) -> dict[str, float]:
-        scaler = self.upstream
-        return {
-            'scale': float(scaler.scale.item()),
-            'num_finite': scaler._growth_step,
-            'num_overflows': scaler._hysteresis_step,
-        }
-
-    def from_json(self, state: dict[str, Any]) -> None:
-        self.upstream._scale.fill_(float(state['scale']))
-        self.upstream._growth_step = int(state['num_finite'])
-        self.upstream._hysteresis_step = int(state.get('num_overflows', 0))
 
 
 def _on_demand(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
@@ -472,20 +388,3 @@ def _on_demand(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[
     for group in optimizer.param_groups if optimizer is not None else ():
         group['params'] = [made[id(p)] for p in group['params']]
     return tensors
-
-
-def _buffers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
-
-
-def _piece(shard: Shard, name: str, data: Tensor) -> Piece:
-    """The part of a shard's data that this rank writes."""
-    part = data[shard.write_start - shard.start : shard.write_stop - shard.start]
-    return Piece(name, shard.shape, shard.write_start, shard.write_stop, part.detach())
-
-
-def _read_into(out: Tensor, reader: TensorReader, name: str, start: int) -> None:
-    """Fill `out` with elements from `start` on, a bounded part at a time."""
-    for offset in range(0, out.numel(), states.CHUNK):
-        stop = min(offset + states.CHUNK, out.numel())
-        out[offset:stop].copy_(reader.read(name, start + offset, start + stop))

@@ -44,10 +44,10 @@ class DDPStrategy(ProcessGroupStrategy):
 
     def setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
         model = super().setup_model(model, trained)
-        tensors = [t.detach() for t in (*model.parameters(), *model.buffers())]
+        tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.numel()]
         for bucket in buckets(tensors, self.bucket_bytes):
             flat = torch.cat([t.reshape(-1) for t in bucket])
-            dist.broadcast(flat, src=0)
+            dist.broadcast(flat.view(torch.uint8), src=0)  # as bytes: not every backend knows every dtype
             for tensor, values in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                 tensor.copy_(values.view(tensor.shape))
         return model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TypeVar
 
 import torch
@@ -48,7 +47,7 @@ class NaiveStrategy(Strategy):
         return tensor.detach().clone()
 
     def all_gather_object(self, obj: T) -> list[T]:
-        return [copy.deepcopy(obj)]
+        return [obj]
 
     def broadcast_object(self, obj: T, src: int = 0) -> T:
         return obj

@@ -1,0 +1,134 @@
+"""How examples read as text, before they become ids.
+
+Three rules. Plain text is used as it is. With a tokenizer that has a chat template, conversations and instructions go through it. Without
+one, conversations read `\\n\\nHuman: ...\\n\\nAssistant: ...` (the form of Anthropic's HH data; a system message stands in
+front, a tool's answer reads `\\n\\nTool: ...`), and instructions read
+
+    ### Instruction:
+    ...
+
+    ### Input:          (only where there is one)
+    ...
+
+    ### Response:
+
+which are Alpaca's headings. Left out: ids and lengths (see `tokenize`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from chatgpt.dataset.examples import BadRecord, Instruction, Message, PromptText, ResponseText, instruction_text
+
+_SPEAKERS = {'user': 'Human', 'assistant': 'Assistant', 'tool': 'Tool'}
+
+
+class Piece(NamedTuple):
+    """A stretch of text whose tokens either all count in the loss or none of them."""
+
+    text: str
+    trained: bool
+
+
+def use_template(prompt: PromptText, tokenizer: Any, apply_chat_template: bool | None) -> bool:
+    """Whether a prompt goes through the tokenizer's chat template.
+
+    apply_chat_template: None: conversations and instructions do when there is a template, plain text does not; True: all do,
+        plain text as one turn of the user; False: none does. '' (text without a prompt) never does.
+    """
+    if prompt == '':
+        return False
+    has_template = bool(getattr(tokenizer, 'chat_template', None))
+    if apply_chat_template and not has_template:
+        raise ValueError('apply_chat_template=True, but the tokenizer has no chat template; set tokenizer.chat_template or leave it out')
+    return has_template and not isinstance(prompt, str) if apply_chat_template is None else apply_chat_template
+
+
+def prompt_turns(prompt: PromptText) -> tuple[Message, ...]:
+    """A prompt as turns: plain text and instructions are one turn of the user."""
+    if isinstance(prompt, Instruction):
+        prompt = instruction_text(prompt)
+    return (Message('user', prompt),) if isinstance(prompt, str) else prompt
+
+
+def response_turns(response: ResponseText) -> tuple[Message, ...]:
+    return (Message('assistant', response),) if isinstance(response, str) else response
+
+
+def render_prompt(prompt: PromptText, tokenizer: Any, apply_chat_template: bool | None = None) -> str:
+    """The text that the model is given; it ends where the answer begins. Raises BadRecord when the template refuses the turns."""
+    if use_template(prompt, tokenizer, apply_chat_template):
+        return _templated(prompt_turns(prompt), tokenizer, add_generation_prompt=True)
+    return plain_prompt(prompt)
+
+
+def plain_prompt(prompt: PromptText) -> str:
+    """A prompt without a chat template.
+
+    >>> plain_prompt((Message('user', 'Hello'),))
+    '\\n\\nHuman: Hello\\n\\nAssistant:'
+    """
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Instruction):
+        given = f'### Input:\n{prompt.input}\n\n' if prompt.input.strip() else ''
+        return f'### Instruction:\n{prompt.instruction}\n\n{given}### Response:\n'
+    return ''.join(map(_plain_turn, prompt)) + '\n\nAssistant:'
+
+
+def render(prompt: PromptText, response: ResponseText, tokenizer: Any, apply_chat_template: bool | None = None) -> list[Piece]:
+    """Prompt and answer as pieces: the prompt first (not trained), then turns of the assistant (trained) and of others (not).
+
+    The pieces of a chat template end with what the template puts after a turn, its end token included. The plain form has no
+    end token; it comes with the ids, once, at the very end. Raises BadRecord when the template cannot be cut at the turns.
+    """
+    if use_template(prompt, tokenizer, apply_chat_template):
+        return _template_pieces(prompt_turns(prompt), response_turns(response), tokenizer)
+    first = Piece(plain_prompt(prompt), False)
+    if isinstance(response, str):
+        # a turn of a conversation is set off by a space; after plain text and headings the answer stands as it is
+        space = ' ' if isinstance(prompt, tuple) and not response[:1].isspace() else ''
+        return [first, Piece(space + response, True)]
+    pieces = [first]
+    for number, turn in enumerate(response):
+        if turn.role != 'assistant':
+            pieces.append(Piece(_plain_turn(turn), False))
+            continue
+        if number:
+            pieces.append(Piece('\n\nAssistant:', False))
+        pieces.append(Piece(' ' + turn.content, True))
+    return pieces
+
+
+def _plain_turn(turn: Message) -> str:
+    return turn.content if turn.role == 'system' else f'\n\n{_SPEAKERS[turn.role]}: {turn.content}'
+
+
+def _templated(turns: Sequence[Message], tokenizer: Any, *, add_generation_prompt: bool) -> str:
+    chat = [{'role': turn.role, 'content': turn.content} for turn in turns]
+    try:
+        return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except ImportError:
+        raise
+    except Exception as error:  # a template may refuse an order of roles in any way it likes
+        raise BadRecord(f"the tokenizer's chat template refuses the turns: {' '.join(str(error).split())[:200]}") from error
+
+
+def _template_pieces(asked: tuple[Message, ...], answered: tuple[Message, ...], tokenizer: Any) -> list[Piece]:
+    turns, done = [*asked, *answered], ''
+    pieces: list[Piece] = []
+    for i, turn in enumerate(turns):
+        if i < len(asked) or turn.role != 'assistant':
+            continue
+        before = _templated(turns[:i], tokenizer, add_generation_prompt=True)
+        after = _templated(turns[: i + 1], tokenizer, add_generation_prompt=False)
+        if not before.startswith(done) or not after.startswith(before):
+            raise BadRecord(
+                f"the tokenizer's chat template rewrites earlier turns when turn {i + 1} is added, so answers cannot be told apart; "
+                'use apply_chat_template=False'
+            )
+        pieces += [Piece(before[len(done) :], False), Piece(after[len(before) :], True)]
+        done = after
+    return pieces

@@ -1,0 +1,228 @@
+"""One door for data: a source in, examples or token records out, bad records named or counted.
+
+    examples = load_examples('pairs.jsonl', kind='preference', skip_bad_records=True)      # text
+    train, validation = load_demonstrations('alpaca.json', tokenizer, max_length=512, validation_percentage=5)
+
+Left out: prompts and the order they are drawn in (`prompts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, Generic, TypeVar
+
+from chatgpt.dataset.examples import BadRecord, Demonstration, Example, Kind, Labelled, Preference, PromptExample, as_kind
+from chatgpt.dataset.reading import BadRecords, read_records
+from chatgpt.dataset.shapes import to_example
+from chatgpt.dataset.splits import split_examples
+from chatgpt.dataset.tokenize import (
+    Overflow,
+    TokenizedLabelled,
+    TokenizedPreference,
+    TokenizerOptions,
+    tokenize_demonstration,
+    tokenize_labelled,
+    tokenize_preference,
+)
+from chatgpt.types import Sequence
+
+T = TypeVar('T')
+_EXAMPLES = (PromptExample, Demonstration, Preference, Labelled)
+
+
+class Loaded(list[T], Generic[T]):
+    """A list that knows which records were left out."""
+
+    def __init__(self, items: Iterable[T] = (), bad: BadRecords | None = None) -> None:
+        super().__init__(items)  # the count is read after the items were drawn
+        self.num_skipped = bad.num_skipped if bad else 0
+        self.reasons = list(bad.reasons) if bad else []
+        """the first few, `file, line n: reason`"""
+
+
+class ExampleStream(Generic[T]):
+    """Examples one at a time, read anew at every pass; `num_skipped` counts the bad records of the latest pass."""
+
+    def __init__(self, start: Callable[[BadRecords], Iterator[T]], skip_bad_records: bool) -> None:
+        self._start, self._skip = start, skip_bad_records
+        self._bad = BadRecords(skip_bad_records)
+
+    @property
+    def num_skipped(self) -> int:
+        return self._bad.num_skipped
+
+    def __iter__(self) -> Iterator[T]:
+        self._bad = BadRecords(self._skip)
+        return self._start(self._bad)
+
+
+def stream_examples(
+    source: Any,
+    *,
+    kind: Kind | None = None,
+    columns: Mapping[str, str] | None = None,
+    skip_bad_records: bool = False,
+    split: str = 'train',
+    subset: str | None = None,
+    text_separator: str = '\n\n',
+) -> ExampleStream[Any]:
+    """As `load_examples`, but read while they are used: a hub data set over the network, a file as far as needed."""
+    where = {'split': split, 'subset': subset, 'text_separator': text_separator}
+    return ExampleStream(lambda bad: _examples(source, kind, columns, bad, streaming=True, **where), skip_bad_records)
+
+
+def load_examples(
+    source: Any,
+    *,
+    kind: Kind | None = None,
+    columns: Mapping[str, str] | None = None,
+    skip_bad_records: bool = False,
+    split: str = 'train',
+    subset: str | None = None,
+    streaming: bool = False,
+    text_separator: str = '\n\n',
+    max_examples: int | None = None,
+    bad: BadRecords | None = None,
+) -> Loaded[Any]:
+    """All examples of a source, in text form.
+
+    Args:
+        source: a path, a hub name, a `datasets` object, or rows (see `reading.read_records`).
+        kind: what each record is wanted as ('prompt', 'demonstration', 'preference', 'labelled'); None: what it is.
+        columns: the source's own column names, {known name: name in the source}, e.g. {'prompt': 'instruction_text'}.
+        skip_bad_records: leave bad records out and count them (`num_skipped`) instead of stopping at the first.
+        streaming: do not download a hub data set; with `max_examples` only its beginning is read.
+        bad: counts in place of `skip_bad_records`, for a caller that goes on counting.
+
+    Raises ValueError: missing, empty or unreadable source; a bad record, as `file, line n: reason`; no usable record at all.
+    """
+    bad = bad or BadRecords(skip_bad_records)
+    found = _examples(source, kind, columns, bad, split=split, subset=subset, streaming=streaming, text_separator=text_separator)
+    return Loaded(islice(found, max_examples), bad)
+
+
+def load_demonstrations(
+    source: Any,
+    tokenizer: Any,
+    *,
+    max_length: int | None = None,
+    overflow: Overflow = 'truncate',
+    apply_chat_template: bool | None = None,
+    skip_bad_records: bool = False,
+    validation_source: Any = None,
+    validation_percentage: float = 0,
+    seed: int = 0,
+    **reading: Any,
+) -> tuple[Loaded[Sequence], Loaded[Sequence]]:
+    """Training and validation sequences for SFT, or plain text for PPO-ptx.
+
+    The validation part is read from `validation_source`, else kept back from the source (`splits.split_examples`), else empty. Lengths and
+    templates: see `tokenize`. `reading` goes to `load_examples`. Raises ValueError.
+    """
+    options = TokenizerOptions(max_length=max_length, overflow=overflow, apply_chat_template=apply_chat_template)
+    split = (skip_bad_records, validation_source, validation_percentage, seed)
+    return _load_tokenized(source, 'demonstration', lambda e: tokenize_demonstration(e, tokenizer, options), *split, reading)
+
+
+def load_preferences(
+    source: Any,
+    tokenizer: Any,
+    *,
+    max_length: int | None = None,
+    overflow: Overflow = 'truncate',
+    apply_chat_template: bool | None = None,
+    skip_bad_records: bool = False,
+    validation_source: Any = None,
+    validation_percentage: float = 0,
+    seed: int = 0,
+    **reading: Any,
+) -> tuple[Loaded[TokenizedPreference], Loaded[TokenizedPreference]]:
+    """Training and validation preferences, for reward models and the DPO family. Arguments as for `load_demonstrations`."""
+    options = TokenizerOptions(max_length=max_length, overflow=overflow, apply_chat_template=apply_chat_template)
+    split = (skip_bad_records, validation_source, validation_percentage, seed)
+    return _load_tokenized(source, 'preference', lambda e: tokenize_preference(e, tokenizer, options), *split, reading)
+
+
+def load_labelled(
+    source: Any,
+    tokenizer: Any,
+    *,
+    max_length: int | None = None,
+    overflow: Overflow = 'truncate',
+    apply_chat_template: bool | None = None,
+    skip_bad_records: bool = False,
+    validation_source: Any = None,
+    validation_percentage: float = 0,
+    seed: int = 0,
+    **reading: Any,
+) -> tuple[Loaded[TokenizedLabelled], Loaded[TokenizedLabelled]]:
+    """Training and validation sequences with labels: classes, KTO's judgements, rewards. Arguments as for `load_demonstrations`."""
+    options = TokenizerOptions(max_length=max_length, overflow=overflow, apply_chat_template=apply_chat_template)
+    split = (skip_bad_records, validation_source, validation_percentage, seed)
+    return _load_tokenized(source, 'labelled', lambda e: tokenize_labelled(e, tokenizer, options), *split, reading)
+
+
+def _load_tokenized(
+    source: Any,
+    kind: Kind,
+    tokenize: Callable[[Any], T],
+    skip: bool,
+    validation_source: Any,
+    percentage: float,
+    seed: int,
+    reading: dict[str, Any],
+) -> tuple[Loaded[T], Loaded[T]]:
+    if validation_source is not None and percentage:
+        raise ValueError('validation_source and validation_percentage are both given; give one')
+    parts = []
+    for one in (source, validation_source):
+        bad = BadRecords(skip)
+        found = [] if one is None else load_examples(one, kind=kind, bad=bad, **reading)
+        parts.append(Loaded(_tokenized(found, tokenize, bad), bad))
+        if one is not None and not parts[-1]:
+            raise ValueError(f'none of {bad.num_skipped} records can be used; the first: {bad.reasons[0]}')
+    train, validation = parts
+    if percentage:
+        kept, held_back = split_examples(train, percentage, seed=seed)
+        train[:], validation[:] = kept, held_back
+    return train, validation
+
+
+def _tokenized(examples: Iterable[Any], tokenize: Callable[[Any], T], bad: BadRecords) -> Iterator[T]:
+    for example in examples:
+        try:
+            yield tokenize(example)
+        except BadRecord as reason:
+            bad.report(example.where, str(reason))
+
+
+def _examples(source: Any, kind: Kind | None, columns: Mapping[str, str] | None, bad: BadRecords, **reading: Any) -> Iterator[Example]:
+    if kind not in (None, 'prompt', 'demonstration', 'preference', 'labelled'):
+        raise ValueError(f"kind={kind!r}; give 'prompt', 'demonstration', 'preference', 'labelled' or None")
+    if isinstance(source, (list, tuple)) and source and all(isinstance(item, _EXAMPLES) for item in source):
+        pairs: Iterable[tuple[Any, str]] = ((example, example.where) for example in source)
+    else:
+        pairs = ((record.data, record.where) for record in read_records(source, bad, **reading))
+    found = False
+    for item, where in pairs:
+        try:
+            example = item if isinstance(item, _EXAMPLES) else to_example(_renamed(item, columns), where)
+            example = as_kind(example, kind) if kind else example
+        except BadRecord as reason:
+            bad.report(where, str(reason))
+            continue
+        found = True
+        yield example
+    if not found:
+        raise ValueError(f'none of {bad.num_skipped} records can be used; the first: {bad.reasons[0]}')
+
+
+def _renamed(data: dict[str, Any], columns: Mapping[str, str] | None) -> dict[str, Any]:
+    if not columns:
+        return data
+    for ours, theirs in columns.items():
+        if theirs not in data:
+            raise BadRecord(f'there is no column {theirs!r} (given for {ours}); the columns are {", ".join(map(repr, data))}')
+    back = {theirs: ours for ours, theirs in columns.items()}
+    return {back.get(name, name): value for name, value in data.items() if name in back or name not in columns}

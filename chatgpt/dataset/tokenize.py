@@ -1,0 +1,230 @@
+"""From examples in text form to ids: `Prompt`, `Sequence`, `TokenizedPreference`, `TokenizedLabelled`.
+
+Rules that hold for all of them:
+
+- The prompt's ids are the same in training as in generation: tokenized on their own, with the begin token where the tokenizer
+  adds one by itself. The end of the prompt is always an edge between tokens: the answer's ids are what the tokenizer appends
+  when it sees both, or, where it would change the prompt's ids, those of the answer alone.
+- A response ends with the end token, which is trained on. Only a response that was cut for length has none.
+- Only turns of the assistant are in the loss (`response_mask`); what a chat template writes after a turn's end token is not.
+- Text without a prompt has the begin token as its prompt; its first token, where the tokenizer has no begin token.
+- Too long, with overflow='truncate': the prompt loses its left end (its begin token stays), but never below half of
+  `max_length`; then the response loses its right end. With overflow='refuse' it is a BadRecord.
+
+Left out: reading and shapes of data (`reading`, `shapes`), padding (`chatgpt.batching`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from chatgpt.dataset.examples import BadRecord, Demonstration, Labelled, Preference, PromptExample, PromptText, ResponseText
+from chatgpt.dataset.formats import Piece, render, render_prompt, use_template
+from chatgpt.types import Prompt, Sequence
+
+Overflow = Literal['truncate', 'refuse']
+
+
+@dataclass(kw_only=True, slots=True)
+class TokenizedPreference:
+    """A prompt and its answers, best first."""
+
+    prompt_ids: Tensor
+    """(P,) int64, P >= 1"""
+    responses: list[Tensor]
+    """K tensors (A,) int64, A >= 1, K >= 2"""
+    response_masks: list[Tensor]
+    """K tensors (A,) bool, True = a token of an assistant's turn"""
+    scores: tuple[float, ...] | None = None
+    """K numbers, where the data gives them (for margins)"""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(self.prompt_ids) + len(r) for r in self.responses)
+
+    def sequences(self) -> list[Sequence]:
+        """One `Sequence` for each answer, best first."""
+        pairs = zip(self.responses, self.response_masks, strict=True)
+        return [Sequence(prompt_ids=self.prompt_ids, response_ids=r, response_mask=m) for r, m in pairs]
+
+
+@dataclass(kw_only=True, slots=True)
+class TokenizedLabelled:
+    """A sequence and its label: a class, a judgement (bool), or a reward."""
+
+    sequence: Sequence
+    label: bool | int | float | str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerOptions:
+    """What the `tokenize_` functions have in common. Raises ValueError for values that make no sense.
+
+    max_length: of prompt + response, in tokens; None: no limit.
+    overflow: see the module's docstring.
+    apply_chat_template: see `formats.use_template`.
+    """
+
+    max_length: int | None = None
+    overflow: Overflow = 'truncate'
+    apply_chat_template: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_length is not None and self.max_length < 2:
+            raise ValueError(f'max_length={self.max_length}; give at least 2 (one token of prompt, one of response)')
+        if self.overflow not in ('truncate', 'refuse'):
+            raise ValueError(f"overflow={self.overflow!r}; give 'truncate' or 'refuse'")
+
+
+DEFAULT = TokenizerOptions()
+
+
+def tokenize_prompt(
+    example: PromptExample,
+    tokenizer: Any,
+    *,
+    max_tokens: int | None = None,
+    overflow: Overflow = 'refuse',
+    apply_chat_template: bool | None = None,
+) -> Prompt:
+    """A prompt as the model is given it. Raises BadRecord when it has no tokens, or more than `max_tokens` unless
+    overflow='truncate', which keeps the begin token and the right end."""
+    text = render_prompt(example.prompt, tokenizer, apply_chat_template)
+    templated = use_template(example.prompt, tokenizer, apply_chat_template)
+    ids = [*([] if templated else begin_ids(tokenizer)), *encode(text, tokenizer)]
+    if not ids:
+        raise BadRecord('the prompt has no tokens')
+    if max_tokens is not None and len(ids) > max_tokens:
+        if overflow == 'refuse':
+            raise BadRecord(f'the prompt has {len(ids)} tokens, more than {max_tokens}; shorten it, or allow cutting it on the left')
+        ids = _cut_left(ids, max_tokens, tokenizer)
+    return Prompt(ids=_ids(ids), text=text, columns=dict(example.columns))
+
+
+def tokenize_demonstration(example: Demonstration | Labelled, tokenizer: Any, options: TokenizerOptions = DEFAULT) -> Sequence:
+    """A demonstration to learn from, prompt masked out of the loss. Raises BadRecord, ValueError for a tokenizer without end token."""
+    prompt, (answer,) = _encode_answers(example.prompt, (example.response,), tokenizer, options)
+    return Sequence(prompt_ids=_ids(prompt), response_ids=_ids(answer[0]), response_mask=torch.tensor(answer[1], dtype=torch.bool))
+
+
+def tokenize_labelled(example: Labelled, tokenizer: Any, options: TokenizerOptions = DEFAULT) -> TokenizedLabelled:
+    return TokenizedLabelled(sequence=tokenize_demonstration(example, tokenizer, options), label=example.label)
+
+
+def tokenize_preference(example: Preference, tokenizer: Any, options: TokenizerOptions = DEFAULT) -> TokenizedPreference:
+    """A preference: the same prompt ids for all its answers. Raises BadRecord, also when cutting made two answers equal."""
+    prompt, answers = _encode_answers(example.prompt, example.responses, tokenizer, options)
+    if len({tuple(ids) for ids, _ in answers}) < len(answers):
+        raise BadRecord(f'two answers are equal within max_length={options.max_length} tokens')
+    return TokenizedPreference(
+        prompt_ids=_ids(prompt),
+        responses=[_ids(ids) for ids, _ in answers],
+        response_masks=[torch.tensor(mask, dtype=torch.bool) for _, mask in answers],
+        scores=example.scores,
+    )
+
+
+# --- ids -----------------------------------------------------------------------------------------------------------
+
+
+def encode(text: str, tokenizer: Any) -> list[int]:
+    """The ids of a text alone, without begin or end tokens added."""
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)['input_ids']) if text else []
+
+
+def begin_ids(tokenizer: Any) -> list[int]:
+    """[begin token] where the tokenizer adds it by itself, else []."""
+    begin = tokenizer.bos_token_id
+    if begin is None:
+        return []
+    return [begin] if list(tokenizer('a', verbose=False)['input_ids'])[:1] == [begin] else []
+
+
+def end_id(tokenizer: Any) -> int:
+    if tokenizer.eos_token_id is None:
+        raise ValueError('the tokenizer has no end token, so no response could end; set tokenizer.eos_token')
+    return int(tokenizer.eos_token_id)
+
+
+def encode_after(so_far: str, so_far_ids: list[int], text: str, tokenizer: Any) -> list[int]:
+    """The ids of `text` as they follow `so_far`, whose ids stay as they are."""
+    whole = encode(so_far + text, tokenizer)
+    if so_far_ids and whole[: len(so_far_ids)] == so_far_ids:
+        return whole[len(so_far_ids) :]
+    return encode(text, tokenizer)
+
+
+def _encode_answers(
+    prompt: PromptText, responses: tuple[ResponseText, ...], tokenizer: Any, options: TokenizerOptions
+) -> tuple[list[int], list[tuple[list[int], list[bool]]]]:
+    end = end_id(tokenizer)
+    templated = use_template(prompt, tokenizer, options.apply_chat_template)
+    if prompt == '':
+        return _encode_texts(responses, tokenizer, end, options)
+    rendered = [render(prompt, response, tokenizer, options.apply_chat_template) for response in responses]
+    asked = rendered[0][0].text
+    body = encode(asked, tokenizer)
+    prompt_ids = [*([] if templated else begin_ids(tokenizer)), *body]
+    if not prompt_ids:
+        raise BadRecord('the prompt has no tokens')
+    answers = [_encode_pieces(asked, body, pieces[1:], tokenizer, end) for pieces in rendered]
+    return _fit(prompt_ids, answers, tokenizer, options)
+
+
+def _encode_texts(
+    texts: tuple[ResponseText, ...], tokenizer: Any, end: int, options: TokenizerOptions
+) -> tuple[list[int], list[tuple[list[int], list[bool]]]]:
+    """Texts without a prompt. Several of them need the same prompt, hence a begin token, or the end token in its place."""
+    bodies = [[*encode(text if isinstance(text, str) else '', tokenizer), end] for text in texts]
+    if any(len(body) < 2 for body in bodies):
+        raise BadRecord('the text has no tokens')
+    begin = tokenizer.bos_token_id
+    if begin is None and len(bodies) == 1:
+        return _fit(bodies[0][:1], [(bodies[0][1:], [True] * (len(bodies[0]) - 1))], tokenizer, options)
+    return _fit([end if begin is None else begin], [(body, [True] * len(body)) for body in bodies], tokenizer, options)
+
+
+def _encode_pieces(asked: str, asked_ids: list[int], pieces: list[Piece], tokenizer: Any, end: int) -> tuple[list[int], list[bool]]:
+    so_far, all_ids, mask = asked, list(asked_ids), []
+    for number, piece in enumerate(pieces):
+        ids = encode_after(so_far, all_ids, piece.text, tokenizer)
+        if number == len(pieces) - 1:
+            ids = ids[: ids.index(end) + 1] if end in ids else [*ids, end]
+        counts = len(ids) if end not in ids else ids.index(end) + 1
+        mask += [piece.trained and i < counts for i in range(len(ids))]
+        all_ids += ids
+        so_far += piece.text
+    return all_ids[len(asked_ids) :], mask
+
+
+def _fit(
+    prompt: list[int], answers: list[tuple[list[int], list[bool]]], tokenizer: Any, options: TokenizerOptions
+) -> tuple[list[int], list[tuple[list[int], list[bool]]]]:
+    limit, longest = options.max_length, max(len(ids) for ids, _ in answers)
+    if limit is None or len(prompt) + longest <= limit:
+        return prompt, answers
+    if options.overflow == 'refuse':
+        raise BadRecord(f'{len(prompt)} tokens of prompt and {longest} of response, together more than max_length={limit}')
+    room = max(limit - longest, limit // 2)
+    if len(prompt) > room:
+        prompt = _cut_left(prompt, room, tokenizer)
+    left = limit - len(prompt)
+    fitted = [(ids[:left], mask[:left]) for ids, mask in answers]
+    if not any(chain.from_iterable(mask for _, mask in fitted)):
+        raise BadRecord(f'nothing to learn from is left within max_length={limit} tokens')
+    return prompt, fitted
+
+
+def _cut_left(ids: list[int], length: int, tokenizer: Any) -> list[int]:
+    if ids[0] == tokenizer.bos_token_id and length > 1:
+        return [ids[0], *ids[len(ids) - length + 1 :]]
+    return ids[len(ids) - length :]
+
+
+def _ids(ids: list[int]) -> Tensor:
+    return torch.tensor(ids, dtype=torch.int64)

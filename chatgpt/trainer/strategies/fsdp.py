@@ -1,0 +1,260 @@
+"""`FSDPStrategy`: parameters, gradients and optimizer states sharded over processes by torch's own `fully_shard` (FSDP2).
+
+Every transformer block is gathered for its forward and backward and freed again; what lies outside the blocks belongs to the root. Modules are
+sharded in place, so any method of theirs can still be called, and an optimizer is pointed at the sharded parameters. Left
+out: hybrid sharding and tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
+
+from chatgpt.checkpoint.layout import CheckpointMismatch, Piece, TensorReader
+from chatgpt.trainer.strategies import states
+from chatgpt.trainer.strategies.base import Trained, lora_merged
+from chatgpt.trainer.strategies.precision import Precision
+from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
+
+
+class FSDPStrategy(ProcessGroupStrategy):
+    """Fully sharded data parallelism. Launch with torchrun.
+
+    Args:
+        precision: dtype in which blocks are gathered and computed; shards, gradients and optimizer states stay fp32.
+        cpu_offload: shards and optimizer states live in host memory, and the optimizer steps there.
+        activation_checkpointing: recompute activations in the backward pass, in models that can.
+    """
+
+    sharded: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        seed: int = 42,
+        precision: Precision = 'fp32',
+        *,
+        cpu_offload: bool = False,
+        activation_checkpointing: bool = False,
+        device: str | torch.device | None = None,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        super().__init__(seed, precision, device=device, timeout_s=timeout_s)
+        self.cpu_offload = cpu_offload
+        self.activation_checkpointing = activation_checkpointing
+        self._mesh = init_device_mesh(self.device.type, (self.world_size,))
+        self._policy = MixedPrecisionPolicy(
+            param_dtype=None if self.dtype is torch.float32 else self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        self._skeletons: dict[int, nn.Module] = {}
+        """id of a sharded module -> the same module with meta parameters: what a full copy is made from"""
+
+    # ------------------------------------------------------------------ models
+
+    def setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
+        if self.activation_checkpointing and trained:
+            _checkpoint_activations(model)
+        skeleton = _with_parameters(model, {id(p): p.to('meta') for p in model.parameters()})
+        device = torch.device('cpu') if self.cpu_offload else self.device
+        self._same_weights(model)
+        model.to(device)
+        for buffer_owner in model.modules():  # buffers compute, and so never wait in host memory
+            for name, buffer in list(buffer_owner._buffers.items()):
+                if buffer is not None:
+                    buffer_owner._buffers[name] = buffer.to(self.device)
+        offload = CPUOffloadPolicy(pin_memory=self.device.type == 'cuda') if self.cpu_offload else OffloadPolicy()
+        for block in _blocks(model):
+            fully_shard(block, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
+        fully_shard(model, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
+        self._skeletons[id(model)] = skeleton
+        return model
+
+    def _same_weights(self, model: nn.Module) -> None:
+        """Every rank's shards come from rank 0's weights, one tensor at a time."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            moved = tensor.detach().to(self.device)
+            torch.distributed.broadcast(moved, src=0)
+            tensor.detach().copy_(moved)
+
+    def setup_optimizer(self, optimizer: Optimizer, model: nn.Module, names: list[list[str]]) -> Optimizer:
+        if optimizer.state:
+            raise ValueError(
+                f'{type(self).__name__} shards parameters, and this {type(optimizer).__name__} already has states of whole ones; '
+                'prepare it before its first step, then load_optimizer'
+            )
+        parameters = dict(model.named_parameters())
+        for group, group_names in zip(optimizer.param_groups, names, strict=True):
+            group['params'] = [parameters[name] for name in group_names]
+        return optimizer
+
+    @contextmanager
+    def full_model(self, model: nn.Module) -> Iterator[nn.Module]:
+        """A plain copy with full weights, gathered tensor by tensor in the compute dtype, LoRA merged, freed after."""
+        module = self.unwrap(model)
+        full = self._gathered(module)
+        with lora_merged(full):
+            yield full.eval()
+
+    @torch.no_grad()
+    def _gathered(self, module: nn.Module) -> nn.Module:
+        skeleton = self._skeletons[id(module)]
+        sharded = dict(module.named_parameters())
+        weights: dict[int, Tensor] = {}
+        for name, parameter in skeleton.named_parameters():
+            weights[id(parameter)] = _full(sharded[name]).to(self.device, self.dtype)
+        full = _with_parameters(skeleton, weights)
+        buffers = dict(module.named_buffers())
+        for name, buffer in full.named_buffers():
+            buffer.copy_(buffers[name])
+        return full.to(self.device)
+
+    # ------------------------------------------------------------------ one optimizer step
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """FSDP gathers in the compute dtype; there is nothing left to cast."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
+        # FSDP averages over ranks, while a loss here is a share of a sum.
+        super().backward(loss * self.world_size, model, optimizer)
+
+    def gradient_norm(self, parameters: list[Tensor]) -> float:
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for parameter in parameters:
+            gradient = parameter.grad
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            if local is not None and local.numel():
+                total += torch.linalg.vector_norm(local.detach(), dtype=torch.float64).square().to(self.device)
+        return math.sqrt(float(self.all_reduce(total)))
+
+    def scale_gradients(self, parameters: list[Tensor], factor: float) -> None:
+        if factor != 1.0:
+            for parameter in parameters:
+                gradient = parameter.grad
+                (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)  # type: ignore[union-attr]
+
+    # ------------------------------------------------------------------ weights and optimizer states
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+        tensors, aliases = states.named_tensors(self.unwrap(model))
+        full: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            value = _full(tensor.detach())
+            if self.is_rank_0:
+                full[name] = (value.float() if value.is_floating_point() else value).cpu()
+        if self.is_rank_0:
+            full |= {alias: full[name] for alias, name in aliases.items()}
+        return full
+
+    def model_pieces(self, model: nn.Module) -> Iterable[Piece]:
+        tensors, _ = states.named_tensors(self.unwrap(model))
+        return self._shards(tensors)
+
+    def optimizer_pieces(self, optimizer: Optimizer) -> Iterable[Piece]:
+        pair = self.trained(optimizer)
+        return self._shards(states.slots_of(pair.optimizer, pair.named_parameters()))
+
+    def _shards(self, tensors: dict[str, Tensor]) -> Iterator[Piece]:
+        """This rank's range of every sharded tensor; what is replicated is written by rank 0."""
+        for name, tensor in tensors.items():
+            if isinstance(tensor, DTensor):
+                start, stop = _range(tensor)
+                if stop > start:
+                    yield Piece(name, tuple(tensor.shape), start, stop, tensor.to_local().detach().reshape(-1))
+            elif self.is_rank_0 and tensor.numel():
+                yield states.whole(name, tensor)
+
+    @torch.no_grad()
+    def load_model_pieces(self, model: nn.Module, reader: TensorReader, strict: bool = True) -> None:
+        tensors, aliases = states.named_tensors(self.unwrap(model))
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        for name, stored in states.match_names(shapes, aliases, reader, strict=strict).items():
+            _fill(reader, stored, tensors[name])
+
+    @torch.no_grad()
+    def load_optimizer_pieces(self, optimizer: Optimizer, reader: TensorReader) -> None:
+        pair = self.trained(optimizer)
+        parameters = dict(pair.named_parameters())
+        slots = states.slots_by_parameter(reader.names())
+        unexpected = sorted(set(slots) - set(parameters))
+        if unexpected:
+            raise CheckpointMismatch(f'the optimizer state does not fit: unexpected parameters {", ".join(unexpected[:5])}')
+        pair.optimizer.state.clear()
+        for name, parameter in parameters.items():
+            for slot in slots.get(name, []):
+                stored = f'{name}/{slot}'
+                shape = tuple(reader.shape(stored))
+                if shape == ():
+                    pair.optimizer.state[parameter][slot] = reader.read(stored, 0, 1).reshape(()).clone()
+                    continue
+                if shape != tuple(parameter.shape):
+                    raise CheckpointMismatch(f'{stored}: checkpoint {shape}, parameter {tuple(parameter.shape)}')
+                state = torch.zeros_like(parameter, requires_grad=False)
+                _fill(reader, stored, state)
+                pair.optimizer.state[parameter][slot] = state
+
+    def close(self) -> None:
+        self._skeletons.clear()
+        super().close()
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The transformer blocks: the members of the module lists that hold whole layers."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if blocks:
+        return blocks
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters()), default=[]))
+
+
+def _checkpoint_activations(model: nn.Module) -> None:
+    for module in model.modules():
+        if getattr(module, 'supports_gradient_checkpointing', False) and hasattr(module, 'gradient_checkpointing_enable'):
+            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
+            return
+    raise ValueError(f'activation_checkpointing: {type(model).__name__} has no model that can recompute its activations')
+
+
+def _with_parameters(module: nn.Module, weights: dict[int, Tensor]) -> nn.Module:
+    """A deep copy of a module whose parameters are replaced, by id; ties stay ties."""
+    replaced: dict[int, Any] = {}
+    for parameter in module.parameters():
+        replaced[id(parameter)] = nn.Parameter(weights[id(parameter)].detach(), requires_grad=False)
+    return copy.deepcopy(module, replaced)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """The whole tensor; a collective when it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _range(tensor: DTensor) -> tuple[int, int]:
+    """The flat range [start, stop) of this rank's dim-0 shard."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    row = math.prod(tensor.shape[1:])
+    start = offset[0] * row if math.prod(shape) else 0
+    return start, start + math.prod(shape)
+
+
+def _fill(reader: TensorReader, stored: str, tensor: Tensor) -> None:
+    """Fill this rank's part of `tensor`, a bounded chunk at a time."""
+    if not isinstance(tensor, DTensor):
+        states.copy_from(reader, stored, tensor)
+        return
+    start, stop = _range(tensor)
+    local = tensor.to_local().detach().view(-1)
+    for at in range(start, stop, states.CHUNK):
+        end = min(at + states.CHUNK, stop)
+        local[at - start : end - start].copy_(reader.read(stored, at, end))

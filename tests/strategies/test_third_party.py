@@ -1,0 +1,61 @@
+"""The strategy that docs/strategies.md shows, in a file outside the package, passes the conformance suite."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chatgpt.testing.conformance import all_checks
+from chatgpt.testing.processes import free_port, torchrun_environment
+
+ROOT = Path(__file__).parents[2]
+
+
+def shown_files() -> dict[str, str]:
+    """The Python blocks of the page by the file name in their first line."""
+    blocks = re.findall(r'```python\n(# (\S+\.py).*?)```', (ROOT / 'docs' / 'strategies.md').read_text(), re.DOTALL)
+    return {name: code for code, name in blocks}
+
+
+def run_on_two(folder: Path, files: dict[str, str]) -> list[tuple[int, str]]:
+    """Exit code and output of check_my_strategy.py on each of two processes."""
+    for name, code in files.items():
+        (folder / name).write_text(code)
+    port, children = free_port(), []
+    for rank in range(2):
+        variables = {**os.environ, **torchrun_environment(rank, 2, port), 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
+        streams = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT, 'text': True}
+        children.append(subprocess.Popen([sys.executable, 'check_my_strategy.py'], env=variables, cwd=folder, **streams))
+    try:
+        return [(child.communicate(timeout=90)[0], child.returncode)[::-1] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+
+
+def test_it_passes_every_check(tmp_path):
+    results = run_on_two(tmp_path, shown_files())
+    assert [code for code, _ in results] == [0, 0], results
+    assert str(dict.fromkeys(all_checks(), 'passed')) in results[0][1]
+
+
+@pytest.mark.parametrize(
+    ('right', 'wrong', 'complaint'),
+    [
+        ('parameter.grad = self.all_reduce(gradient)', 'parameter.grad = gradient', 'equals_naive, rank 0: failed'),
+        ('self.all_reduce(gradient)', "self.all_reduce(gradient, 'mean')", 'gradient norm of step 0'),
+    ],
+)
+def test_a_wrong_one_does_not(tmp_path, right, wrong, complaint):
+    files = shown_files()
+    assert right in files['my_strategy.py']
+    files['my_strategy.py'] = files['my_strategy.py'].replace(right, wrong)
+    files['check_my_strategy.py'] = files['check_my_strategy.py'].replace('seed=1)', "seed=1), checks=['equals_naive']")
+    results = run_on_two(tmp_path, files)
+    assert all(code != 0 for code, _ in results)
+    assert all(complaint in text for _, text in results), results
