@@ -56,7 +56,11 @@ def make_trainer(arrangement: str, epochs: int, engine: Any = None) -> Any:
     critic = None if shared else GPTCritic(config=model_config())
     reward = (lambda prompts, responses: [0.0] * len(prompts)) if shared else RewardModel(deepcopy(critic.model))
     initial = deepcopy(actor)
-    optim = {name: torch.optim.AdamW(m.parameters(), lr=1e-5, eps=1e-5) for name, m in (('actor', actor), ('critic', critic)) if m is not None}
+    optim = {
+        name: torch.optim.AdamW(m.parameters(), lr=1e-5, eps=1e-5)
+        for name, m in (('actor', actor), ('critic', critic))
+        if m is not None
+    }
     pairs = [(actor, optim['actor'])] + ([(critic, optim['critic'])] if critic is not None else [])
     prepared = strategy.prepare(*pairs, reward, initial)
     (actor, actor_optim), *rest = prepared
@@ -151,7 +155,8 @@ def main() -> None:
                     'cpu_s': parts | {'total': statistics.median(totals), 'min': min(totals), 'max': max(totals)},
                     'wall_s': statistics.median(x['perf/total_s'] for x in phases),
                     'bare_cpu_s': bare,
-                    'overhead': {p: parts[p] / floor[p] for p in parts} | {'total': statistics.median(totals) / sum(floor.values())},
+                    'overhead': {p: parts[p] / floor[p] for p in parts}
+                    | {'total': statistics.median(totals) / sum(floor.values())},
                 }
             )
     print_table(rows)
@@ -161,7 +166,9 @@ def main() -> None:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    print('| arrangement | epochs | new tokens / CPU s | collect s (x bare) | score s (x bare) | learn s (x bare) | total s (x bare) |')
+    print(
+        '| arrangement | epochs | new tokens / CPU s | collect s (x bare) | score s (x bare) | learn s (x bare) | total s (x bare) |'
+    )
     print('|---|---|---|---|---|---|---|')
     for row in rows:
         cells = [f'{row["cpu_s"][p]:.2f} ({row["overhead"][p]:.2f})' for p in ('collect', 'score', 'learn', 'total')]

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, GenerationConfig
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from chatgpt.nn import Actor
 from chatgpt.rollout import LocalEngine, SamplingParams
@@ -32,7 +32,7 @@ from chatgpt.types import Prompt
 END = 1
 
 
-def build_model(args: argparse.Namespace, end_prob: float) -> GPT2LMHeadModel:
+def build_model(args: argparse.Namespace, end_prob: float) -> Any:
     """A random GPT-2 whose end token has this probability at every step (0: never); other tokens are equally likely."""
     torch.manual_seed(args.seed)
     config = GPT2Config(
@@ -116,7 +116,15 @@ def end_prob_for(share: float, limit: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (('layers', 4), ('width', 256), ('heads', 4), ('vocab', 512), ('batch', 32), ('prompt', 16), ('new', 48)):
+    for name, default in (
+        ('layers', 4),
+        ('width', 256),
+        ('heads', 4),
+        ('vocab', 512),
+        ('batch', 32),
+        ('prompt', 16),
+        ('new', 48),
+    ):
         parser.add_argument(f'--{name}', type=int, default=default)
     parser.add_argument('--rounds', type=int, default=15)
     parser.add_argument('--threads', type=int, default=1)

@@ -42,7 +42,15 @@ def to_sequence(row: dict[str, str], tokenizer: Any) -> Sequence:
 def run_sft(strategy: Any, actor: Any, tokenizer: Any, out: Path) -> None:
     stories = [to_sequence(row, tokenizer) for row in embedded.demo_corpus(2200, seed=0)]
     trainer = SFTTrainer(
-        strategy, *actor, stories[200:], stories[:200], train_batch_size=32, max_epochs=3, log_interval=20, tokenizer=tokenizer, run_dir=out / 'sft_run'
+        strategy,
+        *actor,
+        stories[200:],
+        stories[:200],
+        train_batch_size=32,
+        max_epochs=3,
+        log_interval=20,
+        tokenizer=tokenizer,
+        run_dir=out / 'sft_run',
     )
     trainer.fit()
     save_pretrained(strategy, actor[0], out / 'sft', tokenizer=tokenizer)

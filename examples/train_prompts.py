@@ -13,15 +13,26 @@ import json
 from pathlib import Path
 from typing import Any
 
-from chatgpt.launch.arguments import add_settings, add_strategy, load_function, make_strategy, run_main, settings_from, world_size_from_env
+from chatgpt.launch.arguments import (
+    add_settings,
+    add_strategy,
+    make_strategy,
+    run_main,
+    settings_from,
+    world_size_from_env,
+)
 from chatgpt.trainer.config import PPOConfig
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('prompt_path', nargs='?', help='csv, json, jsonl, parquet or hub data set with a prompt column; default: embedded')
+    parser.add_argument(
+        'prompt_path', nargs='?', help='csv, json, jsonl, parquet or hub data set with a prompt column; default: embedded'
+    )
     parser.add_argument('--prompt_column', default='prompt')
-    parser.add_argument('--model', choices=('auto', 'gpt2', 'opt', 'bloom', 'llama'), default='auto', help='auto reads it from the config')
+    parser.add_argument(
+        '--model', choices=('auto', 'gpt2', 'opt', 'bloom', 'llama'), default='auto', help='auto reads it from the config'
+    )
     parser.add_argument('--pretrain', help='hub name or folder of the model to start from')
     parser.add_argument('--tokenizer', help='hub name or folder; default: --pretrain')
     parser.add_argument('--reward_model', help='folder of a reward model, or of any sequence-classification model')
@@ -40,12 +51,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--top_k', type=int, default=0)
     parser.add_argument('--top_p', type=float, default=1.0)
     parser.add_argument('--min_new_tokens', type=int, default=0)
-    parser.add_argument('--stop_string', action='append', help='end a response where this text appears; may be given several times')
+    parser.add_argument(
+        '--stop_string', action='append', help='end a response where this text appears; may be given several times'
+    )
     parser.add_argument('--engine', choices=('local', 'hf'), default='local', help='who generates')
     parser.add_argument('--trust_remote_code', action='store_true')
     parser.add_argument('--skip_bad_records', action='store_true')
     parser.add_argument('--resume', help="a checkpoint folder, or 'auto' for the newest of --save_path")
-    parser.add_argument('--checkpoint_interval', type=int, default=0, help='learning phases between checkpoints; 0 writes none but the last')
+    parser.add_argument(
+        '--checkpoint_interval', type=int, default=0, help='learning phases between checkpoints; 0 writes none but the last'
+    )
     parser.add_argument('--keep_last', type=int, default=2, help='checkpoints to keep')
     parser.add_argument('--sample_interval', type=int, default=5, help='learning phases between tables of samples')
     parser.add_argument('--tensorboard', action='store_true')
@@ -86,7 +101,9 @@ def train(args: argparse.Namespace, config: PPOConfig, strategy: Any, inputs: An
         actor, critic, reward_model, initial_model = inputs.build_models()
     make_optimizer = getattr(strategy, 'make_optimizer', None) or AdamW
     actor_optim = make_optimizer([p for p in actor.parameters() if p.requires_grad], lr=args.lr, eps=1e-5, weight_decay=0.0)
-    critic_optim = make_optimizer([p for p in critic.parameters() if p.requires_grad], lr=args.critic_lr, eps=1e-5, weight_decay=0.0)
+    critic_optim = make_optimizer(
+        [p for p in critic.parameters() if p.requires_grad], lr=args.critic_lr, eps=1e-5, weight_decay=0.0
+    )
     (actor, actor_optim), (critic, critic_optim), reward_model, initial_model = strategy.prepare(
         (actor, actor_optim), (critic, critic_optim), reward_model, initial_model
     )

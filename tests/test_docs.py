@@ -55,7 +55,9 @@ def test_a_run_of_the_readme_works_as_printed_and_logs_only_what_is_documented(t
     """The quickstart, with a folder of a tiny model in place of the hub's name."""
     from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 
-    tiny_causal_lm('gpt2', vocab_size=259, pad_token_id=256, bos_token_id=257, eos_token_id=258).save_pretrained(tmp_path / 'model')
+    tiny_causal_lm('gpt2', vocab_size=259, pad_token_id=256, bos_token_id=257, eos_token_id=258).save_pretrained(
+        tmp_path / 'model'
+    )
     byte_tokenizer().save_pretrained(tmp_path / 'model')
     (block,) = re.findall(r'```python\n(.*?)```', (ROOT / 'README.md').read_text(), re.DOTALL)
     assert block.count("'gpt2'") == 3
@@ -73,7 +75,9 @@ def test_a_run_of_the_readme_works_as_printed_and_logs_only_what_is_documented(t
     assert AutoModelForCausalLM.from_pretrained('outputs/quickstart/actor').config.vocab_size == 259
 
 
-@pytest.mark.parametrize('page', ['README.md', 'CONTRIBUTING.md', *sorted(str(p.relative_to(ROOT)) for p in (ROOT / 'docs').rglob('*.md'))])
+@pytest.mark.parametrize(
+    'page', ['README.md', 'CONTRIBUTING.md', *sorted(str(p.relative_to(ROOT)) for p in (ROOT / 'docs').rglob('*.md'))]
+)
 def test_links_of_a_page_lead_to_files(page):
     text = (ROOT / page).read_text()
     links = re.findall(r'\]\((?!https?:|#)([^)#]+)', text)
@@ -85,7 +89,7 @@ def test_every_path_in_the_tree_of_the_readme_exists():
     tree = (ROOT / 'README.md').read_text().split('## Where things are')[1].split('Where to start')[0]
     folder: list[str] = []
     seen = 0
-    for indent, name in re.findall(r'^( {4,8}(?: {2})*)([\w.]+/?) {2}', tree, re.MULTILINE):
+    for indent, name in re.findall(r'^( {4,8}(?: {2})*)([\w.]+/?)(?: {2}|$)', tree, re.MULTILINE):
         depth = (len(indent) - 4) // 2
         path = ROOT.joinpath(*folder[:depth], name)
         assert path.exists(), f'{path} is in the README and not in the tree'

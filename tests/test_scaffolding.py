@@ -81,7 +81,9 @@ def test_every_import_of_the_package_is_a_requirement(metadata):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ''] if isinstance(node, ast.ImportFrom) else []
             top = {n.split('.')[0] for n in names}
-            missing |= {f'{path.name}: {n}' for n in top if n not in sys.stdlib_module_names and canonicalize_name(n) not in known}
+            missing |= {
+                f'{path.name}: {n}' for n in top if n not in sys.stdlib_module_names and canonicalize_name(n) not in known
+            }
     assert not missing
 
 

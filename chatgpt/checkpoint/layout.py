@@ -31,7 +31,7 @@ class CheckpointMismatch(CheckpointError, ValueError):
 class Piece(NamedTuple):
     """Elements [start, stop) of the row-major tensor `name`.
 
-    >>> Piece('head.weight', (2, 3), 3, 6, torch.zeros(3))    # the second row of a (2, 3) matrix
+    >>> second_row = Piece('head.weight', (2, 3), 3, 6, torch.zeros(3))    # of a (2, 3) matrix
     """
 
     name: str

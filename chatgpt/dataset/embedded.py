@@ -20,7 +20,11 @@ ANIMALS = ('cat', 'dog', 'fox', 'bear', 'bird', 'frog', 'fish', 'duck', 'mouse',
 SIZES = ('small', 'big', 'young', 'old', 'white', 'brown')
 PLACES = ('river', 'forest', 'garden', 'hill', 'lake', 'farm')
 THINGS = {1: ('flower', 'cake', 'gift', 'song'), 0: ('leaf', 'stone', 'stick', 'path'), -1: ('thorn', 'storm', 'trap', 'hole')}
-MOODS = {1: ('glad', 'happy', 'merry', 'proud'), 0: ('calm', 'hungry', 'quiet', 'sleepy'), -1: ('sad', 'angry', 'lonely', 'scared')}
+MOODS = {
+    1: ('glad', 'happy', 'merry', 'proud'),
+    0: ('calm', 'hungry', 'quiet', 'sleepy'),
+    -1: ('sad', 'angry', 'lonely', 'scared'),
+}
 DEEDS = {1: ('played', 'danced', 'laughed'), 0: ('walked', 'waited', 'talked'), -1: ('fought', 'quarrelled', 'cried')}
 FRAME = ('one', 'day', 'a', 'went', 'to', 'the', 'it', 'found', 'felt', 'with', '.')
 PAD, BOS, EOS = '<pad>', '<bos>', '<eos>'
@@ -53,6 +57,21 @@ def _response(rng: random.Random) -> str:
     return ' '.join(_sentence(rng) for _ in range(rng.randint(2, MAX_SENTENCES)))
 
 
+def _spoilt(rng: random.Random, response: str) -> str:
+    """A response with a fault that a policy could fall into: words out of order, one word over and over, a broken end, a refrain."""
+    words = response.split()
+    fault = rng.randrange(4)
+    if fault == 0:
+        rng.shuffle(words)
+    elif fault == 1:
+        words = [rng.choice(list(_VALUE_OF))] * rng.randint(2, len(words))
+    elif fault == 2:
+        words = words[: rng.randint(0, len(words) - 2)]
+    else:
+        return ' '.join([_sentence(rng)] * rng.randint(2, MAX_SENTENCES))
+    return ' '.join(words)
+
+
 def demo_corpus(num: int, seed: int = 0) -> list[dict[str, str]]:
     """`num` stories as {'prompt', 'response'}; cheerful, neutral and gloomy sentences are equally likely."""
     rng = random.Random(f'corpus {seed}')
@@ -66,11 +85,15 @@ def demo_prompts(num: int, seed: int = 0) -> list[dict[str, str]]:
 
 
 def demo_preferences(num: int, seed: int = 0) -> list[dict[str, str]]:
-    """`num` pairs as {'prompt', 'chosen', 'rejected'}, ordered by the truth; pairs of equal truth are drawn again."""
+    """`num` pairs as {'prompt', 'chosen', 'rejected'}, ordered by the truth; pairs of equal truth are drawn again.
+
+    One response in three is spoilt (`_spoilt`), so that a reward model also learns what a good story must not do.
+    """
     rng = random.Random(f'preferences {seed}')
-    pairs = []
+    pairs: list[dict[str, str]] = []
     while len(pairs) < num:
         prompt, a, b = _prompt(rng), _response(rng), _response(rng)
+        a, b = (_spoilt(rng, r) if rng.random() < 1 / 3 else r for r in (a, b))
         score_a, score_b = true_score(prompt, a), true_score(prompt, b)
         if score_a != score_b:
             chosen, rejected = (a, b) if score_a > score_b else (b, a)
@@ -111,7 +134,12 @@ def demo_tokenizer() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.WordPiece(prefix='##', cleanup=False)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token='<unk>', clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token='<unk>',
+        clean_up_tokenization_spaces=False,
     )
 
 

@@ -55,7 +55,7 @@ class Demonstration:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preference:
-    """A prompt and two or more answers, best first; '' as prompt where whole texts are compared."""
+    """A prompt and two or more answers, best first; '' as prompt where whole texts are compared. Real data holds equal answers too."""
 
     prompt: PromptText
     responses: tuple[ResponseText, ...]
@@ -130,7 +130,7 @@ def as_kind(example: Example, kind: Kind) -> Example:
         if isinstance(example, PromptExample) and isinstance(example.prompt, tuple):
             prompt, response = split_turns(example.prompt)  # a last turn of the user has no answer to learn from
             return Demonstration(prompt=prompt, response=response, columns=columns, where=where)
-    raise BadRecord(f'a {_NAMES[type(example)]}, where a {kind} is needed')
+    raise BadRecord(f'a {_NAMES[type(example)]}, where a {_NAMES[_CLASSES[kind]].split(" (")[0]} is needed')
 
 
 _CLASSES: dict[str, type] = {
@@ -140,7 +140,7 @@ _CLASSES: dict[str, type] = {
     'labelled': Labelled,
 }
 _NAMES = {
-    PromptExample: 'prompt without an answer',
+    PromptExample: 'prompt (without an answer)',
     Demonstration: 'demonstration (one answer, no label)',
     Preference: 'preference (ranked answers)',
     Labelled: 'labelled example',

@@ -21,6 +21,7 @@ from chatgpt.dataset.tokenize import (
     TokenizedLabelled,
     TokenizedPreference,
     TokenizerOptions,
+    begin_ids,
     tokenize_demonstration,
     tokenize_labelled,
     tokenize_preference,
@@ -120,7 +121,7 @@ def load_demonstrations(
     The validation part is read from `validation_source`, else kept back from the source (`splits.split_examples`), else empty. Lengths and
     templates: see `tokenize`. `reading` goes to `load_examples`. Raises ValueError.
     """
-    options = TokenizerOptions(max_length=max_length, overflow=overflow, apply_chat_template=apply_chat_template)
+    options = _options(tokenizer, max_length, overflow, apply_chat_template)
     split = (skip_bad_records, validation_source, validation_percentage, seed)
     return _load_tokenized(source, 'demonstration', lambda e: tokenize_demonstration(e, tokenizer, options), *split, reading)
 
@@ -139,7 +140,7 @@ def load_preferences(
     **reading: Any,
 ) -> tuple[Loaded[TokenizedPreference], Loaded[TokenizedPreference]]:
     """Training and validation preferences, for reward models and the DPO family. Arguments as for `load_demonstrations`."""
-    options = TokenizerOptions(max_length=max_length, overflow=overflow, apply_chat_template=apply_chat_template)
+    options = _options(tokenizer, max_length, overflow, apply_chat_template)
     split = (skip_bad_records, validation_source, validation_percentage, seed)
     return _load_tokenized(source, 'preference', lambda e: tokenize_preference(e, tokenizer, options), *split, reading)
 
@@ -158,9 +159,14 @@ def load_labelled(
     **reading: Any,
 ) -> tuple[Loaded[TokenizedLabelled], Loaded[TokenizedLabelled]]:
     """Training and validation sequences with labels: classes, KTO's judgements, rewards. Arguments as for `load_demonstrations`."""
-    options = TokenizerOptions(max_length=max_length, overflow=overflow, apply_chat_template=apply_chat_template)
+    options = _options(tokenizer, max_length, overflow, apply_chat_template)
     split = (skip_bad_records, validation_source, validation_percentage, seed)
     return _load_tokenized(source, 'labelled', lambda e: tokenize_labelled(e, tokenizer, options), *split, reading)
+
+
+def _options(tokenizer: Any, max_length: int | None, overflow: Overflow, apply_chat_template: bool | None) -> TokenizerOptions:
+    begin = tuple(begin_ids(tokenizer))
+    return TokenizerOptions(max_length=max_length, overflow=overflow, apply_chat_template=apply_chat_template, begin=begin)
 
 
 def _load_tokenized(

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from chatgpt.dataset.examples import BadRecord, PromptExample, as_kind
-from chatgpt.dataset.reading import BadRecords, Record, read_records
+from chatgpt.dataset.reading import read_records
+from chatgpt.dataset.records import BadRecords, Record
 from chatgpt.dataset.shapes import prompt_of, shape_of, to_example
-from chatgpt.dataset.tokenize import Overflow, tokenize_prompt
+from chatgpt.dataset.tokenize import Overflow, begin_ids, tokenize_prompt
 from chatgpt.types import Prompt
 
 
@@ -108,6 +109,9 @@ def load_prompts(
     if overflow not in ('truncate', 'refuse'):
         raise ValueError(f"overflow={overflow!r}; give 'truncate' or 'refuse'")
     plain = isinstance(source, (str, Path)) and str(source).removesuffix('.gz').endswith('.txt')
+    plain = plain or (isinstance(source, (list, tuple)) and bool(source) and isinstance(source[0], str))
+    options: Any = {'max_tokens': max_prompt_tokens, 'overflow': overflow, 'apply_chat_template': apply_chat_template}
+    options['begin'] = tuple(begin_ids(tokenizer))
     bad = BadRecords(skip_bad_records)
     prompts: list[Prompt] = []
     for record in read_records(source, bad, split=split, subset=subset, text_separator='\n'):
@@ -115,9 +119,7 @@ def load_prompts(
             break
         try:
             example = _prompt_example(record, 'text' if plain else column)
-            prompts.append(
-                tokenize_prompt(example, tokenizer, max_tokens=max_prompt_tokens, overflow=overflow, apply_chat_template=apply_chat_template)
-            )
+            prompts.append(tokenize_prompt(example, tokenizer, **options))
         except BadRecord as reason:
             bad.report(record.where, str(reason))
     if not prompts:

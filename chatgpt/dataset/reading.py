@@ -8,43 +8,17 @@ decoded one by one.
 from __future__ import annotations
 
 import csv
-import gzip
 import io
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any
+
+from chatgpt.dataset.json_records import json_records
+from chatgpt.dataset.records import BadRecords, Record, open_bytes
 
 SUFFIXES = ('.csv', '.tsv', '.json', '.jsonl', '.ndjson', '.parquet', '.txt')
 _HUB_NAME = re.compile(r'[\w.-]+(/[\w.-]+)?')
-_WRAPPER_KEYS = ('data', 'instances', 'rows', 'examples')
-_BOM = b'\xef\xbb\xbf'
-
-
-class Record(NamedTuple):
-    """One row of a source: its columns, and where it stands (`prompts.csv, line 3`)."""
-
-    data: dict[str, Any]
-    where: str
-
-
-class BadRecords:
-    """What happens to records that cannot be used: the first one is a ValueError, or with `skip` they are counted."""
-
-    def __init__(self, skip: bool = False, keep: int = 10):
-        self.skip = skip
-        self.num_skipped = 0
-        self.reasons: list[str] = []
-        """the first `keep` of them, `file, line n: reason`"""
-        self._keep = keep
-
-    def report(self, where: str, reason: str) -> None:
-        if not self.skip:
-            raise ValueError(f'{where}: {reason}')
-        self.num_skipped += 1
-        if len(self.reasons) < self._keep:
-            self.reasons.append(f'{where}: {reason}')
 
 
 def read_records(
@@ -120,7 +94,7 @@ def _open_path(path: Path, bad: BadRecords, split: str, separator: str) -> tuple
         return str(path), _parquet(path)
     if suffix == '.txt':
         return str(path), _text(path, separator)
-    return str(path), _json(path, bad, split)
+    return str(path), json_records(path, bad, split)
 
 
 def _folder(path: Path, bad: BadRecords, split: str, separator: str) -> Iterator[Record]:
@@ -161,17 +135,13 @@ def _rows(rows: Any, name: str, bad: BadRecords) -> Iterator[Record]:
             bad.report(where, f'a {type(row).__name__}, where a dict of columns or a text is needed')
 
 
-def _open_bytes(path: Path) -> IO[bytes]:
-    return gzip.open(path, 'rb') if path.name.endswith('.gz') else open(path, 'rb')
-
-
 # --- csv -----------------------------------------------------------------------------------------------------------
 
 
 def _csv(path: Path, bad: BadRecords, tab: bool) -> Iterator[Record]:
     csv.field_size_limit(max(csv.field_size_limit(), 2**31 - 1))
     # surrogateescape: bytes that are not UTF-8 reach the row that holds them, which is then reported by its line
-    with io.TextIOWrapper(_open_bytes(path), 'utf-8-sig', errors='surrogateescape', newline='') as file:  # type: ignore[arg-type]
+    with io.TextIOWrapper(open_bytes(path), 'utf-8-sig', errors='surrogateescape', newline='') as file:  # type: ignore[arg-type]
         first_line = file.readline()
         file.seek(0)
         delimiter = '\t' if tab else next((d for d in (',', ';', '\t') if d in first_line), ',')
@@ -211,163 +181,6 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-# --- json ----------------------------------------------------------------------------------------------------------
-
-
-def _json(path: Path, bad: BadRecords, split: str) -> Iterator[Record]:
-    """An array, or objects: one a line, or spread over several lines back to back. The content decides, not the suffix."""
-    with _open_bytes(path) as file:
-        start = b''
-        while not start:
-            block = file.read(4096)
-            if not block:
-                return
-            start = block.removeprefix(_BOM).lstrip()
-    if start.startswith(b'['):
-        yield from _array(path, bad)
-    elif path.suffix == '.json':
-        yield from _unwrapped(path, bad, split)
-    else:
-        yield from _objects(path, bad)
-
-
-def _unwrapped(path: Path, bad: BadRecords, split: str) -> Iterator[Record]:
-    """A .json file of one object may hold the rows under a key: {"data": [...]}."""
-    records = _objects(path, bad)
-    first = next(records, None)
-    if first is None:
-        return
-    second = next(records, None)
-    key = next((k for k in (split, *_WRAPPER_KEYS) if isinstance(first.data.get(k), list)), None)
-    if second is None and key is not None and all(isinstance(row, dict) for row in first.data[key]):
-        yield from (Record(row, f'{path}, {key}[{i}]') for i, row in enumerate(first.data[key]))
-        return
-    yield first
-    if second is not None:
-        yield second
-    yield from records
-
-
-class _Broken(NamedTuple):
-    offset: int
-    message: str
-    unfinished: bool
-    """the text is a correct beginning: more of it could make it whole"""
-
-
-def _decode_all(text: str) -> tuple[list[tuple[int, Any]], _Broken | None]:
-    """The JSON values that stand one after the other in `text`, with their offsets, up to the first error."""
-    values: list[tuple[int, Any]] = []
-    decoder, length = json.JSONDecoder(), len(text.rstrip())
-    at = len(text) - len(text.lstrip())
-    while at < length:
-        try:
-            value, end = decoder.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            # a string cannot go on in the next line, everything else can
-            unfinished = error.pos >= length and not error.msg.startswith('Unterminated string')
-            return values, _Broken(at, error.msg, unfinished)
-        except RecursionError:
-            return values, _Broken(at, 'nested too deeply', False)
-        values.append((at, value))
-        at = end
-        while at < length and text[at].isspace():
-            at += 1
-    return values, None
-
-
-def _objects(path: Path, bad: BadRecords) -> Iterator[Record]:
-    """Objects of a file that is not an array.
-
-    A line that is a whole object is a record. A line that is a correct beginning is joined with the lines after it, up to the
-    next line that begins with a brace in the first column; if what comes then shows that the beginning was broken, only the
-    beginning is reported, and reading goes on at that line.
-    """
-    held, held_line = '', 0
-    with _open_bytes(path) as file:
-        for number, raw in enumerate(file, 1):
-            if number == 1:
-                raw = raw.removeprefix(_BOM)
-            try:
-                line = raw.decode()
-            except UnicodeDecodeError:
-                bad.report(f'{path}, line {number}', 'not UTF-8')
-                continue
-            if held and not line.startswith('{'):
-                held += line
-                continue
-            if held:
-                values, broken = _decode_all(held)
-                if broken is not None and broken.unfinished:
-                    _, joined = _decode_all(held + line)
-                    if joined is None or joined.unfinished:
-                        held += line
-                        continue
-                yield from _emit(values, broken, held, held_line, path, bad)
-            held, held_line = line, number
-            values, broken = _decode_all(held)
-            if broken is None or not broken.unfinished or not held.lstrip().startswith('{'):
-                yield from _emit(values, broken, held, held_line, path, bad)
-                held = ''
-    if held:
-        yield from _emit(*_decode_all(held), held, held_line, path, bad)
-
-
-def _emit(
-    values: list[tuple[int, Any]], broken: _Broken | None, text: str, first_line: int, path: Path, bad: BadRecords
-) -> Iterator[Record]:
-    for offset, value in values:
-        where = f'{path}, line {first_line + text.count(chr(10), 0, offset)}'
-        if isinstance(value, dict):
-            yield Record(value, where)
-        else:
-            bad.report(where, f'a JSON {type(value).__name__}, where an object is needed')
-    if broken is not None:
-        where = f'{path}, line {first_line + text.count(chr(10), 0, broken.offset)}'
-        bad.report(where, f'not valid JSON: {broken.message}{" (it breaks off)" if broken.unfinished else ""}')
-
-
-def _array(path: Path, bad: BadRecords) -> Iterator[Record]:
-    """The elements of a JSON array. A syntax error ends the file even when bad records are skipped: where the next element
-    begins is not known."""
-    with _open_bytes(path) as file:
-        raw = file.read().removeprefix(_BOM)
-    try:
-        text = raw.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f'{path}, line {raw.count(10, 0, error.start) + 1}: not UTF-8') from None
-    del raw
-    space, decoder = re.compile(r'\s*'), json.JSONDecoder()
-
-    def skip_space(at: int) -> int:
-        return space.match(text, at).end()  # type: ignore[union-attr]  # matches the empty string too
-
-    line, counted = 1, 0
-    at = skip_space(text.index('[') + 1)
-    closed = text[at : at + 1] == ']'
-    while not closed:
-        line, counted = line + text.count('\n', counted, at), at
-        try:
-            value, end = decoder.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            raise ValueError(f'{path}, line {error.lineno}: not valid JSON from here on: {error.msg}') from None
-        if isinstance(value, dict):
-            yield Record(value, f'{path}, line {line}')
-        elif isinstance(value, str):
-            yield Record({'text': value}, f'{path}, line {line}')
-        else:
-            bad.report(f'{path}, line {line}', f'a JSON {type(value).__name__}, where an object is needed')
-        at = skip_space(end)
-        closed = text[at : at + 1] == ']'
-        if not closed and text[at : at + 1] != ',':
-            where = f'{path}, line {text.count(chr(10), 0, at) + 1}'
-            raise ValueError(f'{where}: not valid JSON from here on: a comma or the closing bracket is missing')
-        if not closed:
-            at = skip_space(at + 1)
-    if text[at + 1 :].strip():
-        raise ValueError(f'{path}, line {text.count(chr(10), 0, at) + 1}: more text after the end of the array')
-
-
 # --- parquet, text -------------------------------------------------------------------------------------------------
 
 
@@ -388,7 +201,7 @@ def _parquet(path: Path) -> Iterator[Record]:
 
 
 def _text(path: Path, separator: str) -> Iterator[Record]:
-    with io.TextIOWrapper(_open_bytes(path), 'utf-8-sig') as file:  # type: ignore[arg-type]
+    with io.TextIOWrapper(open_bytes(path), 'utf-8-sig') as file:  # type: ignore[arg-type]
         try:
             text = file.read()
         except UnicodeDecodeError as error:

@@ -282,8 +282,6 @@ def _checked_preference(
 ) -> Preference:
     for number, response in enumerate(responses, 1):
         _not_blank(response, f'answer {number} of {len(responses)}')
-    if len(set(responses)) < len(responses):
-        raise BadRecord('two of the answers to compare are equal')
     return Preference(prompt=prompt, responses=responses, scores=scores, columns=columns, where=where)
 
 

@@ -68,11 +68,13 @@ class TokenizerOptions:
     max_length: of prompt + response, in tokens; None: no limit.
     overflow: see the module's docstring.
     apply_chat_template: see `formats.use_template`.
+    begin: the ids that stand before a prompt without template; None: found out for each example (`begin_ids`).
     """
 
     max_length: int | None = None
     overflow: Overflow = 'truncate'
     apply_chat_template: bool | None = None
+    begin: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 2:
@@ -91,12 +93,13 @@ def tokenize_prompt(
     max_tokens: int | None = None,
     overflow: Overflow = 'refuse',
     apply_chat_template: bool | None = None,
+    begin: tuple[int, ...] | None = None,
 ) -> Prompt:
     """A prompt as the model is given it. Raises BadRecord when it has no tokens, or more than `max_tokens` unless
     overflow='truncate', which keeps the begin token and the right end."""
     text = render_prompt(example.prompt, tokenizer, apply_chat_template)
     templated = use_template(example.prompt, tokenizer, apply_chat_template)
-    ids = [*([] if templated else begin_ids(tokenizer)), *encode(text, tokenizer)]
+    ids = [*_begin(begin, templated, tokenizer), *encode(text, tokenizer)]
     if not ids:
         raise BadRecord('the prompt has no tokens')
     if max_tokens is not None and len(ids) > max_tokens:
@@ -117,10 +120,8 @@ def tokenize_labelled(example: Labelled, tokenizer: Any, options: TokenizerOptio
 
 
 def tokenize_preference(example: Preference, tokenizer: Any, options: TokenizerOptions = DEFAULT) -> TokenizedPreference:
-    """A preference: the same prompt ids for all its answers. Raises BadRecord, also when cutting made two answers equal."""
+    """A preference: the same prompt ids for all its answers. Raises BadRecord."""
     prompt, answers = _encode_answers(example.prompt, example.responses, tokenizer, options)
-    if len({tuple(ids) for ids, _ in answers}) < len(answers):
-        raise BadRecord(f'two answers are equal within max_length={options.max_length} tokens')
     return TokenizedPreference(
         prompt_ids=_ids(prompt),
         responses=[_ids(ids) for ids, _ in answers],
@@ -143,6 +144,11 @@ def begin_ids(tokenizer: Any) -> list[int]:
     if begin is None:
         return []
     return [begin] if list(tokenizer('a', verbose=False)['input_ids'])[:1] == [begin] else []
+
+
+def _begin(known: tuple[int, ...] | None, templated: bool, tokenizer: Any) -> list[int]:
+    """A chat template writes its own begin token."""
+    return [] if templated else begin_ids(tokenizer) if known is None else list(known)
 
 
 def end_id(tokenizer: Any) -> int:
@@ -169,7 +175,7 @@ def _encode_answers(
     rendered = [render(prompt, response, tokenizer, options.apply_chat_template) for response in responses]
     asked = rendered[0][0].text
     body = encode(asked, tokenizer)
-    prompt_ids = [*([] if templated else begin_ids(tokenizer)), *body]
+    prompt_ids = [*_begin(options.begin, templated, tokenizer), *body]
     if not prompt_ids:
         raise BadRecord('the prompt has no tokens')
     answers = [_encode_pieces(asked, body, pieces[1:], tokenizer, end) for pieces in rendered]

@@ -117,7 +117,8 @@ class ExperienceMaker:
         def run(positions: list[int]) -> None:
             records = [experiences[i] for i in positions]
             batch = collate(records or [filler()]).to(self.strategy.device)
-            policy = reference = None
+            policy: Any = None
+            reference: Any = None
             with self.strategy.autocast():
                 if s.recompute_logprobs or self.actor_has_values or full_kl:
                     policy = self.actor(batch, temperature=s.temperature, with_logits=full_kl)

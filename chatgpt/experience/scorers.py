@@ -29,13 +29,14 @@ Score = float | Tensor
 class Communicator(Protocol):
     """The part of a strategy that scoring needs."""
 
-    rank: int
-    world_size: int
-
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
     @property
     def device(self) -> torch.device: ...
     def autocast(self) -> Any: ...
-    def all_reduce(self, tensor: Tensor, op: str = 'sum') -> Tensor: ...
+    def all_reduce(self, tensor: Tensor, op: Any = 'sum') -> Tensor: ...
     def all_gather_object(self, obj: Any) -> list[Any]: ...
     def run_on_rank0(self, fn: Callable[[], Any]) -> Any: ...
 
@@ -187,7 +188,9 @@ class PipelineScorer:
         self.batch_size = batch_size
         labels = list(getattr(getattr(getattr(pipeline, 'model', None), 'config', None), 'id2label', {}).values())
         if label is None and len(labels) > 1:
-            raise ValueError(f'the pipeline has labels {labels}; say whose score counts, for example PipelineScorer(pipe, label={labels[-1]!r})')
+            raise ValueError(
+                f'the pipeline has labels {labels}; say whose score counts, for example PipelineScorer(pipe, label={labels[-1]!r})'
+            )
         if label is not None and labels and label not in labels:
             raise ValueError(f'the pipeline has no label {label!r}; it has {labels}')
 

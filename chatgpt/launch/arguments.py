@@ -97,7 +97,7 @@ def world_size_from_env() -> int:
     return int(os.environ.get('WORLD_SIZE', '1'))
 
 
-def make_strategy(name: str, *, seed: int, precision: str) -> Any:
+def make_strategy(name: str, *, seed: int, precision: Any) -> Any:
     """A strategy by its command-line name."""
     from chatgpt.trainer import strategies as s
 
@@ -110,7 +110,7 @@ def make_strategy(name: str, *, seed: int, precision: str) -> Any:
     if name.startswith('fsdp'):
         return s.FSDPStrategy(seed=seed, precision=precision, cpu_offload=name.endswith('_cpu'))
     stage = {'gemini': 3, 'zero1': 1, 'zero2': 2}[name.split('_')[1]]
-    policy = 'cpu' if name.endswith('_cpu') else ('auto' if stage == 3 else 'cuda')
+    policy: Any = 'cpu' if name.endswith('_cpu') else ('auto' if stage == 3 else 'cuda')
     return s.ColossalAIStrategy(stage=stage, precision=precision, seed=seed, placement_policy=policy)
 
 

@@ -3,6 +3,7 @@
 from chatgpt.nn.actor import Actor
 from chatgpt.nn.critic import Critic
 from chatgpt.nn.families import (
+    BLOOMRM,
     GPTRM,
     OPTRM,
     AutoActor,
@@ -10,7 +11,6 @@ from chatgpt.nn.families import (
     AutoRM,
     BLOOMActor,
     BLOOMCritic,
-    BLOOMRM,
     DebertaCritic,
     DebertaRM,
     GPTActor,

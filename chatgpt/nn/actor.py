@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from chatgpt.functional.logprobs import chunked_logprobs
 from chatgpt.nn import hydra, lora
 from chatgpt.nn.heads import critic_head, in_fp32
+from chatgpt.nn.loading import write_folder
 from chatgpt.nn.output import PolicyOutput
 from chatgpt.nn.own_head import head_is_linear, own_logits
-from chatgpt.nn.loading import write_folder
 from chatgpt.nn.trunk import base_model, flat_hidden, hidden_size, is_meta, run_trunk, text_config
 from chatgpt.types import Batch
 
@@ -40,6 +40,8 @@ class Actor(nn.Module):
     Raises:
         ValueError: `model` is no causal LM.
     """
+
+    model: Any  # transformers' PreTrainedModel, whose attributes nn.Module does not know
 
     def __init__(
         self,

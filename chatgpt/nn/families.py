@@ -23,9 +23,7 @@ class _Family:
     config_class: ClassVar[str | None] = None
 
     @classmethod
-    def load(
-        cls, causal: bool, pretrained: str | None, config: Any, checkpoint: bool, trust_remote_code: bool
-    ) -> nn.Module:
+    def load(cls, causal: bool, pretrained: str | None, config: Any, checkpoint: bool, trust_remote_code: bool) -> nn.Module:
         """The transformers model. ValueError when it is of another family."""
         import transformers
 
@@ -36,7 +34,9 @@ class _Family:
         found = (config if config is not None else load_config(pretrained, trust_remote_code=trust_remote_code)).model_type  # type: ignore[arg-type]
         if cls.model_type is not None and found != cls.model_type:
             where = repr(pretrained) if pretrained is not None else 'the config'
-            raise ValueError(f'{cls.__name__} takes {cls.model_type!r} models, but {where} is of the family {found!r}; use Auto or its own class')
+            raise ValueError(
+                f'{cls.__name__} takes {cls.model_type!r} models, but {where} is of the family {found!r}; use Auto or its own class'
+            )
         load = load_causal_lm if causal else load_base_model
         return load(pretrained, config, checkpoint=checkpoint, trust_remote_code=trust_remote_code)
 
@@ -78,7 +78,9 @@ class _FamilyActor(_Family, Actor):
         **kwargs: Any,
     ) -> None:
         """See `Actor` for the keyword arguments; `checkpoint` turns gradient checkpointing on."""
-        Actor.__init__(self, self.load(True, pretrained, config, checkpoint, trust_remote_code), lora_rank, lora_train_bias, **kwargs)
+        Actor.__init__(
+            self, self.load(True, pretrained, config, checkpoint, trust_remote_code), lora_rank, lora_train_bias, **kwargs
+        )
 
 
 class _FamilyCritic(_Family, Critic):

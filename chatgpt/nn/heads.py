@@ -1,57 +1,125 @@
 """Heads that turn a hidden state into one number, always computed in fp32.
 
-Left out: the language-model head, which belongs to the Hugging Face model.
+A head remembers the seed of its first weights, so that the same numbers can be drawn again when it was built on the meta device.
+
+Left out: the language-model head, which belongs to the Hugging Face model, and Q heads over the vocabulary.
 """
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from chatgpt.nn.sources import draw_seed, seeded
 
-def critic_head(width: int) -> nn.Linear:
+NEAR_ZERO = 1e-3
+"""weights of a critic's head relative to 1/sqrt(width)"""
+HEAD_FILE = 'value_head.safetensors'
+
+
+class SeededLinear(nn.Linear):
+    """Linear(width, out), weights N(0, std), bias 0."""
+
+    def __init__(self, width: int, out: int, std: float) -> None:
+        self.std, self.seed = std, draw_seed()
+        super().__init__(width, out)
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            if not self.weight.is_meta:
+                with seeded(self.seed):
+                    self.weight.copy_(torch.randn(self.weight.shape) * self.std)
+            self.bias.zero_()
+
+
+def critic_head(width: int) -> SeededLinear:
     """Linear(width, 1) that starts near zero, so that a new critic predicts about 0 everywhere."""
-    head = nn.Linear(width, 1)
-    nn.init.normal_(head.weight, std=1e-3 / math.sqrt(width))
-    nn.init.zeros_(head.bias)
-    return head
+    return SeededLinear(width, 1, NEAR_ZERO / math.sqrt(width))
 
 
-def reward_head(width: int) -> nn.Linear:
+def reward_head(width: int) -> SeededLinear:
     """Linear(width, 1), weights N(0, 1 / (width + 1)), bias 0.
 
     Source: standard deviation 1/sqrt(d + 1), Stiennon et al. 2020; "The N implementation details of RLHF with PPO"; arXiv 2403.17031.
     """
-    head = nn.Linear(width, 1)
-    nn.init.normal_(head.weight, std=1.0 / math.sqrt(width + 1))
-    nn.init.zeros_(head.bias)
-    return head
+    return SeededLinear(width, 1, 1.0 / math.sqrt(width + 1))
 
 
 def mlp_head(width: int) -> nn.Sequential:
     """width → 2 width → ReLU → 1, the value head of trlX; its last layer starts near zero."""
-    return nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), critic_head(2 * width))
+    # U(-1/sqrt(width), 1/sqrt(width)), nn.Linear's own draw, has a standard deviation of 1/sqrt(3 width).
+    first = SeededLinear(width, 2 * width, 1 / math.sqrt(3 * width))
+    return nn.Sequential(first, nn.ReLU(), critic_head(2 * width))
 
 
 def in_fp32(head: nn.Module, hidden: Tensor) -> Tensor:
-    """`head(hidden)` in fp32 whatever autocast says, without its last dimension of size 1: (..., D) → (...).
+    """`head(hidden)` in fp32 (fp64 stays fp64) whatever autocast says, without its last dimension of size 1: (..., D) → (...).
 
-    A bf16 value has 8 bits of mantissa, too few for a difference of values.
+    A bf16 value has 8 bits of mantissa, too few for a difference of values. Raises ValueError for a head that gives several numbers.
     """
+    wide = torch.promote_types(hidden.dtype, torch.float32)
     with torch.autocast(device_type=hidden.device.type, enabled=False):
         weight = next(head.parameters(), None)
-        dtype = torch.float32 if weight is None else weight.dtype
-        if dtype == torch.float32:
-            return head(hidden.float()).squeeze(-1)
-        # A model cast for the collect phase: its head is 16 bits, the product is not.
-        out = hidden.float()
-        for layer in head if isinstance(head, nn.Sequential) else [head]:
-            is_linear = isinstance(layer, nn.Linear)
-            out = nn.functional.linear(out, layer.weight.float(), _float(layer.bias)) if is_linear else layer(out)
-        return out.squeeze(-1)
+        if weight is None or weight.dtype == wide:
+            out = head(hidden.to(wide))
+        else:  # a model cast for the collect phase: its head is 16 bits, the product is not
+            layers = list(head) if isinstance(head, nn.Sequential) else [head]
+            simple = all(isinstance(layer, nn.Linear) or next(layer.parameters(), None) is None for layer in layers)
+            out = hidden.to(wide) if simple else head(hidden.to(weight.dtype))
+            for layer in layers if simple else ():
+                if isinstance(layer, nn.Linear):
+                    out = nn.functional.linear(out, layer.weight.to(wide), None if layer.bias is None else layer.bias.to(wide))
+                else:
+                    out = layer(out)
+    if out.shape != (*hidden.shape[:-1], 1):
+        raise ValueError(f'value head: it gives {tuple(out.shape)} for states {tuple(hidden.shape)}; it must give one number per state')
+    return out.squeeze(-1).to(wide)
 
 
-def _float(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.float()
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def save_head(head_state: dict[str, Tensor], folder: str | Path) -> None:
+    """Write a head's tensors beside a model. Names as in the head's own state dict."""
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in head_state.items()}, Path(folder, HEAD_FILE))
+
+
+def load_head(folder: str | Path) -> nn.Module | None:
+    """The head that `save_head` wrote there, or None when there is none.
+
+    Raises ValueError for a file that is neither a linear head nor a `mlp_head`.
+    """
+    from safetensors.torch import load_file
+
+    path = Path(folder, HEAD_FILE)
+    if not path.is_file():
+        return None
+    tensors = load_file(path)
+    head: nn.Module
+    if set(tensors) == {'weight', 'bias'}:
+        head = critic_head(tensors['weight'].shape[-1])
+    elif set(tensors) == {'0.weight', '0.bias', '2.weight', '2.bias'}:
+        head = mlp_head(tensors['0.weight'].shape[-1])
+    else:
+        raise ValueError(f'{path}: it holds {", ".join(sorted(tensors)[:4])}, neither a linear head nor an MLP head')
+    set_state(head, tensors)
+    return head
+
+
+def set_state(module: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Copy parameters and buffers into `module`. Those on the meta device are kept as `initial_state`, for when it is materialised."""
+    for name, child in module.named_modules():
+        prefix = f'{name}.' if name else ''
+        own = {n: t for n, t in [*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)] if prefix + n in tensors}
+        kept = {n: tensors[prefix + n].detach().to('cpu', t.dtype, copy=True) for n, t in own.items()}
+        if any(t.is_meta for t in own.values()):
+            child.initial_state = getattr(child, 'initial_state', {}) | kept  # type: ignore[assignment]
+        else:
+            with torch.no_grad():
+                for n, t in own.items():
+                    t.copy_(kept[n])

@@ -82,13 +82,13 @@ class TopBranch(nn.Module):
         self.num_blocks = num_blocks
         self.first_block = len(parts.blocks) - num_blocks
         # One deepcopy, so that what blocks share stays shared; the config stays the model's own, with its attention setting.
-        head = parts.head if role == 'reference' else None
-        originals = [list(parts.blocks)[self.first_block :], parts.norm, head]
-        blocks, norm, head = copy.deepcopy(originals, {id(model.config): model.config})
-        self.blocks = nn.ModuleList(blocks)
-        self.norm, self.head = norm, head
-        # Links into the model, in a tuple and a list so that they are not registered a second time below this module.
-        self._shared = (parts.blocks, parts.after_norm)
+        tops = list(parts.blocks)[self.first_block :]
+        originals = [*tops, parts.norm, parts.head if role == 'reference' else None]
+        copied: list[Any] = copy.deepcopy(originals, {id(model.config): model.config})
+        self.blocks = nn.ModuleList(copied[:num_blocks])
+        self.norm, self.head = copied[num_blocks:]
+        # Links into the model, in tuples so that they are not registered a second time below this module.
+        self._shared: tuple[nn.ModuleList, nn.Module | None] = (parts.blocks, parts.after_norm)
         self._slots = [_Slot(parts.blocks, str(self.first_block + i), self.blocks, str(i)) for i in range(num_blocks)]
         for name, parent, child in (('norm', parts.norm_parent, parts.norm_name), ('head', parts.head_parent, parts.head_name)):
             if getattr(self, name) is not None and parent is not None:
@@ -113,7 +113,7 @@ class TopBranch(nn.Module):
     def forward(self, trunk: RecordedTrunk) -> Tensor:
         """Hidden states (B, S, D) ready for the head, from a forward of the model that `recorded_trunk` watched."""
         if len(trunk.calls) != self.num_blocks:
-            raise ValueError(f'hydra: {len(trunk.calls)} of {self.num_blocks} block inputs recorded; run the model inside recorded_trunk first')
+            raise ValueError(f'hydra: {len(trunk.calls)} of {self.num_blocks} block inputs recorded; run the model in recorded_trunk')
         hidden = trunk.calls[0][0][0]
         for i, block in enumerate(self.blocks):
             args, kwargs = trunk.calls[i]
@@ -240,7 +240,7 @@ def has_hydra(module: nn.Module) -> bool:
 def _reference_of(module: nn.Module) -> TopBranch:
     found = [m for m in module.modules() if isinstance(m, TopBranch) and m.role == 'reference']
     if len(found) != 1:
-        raise ValueError(f'hydra: {type(module).__name__} has {len(found)} reference branches, exactly one is needed; call make_hydra first')
+        raise ValueError(f'hydra: {type(module).__name__} has {len(found)} reference branches, one is needed; call make_hydra first')
     return found[0]
 
 
@@ -279,8 +279,7 @@ def recorded_trunk(module: nn.Module) -> Iterator[RecordedTrunk]:
 
         return hook
 
-    blocks: nn.ModuleList = branch._shared[0]
-    tops = list(blocks)[branch.first_block :]
+    tops = list(branch._shared[0])[branch.first_block :]
     handles = [block.register_forward_pre_hook(note(i), with_kwargs=True) for i, block in enumerate(tops)]
     try:
         yield record
@@ -342,6 +341,6 @@ def check_hydra(owner: nn.Module) -> None:
         raise ValueError(f'num_layers_unfrozen: {name} does not run its blocks from its module tree; supported are {SUPPORTED}')
     if not torch.equal(policy, reference):
         worst = (policy - reference).abs().max().item()
-        raise ValueError(f'num_layers_unfrozen: policy and reference of {name} differ by {worst:g} before training; supported are {SUPPORTED}')
+        raise ValueError(f'num_layers_unfrozen: policy and reference of {name} differ by {worst:g}; supported are {SUPPORTED}')
     if not torch.equal(hidden, from_trunk):
         raise ValueError(f'num_layers_unfrozen: {name} does more above its blocks than a norm; supported are {SUPPORTED}')

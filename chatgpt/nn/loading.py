@@ -6,38 +6,76 @@ strategy fills its shards from it.
 
 from __future__ import annotations
 
+import copy
+import difflib
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from chatgpt.nn.sources import WeightsSource, draw_seed, fill_model
+from chatgpt.nn import lora
+from chatgpt.nn.sources import WeightsSource, draw_seed, fill_model, reset_adapter, seeded
+
+HUB_OPTIONS = ('revision', 'subfolder', 'cache_dir', 'local_files_only', 'token')
+"""where a pretrained model comes from; all but `token` are kept in its `WeightsSource`"""
+LOAD_OPTIONS = ('trust_remote_code', 'attn_implementation', *HUB_OPTIONS)
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Raises ValueError for a loading option that is not known."""
+    for name in options:
+        if name not in LOAD_OPTIONS:
+            near = difflib.get_close_matches(name, LOAD_OPTIONS, n=1)
+            hint = f'did you mean {near[0]!r}?' if near else f'known are {", ".join(LOAD_OPTIONS)}'
+            raise ValueError(f'unknown argument {name!r}; {hint}')
+
+
+def checked_path(pretrained: Any) -> str:
+    """`pretrained` as text. Raises ValueError for something else than a name, and for a path where there is no model folder."""
+    if not isinstance(pretrained, (str, os.PathLike)):
+        raise ValueError(
+            f'pretrained: a {type(pretrained).__name__} given; it must be a hub name or a folder (for a model that you have: Actor(model))'
+        )
+    name = os.fspath(pretrained)
+    if Path(name).is_dir():
+        return name
+    if Path(name).exists():
+        raise ValueError(f'pretrained={name!r} is a file; give the folder that save_pretrained wrote')
+    if name.startswith(('/', '.', '~')) or name.count('/') > 1 or '\\' in name or not name.strip('/'):
+        raise ValueError(f'pretrained={name!r}: there is no such folder, and it cannot be a hub name (name or owner/name)')
+    return name
 
 
 def _explained(what: str, name: str, error: Exception) -> ValueError:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return ValueError(f'cannot load {what} from {name!r}: {reason}')
+    where = 'folder' if Path(name).is_dir() else 'hub name (there is no such folder)'
+    return ValueError(f'cannot load {what} from the {where} {name!r}: {reason}')
 
 
-def load_config(pretrained: str, *, trust_remote_code: bool = False) -> Any:
+def load_config(pretrained: str | os.PathLike[str], *, trust_remote_code: bool = False, **hub: Any) -> Any:
     """The config of a hub name or folder. ValueError in one line when there is none."""
     from transformers import AutoConfig
 
+    name = checked_path(pretrained)
+    if Path(name).is_dir() and not Path(name, hub.get('subfolder', ''), 'config.json').is_file():
+        raise ValueError(f'the folder {name!r} has no config.json, so it holds no model')
     try:
-        return AutoConfig.from_pretrained(pretrained, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **hub)
     except (OSError, ValueError) as error:
-        raise _explained('a model config', pretrained, error) from None
+        raise _explained('a model config', name, error) from None
 
 
-def load_tokenizer(pretrained: str, *, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(pretrained: str | os.PathLike[str], *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a hub name or folder. Without a padding token it gets the end token's, which the masks tell apart."""
     from transformers import AutoTokenizer
 
+    name = checked_path(pretrained)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(pretrained, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise _explained('a tokenizer', pretrained, error) from None
+        raise _explained('a tokenizer', name, error) from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -49,57 +87,86 @@ def on_meta() -> bool:
 
 
 def load_model(
-    auto_class: str, pretrained: str | None, config: Any, *, trust_remote_code: bool = False, checkpoint: bool = False
-) -> nn.Module:
+    auto_class: str, pretrained: str | os.PathLike[str] | None, config: Any, *, checkpoint: bool = False, **options: Any
+) -> Any:
     """A model of transformers' `auto_class` from a hub name or folder, or a new one from a config, in fp32.
 
     Args:
+        config: is not changed.
         checkpoint: recompute activations in the backward pass (gradient checkpointing).
+        options: see `LOAD_OPTIONS`.
 
     Raises:
-        ValueError: both or neither of `pretrained` and `config`, or nothing can be loaded; one line.
+        ValueError: both or neither of `pretrained` and `config`, an unknown option, or nothing can be loaded; one line.
     """
     import transformers
 
-    cls = getattr(transformers, auto_class)
     if (pretrained is None) == (config is None):
         raise ValueError('give either pretrained (a hub name or folder) or config, not both')
-    if pretrained is None or on_meta():
-        source = (
-            WeightsSource(kind='config', seed=draw_seed())
-            if pretrained is None
-            else WeightsSource(kind='pretrained', path=pretrained, seed=draw_seed())
-        )
-        config = config if pretrained is None else load_config(pretrained, trust_remote_code=trust_remote_code)
-        model = cls.from_config(config, trust_remote_code=trust_remote_code)
-        model = model.float()
-        model.weights_source = source
-        if not on_meta():
-            fill_model(model, source)
+    check_options(options)
+    cls, hub = getattr(transformers, auto_class), {k: v for k, v in options.items() if k in HUB_OPTIONS}
+    build = {k: v for k, v in options.items() if k not in HUB_OPTIONS}
+    if pretrained is None:
+        model = _from_config(cls, config, WeightsSource(kind='config', seed=draw_seed()), build)
     else:
-        try:
-            model = cls.from_pretrained(
-                pretrained, trust_remote_code=trust_remote_code, use_safetensors=True, dtype=torch.float32
-            )
-        except (OSError, ValueError) as error:
-            raise _explained('a model', pretrained, error) from None
-        model.weights_source = WeightsSource(kind='pretrained', path=pretrained, seed=draw_seed())
+        name = checked_path(pretrained)
+        source = WeightsSource(kind='pretrained', path=name, seed=draw_seed(), **{k: v for k, v in hub.items() if k != 'token'})
+        if on_meta():
+            config = load_config(name, trust_remote_code=options.get('trust_remote_code', False), **hub)
+            model = _from_config(cls, config, source, build)
+        else:
+            load_config(name, trust_remote_code=options.get('trust_remote_code', False), **hub)  # for its errors
+            try:
+                model = cls.from_pretrained(name, use_safetensors=True, dtype=torch.float32, **options)
+            except (OSError, ValueError) as error:
+                raise _explained('a model', name, error) from None
+            model.weights_source = source
     if checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
     return model
 
 
-def load_causal_lm(pretrained: str | None = None, config: Any = None, **kwargs: Any) -> nn.Module:
+def _from_config(cls: Any, config: Any, source: WeightsSource, build: dict[str, Any]) -> Any:
+    """A model that carries `source`; with its numbers, unless modules are built on the meta device now."""
+    meta, device = on_meta(), torch.empty(0).device
+    config = copy.deepcopy(config)
+    try:
+        with torch.device('meta'):
+            model = cls.from_config(config, dtype=torch.float32, **build)
+        native = type(model).__module__.startswith('transformers.')
+        if not meta and not native:  # code of its own may fill buffers in its constructor
+            with seeded(source.seed):
+                model = cls.from_config(config, dtype=torch.float32, **build)
+    except ValueError as error:
+        raise ValueError(str(error).strip().splitlines()[0]) from None
+    model.weights_source = source
+    if not meta:
+        if native:
+            fill_model(model, source)
+        model.to(device)
+    return model
+
+
+def add_lora(model: Any, rank: int, bias: str) -> None:
+    """Adapters on the blocks of `model`, drawn from the seed of its `WeightsSource`, or a new one."""
+    lora.convert_to_lora(model, rank, bias=bias)  # type: ignore[arg-type]
+    source = getattr(model, 'weights_source', None)
+    seed = draw_seed() if source is None else source.seed
+    for name, layer in lora.lora_layers(model).items():
+        reset_adapter(layer, seed, name)
+
+
+def load_causal_lm(pretrained: str | os.PathLike[str] | None = None, config: Any = None, **kwargs: Any) -> Any:
     """A causal language model; see `load_model`."""
     return load_model('AutoModelForCausalLM', pretrained, config, **kwargs)
 
 
-def load_base_model(pretrained: str | None = None, config: Any = None, **kwargs: Any) -> nn.Module:
+def load_base_model(pretrained: str | os.PathLike[str] | None = None, config: Any = None, **kwargs: Any) -> Any:
     """A model without a head; see `load_model`."""
     return load_model('AutoModel', pretrained, config, **kwargs)
 
 
-def load_classifier(pretrained: str, **kwargs: Any) -> nn.Module:
+def load_classifier(pretrained: str | os.PathLike[str], **kwargs: Any) -> Any:
     """A sequence-classification model; see `load_model`."""
     return load_model('AutoModelForSequenceClassification', pretrained, None, **kwargs)
 
@@ -115,3 +182,8 @@ def write_folder(model: Any, folder: str | os.PathLike[str], state_dict: dict[st
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+def is_meta(module: nn.Module) -> bool:
+    """Whether weights are still to come."""
+    return any(p.is_meta for p in module.parameters())

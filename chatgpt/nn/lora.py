@@ -43,12 +43,13 @@ class _Adapter(loralib.LoRALayer):
 
     in_features: int
     out_features: int
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    weight: Any
+    bias: Any
+    merged: bool
     weight_is_transposed = False
     """True where `weight` is stored (in, out)"""
 
-    def _adopt(self, base: nn.Module, rank: int, alpha: float, dropout: float, bias_mode: BiasMode) -> None:
+    def _adopt(self, base: nn.Linear | Conv1D, rank: int, alpha: float, dropout: float, bias_mode: BiasMode) -> None:
         """Take over the parameters of `base` (the very same objects) and add the two factors."""
         module = cast(nn.Module, self)
         loralib.LoRALayer.__init__(self, r=rank, lora_alpha=alpha, lora_dropout=dropout, merge_weights=False)
@@ -58,8 +59,8 @@ class _Adapter(loralib.LoRALayer):
         self.bias_mode = bias_mode
         self.adapter_on = True
         self.saved: _SavedBits | None = None  # the base weight while the adapter is folded in
-        module.register_parameter('weight', base.weight)
-        module.register_parameter('bias', base.bias)
+        module.register_parameter('weight', cast(nn.Parameter, base.weight))
+        module.register_parameter('bias', cast('nn.Parameter | None', base.bias))
         self.lora_A = nn.Parameter(base.weight.new_zeros((rank, self.in_features)))
         self.lora_B = nn.Parameter(base.weight.new_zeros((self.out_features, rank)))
         self.reset_lora_parameters()
@@ -193,8 +194,8 @@ def convert_to_lora(module: nn.Module, rank: int, *, alpha: float | None = None,
     loralib.mark_only_lora_as_trainable(module, bias)
 
 
-def _target_layers(module: nn.Module, targets: str | Iterable[str] | None) -> dict[str, nn.Module]:
-    linear = {n: m for n, m in module.named_modules() if n and type(m) in _REPLACED_BY}
+def _target_layers(module: nn.Module, targets: str | Iterable[str] | None) -> dict[str, Any]:
+    linear: dict[str, Any] = {n: m for n, m in module.named_modules() if n and type(m) in _REPLACED_BY}
     if targets is None:
         lists = [n for n, m in module.named_modules() if isinstance(m, nn.ModuleList)]
         chosen = {n: m for n, m in linear.items() if any(n.startswith(f'{p}.' if p else '') for p in lists)}
@@ -333,7 +334,7 @@ def load_lora_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None
         raise ValueError(f'load_lora_state_dict: missing {_some(missing, 3)}; unexpected {_some(unexpected, 3)}')
     for name, tensor in own.items():
         if tensor.shape != state[name].shape:
-            raise ValueError(f'load_lora_state_dict: {name} is {tuple(state[name].shape)} in the state, {tuple(tensor.shape)} in the module; '
+            raise ValueError(f'load_lora_state_dict: {name} is {tuple(state[name].shape)}, the module has {tuple(tensor.shape)}; '
                              'convert with the same rank and targets')  # fmt: skip
     if any(layer.merged for layer in lora_layers(module).values()):
         raise ValueError('load_lora_state_dict: the adapters are merged; call unmerge_lora first')

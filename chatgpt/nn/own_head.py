@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from chatgpt.nn.trunk import base_model, run_trunk
@@ -94,6 +94,27 @@ def head_is_linear(model: PreTrainedModel) -> bool:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+@torch.no_grad()
+def head_is_linear_by_form(model: PreTrainedModel) -> bool | None:
+    """`head_is_linear` for a model on the meta device: its forward is run with a small linear layer in place of the output layer.
+
+    None when that cannot be done.
+    """
+    real = model.get_output_embeddings()
+    generator = torch.Generator().manual_seed(0)
+    with torch.device('cpu'):
+        small = nn.Linear(real.in_features, NUM_CHECK_TOKENS, bias=False)
+        states = torch.randn(NUM_CHECK_TOKENS, real.in_features, generator=generator)
+        states = states * (LARGE_LOGIT / small(states).abs().max().clamp_min(1e-6))
+    model.set_output_embeddings(small)
+    try:
+        return _close(own_logits(model, states), small(states), TOLERANCE[torch.float32])
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError):
+        return None
+    finally:
+        model.set_output_embeddings(real)
 
 
 def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:

@@ -31,6 +31,7 @@ class RewardModel(nn.Module):
     """
 
     score_bias: Tensor
+    model: Any  # transformers' PreTrainedModel, whose attributes nn.Module does not know
 
     def __init__(
         self, model: nn.Module, value_head: nn.Module | None = None, lora_rank: int = 0, lora_train_bias: str = 'none'

@@ -38,6 +38,8 @@ class WeightsSource:
     """of a fresh model's weights; also of what a pretrained one lacks, such as adapters"""
     revision: str | None = None
     subfolder: str = ''
+    prefix: str = ''
+    """of the names in the model that was first built: a trunk taken out of a causal LM keeps that model's draws"""
     cache_dir: str | None = None
     local_files_only: bool = False
 
@@ -119,6 +121,14 @@ class _TensorFiles:
         return self.where[name].get_tensor(name)
 
 
+def read_source_tensor(source: WeightsSource, name: str) -> Tensor:
+    """One tensor by its name in the files. Raises ValueError when it is not there."""
+    files = _TensorFiles(source)
+    if name not in files.where:
+        raise ValueError(f'{source.path}: no tensor {name!r} in its weight files')
+    return files.get(name)
+
+
 def read_source_tensors(source: WeightsSource) -> Iterator[tuple[str, Tensor]]:
     """(name, CPU tensor) of every tensor in a pretrained source's files, one at a time, names and dtypes as stored.
 
@@ -169,6 +179,8 @@ class _Filler:
     """Gives the meta tensors of a model their numbers, unit by unit."""
 
     def __init__(self, model: PreTrainedModel, source: WeightsSource) -> None:
+        if not type(model).__module__.startswith('transformers.'):
+            raise ValueError(f'{type(model).__name__} comes with code of its own, so it cannot be built on the meta device; use an unsharded strategy')
         self.model, self.source = model, source
         self.files = _TensorFiles(source) if source.kind == 'pretrained' else None
         self.aliases: dict[int, list[str]] = {}
@@ -176,36 +188,49 @@ class _Filler:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.aliases.setdefault(id(parameter), []).append(name)
             self.originals.append(parameter)
-        self.done: dict[int, nn.Parameter] = {}
+        self.done: dict[int, nn.Parameter | None] = {}
 
-    def fill(self, unit: _Unit) -> list[tuple[nn.Module, str, str]]:
-        """Make the unit's tensors real. Returns (module, name in it, full name) of each that was not there before."""
-        fresh: list[tuple[nn.Module, str, str]] = []
+    def fill(self, unit: _Unit) -> list[tuple[str, Tensor]]:
+        """Make the unit's meta tensors real. Returns each under its first name."""
+        fresh: list[tuple[str, Tensor]] = []
         loaded: list[Tensor] = []
         for module_name, module in unit.modules:
             prefix = f'{module_name}.' if module_name else ''
             for name, parameter in list(module._parameters.items()):
                 if parameter is None or not parameter.is_meta:
                     continue
-                if id(parameter) in self.done:  # tied: it was filled under another name
-                    module._parameters[name] = self.done[id(parameter)]
-                    loaded.append(self.done[id(parameter)])
+                if id(parameter) in self.done:  # tied: it was filled under its first name
+                    if (known := self.done[id(parameter)]) is not None:
+                        module._parameters[name] = known
+                        loaded.append(known)
                     continue
                 real = nn.Parameter(torch.empty_like(parameter, device='cpu'), requires_grad=parameter.requires_grad)
-                self.done[id(parameter)] = real
-                module._parameters[name] = real
-                fresh.append((module, name, prefix + name))
-                if name not in ('lora_A', 'lora_B') and self._load(real, self.aliases[id(parameter)]):
+                self.done[id(parameter)] = module._parameters[name] = real
+                names = self.aliases[id(parameter)]
+                fresh.append((names[0], real))
+                if name not in ('lora_A', 'lora_B') and self._load(real, names):
                     loaded.append(real)
             for name, buffer in list(module._buffers.items()):
                 if buffer is None or not buffer.is_meta:
                     continue
-                module._buffers[name] = real_buffer = torch.zeros_like(buffer, device='cpu')
-                fresh.append((module, name, prefix + name))
-                if name not in module._non_persistent_buffers_set and self._load(real_buffer, [prefix + name], may_lack=True):
-                    loaded.append(real_buffer)
+                module._buffers[name] = made = torch.zeros_like(buffer, device='cpu')
+                fresh.append((prefix + name, made))
+                if name not in module._non_persistent_buffers_set and self._load(made, [prefix + name], may_lack=True):
+                    loaded.append(made)
         self._initialise(unit, loaded)
         return fresh
+
+    def release(self, unit: _Unit) -> None:
+        """Let the memory of the unit's tensors go."""
+        for _, module in unit.modules:
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    meta = torch.empty_like(parameter, device='meta')
+                    module._parameters[name] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.empty_like(buffer, device='meta')
+        self.done = dict.fromkeys(self.done)
 
     @torch.no_grad()
     def _load(self, target: Tensor, names: list[str], may_lack: bool = False) -> bool:
@@ -236,7 +261,7 @@ class _Filler:
         for tensor in loaded:
             tensor._is_hf_initialized = True  # type: ignore[attr-defined]
         guard = getattr(hf_init, 'guard_torch_init_functions', nullcontext)
-        with seeded(self.source.seed, unit.name), guard():
+        with seeded(self.source.seed, self.source.prefix + unit.name), guard():
             for _, module in unit.modules:
                 unit.owner._init_weights(module)
         for name, module in unit.modules:
@@ -261,79 +286,95 @@ def fill_model(model: PreTrainedModel, source: WeightsSource) -> None:
     model.tie_weights()
 
 
-def initial_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+# --- one tensor after another ---------------------------------------------------------------------------------------
+
+_Named = Iterator[tuple[str, Tensor]]
+
+
+def initial_tensors(module: nn.Module) -> _Named:
     """(name, CPU tensor) for every parameter and buffer of `module`, as it starts life. Tied parameters come once, under their first name.
 
     `module` is an Actor, Critic, RewardModel or transformers model; it is not changed, and may be sharded or filled while the
     iterator runs: call this while it is still whole. Tensors that are not on the meta device are yielded as they are. Buffers come too,
-    non-persistent ones included.
+    non-persistent ones included. Tensors keep the dtype that the module gives them.
 
     Raises ValueError at once for a module on the meta device whose numbers come from nowhere.
     """
     skeleton = copy.deepcopy(module)
-    steps: list[Callable[[], Iterator[tuple[str, Tensor]]]] = []
-    _plan(skeleton, '', None, steps)
-    return _run_plan(steps)
+    steps: list[Callable[[], _Named]] = []
+    _plan(skeleton, '', steps, {m: n for n, m in skeleton.named_modules()})
+    return _run(steps)
 
 
-def _run_plan(steps: list[Callable[[], Iterator[tuple[str, Tensor]]]]) -> Iterator[tuple[str, Tensor]]:
+def _run(steps: list[Callable[[], _Named]]) -> _Named:
     for step in steps:
         yield from step()
 
 
-def _plan(module: nn.Module, name: str, seed: int | None, steps: list[Callable[[], Iterator[tuple[str, Tensor]]]]) -> None:
+def _plan(module: nn.Module, name: str, steps: list[Callable[[], _Named]], names: dict[nn.Module, str]) -> None:
     source = getattr(module, 'weights_source', None)
     if isinstance(module, PreTrainedModel) and source is not None:
-        steps.append(lambda: _stream(module, name, source))
+        steps.append(lambda: _stream(module, source, {'': f'{name}.' if name else ''}))
+        return
+    if hasattr(module, 'exchange') and hasattr(module, 'first_block'):
+        steps.append(lambda: _branch(module, names))
         return
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    if any(tensor.is_meta for _, tensor in own):
-        kept = getattr(module, 'initial_state', {})
-        if not all(n in kept for n, _ in own) and not hasattr(module, 'reset_parameters'):
-            raise ValueError(
-                f'{name or type(module).__name__}: it is on the meta device and has no record of where its weights come from; '
-                'load it through chatgpt.nn (pretrained= or config=), or build it outside of the meta device'
-            )
-    if own or hasattr(module, 'reset_parameters'):
-        steps.append(lambda: _small(module, name))
-        if hasattr(module, 'reset_parameters') and not getattr(module, 'initial_state', {}):
-            return  # it fills its children itself
-    for child_name, child in module.named_children():
-        _plan(child, f'{name}.{child_name}' if name else child_name, seed, steps)
+    kept = getattr(module, 'initial_state', {})
+    draws = hasattr(module, 'reset_parameters') and not kept
+    if any(tensor.is_meta and n not in kept for n, tensor in own) and not draws:
+        raise ValueError(
+            f'{name or type(module).__name__}: it is on the meta device and has no record of where its weights come from; '
+            'load it through chatgpt.nn (pretrained= or config=), or build it outside of the meta device'
+        )
+    if own or draws:
+        steps.append(lambda: _small(module, name, draws))
+    if not draws:  # else it fills its children itself
+        for child_name, child in module.named_children():
+            _plan(child, f'{name}.{child_name}' if name else child_name, steps, names)
 
 
-def _small(module: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:
-    """A head: kept tensors, tensors that are already real, or what `reset_parameters` draws."""
+def _small(module: nn.Module, name: str, draws: bool) -> _Named:
+    """A head or a single buffer: kept tensors, tensors that are already real, or what `reset_parameters` draws."""
     prefix = f'{name}.' if name else ''
     kept = getattr(module, 'initial_state', {})
-    recurse = hasattr(module, 'reset_parameters') and not kept
-    if recurse and any(p.is_meta for p in module.parameters()):
+    if draws and any(p.is_meta for p in module.parameters()):
         module.to_empty(device='cpu')
-        module.reset_parameters()  # type: ignore[operator]
-    for n, tensor in [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)]:
-        yield prefix + n, (kept[n] if n in kept else tensor.detach())
+        with seeded(name):  # for a head that has no seed of its own
+            module.reset_parameters()  # type: ignore[operator]
+    for n, tensor in [*module.named_parameters(recurse=draws), *module.named_buffers(recurse=draws)]:
+        yield prefix + n, kept[n] if n in kept else tensor.detach()
 
 
-def _stream(model: PreTrainedModel, name: str, source: WeightsSource) -> Iterator[tuple[str, Tensor]]:
-    prefix = f'{name}.' if name else ''
+def _stream(model: PreTrainedModel, source: WeightsSource, renamed: dict[str, str]) -> _Named:
+    """A model's tensors; only those whose name starts with a key of `renamed`, which gives way to its value."""
+
+    def wanted(name: str) -> Iterator[str]:
+        return (new + name.removeprefix(old) for old, new in renamed.items() if name.startswith(old))
+
     if not any(t.is_meta for t in [*model.parameters(), *model.buffers()]):
-        for n, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            yield prefix + n, tensor.detach()
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            for new_name in wanted(name):
+                yield new_name, tensor.detach()
         return
     filler = _Filler(model, source)
-    first_names = {n for n, _ in model.named_parameters()} | {n for n, _ in model.named_buffers()}
     for unit in _units(model):
-        fresh = filler.fill(unit)
-        for owner, key, full in fresh:
-            tensors = owner._parameters if key in owner._parameters else owner._buffers
-            tensor = tensors[key]
-            assert tensor is not None
-            if full not in first_names:  # tied, and met under a later name first
-                full = next(alias for alias in filler.aliases_of(tensor) if alias in first_names)
-            yield prefix + full, tensor.detach()
-        for _, module in unit.modules:  # let the memory go
-            for slot in (module._parameters, module._buffers):
-                for key, tensor in slot.items():
-                    if tensor is not None:
-                        meta = torch.empty_like(tensor, device='meta')
-                        slot[key] = nn.Parameter(meta) if isinstance(tensor, nn.Parameter) else meta  # type: ignore[assignment]
+        if any(f'{unit.name}.'.startswith(old) for old in renamed):
+            for name, tensor in filler.fill(unit):
+                for new_name in wanted(name):
+                    yield new_name, tensor.detach()
+            filler.release(unit)
+
+
+def _branch(branch: Any, names: dict[nn.Module, str]) -> _Named:
+    """Hydra's copy of the top blocks: at the start it holds the tensors of the blocks it was copied from."""
+    if not any(t.is_meta for t in branch.parameters()):
+        for name, tensor in branch.named_parameters(prefix=names[branch]):
+            yield name, tensor.detach()
+        return
+    models = {n: m for m, n in names.items() if isinstance(m, PreTrainedModel) and hasattr(m, 'weights_source')}
+    for slot in branch._slots:
+        original, mine = names[slot.parent._modules[slot.name]], names[slot.own._modules[slot.own_name]]
+        prefix = next(n for n in models if original.startswith(f'{n}.' if n else ''))
+        below = original.removeprefix(f'{prefix}.' if prefix else '')
+        yield from _stream(models[prefix], models[prefix].weights_source, {f'{below}.': f'{mine}.'})  # type: ignore[arg-type]

@@ -14,13 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.auto import modeling_auto
 
 from chatgpt.types import Batch
-
-_ENCODERS = {
-    'bert', 'roberta', 'xlm-roberta', 'deberta', 'deberta-v2', 'distilbert', 'electra', 'albert', 'camembert', 'modernbert', 'mpnet', 'ernie',
-}  # fmt: skip
-
 
 class _NoPaddingWarning(logging.Filter):
     """Drops transformers' advice to pass an attention mask: on right-padded input a causal model needs none (see above)."""
@@ -53,9 +49,23 @@ def text_config(model: nn.Module) -> Any:
 
 
 def looks_ahead(model: nn.Module) -> bool:
-    """Whether a token's hidden state depends on later tokens."""
+    """Whether a token's hidden state depends on later tokens: an encoder, or a decoder type told to attend both ways."""
     config = text_config(model)
-    return config.model_type in _ENCODERS and not getattr(config, 'is_decoder', False)
+    if getattr(config, 'is_causal', None) is False or getattr(config, 'use_bidirectional_attention', None) in (True, 'all'):
+        return True
+    encoder = config.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or config.model_type == 'xlnet'
+    return encoder and not getattr(config, 'is_decoder', False)
+
+
+def needs_mask(model: nn.Module) -> bool:
+    """Whether a right-padded batch needs its attention mask: unless the model is known to be causal."""
+    config = text_config(model)
+    custom = 'AutoModelForCausalLM' in (getattr(config, 'auto_map', None) or {})
+    return looks_ahead(model) or not (custom or config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    return bool(getattr(text_config(model), 'is_encoder_decoder', False))
 
 
 @cache
@@ -68,9 +78,19 @@ def accepts(model: nn.Module, name: str) -> bool:
 
 
 def run_trunk(
-    model: nn.Module, input_ids: Tensor, *, position_ids: Tensor | None = None, attention_mask: Tensor | None = None, **kwargs: Any
+    model: nn.Module,
+    input_ids: Tensor,
+    *,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
 ) -> Tensor:
-    """Last hidden states (B, S, D). Keywords that the model does not take (position ids of ALiBi models) are left out."""
+    """Last hidden states (B, S, D). Keywords that the model does not take (position ids of ALiBi models) are left out.
+
+    `attention_mask` is True or 1 for real tokens; None means that no real token sees padding.
+    """
+    if attention_mask is not None and attention_mask.dtype == torch.bool and attention_mask.dim() == 2:
+        attention_mask = attention_mask.long()
     if position_ids is not None and accepts(model, 'position_ids'):
         kwargs['position_ids'] = position_ids
     if accepts(model, 'use_cache'):
@@ -80,20 +100,22 @@ def run_trunk(
 
 def flat_hidden(model: nn.Module, batch: Batch) -> Tensor:
     """Hidden states of a batch, rows joined: (B*S, D), to be indexed with `action_index` or `last_index`."""
-    mask = batch.attention_mask.long() if looks_ahead(model) else None
+    mask = batch.attention_mask if needs_mask(model) else None
+    # An encoder counts positions in its own way (RoBERTa from its padding id on).
     positions = None if looks_ahead(model) else batch.position_ids
     hidden = run_trunk(model, batch.input_ids, position_ids=positions, attention_mask=mask)
+    return hidden.flatten(0, 1)
+
+
+def causal_encoder_hidden(model: Any, batch: Batch) -> Tensor:
+    """`flat_hidden` of a DeBERTa-v2 whose attention is cut so that no state sees a later token."""
+    mask = batch.attention_mask
+    embedded = model.embeddings(input_ids=batch.input_ids, mask=mask.long())
+    earlier = torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool, device=mask.device).tril()
+    hidden = model.encoder(embedded, (earlier & mask[:, None, :]).long(), output_hidden_states=False).last_hidden_state
     return hidden.flatten(0, 1)
 
 
 def is_meta(module: nn.Module) -> bool:
     """Whether weights are still to come."""
     return any(p.device.type == 'meta' for p in module.parameters())
-
-
-def to_dtype_of(hidden: Tensor, module: nn.Module) -> Tensor:
-    """`hidden` in the dtype of the module's weights, unless autocast casts anyway."""
-    weight = next(module.parameters(), None)
-    if weight is None or torch.is_autocast_enabled(hidden.device.type):
-        return hidden
-    return hidden.to(weight.dtype)

@@ -26,7 +26,9 @@ def decode_mask(lengths: Tensor, width: int, form: MaskForm, dtype: torch.dtype)
     beyond = torch.arange(width, device=lengths.device) > lengths[:, None]
     if form == 'boolean':
         return ~beyond
-    return torch.zeros(beyond.shape, dtype=dtype, device=lengths.device).masked_fill_(beyond, torch.finfo(dtype).min)[:, None, None]
+    return torch.zeros(beyond.shape, dtype=dtype, device=lengths.device).masked_fill_(beyond, torch.finfo(dtype).min)[
+        :, None, None
+    ]
 
 
 def model_config(actor: Any) -> Any:
@@ -42,7 +44,9 @@ def attention_window(config: Any) -> int | None:
     kinds = getattr(config, 'layer_types', None)
     if kinds is not None and all(kind == 'full_attention' for kind in kinds):
         return None
-    windows = [getattr(config, name, None) for name in ('sliding_window', 'window_size', 'attention_window', 'attention_chunk_size')]
+    windows = [
+        getattr(config, name, None) for name in ('sliding_window', 'window_size', 'attention_window', 'attention_chunk_size')
+    ]
     return min((w for w in windows if isinstance(w, int) and w > 0), default=None)
 
 
@@ -71,9 +75,7 @@ def _cached_states(actor: Any, sequences: list[Tensor], form: MaskForm) -> list[
         token = torch.stack([s[length + step] for s, length in zip(sequences, _PROMPT_LENGTHS, strict=True)])
         cache.decode(row_index, lengths, width, same_length=False)
         mask = decode_mask(lengths, width, form, hidden.dtype)
-        hidden = actor.trunk(
-            token[:, None], position_ids=lengths[:, None], attention_mask=mask, past_key_values=cache
-        )
+        hidden = actor.trunk(token[:, None], position_ids=lengths[:, None], attention_mask=mask, past_key_values=cache)
         for i in range(rows):
             states[i].append(hidden[i, 0])
         lengths = lengths + 1
@@ -109,6 +111,7 @@ def find_mask_form(actor: Any) -> MaskForm:
         if difference <= tolerance * scale:
             return form
         found.append(f'{form} mask: hidden states differ by {difference:.1e} of {scale:.1e}')
+    name = type(actor.model).__name__
     raise ValueError(
-        f'LocalEngine: cached decode of {type(actor.model).__name__} does not agree with its plain forward ({"; ".join(found)}); use engine=\'hf\''
+        f"LocalEngine: cached decode of {name} does not agree with its plain forward ({'; '.join(found)}); use engine='hf'"
     )

@@ -32,7 +32,8 @@ class Difference:
 
     def __str__(self) -> str:
         why = 'explained by' if self.explained else 'not explained by'
-        return f'sample {self.index}, position {self.position}: {self.tokens[0]} or {self.tokens[1]}, {why} edge distance {self.edge_distance:.1e}'
+        where = f'sample {self.index}, position {self.position}'
+        return f'{where}: {self.tokens[0]} or {self.tokens[1]}, {why} edge distance {self.edge_distance:.1e}'
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from chatgpt.nn.lora import LoRAConv1D, LoRALinear
 MAX_PACKED_BYTES = 2 << 30
 
 
-def _pack(module: nn.Module) -> Tensor:
+def _pack(module: Any) -> Tensor:
     """The module's weight in the layout oneDNN wants. nn.Linear keeps (out, in), Conv1D (in, out)."""
     weight = module.weight.detach()
     weight = weight if isinstance(module, nn.Linear) else weight.t().contiguous()
@@ -67,7 +67,10 @@ class PackedModules:
         self._stamps: list[Any] = []
         self._forwards: list[Callable[[Tensor], Tensor] | None] = []
         parameters = list(model.parameters())
-        if any(p.device.type != 'cpu' or p.dtype != torch.float32 for p in parameters) or not torch.backends.mkldnn.is_available():
+        if (
+            any(p.device.type != 'cpu' or p.dtype != torch.float32 for p in parameters)
+            or not torch.backends.mkldnn.is_available()
+        ):
             return
         size = 0
         for module in model.modules():

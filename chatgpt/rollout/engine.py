@@ -84,7 +84,7 @@ def check_prompts(
             )
         if max_positions is not None and length + limit > max_positions:
             raise ValueError(
-                f'generate: prompt {i} has {length} tokens and may grow by {limit}, past the model\'s {max_positions} positions; '
+                f"generate: prompt {i} has {length} tokens and may grow by {limit}, past the model's {max_positions} positions; "
                 f'shorten the prompt or lower max_new_tokens or max_length'
             )
         limits.append(limit)

@@ -102,7 +102,13 @@ class HFEngine:
         return samples
 
     def _batch(
-        self, prompts: Sequence[Prompt], limits: list[int], sampling: SamplingParams, seed: int, indices: list[int], groups: list[int]
+        self,
+        prompts: Sequence[Prompt],
+        limits: list[int],
+        sampling: SamplingParams,
+        seed: int,
+        indices: list[int],
+        groups: list[int],
     ) -> list[Sample]:
         model = self._actor.model
         device = next(model.parameters()).device

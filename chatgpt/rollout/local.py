@@ -99,7 +99,7 @@ class LocalEngine:
             raise ValueError('LocalEngine.generate: no actor; call begin(actor) first')
         if sampling.extra:
             names = ', '.join(f'{k}={v!r}' for k, v in sampling.extra.items())
-            raise ValueError(f'LocalEngine cannot do {names}; leave it out or use engine=\'hf\'')
+            raise ValueError(f"LocalEngine cannot do {names}; leave it out or use engine='hf'")
         config = model_config(self._actor)
         limits = check_prompts(
             prompts,
@@ -113,7 +113,7 @@ class LocalEngine:
         longest = max((len(p.ids) + limit for p, limit in zip(prompts, limits, strict=True)), default=0)
         if window is not None and longest > window:
             raise ValueError(
-                f'LocalEngine: sequences of up to {longest} tokens exceed the model\'s attention window of {window}; use engine=\'hf\''
+                f"LocalEngine: sequences of up to {longest} tokens exceed the model's attention window of {window}; use engine='hf'"
             )
         if not prompts:
             return []
@@ -151,7 +151,13 @@ class _Run:
     """
 
     def __init__(
-        self, engine: LocalEngine, prompts: Sequence[Prompt], limits: list[int], sampling: SamplingParams, seed: int, indices: Sequence[int]
+        self,
+        engine: LocalEngine,
+        prompts: Sequence[Prompt],
+        limits: list[int],
+        sampling: SamplingParams,
+        seed: int,
+        indices: Sequence[int],
     ) -> None:
         self.engine, self.actor, self.sampling = engine, engine._actor, sampling
         self.prompts, self.limits, self.indices = prompts, limits, list(indices)
@@ -358,7 +364,7 @@ class _Run:
             sample, position = bad[0].tolist()
             raise FloatingPointError(
                 f'LocalEngine: the logits of sample {self.indices[sample]} are not finite at response position {position}; '
-                f'check the policy\'s weights and precision'
+                f"check the policy's weights and precision"
             )
         samples = []
         for i, (prompt, length) in enumerate(zip(self.prompts, self.num_tokens, strict=True)):

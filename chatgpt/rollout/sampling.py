@@ -71,15 +71,21 @@ class SamplingParams:
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ValueError(f'sampling: {name}={value!r}; give an integer of at least {low}')
         if not _is_number(self.temperature) or not 0 < self.temperature < math.inf:
-            raise ValueError(f'sampling: temperature={self.temperature!r}; give a number above 0, or do_sample=False for greedy decoding')
+            raise ValueError(
+                f'sampling: temperature={self.temperature!r}; give a number above 0, or do_sample=False for greedy decoding'
+            )
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise ValueError(f'sampling: top_p={self.top_p!r}; give a number above 0 and at most 1 (1 is no filter)')
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(f'sampling: min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}; lower it')
+            raise ValueError(
+                f'sampling: min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}; lower it'
+            )
         if not isinstance(self.eos_token_ids, tuple) or not all(isinstance(t, int) and t >= 0 for t in self.eos_token_ids):
             raise ValueError(f'sampling: eos_token_ids={self.eos_token_ids!r}; give a tuple of token ids')
         if self.stop is not None and not callable(self.stop):
-            raise ValueError(f'sampling: stop={self.stop!r}; give a function of the response ids, such as StopStrings(tokenizer, strings)')
+            raise ValueError(
+                f'sampling: stop={self.stop!r}; give a function of the response ids, such as StopStrings(tokenizer, strings)'
+            )
 
     def room(self, prompt_length: int) -> int:
         """The most new tokens after a prompt of this length; below 1 where `max_length` leaves none."""
@@ -115,7 +121,7 @@ class SamplingParams:
                 settings[name] = value
             elif value is not False and value != _NEUTRAL.get(name):
                 if name in _OWNED_BY_ENGINE:
-                    raise ValueError(f'generation setting {name}={value!r} is the engine\'s own business; leave it out')
+                    raise ValueError(f"generation setting {name}={value!r} is the engine's own business; leave it out")
                 extra[name] = value
         return cls(**settings, extra=extra)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -49,6 +48,7 @@ class SlotCache(Cache):
     def __init__(self, rows: int, capacity: int) -> None:
         """rows and capacity (slots per row) may grow with `reserve`; nothing is allocated yet."""
         super().__init__(layers=[])
+        self.layers: list[Any] = []
         self.rows, self.capacity = rows, capacity
         self._past = 0
         self._width = 0
@@ -95,7 +95,9 @@ class SlotCache(Cache):
                 layer.keys[target, :, :width] = layer.keys[source, :, :width]
                 layer.values[target, :, :width] = layer.values[source, :, :width]
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Called by every attention layer: stores (n, H, P, D) states and returns what the layer is to attend to."""
         layers = self.layers
         while len(layers) <= layer_idx:

@@ -41,9 +41,7 @@ def estimate_advantages(experiences: list[Experience], config: PPOConfig) -> Non
         e.advantages, e.returns = advantage.float(), ret.float()
 
 
-def _by_group(
-    name: str, totals: Tensor, groups: Tensor, masks: list[Tensor], gamma: float
-) -> tuple[list[Tensor], list[Tensor]]:
+def _by_group(name: str, totals: Tensor, groups: Tensor, masks: list[Tensor], gamma: float) -> tuple[list[Tensor], list[Tensor]]:
     if name == 'reinforce++_baseline':
         return estimators.reinforce_pp_baseline(totals, groups, masks, gamma=gamma, whiten_all=False)
     estimator = {'grpo': estimators.grpo, 'dr_grpo': estimators.dr_grpo, 'rloo': estimators.rloo}[name]

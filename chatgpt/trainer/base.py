@@ -74,7 +74,8 @@ class Trainer(ABC):
             chosen.insert(0, MetricsWriter())
         self.callbacks = CallbackList(chosen)
         self._schedules = {
-            name: LearningRate(optimizer, config.lr_schedule, config.warmup_steps) for name, optimizer in self.optimizers().items()
+            name: LearningRate(optimizer, config.lr_schedule, config.warmup_steps)
+            for name, optimizer in self.optimizers().items()
         }
 
     # ------------------------------------------------------------------ what a subclass says about itself
@@ -168,7 +169,8 @@ class Trainer(ABC):
             yield
             return
         lock: list[Any] = []
-        self.strategy.run_on_rank0(lambda: lock.append(claim_folder(self.run_dir)))
+        run_dir = self.run_dir
+        self.strategy.run_on_rank0(lambda: lock.append(claim_folder(run_dir)))
         try:
             yield
         finally:

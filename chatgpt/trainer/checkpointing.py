@@ -64,7 +64,9 @@ def load_checkpoint(trainer: Trainer, path: str | Path) -> bool:
         if reason:
             raise CheckpointError(reason)
     if reader.meta.get('kind') != 'training':
-        raise CheckpointError(f'{folder}: holds {reader.meta.get("kind")!r}, not a training checkpoint; use strategy.load_model for weights')
+        raise CheckpointError(
+            f'{folder}: holds {reader.meta.get("kind")!r}, not a training checkpoint; use strategy.load_model for weights'
+        )
     state = reader.json()
     _check_members(trainer, reader, folder)
     for name, model in trainer.models().items():

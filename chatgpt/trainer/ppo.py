@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ from chatgpt.trainer.ppo_setup import RatioGuard, given_samples, has_reference, 
 from chatgpt.trainer.saving import save_pretrained
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Batch, Experience, Prompt, Sample, Sequence
+
+if TYPE_CHECKING:
+    from chatgpt.nn import Actor
 
 
 def collate_or_filler(records: list[Any]) -> Batch:
@@ -94,7 +97,7 @@ class PPOTrainer(Trainer):
         config.validate(strategy.world_size)
         self.actor, self.critic = actor, critic
         self.actor_optim, self.critic_optim = actor_optim, critic_optim
-        bare = strategy.unwrap(actor)
+        bare: Any = strategy.unwrap(actor)
         self.shares_trunk = critic is None and getattr(bare, 'value_head', None) is not None
         self._check_models(config, bare, initial_model)
         super().__init__(strategy, config, callbacks=callbacks, tokenizer=tokenizer, run_dir=run_dir)
@@ -204,7 +207,11 @@ class PPOTrainer(Trainer):
             max_timesteps: timesteps of an episode.
             update_timesteps: timesteps collected before one learning phase; a remainder at the end is learned from as well.
         """
-        for name, value in (('num_episodes', num_episodes), ('max_timesteps', max_timesteps), ('update_timesteps', update_timesteps)):
+        for name, value in (
+            ('num_episodes', num_episodes),
+            ('max_timesteps', max_timesteps),
+            ('update_timesteps', update_timesteps),
+        ):
             if value < 1:
                 raise ValueError(f'{name}={value} must be at least 1')
         self.set_prompts(prompts)
@@ -246,7 +253,7 @@ class PPOTrainer(Trainer):
         rollouts: list[list[Sample]] = []
         self.callbacks.on_make_experience_start(self)
         with self.clock.measure('collect'), self.strategy.full_model(self.actor) as policy:
-            self.engine.begin(policy)
+            self.engine.begin(cast('Actor', policy))
             try:
                 for _ in range(num_timesteps):
                     if self.stop_agreed():
@@ -412,7 +419,7 @@ class PPOTrainer(Trainer):
         indices = list(range(first, first + len(prompts)))
         self.samples_drawn += sum(counts)
         with self.clock.measure('collect'), self.strategy.full_model(self.actor) as policy:
-            self.engine.begin(policy)
+            self.engine.begin(cast('Actor', policy))
             try:
                 samples = self.engine.generate(prompts, sampling, seed=self.strategy.seed, indices=indices, groups=indices)
             finally:

@@ -35,7 +35,11 @@ class StopSignals:
             raise KeyboardInterrupt
         if self.received is None:
             self.received = signal.Signals(signum)
-            print(f'\n{self.received.name}: stopping at the next safe point (Ctrl-C again stops at once)', file=sys.stderr, flush=True)
+            print(
+                f'\n{self.received.name}: stopping at the next safe point (Ctrl-C again stops at once)',
+                file=sys.stderr,
+                flush=True,
+            )
 
     def __enter__(self) -> StopSignals:
         self.received = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,4 +14,4 @@ from chatgpt.trainer.strategies.base import Strategy
 def save_pretrained(strategy: Strategy, model: nn.Module, path: str | Path, *, tokenizer: Any = None) -> None:
     """Write the full fp32 weights (adapters folded in) as a folder that `transformers` loads. Call it on every rank."""
     with strategy.full_model(model, dtype=torch.float32) as full:
-        strategy.run_on_rank0(lambda: full.save_pretrained(path, tokenizer=tokenizer))
+        strategy.run_on_rank0(lambda: cast(Any, full).save_pretrained(path, tokenizer=tokenizer))

@@ -143,7 +143,7 @@ class FakePipeline:
 
 def test_pipeline(strategy):
     assert PipelineScorer(FakePipeline(), label='POSITIVE').score([make(0, 'ab')], strategy) == [len('prompt 0ab') / 100]
-    with pytest.raises(ValueError, match="has labels .* say whose score counts"):
+    with pytest.raises(ValueError, match='has labels .* say whose score counts'):
         PipelineScorer(FakePipeline())
     with pytest.raises(ValueError, match="no label 'JOY'"):
         PipelineScorer(FakePipeline(), label='JOY')
@@ -157,7 +157,10 @@ def test_weighted_list_adds_and_puts_sequence_scores_at_the_last_token_that_coun
     assert mixed.score([masked], strategy)[0].tolist() == [0.5, 6.5, 0.5]
 
 
-@pytest.mark.parametrize(('bad', 'message'), [(3, 'reward_model must be'), ([lambda p, r: [1.0]], r'holds \(weight, reward\) pairs'), ([], 'at least one')])
+@pytest.mark.parametrize(
+    ('bad', 'message'),
+    [(3, 'reward_model must be'), ([lambda p, r: [1.0]], r'holds \(weight, reward\) pairs'), ([], 'at least one')],
+)
 def test_as_scorer_refuses(bad, message):
     with pytest.raises(ValueError, match=message):
         as_scorer(bad)

@@ -65,16 +65,17 @@ def test_greedy_agrees_with_generate_token_for_token(family, max_batch_size):
 @pytest.mark.parametrize('family', FAMILIES)
 def test_logprobs_are_those_of_a_plain_forward(family):
     model = tiny_causal_lm(family)
-    sampling = SamplingParams(max_new_tokens=9, temperature=0.7, top_k=7, min_new_tokens=3, eos_token_ids=(2, 5))
+    end = list(range(2, 14))
+    sampling = SamplingParams(max_new_tokens=9, temperature=0.7, top_k=7, min_new_tokens=3, eos_token_ids=tuple(end))
     samples = collect(model, prompts_of(), sampling, max_batch_size=3)
-    assert any(s.finish_reason == 'eos' for s in samples) and any(s.finish_reason == 'length' for s in samples)
+    assert len({s.num_actions for s in samples}) > 1 and any(s.finish_reason == 'eos' for s in samples)
     wrong = 0
     for sample in samples:
         scaled = slow_logits(model, sample) / 0.7
         chosen = sample.response_ids[:, None]
         plain = torch.log_softmax(scaled, -1).gather(1, chosen).squeeze(1)
         torch.testing.assert_close(sample.logprobs.double(), plain, atol=1e-5, rtol=0)
-        scaled[:3, [2, 5]] = -torch.inf
+        scaled[:3, end] = -torch.inf
         scaled[scaled < scaled.topk(7, dim=-1).values[:, -1:]] = -torch.inf
         filtered = torch.log_softmax(scaled, -1).gather(1, chosen).squeeze(1)
         torch.testing.assert_close(sample.filtered_logprobs.double(), filtered, atol=1e-5, rtol=0)
@@ -86,11 +87,11 @@ def test_logprobs_are_those_of_a_plain_forward(family):
 @pytest.mark.parametrize('family', FAMILIES)
 def test_samples_do_not_depend_on_batch_order_size_or_company(family):
     model = tiny_causal_lm(family)
-    prompts = prompts_of(LENGTHS * 2)
-    sampling = SamplingParams(max_new_tokens=12, eos_token_ids=(2, 9, 17), temperature=1.2, top_p=0.95)
+    prompts = prompts_of()
+    sampling = SamplingParams(max_new_tokens=10, eos_token_ids=tuple(range(2, 9)), temperature=1.2, top_p=0.95)
     whole = collect(model, prompts, sampling)
-    assert len({s.num_actions for s in whole}) > 3
-    for size in (1, 2, 5):
+    assert len({s.num_actions for s in whole}) > 2
+    for size in (1, 3):
         report = compare_samples(whole, collect(model, prompts, sampling, max_batch_size=size, max_prefill_tokens=20))
         assert report.explained, str(report)
     order = list(range(len(prompts)))
@@ -98,12 +99,12 @@ def test_samples_do_not_depend_on_batch_order_size_or_company(family):
     shuffled = collect(model, [prompts[i] for i in order], sampling, indices=order, max_batch_size=4)
     assert [s.index for s in shuffled] == order
     assert compare_samples(whole, shuffled).explained
-    part = order[:5]  # a rank's share
+    part = order[:4]  # a rank's share
     alone = collect(model, [prompts[i] for i in part], sampling, indices=part)
     assert compare_samples([whole[i] for i in part], alone).explained
     # the twins: another seed, or indices given out per share, are other samples
     assert not compare_samples(whole, collect(model, prompts, sampling, seed=12)).explained
-    wrong = collect(model, [prompts[i] for i in part], sampling, indices=range(5))
+    wrong = collect(model, [prompts[i] for i in part], sampling, indices=range(50, 54))
     assert any(a.response_ids.tolist() != whole[i].response_ids.tolist() for a, i in zip(wrong, part, strict=True))
 
 
@@ -215,9 +216,9 @@ def test_stop_is_asked_after_every_token_and_its_tokens_stay(max_batch_size):
 
 
 def test_a_cache_that_has_to_grow():
-    model = tiny_causal_lm('gpt2', positions=256)
-    prompts = prompts_of((3, 90, 5))
-    sampling = SamplingParams(max_new_tokens=150, do_sample=False)
+    model = tiny_causal_lm('gpt2', positions=256, layers=1)
+    prompts = prompts_of((3, 60, 5))
+    sampling = SamplingParams(max_new_tokens=100, do_sample=False)
     samples = collect(model, prompts, sampling, max_batch_size=2)
     for s in samples:
         assert torch.equal(slow_logits(model, s).argmax(-1), s.response_ids)
@@ -284,10 +285,10 @@ class TestRefusals:
         [
             ([(5,), ()], {'max_new_tokens': 4}, 'prompt 1 is empty'),
             ([(5,), (5, 6, 7)], {'max_length': 3}, 'prompt 1 has 3 tokens and max_length=3 leaves no room'),
-            ([(5,) * 20], {'max_new_tokens': 13}, 'prompt 0 has 20 tokens and may grow by 13, past the model\'s 32 positions'),
+            ([(5,) * 20], {'max_new_tokens': 13}, "prompt 0 has 20 tokens and may grow by 13, past the model's 32 positions"),
             ([(5, 64)], {'max_new_tokens': 4}, 'prompt 0 holds token ids outside the vocabulary of 64'),
             ([(5,)], {'max_new_tokens': 4, 'eos_token_ids': (64,)}, 'end token 64 is outside the vocabulary'),
-            ([(5,)], {'max_new_tokens': 4, 'extra': {'num_beams': 4}}, 'LocalEngine cannot do num_beams=4; .* engine=\'hf\''),
+            ([(5,)], {'max_new_tokens': 4, 'extra': {'num_beams': 4}}, "LocalEngine cannot do num_beams=4; .* engine='hf'"),
         ],
     )
     def test_before_any_work(self, prompts, settings, message):
@@ -319,7 +320,7 @@ class TestRefusals:
         )  # fmt: skip
         torch.manual_seed(0)
         model = MistralForCausalLM(config).eval()
-        with pytest.raises(ValueError, match='attention window of 16; use engine=\'hf\''):
+        with pytest.raises(ValueError, match="attention window of 16; use engine='hf'"):
             collect(model, prompts_of((12,)), SamplingParams(max_new_tokens=5))
         (s,) = collect(model, prompts_of((12,)), SamplingParams(max_new_tokens=4, do_sample=False))
         assert torch.equal(slow_logits(model, s).argmax(-1), s.response_ids)
@@ -327,9 +328,11 @@ class TestRefusals:
     def test_a_model_without_a_plain_key_value_cache_is_refused(self):
         from transformers import MambaConfig, MambaForCausalLM
 
-        model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4, pad_token_id=0)).eval()
+        model = MambaForCausalLM(
+            MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4, pad_token_id=0)
+        ).eval()
         actor = Actor(model).train()
-        with pytest.raises(ValueError, match='MambaForCausalLM does not agree with its plain forward.*use engine=\'hf\''):
+        with pytest.raises(ValueError, match="MambaForCausalLM does not agree with its plain forward.*use engine='hf'"):
             LocalEngine().begin(actor)
         assert all(m.training for m in actor.modules())  # a refusal leaves nothing behind
 

@@ -61,7 +61,14 @@ def slow_filter(logits: list[float], temperature: float, top_k: int, top_p: floa
 
 @pytest.mark.parametrize(
     ('temperature', 'top_k', 'top_p', 'barred'),
-    [(1.0, 3, 1.0, set()), (0.7, 0, 0.8, set()), (1.5, 5, 0.6, set()), (1.0, 0, 0.01, set()), (0.9, 4, 0.9, {2, 5}), (1.0, 99, 1.0, {0})],
+    [
+        (1.0, 3, 1.0, set()),
+        (0.7, 0, 0.8, set()),
+        (1.5, 5, 0.6, set()),
+        (1.0, 0, 0.01, set()),
+        (0.9, 4, 0.9, {2, 5}),
+        (1.0, 99, 1.0, {0}),
+    ],
 )
 def test_filters_equal_a_slow_loop(temperature, top_k, top_p, barred):
     generator = torch.Generator().manual_seed(1)
@@ -149,7 +156,14 @@ def test_room():
 class TestGenerationKwargs:
     def test_known_fields(self):
         sampling = from_generation_kwargs(
-            max_length=64, do_sample=True, temperature=0.8, top_k=50, top_p=0.9, eos_token_id=[1, 2], pad_token_id=3, min_new_tokens=4
+            max_length=64,
+            do_sample=True,
+            temperature=0.8,
+            top_k=50,
+            top_p=0.9,
+            eos_token_id=[1, 2],
+            pad_token_id=3,
+            min_new_tokens=4,
         )
         want = SamplingParams(
             max_length=64, temperature=0.8, top_k=50, top_p=0.9, eos_token_ids=(1, 2), pad_token_id=3, min_new_tokens=4
@@ -158,14 +172,23 @@ class TestGenerationKwargs:
         assert from_generation_kwargs(max_new_tokens=3, eos_token_id=7).eos_token_ids == (7,)
 
     def test_none_and_neutral_values_change_nothing(self):
-        given = {'top_k': None, 'num_beams': 1, 'repetition_penalty': 1.0, 'use_cache': True, 'early_stopping': False, 'bos_token_id': 1}
+        given = {
+            'top_k': None,
+            'num_beams': 1,
+            'repetition_penalty': 1.0,
+            'use_cache': True,
+            'early_stopping': False,
+            'bos_token_id': 1,
+        }
         assert from_generation_kwargs(max_new_tokens=3, **given) == SamplingParams(max_new_tokens=3)
 
     def test_what_only_transformers_can_do_is_kept_apart(self):
         sampling = from_generation_kwargs(max_new_tokens=3, num_beams=4, repetition_penalty=1.2)
         assert dict(sampling.extra) == {'num_beams': 4, 'repetition_penalty': 1.2}
 
-    @pytest.mark.parametrize(('name', 'near'), [('temprature', 'temperature'), ('max_new_token', 'max_new_tokens'), ('topk', 'top_k')])
+    @pytest.mark.parametrize(
+        ('name', 'near'), [('temprature', 'temperature'), ('max_new_token', 'max_new_tokens'), ('topk', 'top_k')]
+    )
     def test_unknown_keyword_names_the_nearest(self, name, near):
         with pytest.raises(ValueError, match=f'{name!r} is unknown; did you mean .*{near}'):
             from_generation_kwargs(max_new_tokens=3, **{name: 1})

@@ -17,7 +17,9 @@ def conform(folder: str, precision: str, cpu_offload: bool) -> dict[str, str]:
     )
 
 
-@pytest.mark.parametrize(('world_size', 'precision', 'cpu_offload'), [(1, 'fp32', False), (2, 'fp32', False), (2, 'fp32', True), (2, 'bf16', False)])
+@pytest.mark.parametrize(
+    ('world_size', 'precision', 'cpu_offload'), [(1, 'fp32', False), (2, 'fp32', False), (2, 'fp32', True), (2, 'bf16', False)]
+)
 def test_conformance(world_size, precision, cpu_offload, tmp_path):
     for results in run_distributed(conform, world_size, str(tmp_path), precision, cpu_offload):
         assert set(results) == set(all_checks())

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from chatgpt.testing.conformance import all_checks
 from chatgpt.testing.processes import free_port, torchrun_environment
 
@@ -44,18 +42,12 @@ def test_it_passes_every_check(tmp_path):
     assert str(dict.fromkeys(all_checks(), 'passed')) in results[0][1]
 
 
-@pytest.mark.parametrize(
-    ('right', 'wrong', 'complaint'),
-    [
-        ('parameter.grad = self.all_reduce(gradient)', 'parameter.grad = gradient', 'equals_naive, rank 0: failed'),
-        ('self.all_reduce(gradient)', "self.all_reduce(gradient, 'mean')", 'gradient norm of step 0'),
-    ],
-)
-def test_a_wrong_one_does_not(tmp_path, right, wrong, complaint):
+def test_a_wrong_one_does_not(tmp_path):
     files = shown_files()
+    right, wrong = 'self.all_reduce(gradient)', "self.all_reduce(gradient, 'mean')"
     assert right in files['my_strategy.py']
     files['my_strategy.py'] = files['my_strategy.py'].replace(right, wrong)
     files['check_my_strategy.py'] = files['check_my_strategy.py'].replace('seed=1)', "seed=1), checks=['equals_naive']")
     results = run_on_two(tmp_path, files)
     assert all(code != 0 for code, _ in results)
-    assert all(complaint in text for _, text in results), results
+    assert all('equals_naive, rank 0: failed: against Naive: gradient norm of step 0' in text for _, text in results), results

@@ -26,7 +26,8 @@ def experience(index: int, prompt: list[int], response: list[int], score: float,
     return Experience(
         index=index, group=index, prompt_ids=torch.tensor(prompt), response_ids=torch.tensor(response), response_mask=ones,
         logprobs=zeros, filtered_logprobs=zeros, edge_distances=ones.float(), finish_reason='eos', score=score,
-        old_logprobs=zeros, ref_logprobs=zeros - gap, values=zeros, kl=zeros + gap, rewards=zeros, advantages=zeros, returns=zeros,
+        old_logprobs=zeros, ref_logprobs=zeros - gap, values=zeros, kl=zeros + gap, rewards=zeros, advantages=zeros,
+        returns=zeros,
         **more,
     )  # fmt: skip
 
@@ -35,7 +36,9 @@ class FakeTrainer:
     """Counts phases and drives the hooks as a real trainer does; its checkpoints are folders with a manifest."""
 
     def __init__(self, callbacks, run_dir=None, *, rank=0, num_phases=4, dtype=torch.float32, **config):
-        self.strategy = types.SimpleNamespace(is_rank_0=rank == 0, rank=rank, world_size=1, dtype=dtype, device=torch.device('cpu'))
+        self.strategy = types.SimpleNamespace(
+            is_rank_0=rank == 0, rank=rank, world_size=1, dtype=dtype, device=torch.device('cpu')
+        )
         self.config = types.SimpleNamespace(**config, to_dict=lambda: dict(config))
         self.callbacks = cb.CallbackList(callbacks)
         self.run_dir = Path(run_dir) if run_dir is not None else None
@@ -103,7 +106,8 @@ HOOKS = {name: getattr(cb.Callback, name) for name in vars(cb.Callback) if name.
 ARGUMENTS = {
     'on_episode_start': (3,), 'on_episode_end': (3,), 'on_make_experience_end': ([],), 'on_learn_epoch_start': (1,),
     'on_learn_epoch_end': (1,), 'on_learn_batch_end': ({'a': 1.0},), 'on_phase_end': (2, {'b': 1.0}),
-    'on_log': ({}, {}, [1.0], ['query']), 'on_checkpoint': (Path('x'),), 'on_resume': (Path('x'),), 'on_exception': (KeyError('k'),),
+    'on_log': ({}, {}, [1.0], ['query']), 'on_checkpoint': (Path('x'),), 'on_resume': (Path('x'),),
+    'on_exception': (KeyError('k'),),
 }  # fmt: skip
 
 
@@ -125,7 +129,12 @@ def test_order_puts_what_adds_metrics_first_and_what_saves_last(tmp_path):
     names = [c.name for c in cb.CallbackList([late('d', log), plain('b', log), early('a', log), plain('c', log)])]
     assert names == ['a', 'b', 'c', 'd']
     chosen = [cb.SaveCheckpoint(tmp_path), cb.MetricsWriter(), cb.EarlyStopping('x', above=1), cb.Evaluator(dict)]
-    assert [type(c).__name__ for c in cb.CallbackList(chosen)] == ['Evaluator', 'MetricsWriter', 'EarlyStopping', 'SaveCheckpoint']
+    assert [type(c).__name__ for c in cb.CallbackList(chosen)] == [
+        'Evaluator',
+        'MetricsWriter',
+        'EarlyStopping',
+        'SaveCheckpoint',
+    ]
 
 
 def test_states_find_their_callback_again_and_strangers_are_left_alone():
@@ -294,7 +303,16 @@ def test_sample_table_is_printed_and_written_every_n_phases_the_first_and_the_la
     trainer.fit([{}] * 4)
     rows = cb.read_jsonl(tmp_path / 'samples.jsonl')
     assert [r['step'] for r in rows] == [1, 1, 3, 3, 4, 4]
-    assert rows[0] == {'step': 1, 'index': 7, 'prompt': 'a b', 'response': 'c\nd', 'score': 2.0, 'kl': 1.5, 'num_tokens': 3, 'ended': True}
+    assert rows[0] == {
+        'step': 1,
+        'index': 7,
+        'prompt': 'a b',
+        'response': 'c\nd',
+        'score': 2.0,
+        'kl': 1.5,
+        'num_tokens': 3,
+        'ended': True,
+    }
     assert (rows[1]['prompt'], rows[1]['response'], rows[1]['score']) == ('3', '9 1', -1.0)  # ids where there is no tokenizer
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == 'samples of phase 1' and lines[1].split() == ['score', 'kl', 'prompt', 'response']
@@ -546,7 +564,9 @@ def test_evaluation_before_during_and_after_joins_the_metrics_and_remembers_the_
 
 def test_the_smallest_is_best_when_asked_and_a_nan_never_is():
     values = iter([3.0, math.nan, 2.0, 5.0])
-    evaluator = cb.Evaluator(lambda trainer: {'eval/loss': next(values)}, interval=1, before=False, metric='eval/loss', mode='min')
+    evaluator = cb.Evaluator(
+        lambda trainer: {'eval/loss': next(values)}, interval=1, before=False, metric='eval/loss', mode='min'
+    )
     FakeTrainer([evaluator]).fit([{}] * 4)
     assert (evaluator.best, evaluator.best_step) == (2.0, 3)
 

@@ -34,7 +34,9 @@ class CountGood(nn.Module):
         return total / torch.zeros(batch.num_sequences).index_add(0, batch.action_rows, batch.action_mask.float()).clamp(min=1)
 
 
-def make(seed: int = 0, *, shared: bool = False, dropout: float = 0.0, lora_rank: int = 0, reward: Any = None, **kwargs: Any) -> PPOTrainer:
+def make(
+    seed: int = 0, *, shared: bool = False, dropout: float = 0.0, lora_rank: int = 0, reward: Any = None, **kwargs: Any
+) -> PPOTrainer:
     strategy = NaiveStrategy(seed=seed)
     config = tiny_config('gpt2', vocab_size=VOCAB, hidden=16, positions=32, dropout=dropout)
     actor = GPTActor(config=config, lora_rank=lora_rank, value_head=True if shared else None)
@@ -74,7 +76,9 @@ def weights(trainer: PPOTrainer) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for m in trainer.models().values() for p in m.parameters()])
 
 
-@pytest.mark.parametrize('kwargs', [{}, {'shared': True, 'value_coef': 0.5}, {'advantage_estimator': 'rloo', 'num_samples_per_prompt': 4}])
+@pytest.mark.parametrize(
+    'kwargs', [{}, {'shared': True, 'value_coef': 0.5}, {'advantage_estimator': 'rloo', 'num_samples_per_prompt': 4}]
+)
 def test_learns_to_say_the_good_token(kwargs):
     _, phases = run(20, train_batch_size=16, max_epochs=4, **kwargs)
     first, last = phases[0]['rollout/score_mean'], phases[-1]['rollout/score_mean']

@@ -1,4 +1,4 @@
-"""Callbacks: what watches a run, logs it, saves it and stops it. Optional packages are imported only when their callback is made."""
+"""Callbacks: what watches a run, logs it, saves it and stops it. Optional packages are imported only when needed."""
 
 from chatgpt.trainer.callbacks.base import Callback, CallbackList
 from chatgpt.trainer.callbacks.checkpoint import SaveCheckpoint

@@ -27,8 +27,8 @@ class Callback:
     A run is: fit start, then phases, then fit end. A phase of an online trainer collects (make-experience hooks, with the episode
     hooks of the timesteps inside) and learns (epoch and batch hooks); others only learn. `on_phase_end` closes it.
 
-    `order` sorts the callbacks of a run, low first; of equal ones the first given comes first. Below 0: adds metrics that others log.
-    0: logs. Above 0: saves what the others have become.
+    `order` sorts the callbacks of a run, low first; of equal ones the first given comes first. Below 0: adds metrics that others
+    log. 0: logs. Above 0: saves what the others have become.
     """
 
     order: ClassVar[int] = 0
@@ -107,9 +107,13 @@ class CallbackList(Callback):
         given = list(callbacks)
         for i, callback in enumerate(given):
             if isinstance(callback, type):
-                raise ValueError(f'callbacks[{i}] is the class {callback.__name__}, not an object of it; write {callback.__name__}(...)')
+                raise ValueError(
+                    f'callbacks[{i}] is the class {callback.__name__}, not an object of it; write {callback.__name__}(...)'
+                )
             if not isinstance(callback, Callback):
-                raise ValueError(f'callbacks[{i}] is a {type(callback).__name__}; derive it from chatgpt.trainer.callbacks.Callback')
+                raise ValueError(
+                    f'callbacks[{i}] is a {type(callback).__name__}; derive it from chatgpt.trainer.callbacks.Callback'
+                )
         self.callbacks = sorted(given, key=lambda c: c.order)
 
     def __iter__(self) -> Iterator[Callback]:

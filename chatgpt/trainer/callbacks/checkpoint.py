@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class SaveCheckpoint(Callback):
     """Saves a checkpoint every `interval` learning phases, and one at the end of the run.
 
-    A save that fails (a full disk) is a warning: the run goes on, and earlier checkpoints stay. It comes after all other callbacks,
-    so their states in a checkpoint are those after the phase.
+    A save that fails (a full disk) is a warning: the run goes on, and earlier checkpoints stay. It comes after all other
+    callbacks, so their states in a checkpoint are those after the phase.
 
     Args:
         path: folder of the checkpoints, `path/step-00000012`; None means the trainer's `run_dir/checkpoints`.

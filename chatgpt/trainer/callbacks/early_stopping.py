@@ -15,7 +15,8 @@ class EarlyStopping(Callback):
     """Asks the run to stop when `metric` is above (or below) a bound in `patience` phases in a row. NaN is out of bounds.
 
     `EarlyStopping('rollout/kl_mean', above=15.0, patience=3)` stops a policy that runs away;
-    `EarlyStopping('rollout/score_mean', above=0.9)` one that has arrived. Phases that did not measure an `eval/` metric do not count.
+    `EarlyStopping('rollout/score_mean', above=0.9)` one that has arrived. Phases that did not measure an `eval/` metric
+    do not count.
 
     Args:
         above, below: the bounds, at least one of them.
@@ -48,5 +49,7 @@ class EarlyStopping(Callback):
             self.stopped_at = step
             trainer.request_stop()
             if trainer.strategy.is_rank_0:
-                bounds = ' or '.join(f'{word} {b:g}' for word, b in (('above', self.above), ('below', self.below)) if b is not None)
+                bounds = ' or '.join(
+                    f'{word} {b:g}' for word, b in (('above', self.above), ('below', self.below)) if b is not None
+                )
                 say(f'stopping after phase {step}: {self.metric} is {value:.4g}, {bounds} in {self.num_crossed} phases in a row')

@@ -67,7 +67,7 @@ class JsonLines:
             os.replace(self.path, self.path.with_name(f'{self.path.stem}.previous{self.path.suffix}'))
 
     def truncate_to(self, step: int) -> int:
-        """Cut the file before its first line with a later step; a torn line, as a kill leaves it, is cut too. Returns bytes cut."""
+        """Cut the file before its first line with a later step; a torn line, as a kill leaves it, goes too. Returns bytes cut."""
         if not self.path.exists():
             return 0
         keep = 0

@@ -9,8 +9,9 @@ N_i, N_r parameters of actor, critic, initial and reward model:
     score    Σ 2 (N_c + N_i + N_r [+ N_a]) (P + A)     the actor only where log-probs are recomputed
     learn    E Σ (2 + 2 + 2 (1 − frozen)) (N_a + N_c) (P + A), and + 2 (N_a + N_c) with gradient checkpointing
 
-Left out, so that the figures are a lower bound of the work: attention scores (they grow with the length, not with N), the optimizer,
-padding, and a reward that is a function. Embedding tables cost a lookup and not 2N: count them only where they are also the head.
+Left out, so that the figures are a lower bound of the work: attention scores (they grow with the length, not with N), the
+optimizer, padding, and a reward that is a function. Embedding tables cost a lookup and not 2N: count them only where they are
+also the head.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ def num_parameters(module: nn.Module) -> int:
 
 
 class PerformanceEvaluator(Callback):
-    """Adds `perf/collect_tflops`, `perf/score_tflops`, `perf/learn_tflops`, `perf/total_tflops` (per device) and `perf/samples_per_s`
-    to each phase's metrics, and prints their averages at the end.
+    """Adds `perf/collect_tflops`, `perf/score_tflops`, `perf/learn_tflops`, `perf/total_tflops` (per device) and
+    `perf/samples_per_s` to each phase's metrics, and prints their averages at the end.
 
     Args:
-        actor_num_params, critic_num_params, initial_model_num_params, reward_model_num_params: see `num_parameters`; 0 for what the
-            run does not have (a critic on the actor's trunk, a reward that is a function).
+        actor_num_params, critic_num_params, initial_model_num_params, reward_model_num_params: see `num_parameters`; 0 for what
+            the run does not have (a critic on the actor's trunk, a reward that is a function).
         enable_grad_checkpoint: activations are recomputed in the backward pass.
         ignore_phases: first phases left out of the averages (warming up).
         frozen_share: part of actor and critic whose weights get no gradient (LoRA: close to 1).
@@ -102,7 +103,9 @@ class PerformanceEvaluator(Callback):
                 self._flop[part] += flop[part]
                 self._seconds[part] += seconds[part]
 
-    def phase_flop(self, experiences: SequenceOf[Experience], *, passes: float, recompute_logprobs: bool = False) -> dict[str, float]:
+    def phase_flop(
+        self, experiences: SequenceOf[Experience], *, passes: float, recompute_logprobs: bool = False
+    ) -> dict[str, float]:
         """FLOP of each part of a phase, all ranks together; the formulas stand at the head of this file."""
         tokens = sum(e.num_tokens for e in experiences)
         scoring = self.critic_num_params + self.initial_model_num_params + self.reward_model_num_params

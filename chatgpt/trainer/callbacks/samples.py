@@ -69,7 +69,9 @@ class SampleTable(Callback):
         show: print it; False only writes the file.
     """
 
-    def __init__(self, every: int = 10, num_rows: int = 4, *, width: int = 60, show: bool = True, filename: str = 'samples.jsonl') -> None:
+    def __init__(
+        self, every: int = 10, num_rows: int = 4, *, width: int = 60, show: bool = True, filename: str = 'samples.jsonl'
+    ) -> None:
         self.every = check_interval('every', every)
         if num_rows < 1:
             raise ValueError(f'num_rows={num_rows} must be at least 1')

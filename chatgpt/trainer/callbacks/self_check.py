@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from chatgpt.trainer.base import Trainer
 
 CAUSES = (
-    'a model in train mode or with dropout while collecting or learning; weights or autocast of another dtype; a mask or position '
-    'shifted by a token; another temperature in learning than in sampling; an engine with stale weights'
+    'a model in train mode or with dropout while collecting or learning; weights or autocast of another dtype; a mask or a '
+    'position shifted by a token; another temperature in learning than in sampling; an engine with stale weights'
 )
 
 LIMITS: dict[torch.dtype, tuple[float, float]] = {torch.float32: (1e-4, 1e-4), torch.float64: (1e-4, 1e-4)}
 """compute dtype → (limit of |ratio − 1|, limit of |approximate KL|)"""
 
 HALF_LIMITS = (0.5, 0.05)
-"""bf16 and fp16: decoding and scoring differ by .02 on average and .33 at most in log-probability on a small model; exp(.33) − 1 = .39"""
+"""bf16 and fp16: decode and scoring differ in log-probability by .02 on average, .33 at most (small model); e^.33 − 1 = .39"""
 
 
 class RatioWarning(UserWarning):
@@ -69,8 +69,8 @@ class RatioCheck(Callback):
         if self._warned_at == 0.0 or excess > 10 * self._warned_at:
             self._warned_at = excess
             warnings.warn(
-                f'phase {step}: on the first train batch after the rollout |ratio - 1| is {error:.2g} (at most {error_limit:g} expected) '
-                f'and the approximate KL {kl:.2g} (at most {kl_limit:g}). Likely causes: {CAUSES}',
+                f'phase {step}: on the first train batch after the rollout |ratio - 1| is {error:.2g} (expected: '
+                f'{error_limit:g} at most) and the approximate KL {kl:.2g} (at most {kl_limit:g}). Likely causes: {CAUSES}',
                 RatioWarning,
                 stacklevel=2,
             )
@@ -78,5 +78,7 @@ class RatioCheck(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:
         if self.num_offended > 1:
             warnings.warn(
-                f'the ratio right after a rollout was not 1 in {self.num_offended} of {self.num_checked} phases', RatioWarning, stacklevel=2
+                f'the ratio right after a rollout was not 1 in {self.num_offended} of {self.num_checked} phases',
+                RatioWarning,
+                stacklevel=2,
             )

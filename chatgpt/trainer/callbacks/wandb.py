@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 class WandB(Callback):
-    """Logs every metric of every learning phase with the phase as step, and a table of samples. A resumed run goes on in its W&B run.
+    """Logs every metric of every learning phase with the phase as step, and a table of samples.
+
+    A resumed run goes on in its W&B run.
 
     Args:
         project: the W&B project.

@@ -1,7 +1,7 @@
 """`FSDPStrategy`: parameters, gradients and optimizer states sharded over processes by torch's own `fully_shard` (FSDP2).
 
-Every transformer block is gathered for its forward and backward and freed again; what lies outside the blocks belongs to the root. Modules are
-sharded in place, so any method of theirs can still be called, and an optimizer is pointed at the sharded parameters. Left
+Every transformer block is gathered for its forward and backward and freed again; what lies outside the blocks belongs to the
+root. Modules are sharded in place, so any method of theirs can still be called, and an optimizer is pointed at the sharded parameters. Left
 out: hybrid sharding and tensor parallelism.
 """
 
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from chatgpt.checkpoint.layout import CheckpointMismatch, Piece, TensorReader
 from chatgpt.trainer.strategies import states
-from chatgpt.trainer.strategies.base import Trained, lora_merged
+from chatgpt.trainer.strategies.base import lora_merged
 from chatgpt.trainer.strategies.precision import Precision
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
 
@@ -98,20 +98,19 @@ class FSDPStrategy(ProcessGroupStrategy):
         return optimizer
 
     @contextmanager
-    def full_model(self, model: nn.Module) -> Iterator[nn.Module]:
+    def full_model(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[nn.Module]:
         """A plain copy with full weights, gathered tensor by tensor in the compute dtype, LoRA merged, freed after."""
-        module = self.unwrap(model)
-        full = self._gathered(module)
+        full = self._gathered(self.unwrap(model), dtype or self.dtype)
         with lora_merged(full):
             yield full.eval()
 
     @torch.no_grad()
-    def _gathered(self, module: nn.Module) -> nn.Module:
+    def _gathered(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
         skeleton = self._skeletons[id(module)]
         sharded = dict(module.named_parameters())
         weights: dict[int, Tensor] = {}
         for name, parameter in skeleton.named_parameters():
-            weights[id(parameter)] = _full(sharded[name]).to(self.device, self.dtype)
+            weights[id(parameter)] = _full(sharded[name]).to(self.device, dtype)
         full = _with_parameters(skeleton, weights)
         buffers = dict(module.named_buffers())
         for name, buffer in full.named_buffers():
@@ -212,7 +211,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     """The transformer blocks: the members of the module lists that hold whole layers."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    blocks: list[nn.Module] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if blocks:
         return blocks
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
@@ -220,6 +219,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _checkpoint_activations(model: nn.Module) -> None:
+    module: Any
     for module in model.modules():
         if getattr(module, 'supports_gradient_checkpointing', False) and hasattr(module, 'gradient_checkpointing_enable'):
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})

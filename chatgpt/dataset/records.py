@@ -1,0 +1,37 @@
+"""What a record is, and what becomes of a bad one."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+
+class Record(NamedTuple):
+    """One row of a source: its columns, and where it stands (`prompts.csv, line 3`)."""
+
+    data: dict[str, Any]
+    where: str
+
+
+class BadRecords:
+    """What happens to records that cannot be used: the first one is a ValueError, or with `skip` they are counted."""
+
+    def __init__(self, skip: bool = False, keep: int = 10):
+        self.skip = skip
+        self.num_skipped = 0
+        self.reasons: list[str] = []
+        """the first `keep` of them, `file, line n: reason`"""
+        self._keep = keep
+
+    def report(self, where: str, reason: str) -> None:
+        if not self.skip:
+            raise ValueError(f'{where}: {reason}')
+        self.num_skipped += 1
+        if len(self.reasons) < self._keep:
+            self.reasons.append(f'{where}: {reason}')
+
+
+def open_bytes(path: Path) -> IO[bytes]:
+    """A file's bytes; one that ends in .gz is unpacked on the way."""
+    return cast('IO[bytes]', gzip.open(path, 'rb') if path.name.endswith('.gz') else open(path, 'rb'))
