@@ -13,6 +13,7 @@ from typing import Any
 from chatgpt.dataset.convert import OUTPUT_SUFFIXES, TARGETS, to_records, write_records
 from chatgpt.dataset.loading import load_examples
 from chatgpt.dataset.records import BadRecords
+from chatgpt.launch.arguments import run_main
 
 
 def parse_columns(pairs: list[str]) -> dict[str, str]:
@@ -44,19 +45,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument('--skip_bad_records', action='store_true', help='leave out and count what cannot be read or converted')
     parser.add_argument('--overwrite', action='store_true')
     args = parser.parse_args(argv)
-    try:
-        bad = BadRecords(args.skip_bad_records)
-        examples = load_examples(
-            args.source, columns=parse_columns(args.columns), bad=bad, split=args.split, subset=args.subset,
-            max_examples=args.max_examples, streaming=args.max_examples is not None, text_separator=args.text_separator,
-        )  # fmt: skip
-        count = write_records(convert(examples, args.to, bad), args.target, overwrite=args.overwrite)
-    except ValueError as error:
-        raise SystemExit(f'error: {error}') from None
+    bad = BadRecords(args.skip_bad_records)
+    examples = load_examples(
+        args.source, columns=parse_columns(args.columns), bad=bad, split=args.split, subset=args.subset,
+        max_examples=args.max_examples, streaming=args.max_examples is not None, text_separator=args.text_separator,
+    )  # fmt: skip
+    count = write_records(convert(examples, args.to, bad), args.target, overwrite=args.overwrite)
     print(f'{args.target}: {count} records written, {bad.num_skipped} skipped')
     for reason in bad.reasons:
         print(f'  skipped: {reason}')
 
 
 if __name__ == '__main__':
-    main()
+    run_main(main)

@@ -66,7 +66,7 @@ def _spoilt(rng: random.Random, response: str) -> str:
     elif fault == 1:
         words = [rng.choice(list(_VALUE_OF))] * rng.randint(2, len(words))
     elif fault == 2:
-        words = words[: rng.randint(0, len(words) - 2)]
+        words = words[: rng.randint(1, len(words) - 2)]
     else:
         return ' '.join([_sentence(rng)] * rng.randint(2, MAX_SENTENCES))
     return ' '.join(words)

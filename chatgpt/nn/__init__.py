@@ -21,8 +21,11 @@ from chatgpt.nn.families import (
     OPTActor,
     OPTCritic,
 )
+from chatgpt.nn.heads import critic_head, mlp_head, reward_head
+from chatgpt.nn.loading import load_base_model, load_causal_lm, load_config, load_tokenizer
 from chatgpt.nn.output import PolicyOutput
 from chatgpt.nn.reward_model import RewardModel
+from chatgpt.nn.sources import WeightsSource, initial_tensors, read_source_tensors
 
 __all__ = [
     'GPTRM',
@@ -46,4 +49,14 @@ __all__ = [
     'OPTCritic',
     'PolicyOutput',
     'RewardModel',
+    'WeightsSource',
+    'critic_head',
+    'initial_tensors',
+    'load_base_model',
+    'load_causal_lm',
+    'load_config',
+    'load_tokenizer',
+    'mlp_head',
+    'read_source_tensors',
+    'reward_head',
 ]

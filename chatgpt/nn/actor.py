@@ -15,16 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chatgpt.functional.logprobs import chunked_logprobs
+from chatgpt.functional.logprobs import chunked_logprobs, entropy_of, logprobs_of
 from chatgpt.nn import hydra, lora
-from chatgpt.nn.heads import critic_head, in_fp32
-from chatgpt.nn.loading import write_folder
+from chatgpt.nn.heads import critic_head, in_fp32, load_head, save_head
+from chatgpt.nn.loading import add_lora, load_causal_lm, write_folder
 from chatgpt.nn.output import PolicyOutput
-from chatgpt.nn.own_head import head_is_linear, own_logits
-from chatgpt.nn.trunk import base_model, flat_hidden, hidden_size, is_meta, run_trunk, text_config
+from chatgpt.nn.own_head import head_is_linear, head_is_linear_by_form, own_logits
+from chatgpt.nn.trunk import (
+    base_model,
+    flat_hidden,
+    hidden_size,
+    is_encoder_decoder,
+    is_meta,
+    looks_ahead,
+    run_trunk,
+    text_config,
+)
 from chatgpt.types import Batch
-
-VALUE_HEAD_FILE = 'value_head.safetensors'
 
 
 class Actor(nn.Module):
@@ -38,7 +45,7 @@ class Actor(nn.Module):
         num_layers_unfrozen: hydra: train only the top blocks; their frozen copies are the reference. None or −1 trains everything.
 
     Raises:
-        ValueError: `model` is no causal LM.
+        ValueError: `model` is no causal LM, or its logits do not follow from its last hidden state.
     """
 
     model: Any  # transformers' PreTrainedModel, whose attributes nn.Module does not know
@@ -53,21 +60,24 @@ class Actor(nn.Module):
         num_layers_unfrozen: int | None = None,
     ) -> None:
         super().__init__()
-        if getattr(model, 'get_output_embeddings', lambda: None)() is None:
-            raise ValueError(f'an Actor needs a causal language model with an output head; {type(model).__name__} has none')
+        _check_causal(model)
         self.model = model
         if value_head is True:
             value_head = critic_head(hidden_size(model))
         self.value_head: nn.Module | None = value_head or None
-        self._linear_head: bool | None = None
         if lora_rank and num_layers_unfrozen not in (None, -1):
             raise ValueError('lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one')
+        self._linear_head: bool | None = None
+        self.check_head()
         if lora_rank:
-            lora.convert_to_lora(model, lora_rank, bias=lora_train_bias)  # type: ignore[arg-type]
+            add_lora(model, lora_rank, lora_train_bias)
         if num_layers_unfrozen not in (None, -1):
             hydra.make_hydra(self, num_layers_unfrozen)
-        if not is_meta(model):
-            self.check_head()
+
+    @property
+    def config(self) -> Any:
+        """The transformers config."""
+        return self.model.config
 
     # ------------------------------------------------------------------ forward
 
@@ -79,15 +89,19 @@ class Actor(nn.Module):
         Args:
             temperature: divides the logits; the one the tokens were sampled with.
             with_entropy: also the entropy of each action's distribution.
-            with_logits: also the (N, V) logits; memory for them is not bounded.
+            with_logits: also the (N, V) logits, not divided by the temperature; memory for them is not bounded.
         """
         states = flat_hidden(base_model(self.model), batch)[batch.action_index]
         values = None if self.value_head is None else in_fp32(self.value_head, states)
+        if with_logits:
+            logits = self.head(states)
+            entropy = entropy_of(logits, temperature) if with_entropy else None
+            return PolicyOutput(logprobs_of(logits, batch.action_ids, temperature), entropy, values, logits)
         vocab = text_config(self.model).vocab_size
         logprobs, entropy = chunked_logprobs(
             states, self.head, batch.action_ids, temperature=temperature, with_entropy=with_entropy, vocab_size=vocab
         )
-        return PolicyOutput(logprobs, entropy, values, self.head(states) if with_logits else None)
+        return PolicyOutput(logprobs, entropy, values)
 
     def trunk(self, input_ids: Tensor, *, position_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Hidden states (B, S, D); `past_key_values` and the like go to the model."""
@@ -95,13 +109,15 @@ class Actor(nn.Module):
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., D)."""
-        if self._linear_head is None:
-            self.check_head()
+        # Not known yet is treated as not linear: the model's own way is always right.
         return self.model.get_output_embeddings()(hidden) if self._linear_head else own_logits(self.model, hidden)
 
     def check_head(self) -> None:
-        """Find out on a few tokens whether the output layer alone gives the model's logits; else its own head is used."""
-        self._linear_head = head_is_linear(self.model)
+        """Find out whether the output layer alone gives the model's logits; else its own head is used. Part of construction.
+
+        Done on a few tokens; on the meta device, on random states and a small output layer.
+        """
+        self._linear_head = head_is_linear_by_form(self.model) if is_meta(self.model) else head_is_linear(self.model)
 
     # ------------------------------------------------------------------ reference
 
@@ -138,24 +154,34 @@ class Actor(nn.Module):
             weights = {k.removeprefix('model.'): v for k, v in state_dict.items() if k.startswith('model.')}
         write_folder(self.model, folder, weights)
         if self.value_head is not None:
-            from safetensors.torch import save_file
-
             full = state_dict or self.state_dict()
-            head = {k.removeprefix('value_head.'): v.contiguous() for k, v in full.items() if k.startswith('value_head.')}
-            save_file(head, Path(folder, VALUE_HEAD_FILE))
+            save_head({k.removeprefix('value_head.'): v for k, v in full.items() if k.startswith('value_head.')}, folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, **kwargs: Any) -> Actor:
-        """An actor from a folder that `save_pretrained` wrote, or from any causal LM."""
-        from chatgpt.nn.loading import load_causal_lm
+    def from_pretrained(cls, folder: str | Path, *, lora_rank: int = 0, lora_train_bias: str = 'none', value_head: Any = None,
+                        num_layers_unfrozen: int | None = None, **options: Any) -> Actor:  # fmt: skip
+        """An actor from a folder that `save_pretrained` wrote, with its value head if it has one, or from any causal LM.
 
-        model = load_causal_lm(str(folder))
-        head_file = Path(folder, VALUE_HEAD_FILE)
-        if head_file.is_file() and 'value_head' not in kwargs:
-            from safetensors.torch import load_file
+        `options` are those of `chatgpt.nn.loading.load_model`.
+        """
+        actor = cls.__new__(cls)
+        value_head = load_head(folder) if value_head is None else value_head
+        Actor.__init__(actor, cls._load_pretrained(folder, **options), lora_rank, lora_train_bias,
+                       value_head=value_head, num_layers_unfrozen=num_layers_unfrozen)  # fmt: skip
+        return actor
 
-            kwargs['value_head'] = head = critic_head(hidden_size(model))
-            head.load_state_dict(load_file(head_file))
-        return cls(model, **kwargs)
+    @classmethod
+    def _load_pretrained(cls, folder: str | Path, **options: Any) -> Any:
+        return load_causal_lm(folder, **options)
+
+
+def _check_causal(model: Any) -> None:
+    name = type(model).__name__
+    if getattr(model, 'get_output_embeddings', lambda: None)() is None:
+        raise ValueError(f'an Actor needs a causal language model with an output head; {name} has none')
+    if is_encoder_decoder(model):
+        raise ValueError(f'an Actor needs a causal language model; {name} is an encoder-decoder')
+    if looks_ahead(model):
+        raise ValueError(f'an Actor needs a causal language model; {name} looks ahead (for BERT-like models set is_decoder in the config)')

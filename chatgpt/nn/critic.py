@@ -2,32 +2,95 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
 from torch import Tensor, nn
 
 from chatgpt.nn import lora
-from chatgpt.nn.heads import critic_head, in_fp32
-from chatgpt.nn.trunk import base_model, flat_hidden, hidden_size
+from chatgpt.nn.heads import critic_head, in_fp32, load_head, save_head
+from chatgpt.nn.loading import add_lora, load_base_model, trunk_of, write_folder
+from chatgpt.nn.trunk import causal_encoder_hidden, flat_hidden, hidden_size, looks_ahead
 from chatgpt.types import Batch
+
+if TYPE_CHECKING:
+    from chatgpt.nn.reward_model import RewardModel
 
 
 class Critic(nn.Module):
     """A transformers base model with a value head.
 
     Args:
-        model: a base model; of a causal LM the trunk is taken.
+        model: a base model; of a causal LM the trunk is taken. A DeBERTa-v2 is run with its attention cut to earlier tokens.
         value_head: (..., D) → (..., 1); None makes a linear one that starts near zero.
         lora_rank, lora_train_bias: as for `Actor`; the value head is always trained.
+
+    Raises:
+        ValueError: `model` looks ahead in a way that cannot be cut off: a value must not depend on later tokens.
     """
+
+    model: Any  # transformers' PreTrainedModel, whose attributes nn.Module does not know
 
     def __init__(
         self, model: nn.Module, value_head: nn.Module | None = None, lora_rank: int = 0, lora_train_bias: str = 'none'
     ) -> None:
         super().__init__()
-        self.model = base_model(model)
+        self.model = trunk_of(model)
+        self._cut = looks_ahead(self.model)
+        if self._cut:
+            known = self.model.config.model_type == 'deberta-v2'
+            if not known or self.model.encoder.conv is not None or getattr(self.model, 'z_steps', 0) > 1:
+                raise ValueError(
+                    f'a Critic must not look ahead, and {type(self.model).__name__} does; '
+                    'use a causal model, or DeBERTa-v2 without convolution'
+                )
         self.value_head = value_head if value_head is not None else critic_head(hidden_size(self.model))
         if lora_rank:
-            lora.convert_to_lora(self.model, lora_rank, bias=lora_train_bias)  # type: ignore[arg-type]
+            add_lora(self.model, lora_rank, lora_train_bias)
 
     def forward(self, batch: Batch) -> Tensor:
         """Values (N,) fp32 of the states before each action of the batch."""
-        return in_fp32(self.value_head, flat_hidden(self.model, batch)[batch.action_index])
+        hidden = (causal_encoder_hidden if self._cut else flat_hidden)(self.model, batch)
+        return in_fp32(self.value_head, hidden[batch.action_index])
+
+    @classmethod
+    def from_reward_model(cls, reward_model: RewardModel, lora_rank: int = 0, lora_train_bias: str = 'none') -> Critic:
+        """A critic that starts from a copy of a reward model, so V of a whole sequence is its score (arXiv 2403.17031).
+
+        The reward model's normalising bias goes into the head. Raises ValueError for a whole classifier, which has no head of its own.
+        """
+        if reward_model.value_head is None:
+            raise ValueError('from_reward_model: this reward model is a whole classifier without a value head; build a new Critic')
+        head: Any = deepcopy(reward_model.value_head)
+        last = list(head)[-1] if isinstance(head, nn.Sequential) else head
+        kept: dict[str, Tensor] = getattr(reward_model, 'initial_state', {})
+        shift = kept.get('score_bias', torch.zeros(())) if reward_model.score_bias.is_meta else reward_model.score_bias
+        if float(shift) != 0:
+            with torch.no_grad():
+                (last.initial_state['bias'] if last.bias.is_meta else last.bias).sub_(shift)
+        critic = cls.__new__(cls)
+        Critic.__init__(critic, deepcopy(reward_model.model), head, lora_rank, lora_train_bias)
+        return critic
+
+    @torch.no_grad()
+    def save_pretrained(self, folder: str | Path, tokenizer: Any = None) -> None:
+        """A Hugging Face folder of the base model, adapters folded in, with the value head beside it."""
+        write_folder(self.model, folder, lora.merged_state_dict(self.model) if lora.has_lora(self.model) else None)
+        save_head(self.value_head.state_dict(), folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, *, value_head: nn.Module | None = None, lora_rank: int = 0,
+                        lora_train_bias: str = 'none', **options: Any) -> Critic:  # fmt: skip
+        """A critic from a folder that `save_pretrained` wrote, or from any model with a new value head."""
+        critic = cls.__new__(cls)
+        value_head = load_head(folder) if value_head is None else value_head
+        Critic.__init__(critic, cls._load_pretrained(folder, **options), value_head, lora_rank, lora_train_bias)
+        return critic
+
+    @classmethod
+    def _load_pretrained(cls, folder: str | Path, **options: Any) -> Any:
+        return load_base_model(folder, **options)

@@ -6,14 +6,22 @@ Each is a few lines on a common base; all take the ancestor's arguments (`pretra
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+import transformers
 from torch import nn
 
 from chatgpt.nn.actor import Actor
 from chatgpt.nn.critic import Critic
-from chatgpt.nn.loading import load_base_model, load_causal_lm, load_config
-from chatgpt.nn.reward_model import RewardModel
+from chatgpt.nn.heads import set_state
+from chatgpt.nn.loading import check_options, load_base_model, load_causal_lm, load_config
+from chatgpt.nn.reward_model import BIAS_KEY, RewardModel, ScorerParts, load_scorer
+
+CLASS_PREFIXES = {'gpt2': 'GPT', 'opt': 'OPT', 'bloom': 'BLOOM', 'llama': 'Llama', 'deberta-v2': 'Deberta'}
+"""model type in a config -> how our classes for it begin"""
 
 
 class _Family:
@@ -23,22 +31,26 @@ class _Family:
     config_class: ClassVar[str | None] = None
 
     @classmethod
-    def load(cls, causal: bool, pretrained: str | None, config: Any, checkpoint: bool, trust_remote_code: bool) -> nn.Module:
-        """The transformers model. ValueError when it is of another family."""
-        import transformers
-
+    def check_family(cls, pretrained: Any, config: Any, options: dict[str, Any]) -> Any:
+        """The config to build from, or None with `pretrained`. ValueError when there is neither, both, or another family's."""
         if pretrained is None and config is None:
             if cls.config_class is None:
                 raise ValueError(f'{cls.__name__} needs pretrained=NAME_OR_FOLDER or a config')
-            config = getattr(transformers, cls.config_class)()
-        found = (config if config is not None else load_config(pretrained, trust_remote_code=trust_remote_code)).model_type  # type: ignore[arg-type]
+            return getattr(transformers, cls.config_class)()
+        check_options(options)
+        if pretrained is not None and config is not None:
+            raise ValueError(f'{cls.__name__}: give either pretrained (a hub name or folder) or config, not both')
+        options = {k: v for k, v in options.items() if k != 'attn_implementation'}
+        found = (load_config(pretrained, **options) if config is None else config).model_type
         if cls.model_type is not None and found != cls.model_type:
-            where = repr(pretrained) if pretrained is not None else 'the config'
+            where = repr(os.fspath(pretrained)) if pretrained is not None else 'the config'
+            kind = next(k for k in ('Actor', 'Critic', 'RM') if cls.__name__.endswith(k))
+            own = f'{CLASS_PREFIXES.get(found)}{kind}'
             raise ValueError(
-                f'{cls.__name__} takes {cls.model_type!r} models, but {where} is of the family {found!r}; use Auto or its own class'
+                f'{cls.__name__} takes models of the family {cls.model_type!r}, but {where} is of the family {found!r}; '
+                f'use {own if own in globals() else "Auto" + kind}'
             )
-        load = load_causal_lm if causal else load_base_model
-        return load(pretrained, config, checkpoint=checkpoint, trust_remote_code=trust_remote_code)
+        return config
 
 
 class _GPT(_Family):
@@ -68,53 +80,78 @@ class _Auto(_Family):
 class _FamilyActor(_Family, Actor):
     def __init__(
         self,
-        pretrained: str | None = None,
+        pretrained: str | os.PathLike[str] | None = None,
         config: Any = None,
         checkpoint: bool = False,
         lora_rank: int = 0,
         lora_train_bias: str = 'none',
         *,
-        trust_remote_code: bool = False,
-        **kwargs: Any,
+        value_head: bool | nn.Module | None = None,
+        num_layers_unfrozen: int | None = None,
+        **options: Any,
     ) -> None:
-        """See `Actor` for the keyword arguments; `checkpoint` turns gradient checkpointing on."""
-        Actor.__init__(
-            self, self.load(True, pretrained, config, checkpoint, trust_remote_code), lora_rank, lora_train_bias, **kwargs
-        )
+        """See `Actor`; `checkpoint` turns gradient checkpointing on, `options` are those of `chatgpt.nn.loading.load_model`."""
+        config = self.check_family(pretrained, config, options)
+        model = load_causal_lm(pretrained, config, checkpoint=checkpoint, **options)
+        Actor.__init__(self, model, lora_rank, lora_train_bias, value_head=value_head, num_layers_unfrozen=num_layers_unfrozen)
+
+    @classmethod
+    def _load_pretrained(cls, folder: str | Path, **options: Any) -> Any:
+        cls.check_family(folder, None, {k: v for k, v in options.items() if k != 'checkpoint'})
+        return super()._load_pretrained(folder, **options)
 
 
 class _FamilyCritic(_Family, Critic):
     def __init__(
         self,
-        pretrained: str | None = None,
+        pretrained: str | os.PathLike[str] | None = None,
         config: Any = None,
         checkpoint: bool = False,
         lora_rank: int = 0,
         lora_train_bias: str = 'none',
         *,
         value_head: nn.Module | None = None,
-        trust_remote_code: bool = False,
+        **options: Any,
     ) -> None:
-        """See `Critic`; `checkpoint` turns gradient checkpointing on."""
-        model = self.load(False, pretrained, config, checkpoint, trust_remote_code)
-        Critic.__init__(self, model, value_head, lora_rank, lora_train_bias)
+        """See `Critic`; `checkpoint` turns gradient checkpointing on, `options` are those of `chatgpt.nn.loading.load_model`."""
+        config = self.check_family(pretrained, config, options)
+        Critic.__init__(self, load_base_model(pretrained, config, checkpoint=checkpoint, **options), value_head, lora_rank, lora_train_bias)
+
+    @classmethod
+    def _load_pretrained(cls, folder: str | Path, **options: Any) -> Any:
+        cls.check_family(folder, None, {k: v for k, v in options.items() if k != 'checkpoint'})
+        return super()._load_pretrained(folder, **options)
 
 
 class _FamilyRM(_Family, RewardModel):
     def __init__(
         self,
-        pretrained: str | None = None,
+        pretrained: str | os.PathLike[str] | None = None,
         config: Any = None,
         checkpoint: bool = False,
         lora_rank: int = 0,
         lora_train_bias: str = 'none',
         *,
         value_head: nn.Module | None = None,
-        trust_remote_code: bool = False,
+        **options: Any,
     ) -> None:
-        """See `RewardModel`; `checkpoint` turns gradient checkpointing on."""
-        model = self.load(False, pretrained, config, checkpoint, trust_remote_code)
-        RewardModel.__init__(self, model, value_head, lora_rank, lora_train_bias)
+        """See `RewardModel`. `pretrained` may be a reward model, whose head is taken over, or a model without one, which gets a new head.
+
+        `checkpoint` turns gradient checkpointing on, `options` are those of `chatgpt.nn.loading.load_model`.
+        """
+        config = self.check_family(pretrained, config, options)
+        if pretrained is None:
+            parts = ScorerParts(load_base_model(None, config, checkpoint=checkpoint, **options), None, 0.0)
+        else:
+            parts = load_scorer(pretrained, checkpoint=checkpoint, **options)  # type: ignore[arg-type]
+        RewardModel.__init__(self, parts.model, value_head or parts.head, lora_rank, lora_train_bias)
+        if value_head is None:
+            set_state(self, {BIAS_KEY: torch.tensor(parts.bias)})
+
+    @classmethod
+    def _load_pretrained(cls, folder: str | Path, **options: Any) -> ScorerParts:
+        cls.check_family(folder, None, {k: v for k, v in options.items() if k != 'checkpoint'})
+        return super()._load_pretrained(folder, **options)
 
 
 class GPTActor(_GPT, _FamilyActor):
@@ -166,7 +203,7 @@ class LlamaRM(_Llama, _FamilyRM):
 
 
 class DebertaCritic(_Deberta, _FamilyCritic):
-    """DeBERTa-v2 value model. It looks ahead: a value may depend on later tokens of the sequence."""
+    """DeBERTa-v2 value model; its attention is cut so that no value depends on later tokens."""
 
 
 class DebertaRM(_Deberta, _FamilyRM):

@@ -2,16 +2,16 @@
 
 `make_hydra(owner, k)` freezes a causal LM below its top k blocks and keeps a frozen copy of what stays trainable above: the
 k blocks, the final norm and, when it is not tied to the embeddings, the output head. Memory is one model and k extra blocks.
-Inside `reference_branch(owner)` the copy stands in the model's own module tree in place of the trained part, and the trained part where
-the copy was, so the model's own forward computes the reference: no forward is written anew, and every module stays
+Inside `reference_branch(owner)` the copy stands in the model's own module tree in place of the trained part, and the trained
+part where the copy was, so the model's own forward computes the reference: no forward is written anew, and every module stays
 registered under the same root. `adapter_disabled` of `chatgpt.nn.lora` is the same contract for LoRA.
 
 `recorded_trunk(owner)` notes what enters the top blocks during an ordinary forward, so that a branch (the reference, or a
 trainable value branch for a critic on the same trunk) is computed from it without a second pass through the trunk.
 
-The idea is the hydra of trlX (Havrilla et al. 2023, "trlX", section 3). Tested under single-process, DDP and FSDP2 with the branch
-registered inside the wrapped module. Strategies that flatten or rename parameters outside the module tree (ColossalAI Gemini
-and ZeRO) are not covered: `has_hydra` is there for them to refuse with.
+The idea is the hydra of trlX (Havrilla et al. 2023, "trlX: A Framework for Large Scale RLHF"). It works in a single process and
+under DDP and FSDP2, with the branch registered inside the wrapped module. Strategies that flatten or rename parameters outside
+the module tree (ColossalAI Gemini and ZeRO) are not covered: `has_hydra` is there for them to refuse with.
 
 Left out: encoder-decoder models, and LoRA at the same time.
 """
@@ -30,7 +30,9 @@ from transformers import Cache, PreTrainedModel
 
 from chatgpt.nn.lora import has_lora
 
-SUPPORTED = 'GPT-2, GPT-J, GPT-NeoX, OPT, BLOOM and Llama-like models (Llama, Mistral, Qwen2, Qwen3, Gemma and others of their build)'
+SUPPORTED = (
+    'GPT-2, GPT-J, GPT-NeoX, OPT, BLOOM and Llama-like models (Llama, Mistral, Qwen2, Qwen3, Gemma and others of their build)'
+)
 
 Role = Literal['reference', 'value']
 
@@ -70,9 +72,10 @@ class RecordedTrunk:
 
 
 class TopBranch(nn.Module):
-    """A copy of a causal LM's top `num_blocks` blocks, final norm and untied head. `role` 'reference' is frozen, 'value' is trainable.
+    """A copy of a causal LM's top `num_blocks` blocks, final norm and untied head.
 
-    Parameters are named `blocks.<i>...`, `norm...` and `head...` (a value branch has no head). A reference stays in eval mode.
+    `role` 'reference' is frozen and stays in eval mode, 'value' is trainable. Parameters are named `blocks.<i>...`, `norm...` and
+    `head...` (a value branch has no head).
     """
 
     def __init__(self, model: PreTrainedModel, num_blocks: int, role: Role) -> None:
@@ -113,7 +116,9 @@ class TopBranch(nn.Module):
     def forward(self, trunk: RecordedTrunk) -> Tensor:
         """Hidden states (B, S, D) ready for the head, from a forward of the model that `recorded_trunk` watched."""
         if len(trunk.calls) != self.num_blocks:
-            raise ValueError(f'hydra: {len(trunk.calls)} of {self.num_blocks} block inputs recorded; run the model in recorded_trunk')
+            raise ValueError(
+                f'hydra: {len(trunk.calls)} of {self.num_blocks} block inputs recorded; run the model in recorded_trunk'
+            )
         hidden = trunk.calls[0][0][0]
         for i, block in enumerate(self.blocks):
             args, kwargs = trunk.calls[i]
@@ -126,12 +131,16 @@ class TopBranch(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if self.depth:
-            raise RuntimeError('hydra: state_dict inside reference_branch would mix up policy and reference; leave the context first')
+            raise RuntimeError(
+                'hydra: state_dict inside reference_branch would mix up policy and reference; leave the context first'
+            )
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         if self.depth:
-            raise RuntimeError('hydra: load_state_dict inside reference_branch would mix up policy and reference; leave the context first')
+            raise RuntimeError(
+                'hydra: load_state_dict inside reference_branch would mix up policy and reference; leave the context first'
+            )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -154,9 +163,10 @@ def make_hydra(owner: nn.Module, num_layers_unfrozen: int, *, value_branch: bool
     """Give `owner` a frozen reference branch; train only the top `num_layers_unfrozen` blocks, the final norm and an untied head.
 
     `owner` is a module that keeps the transformers causal LM as `.model` (then files of the model stay as they were), or that
-    model itself. The copy becomes `owner.ref_branch`. `value_branch=True` adds `owner.value_branch`, a trainable copy of the blocks and
-    the norm for a critic on the same trunk. -1 means no hydra: nothing is changed and everything is trained. Parameters of
-    `owner` outside the model (a value head) are left as they are. On the meta device the exactness check waits for `check_hydra`.
+    model itself. The copy becomes `owner.ref_branch`. `value_branch=True` adds `owner.value_branch`, a trainable copy of the
+    blocks and the norm for a critic on the same trunk. -1 means no hydra: nothing is changed and everything is trained.
+    Parameters of `owner` outside the model (a value head) are left as they are. On the meta device the exactness check waits
+    for `check_hydra`.
 
     Raises ValueError for a number that is neither -1 nor in 1..number of blocks, an unsupported architecture, adapters
     in the model, or a reference that does not agree exactly with the policy on a few tokens.
@@ -204,7 +214,9 @@ def _parts(model: PreTrainedModel, num_blocks: int) -> _Parts:
         blocks = _get(base, layout.blocks)
         parent_path, _, norm_name = layout.norm.rpartition('.')
         norm_parent = _get(base, parent_path) if parent_path else base
-        if isinstance(blocks, nn.ModuleList) and hasattr(norm_parent, norm_name):  # None in an OPT that normalises after its blocks
+        if isinstance(blocks, nn.ModuleList) and hasattr(
+            norm_parent, norm_name
+        ):  # None in an OPT that normalises after its blocks
             break
     else:
         raise ValueError(f'num_layers_unfrozen: {type(model).__name__} is not supported; supported are {SUPPORTED}')
@@ -240,7 +252,9 @@ def has_hydra(module: nn.Module) -> bool:
 def _reference_of(module: nn.Module) -> TopBranch:
     found = [m for m in module.modules() if isinstance(m, TopBranch) and m.role == 'reference']
     if len(found) != 1:
-        raise ValueError(f'hydra: {type(module).__name__} has {len(found)} reference branches, one is needed; call make_hydra first')
+        raise ValueError(
+            f'hydra: {type(module).__name__} has {len(found)} reference branches, one is needed; call make_hydra first'
+        )
     return found[0]
 
 

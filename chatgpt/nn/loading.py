@@ -9,14 +9,16 @@ from __future__ import annotations
 import copy
 import difflib
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from chatgpt.nn import lora
 from chatgpt.nn.sources import WeightsSource, draw_seed, fill_model, reset_adapter, seeded
+from chatgpt.nn.trunk import base_model
 
 HUB_OPTIONS = ('revision', 'subfolder', 'cache_dir', 'local_files_only', 'token')
 """where a pretrained model comes from; all but `token` are kept in its `WeightsSource`"""
@@ -156,6 +158,16 @@ def add_lora(model: Any, rank: int, bias: str) -> None:
         reset_adapter(layer, seed, name)
 
 
+def trunk_of(model: Any) -> Any:
+    """The base model of `model`, with the record of where its weights come from. Raises ValueError for no transformers model."""
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f'model: a {type(model).__name__} given; it must be a transformers PreTrainedModel')
+    base, source = base_model(model), getattr(model, 'weights_source', None)
+    if base is not model and source is not None and not hasattr(base, 'weights_source'):
+        base.weights_source = replace(source, prefix=f'{model.base_model_prefix}.')  # type: ignore[assignment]
+    return base
+
+
 def load_causal_lm(pretrained: str | os.PathLike[str] | None = None, config: Any = None, **kwargs: Any) -> Any:
     """A causal language model; see `load_model`."""
     return load_model('AutoModelForCausalLM', pretrained, config, **kwargs)
@@ -182,8 +194,3 @@ def write_folder(model: Any, folder: str | os.PathLike[str], state_dict: dict[st
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def is_meta(module: nn.Module) -> bool:
-    """Whether weights are still to come."""
-    return any(p.is_meta for p in module.parameters())

@@ -2,8 +2,8 @@
 
 An adapted layer computes y = x W^T + b + (alpha / r) x A^T B^T (Hu et al. 2021, "LoRA", equation 3), A (r, in), B (out, r).
 `convert_to_lora` replaces `nn.Linear` and GPT-2's `Conv1D` in place. `weight` and `bias` stay the same parameters under the
-same names, with `lora_A` and `lora_B` beside them. loralib's own layers fold the adapter into the weight on `eval()` and subtract it on
-`train()`, which rounds; these never do. Folding is `merge_lora`, and `unmerge_lora` puts the saved bits back.
+same names, with `lora_A` and `lora_B` beside them. loralib's own layers fold the adapter into the weight on `eval()` and
+subtract it on `train()`, which rounds; these never do. Folding is `merge_lora`, and `unmerge_lora` puts the saved bits back.
 
 While an adapter is folded, `state_dict()` still writes the base weight, so a saved file never holds the adapter twice.
 
@@ -163,9 +163,9 @@ def convert_to_lora(module: nn.Module, rank: int, *, alpha: float | None = None,
 
     `targets` names the layers: one or more patterns, each matching by its full module name, by the end of it after a dot
     (`'q_proj'`), as a glob (`'*.attn.*'`) or as a regular expression for the whole name. `None` takes every linear layer
-    inside the transformer blocks (below an `nn.ModuleList`), so no output or value head. `alpha=None` means alpha = rank, a scaling of 1.
-    `bias` trains no bias, every bias of `module`, or those of the adapted layers. Parameters outside `module` are not touched, so a
-    value head kept beside it goes on training. B starts at zero: outputs do not change.
+    inside the transformer blocks (below an `nn.ModuleList`), so no output or value head. `alpha=None` means alpha = rank, a
+    scaling of 1. `bias` trains no bias, every bias of `module`, or those of the adapted layers. Parameters outside `module` are
+    not touched, so a value head kept beside it goes on training. B starts at zero: outputs do not change.
 
     Raises ValueError, before anything is changed, for a rank outside 1..min(in, out), a pattern that matches no linear layer, a
     layer whose weight is shared with another module (folding would change both), an unknown bias mode, or a second conversion.
@@ -186,7 +186,9 @@ def convert_to_lora(module: nn.Module, rank: int, *, alpha: float | None = None,
     for name, layer in chosen.items():
         smaller = min(layer.weight.shape)
         if rank > smaller:
-            raise ValueError(f'LoRA rank: {rank} given, but {name} is {tuple(layer.weight.shape)}; the rank must be at most {smaller}')
+            raise ValueError(
+                f'LoRA rank: {rank} given, but {name} is {tuple(layer.weight.shape)}; the rank must be at most {smaller}'
+            )
     for name, layer in chosen.items():
         parent, _, child = name.rpartition('.')
         adapted = _REPLACED_BY[type(layer)](layer, rank, alpha=alpha or rank, dropout=dropout, bias_mode=bias)

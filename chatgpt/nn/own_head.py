@@ -37,7 +37,7 @@ class _GivenStates:
 
 
 @contextmanager
-def _returning(base: PreTrainedModel, hidden: Tensor) -> Iterator[None]:
+def _returning(base: nn.Module, hidden: Tensor) -> Iterator[None]:
     """Inside, `base(...)` gives `hidden` without computing anything."""
     own = vars(base).get('forward')
     base.forward = lambda *args, **kwargs: _GivenStates(hidden)

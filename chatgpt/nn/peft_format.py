@@ -124,8 +124,8 @@ def import_peft(module: nn.Module, folder: str | os.PathLike[str]) -> None:
 
     Which layers are adapted is read from the tensor names, so any way of naming targets works.
 
-    Raises ValueError for a folder without the two files, an adapter that is not plain LoRA, adapters already in place with another
-    rank or scaling, or names and shapes that do not fit the model.
+    Raises ValueError for a folder without the two files, an adapter that is not plain LoRA, adapters already in place with
+    another rank or scaling, or names and shapes that do not fit the model.
     """
     model = _hf_model(module)
     config, tensors = _read(Path(folder))
@@ -143,8 +143,8 @@ def import_peft(module: nn.Module, folder: str | os.PathLike[str]) -> None:
                         targets=_exactly(targets))  # fmt: skip
     first = next(iter(lora_layers(model).values()))
     if first.r != rank or not math.isclose(first.scaling, alpha / rank):
-        raise ValueError(f'import_peft: the adapter has rank {rank} and scaling {alpha / rank:g}, the model rank {first.r} and scaling '
-                         f'{first.scaling:g}; convert with rank={rank}, alpha={alpha:g}')  # fmt: skip
+        raise ValueError(f'import_peft: the adapter has rank {rank} and scaling {alpha / rank:g}, the model rank {first.r} '
+                         f'and scaling {first.scaling:g}; convert with rank={rank}, alpha={alpha:g}')  # fmt: skip
     load_lora_state_dict(model, state)
 
 
@@ -177,7 +177,9 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ValueError(f'import_peft: peft_type is {config.get("peft_type")!r}; only LORA can be read')
     for key, plain in _PLAIN.items():
         if key in config and config[key] not in plain:
-            raise ValueError(f'import_peft: {key}={config[key]!r} is not plain LoRA and cannot be read; export the adapter without it')
+            raise ValueError(
+                f'import_peft: {key}={config[key]!r} is not plain LoRA and cannot be read; export the adapter without it'
+            )
     rank = config.get('r')
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f'import_peft: r={rank!r} in {CONFIG_FILE}; it must be a positive integer')

@@ -5,17 +5,22 @@ A normalising bias (the mean score of reference answers, which is subtracted) is
 
 from __future__ import annotations
 
+import copy
 import json
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from chatgpt.nn import lora
-from chatgpt.nn.heads import in_fp32, reward_head
-from chatgpt.nn.loading import write_folder
-from chatgpt.nn.trunk import base_model, flat_hidden, hidden_size, looks_ahead, to_dtype_of
+from chatgpt.nn.heads import HEAD_FILE, SeededLinear, in_fp32, load_head, reward_head, save_head, set_state
+from chatgpt.nn.loading import add_lora, load_base_model, load_classifier, load_config, trunk_of, write_folder
+from chatgpt.nn.sources import WeightsSource, read_source_tensor
+from chatgpt.nn.trunk import base_model, flat_hidden, hidden_size, looks_ahead
 from chatgpt.types import Batch
 
 BIAS_KEY = 'score_bias'
@@ -25,138 +30,209 @@ class RewardModel(nn.Module):
     """A transformers base model with a head that scores a sequence.
 
     Args:
-        model: a base model; of a causal LM the trunk is taken.
-        value_head: (..., D) → (..., 1); None makes a linear one, weights N(0, 1/(D + 1)).
+        model: a base model; of a causal LM the trunk is taken. Or a whole sequence-classification model, without `value_head`: its own
+            logit is the score (of two labels, logit 1 minus logit 0). `from_pretrained` gives one for encoders with a pooler.
+        value_head: (..., D) → (..., 1); None makes a linear one, weights N(0, 1/(D + 1)), unless `model` is a whole classifier.
         lora_rank, lora_train_bias: as for `Actor`; the head is always trained.
     """
 
-    score_bias: Tensor
     model: Any  # transformers' PreTrainedModel, whose attributes nn.Module does not know
+    value_head: nn.Module | None
+    score_bias: Tensor
 
     def __init__(
         self, model: nn.Module, value_head: nn.Module | None = None, lora_rank: int = 0, lora_train_bias: str = 'none'
     ) -> None:
         super().__init__()
-        self.model = base_model(model)
-        self.value_head = value_head if value_head is not None else reward_head(hidden_size(self.model))
+        whole = value_head is None and _is_classifier(model)
+        self.model = model if whole else trunk_of(model)
+        if whole:
+            _check_labels(self.model.config.num_labels, type(model).__name__)
+            self.value_head = None
+        else:
+            self.value_head = value_head if value_head is not None else reward_head(hidden_size(self.model))
         self.register_buffer('score_bias', torch.zeros((), dtype=torch.float32))
         if lora_rank:
-            lora.convert_to_lora(self.model, lora_rank, bias=lora_train_bias)  # type: ignore[arg-type]
+            add_lora(self.model, lora_rank, lora_train_bias)
+            if whole:
+                _unfreeze_head(self.model)
 
     def forward(self, batch: Batch) -> Tensor:
         """Scores (B,) fp32: the head at the last real token of each sequence (an encoder's at its first), minus `score_bias`."""
+        if self.value_head is None:
+            return self._classifier_scores(batch) - self.score_bias
         states = flat_hidden(self.model, batch)
         width = batch.input_ids.shape[1]
         where = torch.arange(batch.num_sequences, device=states.device) * width if looks_ahead(self.model) else batch.last_index
         return in_fp32(self.value_head, states[where]) - self.score_bias
 
+    def _classifier_scores(self, batch: Batch) -> Tensor:
+        pad = self.model.config.get_text_config().pad_token_id
+        if pad is None and batch.num_sequences > 1:
+            name = type(self.model).__name__
+            raise ValueError(f'{name} has no pad_token_id, so it can score one sequence at a time; set config.pad_token_id')
+        ids = batch.input_ids.masked_fill(~batch.attention_mask, 0 if pad is None else pad)
+        logits = self.model(input_ids=ids, attention_mask=batch.attention_mask.long()).logits.float()
+        return logits[:, 0] if logits.shape[-1] == 1 else logits[:, 1] - logits[:, 0]
+
+    @torch.no_grad()
     def calibrate(self, mean: float) -> None:
-        """Make the mean score of reference answers 0: `mean` is theirs as scored now (arXiv 2403.17031)."""
+        """Make the mean score of reference answers 0: `mean` is theirs as scored now (arXiv 2403.17031). Adds to `score_bias`."""
         self.score_bias += mean
+
+    # ------------------------------------------------------------------ files
 
     @torch.no_grad()
     def save_pretrained(self, folder: str | Path, tokenizer: Any = None, *, state_dict: dict[str, Tensor] | None = None) -> None:
-        """A folder for `from_pretrained`, which `transformers.AutoModelForSequenceClassification` loads too.
+        """A folder for `from_pretrained`; where it can be, one that `transformers.AutoModelForSequenceClassification` loads too.
 
-        There a score is the one here plus `score_bias`, which stands in config.json. A bias of the head, which such models
-        do not have, is folded into `score_bias`.
+        It can be with a linear head on a causal architecture that has such a class (GPT-2, OPT, BLOOM, Llama and others). There a
+        score is the one here plus `score_bias` as config.json has it: a bias of the head, which such models do not have, is
+        folded into it. Such a model finds the last token by the padding id, which is taken from `tokenizer` or the config; without one
+        a warning says so. Elsewhere the folder holds the base model and the head beside it.
 
-        Raises:
-            ValueError: the head is not linear, or the architecture has no sequence-classification model.
+        Args:
+            state_dict: full weights by this module's parameter names, when they do not lie in the module itself.
         """
-        from transformers import AutoModelForSequenceClassification
-
-        if not isinstance(self.value_head, nn.Linear):
-            raise ValueError('save_pretrained writes reward models with a linear head; use strategy.save_model for others')
-        full = dict(state_dict) if state_dict is not None else dict(self.state_dict())
+        if state_dict is not None and lora.has_lora(self.model):
+            raise ValueError('save_pretrained with given weights cannot fold adapters in; merge them first')
+        full = dict(self.state_dict() if state_dict is None else state_dict)
         trunk = {k.removeprefix('model.'): v for k, v in full.items() if k.startswith('model.')}
         if lora.has_lora(self.model):
             trunk = lora.merged_state_dict(self.model)
-        weight, bias = full['value_head.weight'], full.get('value_head.bias')
-        config = type(self.model.config).from_dict(self.model.config.to_dict())
-        config.num_labels = 1
-        if config.pad_token_id is None:
-            config.pad_token_id = _pad_token(tokenizer, config)
-        shift = float(full[BIAS_KEY]) - (float(bias) if bias is not None else 0.0)
-        try:
-            with torch.device('meta'):
-                classifier = AutoModelForSequenceClassification.from_config(config)
-        except ValueError as error:
-            raise ValueError(f'{config.model_type} has no sequence-classification model in transformers: {error}') from None
-        prefix = f'{classifier.base_model_prefix}.'
-        names = {prefix + k: v.contiguous() for k, v in trunk.items()} | {'score.weight': weight.contiguous()}
-        missing = sorted(set(classifier.state_dict()) - set(names))
-        if missing:
-            raise ValueError(f'{type(classifier).__name__} has weights this reward model has not: {", ".join(missing[:3])}')
-        write_folder(classifier, folder, names)
+        head = {k.removeprefix('value_head.'): v for k, v in full.items() if k.startswith('value_head.')}
+        shift = float(full[BIAS_KEY])
+        classifier = self._empty_classifier(tokenizer)
+        if classifier is not None:
+            bias = head.get('bias')
+            shift -= 0.0 if bias is None else float(bias)
+            names = {f'{classifier.base_model_prefix}.{k}': v.contiguous() for k, v in trunk.items()}
+            write_folder(classifier, folder, names | {'score.weight': head['weight'].contiguous()})
+        else:
+            write_folder(self.model, folder, trunk)
+            if head:
+                save_head(head, folder)
         path = Path(folder, 'config.json')
         stored = json.loads(path.read_text())
         path.write_text(json.dumps(stored | {BIAS_KEY: shift}, indent=2, sort_keys=True) + '\n')
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
 
-    @classmethod
-    def from_pretrained(cls, folder: str | Path, *, trust_remote_code: bool = False, **kwargs: Any) -> RewardModel:
-        """A reward model from a folder of `save_pretrained`, or from any sequence-classification model.
+    def _empty_classifier(self, tokenizer: Any) -> Any:
+        """A sequence-classification model on the meta device that this reward model's tensors fit, or None."""
+        if not isinstance(self.value_head, nn.Linear) or looks_ahead(self.model):
+            return None
+        if type(self.model.config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            return None
+        config = copy.deepcopy(self.model.config)
+        config.num_labels = 1
+        _set_pad_token(config, tokenizer)
+        with torch.device('meta'):
+            classifier = AutoModelForSequenceClassification.from_config(config)
+        own = {f'{classifier.base_model_prefix}.{name}' for name in _state_names(self.model)}
+        return classifier if set(classifier.state_dict()) == own | {'score.weight'} else None
 
-        With one label its logit is the score; with two it is logit 1 minus logit 0.
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | Path, *, value_head: nn.Module | None = None, lora_rank: int = 0, lora_train_bias: str = 'none', **options: Any
+    ) -> RewardModel:
+        """A reward model from a folder of `save_pretrained`, or from any sequence-classification model with one label or two.
+
+        With one label its logit is the score; with two it is logit 1 minus logit 0. `options` are those of
+        `chatgpt.nn.loading.load_model`.
 
         Raises:
-            ValueError: the classifier has another number of labels, or its head is more than a linear layer on one position.
+            ValueError: the folder holds no trained head, or the classifier has another number of labels.
         """
-        from chatgpt.nn.loading import load_classifier
-
-        classifier = load_classifier(str(folder), trust_remote_code=trust_remote_code)
-        head = getattr(classifier, 'score', None)
-        if head is None and looks_ahead(base_model(classifier)):
-            head = _encoder_head(classifier)
-        if not isinstance(head, nn.Module):
-            raise ValueError(f'{type(classifier).__name__} has no score head that a RewardModel could take over')
-        if isinstance(head, nn.Linear):
-            head = _single_output(head, str(folder))
-        model = cls(base_model(classifier), head, **kwargs)
-        model.score_bias.fill_(float(getattr(classifier.config, BIAS_KEY, 0.0)))
+        parts = cls._load_pretrained(folder, **options)
+        if value_head is None and parts.head is None and not _is_classifier(parts.model):
+            raise ValueError(
+                f'{str(folder)!r} holds a {type(parts.model).__name__} without a trained score head; for a new head use '
+                'AutoRM(pretrained=...), or give value_head'
+            )
+        model = cls.__new__(cls)
+        RewardModel.__init__(model, parts.model, value_head or parts.head, lora_rank, lora_train_bias)
+        set_state(model, {BIAS_KEY: torch.tensor(parts.bias)})
         return model
 
-
-class _EncoderHead(nn.Module):
-    """The classification head of an encoder: whatever it does to the first token's state, then one number."""
-
-    def __init__(self, stages: nn.Sequential) -> None:
-        super().__init__()
-        self.stages = stages
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        # Poolers take (B, S, D) and read position 0.
-        out = to_dtype_of(hidden, self)[:, None]
-        for stage in self.stages:
-            out = stage(out)
-        return out if out.shape[-1] == 1 else out[..., 1:] - out[..., :1]
+    @classmethod
+    def _load_pretrained(cls, folder: str | Path, **options: Any) -> ScorerParts:
+        return load_scorer(folder, **options)
 
 
-def _encoder_head(classifier: nn.Module) -> nn.Module:
-    stages = [m for m in (getattr(classifier, 'pooler', None), getattr(classifier, 'classifier', None)) if m is not None]
-    if not stages:
-        raise ValueError(f'{type(classifier).__name__} has no classification head that a RewardModel could take over')
-    return _EncoderHead(nn.Sequential(*stages))
+class ScorerParts(NamedTuple):
+    """What a reward model is built from."""
+
+    model: Any
+    head: nn.Module | None
+    """None: `model` is a whole classifier, or there is no trained head"""
+    bias: float
 
 
-def _single_output(head: nn.Linear, source: str) -> nn.Linear:
+def load_scorer(pretrained: str | Path, *, checkpoint: bool = False, **options: Any) -> ScorerParts:
+    """Base model, head and `score_bias` from a folder or hub name; a causal LM or base model comes without a head."""
+    config = load_config(pretrained, **{k: v for k, v in options.items() if k != 'attn_implementation'})
+    bias = float(getattr(config, BIAS_KEY, 0.0))
+    if Path(pretrained, HEAD_FILE).is_file() and hasattr(config, BIAS_KEY):
+        return ScorerParts(load_base_model(pretrained, checkpoint=checkpoint, **options), load_head(pretrained), bias)
+    if not any(name.endswith('ForSequenceClassification') for name in config.architectures or ()):
+        return ScorerParts(load_base_model(pretrained, checkpoint=checkpoint, **options), None, 0.0)
+    _check_labels(config.num_labels, str(pretrained))
+    classifier = load_classifier(pretrained, checkpoint=checkpoint, **options)
+    score = getattr(classifier, 'score', None)
+    base = trunk_of(classifier)
+    if not isinstance(score, nn.Linear) or looks_ahead(base):
+        return ScorerParts(classifier, None, bias)
+    return ScorerParts(base, _single_output(score, classifier.weights_source), bias)
+
+
+def _is_classifier(model: nn.Module) -> bool:
+    return isinstance(model, PreTrainedModel) and type(model).__name__.endswith('ForSequenceClassification')
+
+
+def _check_labels(number: int, source: str) -> None:
+    if number not in (1, 2):
+        raise ValueError(f'{source} has {number} labels; a reward model has 1, or 2 whose logit difference is the score')
+
+
+def _single_output(score: nn.Linear, source: WeightsSource) -> SeededLinear:
     """A head with one output: the logit, or the difference of two logits."""
-    if head.out_features not in (1, 2):
-        raise ValueError(f'{source} has {head.out_features} labels; a reward model has 1, or 2 whose logit difference is the score')
-    single = nn.Linear(head.in_features, 1)
-    weight = head.weight.detach().float()
-    bias = head.bias.detach().float() if head.bias is not None else torch.zeros(head.out_features)
-    with torch.no_grad():
-        single.weight.copy_(weight if head.out_features == 1 else weight[1:] - weight[:1])
-        single.bias.copy_(bias if head.out_features == 1 else bias[1:] - bias[:1])
-    return single
+    meta = score.weight.is_meta
+    weight = (read_source_tensor(source, 'score.weight') if meta else score.weight.detach()).float()
+    bias = torch.zeros(score.out_features)
+    if score.bias is not None:
+        bias = (read_source_tensor(source, 'score.bias') if meta else score.bias.detach()).float()
+    if score.out_features == 2:
+        weight, bias = weight[1:] - weight[:1], bias[1:] - bias[:1]
+    head = reward_head(score.in_features)
+    set_state(head, {'weight': weight, 'bias': bias})
+    return head
 
 
-def _pad_token(tokenizer: Any, config: Any) -> int:
+def _unfreeze_head(classifier: PreTrainedModel) -> None:
+    base = {id(p) for p in base_model(classifier).parameters()}
+    for parameter in classifier.parameters():
+        if id(parameter) not in base:
+            parameter.requires_grad_(True)
+
+
+def _state_names(model: nn.Module) -> set[str]:
+    names = lora.merged_state_dict(model) if lora.has_lora(model) else model.state_dict()
+    return set(names)
+
+
+def _set_pad_token(config: Any, tokenizer: Any) -> None:
     """The id by which transformers' classifiers find the last real token."""
-    if getattr(tokenizer, 'pad_token_id', None) is not None:
-        return int(tokenizer.pad_token_id)
-    eos = config.eos_token_id
-    return int(eos[0] if isinstance(eos, list) else eos) if eos is not None else 0
+    pad = getattr(tokenizer, 'pad_token_id', None)
+    config.pad_token_id = pad = config.pad_token_id if pad is None else int(pad)
+    eos = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    if pad is None:
+        warnings.warn(
+            'save_pretrained: no padding id known, so transformers will score one sequence at a time; pass tokenizer=', stacklevel=3
+        )
+    elif pad in eos:
+        warnings.warn(
+            f'save_pretrained: the padding id {pad} is an end token too, so transformers will read the score of an ended sequence one '
+            'token early; RewardModel.from_pretrained does not',
+            stacklevel=3,
+        )

@@ -1,9 +1,9 @@
 """Where a module's first weights come from, and how to get them one tensor at a time.
 
 A model built on the meta device has shapes and no numbers. It carries a `WeightsSource`: a folder or hub name with safetensors files, or
-the seed of a fresh model. `initial_tensors` yields its tensors by name, holding no more than one transformer block at a time,
-so that a sharded strategy can fill its shards. A fresh model's numbers come from (seed, block name), so they are the same whether the whole model
-is built at once or one block after another.
+the seed of a fresh model. `initial_tensors` yields its tensors by name, holding no more than one transformer block at a time, so that
+a sharded strategy can fill its shards. A fresh model's numbers come from (seed, block name), so they are the same whether the
+whole model is built at once or one block after another.
 
 Left out: pickled weight files, which are never read, and deciding who keeps which shard.
 """
@@ -180,7 +180,7 @@ class _Filler:
 
     def __init__(self, model: PreTrainedModel, source: WeightsSource) -> None:
         if not type(model).__module__.startswith('transformers.'):
-            raise ValueError(f'{type(model).__name__} comes with code of its own, so it cannot be built on the meta device; use an unsharded strategy')
+            raise ValueError(f'{type(model).__name__} comes with code of its own and cannot be built on the meta device; load it outside of it')
         self.model, self.source = model, source
         self.files = _TensorFiles(source) if source.kind == 'pretrained' else None
         self.aliases: dict[int, list[str]] = {}

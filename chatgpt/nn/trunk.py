@@ -18,6 +18,7 @@ from transformers.models.auto import modeling_auto
 
 from chatgpt.types import Batch
 
+
 class _NoPaddingWarning(logging.Filter):
     """Drops transformers' advice to pass an attention mask: on right-padded input a causal model needs none (see above)."""
 

@@ -127,10 +127,9 @@ class SlotCache(Cache):
         """Slots before the tokens of the next forward, as the longest row counts."""
         return self._past
 
-    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int = 0) -> tuple[int, int]:
-        """(slots that attention will see, offset of the first); older transformers hand over positions instead of their number."""
-        length = query_length if isinstance(query_length, int) else int(query_length.shape[0])
-        return self._past + length, 0
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """(slots that attention will see, offset of the first)."""
+        return self._past + query_length, 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self._past

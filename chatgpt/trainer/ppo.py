@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from chatgpt.batching import collate, filler
@@ -34,8 +33,8 @@ from chatgpt.trainer.config import NEEDS_CRITIC, PPOConfig
 from chatgpt.trainer.learning import TrainedModel, Work, generator_for, learn_batch, train_batches
 from chatgpt.trainer.ppo_loss import PPOLoss
 from chatgpt.trainer.ppo_metrics import PhaseMetrics, first_batch_metrics, rollout_metrics, value_metrics
-from chatgpt.trainer.ppo_setup import RatioGuard, given_samples, has_reference, sampling_for, split_kwargs
-from chatgpt.trainer.saving import save_pretrained
+from chatgpt.trainer.ppo_setup import RatioGuard, has_reference, sampling_for, split_kwargs
+from chatgpt.trainer.ppo_stepwise import StepwisePPO
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Batch, Experience, Prompt, Sample, Sequence
 
@@ -48,7 +47,7 @@ def collate_or_filler(records: list[Any]) -> Batch:
     return collate(records or [filler()])
 
 
-class PPOTrainer(Trainer):
+class PPOTrainer(StepwisePPO, Trainer):
     """Proximal policy optimisation (Schulman et al. 2017) of a language model on a reward.
 
     Args:
@@ -102,6 +101,7 @@ class PPOTrainer(Trainer):
         self._check_models(config, bare, initial_model)
         super().__init__(strategy, config, callbacks=callbacks, tokenizer=tokenizer, run_dir=run_dir)
         self.engine = engine if engine is not None else LocalEngine()
+        self.generate_kwargs = generate_kwargs
         self.sampling, self.stop_strings = sampling_for(bare, tokenizer, generate_kwargs)
         self.buffer = ReplayBuffer(config.buffer_limit, 'cpu' if config.buffer_cpu_offload else strategy.device)
         self.kl_controller = (
@@ -402,76 +402,3 @@ class PPOTrainer(Trainer):
         if metrics.get('perf/learn_s'):
             metrics['perf/learn_tokens_per_s'] = tokens * self.config.max_epochs / metrics['perf/learn_s']
         return metrics
-
-    # ------------------------------------------------------------------ by hand
-
-    def generate(self, queries: SequenceOf[Tensor] | SequenceOf[str], **generate_kwargs: Any) -> list[Tensor]:
-        """Responses of the current policy to this rank's `queries`: a list of (A,) int64 tensors.
-
-        Args:
-            queries: (P,) id tensors, or texts when the trainer has a tokenizer.
-            **generate_kwargs: override the trainer's sampling for this call.
-        """
-        prompts = list(as_prompts(list(queries), self.tokenizer))
-        sampling = replace(self.sampling, **generate_kwargs) if generate_kwargs else self.sampling
-        counts = self.strategy.all_gather_object(len(prompts))
-        first = self.samples_drawn + sum(counts[: self.strategy.rank])
-        indices = list(range(first, first + len(prompts)))
-        self.samples_drawn += sum(counts)
-        with self.clock.measure('collect'), self.strategy.full_model(self.actor) as policy:
-            self.engine.begin(cast('Actor', policy))
-            try:
-                samples = self.engine.generate(prompts, sampling, seed=self.strategy.seed, indices=indices, groups=indices)
-            finally:
-                self.engine.end()
-        return [s.response_ids for s in samples]
-
-    def step(
-        self,
-        queries: SequenceOf[Tensor] | SequenceOf[str],
-        responses: SequenceOf[Tensor],
-        scores: SequenceOf[float | Tensor],
-        response_masks: SequenceOf[Tensor] | None = None,
-    ) -> dict[str, float]:
-        """One learning phase on responses scored by the caller: this rank's share, all lists equally long.
-
-        Args:
-            queries: (P,) id tensors or texts.
-            responses: (A,) int64 tensors, the sampled tokens themselves.
-            scores: a number per response, or (A,) scores per token.
-            response_masks: (A,) bool, True = a token of the model's own; tool output and other turns are False.
-
-        Returns:
-            The metrics of the phase, named as in metrics.jsonl.
-        """
-        prompts = list(as_prompts(list(queries), self.tokenizer))
-        samples, checked = given_samples(prompts, responses, scores, response_masks, self.sampling)
-        counts = self.strategy.all_gather_object(len(samples))
-        first = self.samples_drawn + sum(counts[: self.strategy.rank])
-        for i, sample in enumerate(samples):
-            sample.index = sample.group = first + i
-            sample.version = self.phase
-            if self.tokenizer is not None:
-                self._decode(sample)
-        self.samples_drawn += sum(counts)
-        # These tokens may come from anywhere, so the log-probs the ratio is taken against are computed here.
-        settings = replace(self.maker.settings, recompute_logprobs=True)
-        with self.clock.measure('score'):
-            experiences = self.maker.make(samples, kl_coef=self.kl_controller.value, scores=checked, settings=settings)
-        self.buffer.append(experiences)
-        self.last_experiences = experiences
-        return self.learn_phase()
-
-    def log_stats(
-        self,
-        stats: Mapping[str, float],
-        batch: Mapping[str, SequenceOf[Any]] | None = None,
-        rewards: SequenceOf[float] | None = None,
-        columns_to_log: SequenceOf[str] = ('query', 'response'),
-    ) -> None:
-        """Hand the numbers of a `step`, and rows of a batch, to the callbacks' sample tables."""
-        self.callbacks.on_log(self, dict(stats), batch or {}, list(rewards or ()), list(columns_to_log))
-
-    def save_pretrained(self, path: str | Path) -> None:
-        """Write the actor as a Hugging Face folder (adapters folded in), with the tokenizer when there is one."""
-        save_pretrained(self.strategy, self.actor, path, tokenizer=self.tokenizer)

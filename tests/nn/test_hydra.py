@@ -26,7 +26,8 @@ IDS = torch.tensor([[5, 9, 3, 17, 40], [8, 8, 21, 2, 33]])
 LAYERS = 3
 
 NEOX_LIKE = {'vocab_size': 64, 'hidden_size': 16, 'intermediate_size': 24, 'num_hidden_layers': LAYERS, 'num_attention_heads': 2,
-             'max_position_embeddings': 32, 'initializer_range': 0.1, 'bos_token_id': 1, 'eos_token_id': 2, 'pad_token_id': 0}  # fmt: skip
+             'max_position_embeddings': 32, 'initializer_range': 0.1, 'bos_token_id': 1, 'eos_token_id': 2,
+             'pad_token_id': 0}  # fmt: skip
 GPT_LIKE = {'vocab_size': 64, 'n_embd': 16, 'n_layer': LAYERS, 'n_head': 2, 'n_positions': 32, 'initializer_range': 0.1,
             'bos_token_id': 1, 'eos_token_id': 2}  # fmt: skip
 
@@ -181,7 +182,9 @@ def test_mistakes_are_refused_and_leave_the_model_alone() -> None:
         assert not has_hydra(owner) and all(p.requires_grad for p in owner.parameters())
     with pytest.raises(ValueError, match='no transformers model'):
         make_hydra(nn.Linear(2, 2), 1)
-    t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=32, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
+    t5 = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=32, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    )
     with pytest.raises(ValueError, match='T5ForConditionalGeneration is not supported; supported are GPT-2'):
         make_hydra(Owner(t5), 1)
     with pytest.raises(ValueError, match='already has a reference branch'):

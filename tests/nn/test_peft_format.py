@@ -67,7 +67,9 @@ def test_peft_loads_what_we_write(peft: Any, family: str, mode: str, tmp_path: P
 
 def test_peft_loads_a_partial_adapter_onto_the_same_layers(peft: Any, tmp_path: Path) -> None:
     base = tiny_causal_lm('gpt2', hidden=16)
-    model = adapted(base, targets=[r'transformer\.h\.1\.attn\.c_attn', 'c_fc'])  # c_proj exists twice in a block, c_attn in h.0 too
+    model = adapted(
+        base, targets=[r'transformer\.h\.1\.attn\.c_attn', 'c_fc']
+    )  # c_proj exists twice in a block, c_attn in h.0 too
     export_peft(model, tmp_path)
     theirs = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)
     torch.testing.assert_close(logits(theirs), logits(model), rtol=1e-5, atol=1e-6)
@@ -76,11 +78,13 @@ def test_peft_loads_a_partial_adapter_onto_the_same_layers(peft: Any, tmp_path: 
 
 
 @pytest.mark.parametrize('rslora', [False, True])
-@pytest.mark.parametrize(('family', 'targets'), [('gpt2', ['c_attn', 'c_fc']), ('llama', ['q_proj', 'v_proj']), ('llama', 'all-linear')])
+@pytest.mark.parametrize(
+    ('family', 'targets'), [('gpt2', ['c_attn', 'c_fc']), ('llama', ['q_proj', 'v_proj']), ('llama', 'all-linear')]
+)
 def test_we_load_what_peft_writes(peft: Any, family: str, targets: Any, rslora: bool, tmp_path: Path) -> None:
     base = tiny_causal_lm(family, hidden=16)
-    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=targets, use_rslora=rslora, bias='lora_only', task_type='CAUSAL_LM',
-                             fan_in_fan_out=family == 'gpt2')  # fmt: skip
+    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=targets, use_rslora=rslora, bias='lora_only',
+                             task_type='CAUSAL_LM', fan_in_fan_out=family == 'gpt2')  # fmt: skip
     theirs = peft.get_peft_model(copy.deepcopy(base), config).eval()
     disturb(theirs)
     theirs.save_pretrained(tmp_path)

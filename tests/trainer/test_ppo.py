@@ -189,6 +189,19 @@ def test_generate_then_step():
     assert not torch.equal(before, weights(trainer))
 
 
+def test_generate_takes_lengths_prompts_and_the_reference():
+    trainer = make()
+    queries = prompts(4)
+    lengths = iter([1, 3, 2, 3])
+    own, ref = trainer.generate(queries, length_sampler=lambda: next(lengths), generate_ref_response=True, eos_token_id=[])
+    assert [len(r) for r in own] == [1, 3, 2, 3]
+    assert all(torch.equal(a, b) for a, b in zip(own, ref, strict=True))  # nothing was learned yet, and the draws are the same
+    whole = trainer.generate(queries[1], return_prompt=True)[0]
+    assert torch.equal(whole[: len(queries[1])], queries[1])
+    with pytest.raises(ValueError, match='unknown'):
+        trainer.generate(queries, temprature=1.0)
+
+
 def test_tokens_outside_the_response_mask_count_nowhere():
     masks = [torch.tensor([True, False, False, True])] * 4
     queries = [torch.tensor([3, 4])] * 4

@@ -157,7 +157,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         else:
             self._same_on_all_ranks(model)
             tensors = [(name, parameter.data) for name, parameter in model.named_parameters()]
-        buffers = {(module, key): buffer for module in model.modules() for key, buffer in module._buffers.items()}
+        buffers = [(m, key, buffer.detach()) for m in model.modules() for key, buffer in m._buffers.items() if buffer is not None]
         frozen_by_gemini = optimizer is None and self.stage == 3
         if frozen_by_gemini:
             model.requires_grad_(True)  # Gemini cuts only what requires a gradient over ranks
@@ -165,9 +165,8 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         wrapped, boosted, *_ = Booster(plugin=plugin).boost(model, optimizer)
         if frozen_by_gemini:
             model.requires_grad_(False)
-        for (module, key), buffer in buffers.items():
-            if buffer is not None:  # upstream rounds them; rotary frequencies and the like lose their meaning in 16 bits
-                module._buffers[key] = buffer.to(self.device)
+        for module, key, buffer in buffers:  # upstream rounds them; rotary frequencies and the like lose their meaning in 16 bits
+            module._buffers[key] = buffer.to(self.device)
         engine: Engine
         if optimizer is None:
             engine = GeminiFrozen(wrapped) if self.stage == 3 else Engine(wrapped)
@@ -250,7 +249,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
                 'use HybridAdam of colossalai.nn.optimizer, or strategy.make_optimizer(parameters, lr)'
             )
         if kind is FusedAdam and self.placement_policy != 'cuda':
-            raise ValueError(f'prepare: FusedAdam steps on a GPU only; use HybridAdam under placement_policy={self.placement_policy!r}')
+            raise ValueError(f'prepare: FusedAdam cannot step under placement_policy={self.placement_policy!r}; use HybridAdam')
         on_gpu = self.placement_policy == 'cuda' and self.device.type == 'cuda'
         if kind is CPUAdam and on_gpu and self.uses_loss_scaling:
             raise ValueError("prepare: CPUAdam cannot unscale fp16 gradients on a GPU; use HybridAdam, or placement_policy='cpu'")

@@ -1,0 +1,147 @@
+"""PPO driven by hand: `generate`, score however you like, then `step`. The loop is the caller's.
+
+Left out: `fit`, which drives the same verbs (`chatgpt.trainer.ppo`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from chatgpt.dataset.prompts import as_prompts
+from chatgpt.trainer.ppo_setup import given_samples, sampling_for
+from chatgpt.trainer.saving import save_pretrained
+from chatgpt.types import Prompt, Sample
+
+if TYPE_CHECKING:
+    from chatgpt.nn import Actor
+    from chatgpt.rollout import SamplingParams
+    from chatgpt.trainer.ppo import PPOTrainer
+
+
+class StepwisePPO:
+    """The step-wise half of `PPOTrainer`, which is what `self` is. On several ranks each gives and gets its own share."""
+
+    def generate(
+        self: Any,
+        queries: Tensor | SequenceOf[Tensor] | SequenceOf[str],
+        *,
+        length_sampler: Callable[[], int] | None = None,
+        return_prompt: bool = False,
+        generate_ref_response: bool = False,
+        **generate_kwargs: Any,
+    ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
+        """Responses of the current policy: a list of (A,) int64 tensors.
+
+        Args:
+            queries: (P,) id tensors, or texts when the trainer has a tokenizer; one tensor counts as a list of one.
+            length_sampler: called once per query; its number is that response's limit of new tokens.
+            return_prompt: put the prompt's tokens before the response's.
+            generate_ref_response: also generate with the initial model; then a pair of lists is returned.
+            **generate_kwargs: generation settings that replace the trainer's for this call.
+
+        Raises:
+            ValueError: an unknown setting, a prompt without room for a response, no initial model to generate with.
+        """
+        prompts = list(as_prompts([queries] if isinstance(queries, Tensor) else list(queries), self.tokenizer))
+        kwargs = self.generate_kwargs | generate_kwargs
+        sampling, _ = sampling_for(cast(Any, self.strategy.unwrap(self.actor)), self.tokenizer, kwargs)
+        limits = [sampling.max_new_tokens] * len(prompts) if length_sampler is None else [length_sampler() for _ in prompts]
+        if generate_ref_response and self.maker.initial_model is None:
+            raise ValueError('generate_ref_response needs an initial_model of its own')
+        counts = self.strategy.all_gather_object(len(prompts))
+        first = self.samples_drawn + sum(counts[: self.strategy.rank])
+        self.samples_drawn += sum(counts)
+        models = [self.actor] + ([self.maker.initial_model] if generate_ref_response else [])
+        answers = [_responses(self, cast(nn.Module, m), prompts, sampling, limits, first, return_prompt) for m in models]
+        return (answers[0], answers[1]) if generate_ref_response else answers[0]
+
+    def step(
+        self: Any,
+        queries: SequenceOf[Tensor] | SequenceOf[str],
+        responses: SequenceOf[Tensor],
+        scores: SequenceOf[float | Tensor],
+        response_masks: SequenceOf[Tensor] | None = None,
+    ) -> dict[str, float]:
+        """One learning phase on responses scored by the caller: this rank's share, all lists equally long.
+
+        Args:
+            queries: (P,) id tensors or texts.
+            responses: (A,) int64 tensors, the sampled tokens themselves.
+            scores: a number per response, or (A,) scores per token.
+            response_masks: (A,) bool, True = a token of the model's own; tool output and other turns are False.
+
+        Returns:
+            The metrics of the phase, named as in metrics.jsonl.
+
+        Raises:
+            ValueError: lists of different lengths, an empty response, a score that is not finite.
+        """
+        prompts = list(as_prompts(list(queries), self.tokenizer))
+        samples, checked = given_samples(prompts, responses, scores, response_masks, self.sampling)
+        counts = self.strategy.all_gather_object(len(samples))
+        first = self.samples_drawn + sum(counts[: self.strategy.rank])
+        for i, sample in enumerate(samples):
+            sample.index = sample.group = first + i
+            sample.version = self.phase
+            if self.tokenizer is not None:
+                self._decode(sample)
+        self.samples_drawn += sum(counts)
+        # These tokens may come from anywhere, so the log-probs the ratio is taken against are computed here.
+        settings = replace(self.maker.settings, recompute_logprobs=True)
+        with self.clock.measure('score'):
+            experiences = self.maker.make(samples, kl_coef=self.kl_controller.value, scores=checked, settings=settings)
+        self.buffer.append(experiences)
+        self.last_experiences = experiences
+        return self.learn_phase()
+
+    def log_stats(
+        self: Any,
+        stats: Mapping[str, float],
+        batch: Mapping[str, SequenceOf[Any]] | None = None,
+        rewards: SequenceOf[float] | None = None,
+        columns_to_log: SequenceOf[str] = ('query', 'response'),
+    ) -> None:
+        """Hand the numbers of a `step`, and rows of a batch, to the callbacks' sample tables."""
+        self.callbacks.on_log(self, dict(stats), batch or {}, list(rewards or ()), list(columns_to_log))
+
+    def save_pretrained(self: Any, path: str | Path) -> None:
+        """Write the actor as a Hugging Face folder (adapters folded in), with the tokenizer when there is one."""
+        save_pretrained(self.strategy, self.actor, path, tokenizer=self.tokenizer)
+
+
+def _responses(
+    trainer: PPOTrainer,
+    model: nn.Module,
+    prompts: list[Prompt],
+    sampling: SamplingParams,
+    limits: SequenceOf[int | None],
+    first_index: int,
+    return_prompt: bool,
+) -> list[Tensor]:
+    """Responses of one model. Prompts of one limit go to the engine together; a draw depends on its sample index only."""
+    found: dict[int, Sample] = {}
+    with trainer.clock.measure('collect'), trainer.strategy.full_model(model) as policy:
+        trainer.engine.begin(cast('Actor', policy))
+        try:
+            for limit in sorted(set(limits), key=lambda n: n or 0):
+                positions = [i for i, n in enumerate(limits) if n == limit]
+                indices = [first_index + i for i in positions]
+                samples = trainer.engine.generate(
+                    [prompts[i] for i in positions],
+                    replace(sampling, max_new_tokens=limit),
+                    seed=trainer.strategy.seed,
+                    indices=indices,
+                    groups=indices,
+                )
+                found |= dict(zip(positions, samples, strict=True))
+        finally:
+            trainer.engine.end()
+    ordered = [found[i] for i in range(len(prompts))]
+    return [torch.cat([s.prompt_ids, s.response_ids]) if return_prompt else s.response_ids for s in ordered]

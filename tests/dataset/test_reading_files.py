@@ -1,0 +1,275 @@
+"""Bytes to records: every kind of file, the irregular ones, and the words of the errors."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chatgpt.dataset.reading import read_records
+from chatgpt.dataset.records import BadRecords
+
+
+def write(path: Path, text: str | bytes) -> Path:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def read(source, bad=None, **kw):
+    return [(r.data, r.where) for r in read_records(source, bad, **kw)]
+
+
+def skipping(source, **kw):
+    bad = BadRecords(skip=True)
+    return [r.data for r in read_records(source, bad, **kw)], bad
+
+
+# --- csv
+
+
+def test_csv_with_bom_quoted_newlines_and_crlf(tmp_path):
+    path = write(tmp_path / 'a.csv', b'\xef\xbb\xbf"act","prompt"\r\n"x","one\r\ntwo"\r\n\r\n"y","say ""hi"", now"\r\n')
+    assert read(path) == [
+        ({'act': 'x', 'prompt': 'one\r\ntwo'}, f'{path}, line 2'),
+        ({'act': 'y', 'prompt': 'say "hi", now'}, f'{path}, line 5'),
+    ]
+
+
+@pytest.mark.parametrize(('name', 'text'), [('a.csv', 'a;b\n1;2,5\n'), ('a.tsv', 'a\tb\n1\t2,5\n'), ('a.csv', 'a\tb\n1\t2,5\n')])
+def test_other_delimiters(tmp_path, name, text):
+    assert read(write(tmp_path / name, text))[0][0] == {'a': '1', 'b': '2,5'}
+
+
+@pytest.mark.parametrize(
+    ('row', 'reason'),
+    [
+        (b'only one', '1 fields, but the header has 2'),
+        (b'a,b,c', '3 fields, but the header has 2'),
+        (b'"a"b,c', 'not valid csv'),
+        (b'a,\xff', 'not UTF-8'),
+    ],
+)
+def test_bad_csv_rows_are_named_or_skipped(tmp_path, row, reason):
+    path = write(tmp_path / 'a.csv', b'p,q\n1,2\n' + row + b'\n3,4\n')
+    with pytest.raises(ValueError, match=f'a.csv, line 3: {reason}'):
+        read(path)
+    rows, bad = skipping(path)
+    assert rows == [{'p': '1', 'q': '2'}, {'p': '3', 'q': '4'}]
+    assert bad.num_skipped == 1 and bad.reasons[0].startswith(f'{path}, line 3: {reason}')
+
+
+def test_csv_header_that_repeats_a_column(tmp_path):
+    with pytest.raises(ValueError, match='line 1: the header names prompt more than once'):
+        read(write(tmp_path / 'a.csv', 'prompt,prompt\n1,2\n'))
+
+
+# --- json
+
+
+ROWS = [{'a': 1, 'b': {'c': [{'d': 'x}{'}]}}, {'a': 2, 'b': 'line\nbreak "and quotes" \\'}, {'a': 3}]
+
+
+@pytest.mark.parametrize('suffix', ['.json', '.jsonl', '.ndjson'])
+@pytest.mark.parametrize(
+    'text',
+    [
+        '\n'.join(json.dumps(r) for r in ROWS),
+        '\n\n'.join(json.dumps(r) for r in ROWS) + '\n\n',
+        '\n'.join(json.dumps(r, indent=4) for r in ROWS),
+        '\n'.join(json.dumps(r, indent=0) for r in ROWS),
+        '\r\n'.join(json.dumps(r, indent=2).replace('\n', '\r\n') for r in ROWS),
+        ' '.join(json.dumps(r) for r in ROWS),
+        ''.join(json.dumps(r, indent=1) for r in ROWS),
+        json.dumps(ROWS),
+        json.dumps(ROWS, indent=2),
+        '\ufeff' + json.dumps(ROWS, indent=2),
+        '\ufeff' + '\n'.join(json.dumps(r) for r in ROWS),
+        '\n'.join('  ' + json.dumps(r) for r in ROWS),
+    ],
+    ids=['lines', 'blank-lines', 'pretty', 'pretty-no-indent', 'crlf', 'one-line', 'touching', 'array', 'pretty-array', 'bom', 'bom-2', 'in'],
+)
+def test_every_layout_of_json_gives_the_same_rows(tmp_path, suffix, text):
+    assert [r[0] for r in read(write(tmp_path / f'a{suffix}', text))] == ROWS
+
+
+def test_lines_of_pretty_objects_are_those_of_their_braces(tmp_path):
+    path = write(tmp_path / 'a.jsonl', '{\n  "a": 1\n}\n\n{\n  "a": 2\n}\n{"a": 3}\n')
+    assert [where for _, where in read(path)] == [f'{path}, line {n}' for n in (1, 5, 8)]
+    path = write(tmp_path / 'a.json', '[\n{"a": 1},\n\n{\n"a": 2}]')
+    assert [where for _, where in read(path)] == [f'{path}, line {n}' for n in (2, 4)]
+
+
+@pytest.mark.parametrize(
+    ('broken', 'reason'),
+    [
+        ('{"a": "x', 'not valid JSON: Unterminated string'),
+        ('{"a": "x"', r"not valid JSON: Expecting ',' delimiter \(it breaks off\)"),
+        ('{"a": ', r'not valid JSON: Expecting value \(it breaks off\)'),
+        ("{'a': 1}", 'not valid JSON: Expecting property name'),
+        ('hello', 'not valid JSON: Expecting value'),
+        ('[1, 2]', 'a JSON list, where an object is needed'),
+        ('7', 'a JSON int, where an object is needed'),
+        ('{"a": 1, }', 'not valid JSON: '),
+    ],
+)
+def test_a_broken_line_costs_only_itself(tmp_path, broken, reason):
+    path = write(tmp_path / 'a.jsonl', '{"a": 1}\n' + broken + '\n{"a": 2}\n{"a": 3}\n')
+    with pytest.raises(ValueError, match=f'a.jsonl, line 2: {reason}'):
+        read(path)
+    rows, bad = skipping(path)
+    assert rows == [{'a': 1}, {'a': 2}, {'a': 3}] and bad.num_skipped == 1
+
+
+def test_a_broken_pretty_object_costs_only_itself(tmp_path):
+    whole = json.dumps({'a': 1, 'b': [1, 2]}, indent=2)
+    path = write(tmp_path / 'a.jsonl', whole + '\n' + whole.replace('"b": [', '"b" [') + '\n' + whole + '\n')
+    rows, bad = skipping(path)
+    assert rows == [{'a': 1, 'b': [1, 2]}] * 2 and bad.num_skipped == 1
+    assert bad.reasons[0].startswith(f'{path}, line 8: not valid JSON')  # an object is 7 lines long
+
+
+def test_bytes_that_are_not_utf8(tmp_path):
+    rows, bad = skipping(write(tmp_path / 'a.jsonl', b'{"a": 1}\n{"a": "\xff"}\n{"a": 2}\n'))
+    assert rows == [{'a': 1}, {'a': 2}] and bad.reasons[0].endswith('line 2: not UTF-8')
+    with pytest.raises(ValueError, match='line 2: not UTF-8'):
+        read(write(tmp_path / 'a.json', b'[{"a": 1},\n{"a": "\xff"}]'))
+
+
+@pytest.mark.parametrize(
+    ('text', 'reason'),
+    [
+        ('[{"a": 1},\n{"a": 2}', 'line 2: not valid JSON from here on: a comma or the closing bracket is missing'),
+        ('[{"a": 1},\n{"a" 2}]', 'line 2: not valid JSON from here on'),
+        ('[{"a": 1}\n{"a": 2}]', 'line 2: not valid JSON from here on: a comma'),
+        ('[{"a": 1}]\n{"a": 2}', 'line 1: more text after the end of the array'),
+    ],
+)
+def test_a_broken_array_stops_even_when_skipping(tmp_path, text, reason):
+    with pytest.raises(ValueError, match=reason):
+        skipping(write(tmp_path / 'a.json', text))
+
+
+def test_array_elements_that_are_no_objects(tmp_path):
+    path = write(tmp_path / 'a.json', '[{"a": 1},\n 7,\n "a text"]')
+    rows, bad = skipping(path)
+    assert rows == [{'a': 1}, {'text': 'a text'}] and bad.reasons == [f'{path}, line 2: a JSON int, where an object is needed']
+
+
+def test_rows_under_a_key(tmp_path):
+    path = write(tmp_path / 'a.json', json.dumps({'type': 'x', 'data': [{'a': 1}, {'a': 2}]}))
+    assert read(path) == [({'a': 1}, f'{path}, data[0]'), ({'a': 2}, f'{path}, data[1]')]
+    assert read(write(tmp_path / 'b.json', '{"prompt": "only one"}'))[0][0] == {'prompt': 'only one'}
+
+
+# --- other kinds
+
+
+def test_parquet_gz_and_folder(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{'a': 1, 'turns': [{'role': 'user', 'content': 'hi'}]}, {'a': 2, 'turns': []}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / 'b.parquet')
+    assert read(tmp_path / 'b.parquet') == [(rows[0], f'{tmp_path}/b.parquet, row 1'), (rows[1], f'{tmp_path}/b.parquet, row 2')]
+    with gzip.open(tmp_path / 'a.jsonl.gz', 'wt') as file:
+        file.write('{"a": 0}\n')
+    assert [r['a'] for r, _ in read(tmp_path)] == [0, 1, 2]  # the folder's files in the order of their names
+    assert [r['a'] for r, _ in read([tmp_path / 'b.parquet', tmp_path / 'a.jsonl.gz'])] == [1, 2, 0]
+    with pytest.raises(ValueError, match='bad.parquet: not a parquet file'):
+        read(write(tmp_path / 'bad.parquet', 'no'))
+
+
+def test_text_by_blank_lines_lines_or_whole(tmp_path):
+    path = write(tmp_path / 'a.txt', 'one\nstill one\n\n \n\ntwo\n')
+    assert read(path) == [({'text': 'one\nstill one'}, f'{path}, line 1'), ({'text': 'two'}, f'{path}, line 6')]
+    assert [r['text'] for r, _ in read(path, text_separator='\n')] == ['one', 'still one', 'two']
+    assert [r['text'] for r, _ in read(path, text_separator='still')] == ['one', 'one\n\n \n\ntwo']
+    assert [r['text'] for r, _ in read(path, text_separator='')] == ['one\nstill one\n\n \n\ntwo']
+
+
+def test_objects_in_memory(tmp_path):
+    datasets = pytest.importorskip('datasets')
+    data = datasets.Dataset.from_list([{'a': 1}, {'a': 2}])
+    assert [r['a'] for r, _ in read(data)] == [1, 2]
+    assert [r['a'] for r, _ in read(data.to_iterable_dataset())] == [1, 2]
+    assert [r['a'] for r, _ in read(datasets.DatasetDict(train=data, test=data.select([1])), split='test')] == [2]
+    with pytest.raises(ValueError, match=r"no split 'x' among \['train'\]"):
+        read(datasets.DatasetDict(train=data), split='x')
+    data.save_to_disk(tmp_path / 'saved')
+    assert [r['a'] for r, _ in read(str(tmp_path / 'saved'))] == [1, 2]
+    assert read(['x', {'a': 1}]) == [({'text': 'x'}, 'data, row 1'), ({'a': 1}, 'data, row 2')]
+    with pytest.raises(ValueError, match='data, row 1: a int, where a dict of columns or a text is needed'):
+        read([3])
+
+
+def test_hub_names_go_through_datasets(monkeypatch):
+    datasets = pytest.importorskip('datasets')
+    calls = []
+
+    def load_dataset(*args, **kwargs):
+        calls.append((args, kwargs))
+        if args[0] == 'nobody/nothing':
+            raise ConnectionError('no\nnetwork')
+        return [{'prompt': 'x'}]
+
+    monkeypatch.setattr(datasets, 'load_dataset', load_dataset)
+    assert read('some/data', split='test', subset='en', streaming=True) == [({'prompt': 'x'}, 'data set some/data, row 1')]
+    assert calls == [(('some/data', 'en'), {'split': 'test', 'streaming': True})]
+    with pytest.raises(ValueError, match='^nobody/nothing: no such file, and no data set from the hub: ConnectionError: no network$'):
+        read('nobody/nothing')
+
+
+@pytest.mark.parametrize(
+    ('source', 'reason'),
+    [
+        ('missing.csv', 'missing.csv: no such file or folder'),
+        ('./missing', './missing: no such file or folder'),
+        ('a/b/c', 'a/b/c: no such file or folder'),
+        (Path('missing'), 'missing: no such file or folder'),
+        (7, 'data: cannot read a int; give a path, a hub name, a data set or a list of dicts'),
+        ([], 'data: there is no record in it'),
+    ],
+)
+def test_sources_that_are_none(source, reason):
+    with pytest.raises(ValueError, match=f'^{reason}$'):
+        read(source)
+
+
+@pytest.mark.parametrize(
+    ('name', 'text', 'reason'),
+    [
+        ('a.csv', '', 'the file is empty'),
+        ('a.json', '', 'the file is empty'),
+        ('a.jsonl', ' \n\n', 'there is no record in it'),
+        ('a.csv', 'prompt\n', 'there is no record in it'),
+        ('a.json', '[]', 'there is no record in it'),
+        ('a.txt', '\n\n', 'there is no record in it'),
+        ('a.xlsx', 'x', "unknown kind of file '.xlsx'; known are .csv"),
+    ],
+)
+def test_files_without_data(tmp_path, name, text, reason):
+    with pytest.raises(ValueError, match=f'{name}: {reason}'):
+        read(write(tmp_path / name, text))
+
+
+def test_a_missing_file_is_found_out_before_the_first_record():
+    with pytest.raises(ValueError, match='no such file'):
+        read_records('missing.csv')
+
+
+def test_large_files_are_read_as_they_are_used(tmp_path):
+    path = write(tmp_path / 'a.jsonl', '{"a": 1}\n' * 3 + 'broken\n')
+    records = read_records(path)
+    assert [next(records).data for _ in range(3)] == [{'a': 1}] * 3  # the broken line is not reached
+
+
+def test_datasets_is_imported_only_for_the_hub():
+    code = (
+        'import sys, chatgpt.dataset, chatgpt.dataset.embedded as e; list(chatgpt.dataset.load_examples(e.demo_corpus(3))); '
+        "sys.exit('datasets' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, '-c', code], cwd=Path(__file__).parents[2]).returncode == 0
