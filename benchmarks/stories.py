@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PHASES, SAMPLES = 40, 32
 SETTINGS = {
     'num_episodes': 1, 'max_timesteps': PHASES, 'update_timesteps': 1, 'experience_batch_size': SAMPLES, 'train_batch_size': 16,
-    'max_epochs': 4, 'lr': 2e-4, 'critic_lr': 2e-3, 'kl_coef': 0.2, 'kl_target': 11, 'kl_horizon': 100,
+    'max_epochs': 4, 'lr': 2e-4, 'critic_lr': 2e-3, 'kl_coef': 0.26,
     'max_new_tokens': 64, 'min_new_tokens': 64, 'sample_interval': PHASES - 1,
 }  # fmt: skip
 
@@ -117,7 +117,9 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 results.append(run(args.model, args.prompts, strategy, seed, Path(folder) / 'run'))
             r = results[-1]
-            summary = f'{r["first3"]:.2f} -> {r["last5"]:.2f} ({r["ratio"]:.1f}x), highest KL {r["kl_max"]:.1f}, {r["wall_s"]:.0f} s'
+            summary = (
+                f'{r["first3"]:.2f} -> {r["last5"]:.2f} ({r["ratio"]:.1f}x), highest KL {r["kl_max"]:.1f}, {r["wall_s"]:.0f} s'
+            )
             print(f'{strategy} seed {seed}: {summary}', flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.with_suffix('.json').write_text(json.dumps([{k: v for k, v in r.items() if k != 'samples'} for r in results]) + '\n')

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 from chatgpt.dataset.records import BadRecords, Record, open_bytes
 
 _WRAPPER_KEYS = ('data', 'instances', 'rows', 'examples')
+_OBJECT_END = re.compile(r'\}\s*(\{|$)')
 _BOM = b'\xef\xbb\xbf'
 
 
@@ -61,7 +63,8 @@ class _Broken(NamedTuple):
 def _decode_all(text: str) -> tuple[list[tuple[int, Any]], _Broken | None]:
     """The JSON values that stand one after the other in `text`, with their offsets, up to the first error."""
     values: list[tuple[int, Any]] = []
-    decoder, length = json.JSONDecoder(), len(text.rstrip())
+    text = text.rstrip()
+    decoder, length = json.JSONDecoder(), len(text)
     at = len(text) - len(text.lstrip())
     while at < length:
         try:
@@ -69,7 +72,7 @@ def _decode_all(text: str) -> tuple[list[tuple[int, Any]], _Broken | None]:
         except json.JSONDecodeError as error:
             # a string cannot go on in the next line, everything else can
             unfinished = error.pos >= length and not error.msg.startswith('Unterminated string')
-            return values, _Broken(at, error.msg, unfinished)
+            return values, _Broken(at, error.msg.removesuffix(' at').removesuffix(' starting'), unfinished)
         except RecursionError:
             return values, _Broken(at, 'nested too deeply', False)
         values.append((at, value))
@@ -79,41 +82,62 @@ def _decode_all(text: str) -> tuple[list[tuple[int, Any]], _Broken | None]:
     return values, None
 
 
+def _lines(path: Path, bad: BadRecords) -> Iterator[tuple[int, str]]:
+    with open_bytes(path) as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                yield number, (raw.removeprefix(_BOM) if number == 1 else raw).decode()
+            except UnicodeDecodeError:
+                bad.report(f'{path}, line {number}', 'not UTF-8')
+
+
+def _until_brace(lines: Iterator[tuple[int, str]], again: deque[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    """The lines up to the next one with a brace in its first column, which is put back."""
+    while (line := again.popleft() if again else next(lines, None)) is not None:
+        if line[1].startswith('{'):
+            again.appendleft(line)
+            return
+        yield line
+
+
 def _objects(path: Path, bad: BadRecords) -> Iterator[Record]:
     """Objects of a file that is not an array.
 
     A line that is a whole object is a record. A line that is a correct beginning is joined with the lines after it, up to the
-    next line that begins with a brace in the first column; if what comes then shows that the beginning was broken, only the
-    beginning is reported, and reading goes on at that line.
+    next line with a brace in its first column. If more lines show that the beginning was broken, only it is reported, and
+    reading goes on at that next line.
     """
-    held, held_line = '', 0
-    with open_bytes(path) as file:
-        for number, raw in enumerate(file, 1):
-            if number == 1:
-                raw = raw.removeprefix(_BOM)
-            try:
-                line = raw.decode()
-            except UnicodeDecodeError:
-                bad.report(f'{path}, line {number}', 'not UTF-8')
-                continue
-            if held and not line.startswith('{'):
-                held += line
-                continue
-            if held:
-                values, broken = _decode_all(held)
-                if broken is not None and broken.unfinished:
-                    _, joined = _decode_all(held + line)
-                    if joined is None or joined.unfinished:
-                        held += line
-                        continue
-                yield from _emit(values, broken, held, held_line, path, bad)
-            held, held_line = line, number
-            values, broken = _decode_all(held)
-            if broken is None or not broken.unfinished or not held.lstrip().startswith('{'):
-                yield from _emit(values, broken, held, held_line, path, bad)
-                held = ''
-    if held:
-        yield from _emit(*_decode_all(held), held, held_line, path, bad)
+    lines, again = _lines(path, bad), deque[tuple[int, str]]()
+    while True:
+        first = again.popleft() if again else next(lines, None)
+        if first is None:
+            return
+        number, text = first
+        taken: list[tuple[int, str]] = []  # the lines from the next brace on, should the beginning turn out broken
+        beginning, decoded = text, len(text)
+        values, broken = _decode_all(text)
+        while broken is not None and broken.unfinished and text.lstrip().startswith('{'):
+            more = again.popleft() if again else next(lines, None)
+            if more is not None:
+                text += more[1]
+                if taken or more[1].startswith('{'):
+                    taken.append(more)
+                else:
+                    beginning += more[1]
+                # decoding at every line would take time quadratic in the size of a large object
+                if not (_OBJECT_END.match(more[1]) or 0 < len(taken) <= 3 or len(text) >= 2 * decoded):
+                    continue
+            values, broken = _decode_all(text)
+            decoded = len(text)
+            if more is None:
+                break
+            if broken is not None and not broken.unfinished and not taken:
+                text += ''.join(line for _, line in _until_brace(lines, again))
+        if broken is not None and taken:
+            again.extendleft(reversed(taken))
+            text = beginning
+            values, broken = _decode_all(beginning)
+        yield from _emit(values, broken, text, number, path, bad)
 
 
 def _emit(

@@ -18,7 +18,7 @@ from chatgpt.dataset.json_records import json_records
 from chatgpt.dataset.records import BadRecords, Record, open_bytes
 
 SUFFIXES = ('.csv', '.tsv', '.json', '.jsonl', '.ndjson', '.parquet', '.txt')
-_HUB_NAME = re.compile(r'[\w.-]+(/[\w.-]+)?')
+_HUB_NAME = re.compile(r'\w[\w.-]*(/\w[\w.-]*)?')
 
 
 def read_records(

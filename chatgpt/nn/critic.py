@@ -64,12 +64,13 @@ class Critic(nn.Module):
         if reward_model.value_head is None:
             raise ValueError('from_reward_model: this reward model is a whole classifier without a value head; build a new Critic')
         head: Any = deepcopy(reward_model.value_head)
-        last = list(head)[-1] if isinstance(head, nn.Sequential) else head
+        last: Any = list(head)[-1] if isinstance(head, nn.Sequential) else head
         kept: dict[str, Tensor] = getattr(reward_model, 'initial_state', {})
         shift = kept.get('score_bias', torch.zeros(())) if reward_model.score_bias.is_meta else reward_model.score_bias
         if float(shift) != 0:
             with torch.no_grad():
-                (last.initial_state['bias'] if last.bias.is_meta else last.bias).sub_(shift)
+                bias = last.initial_state['bias'] if last.bias.is_meta else last.bias
+                bias.sub_(shift)
         critic = cls.__new__(cls)
         Critic.__init__(critic, deepcopy(reward_model.model), head, lora_rank, lora_train_bias)
         return critic

@@ -146,7 +146,7 @@ class _FamilyRM(_Family, RewardModel):
             parts = load_scorer(pretrained, checkpoint=checkpoint, **options)  # type: ignore[arg-type]
         RewardModel.__init__(self, parts.model, value_head or parts.head, lora_rank, lora_train_bias)
         if value_head is None:
-            set_state(self, {BIAS_KEY: torch.tensor(parts.bias)})
+            set_state(self, {BIAS_KEY: torch.tensor(parts.bias, device='cpu')})
 
     @classmethod
     def _load_pretrained(cls, folder: str | Path, **options: Any) -> ScorerParts:

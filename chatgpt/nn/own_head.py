@@ -37,24 +37,32 @@ class _GivenStates:
 
 
 @contextmanager
-def _returning(base: nn.Module, hidden: Tensor) -> Iterator[None]:
-    """Inside, `base(...)` gives `hidden` without computing anything."""
-    own = vars(base).get('forward')
-    base.forward = lambda *args, **kwargs: _GivenStates(hidden)
+def _returning(modules: list[nn.Module], hidden: Tensor) -> Iterator[None]:
+    """Inside, calling any of `modules` gives `hidden` without computing anything."""
+    own = [vars(module).get('forward') for module in modules]
+    for module in modules:
+        module.forward = lambda *args, **kwargs: _GivenStates(hidden)  # type: ignore[assignment]
     try:
         yield
     finally:
-        if own is None:
-            del base.forward
-        else:
-            base.forward = own
+        for module, forward in zip(modules, own, strict=True):
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+
+
+def _trunks(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules of which a causal LM's forward may call one: OPT calls the decoder inside of its base model."""
+    base, decoder = base_model(model), getattr(model, 'get_decoder', lambda: None)()
+    return [base] if decoder is None or decoder is base or decoder is model else [base, decoder]
 
 
 def own_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Logits (..., V) of a causal LM for final hidden states (..., D), by the model's own forward after its trunk."""
     rows = hidden.reshape(1, -1, hidden.shape[-1])
     ids = torch.zeros(rows.shape[:2], dtype=torch.int64, device=hidden.device)
-    with _returning(base_model(model), rows):
+    with _returning(_trunks(model), rows):
         logits = model.forward(input_ids=ids, use_cache=False, return_dict=True).logits
     return logits.reshape(*hidden.shape[:-1], logits.shape[-1])
 

@@ -52,6 +52,7 @@ class RewardModel(nn.Module):
         else:
             self.value_head = value_head if value_head is not None else reward_head(hidden_size(self.model))
         self.register_buffer('score_bias', torch.zeros((), dtype=torch.float32))
+        set_state(self, {BIAS_KEY: torch.zeros((), device='cpu')})
         if lora_rank:
             add_lora(self.model, lora_rank, lora_train_bias)
             if whole:
@@ -152,7 +153,7 @@ class RewardModel(nn.Module):
             )
         model = cls.__new__(cls)
         RewardModel.__init__(model, parts.model, value_head or parts.head, lora_rank, lora_train_bias)
-        set_state(model, {BIAS_KEY: torch.tensor(parts.bias)})
+        set_state(model, {BIAS_KEY: torch.tensor(parts.bias, device='cpu')})
         return model
 
     @classmethod
@@ -199,7 +200,7 @@ def _single_output(score: nn.Linear, source: WeightsSource) -> SeededLinear:
     """A head with one output: the logit, or the difference of two logits."""
     meta = score.weight.is_meta
     weight = (read_source_tensor(source, 'score.weight') if meta else score.weight.detach()).float()
-    bias = torch.zeros(score.out_features)
+    bias = torch.zeros(score.out_features, device='cpu')
     if score.bias is not None:
         bias = (read_source_tensor(source, 'score.bias') if meta else score.bias.detach()).float()
     if score.out_features == 2:

@@ -180,7 +180,7 @@ class _Filler:
 
     def __init__(self, model: PreTrainedModel, source: WeightsSource) -> None:
         if not type(model).__module__.startswith('transformers.'):
-            raise ValueError(f'{type(model).__name__} comes with code of its own and cannot be built on the meta device; load it outside of it')
+            raise ValueError(f'{type(model).__name__} comes with code of its own; it cannot be built on the meta device')
         self.model, self.source = model, source
         self.files = _TensorFiles(source) if source.kind == 'pretrained' else None
         self.aliases: dict[int, list[str]] = {}

@@ -39,8 +39,9 @@ def train(kind: str, options: dict[str, Any]) -> dict[str, Any]:
     strategy: Any = getattr(s, kind)(seed=3, device='cpu', **options)
     with strategy:
         config = tiny_config('gpt2', positions=48)
-        actor, critic = GPTActor(config=config), GPTCritic(config=config)
-        initial = deepcopy(actor)
+        with strategy.model_init_context():
+            actor, critic = GPTActor(config=config), GPTCritic(config=config)
+            initial = deepcopy(actor)
         (actor, actor_optim), (critic, critic_optim), initial = strategy.prepare(
             (actor, torch.optim.AdamW(actor.parameters(), lr=LR, eps=1e-5)),
             (critic, torch.optim.AdamW(critic.parameters(), lr=LR, eps=1e-5)),
@@ -61,7 +62,7 @@ def naive() -> dict[str, Any]:
     return train('NaiveStrategy', {})
 
 
-@pytest.mark.parametrize(('kind', 'options'), [('DDPStrategy', {}), ('FSDPStrategy', {}), ('FSDPStrategy', {'cpu_offload': True})])
+@pytest.mark.parametrize(('kind', 'options'), [('DDPStrategy', {}), ('FSDPStrategy', {}), ('FSDPStrategy', {'cpu_offload': True, 'meta_init': True})])
 def test_two_processes_equal_one(kind, options, naive):
     ranks = run_distributed(train, 2, kind, options)
     two = ranks[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
@@ -35,6 +36,9 @@ class FSDPStrategy(ProcessGroupStrategy):
         precision: dtype in which blocks are gathered and computed; shards, gradients and optimizer states stay fp32.
         cpu_offload: shards and optimizer states live in host memory, and the optimizer steps there.
         activation_checkpointing: recompute activations in the backward pass, in models that can.
+        meta_init: models built inside `model_init_context` stay on the meta device, and `prepare` fills their shards from the files or
+            seeds that they carry a record of (`chatgpt.nn` models do), one block at a time. So no rank ever holds a whole model while
+            building it. A module without such a record is refused by name.
     """
 
     sharded: ClassVar[bool] = True
@@ -46,12 +50,16 @@ class FSDPStrategy(ProcessGroupStrategy):
         *,
         cpu_offload: bool = False,
         activation_checkpointing: bool = False,
+        meta_init: bool = False,
         device: str | torch.device | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
         super().__init__(seed, precision, device=device, timeout_s=timeout_s)
         self.cpu_offload = cpu_offload
         self.activation_checkpointing = activation_checkpointing
+        self.meta_init = meta_init
+        # Our forwards return views of their results, and nothing writes into a result in place.
+        warnings.filterwarnings('ignore', message=r'FSDP2-wrapped module \(.*\) returned a view tensor')
         self._mesh = init_device_mesh(self.device.type, (self.world_size,))
         self._policy = MixedPrecisionPolicy(
             param_dtype=None if self.dtype is torch.float32 else self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -61,23 +69,49 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     # ------------------------------------------------------------------ models
 
+    def model_init_context(self) -> AbstractContextManager[Any]:
+        return torch.device('meta') if self.meta_init else nullcontext()
+
     def setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
         if self.activation_checkpointing and trained:
             _checkpoint_activations(model)
         skeleton = _with_parameters(model, {id(p): p.to('meta') for p in model.parameters()})
-        device = torch.device('cpu') if self.cpu_offload else self.device
-        self._same_weights(model)
-        model.to(device)
-        for buffer_owner in model.modules():  # buffers compute, and so never wait in host memory
-            for name, buffer in list(buffer_owner._buffers.items()):
-                if buffer is not None:
-                    buffer_owner._buffers[name] = buffer.to(self.device)
+        stream = _initial_tensors(model)
+        if stream is None:
+            self._same_weights(model)
+            model.to(torch.device('cpu') if self.cpu_offload else self.device)
+            for owner in model.modules():  # buffers compute, and so never wait in host memory
+                for name, buffer in list(owner._buffers.items()):
+                    if buffer is not None:
+                        owner._buffers[name] = buffer.to(self.device)
         offload = CPUOffloadPolicy(pin_memory=self.device.type == 'cuda') if self.cpu_offload else OffloadPolicy()
         for block in _blocks(model):
             fully_shard(block, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
         fully_shard(model, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
+        if stream is not None:
+            self._materialise(model, stream)
         self._skeletons[id(model)] = skeleton
         return model
+
+    @torch.no_grad()
+    def _materialise(self, model: nn.Module, stream: Iterator[tuple[str, Tensor]]) -> None:
+        """Give a sharded meta module its numbers: every rank goes through the same tensors and keeps its part of each."""
+        model.to_empty(device='cpu' if self.cpu_offload else self.device)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        filled: set[int] = set()
+        for name, tensor in stream:
+            if name not in parameters:
+                owner_name, _, buffer_name = name.rpartition('.')
+                model.get_submodule(owner_name)._buffers[buffer_name] = tensor.to(self.device, copy=True)
+                continue
+            target = parameters[name]
+            filled.add(id(target))
+            start, stop = _range(target) if isinstance(target, DTensor) else (0, target.numel())
+            local = target.to_local() if isinstance(target, DTensor) else target
+            local.view(-1).copy_(tensor.reshape(-1)[start:stop])
+        missing = [name for name, parameter in parameters.items() if id(parameter) not in filled]
+        if missing:
+            raise ValueError(f'{type(model).__name__}: nothing says what these parameters start as: {", ".join(missing[:5])}')
 
     def _same_weights(self, model: nn.Module) -> None:
         """Every rank's shards come from rank 0's weights, one tensor at a time."""
@@ -112,9 +146,9 @@ class FSDPStrategy(ProcessGroupStrategy):
         for name, parameter in skeleton.named_parameters():
             weights[id(parameter)] = _full(sharded[name]).to(self.device, dtype)
         full = _with_parameters(skeleton, weights)
-        buffers = dict(module.named_buffers())
-        for name, buffer in full.named_buffers():
-            buffer.copy_(buffers[name])
+        for name, buffer in list(module.named_buffers()):
+            owner_name, _, buffer_name = name.rpartition('.')
+            full.get_submodule(owner_name)._buffers[buffer_name] = buffer.clone()
         return full.to(self.device)
 
     # ------------------------------------------------------------------ one optimizer step
@@ -205,6 +239,15 @@ class FSDPStrategy(ProcessGroupStrategy):
     def close(self) -> None:
         self._skeletons.clear()
         super().close()
+
+
+def _initial_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]] | None:
+    """The numbers that a model on the meta device starts with; None for one that has its numbers."""
+    if not any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        return None
+    from chatgpt.nn.sources import initial_tensors
+
+    return initial_tensors(model)
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

@@ -1,0 +1,359 @@
+"""The actor's log-probs, entropy, values and logits against slow loops over the model's own logits."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    CohereConfig,
+    Gemma2Config,
+    PhiConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from chatgpt.batching import collate
+from chatgpt.nn import Actor, GPTActor, critic_head, mlp_head
+from chatgpt.nn.lora import lora_layers
+from chatgpt.testing import FAMILIES, byte_tokenizer, tiny_causal_lm, tiny_config
+from chatgpt.types import Sequence
+
+LENGTHS = ((1, 1), (3, 2), (2, 7), (6, 1))
+
+
+def sequences(lengths=LENGTHS, seed=0, vocab=64):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(n):
+        return torch.randint(3, vocab, (n,), generator=generator)
+
+    return [Sequence(prompt_ids=draw(p), response_ids=draw(a), response_mask=torch.ones(a, dtype=torch.bool)) for p, a in lengths]
+
+
+def slow_logprobs(model, seqs, temperature=1.0, shift=0):
+    """log-probs and entropies, one token after another, from unpadded forwards in float64. `shift=1` reads one state too late."""
+    model = copy.deepcopy(model).double().eval()
+    logprobs, entropies = [], []
+    for s in seqs:
+        ids = torch.cat([s.prompt_ids, s.response_ids])[None]
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0] / temperature
+        for i, token in enumerate(s.response_ids.tolist()):
+            row = logits[len(s.prompt_ids) - 1 + i + shift].tolist()
+            top = max(row)
+            total = math.fsum(math.exp(x - top) for x in row)
+            logp = [x - top - math.log(total) for x in row]
+            logprobs.append(logp[token])
+            entropies.append(-math.fsum(math.exp(x) * x for x in logp))
+    return torch.tensor(logprobs, dtype=torch.float64), torch.tensor(entropies, dtype=torch.float64)
+
+
+def close(a, b, tolerance=2e-5):
+    return torch.allclose(a.double(), b.double(), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('temperature', [1.0, 0.7])
+def test_logprobs_and_entropy_are_those_of_the_models_own_logits(family, temperature):
+    model, seqs = tiny_causal_lm(family), sequences()
+    out = Actor(model)(collate(seqs), temperature=temperature, with_entropy=True)
+    logprobs, entropies = slow_logprobs(model, seqs, temperature)
+    assert out.logprobs.shape == (sum(a for _, a in LENGTHS),) and out.logprobs.dtype == torch.float32
+    assert close(out.logprobs, logprobs) and close(out.entropy, entropies)
+    assert out.values is None and out.logits is None
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_a_shifted_state_or_the_wrong_temperature_would_be_seen(family):
+    model, seqs = tiny_causal_lm(family), sequences()
+    got = Actor(model)(collate(seqs), temperature=0.7).logprobs
+    assert not close(got, slow_logprobs(model, seqs, 1.0)[0], 1e-2)
+    assert not close(got, slow_logprobs(model, [s for s in seqs for s in [s]], 0.7, shift=1)[0], 1e-2)
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('pad_id', [0, 2, 41])
+def test_padding_changes_nothing(family, pad_id):
+    actor, seqs = Actor(tiny_causal_lm(family)), sequences()
+    together = actor(collate(seqs, pad_id=pad_id)).logprobs
+    alone = torch.cat([actor(collate([s])).logprobs for s in seqs])
+    assert close(together, alone, 1e-5)
+    wide = collate([*seqs, *sequences([(30, 20)], seed=1)], pad_id=pad_id)
+    assert close(actor(wide).logprobs[: len(together)], alone, 1e-5)
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_left_padding_with_mask_and_positions_gives_the_same_states(family):
+    actor = Actor(tiny_causal_lm(family))
+    row = sequences([(5, 3)])[0]
+    ids = torch.cat([row.prompt_ids, row.response_ids])[None]
+    plain = actor.trunk(ids, position_ids=torch.arange(8)[None])
+    left = torch.cat([torch.zeros(1, 4, dtype=torch.int64), ids], 1)
+    mask = torch.tensor([[False] * 4 + [True] * 8])
+    positions = (mask.long().cumsum(1) - 1).clamp_min(0)
+    padded = actor.trunk(left, position_ids=positions, attention_mask=mask)[:, 4:]
+    assert close(padded, plain, 1e-5)
+    if family != 'bloom':  # whose attention knows only distances
+        wrong = actor.trunk(left, position_ids=torch.arange(12)[None], attention_mask=mask)[:, 4:]
+        assert not close(wrong, plain, 1e-3) or family == 'llama'  # rotary positions are relative
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_decoding_with_a_cache_sees_the_same_states(family):
+    from transformers import DynamicCache
+
+    actor = Actor(tiny_causal_lm(family))
+    ids = torch.tensor([[5, 9, 11, 4, 8]])
+    whole = actor.trunk(ids, position_ids=torch.arange(5)[None])
+    cache = DynamicCache(config=actor.config)
+    parts = [
+        actor.trunk(ids[:, a:b], position_ids=torch.arange(a, b)[None], past_key_values=cache) for a, b in ((0, 3), (3, 4), (4, 5))
+    ]
+    assert close(torch.cat(parts, 1), whole, 1e-5)
+    assert close(actor.head(whole), actor.model(ids).logits, 1e-5)
+
+
+def test_with_logits_gives_the_plain_logits_and_the_same_logprobs():
+    actor, batch = Actor(tiny_causal_lm('llama')), collate(sequences())
+    full = actor(batch, temperature=0.5, with_entropy=True, with_logits=True)
+    lean = actor(batch, temperature=0.5, with_entropy=True)
+    assert full.logits.shape == (batch.num_actions, 64)
+    own = actor.model(batch.input_ids).logits.flatten(0, 1)[batch.action_index]
+    assert close(full.logits, own)
+    assert close(full.logprobs, lean.logprobs) and close(full.entropy, lean.entropy)
+
+
+def test_gradients_reach_every_parameter_and_equal_those_of_whole_logits():
+    model, seqs = tiny_causal_lm('gpt2'), sequences()
+    actor, batch = Actor(model), collate(seqs)
+    actor(batch).logprobs.sum().backward()
+    got = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    logits = model(batch.input_ids).logits.flatten(0, 1)[batch.action_index]
+    (logits.gather(1, batch.action_ids[:, None])[:, 0] - logits.logsumexp(-1)).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(got[name], parameter.grad, atol=1e-4), name
+    assert got['transformer.wte.weight'].abs().sum() > 0
+
+
+# --- heads that are more than a linear map --------------------------------------------------------------------------
+
+
+def capped():
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, max_position_embeddings=64, final_logit_softcapping=2.0, attn_logit_softcapping=None, pad_token_id=0, sliding_window=16,
+        initializer_range=0.3,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, attn_implementation='eager').eval()
+
+
+def scaled():
+    torch.manual_seed(0)
+    config = CohereConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        max_position_embeddings=64, logit_scale=0.25, pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.3,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def biased():
+    torch.manual_seed(0)
+    config = PhiConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=64,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    nn.init.normal_(model.lm_head.bias)
+    return model
+
+
+@pytest.mark.parametrize(('make', 'linear'), [(capped, False), (scaled, False), (biased, True)])
+def test_models_whose_head_is_more_than_a_matrix(make, linear, monkeypatch):
+    model, seqs = make(), sequences()
+    actor = Actor(model)
+    assert actor._linear_head is linear
+    want, entropies = slow_logprobs(model, seqs, 0.8)
+    out = actor(collate(seqs), temperature=0.8, with_entropy=True)
+    assert close(out.logprobs, want) and close(out.entropy, entropies)
+    monkeypatch.setattr('chatgpt.functional.logprobs.CHUNK_ELEMENTS_CPU', 3 * 64)  # three rows at a time
+    assert close(actor(collate(seqs), temperature=0.8).logprobs, want)
+    assert 'forward' not in vars(model.base_model)
+
+
+def test_a_soft_cap_is_found_although_a_fresh_model_has_small_logits():
+    model = capped()
+    model.config.final_logit_softcapping = 30.0
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e-3)
+    assert Actor(model)._linear_head is False
+
+
+def test_taking_the_matrix_alone_would_be_seen():
+    model, seqs = capped(), sequences()
+    actor = Actor(model)
+    actor._linear_head = True
+    assert not close(actor(collate(seqs)).logprobs, slow_logprobs(model, seqs)[0], 1e-2)
+
+
+def test_gradients_flow_through_an_own_head():
+    model, seqs = capped(), sequences()
+    Actor(model)(collate(seqs)).logprobs.sum().backward()
+    got = model.lm_head.weight.grad.clone()
+    model.zero_grad()
+    batch = collate(seqs)
+    logits = model(batch.input_ids).logits.flatten(0, 1)[batch.action_index]
+    (logits.gather(1, batch.action_ids[:, None])[:, 0] - logits.logsumexp(-1)).sum().backward()
+    assert torch.allclose(got, model.lm_head.weight.grad, atol=1e-4)
+
+
+def test_the_check_leaves_modes_and_generator_alone():
+    model = tiny_causal_lm('gpt2', dropout=0.5)
+    model.train()
+    model.transformer.h[0].eval()
+    state = torch.get_rng_state()
+    Actor(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training and not model.transformer.h[0].training and model.transformer.h[1].training
+
+
+# --- value head, LoRA, refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('head', [critic_head(32), mlp_head(32), nn.Linear(32, 1)])
+def test_values_are_read_at_the_state_before_each_action(head):
+    model, seqs = tiny_causal_lm('gpt2'), sequences()
+    for parameter in head.parameters():
+        nn.init.normal_(parameter)
+    values = Actor(model, value_head=head)(collate(seqs)).values
+    want, late = [], []
+    for s in seqs:
+        with torch.no_grad():
+            states = model.transformer(torch.cat([s.prompt_ids, s.response_ids])[None]).last_hidden_state[0]
+            every = head(states)[:, 0].tolist()
+        for i in range(len(s.response_ids)):
+            want.append(every[len(s.prompt_ids) - 1 + i])
+            late.append(every[len(s.prompt_ids) + i])
+    assert values.dtype == torch.float32 and close(values, torch.tensor(want))
+    assert not close(values, torch.tensor(late), 1e-2)
+
+
+def test_values_are_fp32_under_autocast():
+    actor = Actor(tiny_causal_lm('llama'), value_head=True)
+    nn.init.normal_(actor.value_head.weight)
+    batch = collate(sequences())
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        out = actor(batch)
+        states = actor.model.model(batch.input_ids).last_hidden_state.flatten(0, 1)[batch.action_index]
+        rounded = actor.value_head(states)
+    assert out.values.dtype == out.logprobs.dtype == torch.float32
+    exact = states.double() @ actor.value_head.weight.double().T + actor.value_head.bias.double()
+    assert close(out.values, exact[:, 0], 1e-5) and not close(rounded[:, 0], exact[:, 0], 1e-5)
+
+
+def test_lora_starts_as_the_model_and_its_reference_is_the_model():
+    seqs = sequences()
+    plain = Actor(tiny_causal_lm('gpt2'))(collate(seqs)).logprobs
+    actor = Actor(tiny_causal_lm('gpt2'), lora_rank=2, value_head=True)
+    assert torch.equal(actor(collate(seqs)).logprobs, plain)
+    for layer in lora_layers(actor).values():
+        nn.init.normal_(layer.lora_B)
+    assert not close(actor(collate(seqs)).logprobs, plain, 1e-2)
+    with actor.adapter_disabled():
+        assert torch.equal(actor(collate(seqs)).logprobs, plain)
+    trained = {n for n, p in actor.named_parameters() if p.requires_grad}
+    assert trained and all('lora_' in n or n.startswith('value_head.') for n in trained)
+    assert {'value_head.weight', 'value_head.bias'} < trained
+
+
+def test_what_is_no_causal_model_is_refused():
+    small = {'hidden_size': 16, 'num_hidden_layers': 1, 'num_attention_heads': 2, 'intermediate_size': 16, 'vocab_size': 32}
+    with pytest.raises(ValueError, match='GPT2Model has none'):
+        Actor(tiny_causal_lm('gpt2').transformer)
+    with pytest.raises(ValueError, match='looks ahead'):
+        Actor(BertLMHeadModel(BertConfig(**small)))
+    assert Actor(BertLMHeadModel(BertConfig(**small, is_decoder=True)))
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+    with pytest.raises(ValueError, match='is an encoder-decoder'):
+        Actor(t5)
+    with pytest.raises(ValueError, match='it must give one number per state'):
+        Actor(tiny_causal_lm('gpt2'), value_head=nn.Linear(32, 2))(collate(sequences()))
+    with pytest.raises(ValueError, match='choose one'):
+        Actor(tiny_causal_lm('gpt2'), lora_rank=2, num_layers_unfrozen=1)
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_a_saved_actor_loads_in_transformers_and_here(family, tmp_path):
+    actor, tokenizer = Actor(tiny_causal_lm(family, vocab_size=259)), byte_tokenizer()
+    actor.save_pretrained(tmp_path, tokenizer)
+    ids = torch.tensor([[5, 9, 200]])
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(theirs(ids).logits, actor.model(ids).logits)
+    batch = collate(sequences(vocab=259))
+    assert torch.equal(Actor.from_pretrained(tmp_path).eval()(batch).logprobs, actor(batch).logprobs)
+    from transformers import AutoTokenizer
+
+    assert AutoTokenizer.from_pretrained(tmp_path)('a b')['input_ids'] == [97, 32, 98]
+
+
+def test_lora_is_folded_in_when_saved_and_left_alone_here(tmp_path):
+    actor, batch = Actor(tiny_causal_lm('llama'), lora_rank=2), collate(sequences())
+    for layer in lora_layers(actor).values():
+        nn.init.normal_(layer.lora_B)
+    before = {n: t.clone() for n, t in actor.state_dict().items()}
+    want = actor(batch).logprobs
+    actor.save_pretrained(tmp_path)
+    again = Actor.from_pretrained(tmp_path).eval()
+    assert not any('lora' in n for n in again.state_dict())
+    assert close(again(batch).logprobs, want, 1e-5)
+    with actor.adapter_disabled():
+        assert not close(actor(batch).logprobs, want, 1e-2)
+    assert all(torch.equal(t, before[n]) for n, t in actor.state_dict().items())
+
+
+@pytest.mark.parametrize('head', [critic_head, mlp_head])
+def test_the_value_head_is_saved_beside_the_model(head, tmp_path):
+    actor, batch = Actor(tiny_causal_lm('gpt2'), value_head=head(32)), collate(sequences())
+    for parameter in actor.value_head.parameters():
+        nn.init.normal_(parameter)
+    actor.save_pretrained(tmp_path)
+    assert (tmp_path / 'value_head.safetensors').is_file()
+    assert not list(tmp_path.glob('*.bin'))
+    for again in (Actor.from_pretrained(tmp_path), GPTActor.from_pretrained(tmp_path)):
+        assert torch.equal(again.eval()(batch).values, actor(batch).values)
+    assert type(GPTActor.from_pretrained(tmp_path)) is GPTActor
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_weights_given_by_name_are_the_ones_saved(tmp_path):
+    actor = Actor(tiny_causal_lm('gpt2'), value_head=True)
+    other = Actor(tiny_causal_lm('gpt2', seed=1), value_head=True)
+    actor.save_pretrained(tmp_path, state_dict=other.state_dict())
+    batch = collate(sequences())
+    again = Actor.from_pretrained(tmp_path).eval()(batch)
+    assert torch.equal(again.logprobs, other(batch).logprobs) and torch.equal(again.values, other(batch).values)
+    assert not close(again.logprobs, actor(batch).logprobs, 1e-2)
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    def gradient(checkpoint):
+        torch.manual_seed(0)
+        actor = GPTActor(config=tiny_config('gpt2'), checkpoint=checkpoint)
+        assert actor.model.is_gradient_checkpointing is checkpoint
+        actor.train()
+        actor(collate(sequences())).logprobs.sum().backward()
+        return {n: p.grad for n, p in actor.named_parameters()}
+
+    plain, recomputed = gradient(False), gradient(True)
+    assert all(torch.allclose(plain[n], recomputed[n], atol=1e-5) for n in plain)

@@ -1,0 +1,68 @@
+"""The fakes are real transformers objects."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+
+from chatgpt.testing import FAMILIES, byte_tokenizer, char_tokenizer, tiny_causal_lm, tiny_config
+
+
+@pytest.mark.parametrize('text', ['Hello  wörld\n\t日本 🙂', '', ' ', 'a' * 50])
+def test_byte_tokenizer_is_the_utf8_bytes(text):
+    tokenizer = byte_tokenizer()
+    ids = tokenizer(text)['input_ids']
+    assert ids == list(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+def test_special_tokens_are_distinct_and_outside_of_the_bytes():
+    tokenizer = byte_tokenizer()
+    assert {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id} == {256, 257, 258}
+    assert tokenizer('a<eos>')['input_ids'] == [97, 258]
+    assert tokenizer.decode([97, 258], skip_special_tokens=True) == 'a'
+    assert tokenizer(['ab', 'a'], padding=True)['input_ids'] == [[97, 98], [97, 256]]
+
+
+def test_char_tokenizer_fits_the_tiny_models():
+    tokenizer = char_tokenizer()
+    assert len(tokenizer) <= tiny_config().vocab_size
+    text = "it's 7 o'clock.\n"
+    ids = tokenizer(text)['input_ids']
+    assert len(ids) == len(text) and tokenizer.decode(ids) == text
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    assert tokenizer('é')['input_ids'] == [3]
+
+
+@pytest.mark.parametrize('make', [byte_tokenizer, char_tokenizer])
+def test_tokenizers_survive_a_folder(make, tmp_path):
+    tokenizer = make()
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    text = 'to be, or not'
+    assert again(text)['input_ids'] == tokenizer(text)['input_ids']
+    assert again.decode(again(text)['input_ids']) == text
+    assert (again.pad_token_id, again.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id)
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_tiny_models_follow_their_seed(family):
+    ids = torch.tensor([[5, 6, 7]])
+    state = torch.get_rng_state()
+    one, same, other = (tiny_causal_lm(family, seed=s) for s in (0, 0, 1))
+    assert torch.equal(torch.get_rng_state(), state), 'the global generator was used up'
+    assert isinstance(one, PreTrainedModel) and not one.training
+    assert sum(p.numel() for p in one.parameters()) < 50_000
+    with torch.no_grad():
+        assert torch.equal(one(ids).logits, same(ids).logits)
+        assert not torch.allclose(one(ids).logits, other(ids).logits, atol=1e-2)
+
+
+def test_options_reach_the_config():
+    assert tiny_config('llama', heads=4).num_key_value_heads == 2
+    assert tiny_config('gpt2', dropout=0.25).resid_pdrop == 0.25
+    assert tiny_config('opt', pad_token_id=9).pad_token_id == 9
+    with pytest.raises(ValueError, match="unknown family 'bert'; known are gpt2, opt, bloom, llama"):
+        tiny_config('bert')
