@@ -124,7 +124,9 @@ def load_model(
                 raise _explained('a model', name, error) from None
             model.weights_source = source
     if checkpoint:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
+        # transformers 5.17 has only the older name, which 5.23 deprecates
+        enable = getattr(model, 'activation_checkpointing_enable', model.gradient_checkpointing_enable)
+        enable({'use_reentrant': False})
     return model
 
 

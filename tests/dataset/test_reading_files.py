@@ -91,7 +91,7 @@ ROWS = [{'a': 1, 'b': {'c': [{'d': 'x}{'}]}}, {'a': 2, 'b': 'line\nbreak "and qu
         '\ufeff' + '\n'.join(json.dumps(r) for r in ROWS),
         '\n'.join('  ' + json.dumps(r) for r in ROWS),
     ],
-    ids=['lines', 'blank-lines', 'pretty', 'pretty-no-indent', 'crlf', 'one-line', 'touching', 'array', 'pretty-array', 'bom', 'bom-2', 'in'],
+    ids='lines blank-lines pretty pretty-no-indent crlf one-line touching array pretty-array bom-array bom-lines indented'.split(),
 )
 def test_every_layout_of_json_gives_the_same_rows(tmp_path, suffix, text):
     assert [r[0] for r in read(write(tmp_path / f'a{suffix}', text))] == ROWS

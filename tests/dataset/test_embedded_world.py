@@ -1,0 +1,79 @@
+"""The generated world: known truth, deterministic data, a tokenizer that survives saving."""
+
+from __future__ import annotations
+
+import pytest
+
+from chatgpt.dataset import check_tokenizer, load_demonstrations, load_preferences, load_prompts
+from chatgpt.dataset.embedded import demo_config, demo_corpus, demo_preferences, demo_prompts, demo_tokenizer, true_score
+
+PROMPT = 'one day a small fox went to the river .'
+
+
+@pytest.mark.parametrize(
+    ('response', 'score'),
+    [
+        ('it felt glad .', 1 / 4),
+        ('it felt glad . it found a cake . it played with a duck . it felt happy .', 1.0),
+        ('it felt glad . it felt glad . it felt glad . it felt glad .', 1 / 4),  # the same sentence counts once
+        ('it felt sad . it found a trap .', -2 / 4),
+        ('it felt calm .', 0.0),
+        ('it felt glad . it felt', 1 / 4 - 1 / 4),  # breaks off
+        ('', -1 / 4),
+        ('glad glad glad .', -1 / 4),  # cheerful words that are no sentence
+        ('it found a glad .', -1 / 4),
+        ('it played with a river .', -1 / 4),
+        ('it felt glad . it felt happy . it felt merry . it felt proud . it felt sad .', 1.0),  # the fifth is not read
+    ],
+)
+def test_truth_by_hand(response, score):
+    assert true_score(PROMPT, response) == pytest.approx(score)
+
+
+def test_data_follows_the_seed():
+    for make in (demo_corpus, demo_prompts, demo_preferences):
+        assert make(20, seed=1) == make(20, seed=1) != make(20, seed=2)
+        assert make(20, seed=1)[:5] == make(5, seed=1)
+
+
+def test_the_corpus_is_neither_good_nor_bad():
+    scores = [true_score(r['prompt'], r['response']) for r in demo_corpus(2000, seed=0)]
+    assert abs(sum(scores) / len(scores)) < 0.05 and max(scores) == 1.0
+
+
+def test_preferences_are_ordered_by_the_truth_and_hold_faulty_text():
+    pairs = demo_preferences(300, seed=0)
+    assert all(true_score(p['prompt'], p['chosen']) > true_score(p['prompt'], p['rejected']) for p in pairs)
+    wild = [p for p in pairs if not p['rejected'].startswith('it ') or not p['rejected'].endswith(' .')]
+    assert 30 < len(wild) < 150
+
+
+def test_tokenizer_and_config(tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer, config = demo_tokenizer(), demo_config()
+    check_tokenizer(tokenizer, config)
+    assert len(tokenizer) < 128 and tokenizer.pad_token_id != tokenizer.eos_token_id
+    tokenizer.save_pretrained(tmp_path)
+    for one in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        for row in demo_corpus(50, seed=5):
+            ids = one(row['response'])['input_ids']
+            assert tokenizer.unk_token_id not in ids and one.decode(ids) == row['response']
+
+
+def test_the_world_goes_through_the_loaders():
+    tokenizer = demo_tokenizer()
+    train, held_back = load_demonstrations(demo_corpus(40), tokenizer, max_length=64, validation_percentage=10)
+    assert (len(train), len(held_back)) == (36, 4)
+    row = demo_corpus(40)[0]
+    first = load_demonstrations([row], tokenizer)[0][0]
+    assert tokenizer.decode(first.prompt_ids) == row['prompt'] and tokenizer.decode(first.response_ids) == row['response'] + ' <eos>'
+    assert len(load_preferences(demo_preferences(30), tokenizer)[0]) == 30
+    assert load_prompts(demo_prompts(3), tokenizer)[0].text.endswith(' .')
+
+
+def test_the_model_is_small():
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(demo_config())
+    assert sum(p.numel() for p in model.parameters()) < 500_000

@@ -1,0 +1,283 @@
+"""Text to ids: edges between prompt and response, end tokens, masks of turns, cutting, packing. Expected ids are written by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from chatgpt.dataset.examples import BadRecord, Demonstration, Instruction, Labelled, Message, Preference, PromptExample
+from chatgpt.dataset.formats import plain_prompt, render
+from chatgpt.dataset.packing import pack
+from chatgpt.dataset.tokenize import (
+    TokenizerOptions,
+    tokenize_demonstration,
+    tokenize_labelled,
+    tokenize_preference,
+    tokenize_prompt,
+)
+from chatgpt.testing import byte_tokenizer
+from chatgpt.types import Sequence
+
+BOS, EOS = 257, 258
+U, A, S = (lambda text, role=role: Message(role, text) for role in ('user', 'assistant', 'system'))
+CHAT = (
+    '{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% if m.role == "assistant" %}<eos>{% endif %}{{ "\\n" }}{% endfor %}'
+    '{% if add_generation_prompt %}<a>{% endif %}'
+)
+MODELS = Path(__file__).resolve().parents[3] / 'shared' / 'models'
+
+
+@pytest.fixture(scope='module')
+def plain():
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope='module')
+def chat():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+@pytest.fixture(scope='module')
+def with_begin():
+    """A tokenizer that puts the begin token in front by itself, as Llama's do."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single='<bos> $A', special_tokens=[('<bos>', BOS)])
+    return tokenizer
+
+
+def merging_tokenizer():
+    """Byte-pair merges 'ab' = 3 and 'bc' = 4 over single letters a, b, c = 0, 1, 2: a response can change the prompt's last token."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {'a': 0, 'b': 1, 'c': 2, 'ab': 3, 'bc': 4, '<eos>': 5}
+    model = models.BPE(vocab=vocab, merges=[('a', 'b'), ('b', 'c')])
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token='<eos>')
+
+
+def ids(text):
+    return list(text.encode())
+
+
+def trained(sequence):
+    """The bytes that count, as text; the end token as $."""
+    return ''.join('$' if i == EOS else chr(i) for i in sequence.response_ids[sequence.response_mask].tolist())
+
+
+def whole(sequence):
+    every = sequence.prompt_ids.tolist() + sequence.response_ids.tolist()
+    return ''.join({BOS: '^', EOS: '$'}.get(i) or chr(i) for i in every)
+
+
+# --- demonstrations
+
+
+def test_prompt_response_and_end_token(plain):
+    found = tokenize_demonstration(Demonstration(prompt='ab', response=' cd'), plain)
+    assert found.prompt_ids.tolist() == ids('ab') and found.response_ids.tolist() == [*ids(' cd'), EOS]
+    assert found.response_mask.dtype == torch.bool and found.response_mask.tolist() == [True] * 4
+    assert found.prompt_ids.dtype == found.response_ids.dtype == torch.int64
+
+
+def test_a_begin_token_stands_where_the_tokenizer_puts_one(with_begin):
+    assert whole(tokenize_demonstration(Demonstration(prompt='ab', response='c'), with_begin)) == '^abc$'
+    assert tokenize_prompt(PromptExample(prompt='ab'), with_begin).ids.tolist() == [BOS, *ids('ab')]
+
+
+def test_an_end_token_in_the_text_is_not_doubled(plain):
+    assert whole(tokenize_demonstration(Demonstration(prompt='ab', response='c<eos>'), plain)) == 'abc$'
+
+
+def test_the_edge_of_the_prompt_is_an_edge_between_tokens():
+    """'a' + 'b' as one text is the token 'ab'; a model that was given 'a' can only answer 'b'."""
+    tokenizer = merging_tokenizer()
+    assert tokenizer('ab')['input_ids'] == [3]
+    found = tokenize_demonstration(Demonstration(prompt='a', response='bc'), tokenizer)
+    assert found.prompt_ids.tolist() == tokenize_prompt(PromptExample(prompt='a'), tokenizer).ids.tolist() == [0]
+    assert found.response_ids.tolist() == [4, 5]
+    assert tokenize_demonstration(Demonstration(prompt='c', response='ab'), tokenizer).response_ids.tolist() == [3, 5]
+
+
+def test_a_response_is_tokenized_as_it_stands_in_the_text():
+    """A word in the middle of a text has other ids than at its beginning; the response takes those of the middle."""
+    if not MODELS.is_dir():
+        pytest.skip(f'needs the tokenizer in {MODELS}')
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / 'stories260K')
+    joined = tokenizer('Once upon a time, there was')['input_ids']
+    found = tokenize_demonstration(Demonstration(prompt='Once upon a time', response=', there was'), tokenizer)
+    assert found.prompt_ids.tolist() + found.response_ids.tolist() == [*joined, tokenizer.eos_token_id]
+    assert found.prompt_ids.tolist() == tokenizer('Once upon a time')['input_ids']
+
+
+def test_text_without_a_prompt_starts_from_the_begin_token_or_its_first(plain):
+    assert whole(tokenize_demonstration(Demonstration(prompt='', response='abc'), plain)) == '^abc$'
+    found = tokenize_demonstration(Demonstration(prompt='', response='abc'), merging_tokenizer())
+    assert found.prompt_ids.tolist() == [3] and found.response_ids.tolist() == [2, 5]
+
+
+def test_a_tokenizer_without_end_token_is_refused():
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match='the tokenizer has no end token'):
+        tokenize_demonstration(Demonstration(prompt='a', response='b'), tokenizer)
+
+
+# --- turns
+
+TALK = Demonstration(prompt=(S('s'), U('q')), response=(A('one'), U('more'), A('two')))
+
+
+def test_only_the_assistant_counts_in_plain_turns(plain):
+    found = tokenize_demonstration(TALK, plain)
+    assert whole(found) == 's\n\nHuman: q\n\nAssistant: one\n\nHuman: more\n\nAssistant: two$'
+    assert trained(found) == ' one two$'
+    assert found.prompt_ids.tolist() == ids('s\n\nHuman: q\n\nAssistant:')
+
+
+def test_only_the_assistant_counts_in_a_chat_template(chat):
+    found = tokenize_demonstration(TALK, chat)
+    assert whole(found) == '<s>s\n<u>q\n<a>one$\n<u>more\n<a>two$'  # the last newline follows the end and is dropped
+    assert trained(found) == 'one$two$'  # the newline after the first end token does not count
+    assert found.prompt_ids.tolist() == ids('<s>s\n<u>q\n<a>')
+
+
+def test_shifting_the_mask_by_one_trains_on_others(plain):
+    """What the mask is for: one place to the right, and the users' words are learned."""
+    found = tokenize_demonstration(TALK, plain)
+    found.response_mask = torch.roll(found.response_mask, 1)
+    assert trained(found) != ' one two$' and '\n' in trained(found)
+
+
+def test_instructions_without_and_with_template(plain, chat):
+    given = Demonstration(prompt=Instruction('do', 'this'), response='done')
+    assert whole(tokenize_demonstration(given, plain)) == '### Instruction:\ndo\n\n### Input:\nthis\n\n### Response:\ndone$'
+    assert whole(tokenize_demonstration(given, chat)) == '<u>do\n\nthis\n<a>done$'
+    assert plain_prompt(Instruction('do')) == '### Instruction:\ndo\n\n### Response:\n'
+    options = TokenizerOptions(apply_chat_template=False)
+    assert whole(tokenize_demonstration(given, chat, options)).startswith('### Instruction')
+
+
+def test_plain_text_goes_through_the_template_only_when_asked(plain, chat):
+    assert tokenize_prompt(PromptExample(prompt='hi'), chat).text == 'hi'
+    assert tokenize_prompt(PromptExample(prompt='hi'), chat, apply_chat_template=True).text == '<u>hi\n<a>'
+    assert tokenize_prompt(PromptExample(prompt=(U('hi'),)), chat).text == '<u>hi\n<a>'
+    assert tokenize_prompt(PromptExample(prompt=(U('hi'),)), chat, apply_chat_template=False).text == '\n\nHuman: hi\n\nAssistant:'
+    with pytest.raises(ValueError, match='the tokenizer has no chat template'):
+        tokenize_prompt(PromptExample(prompt='hi'), plain, apply_chat_template=True)
+
+
+def test_a_template_that_refuses_or_rewrites_turns_is_a_bad_record():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('only\ntwo') }}"
+    with pytest.raises(BadRecord, match='chat template refuses the turns: only two'):
+        tokenize_prompt(PromptExample(prompt=(U('hi'),)), tokenizer)
+    tokenizer.chat_template = '{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}'
+    with pytest.raises(BadRecord, match='rewrites earlier turns when turn 2 is added'):
+        render((U('a'),), 'b', tokenizer)
+
+
+# --- preferences and labels
+
+
+def test_preferences_share_the_prompt(plain, chat):
+    found = tokenize_preference(Preference(prompt='p', responses=('a', 'bc', 'd'), scores=(3.0, 2.0, 1.0)), plain)
+    assert [whole(s) for s in found.sequences()] == ['pa$', 'pbc$', 'pd$'] and found.scores == (3.0, 2.0, 1.0)
+    assert found.num_tokens == 3 + 4 + 3
+    found = tokenize_preference(Preference(prompt=(U('q'),), responses=('a', (A('b'), U('c'), A('d')))), chat)
+    assert [trained(s) for s in found.sequences()] == ['a$', 'b$d$']
+    found = tokenize_preference(Preference(prompt='', responses=('good', 'bad')), plain)
+    assert [whole(s) for s in found.sequences()] == ['^good$', '^bad$']
+    found = tokenize_preference(Preference(prompt='', responses=('a', 'b')), merging_tokenizer())
+    assert found.prompt_ids.tolist() == [5] and [r.tolist() for r in found.responses] == [[0, 5], [1, 5]]
+
+
+def test_labelled(plain):
+    found = tokenize_labelled(Labelled(prompt='p', response='a', label=False), plain)
+    assert whole(found.sequence) == 'pa$' and found.label is False
+
+
+# --- lengths
+
+
+@pytest.mark.parametrize(
+    ('max_length', 'expected'),
+    [
+        (10, 'abcdef|ghi$'),
+        (9, 'bcdef|ghi$'),
+        (8, 'cdef|ghi$'),
+        (7, 'def|ghi$'),  # half of 7 is 3
+        (6, 'def|ghi'),
+        (5, 'ef|ghi'),
+        (2, 'f|g'),
+    ],
+)
+def test_cutting(plain, max_length, expected):
+    given = Demonstration(prompt='abcdef', response='ghi')
+    found = tokenize_demonstration(given, plain, TokenizerOptions(max_length=max_length))
+    prompt, response = expected.split('|')
+    assert whole(found) == prompt + response and len(found.prompt_ids) == len(prompt)
+    if max_length < 10:
+        with pytest.raises(BadRecord, match=f'6 tokens of prompt and 4 of response, together more than max_length={max_length}'):
+            tokenize_demonstration(given, plain, TokenizerOptions(max_length=max_length, overflow='refuse'))
+
+
+def test_cutting_keeps_the_begin_token_and_short_prompts(with_begin, plain):
+    found = tokenize_demonstration(Demonstration(prompt='abcdef', response='ghi'), with_begin, TokenizerOptions(max_length=8))
+    assert whole(found) == '^defghi$'
+    found = tokenize_demonstration(Demonstration(prompt='a', response='ghijkl'), plain, TokenizerOptions(max_length=5))
+    assert whole(found) == 'aghij'
+    prompt = tokenize_prompt(PromptExample(prompt='abcdef'), with_begin, max_tokens=3, overflow='truncate')
+    assert prompt.ids.tolist() == [BOS, *ids('ef')]
+    with pytest.raises(BadRecord, match='the prompt has 7 tokens, more than 3; shorten it, or allow cutting it on the left'):
+        tokenize_prompt(PromptExample(prompt='abcdef'), with_begin, max_tokens=3)
+
+
+def test_preferences_are_cut_at_the_same_place(plain):
+    found = tokenize_preference(Preference(prompt='abcdef', responses=('gh', 'ijklm')), plain, TokenizerOptions(max_length=8))
+    assert [whole(s) for s in found.sequences()] == ['cdefgh$', 'cdefijkl']
+
+
+def test_options_that_make_no_sense():
+    with pytest.raises(ValueError, match='max_length=1; give at least 2'):
+        TokenizerOptions(max_length=1)
+    with pytest.raises(ValueError, match="overflow='drop'; give 'truncate' or 'refuse'"):
+        TokenizerOptions(overflow='drop')  # type: ignore[arg-type]
+
+
+# --- packing
+
+
+def document(prompt, response):
+    mask = torch.ones(len(response), dtype=torch.bool)
+    return Sequence(prompt_ids=torch.tensor(prompt), response_ids=torch.tensor(response), response_mask=mask)
+
+
+def test_packing_by_hand():
+    blocks = pack([document([1, 2], [3, 0]), document([4], [5, 6, 0])], 4)
+    assert [b.prompt_ids.tolist() + b.response_ids.tolist() for b in blocks] == [[1, 2, 3, 0], [0, 4, 5, 6], [6, 0]]
+    assert [b.response_mask.tolist() for b in blocks] == [[False, True, True], [False, True, True], [True]]
+
+
+@pytest.mark.parametrize('length', [2, 3, 5, 7, 100])
+def test_packing_learns_every_token_that_counts_once(length):
+    documents = [document([10 * i, 10 * i + 1], list(range(10 * i + 2, 10 * i + 2 + n))) for i, n in enumerate([1, 5, 3, 4], 1)]
+    blocks = pack(documents, length)
+    targets = sorted(t for b in blocks for t in b.response_ids[b.response_mask].tolist())
+    assert targets == sorted(t for d in documents for t in d.response_ids.tolist())
+    assert all(b.num_tokens <= length and len(b.prompt_ids) == 1 and b.response_mask.any() for b in blocks)
+
+
+def test_packing_leaves_out_blocks_where_nothing_counts():
+    assert len(pack([document(list(range(20)), [99])], 4)) == 1
+    with pytest.raises(ValueError, match='pack: no documents given'):
+        pack([], 4)
+    with pytest.raises(ValueError, match='block_length=1; give at least 2'):
+        pack([document([1], [2])], 1)

@@ -1,0 +1,130 @@
+"""From samples to experience: rewards by hand, references, masks, and nothing that depends on the micro-batches."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+
+from chatgpt.experience import ExperienceMaker, ExperienceSettings, FunctionScorer, ReplayBuffer, ScoreShaper
+from chatgpt.nn import GPTActor, GPTCritic
+from chatgpt.testing.fakes import tiny_config
+from chatgpt.trainer.advantages import estimate_advantages
+from chatgpt.trainer.config import PPOConfig
+from chatgpt.trainer.strategies import NaiveStrategy
+from chatgpt.types import Experience, Sample
+
+
+def sample(index: int, response: list[int], mask: list[bool] | None = None) -> Sample:
+    n = len(response)
+    return Sample(
+        index=index, group=index // 2, prompt_ids=torch.tensor([3, 4 + index]), response_ids=torch.tensor(response),
+        response_mask=torch.tensor(mask or [True] * n), logprobs=torch.full((n,), -1.0), filtered_logprobs=torch.zeros(n),
+        edge_distances=torch.ones(n), finish_reason='eos', response_text='x' * n,
+    )  # fmt: skip
+
+
+def make(scores: list[Any], *, reference: bool = True, **settings: Any) -> ExperienceMaker:
+    strategy = NaiveStrategy(seed=0)
+    actor = GPTActor(config=tiny_config('gpt2'))
+    torch.manual_seed(7)
+    other = GPTActor(config=tiny_config('gpt2'))
+    actor, critic, other = strategy.prepare(actor, GPTCritic(config=tiny_config('gpt2')), other)
+    return ExperienceMaker(
+        strategy, actor, critic, other if reference else None, FunctionScorer(lambda p, r: scores), ScoreShaper(), ExperienceSettings(**settings),
+        estimate=lambda experiences: estimate_advantages(experiences, PPOConfig(gamma=0.9, lam=0.8)),
+    )  # fmt: skip
+
+
+SAMPLES = [sample(0, [5, 6, 2]), sample(1, [7, 2])]
+
+
+def test_reward_is_minus_beta_kl_with_the_score_once_at_the_end():
+    made = make([2.0, -1.0]).make(SAMPLES, kl_coef=0.5)
+    for e, score in zip(made, [2.0, -1.0], strict=True):
+        kl = e.old_logprobs - e.ref_logprobs  # k1
+        expected = (-0.5 * kl).tolist()
+        expected[-1] += score
+        assert e.rewards.tolist() == pytest.approx(expected, abs=1e-6)
+        assert e.old_logprobs.tolist() == [-1.0] * e.num_actions  # the decode's, not recomputed
+        # Twin: a score on every token is another reward.
+        assert e.rewards.tolist() != pytest.approx([-0.5 * k + score for k in kl.tolist()])
+
+
+def test_gae_by_hand_in_float64():
+    for e in make([2.0, -1.0]).make(SAMPLES, kl_coef=0.5):
+        r, v = e.rewards.double().tolist(), e.values.double().tolist()
+        carry, advantages = 0.0, []
+        for t in reversed(range(len(r))):
+            delta = r[t] + 0.9 * (v[t + 1] if t + 1 < len(r) else 0.0) - v[t]
+            carry = delta + 0.9 * 0.8 * carry
+            advantages.insert(0, carry)
+        assert e.advantages.tolist() == pytest.approx(advantages, abs=1e-5)
+        assert e.returns.tolist() == pytest.approx([a + x for a, x in zip(advantages, v, strict=True)], abs=1e-5)
+
+
+def test_a_policy_has_kl_zero_to_itself_and_recomputing_gives_its_own_log_probs():
+    maker = make([0.0, 0.0], recompute_logprobs=True)
+    maker.initial_model = deepcopy(maker.actor)
+    for e in maker.make(SAMPLES, kl_coef=1.0):
+        assert e.kl.abs().max() == 0.0
+        assert (e.old_logprobs != -1.0).all()
+
+
+def test_full_kl_is_the_sum_over_the_vocabulary():
+    maker = make([0.0, 0.0], kl_kind='full')
+    e = maker.make(SAMPLES, kl_coef=1.0)[0]
+    ids = torch.cat([SAMPLES[0].prompt_ids, SAMPLES[0].response_ids])[None]
+    p, q = (m.model(ids).logits[0, 1:4].double().log_softmax(-1) for m in (maker.actor, maker.initial_model))
+    assert e.kl.tolist() == pytest.approx((p.exp() * (p - q)).sum(-1).tolist(), rel=1e-4)
+    assert (e.kl >= 0).all()
+
+
+def test_without_a_reference_there_is_no_penalty():
+    for e in make([1.0, 1.0], reference=False).make(SAMPLES, kl_coef=0.5):
+        assert e.rewards.tolist() == [0.0] * (e.num_actions - 1) + [1.0]
+
+
+def test_masked_tokens_get_no_reward_and_the_score_goes_to_the_last_that_counts():
+    masked = sample(0, [5, 6, 7, 2], [True, True, False, False])
+    e = make([3.0]).make([masked], kl_coef=0.0)[0]
+    assert e.rewards.tolist() == [0.0, 3.0, 0.0, 0.0]
+    assert e.advantages[2:].tolist() == [0.0, 0.0]
+
+
+def test_dense_scores_are_paid_token_by_token_and_not_twice():
+    e = make([[0.5, 0.25, 1.0]]).make([sample(0, [5, 6, 2])], kl_coef=0.0)[0]
+    assert e.rewards.tolist() == [0.5, 0.25, 1.0]
+    assert e.score == 1.75
+
+
+def test_micro_batches_and_order_change_nothing_but_rounding():
+    samples = [sample(i, [5 + i % 3] * (1 + i % 4) + [2]) for i in range(6)]
+    whole = make([float(i) for i in range(6)]).make(samples, kl_coef=0.3)
+    cut = make([float(i) for i in range(6)], max_tokens_per_batch=8).make(samples[::-1], kl_coef=0.3)
+    assert [e.index for e in cut] == list(range(6))
+    for a, b in zip(whole, cut, strict=True):
+        assert torch.allclose(a.advantages, b.advantages, atol=1e-5)
+
+
+def test_whitened_rewards_keep_their_sign():
+    made = make([1.0, 2.0], reference=False, whiten_rewards=True).make(SAMPLES, kl_coef=0.0)
+    flat = torch.cat([e.rewards for e in made])
+    std = torch.tensor([0.0, 0.0, 1.0, 0.0, 2.0]).std()
+    assert flat.tolist() == pytest.approx([0.0, 0.0, float(1 / std), 0.0, float(2 / std)], rel=1e-5)
+
+
+def test_replay_buffer_keeps_the_newest_and_draws_without_repeating():
+    made = make([0.0] * 5, reference=False).make([sample(i, [5, 2]) for i in range(5)], kl_coef=0.0)
+    buffer = ReplayBuffer(limit=3)
+    buffer.append(made[:2])
+    buffer.append(made[2:])
+    assert [e.index for e in buffer] == [2, 3, 4]
+    drawn: list[Experience] = buffer.sample(3, torch.Generator().manual_seed(0))
+    assert sorted(e.index for e in drawn) == [2, 3, 4]
+    buffer.clear()
+    assert len(buffer) == 0
+    with pytest.raises(ValueError, match='limit=-1'):
+        ReplayBuffer(limit=-1)

@@ -1,0 +1,210 @@
+"""The named classes: how they are built, and what they say when they cannot be."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+import chatgpt
+from chatgpt import nn as rooms
+from chatgpt.batching import collate
+from chatgpt.nn import Actor, AutoActor, AutoCritic, AutoRM, GPTActor, GPTCritic, LlamaActor, OPTActor, load_tokenizer
+from chatgpt.testing import FAMILIES, byte_tokenizer, tiny_causal_lm, tiny_config
+from chatgpt.types import Sequence
+
+PREFIXES = {'gpt2': 'GPT', 'opt': 'OPT', 'bloom': 'BLOOM', 'llama': 'Llama'}
+
+
+def batch():
+    ids = torch.tensor
+    ones = torch.ones(3, dtype=torch.bool)
+    return collate([Sequence(prompt_ids=ids([5, 6]), response_ids=ids([7, 8, 9]), response_mask=ones),
+                    Sequence(prompt_ids=ids([4]), response_ids=ids([3]), response_mask=ones[:1])])  # fmt: skip
+
+
+@pytest.mark.parametrize('prefix', [*PREFIXES.values(), 'Auto'])
+@pytest.mark.parametrize('family', FAMILIES)
+def test_every_class_builds_from_a_config_and_gives_its_shape(prefix, family):
+    if prefix not in ('Auto', PREFIXES[family]):
+        pytest.skip('another family')
+    config = tiny_config(family)
+    assert getattr(rooms, prefix + 'Actor')(config=config)(batch()).logprobs.shape == (4,)
+    assert getattr(rooms, prefix + 'Critic')(config=config)(batch()).shape == (4,)
+    assert getattr(rooms, prefix + 'RM')(config=config)(batch()).shape == (2,)
+
+
+@pytest.mark.parametrize('prefix', PREFIXES.values())
+def test_without_anything_the_familys_default_config_is_used(prefix):
+    with torch.device('meta'):
+        actor = getattr(rooms, prefix + 'Actor')()
+        critic = getattr(rooms, prefix + 'Critic')()
+    assert type(actor.config)().vocab_size == actor.config.vocab_size
+    assert critic.value_head.in_features == critic.model.config.hidden_size
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_pretrained_folders_load_into_all_three(family, tmp_path):
+    model = tiny_causal_lm(family)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        want = Actor(model)(batch()).logprobs
+        states = model.base_model(batch().input_ids).last_hidden_state
+    actor = getattr(rooms, PREFIXES[family] + 'Actor')(pretrained=str(tmp_path)).eval()
+    assert torch.equal(actor(batch()).logprobs, want)
+    for cls in (PREFIXES[family] + 'Critic', 'AutoCritic', PREFIXES[family] + 'RM'):
+        trunk = getattr(rooms, cls)(pretrained=tmp_path).eval().model
+        assert torch.equal(trunk(batch().input_ids).last_hidden_state, states)
+
+
+def test_weights_are_fp32_whatever_the_folder_or_config_says(tmp_path):
+    tiny_causal_lm('llama').to(torch.bfloat16).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / 'config.json').read_text())['dtype'] == 'bfloat16'
+    config = tiny_config('llama', dtype='bfloat16')
+    for actor in (AutoActor(pretrained=tmp_path), AutoActor(config=config)):
+        assert {p.dtype for p in actor.parameters()} == {torch.float32}
+    assert config.dtype in ('bfloat16', torch.bfloat16), 'the given config was changed'
+
+
+def test_a_fresh_model_follows_the_global_seed_and_leaves_it_usable():
+    def build(seed):
+        torch.manual_seed(seed)
+        return [GPTActor(config=tiny_config('gpt2')).state_dict(), GPTCritic(config=tiny_config('gpt2')).state_dict()]
+
+    (actor, critic), (same, _), (other, _) = build(1), build(1), build(2)
+    name = 'model.transformer.h.0.attn.c_attn.weight'
+    assert torch.equal(actor[name], same[name]) and not torch.equal(actor[name], other[name])
+    assert not torch.equal(actor[name], critic['model.h.0.attn.c_attn.weight']), 'two models drew the same numbers'
+
+
+def test_fresh_weights_are_those_that_transformers_would_draw():
+    torch.manual_seed(0)
+    config = tiny_config('gpt2', hidden=64, layers=8)
+    model = GPTActor(config=config).model
+    deep = torch.cat([b.mlp.c_proj.weight.flatten() for b in model.transformer.h])
+    assert float(deep.std()) == pytest.approx(0.1 / (2 * 8) ** 0.5, rel=0.03)  # the residual scaling of GPT-2
+    assert float(model.transformer.wte.weight.std()) == pytest.approx(0.1, rel=0.05)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert torch.equal(model.transformer.ln_f.weight, torch.ones(64))
+
+
+def test_lora_and_checkpointing_are_arguments_of_every_kind():
+    for cls in ('GPTActor', 'GPTCritic', 'GPTRM'):
+        module = getattr(rooms, cls)(None, tiny_config('gpt2'), True, 2, 'lora_only')
+        trained = {n for n, p in module.named_parameters() if p.requires_grad}
+        assert any('lora_A' in n for n in trained) and any(n.endswith('c_attn.bias') for n in trained)
+        assert any(getattr(m, 'gradient_checkpointing', False) for m in module.modules())
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_the_wrong_family_is_named_with_the_right_one(tmp_path):
+    tiny_causal_lm('gpt2').save_pretrained(tmp_path)
+    with pytest.raises(ValueError) as error:
+        LlamaActor(pretrained=tmp_path)
+    assert str(error.value) == f"LlamaActor takes models of the family 'llama', but '{tmp_path}' is of the family 'gpt2'; use GPTActor"
+    with pytest.raises(ValueError, match="OPTActor takes models of the family 'opt', but the config is of the family 'bloom'; use BLOOMActor"):
+        OPTActor(config=tiny_config('bloom'))
+    from test_critic import deberta_config
+
+    with pytest.raises(ValueError, match="family 'deberta-v2'; use AutoActor"):
+        GPTActor(config=deberta_config())
+
+
+@pytest.mark.parametrize(
+    ('given', 'message'),
+    [
+        ('/no/such/folder', "pretrained='/no/such/folder': there is no such folder, and it cannot be a hub name"),
+        ('./nowhere', 'there is no such folder'),
+        ('a/b/c', 'there is no such folder'),
+        ('', 'there is no such folder'),
+        (7, 'a int given; it must be a hub name or a folder'),
+        (nn.Linear(1, 1), r'a Linear given; .*for a model that you have: Actor\(model\)'),
+    ],
+)
+def test_a_path_that_is_no_model(given, message):
+    with pytest.raises(ValueError, match=message) as error:
+        AutoActor(pretrained=given)
+    assert '\n' not in str(error.value)
+
+
+def test_an_unknown_hub_name_is_one_line(monkeypatch):
+    with pytest.raises(ValueError, match="hub name \\(there is no such folder\\) 'nobody/nothing'") as error:
+        AutoActor(pretrained='nobody/nothing', local_files_only=True)
+    assert '\n' not in str(error.value)
+
+
+def test_folders_that_hold_no_model(tmp_path):
+    with pytest.raises(ValueError, match='has no config.json, so it holds no model'):
+        AutoCritic(pretrained=tmp_path)
+    tiny_config('gpt2').save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match='cannot load a model from the folder') as error:
+        AutoRM(pretrained=tmp_path)
+    assert '\n' not in str(error.value)
+    (tmp_path / 'file').write_text('x')
+    with pytest.raises(ValueError, match='is a file; give the folder'):
+        AutoActor(pretrained=tmp_path / 'file')
+
+
+def test_pickled_weights_are_not_read(tmp_path):
+    model = tiny_causal_lm('gpt2')
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / 'pytorch_model.bin')
+    with pytest.raises(ValueError, match='cannot load a model'):
+        GPTActor(pretrained=tmp_path)
+
+
+def test_arguments_that_contradict_or_are_unknown():
+    with pytest.raises(ValueError, match='AutoActor needs pretrained=NAME_OR_FOLDER or a config'):
+        AutoActor()
+    with pytest.raises(ValueError, match='give either pretrained .* or config, not both'):
+        GPTActor(pretrained='gpt2', config=tiny_config('gpt2'))
+    with pytest.raises(ValueError, match="unknown argument 'trust_remote_cod'; did you mean 'trust_remote_code'?"):
+        GPTCritic(config=tiny_config('gpt2'), trust_remote_cod=True)
+
+
+def test_code_in_a_folder_is_not_run_unasked(tmp_path):
+    config = tiny_config('gpt2').to_dict() | {
+        'model_type': 'homemade', 'auto_map': {'AutoConfig': 'code.Config', 'AutoModelForCausalLM': 'code.Model'},
+    }  # fmt: skip
+    (tmp_path / 'config.json').write_text(json.dumps(config))
+    marker = tmp_path / 'ran'
+    (tmp_path / 'code.py').write_text(f'open({str(marker)!r}, "w").close()\n')
+    with pytest.raises(ValueError, match='cannot load a model config') as error:
+        AutoActor(pretrained=tmp_path)
+    assert '\n' not in str(error.value) and not marker.exists()
+
+
+def test_a_tokenizer_always_has_a_padding_token(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).pad_token_id == 258
+    with pytest.raises(ValueError, match='there is no such folder'):
+        load_tokenizer('/no/such/folder')
+
+
+# --- the package ----------------------------------------------------------------------------------------------------
+
+
+def test_importing_the_package_is_light():
+    code = 'import sys, chatgpt; print(chatgpt.__version__, sorted({"torch", "transformers", "datasets", "colossalai"} & set(sys.modules)))'
+    out = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == f'{chatgpt.__version__} []'
+
+
+def test_rooms_are_found_by_attribute():
+    assert chatgpt.nn is rooms and 'trainer' in dir(chatgpt)
+    with pytest.raises(AttributeError, match='kitchen'):
+        chatgpt.kitchen  # noqa: B018
+
+
+def test_public_names_exist():
+    assert all(hasattr(rooms, name) for name in rooms.__all__)
+    assert deepcopy(rooms.__all__) == sorted(rooms.__all__, key=lambda n: (not n.isupper(), n[0].islower(), n)) or len(set(rooms.__all__)) == len(rooms.__all__)

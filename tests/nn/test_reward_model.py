@@ -1,0 +1,252 @@
+"""Reward models: where the score is read, its bias, and folders that transformers loads."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    DebertaV2ForSequenceClassification,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
+
+from chatgpt.batching import collate
+from chatgpt.nn import GPTRM, Critic, DebertaRM, GPTCritic, LlamaRM, RewardModel, mlp_head
+from chatgpt.nn.lora import lora_layers
+from chatgpt.testing import FAMILIES, char_tokenizer, tiny_causal_lm, tiny_config
+from chatgpt.types import Sequence
+
+LENGTHS = ((1, 1), (3, 2), (2, 7))
+
+
+def sequences(lengths=LENGTHS, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(n):
+        return torch.randint(4, 60, (n,), generator=generator)
+
+    return [Sequence(prompt_ids=draw(p), response_ids=draw(a), response_mask=torch.ones(a, dtype=torch.bool)) for p, a in lengths]
+
+
+def whole(s):
+    return torch.cat([s.prompt_ids, s.response_ids])[None]
+
+
+def slow_scores(model, seqs, position=-1):
+    scores = []
+    for s in seqs:
+        with torch.no_grad():
+            state = model.model(whole(s)).last_hidden_state[0, position].double()
+        scores.append(float(state @ model.value_head.weight[0].double() + model.value_head.bias.double()))
+    return torch.tensor(scores)
+
+
+def close(a, b, tolerance=1e-5):
+    return torch.allclose(a.double(), b.double(), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_the_score_is_read_at_the_last_real_token(family):
+    model, seqs = RewardModel(tiny_causal_lm(family).base_model).eval(), sequences()
+    scores = model(collate(seqs))
+    assert scores.shape == (3,) and scores.dtype == torch.float32
+    assert close(scores, slow_scores(model, seqs))
+    assert not close(scores, slow_scores(model, seqs, position=-2), 1e-2)
+    wide = collate([*seqs, *sequences([(30, 20)], seed=1)], pad_id=9)
+    assert close(model(wide)[:3], scores), 'padding changed a score'
+
+
+def test_a_response_that_ends_in_the_padding_token_is_read_to_its_end():
+    model, seqs = RewardModel(tiny_causal_lm('gpt2')), sequences()
+    for s in seqs:
+        s.response_ids[-1] = 0
+    assert close(model(collate(seqs, pad_id=0)), slow_scores(model, seqs))
+
+
+def test_calibration_makes_the_reference_mean_zero_and_travels_with_the_weights():
+    model, seqs = RewardModel(tiny_causal_lm('llama')), sequences()
+    before = model(collate(seqs)).detach()
+    model.calibrate(float(before.mean()))
+    assert float(model(collate(seqs)).mean()) == pytest.approx(0.0, abs=1e-5)
+    model.calibrate(2.0)
+    assert close(model(collate(seqs)), before - before.mean() - 2.0)
+    other = RewardModel(tiny_causal_lm('llama'))
+    other.load_state_dict(model.state_dict())
+    assert float(other.score_bias) == float(model.score_bias) != 0.0 and model.score_bias.dtype == torch.float32
+
+
+def test_it_is_built_from_a_critics_parts():
+    critic = GPTCritic(config=tiny_config('gpt2'))
+    model = RewardModel(deepcopy(critic.model), deepcopy(critic.value_head))
+    with torch.no_grad():
+        model.value_head.weight.fill_(1.0)
+    assert float(critic.value_head.weight.detach().abs().max()) < 0.1
+    assert model(collate(sequences())).shape == (3,)
+
+
+# --- folders --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_transformers_loads_the_folder_and_gives_the_scores_up_to_the_bias(family, tmp_path):
+    model, seqs = RewardModel(tiny_causal_lm(family)).eval(), sequences()
+    nn.init.constant_(model.value_head.bias, 0.5)
+    model.calibrate(2.0)
+    scores = model(collate(seqs)).detach()
+    model.save_pretrained(tmp_path, char_tokenizer())
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    bias = json.loads((tmp_path / 'config.json').read_text())['score_bias']
+    assert bias == pytest.approx(1.5)
+    batch = collate(seqs, pad_id=0)
+    logits = theirs(batch.input_ids, attention_mask=batch.attention_mask.long()).logits
+    assert logits.shape == (3, 1)
+    assert close(logits[:, 0] - bias, scores)
+    assert not close(logits[:, 0], scores, 1e-1)
+    again = RewardModel.from_pretrained(tmp_path).eval()
+    assert close(again(collate(seqs)), scores) and float(again.score_bias) == pytest.approx(1.5)
+
+
+def test_the_named_class_takes_the_head_over_and_checks_the_family(tmp_path):
+    model = RewardModel(tiny_causal_lm('gpt2')).eval()
+    model.calibrate(-3.0)
+    model.save_pretrained(tmp_path, char_tokenizer())
+    batch = collate(sequences())
+    for again in (GPTRM(pretrained=tmp_path), GPTRM.from_pretrained(tmp_path)):
+        assert type(again) is GPTRM and close(again.eval()(batch), model(batch))
+    with pytest.raises(ValueError, match="LlamaRM takes models of the family 'llama'.*'gpt2'; use GPTRM"):
+        LlamaRM(pretrained=tmp_path)
+
+
+def test_lora_is_folded_in(tmp_path):
+    model, batch = RewardModel(tiny_causal_lm('gpt2'), lora_rank=2).eval(), collate(sequences())
+    plain = model(batch)
+    for layer in lora_layers(model).values():
+        nn.init.normal_(layer.lora_B)
+    adapted = model(batch)
+    assert not close(adapted, plain, 1e-2)
+    model.save_pretrained(tmp_path, char_tokenizer())
+    assert close(RewardModel.from_pretrained(tmp_path).eval()(batch), adapted, 1e-4)
+
+
+def test_given_weights_are_the_ones_saved(tmp_path):
+    model, other = RewardModel(tiny_causal_lm('gpt2')).eval(), RewardModel(tiny_causal_lm('gpt2', seed=1)).eval()
+    other.calibrate(1.0)
+    model.save_pretrained(tmp_path, char_tokenizer(), state_dict=other.state_dict())
+    assert close(RewardModel.from_pretrained(tmp_path).eval()(collate(sequences())), other(collate(sequences())))
+
+
+@pytest.mark.parametrize('head', [mlp_head(32), None])
+def test_what_transformers_has_no_class_for_still_survives_a_folder(head, tmp_path):
+    from transformers import CohereConfig
+
+    torch.manual_seed(0)
+    config = CohereConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+                          num_key_value_heads=1, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
+    model = RewardModel(AutoModelForCausalLM.from_config(config), head).eval()
+    for parameter in model.value_head.parameters():
+        nn.init.normal_(parameter)
+    model.calibrate(0.25)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / 'value_head.safetensors').is_file()
+    again = RewardModel.from_pretrained(tmp_path).eval()
+    assert close(again(collate(sequences())), model(collate(sequences())))
+
+
+def test_padding_ids_that_transformers_cannot_use_are_warned_about(tmp_path):
+    with pytest.warns(UserWarning, match='no padding id known'):
+        RewardModel(tiny_causal_lm('gpt2', pad_token_id=None)).save_pretrained(tmp_path / 'a')
+    with pytest.warns(UserWarning, match='the padding id 2 is an end token too'):
+        RewardModel(tiny_causal_lm('gpt2', pad_token_id=2)).save_pretrained(tmp_path / 'b')
+    assert RewardModel.from_pretrained(tmp_path / 'a')(collate(sequences())).shape == (3,)
+
+
+# --- other people's classifiers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('labels', [1, 2])
+@pytest.mark.parametrize('family', FAMILIES)
+def test_a_causal_classifier_of_one_label_or_two(family, labels, tmp_path):
+    torch.manual_seed(0)
+    classifier = AutoModelForSequenceClassification.from_config(tiny_config(family, num_labels=labels)).eval()
+    classifier.save_pretrained(tmp_path)
+    model, seqs = RewardModel.from_pretrained(tmp_path).eval(), sequences()
+    logits = torch.cat([classifier(whole(s)).logits for s in seqs])
+    want = logits[:, 0] if labels == 1 else logits[:, 1] - logits[:, 0]
+    assert close(model(collate(seqs)), want) and model.value_head is not None
+    assert labels == 1 or not close(model(collate(seqs)), -want, 1e-2)
+
+
+SMALL = {'vocab_size': 64, 'hidden_size': 16, 'num_hidden_layers': 1, 'num_attention_heads': 2, 'intermediate_size': 16, 'initializer_range': 0.5}
+
+
+@pytest.mark.parametrize('labels', [1, 2])
+@pytest.mark.parametrize(
+    ('cls', 'config'),
+    [
+        (BertForSequenceClassification, BertConfig(**SMALL, pad_token_id=0)),
+        (RobertaForSequenceClassification, RobertaConfig(**SMALL, pad_token_id=1, max_position_embeddings=40)),
+        (DistilBertForSequenceClassification, DistilBertConfig(vocab_size=64, dim=16, n_layers=1, n_heads=2, hidden_dim=16)),
+    ],
+)
+def test_an_encoder_scores_as_its_own_classifier_does(cls, config, labels, tmp_path):
+    torch.manual_seed(0)
+    config = deepcopy(config)
+    config.num_labels = labels
+    classifier = cls(config).eval()
+    classifier.save_pretrained(tmp_path)
+    model, seqs = RewardModel.from_pretrained(tmp_path).eval(), sequences()
+    logits = torch.cat([classifier(whole(s)).logits for s in seqs])
+    want = logits[:, 0] if labels == 1 else logits[:, 1] - logits[:, 0]
+    assert close(model(collate(seqs)), want)
+    model.calibrate(0.5)
+    model.save_pretrained(tmp_path / 'again')
+    assert close(RewardModel.from_pretrained(tmp_path / 'again').eval()(collate(seqs)), want - 0.5)
+
+
+def test_a_deberta_classifier_and_a_new_deberta_reward_model(tmp_path):
+    from test_critic import deberta_config
+
+    torch.manual_seed(0)
+    classifier = DebertaV2ForSequenceClassification(deberta_config(num_labels=1)).eval()
+    classifier.save_pretrained(tmp_path)
+    seqs = sequences()
+    want = torch.cat([classifier(whole(s)).logits for s in seqs])[:, 0]
+    assert close(DebertaRM.from_pretrained(tmp_path).eval()(collate(seqs)), want)
+    model = DebertaRM(config=deberta_config()).eval()
+    alone = torch.cat([model(collate([s])) for s in seqs])
+    assert close(model(collate(seqs)), alone), 'padding changed a score'
+    assert close(alone, slow_scores(model, seqs, position=0))
+    changed = deepcopy(seqs)
+    changed[2].response_ids[-1] = 61
+    assert not close(model(collate(changed))[2:], alone[2:], 1e-4), 'an encoder sees the end from its first token'
+
+
+def test_a_whole_classifier_with_lora_trains_its_head():
+    torch.manual_seed(0)
+    classifier = BertForSequenceClassification(BertConfig(**SMALL, num_labels=1))
+    model = RewardModel(classifier, lora_rank=2)
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert {'model.classifier.weight', 'model.classifier.bias'} < trained
+    assert not any('embeddings' in n for n in trained) and any('lora_A' in n for n in trained)
+    with pytest.raises(ValueError, match='whole classifier without a value head'):
+        Critic.from_reward_model(model)
+
+
+def test_folders_without_a_usable_head_are_refused(tmp_path):
+    tiny_causal_lm('gpt2').save_pretrained(tmp_path / 'lm')
+    with pytest.raises(ValueError, match=r'GPT2Model without a trained score head; for a new head use AutoRM'):
+        RewardModel.from_pretrained(tmp_path / 'lm')
+    assert GPTRM(pretrained=tmp_path / 'lm')(collate(sequences())).shape == (3,)
+    AutoModelForSequenceClassification.from_config(tiny_config('gpt2', num_labels=3)).save_pretrained(tmp_path / 'three')
+    with pytest.raises(ValueError, match='has 3 labels; a reward model has 1, or 2'):
+        RewardModel.from_pretrained(tmp_path / 'three')

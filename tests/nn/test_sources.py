@@ -1,0 +1,226 @@
+"""Weights of models that were built on the meta device."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForSequenceClassification
+
+from chatgpt import nn as rooms
+from chatgpt.nn import Actor, AutoActor, Critic, GPTActor, GPTCritic, GPTRM, RewardModel, initial_tensors, mlp_head, read_source_tensors
+from chatgpt.nn.lora import lora_layers
+from chatgpt.nn.sources import WeightsSource, draw_seed, seeded, weight_files
+from chatgpt.testing import FAMILIES, char_tokenizer, tiny_causal_lm, tiny_config
+
+PREFIXES = {'gpt2': 'GPT', 'opt': 'OPT', 'bloom': 'BLOOM', 'llama': 'Llama'}
+
+
+def everything(module):
+    return dict([*module.named_parameters(), *module.named_buffers()])
+
+
+def both_ways(build, seed=3):
+    """The same module built at once and on the meta device."""
+    torch.manual_seed(seed)
+    real = build()
+    torch.manual_seed(seed)
+    with torch.device('meta'):
+        meta = build()
+    assert all(p.is_meta for p in meta.parameters())
+    return real, meta
+
+
+def assert_same(real, meta):
+    got, want = dict(initial_tensors(deepcopy(meta))), everything(real)
+    assert set(got) == set(want)
+    for name, tensor in want.items():
+        assert got[name].device.type == 'cpu' and torch.equal(got[name], tensor), name
+
+
+@pytest.mark.parametrize('kw', [{}, {'value_head': True}, {'value_head': 'mlp'}, {'lora_rank': 2}, {'num_layers_unfrozen': 1}])
+@pytest.mark.parametrize('family', FAMILIES)
+def test_a_fresh_actor_is_the_same_tensor_by_tensor(family, kw):
+    config = tiny_config(family, **({'tie_word_embeddings': False} if family == 'opt' else {}))
+
+    def build():
+        options = {**kw, 'value_head': mlp_head(32)} if kw.get('value_head') == 'mlp' else kw
+        return getattr(rooms, PREFIXES[family] + 'Actor')(config=config, **options)
+
+    real, meta = both_ways(build)
+    assert_same(real, meta)
+    assert meta._linear_head is True and real._linear_head is True
+    assert {n for n, p in meta.named_parameters() if p.requires_grad} == {n for n, p in real.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize('build', [
+    lambda: GPTCritic(config=tiny_config('gpt2'), lora_rank=2),
+    lambda: GPTRM(config=tiny_config('gpt2')),
+    lambda: Critic(GPTActor(config=tiny_config('gpt2')).model),
+])  # fmt: skip
+def test_fresh_critics_and_reward_models_too(build):
+    assert_same(*both_ways(build))
+
+
+def test_numbers_depend_on_the_seed_and_a_copy_keeps_the_record():
+    real, meta = both_ways(lambda: GPTActor(config=tiny_config('gpt2')))
+    other, _ = both_ways(lambda: GPTActor(config=tiny_config('gpt2')), seed=4)
+    assert meta.model.weights_source.kind == 'config'
+    assert deepcopy(meta).model.weights_source == meta.model.weights_source == real.model.weights_source
+    with pytest.raises(AssertionError):
+        assert_same(other, meta)
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('shards', ['10GB', '40KB'])
+def test_pretrained_weights_come_from_the_files(family, shards, tmp_path):
+    model = tiny_causal_lm(family)
+    model.save_pretrained(tmp_path, max_shard_size=shards)
+    files = list(tmp_path.glob('*.safetensors'))
+    assert (len(files) > 1) == (shards == '40KB')
+    for build in (lambda: AutoActor(pretrained=tmp_path), lambda: rooms.AutoCritic(pretrained=tmp_path)):
+        real, meta = both_ways(build)
+        assert_same(real, meta)
+    names = dict(read_source_tensors(meta.model.weights_source))
+    state = model.state_dict()
+    assert set(names) <= set(state) and all(torch.equal(names[n], state[n]) for n in names)
+
+
+@pytest.mark.parametrize('labels', [1, 2])
+def test_a_reward_model_on_the_meta_device_keeps_head_and_bias(labels, tmp_path):
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_config(tiny_config('llama', num_labels=labels)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / 'config.json').read_text())
+    (tmp_path / 'config.json').write_text(json.dumps(config | {'score_bias': 1.25}))
+    real, meta = both_ways(lambda: RewardModel.from_pretrained(tmp_path))
+    assert float(real.score_bias) == 1.25
+    assert_same(real, meta)
+    both = [Critic.from_reward_model(m) for m in (real, meta)]
+    assert float(both[0].value_head.bias.detach()) != 0.0
+    assert_same(*both)
+
+
+def test_an_actors_saved_value_head_is_kept_on_the_meta_device(tmp_path):
+    actor = Actor(tiny_causal_lm('gpt2'), value_head=mlp_head(32))
+    nn.init.normal_(actor.value_head[0].bias)
+    actor.save_pretrained(tmp_path)
+    real, meta = both_ways(lambda: Actor.from_pretrained(tmp_path))
+    assert torch.equal(real.value_head[0].bias, actor.value_head[0].bias)
+    assert_same(real, meta)
+
+
+def test_no_more_than_a_block_is_held_at_a_time(monkeypatch):
+    import weakref
+
+    config = tiny_config('llama', layers=6)
+    _, meta = both_ways(lambda: AutoActor(config=config))
+    alive, most = [], 0
+    for _, tensor in initial_tensors(meta):
+        alive.append((weakref.ref(tensor.untyped_storage()), tensor.numel()))
+        del tensor
+        alive = [(ref, size) for ref, size in alive if ref() is not None]
+        most = max(most, sum(size for _, size in alive))
+    block = sum(p.numel() for p in meta.model.model.layers[0].parameters())
+    total = sum(p.numel() for p in meta.parameters())
+    assert most <= 2 * block < total
+
+
+def test_a_real_module_gives_what_it_holds_now():
+    actor = Actor(tiny_causal_lm('gpt2'), value_head=True)
+    nn.init.normal_(actor.value_head.weight)
+    assert_same(actor, actor)
+    hydra = Actor(tiny_causal_lm('gpt2'), num_layers_unfrozen=1)
+    nn.init.normal_(hydra.model.transformer.h[1].mlp.c_fc.weight)
+    assert_same(hydra, hydra)
+
+
+def test_the_iterator_outlives_changes_to_the_module():
+    real, meta = both_ways(lambda: GPTActor(config=tiny_config('gpt2'), value_head=True))
+    tensors = initial_tensors(meta)
+    meta.to_empty(device='cpu')
+    meta.model = nn.Identity()
+    got = dict(tensors)
+    assert all(torch.equal(got[n], t) for n, t in everything(real).items())
+
+
+def test_adapters_do_not_depend_on_what_was_built_before():
+    def factors(extra):
+        torch.manual_seed(0)
+        actor = GPTActor(config=tiny_config('gpt2'), lora_rank=2)
+        torch.randn(extra)
+        return [layer.lora_A.detach() for layer in lora_layers(actor).values()]
+
+    one, two = factors(0), factors(5)
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    assert not torch.equal(one[0], one[4]), 'two blocks drew the same factors'
+
+
+def test_seeded_leaves_the_global_generator_alone():
+    torch.manual_seed(0)
+    first = draw_seed()
+    torch.manual_seed(0)
+    with seeded('a', 1):
+        inside = torch.randn(3)
+    assert draw_seed() == first
+    with seeded('a', 1):
+        assert torch.equal(torch.randn(3), inside)
+    with seeded('a', 2):
+        assert not torch.equal(torch.randn(3), inside)
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_meta_modules_without_a_record_are_refused():
+    with torch.device('meta'):
+        model = tiny_causal_lm('gpt2')
+        head = nn.Module()
+        head.weight = nn.Parameter(torch.empty(1, 32))
+    with pytest.raises(ValueError, match='model.*: it is on the meta device and has no record of where its weights come from'):
+        initial_tensors(Actor(model))
+    with torch.device('meta'):
+        actor = GPTActor(config=tiny_config('gpt2'), value_head=head)
+    with pytest.raises(ValueError, match='value_head: it is on the meta device'):
+        initial_tensors(actor)
+
+
+def test_files_that_lack_a_tensor_or_have_another_shape_are_named(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    tiny_causal_lm('gpt2').save_pretrained(tmp_path)
+    with torch.device('meta'):
+        actor = GPTActor(pretrained=tmp_path)
+    path = tmp_path / 'model.safetensors'
+    tensors = load_file(path)
+    name = 'transformer.h.1.mlp.c_fc.weight'
+    save_file({n: t for n, t in tensors.items() if n != name}, path, metadata={'format': 'pt'})
+    with pytest.raises(ValueError, match=f'holds no tensor for {name} of GPT2LMHeadModel'):
+        list(initial_tensors(actor))
+    save_file({**tensors, name: tensors[name][:5].contiguous()}, path, metadata={'format': 'pt'})
+    with pytest.raises(ValueError, match=r'c_fc.weight is \(5, 128\), the model wants \(32, 128\)'):
+        list(initial_tensors(actor))
+    path.unlink()
+    with pytest.raises(ValueError, match='no model.safetensors there; weights are read from safetensors files only'):
+        list(initial_tensors(actor))
+
+
+def test_an_index_cannot_point_out_of_its_folder(tmp_path):
+    (tmp_path / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': {'w': '../secret.safetensors'}}))
+    with pytest.raises(ValueError, match='a shard must lie in the same folder'):
+        weight_files(WeightsSource(kind='pretrained', path=str(tmp_path)))
+    (tmp_path / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': {'w': 'gone.safetensors'}}))
+    with pytest.raises(ValueError, match='the shard gone.safetensors .* is missing'):
+        weight_files(WeightsSource(kind='pretrained', path=str(tmp_path)))
+    with pytest.raises(ValueError, match='made from a config, so it has no files'):
+        next(read_source_tensors(WeightsSource(kind='config')))
+
+
+def test_a_saved_reward_model_is_a_source_as_well(tmp_path):
+    model = RewardModel(tiny_causal_lm('bloom'))
+    model.save_pretrained(tmp_path, char_tokenizer())
+    real, meta = both_ways(lambda: rooms.BLOOMRM(pretrained=tmp_path))
+    assert torch.equal(real.value_head.weight, model.value_head.weight)
+    assert_same(real, meta)
