@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PHASES, SAMPLES = 40, 32
 SETTINGS = {
     'num_episodes': 1, 'max_timesteps': PHASES, 'update_timesteps': 1, 'experience_batch_size': SAMPLES, 'train_batch_size': 16,
-    'max_epochs': 4, 'lr': 2e-4, 'critic_lr': 2e-3, 'kl_coef': 0.26,
+    'max_epochs': 4, 'lr': 2e-4, 'critic_lr': 2e-3, 'kl_coef': 0.27, 'warmup_steps': 40,
     'max_new_tokens': 64, 'min_new_tokens': 64, 'sample_interval': PHASES - 1,
 }  # fmt: skip
 

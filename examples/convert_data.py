@@ -1,7 +1,7 @@
 """Convert a data file from whatever known shape it has to another one.
 
-    python examples/convert_data.py examples/data/alpaca.json messages.jsonl --to messages
-    python examples/convert_data.py Anthropic/hh-rlhf pairs.jsonl --to preference --split test --max_examples 1000
+python examples/convert_data.py examples/data/alpaca.json messages.jsonl --to messages
+python examples/convert_data.py Anthropic/hh-rlhf pairs.jsonl --to preference --split test --max_examples 1000
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument('source', help='a file, a folder or a hub name')
     parser.add_argument('target', help=f'the file to write: {", ".join(OUTPUT_SUFFIXES)}')
     parser.add_argument('--to', required=True, choices=TARGETS, metavar='SHAPE', help=', '.join(TARGETS))
-    parser.add_argument('--columns', nargs='*', default=[], metavar='KNOWN=NAME', help='names of columns that the shapes do not know')
+    parser.add_argument(
+        '--columns', nargs='*', default=[], metavar='KNOWN=NAME', help='names of columns that the shapes do not know'
+    )
     parser.add_argument('--split', default='train')
     parser.add_argument('--subset')
     parser.add_argument('--max_examples', type=int)

@@ -42,7 +42,9 @@ def use_template(prompt: PromptText, tokenizer: Any, apply_chat_template: bool |
         return False
     has_template = bool(getattr(tokenizer, 'chat_template', None))
     if apply_chat_template and not has_template:
-        raise ValueError('apply_chat_template=True, but the tokenizer has no chat template; set tokenizer.chat_template or leave it out')
+        raise ValueError(
+            'apply_chat_template=True, but the tokenizer has no chat template; set tokenizer.chat_template or leave it out'
+        )
     return has_template and not isinstance(prompt, str) if apply_chat_template is None else apply_chat_template
 
 

@@ -203,7 +203,9 @@ def _tokenized(examples: Iterable[Any], tokenize: Callable[[Any], T], bad: BadRe
             bad.report(example.where, str(reason))
 
 
-def _examples(source: Any, kind: Kind | None, columns: Mapping[str, str] | None, bad: BadRecords, **reading: Any) -> Iterator[Example]:
+def _examples(
+    source: Any, kind: Kind | None, columns: Mapping[str, str] | None, bad: BadRecords, **reading: Any
+) -> Iterator[Example]:
     if kind not in (None, 'prompt', 'demonstration', 'preference', 'labelled'):
         raise ValueError(f"kind={kind!r}; give 'prompt', 'demonstration', 'preference', 'labelled' or None")
     if isinstance(source, (list, tuple)) and source and all(isinstance(item, _EXAMPLES) for item in source):

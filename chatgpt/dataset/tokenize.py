@@ -104,7 +104,9 @@ def tokenize_prompt(
         raise BadRecord('the prompt has no tokens')
     if max_tokens is not None and len(ids) > max_tokens:
         if overflow == 'refuse':
-            raise BadRecord(f'the prompt has {len(ids)} tokens, more than {max_tokens}; shorten it, or allow cutting it on the left')
+            raise BadRecord(
+                f'the prompt has {len(ids)} tokens, more than {max_tokens}; shorten it, or allow cutting it on the left'
+            )
         ids = _cut_left(ids, max_tokens, tokenizer)
     return Prompt(ids=_ids(ids), text=text, columns=dict(example.columns))
 
@@ -112,7 +114,9 @@ def tokenize_prompt(
 def tokenize_demonstration(example: Demonstration | Labelled, tokenizer: Any, options: TokenizerOptions = DEFAULT) -> Sequence:
     """A demonstration to learn from, prompt masked out of the loss. Raises BadRecord, ValueError for a tokenizer without end token."""
     prompt, (answer,) = _encode_answers(example.prompt, (example.response,), tokenizer, options)
-    return Sequence(prompt_ids=_ids(prompt), response_ids=_ids(answer[0]), response_mask=torch.tensor(answer[1], dtype=torch.bool))
+    return Sequence(
+        prompt_ids=_ids(prompt), response_ids=_ids(answer[0]), response_mask=torch.tensor(answer[1], dtype=torch.bool)
+    )
 
 
 def tokenize_labelled(example: Labelled, tokenizer: Any, options: TokenizerOptions = DEFAULT) -> TokenizedLabelled:
@@ -195,7 +199,9 @@ def _encode_texts(
     return _fit([end if begin is None else begin], [(body, [True] * len(body)) for body in bodies], tokenizer, options)
 
 
-def _encode_pieces(asked: str, asked_ids: list[int], pieces: list[Piece], tokenizer: Any, end: int) -> tuple[list[int], list[bool]]:
+def _encode_pieces(
+    asked: str, asked_ids: list[int], pieces: list[Piece], tokenizer: Any, end: int
+) -> tuple[list[int], list[bool]]:
     so_far, all_ids, mask = asked, list(asked_ids), []
     for number, piece in enumerate(pieces):
         ids = encode_after(so_far, all_ids, piece.text, tokenizer)

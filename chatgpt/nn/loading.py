@@ -41,9 +41,9 @@ def checked_path(pretrained: Any) -> str:
             f'pretrained: a {type(pretrained).__name__} given; it must be a hub name or a folder (for a model that you have: Actor(model))'
         )
     name = os.fspath(pretrained)
-    if Path(name).is_dir():
+    if name and Path(name).is_dir():
         return name
-    if Path(name).exists():
+    if name and Path(name).exists():
         raise ValueError(f'pretrained={name!r} is a file; give the folder that save_pretrained wrote')
     if name.startswith(('/', '.', '~')) or name.count('/') > 1 or '\\' in name or not name.strip('/'):
         raise ValueError(f'pretrained={name!r}: there is no such folder, and it cannot be a hub name (name or owner/name)')

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from chatgpt.nn.sources import seeded
 from chatgpt.nn.trunk import base_model, run_trunk
 
 NUM_CHECK_TOKENS = 4
@@ -112,7 +113,7 @@ def head_is_linear_by_form(model: PreTrainedModel) -> bool | None:
     """
     real = model.get_output_embeddings()
     generator = torch.Generator().manual_seed(0)
-    with torch.device('cpu'):
+    with seeded('head check'):
         small = nn.Linear(real.in_features, NUM_CHECK_TOKENS, bias=False)
         states = torch.randn(NUM_CHECK_TOKENS, real.in_features, generator=generator)
         states = states * (LARGE_LOGIT / small(states).abs().max().clamp_min(1e-6))

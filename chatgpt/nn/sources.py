@@ -312,6 +312,9 @@ def _run(steps: list[Callable[[], _Named]]) -> _Named:
 
 
 def _plan(module: nn.Module, name: str, steps: list[Callable[[], _Named]], names: dict[nn.Module, str]) -> None:
+    if not any(t.is_meta for t in [*module.parameters(), *module.buffers()]):
+        steps.append(lambda: _as_it_is(module, name))
+        return
     source = getattr(module, 'weights_source', None)
     if isinstance(module, PreTrainedModel) and source is not None:
         steps.append(lambda: _stream(module, source, {'': f'{name}.' if name else ''}))
@@ -334,6 +337,11 @@ def _plan(module: nn.Module, name: str, steps: list[Callable[[], _Named]], names
             _plan(child, f'{name}.{child_name}' if name else child_name, steps, names)
 
 
+def _as_it_is(module: nn.Module, name: str) -> _Named:
+    for n, tensor in [*module.named_parameters(prefix=name), *module.named_buffers(prefix=name)]:
+        yield n, tensor.detach()
+
+
 def _small(module: nn.Module, name: str, draws: bool) -> _Named:
     """A head or a single buffer: kept tensors, tensors that are already real, or what `reset_parameters` draws."""
     prefix = f'{name}.' if name else ''
@@ -352,11 +360,6 @@ def _stream(model: PreTrainedModel, source: WeightsSource, renamed: dict[str, st
     def wanted(name: str) -> Iterator[str]:
         return (new + name.removeprefix(old) for old, new in renamed.items() if name.startswith(old))
 
-    if not any(t.is_meta for t in [*model.parameters(), *model.buffers()]):
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            for new_name in wanted(name):
-                yield new_name, tensor.detach()
-        return
     filler = _Filler(model, source)
     for unit in _units(model):
         if any(f'{unit.name}.'.startswith(old) for old in renamed):
@@ -368,10 +371,6 @@ def _stream(model: PreTrainedModel, source: WeightsSource, renamed: dict[str, st
 
 def _branch(branch: Any, names: dict[nn.Module, str]) -> _Named:
     """Hydra's copy of the top blocks: at the start it holds the tensors of the blocks it was copied from."""
-    if not any(t.is_meta for t in branch.parameters()):
-        for name, tensor in branch.named_parameters(prefix=names[branch]):
-            yield name, tensor.detach()
-        return
     models = {n: m for m, n in names.items() if isinstance(m, PreTrainedModel) and hasattr(m, 'weights_source')}
     for slot in branch._slots:
         original, mine = names[slot.parent._modules[slot.name]], names[slot.own._modules[slot.own_name]]

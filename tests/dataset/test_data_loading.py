@@ -116,11 +116,17 @@ def test_what_stands_in_the_real_files():
 
 def test_bad_records_are_named_or_counted(tmp_path, tokenizer):
     path = tmp_path / 'a.jsonl'
-    path.write_text('{"prompt": "p", "chosen": "c", "rejected": "r"}\n{"prompt": "p", "chosen": "c", "rejected": ""}\n{"x": 1}\nno\n')
+    path.write_text(
+        '{"prompt": "p", "chosen": "c", "rejected": "r"}\n{"prompt": "p", "chosen": "c", "rejected": ""}\n{"x": 1}\nno\n'
+    )
     with pytest.raises(ValueError, match=r'a.jsonl, line 2: answer 2 of 2 is empty$'):
         load_examples(path)
     found = load_examples(path, skip_bad_records=True)
-    assert len(found) == 1 and found.num_skipped == 3 and [r.split(': ')[0][-6:] for r in found.reasons] == ['line 2', 'line 3', 'line 4']
+    assert (
+        len(found) == 1
+        and found.num_skipped == 3
+        and [r.split(': ')[0][-6:] for r in found.reasons] == ['line 2', 'line 3', 'line 4']
+    )
     train, validation = load_preferences(path, tokenizer, skip_bad_records=True)
     assert len(train) == 1 and train.num_skipped == 3 and len(validation) == 0
     with pytest.raises(ValueError, match='none of 1 records can be used; the first: data, row 1: no known shape'):
@@ -162,7 +168,12 @@ def test_streams_read_anew_and_only_as_far_as_used(tmp_path):
 def test_splits_by_percentage():
     data = list(range(200))
     train, validation = split_examples(data, 10, seed=1)
-    assert len(validation) == 20 and sorted(train + validation) == data and train == sorted(train) and validation == sorted(validation)
+    assert (
+        len(validation) == 20
+        and sorted(train + validation) == data
+        and train == sorted(train)
+        and validation == sorted(validation)
+    )
     assert (train, validation) == split_examples(data, 10, seed=1) and validation != split_examples(data, 10, seed=2)[1]
     assert set(split_examples(data, 5, seed=1)[1]) < set(validation)  # more percent only adds
     assert split_examples(data, 0) == (data, []) and len(split_examples(data, 0.001)[1]) == 1
@@ -243,7 +254,11 @@ def test_conversions_that_would_lose_something(example, shape, reason):
 
 def test_writing_refuses(tmp_path):
     (tmp_path / 'a.json').write_text('keep')
-    for path, reason in (('a.json', 'the file exists'), ('a.doc', "unknown kind of file '.doc'"), ('x/a.json', 'there is no folder')):
+    for path, reason in (
+        ('a.json', 'the file exists'),
+        ('a.doc', "unknown kind of file '.doc'"),
+        ('x/a.json', 'there is no folder'),
+    ):
         with pytest.raises(ValueError, match=reason):
             write_records([{'a': 1}], tmp_path / path)
     assert (tmp_path / 'a.json').read_text() == 'keep'

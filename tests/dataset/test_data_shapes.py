@@ -36,7 +36,10 @@ CASES = {
     ),
     'stack exchange': ({'question': 'q', 'response_j': 'c', 'response_k': 'r'}, Preference(prompt='q', responses=('c', 'r'))),
     'hh': ({'chosen': HH + ' see you', 'rejected': HH + ' so what'}, Preference(prompt=HH, responses=(' see you', ' so what'))),
-    'plain texts compared': ({'chosen': 'good film', 'rejected': 'bad film'}, Preference(prompt='', responses=('good film', 'bad film'))),
+    'plain texts compared': (
+        {'chosen': 'good film', 'rejected': 'bad film'},
+        Preference(prompt='', responses=('good film', 'bad film')),
+    ),
     'dialogues as turns': (
         {'chosen': openai(U('q'), A('c')), 'rejected': openai(U('q'), A('r'))},
         Preference(prompt=(U('q'),), responses=('c', 'r')),

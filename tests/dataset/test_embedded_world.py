@@ -67,7 +67,9 @@ def test_the_world_goes_through_the_loaders():
     assert (len(train), len(held_back)) == (36, 4)
     row = demo_corpus(40)[0]
     first = load_demonstrations([row], tokenizer)[0][0]
-    assert tokenizer.decode(first.prompt_ids) == row['prompt'] and tokenizer.decode(first.response_ids) == row['response'] + ' <eos>'
+    assert (
+        tokenizer.decode(first.prompt_ids) == row['prompt'] and tokenizer.decode(first.response_ids) == row['response'] + ' <eos>'
+    )
     assert len(load_preferences(demo_preferences(30), tokenizer)[0]) == 30
     assert load_prompts(demo_prompts(3), tokenizer)[0].text.endswith(' .')
 

@@ -63,11 +63,15 @@ def test_bad_prompt_files(tmp_path, tokenizer, text, reason):
 
 
 def test_bad_prompts_can_be_skipped(tmp_path, tokenizer):
-    (tmp_path / 'a.jsonl').write_text('{"prompt": "one"}\n{"prompt": ""}\nnonsense\n{"prompt": null}\n{"text": "x"}\n{"prompt": "two"}\n')
+    (tmp_path / 'a.jsonl').write_text(
+        '{"prompt": "one"}\n{"prompt": ""}\nnonsense\n{"prompt": null}\n{"text": "x"}\n{"prompt": "two"}\n'
+    )
     found = load_prompts(tmp_path / 'a.jsonl', tokenizer, skip_bad_records=True)
     assert texts(found) == ['one', 'two'] and found.num_skipped == 4
     (tmp_path / 'b.csv').write_text('act\nx\ny\n')
-    with pytest.raises(ValueError, match="none of 2 records has a usable prompt; the first: .*b.csv, line 2: there is no column 'prompt'"):
+    with pytest.raises(
+        ValueError, match="none of 2 records has a usable prompt; the first: .*b.csv, line 2: there is no column 'prompt'"
+    ):
         load_prompts(tmp_path / 'b.csv', tokenizer, skip_bad_records=True)
 
 
@@ -83,7 +87,12 @@ def test_as_prompts(tokenizer):
     record = Prompt(ids=torch.tensor([1, 2]))
     assert [p.ids.tolist() for p in as_prompts([record, torch.tensor([3]), torch.tensor([[4, 5]])])] == [[1, 2], [3], [4, 5]]
     assert texts(as_prompts(['a', {'prompt': 'b'}], tokenizer)) == ['a', 'b']
-    refused = [([], 'there are no prompts'), (['a'], 'need a tokenizer'), ([3], 'prompt 0 is a int'), ([torch.tensor([])], 'is empty')]
+    refused = [
+        ([], 'there are no prompts'),
+        (['a'], 'need a tokenizer'),
+        ([3], 'prompt 0 is a int'),
+        ([torch.tensor([])], 'is empty'),
+    ]
     for given, reason in refused:
         with pytest.raises(ValueError, match=reason):
             as_prompts(given)

@@ -239,7 +239,9 @@ def test_hub_names_go_through_datasets(monkeypatch):
     monkeypatch.setattr(datasets, 'load_dataset', load_dataset)
     assert read('some/data', split='test', subset='en', streaming=True) == [({'prompt': 'x'}, 'data set some/data, row 1')]
     assert calls == [(('some/data', 'en'), {'split': 'test', 'streaming': True})]
-    with pytest.raises(ValueError, match='^nobody/nothing: no such file, and no data set from the hub: ConnectionError: no network$'):
+    with pytest.raises(
+        ValueError, match='^nobody/nothing: no such file, and no data set from the hub: ConnectionError: no network$'
+    ):
         read('nobody/nothing')
 
 

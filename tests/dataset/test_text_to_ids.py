@@ -169,7 +169,9 @@ def test_plain_text_goes_through_the_template_only_when_asked(plain, chat):
     assert tokenize_prompt(PromptExample(prompt='hi'), chat).text == 'hi'
     assert tokenize_prompt(PromptExample(prompt='hi'), chat, apply_chat_template=True).text == '<u>hi\n<a>'
     assert tokenize_prompt(PromptExample(prompt=(U('hi'),)), chat).text == '<u>hi\n<a>'
-    assert tokenize_prompt(PromptExample(prompt=(U('hi'),)), chat, apply_chat_template=False).text == '\n\nHuman: hi\n\nAssistant:'
+    assert (
+        tokenize_prompt(PromptExample(prompt=(U('hi'),)), chat, apply_chat_template=False).text == '\n\nHuman: hi\n\nAssistant:'
+    )
     with pytest.raises(ValueError, match='the tokenizer has no chat template'):
         tokenize_prompt(PromptExample(prompt='hi'), plain, apply_chat_template=True)
 

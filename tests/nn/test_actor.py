@@ -151,8 +151,8 @@ def capped():
     torch.manual_seed(0)
     config = Gemma2Config(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=16, max_position_embeddings=64, final_logit_softcapping=2.0, attn_logit_softcapping=None, pad_token_id=0, sliding_window=16,
-        initializer_range=0.3,
+        head_dim=16, max_position_embeddings=64, final_logit_softcapping=2.0, attn_logit_softcapping=None, pad_token_id=0,
+        sliding_window=16, initializer_range=0.3,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config, attn_implementation='eager').eval()
 

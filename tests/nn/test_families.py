@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from copy import deepcopy
 
 import pytest
 import torch
@@ -28,11 +27,8 @@ def batch():
                     Sequence(prompt_ids=ids([4]), response_ids=ids([3]), response_mask=ones[:1])])  # fmt: skip
 
 
-@pytest.mark.parametrize('prefix', [*PREFIXES.values(), 'Auto'])
-@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize(('prefix', 'family'), [(p, f) for f in FAMILIES for p in (PREFIXES[f], 'Auto')])
 def test_every_class_builds_from_a_config_and_gives_its_shape(prefix, family):
-    if prefix not in ('Auto', PREFIXES[family]):
-        pytest.skip('another family')
     config = tiny_config(family)
     assert getattr(rooms, prefix + 'Actor')(config=config)(batch()).logprobs.shape == (4,)
     assert getattr(rooms, prefix + 'Critic')(config=config)(batch()).shape == (4,)
@@ -109,7 +105,7 @@ def test_the_wrong_family_is_named_with_the_right_one(tmp_path):
     with pytest.raises(ValueError) as error:
         LlamaActor(pretrained=tmp_path)
     assert str(error.value) == f"LlamaActor takes models of the family 'llama', but '{tmp_path}' is of the family 'gpt2'; use GPTActor"
-    with pytest.raises(ValueError, match="OPTActor takes models of the family 'opt', but the config is of the family 'bloom'; use BLOOMActor"):
+    with pytest.raises(ValueError, match="OPTActor takes .* 'opt', but the config is of the family 'bloom'; use BLOOMActor"):
         OPTActor(config=tiny_config('bloom'))
     from test_critic import deberta_config
 
@@ -207,4 +203,5 @@ def test_rooms_are_found_by_attribute():
 
 def test_public_names_exist():
     assert all(hasattr(rooms, name) for name in rooms.__all__)
-    assert deepcopy(rooms.__all__) == sorted(rooms.__all__, key=lambda n: (not n.isupper(), n[0].islower(), n)) or len(set(rooms.__all__)) == len(rooms.__all__)
+    kinds = {f'{p}{k}' for p in (*PREFIXES.values(), 'Auto') for k in ('Actor', 'Critic', 'RM')}
+    assert kinds | {'Actor', 'Critic', 'RewardModel', 'PolicyOutput', 'DebertaRM', 'DebertaCritic'} <= set(rooms.__all__)

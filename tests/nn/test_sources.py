@@ -11,7 +11,18 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification
 
 from chatgpt import nn as rooms
-from chatgpt.nn import Actor, AutoActor, Critic, GPTActor, GPTCritic, GPTRM, RewardModel, initial_tensors, mlp_head, read_source_tensors
+from chatgpt.nn import (
+    GPTRM,
+    Actor,
+    AutoActor,
+    Critic,
+    GPTActor,
+    GPTCritic,
+    RewardModel,
+    initial_tensors,
+    mlp_head,
+    read_source_tensors,
+)
 from chatgpt.nn.lora import lora_layers
 from chatgpt.nn.sources import WeightsSource, draw_seed, seeded, weight_files
 from chatgpt.testing import FAMILIES, char_tokenizer, tiny_causal_lm, tiny_config

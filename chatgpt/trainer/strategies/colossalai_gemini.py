@@ -30,6 +30,9 @@ class GeminiFrozen(Engine):
         for begin, end, start in _overlap(chunk, parameter):
             chunk.payload[begin:end].copy_(values[start : start + end - begin])
 
+    def before_forward(self) -> None:
+        forget_layouts(self.model.gemini_manager)
+
     def after_forward(self) -> None:
         if torch.is_grad_enabled() and self.model.chunk_manager.accessed_chunks:  # type: ignore[union-attr]
             self.model._post_forward()  # type: ignore[operator]
@@ -96,6 +99,7 @@ class GeminiEngine(TrainedEngine):
 
     def before_forward(self) -> None:
         self._set_aside()
+        forget_layouts(self._gemini)
         if not torch.is_grad_enabled() and self._gemini.need_warmup and self._gemini.is_warmup():
             # Placement 'auto' refuses to infer before its first training iteration, because it records the order of that one.
             # Scoring comes first in RLHF: let it pass, and take out again what it recorded.
@@ -105,10 +109,10 @@ class GeminiEngine(TrainedEngine):
         if self._recorded is not None:
             del self._gemini.compute_list[self._recorded :]
             self._recorded, self._gemini.policy_name = None, 'auto'
-            type(self._gemini)._get_layout_info.cache_clear()
 
     def backward(self, loss: Tensor) -> None:
         self._set_aside()
+        forget_layouts(self._gemini)
         # In its first iteration placement 'auto' prints a line of statistics.
         with contextlib.redirect_stdout(io.StringIO()) if self._gemini.is_warmup() else contextlib.nullcontext():
             self.optimizer.backward(loss)
@@ -166,6 +170,15 @@ class GeminiEngine(TrainedEngine):
         self.sums = None
         self._manager.overflow_counter.zero_()
         self.module.zero_grad(set_to_none=True)
+
+
+def forget_layouts(manager: Any) -> None:
+    """Drop what upstream remembers of which chunks could be evicted at the n-th operation of an iteration.
+
+    It takes every iteration to run the same operations. Log-probs computed in chunks of rows run more of them on the rank with more rows:
+    ranks would then evict, and gather again, different chunks, and wait for each other for ever.
+    """
+    type(manager)._get_layout_info.cache_clear()
 
 
 def _overlap(chunk: Any, tensor: Tensor) -> Iterator[tuple[int, int, int]]:
