@@ -228,9 +228,9 @@ def truncated_importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, c
 
 
 class PolicyStats(NamedTuple):
-    """Sums over the tokens that count, so that micro-batches and ranks add up; divide by `count`. All fp64 scalars without gradient."""
+    """Sums over the tokens that count, so that micro-batches and ranks add up; divide by `num_tokens`. All fp64 scalars without gradient."""
 
-    count: Tensor
+    num_tokens: Tensor
     approx_kl: Tensor
     """k1 of KL(π_old || π): Σ −log ρ"""
     approx_kl_k3: Tensor
@@ -258,7 +258,7 @@ def policy_stats(
     high = eps_low if eps_high is None else eps_high
     outside = (ratio < 1 - eps_low) | (ratio > 1 + high)
     return PolicyStats(
-        count=mask.sum().double(),
+        num_tokens=mask.sum().double(),
         approx_kl=masked_sum(old - new, mask),
         approx_kl_k3=masked_sum(kl_penalty(old, new, 'k3'), mask),
         clipped=(outside & mask).sum().double(),

@@ -1,0 +1,329 @@
+"""PPO's formulas against numbers by hand and slow float64 loops; every check has a twin with a planted mistake."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from chatgpt.functional.advantages import (
+    a2c,
+    dr_grpo,
+    gae,
+    grpo,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    rloo,
+    spread,
+    token_rewards,
+)
+from chatgpt.functional.kl import AdaptiveKLController, FixedKLController, kl_full, kl_penalty
+from chatgpt.functional.logprobs import chunked_logprobs, entropy_of, logprobs_of
+from chatgpt.functional.losses import (
+    aggregate,
+    clipped_policy_loss,
+    clipped_value_loss,
+    explained_variance,
+    gspo_policy_loss,
+    policy_stats,
+    truncated_importance_weights,
+)
+from chatgpt.functional.masking import masked_mean, masked_sum, masked_var, segment_mean, segment_sum, whiten
+
+F64 = torch.float64
+
+
+def tensor(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=F64)
+
+
+# ---------------------------------------------------------------------- masking
+
+
+def test_masked_moments_ignore_what_does_not_count_even_when_it_is_not_finite():
+    x, mask = tensor(1, math.inf, 3, math.nan), torch.tensor([True, False, True, False])
+    assert masked_sum(x, mask).item() == 4
+    assert masked_mean(x, mask).item() == 2
+    assert masked_var(x, mask).item() == 2  # ((1-2)² + (3-2)²) / (2 - 1)
+    assert masked_var(x, mask, unbiased=False).item() == 1
+
+
+def test_nothing_that_counts_divides_by_nothing():
+    x, mask = tensor(1, 2), torch.zeros(2, dtype=torch.bool)
+    assert masked_mean(x, mask).item() == 0
+    assert torch.isfinite(whiten(x, mask)).all()
+    assert whiten(tensor(5.0), torch.ones(1, dtype=torch.bool)).item() == 0
+
+
+def test_whitening_shifts_advantages_and_only_scales_rewards():
+    x, mask = tensor(1, 2, 3, 99), torch.tensor([True, True, True, False])
+    assert whiten(x, mask).tolist() == pytest.approx([-1, 0, 1, 0])
+    assert whiten(x, mask, shift_mean=False).tolist() == pytest.approx([1, 2, 3, 0])
+    # Twin: whitening that includes padding gives other numbers.
+    assert whiten(x, torch.ones(4, dtype=torch.bool)).tolist()[:3] != pytest.approx([-1, 0, 1])
+
+
+def test_whitening_over_two_ranks_is_whitening_of_both_together():
+    parts = [tensor(1, 2), tensor(3, 10)]
+    masks = [torch.tensor([True, True]), torch.tensor([True, False])]
+    whole = whiten(torch.cat(parts), torch.cat(masks))
+    sums: list[torch.Tensor] = []
+    for record in (True, False):  # first pass: what each rank would add; second pass: hand out the sums
+        calls: list[list[torch.Tensor]] = [[], []]
+        results = []
+        for rank in (0, 1):
+            step = iter(range(100))
+
+            def reduce(t: torch.Tensor, rank: int = rank, step=step) -> torch.Tensor:
+                calls[rank].append(t.clone())
+                i = next(step)
+                return t if record or i >= len(sums) else sums[i]
+
+            results.append(whiten(parts[rank], masks[rank], reduce=reduce))
+        if record:
+            sums = [calls[0][0] + calls[1][0]]
+    # The first reduction carries counts and sums; the second depends on the first, so it is summed with the right mean here.
+    mean = 2.0
+    squares = sum(((p - mean).square() * m).sum() for p, m in zip(parts, masks, strict=True))
+    expected = [(p - mean) / math.sqrt(squares / 2) * m for p, m in zip(parts, masks, strict=True)]
+    assert torch.allclose(torch.cat(expected), whole)
+
+
+def test_segments():
+    x, rows, mask = tensor(1, 2, 3, 4), torch.tensor([0, 0, 2, 2]), torch.tensor([True, True, True, False])
+    assert segment_sum(x, rows, 3, mask=mask).tolist() == [3, 0, 3]
+    assert segment_mean(x, rows, 3, mask=mask).tolist() == [1.5, 0, 3]
+
+
+# ---------------------------------------------------------------------- log-probs
+
+
+def test_logprobs_and_entropy_by_hand():
+    logits = tensor(0.0, math.log(3.0))[None]  # probabilities 1/4 and 3/4
+    assert logprobs_of(logits, torch.tensor([1])).item() == pytest.approx(math.log(0.75))
+    assert entropy_of(logits).item() == pytest.approx(-(0.25 * math.log(0.25) + 0.75 * math.log(0.75)))
+    # At temperature 1/2 the odds are squared: 1 to 9. Twin: forgetting the temperature gives the first number.
+    assert logprobs_of(logits, torch.tensor([1]), 0.5).item() == pytest.approx(math.log(0.9))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements of any floating-point tensor made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in torch.utils._pytree.tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.is_floating_point():
+                self.largest = max(self.largest, t.numel())
+        return out
+
+
+def test_chunks_equal_the_plain_path_and_bound_the_logits():
+    torch.manual_seed(0)
+    num, width, vocab = 40, 8, 100
+    hidden = torch.randn(num, width, dtype=F64, requires_grad=True)
+    weight = torch.randn(vocab, width, dtype=F64, requires_grad=True)
+    ids = torch.randint(vocab, (num,))
+    plain = (hidden @ weight.T / 0.7).log_softmax(-1)
+    plain_entropy = -(plain.exp() * plain).sum(-1)
+    chosen = plain.gather(1, ids[:, None]).squeeze(1)
+    (chosen.sum() + 0.1 * plain_entropy.sum()).backward()
+    expected = hidden.grad.clone(), weight.grad.clone()
+    hidden.grad = weight.grad = None
+    with LargestTensor() as seen:
+        logprobs, entropy = chunked_logprobs(
+            hidden, lambda h: h @ weight.T, ids, temperature=0.7, chunk_size=4, vocab_size=vocab, with_entropy=True
+        )
+        (logprobs.sum() + 0.1 * entropy.sum()).backward()
+    assert torch.allclose(logprobs, chosen)
+    assert torch.allclose(entropy, plain_entropy)
+    assert torch.allclose(hidden.grad, expected[0])
+    assert torch.allclose(weight.grad, expected[1])
+    assert seen.largest <= max(4 * vocab, weight.numel())  # never (num, vocab)
+    with LargestTensor() as whole:
+        chunked_logprobs(hidden, lambda h: h @ weight.T, ids, chunk_size=num, vocab_size=vocab)
+    assert whole.largest >= num * vocab
+
+
+# ---------------------------------------------------------------------- KL
+
+
+def test_kl_estimators_by_hand():
+    logprobs, ref = tensor(-1.0), tensor(-1.5)  # log r = ref - policy = -0.5
+    assert kl_penalty(logprobs, ref, 'k1').item() == 0.5
+    assert kl_penalty(logprobs, ref, 'k2').item() == 0.125
+    assert kl_penalty(logprobs, ref, 'k3').item() == pytest.approx(math.exp(-0.5) - 1 + 0.5)
+    assert kl_penalty(logprobs, ref, 'abs').item() == 0.5
+    # Twin: the flipped direction.
+    assert kl_penalty(ref, logprobs, 'k1').item() == -0.5
+
+
+def test_k1_and_k3_are_unbiased_for_the_full_kl():
+    p, q = tensor(0.1, 0.2, 0.7), tensor(0.3, 0.3, 0.4)  # policy, reference
+    exact = sum(a * math.log(a / b) for a, b in zip(p.tolist(), q.tolist(), strict=True))
+    assert kl_full(p.log()[None], q.log()[None]).item() == pytest.approx(exact)
+    for kind in ('k1', 'k3'):
+        assert (p * kl_penalty(p.log(), q.log(), kind)).sum().item() == pytest.approx(exact)
+    assert (p * kl_penalty(p.log(), q.log(), 'k2')).sum().item() != pytest.approx(exact)
+
+
+def test_adaptive_controller_by_the_published_rule():
+    controller = AdaptiveKLController(0.2, 6.0, 10000)
+    controller.update(12.0, 256)  # error 1 is clipped to 0.2
+    assert controller.value == pytest.approx(0.2 * (1 + 0.2 * 256 / 10000))
+    controller.update(5.4, 256)  # error -0.1
+    assert controller.value == pytest.approx(0.2 * (1 + 0.2 * 0.0256) * (1 - 0.1 * 0.0256))
+    fixed = FixedKLController(0.1)
+    fixed.update(100.0, 256)
+    assert fixed.value == 0.1
+
+
+# ---------------------------------------------------------------------- advantages
+
+
+def slow_gae(rewards: list[float], values: list[float], counts: list[bool], gamma: float, lam: float) -> tuple[list[float], list[float]]:
+    steps = [t for t, c in enumerate(counts) if c]
+    advantages, returns = [0.0] * len(rewards), [0.0] * len(rewards)
+    for i, t in enumerate(steps):
+        total = 0.0
+        for j, k in enumerate(steps[i:]):
+            following = values[steps[i + j + 1]] if i + j + 1 < len(steps) else 0.0
+            total += (gamma * lam) ** j * (rewards[k] + gamma * following - values[k])
+        advantages[t], returns[t] = total, total + values[t]
+    return advantages, returns
+
+
+def test_gae_equals_the_sum_of_the_definition_with_and_without_masks():
+    generator = torch.Generator().manual_seed(0)
+    lengths = [1, 3, 6]
+    rewards = [torch.randn(n, generator=generator, dtype=F64) for n in lengths]
+    values = [torch.randn(n, generator=generator, dtype=F64) for n in lengths]
+    masks = [torch.tensor([True]), torch.tensor([True, False, True]), torch.tensor([False, True, True, False, True, False])]
+    for given in (None, masks):
+        advantages, returns = gae(rewards, values, given, gamma=0.9, lam=0.8)
+        for i in range(3):
+            counts = [True] * lengths[i] if given is None else given[i].tolist()
+            a, r = slow_gae(rewards[i].tolist(), values[i].tolist(), counts, 0.9, 0.8)
+            assert advantages[i].tolist() == pytest.approx(a)
+            assert returns[i].tolist() == pytest.approx(r)
+    # Twin: a wrong sign of the value difference.
+    wrong, _ = gae(rewards, [-v for v in values], None, gamma=0.9, lam=0.8)
+    assert wrong[2].tolist() != pytest.approx(gae(rewards, values, None, gamma=0.9, lam=0.8)[0][2].tolist())
+
+
+def test_gae_of_a_sequence_does_not_depend_on_its_company_to_the_bit():
+    r, v = [torch.randn(5), torch.randn(9)], [torch.randn(5), torch.randn(9)]
+    alone, together = gae(r[:1], v[:1])[0][0], gae(r, v)[0][0]
+    assert torch.equal(alone, together)
+
+
+def test_a2c_is_gae_with_lambda_one():
+    r, v = [torch.randn(6, dtype=F64)], [torch.randn(6, dtype=F64)]
+    assert torch.allclose(a2c(r, v, gamma=0.9)[0][0], gae(r, v, gamma=0.9, lam=1.0)[0][0])
+    assert not torch.allclose(a2c(r, v, gamma=0.9)[0][0], gae(r, v, gamma=0.9, lam=0.5)[0][0])
+
+
+def test_score_is_added_once_at_the_last_token_that_counts():
+    kl, mask = tensor(0.5, 0.25, 1.0), torch.tensor([True, True, False])
+    assert token_rewards(kl, 0.2, 3.0, mask).tolist() == pytest.approx([-0.1, 3.0 - 0.05, 0.0])
+    assert token_rewards(kl, 0.2, 0.0, mask, token_scores=tensor(1, 1, 1)).tolist() == pytest.approx([0.9, 0.95, 0.0])
+    assert token_rewards(kl, 0.2, 3.0, torch.zeros(3, dtype=torch.bool)).tolist() == [0, 0, 0]
+
+
+def test_group_estimators_by_hand():
+    scores, groups = tensor(1, 3, 10, 5, 5), torch.tensor([0, 0, 7, 7, 7])
+    std = math.sqrt(2.0)
+    mean = 20 / 3
+    assert dr_grpo(scores, groups).tolist() == pytest.approx([-1, 1, 10 - mean, 5 - mean, 5 - mean])
+    assert grpo(scores, groups).tolist()[:2] == pytest.approx([-1 / (std + 1e-4), 1 / (std + 1e-4)])
+    assert rloo(scores, groups).tolist() == pytest.approx([-2, 2, 5, -2.5, -2.5])
+    with pytest.raises(ValueError, match='group 3 has one response'):
+        rloo(tensor(1, 2, 3), torch.tensor([3, 4, 4]))
+    assert [t.tolist() for t in spread(tensor(2, 3), [torch.tensor([True, False]), torch.tensor([True])])] == [[2, 0], [3]]
+
+
+def test_reinforce_pp_whitens_returns_over_all_tokens():
+    rewards = [tensor(0, 1), tensor(2)]
+    advantages, returns = reinforce_pp(rewards, gamma=0.5)
+    assert [r.tolist() for r in returns] == [[0.5, 1], [2]]
+    flat = tensor(0.5, 1, 2)
+    assert torch.allclose(torch.cat(advantages), (flat - flat.mean()) / flat.std())
+    masks = [torch.ones(1, dtype=torch.bool)] * 2
+    _, with_baseline = reinforce_pp_baseline(tensor(1, 3), torch.tensor([0, 0]), masks, whiten_all=False)
+    assert [r.tolist() for r in with_baseline] == [[-1], [1]]
+
+
+# ---------------------------------------------------------------------- losses
+
+
+@pytest.mark.parametrize(
+    ('ratio', 'advantage', 'expected'),
+    [(1.5, 1.0, -1.2), (1.5, -1.0, 1.5), (0.5, 1.0, -0.5), (0.5, -1.0, 0.8), (1.1, 2.0, -2.2)],
+)
+def test_clipped_policy_loss_by_hand(ratio, advantage, expected):
+    old = tensor(-2.0)
+    new = (old + math.log(ratio)).requires_grad_()
+    loss = clipped_policy_loss(new, old, tensor(advantage), eps_low=0.2)
+    assert loss.item() == pytest.approx(expected)
+    loss.backward()
+    clipped = (advantage > 0 and ratio > 1.2) or (advantage < 0 and ratio < 0.8)
+    assert new.grad.item() == pytest.approx(0.0 if clipped else -advantage * ratio)
+    # Twin: a minimum in place of the maximum.
+    twin = min(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.2))
+    assert (twin == pytest.approx(expected)) == (0.8 <= ratio <= 1.2)
+
+
+def test_asymmetric_clip_and_dual_clip():
+    old = tensor(0.0)
+    assert clipped_policy_loss(tensor(math.log(1.5)), old, tensor(1.0), eps_low=0.2, eps_high=0.28).item() == pytest.approx(-1.28)
+    assert clipped_policy_loss(tensor(math.log(9.0)), old, tensor(-1.0), eps_low=0.2, dual_clip=3.0).item() == pytest.approx(3.0)
+
+
+def test_gspo_has_one_ratio_per_sequence():
+    new, old = tensor(0.3, -0.1, 0.5), torch.zeros(3, dtype=F64)
+    rows, mask = torch.tensor([0, 0, 1]), torch.ones(3, dtype=torch.bool)
+    loss = gspo_policy_loss(new, old, tensor(1, 1, -1), mask, rows, 2, eps_low=10 / 11, eps_high=10.0)
+    assert loss.tolist() == pytest.approx([-math.exp(0.1), -math.exp(0.1), math.exp(0.5)])
+
+
+@pytest.mark.parametrize(('value', 'expected'), [(1.0, 0.5 * 4), (0.0, 0.5 * 9), (2.9, 0.5 * max(0.01, 2.6**2))])
+def test_clipped_value_loss_by_hand(value, expected):
+    # old 0, return 3, clip 0.4: a new value beyond 0.4 is seen as 0.4 when that is worse.
+    loss = clipped_value_loss(tensor(value), tensor(0.0), tensor(3.0), 0.4).item()
+    clipped = min(max(value, -0.4), 0.4)
+    assert loss == pytest.approx(0.5 * max((value - 3) ** 2, (clipped - 3) ** 2))
+    assert clipped_value_loss(tensor(value), tensor(0.0), tensor(3.0)).item() == pytest.approx(0.5 * (value - 3) ** 2)
+    assert expected <= loss + 1e-9
+
+
+def test_aggregation_modes():
+    loss, rows = tensor(1, 2, 3, 10), torch.tensor([0, 0, 0, 1])
+    mask = torch.ones(4, dtype=torch.bool)
+    assert aggregate(loss, mask, rows, 2, 'token', 4).item() == 4
+    assert aggregate(loss, mask, rows, 2, 'sequence', 2).item() == 6  # means 2 and 10
+    assert aggregate(loss, mask, rows, 2, 'sequence_sum', 2 * 8).item() == 1
+
+
+def test_policy_stats_by_hand():
+    old, new = tensor(0, 0, 0), tensor(math.log(1.5), 0.0, 5.0)
+    stats = policy_stats(new, old, torch.tensor([True, True, False]))
+    assert stats[0].item() == 2
+    assert (stats.approx_kl / 2).item() == pytest.approx(-math.log(1.5) / 2)
+    assert (stats.approx_kl_k3 / 2).item() == pytest.approx((0.5 - math.log(1.5)) / 2)
+    assert (stats.clipped / 2).item() == 0.5
+    assert stats.ratio_max.item() == pytest.approx(1.5)
+
+
+def test_explained_variance():
+    mask = torch.ones(3, dtype=torch.bool)
+    assert explained_variance(tensor(1, 2, 3), tensor(1, 2, 3), mask).item() == 1
+    assert explained_variance(tensor(0, 0, 0), tensor(1, 2, 3), mask).item() == 0
+    assert explained_variance(tensor(1, 2, 3), tensor(5, 5, 5), mask).item() == 0
+
+
+def test_truncated_importance_weights():
+    weights = truncated_importance_weights(tensor(0.0, 0.0), tensor(math.log(0.1), math.log(2.0)), cap=2.0)
+    assert weights.tolist() == pytest.approx([2.0, 0.5])
