@@ -1,8 +1,8 @@
 """From single sequences to batches: the one place where padding exists.
 
 `collate` pads at a model's door; `cut_by_tokens` makes micro-batches under a token budget; `split_over_ranks` deals a global
-batch out by cost; `align` gives every rank the same number of micro-batches, filled with zero-weight ones. All are pure functions of lengths,
-so every rank computes the whole assignment alone.
+batch out by cost; `align` gives every rank the same number of micro-batches, filled with zero-weight ones. All are pure
+functions of lengths, so every rank computes the whole assignment alone.
 """
 
 from __future__ import annotations

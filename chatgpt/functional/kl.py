@@ -135,5 +135,7 @@ class AdaptiveKLController:
 
 def _value_of(state: dict[str, Any], kind: str) -> float:
     if state.get('kind') != kind:
-        raise ValueError(f'the saved state belongs to a {state.get("kind")!r} KL controller, this one is {kind!r}; use the same kl_target setting')
+        raise ValueError(
+            f'the saved state belongs to a {state.get("kind")!r} KL controller, this one is {kind!r}; use the same kl_target setting'
+        )
     return float(state['value'])

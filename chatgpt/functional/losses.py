@@ -228,7 +228,7 @@ def truncated_importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, c
 
 
 class PolicyStats(NamedTuple):
-    """Sums over the tokens that count, so that micro-batches and ranks add up; divide by `num_tokens`. All fp64 scalars without gradient."""
+    """Sums over the tokens that count, so that micro-batches and ranks add up; divide by `num_tokens`. fp64 scalars without gradient."""
 
     num_tokens: Tensor
     approx_kl: Tensor

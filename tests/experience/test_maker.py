@@ -33,7 +33,8 @@ def make(scores: list[Any], *, reference: bool = True, **settings: Any) -> Exper
     other = GPTActor(config=tiny_config('gpt2'))
     actor, critic, other = strategy.prepare(actor, GPTCritic(config=tiny_config('gpt2')), other)
     return ExperienceMaker(
-        strategy, actor, critic, other if reference else None, FunctionScorer(lambda p, r: scores), ScoreShaper(), ExperienceSettings(**settings),
+        strategy, actor, critic, other if reference else None, FunctionScorer(lambda p, r: scores), ScoreShaper(),
+        ExperienceSettings(**settings),
         estimate=lambda experiences: estimate_advantages(experiences, PPOConfig(gamma=0.9, lam=0.8)),
     )  # fmt: skip
 

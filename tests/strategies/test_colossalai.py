@@ -34,6 +34,7 @@ from chatgpt.trainer.strategies.precision import cast_copy
 needs_colossalai = pytest.mark.skipif(
     importlib.util.find_spec('colossalai') is None, reason='colossalai is not installed; see requirements-colossalai.txt'
 )
+pytestmark = pytest.mark.timeout(600)  # the first test waits for the whole job on two processes
 LR, STEPS = 1e-3, 4
 SMALL = {'min_chunk_size_mb': 0.001, 'search_range_mb': 0.001, 'hidden_dim': 32}
 """chunks of about a thousand elements, so that a tiny model is cut into many"""
@@ -594,11 +595,11 @@ def test_zero_agrees_with_naive_in_fp32(two, name):
 @needs_colossalai
 @pytest.mark.parametrize('name', [n for n in TWO if n.startswith(PAIRWISE) and 'gemini' in n])
 def test_gemini_agrees_with_naive_in_bf16(two, name):
-    """Tolerances. A number in bf16 is off by up to u = 2^-9 of itself. Naive keeps the residual stream in fp32 (autocast), Gemini in bf16.
+    """Tolerances. A number in bf16 is off by up to u = 2^-9 of itself. Naive keeps the residual stream in fp32 (autocast), Gemini not.
 
-    Loss: with two blocks a state is rounded 2 + 2 + 1 times more under Gemini, each time with a random sign, so a logit differs by about
-    sqrt(5) u of itself; logits and the loss are of one size (4), and the mean over some 40 tokens makes it smaller: 2u = 2^-8 covers it.
-    Norm: a gradient passes the same roundings backwards, once more per matrix: 8u = 2^-6.
+    Loss: with two blocks a state is rounded 2 + 2 + 1 times more under Gemini, each time with a random sign, so a logit differs
+    by about sqrt(5) u of itself. Logits and the loss are of one size (4), and the mean over some 40 tokens makes it smaller:
+    2u = 2^-8 covers it. Norm: a gradient passes the same roundings backwards, once more per matrix: 8u = 2^-6.
     Weights: Adam moves a weight by at most about lr a step whatever the size of its gradient g. Where |g| is below its error
     (8u of the typical gradient) the sign is open, and the two may be 2 lr apart; that is 8u = 1.6 % of the weights if gradients
     were uniform, so the mean is 2 * 1.6 % = 0.032 lr per step.
@@ -626,7 +627,7 @@ def test_tolerance_for_gemini_tells_wrong_from_right(two):
 
 @needs_colossalai
 def test_gemini_is_zero_in_bf16(two):
-    """The same module in the same dtype on the same data, so losses and norms agree as under two reductions of one sum in fp32."""
+    """The same module in the same dtype on the same data: what is left is the order of fp32 operations in two Adam kernels."""
     facts = outcome(two, 'gemini is zero')
     for (loss, norm), (want_loss, want_norm) in zip(facts['gemini'], facts['zero'], strict=True):
         assert loss == pytest.approx(want_loss, rel=1e-4)
@@ -751,7 +752,8 @@ def test_one_process_takes_over_from_two(two, folder):
     facts = run_distributed(check_one_process, 1, folder, timeout_s=200)[0]
     assert facts['zero2'][0] and facts['gemini'][0]
     results, want, (largest, _) = facts['zero2'][1:]
-    assert results[0][0] == pytest.approx(want[0][0], rel=1e-5) and largest <= 0.05 / STEPS  # one step of the STEPS that distances divides by
+    # one step was made, and `distances` divides by STEPS
+    assert results[0][0] == pytest.approx(want[0][0], rel=1e-5) and largest <= 0.05 / STEPS
     results, want, (_, mean) = facts['gemini'][1:]
     assert results[0][0] == pytest.approx(want[0][0], rel=2**-8) and mean <= 0.032
     assert max(facts['adam'].values()) < 1e-6

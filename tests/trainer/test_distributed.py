@@ -62,7 +62,10 @@ def naive() -> dict[str, Any]:
     return train('NaiveStrategy', {})
 
 
-@pytest.mark.parametrize(('kind', 'options'), [('DDPStrategy', {}), ('FSDPStrategy', {}), ('FSDPStrategy', {'cpu_offload': True, 'meta_init': True})])
+@pytest.mark.parametrize(
+    ('kind', 'options'),
+    [('DDPStrategy', {}), ('FSDPStrategy', {}), ('FSDPStrategy', {'cpu_offload': True, 'meta_init': True})],
+)
 def test_two_processes_equal_one(kind, options, naive):
     ranks = run_distributed(train, 2, kind, options)
     two = ranks[0]

@@ -29,6 +29,7 @@ class GeminiFrozen(Engine):
         chunk = self.model.chunk_manager.get_chunk(parameter)  # type: ignore[operator, union-attr]
         for begin, end, start in _overlap(chunk, parameter):
             chunk.payload[begin:end].copy_(values[start : start + end - begin])
+            chunk.cpu_vis_flag = chunk.device_type == 'cpu'  # a pinned host copy of a chunk on the device is now out of date
 
     def before_forward(self) -> None:
         forget_layouts(self.model.gemini_manager)
