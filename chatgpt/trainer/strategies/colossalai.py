@@ -96,14 +96,17 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         max_norm: float = 0.0,
         norm_type: float = 2.0,
         *,
+        device: str | torch.device | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
         given = dict(locals())
         signature = inspect.signature(ColossalAIStrategy).parameters
         self.options = {name: given[name] for name in signature}
         check_options(self.options, {name: parameter.default for name, parameter in signature.items()})
+        if device is not None and torch.device(device).type == 'cpu' and torch.cuda.is_available():
+            raise ValueError(f'device={device!r}: ColossalAI takes a GPU where there is one; hide it with CUDA_VISIBLE_DEVICES=')
         import_colossalai()
-        super().__init__(seed, precision, timeout_s=timeout_s)
+        super().__init__(seed, precision, device=device, timeout_s=timeout_s)
         bridge()
         self.stage, self.placement_policy, self.max_norm = stage, placement_policy, max_norm
         self._engines: dict[int, Engine] = {}
@@ -124,7 +127,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
     ) -> Optimizer:
         """AdamW as this stage takes it: HybridAdam under Gemini, torch's otherwise."""
         if self.stage < 3:
-            return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+            return super().make_optimizer(parameters, lr, betas, eps, weight_decay)
         from colossalai.nn.optimizer import HybridAdam
 
         return HybridAdam(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -169,9 +172,9 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             module._buffers[key] = buffer.to(self.device)
         engine: Engine
         if optimizer is None:
-            engine = GeminiFrozen(wrapped) if self.stage == 3 else Engine(wrapped)
+            engine = (GeminiFrozen if self.stage == 3 else Engine)(wrapped, None, self.device)
         else:
-            engine = GeminiEngine(wrapped, boosted) if self.stage == 3 else ZeroEngine(wrapped, boosted)
+            engine = (GeminiEngine if self.stage == 3 else ZeroEngine)(wrapped, boosted, self.device)
         engine.fill(tensors, fresh)
         self._engines[id(model)] = engine
         wire(wrapped, engine, self.options['force_outputs_fp32'])

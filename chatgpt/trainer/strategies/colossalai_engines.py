@@ -54,13 +54,12 @@ def rank_range(numel: int, rank: int, world_size: int) -> tuple[int, int]:
 class Engine:
     """A boosted model that is not trained, whole on every rank: the base of the other engines."""
 
-    def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
-        """`model` and `optimizer` as boosted. `fill` must follow."""
-        self.model, self.optimizer = model, optimizer
+    def __init__(self, model: nn.Module, optimizer: Any, device: torch.device) -> None:
+        """`model` and `optimizer` (None: frozen) as boosted, `device` where they compute. `fill` must follow."""
+        self.model, self.optimizer, self.device = model, optimizer, device
         self.module: nn.Module = model.module  # type: ignore[assignment]
         self.names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.device = next((p.device for p in self.module.parameters()), torch.device('cpu'))
         self._kept: dict[str, Tensor] = {}
         """this rank's exact share, on the CPU, of each untrained parameter that was rounded"""
 

@@ -47,8 +47,8 @@ class GeminiEngine(TrainedEngine):
     So micro-batches accumulate exactly, which upstream's own accumulation does not do for replicated chunks on two ranks.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        super().__init__(model, optimizer)
+    def __init__(self, model: nn.Module, optimizer: Any, device: torch.device) -> None:
+        super().__init__(model, optimizer, device)
         self.chunks = list(model.chunk_manager.get_chunks(model.fp16_params))  # type: ignore[operator, union-attr]
         self.sums: list[Tensor] | None = None
         self.pending = False
@@ -72,9 +72,12 @@ class GeminiEngine(TrainedEngine):
     def trained(self) -> list[nn.Parameter]:
         return list(self.model.fp16_params)  # type: ignore[arg-type]
 
+    def _with_masters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        return zip(self.trained(), self.model.fp32_params, strict=True)  # type: ignore[arg-type]
+
     def trained_shards(self) -> Iterator[Shard]:
         fakes = {id(p): self.optimizer.id_to_fake_params.get(i) for i, p in self.optimizer.id_to_real_params.items()}
-        for parameter, master in zip(self.trained(), self.model.fp32_params, strict=True):  # type: ignore[arg-type]
+        for parameter, master in self._with_masters():
             chunk = self._manager.get_chunk(master)
             for begin, end, start in _overlap(chunk, master):
                 stop = start + end - begin
@@ -88,7 +91,7 @@ class GeminiEngine(TrainedEngine):
             chunk.cpu_vis_flag = chunk.device_type == 'cpu'  # a pinned host copy of a chunk on the device is now out of date
 
     def _gather_trained(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        masters = {id(m): self.names[id(p)] for p, m in zip(self.trained(), self.model.fp32_params, strict=True)}  # type: ignore[arg-type]
+        masters = {id(master): self.names[id(parameter)] for parameter, master in self._with_masters()}
         for chunk in self.chunks:
             partner = chunk.paired_chunk
             whole = partner.payload.to(self.device, dtype)
@@ -176,8 +179,8 @@ class GeminiEngine(TrainedEngine):
 def forget_layouts(manager: Any) -> None:
     """Drop what upstream remembers of which chunks could be evicted at the n-th operation of an iteration.
 
-    It takes every iteration to run the same operations. Log-probs computed in chunks of rows run more of them on the rank with more rows:
-    ranks would then evict, and gather again, different chunks, and wait for each other for ever.
+    It takes every iteration to run the same operations. Log-probs computed in chunks of rows run more of them on the rank with
+    more rows: ranks would then evict, and gather again, different chunks, and wait for each other for ever.
     """
     type(manager)._get_layout_info.cache_clear()
 
