@@ -16,6 +16,7 @@ from typing import Any
 from chatgpt.launch.arguments import (
     add_settings,
     add_strategy,
+    check_run_folder,
     make_strategy,
     run_main,
     settings_from,
@@ -81,6 +82,7 @@ def main() -> None:
     if args.prompt_path and not args.pretrain:
         raise ValueError('prompts of your own need a model: give --pretrain NAME_OR_FOLDER')
 
+    check_run_folder(args.save_path)
     from chatgpt.launch.build import build_ppo_inputs
 
     inputs = build_ppo_inputs(args)  # tokenizer, prompts and reward: everything that can be wrong is read before any weight

@@ -146,27 +146,51 @@ def load_function(spec: str) -> Callable[..., Any]:
     return function
 
 
+def check_run_folder(path: str | os.PathLike[str]) -> None:
+    """Find out before any weight is loaded that a run can write its folder. Only rank 0 looks, which is the one that writes.
+
+    Raises:
+        ValueError: it cannot be made or written; CheckpointError: another run holds it, with its process and host.
+    """
+    from chatgpt.checkpoint import claim_folder
+
+    if os.environ.get('RANK', '0') != '0':
+        return
+    try:
+        claim_folder(path).release()
+    except OSError as error:
+        raise ValueError(f'cannot write to {path}: {error.strerror}') from None
+
+
 def run_main(main: Callable[[], Any]) -> None:
-    """Run a script's main: the user's mistake is one line on stderr and exit code 2, not a traceback."""
+    """Run a script's main. A mistake of the user's is one line on stderr and exit code 2, not a traceback.
+
+    With CHATGPT_TRACEBACK=1 in the environment everything is raised as it is.
+    """
     try:
         main()
-    except (ValueError, FileNotFoundError, ImportError) as error:
-        if os.environ.get('CHATGPT_TRACEBACK') or not _is_callers_mistake(error):
-            raise
-        print(f'error: {error}', file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
     except KeyboardInterrupt:
         print('interrupted', file=sys.stderr, flush=True)
         raise SystemExit(130) from None
+    except Exception as error:
+        if os.environ.get('CHATGPT_TRACEBACK') or not _is_explained(error, main):
+            raise
+        print(f'error: {error}', file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
 
 
-def _is_callers_mistake(error: BaseException) -> bool:
-    """Raised by this package itself, not from the depths of a library."""
+def _is_explained(error: Exception, main: Callable[[], Any]) -> bool:
+    """Whether the error's text says all that its reader needs: one of this package's own, or a ValueError raised by its code."""
+    if type(error).__module__.startswith('chatgpt.'):
+        return True
+    if not isinstance(error, (ValueError, FileNotFoundError, ImportError)):
+        return False
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
-    return traceback is None or 'chatgpt' in traceback.tb_frame.f_globals.get('__name__', '') or _is_script(traceback)
-
-
-def _is_script(traceback: types.TracebackType) -> bool:
-    return traceback.tb_frame.f_globals.get('__name__') == '__main__'
+    if traceback is None:
+        return True
+    return (
+        traceback.tb_frame.f_globals.get('__name__', '').startswith('chatgpt')
+        or traceback.tb_frame.f_code.co_filename == main.__code__.co_filename
+    )

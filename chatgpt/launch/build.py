@@ -45,8 +45,8 @@ class PPOInputs:
         reward: Any = self.reward_fn
         if a.reward_model:
             reward = nn.RewardModel.from_pretrained(a.reward_model)
-        if a.reward_model and self.reward_tokenizer is None:
-            critic = nn.Critic(deepcopy(reward.model), deepcopy(reward.value_head), lora_rank=a.lora_rank)
+        if a.reward_model and self.reward_tokenizer is None and reward.value_head is not None:
+            critic = nn.Critic.from_reward_model(reward, lora_rank=a.lora_rank)
         else:
             critic = critic_class(**source, **common)
         return actor, critic, reward, None if a.lora_rank else deepcopy(actor)
