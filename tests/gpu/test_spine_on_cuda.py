@@ -1,0 +1,73 @@
+"""The spine on a CUDA device: PPO learns in fp32 and bf16, and draws are those of the CPU. Run by `make gpu-check`."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+
+from chatgpt.nn import GPTActor, GPTCritic
+from chatgpt.testing.fakes import tiny_config
+from chatgpt.trainer import PPOTrainer
+from chatgpt.trainer.callbacks import ProgressBar
+from chatgpt.trainer.strategies import NaiveStrategy
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')]
+GOOD = 7
+
+
+class ShareOfGood(torch.nn.Module):
+    def forward(self, batch: Any) -> torch.Tensor:
+        hits = ((batch.action_ids == GOOD) & batch.action_mask).float()
+        zeros = torch.zeros(batch.num_sequences, device=hits.device)
+        return zeros.index_add(0, batch.action_rows, hits) / zeros.index_add(0, batch.action_rows, batch.action_mask.float()).clamp(min=1)
+
+
+class Log(ProgressBar):
+    def __init__(self) -> None:
+        super().__init__(enabled=False)
+        self.scores: list[float] = []
+        self.samples: list[list[int]] = []
+        self.ratio_errors: list[float] = []
+
+    def on_make_experience_end(self, trainer: Any, experiences: list[Any]) -> None:
+        self.samples += [e.response_ids.tolist() for e in experiences]
+
+    def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+        self.scores.append(metrics['rollout/score_mean'])
+        self.ratio_errors.append(metrics['ppo/first_ratio_error'])
+
+
+def run(device: str, precision: str, phases: int) -> Log:
+    strategy = NaiveStrategy(seed=0, precision=precision, device=device)
+    config = tiny_config('gpt2', vocab_size=16, hidden=16, positions=32)
+    actor, critic = GPTActor(config=config), GPTCritic(config=config)
+    initial = deepcopy(actor)
+    (actor, actor_optim), (critic, critic_optim), reward, initial = strategy.prepare(
+        (actor, torch.optim.AdamW(actor.parameters(), lr=3e-3, eps=1e-5)),
+        (critic, torch.optim.AdamW(critic.parameters(), lr=3e-3, eps=1e-5)),
+        ShareOfGood(),
+        initial,
+    )
+    log = Log()
+    trainer = PPOTrainer(
+        strategy, actor, critic, reward, initial, actor_optim, critic_optim, callbacks=[log], experience_batch_size=16,
+        train_batch_size=16, max_epochs=4, kl_coef=0.01, max_new_tokens=6, eos_token_id=2,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    trainer.fit([torch.randint(3, 16, (1 + i % 4,), generator=generator) for i in range(16)], 1, phases, 1)
+    return log
+
+
+@pytest.mark.parametrize('precision', ['fp32', 'bf16'])
+def test_learns(precision):
+    log = run('cuda', precision, 20)
+    assert log.scores[0] < 0.25
+    assert log.scores[-1] > 0.7
+    assert max(log.ratio_errors) < (1e-3 if precision == 'fp32' else 0.5)
+
+
+def test_the_first_rollout_draws_the_same_tokens_as_the_cpu():
+    assert run('cuda', 'fp32', 1).samples == run('cpu', 'fp32', 1).samples
