@@ -60,7 +60,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--skip_bad_records', action='store_true')
     parser.add_argument('--resume', help="a checkpoint folder, or 'auto' for the newest of --save_path")
     parser.add_argument(
-        '--checkpoint_interval', type=int, default=0, help='learning phases between checkpoints; 0 writes none but the last'
+        '--checkpoint_interval',
+        type=int,
+        default=0,
+        help='phases between checkpoints; 0 writes one only when the run is interrupted',
     )
     parser.add_argument('--keep_last', type=int, default=2, help='checkpoints to keep')
     parser.add_argument('--sample_interval', type=int, default=5, help='learning phases between tables of samples')

@@ -59,6 +59,8 @@ class Trainer(ABC):
         self.num_updates = 0
         """optimizer steps done (skipped ones not counted)"""
         self.num_phases: int | None = None
+        self.fit_updates = 0
+        """optimizer steps done when the current `fit` began"""
         self.total_updates: int | None = None
         self.last_experiences: list[Experience] = []
         self.resumed_from: Path | None = None
@@ -67,6 +69,8 @@ class Trainer(ABC):
         self.clock = PhaseClock(strategy.device)
         self._signals = StopSignals()
         self._stop_requested = False
+        self.is_resuming = False
+        """a checkpoint was loaded and `fit` has not gone on from it yet"""
         chosen = [*self.own_callbacks(), *callbacks]
         if not any(isinstance(c, ProgressBar) for c in chosen):
             chosen.append(ProgressBar())
@@ -94,12 +98,19 @@ class Trainer(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and controllers: everything JSON-able that determines the future. Subclasses extend it."""
-        return {'phase': self.phase, 'num_updates': self.num_updates, 'callbacks': self.callbacks.state_dict()}
+        return {
+            'phase': self.phase,
+            'num_updates': self.num_updates,
+            'fit_updates': self.fit_updates,
+            'callbacks': self.callbacks.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.phase = int(state['phase'])
         self.num_updates = int(state['num_updates'])
+        self.fit_updates = int(state['fit_updates'])
         self.callbacks.load_state_dict(state['callbacks'])
+        self.is_resuming = True
 
     def fingerprint(self) -> dict[str, Any]:
         """Settings and data of this run; a resume says which of them changed."""

@@ -140,6 +140,8 @@ class PPOTrainer(StepwisePPO, Trainer):
             dropout_off(strategy.unwrap(model))
         self.loss = PPOLoss(actor, critic, config, self.sampling.temperature)
         self.timestep = 0
+        self.fit_start = 0
+        """timestep at which the current `fit` began"""
         self.prompts_drawn = 0
         self.samples_drawn = 0
         self.prompts: PromptSet | None = None
@@ -171,6 +173,7 @@ class PPOTrainer(StepwisePPO, Trainer):
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {
             'timestep': self.timestep,
+            'fit_start': self.fit_start,
             'prompts_drawn': self.prompts_drawn,
             'samples_drawn': self.samples_drawn,
             'kl_controller': self.kl_controller.state_dict(),
@@ -180,6 +183,7 @@ class PPOTrainer(StepwisePPO, Trainer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.timestep = int(state['timestep'])
+        self.fit_start = int(state['fit_start'])
         self.prompts_drawn = int(state['prompts_drawn'])
         self.samples_drawn = int(state['samples_drawn'])
         self.kl_controller.load_state_dict(state['kl_controller'])
@@ -203,7 +207,8 @@ class PPOTrainer(StepwisePPO, Trainer):
 
         Args:
             prompts: a `PromptSet`, or anything `as_prompts` takes: texts, dicts with a 'prompt', `Prompt` records, id tensors.
-            num_episodes: the run has num_episodes x max_timesteps timesteps.
+            num_episodes: the run has num_episodes x max_timesteps timesteps. After `load_checkpoint` it goes on where it was; a
+                second call adds as many again.
             max_timesteps: timesteps of an episode.
             update_timesteps: timesteps collected before one learning phase; a remainder at the end is learned from as well.
         """
@@ -216,12 +221,18 @@ class PPOTrainer(StepwisePPO, Trainer):
                 raise ValueError(f'{name}={value} must be at least 1')
         self.set_prompts(prompts)
         total = num_episodes * max_timesteps
-        self._plan_updates(total, update_timesteps)
-        with self.running(num_phases=-(-total // update_timesteps)):
-            while self.timestep < total and not self.stop_agreed():
+        if not self.is_resuming:
+            self.fit_start = self.timestep
+            self.fit_updates = self.num_updates
+        self.is_resuming = False
+        self.total_updates = self.fit_updates + self._count_updates(total, update_timesteps)
+        end = self.fit_start + total
+        with self.running(num_phases=self.phase + -(-(end - self.timestep) // update_timesteps)):
+            while self.timestep < end and not self.stop_agreed():
                 start = self.state_dict()
-                until = min(self.timestep + update_timesteps - self.timestep % update_timesteps, total)
-                if not self.collect(until - self.timestep, episode_length=max_timesteps):
+                done = self.timestep - self.fit_start
+                num_timesteps = min(update_timesteps - done % update_timesteps, total - done)
+                if not self.collect(num_timesteps, episode_length=max_timesteps):
                     self._drop_phase(start)
                     break
                 self.learn_phase()
@@ -231,19 +242,20 @@ class PPOTrainer(StepwisePPO, Trainer):
         self.prompts = as_prompts(prompts, self.tokenizer)
         self._order = PromptOrder(len(self.prompts), self.strategy.seed)
 
-    def _plan_updates(self, timesteps: int, update_timesteps: int) -> None:
-        """Total optimizer steps of the run, for the learning-rate schedules."""
+    def _count_updates(self, timesteps: int, update_timesteps: int) -> int:
+        """Optimizer steps of so many timesteps, for the learning-rate schedules."""
         c, total = self.config, 0
         for start in range(0, timesteps, update_timesteps):
             collected = min(update_timesteps, timesteps - start) * c.experience_batch_size * c.num_samples_per_prompt
             held = min(collected, c.buffer_limit) if c.buffer_limit else collected
             total += c.max_epochs * (1 if c.sample_replay_buffer else -(-held // c.train_batch_size))
-        self.total_updates = total
+        return total
 
     def _drop_phase(self, state: dict[str, Any]) -> None:
         """Forget a phase that was only partly collected, so that a checkpoint taken now lies between phases."""
         self.buffer.clear()
         self.load_state_dict(state)
+        self.is_resuming = False
 
     # ------------------------------------------------------------------ collect
 
@@ -258,12 +270,13 @@ class PPOTrainer(StepwisePPO, Trainer):
                 for _ in range(num_timesteps):
                     if self.stop_agreed():
                         return False
-                    if episode_length and self.timestep % episode_length == 0:
-                        self.callbacks.on_episode_start(self, self.timestep // episode_length)
+                    episode, at = divmod(self.timestep - self.fit_start, episode_length or 1)
+                    if episode_length and at == 0:
+                        self.callbacks.on_episode_start(self, episode)
                     rollouts.append(self._rollout())
                     self.timestep += 1
-                    if episode_length and self.timestep % episode_length == 0:
-                        self.callbacks.on_episode_end(self, self.timestep // episode_length - 1)
+                    if episode_length and at == episode_length - 1:
+                        self.callbacks.on_episode_end(self, episode)
             finally:
                 self.engine.end()
         collected: list[Experience] = []

@@ -59,6 +59,8 @@ class SupervisedTrainer(Trainer):
         self.train_data, self.eval_data = train_data, eval_data
         super().__init__(strategy, merged, callbacks=callbacks, tokenizer=tokenizer, run_dir=run_dir)
         self.batches_done = 0
+        self.epochs_before = 0
+        """passes of earlier calls of `fit`, whose orders are not repeated"""
 
     @abstractmethod
     def work(self, records: list[Any]) -> list[Work]:
@@ -79,24 +81,30 @@ class SupervisedTrainer(Trainer):
         return {self.model_name: self.optim}
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {'batches_done': self.batches_done}
+        return super().state_dict() | {'batches_done': self.batches_done, 'epochs_before': self.epochs_before}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.batches_done = int(state['batches_done'])
+        self.epochs_before = int(state['epochs_before'])
 
     def fingerprint(self) -> dict[str, Any]:
         return super().fingerprint() | {'num_records': len(self.train_data)}
 
     def fit(self) -> None:
-        """Run `max_epochs` passes. Resumes where a loaded checkpoint left off."""
+        """Run `max_epochs` passes. After `load_checkpoint` it goes on where it was; a second call adds as many again."""
         c = self.config
         per_epoch = -(-len(self.train_data) // c.train_batch_size)
         total = per_epoch * c.max_epochs
         if c.max_steps is not None:
             total = min(total, c.max_steps)
-        self.total_updates = total
-        with self.running(num_phases=-(-total // c.log_interval)):
+        if not self.is_resuming:
+            self.epochs_before += -(-self.batches_done // per_epoch)
+            self.batches_done = 0
+            self.fit_updates = self.num_updates
+        self.is_resuming = False
+        self.total_updates = self.fit_updates + total
+        with self.running(num_phases=self.phase + -(-(total - self.batches_done) // c.log_interval)):
             while self.batches_done < total and not self.stop_agreed():
                 self._phase(min(c.log_interval, total - self.batches_done), per_epoch, total)
 
@@ -140,7 +148,7 @@ class SupervisedTrainer(Trainer):
     def _records(self, epoch: int, number: int) -> list[Any]:
         size = self.config.train_batch_size
         order = (
-            permutation(len(self.train_data), self.strategy.seed, epoch)
+            permutation(len(self.train_data), self.strategy.seed, self.epochs_before + epoch)
             if self.config.shuffle
             else list(range(len(self.train_data)))
         )

@@ -199,9 +199,10 @@ def test_damage_is_named_and_a_pickle_is_not_opened(tmp_path):
 def test_a_full_disk_leaves_the_run_alive_and_the_last_checkpoint_whole(tmp_path, monkeypatch):
     import errno
 
+    from test_ppo import make, prompts
+
     from chatgpt.checkpoint import CheckpointReader, writer
     from chatgpt.trainer.callbacks import ProgressBar, SaveCheckpoint
-    from test_ppo import make, prompts
 
     real, calls = writer.CheckpointWriter._write, []
 

@@ -311,6 +311,15 @@ def test_a_resumed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path):
     assert [line['step'] for line in lines] == [1, 2, 3, 4]
 
 
+def test_a_second_fit_goes_on_and_does_not_repeat_itself():
+    recorder = Recorder()
+    trainer = make(callbacks=[recorder])
+    trainer.fit(prompts(), 1, 2, 1)
+    trainer.fit(prompts(), 1, 2, 1)
+    assert trainer.phase == 4
+    assert recorder.phases == run(4)[1]
+
+
 def test_resume_says_what_changed(tmp_path):
     trainer = make(run_dir=tmp_path)
     trainer.set_prompts(prompts())

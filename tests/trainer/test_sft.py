@@ -60,7 +60,7 @@ def test_loss_is_the_mean_over_response_tokens_of_the_whole_batch():
         for t in range(len(s.response_ids)):
             if s.response_mask[t]:
                 position = len(s.prompt_ids) + t
-                total -= float(logp[position - 1, ids[position]])
+                total -= float(logp[position - 1, ids[position]].detach())
                 count += 1
     trainer.fit()
     assert count == 6
