@@ -9,9 +9,8 @@ registered under the same root. `adapter_disabled` of `chatgpt.nn.lora` is the s
 `recorded_trunk(owner)` notes what enters the top blocks during an ordinary forward, so that a branch (the reference, or a
 trainable value branch for a critic on the same trunk) is computed from it without a second pass through the trunk.
 
-The idea is the hydra of trlX (Havrilla et al. 2023, "trlX: A Framework for Large Scale RLHF"). It works in a single process and
-under DDP and FSDP2, with the branch registered inside the wrapped module. Strategies that flatten or rename parameters outside
-the module tree (ColossalAI Gemini and ZeRO) are not covered: `has_hydra` is there for them to refuse with.
+The idea is the hydra of trlX (Havrilla et al. 2023, "trlX: A Framework for Large Scale RLHF"). It works in a single process,
+under DDP and FSDP2, and under ColossalAI's ZeRO and Gemini, with the branch registered inside the wrapped module.
 
 Left out: encoder-decoder models, and LoRA at the same time.
 """
