@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,6 +62,18 @@ def run_distributed(
     `fn` must be importable (a module's own function) and its results picklable. With `init_group=True` a gloo group is running
     while it is called. A child's exception is raised here with its traceback; after `timeout_s` all are killed and TimeoutError is raised.
     """
+    try:
+        return _run(fn, world_size, args, timeout_s, init_group)
+    except Exception as error:
+        # Seldom, and under load, a gloo process dies in torch's teardown ("terminate called without an active exception"), after
+        # its work is done. Such a run is started once more; any other failure, and a second one of this kind, is raised.
+        if 'SIGABRT' not in str(error):
+            raise
+        warnings.warn(f'{fn.__name__}: a process was aborted ({error}); running it once more', stacklevel=2)
+        return _run(fn, world_size, args, timeout_s, init_group)
+
+
+def _run(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout_s: float, init_group: bool) -> list[Any]:
     import torch.multiprocessing as mp
 
     with tempfile.TemporaryDirectory(prefix='run-distributed-') as folder, environment(**_THREADS):
@@ -95,3 +109,6 @@ def _child(
     else:
         result = fn(*args)
     (Path(folder) / str(rank)).write_bytes(pickle.dumps(result))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # the result is written; the interpreter's own teardown can only go wrong now

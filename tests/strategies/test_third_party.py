@@ -38,6 +38,8 @@ def run_on_two(folder: Path, files: dict[str, str]) -> list[tuple[int, str]]:
 
 def test_it_passes_every_check(tmp_path):
     results = run_on_two(tmp_path, shown_files())
+    if any(code == -6 and 'terminate called without an active exception' in text for code, text in results):
+        results = run_on_two(tmp_path, shown_files())  # torch's gloo teardown, seldom and under load; see chatgpt.testing.processes
     assert [code for code, _ in results] == [0, 0], results
     assert str(dict.fromkeys(all_checks(), 'passed')) in results[0][1]
 
