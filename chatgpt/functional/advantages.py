@@ -26,9 +26,7 @@ from chatgpt.functional.masking import Reduce, segment_count, segment_mean, segm
 Lists = Sequence[Tensor]
 
 
-def token_rewards(
-    kl: Tensor, beta: float, score: float | Tensor, mask: Tensor, *, token_scores: Tensor | None = None
-) -> Tensor:
+def token_rewards(kl: Tensor, beta: float, score: float | Tensor, mask: Tensor, *, token_scores: Tensor | None = None) -> Tensor:
     """reward[t] = −beta · kl[t] (+ token_scores[t]), and the score added once, at the last token that counts.
 
     Source: Ziegler et al. 2019, equation 2 (the score minus β log(π / ρ)), per token as in Stiennon et al. 2020 and
@@ -63,7 +61,7 @@ def gae(
 
         δ[t] = r[t] + γ V[t+1] − V[t],   A[t] = δ[t] + γ λ A[t+1],   R[t] = A[t] + V[t]
 
-    V and A after the last token that counts are 0. Source: Schulman et al. 2016, equations 11, 12 and 16; returns as in
+    V and A after the last token that counts are 0. Source: Schulman et al. 2016, equation 16; returns as in
     "The 37 implementation details of PPO", detail 5.
 
     Args:
@@ -156,10 +154,10 @@ def rloo(scores: Tensor, groups: Tensor) -> Tensor:
     Raises:
         ValueError: a group with one response, which has no others.
     """
+    _, index, counts = _centred(scores, groups)
     wide = scores.double()
-    unique, index, counts = groups.unique(return_inverse=True, return_counts=True)
     if len(counts) and int(counts.min()) < 2:
-        alone = int(unique[counts.argmin()])
+        alone = int(groups[counts[index] == 1][0])
         raise ValueError(f'rloo: group {alone} has one response; leave-one-out needs num_samples_per_prompt of 2 or more')
     total = segment_sum(wide, index, len(counts))
     others = (total[index] - wide) / (counts[index] - 1)

@@ -64,17 +64,19 @@ def td_loss(q: Tensor, rewards: Tensor, successor_values: Tensor, *, gamma: floa
 
 
 def expectile_value_loss(values: Tensor, target_q: Tensor, *, tau: float = 0.7) -> Tensor:
-    """|τ − 1(u < 0)| u² with u = target Q − V: V becomes the τ-expectile of Q over the data's actions, nearly their maximum as τ → 1.
+    """|τ − 1(u < 0)| u² with u = target Q − V.
+
+    V becomes the τ-expectile of Q over the data's actions: their mean at τ = 0.5, nearly their maximum as τ → 1.
 
     Args:
         values: (N,).
         target_q: (N,) minimum of the target Q heads at the actions taken; a constant.
-        tau: in (0, 1); 0.5 is the mean.
+        tau: in (0, 1).
     """
     if not 0.0 < tau < 1.0:
         raise ValueError(f'tau={tau!r} must lie between 0 and 1')
     u = target_q.detach() - values
-    weight = torch.where(u < 0, 1.0 - tau, tau)
+    weight = torch.where(u < 0, torch.full_like(u, 1.0 - tau), torch.full_like(u, tau))
     return weight * u.square()
 
 
@@ -91,7 +93,9 @@ def cql_loss(q_all: Tensor, ids: Tensor) -> Tensor:
     return wide.logsumexp(dim=-1) - wide.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
 
 
-def awac_loss(logprobs: Tensor, target_q: Tensor, values: Tensor, *, beta: float = 0.0, max_weight: float | None = None) -> Tensor:
+def awac_loss(
+    logprobs: Tensor, target_q: Tensor, values: Tensor, *, beta: float = 0.0, max_weight: float | None = None
+) -> Tensor:
     """−exp(β (Q − V)) log π(a), with the weight as a constant: next-token loss, weighted by advantage (AWAC, Nair et al. 2020).
 
     Args:

@@ -1,4 +1,4 @@
-"""Kullback-Leibler divergence per token: estimators from log-probs, the exact sum over the vocabulary, and coefficient controllers.
+"""Kullback-Leibler divergence per token: estimators from log-probs, the exact sum over the vocabulary, coefficient controllers.
 
 Direction, everywhere: the token was drawn from the policy q, and the number estimates KL(q || p) = E_q[log q − log p] to
 the reference p. With r = p / q, log r = ref_logprobs − logprobs.
@@ -45,7 +45,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = 'k1') -> T
     if kind == 'full':
         raise ValueError("kl kind 'full' sums over the vocabulary and needs logits; call kl_full(logits, ref_logits)")
     if kind not in _KINDS:
-        raise ValueError(f"kl kind {kind!r} is not known; choose one of {[*_KINDS, 'full']}")
+        raise ValueError(f'kl kind {kind!r} is not known; choose one of {[*_KINDS, "full"]}')
     log_r = ref_logprobs - logprobs
     if kind == 'k1':
         return -log_r

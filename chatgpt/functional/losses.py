@@ -23,7 +23,7 @@ Aggregation = Literal['token', 'sequence', 'sequence_sum']
 _AGGREGATIONS = ('token', 'sequence', 'sequence_sum')
 
 MAX_LOG_RATIO = 20.0
-"""log-ratios are cut to ± this before exp: e²⁰ is far outside any clip range, and an infinite ratio times a mask of 0 would be NaN"""
+"""log-ratios are cut to ± this before exp: far outside any clip range, and an infinite ratio would make NaN of a masked gradient"""
 
 
 def aggregate(
@@ -31,9 +31,12 @@ def aggregate(
 ) -> Tensor:
     """This micro-batch's share of a loss.
 
-        'token'         Σ_t loss / normalizer                    normalizer: tokens that count (PPO; DAPO, Yu et al. 2025, equation 8)
-        'sequence'      Σ_b mean_{t in b} loss / normalizer      normalizer: sequences (GRPO, Shao et al. 2024, equation 3)
-        'sequence_sum'  Σ_b Σ_{t in b} loss / normalizer         normalizer: sequences × a constant length (Dr. GRPO, Liu et al. 2025)
+        'token'         Σ_t loss / normalizer                  normalizer: tokens that count
+        'sequence'      Σ_b mean_{t in b} loss / normalizer    normalizer: sequences
+        'sequence_sum'  Σ_b Σ_{t in b} loss / normalizer       normalizer: sequences × a constant length
+
+    Sources: 'token' is PPO's and DAPO's (Yu et al. 2025, section 3.3), 'sequence' GRPO's (Shao et al. 2024, equation 3),
+    'sequence_sum' Dr. GRPO's (Liu et al. 2025, section 3).
 
     Args:
         loss: (N,) per token.
@@ -56,7 +59,7 @@ def aggregate(
 def aggregation_count(
     mask: Tensor, rows: Tensor, num_sequences: int, mode: Aggregation = 'token', constant_length: int | None = None
 ) -> int:
-    """What a part of the train batch adds to `aggregate`'s normalizer: its tokens, its sequences, or its sequences × `constant_length`.
+    """What a part of the train batch adds to `aggregate`'s normalizer: tokens, sequences, or sequences × `constant_length`.
 
     Only tokens whose mask is True, and sequences with at least one of them, are counted.
     """
@@ -67,7 +70,9 @@ def aggregation_count(
     if mode == 'sequence':
         return sequences
     if constant_length is None or constant_length < 1:
-        raise ValueError(f"mode 'sequence_sum' divides by a constant length of at least 1; got {constant_length!r}, give max_new_tokens")
+        raise ValueError(
+            f"mode 'sequence_sum' divides by a constant length of at least 1; got {constant_length!r}, give max_new_tokens"
+        )
     return sequences * constant_length
 
 
@@ -83,8 +88,8 @@ def clipped_policy_loss(
     """max(−A ρ, −A clip(ρ, 1 − eps_low, 1 + eps_high)) with ρ = π / π_old = exp(logprobs − old_logprobs).
 
     Sources: Schulman et al. 2017, equation 7 (with the sign of a loss); eps_high ≠ eps_low is DAPO's clip-higher, Yu et
-    al. 2025, equation 10. With `dual_clip` c the loss of a negative advantage is at most −c A (Ye et al. 2020, "Mastering
-    complex control in MOBA games", equation 5).
+    al. 2025, section 3.1. With `dual_clip` c the loss of a negative advantage is at most −c A (Ye et al. 2020, "Mastering
+    complex control in MOBA games with deep reinforcement learning").
 
     Args:
         logprobs: (N,) or any shape, of the policy that learns.
@@ -111,7 +116,7 @@ def gspo_policy_loss(
     eps_high: float | None = 4e-4,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """The clipped loss with one length-normalised ratio per sequence, s = exp(mean_t (logprobs − old_logprobs)), on each of its tokens.
+    """The clipped loss with one ratio per sequence, s = exp(mean_t (logprobs − old_logprobs)), on each of its tokens.
 
     Source: GSPO, Zheng et al. 2025, "Group sequence policy optimization", equations 5 and 7; the paper's clip range is
     the default. Its objective is `aggregate` in mode 'sequence', with a sequence's advantage on all its tokens
@@ -181,9 +186,10 @@ def pairwise_log_sigmoid_loss(chosen: Tensor, rejected: Tensor, margin: Tensor |
 
 
 def pairwise_log_exp_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """log(1 + exp(rejected − chosen)), per pair: the log-exp form of the pairwise loss, equal to the log-sigmoid one (Askell et al. 2021).
+    """log(1 + exp(rejected − chosen)), per pair: the log-exp form of the pairwise loss, equal to the log-sigmoid one.
 
-    Computed as logaddexp, which neither overflows nor rounds a large difference.
+    Source: Askell et al. 2021, "A general language assistant as a laboratory for alignment". Computed as logaddexp, which
+    neither overflows nor rounds a large difference.
     """
     difference = rejected - chosen
     return torch.logaddexp(torch.zeros_like(difference), difference)
@@ -286,7 +292,9 @@ def _ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _clipped_surrogate(log_ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float | None, dual_clip: float | None) -> Tensor:
+def _clipped_surrogate(
+    log_ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float | None, dual_clip: float | None
+) -> Tensor:
     high = eps_low if eps_high is None else eps_high
     if not 0 <= eps_low < 1 or not high >= 0:
         raise ValueError(f'clip range eps_low={eps_low!r}, eps_high={high!r} is not allowed; 0 <= eps_low < 1 and eps_high >= 0')

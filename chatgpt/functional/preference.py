@@ -45,9 +45,10 @@ def cdpo_loss(margin: Tensor, *, beta: float = 0.1, label_smoothing: float = 0.1
 
 
 def robust_dpo_loss(margin: Tensor, *, beta: float = 0.1, label_smoothing: float = 0.1) -> Tensor:
-    """(−(1 − ε) log σ(β margin) + ε log σ(−β margin)) / (1 − 2ε): with labels flipped at rate ε its mean is the DPO loss of clean labels.
+    """(−(1 − ε) log σ(β margin) + ε log σ(−β margin)) / (1 − 2ε).
 
-    Source: robust DPO, Chowdhury et al. 2024, "Provably robust DPO".
+    With labels flipped at rate ε, its expectation is the DPO loss of the clean labels. Source: robust DPO, Chowdhury et
+    al. 2024, "Provably robust DPO".
     """
     _check_beta(beta)
     _check_smoothing(label_smoothing)
@@ -62,15 +63,16 @@ def hinge_loss(margin: Tensor, *, beta: float = 0.1) -> Tensor:
 
 
 def kto_reference_point(log_ratios: Tensor, *, reduce: Reduce | None = None) -> Tensor:
-    """z0 = max(0, mean of log π(y') − log π_ref(y')) over mismatched responses y', a constant scalar: an estimate of KL(π || π_ref).
+    """z0 = max(0, mean of log π(y') − log π_ref(y')) over mismatched responses y': a constant that estimates KL(π || π_ref).
 
-    Source: KTO, Ethayarajh et al. 2024, section 4.1. y' is the response of another prompt of the batch.
+    y' is the response to another prompt of the batch. Source: KTO, Ethayarajh et al. 2024, section 4.
 
     Args:
         log_ratios: (B,) of this micro-batch or rank.
         reduce: sums over ranks.
     """
-    sums = torch.stack([log_ratios.detach().double().sum(), torch.tensor(len(log_ratios), dtype=torch.float64, device=log_ratios.device)])
+    values = log_ratios.detach().double()
+    sums = torch.stack([values.sum(), torch.ones_like(values).sum()])
     if reduce:
         sums = reduce(sums)
     return (sums[0] / sums[1].clamp_min(1)).clamp_min(0).to(log_ratios.dtype)
@@ -87,7 +89,7 @@ def kto_loss(
 ) -> Tensor:
     """λ_D (1 − σ(β (r − z0))) for a desirable response, λ_U (1 − σ(β (z0 − r))) for an undesirable one; r = log π − log π_ref.
 
-    Source: KTO, Ethayarajh et al. 2024, equation 8 and the definition of v below it.
+    Source: KTO, Ethayarajh et al. 2024, section 4 (loss and value function).
 
     Args:
         log_ratios: (B,) r, from sums of log-probs.
@@ -103,9 +105,10 @@ def kto_loss(
 
 
 def orpo_loss(chosen_mean: Tensor, rejected_mean: Tensor, *, weight: float = 0.1) -> Tensor:
-    """−log P(y_w) − weight · log σ(log odds(y_w) − log odds(y_l)), with log P the **mean** log-prob per token and odds = P / (1 − P).
+    """−log P(y_w) − weight · log σ(log odds(y_w) − log odds(y_l)), with odds = P / (1 − P).
 
-    No reference model. Source: ORPO, Hong et al. 2024, equations 4, 6 and 7 (`weight` is the paper's λ).
+    log P is the **mean** log-prob per token. No reference model. Source: ORPO, Hong et al. 2024, equations 4, 6 and 7
+    (`weight` is the paper's λ).
 
     Args:
         chosen_mean, rejected_mean: (B,) mean log-probs, at most 0.

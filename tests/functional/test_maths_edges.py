@@ -1,0 +1,422 @@
+"""Edges of the maths: gradients beside what does not count, chunk bounds, parts that add up, and refusals of wrong input."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from chatgpt.functional import logprobs as logprobs_module
+from chatgpt.functional.advantages import (
+    dr_grpo,
+    gae,
+    grpo,
+    monte_carlo_returns,
+    reinforce_pp_baseline,
+    rloo,
+    spread,
+    token_rewards,
+)
+from chatgpt.functional.kl import AdaptiveKLController, FixedKLController, kl_full, kl_penalty
+from chatgpt.functional.logprobs import chunked_logprobs, entropy_of, logprobs_of, map_row_chunks, rows_per_chunk
+from chatgpt.functional.losses import (
+    aggregate,
+    aggregation_count,
+    clipped_policy_loss,
+    clipped_value_loss,
+    gspo_policy_loss,
+    policy_stats,
+    sequence_logprobs,
+    truncated_importance_weights,
+)
+from chatgpt.functional.masking import masked_mean, masked_sum, masked_var, segment_mean, segment_sum, whiten
+
+F64 = torch.float64
+
+
+def tensor(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=F64)
+
+
+def bools(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.bool)
+
+
+# ---------------------------------------------------------------------- masking
+
+
+@pytest.mark.parametrize('statistic', [masked_sum, masked_mean, masked_var])
+def test_gradients_of_masked_statistics_are_finite_beside_nan(statistic):
+    x = tensor(1, math.nan, 3).requires_grad_()
+    statistic(x, bools(1, 0, 1)).backward()
+    expected = {masked_sum: [1, 0, 1], masked_mean: [0.5, 0, 0.5], masked_var: [-2, 0, 2]}[statistic]
+    assert x.grad.tolist() == pytest.approx(expected)
+
+
+def test_whitening_leaves_a_constant_alone_and_scales_small_numbers_up():
+    mask = bools(1, 1, 1)
+    same = torch.full((3,), 0.1)
+    assert whiten(same, mask).abs().max().item() < 1e-6
+    assert whiten(same, mask, shift_mean=False).tolist() == pytest.approx([0.1] * 3)
+    one = whiten(tensor(7.0, 1.0), bools(1, 0), shift_mean=False)
+    assert one.tolist() == [7, 0]
+    small = tensor(1e-3, 2e-3, 3e-3)
+    assert whiten(small, mask, eps=0.0).tolist() == pytest.approx([-1, 0, 1])
+
+
+def test_sums_of_many_small_numbers_keep_their_digits():
+    x = torch.full((200_000,), 0.1)
+    assert masked_mean(x, torch.ones_like(x, dtype=torch.bool)).item() == float(torch.tensor(0.1))
+
+
+def test_segments_in_any_order_with_gradients():
+    x, rows = tensor(1, 2, 3, 4).requires_grad_(), torch.tensor([1, 0, 1, 0])
+    segment_mean(x, rows, 2, mask=bools(1, 1, 1, 0))[1].backward()
+    assert x.grad.tolist() == [0.5, 0, 0.5, 0]
+    assert segment_sum(x, rows, 3).tolist() == [6, 4, 0]
+
+
+def test_masks_of_wrong_type_or_shape_are_refused():
+    with pytest.raises(ValueError, match='mask must be bool'):
+        masked_sum(tensor(1, 2), tensor(1, 0))
+    with pytest.raises(ValueError, match=r'mask must have the shape of x, \(2,\); got \(1,\)'):
+        whiten(tensor(1, 2), bools(1))
+    with pytest.raises(ValueError, match='1-D and of one length'):
+        segment_sum(tensor(1, 2), torch.tensor([0]), 1)
+
+
+# ---------------------------------------------------------------------- log-probs
+
+
+def test_impossible_tokens_add_nothing_to_entropy_or_its_gradient():
+    logits = tensor(0.0, math.log(3.0), -math.inf)[None].requires_grad_()
+    entropy = entropy_of(logits)
+    entropy.sum().backward()
+    assert entropy.item() == pytest.approx(-(0.25 * math.log(0.25) + 0.75 * math.log(0.75)))
+    # dH/dx_j = −p_j (log p_j + H)
+    expected = [-p * (math.log(p) + entropy.item()) for p in (0.25, 0.75)] + [0.0]
+    assert logits.grad[0].tolist() == pytest.approx(expected)
+
+
+def test_half_precision_logits_are_computed_in_fp32():
+    logits = torch.randn(3, 50).bfloat16()
+    ids = torch.tensor([1, 2, 3])
+    got = logprobs_of(logits, ids, 0.7)
+    assert got.dtype == torch.float32
+    slow = [float(row[i] / 0.7 - torch.logsumexp(row / 0.7, 0)) for row, i in zip(logits.double(), ids, strict=True)]
+    assert got.tolist() == pytest.approx(slow, abs=1e-5)
+    assert entropy_of(logits).dtype == torch.float32
+
+
+class CountingHead(torch.nn.Linear):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_one_chunk_is_not_recomputed_and_several_are_only_with_gradients():
+    head, ids = CountingHead(4, 9), torch.arange(6)
+    hidden = torch.randn(6, 4, requires_grad=True)
+    chunked_logprobs(hidden, head, ids)[0].sum().backward()
+    assert head.calls == 1
+    head.calls = 0
+    chunked_logprobs(hidden, head, ids, chunk_size=4)[0].sum().backward()
+    assert head.calls == 4  # two chunks, forward and again for backward
+    head.calls = 0
+    with torch.no_grad():
+        chunked_logprobs(hidden, head, ids, chunk_size=4)
+    assert head.calls == 2
+
+
+def test_rows_of_a_chunk_are_bounded_by_the_vocabulary(monkeypatch):
+    monkeypatch.setattr(logprobs_module, 'CHUNK_ELEMENTS_CPU', 100)
+    hidden = torch.randn(8, 4)
+    head = CountingHead(4, 30)
+    assert rows_per_chunk(hidden, head) == 3
+    assert head.calls == 0
+    assert rows_per_chunk(hidden, lambda h: head(h)) == 3  # asks with one row
+    assert head.calls == 1
+    assert rows_per_chunk(hidden, head, vocab_size=10_000) == 1
+    head.calls = 0
+    logprobs, entropy = chunked_logprobs(hidden, head, torch.zeros(8, dtype=torch.int64))
+    assert head.calls == 3 and logprobs.shape == (8,) and entropy is None
+
+
+def test_no_actions_give_no_logprobs():
+    empty = torch.zeros(0, dtype=torch.int64)
+    logprobs, entropy = chunked_logprobs(torch.zeros(0, 4), torch.nn.Linear(4, 9), empty, with_entropy=True)
+    assert logprobs.shape == entropy.shape == (0,)
+    assert chunked_logprobs(torch.zeros(0, 4), lambda h: h, empty)[0].shape == (0,)
+
+
+def test_chunks_keep_the_callers_autocast():
+    head, hidden, ids = torch.nn.Linear(4, 9), torch.randn(6, 4), torch.arange(6)
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        whole, _ = chunked_logprobs(hidden, head, ids, chunk_size=6)
+        parts, _ = chunked_logprobs(hidden, lambda h: head(h), ids)
+        pieces, _ = chunked_logprobs(hidden, head, ids, chunk_size=2)
+    pieces.sum().backward()
+    assert whole.dtype == torch.float32
+    assert torch.allclose(whole, pieces) and torch.allclose(whole, parts)
+    assert head.weight.grad.abs().sum() > 0
+
+
+def test_map_row_chunks_cuts_every_input_alike():
+    def fn(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return a.sum(-1) * b, b + 1
+
+    a, b = torch.randn(7, 3, dtype=F64, requires_grad=True), torch.arange(7, dtype=F64)
+    first, second = map_row_chunks(fn, a, b, chunk_size=3)
+    assert torch.allclose(first, a.sum(-1) * b) and second.tolist() == list(range(1, 8))
+    first.sum().backward()
+    assert torch.equal(a.grad, b[:, None].expand(7, 3))
+    with pytest.raises(ValueError, match='chunk_size=0 must be at least 1'):
+        map_row_chunks(fn, a, b, chunk_size=0)
+
+
+def test_wrong_arguments_of_logprobs_are_refused():
+    with pytest.raises(ValueError, match='temperature=0.0 must be positive'):
+        logprobs_of(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), 0.0)
+    with pytest.raises(ValueError, match=r'hidden must be \(N, D\) and ids \(N,\)'):
+        chunked_logprobs(torch.zeros(2, 3), torch.nn.Linear(3, 4), torch.zeros(3, dtype=torch.int64))
+
+
+# ---------------------------------------------------------------------- KL
+
+
+def test_full_kl_by_a_slow_loop_in_its_direction_and_with_impossible_tokens():
+    q, p = [0.5, 0.3, 0.2], [0.2, 0.2, 0.6]
+    slow = sum(a * math.log(a / b) for a, b in zip(q, p, strict=True))
+    assert kl_full(tensor(*q).log(), tensor(*p).log()).item() == pytest.approx(slow)
+    # Twin: the other direction.
+    assert kl_full(tensor(*p).log(), tensor(*q).log()).item() != pytest.approx(slow)
+    barred = kl_full(tensor(0.5, 0.5, 0.0).log(), tensor(0.25, 0.75, 0.0).log())
+    assert barred.item() == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3))
+
+
+def test_expected_gradients_of_the_estimators():
+    """Over tokens drawn from the policy itself: k1's is 0, k2's is that of the KL. Exact expectations over three tokens."""
+    logits, ref = tensor(0.3, -0.2, 0.9), tensor(-0.5, 0.4, 0.1).log_softmax(-1)
+
+    def expected_gradient(kind: str) -> torch.Tensor:
+        x = logits.clone().requires_grad_()
+        logp = x.log_softmax(-1)
+        (logp.detach().exp() * kl_penalty(logp, ref, kind)).sum().backward()
+        return x.grad
+
+    x = logits.clone().requires_grad_()
+    kl_full(x, ref).backward()
+    assert torch.allclose(expected_gradient('k1'), torch.zeros(3, dtype=F64), atol=1e-12)
+    assert torch.allclose(expected_gradient('k2'), x.grad)
+    assert not torch.allclose(expected_gradient('k3'), x.grad)
+
+
+def test_k3_keeps_its_digits_near_the_reference_in_fp32():
+    got = kl_penalty(torch.tensor([-1.0]), torch.tensor([-1.0 + 2**-10]), 'k3').item()
+    assert got == pytest.approx(0.5 * 2**-20 + 2**-30 / 6, rel=1e-2)
+
+
+def test_kinds_and_controllers_refuse_what_they_do_not_know():
+    with pytest.raises(ValueError, match='k4.*choose one of'):
+        kl_penalty(tensor(0.0), tensor(0.0), 'k4')
+    with pytest.raises(ValueError, match='call kl_full'):
+        kl_penalty(tensor(0.0), tensor(0.0), 'full')
+    with pytest.raises(ValueError, match='target=0'):
+        AdaptiveKLController(0.1, 0, 100)
+    with pytest.raises(ValueError, match='must not be negative'):
+        FixedKLController(-0.1)
+    with pytest.raises(ValueError, match='fixed.*adaptive'):
+        AdaptiveKLController(0.1, 6, 100).load_state_dict(FixedKLController(0.1).state_dict())
+
+
+# ---------------------------------------------------------------------- advantages
+
+
+def test_numbers_at_tokens_that_do_not_count_are_never_read():
+    mask = bools(1, 0, 1)
+    rewards, values = tensor(1, math.nan, 2), tensor(0.5, math.inf, 0.25)
+    advantages, returns = gae([rewards], [values], [mask], gamma=0.9, lam=0.8)
+    last = 2 - 0.25
+    first = 1 + 0.9 * 0.25 - 0.5 + 0.9 * 0.8 * last
+    assert advantages[0].tolist() == pytest.approx([first, 0, last])
+    assert returns[0].tolist() == pytest.approx([first + 0.5, 0, 2])
+    assert monte_carlo_returns([rewards], [mask], gamma=0.5)[0].tolist() == pytest.approx([2, 0, 2])
+    # Twin: the token counted as a step moves the first advantage.
+    counted, _ = gae([tensor(1, 0, 2)], [tensor(0.5, 0, 0.25)], gamma=0.9, lam=0.8)
+    assert counted[0][0].item() != pytest.approx(first)
+
+
+def test_no_sequences_and_sequences_where_nothing_counts():
+    assert gae([], []) == ([], []) and monte_carlo_returns([]) == []
+    advantages, returns = gae([tensor(1, 2)], [tensor(3, 4)], [bools(0, 0)])
+    assert advantages[0].tolist() == returns[0].tolist() == [0, 0]
+
+
+def test_results_own_their_memory():
+    """Records outlive the padded work; a view would keep all of it alive."""
+    advantages, returns = gae([tensor(1.0), tensor(1, 2, 3)], [tensor(0.0), tensor(0, 0, 0)])
+    assert advantages[0].untyped_storage().nbytes() == returns[0].untyped_storage().nbytes() == 8
+
+
+def test_groups_in_any_order_and_independent_of_each_other():
+    scores, groups = tensor(1, 10, 3, 5), torch.tensor([2, 1, 2, 1])
+    for estimator in (dr_grpo, grpo, rloo):
+        whole = estimator(scores, groups)
+        assert torch.equal(whole[[0, 2]], estimator(scores[[0, 2]], groups[[0, 2]]))
+    assert dr_grpo(scores, groups).tolist() == [-1, 2.5, 1, -2.5]
+
+
+def test_grpo_of_equal_scores_and_of_one_response_is_zero():
+    got = grpo(torch.tensor([0.1, 0.1, 0.1, 7.0]), torch.tensor([0, 0, 0, 1]))
+    assert got.abs().max().item() < 1e-9
+
+
+def test_reinforce_pp_baseline_with_penalties_by_a_slow_loop():
+    scores, groups = [1.0, 3.0, 8.0, 2.0], [0, 0, 1, 1]
+    penalties = [[-0.1, -0.2], [-0.3], [0.0, -0.1, -0.2], [-0.5, 9.0]]
+    counts = [[1, 1], [1], [1, 1, 1], [1, 0]]
+    gamma, expected = 0.9, []
+    for i, row in enumerate(penalties):
+        mean = sum(s for s, g in zip(scores, groups, strict=True) if g == groups[i]) / 2
+        last = max(t for t, c in enumerate(counts[i]) if c)
+        following, result = 0.0, [0.0] * len(row)
+        for t in reversed(range(len(row))):
+            if counts[i][t]:
+                following = row[t] + (scores[i] - mean if t == last else 0.0) + gamma * following
+                result[t] = following
+        expected.append(result)
+    masks = [bools(*c) for c in counts]
+    rows = [tensor(*p) for p in penalties]
+    advantages, returns = reinforce_pp_baseline(tensor(*scores), torch.tensor(groups), masks, penalties=rows, gamma=gamma)
+    assert [r.tolist() for r in returns] == [pytest.approx(e) for e in expected]
+    flat = [x for e, c in zip(expected, counts, strict=True) for x, counted in zip(e, c, strict=True) if counted]
+    mean = sum(flat) / len(flat)
+    std = math.sqrt(sum((x - mean) ** 2 for x in flat) / (len(flat) - 1))
+    assert torch.cat(advantages)[torch.cat(masks)].tolist() == pytest.approx([(x - mean) / std for x in flat], rel=1e-6)
+    # Twin: the group baseline left out.
+    _, plain = reinforce_pp_baseline(tensor(*scores), torch.arange(4), masks, penalties=rows, gamma=gamma)
+    assert plain[0].tolist() != pytest.approx(expected[0])
+
+
+def test_lists_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match='values has 0 sequences, 1 were expected'):
+        gae([tensor(1.0)], [])
+    with pytest.raises(ValueError, match=r'values\[0\] must be 1-D with shape \(2,\); got \(1,\)'):
+        gae([tensor(1, 2)], [tensor(1.0)])
+    with pytest.raises(ValueError, match=r'masks\[0\] must be bool'):
+        gae([tensor(1.0)], [tensor(1.0)], [tensor(1.0)])
+    with pytest.raises(ValueError, match=r'token_scores\[0\] must be 1-D with shape \(1,\)'):
+        token_rewards(tensor(0.0), 0.1, 0.0, bools(1), token_scores=tensor(1, 2))
+    with pytest.raises(ValueError, match='one number per sequence is needed; got 2 for 1 masks'):
+        spread(tensor(1, 2), [bools(1)])
+    for estimator in (grpo, dr_grpo, rloo):
+        with pytest.raises(ValueError, match='scores and groups must be 1-D and of one length'):
+            estimator(tensor(1, 2), torch.tensor([0]))
+
+
+# ---------------------------------------------------------------------- losses
+
+
+@pytest.mark.parametrize('mode', ['token', 'sequence', 'sequence_sum'])
+def test_shares_of_micro_batches_add_up_to_the_loss_of_the_batch(mode):
+    torch.manual_seed(0)
+    lengths, mask = [3, 1, 4, 2], bools(1, 1, 0, 1, 0, 1, 1, 1, 0, 0)  # nothing counts in the last sequence
+    loss = torch.randn(10, dtype=F64)
+    rows = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
+    total = aggregation_count(mask, rows, 4, mode, constant_length=8)
+    assert total == {'token': 6, 'sequence': 3, 'sequence_sum': 24}[mode]
+    sums, counted = [0.0] * 4, [0] * 4
+    for value, counts, row in zip(loss.tolist(), mask.tolist(), rows.tolist(), strict=True):
+        if counts:
+            sums[row] += value
+            counted[row] += 1
+    slow = {'token': sum(sums) / 6, 'sequence_sum': sum(sums) / 24}
+    slow['sequence'] = sum(s / c for s, c in zip(sums, counted, strict=True) if c) / 3
+    assert aggregate(loss, mask, rows, 4, mode, total).item() == pytest.approx(slow[mode])
+    parts = [aggregate(loss[:4], mask[:4], rows[:4], 2, mode, total), aggregate(loss[4:], mask[4:], rows[4:] - 2, 2, mode, total)]
+    assert sum(p.item() for p in parts) == pytest.approx(slow[mode])
+    assert aggregation_count(mask[:4], rows[:4], 2, mode, 8) + aggregation_count(mask[4:], rows[4:] - 2, 2, mode, 8) == total
+    # Twin: the mask shifted by one.
+    assert aggregate(loss, mask.roll(1), rows, 4, mode, total).item() != pytest.approx(slow[mode])
+
+
+def test_an_exploding_ratio_of_a_token_that_does_not_count_leaves_gradients_finite():
+    new = torch.tensor([-0.1, -1.0]).requires_grad_()
+    old = torch.tensor([-0.1, -1000.0])
+    loss = clipped_policy_loss(new, old, torch.tensor([1.0, -1.0]))
+    masked_sum(loss, bools(1, 0)).backward()
+    assert new.grad.tolist() == pytest.approx([-1.0, 0.0])
+
+
+def test_dual_clip_bounds_only_negative_advantages():
+    log_ratio, old = tensor(math.log(9), math.log(9), math.log(2)), torch.zeros(3, dtype=F64)
+    got = clipped_policy_loss(log_ratio, old, tensor(-1, 1, -1), eps_low=0.2, dual_clip=3.0)
+    assert got.tolist() == pytest.approx([3.0, -1.2, 2.0])
+    plain = clipped_policy_loss(log_ratio, old, tensor(-1, 1, -1), eps_low=0.2)
+    assert plain.tolist() == pytest.approx([9.0, -1.2, 2.0])
+
+
+def test_gspo_by_a_slow_loop_with_gradient_through_the_sequence_mean():
+    new = tensor(-1.0, -2.0, -0.5, -0.7).requires_grad_()
+    old, advantages = tensor(-1.1, -1.7, -0.4, -0.9), tensor(2, 2, 2, -1)
+    mask, rows = bools(1, 1, 0, 1), torch.tensor([0, 0, 0, 1])
+    ratios = [math.exp((0.1 - 0.3) / 2), math.exp(0.2)]
+    loss = gspo_policy_loss(new, old, advantages, mask, rows, 2, eps_low=0.5, eps_high=0.5)
+    assert loss.tolist() == pytest.approx([-2 * ratios[0]] * 3 + [ratios[1]])
+    aggregate(loss, mask, rows, 2, 'sequence', 2).backward()
+    # Each of the two tokens moves the sequence's ratio by half.
+    assert new.grad.tolist() == pytest.approx([-ratios[0] / 2, -ratios[0] / 2, 0, ratios[1] / 2])
+    # Twin: a ratio per token.
+    assert clipped_policy_loss(new, old, advantages, eps_low=0.5).tolist() != pytest.approx(loss.tolist())
+
+
+def test_sequence_logprobs_sum_or_average_what_counts():
+    logprobs, rows, mask = tensor(-1, -2, -3), torch.tensor([0, 0, 1]), bools(1, 1, 0)
+    assert sequence_logprobs(logprobs, mask, rows, 2).tolist() == [-3, 0]
+    assert sequence_logprobs(logprobs, mask, rows, 2, average=True).tolist() == [-1.5, 0]
+
+
+def test_policy_stats_add_up_over_micro_batches():
+    torch.manual_seed(0)
+    new, old, mask = torch.randn(6), torch.randn(6), bools(1, 0, 1, 1, 1, 0)
+    whole = policy_stats(new, old, mask, eps_low=0.2, eps_high=0.5)
+    parts = [policy_stats(new[s], old[s], mask[s], eps_low=0.2, eps_high=0.5) for s in (slice(0, 2), slice(2, 5), slice(5, 6))]
+    for i in range(5):
+        assert sum(p[i].item() for p in parts) == pytest.approx(whole[i].item())
+    assert min(p.ratio_min.item() for p in parts) == whole.ratio_min.item()
+    assert max(p.ratio_max.item() for p in parts) == whole.ratio_max.item()
+    ratios = [math.exp(a - b) for a, b, m in zip(new.tolist(), old.tolist(), mask.tolist(), strict=True) if m]
+    assert whole.clipped.item() == sum(r < 0.8 or r > 1.5 for r in ratios)
+    assert whole.ratio.item() == pytest.approx(sum(ratios), rel=1e-6)
+    nothing = parts[2]
+    assert nothing.ratio_min.item() == math.inf and nothing.ratio_max.item() == -math.inf and nothing[0].item() == 0
+
+
+def test_value_clip_passes_no_gradient_beyond_its_range_when_the_clipped_error_is_larger():
+    value = tensor(0.9).requires_grad_()  # old 0, return 3: the clipped value 0.4 is farther away
+    clipped_value_loss(value, tensor(0.0), tensor(3.0), 0.4).sum().backward()
+    assert value.grad.item() == 0
+    value.grad = None
+    clipped_value_loss(value, tensor(0.0), tensor(3.0)).sum().backward()
+    assert value.grad.item() == pytest.approx(0.9 - 3)
+
+
+@pytest.mark.parametrize(
+    ('call', 'message'),
+    [
+        (lambda x, m, r: aggregate(x, m, r, 1, 'tokens', 1), "'tokens' is not known; choose one of"),
+        (lambda x, m, r: aggregate(x, m, r, 1, 'token', 0), 'normalizer=0 must be positive'),
+        (lambda x, m, r: aggregation_count(m, r, 1, 'sequence_sum'), 'constant.length of at least 1'),
+        (lambda x, m, r: clipped_policy_loss(x, x, x, eps_low=1.0), 'eps_low=1.0'),
+        (lambda x, m, r: clipped_policy_loss(x, x, x, eps_high=-0.1), 'eps_high=-0.1'),
+        (lambda x, m, r: clipped_policy_loss(x, x, x, dual_clip=1.0), 'dual_clip=1.0 must be greater than 1'),
+        (lambda x, m, r: clipped_value_loss(x, x, x, 0.0), 'value clip 0.0 must be positive'),
+        (lambda x, m, r: truncated_importance_weights(x, x, cap=0.0), 'cap=0.0 must be positive'),
+    ],
+)
+def test_wrong_settings_of_losses_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(tensor(0.0), bools(1), torch.tensor([0]))

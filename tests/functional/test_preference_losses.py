@@ -1,0 +1,172 @@
+"""The DPO family, KTO, ORPO and SimPO against slow loops in plain Python, with twins that must differ."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from chatgpt.functional.preference import (
+    cdpo_loss,
+    dpo_loss,
+    dpo_margin,
+    hinge_loss,
+    ipo_loss,
+    kto_loss,
+    kto_reference_point,
+    orpo_loss,
+    robust_dpo_loss,
+    simpo_loss,
+)
+
+CHOSEN, REJECTED = [-10.0, -3.0, -40.0], [-12.0, -1.0, -41.0]
+REF_CHOSEN, REF_REJECTED = [-11.0, -2.5, -38.0], [-11.5, -2.0, -40.0]
+MARGINS = [1.5, -1.5, -1.0]  # (c - rc) - (r - rr), by hand
+
+
+def tensor(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def test_margin_by_hand_and_with_policy_and_reference_swapped():
+    margin = dpo_margin(tensor(*CHOSEN), tensor(*REJECTED), tensor(*REF_CHOSEN), tensor(*REF_REJECTED))
+    assert margin.tolist() == pytest.approx(MARGINS)
+    twin = dpo_margin(tensor(*REF_CHOSEN), tensor(*REF_REJECTED), tensor(*CHOSEN), tensor(*REJECTED))
+    assert twin.tolist() == pytest.approx([-m for m in MARGINS])
+
+
+SLOW = {
+    dpo_loss: lambda m, b: -math.log(sigmoid(b * m)),
+    ipo_loss: lambda m, b: (m - 1 / (2 * b)) ** 2,
+    hinge_loss: lambda m, b: max(0.0, 1 - b * m),
+    cdpo_loss: lambda m, b: -0.9 * math.log(sigmoid(b * m)) - 0.1 * math.log(1 - sigmoid(b * m)),
+    robust_dpo_loss: lambda m, b: (-0.9 * math.log(sigmoid(b * m)) + 0.1 * math.log(1 - sigmoid(b * m))) / 0.8,
+}
+
+
+@pytest.mark.parametrize('loss', SLOW, ids=lambda f: f.__name__)
+@pytest.mark.parametrize('beta', [0.1, 1.0])
+def test_margin_losses_equal_the_slow_formula(loss, beta):
+    margins = [*MARGINS, 0.0, 7.0]
+    got = loss(tensor(*margins), beta=beta).tolist()
+    assert got == pytest.approx([SLOW[loss](m, beta) for m in margins])
+    # Twin: chosen and rejected swapped.
+    assert loss(-tensor(*margins), beta=beta).tolist() != pytest.approx(got)
+
+
+def test_dpo_at_the_reference_is_log_two_and_pushes_the_margin_up():
+    margin = tensor(0.0).requires_grad_()
+    loss = dpo_loss(margin, beta=0.3)
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(2))
+    assert margin.grad.item() == pytest.approx(-0.3 / 2)  # −β σ(−β·0)
+
+
+def test_ipo_stops_at_its_target_where_dpo_pushes_on():
+    beta = 0.25
+    margin = tensor(1 / (2 * beta)).requires_grad_()
+    ipo_loss(margin, beta=beta).backward()
+    assert margin.grad.item() == 0
+    margin.grad = None
+    dpo_loss(margin, beta=beta).backward()
+    assert margin.grad.item() < -0.01
+
+
+def test_conservative_dpo_is_least_where_sigmoid_is_one_minus_epsilon():
+    best = math.log(0.8 / 0.2)  # σ(best) = 0.8
+    at, below, above = (cdpo_loss(tensor(best + d), beta=1.0, label_smoothing=0.2).item() for d in (0, -0.1, 0.1))
+    assert at < below and at < above
+
+
+def test_robust_dpo_is_unbiased_under_flipped_labels():
+    margin, rate = tensor(1.3), 0.2
+    clean = robust_dpo_loss(margin, beta=1.0, label_smoothing=rate)
+    flipped = robust_dpo_loss(-margin, beta=1.0, label_smoothing=rate)
+    assert (0.8 * clean + 0.2 * flipped).item() == pytest.approx(-math.log(sigmoid(1.3)))
+    # Twin: the conservative loss does not have this property.
+    conservative = [cdpo_loss(m, beta=1.0, label_smoothing=rate) for m in (margin, -margin)]
+    assert (0.8 * conservative[0] + 0.2 * conservative[1]).item() != pytest.approx(-math.log(sigmoid(1.3)))
+
+
+def test_large_margins_stay_finite():
+    margin = torch.tensor([1e4, -1e4], requires_grad=True)
+    for loss in SLOW:
+        value = loss(margin, beta=1.0)
+        value.sum().backward()
+        assert torch.isfinite(value).all() and torch.isfinite(margin.grad).all()
+
+
+def test_kto_by_hand():
+    r, z0, beta = tensor(0.7, -0.4), 0.2, 0.5
+    mask = torch.tensor([True, False])
+    got = kto_loss(r, mask, z0, beta=beta, desirable_weight=1.0, undesirable_weight=1.5)
+    expected = [1 - sigmoid(beta * (0.7 - z0)), 1.5 * (1 - sigmoid(beta * (z0 + 0.4)))]
+    assert got.tolist() == pytest.approx(expected)
+    # Twins: labels flipped; z0 forgotten.
+    assert kto_loss(r, ~mask, z0, beta=beta, undesirable_weight=1.5).tolist() != pytest.approx(expected)
+    assert kto_loss(r, mask, 0.0, beta=beta, undesirable_weight=1.5).tolist() != pytest.approx(expected)
+
+
+def test_kto_moves_desirable_responses_up_and_undesirable_ones_down():
+    r = tensor(0.0, 0.0).requires_grad_()
+    kto_loss(r, torch.tensor([True, False]), 0.0).sum().backward()
+    assert r.grad[0] < 0 < r.grad[1]
+
+
+def test_kto_reference_point_is_a_mean_over_ranks_at_least_zero_without_gradient():
+    ratios = tensor(1.0, 2.0, -0.6).requires_grad_()
+    point = kto_reference_point(ratios)
+    assert point.item() == pytest.approx(0.8)
+    assert not point.requires_grad
+    assert kto_reference_point(-ratios).item() == 0
+    # The other rank adds a sum of 0.6 from one response: (2.4 + 0.6) / 4.
+    assert kto_reference_point(ratios, reduce=lambda t: t + tensor(0.6, 1.0)).item() == pytest.approx(0.75)
+
+
+def test_orpo_equals_the_definition_by_probabilities():
+    chosen, rejected = [-0.2, -1.5, -30.0], [-0.9, -0.01, -25.0]
+
+    def log_odds(logp: float) -> float:
+        return math.log(math.exp(logp) / (1 - math.exp(logp)))
+
+    expected = [-c - 0.3 * math.log(sigmoid(log_odds(c) - log_odds(r))) for c, r in zip(chosen, rejected, strict=True)]
+    assert orpo_loss(tensor(*chosen), tensor(*rejected), weight=0.3).tolist() == pytest.approx(expected)
+    # Twin: log-probs in place of log-odds.
+    twin = [-c - 0.3 * math.log(sigmoid(c - r)) for c, r in zip(chosen, rejected, strict=True)]
+    assert twin[:2] != pytest.approx(expected[:2])
+
+
+def test_orpo_of_certain_and_of_impossible_responses_is_finite_with_its_gradient():
+    for dtype in (torch.float32, torch.float64):
+        chosen = torch.tensor([0.0, -1e-9, -200.0, -0.69314718], dtype=dtype, requires_grad=True)
+        rejected = torch.tensor([-200.0, 0.0, 0.0, -0.69314719], dtype=dtype, requires_grad=True)
+        loss = orpo_loss(chosen, rejected)
+        loss.sum().backward()
+        for t in (loss, chosen.grad, rejected.grad):
+            assert torch.isfinite(t).all()
+
+
+def test_simpo_by_hand():
+    expected = [-math.log(sigmoid(2 * (-0.5 + 0.9) - 1.2))]
+    assert simpo_loss(tensor(-0.5), tensor(-0.9), beta=2.0, gamma=1.2).tolist() == pytest.approx(expected)
+    # Twin: the margin with the wrong sign.
+    assert simpo_loss(tensor(-0.5), tensor(-0.9), beta=2.0, gamma=-1.2).tolist() != pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ('call', 'message'),
+    [
+        (lambda m: dpo_loss(m, beta=0.0), 'beta=0.0 must be positive'),
+        (lambda m: cdpo_loss(m, label_smoothing=0.5), r'label_smoothing=0.5 must lie in \[0, 0.5\)'),
+        (lambda m: robust_dpo_loss(m, label_smoothing=-0.1), 'label_smoothing=-0.1'),
+        (lambda m: kto_loss(m, torch.ones(1), 0.0), 'desirable_mask must be bool'),
+    ],
+)
+def test_wrong_settings_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(tensor(0.0))
