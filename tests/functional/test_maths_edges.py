@@ -122,6 +122,8 @@ def test_one_chunk_is_not_recomputed_and_several_are_only_with_gradients():
     hidden = torch.randn(6, 4, requires_grad=True)
     chunked_logprobs(hidden, head, ids)[0].sum().backward()
     assert head.calls == 1
+    chunked_logprobs(hidden, head, ids, chunk_size=6)[0].sum().backward()
+    assert head.calls == 2
     head.calls = 0
     chunked_logprobs(hidden, head, ids, chunk_size=4)[0].sum().backward()
     assert head.calls == 4  # two chunks, forward and again for backward
@@ -215,8 +217,11 @@ def test_expected_gradients_of_the_estimators():
 
 
 def test_k3_keeps_its_digits_near_the_reference_in_fp32():
-    got = kl_penalty(torch.tensor([-1.0]), torch.tensor([-1.0 + 2**-10]), 'k3').item()
-    assert got == pytest.approx(0.5 * 2**-20 + 2**-30 / 6, rel=1e-2)
+    got = kl_penalty(torch.tensor([-1.0]), torch.tensor([-1.0 + 2**-12]), 'k3').item()
+    assert got == pytest.approx(0.5 * 2**-24 + 2**-36 / 6, rel=1e-2)
+    # Twin: r − 1 from exp has no digit left of it.
+    log_r = torch.tensor([2.0**-12])
+    assert (log_r.exp() - 1 - log_r).item() != pytest.approx(got, rel=0.1)
 
 
 def test_kinds_and_controllers_refuse_what_they_do_not_know():
