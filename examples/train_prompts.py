@@ -2,8 +2,8 @@
 
     python examples/train_prompts.py prompts.csv --pretrain gpt2 --reward_fn my_rewards.py:score --save_path outputs/run
 
-Without arguments it trains a tiny model on the embedded story world. Under --save_path it leaves metrics.jsonl, settings.json,
-samples.jsonl, checkpoints/ and actor/, a Hugging Face folder with the tokenizer.
+Without arguments it trains a small model on the embedded story world, after it has learned to write there. Under --save_path it
+leaves metrics.jsonl, samples.jsonl, settings.json, checkpoints/ and actor/, a Hugging Face folder with the tokenizer.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from chatgpt.launch.arguments import (
+    Parser,
     add_settings,
     add_strategy,
     check_run_folder,
     make_strategy,
     run_main,
-    settings_from,
     world_size_from_env,
 )
-from chatgpt.trainer.config import PPOConfig
+from chatgpt.trainer.config import NEEDS_CRITIC, PPOConfig
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument(
         'prompt_path', nargs='?', help='csv, json, jsonl, parquet or hub data set with a prompt column; default: embedded'
     )
@@ -42,11 +42,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--num_episodes', type=int, default=10)
     parser.add_argument('--max_timesteps', type=int, default=10, help='timesteps of an episode')
     parser.add_argument('--update_timesteps', type=int, default=10, help='timesteps between learning phases')
-    parser.add_argument('--lr', type=float, default=1e-5, help='learning rate of the actor')
-    parser.add_argument('--critic_lr', type=float, default=1e-5)
+    parser.add_argument('--lr', type=float, help='learning rate of the actor (default: 1e-5; embedded model: 3e-4)')
+    parser.add_argument('--critic_lr', type=float, help='(default: 1e-5; embedded model: 1e-3)')
     parser.add_argument('--lora_rank', type=int, default=0)
     parser.add_argument('--gradient_checkpointing', action='store_true')
-    parser.add_argument('--max_new_tokens', type=int, default=64)
+    parser.add_argument('--max_new_tokens', type=int, help='(default: 64; embedded model: 32)')
     parser.add_argument('--max_prompt_tokens', type=int, help='cut longer prompts on the left')
     parser.add_argument('--temperature', type=float, default=1.0)
     parser.add_argument('--top_k', type=int, default=0)
@@ -56,6 +56,7 @@ def parse_args() -> argparse.Namespace:
         '--stop_string', action='append', help='end a response where this text appears; may be given several times'
     )
     parser.add_argument('--engine', choices=('local', 'hf'), default='local', help='who generates')
+    parser.add_argument('--ptx_data', help='text or demonstrations for PPO-ptx, with --ptx_coef')
     parser.add_argument('--trust_remote_code', action='store_true')
     parser.add_argument('--skip_bad_records', action='store_true')
     parser.add_argument('--resume', help="a checkpoint folder, or 'auto' for the newest of --save_path")
@@ -76,58 +77,63 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    config = PPOConfig(**settings_from(args, PPOConfig))
-    config.validate(world_size_from_env())
-    if args.reward_model and args.reward_fn:
-        raise ValueError('give --reward_model or --reward_fn, not both')
-    if args.prompt_path and not (args.reward_model or args.reward_fn):
-        raise ValueError('nothing to learn from: give --reward_model FOLDER or --reward_fn module:function')
-    if args.prompt_path and not args.pretrain:
-        raise ValueError('prompts of your own need a model: give --pretrain NAME_OR_FOLDER')
+    from chatgpt.launch.build import build_ppo_inputs, check_ppo_args
 
+    # Everything that can be wrong is found before any weight is loaded.
+    config = check_ppo_args(args, world_size_from_env())
+    inputs = build_ppo_inputs(args)
     check_run_folder(args.save_path)
-    from chatgpt.launch.build import build_ppo_inputs
-
-    inputs = build_ppo_inputs(args)  # tokenizer, prompts and reward: everything that can be wrong is read before any weight
-    strategy = make_strategy(args.strategy, seed=args.seed, precision=args.precision)
-    with strategy:
+    with make_strategy(args.strategy, seed=args.seed, precision=args.precision) as strategy:
         train(args, config, strategy, inputs)
 
 
-def train(args: argparse.Namespace, config: PPOConfig, strategy: Any, inputs: Any) -> None:
-    from torch.optim import AdamW
+def start_from(args: argparse.Namespace, strategy: Any) -> str:
+    """The model to start from: --pretrain, or a small one made here."""
+    from chatgpt.launch.build import write_embedded_model
 
+    if args.pretrain:
+        return args.pretrain
+    folder = Path(args.save_path, 'initial')
+    if args.resume and strategy.run_on_rank0(folder.is_dir):
+        return str(folder)
+    if strategy.is_rank_0:
+        print('no --pretrain: a small GPT-2 learns to write stories first (SFT)', flush=True)
+    strategy.run_on_rank0(lambda: write_embedded_model(folder, args.seed))
+    return str(folder)
+
+
+def train(args: argparse.Namespace, config: PPOConfig, strategy: Any, inputs: Any) -> None:
     from chatgpt.rollout import HFEngine, LocalEngine
     from chatgpt.trainer import PPOTrainer
     from chatgpt.trainer.callbacks import SampleTable, SaveCheckpoint, TensorBoard
     from chatgpt.trainer.saving import save_pretrained
 
-    with strategy.model_init_context():
-        actor, critic, reward_model, initial_model = inputs.build_models()
-    make_optimizer = getattr(strategy, 'make_optimizer', None) or AdamW
-    actor_optim = make_optimizer([p for p in actor.parameters() if p.requires_grad], lr=args.lr, eps=1e-5, weight_decay=0.0)
-    critic_optim = make_optimizer(
-        [p for p in critic.parameters() if p.requires_grad], lr=args.critic_lr, eps=1e-5, weight_decay=0.0
-    )
-    (actor, actor_optim), (critic, critic_optim), reward_model, initial_model = strategy.prepare(
-        (actor, actor_optim), (critic, critic_optim), reward_model, initial_model
-    )
     callbacks = [SampleTable(every=args.sample_interval)]
     if args.checkpoint_interval:
         callbacks.append(SaveCheckpoint(interval=args.checkpoint_interval, keep_last=args.keep_last))
     if args.tensorboard:
         callbacks.append(TensorBoard())
+    pretrained = start_from(args, strategy)
+    with strategy.model_init_context():
+        actor, critic, reward, initial_model = inputs.build_models(
+            pretrained, with_critic=config.advantage_estimator in NEEDS_CRITIC
+        )
+    actor_optim = make_optimizer(strategy, actor, args.lr)
+    critic_optim = make_optimizer(strategy, critic, args.critic_lr) if critic is not None else None
+    (actor, actor_optim), reward, initial_model = strategy.prepare((actor, actor_optim), reward, initial_model)
+    if critic is not None:
+        critic, critic_optim = strategy.prepare((critic, critic_optim))
     trainer = PPOTrainer(
         strategy,
         actor,
         critic,
-        reward_model,
+        inputs.scorer(reward, config.max_tokens_per_batch),
         initial_model,
         actor_optim,
         critic_optim,
         config=config,
         tokenizer=inputs.tokenizer,
-        reward_tokenizer=inputs.reward_tokenizer,
+        pretrain_data=inputs.pretrain_data,
         engine=HFEngine() if args.engine == 'hf' else LocalEngine(),
         callbacks=callbacks,
         run_dir=args.save_path,
@@ -141,16 +147,38 @@ def train(args: argparse.Namespace, config: PPOConfig, strategy: Any, inputs: An
     trainer.set_prompts(inputs.prompts)
     if args.resume and not trainer.load_checkpoint(args.resume) and strategy.is_rank_0:
         print('nothing to resume yet: starting from the beginning', flush=True)
-    if strategy.is_rank_0:
-        Path(args.save_path).mkdir(parents=True, exist_ok=True)
-        Path(args.save_path, 'settings.json').write_text(json.dumps(vars(args), indent=1, default=str) + '\n')
+    write_settings(args, strategy, inputs)
     trainer.fit(inputs.prompts, args.num_episodes, args.max_timesteps, args.update_timesteps)
     save_pretrained(strategy, actor, Path(args.save_path, 'actor'), tokenizer=inputs.tokenizer)
     if args.need_optim_ckpt:
         strategy.save_optimizer(actor_optim, Path(args.save_path, 'actor_optim.pt'), only_rank0=False)
-        strategy.save_optimizer(critic_optim, Path(args.save_path, 'critic_optim.pt'), only_rank0=False)
+        if critic is not None:
+            strategy.save_optimizer(critic_optim, Path(args.save_path, 'critic_optim.pt'), only_rank0=False)
     if strategy.is_rank_0:
         print(f'actor written to {Path(args.save_path, "actor")}', flush=True)
+
+
+def make_optimizer(strategy: Any, model: Any, lr: float) -> Any:
+    return strategy.make_optimizer([p for p in model.parameters() if p.requires_grad], lr=lr, eps=1e-5, weight_decay=0.0)
+
+
+def write_settings(args: argparse.Namespace, strategy: Any, inputs: Any) -> None:
+    """Every flag as it was used, and what it ran on."""
+    import torch
+    import transformers
+
+    settings = vars(args) | {
+        'model': inputs.model_config.model_type,
+        'tokenizer': args.tokenizer or args.pretrain,
+        'num_prompts': len(inputs.prompts),
+        'world_size': strategy.world_size,
+        'device': str(strategy.device),
+        'torch': torch.__version__,
+        'transformers': transformers.__version__,
+    }
+    if strategy.is_rank_0:
+        Path(args.save_path).mkdir(parents=True, exist_ok=True)
+        Path(args.save_path, 'settings.json').write_text(json.dumps(settings, indent=1, default=str) + '\n')
 
 
 if __name__ == '__main__':

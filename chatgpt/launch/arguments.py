@@ -8,23 +8,49 @@ from __future__ import annotations
 
 import argparse
 import ast
+import difflib
 import importlib
 import importlib.util
 import inspect
 import os
 import sys
 import textwrap
+import time
 import types
 import typing
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 STRATEGIES = (
     'naive', 'ddp', 'fsdp', 'fsdp_cpu', 'colossalai_gemini', 'colossalai_gemini_cpu',
     'colossalai_zero1', 'colossalai_zero1_cpu', 'colossalai_zero2', 'colossalai_zero2_cpu',
 )  # fmt: skip
+OTHER_RANKS_WAIT_S = 1.0
+"""the ranks but the first wait this long before they say what went wrong: torchrun ends them as soon as the first has said it"""
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` whose mistakes are one line, `error: ...`. Flags are written out; an unknown one is met with the nearest."""
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault('formatter_class', argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        print(f'error: {message} (--help lists what there is)', file=sys.stderr, flush=True)
+        raise SystemExit(2)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flag = next((text for text in unknown if text.startswith('-')), unknown[0]).split('=')[0]
+            near = difflib.get_close_matches(flag, [name for action in self._actions for name in action.option_strings], n=3)
+            self.error(f'unknown argument {flag!r}' + (f'; did you mean {", ".join(near)}?' if near else ''))
+        return parsed
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -123,27 +149,44 @@ def load_function(spec: str) -> Callable[..., Any]:
     module_name, _, function_name = spec.rpartition(':')
     if not module_name or not function_name:
         raise ValueError(f'{spec!r} does not name a function; write module:function or path/to/file.py:function')
-    if module_name.endswith('.py'):
-        path = Path(module_name)
-        if not path.is_file():
-            raise ValueError(f'{spec!r}: there is no file {path}')
+    module = _import(module_name, spec)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(f'{spec!r}: {module_name} has no function {function_name!r}')
+    return function
+
+
+def _import(name: str, spec: str) -> types.ModuleType:
+    """The module of a dotted name, looked for in the working directory too, or of a path that ends in .py."""
+    path = Path(name) if name.endswith('.py') else None
+    if path is not None and not path.is_file():
+        raise ValueError(f'{spec!r}: there is no file {path}')
+    folder = str(path.resolve().parent) if path is not None else os.getcwd()
+    sys.path.insert(0, folder)  # what stands beside the file can be imported by it
+    try:
+        if path is None:
+            return importlib.import_module(name)
         module_spec = importlib.util.spec_from_file_location(path.stem, path)
         assert module_spec is not None and module_spec.loader is not None
         module = importlib.util.module_from_spec(module_spec)
         sys.modules[path.stem] = module
         module_spec.loader.exec_module(module)
-    else:
-        sys.path.insert(0, os.getcwd())
-        try:
-            module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            raise ValueError(f'{spec!r}: {error}') from None
-        finally:
-            sys.path.remove(os.getcwd())
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ValueError(f'{spec!r}: {module_name} has no function {function_name!r}')
-    return function
+        return module
+    except Exception as error:
+        raise ValueError(f'{spec!r}: importing it raised {type(error).__name__}: {_one_line(error)}') from error
+    finally:
+        sys.path.remove(folder)
+
+
+def check_reward_function(function: Callable[..., Any], spec: str) -> None:
+    """Raises ValueError for a function that cannot be called as `fn(prompts, responses)`."""
+    try:
+        inspect.signature(function).bind([], [])
+    except TypeError as error:
+        name = spec.rpartition(':')[2]
+        raise ValueError(f'{spec!r}: {error}; it is called as {name}(prompts, responses), with the other columns by name') from None
+    except ValueError:  # a builtin without a signature
+        return
 
 
 def check_run_folder(path: str | os.PathLike[str]) -> None:
@@ -156,34 +199,61 @@ def check_run_folder(path: str | os.PathLike[str]) -> None:
 
     if os.environ.get('RANK', '0') != '0':
         return
+    folder = Path(path)
+    new = [p for p in (folder, *folder.parents) if not p.exists()]
     try:
-        claim_folder(path).release()
+        claim_folder(folder).release()
     except OSError as error:
         raise ValueError(f'cannot write to {path}: {error.strerror}') from None
+    if new:  # a run that stops at a later mistake leaves nothing behind
+        for entry in folder.iterdir():
+            entry.unlink()
+        for made in new:
+            made.rmdir()
 
 
 def run_main(main: Callable[[], Any]) -> None:
-    """Run a script's main. A mistake of the user's is one line on stderr and exit code 2, not a traceback.
+    """Run a script's main. A mistake of the user's is one line on stderr and exit code 2, not a traceback; so is a warning of ours.
 
     With CHATGPT_TRACEBACK=1 in the environment everything is raised as it is.
     """
     try:
-        main()
+        with _short_warnings():
+            main()
     except KeyboardInterrupt:
         print('interrupted', file=sys.stderr, flush=True)
         raise SystemExit(130) from None
     except Exception as error:
         if os.environ.get('CHATGPT_TRACEBACK') or not _is_explained(error, main):
             raise
-        print(f'error: {error}', file=sys.stderr, flush=True)
+        if os.environ.get('RANK', '0') != '0':
+            time.sleep(OTHER_RANKS_WAIT_S)
+        print(f'error: {_one_line(error)}', file=sys.stderr, flush=True)
         raise SystemExit(2) from None
 
 
+def _one_line(error: BaseException) -> str:
+    return ' '.join(str(error).split())
+
+
+@contextmanager
+def _short_warnings() -> Iterator[None]:
+    """Warnings without the line of code that happened to give them."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, category, filename, lineno, line=None: f'warning: {message}\n'
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
 def _is_explained(error: Exception, main: Callable[[], Any]) -> bool:
-    """Whether the error's text says all that its reader needs: one of this package's own, or a ValueError raised by its code."""
+    """Whether the error's text says all that its reader needs: one of this package's own, or an error of the kinds below raised by it."""
     if type(error).__module__.startswith('chatgpt.'):
         return True
-    if not isinstance(error, (ValueError, FileNotFoundError, ImportError)):
+    if os.environ.get('RANK', '0') != '0' and str(error).startswith('rank 0: '):  # the first rank shows where it came from
+        return True
+    if not isinstance(error, (ValueError, FileNotFoundError, ImportError, FloatingPointError)):
         return False
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:

@@ -1,21 +1,90 @@
 """From a command line to tokenizer, prompts, reward and models of a PPO run.
 
-Two halves: `build_ppo_inputs` reads everything that can be wrong without weights (files, columns, tokenizer against config,
-reward functions), and `PPOInputs.build_models` then loads or makes the models, inside the strategy's init context.
+Two halves: `check_ppo_args` and `build_ppo_inputs` find everything that can be wrong without weights (settings, files, columns,
+tokenizer against config, reward functions, the run's folder), and `PPOInputs.build_models` then loads or makes the models, inside
+the strategy's init context. Without a model of the user's own, `write_embedded_model` makes one to start from.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
+import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chatgpt.launch.arguments import load_function
+from chatgpt.launch.arguments import check_reward_function, load_function, settings_from
 
 FAMILIES = {'gpt2': 'GPT', 'opt': 'OPT', 'bloom': 'BLOOM', 'llama': 'Llama', 'auto': 'Auto'}
+DEFAULTS: dict[str, Any] = {'lr': 1e-5, 'critic_lr': 1e-5, 'max_new_tokens': 64}
+EMBEDDED_DEFAULTS: dict[str, Any] = {'lr': 3e-4, 'critic_lr': 1e-3, 'max_new_tokens': 32}
+"""for the small model of the embedded world, whose stories are short"""
+NUM_STORIES = 1600
+"""that the embedded model learns its language from, twice"""
+
+
+def quiet_transformers() -> None:
+    """No bars for every file that is loaded: what a run shows is its own progress."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def check_ppo_args(args: argparse.Namespace, world_size: int) -> Any:
+    """The run's `PPOConfig`, with all flags checked that can be without reading a file; fills the defaults that depend on the model.
+
+    Raises:
+        ValueError: flags that are out of range or do not fit together.
+    """
+    from chatgpt.rollout import SamplingParams
+    from chatgpt.trainer.config import PPOConfig
+
+    for name, value in (DEFAULTS if args.pretrain else EMBEDDED_DEFAULTS).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    config = PPOConfig(**settings_from(args, PPOConfig))
+    config.validate(world_size)
+    for name, least in (
+        ('num_episodes', 1), ('max_timesteps', 1), ('update_timesteps', 1), ('max_prompt_tokens', 1), ('sample_interval', 1),
+        ('keep_last', 1), ('checkpoint_interval', 0), ('lora_rank', 0),
+    ):  # fmt: skip
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ValueError(f'{name}={value} must be at least {least}')
+    for name in ('lr', 'critic_lr'):
+        if not 0 <= getattr(args, name) < float('inf'):
+            raise ValueError(f'{name}={getattr(args, name)} must be a number of at least 0')
+    SamplingParams(
+        max_new_tokens=args.max_new_tokens, min_new_tokens=args.min_new_tokens, temperature=args.temperature, top_k=args.top_k,
+        top_p=args.top_p,
+    )  # fmt: skip
+    if args.reward_model and args.reward_fn:
+        raise ValueError('give --reward_model or --reward_fn, not both')
+    if args.prompt_path and not (args.reward_model or args.reward_fn):
+        raise ValueError('nothing to learn from: give --reward_model FOLDER or --reward_fn module:function')
+    if args.prompt_path and not args.pretrain:
+        raise ValueError('prompts of your own need a model: give --pretrain NAME_OR_FOLDER')
+    if bool(config.ptx_coef) != bool(args.ptx_data):
+        raise ValueError('PPO-ptx needs both: --ptx_data FILE with text, and --ptx_coef above 0')
+    _check_resume(args)
+    return config
+
+
+def _check_resume(args: argparse.Namespace) -> None:
+    """A run goes on only when that was asked for, and never mixes its checkpoints with those of an earlier one."""
+    from chatgpt.checkpoint import latest
+
+    if args.resume and args.resume != 'auto' and not Path(args.resume).is_dir():
+        raise ValueError(f"--resume {args.resume}: there is no such folder; give a checkpoint's folder, or auto")
+    found = latest(Path(args.save_path, 'checkpoints'))
+    if not args.resume and found is not None:
+        raise ValueError(
+            f'{args.save_path} holds checkpoints of an earlier run, up to {found.name}: go on with --resume auto, or choose another '
+            '--save_path'
+        )
 
 
 @dataclass
@@ -26,11 +95,14 @@ class PPOInputs:
     prompts: Any
     reward_fn: Callable[..., Any] | None
     reward_tokenizer: Any
+    reward_context: int | None
+    """most tokens of one sequence that the reward model takes"""
+    pretrain_data: Any
     model_config: Any
     args: argparse.Namespace
 
-    def build_models(self) -> tuple[Any, Any, Any, Any]:
-        """Actor, critic, reward (a model or a function) and initial model.
+    def build_models(self, pretrained: Any, *, with_critic: bool = True) -> tuple[Any, Any, Any, Any]:
+        """Actor, critic, reward (a model or a function) and initial model; `pretrained` is the hub name or folder to start from.
 
         The critic starts from the reward model where there is one (arXiv 2403.17031), else from the actor's weights with a new
         head. With LoRA the actor with its adapter off is the reference, and there is no initial model.
@@ -39,33 +111,49 @@ class PPOInputs:
 
         a = self.args
         actor_class, critic_class = (getattr(nn, FAMILIES[a.model] + kind) for kind in ('Actor', 'Critic'))
-        source = {'pretrained': a.pretrain} if a.pretrain else {'config': self.model_config}
         common = {'lora_rank': a.lora_rank, 'checkpoint': a.gradient_checkpointing, 'trust_remote_code': a.trust_remote_code}
-        actor = actor_class(**source, **common)
+        actor = actor_class(pretrained=pretrained, **common)
         reward: Any = self.reward_fn
         if a.reward_model:
-            reward = nn.RewardModel.from_pretrained(a.reward_model)
-        if a.reward_model and self.reward_tokenizer is None and reward.value_head is not None:
+            reward = nn.RewardModel.from_pretrained(a.reward_model, trust_remote_code=a.trust_remote_code)
+        if not with_critic:
+            critic = None
+        elif a.reward_model and self.reward_tokenizer is None and reward.value_head is not None:
             critic = nn.Critic.from_reward_model(reward, lora_rank=a.lora_rank)
         else:
-            critic = critic_class(**source, **common)
+            critic = critic_class(pretrained=pretrained, **common)
         return actor, critic, reward, None if a.lora_rank else deepcopy(actor)
+
+    def scorer(self, reward: Any, max_tokens_per_batch: int | None) -> Any:
+        """The prepared reward as the trainer takes it: a model that reads other tokens than the policy gets its tokenizer along."""
+        from chatgpt.experience.scorers import RewardModelScorer
+
+        if self.reward_tokenizer is None:
+            return reward
+        return RewardModelScorer(
+            reward, tokenizer=self.reward_tokenizer, max_tokens_per_batch=max_tokens_per_batch, max_length=self.reward_context
+        )
 
 
 def build_ppo_inputs(args: argparse.Namespace) -> PPOInputs:
     """Read and check what can be without weights; see `PPOInputs`."""
-    from chatgpt.dataset import embedded
+    from chatgpt.dataset import embedded, load_demonstrations
     from chatgpt.dataset.checks import check_tokenizer
     from chatgpt.dataset.prompts import load_prompts
     from chatgpt.nn.loading import load_config, load_tokenizer
 
+    quiet_transformers()
     if args.pretrain:
         config = load_config(args.pretrain, trust_remote_code=args.trust_remote_code)
         tokenizer = load_tokenizer(args.tokenizer or args.pretrain, trust_remote_code=args.trust_remote_code)
     else:
         config, tokenizer = embedded.demo_config(), embedded.demo_tokenizer()
+    _check_family(args, config)
     check_tokenizer(tokenizer, config)
     reward_fn = load_function(args.reward_fn) if args.reward_fn else None
+    if reward_fn is not None:
+        check_reward_function(reward_fn, args.reward_fn)
+    reward_tokenizer, reward_context = _reward_model_inputs(args, tokenizer) if args.reward_model else (None, None)
     if args.prompt_path:
         prompts = load_prompts(
             args.prompt_path,
@@ -75,11 +163,13 @@ def build_ppo_inputs(args: argparse.Namespace) -> PPOInputs:
             skip_bad_records=args.skip_bad_records,
         )
     else:
-        prompts = load_prompts(embedded.demo_prompts(200, seed=0), tokenizer)
+        prompts = load_prompts(embedded.demo_prompts(200, seed=0), tokenizer, max_prompt_tokens=args.max_prompt_tokens)
         reward_fn = reward_fn or (None if args.reward_model else embedded_reward)
-    _check_lengths(prompts, config, args.max_new_tokens)
-    reward_tokenizer = _other_tokenizer(args, tokenizer) if args.reward_model else None
-    return PPOInputs(tokenizer, prompts, reward_fn, reward_tokenizer, config, args)
+    _check_lengths(prompts, context_of(config), args.max_new_tokens, 'the context')
+    if args.reward_model and reward_tokenizer is None:
+        _check_lengths(prompts, reward_context, args.max_new_tokens, "the reward model's context")
+    text = load_demonstrations(args.ptx_data, tokenizer, max_length=context_of(config))[0] if args.ptx_data else None
+    return PPOInputs(tokenizer, prompts, reward_fn, reward_tokenizer, reward_context, text, config, args)
 
 
 def embedded_reward(prompts: list[str], responses: list[str]) -> list[float]:
@@ -89,24 +179,72 @@ def embedded_reward(prompts: list[str], responses: list[str]) -> list[float]:
     return [true_score(p, r) for p, r in zip(prompts, responses, strict=True)]
 
 
-def _check_lengths(prompts: Any, config: Any, max_new_tokens: int) -> None:
-    limit = getattr(config, 'max_position_embeddings', None) or getattr(config, 'n_positions', None)
+def write_embedded_model(folder: str | Path, seed: int) -> None:
+    """A Hugging Face folder with a small GPT-2 that has learned the language of the story world (SFT), and its tokenizer.
+
+    A policy that cannot write one sentence earns the same for everything it says, and has nothing to learn from. One process is
+    enough, and the weights do not depend on how many there are.
+    """
+    import torch
+    from torch.optim import AdamW
+
+    from chatgpt.dataset import embedded, load_demonstrations
+    from chatgpt.nn import GPTActor
+    from chatgpt.trainer import SFTTrainer
+    from chatgpt.trainer.strategies import NaiveStrategy
+
+    tokenizer = embedded.demo_tokenizer()
+    stories = load_demonstrations(embedded.demo_corpus(NUM_STORIES, seed=0), tokenizer)[0]
+    python_random = random.getstate()
+    with torch.random.fork_rng(), NaiveStrategy(seed=seed) as strategy:
+        actor = GPTActor(config=embedded.demo_config())
+        model, optimizer = strategy.prepare((actor, AdamW(actor.parameters(), lr=3e-3)))
+        SFTTrainer(strategy, model, optimizer, stories, train_batch_size=32, max_epochs=2, log_interval=25, tokenizer=tokenizer).fit()
+        unfinished = Path(folder).with_name(f'.{Path(folder).name}.tmp')
+        for old in (unfinished, Path(folder)):
+            shutil.rmtree(old, ignore_errors=True)
+        actor.save_pretrained(unfinished, tokenizer=tokenizer)
+        unfinished.rename(folder)
+    random.setstate(python_random)
+
+
+def context_of(config: Any) -> int | None:
+    """Most tokens of one sequence by a model's config; None where it sets no limit."""
+    config = config.get_text_config() if hasattr(config, 'get_text_config') else config
+    return getattr(config, 'max_position_embeddings', None) or getattr(config, 'n_positions', None)
+
+
+def _check_family(args: argparse.Namespace, config: Any) -> None:
+    if args.model != 'auto' and config.model_type != args.model:
+        raise ValueError(f'--model {args.model}: the model is of the family {config.model_type!r}; use --model auto')
+
+
+def _check_lengths(prompts: Any, limit: int | None, max_new_tokens: int, what: str) -> None:
     if limit is None:
         return
     for i in range(len(prompts)):
         length = len(prompts[i].ids)
         if length + max_new_tokens > limit:
             raise ValueError(
-                f'prompt {i} has {length} tokens; with max_new_tokens={max_new_tokens} it passes the context of {limit}. Use '
+                f'prompt {i} has {length} tokens; with max_new_tokens={max_new_tokens} it passes {what} of {limit}. Use '
                 '--max_prompt_tokens to cut prompts, or fewer new tokens'
             )
 
 
-def _other_tokenizer(args: argparse.Namespace, tokenizer: Any) -> Any:
-    """The reward model's tokenizer when its folder has one that differs from the policy's."""
-    from chatgpt.nn.loading import load_tokenizer
+def _reward_model_inputs(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, int | None]:
+    """The reward model's tokenizer when its folder has one that differs from the policy's, and its context."""
+    from chatgpt.nn.loading import load_config, load_tokenizer
 
-    if Path(args.reward_model).is_dir() and not Path(args.reward_model, 'tokenizer_config.json').is_file():
-        return None
-    other = load_tokenizer(args.reward_model, trust_remote_code=args.trust_remote_code)
-    return None if other.get_vocab() == tokenizer.get_vocab() else other
+    config = load_config(args.reward_model, trust_remote_code=args.trust_remote_code)
+    own = None
+    if not Path(args.reward_model).is_dir() or Path(args.reward_model, 'tokenizer_config.json').is_file():
+        own = load_tokenizer(args.reward_model, trust_remote_code=args.trust_remote_code)
+    if own is not None and own.get_vocab() != tokenizer.get_vocab():
+        return own, context_of(config)
+    size = (config.get_text_config() if hasattr(config, 'get_text_config') else config).vocab_size
+    if size <= max(tokenizer.get_vocab().values()):
+        raise ValueError(
+            f'the reward model {args.reward_model} knows {size} tokens, fewer than the tokenizer of the policy has, and brings no '
+            'tokenizer of its own; save its tokenizer in its folder'
+        )
+    return None, context_of(config)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from chatgpt.checkpoint import CheckpointReader, latest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,7 +37,7 @@ trainer = PPOTrainer(
     run_dir=sys.argv[1], callbacks=[SaveCheckpoint(interval=1, keep_last=2), ProgressBar(enabled=False)], experience_batch_size=8,
     train_batch_size=4, max_new_tokens=6, kl_target=3.0, score_scaling='running')
 trainer.load_checkpoint('auto')
-print('ready', flush=True)
+print('ready', trainer.phase, flush=True)
 trainer.fit([f'a {w}' for w in 'one two three four five'.split()], 1, int(sys.argv[2]), 1)
 digest = hashlib.sha256()
 for model in trainer.models().values():
@@ -65,19 +68,32 @@ def metrics(folder: Path) -> list[dict[str, float]]:
 
 
 def killed_many_times(folder: Path, kills: int, phases: int, seed: int) -> None:
+    """Kill a run at random moments of its saves and phases; every restart goes on from the newest whole checkpoint."""
     rng = random.Random(seed)
     undisturbed = finished(folder / 'straight', phases)
-    run = folder / 'killed'
+    run, interrupted, resumed_from = folder / 'killed', 0, 0
     for _ in range(kills):
         process = start(run, phases)
         assert process.stdout is not None
-        assert process.stdout.readline().strip() == 'ready'
-        time.sleep(rng.uniform(0.0, 1.2))
+        assert process.stdout.readline().strip() == f'ready {resumed_from}'
+        enough = resumed_from + rng.randrange(phases // kills)
+        while done_phases(run) < enough and process.poll() is None:
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0.0, 0.1))
         process.kill()
         process.communicate()
+        interrupted += process.returncode == -signal.SIGKILL
+        newest = latest(run / 'checkpoints')
+        resumed_from = 0 if newest is None else CheckpointReader(newest).meta['phase']
+    assert interrupted > kills // 2
     assert finished(run, phases) == undisturbed
     assert metrics(run) == metrics(folder / 'straight')
     assert [row['step'] for row in metrics(run)] == list(range(1, phases + 1))
+
+
+def done_phases(folder: Path) -> int:
+    path = folder / 'metrics.jsonl'
+    return path.read_text().count('\n') if path.is_file() else 0
 
 
 def test_five_kills(tmp_path):
