@@ -84,7 +84,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: str | os.PathLike[str]) ->
     Safetensors holds each tensor once: a second name of the same storage (tied weights) is left out, as transformers does.
     """
     if str(path).endswith('.safetensors'):
-        from safetensors.torch import save
+        from safetensors.torch import save_file
 
         seen: set[tuple[int, int]] = set()
         unique = {}
@@ -94,7 +94,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: str | os.PathLike[str]) ->
                 continue
             seen.add(key)
             unique[name] = tensor.contiguous()
-        write_atomically(path, lambda file: file.write(save(unique, metadata={'format': 'pt'})))
+        write_atomically(path, lambda file: save_file(unique, file.name, metadata={'format': 'pt'}))
     else:
         save_object(dict(tensors), path)
 

@@ -77,14 +77,17 @@ class _Adapter(loralib.LoRALayer):
         low = F.linear(self.lora_dropout(x), self.lora_A)
         return result + F.linear(low, self.lora_B) * self.scaling
 
-    @torch.no_grad()
     def folded_weight(self) -> Tensor:
-        """A new tensor W + scaling * B A in the layout and dtype of `weight`; summed in fp32 or wider, rounded once."""
-        base = self.weight if self.saved is None else self.saved.tensor
-        wide = torch.promote_types(base.dtype, torch.float32)
-        with torch.autocast(device_type=base.device.type, enabled=False):
-            delta = (self.lora_B.to(wide) @ self.lora_A.to(wide)) * self.scaling
-        return (base.to(wide) + (delta.T if self.weight_is_transposed else delta)).to(base.dtype)
+        """A new tensor W + scaling * B A in the layout and dtype of `weight`."""
+        return self.fold(self.weight if self.saved is None else self.saved.tensor, self.lora_A, self.lora_B)
+
+    @torch.no_grad()
+    def fold(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> Tensor:
+        """W + scaling * B A of given tensors in the layout and dtype of `weight`; summed in fp32 or wider, rounded once."""
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        with torch.autocast(device_type=weight.device.type, enabled=False):
+            delta = (lora_B.to(wide) @ lora_A.to(wide)) * self.scaling
+        return (weight.to(wide) + (delta.T if self.weight_is_transposed else delta)).to(weight.dtype)
 
     @torch.no_grad()
     def merge(self) -> None:

@@ -5,7 +5,7 @@ stand still while responses are generated, so they are packed once. Only exact `
 adapter) and `NewGELUActivation` modules in fp32 on CPU are replaced, only inside the context and only without autograd; the
 results differ from the plain modules' by rounding.
 
-Left out: CUDA, 16-bit weights, compiled or quantised modules and whatever else is not exactly one of these classes.
+Left out: CUDA, 16-bit weights, streamed blocks, compiled or quantised modules and whatever else is not exactly one of these classes.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class PackedModules:
         ):
             return
         size = 0
+        if any(getattr(module, 'is_streamed', False) for module in model.modules()):  # its weights come and go
+            return
         for module in model.modules():
             if 'forward' in vars(module):  # already wrapped by somebody else
                 continue

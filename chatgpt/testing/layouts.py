@@ -28,7 +28,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     'ddp(2)': ('DDPStrategy', 2, {'device': 'cpu'}),
     'fsdp(2)': ('FSDPStrategy', 2, {'device': 'cpu'}),
     'fsdp(2) offloaded': ('FSDPStrategy', 2, {'device': 'cpu', 'cpu_offload': True}),
-    'fsdp(4)': ('FSDPStrategy', 4, {'device': 'cpu', 'meta_init': True}),
+    'fsdp(4) streamed': ('FSDPStrategy', 4, {'device': 'cpu', 'meta_init': True, 'stream_blocks': True}),
     'zero1(2)': ('ColossalAIStrategy', 2, {'stage': 1, 'precision': 'fp32'}),
     'zero2(2)': ('ColossalAIStrategy', 2, {'stage': 2, 'precision': 'fp32'}),
     'zero2(2) offloaded': ('ColossalAIStrategy', 2, {'stage': 2, 'precision': 'fp32', 'placement_policy': 'cpu'}),

@@ -91,9 +91,9 @@ class FlatPrepare(DDPStrategy):
 
 
 class LeavesEvalMode(DDPStrategy):
-    def full_model(self, model, dtype=None):
+    def full_model(self, model, *args, **kw):
         model.eval()
-        return super().full_model(model, dtype)
+        return super().full_model(model, *args, **kw)
 
 
 class KeepsGradients(DDPStrategy):

@@ -14,6 +14,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
@@ -233,11 +234,14 @@ class Strategy(ABC):
         return self._trained[id(optimizer)]
 
     @contextmanager
-    def full_model(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[nn.Module]:
+    def full_model(
+        self, model: nn.Module, dtype: torch.dtype | None = None, *, on_disk: str | os.PathLike[str] | None = None
+    ) -> Iterator[nn.Module]:
         """The unwrapped module with full weights, LoRA merged, in eval mode: for generation, and for writing it as a whole.
 
         `dtype=None` means the compute dtype. In fp32 it is the very module, whose exact bits are restored after. In 16
-        bits it is a copy that is freed after.
+        bits it is a copy that is freed after. `on_disk` names a folder in which a sharded strategy keeps the whole weights of its copy,
+        so that no rank holds them in memory: such a copy is for writing, on rank 0.
         """
         module, dtype = self.unwrap(model), dtype or self._dtype
         if dtype is torch.float32:
@@ -321,7 +325,7 @@ class Strategy(ABC):
         if self.sharded and not only_rank0:
             self._save_folder(path, {'': self.model_pieces(model)}, {'kind': 'model'})
             return
-        tensors = self.full_state_dict(model)
+        tensors = self.full_state_dict(model, Path(path).parent)
         self.run_on_rank0(lambda: save_tensors(tensors, path))
 
     def load_model(self, model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
@@ -359,8 +363,11 @@ class Strategy(ABC):
         self.load_optimizer_meta(optimizer, meta)
         self.load_optimizer_pieces(optimizer, reader)
 
-    def full_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """Whole tensors by name, floating ones in fp32; only rank 0's dict is used. Tied tensors share storage."""
+    def full_state_dict(self, model: nn.Module, folder: str | os.PathLike[str] | None = None) -> dict[str, Tensor]:
+        """Whole tensors by name, floating ones in fp32; only rank 0's dict is used. Tied tensors share storage.
+
+        A sharded strategy keeps them in a mapped file without a name in `folder`, not in memory.
+        """
         if not self.is_rank_0:
             return {}
         tensors, aliases = states.named_tensors(self.unwrap(model))

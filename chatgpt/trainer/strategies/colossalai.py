@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
@@ -43,6 +44,7 @@ from chatgpt.trainer.strategies.colossalai_states import (
 )
 from chatgpt.trainer.strategies.precision import Precision, in_eval_mode, lora_merged
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
+from chatgpt.trainer.strategies.streaming import StreamBlocks, mapped_copy, mapped_floats, streamed, streams
 
 
 class ColossalAIStrategy(ProcessGroupStrategy):
@@ -63,6 +65,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         initial_scale .. max_scale: dynamic loss scaling in fp16.
         max_norm: clips in every step that is not given a max_norm of its own; 0 does not.
         norm_type: 2, the only one there is.
+        stream_blocks: stage 3: as in `FSDPStrategy`.
 
     Raises:
         ValueError: an option that this stage, precision or placement cannot honour.
@@ -96,6 +99,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         max_norm: float = 0.0,
         norm_type: float = 2.0,
         *,
+        stream_blocks: StreamBlocks = 'auto',
         device: str | torch.device | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
@@ -109,6 +113,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         super().__init__(seed, precision, device=device, timeout_s=timeout_s)
         bridge()
         self.stage, self.placement_policy, self.max_norm = stage, placement_policy, max_norm
+        self.stream_blocks = stream_blocks
         self._engines: dict[int, Engine] = {}
         """by id of the module the user built"""
 
@@ -263,7 +268,9 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         return engine
 
     @contextmanager
-    def full_model(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[nn.Module]:
+    def full_model(
+        self, model: nn.Module, dtype: torch.dtype | None = None, *, on_disk: str | os.PathLike[str] | None = None
+    ) -> Iterator[nn.Module]:
         """As in the base. Stages 1 and 2 without LoRA lend the module itself; otherwise a copy is gathered and freed after."""
         from chatgpt.nn import lora
 
@@ -274,6 +281,12 @@ class ColossalAIStrategy(ProcessGroupStrategy):
                 yield full
             return
         has_lora = lora.has_lora(module)
+        if on_disk is not None or (self.stage == 3 and streams(self, self.stream_blocks, module, dtype)):
+            whole = engine.gather(torch.float32 if has_lora else dtype)
+            full, mapped = mapped_copy(self, module, whole, dtype, on_disk)
+            with streamed(full, mapped, self.device) if on_disk is None else nullcontext():
+                yield full
+            return
         if self.stage < 3 and dtype == self._dtype and not has_lora:
             with in_eval_mode(module):
                 yield module
@@ -332,19 +345,19 @@ class ColossalAIStrategy(ProcessGroupStrategy):
 
     # ------------------------------------------------------------------ weights and optimizer states
 
-    def full_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+    def full_state_dict(self, model: nn.Module, folder: str | os.PathLike[str] | None = None) -> dict[str, Tensor]:
         module = self.unwrap(model)
         if id(module) not in self._engines:
-            return super().full_state_dict(model)
+            return super().full_state_dict(model, folder)
         tensors, aliases = states.named_tensors(module)
-        full: dict[str, Tensor] = {}
+        full = mapped_floats(tensors, folder) if self.is_rank_0 else {}
         for name, tensor in self._engines[id(module)].gather(torch.float32):
             if self.is_rank_0:
-                full[name] = tensor.to('cpu', copy=True)
+                full[name].copy_(tensor)
         if not self.is_rank_0:
             return {}
         for name, buffer in buffers_of(module).items():
-            full[name] = (buffer.float() if buffer.is_floating_point() else buffer).cpu()
+            full[name].copy_(buffer)
         return {name: full[aliases.get(name, name)] for name in (*tensors, *aliases)}
 
     def model_pieces(self, model: nn.Module) -> Iterable[Piece]:

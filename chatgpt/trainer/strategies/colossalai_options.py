@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import torch
 
+from chatgpt.trainer.strategies.streaming import check_stream_blocks
+
 Placement = Literal['cuda', 'cpu', 'auto']
 
 INSTALL = 'pip install psutil rich einops && pip install --no-deps -r requirements-colossalai.txt'
@@ -38,7 +40,10 @@ def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
             if name in changed:
                 raise ValueError(f'{name}={options[name]!r} {reason}; leave it at {defaults[name]!r}')
 
+    check_stream_blocks(options['stream_blocks'])
     if stage < 3:
+        if options['stream_blocks'] is True:
+            raise ValueError(f'stream_blocks=True: stage={stage} keeps whole weights on the device; only stage=3 can stream them')
         refuse(_GEMINI_ONLY, f'is an option of Gemini (stage=3) and stage={stage} cannot honour it')
     else:
         refuse(('reduce_bucket_size',), 'is an option of stages 1 and 2; Gemini reduces chunk by chunk')

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,6 +28,15 @@ from chatgpt.trainer.strategies import states
 from chatgpt.trainer.strategies.base import lora_merged
 from chatgpt.trainer.strategies.precision import Precision
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
+from chatgpt.trainer.strategies.streaming import (
+    StreamBlocks,
+    check_stream_blocks,
+    mapped_copy,
+    mapped_floats,
+    streamed,
+    streams,
+    transformer_blocks,
+)
 
 
 class FSDPStrategy(ProcessGroupStrategy):
@@ -39,6 +49,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         meta_init: models built inside `model_init_context` stay on the meta device, and `prepare` fills their shards from the files or
             seeds that they carry a record of (`chatgpt.nn` models do), one block at a time. So no rank ever holds a whole model while
             building it. A module without such a record is refused by name.
+        stream_blocks: while generating, bring blocks one after another from a copy in host memory (a file that all ranks of a
+            machine map) instead of holding a full copy on the device; 'auto' does so on a GPU whose free memory is too small for it.
     """
 
     sharded: ClassVar[bool] = True
@@ -51,10 +63,13 @@ class FSDPStrategy(ProcessGroupStrategy):
         cpu_offload: bool = False,
         activation_checkpointing: bool = False,
         meta_init: bool = False,
+        stream_blocks: StreamBlocks = 'auto',
         device: str | torch.device | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
+        check_stream_blocks(stream_blocks)
         super().__init__(seed, precision, device=device, timeout_s=timeout_s)
+        self.stream_blocks = stream_blocks
         self.cpu_offload = cpu_offload
         self.activation_checkpointing = activation_checkpointing
         self.meta_init = meta_init
@@ -85,7 +100,7 @@ class FSDPStrategy(ProcessGroupStrategy):
                     if buffer is not None:
                         owner._buffers[name] = buffer.to(self.device)
         offload = CPUOffloadPolicy(pin_memory=self.device.type == 'cuda') if self.cpu_offload else OffloadPolicy()
-        for block in _blocks(model):
+        for block in transformer_blocks(model):
             fully_shard(block, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
         fully_shard(model, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
         if stream is not None:
@@ -132,11 +147,28 @@ class FSDPStrategy(ProcessGroupStrategy):
         return optimizer
 
     @contextmanager
-    def full_model(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[nn.Module]:
-        """A plain copy with full weights, gathered tensor by tensor in the compute dtype, LoRA merged, freed after."""
-        full = self._gathered(self.unwrap(model), dtype or self.dtype)
+    def full_model(
+        self, model: nn.Module, dtype: torch.dtype | None = None, *, on_disk: str | os.PathLike[str] | None = None
+    ) -> Iterator[nn.Module]:
+        """A plain copy with full weights, gathered tensor by tensor in the compute dtype, LoRA merged, freed after.
+
+        On the device; or streamed there block by block (`stream_blocks`); or in a mapped file in the folder `on_disk`, for writing.
+        """
+        module, dtype = self.unwrap(model), dtype or self.dtype
+        if on_disk is not None or streams(self, self.stream_blocks, module, dtype):
+            full, mapped = mapped_copy(self, self._skeletons[id(module)], self._whole(module), dtype, on_disk)
+            _set_buffers(full, module)
+            with streamed(full, mapped, self.device) if on_disk is None else nullcontext():
+                yield full
+            return
+        full = self._gathered(module, dtype)
         with lora_merged(full):
             yield full.eval()
+
+    def _whole(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter whole, in fp32, one at a time. A collective: exhaust it on every rank."""
+        for name, parameter in module.named_parameters():
+            yield name, _full(parameter.detach())
 
     @torch.no_grad()
     def _gathered(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -146,9 +178,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         for name, parameter in skeleton.named_parameters():
             weights[id(parameter)] = _full(sharded[name]).to(self.device, dtype)
         full = _with_parameters(skeleton, weights)
-        for name, buffer in list(module.named_buffers()):
-            owner_name, _, buffer_name = name.rpartition('.')
-            full.get_submodule(owner_name)._buffers[buffer_name] = buffer.clone()
+        _set_buffers(full, module)
         return full.to(self.device)
 
     # ------------------------------------------------------------------ one optimizer step
@@ -178,16 +208,14 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     # ------------------------------------------------------------------ weights and optimizer states
 
-    def full_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+    def full_state_dict(self, model: nn.Module, folder: str | os.PathLike[str] | None = None) -> dict[str, Tensor]:
         tensors, aliases = states.named_tensors(self.unwrap(model))
-        full: dict[str, Tensor] = {}
+        full = mapped_floats(tensors, folder) if self.is_rank_0 else {}
         for name, tensor in tensors.items():
             value = _full(tensor.detach())
             if self.is_rank_0:
-                full[name] = (value.float() if value.is_floating_point() else value).cpu()
-        if self.is_rank_0:
-            full |= {alias: full[name] for alias, name in aliases.items()}
-        return full
+                full[name].copy_(value)
+        return full | {alias: full[name] for alias, name in aliases.items() if self.is_rank_0}
 
     def model_pieces(self, model: nn.Module) -> Iterable[Piece]:
         tensors, _ = states.named_tensors(self.unwrap(model))
@@ -250,15 +278,10 @@ def _initial_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]] | None:
     return initial_tensors(model)
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks: the members of the module lists that hold whole layers."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    blocks: list[nn.Module] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    if blocks:
-        return blocks
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
-    return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters()), default=[]))
+def _set_buffers(copied: nn.Module, module: nn.Module) -> None:
+    for name, buffer in list(module.named_buffers()):
+        owner_name, _, buffer_name = name.rpartition('.')
+        copied.get_submodule(owner_name)._buffers[buffer_name] = buffer.clone()
 
 
 def _checkpoint_activations(model: nn.Module) -> None:
