@@ -107,8 +107,10 @@ def plain(runs: Runs) -> Runs:
 def colossal(plain: Runs) -> Runs:
     gemini = plain.same_layout('gemini(2) bf16')
     on = Leg(layout='zero2(2) bf16', until=4, total=4, source=plain.folder / 'gemini_half')
+    into = Leg(layout='gemini(2) bf16', until=4, total=4, source=plain.folder / 'zero1_half')
     plain.run(
         **plain.ring(4, 6), **plain.same_layout('zero1(2)'), **gemini,
+        zero1_to_gemini=into, zero1_to_zero2_bf16=replace(into, layout='zero2(2) bf16'),
         gemini_to_zero2_bf16=on, gemini_to_zero2=replace(on, layout='zero2(2)'), gemini_to_fsdp=replace(on, layout='fsdp(2)'),
         gemini_to_naive=replace(on, layout='naive'), **plain.ring(6, 7),
     )  # fmt: skip
@@ -170,10 +172,12 @@ def test_from_gemini_into_fp32(colossal, to):
 
 
 @needs_colossalai
-def test_gemini_goes_on_as_zero_in_bf16(colossal):
-    report = compare_logs(colossal.logs['gemini_rest'], colossal.logs['gemini_to_zero2_bf16'], tolerance=BF16)
+@pytest.mark.parametrize(('gemini', 'zero'), [('gemini_rest', 'gemini_to_zero2_bf16'), ('zero1_to_gemini', 'zero1_to_zero2_bf16')])
+def test_gemini_goes_on_as_zero_in_bf16(colossal, gemini, zero):
+    """From Gemini's own checkpoint and from that of another layout in fp32."""
+    report = compare_logs(colossal.logs[gemini], colossal.logs[zero], tolerance=BF16)
     if report is None:
-        compare_weights(colossal.folder / 'gemini_rest', colossal.folder / 'gemini_to_zero2_bf16', steps=8, tolerance=BF16)
+        compare_weights(colossal.folder / gemini, colossal.folder / zero, steps=8, tolerance=BF16)
     else:
         assert report.startswith('phase ')
 
