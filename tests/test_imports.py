@@ -29,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     'trainer.callbacks': MATHS | {'checkpoint', 'trainer', 'trainer.strategies'},
     'trainer': MODELS | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer.strategies', 'trainer.callbacks'},
     'launch': MODELS | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
+    'plan': MODELS | {'trainer.strategies'},
     'testing': MODELS | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'chatgpt': set(),
 }

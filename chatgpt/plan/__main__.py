@@ -1,0 +1,62 @@
+"""`python -m chatgpt.plan config.json ...`: exit code 0 where the run fits (or no limit was given), 1 where it does not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+from chatgpt.plan.advice import advice
+from chatgpt.plan.phases import make_plan
+from chatgpt.plan.setup import STRATEGIES, Setup, parse_bytes
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(prog='python -m chatgpt.plan', description=__doc__, allow_abbrev=False)
+    out.add_argument('config', help='config.json of the policy, its folder, or a hub name')
+    out.add_argument('--reward_config', help='the same of a reward model; default: a reward function')
+    out.add_argument('--strategy', choices=STRATEGIES, default='naive')
+    out.add_argument('--memory', type=parse_bytes, help='of one device, such as 24GiB')
+    out.add_argument('--host_memory', type=parse_bytes, help='of one machine, such as 64GiB')
+    out.add_argument('--cpu', action='store_true', help='no GPU: devices are host memory')
+    out.add_argument('--precision', choices=('fp32', 'bf16', 'fp16'), default='fp32')
+    out.add_argument('--critic', choices=('own', 'shared', 'none'), default='own')
+    out.add_argument('--gradient_checkpointing', action='store_true')
+    out.add_argument('--stream_blocks', action='store_true')
+    out.add_argument('--no_kl', action='store_true', help='no reference')
+    for name in (
+        'num_processes', 'processes_per_machine', 'lora_rank', 'num_layers_unfrozen', 'experience_batch_size', 'num_samples_per_prompt',
+        'train_batch_size', 'max_tokens_per_batch', 'max_prompt_tokens', 'max_new_tokens',
+    ):  # fmt: skip
+        out.add_argument(f'--{name}', type=int, default=Setup.__dataclass_fields__[name].default)
+    out.add_argument('--json', action='store_true', help='print numbers of bytes as JSON')
+    return out
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = vars(parser().parse_args(argv))
+    as_json, on_cuda, kl = args.pop('json'), not args.pop('cpu'), not args.pop('no_kl')
+    try:
+        setup = Setup(on_cuda=on_cuda, kl=kl, **args)
+        plan = make_plan(setup)
+    except (ValueError, OSError) as error:
+        print(f'error: {error}', file=sys.stderr)
+        return 2
+    if as_json:
+        phases = {name: {'device': m.device, 'host': m.host} for name, m in plan.phases.items()}
+        print(json.dumps({'phases': phases, 'peak': plan.peak, 'host_peak': plan.host_peak, 'fits': plan.fits, 'limit': plan.limit}))
+    else:
+        print(plan.table())
+        print()
+        print(plan.verdict())
+        if not plan.fits:
+            print(advice(setup))
+    return 0 if plan.fits else 1
+
+
+if __name__ == '__main__':
+    try:
+        sys.exit(main())
+    except BrokenPipeError:  # such as `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

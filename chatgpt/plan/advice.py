@@ -1,0 +1,76 @@
+"""The cheapest change that makes a run fit, and what to say when memory has run out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from chatgpt.plan.phases import Plan, make_plan
+from chatgpt.plan.setup import Setup, show_bytes
+
+
+def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
+    """Single changes, those that cost least time or change least first; later ones build on the earlier ones of their kind."""
+    tokens = setup.max_prompt_tokens + setup.max_new_tokens
+    share = max(setup.train_batch_size, setup.experience_batch_size * setup.num_samples_per_prompt) // setup.num_processes
+    for rows in (4, 2, 1):
+        if rows < share and (setup.max_tokens_per_batch is None or rows * tokens < setup.max_tokens_per_batch):
+            yield f'max_tokens_per_batch={rows * tokens}', replace(setup, max_tokens_per_batch=rows * tokens)
+    small = replace(setup, max_tokens_per_batch=tokens) if share > 1 else setup
+    first = f'max_tokens_per_batch={tokens}, ' if share > 1 else ''
+    if setup.precision == 'fp32' and setup.on_cuda:
+        small, first = replace(small, precision='bf16'), f'{first}precision=bf16, '
+        yield first.rstrip(', '), small
+    if not setup.gradient_checkpointing:
+        small, first = replace(small, gradient_checkpointing=True), f'{first}gradient_checkpointing, '
+        yield first.rstrip(', '), small
+    if setup.strategy in ('naive', 'ddp') and setup.num_processes > 1:
+        small, first = replace(small, strategy='fsdp'), f'{first}strategy=fsdp, '
+        yield first.rstrip(', '), small
+    if setup.on_cuda and not small.offloads:
+        kind = f'{small.strategy}_cpu' if not small.strategy.startswith(('naive', 'ddp')) else 'fsdp_cpu'
+        offloaded = replace(small, strategy=kind)
+        yield f'{first}strategy={kind}', offloaded
+        if offloaded.is_fsdp or offloaded.is_gemini:
+            yield f'{first}strategy={kind}, stream_blocks', replace(offloaded, stream_blocks=True)
+    if setup.critic == 'own' and setup.num_layers_unfrozen < 1:
+        yield f'{first}critic=shared', replace(small, critic='shared')
+    if not setup.lora_rank and setup.num_layers_unfrozen < 1:
+        yield f'{first}lora_rank=16', replace(small, lora_rank=16)
+        if setup.critic == 'own':
+            yield f'{first}lora_rank=16, critic=shared', replace(small, lora_rank=16, critic='shared')
+        if setup.on_cuda and not small.offloads:
+            whole = replace(small, lora_rank=16, critic='shared' if setup.critic == 'own' else setup.critic, strategy='fsdp_cpu')
+            yield f'{first}lora_rank=16, critic={whole.critic}, strategy=fsdp_cpu, stream_blocks', replace(whole, stream_blocks=True)
+
+
+def cheapest_change(setup: Setup) -> tuple[str, Plan] | None:
+    """The first change under which the run fits, with its plan; None when none of them is enough."""
+    for text, changed in changes(setup):
+        plan = make_plan(changed)
+        if plan.fits:
+            return text, plan
+    return None
+
+
+def advice(setup: Setup) -> str:
+    """One line: what to change."""
+    found = cheapest_change(setup)
+    if found is None:
+        return 'no single change of those known here makes it fit; take a smaller model, more processes (fsdp), or a larger device'
+    text, plan = found
+    host = f', {show_bytes(plan.host_peak)} of host memory' if plan.host_peak >= 2**20 else ''
+    return f'it fits with {text}: {show_bytes(plan.peak)} per device{host}'
+
+
+def explain_out_of_memory(setup: Setup | None, error: Any) -> str:
+    """What an out-of-memory error should end with."""
+    if setup is None:
+        return 'python -m chatgpt.plan tells what a run needs and the cheapest change that makes it fit'
+    try:
+        plan = make_plan(setup)
+        return f'{plan.verdict()}. To go on: {advice(setup)}'
+    except Exception as problem:
+        # the advice must not hide the error it is about
+        return f'no advice could be worked out ({type(problem).__name__}: {problem}); try python -m chatgpt.plan'

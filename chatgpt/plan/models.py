@@ -1,0 +1,285 @@
+"""Models without memory: the modules of a run as meta tensors, counted, and run on fake tensors to see what a pass leaves behind.
+
+The trace counts bytes of every storage that an operation makes until it is freed, so saved activations, chunked heads and
+recomputation are what the code really does. Two small depths are traced and the rest is linear in the number of layers.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from chatgpt.batching import collate
+from chatgpt.plan.setup import Setup
+from chatgpt.types import Batch, Sequence
+
+TRACED = (2, 4)
+"""depths that are traced; further layers add what the step between these two added"""
+
+
+@dataclass(frozen=True)
+class ParameterSize:
+    name: str
+    shape: tuple[int, ...]
+    trained: bool
+    block: int | None
+    """which transformer block it belongs to; None: none"""
+
+    @property
+    def numel(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Parameters of one module, tied ones once."""
+
+    parameters: tuple[ParameterSize, ...]
+    adapted: int = 0
+    """elements of weights that carry a LoRA adapter"""
+
+    @property
+    def total(self) -> int:
+        return sum(p.numel for p in self.parameters)
+
+    @property
+    def trained(self) -> int:
+        return sum(p.numel for p in self.parameters if p.trained)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(p.trained for p in self.parameters)
+
+    def blocks(self) -> list[int]:
+        """Elements of each block."""
+        sizes: dict[int, int] = {}
+        for p in self.parameters:
+            if p.block is not None:
+                sizes[p.block] = sizes.get(p.block, 0) + p.numel
+        return [sizes[i] for i in sorted(sizes)]
+
+    @property
+    def outside(self) -> int:
+        """Elements that lie in no block."""
+        return sum(p.numel for p in self.parameters if p.block is None)
+
+
+def build(kind: str, config: Any, setup: Setup, layers: int | None = None) -> nn.Module:
+    """An actor, critic, reward model or initial model on the meta device, as the run builds it."""
+    from transformers import AutoModelForCausalLM
+
+    from chatgpt.nn import Actor, Critic, RewardModel
+
+    config = copy.deepcopy(config)
+    if layers is not None:
+        _set_layers(config, layers)
+    unfrozen = setup.num_layers_unfrozen if setup.num_layers_unfrozen > 0 else None
+    if unfrozen is not None and layers is not None:
+        unfrozen = min(unfrozen, layers)
+    with torch.device('meta'):
+        model = AutoModelForCausalLM.from_config(config)
+        if setup.gradient_checkpointing and kind in ('actor', 'critic'):
+            with warnings.catch_warnings():
+                warnings.simplefilter('ignore', FutureWarning)
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
+        if kind == 'actor':
+            head = True if setup.critic == 'shared' else None
+            return Actor(model, setup.lora_rank, value_head=head, num_layers_unfrozen=unfrozen)
+        if kind == 'critic':
+            return Critic(model, lora_rank=setup.lora_rank)
+        if kind == 'reward':
+            return RewardModel(model)
+        return Actor(model).requires_grad_(False)
+
+
+def num_layers(config: Any) -> int:
+    return int(_text(config).num_hidden_layers)
+
+
+def vocab_size(config: Any) -> int:
+    return int(_text(config).vocab_size)
+
+
+def _text(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, 'get_text_config') else config
+
+
+def _set_layers(config: Any, layers: int) -> None:
+    text = _text(config)
+    text.num_hidden_layers = layers
+    kinds = getattr(text, 'layer_types', None)
+    if kinds:
+        text.layer_types = list(kinds)[:layers]
+
+
+def measure(model: nn.Module) -> ModelSize:
+    """Count a module's parameters."""
+    from chatgpt.nn import lora
+    from chatgpt.trainer.strategies.streaming import transformer_blocks
+
+    block_of = {id(p): i for i, block in enumerate(transformer_blocks(model)) for p in block.parameters()}
+    parameters = tuple(
+        ParameterSize(n, tuple(p.shape), p.requires_grad, block_of.get(id(p))) for n, p in model.named_parameters()
+    )
+    return ModelSize(parameters, sum(layer.weight.numel() for layer in lora.lora_layers(model).values()))
+
+
+# ---------------------------------------------------------------------- traces
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that operations inside have made and that are still alive; their highest number."""
+
+    def __init__(self, already_there: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        for tensor in already_there:  # an operation may return a view of them
+            self._seen[tensor.untyped_storage()] = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage not in self._seen:
+                    self._seen[storage] = True
+                    size = storage.nbytes()
+                    self.live += size
+                    self.peak = max(self.peak, self.live)
+                    weakref.finalize(storage, self._freed, size)
+        return out
+
+    def _freed(self, size: int) -> None:
+        self.live -= size
+
+
+@contextmanager
+def faked(model: nn.Module) -> Iterator[Any]:
+    """Inside, a meta module has fake CPU tensors, which run every operation's shapes and none of its numbers."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    made: dict[int, Any] = {}
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        for owner in model.modules():
+            for key, parameter in owner._parameters.items():
+                if parameter is not None:
+                    if id(parameter) not in made:
+                        empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                        made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    owner._parameters[key] = made[id(parameter)]
+            for key, buffer in owner._buffers.items():
+                if buffer is not None:
+                    owner._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        yield mode
+
+
+def batch_of(rows: int, prompt_tokens: int, response_tokens: int) -> Batch:
+    """Rows of the full length."""
+    prompt, response = torch.zeros(prompt_tokens, dtype=torch.int64), torch.zeros(response_tokens, dtype=torch.int64)
+    mask = torch.ones(response_tokens, dtype=torch.bool)
+    return collate([Sequence(prompt_ids=prompt, response_ids=response, response_mask=mask)] * rows)
+
+
+def traced(make: Callable[[int | None], nn.Module], config: Any, run: Callable[[nn.Module, Any], None]) -> int:
+    """Peak of live bytes of `run(model, fake mode)`, extrapolated to the model's depth."""
+    depth = num_layers(config)
+
+    def peak(layers: int) -> int:
+        model = make(layers)
+        with faked(model) as mode, LiveBytes([*model.parameters(), *model.buffers()]) as live:
+            run(model, mode)
+        return live.peak
+
+    low, high = TRACED
+    if depth <= high:
+        return peak(depth)
+    first, second = peak(low), peak(high)
+    return second + (second - first) * (depth - high) // (high - low)
+
+
+def fake_batch(batch: Batch, mode: Any) -> Batch:
+    tensors = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    return dataclasses.replace(batch, **{n: mode.from_tensor(t) for n, t in tensors.items() if isinstance(t, Tensor)})
+
+
+def autocast(setup: Setup) -> Any:
+    """The strategy's autocast; FSDP has none, for it computes in 16 bits throughout."""
+    dtype = torch.bfloat16 if setup.precision != 'fp32' else torch.float32
+    return torch.autocast('cpu', dtype=dtype, enabled=setup.precision != 'fp32' and setup.strategy in ('naive', 'ddp'))
+
+
+def cast(model: nn.Module, setup: Setup) -> nn.Module:
+    """Parameters in the dtype in which a sharded strategy holds or gathers them."""
+    if setup.precision != 'fp32' and setup.strategy not in ('naive', 'ddp'):
+        model.to(torch.bfloat16)
+    return model
+
+
+def learning_bytes(kind: str, config: Any, setup: Setup, rows: int, *, keep_gradients: bool) -> int:
+    """Peak of forward and backward of one micro-batch.
+
+    keep_gradients: with the parameters' own gradients, which grow as activations shrink; otherwise each is gone once it is whole, as
+    where it is cut over ranks, or where it was there before.
+    """
+    batch = batch_of(rows, setup.max_prompt_tokens, setup.max_new_tokens)
+
+    def forget(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    def run(model: nn.Module, mode: Any) -> None:
+        given = fake_batch(batch, mode)
+        for parameter in model.parameters():
+            if parameter.requires_grad and not keep_gradients:
+                parameter.register_post_accumulate_grad_hook(forget)
+        with autocast(setup):
+            if kind == 'critic':
+                loss = model(given).sum()
+            else:
+                out = model(given, with_entropy=True)
+                loss = out.logprobs.sum() + out.entropy.sum() + (out.values.sum() if out.values is not None else 0)
+        loss.backward()
+
+    return traced(lambda layers: cast(build(kind, config, setup, layers), setup).train(), config, run)
+
+
+def scoring_bytes(kind: str, config: Any, setup: Setup, rows: int) -> int:
+    """What a forward without gradients needs at its peak."""
+    batch = batch_of(rows, setup.max_prompt_tokens, setup.max_new_tokens)
+
+    def run(model: nn.Module, mode: Any) -> None:
+        with torch.no_grad(), autocast(setup):
+            model(fake_batch(batch, mode))
+
+    return traced(lambda layers: cast(build(kind, config, setup, layers), setup).eval(), config, run)
+
+
+def cache_elements(config: Any) -> int:
+    """Numbers that the key/value cache holds for one token."""
+    from transformers import AutoModelForCausalLM
+    from transformers.cache_utils import DynamicCache
+
+    def probe(layers: int) -> int:
+        small = copy.deepcopy(config)
+        _set_layers(small, layers)
+        _text(small).pad_token_id = None  # with one, some models look at the tokens
+        with torch.device('meta'):
+            model = AutoModelForCausalLM.from_config(small).eval()
+            cache: Any = DynamicCache()
+            ids = torch.zeros(1, 1, dtype=torch.int64)
+            with torch.no_grad():
+                model(ids, past_key_values=cache, use_cache=True)
+        return sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+
+    return probe(min(num_layers(config), 2)) * num_layers(config) // min(num_layers(config), 2)

@@ -1,0 +1,196 @@
+"""The phases of a PPO run, and what each needs at its peak: load, collect, score, learn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from chatgpt.plan import models
+from chatgpt.plan.setup import Setup, read_config, show_bytes
+from chatgpt.plan.static import Memory, frozen_memory, gathered, step_bytes, trained_memory
+
+SAMPLING_COPIES = 4
+"""fp32 tables of (rows, V) alive while a token is drawn: logits, log-probs, and two of filtering"""
+PACKED_BYTES = 2 << 30
+"""the local engine packs a model's weights for the CPU up to this size"""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes of the rank that holds most, by phase."""
+
+    setup: Setup
+    phases: dict[str, Memory]
+
+    @cached_property
+    def peak(self) -> int:
+        """Device bytes of the phase that needs most, without the margin."""
+        return max(sum(m.device.values()) for m in self.phases.values())
+
+    @cached_property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=lambda name: sum(self.phases[name].device.values()))
+
+    @cached_property
+    def host_peak(self) -> int:
+        """Host bytes of one machine."""
+        per_rank = max(sum(m.host.values()) for m in self.phases.values())
+        return per_rank * (self.setup.processes_per_machine or self.setup.num_processes)
+
+    @property
+    def limit(self) -> str | None:
+        """Which limit is broken: 'device memory', 'host memory' or None."""
+        s = self.setup
+        device, host = (self.peak, self.host_peak) if s.on_cuda else (0, self.host_peak + self.peak * s.num_processes)
+        if s.on_cuda and s.memory is not None and device > s.memory * (1 - s.margin):
+            return 'device memory'
+        if s.host_memory is not None and host > s.host_memory:
+            return 'host memory'
+        return None
+
+    @property
+    def fits(self) -> bool:
+        return self.limit is None
+
+    def host_of(self, name: str) -> int:
+        return max(m.host.get(name, 0) for m in self.phases.values())
+
+    def table(self) -> str:
+        """One row per thing, one column per phase; what lies on the host is marked."""
+        names = list(dict.fromkeys(n for m in self.phases.values() for n in m.device))
+        hosted = [n for n in dict.fromkeys(n for m in self.phases.values() for n in m.host) if self.host_of(n) >= 2**20]
+        rows = [['', *self.phases]]
+        rows += [[n, *(show_bytes(m.device.get(n, 0)) for m in self.phases.values())] for n in names]
+        rows.append(['device, one rank', *(show_bytes(sum(m.device.values())) for m in self.phases.values())])
+        rows += [[f'{n} (host)', *(show_bytes(m.host.get(n, 0)) for m in self.phases.values())] for n in hosted]
+        if hosted:
+            rows.append(['host, one rank', *(show_bytes(sum(m.host.values())) for m in self.phases.values())])
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ['  '.join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]) for row in rows]
+        return '\n'.join(line.rstrip() for line in lines)
+
+    def verdict(self) -> str:
+        """One line: what is needed, what there is, and whether that fits."""
+        s = self.setup
+        need = f'{s.strategy} on {s.num_processes} process{"es" * (s.num_processes > 1)} needs {show_bytes(self.peak)} per device'
+        need += f' (at its peak, {self.peak_phase})'
+        need += f' and {show_bytes(self.host_peak)} of host memory per machine' if self.host_peak >= 2**20 else ''
+        have = [f'{show_bytes(s.memory)} per device, of which {s.margin:.0%} are kept free'] if s.memory is not None and s.on_cuda else []
+        have += [f'{show_bytes(s.host_memory)} of host memory'] if s.host_memory is not None else []
+        if not have:
+            return need
+        return f'{need}. There is {" and ".join(have)}: ' + ('it fits' if self.fits else f'it does not fit, {self.limit} is too small')
+
+
+def make_plan(setup: Setup) -> Plan:
+    """Plan a run. Reads configs; loads no weight and touches no device."""
+    config, reward_config = read_config(setup.config), read_config(setup.reward_config)
+    actor = models.measure(models.build('actor', config, setup))
+    trained = {'actor': (actor, config)}
+    if setup.critic == 'own':
+        trained['critic'] = (models.measure(models.build('critic', config, setup)), config)
+    frozen = {'initial model': (actor_without_extras(config, setup), config)} if setup.has_initial_model else {}
+    if reward_config is not None:
+        frozen['reward model'] = (models.measure(models.build('reward', reward_config, setup)), reward_config)
+    load = Memory()
+    static = Memory()
+    for name, (size, _) in trained.items():
+        whole = trained_memory(name, size, setup)
+        static += _without(whole, 'gradients')
+        load += _without(_without(whole, 'gradients'), 'optimizer')
+    for name, (size, _) in frozen.items():
+        static += frozen_memory(name, size, setup)
+        load += frozen_memory(name, size, setup)
+    phases = {
+        'load': load,
+        'collect': static + _collect(setup, config, actor),
+        'score': static + _score(setup, trained, frozen),
+        'learn': static + _learn(setup, trained),
+    }
+    return Plan(setup, phases)
+
+
+def actor_without_extras(config: Any, setup: Setup) -> models.ModelSize:
+    return models.measure(models.build('initial', config, setup))
+
+
+def _without(memory: Memory, ending: str) -> Memory:
+    return Memory(
+        {n: s for n, s in memory.device.items() if not n.endswith(ending)},
+        {n: s for n, s in memory.host.items() if not n.endswith(ending)},
+    )
+
+
+def rows_per_forward(setup: Setup, num_sequences: int) -> int:
+    """Sequences of one micro-batch on one rank."""
+    share = -(-num_sequences // setup.num_processes)
+    if setup.max_tokens_per_batch is None:
+        return share
+    return max(1, min(share, setup.max_tokens_per_batch // (setup.max_prompt_tokens + setup.max_new_tokens)))
+
+
+def _collect(setup: Setup, config: Any, actor: models.ModelSize) -> Memory:
+    memory, b = Memory(), setup.itemsize
+    if setup.is_fsdp or setup.is_gemini:
+        blocks = sorted(actor.blocks(), reverse=True)
+        if setup.stream_blocks:
+            memory.add('full copy', b * (actor.outside + sum(blocks[:2])))
+            memory.add('full copy', b * actor.total / (setup.processes_per_machine or setup.num_processes), host=True)
+        else:
+            memory.add('full copy', b * actor.total)
+    elif setup.precision != 'fp32' and not setup.is_zero:
+        memory.add('full copy', b * actor.total)
+    elif setup.lora_rank:
+        memory.add('weights before merging', b * actor.adapted)
+    if not setup.on_cuda and setup.precision == 'fp32' and not setup.stream_blocks:
+        packed = 4 * sum(p.numel for p in actor.parameters if p.block is not None and len(p.shape) == 2)
+        memory.add('packed weights', packed if packed <= PACKED_BYTES else 0)
+    share = -(-setup.experience_batch_size // setup.num_processes) * setup.num_samples_per_prompt
+    rows = min(share, setup.max_rows)
+    capacity = setup.max_prompt_tokens + setup.max_new_tokens - 1  # the last token is never fed back
+    memory.add('key/value cache', b * models.cache_elements(config) * rows * capacity)
+    memory.add('sampling', 4 * SAMPLING_COPIES * rows * models.vocab_size(config))
+    return memory
+
+
+def _score(setup: Setup, trained: dict[str, Any], frozen: dict[str, Any]) -> Memory:
+    """The models score one after another: the one that needs most counts."""
+    memory = Memory()
+    rows = rows_per_forward(setup, setup.experience_batch_size * setup.num_samples_per_prompt)
+    work: list[tuple[int, int]] = []
+    scoring = [(n, m) for n, m in (*trained.items(), *frozen.items()) if n != 'actor' or setup.kl and not setup.has_initial_model]
+    for name, (size, config) in scoring:
+        kind = {'initial model': 'initial', 'reward model': 'reward'}.get(name, name)
+        work.append((models.scoring_bytes(kind, config, setup, rows), gathered(size, setup, backward=False)))
+    if work:
+        activations, whole = max(work, key=sum)
+        memory.add('activations', activations)
+        memory.add('gathered weights', whole)
+    return memory
+
+
+def _learn(setup: Setup, trained: dict[str, Any]) -> Memory:
+    """Actor, then critic, for each micro-batch; then their steps. Gradients wait for the steps."""
+    memory = Memory()
+    rows = rows_per_forward(setup, setup.train_batch_size)
+    # Gradients as large as the weights are being made while activations go; with a second micro-batch they are there already.
+    grow = setup.strategy in ('naive', 'ddp') and rows * setup.num_processes >= setup.train_batch_size
+    to_come, work, steps = 0, [], []
+    for name, (size, config) in reversed(trained.items()):
+        whole = trained_memory(name, size, setup)
+        for place, host in ((whole.device, False), (whole.host, True)):
+            for part, size_of_part in place.items():
+                if part.endswith('gradients'):
+                    memory.add(part, size_of_part, host=host)
+        peak = models.learning_bytes(name, config, setup, rows, keep_gradients=grow)
+        if grow:
+            to_come += 4 * size.trained
+            peak = max(peak - to_come, 0)
+        work.append((peak, gathered(size, setup, backward=True)))
+        steps.append(step_bytes(size, setup))
+    activations, whole_weights = max(work, key=sum)
+    memory.add('activations', activations)
+    memory.add('gathered weights', whole_weights)
+    memory.add('optimizer step', max(max(steps) - activations - whole_weights, 0))  # it comes when the activations are gone
+    return memory

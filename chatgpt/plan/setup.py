@@ -1,0 +1,155 @@
+"""What is to be planned: models, strategy, sizes, and the memory there is."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+Precision = Literal['fp32', 'bf16', 'fp16']
+STRATEGIES = (
+    'naive', 'ddp', 'fsdp', 'fsdp_cpu', 'colossalai_gemini', 'colossalai_gemini_cpu',
+    'colossalai_zero1', 'colossalai_zero1_cpu', 'colossalai_zero2', 'colossalai_zero2_cpu',
+)  # fmt: skip
+_UNITS = {'': 1, 'B': 1, 'KB': 10**3, 'MB': 10**6, 'GB': 10**9, 'TB': 10**12}
+_UNITS |= {'KIB': 2**10, 'MIB': 2**20, 'GIB': 2**30, 'TIB': 2**40}
+
+
+def parse_bytes(text: str | int | float) -> int:
+    """'24GiB' (2^30) or '24GB' (10^9) or a number of bytes.
+
+    Raises:
+        ValueError: anything else.
+    """
+    match = re.fullmatch(r'\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*', str(text))
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(f'{text!r} is not an amount of memory; write it like 24GiB or 80GB')
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def show_bytes(size: float) -> str:
+    """With three digits: 1.50 GiB, 512 MiB, 0."""
+    for unit, name in ((2**30, 'GiB'), (2**20, 'MiB'), (2**10, 'KiB')):
+        if abs(size) >= unit:
+            value = size / unit
+            return f'{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {name}'
+    return f'{size:.0f} B' if size else '0'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A PPO run to be planned. Batch sizes are global, as in `PPOConfig`; lengths are in tokens.
+
+    `config` and `reward_config` are transformers configs, or config.json files or folders or hub names to read them from.
+    """
+
+    config: Any
+    """of the policy; the critic has the same trunk"""
+    reward_config: Any = None
+    """None: a reward function takes no memory"""
+    strategy: str = 'naive'
+    num_processes: int = 1
+    processes_per_machine: int | None = None
+    """share the host's memory; None: all of them"""
+    precision: Precision = 'fp32'
+    on_cuda: bool = True
+    memory: int | None = None
+    """bytes of one device; None: nothing is said about fitting"""
+    host_memory: int | None = None
+    """bytes of one machine"""
+    critic: Literal['own', 'shared', 'none'] = 'own'
+    lora_rank: int = 0
+    num_layers_unfrozen: int = -1
+    gradient_checkpointing: bool = False
+    optimizer: Literal['adamw', 'sgd'] = 'adamw'
+    kl: bool = True
+    """whether there is a reference"""
+    experience_batch_size: int = 8
+    num_samples_per_prompt: int = 1
+    update_timesteps: int = 10
+    train_batch_size: int = 8
+    max_tokens_per_batch: int | None = None
+    max_prompt_tokens: int = 64
+    max_new_tokens: int = 64
+    max_rows: int = 256
+    """most sequences decoded at once"""
+    stream_blocks: bool = False
+    margin: float = 0.05
+    """share of the device's memory kept free for its context and fragmentation"""
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ('strategy', STRATEGIES), ('precision', get_args(Precision)), ('critic', ('own', 'shared', 'none')),
+            ('optimizer', ('adamw', 'sgd')),
+        ):  # fmt: skip
+            if getattr(self, name) not in choices:
+                raise ValueError(f'{name}={getattr(self, name)!r} is not one of {", ".join(choices)}')
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = {'lora_rank': 0, 'num_layers_unfrozen': -1}.get(field.name, 1)
+            if isinstance(value, int) and not isinstance(value, bool) and value < least:
+                raise ValueError(f'{field.name}={value} must be at least {least}')
+        if not 0 <= self.margin < 1:
+            raise ValueError(f'margin={self.margin} must lie in [0, 1)')
+        if self.strategy == 'naive' and self.num_processes > 1:
+            raise ValueError(f"strategy='naive' is one process, not {self.num_processes}; use 'ddp', 'fsdp' or 'colossalai_...'")
+        if self.strategy.startswith('colossalai_gemini') and self.precision == 'fp32':
+            raise ValueError("Gemini computes in 16 bits; use precision='bf16' or 'fp16'")
+        if self.lora_rank and self.num_layers_unfrozen > 0:
+            raise ValueError('lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one')
+        if self.critic == 'shared' and self.num_layers_unfrozen > 0:
+            raise ValueError("critic='shared' with num_layers_unfrozen is not planned; use critic='own'")
+        for name in ('experience_batch_size', 'train_batch_size'):
+            if getattr(self, name) % self.num_processes:
+                raise ValueError(f'{name}={getattr(self, name)} cannot be cut over {self.num_processes} ranks')
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in the compute dtype."""
+        return 4 if self.precision == 'fp32' else 2
+
+    @property
+    def is_fsdp(self) -> bool:
+        return self.strategy.startswith('fsdp')
+
+    @property
+    def is_gemini(self) -> bool:
+        return self.strategy.startswith('colossalai_gemini')
+
+    @property
+    def is_zero(self) -> bool:
+        return self.strategy.startswith('colossalai_zero')
+
+    @property
+    def offloads(self) -> bool:
+        return self.strategy.endswith('_cpu')
+
+    @property
+    def has_initial_model(self) -> bool:
+        """Whether the reference is a copy of its own."""
+        return self.kl and not self.lora_rank and self.num_layers_unfrozen < 1
+
+
+def read_config(source: Any) -> Any:
+    """A transformers config: as given, or from a config.json, a folder, or a hub name.
+
+    Raises:
+        ValueError: a file that is no model config.
+    """
+    if not isinstance(source, (str, Path)):
+        return source
+    import json
+
+    from transformers import AutoConfig
+
+    from chatgpt.nn.loading import load_config
+
+    path = Path(source)
+    if not path.is_file():
+        return load_config(str(source))
+    try:
+        content = json.loads(path.read_text())
+        return AutoConfig.for_model(**content)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f'{path}: not the config.json of a transformers model ({error})') from None
