@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from chatgpt.trainer.config import PPOConfig, SFTConfig, SupervisedConfig
     from chatgpt.trainer.learning import NonFiniteError
     from chatgpt.trainer.ppo import PPOTrainer
+    from chatgpt.trainer.reward_model import RewardModelConfig, RewardModelTrainer
     from chatgpt.trainer.sft import SFTTrainer
     from chatgpt.trainer.supervised import SupervisedTrainer
 
@@ -17,6 +18,8 @@ _HOME = {
     'NonFiniteError': 'learning',
     'PPOConfig': 'config',
     'PPOTrainer': 'ppo',
+    'RewardModelConfig': 'reward_model',
+    'RewardModelTrainer': 'reward_model',
     'SFTConfig': 'config',
     'SFTTrainer': 'sft',
     'SupervisedConfig': 'config',
@@ -28,6 +31,8 @@ __all__ = [
     'NonFiniteError',
     'PPOConfig',
     'PPOTrainer',
+    'RewardModelConfig',
+    'RewardModelTrainer',
     'SFTConfig',
     'SFTTrainer',
     'SupervisedConfig',

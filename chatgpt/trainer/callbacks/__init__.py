@@ -2,7 +2,7 @@
 
 from chatgpt.trainer.callbacks.base import Callback, CallbackList
 from chatgpt.trainer.callbacks.checkpoint import SaveCheckpoint
-from chatgpt.trainer.callbacks.early_stopping import EarlyStopping
+from chatgpt.trainer.callbacks.early_stopping import EarlyStopping, StopOnPlateau
 from chatgpt.trainer.callbacks.evaluation import Evaluator
 from chatgpt.trainer.callbacks.jsonl import JsonLines, MetricsWriter, read_jsonl
 from chatgpt.trainer.callbacks.performance import PerformanceEvaluator, num_parameters
@@ -25,6 +25,7 @@ __all__ = [
     'RatioWarning',
     'SampleTable',
     'SaveCheckpoint',
+    'StopOnPlateau',
     'TensorBoard',
     'WandB',
     'format_table',

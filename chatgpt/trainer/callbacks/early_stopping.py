@@ -53,3 +53,48 @@ class EarlyStopping(Callback):
                     f'{word} {b:g}' for word, b in (('above', self.above), ('below', self.below)) if b is not None
                 )
                 say(f'stopping after phase {step}: {self.metric} is {value:.4g}, {bounds} in {self.num_crossed} phases in a row')
+
+
+class StopOnPlateau(Callback):
+    """Asks the run to stop when `metric` has not become better in `patience` measurements in a row. NaN is not better.
+
+    `StopOnPlateau('sft/val_loss', mode='min', patience=3)`. Phases that did not measure it do not count.
+
+    Args:
+        mode: 'min' or 'max', what is better.
+        patience: measurements in a row.
+        min_delta: a change smaller than this is none.
+    """
+
+    def __init__(self, metric: str, *, mode: str = 'max', patience: int = 3, min_delta: float = 0.0) -> None:
+        if mode not in ('min', 'max'):
+            raise ValueError(f"StopOnPlateau({metric!r}): mode={mode!r} must be 'min' or 'max'")
+        if min_delta < 0:
+            raise ValueError(f'StopOnPlateau({metric!r}): min_delta={min_delta} must not be negative')
+        self.metric, self.sign, self.min_delta = metric, 1.0 if mode == 'max' else -1.0, min_delta
+        self.patience = check_interval('patience', patience)
+        self.best: float | None = None
+        self.num_without = 0
+        self.stopped_at: int | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'best': self.best, 'num_without': self.num_without}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.best = state['best']
+        self.num_without = int(state['num_without'])
+
+    def on_phase_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+        value = metric_value(metrics, self.metric)
+        if value is None:
+            return
+        if value == value and (self.best is None or self.sign * (value - self.best) > self.min_delta):
+            self.best, self.num_without = value, 0
+            return
+        self.num_without += 1
+        if self.num_without >= self.patience:
+            self.stopped_at = step
+            trainer.request_stop()
+            if trainer.strategy.is_rank_0:
+                best = 'never a number' if self.best is None else f'best {self.best:.4g}'
+                say(f'stopping after phase {step}: {self.metric} has not become better for {self.num_without} times ({best})')
