@@ -7,7 +7,6 @@ the strategy's init context. Without a model of the user's own, `write_embedded_
 
 from __future__ import annotations
 
-import argparse
 import random
 import shutil
 from collections.abc import Callable
@@ -16,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chatgpt.launch.arguments import check_reward_function, load_function, settings_from
+from chatgpt.launch.arguments import check_reward_function, load_function
+from chatgpt.launch.runs import PPORun, Run
 
 FAMILIES = {'gpt2': 'GPT', 'opt': 'OPT', 'bloom': 'BLOOM', 'llama': 'Llama', 'auto': 'Auto'}
 DEFAULTS: dict[str, Any] = {'lr': 1e-5, 'critic_lr': 1e-5, 'max_new_tokens': 64}
@@ -33,7 +33,7 @@ def quiet_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def check_ppo_args(args: argparse.Namespace, world_size: int) -> Any:
+def check_ppo_args(args: PPORun, world_size: int) -> Any:
     """The run's `PPOConfig`, with all flags checked that can be without reading a file; fills the defaults that depend on the model.
 
     Raises:
@@ -45,18 +45,21 @@ def check_ppo_args(args: argparse.Namespace, world_size: int) -> Any:
     for name, value in (DEFAULTS if args.pretrain else EMBEDDED_DEFAULTS).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    config = PPOConfig(**settings_from(args, PPOConfig))
-    config.validate(world_size)
-    for name, least in (
-        ('num_episodes', 1), ('max_timesteps', 1), ('update_timesteps', 1), ('max_prompt_tokens', 1), ('sample_interval', 1),
-        ('keep_last', 1), ('checkpoint_interval', 0), ('lora_rank', 0),
-    ):  # fmt: skip
+    args.validate(world_size)
+    config = args.only(PPOConfig)
+    for name in ('num_episodes', 'max_timesteps', 'update_timesteps', 'max_prompt_tokens', 'sample_interval', 'epochs',
+                 'training_iteration', 'eval_interval'):  # fmt: skip
         value = getattr(args, name)
-        if value is not None and value < least:
-            raise ValueError(f'{name}={value} must be at least {least}')
-    for name in ('lr', 'critic_lr'):
-        if not 0 <= getattr(args, name) < float('inf'):
-            raise ValueError(f'{name}={getattr(args, name)} must be a number of at least 0')
+        if value is not None and value < 1:
+            raise ValueError(f'{name}={value} must be at least 1')
+    if args.critic_lr is not None and not 0 <= args.critic_lr < float('inf'):
+        raise ValueError(f'critic_lr={args.critic_lr} must be a number of at least 0')
+    if args.engine not in ('local', 'hf'):
+        raise ValueError(f'engine={args.engine!r} is not one of local, hf')
+    if args.lora_rank and args.num_layers_unfrozen > 0:
+        raise ValueError('lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one')
+    if args.epochs is not None and args.training_iteration is not None:
+        raise ValueError('epochs and training_iteration both say how long to train; give one')
     SamplingParams(
         max_new_tokens=args.max_new_tokens, min_new_tokens=args.min_new_tokens, temperature=args.temperature, top_k=args.top_k,
         top_p=args.top_p,
@@ -69,11 +72,11 @@ def check_ppo_args(args: argparse.Namespace, world_size: int) -> Any:
         raise ValueError('prompts of your own need a model: give --pretrain NAME_OR_FOLDER')
     if bool(config.ptx_coef) != bool(args.ptx_data):
         raise ValueError('PPO-ptx needs both: --ptx_data FILE with text, and --ptx_coef above 0')
-    _check_resume(args)
+    check_resume(args)
     return config
 
 
-def _check_resume(args: argparse.Namespace) -> None:
+def check_resume(args: Run) -> None:
     """A run goes on only when that was asked for, and never mixes its checkpoints with those of an earlier one."""
     from chatgpt.checkpoint import latest
 
@@ -99,7 +102,9 @@ class PPOInputs:
     """most tokens of one sequence that the reward model takes"""
     pretrain_data: Any
     model_config: Any
-    args: argparse.Namespace
+    args: PPORun
+    eval_prompts: Any = None
+    """held-back prompts, where there are any"""
 
     def build_models(self, pretrained: Any, *, with_critic: bool = True) -> tuple[Any, Any, Any, Any]:
         """Actor, critic, reward (a model or a function) and initial model; `pretrained` is the hub name or folder to start from.
@@ -111,18 +116,19 @@ class PPOInputs:
 
         a = self.args
         actor_class, critic_class = (getattr(nn, FAMILIES[a.model] + kind) for kind in ('Actor', 'Critic'))
-        common = {'lora_rank': a.lora_rank, 'checkpoint': a.gradient_checkpointing, 'trust_remote_code': a.trust_remote_code}
-        actor = actor_class(pretrained=pretrained, **common)
+        common = {**a.lora_keywords(), 'checkpoint': a.gradient_checkpointing, 'trust_remote_code': a.trust_remote_code}
+        unfrozen = a.num_layers_unfrozen if a.num_layers_unfrozen > 0 else None
+        actor = actor_class(pretrained=pretrained, num_layers_unfrozen=unfrozen, **common)
         reward: Any = self.reward_fn
         if a.reward_model:
             reward = nn.RewardModel.from_pretrained(a.reward_model, trust_remote_code=a.trust_remote_code)
         if not with_critic:
             critic = None
         elif a.reward_model and self.reward_tokenizer is None and reward.value_head is not None:
-            critic = nn.Critic.from_reward_model(reward, lora_rank=a.lora_rank)
+            critic = nn.Critic.from_reward_model(reward, **a.lora_keywords())
         else:
             critic = critic_class(pretrained=pretrained, **common)
-        return actor, critic, reward, None if a.lora_rank else deepcopy(actor)
+        return actor, critic, reward, None if a.lora_rank or unfrozen else deepcopy(actor)
 
     def scorer(self, reward: Any, max_tokens_per_batch: int | None) -> Any:
         """The prepared reward as the trainer takes it: a model that reads other tokens than the policy gets its tokenizer along."""
@@ -135,7 +141,7 @@ class PPOInputs:
         )
 
 
-def build_ppo_inputs(args: argparse.Namespace) -> PPOInputs:
+def build_ppo_inputs(args: PPORun) -> PPOInputs:
     """Read and check what can be without weights; see `PPOInputs`."""
     from chatgpt.dataset import embedded, load_demonstrations
     from chatgpt.dataset.checks import check_tokenizer
@@ -148,10 +154,11 @@ def build_ppo_inputs(args: argparse.Namespace) -> PPOInputs:
         tokenizer = load_tokenizer(args.tokenizer or args.pretrain, trust_remote_code=args.trust_remote_code)
     else:
         config, tokenizer = embedded.demo_config(), embedded.demo_tokenizer()
-    _check_family(args, config)
+    check_family(args, config)
     check_tokenizer(tokenizer, config)
-    reward_fn = load_function(args.reward_fn) if args.reward_fn else None
-    if reward_fn is not None:
+    reward_fn = None
+    if args.reward_fn:
+        reward_fn = load_function(args.reward_fn)
         check_reward_function(reward_fn, args.reward_fn)
     reward_tokenizer, reward_context = _reward_model_inputs(args, tokenizer) if args.reward_model else (None, None)
     if args.prompt_path:
@@ -165,11 +172,31 @@ def build_ppo_inputs(args: argparse.Namespace) -> PPOInputs:
     else:
         prompts = load_prompts(embedded.demo_prompts(200, seed=0), tokenizer, max_prompt_tokens=args.max_prompt_tokens)
         reward_fn = reward_fn or (None if args.reward_model else embedded_reward)
-    _check_lengths(prompts, context_of(config), args.max_new_tokens, 'the context')
+    prompts, held_back = _held_back(args, prompts, tokenizer)
+    _check_lengths(prompts, context_of(config), args.max_new_tokens or 0, 'the context')
+    if args.epochs is not None:
+        args.num_episodes, args.max_timesteps, args.update_timesteps = args.epochs, -(-len(prompts) // args.experience_batch_size), 1
+    elif args.training_iteration is not None:
+        args.num_episodes, args.max_timesteps, args.update_timesteps = args.training_iteration, 1, 1
     if args.reward_model and reward_tokenizer is None:
-        _check_lengths(prompts, reward_context, args.max_new_tokens, "the reward model's context")
+        _check_lengths(prompts, reward_context, args.max_new_tokens or 0, "the reward model's context")
     text = load_demonstrations(args.ptx_data, tokenizer, max_length=context_of(config))[0] if args.ptx_data else None
-    return PPOInputs(tokenizer, prompts, reward_fn, reward_tokenizer, reward_context, text, config, args)
+    return PPOInputs(tokenizer, prompts, reward_fn, reward_tokenizer, reward_context, text, config, args, held_back)
+
+
+def _held_back(args: PPORun, prompts: Any, tokenizer: Any) -> tuple[Any, Any]:
+    """Training prompts, and those to evaluate on (None where none are asked for)."""
+    from chatgpt.dataset import PromptSet, split_examples
+    from chatgpt.dataset.prompts import load_prompts
+
+    if args.validation_file:
+        own = load_prompts(args.validation_file, tokenizer, column=args.prompt_column, max_prompt_tokens=args.max_prompt_tokens,
+                           skip_bad_records=args.skip_bad_records)  # fmt: skip
+        return prompts, own
+    if not args.validation_percentage:
+        return prompts, None
+    kept, held_back = split_examples([prompts[i] for i in range(len(prompts))], args.validation_percentage, seed=args.seed)
+    return PromptSet(kept), PromptSet(held_back)
 
 
 def embedded_reward(prompts: list[str], responses: list[str]) -> list[float]:
@@ -214,7 +241,7 @@ def context_of(config: Any) -> int | None:
     return getattr(config, 'max_position_embeddings', None) or getattr(config, 'n_positions', None)
 
 
-def _check_family(args: argparse.Namespace, config: Any) -> None:
+def check_family(args: Run, config: Any) -> None:
     if args.model != 'auto' and config.model_type != args.model:
         raise ValueError(f'--model {args.model}: the model is of the family {config.model_type!r}; use --model auto')
 
@@ -231,10 +258,11 @@ def _check_lengths(prompts: Any, limit: int | None, max_new_tokens: int, what: s
             )
 
 
-def _reward_model_inputs(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, int | None]:
+def _reward_model_inputs(args: PPORun, tokenizer: Any) -> tuple[Any, int | None]:
     """The reward model's tokenizer when its folder has one that differs from the policy's, and its context."""
     from chatgpt.nn.loading import load_config, load_tokenizer
 
+    assert args.reward_model is not None
     config = load_config(args.reward_model, trust_remote_code=args.trust_remote_code)
     own = None
     if not Path(args.reward_model).is_dir() or Path(args.reward_model, 'tokenizer_config.json').is_file():

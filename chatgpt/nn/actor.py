@@ -8,6 +8,7 @@ Left out: generation (`chatgpt.rollout`), losses.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class Actor(nn.Module):
         lora_rank: adapters of this rank on the blocks' linear layers; only they are trained. 0 trains everything.
         lora_train_bias: 'none', 'all' or 'lora_only'.
         value_head: None; True for a new linear head; or a module (..., D) → (..., 1). Values then come with the log-probs, from one trunk.
+        lora_options: alpha, dropout and targets of `chatgpt.nn.lora.convert_to_lora`.
         num_layers_unfrozen: hydra: train only the top blocks; their frozen copies are the reference. None or −1 trains everything.
 
     Raises:
@@ -58,6 +60,7 @@ class Actor(nn.Module):
         *,
         value_head: bool | nn.Module | None = None,
         num_layers_unfrozen: int | None = None,
+        lora_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         _check_causal(model)
@@ -70,7 +73,7 @@ class Actor(nn.Module):
         self._linear_head: bool | None = None
         self.check_head()
         if lora_rank:
-            add_lora(model, lora_rank, lora_train_bias)
+            add_lora(model, lora_rank, lora_train_bias, lora_options)
         if num_layers_unfrozen not in (None, -1):
             hydra.make_hydra(self, num_layers_unfrozen)
 
@@ -161,7 +164,8 @@ class Actor(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, lora_rank: int = 0, lora_train_bias: str = 'none', value_head: Any = None,
-                        num_layers_unfrozen: int | None = None, **options: Any) -> Actor:  # fmt: skip
+                        num_layers_unfrozen: int | None = None, lora_options: Mapping[str, Any] | None = None,
+                        **options: Any) -> Actor:  # fmt: skip
         """An actor from a folder that `save_pretrained` wrote, with its value head if it has one, or from any causal LM.
 
         `options` are those of `chatgpt.nn.loading.load_model`.
@@ -169,7 +173,7 @@ class Actor(nn.Module):
         actor = cls.__new__(cls)
         value_head = load_head(folder) if value_head is None else value_head
         Actor.__init__(actor, cls._load_pretrained(folder, **options), lora_rank, lora_train_bias,
-                       value_head=value_head, num_layers_unfrozen=num_layers_unfrozen)  # fmt: skip
+                       value_head=value_head, num_layers_unfrozen=num_layers_unfrozen, lora_options=lora_options)  # fmt: skip
         return actor
 
     @classmethod

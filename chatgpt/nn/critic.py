@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ class Critic(nn.Module):
     Args:
         model: a base model; of a causal LM the trunk is taken. A DeBERTa-v2 is run with its attention cut to earlier tokens.
         value_head: (..., D) → (..., 1); None makes a linear one that starts near zero.
-        lora_rank, lora_train_bias: as for `Actor`; the value head is always trained.
+        lora_rank, lora_train_bias, lora_options: as for `Actor`; the value head is always trained.
 
     Raises:
         ValueError: `model` looks ahead in a way that cannot be cut off: a value must not depend on later tokens.
@@ -34,8 +35,9 @@ class Critic(nn.Module):
     model: Any  # transformers' PreTrainedModel, whose attributes nn.Module does not know
 
     def __init__(
-        self, model: nn.Module, value_head: nn.Module | None = None, lora_rank: int = 0, lora_train_bias: str = 'none'
-    ) -> None:
+        self, model: nn.Module, value_head: nn.Module | None = None, lora_rank: int = 0, lora_train_bias: str = 'none',
+        *, lora_options: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.model = trunk_of(model)
         self._cut = looks_ahead(self.model)
@@ -48,7 +50,7 @@ class Critic(nn.Module):
                 )
         self.value_head = value_head if value_head is not None else critic_head(hidden_size(self.model))
         if lora_rank:
-            add_lora(self.model, lora_rank, lora_train_bias)
+            add_lora(self.model, lora_rank, lora_train_bias, lora_options)
 
     def forward(self, batch: Batch) -> Tensor:
         """Values (N,) fp32 of the states before each action of the batch."""
@@ -56,7 +58,8 @@ class Critic(nn.Module):
         return in_fp32(self.value_head, hidden[batch.action_index])
 
     @classmethod
-    def from_reward_model(cls, reward_model: RewardModel, lora_rank: int = 0, lora_train_bias: str = 'none') -> Critic:
+    def from_reward_model(cls, reward_model: RewardModel, lora_rank: int = 0, lora_train_bias: str = 'none', *,
+                          lora_options: Mapping[str, Any] | None = None) -> Critic:  # fmt: skip
         """A critic that starts from a copy of a reward model, so V of a whole sequence is its score (arXiv 2403.17031).
 
         The reward model's normalising bias goes into the head. Raises ValueError for a whole classifier, which has no head of its own.
@@ -72,7 +75,7 @@ class Critic(nn.Module):
                 bias = last.initial_state['bias'] if last.bias.is_meta else last.bias
                 bias.sub_(shift)
         critic = cls.__new__(cls)
-        Critic.__init__(critic, deepcopy(reward_model.model), head, lora_rank, lora_train_bias)
+        Critic.__init__(critic, deepcopy(reward_model.model), head, lora_rank, lora_train_bias, lora_options=lora_options)
         return critic
 
     @torch.no_grad()
@@ -85,11 +88,14 @@ class Critic(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, value_head: nn.Module | None = None, lora_rank: int = 0,
-                        lora_train_bias: str = 'none', **options: Any) -> Critic:  # fmt: skip
+                        lora_train_bias: str = 'none', lora_options: Mapping[str, Any] | None = None,
+                        **options: Any) -> Critic:  # fmt: skip
         """A critic from a folder that `save_pretrained` wrote, or from any model with a new value head."""
         critic = cls.__new__(cls)
         value_head = load_head(folder) if value_head is None else value_head
-        Critic.__init__(critic, cls._load_pretrained(folder, **options), value_head, lora_rank, lora_train_bias)
+        Critic.__init__(
+            critic, cls._load_pretrained(folder, **options), value_head, lora_rank, lora_train_bias, lora_options=lora_options
+        )
         return critic
 
     @classmethod

@@ -7,6 +7,7 @@ Each is a few lines on a common base; all take the ancestor's arguments (`pretra
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -88,12 +89,14 @@ class _FamilyActor(_Family, Actor):
         *,
         value_head: bool | nn.Module | None = None,
         num_layers_unfrozen: int | None = None,
+        lora_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         """See `Actor`; `checkpoint` turns gradient checkpointing on, `options` are those of `chatgpt.nn.loading.load_model`."""
         config = self.check_family(pretrained, config, options)
         model = load_causal_lm(pretrained, config, checkpoint=checkpoint, **options)
-        Actor.__init__(self, model, lora_rank, lora_train_bias, value_head=value_head, num_layers_unfrozen=num_layers_unfrozen)
+        Actor.__init__(self, model, lora_rank, lora_train_bias, value_head=value_head,
+                       num_layers_unfrozen=num_layers_unfrozen, lora_options=lora_options)  # fmt: skip
 
     @classmethod
     def _load_pretrained(cls, folder: str | Path, **options: Any) -> Any:
@@ -111,11 +114,13 @@ class _FamilyCritic(_Family, Critic):
         lora_train_bias: str = 'none',
         *,
         value_head: nn.Module | None = None,
+        lora_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         """See `Critic`; `checkpoint` turns gradient checkpointing on, `options` are those of `chatgpt.nn.loading.load_model`."""
         config = self.check_family(pretrained, config, options)
-        Critic.__init__(self, load_base_model(pretrained, config, checkpoint=checkpoint, **options), value_head, lora_rank, lora_train_bias)
+        model = load_base_model(pretrained, config, checkpoint=checkpoint, **options)
+        Critic.__init__(self, model, value_head, lora_rank, lora_train_bias, lora_options=lora_options)
 
     @classmethod
     def _load_pretrained(cls, folder: str | Path, **options: Any) -> Any:
@@ -133,6 +138,7 @@ class _FamilyRM(_Family, RewardModel):
         lora_train_bias: str = 'none',
         *,
         value_head: nn.Module | None = None,
+        lora_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         """See `RewardModel`. `pretrained` may be a reward model, whose head is taken over, or a model without one, which gets a new head.
@@ -144,7 +150,7 @@ class _FamilyRM(_Family, RewardModel):
             parts = ScorerParts(load_base_model(None, config, checkpoint=checkpoint, **options), None, 0.0)
         else:
             parts = load_scorer(pretrained, checkpoint=checkpoint, **options)  # type: ignore[arg-type]
-        RewardModel.__init__(self, parts.model, value_head or parts.head, lora_rank, lora_train_bias)
+        RewardModel.__init__(self, parts.model, value_head or parts.head, lora_rank, lora_train_bias, lora_options=lora_options)
         if value_head is None:
             set_state(self, {BIAS_KEY: torch.tensor(parts.bias, device='cpu')})
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -151,9 +152,12 @@ def _from_config(cls: Any, config: Any, source: WeightsSource, build: dict[str, 
     return model
 
 
-def add_lora(model: Any, rank: int, bias: str) -> None:
-    """Adapters on the blocks of `model`, drawn from the seed of its `WeightsSource`, or a new one."""
-    lora.convert_to_lora(model, rank, bias=bias)  # type: ignore[arg-type]
+def add_lora(model: Any, rank: int, bias: str, options: Mapping[str, Any] | None = None) -> None:
+    """Adapters on `model`, drawn from the seed of its `WeightsSource`, or a new one. `options`: alpha, dropout, targets."""
+    unknown = set(options or ()) - {'alpha', 'dropout', 'targets'}
+    if unknown:
+        raise ValueError(f'lora_options: {sorted(unknown)[0]!r} is not known; there are alpha, dropout and targets')
+    lora.convert_to_lora(model, rank, bias=bias, **(options or {}))  # type: ignore[arg-type]
     source = getattr(model, 'weights_source', None)
     seed = draw_seed() if source is None else source.seed
     for name, layer in lora.lora_layers(model).items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ class RewardModel(nn.Module):
         model: a base model; of a causal LM the trunk is taken. Or a whole sequence-classification model, without `value_head`: its own
             logit is the score (of two labels, logit 1 minus logit 0). `from_pretrained` gives one for encoders with a pooler.
         value_head: (..., D) → (..., 1); None makes a linear one, weights N(0, 1/(D + 1)), unless `model` is a whole classifier.
-        lora_rank, lora_train_bias: as for `Actor`; the head is always trained.
+        lora_rank, lora_train_bias, lora_options: as for `Actor`; the head is always trained.
     """
 
     model: Any  # transformers' PreTrainedModel, whose attributes nn.Module does not know
@@ -41,8 +42,9 @@ class RewardModel(nn.Module):
     score_bias: Tensor
 
     def __init__(
-        self, model: nn.Module, value_head: nn.Module | None = None, lora_rank: int = 0, lora_train_bias: str = 'none'
-    ) -> None:
+        self, model: nn.Module, value_head: nn.Module | None = None, lora_rank: int = 0, lora_train_bias: str = 'none',
+        *, lora_options: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         whole = value_head is None and _is_classifier(model)
         self.model = model if whole else trunk_of(model)
@@ -54,7 +56,7 @@ class RewardModel(nn.Module):
         self.register_buffer('score_bias', torch.zeros((), dtype=torch.float32))
         set_state(self, {BIAS_KEY: torch.zeros((), device='cpu')})
         if lora_rank:
-            add_lora(self.model, lora_rank, lora_train_bias)
+            add_lora(self.model, lora_rank, lora_train_bias, lora_options)
             if whole:
                 _unfreeze_head(self.model)
 
@@ -135,7 +137,8 @@ class RewardModel(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, *, value_head: nn.Module | None = None, lora_rank: int = 0, lora_train_bias: str = 'none', **options: Any
+        cls, folder: str | Path, *, value_head: nn.Module | None = None, lora_rank: int = 0, lora_train_bias: str = 'none',
+        lora_options: Mapping[str, Any] | None = None, **options: Any,
     ) -> RewardModel:
         """A reward model from a folder of `save_pretrained`, or from any sequence-classification model with one label or two.
 
@@ -152,7 +155,7 @@ class RewardModel(nn.Module):
                 'AutoRM(pretrained=...), or give value_head'
             )
         model = cls.__new__(cls)
-        RewardModel.__init__(model, parts.model, value_head or parts.head, lora_rank, lora_train_bias)
+        RewardModel.__init__(model, parts.model, value_head or parts.head, lora_rank, lora_train_bias, lora_options=lora_options)
         set_state(model, {BIAS_KEY: torch.tensor(parts.bias, device='cpu')})
         return model
 

@@ -249,7 +249,7 @@ def no_weights(monkeypatch):
         (['--train_batch_size=0'], 'train_batch_size=0 must be positive'),
         (['--num_episodes=0'], 'num_episodes=0 must be at least 1'),
         (['--sample_interval=0'], 'sample_interval=0 must be at least 1'),
-        (['--lr=-1'], 'lr=-1.0 must be a number of at least 0'),
+        (['--lr=-1'], 'lr=-1.0 must not be negative'),
         (['--temperature=0'], 'temperature=0.0; give a number above 0'),
         (['--top_p=1.5'], 'top_p=1.5; give a number above 0 and at most 1'),
         (['--advantage_estimator=rloo'], 'set num_samples_per_prompt to 2 or more'),

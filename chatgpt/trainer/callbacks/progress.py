@@ -23,6 +23,10 @@ SHOWN: dict[str, str] = {
     'value': 'ppo/value_loss',
     'loss': 'sft/loss',
     'val': 'sft/val_loss',
+    'rm loss': 'rm/loss',
+    'accuracy': 'rm/accuracy',
+    'margin': 'rm/margin',
+    'val accuracy': 'rm/val_accuracy',
     'total_s': 'perf/total_s',
 }
 """label → metric; those that a phase has are shown, in this order"""

@@ -1,0 +1,264 @@
+"""Runs from config files: YAML, JSON, or a `.conf` that holds one Python literal; with overrides and flags on top.
+
+Precedence: the dataclass's defaults, the file, `key=value` words, flags. A file may be flat, or have the sections General, Dataset and
+Training; keys are the run's own names or those of llm-on-ray. Nothing in a file is ever evaluated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import MISSING, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from chatgpt.launch.arguments import Parser, field_docs, value_parser
+from chatgpt.launch.runs import PPORun, Run
+from chatgpt.trainer.config import nearest
+
+R = TypeVar('R', bound=Run)
+SECTIONS = ('general', 'dataset', 'training')
+_OVERRIDE = re.compile(r'[A-Za-z_][A-Za-z_0-9.]*=.*', re.DOTALL)
+
+ALIASES: dict[str, str] = {
+    'base_model': 'pretrain', 'model_name': 'pretrain', 'output_dir': 'save_path', 'checkpoint_dir': 'model_path', 'train_file': 'dataset',
+    'validation_split_percentage': 'validation_percentage', 'learning_rate': 'lr', 'lr_scheduler': 'lr_schedule',
+    'max_train_steps': 'max_steps', 'kl_coeff': 'kl_coef', 'rm_pretrain': 'reward_model',
+}  # fmt: skip
+"""llm-on-ray's names of what a run calls otherwise; those with a meaning of their own are in `_translated`"""
+
+
+def yaml_loader() -> type[Any]:
+    """PyYAML's safe loader, for which 1e-5 is a number and None is null."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+    number = re.compile(r'[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)[eE][-+]?[0-9]+')
+    Loader.add_implicit_resolver('tag:yaml.org,2002:float', number, list('-+0123456789.'))
+    Loader.add_implicit_resolver('tag:yaml.org,2002:null', re.compile('None'), ['N'])
+    return Loader
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """A config file's content.
+
+    Raises:
+        ValueError: it is not there, is not what its ending says, or is no mapping.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f'config_file {path}: there is no such file')
+    text = path.read_text()
+    try:
+        content = _parsed(text, path.suffix)
+    except Exception as error:
+        raise ValueError(f'config_file {path}: {" ".join(str(error).split())}') from None
+    if content is None:
+        content = {}
+    if not isinstance(content, dict):
+        raise ValueError(f'config_file {path}: it holds a {type(content).__name__}, not names with values')
+    return content
+
+
+def _parsed(text: str, suffix: str) -> Any:
+    if suffix == '.json':
+        return json.loads(text)
+    if suffix == '.conf':
+        try:
+            return ast.literal_eval(text.strip() or '{}')
+        except (ValueError, SyntaxError) as error:
+            raise ValueError(f'a .conf file is one Python literal, {{"General": {{...}}, ...}} ({error})') from None
+    if suffix in ('.yaml', '.yml'):
+        import yaml
+
+        return yaml.load(text, Loader=yaml_loader())  # a safe loader
+    raise ValueError(f'the ending {suffix!r} is not known; use .yaml, .json or .conf')
+
+
+def flat(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """(where it stands, key, value) of every entry; sections are opened."""
+    for key, value in content.items():
+        if str(key).lower() in SECTIONS:
+            if value is not None and not isinstance(value, Mapping):
+                raise ValueError(f'section {key}: names with values are expected, not {value!r}')
+            for inner, inner_value in (value or {}).items():
+                yield f'{key}.{inner}', str(inner), inner_value
+        else:
+            yield str(key), str(key), value
+
+
+def values_of(entries: Iterator[tuple[str, str, Any]], cls: type[Run], source: str) -> dict[str, Any]:
+    """Entries as values of a run's fields.
+
+    Raises:
+        ValueError: an unknown key (with the nearest), two keys for one field, a value of another type, a key that cannot be honoured.
+    """
+    hints, found, places = typing.get_type_hints(cls), dict[str, Any](), dict[str, str]()
+    entries = list(entries)  # type: ignore[assignment]
+    known = {key for _, key, _ in entries}
+    for where, key, value in entries:
+        name, value = _translated(key, value, cls, known)
+        if name is None:
+            continue
+        if name not in hints:
+            raise ValueError(f'{source}: {where} is not a setting of this run{nearest(key, [*cls.field_names(), *ALIASES])}')
+        if name in found:
+            raise ValueError(f'{source}: {places[name]} and {where} both set {name}; give one')
+        try:
+            found[name] = typed(value, hints[name])
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            raise ValueError(f'{source}: {where}: {error}') from None
+        places[name] = where
+    return found
+
+
+def _translated(key: str, value: Any, cls: type[Run], known: set[str]) -> tuple[str | None, Any]:
+    """llm-on-ray's key as one of ours; None for one that is taken up by another."""
+    ppo = issubclass(cls, PPORun)
+    names = set(cls.field_names())
+    if key in names:
+        return key, value
+    if key == 'optimizer' or key == 'lr_scheduler':
+        return ALIASES.get(key, key), str(value).lower()
+    if key == 'train_file':
+        return ('prompt_path' if ppo else 'dataset'), value
+    if key == 'model_pretrain' and ppo:  # trained weights of model_name; null: as it is
+        return (None, None) if value is None else ('pretrain', value)
+    if key == 'model_name' and ppo and 'model_pretrain' in known:
+        return 'pretrain', value
+    if key == 'rm_name' and ppo:
+        return (None, None) if 'rm_pretrain' in known else ('reward_model', value)
+    if key == 'epochs':
+        return ('epochs' if ppo else 'max_epochs'), value
+    return ALIASES.get(key, key), value
+
+
+def typed(value: Any, hint: Any) -> Any:
+    """A file's value as the annotated type."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    for option in options:
+        origin = typing.get_origin(option)
+        if origin is list and isinstance(value, (list, tuple)):
+            return [str(v) for v in value]
+        if origin is list and isinstance(value, str):
+            return [value]
+        if origin is dict and isinstance(value, Mapping):
+            return {str(k): float(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, Mapping)):
+        raise ValueError(f'{value!r} is not expected here')
+    if isinstance(value, float) and int in options and float not in options and value == int(value):
+        value = int(value)
+    return value_parser(hint)('none' if value is None else str(value))
+
+
+# ---------------------------------------------------------------------- command lines
+
+
+def parse_run(
+    cls: type[R], *, description: str | None, positional: str | None = None, argv: SequenceOf[str] | None = None
+) -> R:
+    """A run from the command line: a positional source of data, flags, `--config_file`, `key=value` words.
+
+    Args:
+        positional: the field that a word without `=` sets.
+
+    Raises:
+        ValueError: what `values_of` raises. `SystemExit` after --print_config, which writes the resolved config as YAML.
+    """
+    parser = _parser(cls, description, positional)
+    given = vars(parser.parse_args(_with_values(list(sys.argv[1:] if argv is None else argv), cls)))
+    words = given.pop('words', [])
+    plain = [w for w in words if not _OVERRIDE.fullmatch(w)]
+    if len(plain) > (positional is not None):
+        parser.error(f'{plain[-1]!r} is one word too many')
+    values: dict[str, Any] = {}
+    path = given.pop('config_file', None)
+    if path is not None:
+        values |= values_of(flat(read_file(path)), cls, f'config_file {path}')
+    values |= values_of(_overrides(words), cls, 'command line')
+    if plain and positional is not None:
+        values[positional] = plain[0]
+    show = given.pop('print_config', False)
+    run = cls.from_dict(values | given)
+    if show:
+        print(to_yaml(run), end='')
+        raise SystemExit(0)
+    return run
+
+
+def _overrides(words: SequenceOf[str]) -> Iterator[tuple[str, str, Any]]:
+    """`Training.learning_rate=1e-4`, or without the section; values are YAML."""
+    import yaml
+
+    for word in words:
+        if _OVERRIDE.fullmatch(word):
+            where, _, text = word.partition('=')
+            *sections, key = where.split('.')
+            if any(s.lower() not in SECTIONS for s in sections):
+                raise ValueError(f'command line: {where}: {".".join(sections)} is no section; there are General, Dataset and Training')
+            yield where, key, yaml.load(text, Loader=yaml_loader())
+
+
+def _parser(cls: type[Run], description: str | None, positional: str | None) -> Parser:
+    parser = Parser(description=description)
+    hints, docs = typing.get_type_hints(cls), field_docs(cls)
+    what = f'{docs[positional]}; ' if positional else ''
+    parser.add_argument(
+        'words', nargs='*', metavar=positional or 'key=value', default=argparse.SUPPRESS, help=f'{what}key=value words override the file'
+    )
+    parser.add_argument('--config_file', help='YAML, JSON or .conf; flags and key=value words win over it', default=argparse.SUPPRESS)
+    parser.add_argument('--print_config', action='store_true', default=argparse.SUPPRESS, help='write the full resolved config and stop')
+    for base in (b for b in cls.__mro__ if '__annotations__' in vars(b)):
+        group = parser.add_argument_group(base.__name__)
+        for f in fields(cls):
+            if f.name in base.__annotations__ and f.name not in {a.dest for a in parser._actions}:
+                default = 'none' if f.default is None else f.default if f.default is not MISSING else ''
+                text = f'{docs.get(f.name, "")} (default: {default})'.replace('%', '%%')
+                options: dict[str, Any] = {'default': argparse.SUPPRESS, 'help': text, 'metavar': '', 'dest': f.name}
+                if 'list[' in str(hints[f.name]):
+                    group.add_argument(f'--{f.name}', action='append', type=str, **options)
+                elif 'dict[' in str(hints[f.name]):
+                    group.add_argument(f'--{f.name}', type=partial(_typed_text, hint=hints[f.name]), **options)
+                else:
+                    group.add_argument(f'--{f.name}', type=value_parser(hints[f.name]), **options)
+    return parser
+
+
+def _typed_text(text: str, hint: Any) -> Any:
+    return typed(_parsed(text, '.yaml'), hint)
+
+
+def _with_values(argv: list[str], cls: type[Run]) -> list[str]:
+    """`--tensorboard` alone is `--tensorboard=true`."""
+    hints = typing.get_type_hints(cls)
+    switches = {f'--{name}' for name, hint in hints.items() if hint is bool}
+    out = []
+    for i, word in enumerate(argv):
+        following = argv[i + 1].lower() if i + 1 < len(argv) else ''
+        alone = word in switches and following not in ('true', 'false', 'yes', 'no', '1', '0')
+        out.append(f'{word}=true' if alone else word)
+    return out
+
+
+def to_yaml(run: Run) -> str:
+    """Every field of a run, which `read_file` reads back as the same run."""
+    import yaml
+
+    return yaml.safe_dump(run.to_dict(), sort_keys=False, allow_unicode=True)
+
+
+def write_resolved(run: Run, folder: str | Path) -> None:
+    """`config.yaml` in the run's folder."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    Path(folder, 'config.yaml').write_text(to_yaml(run))

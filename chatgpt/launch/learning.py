@@ -1,0 +1,128 @@
+"""What scripts that train have in common, and data and models of SFT and reward-model runs. Left out: PPO's own (`build`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from chatgpt.launch.build import FAMILIES, check_family, check_resume, context_of, quiet_transformers, write_embedded_model
+from chatgpt.launch.config_file import write_resolved
+from chatgpt.launch.runs import DataRun, Run
+
+EMBEDDED_EXAMPLES = 2000
+"""preferences or stories of a run without data"""
+
+
+def make_optimizer(run: Run, strategy: Any, model: Any, lr: float | None = None) -> Any:
+    """The run's optimizer over what the model trains."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    lr = (run.lr or 0.0) if lr is None else lr
+    if run.optimizer == 'sgd':
+        import torch
+
+        return torch.optim.SGD(parameters, lr=lr, weight_decay=run.weight_decay)
+    return strategy.make_optimizer(parameters, lr=lr, eps=1e-5, weight_decay=run.weight_decay)
+
+
+def make_callbacks(run: Run) -> list[Any]:
+    """Checkpoints and TensorBoard, where the run asks for them."""
+    from chatgpt.trainer.callbacks import SaveCheckpoint, TensorBoard
+
+    callbacks: list[Any] = []
+    if run.checkpoint_interval:
+        callbacks.append(SaveCheckpoint(interval=run.checkpoint_interval, keep_last=run.keep_last))
+    if run.tensorboard:
+        callbacks.append(TensorBoard())
+    return callbacks
+
+
+def resume(run: Run, trainer: Any) -> None:
+    """Go on from the checkpoint that the run names, if any, and write down what runs from here on."""
+    strategy = trainer.strategy
+    if run.resume and not trainer.load_checkpoint(run.resume) and strategy.is_rank_0:
+        print('nothing to resume yet: starting from the beginning', flush=True)
+    strategy.run_on_rank0(lambda: write_resolved(run, run.save_path))
+
+
+def finish(run: Run, strategy: Any, model: Any, optimizer: Any, tokenizer: Any, name: str) -> Path:
+    """Write the trained model as a Hugging Face folder, and its optimizer's states where that is asked for."""
+    from chatgpt.trainer.saving import save_pretrained
+
+    path = Path(run.model_path or Path(run.save_path, name))
+    save_pretrained(strategy, model, path, tokenizer=tokenizer)
+    if run.need_optim_ckpt:
+        strategy.save_optimizer(optimizer, Path(run.save_path, f'{name}_optim.pt'), only_rank0=False)
+    if strategy.is_rank_0:
+        print(f'{name} written to {path}', flush=True)
+    return path
+
+
+def check_data_run(run: DataRun, world_size: int, *, lr: float, embedded_lr: float) -> None:
+    """Everything that can be wrong in the settings; fills the learning rate.
+
+    Raises:
+        ValueError: settings that are out of range or do not fit together.
+    """
+    if run.lr is None:
+        run.lr = lr if run.pretrain else embedded_lr
+    run.validate(world_size)
+    run.apply_resources()
+    if run.dataset and not run.pretrain:
+        raise ValueError('data of your own needs a model: give --pretrain NAME_OR_FOLDER')
+    check_resume(run)
+
+
+def read_model(run: DataRun) -> tuple[Any, Any]:
+    """The config and tokenizer that a run starts from, checked against each other."""
+    from chatgpt.dataset import embedded
+    from chatgpt.dataset.checks import check_tokenizer
+    from chatgpt.nn.loading import load_config, load_tokenizer
+
+    quiet_transformers()
+    if run.pretrain:
+        config = load_config(run.pretrain, trust_remote_code=run.trust_remote_code)
+        tokenizer = load_tokenizer(run.tokenizer or run.pretrain, trust_remote_code=run.trust_remote_code)
+    else:
+        config, tokenizer = embedded.demo_config(), embedded.demo_tokenizer()
+    check_family(run, config)
+    check_tokenizer(tokenizer, config)
+    limit = context_of(config)
+    if limit is not None:
+        run.max_len = min(run.max_len, limit)
+    return config, tokenizer
+
+
+def reading_options(run: DataRun) -> dict[str, Any]:
+    """Keywords of the `load_` functions of `chatgpt.dataset`."""
+    percentage = run.validation_percentage if run.dataset else run.validation_percentage or 5.0
+    return {
+        'max_length': run.max_len, 'skip_bad_records': run.skip_bad_records, 'validation_source': run.validation_file,
+        'validation_percentage': 0 if run.validation_file else percentage, 'seed': run.seed,
+    }  # fmt: skip
+
+
+def report_data(run: DataRun, strategy: Any, train: Any, validation: Any) -> None:
+    if strategy.is_rank_0:
+        skipped = f', {train.num_skipped} bad ones left out ({train.reasons[0]}, ...)' if train.num_skipped else ''
+        print(f'{len(train)} examples to learn from, {len(validation)} held back{skipped}', flush=True)
+
+
+def embedded_start(run: DataRun, strategy: Any) -> str:
+    """The model to start from: the run's, or one that has learned the embedded world's language."""
+    if run.pretrain:
+        return run.pretrain
+    folder = Path(run.save_path, 'initial')
+    if not (run.resume and strategy.run_on_rank0(folder.is_dir)):
+        strategy.run_on_rank0(lambda: write_embedded_model(folder, run.seed))
+    return str(folder)
+
+
+def build_model(run: DataRun, kind: str, pretrained: Any, config: Any) -> Any:
+    """An 'Actor' or 'RM' of the run's family; from `config`, with new weights, where `pretrained` is None."""
+    from chatgpt import nn
+
+    source = {'config': config} if pretrained is None else {'pretrained': pretrained}
+    options = {**run.lora_keywords(), 'checkpoint': run.gradient_checkpointing}
+    if pretrained is not None:
+        options['trust_remote_code'] = run.trust_remote_code
+    return getattr(nn, FAMILIES[run.model] + kind)(**source, **options)

@@ -1,0 +1,228 @@
+"""What a script's run is made of: one dataclass each for PPO, SFT and reward models, behind flags and config files alike.
+
+A run has the settings of its trainer, and beside them where models and data are and what is written. Left out: reading flags and
+files (`config_file`), and building the objects (`build`).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from chatgpt.launch.arguments import STRATEGIES, world_size_from_env
+from chatgpt.trainer.config import LearningSettings, PPOConfig, SFTConfig, SupervisedConfig
+from chatgpt.trainer.reward_model import RewardModelConfig
+
+Family = Literal['auto', 'gpt2', 'opt', 'bloom', 'llama']
+Precision = Literal['fp32', 'bf16', 'fp16']
+BiasMode = Literal['none', 'all', 'lora_only']
+
+
+@dataclass(kw_only=True)
+class Run(LearningSettings):
+    """What the runs of all scripts have in common."""
+
+    strategy: str = 'naive'
+    """what prepares and shards the models: naive, ddp, fsdp, fsdp_cpu, colossalai_gemini, colossalai_gemini_cpu, colossalai_zero1,
+    colossalai_zero1_cpu, colossalai_zero2, colossalai_zero2_cpu"""
+    precision: Precision = 'fp32'
+    """compute dtype; weights stay fp32"""
+    seed: int = 42
+    """decides every draw, whatever the layout"""
+    model: Family = 'auto'
+    """family; auto reads it from the config"""
+    pretrain: str | None = None
+    """hub name or folder of the model to start from"""
+    tokenizer: str | None = None
+    """hub name or folder; none: that of pretrain"""
+    save_path: str = 'outputs/run'
+    """folder of this run"""
+    model_path: str | None = None
+    """where the trained model is written; none: a folder in save_path"""
+    lr: float | None = None
+    """learning rate; none: the script's own, see its --help"""
+    weight_decay: float = 0.0
+    """decoupled, on all trained weights"""
+    optimizer: Literal['adamw', 'sgd'] = 'adamw'
+    lora_rank: int = 0
+    """adapters of this rank instead of all weights; 0: all weights"""
+    lora_alpha: float | None = None
+    """adapters are scaled by alpha / rank; none: alpha = rank"""
+    lora_dropout: float = 0.0
+    """on the input of adapters"""
+    lora_target_modules: list[str] | None = None
+    """patterns of layers that get adapters; none: every linear layer of the blocks"""
+    lora_train_bias: BiasMode = 'none'
+    """biases that are trained with the adapters"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass"""
+    trust_remote_code: bool = False
+    """allow a hub model to bring code of its own"""
+    skip_bad_records: bool = False
+    """leave bad records out and count them"""
+    resume: str | None = None
+    """a checkpoint folder, or auto for the newest of save_path"""
+    checkpoint_interval: int = 0
+    """phases between checkpoints; 0 writes one only when the run is interrupted"""
+    keep_last: int = 2
+    """checkpoints to keep"""
+    tensorboard: bool = False
+    """also log for TensorBoard"""
+    need_optim_ckpt: bool = False
+    """also write the optimizers' states with the final model"""
+    validation_file: str | None = None
+    """held-back data"""
+    validation_percentage: float = 0.0
+    """keep back this share of the data instead of a file"""
+    preprocessing_num_workers: int = 1
+    """data is read by one process; nothing else is possible"""
+    num_training_workers: int | None = None
+    """how many processes there must be; none: as many as were launched"""
+    resources_per_worker: dict[str, float] | None = None
+    """{CPU: threads of a process, GPU: devices it needs}"""
+
+    def validate(self, world_size: int = 1) -> None:
+        super().validate(world_size)
+        self._one_of('strategy', STRATEGIES)
+        for name in ('precision', 'model', 'optimizer', 'lora_train_bias'):
+            hint = {'precision': Precision, 'model': Family, 'lora_train_bias': BiasMode}.get(name, Literal['adamw', 'sgd'])
+            self._one_of(name, get_args(hint))
+        self._positive('keep_last', 'lora_alpha')
+        self._not_negative('checkpoint_interval', 'lora_rank', 'weight_decay', 'lr')
+        if self.lr is not None and not self.lr < float('inf'):
+            raise ValueError(f'lr={self.lr} must be a number of at least 0')
+        if not self.lora_rank:
+            for name, unset in (('lora_alpha', None), ('lora_dropout', 0.0), ('lora_target_modules', None), ('lora_train_bias', 'none')):
+                if getattr(self, name) != unset:
+                    raise ValueError(f'{name} says how adapters are, and there are none: give lora_rank too')
+        if self.validation_file and self.validation_percentage:
+            raise ValueError('validation_file and validation_percentage are both given; give one')
+        if self.preprocessing_num_workers != 1:
+            raise ValueError(f'preprocessing_num_workers={self.preprocessing_num_workers} cannot be honoured: data is read by one process')
+        self._check_workers(world_size)
+
+    def _check_workers(self, world_size: int) -> None:
+        wanted = self.num_training_workers
+        if wanted is not None and wanted != world_size:
+            raise ValueError(
+                f'num_training_workers={wanted}, but {world_size} process{"es were" if world_size > 1 else " was"} started; '
+                f'launch with: torchrun --nproc-per-node={wanted} script.py ..., or leave it out'
+            )
+        for name in self.resources_per_worker or {}:
+            if name not in ('CPU', 'GPU'):
+                raise ValueError(f'resources_per_worker: {name!r} is not known; there are CPU and GPU')
+
+    def apply_resources(self) -> None:
+        """Give this process the threads it asks for.
+
+        Raises:
+            ValueError: a GPU is asked for and there is none.
+        """
+        import torch
+
+        resources = self.resources_per_worker or {}
+        if resources.get('GPU', 0) > 0 and not torch.cuda.is_available():
+            raise ValueError(f'resources_per_worker asks for {resources["GPU"]:g} GPU, and this machine has none; leave GPU out')
+        if 'CPU' in resources:
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+            torch.set_num_threads(max(1, min(int(resources['CPU']), cores // world_size_from_env())))
+
+    def lora_keywords(self) -> dict[str, Any]:
+        """Keywords of the model classes."""
+        if not self.lora_rank:
+            return {}
+        options = {'alpha': self.lora_alpha, 'dropout': self.lora_dropout, 'targets': self.lora_target_modules}
+        return {'lora_rank': self.lora_rank, 'lora_train_bias': self.lora_train_bias, 'lora_options': options}
+
+    def only(self, cls: type[Any]) -> Any:
+        """The trainer's own settings."""
+        return cls(**{name: getattr(self, name) for name in cls.field_names()})
+
+
+@dataclass(kw_only=True)
+class PPORun(Run, PPOConfig):
+    """A run of examples/train_prompts.py."""
+
+    save_path: str = 'outputs/train_prompts'
+    prompt_path: str | None = None
+    """csv, json, jsonl, parquet or hub data set with a prompt column; none: embedded"""
+    prompt_column: str = 'prompt'
+    reward_model: str | None = None
+    """folder of a reward model, or of any sequence-classification model"""
+    reward_fn: str | None = None
+    """module:function or file.py:function, fn(prompts, responses, **columns) -> scores"""
+    num_episodes: int = 10
+    max_timesteps: int = 10
+    """timesteps of an episode"""
+    update_timesteps: int = 10
+    """timesteps between learning phases"""
+    epochs: int | None = None
+    """passes over the prompts, learning after every timestep; instead of num_episodes, max_timesteps and update_timesteps"""
+    training_iteration: int | None = None
+    """learning phases of one timestep each; instead of num_episodes, max_timesteps and update_timesteps"""
+    max_epochs: int = 5
+    critic_lr: float | None = None
+    """none: the script's own"""
+    num_layers_unfrozen: int = -1
+    """hydra: train only the top blocks, whose frozen copies are the reference; -1 trains all"""
+    max_new_tokens: int | None = None
+    """none: 64; embedded model: 32"""
+    max_prompt_tokens: int | None = None
+    """cut longer prompts on the left"""
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_new_tokens: int = 0
+    stop_string: list[str] | None = None
+    """end a response where this text appears; may be given several times"""
+    engine: Literal['local', 'hf'] = 'local'
+    """who generates"""
+    ptx_data: str | None = None
+    """text or demonstrations for PPO-ptx, with ptx_coef"""
+    sample_interval: int = 5
+    """learning phases between tables of samples"""
+    eval_interval: int = 5
+    """learning phases between evaluations on held-back prompts, where there are any"""
+
+
+@dataclass(kw_only=True)
+class DataRun(Run, SupervisedConfig):
+    """What the runs that only learn have in common."""
+
+    dataset: str | None = None
+    """file or hub name; none: embedded"""
+    max_len: int = 512
+    """tokens of prompt and response; longer ones are cut"""
+    batch_size: int | None = None
+    """records of one process in one forward; with gradient_accumulation_steps and the number of processes it makes train_batch_size"""
+    gradient_accumulation_steps: int = 1
+    """forwards of batch_size records in one optimizer step"""
+
+    def validate(self, world_size: int = 1) -> None:
+        self._positive('batch_size', 'gradient_accumulation_steps', 'max_len')
+        if self.batch_size is not None:
+            self.train_batch_size = self.batch_size * self.gradient_accumulation_steps * world_size
+            if self.gradient_accumulation_steps > 1:
+                self.max_tokens_per_batch = self.batch_size * self.max_len
+        elif self.gradient_accumulation_steps > 1:
+            raise ValueError('gradient_accumulation_steps cuts a step into forwards of batch_size: give batch_size too')
+        super().validate(world_size)
+
+
+@dataclass(kw_only=True)
+class SFTRun(DataRun, SFTConfig):
+    """A run of examples/train_sft.py: Alpaca, messages, prompt and response, or plain text."""
+
+    save_path: str = 'outputs/train_sft'
+    packing: bool = False
+    """join short examples of plain text up to max_len"""
+    early_stopping_patience: int | None = None
+    """stop after so many evaluations in a row without a better loss on the held-back data"""
+
+
+@dataclass(kw_only=True)
+class RewardRun(DataRun, RewardModelConfig):
+    """A run of examples/train_reward_model.py: preferences (prompt, chosen, rejected, or ranked answers) or labelled text."""
+
+    save_path: str = 'outputs/train_reward_model'

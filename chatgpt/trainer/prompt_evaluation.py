@@ -1,0 +1,145 @@
+"""What a policy says to held-back prompts: responses, their scores and metrics, a table. Any trainer's actor, any strategy.
+
+    Evaluator(PromptEvaluation(prompts, tokenizer, reward_fn), interval=10, metric='score_mean')
+
+The same prompts get the same draws at every evaluation, so that two evaluations differ by the policy alone. Left out: when to
+evaluate and which is the best (`callbacks.Evaluator`, `callbacks.SaveCheckpoint`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING, Any, cast
+
+from chatgpt.dataset.prompts import as_prompts
+from chatgpt.experience.scorers import as_scorer
+from chatgpt.rollout import LocalEngine, RolloutEngine
+from chatgpt.trainer.callbacks.base import say
+from chatgpt.trainer.callbacks.jsonl import RunFile
+from chatgpt.trainer.callbacks.samples import format_table
+from chatgpt.trainer.ppo_setup import sampling_for
+from chatgpt.types import Sample
+
+if TYPE_CHECKING:
+    from chatgpt.nn import Actor
+    from chatgpt.trainer.base import Trainer
+
+MetricFn = Callable[..., Mapping[str, SequenceOf[float]]]
+FIRST_INDEX = 1 << 40
+"""sample numbers of evaluations begin here, apart from those of the training"""
+
+
+class PromptEvaluation:
+    """Call it with a trainer, on every rank; {name: number}, the same on every rank.
+
+    Returns `score_mean`, `score_std` where there is a reward, `length_mean`, `ended` (share), and the mean of every list of `metric_fn`
+    as `metrics/<name>`.
+
+    Args:
+        prompts: what `PPOTrainer.fit` takes.
+        tokenizer: decodes responses, and ends them; None takes the trainer's.
+        reward: a reward model (prepared), a function `fn(prompts, responses, **columns)`, or a scorer; None takes the trainer's, if any.
+        metric_fn: `fn(prompts=..., outputs=..., samples=..., **columns)` → {name: one number per sample}; runs on rank 0. `samples` are
+            prompt and output joined.
+        model: name of the model that speaks in `trainer.models()`; None takes 'actor', else the only one.
+        engine: who generates.
+        num_rows: rows of the table that is shown and written to `run_dir/eval_samples.jsonl`; 0 for none.
+        generate: keywords of generation, such as max_new_tokens and do_sample; without `do_sample` it is greedy.
+    """
+
+    def __init__(
+        self,
+        prompts: Any,
+        tokenizer: Any = None,
+        reward: Any = None,
+        *,
+        metric_fn: MetricFn | None = None,
+        model: str | None = None,
+        engine: RolloutEngine | None = None,
+        seed: int = 0,
+        num_rows: int = 4,
+        **generate: Any,
+    ) -> None:
+        self.prompts, self.tokenizer, self.metric_fn = prompts, tokenizer, metric_fn
+        self.scorer = as_scorer(reward) if reward is not None else None
+        self.model, self.seed, self.num_rows = model, seed, num_rows
+        self.engine: RolloutEngine = engine or LocalEngine()
+        self.generate = {'do_sample': False} | generate
+        self.last: list[dict[str, Any]] = []
+        """rows of the latest evaluation, on rank 0: prompt, response, score and metrics"""
+        self._file = RunFile('eval_samples.jsonl')
+        self._begun: Any = None
+
+    def __call__(self, trainer: Trainer) -> dict[str, float]:
+        strategy, tokenizer = trainer.strategy, self.tokenizer or trainer.tokenizer
+        prompts = as_prompts(self.prompts, tokenizer)
+        models = trainer.models()
+        actor = models[self.model or ('actor' if 'actor' in models else next(iter(models)))]
+        sampling, stops = sampling_for(strategy.unwrap(actor), tokenizer, self.generate)
+        mine = range(strategy.rank, len(prompts), strategy.world_size)
+        with strategy.full_model(actor) as full:
+            self.engine.begin(cast('Actor', full))
+            try:
+                chosen = [prompts[i] for i in mine]
+                indices = [FIRST_INDEX + i for i in mine]
+                samples = self.engine.generate(chosen, sampling, seed=self.seed, indices=indices) if chosen else []
+            finally:
+                self.engine.end()
+        for sample in samples:
+            text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
+            sample.response_text = stops.cut(text) if stops is not None else text
+            sample.prompt_text = sample.prompt_text or tokenizer.decode(sample.prompt_ids, skip_special_tokens=True)
+        scorer = self.scorer or getattr(getattr(trainer, 'maker', None), 'scorer', None)
+        scores = scorer.score(samples, strategy) if scorer is not None else [None] * len(samples)
+        numbers = [None if s is None else float(s.sum()) if hasattr(s, 'sum') else float(s) for s in scores]
+        gathered = strategy.all_gather_object(list(zip(samples, numbers, strict=True)))
+        everyone = sorted((pair for rank in gathered for pair in rank), key=lambda pair: pair[0].index)
+        metrics = strategy.run_on_rank0(lambda: self._metrics([s for s, _ in everyone]))
+        self._show(trainer, everyone, metrics)
+        return self._summary(everyone, metrics)
+
+    def _metrics(self, samples: list[Sample]) -> dict[str, list[float]]:
+        if self.metric_fn is None:
+            return {}
+        prompts, outputs = [s.prompt_text for s in samples], [s.response_text for s in samples]
+        columns = {name: [s.columns.get(name) for s in samples] for s in samples[:1] for name in s.columns}
+        joined = [p + o for p, o in zip(prompts, outputs, strict=True)]
+        given = self.metric_fn(samples=joined, prompts=prompts, outputs=outputs, **columns)
+        result = {name: [float(v) for v in values] for name, values in given.items()}
+        for name, values in result.items():
+            if len(values) != len(samples):
+                raise ValueError(f'metric_fn: {name!r} has {len(values)} numbers for {len(samples)} samples')
+        return result
+
+    def _summary(self, pairs: list[tuple[Sample, float | None]], metrics: dict[str, list[float]]) -> dict[str, float]:
+        count = len(pairs)
+        result = {
+            'length_mean': sum(s.num_actions for s, _ in pairs) / count,
+            'ended': sum(s.ended for s, _ in pairs) / count,
+        }
+        scores = [x for _, x in pairs if x is not None]
+        if scores:
+            mean = sum(scores) / count
+            result['score_mean'] = mean
+            result['score_std'] = (sum((x - mean) ** 2 for x in scores) / count) ** 0.5
+        return result | {f'metrics/{name}': sum(values) / count for name, values in metrics.items()}
+
+    def _show(self, trainer: Trainer, pairs: list[tuple[Sample, float | None]], metrics: dict[str, list[float]]) -> None:
+        if not trainer.strategy.is_rank_0:
+            return
+        self.last = [
+            {'prompt': s.prompt_text, 'response': s.response_text}
+            | ({} if score is None else {'score': score})
+            | {name: values[i] for name, values in metrics.items()}
+            for i, (s, score) in enumerate(pairs)
+        ]
+        rows = self.last[: self.num_rows]
+        if not rows:
+            return
+        if self._begun is not trainer:
+            self._file.begin(trainer, trainer.phase)
+            self._begun = trainer
+        self._file.write(trainer, trainer.phase, rows)
+        names = [n for n in rows[0] if n not in ('prompt', 'response')]
+        say(f'held-back prompts at phase {trainer.phase}\n{format_table(rows, [*names, "prompt", "response"])}')
