@@ -16,7 +16,7 @@ export TOKENIZERS_PARALLELISM ?= false
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make demo       SFT, then PPO, from nothing, in minutes on two cores; result in outputs/demo'
+	@echo 'make demo       SFT, a reward model, PPO, from nothing, in minutes on two cores; result in outputs/demo'
 	@echo 'make test       lint and tests, under 10 minutes'
 	@echo 'make test-full  and the slow tests'
 	@echo 'make lint       ruff and mypy'

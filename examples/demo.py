@@ -1,9 +1,10 @@
-"""The demo: a language model learns to tell stories (SFT), then to tell cheerful ones (PPO), from nothing and offline.
+"""The demo: the three stages of RLHF, from nothing and offline. SFT, a reward model from preferences, PPO against that reward model.
 
     python examples/demo.py [--out outputs/demo] [--seed 0]
 
-The world is `chatgpt.dataset.embedded`, which knows what a response is worth. Leaves in --out: sft/ and ppo/ (Hugging Face folders),
-metrics.jsonl of both runs, curves.png, and before_after.txt, the table that it prints at the end.
+The world is `chatgpt.dataset.embedded`. It knows what a response is worth; the policy never sees that, only the reward model that learned
+it from pairs, and the win rate at the end is by the truth. Leaves in --out: sft/, reward_model/ and ppo/ (Hugging Face folders),
+metrics.jsonl of the three runs, curves.png, and before_after.txt, the table that it prints at the end.
 """
 
 from __future__ import annotations
@@ -17,56 +18,59 @@ from typing import Any
 import torch
 from torch.optim import AdamW
 
-from chatgpt.dataset import embedded
+from chatgpt.dataset import embedded, load_demonstrations, load_preferences
 from chatgpt.launch.arguments import run_main
-from chatgpt.launch.build import embedded_reward
-from chatgpt.nn import GPTActor, GPTCritic
-from chatgpt.trainer import PPOTrainer, SFTTrainer
+from chatgpt.launch.build import quiet_transformers
+from chatgpt.nn import GPTRM, Critic, GPTActor
+from chatgpt.trainer import PPOTrainer, RewardModelTrainer, SFTTrainer
 from chatgpt.trainer.callbacks import format_table, read_jsonl
 from chatgpt.trainer.saving import save_pretrained
 from chatgpt.trainer.strategies import NaiveStrategy
-from chatgpt.types import Sequence
 
-NUM_SHOWN = 8
-
-
-def to_sequence(row: dict[str, str], tokenizer: Any) -> Sequence:
-    response = [*tokenizer(row['response'])['input_ids'], tokenizer.eos_token_id]
-    return Sequence(
-        prompt_ids=torch.tensor(tokenizer(row['prompt'])['input_ids']),
-        response_ids=torch.tensor(response),
-        response_mask=torch.ones(len(response), dtype=torch.bool),
-    )
+NUM_SHOWN, NUM_JUDGED = 6, 200
 
 
-def run_sft(strategy: Any, actor: Any, tokenizer: Any, out: Path) -> None:
-    stories = [to_sequence(row, tokenizer) for row in embedded.demo_corpus(2200, seed=0)]
+def run_sft(strategy: Any, tokenizer: Any, out: Path) -> Any:
+    actor = GPTActor(config=embedded.demo_config())
+    actor, optim = strategy.prepare((actor, AdamW(actor.parameters(), lr=2e-3)))
+    train, validation = load_demonstrations(embedded.demo_corpus(2200, seed=0), tokenizer, validation_percentage=9)
     trainer = SFTTrainer(
-        strategy,
-        *actor,
-        stories[200:],
-        stories[:200],
-        train_batch_size=32,
-        max_epochs=3,
-        log_interval=20,
-        tokenizer=tokenizer,
+        strategy, actor, optim, train, validation, train_batch_size=32, max_epochs=3, log_interval=20, tokenizer=tokenizer,
         run_dir=out / 'sft_run',
-    )
+    )  # fmt: skip
     trainer.fit()
-    save_pretrained(strategy, actor[0], out / 'sft', tokenizer=tokenizer)
+    save_pretrained(strategy, actor, out / 'sft', tokenizer=tokenizer)
+    return actor
+
+
+def run_reward_model(strategy: Any, tokenizer: Any, out: Path) -> RewardModelTrainer:
+    """Begins with what SFT has learned of the language."""
+    model = GPTRM(pretrained=out / 'sft')
+    model, optim = strategy.prepare((model, AdamW(model.parameters(), lr=1e-3)))
+    train, validation = load_preferences(embedded.demo_preferences(6600, seed=0), tokenizer, validation_percentage=9)
+    trainer = RewardModelTrainer(
+        strategy, model, optim, train, validation, train_batch_size=64, max_epochs=2, log_interval=20, tokenizer=tokenizer,
+        run_dir=out / 'reward_model_run',
+    )  # fmt: skip
+    trainer.fit()
+    save_pretrained(strategy, model, out / 'reward_model', tokenizer=tokenizer)
+    return trainer
 
 
 def run_ppo(strategy: Any, actor: Any, tokenizer: Any, out: Path) -> PPOTrainer:
+    actor = deepcopy(actor)
+    reward_model = GPTRM(pretrained=out / 'reward_model')
+    critic = Critic.from_reward_model(reward_model)
     initial_model = deepcopy(actor)
-    critic = GPTCritic(config=embedded.demo_config())
-    (actor, actor_optim), (critic, critic_optim), initial_model = strategy.prepare(
+    (actor, actor_optim), (critic, critic_optim), reward_model, initial_model = strategy.prepare(
         (actor, AdamW(actor.parameters(), lr=3e-4, eps=1e-5, weight_decay=0.0)),
         (critic, AdamW(critic.parameters(), lr=1e-3, eps=1e-5, weight_decay=0.0)),
+        reward_model,
         initial_model,
     )
     trainer = PPOTrainer(
-        strategy, actor, critic, embedded_reward, initial_model, actor_optim, critic_optim, tokenizer=tokenizer, run_dir=out / 'ppo_run',
-        experience_batch_size=64, train_batch_size=32, max_epochs=4, kl_coef=0.02, max_new_tokens=32,
+        strategy, actor, critic, reward_model, initial_model, actor_optim, critic_optim, tokenizer=tokenizer, run_dir=out / 'ppo_run',
+        experience_batch_size=64, train_batch_size=32, max_epochs=4, kl_coef=0.05, max_new_tokens=32,
     )  # fmt: skip
     trainer.fit(embedded.demo_prompts(200, seed=0), num_episodes=1, max_timesteps=40, update_timesteps=1)
     save_pretrained(strategy, actor, out / 'ppo', tokenizer=tokenizer)
@@ -88,20 +92,23 @@ def answers(folder: Path, prompts: list[str], seed: int) -> list[str]:
 
 
 def plot(out: Path) -> Path:
-    """Score and KL of every learning phase."""
+    """The reward model's accuracy, and PPO's score and KL."""
     import matplotlib
 
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
 
+    pairs = read_jsonl(out / 'reward_model_run' / 'metrics.jsonl')
     rows = read_jsonl(out / 'ppo_run' / 'metrics.jsonl')
     steps = [row['step'] for row in rows]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
+    figure, (first, left, right) = plt.subplots(1, 3, figsize=(13, 3.6), constrained_layout=True)
+    first.plot([row['step'] for row in pairs], [row['rm/accuracy'] for row in pairs], color='tab:blue')
+    first.set(title='reward model: pairs in the right order', xlabel='logged phase', ylabel='share')
     left.plot(steps, [row['rollout/score_mean'] for row in rows], color='tab:green')
-    left.set(title='score (true value of the stories)', xlabel='learning phase', ylabel='mean score')
+    left.set(title="PPO: the reward model's score", xlabel='learning phase', ylabel='mean score')
     right.plot(steps, [row['rollout/kl_mean'] for row in rows], color='tab:red')
-    right.set(title='KL to the initial model', xlabel='learning phase', ylabel='nats per response')
-    for axis in (left, right):
+    right.set(title='PPO: KL to the SFT model', xlabel='learning phase', ylabel='nats per response')
+    for axis in (first, left, right):
         axis.grid(alpha=0.3)
     figure.savefig(out / 'curves.png', dpi=120)
     return out / 'curves.png'
@@ -113,33 +120,43 @@ def main() -> None:
     parser.add_argument('--seed', type=int, default=0)
     args = parser.parse_args()
     start = time.perf_counter()
+    quiet_transformers()
     torch.set_num_threads(1)  # a model this small runs fastest on one
     tokenizer = embedded.demo_tokenizer()
     with NaiveStrategy(seed=args.seed) as strategy:
-        actor = GPTActor(config=embedded.demo_config())
-        num_parameters = sum(p.numel() for p in actor.parameters())
-        print(f'1. SFT: a new GPT-2 of {num_parameters:,} parameters learns the language of the story world', flush=True)
-        pair = strategy.prepare((actor, AdamW(actor.parameters(), lr=2e-3)))
-        run_sft(strategy, pair, tokenizer, args.out)
-        print('2. PPO: the same model learns to make its stories cheerful', flush=True)
+        print('1. SFT: a new GPT-2 of 0.2 million parameters learns the language of the story world', flush=True)
+        actor = run_sft(strategy, tokenizer, args.out)
+        print('2. Reward model: which of two stories is better, from 6,000 pairs', flush=True)
+        judge = run_reward_model(strategy, tokenizer, args.out)
+        accuracy = judge.evaluate(judge.eval_data)['accuracy']
+        print('3. PPO: the model learns to tell stories that the reward model likes', flush=True)
         run_ppo(strategy, actor, tokenizer, args.out)
-    prompts = [row['prompt'] for row in embedded.demo_prompts(100, seed=1)]
-    rows, totals = [], [0.0, 0.0]
-    before, after = answers(args.out / 'sft', prompts, 0), answers(args.out / 'ppo', prompts, 0)
-    for i, (prompt, old, new) in enumerate(zip(prompts, before, after, strict=True)):
-        scores = embedded.true_score(prompt, old), embedded.true_score(prompt, new)
-        totals = [t + s for t, s in zip(totals, scores, strict=True)]
-        if i < NUM_SHOWN:
-            rows += [
-                {'': 'prompt', 'score': '', 'text': prompt},
-                {'': 'before', 'score': f'{scores[0]:+.2f}', 'text': old},
-                {'': 'after', 'score': f'{scores[1]:+.2f}', 'text': new},
-            ]
-    table = format_table(rows, ['', 'score', 'text'], width=110)
-    summary = f'mean score on {len(prompts)} new prompts: before PPO {totals[0] / len(prompts):+.2f}, after {totals[1] / len(prompts):+.2f}'
-    (args.out / 'before_after.txt').write_text(f'{table}\n{summary}\n')
-    print(f'\n3. The same prompts before and after\n{table}\n{summary}')
-    print(f'curves: {plot(args.out)}; models: {args.out / "sft"}, {args.out / "ppo"}; {time.perf_counter() - start:.0f} s')
+    report(args.out, accuracy)
+    print(f'models: {args.out}/sft, reward_model, ppo; curves: {plot(args.out)}; {time.perf_counter() - start:.0f} s')
+
+
+def report(out: Path, accuracy: float) -> None:
+    """SFT against PPO on new prompts, by the truth."""
+    prompts = [row['prompt'] for row in embedded.demo_prompts(NUM_JUDGED, seed=1)]
+    before, after = answers(out / 'sft', prompts, 0), answers(out / 'ppo', prompts, 0)
+    values = [(embedded.true_score(p, b), embedded.true_score(p, a)) for p, b, a in zip(prompts, before, after, strict=True)]
+    wins, ties = sum(a > b for b, a in values), sum(a == b for b, a in values)
+    rows = []
+    for i in range(NUM_SHOWN):
+        rows += [
+            {'': 'prompt', 'truth': '', 'text': prompts[i]},
+            {'': 'SFT', 'truth': f'{values[i][0]:+.2f}', 'text': before[i]},
+            {'': 'PPO', 'truth': f'{values[i][1]:+.2f}', 'text': after[i]},
+        ]
+    count = len(prompts)
+    summary = [
+        f'reward model: {accuracy:.1%} of held-back pairs in the right order',
+        f'true value on {count} new prompts: SFT {sum(b for b, _ in values) / count:+.2f}, PPO {sum(a for _, a in values) / count:+.2f}',
+        f'win rate of PPO over SFT by the truth: {(wins + ties / 2) / count:.1%} ({wins} wins, {ties} ties counted half, of {count})',
+    ]
+    text = '\n'.join([format_table(rows, ['', 'truth', 'text'], width=110), *summary])
+    (out / 'before_after.txt').write_text(text + '\n')
+    print(f'\n4. The same prompts under both\n{text}')
 
 
 if __name__ == '__main__':
