@@ -1,13 +1,17 @@
 """Who generates: the engine protocol, the local engine, the engine around `model.generate`, sampling and its randomness."""
 
+from chatgpt.rollout.best_of_n import BestOfN, Candidate, kl_bound
 from chatgpt.rollout.compare import Comparison, Difference, compare_samples
 from chatgpt.rollout.engine import RolloutEngine
 from chatgpt.rollout.hf import HFEngine
 from chatgpt.rollout.local import LocalEngine
 from chatgpt.rollout.sampling import SamplingParams, from_generation_kwargs
 from chatgpt.rollout.stop import StopStrings
+from chatgpt.rollout.stream import stream_tokens
 
 __all__ = [
+    'BestOfN',
+    'Candidate',
     'Comparison',
     'Difference',
     'HFEngine',
@@ -17,4 +21,6 @@ __all__ = [
     'StopStrings',
     'compare_samples',
     'from_generation_kwargs',
+    'kl_bound',
+    'stream_tokens',
 ]

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from chatgpt.trainer.learning import NonFiniteError
     from chatgpt.trainer.ppo import PPOTrainer
     from chatgpt.trainer.reward_model import RewardModelConfig, RewardModelTrainer
+    from chatgpt.trainer.rft import RFTConfig, RFTTrainer
     from chatgpt.trainer.sft import SFTTrainer
     from chatgpt.trainer.supervised import SupervisedTrainer
 
@@ -18,6 +19,8 @@ _HOME = {
     'NonFiniteError': 'learning',
     'PPOConfig': 'config',
     'PPOTrainer': 'ppo',
+    'RFTConfig': 'rft',
+    'RFTTrainer': 'rft',
     'RewardModelConfig': 'reward_model',
     'RewardModelTrainer': 'reward_model',
     'SFTConfig': 'config',
@@ -31,6 +34,8 @@ __all__ = [
     'NonFiniteError',
     'PPOConfig',
     'PPOTrainer',
+    'RFTConfig',
+    'RFTTrainer',
     'RewardModelConfig',
     'RewardModelTrainer',
     'SFTConfig',

@@ -45,6 +45,8 @@ def save_checkpoint(trainer: Trainer, path: str | Path | None, *, score: float |
             writer.add(f'{name}/', strategy.model_pieces(model))
         for name, optimizer in trainer.optimizers().items():
             writer.add(f'{name}_optim/', strategy.optimizer_pieces(optimizer))
+        for name, pieces in trainer.callbacks.checkpoint_pieces(trainer).items():
+            writer.add(f'{name}/', pieces)
         writer.add('rng/', _rng_pieces(strategy.rank))
         writer.add_json('state.json', state)
         writer.commit(meta={'kind': 'training', 'phase': trainer.phase, 'score': score})
@@ -74,6 +76,9 @@ def load_checkpoint(trainer: Trainer, path: str | Path) -> bool:
     for name, optimizer in trainer.optimizers().items():
         strategy.load_optimizer_meta(optimizer, state['optimizers'][name])
         strategy.load_optimizer_pieces(optimizer, reader.sub(f'{name}_optim/'))
+    for name in sorted(_groups(reader) - set(trainer.models()) - {f'{n}_optim' for n in trainer.optimizers()}):
+        if not trainer.callbacks.load_checkpoint_pieces(trainer, name, reader.sub(f'{name}/')) and strategy.is_rank_0:
+            warnings.warn(f'{folder}: {name} is of a callback that this run does not have; it is left out', stacklevel=3)
     trainer.load_state_dict(state['trainer'])
     if layout_of(trainer) == state['layout']:
         _restore_rng(reader, strategy.rank, state['python_rng'])
@@ -136,12 +141,16 @@ def _find(trainer: Trainer, path: str | Path) -> Path | None:
 
 
 def _check_members(trainer: Trainer, reader: CheckpointReader, folder: Path) -> None:
-    stored = {name.split('/', 1)[0] for name in reader.names()} - {'rng'}
-    expected = set(trainer.models())
+    stored, expected = _groups(reader), set(trainer.models())
     missing = sorted(expected - stored)
-    unexpected = sorted(stored - expected - {f'{name}_optim' for name in trainer.optimizers()})
+    known = expected | {f'{name}_optim' for name in trainer.optimizers()} | {f'{name}_ema' for name in expected}
+    unexpected = sorted(stored - known)
     if missing or unexpected:
         raise CheckpointError(f'{folder}: belongs to another kind of run: missing {missing}, unexpected {unexpected}')
+
+
+def _groups(reader: CheckpointReader) -> set[str]:
+    return {name.split('/', 1)[0] for name in reader.names()} - {'rng'}
 
 
 def _fault(act: Any) -> str | None:

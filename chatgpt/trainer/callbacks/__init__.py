@@ -3,6 +3,7 @@
 from chatgpt.trainer.callbacks.base import Callback, CallbackList
 from chatgpt.trainer.callbacks.checkpoint import SaveCheckpoint
 from chatgpt.trainer.callbacks.early_stopping import EarlyStopping, StopOnPlateau
+from chatgpt.trainer.callbacks.ema import EMA
 from chatgpt.trainer.callbacks.evaluation import Evaluator
 from chatgpt.trainer.callbacks.jsonl import JsonLines, MetricsWriter, read_jsonl
 from chatgpt.trainer.callbacks.performance import PerformanceEvaluator, num_parameters
@@ -13,6 +14,7 @@ from chatgpt.trainer.callbacks.tensorboard import TensorBoard
 from chatgpt.trainer.callbacks.wandb import WandB
 
 __all__ = [
+    'EMA',
     'Callback',
     'CallbackList',
     'EarlyStopping',

@@ -13,6 +13,7 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
+from chatgpt.checkpoint import Piece, TensorReader
 from chatgpt.types import Experience
 
 if TYPE_CHECKING:
@@ -88,6 +89,14 @@ class Callback:
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """The run is ending with `error`. Other ranks may be elsewhere: no collective work here."""
 
+    def checkpoint_pieces(self, trainer: Trainer) -> dict[str, list[Piece]]:
+        """Tensors that a resumed run needs: {group: this rank's pieces}, the same groups on every rank."""
+        return {}
+
+    def load_checkpoint_pieces(self, trainer: Trainer, name: str, reader: TensorReader) -> bool:
+        """Take up a group that `checkpoint_pieces` gave; False when it is another callback's."""
+        return False
+
     def state_dict(self) -> dict[str, Any]:
         """JSON-able state that a resumed run needs."""
         return {}
@@ -138,6 +147,12 @@ class CallbackList(Callback):
         for name, callback in self._named():
             if name in state:
                 callback.load_state_dict(state[name])
+
+    def checkpoint_pieces(self, trainer: Trainer) -> dict[str, list[Piece]]:
+        return {name: pieces for callback in self.callbacks for name, pieces in callback.checkpoint_pieces(trainer).items()}
+
+    def load_checkpoint_pieces(self, trainer: Trainer, name: str, reader: TensorReader) -> bool:
+        return any(callback.load_checkpoint_pieces(trainer, name, reader) for callback in self.callbacks)
 
     def on_fit_start(self, trainer: Trainer) -> None:
         for callback in self.callbacks:

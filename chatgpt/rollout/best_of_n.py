@@ -1,0 +1,81 @@
+"""Best of n: several responses to a prompt, and those that a scorer likes best.
+
+The distribution of the best of n is at most log n − (n − 1)/n nats away from the policy (Stiennon et al. 2020, appendix G.3; Beirami et al.
+2024 show that it is a bound). Left out: training on the result (`chatgpt.trainer.rft`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+from chatgpt.rollout.engine import RolloutEngine
+from chatgpt.rollout.sampling import SamplingParams
+from chatgpt.types import Prompt, Sample
+
+
+class Candidate(NamedTuple):
+    sample: Sample
+    score: float
+
+
+def kl_bound(n: int) -> float:
+    """Upper bound in nats of KL(best of n || policy): log n − (n − 1)/n."""
+    if n < 1:
+        raise ValueError(f'n={n} must be at least 1')
+    return math.log(n) - (n - 1) / n
+
+
+class BestOfN:
+    """Generates `sample_size` responses to each prompt and gives the `n_candidates` best.
+
+    >>> best = BestOfN(engine, score, sample_size=4)                                        # doctest: +SKIP
+    >>> engine.begin(actor)                                                                 # doctest: +SKIP
+    >>> best(prompts, SamplingParams(max_new_tokens=48), seed=1)[0][0].sample.response_ids  # doctest: +SKIP
+
+    Args:
+        engine: begun with a policy when this is called.
+        score: samples → one number each; such as `lambda samples: scorer.score(samples, strategy)`.
+        sample_size, n_candidates: TRL's names and defaults.
+    """
+
+    def __init__(
+        self, engine: RolloutEngine, score: Callable[[list[Sample]], SequenceOf[float]], *, sample_size: int = 4, n_candidates: int = 1
+    ) -> None:
+        if not 1 <= n_candidates <= sample_size:
+            raise ValueError(f'n_candidates={n_candidates} must lie between 1 and sample_size={sample_size}')
+        self.engine, self.score = engine, score
+        self.sample_size, self.n_candidates = sample_size, n_candidates
+
+    def __call__(
+        self,
+        prompts: SequenceOf[Prompt],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        first_index: int = 0,
+        decode: Callable[[Sample], None] | None = None,
+    ) -> list[list[Candidate]]:
+        """For each prompt its best candidates, best first; of equal ones the one sampled first.
+
+        `decode` may fill a sample's texts before it is scored. Raises ValueError for greedy sampling with more than one response, and for
+        scores that are not one finite number each.
+        """
+        n = self.sample_size
+        if n > 1 and not sampling.do_sample:
+            raise ValueError(f'best of {n}: greedy decoding gives {n} times the same response; set do_sample')
+        repeated = [prompt for prompt in prompts for _ in range(n)]
+        indices = range(first_index, first_index + len(repeated))
+        groups = [first_index + i // n for i in range(len(repeated))]
+        samples = self.engine.generate(repeated, sampling, seed=seed, indices=indices, groups=groups)
+        for sample in samples if decode is not None else ():
+            assert decode is not None
+            decode(sample)
+        scores = [float(s) for s in self.score(samples)]
+        if len(scores) != len(samples) or not all(math.isfinite(s) for s in scores):
+            raise ValueError(f'best of {n}: the score gave {len(scores)} numbers for {len(samples)} samples, all of which must be finite')
+        candidates = [Candidate(sample, score) for sample, score in zip(samples, scores, strict=True)]
+        of_prompt = [candidates[i : i + n] for i in range(0, len(candidates), n)]
+        return [sorted(group, key=lambda c: -c.score)[: self.n_candidates] for group in of_prompt]

@@ -1,0 +1,52 @@
+"""One response, token by token as it is drawn: for a chat in a terminal. Left out: batches (the engines)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from chatgpt.rollout.randomness import sample_keys, uniforms
+from chatgpt.rollout.sampling import SamplingParams, TokenSampler
+
+if TYPE_CHECKING:
+    from chatgpt.nn import Actor
+
+
+@torch.inference_mode()
+def stream_tokens(actor: Actor, prompt_ids: Tensor, sampling: SamplingParams, *, seed: int, index: int = 0) -> Iterator[int]:
+    """The ids of one response as they are drawn, the end token included. Draws are those of the engines for (seed, index).
+
+    Args:
+        prompt_ids: (P,) int64, P >= 1.
+
+    Raises:
+        ValueError: an empty prompt, or no room for a response.
+    """
+    from transformers import DynamicCache
+
+    if len(prompt_ids) == 0:
+        raise ValueError('stream_tokens: the prompt is empty; give it at least a begin token')
+    limit = sampling.room(len(prompt_ids))
+    if limit < 1:
+        raise ValueError(f'stream_tokens: a prompt of {len(prompt_ids)} tokens leaves no room for a response')
+    device = next(actor.parameters()).device
+    sampler, cache = TokenSampler(sampling, device), DynamicCache()
+    key = sample_keys(seed, torch.tensor([index], dtype=torch.int64, device=device))
+    ids = prompt_ids[None].to(device)
+    past: list[int] = []
+    while len(past) < limit:
+        start = len(prompt_ids) + len(past) - ids.shape[1]
+        positions = torch.arange(start, start + ids.shape[1], device=device)[None]
+        hidden = actor.trunk(ids, position_ids=positions, past_key_values=cache, use_cache=True)
+        position = torch.tensor([len(past)], device=device)
+        uniform = uniforms(key[:, None], position).view(1, 1) if sampling.do_sample else None
+        too_short = torch.tensor([len(past) < sampling.min_new_tokens], device=device) if sampling.eos_token_ids else None
+        token = int(sampler(actor.head(hidden[:, -1]), uniform, too_short).token)
+        past.append(token)
+        yield token
+        if token in sampling.eos_token_ids or (sampling.stop is not None and sampling.stop(past)):
+            return
+        ids = torch.tensor([[token]], device=device)

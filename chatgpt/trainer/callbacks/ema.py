@@ -1,0 +1,135 @@
+"""An exponential moving average of the actor's weights, kept in fp32 and spread over the ranks.
+
+    average ← decay · average + (1 − decay) · weights        after every optimizer step (Polyak & Juditsky 1992; DeepSpeed-Chat's actor EMA)
+
+Each rank averages the pieces it would write into a checkpoint, so that any strategy and world size works and may change on a
+resume. Left out: evaluating or generating with the average while the run goes on.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from chatgpt.checkpoint import Piece, TensorReader, write_checkpoint
+from chatgpt.trainer.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from chatgpt.trainer.base import Trainer
+
+
+class EMA(Callback):
+    """Averages a model's weights and, at the end, writes them as a Hugging Face folder.
+
+    The average is in training checkpoints as `<model>_ema/`. One that has none (EMA was turned on later) starts it anew, with a warning.
+
+    Args:
+        decay: share of the old average that stays, in [0, 1); 0.992 is DeepSpeed-Chat's.
+        model: its name in `trainer.models()`; None takes 'actor', else the only one.
+        path: where the average is written at the end; None means `run_dir/<model>_ema`, or nowhere without a run_dir.
+
+    Raises:
+        ValueError: a decay out of range, or a model that the trainer does not have.
+    """
+
+    def __init__(self, decay: float = 0.992, *, model: str | None = None, path: str | Path | None = None) -> None:
+        if not 0.0 <= decay < 1.0:
+            raise ValueError(f'EMA: decay={decay} must lie in [0, 1)')
+        self.decay, self.model, self.path = decay, model, path
+        self._pieces: dict[tuple[str, int], Piece] = {}
+        """by name and start: this rank's part of the average, fp32 on the CPU for weights"""
+        self._num_updates: int | None = None
+
+    def _name(self, trainer: Trainer) -> str:
+        models = trainer.models()
+        name = self.model or ('actor' if 'actor' in models else next(iter(models)))
+        if name not in models:
+            raise ValueError(f'EMA: the trainer has no model {name!r}; it has {", ".join(models)}')
+        return name
+
+    def _own(self, trainer: Trainer) -> Iterator[Piece]:
+        return iter(trainer.strategy.model_pieces(trainer.models()[self._name(trainer)]))
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self._name(trainer)
+        if not self._pieces:
+            self._pieces = {(p.name, p.start): _copied(p) for p in self._own(trainer)}
+        self._num_updates = trainer.num_updates
+
+    @torch.no_grad()
+    def on_learn_batch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        if trainer.num_updates == self._num_updates:  # the step was skipped
+            return
+        self._num_updates = trainer.num_updates
+        for piece in self._own(trainer):
+            average = self._pieces[piece.name, piece.start].data
+            current = piece.data.detach().to(average.device, average.dtype)
+            if average.is_floating_point():
+                average.lerp_(current, 1.0 - self.decay)
+            else:
+                average.copy_(current)
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        path = self.path or (trainer.run_dir / f'{self._name(trainer)}_ema' if trainer.run_dir is not None else None)
+        if path is not None:
+            self.save_pretrained(trainer, path)
+
+    # ------------------------------------------------------------------ in checkpoints
+
+    def checkpoint_pieces(self, trainer: Trainer) -> dict[str, list[Piece]]:
+        return {f'{self._name(trainer)}_ema': list(self._pieces.values())} if self._pieces else {}
+
+    def load_checkpoint_pieces(self, trainer: Trainer, name: str, reader: TensorReader) -> bool:
+        if name != f'{self._name(trainer)}_ema':
+            return False
+        self._pieces = {}
+        for piece in self._own(trainer):
+            stored = reader.read(piece.name, piece.start, piece.stop)
+            self._pieces[piece.name, piece.start] = _copied(piece._replace(data=stored))
+        return True
+
+    def on_resume(self, trainer: Trainer, path: Path) -> None:
+        if not self._pieces and trainer.strategy.is_rank_0:
+            warnings.warn(f'{path} has no average of the {self._name(trainer)}: EMA starts from its weights', stacklevel=2)
+
+    # ------------------------------------------------------------------ as a model
+
+    @contextmanager
+    def averaged(self, trainer: Trainer, scratch: str | Path) -> Iterator[None]:
+        """Inside, the model has the average as its weights; the exact bits are back after. Collective.
+
+        `scratch` is a folder that all ranks share, for the weights that wait there.
+        """
+        strategy, model = trainer.strategy, trainer.models()[self._name(trainer)]
+        scratch = Path(scratch)
+        for part, pieces in (('weights', list(self._own(trainer))), ('average', list(self._pieces.values()))):
+            write_checkpoint(
+                scratch / part, {'': pieces}, meta={'kind': 'model'}, rank=strategy.rank, all_gather_object=strategy.all_gather_object
+            )
+        try:
+            strategy.load_model(model, scratch / 'average')
+            yield
+        finally:
+            strategy.load_model(model, scratch / 'weights')
+            strategy.run_on_rank0(lambda: shutil.rmtree(scratch, ignore_errors=True))
+
+    def save_pretrained(self, trainer: Trainer, path: str | Path) -> None:
+        """Write the average as a Hugging Face folder. Call it on every rank."""
+        path, strategy = Path(path), trainer.strategy
+        model = trainer.models()[self._name(trainer)]
+        with (
+            self.averaged(trainer, path.with_name(f'.{path.name}.tmp')),
+            strategy.full_model(model, dtype=torch.float32, on_disk=path.parent) as full,
+        ):
+            strategy.run_on_rank0(lambda: cast(Any, full).save_pretrained(path, tokenizer=trainer.tokenizer))
+
+
+def _copied(piece: Piece) -> Piece:
+    data: Any = piece.data.detach()
+    return piece._replace(data=data.to('cpu', torch.float32 if data.is_floating_point() else data.dtype, copy=True))

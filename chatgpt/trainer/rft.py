@@ -1,0 +1,213 @@
+"""Rejection-sampling fine-tuning (RFT): generate, keep what is good, learn it by SFT, again.
+
+Each round draws `num_samples_per_prompt` responses to every prompt, and keeps of each prompt those at or above a quantile of its
+scores, each text once (Dong et al. 2023, "RAFT"; Yuan et al. 2023; trlX's RFT, whose quantile rises from round to round). What is kept is
+learned for `max_epochs` passes. Left out: a KL penalty; the quantile and few epochs keep the policy near.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from chatgpt.dataset.prompts import as_prompts
+from chatgpt.experience.scorers import as_scorer
+from chatgpt.rollout import LocalEngine, RolloutEngine
+from chatgpt.rollout.sampling import generation_fields
+from chatgpt.trainer.config import SFTConfig, nearest
+from chatgpt.trainer.ppo_setup import sampling_for
+from chatgpt.trainer.sft import SFTTrainer
+from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.types import Prompt, Sample, Sequence
+
+
+@dataclass(kw_only=True)
+class RFTConfig(SFTConfig):
+    """Every setting of `RFTTrainer`."""
+
+    num_rounds: int = 4
+    """how often is generated and learned"""
+    num_samples_per_prompt: int = 8
+    start_quantile: float = 0.7
+    """of each prompt's scores, in the first round; trlX has 0.7"""
+    end_quantile: float = 0.95
+    """in the last round; trlX has 0.95"""
+    max_epochs: int = 1
+    """passes over what a round kept"""
+
+    def validate(self, world_size: int = 1) -> None:
+        super().validate(world_size)
+        self._positive('num_rounds')
+        for name in ('start_quantile', 'end_quantile'):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f'{name}={getattr(self, name)} must lie in [0, 1]')
+        if self.num_samples_per_prompt < 2:
+            raise ValueError(f'num_samples_per_prompt={self.num_samples_per_prompt} must be at least 2: RFT keeps some and drops some')
+
+    def quantile(self, round_number: int) -> float:
+        """Of round 0 .. num_rounds − 1, linear between the two."""
+        share = round_number / max(self.num_rounds - 1, 1)
+        return self.start_quantile + share * (self.end_quantile - self.start_quantile)
+
+
+def select(samples: SequenceOf[Sample], scores: SequenceOf[float], quantile: float) -> list[int]:
+    """Positions of the samples to keep: in each group those at or above its quantile, equal texts once.
+
+    A group whose scores are all equal has none. The quantile is the 'higher' one, a score that was really given.
+    """
+    groups: dict[int, list[int]] = {}
+    for i, sample in enumerate(samples):
+        groups.setdefault(sample.group, []).append(i)
+    kept = []
+    for members in groups.values():
+        of_group = sorted(scores[i] for i in members)
+        if of_group[0] == of_group[-1]:
+            continue
+        threshold = of_group[math.ceil(quantile * (len(of_group) - 1) - 1e-9)]
+        seen: set[tuple[int, ...]] = set()
+        for i in members:
+            text = tuple(samples[i].response_ids.tolist())
+            if scores[i] >= threshold and text not in seen:
+                seen.add(text)
+                kept.append(i)
+    return kept
+
+
+class RFTTrainer(SFTTrainer):
+    """Rounds of sampling and SFT on an actor.
+
+    Metrics, beside `sft/...`: `rft/score_mean` and `rft/kept_score_mean` of the round that is being learned, `rft/kept` (share of
+    samples), `rft/quantile`, `rft/round`.
+
+    Args:
+        prompts: what `PPOTrainer.fit` takes.
+        reward: a reward model (prepared), a function `fn(prompts, responses, **columns)`, or a scorer.
+        eval_data: demonstrations for `sft/val_...`.
+        kwargs: settings of `RFTConfig` and generation keywords.
+    """
+
+    config_class = RFTConfig
+    config: RFTConfig
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        actor: nn.Module,
+        optim: Optimizer,
+        prompts: Any,
+        reward: Any,
+        eval_data: SequenceOf[Sequence] | None = None,
+        *,
+        config: RFTConfig | None = None,
+        engine: RolloutEngine | None = None,
+        callbacks: SequenceOf[Any] = (),
+        tokenizer: Any = None,
+        run_dir: str | Path | None = None,
+        **kwargs: Any,
+    ) -> None:
+        known, generation = RFTConfig.field_names(), generation_fields()
+        for name in kwargs:
+            if name not in known and name not in generation:
+                raise ValueError(f'RFTTrainer got an unknown keyword {name!r}{nearest(name, [*known, *generation])}')
+        settings = {k: v for k, v in kwargs.items() if k in known}
+        self.prompts = as_prompts(prompts, tokenizer)
+        self.scorer = as_scorer(reward)
+        self.engine: RolloutEngine = engine or LocalEngine()
+        token = torch.zeros(1, dtype=torch.int64)
+        nothing_yet = Sequence(prompt_ids=token, response_ids=token, response_mask=torch.zeros(1, dtype=torch.bool))
+        super().__init__(
+            strategy, actor, optim, [nothing_yet], eval_data, config=config, callbacks=callbacks, tokenizer=tokenizer, run_dir=run_dir,
+            **settings,
+        )  # fmt: skip
+        bare: Any = strategy.unwrap(actor)
+        self.sampling, self.stop_strings = sampling_for(bare, tokenizer, {k: v for k, v in kwargs.items() if k in generation})
+        if not self.sampling.do_sample:
+            raise ValueError('RFT chooses among different responses: do_sample=False gives only one')
+        self.round = 0
+        """rounds done"""
+        self.round_metrics: dict[str, float] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {'round': self.round, 'round_metrics': self.round_metrics}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.round, self.round_metrics = int(state['round']), dict(state['round_metrics'])
+
+    def fingerprint(self) -> dict[str, Any]:
+        return super().fingerprint() | {'num_records': len(self.prompts)}
+
+    def fit(self) -> None:
+        """Run `num_rounds` rounds. After `load_checkpoint` it goes on with the next one."""
+        c = self.config
+        self.is_resuming = False
+        with self.running(num_phases=None):
+            while self.round < c.num_rounds and not self.stop_agreed():
+                self.train_data = self._kept(self.round)
+                if self.train_data:
+                    self._learn_round()
+                else:
+                    self.round += 1
+
+    def _learn_round(self) -> None:
+        c = self.config
+        per_epoch = -(-len(self.train_data) // c.train_batch_size)
+        total = per_epoch * c.max_epochs
+        self.epochs_before += c.max_epochs
+        self.batches_done = 0
+        self.fit_updates = self.num_updates
+        self.total_updates = self.fit_updates + total
+        # One phase is one round, so that a checkpoint never lies within one: it could not tell which samples were kept.
+        self._phase(total, per_epoch, total)
+
+    def end_phase(self, metrics: dict[str, float]) -> None:
+        self.round += 1
+        super().end_phase(metrics | self.round_metrics)
+
+    def _kept(self, number: int) -> list[Sequence]:
+        """The samples of round `number` that are worth learning, the same list on every rank."""
+        c, strategy = self.config, self.strategy
+        n = c.num_samples_per_prompt
+        mine = range(strategy.rank, len(self.prompts), strategy.world_size)
+        prompts: list[Prompt] = [self.prompts[i] for i in mine for _ in range(n)]
+        first = number * len(self.prompts) * n
+        indices = [first + i * n + j for i in mine for j in range(n)]
+        groups = [i for i in mine for _ in range(n)]
+        samples: list[Sample] = []
+        with self.clock.measure('collect'), strategy.full_model(self.model) as full:
+            self.engine.begin(cast(Any, full))
+            try:
+                if prompts:
+                    samples = self.engine.generate(prompts, self.sampling, seed=strategy.seed, indices=indices, groups=groups)
+            finally:
+                self.engine.end()
+        for sample in samples if self.tokenizer is not None else ():
+            text = self.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
+            sample.response_text = self.stop_strings.cut(text) if self.stop_strings is not None else text
+            sample.prompt_text = sample.prompt_text or self.tokenizer.decode(sample.prompt_ids, skip_special_tokens=True)
+        with self.clock.measure('score'):
+            given = self.scorer.score(samples, cast(Any, strategy)) if self.scorer is not None else []
+        numbers = [float(s.sum()) if isinstance(s, torch.Tensor) else float(s) for s in given]
+        gathered = strategy.all_gather_object(list(zip(samples, numbers, strict=True)))
+        pairs = sorted((p for rank in gathered for p in rank), key=lambda p: p[0].index)
+        quantile = c.quantile(number)
+        kept = select([s for s, _ in pairs], [x for _, x in pairs], quantile)
+        self.round_metrics = {
+            'rft/round': float(number + 1),
+            'rft/quantile': quantile,
+            'rft/kept': len(kept) / len(pairs),
+            'rft/score_mean': sum(x for _, x in pairs) / len(pairs),
+            'rft/kept_score_mean': sum(pairs[i][1] for i in kept) / max(len(kept), 1),
+        }
+        return [
+            Sequence(prompt_ids=s.prompt_ids, response_ids=s.response_ids, response_mask=s.response_mask)
+            for s in (pairs[i][0] for i in kept)
+        ]

@@ -1,0 +1,98 @@
+"""Best of n, and the stream of a single response."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from chatgpt.nn import GPTActor
+from chatgpt.rollout import BestOfN, LocalEngine, SamplingParams, kl_bound, stream_tokens
+from chatgpt.testing.fakes import tiny_config
+from chatgpt.types import Prompt
+
+PROMPTS = [Prompt(ids=torch.tensor([3, 4])), Prompt(ids=torch.tensor([5]))]
+
+
+@pytest.fixture(scope='module')
+def actor() -> GPTActor:
+    torch.manual_seed(0)
+    return GPTActor(config=tiny_config('gpt2', vocab_size=24, positions=48)).eval()
+
+
+@pytest.fixture
+def engine(actor):
+    engine = LocalEngine()
+    engine.begin(actor)
+    yield engine
+    engine.end()
+
+
+def score(samples):
+    return [float(s.response_ids.sum()) for s in samples]
+
+
+def test_the_best_are_found_and_in_order(engine):
+    sampling = SamplingParams(max_new_tokens=6)
+    found = BestOfN(engine, score, sample_size=5, n_candidates=2)(PROMPTS, sampling, seed=3, first_index=10)
+    for number, candidates in enumerate(found):
+        plain = engine.generate([PROMPTS[number]] * 5, sampling, seed=3, indices=range(10 + 5 * number, 15 + 5 * number))
+        want = sorted((int(s.response_ids.sum()) for s in plain), reverse=True)[:2]
+        assert [c.score for c in candidates] == want
+        assert [int(c.sample.response_ids.sum()) for c in candidates] == want
+        assert want[0] > min(int(s.response_ids.sum()) for s in plain)  # there was something to choose from
+
+
+def test_more_candidates_are_better_on_average(engine):
+    sampling = SamplingParams(max_new_tokens=4)
+    means = []
+    for n in (1, 4, 16):
+        best = BestOfN(engine, score, sample_size=n)(PROMPTS * 16, sampling, seed=1)
+        means.append(sum(c[0].score for c in best) / len(best))
+    assert means[0] + 5 < means[1] < means[2] - 2
+
+
+def test_the_bound_of_the_divergence():
+    assert kl_bound(1) == 0.0
+    assert kl_bound(4) == pytest.approx(math.log(4) - 0.75)
+    # exactly the divergence where no two responses are equally good: density n u^(n-1) against 1
+    n, steps = 4, 200_000
+    u = (torch.arange(steps, dtype=torch.float64) + 0.5) / steps
+    density = n * u ** (n - 1)
+    assert float((density * density.log()).mean()) == pytest.approx(kl_bound(n), abs=1e-6)
+
+
+@pytest.mark.parametrize(('settings', 'sampling', 'sentence'), [
+    ({'sample_size': 2, 'n_candidates': 3}, {}, 'n_candidates=3 must lie between 1 and sample_size=2'),
+    ({'sample_size': 2}, {'do_sample': False}, 'greedy decoding gives 2 times the same response'),
+])  # fmt: skip
+def test_mistakes(engine, settings, sampling, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        BestOfN(engine, score, **settings)(PROMPTS, SamplingParams(max_new_tokens=2, **sampling), seed=0)
+
+
+@pytest.mark.parametrize('scores', [[1.0], [1.0, float('nan'), 1.0, 1.0]])
+def test_a_score_that_is_none(engine, scores):
+    with pytest.raises(ValueError, match='all of which must be finite'):
+        BestOfN(engine, lambda samples: scores, sample_size=2)(PROMPTS, SamplingParams(max_new_tokens=2), seed=0)
+
+
+@pytest.mark.parametrize('settings', [
+    {}, {'do_sample': False}, {'temperature': 0.7, 'top_k': 5}, {'top_p': 0.8}, {'min_new_tokens': 6, 'eos_token_ids': tuple(range(12))},
+    {'eos_token_ids': tuple(range(8))}, {'stop': lambda ids: len(ids) > 3},
+])  # fmt: skip
+def test_a_stream_gives_the_engines_tokens(actor, engine, settings):
+    sampling = SamplingParams(max_new_tokens=12, **settings)
+    for index, prompt in enumerate(PROMPTS):
+        want = engine.generate([prompt], sampling, seed=5, indices=[index])[0].response_ids.tolist()
+        assert list(stream_tokens(actor, prompt.ids, sampling, seed=5, index=index)) == want
+
+
+def test_a_stream_comes_token_by_token(actor):
+    stream = stream_tokens(actor, PROMPTS[0].ids, SamplingParams(max_new_tokens=10), seed=0)
+    first = [next(stream), next(stream)]
+    stream.close()
+    assert len(first) == 2
+    with pytest.raises(ValueError, match='the prompt is empty'):
+        next(stream_tokens(actor, torch.tensor([], dtype=torch.int64), SamplingParams(max_new_tokens=3), seed=0))
