@@ -62,7 +62,8 @@ def make(strategy: Any = None, more: Any = (), **kw: Any) -> Any:
     actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=1e-2, eps=1e-4)))
     log = Log()
     settings = {'num_rounds': 4, 'num_samples_per_prompt': 8, 'train_batch_size': 8, 'max_new_tokens': 8} | kw
-    trainer = RFTTrainer(strategy, actor, optim, ['a', 'b', 'c', 'd'], vowels, tokenizer=char_tokenizer(), callbacks=[log, *more], **settings)
+    tokenizer, prompts = char_tokenizer(), ['a', 'b', 'c', 'd']
+    trainer = RFTTrainer(strategy, actor, optim, prompts, vowels, tokenizer=tokenizer, callbacks=[log, *more], **settings)
     trainer.log = log
     return trainer
 

@@ -1,0 +1,212 @@
+"""Text from a trained model: for one prompt, for a file of them, or as a chat in the terminal.
+
+    python examples/inference.py --pretrain outputs/run/actor --input "Once upon a time"
+    python examples/inference.py --pretrain outputs/run/actor --input prompts.jsonl --output answers.jsonl
+    python examples/inference.py --pretrain outputs/run/actor            # chat: Ctrl-C ends an answer, Ctrl-D the chat
+
+--model_path takes a weights file or folder that `strategy.save_model` wrote, or a PEFT adapter, on top of --pretrain. Chats use the
+tokenizer's chat template where it has one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from chatgpt.launch.arguments import Parser, run_main
+
+BATCH = 64
+
+
+def parse_args() -> Any:
+    parser = Parser(description=__doc__)
+    parser.add_argument('--pretrain', required=True, help='hub name or folder of the model')
+    parser.add_argument('--model', choices=('auto', 'gpt2', 'opt', 'bloom', 'llama'), default='auto')
+    parser.add_argument('--model_path', help='weights of strategy.save_model, or a PEFT adapter folder')
+    parser.add_argument('--tokenizer', help='hub name or folder; default: --pretrain')
+    parser.add_argument('--input', help='a prompt, or a file of prompts (csv, json, jsonl, parquet, or .txt: one a line); default: chat')
+    parser.add_argument('--output', help='write prompts and responses as jsonl')
+    parser.add_argument('--max_new_tokens', type=int, help='(default: 128, or what the context leaves)')
+    parser.add_argument('--min_new_tokens', type=int, default=0)
+    parser.add_argument('--temperature', type=float, default=1.0)
+    parser.add_argument('--top_k', type=int, default=0)
+    parser.add_argument('--top_p', type=float, default=1.0)
+    parser.add_argument('--greedy', action='store_true')
+    parser.add_argument('--stop_string', action='append', help='end a response where this text appears; may be given several times')
+    parser.add_argument('--best_of', type=int, default=1, help='draw so many responses and keep the best by --reward_model')
+    parser.add_argument('--reward_model', help='folder of the reward model for --best_of')
+    parser.add_argument('--precision', choices=('fp32', 'bf16', 'fp16'), default='fp32')
+    parser.add_argument('--seed', type=int, default=0)
+    parser.add_argument('--trust_remote_code', action='store_true')
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    from chatgpt.launch.build import quiet_transformers
+    from chatgpt.nn.loading import load_tokenizer
+    from chatgpt.trainer.ppo_setup import sampling_for
+    from chatgpt.trainer.strategies import NaiveStrategy
+
+    if (args.best_of > 1) != bool(args.reward_model):
+        raise ValueError('--best_of above 1 and --reward_model belong together: give both or neither')
+    if args.output and not args.input:
+        raise ValueError('--output needs --input: a chat is not written down')
+    quiet_transformers()
+    tokenizer = load_tokenizer(args.tokenizer or args.pretrain, trust_remote_code=args.trust_remote_code)
+    prompts = read_prompts(args.input, tokenizer) if args.input else None
+    with NaiveStrategy(seed=args.seed, precision=args.precision) as strategy:
+        actor = strategy.prepare(load_actor(args, strategy))
+        sampling, stops = sampling_for(
+            actor, tokenizer,
+            {'max_new_tokens': args.max_new_tokens or room(actor.config, prompts), 'min_new_tokens': args.min_new_tokens,
+             'temperature': args.temperature, 'top_k': args.top_k, 'top_p': args.top_p, 'do_sample': not args.greedy, 'stop_strings': args.stop_string},
+        )  # fmt: skip
+        with strategy.full_model(actor) as policy:
+            if prompts is None:
+                chat(policy, tokenizer, sampling, args)
+            else:
+                write(answer(args, strategy, policy, tokenizer, prompts, sampling, stops), args.output)
+
+
+def room(config: Any, prompts: Any) -> int:
+    """New tokens where none are asked for: 128, or half of the context in a chat, or what the longest prompt leaves of it."""
+    from chatgpt.launch.build import context_of
+
+    limit = context_of(config)
+    if limit is None:
+        return 128
+    return max(1, min(128, limit // 2 if prompts is None else limit - max(len(p.ids) for p in prompts)))
+
+
+def load_actor(args: Any, strategy: Any) -> Any:
+    from chatgpt import nn
+    from chatgpt.launch.build import FAMILIES
+    from chatgpt.nn.peft_format import CONFIG_FILE, import_peft
+
+    actor = getattr(nn, FAMILIES[args.model] + 'Actor')(pretrained=args.pretrain, trust_remote_code=args.trust_remote_code)
+    if args.model_path and Path(args.model_path, CONFIG_FILE).is_file():
+        import_peft(actor, args.model_path)
+    elif args.model_path:
+        strategy.load_model(actor, args.model_path)
+    return actor
+
+
+def read_prompts(source: str, tokenizer: Any) -> Any:
+    """A file's prompts, or the text itself as the only one."""
+    from chatgpt.dataset import load_prompts
+
+    path = Path(source)
+    if path.suffix == '.txt' and path.is_file():
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+        return load_prompts([{'prompt': line} for line in lines], tokenizer)
+    if path.suffix in ('.csv', '.json', '.jsonl', '.parquet', '.gz'):
+        return load_prompts(source, tokenizer)
+    return load_prompts([{'prompt': source}], tokenizer)
+
+
+def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, sampling: Any, stops: Any) -> Any:
+    """Rows of prompt and response, batch after batch."""
+    from chatgpt.experience.scorers import as_scorer
+    from chatgpt.nn import RewardModel
+    from chatgpt.rollout import BestOfN, LocalEngine
+
+    scorer = as_scorer(strategy.prepare(RewardModel.from_pretrained(args.reward_model))) if args.reward_model else None
+
+    def decode(sample: Any) -> None:
+        text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
+        sample.response_text = stops.cut(text) if stops is not None else text
+        sample.prompt_text = tokenizer.decode(sample.prompt_ids, skip_special_tokens=True)
+
+    def score(samples: list[Any]) -> list[float]:
+        return [0.0] * len(samples) if scorer is None else [float(s) for s in scorer.score(samples, strategy)]
+
+    engine = LocalEngine()
+    engine.begin(policy)
+    best = BestOfN(engine, score, sample_size=args.best_of)
+    for start in range(0, len(prompts), BATCH):
+        chosen = [prompts[i] for i in range(start, min(start + BATCH, len(prompts)))]
+        for prompt, (first,) in zip(
+            chosen, best(chosen, sampling, seed=args.seed, first_index=start * args.best_of, decode=decode), strict=True
+        ):
+            row = {'prompt': prompt.text or first.sample.prompt_text, 'response': first.sample.response_text}
+            yield row | ({'score': first.score} if scorer is not None else {})
+    engine.end()
+
+
+def write(rows: Any, output: str | None) -> None:
+    if output is None:
+        for row in rows:
+            score = f'  [{row["score"]:+.3f}]' if 'score' in row else ''
+            print(f'> {row["prompt"]}{score}\n{row["response"]}\n', flush=True)
+        return
+    path = Path(output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    count = 0
+    with open(path, 'w') as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + '\n')
+            count += 1
+    print(f'{count} responses written to {path}')
+
+
+def chat(policy: Any, tokenizer: Any, sampling: Any, args: Any) -> None:
+    """Turn by turn. With a chat template the model sees the whole dialogue, without one only the text so far."""
+    templated = bool(getattr(tokenizer, 'chat_template', None))
+    turns: list[dict[str, str]] = []
+    text = ''
+    number = 0
+    print(f'chatting with {args.pretrain}; Ctrl-C ends an answer, /new begins anew, Ctrl-D ends', flush=True)
+    while True:
+        try:
+            said = input('> ')
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+            continue
+        if said.strip() == '/new':
+            turns, text = [], ''
+            continue
+        if not said.strip():
+            continue
+        turns.append({'role': 'user', 'content': said})
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) if templated else text + said
+        reply = speak(policy, tokenizer, text, sampling, args.seed, number, add_special_tokens=not templated)
+        number += 1
+        turns.append({'role': 'assistant', 'content': reply})
+        text += reply
+
+
+def speak(policy: Any, tokenizer: Any, text: str, sampling: Any, seed: int, index: int, *, add_special_tokens: bool) -> str:
+    """Print a response as it comes; what was said until its end, or until Ctrl-C."""
+    import torch
+
+    from chatgpt.launch.build import context_of
+    from chatgpt.rollout import stream_tokens
+
+    ids = tokenizer(text, add_special_tokens=add_special_tokens)['input_ids'] or [tokenizer.bos_token_id]
+    limit = context_of(policy.config)
+    if limit is not None:
+        ids = ids[-max(limit - sampling.room(0), 1) :]  # what was said long ago is forgotten
+    said: list[int] = []
+    shown = ''
+    try:
+        for token in stream_tokens(policy, torch.tensor(ids), sampling, seed=seed, index=index):
+            said.append(token)
+            whole = tokenizer.decode(said, skip_special_tokens=True)
+            if not whole.endswith('\ufffd'):  # half of a character: wait for the rest
+                sys.stdout.write(whole[len(shown) :])
+                sys.stdout.flush()
+                shown = whole
+    except KeyboardInterrupt:
+        pass
+    print(flush=True)
+    return tokenizer.decode(said, skip_special_tokens=True)
+
+
+if __name__ == '__main__':
+    run_main(main)

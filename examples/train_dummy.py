@@ -1,0 +1,108 @@
+"""PPO on random prompts with a random reward, to see that a machine, a strategy and a model fit together, and how fast they are.
+
+    torchrun --nproc-per-node=2 examples/train_dummy.py --strategy ddp
+    python examples/train_dummy.py --pretrain gpt2 --lora_rank 4
+
+Prints what every phase cost and the averages at the end. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import time
+from copy import deepcopy
+from typing import Any
+
+from chatgpt.launch.arguments import STRATEGIES, Parser, make_strategy, run_main
+
+
+def parse_args() -> Any:
+    parser = Parser(description=__doc__)
+    parser.add_argument('--strategy', choices=STRATEGIES, default='naive')
+    parser.add_argument('--precision', choices=('fp32', 'bf16', 'fp16'), default='fp32')
+    parser.add_argument('--model', choices=('auto', 'gpt2', 'opt', 'bloom', 'llama'), default='auto')
+    parser.add_argument('--pretrain', help='hub name or folder; default: a GPT-2 of 2 layers x 64 with new weights')
+    parser.add_argument('--lora_rank', type=int, default=0)
+    parser.add_argument('--num_episodes', type=int, default=3)
+    parser.add_argument('--max_timesteps', type=int, default=4)
+    parser.add_argument('--update_timesteps', type=int, default=4)
+    parser.add_argument('--max_epochs', type=int, default=1)
+    parser.add_argument('--train_batch_size', type=int, default=8)
+    parser.add_argument('--experience_batch_size', type=int, default=8)
+    parser.add_argument('--prompt_tokens', type=int, default=16)
+    parser.add_argument('--max_new_tokens', type=int, default=16)
+    parser.add_argument('--seed', type=int, default=42)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    with make_strategy(args.strategy, seed=args.seed, precision=args.precision) as strategy:
+        train(args, strategy)
+
+
+def build(args: Any) -> tuple[Any, Any]:
+    from transformers import GPT2Config
+
+    from chatgpt import nn
+    from chatgpt.launch.build import FAMILIES
+
+    small = GPT2Config(vocab_size=512, n_positions=max(64, args.prompt_tokens + args.max_new_tokens), n_embd=64, n_layer=2, n_head=2,
+                       resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)  # fmt: skip
+    source = {'pretrained': args.pretrain} if args.pretrain else {'config': small}
+    family = FAMILIES[args.model]
+    return (
+        getattr(nn, f'{family}Actor')(**source, lora_rank=args.lora_rank),
+        getattr(nn, f'{family}Critic')(**source, lora_rank=args.lora_rank),
+    )
+
+
+def train(args: Any, strategy: Any) -> None:
+    import torch
+
+    from chatgpt.launch.build import context_of, quiet_transformers
+    from chatgpt.trainer import PPOTrainer
+    from chatgpt.trainer.callbacks import PerformanceEvaluator, ProgressBar, num_parameters
+
+    quiet_transformers()
+    with strategy.model_init_context():
+        actor, critic = build(args)
+        initial_model = None if args.lora_rank else deepcopy(actor)
+    limit = context_of(actor.config)
+    if limit is not None and args.prompt_tokens + args.max_new_tokens > limit:
+        raise ValueError(f'--prompt_tokens and --max_new_tokens make {args.prompt_tokens + args.max_new_tokens}, the context is {limit}')
+    sizes = [num_parameters(m) if m is not None else 0 for m in (actor, critic, initial_model)]
+    optimizers = [strategy.make_optimizer([p for p in m.parameters() if p.requires_grad], lr=1e-5, eps=1e-5) for m in (actor, critic)]
+    (actor, actor_optim), (critic, critic_optim), initial_model = strategy.prepare(
+        (actor, optimizers[0]), (critic, optimizers[1]), initial_model
+    )
+    generator = torch.Generator().manual_seed(args.seed)
+    vocab = strategy.unwrap(actor).config.get_text_config().vocab_size
+    prompts = list(torch.randint(vocab, (64, args.prompt_tokens), generator=generator))
+    trainer = PPOTrainer(
+        strategy, actor, critic, RandomScores(args.seed), initial_model, actor_optim, critic_optim,
+        callbacks=[PerformanceEvaluator(*sizes, 0), ProgressBar(shown={'score': 'rollout/score_mean', 'kl': 'rollout/kl_mean'})],
+        experience_batch_size=args.experience_batch_size, train_batch_size=args.train_batch_size, max_epochs=args.max_epochs,
+        max_new_tokens=args.max_new_tokens,
+    )  # fmt: skip
+    start = time.perf_counter()
+    trainer.fit(prompts, args.num_episodes, args.max_timesteps, args.update_timesteps)
+    samples = args.num_episodes * args.max_timesteps * args.experience_batch_size
+    if strategy.is_rank_0:
+        seconds = time.perf_counter() - start
+        print(f'{samples} samples in {seconds:.1f} s, {samples / seconds:.2f} samples/s on {strategy.world_size} process(es)')
+
+
+class RandomScores:
+    """A reward that means nothing: N(0, 1) by sample number."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def score(self, samples: list[Any], strategy: Any) -> list[float]:
+        import torch
+
+        return [float(torch.randn((), generator=torch.Generator().manual_seed(self.seed * 1_000_003 + s.index))) for s in samples]
+
+
+if __name__ == '__main__':
+    run_main(main)

@@ -1,0 +1,141 @@
+"""examples/inference.py and train_dummy.py as their users run them."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from chatgpt.dataset import embedded
+from chatgpt.nn import GPTRM, GPTActor
+from chatgpt.nn.peft_format import export_peft
+from chatgpt.testing.processes import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp('models')
+    tokenizer = embedded.demo_tokenizer()
+    torch.manual_seed(0)
+    GPTActor(config=embedded.demo_config()).save_pretrained(folder / 'actor', tokenizer=tokenizer)
+    GPTRM(config=embedded.demo_config()).save_pretrained(folder / 'rm', tokenizer=tokenizer)
+    return folder
+
+
+def script(name: str, monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
+    import importlib.util
+
+    from chatgpt.launch.arguments import run_main
+
+    spec = importlib.util.spec_from_file_location(name, ROOT / 'examples' / f'{name}.py')
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(sys, 'argv', [name, *flags])
+    run_main(module.main)
+
+
+def test_one_prompt(monkeypatch, capsys, folder):
+    flags = ['--pretrain', str(folder / 'actor'), '--input', 'one day a fox', '--max_new_tokens=5']
+    script('inference', monkeypatch, *flags, '--seed=1')
+    first = capsys.readouterr().out
+    assert first.startswith('> one day a fox\n')
+    assert len(first.splitlines()[1].split()) >= 3
+    script('inference', monkeypatch, *flags, '--seed=1')
+    assert capsys.readouterr().out == first
+    script('inference', monkeypatch, *flags, '--seed=2')
+    assert capsys.readouterr().out != first
+
+
+@pytest.mark.parametrize('ending', ['jsonl', 'txt', 'csv'])
+def test_a_file_of_prompts(monkeypatch, capsys, folder, tmp_path, ending):
+    prompts = [row['prompt'] for row in embedded.demo_prompts(5)]
+    text = {
+        'jsonl': '\n'.join(json.dumps({'prompt': p}) for p in prompts), 'txt': '\n'.join(prompts), 'csv': '\n'.join(['prompt', *prompts]),
+    }  # fmt: skip
+    (tmp_path / f'in.{ending}').write_text(text[ending] + '\n')
+    out = tmp_path / 'deep' / 'out.jsonl'
+    script('inference', monkeypatch, '--pretrain', str(folder / 'actor'), '--input', str(tmp_path / f'in.{ending}'), '--output', str(out))
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row['prompt'] for row in rows] == prompts
+    assert all(row['response'] for row in rows)
+    assert '5 responses written to' in capsys.readouterr().out
+
+
+def test_the_best_of_several(monkeypatch, folder, tmp_path):
+    def mean(n: int) -> float:
+        out = tmp_path / f'{n}.jsonl'
+        rm = ['--reward_model', str(folder / 'rm'), f'--best_of={n}'] if n > 1 else []
+        path = tmp_path / 'in.txt'
+        path.write_text('\n'.join(row['prompt'] for row in embedded.demo_prompts(12)))
+        script('inference', monkeypatch, '--pretrain', str(folder / 'actor'), '--input', str(path), '--output', str(out), *rm)
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        return sum(row['score'] for row in rows) / len(rows)
+
+    assert mean(8) > mean(2) + 0.02
+
+
+def test_a_chat(monkeypatch, capsys, folder):
+    monkeypatch.setattr(sys, 'stdin', io.StringIO('one day a fox\n\n/new\none day a bear\n'))
+    script('inference', monkeypatch, '--pretrain', str(folder / 'actor'), '--max_new_tokens=4')
+    out = capsys.readouterr().out
+    assert out.startswith('chatting with ')
+    assert out.count('> ') == 5  # two questions, an empty line, /new, and the end
+
+
+def test_weights_and_adapters(monkeypatch, capsys, folder, tmp_path):
+    other = GPTActor(pretrained=folder / 'actor')
+    with torch.no_grad():
+        other.model.transformer.wte.weight.normal_()
+    torch.save(other.state_dict(), tmp_path / 'other.pt')
+    adapted = GPTActor(pretrained=folder / 'actor', lora_rank=2)
+    for name, parameter in adapted.named_parameters():
+        if 'lora_B' in name:
+            torch.nn.init.normal_(parameter, std=10.0)
+    export_peft(adapted, tmp_path / 'adapter')
+    flags = ['--pretrain', str(folder / 'actor'), '--input', 'one day a fox', '--greedy', '--max_new_tokens=6']
+    outputs = []
+    for extra in ([], ['--model_path', str(tmp_path / 'other.pt')], ['--model_path', str(tmp_path / 'adapter')]):
+        script('inference', monkeypatch, *flags, *extra)
+        outputs.append(capsys.readouterr().out)
+    assert len(set(outputs)) == 3
+
+
+@pytest.mark.parametrize(('flags', 'sentence'), [
+    (['--input', 'x', '--best_of=4'], '--best_of above 1 and --reward_model belong together'),
+    (['--output', 'x.jsonl'], '--output needs --input'),
+    (['--input', 'nowhere.jsonl'], 'nowhere.jsonl'),
+])  # fmt: skip
+def test_mistakes(monkeypatch, capsys, folder, flags, sentence):
+    with pytest.raises(SystemExit) as stop:
+        script('inference', monkeypatch, '--pretrain', str(folder / 'actor'), *flags)
+    assert stop.value.code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert sentence in lines[0]
+
+
+@pytest.mark.parametrize('flags', [[], ['--lora_rank=2'], ['--strategy=naive', '--precision=bf16']])
+def test_dummy_runs(monkeypatch, capsys, flags):
+    small = ['--num_episodes=1', '--max_timesteps=2', '--update_timesteps=1', '--prompt_tokens=4', '--max_new_tokens=4']
+    script('train_dummy', monkeypatch, *small, *flags)
+    assert '16 samples in ' in capsys.readouterr().out
+
+
+def test_dummy_under_torchrun():
+    command = [
+        sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node=2', f'--master-port={free_port()}',
+        str(ROOT / 'examples' / 'train_dummy.py'), '--strategy=fsdp', '--num_episodes=1', '--max_timesteps=1', '--update_timesteps=1',
+        '--prompt_tokens=4', '--max_new_tokens=4',
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=None)
+    assert done.returncode == 0, done.stderr
+    assert '8 samples in ' in done.stdout
+    assert 'on 2 process(es)' in done.stdout
