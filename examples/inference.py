@@ -59,11 +59,12 @@ def main() -> None:
     prompts = read_prompts(args.input, tokenizer) if args.input else None
     with NaiveStrategy(seed=args.seed, precision=args.precision) as strategy:
         actor = strategy.prepare(load_actor(args, strategy))
-        sampling, stops = sampling_for(
-            actor, tokenizer,
-            {'max_new_tokens': args.max_new_tokens or room(actor.config, prompts), 'min_new_tokens': args.min_new_tokens,
-             'temperature': args.temperature, 'top_k': args.top_k, 'top_p': args.top_p, 'do_sample': not args.greedy, 'stop_strings': args.stop_string},
-        )  # fmt: skip
+        keywords = {
+            'max_new_tokens': args.max_new_tokens or room(actor.config, prompts), 'min_new_tokens': args.min_new_tokens,
+            'temperature': args.temperature, 'top_k': args.top_k, 'top_p': args.top_p, 'do_sample': not args.greedy,
+            'stop_strings': args.stop_string,
+        }  # fmt: skip
+        sampling, stops = sampling_for(actor, tokenizer, keywords)
         with strategy.full_model(actor) as policy:
             if prompts is None:
                 chat(policy, tokenizer, sampling, args)

@@ -89,7 +89,7 @@ def _parsed(text: str, suffix: str) -> Any:
 def flat(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """(where it stands, key, value) of every entry; sections are opened."""
     for key, value in content.items():
-        if str(key).lower() in SECTIONS:
+        if str(key).lower() in SECTIONS and (isinstance(value, Mapping) or str(key)[0].isupper()):
             if value is not None and not isinstance(value, Mapping):
                 raise ValueError(f'section {key}: names with values are expected, not {value!r}')
             for inner, inner_value in (value or {}).items():
@@ -127,10 +127,10 @@ def _translated(key: str, value: Any, cls: type[Run], known: set[str]) -> tuple[
     """llm-on-ray's key as one of ours; None for one that is taken up by another."""
     ppo = issubclass(cls, PPORun)
     names = set(cls.field_names())
+    if key in ('optimizer', 'lr_scheduler'):
+        return ALIASES.get(key, key), str(value).lower()
     if key in names:
         return key, value
-    if key == 'optimizer' or key == 'lr_scheduler':
-        return ALIASES.get(key, key), str(value).lower()
     if key == 'train_file':
         return ('prompt_path' if ppo else 'dataset'), value
     if key == 'model_pretrain' and ppo:  # trained weights of model_name; null: as it is
@@ -177,9 +177,9 @@ def parse_run(
         ValueError: what `values_of` raises. `SystemExit` after --print_config, which writes the resolved config as YAML.
     """
     parser = _parser(cls, description, positional)
-    given = vars(parser.parse_args(_with_values(list(sys.argv[1:] if argv is None else argv), cls)))
-    words = given.pop('words', [])
-    plain = [w for w in words if not _OVERRIDE.fullmatch(w)]
+    flags, words = _sorted(list(sys.argv[1:] if argv is None else argv), cls)
+    given = vars(parser.parse_args(flags))
+    plain = given.pop('words', [])
     if len(plain) > (positional is not None):
         parser.error(f'{plain[-1]!r} is one word too many')
     values: dict[str, Any] = {}
@@ -239,16 +239,26 @@ def _typed_text(text: str, hint: Any) -> Any:
     return typed(_parsed(text, '.yaml'), hint)
 
 
-def _with_values(argv: list[str], cls: type[Run]) -> list[str]:
-    """`--tensorboard` alone is `--tensorboard=true`."""
+def _sorted(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:
+    """Flags and plain words as argparse takes them, and the `key=value` words, which may stand anywhere.
+
+    `--tensorboard` alone becomes `--tensorboard=true`.
+    """
     hints = typing.get_type_hints(cls)
     switches = {f'--{name}' for name, hint in hints.items() if hint is bool}
-    out = []
+    flags: list[str] = []
+    words: list[str] = []
     for i, word in enumerate(argv):
         following = argv[i + 1].lower() if i + 1 < len(argv) else ''
-        alone = word in switches and following not in ('true', 'false', 'yes', 'no', '1', '0')
-        out.append(f'{word}=true' if alone else word)
-    return out
+        before = argv[i - 1] if i else ''
+        is_value = before.startswith('--') and '=' not in before and before not in switches and before != '--print_config'
+        if word in switches and following not in ('true', 'false', 'yes', 'no', '1', '0'):
+            flags.append(f'{word}=true')
+        elif _OVERRIDE.fullmatch(word) and not is_value:
+            words.append(word)
+        else:
+            flags.append(word)
+    return flags, words
 
 
 def to_yaml(run: Run) -> str:

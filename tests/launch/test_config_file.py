@@ -1,0 +1,172 @@
+"""Config files: every key of llm-on-ray honoured or refused, three formats, overrides, and nothing evaluated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from chatgpt.launch.config_file import parse_run, read_file, to_yaml, write_resolved
+from chatgpt.launch.runs import PPORun, RewardRun, SFTRun
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / 'examples' / 'configs'
+REWARD = {
+    'General': {'base_model': 'opt', 'output_dir': 'logs', 'checkpoint_dir': 'model'},
+    'Dataset': {'train_file': 'a.jsonl', 'validation_file': None, 'validation_split_percentage': 5, 'preprocessing_num_workers': 1},
+    'Training': {
+        'optimizer': 'AdamW', 'batch_size': 2, 'epochs': 3, 'learning_rate': 1e-5, 'lr_scheduler': 'linear', 'weight_decay': 0.1,
+        'gradient_accumulation_steps': 4, 'seed': 7, 'max_train_steps': 100, 'num_training_workers': 1, 'resources_per_worker': {'CPU': 2},
+    },
+}  # fmt: skip
+PPO = {
+    'General': {'model_name': 'gpt2', 'model_pretrain': None, 'rm_name': 'gpt2', 'rm_pretrain': 'rm'},
+    'Dataset': {'train_file': 'p.jsonl', 'validation_file': 'v.jsonl'},
+    'Training': {'experience_batch_size': 2, 'epochs': 3, 'learning_rate': 2e-5, 'kl_coeff': 0.2, 'num_training_workers': 1},
+}
+
+
+def run(cls, *argv: str, positional: str | None = 'dataset'):
+    if cls is PPORun:
+        positional = 'prompt_path'
+    return parse_run(cls, description='', positional=positional, argv=list(argv))
+
+
+def file(tmp_path: Path, content, ending: str = 'json') -> str:
+    path = tmp_path / f'config.{ending}'
+    path.write_text(content if isinstance(content, str) else json.dumps(content) if ending == 'json' else repr(content))
+    return str(path)
+
+
+@pytest.mark.parametrize('ending', ['json', 'conf'])
+def test_every_key_of_a_reward_config(tmp_path, ending):
+    r = run(RewardRun, '--config_file', file(tmp_path, REWARD, ending))
+    r.validate(1)
+    assert (r.pretrain, r.save_path, r.model_path, r.dataset, r.validation_file) == ('opt', 'logs', 'model', 'a.jsonl', None)
+    assert (r.validation_percentage, r.optimizer, r.max_epochs, r.lr, r.lr_schedule) == (5.0, 'adamw', 3, 1e-5, 'linear')
+    assert (r.weight_decay, r.seed, r.max_steps, r.resources_per_worker) == (0.1, 7, 100, {'CPU': 2.0})
+    assert (r.train_batch_size, r.max_tokens_per_batch) == (8, 2 * r.max_len)  # 2 records in each of 4 forwards
+
+
+def test_every_key_of_a_ppo_config(tmp_path):
+    r = run(PPORun, '--config_file', file(tmp_path, PPO))
+    assert (r.pretrain, r.reward_model, r.prompt_path, r.validation_file) == ('gpt2', 'rm', 'p.jsonl', 'v.jsonl')
+    assert (r.experience_batch_size, r.epochs, r.lr, r.kl_coef) == (2, 3, 2e-5, 0.2)
+    assert r.max_epochs == 5  # PPO's passes over a buffer are another thing
+    trained = {**PPO, 'General': {**PPO['General'], 'model_pretrain': 'sft'}}
+    del trained['General']['model_name']
+    assert run(PPORun, '--config_file', file(tmp_path, trained)).pretrain == 'sft'
+
+
+def test_workers_are_asked_for_by_number(tmp_path):
+    r = run(RewardRun, '--config_file', file(tmp_path, {**REWARD, 'Training': {'num_training_workers': 2}}))
+    with pytest.raises(ValueError, match=r'num_training_workers=2, but 1 process was started; launch with: torchrun --nproc-per-node=2'):
+        r.validate(1)
+    r.train_batch_size = 4
+    r.validate(2)
+
+
+def test_resources(monkeypatch):
+    import torch
+
+    before = torch.get_num_threads()
+    run(SFTRun, '--resources_per_worker', '{CPU: 1}').apply_resources()
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(before)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match='asks for 1 GPU, and this machine has none'):
+            run(SFTRun, '--resources_per_worker', '{GPU: 1}').apply_resources()
+
+
+YAML = """
+General: {pretrain: gpt2}
+Training:
+  lr: 1e-5
+  max_steps: None
+  weight_decay: 1E-2
+  shuffle: false
+"""
+
+
+def test_yaml_numbers_and_null_are_what_they_look_like(tmp_path):
+    path = file(tmp_path, YAML, 'yaml')
+    assert read_file(path)['Training'] == {'lr': 1e-5, 'max_steps': None, 'weight_decay': 0.01, 'shuffle': False}
+    r = run(SFTRun, '--config_file', path)
+    assert (r.lr, r.max_steps, r.weight_decay, r.shuffle) == (1e-5, None, 0.01, False)
+
+
+def test_what_wins(tmp_path):
+    path = file(tmp_path, YAML, 'yaml')
+    assert run(SFTRun, '--config_file', path).lr == 1e-5
+    assert run(SFTRun, '--config_file', path, 'Training.learning_rate=3e-4').lr == 3e-4
+    assert run(SFTRun, '--config_file', path, 'lr=3e-4', '--lr', '7').lr == 7.0
+    both = run(SFTRun, 'data.jsonl', 'max_epochs=5', '--tensorboard', '--lora_target_modules', 'q', '--lora_target_modules', 'v')
+    assert (both.dataset, both.max_epochs, both.tensorboard, both.lora_target_modules) == ('data.jsonl', 5, True, ['q', 'v'])
+
+
+@pytest.mark.parametrize(('content', 'ending', 'sentence'), [
+    ({'Training': {'learning_rat': 1}}, 'json', r'Training.learning_rat is not a setting of this run; did you mean learning_rate'),
+    ({'lr': 1, 'Training': {'learning_rate': 2}}, 'json', r'lr and Training.learning_rate both set lr; give one'),
+    ({'Training': {'learning_rate': 'fast'}}, 'json', r"Training.learning_rate: 'fast' is none of: float"),
+    ({'Training': {'batch_size': [1, 2]}}, 'json', r'Training.batch_size: \[1, 2\] is not expected here'),
+    ({'Training': 3}, 'json', r'section Training: names with values are expected'),
+    ('[1, 2]', 'json', r'it holds a list, not names with values'),
+    ('{"a": ', 'json', r'config.json: '),
+    ('lr: [1', 'yaml', r'config.yaml: '),
+    ('lr=1', 'toml', r"the ending '.toml' is not known"),
+])  # fmt: skip
+def test_mistakes(tmp_path, content, ending, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        run(RewardRun, '--config_file', file(tmp_path, content, ending))
+
+
+@pytest.mark.parametrize('content', ['__import__("os").mkdir("executed")', '{"a": open("executed", "w")}', '[].append(1)'])
+def test_a_conf_file_is_never_evaluated(tmp_path, monkeypatch, content):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match='a .conf file is one Python literal'):
+        run(RewardRun, '--config_file', file(tmp_path, content, 'conf'))
+    assert not (tmp_path / 'executed').exists()
+
+
+def test_a_yaml_file_makes_no_objects(tmp_path):
+    with pytest.raises(ValueError, match='could not determine a constructor'):
+        run(RewardRun, '--config_file', file(tmp_path, 'lr: !!python/object/apply:os.getcwd []', 'yaml'))
+
+
+@pytest.mark.parametrize(('argv', 'sentence'), [
+    (['--preprocessing_num_workers=4'], 'preprocessing_num_workers=4 cannot be honoured'),
+    (['--optimizer=adafactor'], "'adafactor' is none of: adamw, sgd"),
+    (['--lora_alpha=3'], 'lora_alpha says how adapters are, and there are none'),
+    (['--validation_file=a', '--validation_percentage=3'], 'give one'),
+    (['--gradient_accumulation_steps=3'], 'give batch_size too'),
+    (['--resources_per_worker={TPU: 1}'], "'TPU' is not known; there are CPU and GPU"),
+    (['Trainin.lr=3'], 'Trainin is no section'),
+    (['a.jsonl', 'b.jsonl'], "'b.jsonl' is one word too many"),
+])  # fmt: skip
+def test_what_cannot_be_honoured(argv, sentence, capsys):
+    with pytest.raises((ValueError, SystemExit)) as stop:
+        run(RewardRun, *argv).validate(1)
+    assert sentence in str(stop.value) + capsys.readouterr().err
+
+
+@pytest.mark.parametrize('cls', [PPORun, RewardRun, SFTRun])
+def test_the_resolved_config_reads_back_as_the_same_run(tmp_path, cls, capsys):
+    original = run(cls, '--lr', '3e-7', '--lora_rank=2', '--lora_target_modules=q_proj', '--resume=auto')
+    with pytest.raises(SystemExit) as stop:
+        run(cls, '--lr', '3e-7', '--lora_rank=2', '--lora_target_modules=q_proj', '--resume=auto', '--print_config')
+    assert stop.value.code == 0
+    path = file(tmp_path, capsys.readouterr().out, 'yaml')
+    assert run(cls, '--config_file', path) == original
+    write_resolved(original, tmp_path / 'out')
+    assert (tmp_path / 'out' / 'config.yaml').read_text() == to_yaml(original)
+
+
+@pytest.mark.parametrize(('name', 'cls'), [
+    ('ppo.yaml', PPORun), ('ppo.conf', PPORun), ('reward.yaml', RewardRun), ('reward.conf', RewardRun), ('sft.yaml', SFTRun),
+])  # fmt: skip
+def test_the_examples_are_good(name, cls):
+    r = run(cls, '--config_file', str(CONFIGS / name))
+    r.validate(1)
+    assert r.pretrain == 'gpt2'
+    assert (ROOT / (r.prompt_path if cls is PPORun else r.dataset)).is_file()
