@@ -57,6 +57,7 @@ class ScoreShaper:
         clip: shaped scores stay within ±clip.
         missing_eos_score: score of a response that ran out of room instead of ending (−1 in arXiv 2403.17031). It replaces.
         token_penalty: subtracted per response token that counts.
+        overlong: (max_new_tokens, buffer): the last `buffer` tokens before the limit cost up to 1 (Yu et al. 2025, equation 13).
     """
 
     def __init__(
@@ -65,11 +66,13 @@ class ScoreShaper:
         clip: float | None = None,
         missing_eos_score: float | None = None,
         token_penalty: float = 0.0,
+        overlong: tuple[int, int] | None = None,
     ) -> None:
         self.scaling = scaling
         self.clip = clip
         self.missing_eos_score = missing_eos_score
         self.token_penalty = token_penalty
+        self.overlong = overlong
         self.moments = RunningMoments()
 
     def __call__(self, scores: SequenceOf[float], samples: SequenceOf[Sample]) -> list[float]:
@@ -90,4 +93,11 @@ class ScoreShaper:
             score = min(max(score, -self.clip), self.clip)
         if self.missing_eos_score is not None and not sample.ended:
             score = self.missing_eos_score
-        return score - self.token_penalty * int(sample.response_mask.sum())
+        return score - self.token_penalty * int(sample.response_mask.sum()) - self._overlong_penalty(sample.num_actions)
+
+    def _overlong_penalty(self, length: int) -> float:
+        """0 up to max_new_tokens − buffer, then linear, 1 at max_new_tokens."""
+        if self.overlong is None:
+            return 0.0
+        limit, buffer = self.overlong
+        return min(max((length - (limit - buffer)) / buffer, 0.0), 1.0)

@@ -12,9 +12,12 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
 
 from chatgpt.experience.shaping import ScoreScaling
+from chatgpt.functional.losses import Aggregation
 
 AdvantageEstimator = Literal['gae', 'a2c', 'grpo', 'dr_grpo', 'rloo', 'reinforce++', 'reinforce++_baseline']
 KLKind = Literal['k1', 'k2', 'k3', 'abs', 'full']
+KLLossKind = Literal['k1', 'k2', 'k3']
+PolicyLoss = Literal['ppo', 'gspo', 'reinforce']
 Schedule = Literal['constant', 'linear', 'cosine']
 
 NEEDS_CRITIC: tuple[str, ...] = ('gae', 'a2c')
@@ -127,6 +130,10 @@ class PPOConfig(LearningSettings):
     """β: weight of the per-token KL to the initial model in the reward"""
     kl_kind: KLKind = 'k1'
     """estimator in the reward; 'full' sums over the vocabulary and holds (N, V) logits of a micro-batch"""
+    kl_in: Literal['reward', 'loss'] = 'reward'
+    """where the KL to the initial model is paid: in each token's reward [Z], or as a term of the loss (GRPO, Shao et al. 2024)"""
+    kl_loss_kind: KLLossKind = 'k3'
+    """estimator in the loss; k3 is GRPO's. The gradient of k1 is 0 in expectation, so it only adds noise"""
     kl_target: float | None = None
     """adapt kl_coef towards this mean KL per response, in nats [Z]; None keeps it fixed"""
     kl_horizon: float = 10000.0
@@ -137,6 +144,10 @@ class PPOConfig(LearningSettings):
     """clip scaled scores to ± this"""
     missing_eos_score: float | None = None
     """score of a response that did not end (−1 in [T]); None leaves its score alone"""
+    overlong_buffer: int | None = None
+    """the last so many tokens before max_new_tokens cost up to 1, linearly (DAPO, Yu et al. 2025, equation 13)"""
+    overlong_filter: bool = False
+    """responses that ran out of room are left out of the loss (DAPO, section 3.4)"""
     token_penalty: float = 0.0
     """subtracted from the score per response token"""
     whiten_rewards: bool = False
@@ -144,6 +155,9 @@ class PPOConfig(LearningSettings):
 
     # advantages
     advantage_estimator: AdvantageEstimator = 'gae'
+    dynamic_sampling_rounds: int = 0
+    """DAPO's dynamic sampling: groups whose scores are all equal teach nothing and are replaced by newly drawn ones, in at most so many
+    further rounds; 0 keeps every group"""
     gamma: float = 1.0
     lam: float = 0.95
     """λ of GAE (Schulman et al. 2016)"""
@@ -151,6 +165,15 @@ class PPOConfig(LearningSettings):
     """whiten advantages over all tokens of a learning phase; None does so for all but the group-relative estimators"""
 
     # learn
+    policy_loss: PolicyLoss = 'ppo'
+    """'ppo' clips each token's ratio, 'gspo' one ratio per sequence (Zheng et al. 2025), 'reinforce' is −A log π without a ratio"""
+    loss_aggregation: Aggregation | None = None
+    """'token' is a mean over all tokens of a train batch, 'sequence' a mean over sequences of their means, 'sequence_sum' divides by
+    sequences x max_new_tokens; None takes each paper's: 'sequence' for grpo and gspo, 'sequence_sum' for dr_grpo, else 'token'"""
+    tis_cap: float | None = None
+    """weight each token by min(π_old / π_engine, cap), for engines whose log-probs differ from the trainer's (Yao et al. 2025)"""
+    dual_clip: float | None = None
+    """bound of the loss of a negative advantage, in multiples of it, above 1 (Ye et al. 2020)"""
     train_batch_size: int = 8
     """sequences of one optimizer step, all ranks together"""
     max_epochs: int = 1
@@ -178,13 +201,47 @@ class PPOConfig(LearningSettings):
             return self.whiten_advantages
         return self.advantage_estimator not in GROUP_RELATIVE
 
+    @property
+    def aggregation(self) -> Aggregation:
+        """What `loss_aggregation` comes to."""
+        if self.loss_aggregation is not None:
+            return self.loss_aggregation
+        if self.policy_loss == 'gspo':
+            return 'sequence'
+        own: dict[str, Aggregation] = {'grpo': 'sequence', 'dr_grpo': 'sequence_sum'}
+        return own.get(self.advantage_estimator, 'token')
+
+    def _check_choices(self) -> None:
+        """What does not go together."""
+        if self.policy_loss == 'gspo' and self.aggregation != 'sequence':
+            raise ValueError(f"policy_loss='gspo' has one ratio per sequence: loss_aggregation={self.loss_aggregation!r} does not fit it")
+        if self.policy_loss == 'reinforce' and (self.dual_clip is not None or self.eps_clip_high is not None):
+            raise ValueError("policy_loss='reinforce' has no ratio to clip: leave dual_clip and eps_clip_high out")
+        if self.kl_in == 'loss' and self.kl_kind == 'full':
+            raise ValueError("kl_kind='full' is an estimator of the reward; with kl_in='loss' set kl_loss_kind")
+        if self.dynamic_sampling_rounds and self.advantage_estimator not in NEEDS_GROUPS:
+            raise ValueError(
+                f'dynamic_sampling_rounds compares the scores of a group; advantage_estimator={self.advantage_estimator!r} has none, '
+                f'use one of {", ".join(NEEDS_GROUPS)}'
+            )
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise ValueError(f'dual_clip={self.dual_clip!r} must be above 1')
+        if self.overlong_filter and self.missing_eos_score is not None:
+            raise ValueError('overlong_filter leaves responses without an end out of the loss, so missing_eos_score would do nothing')
+
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
         self._positive(
+            'overlong_buffer', 'tis_cap',
             'experience_batch_size', 'num_samples_per_prompt', 'train_batch_size', 'max_epochs', 'eps_clip', 'eps_clip_high',
             'value_clip', 'kl_target', 'kl_horizon', 'score_clip', 'score_timeout_s', 'ratio_threshold', 'target_kl',
         )  # fmt: skip
-        self._not_negative('buffer_limit', 'kl_coef', 'value_coef', 'ptx_coef')
+        self._not_negative('buffer_limit', 'kl_coef', 'value_coef', 'ptx_coef', 'dynamic_sampling_rounds')
+        self._one_of('policy_loss', get_args(PolicyLoss))
+        self._one_of('loss_aggregation', (None, *get_args(Aggregation)))
+        self._one_of('kl_in', ('reward', 'loss'))
+        self._one_of('kl_loss_kind', get_args(KLLossKind))
+        self._check_choices()
         self._one_of('kl_kind', get_args(KLKind))
         self._one_of('score_scaling', get_args(ScoreScaling))
         self._one_of('advantage_estimator', get_args(AdvantageEstimator))

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,15 +31,16 @@ from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.callbacks import Callback, RatioCheck
 from chatgpt.trainer.config import NEEDS_CRITIC, PPOConfig
 from chatgpt.trainer.learning import TrainedModel, Work, generator_for, learn_batch, train_batches
+from chatgpt.trainer.ppo_collect import Collector
 from chatgpt.trainer.ppo_loss import PPOLoss
 from chatgpt.trainer.ppo_metrics import PhaseMetrics, first_batch_metrics, rollout_metrics, value_metrics
 from chatgpt.trainer.ppo_setup import RatioGuard, has_reference, sampling_for, split_kwargs
 from chatgpt.trainer.ppo_stepwise import StepwisePPO
 from chatgpt.trainer.strategies.base import Strategy
-from chatgpt.types import Batch, Experience, Prompt, Sample, Sequence
+from chatgpt.types import Batch, Experience, Sequence
 
 if TYPE_CHECKING:
-    from chatgpt.nn import Actor
+    pass
 
 
 def collate_or_filler(records: list[Any]) -> Batch:
@@ -47,7 +48,7 @@ def collate_or_filler(records: list[Any]) -> Batch:
     return collate(records or [filler()])
 
 
-class PPOTrainer(StepwisePPO, Trainer):
+class PPOTrainer(Collector, StepwisePPO, Trainer):
     """Proximal policy optimisation (Schulman et al. 2017) of a language model on a reward.
 
     Args:
@@ -124,7 +125,9 @@ class PPOTrainer(StepwisePPO, Trainer):
                 timeout_s=config.score_timeout_s,
                 reward_tokenizer=reward_tokenizer,
             ),
-            ScoreShaper(config.score_scaling, config.score_clip, config.missing_eos_score, config.token_penalty),
+            ScoreShaper(
+                config.score_scaling, config.score_clip, config.missing_eos_score, config.token_penalty, self._overlong(config)
+            ),
             ExperienceSettings(
                 temperature=self.sampling.temperature,
                 kl_kind=config.kl_kind,
@@ -138,7 +141,8 @@ class PPOTrainer(StepwisePPO, Trainer):
         )
         for model in self.models().values():
             dropout_off(strategy.unwrap(model))
-        self.loss = PPOLoss(actor, critic, config, self.sampling.temperature)
+        self.loss = PPOLoss(actor, critic, config, self.sampling.temperature, self.sampling.max_new_tokens)
+        self._check_lengths(config)
         self.timestep = 0
         self.fit_start = 0
         """timestep at which the current `fit` began"""
@@ -146,6 +150,18 @@ class PPOTrainer(StepwisePPO, Trainer):
         self.samples_drawn = 0
         self.prompts: PromptSet | None = None
         self._order: PromptOrder | None = None
+
+    def _overlong(self, config: PPOConfig) -> tuple[int, int] | None:
+        if config.overlong_buffer is None:
+            return None
+        limit = self.sampling.max_new_tokens
+        if limit is None or config.overlong_buffer > limit:
+            raise ValueError(f'overlong_buffer={config.overlong_buffer} is a part of max_new_tokens={limit}; it must not be larger')
+        return limit, config.overlong_buffer
+
+    def _check_lengths(self, config: PPOConfig) -> None:
+        if config.aggregation == 'sequence_sum' and self.sampling.max_new_tokens is None:
+            raise ValueError("loss_aggregation='sequence_sum' divides by max_new_tokens: give it")
 
     def _check_models(self, config: PPOConfig, actor: nn.Module, initial_model: nn.Module | None) -> None:
         if config.advantage_estimator in NEEDS_CRITIC and self.critic is None and not self.shares_trunk:
@@ -257,82 +273,18 @@ class PPOTrainer(StepwisePPO, Trainer):
         self.load_state_dict(state)
         self.is_resuming = False
 
-    # ------------------------------------------------------------------ collect
-
-    def collect(self, num_timesteps: int, *, episode_length: int | None = None) -> bool:
-        """Generate and score `num_timesteps` timesteps into the buffer; False when a stop was asked for on the way."""
-        assert self.prompts is not None, 'set_prompts first'
-        rollouts: list[list[Sample]] = []
-        self.callbacks.on_make_experience_start(self)
-        with self.clock.measure('collect'), self.strategy.full_model(self.actor) as policy:
-            self.engine.begin(cast('Actor', policy))
-            try:
-                for _ in range(num_timesteps):
-                    if self.stop_agreed():
-                        return False
-                    episode, at = divmod(self.timestep - self.fit_start, episode_length or 1)
-                    if episode_length and at == 0:
-                        self.callbacks.on_episode_start(self, episode)
-                    rollouts.append(self._rollout())
-                    self.timestep += 1
-                    if episode_length and at == episode_length - 1:
-                        self.callbacks.on_episode_end(self, episode)
-            finally:
-                self.engine.end()
-        collected: list[Experience] = []
-        with self.clock.measure('score'):
-            for samples in rollouts:
-                collected += self.maker.make(samples, kl_coef=self.kl_controller.value)
-        self.buffer.append(collected)
-        self.last_experiences = collected
-        self.callbacks.on_make_experience_end(self, collected)
-        return True
-
-    def _rollout(self) -> list[Sample]:
-        """One timestep: this rank's samples of the next `experience_batch_size` prompts."""
-        assert self.prompts is not None and self._order is not None
-        n, k = self.config.experience_batch_size, self.config.num_samples_per_prompt
-        draws = range(self.prompts_drawn, self.prompts_drawn + n)
-        first_index, share = self.samples_drawn, n // self.strategy.world_size
-        mine = range(self.strategy.rank * share, (self.strategy.rank + 1) * share)
-        prompts, indices, groups = [], [], []
-        for i in mine:
-            prompt = self.prompts[self._order[draws[i]]]
-            for j in range(k):
-                prompts.append(prompt)
-                indices.append(first_index + i * k + j)
-                groups.append(draws[i])
-        self.prompts_drawn += n
-        self.samples_drawn += n * k
-        return self._generate(prompts, indices, groups)
-
-    def _generate(self, prompts: list[Prompt], indices: list[int], groups: list[int]) -> list[Sample]:
-        samples = self.engine.generate(prompts, self.sampling, seed=self.strategy.seed, indices=indices, groups=groups)
-        for sample in samples:
-            sample.version = self.phase
-            if self.tokenizer is not None:
-                self._decode(sample)
-        return samples
-
-    def _decode(self, sample: Sample) -> None:
-        """Texts for reward functions and tables. The ids stay the sampled ones; text is never tokenized again."""
-        text = self.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-        sample.response_text = self.stop_strings.cut(text) if self.stop_strings is not None else text
-        if not sample.prompt_text:
-            sample.prompt_text = self.tokenizer.decode(sample.prompt_ids, skip_special_tokens=True)
-
     # ------------------------------------------------------------------ learn
 
     def learn_phase(self) -> dict[str, float]:
         """Learn from the buffer, empty it, adapt the KL coefficient, log. Returns the phase's metrics."""
         experiences = list(self.buffer)
-        kl_coef = self.kl_controller.value
+        kl_coef = self.loss.kl_coef = self.kl_controller.value
         with self.clock.measure('learn'):
             metrics = self.learn(experiences)
         rollouts = rollout_metrics(experiences, kl_coef)
         self.kl_controller.update(rollouts['rollout/kl_mean'], len(experiences))
         self.buffer.clear()
-        metrics = rollouts | value_metrics(experiences) | metrics | self._performance(experiences)
+        metrics = rollouts | value_metrics(experiences) | self.sampling_metrics | metrics | self._performance(experiences)
         self.end_phase(metrics)
         return metrics
 
@@ -345,7 +297,7 @@ class PPOTrainer(StepwisePPO, Trainer):
             self.callbacks.on_learn_epoch_start(self, epoch)
             for number, records in enumerate(self._train_batches(items, epoch)):
                 self.callbacks.on_learn_batch_start(self)
-                self.loss.num_tokens = max(sum(int(r.response_mask.sum()) for r in records), 1)
+                self.loss.begin(records)
                 rates = self.set_learning_rates()
                 where = f'in phase {self.phase + 1}, epoch {epoch + 1}, train batch {number + 1}'
                 guard = RatioGuard(c)

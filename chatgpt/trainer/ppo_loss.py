@@ -9,7 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from chatgpt.functional.losses import clipped_policy_loss, clipped_value_loss, next_token_loss, policy_stats
+from chatgpt.functional.kl import kl_penalty
+from chatgpt.functional.losses import (
+    aggregate,
+    aggregation_count,
+    clipped_policy_loss,
+    clipped_value_loss,
+    gspo_policy_loss,
+    next_token_loss,
+    policy_stats,
+    truncated_importance_weights,
+)
 from chatgpt.functional.masking import masked_sum
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.learning import BatchStats, flat
@@ -19,16 +29,34 @@ from chatgpt.types import Batch, Experience, Sequence
 class PPOLoss:
     """Losses of actor, critic, or both on one trunk. `num_tokens` is set for every train batch before its first forward."""
 
-    def __init__(self, actor: nn.Module, critic: nn.Module | None, config: PPOConfig, temperature: float) -> None:
+    def __init__(
+        self, actor: nn.Module, critic: nn.Module | None, config: PPOConfig, temperature: float, max_new_tokens: int | None = None
+    ) -> None:
         self.actor_model = actor
         self.critic_model = critic
         self.config = config
         self.temperature = temperature
+        self.max_new_tokens = max_new_tokens
+        """the constant length of Dr. GRPO"""
+        self.kl_coef = 0.0
+        """of the KL in the loss; set for every learning phase"""
         self.num_tokens = 1
+        self.normalizer = 1
+        """what the policy loss is divided by; the number of tokens under 'token'"""
         self.num_ptx_tokens = 1
 
+    def begin(self, records: list[Experience]) -> None:
+        """Count what the losses of a train batch are divided by."""
+        self.num_tokens = max(sum(int(r.response_mask.sum()) for r in records), 1)
+        self.normalizer = self.num_tokens
+        if self.config.aggregation != 'token':
+            masks = [r.response_mask for r in records]
+            rows = torch.cat([torch.full((len(m),), i) for i, m in enumerate(masks)])
+            count = aggregation_count(torch.cat(masks), rows, len(masks), self.config.aggregation, self.max_new_tokens)
+            self.normalizer = max(count, 1)
+
     def actor(self, batch: Batch, records: list[Experience], stats: BatchStats) -> Tensor:
-        """Clipped policy loss − entropy_coef · entropy."""
+        """Policy loss + KL in the loss − entropy_coef · entropy."""
         out = self.actor_model(batch, temperature=self.temperature, with_entropy=True)
         return self._policy(out.logprobs, out.entropy, batch, records, stats)
 
@@ -57,7 +85,24 @@ class PPOLoss:
         old = flat(records, 'old_logprobs', batch) if records else logprobs.detach()
         advantages = flat(records, 'advantages', batch)
         high = c.eps_clip if c.eps_clip_high is None else c.eps_clip_high
-        loss = masked_sum(clipped_policy_loss(logprobs, old, advantages, eps_low=c.eps_clip, eps_high=high), mask)
+        losses = self._token_losses(logprobs, old, advantages, batch, high)
+        if c.tis_cap is not None:
+            behaviour = flat(records, 'logprobs', batch) if records else old
+            weights = truncated_importance_weights(old, behaviour, c.tis_cap)
+            losses = losses * weights
+            stats.mean('tis_weight', masked_sum(weights, mask), mask.sum())
+        loss = masked_sum(losses, mask)
+        if c.aggregation == 'token':
+            share = loss / self.num_tokens
+        else:
+            share = aggregate(losses, mask, batch.action_rows, batch.num_sequences, c.aggregation, self.normalizer)
+        if c.kl_in == 'loss' and self.kl_coef:
+            reference = flat(records, 'ref_logprobs', batch) if records else old
+            penalty = kl_penalty(logprobs, reference, c.kl_loss_kind)
+            share = share + self.kl_coef * aggregate(
+                penalty, mask, batch.action_rows, batch.num_sequences, c.aggregation, self.normalizer
+            )
+            stats.mean('kl_loss', masked_sum(penalty, mask), mask.sum())
         bonus = masked_sum(entropy, mask)
         seen = policy_stats(logprobs, old, mask, eps_low=c.eps_clip, eps_high=high)
         stats.mean('policy_loss', loss, seen.num_tokens)
@@ -68,7 +113,20 @@ class PPOLoss:
         stats.mean('ratio_mean', seen.ratio, seen.num_tokens)
         stats.maximum('ratio_max', seen.ratio_max)
         stats.minimum('ratio_min', seen.ratio_min)
-        return (loss - c.entropy_coef * bonus) / self.num_tokens
+        if c.aggregation == 'token' and c.kl_in == 'reward':
+            return (loss - c.entropy_coef * bonus) / self.num_tokens
+        return share - c.entropy_coef * bonus / self.num_tokens
+
+    def _token_losses(self, logprobs: Tensor, old: Tensor, advantages: Tensor, batch: Batch, high: float) -> Tensor:
+        c = self.config
+        if c.policy_loss == 'reinforce':
+            return -advantages * logprobs
+        if c.policy_loss == 'gspo':
+            return gspo_policy_loss(
+                logprobs, old, advantages, batch.action_mask, batch.action_rows, batch.num_sequences, eps_low=c.eps_clip, eps_high=high,
+                dual_clip=c.dual_clip,
+            )  # fmt: skip
+        return clipped_policy_loss(logprobs, old, advantages, eps_low=c.eps_clip, eps_high=high, dual_clip=c.dual_clip)
 
     def _value(self, values: Tensor, batch: Batch, records: list[Experience], stats: BatchStats) -> Tensor:
         mask = batch.action_mask

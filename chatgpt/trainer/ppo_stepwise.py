@@ -96,7 +96,8 @@ class StepwisePPO:
         # These tokens may come from anywhere, so the log-probs the ratio is taken against are computed here.
         settings = replace(self.maker.settings, recompute_logprobs=True)
         with self.clock.measure('score'):
-            experiences = self.maker.make(samples, kl_coef=self.kl_controller.value, scores=checked, settings=settings)
+            kl_coef = self.kl_controller.value if self.config.kl_in == 'reward' else 0.0
+            experiences = self.maker.make(samples, kl_coef=kl_coef, scores=checked, settings=settings)
         self.buffer.append(experiences)
         self.last_experiences = experiences
         return self.learn_phase()
