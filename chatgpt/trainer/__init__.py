@@ -8,14 +8,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from chatgpt.trainer.base import Trainer
     from chatgpt.trainer.config import PPOConfig, SFTConfig, SupervisedConfig
+    from chatgpt.trainer.kto import KTOConfig, KTOTrainer
     from chatgpt.trainer.learning import NonFiniteError
     from chatgpt.trainer.ppo import PPOTrainer
+    from chatgpt.trainer.preference import DPOConfig, DPOTrainer, ORPOConfig, ORPOTrainer, SimPOConfig, SimPOTrainer
     from chatgpt.trainer.reward_model import RewardModelConfig, RewardModelTrainer
     from chatgpt.trainer.rft import RFTConfig, RFTTrainer
     from chatgpt.trainer.sft import SFTTrainer
     from chatgpt.trainer.supervised import SupervisedTrainer
 
 _HOME = {
+    'DPOConfig': 'preference',
+    'DPOTrainer': 'preference',
+    'ORPOConfig': 'preference',
+    'ORPOTrainer': 'preference',
+    'SimPOConfig': 'preference',
+    'SimPOTrainer': 'preference',
+    'KTOConfig': 'kto',
+    'KTOTrainer': 'kto',
     'NonFiniteError': 'learning',
     'PPOConfig': 'config',
     'PPOTrainer': 'ppo',
@@ -31,6 +41,14 @@ _HOME = {
 }
 
 __all__ = [
+    'KTOTrainer',
+    'KTOConfig',
+    'SimPOTrainer',
+    'SimPOConfig',
+    'ORPOTrainer',
+    'ORPOConfig',
+    'DPOTrainer',
+    'DPOConfig',
     'NonFiniteError',
     'PPOConfig',
     'PPOTrainer',

@@ -232,9 +232,8 @@ class PPOConfig(LearningSettings):
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
         self._positive(
-            'overlong_buffer', 'tis_cap',
-            'experience_batch_size', 'num_samples_per_prompt', 'train_batch_size', 'max_epochs', 'eps_clip', 'eps_clip_high',
-            'value_clip', 'kl_target', 'kl_horizon', 'score_clip', 'score_timeout_s', 'ratio_threshold', 'target_kl',
+            'overlong_buffer', 'tis_cap', 'experience_batch_size', 'num_samples_per_prompt', 'train_batch_size', 'max_epochs', 'eps_clip',
+            'eps_clip_high', 'value_clip', 'kl_target', 'kl_horizon', 'score_clip', 'score_timeout_s', 'ratio_threshold', 'target_kl',
         )  # fmt: skip
         self._not_negative('buffer_limit', 'kl_coef', 'value_coef', 'ptx_coef', 'dynamic_sampling_rounds')
         self._one_of('policy_loss', get_args(PolicyLoss))

@@ -27,16 +27,18 @@ MAX_NEW = 7
 
 def experience(index: int, generator: torch.Generator) -> Experience:
     n = 2 + index % 4
+
     def rand() -> torch.Tensor:
         return torch.randn(n, generator=generator)
 
     old = -3.2 + 0.2 * rand()
     mask = torch.ones(n, dtype=torch.bool)
     mask[0] = index % 3 != 1  # a token of another's turn
+    ids = torch.randint(3, 16, (n,), generator=generator)
     return Experience(
-        index=index, group=index // 2, prompt_ids=torch.tensor([3, 4 + index]), response_ids=torch.randint(3, 16, (n,), generator=generator),
-        response_mask=mask, logprobs=old + 0.5 * rand(), filtered_logprobs=old, edge_distances=torch.ones(n), finish_reason='eos', score=0.0,
-        old_logprobs=old, ref_logprobs=old + 0.3 * rand(), values=rand(), kl=rand(), rewards=rand(), advantages=rand(), returns=rand(),
+        index=index, group=index // 2, prompt_ids=torch.tensor([3, 4 + index]), response_ids=ids, response_mask=mask, score=0.0,
+        logprobs=old + 0.5 * rand(), filtered_logprobs=old, edge_distances=torch.ones(n), finish_reason='eos', old_logprobs=old,
+        ref_logprobs=old + 0.3 * rand(), values=rand(), kl=rand(), rewards=rand(), advantages=rand(), returns=rand(),
     )  # fmt: skip
 
 

@@ -1,0 +1,248 @@
+"""DPO and its relatives, ORPO, SimPO, KTO: losses by hand, references, learning, ranks, resuming."""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+
+from chatgpt.dataset import TokenizedLabelled, TokenizedPreference
+from chatgpt.nn import GPTActor
+from chatgpt.testing.fakes import tiny_config
+from chatgpt.testing.processes import run_distributed
+from chatgpt.trainer import DPOTrainer, KTOTrainer, ORPOTrainer, SimPOTrainer
+from chatgpt.trainer.callbacks import ProgressBar, SaveCheckpoint
+from chatgpt.trainer.preference import pairs_of, without_reference
+from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
+from chatgpt.types import Sequence
+
+
+def sequence(prompt: list[int], response: list[int]) -> Sequence:
+    mask = torch.ones(len(response), dtype=torch.bool)
+    return Sequence(prompt_ids=torch.tensor(prompt), response_ids=torch.tensor(response), response_mask=mask)
+
+
+def preference(prompt: list[int], *responses: list[int], scores: tuple[float, ...] | None = None) -> TokenizedPreference:
+    tensors = [torch.tensor(r) for r in responses]
+    masks = [torch.ones_like(t, dtype=torch.bool) for t in tensors]
+    return TokenizedPreference(prompt_ids=torch.tensor(prompt), responses=tensors, response_masks=masks, scores=scores)
+
+
+def data(count: int = 12) -> list[TokenizedPreference]:
+    """The better answer has a 5 in it."""
+    return [preference([3 + i % 4], [6 + i % 3, 5, 2], [6 + i % 3, 9 + i % 4, 7, 2]) for i in range(count)]
+
+
+class Log(ProgressBar):
+    def __init__(self) -> None:
+        super().__init__(enabled=False)
+        self.phases: list[dict[str, float]] = []
+
+    def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+        self.phases.append({k: v for k, v in metrics.items() if not k.startswith('perf/')})
+
+
+KINDS: dict[str, Any] = {'dpo': DPOTrainer, 'kto': KTOTrainer, 'orpo': ORPOTrainer, 'simpo': SimPOTrainer}
+
+
+def make(kind: str, records: Any = None, held_back: Any = None, *, strategy: Any = None, lora: int = 0, more: Any = (), lr: float = 3e-3,
+         moved: bool = False, **kw: Any) -> Any:  # fmt: skip
+    strategy = strategy or NaiveStrategy(seed=5, device='cpu')
+    torch.manual_seed(5)
+    actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, hidden=16, positions=32), lora_rank=lora)
+    initial = deepcopy(actor)
+    if moved:  # so that policy and reference differ from the first step on
+        with torch.no_grad():
+            for number, p in enumerate(actor.parameters()):
+                if p.requires_grad:
+                    torch.manual_seed(number)
+                    p.add_(0.2 * torch.randn(p.shape))
+    optim = strategy.make_optimizer([p for p in actor.parameters() if p.requires_grad], lr=lr, eps=1e-4)
+    actor, optim = strategy.prepare((actor, optim))
+    reference = strategy.prepare(initial) if kind in ('dpo', 'kto') and not lora else None
+    log = Log()
+    settings = {'train_batch_size': 4, 'log_interval': 1} | kw
+    records = data() if records is None else records
+    trainer = KINDS[kind](strategy, actor, optim, records, held_back, initial_model=reference, callbacks=[log, *more], **settings)
+    trainer.log, trainer.initial = log, initial
+    return trainer
+
+
+def logp(model: Any, s: Sequence) -> list[float]:
+    """Log-probs of a response's tokens by plain transformers, in float64."""
+    ids = torch.cat([s.prompt_ids, s.response_ids])
+    with torch.no_grad():
+        table = model.model.eval()(ids[None]).logits[0].double().log_softmax(-1)
+    start = len(s.prompt_ids)
+    return [float(table[start - 1 + t, token]) for t, token in enumerate(s.response_ids.tolist())]
+
+
+def log_sigmoid(z: float) -> float:
+    return -math.log1p(math.exp(-z)) if z > 0 else z - math.log1p(math.exp(z))
+
+
+def dpo(kind: str, m: float, beta: float, eps: float) -> float:
+    z = beta * m
+    return {
+        'sigmoid': -log_sigmoid(z),
+        'ipo': (m - 1 / (2 * beta)) ** 2,
+        'cdpo': -(1 - eps) * log_sigmoid(z) - eps * log_sigmoid(-z),
+        'robust': (-(1 - eps) * log_sigmoid(z) + eps * log_sigmoid(-z)) / (1 - 2 * eps),
+        'hinge': max(0.0, 1 - z),
+    }[kind]
+
+
+@pytest.mark.parametrize('precompute', [True, False])
+@pytest.mark.parametrize('loss_type', ['sigmoid', 'ipo', 'cdpo', 'robust', 'hinge'])
+def test_dpo_by_hand(loss_type, precompute):
+    settings = {'loss_type': loss_type, 'precompute_ref_logprobs': precompute, 'beta': 0.3, 'label_smoothing': 0.2}
+    trainer = make('dpo', data(4), shuffle=False, max_tokens_per_batch=20, moved=True, **settings)
+    policy, reference = trainer.strategy.unwrap(trainer.model), trainer.initial
+    wants, right, margins = [], [], []
+    for pair in pairs_of(data(4)):
+        chosen, rejected = (sum(logp(policy, s)) - sum(logp(reference, s)) for s in (pair.chosen, pair.rejected))
+        wants.append(dpo(loss_type, chosen - rejected, 0.3, 0.2))
+        right.append(chosen > rejected)
+        margins.append(0.3 * (chosen - rejected))
+    trainer.fit()
+    seen = trainer.log.phases[0]
+    assert seen['dpo/loss'] == pytest.approx(sum(wants) / 4, rel=1e-4)
+    assert seen['dpo/accuracy'] == sum(right) / 4
+    assert seen['dpo/margin'] == pytest.approx(sum(margins) / 4, rel=1e-3, abs=1e-5)
+    flipped = [dpo(loss_type, -m / 0.3, 0.3, 0.2) for m in margins]
+    assert abs(sum(flipped) / 4 - sum(wants) / 4) > 1e-3  # the twin: chosen and rejected exchanged is another loss
+
+
+@pytest.mark.parametrize('kind', ['orpo', 'simpo'])
+def test_orpo_and_simpo_by_hand(kind):
+    trainer = make(kind, data(4), shuffle=False, moved=True)
+    policy = trainer.strategy.unwrap(trainer.model)
+    wants = []
+    for pair in pairs_of(data(4)):
+        chosen, rejected = (sum(x) / len(x) for x in (logp(policy, pair.chosen), logp(policy, pair.rejected)))
+        if kind == 'orpo':
+            odds = [x - math.log(1 - math.exp(x)) for x in (chosen, rejected)]
+            wants.append(-chosen - 0.1 * log_sigmoid(odds[0] - odds[1]))
+        else:
+            wants.append(-log_sigmoid(2.0 * (chosen - rejected) - 1.0))
+    trainer.fit()
+    assert trainer.log.phases[0][f'{kind}/loss'] == pytest.approx(sum(wants) / 4, rel=1e-4)
+
+
+@pytest.mark.parametrize('precompute', [True, False])
+def test_kto_by_hand(precompute):
+    records = [
+        TokenizedLabelled(sequence=sequence([3 + i], [5 + i, 6, 2]), label=label) for i, label in enumerate([True, False, 'good', 0])
+    ]
+    settings = {'beta': 0.4, 'desirable_weight': 1.5, 'undesirable_weight': 0.5, 'precompute_ref_logprobs': precompute}
+    trainer = make('kto', records, shuffle=False, moved=True, max_tokens_per_batch=9, **settings)
+    policy, reference = trainer.strategy.unwrap(trainer.model), trainer.initial
+    answers = [r.sequence for r in records]
+    crossed = [sequence(answers[(i + 1) % 4].prompt_ids.tolist(), answers[i].response_ids.tolist()) for i in range(4)]
+    z0 = max(0.0, sum(sum(logp(policy, s)) - sum(logp(reference, s)) for s in crossed) / 4)
+    wants = []
+    for s, good in zip(answers, [True, False, True, False], strict=True):
+        z = 0.4 * (sum(logp(policy, s)) - sum(logp(reference, s)) - z0)
+        wants.append(1.5 * (1 - 1 / (1 + math.exp(-z))) if good else 0.5 * (1 - 1 / (1 + math.exp(z))))
+    trainer.fit()
+    seen = trainer.log.phases[0]
+    assert seen['kto/loss'] == pytest.approx(sum(wants) / 4, rel=1e-4)
+    assert seen['kto/kl'] == pytest.approx(z0, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize('lora', [0, 2])
+@pytest.mark.parametrize('kind', KINDS)
+def test_it_learns_and_says_so_on_held_back_data(kind, lora):
+    trainer = make(kind, data(32), data(8), max_epochs=4, lr=2e-2, lora=lora)
+    trainer.fit()
+    first, last = trainer.log.phases[0], trainer.log.phases[-1]
+    assert last[f'{kind}/loss'] < first[f'{kind}/loss']
+    assert last[f'{kind}/val_margin'] > first[f'{kind}/margin'] + 0.02
+    if kind != 'kto':
+        assert last[f'{kind}/val_accuracy'] == 1.0
+
+
+def test_the_reference_is_the_adapter_off_model():
+    trainer = make('dpo', data(4), lora=2, moved=True, shuffle=False)
+    trainer._precompute()
+    bare = trainer.strategy.unwrap(trainer.model)
+    with bare.adapter_disabled():
+        want = [sum(logp(bare, p.chosen)) for p in trainer.train_data]
+    assert [p.ref_chosen for p in trainer.train_data] == pytest.approx(want, abs=1e-4)
+    assert [sum(logp(bare, p.chosen)) for p in trainer.train_data] != pytest.approx(want, abs=1e-2)
+    assert all(p.ref_chosen is None for p in without_reference(trainer.train_data))
+
+
+def test_ranked_answers_are_all_pairs():
+    record = preference([3], [5], [6], [7], [6], scores=(3.0, 2.0, 2.0, 1.0))
+    found = [(p.chosen.response_ids.item(), p.rejected.response_ids.item()) for p in pairs_of([record])]
+    assert found == [(5, 6), (5, 7), (5, 6), (7, 6)]  # 6 and 7 are tied; the last 6 is the text of the second
+
+
+@pytest.mark.parametrize(('kind', 'settings', 'sentence'), [
+    ('dpo', {'initial_model': None}, 'DPOTrainer compares with a reference: pass initial_model, or an actor with lora_rank > 0'),
+    ('dpo', {'loss_type': 'sigmod'}, "loss_type='sigmod' is not known; choose one of"),
+    ('dpo', {'label_smoothing': 0.5}, r'label_smoothing=0.5 must lie in \[0, 0.5\)'),
+    ('dpo', {'train_data': [preference([3], [5], [5])]}, 'no record has two answers that differ'),
+    ('kto', {'train_batch_size': 1}, 'use 2 or more'),
+    ('kto', {'train_data': [sequence([3], [4])]}, 'not from a Sequence'),
+    ('simpo', {'beta': 0.0}, 'beta=0.0 must be positive'),
+])  # fmt: skip
+def test_mistakes(kind, settings, sentence):
+    strategy = NaiveStrategy(device='cpu')
+    actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, hidden=16, positions=32))
+    reference = strategy.prepare(deepcopy(actor)) if kind in ('dpo', 'kto') else None
+    actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters())))
+    given = {'train_data': data(2), 'initial_model': reference} | settings
+    with pytest.raises(ValueError, match=sentence):
+        KINDS[kind](strategy, actor, optim, **given)
+
+
+def test_a_reference_that_is_not_used_is_refused():
+    strategy = NaiveStrategy(device='cpu')
+    actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, hidden=16, positions=32))
+    actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters())))
+    with pytest.raises(ValueError, match='SimPOTrainer has no reference: leave initial_model out'):
+        SimPOTrainer(strategy, actor, optim, data(2), initial_model=actor)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_resumed_run_has_the_same_bits(tmp_path, kind):
+    whole = make(kind, max_epochs=2, run_dir=tmp_path, more=[SaveCheckpoint(interval=2, keep_last=9)])
+    whole.fit()
+    rest = make(kind, max_epochs=2)
+    assert rest.load_checkpoint(tmp_path / 'checkpoints' / 'step-00000002')
+    rest.fit()
+    assert rest.log.phases == whole.log.phases[2:]
+    assert all(torch.equal(a, b) for a, b in zip(rest.model.parameters(), whole.model.parameters(), strict=True))
+
+
+SETTINGS = {'max_epochs': 1, 'max_tokens_per_batch': 24, 'moved': True}
+
+
+def runs(strategies: list[str]) -> dict[tuple[str, str, bool], list[dict[str, float]]]:
+    found = {}
+    for name in strategies:
+        for kind in KINDS:
+            for precompute in [True, False] if kind in ('dpo', 'kto') else [True]:
+                options = {'precompute_ref_logprobs': precompute} if kind in ('dpo', 'kto') else {}
+                with {'ddp': DDPStrategy, 'fsdp': FSDPStrategy}[name](seed=5, device='cpu') as strategy:
+                    trainer = make(kind, data(6), data(3), strategy=strategy, **SETTINGS, **options)
+                    trainer.fit()
+                    found[name, kind, precompute] = trainer.log.phases
+    return found
+
+
+def test_the_number_of_ranks_does_not_enter():
+    for results in run_distributed(runs, 2, ['ddp', 'fsdp'], init_group=True):
+        for (_, kind, precompute), phases in results.items():
+            options = {'precompute_ref_logprobs': precompute} if kind in ('dpo', 'kto') else {}
+            alone = make(kind, data(6), data(3), **SETTINGS, **options)
+            alone.fit()
+            for got, want in zip(phases, alone.log.phases, strict=True):
+                assert got.keys() == want.keys()
+                off = {k: (got[k], want[k]) for k in want if got[k] != pytest.approx(want[k], rel=2e-3, abs=1e-4)}
+                assert not off, (kind, precompute, off)
