@@ -22,6 +22,7 @@ from chatgpt.nn.families import (
     OPTCritic,
 )
 from chatgpt.nn.heads import critic_head, mlp_head, reward_head
+from chatgpt.nn.ilql import ILQLModel
 from chatgpt.nn.loading import load_base_model, load_causal_lm, load_config, load_tokenizer
 from chatgpt.nn.output import PolicyOutput
 from chatgpt.nn.reward_model import RewardModel
@@ -29,6 +30,7 @@ from chatgpt.nn.sources import WeightsSource, initial_tensors, read_source_tenso
 
 __all__ = [
     'GPTRM',
+    'ILQLModel',
     'OPTRM',
     'Actor',
     'AutoActor',

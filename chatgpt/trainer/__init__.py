@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from chatgpt.trainer.base import Trainer
     from chatgpt.trainer.config import PPOConfig, SFTConfig, SupervisedConfig
+    from chatgpt.trainer.ilql import BetaEvaluation, ILQLConfig, ILQLTrainer, rewarded
     from chatgpt.trainer.kto import KTOConfig, KTOTrainer
     from chatgpt.trainer.learning import NonFiniteError
     from chatgpt.trainer.ppo import PPOTrainer
     from chatgpt.trainer.preference import DPOConfig, DPOTrainer, ORPOConfig, ORPOTrainer, SimPOConfig, SimPOTrainer
+    from chatgpt.trainer.prompt_evaluation import PromptEvaluation
     from chatgpt.trainer.reward_model import RewardModelConfig, RewardModelTrainer
     from chatgpt.trainer.rft import RFTConfig, RFTTrainer
     from chatgpt.trainer.sft import SFTTrainer
@@ -26,6 +28,11 @@ _HOME = {
     'SimPOTrainer': 'preference',
     'KTOConfig': 'kto',
     'KTOTrainer': 'kto',
+    'BetaEvaluation': 'ilql',
+    'ILQLConfig': 'ilql',
+    'ILQLTrainer': 'ilql',
+    'rewarded': 'ilql',
+    'PromptEvaluation': 'prompt_evaluation',
     'NonFiniteError': 'learning',
     'PPOConfig': 'config',
     'PPOTrainer': 'ppo',
@@ -41,6 +48,11 @@ _HOME = {
 }
 
 __all__ = [
+    'PromptEvaluation',
+    'rewarded',
+    'ILQLTrainer',
+    'ILQLConfig',
+    'BetaEvaluation',
     'KTOTrainer',
     'KTOConfig',
     'SimPOTrainer',

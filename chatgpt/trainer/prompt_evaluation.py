@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 from chatgpt.dataset.prompts import as_prompts
@@ -70,6 +71,8 @@ class PromptEvaluation:
         """rows of the latest evaluation, on rank 0: prompt, response, score and metrics"""
         self._file = RunFile('eval_samples.jsonl')
         self._begun: Any = None
+        self.decoding: Callable[[Any], AbstractContextManager[Any]] = lambda model: nullcontext()
+        """a context around generation, given the whole model"""
 
     def __call__(self, trainer: Trainer) -> dict[str, float]:
         strategy, tokenizer = trainer.strategy, self.tokenizer or trainer.tokenizer
@@ -78,7 +81,7 @@ class PromptEvaluation:
         actor = models[self.model or ('actor' if 'actor' in models else next(iter(models)))]
         sampling, stops = sampling_for(strategy.unwrap(actor), tokenizer, self.generate)
         mine = range(strategy.rank, len(prompts), strategy.world_size)
-        with strategy.full_model(actor) as full:
+        with strategy.full_model(actor) as full, self.decoding(full):
             self.engine.begin(cast('Actor', full))
             try:
                 chosen = [prompts[i] for i in mine]

@@ -1,0 +1,131 @@
+"""The randomwalks task of trlX: find short ways to node 'a' in a small directed graph, from random walks.
+
+A graph of 21 nodes is drawn from numpy's RandomState(graph seed): an edge where rand(21, 21) > 0.9, none from a node to itself, drawn again
+until every node has a way out; 'a' is the goal and leads only to itself. A walk starts anywhere else, makes up to 9 uniform moves and
+stops at 'a'. A text is the letters of its nodes. Optimality of a walk from a start: (10 − length) / (10 − shortest), where length counts
+nodes up to the first 'a' (10 if it is never reached or a move is no edge) and shortest those of the shortest way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+NUM_NODES, MAX_LENGTH, NUM_WALKS = 21, 10, 1000
+LETTERS = 'abcdefghijklmnopqrstu'
+PAD, BOS, EOS = '_', '<', '.'
+
+
+@dataclass(frozen=True)
+class Task:
+    """A graph, its walks, and the prompts: one letter each."""
+
+    edges: np.ndarray
+    """(21, 21) bool"""
+    walks: tuple[str, ...]
+    shortest: dict[str, int]
+    """by start letter, both ends counted, at most 10"""
+
+    @property
+    def starts(self) -> list[str]:
+        return list(LETTERS[1:])
+
+    def length(self, walk: str) -> int:
+        """Nodes up to the first 'a'; 10 for a walk that breaks off the graph, leaves the alphabet or does not arrive."""
+        for i, letter in enumerate(walk[:MAX_LENGTH]):
+            if letter not in LETTERS:
+                return MAX_LENGTH
+            if i and not self.edges[LETTERS.index(walk[i - 1]), LETTERS.index(letter)]:
+                return MAX_LENGTH
+            if letter == 'a':
+                return i + 1
+        return MAX_LENGTH
+
+    def optimality(self, walk: str) -> float:
+        """In [0, 1]; 1 for a shortest way from the walk's first letter."""
+        return (MAX_LENGTH - self.length(walk)) / (MAX_LENGTH - self.shortest[walk[0]])
+
+
+def make_task(graph_seed: int) -> Task:
+    """The graph and its 1,000 walks.
+
+    Raises:
+        ValueError: a start from which 'a' is not reached within 10 nodes: its optimality would be 0/0.
+    """
+    rng = np.random.RandomState(graph_seed)
+    while True:
+        edges = rng.rand(NUM_NODES, NUM_NODES) > 0.9
+        np.fill_diagonal(edges, False)
+        if edges.any(axis=1).all():
+            break
+    edges[0] = False
+    edges[0, 0] = True
+    walks = []
+    for _ in range(NUM_WALKS):
+        node = rng.randint(1, NUM_NODES)
+        path = [node]
+        for _ in range(MAX_LENGTH - 1):
+            node = rng.choice(np.nonzero(edges[node])[0])
+            path.append(node)
+            if node == 0:
+                break
+        walks.append(''.join(LETTERS[n] for n in path))
+    shortest = {LETTERS[start]: _shortest(edges, start) for start in range(1, NUM_NODES)}
+    far = [letter for letter, length in shortest.items() if length >= MAX_LENGTH]
+    if far:
+        raise ValueError(f"graph seed {graph_seed}: 'a' is too far from {', '.join(far)}; seeds 1000, 1002 and 1004 have a way from all")
+    return Task(edges, tuple(walks), shortest)
+
+
+def _shortest(edges: np.ndarray, start: int) -> int:
+    """Breadth-first search: nodes on the shortest way to 'a'."""
+    seen, queue = {start: 1}, deque([start])
+    while queue:
+        node = queue.popleft()
+        if node == 0:
+            return min(seen[node], MAX_LENGTH)
+        for following in np.nonzero(edges[node])[0].tolist():
+            if following not in seen:
+                seen[following] = seen[node] + 1
+                queue.append(following)
+    return MAX_LENGTH
+
+
+def tokenizer() -> Any:
+    """One token a letter; a prompt has no begin token before it."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {c: i for i, c in enumerate([PAD, BOS, EOS, *LETTERS])}
+    inner = Tokenizer(models.WordLevel(vocab, unk_token=PAD))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex('.'), 'isolated')
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=PAD, bos_token=BOS, eos_token=EOS)
+
+
+def config() -> Any:
+    """GPT-2 of 6 layers x 144, with new weights."""
+    from transformers import GPT2Config
+
+    return GPT2Config(
+        vocab_size=len(LETTERS) + 3, n_positions=16, n_embd=144, n_layer=6, n_head=12, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+
+
+def sequences(walks: Any) -> list[Any]:
+    """Walks as records: the first letter is the prompt, the rest and the end token the response."""
+    import torch
+
+    from chatgpt.types import Sequence
+
+    ids = {c: i + 3 for i, c in enumerate(LETTERS)}
+    records = []
+    for walk in walks:
+        response = torch.tensor([*(ids[c] for c in walk[1:]), 2])
+        mask = torch.ones_like(response, dtype=torch.bool)
+        records.append(Sequence(prompt_ids=torch.tensor([ids[walk[0]]]), response_ids=response, response_mask=mask))
+    return records

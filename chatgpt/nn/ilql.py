@@ -1,0 +1,150 @@
+"""A policy with the heads of implicit language Q-learning: V, Q over the vocabulary, and slowly moving copies of Q.
+
+    hidden (…, D) ─ lm head ─▶ logits      π, of the behaviour and of what is decoded
+                  ├ V head ───▶ V(s)
+                  ├ Q heads ──▶ Q(s, ·)
+                  └ target Q ─▶ Q̂(s, ·)    moved by `sync_targets`, never by an optimizer
+
+Source: Snell et al. 2022, section 4; head shapes as in trlX (D → 2D → ReLU → out). Left out: losses (`chatgpt.functional.ilql`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from chatgpt.functional.ilql import ilql_logits, min_q
+from chatgpt.functional.logprobs import chunked_logprobs, map_row_chunks, rows_per_chunk
+from chatgpt.nn.actor import Actor
+from chatgpt.nn.heads import SeededLinear, in_fp32, mlp_head
+from chatgpt.nn.trunk import base_model, flat_hidden, hidden_size, text_config
+from chatgpt.types import Batch
+
+HEADS_FILE = 'ilql_heads.safetensors'
+
+
+class ILQLOutput(NamedTuple):
+    """All (N,) fp32, of the actions of a batch."""
+
+    logprobs: Tensor
+    values: Tensor
+    """V at the state before each action"""
+    qs: list[Tensor]
+    """Q of the action taken, of each head"""
+    q_losses: list[Tensor]
+    """log Σ_v exp Q(s, v) − Q(s, a), of each head"""
+    target_q: Tensor
+    """minimum of the target heads at the action taken, without gradient"""
+
+
+def q_head(width: int, vocab_size: int) -> nn.Sequential:
+    """width → 2 width → ReLU → vocab_size."""
+    first = SeededLinear(width, 2 * width, 1 / math.sqrt(3 * width))
+    return nn.Sequential(first, nn.ReLU(), SeededLinear(2 * width, vocab_size, 1 / math.sqrt(6 * width)))
+
+
+class ILQLModel(Actor):
+    """An `Actor` with ILQL's heads.
+
+    Args:
+        model: a transformers causal LM.
+        two_qs: two Q heads, of which the smaller value counts.
+
+    An engine that decodes inside `decoding(beta)` draws from the policy that the Q function has improved.
+    """
+
+    def __init__(self, model: nn.Module, *, two_qs: bool = True) -> None:
+        super().__init__(model)
+        width, vocab = hidden_size(model), text_config(model).vocab_size
+        self.v_head = mlp_head(width)
+        self.q_heads = nn.ModuleList(q_head(width, vocab) for _ in range(2 if two_qs else 1))
+        self.target_q_heads = deepcopy(self.q_heads).requires_grad_(False)
+        self.decoding_beta: float | None = None
+
+    def forward(self, batch: Batch, **_: Any) -> ILQLOutput:  # type: ignore[override]
+        """Everything that the losses need, from one pass through the trunk; no (N, V) table outlives its chunk."""
+        states = flat_hidden(base_model(self.model), batch)[batch.action_index]
+        vocab = text_config(self.model).vocab_size
+        logprobs, _ = chunked_logprobs(states, super().head, batch.action_ids, vocab_size=vocab)
+        chunk = rows_per_chunk(states, self.q_heads[0], vocab)
+
+        def of_chunk(head: nn.Module) -> Any:
+            def run(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+                table = _wide(head, hidden)
+                taken = table.gather(-1, ids[:, None])[:, 0]
+                return taken, table.logsumexp(-1) - taken
+
+            return run
+
+        found = [map_row_chunks(of_chunk(head), states, batch.action_ids, chunk_size=chunk) for head in self.q_heads]
+        with torch.no_grad():
+            targets = [map_row_chunks(of_chunk(h), states.detach(), batch.action_ids, chunk_size=chunk)[0] for h in self.target_q_heads]
+        return ILQLOutput(
+            logprobs, in_fp32(self.v_head, states), [q for q, _ in found], [loss for _, loss in found], min_q(targets)
+        )
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The policy's logits; inside `decoding` log π + β (min target Q − V)."""
+        logits = super().head(hidden)
+        if self.decoding_beta is None:
+            return logits
+        target = min_q([_wide(head, hidden) for head in self.target_q_heads])
+        return ilql_logits(logits, target, in_fp32(self.v_head, hidden), beta=self.decoding_beta)
+
+    @contextmanager
+    def decoding(self, beta: float) -> Iterator[None]:
+        """Inside, `head` gives what ILQL decodes from (Snell et al. 2022, section 5); top-k and temperature are the engine's."""
+        before, self.decoding_beta = self.decoding_beta, beta
+        try:
+            yield
+        finally:
+            self.decoding_beta = before
+
+    @torch.no_grad()
+    def sync_targets(self, alpha: float) -> None:
+        """target ← α Q + (1 − α) target (Polyak averaging), on whatever part of the heads this rank holds."""
+        for target, source in zip(self.target_q_heads.parameters(), self.q_heads.parameters(), strict=True):
+            _local(target).lerp_(_local(source).to(_local(target).dtype), alpha)
+
+    @torch.no_grad()
+    def save_pretrained(self, folder: str | Path, tokenizer: Any = None, *, state_dict: dict[str, Tensor] | None = None) -> None:
+        """A Hugging Face folder of the policy, with the heads in a file beside it."""
+        from safetensors.torch import save_file
+
+        super().save_pretrained(folder, tokenizer, state_dict=state_dict)
+        full = self.state_dict() if state_dict is None else state_dict
+        heads = {n: t.detach().cpu().contiguous() for n, t in full.items() if n.startswith(('v_head.', 'q_heads.', 'target_q_heads.'))}
+        save_file(heads, Path(folder, HEADS_FILE))
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, *, two_qs: bool | None = None, **options: Any) -> ILQLModel:  # type: ignore[override]
+        """From a folder that `save_pretrained` wrote, with its heads; or from any causal LM, with new ones."""
+        from safetensors.torch import load_file
+
+        path = Path(folder, HEADS_FILE)
+        tensors = load_file(path) if path.is_file() else None
+        if tensors is not None:
+            two_qs = any(name.startswith('q_heads.1.') for name in tensors)
+        model = cls(cls._load_pretrained(folder, **options), two_qs=two_qs is not False)
+        if tensors is not None:
+            model.load_state_dict(tensors, strict=False)
+        return model
+
+
+def _wide(head: nn.Module, hidden: Tensor) -> Tensor:
+    """`head(hidden)` in fp32 whatever autocast says."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    with torch.autocast(device_type=hidden.device.type, enabled=False):
+        weight = next(head.parameters())
+        return head(hidden.to(weight.dtype)).to(wide)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, 'to_local') else tensor

@@ -1,0 +1,252 @@
+"""Offline reinforcement learning from texts with rewards: implicit language Q-learning (ILQL).
+
+Rewards are standardised over the data set and stand on the last token that counts, never on padding; target Q heads are synced
+every so many optimizer steps. Left out: decoding (`ILQLModel.decoding` inside an engine) and how text becomes ids (`chatgpt.dataset`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from chatgpt.dataset.tokenize import TokenizedLabelled
+from chatgpt.functional.ilql import awac_loss, expectile_value_loss, next_values, td_loss
+from chatgpt.functional.masking import masked_sum
+from chatgpt.nn.ilql import ILQLModel
+from chatgpt.trainer.callbacks.base import Callback
+from chatgpt.trainer.config import SupervisedConfig
+from chatgpt.trainer.learning import BatchStats, TrainedModel, Work
+from chatgpt.trainer.ppo import collate_or_filler
+from chatgpt.trainer.prompt_evaluation import PromptEvaluation
+from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.trainer.supervised import SupervisedTrainer
+from chatgpt.types import Batch, Sequence
+
+
+@dataclass(kw_only=True)
+class ILQLConfig(SupervisedConfig):
+    """Every setting of `ILQLTrainer`. Defaults are trlX's, which follow Snell et al. 2022."""
+
+    tau: float = 0.7
+    """expectile of V: 0.5 is the mean of Q over the data's actions, towards 1 their maximum"""
+    gamma: float = 0.99
+    cql_scale: float = 0.1
+    """weight of the conservative term"""
+    awac_scale: float = 1.0
+    """weight of the policy's next-token loss"""
+    beta: float = 0.0
+    """that loss is weighted by exp(β (Q − V)); 0 is plain next-token loss"""
+    alpha: float = 0.001
+    """Polyak averaging of the target Q heads"""
+    target_sync_interval: int = 5
+    """optimizer steps between two of them"""
+    standardize_rewards: bool = True
+    """rewards have mean 0 and standard deviation 1 over the data set (per-token rewards: divided by the deviation of their sums)"""
+
+    def validate(self, world_size: int = 1) -> None:
+        super().validate(world_size)
+        self._positive('target_sync_interval')
+        self._not_negative('cql_scale', 'awac_scale', 'beta')
+        for name in ('tau', 'alpha'):
+            if not 0.0 < getattr(self, name) <= 1.0 or (name == 'tau' and self.tau == 1.0):
+                raise ValueError(f'{name}={getattr(self, name)} must lie in (0, 1{")" if name == "tau" else "]"}')
+        if not 0.0 <= self.gamma <= 1.0:
+            raise ValueError(f'gamma={self.gamma} must lie in [0, 1]')
+
+
+@dataclass(kw_only=True)
+class Rewarded(Sequence):
+    """A sequence and a reward for each of its actions."""
+
+    rewards: Tensor
+    """(A,) fp32; 0 where the mask is False"""
+
+
+def rewarded(sequences: SequenceOf[Sequence], rewards: SequenceOf[float | Tensor | SequenceOf[float]]) -> list[Rewarded]:
+    """Records from sequences and rewards.
+
+    Args:
+        rewards: one per sequence: a number, on the last action that counts; one number per turn (a run of actions that count), on the last
+            action of each; or (A,), one per action.
+
+    Raises:
+        ValueError: other lengths, a reward that is not finite, a sequence without an action that counts.
+    """
+    if len(sequences) != len(rewards):
+        raise ValueError(f'{len(sequences)} sequences but {len(rewards)} rewards')
+    records = []
+    for i, (s, reward) in enumerate(zip(sequences, rewards, strict=True)):
+        given = torch.as_tensor(reward, dtype=torch.float32).flatten()
+        if not torch.isfinite(given).all():
+            raise ValueError(f'the reward of sequence {i} is not finite')
+        ends = turn_ends(s.response_mask)
+        if not ends:
+            raise ValueError(f'sequence {i} has no action that counts')
+        dense = torch.zeros(s.num_actions)
+        if given.numel() == s.num_actions and s.num_actions != len(ends) and given.numel() > 1:
+            dense = given * s.response_mask
+        elif given.numel() == 1:
+            dense[ends[-1]] = given[0]
+        elif given.numel() == len(ends):
+            dense[torch.tensor(ends)] = given
+        else:
+            raise ValueError(
+                f'sequence {i} has {given.numel()} rewards; give one, one for each of its {len(ends)} turns, or one for each of its '
+                f'{s.num_actions} tokens'
+            )
+        records.append(Rewarded(prompt_ids=s.prompt_ids, response_ids=s.response_ids, response_mask=s.response_mask, rewards=dense))
+    return records
+
+
+def turn_ends(mask: Tensor) -> list[int]:
+    """The last action of every run of actions that count."""
+    flags = mask.tolist()
+    return [i for i, flag in enumerate(flags) if flag and (i + 1 == len(flags) or not flags[i + 1])]
+
+
+def standardized(records: SequenceOf[Rewarded]) -> list[Rewarded]:
+    """Rewards with mean 0 and deviation 1 over the data set, the deviation being that of the sums. The mean is taken off the last action.
+
+    Nothing but a shift happens where all sums are equal.
+    """
+    sums = [float(r.rewards.double().sum()) for r in records]
+    mean = math.fsum(sums) / len(sums)
+    deviation = math.sqrt(math.fsum((s - mean) ** 2 for s in sums) / len(sums))
+    scale = 1.0 / deviation if deviation > 1e-8 else 1.0
+    result = []
+    for r in records:
+        rewards = r.rewards.clone()
+        rewards[turn_ends(r.response_mask)[-1]] -= mean
+        result.append(replace(r, rewards=rewards * scale))
+    return result
+
+
+class ILQLTrainer(SupervisedTrainer):
+    """Trains an `ILQLModel`: Σ_heads TD + expectile of V + cql_scale · Σ_heads CQL + awac_scale · weighted next-token loss, all per token.
+
+    Metrics `ilql/...`: `loss`, `td_loss`, `value_loss`, `cql_loss`, `awac_loss`, `q_mean`, `value_mean`; on held-back data with `val_`.
+
+    Args:
+        train_data, eval_data: `Rewarded` records (see `rewarded`), or `TokenizedLabelled` ones whose label is the reward.
+
+    Raises:
+        ValueError: a model without ILQL's heads, a strategy that cannot move target heads, records without rewards.
+    """
+
+    prefix = 'ilql'
+    model_name = 'actor'
+    config_class = ILQLConfig
+    config: ILQLConfig
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        model: nn.Module,
+        optim: Optimizer,
+        train_data: SequenceOf[Any],
+        eval_data: SequenceOf[Any] | None = None,
+        *,
+        config: ILQLConfig | None = None,
+        callbacks: SequenceOf[Any] = (),
+        tokenizer: Any = None,
+        run_dir: str | Path | None = None,
+        **kwargs: Any,
+    ) -> None:
+        merged = self.config_class.from_dict((config.to_dict() if config is not None else {}) | kwargs)
+        if not isinstance(strategy.unwrap(model), ILQLModel):
+            raise ValueError(f'ILQLTrainer trains an ILQLModel, not a {type(strategy.unwrap(model)).__name__}')
+        if 'ColossalAI' in type(strategy).__name__:
+            raise ValueError('ILQL does not run under ColossalAIStrategy, whose masters hide the target heads; use ddp or fsdp')
+        records = _with_rewards(train_data)
+        held_back = _with_rewards(eval_data) if eval_data else None
+        if merged.standardize_rewards:
+            both = standardized([*records, *(held_back or ())])
+            records, held_back = both[: len(records)], both[len(records) :] or None
+        super().__init__(
+            strategy, model, optim, records, held_back, config=merged, callbacks=callbacks, tokenizer=tokenizer, run_dir=run_dir
+        )
+
+    def own_callbacks(self) -> list[Callback]:
+        return [_TargetSync()]
+
+    def work(self, records: list[Rewarded]) -> list[Work]:
+        self._num_tokens = max(sum(int(r.response_mask.sum()) for r in records), 1)
+        return [self._work(records)]
+
+    def evaluation_work(self, records: list[Rewarded]) -> Work:
+        self._num_tokens = 1
+        return self._work(records)
+
+    def _work(self, records: list[Any]) -> Work:
+        part = TrainedModel(self.model_name, self.model, self.optim, self._loss)
+        return Work(records, [part], collate_or_filler, lambda r: r.num_tokens)
+
+    def _loss(self, batch: Batch, records: list[Rewarded], stats: BatchStats) -> Tensor:
+        c, mask = self.config, batch.action_mask
+        out = self.model(batch)
+        rewards = torch.cat([r.rewards for r in records]).to(mask.device) if records else torch.zeros_like(out.values)
+        successors = next_values(out.values, mask, batch.action_rows)
+        parts = {
+            'td_loss': sum((td_loss(q, rewards, successors, gamma=c.gamma) for q in out.qs), torch.zeros_like(out.values)),
+            'value_loss': expectile_value_loss(out.values, out.target_q, tau=c.tau),
+            'cql_loss': c.cql_scale * sum(out.q_losses, torch.zeros_like(out.values)),
+            'awac_loss': c.awac_scale * awac_loss(out.logprobs, out.target_q, out.values, beta=c.beta),
+        }
+        count = mask.sum()
+        total = masked_sum(sum(parts.values(), torch.zeros_like(out.values)), mask)
+        for name, values in parts.items():
+            stats.mean(name, masked_sum(values.detach(), mask), count)
+        stats.mean('loss', total, count)
+        stats.mean('q_mean', masked_sum(out.target_q, mask), count)
+        stats.mean('value_mean', masked_sum(out.values.detach(), mask), count)
+        return total / self._num_tokens
+
+
+def _with_rewards(data: SequenceOf[Any]) -> list[Rewarded]:
+    labelled = [r for r in data if isinstance(r, TokenizedLabelled)]
+    if labelled and len(labelled) == len(data):
+        try:
+            return rewarded([r.sequence for r in labelled], [float(r.label) for r in labelled])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f'ILQLTrainer: a label is no reward ({error})') from None
+    for i, record in enumerate(data):
+        if not isinstance(record, Rewarded):
+            raise ValueError(f'ILQLTrainer: record {i} is a {type(record).__name__} without rewards; see chatgpt.trainer.ilql.rewarded')
+    return list(data)
+
+
+def _decoding(model: ILQLModel, beta: float) -> AbstractContextManager[None]:
+    return model.decoding(beta)
+
+
+class _TargetSync(Callback):
+    """Moves the target heads after every `target_sync_interval` optimizer steps."""
+
+    def on_learn_batch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        if trainer.num_updates % trainer.config.target_sync_interval == 0:
+            trainer.strategy.unwrap(trainer.model).sync_targets(trainer.config.alpha)
+
+
+class BetaEvaluation:
+    """A `PromptEvaluation` for every β of a list: {'score_mean@beta=1': ..., ...}. Give it to an `Evaluator`."""
+
+    def __init__(self, evaluation: PromptEvaluation, betas: SequenceOf[float] = (0.0, 1.0, 100.0)) -> None:
+        if not betas:
+            raise ValueError('BetaEvaluation needs at least one β')
+        self.evaluation, self.betas = evaluation, list(betas)
+
+    def __call__(self, trainer: Any) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for beta in self.betas:
+            self.evaluation.decoding = partial(_decoding, beta=beta)
+            found |= {f'{name}@beta={beta:g}': value for name, value in self.evaluation(trainer).items()}
+        return found
