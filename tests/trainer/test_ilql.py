@@ -1,0 +1,294 @@
+"""ILQL: the loss by hand, rewards on the right tokens, target heads, decoding, learning, ranks, files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2LMHeadModel
+
+from chatgpt.dataset import TokenizedLabelled
+from chatgpt.nn import ILQLModel
+from chatgpt.rollout import LocalEngine, SamplingParams
+from chatgpt.testing.fakes import char_tokenizer, tiny_config
+from chatgpt.testing.processes import run_distributed
+from chatgpt.trainer import BetaEvaluation, ILQLTrainer, PromptEvaluation, rewarded
+from chatgpt.trainer.callbacks import Evaluator, ProgressBar, SaveCheckpoint
+from chatgpt.trainer.ilql import standardized, turn_ends
+from chatgpt.trainer.saving import save_pretrained
+from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
+from chatgpt.types import Prompt, Sequence
+
+VOCAB = 16
+
+
+def sequence(prompt: list[int], response: list[int], mask: list[int] | None = None) -> Sequence:
+    flags = torch.tensor(mask or [1] * len(response), dtype=torch.bool)
+    return Sequence(prompt_ids=torch.tensor(prompt), response_ids=torch.tensor(response), response_mask=flags)
+
+
+class Log(ProgressBar):
+    def __init__(self) -> None:
+        super().__init__(enabled=False)
+        self.phases: list[dict[str, float]] = []
+
+    def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+        self.phases.append({k: v for k, v in metrics.items() if not k.startswith('perf/')})
+
+
+def model(seed: int = 5, two_qs: bool = True, vocab: int = VOCAB) -> ILQLModel:
+    torch.manual_seed(seed)
+    made = ILQLModel(GPT2LMHeadModel(tiny_config('gpt2', vocab_size=vocab, hidden=16, positions=32)), two_qs=two_qs)
+    with torch.no_grad():  # targets that differ from the heads, as after some steps
+        for number, p in enumerate(made.target_q_heads.parameters()):
+            torch.manual_seed(number)
+            p.add_(0.1 * torch.randn(p.shape))
+    return made
+
+
+def make(
+    data: Any, held_back: Any = None, *, strategy: Any = None, more: Any = (), lr: float = 3e-3, two_qs: bool = True, **kw: Any
+) -> Any:
+    strategy = strategy or NaiveStrategy(seed=5, device='cpu')
+    net = model(two_qs=two_qs)
+    net, optim = strategy.prepare((net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=lr, eps=1e-4)))
+    log = Log()
+    trainer = ILQLTrainer(
+        strategy, net, optim, data, held_back, callbacks=[log, *more], **({'train_batch_size': 4, 'log_interval': 1} | kw)
+    )
+    trainer.log = log
+    return trainer
+
+
+DIALOGUES = [
+    sequence([3, 4], [5, 6, 7, 8, 2], [1, 1, 0, 1, 1]),
+    sequence([9], [10, 2]),
+    sequence([3], [4, 5, 6, 7], [0, 1, 1, 0]),
+]
+REWARDS = [[1.0, -2.0], 3.0, 0.5]
+
+
+def by_hand(net: ILQLModel, data: list[Any], c: Any) -> dict[str, float]:
+    """Every term, token by token, in float64 from plain modules."""
+    net = net.double()
+    sums = dict.fromkeys(('td_loss', 'value_loss', 'cql_loss', 'awac_loss'), 0.0)
+    count = 0
+    for r in data:
+        ids = torch.cat([r.prompt_ids, r.response_ids])
+        with torch.no_grad():
+            hidden = net.model.transformer(ids[None]).last_hidden_state[0]
+            logp = net.model.lm_head(hidden).log_softmax(-1)
+            v = net.v_head(hidden)[:, 0]
+            qs, targets = ([head(hidden) for head in heads] for heads in (net.q_heads, net.target_q_heads))
+        start = len(r.prompt_ids) - 1
+        counted = [t for t in range(len(r.response_ids)) if r.response_mask[t]]
+        for k, t in enumerate(counted):
+            s, a = start + t, int(r.response_ids[t])
+            following = float(v[start + counted[k + 1]]) if k + 1 < len(counted) else 0.0
+            target_q = min(float(q[s, a]) for q in targets)
+            u = target_q - float(v[s])
+            sums['td_loss'] += sum((float(q[s, a]) - float(r.rewards[t]) - c.gamma * following) ** 2 for q in qs)
+            sums['value_loss'] += (c.tau if u >= 0 else 1 - c.tau) * u * u
+            sums['cql_loss'] += c.cql_scale * sum(float(q[s].logsumexp(-1)) - float(q[s, a]) for q in qs)
+            sums['awac_loss'] += c.awac_scale * -float(logp[s, a]) * float(torch.tensor(c.beta * u).exp())
+            count += 1
+    return {name: value / count for name, value in sums.items()}
+
+
+@pytest.mark.parametrize(
+    'settings', [{}, {'beta': 2.0, 'tau': 0.9, 'gamma': 0.5}, {'cql_scale': 0.0, 'awac_scale': 2.0, 'max_tokens_per_batch': 8}]
+)
+@pytest.mark.parametrize('two_qs', [True, False])
+def test_the_loss_by_hand(settings, two_qs):
+    data = rewarded(DIALOGUES, REWARDS)
+    trainer = make(data, shuffle=False, standardize_rewards=False, two_qs=two_qs, **settings)
+    want = by_hand(model(two_qs=two_qs), data, trainer.config)
+    trainer.fit()
+    seen = trainer.log.phases[0]
+    for name, value in want.items():
+        assert seen[f'ilql/{name}'] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    assert seen['ilql/loss'] == pytest.approx(sum(want.values()), rel=1e-4)
+    shifted = [
+        type(r)(**{n: getattr(r, n) for n in ('prompt_ids', 'response_ids', 'response_mask')}, rewards=r.rewards.roll(1))
+        for r in data
+    ]
+    assert abs(by_hand(model(two_qs=two_qs), shifted, trainer.config)['td_loss'] - want['td_loss']) > 1e-3  # the twin
+
+
+def test_rewards_stand_on_the_last_token_that_counts():
+    records = rewarded(DIALOGUES, REWARDS)
+    assert [r.rewards.tolist() for r in records] == [[0, 1, 0, 0, -2], [0, 3], [0, 0, 0.5, 0]]
+    dense = rewarded(DIALOGUES[:1], [[1.0, 2.0, 3.0, 4.0, 5.0]])[0]
+    assert dense.rewards.tolist() == [1, 2, 0, 4, 5]
+    assert turn_ends(DIALOGUES[0].response_mask) == [1, 4]
+
+
+def test_rewards_are_standardised_over_the_data_set():
+    records = standardized(rewarded(DIALOGUES, REWARDS))
+    sums = torch.stack([r.rewards.sum() for r in records])
+    assert float(sums.mean()) == pytest.approx(0.0, abs=1e-6)
+    assert float(sums.std(unbiased=False)) == pytest.approx(1.0, abs=1e-6)
+    for r in records:
+        assert not r.rewards[~r.response_mask].any()
+    same = standardized(rewarded(DIALOGUES, [2.0, 2.0, 2.0]))
+    assert all(float(r.rewards.abs().sum()) == 0.0 for r in same)
+
+
+@pytest.mark.parametrize('interval', [1, 3])
+def test_targets_move_every_so_many_steps(interval):
+    trainer = make(
+        rewarded(DIALOGUES * 4, REWARDS * 4), train_batch_size=3, max_epochs=1, target_sync_interval=interval, alpha=0.25
+    )
+    net = trainer.model
+    expected = [p.clone() for p in net.target_q_heads.parameters()]
+
+    class Follow(ProgressBar):
+        def on_learn_batch_end(self, trainer: Any, metrics: Any) -> None:
+            if trainer.num_updates % interval == 0:
+                for e, q in zip(expected, net.q_heads.parameters(), strict=True):
+                    e.copy_(0.75 * e + 0.25 * q.detach())
+
+    trainer.callbacks.callbacks.append(Follow(enabled=False))
+    trainer.fit()
+    assert trainer.num_updates == 4
+    for want, got in zip(expected, net.target_q_heads.parameters(), strict=True):
+        assert torch.allclose(want, got, atol=1e-6)
+        assert not got.requires_grad
+
+
+def test_decoding_is_the_papers_policy():
+    net = model().eval()
+    hidden = torch.randn(3, 16)
+    plain = net.model.lm_head(hidden)
+    assert torch.equal(net.head(hidden), plain)
+    target = torch.minimum(*(head(hidden) for head in net.target_q_heads))
+    for beta in (0.0, 1.0, 20.0):
+        with net.decoding(beta):
+            want = plain.log_softmax(-1) + beta * (target - net.v_head(hidden))
+            assert torch.allclose(net.head(hidden), want, atol=1e-5)
+    engine, prompts = LocalEngine(), [Prompt(ids=torch.tensor([3, 4]))]
+    texts = []
+    for beta in (0.0, 100.0):
+        with net.decoding(beta):
+            engine.begin(net)
+            texts.append(
+                engine.generate(prompts, SamplingParams(max_new_tokens=6, do_sample=False), seed=0, indices=[0])[0].response_ids
+            )
+            engine.end()
+    ids = torch.tensor([[3, 4]])
+    for t in range(6):  # greedily by hand
+        state = net.model.transformer(ids).last_hidden_state[:, -1]
+        best = (net.model.lm_head(state).log_softmax(-1) + 100.0 * torch.minimum(*(h(state) for h in net.target_q_heads))).argmax(
+            -1
+        )
+        assert int(best) == int(texts[1][t])
+        ids = torch.cat([ids, best[None]], dim=1)
+    assert texts[0].tolist() != texts[1].tolist()
+
+
+def learnable() -> list[Any]:
+    """Of two answers to a prompt the one with a 5 is rewarded; the data has both equally often."""
+    tokens = [[3 + i % 3, [5, 2] if i % 2 else [9, 2]] for i in range(48)]
+    return rewarded([sequence([p], r) for p, r in tokens], [1.0 if r[0] == 5 else 0.0 for _, r in tokens])
+
+
+def test_the_improved_policy_is_better_than_the_data():
+    trainer = make(learnable(), max_epochs=12, lr=1e-2, alpha=0.2, target_sync_interval=1, train_batch_size=8)
+    trainer.fit()
+    net, engine = trainer.model, LocalEngine()
+
+    def share(beta: float) -> float:
+        with net.decoding(beta):
+            engine.begin(net)
+            prompts = [Prompt(ids=torch.tensor([3 + i % 3])) for i in range(60)]
+            found = engine.generate(prompts, SamplingParams(max_new_tokens=1), seed=0, indices=range(60))
+            engine.end()
+        return sum(int(s.response_ids[0]) == 5 for s in found) / 60
+
+    assert 0.25 < share(0.0) < 0.75
+    assert share(8.0) > 0.95
+
+
+def test_evaluation_over_betas():
+    tokenizer = char_tokenizer()
+    net = model(vocab=len(tokenizer))
+    strategy = NaiveStrategy(seed=5, device='cpu')
+    net, optim = strategy.prepare((net, torch.optim.AdamW(net.parameters(), lr=1e-3)))
+    evaluation = PromptEvaluation(['a', 'b'], tokenizer, lambda p, r: [float(len(x)) for x in r], max_new_tokens=4, num_rows=0)
+    data = [
+        TokenizedLabelled(sequence=sequence([3], [4, 5]), label=1.0),
+        TokenizedLabelled(sequence=sequence([3], [6, 5]), label=0),
+    ]
+    evaluator = Evaluator(BetaEvaluation(evaluation, (0.0, 50.0)), 1, metric='score_mean@beta=50')
+    trainer = ILQLTrainer(
+        strategy, net, optim, data, tokenizer=tokenizer, callbacks=[evaluator, Log()], train_batch_size=2, max_epochs=1
+    )
+    trainer.fit()
+    assert {'eval/score_mean@beta=0', 'eval/score_mean@beta=50', 'eval/ended@beta=50'} <= evaluator.last.keys()
+    assert net.decoding_beta is None
+
+
+def test_a_resumed_run_has_the_same_bits(tmp_path):
+    whole = make(learnable(), max_epochs=1, run_dir=tmp_path, more=[SaveCheckpoint(interval=4, keep_last=9)])
+    whole.fit()
+    rest = make(learnable(), max_epochs=1)
+    assert rest.load_checkpoint(tmp_path / 'checkpoints' / 'step-00000004')
+    rest.fit()
+    assert rest.log.phases == whole.log.phases[4:]
+    a, b = rest.model.state_dict(), whole.model.state_dict()
+    assert all(torch.equal(a[n], b[n]) for n in b)
+
+
+def runs() -> dict[str, Any]:
+    found = {}
+    for name, kind in (('ddp', DDPStrategy), ('fsdp', FSDPStrategy)):
+        with kind(seed=5, device='cpu') as strategy:
+            trainer = make(learnable()[:10], learnable()[:3], strategy=strategy, max_epochs=1, target_sync_interval=1, alpha=0.3)
+            trainer.fit()
+            found[name] = trainer.log.phases, strategy.broadcast_object(strategy.full_state_dict(trainer.model))
+    return found
+
+
+def test_the_number_of_ranks_does_not_enter():
+    alone = make(learnable()[:10], learnable()[:3], max_epochs=1, target_sync_interval=1, alpha=0.3)
+    alone.fit()
+    for results in run_distributed(runs, 2, init_group=True):
+        for phases, weights in results.values():
+            for got, want in zip(phases, alone.log.phases, strict=True):
+                assert all(got[k] == pytest.approx(want[k], rel=1e-3, abs=1e-4) for k in want)
+            assert all(torch.allclose(weights[n], t, atol=5e-4) for n, t in alone.model.state_dict().items())
+
+
+def test_the_folder_has_policy_and_heads(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    strategy = NaiveStrategy(device='cpu')
+    net = strategy.prepare(model())
+    save_pretrained(strategy, net, tmp_path / 'm')
+    again = ILQLModel.from_pretrained(tmp_path / 'm')
+    assert all(torch.equal(t, again.state_dict()[n]) for n, t in net.state_dict().items())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / 'm').config.vocab_size == VOCAB
+    fresh = ILQLModel.from_pretrained(tmp_path / 'm', two_qs=True)
+    assert len(fresh.q_heads) == 2
+
+
+@pytest.mark.parametrize(('data', 'settings', 'sentence'), [
+    ([sequence([3], [4])], {}, 'record 0 is a Sequence without rewards'),
+    ([TokenizedLabelled(sequence=sequence([3], [4]), label='good')], {}, 'a label is no reward'),
+    (None, {'tau': 1.0}, r'tau=1.0 must lie in \(0, 1\)'),
+    (None, {'alpha': 0.0}, r'alpha=0.0 must lie in \(0, 1\]'),
+    (None, {'gamma': 2.0}, 'gamma=2.0'),
+    (None, {'target_sync_interval': 0}, 'target_sync_interval=0 must be positive'),
+])  # fmt: skip
+def test_mistakes(data, settings, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make(rewarded(DIALOGUES, REWARDS) if data is None else data, **settings)
+
+
+@pytest.mark.parametrize(('rewards', 'sentence'), [
+    ([1.0, 2.0], '3 sequences but 2 rewards'), ([[1.0, 2.0, 3.0], 1.0, 1.0], 'one for each of its 2 turns'), ([float('nan'), 1.0, 1.0], 'not finite'),
+])  # fmt: skip
+def test_rewards_that_do_not_fit(rewards, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        rewarded(DIALOGUES, rewards)
