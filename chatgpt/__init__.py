@@ -10,14 +10,19 @@ from typing import Any
 
 __version__ = '0.1.0'
 
-_ROOMS = ('batching', 'checkpoint', 'dataset', 'experience', 'functional', 'launch', 'nn', 'rollout', 'testing', 'trainer', 'types')
+_ROOMS = (
+    'batching', 'checkpoint', 'dataset', 'experience', 'functional', 'launch', 'nn', 'plan', 'rewards', 'rollout', 'testing', 'trainer',
+    'types',
+)  # fmt: skip
 
-__all__ = ['__version__', *_ROOMS]
+__all__ = ['__version__', 'train', *_ROOMS]
 
 
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f'chatgpt.{name}')
+    if name == 'train':
+        return importlib.import_module('chatgpt.quickstart').train
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 

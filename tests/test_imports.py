@@ -30,8 +30,11 @@ ALLOWED: dict[str, set[str]] = {
     'trainer': MODELS | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer.strategies', 'trainer.callbacks'},
     'launch': MODELS | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'plan': MODELS | {'trainer.strategies'},
+    'rewards': set(),
+    'quickstart': MODELS
+    | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks', 'launch'},
     'testing': MODELS | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
-    'chatgpt': set(),
+    'chatgpt': {'quickstart'},
 }
 
 # Optional packages: imported inside a function, in files whose path begins so. `None`: inside a function anywhere.
@@ -44,6 +47,7 @@ OPTIONAL: dict[str, str | None] = {
     'torch.utils.tensorboard': 'trainer/callbacks/tensorboard',
     'datasets': 'dataset/',
     'matplotlib': None,
+    'vaderSentiment': 'rewards/sentiment',
     'peft': None,
     'pandas': None,
     'pyarrow': None,

@@ -72,7 +72,7 @@ class ILQLModel(Actor):
         """Everything that the losses need, from one pass through the trunk; no (N, V) table outlives its chunk."""
         states = flat_hidden(base_model(self.model), batch)[batch.action_index]
         vocab = text_config(self.model).vocab_size
-        logprobs, _ = chunked_logprobs(states, super().head, batch.action_ids, vocab_size=vocab)
+        logprobs = chunked_logprobs(states, super().head, batch.action_ids, vocab_size=vocab)[0]
         chunk = rows_per_chunk(states, self.q_heads[0], vocab)
 
         def of_chunk(head: nn.Module) -> Any:

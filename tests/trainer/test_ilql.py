@@ -287,7 +287,8 @@ def test_mistakes(data, settings, sentence):
 
 
 @pytest.mark.parametrize(('rewards', 'sentence'), [
-    ([1.0, 2.0], '3 sequences but 2 rewards'), ([[1.0, 2.0, 3.0], 1.0, 1.0], 'one for each of its 2 turns'), ([float('nan'), 1.0, 1.0], 'not finite'),
+    ([1.0, 2.0], '3 sequences but 2 rewards'), ([[1.0, 2.0, 3.0], 1.0, 1.0], 'one for each of its 2 turns'),
+    ([float('nan'), 1.0, 1.0], 'not finite'),
 ])  # fmt: skip
 def test_rewards_that_do_not_fit(rewards, sentence):
     with pytest.raises(ValueError, match=sentence):
