@@ -4,8 +4,8 @@
     python benchmarks/randomwalks.py --report FOLDER [--out docs/results/randomwalks.md]
 
 The task is `randomwalks_task`. A file holds `optimality`, the mean over 32 samples from each of the 20 starts at every evaluation, and the
-settings and seconds. ILQL: GPT-2 of 6 layers x 144, 200 optimizer steps of batch 100, the value of the best β of 0, 1, 100 of the last
-evaluation throughout. Online: the same model first trained 300 steps on the walks (SFT), then 160 optimizer steps of batch 100, each on 100
+settings and seconds. ILQL: GPT-2 of 6 layers x 144, 200 optimizer steps of batch 100, target heads synced at each,
+lr from 2e-4 to 0, the values of the one β of 0, 1, 100 that is best at the end. Online: the same model first trained 300 steps on the walks (SFT), then 160 optimizer steps of batch 100, each on 100
 fresh responses, with lr 3e-4 and no KL. --times 3 trains three times as long.
 """
 
@@ -70,7 +70,10 @@ def run_ilql(graph_seed: int, seed: int, times: int = 1, *, every: int = 20) -> 
     task, tokenizer = rw.make_task(graph_seed), rw.tokenizer()
     records = rewarded(rw.sequences(task.walks), [task.optimality(w) for w in task.walks])
     curve = Curve(BetaEvaluation(evaluation(task, tokenizer, top_k=10), BETAS))
-    settings = {'tau': 0.8, 'cql_scale': 0.1, 'awac_scale': 1.0, 'alpha': 0.1, 'beta': 0.0, 'gamma': 0.99}
+    settings = {
+        'tau': 0.8, 'cql_scale': 0.1, 'awac_scale': 1.0, 'alpha': 0.1, 'beta': 0.0, 'gamma': 0.99, 'target_sync_interval': 1,
+        'lr_schedule': 'linear',
+    }  # fmt: skip
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
         model = ILQLModel(GPT2LMHeadModel(rw.config()))
         model, optim = strategy.prepare((model, torch.optim.AdamW(model.parameters(), lr=2e-4)))

@@ -33,8 +33,8 @@ def names_in_code() -> set[str]:
     names = set()
     for path in (ROOT / 'chatgpt' / 'trainer').rglob('*.py'):
         text = path.read_text()
-        names |= set(re.findall(r"'((?:rollout|ppo|sft|perf)/[a-z_0-9]+)'", text))
-        prefix = {'ppo_loss.py': 'ppo', 'sft.py': 'sft'}.get(path.name)
+        names |= set(re.findall(r"'((?:rollout|ppo|sft|perf|rft)/[a-z_0-9]+)'", text))
+        prefix = {'ppo_loss.py': 'ppo', 'sft.py': 'sft', 'reward_model.py': 'rm', 'ilql.py': 'ilql'}.get(path.name)
         if prefix:
             names |= {f'{prefix}/{n}' for n in re.findall(r"stats\.(?:mean|maximum|minimum|add)\('([a-z_0-9]+)'", text)}
     return names

@@ -190,9 +190,9 @@ class RewardModelTrainer(SupervisedTrainer):
         for micro in micro_batches(chosen, self.strategy, self.config.max_tokens_per_batch or 16384, lambda s: s.num_tokens):
             with self.strategy.autocast():
                 scores = self.model(collate_or_filler(micro).to(self.strategy.device))
-            stats.mean('score', scores[: len(micro)].sum(), float(len(micro)))
+            stats.mean('score_mean', scores[: len(micro)].sum(), float(len(micro)))
         bare.train(was_training)
-        mean = stats.reduced(self.strategy)['score']
+        mean = stats.reduced(self.strategy)['score_mean']
         bare.calibrate(mean)
         return mean
 
