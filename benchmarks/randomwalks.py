@@ -4,9 +4,9 @@
     python benchmarks/randomwalks.py --report FOLDER [--out docs/results/randomwalks.md]
 
 The task is `randomwalks_task`. A file holds `optimality`, the mean over 32 samples from each of the 20 starts at every evaluation, and the
-settings and seconds. ILQL: GPT-2 of 6 layers x 144, 200 optimizer steps of batch 100, target heads synced at each,
-lr from 2e-4 to 0, the values of the one β of 0, 1, 100 that is best at the end. Online: the same model first trained 300 steps on the walks (SFT), then 160 optimizer steps of batch 100, each on 100
-fresh responses, with lr 3e-4 and no KL. --times 3 trains three times as long.
+settings and seconds. ILQL: GPT-2 of 6 layers x 144, 200 optimizer steps of batch 100, target heads synced at each, lr from 2e-4 to 0; the
+values of the one β of 0, 1, 100 that is best at the end. Online: the same model first trained 300 steps on the walks (SFT), then 160
+optimizer steps of batch 100, each on 100 fresh responses, with lr 3e-4 and no KL. --times 3 trains three times as long.
 """
 
 from __future__ import annotations

@@ -174,6 +174,10 @@ class PPOConfig(LearningSettings):
     """weight each token by min(π_old / π_engine, cap), for engines whose log-probs differ from the trainer's (Yao et al. 2025)"""
     dual_clip: float | None = None
     """bound of the loss of a negative advantage, in multiples of it, above 1 (Ye et al. 2020)"""
+    nlpo_top_p: float | None = None
+    """NLPO: sample from and learn the policy restricted to the tokens that a mask policy holds likely (Ramamurthy et al. 2022; 0.9 there)"""
+    nlpo_update_interval: int = 1
+    """learning phases after which the mask policy takes over the policy's weights"""
     train_batch_size: int = 8
     """sequences of one optimizer step, all ranks together"""
     max_epochs: int = 1
@@ -224,6 +228,10 @@ class PPOConfig(LearningSettings):
                 f'dynamic_sampling_rounds compares the scores of a group; advantage_estimator={self.advantage_estimator!r} has none, '
                 f'use one of {", ".join(NEEDS_GROUPS)}'
             )
+        if self.nlpo_top_p is not None and not 0.0 < self.nlpo_top_p <= 1.0:
+            raise ValueError(f'nlpo_top_p={self.nlpo_top_p!r} must lie in (0, 1]')
+        if self.nlpo_top_p is not None and self.recompute_logprobs is True:
+            raise ValueError('nlpo_top_p takes the old log-probs from the decode: leave recompute_logprobs out')
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise ValueError(f'dual_clip={self.dual_clip!r} must be above 1')
         if self.overlong_filter and self.missing_eos_score is not None:
@@ -232,7 +240,7 @@ class PPOConfig(LearningSettings):
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
         self._positive(
-            'overlong_buffer', 'tis_cap', 'experience_batch_size', 'num_samples_per_prompt', 'train_batch_size', 'max_epochs', 'eps_clip',
+            'nlpo_update_interval', 'overlong_buffer', 'tis_cap', 'experience_batch_size', 'num_samples_per_prompt', 'train_batch_size', 'max_epochs', 'eps_clip',
             'eps_clip_high', 'value_clip', 'kl_target', 'kl_horizon', 'score_clip', 'score_timeout_s', 'ratio_threshold', 'target_kl',
         )  # fmt: skip
         self._not_negative('buffer_limit', 'kl_coef', 'value_coef', 'ptx_coef', 'dynamic_sampling_rounds')

@@ -34,7 +34,7 @@ from chatgpt.trainer.learning import TrainedModel, Work, generator_for, learn_ba
 from chatgpt.trainer.ppo_collect import Collector
 from chatgpt.trainer.ppo_loss import PPOLoss
 from chatgpt.trainer.ppo_metrics import PhaseMetrics, first_batch_metrics, rollout_metrics, value_metrics
-from chatgpt.trainer.ppo_setup import RatioGuard, has_reference, sampling_for, split_kwargs
+from chatgpt.trainer.ppo_setup import RatioGuard, check_nlpo, has_reference, sampling_for, split_kwargs, take_over
 from chatgpt.trainer.ppo_stepwise import StepwisePPO
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Batch, Experience, Sequence
@@ -66,6 +66,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         engine: who generates; a `LocalEngine` by default.
         reward_tokenizer: the reward model's tokenizer when it is not the policy's.
         pretrain_data: sequences for PPO-ptx (`ptx_coef`).
+        mask_model: NLPO's mask policy (`nlpo_top_p`): a copy of the actor, prepared as a frozen model.
         **kwargs: fields of `PPOConfig`, and fields of transformers' GenerationConfig (`max_length` is prompt + response).
 
     Raises:
@@ -91,6 +92,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         engine: RolloutEngine | None = None,
         reward_tokenizer: Any = None,
         pretrain_data: SequenceOf[Sequence] | None = None,
+        mask_model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
         config, generate_kwargs = split_kwargs(config, kwargs)
@@ -99,7 +101,8 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         self.actor_optim, self.critic_optim = actor_optim, critic_optim
         bare: Any = strategy.unwrap(actor)
         self.shares_trunk = critic is None and getattr(bare, 'value_head', None) is not None
-        self._check_models(config, bare, initial_model)
+        self.mask_model = mask_model
+        self._check_models(strategy, config, bare, initial_model)
         super().__init__(strategy, config, callbacks=callbacks, tokenizer=tokenizer, run_dir=run_dir)
         self.engine = engine if engine is not None else LocalEngine()
         self.generate_kwargs = generate_kwargs
@@ -142,6 +145,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         for model in self.models().values():
             dropout_off(strategy.unwrap(model))
         self.loss = PPOLoss(actor, critic, config, self.sampling.temperature, self.sampling.max_new_tokens)
+        self.loss.mask_model = mask_model
         self._check_lengths(config)
         self.timestep = 0
         self.fit_start = 0
@@ -163,11 +167,15 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         if config.aggregation == 'sequence_sum' and self.sampling.max_new_tokens is None:
             raise ValueError("loss_aggregation='sequence_sum' divides by max_new_tokens: give it")
 
-    def _check_models(self, config: PPOConfig, actor: nn.Module, initial_model: nn.Module | None) -> None:
+    def _check_models(self, strategy: Strategy, config: PPOConfig, actor: nn.Module, initial_model: nn.Module | None) -> None:
         if config.advantage_estimator in NEEDS_CRITIC and self.critic is None and not self.shares_trunk:
             raise ValueError(
                 f'advantage_estimator={config.advantage_estimator!r} needs values: pass a critic, or an actor with value_head=True'
             )
+        if (config.nlpo_top_p is None) != (self.mask_model is None):
+            raise ValueError('NLPO needs both: nlpo_top_p, and mask_model, a prepared copy of the actor')
+        if self.mask_model is not None:
+            check_nlpo(strategy, actor)
         if self.critic is not None and self.critic_optim is None:
             raise ValueError('a critic needs critic_optim')
         if initial_model is None and config.kl_coef and not has_reference(actor):
@@ -178,7 +186,8 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
     # ------------------------------------------------------------------ what the base asks
 
     def models(self) -> Mapping[str, nn.Module]:
-        return {'actor': self.actor} | ({'critic': self.critic} if self.critic is not None else {})
+        mask = {'mask': self.mask_model} if self.mask_model is not None else {}
+        return {'actor': self.actor} | ({'critic': self.critic} if self.critic is not None else {}) | mask
 
     def optimizers(self) -> Mapping[str, Optimizer]:
         return {'actor': self.actor_optim} | ({'critic': self.critic_optim} if self.critic_optim is not None else {})
@@ -283,6 +292,8 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
             metrics = self.learn(experiences)
         rollouts = rollout_metrics(experiences, kl_coef)
         self.kl_controller.update(rollouts['rollout/kl_mean'], len(experiences))
+        if self.mask_model is not None and (self.phase + 1) % self.config.nlpo_update_interval == 0:
+            take_over(self.strategy.unwrap(self.mask_model), self.strategy.unwrap(self.actor))
         self.buffer.clear()
         metrics = rollouts | value_metrics(experiences) | self.sampling_metrics | metrics | self._performance(experiences)
         self.end_phase(metrics)

@@ -6,10 +6,13 @@ Left out: what is measured on a sample (`chatgpt.experience`), and who generates
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from chatgpt.nn.nlpo import MaskedPolicy
 from chatgpt.types import Experience, Prompt, Sample
 
 if TYPE_CHECKING:
@@ -58,7 +61,7 @@ class Collector:
     def _timesteps(self: Any, count: int, episode_length: int | None) -> list[list[Sample]] | None:
         """This rank's samples of `count` timesteps, None when a stop was asked for. Without an episode length they are extra ones."""
         rollouts: list[list[Sample]] = []
-        with self.clock.measure('collect'), self.strategy.full_model(self.actor) as policy:
+        with self.clock.measure('collect'), self._policy() as policy:
             self.engine.begin(cast('Actor', policy))
             try:
                 for _ in range(count):
@@ -74,6 +77,16 @@ class Collector:
             finally:
                 self.engine.end()
         return rollouts
+
+    @contextmanager
+    def _policy(self: Any) -> Iterator[Any]:
+        """What generates: the actor with whole weights, under NLPO restricted by the mask policy."""
+        with self.strategy.full_model(self.actor) as policy:
+            if self.mask_model is None:
+                yield policy
+                return
+            with self.strategy.full_model(self.mask_model) as mask:
+                yield MaskedPolicy(policy, mask, self.config.nlpo_top_p, self.sampling.temperature)
 
     def _scored(self: Any, rollouts: list[list[Sample]]) -> list[Experience]:
         """Experience of all ranks. A KL that is paid in the loss is not paid in the rewards as well."""

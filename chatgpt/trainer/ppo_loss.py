@@ -6,6 +6,8 @@ together (`num_tokens`), never by what happens to lie in this micro-batch.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +23,7 @@ from chatgpt.functional.losses import (
     truncated_importance_weights,
 )
 from chatgpt.functional.masking import masked_sum
+from chatgpt.nn.nlpo import masked_output
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.learning import BatchStats, flat
 from chatgpt.types import Batch, Experience, Sequence
@@ -36,6 +39,8 @@ class PPOLoss:
         self.critic_model = critic
         self.config = config
         self.temperature = temperature
+        self.mask_model: nn.Module | None = None
+        """NLPO's"""
         self.max_new_tokens = max_new_tokens
         """the constant length of Dr. GRPO"""
         self.kl_coef = 0.0
@@ -57,8 +62,14 @@ class PPOLoss:
 
     def actor(self, batch: Batch, records: list[Experience], stats: BatchStats) -> Tensor:
         """Policy loss + KL in the loss − entropy_coef · entropy."""
-        out = self.actor_model(batch, temperature=self.temperature, with_entropy=True)
+        out = self._output(batch)
         return self._policy(out.logprobs, out.entropy, batch, records, stats)
+
+    def _output(self, batch: Batch) -> Any:
+        top_p = self.config.nlpo_top_p
+        if top_p is not None:
+            return masked_output(self.actor_model, self.mask_model, batch, top_p=top_p, temperature=self.temperature)
+        return self.actor_model(batch, temperature=self.temperature, with_entropy=True)
 
     def critic(self, batch: Batch, records: list[Experience], stats: BatchStats) -> Tensor:
         """Clipped value loss."""
@@ -67,7 +78,7 @@ class PPOLoss:
 
     def shared(self, batch: Batch, records: list[Experience], stats: BatchStats) -> Tensor:
         """Both from one forward of a trunk with a value head: policy loss + value_coef · value loss."""
-        out = self.actor_model(batch, temperature=self.temperature, with_entropy=True)
+        out = self._output(batch)
         policy = self._policy(out.logprobs, out.entropy, batch, records, stats)
         return policy + self.config.value_coef * self._value(out.values, batch, records, stats)
 

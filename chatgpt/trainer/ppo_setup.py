@@ -66,6 +66,24 @@ def has_reference(actor: nn.Module) -> bool:
     return bool(getattr(actor, 'has_reference', False))
 
 
+def check_nlpo(strategy: Any, actor: Any) -> None:
+    """What NLPO needs of strategy and actor; ValueError says what is missing."""
+    if strategy.dtype != torch.float32:
+        raise ValueError('NLPO takes the old log-probs from the decode, which agree with the trainer in fp32 only: use precision=fp32')
+    if 'ColossalAI' in type(strategy).__name__:
+        raise ValueError('NLPO does not run under ColossalAIStrategy, whose weights cannot be copied between models; use ddp or fsdp')
+    if has_reference(actor):
+        raise ValueError('NLPO copies the actor as a whole: use an actor without LoRA and num_layers_unfrozen')
+
+
+@torch.no_grad()
+def take_over(target: nn.Module, source: nn.Module) -> None:
+    """Copy weights between two models of one layout, on whatever part of them this rank holds."""
+    for mine, given in zip(target.parameters(), source.parameters(), strict=True):
+        pair = [t.to_local() if hasattr(t, 'to_local') else t for t in (mine, given)]
+        pair[0].copy_(pair[1])
+
+
 def given_samples(
     prompts: SequenceOf[Prompt],
     responses: SequenceOf[Tensor],

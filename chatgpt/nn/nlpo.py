@@ -1,0 +1,108 @@
+"""NLPO's masked policy: the policy restricted, at every state, to the tokens that a slower copy of it holds likely.
+
+    π_masked(v | s) = π(v | s) / Σ_{u in M(s)} π(u | s) for v in M(s), else 0;   M(s): smallest set of tokens with mask-policy mass >= top_p
+
+Source: Ramamurthy et al. 2022, "Is reinforcement learning (not) for natural language processing?", section 4.2 and algorithm 1. Left out:
+when the mask policy takes over the policy's weights (`PPOTrainer`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from chatgpt.functional.logprobs import entropy_of, logprobs_of
+from chatgpt.nn.output import PolicyOutput
+from chatgpt.types import Batch
+
+
+def likely_tokens(logits: Tensor, top_p: float, temperature: float = 1.0) -> Tensor:
+    """(..., V) bool: the smallest set of most likely tokens whose mass reaches `top_p`; never empty."""
+    probs = torch.softmax(logits.float() / temperature, dim=-1)
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
+    keep = before < top_p
+    keep[..., 0] = True
+    return torch.zeros_like(keep).scatter_(-1, order, keep)
+
+
+def masked_logits(logits: Tensor, mask_logits: Tensor, top_p: float, temperature: float = 1.0) -> Tensor:
+    """`logits` with −inf outside of M(s)."""
+    return logits.masked_fill(~likely_tokens(mask_logits, top_p, temperature), -math.inf)
+
+
+def masked_output(policy: Any, mask_model: Any, batch: Batch, *, top_p: float, temperature: float, with_entropy: bool = True) -> PolicyOutput:
+    """Log-probs and entropy of π_masked at the actions of a batch. Holds (N, V) tables of both models.
+
+    An action outside of M(s) (which the masked policy cannot have drawn) gets its log-prob before masking.
+    """
+    out = policy(batch, temperature=temperature, with_logits=True)
+    with torch.no_grad():
+        mask = likely_tokens(mask_model(batch, temperature=temperature, with_logits=True).logits, top_p, temperature)
+        mask = mask.scatter(-1, batch.action_ids[:, None], True)
+    logits = out.logits.float().masked_fill(~mask, -1e9)  # a finite number: −inf times 0 would be NaN in the entropy
+    entropy = entropy_of(logits, temperature) if with_entropy else None
+    return PolicyOutput(logprobs_of(logits, batch.action_ids, temperature), entropy, out.values)
+
+
+class MaskedPolicy(nn.Module):
+    """What an engine generates with: both models side by side, their caches in one.
+
+    Args:
+        actor, mask_actor: whole `Actor`s of one architecture.
+    """
+
+    def __init__(self, actor: Any, mask_actor: Any, top_p: float, temperature: float) -> None:
+        super().__init__()
+        self.actor, self.mask_actor, self.top_p, self.temperature = actor, mask_actor, top_p, temperature
+
+    @property
+    def model(self) -> Any:
+        return self.actor.model
+
+    @property
+    def config(self) -> Any:
+        return self.actor.config
+
+    def trunk(self, input_ids: Tensor, *, past_key_values: Any = None, **kwargs: Any) -> Tensor:
+        """(B, S, 2 D): hidden states of the policy and of the mask policy."""
+        first = self.actor.trunk(input_ids, past_key_values=past_key_values, **kwargs)
+        shifted = None if past_key_values is None else _Shifted(past_key_values, self.actor.config.get_text_config().num_hidden_layers)
+        return torch.cat([first, self.mask_actor.trunk(input_ids, past_key_values=shifted, **kwargs)], dim=-1)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits (..., V), −inf outside of M(s)."""
+        own, other = hidden.chunk(2, dim=-1)
+        return masked_logits(self.actor.head(own), self.mask_actor.head(other), self.top_p, self.temperature)
+
+
+class _Shifted(Cache):
+    """Another model's layers behind those of the first in the same cache."""
+
+    def __init__(self, cache: Any, offset: int) -> None:
+        self._cache, self._offset = cache, offset
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        return self._cache.update(key_states, value_states, layer_idx + self._offset, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__['_cache'], name)
+
+    def get_seq_length(self, layer_idx: int = 0, *args: Any) -> int:
+        return self._cache.get_seq_length(layer_idx + self._offset, *args)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self._cache.get_mask_sizes(query_length, layer_idx + self._offset)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self._cache.get_query_offset(layer_idx + self._offset)
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self._cache.get_max_length(layer_idx)
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        return self._cache.get_max_cache_shape(layer_idx)
