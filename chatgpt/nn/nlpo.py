@@ -35,7 +35,9 @@ def masked_logits(logits: Tensor, mask_logits: Tensor, top_p: float, temperature
     return logits.masked_fill(~likely_tokens(mask_logits, top_p, temperature), -math.inf)
 
 
-def masked_output(policy: Any, mask_model: Any, batch: Batch, *, top_p: float, temperature: float, with_entropy: bool = True) -> PolicyOutput:
+def masked_output(
+    policy: Any, mask_model: Any, batch: Batch, *, top_p: float, temperature: float, with_entropy: bool = True
+) -> PolicyOutput:
     """Log-probs and entropy of π_masked at the actions of a batch. Holds (N, V) tables of both models.
 
     An action outside of M(s) (which the masked policy cannot have drawn) gets its log-prob before masking.

@@ -175,7 +175,7 @@ class PPOConfig(LearningSettings):
     dual_clip: float | None = None
     """bound of the loss of a negative advantage, in multiples of it, above 1 (Ye et al. 2020)"""
     nlpo_top_p: float | None = None
-    """NLPO: sample from and learn the policy restricted to the tokens that a mask policy holds likely (Ramamurthy et al. 2022; 0.9 there)"""
+    """NLPO: draw from and learn the policy restricted to what a mask policy holds likely (Ramamurthy et al. 2022, who have 0.9)"""
     nlpo_update_interval: int = 1
     """learning phases after which the mask policy takes over the policy's weights"""
     train_batch_size: int = 8
@@ -240,8 +240,9 @@ class PPOConfig(LearningSettings):
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
         self._positive(
-            'nlpo_update_interval', 'overlong_buffer', 'tis_cap', 'experience_batch_size', 'num_samples_per_prompt', 'train_batch_size', 'max_epochs', 'eps_clip',
-            'eps_clip_high', 'value_clip', 'kl_target', 'kl_horizon', 'score_clip', 'score_timeout_s', 'ratio_threshold', 'target_kl',
+            'nlpo_update_interval', 'overlong_buffer', 'tis_cap', 'experience_batch_size', 'num_samples_per_prompt', 'train_batch_size',
+            'max_epochs', 'eps_clip', 'eps_clip_high', 'value_clip', 'kl_target', 'kl_horizon', 'score_clip', 'score_timeout_s',
+            'ratio_threshold', 'target_kl',
         )  # fmt: skip
         self._not_negative('buffer_limit', 'kl_coef', 'value_coef', 'ptx_coef', 'dynamic_sampling_rounds')
         self._one_of('policy_loss', get_args(PolicyLoss))

@@ -320,9 +320,10 @@ def nlpo(strategy: Any = None, more: Any = (), **kw: Any) -> Any:
     mask, initial = deepcopy(actor), deepcopy(actor)
     actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=1e-3, eps=1e-5)))
     log = Log()
-    settings = {'experience_batch_size': 4, 'train_batch_size': 4, 'max_new_tokens': 6, 'advantage_estimator': 'reinforce++', 'nlpo_top_p': 0.6}
-    trainer = PPOTrainer(strategy, actor, None, vowels, strategy.prepare(initial), optim, tokenizer=char_tokenizer(), callbacks=[log, *more],
-                         mask_model=strategy.prepare(mask), **(settings | kw))  # fmt: skip
+    sizes = {'experience_batch_size': 4, 'train_batch_size': 4, 'max_new_tokens': 6}
+    settings = sizes | {'advantage_estimator': 'reinforce++', 'nlpo_top_p': 0.6}
+    trainer = PPOTrainer(strategy, actor, None, vowels, strategy.prepare(initial), optim, tokenizer=char_tokenizer(),
+                         callbacks=[log, *more], mask_model=strategy.prepare(mask), **(settings | kw))  # fmt: skip
     trainer.log = log
     return trainer
 
@@ -412,7 +413,8 @@ def test_nlpo_on_two_ranks():
 
 @pytest.mark.parametrize(('settings', 'sentence'), [
     ({'nlpo_top_p': None}, 'NLPO needs both'), ({'nlpo_top_p': 1.5}, r'nlpo_top_p=1.5 must lie in \(0, 1\]'),
-    ({'recompute_logprobs': True}, 'leave recompute_logprobs out'), ({'strategy': NaiveStrategy(precision='bf16', device='cpu')}, 'use precision=fp32'),
+    ({'recompute_logprobs': True}, 'leave recompute_logprobs out'),
+    ({'strategy': NaiveStrategy(precision='bf16', device='cpu')}, 'use precision=fp32'),
 ])  # fmt: skip
 def test_what_nlpo_needs(settings, sentence):
     with pytest.raises(ValueError, match=sentence):
