@@ -1,15 +1,18 @@
 """Two-digit addition with checkable answers: a model that has seen a few sums, then GRPO and PPO on the reward of being right.
 
-    python benchmarks/arithmetic.py [--seeds 1 2 3] [--methods ppo grpo] [--out docs/results/arithmetic.md]
+    python benchmarks/arithmetic.py [--seeds 1 2 3] [--methods ppo grpo] [--results benchmarks/results/arithmetic]
+    python benchmarks/arithmetic.py --report [--out docs/results/arithmetic.md]
 
-Problems are 'ab+cd=' with 10 <= ab, cd <= 99; 10 % of the 8,100 are held back. A GPT-2 of 3 layers x 96 first learns 400 of the others by
-SFT (the sum is written from its last digit on), then 120 phases of 256 responses by the reward `chatgpt.rewards.ExactAnswer`. Exact match is
-of greedy responses to the 810 held-back problems. Seconds are of one thread, of the reinforcement learning alone.
+Problems are 'ab+cd=' with 10 <= ab, cd <= 99; 10 % of the 8,100 are held back. A GPT-2 of 3 layers x 96 first learns 400 of the
+others by SFT (the sum is written from its last digit on), then 120 phases of 256 responses by the reward
+`chatgpt.rewards.ExactAnswer`. Exact match is of greedy responses to the 810 held-back problems; both methods of a seed start from
+the same model. Seconds are of one thread, of the reinforcement learning and its evaluations.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import time
 from copy import deepcopy
@@ -19,8 +22,9 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+Row = dict[str, str]
 CHARACTERS = '0123456789+='
-NUM_SFT, SFT_EPOCHS, PHASES, BATCH = 400, 60, 120, 256
+NUM_SFT, SFT_EPOCHS, PHASES, BATCH, EVERY = 400, 60, 120, 256, 20
 METHODS: dict[str, dict[str, Any]] = {
     'ppo': {'experience_batch_size': BATCH, 'lam': 0.95, 'max_epochs': 2},
     'grpo': {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 8, 'experience_batch_size': BATCH // 8, 'max_epochs': 2},
@@ -39,14 +43,14 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token='_', bos_token='<', eos_token='.')
 
 
-def problems(seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+def problems(seed: int) -> tuple[list[Row], list[Row]]:
     """Training and held-back rows of prompt and answer; the answer's digits from the last on."""
     rows = [{'prompt': f'{a}+{b}=', 'answer': str(a + b)[::-1]} for a in range(10, 100) for b in range(10, 100)]
     random.Random(seed).shuffle(rows)
     return rows[810:], rows[:810]
 
 
-def exact_match(actor: Any, rows: list[dict[str, str]], words: Any) -> float:
+def exact_match(actor: Any, rows: list[Row], words: Any) -> float:
     from chatgpt.dataset import load_prompts
     from chatgpt.rollout import LocalEngine, SamplingParams
 
@@ -59,7 +63,7 @@ def exact_match(actor: Any, rows: list[dict[str, str]], words: Any) -> float:
     return sum(right) / len(right)
 
 
-def pretrained(seed: int, rows: list[dict[str, str]], words: Any) -> Any:
+def pretrained(seed: int, rows: list[Row], words: Any) -> Any:
     from transformers import GPT2Config
 
     from chatgpt.dataset import load_demonstrations
@@ -79,12 +83,19 @@ def pretrained(seed: int, rows: list[dict[str, str]], words: Any) -> Any:
         return strategy.unwrap(actor)
 
 
-def reinforce(method: str, start: Any, seed: int, rows: list[dict[str, str]], words: Any) -> Any:
+def reinforce(method: str, start: Any, seed: int, train: list[Row], held_back: list[Row], words: Any) -> list[float]:
+    """Learns from the reward alone; exact match on the held-back problems before, every `EVERY` phases, and at the end."""
     from chatgpt.nn import Critic
     from chatgpt.rewards import ExactAnswer
     from chatgpt.trainer import PPOTrainer
-    from chatgpt.trainer.callbacks import ProgressBar
+    from chatgpt.trainer.callbacks import Evaluator, ProgressBar
     from chatgpt.trainer.strategies import NaiveStrategy
+
+    curve: list[float] = []
+
+    def evaluate(trainer: Any) -> dict[str, float]:
+        curve.append(exact_match(trainer.strategy.unwrap(trainer.actor), held_back, words))
+        return {'score_mean': curve[-1]}
 
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
         actor = deepcopy(start)
@@ -94,35 +105,72 @@ def reinforce(method: str, start: Any, seed: int, rows: list[dict[str, str]], wo
             critic, critic_optim = strategy.prepare((critic, torch.optim.AdamW(critic.parameters(), lr=1e-3, eps=1e-5)))
         actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=3e-4, eps=1e-5, weight_decay=0.0)))
         trainer = PPOTrainer(
-            strategy, actor, critic, ExactAnswer(), None, optim, critic_optim, tokenizer=words, kl_coef=0.0, train_batch_size=BATCH,
-            max_new_tokens=4, callbacks=[ProgressBar(enabled=False)], **METHODS[method],
+            strategy, actor, critic, ExactAnswer(), None, optim, critic_optim, tokenizer=words, kl_coef=0.0,
+            train_batch_size=BATCH, max_new_tokens=4,
+            callbacks=[Evaluator(evaluate, EVERY), ProgressBar(enabled=False)], **METHODS[method],
         )  # fmt: skip
-        trainer.fit(rows, 1, PHASES, 1)
-        return strategy.unwrap(actor)
+        trainer.fit(train, 1, PHASES, 1)
+    return curve
+
+
+def run(methods: list[str], seed: int, folder: Path) -> None:
+    """One file for each method of a seed."""
+    torch.set_num_threads(1)
+    words = tokenizer()
+    train, held_back = problems(seed)
+    start = pretrained(seed, train, words)
+    folder.mkdir(parents=True, exist_ok=True)
+    for method in methods:
+        wall, cpu = time.perf_counter(), time.process_time()
+        curve = reinforce(method, start, seed, train, held_back, words)
+        result = {
+            'method': method, 'seed': seed, 'exact_match': curve, 'before': curve[0], 'after': curve[-1],
+            'settings': METHODS[method], 'wall_s': time.perf_counter() - wall, 'cpu_s': time.process_time() - cpu,
+        }  # fmt: skip
+        (folder / f'{method}-{seed}.json').write_text(json.dumps(result) + '\n')
+        print(f'{method} seed {seed}: {curve[0]:.3f} before, {curve[-1]:.3f} after, {result["cpu_s"]:.0f} CPU s', flush=True)
+
+
+def report(folder: Path, out: Path) -> None:
+    """A table and a plot of every result in a folder."""
+    import matplotlib
+
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+
+    legend = ' '.join(' '.join((__doc__ or '').split('\n\n')[2:]).split())
+    lines = ['# Two-digit addition', '', f'`python benchmarks/arithmetic.py`. {legend}', '']
+    lines += ['| method | seed | exact match before | after | wall s | CPU s |', '|---|---|---|---|---|---|']
+    found = sorted((json.loads(path.read_text()) for path in folder.glob('*.json')), key=lambda r: (r['method'], r['seed']))
+    figure, axis = plt.subplots(figsize=(7, 4), constrained_layout=True)
+    seen: set[str] = set()
+    for r in found:
+        match = f'{r["before"]:.3f} | {r["after"]:.3f}'
+        lines.append(f'| {r["method"]} | {r["seed"]} | {match} | {r["wall_s"]:.0f} | {r["cpu_s"]:.0f} |')
+        phases = [min(i * EVERY, PHASES) for i in range(len(r['exact_match']))]
+        label = None if r['method'] in seen else r['method']
+        axis.plot(phases, r['exact_match'], color=f'C{list(METHODS).index(r["method"])}', alpha=0.8, label=label)
+        seen.add(r['method'])
+    axis.set(xlabel='phase', ylabel='exact match, held-back', ylim=(0, 1), title='two-digit addition, each line one seed')
+    axis.grid(alpha=0.3)
+    axis.legend(loc='lower right')
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out.with_suffix('.png'), dpi=110)
+    out.write_text('\n'.join([*lines, '', f'![Exact match over the training]({out.stem}.png)', '']))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--seeds', type=int, nargs='+', default=[1, 2, 3])
     parser.add_argument('--methods', nargs='+', choices=list(METHODS), default=list(METHODS))
+    parser.add_argument('--results', type=Path, default=ROOT / 'benchmarks' / 'results' / 'arithmetic')
+    parser.add_argument('--report', action='store_true', help='only write the page from the results')
     parser.add_argument('--out', type=Path, default=ROOT / 'docs' / 'results' / 'arithmetic.md')
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    words = tokenizer()
-    lines = ['| method | seed | exact match before | after | wall s | CPU s |', '|---|---|---|---|---|---|']
-    for seed in args.seeds:
-        train, held_back = problems(seed)
-        start = pretrained(seed, train, words)
-        before = exact_match(start, held_back, words)
-        for method in args.methods:
-            wall, cpu = time.perf_counter(), time.process_time()
-            actor = reinforce(method, start, seed, train, words)
-            seconds = f'{time.perf_counter() - wall:.0f} | {time.process_time() - cpu:.0f}'
-            lines.append(f'| {method} | {seed} | {before:.3f} | {exact_match(actor, held_back, words):.3f} | {seconds} |')
-            print(lines[-1], flush=True)
-    legend = ' '.join(' '.join((__doc__ or '').split('\n\n')[2:]).split())
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text('\n'.join(['# Two-digit addition', '', f'`python benchmarks/arithmetic.py`. {legend}', '', *lines]) + '\n')
+    if not args.report:
+        for seed in args.seeds:
+            run(args.methods, seed, args.results)
+    report(args.results, args.out)
 
 
 if __name__ == '__main__':
