@@ -6,7 +6,8 @@
 Problems are 'ab+cd=' with 10 <= ab, cd <= 99; 10 % of the 8,100 are held back. A GPT-2 of 3 layers x 96 first learns 400 of the
 others by SFT (the sum is written from its last digit on), then 120 phases of 256 responses by the reward
 `chatgpt.rewards.ExactAnswer`. Exact match is of greedy responses to the 810 held-back problems; both methods of a seed start from
-the same model. Seconds are of one thread, of the reinforcement learning and its evaluations.
+the same model. Of 256 responses PPO has one to each prompt, GRPO eight, so PPO sees eight times as many problems; it also has
+values for each digit. Seconds are of one thread, of the reinforcement learning and its evaluations.
 """
 
 from __future__ import annotations

@@ -22,6 +22,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+CONCLUSION = (
+    'What a weak judge rewards is not what its labels meant: compare the score with the count of joyful words and with the texts below. Where the\n'
+    'reward measures what is wanted, the same PPO does what it should: [stories](stories.md).'
+)
 JOY = re.compile(r'\b(happy|happily|joy|smile|smiled|smiling|laugh|laughed|laughing|fun|love|loved|glad|great|wonderful|best)\b')
 
 
@@ -96,7 +100,7 @@ def main() -> None:
     lines.append(f"| PPO | the reward model's score, first and last three phases | {means[0]:+.2f} | {means[1]:+.2f} | {seconds[2]:.0f} |")
     lines.append(f'| PPO | KL to the SFT model, last three phases, nats | 0 | {sum(r["rollout/kl_mean"] for r in ppo[-3:]) / 3:.1f} | |')
     lines.append(f'| PPO | joyful words in a story of 48 tokens, 100 openings | {joy(before):.2f} | {joy(after):.2f} | |')
-    lines += ['', '![Curves](three_stages.png)', '', '## The same openings under both', '']
+    lines += ['', CONCLUSION, '', '![Curves](three_stages.png)', '', '## The same openings under both', '']
     for old, new in list(zip(before, after, strict=True))[:5]:
         lines += [f'> {" ".join(old["prompt"].split())}', '', f'- SFT: {" ".join(old["response"].split())}']
         lines += [f'- PPO: {" ".join(new["response"].split())}', '']
