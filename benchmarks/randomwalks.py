@@ -202,7 +202,10 @@ def report(folder: Path, out: Path) -> None:
         wall, cpu = (sum(r[k] for r in found) / len(found) for k in ('wall_s', 'cpu_s'))
         lines.append(f'| {name} | {graph} | {len(found)} | {spread} | {reached} | {wall:.0f} | {cpu:.0f} |')
     lines += ['', f'![Optimality over the training]({out.stem}.png)', '']
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, constrained_layout=True)
+    titles = ['one line a seed'] + ['three times as long'] * any(times > 1 for _, times, _ in runs)
+    figure, axes = plt.subplots(
+        1, len(titles), figsize=(5.5 * len(titles), 4.2), squeeze=False, sharey=True, constrained_layout=True
+    )
     for (number, times, graph), found in sorted(runs.items()):
         if graph != 1000:
             continue
@@ -211,8 +214,8 @@ def report(folder: Path, out: Path) -> None:
             steps = (200 if METHODS[number] == 'ilql' else STEPS) * times
             x = [j * steps / (len(values) - 1) for j in range(len(values))]
             label = METHODS[number] if i == 0 else None
-            axes[min(times, 2) - 1].plot(x, values, color=f'C{number}', alpha=0.8, label=label)
-    for axis, title in zip(axes, ('one line a seed', 'three times as long'), strict=True):
+            axes[0][min(times, 2) - 1].plot(x, values, color=f'C{number}', alpha=0.8, label=label)
+    for axis, title in zip(axes[0], titles, strict=True):
         axis.set(xlabel='optimizer steps of batch 100', ylabel='optimality', title=f'graph 1000, {title}', ylim=(0, 1.02))
         axis.grid(alpha=0.3)
         if axis.lines:

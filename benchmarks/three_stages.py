@@ -22,10 +22,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-CONCLUSION = (
-    'What a weak judge rewards is not what its labels meant: compare the score with the count of joyful words and with the texts below. Where the\n'
-    'reward measures what is wanted, the same PPO does what it should: [stories](stories.md).'
-)
+CONCLUSION = """What a weak judge rewards is not what its labels meant: compare the score with the count of joyful words and with the texts
+below. Where the reward measures what is wanted, the same PPO does what it should: [stories](stories.md)."""
 JOY = re.compile(r'\b(happy|happily|joy|smile|smiled|smiling|laugh|laughed|laughing|fun|love|loved|glad|great|wonderful|best)\b')
 
 
