@@ -1,6 +1,6 @@
 """Preference optimisation where the truth is known: win rate over the SFT model before and after, for each loss on the same budget.
 
-    python benchmarks/preference.py [--seeds 1 2 3] [--out docs/results/preference.md]
+    python benchmarks/preference.py [--seeds 1 2 3] [--results FOLDER] [--out docs/results/preference.md]
 
 The world is `chatgpt.dataset.embedded`. One SFT model per seed; each loss then makes 2 passes over the same 1,500 pairs of stories of the
 world, ordered by their true value, in batches of 32 (KTO: 64 answers), with lr 1e-4. Win rate: on 200 new prompts, responses sampled with
@@ -10,9 +10,11 @@ the same draws, by the true value, ties counted half. Before is the SFT model ag
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from copy import deepcopy
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -101,39 +103,53 @@ def optimise(name: str, start: Any, seed: int, tokenizer: Any) -> Any:
         return strategy.unwrap(actor)
 
 
+def measure(seed: int, path: Path, tokenizer: Any) -> None:
+    """Every loss from one SFT model; written after each, and what is there already is not done again."""
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {'losses': {}}
+    if LOSSES.keys() <= found['losses'].keys():
+        return
+    start = sft(seed, tokenizer)
+    old = values(start, tokenizer, seed)
+    found['before'] = win_rate(values(start, tokenizer, seed + 1000), old)
+    for name in [n for n in LOSSES if n not in found['losses']]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        actor = optimise(name, start, seed, tokenizer)
+        seconds = {'wall': time.perf_counter() - wall, 'cpu': time.process_time() - cpu}
+        found['losses'][name] = {'after': win_rate(values(actor, tokenizer, seed), old), **seconds}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=1) + '\n')
+        print(f'seed {seed} {name}: {found["before"]:.3f} -> {found["losses"][name]["after"]:.3f}', flush=True)
+
+
+def table(runs: list[dict[str, Any]]) -> list[str]:
+    """One row per loss over all seeds."""
+    rows = ['| loss | win rate before | after: mean (least, greatest) | wall s | CPU s |', '|---|---|---|---|---|']
+    before = mean(r['before'] for r in runs)
+    for name in LOSSES:
+        of = [r['losses'][name] for r in runs]
+        after = [r['after'] for r in of]
+        spread = f'{mean(after):.3f} ({min(after):.3f}, {max(after):.3f})'
+        rows.append(f'| {name} | {before:.3f} | {spread} | {mean(r["wall"] for r in of):.0f} | {mean(r["cpu"] for r in of):.0f} |')
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--seeds', type=int, nargs='+', default=[1, 2, 3])
-    parser.add_argument('--losses', nargs='+', choices=list(LOSSES), default=list(LOSSES))
+    parser.add_argument('--results', type=Path, default=ROOT / 'benchmarks' / 'results' / 'preference')
     parser.add_argument('--out', type=Path, default=ROOT / 'docs' / 'results' / 'preference.md')
     args = parser.parse_args()
     torch.set_num_threads(1)
     from chatgpt.dataset import embedded
 
     tokenizer = embedded.demo_tokenizer()
-    rates: dict[str, list[float]] = {name: [] for name in args.losses}
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in args.losses}
-    before = []
-    for seed in args.seeds:
-        start = sft(seed, tokenizer)
-        old = values(start, tokenizer, seed)
-        before.append(win_rate(values(start, tokenizer, seed + 1000), old))
-        for name in args.losses:
-            wall, cpu = time.perf_counter(), time.process_time()
-            actor = optimise(name, start, seed, tokenizer)
-            seconds[name].append((time.perf_counter() - wall, time.process_time() - cpu))
-            rates[name].append(win_rate(values(actor, tokenizer, seed), old))
-            print(f'seed {seed} {name}: {rates[name][-1]:.3f}', flush=True)
+    paths = [args.results / f'seed-{seed}.json' for seed in args.seeds]
+    for seed, path in zip(args.seeds, paths, strict=True):
+        measure(seed, path, tokenizer)
     legend = ' '.join(' '.join((__doc__ or '').split('\n\n')[2:]).split())
-    lines = ['# Preference optimisation', '', f'`python benchmarks/preference.py`. {legend}', '']
-    lines += ['| loss | win rate before | after: mean (least, greatest) | wall s | CPU s |', '|---|---|---|---|---|']
-    for name in args.losses:
-        found = rates[name]
-        wall, cpu = (sum(s[i] for s in seconds[name]) / len(found) for i in (0, 1))
-        after = f'{sum(found) / len(found):.3f} ({min(found):.3f}, {max(found):.3f})'
-        lines.append(f'| {name} | {sum(before) / len(before):.3f} | {after} | {wall:.0f} | {cpu:.0f} |')
+    lines = ['# Preference optimisation', '', f'`python benchmarks/preference.py`. {legend}', f'{len(paths)} seeds.', '']
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text('\n'.join(lines) + '\n')
+    args.out.write_text('\n'.join([*lines, *table([json.loads(path.read_text()) for path in paths])]) + '\n')
 
 
 if __name__ == '__main__':

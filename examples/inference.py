@@ -3,6 +3,7 @@
     python examples/inference.py --pretrain outputs/run/actor --input "Once upon a time"
     python examples/inference.py --pretrain outputs/run/actor --input prompts.jsonl --output answers.jsonl
     python examples/inference.py --pretrain outputs/run/actor            # chat: Ctrl-C ends an answer, Ctrl-D the chat
+    torchrun --nproc-per-node=2 examples/inference.py --strategy fsdp --pretrain outputs/run/actor --input prompts.jsonl
 
 --model_path takes a weights file or folder that `strategy.save_model` wrote, or a PEFT adapter, on top of --pretrain. Chats use the
 tokenizer's chat template where it has one.
@@ -15,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from chatgpt.launch.arguments import Parser, run_main
+from chatgpt.launch.arguments import Parser, add_strategy, make_strategy, run_main
 
 BATCH = 64
 
@@ -37,8 +38,7 @@ def parse_args() -> Any:
     parser.add_argument('--stop_string', action='append', help='end a response where this text appears; may be given several times')
     parser.add_argument('--best_of', type=int, default=1, help='draw so many responses and keep the best by --reward_model')
     parser.add_argument('--reward_model', help='folder of the reward model for --best_of')
-    parser.add_argument('--precision', choices=('fp32', 'bf16', 'fp16'), default='fp32')
-    parser.add_argument('--seed', type=int, default=0)
+    add_strategy(parser)
     parser.add_argument('--trust_remote_code', action='store_true')
     return parser.parse_args()
 
@@ -48,7 +48,6 @@ def main() -> None:
     from chatgpt.launch.build import quiet_transformers
     from chatgpt.nn.loading import load_tokenizer
     from chatgpt.trainer.ppo_setup import sampling_for
-    from chatgpt.trainer.strategies import NaiveStrategy
 
     if (args.best_of > 1) != bool(args.reward_model):
         raise ValueError('--best_of above 1 and --reward_model belong together: give both or neither')
@@ -57,19 +56,22 @@ def main() -> None:
     quiet_transformers()
     tokenizer = load_tokenizer(args.tokenizer or args.pretrain, trust_remote_code=args.trust_remote_code)
     prompts = read_prompts(args.input, tokenizer) if args.input else None
-    with NaiveStrategy(seed=args.seed, precision=args.precision) as strategy:
+    with make_strategy(args.strategy, seed=args.seed, precision=args.precision) as strategy:
+        if prompts is None and strategy.world_size > 1:
+            raise ValueError('a chat is one process: start it with python, or give --input')
         actor = strategy.prepare(load_actor(args, strategy))
+        bare = strategy.unwrap(actor)
         keywords = {
-            'max_new_tokens': args.max_new_tokens or room(actor.config, prompts), 'min_new_tokens': args.min_new_tokens,
+            'max_new_tokens': args.max_new_tokens or room(bare.config, prompts), 'min_new_tokens': args.min_new_tokens,
             'temperature': args.temperature, 'top_k': args.top_k, 'top_p': args.top_p, 'do_sample': not args.greedy,
             'stop_strings': args.stop_string,
         }  # fmt: skip
-        sampling, stops = sampling_for(actor, tokenizer, keywords)
+        sampling, stops = sampling_for(bare, tokenizer, keywords)
         with strategy.full_model(actor) as policy:
             if prompts is None:
                 chat(policy, tokenizer, sampling, args)
             else:
-                write(answer(args, strategy, policy, tokenizer, prompts, sampling, stops), args.output)
+                write(answer(args, strategy, policy, tokenizer, prompts, sampling, stops), args.output, strategy.is_rank_0)
 
 
 def room(config: Any, prompts: Any) -> int:
@@ -109,7 +111,7 @@ def read_prompts(source: str, tokenizer: Any) -> Any:
 
 
 def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, sampling: Any, stops: Any) -> Any:
-    """Rows of prompt and response, batch after batch."""
+    """Rows of prompt and response, batch after batch; each rank answers its share, and every rank has all rows."""
     from chatgpt.experience.scorers import as_scorer
     from chatgpt.nn import RewardModel
     from chatgpt.rollout import BestOfN, LocalEngine
@@ -128,16 +130,23 @@ def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, 
     engine.begin(policy)
     best = BestOfN(engine, score, sample_size=args.best_of)
     for start in range(0, len(prompts), BATCH):
-        chosen = [prompts[i] for i in range(start, min(start + BATCH, len(prompts)))]
-        for prompt, (first,) in zip(
-            chosen, best(chosen, sampling, seed=args.seed, first_index=start * args.best_of, decode=decode), strict=True
-        ):
-            row = {'prompt': prompt.text or first.sample.prompt_text, 'response': first.sample.response_text}
-            yield row | ({'score': first.score} if scorer is not None else {})
+        size = min(BATCH, len(prompts) - start)
+        share = -(-size // strategy.world_size)
+        mine = range(start + min(strategy.rank * share, size), start + min((strategy.rank + 1) * share, size))
+        found = best([prompts[i] for i in mine], sampling, seed=args.seed, first_index=mine.start * args.best_of, decode=decode)
+        rows = []
+        for i, (first,) in zip(mine, found, strict=True):
+            row = {'prompt': prompts[i].text or first.sample.prompt_text, 'response': first.sample.response_text}
+            rows.append(row | ({'score': first.score} if scorer is not None else {}))
+        for part in strategy.all_gather_object(rows):
+            yield from part
     engine.end()
 
 
-def write(rows: Any, output: str | None) -> None:
+def write(rows: Any, output: str | None, is_rank_0: bool) -> None:
+    if not is_rank_0:
+        list(rows)
+        return
     if output is None:
         for row in rows:
             score = f'  [{row["score"]:+.3f}]' if 'score' in row else ''

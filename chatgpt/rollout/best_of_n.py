@@ -69,7 +69,7 @@ class BestOfN:
         repeated = [prompt for prompt in prompts for _ in range(n)]
         indices = range(first_index, first_index + len(repeated))
         groups = [first_index + i // n for i in range(len(repeated))]
-        samples = self.engine.generate(repeated, sampling, seed=seed, indices=indices, groups=groups)
+        samples = self.engine.generate(repeated, sampling, seed=seed, indices=indices, groups=groups) if repeated else []
         for sample in samples if decode is not None else ():
             assert decode is not None
             decode(sample)

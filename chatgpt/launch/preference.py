@@ -1,0 +1,93 @@
+"""What a run of examples/train_preference.py is made of, and the trainer of its method. Left out: reading data and building models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from chatgpt.launch.runs import DataRun
+from chatgpt.trainer.kto import KTOConfig, KTOTrainer
+from chatgpt.trainer.preference import (
+    DPOConfig,
+    DPOLoss,
+    DPOTrainer,
+    ORPOConfig,
+    ORPOTrainer,
+    PreferenceConfig,
+    PreferenceTrainer,
+    SimPOConfig,
+    SimPOTrainer,
+)
+
+Method = Literal['dpo', 'kto', 'orpo', 'simpo']
+METHODS: dict[str, tuple[type[PreferenceTrainer], type[PreferenceConfig]]] = {
+    'dpo': (DPOTrainer, DPOConfig), 'kto': (KTOTrainer, KTOConfig), 'orpo': (ORPOTrainer, ORPOConfig), 'simpo': (SimPOTrainer, SimPOConfig),
+}  # fmt: skip
+OPTIONS = {
+    'loss': 'loss_type', 'beta': 'beta', 'label_smoothing': 'label_smoothing', 'precompute_ref_logprobs': 'precompute_ref_logprobs',
+    'desirable_weight': 'desirable_weight', 'undesirable_weight': 'undesirable_weight', 'positive_label': 'positive_label',
+    'weight': 'weight', 'gamma': 'gamma',
+}  # fmt: skip
+"""settings that only some methods have, and what their configs call them"""
+
+
+@dataclass(kw_only=True)
+class PreferenceRun(DataRun):
+    """A run of examples/train_preference.py: preferences (prompt, chosen, rejected, or ranked answers); for KTO also text and label.
+
+    A setting of some methods only is None until it is given: then the method's own default holds.
+    """
+
+    save_path: str = 'outputs/train_preference'
+    method: Method = 'dpo'
+    """dpo, kto, orpo or simpo"""
+    max_epochs: int = 1
+    loss: DPOLoss | None = None
+    """dpo: sigmoid, ipo, cdpo, robust or hinge; none: sigmoid"""
+    beta: float | None = None
+    """dpo, kto: how strongly the policy is held to the reference, none: 0.1; simpo: of the mean log-prob, none: 2"""
+    label_smoothing: float | None = None
+    """dpo with cdpo or robust: share of labels assumed to be flipped; none: 0.1"""
+    precompute_ref_logprobs: bool | None = None
+    """dpo, kto: the reference's log-probs once, before the first step; none: true"""
+    desirable_weight: float | None = None
+    """kto: weight of good answers; none: 1"""
+    undesirable_weight: float | None = None
+    """kto: weight of bad answers; none: 1"""
+    positive_label: str | None = None
+    """kto: which label is a success; none: true, 1, good, positive are"""
+    weight: float | None = None
+    """orpo: of the odds-ratio term; none: 0.1"""
+    gamma: float | None = None
+    """simpo: target margin; none: 1"""
+
+    @property
+    def trainer_class(self) -> type[PreferenceTrainer]:
+        return METHODS[self.method][0]
+
+    @property
+    def needs_initial_model(self) -> bool:
+        """Whether a frozen copy of the start is kept: under LoRA the actor with its adapter off is the reference."""
+        return self.trainer_class.needs_reference and not self.lora_rank
+
+    def validate(self, world_size: int = 1) -> None:
+        self._one_of('method', get_args(Method))
+        own = METHODS[self.method][1].field_names()
+        for name, field in OPTIONS.items():
+            if getattr(self, name) is not None and field not in own:
+                who = ' or '.join(m for m, (_, config) in METHODS.items() if field in config.field_names())
+                raise ValueError(f'{name}={getattr(self, name)} is a setting of {who}, not of {self.method}; leave it out')
+        if self.label_smoothing is not None and self.loss not in ('cdpo', 'robust'):
+            raise ValueError(f'label_smoothing={self.label_smoothing} belongs to the losses cdpo and robust; choose one with loss')
+        super().validate(world_size)
+        self.method_config().validate(world_size)
+
+    def method_config(self) -> PreferenceConfig:
+        """The settings of this run's trainer."""
+        cls = METHODS[self.method][1]
+        shared = {f.name for f in fields(PreferenceConfig)}
+        values: dict[str, Any] = {name: getattr(self, name) for name in shared}
+        for name, field in OPTIONS.items():
+            if getattr(self, name) is not None:
+                values[field] = getattr(self, name)
+        return cls(**values)
