@@ -5,12 +5,13 @@
 Rows are {"text", "label"}. Of both labels a tenth is held back; every held-back positive is paired with 5 random held-back negatives.
 The model is a GPT-2 of 2 layers x 128 with new weights over the 6,000 most frequent words of the training part, trained by
 `RewardModelTrainer` on random pairs of training sentences. The bag of words is a logistic regression on which of the same words are in a
-sentence. Seconds are of one thread.
+sentence. Seconds are of one thread. Every finished seed is kept in `--results`, and the table is written again after each.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import time
 from collections import Counter
@@ -113,33 +114,55 @@ def reward_model(train: Any, held_back: Any, words: dict[str, int], seed: int) -
         return trainer.evaluate(judged)['accuracy']
 
 
+def measure(data: dict[bool, list[list[str]]], seed: int) -> dict[str, float]:
+    """Pair accuracies on the held-back tenth of this seed, and what the reward model cost."""
+    train, held_back = split(data, seed)
+    words = vocabulary(train)
+    bag = bag_of_words(train, held_back, words, seed)
+    start, cpu = time.perf_counter(), time.process_time()
+    model = reward_model(train, held_back, words, seed)
+    spent = {'wall_s': time.perf_counter() - start, 'cpu_s': time.process_time() - cpu}
+    return {'seed': seed, 'reward_model': model, 'bag_of_words': bag, **spent}
+
+
+def table(results: list[dict[str, float]]) -> list[str]:
+    lines = ['| seed (split and weights) | reward model, pair accuracy | bag of words | wall s | CPU s |', '|---|---|---|---|---|']
+    for r in results:
+        lines.append(f'| {r["seed"]} | {r["reward_model"]:.3f} | {r["bag_of_words"]:.3f} | {r["wall_s"]:.0f} | {r["cpu_s"]:.0f} |')
+    if len(results) > 1:
+        model, bag = (sum(r[name] for r in results) / len(results) for name in ('reward_model', 'bag_of_words'))
+        lines.append(f'| mean | {model:.3f} | {bag:.3f} | | |')
+    return lines
+
+
+def write_page(folder: Path, out: Path) -> None:
+    """The page of all seeds in `folder`."""
+    results = sorted((json.loads(path.read_text()) for path in folder.glob('seed-*.json')), key=lambda r: r['seed'])
+    legend = ' '.join(' '.join((__doc__ or '').split('\n\n')[2:]).split())
+    count = f'{len(results)} seed{"s" if len(results) != 1 else ""}.'
+    notes = folder / 'notes.md'  # what a reader must know about these runs and the script cannot
+    lines = ['# Reward model on movie reviews', '', f'`python benchmarks/movie_reviews.py movie_reviews.jsonl`. {legend} {count}', '']
+    lines += [*table(results), *(['', notes.read_text().strip()] if notes.is_file() else [])]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text('\n'.join(lines) + '\n')
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('data', type=Path)
-    parser.add_argument('--seeds', type=int, nargs='+', default=[1, 2, 3])
+    parser.add_argument('--seeds', type=int, nargs='*', default=[1, 2, 3], help='without a number: only write the page')
+    parser.add_argument('--results', type=Path, default=ROOT / 'benchmarks' / 'results' / 'movie_reviews')
     parser.add_argument('--out', type=Path, default=ROOT / 'docs' / 'results' / 'reward_model.md')
     args = parser.parse_args()
     torch.set_num_threads(1)
     data = read(args.data)
-    rows, models, bags = [], [], []
+    args.results.mkdir(parents=True, exist_ok=True)
     for seed in args.seeds:
-        train, held_back = split(data, seed)
-        words = vocabulary(train)
-        bag = bag_of_words(train, held_back, words, seed)
-        start, cpu = time.perf_counter(), time.process_time()
-        model = reward_model(train, held_back, words, seed)
-        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-        models.append(model)
-        bags.append(bag)
-        rows.append(f'| {seed} | {model:.3f} | {bag:.3f} | {seconds:.0f} | {cpu:.0f} |')
-        print(rows[-1], flush=True)
-    count = len(args.seeds)
-    rows.append(f'| mean | {sum(models) / count:.3f} | {sum(bags) / count:.3f} | | |')
-    legend = ' '.join(' '.join((__doc__ or '').split('\n\n')[2:]).split())
-    lines = ['# Reward model on movie reviews', '', f'`python benchmarks/movie_reviews.py movie_reviews.jsonl`. {legend}', '']
-    lines += ['| seed (split and weights) | reward model, pair accuracy | bag of words | wall s | CPU s |', '|---|---|---|---|---|', *rows]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text('\n'.join(lines) + '\n')
+        result = measure(data, seed)
+        print(*table([result])[2:], flush=True)
+        (args.results / f'seed-{seed}.json').write_text(json.dumps(result, indent=1) + '\n')
+        write_page(args.results, args.out)
+    write_page(args.results, args.out)
 
 
 if __name__ == '__main__':

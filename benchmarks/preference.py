@@ -4,7 +4,8 @@
 
 The world is `chatgpt.dataset.embedded`. One SFT model per seed; each loss then makes 2 passes over the same 1,500 pairs of stories of the
 world, ordered by their true value, in batches of 32 (KTO: 64 answers), with lr 1e-4. Win rate: on 200 new prompts, responses sampled with
-the same draws, by the true value, ties counted half. Before is the SFT model against itself with other draws. Seconds are of one thread.
+the same draws, by the true value, ties counted half. Before is the SFT model against itself with other draws. Seconds are of one thread, on
+a shared machine: wall seconds contain waiting.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
 from pathlib import Path
@@ -19,8 +19,13 @@ from typing import Any
 
 from chatgpt.trainer.config import NEEDS_CRITIC, PPOConfig, Settings, nearest
 
-OWN = {'lr': 1e-5, 'critic_lr': 1e-5, 'num_timesteps': 100, 'lora_rank': 0, 'eval_interval': 10, 'max_length': None}
-"""settings of this verb, beside the trainer's own"""
+OWN: dict[str, dict[str, Any]] = {
+    'ppo': {'lr': 1e-5, 'critic_lr': 1e-5, 'num_timesteps': 100, 'lora_rank': 0, 'eval_interval': 10},
+    'ilql': {'lr': 1e-5, 'eval_interval': 10, 'max_length': None},
+    'sft': {'lr': 1e-5, 'lora_rank': 0, 'eval_interval': 10, 'max_length': None},
+    'dpo': {'lr': 1e-5, 'lora_rank': 0, 'eval_interval': 10, 'max_length': None},
+}
+"""settings of this verb with their defaults, beside the trainer's own; `max_length` of PPO is the generation keyword"""
 
 
 def train(
@@ -34,7 +39,7 @@ def train(
     eval_prompts: Any = None,
     metric_fn: Callable[..., Any] | None = None,
     stop_sequences: SequenceOf[str] = (),
-    config: Mapping[str, Any] | str | Path | None = None,
+    config: Mapping[str, Any] | Settings | str | Path | None = None,
     tokenizer: Any = None,
     strategy: Any = None,
     run_dir: str | Path | None = None,
@@ -47,29 +52,34 @@ def train(
     >>> trainer.save_pretrained('outputs/actor')                                                               # doctest: +SKIP
 
     Args:
-        model: hub name or folder, or a transformers causal LM.
+        model: hub name or folder, or a transformers causal LM, which is trained in place.
         reward_fn: `fn(prompts, responses, **columns)`, or trlX's `fn(samples, prompts, outputs, **metadata)`, told apart by the names of
-            its arguments; or a `RewardModel`. One number per sample, or a list of numbers per token.
+            its arguments; a `RewardModel`; or a list of (weight, one of these). One number per sample, or a list of numbers per token.
         prompts: texts, dicts with a 'prompt' (other keys reach the functions by name), or anything `PPOTrainer.fit` takes.
         samples: texts, (prompt, output) pairs, or what `chatgpt.dataset.load_demonstrations` takes.
         rewards: one number per sample.
         preferences: what `chatgpt.dataset.load_preferences` takes.
         eval_prompts: evaluated on before, during and after; with `reward_fn` their scores, with `metric_fn` its metrics.
-        metric_fn: `fn(samples=, prompts=, outputs=, **columns)` → {name: one number per sample}, logged as `eval/metrics/<name>`.
+        metric_fn: a function in either convention → {name: one number per sample}, logged as `eval/metrics/<name>`.
         stop_sequences: a response ends where one of these appears.
-        config: settings by name, or a YAML or JSON file of them. `settings` win over it.
+        config: settings by name, in sections or with dotted names (`method.gamma`) where one likes; a YAML or JSON file of them; or the
+            trainer's config dataclass. `settings` win over it.
         tokenizer: None takes the model's own.
         strategy: None is a `NaiveStrategy`.
-        **settings: fields of the trainer's config, generation keywords, and `lr`, `critic_lr`, `lora_rank`, `num_timesteps` (PPO),
-            `eval_interval`, `max_length` (tokens of a sample).
+        **settings: fields of the trainer's config, generation keywords, and `lr`, `eval_interval`, `lora_rank` (not ILQL), `critic_lr`
+            and `num_timesteps` (PPO), `max_length` (tokens of a sample; with PPO of prompt and response).
 
     Raises:
-        ValueError: not exactly one kind of data, lists of different lengths, or an unknown setting; before any weight is loaded.
+        ValueError: not exactly one kind of data, lists of different lengths, an unknown setting or a value out of range, something that
+            belongs to `eval_prompts` without them; before any weight is loaded.
     """
     kind = _kind(reward_fn, prompts, samples, rewards, preferences)
-    chosen = OWN | _read_config(config) | settings
-    own = {name: chosen.pop(name) for name in OWN}
+    chosen = _read_config(config, kind) | settings
     _check_settings(kind, chosen)
+    if eval_prompts is None:
+        _check_nothing_to_evaluate(kind, chosen, metric_fn, stop_sequences)
+    own = {name: chosen.pop(name, default) for name, default in OWN[kind].items()}
+    _config_class(kind)(**_of_config(kind, chosen)).validate(getattr(strategy, 'world_size', 1))
     tokenizer = tokenizer or _tokenizer_of(model)
     if strategy is None:
         from chatgpt.trainer.strategies import NaiveStrategy
@@ -80,9 +90,7 @@ def train(
     generation = {'stop_strings': list(stop_sequences)} if stop_sequences else {}
     common: dict[str, Any] = {'tokenizer': tokenizer, 'run_dir': run_dir, 'callbacks': list(callbacks)}
     if eval_prompts is not None:
-        common['callbacks'].append(_evaluator(kind, eval_prompts, tokenizer, data['reward_fn'], metric_fn, own, chosen, generation))
-    elif metric_fn is not None:
-        raise ValueError('metric_fn measures what is said to eval_prompts: give eval_prompts too')
+        common['callbacks'].append(_evaluator(kind, eval_prompts, tokenizer, metric_fn, own, chosen, generation))
     trainer = build(model, strategy, data, own, chosen, generation, common)
     if kind == 'ppo':
         trainer.fit(prompts, num_episodes=1, max_timesteps=own['num_timesteps'], update_timesteps=1)
@@ -108,20 +116,41 @@ def _kind(reward_fn: Any, prompts: Any, samples: Any, rewards: Any, preferences:
         return 'dpo'
     if rewards is None:
         return 'sft'
-    if len(samples) != len(rewards):
+    if not isinstance(samples, (str, Path)) and len(samples) != len(rewards):
         raise ValueError(f'train: {len(samples)} samples but {len(rewards)} rewards')
     return 'ilql'
 
 
-def _read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
-    from chatgpt.launch.config_file import flat, read_file
+def _read_config(config: Any, kind: str) -> dict[str, Any]:
+    from chatgpt.launch.config_file import read_file
 
     if config is None:
         return {}
     if isinstance(config, Settings):
+        wanted = _config_class(kind)
+        if not isinstance(config, wanted):
+            raise ValueError(f'train: config is a {type(config).__name__}, but what is given trains with a {wanted.__name__}')
         return config.to_dict()
     content = read_file(config) if isinstance(config, (str, Path)) else config
-    return {key.rpartition('.')[2]: value for _, key, value in flat(content)}
+    if not isinstance(content, Mapping):
+        raise ValueError(f'train: config must be names with values, a file of them, or a config dataclass; got {type(content).__name__}')
+    found: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    for place, value in _leaves(content, _known(kind)):
+        name = place.rpartition('.')[2]
+        if name in found:
+            raise ValueError(f'train: config gives {name} twice, as {places[name]} and as {place}')
+        found[name], places[name] = value, place
+    return found
+
+
+def _leaves(content: Mapping[str, Any], known: SequenceOf[str], above: str = '') -> Iterator[tuple[str, Any]]:
+    """(dotted place, value) of every setting; a mapping under a name that is no setting is a section."""
+    for key, value in content.items():
+        if isinstance(value, Mapping) and str(key).rpartition('.')[2] not in known:
+            yield from _leaves(value, known, f'{above}{key}.')
+        else:
+            yield f'{above}{key}', value
 
 
 def _config_class(kind: str) -> Any:
@@ -130,13 +159,29 @@ def _config_class(kind: str) -> Any:
     return {'ppo': PPOConfig, 'ilql': trainer.ILQLConfig, 'sft': trainer.SFTConfig, 'dpo': trainer.DPOConfig}[kind]
 
 
-def _check_settings(kind: str, chosen: Mapping[str, Any]) -> None:
+def _known(kind: str) -> list[str]:
     from chatgpt.rollout.sampling import generation_fields
 
-    known = [*_config_class(kind).field_names(), *generation_fields(), *OWN]
+    return [*_config_class(kind).field_names(), *generation_fields(), *OWN[kind]]
+
+
+def _check_settings(kind: str, chosen: Mapping[str, Any]) -> None:
+    known = _known(kind)
     for name in chosen:
         if name not in known:
             raise ValueError(f'train: {name!r} is not a setting of {kind}{nearest(name, known)}')
+
+
+def _check_nothing_to_evaluate(kind: str, chosen: Mapping[str, Any], metric_fn: Any, stop_sequences: SequenceOf[str]) -> None:
+    """What would have no effect without `eval_prompts` is a mistake."""
+    if metric_fn is not None:
+        raise ValueError('train: metric_fn measures what is said to eval_prompts; give eval_prompts too')
+    if kind == 'ppo':
+        return
+    config_and_own = {*_config_class(kind).field_names(), *OWN[kind]}
+    idle = [*(['stop_sequences'] if stop_sequences else []), *(name for name in chosen if name not in config_and_own)]
+    if idle:
+        raise ValueError(f'train: {", ".join(idle)} would change nothing, for {kind} generates only to evaluate; give eval_prompts too')
 
 
 def _tokenizer_of(model: Any) -> Any:
@@ -149,23 +194,56 @@ def _tokenizer_of(model: Any) -> Any:
 
 
 def as_reward(reward_fn: Any) -> Any:
-    """A function in our convention, `fn(prompts, responses, **columns)`, of one in either; anything else as it is."""
-    import torch
+    """A function in our convention, `fn(prompts, responses, **columns)`, of one in either; anything else as it is.
 
-    if reward_fn is None or isinstance(reward_fn, torch.nn.Module) or not callable(reward_fn):
-        return reward_fn
-    try:
-        names = list(inspect.signature(reward_fn).parameters)
-    except ValueError:
-        return reward_fn
-    if 'samples' not in names and 'outputs' not in names:
+    A function with an argument `samples` or `outputs`, and none called `responses`, is in trlX's: it gets those of `samples`, `prompts`,
+    `outputs` and the columns that it names, or all of them if it takes any keyword. Weighted lists are gone through.
+    """
+    if isinstance(reward_fn, (list, tuple)):
+        return type(reward_fn)(
+            (item[0], as_reward(item[1])) if isinstance(item, (list, tuple)) and len(item) == 2 else item for item in reward_fn
+        )
+    names = _names_of_trlx(reward_fn)
+    if names is None:
         return reward_fn
 
     def reward(prompts: list[str], responses: list[str], **columns: Any) -> Any:
         joined = [p + r for p, r in zip(prompts, responses, strict=True)]
-        return reward_fn(samples=joined, prompts=prompts, outputs=responses, **columns)
+        given = columns | {'samples': joined, 'prompts': prompts, 'outputs': responses}
+        return reward_fn(**{name: value for name, value in given.items() if '**' in names or name in names})
 
+    reward.__name__ = reward.__qualname__ = getattr(reward_fn, '__qualname__', type(reward_fn).__name__)
     return reward
+
+
+def _names_of_trlx(fn: Any) -> set[str] | None:
+    """Argument names of a function in trlX's convention, '**' for any keyword; None for anything else."""
+    import torch
+
+    if isinstance(fn, torch.nn.Module) or not callable(fn):
+        return None
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    names = {'**' if p.kind is p.VAR_KEYWORD else p.name for p in parameters}
+    return names if names & {'samples', 'outputs'} and 'responses' not in names else None
+
+
+def as_metric(metric_fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """A metric function in trlX's convention, `fn(samples=, prompts=, outputs=, **columns)`, of one in either."""
+    if metric_fn is None:
+        return None
+    names = _names_of_trlx(metric_fn)
+    if names is not None:
+        return lambda **given: metric_fn(**{name: value for name, value in given.items() if '**' in names or name in names})
+
+    def metric(*, samples: list[str], prompts: list[str], outputs: list[str], **columns: Any) -> Any:
+        parameters = inspect.signature(metric_fn).parameters
+        any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        return metric_fn(prompts, outputs, **{k: v for k, v in columns.items() if any_keyword or k in parameters})
+
+    return metric
 
 
 def _causal_lm(model: Any) -> Any:
@@ -186,13 +264,13 @@ def _of_config(kind: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _evaluator(
-    kind: str, prompts: Any, tokenizer: Any, reward: Any, metric_fn: Any, own: Any, chosen: Mapping[str, Any], generation: Mapping[str, Any]
+    kind: str, prompts: Any, tokenizer: Any, metric_fn: Any, own: Any, chosen: Mapping[str, Any], generation: Mapping[str, Any]
 ) -> Any:
     from chatgpt.trainer import BetaEvaluation, PromptEvaluation
     from chatgpt.trainer.callbacks import Evaluator
 
-    scored = None if kind == 'ppo' and not callable(reward) else reward
-    evaluation: Any = PromptEvaluation(prompts, tokenizer, scored, metric_fn=metric_fn, **_generation(chosen, generation))
+    # no reward of its own: the trainer's scorer holds the reward model that the strategy has prepared
+    evaluation: Any = PromptEvaluation(prompts, tokenizer, metric_fn=as_metric(metric_fn), **_generation(chosen, generation))
     if kind == 'ilql':
         evaluation = BetaEvaluation(evaluation)
     return Evaluator(evaluation, own['eval_interval'], metric='score_mean' if kind == 'ppo' else None)
@@ -207,12 +285,12 @@ def _ppo(model: Any, strategy: Any, data: Any, own: Any, chosen: Any, generation
     from chatgpt.trainer import PPOTrainer
 
     config = PPOConfig(**_of_config('ppo', chosen))
-    config.validate(strategy.world_size)
     with strategy.model_init_context():
-        actor = Actor(_causal_lm(model), own['lora_rank'])
+        base = _causal_lm(model)
         critic = None
-        if config.advantage_estimator in NEEDS_CRITIC:
-            critic = Critic(deepcopy(actor.model) if not own['lora_rank'] else _causal_lm(model), lora_rank=own['lora_rank'])
+        if config.advantage_estimator in NEEDS_CRITIC:  # copied before the actor puts its adapters into the model
+            critic = Critic(deepcopy(base), lora_rank=own['lora_rank'])
+        actor = Actor(base, own['lora_rank'])
         initial = None if own['lora_rank'] else deepcopy(actor)
     actor, optim = strategy.prepare((actor, _optimizer(strategy, actor, own['lr'])))
     critic_optim = None
@@ -250,8 +328,6 @@ def _ilql(model: Any, strategy: Any, data: Any, own: Any, chosen: Any, generatio
     from chatgpt.nn import ILQLModel
     from chatgpt.trainer import ILQLTrainer, rewarded
 
-    if own['lora_rank']:
-        raise ValueError('train: ILQL trains all weights; leave lora_rank out')
     sequences, _ = load_demonstrations(_texts(data['samples']), common['tokenizer'], max_length=own['max_length'])
     records = rewarded(sequences, list(data['rewards']))
     with strategy.model_init_context():

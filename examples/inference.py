@@ -69,7 +69,7 @@ def main() -> None:
         sampling, stops = sampling_for(bare, tokenizer, keywords)
         with strategy.full_model(actor) as policy:
             if prompts is None:
-                chat(policy, tokenizer, sampling, args)
+                chat(policy, tokenizer, sampling, stops, args)
             else:
                 write(answer(args, strategy, policy, tokenizer, prompts, sampling, stops), args.output, strategy.is_rank_0)
 
@@ -162,7 +162,7 @@ def write(rows: Any, output: str | None, is_rank_0: bool) -> None:
     print(f'{count} responses written to {path}')
 
 
-def chat(policy: Any, tokenizer: Any, sampling: Any, args: Any) -> None:
+def chat(policy: Any, tokenizer: Any, sampling: Any, stops: Any, args: Any) -> None:
     """Turn by turn. With a chat template the model sees the whole dialogue, without one only the text so far."""
     templated = bool(getattr(tokenizer, 'chat_template', None))
     turns: list[dict[str, str]] = []
@@ -185,13 +185,15 @@ def chat(policy: Any, tokenizer: Any, sampling: Any, args: Any) -> None:
             continue
         turns.append({'role': 'user', 'content': said})
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) if templated else text + said
-        reply = speak(policy, tokenizer, text, sampling, args.seed, number, add_special_tokens=not templated)
+        reply = speak(policy, tokenizer, text, sampling, stops, args.seed, number, add_special_tokens=not templated)
         number += 1
         turns.append({'role': 'assistant', 'content': reply})
         text += reply
 
 
-def speak(policy: Any, tokenizer: Any, text: str, sampling: Any, seed: int, index: int, *, add_special_tokens: bool) -> str:
+def speak(
+    policy: Any, tokenizer: Any, text: str, sampling: Any, stops: Any, seed: int, index: int, *, add_special_tokens: bool
+) -> str:
     """Print a response as it comes; what was said until its end, or until Ctrl-C."""
     import torch
 
@@ -203,19 +205,21 @@ def speak(policy: Any, tokenizer: Any, text: str, sampling: Any, seed: int, inde
     if limit is not None:
         ids = ids[-max(limit - sampling.room(0), 1) :]  # what was said long ago is forgotten
     said: list[int] = []
-    shown = ''
+    shown = whole = ''
     try:
         for token in stream_tokens(policy, torch.tensor(ids), sampling, seed=seed, index=index):
             said.append(token)
             whole = tokenizer.decode(said, skip_special_tokens=True)
-            if not whole.endswith('\ufffd'):  # half of a character: wait for the rest
-                sys.stdout.write(whole[len(shown) :])
+            sure = whole if stops is None else stops.settled(whole)
+            if not whole.endswith('\ufffd') and len(sure) > len(shown):  # half of a character, or of a stop string: wait for the rest
+                sys.stdout.write(sure[len(shown) :])
                 sys.stdout.flush()
-                shown = whole
+                shown = sure
     except KeyboardInterrupt:
         pass
-    print(flush=True)
-    return tokenizer.decode(said, skip_special_tokens=True)
+    reply = whole if stops is None else stops.cut(whole)
+    print(reply[len(shown) :], flush=True)
+    return reply
 
 
 if __name__ == '__main__':

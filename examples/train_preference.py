@@ -32,7 +32,7 @@ def main() -> None:
     source = run.dataset or embedded.demo_preferences(learning.EMBEDDED_EXAMPLES, seed=0)
     train, validation = read(run, source, tokenizer)
     check_run_folder(run.save_path)
-    with make_strategy(run.strategy, seed=run.seed, precision=run.precision) as strategy:
+    with make_strategy(run.strategy, seed=run.seed, precision=run.precision, remote_code=run.trust_remote_code) as strategy:
         learning.report_data(run, strategy, train, validation)
         learn(run, strategy, config, tokenizer, train, validation)
 

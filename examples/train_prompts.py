@@ -26,7 +26,7 @@ def main() -> None:
     config = check_ppo_args(args, world_size_from_env())
     inputs = build_ppo_inputs(args)
     check_run_folder(args.save_path)
-    with make_strategy(args.strategy, seed=args.seed, precision=args.precision) as strategy:
+    with make_strategy(args.strategy, seed=args.seed, precision=args.precision, remote_code=args.trust_remote_code) as strategy:
         train(args, config, strategy, inputs)
 
 
@@ -49,10 +49,12 @@ def train(args: PPORun, config: PPOConfig, strategy: Any, inputs: Any) -> None:
     from chatgpt.launch import learning
     from chatgpt.rollout import HFEngine, LocalEngine
     from chatgpt.trainer import PPOTrainer
-    from chatgpt.trainer.callbacks import Evaluator, SampleTable
+    from chatgpt.trainer.callbacks import EMA, Evaluator, SampleTable
     from chatgpt.trainer.prompt_evaluation import PromptEvaluation
 
     callbacks = [SampleTable(every=args.sample_interval), *learning.make_callbacks(args)]
+    if args.ema_decay is not None:
+        callbacks.append(EMA(args.ema_decay))
     if inputs.eval_prompts is not None:
         evaluation = PromptEvaluation(
             inputs.eval_prompts, inputs.tokenizer, max_new_tokens=args.max_new_tokens, stop_strings=args.stop_string

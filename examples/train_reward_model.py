@@ -32,7 +32,7 @@ def main() -> None:
     load = load_labelled if isinstance(first, Labelled) else load_preferences
     train, validation = load(source, tokenizer, **learning.reading_options(run))
     check_run_folder(run.save_path)
-    with make_strategy(run.strategy, seed=run.seed, precision=run.precision) as strategy:
+    with make_strategy(run.strategy, seed=run.seed, precision=run.precision, remote_code=run.trust_remote_code) as strategy:
         learning.report_data(run, strategy, train, validation)
         learn(run, strategy, config, tokenizer, train, validation)
 

@@ -32,7 +32,7 @@ def main() -> None:
     if run.early_stopping_patience is not None and not validation:
         raise ValueError('early_stopping_patience needs held-back data: give --validation_file or --validation_percentage')
     check_run_folder(run.save_path)
-    with make_strategy(run.strategy, seed=run.seed, precision=run.precision) as strategy:
+    with make_strategy(run.strategy, seed=run.seed, precision=run.precision, remote_code=run.trust_remote_code) as strategy:
         learning.report_data(run, strategy, train, validation)
         learn(run, strategy, config, tokenizer, train, validation)
 

@@ -10,9 +10,10 @@ import torch
 
 import chatgpt
 from chatgpt.nn import GPTActor, ILQLModel
-from chatgpt.quickstart import as_reward
+from chatgpt.quickstart import as_metric, as_reward
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
-from chatgpt.trainer import DPOTrainer, ILQLTrainer, PPOTrainer, SFTTrainer
+from chatgpt.testing.processes import run_distributed
+from chatgpt.trainer import DPOConfig, DPOTrainer, ILQLTrainer, PPOTrainer, SFTConfig, SFTTrainer
 from chatgpt.trainer.callbacks import ProgressBar
 
 QUIET = {'callbacks': [ProgressBar(enabled=False)]}
@@ -112,7 +113,15 @@ def test_a_model_in_memory_needs_a_tokenizer(folder):
     ({'samples': ['a'], 'prompts': ['b']}, 'prompts go with reward_fn'),
     ({'samples': ['a'], 'rewards': [1.0, 2.0]}, '1 samples but 2 rewards'),
     ({'samples': ['a'], 'max_epoch': 3}, "'max_epoch' is not a setting of sft; did you mean max_epochs"),
-    ({'samples': ['a'], 'metric_fn': len, 'tokenizer': object()}, 'give eval_prompts too'),
+    ({'samples': ['a'], 'metric_fn': len}, 'metric_fn measures .* give eval_prompts too'),
+    ({'samples': ['a'], 'stop_sequences': ['x'], 'max_new_tokens': 3}, 'stop_sequences, max_new_tokens would change nothing'),
+    ({'samples': ['a'], 'rewards': [1.0], 'lora_rank': 2}, "'lora_rank' is not a setting of ilql"),
+    ({'samples': ['a'], 'num_timesteps': 2}, "'num_timesteps' is not a setting of sft"),
+    ({'reward_fn': len, 'prompts': ['a'], 'eps_clip': -1.0}, 'eps_clip=-1.0'),
+    ({'preferences': [], 'loss_type': 'square'}, "loss_type='square' is not known"),
+    ({'samples': ['a'], 'config': {'train': {'lr': 1e-3}, 'optimizer.lr': 1e-4}}, 'lr twice, as train.lr and as optimizer.lr'),
+    ({'samples': ['a'], 'config': {'method': {'gama': 1.0}}}, "'gama' is not a setting of sft"),
+    ({'samples': ['a'], 'config': SFTConfig(), 'rewards': [1.0]}, 'config is a SFTConfig, .* trains with a ILQLConfig'),
     ({'samples': ['a'], 'config': 'nowhere.yaml'}, 'there is no such file'),
 ])  # fmt: skip
 def test_mistakes_before_anything_is_loaded(given, sentence):
@@ -123,5 +132,106 @@ def test_mistakes_before_anything_is_loaded(given, sentence):
 def test_both_conventions():
     assert as_reward(lambda prompts, responses: responses)(['a'], ['b']) == ['b']
     assert as_reward(lambda samples, **kw: samples)(['a'], ['b']) == ['ab']
+    assert as_reward(lambda outputs: outputs)(['a'], ['b'], other=[1]) == ['b']  # gets what it names
+    assert as_reward(lambda samples, prompts, outputs, other: other)(['a'], ['b'], other=[1], more=[2]) == [1]
+    assert as_reward(lambda prompts, responses, samples: samples)(['a'], ['b'], samples=[7]) == [7]  # ours, with a column called samples
+    weighted = as_reward([(0.5, lambda samples: samples), (1.0, len)])
+    assert weighted[0][0] == 0.5 and weighted[0][1](['a'], ['b']) == ['ab'] and weighted[1] == (1.0, len)
     assert as_reward(None) is None
     assert as_reward(torch.nn.Linear(1, 1)).weight.shape == (1, 1)
+
+
+def test_metrics_in_both_conventions():
+    given = {'samples': ['ab'], 'prompts': ['a'], 'outputs': ['b'], 'column': [1]}
+    assert as_metric(lambda samples, column: (samples, column))(**given) == (['ab'], [1])
+    assert as_metric(lambda prompts, responses: (prompts, responses))(**given) == (['a'], ['b'])
+    assert as_metric(lambda prompts, responses, **columns: columns)(**given) == {'column': [1]}
+    assert as_metric(None) is None
+
+
+def test_a_reward_model_in_memory_is_prepared_and_scores_the_evaluation(folder, tmp_path):
+    from chatgpt.nn import RewardModel
+
+    torch.manual_seed(1)
+    reward = RewardModel(GPTActor(config=tiny_config('gpt2', positions=48)).model)
+    chatgpt.train(folder, reward_fn=reward, prompts=['a', 'b'], eval_prompts=['c'], run_dir=tmp_path, eval_interval=1, **PPO, **QUIET)
+    assert all(not p.requires_grad for p in reward.parameters())
+    assert 'eval/score_mean' in metrics(tmp_path)[-1]
+
+
+def test_adapters_of_actor_and_critic_are_apart_for_a_model_in_memory(folder):
+    from transformers import AutoModelForCausalLM
+
+    given = AutoModelForCausalLM.from_pretrained(folder)
+    trainer = chatgpt.train(given, reward_fn=lambda prompts, responses: [1.0] * len(responses), prompts=['a'], lora_rank=2, **PPO, **QUIET)
+    actor, critic = ({id(p) for p in m.parameters()} for m in trainer.models().values())
+    assert trainer.critic is not None and not actor & critic
+
+
+def test_max_length_of_ppo_counts_prompt_and_response(folder):
+    seen = []
+
+    def reward(prompts, responses):
+        seen.extend(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
+        return [0.0] * len(responses)
+
+    settings = {**PPO, 'max_new_tokens': None, 'max_length': 6, 'num_timesteps': 1}
+    chatgpt.train(folder, reward_fn=reward, prompts=['abcd', 'ab'], **settings, **QUIET)
+    assert max(seen) <= 6 and len(seen) == 4
+
+
+def test_prompts_and_samples_from_files(folder, tmp_path):
+    (tmp_path / 'prompts.csv').write_text('prompt,answer\nab,x\ncd,y\n')
+    seen = []
+
+    def reward(prompts, responses, answer):
+        seen.extend(zip(prompts, answer, strict=True))
+        return [0.0] * len(prompts)
+
+    chatgpt.train(folder, reward_fn=reward, prompts=tmp_path / 'prompts.csv', **PPO, **QUIET)
+    assert set(seen) == {('ab', 'x'), ('cd', 'y')}
+    (tmp_path / 'samples.jsonl').write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": "c"}\n')
+    trainer = chatgpt.train(folder, samples=str(tmp_path / 'samples.jsonl'), rewards=[1.0, 0.0], max_epochs=1, **QUIET)
+    assert isinstance(trainer, ILQLTrainer)
+    with pytest.raises(ValueError, match='2 sequences but 1 rewards'):
+        chatgpt.train(folder, samples=str(tmp_path / 'samples.jsonl'), rewards=[1.0], max_epochs=1, **QUIET)
+
+
+def test_sft_and_dpo_are_evaluated_on_prompts(folder, tmp_path):
+    given = {'eval_prompts': ['a', 'b'], 'metric_fn': lambda prompts, responses: {'n': [len(r) for r in responses]}, 'max_new_tokens': 3}
+    data = {'sft': {'samples': ['ab'] * 4}, 'dpo': {'preferences': [{'prompt': 'a', 'chosen': 'bc', 'rejected': 'd'}] * 4, 'lora_rank': 2}}
+    for kind, source in data.items():
+        chatgpt.train(folder, **source, **given, run_dir=tmp_path / kind, max_epochs=1, **QUIET)
+        steps = [json.loads(line) for line in (tmp_path / kind / 'eval.jsonl').read_text().splitlines()]
+        assert steps[0]['step'] == 0 and 'eval/metrics/n' in steps[-1] and len(steps) == 2
+
+
+def test_a_config_object_and_sections(folder):
+    pairs = [{'prompt': 'a', 'chosen': 'bc', 'rejected': 'd'}] * 4
+    trainer = chatgpt.train(folder, preferences=pairs, config=DPOConfig(beta=0.7, max_epochs=1), loss_type='ipo', **QUIET)
+    assert (trainer.config.beta, trainer.config.loss_type, trainer.config.max_epochs) == (0.7, 'ipo', 1)
+    trainer = chatgpt.train(folder, preferences=pairs, config={'method': {'beta': 0.6}, 'train.max_epochs': 1}, **QUIET)
+    assert (trainer.config.beta, trainer.config.max_epochs) == (0.6, 1)
+
+
+def run_on_ranks(folder: str, out: str) -> None:
+    from chatgpt.trainer.strategies import DDPStrategy
+
+    with DDPStrategy(seed=42, device='cpu') as strategy:
+        run(folder, out, strategy)
+
+
+def run(folder: str, out: str, strategy) -> None:
+    chatgpt.train(
+        folder, reward_fn=lambda samples, **_: [float(len(s)) for s in samples], prompts=['a', 'bc', 'd'], eval_prompts=['c', 'ab', 'd'],
+        strategy=strategy, run_dir=out, eval_interval=1, lr=1e-3, critic_lr=1e-3, **PPO, **QUIET,
+    )  # fmt: skip
+
+
+def test_two_ranks_report_what_one_does(folder, tmp_path):
+    run(str(folder), str(tmp_path / 'one'), None)
+    run_distributed(run_on_ranks, 2, str(folder), str(tmp_path / 'two'), init_group=True)
+    one, two = metrics(tmp_path / 'one'), metrics(tmp_path / 'two')
+    assert len(one) == len(two) == 2
+    for name in ('eval/score_mean', 'rollout/score_mean', 'ppo/policy_loss'):
+        assert [m[name] for m in two] == pytest.approx([m[name] for m in one], rel=1e-3, abs=1e-5), name

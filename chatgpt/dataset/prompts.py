@@ -160,13 +160,17 @@ def _all_but_prompt(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_prompts(prompts: Any, tokenizer: Any = None) -> PromptSet:
-    """A `PromptSet` from what a trainer is given: one already, `Prompt` records, id tensors, texts, or dicts with a 'prompt'.
+    """A `PromptSet` from what a trainer is given: one already, `Prompt` records, id tensors, texts, dicts with a 'prompt', or a file.
 
     Raises:
         ValueError: texts without a tokenizer, or something that is no prompt.
     """
     if isinstance(prompts, PromptSet):
         return prompts
+    if isinstance(prompts, (str, Path)):
+        if tokenizer is None:
+            raise ValueError(f'prompts from {str(prompts)!r} need a tokenizer; pass tokenizer=...')
+        return load_prompts(prompts, tokenizer)
     items = list(prompts)
     if not items:
         raise ValueError('there are no prompts')

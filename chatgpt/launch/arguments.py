@@ -123,8 +123,12 @@ def world_size_from_env() -> int:
     return int(os.environ.get('WORLD_SIZE', '1'))
 
 
-def make_strategy(name: str, *, seed: int, precision: Any) -> Any:
-    """A strategy by its command-line name."""
+def make_strategy(name: str, *, seed: int, precision: Any, remote_code: bool = False) -> Any:
+    """A strategy by its command-line name.
+
+    FSDP builds on the meta device, so no rank holds a whole model; not with `remote_code`, since a model whose code came from a hub may
+    compute buffers in its constructor, and on the meta device those would be lost.
+    """
     from chatgpt.trainer import strategies as s
 
     if world_size_from_env() > 1 and name == 'naive':
@@ -134,7 +138,7 @@ def make_strategy(name: str, *, seed: int, precision: Any) -> Any:
     if name == 'ddp':
         return s.DDPStrategy(seed=seed, precision=precision)
     if name.startswith('fsdp'):
-        return s.FSDPStrategy(seed=seed, precision=precision, cpu_offload=name.endswith('_cpu'))
+        return s.FSDPStrategy(seed=seed, precision=precision, cpu_offload=name.endswith('_cpu'), meta_init=not remote_code)
     stage = {'gemini': 3, 'zero1': 1, 'zero2': 2}[name.split('_')[1]]
     policy: Any = 'cpu' if name.endswith('_cpu') else ('auto' if stage == 3 else 'cuda')
     return s.ColossalAIStrategy(stage=stage, precision=precision, seed=seed, placement_policy=policy)

@@ -110,7 +110,7 @@ class PPOInputs:
         """Actor, critic, reward (a model or a function) and initial model; `pretrained` is the hub name or folder to start from.
 
         The critic starts from the reward model where there is one (arXiv 2403.17031), else from the actor's weights with a new
-        head. With LoRA the actor with its adapter off is the reference, and there is no initial model.
+        head. With LoRA the actor with its adapter off is the reference, and there is no initial model, unless biases are trained.
         """
         from chatgpt import nn
 
@@ -128,7 +128,8 @@ class PPOInputs:
             critic = nn.Critic.from_reward_model(reward, **a.lora_keywords())
         else:
             critic = critic_class(pretrained=pretrained, **common)
-        return actor, critic, reward, None if a.lora_rank or unfrozen else deepcopy(actor)
+        shared = unfrozen or (a.lora_rank and a.lora_train_bias == 'none')  # with trained biases the trunk is no longer the reference
+        return actor, critic, reward, None if shared else deepcopy(actor)
 
     def scorer(self, reward: Any, max_tokens_per_batch: int | None) -> Any:
         """The prepared reward as the trainer takes it: a model that reads other tokens than the policy gets its tokenizer along."""

@@ -178,6 +178,8 @@ class PPORun(Run, PPOConfig):
     """end a response where this text appears; may be given several times"""
     engine: Literal['local', 'hf'] = 'local'
     """who generates"""
+    ema_decay: float | None = None
+    """also keep a moving average of the actor's weights, written as actor_ema/; 0.992 is DeepSpeed-Chat's"""
     ptx_data: str | None = None
     """text or demonstrations for PPO-ptx, with ptx_coef"""
     sample_interval: int = 5

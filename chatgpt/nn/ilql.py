@@ -85,7 +85,9 @@ class ILQLModel(Actor):
 
         found = [map_row_chunks(of_chunk(head), states, batch.action_ids, chunk_size=chunk) for head in self.q_heads]
         with torch.no_grad():
-            targets = [map_row_chunks(of_chunk(h), states.detach(), batch.action_ids, chunk_size=chunk)[0] for h in self.target_q_heads]
+            targets = [
+                map_row_chunks(of_chunk(h), states.detach(), batch.action_ids, chunk_size=chunk)[0] for h in self.target_q_heads
+            ]
         return ILQLOutput(
             logprobs, in_fp32(self.v_head, states), [q for q, _ in found], [loss for _, loss in found], min_q(targets)
         )
@@ -97,6 +99,11 @@ class ILQLModel(Actor):
             return logits
         target = min_q([_wide(head, hidden) for head in self.target_q_heads])
         return ilql_logits(logits, target, in_fp32(self.v_head, hidden), beta=self.decoding_beta)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether `head` now differs from the head of `model`, so that `model.generate` would draw from another policy."""
+        return self.decoding_beta is not None
 
     @contextmanager
     def decoding(self, beta: float) -> Iterator[None]:
@@ -120,7 +127,9 @@ class ILQLModel(Actor):
 
         super().save_pretrained(folder, tokenizer, state_dict=state_dict)
         full = self.state_dict() if state_dict is None else state_dict
-        heads = {n: t.detach().cpu().contiguous() for n, t in full.items() if n.startswith(('v_head.', 'q_heads.', 'target_q_heads.'))}
+        heads = {
+            n: t.detach().cpu().contiguous() for n, t in full.items() if n.startswith(('v_head.', 'q_heads.', 'target_q_heads.'))
+        }
         save_file(heads, Path(folder, HEADS_FILE))
 
     @classmethod

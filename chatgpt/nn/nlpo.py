@@ -58,6 +58,9 @@ class MaskedPolicy(nn.Module):
         actor, mask_actor: whole `Actor`s of one architecture.
     """
 
+    changes_logits = True
+    """`head` is not the head of `model`"""
+
     def __init__(self, actor: Any, mask_actor: Any, top_p: float, temperature: float) -> None:
         super().__init__()
         self.actor, self.mask_actor, self.top_p, self.temperature = actor, mask_actor, top_p, temperature
@@ -73,7 +76,9 @@ class MaskedPolicy(nn.Module):
     def trunk(self, input_ids: Tensor, *, past_key_values: Any = None, **kwargs: Any) -> Tensor:
         """(B, S, 2 D): hidden states of the policy and of the mask policy."""
         first = self.actor.trunk(input_ids, past_key_values=past_key_values, **kwargs)
-        shifted = None if past_key_values is None else _Shifted(past_key_values, self.actor.config.get_text_config().num_hidden_layers)
+        shifted = (
+            None if past_key_values is None else _Shifted(past_key_values, self.actor.config.get_text_config().num_hidden_layers)
+        )
         return torch.cat([first, self.mask_actor.trunk(input_ids, past_key_values=shifted, **kwargs)], dim=-1)
 
     def head(self, hidden: Tensor) -> Tensor:

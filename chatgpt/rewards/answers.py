@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-_NUMBER = re.compile(r'[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+')
+_NUMBER = re.compile(r'(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)')
 
 
 def column_of(columns: dict[str, Any], name: str, count: int) -> Sequence[Any]:
@@ -57,12 +57,12 @@ class ExactAnswer:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number of a text, '1,234.50' and '-3' included; None where there is none.
+    """The last number of a text, '1,234.50' and '-3' included; None where there is none. In '5-3' the dash is no sign.
 
     >>> last_number('It costs $1,234.50 in all.')
     Decimal('1234.50')
     """
-    found = _NUMBER.findall(text)
+    found = _NUMBER.findall(text.replace('\N{MINUS SIGN}', '-'))
     if not found:
         return None
     try:

@@ -58,11 +58,15 @@ class HFEngine:
         self._modes: list[tuple[Any, bool]] = []
 
     def begin(self, actor: Actor) -> None:
-        """Take the actor, dropout off. Raises ValueError for a model without `generate`."""
+        """Take the actor, dropout off. Raises ValueError for a model without `generate`, and for an actor whose head is not the model's."""
         if self._actor is not None:
             self.end()
         if not hasattr(actor.model, 'generate'):
             raise ValueError(f'HFEngine: {type(actor.model).__name__} has no generate method; give a causal language model')
+        if getattr(actor, 'changes_logits', False):
+            raise ValueError(
+                f"HFEngine: {type(actor).__name__} changes the model's logits, which model.generate would not see; use LocalEngine"
+            )
         self._modes = [(module, module.training) for module in actor.modules()]
         self._actor = actor
         actor.eval()

@@ -44,3 +44,13 @@ class StopStrings:
         """The text before its first stop string; all of it where there is none."""
         hits = [at for s in self.strings if (at := text.find(s)) >= 0]
         return text[: min(hits)] if hits else text
+
+    def settled(self, text: str) -> str:
+        """What of an unfinished response is sure to stay: up to the first stop string, or up to an ending that may grow into one."""
+        cut = self.cut(text)
+        if len(cut) < len(text):
+            return cut
+        for size in range(min(max(map(len, self.strings)) - 1, len(text)), 0, -1):
+            if any(s.startswith(text[-size:]) for s in self.strings):
+                return text[:-size]
+        return text

@@ -8,30 +8,45 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from chatgpt.rollout.check import model_config
+from chatgpt.rollout.engine import check_prompts
 from chatgpt.rollout.randomness import sample_keys, uniforms
 from chatgpt.rollout.sampling import SamplingParams, TokenSampler
+from chatgpt.types import Prompt
 
 if TYPE_CHECKING:
     from chatgpt.nn import Actor
 
 
-@torch.inference_mode()
 def stream_tokens(actor: Actor, prompt_ids: Tensor, sampling: SamplingParams, *, seed: int, index: int = 0) -> Iterator[int]:
     """The ids of one response as they are drawn, the end token included. Draws are those of the engines for (seed, index).
+
+    Dropout is off until the response ends or the generator is closed.
 
     Args:
         prompt_ids: (P,) int64, P >= 1.
 
     Raises:
-        ValueError: an empty prompt, or no room for a response.
+        ValueError: an empty prompt, no room for a response, or more tokens than the model has positions.
     """
+    config = model_config(actor)
+    positions = getattr(config, 'max_position_embeddings', None)
+    (limit,) = check_prompts(
+        [Prompt(ids=prompt_ids)], sampling, [index], None, max_positions=positions, vocab_size=config.vocab_size
+    )
+    modes = [(module, module.training) for module in actor.modules()]
+    actor.eval()
+    try:
+        yield from _decode(actor, prompt_ids, sampling, limit, seed, index)
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@torch.inference_mode()
+def _decode(actor: Actor, prompt_ids: Tensor, sampling: SamplingParams, limit: int, seed: int, index: int) -> Iterator[int]:
     from transformers import DynamicCache
 
-    if len(prompt_ids) == 0:
-        raise ValueError('stream_tokens: the prompt is empty; give it at least a begin token')
-    limit = sampling.room(len(prompt_ids))
-    if limit < 1:
-        raise ValueError(f'stream_tokens: a prompt of {len(prompt_ids)} tokens leaves no room for a response')
     device = next(actor.parameters()).device
     sampler, cache = TokenSampler(sampling, device), DynamicCache()
     key = sample_keys(seed, torch.tensor([index], dtype=torch.int64, device=device))
@@ -47,6 +62,8 @@ def stream_tokens(actor: Actor, prompt_ids: Tensor, sampling: SamplingParams, *,
         token = int(sampler(actor.head(hidden[:, -1]), uniform, too_short).token)
         past.append(token)
         yield token
-        if token in sampling.eos_token_ids or (sampling.stop is not None and sampling.stop(past)):
+        if token in sampling.eos_token_ids:
+            return
+        if sampling.stop is not None and len(past) >= sampling.min_new_tokens and sampling.stop(past):
             return
         ids = torch.tensor([[token]], device=device)

@@ -119,7 +119,8 @@ class PPOConfig(LearningSettings):
     sample_replay_buffer: bool = False
     """each epoch takes one random train batch instead of a pass over the buffer"""
     recompute_logprobs: Literal['auto', True, False] = 'auto'
-    """take the old log-probs from a forward pass instead of the decode; 'auto' does so unless computing in fp32, where both agree"""
+    """take the old log-probs from a forward pass instead of the decode; 'auto' does so unless computing in fp32, where both agree, and
+    always with `tis_cap`, which compares the two"""
     score_timeout_s: float | None = None
     """a reward function that takes longer stops the run; None waits"""
     ratio_check: bool = True
@@ -218,7 +219,9 @@ class PPOConfig(LearningSettings):
     def _check_choices(self) -> None:
         """What does not go together."""
         if self.policy_loss == 'gspo' and self.aggregation != 'sequence':
-            raise ValueError(f"policy_loss='gspo' has one ratio per sequence: loss_aggregation={self.loss_aggregation!r} does not fit it")
+            raise ValueError(
+                f"policy_loss='gspo' has one ratio per sequence: loss_aggregation={self.loss_aggregation!r} does not fit it"
+            )
         if self.policy_loss == 'reinforce' and (self.dual_clip is not None or self.eps_clip_high is not None):
             raise ValueError("policy_loss='reinforce' has no ratio to clip: leave dual_clip and eps_clip_high out")
         if self.kl_in == 'loss' and self.kl_kind == 'full':
@@ -232,10 +235,20 @@ class PPOConfig(LearningSettings):
             raise ValueError(f'nlpo_top_p={self.nlpo_top_p!r} must lie in (0, 1]')
         if self.nlpo_top_p is not None and self.recompute_logprobs is True:
             raise ValueError('nlpo_top_p takes the old log-probs from the decode: leave recompute_logprobs out')
+        if self.nlpo_top_p is not None and self.tis_cap is not None:
+            raise ValueError(
+                'nlpo_top_p takes the old log-probs from the decode, so there is nothing to weigh: leave tis_cap out'
+            )
+        if self.tis_cap is not None and self.recompute_logprobs is False:
+            raise ValueError(
+                "tis_cap compares the engine's log-probs with recomputed ones: recompute_logprobs=False does not fit it"
+            )
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise ValueError(f'dual_clip={self.dual_clip!r} must be above 1')
         if self.overlong_filter and self.missing_eos_score is not None:
-            raise ValueError('overlong_filter leaves responses without an end out of the loss, so missing_eos_score would do nothing')
+            raise ValueError(
+                'overlong_filter leaves responses without an end out of the loss, so missing_eos_score would do nothing'
+            )
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)

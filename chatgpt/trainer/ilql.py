@@ -103,7 +103,9 @@ def rewarded(sequences: SequenceOf[Sequence], rewards: SequenceOf[float | Tensor
                 f'sequence {i} has {given.numel()} rewards; give one, one for each of its {len(ends)} turns, or one for each of its '
                 f'{s.num_actions} tokens'
             )
-        records.append(Rewarded(prompt_ids=s.prompt_ids, response_ids=s.response_ids, response_mask=s.response_mask, rewards=dense))
+        records.append(
+            Rewarded(prompt_ids=s.prompt_ids, response_ids=s.response_ids, response_mask=s.response_mask, rewards=dense)
+        )
     return records
 
 
@@ -220,7 +222,9 @@ def _with_rewards(data: SequenceOf[Any]) -> list[Rewarded]:
             raise ValueError(f'ILQLTrainer: a label is no reward ({error})') from None
     for i, record in enumerate(data):
         if not isinstance(record, Rewarded):
-            raise ValueError(f'ILQLTrainer: record {i} is a {type(record).__name__} without rewards; see chatgpt.trainer.ilql.rewarded')
+            raise ValueError(
+                f'ILQLTrainer: record {i} is a {type(record).__name__} without rewards; see chatgpt.trainer.ilql.rewarded'
+            )
     return list(data)
 
 
@@ -246,7 +250,11 @@ class BetaEvaluation:
 
     def __call__(self, trainer: Any) -> dict[str, float]:
         found: dict[str, float] = {}
-        for beta in self.betas:
-            self.evaluation.decoding = partial(_decoding, beta=beta)
-            found |= {f'{name}@beta={beta:g}': value for name, value in self.evaluation(trainer).items()}
+        before = self.evaluation.decoding
+        try:
+            for beta in self.betas:
+                self.evaluation.decoding = partial(_decoding, beta=beta)
+                found |= {f'{name}@beta={beta:g}': value for name, value in self.evaluation(trainer).items()}
+        finally:
+            self.evaluation.decoding = before
         return found

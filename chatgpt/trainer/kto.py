@@ -88,18 +88,13 @@ class KTOTrainer(PreferenceTrainer):
                 raise ValueError(f'KTOTrainer learns from labelled answers or preferences, not from a {type(record).__name__}')
         return records
 
-    def _precompute(self) -> None:
+    def _fill(self, records: list[Any]) -> None:
         assert self.reference is not None
-        budget = self.config.max_tokens_per_batch or 16384
-        for data in (self.train_data, self.eval_data or []):
-            todo = [r for r in data if r.ref_logp is None]
-            for record, value in zip(todo, self.reference.of([r.sequence for r in todo], budget), strict=True):
+        todo = [r for r in records if r.ref_logp is None]
+        if todo:
+            values = self.reference.of([r.sequence for r in todo], self.config.max_tokens_per_batch or 16384)
+            for record, value in zip(todo, values, strict=True):
                 record.ref_logp = value
-
-    def _knows_reference(self) -> bool:
-        return self.config.precompute_ref_logprobs and all(
-            r.ref_logp is not None for data in (self.train_data, self.eval_data or []) for r in data[:1]
-        )
 
     def work(self, records: list[Judged]) -> list[Work]:
         self._reference_point = self._estimate(records)
@@ -155,7 +150,7 @@ class KTOTrainer(PreferenceTrainer):
 
     def _reference_of(self, batch: Batch, records: list[Any]) -> Tensor:
         assert self.reference is not None
-        if self._knows_reference():
+        if self._precomputes:
             values = [r.ref_logp for r in records] or [0.0] * batch.num_sequences
             return torch.tensor(values, dtype=torch.float32, device=batch.input_ids.device)
         return self.reference(batch)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,9 +38,6 @@ from chatgpt.trainer.ppo_setup import RatioGuard, check_nlpo, has_reference, sam
 from chatgpt.trainer.ppo_stepwise import StepwisePPO
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Batch, Experience, Sequence
-
-if TYPE_CHECKING:
-    pass
 
 
 def collate_or_filler(records: list[Any]) -> Batch:
@@ -103,6 +100,8 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         self.shares_trunk = critic is None and getattr(bare, 'value_head', None) is not None
         self.mask_model = mask_model
         self._check_models(strategy, config, bare, initial_model)
+        if mask_model is not None:
+            check_nlpo(strategy, bare, engine)
         super().__init__(strategy, config, callbacks=callbacks, tokenizer=tokenizer, run_dir=run_dir)
         self.engine = engine if engine is not None else LocalEngine()
         self.generate_kwargs = generate_kwargs
@@ -116,7 +115,9 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         if config.ptx_coef and not pretrain_data:
             raise ValueError(f'ptx_coef={config.ptx_coef} needs pretrain_data, a list of sequences of pretraining text')
         self.pretrain_data = list(pretrain_data or ())
-        recompute = strategy.dtype != torch.float32 if config.recompute_logprobs == 'auto' else config.recompute_logprobs
+        recompute = config.recompute_logprobs
+        if recompute == 'auto':
+            recompute = strategy.dtype != torch.float32 or config.tis_cap is not None
         self.maker = ExperienceMaker(
             strategy,
             actor,
@@ -160,7 +161,9 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
             return None
         limit = self.sampling.max_new_tokens
         if limit is None or config.overlong_buffer > limit:
-            raise ValueError(f'overlong_buffer={config.overlong_buffer} is a part of max_new_tokens={limit}; it must not be larger')
+            raise ValueError(
+                f'overlong_buffer={config.overlong_buffer} is a part of max_new_tokens={limit}; it must not be larger'
+            )
         return limit, config.overlong_buffer
 
     def _check_lengths(self, config: PPOConfig) -> None:
@@ -174,8 +177,6 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
             )
         if (config.nlpo_top_p is None) != (self.mask_model is None):
             raise ValueError('NLPO needs both: nlpo_top_p, and mask_model, a prepared copy of the actor')
-        if self.mask_model is not None:
-            check_nlpo(strategy, actor)
         if self.critic is not None and self.critic_optim is None:
             raise ValueError('a critic needs critic_optim')
         if initial_model is None and config.kl_coef and not has_reference(actor):
@@ -290,7 +291,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         kl_coef = self.loss.kl_coef = self.kl_controller.value
         with self.clock.measure('learn'):
             metrics = self.learn(experiences)
-        rollouts = rollout_metrics(experiences, kl_coef)
+        rollouts = rollout_metrics(experiences, kl_coef, in_reward=self.config.kl_in == 'reward')
         self.kl_controller.update(rollouts['rollout/kl_mean'], len(experiences))
         if self.mask_model is not None and (self.phase + 1) % self.config.nlpo_update_interval == 0:
             take_over(self.strategy.unwrap(self.mask_model), self.strategy.unwrap(self.actor))
@@ -307,6 +308,9 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         for epoch in range(c.max_epochs):
             self.callbacks.on_learn_epoch_start(self, epoch)
             for number, records in enumerate(self._train_batches(items, epoch)):
+                if not any(bool(r.response_mask.any()) for r in records):
+                    skipped += 1  # everything was filtered; a step would only decay the weights
+                    continue
                 self.callbacks.on_learn_batch_start(self)
                 self.loss.begin(records)
                 rates = self.set_learning_rates()

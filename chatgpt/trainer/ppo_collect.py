@@ -47,16 +47,24 @@ class Collector:
         collected = self._scored(rollouts)
         self.sampling_metrics = {}
         if self.config.dynamic_sampling_rounds:
-            collected = self._informative(collected, num_timesteps * self.config.experience_batch_size)
-        if self.config.overlong_filter:
-            cut = [e for e in collected if not e.ended]
-            for e in cut:
-                e.response_mask = torch.zeros_like(e.response_mask)
-            self.sampling_metrics['rollout/filtered_share'] = len(cut) / len(collected)
+            informative = self._informative(collected, num_timesteps * self.config.experience_batch_size)
+            if informative is None:
+                return False
+            collected = informative
+        self.sampling_metrics |= self._filter_overlong(collected)
         self.buffer.append(collected)
         self.last_experiences = collected
         self.callbacks.on_make_experience_end(self, collected)
         return True
+
+    def _filter_overlong(self: Any, collected: list[Experience]) -> dict[str, float]:
+        """With `overlong_filter`, no token of a response that ran out of room counts; its score stays in its group's baseline."""
+        if not self.config.overlong_filter:
+            return {}
+        cut = [e for e in collected if not e.ended]
+        for e in cut:
+            e.response_mask = torch.zeros_like(e.response_mask)
+        return {'rollout/filtered_share': len(cut) / len(collected)}
 
     def _timesteps(self: Any, count: int, episode_length: int | None) -> list[list[Sample]] | None:
         """This rank's samples of `count` timesteps, None when a stop was asked for. Without an episode length they are extra ones."""
@@ -97,8 +105,10 @@ class Collector:
                 collected += self.maker.make(samples, kl_coef=kl_coef)
         return collected
 
-    def _informative(self: Any, collected: list[Experience], wanted: int) -> list[Experience]:
+    def _informative(self: Any, collected: list[Experience], wanted: int) -> list[Experience] | None:
         """`wanted` groups whose scores differ, drawing further prompts for those whose do not (Yu et al. 2025, section 3.2).
+
+        None when a stop was asked for on the way: a phase of fewer groups would not be the one that an undisturbed run has.
 
         Raises:
             NothingToLearn: not one group has different scores after the last round.
@@ -110,7 +120,7 @@ class Collector:
             missing = -(-(wanted - len(kept)) // self.config.experience_batch_size)
             rollouts = self._timesteps(missing, None)
             if rollouts is None:
-                break
+                return None
             drawn += missing * self.config.experience_batch_size
             kept += informative_groups(self._scored(rollouts))
         self.timestep = timestep  # replacements are not timesteps of their own
@@ -157,4 +167,3 @@ class Collector:
         sample.response_text = self.stop_strings.cut(text) if self.stop_strings is not None else text
         if not sample.prompt_text:
             sample.prompt_text = self.tokenizer.decode(sample.prompt_ids, skip_special_tokens=True)
-

@@ -20,6 +20,7 @@ from chatgpt.functional.losses import (
     gspo_policy_loss,
     next_token_loss,
     policy_stats,
+    sequence_log_ratio,
     truncated_importance_weights,
 )
 from chatgpt.functional.masking import masked_sum
@@ -115,15 +116,18 @@ class PPOLoss:
             )
             stats.mean('kl_loss', masked_sum(penalty, mask), mask.sum())
         bonus = masked_sum(entropy, mask)
-        seen = policy_stats(logprobs, old, mask, eps_low=c.eps_clip, eps_high=high)
+        seen = ratios = policy_stats(logprobs, old, mask, eps_low=c.eps_clip, eps_high=high)
+        if c.policy_loss == 'gspo':  # what is clipped is the ratio of the sequence
+            shift = sequence_log_ratio(logprobs.detach(), old, mask, batch.action_rows, batch.num_sequences)
+            ratios = policy_stats(old + shift, old, mask, eps_low=c.eps_clip, eps_high=high)
         stats.mean('policy_loss', loss, seen.num_tokens)
         stats.mean('entropy', bonus, seen.num_tokens)
         stats.mean('approx_kl', seen.approx_kl, seen.num_tokens)
         stats.mean('approx_kl_k3', seen.approx_kl_k3, seen.num_tokens)
-        stats.mean('clip_fraction', seen.clipped, seen.num_tokens)
-        stats.mean('ratio_mean', seen.ratio, seen.num_tokens)
-        stats.maximum('ratio_max', seen.ratio_max)
-        stats.minimum('ratio_min', seen.ratio_min)
+        stats.mean('clip_fraction', ratios.clipped, seen.num_tokens)
+        stats.mean('ratio_mean', ratios.ratio, seen.num_tokens)
+        stats.maximum('ratio_max', ratios.ratio_max)
+        stats.minimum('ratio_min', ratios.ratio_min)
         if c.aggregation == 'token' and c.kl_in == 'reward':
             return (loss - c.entropy_coef * bonus) / self.num_tokens
         return share - c.entropy_coef * bonus / self.num_tokens

@@ -17,14 +17,18 @@ def _spread(values: Tensor) -> float:
     return float(values.std()) if len(values) > 1 else 0.0
 
 
-def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float) -> dict[str, float]:
-    """`rollout/...`: scores, KL to the initial model, lengths. The list must not be empty."""
+def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float, *, in_reward: bool = True) -> dict[str, float]:
+    """`rollout/...`: scores, KL to the initial model, lengths. The list must not be empty.
+
+    Without `in_reward` the KL is paid in the loss and no part of the reward. A response without a token that counts has no KL.
+    """
     scores = torch.tensor([e.score for e in experiences], dtype=torch.float64)
     lengths = torch.tensor([e.num_actions for e in experiences], dtype=torch.float64)
     # Sums per response, so that the number is nats per response and long ones count as such.
-    kl = torch.stack([((e.old_logprobs - e.ref_logprobs) * e.response_mask).double().sum() for e in experiences])
-    k3 = torch.stack([(kl_penalty(e.old_logprobs, e.ref_logprobs, 'k3') * e.response_mask).double().sum() for e in experiences])
-    penalty = torch.stack([(e.kl * e.response_mask).double().sum() for e in experiences])
+    own = [e for e in experiences if bool(e.response_mask.any())] or list(experiences)
+    kl = torch.stack([((e.old_logprobs - e.ref_logprobs) * e.response_mask).double().sum() for e in own])
+    k3 = torch.stack([(kl_penalty(e.old_logprobs, e.ref_logprobs, 'k3') * e.response_mask).double().sum() for e in own])
+    penalty = torch.stack([(e.kl * e.response_mask).double().sum() for e in own])
     counted = sum(int(e.response_mask.sum()) for e in experiences)
     surprisal = -sum(float((e.old_logprobs * e.response_mask).double().sum()) for e in experiences)
     return {
@@ -35,7 +39,7 @@ def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float) -> dict
         'rollout/kl_mean': float(kl.mean()),
         'rollout/kl_k3_mean': float(k3.mean()),
         'rollout/kl_coef': kl_coef,
-        'rollout/non_score_reward_mean': float(-kl_coef * penalty.mean()),
+        'rollout/non_score_reward_mean': float(-kl_coef * penalty.mean()) if in_reward else 0.0,
         'rollout/response_len_mean': float(lengths.mean()),
         'rollout/response_len_std': _spread(lengths),
         'rollout/prompt_len_mean': sum(len(e.prompt_ids) for e in experiences) / len(experiences),

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chatgpt.rollout import SamplingParams, StopStrings
+from chatgpt.rollout import LocalEngine, SamplingParams, StopStrings
 from chatgpt.rollout.sampling import generation_fields
-from chatgpt.trainer.config import PPOConfig, nearest
+from chatgpt.trainer.config import NEEDS_GROUPS, PPOConfig, nearest
 from chatgpt.types import Prompt, Sample
 
 DEFAULT_NEW_TOKENS = 64
@@ -66,12 +66,20 @@ def has_reference(actor: nn.Module) -> bool:
     return bool(getattr(actor, 'has_reference', False))
 
 
-def check_nlpo(strategy: Any, actor: Any) -> None:
-    """What NLPO needs of strategy and actor; ValueError says what is missing."""
+def check_nlpo(strategy: Any, actor: Any, engine: Any = None) -> None:
+    """What NLPO needs of strategy, actor and engine; ValueError says what is missing."""
+    if engine is not None and not isinstance(engine, LocalEngine):
+        raise ValueError(
+            f'NLPO draws from two models at once, which only LocalEngine does: {type(engine).__name__} would ignore the mask'
+        )
     if strategy.dtype != torch.float32:
-        raise ValueError('NLPO takes the old log-probs from the decode, which agree with the trainer in fp32 only: use precision=fp32')
+        raise ValueError(
+            'NLPO takes the old log-probs from the decode, which agree with the trainer in fp32 only: use precision=fp32'
+        )
     if 'ColossalAI' in type(strategy).__name__:
-        raise ValueError('NLPO does not run under ColossalAIStrategy, whose weights cannot be copied between models; use ddp or fsdp')
+        raise ValueError(
+            'NLPO does not run under ColossalAIStrategy, whose weights cannot be copied between models; use ddp or fsdp'
+        )
     if has_reference(actor):
         raise ValueError('NLPO copies the actor as a whole: use an actor without LoRA and num_layers_unfrozen')
 
@@ -82,6 +90,40 @@ def take_over(target: nn.Module, source: nn.Module) -> None:
     for mine, given in zip(target.parameters(), source.parameters(), strict=True):
         pair = [t.to_local() if hasattr(t, 'to_local') else t for t in (mine, given)]
         pair[0].copy_(pair[1])
+
+
+def check_by_hand(config: PPOConfig) -> None:
+    """ValueError for settings that need what only `fit` has: the engine's log-probs, or prompts to draw."""
+    if config.nlpo_top_p is not None:
+        raise ValueError('nlpo_top_p draws from the masked policy, which generate and step do not know: use fit')
+    if config.tis_cap is not None:
+        raise ValueError("tis_cap needs the engine's log-probs, which step is not given: use fit, or leave tis_cap out")
+    if config.dynamic_sampling_rounds:
+        raise ValueError('dynamic_sampling_rounds draws further prompts, which step does not have: use fit')
+
+
+def given_groups(prompts: SequenceOf[Prompt], config: PPOConfig) -> list[int]:
+    """Position of the first response of each response's group, counted in one list of `step`.
+
+    Under an estimator that compares responses, every `num_samples_per_prompt` that follow one another are a group; else each is alone.
+
+    Raises:
+        ValueError: a list that does not divide into groups, or a group with different prompts.
+    """
+    if config.advantage_estimator not in NEEDS_GROUPS:
+        return list(range(len(prompts)))
+    size, name = config.num_samples_per_prompt, config.advantage_estimator
+    if len(prompts) % size:
+        raise ValueError(
+            f'step: {name} compares groups of num_samples_per_prompt={size}; {len(prompts)} responses do not divide into them'
+        )
+    starts = [i // size * size for i in range(len(prompts))]
+    for i, start in enumerate(starts):
+        if not torch.equal(prompts[i].ids, prompts[start].ids):
+            raise ValueError(
+                f'step: queries {start} to {start + size - 1} are one group of {name} and must be equal; query {i} is not'
+            )
+    return starts
 
 
 def given_samples(

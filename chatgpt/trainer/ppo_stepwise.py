@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from chatgpt.dataset.prompts import as_prompts
-from chatgpt.trainer.ppo_setup import given_samples, sampling_for
+from chatgpt.trainer.ppo_setup import check_by_hand, given_groups, given_samples, sampling_for
 from chatgpt.trainer.saving import save_pretrained
 from chatgpt.types import Prompt, Sample
 
@@ -49,6 +49,7 @@ class StepwisePPO:
         Raises:
             ValueError: an unknown setting, a prompt without room for a response, no initial model to generate with.
         """
+        check_by_hand(self.config)
         prompts = list(as_prompts([queries] if isinstance(queries, Tensor) else list(queries), self.tokenizer))
         kwargs = self.generate_kwargs | generate_kwargs
         sampling, _ = sampling_for(cast(Any, self.strategy.unwrap(self.actor)), self.tokenizer, kwargs)
@@ -72,7 +73,8 @@ class StepwisePPO:
         """One learning phase on responses scored by the caller: this rank's share, all lists equally long.
 
         Args:
-            queries: (P,) id tensors or texts.
+            queries: (P,) id tensors or texts. Under an estimator that compares responses, each query stands `num_samples_per_prompt`
+                times in a row.
             responses: (A,) int64 tensors, the sampled tokens themselves.
             scores: a number per response, or (A,) scores per token.
             response_masks: (A,) bool, True = a token of the model's own; tool output and other turns are False.
@@ -81,14 +83,17 @@ class StepwisePPO:
             The metrics of the phase, named as in metrics.jsonl.
 
         Raises:
-            ValueError: lists of different lengths, an empty response, a score that is not finite.
+            ValueError: lists of different lengths, an empty response, a score that is not finite, queries that do not make groups,
+                a setting that only `fit` can follow.
         """
+        check_by_hand(self.config)
         prompts = list(as_prompts(list(queries), self.tokenizer))
         samples, checked = given_samples(prompts, responses, scores, response_masks, self.sampling)
+        starts = given_groups(prompts, self.config)
         counts = self.strategy.all_gather_object(len(samples))
         first = self.samples_drawn + sum(counts[: self.strategy.rank])
         for i, sample in enumerate(samples):
-            sample.index = sample.group = first + i
+            sample.index, sample.group = first + i, first + starts[i]
             sample.version = self.phase
             if self.tokenizer is not None:
                 self._decode(sample)
@@ -98,6 +103,7 @@ class StepwisePPO:
         with self.clock.measure('score'):
             kl_coef = self.kl_controller.value if self.config.kl_in == 'reward' else 0.0
             experiences = self.maker.make(samples, kl_coef=kl_coef, scores=checked, settings=settings)
+        self.sampling_metrics = self._filter_overlong(experiences)
         self.buffer.append(experiences)
         self.last_experiences = experiences
         return self.learn_phase()

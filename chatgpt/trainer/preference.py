@@ -215,22 +215,34 @@ class PreferenceTrainer(SupervisedTrainer):
         dropout_off(self.strategy.unwrap(self.model))
 
     def fit(self) -> None:
-        if getattr(self.config, 'precompute_ref_logprobs', False):
-            self._precompute()
+        for data in (self.train_data, self.eval_data or []):
+            self._add_reference(list(data))
         super().fit()
 
     def evaluate(self, data: SequenceOf[Any]) -> dict[str, float]:
-        return super().evaluate(self.records_of(data))
+        """Means over any records that the trainer takes, the same list on every rank."""
+        records = self.records_of(data)
+        self._add_reference(records)
+        return super().evaluate(records)
 
-    def _precompute(self) -> None:
-        """The reference's log-probs, written into the records."""
+    def _add_reference(self, records: list[Any]) -> None:
+        """Write the reference's log-probs into the records that do not have them, where they are to be precomputed."""
+        if self._precomputes:
+            bare = self.strategy.unwrap(self.model)
+            was_training = bare.training
+            dropout_off(bare)  # under LoRA the reference is this very model
+            self._fill(records)
+            bare.train(was_training)
+
+    def _fill(self, records: list[Any]) -> None:
         assert self.reference is not None
-        budget = self.config.max_tokens_per_batch or 16384
-        for data in (self.train_data, self.eval_data or []):
-            todo = [pair for pair in data if pair.ref_chosen is None]
-            values = self.reference.of([s for pair in todo for s in (pair.chosen, pair.rejected)], budget)
-            for pair, chosen, rejected in zip(todo, values[::2], values[1::2], strict=True):
-                pair.ref_chosen, pair.ref_rejected = chosen, rejected
+        todo = [pair for pair in records if pair.ref_chosen is None]
+        if not todo:
+            return
+        sequences = [s for pair in todo for s in (pair.chosen, pair.rejected)]
+        values = self.reference.of(sequences, self.config.max_tokens_per_batch or 16384)
+        for pair, chosen, rejected in zip(todo, values[::2], values[1::2], strict=True):
+            pair.ref_chosen, pair.ref_rejected = chosen, rejected
 
     def work(self, records: list[Any]) -> list[Work]:
         self._num_records = len(records)
@@ -264,19 +276,18 @@ class PreferenceTrainer(SupervisedTrainer):
 
     def _reference_of(self, batch: Batch, records: list[Pair]) -> Tensor:
         if self.reference is None or not records:
-            if self.reference is not None and not self._knows_reference():
+            if self.reference is not None and not self._precomputes:
                 self.reference(batch)  # a collective under a sharded strategy
             return torch.zeros(batch.num_sequences, device=batch.input_ids.device)
-        if self._knows_reference():
+        if self._precomputes:
             values = [v for pair in records for v in (pair.ref_chosen, pair.ref_rejected)]
             return torch.tensor(values, dtype=torch.float32, device=batch.input_ids.device)
         return self.reference(batch)
 
-    def _knows_reference(self) -> bool:
-        """Whether every record has the reference's log-probs; the same on every rank."""
-        return bool(getattr(self.config, 'precompute_ref_logprobs', False)) and all(
-            pair.ref_chosen is not None for data in (self.train_data, self.eval_data or []) for pair in data[:1]
-        )
+    @property
+    def _precomputes(self) -> bool:
+        """Whether every record that reaches a loss has the reference's log-probs."""
+        return bool(getattr(self.config, 'precompute_ref_logprobs', False))
 
 
 def _collate_pairs(pairs: list[Pair]) -> Batch:

@@ -70,13 +70,16 @@ class PromptEvaluation:
         self.last: list[dict[str, Any]] = []
         """rows of the latest evaluation, on rank 0: prompt, response, score and metrics"""
         self._file = RunFile('eval_samples.jsonl')
-        self._begun: Any = None
+        self._begun: tuple[int, int] = (0, -1)
+        self._tokenized: tuple[int, Any] | None = None
         self.decoding: Callable[[Any], AbstractContextManager[Any]] = lambda model: nullcontext()
         """a context around generation, given the whole model"""
 
     def __call__(self, trainer: Trainer) -> dict[str, float]:
         strategy, tokenizer = trainer.strategy, self.tokenizer or trainer.tokenizer
-        prompts = as_prompts(self.prompts, tokenizer)
+        if self._tokenized is None or self._tokenized[0] != id(tokenizer):
+            self._tokenized = id(tokenizer), as_prompts(self.prompts, tokenizer)
+        prompts = self._tokenized[1]
         models = trainer.models()
         actor = models[self.model or ('actor' if 'actor' in models else next(iter(models)))]
         sampling, stops = sampling_for(strategy.unwrap(actor), tokenizer, self.generate)
@@ -140,9 +143,9 @@ class PromptEvaluation:
         rows = self.last[: self.num_rows]
         if not rows:
             return
-        if self._begun is not trainer:
-            self._file.begin(trainer, trainer.phase)
-            self._begun = trainer
+        if self._begun[0] != id(trainer) or trainer.phase < self._begun[1]:
+            self._file.forget()  # another run, or one taken back to an earlier phase: later lines are cut off at the next write
+        self._begun = id(trainer), trainer.phase
         self._file.write(trainer, trainer.phase, rows)
         names = [n for n in rows[0] if n not in ('prompt', 'response')]
         say(f'held-back prompts at phase {trainer.phase}\n{format_table(rows, [*names, "prompt", "response"])}')

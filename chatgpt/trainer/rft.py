@@ -1,13 +1,14 @@
 """Rejection-sampling fine-tuning (RFT): generate, keep what is good, learn it by SFT, again.
 
 Each round draws `num_samples_per_prompt` responses to every prompt, and keeps of each prompt those at or above a quantile of its
-scores, each text once (Dong et al. 2023, "RAFT"; Yuan et al. 2023; trlX's RFT, whose quantile rises from round to round). What is kept is
-learned for `max_epochs` passes. Left out: a KL penalty; the quantile and few epochs keep the policy near.
+scores but never the worst, each text once (Dong et al. 2023, "RAFT"; Yuan et al. 2023; trlX's RFT, whose quantile rises from round to
+round). What is kept is learned for `max_epochs` passes. Left out: a KL penalty; the quantile and few epochs keep the policy near.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from chatgpt.dataset.prompts import as_prompts
-from chatgpt.experience.scorers import as_scorer
+from chatgpt.experience.scorers import as_score, as_scorer
 from chatgpt.rollout import LocalEngine, RolloutEngine
 from chatgpt.rollout.sampling import generation_fields
 from chatgpt.trainer.config import SFTConfig, nearest
@@ -46,6 +47,8 @@ class RFTConfig(SFTConfig):
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
         self._positive('num_rounds')
+        if self.max_steps is not None:
+            raise ValueError(f'max_steps={self.max_steps} does not end an RFT run, whose rounds are learned whole; set num_rounds')
         for name in ('start_quantile', 'end_quantile'):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f'{name}={getattr(self, name)} must lie in [0, 1]')
@@ -61,7 +64,8 @@ class RFTConfig(SFTConfig):
 def select(samples: SequenceOf[Sample], scores: SequenceOf[float], quantile: float) -> list[int]:
     """Positions of the samples to keep: in each group those at or above its quantile, equal texts once.
 
-    A group whose scores are all equal has none. The quantile is the 'higher' one, a score that was really given.
+    A group whose scores are all equal has none. The quantile is the 'higher' one, a score that was really given. Where it is the
+    lowest of its group, as with a reward of 0 or 1 and few successes, only what is better is kept; a quantile of 0 keeps all.
     """
     groups: dict[int, list[int]] = {}
     for i, sample in enumerate(samples):
@@ -72,6 +76,8 @@ def select(samples: SequenceOf[Sample], scores: SequenceOf[float], quantile: flo
         if of_group[0] == of_group[-1]:
             continue
         threshold = of_group[math.ceil(quantile * (len(of_group) - 1) - 1e-9)]
+        if quantile > 0 and threshold == of_group[0]:
+            threshold = next(s for s in of_group if s > of_group[0])
         seen: set[tuple[int, ...]] = set()
         for i in members:
             text = tuple(samples[i].response_ids.tolist())
@@ -85,7 +91,8 @@ class RFTTrainer(SFTTrainer):
     """Rounds of sampling and SFT on an actor.
 
     Metrics, beside `sft/...`: `rft/score_mean` and `rft/kept_score_mean` of the round that is being learned, `rft/kept` (share of
-    samples), `rft/quantile`, `rft/round`.
+    samples), `rft/quantile`, `rft/round`. One logged phase is one round, whatever `log_interval` says. A decaying learning rate reaches
+    its end with the last round, taking the rounds that are left to be as long as the present one.
 
     Args:
         prompts: what `PPOTrainer.fit` takes.
@@ -119,7 +126,10 @@ class RFTTrainer(SFTTrainer):
                 raise ValueError(f'RFTTrainer got an unknown keyword {name!r}{nearest(name, [*known, *generation])}')
         settings = {k: v for k, v in kwargs.items() if k in known}
         self.prompts = as_prompts(prompts, tokenizer)
-        self.scorer = as_scorer(reward)
+        scorer = as_scorer(reward)
+        if scorer is None:
+            raise ValueError('RFTTrainer chooses by a reward, and got None; give a reward model or fn(prompts, responses, **columns)')
+        self.scorer = scorer
         self.engine: RolloutEngine = engine or LocalEngine()
         token = torch.zeros(1, dtype=torch.int64)
         nothing_yet = Sequence(prompt_ids=token, response_ids=token, response_mask=torch.zeros(1, dtype=torch.bool))
@@ -156,6 +166,9 @@ class RFTTrainer(SFTTrainer):
                     self._learn_round()
                 else:
                     self.round += 1
+                    if self.strategy.is_rank_0:
+                        told = f'RFT round {self.round}: no prompt has responses of different scores; nothing is learned'
+                        warnings.warn(told, stacklevel=2)
 
     def _learn_round(self) -> None:
         c = self.config
@@ -164,7 +177,7 @@ class RFTTrainer(SFTTrainer):
         self.epochs_before += c.max_epochs
         self.batches_done = 0
         self.fit_updates = self.num_updates
-        self.total_updates = self.fit_updates + total
+        self.total_updates = self.fit_updates + total * (c.num_rounds - self.round)
         # One phase is one round, so that a checkpoint never lies within one: it could not tell which samples were kept.
         self._phase(total, per_epoch, total)
 
@@ -194,8 +207,9 @@ class RFTTrainer(SFTTrainer):
             sample.response_text = self.stop_strings.cut(text) if self.stop_strings is not None else text
             sample.prompt_text = sample.prompt_text or self.tokenizer.decode(sample.prompt_ids, skip_special_tokens=True)
         with self.clock.measure('score'):
-            given = self.scorer.score(samples, cast(Any, strategy)) if self.scorer is not None else []
-        numbers = [float(s.sum()) if isinstance(s, torch.Tensor) else float(s) for s in given]
+            given = self.scorer.score(samples, cast(Any, strategy))
+        checked = [as_score(value, sample, 'the reward') for value, sample in zip(given, samples, strict=True)]
+        numbers = [float(s.sum()) if isinstance(s, torch.Tensor) else s for s in checked]
         gathered = strategy.all_gather_object(list(zip(samples, numbers, strict=True)))
         pairs = sorted((p for rank in gathered for p in rank), key=lambda p: p[0].index)
         quantile = c.quantile(number)

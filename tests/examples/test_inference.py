@@ -90,6 +90,59 @@ def test_a_chat(monkeypatch, capsys, folder):
     assert out.count('> ') == 5  # two questions, an empty line, /new, and the end
 
 
+def chat_with(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path, said: str, *flags: str) -> list[str]:
+    monkeypatch.setattr(sys, 'stdin', io.StringIO(said))
+    script('inference', monkeypatch, '--pretrain', str(folder / 'actor'), '--seed=3', *flags)
+    return capsys.readouterr().out.split('> ')[1:]
+
+
+def test_control_c_ends_an_answer_and_not_the_chat(monkeypatch, capsys, folder):
+    import chatgpt.rollout
+
+    whole, _ = chat_with(monkeypatch, capsys, folder, 'one day a fox\n', '--max_new_tokens=12')
+    stream = chatgpt.rollout.stream_tokens
+
+    def interrupted(*args, **kw):
+        for number, token in enumerate(stream(*args, **kw)):
+            if kw['index'] == 0 and number == 3:
+                raise KeyboardInterrupt
+            yield token
+
+    monkeypatch.setattr(chatgpt.rollout, 'stream_tokens', interrupted)
+    cut, second, _ = chat_with(monkeypatch, capsys, folder, 'one day a fox\none day a bear\n', '--max_new_tokens=12')
+    assert whole.startswith(cut.rstrip('\n'))
+    assert 0 < len(cut.strip()) < len(whole.strip())
+    assert second.strip()
+
+
+def test_a_stop_string_is_not_shown(monkeypatch, capsys, folder):
+    whole, _ = chat_with(monkeypatch, capsys, folder, 'one day a fox\n', '--max_new_tokens=16')
+    word = whole.split()[2]
+    cut, _ = chat_with(monkeypatch, capsys, folder, 'one day a fox\n', '--max_new_tokens=16', '--stop_string', word)
+    assert cut.rstrip('\n') == whole[: whole.index(word)]
+
+
+def test_a_chat_template_sees_the_whole_dialogue(monkeypatch, capsys, folder, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / 'actor')
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    seen = []
+    monkeypatch.setattr(type(tokenizer), '__call__', lambda self, text, **kw: seen.append((text, kw)) or {'input_ids': [3, 4]})
+    first, _, _ = chat_with(monkeypatch, capsys, folder, 'a fox\na bear\n', '--tokenizer', str(tmp_path), '--max_new_tokens=4')
+    assert [kw['add_special_tokens'] for _, kw in seen] == [False, False]
+    assert seen[0][0] == 'user a fox '
+    assert seen[1][0] == f'user a fox assistant {first[:-1]} user a bear '
+
+
+def test_a_chat_past_the_context_is_one_line(monkeypatch, capsys, folder):
+    with pytest.raises(SystemExit) as stop:
+        chat_with(monkeypatch, capsys, folder, 'a fox\n', '--max_new_tokens=100000')
+    assert stop.value.code == 2
+    assert 'positions' in capsys.readouterr().err
+
+
 def test_weights_and_adapters(monkeypatch, capsys, folder, tmp_path):
     other = GPTActor(pretrained=folder / 'actor')
     with torch.no_grad():

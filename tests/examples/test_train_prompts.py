@@ -191,6 +191,19 @@ def test_ptx(monkeypatch, tmp_path, model_folder):
     assert metrics_of(tmp_path / 'run')[0]['ppo/ptx_loss'] > 1.0  # an untrained model: about log of the vocabulary
 
 
+def test_ema(monkeypatch, tmp_path, model_folder):
+    from safetensors.torch import load_file
+
+    flags = ['--pretrain', str(model_folder), '--ema_decay=0.9', '--lora_rank=2', '--lr=0.1', *QUICK, '--max_timesteps=1']
+    run(monkeypatch, *flags, '--save_path', str(tmp_path / 'run'))
+    folders = (model_folder, tmp_path / 'run' / 'actor_ema', tmp_path / 'run' / 'actor')
+    start, average, end = (load_file(folder / 'model.safetensors') for folder in folders)
+    moved = [n for n in start if (end[n] - start[n]).norm() > 0]
+    assert moved
+    assert all((average[n] - start[n]).norm() < (end[n] - start[n]).norm() for n in moved)
+    assert any((average[n] - start[n]).norm() > 0 for n in moved)
+
+
 def test_a_real_model_on_real_prompts(monkeypatch, tmp_path):
     model, data = SHARED / 'models' / 'stories260K', SHARED / 'data' / 'story_prompts.jsonl'
     if not (model.is_dir() and data.is_file()):

@@ -23,6 +23,7 @@ def test_exact_answer():
 @pytest.mark.parametrize(('text', 'want'), [
     ('72', '72'), ('#### 1,234', '1234'), ('it is -3.5.', '-3.5'), ('1 then 2, then 3', '3'), ('$.50', '.50'), ('none', None), ('', None),
     ('12,34', '34'), ('costs 2,000,000.25 dollars', '2000000.25'), ('x=-7', '-7'),
+    ('48-24', '24'), ('48 - 24', '24'), ('(5)-3', '3'), ('10 to -12', '-12'), ('it is \u22127', '-7'), ('1+1=2', '2'), ('+4', '4'),
 ])  # fmt: skip
 def test_last_number(text, want):
     assert last_number(text) == (None if want is None else Decimal(want))

@@ -80,7 +80,7 @@ def test_a_score_that_is_none(engine, scores):
 
 @pytest.mark.parametrize('settings', [
     {}, {'do_sample': False}, {'temperature': 0.7, 'top_k': 5}, {'top_p': 0.8}, {'min_new_tokens': 6, 'eos_token_ids': tuple(range(12))},
-    {'eos_token_ids': tuple(range(8))}, {'stop': lambda ids: len(ids) > 3},
+    {'eos_token_ids': tuple(range(8))}, {'stop': lambda ids: len(ids) > 3}, {'stop': lambda ids: True, 'min_new_tokens': 5},
 ])  # fmt: skip
 def test_a_stream_gives_the_engines_tokens(actor, engine, settings):
     sampling = SamplingParams(max_new_tokens=12, **settings)
@@ -94,5 +94,26 @@ def test_a_stream_comes_token_by_token(actor):
     first = [next(stream), next(stream)]
     stream.close()
     assert len(first) == 2
-    with pytest.raises(ValueError, match='the prompt is empty'):
-        next(stream_tokens(actor, torch.tensor([], dtype=torch.int64), SamplingParams(max_new_tokens=3), seed=0))
+
+
+@pytest.mark.parametrize(('ids', 'tokens', 'sentence'), [
+    ([], 3, 'prompt 0 is empty'), ([3] * 40, 9, "past the model's 48 positions"), ([24], 3, 'outside the vocabulary of 24'),
+])  # fmt: skip
+def test_a_stream_that_cannot_be(actor, ids, tokens, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        next(stream_tokens(actor, torch.tensor(ids, dtype=torch.int64), SamplingParams(max_new_tokens=tokens), seed=0))
+
+
+def test_a_stream_has_no_dropout_and_leaves_it_as_it_was():
+    torch.manual_seed(0)
+    actor = GPTActor(config=tiny_config('gpt2', vocab_size=24, positions=48, dropout=0.5)).train()
+    actor.model.transformer.h[0].eval()  # a mix, which must come back as it was
+    modes = [m.training for m in actor.modules()]
+    first, second = (list(stream_tokens(actor, PROMPTS[0].ids, SamplingParams(max_new_tokens=20), seed=1)) for _ in range(2))
+    assert first == second
+    stream = stream_tokens(actor, PROMPTS[0].ids, SamplingParams(max_new_tokens=20), seed=1)
+    next(stream)
+    assert not actor.training
+    stream.close()
+    assert [m.training for m in actor.modules()] == modes
+    assert len(set(modes)) == 2

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from chatgpt.nn import Actor
+from chatgpt.nn.nlpo import MaskedPolicy
 from chatgpt.rollout import HFEngine, LocalEngine, SamplingParams, from_generation_kwargs
 from chatgpt.testing import FAMILIES, tiny_causal_lm
 from chatgpt.types import Prompt
@@ -133,3 +134,6 @@ def test_refusals():
         HFEngine().generate(prompts_of(), SamplingParams(max_new_tokens=2), seed=1, indices=range(5))
     with pytest.raises(ValueError, match='max_batch_size=0'):
         HFEngine(max_batch_size=0)
+    actor = Actor(model)
+    with pytest.raises(ValueError, match="MaskedPolicy changes the model's logits.*use LocalEngine"):
+        HFEngine().begin(MaskedPolicy(actor, actor, 0.9, 1.0))

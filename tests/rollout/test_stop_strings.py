@@ -81,3 +81,11 @@ def test_cut_takes_the_first_hit():
 def test_no_strings_are_refused(strings):
     with pytest.raises(ValueError, match='non-empty strings'):
         StopStrings(byte_tokenizer(), strings)
+
+
+@pytest.mark.parametrize(('text', 'sure'), [
+    ('Paris', 'Paris'), ('Paris\n', 'Paris'), ('Paris\nH', 'Paris'), ('Paris\nHe', 'Paris\nHe'), ('Paris\nHuman: what', 'Paris'),
+    ('a#', 'a'), ('a##', 'a'), ('##', ''), ('', ''), ('#a', '#a'),
+])  # fmt: skip
+def test_what_is_sure_to_stay_of_an_unfinished_text(text, sure):
+    assert StopStrings(byte_tokenizer(), ['\nHuman:', '##!']).settled(text) == sure

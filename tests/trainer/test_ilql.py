@@ -10,7 +10,7 @@ from transformers import GPT2LMHeadModel
 
 from chatgpt.dataset import TokenizedLabelled
 from chatgpt.nn import ILQLModel
-from chatgpt.rollout import LocalEngine, SamplingParams
+from chatgpt.rollout import HFEngine, LocalEngine, SamplingParams
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import BetaEvaluation, ILQLTrainer, PromptEvaluation, rewarded
@@ -227,6 +227,45 @@ def test_evaluation_over_betas():
     trainer.fit()
     assert {'eval/score_mean@beta=0', 'eval/score_mean@beta=50', 'eval/ended@beta=50'} <= evaluator.last.keys()
     assert net.decoding_beta is None
+    before = evaluation.decoding
+    BetaEvaluation(evaluation, (50.0,))(trainer)
+    assert evaluation.decoding is before  # the evaluation is again that of the plain policy
+
+
+def test_an_engine_that_would_not_see_beta_refuses():
+    net, engine = model().eval(), HFEngine()
+    engine.begin(net)
+    engine.end()
+    with net.decoding(0.0), pytest.raises(ValueError, match="ILQLModel changes the model's logits.*use LocalEngine"):
+        engine.begin(net)
+
+
+def beta_evaluation(strategy: Any) -> dict[str, float]:
+    tokenizer = char_tokenizer()
+    net = model(vocab=len(tokenizer))
+    net, optim = strategy.prepare((net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-3)))
+    data = rewarded([sequence([3], [4, 5]), sequence([3], [6, 5])], [1.0, 0.0])
+    trainer = ILQLTrainer(strategy, net, optim, data, tokenizer=tokenizer, train_batch_size=2, callbacks=[Log()])
+    evaluation = PromptEvaluation(
+        ['a', 'b', 'c'], tokenizer, lambda p, r: [sum(map(ord, x)) / 100 for x in r], max_new_tokens=5, num_rows=0, top_k=4,
+        do_sample=True,
+    )  # fmt: skip
+    return BetaEvaluation(evaluation, (0.0, 1.0, 20.0))(trainer)
+
+
+def beta_evaluations() -> list[dict[str, float]]:
+    found = []
+    for kind in (DDPStrategy, FSDPStrategy):
+        with kind(seed=5, device='cpu') as strategy:
+            found.append(beta_evaluation(strategy))
+    return found
+
+
+def test_every_strategy_decodes_with_beta():
+    alone = beta_evaluation(NaiveStrategy(seed=5, device='cpu'))
+    assert len({alone[f'score_mean@beta={b}'] for b in (0, 1, 20)}) == 3
+    for found in run_distributed(beta_evaluations, 2, init_group=True):
+        assert all(one == pytest.approx(alone) for one in found)
 
 
 def test_a_resumed_run_has_the_same_bits(tmp_path):

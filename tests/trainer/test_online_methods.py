@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from chatgpt.nn import GPTActor, GPTCritic
-from chatgpt.rollout import LocalEngine
+from chatgpt.rollout import HFEngine, LocalEngine
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import PPOConfig, PPOTrainer
@@ -19,6 +19,7 @@ from chatgpt.trainer.learning import BatchStats
 from chatgpt.trainer.ppo import collate_or_filler
 from chatgpt.trainer.ppo_collect import NothingToLearn
 from chatgpt.trainer.ppo_loss import PPOLoss
+from chatgpt.trainer.ppo_metrics import rollout_metrics
 from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.types import Experience
 
@@ -42,7 +43,9 @@ def experience(index: int, generator: torch.Generator) -> Experience:
     )  # fmt: skip
 
 
-def by_hand(records: list[Experience], logprobs: list[list[float]], entropies: list[list[float]], c: PPOConfig, kl_coef: float) -> float:
+def by_hand(
+    records: list[Experience], logprobs: list[list[float]], entropies: list[list[float]], c: PPOConfig, kl_coef: float
+) -> float:
     """The loss of a train batch, token by token."""
     mode, total, bonus, tokens, sequences = c.aggregation, 0.0, 0.0, 0, 0
     high = c.eps_clip if c.eps_clip_high is None else c.eps_clip_high
@@ -89,7 +92,6 @@ def test_the_loss_by_hand(choices):
     generator = torch.Generator().manual_seed(1)
     records = [experience(i, generator) for i in range(6)]
     actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, positions=32)).eval()
-    config = PPOConfig(eps_clip=0.1) if 'eps_clip' not in choices else PPOConfig()
     config = PPOConfig(**({'eps_clip': 0.1} | choices))
     config.validate(1)
     loss = PPOLoss(actor, None, config, 1.0, MAX_NEW)
@@ -103,11 +105,11 @@ def test_the_loss_by_hand(choices):
         total, start = 0.0, 0
         for size in cut:
             part = records[start : start + size]
-            total += float(loss.actor(collate_or_filler(part), part, BatchStats()))
+            total += loss.actor(collate_or_filler(part), part, BatchStats()).item()
             start += size
         assert total == pytest.approx(want, rel=2e-4, abs=1e-6)
     filler = loss.actor(collate_or_filler([]), [], BatchStats())
-    assert float(filler) == 0.0
+    assert filler.item() == 0.0
     others = [other for other in CHOICES if other != choices]
     wrong = [by_hand(records, logprobs, entropies, PPOConfig(**({'eps_clip': 0.1} | o)), 0.7) for o in others]
     assert sum(abs(w - want) > 1e-5 for w in wrong) >= len(wrong) - 1  # the twin: other choices are other numbers
@@ -258,6 +260,114 @@ def test_long_responses_cost_and_may_be_left_out():
     assert filtered.log.phases[0]['rollout/filtered_share'] == sum(cut) / len(cut)
 
 
+def test_when_every_response_was_too_long_nothing_is_learned():
+    trainer = make(overlong_filter=True, max_new_tokens=1, eos_token_id=[])
+    before = [p.clone() for p in trainer.actor.parameters()]
+    trainer.fit(PROMPTS, 1, 1, 1)
+    phase = trainer.log.phases[0]
+    assert phase['rollout/filtered_share'] == 1.0
+    assert phase['ppo/skipped_batches'] == 1.0
+    assert all(math.isfinite(v) for v in phase.values()), phase
+    assert all(map(torch.equal, before, trainer.actor.parameters()))  # not even by weight decay
+
+
+def test_filtered_responses_do_not_thin_the_kl():
+    generator = torch.Generator().manual_seed(2)
+    records = [experience(i, generator) for i in range(4)]
+    alone = rollout_metrics(records[:2], 0.1)['rollout/kl_mean']
+    for r in records[2:]:
+        r.response_mask = torch.zeros_like(r.response_mask)
+    assert rollout_metrics(records, 0.1)['rollout/kl_mean'] == alone
+    by_hand = [
+        sum(float(r.old_logprobs[t] - r.ref_logprobs[t]) for t in range(r.num_actions) if r.response_mask[t]) for r in records[:2]
+    ]
+    assert alone == pytest.approx(sum(by_hand) / 2, abs=1e-6)
+    assert alone != pytest.approx(sum(by_hand) / 4, abs=1e-6)
+
+
+def test_gspo_measures_the_ratio_that_it_clips():
+    generator = torch.Generator().manual_seed(1)
+    records = [experience(i, generator) for i in range(6)]
+    actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, positions=32)).eval()
+    found = {}
+    for name in ('gspo', 'ppo'):
+        config = PPOConfig(policy_loss=name, eps_clip=0.1, loss_aggregation='sequence')
+        loss, stats = PPOLoss(actor, None, config, 1.0, MAX_NEW), BatchStats()
+        loss.begin(records)
+        loss.actor(collate_or_filler(records), records, stats)
+        found[name] = stats.reduced(NaiveStrategy(device='cpu'))
+    ratios = []
+    for r in records:
+        with torch.no_grad():
+            diff = (actor(collate_or_filler([r])).logprobs - r.old_logprobs).double()[r.response_mask].tolist()
+        ratios += [math.exp(sum(diff) / len(diff))] * len(diff)
+    want = {'ratio_mean': sum(ratios) / len(ratios), 'ratio_max': max(ratios), 'ratio_min': min(ratios),
+            'clip_fraction': sum(abs(x - 1) > 0.1 for x in ratios) / len(ratios)}  # fmt: skip
+    for key, value in want.items():
+        assert found['gspo'][key] == pytest.approx(value, rel=1e-4)
+    assert found['ppo']['ratio_max'] != pytest.approx(want['ratio_max'], rel=1e-3)
+
+
+def test_a_stop_between_rounds_drops_the_phase(tmp_path):
+    """A phase of fewer groups is not learned from: the resumed run is the undisturbed one."""
+    settings = DYNAMIC | {'dynamic_sampling_rounds': 3}
+    whole = make(reward=Rare(), **settings)
+    whole.fit(PROMPTS, 1, 3, 1)
+
+    class Stops(Rare):
+        calls = 0
+
+        def score(self, samples: list[Any], strategy: Any) -> list[float]:
+            self.calls += 1
+            if self.calls == 5:
+                stopped.request_stop()
+            return super().score(samples, strategy)
+
+    stopped = make(reward=Stops(), run_dir=tmp_path, more=[SaveCheckpoint(interval=1, keep_last=9)], **settings)
+    assert whole.log.phases[0]['rollout/dynamic_rounds'] >= 2  # so call 5 lies between the rounds of the second phase
+    stopped.fit(PROMPTS, 1, 3, 1)
+    done = len(stopped.log.phases)
+    assert 0 < done < 3
+    assert stopped.log.phases == whole.log.phases[:done]
+    rest = make(reward=Rare(), **settings)
+    rest.set_prompts(PROMPTS)
+    assert rest.load_checkpoint(tmp_path / 'checkpoints' / f'step-{done:08d}')
+    rest.fit(PROMPTS, 1, 3, 1)
+    assert rest.log.phases == whole.log.phases[done:]
+
+
+QUERIES = [torch.tensor([3, 4])] * 2 + [torch.tensor([5])] * 2
+RESPONSES = [torch.tensor([5, 6, 7])] * 4
+
+
+def test_step_compares_responses_that_follow_one_another():
+    trainer = make(advantage_estimator='dr_grpo', num_samples_per_prompt=2, kl_coef=0.0)
+    trainer.step(QUERIES, RESPONSES, [0.0, 1.0, 5.0, 9.0])
+    assert [e.advantages[0].item() for e in trainer.last_experiences] == [-0.5, 0.5, -2.0, 2.0]
+    assert len({e.index for e in trainer.last_experiences}) == 4
+    with pytest.raises(ValueError, match='queries 0 to 1 are one group of dr_grpo and must be equal; query 1 is not'):
+        trainer.step(QUERIES[::2] * 2, RESPONSES, [0.0] * 4)
+    with pytest.raises(ValueError, match='3 responses do not divide'):
+        trainer.step(QUERIES[:3], RESPONSES[:3], [0.0] * 3)
+
+
+@pytest.mark.parametrize(('settings', 'sentence'), [
+    ({'tis_cap': 2.0}, 'which step is not given'), (DYNAMIC | {'dynamic_sampling_rounds': 1}, 'draws further prompts'),
+])  # fmt: skip
+def test_step_refuses_what_only_fit_can_do(settings, sentence):
+    trainer = make(**settings)
+    with pytest.raises(ValueError, match=sentence):
+        trainer.step(QUERIES, RESPONSES, [0.0] * 4)
+    assert trainer.phase == 0
+
+
+def test_step_leaves_out_long_responses_too():
+    trainer = make(overlong_filter=True)
+    end = trainer.sampling.eos_token_ids[0]
+    stats = trainer.step(QUERIES, [torch.tensor([5, end])] + RESPONSES[1:], [1.0] * 4)
+    assert stats['rollout/filtered_share'] == 0.75
+
+
 class Off(LocalEngine):
     """An engine whose log-probs are not those of the trainer."""
 
@@ -269,11 +379,10 @@ class Off(LocalEngine):
 
 
 def test_truncated_importance_sampling_weighs_another_engine():
-    settings = {'recompute_logprobs': True, 'ratio_check': False}
-    trainer = make(engine=Off(), tis_cap=1.3, **settings)
+    trainer = make(engine=Off(), tis_cap=1.3)
     trainer.fit(PROMPTS, 1, 1, 1)
     assert trainer.log.phases[0]['ppo/tis_weight'] == pytest.approx(1.3)  # exp(0.5) is cut
-    same = make(tis_cap=1.3, **settings)
+    same = make(tis_cap=1.3)
     same.fit(PROMPTS, 1, 1, 1)
     assert same.log.phases[0]['ppo/tis_weight'] == pytest.approx(1.0, abs=1e-4)
 
@@ -284,6 +393,7 @@ def test_a_kl_in_the_loss_is_not_in_the_reward():
     for experiences in trainer.log.experiences:
         assert all(float(e.rewards.sum()) == pytest.approx(e.score, abs=1e-5) for e in experiences)
     assert trainer.log.phases[-1]['ppo/kl_loss'] > 0
+    assert trainer.log.phases[-1]['rollout/non_score_reward_mean'] == 0.0
     near, far = make(kl_in='loss', kl_coef=5.0, lr=1e-2), make(kl_coef=0.0, lr=1e-2)
     near.fit(PROMPTS, 1, 10, 1)
     far.fit(PROMPTS, 1, 10, 1)
@@ -302,6 +412,7 @@ def test_a_kl_in_the_loss_is_not_in_the_reward():
     ({'overlong_buffer': 9}, 'overlong_buffer=9 is a part of max_new_tokens=8'),
     ({'loss_aggregation': 'sequence_sum', 'max_length': 20, 'max_new_tokens': None}, 'divides by max_new_tokens'),
     ({'tis_cap': 0.0}, 'tis_cap=0.0 must be positive'),
+    ({'tis_cap': 2.0, 'recompute_logprobs': False}, 'recompute_logprobs=False does not fit it'),
 ])  # fmt: skip
 def test_what_does_not_go_together(settings, sentence):
     with pytest.raises(ValueError, match=sentence):
@@ -326,6 +437,13 @@ def nlpo(strategy: Any = None, more: Any = (), **kw: Any) -> Any:
                          callbacks=[log, *more], mask_model=strategy.prepare(mask), **(settings | kw))  # fmt: skip
     trainer.log = log
     return trainer
+
+
+def test_nlpo_is_not_driven_by_hand():
+    with pytest.raises(ValueError, match='generate and step do not know: use fit'):
+        nlpo().generate(QUERIES)
+    with pytest.raises(ValueError, match='generate and step do not know: use fit'):
+        nlpo().step(QUERIES, RESPONSES, [0.0] * 4)
 
 
 def mask_by_hand(logits: torch.Tensor, top_p: float) -> list[int]:
@@ -415,6 +533,7 @@ def test_nlpo_on_two_ranks():
     ({'nlpo_top_p': None}, 'NLPO needs both'), ({'nlpo_top_p': 1.5}, r'nlpo_top_p=1.5 must lie in \(0, 1\]'),
     ({'recompute_logprobs': True}, 'leave recompute_logprobs out'),
     ({'strategy': NaiveStrategy(precision='bf16', device='cpu')}, 'use precision=fp32'),
+    ({'engine': HFEngine()}, 'HFEngine would ignore the mask'), ({'tis_cap': 2.0}, 'leave tis_cap out'),
 ])  # fmt: skip
 def test_what_nlpo_needs(settings, sentence):
     with pytest.raises(ValueError, match=sentence):

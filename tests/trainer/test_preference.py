@@ -49,10 +49,10 @@ KINDS: dict[str, Any] = {'dpo': DPOTrainer, 'kto': KTOTrainer, 'orpo': ORPOTrain
 
 
 def make(kind: str, records: Any = None, held_back: Any = None, *, strategy: Any = None, lora: int = 0, more: Any = (), lr: float = 3e-3,
-         moved: bool = False, **kw: Any) -> Any:  # fmt: skip
+         moved: bool = False, dropout: float = 0.0, **kw: Any) -> Any:  # fmt: skip
     strategy = strategy or NaiveStrategy(seed=5, device='cpu')
     torch.manual_seed(5)
-    actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, hidden=16, positions=32), lora_rank=lora)
+    actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, hidden=16, positions=32, dropout=dropout), lora_rank=lora)
     initial = deepcopy(actor)
     if moved:  # so that policy and reference differ from the first step on
         with torch.no_grad():
@@ -166,14 +166,30 @@ def test_it_learns_and_says_so_on_held_back_data(kind, lora):
 
 
 def test_the_reference_is_the_adapter_off_model():
-    trainer = make('dpo', data(4), lora=2, moved=True, shuffle=False)
-    trainer._precompute()
+    trainer = make('dpo', data(4), lora=2, moved=True, shuffle=False, dropout=0.3)
     bare = trainer.strategy.unwrap(trainer.model)
+    bare.train()  # with dropout; the reference has none
+    trainer.evaluate(trainer.train_data)
+    assert bare.training
     with bare.adapter_disabled():
         want = [sum(logp(bare, p.chosen)) for p in trainer.train_data]
     assert [p.ref_chosen for p in trainer.train_data] == pytest.approx(want, abs=1e-4)
     assert [sum(logp(bare, p.chosen)) for p in trainer.train_data] != pytest.approx(want, abs=1e-2)
     assert all(p.ref_chosen is None for p in without_reference(trainer.train_data))
+
+
+@pytest.mark.parametrize('kind', ['dpo', 'kto'])
+def test_evaluation_of_other_records(kind):
+    """Before and after `fit`, of records that the trainer has not seen: the same as when the reference is computed with the batch."""
+    seen = []
+    for precompute in (True, False):
+        trainer = make(kind, data(4), lr=2e-2, precompute_ref_logprobs=precompute)
+        before = trainer.evaluate(data(3))
+        trainer.fit()
+        seen.append((before, trainer.evaluate(data(3))))
+    assert seen[0][0] == pytest.approx(seen[1][0], rel=1e-4, abs=1e-5)
+    assert seen[0][1] == pytest.approx(seen[1][1], rel=1e-4, abs=1e-5)
+    assert abs(seen[0][1]['loss'] - seen[0][0]['loss']) > 1e-3
 
 
 def test_ranked_answers_are_all_pairs():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
+from chatgpt.experience import RewardFunctionError
 from chatgpt.nn import GPTActor
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
@@ -36,6 +38,17 @@ def test_groups_are_apart_texts_come_once_and_equal_scores_teach_nothing():
     assert select(samples, [9.0, 9.0, 1.0, -5.0, -9.0, 3.0, 3.0], 0.9) == [0, 3]
 
 
+
+@pytest.mark.parametrize(('scores', 'quantile', 'want'), [
+    ([0, 0, 0, 0, 0, 0, 0, 1], 0.7, [7]),  # the quantile is 0 here, and a failure is no lesson
+    ([0, 1, 1, 1], 0.7, [1, 2, 3]),
+    ([0, 0, 0, 1, 2, 0, 0, 0], 0.5, [3, 4]),
+    ([0, 0, 0, 1], 0.0, [0, 1, 2, 3]),
+])  # fmt: skip
+def test_the_worst_of_a_group_are_not_kept(scores, quantile, want):
+    assert select([sample(0, [i]) for i in range(len(scores))], scores, quantile) == want
+
+
 def test_the_quantile_rises():
     config = RFTConfig(num_rounds=3, start_quantile=0.5, end_quantile=0.9)
     assert [config.quantile(i) for i in range(3)] == pytest.approx([0.5, 0.7, 0.9])
@@ -55,7 +68,7 @@ def vowels(prompts: list[str], responses: list[str]) -> list[float]:
     return [sum(c in 'aeiou' for c in r) / max(len(r), 1) for r in responses]
 
 
-def make(strategy: Any = None, more: Any = (), **kw: Any) -> Any:
+def make(strategy: Any = None, more: Any = (), reward: Any = vowels, **kw: Any) -> Any:
     strategy = strategy or NaiveStrategy(seed=3)
     torch.manual_seed(3)
     actor = GPTActor(config=tiny_config('gpt2', positions=32))
@@ -63,7 +76,7 @@ def make(strategy: Any = None, more: Any = (), **kw: Any) -> Any:
     log = Log()
     settings = {'num_rounds': 4, 'num_samples_per_prompt': 8, 'train_batch_size': 8, 'max_new_tokens': 8} | kw
     tokenizer, prompts = char_tokenizer(), ['a', 'b', 'c', 'd']
-    trainer = RFTTrainer(strategy, actor, optim, prompts, vowels, tokenizer=tokenizer, callbacks=[log, *more], **settings)
+    trainer = RFTTrainer(strategy, actor, optim, prompts, reward, tokenizer=tokenizer, callbacks=[log, *more], **settings)
     trainer.log = log
     return trainer
 
@@ -95,7 +108,8 @@ def test_a_reward_without_differences_teaches_nothing():
     trainer = make(num_rounds=2)
     trainer.scorer = type('Same', (), {'score': lambda self, samples, strategy: [1.0] * len(samples)})()
     before = [p.clone() for p in trainer.model.parameters()]
-    trainer.fit()
+    with pytest.warns(UserWarning, match='RFT round 2: no prompt has responses of different scores'):
+        trainer.fit()
     assert trainer.round == 2
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
 
@@ -104,11 +118,41 @@ def test_a_reward_without_differences_teaches_nothing():
     ({'num_samples_per_prompt': 1}, 'RFT keeps some and drops some'),
     ({'end_quantile': 1.5}, r'end_quantile=1.5 must lie in \[0, 1\]'),
     ({'do_sample': False}, 'do_sample=False gives only one'),
+    ({'max_steps': 3}, 'max_steps=3 does not end an RFT run'),
+    ({'reward': None}, 'chooses by a reward, and got None'),
     ({'num_round': 3}, "unknown keyword 'num_round'; did you mean num_rounds"),
 ])  # fmt: skip
 def test_mistakes(settings, sentence):
     with pytest.raises(ValueError, match=sentence):
         make(**settings)
+
+
+
+def test_a_score_that_is_not_finite_is_refused():
+    trainer = make()
+    trainer.scorer = type('Nan', (), {'score': lambda self, samples, strategy: [float('nan')] * len(samples)})()
+    with pytest.raises(RewardFunctionError, match='nan for sample 0; scores must be finite'):
+        trainer.fit()
+
+
+class Rates(ProgressBar):
+    def __init__(self) -> None:
+        super().__init__(enabled=False)
+        self.rates: list[float] = []
+
+    def on_learn_batch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        self.rates.append(trainer.optim.param_groups[0]['lr'])
+
+
+def test_a_decaying_learning_rate_ends_with_the_last_round():
+    rates = Rates()
+    # one of 2 responses is kept, so the rounds are about equally long
+    make(more=[rates], num_samples_per_prompt=2, train_batch_size=1, lr_schedule='linear').fit()
+    assert len(rates.rates) > 8
+    assert rates.rates[0] == pytest.approx(1e-2)
+    assert 0 < rates.rates[-1] <= 1e-2 / 4
+    rises = [after - before for before, after in pairwise(rates.rates)]
+    assert max(rises) < 0.15e-2  # no saw, which would end every round near 0 and jump back by more
 
 
 def run() -> tuple[list[dict[str, float]], list[torch.Tensor]]:

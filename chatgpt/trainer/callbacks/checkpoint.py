@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from chatgpt.checkpoint import CheckpointError, prune, step_folder
 from chatgpt.trainer.callbacks.base import Callback, Mode, check_interval, check_mode, metric_value
+from chatgpt.trainer.callbacks.evaluation import Evaluator
 
 if TYPE_CHECKING:
     from chatgpt.trainer.base import Trainer
@@ -24,7 +26,7 @@ class SaveCheckpoint(Callback):
         interval: learning phases between checkpoints.
         keep_last: how many of the newest to keep; None keeps all.
         keep_best: how many to keep besides, by the value of `metric` in their phase.
-        metric, mode: what is best; an `eval/` metric counts in the phases that measured it.
+        metric, mode: what is best; an `eval/` metric counts in the phases that measured it, and at the end of the run.
     """
 
     order: ClassVar[int] = 100
@@ -68,7 +70,17 @@ class SaveCheckpoint(Callback):
 
     def on_fit_end(self, trainer: Trainer) -> None:
         if self._saved_phase != trainer.phase:
+            if self.keep_best and self._score is None:
+                self._score = self._scored_after(trainer)
             self._save(trainer)
+
+    def _scored_after(self, trainer: Trainer) -> float | None:
+        """The metric from an evaluation after the last phase, which is in the metrics of none."""
+        for callback in trainer.callbacks:
+            if isinstance(callback, Evaluator) and callback.last_step == trainer.phase and self.metric in callback.last:
+                value = callback.last[self.metric]
+                return None if math.isnan(value) else -value if self.mode == 'min' else value
+        return None
 
     def _save(self, trainer: Trainer) -> None:
         root = self.path if self.path is not None else trainer.checkpoint_dir

@@ -52,14 +52,15 @@ class Evaluator(Callback):
         self.best: float | None = None
         self.best_step: int | None = None
         self.last: dict[str, float] = {}
-        self._last_step: int | None = None
+        self.last_step: int | None = None
+        """phase of `last`, the latest results"""
         self._file = RunFile(filename)
 
     def state_dict(self) -> dict[str, Any]:
-        return {'best': self.best, 'best_step': self.best_step, 'last_step': self._last_step}
+        return {'best': self.best, 'best_step': self.best_step, 'last_step': self.last_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.best, self.best_step, self._last_step = state['best'], state['best_step'], state['last_step']
+        self.best, self.best_step, self.last_step = state['best'], state['best_step'], state['last_step']
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self._file.begin(trainer, trainer.phase)
@@ -74,7 +75,7 @@ class Evaluator(Callback):
             metrics.update(self._run(trainer, step))
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        if self.after and self._last_step != trainer.phase:
+        if self.after and self.last_step != trainer.phase:
             self._report(trainer, trainer.phase, self._run(trainer, trainer.phase))
 
     def _run(self, trainer: Trainer, step: int) -> dict[str, float]:
@@ -89,7 +90,7 @@ class Evaluator(Callback):
             if self.best is not None:
                 result[f'{self.metric}_best'] = self.best
         self._file.write(trainer, step, [result])
-        self.last, self._last_step = result, step
+        self.last, self.last_step = result, step
         return result
 
     def _note(self, value: float, step: int) -> None:
