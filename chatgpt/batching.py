@@ -1,8 +1,8 @@
 """From single sequences to batches: the one place where padding exists.
 
-`collate` pads at a model's door; `cut_by_tokens` makes micro-batches under a token budget; `split_over_ranks` deals a global
-batch out by cost; `align` gives every rank the same number of micro-batches, filled with zero-weight ones. All are pure
-functions of lengths, so every rank computes the whole assignment alone.
+`collate` pads at a model's door, and says how to leave the padding out again (`packing_of`); `cut_by_tokens` makes micro-batches under a
+token budget; `split_over_ranks` deals a global batch out by cost; `align` gives every rank the same number of micro-batches, filled with
+zero-weight ones. All are pure functions of lengths, so every rank computes the whole assignment alone.
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 
-from chatgpt.types import Batch, Sequence
+from chatgpt.types import Batch, PackedGroup, Packing, Sequence
+
+GROUP_RATIO = 0.75
+"""a packed group's shortest sequence is at least this share of its longest"""
 
 
-def collate(sequences: SequenceOf[Sequence], *, pad_id: int = 0) -> Batch:
+def collate(sequences: SequenceOf[Sequence], *, pad_id: int = 0, pack: bool = True) -> Batch:
     """Pad sequences on the right into a `Batch`. `pad_id` can be any valid token: padded states are never read.
+
+    With `pack`, the batch also says how to run it without its padding, where it has some.
 
     Raises ValueError for an empty list, an empty prompt (its first response token would have no state to be predicted
     from) or an empty response.
@@ -49,7 +54,29 @@ def collate(sequences: SequenceOf[Sequence], *, pad_id: int = 0) -> Batch:
         action_mask=torch.cat([s.response_mask for s in sequences]),
         action_rows=torch.cat(action_rows),
         last_index=torch.tensor([i * width + n - 1 for i, n in enumerate(lengths)]),
+        packing=packing_of(lengths, width) if pack else None,
     )
+
+
+def packing_of(lengths: SequenceOf[int], width: int) -> Packing | None:
+    """How rows of `lengths` real tokens, padded to `width`, are run without padding; None where all are equally long."""
+    if min(lengths) == width:
+        return None
+    rows = [torch.arange(i * width, i * width + n) for i, n in enumerate(lengths)]
+    groups: list[PackedGroup] = []
+    first, start = 0, 0
+    for i in range(1, len(lengths) + 1):
+        run = lengths[first:i]
+        if i < len(lengths) and min(*run, lengths[i]) >= GROUP_RATIO * max(*run, lengths[i]):
+            continue
+        longest = max(run)
+        index = None
+        if min(run) < longest:
+            index = torch.cat([torch.arange(j * longest, j * longest + n) for j, n in enumerate(run)])
+        groups.append(PackedGroup(start=start, stop=start + sum(run), rows=len(run), width=longest, index=index))
+        first, start = i, start + sum(run)
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    return Packing(token_index=torch.cat(rows), cu_seqlens=ends, max_length=max(lengths), groups=tuple(groups))
 
 
 def cut_by_tokens(lengths: SequenceOf[int], max_tokens: int | None, *, max_sequences: int | None = None) -> list[list[int]]:

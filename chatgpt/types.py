@@ -118,6 +118,34 @@ def tensors_to(record: Any, device: torch.device | str) -> Any:
 
 
 @dataclass(kw_only=True, slots=True)
+class PackedGroup:
+    """Neighbouring sequences of similar length, whose attention is computed together, padded to `width`."""
+
+    start: int
+    stop: int
+    """the group's tokens are those from `start` up to `stop` of the packed row"""
+    rows: int
+    width: int
+    index: Tensor | None
+    """(stop - start,) int64: where each token stands in the group's (rows * width); None where all are `width` long"""
+
+
+@dataclass(kw_only=True, slots=True)
+class Packing:
+    """How the real tokens of a padded (B, S) batch stand in one row of T tokens, sequence after sequence."""
+
+    token_index: Tensor
+    """(T,) int64 into the flattened (B*S)"""
+    cu_seqlens: Tensor
+    """(B + 1,) int32: where each sequence begins, and T"""
+    max_length: int
+    groups: tuple[PackedGroup, ...]
+
+    def to(self, device: torch.device | str) -> Packing:
+        return replace(tensors_to(self, device), groups=tuple(tensors_to(g, device) for g in self.groups))
+
+
+@dataclass(kw_only=True, slots=True)
 class Batch:
     """Several sequences as a model wants them: padded on the right. Built by `chatgpt.batching.collate`.
 
@@ -143,6 +171,8 @@ class Batch:
     """(N,) int64, the row each action belongs to"""
     last_index: Tensor
     """(B,) int64 into (B*S): the last real token of each row"""
+    packing: Packing | None = None
+    """how to run it without its padding, for models that can; the indices above hold either way"""
 
     @property
     def num_sequences(self) -> int:
@@ -153,4 +183,4 @@ class Batch:
         return self.action_ids.shape[0]
 
     def to(self, device: torch.device | str) -> Batch:
-        return tensors_to(self, device)
+        return replace(tensors_to(self, device), packing=None if self.packing is None else self.packing.to(device))

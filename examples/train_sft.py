@@ -27,7 +27,7 @@ def main() -> None:
     config, tokenizer = learning.read_model(run)
     source = run.dataset or embedded.demo_corpus(learning.EMBEDDED_EXAMPLES, seed=0)
     train, validation = load_demonstrations(source, tokenizer, **learning.reading_options(run))
-    if run.packing:
+    if run.pack_examples:
         train[:] = pack(train, run.max_len)
     if run.early_stopping_patience is not None and not validation:
         raise ValueError('early_stopping_patience needs held-back data: give --validation_file or --validation_percentage')

@@ -37,6 +37,7 @@ class ExperienceSettings:
     recompute_logprobs: bool = False
     whiten_rewards: bool = False
     max_tokens_per_batch: int | None = None
+    packing: bool = True
 
 
 class ExperienceMaker:
@@ -116,7 +117,7 @@ class ExperienceMaker:
 
         def run(positions: list[int]) -> None:
             records = [experiences[i] for i in positions]
-            batch = collate(records or [filler()]).to(self.strategy.device)
+            batch = collate(records or [filler()], pack=s.packing).to(self.strategy.device)
             policy: Any = None
             reference: Any = None
             with self.strategy.autocast():

@@ -73,11 +73,14 @@ class RewardModelScorer:
             prompt and response are joined and tokenized again for the reward model only.
         max_tokens_per_batch: padded tokens of one forward; None puts all of a rank's samples in one.
         max_length: longest sequence the reward model takes; longer ones lose tokens on the left. Only with `tokenizer`.
+        packing: leave padding out where the model can.
     """
 
     def __init__(
-        self, model: nn.Module, *, tokenizer: Any = None, max_tokens_per_batch: int | None = None, max_length: int | None = None
-    ) -> None:
+        self, model: nn.Module, *, tokenizer: Any = None, max_tokens_per_batch: int | None = None, max_length: int | None = None,
+        packing: bool = True,
+    ) -> None:  # fmt: skip
+        self.packing = packing
         self.model = model
         self.tokenizer = tokenizer
         self.max_tokens_per_batch = max_tokens_per_batch
@@ -103,7 +106,7 @@ class RewardModelScorer:
         scores: list[Score] = [math.nan] * len(sequences)
 
         def run(positions: list[int]) -> None:
-            batch = collate([sequences[i] for i in positions] or [filler()]).to(strategy.device)
+            batch = collate([sequences[i] for i in positions] or [filler()], pack=self.packing).to(strategy.device)
             with strategy.autocast():
                 out = self.model(batch)
             for i, value in zip(positions, out.float().tolist(), strict=False):
@@ -280,8 +283,9 @@ def call_with_timeout(fn: Callable[[], Any], timeout_s: float | None, what: str)
 
 
 def as_scorer(
-    reward: Any, *, max_tokens_per_batch: int | None = None, timeout_s: float | None = None, reward_tokenizer: Any = None
-) -> Scorer | None:
+    reward: Any, *, max_tokens_per_batch: int | None = None, timeout_s: float | None = None, reward_tokenizer: Any = None,
+    packing: bool = True,
+) -> Scorer | None:  # fmt: skip
     """A `Scorer` from anything that scores text: a module, a pipeline, a function, a scorer, or a list of (weight, one of these).
 
     None stays None: every batch then comes with its scores.
@@ -289,7 +293,7 @@ def as_scorer(
     if reward is None:
         return None
     if isinstance(reward, nn.Module):
-        return RewardModelScorer(reward, tokenizer=reward_tokenizer, max_tokens_per_batch=max_tokens_per_batch)
+        return RewardModelScorer(reward, tokenizer=reward_tokenizer, max_tokens_per_batch=max_tokens_per_batch, packing=packing)
     if isinstance(reward, Scorer):
         return reward
     if isinstance(reward, (list, tuple)):
@@ -298,7 +302,8 @@ def as_scorer(
             if not (isinstance(item, (list, tuple)) and len(item) == 2 and isinstance(item[0], (int, float))):
                 raise ValueError(f'a list of rewards holds (weight, reward) pairs; got {item!r}')
             inner = as_scorer(
-                item[1], max_tokens_per_batch=max_tokens_per_batch, timeout_s=timeout_s, reward_tokenizer=reward_tokenizer
+                item[1], max_tokens_per_batch=max_tokens_per_batch, timeout_s=timeout_s, reward_tokenizer=reward_tokenizer,
+                packing=packing,
             )
             if inner is None:
                 raise ValueError('a list of rewards holds (weight, reward) pairs; got None as a reward')

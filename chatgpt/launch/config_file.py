@@ -242,7 +242,7 @@ def _typed_text(text: str, hint: Any) -> Any:
 def _sorted(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:
     """Flags and plain words as argparse takes them, and the `key=value` words, which may stand anywhere.
 
-    `--tensorboard` alone becomes `--tensorboard=true`.
+    `--tensorboard` alone becomes `--tensorboard=true`, and `--no_packing` `--packing=false`.
     """
     hints = typing.get_type_hints(cls)
     switches = {f'--{name}' for name, hint in hints.items() if hint is bool}
@@ -254,6 +254,8 @@ def _sorted(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:
         is_value = before.startswith('--') and '=' not in before and before not in switches and before != '--print_config'
         if word in switches and following not in ('true', 'false', 'yes', 'no', '1', '0'):
             flags.append(f'{word}=true')
+        elif word.startswith('--no_') and f'--{word[5:]}' in switches:
+            flags.append(f'--{word[5:]}=false')
         elif _OVERRIDE.fullmatch(word) and not is_value:
             words.append(word)
         else:

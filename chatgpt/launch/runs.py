@@ -217,7 +217,7 @@ class SFTRun(DataRun, SFTConfig):
     """A run of examples/train_sft.py: Alpaca, messages, prompt and response, or plain text."""
 
     save_path: str = 'outputs/train_sft'
-    packing: bool = False
+    pack_examples: bool = False
     """join short examples of plain text up to max_len"""
     early_stopping_patience: int | None = None
     """stop after so many evaluations in a row without a better loss on the held-back data"""

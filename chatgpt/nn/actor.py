@@ -22,9 +22,9 @@ from chatgpt.nn.heads import critic_head, in_fp32, load_head, save_head
 from chatgpt.nn.loading import add_lora, load_causal_lm, write_folder
 from chatgpt.nn.output import PolicyOutput
 from chatgpt.nn.own_head import head_is_linear, head_is_linear_by_form, own_logits
+from chatgpt.nn.packing import enable_packing, flat_hidden
 from chatgpt.nn.trunk import (
     base_model,
-    flat_hidden,
     hidden_size,
     is_encoder_decoder,
     is_meta,
@@ -72,6 +72,7 @@ class Actor(nn.Module):
             raise ValueError('lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one')
         self._linear_head: bool | None = None
         self.check_head()
+        enable_packing(base_model(model))
         if lora_rank:
             add_lora(model, lora_rank, lora_train_bias, lora_options)
         if num_layers_unfrozen not in (None, -1):

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from chatgpt.nn import lora
 from chatgpt.nn.heads import critic_head, in_fp32, load_head, save_head
 from chatgpt.nn.loading import add_lora, load_base_model, trunk_of, write_folder
-from chatgpt.nn.trunk import causal_encoder_hidden, flat_hidden, hidden_size, looks_ahead
+from chatgpt.nn.packing import enable_packing, flat_hidden
+from chatgpt.nn.trunk import causal_encoder_hidden, hidden_size, looks_ahead
 from chatgpt.types import Batch
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Critic(nn.Module):
                     f'a Critic must not look ahead, and {type(self.model).__name__} does; '
                     'use a causal model, or DeBERTa-v2 without convolution'
                 )
+        enable_packing(self.model)
         self.value_head = value_head if value_head is not None else critic_head(hidden_size(self.model))
         if lora_rank:
             add_lora(self.model, lora_rank, lora_train_bias, lora_options)

@@ -24,7 +24,8 @@ from chatgpt.functional.ilql import ilql_logits, min_q
 from chatgpt.functional.logprobs import chunked_logprobs, map_row_chunks, rows_per_chunk
 from chatgpt.nn.actor import Actor
 from chatgpt.nn.heads import SeededLinear, in_fp32, mlp_head
-from chatgpt.nn.trunk import base_model, flat_hidden, hidden_size, text_config
+from chatgpt.nn.packing import flat_hidden
+from chatgpt.nn.trunk import base_model, hidden_size, text_config
 from chatgpt.types import Batch
 
 HEADS_FILE = 'ilql_heads.safetensors'

@@ -20,8 +20,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from chatgpt.nn import lora
 from chatgpt.nn.heads import HEAD_FILE, SeededLinear, in_fp32, load_head, reward_head, save_head, set_state
 from chatgpt.nn.loading import add_lora, load_base_model, load_classifier, load_config, trunk_of, write_folder
+from chatgpt.nn.packing import enable_packing, flat_hidden
 from chatgpt.nn.sources import WeightsSource, read_source_tensor
-from chatgpt.nn.trunk import base_model, flat_hidden, hidden_size, looks_ahead
+from chatgpt.nn.trunk import base_model, hidden_size, looks_ahead
 from chatgpt.types import Batch
 
 BIAS_KEY = 'score_bias'
@@ -52,6 +53,7 @@ class RewardModel(nn.Module):
             _check_labels(self.model.config.num_labels, type(model).__name__)
             self.value_head = None
         else:
+            enable_packing(self.model)
             self.value_head = value_head if value_head is not None else reward_head(hidden_size(self.model))
         self.register_buffer('score_bias', torch.zeros((), dtype=torch.float32))
         set_state(self, {BIAS_KEY: torch.zeros((), device='cpu')})

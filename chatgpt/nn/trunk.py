@@ -2,7 +2,7 @@
 
 A causal model on a right-padded batch needs no attention mask: no real token comes after padding, and position ids 0, 1, 2, ... are
 right for every row. So padding cannot change a number, and attention takes its fast path. A model that looks ahead (an encoder used
-as a reward model) gets the mask.
+as a reward model) gets the mask. Whole `Batch`es go through `chatgpt.nn.packing`.
 """
 
 from __future__ import annotations
@@ -99,17 +99,8 @@ def run_trunk(
     return model(input_ids=input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
 
 
-def flat_hidden(model: nn.Module, batch: Batch) -> Tensor:
-    """Hidden states of a batch, rows joined: (B*S, D), to be indexed with `action_index` or `last_index`."""
-    mask = batch.attention_mask if needs_mask(model) else None
-    # An encoder counts positions in its own way (RoBERTa from its padding id on).
-    positions = None if looks_ahead(model) else batch.position_ids
-    hidden = run_trunk(model, batch.input_ids, position_ids=positions, attention_mask=mask)
-    return hidden.flatten(0, 1)
-
-
 def causal_encoder_hidden(model: Any, batch: Batch) -> Tensor:
-    """`flat_hidden` of a DeBERTa-v2 whose attention is cut so that no state sees a later token."""
+    """(B*S, D) hidden states of a DeBERTa-v2 whose attention is cut so that no state sees a later token."""
     mask = batch.attention_mask
     embedded = model.embeddings(input_ids=batch.input_ids, mask=mask.long())
     earlier = torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool, device=mask.device).tril()

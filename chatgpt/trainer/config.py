@@ -85,6 +85,8 @@ class LearningSettings(Settings):
 
     max_tokens_per_batch: int | None = None
     """padded tokens of one forward on one rank; None puts a rank's share of a train batch into one forward"""
+    packing: bool = True
+    """forwards leave padding out where the model can (`chatgpt.nn.packing`); False runs every row of a batch at full width"""
     max_grad_norm: float | None = 1.0
     """clip the global gradient norm of each model to this; None only measures it"""
     lr_schedule: Schedule = 'constant'

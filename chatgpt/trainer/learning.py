@@ -136,12 +136,14 @@ def learn_batch(
     veto: Callable[[dict[str, float]], bool] | None = None,
     where: str = '',
     pin_memory: bool = False,
+    packing: bool = True,
 ) -> BatchResult:
     """Forward and backward over the micro-batches of a global train batch, then one step of each optimizer.
 
     Args:
         veto: sees the reduced metrics before any step; True drops the gradients instead.
         where: named in the error when something is not finite.
+        packing: leave padding out where batch and model can; False runs every row at full width.
 
     Raises:
         NonFiniteError: a loss or a gradient norm is not finite; names the batch and its samples.
@@ -151,7 +153,10 @@ def learn_batch(
     turns = [(w, micro) for w in work for micro in micro_batches(w.records, strategy, max_tokens, w.length_of)]
     last_turn = {id(part.model): i for i, (w, _) in enumerate(turns) for part in w.parts}
     for i, (w, micro) in enumerate(turns):
-        batch = _to_device(w.collate(micro), strategy.device, pin_memory)
+        batch = w.collate(micro)
+        if not packing:
+            batch.packing = None
+        batch = _to_device(batch, strategy.device, pin_memory)
         for part in w.parts:
             with strategy.accumulate(part.model, last=last_turn[id(part.model)] == i):
                 with strategy.autocast():
@@ -184,8 +189,8 @@ def learn_batch(
 def _to_device(batch: Batch, device: torch.device, pin_memory: bool) -> Batch:
     if pin_memory and device.type == 'cuda':
         for name in Batch.__slots__:
-            setattr(batch, name, getattr(batch, name).pin_memory().to(device, non_blocking=True))
-        return batch
+            if isinstance(value := getattr(batch, name), Tensor):
+                setattr(batch, name, value.pin_memory().to(device, non_blocking=True))
     return batch.to(device)
 
 

@@ -128,6 +128,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
                 max_tokens_per_batch=config.max_tokens_per_batch,
                 timeout_s=config.score_timeout_s,
                 reward_tokenizer=reward_tokenizer,
+                packing=config.packing,
             ),
             ScoreShaper(
                 config.score_scaling, config.score_clip, config.missing_eos_score, config.token_penalty, self._overlong(config)
@@ -138,6 +139,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
                 recompute_logprobs=recompute,
                 whiten_rewards=config.whiten_rewards,
                 max_tokens_per_batch=config.max_tokens_per_batch,
+                packing=config.packing,
             ),
             estimate=lambda experiences: estimate_advantages(experiences, config),
             reference_context=bare.reference if initial_model is None and has_reference(bare) else None,
@@ -324,6 +326,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
                     veto=guard,
                     where=where,
                     pin_memory=c.dataloader_pin_memory,
+                    packing=c.packing,
                 )
                 if first:
                     phase.add(first_batch_metrics(result.metrics))

@@ -129,6 +129,7 @@ class SupervisedTrainer(Trainer):
                     max_grad_norm=c.max_grad_norm,
                     where=f'in epoch {epoch + 1}, train batch {number + 1}',
                     pin_memory=c.dataloader_pin_memory,
+                    packing=c.packing,
                 )
                 self.batches_done += 1
                 self.num_updates += result.stepped
@@ -167,7 +168,10 @@ class SupervisedTrainer(Trainer):
         stats = BatchStats()
         work = self.evaluation_work(list(data))
         for micro in micro_batches(work.records, self.strategy, self.config.max_tokens_per_batch or 16384, work.length_of):
-            batch = work.collate(micro).to(self.strategy.device)
+            batch = work.collate(micro)
+            if not self.config.packing:
+                batch.packing = None
+            batch = batch.to(self.strategy.device)
             for part in work.parts:
                 with self.strategy.autocast():
                     part.loss(batch, micro, stats)

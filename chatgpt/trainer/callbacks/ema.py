@@ -117,6 +117,7 @@ class EMA(Callback):
             yield
         finally:
             strategy.load_model(model, scratch / 'weights')
+            strategy.barrier()  # another rank may still be reading
             strategy.run_on_rank0(lambda: shutil.rmtree(scratch, ignore_errors=True))
 
     def save_pretrained(self, trainer: Trainer, path: str | Path) -> None:

@@ -1,0 +1,205 @@
+"""The padding-free forward: the real tokens of a padded batch in one row, attention cut at the borders of the sequences.
+
+Everything but attention works token by token, so there padding is left out simply by not being there. Attention is asked for by
+transformers under a name of ours, which is the model's 'sdpa' for every ordinary call; a call that carries a `Packing` takes
+
+- FlashAttention for variable lengths (`torch.nn.attention.varlen`) on CUDA in 16 bits, where torch has it;
+- elsewhere `scaled_dot_product_attention` over groups of sequences of similar length, padded within their group.
+
+A model takes part when it asks transformers for its attention and every layer attends to all earlier tokens. On real weights that is
+compared with the plain forward on a few tokens when an `Actor`, `Critic` or `RewardModel` is built; the others keep the padded
+forward, which gives the same numbers up to rounding.
+
+Left out: attention windows shorter than the batch, position biases (ALiBi), encoders: those run padded.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from chatgpt.batching import packing_of
+from chatgpt.nn.trunk import accepts, is_meta, looks_ahead, needs_mask, run_trunk, text_config
+from chatgpt.types import Batch, PackedGroup, Packing
+
+ATTENTION = 'packed_sdpa'
+"""our attention's name in transformers; without a `Packing` it is 'sdpa'"""
+
+CHECK_LENGTHS = (5, 3)
+
+NEVER = ('attn_logit_softcapping', 'alibi', 'position_bias')
+"""config fields that, when set, change attention in a way this module does not follow"""
+
+
+def flat_hidden(model: nn.Module, batch: Batch) -> Tensor:
+    """Hidden states of a batch, rows joined: (B*S, D), to be indexed with `action_index` or `last_index`.
+
+    Run without padding where batch and model can; the states of padding are then zeros.
+    """
+    packing = batch.packing
+    if packing is not None and packs(model) and (window_of(model) or packing.max_length) >= packing.max_length:
+        hidden = _packed_hidden(model, batch.input_ids, batch.position_ids, packing)
+        return hidden.new_zeros(batch.input_ids.numel(), hidden.shape[-1]).index_copy(0, packing.token_index, hidden)
+    mask = batch.attention_mask if needs_mask(model) else None
+    # An encoder counts positions in its own way (RoBERTa from its padding id on).
+    positions = None if looks_ahead(model) else batch.position_ids
+    return run_trunk(model, batch.input_ids, position_ids=positions, attention_mask=mask).flatten(0, 1)
+
+
+def _packed_hidden(model: nn.Module, input_ids: Tensor, position_ids: Tensor, packing: Packing) -> Tensor:
+    """Last hidden states (T, D) of the real tokens of a (B, S) batch, row after row."""
+    ids = input_ids.flatten()[packing.token_index][None]
+    positions = position_ids.flatten()[packing.token_index][None]
+    # A mask of four dimensions is handed on as it is, so none of (T, T) is made; `packed_attention` does not read it.
+    no_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
+    return run_trunk(model, ids, position_ids=positions, attention_mask=no_mask, packing=packing)[0]
+
+
+def packs(model: nn.Module) -> bool:
+    """Whether `model` (a base model) runs packed batches."""
+    config: Any = model.config
+    return bool(config._attn_implementation == ATTENTION)
+
+
+def window_of(model: nn.Module) -> int | None:
+    """The attention window of a model with such layers; a batch longer than it runs padded."""
+    config = text_config(model)
+    kinds = getattr(config, 'layer_types', None)
+    if getattr(config, 'use_sliding_window', True) is False or (kinds and 'sliding_attention' not in kinds):
+        return None
+    return getattr(config, 'sliding_window', None)
+
+
+# ---------------------------------------------------------------- attention
+
+
+def packed_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, packing: Packing | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention as transformers asks for it: query (B, H, S, d), key and value (B, H_kv, S, d) → (B, S, H, d).
+
+    With a `packing`, B is 1 and S the number of real tokens; causal within each sequence.
+    """
+    if packing is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    if kwargs.get('softcap') is not None or kwargs.get('position_bias') is not None:
+        raise ValueError('packed attention knows neither soft caps nor position biases; train with packing=False')
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, d)
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and not dropout and _varlen() is not None:
+        return _varlen_attention(q, k, v, packing, scaling)[None], None
+    if k.shape[1] != q.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    parts = [_group_attention(q, k, v, group, dropout, scaling) for group in packing.groups]
+    return torch.cat(parts)[None], None
+
+
+def _group_attention(q: Tensor, k: Tensor, v: Tensor, group: PackedGroup, dropout: float, scaling: float | None) -> Tensor:
+    """Sequences of one group: (T', H, d) of its tokens."""
+    rows, width, index = group.rows, group.width, group.index
+
+    def padded(x: Tensor) -> Tensor:
+        own = x[group.start : group.stop]
+        if index is not None:
+            own = own.new_zeros(rows * width, *own.shape[1:]).index_copy(0, index, own)
+        return own.unflatten(0, (rows, width)).transpose(1, 2)  # (rows, H, width, d)
+
+    # Padding stands behind the real tokens of its row, so the causal rule hides it.
+    out = scaled_dot_product_attention(padded(q), padded(k), padded(v), dropout_p=dropout, scale=scaling, is_causal=True)
+    flat = out.transpose(1, 2).flatten(0, 1)
+    return flat if index is None else flat.index_select(0, index)
+
+
+@cache
+def _varlen() -> Any:
+    """torch's FlashAttention for variable lengths and its parameters' names, or None."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None) -> Tensor:
+    attend, names = _varlen()
+    keywords: dict[str, Any] = {'window_size': (-1, 0)} if 'window_size' in names else {'is_causal': True}
+    if scaling is not None:
+        if 'scale' in names:
+            keywords['scale'] = scaling
+        else:
+            q = q * (scaling * q.shape[-1] ** 0.5)
+    if k.shape[1] != q.shape[1]:
+        if 'enable_gqa' in names:
+            keywords['enable_gqa'] = True
+        else:
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    cu = packing.cu_seqlens
+    return attend(q.contiguous(), k.contiguous(), v.contiguous(), cu, cu, packing.max_length, packing.max_length, **keywords)
+
+
+AttentionInterface.register(ATTENTION, packed_attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+# ---------------------------------------------------------------- which models
+
+
+def enable_packing(model: nn.Module) -> bool:
+    """Let `model` (a base model) run packed batches if it can. Returns whether it does. Its ordinary calls are not changed."""
+    config: Any = model.config
+    if packs(model):
+        return True
+    if not _can_by_form(model):
+        return False
+    config._attn_implementation = ATTENTION
+    if is_meta(model) or _agrees(model):
+        return True
+    config._attn_implementation = 'sdpa'
+    return False
+
+
+def _can_by_form(model: nn.Module) -> bool:
+    config = text_config(model)
+    kinds = set(getattr(config, 'layer_types', None) or ['full_attention'])
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    return (
+        getattr(model.config, '_attn_implementation', None) == 'sdpa'
+        and bool(getattr(model, '_supports_attention_backend', False))
+        and accepts(model, 'position_ids')
+        and any(p.kind is p.VAR_KEYWORD for p in parameters)
+        and not needs_mask(model)
+        and kinds <= {'full_attention', 'sliding_attention'}
+        and not any(getattr(config, name, None) for name in NEVER)
+    )
+
+
+@torch.no_grad()
+def _agrees(model: nn.Module) -> bool:
+    """Whether a packed forward of two short sequences gives the hidden states of the padded one."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        device, width = next(model.parameters()).device, max(CHECK_LENGTHS)
+        ids = torch.arange(len(CHECK_LENGTHS) * width, device=device).view(-1, width) * 7919 + 13
+        ids = ids % text_config(model).vocab_size
+        positions = torch.arange(width, device=device).expand_as(ids)
+        packing = packing_of(CHECK_LENGTHS, width)
+        assert packing is not None
+        packing = packing.to(device)
+        plain = run_trunk(model, ids, position_ids=positions).flatten(0, 1)[packing.token_index].double()
+        packed = _packed_hidden(model, ids, positions, packing).double()
+        tolerance = 1e-4 if next(model.parameters()).dtype == torch.float32 else 2e-2
+        return bool((packed - plain).abs().max() <= tolerance * plain.abs().max().clamp_min(1e-6))
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, NotImplementedError):
+        return False
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

@@ -1,0 +1,224 @@
+"""The padding-free forward: the same numbers as the padded one, in every family that takes part, and no trace of its neighbours."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GemmaConfig, GPTNeoXConfig, MistralConfig, Qwen3Config
+
+from chatgpt.batching import collate, packing_of
+from chatgpt.nn import Actor, Critic, RewardModel
+from chatgpt.nn.packing import enable_packing, flat_hidden, packed_attention, packs, window_of
+from chatgpt.nn.trunk import base_model
+from chatgpt.testing import tiny_causal_lm, tiny_config
+from chatgpt.types import Sequence
+
+VOCAB = 64
+SIZES = {'vocab_size': VOCAB, 'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 4, 'intermediate_size': 64,
+         'max_position_embeddings': 64, 'bos_token_id': 1, 'eos_token_id': 2}  # fmt: skip
+OTHERS = {
+    'mistral': MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=64),
+    'qwen3': Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8),
+    'gpt_neox': GPTNeoXConfig(**SIZES),
+    'gemma': GemmaConfig(**SIZES, num_key_value_heads=1, head_dim=8),
+}
+LENGTHS = [(9, 12), (3, 7), (5, 5), (4, 2), (2, 2)]
+
+
+def sequences(lengths=LENGTHS, seed=1) -> list[Sequence]:
+    g = torch.Generator().manual_seed(seed)
+    return [
+        Sequence(
+            prompt_ids=torch.randint(3, VOCAB, (p,), generator=g),
+            response_ids=torch.randint(3, VOCAB, (a,), generator=g),
+            response_mask=torch.ones(a, dtype=torch.bool),
+        )
+        for p, a in lengths
+    ]
+
+
+def model_of(name: str) -> nn.Module:
+    if name in OTHERS:
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(OTHERS[name])
+    return tiny_causal_lm(name)
+
+
+def gradients(module: nn.Module, loss: torch.Tensor) -> torch.Tensor:
+    module.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+
+
+# ---------------------------------------------------------------- the plan, by hand
+
+
+def test_three_rows_by_hand():
+    # rows of 4, 3 and 1 tokens at width 4: 3 >= 0.75 * 4 joins the first group, 1 does not
+    packing = packing_of([4, 3, 1], 4)
+    assert packing is not None
+    assert packing.token_index.tolist() == [0, 1, 2, 3, 4, 5, 6, 8]
+    assert packing.cu_seqlens.tolist() == [0, 4, 7, 8]
+    assert packing.max_length == 4
+    first, second = packing.groups
+    assert (first.start, first.stop, first.rows, first.width) == (0, 7, 2, 4)
+    assert first.index is not None and first.index.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert (second.start, second.stop, second.rows, second.width, second.index) == (7, 8, 1, 1, None)
+
+
+def test_rows_of_one_length_are_left_as_they_are():
+    assert packing_of([3, 3], 3) is None
+    assert collate(sequences([(2, 2), (2, 2)])).packing is None
+    assert collate(sequences(), pack=False).packing is None
+
+
+def test_attention_against_a_loop():
+    """softmax(q k / sqrt(d)) v over the tokens before, per sequence and head, in float64."""
+    lengths, heads, kv_heads, d = [5, 2, 4, 1], 4, 2, 3
+    total = sum(lengths)
+    g = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, n, total, d, generator=g, dtype=torch.float64) for n in (heads, kv_heads, kv_heads))
+    got, _ = packed_attention(nn.Module(), q, k, v, None, scaling=0.7, packing=packing_of(lengths, 5))
+    start = 0
+    for n in lengths:
+        for t in range(n):
+            for h in range(heads):
+                own = h // (heads // kv_heads)
+                scores = torch.tensor([0.7 * float(q[0, h, start + t] @ k[0, own, start + j]) for j in range(t + 1)])
+                weights = scores.double().softmax(0)
+                want = sum(w * v[0, own, start + j] for j, w in enumerate(weights))
+                assert torch.allclose(got[0, start + t, h], want, atol=1e-6)
+        start += n
+
+
+# ---------------------------------------------------------------- against the padded forward
+
+
+@pytest.mark.parametrize('name', ['gpt2', 'opt', 'llama', *OTHERS])
+def test_log_probs_and_gradients_are_those_of_the_padded_forward(name):
+    actor = Actor(model_of(name)).eval()
+    assert packs(base_model(actor.model))
+    packed, padded = collate(sequences()), collate(sequences(), pack=False)
+    one, other = actor(packed, with_entropy=True), actor(padded, with_entropy=True)
+    assert torch.allclose(one.logprobs, other.logprobs, atol=1e-5)
+    assert torch.allclose(one.entropy, other.entropy, atol=1e-5)
+    weights = torch.linspace(-1, 1, len(one.logprobs))
+    a, b = gradients(actor, (one.logprobs * weights).sum()), gradients(actor, (actor(padded).logprobs * weights).sum())
+    assert float((a - b).norm() / b.norm()) < 1e-5
+
+
+def test_critic_and_reward_model_agree_too():
+    packed, padded = collate(sequences()), collate(sequences(), pack=False)
+    for module in (Critic(tiny_causal_lm('gpt2')).eval(), RewardModel(tiny_causal_lm('llama')).eval()):
+        assert packs(module.model)
+        assert torch.allclose(module(packed), module(padded), atol=1e-5)
+
+
+def test_bf16_against_fp32():
+    actor = Actor(tiny_causal_lm('llama')).eval()
+    with torch.no_grad():
+        want = actor(collate(sequences(), pack=False)).logprobs
+        half = deepcopy(actor).bfloat16()
+        packed, padded = (half(collate(sequences(), pack=p)).logprobs for p in (True, False))
+    error = float((packed - want).norm() / want.norm())
+    assert error < 2e-2
+    assert error < 1.5 * float((padded - want).norm() / want.norm()) + 1e-3
+
+
+def test_a_neighbour_changes_nothing():
+    """Each sequence alone, and with another one's ids exchanged: equal to the last bit but for the matmuls' own rounding."""
+    actor = Actor(tiny_causal_lm('gpt2')).eval()
+    items = sequences()
+    with torch.no_grad():
+        together = actor(collate(items)).logprobs.split([s.num_actions for s in items])
+        for item, got in zip(items, together, strict=True):
+            assert torch.allclose(actor(collate([item])).logprobs, got, atol=1e-5)
+
+
+def test_borders_are_what_makes_it_right():
+    """The twin: one sequence instead of many, and the numbers are wrong."""
+    model = base_model(Actor(tiny_causal_lm('gpt2')).eval().model)
+    batch = collate(sequences())
+    right = flat_hidden(model, batch)
+    assert batch.packing is not None
+    total = len(batch.packing.token_index)
+    one = packing_of([total], total + 1)
+    assert one is not None
+    batch.packing.groups = one.groups
+    assert not torch.allclose(flat_hidden(model, batch), right, atol=1e-2)
+
+
+def test_gradient_checkpointing_recomputes_the_packed_attention():
+    plain, checkpointed = Actor(tiny_causal_lm('llama')), Actor(tiny_causal_lm('llama'))
+    checkpointed.load_state_dict(plain.state_dict())
+    checkpointed.model.gradient_checkpointing_enable()
+    checkpointed.train()
+    plain.train()
+    batch = collate(sequences())
+    a, b = (gradients(m, m(batch).logprobs.sum()) for m in (plain, checkpointed))
+    assert torch.allclose(a, b, atol=1e-6)
+
+
+# ---------------------------------------------------------------- who takes part
+
+
+@pytest.mark.parametrize('name', ['bloom'])
+def test_position_biases_run_padded(name):
+    actor = Actor(model_of(name)).eval()
+    assert not packs(base_model(actor.model))
+    packed, padded = collate(sequences()), collate(sequences(), pack=False)
+    assert torch.equal(actor(packed).logprobs, actor(padded).logprobs)
+
+
+def test_a_batch_longer_than_the_window_runs_padded():
+    config = MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=8)
+    torch.manual_seed(0)
+    actor = Actor(AutoModelForCausalLM.from_config(config)).eval()
+    assert packs(actor.model.model) and window_of(actor.model.model) == 8
+    packed, padded = collate(sequences()), collate(sequences(), pack=False)
+    assert packed.packing is not None and packed.packing.max_length > 8
+    assert torch.equal(actor(packed).logprobs, actor(padded).logprobs)
+
+
+def test_a_model_that_disagrees_keeps_its_attention():
+    """A trunk that looks at its neighbours is found out when it is built."""
+    model = tiny_causal_lm('gpt2')
+    trunk = base_model(model)
+    plain = type(trunk).forward
+
+    class Mixing(type(trunk)):  # type: ignore[misc]
+        def forward(self, input_ids=None, position_ids=None, **kwargs):
+            out = plain(self, input_ids=input_ids, position_ids=position_ids, **kwargs)
+            out.last_hidden_state = out.last_hidden_state + out.last_hidden_state.mean(1, keepdim=True)
+            return out
+
+    trunk.__class__ = Mixing
+    assert enable_packing(trunk) is False
+    assert model.config._attn_implementation == 'sdpa'
+
+
+def test_the_users_model_is_not_changed_otherwise():
+    model = tiny_causal_lm('llama').eval()
+    ids = torch.arange(3, 13)[None]
+    with torch.no_grad():
+        before = model(ids).logits
+        made = model.generate(ids, max_new_tokens=4, do_sample=False)
+        Actor(model)
+        model.eval()
+        assert torch.equal(model(ids).logits, before)
+        assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), made)
+
+
+def test_the_setting_is_not_written_into_a_folder(tmp_path):
+    Actor(tiny_causal_lm('gpt2')).save_pretrained(tmp_path)
+    assert 'packed' not in (tmp_path / 'config.json').read_text()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == 'sdpa'
+
+
+def test_on_the_meta_device_the_form_decides():
+    with torch.device('meta'):
+        model = AutoModelForCausalLM.from_config(tiny_config('gpt2'))
+    assert enable_packing(base_model(model))
