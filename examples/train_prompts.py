@@ -14,6 +14,7 @@ from typing import Any
 
 from chatgpt.launch.arguments import check_run_folder, make_strategy, run_main, world_size_from_env
 from chatgpt.launch.config_file import parse_run
+from chatgpt.launch.planning import memory_advice, setup_of_ppo, show_plan
 from chatgpt.launch.runs import PPORun
 from chatgpt.trainer.config import NEEDS_CRITIC, PPOConfig
 
@@ -25,8 +26,13 @@ def main() -> None:
     # Everything that can be wrong is found before any weight is loaded.
     config = check_ppo_args(args, world_size_from_env())
     inputs = build_ppo_inputs(args)
+    if args.plan:
+        show_plan(lambda: setup_of_ppo(args, inputs))
     check_run_folder(args.save_path)
-    with make_strategy(args.strategy, seed=args.seed, precision=args.precision, remote_code=args.trust_remote_code) as strategy:
+    with (
+        memory_advice(lambda: setup_of_ppo(args, inputs)),
+        make_strategy(args.strategy, seed=args.seed, precision=args.precision, remote_code=args.trust_remote_code) as strategy,
+    ):
         train(args, config, strategy, inputs)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from chatgpt.launch.arguments import check_run_folder, make_strategy, run_main, world_size_from_env
 from chatgpt.launch.config_file import parse_run
+from chatgpt.launch.planning import memory_advice, setup_of_data, show_plan
 from chatgpt.launch.runs import RewardRun
 
 
@@ -31,8 +32,13 @@ def main() -> None:
     first = load_examples(source, max_examples=1, skip_bad_records=run.skip_bad_records)[0]
     load = load_labelled if isinstance(first, Labelled) else load_preferences
     train, validation = load(source, tokenizer, **learning.reading_options(run))
+    if run.plan:
+        show_plan(lambda: setup_of_data(run, config, 'reward_model'))
     check_run_folder(run.save_path)
-    with make_strategy(run.strategy, seed=run.seed, precision=run.precision, remote_code=run.trust_remote_code) as strategy:
+    with (
+        memory_advice(lambda: setup_of_data(run, config, 'reward_model')),
+        make_strategy(run.strategy, seed=run.seed, precision=run.precision, remote_code=run.trust_remote_code) as strategy,
+    ):
         learning.report_data(run, strategy, train, validation)
         learn(run, strategy, config, tokenizer, train, validation)
 

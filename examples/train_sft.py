@@ -14,6 +14,7 @@ from typing import Any
 
 from chatgpt.launch.arguments import check_run_folder, make_strategy, run_main, world_size_from_env
 from chatgpt.launch.config_file import parse_run
+from chatgpt.launch.planning import memory_advice, setup_of_data, show_plan
 from chatgpt.launch.runs import SFTRun
 
 
@@ -31,8 +32,13 @@ def main() -> None:
         train[:] = pack(train, run.max_len)
     if run.early_stopping_patience is not None and not validation:
         raise ValueError('early_stopping_patience needs held-back data: give --validation_file or --validation_percentage')
+    if run.plan:
+        show_plan(lambda: setup_of_data(run, config, 'sft'))
     check_run_folder(run.save_path)
-    with make_strategy(run.strategy, seed=run.seed, precision=run.precision, remote_code=run.trust_remote_code) as strategy:
+    with (
+        memory_advice(lambda: setup_of_data(run, config, 'sft')),
+        make_strategy(run.strategy, seed=run.seed, precision=run.precision, remote_code=run.trust_remote_code) as strategy,
+    ):
         learning.report_data(run, strategy, train, validation)
         learn(run, strategy, config, tokenizer, train, validation)
 

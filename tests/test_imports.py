@@ -27,9 +27,9 @@ ALLOWED: dict[str, set[str]] = {
     'checkpoint': set(),
     'trainer.strategies': MODELS | {'checkpoint'},
     'trainer.callbacks': MATHS | {'checkpoint', 'trainer', 'trainer.strategies'},
-    'trainer': MODELS | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer.strategies', 'trainer.callbacks'},
-    'launch': MODELS | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
-    'plan': MODELS | {'trainer.strategies'},
+    'trainer': MODELS | {'plan', 'rollout', 'experience', 'dataset', 'checkpoint', 'trainer.strategies', 'trainer.callbacks'},
+    'launch': MODELS | {'plan', 'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
+    'plan': MODELS | {'trainer.strategies'},  # to find a model's blocks and a strategy's name
     'rewards': set(),
     'quickstart': MODELS
     | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks', 'launch'},

@@ -61,6 +61,8 @@ class Run(LearningSettings):
     """allow a hub model to bring code of its own"""
     skip_bad_records: bool = False
     """leave bad records out and count them"""
+    plan: bool = False
+    """print what memory each phase takes, whether it fits here and what would make it fit, and stop; no weight is loaded"""
     resume: str | None = None
     """a checkpoint folder, or auto for the newest of save_path"""
     checkpoint_interval: int = 0

@@ -6,15 +6,17 @@ import argparse
 import json
 import os
 import sys
+from typing import get_args
 
 from chatgpt.plan.advice import advice
 from chatgpt.plan.phases import make_plan
-from chatgpt.plan.setup import STRATEGIES, Setup, parse_bytes
+from chatgpt.plan.setup import STRATEGIES, Setup, Task, parse_bytes
 
 
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(prog='python -m chatgpt.plan', description=__doc__, allow_abbrev=False)
     out.add_argument('config', help='config.json of the policy, its folder, or a hub name')
+    out.add_argument('--task', choices=get_args(Task), default='ppo')
     out.add_argument('--reward_config', help='the same of a reward model; default: a reward function')
     out.add_argument('--strategy', choices=STRATEGIES, default='naive')
     out.add_argument('--memory', type=parse_bytes, help='of one device, such as 24GiB')

@@ -13,7 +13,8 @@ from chatgpt.plan.setup import Setup, show_bytes
 def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
     """Single changes, those that cost least time or change least first; later ones build on the earlier ones of their kind."""
     tokens = setup.max_prompt_tokens + setup.max_new_tokens
-    share = max(setup.train_batch_size, setup.experience_batch_size * setup.num_samples_per_prompt) // setup.num_processes
+    collected = setup.experience_batch_size * setup.num_samples_per_prompt if setup.task == 'ppo' else 0
+    share = max(setup.train_batch_size * (2 if setup.task == 'reward_model' else 1), collected) // setup.num_processes
     for rows in (4, 2, 1):
         if rows < share and (setup.max_tokens_per_batch is None or rows * tokens < setup.max_tokens_per_batch):
             yield f'max_tokens_per_batch={rows * tokens}', replace(setup, max_tokens_per_batch=rows * tokens)
@@ -32,12 +33,14 @@ def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
         kind = f'{small.strategy}_cpu' if not small.strategy.startswith(('naive', 'ddp')) else 'fsdp_cpu'
         offloaded = replace(small, strategy=kind)
         yield f'{first}strategy={kind}', offloaded
-        if offloaded.is_fsdp or offloaded.is_gemini:
+        if (offloaded.is_fsdp or offloaded.is_gemini) and setup.task == 'ppo':
             yield f'{first}strategy={kind}, stream_blocks', replace(offloaded, stream_blocks=True)
-    if setup.critic == 'own' and setup.num_layers_unfrozen < 1:
+    if setup.critic == 'own' and setup.num_layers_unfrozen < 1 and setup.task == 'ppo':
         yield f'{first}critic=shared', replace(small, critic='shared')
     if not setup.lora_rank and setup.num_layers_unfrozen < 1:
         yield f'{first}lora_rank=16', replace(small, lora_rank=16)
+        if setup.task != 'ppo':
+            return
         if setup.critic == 'own':
             yield f'{first}lora_rank=16, critic=shared', replace(small, lora_rank=16, critic='shared')
         if setup.on_cuda and not small.offloads:

@@ -89,17 +89,17 @@ def build(kind: str, config: Any, setup: Setup, layers: int | None = None) -> nn
         unfrozen = min(unfrozen, layers)
     with torch.device('meta'):
         model = AutoModelForCausalLM.from_config(config)
-        if setup.gradient_checkpointing and kind in ('actor', 'critic'):
+        if setup.gradient_checkpointing and (kind in ('actor', 'critic') or setup.task == 'reward_model'):
             with warnings.catch_warnings():
                 warnings.simplefilter('ignore', FutureWarning)
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
         if kind == 'actor':
-            head = True if setup.critic == 'shared' else None
+            head = True if setup.critic == 'shared' and setup.task == 'ppo' else None
             return Actor(model, setup.lora_rank, value_head=head, num_layers_unfrozen=unfrozen)
         if kind == 'critic':
             return Critic(model, lora_rank=setup.lora_rank)
         if kind == 'reward':
-            return RewardModel(model)
+            return RewardModel(model, lora_rank=setup.lora_rank if setup.task == 'reward_model' else 0)
         return Actor(model).requires_grad_(False)
 
 
@@ -244,11 +244,11 @@ def learning_bytes(kind: str, config: Any, setup: Setup, rows: int, *, keep_grad
             if parameter.requires_grad and not keep_gradients:
                 parameter.register_post_accumulate_grad_hook(forget)
         with autocast(setup):
-            if kind == 'critic':
+            if kind in ('critic', 'reward'):
                 loss = model(given).sum()
             else:
-                out = model(given, with_entropy=True)
-                loss = out.logprobs.sum() + out.entropy.sum() + (out.values.sum() if out.values is not None else 0)
+                out = model(given, with_entropy=setup.task == 'ppo')
+                loss = out.logprobs.sum() + sum(x.sum() for x in (out.entropy, out.values) if x is not None)
         loss.backward()
 
     return traced(lambda layers: cast(build(kind, config, setup, layers), setup).train(), config, run)

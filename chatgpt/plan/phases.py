@@ -1,4 +1,4 @@
-"""The phases of a PPO run, and what each needs at its peak: load, collect, score, learn."""
+"""The phases of a run, and what each needs at its peak: load, collect, score, learn; load and learn where nothing is collected."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from chatgpt.plan.static import Memory, frozen_memory, gathered, step_bytes, tra
 
 SAMPLING_COPIES = 4
 """fp32 tables of (rows, V) alive while a token is drawn: logits, log-probs, and two of filtering"""
+_NAMES = {'initial': 'initial model', 'reward': 'reward model'}
+_KINDS = {name: kind for kind, name in _NAMES.items()}
 PACKED_BYTES = 2 << 30
 """the local engine packs a model's weights for the CPU up to this size"""
 
@@ -86,6 +88,8 @@ class Plan:
 def make_plan(setup: Setup) -> Plan:
     """Plan a run. Reads configs; loads no weight and touches no device."""
     config, reward_config = read_config(setup.config), read_config(setup.reward_config)
+    if setup.task != 'ppo':
+        return _plan_of_one_model(setup, config)
     actor = models.measure(models.build('actor', config, setup))
     trained = {'actor': (actor, config)}
     if setup.critic == 'own':
@@ -109,6 +113,16 @@ def make_plan(setup: Setup) -> Plan:
         'learn': static + _learn(setup, trained),
     }
     return Plan(setup, phases)
+
+
+def _plan_of_one_model(setup: Setup, config: Any) -> Plan:
+    """SFT, or a reward model."""
+    kind = 'reward' if setup.task == 'reward_model' else 'actor'
+    trained = {_NAMES.get(kind, kind): (models.measure(models.build(kind, config, setup)), config)}
+    load = Memory()
+    for name, (size, _) in trained.items():
+        load += _without(trained_memory(name, size, setup), 'gradients')
+    return Plan(setup, {'load': _without(load, 'optimizer'), 'learn': load + _learn(setup, trained)})
 
 
 def actor_without_extras(config: Any, setup: Setup) -> models.ModelSize:
@@ -161,7 +175,7 @@ def _score(setup: Setup, trained: dict[str, Any], frozen: dict[str, Any]) -> Mem
     work: list[tuple[int, int]] = []
     scoring = [(n, m) for n, m in (*trained.items(), *frozen.items()) if n != 'actor' or setup.kl and not setup.has_initial_model]
     for name, (size, config) in scoring:
-        kind = {'initial model': 'initial', 'reward model': 'reward'}.get(name, name)
+        kind = _KINDS.get(name, name)
         work.append((models.scoring_bytes(kind, config, setup, rows), gathered(size, setup, backward=False)))
     if work:
         activations, whole = max(work, key=sum)
@@ -173,9 +187,10 @@ def _score(setup: Setup, trained: dict[str, Any], frozen: dict[str, Any]) -> Mem
 def _learn(setup: Setup, trained: dict[str, Any]) -> Memory:
     """Actor, then critic, for each micro-batch; then their steps. Gradients wait for the steps."""
     memory = Memory()
-    rows = rows_per_forward(setup, setup.train_batch_size)
+    sequences = setup.train_batch_size * (2 if setup.task == 'reward_model' else 1)
+    rows = rows_per_forward(setup, sequences)
     # Gradients as large as the weights are being made while activations go; with a second micro-batch they are there already.
-    grow = setup.strategy in ('naive', 'ddp') and rows * setup.num_processes >= setup.train_batch_size
+    grow = setup.strategy in ('naive', 'ddp') and rows * setup.num_processes >= sequences
     to_come, work, steps = 0, [], []
     for name, (size, config) in reversed(trained.items()):
         whole = trained_memory(name, size, setup)
@@ -183,7 +198,7 @@ def _learn(setup: Setup, trained: dict[str, Any]) -> Memory:
             for part, size_of_part in place.items():
                 if part.endswith('gradients'):
                     memory.add(part, size_of_part, host=host)
-        peak = models.learning_bytes(name, config, setup, rows, keep_gradients=grow)
+        peak = models.learning_bytes(_KINDS.get(name, name), config, setup, rows, keep_gradients=grow)
         if grow:
             to_come += 4 * size.trained
             peak = max(peak - to_come, 0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+Task = Literal['ppo', 'sft', 'reward_model']
 Precision = Literal['fp32', 'bf16', 'fp16']
 STRATEGIES = (
     'naive', 'ddp', 'fsdp', 'fsdp_cpu', 'colossalai_gemini', 'colossalai_gemini_cpu',
@@ -39,13 +40,17 @@ def show_bytes(size: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A PPO run to be planned. Batch sizes are global, as in `PPOConfig`; lengths are in tokens.
+    """A run to be planned. Batch sizes are global, as in `PPOConfig`; lengths are in tokens.
+
+    With task 'sft' or 'reward_model' there is one model that learns and nothing to collect: of the fields, those of PPO's other models and
+    of collecting say nothing then. A train batch of a reward model holds pairs, two sequences each.
 
     `config` and `reward_config` are transformers configs, or config.json files or folders or hub names to read them from.
     """
 
     config: Any
     """of the policy; the critic has the same trunk"""
+    task: Task = 'ppo'
     reward_config: Any = None
     """None: a reward function takes no memory"""
     strategy: str = 'naive'
@@ -81,7 +86,7 @@ class Setup:
     def __post_init__(self) -> None:
         for name, choices in (
             ('strategy', STRATEGIES), ('precision', get_args(Precision)), ('critic', ('own', 'shared', 'none')),
-            ('optimizer', ('adamw', 'sgd')),
+            ('optimizer', ('adamw', 'sgd')), ('task', get_args(Task)),
         ):  # fmt: skip
             if getattr(self, name) not in choices:
                 raise ValueError(f'{name}={getattr(self, name)!r} is not one of {", ".join(choices)}')
@@ -100,7 +105,7 @@ class Setup:
             raise ValueError('lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one')
         if self.critic == 'shared' and self.num_layers_unfrozen > 0:
             raise ValueError("critic='shared' with num_layers_unfrozen is not planned; use critic='own'")
-        for name in ('experience_batch_size', 'train_batch_size'):
+        for name in ('experience_batch_size', 'train_batch_size') if self.task == 'ppo' else ():
             if getattr(self, name) % self.num_processes:
                 raise ValueError(f'{name}={getattr(self, name)} cannot be cut over {self.num_processes} ranks')
 

@@ -19,6 +19,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from chatgpt.checkpoint import claim_folder
+from chatgpt.plan.of_run import note_on_memory
+from chatgpt.plan.setup import Setup
 from chatgpt.trainer import checkpointing
 from chatgpt.trainer.callbacks import Callback, CallbackList, MetricsWriter, ProgressBar
 from chatgpt.trainer.config import LearningSettings
@@ -116,6 +118,10 @@ class Trainer(ABC):
         """Settings and data of this run; a resume says which of them changed."""
         return {'config': self.config.to_dict(), 'seed': self.strategy.seed}
 
+    def memory_setup(self) -> Setup | None:
+        """This run as `chatgpt.plan` sees it, for the advice at the end of an out-of-memory error; None where it is not planned."""
+        return None
+
     # ------------------------------------------------------------------ checkpoints
 
     @property
@@ -167,6 +173,7 @@ class Trainer(ABC):
             try:
                 yield
             except BaseException as error:
+                note_on_memory(error, self.memory_setup)
                 self.callbacks.on_exception(self, error)
                 raise
             self._save_if_interrupted()

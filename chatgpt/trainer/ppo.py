@@ -25,6 +25,7 @@ from chatgpt.dataset.prompts import PromptOrder, PromptSet, as_prompts
 from chatgpt.experience import ExperienceMaker, ExperienceSettings, ReplayBuffer, ScoreShaper, as_scorer
 from chatgpt.functional.kl import AdaptiveKLController, FixedKLController
 from chatgpt.nn.dropout import dropout_off
+from chatgpt.plan.setup import Setup
 from chatgpt.rollout import LocalEngine, RolloutEngine
 from chatgpt.trainer.advantages import estimate_advantages, whitened
 from chatgpt.trainer.base import Trainer
@@ -34,7 +35,7 @@ from chatgpt.trainer.learning import TrainedModel, Work, generator_for, learn_ba
 from chatgpt.trainer.ppo_collect import Collector
 from chatgpt.trainer.ppo_loss import PPOLoss
 from chatgpt.trainer.ppo_metrics import PhaseMetrics, first_batch_metrics, rollout_metrics, value_metrics
-from chatgpt.trainer.ppo_setup import RatioGuard, check_nlpo, has_reference, sampling_for, split_kwargs, take_over
+from chatgpt.trainer.ppo_setup import RatioGuard, check_nlpo, has_reference, memory_setup, sampling_for, split_kwargs, take_over
 from chatgpt.trainer.ppo_stepwise import StepwisePPO
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Batch, Experience, Sequence
@@ -264,6 +265,9 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
                     self._drop_phase(start)
                     break
                 self.learn_phase()
+
+    def memory_setup(self) -> Setup:
+        return memory_setup(self)
 
     def set_prompts(self, prompts: Any) -> None:
         """The prompts that `collect` draws from, in an order that is a function of the seed."""

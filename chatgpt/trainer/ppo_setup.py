@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from chatgpt.plan.of_run import common_fields
+from chatgpt.plan.setup import Setup
 from chatgpt.rollout import LocalEngine, SamplingParams, StopStrings
 from chatgpt.rollout.sampling import generation_fields
 from chatgpt.trainer.config import NEEDS_GROUPS, PPOConfig, nearest
@@ -194,3 +196,25 @@ class RatioGuard:
             self.early_stop = True
             return True
         return c.ratio_threshold is not None and metrics['ratio_mean'] > c.ratio_threshold
+
+
+def memory_setup(trainer: Any) -> Setup:
+    """A `PPOTrainer` as the planner sees it, with its longest prompt."""
+    from chatgpt.experience import RewardModelScorer
+
+    config, strategy = trainer.config, trainer.strategy
+    actor = strategy.unwrap(trainer.actor)
+    scorer = trainer.maker.scorer
+    reward: Any = strategy.unwrap(scorer.model) if isinstance(scorer, RewardModelScorer) else None
+    prompts = trainer.prompts or ()
+    return Setup(
+        **common_fields(strategy, config, actor, 'ppo'),
+        reward_config=reward.model.config if hasattr(reward, 'model') else None,
+        critic='own' if trainer.critic is not None else 'shared' if trainer.shares_trunk else 'none',
+        num_layers_unfrozen=actor.ref_branch.num_blocks if hasattr(actor, 'ref_branch') else -1,
+        kl=trainer.maker.initial_model is not None or trainer.maker.reference_context is not None,
+        experience_batch_size=config.experience_batch_size,
+        num_samples_per_prompt=config.num_samples_per_prompt,
+        max_prompt_tokens=max((len(prompts[i].ids) for i in range(len(prompts))), default=1),
+        max_new_tokens=trainer.sampling.max_new_tokens or DEFAULT_NEW_TOKENS,
+    )

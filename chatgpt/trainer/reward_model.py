@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from chatgpt.dataset.tokenize import TokenizedLabelled, TokenizedPreference
 from chatgpt.functional.losses import pairwise_log_exp_loss, pairwise_log_sigmoid_loss, ranked_pairs
+from chatgpt.plan.setup import Task
 from chatgpt.trainer.callbacks.early_stopping import StopOnPlateau
 from chatgpt.trainer.config import Schedule, SupervisedConfig
 from chatgpt.trainer.learning import BatchStats, TrainedModel, Work, micro_batches
@@ -78,6 +79,7 @@ class RewardModelTrainer(SupervisedTrainer):
     prefix = 'rm'
     model_name = 'reward_model'
     config_class = RewardModelConfig
+    planned_as: Task | None = 'reward_model'
     config: RewardModelConfig
 
     def __init__(
@@ -128,6 +130,9 @@ class RewardModelTrainer(SupervisedTrainer):
         return self._signals.received is not None
 
     # ------------------------------------------------------------------ the loss
+
+    def longest(self) -> int:
+        return max(num_tokens(record) // len(answers_of(record)) for record in self.train_data)
 
     def work(self, records: list[Any]) -> list[Work]:
         self._num_records = max(sum(_counts(r) for r in records), 1)

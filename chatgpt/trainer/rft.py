@@ -104,6 +104,8 @@ class RFTTrainer(SFTTrainer):
     config_class = RFTConfig
     config: RFTConfig
 
+    planned_as = None  # its rounds collect too
+
     def __init__(
         self,
         strategy: Strategy,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from chatgpt.functional.losses import next_token_loss
 from chatgpt.functional.masking import masked_sum
+from chatgpt.plan.setup import Task
 from chatgpt.trainer.config import SFTConfig
 from chatgpt.trainer.learning import BatchStats, TrainedModel, Work
 from chatgpt.trainer.ppo import collate_or_filler
@@ -29,6 +30,7 @@ class SFTTrainer(SupervisedTrainer):
     prefix = 'sft'
     model_name = 'actor'
     config_class = SFTConfig
+    planned_as: Task | None = 'sft'
 
     def work(self, records: list[Sequence]) -> list[Work]:
         self._num_tokens = max(sum(int(r.response_mask.sum()) for r in records), 1)

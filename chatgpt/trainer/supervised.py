@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from chatgpt.plan.of_run import common_fields
+from chatgpt.plan.setup import Setup, Task
 from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.config import SupervisedConfig
 from chatgpt.trainer.learning import BatchStats, Work, learn_batch, micro_batches, permutation, seed_for
@@ -37,6 +39,8 @@ class SupervisedTrainer(Trainer):
     model_name = 'model'
     config_class: type[SupervisedConfig] = SupervisedConfig
     config: SupervisedConfig
+    planned_as: Task | None = None
+    """the planner's task, where it knows this kind of trainer"""
 
     def __init__(
         self,
@@ -61,6 +65,17 @@ class SupervisedTrainer(Trainer):
         self.batches_done = 0
         self.epochs_before = 0
         """passes of earlier calls of `fit`, whose orders are not repeated"""
+
+    def longest(self) -> int:
+        """Tokens of the longest training sequence."""
+        return max(record.num_tokens for record in self.train_data)
+
+    def memory_setup(self) -> Setup | None:
+        if self.planned_as is None:
+            return None
+        model = self.strategy.unwrap(self.model)
+        fields = common_fields(self.strategy, self.config, model, self.planned_as)
+        return Setup(**fields, max_prompt_tokens=1, max_new_tokens=max(self.longest() - 1, 1))
 
     @abstractmethod
     def work(self, records: list[Any]) -> list[Work]:
