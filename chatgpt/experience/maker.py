@@ -55,6 +55,7 @@ class ExperienceMaker:
         estimate: fills `advantages` and `returns` of the gathered, ordered list in place (rewards are there already).
         reference_context: within it the actor computes the reference; None with `initial_model=None` means no reference.
         actor_has_values: the actor carries a value head.
+        reference_with_policy: one forward of the actor gives both (a hydra); used where the policy has to be run anyway.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class ExperienceMaker:
         estimate: Callable[[list[Experience]], None],
         reference_context: Callable[[], AbstractContextManager[Any]] | None = None,
         actor_has_values: bool = False,
+        reference_with_policy: bool = False,
     ) -> None:
         self.strategy = strategy
         self.actor = actor
@@ -81,6 +83,7 @@ class ExperienceMaker:
         self.estimate = estimate
         self.reference_context = reference_context
         self.actor_has_values = actor_has_values
+        self.reference_with_policy = reference_with_policy
 
     def make(
         self,
@@ -122,8 +125,10 @@ class ExperienceMaker:
             reference: Any = None
             with self.strategy.autocast():
                 if s.recompute_logprobs or self.actor_has_values or full_kl:
-                    policy = self.actor(batch, temperature=s.temperature, with_logits=full_kl)
-                if self.initial_model is not None or self.reference_context is not None:
+                    both = {'with_reference': True} if self.reference_with_policy else {}
+                    policy = self.actor(batch, temperature=s.temperature, with_logits=full_kl, **both)
+                    reference = policy.reference
+                if reference is None and (self.initial_model is not None or self.reference_context is not None):
                     with self.reference_context() if self.initial_model is None and self.reference_context else nullcontext():
                         model = self.actor if self.initial_model is None else self.initial_model
                         reference = model(batch, temperature=s.temperature, with_logits=full_kl)

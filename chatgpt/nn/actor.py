@@ -22,7 +22,7 @@ from chatgpt.nn.heads import critic_head, in_fp32, load_head, save_head
 from chatgpt.nn.loading import add_lora, load_causal_lm, write_folder
 from chatgpt.nn.output import PolicyOutput
 from chatgpt.nn.own_head import head_is_linear, head_is_linear_by_form, own_logits
-from chatgpt.nn.packing import enable_packing, flat_hidden
+from chatgpt.nn.packing import enable_packing, flat_hidden, rows_joined
 from chatgpt.nn.trunk import (
     base_model,
     hidden_size,
@@ -86,17 +86,35 @@ class Actor(nn.Module):
     # ------------------------------------------------------------------ forward
 
     def forward(
-        self, batch: Batch, *, temperature: float = 1.0, with_entropy: bool = False, with_logits: bool = False
-    ) -> PolicyOutput:
+        self, batch: Batch, *, temperature: float = 1.0, with_entropy: bool = False, with_logits: bool = False,
+        with_reference: bool = False,
+    ) -> PolicyOutput:  # fmt: skip
         """Log-probs of a batch's actions.
 
         Args:
             temperature: divides the logits; the one the tokens were sampled with.
             with_entropy: also the entropy of each action's distribution.
             with_logits: also the (N, V) logits, not divided by the temperature; memory for them is not bounded.
+            with_reference: also the output of a hydra's reference, from the same pass through the trunk, without gradients.
         """
-        states = flat_hidden(base_model(self.model), batch)[batch.action_index]
-        values = None if self.value_head is None else in_fp32(self.value_head, states)
+        base = base_model(self.model)
+        if not with_reference:
+            return self._output(flat_hidden(base, batch)[batch.action_index], batch, temperature, with_entropy, with_logits)
+        with hydra.recorded_trunk(self) as record:
+            states = flat_hidden(base, batch)[batch.action_index]
+        out = self._output(states, batch, temperature, with_entropy, with_logits)
+        branch: Any = self.ref_branch
+        with torch.no_grad():
+            frozen = rows_joined(base, branch(record), batch)[batch.action_index]
+            with hydra.reference_branch(self):  # its head, where that is not tied
+                reference = self._output(frozen, batch, temperature, False, with_logits, with_values=False)
+        return out._replace(reference=reference)
+
+    def _output(
+        self, states: Tensor, batch: Batch, temperature: float, with_entropy: bool, with_logits: bool, with_values: bool = True
+    ) -> PolicyOutput:
+        """From the (N, D) states before each action."""
+        values = in_fp32(self.value_head, states) if with_values and self.value_head is not None else None
         if with_logits:
             logits = self.head(states)
             entropy = entropy_of(logits, temperature) if with_entropy else None

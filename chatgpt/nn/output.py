@@ -18,3 +18,5 @@ class PolicyOutput(NamedTuple):
     """(N,) fp32, when the actor carries a value head"""
     logits: Tensor | None = None
     """(N, V) in the model's dtype, not divided by the temperature; only on request"""
+    reference: PolicyOutput | None = None
+    """of a hydra's frozen branch on the same trunk; only on request"""

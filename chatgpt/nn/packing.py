@@ -44,23 +44,34 @@ def flat_hidden(model: nn.Module, batch: Batch) -> Tensor:
 
     Run without padding where batch and model can; the states of padding are then zeros.
     """
-    packing = batch.packing
-    if packing is not None and packs(model) and (window_of(model) or packing.max_length) >= packing.max_length:
-        hidden = _packed_hidden(model, batch.input_ids, batch.position_ids, packing)
-        return hidden.new_zeros(batch.input_ids.numel(), hidden.shape[-1]).index_copy(0, packing.token_index, hidden)
+    if _runs_packed(model, batch):
+        return rows_joined(model, _packed_hidden(model, batch.input_ids, batch.position_ids, batch.packing), batch)
     mask = batch.attention_mask if needs_mask(model) else None
     # An encoder counts positions in its own way (RoBERTa from its padding id on).
     positions = None if looks_ahead(model) else batch.position_ids
     return run_trunk(model, batch.input_ids, position_ids=positions, attention_mask=mask).flatten(0, 1)
 
 
-def _packed_hidden(model: nn.Module, input_ids: Tensor, position_ids: Tensor, packing: Packing) -> Tensor:
-    """Last hidden states (T, D) of the real tokens of a (B, S) batch, row after row."""
+def _runs_packed(model: nn.Module, batch: Batch) -> bool:
+    packing = batch.packing
+    return packing is not None and packs(model) and (window_of(model) or packing.max_length) >= packing.max_length
+
+
+def rows_joined(model: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+    """(B*S, D) out of what a part of `model` gave for a batch: (B, S, D), or the (1, T, D) of a packed run."""
+    if not _runs_packed(model, batch):
+        return hidden.flatten(0, 1)
+    assert batch.packing is not None
+    return hidden.new_zeros(batch.input_ids.numel(), hidden.shape[-1]).index_copy(0, batch.packing.token_index, hidden[0])
+
+
+def _packed_hidden(model: nn.Module, input_ids: Tensor, position_ids: Tensor, packing: Any) -> Tensor:
+    """Last hidden states (1, T, D) of the real tokens of a (B, S) batch, row after row."""
     ids = input_ids.flatten()[packing.token_index][None]
     positions = position_ids.flatten()[packing.token_index][None]
     # A mask of four dimensions is handed on as it is, so none of (T, T) is made; `packed_attention` does not read it.
     no_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
-    return run_trunk(model, ids, position_ids=positions, attention_mask=no_mask, packing=packing)[0]
+    return run_trunk(model, ids, position_ids=positions, attention_mask=no_mask, packing=packing)
 
 
 def packs(model: nn.Module) -> bool:
@@ -195,7 +206,7 @@ def _agrees(model: nn.Module) -> bool:
         assert packing is not None
         packing = packing.to(device)
         plain = run_trunk(model, ids, position_ids=positions).flatten(0, 1)[packing.token_index].double()
-        packed = _packed_hidden(model, ids, positions, packing).double()
+        packed = _packed_hidden(model, ids, positions, packing)[0].double()
         tolerance = 1e-4 if next(model.parameters()).dtype == torch.float32 else 2e-2
         return bool((packed - plain).abs().max() <= tolerance * plain.abs().max().clamp_min(1e-6))
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, NotImplementedError):

@@ -145,6 +145,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
             estimate=lambda experiences: estimate_advantages(experiences, config),
             reference_context=bare.reference if initial_model is None and has_reference(bare) else None,
             actor_has_values=self.shares_trunk,
+            reference_with_policy=initial_model is None and hasattr(bare, 'ref_branch'),
         )
         for model in self.models().values():
             dropout_off(strategy.unwrap(model))

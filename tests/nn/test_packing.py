@@ -222,3 +222,28 @@ def test_on_the_meta_device_the_form_decides():
     with torch.device('meta'):
         model = AutoModelForCausalLM.from_config(tiny_config('gpt2'))
     assert enable_packing(base_model(model))
+
+
+# ---------------------------------------------------------------- one pass for policy and reference
+
+
+@pytest.mark.parametrize(('name', 'pack'), [('gpt2', True), ('gpt2', False), ('llama', True), ('opt', True), ('bloom', True)])
+def test_a_hydras_reference_comes_with_the_policy(name, pack):
+    actor = Actor(model_of(name), num_layers_unfrozen=1, value_head=True).eval()
+    optimizer = torch.optim.SGD([p for p in actor.parameters() if p.requires_grad], lr=0.1)
+    (-actor(collate(sequences())).logprobs.mean()).backward()
+    optimizer.step()
+    batch = collate(sequences(), pack=pack)
+    with torch.no_grad():
+        policy = actor(batch, temperature=0.7)
+        with actor.reference():
+            reference = actor(batch, temperature=0.7)
+        calls = []
+        handle = base_model(actor.model).register_forward_hook(lambda *_: calls.append(1))
+        both = actor(batch, temperature=0.7, with_reference=True)
+        handle.remove()
+    assert len(calls) == 1
+    assert both.reference is not None and both.reference.values is None
+    assert torch.equal(both.logprobs, policy.logprobs) and torch.equal(both.values, policy.values)
+    assert torch.equal(both.reference.logprobs, reference.logprobs)
+    assert not torch.allclose(both.logprobs, both.reference.logprobs, atol=1e-4)

@@ -65,9 +65,8 @@ def test_train_prompts_plans_without_weights(monkeypatch, capsys, tmp_path, no_w
 )
 def test_the_other_scripts_plan_one_model(monkeypatch, capsys, tmp_path, no_weights, name, rows, model):
     (tmp_path / 'data.jsonl').write_text(rows * 4)
-    code, out = run_script(
-        monkeypatch, capsys, name, str(tmp_path / 'data.jsonl'), '--pretrain', str(no_weights), '--plan', '--save_path', str(tmp_path / 'run')
-    )
+    flags = [str(tmp_path / 'data.jsonl'), '--pretrain', str(no_weights), '--plan', '--save_path', str(tmp_path / 'run')]
+    code, out = run_script(monkeypatch, capsys, name, *flags)
     assert code == 0, out
     assert f'{model} weights' in out and f'{model} optimizer' in out and 'collect' not in out
 
@@ -78,9 +77,8 @@ def test_a_run_that_does_not_fit_is_told_what_would(monkeypatch, capsys, tmp_pat
     small = this_machine() | {'on_cuda': True, 'memory': 600 * 2**10}
     monkeypatch.setattr(of_run, 'this_machine', lambda: small)
     (tmp_path / 'data.jsonl').write_text('{"prompt": "a", "completion": "b"}\n' * 40)
-    code, out = run_script(
-        monkeypatch, capsys, 'train_sft.py', str(tmp_path / 'data.jsonl'), '--pretrain', str(no_weights), '--plan', '--train_batch_size', '32'
-    )
+    flags = [str(tmp_path / 'data.jsonl'), '--pretrain', str(no_weights), '--plan', '--train_batch_size', '32']
+    code, out = run_script(monkeypatch, capsys, 'train_sft.py', *flags)
     assert code == 1, out
     assert 'it does not fit, device memory is too small' in out
     assert 'fits with' in out or 'no single change' in out
@@ -120,7 +118,10 @@ def test_a_trainer_knows_its_plan():
     assert (setup.strategy, setup.precision, setup.critic, setup.kl, setup.lora_rank) == ('naive', 'fp32', 'own', True, 0)
 
 
-@pytest.mark.parametrize('error', [torch.OutOfMemoryError('CUDA out of memory'), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+OUT_OF_MEMORY = [torch.OutOfMemoryError('CUDA out of memory'), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+
+
+@pytest.mark.parametrize('error', OUT_OF_MEMORY)
 def test_running_out_of_memory_ends_with_the_advice(error):
     with NaiveStrategy() as strategy:
         trainer = ppo_trainer(strategy)
