@@ -142,7 +142,8 @@ class ExperienceMaker:
             if full_kl and reference is not None:
                 _write(records, 'kl', kl_full(policy.logits / s.temperature, reference.logits / s.temperature))
 
-        in_micro_batches(experiences, s.max_tokens_per_batch, self.strategy, run)
+        with nullcontext() if self.initial_model is None else self.strategy.at_hand(self.initial_model):
+            in_micro_batches(experiences, s.max_tokens_per_batch, self.strategy, run)
         for e in experiences:
             if self.initial_model is None and self.reference_context is None:
                 e.ref_logprobs = e.old_logprobs.clone()

@@ -36,6 +36,7 @@ class Communicator(Protocol):
     @property
     def device(self) -> torch.device: ...
     def autocast(self) -> Any: ...
+    def at_hand(self, model: nn.Module) -> Any: ...
     def all_reduce(self, tensor: Tensor, op: Any = 'sum') -> Tensor: ...
     def all_gather_object(self, obj: Any) -> list[Any]: ...
     def run_on_rank0(self, fn: Callable[[], Any]) -> Any: ...
@@ -112,11 +113,21 @@ class RewardModelScorer:
             for i, value in zip(positions, out.float().tolist(), strict=False):
                 scores[i] = value
 
-        in_micro_batches(sequences, self.max_tokens_per_batch, strategy, run)
+        with strategy.at_hand(self.model):
+            in_micro_batches(sequences, self.max_tokens_per_batch, strategy, run)
         for i, value in enumerate(scores):
             if not math.isfinite(cast(float, value)):
                 raise RewardFunctionError(f'the reward model gave {value} for sample {samples[i].index}')
         return scores
+
+
+def models_of(scorer: Scorer | None) -> list[nn.Module]:
+    """The reward models in a scorer of this module."""
+    if isinstance(scorer, RewardModelScorer):
+        return [scorer.model]
+    if isinstance(scorer, WeightedScorer):
+        return [model for _, inner in scorer.weighted for model in models_of(inner)]
+    return []
 
 
 class FunctionScorer:

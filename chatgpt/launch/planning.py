@@ -47,6 +47,7 @@ def setup_of_ppo(run: PPORun, inputs: Any) -> Setup:
         kl=run.kl_coef > 0,
         experience_batch_size=run.experience_batch_size,
         num_samples_per_prompt=run.num_samples_per_prompt,
+        offload=run.offload,
         update_timesteps=run.update_timesteps,
         train_batch_size=run.train_batch_size,
         max_prompt_tokens=max(len(inputs.prompts[i].ids) for i in range(len(inputs.prompts))),

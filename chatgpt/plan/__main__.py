@@ -26,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument('--critic', choices=('own', 'shared', 'none'), default='own')
     out.add_argument('--gradient_checkpointing', action='store_true')
     out.add_argument('--stream_blocks', action='store_true')
+    out.add_argument('--offload', choices=('none', 'idle'), default='none')
     out.add_argument('--no_kl', action='store_true', help='no reference')
     for name in (
         'num_processes', 'processes_per_machine', 'lora_rank', 'num_layers_unfrozen', 'experience_batch_size', 'num_samples_per_prompt',

@@ -23,6 +23,9 @@ def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
     if setup.precision == 'fp32' and setup.on_cuda:
         small, first = replace(small, precision='bf16'), f'{first}precision=bf16, '
         yield first.rstrip(', '), small
+    frozen = setup.task == 'ppo' and (setup.has_initial_model or setup.reward_config is not None)
+    if setup.on_cuda and frozen and setup.offload == 'none' and not (setup.is_gemini or setup.offloads):
+        yield f'{first}offload=idle', replace(small, offload='idle')
     if not setup.gradient_checkpointing:
         small, first = replace(small, gradient_checkpointing=True), f'{first}gradient_checkpointing, '
         yield first.rstrip(', '), small

@@ -104,12 +104,22 @@ def make_plan(setup: Setup) -> Plan:
         static += _without(whole, 'gradients')
         load += _without(_without(whole, 'gradients'), 'optimizer')
     for name, (size, _) in frozen.items():
-        static += frozen_memory(name, size, setup)
         load += frozen_memory(name, size, setup)
+    if setup.offload == 'idle' and setup.on_cuda and frozen:
+        waiting = [frozen_memory(name, size, setup) for name, (size, _) in frozen.items()]
+        scoring = static + max(waiting, key=lambda m: sum(m.device.values()))  # they come one at a time
+        for memory in waiting:
+            for name, size_of_weights in memory.device.items():  # the host's copy stays there throughout
+                static.add(name, size_of_weights, host=True)
+                scoring.add(name, size_of_weights, host=True)
+    else:
+        for name, (size, _) in frozen.items():
+            static += frozen_memory(name, size, setup)
+        scoring = static
     phases = {
         'load': load,
         'collect': static + _collect(setup, config, actor),
-        'score': static + _score(setup, trained, frozen),
+        'score': scoring + _score(setup, trained, frozen),
         'learn': static + _learn(setup, trained),
     }
     return Plan(setup, phases)

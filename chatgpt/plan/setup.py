@@ -80,13 +80,15 @@ class Setup:
     max_rows: int = 256
     """most sequences decoded at once"""
     stream_blocks: bool = False
+    offload: Literal['none', 'idle'] = 'none'
+    """'idle': the reward and initial models are on the device only while they score"""
     margin: float = 0.05
     """share of the device's memory kept free for its context and fragmentation"""
 
     def __post_init__(self) -> None:
         for name, choices in (
             ('strategy', STRATEGIES), ('precision', get_args(Precision)), ('critic', ('own', 'shared', 'none')),
-            ('optimizer', ('adamw', 'sgd')), ('task', get_args(Task)),
+            ('optimizer', ('adamw', 'sgd')), ('offload', ('none', 'idle')), ('task', get_args(Task)),
         ):  # fmt: skip
             if getattr(self, name) not in choices:
                 raise ValueError(f'{name}={getattr(self, name)!r} is not one of {", ".join(choices)}')

@@ -118,6 +118,8 @@ class PPOConfig(LearningSettings):
     """keep at most this many sequences; 0 keeps all of a phase"""
     buffer_cpu_offload: bool = True
     """experience waits in host memory"""
+    offload: Literal['none', 'idle'] = 'none'
+    """'idle': the reward and initial models leave the device for host memory whenever they are not scoring"""
     sample_replay_buffer: bool = False
     """each epoch takes one random train batch instead of a pass over the buffer"""
     recompute_logprobs: Literal['auto', True, False] = 'auto'
@@ -263,6 +265,7 @@ class PPOConfig(LearningSettings):
         self._one_of('policy_loss', get_args(PolicyLoss))
         self._one_of('loss_aggregation', (None, *get_args(Aggregation)))
         self._one_of('kl_in', ('reward', 'loss'))
+        self._one_of('offload', ('none', 'idle'))
         self._one_of('kl_loss_kind', get_args(KLLossKind))
         self._check_choices()
         self._one_of('kl_kind', get_args(KLKind))

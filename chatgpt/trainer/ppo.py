@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from chatgpt.batching import collate, filler
 from chatgpt.dataset.prompts import PromptOrder, PromptSet, as_prompts
 from chatgpt.experience import ExperienceMaker, ExperienceSettings, ReplayBuffer, ScoreShaper, as_scorer
+from chatgpt.experience.scorers import models_of
 from chatgpt.functional.kl import AdaptiveKLController, FixedKLController
 from chatgpt.nn.dropout import dropout_off
 from chatgpt.plan.setup import Setup
@@ -147,6 +148,9 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
             actor_has_values=self.shares_trunk,
             reference_with_policy=initial_model is None and hasattr(bare, 'ref_branch'),
         )
+        if config.offload == 'idle':
+            for frozen in [*models_of(self.maker.scorer), *([initial_model] if initial_model is not None else [])]:
+                strategy.keep_idle(frozen)
         for model in self.models().values():
             dropout_off(strategy.unwrap(model))
         self.loss = PPOLoss(actor, critic, config, self.sampling.temperature, self.sampling.max_new_tokens)

@@ -215,6 +215,7 @@ def memory_setup(trainer: Any) -> Setup:
         kl=trainer.maker.initial_model is not None or trainer.maker.reference_context is not None,
         experience_batch_size=config.experience_batch_size,
         num_samples_per_prompt=config.num_samples_per_prompt,
+        offload=config.offload,
         max_prompt_tokens=max((len(prompts[i].ids) for i in range(len(prompts))), default=1),
         max_new_tokens=trainer.sampling.max_new_tokens or DEFAULT_NEW_TOKENS,
     )

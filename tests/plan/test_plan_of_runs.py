@@ -96,6 +96,19 @@ def test_weights_and_optimizer_of_one_model_are_counted_by_hand():
     assert more.phases['learn'].device['activations'] > 1.5 * learn['activations'] > 0
 
 
+def test_idle_models_are_on_the_device_one_at_a_time_by_hand():
+    config, reward = tiny_config('gpt2'), tiny_config('llama')
+    plans = {o: make_plan(Setup(config=config, reward_config=reward, offload=o)) for o in ('none', 'idle')}
+    initial = 4 * sum(p.numel() for p in tiny_causal_lm('gpt2').parameters())
+    judge = 4 * sum(p.numel() for p in RewardModel(tiny_causal_lm('llama')).parameters())
+    saved = {
+        phase: sum(plans['none'].phases[phase].device.values()) - sum(plans['idle'].phases[phase].device.values())
+        for phase in ('load', 'collect', 'score', 'learn')
+    }
+    assert saved == {'load': 0, 'collect': initial + judge, 'score': min(initial, judge), 'learn': initial + judge}
+    assert plans['idle'].phases['learn'].host['initial model weights'] == initial
+
+
 def ppo_trainer(strategy, **kwargs):
     actor, critic = Actor(tiny_causal_lm('gpt2')), Critic(tiny_causal_lm('gpt2'))
     initial, reward = deepcopy(actor), RewardModel(tiny_causal_lm('llama'))

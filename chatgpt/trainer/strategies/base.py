@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from chatgpt.checkpoint.files import save_object, save_tensors
 from chatgpt.checkpoint.layout import Piece, TensorReader
 from chatgpt.trainer.strategies import states
+from chatgpt.trainer.strategies.idle import KeepsIdle
 from chatgpt.trainer.strategies.items import check_items, is_pair, rebuilt, same_kind
 from chatgpt.trainer.strategies.pairs import Trained, open_saved
 from chatgpt.trainer.strategies.precision import LossScaler, Precision, cast_copy, check_precision, in_eval_mode, lora_merged
@@ -31,7 +32,7 @@ from chatgpt.trainer.strategies.precision import LossScaler, Precision, cast_cop
 T = TypeVar('T')
 
 
-class Strategy(ABC):
+class Strategy(KeepsIdle, ABC):
     """The hardware plug. `prepare` models once, then train with `accumulate`, `backward` and `optimizer_step`.
 
     ::

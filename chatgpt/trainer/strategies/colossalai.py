@@ -42,6 +42,7 @@ from chatgpt.trainer.strategies.colossalai_states import (
     model_pieces,
     optimizer_pieces,
 )
+from chatgpt.trainer.strategies.idle import IdleWeights
 from chatgpt.trainer.strategies.precision import Precision, in_eval_mode, lora_merged
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
 from chatgpt.trainer.strategies.streaming import StreamBlocks, mapped_copy, mapped_floats, streamed, streams
@@ -148,6 +149,11 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         pair = self.trained(optimizer)
         if pair.scaler is not None:
             pair.scaler = UpstreamScaler(self._engine(optimizer).scaler)
+
+    def idle_kind(self) -> type[IdleWeights]:
+        if self.stage == 3:
+            raise ValueError("offload='idle': Gemini places frozen weights itself; use placement_policy='cpu' or 'auto'")
+        return IdleWeights
 
     def setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
         return self._boost(model, None)[0]

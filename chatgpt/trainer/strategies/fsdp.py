@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from chatgpt.checkpoint.layout import CheckpointMismatch, Piece, TensorReader
 from chatgpt.trainer.strategies import states
 from chatgpt.trainer.strategies.base import lora_merged
+from chatgpt.trainer.strategies.idle import IdleShards, IdleWeights
 from chatgpt.trainer.strategies.precision import Precision
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
 from chatgpt.trainer.strategies.streaming import (
@@ -86,6 +87,11 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def model_init_context(self) -> AbstractContextManager[Any]:
         return torch.device('meta') if self.meta_init else nullcontext()
+
+    def idle_kind(self) -> type[IdleWeights]:
+        if self.cpu_offload:
+            raise ValueError("offload='idle': with cpu_offload=True frozen models wait in host memory already; leave one of them out")
+        return IdleShards
 
     def setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
         if self.activation_checkpointing and trained:

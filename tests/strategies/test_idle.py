@@ -1,0 +1,118 @@
+"""Frozen models that wait in host memory: where their weights are when, and that no number changes."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch.optim import AdamW
+
+from chatgpt.nn import Actor, Critic, RewardModel
+from chatgpt.testing import tiny_causal_lm
+from chatgpt.trainer import PPOTrainer
+from chatgpt.trainer.strategies import FSDPStrategy, NaiveStrategy
+from chatgpt.trainer.strategies.idle import IdleWeights
+
+
+class Apart(IdleWeights):
+    """A clone stands for a device's memory."""
+
+    def on_device(self, copy):
+        return copy.clone()
+
+
+def test_weights_come_and_go():
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)).requires_grad_(False)
+    before = {k: v.clone() for k, v in module.state_dict().items()}
+    parameters = list(module.parameters())
+    idle = Apart(module, torch.device('cpu'))
+    at_home = [t.data_ptr() for t in module.state_dict().values()]
+    idle.come()
+    assert not set(at_home) & {t.data_ptr() for t in module.state_dict().values()}
+    assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
+    assert all(torch.equal(before[k], v) for k, v in module.state_dict().items())
+    idle.leave()
+    assert [t.data_ptr() for t in module.state_dict().values()] == at_home
+    assert all(torch.equal(before[k], v) for k, v in module.state_dict().items())
+
+
+class Recording(NaiveStrategy):
+    """Notes who is at hand when."""
+
+    def __init__(self) -> None:
+        super().__init__(seed=1)
+        self.events: list[tuple[str, str]] = []
+        self.names: dict[int, str] = {}
+
+    def keep_idle(self, model):
+        self.names[id(model)] = 'initial' if isinstance(model, Actor) else 'reward'
+        super().keep_idle(model)
+
+    def at_hand(self, model):
+        from contextlib import contextmanager
+
+        @contextmanager
+        def noted():
+            self.events.append(('come', self.names.get(id(model), 'other')))
+            yield
+            self.events.append(('leave', self.names.get(id(model), 'other')))
+
+        return noted()
+
+    def optimizer_step(self, optimizer, max_norm=None):
+        self.events.append(('step', ''))
+        return super().optimizer_step(optimizer, max_norm)
+
+
+def run(strategy, offload):
+    torch.manual_seed(0)
+    actor, critic = Actor(tiny_causal_lm('gpt2')), Critic(tiny_causal_lm('gpt2'))
+    initial, reward = deepcopy(actor), RewardModel(tiny_causal_lm('llama'))
+    (actor, actor_optim), (critic, critic_optim), reward, initial = strategy.prepare(
+        (actor, AdamW(actor.parameters(), lr=1e-2)), (critic, AdamW(critic.parameters(), lr=1e-2)), reward, initial
+    )
+    trainer = PPOTrainer(
+        strategy, actor, critic, [(0.5, reward), (1.0, lambda prompts, responses: [0.0] * len(prompts))], initial, actor_optim,
+        critic_optim, experience_batch_size=2, train_batch_size=2, max_new_tokens=3, offload=offload,
+    )  # fmt: skip
+    trainer.fit([torch.tensor([5, 6, 7]), torch.tensor([9, 4])], max_timesteps=2, update_timesteps=1)
+    return {k: v.clone() for k, v in actor.state_dict().items()}
+
+
+def test_reward_and_initial_model_are_there_only_while_scoring():
+    strategy = Recording()
+    run(strategy, 'idle')
+    assert set(strategy.names.values()) == {'initial', 'reward'}
+    scoring = [('come', 'reward'), ('leave', 'reward'), ('come', 'initial'), ('leave', 'initial')]
+    assert strategy.events == [*scoring, ('step', ''), ('step', '')] * 2
+
+
+def test_no_number_changes():
+    one, other = run(NaiveStrategy(seed=1), 'idle'), run(NaiveStrategy(seed=1), 'none')
+    assert all(torch.equal(one[k], other[k]) for k in one)
+
+
+def test_a_strategy_that_places_weights_itself_refuses():
+    from chatgpt.testing.processes import run_distributed
+
+    text = "offload='idle': with cpu_offload=True frozen models wait in host memory already; leave one of them out"
+    assert run_distributed(refusal, 1) == [text]
+
+
+def refusal() -> str:
+    with FSDPStrategy(cpu_offload=True) as strategy, pytest.raises(ValueError) as raised:
+        strategy.keep_idle(strategy.prepare(torch.nn.Linear(2, 2)))
+    return str(raised.value)
+
+
+@pytest.mark.gpu
+def test_on_cuda_the_memory_is_free_while_idle():
+    strategy = NaiveStrategy()
+    model = strategy.prepare(torch.nn.Linear(1024, 1024))
+    held = torch.cuda.memory_allocated()
+    strategy.keep_idle(model)
+    assert held - torch.cuda.memory_allocated() >= 4 * 1024 * 1024
+    with strategy.at_hand(model):
+        assert model.weight.is_cuda and torch.cuda.memory_allocated() >= held
+    assert not model.weight.is_cuda
