@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from chatgpt.batching import cut_by_tokens
 from chatgpt.rollout.check import attention_window, decode_mask, find_mask_form, model_config
 from chatgpt.rollout.cpu_speed import PackedModules
 from chatgpt.rollout.engine import check_prompts
+from chatgpt.rollout.fixed_step import FixedSteps
 from chatgpt.rollout.randomness import sample_keys, uniforms
 from chatgpt.rollout.sampling import Draw, SamplingParams, TokenSampler
 from chatgpt.rollout.slot_cache import SlotCache
@@ -36,7 +37,8 @@ class LocalEngine:
     """Generates with the actor's own `trunk` and `head`. Draws are reproducible.
 
     max_batch_size: most sequences decoded at once; further prompts wait. max_prefill_tokens: padded size of one prefill
-    forward. refill_fraction: waiting prompts enter when this share of the rows is free.
+    forward. refill_fraction: waiting prompts enter when this share of the rows is free. fixed_steps: decode at fixed shapes, on CUDA
+    as captured graphs (`chatgpt.rollout.fixed_step`); 'auto' does so on CUDA, where launching kernels costs more than idle rows.
 
     >>> engine = LocalEngine()                                                                    # doctest: +SKIP
     >>> engine.begin(actor)                                                                       # doctest: +SKIP
@@ -46,7 +48,10 @@ class LocalEngine:
 
     reproducible = True
 
-    def __init__(self, *, max_batch_size: int = 256, max_prefill_tokens: int = 16384, refill_fraction: float = 0.125) -> None:
+    def __init__(
+        self, *, max_batch_size: int = 256, max_prefill_tokens: int = 16384, refill_fraction: float = 0.125,
+        fixed_steps: bool | Literal['auto'] = 'auto',
+    ) -> None:  # fmt: skip
         if max_batch_size < 1 or max_prefill_tokens < 1 or not 0 <= refill_fraction <= 1:
             raise ValueError(
                 f'LocalEngine: max_batch_size={max_batch_size}, max_prefill_tokens={max_prefill_tokens}, '
@@ -55,12 +60,16 @@ class LocalEngine:
         self.max_batch_size = max_batch_size
         self.max_prefill_tokens = max_prefill_tokens
         self.min_refill = max(1, int(max_batch_size * refill_fraction))
+        if fixed_steps not in (True, False, 'auto'):
+            raise ValueError(f"LocalEngine: fixed_steps={fixed_steps!r} is not one of True, False, 'auto'")
+        self.fixed_steps = fixed_steps
         self._actor: Any = None
         self._modes: list[tuple[Any, bool]] = []
         self._cache: SlotCache | None = None
         self._packed: PackedModules | None = None
         self._mask_form: Any = None
         self._checked: Any = None
+        self._fixed: tuple[Any, FixedSteps] | None = None
 
     def begin(self, actor: Actor) -> None:
         """Take the actor, dropout off. The first time with a model, checks its cached decode against its plain forward.
@@ -125,14 +134,14 @@ class LocalEngine:
             # outside of inference mode, so that the samples are ordinary tensors that autograd may save
             return run.samples(groups if groups is not None else indices)
         except BaseException:
-            self._cache = None  # it may hold non-finite states, which a mask cannot hide
+            self._cache = self._fixed = None  # it may hold non-finite states, which a mask cannot hide
             raise
 
     def end(self) -> None:
         """Give the actor back with the training flags it came with, and free the cache."""
         for module, training in self._modes:
             module.training = training
-        self._actor, self._modes, self._cache, self._packed = None, [], None, None
+        self._actor, self._modes, self._cache, self._packed, self._fixed = None, [], None, None, None
 
     def cache(self, rows: int, capacity: int) -> SlotCache:
         """This phase's cache, grown to at least this size."""
@@ -140,6 +149,20 @@ class LocalEngine:
             self._cache = SlotCache(rows, capacity)
         self._cache.reserve(rows, capacity)
         return self._cache
+
+
+    def fixed(self, cache: SlotCache, sampler: TokenSampler, uniforms: Tensor | None, size: int, *, capture: bool) -> FixedSteps:
+        """This phase's steps of fixed shape; those of an earlier call where they fit, with their graphs."""
+        key = (cache.rows, cache.capacity, size, sampler.sampling)
+        if self._fixed is None or self._fixed[0] != key:
+            device, sampling = sampler.end_ids.device, sampler.sampling
+            steps = FixedSteps(
+                self._actor, sampler, cache, self._mask_form, uniforms, size, device, capture=capture and device.type == 'cuda',
+                no_end_until=sampling.min_new_tokens > 0 and len(sampling.eos_token_ids) > 0,
+            )  # fmt: skip
+            self._fixed = key, steps
+        self._fixed[1].renew(uniforms)
+        return self._fixed[1]
 
 
 class _Run:
@@ -174,7 +197,15 @@ class _Run:
         self.max_width = max(len(p.ids) + limit - 1 for p, limit in zip(prompts, limits, strict=True))
         longest_prompt = max(len(p.ids) for p in prompts)
         first = -(-(longest_prompt + _CAPACITY_STEP) // _CAPACITY_STEP) * _CAPACITY_STEP
-        self.cache = engine.cache(self.max_rows, max(longest_prompt, min(first, self.max_width)))
+        # Blocks that are streamed come and go: their addresses hold for no graph.
+        streams = any(getattr(module, 'is_streamed', False) for module in self.actor.modules())
+        fixed = (self.device.type == 'cuda' and not streams) if engine.fixed_steps == 'auto' else engine.fixed_steps
+        capacity = max(longest_prompt, self.max_width if fixed else min(first, self.max_width))
+        self.cache = engine.cache(self.max_rows, capacity)
+        self.fixed: FixedSteps | None = None
+        if fixed:
+            self.fixed = engine.fixed(self.cache, self.sampler, self.uniforms, len(prompts) * self.room, capture=not streams)
+        self.fixed_loaded = False
         # live rows
         self.row_sample: list[int] = []
         self.row_offset: list[int] = []  # offset + step = tokens stored once the step's token is in
@@ -254,6 +285,9 @@ class _Run:
         """One token for every live row."""
         self.step += 1
         width = self.longest_offset + self.step
+        if self.fixed is not None:
+            self.retire(self.decode_fixed(self.fixed, width))
+            return
         if width > self.cache.capacity:
             self.cache.reserve(self.max_rows, min(self.max_width, max(width, 2 * self.cache.capacity)))
         lengths = self.state[1]
@@ -266,6 +300,16 @@ class _Run:
         self.token, flags = self.emit(self.actor.head(hidden[:, -1]), self.state)
         self.state = self.state + self.increment
         self.retire(flags)
+
+    def decode_fixed(self, steps: FixedSteps, width: int) -> list[bool] | None:
+        """The same by a step of fixed shape. Returns which rows ended."""
+        live = len(self.row_sample)
+        if not self.fixed_loaded:
+            steps.load(self.token, self.state)
+            self.fixed_loaded = True
+        steps.run(live, width)
+        self.token, self.state = steps.token[:live], steps.state[:, :live]
+        return steps.ended[:live].tolist() if len(self.sampling.eos_token_ids) > 0 else None
 
     @property
     def mask_dtype(self) -> torch.dtype:
@@ -336,6 +380,7 @@ class _Run:
         self.rows_changed()
 
     def rows_changed(self) -> None:
+        self.fixed_loaded = False
         self.row_index = self.all_rows[: len(self.row_sample)]
         self.next_deadline = min(self.row_deadline, default=0)
         self.longest_offset = max(self.row_offset, default=0)
@@ -346,19 +391,17 @@ class _Run:
         flat = torch.cat([flat for flat, _ in self.records])
         shape = (len(self.prompts), self.room)
 
-        def table(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+        def table(name: str, dtype: torch.dtype) -> Tensor:
             # a new tensor on the CPU: slices of it are cut out with clone, so that a sample does not hold all others in memory
             values = torch.zeros(shape[0] * shape[1], dtype=dtype, device=self.device)
-            values[flat] = torch.cat(parts)
+            if self.fixed is not None:
+                values.copy_(getattr(self.fixed.tables, name)[:-1])
+            values[flat] = torch.cat([getattr(draw, name) for _, draw in self.records])
             return values.view(shape).cpu()
 
-        tokens = table([d.token for _, d in self.records], torch.int64)
-        logprobs = table([d.logprob for _, d in self.records], torch.float32)
-        filtered = table([d.filtered_logprob for _, d in self.records], torch.float32)
-        if self.uniforms is None:
-            edges = torch.ones(shape)
-        else:
-            edges = table([d.edge_distance for _, d in self.records if d.edge_distance is not None], torch.float32)
+        tokens = table('token', torch.int64)
+        logprobs, filtered = table('logprob', torch.float32), table('filtered_logprob', torch.float32)
+        edges = torch.ones(shape) if self.uniforms is None else table('edge_distance', torch.float32)
         bad = (~(torch.isfinite(filtered) & torch.isfinite(logprobs))).nonzero()
         if len(bad):
             sample, position = bad[0].tolist()

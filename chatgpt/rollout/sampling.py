@@ -182,7 +182,7 @@ class TokenSampler:
         """(n,) bool: which tokens are end tokens."""
         if len(self.sampling.eos_token_ids) == 1:
             return token == self.sampling.eos_token_ids[0]
-        return torch.isin(token, self.end_ids)
+        return (token[:, None] == self.end_ids).any(dim=1)
 
     def __call__(self, logits: Tensor, uniform: Tensor | None, no_end_mask: Tensor | None = None) -> Draw:
         """logits (n, V), any float dtype; uniform (n, 1) float64, None for greedy; no_end_mask (n,) bool: rows too short to end."""

@@ -1,0 +1,149 @@
+"""One decode step at a fixed number of rows and slots, on tensors that stay where they are: what a CUDA graph can hold.
+
+A step runs trunk, head, draw, record and bookkeeping for `rows` rows, of which those beyond the live ones are idle: they write
+into a slot of the tables that nobody reads, and into the first slot of cache rows that nobody uses. Rows and slots come in
+buckets, one graph for each pair, captured at its second use; replaying it is all the Python that a token costs. Without CUDA the same
+step is an ordinary call, which is how it is tested.
+
+Left out: prefill, and which rows live (`chatgpt.rollout.local`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chatgpt.rollout.check import MaskForm, decode_mask
+from chatgpt.rollout.sampling import TokenSampler
+from chatgpt.rollout.slot_cache import SlotCache
+
+SLOTS = 256
+"""widths are multiples of this"""
+SMALL_ROWS = 32
+"""up to here row buckets are powers of two, above multiples of this"""
+WARM_UPS = 1
+"""ordinary calls of a bucket before its capture, in which libraries set up what a capture may not"""
+
+
+def row_bucket(live: int, most: int) -> int:
+    """1, 2, 4, 8, 16, 32, 64, 96, ... rows, at most `most`."""
+    if live <= SMALL_ROWS:
+        return min(1 << (live - 1).bit_length(), most)
+    return min(-(-live // SMALL_ROWS) * SMALL_ROWS, most)
+
+
+def slot_bucket(width: int, capacity: int) -> int:
+    return min(-(-width // SLOTS) * SLOTS, capacity)
+
+
+class Tables:
+    """What was drawn, by sample and position, flat; one more place takes what idle rows draw."""
+
+    def __init__(self, size: int, device: torch.device, *, draws: bool) -> None:
+        self.token = torch.zeros(size + 1, dtype=torch.int64, device=device)
+        self.logprob = torch.zeros(size + 1, device=device)
+        self.filtered_logprob = torch.zeros(size + 1, device=device)
+        self.edge_distance = torch.full((size + 1,), 0.0 if draws else 1.0, device=device)
+
+
+class FixedSteps:
+    """The steps of `generate` calls of one collect phase that have the same settings and sizes.
+
+    Args:
+        actor: has `trunk` and `head`.
+        cache: has all rows and slots that a call will need; these steps end when it grows.
+        uniforms: (size, 1) float64, or None for greedy decoding.
+        size: places in the tables.
+        no_end_until: whether rows may be too short to end.
+        capture: use CUDA graphs.
+    """
+
+    def __init__(
+        self, actor: Any, sampler: TokenSampler, cache: SlotCache, mask_form: MaskForm, uniforms: Tensor | None, size: int,
+        device: torch.device, *, no_end_until: bool, capture: bool,
+    ) -> None:  # fmt: skip
+        self.actor, self.sampler, self.cache, self.mask_form = actor, sampler, cache, mask_form
+        self.capture = capture
+        self.no_end_until = no_end_until
+        self.size, self.device = size, device
+        self.tables = Tables(size, device, draws=uniforms is not None)
+        self.uniforms = None if uniforms is None else torch.cat([uniforms, uniforms.new_zeros(1, 1)])
+        rows = cache.rows
+        self.token = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.state = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        self.increment = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        self.ended = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.row_index = torch.arange(rows, device=device)
+        self._graphs: dict[tuple[int, int], Any] = {}
+        self._uses: dict[tuple[int, int], int] = {}
+        self._pool: Any = None
+
+    def renew(self, uniforms: Tensor | None) -> None:
+        """Begin another call, with other draws."""
+        if self.uniforms is not None and uniforms is not None:
+            self.uniforms[:-1] = uniforms
+
+    def load(self, token: Tensor, state: Tensor) -> None:
+        """Set the live rows: the first ones. The others idle."""
+        live = len(token)
+        self.token[:live], self.token[live:] = token, 0
+        self.state[:, :live], self.state[:, live:] = state, 0
+        self.state[0, live:] = self.size
+        self.increment.zero_()
+        self.increment[:2, :live] = 1
+
+    def run(self, live: int, width: int) -> None:
+        """One token for every live row; results are in `token`, `state`, `ended` and the tables.
+
+        width: slots that attention must see: the longest row's, with the new token.
+        """
+        rows, slots = row_bucket(live, self.cache.rows), slot_bucket(width, self.cache.capacity)
+        key = rows, slots
+        graph = self._graphs.get(key)
+        if graph is not None:
+            graph.replay()
+            return
+        uses = self._uses[key] = self._uses.get(key, 0) + 1
+        if self.capture and uses > WARM_UPS:
+            self._capture(key)
+        else:
+            self._step(rows, slots)
+
+    def _capture(self, key: tuple[int, int]) -> None:
+        """Record the step and run it. A model that cannot be captured goes on without graphs."""
+        graph = torch.cuda.CUDAGraph()
+        before = self.token.clone(), self.state.clone()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                self._step(*key)
+        except RuntimeError as error:
+            self.capture = False
+            torch.cuda.synchronize(self.device)
+            warnings.warn(f'LocalEngine: no CUDA graph of this model ({str(error).splitlines()[0]}); decoding without', stacklevel=2)
+            self.token.copy_(before[0])
+            self.state.copy_(before[1])
+            self._step(*key)
+            return
+        self._pool = self._pool or graph.pool()
+        self._graphs[key] = graph
+        graph.replay()  # capturing computes nothing
+
+    def _step(self, rows: int, slots: int) -> None:
+        token, state = self.token[:rows], self.state[:, :rows]
+        flat, lengths = state[0], state[1]
+        self.cache.decode(self.row_index[:rows], lengths, slots, same_length=False)
+        mask = decode_mask(lengths, slots, self.mask_form, self.cache.layers[0].keys.dtype)
+        hidden = self.actor.trunk(token[:, None], position_ids=lengths[:, None], attention_mask=mask, past_key_values=self.cache)
+        uniform = None if self.uniforms is None else self.uniforms[flat]
+        draw = self.sampler(self.actor.head(hidden[:, -1]), uniform, flat < state[2] if self.no_end_until else None)
+        self.tables.token.index_copy_(0, flat, draw.token)
+        self.tables.logprob.index_copy_(0, flat, draw.logprob)
+        self.tables.filtered_logprob.index_copy_(0, flat, draw.filtered_logprob)
+        if draw.edge_distance is not None:
+            self.tables.edge_distance.index_copy_(0, flat, draw.edge_distance)
+        self.ended[:rows] = self.sampler.is_end(draw.token)
+        token.copy_(draw.token)
+        state.add_(self.increment[:, :rows])
