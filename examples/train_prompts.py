@@ -53,7 +53,7 @@ def start_from(args: PPORun, strategy: Any) -> str:
 
 def train(args: PPORun, config: PPOConfig, strategy: Any, inputs: Any) -> None:
     from chatgpt.launch import learning
-    from chatgpt.rollout import HFEngine, LocalEngine
+    from chatgpt.launch.build import make_engine
     from chatgpt.trainer import PPOTrainer
     from chatgpt.trainer.callbacks import EMA, Evaluator, SampleTable
     from chatgpt.trainer.prompt_evaluation import PromptEvaluation
@@ -87,7 +87,7 @@ def train(args: PPORun, config: PPOConfig, strategy: Any, inputs: Any) -> None:
         config=config,
         tokenizer=inputs.tokenizer,
         pretrain_data=inputs.pretrain_data,
-        engine=HFEngine() if args.engine == 'hf' else LocalEngine(),
+        engine=make_engine(args.engine, pretrained),
         callbacks=callbacks,
         run_dir=args.save_path,
         max_new_tokens=args.max_new_tokens,

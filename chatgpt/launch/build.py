@@ -54,8 +54,8 @@ def check_ppo_args(args: PPORun, world_size: int) -> Any:
             raise ValueError(f'{name}={value} must be at least 1')
     if args.critic_lr is not None and not 0 <= args.critic_lr < float('inf'):
         raise ValueError(f'critic_lr={args.critic_lr} must be a number of at least 0')
-    if args.engine not in ('local', 'hf'):
-        raise ValueError(f'engine={args.engine!r} is not one of local, hf')
+    if args.engine not in ('local', 'hf', 'vllm'):
+        raise ValueError(f'engine={args.engine!r} is not one of local, hf, vllm')
     if args.lora_rank and args.num_layers_unfrozen > 0:
         raise ValueError('lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one')
     if args.epochs is not None and args.training_iteration is not None:
@@ -74,6 +74,15 @@ def check_ppo_args(args: PPORun, world_size: int) -> Any:
         raise ValueError('PPO-ptx needs both: --ptx_data FILE with text, and --ptx_coef above 0')
     check_resume(args)
     return config
+
+
+def make_engine(name: str, pretrained: str) -> Any:
+    """A rollout engine by its command-line name; `pretrained` is the policy's folder or hub name."""
+    from chatgpt.rollout import HFEngine, LocalEngine, VLLMEngine
+
+    if name == 'vllm':
+        return VLLMEngine(pretrained)
+    return HFEngine() if name == 'hf' else LocalEngine()
 
 
 def check_resume(args: Run) -> None:

@@ -178,8 +178,8 @@ class PPORun(Run, PPOConfig):
     min_new_tokens: int = 0
     stop_string: list[str] | None = None
     """end a response where this text appears; may be given several times"""
-    engine: Literal['local', 'hf'] = 'local'
-    """who generates"""
+    engine: Literal['local', 'hf', 'vllm'] = 'local'
+    """who generates: the local engine, model.generate, or vLLM in this process"""
     ema_decay: float | None = None
     """also keep a moving average of the actor's weights, written as actor_ema/; 0.992 is DeepSpeed-Chat's"""
     ptx_data: str | None = None

@@ -8,6 +8,7 @@ from chatgpt.rollout.local import LocalEngine
 from chatgpt.rollout.sampling import SamplingParams, from_generation_kwargs
 from chatgpt.rollout.stop import StopStrings
 from chatgpt.rollout.stream import stream_tokens
+from chatgpt.rollout.vllm import VLLMEngine
 
 __all__ = [
     'BestOfN',
@@ -19,6 +20,7 @@ __all__ = [
     'RolloutEngine',
     'SamplingParams',
     'StopStrings',
+    'VLLMEngine',
     'compare_samples',
     'from_generation_kwargs',
     'kl_bound',

@@ -124,7 +124,7 @@ class PPOConfig(LearningSettings):
     """each epoch takes one random train batch instead of a pass over the buffer"""
     recompute_logprobs: Literal['auto', True, False] = 'auto'
     """take the old log-probs from a forward pass instead of the decode; 'auto' does so unless computing in fp32, where both agree, and
-    always with `tis_cap`, which compares the two"""
+    always with `tis_cap`, which compares the two, and with vLLM, which rounds otherwise"""
     score_timeout_s: float | None = None
     """a reward function that takes longer stops the run; None waits"""
     ratio_check: bool = True

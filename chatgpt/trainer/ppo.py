@@ -119,7 +119,8 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         self.pretrain_data = list(pretrain_data or ())
         recompute = config.recompute_logprobs
         if recompute == 'auto':
-            recompute = strategy.dtype != torch.float32 or config.tis_cap is not None
+            inexact = getattr(self.engine, 'recompute_logprobs', False)
+            recompute = strategy.dtype != torch.float32 or config.tis_cap is not None or inexact
         self.maker = ExperienceMaker(
             strategy,
             actor,

@@ -1,0 +1,193 @@
+"""The engine around vLLM, in this process: the policy's weights are handed over at `begin`, its memory is given back at `end`.
+
+vLLM reads the architecture from a model folder or hub name and its weights from the actor, in every collect phase anew; between the
+phases it sleeps (level 2: neither weights nor cache stay on the device). Its draws come from its own generators, one seed per sample from
+(seed, sample index), so a sample does not depend on its company by design, but kernels that see another batch may round otherwise:
+`reproducible` is False, and its log-probs are recomputed by the trainer.
+
+vLLM reports log-probs after temperature and filters, so top_k, top_p and min_new_tokens are refused: with them the policy's own
+log-probs would be unknown.
+
+Left out: servers, LoRA adapters as such (a strategy merges them for the phase), several GPUs for one engine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from chatgpt.rollout.check import model_config
+from chatgpt.rollout.engine import check_prompts
+from chatgpt.rollout.randomness import sample_keys
+from chatgpt.rollout.sampling import SamplingParams
+from chatgpt.types import FinishReason, Prompt, Sample
+
+if TYPE_CHECKING:
+    from chatgpt.nn import Actor
+
+
+class VLLMEngine:
+    """Generates with `vllm.LLM`.
+
+    Args:
+        pretrained: folder or hub name whose config.json describes the policy; no weight is read from it.
+        memory_share: of the device that vLLM may take while it is awake.
+        options: further keywords of `vllm.LLM`.
+
+    Raises:
+        ImportError: vLLM is not installed; ValueError: an option that the engine sets itself.
+    """
+
+    reproducible = False
+    recompute_logprobs = True
+    """a trainer takes its old log-probs from a forward of its own"""
+    OWN = ('model', 'load_format', 'enable_sleep_mode', 'skip_tokenizer_init', 'logprobs_mode', 'gpu_memory_utilization', 'seed')
+
+    def __init__(self, pretrained: str | os.PathLike[str], *, memory_share: float = 0.4, **options: Any) -> None:
+        taken = sorted(set(options) & set(self.OWN))
+        if taken:
+            raise ValueError(f'VLLMEngine sets {taken[0]!r} itself; leave it out')
+        if not 0 < memory_share < 1:
+            raise ValueError(f'VLLMEngine: memory_share={memory_share} must lie between 0 and 1')
+        _import()
+        self.settings = {
+            'model': os.fspath(pretrained),
+            'load_format': 'dummy',
+            'enable_sleep_mode': True,
+            'skip_tokenizer_init': True,
+            'logprobs_mode': 'processed_logprobs',
+            'gpu_memory_utilization': memory_share,
+            'seed': 0,
+            **options,
+        }
+        if int(os.environ.get('WORLD_SIZE', '1')) > 1:  # every rank has an engine of its own, within the run's process group
+            self.settings.setdefault('distributed_executor_backend', 'external_launcher')
+        self._llm: Any = None
+        self._actor: Any = None
+
+    def begin(self, actor: Actor) -> None:
+        """Wake up with the actor's weights. Raises ValueError for an actor whose head is not its model's."""
+        if self._actor is not None:
+            self.end()
+        if getattr(actor, 'changes_logits', False):
+            raise ValueError(
+                f"VLLMEngine: {type(actor).__name__} changes the model's logits, which vLLM would not see; use LocalEngine"
+            )
+        if self._llm is None:
+            # In a process of its own vLLM could not be given tensors without copying them through the host.
+            os.environ.setdefault('VLLM_ENABLE_V1_MULTIPROCESSING', '0')
+            self._llm = _import().LLM(**self.settings)
+            self._llm.sleep(level=2)
+        self._llm.wake_up(tags=['weights'])
+        weights = list(_weights(actor.model))
+        self._llm.apply_model(_loader(weights))
+        self._llm.wake_up(tags=['kv_cache'])
+        self._llm.reset_prefix_cache()  # what an earlier policy made of a prompt must not be found again
+        self._actor = actor
+
+    def end(self) -> None:
+        """Give the device's memory back."""
+        if self._actor is not None:
+            self._llm.sleep(level=2)
+        self._actor = None
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        indices: Sequence[int],
+        groups: Sequence[int] | None = None,
+    ) -> list[Sample]:
+        """See `RolloutEngine.generate`."""
+        if self._actor is None:
+            raise ValueError('VLLMEngine.generate: no actor; call begin(actor) first')
+        _check(sampling)
+        config = model_config(self._actor)
+        limits = check_prompts(
+            prompts,
+            sampling,
+            indices,
+            groups,
+            max_positions=getattr(config, 'max_position_embeddings', None),
+            vocab_size=config.vocab_size,
+        )
+        if not prompts:
+            return []
+        keys = sample_keys(seed, torch.tensor(list(indices), dtype=torch.int64)).tolist()
+        asked = [_params(sampling, limit, key) for limit, key in zip(limits, keys, strict=True)]
+        given = [{'prompt_token_ids': p.ids.tolist()} for p in prompts]
+        answers = self._llm.generate(given, asked, use_tqdm=False)
+        groups = indices if groups is None else groups
+        return [
+            _sample(prompt, answer.outputs[0], sampling, index, group)
+            for prompt, answer, index, group in zip(prompts, answers, indices, groups, strict=True)
+        ]
+
+
+def _import() -> Any:
+    try:
+        import vllm
+    except ImportError as error:
+        raise ImportError('VLLMEngine needs vLLM: pip install vllm') from error
+    return vllm
+
+
+def _check(sampling: SamplingParams) -> None:
+    for name, neutral in (('top_k', 0), ('top_p', 1.0), ('min_new_tokens', 0), ('stop', None)):
+        if getattr(sampling, name) != neutral:
+            raise ValueError(f"VLLMEngine cannot do {name}={getattr(sampling, name)!r}; leave it out or use engine='local'")
+    if sampling.extra:
+        names = ', '.join(f'{k}={v!r}' for k, v in sampling.extra.items())
+        raise ValueError(f"VLLMEngine cannot do {names}; leave it out or use engine='hf'")
+
+
+def _params(sampling: SamplingParams, limit: int, key: int) -> Any:
+    return _import().SamplingParams(
+        temperature=sampling.temperature if sampling.do_sample else 0.0,
+        max_tokens=limit,
+        stop_token_ids=list(sampling.eos_token_ids),
+        ignore_eos=True,  # only the end tokens that were asked for end a response
+        seed=key & 0x7FFFFFFF,
+        logprobs=0,  # of the token drawn
+        detokenize=False,
+    )
+
+
+def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Whole weights by the names of the model's own files; adapters are merged and left out."""
+    for name, tensor in model.state_dict().items():
+        if 'lora_' not in name:
+            yield name, tensor
+
+
+def _loader(weights: list[tuple[str, Tensor]]) -> Callable[[Any], None]:
+    def load(model: Any) -> None:
+        model.load_weights(iter(weights))
+
+    return load
+
+
+def _sample(prompt: Prompt, output: Any, sampling: SamplingParams, index: int, group: int) -> Sample:
+    ids = list(output.token_ids)
+    logprobs = torch.tensor([step[token].logprob for token, step in zip(ids, output.logprobs, strict=True)])
+    reason: FinishReason = 'eos' if ids and ids[-1] in sampling.eos_token_ids else 'length'
+    return Sample(
+        index=index,
+        group=int(group),
+        prompt_ids=prompt.ids.cpu(),
+        response_ids=torch.tensor(ids, dtype=torch.int64),
+        response_mask=torch.ones(len(ids), dtype=torch.bool),
+        logprobs=logprobs,
+        filtered_logprobs=logprobs.clone(),
+        edge_distances=torch.ones(len(ids)),
+        finish_reason=reason,
+        temperature=sampling.temperature,
+        prompt_text=prompt.text,
+        columns=prompt.columns,
+    )

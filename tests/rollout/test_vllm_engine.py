@@ -1,0 +1,239 @@
+"""The engine around vLLM, on a stand-in for it that really generates, and on vLLM itself where that is installed on a GPU.
+
+The stand-in has the part of the interface that the engine uses, knows only the weights loaded into it, and refuses to work asleep.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from chatgpt.nn import Actor
+from chatgpt.nn.nlpo import MaskedPolicy
+from chatgpt.rollout import LocalEngine, SamplingParams, VLLMEngine
+from chatgpt.testing import tiny_causal_lm, tiny_config
+from chatgpt.types import Prompt
+
+
+class Logprob(NamedTuple):
+    logprob: float
+
+
+class Params:
+    def __init__(self, **settings: Any) -> None:
+        self.__dict__.update(settings)
+
+
+class Answer(NamedTuple):
+    outputs: list[Any]
+
+
+class LLM:
+    """vllm.LLM as far as it is used."""
+
+    made: list[LLM] = []
+
+    def __init__(self, **settings: Any) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        assert settings['load_format'] == 'dummy' and settings['enable_sleep_mode'] and settings['logprobs_mode'] == 'processed_logprobs'
+        self.settings, self.events = settings, []
+        self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(settings['model'])).eval()
+        self.awake = {'weights', 'kv_cache'}
+        self.loaded = False
+        LLM.made.append(self)
+
+    def sleep(self, level: int) -> None:
+        self.events.append(f'sleep {level}')
+        self.awake, self.loaded = set(), False
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.fill_(float('nan'))
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.events.append(f'wake {tags[0]}')
+        self.awake |= set(tags)
+
+    def apply_model(self, function: Any) -> list[Any]:
+        assert 'weights' in self.awake
+        self.events.append('load')
+        self.loaded = True
+        llm = self
+
+        class Loader:
+            def load_weights(self, weights: Any) -> None:
+                with torch.no_grad():
+                    own = llm.model.state_dict()
+                    for name, tensor in weights:
+                        own[name].copy_(tensor)
+
+        return [function(Loader())]
+
+    def reset_prefix_cache(self) -> None:
+        self.events.append('forget')
+
+    @torch.no_grad()
+    def generate(self, prompts: list[Any], params: list[Params], use_tqdm: bool) -> list[Answer]:
+        assert self.loaded and self.awake == {'weights', 'kv_cache'}
+        answers = []
+        for prompt, p in zip(prompts, params, strict=True):
+            ids, steps = list(prompt['prompt_token_ids']), []
+            generator = torch.Generator().manual_seed(p.seed)
+            start = len(ids)
+            while len(ids) - start < p.max_tokens:
+                logits = self.model(torch.tensor([ids])).logits[0, -1].float()
+                logp = torch.log_softmax(logits / (p.temperature or 1.0), -1)
+                token = int(logp.argmax()) if p.temperature == 0 else int(torch.multinomial(logp.exp(), 1, generator=generator))
+                ids.append(token)
+                steps.append({token: Logprob(float(logp[token]))})
+                if token in p.stop_token_ids:
+                    break
+            answers.append(Answer([types.SimpleNamespace(token_ids=ids[start:], logprobs=steps)]))
+        return answers
+
+
+@pytest.fixture
+def fake_vllm(monkeypatch):
+    module = types.ModuleType('vllm')
+    module.LLM, module.SamplingParams = LLM, Params  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, 'vllm', module)
+    monkeypatch.setattr(LLM, 'made', [])
+    return LLM
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_config('gpt2').save_pretrained(tmp_path)
+    return tmp_path
+
+
+def prompts_of(lengths=(3, 9, 5, 1, 7)) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(0)
+    return [Prompt(ids=torch.randint(3, 64, (n,), generator=generator), text=str(n)) for n in lengths]
+
+
+def collect(engine, model, sampling, prompts=None, seed=11):
+    prompts = prompts or prompts_of()
+    engine.begin(Actor(model))
+    try:
+        return engine.generate(prompts, sampling, seed=seed, indices=range(len(prompts)))
+    finally:
+        engine.end()
+
+
+def test_greedy_agrees_with_the_local_engine(fake_vllm, folder):
+    model = tiny_causal_lm('gpt2', tie_word_embeddings=False)
+    config = tiny_config('gpt2')
+    config.tie_word_embeddings = False
+    config.save_pretrained(folder)
+    sampling = SamplingParams(max_new_tokens=8, do_sample=False, eos_token_ids=(2, 5, 9, 11))
+    for a, b in zip(collect(LocalEngine(), model, sampling), collect(VLLMEngine(folder), model, sampling), strict=True):
+        assert a.response_ids.tolist() == b.response_ids.tolist()
+        assert (a.finish_reason, a.index, a.group, a.prompt_text) == (b.finish_reason, b.index, b.group, b.prompt_text)
+        torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-4, rtol=0)
+
+
+def test_samples_have_the_distribution_of_the_local_engine(fake_vllm, folder):
+    """The first token of 600 samples each: chi-squared over the likeliest tokens, below the 99.9 % quantile of 8 degrees of freedom."""
+    model = tiny_causal_lm('gpt2')
+    prompt = Prompt(ids=torch.tensor([5, 9, 3]))
+    number = 600
+    sampling = SamplingParams(max_new_tokens=1, temperature=0.7)
+    counts = []
+    for engine in (LocalEngine(), VLLMEngine(folder)):
+        first = torch.tensor([int(s.response_ids[0]) for s in collect(engine, model, sampling, [prompt] * number)])
+        counts.append(torch.bincount(first, minlength=64).double())
+    with torch.no_grad():
+        probs = (model(prompt.ids[None]).logits[0, -1].double() / 0.7).softmax(-1)
+    cells = probs.argsort(descending=True)[:8]
+    for found in counts:
+        seen = torch.cat([found[cells], (number - found[cells].sum()).view(1)])
+        expected = number * torch.cat([probs[cells], (1 - probs[cells].sum()).view(1)])
+        assert float(((seen - expected) ** 2 / expected).sum()) < 26.1
+    wrong = torch.cat([counts[0].flip(0)[cells], torch.zeros(1)])  # the twin: another distribution is noticed
+    expected = number * torch.cat([probs[cells], (1 - probs[cells].sum()).view(1)])
+    assert float(((wrong - expected) ** 2 / expected).sum()) > 26.1
+
+
+def test_every_phase_has_the_policys_weights_and_leaves_none(fake_vllm, folder):
+    model = tiny_causal_lm('gpt2')
+    engine = VLLMEngine(folder)
+    sampling = SamplingParams(max_new_tokens=6, do_sample=False)
+    collect(engine, model, sampling)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    after = collect(engine, model, sampling)
+    assert [s.response_ids.tolist() for s in after] == [s.response_ids.tolist() for s in collect(LocalEngine(), model, sampling)]
+    (llm,) = fake_vllm.made
+    phase = ['wake weights', 'load', 'wake kv_cache', 'forget', 'sleep 2']
+    assert llm.events == ['sleep 2', *phase, *phase]
+
+
+def test_ppo_recomputes_its_log_probs(fake_vllm, folder):
+    from torch.optim import AdamW
+
+    from chatgpt.nn import Critic
+    from chatgpt.trainer import PPOTrainer
+    from chatgpt.trainer.strategies import NaiveStrategy
+
+    with NaiveStrategy() as strategy:
+        actor, critic = Actor(tiny_causal_lm('gpt2')), Critic(tiny_causal_lm('gpt2'))
+        (actor, actor_optim), (critic, critic_optim) = strategy.prepare(
+            (actor, AdamW(actor.parameters(), lr=1e-3)), (critic, AdamW(critic.parameters(), lr=1e-3))
+        )
+        trainer = PPOTrainer(
+            strategy, actor, critic, lambda prompts, responses: [1.0] * len(prompts), None, actor_optim, critic_optim, kl_coef=0.0,
+            engine=VLLMEngine(folder), experience_batch_size=2, train_batch_size=2, max_new_tokens=4,
+        )  # fmt: skip
+        assert trainer.maker.settings.recompute_logprobs is True
+        trainer.fit([torch.tensor([5, 6, 7])] * 2, max_timesteps=1, update_timesteps=1)
+        assert trainer.num_updates == 1
+        for e in trainer.last_experiences:
+            torch.testing.assert_close(e.old_logprobs, e.logprobs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize('setting', [{'top_k': 3}, {'top_p': 0.9}, {'min_new_tokens': 2}, {'stop': lambda ids: False}])
+def test_what_would_hide_the_policys_log_probs_is_refused(fake_vllm, folder, setting):
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        collect(VLLMEngine(folder), tiny_causal_lm('gpt2'), SamplingParams(max_new_tokens=3, **setting))
+
+
+def test_mistakes_are_named(fake_vllm, folder):
+    with pytest.raises(ValueError, match="sets 'load_format' itself"):
+        VLLMEngine(folder, load_format='auto')
+    with pytest.raises(ValueError, match='memory_share'):
+        VLLMEngine(folder, memory_share=1.5)
+    with pytest.raises(ValueError, match='begin'):
+        VLLMEngine(folder).generate([], SamplingParams(max_new_tokens=1), seed=0, indices=[])
+    actor = Actor(tiny_causal_lm('gpt2'))
+    with pytest.raises(ValueError, match='changes the model'):
+        VLLMEngine(folder).begin(MaskedPolicy(actor, actor, 0.9, 1.0))
+
+
+@pytest.mark.skipif(importlib.util.find_spec('vllm') is not None, reason='vLLM is installed')
+def test_a_missing_vllm_names_the_command():
+    with pytest.raises(ImportError, match='pip install vllm'):
+        VLLMEngine('gpt2')
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(importlib.util.find_spec('vllm') is None, reason='vLLM is not installed')
+def test_on_vllm_itself(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=512, n_embd=128, n_layer=2, n_head=2, n_positions=128)
+    config.save_pretrained(tmp_path)
+    model = GPT2LMHeadModel(config).cuda().eval()
+    sampling = SamplingParams(max_new_tokens=8, do_sample=False)
+    prompts = prompts_of()
+    local = collect(LocalEngine(), model, sampling, prompts)
+    engine = VLLMEngine(tmp_path, dtype='float32', enforce_eager=True, max_model_len=128)
+    for a, b in zip(local, collect(engine, model, sampling, prompts), strict=True):
+        assert a.response_ids.tolist() == b.response_ids.tolist()
+        torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-2, rtol=0)
