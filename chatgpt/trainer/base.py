@@ -22,6 +22,7 @@ from chatgpt.checkpoint import claim_folder
 from chatgpt.plan.of_run import note_on_memory
 from chatgpt.plan.setup import Setup
 from chatgpt.trainer import checkpointing
+from chatgpt.trainer.agreement import LEFT_OUT, check_ranks
 from chatgpt.trainer.callbacks import Callback, CallbackList, MetricsWriter, ProgressBar
 from chatgpt.trainer.config import LearningSettings
 from chatgpt.trainer.run_control import PhaseClock, StopSignals, agreed
@@ -118,6 +119,12 @@ class Trainer(ABC):
         """Settings and data of this run; a resume says which of them changed."""
         return {'config': self.config.to_dict(), 'seed': self.strategy.seed}
 
+    def check_ranks(self, where: str) -> None:
+        """Every rank runs the same run and stands at the same place, or all end; see `chatgpt.trainer.agreement`. A collective."""
+        self.strategy.note_progress(f'{where} of phase {self.phase + 1}')
+        state = {k: v for k, v in self.state_dict().items() if k not in LEFT_OUT}
+        check_ranks(self.strategy, self.fingerprint() | state, f'{where} of phase {self.phase + 1}')
+
     def memory_setup(self) -> Setup | None:
         """This run as `chatgpt.plan` sees it, for the advice at the end of an out-of-memory error; None where it is not planned."""
         return None
@@ -169,8 +176,9 @@ class Trainer(ABC):
         self._stop_requested = False
         checkpointing.report_changes(self)
         with self.strategy.failure_guard(), self._claimed(), self._signals:
-            self.callbacks.on_fit_start(self)
             try:
+                self.check_ranks('at the start')
+                self.callbacks.on_fit_start(self)
                 yield
             except BaseException as error:
                 note_on_memory(error, self.memory_setup)
@@ -208,5 +216,6 @@ class Trainer(ABC):
     def end_phase(self, metrics: dict[str, float]) -> None:
         """Count the phase and log its metrics."""
         self.phase += 1
+        self.check_ranks('before the start')
         self.callbacks.on_phase_end(self, self.phase, metrics)
         self.clock.reset()

@@ -162,6 +162,7 @@ def learn_batch(
                 with strategy.autocast():
                     loss = part.loss(batch, micro, stats)
                 strategy.backward(loss, part.model, part.optimizer)
+            strategy.note_progress('learning')
             losses.append((loss.detach(), micro))
             stats.add('loss_sum', loss)
     trained = {id(part.optimizer): part for w in reversed(work) for part in reversed(w.parts)}

@@ -299,6 +299,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
 
     def learn_phase(self) -> dict[str, float]:
         """Learn from the buffer, empty it, adapt the KL coefficient, log. Returns the phase's metrics."""
+        self.check_ranks('before learning')
         experiences = list(self.buffer)
         kl_coef = self.loss.kl_coef = self.kl_controller.value
         with self.clock.measure('learn'):

@@ -37,6 +37,7 @@ def launch(body: str, world_size: int = 2) -> tuple[list[int], list[str], float]
     finally:
         for child in children:
             child.kill()
+    assert any('ready ' in t for t in texts), texts
     ready = [float(line.split()[1]) for text in texts for line in text.splitlines() if line.startswith('ready ')]
     return [child.returncode for child in children], texts, time.time() - max(ready)
 
@@ -124,3 +125,56 @@ def test_the_same_mistake_on_every_rank_keeps_its_class():
 def test_one_process_has_nothing_to_guard():
     with pytest.raises(ZeroDivisionError), NaiveStrategy(device='cpu').failure_guard():
         _ = 1 / 0
+
+
+def test_a_rank_that_does_not_come_is_named():
+    """Rank 1 sleeps in a function of its own while rank 0 waits; nobody raises, and no collective has an answer."""
+    codes, texts, seconds = launch("""
+        strategy.timeout_s = 10  # of the guard alone: joining the group under load may take longer
+
+        def busy_elsewhere():
+            time.sleep(50)
+
+        with strategy.failure_guard():
+            strategy.barrier()
+            strategy.note_progress('before learning of phase 3')
+            print('ready', time.time(), flush=True)
+            if rank == 1:
+                busy_elsewhere()
+            strategy.all_gather_object(rank)
+    """)
+    assert codes == [1, 1], texts
+    for text in texts:
+        assert 'no progress for 9 s (before learning of phase 3): rank 1 is in ' in text
+        assert '(busy_elsewhere)' in text and 'Waiting: 0.' in text
+    assert seconds < 30
+
+
+def test_a_frozen_rank_is_named_too():
+    codes, texts, seconds = launch("""
+        import os, signal
+        strategy.timeout_s = 10  # of the guard alone: joining the group under load may take longer
+        with strategy.failure_guard():
+            strategy.barrier()
+            print('ready', time.time(), flush=True)
+            if rank == 1:
+                time.sleep(1)
+                os.system(f'(sleep 25; kill -KILL {os.getpid()}) >/dev/null 2>&1 &')
+                os.kill(os.getpid(), signal.SIGSTOP)
+            strategy.all_reduce(torch.ones(3))
+    """)
+    assert codes[0] == 1
+    assert 'rank 1 does not answer. Waiting: 0.' in texts[0]
+
+
+def test_a_slow_rank_that_comes_in_time_is_let_be():
+    codes, texts, _ = launch("""
+        strategy.timeout_s = 30  # of the guard alone: joining the group under load may take longer
+        with strategy.failure_guard():
+            print('ready', time.time(), flush=True)
+            if rank == 1:
+                time.sleep(3)
+            print('sum', strategy.all_reduce(torch.ones(1)).item())
+    """)
+    assert codes == [0, 0], texts
+    assert all('sum 2.0' in text for text in texts)

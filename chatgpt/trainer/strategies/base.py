@@ -116,6 +116,10 @@ class Strategy(KeepsIdle, ABC):
     def broadcast_object(self, obj: T, src: int = 0) -> T:
         """Rank `src`'s `obj` on every rank."""
 
+    def note_progress(self, where: str) -> None:
+        """Say where the run is, for the message that names a rank which keeps the others waiting. Nothing on one process."""
+        return
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self.all_gather_object(None)

@@ -1,8 +1,12 @@
-"""`FailureGuard`: one rank's exception ends all ranks within seconds, with that rank's message.
+"""`FailureGuard`: one rank's exception ends all ranks within seconds, with that rank's message; a rank that hangs is named.
 
 The failing rank writes its message into the process group's store. A thread on every other rank looks there several times a
 second; when it finds a message it gives the process a moment to fail by itself (the same mistake, a broken connection), then prints
 the message and ends the process, which may be stuck in a collective that will never finish.
+
+A rank that has waited for the others almost as long as a collective may last calls the roll: every rank's thread answers with where its
+main thread is, and all end with a message that names the ranks which are somewhere else, or which do not answer.
+
 Leaving the guard without an exception waits for the other ranks, so that the store outlives everyone who looks into it.
 Left out: processes that die without a word (SIGKILL); their launcher ends the others.
 """
@@ -14,7 +18,8 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 
 import torch.distributed as dist
@@ -24,6 +29,49 @@ GRACE_S = 5.0
 """how long the failing rank waits for the others to have read its message"""
 LEAVE_S = 1.0
 """how long a process has to fail by itself once another has failed"""
+
+
+PATIENCE = 0.9
+"""share of the timeout after which a waiting rank calls the roll: a collective that has timed out would not say who was late"""
+NUM_FRAMES = 3
+
+
+class Whereabouts:
+    """Where a rank's main thread is: what it last said, since when, and whether it waits for other ranks."""
+
+    def __init__(self) -> None:
+        self.where = 'before the run'
+        self.since = time.monotonic()
+        self.thread = threading.get_ident()
+        self._depth = 0
+
+    def note(self, where: str) -> None:
+        self.where, self.since = where, time.monotonic()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a collective."""
+        self._depth += 1
+        self.since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            self.since = time.monotonic()
+
+    def is_waiting(self) -> bool:
+        """In a collective of a strategy's, or in one that a sharded forward or backward runs."""
+        inside = os.path.join('torch', 'distributed', '')
+        return self._depth > 0 or any(inside in frame.filename for frame in self._stack())
+
+    def describe(self) -> str:
+        """'in reward.py:12 (score)', the innermost frame first."""
+        frames = [f'{os.path.basename(f.filename)}:{f.lineno} ({f.name})' for f in reversed(self._stack())]
+        return ' called by '.join(frames[:NUM_FRAMES]) or 'nowhere'
+
+    def _stack(self) -> list[traceback.FrameSummary]:
+        frame = sys._current_frames().get(self.thread)
+        return list(traceback.extract_stack(frame)) if frame is not None else []
 
 
 class RankFailure(RuntimeError):
@@ -39,8 +87,12 @@ class FailureGuard(AbstractContextManager[None]):
     _count = 0  # guards are entered in the same order on every rank, so the number separates their keys
     _active = False
 
-    def __init__(self, rank: int, world_size: int, *, timeout_s: float = 1800.0) -> None:
+    def __init__(
+        self, rank: int, world_size: int, *, timeout_s: float = 1800.0, whereabouts: Whereabouts | None = None
+    ) -> None:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self.whereabouts = whereabouts or Whereabouts()
+        self._answered = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._message: str | None = None
@@ -99,6 +151,48 @@ class FailureGuard(AbstractContextManager[None]):
                     print(self._because(self._message), file=sys.stderr, flush=True)
                     os._exit(1)
                 return
+            self._answer_the_roll()
+            if time.monotonic() - self.whereabouts.since > PATIENCE * self.timeout_s and self.whereabouts.is_waiting():
+                self._call_the_roll()
+
+    # when a rank does not come
+
+    def _answer_the_roll(self) -> None:
+        """Say where this rank is, once, when another asks."""
+        try:
+            if not self._answered and self._store.check(['roll']):
+                self._answered = True
+                here = self.whereabouts
+                self._store.set(f'at/{self.rank}', f'{int(here.is_waiting())} {here.describe()}')
+        except (dist.DistError, RuntimeError):
+            return
+
+    def _call_the_roll(self) -> None:
+        """Ask everyone where they are, and fail in the name of those who keep the others waiting."""
+        self._store.set('roll', '1')
+        self._answer_the_roll()
+        end = time.monotonic() + GRACE_S
+        keys = {rank: f'at/{rank}' for rank in range(self.world_size)}
+        while time.monotonic() < end and not self._store.check(list(keys.values())):
+            time.sleep(POLL_S / 2)
+        found = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+        late = [f'rank {rank} is in {text[2:]}' for rank, text in found.items() if text[0] == '0']
+        late += [f'rank {rank} does not answer' for rank in keys if rank not in found]
+        waiting = [str(rank) for rank, text in found.items() if text[0] == '1']
+        everyone = '; '.join(f'rank {rank} in {text[2:]}' for rank, text in found.items())
+        who = '; '.join(late) or f'all ranks wait, in different collectives: {everyone}'
+        text = (
+            f'rank {self.rank} failed: no progress for {PATIENCE * self.timeout_s:.0f} s ({self.whereabouts.where}): {who}. '
+            f'Waiting: {", ".join(waiting) or "none"}. A rank that needs longer needs more than timeout_s={self.timeout_s:g}'
+        )
+        first = self._store.compare_set('failure', '', text).decode()
+        if first == text:
+            self._wait_for('seen', self.world_size - 1 - (self.world_size - len(found)), GRACE_S)
+        else:
+            self._store.add('seen', 1)
+        sys.stdout.flush()
+        print(self._because(first), file=sys.stderr, flush=True)
+        os._exit(1)
 
     def _because(self, message: str) -> str:
         return f'[rank {self.rank}] stopped, because {message}'

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from chatgpt.trainer.strategies.base import Strategy
-from chatgpt.trainer.strategies.guard import FailureGuard
+from chatgpt.trainer.strategies.guard import FailureGuard, Whereabouts
 from chatgpt.trainer.strategies.precision import Precision
 
 T = TypeVar('T')
@@ -27,7 +27,8 @@ _NEEDED = ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
 class ProcessGroupStrategy(Strategy):
     """Joins torchrun's process group: NCCL on CUDA, gloo on the CPU. A group that is already there is used and left alone.
 
-    `timeout_s` bounds every collective. `device='cpu'` stays off the GPU.
+    `timeout_s` bounds every collective: a rank that keeps the others waiting longer is named by the failure guard, and all end.
+    `device='cpu'` stays off the GPU.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class ProcessGroupStrategy(Strategy):
         if not timeout_s > 0:
             raise ValueError(f'timeout_s={timeout_s} must be positive')
         self.timeout_s = timeout_s
+        self.whereabouts = Whereabouts()
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
             self._check_environment()
@@ -92,29 +94,36 @@ class ProcessGroupStrategy(Strategy):
         if op not in _OPS:
             raise ValueError(f'all_reduce: op={op!r} is not one of {", ".join(_OPS)}')
         reduced = tensor.detach().to(self._device, copy=True).contiguous()
-        dist.all_reduce(reduced, _OPS[op])
+        with self.whereabouts.waiting():
+            dist.all_reduce(reduced, _OPS[op])
         if op == 'mean':
             reduced = reduced / self.world_size
         return reduced.to(tensor.device)
 
     def all_gather_object(self, obj: T) -> list[T]:
         gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, obj)
+        with self.whereabouts.waiting():
+            dist.all_gather_object(gathered, obj)
         return gathered
 
     def broadcast_object(self, obj: T, src: int = 0) -> T:
         box = [obj]
-        dist.broadcast_object_list(box, src=src, device=self._device)
+        with self.whereabouts.waiting():
+            dist.broadcast_object_list(box, src=src, device=self._device)
         return box[0]
 
     def barrier(self) -> None:
-        if dist.get_backend() == 'nccl':
-            dist.barrier(device_ids=[self._device.index])
-        else:
-            dist.barrier()
+        with self.whereabouts.waiting():
+            if dist.get_backend() == 'nccl':
+                dist.barrier(device_ids=[self._device.index])
+            else:
+                dist.barrier()
+
+    def note_progress(self, where: str) -> None:
+        self.whereabouts.note(where)
 
     def failure_guard(self) -> AbstractContextManager[None]:
-        return FailureGuard(self.rank, self.world_size, timeout_s=self.timeout_s)
+        return FailureGuard(self.rank, self.world_size, timeout_s=self.timeout_s, whereabouts=self.whereabouts)
 
     def close(self) -> None:
         super().close()
