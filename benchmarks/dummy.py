@@ -1,0 +1,383 @@
+"""PPO on random prompts with models of new weights: what both `benchmark_*_dummy.py` scripts do, and what capacity.py does under a cap.
+
+A run makes actor, critic, initial model and reward model of one rung of a ladder, trains, and gives back one dictionary of numbers: throughput,
+TFLOPS (FLOP counted by arithmetic_done.py from what was really done), their share of the device's own matrix product measured
+in the same run, seconds of each part of a phase, peak memory, and what `chatgpt.plan` had said of it. Batch sizes are of all
+processes together; figures "per device" divide by their number. Left out: command lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import ladders
+from arithmetic_done import PARTS, MemoryMeter, Models, matmul_peak, matrices, phase_flop
+
+from chatgpt.launch.arguments import STRATEGIES, Parser, add_settings, make_strategy, settings_from, world_size_from_env
+from chatgpt.trainer.callbacks import Callback
+
+
+@dataclass(kw_only=True)
+class DummyRun:
+    """Flags of the benchmarks; the defaults are those of the ancestor's."""
+
+    strategy: str = 'naive'
+    """what prepares and shards the models"""
+    precision: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto'
+    """compute dtype; auto is bf16 on CUDA and under Gemini, fp32 on a CPU"""
+    num_episodes: int = 3
+    max_timesteps: int = 8
+    """of an episode, each of experience_batch_size prompts"""
+    update_timesteps: int = 8
+    """timesteps before a learning phase"""
+    max_epochs: int = 3
+    """passes over what a phase collected"""
+    train_batch_size: int = 8
+    experience_batch_size: int = 8
+    max_tokens_per_batch: int | None = None
+    """tokens of one forward on one process; none: its share of a batch"""
+    prompt_length: int = 400
+    """random tokens"""
+    max_length: int = 512
+    """of prompt and response; every sequence has this length, since nothing ends one"""
+    lora_rank: int = 0
+    """0 trains everything"""
+    num_layers_unfrozen: int = -1
+    """hydra: top blocks that are trained; -1 trains everything"""
+    critic: Literal['own', 'shared'] = 'own'
+    """a network of the actor's size, or a value head on the actor's trunk"""
+    reward: Literal['model', 'function'] = 'model'
+    """a network of the actor's size, or a function that costs nothing"""
+    gradient_checkpointing: bool = False
+    ignore_phases: int = 1
+    """first learning phases left out of the averages (warming up), where there are more"""
+    seed: int = 42
+
+    def check(self, world_size: int) -> None:
+        """Raises ValueError for what cannot be."""
+        for name in ('num_episodes', 'max_timesteps', 'update_timesteps', 'max_epochs', 'prompt_length'):
+            if getattr(self, name) < 1:
+                raise ValueError(f'{name}={getattr(self, name)} must be at least 1')
+        if self.max_length <= self.prompt_length:
+            raise ValueError(f'max_length={self.max_length} is prompt and response: it must be above prompt_length={self.prompt_length}')
+        for name in ('train_batch_size', 'experience_batch_size'):
+            if getattr(self, name) < 1 or getattr(self, name) % world_size:
+                raise ValueError(f'{name}={getattr(self, name)} cannot be cut over {world_size} processes; give a multiple')
+        if self.lora_rank and self.num_layers_unfrozen > 0:
+            raise ValueError('lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one')
+        if self.precision == 'fp32' and self.is_gemini:
+            raise ValueError("Gemini computes in 16 bits; use precision='bf16' or 'fp16'")
+
+    @property
+    def is_gemini(self) -> bool:
+        return self.strategy.startswith('colossalai_gemini')
+
+    @property
+    def response_length(self) -> int:
+        return self.max_length - self.prompt_length
+
+    @property
+    def num_phases(self) -> int:
+        return -(-self.num_episodes * self.max_timesteps // self.update_timesteps)
+
+
+class Recorder(Callback):
+    """What every phase took and did."""
+
+    def __init__(self) -> None:
+        self.phases: list[dict[str, Any]] = []
+        self._batches = 0
+
+    def on_learn_batch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        self._batches += 1
+
+    def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+        collected = trainer.last_experiences
+        per_pass = -(-len(collected) // trainer.config.train_batch_size)
+        self.phases.append({
+            'samples': len(collected),
+            'new_tokens': sum(e.num_actions for e in collected),
+            'tokens': sum(e.num_tokens for e in collected),
+            'passes': self._batches / per_pass,
+            'updates': self._batches,
+            'seconds': {part: metrics.get(f'perf/{part}_s', 0.0) for part in PARTS},
+        })  # fmt: skip
+        self._batches = 0
+
+
+class RandomScores:
+    """A reward that means nothing: N(0, 1) by sample number."""
+
+    def score(self, samples: list[Any], strategy: Any) -> list[float]:
+        import torch
+
+        return [float(torch.randn((), generator=torch.Generator().manual_seed(s.index))) for s in samples]
+
+
+# ---------------------------------------------------------------------- models
+
+
+def build(settings: DummyRun, ladder: str, config: Any) -> tuple[Any, Any, Any, Any]:
+    """Actor, critic, reward (a model or a function) and initial model, to be called inside the strategy's init context."""
+    from chatgpt import nn
+
+    s, family = settings, ladders.FAMILIES[ladder][0]
+    hydra = s.num_layers_unfrozen if s.num_layers_unfrozen > 0 else None
+    common: dict[str, Any] = {'config': config, 'lora_rank': s.lora_rank, 'checkpoint': s.gradient_checkpointing}
+    head = True if s.critic == 'shared' else None
+    actor = getattr(nn, f'{family}Actor')(**common, value_head=head, num_layers_unfrozen=hydra)
+    critic = None if s.critic == 'shared' else getattr(nn, f'{family}Critic')(**common)
+    reward: Any = RandomScores()
+    if s.reward == 'model':
+        if critic is not None and not s.lora_rank:
+            reward = nn.RewardModel(deepcopy(critic.model), deepcopy(critic.value_head))
+        else:
+            reward = getattr(nn, f'{family}RM')(config=config)
+    if s.lora_rank or hydra:
+        return actor, critic, reward, None
+    return actor, critic, reward, deepcopy(actor) if s.critic == 'own' else getattr(nn, f'{family}Actor')(config=config)
+
+
+def count(actor: Any, critic: Any, reward: Any, initial: Any) -> tuple[Models, dict[str, int]]:
+    """Matrices for the FLOP, and parameters by network."""
+    networks = {'actor': actor, 'critic': critic, 'initial model': initial, 'reward model': reward}
+    networks = {n: m for n, m in networks.items() if hasattr(m, 'parameters')}
+    size = {n: sum(p.numel() for p in m.parameters()) for n, m in networks.items()}
+    trained = sum(p.numel() for m in (actor, critic) if m is not None for p in m.parameters() if p.requires_grad)
+    counted = [matrices(networks[n]) if n in networks else None for n in ('actor', 'critic', 'initial model', 'reward model')]
+    assert counted[0] is not None
+    return Models(*counted, reference_is_actor=initial is None), size | {'all': sum(size.values()), 'trained': trained}
+
+
+def plan_for(settings: DummyRun, config: Any, world_size: int, on_cuda: bool, precision: str) -> Any:
+    """What the planner says of this run, without limits. A hydra with a value head is planned as one without, which weighs nothing."""
+    from chatgpt.plan import Setup, make_plan
+
+    s, hydra = settings, settings.num_layers_unfrozen > 0
+    return make_plan(Setup(
+        config=config, reward_config=config if s.reward == 'model' else None, strategy=s.strategy, num_processes=world_size,
+        precision=precision, on_cuda=on_cuda, critic='none' if hydra and s.critic == 'shared' else s.critic, lora_rank=s.lora_rank,
+        num_layers_unfrozen=s.num_layers_unfrozen, gradient_checkpointing=s.gradient_checkpointing,
+        experience_batch_size=s.experience_batch_size, update_timesteps=s.update_timesteps, train_batch_size=s.train_batch_size,
+        max_tokens_per_batch=s.max_tokens_per_batch, max_prompt_tokens=s.prompt_length, max_new_tokens=s.response_length,
+    ))  # fmt: skip
+
+
+# ---------------------------------------------------------------------- the run
+
+
+def run(settings: DummyRun, ladder: str, rung: str, *, ready: Callable[[Any], None] | None = None) -> dict[str, Any]:
+    """Train, and return the numbers; on every rank, with memory and seconds of the rank that has most.
+
+    ready: called with the strategy when the process is set up and before any model exists.
+
+    Raises:
+        ValueError: settings that cannot be.
+    """
+    import torch
+
+    from chatgpt.launch.build import quiet_transformers
+
+    quiet_transformers()
+    settings.check(world_size_from_env())
+    on_cuda = torch.cuda.is_available()
+    precision = settings.precision
+    if precision == 'auto':
+        precision = 'bf16' if on_cuda or settings.is_gemini else 'fp32'
+    config = ladders.config(ladder, rung, settings.max_length)
+    _stand_alone(settings.strategy)
+    with make_strategy(settings.strategy, seed=settings.seed, precision=precision) as strategy:
+        peak = matmul_peak(strategy.device, strategy.dtype)
+        if ready is not None:
+            ready(strategy)
+        meter = MemoryMeter(strategy.device)
+        with strategy.failure_guard():
+            started = time.perf_counter()
+            phases, models, size, head_again = _train(settings, ladder, config, strategy)
+            wall = time.perf_counter() - started
+        memory = {k: max(m[k] for m in strategy.all_gather_object(meter.read())) for k in meter.read()}
+        everyone = strategy.all_gather_object([p['seconds'] for p in phases])
+        peak = sum(strategy.all_gather_object(peak)) / strategy.world_size
+        for number, phase in enumerate(phases):
+            phase['seconds'] = {part: max(rank[number][part] for rank in everyone) for part in PARTS}
+            phase['flop'] = phase_flop(
+                models, sequences=phase['samples'], prompt=settings.prompt_length, response=settings.response_length,
+                passes=phase['passes'], actor_scores=precision != 'fp32' or settings.critic == 'shared',
+                checkpointing=settings.gradient_checkpointing, head_again=head_again,
+            )  # fmt: skip
+        plan = plan_for(settings, config, strategy.world_size, strategy.device.type == 'cuda', precision)
+        return {
+            'model': rung, 'ladder': ladder, 'world_size': strategy.world_size, 'settings': asdict(settings) | {'precision': precision},
+            'parameters': size, 'phases': phases, 'wall_s': wall, **averages(phases, settings, strategy.world_size, peak),
+            'memory': memory | planned(plan, memory['peak'], strategy.device.type == 'cuda'), 'machine': machine(strategy.device),
+        }  # fmt: skip
+
+
+def _stand_alone(name: str) -> None:
+    """A strategy of processes, started by plain python, is a group of one process."""
+    if name != 'naive' and 'RANK' not in os.environ:
+        from chatgpt.testing.processes import free_port, torchrun_environment
+
+        os.environ.update(torchrun_environment(0, 1, free_port()))
+
+
+def _train(s: DummyRun, ladder: str, config: Any, strategy: Any) -> tuple[list[dict[str, Any]], Models, dict[str, int], bool]:
+    import torch
+
+    from chatgpt.functional.logprobs import CHUNK_ELEMENTS_ACCELERATOR, CHUNK_ELEMENTS_CPU
+    from chatgpt.trainer import PPOTrainer
+    from chatgpt.trainer.callbacks import ProgressBar
+
+    with strategy.model_init_context():
+        networks = build(s, ladder, config)
+    models, size = count(*networks)
+    actor, critic, reward, initial = networks
+    items = []
+    for model in (actor, critic):
+        if model is not None:
+            trained = [p for p in model.parameters() if p.requires_grad]
+            items.append((model, strategy.make_optimizer(trained, lr=5e-6, eps=1e-5)))
+    prepared = strategy.prepare(*items, reward, initial)
+    (actor, actor_optim), (critic, critic_optim) = prepared[0], prepared[1] if critic is not None else (None, None)
+    recorder = Recorder()
+    trainer = PPOTrainer(
+        strategy, actor, critic, prepared[-2], prepared[-1], actor_optim, critic_optim, callbacks=[recorder, ProgressBar(enabled=False)],
+        experience_batch_size=s.experience_batch_size, train_batch_size=s.train_batch_size, max_epochs=s.max_epochs,
+        max_tokens_per_batch=s.max_tokens_per_batch, max_length=s.max_length, do_sample=True, temperature=1.0, top_k=50,
+    )  # fmt: skip
+    count_of_prompts = s.num_episodes * s.max_timesteps * s.experience_batch_size
+    generator = torch.Generator().manual_seed(s.seed)
+    prompts = list(torch.randint(config.vocab_size, (count_of_prompts, s.prompt_length), generator=generator))
+    trainer.fit(prompts, s.num_episodes, s.max_timesteps, s.update_timesteps)
+    rows = s.train_batch_size // strategy.world_size
+    if s.max_tokens_per_batch is not None:
+        rows = max(1, min(rows, s.max_tokens_per_batch // s.max_length))
+    bound = CHUNK_ELEMENTS_ACCELERATOR if strategy.device.type == 'cuda' else CHUNK_ELEMENTS_CPU
+    return recorder.phases, models, size, rows * s.response_length > bound // config.vocab_size
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+def averages(phases: list[dict[str, Any]], settings: DummyRun, world_size: int, peak: float) -> dict[str, Any]:
+    """Rates over the phases after the first `ignore_phases`."""
+    counted = phases[settings.ignore_phases :] or phases
+    seconds = {part: sum(p['seconds'][part] for p in counted) for part in PARTS}
+    flop = {part: sum(p['flop'][part] for p in counted) for part in PARTS}
+    seconds['total'], flop['total'] = sum(seconds.values()), sum(flop.values())
+    rate = {part: flop[part] / max(seconds[part], 1e-9) / world_size for part in seconds}
+    samples = sum(p['samples'] for p in counted)
+    return {
+        'phases_counted': len(counted),
+        'seconds_per_phase': {part: s / len(counted) for part, s in seconds.items()},
+        'flop_per_phase': {part: f / len(counted) for part, f in flop.items()},
+        'samples_per_s': samples / seconds['total'],
+        'samples_per_s_per_device': samples / seconds['total'] / world_size,
+        'new_tokens_per_s': sum(p['new_tokens'] for p in counted) / seconds['total'],
+        'tflops_per_device': {part: r / 1e12 for part, r in rate.items()},
+        'matmul_peak_tflops': peak / 1e12,
+        'share_of_peak': {part: r / peak for part, r in rate.items()},
+    }
+
+
+def planned(plan: Any, measured: int, on_cuda: bool) -> dict[str, Any]:
+    """The planner's peak of what was measured (on a CPU host and device are one), and its error: planned / measured - 1."""
+    guess = plan.peak if on_cuda else max(sum(m.device.values()) + sum(m.host.values()) for m in plan.phases.values())
+    return {
+        'planned_peak': guess,
+        'planned_host': plan.host_peak,
+        'planned_phase': plan.peak_phase,
+        'planner_error': guess / measured - 1 if measured > 0 else None,
+    }
+
+
+def machine(device: Any) -> dict[str, Any]:
+    """What it ran on."""
+    import torch
+    import transformers
+
+    name = torch.cuda.get_device_name(device) if device.type == 'cuda' else _cpu_name()
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == 'cuda' else None
+    return {
+        'device': name, 'device_type': device.type, 'device_memory': memory, 'cpu_count': os.cpu_count(),
+        'threads': torch.get_num_threads(), 'python': platform.python_version(), 'torch': torch.__version__,
+        'transformers': transformers.__version__, 'date': time.strftime('%Y-%m-%d'),
+    }  # fmt: skip
+
+
+def _cpu_name() -> str:
+    info = Path('/proc/cpuinfo')
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((line.split(':', 1)[1].strip() for line in lines if line.startswith('model name')), platform.machine())
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result for people."""
+    from chatgpt.plan import show_bytes
+
+    r, m = result, result['memory']
+    size = ', '.join(f'{name} {n / 1e6:.4g} M' for name, n in r['parameters'].items())
+    lines = [
+        f'{r["ladder"]} {r["model"]}, {r["settings"]["strategy"]} x {r["world_size"]}, {r["settings"]["precision"]}, '
+        f'{r["machine"]["device"]} ({r["machine"]["device_type"]})',
+        f'parameters: {size}',
+        '',
+        '| part | s / phase | TFLOP / phase | TFLOPS per device | share of matmul peak |',
+        '|---|---|---|---|---|',
+    ]
+    for part in (*PARTS, 'total'):
+        numbers = r['seconds_per_phase'][part], r['flop_per_phase'][part] / 1e12, r['tflops_per_device'][part], r['share_of_peak'][part]
+        lines.append(f'| {part} | {numbers[0]:.3f} | {numbers[1]:.4g} | {numbers[2]:.4g} | {numbers[3]:.1%} |')
+    error = f' ({m["planner_error"]:+.0%})' if m['planner_error'] is not None else ''
+    return '\n'.join([
+        *lines,
+        '',
+        f'samples/s {r["samples_per_s"]:.4g} ({r["samples_per_s_per_device"]:.4g} per device), new tokens/s {r["new_tokens_per_s"]:.4g}, '
+        f'over {r["phases_counted"]} of {len(r["phases"])} phases',
+        f'matmul peak, measured here: {r["matmul_peak_tflops"]:.4g} TFLOPS per device',
+        f'peak memory: {show_bytes(m["peak"])}, planned {show_bytes(m["planned_peak"])}{error}; host {show_bytes(m["host_peak"])}',
+    ])  # fmt: skip
+
+
+def script(ladder: str, doc: str | None, *, shown: Sequence[str]) -> Callable[[], None]:
+    """The main function of a benchmark script on a ladder. `shown`: settings that are its flags."""
+    models = list(ladders.FAMILIES[ladder][1])
+
+    def main() -> None:
+        parser = Parser(description=doc)
+        parser.add_argument('--model', choices=models, default=next(m for m in models if m != 'tiny'), help='rung of the ladder')
+        parser.add_argument('--json', type=Path, metavar='FILE', help='write the numbers there as well')
+        hidden = [f.name for f in fields(DummyRun) if f.name not in shown and f.name != 'strategy']
+        parser.add_argument('--strategy', choices=STRATEGIES, default='naive', help='what prepares and shards the models')
+        add_settings(parser, DummyRun, skip=[*hidden, 'strategy'])
+        args = parser.parse_args()
+        result = run(replace(DummyRun(), **settings_from(args, DummyRun)), ladder, args.model)
+        if os.environ.get('RANK', '0') != '0':
+            return
+        print(table(result))
+        if args.json:
+            write_json(args.json, result)
+
+    return main
+
+
+def write_json(path: Path, content: Any) -> None:
+    """All of it or nothing of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f'.{path.name}.tmp')
+    unfinished.write_text(json.dumps(content, indent=1) + '\n')
+    unfinished.replace(path)
+
+
+COMMON_FLAGS = (
+    'precision', 'num_episodes', 'max_timesteps', 'update_timesteps', 'max_epochs', 'train_batch_size', 'experience_batch_size',
+    'max_tokens_per_batch', 'prompt_length', 'max_length', 'gradient_checkpointing', 'ignore_phases', 'seed',
+)  # fmt: skip
