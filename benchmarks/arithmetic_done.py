@@ -11,9 +11,9 @@ prompt positions never see. For each sequence of P prompt and A response tokens:
     learn     E [2 N 3 (P + A) + 2 H 3 A] for the actor, E 2 N 3 (P + A) for a critic of its own; 4 in place of 3 with gradient
               checkpointing (for H: where its chunks are recomputed)
 
-E are the passes over the phase. With frozen weights (LoRA, hydra) the 3 falls apart: 1 forward for all, 1 for the activations' gradient from the
-lowest block that holds something trained on, 1 for the weights that are trained. Adapters are merged while generating.
-A reference that is the actor itself costs the same as a copy.
+E are the passes over the phase. With frozen weights (LoRA, hydra) the 3 falls apart: 1 forward for all, 1 for the activations' gradient
+from the lowest block on that holds something trained, 1 for the weights that are trained. Adapters are merged while generating. A
+reference that is the actor itself costs the same as a copy.
 
 Left out, so that figures are a lower bound: attention scores (4 · length · width of a block and token, a few per cent at 512 tokens),
 embeddings (a lookup), norms, heads with one output, the optimizer.
@@ -176,4 +176,6 @@ class MemoryMeter:
         if self.device.type != 'cuda':
             return {'peak': host['host_peak_over_start'], **host}
         reserved = torch.cuda.max_memory_reserved(self.device)
-        return {'peak': torch.cuda.max_memory_allocated(self.device), 'reserved': reserved, **host}
+        # what cudaHostAlloc has given is not part of the process's resident memory
+        pinned = int(torch.cuda.host_memory_stats().get('allocated_bytes.peak', 0)) if hasattr(torch.cuda, 'host_memory_stats') else 0
+        return {'peak': torch.cuda.max_memory_allocated(self.device), 'reserved': reserved, 'host_pinned': pinned, **host}

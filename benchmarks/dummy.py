@@ -1,9 +1,9 @@
 """PPO on random prompts with models of new weights: what both `benchmark_*_dummy.py` scripts do, and what capacity.py does under a cap.
 
-A run makes actor, critic, initial model and reward model of one rung of a ladder, trains, and gives back one dictionary of numbers: throughput,
-TFLOPS (FLOP counted by arithmetic_done.py from what was really done), their share of the device's own matrix product measured
-in the same run, seconds of each part of a phase, peak memory, and what `chatgpt.plan` had said of it. Batch sizes are of all
-processes together; figures "per device" divide by their number. Left out: command lines.
+A run makes actor, critic, initial model and reward model of one rung of a ladder, trains, and gives back one dictionary of numbers:
+throughput, TFLOPS (FLOP counted by arithmetic_done.py from what was really done), their share of the device's own matrix product
+measured in the same run, seconds of each part of a phase, peak memory, and what `chatgpt.plan` had said of it. Batch sizes are of all
+processes together; figures "per device" divide by their number. Left out: the ladders' docs, and the cap.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def build(settings: DummyRun, ladder: str, config: Any) -> tuple[Any, Any, Any, 
             reward = getattr(nn, f'{family}RM')(config=config)
     if s.lora_rank or hydra:
         return actor, critic, reward, None
-    return actor, critic, reward, deepcopy(actor) if s.critic == 'own' else getattr(nn, f'{family}Actor')(config=config)
+    return actor, critic, reward, deepcopy(actor)
 
 
 def count(actor: Any, critic: Any, reward: Any, initial: Any) -> tuple[Models, dict[str, int]]:
@@ -157,7 +157,9 @@ def count(actor: Any, critic: Any, reward: Any, initial: Any) -> tuple[Models, d
     return Models(*counted, reference_is_actor=initial is None), size | {'all': sum(size.values()), 'trained': trained}
 
 
-def plan_for(settings: DummyRun, config: Any, world_size: int, on_cuda: bool, precision: str) -> Any:
+def plan_for(
+    settings: DummyRun, config: Any, world_size: int, on_cuda: bool, precision: str, *, stream_blocks: bool = False
+) -> Any:
     """What the planner says of this run, without limits. A hydra with a value head is planned as one without, which weighs nothing."""
     from chatgpt.plan import Setup, make_plan
 
@@ -168,6 +170,7 @@ def plan_for(settings: DummyRun, config: Any, world_size: int, on_cuda: bool, pr
         num_layers_unfrozen=s.num_layers_unfrozen, gradient_checkpointing=s.gradient_checkpointing,
         experience_batch_size=s.experience_batch_size, update_timesteps=s.update_timesteps, train_batch_size=s.train_batch_size,
         max_tokens_per_batch=s.max_tokens_per_batch, max_prompt_tokens=s.prompt_length, max_new_tokens=s.response_length,
+        stream_blocks=stream_blocks,
     ))  # fmt: skip
 
 
@@ -196,6 +199,7 @@ def run(settings: DummyRun, ladder: str, rung: str, *, ready: Callable[[Any], No
     _stand_alone(settings.strategy)
     with make_strategy(settings.strategy, seed=settings.seed, precision=precision) as strategy:
         peak = matmul_peak(strategy.device, strategy.dtype)
+        _warm_up(ladder)
         if ready is not None:
             ready(strategy)
         meter = MemoryMeter(strategy.device)
@@ -229,6 +233,21 @@ def _stand_alone(name: str) -> None:
         os.environ.update(torchrun_environment(0, 1, free_port()))
 
 
+def _warm_up(ladder: str) -> None:
+    """One step of the smallest model on the CPU: what is loaded at the first use is not the run's memory."""
+    import torch
+
+    import chatgpt.trainer.ppo  # noqa: F401
+    from chatgpt.nn import AutoActor
+    from chatgpt.plan import models
+
+    with torch.random.fork_rng(devices=[]):
+        actor = AutoActor(config=ladders.config('opt' if ladder == 'opt' else 'gpt', 'tiny'))
+    optimizer = torch.optim.AdamW(actor.parameters())
+    actor(models.batch_of(1, 4, 4), with_entropy=True).logprobs.sum().backward()
+    optimizer.step()
+
+
 def _train(s: DummyRun, ladder: str, config: Any, strategy: Any) -> tuple[list[dict[str, Any]], Models, dict[str, int], bool]:
     import torch
 
@@ -245,11 +264,12 @@ def _train(s: DummyRun, ladder: str, config: Any, strategy: Any) -> tuple[list[d
         if model is not None:
             trained = [p for p in model.parameters() if p.requires_grad]
             items.append((model, strategy.make_optimizer(trained, lr=5e-6, eps=1e-5)))
-    prepared = strategy.prepare(*items, reward, initial)
+    prepared = strategy.prepare(*items, reward if s.reward == 'model' else None, initial)
     (actor, actor_optim), (critic, critic_optim) = prepared[0], prepared[1] if critic is not None else (None, None)
     recorder = Recorder()
     trainer = PPOTrainer(
-        strategy, actor, critic, prepared[-2], prepared[-1], actor_optim, critic_optim, callbacks=[recorder, ProgressBar(enabled=False)],
+        strategy, actor, critic, prepared[-2] or reward, prepared[-1], actor_optim, critic_optim,
+        callbacks=[recorder, ProgressBar(enabled=False)],
         experience_batch_size=s.experience_batch_size, train_batch_size=s.train_batch_size, max_epochs=s.max_epochs,
         max_tokens_per_batch=s.max_tokens_per_batch, max_length=s.max_length, do_sample=True, temperature=1.0, top_k=50,
     )  # fmt: skip

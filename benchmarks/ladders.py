@@ -1,14 +1,14 @@
-"""Ladders of model sizes, as configs without weights: the GPT-2 and OPT ladders of ColossalAI's ChatGPT benchmarks, and a small one.
+"""Ladders of model sizes, as configs without weights: the GPT-2 and OPT ladders of ColossalAI's ChatGPT benchmarks, and a tiny one.
 
-A rung is a name and the numbers of its config. `tiny` of both is for tests. The small ladder is for machines without a GPU: what
-it measures scales with the parameters, not with the vocabulary. Left out: building the modules.
+A rung is a name and the numbers of its config. The rung `tiny` of both is for tests. The tiny ladder is for machines without a GPU;
+its vocabulary is small, so that what is measured there grows with the blocks. Left out: building the modules.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-GPT_VOCAB, OPT_VOCAB, SMALL_VOCAB = 50257, 50272, 1024
+GPT_VOCAB, OPT_VOCAB, TINY_VOCAB = 50257, 50272, 1024
 
 GPT: dict[str, tuple[int, int, int]] = {
     'tiny': (32, 2, 2),
@@ -25,14 +25,14 @@ OPT: dict[str, tuple[int, int, int]] = {
 }  # fmt: skip
 """name -> (hidden_size, num_hidden_layers, num_attention_heads); ffn_dim is four times the width, and the embeddings are as wide as
 the blocks (the released 350m projects from 512 and norms after its blocks; the ladder's does neither)"""
-SMALL: dict[str, tuple[int, int, int]] = {
+TINY: dict[str, tuple[int, int, int]] = {
     '1m': (128, 4, 4), '2m': (192, 4, 4), '3m': (256, 4, 4), '5m': (256, 6, 4), '7m': (256, 8, 4), '11m': (384, 6, 6), '15m': (384, 8, 6),
     '20m': (512, 6, 8), '26m': (512, 8, 8), '39m': (512, 12, 8), '58m': (768, 8, 12), '86m': (768, 12, 12), '114m': (768, 16, 12),
     '152m': (1024, 12, 16), '203m': (1024, 16, 16),
 }  # fmt: skip
 """name -> (n_embd, n_layer, n_head) of GPT-2 with a vocabulary of 1,024"""
 
-FAMILIES: dict[str, tuple[str, dict[str, tuple[int, int, int]]]] = {'gpt': ('GPT', GPT), 'opt': ('OPT', OPT), 'small': ('GPT', SMALL)}
+FAMILIES: dict[str, tuple[str, dict[str, tuple[int, int, int]]]] = {'gpt': ('GPT', GPT), 'opt': ('OPT', OPT), 'tiny': ('GPT', TINY)}
 """ladder -> (how its classes begin, its rungs)"""
 
 
@@ -51,7 +51,7 @@ def config(ladder: str, rung: str, positions: int | None = None) -> Any:
         raise ValueError(f'the ladder {ladder} has no {rung!r}; it has {", ".join(rungs)}')
     width, layers, heads = rungs[rung]
     make = _opt if ladder == 'opt' else _gpt
-    vocab = SMALL_VOCAB if rung == 'tiny' or ladder == 'small' else OPT_VOCAB if ladder == 'opt' else GPT_VOCAB
+    vocab = TINY_VOCAB if rung == 'tiny' or ladder == 'tiny' else OPT_VOCAB if ladder == 'opt' else GPT_VOCAB
     own = 2048 if ladder == 'opt' or rung == '175b' else 1024
     return make(width, layers, heads, vocab, max(own, positions or 0))
 
