@@ -23,7 +23,8 @@ from typing import Any
 
 import capacity_page
 import ladders
-from dummy import DummyRun, plan_for, write_json
+from dummy import DummyRun, plan_for
+from dummy_numbers import write_json
 
 from chatgpt.launch.arguments import STRATEGIES, Parser, run_main
 from chatgpt.plan import parse_bytes, show_bytes
@@ -207,8 +208,6 @@ def main() -> None:
     content = json.loads(args.report.read_text()) if args.report else sweep_all(args)
     print()
     print(capacity_page.table(content))
-    if args.json and not args.report:
-        write_json(args.json, content)
     if args.page:
         capacity_page.write(args.page, content)
 
@@ -228,23 +227,27 @@ def sweep_all(args: Any) -> dict[str, Any]:
     base.check(1)
     rungs = [r for r in ladders.FAMILIES[args.ladder][1] if r != 'tiny']
     sweep = Sweep(base, args.ladder, rungs, Cap(args.memory, args.host_memory, on_cuda, args.hopeless, args.timeout_s))
-    rows = []
+    rows: list[Row] = []
+    content: dict[str, Any] = {}
     for strategy in args.strategies or (ON_CUDA if on_cuda else ON_CPU):
         for option in args.options:
             row = sweep.row(strategy, option)
             if args.smallest and rungs[0] not in row.tried:
-                outcome = sweep.measure(sweep.settings(strategy, option), rungs[0])
-                planned, fits = sweep.plan(sweep.settings(strategy, option), rungs[0])
-                row.tried[rungs[0]] = outcome | {'planned': planned, 'planner_fits': fits}
+                settings = sweep.settings(strategy, option)
+                planned, fits = sweep.plan(settings, rungs[0])
+                row.tried[rungs[0]] = sweep.measure(settings, rungs[0]) | {'planned': planned, 'planner_fits': fits}
                 tell(row, rungs[0], row.tried[rungs[0]])
             rows.append(row)
-    return {
-        'command': ' '.join(['python benchmarks/capacity.py', *sys.argv[1:]]),
-        'memory': args.memory, 'host_memory': args.host_memory, 'device_type': 'cuda' if on_cuda else 'cpu', 'ladder': args.ladder,
-        'settings': asdict(base), 'smallest': rungs[0] if args.smallest else None,
-        'rows': [asdict(r) | {'disagreements': r.disagreements()} for r in rows],
-        'machine': next((o['machine'] for r in rows for o in r.tried.values() if o.get('machine')), None),
-    }  # fmt: skip
+            content = {
+                'command': ' '.join(['python benchmarks/capacity.py', *sys.argv[1:]]),
+                'memory': args.memory, 'host_memory': args.host_memory, 'device_type': 'cuda' if on_cuda else 'cpu', 'ladder': args.ladder,
+                'settings': asdict(base), 'smallest': rungs[0] if args.smallest else None,
+                'rows': [asdict(r) | {'disagreements': r.disagreements()} for r in rows],
+                'machine': next((o['machine'] for r in rows for o in r.tried.values() if o.get('machine')), None),
+            }  # fmt: skip
+            if args.json:  # after every row: a sweep that is ended leaves what it found
+                write_json(args.json, content)
+    return content
 
 
 if __name__ == '__main__':

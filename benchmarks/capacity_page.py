@@ -7,15 +7,16 @@ from typing import Any
 
 from chatgpt.plan import show_bytes
 
-ON_A_CPU = """**Measured on a CPU ({device}), not on a GPU.** In place of a device there is a process that may take {cap} of private memory
-(RLIMIT_DATA) above what it holds before any model exists. Host and device are one there, so offloading was not run; the packed weights of CPU
-decoding count. The same sweep on a GPU (`--memory 24GiB --host_memory 64GiB --ladder gpt`, with fsdp_cpu, ZeRO and Gemini offloading) has
-not been run: [gpu.md](../gpu.md). So nothing here measures the ancestor's claims for a GPU (10.3 times the model on one, a demo in 1.62 GB)."""
-ON_CUDA = """Measured on one {device}, whose allocator was limited to {cap}. The CUDA context and what else torch's allocator does not manage
-come on top."""
-WHAT = """A rung of the ladder `{ladder}` (benchmarks/ladders.py) trains when one PPO phase of two passes over {batch} sequences of {prompt} + {response}
-tokens ends under the cap. "Parameters" are the actor's; "x first" compares them with the first row; "peak" is {peak}; "stopped by" is the
-limit that the next rung broke."""
+ON_A_CPU = """**Measured on a CPU ({device}), not on a GPU.** In place of a device there is a process that may take {cap} of private
+memory (RLIMIT_DATA) above what it holds before any model exists. Host and device are one there, so offloading was not run; the packed
+weights of CPU decoding count. The same sweep on a GPU (`--memory 24GiB --host_memory 64GiB --ladder gpt`, with fsdp_cpu, ZeRO and
+Gemini offloading) has not been run: [gpu.md](../gpu.md). So nothing here measures the ancestor's claims for a GPU (10.3 times the
+model on one, a demo in 1.62 GB)."""
+ON_CUDA = """Measured on one {device}, whose allocator was limited to {cap}. The CUDA context and what else torch's allocator does
+not manage come on top."""
+WHAT = """A rung of the ladder `{ladder}` (benchmarks/ladders.py) trains when one PPO phase of two passes over {batch} sequences of
+{prompt} + {response} tokens ends under the cap. "Parameters" are the actor's; "x first" compares them with the first row; "peak" is
+{peak}; "stopped by" is the limit that the next rung broke."""
 OPTIONS = """- full: actor, critic, initial model and reward model of one size; each batch in one forward
 - micro: as full, with gradient checkpointing and one sequence per forward; so have the following
 - lora: rank 16 on actor and critic; the actor with its adapter off is the reference
