@@ -224,7 +224,10 @@ def sweep_all(args: Any) -> dict[str, Any]:
         train_batch_size=args.batch_size, experience_batch_size=args.batch_size, prompt_length=args.prompt_length,
         max_length=args.max_length,
     )  # fmt: skip
-    base.check(1)
+    try:
+        base.check(1)
+    except ValueError as error:  # a mistake in the flags of this script, and said as one
+        raise ValueError(str(error)) from None
     rungs = [r for r in ladders.FAMILIES[args.ladder][1] if r != 'tiny']
     sweep = Sweep(base, args.ladder, rungs, Cap(args.memory, args.host_memory, on_cuda, args.hopeless, args.timeout_s))
     rows: list[Row] = []

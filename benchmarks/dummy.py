@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -188,15 +189,14 @@ def run(settings: DummyRun, ladder: str, rung: str, *, ready: Callable[[Any], No
 
     from chatgpt.launch.build import quiet_transformers
 
-    quiet_transformers()
     settings.check(world_size_from_env())
+    quiet_transformers()
     on_cuda = torch.cuda.is_available()
     precision = settings.precision
     if precision == 'auto':
         precision = 'bf16' if on_cuda or settings.is_gemini else 'fp32'
     config = ladders.config(ladder, rung, settings.max_length)
-    _stand_alone(settings.strategy)
-    with make_strategy(settings.strategy, seed=settings.seed, precision=precision) as strategy:
+    with _group_of_one(settings.strategy), make_strategy(settings.strategy, seed=settings.seed, precision=precision) as strategy:
         peak = matmul_peak(strategy.device, strategy.dtype)
         _warm_up(ladder)
         if ready is not None:
@@ -224,12 +224,13 @@ def run(settings: DummyRun, ladder: str, rung: str, *, ready: Callable[[Any], No
         }  # fmt: skip
 
 
-def _stand_alone(name: str) -> None:
-    """A strategy of processes, started by plain python, is a group of one process."""
-    if name != 'naive' and 'RANK' not in os.environ:
-        from chatgpt.testing.processes import free_port, torchrun_environment
+def _group_of_one(name: str) -> AbstractContextManager[None]:
+    """The environment of a strategy of processes that was started by plain python."""
+    from chatgpt.testing.processes import environment, free_port, torchrun_environment
 
-        os.environ.update(torchrun_environment(0, 1, free_port()))
+    if name == 'naive' or 'RANK' in os.environ:
+        return nullcontext()
+    return environment(**torchrun_environment(0, 1, free_port()))
 
 
 def _warm_up(ladder: str) -> None:

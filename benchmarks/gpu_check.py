@@ -30,6 +30,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 REQUIRED = ('torch', 'transformers', 'safetensors', 'loralib', 'pytest', 'pytest_timeout')
+COLOSSALAI = ('colossalai', 'galore_torch', 'bitsandbytes')
 LEAST_S = 15
 """a part is not begun with less time than this left"""
 TELLS = 4000
@@ -43,11 +44,11 @@ class Part:
     name: str
     command: tuple[str, ...]
     budget_s: int
-    needs: str | None = None
-    """an optional package"""
+    needs: tuple[str, ...] = ()
+    """packages without which it is left out"""
 
 
-def benchmark(name: str, which: str, budget_s: int, *flags: str, needs: str | None = None) -> Part:
+def benchmark(name: str, which: str, budget_s: int, *flags: str, needs: tuple[str, ...] = ()) -> Part:
     return Part(name, (f'benchmarks/benchmark_{which}_dummy.py', '--json', '{out}', *flags), budget_s, needs)
 
 
@@ -56,7 +57,6 @@ def cuda_parts() -> list[Part]:
     short = ('--num_episodes=2', '--max_timesteps=2', '--update_timesteps=2', '--max_epochs=2')
     large = ('--num_episodes=2', '--max_timesteps=1', '--update_timesteps=1', '--max_epochs=2')
     wide = ('--experience_batch_size=32', '--train_batch_size=32')
-    colossalai = {'needs': 'colossalai'}
     return [
         Part('device', ('benchmarks/gpu_check.py', '--measure_device', '{out}'), 40),
         Part('tests', ('-m', 'pytest', '-m', 'gpu', '-q', '-p', 'no:cacheprovider', '--junitxml={out}'), 110),
@@ -69,8 +69,8 @@ def cuda_parts() -> list[Part]:
             'benchmarks/capacity.py', '--memory=8GiB', '--host_memory=32GiB', '--strategies', 'naive', '--options', 'micro', 'lean',
             '--smallest', '--json', '{out}',
         ), 150),
-        benchmark('gpt-s-zero2', 'gpt', 50, '--model=s', '--strategy=colossalai_zero2', *short, **colossalai),
-        benchmark('gpt-s-gemini_cpu', 'gpt', 60, '--model=s', '--strategy=colossalai_gemini_cpu', *short, **colossalai),
+        benchmark('gpt-s-zero2', 'gpt', 50, '--model=s', '--strategy=colossalai_zero2', *short, needs=COLOSSALAI),
+        benchmark('gpt-s-gemini_cpu', 'gpt', 60, '--model=s', '--strategy=colossalai_gemini_cpu', *short, needs=COLOSSALAI),
         benchmark('gpt-s-ddp', 'gpt', 50, '--model=s', '--strategy=ddp', *short),
     ]  # fmt: skip
 
@@ -88,7 +88,7 @@ def cpu_parts() -> list[Part]:
             'benchmarks/capacity.py', '--memory=160MiB', '--ladder=tiny', '--strategies', 'naive', '--options', 'full',
             '--prompt_length=8', '--max_length=16', '--batch_size=2', '--hopeless=1.2', '--json', '{out}',
         ), 200),
-        benchmark('gpt-tiny-zero2', 'gpt', 60, '--strategy=colossalai_zero2', *tiny, needs='colossalai'),
+        benchmark('gpt-tiny-zero2', 'gpt', 60, '--strategy=colossalai_zero2', *tiny, needs=COLOSSALAI),
     ]  # fmt: skip
 
 
@@ -103,8 +103,9 @@ def environment(device: str, site: str | None) -> dict[str, str]:
 
 def run_part(part: Part, timeout_s: float, env: dict[str, str], device: str) -> dict[str, Any]:
     """Status, seconds, the end of the output, and the numbers that it wrote."""
-    if part.needs is not None and not installed(part.needs, env):
-        return {'name': part.name, 'status': 'left out', 'reason': f'{part.needs} is not installed; WHEELS=folder brings it'}
+    lacking = [name for name in part.needs if not installed(name, env)]
+    if lacking:
+        return {'name': part.name, 'status': 'left out', 'reason': f'not installed: {", ".join(lacking)}; WHEELS=folder brings them'}
     with tempfile.TemporaryDirectory(prefix='gpu-check-') as folder:
         out, log = Path(folder, 'out'), Path(folder, 'log')
         command = [sys.executable, *(word.replace('{out}', str(out)) for word in part.command)]
@@ -128,7 +129,7 @@ def run_part(part: Part, timeout_s: float, env: dict[str, str], device: str) -> 
             record['output'] = log.read_text(errors='replace')[-TELLS:]
         if out.is_file():
             record['result'] = read_result(out)
-        if part.name == 'tests' and code == 0 and device == 'cuda' and not record.get('result', {}).get('passed'):
+        if part.name == 'tests' and code == 0 and device == 'cuda' and not (record.get('result') or {}).get('passed'):
             record |= {'status': 'failed', 'reason': 'no marked test ran on the device'}
         return record
 
@@ -148,12 +149,15 @@ def end_group(child: subprocess.Popen[bytes]) -> None:
 
 
 def read_result(path: Path) -> Any:
-    """JSON as it is, pytest's XML as counts."""
+    """JSON as it is, pytest's XML as counts; None where a part was ended while it wrote."""
     text = path.read_text()
-    if not text.startswith('<'):
-        return json.loads(text)
-    counts = {name: sum(int(suite.get(name, 0)) for suite in ElementTree.fromstring(text).iter('testsuite'))
-              for name in ('tests', 'failures', 'errors', 'skipped')}  # fmt: skip
+    try:
+        if not text.startswith('<'):
+            return json.loads(text)
+        suites = list(ElementTree.fromstring(text).iter('testsuite'))
+    except (ValueError, ElementTree.ParseError):
+        return None
+    counts = {name: sum(int(suite.get(name, 0)) for suite in suites) for name in ('tests', 'failures', 'errors', 'skipped')}
     return counts | {'passed': counts['tests'] - counts['failures'] - counts['errors'] - counts['skipped']}
 
 
@@ -220,7 +224,9 @@ def planner_errors(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """planned / measured - 1 of the peak of every run that was measured."""
     found = []
     for part in parts:
-        result = part.get('result') or {}
+        result = part.get('result')
+        if not isinstance(result, dict):
+            continue
         m = result.get('memory')
         if isinstance(m, dict) and 'planned_peak' in m:
             found.append({'run': part['name'], 'planned': m['planned_peak'], 'measured': m['peak'], 'error': m['planner_error']})
