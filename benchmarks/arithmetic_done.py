@@ -11,12 +11,14 @@ prompt positions never see. For each sequence of P prompt and A response tokens:
     learn     E [2 N 3 (P + A) + 2 H 3 A] for the actor, E 2 N 3 (P + A) for a critic of its own; 4 in place of 3 with gradient
               checkpointing (for H: where its chunks are recomputed)
 
-E are the passes over the phase. With frozen weights (LoRA, hydra) the 3 falls apart: 1 forward for all, 1 for the activations' gradient
-from the lowest block on that holds something trained, 1 for the weights that are trained. Adapters are merged while generating. A
-reference that is the actor itself costs the same as a copy.
+E are the passes over the phase. torch ends a block's recomputation at the last tensor that its backward pass needs, so the block's last
+matrix is not multiplied a fourth time. With frozen weights (LoRA, hydra) the 3 falls apart: 1 forward for all, 1 for the activations'
+gradient from the lowest block on that holds something trained, 1 for the weights that are trained. Adapters are merged while
+generating. A reference that is the actor itself costs the same as a copy.
 
-Left out, so that figures are a lower bound: attention scores (4 · length · width of a block and token, a few per cent at 512 tokens),
-embeddings (a lookup), norms, heads with one output, the optimizer.
+Left out: attention scores (4 · length · width of a block and token, a few per cent at 512 tokens),
+embeddings (a lookup), norms, heads with one output, the optimizer. Counted though not done: with LoRA, the gradient of what enters the
+lowest block's first matrices. tests/benchmarks compares all this with torch's own count of a run.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ class Matrices:
     through: int = 0
     """those whose activations get a gradient"""
     trained: int = 0
+    spared: int = 0
+    """of those, what recomputation leaves out: the last of each block"""
     head: int = 0
     head_trained: bool = False
 
@@ -49,7 +53,7 @@ class Matrices:
 
     def learn(self, tokens: int, heads: int = 0, *, checkpointing: bool = False, head_again: bool = False) -> int:
         """FLOP of a forward and a backward."""
-        per_token = self.blocks + self.through + self.trained + (self.through if checkpointing else 0)
+        per_token = self.blocks + self.through + self.trained + (self.through - self.spared if checkpointing else 0)
         per_head = self.head * (2 + self.head_trained + head_again)
         return 2 * per_token * tokens + 2 * per_head * heads
 
@@ -59,7 +63,7 @@ def matrices(module: Any) -> Matrices:
     from chatgpt.nn import Actor, lora
     from chatgpt.trainer.strategies.streaming import transformer_blocks
 
-    blocks = adapters = through = trained = 0
+    blocks = adapters = through = trained = spared = 0
     copies = {id(p) for m in module.modules() if getattr(m, 'is_reference_branch', False) for p in m.parameters()}
     for block in transformer_blocks(module):
         weights = [(n, p) for n, p in block.named_parameters() if p.dim() == 2 and id(p) not in copies]
@@ -67,11 +71,13 @@ def matrices(module: Any) -> Matrices:
         blocks += size
         trained += sum(p.numel() for _, p in weights if p.requires_grad)
         adapters += sum(layer.lora_A.numel() + layer.lora_B.numel() for layer in lora.lora_layers(block).values())
-        through += size if through or any(p.requires_grad for p in block.parameters()) else 0
+        if weights and (through or any(p.requires_grad for p in block.parameters())):
+            through += size
+            spared += weights[-1][1].numel()
     if not isinstance(module, Actor):
-        return Matrices(blocks, adapters, through, trained)
+        return Matrices(blocks, adapters, through, trained, spared)
     head = module.model.get_output_embeddings().weight
-    return Matrices(blocks, adapters, through, trained, head.numel(), head.requires_grad)
+    return Matrices(blocks, adapters, through, trained, spared, head.numel(), head.requires_grad)
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from chatgpt.launch.arguments import run_main
 from chatgpt.nn import AutoActor, AutoCritic
@@ -74,21 +76,22 @@ def test_matrices_are_counted_by_hand():
     d, layers, vocab, r = 32, 2, 1024, 4
     blocks = layers * 12 * d * d
     full = arithmetic_done.matrices(AutoActor(config=ladders.config('gpt', 'tiny')))
-    assert full == arithmetic_done.Matrices(blocks, 0, blocks, blocks, vocab * d, True)
+    assert full == arithmetic_done.Matrices(blocks, 0, blocks, blocks, layers * 4 * d * d, vocab * d, True)
     critic = arithmetic_done.matrices(AutoCritic(config=ladders.config('gpt', 'tiny')))
-    assert critic == arithmetic_done.Matrices(blocks, 0, blocks, blocks)
+    assert critic == arithmetic_done.Matrices(blocks, 0, blocks, blocks, layers * 4 * d * d)
     # OPT has six matrices a block, four d x d and two d x 4d; each gets A (r x in) and B (out x r)
     adapters = layers * (4 * 2 * d * r + 2 * 5 * d * r)
     lora = arithmetic_done.matrices(AutoActor(config=ladders.config('opt', 'tiny'), lora_rank=r))
-    assert lora == arithmetic_done.Matrices(blocks + adapters, adapters, blocks + adapters, adapters, vocab * d, False)
+    assert lora == arithmetic_done.Matrices(blocks + adapters, adapters, blocks + adapters, adapters, layers * d * r, vocab * d, False)
     hydra = arithmetic_done.matrices(AutoActor(config=ladders.config('gpt', 'tiny'), num_layers_unfrozen=1))
-    assert (hydra.blocks, hydra.through, hydra.trained) == (blocks, blocks // 2, blocks // 2)  # without the frozen copy
+    # without the frozen copy of the top block
+    assert (hydra.blocks, hydra.through, hydra.trained, hydra.spared) == (blocks, blocks // 2, blocks // 2, 4 * d * d)
 
 
 def test_flop_of_a_phase_by_hand():
-    """N = 1000 in blocks, H = 70; 2 sequences of 3 + 2 tokens, 3 passes."""
-    full = arithmetic_done.Matrices(1000, 0, 1000, 1000, 70, True)
-    critic = arithmetic_done.Matrices(1000, 0, 1000, 1000)
+    """N = 1000 in blocks, 300 of them in the last matrices, H = 70; 2 sequences of 3 + 2 tokens, 3 passes."""
+    full = arithmetic_done.Matrices(1000, 0, 1000, 1000, 300, 70, True)
+    critic = arithmetic_done.Matrices(1000, 0, 1000, 1000, 300)
     size = {'sequences': 2, 'prompt': 3, 'response': 2, 'passes': 3.0}
     four = arithmetic_done.Models(full, critic, full, critic)
     flop = arithmetic_done.phase_flop(four, **size)
@@ -98,14 +101,55 @@ def test_flop_of_a_phase_by_hand():
         'learn': 3 * 2 * (2 * 2 * 1000 * 3 * 5 + 2 * 70 * 3 * 2),
     }
     again = arithmetic_done.phase_flop(four, **size, checkpointing=True, head_again=True, actor_scores=True)
-    assert again['learn'] == 3 * 2 * (2 * 2 * 1000 * 4 * 5 + 2 * 70 * 4 * 2)
+    assert again['learn'] == 3 * 2 * (2 * 2 * (1000 * 4 - 300) * 5 + 2 * 70 * 4 * 2)
     assert again['score'] == 2 * (4 * 2 * 1000 * 5 + 2 * 2 * 70 * 2)
     # LoRA, no critic: adapters of 100; the reference is the actor without them
-    lora = arithmetic_done.Models(arithmetic_done.Matrices(1100, 100, 1100, 100, 70, False), None, None, None, reference_is_actor=True)
+    lora = arithmetic_done.Models(arithmetic_done.Matrices(1100, 100, 1100, 100, 30, 70, False), None, None, None, reference_is_actor=True)
     flop = arithmetic_done.phase_flop(lora, **size)
     assert flop['collect'] == 2 * (2 * 1000 * 4 + 2 * 70 * 2)
     assert flop['score'] == 2 * (2 * 1000 * 5 + 2 * 70 * 2)
     assert flop['learn'] == 3 * 2 * (2 * (1100 + 1100 + 100) * 5 + 2 * 70 * 2 * 2)
+
+
+@pytest.mark.parametrize(('ladder', 'changed', 'tolerance'), [
+    ('gpt', {}, 1e-3),  # what differs are heads with one output
+    ('gpt', {'gradient_checkpointing': True}, 1e-3),
+    ('opt', {'gradient_checkpointing': True}, 1e-3),
+    ('gpt', {'num_layers_unfrozen': 1, 'critic': 'shared'}, 1e-3),
+    ('gpt', {'lora_rank': 2, 'critic': 'shared', 'reward': 'function', 'gradient_checkpointing': True}, 1e-3),
+    ('opt', {'lora_rank': 4}, 0.06),  # three of twelve d x d, in one of two layers, get no gradient of their input
+], ids=str)  # fmt: skip
+def test_flop_are_those_that_torch_counts(monkeypatch, ladder, changed, tolerance):
+    from chatgpt.experience import ExperienceMaker
+    from chatgpt.rollout import LocalEngine, local
+    from chatgpt.trainer import PPOTrainer
+
+    counted: dict[str, int] = {}
+
+    def watch(owner, method, part):
+        original = getattr(owner, method)
+
+        def watched(*args, **kwargs):
+            with FlopCounterMode(display=False) as counter:
+                result = original(*args, **kwargs)
+            products = counter.get_flop_counts()['Global']
+            counted[part] = sum(n for op, n in products.items() if str(op) in ('aten.mm', 'aten.addmm'))
+            return result
+
+        monkeypatch.setattr(owner, method, watched)
+
+    class Plain:  # packed weights are multiplied by an operation that torch does not count
+        active = staticmethod(nullcontext)
+
+    monkeypatch.setattr(local, 'PackedModules', lambda actor: Plain)
+    watch(LocalEngine, 'generate', 'collect')
+    watch(ExperienceMaker, 'make', 'score')
+    watch(PPOTrainer, 'learn', 'learn')
+    settings = dummy.DummyRun(num_episodes=1, max_timesteps=1, update_timesteps=1, max_epochs=2, prompt_length=12, max_length=20, **changed)
+    claimed = dummy.run(settings, ladder, 'tiny')['phases'][0]['flop']
+    assert counted['collect'] == claimed['collect']
+    assert counted['score'] == pytest.approx(claimed['score'], rel=1e-3)
+    assert counted['learn'] == pytest.approx(claimed['learn'], rel=tolerance)
 
 
 def test_peak_is_a_speed():
