@@ -76,8 +76,8 @@ class Row:
         for rung, outcome in self.tried.items():
             says, came = outcome['planner_fits'], outcome['trained']
             if says is not None and says != came and (came or outcome['limit'] is not None):
-                word = {True: 'fits', False: 'does not fit'}
-                found.append(f'{rung}: planned {show_bytes(outcome["planned"])}, which {word[says]}; it {"trained" if came else "did not"}')
+                verdict = 'trained and was not to fit' if came else 'was to fit and did not'
+                found.append(f'{rung} {verdict} (planned {show_bytes(outcome["planned"])})')
         return found
 
 
@@ -182,6 +182,12 @@ def tell(row: Row, rung: str, outcome: dict[str, Any]) -> None:
     print(f'{row.strategy} {row.option} {rung}: {text}{planned}', flush=True)
 
 
+def shown_command(flags: list[str]) -> str:
+    """The command without the files that it wrote."""
+    kept = [flag for before, flag in zip(['', *flags], flags, strict=False) if not {before, flag} & {'--json', '--page'}]
+    return ' '.join(['python benchmarks/capacity.py', *kept])
+
+
 def parse_args() -> Any:
     parser = Parser(description=__doc__)
     parser.add_argument('--memory', type=parse_bytes, default='24GiB', help='of the device, such as 24GiB')
@@ -242,7 +248,7 @@ def sweep_all(args: Any) -> dict[str, Any]:
                 tell(row, rungs[0], row.tried[rungs[0]])
             rows.append(row)
             content = {
-                'command': ' '.join(['python benchmarks/capacity.py', *sys.argv[1:]]),
+                'command': shown_command(sys.argv[1:]),
                 'memory': args.memory, 'host_memory': args.host_memory, 'device_type': 'cuda' if on_cuda else 'cpu', 'ladder': args.ladder,
                 'settings': asdict(base), 'smallest': rungs[0] if args.smallest else None,
                 'rows': [asdict(r) | {'disagreements': r.disagreements()} for r in rows],

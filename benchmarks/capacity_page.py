@@ -12,10 +12,14 @@ memory (RLIMIT_DATA) above what it holds before any model exists. Host and devic
 weights of CPU decoding count. The same sweep on a GPU (`--memory 24GiB --host_memory 64GiB --ladder gpt`, with fsdp_cpu, ZeRO and
 Gemini offloading) has not been run: [gpu.md](../gpu.md). So nothing here measures the ancestor's claims for a GPU (10.3 times the
 model on one, a demo in 1.62 GB)."""
+NOTES_ON_A_CPU = """What the planner does not count, and what is the same memory on a CPU: ZeRO and Gemini keep, on the host, the exact
+fp32 values of weights that are not trained, and gather a policy with LoRA in fp32; Gemini's default chunks are larger than these
+models."""
 ON_CUDA = """Measured on one {device}, whose allocator was limited to {cap}. The CUDA context and what else torch's allocator does
 not manage come on top."""
 WHAT = """A rung of the ladder `{ladder}` (benchmarks/ladders.py) trains when one PPO phase of two passes over {batch} sequences of
-{prompt} + {response} tokens ends under the cap. "Parameters" are the actor's; "x first" compares them with the first row; "peak" is
+{prompt} + {response} tokens ends under the cap. "Parameters" are the actor's (with adapters, and
+the frozen copy of a hydra); "x first" compares them with the first row; "peak" is
 {peak}; "stopped by" is the limit that the next rung broke."""
 OPTIONS = """- full: actor, critic, initial model and reward model of one size; each batch in one forward
 - micro: as full, with gradient checkpointing and one sequence per forward; so have the following
@@ -47,19 +51,23 @@ def table(content: dict[str, Any]) -> str:
     return '\n'.join(lines)
 
 
-def planner_errors(content: dict[str, Any]) -> list[float]:
-    """planned / measured - 1 of every rung that trained, lowest first."""
-    outcomes = [o for r in content['rows'] for o in r['tried'].values() if o['trained'] and o['planned'] is not None]
-    return sorted(o['planned'] / o['peak'] - 1 for o in outcomes if o['peak'] > 0)
+def planner_errors(content: dict[str, Any], strategy: str) -> list[float]:
+    """planned / measured - 1 of every rung that trained under a strategy, lowest first."""
+    outcomes = [o for r in content['rows'] if r['strategy'] == strategy for o in r['tried'].values()]
+    return sorted(o['planned'] / o['peak'] - 1 for o in outcomes if o['trained'] and o['planned'] is not None and o['peak'] > 0)
 
 
 def about_the_planner(content: dict[str, Any]) -> list[str]:
     """Its error, and where it was wrong about whether a rung fits."""
-    errors, lines = planner_errors(content), []
-    if errors:
-        spread = f'{errors[0]:+.0%} to {errors[-1]:+.0%}, median {errors[len(errors) // 2]:+.0%}'
-        lines.append(f'The planner against {len(errors)} runs that trained: planned / measured - 1 is {spread}.')
-    wrong = [f'- {r["strategy"]}, {r["option"]}, {text}' for r in content['rows'] for text in r['disagreements']]
+    lines = ['planned / measured - 1 of the peak, of the rungs that trained:', '', '| strategy | rungs | least | median | greatest |']
+    lines.append('|---' * 5 + '|')
+    for strategy in dict.fromkeys(r['strategy'] for r in content['rows']):
+        errors = planner_errors(content, strategy)
+        if errors:
+            cells = [f'{e:+.0%}' for e in (errors[0], errors[len(errors) // 2], errors[-1])]
+            lines.append(f'| {strategy} | {len(errors)} | ' + ' | '.join(cells) + ' |')
+    lines.append('')
+    wrong = [f'- {r["strategy"]}, {r["option"]}: {"; ".join(r["disagreements"])}' for r in content['rows'] if r['disagreements']]
     if not wrong:
         return [*lines, 'Planner and measurement agree on every rung that was tried.']
     return [*lines, 'Where planner and measurement disagree on whether a rung fits:', '', *wrong]
@@ -86,5 +94,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
     )  # fmt: skip
     lines = ['# Capacity', '', f'`{content["command"]}`', '', (ON_CUDA if on_cuda else ON_A_CPU).format(device=device, cap=cap), '', what]
     lines += ['', table(content), '', OPTIONS, '', *about_the_planner(content), *failures(content)]
+    if not on_cuda and any(r['strategy'].startswith('colossalai') for r in content['rows']):
+        lines += ['', NOTES_ON_A_CPU]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text('\n'.join(lines) + '\n')

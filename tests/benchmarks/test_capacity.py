@@ -54,7 +54,7 @@ def test_the_sweep_finds_the_largest_rung(factor, measured, wrong):
     machine = Machine(350 * MIB, factor)
     row = machine.row('naive', 'full')
     assert machine.measured == measured
-    assert [text.split(':')[0] for text in row.disagreements()] == wrong
+    assert [text.split()[0] for text in row.disagreements()] == wrong
     if factor <= 1:
         assert (row.rung, row.limit, row.limit_at) == ('c', 'memory', 'd')
         assert row.parameters == 75 * MIB
@@ -78,6 +78,11 @@ def test_options_of_a_run():
     assert (lean.strategy, lean.lora_rank, lean.critic, lean.reward, lean.max_tokens_per_batch) == ('fsdp', 16, 'shared', 'function', 64)
     for option in capacity.OPTIONS:
         sweep.settings('naive', option).check(1)
+
+
+def test_the_command_is_shown_without_files():
+    given = ['--memory', '1GiB', '--json', '/somewhere/a', '--options', 'full', 'lora', '--page', 'b']
+    assert capacity.shown_command(given) == 'python benchmarks/capacity.py --memory 1GiB --options full lora'
 
 
 @pytest.mark.parametrize(('error', 'on_cuda', 'limit'), [
@@ -127,9 +132,9 @@ def test_the_page_says_what_went_wrong(tmp_path):
                'command': 'the command', 'settings': capacity.asdict(DummyRun())}  # fmt: skip
     capacity_page.write(tmp_path / 'page.md', content)
     page = (tmp_path / 'page.md').read_text()
-    assert '- naive, full, e: planned 350 MiB, which fits; it did not' in page
+    assert '- naive, full: e was to fit and did not (planned 350 MiB); d was' in page
     assert '- naive, full, c: ValueError: broken' in page
-    assert 'planned / measured - 1 is -30% to -30%' in page
+    assert '| naive | 1 | -30% | -30% | -30% |' in page
     assert '| does not train |' in page
 
 
