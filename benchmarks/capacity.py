@@ -136,21 +136,35 @@ class Sweep:
             limit = ('host memory' if self.cap.on_cuda else 'memory') if child.returncode in (-9, -6) else None
             return {'trained': False, 'limit': limit, 'message': f'exit {child.returncode}: {child.stdout[-TELLS:]}'}
 
+    def planned_row(self, strategy: str, option: str) -> Row:
+        """The largest rung that the planner says fits; nothing is run."""
+        row, settings = Row(strategy, option), self.settings(strategy, option)
+        for rung in self.rungs:
+            planned, fits = self.plan(settings, rung)
+            if not fits:
+                short = f'planned {show_bytes(planned)}' if planned is not None and planned > self.cap.memory else 'host memory, planned'
+                row.limit, row.limit_at = 'no plan' if planned is None else short, rung
+                return row
+            row.rung, row.parameters = rung, num_parameters(ladders.config(self.ladder, rung))
+        return row
+
     def row(self, strategy: str, option: str) -> Row:
         """The largest rung that trains with this strategy and option."""
         row, settings = Row(strategy, option), self.settings(strategy, option)
-        plans = {}
+        plans: dict[str, tuple[int | None, bool | None]] = {}
         for rung in self.rungs:
             plans[rung] = self.plan(settings, rung)
-            if plans[rung][0] is not None and plans[rung][0] > self.cap.hopeless * self.cap.memory:
+            if not plans[rung][1]:
                 break
         start = max((i for i, rung in enumerate(self.rungs) if plans.get(rung, (0, False))[1]), default=0)
         number, step = start, 0
         while 0 <= number < len(self.rungs):
             rung = self.rungs[number]
-            planned, fits = plans.get(rung, (None, False))
-            if step > 0 and (rung not in plans or planned is not None and planned > self.cap.hopeless * self.cap.memory):
-                row.limit, row.limit_at = f'planned {show_bytes(planned)}' if planned else 'planned', rung
+            if rung not in plans:
+                plans[rung] = self.plan(settings, rung)
+            planned, fits = plans[rung]
+            if step > 0 and planned is not None and planned > self.cap.hopeless * self.cap.memory:
+                row.limit, row.limit_at = f'planned {show_bytes(planned)}', rung
                 break
             outcome = row.tried[rung] = self.measure(settings, rung) | {'planned': planned, 'planner_fits': fits}
             tell(row, rung, outcome)
@@ -166,6 +180,15 @@ class Sweep:
                 step = -1
             number += step
         return row
+
+
+def num_parameters(config: Any) -> int:
+    """Of a language model by its config."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device('meta'):
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
 
 
 def child_environment(on_cuda: bool) -> dict[str, str]:
@@ -201,6 +224,7 @@ def parse_args() -> Any:
     parser.add_argument('--prompt_length', type=int, default=400)
     parser.add_argument('--max_length', type=int, default=512)
     parser.add_argument('--hopeless', type=float, default=1.5, help='rungs planned at more than this many times the cap are not tried')
+    parser.add_argument('--plan_only', action='store_true', help='run nothing: what the planner says, for a device that need not be there')
     parser.add_argument('--smallest', action='store_true', help="also train the ladder's smallest rung everywhere, for its peak")
     parser.add_argument('--timeout_s', type=float, default=600.0, help='for one rung')
     parser.add_argument('--json', type=Path, metavar='FILE', help='write what was found there')
@@ -215,6 +239,8 @@ def main() -> None:
     print()
     print(capacity_page.table(content))
     if args.page:
+        if args.plan_only:
+            raise ValueError('--plan_only measures nothing, and a page is of what was measured')
         capacity_page.write(args.page, content)
 
 
@@ -222,7 +248,7 @@ def sweep_all(args: Any) -> dict[str, Any]:
     """Every strategy with every option."""
     import torch
 
-    on_cuda = args.device != 'cpu' and torch.cuda.is_available()
+    on_cuda = args.device == 'cuda' if args.plan_only else args.device != 'cpu' and torch.cuda.is_available()
     if args.device == 'cuda' and not on_cuda:
         raise ValueError('--device cuda: torch sees none')
     base = DummyRun(
@@ -240,8 +266,8 @@ def sweep_all(args: Any) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for strategy in args.strategies or (ON_CUDA if on_cuda else ON_CPU):
         for option in args.options:
-            row = sweep.row(strategy, option)
-            if args.smallest and rungs[0] not in row.tried:
+            row = sweep.planned_row(strategy, option) if args.plan_only else sweep.row(strategy, option)
+            if args.smallest and not args.plan_only and rungs[0] not in row.tried:
                 settings = sweep.settings(strategy, option)
                 planned, fits = sweep.plan(settings, rungs[0])
                 row.tried[rungs[0]] = sweep.measure(settings, rungs[0]) | {'planned': planned, 'planner_fits': fits}
@@ -250,7 +276,7 @@ def sweep_all(args: Any) -> dict[str, Any]:
             content = {
                 'command': shown_command(sys.argv[1:]),
                 'memory': args.memory, 'host_memory': args.host_memory, 'device_type': 'cuda' if on_cuda else 'cpu', 'ladder': args.ladder,
-                'settings': asdict(base), 'smallest': rungs[0] if args.smallest else None,
+                'settings': asdict(base), 'smallest': rungs[0] if args.smallest and not args.plan_only else None,
                 'rows': [asdict(r) | {'disagreements': r.disagreements()} for r in rows],
                 'machine': next((o['machine'] for r in rows for o in r.tried.values() if o.get('machine')), None),
             }  # fmt: skip

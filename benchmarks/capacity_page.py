@@ -38,11 +38,11 @@ def table(content: dict[str, Any]) -> str:
     for r in rows:
         best = r['tried'].get(r['rung']) if r['rung'] else None
         cells = [r['strategy'], r['option'], r['rung'] or 'none']
+        cells += [f'{r["parameters"] / 1e6:.1f} M', f'{r["parameters"] / base:.1f}'] if r['parameters'] else ['', '']
         if best is not None:
-            planned = show_bytes(best['planned']) if best['planned'] is not None else ''
-            cells += [f'{r["parameters"] / 1e6:.1f} M', f'{r["parameters"] / base:.1f}', show_bytes(best['peak']), planned]
+            cells += [show_bytes(best['peak']), show_bytes(best['planned']) if best['planned'] is not None else '']
         else:
-            cells += [''] * 4
+            cells += ['', '']
         cells += [r['limit_at'] or 'end of the ladder', r['limit'] or '']
         if smallest:
             outcome = r['tried'].get(smallest, {})

@@ -72,6 +72,16 @@ def test_ends_of_the_ladder():
     assert broken.disagreements() == []  # an error says nothing about memory
 
 
+def test_what_the_planner_says_alone():
+    machine = Machine(350 * MIB)
+    machine.rungs = ['1m', '2m', '3m']
+    NEEDS.update({'1m': 100 * MIB, '2m': 300 * MIB, '3m': 500 * MIB})
+    row = machine.planned_row('naive', 'full')
+    assert (row.rung, row.limit, row.limit_at, machine.measured) == ('2m', 'planned 500 MiB', '3m', [])
+    d = 192  # of 2m, which has 4 blocks
+    assert row.parameters == 4 * (12 * d**2 + 13 * d) + 2 * d + 2 * 1024 * d
+
+
 def test_options_of_a_run():
     sweep = capacity.Sweep(DummyRun(prompt_length=32, max_length=64), 'tiny', RUNGS, capacity.Cap(MIB, None, False, 1.5, 10.0))
     lean = sweep.settings('fsdp', 'lean')
