@@ -22,7 +22,7 @@ help:
 	@echo 'make lint       ruff and mypy'
 	@echo 'make format     what ruff can mend'
 	@echo 'make install    the package itself, editable, into $(VENV)'
-	@echo 'make gpu-check  tests that need a CUDA device, with PYTHON as it is'
+	@echo 'make gpu-check  on one GPU, under 9 minutes, with PYTHON as it is: tests, benchmarks, one JSON file (docs/gpu.md)'
 	@echo 'make clean      caches and $(VENV)'
 
 demo: venv
@@ -46,10 +46,10 @@ lint: dev
 format: dev
 	$(BIN)/ruff check --fix .
 
-# Uses PYTHON as it is and installs nothing: a CUDA machine has a torch of its own.
+# Uses PYTHON as it is, for a CUDA machine has a torch of its own. WHEELS: a folder with wheels of what else it lacks (used for this run
+# only). GPU_ARGS: flags of the script, such as --parts or --out.
 gpu-check:
-	$(PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "gpu-check needs a CUDA device; torch sees none")'
-	$(PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+	$(PYTHON) benchmarks/gpu_check.py $(if $(WHEELS),--wheels '$(WHEELS)') $(GPU_ARGS)
 
 install: venv
 	$(PIP) --no-deps --editable .

@@ -1,0 +1,187 @@
+"""The arithmetic that a PPO phase really does, counted from its modules; the device's own best at a matrix product; memory.
+
+A token through a weight matrix of n numbers costs 2n FLOP (a multiplication and an addition each); its backward pass costs 2n for the
+gradient of the activations and 2n for that of the weights (Kaplan et al. 2020, section 2.1), and recomputation another 2n
+(Narayanan et al. 2021, section 5.1). N is the sum over the matrices inside the blocks, H = vocabulary x width is the output head, which
+prompt positions never see. For each sequence of P prompt and A response tokens:
+
+    collect   2 N (P + A - 1) + 2 H A                     with a KV cache every token goes through once, the last one is never fed
+    score     2 (N_critic + N_initial + N_reward) (P + A) + 2 H A      and + 2 N (P + A) + 2 H A where the actor scores as well:
+                                                          old log-probs are recomputed (16 bits), or it carries the values
+    learn     E [2 N 3 (P + A) + 2 H 3 A] for the actor, E 2 N 3 (P + A) for a critic of its own; 4 in place of 3 with gradient
+              checkpointing (for H: where its chunks are recomputed)
+
+E are the passes over the phase. torch ends a block's recomputation at the last tensor that its backward pass needs, so the block's last
+matrix is not multiplied a fourth time. With frozen weights (LoRA, hydra) the 3 falls apart: 1 forward for all, 1 for the activations'
+gradient from the lowest block on that holds something trained, 1 for the weights that are trained. Adapters are merged while
+generating. A reference that is the actor itself costs the same as a copy.
+
+Left out: attention scores (4 · length · width of a block and token, a few per cent at 512 tokens),
+embeddings (a lookup), norms, heads with one output, the optimizer. Counted though not done: with LoRA, the gradient of what enters the
+lowest block's first matrices. tests/benchmarks compares all this with torch's own count of a run.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PARTS = ('collect', 'score', 'learn')
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """Numbers in the weight matrices of one model."""
+
+    blocks: int
+    """inside the blocks, adapters included"""
+    adapters: int = 0
+    through: int = 0
+    """those whose activations get a gradient"""
+    trained: int = 0
+    spared: int = 0
+    """of those, what recomputation leaves out: the last of each block"""
+    head: int = 0
+    head_trained: bool = False
+
+    def forward(self, tokens: int, heads: int = 0, *, merged: bool = False) -> int:
+        """FLOP of a forward of `tokens` tokens, `heads` of which go through the output head."""
+        return 2 * (self.blocks - (self.adapters if merged else 0)) * tokens + 2 * self.head * heads
+
+    def learn(self, tokens: int, heads: int = 0, *, checkpointing: bool = False, head_again: bool = False) -> int:
+        """FLOP of a forward and a backward."""
+        per_token = self.blocks + self.through + self.trained + (self.through - self.spared if checkpointing else 0)
+        per_head = self.head * (2 + self.head_trained + head_again)
+        return 2 * per_token * tokens + 2 * per_head * heads
+
+
+def matrices(module: Any) -> Matrices:
+    """Count a model as it was built, before `prepare` cuts it."""
+    from chatgpt.nn import Actor, lora
+    from chatgpt.trainer.strategies.streaming import transformer_blocks
+
+    blocks = adapters = through = trained = spared = 0
+    copies = {id(p) for m in module.modules() if getattr(m, 'is_reference_branch', False) for p in m.parameters()}
+    for block in transformer_blocks(module):
+        weights = [(n, p) for n, p in block.named_parameters() if p.dim() == 2 and id(p) not in copies]
+        size = sum(p.numel() for _, p in weights)
+        blocks += size
+        trained += sum(p.numel() for _, p in weights if p.requires_grad)
+        adapters += sum(layer.lora_A.numel() + layer.lora_B.numel() for layer in lora.lora_layers(block).values())
+        if weights and (through or any(p.requires_grad for p in block.parameters())):
+            through += size
+            spared += weights[-1][1].numel()
+    if not isinstance(module, Actor):
+        return Matrices(blocks, adapters, through, trained, spared)
+    head = module.model.get_output_embeddings().weight
+    return Matrices(blocks, adapters, through, trained, spared, head.numel(), head.requires_grad)
+
+
+@dataclass(frozen=True)
+class Models:
+    """The networks of a run. None: it has none (a critic on the actor's trunk, a reward that is a function)."""
+
+    actor: Matrices
+    critic: Matrices | None
+    initial: Matrices | None
+    reward: Matrices | None
+    reference_is_actor: bool = False
+
+
+def phase_flop(
+    models: Models,
+    *,
+    sequences: int,
+    prompt: int,
+    response: int,
+    passes: float,
+    actor_scores: bool = False,
+    checkpointing: bool = False,
+    head_again: bool = False,
+) -> dict[str, float]:
+    """FLOP of each part of a phase, all ranks together; formulas at the head of this file."""
+    tokens = prompt + response
+    actor = models.actor
+    score = sum(m.forward(tokens) for m in (models.critic, models.reward) if m is not None)
+    score += models.initial.forward(tokens, response) if models.initial is not None else 0
+    score += actor.forward(tokens, response, merged=True) if models.reference_is_actor else 0
+    score += actor.forward(tokens, response) if actor_scores else 0
+    learn = actor.learn(tokens, response, checkpointing=checkpointing, head_again=head_again)
+    learn += models.critic.learn(tokens, checkpointing=checkpointing) if models.critic is not None else 0
+    return {
+        'collect': float(sequences * actor.forward(tokens - 1, 0, merged=True) + sequences * 2 * actor.head * response),
+        'score': float(sequences * score),
+        'learn': passes * sequences * learn,
+    }
+
+
+# ---------------------------------------------------------------------- the device
+
+
+def matmul_peak(device: Any, dtype: Any) -> float:
+    """FLOP/s of the fastest of several square matrix products in `dtype`, random numbers, as the process is set up (TF32 or not)."""
+    import torch
+
+    on_cuda = device.type == 'cuda'
+    side = (8192 if dtype.itemsize == 2 else 4096) if on_cuda else 768
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    out, repeats, best = torch.empty(side, side, device=device, dtype=dtype), 10 if on_cuda else 1, 0.0
+    for turn in range(8):
+        if on_cuda:
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(repeats):
+            torch.mm(a, b, out=out)
+        if on_cuda:
+            torch.cuda.synchronize(device)
+        if turn:  # the first warms up
+            best = max(best, repeats * 2.0 * side**3 / (time.perf_counter() - start))
+    del a, b, out
+    if on_cuda:
+        torch.cuda.empty_cache()
+    return best
+
+
+def process_memory() -> dict[str, int]:
+    """Bytes of this process by Linux's names (VmHWM: most resident so far, RssAnon, VmRSS, VmData); empty on other systems."""
+    status = Path('/proc/self/status')
+    if not status.is_file():
+        return {}
+    return {name: int(kib) * 1024 for name, kib in re.findall(r'^(Vm\w+|Rss\w+):\s+(\d+) kB', status.read_text(), re.MULTILINE)}
+
+
+class MemoryMeter:
+    """Peaks of this process from now on: torch's allocator on CUDA, resident memory of the host."""
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        self.device = device
+        if device.type == 'cuda':
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        try:
+            Path('/proc/self/clear_refs').write_text('5')  # VmHWM begins anew
+        except OSError:
+            pass  # then the peak is since the process began
+        self.start = process_memory()
+
+    def read(self) -> dict[str, int]:
+        """`peak` is what counts as the device's memory: allocated on CUDA, resident above the start on a CPU."""
+        import torch
+
+        now = process_memory()
+        host = {
+            'host_peak': now.get('VmHWM', 0),
+            'host_peak_over_start': now.get('VmHWM', 0) - self.start.get('VmRSS', 0),
+            'host_anonymous': now.get('RssAnon', 0),
+        }
+        if self.device.type != 'cuda':
+            return {'peak': host['host_peak_over_start'], **host}
+        reserved = torch.cuda.max_memory_reserved(self.device)
+        # what cudaHostAlloc has given is not part of the process's resident memory
+        pinned = int(torch.cuda.host_memory_stats().get('allocated_bytes.peak', 0)) if hasattr(torch.cuda, 'host_memory_stats') else 0
+        return {'peak': torch.cuda.max_memory_allocated(self.device), 'reserved': reserved, 'host_pinned': pinned, **host}

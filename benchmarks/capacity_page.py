@@ -1,0 +1,100 @@
+"""What capacity.py found, for people: a table, and a page for docs/results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from chatgpt.plan import show_bytes
+
+ON_A_CPU = """**Measured on a CPU ({device}), not on a GPU.** In place of a device there is a process that may take {cap} of private
+memory (RLIMIT_DATA) above what it holds before any model exists. Host and device are one there, so offloading was not run; the packed
+weights of CPU decoding count. The same sweep on a GPU (`--memory 24GiB --host_memory 64GiB --ladder gpt`, with fsdp_cpu, ZeRO and
+Gemini offloading) has not been run: [gpu.md](../gpu.md). So nothing here measures the ancestor's claims for a GPU (10.3 times the
+model on one, a demo in 1.62 GB)."""
+NOTES_ON_A_CPU = """What the planner does not count, and what is the same memory on a CPU: ZeRO and Gemini keep, on the host, the exact
+fp32 values of weights that are not trained, and gather a policy with LoRA in fp32; Gemini's default chunks are larger than these
+models."""
+ON_CUDA = """Measured on one {device}, whose allocator was limited to {cap}. The CUDA context and what else torch's allocator does
+not manage come on top."""
+WHAT = """A rung of the ladder `{ladder}` (benchmarks/ladders.py) trains when one PPO phase of two passes over {batch} sequences of
+{prompt} + {response} tokens ends under the cap. "Parameters" are the actor's (with adapters, and
+the frozen copy of a hydra); "x first" compares them with the first row; "peak" is
+{peak}; "stopped by" is the limit that the next rung broke."""
+OPTIONS = """- full: actor, critic, initial model and reward model of one size; each batch in one forward
+- micro: as full, with gradient checkpointing and one sequence per forward; so have the following
+- lora: rank 16 on actor and critic; the actor with its adapter off is the reference
+- hydra: the top two blocks are trained and their frozen copy is the reference; a value head in place of the critic
+- lean: as lora, with a value head in place of the critic and a function in place of the reward model"""
+
+
+def table(content: dict[str, Any]) -> str:
+    """One row per strategy and option. The ratio is to the first row that trained anything."""
+    rows, smallest = content['rows'], content['smallest']
+    base = next((r['parameters'] for r in rows if r['parameters']), 0)
+    head = ['strategy', 'option', 'largest', 'parameters', 'x first', 'peak', 'planned', 'next rung', 'stopped by']
+    head += [f'peak of {smallest}'] if smallest else []
+    lines = ['| ' + ' | '.join(head) + ' |', '|---' * len(head) + '|']
+    for r in rows:
+        best = r['tried'].get(r['rung']) if r['rung'] else None
+        cells = [r['strategy'], r['option'], r['rung'] or 'none']
+        cells += [f'{r["parameters"] / 1e6:.1f} M', f'{r["parameters"] / base:.1f}'] if r['parameters'] else ['', '']
+        if best is not None:
+            cells += [show_bytes(best['peak']), show_bytes(best['planned']) if best['planned'] is not None else '']
+        else:
+            cells += ['', '']
+        cells += [r['limit_at'] or 'end of the ladder', r['limit'] or '']
+        if smallest:
+            outcome = r['tried'].get(smallest, {})
+            cells.append(show_bytes(outcome['peak']) if outcome.get('trained') else 'does not train')
+        lines.append('| ' + ' | '.join(cells) + ' |')
+    return '\n'.join(lines)
+
+
+def planner_errors(content: dict[str, Any], strategy: str) -> list[float]:
+    """planned / measured - 1 of every rung that trained under a strategy, lowest first."""
+    outcomes = [o for r in content['rows'] if r['strategy'] == strategy for o in r['tried'].values()]
+    return sorted(o['planned'] / o['peak'] - 1 for o in outcomes if o['trained'] and o['planned'] is not None and o['peak'] > 0)
+
+
+def about_the_planner(content: dict[str, Any]) -> list[str]:
+    """Its error, and where it was wrong about whether a rung fits."""
+    lines = ['planned / measured - 1 of the peak, of the rungs that trained:', '', '| strategy | rungs | least | median | greatest |']
+    lines.append('|---' * 5 + '|')
+    for strategy in dict.fromkeys(r['strategy'] for r in content['rows']):
+        errors = planner_errors(content, strategy)
+        if errors:
+            cells = [f'{e:+.0%}' for e in (errors[0], errors[len(errors) // 2], errors[-1])]
+            lines.append(f'| {strategy} | {len(errors)} | ' + ' | '.join(cells) + ' |')
+    lines.append('')
+    wrong = [f'- {r["strategy"]}, {r["option"]}: {"; ".join(r["disagreements"])}' for r in content['rows'] if r['disagreements']]
+    if not wrong:
+        return [*lines, 'Planner and measurement agree on every rung that was tried.']
+    return [*lines, 'Where planner and measurement disagree on whether a rung fits:', '', *wrong]
+
+
+def failures(content: dict[str, Any]) -> list[str]:
+    """Rungs that ended for another reason than memory."""
+    found = [(r, n, o) for r in content['rows'] for n, o in r['tried'].items() if not o['trained'] and o['limit'] is None]
+    if not found:
+        return []
+    lines = ['', 'Ended for another reason than memory:', '']
+    return lines + [f'- {r["strategy"]}, {r["option"]}, {n}: {o["message"].strip().splitlines()[-1]}' for r, n, o in found]
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """The page."""
+    s, device = content['settings'], (content['machine'] or {}).get('device')
+    on_cuda, cap = content['device_type'] == 'cuda', show_bytes(content['memory'])
+    if content['host_memory']:
+        cap += f' (and the host to {show_bytes(content["host_memory"])})'
+    what = WHAT.format(
+        ladder=content['ladder'], batch=s['experience_batch_size'], prompt=s['prompt_length'],
+        response=s['max_length'] - s['prompt_length'], peak="the allocator's" if on_cuda else 'resident memory above the start',
+    )  # fmt: skip
+    lines = ['# Capacity', '', f'`{content["command"]}`', '', (ON_CUDA if on_cuda else ON_A_CPU).format(device=device, cap=cap), '', what]
+    lines += ['', table(content), '', OPTIONS, '', *about_the_planner(content), *failures(content)]
+    if not on_cuda and any(r['strategy'].startswith('colossalai') for r in content['rows']):
+        lines += ['', NOTES_ON_A_CPU]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text('\n'.join(lines) + '\n')

@@ -1,0 +1,315 @@
+"""PPO on random prompts with models of new weights: what both `benchmark_*_dummy.py` scripts do, and what capacity.py does under a cap.
+
+A run makes actor, critic, initial model and reward model of one rung of a ladder, trains, and gives back one dictionary of numbers:
+throughput, TFLOPS (FLOP counted by arithmetic_done.py from what was really done), their share of the device's own matrix product
+measured in the same run, seconds of each part of a phase, peak memory, and what `chatgpt.plan` had said of it. Batch sizes are of all
+processes together; figures "per device" divide by their number. Left out: the ladders' docs, and the cap.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import ladders
+from arithmetic_done import PARTS, MemoryMeter, Models, matmul_peak, matrices, phase_flop
+from dummy_numbers import averages, machine, planned, table, write_json
+
+from chatgpt.launch.arguments import STRATEGIES, Parser, add_settings, make_strategy, settings_from, world_size_from_env
+from chatgpt.trainer.callbacks import Callback
+
+
+@dataclass(kw_only=True)
+class DummyRun:
+    """Flags of the benchmarks; the defaults are those of the ancestor's."""
+
+    strategy: str = 'naive'
+    """what prepares and shards the models"""
+    precision: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto'
+    """compute dtype; auto is bf16 on CUDA and under Gemini, fp32 on a CPU"""
+    num_episodes: int = 3
+    max_timesteps: int = 8
+    """of an episode, each of experience_batch_size prompts"""
+    update_timesteps: int = 8
+    """timesteps before a learning phase"""
+    max_epochs: int = 3
+    """passes over what a phase collected"""
+    train_batch_size: int = 8
+    experience_batch_size: int = 8
+    max_tokens_per_batch: int | None = None
+    """tokens of one forward on one process; none: its share of a batch"""
+    prompt_length: int = 400
+    """random tokens"""
+    max_length: int = 512
+    """of prompt and response; every sequence has this length, since nothing ends one"""
+    lora_rank: int = 0
+    """0 trains everything"""
+    num_layers_unfrozen: int = -1
+    """hydra: top blocks that are trained; -1 trains everything"""
+    critic: Literal['own', 'shared'] = 'own'
+    """a network of the actor's size, or a value head on the actor's trunk"""
+    reward: Literal['model', 'function'] = 'model'
+    """a network of the actor's size, or a function that costs nothing"""
+    gradient_checkpointing: bool = False
+    ignore_phases: int = 1
+    """first learning phases left out of the averages (warming up), where there are more"""
+    seed: int = 42
+
+    def check(self, world_size: int) -> None:
+        """Raises ValueError for what cannot be."""
+        for name in ('num_episodes', 'max_timesteps', 'update_timesteps', 'max_epochs', 'prompt_length'):
+            if getattr(self, name) < 1:
+                raise ValueError(f'{name}={getattr(self, name)} must be at least 1')
+        if self.max_length <= self.prompt_length:
+            raise ValueError(f'max_length={self.max_length} is prompt and response: it must be above prompt_length={self.prompt_length}')
+        for name in ('train_batch_size', 'experience_batch_size'):
+            if getattr(self, name) < 1 or getattr(self, name) % world_size:
+                raise ValueError(f'{name}={getattr(self, name)} cannot be cut over {world_size} processes; give a multiple')
+        if self.lora_rank and self.num_layers_unfrozen > 0:
+            raise ValueError('lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one')
+        if self.precision == 'fp32' and self.is_gemini:
+            raise ValueError("Gemini computes in 16 bits; use precision='bf16' or 'fp16'")
+
+    @property
+    def is_gemini(self) -> bool:
+        return self.strategy.startswith('colossalai_gemini')
+
+    @property
+    def response_length(self) -> int:
+        return self.max_length - self.prompt_length
+
+    @property
+    def num_phases(self) -> int:
+        return -(-self.num_episodes * self.max_timesteps // self.update_timesteps)
+
+
+class Recorder(Callback):
+    """What every phase took and did."""
+
+    def __init__(self) -> None:
+        self.phases: list[dict[str, Any]] = []
+        self._batches = 0
+
+    def on_learn_batch_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        self._batches += 1
+
+    def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+        collected = trainer.last_experiences
+        per_pass = -(-len(collected) // trainer.config.train_batch_size)
+        self.phases.append({
+            'samples': len(collected),
+            'new_tokens': sum(e.num_actions for e in collected),
+            'tokens': sum(e.num_tokens for e in collected),
+            'passes': self._batches / per_pass,
+            'updates': self._batches,
+            'seconds': {part: metrics.get(f'perf/{part}_s', 0.0) for part in PARTS},
+        })  # fmt: skip
+        self._batches = 0
+
+
+class RandomScores:
+    """A reward that means nothing: N(0, 1) by sample number."""
+
+    def score(self, samples: list[Any], strategy: Any) -> list[float]:
+        import torch
+
+        return [float(torch.randn((), generator=torch.Generator().manual_seed(s.index))) for s in samples]
+
+
+# ---------------------------------------------------------------------- models
+
+
+def build(settings: DummyRun, ladder: str, config: Any) -> tuple[Any, Any, Any, Any]:
+    """Actor, critic, reward (a model or a function) and initial model, to be called inside the strategy's init context."""
+    from chatgpt import nn
+
+    s, family = settings, ladders.FAMILIES[ladder][0]
+    hydra = s.num_layers_unfrozen if s.num_layers_unfrozen > 0 else None
+    common: dict[str, Any] = {'config': config, 'lora_rank': s.lora_rank, 'checkpoint': s.gradient_checkpointing}
+    head = True if s.critic == 'shared' else None
+    actor = getattr(nn, f'{family}Actor')(**common, value_head=head, num_layers_unfrozen=hydra)
+    critic = None if s.critic == 'shared' else getattr(nn, f'{family}Critic')(**common)
+    reward: Any = RandomScores()
+    if s.reward == 'model':
+        if critic is not None and not s.lora_rank:
+            reward = nn.RewardModel(deepcopy(critic.model), deepcopy(critic.value_head))
+        else:
+            reward = getattr(nn, f'{family}RM')(config=config)
+    if s.lora_rank or hydra:
+        return actor, critic, reward, None
+    return actor, critic, reward, deepcopy(actor)
+
+
+def count(actor: Any, critic: Any, reward: Any, initial: Any) -> tuple[Models, dict[str, int]]:
+    """Matrices for the FLOP, and parameters by network."""
+    networks = {'actor': actor, 'critic': critic, 'initial model': initial, 'reward model': reward}
+    networks = {n: m for n, m in networks.items() if hasattr(m, 'parameters')}
+    size = {n: sum(p.numel() for p in m.parameters()) for n, m in networks.items()}
+    trained = sum(p.numel() for m in (actor, critic) if m is not None for p in m.parameters() if p.requires_grad)
+    counted = [matrices(networks[n]) if n in networks else None for n in ('actor', 'critic', 'initial model', 'reward model')]
+    assert counted[0] is not None
+    return Models(*counted, reference_is_actor=initial is None), size | {'all': sum(size.values()), 'trained': trained}
+
+
+def plan_for(
+    settings: DummyRun, config: Any, world_size: int, on_cuda: bool, precision: str, *, stream_blocks: bool = False
+) -> Any:
+    """What the planner says of this run, without limits. A hydra with a value head is planned as one without, which weighs nothing."""
+    from chatgpt.plan import Setup, make_plan
+
+    s, hydra = settings, settings.num_layers_unfrozen > 0
+    return make_plan(Setup(
+        config=config, reward_config=config if s.reward == 'model' else None, strategy=s.strategy, num_processes=world_size,
+        precision=precision, on_cuda=on_cuda, critic='none' if hydra and s.critic == 'shared' else s.critic, lora_rank=s.lora_rank,
+        num_layers_unfrozen=s.num_layers_unfrozen, gradient_checkpointing=s.gradient_checkpointing,
+        experience_batch_size=s.experience_batch_size, update_timesteps=s.update_timesteps, train_batch_size=s.train_batch_size,
+        max_tokens_per_batch=s.max_tokens_per_batch, max_prompt_tokens=s.prompt_length, max_new_tokens=s.response_length,
+        stream_blocks=stream_blocks,
+    ))  # fmt: skip
+
+
+# ---------------------------------------------------------------------- the run
+
+
+def run(settings: DummyRun, ladder: str, rung: str, *, ready: Callable[[Any], None] | None = None) -> dict[str, Any]:
+    """Train, and return the numbers; on every rank, with memory and seconds of the rank that has most.
+
+    ready: called with the strategy when the process is set up and before any model exists.
+
+    Raises:
+        ValueError: settings that cannot be.
+    """
+    import torch
+
+    from chatgpt.launch.build import quiet_transformers
+
+    settings.check(world_size_from_env())
+    quiet_transformers()
+    on_cuda = torch.cuda.is_available()
+    precision = settings.precision
+    if precision == 'auto':
+        precision = 'bf16' if on_cuda or settings.is_gemini else 'fp32'
+    config = ladders.config(ladder, rung, settings.max_length)
+    with _group_of_one(settings.strategy), make_strategy(settings.strategy, seed=settings.seed, precision=precision) as strategy:
+        peak = matmul_peak(strategy.device, strategy.dtype)
+        _warm_up(ladder)
+        if ready is not None:
+            ready(strategy)
+        meter = MemoryMeter(strategy.device)
+        with strategy.failure_guard():
+            started = time.perf_counter()
+            phases, models, size, head_again = _train(settings, ladder, config, strategy)
+            wall = time.perf_counter() - started
+        memory = {k: max(m[k] for m in strategy.all_gather_object(meter.read())) for k in meter.read()}
+        everyone = strategy.all_gather_object([p['seconds'] for p in phases])
+        peak = sum(strategy.all_gather_object(peak)) / strategy.world_size
+        for number, phase in enumerate(phases):
+            phase['seconds'] = {part: max(rank[number][part] for rank in everyone) for part in PARTS}
+            phase['flop'] = phase_flop(
+                models, sequences=phase['samples'], prompt=settings.prompt_length, response=settings.response_length,
+                passes=phase['passes'], actor_scores=precision != 'fp32' or settings.critic == 'shared',
+                checkpointing=settings.gradient_checkpointing, head_again=head_again,
+            )  # fmt: skip
+        plan = plan_for(settings, config, strategy.world_size, strategy.device.type == 'cuda', precision)
+        return {
+            'model': rung, 'ladder': ladder, 'world_size': strategy.world_size, 'settings': asdict(settings) | {'precision': precision},
+            'parameters': size, 'phases': phases, 'wall_s': wall, **averages(phases, settings.ignore_phases, strategy.world_size, peak),
+            'memory': memory | planned(plan, memory['peak'], strategy.device.type == 'cuda'), 'machine': machine(strategy.device),
+        }  # fmt: skip
+
+
+def _group_of_one(name: str) -> AbstractContextManager[None]:
+    """The environment of a strategy of processes that was started by plain python."""
+    from chatgpt.testing.processes import environment, free_port, torchrun_environment
+
+    if name == 'naive' or 'RANK' in os.environ:
+        return nullcontext()
+    return environment(**torchrun_environment(0, 1, free_port()))
+
+
+def _warm_up(ladder: str) -> None:
+    """One step of the smallest model on the CPU: what is loaded at the first use is not the run's memory."""
+    import torch
+
+    import chatgpt.trainer.ppo  # noqa: F401
+    from chatgpt.nn import AutoActor
+    from chatgpt.plan import models
+
+    with torch.random.fork_rng(devices=[]):
+        actor = AutoActor(config=ladders.config('opt' if ladder == 'opt' else 'gpt', 'tiny'))
+    optimizer = torch.optim.AdamW(actor.parameters())
+    actor(models.batch_of(1, 4, 4), with_entropy=True).logprobs.sum().backward()
+    optimizer.step()
+
+
+def _train(s: DummyRun, ladder: str, config: Any, strategy: Any) -> tuple[list[dict[str, Any]], Models, dict[str, int], bool]:
+    import torch
+
+    from chatgpt.functional.logprobs import CHUNK_ELEMENTS_ACCELERATOR, CHUNK_ELEMENTS_CPU
+    from chatgpt.trainer import PPOTrainer
+    from chatgpt.trainer.callbacks import ProgressBar
+
+    with strategy.model_init_context():
+        networks = build(s, ladder, config)
+    models, size = count(*networks)
+    actor, critic, reward, initial = networks
+    items = []
+    for model in (actor, critic):
+        if model is not None:
+            trained = [p for p in model.parameters() if p.requires_grad]
+            items.append((model, strategy.make_optimizer(trained, lr=5e-6, eps=1e-5)))
+    prepared = strategy.prepare(*items, reward if s.reward == 'model' else None, initial)
+    (actor, actor_optim), (critic, critic_optim) = prepared[0], prepared[1] if critic is not None else (None, None)
+    recorder = Recorder()
+    trainer = PPOTrainer(
+        strategy, actor, critic, prepared[-2] or reward, prepared[-1], actor_optim, critic_optim,
+        callbacks=[recorder, ProgressBar(enabled=False)],
+        experience_batch_size=s.experience_batch_size, train_batch_size=s.train_batch_size, max_epochs=s.max_epochs,
+        max_tokens_per_batch=s.max_tokens_per_batch, max_length=s.max_length, do_sample=True, temperature=1.0, top_k=50,
+    )  # fmt: skip
+    count_of_prompts = s.num_episodes * s.max_timesteps * s.experience_batch_size
+    generator = torch.Generator().manual_seed(s.seed)
+    prompts = list(torch.randint(config.vocab_size, (count_of_prompts, s.prompt_length), generator=generator))
+    trainer.fit(prompts, s.num_episodes, s.max_timesteps, s.update_timesteps)
+    rows = s.train_batch_size // strategy.world_size
+    if s.max_tokens_per_batch is not None:
+        rows = max(1, min(rows, s.max_tokens_per_batch // s.max_length))
+    bound = CHUNK_ELEMENTS_ACCELERATOR if strategy.device.type == 'cuda' else CHUNK_ELEMENTS_CPU
+    return recorder.phases, models, size, rows * s.response_length > bound // config.vocab_size
+
+
+# ---------------------------------------------------------------------- the scripts
+
+
+def script(ladder: str, doc: str | None, *, shown: Sequence[str]) -> Callable[[], None]:
+    """The main function of a benchmark script on a ladder. `shown`: settings that are its flags."""
+    models = list(ladders.FAMILIES[ladder][1])
+
+    def main() -> None:
+        parser = Parser(description=doc)
+        parser.add_argument('--model', choices=models, default=next(m for m in models if m != 'tiny'), help='rung of the ladder')
+        parser.add_argument('--json', type=Path, metavar='FILE', help='write the numbers there as well')
+        hidden = [f.name for f in fields(DummyRun) if f.name not in shown and f.name != 'strategy']
+        parser.add_argument('--strategy', choices=STRATEGIES, default='naive', help='what prepares and shards the models')
+        add_settings(parser, DummyRun, skip=[*hidden, 'strategy'])
+        args = parser.parse_args()
+        result = run(replace(DummyRun(), **settings_from(args, DummyRun)), ladder, args.model)
+        if os.environ.get('RANK', '0') != '0':
+            return
+        print(table(result))
+        if args.json:
+            write_json(args.json, result)
+
+    return main
+
+
+COMMON_FLAGS = (
+    'precision', 'num_episodes', 'max_timesteps', 'update_timesteps', 'max_epochs', 'train_batch_size', 'experience_batch_size',
+    'max_tokens_per_batch', 'prompt_length', 'max_length', 'gradient_checkpointing', 'ignore_phases', 'seed',
+)  # fmt: skip

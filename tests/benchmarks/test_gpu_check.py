@@ -1,0 +1,142 @@
+"""gpu_check.py: budgets, what a failing part means, wheels, and one real part on the CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / 'benchmarks'))
+import gpu_check
+from gpu_check import Part
+
+ROOT = Path(__file__).resolve().parents[2]
+WRITE = 'import json, sys; json.dump({content}, open(sys.argv[1], "w"))'
+
+
+def writes(name: str, content: object, budget_s: int = 30) -> Part:
+    return Part(name, ('-c', WRITE.format(content=repr(content)), '{out}'), budget_s)
+
+
+def run(parts: list[Part], tmp_path: Path, budget_s: float = 100.0, site: str | None = None) -> dict:
+    content = gpu_check.check(parts, device='cpu', out=tmp_path, budget_s=budget_s, site=site)
+    (path,) = tmp_path.glob('*.json')
+    assert json.loads(path.read_text()) == content
+    return content
+
+
+def test_parts_that_pass(tmp_path):
+    memory = {'planned_peak': 90, 'peak': 100, 'planner_error': -0.1}
+    content = run([writes('device', {'machine': {'device': 'Some GPU (8 GB)'}}), writes('one', {'memory': memory})], tmp_path)
+    assert content['passed'] and content['device'] == 'Some GPU (8 GB)'
+    assert (tmp_path / f'some-gpu-8-gb-{time.strftime("%Y-%m-%d")}.json').is_file()
+    assert content['planner'] == [{'run': 'one', 'planned': 90, 'measured': 100, 'error': -0.1}]
+    assert content['parts'][1]['result'] == {'memory': memory}
+
+
+def test_a_part_that_fails_is_told_and_the_others_go_on(tmp_path):
+    content = run([Part('bad', ('-c', 'print("so sad"); raise SystemExit(3)'), 30), writes('good', 1)], tmp_path)
+    bad, good = content['parts']
+    assert not content['passed']
+    assert (bad['status'], bad['exit_code'], bad['output']) == ('failed', 3, 'so sad\n')
+    assert good['status'] == 'passed' and 'output' not in good
+
+
+def test_a_part_over_its_budget_is_ended_with_its_children(tmp_path):
+    child = tmp_path / 'child'
+    code = (
+        'import os, subprocess, sys, time; '
+        f'p = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]); open({str(child)!r}, "w").write(str(p.pid)); '
+        'time.sleep(100)'
+    )
+    start = time.monotonic()
+    content = run([Part('slow', ('-c', code), 3)], tmp_path / 'out')
+    assert time.monotonic() - start < 30
+    assert content['parts'][0]['status'] == 'out of time' and not content['passed']
+    status = Path('/proc', child.read_text(), 'status')
+    assert not status.exists() or 'State:\tZ' in status.read_text()
+
+
+def test_what_no_time_is_left_for_is_said(tmp_path):
+    content = run([writes('a', 1), writes('b', 1)], tmp_path, budget_s=5.0)
+    assert [p['status'] for p in content['parts']] == ['not reached', 'not reached'] and not content['passed']
+
+
+def test_optional_packages(tmp_path):
+    content = run([Part('extra', ('-c', 'raise SystemExit(1)'), 30, ('json', 'no_such_package_of_ours'))], tmp_path)
+    assert content['passed']
+    assert content['parts'][0]['reason'] == 'not installed: no_such_package_of_ours; WHEELS=folder brings them'
+
+
+def test_marked_tests_have_to_run_where_there_is_a_gpu(tmp_path):
+    xml = '<testsuites><testsuite tests="5" failures="0" errors="0" skipped="{}"/></testsuites>'
+    for skipped, status in ((5, 'failed'), (1, 'passed')):
+        code = f'import sys; open(sys.argv[1], "w").write({xml.format(skipped)!r})'
+        record = gpu_check.run_part(Part('tests', ('-c', code, '{out}'), 30), 30.0, gpu_check.environment('cpu', None), 'cuda')
+        assert record['status'] == status
+        assert record['result'] == {'tests': 5, 'failures': 0, 'errors': 0, 'skipped': skipped, 'passed': 5 - skipped}
+
+
+def test_planner_errors_of_a_sweep():
+    tried = {'s': {'trained': True, 'planned': 150, 'peak': 100}, 'm': {'trained': False, 'planned': 300}}
+    sweep = {'name': 'capacity', 'result': {'memory': 7, 'rows': [{'strategy': 'naive', 'option': 'full', 'tried': tried}]}}
+    found = gpu_check.planner_errors([sweep, {'name': 'failed'}])
+    assert found == [{'run': 'capacity naive full s', 'planned': 150, 'measured': 100, 'error': 0.5}]
+
+
+def test_wheels_are_there_for_the_parts_alone(tmp_path):
+    wheels, site = tmp_path / 'wheels', tmp_path / 'site'
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / 'tiny_wheel_of_ours-1.0-py3-none-any.whl', 'w') as file:
+        file.writestr('tiny_wheel_of_ours.py', 'answer = 42\n')
+        info = 'tiny_wheel_of_ours-1.0.dist-info'
+        file.writestr(f'{info}/METADATA', 'Metadata-Version: 2.1\nName: tiny-wheel-of-ours\nVersion: 1.0\n')
+        file.writestr(f'{info}/WHEEL', 'Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n')
+        file.writestr(f'{info}/RECORD', '')
+    gpu_check.install_wheels(wheels, str(site))
+    code = 'import tiny_wheel_of_ours as t, sys, json; json.dump(t.answer, open(sys.argv[1], "w"))'
+    content = run([Part('uses', ('-c', code, '{out}'), 30, ('tiny_wheel_of_ours',))], tmp_path / 'out', site=str(site))
+    assert content['parts'][0]['result'] == 42
+    with pytest.raises(ValueError, match='holds no wheels'):
+        gpu_check.install_wheels(tmp_path / 'nowhere', str(site))
+
+
+def command(*flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(ROOT / 'benchmarks' / 'gpu_check.py'), *flags], capture_output=True, text=True, timeout=110)
+
+
+def test_the_command_on_a_cpu(tmp_path):
+    done = command('--device', 'cpu', '--parts', 'device', '--out', str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.glob('*.json')
+    content = json.loads(path.read_text())
+    assert content['device_type'] == content['machine']['device_type'] == 'cpu'
+    assert content['parts'][0]['result']['matmul_tflops']['fp32'] > 1e-4
+    assert f'passed: {path}' in done.stdout
+
+
+@pytest.mark.parametrize(('flags', 'sentence'), [
+    (['--parts', 'everything'], "there is no part 'everything'; there are device, tests"),
+    (['--device', 'cpu', '--wheels', 'nowhere'], 'nowhere holds no wheels'),
+])  # fmt: skip
+def test_mistakes_of_the_command(flags, sentence):
+    done = command(*flags)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert sentence in done.stderr
+
+
+def test_budgets_and_names():
+    for parts in (gpu_check.cuda_parts(), gpu_check.cpu_parts()):
+        names = [p.name for p in parts]
+        assert len(set(names)) == len(names) and names[0] == 'device'
+        for part in parts:
+            assert part.command[0] == '-m' or (ROOT / part.command[0]).is_file()
+            assert any('{out}' in word for word in part.command)
+    always = [p for p in gpu_check.cuda_parts() if not p.needs]
+    assert sum(p.budget_s for p in always if p.name != 'capacity-8GiB') <= 530
+    assert gpu_check.file_name(None).startswith('unknown-')
