@@ -35,7 +35,7 @@ from work import EOS, NEW_TOKENS, PAD, VOCAB, Case, prompt_ids  # noqa: E402
 # torch comes first and pinned, from the same place as the library's: trl asks for any torch, which may bring gigabytes of CUDA.
 ENVIRONMENTS: dict[str, list[str]] = {
     'trl_ppo': ['trl==1.12.0', 'transformers==5.23.0', 'accelerate==1.15.0'],
-    'trl_classic': ['trl==0.11.4', 'transformers==4.46.3', 'accelerate==1.15.0'],
+    'trl_classic': ['trl==0.11.4', 'transformers==4.46.3', 'accelerate==1.15.0', 'rich==15.0.0'],
     'trl_now': ['trl==1.16.0', 'transformers==5.23.0', 'accelerate==1.15.0'],
 }
 TORCH = 'torch==2.13.0'
