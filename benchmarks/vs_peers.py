@@ -45,20 +45,15 @@ TARGETS = {('fixed', 'fp32'): 1.5, ('fixed', 'bf16'): 3.0, ('eos', 'fp32'): 3.0,
 
 
 def all_cases() -> list[Case]:
-    cases = [
-        Case(peer, 'ppo', lengths, precision, epochs)
-        for peer in ('trl_ppo', 'trl_classic')
-        for precision in ('fp32', 'bf16', 'bf16 weights')
-        for lengths in ('fixed', 'eos')
-        for epochs in (1, 4)
-    ]
-    return cases + [
-        Case('trl_now', method, lengths, precision, kl=kl)
-        for method in ('grpo', 'rloo')
-        for kl in (False, True)
-        for precision in ('fp32', 'bf16')
-        for lengths in ('fixed', 'eos')
-    ]
+    cases = []
+    for precision in ('fp32', 'bf16', 'bf16 weights'):
+        for peer in ('trl_ppo', 'trl_classic'):
+            for lengths in ('fixed', 'eos'):
+                cases += [Case(peer, 'ppo', lengths, precision, epochs) for epochs in ((1,) if 'weights' in precision else (1, 4))]
+        for method in ('grpo', 'rloo') if 'weights' not in precision else ():
+            for lengths in ('fixed', 'eos'):
+                cases += [Case('trl_now', method, lengths, precision, kl=kl) for kl in (False, True)]
+    return cases
 
 
 # ---------------------------------------------------------------- the peers' environments and the model
@@ -257,8 +252,9 @@ def page(results: Sequence[dict[str, Any]], where: dict[str, Any], command: str)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--only', nargs='+', default=[], help='words that a case name must hold, all of them')
-    parser.add_argument('--rounds', type=int, default=7)
+    parser.add_argument('--rounds', type=int, default=5)
     parser.add_argument('--warmup', type=int, default=1)
+    parser.add_argument('--without', nargs='+', default=[], help='words that a case name must not hold')
     parser.add_argument('--work-dir', type=Path, default=Path('outputs/peers'), help='environments, models and logs')
     parser.add_argument('--out', type=Path, default=Path('benchmarks/results/peers'), help='folder of one JSON per case')
     parser.add_argument('--page', type=Path, help='write the page from every JSON in --out')
@@ -267,7 +263,7 @@ def main() -> None:
     args = parser.parse_args()
     work = args.work_dir.resolve()
     folders = {} if args.page_only else {lengths: save_model(work, lengths) for lengths in ('fixed', 'eos')}
-    chosen = [c for c in all_cases() if all(word in c.name.replace(',', '').split() for word in args.only)]
+    chosen = [c for c in all_cases() if c.words >= set(args.only) and not c.words & set(args.without)]
     if args.profile is not None:
         from profile_ours import write_profile
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from copy import deepcopy
 
 import torch
 from work import ADAMW, EOS, GROUP, KL_COEF, NEW_TOKENS, PAD, SEQUENCES, Case, begin, prompt_ids, tokenizer, versions
 
-MAX_TOKENS = {'fixed': 2048, 'eos': 512}
+MAX_TOKENS = {'fixed': 2048, 'eos': 256}
 """padded tokens of a micro-batch; how an optimizer step is cut changes no result"""
 
 
@@ -42,7 +41,7 @@ def make_trainer(case: Case):
     trainer = PPOTrainer(
         strategy, actor, critic, score, initial, actor_optim, critic_optim, tokenizer=tokenizer() if groups else None,
         experience_batch_size=case.num_prompts, train_batch_size=SEQUENCES, max_epochs=case.epochs, max_new_tokens=NEW_TOKENS,
-        kl_coef=KL_COEF if case.kl else 0.0, max_tokens_per_batch=int(os.environ.get('MAX_TOKENS', MAX_TOKENS[case.lengths])),
+        kl_coef=KL_COEF if case.kl else 0.0, max_tokens_per_batch=MAX_TOKENS[case.lengths],
         max_grad_norm=1.0 if groups else None, eos_token_id=EOS if case.lengths == 'eos' else None, pad_token_id=PAD,
         callbacks=[ProgressBar(enabled=False)], **method,
     )  # fmt: skip

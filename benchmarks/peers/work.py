@@ -47,6 +47,10 @@ class Case:
         return f'{self.peer} {self.method}{kl}, {self.lengths}, {self.precision}, {self.epochs} epoch{"s" * (self.epochs > 1)}'
 
     @property
+    def words(self) -> set[str]:
+        return set(self.name.replace(',', '').split())
+
+    @property
     def num_prompts(self) -> int:
         """Different prompts of one update: each is answered once in PPO, `GROUP` times in the others."""
         return SEQUENCES if self.method == 'ppo' else SEQUENCES // GROUP
