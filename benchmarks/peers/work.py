@@ -71,7 +71,11 @@ def prompt_ids(count: int) -> Any:
 
 
 def text_of(ids: Any) -> str:
-    return ' '.join(f'w{int(i)}' for i in ids)
+    return ' '.join(map(_word, ids))
+
+
+def _word(index: Any) -> str:
+    return f'w{int(index):03d}'  # none is the beginning of another: special tokens are found anywhere in a text
 
 
 def tokenizer() -> Any:
@@ -79,10 +83,10 @@ def tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({f'w{i}': i for i in range(VOCAB)}, unk_token='w2'))
+    words = Tokenizer(models.WordLevel({_word(i): i for i in range(VOCAB)}, unk_token=_word(2)))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token=f'w{PAD}', eos_token=f'w{EOS}', unk_token='w2', padding_side='left', model_max_length=128
+        tokenizer_object=words, pad_token=_word(PAD), eos_token=_word(EOS), padding_side='left', model_max_length=128
     )
 
 
