@@ -268,7 +268,7 @@ def main() -> None:
     if args.profile is not None:
         from profile_ours import write_profile
 
-        write_profile(args.profile, folders)
+        write_profile(args.profile, folders, args.out)
         return
     args.out.mkdir(parents=True, exist_ok=True)
     for case in [] if args.page_only else chosen:
@@ -278,8 +278,7 @@ def main() -> None:
         mine = [sys.executable, HERE / 'peers' / 'ours.py']
         result = compare(case, mine, peer, rounds=args.rounds, warmup=args.warmup, logs=work / 'logs')
         result['machine'] = machine()
-        name = case.name.replace(',', '').replace(' ', '_')
-        (args.out / f'{name}.json').write_text(json.dumps(result, indent=1) + '\n')
+        (args.out / case.file_name).write_text(json.dumps(result, indent=1) + '\n')
         print(table([result]).splitlines()[-1], f'({time.perf_counter() - start:.0f} s)', flush=True)
     results = [json.loads(path.read_text()) for path in args.out.glob('*.json')]
     order = {case.name: i for i, case in enumerate(all_cases())}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from functools import partial
@@ -64,7 +65,17 @@ def profiled(update: Callable[[], Any]) -> tuple[dict[str, float], str]:
     return shares, events.table(sort_by='self_cpu_time_total', row_limit=12, max_name_column_width=48)
 
 
-def write_profile(path: Path, folders: dict[str, str]) -> None:
+def bound(results: Path, case: Case, tokens: float, floor: float) -> str:
+    """What the floor would be against the peer as measured, if it was."""
+    measured = results / case.file_name
+    if not measured.exists():
+        return ''
+    result = json.loads(measured.read_text())
+    most = tokens / floor / result['theirs']['new_tokens_per_cpu_s']
+    return f' Measured beside TRL: {result["ratio_total"]:.2f} times; with nothing but the products it would be {most:.2f}.'
+
+
+def write_profile(path: Path, folders: dict[str, str], results: Path) -> None:
     import ours
     import torch
 
@@ -91,7 +102,9 @@ def write_profile(path: Path, folders: dict[str, str]) -> None:
         parts.append(
             f'## {lengths}, {precision}\n\n{tokens:.0f} new tokens per update; CPU seconds: '
             + ', '.join(f'{name} {s:.2f}' for name, s in seconds.items())
-            + f', together {mean:.2f}. The matrix products alone, at the {rate / 1e9:.0f} GFLOP/s of a bare `addmm`, are {floor:.2f}.\n\n'
+            + f', together {mean:.2f}. The matrix products alone, at the {rate / 1e9:.0f} GFLOP/s of a bare `addmm`, are {floor:.2f}.'
+            + bound(results, case, tokens, floor)
+            + '\n\n'
             f'| part | share | CPU s |\n|---|---|---|\n{rows}\n\n```\n{body}\n```\n'
         )
     path.write_text('\n'.join(parts))

@@ -51,6 +51,10 @@ class Case:
         return set(self.name.replace(',', '').split())
 
     @property
+    def file_name(self) -> str:
+        return self.name.replace(',', '').replace(' ', '_') + '.json'
+
+    @property
     def num_prompts(self) -> int:
         """Different prompts of one update: each is answered once in PPO, `GROUP` times in the others."""
         return SEQUENCES if self.method == 'ppo' else SEQUENCES // GROUP
