@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
+from chatgpt.nn.gelu import BlockwiseNewGELU
 from chatgpt.nn.lora import LoRAConv1D, LoRALinear
 
 # a packed copy is as large as the weights, so a large model keeps to the plain ones
@@ -83,7 +84,7 @@ class PackedModules:
             if is_linear and type(module.weight) is nn.Parameter and not module.weight.is_inference():
                 self.modules.append(module)
                 size += module.weight.numel() * 4
-            elif type(module) is NewGELUActivation:
+            elif type(module) in (NewGELUActivation, BlockwiseNewGELU):
                 self.activations.append(module)
         if size > MAX_PACKED_BYTES or not self._works():
             self.modules = []

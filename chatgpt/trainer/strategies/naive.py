@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.trainer.strategies.host_memory import keep_freed_memory
 from chatgpt.trainer.strategies.precision import Precision
 
 T = TypeVar('T')
@@ -24,6 +25,8 @@ class NaiveStrategy(Strategy):
     def __init__(self, seed: int = 42, precision: Precision = 'fp32', *, device: str | torch.device | None = None) -> None:
         super().__init__(seed, precision)
         self._device = torch.device(device or ('cuda:0' if torch.cuda.is_available() else 'cpu'))
+        if self._device.type == 'cpu':
+            keep_freed_memory()
 
     @property
     def rank(self) -> int:

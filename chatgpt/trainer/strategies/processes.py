@@ -16,6 +16,7 @@ from torch import Tensor
 
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.trainer.strategies.guard import FailureGuard, Whereabouts
+from chatgpt.trainer.strategies.host_memory import keep_freed_memory
 from chatgpt.trainer.strategies.precision import Precision
 
 T = TypeVar('T')
@@ -51,6 +52,8 @@ class ProcessGroupStrategy(Strategy):
         self._device = self._choose_device(device)
         if self._device.type == 'cuda':
             torch.cuda.set_device(self._device)
+        else:
+            keep_freed_memory()
         if self._owns_group:
             backend = 'nccl' if self._device.type == 'cuda' else 'gloo'
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))

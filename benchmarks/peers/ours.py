@@ -1,0 +1,72 @@
+"""Worker: the same work in this library, as its users write it."""
+
+from __future__ import annotations
+
+import sys
+from copy import deepcopy
+
+import torch
+from work import ADAMW, EOS, GROUP, KL_COEF, NEW_TOKENS, PAD, SEQUENCES, Case, begin, prompt_ids, tokenizer, versions
+
+MAX_TOKENS = {'fixed': 2048, 'eos': 256}
+"""padded tokens of a micro-batch; how an optimizer step is cut changes no result"""
+
+
+def make_trainer(case: Case):
+    from chatgpt.nn import GPTActor, GPTCritic, RewardModel
+    from chatgpt.trainer import PPOTrainer
+    from chatgpt.trainer.callbacks import ProgressBar
+    from chatgpt.trainer.strategies import NaiveStrategy
+
+    strategy = NaiveStrategy(seed=0, precision=case.precision.split()[0], device='cpu')
+    shared, groups = case.peer == 'trl_classic', case.method != 'ppo'
+    actor = GPTActor(pretrained=case.model, value_head=True if shared else None)
+    initial = deepcopy(actor) if case.kl else None
+    critic = None if shared or groups else GPTCritic(pretrained=case.model)
+    if groups:
+        score = lambda prompts, responses: [float(len(text) % 7) for text in responses]  # noqa: E731
+    elif shared:
+        score = lambda prompts, responses: [0.0] * len(prompts)  # noqa: E731
+    else:
+        score = RewardModel(deepcopy(critic.model))
+    pairs = [(m, torch.optim.AdamW(m.parameters(), **ADAMW)) for m in (actor, critic) if m is not None]
+    prepared = strategy.prepare(*pairs, score, initial)
+    (actor, actor_optim), score, initial = prepared[0], *prepared[-2:]
+    critic, critic_optim = prepared[1] if critic is not None else (None, None)
+    method = {}
+    if groups:
+        method = {'advantage_estimator': case.method, 'num_samples_per_prompt': GROUP}
+    if case.method == 'grpo':
+        method['kl_in'] = 'loss'
+    trainer = PPOTrainer(
+        strategy, actor, critic, score, initial, actor_optim, critic_optim, tokenizer=tokenizer() if groups else None,
+        experience_batch_size=case.num_prompts, train_batch_size=SEQUENCES, max_epochs=case.epochs, max_new_tokens=NEW_TOKENS,
+        kl_coef=KL_COEF if case.kl else 0.0, max_tokens_per_batch=MAX_TOKENS[case.lengths],
+        max_grad_norm=1.0 if groups else None, eos_token_id=EOS if case.lengths == 'eos' else None, pad_token_id=PAD,
+        callbacks=[ProgressBar(enabled=False)], **method,
+    )  # fmt: skip
+    trainer.set_prompts(list(prompt_ids(SEQUENCES)))
+    return trainer
+
+
+def update(trainer) -> tuple[int, int, dict[str, float]]:
+    """New tokens, sequences, and the metrics of one collect and one learn."""
+    trainer.collect(1)
+    experiences = trainer.last_experiences
+    return sum(e.num_actions for e in experiences), len(experiences), trainer.learn_phase()
+
+
+def main() -> None:
+    case, line = begin()
+    trainer = make_trainer(case)
+    networks = sum(m is not None for m in (trainer.actor, trainer.critic, trainer.maker.initial_model))
+    line.ready(**versions(), networks=networks + (case.peer == 'trl_ppo'))
+    while line.wait():
+        tokens, sequences, metrics = update(trainer)
+        line.done(tokens, sequences)
+        parts = {k: round(v, 3) for k, v in metrics.items() if k.startswith('perf/') and k.endswith('_cpu_s')}
+        print(parts, file=sys.stderr)
+
+
+if __name__ == '__main__':
+    main()

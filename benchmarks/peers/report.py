@@ -1,0 +1,34 @@
+"""The page of `vs_peers.py`: the text around its table."""
+
+PAGE = """# The same work in TRL and here
+
+`{command}` on {cpu}, {cores} virtual cores of a shared machine under load (AVX512-BF16: {avx512_bf16}, AMX: {amx_bf16}), one thread per
+process, torch 2.13.0 on both sides. Every case is one run in which an update here and an update there alternate (A B A B, {rounds} rounds
+after one of warm-up); a ratio is new tokens per CPU-second of the whole update (collect, score, learn) here over the neighbouring one
+there, so above 1 we are faster. "all rounds" divides the sums instead, which is steadier where lengths vary. Numbers:
+`benchmarks/results/peers/`; what is in the time: [peers_profile.md](peers_profile.md).
+
+{table}
+What is the same: the saved weights (GPT-2, 4 layers x 256, vocabulary 512), 32 sequences of 16 prompt tokens and up to 48 new ones per
+update, the networks (`trl_ppo`: policy, critic, reward model, reference; `trl_classic`: one trunk with a value head and a reference;
+`trl_now`: the policy, and a reference with KL), the epochs, one optimizer step per epoch over all 32 sequences, AdamW (torch's fused one)
+with the same numbers, sampling at temperature 1 without filters, no gradient checkpointing. GRPO and RLOO take 4 prompts x 8
+completions and decode them to text for a reward function. With `eos` the weights are rigged so that the end token has one probability
+everywhere and lengths are geometric with a mean of a third of the limit; the means of both sides stand in the last column.
+
+What differs, and is each side's own: ours cuts the optimizer step into micro-batches by a token budget (2048 padded tokens for fixed
+lengths, 256 for varying ones) out of sequences sorted by length, takes finished sequences out of the decode, and runs no head on prompt
+positions. TRL pads every batch to its longest response and decodes until the last one has ended.
+
+What bf16 means:
+
+- here, `precision='bf16'`: fp32 weights, forward and backward under autocast, responses drawn from a bf16 copy of the policy, and the
+  old log-probs recomputed by one more forward pass, because decode and training forward differ in 16 bits;
+- `trl_ppo`, 'bf16': what `accelerate launch --mixed_precision bf16` sets, autocast around the trained pair; generation, reference and
+  reward model stay in fp32. `PPOConfig(bf16=True)` reaches nothing in that version: its trainer makes an Accelerator of its own;
+- `trl_classic`, 'bf16': `accelerator_kwargs={{'mixed_precision': 'bf16'}}`, autocast around both models' forward; generation in fp32;
+- 'bf16 weights': the models loaded in bfloat16, so that everything, AdamW included, is in 16 bits (and small steps are lost);
+- `trl_now`: `bf16=True`, their default: autocast over fp32 weights.
+
+Versions: TRL 1.12.0 (`trl.experimental.ppo`) and 1.16.0 with transformers 5.23.0, TRL 0.11.4 with transformers 4.46.3.
+"""

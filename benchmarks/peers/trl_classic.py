@@ -1,0 +1,40 @@
+"""Worker: classic PPO in TRL 0.11.4, a value head on the policy's trunk and the user's own loop of `generate` and `step`.
+
+`bf16` is `accelerator_kwargs={'mixed_precision': 'bf16'}`, `bf16 weights` loads both models in bfloat16. Scores are zeros, as in ours.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM  # noqa: F401  (loads what trl expects to find)
+from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
+from work import ADAMW, EOS, KL_COEF, NEW_TOKENS, PAD, SEQUENCES, begin, prompt_ids, tokenizer, versions
+
+case, line = begin()
+dtype = torch.bfloat16 if case.precision == 'bf16 weights' else torch.float32
+
+
+def load():
+    return AutoModelForCausalLMWithValueHead.from_pretrained(case.model, torch_dtype=dtype, summary_dropout_prob=0.0)
+
+
+model = load()
+trainer = PPOTrainer(
+    PPOConfig(
+        batch_size=SEQUENCES, mini_batch_size=SEQUENCES, gradient_accumulation_steps=1, ppo_epochs=case.epochs, init_kl_coef=KL_COEF,
+        adap_kl_ctrl=False, learning_rate=ADAMW['lr'], seed=0,
+        accelerator_kwargs={'cpu': True} | ({'mixed_precision': 'bf16'} if case.precision == 'bf16' else {}),
+    ),
+    model, load(), tokenizer(), optimizer=torch.optim.AdamW(model.parameters(), **ADAMW),
+)  # fmt: skip
+prompts = list(prompt_ids(SEQUENCES))
+generation = {
+    'max_new_tokens': NEW_TOKENS, 'min_length': -1, 'do_sample': True, 'top_k': 0, 'top_p': 1.0, 'pad_token_id': PAD,
+    'eos_token_id': EOS if case.lengths == 'eos' else None,
+}  # fmt: skip
+
+line.ready(**versions('trl', 'accelerate'), networks=2)
+while line.wait():
+    responses = trainer.generate(prompts, batch_size=SEQUENCES, return_prompt=False, **generation)
+    trainer.step(prompts, responses, [torch.zeros(())] * SEQUENCES)
+    line.done(sum(map(len, responses)), len(responses))

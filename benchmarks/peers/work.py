@@ -1,0 +1,155 @@
+"""What every side of `vs_peers.py` shares: the work of a case, the prompts, the words, and the line protocol.
+
+Runs in the library's environment and in each peer's, so it imports nothing of either, and torch only inside functions.
+
+The protocol, one line each way: the worker says `{"ready": {...}}`; to each `go` it does one whole update (collect, score,
+learn) and answers `{"cpu_s", "wall_s", "new_tokens", "sequences"}`; end of input ends it. CPU seconds are the process's own, all threads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+PROMPT_TOKENS, NEW_TOKENS, VOCAB = 16, 48, 512
+SEQUENCES = 32
+GROUP = 8
+"""completions of a prompt in GRPO and RLOO"""
+PAD, EOS = 0, 1
+LEARNING_RATE = 1e-6
+"""small, so that lengths do not drift while they are compared"""
+ADAMW = {'lr': LEARNING_RATE, 'betas': (0.9, 0.999), 'eps': 1e-8, 'weight_decay': 0.0, 'fused': True}
+KL_COEF = 0.05
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison. `peer` names the worker and environment; `method` is ppo, grpo or rloo."""
+
+    peer: str
+    method: str
+    lengths: str
+    """'fixed': every response runs to the limit; 'eos': they end after a third of it on average"""
+    precision: str
+    """'fp32', 'bf16', or of a peer 'bf16 weights'"""
+    epochs: int = 1
+    kl: bool = True
+    model: str = ''
+    """the saved Hugging Face folder both sides load"""
+
+    @property
+    def name(self) -> str:
+        kl = '' if self.method == 'ppo' else ', KL' if self.kl else ', no KL'
+        return f'{self.peer} {self.method}{kl}, {self.lengths}, {self.precision}, {self.epochs} epoch{"s" * (self.epochs > 1)}'
+
+    @property
+    def words(self) -> set[str]:
+        return set(self.name.replace(',', '').split())
+
+    @property
+    def file_name(self) -> str:
+        return self.name.replace(',', '').replace(' ', '_') + '.json'
+
+    @property
+    def num_prompts(self) -> int:
+        """Different prompts of one update: each is answered once in PPO, `GROUP` times in the others."""
+        return SEQUENCES if self.method == 'ppo' else SEQUENCES // GROUP
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        return cls(**json.loads(text))
+
+
+def prompt_ids(count: int) -> Any:
+    """(count, PROMPT_TOKENS) ids, neither PAD nor EOS."""
+    import torch
+
+    return torch.randint(2, VOCAB, (count, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
+
+
+def text_of(ids: Any) -> str:
+    return ' '.join(map(_word, ids))
+
+
+def _word(index: Any) -> str:
+    return f'w{int(index):03d}'  # none is the beginning of another: special tokens are found anywhere in a text
+
+
+def tokenizer() -> Any:
+    """One word per id, so that text and ids are the same thing; padding on the left, as generation wants it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({_word(i): i for i in range(VOCAB)}, unk_token=_word(2)))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token=_word(PAD), eos_token=_word(EOS), padding_side='left', model_max_length=128
+    )
+
+
+class Line:
+    """The worker's end of the protocol. Everything else that is printed goes to stderr."""
+
+    def __init__(self) -> None:
+        self._out = os.fdopen(os.dup(1), 'w')
+        os.dup2(2, 1)
+        self._start = (0.0, 0.0)
+
+    def _say(self, message: dict[str, Any]) -> None:
+        self._out.write(json.dumps(message) + '\n')
+        self._out.flush()
+
+    def ready(self, **about: Any) -> None:
+        self._say({'ready': about})
+
+    def wait(self) -> bool:
+        """Until told to go; False at the end. Starts the clocks."""
+        told = sys.stdin.readline().strip() == 'go'
+        self._start = (time.process_time(), time.perf_counter())
+        return told
+
+    def done(self, new_tokens: int, sequences: int) -> None:
+        cpu, wall = time.process_time() - self._start[0], time.perf_counter() - self._start[1]
+        self._say({'cpu_s': cpu, 'wall_s': wall, 'new_tokens': int(new_tokens), 'sequences': int(sequences)})
+
+
+def begin() -> tuple[Case, Line]:
+    """What every worker does first: one thread, no hub, the case from the command line."""
+    line = Line()
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return Case.from_json(sys.argv[1]), line
+
+
+def versions(*names: str) -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ('torch', 'transformers', *names)}
+
+
+class ServeUpdates:
+    """A callback for trainers that own their loop: lets `steps` optimizer steps pass per `go`. Mixed into TrainerCallback.
+
+    `count` returns new tokens and sequences since it was last asked.
+    """
+
+    def __init__(self, line: Line, count: Any, steps: int = 1) -> None:
+        self.line, self.count, self.steps, self.seen = line, count, steps, 0
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.seen += 1
+        if self.seen % self.steps:
+            return
+        self.line.done(*self.count())
+        if not self.line.wait():
+            sys.stderr.flush()
+            os._exit(0)  # the trainers have no way to be stopped here that both know
