@@ -36,6 +36,8 @@ from chatgpt.rollout.wire import (
 )
 from chatgpt.types import Prompt, Sample
 
+_FEW = 4
+
 
 class WorkerDied(RuntimeError):
     """A worker ended before it answered; says why, where that is known."""
@@ -151,7 +153,8 @@ class RemoteEngine:
         self._queues: list[list[_Chunk]] = [[] for _ in range(workers.num_workers)]
         """chunks without an answer, by worker, in the order in which they were sent"""
         self._deaths = [0] * workers.num_workers
-        self._checked_idle = self._closed = False
+        self._num_taken = self._most_busy = 0
+        self._closed = False
 
     # ------------------------------------------------------------------ the protocol of an engine
 
@@ -319,16 +322,15 @@ class RemoteEngine:
                     break
 
     def _check_idle(self) -> None:
-        """Say once when there is less to do than there are workers."""
-        busy = sum(bool(queue) for queue in self._queues)
-        if busy and not self._checked_idle:
-            self._checked_idle = True
-            if busy < len(self._queues):
-                warnings.warn(
-                    f'{busy} of {len(self._queues)} rollout workers have something to do: requests go out whole. Set chunk_size to cut '
-                    'them, or keep more of them in flight',
-                    stacklevel=4,
-                )
+        """Say once, after a few answers, when there was never as much to do as there are workers."""
+        self._most_busy = max(self._most_busy, sum(map(bool, self._queues)))
+        self._num_taken += 1
+        if self._num_taken == _FEW and self._most_busy < len(self._queues):
+            warnings.warn(
+                f'only {self._most_busy} of {len(self._queues)} rollout workers had something to do at a time: requests go out whole. Set '
+                'chunk_size to cut them, or keep more of them in flight',
+                stacklevel=4,
+            )
 
     # ------------------------------------------------------------------ end
 

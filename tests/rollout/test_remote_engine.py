@@ -320,9 +320,13 @@ def test_the_callers_mistakes_are_found_before_any_work():
 
 
 def test_idle_workers_are_reported_once():
-    with RemoteEngine(InProcessWorkers(3)) as engine:
-        with pytest.warns(UserWarning, match='1 of 3 rollout workers have something to do'):
-            remote(engine, actor_of(), prompts())
-        with warnings.catch_warnings():
-            warnings.simplefilter('error')
-            remote(engine, actor_of(), prompts())
+    def four_times(num_workers: int, chunk_size: int | None) -> list[str]:
+        with RemoteEngine(InProcessWorkers(num_workers), chunk_size=chunk_size) as engine, warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter('always')
+            for _ in range(6):
+                remote(engine, actor_of(), prompts(3))
+        return [str(w.message) for w in seen]
+
+    (message,) = four_times(3, 2)
+    assert 'only 2 of 3 rollout workers had something to do' in message
+    assert four_times(3, 1) == four_times(1, None) == []
