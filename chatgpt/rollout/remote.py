@@ -37,6 +37,7 @@ from chatgpt.rollout.wire import (
 from chatgpt.types import Prompt, Sample
 
 _FEW = 4
+"""answers after which idle workers are reported"""
 
 
 class WorkerDied(RuntimeError):
