@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from chatgpt.launch.arguments import check_reward_function, load_function
+from chatgpt.launch.rollouts import check_rollout_args
 from chatgpt.launch.runs import PPORun, Run
 
 FAMILIES = {'gpt2': 'GPT', 'opt': 'OPT', 'bloom': 'BLOOM', 'llama': 'Llama', 'auto': 'Auto'}
@@ -56,6 +57,7 @@ def check_ppo_args(args: PPORun, world_size: int) -> Any:
         raise ValueError(f'critic_lr={args.critic_lr} must be a number of at least 0')
     if args.engine not in ('local', 'hf'):
         raise ValueError(f'engine={args.engine!r} is not one of local, hf')
+    check_rollout_args(args)
     if args.lora_rank and args.num_layers_unfrozen > 0:
         raise ValueError('lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one')
     if args.epochs is not None and args.training_iteration is not None:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from chatgpt.rollout.remote import WorkerDied
-from chatgpt.rollout.wire import ModelSpec, PackedSamples, Request
+from chatgpt.rollout.wire import Manifest, ModelSpec, PackedSamples, Request
 
 START_S = 60.0
 """after which a user is told what is waited for"""
@@ -82,7 +82,8 @@ class RayWorkers:
         ray = self.ray
         if not ray.is_initialized():
             address = self.address or os.environ.get('RAY_ADDRESS')
-            options = {'address': address} if address else {'include_dashboard': False, 'num_cpus': self._cpus_needed()}
+            own = {'address': 'local', 'include_dashboard': False, 'num_cpus': self._cpus_needed()}
+            options = {'address': address} if address else own
             ray.init(log_to_driver=False, logging_level='error', **options)
             self._started_ray = not address
         self._check_resources()
@@ -171,6 +172,9 @@ class _Actor:
 
     def pid(self) -> int:
         return os.getpid()
+
+    def take_weights(self, manifest: Manifest, buckets: Sequence[Any]) -> None:
+        self.worker.take_weights(manifest, buckets)
 
     def generate(self, request: Request) -> PackedSamples:
         return self.worker.generate(request)

@@ -5,14 +5,14 @@ Left out: the process it lives in (`chatgpt.rollout.ray_workers`), and what happ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from chatgpt.rollout.local import LocalEngine
-from chatgpt.rollout.wire import ModelSpec, PackedSamples, Request, apply_buckets, pack_samples
+from chatgpt.rollout.wire import Manifest, ModelSpec, PackedSamples, Request, apply_buckets, pack_samples
 from chatgpt.types import Prompt
 
 
@@ -48,21 +48,22 @@ class RolloutWorker:
         Raises what `LocalEngine.generate` raises, and ValueError for weights that do not fit the model.
         """
         if self.version != request.manifest.version:
-            self._take_weights(request)
+            self.take_weights(request.manifest, request.buckets)
         prompts = [Prompt(ids=torch.tensor(ids)) for ids in request.prompt_ids]
         samples = self.engine.generate(prompts, request.sampling, seed=request.seed, indices=list(request.indices))
         return pack_samples(samples, request.manifest.version)
 
-    def _take_weights(self, request: Request) -> None:
+    def take_weights(self, manifest: Manifest, buckets: Sequence[Any]) -> None:
+        """Fetch and apply a version of the weights. After a failure there are none."""
         from chatgpt.nn import Actor
 
         self.version = None
         self.engine.end()
         if self._model is None:
             self._model = self.spec.build().to(self.device)
-        apply_buckets(request.manifest, map(self.fetch, request.buckets), self._model)
+        apply_buckets(manifest, map(self.fetch, buckets), self._model)
         if self._actor is None:
             # only now: an actor looks at its model's outputs, which are arbitrary without weights
             self._actor = Actor(self._model)
         self.engine.begin(self._actor)
-        self.version = request.manifest.version
+        self.version = manifest.version

@@ -26,8 +26,10 @@ SAMPLING = SamplingParams(max_new_tokens=10, eos_token_ids=(2,))
 def cluster() -> Iterator[Any]:
     ray = pytest.importorskip('ray')
     before = dict(os.environ)
-    slots = 3 * torch.get_num_threads()
-    ray.init(num_cpus=slots, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False, logging_level='error')
+    ray.init(
+        'local', num_cpus=3 * torch.get_num_threads(), include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False,
+        logging_level='error',
+    )  # fmt: skip
     yield ray
     ray.shutdown()
     for name in os.environ.keys() - before.keys():
