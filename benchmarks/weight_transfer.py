@@ -171,9 +171,9 @@ def main() -> None:
         args.out.write_text('\n'.join(['# Weights to rollout workers', '', text, *lines, '', NOTES]))
 
 
-NOTES = """`broadcast` is gloo's of one flat buffer, without reading weights or writing them into a model; `copy in memory` is one pass of torch over
-as many bytes; `buckets` is what `RemoteEngine` does: flatten, put into shared memory (the same bytes for all workers of a node), map, copy
-into the model. MB/s are bytes of the weights by the time until the last worker has them.
+NOTES = """`broadcast` is gloo's of one flat buffer, without reading weights or writing them into a model; `copy in memory` is one pass
+of torch over as many bytes; `buckets` is what `RemoteEngine` does: flatten, put into shared memory (the same bytes for all workers of a
+node), map, copy into the model. MB/s are bytes of the weights by the time until the last worker has them.
 """
 
 if __name__ == '__main__':

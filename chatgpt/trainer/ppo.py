@@ -215,9 +215,9 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         self.fit_start = int(state['fit_start'])
         self.prompts_drawn = int(state['prompts_drawn'])
         self.samples_drawn = int(state['samples_drawn'])
-        self._recorded = list(state.get('in_flight', ()))
         if self.pipeline is not None:
             self.pipeline.clear()
+            self._recorded = list(state.get('in_flight', ()))
         self.kl_controller.load_state_dict(state['kl_controller'])
         self.maker.shaper.moments.load_state_dict(state['score_moments'])
 

@@ -189,10 +189,15 @@ def resumed(folder: Path, n: int, update: int, total: int, stop: Any, **kw: Any)
     first.fit(WORDS, total, 1, update)
     assert first.timestep < total
     folder = first.save_checkpoint(folder / 'checkpoint')
+    held = json.loads((folder / 'state.json').read_text())['trainer'].get('in_flight', [])
+    assert len(held) == min(n * update, total - first.timestep)
     del log.samples[first.phase :], log.ages[first.phase :]  # of a phase that was dropped
     second, more = make(**{'engine': RemoteEngine(InProcessWorkers(2)), 'max_staleness': n, **STALE} | kw)
     second.load_checkpoint(folder)
+    again = second.checkpoint_state()  # saved before it went on, it is the same checkpoint, but for an engine that has nothing in flight
+    assert again.get('in_flight', []) == ([] if second.pipeline is None else held)
     second.fit(WORDS, total, 1, update)
+    assert 'in_flight' not in second.checkpoint_state()
     log.phases += more.phases
     log.samples += more.samples
     log.ages += more.ages
