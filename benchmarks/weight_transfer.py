@@ -114,7 +114,7 @@ def measure(size: str, num_workers: int, repeats: int) -> tuple[int, dict[str, l
     ray = import_ray()
     trainer = ray.remote(Trainer).options(num_cpus=1).remote(size)
     spec, num_bytes = ray.get(trainer.describe.remote())
-    workers = [ray.remote(Worker).options(num_cpus=1).remote(spec, {}, 1) for _ in range(num_workers)]
+    workers = [ray.remote(Worker).options(num_cpus=1).remote(spec, {}, 1, 'cpu') for _ in range(num_workers)]
     group, port = [trainer, *workers], free_port()
     ray.get([actor.join.remote(rank, len(group), port) for rank, actor in enumerate(group)])
     ways: dict[str, Any] = {'broadcast': lambda: max(ray.get([actor.broadcast.remote(num_bytes) for actor in group]))}

@@ -2,7 +2,7 @@
 
 from chatgpt.rollout.best_of_n import BestOfN, Candidate, kl_bound
 from chatgpt.rollout.compare import Comparison, Difference, compare_samples
-from chatgpt.rollout.engine import RolloutEngine
+from chatgpt.rollout.engine import AheadEngine, RolloutEngine
 from chatgpt.rollout.hf import HFEngine
 from chatgpt.rollout.local import LocalEngine
 from chatgpt.rollout.remote import RemoteEngine, RolloutWorkers, WorkerDied
@@ -11,6 +11,7 @@ from chatgpt.rollout.stop import StopStrings
 from chatgpt.rollout.stream import stream_tokens
 
 __all__ = [
+    'AheadEngine',
     'BestOfN',
     'Candidate',
     'Comparison',

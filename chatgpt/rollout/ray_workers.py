@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 import os
+import signal
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -80,24 +82,38 @@ class RayWorkers:
             ValueError: the cluster can never give them the resources they ask for.
         """
         ray = self.ray
-        if not ray.is_initialized():
-            address = self.address or os.environ.get('RAY_ADDRESS')
-            own = {'address': 'local', 'include_dashboard': False, 'num_cpus': self._cpus_needed()}
-            options = {'address': address} if address else own
-            ray.init(log_to_driver=False, logging_level='error', **options)
-            self._started_ray = not address
+        self._connect()
         self._check_resources()
         custom = {k: v for k, v in self.resources.items() if k not in ('CPU', 'GPU')}
         self._actor_class = ray.remote(_Actor).options(
             num_cpus=self.resources['CPU'], num_gpus=self.resources.get('GPU', 0), resources=custom, max_restarts=0, max_task_retries=0
         )
         # in the store once; held here for the replacements
-        self._arguments = (ray.put(spec), dict(engine_options), max(1, int(self.resources['CPU'])))
+        device = 'cuda' if self.resources.get('GPU') else 'cpu'
+        self._arguments = (ray.put(spec), dict(engine_options), max(1, int(self.resources['CPU'])), device)
         self.actors = [self._actor_class.remote(*self._arguments) for _ in range(self.num_workers)]
         started = [actor.pid.remote() for actor in self.actors]
         if ray.wait(started, num_returns=len(started), timeout=START_S)[1]:
             warnings.warn(f'rollout workers still wait for {self.resources} each; is the cluster busy?', stacklevel=3)
-        ray.get(started)
+        try:
+            ray.get(started)
+        except (ray.exceptions.RayActorError, ray.exceptions.RaySystemError) as error:
+            self.close()
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            raise RuntimeError(f'the rollout workers could not start: {lines[-1].strip()}') from error
+
+    def _connect(self) -> None:
+        """To the cluster that is named, or one of our own."""
+        if self.ray.is_initialized():
+            return
+        address = self.address or os.environ.get('RAY_ADDRESS')
+        own = {'address': 'local', 'include_dashboard': False, 'num_cpus': self._cpus_needed()}
+        # Ray takes SIGTERM over and exits; a run that is training wants to save first
+        handler = signal.getsignal(signal.SIGTERM)
+        self.ray.init(log_to_driver=False, logging_level='error', **({'address': address} if address else own))
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+        self._started_ray = not address
 
     def _cpus_needed(self) -> int:
         """A Ray of our own has as many CPUs as its workers ask for: slots, not cores."""
@@ -125,14 +141,17 @@ class RayWorkers:
         exceptions = self.ray.exceptions
         try:
             return self.ray.get(handle, timeout=self.timeout_s)
-        except (exceptions.RayActorError, exceptions.ObjectLostError, exceptions.WorkerCrashedError) as error:
+        except (
+            exceptions.RayActorError, exceptions.ObjectLostError, exceptions.WorkerCrashedError, exceptions.NodeDiedError,
+            exceptions.OutOfMemoryError,
+        ) as error:  # fmt: skip
             raise WorkerDied(_reason(error)) from None
         except exceptions.GetTimeoutError:
             raise WorkerDied(f'no answer within {self.timeout_s} s') from None
         except exceptions.RayTaskError as error:
             if isinstance(error.cause, (exceptions.ObjectLostError, exceptions.RayActorError)):  # a node that held what it needed is gone
                 raise WorkerDied(_reason(error.cause)) from None
-            raise error.cause from error
+            raise error.cause or error from error
 
     def cancel(self, handle: Any) -> None:
         self.ray.cancel(handle)
@@ -158,12 +177,12 @@ def _reason(error: Exception) -> str:
 class _Actor:
     """What runs in a Ray process: a `RolloutWorker` that reads its weights from the object store."""
 
-    def __init__(self, spec: ModelSpec, engine_options: Mapping[str, Any], num_threads: int) -> None:
+    def __init__(self, spec: ModelSpec, engine_options: Mapping[str, Any], num_threads: int, device: str) -> None:
         from chatgpt.rollout.worker import RolloutWorker
 
         torch.set_num_threads(num_threads)
         self.ray = import_ray()
-        self.worker = RolloutWorker(spec, engine_options, fetch=self.fetch)
+        self.worker = RolloutWorker(spec, engine_options, fetch=self.fetch, device=device)
 
     def fetch(self, handle: Any) -> Tensor:
         with warnings.catch_warnings():

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from chatgpt.rollout import AheadEngine
 from chatgpt.rollout.wire import PackedSamples, pack_samples, unpack_samples
 from chatgpt.types import Prompt, Sample
 
@@ -38,9 +39,9 @@ class Timestep:
 
 
 class Pipeline:
-    """First in, first out. `engine` has `submit`, `take` and `cancel`."""
+    """First in, first out."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: AheadEngine) -> None:
         self.engine = engine
         self.waiting: deque[Timestep] = deque()
         """asked and not taken, oldest first"""

@@ -217,7 +217,13 @@ def test_a_real_model_on_real_prompts(monkeypatch, tmp_path):
 def test_rollout_workers_on_ray_are_the_same_run(monkeypatch, tmp_path, model_folder):
     ray = pytest.importorskip('ray')
     before = set(os.environ)
-    flags = ['--pretrain', str(model_folder), *QUICK, '--max_timesteps=4', '--update_timesteps=2', '--lr=1e-3', '--stop_string=.']
+    (tmp_path / 'reward.py').write_text(
+        'import signal\ndef score(prompts, responses):\n'
+        '    assert "StopSignals" in repr(signal.getsignal(signal.SIGTERM))  # Ray has its own, which would not save\n'
+        '    return [float(len(r)) for r in responses]\n'
+    )
+    flags = ['--pretrain', str(model_folder), *QUICK, '--max_timesteps=4', '--update_timesteps=2', '--lr=1e-3', '--stop_string=.',
+             '--reward_fn', f'{tmp_path / "reward.py"}:score']  # fmt: skip
     run(monkeypatch, *flags, '--save_path', str(tmp_path / 'here'))
     run(monkeypatch, *flags, '--rollout_workers=1', '--save_path', str(tmp_path / 'there'))
     assert not ray.is_initialized()  # it ended with the run
