@@ -31,10 +31,11 @@ from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.callbacks import Callback, RatioCheck
 from chatgpt.trainer.config import NEEDS_CRITIC, PPOConfig
 from chatgpt.trainer.learning import TrainedModel, Work, generator_for, learn_batch, train_batches
+from chatgpt.trainer.pipeline import pipeline_for
 from chatgpt.trainer.ppo_collect import Collector
 from chatgpt.trainer.ppo_loss import PPOLoss
 from chatgpt.trainer.ppo_metrics import PhaseMetrics, first_batch_metrics, rollout_metrics, value_metrics
-from chatgpt.trainer.ppo_setup import RatioGuard, check_nlpo, has_reference, pipeline_for, sampling_for, split_kwargs, take_over
+from chatgpt.trainer.ppo_setup import RatioGuard, check_nlpo, has_reference, sampling_for, split_kwargs, take_over
 from chatgpt.trainer.ppo_stepwise import StepwisePPO
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Batch, Experience, Sequence

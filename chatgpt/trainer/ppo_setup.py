@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from chatgpt.rollout import LocalEngine, SamplingParams, StopStrings
 from chatgpt.rollout.sampling import generation_fields
 from chatgpt.trainer.config import NEEDS_GROUPS, PPOConfig, nearest
-from chatgpt.trainer.pipeline import Pipeline
 from chatgpt.types import Prompt, Sample
 
 DEFAULT_NEW_TOKENS = 64
@@ -83,18 +82,6 @@ def check_nlpo(strategy: Any, actor: Any, engine: Any = None) -> None:
         )
     if has_reference(actor):
         raise ValueError('NLPO copies the actor as a whole: use an actor without LoRA and num_layers_unfrozen')
-
-
-def pipeline_for(engine: Any, config: PPOConfig) -> Pipeline | None:
-    """A queue for an engine that answers later, None for one that does not; ValueError where `max_staleness` needs the former."""
-    if callable(getattr(engine, 'submit', None)):
-        return Pipeline(engine)
-    if config.max_staleness:
-        raise ValueError(
-            f'max_staleness={config.max_staleness} needs an engine that generates while the trainer learns, such as RemoteEngine; '
-            f'{type(engine).__name__} does not'
-        )
-    return None
 
 
 @torch.no_grad()
