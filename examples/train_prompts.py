@@ -53,6 +53,7 @@ def start_from(args: PPORun, strategy: Any) -> str:
 
 def train(args: PPORun, config: PPOConfig, strategy: Any, inputs: Any, engine: Any) -> None:
     from chatgpt.launch import learning
+    from chatgpt.rollout import HFEngine, LocalEngine
     from chatgpt.trainer import PPOTrainer
     from chatgpt.trainer.callbacks import EMA, Evaluator, SampleTable
     from chatgpt.trainer.prompt_evaluation import PromptEvaluation
@@ -86,7 +87,7 @@ def train(args: PPORun, config: PPOConfig, strategy: Any, inputs: Any, engine: A
         config=config,
         tokenizer=inputs.tokenizer,
         pretrain_data=inputs.pretrain_data,
-        engine=engine,
+        engine=engine or (HFEngine() if args.engine == 'hf' else LocalEngine()),
         callbacks=callbacks,
         run_dir=args.save_path,
         max_new_tokens=args.max_new_tokens,

@@ -57,7 +57,6 @@ def check_ppo_args(args: PPORun, world_size: int) -> Any:
         raise ValueError(f'critic_lr={args.critic_lr} must be a number of at least 0')
     if args.engine not in ('local', 'hf'):
         raise ValueError(f'engine={args.engine!r} is not one of local, hf')
-    check_rollout_args(args)
     if args.lora_rank and args.num_layers_unfrozen > 0:
         raise ValueError('lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one')
     if args.epochs is not None and args.training_iteration is not None:
@@ -74,6 +73,7 @@ def check_ppo_args(args: PPORun, world_size: int) -> Any:
         raise ValueError('prompts of your own need a model: give --pretrain NAME_OR_FOLDER')
     if bool(config.ptx_coef) != bool(args.ptx_data):
         raise ValueError('PPO-ptx needs both: --ptx_data FILE with text, and --ptx_coef above 0')
+    check_rollout_args(args)
     check_resume(args)
     return config
 

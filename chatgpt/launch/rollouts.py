@@ -1,4 +1,4 @@
-"""Who generates in a PPO run: the engine that its flags ask for. Left out: Ray itself (`chatgpt.rollout.ray_workers`)."""
+"""The rollout workers that the flags of a PPO run ask for. Left out: Ray itself (`chatgpt.rollout.ray_workers`)."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ def check_rollout_args(args: PPORun) -> None:
 
 @contextmanager
 def rollout_engine(args: PPORun) -> Iterator[Any]:
-    """The run's engine; its workers, where it has some, end with the context."""
-    from chatgpt.rollout import HFEngine, LocalEngine, RemoteEngine
-
+    """The engine of the run's workers, which end with the context; None where it has none."""
     if not args.rollout_workers:
-        yield HFEngine() if args.engine == 'hf' else LocalEngine()
+        yield None
         return
+    from chatgpt.rollout import RemoteEngine
     from chatgpt.rollout.ray_workers import RayWorkers
 
     workers = RayWorkers(args.rollout_workers, resources=args.rollout_resources)

@@ -178,14 +178,14 @@ class PPORun(Run, PPOConfig):
     """end a response where this text appears; may be given several times"""
     engine: Literal['local', 'hf'] = 'local'
     """who generates"""
+    ema_decay: float | None = None
+    """also keep a moving average of the actor's weights, written as actor_ema/; 0.992 is DeepSpeed-Chat's"""
     rollout_workers: int = 0
     """generate on so many Ray actors for each training process (RAY_ADDRESS names a cluster); 0 generates in the process itself"""
     rollout_chunk_size: int | None = None
     """prompts that go to an actor together; none: those of a timestep"""
     rollout_resources: dict[str, float] | None = None
     """of each actor: {CPU: its threads, GPU: devices}; none: as many threads as this process has"""
-    ema_decay: float | None = None
-    """also keep a moving average of the actor's weights, written as actor_ema/; 0.992 is DeepSpeed-Chat's"""
     ptx_data: str | None = None
     """text or demonstrations for PPO-ptx, with ptx_coef"""
     sample_interval: int = 5

@@ -5,7 +5,7 @@ from chatgpt.rollout.compare import Comparison, Difference, compare_samples
 from chatgpt.rollout.engine import AheadEngine, RolloutEngine
 from chatgpt.rollout.hf import HFEngine
 from chatgpt.rollout.local import LocalEngine
-from chatgpt.rollout.remote import RemoteEngine, RolloutWorkers, WorkerDied
+from chatgpt.rollout.remote import RemoteEngine, RolloutWorkers
 from chatgpt.rollout.sampling import SamplingParams, from_generation_kwargs
 from chatgpt.rollout.stop import StopStrings
 from chatgpt.rollout.stream import stream_tokens
@@ -23,7 +23,6 @@ __all__ = [
     'RolloutWorkers',
     'SamplingParams',
     'StopStrings',
-    'WorkerDied',
     'compare_samples',
     'from_generation_kwargs',
     'kl_bound',

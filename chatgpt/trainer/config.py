@@ -121,11 +121,11 @@ class PPOConfig(LearningSettings):
     recompute_logprobs: Literal['auto', True, False] = 'auto'
     """take the old log-probs from a forward pass instead of the decode; 'auto' does so unless computing in fp32, where both agree, and
     always with `tis_cap`, which compares the two"""
+    score_timeout_s: float | None = None
+    """a reward function that takes longer stops the run; None waits"""
     max_staleness: int = 0
     """learning phases that the weights behind a sample may be old: while the trainer learns, an engine with workers of its own generates
     for so many phases ahead. 0 waits for samples of the newest weights; more needs `tis_cap`"""
-    score_timeout_s: float | None = None
-    """a reward function that takes longer stops the run; None waits"""
     ratio_check: bool = True
     """warn when the first micro-batch after a rollout does not have ratio 1"""
 
