@@ -2,6 +2,8 @@
 
     python examples/train_prompts.py prompts.csv --pretrain gpt2 --reward_fn my_rewards.py:score --save_path outputs/run
 
+With `--rollout_workers 2 --max_staleness 1 --tis_cap 2` two Ray actors generate while this process learns (docs/rollout.md).
+
 Without arguments it trains a small model on the embedded story world, after it has learned to write there. Under --save_path it
 leaves metrics.jsonl, samples.jsonl, settings.json, checkpoints/ and actor/, a Hugging Face folder with the tokenizer.
 """
@@ -15,6 +17,7 @@ from typing import Any
 from chatgpt.launch.arguments import check_run_folder, make_strategy, run_main, world_size_from_env
 from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.planning import memory_advice, setup_of_ppo, show_plan
+from chatgpt.launch.rollouts import rollout_engine
 from chatgpt.launch.runs import PPORun
 from chatgpt.trainer.config import NEEDS_CRITIC, PPOConfig
 
@@ -32,8 +35,9 @@ def main() -> None:
     with (
         memory_advice(lambda: setup_of_ppo(args, inputs)),
         make_strategy(args.strategy, seed=args.seed, precision=args.precision, remote_code=args.trust_remote_code) as strategy,
+        rollout_engine(args) as engine,
     ):
-        train(args, config, strategy, inputs)
+        train(args, config, strategy, inputs, engine)
 
 
 def start_from(args: PPORun, strategy: Any) -> str:
@@ -51,7 +55,7 @@ def start_from(args: PPORun, strategy: Any) -> str:
     return str(folder)
 
 
-def train(args: PPORun, config: PPOConfig, strategy: Any, inputs: Any) -> None:
+def train(args: PPORun, config: PPOConfig, strategy: Any, inputs: Any, engine: Any) -> None:
     from chatgpt.launch import learning
     from chatgpt.launch.build import make_engine
     from chatgpt.trainer import PPOTrainer
@@ -87,7 +91,7 @@ def train(args: PPORun, config: PPOConfig, strategy: Any, inputs: Any) -> None:
         config=config,
         tokenizer=inputs.tokenizer,
         pretrain_data=inputs.pretrain_data,
-        engine=make_engine(args.engine, pretrained),
+        engine=engine or make_engine(args.engine, pretrained),
         callbacks=callbacks,
         run_dir=args.save_path,
         max_new_tokens=args.max_new_tokens,

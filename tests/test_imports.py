@@ -38,10 +38,10 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 # Optional packages: imported inside a function, in files whose path begins so. `None`: inside a function anywhere.
-OPTIONAL: dict[str, str | None] = {
+OPTIONAL: dict[str, str | tuple[str, ...] | None] = {
     'colossalai': 'trainer/strategies/colossalai',
     'vllm': 'rollout/vllm',
-    'ray': 'launch/ray',
+    'ray': ('launch/ray', 'rollout/ray_workers'),
     'wandb': 'trainer/callbacks/wandb',
     'tensorboard': 'trainer/callbacks/tensorboard',
     'torch.utils.tensorboard': 'trainer/callbacks/tensorboard',

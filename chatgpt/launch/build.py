@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from chatgpt.launch.arguments import check_reward_function, load_function
+from chatgpt.launch.rollouts import check_rollout_args
 from chatgpt.launch.runs import PPORun, Run
 
 FAMILIES = {'gpt2': 'GPT', 'opt': 'OPT', 'bloom': 'BLOOM', 'llama': 'Llama', 'auto': 'Auto'}
@@ -72,6 +73,7 @@ def check_ppo_args(args: PPORun, world_size: int) -> Any:
         raise ValueError('prompts of your own need a model: give --pretrain NAME_OR_FOLDER')
     if bool(config.ptx_coef) != bool(args.ptx_data):
         raise ValueError('PPO-ptx needs both: --ptx_data FILE with text, and --ptx_coef above 0')
+    check_rollout_args(args)
     check_resume(args)
     return config
 

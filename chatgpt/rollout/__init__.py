@@ -1,23 +1,27 @@
-"""Who generates: the engine protocol, the local engine, the engine around `model.generate`, sampling and its randomness."""
+"""Who generates: the engine protocol, the local engine, remote workers, the engine around `model.generate`, sampling and its randomness."""
 
 from chatgpt.rollout.best_of_n import BestOfN, Candidate, kl_bound
 from chatgpt.rollout.compare import Comparison, Difference, compare_samples
-from chatgpt.rollout.engine import RolloutEngine
+from chatgpt.rollout.engine import AheadEngine, RolloutEngine
 from chatgpt.rollout.hf import HFEngine
 from chatgpt.rollout.local import LocalEngine
+from chatgpt.rollout.remote import RemoteEngine, RolloutWorkers
 from chatgpt.rollout.sampling import SamplingParams, from_generation_kwargs
 from chatgpt.rollout.stop import StopStrings
 from chatgpt.rollout.stream import stream_tokens
 from chatgpt.rollout.vllm import VLLMEngine
 
 __all__ = [
+    'AheadEngine',
     'BestOfN',
     'Candidate',
     'Comparison',
     'Difference',
     'HFEngine',
     'LocalEngine',
+    'RemoteEngine',
     'RolloutEngine',
+    'RolloutWorkers',
     'SamplingParams',
     'StopStrings',
     'VLLMEngine',

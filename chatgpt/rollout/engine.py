@@ -6,7 +6,7 @@ Left out: who scores the samples, and where the weights come from (a strategy yi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from chatgpt.rollout.sampling import SamplingParams
 from chatgpt.types import Prompt, Sample
@@ -43,6 +43,32 @@ class RolloutEngine(Protocol):
 
     def end(self) -> None:
         """Give the weights back and free what only generating needs."""
+        ...
+
+
+class AheadEngine(RolloutEngine, Protocol):
+    """An engine that can be asked now and answer later, with the weights of now: it generates while the trainer learns."""
+
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        indices: Sequence[int],
+        groups: Sequence[int] | None = None,
+    ) -> Any:
+        """A ticket for what `generate` would give, with the weights of the latest `begin`; returns at once, and raises what `generate`
+        raises before any work. `end`, and a `begin` with newer weights, do not touch it.
+        """
+        ...
+
+    def take(self, ticket: Any) -> list[Sample]:
+        """The samples of a ticket, once; waits for them. Tickets may be taken in any order."""
+        ...
+
+    def cancel(self, ticket: Any) -> None:
+        """Forget a ticket."""
         ...
 
 

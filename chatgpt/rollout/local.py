@@ -33,6 +33,30 @@ if TYPE_CHECKING:
 _CAPACITY_STEP = 64
 
 
+def check_local(
+    config: Any, prompts: Sequence[Prompt], sampling: SamplingParams, indices: Sequence[int], groups: Sequence[int] | None
+) -> list[int]:
+    """What a `LocalEngine` checks before any work, with the text model's config. Returns the most new tokens of each prompt."""
+    if sampling.extra:
+        names = ', '.join(f'{k}={v!r}' for k, v in sampling.extra.items())
+        raise ValueError(f"LocalEngine cannot do {names}; leave it out or use engine='hf'")
+    limits = check_prompts(
+        prompts,
+        sampling,
+        indices,
+        groups,
+        max_positions=getattr(config, 'max_position_embeddings', None),
+        vocab_size=config.vocab_size,
+    )
+    window = attention_window(config)
+    longest = max((len(p.ids) + limit for p, limit in zip(prompts, limits, strict=True)), default=0)
+    if window is not None and longest > window:
+        raise ValueError(
+            f"LocalEngine: sequences of up to {longest} tokens exceed the model's attention window of {window}; use engine='hf'"
+        )
+    return limits
+
+
 class LocalEngine:
     """Generates with the actor's own `trunk` and `head`. Draws are reproducible.
 
@@ -106,24 +130,7 @@ class LocalEngine:
         """See `RolloutEngine.generate`. Raises FloatingPointError, naming sample and position, for non-finite logits."""
         if self._actor is None:
             raise ValueError('LocalEngine.generate: no actor; call begin(actor) first')
-        if sampling.extra:
-            names = ', '.join(f'{k}={v!r}' for k, v in sampling.extra.items())
-            raise ValueError(f"LocalEngine cannot do {names}; leave it out or use engine='hf'")
-        config = model_config(self._actor)
-        limits = check_prompts(
-            prompts,
-            sampling,
-            indices,
-            groups,
-            max_positions=getattr(config, 'max_position_embeddings', None),
-            vocab_size=config.vocab_size,
-        )
-        window = attention_window(config)
-        longest = max((len(p.ids) + limit for p, limit in zip(prompts, limits, strict=True)), default=0)
-        if window is not None and longest > window:
-            raise ValueError(
-                f"LocalEngine: sequences of up to {longest} tokens exceed the model's attention window of {window}; use engine='hf'"
-            )
+        limits = check_local(model_config(self._actor), prompts, sampling, indices, groups)
         if not prompts:
             return []
         try:

@@ -108,6 +108,10 @@ class Trainer(ABC):
             'callbacks': self.callbacks.state_dict(),
         }
 
+    def checkpoint_state(self) -> dict[str, Any]:
+        """What a checkpoint says of this trainer: `state_dict`, and what only a checkpoint needs. A collective."""
+        return self.state_dict()
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.phase = int(state['phase'])
         self.num_updates = int(state['num_updates'])

@@ -5,7 +5,8 @@
     rng/<rank>                     torch's CPU generator, for user code and dropout; the library's own draws need only counters
     state.json                     counters, KL controller, running moments, hyperparameters, settings, callbacks' states
 
-Checkpoints fall between phases, when the replay buffer is empty, so no experience is in them. Left out: the format (`chatgpt.checkpoint`).
+Checkpoints fall between phases, when the replay buffer is empty, so no experience is in them; samples that were generated ahead
+(`max_staleness`) are, in state.json. Left out: the format (`chatgpt.checkpoint`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def save_checkpoint(trainer: Trainer, path: str | Path | None, *, score: float |
         path = step_folder(trainer.checkpoint_dir, trainer.phase)
     path = Path(path)
     state = {
-        'trainer': trainer.state_dict(),
+        'trainer': trainer.checkpoint_state(),
         'optimizers': {name: strategy.optimizer_meta(optimizer) for name, optimizer in trainer.optimizers().items()},
         'python_rng': _python_rng(),
         'fingerprint': trainer.fingerprint(),
@@ -92,7 +93,7 @@ def report_changes(trainer: Trainer) -> None:
     """Say which settings and data differ from those of the checkpoint that was loaded. Called when the run's data are known."""
     if trainer.saved_fingerprint is None or not trainer.strategy.is_rank_0:
         return
-    changes = list(differences(trainer.saved_fingerprint, _as_json(trainer.fingerprint())))
+    changes = list(differences(trainer.saved_fingerprint, as_json(trainer.fingerprint())))
     if changes:
         warnings.warn(f'resumed from {trainer.resumed_from} under changed settings: {"; ".join(changes)}', stacklevel=3)
 
@@ -182,10 +183,10 @@ def _restore_rng(reader: CheckpointReader, rank: int, python_rng: list[Any]) -> 
     random.setstate((python_rng[0], tuple(python_rng[1]), python_rng[2]))
 
 
-def _as_json(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """The value as it comes back from JSON: tuples are lists."""
     if isinstance(value, Mapping):
-        return {str(k): _as_json(v) for k, v in value.items()}
+        return {str(k): as_json(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_as_json(v) for v in value]
+        return [as_json(v) for v in value]
     return value

@@ -127,6 +127,9 @@ class PPOConfig(LearningSettings):
     always with `tis_cap`, which compares the two, and with vLLM, which rounds otherwise"""
     score_timeout_s: float | None = None
     """a reward function that takes longer stops the run; None waits"""
+    max_staleness: int = 0
+    """learning phases that the weights behind a sample may be old: while the trainer learns, an engine with workers of its own generates
+    for so many phases ahead. 0 waits for samples of the newest weights; more needs `tis_cap`"""
     ratio_check: bool = True
     """warn when the first micro-batch after a rollout does not have ratio 1"""
 
@@ -176,7 +179,8 @@ class PPOConfig(LearningSettings):
     """'token' is a mean over all tokens of a train batch, 'sequence' a mean over sequences of their means, 'sequence_sum' divides by
     sequences x max_new_tokens; None takes each paper's: 'sequence' for grpo and gspo, 'sequence_sum' for dr_grpo, else 'token'"""
     tis_cap: float | None = None
-    """weight each token by min(π_old / π_engine, cap), for engines whose log-probs differ from the trainer's (Yao et al. 2025)"""
+    """weight each token by min(π_old / π_engine, cap), for engines whose log-probs differ from the trainer's (Yao et al. 2025), or whose
+    weights are older (`max_staleness`)"""
     dual_clip: float | None = None
     """bound of the loss of a negative advantage, in multiples of it, above 1 (Ye et al. 2020)"""
     nlpo_top_p: float | None = None
@@ -247,6 +251,10 @@ class PPOConfig(LearningSettings):
             raise ValueError(
                 "tis_cap compares the engine's log-probs with recomputed ones: recompute_logprobs=False does not fit it"
             )
+        if self.max_staleness and self.tis_cap is None:
+            raise ValueError(
+                f'max_staleness={self.max_staleness} learns from samples of older weights, which tis_cap weighs: give it (2.0, for example)'
+            )
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise ValueError(f'dual_clip={self.dual_clip!r} must be above 1')
         if self.overlong_filter and self.missing_eos_score is not None:
@@ -261,7 +269,7 @@ class PPOConfig(LearningSettings):
             'max_epochs', 'eps_clip', 'eps_clip_high', 'value_clip', 'kl_target', 'kl_horizon', 'score_clip', 'score_timeout_s',
             'ratio_threshold', 'target_kl',
         )  # fmt: skip
-        self._not_negative('buffer_limit', 'kl_coef', 'value_coef', 'ptx_coef', 'dynamic_sampling_rounds')
+        self._not_negative('buffer_limit', 'kl_coef', 'value_coef', 'ptx_coef', 'dynamic_sampling_rounds', 'max_staleness')
         self._one_of('policy_loss', get_args(PolicyLoss))
         self._one_of('loss_aggregation', (None, *get_args(Aggregation)))
         self._one_of('kl_in', ('reward', 'loss'))

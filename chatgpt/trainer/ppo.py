@@ -33,6 +33,7 @@ from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.callbacks import Callback, RatioCheck
 from chatgpt.trainer.config import NEEDS_CRITIC, PPOConfig
 from chatgpt.trainer.learning import TrainedModel, Work, generator_for, learn_batch, train_batches
+from chatgpt.trainer.pipeline import pipeline_for
 from chatgpt.trainer.ppo_collect import Collector
 from chatgpt.trainer.ppo_loss import PPOLoss
 from chatgpt.trainer.ppo_metrics import PhaseMetrics, first_batch_metrics, rollout_metrics, value_metrics
@@ -62,7 +63,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         config: all settings as a `PPOConfig`; its fields are also accepted as keyword arguments here.
         tokenizer: needed for prompts given as text, for reward functions and for stop strings.
         callbacks, run_dir: see `Trainer`.
-        engine: who generates; a `LocalEngine` by default.
+        engine: who generates; a `LocalEngine` by default. With `max_staleness` one that answers later, such as `RemoteEngine`.
         reward_tokenizer: the reward model's tokenizer when it is not the policy's.
         pretrain_data: sequences for PPO-ptx (`ptx_coef`).
         mask_model: NLPO's mask policy (`nlpo_top_p`): a copy of the actor, prepared as a frozen model.
@@ -106,6 +107,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
             check_nlpo(strategy, bare, engine)
         super().__init__(strategy, config, callbacks=callbacks, tokenizer=tokenizer, run_dir=run_dir)
         self.engine = engine if engine is not None else LocalEngine()
+        self.pipeline = pipeline_for(self.engine, config)
         self.generate_kwargs = generate_kwargs
         self.sampling, self.stop_strings = sampling_for(bare, tokenizer, generate_kwargs)
         self.buffer = ReplayBuffer(config.buffer_limit, 'cpu' if config.buffer_cpu_offload else strategy.device)
@@ -209,11 +211,13 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         return super().state_dict() | {
             'timestep': self.timestep,
             'fit_start': self.fit_start,
-            'prompts_drawn': self.prompts_drawn,
-            'samples_drawn': self.samples_drawn,
+            **self._drawn(),
             'kl_controller': self.kl_controller.state_dict(),
             'score_moments': self.maker.shaper.moments.state_dict(),
         }
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        return self.state_dict() | self._in_flight()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
@@ -221,6 +225,9 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         self.fit_start = int(state['fit_start'])
         self.prompts_drawn = int(state['prompts_drawn'])
         self.samples_drawn = int(state['samples_drawn'])
+        if self.pipeline is not None:
+            self.pipeline.clear()
+            self._recorded = list(state.get('in_flight', ()))
         self.kl_controller.load_state_dict(state['kl_controller'])
         self.maker.shaper.moments.load_state_dict(state['score_moments'])
 
@@ -257,6 +264,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         self.set_prompts(prompts)
         total = num_episodes * max_timesteps
         if not self.is_resuming:
+            self._forget_in_flight()
             self.fit_start = self.timestep
             self.fit_updates = self.num_updates
         self.is_resuming = False
@@ -266,8 +274,9 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
             while self.timestep < end and not self.stop_agreed():
                 start = self.state_dict()
                 done = self.timestep - self.fit_start
-                num_timesteps = min(update_timesteps - done % update_timesteps, total - done)
-                if not self.collect(num_timesteps, episode_length=max_timesteps):
+                ends = [done, *range(done - done % update_timesteps + update_timesteps, total, update_timesteps), total]
+                sizes = [b - a for a, b in zip(ends, ends[1:], strict=False)][: self.config.max_staleness + 1]
+                if not self.collect(sizes[0], episode_length=max_timesteps, later=sizes[1:]):
                     self._drop_phase(start)
                     break
                 self.learn_phase()
@@ -292,7 +301,9 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
     def _drop_phase(self, state: dict[str, Any]) -> None:
         """Forget a phase that was only partly collected, so that a checkpoint taken now lies between phases."""
         self.buffer.clear()
+        kept = self.pipeline.give_up(self.phase) if self.pipeline is not None else []
         self.load_state_dict(state)
+        self._put_back(kept)
         self.is_resuming = False
 
     # ------------------------------------------------------------------ learn

@@ -1,18 +1,22 @@
 """PPO's first verb: generate under full weights, then score, with DAPO's dynamic sampling. A part of `PPOTrainer`.
 
-Left out: what is measured on a sample (`chatgpt.experience`), and who generates (`chatgpt.rollout`).
+An engine that can be asked now and answer later (`submit` and `take`) is asked for a whole phase at once and, with `max_staleness`, for
+phases to come. Left out: what is measured on a sample (`chatgpt.experience`), and who generates (`chatgpt.rollout`).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from chatgpt.nn.nlpo import MaskedPolicy
+from chatgpt.trainer.checkpointing import as_json
+from chatgpt.trainer.pipeline import Pipeline, Timestep, restored
 from chatgpt.types import Experience, Prompt, Sample
 
 if TYPE_CHECKING:
@@ -36,10 +40,19 @@ class Collector:
 
     sampling_metrics: dict[str, float] = {}
     """of the latest `collect`: what dynamic sampling and filtering did"""
+    pipeline: Pipeline | None = None
+    """of an engine that answers later"""
+    _later: SequenceOf[int] = ()
+    _recorded: SequenceOf[Mapping[str, Any]] = ()
+    """timesteps in flight of a checkpoint that was loaded, until `collect` needs them"""
 
-    def collect(self: Any, num_timesteps: int, *, episode_length: int | None = None) -> bool:
-        """Generate and score `num_timesteps` timesteps into the buffer; False when a stop was asked for on the way."""
+    def collect(self: Any, num_timesteps: int, *, episode_length: int | None = None, later: SequenceOf[int] = ()) -> bool:
+        """Generate and score `num_timesteps` timesteps into the buffer; False when a stop was asked for on the way.
+
+        `later`: timesteps of each of the following `max_staleness` phases, which are asked for as well.
+        """
         assert self.prompts is not None, 'set_prompts first'
+        self._later = later
         self.callbacks.on_make_experience_start(self)
         rollouts = self._timesteps(num_timesteps, episode_length)
         if rollouts is None:
@@ -51,7 +64,9 @@ class Collector:
             if informative is None:
                 return False
             collected = informative
-        self.sampling_metrics |= self._filter_overlong(collected)
+        self.sampling_metrics |= self._filter_overlong(collected) | self._staleness(collected)
+        if self.pipeline is not None:
+            self.pipeline.taken.clear()
         self.buffer.append(collected)
         self.last_experiences = collected
         self.callbacks.on_make_experience_end(self, collected)
@@ -69,22 +84,38 @@ class Collector:
     def _timesteps(self: Any, count: int, episode_length: int | None) -> list[list[Sample]] | None:
         """This rank's samples of `count` timesteps, None when a stop was asked for. Without an episode length they are extra ones."""
         rollouts: list[list[Sample]] = []
-        with self.clock.measure('collect'), self._policy() as policy:
+        with self.clock.measure('collect'), self._source(count) as next_rollout:
+            for _ in range(count):
+                if self.stop_agreed():
+                    return None
+                episode, at = divmod(self.timestep - self.fit_start, episode_length or 1)
+                if episode_length and at == 0:
+                    self.callbacks.on_episode_start(self, episode)
+                rollouts.append(next_rollout())
+                self.timestep += 1
+                if episode_length and at == episode_length - 1:
+                    self.callbacks.on_episode_end(self, episode)
+        return rollouts
+
+    @contextmanager
+    def _source(self: Any, count: int) -> Iterator[Callable[[], list[Sample]]]:
+        """What gives this rank's samples of the next timestep, `count` times."""
+        if self.pipeline is not None:
+            self._ask(count)
+            yield self._take
+            return
+        with self._begun():
+            yield self._rollout
+
+    @contextmanager
+    def _begun(self: Any) -> Iterator[None]:
+        """Inside, the engine has the policy's weights."""
+        with self._policy() as policy:
             self.engine.begin(cast('Actor', policy))
             try:
-                for _ in range(count):
-                    if self.stop_agreed():
-                        return None
-                    episode, at = divmod(self.timestep - self.fit_start, episode_length or 1)
-                    if episode_length and at == 0:
-                        self.callbacks.on_episode_start(self, episode)
-                    rollouts.append(self._rollout())
-                    self.timestep += 1
-                    if episode_length and at == episode_length - 1:
-                        self.callbacks.on_episode_end(self, episode)
+                yield
             finally:
                 self.engine.end()
-        return rollouts
 
     @contextmanager
     def _policy(self: Any) -> Iterator[Any]:
@@ -135,29 +166,35 @@ class Collector:
             warnings.warn(f'dynamic sampling gave up after {rounds} rounds with {len(kept)} of {wanted} groups', stacklevel=2)
         return [e for group in kept[:wanted] for e in group]
 
-    def _rollout(self: Any) -> list[Sample]:
-        """One timestep: this rank's samples of the next `experience_batch_size` prompts."""
+    def _draw(self: Any) -> Timestep:
+        """The next `experience_batch_size` prompts: this rank's share of them, with their numbers."""
         assert self.prompts is not None and self._order is not None
         n, k = self.config.experience_batch_size, self.config.num_samples_per_prompt
-        draws = range(self.prompts_drawn, self.prompts_drawn + n)
-        first_index, share = self.samples_drawn, n // self.strategy.world_size
-        mine = range(self.strategy.rank * share, (self.strategy.rank + 1) * share)
+        first_prompt, first_index, share = self.prompts_drawn, self.samples_drawn, n // self.strategy.world_size
         prompts, indices, groups = [], [], []
-        for i in mine:
-            prompt = self.prompts[self._order[draws[i]]]
+        for i in range(self.strategy.rank * share, (self.strategy.rank + 1) * share):
+            prompt = self.prompts[self._order[first_prompt + i]]
             for j in range(k):
                 prompts.append(prompt)
                 indices.append(first_index + i * k + j)
-                groups.append(draws[i])
+                groups.append(first_prompt + i)
         self.prompts_drawn += n
         self.samples_drawn += n * k
-        return self._generate(prompts, indices, groups)
+        return Timestep(
+            first_prompt=first_prompt, first_sample=first_index, prompts=prompts, indices=indices, groups=groups, version=self.phase
+        )
 
-    def _generate(self: Any, prompts: list[Prompt], indices: list[int], groups: list[int]) -> list[Sample]:
-        samples = self.engine.generate(prompts, self.sampling, seed=self.strategy.seed, indices=indices, groups=groups)
+    def _rollout(self: Any) -> list[Sample]:
+        """One timestep, now: this rank's samples of the next `experience_batch_size` prompts."""
+        t = self._draw()
+        samples = self.engine.generate(t.prompts, self.sampling, seed=self.strategy.seed, indices=t.indices, groups=t.groups)
         for sample in samples:
-            sample.version = self.phase
-            if self.tokenizer is not None:
+            sample.version = t.version
+        return self._decoded(samples)
+
+    def _decoded(self: Any, samples: list[Sample]) -> list[Sample]:
+        if self.tokenizer is not None:
+            for sample in samples:
                 self._decode(sample)
         return samples
 
@@ -167,3 +204,84 @@ class Collector:
         sample.response_text = self.stop_strings.cut(text) if self.stop_strings is not None else text
         if not sample.prompt_text:
             sample.prompt_text = self.tokenizer.decode(sample.prompt_ids, skip_special_tokens=True)
+
+    # ------------------------------------------------------------------ timesteps in flight
+
+    def _ask(self: Any, count: int) -> None:
+        """Ask for what is missing to `count` timesteps now and those of the phases to come."""
+        self._restore(count)
+        missing = count + sum(self._later) - len(self.pipeline.waiting)
+        if missing <= 0:
+            return
+        with self._begun():
+            for _ in range(missing):
+                self.pipeline.ask(self._draw(), self._submit)
+
+    def _submit(self: Any, prompts: list[Prompt], indices: list[int], groups: list[int]) -> Any:
+        return self.engine.submit(prompts, self.sampling, seed=self.strategy.seed, indices=indices, groups=groups)
+
+    def _take(self: Any) -> list[Sample]:
+        timestep = self.pipeline.take()
+        if self.phase - timestep.version > self.config.max_staleness:
+            raise RuntimeError(
+                f'samples of phase {timestep.version + 1} came to phase {self.phase + 1}, with max_staleness={self.config.max_staleness}'
+            )
+        return self._decoded(timestep.samples)
+
+    def _staleness(self: Any, collected: list[Experience]) -> dict[str, float]:
+        """How many learning phases old the weights were that drew the samples."""
+        if not self.config.max_staleness:
+            return {}
+        ages = [self.phase - e.version for e in collected]
+        return {'rollout/staleness_mean': sum(ages) / len(ages), 'rollout/staleness_max': float(max(ages))}
+
+    def _drawn(self: Any) -> dict[str, int]:
+        """Prompts and samples given out, but for those in flight, which a run that goes on from here asks for again."""
+        if self.pipeline is not None and self.pipeline.waiting:
+            first = self.pipeline.waiting[0]
+            return {'prompts_drawn': first.first_prompt, 'samples_drawn': first.first_sample}
+        return {'prompts_drawn': self.prompts_drawn, 'samples_drawn': self.samples_drawn}
+
+    def _forget_in_flight(self: Any) -> None:
+        """Their prompts are drawn again."""
+        if self.pipeline is not None:
+            for name, number in self._drawn().items():
+                setattr(self, name, number)
+            self.pipeline.clear()
+        self._recorded = ()
+
+    def _put_back(self: Any, timesteps: list[Timestep]) -> None:
+        """Timesteps of a phase that was given up, in their order."""
+        for t in timesteps:
+            self.pipeline.waiting.append(t)
+            self.prompts_drawn += self.config.experience_batch_size
+            self.samples_drawn += self.config.experience_batch_size * self.config.num_samples_per_prompt
+
+    def _in_flight(self: Any) -> dict[str, Any]:
+        """For a checkpoint: the samples in flight, all ranks together. A collective."""
+        if self.pipeline is None or not self.pipeline.waiting:
+            return {'in_flight': list(self._recorded)} if self._recorded else {}
+        return {'in_flight': self.pipeline.record(self.strategy.all_gather_object)}
+
+    def _restore(self: Any, count: int) -> None:
+        """Take up what was in flight in a checkpoint, unless settings or data have changed: then those prompts are asked for again."""
+        records, self._recorded = self._recorded, ()
+        if not records:
+            return
+        due = [phase for phase, size in enumerate([count, *self._later], self.phase) for _ in range(size)]
+        fits = len(records) <= len(due) and self._drawn_alike()
+        fits = fits and all(at - r['version'] <= self.config.max_staleness for at, r in zip(due, records, strict=False))
+        before = self._drawn()
+        timesteps = [self._draw() for _ in records]
+        if fits and restored(records, timesteps, self.strategy.rank, self.strategy.world_size):
+            self.pipeline.waiting.extend(timesteps)
+            return
+        self.prompts_drawn, self.samples_drawn = before['prompts_drawn'], before['samples_drawn']
+        if self.strategy.is_rank_0:
+            warnings.warn(f'{len(records)} timesteps in flight in the checkpoint do not fit this run; their prompts are asked for again',
+                          stacklevel=2)  # fmt: skip
+
+    def _drawn_alike(self: Any) -> bool:
+        """Whether prompts and sampling are those of the checkpoint that was loaded."""
+        saved, now = self.saved_fingerprint or {}, as_json(self.fingerprint())
+        return all(saved.get(name) == now[name] for name in ('prompts', 'sampling', 'seed'))

@@ -214,6 +214,29 @@ def test_a_real_model_on_real_prompts(monkeypatch, tmp_path):
     assert all(line['ppo/first_ratio_error'] < 1e-4 for line in metrics_of(tmp_path))
 
 
+def test_rollout_workers_on_ray_are_the_same_run(monkeypatch, tmp_path, model_folder):
+    ray = pytest.importorskip('ray')
+    before = set(os.environ)
+    (tmp_path / 'reward.py').write_text(
+        'import signal\ndef score(prompts, responses):\n'
+        '    assert "StopSignals" in repr(signal.getsignal(signal.SIGTERM))  # Ray has its own, which would not save\n'
+        '    return [float(len(r)) for r in responses]\n'
+    )
+    flags = ['--pretrain', str(model_folder), *QUICK, '--max_timesteps=4', '--update_timesteps=2', '--lr=1e-3', '--stop_string=.',
+             '--reward_fn', f'{tmp_path / "reward.py"}:score']  # fmt: skip
+    run(monkeypatch, *flags, '--save_path', str(tmp_path / 'here'))
+    run(monkeypatch, *flags, '--rollout_workers=1', '--save_path', str(tmp_path / 'there'))
+    assert not ray.is_initialized()  # it ended with the run
+    for variable in set(os.environ) - before:
+        del os.environ[variable]
+    here, there = (
+        [{k: v for k, v in line.items() if 'perf/' not in k} for line in metrics_of(tmp_path / name)] for name in ('here', 'there')
+    )
+    assert here == there and len(here) == 2
+    ends = [(tmp_path / name / 'actor' / 'model.safetensors').read_bytes() for name in ('here', 'there')]
+    assert ends[0] == ends[1]
+
+
 @pytest.mark.parametrize('lora', [[], ['--lora_rank=2']], ids=['full', 'lora'])
 def test_resume_auto_goes_on_where_the_run_stopped(monkeypatch, capsys, tmp_path, model_folder, lora):
     common = ['--pretrain', str(model_folder), *QUICK, '--lr=1e-3', '--checkpoint_interval=1', *lora]
@@ -267,6 +290,11 @@ def no_weights(monkeypatch):
         (['--top_p=1.5'], 'top_p=1.5; give a number above 0 and at most 1'),
         (['--advantage_estimator=rloo'], 'set num_samples_per_prompt to 2 or more'),
         (['--ptx_coef=0.5'], '--ptx_data FILE'),
+        (['--max_staleness=1', '--rollout_workers=2'], 'which tis_cap weighs: give it'),
+        (['--max_staleness=1', '--tis_cap=2'], 'max_staleness=1 is about rollout workers, and there are none: give --rollout_workers'),
+        (['--rollout_workers=2', '--engine=hf'], '--engine hf does not fit --rollout_workers'),
+        (['--rollout_workers=-1'], 'rollout_workers=-1 must not be negative'),
+        (['--rollout_workers=2', '--rollout_resources={CPU: -1}'], 'CPU=-1'),
         (['--resume=/no/such/checkpoint'], '--resume /no/such/checkpoint: there is no such folder'),
         (['{prompts}', '--pretrain={model}'], 'give --reward_model FOLDER or --reward_fn module:function'),
         (['{prompts}', *REWARD], 'give --pretrain NAME_OR_FOLDER'),

@@ -1,0 +1,180 @@
+"""How fast weights reach rollout workers, against a raw broadcast of as many bytes.
+
+    python benchmarks/weight_transfer.py [--size small] [--repeats 5] [--out docs/results/weight_transfer.md]
+
+All processes are Ray actors on this machine, with one thread each. Time runs from the trainer's first touch of a weight until every worker
+has them in its model. The ways take turns, and a ratio is taken inside one round, because other work on the machine moves every number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from chatgpt.nn import Actor
+from chatgpt.rollout.ray_workers import _Actor as RolloutActor
+from chatgpt.rollout.ray_workers import import_ray
+from chatgpt.rollout.wire import ModelSpec, fill_buckets, plan_buckets, policy_tensors
+from chatgpt.testing.processes import free_port
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES: dict[str, dict[str, int]] = {  # GPT-2's own shapes
+    'tiny': {'n_embd': 64, 'n_layer': 2, 'n_head': 2, 'vocab_size': 512},
+    'small': {'n_embd': 768, 'n_layer': 12, 'n_head': 12, 'vocab_size': 50257},
+}
+BUCKETS_MIB = (1, 16, 64, 256)
+
+
+def make_model(size: str) -> Any:
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(GPT2Config(n_positions=1024, **SIZES[size])).eval()
+
+
+class Trainer:
+    """The sending side: the weights, and a seat in a broadcast group."""
+
+    def __init__(self, size: str) -> None:
+        torch.set_num_threads(1)
+        self.ray, self.model, self.version = import_ray(), make_model(size), 0
+        self.flat = torch.zeros(0)
+
+    def describe(self) -> tuple[ModelSpec, int]:
+        tensors = policy_tensors(Actor(self.model).model)
+        return ModelSpec.of(self.model), sum(t.numel() * t.element_size() for t in tensors.values())
+
+    def buckets(self, workers: list[Any], bucket_bytes: int) -> float:
+        """As `RemoteEngine.begin` sends them."""
+        start = time.perf_counter()
+        tensors, self.version = policy_tensors(self.model), self.version + 1
+        manifest = plan_buckets(tensors, version=self.version, bucket_bytes=bucket_bytes)
+        handles = [self.ray.put(bucket.numpy()) for bucket in fill_buckets(manifest, tensors)]
+        self.ray.get([w.take_weights.remote(manifest, handles) for w in workers])
+        return time.perf_counter() - start
+
+    def dictionary(self, workers: list[Any]) -> float:
+        """A state dict through the object store, as one would without buckets."""
+        start = time.perf_counter()
+        handle = self.ray.put(dict(policy_tensors(self.model)))
+        self.ray.get([w.take_dictionary.remote([handle]) for w in workers])
+        return time.perf_counter() - start
+
+    def join(self, rank: int, world_size: int, port: int) -> None:
+        os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
+        dist.init_process_group('gloo', rank=rank, world_size=world_size)
+
+    def broadcast(self, num_bytes: int) -> float:
+        """One flat buffer by gloo, which is there before and after: no weight is read or written."""
+        if self.flat.numel() * 4 != num_bytes:
+            self.flat = torch.zeros(num_bytes // 4)
+        dist.barrier()
+        start = time.perf_counter()
+        dist.broadcast(self.flat, 0)
+        dist.barrier()
+        return time.perf_counter() - start
+
+    def leave(self) -> None:
+        dist.destroy_process_group()
+
+    def copy(self, num_bytes: int) -> float:
+        """One copy in memory."""
+        a, b = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4)
+        b.copy_(a)
+        start = time.perf_counter()
+        b.copy_(a)
+        return time.perf_counter() - start
+
+
+class Worker(RolloutActor):
+    """A rollout actor that can also take a dict, and has a seat in a broadcast group."""
+
+    join, leave, broadcast = Trainer.join, Trainer.leave, Trainer.broadcast
+    flat = torch.zeros(0)
+
+    def take_dictionary(self, handles: list[Any]) -> None:
+        tensors = self.ray.get(handles[0])
+        named = dict(self.worker._model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                named[name].copy_(tensor)
+
+
+def measure(size: str, num_workers: int, repeats: int) -> tuple[int, dict[str, list[float]]]:
+    """Bytes of the weights, and seconds of each way, one number per round."""
+    ray = import_ray()
+    trainer = ray.remote(Trainer).options(num_cpus=1).remote(size)
+    spec, num_bytes = ray.get(trainer.describe.remote())
+    workers = [ray.remote(Worker).options(num_cpus=1).remote(spec, {}, 1, 'cpu') for _ in range(num_workers)]
+    group, port = [trainer, *workers], free_port()
+    ray.get([actor.join.remote(rank, len(group), port) for rank, actor in enumerate(group)])
+    ways: dict[str, Any] = {'broadcast': lambda: max(ray.get([actor.broadcast.remote(num_bytes) for actor in group]))}
+    for mib in BUCKETS_MIB:
+        ways[f'buckets of {mib} MiB'] = lambda mib=mib: ray.get(trainer.buckets.remote(workers, mib << 20))
+    ways['dict of tensors'] = lambda: ray.get(trainer.dictionary.remote(workers))
+    ways['copy in memory'] = lambda: ray.get(trainer.copy.remote(num_bytes))
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for round_number in range(repeats + 1):  # the first builds models and opens connections
+        for name, way in ways.items():
+            elapsed = way()
+            if round_number:
+                seconds[name].append(elapsed)
+    ray.get([actor.leave.remote() for actor in group])
+    for actor in group:
+        ray.kill(actor)
+    return num_bytes, seconds
+
+
+def rows(num_bytes: int, seconds: dict[str, list[float]]) -> list[str]:
+    lines = []
+    for name, times in seconds.items():
+        rates = sorted(num_bytes / 1e6 / t for t in times)
+        ratio = statistics.median(b / t for b, t in zip(seconds['broadcast'], times, strict=True))
+        lines.append(f'| {name} | {statistics.median(rates):,.0f} | {rates[0]:,.0f} to {rates[-1]:,.0f} | {ratio:.2f} |')
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--size', choices=SIZES, default='small')
+    parser.add_argument('--workers', type=int, nargs='+', default=[1, 2])
+    parser.add_argument('--repeats', type=int, default=5)
+    parser.add_argument('--out', type=Path)
+    args = parser.parse_args()
+    ray = import_ray()
+    options = {'include_dashboard': False, 'log_to_driver': False, 'logging_level': 'error'}
+    ray.init('local', num_cpus=1 + max(args.workers), object_store_memory=3 << 30, **options)
+    lines = []
+    try:
+        for num_workers in args.workers:
+            num_bytes, seconds = measure(args.size, num_workers, args.repeats)
+            lines += ['', f'To {num_workers} worker{"s" * (num_workers > 1)}, {num_bytes / 1e6:,.0f} MB of fp32:', '']
+            lines += ['| way | MB/s, median | range | speed against the broadcast |', '|---|---|---|---|', *rows(num_bytes, seconds)]
+            print('\n'.join(lines[-4 - len(seconds) :]), json.dumps(seconds), sep='\n', flush=True)
+    finally:
+        ray.shutdown()
+    if args.out is not None:
+        cores, versions = os.cpu_count(), f'torch {torch.__version__}, ray {ray.__version__}'
+        head = ' '.join((__doc__ or '').split('\n\n')[2].split())
+        text = f'`python benchmarks/weight_transfer.py --out docs/results/weight_transfer.md`: GPT-2 {args.size}, {args.repeats} rounds, '
+        text += f'{cores} {platform.machine()} cores shared with other work, {versions}. {head}'
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text('\n'.join(['# Weights to rollout workers', '', text, *lines, '', NOTES]))
+
+
+NOTES = """`broadcast` is gloo's of one flat buffer, without reading weights or writing them into a model; `copy in memory` is one pass
+of torch over as many bytes; `buckets` is what `RemoteEngine` does: flatten, put into shared memory (the same bytes for all workers of a
+node), map, copy into the model. MB/s are bytes of the weights by the time until the last worker has them.
+"""
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,43 @@
+"""The rollout workers that the flags of a PPO run ask for. Left out: Ray itself (`chatgpt.rollout.ray_workers`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from chatgpt.launch.runs import PPORun
+
+
+def check_rollout_args(args: PPORun) -> None:
+    """Raises ValueError for flags of rollout workers that do not fit together, before anything is started."""
+    if args.rollout_workers < 0:
+        raise ValueError(f'rollout_workers={args.rollout_workers} must not be negative')
+    if not args.rollout_workers:
+        for name in ('max_staleness', 'rollout_chunk_size', 'rollout_resources'):
+            if getattr(args, name):
+                raise ValueError(f'{name}={getattr(args, name)} is about rollout workers, and there are none: give --rollout_workers')
+        return
+    if args.rollout_chunk_size is not None and args.rollout_chunk_size < 1:
+        raise ValueError(f'rollout_chunk_size={args.rollout_chunk_size} must be at least 1')
+    if args.engine != 'local':
+        raise ValueError(f'rollout workers generate with the local engine: --engine {args.engine} does not fit --rollout_workers')
+    if args.nlpo_top_p is not None:
+        raise ValueError('NLPO draws from two models at once, which rollout workers cannot: leave --rollout_workers out')
+    from chatgpt.rollout.ray_workers import RayWorkers
+
+    RayWorkers(args.rollout_workers, resources=args.rollout_resources)  # for its errors; starts nothing
+
+
+@contextmanager
+def rollout_engine(args: PPORun) -> Iterator[Any]:
+    """The engine of the run's workers, which end with the context; None where it has none."""
+    if not args.rollout_workers:
+        yield None
+        return
+    from chatgpt.rollout import RemoteEngine
+    from chatgpt.rollout.ray_workers import RayWorkers
+
+    workers = RayWorkers(args.rollout_workers, resources=args.rollout_resources)
+    with RemoteEngine(workers, chunk_size=args.rollout_chunk_size) as engine:
+        yield engine

@@ -1,0 +1,199 @@
+"""Rollout workers as Ray actors. The only file of this room that imports ray.
+
+A bucket is put into the object store of the trainer's node as one array; every node fetches it once, and its workers read it from shared
+memory without a copy of their own. Replacing a dead actor is left to `RemoteEngine`, so Ray neither restarts actors nor retries calls.
+Left out: launching the trainer itself.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chatgpt.rollout.remote import WorkerDied
+from chatgpt.rollout.wire import Manifest, ModelSpec, PackedSamples, Request
+
+START_S = 60.0
+"""after which a user is told what is waited for"""
+
+
+def import_ray() -> Any:
+    """The ray package; ImportError names the command that installs it."""
+    try:
+        import ray
+    except ImportError:
+        raise ImportError("rollout workers on Ray need the package ray: pip install 'ray>=2.10'") from None
+    return ray
+
+
+class RayWorkers:
+    """`num_workers` actors for a `RemoteEngine`.
+
+    Args:
+        num_workers: of this process; under several ranks each rank has its own.
+        resources: of each worker: {'CPU': 2, 'GPU': 1, 'any label': 1}. CPU is also the number of its threads; unless given it is this
+            process's own, because the number of threads enters the last bits of a log-prob, or 1 for workers with a GPU.
+        address: of a running cluster, such as 'auto'. None uses the Ray that this process has initialised, or RAY_ADDRESS, or starts one on
+            this machine that ends with `close`.
+        timeout_s: a worker that has been waited for so long counts as dead and is ended; None waits for ever. A replacement's start counts
+            too, and what it has to do before.
+
+    Raises:
+        ImportError: ray is not installed.
+        ValueError: a number of workers or resources that cannot be.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        resources: Mapping[str, float] | None = None,
+        address: str | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.ray = import_ray()
+        if num_workers < 1:
+            raise ValueError(f'num_workers={num_workers} must be at least 1')
+        if timeout_s is not None and not timeout_s > 0:
+            raise ValueError(f'timeout_s={timeout_s} must be positive')
+        for name, amount in (resources or {}).items():
+            if not amount >= 0:
+                raise ValueError(f'resources: {name}={amount} must not be negative')
+        self.num_workers, self.address, self.timeout_s = num_workers, address, timeout_s
+        given = dict(resources or {})
+        self.resources = {'CPU': 1.0 if given.get('GPU') else float(torch.get_num_threads())} | given
+        self.actors: list[Any] = []
+        self._actor_class: Any = None
+        self._arguments: tuple[Any, ...] = ()
+        self._started_ray = False
+
+    def start(self, spec: ModelSpec, engine_options: Mapping[str, Any]) -> None:
+        """Start the actors; returns when all are there.
+
+        Raises:
+            ValueError: the cluster can never give them the resources they ask for.
+        """
+        ray = self.ray
+        self._connect()
+        self._check_resources()
+        custom = {k: v for k, v in self.resources.items() if k not in ('CPU', 'GPU')}
+        self._actor_class = ray.remote(_Actor).options(
+            num_cpus=self.resources['CPU'], num_gpus=self.resources.get('GPU', 0), resources=custom, max_restarts=0, max_task_retries=0
+        )
+        # in the store once; held here for the replacements
+        device = 'cuda' if self.resources.get('GPU') else 'cpu'
+        self._arguments = (ray.put(spec), dict(engine_options), max(1, int(self.resources['CPU'])), device)
+        self.actors = [self._actor_class.remote(*self._arguments) for _ in range(self.num_workers)]
+        started = [actor.pid.remote() for actor in self.actors]
+        if ray.wait(started, num_returns=len(started), timeout=START_S)[1]:
+            warnings.warn(f'rollout workers still wait for {self.resources} each; is the cluster busy?', stacklevel=3)
+        try:
+            ray.get(started)
+        except (ray.exceptions.RayActorError, ray.exceptions.RaySystemError) as error:
+            self.close()
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            raise RuntimeError(f'the rollout workers could not start: {lines[-1].strip()}') from error
+
+    def _connect(self) -> None:
+        """To the cluster that is named, or one of our own."""
+        if self.ray.is_initialized():
+            return
+        address = self.address or os.environ.get('RAY_ADDRESS')
+        own = {'address': 'local', 'include_dashboard': False, 'num_cpus': self._cpus_needed()}
+        # Ray takes SIGTERM over and exits; a run that is training wants to save first
+        handler = signal.getsignal(signal.SIGTERM)
+        self.ray.init(log_to_driver=False, logging_level='error', **({'address': address} if address else own))
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+        self._started_ray = not address
+
+    def _cpus_needed(self) -> int:
+        """A Ray of our own has as many CPUs as its workers ask for: slots, not cores."""
+        return max(1, math.ceil(self.num_workers * self.resources['CPU']))
+
+    def _check_resources(self) -> None:
+        have = self.ray.cluster_resources()
+        for name, amount in self.resources.items():
+            if amount * self.num_workers > have.get(name, 0.0):
+                raise ValueError(
+                    f'{self.num_workers} rollout workers ask for {amount * self.num_workers:g} {name}, and the cluster has '
+                    f'{have.get(name, 0.0):g}: give fewer workers or resources'
+                )
+
+    def put(self, bucket: Tensor) -> Any:
+        return self.ray.put(bucket.numpy())
+
+    def submit(self, worker: int, request: Request) -> Any:
+        return self.actors[worker].generate.remote(request)
+
+    def ready(self, handle: Any) -> bool:
+        return bool(self.ray.wait([handle], timeout=0, fetch_local=False)[0])
+
+    def wait(self, handle: Any) -> PackedSamples:
+        exceptions = self.ray.exceptions
+        try:
+            return self.ray.get(handle, timeout=self.timeout_s)
+        except (
+            exceptions.RayActorError, exceptions.ObjectLostError, exceptions.WorkerCrashedError, exceptions.NodeDiedError,
+            exceptions.OutOfMemoryError,
+        ) as error:  # fmt: skip
+            raise WorkerDied(_reason(error)) from None
+        except exceptions.GetTimeoutError:
+            raise WorkerDied(f'no answer within {self.timeout_s} s') from None
+        except exceptions.RayTaskError as error:
+            if isinstance(error.cause, (exceptions.ObjectLostError, exceptions.RayActorError)):  # a node that held what it needed is gone
+                raise WorkerDied(_reason(error.cause)) from None
+            raise error.cause or error from error
+
+    def cancel(self, handle: Any) -> None:
+        self.ray.cancel(handle)
+
+    def replace(self, worker: int) -> None:
+        self.ray.kill(self.actors[worker], no_restart=True)  # it may only have lost its answer, or hang
+        self.actors[worker] = self._actor_class.remote(*self._arguments)
+
+    def close(self) -> None:
+        if self.ray.is_initialized():
+            for actor in self.actors:
+                self.ray.kill(actor, no_restart=True)
+            if self._started_ray:
+                self.ray.shutdown()
+        self.actors, self._arguments, self._started_ray = [], (), False
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+class _Actor:
+    """What runs in a Ray process: a `RolloutWorker` that reads its weights from the object store."""
+
+    def __init__(self, spec: ModelSpec, engine_options: Mapping[str, Any], num_threads: int, device: str) -> None:
+        from chatgpt.rollout.worker import RolloutWorker
+
+        torch.set_num_threads(num_threads)
+        self.ray = import_ray()
+        self.worker = RolloutWorker(spec, engine_options, fetch=self.fetch, device=device)
+
+    def fetch(self, handle: Any) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.filterwarnings('ignore', message='The given NumPy array is not writable')  # it is only read
+            return torch.from_numpy(self.ray.get(handle))
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def take_weights(self, manifest: Manifest, buckets: Sequence[Any]) -> None:
+        self.worker.take_weights(manifest, buckets)
+
+    def generate(self, request: Request) -> PackedSamples:
+        return self.worker.generate(request)

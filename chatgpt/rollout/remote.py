@@ -1,0 +1,360 @@
+"""The engine whose workers live elsewhere: it sends weights and prompts out and takes samples back, in order, each exactly once.
+
+    begin(actor) ─▶ buckets of weights, version v, put where every worker can read them
+    submit(...)  ─▶ chunks of prompts, each a request that names its weights ─▶ the least loaded worker
+    take(ticket) ◀─ samples in the order of the prompts; what a dead worker held is generated again by its replacement
+
+`generate` is `submit` and `take`. What is submitted is worked on while the trainer learns. As a request names its weights, and draws
+follow (seed, sample index, position), neither the number of workers nor a death can change a sample. Left out: the transport, which is
+a `RolloutWorkers` (`chatgpt.rollout.ray_workers`), and how old samples may be (the trainer's `max_staleness`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
+
+from torch import Tensor
+
+from chatgpt.nn.actor import Actor
+from chatgpt.rollout.local import LocalEngine, check_local
+from chatgpt.rollout.sampling import SamplingParams
+from chatgpt.rollout.wire import (
+    BUCKET_BYTES,
+    Manifest,
+    ModelSpec,
+    PackedSamples,
+    Request,
+    fill_buckets,
+    merged,
+    plan_buckets,
+    policy_tensors,
+    unpack_samples,
+)
+from chatgpt.types import Prompt, Sample
+
+_FEW = 4
+"""answers after which idle workers are reported"""
+
+
+class WorkerDied(RuntimeError):
+    """A worker ended before it answered; says why, where that is known."""
+
+
+class RolloutWorkers(Protocol):
+    """`num_workers` `RolloutWorker`s somewhere, numbered from 0. Each answers its requests one after another."""
+
+    num_workers: int
+
+    def start(self, spec: ModelSpec, engine_options: Mapping[str, Any]) -> None:
+        """Start all workers. Called once, before anything else."""
+        ...
+
+    def put(self, bucket: Tensor) -> Any:
+        """Copy a (bytes,) uint8 CPU tensor to where every worker can read it; kept as long as the returned handle is."""
+        ...
+
+    def submit(self, worker: int, request: Request) -> Any:
+        """Queue a request; returns a handle at once."""
+        ...
+
+    def ready(self, handle: Any) -> bool:
+        """Whether `wait` would return (or raise) at once."""
+        ...
+
+    def wait(self, handle: Any) -> PackedSamples:
+        """The answer. Raises `WorkerDied`, or what the worker raised."""
+        ...
+
+    def cancel(self, handle: Any) -> None:
+        """The answer is not wanted any more."""
+        ...
+
+    def replace(self, worker: int) -> None:
+        """Put a new worker in the place of a dead one. What was queued there is lost."""
+        ...
+
+    def close(self) -> None:
+        """End all workers. May be called twice."""
+        ...
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """Some prompts of a request, at one worker."""
+
+    prompts: list[Prompt]
+    indices: list[int]
+    groups: list[int]
+    request: Request | None
+    """None once it is answered, so that its weights can be freed"""
+    worker: int = 0
+    handle: Any = None
+    samples: list[Sample] | None = None
+    error: Exception | None = None
+    """what its worker raised"""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """What `submit` gives for `take`."""
+
+    version: int
+    """of the weights that generate: the count of `begin`s"""
+    chunks: list[_Chunk] = field(default_factory=list)
+    taken: bool = False
+
+
+class RemoteEngine:
+    """Generates on workers that have their own copy of the model. Draws are reproducible.
+
+    Args:
+        workers: not started yet; this engine starts and closes them.
+        chunk_size: cut a request into chunks of at most so many prompts, each for one worker. None sends a request whole, which computes
+            exactly what a `LocalEngine` here would, to the bit; then only several requests at a time keep several workers busy. Cut, tokens
+            are the same but at the edge between two, and log-probs agree up to rounding; the chunks, not the number of workers, decide.
+        bucket_bytes: most bytes of one bucket of weights.
+        max_restarts: deaths of one worker in a row, without an answer in between, before the engine gives up.
+        engine_options: keywords of the workers' `LocalEngine`s.
+
+    >>> with RemoteEngine(RayWorkers(2)) as engine:                                               # doctest: +SKIP
+    ...     trainer = PPOTrainer(..., engine=engine, max_staleness=1, tis_cap=2.0)
+    ...     trainer.fit(prompts)
+    """
+
+    reproducible = True
+
+    def __init__(
+        self,
+        workers: RolloutWorkers,
+        *,
+        chunk_size: int | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        max_restarts: int = 3,
+        engine_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if (chunk_size is not None and chunk_size < 1) or bucket_bytes < 8 or max_restarts < 0:
+            raise ValueError(
+                f'RemoteEngine: chunk_size={chunk_size}, bucket_bytes={bucket_bytes}, max_restarts={max_restarts}; give at least 1 prompt, '
+                '8 bytes and 0 restarts'
+            )
+        self.engine_options = dict(engine_options or {})
+        LocalEngine(**self.engine_options)  # for its errors
+        self.workers, self.chunk_size, self.bucket_bytes = workers, chunk_size, bucket_bytes
+        self.max_restarts = max_restarts
+        self.version = 0
+        """of the weights that were sent last: the count of `begin`s"""
+        self.num_replaced = 0
+        """workers that died and were replaced"""
+        self.spec: ModelSpec | None = None
+        self._weights: tuple[Manifest, list[Any]] | None = None
+        self._queues: list[list[_Chunk]] = [[] for _ in range(workers.num_workers)]
+        """chunks without an answer, by worker, in the order in which they were sent"""
+        self._deaths = [0] * workers.num_workers
+        self._num_taken = self._most_busy = 0
+        self._closed = False
+
+    # ------------------------------------------------------------------ the protocol of an engine
+
+    def begin(self, actor: Actor) -> None:
+        """Send the actor's weights as a new version. The first call starts the workers.
+
+        Raises:
+            ValueError: a policy whose logits are not its model's alone, weights that are not whole, or another model than before.
+        """
+        if self._closed:
+            raise ValueError('RemoteEngine.begin: the engine is closed; make a new one')
+        _check_policy(actor)
+        model = actor.model
+        spec = ModelSpec.of(model)
+        if self.spec is None:
+            self.workers.start(spec, self.engine_options)
+            self.spec = spec
+        elif not self.spec.same_as(spec):
+            raise ValueError(
+                f'RemoteEngine: its workers hold a {self.spec.model_class.__name__} of another configuration; make an engine for this model'
+            )
+        self._sweep()
+        with merged(model):
+            tensors = policy_tensors(model)
+            self.version += 1
+            manifest = plan_buckets(tensors, version=self.version, bucket_bytes=self.bucket_bytes)
+            self._weights = manifest, [self.workers.put(bucket) for bucket in fill_buckets(manifest, tensors)]
+
+    def generate(
+        self,
+        prompts: SequenceOf[Prompt],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        indices: SequenceOf[int],
+        groups: SequenceOf[int] | None = None,
+    ) -> list[Sample]:
+        """See `RolloutEngine.generate`. What a worker raises is raised here."""
+        return self.take(self.submit(prompts, sampling, seed=seed, indices=indices, groups=groups))
+
+    def end(self) -> None:
+        """Let go of the weights; those of requests under way stay until they are answered."""
+        self._weights = None
+
+    # ------------------------------------------------------------------ asking now, taking later
+
+    @property
+    def num_in_flight(self) -> int:
+        """Chunks that were sent and not answered, as far as is known here."""
+        return sum(map(len, self._queues))
+
+    def submit(
+        self,
+        prompts: SequenceOf[Prompt],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        indices: SequenceOf[int],
+        groups: SequenceOf[int] | None = None,
+    ) -> Ticket:
+        """Ask for samples with the weights of the latest `begin`; returns at once. Raises what `generate` raises before any work."""
+        if self._weights is None or self.spec is None:
+            raise ValueError('RemoteEngine.submit: no actor; call begin(actor) first')
+        check_local(self.spec.config, prompts, sampling, indices, groups)
+        manifest, buckets = self._weights
+        ticket = Ticket(manifest.version)
+        groups = list(groups) if groups is not None else list(indices)
+        size = self.chunk_size or max(len(prompts), 1)
+        for start in range(0, len(prompts), size):
+            part = slice(start, start + size)
+            request = Request(
+                manifest=manifest,
+                buckets=buckets,
+                prompt_ids=[p.ids.cpu().numpy() for p in prompts[part]],
+                sampling=sampling,
+                seed=seed,
+                indices=list(indices[part]),
+            )
+            chunk = _Chunk(list(prompts[part]), list(indices[part]), groups[part], request)
+            worker = min(range(len(self._queues)), key=lambda w: sum(len(c.prompts) for c in self._queues[w]))
+            self._send(chunk, worker)
+            ticket.chunks.append(chunk)
+        return ticket
+
+    def take(self, ticket: Ticket) -> list[Sample]:
+        """The samples of a ticket, once; waits for them. Raises what a worker raised, RuntimeError when workers die again and again."""
+        if ticket.taken:
+            raise ValueError('RemoteEngine.take: this ticket was taken already; its samples count once')
+        self._check_idle()
+        for chunk in ticket.chunks:
+            while chunk.samples is None and chunk.error is None:
+                self._receive(chunk)
+            if chunk.error is not None:
+                self.cancel(ticket)
+                raise chunk.error
+        ticket.taken = True
+        samples = [sample for chunk in ticket.chunks for sample in chunk.samples or ()]
+        ticket.chunks.clear()
+        return samples
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Forget a ticket; what is not generated yet never will be."""
+        for chunk in ticket.chunks:
+            if chunk in self._queues[chunk.worker]:
+                self._queues[chunk.worker].remove(chunk)
+                self.workers.cancel(chunk.handle)
+        ticket.taken = True
+        ticket.chunks.clear()
+
+    # ------------------------------------------------------------------ workers
+
+    def _send(self, chunk: _Chunk, worker: int) -> None:
+        assert chunk.request is not None
+        chunk.worker = worker
+        self._queues[worker].append(chunk)
+        chunk.handle = self.workers.submit(worker, chunk.request)
+
+    def _receive(self, chunk: _Chunk) -> None:
+        """Wait for one chunk. A dead worker is replaced, and gets everything again that it had not answered."""
+        assert chunk.request is not None
+        try:
+            packed = self.workers.wait(chunk.handle)
+        except WorkerDied as error:
+            self._replace(chunk.worker, error)
+            return
+        except Exception as error:
+            self._queues[chunk.worker].remove(chunk)
+            chunk.error = error
+            return
+        if packed.version != chunk.request.manifest.version or len(packed.lengths) != len(chunk.prompts):
+            raise RuntimeError(
+                f'rollout worker {chunk.worker} answered with {len(packed.lengths)} samples of weights {packed.version}; asked for '
+                f'{len(chunk.prompts)} of weights {chunk.request.manifest.version}'
+            )
+        chunk.samples = unpack_samples(packed, chunk.prompts, chunk.indices, chunk.groups, chunk.request.sampling.temperature)
+        chunk.request = chunk.handle = None
+        self._queues[chunk.worker].remove(chunk)
+        self._deaths[chunk.worker] = 0
+
+    def _replace(self, worker: int, error: WorkerDied) -> None:
+        lost, self._queues[worker] = self._queues[worker], []
+        self._deaths[worker] += 1
+        first, last = lost[0].indices[0], lost[0].indices[-1]
+        if self._deaths[worker] > self.max_restarts:
+            raise RuntimeError(
+                f'rollout worker {worker} died {self._deaths[worker]} times in a row on samples {first} to {last}: {error}'
+            ) from error
+        num_prompts = sum(len(c.prompts) for c in lost)
+        warnings.warn(
+            f'rollout worker {worker} died ({error}); a new one generates its {num_prompts} prompts again, from sample {first} on',
+            stacklevel=4,
+        )
+        self.num_replaced += 1
+        self.workers.replace(worker)
+        for chunk in lost:
+            self._send(chunk, worker)
+
+    def _sweep(self) -> None:
+        """Take in what is there already: it frees weights, and a death is noticed before new work is given out."""
+        for queue in self._queues:
+            while queue and self.workers.ready(queue[0].handle):
+                before = self.num_replaced
+                self._receive(queue[0])
+                if self.num_replaced != before:
+                    break
+
+    def _check_idle(self) -> None:
+        """Say once, after a few answers, when there was never as much to do as there are workers."""
+        self._most_busy = max(self._most_busy, sum(map(bool, self._queues)))
+        self._num_taken += 1
+        if self._num_taken == _FEW and self._most_busy < len(self._queues):
+            warnings.warn(
+                f'only {self._most_busy} of {len(self._queues)} rollout workers had something to do at a time: requests go out whole. Set '
+                'chunk_size to cut them, or keep more of them in flight',
+                stacklevel=4,
+            )
+
+    # ------------------------------------------------------------------ end
+
+    def close(self) -> None:
+        """End the workers. Requests under way are lost."""
+        self._closed = True
+        self._weights = None
+        for queue in self._queues:
+            queue.clear()
+        self.workers.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _check_policy(actor: Any) -> None:
+    """Workers rebuild the model from its configuration, so nothing but the model may decide the logits."""
+    own = any(getattr(type(actor), name, None) is not getattr(Actor, name) for name in ('trunk', 'head'))
+    if getattr(actor, 'changes_logits', own):  # a class that overrides one of them may say when it matters
+        raise ValueError(
+            f"RemoteEngine: {type(actor).__name__} changes the model's logits, as NLPO's and ILQL's policies do, and rollout workers "
+            'know the model alone; use LocalEngine'
+        )

@@ -1,0 +1,286 @@
+"""What travels between a trainer and its rollout workers, in a form that is cheap to send: weights in flat buckets, prompts, samples.
+
+Weights go as a few flat byte buffers of bounded size instead of hundreds of tensors; a `Manifest` says what lies where. A bucket holds one
+dtype, a tensor larger than a bucket is cut, tied tensors go once. Nothing is converted, so bits arrive as they left. Left out: the
+transport (`RolloutWorkers`) and who generates (`RolloutWorker`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from chatgpt.nn import lora
+from chatgpt.rollout.sampling import SamplingParams
+from chatgpt.types import FinishReason, Prompt, Sample
+
+BUCKET_BYTES = 64 << 20
+
+
+class Piece(NamedTuple):
+    """Elements [start, stop) of a flattened tensor; the pieces of a bucket follow one another without gaps."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What the buckets of one version of the weights hold.
+
+    >>> plan_buckets({'a': torch.zeros(2, 3), 'b': torch.zeros(4)}, version=1, bucket_bytes=32).buckets
+    ((Piece(name='a', start=0, stop=6), Piece(name='b', start=0, stop=2)), (Piece(name='b', start=2, stop=4),))
+    """
+
+    version: int
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    """{name: (shape, dtype)}"""
+    buckets: tuple[tuple[Piece, ...], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum((p.stop - p.start) * self.tensors[p.name][1].itemsize for pieces in self.buckets for p in pieces)
+
+
+def policy_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers of a transformers model by name, each once, without adapters: those must be folded in.
+
+    Raises:
+        ValueError: weights that are not whole in memory.
+    """
+    if any(getattr(module, 'is_streamed', False) for module in model.modules()):
+        raise ValueError(
+            'rollout workers need whole weights, and this strategy streams them block by block: use stream_blocks=False, or LocalEngine'
+        )
+    adapters = {f'{name}.{factor}' for name in lora.lora_layers(model) for factor in ('lora_A', 'lora_B')}
+    tensors: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if name not in adapters}
+    persistent = {name for module_name, module in model.named_modules() for name in _persistent_buffers(module_name, module)}
+    tensors |= {name: b for name, b in model.named_buffers() if name in persistent}
+    for name, tensor in tensors.items():
+        if tensor.is_meta or hasattr(tensor, 'to_local'):
+            raise ValueError(f'rollout workers need whole weights, and {name} is not here; begin inside strategy.full_model(actor)')
+    return tensors
+
+
+def _persistent_buffers(prefix: str, module: nn.Module) -> Iterator[str]:
+    for name in module._buffers:
+        if name not in module._non_persistent_buffers_set:
+            yield f'{prefix}.{name}' if prefix else name
+
+
+def plan_buckets(tensors: Mapping[str, Tensor], *, version: int, bucket_bytes: int = BUCKET_BYTES) -> Manifest:
+    """Cut tensors into buckets of one dtype and at most `bucket_bytes` (at least one element). Empty tensors need no bucket."""
+    if bucket_bytes < 1:
+        raise ValueError(f'bucket_bytes={bucket_bytes} must be positive')
+    buckets: list[tuple[Piece, ...]] = []
+    for dtype in dict.fromkeys(t.dtype for t in tensors.values()):
+        capacity = max(1, bucket_bytes // dtype.itemsize)
+        pieces: list[Piece] = []
+        used = 0
+        for name, tensor in tensors.items():
+            start, size = 0, tensor.numel() if tensor.dtype == dtype else 0
+            while start < size:
+                stop = min(size, start + capacity - used)
+                pieces.append(Piece(name, start, stop))
+                used, start = used + stop - start, stop
+                if used == capacity:
+                    buckets.append(tuple(pieces))
+                    pieces, used = [], 0
+        if pieces:
+            buckets.append(tuple(pieces))
+    shapes = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    return Manifest(version=version, tensors=shapes, buckets=tuple(buckets))
+
+
+@torch.no_grad()
+def fill_buckets(manifest: Manifest, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """The buckets one after another: (bytes,) uint8 on the CPU. One buffer is used again and again, so copy what is to stay."""
+    buffer = torch.empty(0, dtype=torch.uint8)
+    for pieces in manifest.buckets:
+        dtype = manifest.tensors[pieces[0].name][1]
+        parts = [tensors[p.name].detach().reshape(-1)[p.start : p.stop] for p in pieces]
+        num_bytes = sum(len(part) for part in parts) * dtype.itemsize
+        if len(buffer) < num_bytes:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=parts[0].is_cuda)
+        flat = buffer[:num_bytes].view(dtype)
+        if parts[0].device.type == 'cpu':
+            torch.cat(parts, out=flat)
+        else:
+            flat.copy_(torch.cat(parts))
+        yield buffer[:num_bytes]
+
+
+@torch.no_grad()
+def apply_buckets(manifest: Manifest, buckets: Iterable[Tensor], model: nn.Module) -> None:
+    """Write buckets into a model's own tensors, in place; dtypes follow the manifest.
+
+    Args:
+        buckets: one (bytes,) uint8 CPU tensor for each of `manifest.buckets`, in this order; each is let go before the next is asked for.
+
+    Raises:
+        ValueError: names or shapes that are not the model's.
+    """
+    named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    named |= dict(model.named_buffers(remove_duplicate=False))
+    _check_names(manifest, model, named)
+    for name, (_, dtype) in manifest.tensors.items():
+        tensor = named[name]
+        if tensor.dtype != dtype or not tensor.is_contiguous():
+            tensor.data = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+    for pieces, bucket in zip(manifest.buckets, buckets, strict=True):
+        flat, at = bucket.view(manifest.tensors[pieces[0].name][1]), 0
+        for piece in pieces:
+            size = piece.stop - piece.start
+            named[piece.name].view(-1)[piece.start : piece.stop].copy_(flat[at : at + size])
+            at += size
+
+
+def _check_names(manifest: Manifest, model: nn.Module, named: Mapping[str, Tensor]) -> None:
+    unknown = sorted(set(manifest.tensors) - set(named))
+    filled = {id(named[name]) for name in manifest.tensors if name in named}
+    missing = sorted(name for name, tensor in policy_tensors(model).items() if id(tensor) not in filled)
+    if unknown or missing:
+        raise ValueError(
+            f'the weights do not fit the {type(model).__name__} of this rollout worker: missing {missing[:3]}, unknown {unknown[:3]}'
+        )
+    for name, (shape, _) in manifest.tensors.items():
+        if tuple(named[name].shape) != shape:
+            raise ValueError(f'the weights do not fit this rollout worker: {name} is {shape}, here {tuple(named[name].shape)}')
+
+
+def merged(model: nn.Module) -> Any:
+    """A context in which adapters are folded into the weights; nothing without adapters."""
+    return lora.merged(model) if lora.has_lora(model) else nullcontext()
+
+
+# ---------------------------------------------------------------------- models
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """How a worker builds its model: everything but the weights. The class must be importable where the worker runs."""
+
+    model_class: type[Any]
+    config: Any
+    attn_implementation: str | None = None
+
+    @classmethod
+    def of(cls, model: Any) -> ModelSpec:
+        """The spec of a transformers model."""
+        attention = getattr(model.config, '_attn_implementation', None)
+        return cls(model_class=type(model), config=copy.deepcopy(model.config), attn_implementation=attention)
+
+    def build(self) -> Any:
+        """A model in fp32 and eval mode whose weights are yet to come; what lies in them is arbitrary."""
+        from transformers.initialization import no_init_weights
+
+        with no_init_weights():
+            model = self.model_class._from_config(
+                copy.deepcopy(self.config), dtype=torch.float32, attn_implementation=self.attn_implementation
+            )
+        model.tie_weights()  # which is left out with the numbers
+        return model.eval().requires_grad_(False)
+
+    def same_as(self, other: ModelSpec) -> bool:
+        """Whether the weights of one model fit the other."""
+        return (
+            self.model_class is other.model_class
+            and self.attn_implementation == other.attn_implementation
+            and _settings(self.config) == _settings(other.config)
+        )
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """A config without what says where a model came from."""
+    origin = ('dtype', 'architectures', 'transformers_version', '_name_or_path')
+    return {name: value for name, value in config.to_dict().items() if name not in origin}
+
+
+# ---------------------------------------------------------------------- prompts and samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One `generate` call of a worker with all it needs, so that any worker can take it at any time.
+
+    `buckets` are what `RolloutWorkers.put` returned, one for each of `manifest.buckets`.
+    """
+
+    manifest: Manifest
+    buckets: SequenceOf[Any]
+    prompt_ids: SequenceOf[np.ndarray]
+    sampling: SamplingParams
+    seed: int
+    indices: SequenceOf[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedSamples:
+    """Samples of one request with their tokens behind one another: a handful of arrays instead of several per sample."""
+
+    version: int
+    """of the weights that drew them"""
+    lengths: np.ndarray
+    """(n,) int64, response tokens of each sample; N is their sum"""
+    ids: np.ndarray
+    """(N,) int64"""
+    logprobs: np.ndarray
+    """(N,) fp32, and so the next two"""
+    filtered_logprobs: np.ndarray
+    edge_distances: np.ndarray
+    reasons: list[FinishReason] = field(default_factory=list)
+    """(n,)"""
+
+
+def pack_samples(samples: SequenceOf[Sample], version: int) -> PackedSamples:
+    """Whole responses of an engine, all of whose tokens count."""
+
+    def joined(name: str) -> np.ndarray:
+        return torch.cat([getattr(s, name) for s in samples]).numpy()
+
+    return PackedSamples(
+        version=version,
+        lengths=np.array([len(s.response_ids) for s in samples], dtype=np.int64),
+        ids=joined('response_ids'),
+        logprobs=joined('logprobs'),
+        filtered_logprobs=joined('filtered_logprobs'),
+        edge_distances=joined('edge_distances'),
+        reasons=[s.finish_reason for s in samples],
+    )
+
+
+def unpack_samples(
+    packed: PackedSamples, prompts: SequenceOf[Prompt], indices: SequenceOf[int], groups: SequenceOf[int], temperature: float
+) -> list[Sample]:
+    """The samples again, each with tensors of its own."""
+    samples, start = [], 0
+    for i, length in enumerate(packed.lengths.tolist()):
+        where = slice(start, start + length)
+        start += length
+        samples.append(
+            Sample(
+                index=indices[i],
+                group=int(groups[i]),
+                prompt_ids=prompts[i].ids.cpu(),
+                response_ids=torch.tensor(packed.ids[where]),
+                response_mask=torch.ones(length, dtype=torch.bool),
+                logprobs=torch.tensor(packed.logprobs[where]),
+                filtered_logprobs=torch.tensor(packed.filtered_logprobs[where]),
+                edge_distances=torch.tensor(packed.edge_distances[where]),
+                finish_reason=packed.reasons[i],
+                temperature=temperature,
+                version=packed.version,
+                prompt_text=prompts[i].text,
+                columns=prompts[i].columns,
+            )
+        )
+    return samples

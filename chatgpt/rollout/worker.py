@@ -1,0 +1,69 @@
+"""A rollout worker: a model of its own, filled from buckets, and a local engine. Plain Python; who runs it is another file's business.
+
+Left out: the process it lives in (`chatgpt.rollout.ray_workers`), and what happens when that dies (`RemoteEngine`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chatgpt.rollout.local import LocalEngine
+from chatgpt.rollout.wire import Manifest, ModelSpec, PackedSamples, Request, apply_buckets, pack_samples
+from chatgpt.types import Prompt
+
+
+class RolloutWorker:
+    """Answers requests one after another.
+
+    Args:
+        spec: the model to build; its weights come with the requests.
+        engine_options: keywords of `LocalEngine`.
+        fetch: what `RolloutWorkers.put` returned → the (bytes,) uint8 bucket; it may be read-only.
+        device: where to compute; None takes a CUDA device when there is one.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        engine_options: Mapping[str, Any] | None = None,
+        *,
+        fetch: Callable[[Any], Tensor] = lambda bucket: bucket,
+        device: str | torch.device | None = None,
+    ) -> None:
+        self.spec, self.fetch = spec, fetch
+        self.device = torch.device(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
+        self.engine = LocalEngine(**(engine_options or {}))
+        self.version: int | None = None
+        """of the weights in the model; None where they are not whole"""
+        self._model: Any = None
+        self._actor: Any = None
+
+    def generate(self, request: Request) -> PackedSamples:
+        """The samples of a request, drawn with the weights it names; they are fetched when they are not the ones at hand.
+
+        Raises what `LocalEngine.generate` raises, and ValueError for weights that do not fit the model.
+        """
+        if self.version != request.manifest.version:
+            self.take_weights(request.manifest, request.buckets)
+        prompts = [Prompt(ids=torch.tensor(ids)) for ids in request.prompt_ids]
+        samples = self.engine.generate(prompts, request.sampling, seed=request.seed, indices=list(request.indices))
+        return pack_samples(samples, request.manifest.version)
+
+    def take_weights(self, manifest: Manifest, buckets: Sequence[Any]) -> None:
+        """Fetch and apply a version of the weights. After a failure there are none."""
+        from chatgpt.nn import Actor
+
+        self.version = None
+        self.engine.end()
+        if self._model is None:
+            self._model = self.spec.build().to(self.device)
+        apply_buckets(manifest, map(self.fetch, buckets), self._model)
+        if self._actor is None:
+            # only now: an actor looks at its model's outputs, which are arbitrary without weights
+            self._actor = Actor(self._model)
+        self.engine.begin(self._actor)
+        self.version = manifest.version

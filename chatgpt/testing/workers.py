@@ -1,0 +1,84 @@
+"""Rollout workers in this process: no Ray, no threads, deaths on command. For tests of what is built on `RemoteEngine`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from chatgpt.rollout.remote import WorkerDied
+from chatgpt.rollout.wire import ModelSpec, PackedSamples, Request
+from chatgpt.rollout.worker import RolloutWorker
+
+
+class InProcessWorkers:
+    """`RolloutWorkers` that work when they are waited for.
+
+    A request is answered at `wait`, by the worker it was given to, so the weights that are newest by then would show. `kill(worker)`
+    loses what that worker holds; `die_on[index]` is how many times a worker dies of the request that holds this sample index.
+    """
+
+    def __init__(self, num_workers: int = 1) -> None:
+        self.num_workers = num_workers
+        self.workers: list[RolloutWorker | None] = []
+        self.die_on: dict[int, int] = {}
+        self.answered: list[tuple[int, list[int]]] = []
+        """(worker, sample indices) of each answer, in order"""
+        self.most_queued = 0
+        """greatest number of requests submitted and neither answered, cancelled nor lost"""
+        self.num_puts = 0
+        self.closed = False
+        self._queued: dict[int, tuple[int, RolloutWorker, Request]] = {}
+        self._next = 0
+
+    def start(self, spec: ModelSpec, engine_options: Mapping[str, Any]) -> None:
+        assert not self.workers, 'started twice'
+        self._make = lambda: RolloutWorker(spec, engine_options, device='cpu')
+        self.workers = [self._make() for _ in range(self.num_workers)]
+
+    def put(self, bucket: Tensor) -> Tensor:
+        self.num_puts += 1
+        return bucket.clone()
+
+    def submit(self, worker: int, request: Request) -> int:
+        alive = self.workers[worker]
+        self._next += 1
+        if alive is not None:
+            self._queued[self._next] = worker, alive, request
+            self.most_queued = max(self.most_queued, len(self._queued))
+        return self._next
+
+    def ready(self, handle: int) -> bool:
+        return handle not in self._queued
+
+    def wait(self, handle: int) -> PackedSamples:
+        if handle not in self._queued:
+            raise WorkerDied('killed')
+        number, worker, request = self._queued[handle]
+        for index in request.indices:
+            if self.die_on.get(index, 0) > 0:
+                self.die_on[index] -= 1
+                self.kill(number)
+                raise WorkerDied(f'of sample {index}')
+        del self._queued[handle]
+        packed = worker.generate(request)
+        self.answered.append((number, list(request.indices)))
+        return packed
+
+    def cancel(self, handle: int) -> None:
+        self._queued.pop(handle, None)
+
+    def kill(self, worker: int) -> None:
+        """The worker is gone with all that it was given."""
+        self.workers[worker] = None
+        self._queued = {h: entry for h, entry in self._queued.items() if entry[0] != worker}
+
+    def replace(self, worker: int) -> None:
+        assert self.workers[worker] is None, 'a living worker is replaced'
+        self.workers[worker] = self._make()
+
+    def close(self) -> None:
+        self.closed = True
+        self.workers.clear()
+        self._queued.clear()

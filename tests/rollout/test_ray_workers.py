@@ -1,0 +1,186 @@
+"""RemoteEngine on real Ray actors: the bits of a LocalEngine, a worker that is killed, errors that arrive as they were raised."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from chatgpt.nn import Actor
+from chatgpt.rollout import LocalEngine, RemoteEngine, SamplingParams
+from chatgpt.rollout.ray_workers import RayWorkers
+from chatgpt.testing.fakes import tiny_causal_lm
+from chatgpt.testing.workers import InProcessWorkers
+from chatgpt.types import Prompt, Sample
+
+SAMPLING = SamplingParams(max_new_tokens=10, eos_token_ids=(2,))
+
+
+@pytest.fixture(scope='module')
+def cluster() -> Iterator[Any]:
+    ray = pytest.importorskip('ray')
+    before = dict(os.environ)
+    ray.init(
+        'local', num_cpus=3 * torch.get_num_threads(), include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False,
+        logging_level='error',
+    )  # fmt: skip
+    yield ray
+    ray.shutdown()
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+
+
+@pytest.fixture(scope='module')
+def engine(cluster: Any) -> Iterator[RemoteEngine]:
+    with RemoteEngine(RayWorkers(2), bucket_bytes=4096) as engine:
+        yield engine
+
+
+def prompts(num: int = 8) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(1)
+    return [Prompt(ids=torch.randint(3, 64, (1 + i % 5,), generator=generator), columns={'n': i}) for i in range(num)]
+
+
+def halves(engine: Any, actor: Any, sampling: SamplingParams = SAMPLING, wait_for: Any = None) -> list[Sample]:
+    """Eight samples in two requests, so that two workers are busy."""
+    engine.begin(actor)
+    if isinstance(engine, LocalEngine):
+        return [s for a in (0, 4) for s in engine.generate(prompts()[a : a + 4], sampling, seed=5, indices=range(a, a + 4))]
+    tickets = [engine.submit(prompts()[a : a + 4], sampling, seed=5, indices=range(a, a + 4)) for a in (0, 4)]
+    engine.end()
+    if wait_for is not None:
+        wait_for()
+    return [s for ticket in tickets for s in engine.take(ticket)]
+
+
+def assert_same(a: list[Sample], b: list[Sample]) -> None:
+    assert [s.index for s in a] == [s.index for s in b] == list(range(8))
+    for x, y in zip(a, b, strict=True):
+        assert torch.equal(x.response_ids, y.response_ids) and torch.equal(x.logprobs, y.logprobs)
+        assert (x.finish_reason, x.columns) == (y.finish_reason, y.columns)
+        y.logprobs.add_(1)  # samples can be written to
+
+
+def test_actors_draw_what_a_local_engine_draws_with_each_version_of_the_weights(engine):
+    for seed in (0, 1):
+        actor = Actor(tiny_causal_lm('gpt2', seed=seed))
+        assert_same(halves(LocalEngine(), actor), halves(engine, actor))
+
+
+def slow(seconds: float) -> Any:
+    """A stop condition that gives a test time to strike; it stops nothing. A closure, because workers cannot import a test."""
+
+    def stop(ids: Any) -> bool:
+        time.sleep(seconds)
+        return False
+
+    return stop
+
+
+def test_a_killed_actor_is_replaced_and_its_prompts_are_generated_again(cluster, engine):
+    actor = Actor(tiny_causal_lm('gpt2'))
+    want = halves(LocalEngine(), actor)
+    engine.begin(actor)
+    victim = cluster.get(engine.workers.actors[1].pid.remote())
+
+    def strike() -> None:
+        time.sleep(0.2)
+        os.kill(victim, signal.SIGKILL)
+
+    before = engine.num_replaced
+    with pytest.warns(UserWarning, match='rollout worker 1 died .*; a new one generates its 4 prompts again, from sample 4 on'):
+        got = halves(engine, actor, SamplingParams(max_new_tokens=10, eos_token_ids=(2,), stop=slow(0.02)), strike)
+    assert_same(want, got)
+    assert engine.num_replaced == before + 1
+    assert cluster.get(engine.workers.actors[1].pid.remote()) != victim
+
+
+def test_ppo_with_a_killed_actor_is_the_undisturbed_run(cluster, engine):
+    from chatgpt.nn import GPTActor
+    from chatgpt.testing.fakes import char_tokenizer, tiny_config
+    from chatgpt.trainer import PPOTrainer
+    from chatgpt.trainer.callbacks import ProgressBar
+    from chatgpt.trainer.strategies import NaiveStrategy
+
+    class Log(ProgressBar):
+        def __init__(self, kill_at: int | None) -> None:
+            super().__init__(enabled=False)
+            self.kill_at, self.phases, self.indices = kill_at, [], []
+
+        def on_make_experience_start(self, trainer: Any) -> None:
+            if trainer.phase == self.kill_at:
+                os.kill(cluster.get(engine.workers.actors[0].pid.remote()), signal.SIGKILL)
+
+        def on_make_experience_end(self, trainer: Any, experiences: list[Any]) -> None:
+            self.indices += [e.index for e in experiences]
+
+        def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+            self.phases.append({k: v for k, v in metrics.items() if not k.startswith('perf/')})
+
+    def run(engine: RemoteEngine, kill_at: int | None = None) -> Log:
+        strategy = NaiveStrategy(seed=3, device='cpu')
+        actor = GPTActor(config=tiny_config('gpt2'))
+        actor, optimizer = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=3e-3)))
+        log = Log(kill_at)
+        trainer = PPOTrainer(
+            strategy, actor, None, lambda prompts, responses: [float(r.count('a')) for r in responses], None, optimizer,
+            kl_coef=0.0, advantage_estimator='reinforce++', experience_batch_size=4, train_batch_size=4, max_new_tokens=6, max_staleness=1,
+            tis_cap=2.0, tokenizer=char_tokenizer(), callbacks=[log], engine=engine,
+        )  # fmt: skip
+        trainer.fit(['one', 'two', 'three', 'four', 'five'], 1, 10, 2)
+        return log
+
+    with RemoteEngine(InProcessWorkers(1)) as here:
+        undisturbed = run(here)
+    with pytest.warns(UserWarning, match='rollout worker 0 died'):
+        disturbed = run(engine, kill_at=2)
+    assert disturbed.indices == undisturbed.indices == list(range(40))
+    assert disturbed.phases == undisturbed.phases
+
+
+def test_what_an_actor_raises_arrives_as_it_was(engine):
+    actor = Actor(tiny_causal_lm('gpt2'))
+    with torch.no_grad():
+        actor.model.transformer.ln_f.weight.fill_(float('nan'))
+    with pytest.raises(FloatingPointError, match='not finite'):
+        halves(engine, actor)
+    assert_same(halves(LocalEngine(), Actor(tiny_causal_lm('gpt2'))), halves(engine, Actor(tiny_causal_lm('gpt2'))))
+
+
+def test_old_weights_leave_the_object_store_and_an_actor_that_hangs_counts_as_dead(cluster):
+    """Twenty versions of 22 MB in a store of 80 MB: those of answered requests are freed."""
+    actor = Actor(tiny_causal_lm('gpt2', hidden=512, layers=1, heads=2, positions=32, vocab_size=4096))
+    with RemoteEngine(RayWorkers(1, timeout_s=8.0), max_restarts=0) as big:
+        for _ in range(20):
+            big.begin(actor)
+            big.generate(prompts(2), SamplingParams(max_new_tokens=1), seed=5, indices=range(2))
+            big.end()
+        assert big.version == 20
+        big.begin(actor)
+        with pytest.raises(RuntimeError, match='died 1 times in a row on samples 0 to 7: no answer within 8.0 s'):
+            big.generate(prompts(), SamplingParams(max_new_tokens=4, stop=slow(60)), seed=5, indices=range(8))
+    from ray._private.internal_api import memory_summary
+
+    summary = memory_summary(address=cluster.get_runtime_context().gcs_address, stats_only=True)
+    assert 'object store' in summary.lower() and 'spilled' not in summary.lower()
+
+
+def test_what_cannot_be_is_refused(cluster, monkeypatch):
+    for kw, message in (
+        ({'num_workers': 0}, 'num_workers=0'),
+        ({'num_workers': 1, 'timeout_s': 0}, 'timeout_s=0'),
+        ({'num_workers': 1, 'resources': {'CPU': -1}}, 'CPU=-1'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            RayWorkers(**kw)
+    with pytest.raises(ValueError, match='2 rollout workers ask for 2 GPU, and the cluster has 0'):
+        RemoteEngine(RayWorkers(2, resources={'GPU': 1})).begin(Actor(tiny_causal_lm('gpt2')))
+    monkeypatch.setitem(sys.modules, 'ray', None)
+    with pytest.raises(ImportError, match="pip install 'ray"):
+        RayWorkers(1)

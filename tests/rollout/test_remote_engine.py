@@ -1,0 +1,332 @@
+"""RemoteEngine over workers in this process: the samples of a LocalEngine to the bit, whatever dies; weights that arrive as they left."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from chatgpt.nn import Actor, GPTActor
+from chatgpt.nn.nlpo import MaskedPolicy
+from chatgpt.rollout import LocalEngine, RemoteEngine, SamplingParams, compare_samples
+from chatgpt.rollout.wire import ModelSpec, apply_buckets, fill_buckets, merged, plan_buckets, policy_tensors
+from chatgpt.testing.fakes import FAMILIES, tiny_causal_lm, tiny_config
+from chatgpt.testing.workers import InProcessWorkers
+from chatgpt.types import Prompt, Sample
+
+SAMPLING = SamplingParams(max_new_tokens=10, eos_token_ids=(2,), temperature=0.8, top_p=0.95)
+
+
+def prompts(num: int = 12) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, 64, (1 + i % 5,), generator=generator) for i in range(num)]
+    return [Prompt(ids=x, text=f'prompt {i}', columns={'answer': i}) for i, x in enumerate(ids)]
+
+
+def actor_of(family: str = 'gpt2', seed: int = 0) -> Actor:
+    return Actor(tiny_causal_lm(family, seed=seed))
+
+
+def local(actor: Any, given: list[Prompt], sampling: SamplingParams = SAMPLING, **kw: Any) -> list[Sample]:
+    engine = LocalEngine()
+    engine.begin(actor)
+    return engine.generate(given, sampling, seed=5, indices=range(len(given)), **kw)
+
+
+def remote(engine: RemoteEngine, actor: Any, given: list[Prompt], sampling: SamplingParams = SAMPLING, **kw: Any) -> list[Sample]:
+    engine.begin(actor)
+    samples = engine.generate(given, sampling, seed=5, indices=range(len(given)), **kw)
+    engine.end()
+    return samples
+
+
+def assert_same(a: list[Sample], b: list[Sample]) -> None:
+    assert len(a) == len(b) > 0
+    for x, y in zip(a, b, strict=True):
+        for name in Sample.__dataclass_fields__:
+            if name == 'version':
+                continue
+            u, v = getattr(x, name), getattr(y, name)
+            assert (u.dtype == v.dtype and torch.equal(u, v)) if isinstance(u, torch.Tensor) else u == v, name
+
+
+def nudge(model: nn.Module) -> None:
+    """A step of training, as far as an engine can tell."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
+
+
+# ---------------------------------------------------------------------- samples
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_samples_are_those_of_the_local_engine_to_the_bit_and_follow_the_weights(family):
+    actor = actor_of(family)
+    with RemoteEngine(InProcessWorkers(), bucket_bytes=4096) as engine:
+        first = remote(engine, actor, prompts(), groups=[i // 2 for i in range(12)])
+        assert_same(first, local(actor, prompts(), groups=[i // 2 for i in range(12)]))
+        nudge(actor)
+        second = remote(engine, actor, prompts())
+        assert_same(second, local(actor, prompts()))
+    assert [s.response_ids.tolist() for s in first] != [s.response_ids.tolist() for s in second]  # the twin: the weights matter
+    assert {s.version for s in first} == {1} and {s.version for s in second} == {2}
+
+
+def test_adapters_a_hydra_branch_and_bf16_reach_the_workers():
+    from chatgpt.trainer.strategies import NaiveStrategy
+
+    config = tiny_config('gpt2')
+    for kwargs, precision in (({'lora_rank': 2}, 'fp32'), ({'num_layers_unfrozen': 1}, 'fp32'), ({}, 'bf16'), ({'lora_rank': 2}, 'bf16')):
+        torch.manual_seed(0)
+        strategy = NaiveStrategy(precision=precision, device='cpu')
+        actor = GPTActor(config=config, value_head=True, **kwargs)
+        optimizer = torch.optim.SGD([p for p in actor.parameters() if p.requires_grad], lr=1.0)
+        actor, _ = strategy.prepare((actor, optimizer))
+        nudge(actor)
+        with strategy.full_model(actor) as full, RemoteEngine(InProcessWorkers()) as engine:
+            here = local(full, prompts())
+            assert_same(remote(engine, full, prompts()), here)
+            assert {t.dtype for t in policy_tensors(full.model).values()} == {strategy.dtype}
+        if kwargs.get('lora_rank') and precision == 'fp32':  # outside of full_model the engine folds for itself, and unfolds
+            with RemoteEngine(InProcessWorkers()) as engine:
+                assert_same(remote(engine, actor, prompts()), here)
+            assert not any(layer.merged for layer in actor.modules() if hasattr(layer, 'merged'))
+
+
+def test_whole_requests_on_any_number_of_workers_are_the_same_bits():
+    actor, parts = actor_of(), [prompts()[:5], prompts()[5:8], prompts()[8:]]
+    want = [local(actor, part) for part in parts]
+    for num_workers in (1, 2, 3):
+        pool = InProcessWorkers(num_workers)
+        with RemoteEngine(pool) as engine:
+            engine.begin(actor)
+            tickets = [engine.submit(part, SAMPLING, seed=5, indices=range(len(part))) for part in parts]
+            engine.end()
+            for ticket, expected in reversed(list(zip(tickets, want, strict=True))):  # taken in any order
+                assert_same(engine.take(ticket), expected)
+            assert engine.num_in_flight == 0
+        assert len({worker for worker, _ in pool.answered}) == num_workers
+
+
+def test_chunks_decide_the_bits_and_not_the_workers_and_tokens_are_the_local_ones():
+    actor = actor_of()
+    runs = []
+    for num_workers in (1, 3):
+        with RemoteEngine(InProcessWorkers(num_workers), chunk_size=5) as engine:
+            runs.append(remote(engine, actor, prompts()))
+    assert_same(*runs)
+    assert_same(runs[0][:5], local(actor, prompts()[:5]))  # a chunk is what a local engine makes of these prompts
+    here = local(actor, prompts())
+    assert compare_samples(runs[0], here).explained
+    for a, b in zip(runs[0], here, strict=True):
+        assert torch.allclose(a.logprobs, b.logprobs, atol=1e-5)
+
+
+def test_a_request_under_way_keeps_its_weights_while_newer_ones_are_sent():
+    actor = actor_of()
+    old = local(actor, prompts())
+    with RemoteEngine(InProcessWorkers(), chunk_size=4) as engine:
+        engine.begin(actor)
+        ticket = engine.submit(prompts(), SAMPLING, seed=5, indices=range(12))
+        engine.end()
+        nudge(actor)
+        new = remote(engine, actor, prompts())  # the same worker is asked for the newer ones first
+        samples = engine.take(ticket)
+        assert compare_samples(samples, old).equal and not compare_samples(new, old).equal
+        assert {s.version for s in samples} == {1} and {s.version for s in new} == {2}
+        with pytest.raises(ValueError, match='taken already'):
+            engine.take(ticket)
+
+
+def test_what_is_cancelled_is_never_generated():
+    pool = InProcessWorkers()
+    with RemoteEngine(pool) as engine:
+        engine.begin(actor_of())
+        first, second = (engine.submit(prompts(), SAMPLING, seed=5, indices=range(i, i + 12)) for i in (0, 100))
+        engine.cancel(first)
+        assert [s.index for s in engine.take(second)] == list(range(100, 112))
+        assert [indices[0] for _, indices in pool.answered] == [100]
+        assert engine.num_in_flight == 0
+
+
+def test_no_prompts_are_no_samples():
+    with RemoteEngine(InProcessWorkers()) as engine:
+        assert remote(engine, actor_of(), []) == []
+
+
+# ---------------------------------------------------------------------- deaths
+
+
+def test_a_dead_worker_is_replaced_and_every_prompt_counted_once():
+    actor = actor_of()
+    pool = InProcessWorkers(2)
+    with RemoteEngine(pool, chunk_size=2) as engine:
+        want = remote(engine, actor, prompts())
+        pool.answered.clear()
+        pool.die_on = {6: 2}  # dies of it twice, then lives
+        engine.begin(actor)
+        ticket = engine.submit(prompts(), SAMPLING, seed=5, indices=range(12))
+        with pytest.warns(UserWarning, match='rollout worker 1 died .of sample 6.; a new one generates its 4 prompts again, from sample 6'):
+            got = engine.take(ticket)
+        assert_same(got, want)
+        assert sorted(i for _, indices in pool.answered for i in indices) == list(range(12))
+        assert engine.num_replaced == 2
+
+
+def test_a_death_between_two_phases_is_noticed_when_the_next_begins():
+    actor, pool = actor_of(), InProcessWorkers(2)
+    with RemoteEngine(pool, chunk_size=6) as engine:
+        engine.begin(actor)
+        ticket = engine.submit(prompts(), SAMPLING, seed=5, indices=range(12))
+        engine.end()
+        pool.kill(0)
+        with pytest.warns(UserWarning, match='worker 0 died'):
+            engine.begin(actor)
+        assert engine.num_replaced == 1
+        assert [s.index for s in engine.take(ticket)] == list(range(12))
+
+
+def test_a_worker_that_dies_of_the_same_prompts_for_ever_ends_the_run_by_name():
+    pool = InProcessWorkers()
+    pool.die_on = {3: 99}
+    with RemoteEngine(pool, max_restarts=2) as engine, pytest.raises(RuntimeError, match='died 3 times in a row on samples 0 to 11'):
+        with pytest.warns(UserWarning, match='died'):
+            remote(engine, actor_of(), prompts())
+
+
+def test_what_a_worker_raises_is_raised_here_and_the_engine_goes_on():
+    actor = actor_of()
+    with torch.no_grad():
+        actor.model.transformer.ln_f.weight[0] = float('nan')
+    with RemoteEngine(InProcessWorkers()) as engine:
+        with pytest.raises((FloatingPointError, ValueError), match='not finite|last hidden state'):
+            remote(engine, actor, prompts())
+        healthy = actor_of()
+        assert_same(remote(engine, healthy, prompts()), local(healthy, prompts()))
+
+
+# ---------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('bucket_bytes', [8, 1000, 1 << 20])
+def test_weights_arrive_as_they_left(dtype, bucket_bytes):
+    model = tiny_causal_lm('gpt2', hidden=8, layers=1, vocab_size=16, positions=8)  # its head is tied to its embeddings
+    assert model.lm_head.weight is model.transformer.wte.weight
+    with torch.no_grad():
+        for p in model.parameters():
+            p.data = p.to(dtype) if p.dim() > 1 else p.data  # two dtypes side by side
+        model.transformer.wte.weight.view(-1)[:3] = torch.tensor([float('nan'), float('inf'), -0.0], dtype=dtype)
+    tensors = policy_tensors(model)
+    manifest = plan_buckets(tensors, version=3, bucket_bytes=bucket_bytes)
+    spec = pickle.loads(pickle.dumps(ModelSpec.of(model)))
+    other = spec.build()
+    sizes = []
+    held = []
+    for bucket in fill_buckets(manifest, tensors):
+        assert bucket.dtype == torch.uint8 and bucket.dim() == 1
+        sizes.append(len(bucket))
+        held.append(bucket.clone())
+    apply_buckets(manifest, held, other)
+    assert max(sizes) <= bucket_bytes
+    assert sum(sizes) == manifest.num_bytes == sum(p.numel() * p.element_size() for p in model.parameters())  # tied ones once
+    assert other.lm_head.weight is other.transformer.wte.weight
+    mine, theirs = dict(model.named_parameters()), dict(other.named_parameters())
+    assert mine.keys() == theirs.keys()
+    for name, p in mine.items():
+        assert p.dtype == theirs[name].dtype
+        assert torch.equal(p.contiguous().view(torch.uint8), theirs[name].view(torch.uint8)), name
+
+
+def test_pieces_fill_buckets_without_gaps():
+    tensors = {'a': torch.zeros(2, 3), 'b': torch.zeros(4), 'c': torch.zeros(3, dtype=torch.bfloat16), 'empty': torch.zeros(0)}
+    manifest = plan_buckets(tensors, version=1, bucket_bytes=32)
+    got = [[tuple(p) for p in pieces] for pieces in manifest.buckets]
+    assert got == [[('a', 0, 6), ('b', 0, 2)], [('b', 2, 4)], [('c', 0, 3)]]
+
+
+def test_a_weight_that_does_not_fit_is_named():
+    model, other = tiny_causal_lm('gpt2'), tiny_causal_lm('gpt2', hidden=16)
+    tensors = policy_tensors(model)
+    with pytest.raises(ValueError, match='wte.weight is .64, 32., here .64, 16.'):
+        apply_buckets(manifest := plan_buckets(tensors, version=1), fill_buckets(manifest, tensors), other)
+    tensors.pop('transformer.ln_f.bias')
+    manifest = plan_buckets(tensors | {'x': torch.zeros(1)}, version=1)
+    with pytest.raises(ValueError, match="missing .'transformer.ln_f.bias'., unknown .'x'."):
+        apply_buckets(manifest, [], model)
+    with torch.device('meta'):
+        hollow = GPTActor(config=tiny_config('gpt2'))
+    with pytest.raises(ValueError, match='full_model'), RemoteEngine(InProcessWorkers()) as engine:
+        engine.begin(hollow)
+
+
+def test_a_context_folds_adapters_only_where_there_are_some():
+    model = tiny_causal_lm('gpt2')
+    with merged(model):
+        assert policy_tensors(model).keys() == dict(model.named_parameters()).keys()
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def test_a_policy_that_changes_the_logits_is_refused_by_name():
+    from chatgpt.nn.ilql import ILQLModel
+
+    ilql = ILQLModel(tiny_causal_lm('gpt2'))
+    with RemoteEngine(InProcessWorkers()) as engine:
+        with pytest.raises(ValueError, match="MaskedPolicy changes the model's logits"):
+            engine.begin(MaskedPolicy(actor_of(), actor_of(), 0.9, 1.0))
+        with ilql.decoding(1.0), pytest.raises(ValueError, match="ILQLModel changes the model's logits"):
+            engine.begin(ilql)
+        assert_same(remote(engine, ilql, prompts()), local(ilql, prompts()))  # without decoding it is a plain policy
+
+    class Sharper(Actor):
+        def head(self, hidden: torch.Tensor) -> torch.Tensor:
+            return 2 * super().head(hidden)
+
+    with pytest.raises(ValueError, match='Sharper changes'):
+        RemoteEngine(InProcessWorkers()).begin(Sharper(tiny_causal_lm('gpt2')))
+
+
+def test_the_callers_mistakes_are_found_before_any_work():
+    pool = InProcessWorkers()
+    engine = RemoteEngine(pool)
+    with pytest.raises(ValueError, match='call begin'):
+        engine.generate(prompts(), SAMPLING, seed=1, indices=range(12))
+    engine.begin(actor_of())
+    for given, sampling, message in (
+        (prompts(), SamplingParams(max_new_tokens=500), "past the model's 128 positions"),
+        ([Prompt(ids=torch.tensor([], dtype=torch.int64))], SAMPLING, 'prompt 0 is empty'),
+        (prompts(), SamplingParams(max_new_tokens=2, extra={'num_beams': 4}), 'num_beams=4'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.submit(given, sampling, seed=1, indices=range(len(given)))
+    assert pool.most_queued == 0
+    with pytest.raises(ValueError, match='of another configuration'):
+        engine.begin(Actor(tiny_causal_lm('gpt2', hidden=16)))
+    engine.close()
+    engine.close()
+    assert pool.closed
+    with pytest.raises(ValueError, match='closed'):
+        engine.begin(actor_of())
+    for kw in ({'chunk_size': 0}, {'bucket_bytes': 1}, {'max_restarts': -1}, {'engine_options': {'max_batch_size': 0}}):
+        with pytest.raises(ValueError, match=next(iter(kw)) if 'engine_options' not in kw else 'max_batch_size'):
+            RemoteEngine(InProcessWorkers(), **kw)
+
+
+def test_idle_workers_are_reported_once():
+    def four_times(num_workers: int, chunk_size: int | None) -> list[str]:
+        with RemoteEngine(InProcessWorkers(num_workers), chunk_size=chunk_size) as engine, warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter('always')
+            for _ in range(6):
+                remote(engine, actor_of(), prompts(3))
+        return [str(w.message) for w in seen]
+
+    (message,) = four_times(3, 2)
+    assert 'only 2 of 3 rollout workers had something to do' in message
+    assert four_times(3, 1) == four_times(1, None) == []
