@@ -197,6 +197,41 @@ def parse_run(
     return run
 
 
+def peek(argv: SequenceOf[str], names: SequenceOf[str]) -> dict[str, Any]:
+    """The values that some settings of `Run` will have in a script called with `argv`, where its command line or config file names them.
+
+    Raises:
+        ValueError: the config file cannot be read, or a value is of another type.
+    """
+    hints = typing.get_type_hints(Run)
+    flags, words = _sorted(list(argv), Run)
+    options: dict[str, str] = {}
+    for flag, following in zip(flags, [*flags[1:], ''], strict=True):
+        name, equals, value = flag.removeprefix('--').partition('=')
+        if flag.startswith('--') and name in (*names, 'config_file'):
+            options[name] = value if equals else following
+    path = options.pop('config_file', None)
+    mine = [w for w in words if _known(w.partition('=')[0].split('.')[-1]) in names]
+    found: dict[str, Any] = {}
+    for entries, source in ((flat(read_file(path)) if path else iter(()), f'config_file {path}'), (_overrides(mine), 'command line')):
+        for where, key, value in entries:
+            if _known(key) in names:
+                try:
+                    found[_known(key)] = typed(value, hints[_known(key)])
+                except (ValueError, argparse.ArgumentTypeError) as error:
+                    raise ValueError(f'{source}: {where}: {error}') from None
+    for name, text in options.items():
+        try:
+            found[name] = _typed_text(text, hints[name])
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            raise ValueError(f'--{name}: {error}') from None
+    return found
+
+
+def _known(key: str) -> str:
+    return ALIASES.get(key, key)
+
+
 def _overrides(words: SequenceOf[str]) -> Iterator[tuple[str, str, Any]]:
     """`Training.learning_rate=1e-4`, or without the section; values are YAML."""
     import yaml
