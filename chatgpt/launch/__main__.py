@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from chatgpt.launch.arguments import Parser, run_main
+from chatgpt.launch.config_values import peek
 
 RAY_ONLY: dict[str, Any] = {'gpus_per_worker': None, 'address': None, 'placement': None, 'wait_s': None, 'env': []}
 TORCHRUN_ONLY: dict[str, Any] = {'num_nodes': None, 'rdzv_endpoint': None, 'run_id': None, 'local_addr': None}
@@ -60,11 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         options.pop('gpus_per_worker', None)  # torchrun counts no devices: local rank 0 takes the first, and so on
         run_on_torchrun(TorchrunLaunch(**options))
-    from chatgpt.launch.config_file import peek
     from chatgpt.launch.ray import RayLaunch, run_on_ray
 
-    shared = peek(args.script_args, ['save_path']).get('save_path')
-    return run_on_ray(RayLaunch(**options, variables=variables(args.env), shared_path=shared))
+    return run_on_ray(RayLaunch(**options, variables=variables(args.env), shared_path=peek(args.script_args).get('save_path')))
 
 
 def workers(args: argparse.Namespace) -> dict[str, Any]:
@@ -73,9 +72,7 @@ def workers(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: both say it, and not the same.
     """
-    from chatgpt.launch.config_file import peek
-
-    settings = peek(args.script_args, ['num_training_workers', 'resources_per_worker'])
+    settings = peek(args.script_args)
     resources = settings.get('resources_per_worker') or {}
     for name in resources:
         if name not in ('CPU', 'GPU'):

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -22,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 import chatgpt
 from chatgpt.launch import worker
@@ -33,6 +34,8 @@ STOP_S = 90.0
 """how long ranks have to save and leave after SIGINT or SIGTERM"""
 POLL_S = 0.5
 READ_S = 5.0
+_HTTP2 = b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n' + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""how a gRPC connection begins; the other side answers with a frame of the same kind, 4"""
 WITNESS = '.chatgpt-shared-'
 MISTAKE = 2
 """exit code of a script that was called wrongly (`run_main`, argparse, python itself): the same call would fail again"""
@@ -136,7 +139,7 @@ def run_on_ray(launch: RayLaunch) -> int:
     Raises:
         ValueError: no Ray, no cluster, a request that does not fit it, a path or package that a node does not have.
     """
-    ray = import_ray()
+    ray = import_ray(local=launch.address == 'local')
     with connected(launch, ray):
         run_id = uuid.uuid4().hex
         for failures in range(launch.max_failures + 1):
@@ -156,9 +159,10 @@ def run_on_ray(launch: RayLaunch) -> int:
         return 1
 
 
-def import_ray() -> Any:
+def import_ray(*, local: bool = False) -> Any:
     os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')
-    os.environ.setdefault('RAY_py_gcs_connect_timeout_s', '5')
+    if not local:
+        os.environ.setdefault('RAY_NUM_REDIS_GET_RETRIES', '5')  # seconds of asking a cluster that is there and refuses
     try:
         import ray
         import ray.exceptions
@@ -178,10 +182,12 @@ def connected(launch: RayLaunch, ray: Any) -> Iterator[None]:
     address = launch.address or os.environ.get('RAY_ADDRESS') or 'auto'
     check_address(address)
     options: dict[str, Any] = {'include_dashboard': False} if address == 'local' else {}
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level='ERROR', **options)
-    except Exception as error:  # ConnectionError, RuntimeError, ValueError, ray's own: its kind depends on how far it came
-        raise ValueError(explained(address, error)) from None
+    with stderr_aside() as said:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level='ERROR', **options)
+        except Exception as error:  # ConnectionError, RuntimeError, ValueError, ray's own: its kind depends on how far it came
+            said.seek(0)
+            raise ValueError(explained(address, error, said.read().decode(errors='replace'))) from None
     try:
         yield
     finally:
@@ -201,7 +207,10 @@ def check_address(address: str) -> None:
     if not host or not port.isdigit():
         raise ValueError(f"address {address!r} is not host:port, such as 10.0.0.1:6379, nor 'auto' or 'local'")
     try:
-        socket.create_connection((host.strip('[]'), int(port)), timeout=5).close()
+        with socket.create_connection((host.strip('[]'), int(port)), timeout=5) as probe:
+            probe.sendall(_HTTP2)
+            if os.environ.get('RAY_USE_TLS', '0') != '1' and probe.recv(9)[3:4] != b'\4':
+                raise OSError('what listens there is not Ray')
     except OSError as error:
         raise ValueError(
             f'no Ray cluster answers at {address} ({error.strerror or error}); look up the address with ray status on its head node, '
@@ -209,13 +218,28 @@ def check_address(address: str) -> None:
         ) from None
 
 
-def explained(address: str, error: Exception) -> str:
-    """What went wrong in ray.init, and what to do."""
+@contextmanager
+def stderr_aside() -> Iterator[IO[bytes]]:
+    """What this process writes to stderr, C++ included, in a file instead."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield file
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
+def explained(address: str, error: Exception, said: str = '') -> str:
+    """What went wrong in ray.init, and what to do. `said` is what Ray's C++ had to say."""
     text = ' '.join(str(error).split())
-    if 'oken' in text and ('auth' in text.lower() or 'AUTH' in text):
+    if 'InvalidAuthToken' in text + said or 'auth_token' in text.lower():
+        why = text[:200] if 'oken' in text else 'it is missing or another one'
         return (
-            f'the Ray cluster at {address} does not accept this token ({text[:200]}); every node and this command need the same '
-            'RAY_AUTH_MODE (token or disabled) and the same token: copy ~/.ray/auth_token of the head node, or set RAY_AUTH_TOKEN'
+            f'the Ray cluster at {address} does not accept the token of this process ({why}): every node and this command need the same '
+            'RAY_AUTH_MODE (token or disabled) and the same token; copy ~/.ray/auth_token of the head node, or set RAY_AUTH_TOKEN'
         )
     if 'Could not find any running Ray instance' in text:
         return (

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec('ray') is None, reason=
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / 'examples' / 'train_prompts.py'
+NODE = {'num_cpus': 1, 'object_store_memory': 80 * 2**20}
 QUICK = [
     '--strategy=ddp', '--num_episodes=1', '--max_timesteps=8', '--update_timesteps=1', '--experience_batch_size=4', '--train_batch_size=4',
     '--max_epochs=1', '--max_new_tokens=4', '--checkpoint_interval=1', '--lr=1e-3',
@@ -34,17 +34,18 @@ QUICK = [
 
 @pytest.fixture(scope='module')
 def cluster() -> Iterator[Any]:
-    """Three nodes with one core each, on this machine. Ray's sockets need a short path."""
+    """Three nodes with one core each, on this machine, that ask for a token. Ray's sockets need a short path."""
     folder = tempfile.mkdtemp(prefix='ray-', dir='/tmp')
+    Path(folder, 'token').write_text('a' * 40)
     before = dict(os.environ)
-    os.environ |= {'RAY_TMPDIR': folder, 'RAY_AUTH_MODE': 'disabled', 'RAY_USAGE_STATS_ENABLED': '0'}
+    os.environ |= {'RAY_TMPDIR': folder, 'RAY_AUTH_MODE': 'token', 'RAY_AUTH_TOKEN_PATH': f'{folder}/token', 'RAY_USAGE_STATS_ENABLED': '0'}
+    os.environ['RAY_NUM_REDIS_GET_RETRIES'] = '5'
     from ray.cluster_utils import Cluster
 
-    options = {'num_cpus': 1, 'object_store_memory': 80 * 2**20}
-    cluster = Cluster(initialize_head=True, head_node_args={**options, 'include_dashboard': False})
+    cluster = Cluster(initialize_head=True, head_node_args={**NODE, 'include_dashboard': False})
     try:
         for _ in range(2):
-            cluster.add_node(**options)
+            cluster.add_node(**NODE)
         yield cluster
     finally:
         cluster.shutdown()
@@ -60,16 +61,17 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def script(folder: Path, text: str) -> str:
+def launch(cluster: Any, folder: Path, text: str, *args: str, **options: Any) -> int:
+    """`text` as a script, launched from this process; its exit code."""
     path = folder / 'script.py'
     path.write_text(text)
-    return str(path)
+    return run_on_ray(RayLaunch(script=str(path), script_args=args, address=cluster.address, **options))
 
 
-def command(*arguments: str) -> subprocess.Popen[str]:
+def command(*arguments: str, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, '-m', 'chatgpt.launch', *arguments], cwd=ROOT, env=os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        [sys.executable, '-m', 'chatgpt.launch', *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'} | variables,
     )  # fmt: skip
 
 
@@ -136,3 +138,134 @@ def test_a_run_whose_workers_are_killed_ends_as_one_under_torchrun(cluster, tmp_
     ends = [(tmp_path / name / 'actor' / 'model.safetensors').read_bytes() for name in ('ray', 'torchrun')]
     assert ends[0] == ends[1]
     assert not processes(str(tmp_path / 'ray'))
+
+
+# ---------------------------------------------------------------------- what a script finds, and how it ends
+
+
+SHOW = """
+import json, os, pathlib, sys
+names = 'RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT OMP_NUM_THREADS HF_HUB_OFFLINE NOTE'.split()
+found = {name: os.environ.get(name) for name in names}
+found |= {'argv': sys.argv[1:], 'path': sys.path[0], 'name': __name__, 'raylet': os.popen(f'ps -o ppid= -p {os.getppid()}').read().strip()}
+pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(json.dumps(found))
+print('said by', os.environ['RANK'])
+print('complained by', os.environ['RANK'], file=sys.stderr)
+"""
+
+
+def test_a_script_finds_what_torchrun_would_have_set(cluster, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv('HF_HUB_OFFLINE', '1')
+    options = {'num_workers': 4, 'cpus_per_worker': 0.5, 'variables': {'NOTE': 'a=b c'}}
+    assert launch(cluster, tmp_path, SHOW, str(tmp_path), '--flag=x y', '--', 'z', **options) == 0
+    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(4)]
+    for rank, one in enumerate(found):
+        assert (one['RANK'], one['WORLD_SIZE'], one['OMP_NUM_THREADS']) == (str(rank), '4', os.environ.get('OMP_NUM_THREADS', '1'))
+        assert (one['HF_HUB_OFFLINE'], one['NOTE'], one['argv']) == ('1', 'a=b c', [str(tmp_path), '--flag=x y', '--', 'z'])
+        assert (one['path'], one['name']) == (str(tmp_path), '__main__')
+        assert (one['MASTER_ADDR'], one['MASTER_PORT']) == (found[0]['MASTER_ADDR'], found[0]['MASTER_PORT'])
+    nodes = list(dict.fromkeys(one['raylet'] for one in found))
+    assert len(nodes) >= 2  # a node has room for two
+    places = [[one for one in found if one['raylet'] == node] for node in nodes]
+    assert [one['RANK'] for place in places for one in place] == list('0123')  # ranks of a node follow each other
+    for number, place in enumerate(places):
+        assert [one['LOCAL_RANK'] for one in place] == [str(n) for n in range(len(place))]
+        assert {(one['LOCAL_WORLD_SIZE'], one['GROUP_RANK']) for one in place} == {(str(len(place)), str(number))}
+    out, err = capfd.readouterr()
+    assert (out, err) == ('said by 0\n', 'complained by 0\n')
+    assert not list(tmp_path.glob('.chatgpt*'))
+
+
+FAIL = """
+import os, pathlib, sys, time
+with open(sys.argv[1], 'a') as file:
+    file.write(f"{os.environ['RANK']} {os.environ['TORCHELASTIC_RESTART_COUNT']} {os.environ['TORCHELASTIC_RUN_ID']}\\n")
+if os.environ['RANK'] == '1':
+    time.sleep(0.3)
+    sys.exit('it broke' if sys.argv[2] == '1' else int(sys.argv[2]))
+time.sleep(60 if sys.argv[2] == '1' else 0)
+"""
+
+
+def test_a_script_that_fails_is_started_again_as_often_as_allowed(cluster, tmp_path, capfd, monkeypatch):
+    from chatgpt.launch import ray
+
+    monkeypatch.setattr(ray, 'GRACE_S', 0.5)
+    assert launch(cluster, tmp_path, FAIL, str(tmp_path / 'log'), '1', num_workers=2, max_failures=1) == 1
+    lines = [line.split() for line in (tmp_path / 'log').read_text().splitlines()]
+    assert sorted(line[:2] for line in lines) == [['0', '0'], ['0', '1'], ['1', '0'], ['1', '1']]
+    assert len({line[2] for line in lines}) == 1  # the same launch
+    err = capfd.readouterr().err
+    assert err.count('ended with exit code 1, its last words:\nit broke\n; ') == 2
+    assert '; restart 1 of 1' in err and '; giving up' in err
+
+
+def test_a_script_that_is_called_wrongly_is_not_started_again(cluster, tmp_path, capfd):
+    assert launch(cluster, tmp_path, FAIL, str(tmp_path / 'log'), '2', num_workers=2) == 2
+    assert len((tmp_path / 'log').read_text().splitlines()) == 2
+    assert 'restart' not in capfd.readouterr().err
+
+
+WAIT = """
+import os, pathlib, signal, sys, time
+def leave(number, frame):
+    print('saving', flush=True)
+    sys.exit(128 + number)
+signal.signal(signal.SIGTERM, leave)
+pathlib.Path(sys.argv[1], f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['RANK']}-{os.getpid()}").touch()
+while not pathlib.Path(sys.argv[1], 'end').exists():
+    time.sleep(0.05)
+"""
+
+
+def started(folder: Path, attempt: int, number: int) -> list[int] | None:
+    """Process ids of an attempt's ranks, once all of them have said that they are there."""
+    files = sorted(folder.glob(f'{attempt}-*-*'), key=lambda f: int(f.name.split('-')[1]))
+    return [int(f.name.split('-')[2]) for f in files] if len(files) == number else None
+
+
+def test_a_busy_cluster_is_an_error_and_a_signal_reaches_the_script(cluster, tmp_path, capfd):
+    (tmp_path / 'wait.py').write_text(WAIT)
+    process = command('--launcher=ray', f'--address={cluster.address}', '--num_workers=3', str(tmp_path / 'wait.py'), str(tmp_path))
+    try:
+        wait_for(lambda: started(tmp_path, 0, 3))
+        with pytest.raises(ValueError, match=r'^2 workers with 1 CPU each fit the Ray cluster, but for 0.1 s others have used it \(0 CPU'):
+            launch(cluster, tmp_path, SHOW, num_workers=2, wait_s=0.1)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 143
+    assert output.splitlines() == ['[launch] SIGTERM: passed on to all workers', 'saving']
+
+
+def test_scripts_end_with_a_launcher_that_is_killed(cluster, tmp_path):
+    (tmp_path / 'wait.py').write_text(WAIT)
+    process = command('--launcher=ray', f'--address={cluster.address}', '--num_workers=2', str(tmp_path / 'wait.py'), str(tmp_path))
+    try:
+        pids = wait_for(lambda: started(tmp_path, 0, 2))
+    finally:
+        process.kill()
+        process.communicate()
+    wait_for(lambda: not any(Path(f'/proc/{pid}').exists() for pid in pids), 20)
+
+
+def test_a_node_that_dies_is_replaced(cluster, tmp_path):
+    (tmp_path / 'wait.py').write_text(WAIT)
+    process = command('--launcher=ray', f'--address={cluster.address}', '--num_workers=2', str(tmp_path / 'wait.py'), str(tmp_path))
+    try:
+        pids = wait_for(lambda: started(tmp_path, 0, 2))
+        homes = {parent(parent(pid)): pid for pid in pids}
+        node = next(n for n in cluster.worker_nodes if n.all_processes['raylet'][0].process.pid in homes)
+        pid = homes[node.all_processes['raylet'][0].process.pid]
+        cluster.remove_node(node, allow_graceful=False)
+        again = wait_for(lambda: started(tmp_path, 1, 2))
+        assert not Path(f'/proc/{pid}').exists()
+        assert not set(again) & set(pids)
+        (tmp_path / 'end').touch()
+        output, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        cluster.add_node(**NODE)
+    assert process.returncode == 0, output
+    assert f'rank {pids.index(pid)} on' in output and 'its worker or node is gone; restart 1 of 3' in output
