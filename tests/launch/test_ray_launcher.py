@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +21,10 @@ from typing import Any
 
 import pytest
 
+import chatgpt
 from chatgpt.dataset import embedded
-from chatgpt.launch.ray import RayLaunch, run_on_ray
+from chatgpt.launch.ray import Rank, RayLaunch, check_address, check_node, run_on_ray
+from chatgpt.launch.worker import Worker
 from chatgpt.nn import GPTActor
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec('ray') is None, reason='needs ray: pip install -r requirements-ray.txt')
@@ -269,3 +275,112 @@ def test_a_node_that_dies_is_replaced(cluster, tmp_path):
         cluster.add_node(**NODE)
     assert process.returncode == 0, output
     assert f'rank {pids.index(pid)} on' in output and 'its worker or node is gone; restart 1 of 3' in output
+
+
+# ---------------------------------------------------------------------- one line for every mistake
+
+
+def fails(cluster: Any, folder: Path, **options: Any) -> str:
+    with pytest.raises(ValueError) as error:
+        launch(cluster, folder, 'raise SystemExit(1)', **options)
+    return str(error.value)
+
+
+def test_a_request_that_no_node_can_hold_names_request_and_cluster(cluster, tmp_path):
+    error = fails(cluster, tmp_path, num_workers=2, cpus_per_worker=2)
+    assert error.startswith('2 workers with 2 CPU each do not fit the Ray cluster, which has room for 0 (node ')
+    assert error.count(': 1 CPU, 0 GPU') == 3
+    assert '4 workers with 1 CPU each do not fit the Ray cluster, which has room for 3' in fails(cluster, tmp_path, num_workers=4)
+    assert '1 worker with 1 CPU and 1 GPU each do not fit' in fails(cluster, tmp_path, gpus_per_worker=1)
+
+
+def test_another_token_is_an_error_that_says_where_the_right_one_is(cluster, tmp_path):
+    (tmp_path / 'token').write_text('b' * 40)
+    process = command('--launcher=ray', f'--address={cluster.address}', str(SCRIPT), RAY_AUTH_TOKEN_PATH=str(tmp_path / 'token'))
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert output.count('\n') == 1
+    assert output.startswith(f'error: the Ray cluster at {cluster.address} does not accept the token of this process')
+    assert 'copy ~/.ray/auth_token of the head node' in output
+
+
+def test_no_cluster(monkeypatch, tmp_path):
+    import ray
+    from ray._private import services
+
+    ray.shutdown()
+    monkeypatch.setattr(services, 'find_gcs_addresses', functools.cache(lambda: set()))  # whatever else runs on this machine
+    monkeypatch.setenv('RAY_TMPDIR', str(tmp_path))
+    monkeypatch.delenv('RAY_ADDRESS', raising=False)
+    (tmp_path / 'script.py').touch()
+    with pytest.raises(ValueError, match=r'there is no Ray cluster: start one with ray start --head .*, or .* --address local'):
+        run_on_ray(RayLaunch(script=str(tmp_path / 'script.py')))
+
+
+def test_a_wrong_address(tmp_path):
+    with socket.create_server(('127.0.0.1', 0)) as closed:
+        address = f'127.0.0.1:{closed.getsockname()[1]}'
+    with pytest.raises(ValueError, match=rf'no Ray cluster answers at {address} \(Connection refused\); look up the address with'):
+        check_address(address)
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        other = threading.Thread(target=lambda: server.accept()[0].sendall(b'HTTP/1.1 400 Bad Request\r\n'))
+        other.start()
+        with pytest.raises(ValueError, match='what listens there is not Ray'):
+            check_address(f'127.0.0.1:{server.getsockname()[1]}')
+        other.join()
+    with pytest.raises(ValueError, match='has to run on a node of the cluster.*ray job submit'):
+        check_address('ray://10.0.0.1:10001')
+    with pytest.raises(ValueError, match="address '10.0.0.1' is not host:port, such as 10.0.0.1:6379"):
+        check_address('10.0.0.1')
+
+
+def test_another_package_on_a_worker(cluster, tmp_path):
+    (tmp_path / 'chatgpt').mkdir()
+    (tmp_path / 'chatgpt' / '__init__.py').write_text("__version__ = '0.0.0'\n")
+    elsewhere = {'PYTHONPATH': str(tmp_path)}
+    assert f'has chatgpt 0.0.0, here is {chatgpt.__version__}; install the same' in fails(cluster, tmp_path, variables=elsewhere)
+    (tmp_path / 'chatgpt' / '__init__.py').write_text('import nothing_of_that_name\n')
+    assert "cannot import chatgpt: ModuleNotFoundError: No module named 'nothing_of_that_name'" in fails(
+        cluster, tmp_path, variables=elsewhere
+    )
+
+
+def test_a_worker_without_the_package(monkeypatch, tmp_path):
+    bare = tmp_path / 'python'
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages
+    bare.chmod(0o755)
+    monkeypatch.setattr(sys, 'executable', str(bare))
+    rank = Rank(None, {'NodeManagerAddress': '10.0.0.2'}, found=Worker().look('127.0.0.1', str(tmp_path), {}, {'PYTHONPATH': ''}))
+    with pytest.raises(ValueError, match=r'^node 10.0.0.2 .*python has no package chatgpt, torch, transformers; install it there'):
+        check_node(rank, 'x')
+
+
+def test_a_node_that_does_not_see_the_same_files(cluster, tmp_path):
+    """The second node has a file system of its own at the place of the run's folder."""
+    own = ['unshare', '--mount', 'sh', '-c', f'mount -t tmpfs none {tmp_path} && exec "$@"', 'sh']
+    if subprocess.run([*own, 'true'], capture_output=True).returncode:
+        pytest.skip('needs unshare --mount, with the right to mount')
+    (tmp_path.parent / 'script.py').write_text('')
+    start = [sys.executable, '-m', 'ray.scripts.scripts', 'start', f'--address={cluster.address}', '--num-cpus=1', '--block']
+    start += ['--resources={"apart": 1}', f'--object-store-memory={NODE["object_store_memory"]}']
+    node = subprocess.Popen([*own, *start], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        launch_all = RayLaunch(
+            script=str(tmp_path.parent / 'script.py'), num_workers=4, address=cluster.address, shared_path=str(tmp_path / 'run'), wait_s=20
+        )
+        error = ''
+
+        def seen() -> bool:
+            nonlocal error
+            with pytest.raises(ValueError) as raised:
+                run_on_ray(launch_all)
+            error = str(raised.value)
+            return 'do not fit' not in error
+
+        wait_for(seen)
+    finally:
+        os.killpg(node.pid, signal.SIGTERM)
+        node.wait(timeout=30)
+    assert re.match(rf'{tmp_path} is not shared: node .* does not have it as it is here', error)
+    assert 'give --save_path there' in error
+    assert not list(tmp_path.iterdir())
