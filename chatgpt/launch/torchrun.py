@@ -55,8 +55,13 @@ class TorchrunLaunch:
 
 
 def run_on_torchrun(launch: TorchrunLaunch) -> None:
-    """Become torchrun."""
+    """Become torchrun.
+
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE makes every restart begin with an empty store. Otherwise the agent's store serves the new
+    processes too (torch 2.13), and some of them connect to the addresses of dead ones that they find there.
+    """
     command = launch.command()
+    os.environ.setdefault('TORCH_DISABLE_SHARE_RDZV_TCP_STORE', '1')
     if launch.cpus_per_worker is not None:
         os.environ.setdefault('OMP_NUM_THREADS', str(max(1, int(launch.cpus_per_worker))))
     root = Path(chatgpt.__file__).resolve().parents[1]
