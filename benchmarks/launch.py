@@ -37,9 +37,9 @@ TWO = '--num_workers=2'
 TITLE = """# Launchers
 
 `python benchmarks/launch.py`. `examples/train_prompts.py` under DDP on two CPU processes (gloo), the small GPT-2 of the embedded world,
-a checkpoint after every phase; median of {repeats} (all values). The first step is the first finished learning phase; most of the time before it is two
-processes importing torch and transformers. A killed run goes on by itself. The next step is the first phase that had not been finished
-when SIGKILL was sent, so it includes noticing, starting new processes, loading the checkpoint, and a phase.
+a checkpoint after every phase; median of {repeats} (all values). The first step is the first finished learning phase; most of the time
+before it is two processes importing torch and transformers. A killed run goes on by itself. The next step is the first phase that had not
+been finished when SIGKILL was sent, so it includes noticing, starting new processes, loading the checkpoint, and a phase.
 
 | launcher | killed | command to first step, s | kill to next step, s | SHA-256 of the actor |
 |---|---|---|---|---|

@@ -61,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         options.pop('gpus_per_worker', None)  # torchrun counts no devices: local rank 0 takes the first, and so on
         run_on_torchrun(TorchrunLaunch(**options))
-    from chatgpt.launch.ray import RayLaunch, run_on_ray
+    from chatgpt.launch.ray import run_on_ray
+    from chatgpt.launch.ray_request import RayLaunch
 
     return run_on_ray(RayLaunch(**options, variables=variables(args.env), shared_path=peek(args.script_args).get('save_path')))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 from chatgpt.launch import __main__ as command
 from chatgpt.launch import ray, relaunch, torchrun
 from chatgpt.launch.config_values import peek
-from chatgpt.launch.ray import RayLaunch, environment
+from chatgpt.launch.ray_request import RayLaunch, environment
 from chatgpt.launch.torchrun import TorchrunLaunch
 from chatgpt.testing.processes import environment as variables_set
 from chatgpt.trainer.strategies import NaiveStrategy
@@ -163,3 +165,39 @@ class TwoHosts(NaiveStrategy):
 def test_a_folder_that_not_all_ranks_see(tmp_path):
     with pytest.raises(ValueError, match=rf'{tmp_path} is not shared: .* is not seen by rank 1 on other; give a --save_path on'):
         relaunch.sign(tmp_path, TwoHosts())
+
+
+# ---------------------------------------------------------------------- Slurm, with stand-ins for its commands
+
+
+@pytest.mark.parametrize('name', ['torchrun', 'ray'])
+def test_a_slurm_job_starts_the_launcher(tmp_path, name):
+    """`srun` runs its command once, as on the first node; `python` writes down how it is called."""
+    for command_name, text in {
+        'srun': 'while [[ $1 == --* ]]; do shift; done; SLURMD_NODENAME=node-a exec "$@"',
+        'scontrol': 'echo node-a; echo node-b',
+        'hostname': 'echo 10.0.0.1 172.17.0.1',
+        'python': f'printf "%s\\n" "$*" >> {tmp_path}/called',
+    }.items():
+        (tmp_path / command_name).write_text(f'#!/bin/bash\n{text}\n')
+        (tmp_path / command_name).chmod(0o755)
+    env = {
+        'PATH': f'{tmp_path}:{os.environ["PATH"]}', 'PYTHON': 'python', 'SLURM_JOB_ID': '1234', 'SLURM_JOB_NUM_NODES': '2',
+        'SLURM_JOB_NODELIST': 'node-[a-b]',
+    }  # fmt: skip
+    job = Path(__file__).resolve().parents[2] / 'examples' / 'slurm' / f'{name}.sbatch'
+    command_line = ['bash', str(job), 'p.csv', '--pretrain', 'a b']
+    done = subprocess.run(command_line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    calls = (tmp_path / 'called').read_text().splitlines()
+    (launch,) = [line.split() for line in calls if line.startswith('-m chatgpt.launch')]
+    args = command.parse_args(launch[2:])
+    assert args.script == 'examples/train_prompts.py'
+    assert args.script_args[-4:] == ['p.csv', '--pretrain', 'a', 'b']
+    assert '--save_path outputs/1234' in ' '.join(args.script_args)
+    if name == 'torchrun':
+        assert (args.num_workers, args.num_nodes, args.rdzv_endpoint, args.run_id) == (16, 2, 'node-a:21234', '1234')
+    else:
+        assert (args.launcher, args.address, args.num_workers, args.gpus_per_worker) == ('ray', '10.0.0.1:21234', 16, 1)
+        assert '-m ray.scripts.scripts start --block --head --node-ip-address=10.0.0.1 --port=21234' in calls
+        assert not list((tmp_path / 'outputs').iterdir())  # the token is gone

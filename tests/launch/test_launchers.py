@@ -22,7 +22,7 @@ import pytest
 
 import chatgpt
 from chatgpt.dataset import embedded
-from chatgpt.launch.ray import Rank, check_address, check_node
+from chatgpt.launch.ray_request import check_address, check_node
 from chatgpt.launch.worker import Worker
 from chatgpt.nn import GPTActor
 from chatgpt.testing.processes import free_port
@@ -409,9 +409,9 @@ def test_a_worker_without_the_package(monkeypatch, tmp_path):
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages
     bare.chmod(0o755)
     monkeypatch.setattr(sys, 'executable', str(bare))
-    rank = Rank(None, {'NodeManagerAddress': '10.0.0.2'}, found=Worker().look('127.0.0.1', str(tmp_path), {}, {'PYTHONPATH': ''}))
+    found = Worker().look('127.0.0.1', str(tmp_path), {}, {'PYTHONPATH': ''})
     with pytest.raises(ValueError, match=r'^node 10.0.0.2 .*python has no package chatgpt, torch, transformers; install it there'):
-        check_node(rank, 'x')
+        check_node('10.0.0.2', found, 'x')
 
 
 def test_a_node_that_does_not_see_the_same_files(cluster, tmp_path):
@@ -439,13 +439,14 @@ def test_a_node_that_does_not_see_the_same_files(cluster, tmp_path):
 
 
 def test_a_node_that_dies_is_replaced(cluster, tmp_path):
+    """All three nodes are in use, so the launch has to wait for the new one."""
     (tmp_path / 'wait.py').write_text(WAIT)
-    process = on(cluster, '--num_workers=2', str(tmp_path / 'wait.py'), str(tmp_path))
+    process = on(cluster, '--num_workers=3', str(tmp_path / 'wait.py'), str(tmp_path))
     try:
-        pids = wait_for(lambda: started(tmp_path, 0, 2))
+        pids = wait_for(lambda: started(tmp_path, 0, 3))
         homes = {parent(parent(pid)): pid for pid in pids}
         pid = homes[cluster.replace_one_of(homes)]
-        again = wait_for(lambda: started(tmp_path, 1, 2))
+        again = wait_for(lambda: started(tmp_path, 1, 3))
         assert not Path(f'/proc/{pid}').exists()
         assert not set(again) & set(pids)
         (tmp_path / 'end').touch()
