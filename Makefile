@@ -12,7 +12,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-full lint format venv dev colossalai install gpu-check clean
+.PHONY: help demo test test-full lint format venv dev colossalai ray install gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -36,7 +36,7 @@ test-full: lint
 
 # One thread per process: tests start processes of their own, and results do not depend on the number of cores.
 .PHONY: pytest
-pytest: dev colossalai
+pytest: dev colossalai ray
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: dev
@@ -59,6 +59,7 @@ install: venv
 venv: $(VENV)/.stamp-core
 dev: $(VENV)/.stamp-dev
 colossalai: $(VENV)/.stamp-colossalai
+ray: $(VENV)/.stamp-ray
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, PYTHON is %d.%d" % sys.version_info[:2])'
@@ -78,6 +79,10 @@ $(VENV)/.stamp-dev: requirements-dev.txt $(VENV)/.stamp-core
 $(VENV)/.stamp-colossalai: requirements-colossalai.txt $(VENV)/.stamp-core
 	$(PIP) psutil==7.2.2 rich==15.0.0 einops==0.8.2
 	$(PIP) --no-deps -r requirements-colossalai.txt
+	@touch $@
+
+$(VENV)/.stamp-ray: requirements-ray.txt $(VENV)/.stamp-core
+	$(PIP) -r requirements-ray.txt
 	@touch $@
 
 clean:

@@ -67,9 +67,10 @@ def test_the_oldest_supported_versions_are_allowed(metadata):
 def test_requirement_files_do_not_contradict_each_other():
     core, dev = pins('requirements.txt'), pins('requirements-dev.txt')
     assert not set(core) & set(dev)
-    extra = pins('requirements-colossalai.txt')
     both = core | dev
-    assert {name: both[name] for name in extra if name in both} == {name: extra[name] for name in extra if name in both}
+    for file in ('requirements-colossalai.txt', 'requirements-ray.txt'):
+        extra = pins(file)
+        assert {name: both[name] for name in extra if name in both} == {name: extra[name] for name in extra if name in both}
 
 
 def test_every_import_of_the_package_is_a_requirement(metadata):

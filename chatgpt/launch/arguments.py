@@ -123,6 +123,11 @@ def world_size_from_env() -> int:
     return int(os.environ.get('WORLD_SIZE', '1'))
 
 
+def processes_here() -> int:
+    """Ranks on this machine."""
+    return int(os.environ.get('LOCAL_WORLD_SIZE') or world_size_from_env())
+
+
 def make_strategy(name: str, *, seed: int, precision: Any, remote_code: bool = False) -> Any:
     """A strategy by its command-line name.
 

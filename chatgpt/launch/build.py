@@ -47,6 +47,7 @@ def check_ppo_args(args: PPORun, world_size: int) -> Any:
         if getattr(args, name) is None:
             setattr(args, name, value)
     args.validate(world_size)
+    args.apply_resources()
     config = args.only(PPOConfig)
     for name in ('num_episodes', 'max_timesteps', 'update_timesteps', 'max_prompt_tokens', 'sample_interval', 'epochs',
                  'training_iteration', 'eval_interval'):  # fmt: skip
@@ -88,12 +89,15 @@ def make_engine(name: str, pretrained: str) -> Any:
 
 
 def check_resume(args: Run) -> None:
-    """A run goes on only when that was asked for, and never mixes its checkpoints with those of an earlier one."""
+    """A run goes on when that was asked for, or its launcher has restarted it; it never mixes its checkpoints with an earlier one's."""
     from chatgpt.checkpoint import latest
+    from chatgpt.launch.relaunch import is_restart
 
     if args.resume and args.resume != 'auto' and not Path(args.resume).is_dir():
         raise ValueError(f"--resume {args.resume}: there is no such folder; give a checkpoint's folder, or auto")
     found = latest(Path(args.save_path, 'checkpoints'))
+    if is_restart(args.save_path) and (found is not None or not args.resume):
+        args.resume = 'auto'
     if not args.resume and found is not None:
         raise ValueError(
             f'{args.save_path} holds checkpoints of an earlier run, up to {found.name}: go on with --resume auto, or choose another '

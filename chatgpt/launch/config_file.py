@@ -7,13 +7,9 @@ Training; keys are the run's own names or those of llm-on-ray. Nothing in a file
 from __future__ import annotations
 
 import argparse
-import ast
-import json
-import re
 import sys
-import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import MISSING, fields
 from functools import partial
@@ -21,81 +17,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from chatgpt.launch.arguments import Parser, field_docs, value_parser
+from chatgpt.launch.config_values import ALIASES, OVERRIDE, flat, overrides, read_file, typed, typed_text
 from chatgpt.launch.runs import PPORun, Run
 from chatgpt.trainer.config import nearest
 
 R = TypeVar('R', bound=Run)
-SECTIONS = ('general', 'dataset', 'training')
-_OVERRIDE = re.compile(r'[A-Za-z_][A-Za-z_0-9.]*=.*', re.DOTALL)
-
-ALIASES: dict[str, str] = {
-    'base_model': 'pretrain', 'model_name': 'pretrain', 'output_dir': 'save_path', 'checkpoint_dir': 'model_path', 'train_file': 'dataset',
-    'validation_split_percentage': 'validation_percentage', 'learning_rate': 'lr', 'lr_scheduler': 'lr_schedule',
-    'max_train_steps': 'max_steps', 'kl_coeff': 'kl_coef', 'rm_pretrain': 'reward_model',
-}  # fmt: skip
-"""llm-on-ray's names of what a run calls otherwise; those with a meaning of their own are in `_translated`"""
-
-
-def yaml_loader() -> type[Any]:
-    """PyYAML's safe loader, for which 1e-5 is a number and None is null."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        pass
-
-    Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-    number = re.compile(r'[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)[eE][-+]?[0-9]+')
-    Loader.add_implicit_resolver('tag:yaml.org,2002:float', number, list('-+0123456789.'))
-    Loader.add_implicit_resolver('tag:yaml.org,2002:null', re.compile('None'), ['N'])
-    return Loader
-
-
-def read_file(path: str | Path) -> dict[str, Any]:
-    """A config file's content.
-
-    Raises:
-        ValueError: it is not there, is not what its ending says, or is no mapping.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f'config_file {path}: there is no such file')
-    text = path.read_text()
-    try:
-        content = _parsed(text, path.suffix)
-    except Exception as error:
-        raise ValueError(f'config_file {path}: {" ".join(str(error).split())}') from None
-    if content is None:
-        content = {}
-    if not isinstance(content, dict):
-        raise ValueError(f'config_file {path}: it holds a {type(content).__name__}, not names with values')
-    return content
-
-
-def _parsed(text: str, suffix: str) -> Any:
-    if suffix == '.json':
-        return json.loads(text)
-    if suffix == '.conf':
-        try:
-            return ast.literal_eval(text.strip() or '{}')
-        except (ValueError, SyntaxError) as error:
-            raise ValueError(f'a .conf file is one Python literal, {{"General": {{...}}, ...}} ({error})') from None
-    if suffix in ('.yaml', '.yml'):
-        import yaml
-
-        return yaml.load(text, Loader=yaml_loader())  # a safe loader
-    raise ValueError(f'the ending {suffix!r} is not known; use .yaml, .json or .conf')
-
-
-def flat(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """(where it stands, key, value) of every entry; sections are opened."""
-    for key, value in content.items():
-        if str(key).lower() in SECTIONS and (isinstance(value, Mapping) or str(key)[0].isupper()):
-            if value is not None and not isinstance(value, Mapping):
-                raise ValueError(f'section {key}: names with values are expected, not {value!r}')
-            for inner, inner_value in (value or {}).items():
-                yield f'{key}.{inner}', str(inner), inner_value
-        else:
-            yield str(key), str(key), value
 
 
 def values_of(entries: Iterator[tuple[str, str, Any]], cls: type[Run], source: str) -> dict[str, Any]:
@@ -144,24 +70,6 @@ def _translated(key: str, value: Any, cls: type[Run], known: set[str]) -> tuple[
     return ALIASES.get(key, key), value
 
 
-def typed(value: Any, hint: Any) -> Any:
-    """A file's value as the annotated type."""
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    for option in options:
-        origin = typing.get_origin(option)
-        if origin is list and isinstance(value, (list, tuple)):
-            return [str(v) for v in value]
-        if origin is list and isinstance(value, str):
-            return [value]
-        if origin is dict and isinstance(value, Mapping):
-            return {str(k): float(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple, Mapping)):
-        raise ValueError(f'{value!r} is not expected here')
-    if isinstance(value, float) and int in options and float not in options and value == int(value):
-        value = int(value)
-    return value_parser(hint)('none' if value is None else str(value))
-
-
 # ---------------------------------------------------------------------- command lines
 
 
@@ -186,7 +94,7 @@ def parse_run(
     path = given.pop('config_file', None)
     if path is not None:
         values |= values_of(flat(read_file(path)), cls, f'config_file {path}')
-    values |= values_of(_overrides(words), cls, 'command line')
+    values |= values_of(overrides(words), cls, 'command line')
     if plain and positional is not None:
         values[positional] = plain[0]
     show = given.pop('print_config', False)
@@ -195,19 +103,6 @@ def parse_run(
         print(to_yaml(run), end='')
         raise SystemExit(0)
     return run
-
-
-def _overrides(words: SequenceOf[str]) -> Iterator[tuple[str, str, Any]]:
-    """`Training.learning_rate=1e-4`, or without the section; values are YAML."""
-    import yaml
-
-    for word in words:
-        if _OVERRIDE.fullmatch(word):
-            where, _, text = word.partition('=')
-            *sections, key = where.split('.')
-            if any(s.lower() not in SECTIONS for s in sections):
-                raise ValueError(f'command line: {where}: {".".join(sections)} is no section; there are General, Dataset and Training')
-            yield where, key, yaml.load(text, Loader=yaml_loader())
 
 
 def _parser(cls: type[Run], description: str | None, positional: str | None) -> Parser:
@@ -229,14 +124,10 @@ def _parser(cls: type[Run], description: str | None, positional: str | None) -> 
                 if 'list[' in str(hints[f.name]):
                     group.add_argument(f'--{f.name}', action='append', type=str, **options)
                 elif 'dict[' in str(hints[f.name]):
-                    group.add_argument(f'--{f.name}', type=partial(_typed_text, hint=hints[f.name]), **options)
+                    group.add_argument(f'--{f.name}', type=partial(typed_text, hint=hints[f.name]), **options)
                 else:
                     group.add_argument(f'--{f.name}', type=value_parser(hints[f.name]), **options)
     return parser
-
-
-def _typed_text(text: str, hint: Any) -> Any:
-    return typed(_parsed(text, '.yaml'), hint)
 
 
 def _sorted(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:
@@ -256,7 +147,7 @@ def _sorted(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:
             flags.append(f'{word}=true')
         elif word.startswith('--no_') and f'--{word[5:]}' in switches:
             flags.append(f'--{word[5:]}=false')
-        elif _OVERRIDE.fullmatch(word) and not is_value:
+        elif OVERRIDE.fullmatch(word) and not is_value:
             words.append(word)
         else:
             flags.append(word)

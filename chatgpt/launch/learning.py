@@ -38,7 +38,10 @@ def make_callbacks(run: Run) -> list[Any]:
 
 def resume(run: Run, trainer: Any) -> None:
     """Go on from the checkpoint that the run names, if any, and write down what runs from here on."""
+    from chatgpt.launch.relaunch import sign
+
     strategy = trainer.strategy
+    sign(run.save_path, strategy)
     if run.resume and not trainer.load_checkpoint(run.resume) and strategy.is_rank_0:
         print('nothing to resume yet: starting from the beginning', flush=True)
     strategy.run_on_rank0(lambda: write_resolved(run, run.save_path))

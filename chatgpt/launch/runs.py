@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from chatgpt.launch.arguments import STRATEGIES, world_size_from_env
+from chatgpt.launch.arguments import STRATEGIES, processes_here
 from chatgpt.trainer.config import LearningSettings, PPOConfig, SFTConfig, SupervisedConfig
 from chatgpt.trainer.reward_model import RewardModelConfig
 
@@ -109,7 +109,7 @@ class Run(LearningSettings):
         if wanted is not None and wanted != world_size:
             raise ValueError(
                 f'num_training_workers={wanted}, but {world_size} process{"es were" if world_size > 1 else " was"} started; '
-                f'launch with: torchrun --nproc-per-node={wanted} script.py ..., or leave it out'
+                f'launch with: torchrun --nproc-per-node={wanted} script.py ..., or python -m chatgpt.launch script.py ..., or leave it out'
             )
         for name in self.resources_per_worker or {}:
             if name not in ('CPU', 'GPU'):
@@ -128,7 +128,7 @@ class Run(LearningSettings):
             raise ValueError(f'resources_per_worker asks for {resources["GPU"]:g} GPU, and this machine has none; leave GPU out')
         if 'CPU' in resources:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-            torch.set_num_threads(max(1, min(int(resources['CPU']), cores // world_size_from_env())))
+            torch.set_num_threads(max(1, min(int(resources['CPU']), cores // processes_here())))
 
     def lora_keywords(self) -> dict[str, Any]:
         """Keywords of the model classes."""

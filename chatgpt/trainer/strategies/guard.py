@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
@@ -84,7 +85,6 @@ class FailureGuard(AbstractContextManager[None]):
     Keys in the store: `failure` (the first message), `seen` (how many ranks have read it), `done` (how many left well).
     """
 
-    _count = 0  # guards are entered in the same order on every rank, so the number separates their keys
     _active = False
 
     def __init__(
@@ -102,8 +102,10 @@ class FailureGuard(AbstractContextManager[None]):
         if FailureGuard._active or self.world_size == 1:
             return
         FailureGuard._active = True
-        FailureGuard._count += 1
-        prefix = f'chatgpt/guard/{FailureGuard._count}'
+        # a name of its own for the keys: a launcher's store may outlive a restart, and hold the failure that was its reason
+        name = [uuid.uuid4().hex]
+        dist.broadcast_object_list(name, src=0)
+        prefix = f'chatgpt/guard/{name[0]}'
         store = dist.distributed_c10d._get_default_store()
         # a connection of its own: the main thread may be waiting for a key while holding the other one
         self._store = dist.PrefixStore(prefix, store.clone() if hasattr(store, 'clone') else store)

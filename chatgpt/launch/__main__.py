@@ -1,0 +1,109 @@
+"""Start a script on several processes, with torchrun or on a Ray cluster.
+
+    python -m chatgpt.launch --num_workers 2 examples/train_prompts.py --strategy ddp
+    python -m chatgpt.launch --launcher ray --num_workers 4 --cpus_per_worker 2 --gpus_per_worker 1 examples/train_sft.py --strategy fsdp
+    python -m chatgpt.launch --launcher ray examples/train_prompts.py --config_file run.yaml
+
+What follows the script is the script's own. Its settings num_training_workers and resources_per_worker, from a config file or flags, are
+the number and resources of workers where the flags here do not say them. docs/launch.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from chatgpt.launch.arguments import Parser, run_main
+from chatgpt.launch.config_values import peek
+
+RAY_ONLY: dict[str, Any] = {'gpus_per_worker': None, 'address': None, 'placement': None, 'wait_s': None, 'env': []}
+TORCHRUN_ONLY: dict[str, Any] = {'num_nodes': None, 'rdzv_endpoint': None, 'run_id': None, 'local_addr': None}
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(prog='python -m chatgpt.launch', description=__doc__)
+    add = parser.add_argument
+    add('--launcher', choices=('torchrun', 'ray'), default='torchrun')
+    add('--num_workers', type=int, help='processes in all, one per rank (default: num_training_workers of the script, or 1)')
+    add('--cpus_per_worker', type=float, help='cores of a worker, and its threads unless OMP_NUM_THREADS is set (default: 1)')
+    add('--max_failures', type=int, default=3, help='how many times failed workers are replaced (default: 3)')
+    ray = parser.add_argument_group('ray')
+    ray.add_argument('--gpus_per_worker', type=int, help='devices of a worker (default: 0)')
+    ray.add_argument('--address', help='HOST:PORT of the cluster, or local for one on this machine alone; default: RAY_ADDRESS, or found')
+    ray.add_argument('--placement', choices=('pack', 'spread'), help='workers on few nodes or on many (default: pack)')
+    ray.add_argument('--wait_s', type=float, help='longest wait for resources in use, or for a node in place of a dead one (default: 300)')
+    ray.add_argument('--env', action='append', default=[], metavar='NAME=VALUE', help='variable of the script; may be given several times')
+    torchrun = parser.add_argument_group('torchrun, started with the same command on every node')
+    torchrun.add_argument('--num_nodes', type=int, help='(default: 1)')
+    torchrun.add_argument('--rdzv_endpoint', metavar='HOST:PORT', help='one of the nodes, where they meet')
+    torchrun.add_argument('--run_id', metavar='NAME', help='of this launch, the same on every node')
+    torchrun.add_argument('--local_addr', metavar='HOST', help='this node as the others reach it; default: by its host name')
+    add('script')
+    add('script_args', nargs=argparse.REMAINDER)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    given = {name: getattr(args, name) for name in (RAY_ONLY | TORCHRUN_ONLY)}
+    wrong = TORCHRUN_ONLY if args.launcher == 'ray' else RAY_ONLY
+    for name, unset in wrong.items():
+        if given.pop(name) != unset:
+            raise ValueError(f'--{name} is not for --launcher {args.launcher}')
+    options = {name: value for name, value in given.items() if value is not None and name != 'env'}
+    options |= {'script': args.script, 'script_args': args.script_args, 'max_failures': args.max_failures}
+    options |= workers(args)
+    if args.launcher == 'torchrun':
+        from chatgpt.launch.torchrun import TorchrunLaunch, run_on_torchrun
+
+        options.pop('gpus_per_worker', None)  # torchrun counts no devices: local rank 0 takes the first, and so on
+        run_on_torchrun(TorchrunLaunch(**options))
+    from chatgpt.launch.ray import run_on_ray
+    from chatgpt.launch.ray_request import RayLaunch
+
+    return run_on_ray(RayLaunch(**options, variables=variables(args.env), shared_path=peek(args.script_args).get('save_path')))
+
+
+def workers(args: argparse.Namespace) -> dict[str, Any]:
+    """Number and resources of workers, by the flags here or by the script's settings.
+
+    Raises:
+        ValueError: both say it, and not the same.
+    """
+    settings = peek(args.script_args)
+    resources = settings.get('resources_per_worker') or {}
+    for name in resources:
+        if name not in ('CPU', 'GPU'):
+            raise ValueError(f'resources_per_worker: {name!r} is not known; there are CPU and GPU')
+    found = {}
+    for name, setting, asked in (
+        ('num_workers', 'num_training_workers', settings.get('num_training_workers')),
+        ('cpus_per_worker', 'resources_per_worker CPU', resources.get('CPU')),
+        ('gpus_per_worker', 'resources_per_worker GPU', resources.get('GPU')),
+    ):
+        here = getattr(args, name)
+        if None not in (here, asked) and here != asked:
+            raise ValueError(f"--{name} {here:g} and the script's {setting} {asked:g} differ; give one, before or after the script")
+        if (here, asked) != (None, None):
+            found[name] = asked if here is None else here
+    return found
+
+
+def variables(words: Sequence[str]) -> dict[str, str]:
+    for word in words:
+        if not re.match(r'[A-Za-z_]\w*=', word):
+            raise ValueError(f'--env {word!r} is not NAME=VALUE')
+    return dict(word.split('=', 1) for word in words)  # type: ignore[misc]
+
+
+def command_line() -> None:
+    code = main()
+    if code:
+        sys.exit(code)
+
+
+if __name__ == '__main__':
+    run_main(command_line)

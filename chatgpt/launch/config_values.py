@@ -1,0 +1,167 @@
+"""Values out of config files and `key=value` words, before it is known what run they are for.
+
+Nothing in a file is ever evaluated. Imports neither torch nor the settings of runs, so that a launcher can look here first (`peek`).
+Left out: which keys a run has (`config_file`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from typing import Any
+
+from chatgpt.launch.arguments import value_parser
+
+SECTIONS = ('general', 'dataset', 'training')
+OVERRIDE = re.compile(r'[A-Za-z_][A-Za-z_0-9.]*=.*', re.DOTALL)
+
+ALIASES: dict[str, str] = {
+    'base_model': 'pretrain', 'model_name': 'pretrain', 'output_dir': 'save_path', 'checkpoint_dir': 'model_path', 'train_file': 'dataset',
+    'validation_split_percentage': 'validation_percentage', 'learning_rate': 'lr', 'lr_scheduler': 'lr_schedule',
+    'max_train_steps': 'max_steps', 'kl_coeff': 'kl_coef', 'rm_pretrain': 'reward_model',
+}  # fmt: skip
+"""llm-on-ray's names of what a run calls otherwise; those with a meaning of their own are in `config_file._translated`"""
+
+
+def yaml_loader() -> type[Any]:
+    """PyYAML's safe loader, for which 1e-5 is a number and None is null."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+    number = re.compile(r'[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)[eE][-+]?[0-9]+')
+    Loader.add_implicit_resolver('tag:yaml.org,2002:float', number, list('-+0123456789.'))
+    Loader.add_implicit_resolver('tag:yaml.org,2002:null', re.compile('None'), ['N'])
+    return Loader
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """A config file's content.
+
+    Raises:
+        ValueError: it is not there, is not what its ending says, or is no mapping.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f'config_file {path}: there is no such file')
+    text = path.read_text()
+    try:
+        content = _parsed(text, path.suffix)
+    except Exception as error:
+        raise ValueError(f'config_file {path}: {" ".join(str(error).split())}') from None
+    if content is None:
+        content = {}
+    if not isinstance(content, dict):
+        raise ValueError(f'config_file {path}: it holds a {type(content).__name__}, not names with values')
+    return content
+
+
+def _parsed(text: str, suffix: str) -> Any:
+    if suffix == '.json':
+        return json.loads(text)
+    if suffix == '.conf':
+        try:
+            return ast.literal_eval(text.strip() or '{}')
+        except (ValueError, SyntaxError) as error:
+            raise ValueError(f'a .conf file is one Python literal, {{"General": {{...}}, ...}} ({error})') from None
+    if suffix in ('.yaml', '.yml'):
+        import yaml
+
+        return yaml.load(text, Loader=yaml_loader())  # a safe loader
+    raise ValueError(f'the ending {suffix!r} is not known; use .yaml, .json or .conf')
+
+
+def flat(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """(where it stands, key, value) of every entry; sections are opened."""
+    for key, value in content.items():
+        if str(key).lower() in SECTIONS and (isinstance(value, Mapping) or str(key)[0].isupper()):
+            if value is not None and not isinstance(value, Mapping):
+                raise ValueError(f'section {key}: names with values are expected, not {value!r}')
+            for inner, inner_value in (value or {}).items():
+                yield f'{key}.{inner}', str(inner), inner_value
+        else:
+            yield str(key), str(key), value
+
+
+def typed(value: Any, hint: Any) -> Any:
+    """A file's value as the annotated type."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    for option in options:
+        origin = typing.get_origin(option)
+        if origin is list and isinstance(value, (list, tuple)):
+            return [str(v) for v in value]
+        if origin is list and isinstance(value, str):
+            return [value]
+        if origin is dict and isinstance(value, Mapping):
+            return {str(k): float(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, Mapping)):
+        raise ValueError(f'{value!r} is not expected here')
+    if isinstance(value, float) and int in options and float not in options and value == int(value):
+        value = int(value)
+    return value_parser(hint)('none' if value is None else str(value))
+
+
+def typed_text(text: str, hint: Any) -> Any:
+    return typed(_parsed(text, '.yaml'), hint)
+
+
+def overrides(words: SequenceOf[str]) -> Iterator[tuple[str, str, Any]]:
+    """`Training.learning_rate=1e-4`, or without the section; values are YAML."""
+    import yaml
+
+    for word in words:
+        if OVERRIDE.fullmatch(word):
+            where, _, text = word.partition('=')
+            *sections, key = where.split('.')
+            if any(s.lower() not in SECTIONS for s in sections):
+                raise ValueError(f'command line: {where}: {".".join(sections)} is no section; there are General, Dataset and Training')
+            yield where, key, yaml.load(text, Loader=yaml_loader())
+
+
+LAUNCH_SETTINGS: dict[str, Any] = {'num_training_workers': int | None, 'resources_per_worker': dict[str, float] | None, 'save_path': str}
+"""settings of every run that concern its launcher too"""
+
+
+def peek(argv: SequenceOf[str]) -> dict[str, Any]:
+    """The `LAUNCH_SETTINGS` that a script called with `argv` will have, where its command line or config file names them.
+
+    Raises:
+        ValueError: the config file cannot be read, or a value is of another type.
+    """
+    texts: dict[str, str] = {}
+    words: list[str] = []
+    for word, following in zip(argv, [*argv[1:], ''], strict=False):
+        name, equals, value = word.removeprefix('--').partition('=')
+        if word.startswith('--') and name in (*LAUNCH_SETTINGS, 'config_file'):
+            texts[name] = value if equals else following
+        elif OVERRIDE.fullmatch(word) and _own(name.split('.')[-1]) in LAUNCH_SETTINGS:
+            words.append(word)
+    path = texts.pop('config_file', None)
+    found: dict[str, Any] = {}
+    for source, entries in ((f'config_file {path}', flat(read_file(path)) if path else ()), ('command line', overrides(words))):
+        for where, key, value in entries:
+            if _own(key) in LAUNCH_SETTINGS:
+                try:
+                    found[_own(key)] = typed(value, LAUNCH_SETTINGS[_own(key)])
+                except (ValueError, argparse.ArgumentTypeError) as error:
+                    raise ValueError(f'{source}: {where}: {error}') from None
+    for name, text in texts.items():
+        try:
+            found[name] = typed_text(text, LAUNCH_SETTINGS[name])
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            raise ValueError(f'--{name}: {error}') from None
+    return found
+
+
+def _own(key: str) -> str:
+    """Our name of a key that may be llm-on-ray's."""
+    return ALIASES.get(key, key)

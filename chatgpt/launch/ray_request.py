@@ -1,0 +1,185 @@
+"""What a launch on Ray asks for, and what can be wrong with it: address, token, shared paths, packages. Does not import Ray."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import chatgpt
+
+WITNESS = '.chatgpt-shared-'
+_HTTP2 = b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n' + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""how a gRPC connection begins; the other side answers with a frame of the same kind, 4"""
+FORWARDED = (
+    'CHATGPT_', 'CUBLAS_', 'GLOO_', 'HF_', 'MKL_', 'NCCL_', 'OMP_', 'PYTHONHASHSEED', 'PYTHONPATH', 'TOKENIZERS_', 'TORCH_',
+    'TRANSFORMERS_', 'WANDB_',
+)  # fmt: skip
+"""beginnings of the environment variables that go with the script to every worker"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayLaunch:
+    """What is asked for."""
+
+    script: str
+    script_args: Sequence[str] = ()
+    num_workers: int = 1
+    cpus_per_worker: float = 1
+    """cores that Ray reserves, and threads of a process unless OMP_NUM_THREADS is set"""
+    gpus_per_worker: int = 0
+    max_failures: int = 3
+    """how many times the workers are replaced"""
+    address: str | None = None
+    """host:port of the cluster; none: RAY_ADDRESS, or the one this node belongs to; 'local': one that lives as long as this run"""
+    placement: str = 'pack'
+    """'pack' puts workers on few nodes, 'spread' on many"""
+    wait_s: float = 300.0
+    """longest wait for resources that others use now, or for a new node in place of a dead one"""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """further environment variables of the script"""
+    shared_path: str | None = None
+    """folder that all nodes must see, or the run could not go on elsewhere; none: the working directory"""
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1:
+            raise ValueError(f'num_workers={self.num_workers} must be at least 1')
+        if self.cpus_per_worker < 0 or self.gpus_per_worker < 0 or self.cpus_per_worker + self.gpus_per_worker == 0:
+            raise ValueError(
+                f'cpus_per_worker={self.cpus_per_worker:g} and gpus_per_worker={self.gpus_per_worker:g}: give at least one above 0'
+            )
+        if self.gpus_per_worker != int(self.gpus_per_worker):
+            raise ValueError(f'gpus_per_worker={self.gpus_per_worker:g}: a rank has devices of its own; give a whole number')
+        if self.max_failures < 0:
+            raise ValueError(f'max_failures={self.max_failures} must not be negative')
+        if self.placement not in ('pack', 'spread'):
+            raise ValueError(f'placement={self.placement!r} is not one of pack, spread')
+        if not Path(self.script).is_file():
+            raise ValueError(f'{self.script}: there is no such script')
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        return {name: n for name, n in (('CPU', self.cpus_per_worker), ('GPU', self.gpus_per_worker)) if n}
+
+    def __str__(self) -> str:
+        each = ' and '.join(f'{n:g} {name}' for name, n in self.bundle.items())
+        return f'{self.num_workers} worker{"s" if self.num_workers > 1 else ""} with {each} each'
+
+
+def environment(launch: RayLaunch, run_id: str, failures: int) -> dict[str, str]:
+    """Variables that are the same on every rank."""
+    forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+    root = Path(chatgpt.__file__).resolve().parents[1]
+    if 'site-packages' not in root.parts:  # a checkout, which workers find on the shared path
+        forwarded['PYTHONPATH'] = os.pathsep.join(dict.fromkeys([str(root), *filter(None, [forwarded.get('PYTHONPATH')])]))
+    return {
+        'OMP_NUM_THREADS': str(max(1, int(launch.cpus_per_worker))),
+        'PYTHONUNBUFFERED': '1',
+        **forwarded,
+        'WORLD_SIZE': str(launch.num_workers),
+        'TORCHELASTIC_RUN_ID': run_id,
+        'TORCHELASTIC_RESTART_COUNT': str(failures),
+        'TORCHELASTIC_MAX_RESTARTS': str(launch.max_failures),
+        **launch.variables,
+    }
+
+
+def check_address(address: str) -> None:
+    """Raises ValueError for an address that nobody answers at, long before Ray itself would give up."""
+    if address.startswith('ray://'):
+        raise ValueError(
+            f'address {address}: the launcher passes paths of its own machine to the workers, so it has to run on a node of the '
+            'cluster; log in there, or send the command with: ray job submit -- python -m chatgpt.launch ...'
+        )
+    if address in ('auto', 'local'):
+        return
+    host, _, port = address.rpartition(':')
+    if not host or not port.isdigit():
+        raise ValueError(f"address {address!r} is not host:port, such as 10.0.0.1:6379, nor 'auto' or 'local'")
+    try:
+        with socket.create_connection((host.strip('[]'), int(port)), timeout=5) as probe:
+            probe.sendall(_HTTP2)
+            if os.environ.get('RAY_USE_TLS', '0') != '1' and probe.recv(9)[3:4] != b'\4':
+                raise OSError('what listens there is not Ray')
+    except OSError as error:
+        raise ValueError(
+            f'no Ray cluster answers at {address} ({error.strerror or error}); look up the address with ray status on its head node, '
+            'or start one there with: ray start --head --port=6379'
+        ) from None
+
+
+@contextmanager
+def stderr_aside() -> Iterator[IO[bytes]]:
+    """What this process writes to stderr, C++ included, in a file instead."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield file
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
+def explained(address: str, error: Exception, said: str = '') -> str:
+    """What went wrong in ray.init, and what to do. `said` is what Ray's C++ had to say."""
+    text = ' '.join(str(error).split())
+    if 'InvalidAuthToken' in text + said or 'auth_token' in text.lower():
+        why = text[:200] if 'oken' in text else 'it is missing or another one'
+        return (
+            f'the Ray cluster at {address} does not accept the token of this process ({why}): every node and this command need the same '
+            'RAY_AUTH_MODE (token or disabled) and the same token; copy ~/.ray/auth_token of the head node, or set RAY_AUTH_TOKEN'
+        )
+    if 'Could not find any running Ray instance' in text:
+        return (
+            'there is no Ray cluster: start one with ray start --head (and ray start --address=HEAD:6379 on further nodes), name one with '
+            '--address HOST:PORT or RAY_ADDRESS, or use this machine alone with --address local'
+        )
+    if 'ersion mismatch' in text:
+        return f'the Ray cluster at {address} runs other versions: {text}; install the same Ray and Python here as there'
+    return f'cannot join the Ray cluster at {address}: {type(error).__name__}: {text}'
+
+
+def check_node(address: str, found: Mapping[str, Any], shared: str) -> None:
+    """Raises ValueError when a worker's node, in which `Worker.look` has found this, lacks something; says what to do about it."""
+    where = f'node {address} ({found["host"]})'
+    for path in found['missing']:
+        if Path(path).name.startswith(WITNESS):
+            path = os.path.dirname(path)
+        raise ValueError(
+            f'{path} is not shared: {where} does not have it as it is here. Script, working directory and {shared} have to lie on a file '
+            'system that all nodes mount at the same place; run the command from there and give --save_path there'
+        )
+    packages = found['packages']
+    if packages.get('error'):
+        raise ValueError(f'{where}: {packages["python"]} cannot import chatgpt: {packages["error"].strip().splitlines()[-1]}')
+    if packages['missing']:
+        raise ValueError(
+            f'{where}: {packages["python"]} has no package {", ".join(packages["missing"])}; install it there (pip install .), or put '
+            'a checkout on the shared file system into PYTHONPATH'
+        )
+    if packages['version'] != chatgpt.__version__:
+        raise ValueError(f'{where} has chatgpt {packages["version"]}, here is {chatgpt.__version__}; install the same on every node')
+
+
+@contextmanager
+def witness(folder: str) -> Iterator[str]:
+    """A file in `folder`, or in the nearest folder above it that exists, which a node sees only if it sees the same folder."""
+    place = next(p for p in (Path(folder).absolute(), *Path(folder).absolute().parents) if p.is_dir())
+    path = place / f'{WITNESS}{uuid.uuid4().hex}'
+    try:
+        path.write_text(path.name)
+    except OSError as error:
+        raise ValueError(f'cannot write to {place}: {error.strerror}; every node needs a folder that it can write for this run') from None
+    try:
+        yield str(path)
+    finally:
+        path.unlink(missing_ok=True)

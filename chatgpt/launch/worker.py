@@ -1,0 +1,173 @@
+"""The far end of a launch: looks around on its node, and runs the script as a child process whose output it keeps.
+
+Sent to other machines by value, before it is known whether this package is there: it imports the standard library only.
+Left out: who the workers are and what becomes of their results (`ray`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import queue
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+TAIL_BYTES = 8192
+"""of a rank's output, shown when it fails"""
+END = 'end'
+"""name of the last chunk of an output"""
+_CHUNK = 65536
+_SIOCGIFADDR = 0x8915
+
+# Replaced by the script at once; before that it asks the kernel for its own end when this worker ends, however that ends.
+_EXEC = """
+import os, signal, sys
+try:
+    import ctypes
+    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
+except (OSError, AttributeError):
+    pass
+if os.getppid() != int(sys.argv[1]):
+    os._exit(137)
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+_PACKAGES = """
+import importlib.util, json, sys
+found = {'python': sys.executable, 'missing': [n for n in sys.argv[1:] if importlib.util.find_spec(n) is None]}
+if 'chatgpt' not in found['missing']:
+    import chatgpt
+    found |= {'version': chatgpt.__version__}
+print(json.dumps(found))
+"""
+
+
+def digest(path: str) -> str | None:
+    """SHA-256 of a file; None where it cannot be read."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has this IPv4 address; None if that cannot be told."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack('256s', name.encode()[:15]))
+            except OSError:  # an interface without an IPv4 address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
+
+
+class Worker:
+    """One rank. `run` blocks until its script has ended; the other methods are called meanwhile, from other threads."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended = False
+        self._output: queue.Queue[tuple[str, bytes]] = queue.Queue(maxsize=256)
+        self._tail = b''
+        self._lock = threading.Lock()
+
+    def look(self, address: str, folder: str, seen: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, Any]:
+        """What the launcher needs to know before it starts anything here.
+
+        Args:
+            address: of this node.
+            folder: the working directory of the launch.
+            seen: path → SHA-256 of files that must be the same here.
+
+        Returns:
+            port (free now), interface, missing (paths that are not here or differ), packages (python, missing, version).
+        """
+        with socket.socket() as probe:
+            probe.bind(('', 0))
+            port = probe.getsockname()[1]
+        missing = [path for path, expected in seen.items() if digest(path) != expected]
+        if not Path(folder).is_dir():
+            missing.insert(0, folder)
+        found: dict[str, Any] = {'port': port, 'interface': interface_of(address), 'missing': missing, 'host': socket.gethostname()}
+        done = subprocess.run(
+            [sys.executable, '-P', '-c', _PACKAGES, 'chatgpt', 'torch', 'transformers'],
+            env={**os.environ, **variables}, capture_output=True, text=True,
+        )  # fmt: skip
+        found['packages'] = (
+            json.loads(done.stdout) if done.returncode == 0 else {'python': sys.executable, 'missing': [], 'error': done.stderr[-1000:]}
+        )
+        return found
+
+    def run(self, command: Sequence[str], folder: str, variables: Mapping[str, str], stream: bool) -> tuple[int, str]:
+        """`python *command` in `folder`; its exit code (minus the signal that ended it) and the end of its output.
+
+        Args:
+            stream: keep the output for `read`, which must then be called until this has returned.
+        """
+        with self._lock:
+            if self._ended:
+                return -int(signal.SIGKILL), ''
+            self._process = subprocess.Popen(
+                [sys.executable, '-I', '-S', '-c', _EXEC, str(os.getpid()), *command], cwd=folder, env={**os.environ, **variables},
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+            )  # fmt: skip
+        process = self._process
+        pumps = [
+            threading.Thread(target=self._pump, args=(name, getattr(process, name), stream), daemon=True) for name in ('stdout', 'stderr')
+        ]
+        for pump in pumps:
+            pump.start()
+        code = process.wait()
+        self._kill_group()  # what the script has started and left
+        for pump in pumps:
+            pump.join()
+        if stream:
+            self._output.put((END, b''))
+        return code, self._tail.decode(errors='replace')
+
+    def _pump(self, name: str, source: Any, stream: bool) -> None:
+        while chunk := os.read(source.fileno(), _CHUNK):
+            with self._lock:
+                self._tail = (self._tail + chunk)[-TAIL_BYTES:]
+            if stream:
+                self._output.put((name, chunk))  # waits when nobody reads, as a pipe would
+
+    def read(self, timeout_s: float) -> list[tuple[str, bytes]]:
+        """(stdout, stderr or END, bytes) since the last call; waits up to `timeout_s` for the first."""
+        chunks: list[tuple[str, bytes]] = []
+        try:
+            chunks.append(self._output.get(timeout=timeout_s))
+            while True:
+                chunks.append(self._output.get_nowait())
+        except queue.Empty:
+            return chunks
+
+    def signal(self, number: int) -> None:
+        """Pass a signal on to the script."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def stop(self) -> None:
+        """End the script at once, and wait until it has ended."""
+        with self._lock:
+            self._ended = True
+        if self._process is not None:
+            self._kill_group()
+            self._process.wait()
+
+    def _kill_group(self) -> None:
+        assert self._process is not None
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)  # the child leads a session of its own
+        except (ProcessLookupError, PermissionError):
+            pass

@@ -1,0 +1,203 @@
+"""python -m chatgpt.launch: what its flags and the script's config file come to, and the marks by which a restarted launch goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chatgpt.launch import __main__ as command
+from chatgpt.launch import ray, relaunch, torchrun
+from chatgpt.launch.config_values import peek
+from chatgpt.launch.ray_request import RayLaunch, environment
+from chatgpt.launch.torchrun import TorchrunLaunch
+from chatgpt.testing.processes import environment as variables_set
+from chatgpt.trainer.strategies import NaiveStrategy
+
+SCRIPT = str(Path(__file__))
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What would have been launched."""
+    found = []
+    monkeypatch.setattr(ray, 'run_on_ray', lambda launch: found.append(launch) or 0)
+    monkeypatch.setattr(torchrun, 'run_on_torchrun', lambda launch: sys.exit(found.append(launch)))
+
+    def launch(*argv: str):
+        try:
+            command.main(argv)
+        except SystemExit as stop:
+            assert stop.code is None
+        return found.pop()
+
+    return launch
+
+
+def test_flags_before_the_script_are_the_launchers_and_those_after_it_the_scripts(launched):
+    launch = launched(
+        '--launcher', 'ray', '--num_workers', '4', '--cpus_per_worker=2', '--gpus_per_worker=1', '--max_failures=7', '--address=a:1',
+        '--env', 'A=1', '--env=B=x=y', SCRIPT, 'data.csv', '--num_workers', '9', '--save_path', 'out', 'a=b',
+    )  # fmt: skip
+    assert launch == RayLaunch(
+        script=SCRIPT, script_args=['data.csv', '--num_workers', '9', '--save_path', 'out', 'a=b'], num_workers=4, cpus_per_worker=2,
+        gpus_per_worker=1, max_failures=7, address='a:1', variables={'A': '1', 'B': 'x=y'}, shared_path='out',
+    )  # fmt: skip
+    assert str(launch) == '4 workers with 2 CPU and 1 GPU each'
+    assert launched(SCRIPT, '--x') == TorchrunLaunch(script=SCRIPT, script_args=['--x'])
+
+
+def test_a_config_file_says_number_and_resources_of_workers(launched, tmp_path):
+    path = tmp_path / 'run.yaml'
+    path.write_text('General: {output_dir: logs}\nTraining: {num_training_workers: 2, resources_per_worker: {CPU: 3, GPU: 1}}\n')
+    launch = launched('--launcher=ray', SCRIPT, '--config_file', str(path))
+    assert (launch.num_workers, launch.cpus_per_worker, launch.gpus_per_worker, launch.shared_path) == (2, 3, 1, 'logs')
+    file = f'--config_file={path}'
+    launch = launched('--launcher=ray', SCRIPT, file, 'Training.num_training_workers=5', '--resources_per_worker={CPU: 4}')
+    assert (launch.num_workers, launch.cpus_per_worker, launch.gpus_per_worker) == (5, 4, 0)  # words win over the file, flags over words
+    launch = launched('--launcher=ray', '--num_workers=2', '--cpus_per_worker=3', SCRIPT, f'--config_file={path}')
+    assert (launch.num_workers, launch.gpus_per_worker) == (2, 1)
+    launch = launched(SCRIPT, f'--config_file={path}')
+    assert (launch.num_workers, launch.cpus_per_worker) == (2, 3)
+
+
+def test_peek_sees_what_the_script_will_see(tmp_path):
+    path = tmp_path / 'run.json'
+    path.write_text(json.dumps({'num_training_workers': 2, 'save_path': 'a', 'num_workers': 7, 'epochs': 1}))
+    assert peek([]) == {}
+    assert peek(['--config_file', str(path)]) == {'num_training_workers': 2, 'save_path': 'a'}
+    words = ['General.output_dir=b', 'lr=1', 'elsewhere.x=2']
+    assert peek([f'--config_file={path}', *words]) == {'num_training_workers': 2, 'save_path': 'b'}
+    assert peek(['output_dir=b', '--save_path', 'c', '--num_training_workers=none']) == {'save_path': 'c', 'num_training_workers': None}
+
+
+@pytest.mark.parametrize(
+    ('argv', 'message'),
+    [
+        (['--launcher=ray', '--num_workers=2', SCRIPT, '--num_training_workers=3'], '--num_workers 2 .* num_training_workers 3 differ'),
+        (['--launcher=ray', SCRIPT, '--resources_per_worker={TPU: 1}'], "'TPU' is not known; there are CPU and GPU"),
+        (['--launcher=ray', SCRIPT, '--num_training_workers=some'], '--num_training_workers: .*some'),
+        (['--launcher=ray', SCRIPT, '--config_file=/no/such.yaml'], 'config_file /no/such.yaml: there is no such file'),
+        (['--launcher=ray', '--rdzv_endpoint=a:1', SCRIPT], '--rdzv_endpoint is not for --launcher ray'),
+        (['--address=a:1', SCRIPT], '--address is not for --launcher torchrun'),
+        (['--launcher=ray', '--env=x', SCRIPT], "--env 'x' is not NAME=VALUE"),
+        (['--launcher=ray', '--num_workers=0', SCRIPT], 'num_workers=0 must be at least 1'),
+        (['--launcher=ray', '--cpus_per_worker=0', SCRIPT], 'cpus_per_worker=0 and gpus_per_worker=0: give at least one above 0'),
+        (['--launcher=ray', SCRIPT, '--resources_per_worker={GPU: 0.5}'], 'gpus_per_worker=0.5: a rank has devices of its own'),
+        (['--launcher=ray', '--max_failures=-1', SCRIPT], 'max_failures=-1 must not be negative'),
+        (['--launcher=ray', '/no/script.py'], '/no/script.py: there is no such script'),
+        (['/no/script.py'], '/no/script.py: there is no such script'),
+        (['--num_workers=3', '--num_nodes=2', SCRIPT], 'num_workers=3 cannot be cut over num_nodes=2'),
+        (['--num_workers=4', '--num_nodes=2', SCRIPT], 'give --rdzv_endpoint HOST:PORT of one of them, and --run_id NAME'),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else '',
+)
+def test_mistakes_of_a_launch(argv, message):
+    with pytest.raises(ValueError, match=message):
+        command.main(argv)
+
+
+def test_the_torchrun_command():
+    one = TorchrunLaunch(script=SCRIPT, script_args=['--a', 'b'], num_workers=2)
+    assert one.command()[1:] == [
+        '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', '--max_restarts=3', SCRIPT, '--a', 'b',
+    ]  # fmt: skip
+    two = TorchrunLaunch(script=SCRIPT, num_workers=4, num_nodes=2, rdzv_endpoint='n0:29400', run_id='j', local_addr='n1', max_failures=0)
+    assert two.command()[3:] == [
+        '--rdzv_backend=c10d', '--rdzv_endpoint=n0:29400', '--rdzv_id=j', '--nnodes=2', '--local_addr=n1', '--nproc_per_node=2',
+        '--max_restarts=0', SCRIPT,
+    ]  # fmt: skip
+
+
+def test_ray_that_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'ray', None)
+    with pytest.raises(ValueError, match=r"needs Ray, which cannot be imported here .*; pip install 'chatgpt\[ray\]'"):
+        ray.run_on_ray(RayLaunch(script=SCRIPT))
+
+
+def test_a_script_gets_the_packages_place_and_the_users_variables_but_not_all(monkeypatch):
+    monkeypatch.delenv('OMP_NUM_THREADS')
+    monkeypatch.setenv('PYTHONPATH', '/mine')
+    monkeypatch.setenv('HF_TOKEN', 't')
+    monkeypatch.setenv('UNRELATED', 'u')
+    found = environment(RayLaunch(script=SCRIPT, num_workers=2, cpus_per_worker=3, variables={'HF_HOME': '/h'}), 'name', 1)
+    monkeypatch.setenv('OMP_NUM_THREADS', '5')
+    assert environment(RayLaunch(script=SCRIPT, cpus_per_worker=3), 'name', 1)['OMP_NUM_THREADS'] == '5'
+    monkeypatch.undo()
+    assert (found['OMP_NUM_THREADS'], found['HF_TOKEN'], found['HF_HOME'], found['WORLD_SIZE']) == ('3', 't', '/h', '2')
+    assert found['PYTHONPATH'].split(':')[-1] == '/mine'
+    assert (found['TORCHELASTIC_RUN_ID'], found['TORCHELASTIC_RESTART_COUNT']) == ('name', '1')
+    assert 'UNRELATED' not in found
+
+
+# ---------------------------------------------------------------------- going on after a restart
+
+
+def test_only_the_launch_that_signed_a_folder_is_a_restart_there(tmp_path):
+    with NaiveStrategy() as strategy:
+        relaunch.sign(tmp_path, strategy)
+        assert not list(tmp_path.iterdir())  # no launcher, no mark
+        with variables_set(TORCHELASTIC_RUN_ID='one'):
+            assert not relaunch.is_restart(tmp_path)
+            relaunch.sign(tmp_path, strategy)
+            assert relaunch.is_restart(tmp_path)
+        with variables_set(TORCHELASTIC_RUN_ID='two'):
+            assert not relaunch.is_restart(tmp_path)
+        with variables_set(TORCHELASTIC_RUN_ID='none'):  # every static torchrun
+            relaunch.sign(tmp_path, strategy)
+            assert not relaunch.is_restart(tmp_path)
+    assert not relaunch.is_restart(tmp_path)
+
+
+class TwoHosts(NaiveStrategy):
+    """Rank 0 of two, whose other rank has not seen what it wrote."""
+
+    world_size = 2
+
+    def all_gather_object(self, obj):
+        return [obj, (False, 'other')]
+
+
+def test_a_folder_that_not_all_ranks_see(tmp_path):
+    with pytest.raises(ValueError, match=rf'{tmp_path} is not shared: .* is not seen by rank 1 on other; give a --save_path on'):
+        relaunch.sign(tmp_path, TwoHosts())
+
+
+# ---------------------------------------------------------------------- Slurm, with stand-ins for its commands
+
+
+@pytest.mark.parametrize('name', ['torchrun', 'ray'])
+def test_a_slurm_job_starts_the_launcher(tmp_path, name):
+    """`srun` runs its command once, as on the first node; `python` writes down how it is called."""
+    for command_name, text in {
+        'srun': 'while [[ $1 == --* ]]; do shift; done; SLURMD_NODENAME=node-a exec "$@"',
+        'scontrol': 'echo node-a; echo node-b',
+        'hostname': 'echo 10.0.0.1 172.17.0.1',
+        'python': f'printf "%s\\n" "$*" >> {tmp_path}/called',
+    }.items():
+        (tmp_path / command_name).write_text(f'#!/bin/bash\n{text}\n')
+        (tmp_path / command_name).chmod(0o755)
+    env = {
+        'PATH': f'{tmp_path}:{os.environ["PATH"]}', 'PYTHON': 'python', 'SLURM_JOB_ID': '1234', 'SLURM_JOB_NUM_NODES': '2',
+        'SLURM_JOB_NODELIST': 'node-[a-b]',
+    }  # fmt: skip
+    job = Path(__file__).resolve().parents[2] / 'examples' / 'slurm' / f'{name}.sbatch'
+    command_line = ['bash', str(job), 'p.csv', '--pretrain', 'a b']
+    done = subprocess.run(command_line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    calls = (tmp_path / 'called').read_text().splitlines()
+    (launch,) = [line.split() for line in calls if line.startswith('-m chatgpt.launch')]
+    args = command.parse_args(launch[2:])
+    assert args.script == 'examples/train_prompts.py'
+    assert args.script_args[-4:] == ['p.csv', '--pretrain', 'a', 'b']
+    assert '--save_path outputs/1234' in ' '.join(args.script_args)
+    if name == 'torchrun':
+        assert (args.num_workers, args.num_nodes, args.rdzv_endpoint, args.run_id) == (16, 2, 'node-a:21234', '1234')
+    else:
+        assert (args.launcher, args.address, args.num_workers, args.gpus_per_worker) == ('ray', '10.0.0.1:21234', 16, 1)
+        assert '-m ray.scripts.scripts start --block --head --node-ip-address=10.0.0.1 --port=21234' in calls
+        assert not list((tmp_path / 'outputs').iterdir())  # the token is gone

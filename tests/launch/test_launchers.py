@@ -1,0 +1,457 @@
+"""The launchers on real processes: one run under torchrun and Ray, its continuation after kills, and what goes wrong on a cluster."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import chatgpt
+from chatgpt.dataset import embedded
+from chatgpt.launch.ray_request import check_address, check_node
+from chatgpt.launch.worker import Worker
+from chatgpt.nn import GPTActor
+from chatgpt.testing.processes import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / 'examples' / 'train_prompts.py'
+QUICK = [
+    '--strategy=ddp', '--num_episodes=1', '--max_timesteps=8', '--update_timesteps=1', '--experience_batch_size=4', '--train_batch_size=4',
+    '--max_epochs=1', '--max_new_tokens=4', '--checkpoint_interval=1', '--lr=1e-3',
+]  # fmt: skip
+
+
+class Nodes:
+    """Three nodes with one core each, on this machine, that ask for a token. They belong to a process of their own, since Ray reads its
+    environment once, when it is imported."""
+
+    SCRIPT = """
+import os, sys
+from ray.cluster_utils import Cluster
+options = {'num_cpus': 1, 'object_store_memory': 80 * 2**20}
+cluster = Cluster(initialize_head=True, head_node_args={**options, 'include_dashboard': False})
+nodes = [cluster.add_node(**options) for _ in range(2)]
+raylet = lambda node: node.all_processes['raylet'][0].process.pid
+try:
+    print(cluster.address, flush=True)
+    for line in sys.stdin:
+        for node in [n for n in nodes if raylet(n) in map(int, line.split())][:1]:
+            print(raylet(node), flush=True)
+            nodes.remove(node)
+            cluster.remove_node(node, allow_graceful=False)
+            nodes.append(cluster.add_node(**options))
+finally:
+    cluster.shutdown()
+"""
+
+    def __init__(self, folder: str) -> None:
+        Path(folder, 'token').write_text('a' * 40)
+        self.variables = {
+            'RAY_TMPDIR': folder, 'RAY_AUTH_MODE': 'token', 'RAY_AUTH_TOKEN_PATH': f'{folder}/token', 'RAY_USAGE_STATS_ENABLED': '0',
+        }  # fmt: skip
+        self.process = subprocess.Popen(
+            [sys.executable, '-c', self.SCRIPT], env=os.environ | self.variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().strip()
+
+    def replace_one_of(self, raylets: Iterable[int]) -> int:
+        """Kill a node, not the first, whose process is among these, and add another; which it was."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(' '.join(map(str, raylets)) + '\n')
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+
+@pytest.fixture(scope='module')
+def cluster() -> Iterator[Nodes]:
+    if importlib.util.find_spec('ray') is None:
+        pytest.skip('needs ray: pip install -r requirements-ray.txt')
+    folder = tempfile.mkdtemp(prefix='ray-', dir='/tmp')  # Ray's sockets need a short path
+    nodes = Nodes(folder)
+    try:
+        assert nodes.address
+        yield nodes
+    finally:
+        nodes.process.communicate(timeout=30)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope='module')
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp('model')
+    GPTActor(config=embedded.demo_config()).save_pretrained(folder, tokenizer=embedded.demo_tokenizer())
+    return folder
+
+
+def command(*arguments: str, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, '-m', 'chatgpt.launch', *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env=os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'} | variables,
+    )  # fmt: skip
+
+
+def on(cluster: Nodes, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    return command('--launcher=ray', f'--address={cluster.address}', *arguments, **cluster.variables, **variables)
+
+
+def launch(cluster: Nodes, folder: Path, text: str, *options: str, args: Sequence[str] = ()) -> tuple[int, str]:
+    """Exit code and output of `text` as a script."""
+    path = folder / 'script.py'
+    path.write_text(text)
+    process = on(cluster, *options, str(path), *args)
+    output, _ = process.communicate(timeout=60)
+    return process.returncode, output
+
+
+def wait_for(condition, seconds: float = 60.0) -> Any:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.02)
+    raise AssertionError('it did not happen in time')
+
+
+def processes(*words: str) -> list[int]:
+    """Processes whose command line and environment hold all of these words."""
+    found = []
+    for folder in Path('/proc').iterdir():
+        try:
+            text = (folder / 'cmdline').read_bytes() + b'\0' + (folder / 'environ').read_bytes()
+        except (OSError, ValueError):
+            continue
+        if folder.name.isdigit() and all(w.encode() in text.split(b'\0') for w in words):
+            found.append(int(folder.name))
+    return found
+
+
+def parent(pid: int) -> int:
+    return int(Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[1])
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    lines = (folder / 'metrics.jsonl').read_text().splitlines() if (folder / 'metrics.jsonl').is_file() else []
+    return [{k: v for k, v in json.loads(line).items() if 'perf/' not in k} for line in lines]
+
+
+# ---------------------------------------------------------------------- the same run, whatever happens
+
+
+@pytest.fixture(scope='module')
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    """The folder of a run on two processes under torchrun that nobody has killed."""
+    folder = tmp_path_factory.mktemp('undisturbed')
+    process = command('--num_workers=2', str(SCRIPT), *QUICK, '--pretrain', str(model_folder), '--save_path', str(folder))
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, output
+    return folder
+
+
+def check_same_run(folder: Path, undisturbed: Path) -> None:
+    assert [line['step'] for line in metrics_of(folder)] == list(range(1, 9))
+    assert metrics_of(folder) == metrics_of(undisturbed)
+    ends = [(run / 'actor' / 'model.safetensors').read_bytes() for run in (folder, undisturbed)]
+    assert ends[0] == ends[1]
+    assert not processes(str(folder))
+
+
+def test_a_run_on_ray_goes_on_after_a_killed_worker(cluster, tmp_path, model_folder, undisturbed):
+    """The worker of rank 0 is killed in the middle, and takes its script along, which held the run's folder."""
+    flags = [str(SCRIPT), *QUICK, '--pretrain', str(model_folder), '--save_path', str(tmp_path)]
+    process = on(cluster, '--num_workers=2', *flags)
+    try:
+        wait_for(lambda: len(metrics_of(tmp_path)) >= 2)
+        (rank_0,) = processes(str(tmp_path), 'RANK=0')
+        os.kill(parent(rank_0), signal.SIGKILL)
+        wait_for(lambda: not Path(f'/proc/{rank_0}').exists(), 5)
+        output, _ = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+    assert 'rank 0 on' in output and 'was lost: its worker or node is gone; restart 1 of 3' in output
+    assert 'phase 8/8' in output and output.count('actor written to') == 1  # what rank 0 says reaches the driver
+    check_same_run(tmp_path, undisturbed)
+
+
+def test_torchrun_on_two_nodes_goes_on_after_a_killed_rank(tmp_path, model_folder, undisturbed):
+    """Two agents, as on two nodes, each with an address of its own. Only rank 1's knows of the kill by itself."""
+    flags = [str(SCRIPT), *QUICK, '--pretrain', str(model_folder), '--save_path', str(tmp_path)]
+    meet = ['--num_workers=2', '--num_nodes=2', f'--rdzv_endpoint=127.0.0.2:{free_port()}', f'--run_id={tmp_path}']
+    agents = [command(*meet, f'--local_addr=127.0.0.{node}', *flags) for node in (2, 3)]
+    try:
+        wait_for(lambda: len(metrics_of(tmp_path)) >= 2)
+        (rank_1,) = processes(str(tmp_path), 'RANK=1', 'LOCAL_RANK=0', 'LOCAL_WORLD_SIZE=1')
+        os.kill(rank_1, signal.SIGKILL)
+        outputs = [agent.communicate(timeout=100)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert any('exitcode: -9' in output for output in outputs)
+    check_same_run(tmp_path, undisturbed)
+
+
+# ---------------------------------------------------------------------- what a script finds, and how it ends
+
+
+SHOW = """
+import json, os, pathlib, sys, time
+names = 'RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT OMP_NUM_THREADS HF_HUB_OFFLINE NOTE'.split()
+found = {name: os.environ.get(name) for name in names}
+found |= {'argv': sys.argv[1:], 'path': sys.path[0], 'name': __name__, 'raylet': os.popen(f'ps -o ppid= -p {os.getppid()}').read().strip()}
+pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(json.dumps(found))
+print('said by', os.environ['RANK'])
+time.sleep(0.2)
+print('complained by', os.environ['RANK'], file=sys.stderr)
+"""
+
+
+def test_a_script_finds_what_torchrun_would_have_set(cluster, tmp_path, monkeypatch):
+    monkeypatch.setenv('HF_HUB_OFFLINE', '1')
+    options = ['--num_workers=4', '--cpus_per_worker=0.5', '--env=NOTE=a=b c']
+    code, output = launch(cluster, tmp_path, SHOW, *options, args=[str(tmp_path), '--flag=x y', '--', 'z'])
+    assert (code, output) == (0, 'said by 0\ncomplained by 0\n')
+    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(4)]
+    for rank, one in enumerate(found):
+        assert (one['RANK'], one['WORLD_SIZE'], one['OMP_NUM_THREADS']) == (str(rank), '4', '1')
+        assert (one['HF_HUB_OFFLINE'], one['NOTE'], one['argv']) == ('1', 'a=b c', [str(tmp_path), '--flag=x y', '--', 'z'])
+        assert (one['path'], one['name']) == (str(tmp_path), '__main__')
+        assert (one['MASTER_ADDR'], one['MASTER_PORT']) == (found[0]['MASTER_ADDR'], found[0]['MASTER_PORT'])
+    nodes = list(dict.fromkeys(one['raylet'] for one in found))
+    assert len(nodes) >= 2  # a node has room for two
+    places = [[one for one in found if one['raylet'] == node] for node in nodes]
+    assert [one['RANK'] for place in places for one in place] == list('0123')  # ranks of a node follow each other
+    for number, place in enumerate(places):
+        assert [one['LOCAL_RANK'] for one in place] == [str(n) for n in range(len(place))]
+        assert {(one['LOCAL_WORLD_SIZE'], one['GROUP_RANK']) for one in place} == {(str(len(place)), str(number))}
+    assert not list(tmp_path.glob('.chatgpt*'))
+
+
+FAIL = """
+import os, pathlib, sys, time
+with open(sys.argv[1], 'a') as file:
+    file.write(f"{os.environ['RANK']} {os.environ['TORCHELASTIC_RESTART_COUNT']} {os.environ['TORCHELASTIC_RUN_ID']}\\n")
+if os.environ['RANK'] == '1':
+    time.sleep(0.3)
+    sys.exit('it broke' if sys.argv[2] == '1' else int(sys.argv[2]))
+time.sleep(1)
+"""
+
+
+def test_a_script_that_fails_is_started_again_as_often_as_allowed(cluster, tmp_path):
+    code, output = launch(cluster, tmp_path, FAIL, '--num_workers=2', '--max_failures=1', args=[str(tmp_path / 'log'), '1'])
+    assert code == 1
+    lines = [line.split() for line in (tmp_path / 'log').read_text().splitlines()]
+    assert sorted(line[:2] for line in lines) == [['0', '0'], ['0', '1'], ['1', '0'], ['1', '1']]
+    assert len({line[2] for line in lines}) == 1  # the same launch
+    assert output.count('ended with exit code 1, its last words:\nit broke\n; ') == 2
+    assert '; restart 1 of 1' in output and '; giving up' in output
+
+
+def test_a_script_that_is_called_wrongly_is_not_started_again(cluster, tmp_path):
+    code, output = launch(cluster, tmp_path, FAIL, '--num_workers=2', args=[str(tmp_path / 'log'), '2'])
+    assert code == 2 and 'restart' not in output
+    assert len((tmp_path / 'log').read_text().splitlines()) == 2
+
+
+WAIT = """
+import os, pathlib, signal, sys, time
+def leave(number, frame):
+    print('saving', flush=True)
+    sys.exit(128 + number)
+signal.signal(signal.SIGTERM, leave)
+pathlib.Path(sys.argv[1], f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['RANK']}-{os.getpid()}").touch()
+while not pathlib.Path(sys.argv[1], 'end').exists():
+    time.sleep(0.05)
+"""
+
+
+def started(folder: Path, attempt: int, number: int) -> list[int] | None:
+    """Process ids of an attempt's ranks, once all of them have said that they are there."""
+    files = sorted(folder.glob(f'{attempt}-*-*'), key=lambda f: int(f.name.split('-')[1]))
+    return [int(f.name.split('-')[2]) for f in files] if len(files) == number else None
+
+
+def test_a_busy_cluster_is_an_error_and_a_signal_reaches_the_script(cluster, tmp_path):
+    (tmp_path / 'wait.py').write_text(WAIT)
+    process = on(cluster, '--num_workers=3', str(tmp_path / 'wait.py'), str(tmp_path))
+    try:
+        wait_for(lambda: started(tmp_path, 0, 3))
+        error = fails(cluster, tmp_path, '--num_workers=2', '--wait_s=0.1')
+        assert '2 workers with 1 CPU each fit the Ray cluster, but for 0.1 s others have used it (0 CPU, 0 GPU free now)' in error
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 143
+    assert output.splitlines() == ['[launch] SIGTERM: passed on to all workers', 'saving']
+
+
+def test_scripts_end_with_a_launcher_that_is_killed(cluster, tmp_path):
+    (tmp_path / 'wait.py').write_text(WAIT)
+    process = on(cluster, '--num_workers=2', str(tmp_path / 'wait.py'), str(tmp_path))
+    try:
+        pids = wait_for(lambda: started(tmp_path, 0, 2))
+    finally:
+        process.kill()
+        process.communicate()
+    wait_for(lambda: not any(Path(f'/proc/{pid}').exists() for pid in pids), 20)
+
+
+def test_a_script_that_is_killed_is_started_again(cluster, tmp_path):
+    (tmp_path / 'wait.py').write_text(WAIT)
+    process = on(cluster, '--num_workers=2', '--max_failures=1', str(tmp_path / 'wait.py'), str(tmp_path))
+    try:
+        first = wait_for(lambda: started(tmp_path, 0, 2))
+        os.kill(first[1], signal.SIGKILL)
+        wait_for(lambda: started(tmp_path, 1, 2))
+        assert not Path(f'/proc/{first[0]}').exists()
+        (tmp_path / 'end').touch()
+        output, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert re.fullmatch(r'\[launch\] rank 1 on [0-9.]+ was ended by SIGKILL; restart 1 of 1\n', output)
+
+
+# ---------------------------------------------------------------------- one line for every mistake
+
+
+def fails(cluster: Nodes, folder: Path, *options: str) -> str:
+    """The one line of a launch that cannot be; the launcher's own remarks may stand before it."""
+    code, output = launch(cluster, folder, 'raise SystemExit(1)', *options)
+    *remarks, error = output.splitlines()
+    assert code == 2 and all(line.startswith('[launch] ') for line in remarks), output
+    assert error.startswith('error: ')
+    return error.removeprefix('error: ')
+
+
+def test_a_request_that_no_node_can_hold_names_request_and_cluster(cluster, tmp_path):
+    error = fails(cluster, tmp_path, '--num_workers=2', '--cpus_per_worker=2')
+    assert error.startswith('2 workers with 2 CPU each do not fit the Ray cluster, which has room for 0 (node ')
+    assert error.count(': 1 CPU, 0 GPU') == 3
+    assert '4 workers with 1 CPU each do not fit the Ray cluster, which has room for 3' in fails(cluster, tmp_path, '--num_workers=4')
+    assert '1 worker with 1 CPU and 1 GPU each do not fit' in fails(cluster, tmp_path, '--gpus_per_worker=1')
+
+
+def test_another_token_is_an_error_that_says_where_the_right_one_is(cluster, tmp_path):
+    (tmp_path / 'token').write_text('b' * 40)
+    variables = cluster.variables | {'RAY_AUTH_TOKEN_PATH': str(tmp_path / 'token')}
+    process = command('--launcher=ray', f'--address={cluster.address}', str(SCRIPT), **variables)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert output.count('\n') == 1
+    assert output.startswith(f'error: the Ray cluster at {cluster.address} does not accept the token of this process')
+    assert 'copy ~/.ray/auth_token of the head node' in output
+
+
+def test_no_cluster(tmp_path):
+    if importlib.util.find_spec('ray') is None:
+        pytest.skip('needs ray: pip install -r requirements-ray.txt')
+    (tmp_path / 'script.py').touch()
+    text = (
+        'from ray._private import services\n'
+        'from functools import cache\n'
+        'services.find_gcs_addresses = cache(set)\n'  # whatever else runs on this machine
+        f'import runpy, sys; sys.argv = ["launch", "--launcher=ray", "{tmp_path}/script.py"]\n'
+        'runpy.run_module("chatgpt.launch", run_name="__main__")\n'
+    )
+    env = {k: v for k, v in os.environ.items() if not k.startswith('RAY_')} | {'RAY_TMPDIR': str(tmp_path), 'PYTHONPATH': str(ROOT)}
+    done = subprocess.run([sys.executable, '-c', text], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert re.fullmatch(r'error: there is no Ray cluster: start one with ray start --head .*, or .* --address local\n', done.stderr)
+
+
+def test_a_wrong_address(tmp_path):
+    with socket.create_server(('127.0.0.1', 0)) as closed:
+        address = f'127.0.0.1:{closed.getsockname()[1]}'
+    with pytest.raises(ValueError, match=rf'no Ray cluster answers at {address} \(Connection refused\); look up the address with'):
+        check_address(address)
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        other = threading.Thread(target=lambda: server.accept()[0].sendall(b'HTTP/1.1 400 Bad Request\r\n'))
+        other.start()
+        with pytest.raises(ValueError, match='what listens there is not Ray'):
+            check_address(f'127.0.0.1:{server.getsockname()[1]}')
+        other.join()
+    with pytest.raises(ValueError, match='has to run on a node of the cluster.*ray job submit'):
+        check_address('ray://10.0.0.1:10001')
+    with pytest.raises(ValueError, match="address '10.0.0.1' is not host:port, such as 10.0.0.1:6379"):
+        check_address('10.0.0.1')
+
+
+def test_another_package_on_a_worker(cluster, tmp_path):
+    (tmp_path / 'chatgpt').mkdir()
+    (tmp_path / 'chatgpt' / '__init__.py').write_text("__version__ = '0.0.0'\n")
+    elsewhere = f'--env=PYTHONPATH={tmp_path}'
+    assert f'has chatgpt 0.0.0, here is {chatgpt.__version__}; install the same' in fails(cluster, tmp_path, elsewhere)
+    (tmp_path / 'chatgpt' / '__init__.py').write_text('import nothing_of_that_name\n')
+    assert "cannot import chatgpt: ModuleNotFoundError: No module named 'nothing_of_that_name'" in fails(cluster, tmp_path, elsewhere)
+
+
+def test_a_worker_without_the_package(monkeypatch, tmp_path):
+    bare = tmp_path / 'python'
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages
+    bare.chmod(0o755)
+    monkeypatch.setattr(sys, 'executable', str(bare))
+    found = Worker().look('127.0.0.1', str(tmp_path), {}, {'PYTHONPATH': ''})
+    with pytest.raises(ValueError, match=r'^node 10.0.0.2 .*python has no package chatgpt, torch, transformers; install it there'):
+        check_node('10.0.0.2', found, 'x')
+
+
+def test_a_node_that_does_not_see_the_same_files(cluster, tmp_path):
+    """The second node has a file system of its own at the place of the run's folder."""
+    own = ['unshare', '--mount', 'sh', '-c', f'mount -t tmpfs none {tmp_path} && exec "$@"', 'sh']
+    if subprocess.run([*own, 'true'], capture_output=True).returncode:
+        pytest.skip('needs unshare --mount, with the right to mount')
+    (tmp_path.parent / 'script.py').write_text('')
+    start = [sys.executable, '-m', 'ray.scripts.scripts', 'start', f'--address={cluster.address}', '--num-cpus=1', '--block']
+    start += [f'--object-store-memory={80 * 2**20}']
+    node = subprocess.Popen(
+        [*own, *start], env=os.environ | cluster.variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        error = 'do not fit'
+        while 'do not fit' in error:  # until the node has joined
+            process = on(cluster, '--num_workers=4', str(tmp_path.parent / 'script.py'), f'--save_path={tmp_path}/run')
+            error, _ = process.communicate(timeout=60)
+    finally:
+        os.killpg(node.pid, signal.SIGTERM)
+        node.wait(timeout=30)
+    assert re.match(rf'error: {tmp_path} is not shared: node .* does not have it as it is here', error)
+    assert 'give --save_path there' in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_node_that_dies_is_replaced(cluster, tmp_path):
+    """All three nodes are in use, so the launch has to wait for the new one."""
+    (tmp_path / 'wait.py').write_text(WAIT)
+    process = on(cluster, '--num_workers=3', str(tmp_path / 'wait.py'), str(tmp_path))
+    try:
+        pids = wait_for(lambda: started(tmp_path, 0, 3))
+        homes = {parent(parent(pid)): pid for pid in pids}
+        pid = homes[cluster.replace_one_of(homes)]
+        again = wait_for(lambda: started(tmp_path, 1, 3))
+        assert not Path(f'/proc/{pid}').exists()
+        assert not set(again) & set(pids)
+        (tmp_path / 'end').touch()
+        output, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+    assert f'rank {pids.index(pid)} on' in output and 'its worker or node is gone; restart 1 of 3' in output
