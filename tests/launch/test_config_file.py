@@ -77,6 +77,10 @@ def test_resources(monkeypatch):
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match='asks for 1 GPU, and this machine has none'):
             run(SFTRun, '--resources_per_worker', '{GPU: 1}').apply_resources()
+        from chatgpt.launch.build import check_ppo_args
+
+        with pytest.raises(ValueError, match='asks for 1 GPU, and this machine has none'):
+            check_ppo_args(run(PPORun, '--resources_per_worker', '{GPU: 1}'), 1)
 
 
 YAML = """
