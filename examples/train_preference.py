@@ -14,7 +14,7 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-from chatgpt.launch.arguments import check_run_folder, make_strategy, run_main, world_size_from_env
+from chatgpt.launch.arguments import check_run_folder, run_main, strategy_of, world_size_from_env
 from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.preference import PreferenceRun
 
@@ -32,7 +32,7 @@ def main() -> None:
     source = run.dataset or embedded.demo_preferences(learning.EMBEDDED_EXAMPLES, seed=0)
     train, validation = read(run, source, tokenizer)
     check_run_folder(run.save_path)
-    with make_strategy(run.strategy, seed=run.seed, precision=run.precision, remote_code=run.trust_remote_code) as strategy:
+    with strategy_of(run) as strategy:
         learning.report_data(run, strategy, train, validation)
         learn(run, strategy, config, tokenizer, train, validation)
 

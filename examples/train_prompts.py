@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from chatgpt.launch.arguments import check_run_folder, make_strategy, run_main, world_size_from_env
+from chatgpt.launch.arguments import check_run_folder, run_main, strategy_of, world_size_from_env
 from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.planning import memory_advice, setup_of_ppo, show_plan
 from chatgpt.launch.rollouts import rollout_engine
@@ -34,7 +34,7 @@ def main() -> None:
     check_run_folder(args.save_path)
     with (
         memory_advice(lambda: setup_of_ppo(args, inputs)),
-        make_strategy(args.strategy, seed=args.seed, precision=args.precision, remote_code=args.trust_remote_code) as strategy,
+        strategy_of(args) as strategy,
         rollout_engine(args) as engine,
     ):
         train(args, config, strategy, inputs, engine)

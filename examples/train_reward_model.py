@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from chatgpt.launch.arguments import check_run_folder, make_strategy, run_main, world_size_from_env
+from chatgpt.launch.arguments import check_run_folder, run_main, strategy_of, world_size_from_env
 from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.planning import memory_advice, setup_of_data, show_plan
 from chatgpt.launch.runs import RewardRun
@@ -37,7 +37,7 @@ def main() -> None:
     check_run_folder(run.save_path)
     with (
         memory_advice(lambda: setup_of_data(run, config, 'reward_model')),
-        make_strategy(run.strategy, seed=run.seed, precision=run.precision, remote_code=run.trust_remote_code) as strategy,
+        strategy_of(run) as strategy,
     ):
         learning.report_data(run, strategy, train, validation)
         learn(run, strategy, config, tokenizer, train, validation)

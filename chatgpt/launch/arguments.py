@@ -128,8 +128,8 @@ def processes_here() -> int:
     return int(os.environ.get('LOCAL_WORLD_SIZE') or world_size_from_env())
 
 
-def make_strategy(name: str, *, seed: int, precision: Any, remote_code: bool = False) -> Any:
-    """A strategy by its command-line name.
+def make_strategy(name: str, *, seed: int, precision: Any, remote_code: bool = False, timeout_s: float = 1800.0) -> Any:
+    """A strategy by its command-line name. `timeout_s`: a rank that keeps the others waiting longer ends the run, by name.
 
     FSDP builds on the meta device, so no rank holds a whole model; not with `remote_code`, since a model whose code came from a hub may
     compute buffers in its constructor, and on the meta device those would be lost.
@@ -141,12 +141,21 @@ def make_strategy(name: str, *, seed: int, precision: Any, remote_code: bool = F
     if name == 'naive':
         return s.NaiveStrategy(seed=seed, precision=precision)
     if name == 'ddp':
-        return s.DDPStrategy(seed=seed, precision=precision)
+        return s.DDPStrategy(seed=seed, precision=precision, timeout_s=timeout_s)
     if name.startswith('fsdp'):
-        return s.FSDPStrategy(seed=seed, precision=precision, cpu_offload=name.endswith('_cpu'), meta_init=not remote_code)
+        return s.FSDPStrategy(
+            seed=seed, precision=precision, cpu_offload=name.endswith('_cpu'), meta_init=not remote_code, timeout_s=timeout_s
+        )
     stage = {'gemini': 3, 'zero1': 1, 'zero2': 2}[name.split('_')[1]]
     policy: Any = 'cpu' if name.endswith('_cpu') else ('auto' if stage == 3 else 'cuda')
-    return s.ColossalAIStrategy(stage=stage, precision=precision, seed=seed, placement_policy=policy)
+    return s.ColossalAIStrategy(stage=stage, precision=precision, seed=seed, placement_policy=policy, timeout_s=timeout_s)
+
+
+def strategy_of(run: Any) -> Any:
+    """The strategy that a `chatgpt.launch.runs.Run` asks for."""
+    return make_strategy(
+        run.strategy, seed=run.seed, precision=run.precision, remote_code=run.trust_remote_code, timeout_s=run.rank_timeout_s
+    )
 
 
 def load_function(spec: str) -> Callable[..., Any]:

@@ -61,6 +61,8 @@ class Run(LearningSettings):
     """allow a hub model to bring code of its own"""
     skip_bad_records: bool = False
     """leave bad records out and count them"""
+    rank_timeout_s: float = 1800.0
+    """a rank that keeps the others waiting for longer ends the run, with a message that names it"""
     plan: bool = False
     """print what memory each phase takes, whether it fits here and what would make it fit, and stop; no weight is loaded"""
     resume: str | None = None
@@ -90,7 +92,7 @@ class Run(LearningSettings):
         for name in ('precision', 'model', 'optimizer', 'lora_train_bias'):
             hint = {'precision': Precision, 'model': Family, 'lora_train_bias': BiasMode}.get(name, Literal['adamw', 'sgd'])
             self._one_of(name, get_args(hint))
-        self._positive('keep_last', 'lora_alpha')
+        self._positive('keep_last', 'lora_alpha', 'rank_timeout_s')
         self._not_negative('checkpoint_interval', 'lora_rank', 'weight_decay', 'lr')
         if self.lr is not None and not self.lr < float('inf'):
             raise ValueError(f'lr={self.lr} must be a number of at least 0')
