@@ -132,8 +132,10 @@ class Sweep:
                 return {'trained': False, 'limit': 'time', 'message': f'it took longer than {self.cap.timeout_s:g} s'}
             if out.is_file():
                 return json.loads(out.read_text())
-            # SIGKILL is the system out of memory; SIGABRT an allocation in C++ that nothing could answer
-            limit = ('host memory' if self.cap.on_cuda else 'memory') if child.returncode in (-9, -6) else None
+            # SIGKILL is the system out of memory; SIGABRT an allocation in C++ that nothing could answer; SIGSEGV, under a tight cap on
+            # a CPU, is oneDNN without room for the code that it makes
+            signals = (-9, -6) if self.cap.on_cuda else (-9, -6, -11)
+            limit = ('host memory' if self.cap.on_cuda else 'memory') if child.returncode in signals else None
             return {'trained': False, 'limit': limit, 'message': f'exit {child.returncode}: {child.stdout[-TELLS:]}'}
 
     def planned_row(self, strategy: str, option: str) -> Row:
