@@ -162,7 +162,10 @@ def _collect(setup: Setup, config: Any, actor: models.ModelSize) -> Memory:
             memory.add('full copy', b * (actor.outside + sum(blocks[:2])))
             memory.add('full copy', b * actor.total / (setup.processes_per_machine or setup.num_processes), host=True)
         else:
-            memory.add('full copy', b * actor.total)
+            # adapters are folded in fp32 before the copy is rounded
+            memory.add('full copy', (4 if setup.is_gemini and setup.lora_rank else b) * actor.total)
+    elif setup.is_zero and setup.lora_rank:
+        memory.add('full copy', 4 * actor.total)
     elif setup.precision != 'fp32' and not setup.is_zero:
         memory.add('full copy', b * actor.total)
     elif setup.lora_rank:

@@ -1,7 +1,8 @@
 """What stays in memory between phases: weights, gradients and optimizer states of one rank, by strategy.
 
 Numbers are those of the rank that holds most. Sources: the strategies of this package; for ZeRO and Gemini the layouts of ColossalAI
-0.5.0 (16-bit working weights, fp32 masters, Adam's two moments; Rajbhandari et al. 2020, section 3, without the residual states).
+0.5.0 (16-bit working weights, fp32 masters, Adam's two moments; Rajbhandari et al. 2020, section 3, without the residual states), and
+the exact values that `ColossalAIStrategy` keeps of what has no master. Gemini's rounding up to chunks is left out.
 """
 
 from __future__ import annotations
@@ -71,6 +72,9 @@ def trained_memory(name: str, size: ModelSize, setup: Setup) -> Memory:
         memory.add(states, steps, host=True)
         return memory
     share = _sum(size, lambda p: math.ceil(p.numel / w), trained_only=True)
+    if setup.precision != 'fp32':  # what is not trained has no master: its exact values wait on the host
+        untrained = _sum(size, lambda p: math.ceil(p.numel / w)) - share
+        memory.add(f'{name} exact values', 4 * untrained, host=True)
     if setup.is_zero:
         memory.add(weights, b * size.total)
         memory.add(f'{name} masters', 4 * share, host=host)
@@ -95,6 +99,8 @@ def frozen_memory(name: str, size: ModelSize, setup: Setup) -> Memory:
         memory.add(weights, b * size.total)
     else:
         memory.add(weights, b * math.ceil(size.total / w), host=setup.offloads)
+    if (setup.is_zero or setup.is_gemini) and setup.precision != 'fp32':
+        memory.add(f'{name} exact values', 4 * _sum(size, lambda p: math.ceil(p.numel / w)), host=True)
     return memory
 
 

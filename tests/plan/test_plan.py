@@ -13,7 +13,7 @@ import torch
 from chatgpt.nn import Actor, Critic
 from chatgpt.plan import Setup, cheapest_change, explain_out_of_memory, make_plan, models, parse_bytes, show_bytes
 from chatgpt.plan.advice import changes
-from chatgpt.plan.static import trained_memory
+from chatgpt.plan.static import frozen_memory, trained_memory
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.testing.tiny import tiny_sequences
@@ -68,6 +68,52 @@ def test_static_parts_are_exact():
         memory = trained_memory('actor', models.measure(models.build('actor', CONFIG, setup)), setup)
         planned = [memory.device.get(f'actor {n}', 0) + memory.host.get(f'actor {n}', 0) for n in ('weights', 'gradients', 'optimizer')]
         assert planned == list(map(max, zip(*ranks, strict=True))), (name, variant)
+
+
+def held_by_zero(stage: int, precision: str, variant: str) -> dict[str, int]:
+    """Bytes of this rank's tensors under ZeRO after a step, by what the planner calls them."""
+    from transformers import AutoModelForCausalLM
+
+    from chatgpt.batching import collate
+
+    with s.ColossalAIStrategy(stage=stage, precision=precision, placement_policy='cuda') as strategy:
+        actor, frozen = (Actor(AutoModelForCausalLM.from_config(CONFIG), **VARIANTS[v]) for v in (variant, 'full'))
+        optimizer = strategy.make_optimizer([p for p in actor.parameters() if p.requires_grad])
+        (actor, optimizer), frozen = strategy.prepare((actor, optimizer), frozen)
+        strategy.backward(actor(collate(tiny_sequences(seed=0)[:2])).logprobs.float().sum() / 100, actor, optimizer)
+        strategy.optimizer_step(optimizer)
+        own, its = (strategy._engines[id(strategy.unwrap(m))] for m in (actor, frozen))
+
+        def size(tensors) -> int:
+            return sum(t.numel() * t.element_size() for t in {t.data_ptr(): t for t in tensors if t.dim() > 0}.values())
+
+        return {
+            'actor weights': size(own.module.parameters()),
+            'actor masters': size(own.optimizer.working_to_master_param.values()),
+            'actor optimizer': size(v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)),
+            'actor exact values': size(own._kept.values()),
+            'initial model weights': size(its.module.parameters()),
+            'initial model exact values': size(its._kept.values()),
+        }
+
+
+ZERO = [(1, 'bf16', 'full'), (2, 'bf16', 'lora'), (2, 'fp32', 'full'), (2, 'bf16', 'hydra')]
+
+
+def held_by_zeros() -> list[dict[str, int]]:
+    return [held_by_zero(*case) for case in ZERO]
+
+
+def test_static_parts_of_zero_are_exact():
+    pytest.importorskip('colossalai')
+    ranks = run_distributed(held_by_zeros, 2)
+    for number, (stage, precision, variant) in enumerate(ZERO):
+        setup = Setup(config=CONFIG, strategy=f'colossalai_zero{stage}', num_processes=2, precision=precision, **VARIANTS[variant])
+        trained = trained_memory('actor', models.measure(models.build('actor', CONFIG, setup)), setup)
+        frozen = frozen_memory('initial model', models.measure(models.build('initial', CONFIG, setup)), setup)
+        planned = {**trained.device, **trained.host, **frozen.device, **frozen.host}
+        for name, size in ranks[0][number].items():
+            assert planned.get(name, 0) == pytest.approx(size, rel=0.002), (stage, precision, variant, name)  # rows are padded to the ranks
 
 
 @pytest.mark.parametrize('precision', ['fp32', 'bf16'])
