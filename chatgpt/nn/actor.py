@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from chatgpt.functional.logprobs import chunked_logprobs, entropy_of, logprobs_of
 from chatgpt.nn import hydra, lora
-from chatgpt.nn.gelu import use_blockwise_gelu
+from chatgpt.nn.gelu import use_fused_gelu
 from chatgpt.nn.heads import critic_head, in_fp32, load_head, save_head
 from chatgpt.nn.loading import add_lora, load_causal_lm, write_folder
 from chatgpt.nn.output import PolicyOutput
@@ -65,7 +65,7 @@ class Actor(nn.Module):
     ) -> None:
         super().__init__()
         _check_causal(model)
-        use_blockwise_gelu(model)
+        use_fused_gelu(model)
         self.model = model
         if value_head is True:
             value_head = critic_head(hidden_size(model))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from chatgpt.nn import lora
-from chatgpt.nn.gelu import use_blockwise_gelu
+from chatgpt.nn.gelu import use_fused_gelu
 from chatgpt.nn.heads import critic_head, in_fp32, load_head, save_head
 from chatgpt.nn.loading import add_lora, load_base_model, trunk_of, write_folder
 from chatgpt.nn.packing import enable_packing, flat_hidden
@@ -42,7 +42,7 @@ class Critic(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.model = trunk_of(model)
-        use_blockwise_gelu(self.model)
+        use_fused_gelu(self.model)
         self._cut = looks_ahead(self.model)
         if self._cut:
             known = self.model.config.model_type == 'deberta-v2'

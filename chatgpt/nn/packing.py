@@ -6,6 +6,8 @@ transformers under a name of ours, which is the model's 'sdpa' for every ordinar
 - FlashAttention for variable lengths (`torch.nn.attention.varlen`) on CUDA in 16 bits, where torch has it;
 - elsewhere `scaled_dot_product_attention` over groups of sequences of similar length, padded within their group.
 
+On a CPU attention over few keys is computed in fp32, also in 16-bit models: torch's 16-bit kernel is the slower one there.
+
 A model takes part when it asks transformers for its attention and every layer attends to all earlier tokens. On real weights that is
 compared with the plain forward on a few tokens when an `Actor`, `Critic` or `RewardModel` is built; the others keep the padded
 forward, which gives the same numbers up to rounding.
@@ -32,6 +34,9 @@ from chatgpt.types import Batch, PackedGroup, Packing
 
 ATTENTION = 'packed_sdpa'
 """our attention's name in transformers; without a `Packing` it is 'sdpa'"""
+
+NARROW = 256
+"""up to so many keys a CPU attends faster in fp32 than in 16 bits, the casts included"""
 
 CHECK_LENGTHS = (5, 3)
 
@@ -100,8 +105,15 @@ def packed_attention(
 
     With a `packing`, B is 1 and S the number of real tokens; causal within each sequence.
     """
+    dtype = query.dtype
+    widest = key.shape[2] if packing is None else packing.max_length
+    if query.device.type == 'cpu' and dtype in (torch.float16, torch.bfloat16) and widest <= NARROW:
+        query, key, value = query.float(), key.float(), value.float()
+        if attention_mask is not None and attention_mask.is_floating_point():
+            attention_mask = attention_mask.float()
     if packing is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        return out.to(dtype), None
     if kwargs.get('softcap') is not None or kwargs.get('position_bias') is not None:
         raise ValueError('packed attention knows neither soft caps nor position biases; train with packing=False')
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, d)
@@ -110,7 +122,7 @@ def packed_attention(
     if k.shape[1] != q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     parts = [_group_attention(q, k, v, group, dropout, scaling) for group in packing.groups]
-    return torch.cat(parts)[None], None
+    return torch.cat(parts)[None].to(dtype), None
 
 
 def _group_attention(q: Tensor, k: Tensor, v: Tensor, group: PackedGroup, dropout: float, scaling: float | None) -> Tensor:

@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from chatgpt.nn import lora
-from chatgpt.nn.gelu import use_blockwise_gelu
+from chatgpt.nn.gelu import use_fused_gelu
 from chatgpt.nn.heads import HEAD_FILE, SeededLinear, in_fp32, load_head, reward_head, save_head, set_state
 from chatgpt.nn.loading import add_lora, load_base_model, load_classifier, load_config, trunk_of, write_folder
 from chatgpt.nn.packing import enable_packing, flat_hidden
@@ -50,7 +50,7 @@ class RewardModel(nn.Module):
         super().__init__()
         whole = value_head is None and _is_classifier(model)
         self.model = model if whole else trunk_of(model)
-        use_blockwise_gelu(self.model)
+        use_fused_gelu(self.model)
         if whole:
             _check_labels(self.model.config.num_labels, type(model).__name__)
             self.value_head = None

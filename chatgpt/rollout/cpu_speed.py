@@ -1,8 +1,8 @@
-"""Faster decoding on CPU: the same modules, with their weights packed for oneDNN and GELU in one kernel.
+"""Faster decoding on CPU: the same modules, with their weights packed for oneDNN.
 
 A decode step multiplies a few rows by every weight matrix, and a plain call rearranges the matrix each time. The weights
-stand still while responses are generated, so they are packed once. Only exact `nn.Linear`, `Conv1D` (also with a merged LoRA
-adapter) and `NewGELUActivation` modules in fp32 on CPU are replaced, only inside the context and only without autograd; the
+stand still while responses are generated, so they are packed once. Only exact `nn.Linear` and `Conv1D` (also with a merged LoRA
+adapter) modules in fp32 on CPU are replaced, only inside the context and only without autograd; the
 results differ from the plain modules' by rounding.
 
 Left out: CUDA, 16-bit weights, streamed blocks, compiled or quantised modules and whatever else is not exactly one of these classes.
@@ -16,11 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
-from chatgpt.nn.gelu import BlockwiseNewGELU
 from chatgpt.nn.lora import LoRAConv1D, LoRALinear
 
 # a packed copy is as large as the weights, so a large model keeps to the plain ones
@@ -44,10 +41,6 @@ def _packed_forward(packed: Tensor, bias: Tensor | None) -> Callable[[Tensor], T
     return forward
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate='tanh')
-
-
 def _is_plain(module: Any) -> bool:
     """Whether the module computes x W + b with the weight as it is."""
     return module.merged if isinstance(module, (LoRALinear, LoRAConv1D)) else True
@@ -64,7 +57,6 @@ class PackedModules:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules: list[Any] = []
-        self.activations: list[Any] = []
         self._stamps: list[Any] = []
         self._forwards: list[Callable[[Tensor], Tensor] | None] = []
         parameters = list(model.parameters())
@@ -84,8 +76,6 @@ class PackedModules:
             if is_linear and type(module.weight) is nn.Parameter and not module.weight.is_inference():
                 self.modules.append(module)
                 size += module.weight.numel() * 4
-            elif type(module) in (NewGELUActivation, BlockwiseNewGELU):
-                self.activations.append(module)
         if size > MAX_PACKED_BYTES or not self._works():
             self.modules = []
 
@@ -117,9 +107,6 @@ class PackedModules:
                 if forward is not None:
                     module.forward = forward
                     replaced.append(module)
-            for module in self.activations:
-                module.forward = _gelu_tanh
-                replaced.append(module)
             yield
         finally:
             for module in replaced:
