@@ -14,7 +14,7 @@ prompt positions never see. For each sequence of P prompt and A response tokens:
 E are the passes over the phase. torch ends a block's recomputation at the last tensor that its backward pass needs, so the block's last
 matrix is not multiplied a fourth time. With frozen weights (LoRA, hydra) the 3 falls apart: 1 forward for all, 1 for the activations'
 gradient from the lowest block on that holds something trained, 1 for the weights that are trained. Adapters are merged while
-generating. A reference that is the actor itself costs the same as a copy.
+generating. A reference that is the actor itself costs the same as a copy; a hydra's only its branch, where the actor scores anyway.
 
 Left out: attention scores (4 · length · width of a block and token, a few per cent at 512 tokens),
 embeddings (a lookup), norms, heads with one output, the optimizer. Counted though not done: with LoRA, the gradient of what enters the
@@ -89,6 +89,8 @@ class Models:
     initial: Matrices | None
     reward: Matrices | None
     reference_is_actor: bool = False
+    reference_branch: int = 0
+    """of a hydra: numbers in the frozen copies of its top blocks, which are all that a reference costs where the policy is run anyway"""
 
 
 def phase_flop(
@@ -107,7 +109,10 @@ def phase_flop(
     actor = models.actor
     score = sum(m.forward(tokens) for m in (models.critic, models.reward) if m is not None)
     score += models.initial.forward(tokens, response) if models.initial is not None else 0
-    score += actor.forward(tokens, response, merged=True) if models.reference_is_actor else 0
+    if models.reference_branch and actor_scores:
+        score += 2 * models.reference_branch * tokens + 2 * actor.head * response
+    elif models.reference_is_actor:
+        score += actor.forward(tokens, response, merged=True)
     score += actor.forward(tokens, response) if actor_scores else 0
     learn = actor.learn(tokens, response, checkpointing=checkpointing, head_again=head_again)
     learn += models.critic.learn(tokens, checkpointing=checkpointing) if models.critic is not None else 0

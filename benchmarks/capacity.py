@@ -195,7 +195,8 @@ def num_parameters(config: Any) -> int:
 
 def child_environment(on_cuda: bool) -> dict[str, str]:
     path = os.pathsep.join(p for p in (str(HERE.parent), os.environ.get('PYTHONPATH', '')) if p)
-    return os.environ | {'PYTHONPATH': path} | ({} if on_cuda else {'CUDA_VISIBLE_DEVICES': ''})
+    # Memory that is freed goes back to the kernel there: a cap counts what is kept for later.
+    return {'GLIBC_TUNABLES': ''} | os.environ | {'PYTHONPATH': path} | ({} if on_cuda else {'CUDA_VISIBLE_DEVICES': ''})
 
 
 def tell(row: Row, rung: str, outcome: dict[str, Any]) -> None:

@@ -154,7 +154,10 @@ def count(actor: Any, critic: Any, reward: Any, initial: Any) -> tuple[Models, d
     trained = sum(p.numel() for m in (actor, critic) if m is not None for p in m.parameters() if p.requires_grad)
     counted = [matrices(networks[n]) if n in networks else None for n in ('actor', 'critic', 'initial model', 'reward model')]
     assert counted[0] is not None
-    return Models(*counted, reference_is_actor=initial is None), size | {'all': sum(size.values()), 'trained': trained}
+    copies = actor.ref_branch.blocks.parameters() if hasattr(actor, 'ref_branch') else ()
+    branch = sum(p.numel() for p in copies if p.dim() == 2)
+    models = Models(*counted, reference_is_actor=initial is None, reference_branch=branch)
+    return models, size | {'all': sum(size.values()), 'trained': trained}
 
 
 def plan_for(

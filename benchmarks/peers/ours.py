@@ -8,7 +8,7 @@ from copy import deepcopy
 import torch
 from work import ADAMW, EOS, GROUP, KL_COEF, NEW_TOKENS, PAD, SEQUENCES, Case, begin, prompt_ids, tokenizer, versions
 
-MAX_TOKENS = {'fixed': 2048, 'eos': 256}
+MAX_TOKENS = {'fixed': 512, 'eos': 512}
 """padded tokens of a micro-batch; how an optimizer step is cut changes no result"""
 
 

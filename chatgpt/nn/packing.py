@@ -18,6 +18,7 @@ Left out: attention windows shorter than the batch, position biases (ALiBi), enc
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -111,18 +112,26 @@ def packed_attention(
         query, key, value = query.float(), key.float(), value.float()
         if attention_mask is not None and attention_mask.is_floating_point():
             attention_mask = attention_mask.float()
+    # autocast would cast them back
+    with torch.autocast('cpu', enabled=False) if query.dtype != dtype else nullcontext():
+        return _attend(module, query, key, value, attention_mask, dropout, scaling, packing, **kwargs).to(dtype), None
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float, scaling: float | None, packing: Packing | None, **kwargs: Any,
+) -> Tensor:  # fmt: skip
     if packing is None:
-        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-        return out.to(dtype), None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)[0]
     if kwargs.get('softcap') is not None or kwargs.get('position_bias') is not None:
         raise ValueError('packed attention knows neither soft caps nor position biases; train with packing=False')
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, d)
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and not dropout and _varlen() is not None:
-        return _varlen_attention(q, k, v, packing, scaling)[None], None
+    if not dropout and _fits_varlen(q, k, v):
+        return _varlen_attention(q, k, v, packing, scaling)[None]
     if k.shape[1] != q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     parts = [_group_attention(q, k, v, group, dropout, scaling) for group in packing.groups]
-    return torch.cat(parts)[None].to(dtype), None
+    return torch.cat(parts)[None]
 
 
 def _group_attention(q: Tensor, k: Tensor, v: Tensor, group: PackedGroup, dropout: float, scaling: float | None) -> Tensor:
@@ -139,6 +148,21 @@ def _group_attention(q: Tensor, k: Tensor, v: Tensor, group: PackedGroup, dropou
     out = scaled_dot_product_attention(padded(q), padded(k), padded(v), dropout_p=dropout, scale=scaling, is_causal=True)
     flat = out.transpose(1, 2).flatten(0, 1)
     return flat if index is None else flat.index_select(0, index)
+
+
+def _fits_varlen(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """FlashAttention 2: a device from sm80 on, 16 bits, heads of one width up to 256."""
+    d = q.shape[-1]
+    return (
+        q.is_cuda
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.dtype == k.dtype == v.dtype
+        and d == k.shape[-1] == v.shape[-1]
+        and d <= 256
+        and d % 8 == 0
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+        and _varlen() is not None
+    )
 
 
 @cache

@@ -55,17 +55,20 @@ def strategy_name(strategy: Any) -> str | None:
     return {'NaiveStrategy': 'naive', 'DDPStrategy': 'ddp'}.get(kind)
 
 
-def common_fields(strategy: Any, config: Any, model: Any, task: Task) -> dict[str, Any]:
+def common_fields(strategy: Any, config: Any, model: Any, optimizer: Any, task: Task) -> dict[str, Any]:
     """What is the same for every trainer: `config` is its settings, `model` the unwrapped module that learns first.
 
     Raises:
-        ValueError: a strategy that the planner does not know.
+        ValueError: a strategy or an optimizer that the planner does not know.
     """
     from chatgpt.nn import lora
 
     name = strategy_name(strategy)
     if name is None:
         raise ValueError(f'{type(strategy).__name__} is no strategy that can be planned')
+    kind = type(optimizer).__name__
+    if not ('Adam' in kind or kind == 'SGD'):
+        raise ValueError(f'{kind} is no optimizer that can be planned')
     layers = lora.lora_layers(model)
     precision = {torch.float32: 'fp32', torch.bfloat16: 'bf16', torch.float16: 'fp16'}[strategy.dtype]
     return {
@@ -74,6 +77,7 @@ def common_fields(strategy: Any, config: Any, model: Any, task: Task) -> dict[st
         'strategy': name,
         'num_processes': strategy.world_size,
         'precision': precision,
+        'optimizer': 'sgd' if kind == 'SGD' else 'adamw',
         'lora_rank': next(iter(layers.values())).r if layers else 0,
         'gradient_checkpointing': any(getattr(m, 'gradient_checkpointing', False) for m in model.modules()),
         'train_batch_size': config.train_batch_size,

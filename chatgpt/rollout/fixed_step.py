@@ -116,13 +116,19 @@ class FixedSteps:
         """Record the step and run it. A model that cannot be captured goes on without graphs."""
         graph = torch.cuda.CUDAGraph()
         before = self.token.clone(), self.state.clone()
+        stream, generator = torch.cuda.current_stream(self.device), torch.cuda.default_generators[self.device.index or 0]
+        fresh = generator.clone_state()
         try:
             with torch.cuda.graph(graph, pool=self._pool):
                 self._step(*key)
         except RuntimeError as error:
+            # A capture that was broken off leaves its side stream current and the generator in capture mode.
+            torch.cuda.set_stream(stream)
+            generator.graphsafe_set_state(fresh)
             self.capture = False
             torch.cuda.synchronize(self.device)
-            warnings.warn(f'LocalEngine: no CUDA graph of this model ({str(error).splitlines()[0]}); decoding without', stacklevel=2)
+            why = next(iter(str(error).splitlines()), type(error).__name__)
+            warnings.warn(f'LocalEngine: no CUDA graph of this model ({why}); decoding without', stacklevel=2)
             self.token.copy_(before[0])
             self.state.copy_(before[1])
             self._step(*key)

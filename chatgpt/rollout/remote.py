@@ -28,6 +28,7 @@ from chatgpt.rollout.wire import (
     ModelSpec,
     PackedSamples,
     Request,
+    check_policy,
     fill_buckets,
     merged,
     plan_buckets,
@@ -167,7 +168,7 @@ class RemoteEngine:
         """
         if self._closed:
             raise ValueError('RemoteEngine.begin: the engine is closed; make a new one')
-        _check_policy(actor)
+        check_policy(actor, 'RemoteEngine')
         model = actor.model
         spec = ModelSpec.of(model)
         if self.spec is None:
@@ -348,13 +349,3 @@ class RemoteEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _check_policy(actor: Any) -> None:
-    """Workers rebuild the model from its configuration, so nothing but the model may decide the logits."""
-    own = any(getattr(type(actor), name, None) is not getattr(Actor, name) for name in ('trunk', 'head'))
-    if getattr(actor, 'changes_logits', own):  # a class that overrides one of them may say when it matters
-        raise ValueError(
-            f"RemoteEngine: {type(actor).__name__} changes the model's logits, as NLPO's and ILQL's policies do, and rollout workers "
-            'know the model alone; use LocalEngine'
-        )

@@ -14,7 +14,7 @@ Left out: servers, LoRA adapters as such (a strategy merges them for the phase),
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,7 @@ from chatgpt.rollout.check import model_config
 from chatgpt.rollout.engine import check_prompts
 from chatgpt.rollout.randomness import sample_keys
 from chatgpt.rollout.sampling import SamplingParams
+from chatgpt.rollout.wire import check_policy, policy_tensors
 from chatgpt.types import FinishReason, Prompt, Sample
 
 if TYPE_CHECKING:
@@ -73,20 +74,21 @@ class VLLMEngine:
         """Wake up with the actor's weights. Raises ValueError for an actor whose head is not its model's."""
         if self._actor is not None:
             self.end()
-        if getattr(actor, 'changes_logits', False):
-            raise ValueError(
-                f"VLLMEngine: {type(actor).__name__} changes the model's logits, which vLLM would not see; use LocalEngine"
-            )
+        check_policy(actor, 'VLLMEngine')
+        weights = list(policy_tensors(actor.model).items())
         if self._llm is None:
             # In a process of its own vLLM could not be given tensors without copying them through the host.
             os.environ.setdefault('VLLM_ENABLE_V1_MULTIPROCESSING', '0')
             self._llm = _import().LLM(**self.settings)
             self._llm.sleep(level=2)
-        self._llm.wake_up(tags=['weights'])
-        weights = list(_weights(actor.model))
-        self._llm.apply_model(_loader(weights))
-        self._llm.wake_up(tags=['kv_cache'])
-        self._llm.reset_prefix_cache()  # what an earlier policy made of a prompt must not be found again
+        try:
+            self._llm.wake_up(tags=['weights'])
+            self._llm.apply_model(_loader(weights))
+            self._llm.wake_up(tags=['kv_cache'])
+            self._llm.reset_prefix_cache()  # what an earlier policy made of a prompt must not be found again
+        except BaseException:
+            self._llm.sleep(level=2)
+            raise
         self._actor = actor
 
     def end(self) -> None:
@@ -157,13 +159,6 @@ def _params(sampling: SamplingParams, limit: int, key: int) -> Any:
         logprobs=0,  # of the token drawn
         detokenize=False,
     )
-
-
-def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Whole weights by the names of the model's own files; adapters are merged and left out."""
-    for name, tensor in model.state_dict().items():
-        if 'lora_' not in name:
-            yield name, tensor
 
 
 def _loader(weights: list[tuple[str, Tensor]]) -> Callable[[Any], None]:

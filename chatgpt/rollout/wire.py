@@ -59,7 +59,8 @@ def policy_tensors(model: nn.Module) -> dict[str, Tensor]:
     """
     if any(getattr(module, 'is_streamed', False) for module in model.modules()):
         raise ValueError(
-            'rollout workers need whole weights, and this strategy streams them block by block: use stream_blocks=False, or LocalEngine'
+            'an engine of its own needs whole weights, and this strategy streams them block by block: '
+            'use stream_blocks=False, or LocalEngine'
         )
     adapters = {f'{name}.{factor}' for name in lora.lora_layers(model) for factor in ('lora_A', 'lora_B')}
     tensors: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if name not in adapters}
@@ -67,8 +68,20 @@ def policy_tensors(model: nn.Module) -> dict[str, Tensor]:
     tensors |= {name: b for name, b in model.named_buffers() if name in persistent}
     for name, tensor in tensors.items():
         if tensor.is_meta or hasattr(tensor, 'to_local'):
-            raise ValueError(f'rollout workers need whole weights, and {name} is not here; begin inside strategy.full_model(actor)')
+            raise ValueError(f'an engine of its own needs whole weights, and {name} is not here; begin inside strategy.full_model(actor)')
     return tensors
+
+
+def check_policy(actor: Any, engine: str) -> None:
+    """An engine with a model of its own knows the model alone, so nothing but the model may decide the logits. ValueError otherwise."""
+    from chatgpt.nn import Actor
+
+    own = any(getattr(type(actor), name, None) is not getattr(Actor, name) for name in ('trunk', 'head'))
+    if getattr(actor, 'changes_logits', own):  # a class that overrides one of them may say when it matters
+        raise ValueError(
+            f"{engine}: {type(actor).__name__} changes the model's logits, as NLPO's and ILQL's policies do, and this engine "
+            'knows the model alone; use LocalEngine'
+        )
 
 
 def _persistent_buffers(prefix: str, module: nn.Module) -> Iterator[str]:

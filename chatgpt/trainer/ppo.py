@@ -165,6 +165,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         self.prompts_drawn = 0
         self.samples_drawn = 0
         self.prompts: PromptSet | None = None
+        self.update_timesteps = 1
         self._order: PromptOrder | None = None
 
     def _overlong(self, config: PPOConfig) -> tuple[int, int] | None:
@@ -262,6 +263,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
             if value < 1:
                 raise ValueError(f'{name}={value} must be at least 1')
         self.set_prompts(prompts)
+        self.update_timesteps = update_timesteps
         total = num_episodes * max_timesteps
         if not self.is_resuming:
             self._forget_in_flight()

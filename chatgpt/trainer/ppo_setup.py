@@ -207,8 +207,9 @@ def memory_setup(trainer: Any) -> Setup:
     scorer = trainer.maker.scorer
     reward: Any = strategy.unwrap(scorer.model) if isinstance(scorer, RewardModelScorer) else None
     prompts = trainer.prompts or ()
+    lengths = [len(prompts[i].ids) for i in range(len(prompts))] or [1]
     return Setup(
-        **common_fields(strategy, config, actor, 'ppo'),
+        **common_fields(strategy, config, actor, trainer.actor_optim, 'ppo'),
         reward_config=reward.model.config if hasattr(reward, 'model') else None,
         critic='own' if trainer.critic is not None else 'shared' if trainer.shares_trunk else 'none',
         num_layers_unfrozen=actor.ref_branch.num_blocks if hasattr(actor, 'ref_branch') else -1,
@@ -216,6 +217,7 @@ def memory_setup(trainer: Any) -> Setup:
         experience_batch_size=config.experience_batch_size,
         num_samples_per_prompt=config.num_samples_per_prompt,
         offload=config.offload,
-        max_prompt_tokens=max((len(prompts[i].ids) for i in range(len(prompts))), default=1),
-        max_new_tokens=trainer.sampling.max_new_tokens or DEFAULT_NEW_TOKENS,
+        update_timesteps=trainer.update_timesteps,
+        max_prompt_tokens=max(lengths),
+        max_new_tokens=max(trainer.sampling.room(max(lengths)), 1),
     )

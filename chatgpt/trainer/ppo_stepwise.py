@@ -60,7 +60,10 @@ class StepwisePPO:
         first = self.samples_drawn + sum(counts[: self.strategy.rank])
         self.samples_drawn += sum(counts)
         models = [self.actor] + ([self.maker.initial_model] if generate_ref_response else [])
-        answers = [_responses(self, cast(nn.Module, m), prompts, sampling, limits, first, return_prompt) for m in models]
+        answers = []
+        for model in models:
+            with self.strategy.at_hand(cast(nn.Module, model)):
+                answers.append(_responses(self, cast(nn.Module, model), prompts, sampling, limits, first, return_prompt))
         return (answers[0], answers[1]) if generate_ref_response else answers[0]
 
     def step(

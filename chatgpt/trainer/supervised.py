@@ -74,7 +74,7 @@ class SupervisedTrainer(Trainer):
         if self.planned_as is None:
             return None
         model = self.strategy.unwrap(self.model)
-        fields = common_fields(self.strategy, self.config, model, self.planned_as)
+        fields = common_fields(self.strategy, self.config, model, self.optim, self.planned_as)
         return Setup(**fields, max_prompt_tokens=1, max_new_tokens=max(self.longest() - 1, 1))
 
     @abstractmethod

@@ -181,7 +181,7 @@ def test_gpt_run(monkeypatch, capsys, tmp_path):
     assert result['tflops_per_device']['total'] == pytest.approx(result['flop_per_phase']['total'] / total / 1e12)
     assert result['parameters']['actor'] == gpt_parameters(32, 2, 1024, 1024)
     assert result['parameters']['critic'] == result['parameters']['actor'] + 33
-    assert result['memory']['peak'] > 2**20 and result['memory']['planned_peak'] > 2**20
+    assert result['memory']['planned_peak'] > 2**20  # in a process that has run other tests, memory kept from them hides the peak
     shown = capsys.readouterr().out
     assert '| learn |' in shown and 'share of matmul peak' in shown
 
@@ -196,6 +196,7 @@ def test_opt_lora_run_under_torchrun(tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / 'out.json').read_text())
     assert result['world_size'] == 2
+    assert result['memory']['peak'] > 2**20 and result['memory']['planned_peak'] > 2**19
     assert result['samples_per_s'] == pytest.approx(2 * result['samples_per_s_per_device'])
     assert 'initial model' not in result['parameters']
     assert result['parameters']['trained'] == 2 * 2 * (4 * 2 * 32 * 4 + 2 * 5 * 32 * 4) + 33  # adapters of both, and the value head

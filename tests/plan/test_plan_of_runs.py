@@ -128,7 +128,23 @@ def test_a_trainer_knows_its_plan():
         setup = trainer.memory_setup()
     assert setup.config.model_type == 'gpt2' and setup.reward_config.model_type == 'llama'
     assert (setup.max_prompt_tokens, setup.max_new_tokens, setup.train_batch_size) == (3, 3, 2)
+    assert (setup.optimizer, setup.update_timesteps) == ('adamw', 1)
     assert (setup.strategy, setup.precision, setup.critic, setup.kl, setup.lora_rank) == ('naive', 'fp32', 'own', True, 0)
+
+
+def test_the_plan_is_of_the_run_as_it_was_asked_for():
+    """SGD, and max_length in place of max_new_tokens: 12 tokens in all, 3 of them the longest prompt's."""
+    with NaiveStrategy() as strategy:
+        actor = Actor(tiny_causal_lm('gpt2'))
+        actor, optim = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=0.1)))
+        trainer = PPOTrainer(
+            strategy, actor, None, lambda prompts, responses: [0.0] * len(prompts), None, optim, kl_coef=0.0, max_length=12,
+            advantage_estimator='reinforce++', experience_batch_size=2, train_batch_size=2,
+        )  # fmt: skip
+        trainer.fit([torch.tensor([5, 6, 7]), torch.tensor([5])], max_timesteps=2, update_timesteps=2)
+        setup = trainer.memory_setup()
+    assert (setup.optimizer, setup.update_timesteps, setup.max_prompt_tokens, setup.max_new_tokens) == ('sgd', 2, 3, 9)
+    assert not setup.kl and setup.critic == 'none'
 
 
 OUT_OF_MEMORY = [torch.OutOfMemoryError('CUDA out of memory'), RuntimeError("DefaultCPUAllocator: can't allocate memory")]

@@ -178,3 +178,23 @@ def test_a_slow_rank_that_comes_in_time_is_let_be():
     """)
     assert codes == [0, 0], texts
     assert all('sum 2.0' in text for text in texts)
+
+
+def test_ranks_that_get_on_are_let_be():
+    """Raw collectives one after another, for longer than the timeout, and nothing said of it: as a sharded model scores."""
+    codes, texts, _ = launch("""
+        import torch.distributed as dist
+        strategy.timeout_s = 3
+        with strategy.failure_guard():
+            strategy.barrier()
+            print('ready', time.time(), flush=True)
+            end, go = time.time() + 8, True
+            while go:
+                for _ in range(20):
+                    dist.all_reduce(torch.ones(200_000))
+                flag = torch.tensor([float(time.time() < end)])
+                dist.broadcast(flag, src=0)
+                go = bool(flag.item())
+        print('well')
+    """)
+    assert codes == [0, 0], texts

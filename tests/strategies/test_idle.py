@@ -88,9 +88,37 @@ def test_reward_and_initial_model_are_there_only_while_scoring():
     assert strategy.events == [*scoring, ('step', ''), ('step', '')] * 2
 
 
-def test_no_number_changes():
-    one, other = run(NaiveStrategy(seed=1), 'idle'), run(NaiveStrategy(seed=1), 'none')
+class Poisoned(NaiveStrategy):
+    """As on a device with memory of its own: an idle model has nothing but NaN, and comes back with its numbers."""
+
+    def keep_idle(self, model):
+        class Away(Apart):
+            def leave(self):
+                for tensor in self.tensors:
+                    tensor.data = torch.full_like(tensor, float('nan'))
+
+        module = self.unwrap(model)
+        vars(self).setdefault('_idle', {}).setdefault(id(module), Away(module, torch.device('cpu')))
+
+
+def test_no_number_changes_though_idle_models_have_none():
+    one, other = run(Poisoned(seed=1), 'idle'), run(NaiveStrategy(seed=1), 'none')
     assert all(torch.equal(one[k], other[k]) for k in one)
+
+
+def test_the_references_responses_come_from_its_weights():
+    with Poisoned(seed=1) as strategy:
+        actor, critic = Actor(tiny_causal_lm('gpt2')), Critic(tiny_causal_lm('gpt2'))
+        initial = deepcopy(actor)
+        (actor, actor_optim), (critic, critic_optim), initial = strategy.prepare(
+            (actor, AdamW(actor.parameters())), (critic, AdamW(critic.parameters())), initial
+        )
+        trainer = PPOTrainer(
+            strategy, actor, critic, None, initial, actor_optim, critic_optim, experience_batch_size=2, train_batch_size=2,
+            max_new_tokens=3, offload='idle',
+        )  # fmt: skip
+        ours, reference = trainer.generate([torch.tensor([5, 6, 7])], generate_ref_response=True)
+        assert torch.equal(ours[0], reference[0])  # the same draws of the same weights
 
 
 def test_a_strategy_that_places_weights_itself_refuses():
@@ -116,3 +144,21 @@ def test_on_cuda_the_memory_is_free_while_idle():
     with strategy.at_hand(model):
         assert model.weight.is_cuda and torch.cuda.memory_allocated() >= held
     assert not model.weight.is_cuda
+
+
+@pytest.mark.gpu
+def test_shards_on_cuda_come_and_go():
+    from chatgpt.testing.processes import run_distributed
+
+    assert run_distributed(shards_on_cuda, 1) == [['cpu', 'cuda', 'cpu']]
+
+
+def shards_on_cuda() -> list[str]:
+    with FSDPStrategy() as strategy:
+        model = strategy.prepare(torch.nn.Linear(64, 64))
+        strategy.keep_idle(model)
+        seen = [model.weight.device.type]
+        with strategy.at_hand(model):
+            seen.append(model.weight.device.type)
+            assert torch.isfinite(model(torch.ones(1, 64, device='cuda'))).all()
+        return [*seen, model.weight.device.type]

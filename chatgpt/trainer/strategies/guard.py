@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -65,6 +66,15 @@ class Whereabouts:
         inside = os.path.join('torch', 'distributed', '')
         return self._depth > 0 or any(inside in frame.filename for frame in self._stack())
 
+    def signature(self) -> tuple[Any, ...]:
+        """Changes when the main thread gets on: what it said, the lines it stands on, the collectives that were begun."""
+        try:
+            group: Any = dist.distributed_c10d._get_default_group()
+            begun = group._get_sequence_number_for_group()
+        except (RuntimeError, ValueError, AttributeError):
+            begun = None
+        return self.since, begun, tuple((f.filename, f.lineno) for f in self._stack())
+
     def describe(self) -> str:
         """'in reward.py:12 (score)', the innermost frame first."""
         frames = [f'{os.path.basename(f.filename)}:{f.lineno} ({f.name})' for f in reversed(self._stack())]
@@ -93,6 +103,8 @@ class FailureGuard(AbstractContextManager[None]):
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.whereabouts = whereabouts or Whereabouts()
         self._answered = False
+        self._seen: tuple[Any, ...] = ()
+        self._stuck_since = time.monotonic()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._message: str | None = None
@@ -101,7 +113,6 @@ class FailureGuard(AbstractContextManager[None]):
     def __enter__(self) -> None:
         if FailureGuard._active or self.world_size == 1:
             return
-        FailureGuard._active = True
         # a name of its own for the keys: a launcher's store may outlive a restart, and hold the failure that was its reason
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name, src=0)
@@ -109,6 +120,8 @@ class FailureGuard(AbstractContextManager[None]):
         store = dist.distributed_c10d._get_default_store()
         # a connection of its own: the main thread may be waiting for a key while holding the other one
         self._store = dist.PrefixStore(prefix, store.clone() if hasattr(store, 'clone') else store)
+        FailureGuard._active = True
+        self._stuck_since = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name='chatgpt-failure-guard', daemon=True)
         self._thread.start()
 
@@ -154,10 +167,18 @@ class FailureGuard(AbstractContextManager[None]):
                     os._exit(1)
                 return
             self._answer_the_roll()
-            if time.monotonic() - self.whereabouts.since > PATIENCE * self.timeout_s and self.whereabouts.is_waiting():
+            if self._is_stuck():
                 self._call_the_roll()
 
     # when a rank does not come
+
+    def _is_stuck(self) -> bool:
+        """Whether this rank has stood in one and the same collective for too long."""
+        here = self.whereabouts
+        seen = here.signature()
+        if seen != self._seen or not here.is_waiting():
+            self._seen, self._stuck_since = seen, time.monotonic()
+        return time.monotonic() - self._stuck_since > PATIENCE * self.timeout_s
 
     def _answer_the_roll(self) -> None:
         """Say where this rank is, once, when another asks."""
@@ -171,13 +192,23 @@ class FailureGuard(AbstractContextManager[None]):
 
     def _call_the_roll(self) -> None:
         """Ask everyone where they are, and fail in the name of those who keep the others waiting."""
+        try:
+            self._ask_everyone()
+        except (dist.DistError, RuntimeError) as problem:  # rank 0, which holds the store, is gone
+            told = f'the store of rank 0 cannot be reached ({str(problem).splitlines()[0]})'
+            print(self._because(told), file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)
+
+    def _ask_everyone(self) -> None:
         self._store.set('roll', '1')
         self._answer_the_roll()
-        end = time.monotonic() + GRACE_S
+        end = time.monotonic() + min(GRACE_S, (1 - PATIENCE) * self.timeout_s / 2 + POLL_S)  # before the collective itself gives up
         keys = {rank: f'at/{rank}' for rank in range(self.world_size)}
         while time.monotonic() < end and not self._store.check(list(keys.values())):
             time.sleep(POLL_S / 2)
         found = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+        # Not in a collective as far as can be seen: on a GPU a rank may also wait where it reads a result.
         late = [f'rank {rank} is in {text[2:]}' for rank, text in found.items() if text[0] == '0']
         late += [f'rank {rank} does not answer' for rank in keys if rank not in found]
         waiting = [str(rank) for rank, text in found.items() if text[0] == '1']
@@ -192,9 +223,7 @@ class FailureGuard(AbstractContextManager[None]):
             self._wait_for('seen', self.world_size - 1 - (self.world_size - len(found)), GRACE_S)
         else:
             self._store.add('seen', 1)
-        sys.stdout.flush()
         print(self._because(first), file=sys.stderr, flush=True)
-        os._exit(1)
 
     def _because(self, message: str) -> str:
         return f'[rank {self.rank}] stopped, because {message}'

@@ -99,6 +99,8 @@ class ProcessGroupStrategy(Strategy):
         reduced = tensor.detach().to(self._device, copy=True).contiguous()
         with self.whereabouts.waiting():
             dist.all_reduce(reduced, _OPS[op])
+            if self._device.type == 'cuda':
+                torch.cuda.current_stream(self._device).synchronize()  # NCCL has only queued it; its result is read at once anyway
         if op == 'mean':
             reduced = reduced / self.world_size
         return reduced.to(tensor.device)
