@@ -26,6 +26,8 @@ def main() -> None:
     from chatgpt.dataset import embedded
     from chatgpt.launch import learning
 
+    if run.plan:
+        raise ValueError('--plan knows PPO, SFT and reward models; python -m chatgpt.plan CONFIG --task sft comes nearest')
     # Everything that can be wrong is found before any weight is loaded.
     learning.check_data_run(run, world_size_from_env(), lr=LR.get(run.method, 0.0), embedded_lr=1e-4)
     config, tokenizer = learning.read_model(run)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import errno
 import importlib
 import importlib.util
 import inspect
@@ -25,10 +26,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from chatgpt.launch.relaunch import mistake_was_told, tell_mistake
+
 STRATEGIES = (
     'naive', 'ddp', 'fsdp', 'fsdp_cpu', 'colossalai_gemini', 'colossalai_gemini_cpu',
     'colossalai_zero1', 'colossalai_zero1_cpu', 'colossalai_zero2', 'colossalai_zero2_cpu',
 )  # fmt: skip
+NOBODYS_FAULT = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EISDIR))
+"""what an operating system says of a path that a user can mend"""
 OTHER_RANKS_WAIT_S = 1.0
 """the ranks but the first wait this long before they say what went wrong: torchrun ends them as soon as the first has said it"""
 
@@ -41,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        print(f'error: {message} (--help lists what there is)', file=sys.stderr, flush=True)
+        tell(f'error: {message} (--help lists what there is)')
         raise SystemExit(2)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
@@ -91,6 +96,8 @@ def value_parser(hint: Any) -> Callable[[str], Any]:
                 return parse_bool(text) if kind is bool else kind(text)
             except (ValueError, TypeError):
                 continue
+        if not literals and all(o in (int, float, type(None)) for o in plain):
+            raise argparse.ArgumentTypeError(f'{text!r} is no {"whole " if float not in plain else ""}number')
         expected = ', '.join([str(v) for v in literals] + [getattr(o, '__name__', str(o)) for o in plain])
         raise argparse.ArgumentTypeError(f'{text!r} is none of: {expected}')
 
@@ -235,22 +242,34 @@ def run_main(main: Callable[[], Any]) -> None:
 
     With CHATGPT_TRACEBACK=1 in the environment everything is raised as it is.
     """
+    if mistake_was_told():  # torchrun starts a wrongly called script again
+        raise SystemExit(2)
     try:
         with _short_warnings():
             main()
     except KeyboardInterrupt:
-        print('interrupted', file=sys.stderr, flush=True)
+        if os.environ.get('RANK', '0') == '0':
+            print('interrupted', file=sys.stderr, flush=True)
         raise SystemExit(130) from None
     except Exception as error:
         if os.environ.get('CHATGPT_TRACEBACK') or not _is_explained(error, main):
             raise
-        if os.environ.get('RANK', '0') != '0':
-            time.sleep(OTHER_RANKS_WAIT_S)
-        print(f'error: {_one_line(error)}', file=sys.stderr, flush=True)
+        tell(f'error: {_one_line(error)}')
         raise SystemExit(2) from None
 
 
+def tell(mistake: str) -> None:
+    """Print what the user did wrong, once for all ranks and all of torchrun's restarts where the launcher makes that possible."""
+    if os.environ.get('RANK', '0') != '0':
+        time.sleep(OTHER_RANKS_WAIT_S)
+    if not mistake_was_told():
+        print(mistake, file=sys.stderr, flush=True)
+        tell_mistake()
+
+
 def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f'{error.filename}: {error.strerror}'
     return ' '.join(str(error).split())
 
 
@@ -270,6 +289,8 @@ def _is_explained(error: Exception, main: Callable[[], Any]) -> bool:
     if type(error).__module__.startswith('chatgpt.'):
         return True
     if os.environ.get('RANK', '0') != '0' and str(error).startswith('rank 0: '):  # the first rank shows where it came from
+        return True
+    if isinstance(error, OSError) and error.errno in NOBODYS_FAULT and error.filename:
         return True
     if not isinstance(error, (ValueError, FileNotFoundError, ImportError, FloatingPointError)):
         return False

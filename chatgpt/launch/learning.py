@@ -42,8 +42,11 @@ def resume(run: Run, trainer: Any) -> None:
 
     strategy = trainer.strategy
     sign(run.save_path, strategy)
-    if run.resume and not trainer.load_checkpoint(run.resume) and strategy.is_rank_0:
-        print('nothing to resume yet: starting from the beginning', flush=True)
+    if run.resume:
+        found = trainer.load_checkpoint(run.resume)
+        if strategy.is_rank_0:
+            text = f'going on from {trainer.resumed_from}' if found else 'nothing to resume yet: starting from the beginning'
+            print(text, flush=True)
     strategy.run_on_rank0(lambda: write_resolved(run, run.save_path))
 
 

@@ -15,6 +15,17 @@ from pathlib import Path
 from typing import Any
 
 FILE = '.launch'
+MISTAKE = 'CHATGPT_LAUNCH_MISTAKE'
+"""names a file that a wrongly called script leaves for the other ranks and for torchrun's restarts, which would all say the same"""
+
+
+def mistake_was_told() -> bool:
+    return os.path.exists(os.environ.get(MISTAKE, ''))
+
+
+def tell_mistake() -> None:
+    if os.environ.get(MISTAKE):
+        Path(os.environ[MISTAKE]).touch()
 
 
 def launch_name() -> str | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import chatgpt
+from chatgpt.launch.relaunch import MISTAKE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ class TorchrunLaunch:
             raise ValueError(f'{self.script}: there is no such script')
 
     def command(self) -> list[str]:
-        """The torchrun command."""
+        """The torchrun command, through `chatgpt.launch.elastic`."""
         meet = ['--standalone']
         if self.num_nodes > 1:
             meet = ['--rdzv_backend=c10d', f'--rdzv_endpoint={self.rdzv_endpoint}', f'--rdzv_id={self.run_id}']
@@ -49,7 +51,7 @@ class TorchrunLaunch:
         if self.local_addr:
             meet.append(f'--local_addr={self.local_addr}')
         return [
-            sys.executable, '-m', 'torch.distributed.run', *meet, f'--nproc_per_node={self.num_workers // self.num_nodes}',
+            sys.executable, '-m', 'chatgpt.launch.elastic', *meet, f'--nproc_per_node={self.num_workers // self.num_nodes}',
             f'--max_restarts={self.max_failures}', self.script, *self.script_args,
         ]  # fmt: skip
 
@@ -67,6 +69,7 @@ def run_on_torchrun(launch: TorchrunLaunch) -> None:
     root = Path(chatgpt.__file__).resolve().parents[1]
     if 'site-packages' not in root.parts:
         os.environ['PYTHONPATH'] = os.pathsep.join(dict.fromkeys([str(root), *filter(None, [os.environ.get('PYTHONPATH')])]))
+    os.environ[MISTAKE] = str(Path(tempfile.mkdtemp(prefix='chatgpt-launch-'), 'mistake'))
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(command[0], command)

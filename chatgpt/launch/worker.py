@@ -36,6 +36,7 @@ try:
     ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
 except (OSError, AttributeError):
     pass
+signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray's workers block SIGINT
 if os.getppid() != int(sys.argv[1]):
     os._exit(137)
 os.execv(sys.executable, [sys.executable, *sys.argv[2:]])

@@ -13,14 +13,21 @@ from chatgpt.plan.phases import make_plan
 from chatgpt.plan.setup import STRATEGIES, Setup, Task, parse_bytes
 
 
+def memory(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(prog='python -m chatgpt.plan', description=__doc__, allow_abbrev=False)
     out.add_argument('config', help='config.json of the policy, its folder, or a hub name')
     out.add_argument('--task', choices=get_args(Task), default='ppo')
     out.add_argument('--reward_config', help='the same of a reward model; default: a reward function')
     out.add_argument('--strategy', choices=STRATEGIES, default='naive')
-    out.add_argument('--memory', type=parse_bytes, help='of one device, such as 24GiB')
-    out.add_argument('--host_memory', type=parse_bytes, help='of one machine, such as 64GiB')
+    out.add_argument('--memory', type=memory, help='of one device, such as 24GiB')
+    out.add_argument('--host_memory', type=memory, help='of one machine, such as 64GiB')
     out.add_argument('--cpu', action='store_true', help='no GPU: devices are host memory')
     out.add_argument('--precision', choices=('fp32', 'bf16', 'fp16'), default='fp32')
     out.add_argument('--critic', choices=('own', 'shared', 'none'), default='own')

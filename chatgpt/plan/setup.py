@@ -153,10 +153,14 @@ def read_config(source: Any) -> Any:
     from chatgpt.nn.loading import load_config
 
     path = Path(source)
+    if path.suffix == '.json' and not path.exists():
+        raise ValueError(f'{path}: there is no such file')
     if not path.is_file():
         return load_config(str(source))
     try:
         content = json.loads(path.read_text())
+        if not isinstance(content, dict) or 'model_type' not in content:
+            raise ValueError('it has no model_type')
         return AutoConfig.for_model(**content)
     except (ValueError, TypeError) as error:
         raise ValueError(f'{path}: not the config.json of a transformers model ({error})') from None

@@ -112,7 +112,7 @@ def test_what_wins(tmp_path):
 @pytest.mark.parametrize(('content', 'ending', 'sentence'), [
     ({'Training': {'learning_rat': 1}}, 'json', r'Training.learning_rat is not a setting of this run; did you mean learning_rate'),
     ({'lr': 1, 'Training': {'learning_rate': 2}}, 'json', r'lr and Training.learning_rate both set lr; give one'),
-    ({'Training': {'learning_rate': 'fast'}}, 'json', r"Training.learning_rate: 'fast' is none of: float"),
+    ({'Training': {'learning_rate': 'fast'}}, 'json', r"Training.learning_rate: 'fast' is no number"),
     ({'Training': {'batch_size': [1, 2]}}, 'json', r'Training.batch_size: \[1, 2\] is not expected here'),
     ({'Training': 3}, 'json', r'section Training: names with values are expected'),
     ('[1, 2]', 'json', r'it holds a list, not names with values'),

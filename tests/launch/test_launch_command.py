@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -104,7 +106,7 @@ def test_mistakes_of_a_launch(argv, message):
 def test_the_torchrun_command():
     one = TorchrunLaunch(script=SCRIPT, script_args=['--a', 'b'], num_workers=2)
     assert one.command()[1:] == [
-        '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', '--max_restarts=3', SCRIPT, '--a', 'b',
+        '-m', 'chatgpt.launch.elastic', '--standalone', '--nproc_per_node=2', '--max_restarts=3', SCRIPT, '--a', 'b',
     ]  # fmt: skip
     two = TorchrunLaunch(script=SCRIPT, num_workers=4, num_nodes=2, rdzv_endpoint='n0:29400', run_id='j', local_addr='n1', max_failures=0)
     assert two.command()[3:] == [
@@ -201,3 +203,48 @@ def test_a_slurm_job_starts_the_launcher(tmp_path, name):
         assert (args.launcher, args.address, args.num_workers, args.gpus_per_worker) == ('ray', '10.0.0.1:21234', 16, 1)
         assert '-m ray.scripts.scripts start --block --head --node-ip-address=10.0.0.1 --port=21234' in calls
         assert not list((tmp_path / 'outputs').iterdir())  # the token is gone
+
+
+# ---------------------------------------------------------------------- how torchrun ends
+
+
+def under_torchrun(script: Path, *flags: str) -> subprocess.Popen[str]:
+    command = [sys.executable, '-m', 'chatgpt.launch', '--num_workers=2', *flags, str(script)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_a_script_that_fails_is_one_line_and_its_exit_code(tmp_path):
+    script = tmp_path / 'fails.py'
+    script.write_text('import os, sys, time\nif os.environ["RANK"] == "1":\n    sys.exit(3)\ntime.sleep(60)\n')
+    process = under_torchrun(script, '--max_failures=0')
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 3
+    assert '[launch] rank 1 failed first, with exit code 3' in output and 'Traceback' not in output
+
+
+def test_a_signal_ends_it_without_a_traceback(tmp_path):
+    script = tmp_path / 'waits.py'
+    script.write_text(
+        'import pathlib, signal, sys, time\nsignal.signal(signal.SIGINT, lambda *_: sys.exit(0))\n'
+        f'pathlib.Path({str(tmp_path / "there")!r}).touch()\ntime.sleep(60)\n'
+    )
+    process = under_torchrun(script)
+    end = time.monotonic() + 90
+    while not (tmp_path / 'there').exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert 'Traceback' not in output
+
+
+def test_a_mistake_is_told_once(tmp_path):
+    script = tmp_path / 'mistaken.py'
+    script.write_text(
+        'from chatgpt.launch.arguments import run_main\n\ndef main():\n    raise ValueError("no such thing")\n\nrun_main(main)\n'
+    )
+    process = under_torchrun(script, '--max_failures=1')
+    output, _ = process.communicate(timeout=110)
+    assert process.returncode == 2
+    assert output.count('error: no such thing') == 1

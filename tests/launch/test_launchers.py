@@ -276,6 +276,7 @@ def leave(number, frame):
     print('saving', flush=True)
     sys.exit(128 + number)
 signal.signal(signal.SIGTERM, leave)
+signal.signal(signal.SIGINT, leave)
 pathlib.Path(sys.argv[1], f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['RANK']}-{os.getpid()}").touch()
 while not pathlib.Path(sys.argv[1], 'end').exists():
     time.sleep(0.05)
@@ -288,19 +289,20 @@ def started(folder: Path, attempt: int, number: int) -> list[int] | None:
     return [int(f.name.split('-')[2]) for f in files] if len(files) == number else None
 
 
-def test_a_busy_cluster_is_an_error_and_a_signal_reaches_the_script(cluster, tmp_path):
+@pytest.mark.parametrize('signum', [signal.SIGTERM, signal.SIGINT])
+def test_a_busy_cluster_is_an_error_and_a_signal_reaches_the_script(cluster, tmp_path, signum):
     (tmp_path / 'wait.py').write_text(WAIT)
     process = on(cluster, '--num_workers=3', str(tmp_path / 'wait.py'), str(tmp_path))
     try:
         wait_for(lambda: started(tmp_path, 0, 3))
         error = fails(cluster, tmp_path, '--num_workers=2', '--wait_s=0.1')
         assert '2 workers with 1 CPU each fit the Ray cluster, but for 0.1 s others have used it (0 CPU, 0 GPU free now)' in error
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signum)
         output, _ = process.communicate(timeout=30)
     finally:
         process.kill()
-    assert process.returncode == 143
-    assert output.splitlines() == ['[launch] SIGTERM: passed on to all workers', 'saving']
+    assert process.returncode == 128 + signum
+    assert output.splitlines() == [f'[launch] {signum.name}: passed on to all workers', 'saving']
 
 
 def test_scripts_end_with_a_launcher_that_is_killed(cluster, tmp_path):

@@ -27,6 +27,15 @@ SHOWN: dict[str, str] = {
     'accuracy': 'rm/accuracy',
     'margin': 'rm/margin',
     'val accuracy': 'rm/val_accuracy',
+    'dpo loss': 'dpo/loss',
+    'dpo accuracy': 'dpo/accuracy',
+    'dpo margin': 'dpo/margin',
+    'kto loss': 'kto/loss',
+    'orpo loss': 'orpo/loss',
+    'orpo accuracy': 'orpo/accuracy',
+    'simpo loss': 'simpo/loss',
+    'simpo accuracy': 'simpo/accuracy',
+    'ilql loss': 'ilql/loss',
     'total_s': 'perf/total_s',
 }
 """label → metric; those that a phase has are shown, in this order"""
