@@ -135,7 +135,7 @@ def test_activations_are_those_of_a_real_pass(kind, checkpointing, precision):
             loss = out.sum() if kind == 'critic' else out.logprobs.sum() + out.entropy.sum()
         loss.backward()
     planned = models.learning_bytes(kind, CONFIG, setup, 4, keep_gradients=True)
-    assert planned == pytest.approx(live.peak, rel=0.05)
+    assert planned == pytest.approx(live.peak, rel=0.06)
     assert models.learning_bytes(kind, CONFIG, setup, 8, keep_gradients=True) > 1.2 * planned  # the twin: another batch is told apart
 
 
