@@ -16,7 +16,8 @@ with the same numbers, sampling at temperature 1 without filters, no gradient ch
 completions and decode them to text for a reward function. With `eos` the weights are rigged so that the end token has one probability
 everywhere and lengths are geometric with a mean of a third of the limit; the means of both sides stand in the last column.
 
-What differs, and is each side's own: ours cuts the optimizer step into micro-batches by a token budget (512 padded tokens) out of sequences sorted by length, takes finished sequences out of the decode, leaves padding out of its forwards, and runs no head on prompt
+What differs, and is each side's own: ours cuts the optimizer step into micro-batches by a token budget (512 padded tokens) out of
+sequences sorted by length, takes finished sequences out of the decode, leaves padding out of its forwards, and runs no head on prompt
 positions. TRL pads every batch to its longest response and decodes until the last one has ended.
 
 What bf16 means:
