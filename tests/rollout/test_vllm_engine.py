@@ -15,7 +15,7 @@ import torch
 
 from chatgpt.nn import Actor
 from chatgpt.nn.nlpo import MaskedPolicy
-from chatgpt.rollout import LocalEngine, SamplingParams, VLLMEngine
+from chatgpt.rollout import HFEngine, LocalEngine, SamplingParams, VLLMEngine
 from chatgpt.testing import tiny_causal_lm, tiny_config
 from chatgpt.types import Prompt
 
@@ -138,14 +138,14 @@ def test_greedy_agrees_with_the_local_engine(fake_vllm, folder):
         torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-4, rtol=0)
 
 
-def test_samples_have_the_distribution_of_the_local_engine(fake_vllm, folder):
+def test_samples_of_every_engine_have_the_models_distribution(fake_vllm, folder):
     """The first token of 600 samples each: chi-squared over the likeliest tokens, below the 99.9 % quantile of 8 degrees of freedom."""
     model = tiny_causal_lm('gpt2')
     prompt = Prompt(ids=torch.tensor([5, 9, 3]))
     number = 600
     sampling = SamplingParams(max_new_tokens=1, temperature=0.7)
     counts = []
-    for engine in (LocalEngine(), VLLMEngine(folder)):
+    for engine in (LocalEngine(), VLLMEngine(folder), HFEngine(max_batch_size=300)):
         first = torch.tensor([int(s.response_ids[0]) for s in collect(engine, model, sampling, [prompt] * number)])
         counts.append(torch.bincount(first, minlength=64).double())
     with torch.no_grad():
