@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,15 @@ def run_distributed(
             raise
         warnings.warn(f'{fn.__name__}: a process was aborted ({error}); running it once more', stacklevel=2)
         return _run(fn, world_size, args, timeout_s, init_group)
+
+
+def run_command(command: Sequence[str], timeout_s: float = 100.0) -> subprocess.CompletedProcess[str]:
+    """A command that starts processes of its own, such as torchrun, with its output; started once more after the abort named above."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    if done.returncode != 0 and 'terminate called without an active exception' in done.stderr:
+        warnings.warn(f'{command[-1]}: a process was aborted; running it once more', stacklevel=2)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    return done
 
 
 def _run(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout_s: float, init_group: bool) -> list[Any]:
