@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -81,8 +82,8 @@ STRATEGIES = [
 
 @pytest.mark.parametrize(('kind', 'options'), STRATEGIES)
 def test_fast_paths_give_the_numbers_of_the_plain_ones(kind, options):
-    if kind == 'ColossalAIStrategy':
-        pytest.importorskip('colossalai')
+    if kind == 'ColossalAIStrategy' and importlib.util.find_spec('colossalai') is None:
+        pytest.skip('colossalai is not installed')
     tolerance = 1e-5 if options.get('precision', 'fp32') == 'fp32' else 5e-2
     for found in run_distributed(compare_all, 2, kind, options):
         hydra = found[0]
