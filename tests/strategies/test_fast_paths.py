@@ -14,8 +14,8 @@ LENGTHS = [(9, 12), (3, 7), (5, 5), (4, 2), (2, 2), (6, 1)]
 
 
 def compare_all(kind: str, options: dict[str, Any]) -> list[dict[str, float]]:
-    """With a hydra, and in fp32 under torch's own strategies without one too."""
-    both = kind != 'ColossalAIStrategy' and not options
+    """With a hydra, and under DDP without one too."""
+    both = kind == 'DDPStrategy'
     return [compare(kind, options, with_hydra) for with_hydra in (True, False)[: 1 + both]]
 
 
