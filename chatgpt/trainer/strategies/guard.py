@@ -67,13 +67,8 @@ class Whereabouts:
         return self._depth > 0 or any(inside in frame.filename for frame in self._stack())
 
     def signature(self) -> tuple[Any, ...]:
-        """Changes when the main thread gets on: what it said, the lines it stands on, the collectives that were begun."""
-        try:
-            group: Any = dist.distributed_c10d._get_default_group()
-            begun = group._get_sequence_number_for_group()
-        except (RuntimeError, ValueError, AttributeError):
-            begun = None
-        return self.since, begun, tuple((f.filename, f.lineno) for f in self._stack())
+        """Changes when the main thread gets on: what it said last, and the lines it stands on."""
+        return self.since, tuple((f.filename, f.lineno) for f in self._stack())
 
     def describe(self) -> str:
         """'in reward.py:12 (score)', the innermost frame first."""
