@@ -66,9 +66,9 @@ class Whereabouts:
         inside = os.path.join('torch', 'distributed', '')
         return self._depth > 0 or any(inside in frame.filename for frame in self._stack())
 
-    def signature(self) -> tuple[Any, ...]:
-        """Changes when the main thread gets on: what it said last, and the lines it stands on."""
-        return self.since, tuple((f.filename, f.lineno) for f in self._stack())
+    def call(self) -> Any:
+        """The innermost call of the main thread: another object for every call, the same one while it lasts."""
+        return sys._current_frames().get(self.thread)
 
     def describe(self) -> str:
         """'in reward.py:12 (score)', the innermost frame first."""
@@ -98,7 +98,7 @@ class FailureGuard(AbstractContextManager[None]):
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.whereabouts = whereabouts or Whereabouts()
         self._answered = False
-        self._seen: tuple[Any, ...] = ()
+        self._seen: Any = None
         self._stuck_since = time.monotonic()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -125,7 +125,7 @@ class FailureGuard(AbstractContextManager[None]):
             return
         self._stop.set()
         self._thread.join(timeout=GRACE_S)
-        self._thread = None
+        self._thread = self._seen = None
         FailureGuard._active = False
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             self._leave_together()
@@ -170,9 +170,9 @@ class FailureGuard(AbstractContextManager[None]):
     def _is_stuck(self) -> bool:
         """Whether this rank has stood in one and the same collective for too long."""
         here = self.whereabouts
-        seen = here.signature()
-        if seen != self._seen or not here.is_waiting():
-            self._seen, self._stuck_since = seen, time.monotonic()
+        call = here.call()
+        if call is not self._seen or not here.is_waiting():
+            self._seen, self._stuck_since = call, time.monotonic()
         return time.monotonic() - self._stuck_since > PATIENCE * self.timeout_s
 
     def _answer_the_roll(self) -> None:
