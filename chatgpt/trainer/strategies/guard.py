@@ -170,6 +170,9 @@ class FailureGuard(AbstractContextManager[None]):
     def _is_stuck(self) -> bool:
         """Whether this rank has stood in one and the same collective for too long."""
         here = self.whereabouts
+        if time.monotonic() - here.since < PATIENCE * self.timeout_s / 2:  # looking at another thread's frames is for when there is need
+            self._seen, self._stuck_since = None, here.since
+            return False
         call = here.call()
         if call is not self._seen or not here.is_waiting():
             self._seen, self._stuck_since = call, time.monotonic()
