@@ -18,11 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from chatgpt.testing.tiny import TinyPolicy, tiny_loss, tiny_micro_batches, tiny_sequences
 from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.trainer.strategies.gloo_exit import finish_gloo_at_exit
 from chatgpt.trainer.strategies.naive import NaiveStrategy
 from chatgpt.types import Sequence
 
@@ -207,6 +209,8 @@ def run_conformance(
     unknown = [name for name in chosen if name not in table]
     if unknown:
         raise ValueError(f'unknown checks {", ".join(unknown)}; there are {", ".join(table)}')
+    if dist.is_initialized() and dist.get_backend() == 'gloo':
+        finish_gloo_at_exit()
     with make_strategy() as strategy, strategy.failure_guard():
         temporary = strategy.is_rank_0 and folder is None
         with tempfile.TemporaryDirectory(prefix='conformance-') if temporary else _nothing() as own:

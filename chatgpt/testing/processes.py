@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,27 +62,6 @@ def run_distributed(
     `fn` must be importable (a module's own function) and its results picklable. With `init_group=True` a gloo group is running
     while it is called. A child's exception is raised here with its traceback; after `timeout_s` all are killed and TimeoutError is raised.
     """
-    try:
-        return _run(fn, world_size, args, timeout_s, init_group)
-    except Exception as error:
-        # Seldom, and under load, a gloo process dies in torch's teardown ("terminate called without an active exception"), after
-        # its work is done. Such a run is started once more; any other failure, and a second one of this kind, is raised.
-        if 'SIGABRT' not in str(error):
-            raise
-        warnings.warn(f'{fn.__name__}: a process was aborted ({error}); running it once more', stacklevel=2)
-        return _run(fn, world_size, args, timeout_s, init_group)
-
-
-def run_command(command: Sequence[str], timeout_s: float = 100.0) -> subprocess.CompletedProcess[str]:
-    """A command that starts processes of its own, such as torchrun, with its output; started once more after the abort named above."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
-    if done.returncode != 0 and 'terminate called without an active exception' in done.stderr:
-        warnings.warn(f'{command[-1]}: a process was aborted; running it once more', stacklevel=2)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
-    return done
-
-
-def _run(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout_s: float, init_group: bool) -> list[Any]:
     import torch.multiprocessing as mp
 
     with tempfile.TemporaryDirectory(prefix='run-distributed-') as folder, environment(**_THREADS):
@@ -104,6 +82,26 @@ def _run(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout
         return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(world_size)]
 
 
+def run_script(
+    arguments: Sequence[str], world_size: int = 2, timeout_s: float = 90.0, folder: str | Path | None = None
+) -> list[tuple[int, str]]:
+    """`python ARGUMENTS` on every rank, from its first import to the interpreter's end; each rank's exit code and output."""
+    port, children = free_port(), []
+    paths = os.pathsep.join(path for path in (str(Path(__file__).parents[2]), os.environ.get('PYTHONPATH')) if path)
+    for rank in range(world_size):
+        variables = {**os.environ, **_THREADS, **torchrun_environment(rank, world_size, port), 'PYTHONPATH': paths}
+        child = subprocess.Popen(
+            [sys.executable, *arguments], env=variables, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        children.append(child)
+    try:
+        texts = [child.communicate(timeout=timeout_s)[0] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    return [(child.returncode, text) for child, text in zip(children, texts, strict=True)]
+
+
 def _child(
     rank: int, world_size: int, port: int, folder: str, init_group: bool, fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
@@ -121,4 +119,4 @@ def _child(
     (Path(folder) / str(rank)).write_bytes(pickle.dumps(result))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # the result is written; the interpreter's own teardown can only go wrong now
+    os._exit(0)  # the result is written; the interpreter's teardown would take as long as a small test

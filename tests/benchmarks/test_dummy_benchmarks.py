@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from chatgpt.launch.arguments import run_main
 from chatgpt.nn import AutoActor, AutoCritic
-from chatgpt.testing.processes import run_command
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / 'benchmarks'))
 import arithmetic_done
@@ -192,7 +192,7 @@ def test_opt_lora_run_under_torchrun(tmp_path):
         str(ROOT / 'benchmarks' / 'benchmark_opt_lora_dummy.py'), '--model=tiny', '--lora_rank=4', '--strategy=fsdp',
         '--json', str(tmp_path / 'out.json'), *SHORT, '--num_episodes=1', '--max_epochs=1',
     ]  # fmt: skip
-    done = run_command(command)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / 'out.json').read_text())
     assert result['world_size'] == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from chatgpt.dataset import embedded
 from chatgpt.nn import GPTRM, GPTActor
 from chatgpt.nn.peft_format import export_peft
-from chatgpt.testing.processes import free_port, run_command
+from chatgpt.testing.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -184,7 +185,7 @@ def test_inference_under_torchrun(monkeypatch, capsys, folder, tmp_path):
         sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node=2', f'--master-port={free_port()}',
         str(ROOT / 'examples' / 'inference.py'), *flags, '--strategy=fsdp', '--output', str(tmp_path / 'two.jsonl'),
     ]  # fmt: skip
-    done = run_command(command)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     one, two = ([json.loads(line) for line in (tmp_path / f'{n}.jsonl').read_text().splitlines()] for n in ('one', 'two'))
     assert [(r['prompt'], r['response']) for r in one] == [(r['prompt'], r['response']) for r in two]
@@ -204,7 +205,7 @@ def test_dummy_under_torchrun():
         str(ROOT / 'examples' / 'train_dummy.py'), '--strategy=fsdp', '--num_episodes=1', '--max_timesteps=1', '--update_timesteps=1',
         '--prompt_tokens=4', '--max_new_tokens=4',
     ]  # fmt: skip
-    done = run_command(command)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert '8 samples in ' in done.stdout
     assert 'on 2 process(es)' in done.stdout

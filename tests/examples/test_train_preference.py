@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from chatgpt.dataset import embedded
 from chatgpt.launch import learning
 from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.preference import PreferenceRun
-from chatgpt.testing.processes import free_port, run_command
+from chatgpt.testing.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -118,6 +119,6 @@ def test_under_torchrun(data, tmp_path):
         str(ROOT / 'examples' / 'train_preference.py'), str(data / 'pairs.jsonl'), '--pretrain', str(data / 'base'), '--strategy=fsdp',
         '--max_steps=2', '--log_interval=1', '--save_path', str(tmp_path),
     ]  # fmt: skip
-    done = run_command(command)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert [row['dpo/loss'] for row in metrics(tmp_path)][0] == pytest.approx(0.6931, abs=1e-4)

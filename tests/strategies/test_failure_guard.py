@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
 
 import pytest
 
-from chatgpt.testing.processes import free_port, run_distributed, torchrun_environment
+from chatgpt.testing.processes import run_distributed, run_script
 from chatgpt.trainer.strategies import NaiveStrategy
 
 ROOT = Path(__file__).parents[2]
@@ -25,21 +22,11 @@ rank = strategy.rank
 
 def launch(body: str, world_size: int = 2) -> tuple[list[int], list[str], float]:
     """Run a script on every rank; exit codes, what was printed, and seconds since the ranks were all ready."""
-    port = free_port()
-    code = HEAD + textwrap.dedent(body)
-    children = []
-    for rank in range(world_size):
-        variables = {**os.environ, **torchrun_environment(rank, world_size, port), 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
-        streams = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT, 'text': True}
-        children.append(subprocess.Popen([sys.executable, '-c', code], env=variables, cwd=ROOT, **streams))
-    try:
-        texts = [child.communicate(timeout=60)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
+    results = run_script(['-c', HEAD + textwrap.dedent(body)], world_size, timeout_s=60)
+    texts = [text for _, text in results]
     assert any('ready ' in t for t in texts), texts
     ready = [float(line.split()[1]) for text in texts for line in text.splitlines() if line.startswith('ready ')]
-    return [child.returncode for child in children], texts, time.time() - max(ready)
+    return [code for code, _ in results], texts, time.time() - max(ready)
 
 
 @pytest.mark.parametrize('failing', [1, 0])

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.trainer.strategies.gloo_exit import finish_gloo_at_exit
 from chatgpt.trainer.strategies.guard import FailureGuard, Whereabouts
 from chatgpt.trainer.strategies.host_memory import keep_freed_memory
 from chatgpt.trainer.strategies.precision import Precision
@@ -57,6 +58,8 @@ class ProcessGroupStrategy(Strategy):
         if self._owns_group:
             backend = 'nccl' if self._device.type == 'cuda' else 'gloo'
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        if dist.get_backend() == 'gloo':
+            finish_gloo_at_exit()
 
     def _check_environment(self) -> None:
         missing = [name for name in _NEEDED if name not in os.environ]
