@@ -105,7 +105,6 @@ def held_by_zeros() -> list[dict[str, int]]:
     return [held_by_zero(*case) for case in ZERO]
 
 
-@pytest.mark.slow
 def test_static_parts_of_zero_are_exact():
     if importlib.util.find_spec('colossalai') is None:  # importing it here would change this process
         pytest.skip('colossalai is not installed')

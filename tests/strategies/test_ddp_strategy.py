@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,6 +36,21 @@ def test_own_group_is_left_and_a_given_one_is_not():
                 assert guest.world_size == 1
             assert dist.is_initialized()
         assert not dist.is_initialized()
+
+
+def _again():
+    found = []
+    for _ in range(3):
+        with DDPStrategy(device='cpu') as strategy:
+            nn.parallel.DistributedDataParallel(nn.Linear(2, 2))  # torch keeps the group and its store for it
+            found.append(strategy.all_gather_object(strategy.rank))
+            first = strategy.is_rank_0
+        time.sleep(1.0 if first else 0.0)  # the other finds what the last group left behind
+    return found
+
+
+def test_a_group_is_left_and_another_joined():
+    assert run_distributed(_again, 2, timeout_s=60) == [[[0, 1]] * 3] * 2
 
 
 def test_buckets_keep_order_and_size():

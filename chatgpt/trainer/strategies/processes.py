@@ -5,7 +5,9 @@ One process per device, started by torchrun or anything that sets its environmen
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -24,6 +26,26 @@ T = TypeVar('T')
 
 _OPS: dict[str, Any] = {'sum': dist.ReduceOp.SUM, 'mean': dist.ReduceOp.SUM, 'max': dist.ReduceOp.MAX, 'min': dist.ReduceOp.MIN}
 _NEEDED = ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
+
+
+_meeting_points: dict[tuple[str, ...], tuple[Any, Iterator[int]]] = {}
+
+
+def _join(backend: str, timeout: timedelta) -> None:
+    """Join torchrun's process group, under keys of its own: processes that have left one may join another.
+
+    The store of the first one is kept for those after it. What a group wrote into a store stays there, and the addresses of a group
+    that is gone would be taken for those of the new one.
+    """
+    where = tuple(os.environ[name] for name in _NEEDED)
+    if where not in _meeting_points:
+        store, _, _ = next(dist.rendezvous('env://', timeout=timeout))
+        _meeting_points[where] = store, itertools.count()
+    store, joined = _meeting_points[where]
+    store.set_timeout(timeout)
+    rank, world_size = (int(os.environ[name]) for name in ('RANK', 'WORLD_SIZE'))
+    own = dist.PrefixStore(f'group/{next(joined)}', store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
 
 
 class ProcessGroupStrategy(Strategy):
@@ -57,7 +79,7 @@ class ProcessGroupStrategy(Strategy):
             keep_freed_memory()
         if self._owns_group:
             backend = 'nccl' if self._device.type == 'cuda' else 'gloo'
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+            _join(backend, timedelta(seconds=timeout_s))
         if dist.get_backend() == 'gloo':
             finish_gloo_at_exit()
 
