@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -167,11 +168,17 @@ class LiveBytes(TorchDispatchMode):
 
 @contextmanager
 def faked(model: nn.Module) -> Iterator[Any]:
-    """Inside, a meta module has fake CPU tensors, which run every operation's shapes and none of its numbers."""
+    """Inside, a meta module has fake CPU tensors, which run every operation's shapes and none of its numbers.
+
+    transformers looks for sequences in one row in the numbers of the positions, and where it cannot look, as here, makes a mask in
+    case. The rows of `batch_of` hold one sequence each, for which a run makes none.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers import masking_utils
 
     made: dict[int, Any] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    one_per_row = mock.patch.object(masking_utils, 'find_packed_sequence_indices', lambda position_ids: None)
+    with one_per_row, FakeTensorMode(allow_non_fake_inputs=True) as mode:
         for owner in model.modules():
             for key, parameter in owner._parameters.items():
                 if parameter is not None:

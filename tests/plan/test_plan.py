@@ -57,13 +57,13 @@ def held(name: str, variant: str) -> tuple[int, int, int]:
 
 
 def held_by_all(names: list[str]) -> dict[tuple[str, str], tuple[int, int, int]]:
-    return {(n, v): held(n, v) for n in names for v in VARIANTS if not (v == 'hydra' and n.startswith('fsdp'))}  # it does not run there
+    return {(n, v): held(n, v) for n in names for v in VARIANTS}
 
 
 def test_static_parts_are_exact():
     two = run_distributed(held_by_all, 2, [n for n, (_, w) in LAYOUTS.items() if w == 2], init_group=True)
     measured = {key: [ranks[key] for ranks in two] for key in two[0]} | {k: [m] for k, m in held_by_all(['naive']).items()}
-    assert len(measured) == 10
+    assert len(measured) == 12
     for (name, variant), ranks in measured.items():
         setup = Setup(config=CONFIG, strategy=name, num_processes=LAYOUTS[name][1], **VARIANTS[variant])
         memory = trained_memory('actor', models.measure(models.build('actor', CONFIG, setup)), setup)
@@ -137,7 +137,7 @@ def test_activations_are_those_of_a_real_pass(kind, checkpointing, precision):
             loss = out.sum() if kind == 'critic' else out.logprobs.sum() + out.entropy.sum()
         loss.backward()
     planned = models.learning_bytes(kind, CONFIG, setup, 4, keep_gradients=True)
-    assert planned == pytest.approx(live.peak, rel=0.06)
+    assert planned == pytest.approx(live.peak, rel=0.01)
     assert models.learning_bytes(kind, CONFIG, setup, 8, keep_gradients=True) > 1.2 * planned  # the twin: another batch is told apart
 
 
