@@ -31,11 +31,12 @@ GRACE_S = 5.0
 """how long the failing rank waits for the others to have read its message"""
 LEAVE_S = 1.0
 """how long a process has to fail by itself once another has failed"""
-
-
 PATIENCE = 0.9
 """share of the timeout after which a waiting rank calls the roll: a collective that has timed out would not say who was late"""
+LOOKS = 40
+"""at the main thread's calls, per timeout"""
 NUM_FRAMES = 3
+"""of the main thread's calls, in a message"""
 
 
 class Whereabouts:
@@ -67,7 +68,7 @@ class Whereabouts:
         return self._depth > 0 or any(inside in frame.filename for frame in self._stack())
 
     def call(self) -> Any:
-        """The innermost call of the main thread: another object for every call, the same one while it lasts."""
+        """The innermost call of the main thread (a frame): another object for every call, the same one while it lasts."""
         return sys._current_frames().get(self.thread)
 
     def describe(self) -> str:
@@ -99,7 +100,7 @@ class FailureGuard(AbstractContextManager[None]):
         self.whereabouts = whereabouts or Whereabouts()
         self._answered = False
         self._seen: Any = None
-        self._stuck_since = time.monotonic()
+        self._stuck_since = self._next_look = time.monotonic()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._message: str | None = None
@@ -169,14 +170,16 @@ class FailureGuard(AbstractContextManager[None]):
 
     def _is_stuck(self) -> bool:
         """Whether this rank has stood in one and the same collective for too long."""
-        here = self.whereabouts
-        if time.monotonic() - here.since < PATIENCE * self.timeout_s / 2:  # looking at another thread's frames is for when there is need
+        here, now = self.whereabouts, time.monotonic()
+        if now - here.since < PATIENCE * self.timeout_s / 2:
             self._seen, self._stuck_since = None, here.since
-            return False
-        call = here.call()
-        if call is not self._seen or not here.is_waiting():
-            self._seen, self._stuck_since = call, time.monotonic()
-        return time.monotonic() - self._stuck_since > PATIENCE * self.timeout_s
+        # Frames of a running thread are looked at seldom, and only when there is need: that has brought down an interpreter (3.11).
+        elif now >= self._next_look:
+            self._next_look = now + self.timeout_s / LOOKS
+            call = here.call()
+            if call is not self._seen or not here.is_waiting():
+                self._seen, self._stuck_since = call, now
+        return now - self._stuck_since > PATIENCE * self.timeout_s
 
     def _answer_the_roll(self) -> None:
         """Say where this rank is, once, when another asks."""
