@@ -158,11 +158,14 @@ def make_strategy(name: str, *, seed: int, precision: Any, remote_code: bool = F
     return s.ColossalAIStrategy(stage=stage, precision=precision, seed=seed, placement_policy=policy, timeout_s=timeout_s)
 
 
-def strategy_of(run: Any) -> Any:
-    """The strategy that a `chatgpt.launch.runs.Run` asks for."""
-    return make_strategy(
+@contextmanager
+def strategy_of(run: Any) -> Iterator[Any]:
+    """The strategy that a `chatgpt.launch.runs.Run` asks for; one rank's failure inside ends all, also before training has begun."""
+    strategy = make_strategy(
         run.strategy, seed=run.seed, precision=run.precision, remote_code=run.trust_remote_code, timeout_s=run.rank_timeout_s
     )
+    with strategy, strategy.failure_guard():
+        yield strategy
 
 
 def load_function(spec: str) -> Callable[..., Any]:

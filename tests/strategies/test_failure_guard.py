@@ -114,9 +114,10 @@ def test_one_process_has_nothing_to_guard():
         _ = 1 / 0
 
 
-def test_a_rank_that_does_not_come_is_named():
+@pytest.mark.parametrize('collective', ['strategy.all_gather_object(rank)', 'torch.distributed.all_reduce(torch.ones(3))'])
+def test_a_rank_that_does_not_come_is_named(collective):
     """Rank 1 sleeps in a function of its own while rank 0 waits; nobody raises, and no collective has an answer."""
-    codes, texts, seconds = launch("""
+    codes, texts, seconds = launch(f"""
         strategy.timeout_s = 10  # of the guard alone: joining the group under load may take longer
 
         def busy_elsewhere():
@@ -128,13 +129,30 @@ def test_a_rank_that_does_not_come_is_named():
             print('ready', time.time(), flush=True)
             if rank == 1:
                 busy_elsewhere()
-            strategy.all_gather_object(rank)
+            {collective}
     """)
     assert codes == [1, 1], texts
     for text in texts:
         assert 'no progress for 9 s (before learning of phase 3): rank 1 is in ' in text
         assert '(busy_elsewhere)' in text and 'Waiting: 0.' in text
-    assert seconds < 30
+    assert 8 < seconds < 30
+
+
+@pytest.mark.parametrize('collective', ['strategy.all_reduce(torch.ones(3))', 'torch.distributed.all_reduce(torch.ones(3))'])
+def test_it_is_named_before_the_collective_gives_up(collective):
+    codes, texts, seconds = launch(f"""
+        strategy.close()
+        strategy = DDPStrategy(device='cpu', timeout_s=20)
+        with strategy.failure_guard():
+            strategy.barrier()
+            print('ready', time.time(), flush=True)
+            if rank == 1:
+                time.sleep(50)
+            {collective}
+    """)
+    assert codes == [1, 1], texts
+    assert 'no progress for 18 s' in texts[0] and 'rank 1 is in <string>' in texts[0] and 'Timed out' not in texts[0]
+    assert 17 < seconds < 40
 
 
 def test_a_frozen_rank_is_named_too():

@@ -47,7 +47,8 @@ class DDPStrategy(ProcessGroupStrategy):
         tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.numel()]
         for bucket in buckets(tensors, self.bucket_bytes):
             flat = torch.cat([t.reshape(-1) for t in bucket])
-            dist.broadcast(flat.view(torch.uint8), src=0)  # as bytes: not every backend knows every dtype
+            with self.whereabouts.waiting():
+                dist.broadcast(flat.view(torch.uint8), src=0)  # as bytes: not every backend knows every dtype
             for tensor, values in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                 tensor.copy_(values.view(tensor.shape))
         return model
@@ -56,16 +57,19 @@ class DDPStrategy(ProcessGroupStrategy):
         """A parameter without a gradient here counts as zero; one without a gradient anywhere keeps none."""
         parameters = [p for _, p in pair.named_parameters() if p.requires_grad]
         used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=self.device)
-        dist.all_reduce(used, dist.ReduceOp.MAX)
+        with self.whereabouts.waiting():
+            dist.all_reduce(used, dist.ReduceOp.MAX)
+            flags = used.tolist()
         gradients = []
-        for parameter, flag in zip(parameters, used.tolist(), strict=True):
+        for parameter, flag in zip(parameters, flags, strict=True):
             if flag:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 gradients.append(parameter.grad)
         for bucket in buckets(gradients, self.bucket_bytes):
             flat = torch.cat([g.reshape(-1) for g in bucket])
-            dist.all_reduce(flat)
+            with self.whereabouts.waiting():
+                dist.all_reduce(flat)
             for gradient, values in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 gradient.copy_(values.view(gradient.shape))
 

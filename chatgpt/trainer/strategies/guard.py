@@ -1,14 +1,16 @@
 """`FailureGuard`: one rank's exception ends all ranks within seconds, with that rank's message; a rank that hangs is named.
 
-The failing rank writes its message into the process group's store. A thread on every other rank looks there several times a
-second; when it finds a message it gives the process a moment to fail by itself (the same mistake, a broken connection), then prints
-the message and ends the process, which may be stuck in a collective that will never finish.
+The failing rank writes its message into the process group's store. A thread on every rank looks there several times a second; when it
+finds another rank's message it gives the process a moment to fail by itself (the same mistake, a broken connection), then prints the
+message and ends the process, which may be stuck in a collective that will never finish.
 
 A rank that has waited for the others almost as long as a collective may last calls the roll: every rank's thread answers with where its
-main thread is, and all end with a message that names the ranks which are somewhere else, or which do not answer.
+main thread is, and all end with a message that names the ranks which are somewhere else, or which do not answer. That a rank waits is
+known of a strategy's own collectives; of others, such as a sharded forward runs, it is seen by a main thread that uses no processor.
 
 Leaving the guard without an exception waits for the other ranks, so that the store outlives everyone who looks into it.
-Left out: processes that die without a word (SIGKILL); their launcher ends the others.
+Left out: processes that die without a word (SIGKILL); their launcher ends the others. And a rank that waits on a GPU for a result behind
+another library's collective: NCCL's own watchdog ends it, without a name.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Any
 
 import torch.distributed as dist
 
@@ -33,8 +34,8 @@ LEAVE_S = 1.0
 """how long a process has to fail by itself once another has failed"""
 PATIENCE = 0.9
 """share of the timeout after which a waiting rank calls the roll: a collective that has timed out would not say who was late"""
-LOOKS = 40
-"""at the main thread's calls, per timeout"""
+STILL_S = 0.001
+"""so little processor time is no progress"""
 NUM_FRAMES = 3
 """of the main thread's calls, in a message"""
 
@@ -62,14 +63,19 @@ class Whereabouts:
             self._depth -= 1
             self.since = time.monotonic()
 
+    def in_own_collective(self) -> bool:
+        return self._depth > 0
+
     def is_waiting(self) -> bool:
         """In a collective of a strategy's, or in one that a sharded forward or backward runs."""
         inside = os.path.join('torch', 'distributed', '')
-        return self._depth > 0 or any(inside in frame.filename for frame in self._stack())
+        return self.in_own_collective() or any(inside in frame.filename for frame in self._stack())
 
-    def call(self) -> Any:
-        """The innermost call of the main thread (a frame): another object for every call, the same one while it lasts."""
-        return sys._current_frames().get(self.thread)
+    def processor_s(self) -> float:
+        """Processor time of the main thread so far; where the system does not tell, a clock that always goes on."""
+        if not hasattr(time, 'pthread_getcpuclockid'):
+            return time.monotonic()
+        return time.clock_gettime(time.pthread_getcpuclockid(self.thread))
 
     def describe(self) -> str:
         """'in reward.py:12 (score)', the innermost frame first."""
@@ -88,7 +94,8 @@ class RankFailure(RuntimeError):
 class FailureGuard(AbstractContextManager[None]):
     """Enter and leave on every rank together. A guard inside another does nothing.
 
-    Keys in the store: `failure` (the first message), `seen` (how many ranks have read it), `done` (how many left well).
+    Keys in the store: `failure` (the first message), `seen` (how many ranks have read it), `done` and `gone` (how many left well, and how
+    many know that all did), `roll` (somebody asks) and `at/RANK` (the answers).
     """
 
     _active = False
@@ -99,8 +106,8 @@ class FailureGuard(AbstractContextManager[None]):
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.whereabouts = whereabouts or Whereabouts()
         self._answered = False
-        self._seen: Any = None
-        self._stuck_since = self._next_look = time.monotonic()
+        self._still_since, self._used = time.monotonic(), 0.0
+        """since when the main thread has used no processor, and how much it had used then"""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._message: str | None = None
@@ -117,7 +124,6 @@ class FailureGuard(AbstractContextManager[None]):
         # a connection of its own: the main thread may be waiting for a key while holding the other one
         self._store = dist.PrefixStore(prefix, store.clone() if hasattr(store, 'clone') else store)
         FailureGuard._active = True
-        self._stuck_since = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name='chatgpt-failure-guard', daemon=True)
         self._thread.start()
 
@@ -126,7 +132,7 @@ class FailureGuard(AbstractContextManager[None]):
             return
         self._stop.set()
         self._thread.join(timeout=GRACE_S)
-        self._thread = self._seen = None
+        self._thread = None
         FailureGuard._active = False
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             self._leave_together()
@@ -170,16 +176,19 @@ class FailureGuard(AbstractContextManager[None]):
 
     def _is_stuck(self) -> bool:
         """Whether this rank has stood in one and the same collective for too long."""
-        here, now = self.whereabouts, time.monotonic()
-        if now - here.since < PATIENCE * self.timeout_s / 2:
-            self._seen, self._stuck_since = None, here.since
-        # Frames of a running thread are looked at seldom, and only when there is need: that has brought down an interpreter (3.11).
-        elif now >= self._next_look:
-            self._next_look = now + self.timeout_s / LOOKS
-            call = here.call()
-            if call is not self._seen or not here.is_waiting():
-                self._seen, self._stuck_since = call, now
-        return now - self._stuck_since > PATIENCE * self.timeout_s
+        here, now, patience = self.whereabouts, time.monotonic(), PATIENCE * self.timeout_s
+        if here.in_own_collective():
+            return now - here.since > patience
+        used = here.processor_s()
+        if used - self._used > STILL_S or here.since > self._still_since:
+            self._used, self._still_since = used, now
+        if now - self._still_since <= patience:
+            return False
+        # Frames of a running thread are looked at only here and when another asks: that has brought down an interpreter (3.11).
+        if not here.is_waiting():
+            self._still_since = now
+            return False
+        return True
 
     def _answer_the_roll(self) -> None:
         """Say where this rank is, once, when another asks."""
@@ -221,7 +230,7 @@ class FailureGuard(AbstractContextManager[None]):
         )
         first = self._store.compare_set('failure', '', text).decode()
         if first == text:
-            self._wait_for('seen', self.world_size - 1 - (self.world_size - len(found)), GRACE_S)
+            self._wait_for('seen', len(found) - 1, GRACE_S)
         else:
             self._store.add('seen', 1)
         print(self._because(first), file=sys.stderr, flush=True)
