@@ -8,16 +8,8 @@ from pathlib import Path
 import pytest
 
 from chatgpt.dataset import embedded
-from chatgpt.nn import GPTActor
 
 pytest.register_assert_rewrite('train_prompts_runs')
-
-
-@pytest.fixture(scope='module')
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp('model')
-    GPTActor(config=embedded.demo_config()).save_pretrained(folder, tokenizer=embedded.demo_tokenizer())
-    return folder
 
 
 @pytest.fixture(scope='module')

@@ -20,10 +20,8 @@ import pytest
 from launcher_runs import ROOT, Nodes, command, launch, metrics_of, on, parent, processes, wait_for
 
 import chatgpt
-from chatgpt.dataset import embedded
 from chatgpt.launch.ray_request import check_address, check_node
 from chatgpt.launch.worker import Worker
-from chatgpt.nn import GPTActor
 from chatgpt.testing.processes import free_port
 
 SCRIPT = ROOT / 'examples' / 'train_prompts.py'
@@ -45,13 +43,6 @@ def cluster() -> Iterator[Nodes]:
     finally:
         nodes.process.communicate(timeout=30)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture(scope='module')
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp('model')
-    GPTActor(config=embedded.demo_config()).save_pretrained(folder, tokenizer=embedded.demo_tokenizer())
-    return folder
 
 
 # ---------------------------------------------------------------------- the same run, whatever happens
