@@ -1,10 +1,11 @@
-"""Fixtures for every test: nothing may leak. `run_distributed` is in `chatgpt.testing.processes`."""
+"""Fixtures for every test: nothing may leak, and a model for whole runs. `run_distributed` is in `chatgpt.testing.processes`."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -35,3 +36,14 @@ def nothing_leaks() -> Iterator[None]:
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
         pytest.fail('the test left a process group')
+
+
+@pytest.fixture(scope='module')
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's policy, untrained, with its tokenizer."""
+    from chatgpt.dataset import embedded
+    from chatgpt.nn import GPTActor
+
+    folder = tmp_path_factory.mktemp('model')
+    GPTActor(config=embedded.demo_config()).save_pretrained(folder, tokenizer=embedded.demo_tokenizer())
+    return folder

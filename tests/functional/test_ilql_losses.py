@@ -6,13 +6,10 @@ import math
 
 import pytest
 import torch
+from float64 import tensor
 
 from chatgpt.functional.ilql import awac_loss, cql_loss, expectile_value_loss, ilql_logits, min_q, next_values, td_loss
 from chatgpt.functional.logprobs import chunked_logprobs
-
-
-def tensor(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def test_successor_is_the_next_token_that_counts_of_the_same_sequence():

@@ -7,13 +7,9 @@ from itertools import combinations
 
 import pytest
 import torch
+from float64 import tensor
 
 from chatgpt.functional.losses import pairwise_log_exp_loss, pairwise_log_sigmoid_loss, ranked_pairs
-
-
-def tensor(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
 
 CHOSEN, REJECTED = [1.0, -0.5, 3.0], [0.0, 0.5, 2.9]
 

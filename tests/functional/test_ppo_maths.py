@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from float64 import F64, tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chatgpt.functional.advantages import (
@@ -31,13 +32,6 @@ from chatgpt.functional.losses import (
     truncated_importance_weights,
 )
 from chatgpt.functional.masking import masked_mean, masked_sum, masked_var, segment_mean, segment_sum, whiten
-
-F64 = torch.float64
-
-
-def tensor(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=F64)
-
 
 # ---------------------------------------------------------------------- masking
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from float64 import tensor
 
 from chatgpt.functional.preference import (
     cdpo_loss,
@@ -23,10 +24,6 @@ from chatgpt.functional.preference import (
 CHOSEN, REJECTED = [-10.0, -3.0, -40.0], [-12.0, -1.0, -41.0]
 REF_CHOSEN, REF_REJECTED = [-11.0, -2.5, -38.0], [-11.5, -2.0, -40.0]
 MARGINS = [1.5, -1.5, -1.0]  # (c - rc) - (r - rr), by hand
-
-
-def tensor(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def sigmoid(x: float) -> float:

@@ -13,69 +13,22 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from launcher_runs import ROOT, Nodes, command, launch, metrics_of, on, parent, processes, wait_for
 
 import chatgpt
-from chatgpt.dataset import embedded
 from chatgpt.launch.ray_request import check_address, check_node
 from chatgpt.launch.worker import Worker
-from chatgpt.nn import GPTActor
 from chatgpt.testing.processes import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / 'examples' / 'train_prompts.py'
 QUICK = [
     '--strategy=ddp', '--num_episodes=1', '--max_timesteps=8', '--update_timesteps=1', '--experience_batch_size=4', '--train_batch_size=4',
     '--max_epochs=1', '--max_new_tokens=4', '--checkpoint_interval=1', '--lr=1e-3',
 ]  # fmt: skip
-
-
-class Nodes:
-    """Three nodes with one core each, on this machine, that ask for a token. They belong to a process of their own, since Ray reads its
-    environment once, when it is imported."""
-
-    SCRIPT = """
-import os, sys
-from ray.cluster_utils import Cluster
-options = {'num_cpus': 1, 'object_store_memory': 80 * 2**20}
-cluster = Cluster(initialize_head=True, head_node_args={**options, 'include_dashboard': False})
-nodes = [cluster.add_node(**options) for _ in range(2)]
-raylet = lambda node: node.all_processes['raylet'][0].process.pid
-try:
-    print(cluster.address, flush=True)
-    for line in sys.stdin:
-        for node in [n for n in nodes if raylet(n) in map(int, line.split())][:1]:
-            print(raylet(node), flush=True)
-            nodes.remove(node)
-            cluster.remove_node(node, allow_graceful=False)
-            nodes.append(cluster.add_node(**options))
-finally:
-    cluster.shutdown()
-"""
-
-    def __init__(self, folder: str) -> None:
-        Path(folder, 'token').write_text('a' * 40)
-        self.variables = {
-            'RAY_TMPDIR': folder, 'RAY_AUTH_MODE': 'token', 'RAY_AUTH_TOKEN_PATH': f'{folder}/token', 'RAY_USAGE_STATS_ENABLED': '0',
-        }  # fmt: skip
-        self.process = subprocess.Popen(
-            [sys.executable, '-c', self.SCRIPT], env=os.environ | self.variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
-        assert self.process.stdout is not None
-        self.address = self.process.stdout.readline().strip()
-
-    def replace_one_of(self, raylets: Iterable[int]) -> int:
-        """Kill a node, not the first, whose process is among these, and add another; which it was."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(' '.join(map(str, raylets)) + '\n')
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
 
 
 @pytest.fixture(scope='module')
@@ -90,64 +43,6 @@ def cluster() -> Iterator[Nodes]:
     finally:
         nodes.process.communicate(timeout=30)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture(scope='module')
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp('model')
-    GPTActor(config=embedded.demo_config()).save_pretrained(folder, tokenizer=embedded.demo_tokenizer())
-    return folder
-
-
-def command(*arguments: str, **variables: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, '-m', 'chatgpt.launch', *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env=os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'} | variables,
-    )  # fmt: skip
-
-
-def on(cluster: Nodes, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-    return command('--launcher=ray', f'--address={cluster.address}', *arguments, **cluster.variables, **variables)
-
-
-def launch(cluster: Nodes, folder: Path, text: str, *options: str, args: Sequence[str] = ()) -> tuple[int, str]:
-    """Exit code and output of `text` as a script."""
-    path = folder / 'script.py'
-    path.write_text(text)
-    process = on(cluster, *options, str(path), *args)
-    output, _ = process.communicate(timeout=60)
-    return process.returncode, output
-
-
-def wait_for(condition, seconds: float = 60.0) -> Any:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(0.02)
-    raise AssertionError('it did not happen in time')
-
-
-def processes(*words: str) -> list[int]:
-    """Processes whose command line and environment hold all of these words."""
-    found = []
-    for folder in Path('/proc').iterdir():
-        try:
-            text = (folder / 'cmdline').read_bytes() + b'\0' + (folder / 'environ').read_bytes()
-        except (OSError, ValueError):
-            continue
-        if folder.name.isdigit() and all(w.encode() in text.split(b'\0') for w in words):
-            found.append(int(folder.name))
-    return found
-
-
-def parent(pid: int) -> int:
-    return int(Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[1])
-
-
-def metrics_of(folder: Path) -> list[dict[str, float]]:
-    lines = (folder / 'metrics.jsonl').read_text().splitlines() if (folder / 'metrics.jsonl').is_file() else []
-    return [{k: v for k, v in json.loads(line).items() if 'perf/' not in k} for line in lines]
 
 
 # ---------------------------------------------------------------------- the same run, whatever happens

@@ -8,6 +8,7 @@ import pickle
 import loralib
 import pytest
 import torch
+from adapter_models import IDS, disturb, logits
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -25,22 +26,6 @@ from chatgpt.nn.lora import (
     unmerge_lora,
 )
 from chatgpt.testing.fakes import FAMILIES, tiny_causal_lm
-
-IDS = torch.tensor([[5, 9, 3, 17, 40], [8, 8, 21, 2, 33]])
-
-
-def logits(model: nn.Module) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=IDS, use_cache=False).logits
-
-
-def disturb(model: nn.Module, scale: float = 0.3) -> None:
-    """Give everything that is trainable other values, as training would."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * scale)
 
 
 def adapted(family: str = 'gpt2', rank: int = 2, **kw: object) -> nn.Module:

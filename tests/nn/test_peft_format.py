@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_models import disturb, logits
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from chatgpt.nn.lora import convert_to_lora, has_lora, lora_layers, lora_state_dict
 from chatgpt.nn.peft_format import CONFIG_FILE, WEIGHTS_FILE, export_peft, import_peft
 from chatgpt.testing.fakes import tiny_causal_lm
-
-IDS = torch.tensor([[5, 9, 3, 17, 40], [8, 8, 21, 2, 33]])
 
 
 @pytest.fixture(scope='module')
@@ -26,19 +25,6 @@ def peft() -> Any:
     except Exception as error:  # an incompatible transformers fails in many ways
         pytest.skip(f'peft cannot be imported: {type(error).__name__}: {error}')
     return peft
-
-
-def logits(model: nn.Module) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=IDS, use_cache=False).logits
-
-
-def disturb(model: nn.Module, scale: float = 0.3) -> None:
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
 def adapted(base: nn.Module, **kw: Any) -> nn.Module:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from phase_log import Log
 from transformers import GPT2LMHeadModel
 
 from chatgpt.dataset import TokenizedLabelled
@@ -26,15 +27,6 @@ VOCAB = 16
 def sequence(prompt: list[int], response: list[int], mask: list[int] | None = None) -> Sequence:
     flags = torch.tensor(mask or [1] * len(response), dtype=torch.bool)
     return Sequence(prompt_ids=torch.tensor(prompt), response_ids=torch.tensor(response), response_mask=flags)
-
-
-class Log(ProgressBar):
-    def __init__(self) -> None:
-        super().__init__(enabled=False)
-        self.phases: list[dict[str, float]] = []
-
-    def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
-        self.phases.append({k: v for k, v in metrics.items() if not k.startswith('perf/')})
 
 
 def model(seed: int = 5, two_qs: bool = True, vocab: int = VOCAB) -> ILQLModel:

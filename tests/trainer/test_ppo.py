@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from phase_log import Log
 from torch import nn
 
 from chatgpt.checkpoint import CheckpointError
@@ -54,19 +55,8 @@ def make(
     return PPOTrainer(strategy, actor, critic, reward, initial, actor_optim, critic_optim, **defaults | kwargs)
 
 
-class Recorder(ProgressBar):
-    """Keeps the metrics of every phase, but for the seconds."""
-
-    def __init__(self) -> None:
-        super().__init__(enabled=False)
-        self.phases: list[dict[str, float]] = []
-
-    def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
-        self.phases.append({k: v for k, v in metrics.items() if not k.startswith('perf/')})
-
-
 def run(phases: int = 3, **kwargs: Any) -> tuple[PPOTrainer, list[dict[str, float]]]:
-    recorder = Recorder()
+    recorder = Log()
     trainer = make(callbacks=[recorder], **kwargs)
     trainer.fit(prompts(), num_episodes=1, max_timesteps=phases, update_timesteps=1)
     return trainer, recorder.phases
@@ -125,7 +115,7 @@ def test_metrics_of_every_phase_are_there_and_finite():
 def test_prompts_are_drawn_without_replacement_and_a_remainder_is_learned_from():
     seen: list[int] = []
 
-    class Watch(Recorder):
+    class Watch(Log):
         def on_make_experience_end(self, trainer: Any, experiences: list[Any]) -> None:
             seen.extend(int(e.prompt_ids[0]) for e in experiences)
 
@@ -286,10 +276,10 @@ def test_a_loss_that_is_not_finite_stops_names_the_samples_and_leaves_the_weight
 
 def test_a_resumed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path):
     straight, phases = run(4, kl_target=6.0, score_scaling='running')
-    first = Recorder()
+    first = Log()
     trainer = make(callbacks=[first], run_dir=tmp_path / 'a', kl_target=6.0, score_scaling='running')
 
-    class StopAfterTwo(Recorder):
+    class StopAfterTwo(Log):
         def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
             super().on_phase_end(trainer, step, metrics)
             if step == 2:
@@ -300,7 +290,7 @@ def test_a_resumed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path):
     trainer = make(callbacks=[stopper], run_dir=tmp_path / 'a', kl_target=6.0, score_scaling='running')
     trainer.fit(prompts(), num_episodes=1, max_timesteps=4, update_timesteps=1)
     assert len(stopper.phases) == 2
-    rest = Recorder()
+    rest = Log()
     resumed = make(seed=0, callbacks=[rest], run_dir=tmp_path / 'a', kl_target=6.0, score_scaling='running')
     torch.manual_seed(999)  # the library's draws do not come from the global generator
     assert resumed.load_checkpoint('auto')
@@ -312,7 +302,7 @@ def test_a_resumed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path):
 
 
 def test_a_second_fit_goes_on_and_does_not_repeat_itself():
-    recorder = Recorder()
+    recorder = Log()
     trainer = make(callbacks=[recorder])
     trainer.fit(prompts(), 1, 2, 1)
     trainer.fit(prompts(), 1, 2, 1)

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from phase_log import Log
 
 from chatgpt.dataset import TokenizedLabelled, TokenizedPreference
 from chatgpt.nn import GPTActor
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import DPOTrainer, KTOTrainer, ORPOTrainer, SimPOTrainer
-from chatgpt.trainer.callbacks import ProgressBar, SaveCheckpoint
+from chatgpt.trainer.callbacks import SaveCheckpoint
 from chatgpt.trainer.preference import pairs_of, without_reference
 from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.types import Sequence
@@ -34,15 +35,6 @@ def preference(prompt: list[int], *responses: list[int], scores: tuple[float, ..
 def data(count: int = 12) -> list[TokenizedPreference]:
     """The better answer has a 5 in it."""
     return [preference([3 + i % 4], [6 + i % 3, 5, 2], [6 + i % 3, 9 + i % 4, 7, 2]) for i in range(count)]
-
-
-class Log(ProgressBar):
-    def __init__(self) -> None:
-        super().__init__(enabled=False)
-        self.phases: list[dict[str, float]] = []
-
-    def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
-        self.phases.append({k: v for k, v in metrics.items() if not k.startswith('perf/')})
 
 
 KINDS: dict[str, Any] = {'dpo': DPOTrainer, 'kto': KTOTrainer, 'orpo': ORPOTrainer, 'simpo': SimPOTrainer}

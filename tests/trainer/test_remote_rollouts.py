@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from phase_log import Log
 
 from chatgpt.nn import GPTActor, GPTCritic
 from chatgpt.rollout import HFEngine, LocalEngine, RemoteEngine
@@ -17,17 +18,16 @@ from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.testing.workers import InProcessWorkers
 from chatgpt.trainer import PPOConfig, PPOTrainer
-from chatgpt.trainer.callbacks import Callback, ProgressBar, SaveCheckpoint
+from chatgpt.trainer.callbacks import Callback, SaveCheckpoint
 from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.types import Experience
 
 WORDS = [f'a {word}' for word in 'one two three four five six seven eight nine ten eleven'.split()]
 
 
-class Log(ProgressBar):
+class SampleLog(Log):
     def __init__(self) -> None:
-        super().__init__(enabled=False)
-        self.phases: list[dict[str, float]] = []
+        super().__init__()
         self.samples: list[list[tuple[Any, ...]]] = []
         """of each phase, what identifies a sample"""
         self.ages: list[list[int]] = []
@@ -35,9 +35,6 @@ class Log(ProgressBar):
     def on_make_experience_end(self, trainer: Any, experiences: list[Experience]) -> None:
         self.samples.append([(e.index, e.group, e.prompt_text, e.response_ids.tolist(), e.logprobs.tolist()) for e in experiences])
         self.ages.append([trainer.phase - e.version for e in experiences])
-
-    def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
-        self.phases.append({k: v for k, v in metrics.items() if not k.startswith('perf/')})
 
     def indices(self) -> list[int]:
         return [s[0] for phase in self.samples for s in phase]
@@ -47,14 +44,14 @@ def vowels(prompts: list[str], responses: list[str]) -> list[float]:
     return [float(sum(c in 'aeiou' for c in r)) for r in responses]
 
 
-def make(engine: Any = None, *, strategy: Any = None, more: Any = (), lora_rank: int = 0, **kw: Any) -> tuple[PPOTrainer, Log]:
+def make(engine: Any = None, *, strategy: Any = None, more: Any = (), lora_rank: int = 0, **kw: Any) -> tuple[PPOTrainer, SampleLog]:
     strategy = strategy or NaiveStrategy(seed=3, device='cpu')
     config = tiny_config('gpt2', positions=48)
     actor, critic = GPTActor(config=config, lora_rank=lora_rank), GPTCritic(config=config)
     initial = None if lora_rank else deepcopy(actor)
     optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=3e-3, eps=1e-5) for m in (actor, critic)]
     (actor, a), (critic, c), initial = strategy.prepare((actor, optimizers[0]), (critic, optimizers[1]), initial)
-    log = Log()
+    log = SampleLog()
     settings: dict[str, Any] = {
         'experience_batch_size': 4, 'train_batch_size': 4, 'max_new_tokens': 6, 'kl_target': 3.0, 'score_scaling': 'running',
         'tokenizer': char_tokenizer(), 'callbacks': [log, *more], 'engine': engine,
@@ -121,7 +118,7 @@ def test_samples_are_as_old_as_was_allowed_and_every_prompt_counts_once(n, updat
 
 
 def test_a_stale_run_repeats_itself_and_differs_from_a_fresh_one_after_the_first_phase():
-    def run(n: int, workers: int) -> tuple[Log, torch.Tensor]:
+    def run(n: int, workers: int) -> tuple[SampleLog, torch.Tensor]:
         trainer, log = make(RemoteEngine(InProcessWorkers(workers)), max_staleness=n, **STALE)
         with warnings.catch_warnings():
             warnings.filterwarnings('ignore', message='only .* rollout workers')
@@ -183,7 +180,7 @@ class StopAt(Callback):
             trainer.request_stop()
 
 
-def resumed(folder: Path, n: int, update: int, total: int, stop: Any, **kw: Any) -> tuple[Log, torch.Tensor]:
+def resumed(folder: Path, n: int, update: int, total: int, stop: Any, **kw: Any) -> tuple[SampleLog, torch.Tensor]:
     """A run that `stop` ends, and its continuation from the checkpoint; their logs joined."""
     first, log = make(RemoteEngine(InProcessWorkers(2)), max_staleness=n, more=[stop], **STALE)
     first.fit(WORDS, total, 1, update)

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from phase_log import Log
 
 from chatgpt.dataset import TokenizedLabelled, TokenizedPreference
 from chatgpt.nn import RewardModel
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import RewardModelTrainer
-from chatgpt.trainer.callbacks import ProgressBar, SaveCheckpoint
+from chatgpt.trainer.callbacks import SaveCheckpoint
 from chatgpt.trainer.reward_model import is_success, pairs_of
 from chatgpt.trainer.saving import save_pretrained
 from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
@@ -33,15 +34,6 @@ def labelled(ids: list[int], label: Any) -> TokenizedLabelled:
         sequence=Sequence(prompt_ids=torch.tensor([3]), response_ids=response, response_mask=torch.ones_like(response, dtype=torch.bool)),
         label=label,
     )
-
-
-class Log(ProgressBar):
-    def __init__(self) -> None:
-        super().__init__(enabled=False)
-        self.phases: list[dict[str, float]] = []
-
-    def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
-        self.phases.append({k: v for k, v in metrics.items() if not k.startswith('perf/')})
 
 
 def make(data: list[Any], eval_data: list[Any] | None = None, *, strategy: Any = None, lr: float = 3e-3, more: Any = (), **kw: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from phase_log import Log
 
 from chatgpt.experience import RewardFunctionError
 from chatgpt.nn import GPTActor
@@ -53,15 +54,6 @@ def test_the_quantile_rises():
     config = RFTConfig(num_rounds=3, start_quantile=0.5, end_quantile=0.9)
     assert [config.quantile(i) for i in range(3)] == pytest.approx([0.5, 0.7, 0.9])
     assert RFTConfig(num_rounds=1).quantile(0) == 0.7
-
-
-class Log(ProgressBar):
-    def __init__(self) -> None:
-        super().__init__(enabled=False)
-        self.phases: list[dict[str, float]] = []
-
-    def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
-        self.phases.append({k: v for k, v in metrics.items() if not k.startswith('perf/')})
 
 
 def vowels(prompts: list[str], responses: list[str]) -> list[float]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from phase_log import Log
 
 from chatgpt.nn import GPTActor
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import SFTTrainer
-from chatgpt.trainer.callbacks import ProgressBar
 from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Sequence
 
@@ -22,15 +22,6 @@ def sequence(prompt: list[int], response: list[int], mask: list[bool] | None = N
         response_ids=torch.tensor(response),
         response_mask=torch.tensor(mask or [True] * len(response)),
     )
-
-
-class Log(ProgressBar):
-    def __init__(self) -> None:
-        super().__init__(enabled=False)
-        self.phases: list[dict[str, float]] = []
-
-    def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
-        self.phases.append({k: v for k, v in metrics.items() if not k.startswith('perf/')})
 
 
 def make(

@@ -1,0 +1,158 @@
+"""examples/train_prompts.py: one line for every mistake, where one can before any weight is touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+
+import pytest
+from train_prompts_runs import QUICK, REWARD, fails, run
+
+from chatgpt.checkpoint import claim_folder
+from chatgpt.nn import RewardModel
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    """Fails when a weight is loaded or made."""
+    from chatgpt.launch.build import PPOInputs
+
+    def build_models(self):
+        raise AssertionError('weights were touched before the mistake was found')
+
+    monkeypatch.setattr(PPOInputs, 'build_models', build_models)
+
+
+@pytest.mark.usefixtures('no_weights')
+@pytest.mark.parametrize(
+    ('flags', 'message'),
+    [
+        (['--kl_coeff', '0.1'], "unknown argument '--kl_coeff'; did you mean --kl_coef"),
+        (['--kl_kind=k9'], "argument --kl_kind: 'k9' is none of: k1, k2, k3, abs, full"),
+        (['--train_batch_size=0'], 'train_batch_size=0 must be positive'),
+        (['--num_episodes=0'], 'num_episodes=0 must be at least 1'),
+        (['--sample_interval=0'], 'sample_interval=0 must be at least 1'),
+        (['--lr=-1'], 'lr=-1.0 must not be negative'),
+        (['--temperature=0'], 'temperature=0.0; give a number above 0'),
+        (['--top_p=1.5'], 'top_p=1.5; give a number above 0 and at most 1'),
+        (['--advantage_estimator=rloo'], 'set num_samples_per_prompt to 2 or more'),
+        (['--ptx_coef=0.5'], '--ptx_data FILE'),
+        (['--max_staleness=1', '--rollout_workers=2'], 'which tis_cap weighs: give it'),
+        (['--max_staleness=1', '--tis_cap=2'], 'max_staleness=1 is about rollout workers, and there are none: give --rollout_workers'),
+        (['--rollout_workers=2', '--engine=hf'], '--engine hf does not fit --rollout_workers'),
+        (['--rollout_workers=-1'], 'rollout_workers=-1 must not be negative'),
+        (['--rollout_workers=2', '--rollout_resources={CPU: -1}'], 'CPU=-1'),
+        (['--resume=/no/such/checkpoint'], '--resume /no/such/checkpoint: there is no such folder'),
+        (['{prompts}', '--pretrain={model}'], 'give --reward_model FOLDER or --reward_fn module:function'),
+        (['{prompts}', *REWARD], 'give --pretrain NAME_OR_FOLDER'),
+        (['{prompts}', '--pretrain={model}', *REWARD, '--reward_model={model}'], 'give --reward_model or --reward_fn, not both'),
+        (['/no/such/file.csv', '--pretrain={model}', *REWARD], '/no/such/file.csv: no such file'),
+        (['{prompts}', '--pretrain=/no/such/model', *REWARD], "'/no/such/model': there is no such folder"),
+        (['{prompts}', '--pretrain={model}', '--reward_model=/no/such/rm'], "'/no/such/rm': there is no such folder"),
+        (['{prompts}', '--pretrain={model}', '--model=opt', *REWARD], "--model opt: the model is of the family 'gpt2'"),
+        (['{prompts}', '--pretrain={model}', '--reward_fn=nowhere:joy'], "No module named 'nowhere'"),
+        (['{prompts}', '--pretrain={model}', '--reward_fn=joy'], 'write module:function or path/to/file.py:function'),
+        (['{prompts}', '--pretrain={model}', '--reward_fn={broken}:joy'], 'importing it raised ZeroDivisionError: division by zero'),
+        (['{prompts}', '--pretrain={model}', '--reward_fn={narrow}:joy'], 'it is called as joy(prompts, responses)'),
+        (['{prompts}', '--pretrain={model}', '--reward_fn', REWARD[1].replace('joy', 'jox')], "has no function 'jox'"),
+        (['{nocolumn}', '--pretrain={model}', *REWARD], "no column 'prompt' for the prompt; the columns are 'act', 'words'"),
+        (['{empty}', '--pretrain={model}', *REWARD], 'empty.jsonl, line 2: the prompt is empty'),
+        (['{prompts}', '--pretrain={model}', '--max_new_tokens=60', *REWARD], 'passes the context of 64'),
+        (['{long}', '--pretrain={model}', *REWARD], 'prompt 1 has 70 tokens; with max_new_tokens=4 it passes the context of 64'),
+    ],
+    ids=lambda value: value.split(':')[0][:40] if isinstance(value, str) else '',
+)
+def test_mistakes(monkeypatch, capsys, tmp_path, model_folder, prompt_file, flags, message):
+    (tmp_path / 'nocolumn.csv').write_text('act,words\nx,y\n')
+    (tmp_path / 'empty.jsonl').write_text('{"prompt": "one day"}\n{"prompt": ""}\n')
+    (tmp_path / 'long.jsonl').write_text(json.dumps({'prompt': 'one day'}) + '\n' + json.dumps({'prompt': 'fox ' * 70}) + '\n')
+    (tmp_path / 'broken.py').write_text('1 / 0\n')
+    (tmp_path / 'narrow.py').write_text('def joy(texts):\n    return [0.0] * len(texts)\n')
+    names = {name: tmp_path / file for name, file in (
+        ('nocolumn', 'nocolumn.csv'), ('empty', 'empty.jsonl'), ('long', 'long.jsonl'), ('broken', 'broken.py'), ('narrow', 'narrow.py'),
+    )}  # fmt: skip
+    names |= {'prompts': prompt_file, 'model': model_folder}
+    filled = [re.sub(r'\{(\w+)\}', lambda match: str(names[match[1]]), flag) for flag in flags]
+    error = fails(monkeypatch, capsys, *QUICK, '--save_path', str(tmp_path / 'run'), *filled)
+    assert message in error
+    assert not (tmp_path / 'run').exists()  # it left nothing behind
+
+
+@pytest.mark.usefixtures('no_weights')
+def test_a_batch_that_cannot_be_cut_over_the_ranks(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv('WORLD_SIZE', '3')
+    error = fails(monkeypatch, capsys, '--strategy=ddp', '--save_path', str(tmp_path))
+    assert 'experience_batch_size=8 cannot be cut over 3 ranks; use a multiple of 3, such as 6 or 9' in error
+    error = fails(monkeypatch, capsys, '--strategy=ddp', '--experience_batch_size=9', '--save_path', str(tmp_path))
+    assert 'train_batch_size=8 cannot be cut over 3 ranks' in error
+
+
+@pytest.mark.usefixtures('no_weights')
+def test_a_tokenizer_that_does_not_match(monkeypatch, capsys, tmp_path, model_folder, prompt_file):
+    from transformers import GPT2Config, GPT2Model
+
+    from chatgpt.testing.fakes import byte_tokenizer
+
+    byte_tokenizer().save_pretrained(tmp_path / 'bytes')
+    common = [str(prompt_file), '--pretrain', str(model_folder), *QUICK, '--save_path', str(tmp_path / 'run')]
+    error = fails(monkeypatch, capsys, *common, '--tokenizer', str(tmp_path / 'bytes'), *REWARD)
+    assert 'does not match the model' in error
+    small = GPT2Config(vocab_size=16, n_positions=64, n_embd=16, n_layer=1, n_head=2)
+    RewardModel(GPT2Model(small)).save_pretrained(tmp_path / 'rm')
+    error = fails(monkeypatch, capsys, *common, '--reward_model', str(tmp_path / 'rm'))
+    assert 'knows 16 tokens, fewer than the tokenizer of the policy' in error
+
+
+@pytest.mark.usefixtures('no_weights')
+def test_a_folder_that_cannot_be_written_or_that_another_run_holds(monkeypatch, capsys, tmp_path):
+    (tmp_path / 'file').write_text('')
+    error = fails(monkeypatch, capsys, *QUICK, '--save_path', str(tmp_path / 'file' / 'run'))
+    assert f'cannot write to {tmp_path / "file" / "run"}: Not a directory' in error
+    with claim_folder(tmp_path / 'held'):
+        error = fails(monkeypatch, capsys, *QUICK, '--save_path', str(tmp_path / 'held'))
+    assert f'process {os.getpid()}' in error
+    assert 'is writing here; wait for it to end or choose another folder' in error
+
+
+@pytest.mark.parametrize(
+    ('body', 'message'),
+    [
+        ("raise KeyError('x')", "raised KeyError: 'x'"),
+        ('import time; time.sleep(30)', 'did not return within 0.3 s'),
+        ('return [1.0]', 'returned 1 scores for 4 responses'),
+        ("return [float('nan')] * len(responses)", 'returned nan for sample 0'),
+    ],
+)
+def test_a_reward_function_that_misbehaves(monkeypatch, capsys, tmp_path, model_folder, body, message):
+    (tmp_path / 'bad.py').write_text(f'def score(prompts, responses):\n    {body}\n')
+    flags = [*QUICK, '--pretrain', str(model_folder), '--save_path', str(tmp_path / 'run'), '--score_timeout_s=0.3']
+    assert message in fails(monkeypatch, capsys, *flags, '--reward_fn', f'{tmp_path / "bad.py"}:score')
+
+
+def test_weights_that_are_not_finite_end_the_run_and_leave_the_checkpoint_whole(monkeypatch, capsys, tmp_path, model_folder):
+    from chatgpt.checkpoint import CheckpointReader, list_checkpoints
+    from chatgpt.trainer.ppo_loss import PPOLoss
+
+    whole, calls = PPOLoss.actor, []
+
+    def broken_in_phase_2(self, batch, records, stats):
+        calls.append(None)
+        return whole(self, batch, records, stats) * (float('nan') if len(calls) == 2 else 1.0)
+
+    monkeypatch.setattr(PPOLoss, 'actor', broken_in_phase_2)
+    flags = [*QUICK, '--pretrain', str(model_folder), '--save_path', str(tmp_path), '--checkpoint_interval=1']
+    error = fails(monkeypatch, capsys, *flags)
+    assert 'the loss is not finite in phase 2, epoch 1, train batch 1; samples in it: 4, 5, 6, 7' in error
+    (checkpoint,) = list_checkpoints(tmp_path / 'checkpoints')
+    CheckpointReader(checkpoint)  # reads and verifies every file
+    assert checkpoint.name == 'step-00000001'
+
+
+def test_a_damaged_checkpoint_is_one_line(monkeypatch, capsys, tmp_path, model_folder):
+    flags = [*QUICK, '--pretrain', str(model_folder), '--save_path', str(tmp_path), '--checkpoint_interval=1', '--max_timesteps=1']
+    run(monkeypatch, *flags)
+    capsys.readouterr()
+    part = next((tmp_path / 'checkpoints' / 'step-00000001').glob('actor-*.safetensors'))
+    part.write_bytes(part.read_bytes()[:-1])
+    assert part.name in fails(monkeypatch, capsys, *flags, '--resume=auto')

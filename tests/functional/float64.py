@@ -1,0 +1,15 @@
+"""Short ways to write small tensors."""
+
+from __future__ import annotations
+
+import torch
+
+F64 = torch.float64
+
+
+def tensor(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=F64)
+
+
+def bools(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.bool)

@@ -1,0 +1,220 @@
+"""Edges of advantages and losses: what does not count, parts that add up, refusals of wrong input."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from float64 import F64, bools, tensor
+
+from chatgpt.functional.advantages import (
+    dr_grpo,
+    gae,
+    grpo,
+    monte_carlo_returns,
+    reinforce_pp_baseline,
+    rloo,
+    spread,
+    token_rewards,
+)
+from chatgpt.functional.losses import (
+    aggregate,
+    aggregation_count,
+    clipped_policy_loss,
+    clipped_value_loss,
+    gspo_policy_loss,
+    policy_stats,
+    sequence_logprobs,
+    truncated_importance_weights,
+)
+from chatgpt.functional.masking import masked_sum
+
+# ---------------------------------------------------------------------- advantages
+
+
+def test_numbers_at_tokens_that_do_not_count_are_never_read():
+    mask = bools(1, 0, 1)
+    rewards, values = tensor(1, math.nan, 2), tensor(0.5, math.inf, 0.25)
+    advantages, returns = gae([rewards], [values], [mask], gamma=0.9, lam=0.8)
+    last = 2 - 0.25
+    first = 1 + 0.9 * 0.25 - 0.5 + 0.9 * 0.8 * last
+    assert advantages[0].tolist() == pytest.approx([first, 0, last])
+    assert returns[0].tolist() == pytest.approx([first + 0.5, 0, 2])
+    assert monte_carlo_returns([rewards], [mask], gamma=0.5)[0].tolist() == pytest.approx([2, 0, 2])
+    # Twin: the token counted as a step moves the first advantage.
+    counted, _ = gae([tensor(1, 0, 2)], [tensor(0.5, 0, 0.25)], gamma=0.9, lam=0.8)
+    assert counted[0][0].item() != pytest.approx(first)
+
+
+def test_no_sequences_and_sequences_where_nothing_counts():
+    assert gae([], []) == ([], []) and monte_carlo_returns([]) == []
+    advantages, returns = gae([tensor(1, 2)], [tensor(3, 4)], [bools(0, 0)])
+    assert advantages[0].tolist() == returns[0].tolist() == [0, 0]
+
+
+def test_results_own_their_memory():
+    """Records outlive the padded work; a view would keep all of it alive."""
+    advantages, returns = gae([tensor(1.0), tensor(1, 2, 3)], [tensor(0.0), tensor(0, 0, 0)])
+    assert advantages[0].untyped_storage().nbytes() == returns[0].untyped_storage().nbytes() == 8
+
+
+def test_groups_in_any_order_and_independent_of_each_other():
+    scores, groups = tensor(1, 10, 3, 5), torch.tensor([2, 1, 2, 1])
+    for estimator in (dr_grpo, grpo, rloo):
+        whole = estimator(scores, groups)
+        assert torch.equal(whole[[0, 2]], estimator(scores[[0, 2]], groups[[0, 2]]))
+    assert dr_grpo(scores, groups).tolist() == [-1, 2.5, 1, -2.5]
+
+
+def test_grpo_of_equal_scores_and_of_one_response_is_zero():
+    got = grpo(torch.tensor([0.1, 0.1, 0.1, 7.0]), torch.tensor([0, 0, 0, 1]))
+    assert got.abs().max().item() < 1e-9
+
+
+def test_reinforce_pp_baseline_with_penalties_by_a_slow_loop():
+    scores, groups = [1.0, 3.0, 8.0, 2.0], [0, 0, 1, 1]
+    penalties = [[-0.1, -0.2], [-0.3], [0.0, -0.1, -0.2], [-0.5, 9.0]]
+    counts = [[1, 1], [1], [1, 1, 1], [1, 0]]
+    gamma, expected = 0.9, []
+    for i, row in enumerate(penalties):
+        mean = sum(s for s, g in zip(scores, groups, strict=True) if g == groups[i]) / 2
+        last = max(t for t, c in enumerate(counts[i]) if c)
+        following, result = 0.0, [0.0] * len(row)
+        for t in reversed(range(len(row))):
+            if counts[i][t]:
+                following = row[t] + (scores[i] - mean if t == last else 0.0) + gamma * following
+                result[t] = following
+        expected.append(result)
+    masks = [bools(*c) for c in counts]
+    rows = [tensor(*p) for p in penalties]
+    advantages, returns = reinforce_pp_baseline(tensor(*scores), torch.tensor(groups), masks, penalties=rows, gamma=gamma)
+    assert [r.tolist() for r in returns] == [pytest.approx(e) for e in expected]
+    flat = [x for e, c in zip(expected, counts, strict=True) for x, counted in zip(e, c, strict=True) if counted]
+    mean = sum(flat) / len(flat)
+    std = math.sqrt(sum((x - mean) ** 2 for x in flat) / (len(flat) - 1))
+    assert torch.cat(advantages)[torch.cat(masks)].tolist() == pytest.approx([(x - mean) / std for x in flat], rel=1e-6)
+    # Twin: the group baseline left out.
+    _, plain = reinforce_pp_baseline(tensor(*scores), torch.arange(4), masks, penalties=rows, gamma=gamma)
+    assert plain[0].tolist() != pytest.approx(expected[0])
+
+
+def test_lists_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match='values has 0 sequences, 1 were expected'):
+        gae([tensor(1.0)], [])
+    with pytest.raises(ValueError, match=r'values\[0\] must be 1-D with shape \(2,\); got \(1,\)'):
+        gae([tensor(1, 2)], [tensor(1.0)])
+    with pytest.raises(ValueError, match=r'masks\[0\] must be bool'):
+        gae([tensor(1.0)], [tensor(1.0)], [tensor(1.0)])
+    with pytest.raises(ValueError, match=r'token_scores\[0\] must be 1-D with shape \(1,\)'):
+        token_rewards(tensor(0.0), 0.1, 0.0, bools(1), token_scores=tensor(1, 2))
+    with pytest.raises(ValueError, match='one number per sequence is needed; got 2 for 1 masks'):
+        spread(tensor(1, 2), [bools(1)])
+    for estimator in (grpo, dr_grpo, rloo):
+        with pytest.raises(ValueError, match='scores and groups must be 1-D and of one length'):
+            estimator(tensor(1, 2), torch.tensor([0]))
+
+
+# ---------------------------------------------------------------------- losses
+
+
+@pytest.mark.parametrize('mode', ['token', 'sequence', 'sequence_sum'])
+def test_shares_of_micro_batches_add_up_to_the_loss_of_the_batch(mode):
+    torch.manual_seed(0)
+    lengths, mask = [3, 1, 4, 2], bools(1, 1, 0, 1, 0, 1, 1, 1, 0, 0)  # nothing counts in the last sequence
+    loss = torch.randn(10, dtype=F64)
+    rows = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
+    total = aggregation_count(mask, rows, 4, mode, constant_length=8)
+    assert total == {'token': 6, 'sequence': 3, 'sequence_sum': 24}[mode]
+    sums, counted = [0.0] * 4, [0] * 4
+    for value, counts, row in zip(loss.tolist(), mask.tolist(), rows.tolist(), strict=True):
+        if counts:
+            sums[row] += value
+            counted[row] += 1
+    slow = {'token': sum(sums) / 6, 'sequence_sum': sum(sums) / 24}
+    slow['sequence'] = sum(s / c for s, c in zip(sums, counted, strict=True) if c) / 3
+    assert aggregate(loss, mask, rows, 4, mode, total).item() == pytest.approx(slow[mode])
+    parts = [aggregate(loss[:4], mask[:4], rows[:4], 2, mode, total), aggregate(loss[4:], mask[4:], rows[4:] - 2, 2, mode, total)]
+    assert sum(p.item() for p in parts) == pytest.approx(slow[mode])
+    assert aggregation_count(mask[:4], rows[:4], 2, mode, 8) + aggregation_count(mask[4:], rows[4:] - 2, 2, mode, 8) == total
+    # Twin: the mask shifted by one.
+    assert aggregate(loss, mask.roll(1), rows, 4, mode, total).item() != pytest.approx(slow[mode])
+
+
+def test_an_exploding_ratio_of_a_token_that_does_not_count_leaves_gradients_finite():
+    new = torch.tensor([-0.1, -1.0]).requires_grad_()
+    old = torch.tensor([-0.1, -1000.0])
+    loss = clipped_policy_loss(new, old, torch.tensor([1.0, -1.0]))
+    masked_sum(loss, bools(1, 0)).backward()
+    assert new.grad.tolist() == pytest.approx([-1.0, 0.0])
+
+
+def test_dual_clip_bounds_only_negative_advantages():
+    log_ratio, old = tensor(math.log(9), math.log(9), math.log(2)), torch.zeros(3, dtype=F64)
+    got = clipped_policy_loss(log_ratio, old, tensor(-1, 1, -1), eps_low=0.2, dual_clip=3.0)
+    assert got.tolist() == pytest.approx([3.0, -1.2, 2.0])
+    plain = clipped_policy_loss(log_ratio, old, tensor(-1, 1, -1), eps_low=0.2)
+    assert plain.tolist() == pytest.approx([9.0, -1.2, 2.0])
+
+
+def test_gspo_by_a_slow_loop_with_gradient_through_the_sequence_mean():
+    new = tensor(-1.0, -2.0, -0.5, -0.7).requires_grad_()
+    old, advantages = tensor(-1.1, -1.7, -0.4, -0.9), tensor(2, 2, 2, -1)
+    mask, rows = bools(1, 1, 0, 1), torch.tensor([0, 0, 0, 1])
+    ratios = [math.exp((0.1 - 0.3) / 2), math.exp(0.2)]
+    loss = gspo_policy_loss(new, old, advantages, mask, rows, 2, eps_low=0.5, eps_high=0.5)
+    assert loss.tolist() == pytest.approx([-2 * ratios[0]] * 3 + [ratios[1]])
+    aggregate(loss, mask, rows, 2, 'sequence', 2).backward()
+    # Each of the two tokens moves the sequence's ratio by half.
+    assert new.grad.tolist() == pytest.approx([-ratios[0] / 2, -ratios[0] / 2, 0, ratios[1] / 2])
+    # Twin: a ratio per token.
+    assert clipped_policy_loss(new, old, advantages, eps_low=0.5).tolist() != pytest.approx(loss.tolist())
+
+
+def test_sequence_logprobs_sum_or_average_what_counts():
+    logprobs, rows, mask = tensor(-1, -2, -3), torch.tensor([0, 0, 1]), bools(1, 1, 0)
+    assert sequence_logprobs(logprobs, mask, rows, 2).tolist() == [-3, 0]
+    assert sequence_logprobs(logprobs, mask, rows, 2, average=True).tolist() == [-1.5, 0]
+
+
+def test_policy_stats_add_up_over_micro_batches():
+    torch.manual_seed(0)
+    new, old, mask = torch.randn(6), torch.randn(6), bools(1, 0, 1, 1, 1, 0)
+    whole = policy_stats(new, old, mask, eps_low=0.2, eps_high=0.5)
+    parts = [policy_stats(new[s], old[s], mask[s], eps_low=0.2, eps_high=0.5) for s in (slice(0, 2), slice(2, 5), slice(5, 6))]
+    for i in range(5):
+        assert sum(p[i].item() for p in parts) == pytest.approx(whole[i].item())
+    assert min(p.ratio_min.item() for p in parts) == whole.ratio_min.item()
+    assert max(p.ratio_max.item() for p in parts) == whole.ratio_max.item()
+    ratios = [math.exp(a - b) for a, b, m in zip(new.tolist(), old.tolist(), mask.tolist(), strict=True) if m]
+    assert whole.clipped.item() == sum(r < 0.8 or r > 1.5 for r in ratios)
+    assert whole.ratio.item() == pytest.approx(sum(ratios), rel=1e-6)
+    nothing = parts[2]
+    assert nothing.ratio_min.item() == math.inf and nothing.ratio_max.item() == -math.inf and nothing[0].item() == 0
+
+
+def test_value_clip_passes_no_gradient_beyond_its_range_when_the_clipped_error_is_larger():
+    value = tensor(0.9).requires_grad_()  # old 0, return 3: the clipped value 0.4 is farther away
+    clipped_value_loss(value, tensor(0.0), tensor(3.0), 0.4).sum().backward()
+    assert value.grad.item() == 0
+    value.grad = None
+    clipped_value_loss(value, tensor(0.0), tensor(3.0)).sum().backward()
+    assert value.grad.item() == pytest.approx(0.9 - 3)
+
+
+@pytest.mark.parametrize(
+    ('call', 'message'),
+    [
+        (lambda x, m, r: aggregate(x, m, r, 1, 'tokens', 1), "'tokens' is not known; choose one of"),
+        (lambda x, m, r: aggregate(x, m, r, 1, 'token', 0), 'normalizer=0 must be positive'),
+        (lambda x, m, r: aggregation_count(m, r, 1, 'sequence_sum'), 'constant.length of at least 1'),
+        (lambda x, m, r: clipped_policy_loss(x, x, x, eps_low=1.0), 'eps_low=1.0'),
+        (lambda x, m, r: clipped_policy_loss(x, x, x, eps_high=-0.1), 'eps_high=-0.1'),
+        (lambda x, m, r: clipped_policy_loss(x, x, x, dual_clip=1.0), 'dual_clip=1.0 must be greater than 1'),
+        (lambda x, m, r: clipped_value_loss(x, x, x, 0.0), 'value clip 0.0 must be positive'),
+        (lambda x, m, r: truncated_importance_weights(x, x, cap=0.0), 'cap=0.0 must be positive'),
+    ],
+)
+def test_wrong_settings_of_losses_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(tensor(0.0), bools(1), torch.tensor([0]))

@@ -1,0 +1,101 @@
+"""The callback that saves: when, what is kept, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fake_trainer import FakeTrainer
+
+from chatgpt.checkpoint import list_checkpoints
+from chatgpt.trainer import callbacks as cb
+
+
+def saved(root: Path) -> list[int]:
+    return [int(p.name.removeprefix('step-')) for p in list_checkpoints(root)]
+
+
+def test_checkpoints_fall_at_the_interval_and_at_the_end(tmp_path):
+    FakeTrainer([cb.SaveCheckpoint(interval=2)], tmp_path).fit([{}] * 5)
+    assert saved(tmp_path / 'checkpoints') == [2, 4, 5]
+    FakeTrainer([cb.SaveCheckpoint(tmp_path / 'elsewhere', interval=9)]).fit([{}])
+    assert saved(tmp_path / 'elsewhere') == [1]
+
+
+def test_a_phase_is_not_saved_twice(tmp_path):
+    trainer = FakeTrainer([cb.SaveCheckpoint(interval=9)], tmp_path)
+    trainer.callbacks.on_fit_start(trainer)
+    trainer.run_phase({})
+    trainer.save_checkpoint(tmp_path / 'checkpoints' / 'step-00000001')  # as an interrupted run does
+    times = (tmp_path / 'checkpoints' / 'step-00000001' / 'manifest.json').stat().st_mtime_ns
+    trainer.callbacks.on_fit_end(trainer)
+    assert (tmp_path / 'checkpoints' / 'step-00000001' / 'manifest.json').stat().st_mtime_ns == times
+    FakeTrainer([cb.SaveCheckpoint()], tmp_path / 'empty').fit([])
+    assert saved(tmp_path / 'empty' / 'checkpoints') == []
+
+
+SCORES = [{'rollout/score_mean': s} for s in (5.0, 9.0, 1.0, 2.0, 3.0)]
+
+
+@pytest.mark.parametrize(('settings', 'kept'), [
+    ({'keep_last': 2}, [4, 5]),
+    ({'keep_last': 2, 'keep_best': 1}, [2, 4, 5]),
+    ({'keep_last': 2, 'keep_best': 1, 'mode': 'min'}, [3, 4, 5]),
+    ({'keep_last': 1, 'keep_best': 2}, [1, 2, 5]),
+    ({}, [1, 2, 3, 4, 5]),
+])  # fmt: skip
+def test_the_last_and_the_best_are_kept(tmp_path, settings, kept):
+    FakeTrainer([cb.SaveCheckpoint(**settings)], tmp_path).fit(SCORES)
+    assert saved(tmp_path / 'checkpoints') == kept
+
+
+def test_an_unknown_metric_is_named_with_its_neighbours_and_an_evaluation_may_be_missing(tmp_path):
+    with pytest.raises(ValueError, match="no metric 'rollout/score_man'.*rollout/score_mean"):
+        FakeTrainer([cb.SaveCheckpoint(keep_last=1, keep_best=1, metric='rollout/score_man')], tmp_path).fit(SCORES)
+    keeper = cb.SaveCheckpoint(keep_last=1, keep_best=1, metric='eval/win')
+    FakeTrainer([keeper], tmp_path / 'b').fit([{}, {'eval/win': 0.5}, {}])
+    assert saved(tmp_path / 'b' / 'checkpoints') == [2, 3]
+
+
+def test_a_failed_save_leaves_the_run_and_the_last_checkpoint(tmp_path):
+    trainer = FakeTrainer([cb.SaveCheckpoint(keep_last=1)], tmp_path)
+    trainer.callbacks.on_fit_start(trainer)
+    trainer.run_phase({})
+    trainer.disk_full = True
+    with pytest.warns(UserWarning, match='phase 2 was not saved, the run goes on: .*No space left'):
+        trainer.run_phase({})
+    assert saved(tmp_path / 'checkpoints') == [1]
+    trainer.disk_full = False
+    trainer.callbacks.on_fit_end(trainer)
+    assert saved(tmp_path / 'checkpoints') == [2]
+
+
+def test_a_checkpoint_holds_the_states_of_callbacks_given_after_it(tmp_path):
+    def make():
+        return [cb.SaveCheckpoint(), cb.EarlyStopping('a', above=1.0, patience=3)]
+
+    FakeTrainer(make(), tmp_path).fit([{'a': 2.0}, {'a': 2.0}])
+    resumed = FakeTrainer(make(), tmp_path)
+    resumed.load_checkpoint(tmp_path / 'checkpoints' / 'step-00000002')
+    resumed.fit([{'a': 2.0}, {'a': 2.0}])
+    assert resumed.phase == 3  # the third crossing in a row, counted over both runs
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        ({'interval': 0}, 'interval=0'),
+        ({'keep_last': 0}, 'keep_last=0'),
+        ({'keep_best': -1}, 'keep_best=-1'),
+        ({'keep_best': 2}, 'give keep_last as well'),
+        ({'mode': 'best'}, "mode='best'"),
+    ],
+)
+def test_bad_checkpoint_settings_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        cb.SaveCheckpoint(**arguments)
+
+
+def test_a_checkpoint_callback_without_a_folder_is_refused_before_the_first_phase():
+    with pytest.raises(ValueError, match='nowhere to write'):
+        FakeTrainer([cb.SaveCheckpoint()]).fit([])

@@ -1,0 +1,181 @@
+"""Callbacks that judge a run: its first ratio, evaluations, when to stop, performance."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from fake_trainer import FakeTrainer, experience
+
+from chatgpt.trainer import callbacks as cb
+
+# ---------------------------------------------------------------- self-check
+
+
+def ratio(error, kl=0.0):
+    return {'ppo/first_ratio_error': error, 'ppo/first_approx_kl': kl}
+
+
+@pytest.mark.parametrize(
+    ('dtype', 'metrics', 'warned'),
+    [
+        (torch.float32, ratio(5e-5, 5e-5), False),
+        (torch.float32, ratio(5e-4), True),
+        (torch.float32, ratio(0.0, -5e-4), True),
+        (torch.float32, ratio(math.nan), True),
+        (torch.float32, {}, False),
+        (torch.bfloat16, ratio(0.39, 0.02), False),
+        (torch.bfloat16, ratio(0.6, 0.0), True),
+        (torch.float16, ratio(0.1, 0.06), True),
+    ],
+)
+def test_a_ratio_that_is_not_one_warns_beyond_what_the_precision_explains(dtype, metrics, warned):
+    check = cb.RatioCheck()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        FakeTrainer([check], dtype=dtype).fit([metrics])
+    assert [w.category for w in caught] == [cb.RatioWarning] * warned
+    assert check.num_offended == warned
+    if warned:
+        message = str(caught[0].message)
+        for cause in ('dropout', 'dtype', 'mask', 'temperature', 'stale', 'train mode'):
+            assert cause in message
+
+
+def test_the_check_repeats_itself_only_when_it_gets_much_worse_and_counts_at_the_end():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        FakeTrainer([cb.RatioCheck()]).fit([ratio(0.01), ratio(0.02), ratio(0.0), ratio(0.5)])
+        FakeTrainer([cb.RatioCheck()], rank=1).fit([ratio(0.01)])
+    texts = [str(w.message) for w in caught]
+    assert len(texts) == 3 and texts[0].startswith('phase 1:') and texts[1].startswith('phase 4:') and '3 of 4 phases' in texts[2]
+
+
+# ---------------------------------------------------------------- evaluation and stopping
+
+
+def test_evaluation_before_during_and_after_joins_the_metrics_and_remembers_the_best(tmp_path, capsys):
+    values = iter([0.1, 0.7, 0.4, 0.6])
+    evaluator = cb.Evaluator(lambda trainer: {'win': next(values)}, interval=2, metric='win')
+    FakeTrainer([cb.MetricsWriter(), evaluator], tmp_path).fit([{} for _ in range(5)])
+    assert [(r['step'], r['eval/win'], r['eval/win_best']) for r in cb.read_jsonl(tmp_path / 'eval.jsonl')] == [
+        (0, 0.1, 0.1),
+        (2, 0.7, 0.7),
+        (4, 0.4, 0.7),
+        (5, 0.6, 0.7),
+    ]
+    assert [r.get('eval/win') for r in cb.read_jsonl(tmp_path / 'metrics.jsonl')] == [None, 0.7, None, 0.4, None]
+    assert (evaluator.best, evaluator.best_step) == (0.7, 2)
+    assert 'evaluation at phase 0  eval/win 0.1' in capsys.readouterr().out
+
+
+def test_the_smallest_is_best_when_asked_and_a_nan_never_is():
+    values = iter([3.0, math.nan, 2.0, 5.0])
+    evaluator = cb.Evaluator(
+        lambda trainer: {'eval/loss': next(values)}, interval=1, before=False, metric='eval/loss', mode='min'
+    )
+    FakeTrainer([evaluator]).fit([{}] * 4)
+    assert (evaluator.best, evaluator.best_step) == (2.0, 3)
+
+
+def test_a_resumed_run_keeps_its_best_and_does_not_evaluate_before():
+    evaluator = cb.Evaluator(lambda trainer: {'win': 0.3}, interval=1, metric='win')
+    trainer = FakeTrainer([evaluator], num_phases=3)
+    trainer.callbacks.load_state_dict({'Evaluator.0': {'best': 0.9, 'best_step': 2, 'last_step': 2}})
+    trainer.phase = 2
+    trainer.callbacks.on_fit_start(trainer)
+    assert evaluator.last == {}
+    trainer.run_phase({})
+    assert evaluator.best == 0.9 and evaluator.last == {'eval/win': 0.3, 'eval/win_best': 0.9}
+
+
+def test_an_evaluation_without_the_tracked_metric_or_numbers_is_refused():
+    with pytest.raises(ValueError, match="no 'eval/win'; it returned eval/loss"):
+        FakeTrainer([cb.Evaluator(lambda trainer: {'loss': 1.0}, metric='win')]).fit([])
+    with pytest.raises(ValueError, match='must return a dict'):
+        FakeTrainer([cb.Evaluator(lambda trainer: 3.0)]).fit([])
+    with pytest.raises(ValueError, match='must be a function'):
+        cb.Evaluator({'win': 1.0})
+
+
+def stopped_after(values, **bounds):
+    trainer = FakeTrainer([cb.EarlyStopping('m', **bounds)], num_phases=len(values))
+    trainer.fit([{'m': v} for v in values])
+    return trainer.phase if trainer.stop else None
+
+
+def test_stopping_needs_the_bound_crossed_in_a_row(capsys):
+    assert stopped_after([1, 6, 6, 1, 6, 6, 6, 1], above=5.0, patience=3) == 7
+    assert 'stopping after phase 7: m is 6, above 5 in 3 phases in a row' in capsys.readouterr().out
+    assert stopped_after([5, 5, 5], above=5.0) is None  # on the bound is within it
+    assert stopped_after([5, 4.9], below=5.0) == 2
+    assert stopped_after([0.0, 3.0], above=2.0, below=-2.0) == 2
+    assert stopped_after([0.0, math.nan, 0.0], above=2.0) == 2
+    assert stopped_after([0.0, math.nan, 0.0], below=-2.0) == 2
+
+
+def test_bad_bounds_and_names_are_refused():
+    with pytest.raises(ValueError, match='has no bound'):
+        cb.EarlyStopping('m')
+    with pytest.raises(ValueError, match='below=3.0 must be smaller than above=1.0'):
+        cb.EarlyStopping('m', above=1.0, below=3.0)
+    with pytest.raises(ValueError, match="no metric 'rollout/kl'"):
+        FakeTrainer([cb.EarlyStopping('rollout/kl', above=1.0)]).fit([{'rollout/kl_mean': 1.0}])
+
+
+def test_phases_without_an_evaluation_neither_count_nor_break_the_row():
+    trainer = FakeTrainer([cb.EarlyStopping('eval/x', above=1.0, patience=2)])
+    trainer.fit([{'eval/x': 2.0}, {}, {'eval/x': 2.0}, {}])
+    assert trainer.phase == 3
+
+
+# ---------------------------------------------------------------- performance
+
+
+def test_flop_are_counted_as_the_formulas_say():
+    """Two sequences, 2 + 3 and 4 + 2 tokens: 11 tokens, of which 11 − 2 are fed to the decoder."""
+    records = [experience(0, [1, 1], [1, 1, 1], 0.0), experience(1, [1, 1, 1, 1], [1, 1], 0.0)]
+    flop = cb.PerformanceEvaluator(100, 30, 20, 10).phase_flop(records, passes=2.0)
+    assert flop == {'collect': 2 * 100 * 9, 'score': 2 * 60 * 11, 'learn': 2 * 6 * 130 * 11}
+    with_actor = cb.PerformanceEvaluator(100, 30, 20, 10).phase_flop(records, passes=2.0, recompute_logprobs=True)
+    assert with_actor['score'] == 2 * 160 * 11
+    checkpointed = cb.PerformanceEvaluator(100, 30, 20, 10, True, frozen_share=1.0).phase_flop(records, passes=1.0)
+    assert checkpointed['learn'] == (2 + 2 + 0 + 2) * 130 * 11
+
+
+@pytest.mark.parametrize(
+    ('batches', 'settings', 'passes'),
+    [
+        (6, {}, 2.0),  # 5 samples in batches of 2 are 3 batches a pass
+        (4, {}, 4 / 3),  # stopped early in the second pass
+        (2, {'buffer_limit': 4}, 4 / 5),  # one pass over the 4 that the buffer held of 5
+        (3, {'sample_replay_buffer': True}, 6 / 5),  # three batches of 2 drawn from 5
+    ],
+)
+def test_passes_come_from_the_batches_really_run(batches, settings, passes):
+    evaluator = cb.PerformanceEvaluator(10**9, 0, 0, 0)
+    trainer = FakeTrainer([evaluator], train_batch_size=2, **settings)
+    trainer.last_experiences = [experience(i, [1], [1, 1, 1], 0.0) for i in range(5)]
+    metrics = {'perf/collect_s': 2.0, 'perf/score_s': 0.0, 'perf/learn_s': 4.0}
+    trainer.fit([metrics], batches=batches)
+    assert metrics['perf/collect_tflops'] == pytest.approx(2 * 10**9 * 15 / 2 / 1e12)
+    assert metrics['perf/learn_tflops'] == pytest.approx(passes * 6 * 10**9 * 20 / 4 / 1e12)
+    assert metrics['perf/total_tflops'] == pytest.approx((2 * 10**9 * 15 + passes * 6 * 10**9 * 20) / 6 / 1e12)
+    assert metrics['perf/samples_per_s'] == pytest.approx(5 / 6)
+    assert 'perf/score_tflops' not in metrics
+
+
+def test_the_summary_leaves_out_the_first_phases(capsys):
+    trainer = FakeTrainer([cb.PerformanceEvaluator(10**12, 0, 0, 0, ignore_phases=1)], train_batch_size=1)
+    slow, fast = ({'perf/collect_s': s, 'perf/learn_s': s} for s in (100.0, 1.0))
+    trainer.fit([slow, fast])
+    # one sample of 2 + 3 tokens: collect 2 · 4, learn 6 · 5 TFLOP, in a second each
+    assert capsys.readouterr().out.strip() == 'performance: 0.5 samples/s, 19 TFLOPS per device (collect 8, learn 30)'
+
+
+def test_parameters_are_counted_once_where_shared():
+    first, second = torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(3, 4, bias=True)
+    second.weight = first.weight
+    assert cb.num_parameters(torch.nn.Sequential(first, second)) == 12 + 4

@@ -1,0 +1,154 @@
+"""PPOTrainer's losses and what is measured with them, against slow loops in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from chatgpt.nn import GPTActor
+from chatgpt.testing.fakes import tiny_config
+from chatgpt.trainer import PPOConfig
+from chatgpt.trainer.learning import BatchStats
+from chatgpt.trainer.ppo import collate_or_filler
+from chatgpt.trainer.ppo_loss import PPOLoss
+from chatgpt.trainer.ppo_metrics import rollout_metrics
+from chatgpt.trainer.strategies import NaiveStrategy
+from chatgpt.types import Experience
+
+MAX_NEW = 7
+
+
+def experience(index: int, generator: torch.Generator) -> Experience:
+    n = 2 + index % 4
+
+    def rand() -> torch.Tensor:
+        return torch.randn(n, generator=generator)
+
+    old = -3.2 + 0.2 * rand()
+    mask = torch.ones(n, dtype=torch.bool)
+    mask[0] = index % 3 != 1  # a token of another's turn
+    ids = torch.randint(3, 16, (n,), generator=generator)
+    return Experience(
+        index=index, group=index // 2, prompt_ids=torch.tensor([3, 4 + index]), response_ids=ids, response_mask=mask, score=0.0,
+        logprobs=old + 0.5 * rand(), filtered_logprobs=old, edge_distances=torch.ones(n), finish_reason='eos', old_logprobs=old,
+        ref_logprobs=old + 0.3 * rand(), values=rand(), kl=rand(), rewards=rand(), advantages=rand(), returns=rand(),
+    )  # fmt: skip
+
+
+def by_hand(
+    records: list[Experience], logprobs: list[list[float]], entropies: list[list[float]], c: PPOConfig, kl_coef: float
+) -> float:
+    """The loss of a train batch, token by token."""
+    mode, total, bonus, tokens, sequences = c.aggregation, 0.0, 0.0, 0, 0
+    high = c.eps_clip if c.eps_clip_high is None else c.eps_clip_high
+    for r, logp, entropy in zip(records, logprobs, entropies, strict=True):
+        counted = [t for t in range(len(logp)) if r.response_mask[t]]
+        if not counted:
+            continue
+        old, adv, ref, engine = (x.double().tolist() for x in (r.old_logprobs, r.advantages, r.ref_logprobs, r.logprobs))
+        mean_ratio = math.exp(sum(logp[t] - old[t] for t in counted) / len(counted))
+        of_sequence = 0.0
+        for t in counted:
+            ratio = mean_ratio if c.policy_loss == 'gspo' else math.exp(logp[t] - old[t])
+            if c.policy_loss == 'reinforce':
+                loss = -adv[t] * logp[t]
+            else:
+                clipped = min(max(ratio, 1 - c.eps_clip), 1 + high)
+                loss = max(-adv[t] * ratio, -adv[t] * clipped)
+                if c.dual_clip is not None and adv[t] < 0:
+                    loss = min(loss, -c.dual_clip * adv[t])
+            if c.tis_cap is not None:
+                loss *= min(math.exp(old[t] - engine[t]), c.tis_cap)
+            if c.kl_in == 'loss':
+                d = logp[t] - ref[t]
+                loss += kl_coef * {'k1': d, 'k2': d * d / 2, 'k3': math.exp(-d) + d - 1}[c.kl_loss_kind]
+            of_sequence += loss
+            bonus += entropy[t]
+        tokens, sequences = tokens + len(counted), sequences + 1
+        total += of_sequence / len(counted) if mode == 'sequence' else of_sequence
+    total /= {'token': tokens, 'sequence': sequences, 'sequence_sum': sequences * MAX_NEW}[mode]
+    return total - c.entropy_coef * bonus / tokens
+
+
+CHOICES = [
+    {}, {'eps_clip_high': 0.28}, {'dual_clip': 1.5}, {'loss_aggregation': 'sequence'}, {'loss_aggregation': 'sequence_sum'},
+    {'policy_loss': 'gspo', 'eps_clip': 0.01, 'eps_clip_high': 0.02}, {'policy_loss': 'reinforce'}, {'tis_cap': 1.2},
+    {'kl_in': 'loss'}, {'kl_in': 'loss', 'kl_loss_kind': 'k1'}, {'kl_in': 'loss', 'kl_loss_kind': 'k2', 'loss_aggregation': 'sequence'},
+    {'entropy_coef': 0.3, 'loss_aggregation': 'sequence', 'tis_cap': 0.9, 'kl_in': 'loss', 'dual_clip': 2.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize('choices', CHOICES, ids=lambda c: ','.join(map(str, c.values())) or 'default')
+def test_the_loss_by_hand(choices):
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    records = [experience(i, generator) for i in range(6)]
+    actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, positions=32)).eval()
+    config = PPOConfig(**({'eps_clip': 0.1} | choices))
+    config.validate(1)
+    loss = PPOLoss(actor, None, config, 1.0, MAX_NEW)
+    loss.kl_coef = 0.7
+    loss.begin(records)
+    with torch.no_grad():
+        outs = [actor(collate_or_filler([r]), with_entropy=True) for r in records]
+    logprobs, entropies = [o.logprobs.double().tolist() for o in outs], [o.entropy.double().tolist() for o in outs]
+    want = by_hand(records, logprobs, entropies, config, 0.7)
+    for cut in ([6], [2, 1, 3], [1] * 6):  # the cut into micro-batches does not enter
+        total, start = 0.0, 0
+        for size in cut:
+            part = records[start : start + size]
+            total += loss.actor(collate_or_filler(part), part, BatchStats()).item()
+            start += size
+        assert total == pytest.approx(want, rel=2e-4, abs=1e-6)
+    filler = loss.actor(collate_or_filler([]), [], BatchStats())
+    assert filler.item() == 0.0
+    others = [other for other in CHOICES if other != choices]
+    wrong = [by_hand(records, logprobs, entropies, PPOConfig(**({'eps_clip': 0.1} | o)), 0.7) for o in others]
+    assert sum(abs(w - want) > 1e-5 for w in wrong) >= len(wrong) - 1  # the twin: other choices are other numbers
+
+
+@pytest.mark.parametrize(('estimator', 'loss', 'want'), [
+    ('gae', 'ppo', 'token'), ('grpo', 'ppo', 'sequence'), ('dr_grpo', 'ppo', 'sequence_sum'), ('rloo', 'ppo', 'token'),
+    ('reinforce++', 'ppo', 'token'), ('grpo', 'gspo', 'sequence'),
+])  # fmt: skip
+def test_each_papers_aggregation(estimator, loss, want):
+    assert PPOConfig(advantage_estimator=estimator, policy_loss=loss, num_samples_per_prompt=2).aggregation == want
+
+
+def test_filtered_responses_do_not_thin_the_kl():
+    generator = torch.Generator().manual_seed(2)
+    records = [experience(i, generator) for i in range(4)]
+    alone = rollout_metrics(records[:2], 0.1)['rollout/kl_mean']
+    for r in records[2:]:
+        r.response_mask = torch.zeros_like(r.response_mask)
+    assert rollout_metrics(records, 0.1)['rollout/kl_mean'] == alone
+    by_hand = [
+        sum(float(r.old_logprobs[t] - r.ref_logprobs[t]) for t in range(r.num_actions) if r.response_mask[t]) for r in records[:2]
+    ]
+    assert alone == pytest.approx(sum(by_hand) / 2, abs=1e-6)
+    assert alone != pytest.approx(sum(by_hand) / 4, abs=1e-6)
+
+
+def test_gspo_measures_the_ratio_that_it_clips():
+    generator = torch.Generator().manual_seed(1)
+    records = [experience(i, generator) for i in range(6)]
+    actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, positions=32)).eval()
+    found = {}
+    for name in ('gspo', 'ppo'):
+        config = PPOConfig(policy_loss=name, eps_clip=0.1, loss_aggregation='sequence')
+        loss, stats = PPOLoss(actor, None, config, 1.0, MAX_NEW), BatchStats()
+        loss.begin(records)
+        loss.actor(collate_or_filler(records), records, stats)
+        found[name] = stats.reduced(NaiveStrategy(device='cpu'))
+    ratios = []
+    for r in records:
+        with torch.no_grad():
+            diff = (actor(collate_or_filler([r])).logprobs - r.old_logprobs).double()[r.response_mask].tolist()
+        ratios += [math.exp(sum(diff) / len(diff))] * len(diff)
+    want = {'ratio_mean': sum(ratios) / len(ratios), 'ratio_max': max(ratios), 'ratio_min': min(ratios),
+            'clip_fraction': sum(abs(x - 1) > 0.1 for x in ratios) / len(ratios)}  # fmt: skip
+    for key, value in want.items():
+        assert found['gspo'][key] == pytest.approx(value, rel=1e-4)
+    assert found['ppo']['ratio_max'] != pytest.approx(want['ratio_max'], rel=1e-3)
