@@ -1,0 +1,30 @@
+"""A script's ranks are guarded from the moment they have joined: loading and preparing included."""
+
+from __future__ import annotations
+
+from chatgpt.testing.processes import run_script
+
+SCRIPT = """
+import time, torch
+from types import SimpleNamespace
+from chatgpt.launch.arguments import strategy_of
+run = SimpleNamespace(strategy='ddp', seed=1, precision='fp32', trust_remote_code=False, rank_timeout_s=20.0)
+with strategy_of(run) as strategy:
+    strategy.barrier()
+    if strategy.rank == 1:
+        {what}
+    strategy.prepare(torch.nn.Linear(3, 3))
+"""
+
+
+def test_a_rank_that_fails_while_it_loads():
+    results = run_script(['-c', SCRIPT.format(what="raise OSError('a torn file')")])
+    assert [code for code, _ in results] == [1, 1]
+    assert 'stopped, because rank 1 failed: OSError: a torn file' in results[0][1]
+
+
+def test_a_rank_that_hangs_while_it_loads():
+    results = run_script(['-c', SCRIPT.format(what='time.sleep(60)')])
+    assert [code for code, _ in results] == [1, 1]
+    for _, text in results:
+        assert 'no progress for 18 s (before the run): rank 1 is in ' in text and 'Waiting: 0.' in text
