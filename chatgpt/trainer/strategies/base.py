@@ -27,7 +27,7 @@ from chatgpt.trainer.strategies import states
 from chatgpt.trainer.strategies.idle import KeepsIdle
 from chatgpt.trainer.strategies.items import check_items, is_pair, rebuilt, same_kind
 from chatgpt.trainer.strategies.pairs import Trained, open_saved
-from chatgpt.trainer.strategies.precision import LossScaler, Precision, cast_copy, check_precision, in_eval_mode, lora_merged
+from chatgpt.trainer.strategies.precision import LossScaler, Precision, cast_copy, check_precision, lora_merged
 
 T = TypeVar('T')
 
@@ -250,6 +250,8 @@ class Strategy(KeepsIdle, ABC):
         """
         module, dtype = self.unwrap(model), dtype or self._dtype
         if dtype is torch.float32:
+            from chatgpt.nn.dropout import in_eval_mode
+
             with in_eval_mode(module), lora_merged(module):
                 yield module
             return
