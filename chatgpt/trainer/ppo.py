@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from chatgpt.batching import collate, filler
+from chatgpt.batching import collate_or_filler
 from chatgpt.dataset.prompts import PromptOrder, PromptSet, as_prompts
 from chatgpt.experience import ExperienceMaker, ExperienceSettings, ReplayBuffer, ScoreShaper, as_scorer
 from chatgpt.experience.scorers import models_of
@@ -40,12 +40,7 @@ from chatgpt.trainer.ppo_metrics import PhaseMetrics, first_batch_metrics, rollo
 from chatgpt.trainer.ppo_setup import RatioGuard, check_nlpo, has_reference, memory_setup, sampling_for, split_kwargs, take_over
 from chatgpt.trainer.ppo_stepwise import StepwisePPO
 from chatgpt.trainer.strategies.base import Strategy
-from chatgpt.types import Batch, Experience, Sequence
-
-
-def collate_or_filler(records: list[Any]) -> Batch:
-    """A batch of the records; a zero-weight one when there are none."""
-    return collate(records or [filler()])
+from chatgpt.types import Experience, Sequence
 
 
 class PPOTrainer(Collector, StepwisePPO, Trainer):
