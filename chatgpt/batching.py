@@ -128,3 +128,8 @@ def filler(token_id: int = 0) -> Sequence:
     """A sequence of two tokens of which none counts."""
     one = torch.full((1,), token_id, dtype=torch.int64)
     return Sequence(prompt_ids=one, response_ids=one.clone(), response_mask=torch.zeros(1, dtype=torch.bool))
+
+
+def collate_or_filler(sequences: SequenceOf[Sequence]) -> Batch:
+    """A batch of the sequences; a zero-weight one when there are none."""
+    return collate(sequences or [filler()])

@@ -157,34 +157,36 @@ class PPOInputs:
         )
 
 
-def build_ppo_inputs(args: PPORun) -> PPOInputs:
-    """Read and check what can be without weights; see `PPOInputs`."""
-    from chatgpt.dataset import embedded, load_demonstrations
+def read_config(run: Run) -> tuple[Any, Any]:
+    """The config and tokenizer that a run starts from, checked against each other."""
+    from chatgpt.dataset import embedded
     from chatgpt.dataset.checks import check_tokenizer
-    from chatgpt.dataset.prompts import load_prompts
     from chatgpt.nn.loading import load_config, load_tokenizer
 
     quiet_transformers()
-    if args.pretrain:
-        config = load_config(args.pretrain, trust_remote_code=args.trust_remote_code)
-        tokenizer = load_tokenizer(args.tokenizer or args.pretrain, trust_remote_code=args.trust_remote_code)
+    if run.pretrain:
+        config = load_config(run.pretrain, trust_remote_code=run.trust_remote_code)
+        tokenizer = load_tokenizer(run.tokenizer or run.pretrain, trust_remote_code=run.trust_remote_code)
     else:
         config, tokenizer = embedded.demo_config(), embedded.demo_tokenizer()
-    check_family(args, config)
+    check_family(run, config)
     check_tokenizer(tokenizer, config)
+    return config, tokenizer
+
+
+def build_ppo_inputs(args: PPORun) -> PPOInputs:
+    """Read and check what can be without weights; see `PPOInputs`."""
+    from chatgpt.dataset import embedded, load_demonstrations
+    from chatgpt.dataset.prompts import load_prompts
+
+    config, tokenizer = read_config(args)
     reward_fn = None
     if args.reward_fn:
         reward_fn = load_function(args.reward_fn)
         check_reward_function(reward_fn, args.reward_fn)
     reward_tokenizer, reward_context = _reward_model_inputs(args, tokenizer) if args.reward_model else (None, None)
     if args.prompt_path:
-        prompts = load_prompts(
-            args.prompt_path,
-            tokenizer,
-            column=args.prompt_column,
-            max_prompt_tokens=args.max_prompt_tokens,
-            skip_bad_records=args.skip_bad_records,
-        )
+        prompts = _own_prompts(args, args.prompt_path, tokenizer)
     else:
         prompts = load_prompts(embedded.demo_prompts(200, seed=0), tokenizer, max_prompt_tokens=args.max_prompt_tokens)
         reward_fn = reward_fn or (None if args.reward_model else embedded_reward)
@@ -200,15 +202,25 @@ def build_ppo_inputs(args: PPORun) -> PPOInputs:
     return PPOInputs(tokenizer, prompts, reward_fn, reward_tokenizer, reward_context, text, config, args, held_back)
 
 
+def _own_prompts(args: PPORun, path: str, tokenizer: Any) -> Any:
+    """The prompts of a file of the user's, read as the run says."""
+    from chatgpt.dataset.prompts import load_prompts
+
+    return load_prompts(
+        path,
+        tokenizer,
+        column=args.prompt_column,
+        max_prompt_tokens=args.max_prompt_tokens,
+        skip_bad_records=args.skip_bad_records,
+    )
+
+
 def _held_back(args: PPORun, prompts: Any, tokenizer: Any) -> tuple[Any, Any]:
     """Training prompts, and those to evaluate on (None where none are asked for)."""
     from chatgpt.dataset import PromptSet, split_examples
-    from chatgpt.dataset.prompts import load_prompts
 
     if args.validation_file:
-        own = load_prompts(args.validation_file, tokenizer, column=args.prompt_column, max_prompt_tokens=args.max_prompt_tokens,
-                           skip_bad_records=args.skip_bad_records)  # fmt: skip
-        return prompts, own
+        return prompts, _own_prompts(args, args.validation_file, tokenizer)
     if not args.validation_percentage:
         return prompts, None
     kept, held_back = split_examples([prompts[i] for i in range(len(prompts))], args.validation_percentage, seed=args.seed)

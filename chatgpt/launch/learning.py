@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from chatgpt.launch.build import FAMILIES, check_family, check_resume, context_of, quiet_transformers, write_embedded_model
+from chatgpt.launch.build import FAMILIES, check_resume, context_of, read_config, write_embedded_model
 from chatgpt.launch.config_file import write_resolved
 from chatgpt.launch.runs import DataRun, Run
 
@@ -79,19 +79,8 @@ def check_data_run(run: DataRun, world_size: int, *, lr: float, embedded_lr: flo
 
 
 def read_model(run: DataRun) -> tuple[Any, Any]:
-    """The config and tokenizer that a run starts from, checked against each other."""
-    from chatgpt.dataset import embedded
-    from chatgpt.dataset.checks import check_tokenizer
-    from chatgpt.nn.loading import load_config, load_tokenizer
-
-    quiet_transformers()
-    if run.pretrain:
-        config = load_config(run.pretrain, trust_remote_code=run.trust_remote_code)
-        tokenizer = load_tokenizer(run.tokenizer or run.pretrain, trust_remote_code=run.trust_remote_code)
-    else:
-        config, tokenizer = embedded.demo_config(), embedded.demo_tokenizer()
-    check_family(run, config)
-    check_tokenizer(tokenizer, config)
+    """As `read_config`; sequences are cut to the model's context."""
+    config, tokenizer = read_config(run)
     limit = context_of(config)
     if limit is not None:
         run.max_len = min(run.max_len, limit)

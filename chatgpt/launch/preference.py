@@ -8,19 +8,19 @@ from typing import Any, Literal, get_args
 from chatgpt.launch.runs import DataRun
 from chatgpt.trainer.kto import KTOConfig, KTOTrainer
 from chatgpt.trainer.preference import (
+    AnswerTrainer,
     DPOConfig,
     DPOLoss,
     DPOTrainer,
     ORPOConfig,
     ORPOTrainer,
     PreferenceConfig,
-    PreferenceTrainer,
     SimPOConfig,
     SimPOTrainer,
 )
 
 Method = Literal['dpo', 'kto', 'orpo', 'simpo']
-METHODS: dict[str, tuple[type[PreferenceTrainer], type[PreferenceConfig]]] = {
+METHODS: dict[str, tuple[type[AnswerTrainer], type[PreferenceConfig]]] = {
     'dpo': (DPOTrainer, DPOConfig), 'kto': (KTOTrainer, KTOConfig), 'orpo': (ORPOTrainer, ORPOConfig), 'simpo': (SimPOTrainer, SimPOConfig),
 }  # fmt: skip
 OPTIONS = {
@@ -62,7 +62,7 @@ class PreferenceRun(DataRun):
     """simpo: target margin; none: 1"""
 
     @property
-    def trainer_class(self) -> type[PreferenceTrainer]:
+    def trainer_class(self) -> type[AnswerTrainer]:
         return METHODS[self.method][0]
 
     @property

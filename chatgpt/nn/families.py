@@ -53,6 +53,11 @@ class _Family:
             )
         return config
 
+    @classmethod
+    def _load_pretrained(cls, folder: str | Path, **options: Any) -> Any:
+        cls.check_family(folder, None, {k: v for k, v in options.items() if k != 'checkpoint'})
+        return super()._load_pretrained(folder, **options)  # type: ignore[misc]  # of the kind: Actor, Critic, RewardModel
+
 
 class _GPT(_Family):
     model_type, config_class = 'gpt2', 'GPT2Config'
@@ -98,11 +103,6 @@ class _FamilyActor(_Family, Actor):
         Actor.__init__(self, model, lora_rank, lora_train_bias, value_head=value_head,
                        num_layers_unfrozen=num_layers_unfrozen, lora_options=lora_options)  # fmt: skip
 
-    @classmethod
-    def _load_pretrained(cls, folder: str | Path, **options: Any) -> Any:
-        cls.check_family(folder, None, {k: v for k, v in options.items() if k != 'checkpoint'})
-        return super()._load_pretrained(folder, **options)
-
 
 class _FamilyCritic(_Family, Critic):
     def __init__(
@@ -121,11 +121,6 @@ class _FamilyCritic(_Family, Critic):
         config = self.check_family(pretrained, config, options)
         model = load_base_model(pretrained, config, checkpoint=checkpoint, **options)
         Critic.__init__(self, model, value_head, lora_rank, lora_train_bias, lora_options=lora_options)
-
-    @classmethod
-    def _load_pretrained(cls, folder: str | Path, **options: Any) -> Any:
-        cls.check_family(folder, None, {k: v for k, v in options.items() if k != 'checkpoint'})
-        return super()._load_pretrained(folder, **options)
 
 
 class _FamilyRM(_Family, RewardModel):
@@ -153,11 +148,6 @@ class _FamilyRM(_Family, RewardModel):
         RewardModel.__init__(self, parts.model, value_head or parts.head, lora_rank, lora_train_bias, lora_options=lora_options)
         if value_head is None:
             set_state(self, {BIAS_KEY: torch.tensor(parts.bias, device='cpu')})
-
-    @classmethod
-    def _load_pretrained(cls, folder: str | Path, **options: Any) -> ScorerParts:
-        cls.check_family(folder, None, {k: v for k, v in options.items() if k != 'checkpoint'})
-        return super()._load_pretrained(folder, **options)
 
 
 class GPTActor(_GPT, _FamilyActor):

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from chatgpt.nn.dropout import in_eval_mode
 from chatgpt.nn.lora import has_lora
 
 SUPPORTED = (
@@ -328,27 +329,24 @@ def check_hydra(owner: nn.Module) -> None:
     model, branch = _model_of(owner), _reference_of(owner)
     device = next(model.parameters()).device
     ids = (torch.arange(6, device=device) * 7 + 1).remainder(model.config.get_text_config().vocab_size).view(1, 6)
-    modes = {m: m.training for m in owner.modules()}
     copies = [m for _, _, own, name in branch._slots if (m := own._modules[name]) is not None]
     calls: list[nn.Module] = []
     handles = [m.register_forward_hook(lambda m, *_: calls.append(m)) for m in copies]
     base = model.base_model
-    owner.eval()
     try:
-        policy = model(input_ids=ids, use_cache=False)[0]
-        used_by_policy = list(calls)
-        with reference_branch(owner):
-            reference = model(input_ids=ids, use_cache=False)[0]
-            used_by_reference = list(calls)
-            hidden = base(input_ids=ids, use_cache=False)[0]
-        with recorded_trunk(owner) as trunk:
-            base(input_ids=ids, use_cache=False)
-        from_trunk = branch(trunk)
+        with in_eval_mode(owner):
+            policy = model(input_ids=ids, use_cache=False)[0]
+            used_by_policy = list(calls)
+            with reference_branch(owner):
+                reference = model(input_ids=ids, use_cache=False)[0]
+                used_by_reference = list(calls)
+                hidden = base(input_ids=ids, use_cache=False)[0]
+            with recorded_trunk(owner) as trunk:
+                base(input_ids=ids, use_cache=False)
+            from_trunk = branch(trunk)
     finally:
         for handle in handles:
             handle.remove()
-        for m, mode in modes.items():
-            m.training = mode
     name = type(model).__name__
     if used_by_policy or sorted(map(id, used_by_reference)) != sorted(map(id, copies)):  # each copy exactly once
         raise ValueError(f'num_layers_unfrozen: {name} does not run its blocks from its module tree; supported are {SUPPORTED}')

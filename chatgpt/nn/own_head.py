@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from chatgpt.nn.dropout import in_eval_mode
 from chatgpt.nn.sources import seeded
 from chatgpt.nn.trunk import base_model, run_trunk
 
@@ -76,9 +77,7 @@ def head_is_linear(model: PreTrainedModel) -> bool:
     model's own forward gives its logits from the last hidden state.
     """
     base, linear = base_model(model), model.get_output_embeddings()
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with in_eval_mode(model):
         device, vocab = next(base.parameters()).device, model.config.get_text_config().vocab_size
         ids = (torch.arange(3, 3 + NUM_CHECK_TOKENS, device=device) % vocab)[None]
         positions = torch.arange(NUM_CHECK_TOKENS, device=device)[None]
@@ -100,9 +99,6 @@ def head_is_linear(model: PreTrainedModel) -> bool:
         return own.shape == linear(states).shape and all(
             _close(a, b, tolerance) for a, b in zip(own, linear(states), strict=True)
         )
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 @torch.no_grad()

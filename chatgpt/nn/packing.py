@@ -30,6 +30,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from chatgpt.batching import packing_of
+from chatgpt.nn.dropout import in_eval_mode
 from chatgpt.nn.trunk import accepts, is_meta, looks_ahead, needs_mask, run_trunk, text_config
 from chatgpt.types import Batch, PackedGroup, Packing
 
@@ -231,22 +232,18 @@ def _can_by_form(model: nn.Module) -> bool:
 @torch.no_grad()
 def _agrees(model: nn.Module) -> bool:
     """Whether a packed forward of two short sequences gives the hidden states of the padded one."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
     try:
-        device, width = next(model.parameters()).device, max(CHECK_LENGTHS)
-        ids = torch.arange(len(CHECK_LENGTHS) * width, device=device).view(-1, width) * 7919 + 13
-        ids = ids % text_config(model).vocab_size
-        positions = torch.arange(width, device=device).expand_as(ids)
-        packing = packing_of(CHECK_LENGTHS, width)
-        assert packing is not None
-        packing = packing.to(device)
-        plain = run_trunk(model, ids, position_ids=positions).flatten(0, 1)[packing.token_index].double()
-        packed = _packed_hidden(model, ids, positions, packing)[0].double()
-        tolerance = 1e-4 if next(model.parameters()).dtype == torch.float32 else 2e-2
-        return bool((packed - plain).abs().max() <= tolerance * plain.abs().max().clamp_min(1e-6))
+        with in_eval_mode(model):
+            device, width = next(model.parameters()).device, max(CHECK_LENGTHS)
+            ids = torch.arange(len(CHECK_LENGTHS) * width, device=device).view(-1, width) * 7919 + 13
+            ids = ids % text_config(model).vocab_size
+            positions = torch.arange(width, device=device).expand_as(ids)
+            packing = packing_of(CHECK_LENGTHS, width)
+            assert packing is not None
+            packing = packing.to(device)
+            plain = run_trunk(model, ids, position_ids=positions).flatten(0, 1)[packing.token_index].double()
+            packed = _packed_hidden(model, ids, positions, packing)[0].double()
+            tolerance = 1e-4 if next(model.parameters()).dtype == torch.float32 else 2e-2
+            return bool((packed - plain).abs().max() <= tolerance * plain.abs().max().clamp_min(1e-6))
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, NotImplementedError):
         return False
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

@@ -18,11 +18,10 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
-from chatgpt.rollout.check import model_config
-from chatgpt.rollout.engine import check_prompts
+from chatgpt.rollout.call import Call, InProcessEngine
 from chatgpt.rollout.randomness import sample_keys
 from chatgpt.rollout.sampling import SamplingParams, TokenSampler
-from chatgpt.types import FinishReason, Prompt, Sample
+from chatgpt.types import FinishReason, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,17 +44,19 @@ class _StopCallback(StoppingCriteria):
         return torch.tensor([at is not None for at in self.stopped_at], device=input_ids.device)
 
 
-class HFEngine:
-    """Generates with `model.generate` of the actor's transformers model, `max_batch_size` prompts at a time."""
+class HFEngine(InProcessEngine):
+    """Generates with `model.generate` of the actor's transformers model, `max_batch_size` prompts at a time.
+
+    With extras the recorded `filtered_logprobs` include every processor transformers applied.
+    """
 
     reproducible = False
 
     def __init__(self, *, max_batch_size: int = 64) -> None:
+        super().__init__()
         if max_batch_size < 1:
             raise ValueError(f'HFEngine: max_batch_size={max_batch_size}; give a positive integer')
         self.max_batch_size = max_batch_size
-        self._actor: Any = None
-        self._modes: list[tuple[Any, bool]] = []
 
     def begin(self, actor: Actor) -> None:
         """Take the actor, dropout off. Raises ValueError for a model without `generate`, and for an actor whose head is not the model's."""
@@ -67,53 +68,17 @@ class HFEngine:
             raise ValueError(
                 f"HFEngine: {type(actor).__name__} changes the model's logits, which model.generate would not see; use LocalEngine"
             )
-        self._modes = [(module, module.training) for module in actor.modules()]
-        self._actor = actor
-        actor.eval()
+        self.hold(actor)
 
-    def end(self) -> None:
-        """Give the actor back with the training flags it came with."""
-        for module, training in self._modes:
-            module.training = training
-        self._actor, self._modes = None, []
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        indices: Sequence[int],
-        groups: Sequence[int] | None = None,
-    ) -> list[Sample]:
-        """See `RolloutEngine.generate`. With extras the recorded `filtered_logprobs` include every processor transformers applied."""
-        if self._actor is None:
-            raise ValueError('HFEngine.generate: no actor; call begin(actor) first')
-        config = model_config(self._actor)
-        limits = check_prompts(
-            prompts,
-            sampling,
-            indices,
-            groups,
-            max_positions=getattr(config, 'max_position_embeddings', None),
-            vocab_size=config.vocab_size,
-        )
-        groups = indices if groups is None else groups
+    def answer(self, call: Call, limits: list[int]) -> list[Sample]:
         samples: list[Sample] = []
-        for first in range(0, len(prompts), self.max_batch_size):
+        for first in range(0, len(limits), self.max_batch_size):
             part = slice(first, first + self.max_batch_size)
-            samples += self._batch(prompts[part], limits[part], sampling, seed, list(indices[part]), list(groups[part]))
+            samples += self._batch(call.part(part), limits[part])
         return samples
 
-    def _batch(
-        self,
-        prompts: Sequence[Prompt],
-        limits: list[int],
-        sampling: SamplingParams,
-        seed: int,
-        indices: list[int],
-        groups: list[int],
-    ) -> list[Sample]:
+    def _batch(self, call: Call, limits: list[int]) -> list[Sample]:
+        prompts, sampling = call.prompts, call.sampling
         model = self._actor.model
         device = next(model.parameters()).device
         width = max(len(p.ids) for p in prompts)
@@ -127,7 +92,7 @@ class HFEngine:
         if sampling.stop is not None:
             stop = _StopCallback(sampling.stop, width, sampling.min_new_tokens, len(prompts))
             criteria.append(stop)
-        key = int(sample_keys(seed, torch.tensor([indices[0]]))[0])
+        key = int(sample_keys(call.seed, torch.tensor([call.indices[0]]))[0])
         with _bare_generation_config(model), _own_generator(key, device), torch.no_grad():
             output = model.generate(
                 input_ids.to(device),
@@ -138,23 +103,17 @@ class HFEngine:
         responses = output.sequences[:, width:]
         logprobs, filtered = self._logprobs(output, responses, sampling)
         samples = []
-        for row, prompt in enumerate(prompts):
+        for row in range(len(prompts)):
             ids = responses[row].tolist()
             length, reason = _response_length(ids, sampling.eos_token_ids, stop.stopped_at[row] if stop else None, limits[row])
             samples.append(
-                Sample(
-                    index=indices[row],
-                    group=int(groups[row]),
-                    prompt_ids=prompt.ids.cpu(),
-                    response_ids=responses[row, :length].cpu().clone(),
-                    response_mask=torch.ones(length, dtype=torch.bool),
-                    logprobs=logprobs[row, :length].clone(),
-                    filtered_logprobs=filtered[row, :length].clone(),
-                    edge_distances=torch.ones(length),
-                    finish_reason=reason,
-                    temperature=sampling.temperature,
-                    prompt_text=prompt.text,
-                    columns=prompt.columns,
+                call.sample(
+                    row,
+                    responses[row, :length].cpu().clone(),
+                    logprobs[row, :length].clone(),
+                    filtered[row, :length].clone(),
+                    torch.ones(length),
+                    reason,
                 )
             )
         return samples

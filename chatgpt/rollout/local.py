@@ -1,8 +1,6 @@
 """The local engine: prefill and decode with a slot cache in this process, on the policy's own modules.
 
-Live sequences stand in rows 0 .. n-1 of the batch. A finished one leaves at once (the last live row takes its place),
-and waiting prompts take the free rows. Position t of sample i is drawn with the uniform number of (seed, i, t), so none of this
-can change a token. All per-token work is on tensors; Python looks at single rows only when one ends.
+What lives for a collect phase is here: the actor, the cache and the steps of fixed shape; a single call is a `LocalRun`.
 
 Left out: beam search, penalties and other GenerationConfig extras, and models whose decode is more than full attention
 over a key/value cache: those go through `chatgpt.rollout.hf`.
@@ -10,46 +8,32 @@ over a key/value cache: those go through `chatgpt.rollout.hf`.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from chatgpt.batching import cut_by_tokens
-from chatgpt.rollout.check import attention_window, decode_mask, find_mask_form, model_config
+from chatgpt.rollout.call import Call, InProcessEngine
+from chatgpt.rollout.check import attention_window, find_mask_form
 from chatgpt.rollout.cpu_speed import PackedModules
-from chatgpt.rollout.engine import check_prompts
 from chatgpt.rollout.fixed_step import FixedSteps
-from chatgpt.rollout.randomness import sample_keys, uniforms
-from chatgpt.rollout.sampling import Draw, SamplingParams, TokenSampler
+from chatgpt.rollout.local_run import LocalRun
+from chatgpt.rollout.sampling import TokenSampler
 from chatgpt.rollout.slot_cache import SlotCache
-from chatgpt.types import FinishReason, Prompt, Sample
+from chatgpt.types import Sample
 
 if TYPE_CHECKING:
     from chatgpt.nn import Actor
 
-_CAPACITY_STEP = 64
 
-
-def check_local(
-    config: Any, prompts: Sequence[Prompt], sampling: SamplingParams, indices: Sequence[int], groups: Sequence[int] | None
-) -> list[int]:
+def check_local(config: Any, call: Call) -> list[int]:
     """What a `LocalEngine` checks before any work, with the text model's config. Returns the most new tokens of each prompt."""
-    if sampling.extra:
-        names = ', '.join(f'{k}={v!r}' for k, v in sampling.extra.items())
+    if call.sampling.extra:
+        names = ', '.join(f'{k}={v!r}' for k, v in call.sampling.extra.items())
         raise ValueError(f"LocalEngine cannot do {names}; leave it out or use engine='hf'")
-    limits = check_prompts(
-        prompts,
-        sampling,
-        indices,
-        groups,
-        max_positions=getattr(config, 'max_position_embeddings', None),
-        vocab_size=config.vocab_size,
-    )
+    limits = call.limits(config)
     window = attention_window(config)
-    longest = max((len(p.ids) + limit for p, limit in zip(prompts, limits, strict=True)), default=0)
+    longest = max((len(p.ids) + limit for p, limit in zip(call.prompts, limits, strict=True)), default=0)
     if window is not None and longest > window:
         raise ValueError(
             f"LocalEngine: sequences of up to {longest} tokens exceed the model's attention window of {window}; use engine='hf'"
@@ -57,7 +41,7 @@ def check_local(
     return limits
 
 
-class LocalEngine:
+class LocalEngine(InProcessEngine):
     """Generates with the actor's own `trunk` and `head`. Draws are reproducible.
 
     max_batch_size: most sequences decoded at once; further prompts wait. max_prefill_tokens: padded size of one prefill
@@ -76,6 +60,7 @@ class LocalEngine:
         self, *, max_batch_size: int = 256, max_prefill_tokens: int = 16384, refill_fraction: float = 0.125,
         fixed_steps: bool | Literal['auto'] = 'auto',
     ) -> None:  # fmt: skip
+        super().__init__()
         if max_batch_size < 1 or max_prefill_tokens < 1 or not 0 <= refill_fraction <= 1:
             raise ValueError(
                 f'LocalEngine: max_batch_size={max_batch_size}, max_prefill_tokens={max_prefill_tokens}, '
@@ -87,8 +72,6 @@ class LocalEngine:
         if fixed_steps not in (True, False, 'auto'):
             raise ValueError(f"LocalEngine: fixed_steps={fixed_steps!r} is not one of True, False, 'auto'")
         self.fixed_steps = fixed_steps
-        self._actor: Any = None
-        self._modes: list[tuple[Any, bool]] = []
         self._cache: SlotCache | None = None
         self._packed: PackedModules | None = None
         self._mask_form: Any = None
@@ -102,9 +85,7 @@ class LocalEngine:
         """
         if self._actor is not None:
             self.end()
-        self._modes = [(module, module.training) for module in actor.modules()]
-        self._actor = actor
-        actor.eval()
+        self.hold(actor)
         # a 16-bit policy is a new copy in every phase: what matters is the architecture
         parameter, config = next(actor.parameters()), actor.model.config
         kind = (type(actor.model), config._attn_implementation, parameter.dtype, parameter.device, str(config.to_dict()))
@@ -118,37 +99,26 @@ class LocalEngine:
             raise
         self._checked = kind
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        indices: Sequence[int],
-        groups: Sequence[int] | None = None,
-    ) -> list[Sample]:
-        """See `RolloutEngine.generate`. Raises FloatingPointError, naming sample and position, for non-finite logits."""
-        if self._actor is None:
-            raise ValueError('LocalEngine.generate: no actor; call begin(actor) first')
-        limits = check_local(model_config(self._actor), prompts, sampling, indices, groups)
-        if not prompts:
-            return []
+    def check(self, config: Any, call: Call) -> list[int]:
+        return check_local(config, call)
+
+    def answer(self, call: Call, limits: list[int]) -> list[Sample]:
+        """Raises FloatingPointError, naming sample and position, for non-finite logits."""
         try:
             self._packed = self._packed or PackedModules(self._actor)
             with self._packed.active(), torch.inference_mode():
-                run = _Run(self, prompts, limits, sampling, seed, indices)
+                run = LocalRun(self, call, limits)
                 run.loop()
             # outside of inference mode, so that the samples are ordinary tensors that autograd may save
-            return run.samples(groups if groups is not None else indices)
+            return run.samples()
         except BaseException:
             self._cache = self._fixed = None  # it may hold non-finite states, which a mask cannot hide
             raise
 
     def end(self) -> None:
         """Give the actor back with the training flags it came with, and free the cache."""
-        for module, training in self._modes:
-            module.training = training
-        self._actor, self._modes, self._cache, self._packed, self._fixed = None, [], None, None, None
+        super().end()
+        self._cache = self._packed = self._fixed = None
 
     def cache(self, rows: int, capacity: int) -> SlotCache:
         """This phase's cache, grown to at least this size."""
@@ -156,7 +126,6 @@ class LocalEngine:
             self._cache = SlotCache(rows, capacity)
         self._cache.reserve(rows, capacity)
         return self._cache
-
 
     def fixed(self, cache: SlotCache, sampler: TokenSampler, uniforms: Tensor | None, size: int, *, capture: bool) -> FixedSteps:
         """This phase's steps of fixed shape; those of an earlier call where they fit, with their graphs."""
@@ -170,268 +139,3 @@ class LocalEngine:
             self._fixed = key, steps
         self._fixed[1].renew(uniforms)
         return self._fixed[1]
-
-
-class _Run:
-    """One `generate` call.
-
-    On the device, per live row, `state` (3, n) int64: where in the flat (samples x room) table its next token goes; how
-    many tokens its cache row holds; from which place in the table an end token is allowed. On the host, per live row: sample
-    number, `offset` and `deadline`, both relative to the step count, so that no step has to touch them.
-    """
-
-    def __init__(
-        self,
-        engine: LocalEngine,
-        prompts: Sequence[Prompt],
-        limits: list[int],
-        sampling: SamplingParams,
-        seed: int,
-        indices: Sequence[int],
-    ) -> None:
-        self.engine, self.actor, self.sampling = engine, engine._actor, sampling
-        self.prompts, self.limits, self.indices = prompts, limits, list(indices)
-        self.device = next(self.actor.parameters()).device
-        self.sampler = TokenSampler(sampling, self.device)
-        self.room = max(limits)
-        self.uniforms: Tensor | None = None
-        if sampling.do_sample:
-            keys = sample_keys(seed, torch.tensor(self.indices, dtype=torch.int64, device=self.device))
-            self.uniforms = uniforms(keys[:, None], torch.arange(self.room, device=self.device)).view(-1, 1)
-        self.queue = deque(range(len(prompts)))
-        self.max_rows = min(engine.max_batch_size, len(prompts))
-        # the last token of a sequence is never fed back, so it needs no slot
-        self.max_width = max(len(p.ids) + limit - 1 for p, limit in zip(prompts, limits, strict=True))
-        longest_prompt = max(len(p.ids) for p in prompts)
-        first = -(-(longest_prompt + _CAPACITY_STEP) // _CAPACITY_STEP) * _CAPACITY_STEP
-        # Blocks that are streamed come and go: their addresses hold for no graph.
-        streams = any(getattr(module, 'is_streamed', False) for module in self.actor.modules())
-        fixed = (self.device.type == 'cuda' and not streams) if engine.fixed_steps == 'auto' else engine.fixed_steps
-        capacity = max(longest_prompt, self.max_width if fixed else min(first, self.max_width))
-        self.cache = engine.cache(self.max_rows, capacity)
-        self.fixed: FixedSteps | None = None
-        if fixed:
-            self.fixed = engine.fixed(self.cache, self.sampler, self.uniforms, len(prompts) * self.room, capture=not streams)
-        self.fixed_loaded = False
-        # live rows
-        self.row_sample: list[int] = []
-        self.row_offset: list[int] = []  # offset + step = tokens stored once the step's token is in
-        self.row_deadline: list[int] = []  # the step whose token is the last one allowed
-        self.state = torch.zeros(3, 0, dtype=torch.int64, device=self.device)
-        self.increment = torch.tensor([[1], [1], [0]], device=self.device)
-        self.token = torch.zeros(0, dtype=torch.int64, device=self.device)
-        self.all_rows = torch.arange(self.max_rows, device=self.device)
-        self.row_index = self.all_rows[:0]
-        self.step = 0
-        self.next_deadline = 0
-        self.longest_offset = self.shortest_offset = 0
-        self.free_to_end_from = 0  # step from which no live row is too short to end
-        # results
-        self.records: list[tuple[Tensor, Draw]] = []
-        self.num_tokens = [0] * len(prompts)
-        self.reasons: list[FinishReason] = ['length'] * len(prompts)
-        self.ids: list[list[int]] = [[] for _ in prompts]  # kept only for `sampling.stop`
-
-    def loop(self) -> None:
-        while self.queue or self.row_sample:
-            free = self.max_rows - len(self.row_sample)
-            if self.queue and (not self.row_sample or free >= min(self.engine.min_refill, len(self.queue))):
-                self.admit(free)
-            else:
-                self.decode()
-
-    def admit(self, free: int) -> None:
-        """Prefill the next waiting prompts into free rows and draw their first tokens. Equal prompts are computed once."""
-        takers: dict[tuple[int, ...], list[int]] = {}
-        for _ in range(min(free, len(self.queue))):
-            sample = self.queue.popleft()
-            takers.setdefault(tuple(self.prompts[sample].ids.tolist()), []).append(sample)
-        distinct = list(takers)
-        tokens, states, ended = [self.token], [self.state], [False] * len(self.row_sample)
-        for chunk in cut_by_tokens([len(ids) for ids in distinct], self.engine.max_prefill_tokens):
-            samples = [sample for c in chunk for sample in takers[distinct[c]]]
-            logits = self.prefill([distinct[c] for c in chunk], [len(takers[distinct[c]]) for c in chunk])
-            places = torch.tensor(
-                [
-                    [s * self.room for s in samples],
-                    [len(self.prompts[s].ids) for s in samples],
-                    [s * self.room + self.sampling.min_new_tokens for s in samples],
-                ],
-                device=self.device,
-            )
-            self.free_to_end_from = self.step + self.sampling.min_new_tokens
-            token, flags = self.emit(logits, places)
-            tokens.append(token)
-            states.append(places + torch.tensor([[1], [0], [0]], device=self.device))
-            ended += flags if flags is not None else [False] * len(samples)
-            for s in samples:
-                self.row_sample.append(s)
-                self.row_offset.append(len(self.prompts[s].ids) - self.step)
-                self.row_deadline.append(self.step + self.limits[s] - 1)
-        self.token, self.state = torch.cat(tokens), torch.cat(states, dim=1)
-        self.rows_changed()
-        self.retire(ended, first_new=len(ended) - sum(map(len, takers.values())))
-
-    def prefill(self, distinct: list[tuple[int, ...]], copies: list[int]) -> Tensor:
-        """Prompts through the model into the next cache rows, each `copies[i]` times. Returns their last logits, (rows, V)."""
-        first, num_rows = len(self.row_sample), sum(copies)
-        width = max(map(len, distinct))
-        # filled up with each prompt's own first token: a causal model never looks ahead, and no padding id is needed
-        input_ids = torch.tensor([ids + ids[:1] * (width - len(ids)) for ids in distinct], device=self.device)
-        source = None
-        if num_rows > len(distinct):
-            source = torch.repeat_interleave(torch.tensor(copies, device=self.device))
-        self.cache.prefill(torch.arange(first, first + num_rows, device=self.device), source)
-        positions = torch.arange(width, device=self.device).expand(len(distinct), width)
-        hidden = self.actor.trunk(input_ids, position_ids=positions, past_key_values=self.cache)
-        last = torch.tensor([len(ids) - 1 for ids in distinct], device=self.device)
-        logits = self.actor.head(hidden[torch.arange(len(distinct), device=self.device), last])
-        return logits if source is None else logits[source]
-
-    def decode(self) -> None:
-        """One token for every live row."""
-        self.step += 1
-        width = self.longest_offset + self.step
-        if self.fixed is not None:
-            self.retire(self.decode_fixed(self.fixed, width))
-            return
-        if width > self.cache.capacity:
-            self.cache.reserve(self.max_rows, min(self.max_width, max(width, 2 * self.cache.capacity)))
-        lengths = self.state[1]
-        same_length = self.longest_offset == self.shortest_offset
-        mask = None if same_length else decode_mask(lengths, width, self.engine._mask_form, self.mask_dtype)
-        self.cache.decode(self.row_index, lengths, width, same_length=same_length)
-        hidden = self.actor.trunk(
-            self.token[:, None], position_ids=lengths[:, None], attention_mask=mask, past_key_values=self.cache
-        )
-        self.token, flags = self.emit(self.actor.head(hidden[:, -1]), self.state)
-        self.state = self.state + self.increment
-        self.retire(flags)
-
-    def decode_fixed(self, steps: FixedSteps, width: int) -> list[bool] | None:
-        """The same by a step of fixed shape. Returns which rows ended."""
-        live = len(self.row_sample)
-        if not self.fixed_loaded:
-            steps.load(self.token, self.state)
-            self.fixed_loaded = True
-        steps.run(live, width)
-        self.token, self.state = steps.token[:live], steps.state[:, :live]
-        return steps.ended[:live].tolist() if len(self.sampling.eos_token_ids) > 0 else None
-
-    @property
-    def mask_dtype(self) -> torch.dtype:
-        return self.cache.layers[0].keys.dtype
-
-    def emit(self, logits: Tensor, state: Tensor) -> tuple[Tensor, list[bool] | None]:
-        """Draw and record one token per row. Returns tokens (n,) and which of them are end tokens, None where none can be."""
-        flat = state[0]
-        uniform = None if self.uniforms is None else self.uniforms[flat]
-        can_end = len(self.sampling.eos_token_ids) > 0
-        no_end_mask = flat < state[2] if can_end and self.step < self.free_to_end_from else None
-        draw = self.sampler(logits, uniform, no_end_mask)
-        self.records.append((flat, draw))
-        return draw.token, self.sampler.is_end(draw.token).tolist() if can_end else None
-
-    def retire(self, ended: list[bool] | None, first_new: int = 0) -> None:
-        """Take out the rows that are done. `ended`: rows whose newest token is an end token.
-
-        first_new: rows before it got no token since the last call.
-        """
-        stopped = self.ask_stop(ended, first_new) if self.sampling.stop is not None else None
-        if self.step < self.next_deadline and stopped is None and (ended is None or True not in ended):
-            return
-        survivors = []
-        for row, sample in enumerate(self.row_sample):
-            if ended is not None and ended[row]:
-                self.reasons[sample] = 'eos'
-            elif stopped is not None and stopped[row]:
-                self.reasons[sample] = 'stop'
-            elif self.row_deadline[row] > self.step:
-                survivors.append(row)
-                continue
-            self.num_tokens[sample] = self.limits[sample] - (self.row_deadline[row] - self.step)
-        if len(survivors) < len(self.row_sample):
-            self.compact(survivors)
-
-    def ask_stop(self, ended: list[bool] | None, first_new: int) -> list[bool]:
-        assert self.sampling.stop is not None
-        stopped = [False] * len(self.row_sample)
-        for row, token in enumerate(self.token.tolist()):
-            if row < first_new:
-                continue
-            ids = self.ids[self.row_sample[row]]
-            ids.append(token)
-            if not (ended is not None and ended[row]) and len(ids) >= self.sampling.min_new_tokens:
-                stopped[row] = bool(self.sampling.stop(ids))
-        return stopped
-
-    def compact(self, survivors: list[int]) -> None:
-        """Close the gaps: the last surviving rows move into the rows that became free."""
-        num_live = len(survivors)
-        order, holes = list(range(num_live)), sorted(set(range(num_live)) - set(survivors))
-        movers = [row for row in survivors if row >= num_live]
-        for hole, mover in zip(holes, movers, strict=True):
-            order[hole] = mover
-        self.row_sample = [self.row_sample[row] for row in order]
-        self.row_offset = [self.row_offset[row] for row in order]
-        self.row_deadline = [self.row_deadline[row] for row in order]
-        if num_live:
-            if holes:
-                self.cache.move(movers, holes, max(self.row_offset[hole] for hole in holes) + self.step)
-                index = torch.tensor(order, device=self.device)
-                self.state, self.token = self.state[:, index], self.token[index]
-            else:
-                self.state, self.token = self.state[:, :num_live], self.token[:num_live]
-        else:
-            self.state, self.token = self.state[:, :0], self.token[:0]
-        self.rows_changed()
-
-    def rows_changed(self) -> None:
-        self.fixed_loaded = False
-        self.row_index = self.all_rows[: len(self.row_sample)]
-        self.next_deadline = min(self.row_deadline, default=0)
-        self.longest_offset = max(self.row_offset, default=0)
-        self.shortest_offset = min(self.row_offset, default=0)
-
-    def samples(self, groups: Sequence[int]) -> list[Sample]:
-        """The finished samples, in the order of the prompts."""
-        flat = torch.cat([flat for flat, _ in self.records])
-        shape = (len(self.prompts), self.room)
-
-        def table(name: str, dtype: torch.dtype) -> Tensor:
-            # a new tensor on the CPU: slices of it are cut out with clone, so that a sample does not hold all others in memory
-            values = torch.zeros(shape[0] * shape[1], dtype=dtype, device=self.device)
-            if self.fixed is not None:
-                values.copy_(getattr(self.fixed.tables, name)[:-1])
-            values[flat] = torch.cat([getattr(draw, name) for _, draw in self.records])
-            return values.view(shape).cpu()
-
-        tokens = table('token', torch.int64)
-        logprobs, filtered = table('logprob', torch.float32), table('filtered_logprob', torch.float32)
-        edges = torch.ones(shape) if self.uniforms is None else table('edge_distance', torch.float32)
-        bad = (~(torch.isfinite(filtered) & torch.isfinite(logprobs))).nonzero()
-        if len(bad):
-            sample, position = bad[0].tolist()
-            raise FloatingPointError(
-                f'LocalEngine: the logits of sample {self.indices[sample]} are not finite at response position {position}; '
-                f"check the policy's weights and precision"
-            )
-        samples = []
-        for i, (prompt, length) in enumerate(zip(self.prompts, self.num_tokens, strict=True)):
-            samples.append(
-                Sample(
-                    index=self.indices[i],
-                    group=int(groups[i]),
-                    prompt_ids=prompt.ids.cpu(),
-                    response_ids=tokens[i, :length].clone(),
-                    response_mask=torch.ones(length, dtype=torch.bool),
-                    logprobs=logprobs[i, :length].clone(),
-                    filtered_logprobs=filtered[i, :length].clone(),
-                    edge_distances=edges[i, :length].clone(),
-                    finish_reason=self.reasons[i],
-                    temperature=self.sampling.temperature,
-                    prompt_text=prompt.text,
-                    columns=prompt.columns,
-                )
-            )
-        return samples

@@ -20,6 +20,7 @@ from typing import Any, Protocol, Self
 from torch import Tensor
 
 from chatgpt.nn.actor import Actor
+from chatgpt.rollout.call import Call
 from chatgpt.rollout.local import LocalEngine, check_local
 from chatgpt.rollout.sampling import SamplingParams
 from chatgpt.rollout.wire import (
@@ -220,22 +221,22 @@ class RemoteEngine:
         """Ask for samples with the weights of the latest `begin`; returns at once. Raises what `generate` raises before any work."""
         if self._weights is None or self.spec is None:
             raise ValueError('RemoteEngine.submit: no actor; call begin(actor) first')
-        check_local(self.spec.config, prompts, sampling, indices, groups)
+        call = Call.of(prompts, sampling, seed, indices, groups)
+        check_local(self.spec.config, call)
         manifest, buckets = self._weights
         ticket = Ticket(manifest.version)
-        groups = list(groups) if groups is not None else list(indices)
         size = self.chunk_size or max(len(prompts), 1)
         for start in range(0, len(prompts), size):
-            part = slice(start, start + size)
+            part = call.part(slice(start, start + size))
             request = Request(
                 manifest=manifest,
                 buckets=buckets,
-                prompt_ids=[p.ids.cpu().numpy() for p in prompts[part]],
+                prompt_ids=[p.ids.cpu().numpy() for p in part.prompts],
                 sampling=sampling,
                 seed=seed,
-                indices=list(indices[part]),
+                indices=part.indices,
             )
-            chunk = _Chunk(list(prompts[part]), list(indices[part]), groups[part], request)
+            chunk = _Chunk(list(part.prompts), part.indices, part.groups, request)
             worker = min(range(len(self._queues)), key=lambda w: sum(len(c.prompts) for c in self._queues[w]))
             self._send(chunk, worker)
             ticket.chunks.append(chunk)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from chatgpt.nn.dropout import in_eval_mode
+from chatgpt.rollout.call import Call
 from chatgpt.rollout.check import model_config
-from chatgpt.rollout.engine import check_prompts
 from chatgpt.rollout.randomness import sample_keys, uniforms
 from chatgpt.rollout.sampling import SamplingParams, TokenSampler
 from chatgpt.types import Prompt
@@ -29,18 +30,9 @@ def stream_tokens(actor: Actor, prompt_ids: Tensor, sampling: SamplingParams, *,
     Raises:
         ValueError: an empty prompt, no room for a response, or more tokens than the model has positions.
     """
-    config = model_config(actor)
-    positions = getattr(config, 'max_position_embeddings', None)
-    (limit,) = check_prompts(
-        [Prompt(ids=prompt_ids)], sampling, [index], None, max_positions=positions, vocab_size=config.vocab_size
-    )
-    modes = [(module, module.training) for module in actor.modules()]
-    actor.eval()
-    try:
+    (limit,) = Call([Prompt(ids=prompt_ids)], sampling, seed, [index], [index]).limits(model_config(actor))
+    with in_eval_mode(actor):
         yield from _decode(actor, prompt_ids, sampling, limit, seed, index)
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 @torch.inference_mode()

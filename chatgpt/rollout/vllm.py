@@ -14,24 +14,23 @@ Left out: servers, LoRA adapters as such (a strategy merges them for the phase),
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from chatgpt.rollout.check import model_config
-from chatgpt.rollout.engine import check_prompts
+from chatgpt.rollout.call import Call, InProcessEngine
 from chatgpt.rollout.randomness import sample_keys
 from chatgpt.rollout.sampling import SamplingParams
 from chatgpt.rollout.wire import check_policy, policy_tensors
-from chatgpt.types import FinishReason, Prompt, Sample
+from chatgpt.types import FinishReason, Sample
 
 if TYPE_CHECKING:
     from chatgpt.nn import Actor
 
 
-class VLLMEngine:
+class VLLMEngine(InProcessEngine):
     """Generates with `vllm.LLM`.
 
     Args:
@@ -49,6 +48,7 @@ class VLLMEngine:
     OWN = ('model', 'load_format', 'enable_sleep_mode', 'skip_tokenizer_init', 'logprobs_mode', 'gpu_memory_utilization', 'seed')
 
     def __init__(self, pretrained: str | os.PathLike[str], *, memory_share: float = 0.4, **options: Any) -> None:
+        super().__init__()
         taken = sorted(set(options) & set(self.OWN))
         if taken:
             raise ValueError(f'VLLMEngine sets {taken[0]!r} itself; leave it out')
@@ -68,7 +68,6 @@ class VLLMEngine:
         if int(os.environ.get('WORLD_SIZE', '1')) > 1:  # every rank has an engine of its own, within the run's process group
             self.settings.setdefault('distributed_executor_backend', 'external_launcher')
         self._llm: Any = None
-        self._actor: Any = None
 
     def begin(self, actor: Actor) -> None:
         """Wake up with the actor's weights. Raises ValueError for an actor whose head is not its model's."""
@@ -97,39 +96,16 @@ class VLLMEngine:
             self._llm.sleep(level=2)
         self._actor = None
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        indices: Sequence[int],
-        groups: Sequence[int] | None = None,
-    ) -> list[Sample]:
-        """See `RolloutEngine.generate`."""
-        if self._actor is None:
-            raise ValueError('VLLMEngine.generate: no actor; call begin(actor) first')
-        _check(sampling)
-        config = model_config(self._actor)
-        limits = check_prompts(
-            prompts,
-            sampling,
-            indices,
-            groups,
-            max_positions=getattr(config, 'max_position_embeddings', None),
-            vocab_size=config.vocab_size,
-        )
-        if not prompts:
-            return []
-        keys = sample_keys(seed, torch.tensor(list(indices), dtype=torch.int64)).tolist()
-        asked = [_params(sampling, limit, key) for limit, key in zip(limits, keys, strict=True)]
-        given = [{'prompt_token_ids': p.ids.tolist()} for p in prompts]
+    def check(self, config: Any, call: Call) -> list[int]:
+        _check(call.sampling)
+        return super().check(config, call)
+
+    def answer(self, call: Call, limits: list[int]) -> list[Sample]:
+        keys = sample_keys(call.seed, torch.tensor(call.indices, dtype=torch.int64)).tolist()
+        asked = [_params(call.sampling, limit, key) for limit, key in zip(limits, keys, strict=True)]
+        given = [{'prompt_token_ids': p.ids.tolist()} for p in call.prompts]
         answers = self._llm.generate(given, asked, use_tqdm=False)
-        groups = indices if groups is None else groups
-        return [
-            _sample(prompt, answer.outputs[0], sampling, index, group)
-            for prompt, answer, index, group in zip(prompts, answers, indices, groups, strict=True)
-        ]
+        return [_sample(call, i, answer.outputs[0]) for i, answer in enumerate(answers)]
 
 
 def _import() -> Any:
@@ -168,21 +144,9 @@ def _loader(weights: list[tuple[str, Tensor]]) -> Callable[[Any], None]:
     return load
 
 
-def _sample(prompt: Prompt, output: Any, sampling: SamplingParams, index: int, group: int) -> Sample:
+def _sample(call: Call, i: int, output: Any) -> Sample:
     ids = list(output.token_ids)
     logprobs = torch.tensor([step[token].logprob for token, step in zip(ids, output.logprobs, strict=True)])
-    reason: FinishReason = 'eos' if ids and ids[-1] in sampling.eos_token_ids else 'length'
-    return Sample(
-        index=index,
-        group=int(group),
-        prompt_ids=prompt.ids.cpu(),
-        response_ids=torch.tensor(ids, dtype=torch.int64),
-        response_mask=torch.ones(len(ids), dtype=torch.bool),
-        logprobs=logprobs,
-        filtered_logprobs=logprobs.clone(),
-        edge_distances=torch.ones(len(ids)),
-        finish_reason=reason,
-        temperature=sampling.temperature,
-        prompt_text=prompt.text,
-        columns=prompt.columns,
-    )
+    reason: FinishReason = 'eos' if ids and ids[-1] in call.sampling.eos_token_ids else 'length'
+    response_ids = torch.tensor(ids, dtype=torch.int64)
+    return call.sample(i, response_ids, logprobs, logprobs.clone(), torch.ones(len(ids)), reason)

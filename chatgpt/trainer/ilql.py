@@ -11,12 +11,10 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from chatgpt.dataset.tokenize import TokenizedLabelled
 from chatgpt.functional.ilql import awac_loss, expectile_value_loss, next_values, td_loss
@@ -24,11 +22,10 @@ from chatgpt.functional.masking import masked_sum
 from chatgpt.nn.ilql import ILQLModel
 from chatgpt.trainer.callbacks.base import Callback
 from chatgpt.trainer.config import SupervisedConfig
-from chatgpt.trainer.learning import BatchStats, TrainedModel, Work
-from chatgpt.trainer.ppo import collate_or_filler
+from chatgpt.trainer.learning import BatchStats
 from chatgpt.trainer.prompt_evaluation import PromptEvaluation
 from chatgpt.trainer.strategies.base import Strategy
-from chatgpt.trainer.supervised import SupervisedTrainer
+from chatgpt.trainer.supervised import OneLossTrainer
 from chatgpt.types import Batch, Sequence
 
 
@@ -132,7 +129,7 @@ def standardized(records: SequenceOf[Rewarded]) -> list[Rewarded]:
     return result
 
 
-class ILQLTrainer(SupervisedTrainer):
+class ILQLTrainer(OneLossTrainer):
     """Trains an `ILQLModel`: Σ_heads TD + expectile of V + cql_scale · Σ_heads CQL + awac_scale · weighted next-token loss, all per token.
 
     Metrics `ilql/...`: `loss`, `td_loss`, `value_loss`, `cql_loss`, `awac_loss`, `q_mean`, `value_mean`; on held-back data with `val_`.
@@ -149,50 +146,27 @@ class ILQLTrainer(SupervisedTrainer):
     config_class = ILQLConfig
     config: ILQLConfig
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        model: nn.Module,
-        optim: Optimizer,
-        train_data: SequenceOf[Any],
-        eval_data: SequenceOf[Any] | None = None,
-        *,
-        config: ILQLConfig | None = None,
-        callbacks: SequenceOf[Any] = (),
-        tokenizer: Any = None,
-        run_dir: str | Path | None = None,
-        **kwargs: Any,
-    ) -> None:
-        merged = self.config_class.from_dict((config.to_dict() if config is not None else {}) | kwargs)
+    def accept(
+        self, strategy: Strategy, model: nn.Module, config: Any, train_data: SequenceOf[Any], eval_data: SequenceOf[Any] | None
+    ) -> tuple[SequenceOf[Any], SequenceOf[Any] | None]:
         if not isinstance(strategy.unwrap(model), ILQLModel):
             raise ValueError(f'ILQLTrainer trains an ILQLModel, not a {type(strategy.unwrap(model)).__name__}')
         if 'ColossalAI' in type(strategy).__name__:
             raise ValueError('ILQL does not run under ColossalAIStrategy, whose masters hide the target heads; use ddp or fsdp')
         records = _with_rewards(train_data)
         held_back = _with_rewards(eval_data) if eval_data else None
-        if merged.standardize_rewards:
+        if config.standardize_rewards:
             both = standardized([*records, *(held_back or ())])
             records, held_back = both[: len(records)], both[len(records) :] or None
-        super().__init__(
-            strategy, model, optim, records, held_back, config=merged, callbacks=callbacks, tokenizer=tokenizer, run_dir=run_dir
-        )
+        return records, held_back
 
     def own_callbacks(self) -> list[Callback]:
         return [_TargetSync()]
 
-    def work(self, records: list[Rewarded]) -> list[Work]:
-        self._num_tokens = max(sum(int(r.response_mask.sum()) for r in records), 1)
-        return [self._work(records)]
+    def weight_of(self, record: Rewarded) -> int:
+        return int(record.response_mask.sum())
 
-    def evaluation_work(self, records: list[Rewarded]) -> Work:
-        self._num_tokens = 1
-        return self._work(records)
-
-    def _work(self, records: list[Any]) -> Work:
-        part = TrainedModel(self.model_name, self.model, self.optim, self._loss)
-        return Work(records, [part], collate_or_filler, lambda r: r.num_tokens)
-
-    def _loss(self, batch: Batch, records: list[Rewarded], stats: BatchStats) -> Tensor:
+    def loss_sum(self, batch: Batch, records: list[Rewarded], stats: BatchStats) -> Tensor:
         c, mask = self.config, batch.action_mask
         out = self.model(batch)
         rewards = torch.cat([r.rewards for r in records]).to(mask.device) if records else torch.zeros_like(out.values)
@@ -210,7 +184,7 @@ class ILQLTrainer(SupervisedTrainer):
         stats.mean('loss', total, count)
         stats.mean('q_mean', masked_sum(out.target_q, mask), count)
         stats.mean('value_mean', masked_sum(out.values.detach(), mask), count)
-        return total / self._num_tokens
+        return total
 
 
 def _with_rewards(data: SequenceOf[Any]) -> list[Rewarded]:

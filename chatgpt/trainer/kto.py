@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chatgpt.batching import collate_or_filler
 from chatgpt.dataset.tokenize import TokenizedLabelled, TokenizedPreference
-from chatgpt.functional.losses import sequence_logprobs
 from chatgpt.functional.preference import kto_loss
-from chatgpt.trainer.learning import BatchStats, TrainedModel, Work, micro_batches
-from chatgpt.trainer.ppo import collate_or_filler
-from chatgpt.trainer.preference import Pair, PreferenceTrainer, ReferenceConfig
+from chatgpt.trainer.learning import BatchStats, Work, micro_batches
+from chatgpt.trainer.preference import AnswerTrainer, Pair, ReferenceConfig
 from chatgpt.trainer.reward_model import is_success
 from chatgpt.types import Batch, Sequence
 
@@ -52,7 +51,7 @@ class Judged:
         return self.sequence.num_tokens
 
 
-class KTOTrainer(PreferenceTrainer):
+class KTOTrainer(AnswerTrainer):
     """Metrics `kto/...`: `loss`, `reward_chosen` and `reward_rejected` (mean implicit reward β (log π − log π_ref) of desirable and
     undesirable answers), `margin` (their difference over the batch), `kl` (z0, nats).
 
@@ -96,17 +95,12 @@ class KTOTrainer(PreferenceTrainer):
             for record, value in zip(todo, values, strict=True):
                 record.ref_logp = value
 
-    def work(self, records: list[Judged]) -> list[Work]:
+    def work_of(self, records: list[Judged], divisor: int) -> Work:
         self._reference_point = self._estimate(records)
-        return super().work(records)
+        return super().work_of(records, divisor)
 
-    def evaluation_work(self, records: list[Judged]) -> Work:
-        self._reference_point = self._estimate(records)
-        return super().evaluation_work(records)
-
-    def _work(self, records: list[Any]) -> Work:
-        part = TrainedModel(self.model_name, self.model, self.optim, self._loss)
-        return Work(records, [part], lambda given: collate_or_filler([r.sequence for r in given]), lambda r: r.num_tokens)
+    def collate(self, records: list[Judged]) -> Batch:
+        return collate_or_filler([r.sequence for r in records])
 
     @torch.no_grad()
     def _estimate(self, records: list[Judged]) -> float:
@@ -123,16 +117,14 @@ class KTOTrainer(PreferenceTrainer):
             batch = collate_or_filler(micro).to(self.strategy.device)
             reference = self.reference(batch)
             with self.strategy.autocast():
-                out = self.model(batch)
-            logps = sequence_logprobs(out.logprobs, batch.action_mask, batch.action_rows, batch.num_sequences)
+                logps = self.logps(batch)
             stats.mean('log_ratio', (logps - reference)[: len(micro)].sum(), float(len(micro)))
         return max(stats.reduced(self.strategy)['log_ratio'], 0.0)
 
-    def _loss(self, batch: Batch, records: list[Any], stats: BatchStats) -> Tensor:
+    def loss_sum(self, batch: Batch, records: list[Any], stats: BatchStats) -> Tensor:
         c = self.config
         reference = self._reference_of(batch, records)
-        out = self.model(batch)
-        logps = sequence_logprobs(out.logprobs, batch.action_mask, batch.action_rows, batch.num_sequences)
+        logps = self.logps(batch)
         desirable = torch.tensor([r.is_desirable for r in records] or [True], device=logps.device)
         per_answer = kto_loss(
             logps - reference, desirable, self._reference_point, beta=c.beta, desirable_weight=c.desirable_weight,
@@ -146,7 +138,7 @@ class KTOTrainer(PreferenceTrainer):
         stats.mean('reward_chosen', rewards[good].sum(), good.sum())
         stats.mean('reward_rejected', rewards[~desirable].sum(), (~desirable).sum())
         stats.mean('kl', torch.tensor(self._reference_point * len(records)), float(len(records)))
-        return total / self._num_records
+        return total
 
     def _reference_of(self, batch: Batch, records: list[Any]) -> Tensor:
         assert self.reference is not None

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from chatgpt.batching import collate, filler
+from chatgpt.batching import collate_or_filler
 from chatgpt.dataset.prompts import PromptOrder, PromptSet, as_prompts
 from chatgpt.experience import ExperienceMaker, ExperienceSettings, ReplayBuffer, ScoreShaper, as_scorer
 from chatgpt.experience.scorers import models_of
@@ -36,16 +36,11 @@ from chatgpt.trainer.learning import TrainedModel, Work, generator_for, learn_ba
 from chatgpt.trainer.pipeline import pipeline_for
 from chatgpt.trainer.ppo_collect import Collector
 from chatgpt.trainer.ppo_loss import PPOLoss
-from chatgpt.trainer.ppo_metrics import PhaseMetrics, first_batch_metrics, rollout_metrics, value_metrics
+from chatgpt.trainer.ppo_metrics import PhaseMetrics, first_batch_metrics, performance_metrics, rollout_metrics, value_metrics
 from chatgpt.trainer.ppo_setup import RatioGuard, check_nlpo, has_reference, memory_setup, sampling_for, split_kwargs, take_over
 from chatgpt.trainer.ppo_stepwise import StepwisePPO
 from chatgpt.trainer.strategies.base import Strategy
-from chatgpt.types import Batch, Experience, Sequence
-
-
-def collate_or_filler(records: list[Any]) -> Batch:
-    """A batch of the records; a zero-weight one when there are none."""
-    return collate(records or [filler()])
+from chatgpt.types import Experience, Sequence
 
 
 class PPOTrainer(Collector, StepwisePPO, Trainer):
@@ -322,7 +317,8 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         if self.mask_model is not None and (self.phase + 1) % self.config.nlpo_update_interval == 0:
             take_over(self.strategy.unwrap(self.mask_model), self.strategy.unwrap(self.actor))
         self.buffer.clear()
-        metrics = rollouts | value_metrics(experiences) | self.sampling_metrics | metrics | self._performance(experiences)
+        metrics = rollouts | value_metrics(experiences) | self.sampling_metrics | metrics
+        metrics |= performance_metrics(experiences, self.clock.metrics(), self.config.max_epochs)
         self.end_phase(metrics)
         return metrics
 
@@ -399,13 +395,3 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         """As many pretraining sequences as the train batch has; drawn from (seed, optimizer step), so a resume draws the same."""
         draw = torch.randint(len(self.pretrain_data), (size,), generator=generator_for(self.strategy.seed, -1, self.num_updates))
         return [self.pretrain_data[i] for i in draw.tolist()]
-
-    def _performance(self, experiences: list[Experience]) -> dict[str, float]:
-        """`perf/...`: seconds of each part and tokens per second, all ranks together."""
-        metrics = self.clock.metrics()
-        new_tokens = sum(e.num_actions for e in experiences)
-        tokens = sum(e.num_tokens for e in experiences)
-        metrics['perf/new_tokens_per_s'] = new_tokens / max(metrics['perf/total_s'], 1e-9)
-        if metrics.get('perf/learn_s'):
-            metrics['perf/learn_tokens_per_s'] = tokens * self.config.max_epochs / metrics['perf/learn_s']
-        return metrics

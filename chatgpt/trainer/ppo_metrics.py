@@ -91,3 +91,13 @@ class PhaseMetrics:
         if name.endswith('_min'):
             return min(values)
         return math.fsum(values) / len(values)
+
+
+def performance_metrics(experiences: SequenceOf[Experience], seconds: dict[str, float], max_epochs: int) -> dict[str, float]:
+    """`perf/...`: seconds of each part, as given, and tokens per second, all ranks together."""
+    new_tokens = sum(e.num_actions for e in experiences)
+    tokens = sum(e.num_tokens for e in experiences)
+    metrics = seconds | {'perf/new_tokens_per_s': new_tokens / max(seconds['perf/total_s'], 1e-9)}
+    if metrics.get('perf/learn_s'):
+        metrics['perf/learn_tokens_per_s'] = tokens * max_epochs / metrics['perf/learn_s']
+    return metrics

@@ -6,6 +6,7 @@ reference, that is the frozen copy given, or the actor with its adapter off. Lef
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
@@ -18,17 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from chatgpt.batching import filler
+from chatgpt.batching import collate_or_filler, filler
 from chatgpt.dataset.tokenize import TokenizedPreference
 from chatgpt.functional import preference as losses
 from chatgpt.functional.losses import sequence_logprobs
 from chatgpt.nn.dropout import dropout_off
 from chatgpt.trainer.config import SupervisedConfig
-from chatgpt.trainer.learning import BatchStats, TrainedModel, Work, micro_batches
-from chatgpt.trainer.ppo import collate_or_filler
+from chatgpt.trainer.learning import BatchStats, micro_batches
 from chatgpt.trainer.ppo_setup import has_reference
 from chatgpt.trainer.strategies.base import Strategy
-from chatgpt.trainer.supervised import SupervisedTrainer
+from chatgpt.trainer.supervised import OneLossTrainer
 from chatgpt.types import Batch, Sequence
 
 DPOLoss = Literal['sigmoid', 'ipo', 'cdpo', 'robust', 'hinge']
@@ -160,21 +160,15 @@ class ReferenceModel:
         return [found[i] for i in range(len(sequences))]
 
 
-class PreferenceTrainer(SupervisedTrainer):
-    """Base of the trainers over pairs. A subclass has one method: the loss of each pair.
-
-    Metrics, under the trainer's own prefix: `loss`; `accuracy` (share of pairs whose chosen answer has the higher implicit reward),
-    `margin`, `reward_chosen`, `reward_rejected` (implicit rewards); `logp_chosen`, `logp_rejected` (nats per answer).
+class AnswerTrainer(OneLossTrainer):
+    """Base of the trainers over judged answers, with a reference where the loss compares with one.
 
     Args:
-        train_data, eval_data: `TokenizedPreference` records or `Pair`s, the same lists on every rank.
         initial_model: the frozen reference, as prepared, where the loss has one.
     """
 
     model_name = 'actor'
     needs_reference: ClassVar[bool] = False
-    average: ClassVar[bool] = False
-    """log-probs are means per token instead of sums"""
 
     def __init__(
         self,
@@ -203,12 +197,9 @@ class PreferenceTrainer(SupervisedTrainer):
             **kwargs,
         )  # fmt: skip
 
+    @abstractmethod
     def records_of(self, data: SequenceOf[Any]) -> list[Any]:
-        return list(pairs_of(data))
-
-    def pair_loss(self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, and implicit rewards of chosen and rejected, each (B,), from log-probs (B,); without a reference those are zeros."""
-        raise NotImplementedError
+        """Records from whatever the trainer takes."""
 
     def training_mode(self) -> None:
         """Dropout off: policy and reference are compared."""
@@ -234,6 +225,49 @@ class PreferenceTrainer(SupervisedTrainer):
             self._fill(records)
             bare.train(was_training)
 
+    @abstractmethod
+    def _fill(self, records: list[Any]) -> None:
+        """Write the reference's log-probs into those that lack them."""
+
+    def weight_of(self, record: Any) -> int:
+        return 1
+
+    def logps(self, batch: Batch, *, average: bool = False) -> Tensor:
+        """(B,) log-probs of a batch's answers under the actor."""
+        out = self.model(batch)
+        return sequence_logprobs(out.logprobs, batch.action_mask, batch.action_rows, batch.num_sequences, average=average)
+
+    @property
+    def _precomputes(self) -> bool:
+        """Whether every record that reaches a loss has the reference's log-probs."""
+        return bool(getattr(self.config, 'precompute_ref_logprobs', False))
+
+
+class PreferenceTrainer(AnswerTrainer):
+    """Base of the trainers over pairs. A subclass has one method: the loss of each pair.
+
+    Metrics, under the trainer's own prefix: `loss`; `accuracy` (share of pairs whose chosen answer has the higher implicit reward),
+    `margin`, `reward_chosen`, `reward_rejected` (implicit rewards); `logp_chosen`, `logp_rejected` (nats per answer).
+
+    Args:
+        train_data, eval_data: `TokenizedPreference` records or `Pair`s, the same lists on every rank.
+        initial_model: the frozen reference, as prepared, where the loss has one.
+    """
+
+    average: ClassVar[bool] = False
+    """log-probs are means per token instead of sums"""
+
+    @abstractmethod
+    def pair_loss(self, chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, and implicit rewards of chosen and rejected, each (B,), from log-probs (B,); without a reference those are zeros."""
+
+    def records_of(self, data: SequenceOf[Any]) -> list[Any]:
+        return list(pairs_of(data))
+
+    def collate(self, records: list[Pair]) -> Batch:
+        """Chosen, rejected, chosen, ...; a filler pair when there are none."""
+        return collate_or_filler([s for p in records for s in (p.chosen, p.rejected)] or [filler(), filler()])
+
     def _fill(self, records: list[Any]) -> None:
         assert self.reference is not None
         todo = [pair for pair in records if pair.ref_chosen is None]
@@ -244,22 +278,9 @@ class PreferenceTrainer(SupervisedTrainer):
         for pair, chosen, rejected in zip(todo, values[::2], values[1::2], strict=True):
             pair.ref_chosen, pair.ref_rejected = chosen, rejected
 
-    def work(self, records: list[Any]) -> list[Work]:
-        self._num_records = len(records)
-        return [self._work(records)]
-
-    def evaluation_work(self, records: list[Any]) -> Work:
-        self._num_records = 1
-        return self._work(records)
-
-    def _work(self, records: list[Any]) -> Work:
-        part = TrainedModel(self.model_name, self.model, self.optim, self._loss)
-        return Work(records, [part], _collate_pairs, lambda pair: pair.num_tokens)
-
-    def _loss(self, batch: Batch, records: list[Pair], stats: BatchStats) -> Tensor:
+    def loss_sum(self, batch: Batch, records: list[Pair], stats: BatchStats) -> Tensor:
         reference = self._reference_of(batch, records)
-        out = self.model(batch)
-        logps = sequence_logprobs(out.logprobs, batch.action_mask, batch.action_rows, batch.num_sequences, average=self.average)
+        logps = self.logps(batch, average=self.average)
         chosen, rejected = logps[::2], logps[1::2]
         per_pair, reward_chosen, reward_rejected = self.pair_loss(chosen, rejected, reference[::2], reference[1::2])
         count = float(len(records))
@@ -272,7 +293,7 @@ class PreferenceTrainer(SupervisedTrainer):
             ('logp_chosen', chosen), ('logp_rejected', rejected),
         ):  # fmt: skip
             stats.mean(name, values.detach().sum() * weight, count)
-        return total / self._num_records
+        return total
 
     def _reference_of(self, batch: Batch, records: list[Pair]) -> Tensor:
         if self.reference is None or not records:
@@ -283,16 +304,6 @@ class PreferenceTrainer(SupervisedTrainer):
             values = [v for pair in records for v in (pair.ref_chosen, pair.ref_rejected)]
             return torch.tensor(values, dtype=torch.float32, device=batch.input_ids.device)
         return self.reference(batch)
-
-    @property
-    def _precomputes(self) -> bool:
-        """Whether every record that reaches a loss has the reference's log-probs."""
-        return bool(getattr(self.config, 'precompute_ref_logprobs', False))
-
-
-def _collate_pairs(pairs: list[Pair]) -> Batch:
-    """Chosen, rejected, chosen, ...; a filler pair when there are none."""
-    return collate_or_filler([s for p in pairs for s in (p.chosen, p.rejected)] or [filler(), filler()])
 
 
 class DPOTrainer(PreferenceTrainer):

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from chatgpt.batching import collate_or_filler
 from chatgpt.dataset.tokenize import TokenizedLabelled, TokenizedPreference
 from chatgpt.functional.losses import pairwise_log_exp_loss, pairwise_log_sigmoid_loss, ranked_pairs
 from chatgpt.plan.setup import Task
 from chatgpt.trainer.callbacks.early_stopping import StopOnPlateau
 from chatgpt.trainer.config import Schedule, SupervisedConfig
-from chatgpt.trainer.learning import BatchStats, TrainedModel, Work, micro_batches
-from chatgpt.trainer.ppo import collate_or_filler
+from chatgpt.trainer.learning import BatchStats, micro_batches
 from chatgpt.trainer.strategies.base import Strategy
-from chatgpt.trainer.supervised import SupervisedTrainer
+from chatgpt.trainer.supervised import OneLossTrainer
 from chatgpt.types import Batch, Sequence
 
 LossName = Literal['log_sig', 'log_exp']
@@ -60,7 +60,7 @@ class RewardModelConfig(SupervisedConfig):
             raise ValueError("use_margins=True needs loss_fn='log_sig'; the log-exp form has no margin")
 
 
-class RewardModelTrainer(SupervisedTrainer):
+class RewardModelTrainer(OneLossTrainer):
     """Trains a `RewardModel`.
 
     Metrics: `rm/loss`; of pairs `rm/accuracy` (share of pairs in the right order), `rm/margin` (mean of better − worse) and
@@ -134,18 +134,17 @@ class RewardModelTrainer(SupervisedTrainer):
     def longest(self) -> int:
         return max(num_tokens(record) // len(answers_of(record)) for record in self.train_data)
 
-    def work(self, records: list[Any]) -> list[Work]:
-        self._num_records = max(sum(_counts(r) for r in records), 1)
-        return [self._work(records)]
+    def weight_of(self, record: Any) -> int:
+        return _counts(record)
 
-    def evaluation_work(self, records: list[Any]) -> Work:
-        self._num_records = 1
-        return self._work(records)
+    def collate(self, records: list[Any]) -> Batch:
+        return collate_answers(records)
 
-    def _work(self, records: list[Any]) -> Work:
-        loss = self._labelled_loss if self.is_labelled else self._pair_loss
-        part = TrainedModel(self.model_name, self.model, self.optim, loss)
-        return Work(records, [part], collate_answers, num_tokens)
+    def length_of(self, record: Any) -> int:
+        return num_tokens(record)
+
+    def loss_sum(self, batch: Batch, records: list[Any], stats: BatchStats) -> Tensor:
+        return (self._labelled_loss if self.is_labelled else self._pair_loss)(batch, records, stats)
 
     def _pair_loss(self, batch: Batch, records: list[TokenizedPreference], stats: BatchStats) -> Tensor:
         c = self.config
@@ -164,7 +163,7 @@ class RewardModelTrainer(SupervisedTrainer):
         stats.mean('accuracy', (better > worse).float().sum(), count)
         stats.mean('margin', (better - worse).sum(), count)
         stats.mean('score_mean', scores.sum() if records else scores.sum() * 0.0, float(len(scores) if records else 0))
-        return total / self._num_records
+        return total
 
     def _labelled_loss(self, batch: Batch, records: list[TokenizedLabelled], stats: BatchStats) -> Tensor:
         """Binary cross-entropy with σ(score) as the probability of a success."""
@@ -176,7 +175,7 @@ class RewardModelTrainer(SupervisedTrainer):
         stats.mean('loss', total, float(len(records)))
         stats.mean('accuracy', ((scores > 0) == (target > 0.5)).float().sum() * weight, float(len(records)))
         stats.mean('score_mean', scores.sum() * weight, float(len(records)))
-        return total / self._num_records
+        return total
 
     # ------------------------------------------------------------------ calibration
 

@@ -7,7 +7,6 @@ token. Left out: how text becomes records (`chatgpt.dataset`).
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from torch import Tensor
 
@@ -15,13 +14,12 @@ from chatgpt.functional.losses import next_token_loss
 from chatgpt.functional.masking import masked_sum
 from chatgpt.plan.setup import Task
 from chatgpt.trainer.config import SFTConfig
-from chatgpt.trainer.learning import BatchStats, TrainedModel, Work
-from chatgpt.trainer.ppo import collate_or_filler
-from chatgpt.trainer.supervised import SupervisedTrainer
+from chatgpt.trainer.learning import BatchStats
+from chatgpt.trainer.supervised import OneLossTrainer
 from chatgpt.types import Batch, Sequence
 
 
-class SFTTrainer(SupervisedTrainer):
+class SFTTrainer(OneLossTrainer):
     """Trains an `Actor` on `Sequence` records. Loss: −Σ log π(token | before) over counted tokens / their global number.
 
     Metrics: `sft/loss` in nats per token, `sft/perplexity` = exp(loss), the same on `eval_data` as `sft/val_...`.
@@ -32,22 +30,13 @@ class SFTTrainer(SupervisedTrainer):
     config_class = SFTConfig
     planned_as: Task | None = 'sft'
 
-    def work(self, records: list[Sequence]) -> list[Work]:
-        self._num_tokens = max(sum(int(r.response_mask.sum()) for r in records), 1)
-        return [self._work(records)]
+    def weight_of(self, record: Sequence) -> int:
+        return int(record.response_mask.sum())
 
-    def evaluation_work(self, records: list[Sequence]) -> Work:
-        self._num_tokens = 1
-        return self._work(records)
-
-    def _work(self, records: list[Any]) -> Work:
-        part = TrainedModel(self.model_name, self.model, self.optim, self._loss)
-        return Work(records, [part], collate_or_filler, lambda r: r.num_tokens)
-
-    def _loss(self, batch: Batch, records: list[Sequence], stats: BatchStats) -> Tensor:
+    def loss_sum(self, batch: Batch, records: list[Sequence], stats: BatchStats) -> Tensor:
         total = masked_sum(next_token_loss(self.model(batch).logprobs), batch.action_mask)
         stats.mean('loss', total, batch.action_mask.sum())
-        return total / self._num_tokens
+        return total
 
     def after_evaluation(self, metrics: dict[str, float]) -> dict[str, float]:
         losses = {k: v for k, v in metrics.items() if k.endswith('/loss')}

@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from chatgpt.batching import collate_or_filler
 from chatgpt.plan.of_run import common_fields
 from chatgpt.plan.setup import Setup, Task
 from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.config import SupervisedConfig
-from chatgpt.trainer.learning import BatchStats, Work, learn_batch, micro_batches, permutation, seed_for
+from chatgpt.trainer.learning import BatchStats, TrainedModel, Work, learn_batch, micro_batches, permutation, seed_for
 from chatgpt.trainer.ppo_metrics import PhaseMetrics
 from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.types import Batch
 
 
 class SupervisedTrainer(Trainer):
@@ -57,6 +59,7 @@ class SupervisedTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         merged = self.config_class.from_dict((config.to_dict() if config is not None else {}) | kwargs)
+        train_data, eval_data = self.accept(strategy, model, merged, train_data, eval_data)
         if len(train_data) == 0:
             raise ValueError(f'{type(self).__name__} got no training data')
         self.model, self.optim = model, optim
@@ -65,6 +68,12 @@ class SupervisedTrainer(Trainer):
         self.batches_done = 0
         self.epochs_before = 0
         """passes of earlier calls of `fit`, whose orders are not repeated"""
+
+    def accept(
+        self, strategy: Strategy, model: nn.Module, config: Any, train_data: SequenceOf[Any], eval_data: SequenceOf[Any] | None
+    ) -> tuple[SequenceOf[Any], SequenceOf[Any] | None]:
+        """Check what was given, before anything else; the records to train and to evaluate on."""
+        return train_data, eval_data
 
     def longest(self) -> int:
         """Tokens of the longest training sequence."""
@@ -193,3 +202,34 @@ class SupervisedTrainer(Trainer):
         bare.train(was_training)
         metrics = {f'x/{k}': v for k, v in stats.reduced(self.strategy).items()}
         return {k.split('/', 1)[1]: v for k, v in self.after_evaluation(metrics).items()}
+
+
+class OneLossTrainer(SupervisedTrainer):
+    """Base of those whose train batch is one `Work` with one loss: a sum over the records, divided by what counts in the batch."""
+
+    @abstractmethod
+    def loss_sum(self, batch: Batch, records: list[Any], stats: BatchStats) -> Tensor:
+        """The loss of a micro-batch, not divided; see `TrainedModel.loss`."""
+
+    @abstractmethod
+    def weight_of(self, record: Any) -> int:
+        """What a record adds to the divisor."""
+
+    def collate(self, records: list[Any]) -> Batch:
+        return collate_or_filler(records)
+
+    def length_of(self, record: Any) -> int:
+        """Padded tokens of a record."""
+        return record.num_tokens
+
+    def work(self, records: list[Any]) -> list[Work]:
+        return [self.work_of(records, max(sum(map(self.weight_of, records)), 1))]
+
+    def evaluation_work(self, records: list[Any]) -> Work:
+        return self.work_of(records, 1)
+
+    def work_of(self, records: list[Any], divisor: int) -> Work:
+        def loss(batch: Batch, micro: list[Any], stats: BatchStats) -> Tensor:
+            return self.loss_sum(batch, micro, stats) / divisor
+
+        return Work(records, [TrainedModel(self.model_name, self.model, self.optim, loss)], self.collate, self.length_of)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
@@ -105,6 +106,17 @@ class Callback:
         """Take up what `state_dict` gave."""
 
 
+def _each(hook: Callable[..., None]) -> Callable[..., None]:
+    """That hook of every callback of a list, in their order."""
+
+    @wraps(hook)
+    def call(self: CallbackList, *args: Any, **kwargs: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, hook.__name__)(*args, **kwargs)
+
+    return call
+
+
 class CallbackList(Callback):
     """Several callbacks as one, in their order.
 
@@ -154,68 +166,20 @@ class CallbackList(Callback):
     def load_checkpoint_pieces(self, trainer: Trainer, name: str, reader: TensorReader) -> bool:
         return any(callback.load_checkpoint_pieces(trainer, name, reader) for callback in self.callbacks)
 
-    def on_fit_start(self, trainer: Trainer) -> None:
-        for callback in self.callbacks:
-            callback.on_fit_start(trainer)
-
-    def on_fit_end(self, trainer: Trainer) -> None:
-        for callback in self.callbacks:
-            callback.on_fit_end(trainer)
-
-    def on_episode_start(self, trainer: Trainer, episode: int) -> None:
-        for callback in self.callbacks:
-            callback.on_episode_start(trainer, episode)
-
-    def on_episode_end(self, trainer: Trainer, episode: int) -> None:
-        for callback in self.callbacks:
-            callback.on_episode_end(trainer, episode)
-
-    def on_make_experience_start(self, trainer: Trainer) -> None:
-        for callback in self.callbacks:
-            callback.on_make_experience_start(trainer)
-
-    def on_make_experience_end(self, trainer: Trainer, experiences: list[Experience]) -> None:
-        for callback in self.callbacks:
-            callback.on_make_experience_end(trainer, experiences)
-
-    def on_learn_epoch_start(self, trainer: Trainer, epoch: int) -> None:
-        for callback in self.callbacks:
-            callback.on_learn_epoch_start(trainer, epoch)
-
-    def on_learn_epoch_end(self, trainer: Trainer, epoch: int) -> None:
-        for callback in self.callbacks:
-            callback.on_learn_epoch_end(trainer, epoch)
-
-    def on_learn_batch_start(self, trainer: Trainer) -> None:
-        for callback in self.callbacks:
-            callback.on_learn_batch_start(trainer)
-
-    def on_learn_batch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        for callback in self.callbacks:
-            callback.on_learn_batch_end(trainer, metrics)
-
-    def on_phase_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
-        for callback in self.callbacks:
-            callback.on_phase_end(trainer, step, metrics)
-
-    def on_log(
-        self,
-        trainer: Trainer,
-        stats: dict[str, float],
-        batch: Mapping[str, SequenceOf[Any]],
-        rewards: list[float],
-        columns_to_log: list[str],
-    ) -> None:
-        for callback in self.callbacks:
-            callback.on_log(trainer, stats, batch, rewards, columns_to_log)
-
-    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
-        for callback in self.callbacks:
-            callback.on_checkpoint(trainer, path)
-
-    def on_resume(self, trainer: Trainer, path: Path) -> None:
-        for callback in self.callbacks:
-            callback.on_resume(trainer, path)
+    on_fit_start = _each(Callback.on_fit_start)
+    on_fit_end = _each(Callback.on_fit_end)
+    on_episode_start = _each(Callback.on_episode_start)
+    on_episode_end = _each(Callback.on_episode_end)
+    on_make_experience_start = _each(Callback.on_make_experience_start)
+    on_make_experience_end = _each(Callback.on_make_experience_end)
+    on_learn_epoch_start = _each(Callback.on_learn_epoch_start)
+    on_learn_epoch_end = _each(Callback.on_learn_epoch_end)
+    on_learn_batch_start = _each(Callback.on_learn_batch_start)
+    on_learn_batch_end = _each(Callback.on_learn_batch_end)
+    on_phase_end = _each(Callback.on_phase_end)
+    on_log = _each(Callback.on_log)
+    on_checkpoint = _each(Callback.on_checkpoint)
+    on_resume = _each(Callback.on_resume)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """A callback that fails here must not hide the error that ended the run: its own becomes a warning."""

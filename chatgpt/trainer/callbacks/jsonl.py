@@ -128,10 +128,10 @@ class RunFile:
         self.file = None
 
 
-class MetricsWriter(Callback):
-    """Writes `run_dir/metrics.jsonl`. A trainer with a `run_dir` has one without being asked."""
+class RunFileWriter(Callback):
+    """Base of the callbacks that write a `RunFile`: it begins with the run, and anew after a resume."""
 
-    def __init__(self, filename: str = 'metrics.jsonl') -> None:
+    def __init__(self, filename: str) -> None:
         self._file = RunFile(filename)
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -139,6 +139,13 @@ class MetricsWriter(Callback):
 
     def on_resume(self, trainer: Trainer, path: Path) -> None:
         self._file.forget()
+
+
+class MetricsWriter(RunFileWriter):
+    """Writes `run_dir/metrics.jsonl`. A trainer with a `run_dir` has one without being asked."""
+
+    def __init__(self, filename: str = 'metrics.jsonl') -> None:
+        super().__init__(filename)
 
     def on_phase_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         self._file.write(trainer, step, [metrics])

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chatgpt.trainer.callbacks.base import Callback, check_interval, say
-from chatgpt.trainer.callbacks.jsonl import RunFile
+from chatgpt.trainer.callbacks.base import check_interval, say
+from chatgpt.trainer.callbacks.jsonl import RunFileWriter
 from chatgpt.types import Experience
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def _cell(value: Any, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + '…'
 
 
-class SampleTable(Callback):
+class SampleTable(RunFileWriter):
     """Every so many learning phases, the first included, shows `num_rows` prompts with responses and scores.
 
     Args:
@@ -72,19 +71,13 @@ class SampleTable(Callback):
     def __init__(
         self, every: int = 10, num_rows: int = 4, *, width: int = 60, show: bool = True, filename: str = 'samples.jsonl'
     ) -> None:
+        super().__init__(filename)
         self.every = check_interval('every', every)
         if num_rows < 1:
             raise ValueError(f'num_rows={num_rows} must be at least 1')
         if width < 8:
             raise ValueError(f'width={width} must be at least 8 characters')
         self.num_rows, self.width, self.show = num_rows, width, show
-        self._file = RunFile(filename)
-
-    def on_fit_start(self, trainer: Trainer) -> None:
-        self._file.begin(trainer, trainer.phase)
-
-    def on_resume(self, trainer: Trainer, path: Path) -> None:
-        self._file.forget()
 
     def on_phase_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         due = step == 1 or step % self.every == 0 or step == trainer.num_phases

@@ -1,8 +1,8 @@
 """`Strategy`: everything that depends on how many processes there are and where weights live.
 
-Seven abstract members say where this process stands and how it talks to the others. Every other body works as it is for models
-that are whole on each rank; `NaiveStrategy` adds one process, `ProcessGroupStrategy` adds many, a sharded strategy overrides
-what sharding changes: `setup_model`, `setup_optimizer`, `backward`, `reduce_gradients`, `gradient_norm`, `full_model`,
+Seven abstract members, all in `Ranks`, say where this process stands and how it talks to the others. Every body here works as it
+is for models that are whole on each rank; `NaiveStrategy` adds one process, `ProcessGroupStrategy` adds many, a sharded strategy
+overrides what sharding changes: `setup_model`, `setup_optimizer`, `backward`, `reduce_gradients`, `gradient_norm`, `full_model`,
 `full_state_dict`, and the pieces. Left out: what is computed with all this (trainers), and bytes on disk (`chatgpt.checkpoint`).
 """
 
@@ -11,11 +11,10 @@ from __future__ import annotations
 import math
 import os
 import random
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +24,13 @@ from chatgpt.checkpoint.files import save_object, save_tensors
 from chatgpt.checkpoint.layout import Piece, TensorReader
 from chatgpt.trainer.strategies import states
 from chatgpt.trainer.strategies.idle import KeepsIdle
-from chatgpt.trainer.strategies.items import check_items, is_pair, rebuilt, same_kind
+from chatgpt.trainer.strategies.items import check_items, is_pair, rebuilt
 from chatgpt.trainer.strategies.pairs import Trained, open_saved
-from chatgpt.trainer.strategies.precision import LossScaler, Precision, cast_copy, check_precision, in_eval_mode, lora_merged
+from chatgpt.trainer.strategies.precision import LossScaler, Precision, cast_copy, check_precision, lora_merged
+from chatgpt.trainer.strategies.ranks import Ranks
 
-T = TypeVar('T')
 
-
-class Strategy(KeepsIdle, ABC):
+class Strategy(KeepsIdle, Ranks):
     """The hardware plug. `prepare` models once, then train with `accumulate`, `backward` and `optimizer_step`.
 
     ::
@@ -66,31 +64,7 @@ class Strategy(KeepsIdle, ABC):
         """id of the user's and of the prepared optimizer -> its pair"""
         self._keep: list[Any] = []  # objects whose ids are keys above must not be freed
 
-    # ------------------------------------------------------------------ where this process stands
-
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """Number of this process, 0 .. world_size - 1."""
-
-    @property
-    @abstractmethod
-    def world_size(self) -> int:
-        """How many processes train together."""
-
-    @property
-    @abstractmethod
-    def local_rank(self) -> int:
-        """Number of this process on its machine."""
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device:
-        """Where this process computes."""
-
-    @property
-    def is_rank_0(self) -> bool:
-        return self.rank == 0
+    # ------------------------------------------------------------------ compute dtype
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,49 +75,6 @@ class Strategy(KeepsIdle, ABC):
     def uses_loss_scaling(self) -> bool:
         """fp16: an infinite norm means a skipped step and a smaller loss scale, not a failure."""
         return self._dtype is torch.float16
-
-    # ------------------------------------------------------------------ between ranks
-
-    @abstractmethod
-    def all_reduce(self, tensor: Tensor, op: str = 'sum') -> Tensor:
-        """A new tensor: the sum, mean, max or min of `tensor` over ranks, on the tensor's device."""
-
-    @abstractmethod
-    def all_gather_object(self, obj: T) -> list[T]:
-        """Every rank's `obj`, in rank order, on every rank."""
-
-    @abstractmethod
-    def broadcast_object(self, obj: T, src: int = 0) -> T:
-        """Rank `src`'s `obj` on every rank."""
-
-    def note_progress(self, where: str) -> None:
-        """Say where the run is, for the message that names a rank which keeps the others waiting. Nothing on one process."""
-        return
-
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        self.all_gather_object(None)
-
-    def run_on_rank0(self, fn: Callable[[], T]) -> T:
-        """`fn()` is called on rank 0 alone; its result, or its exception with the same message, reaches every rank."""
-        outcome: tuple[str, Any] | None = None
-        failure: Exception | None = None
-        if self.is_rank_0:
-            try:
-                outcome = ('', fn())
-            except Exception as error:
-                failure = error
-                outcome = (type(error).__name__, str(error))
-        kind, value = self.broadcast_object(outcome)  # type: ignore[misc]
-        if failure is not None:
-            raise failure
-        if kind:
-            raise same_kind(kind, value)
-        return value
-
-    def failure_guard(self) -> AbstractContextManager[None]:
-        """Around a whole run: one rank's exception ends all ranks within seconds with its message. Nothing on one process."""
-        return nullcontext()
 
     # ------------------------------------------------------------------ models
 
@@ -250,6 +181,8 @@ class Strategy(KeepsIdle, ABC):
         """
         module, dtype = self.unwrap(model), dtype or self._dtype
         if dtype is torch.float32:
+            from chatgpt.nn.dropout import in_eval_mode
+
             with in_eval_mode(module), lora_merged(module):
                 yield module
             return

@@ -43,7 +43,7 @@ from chatgpt.trainer.strategies.colossalai_states import (
     optimizer_pieces,
 )
 from chatgpt.trainer.strategies.idle import IdleWeights
-from chatgpt.trainer.strategies.precision import Precision, in_eval_mode, lora_merged
+from chatgpt.trainer.strategies.precision import Precision, lora_merged
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
 from chatgpt.trainer.strategies.streaming import StreamBlocks, mapped_copy, mapped_floats, streamed, streams
 
@@ -279,6 +279,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
     ) -> Iterator[nn.Module]:
         """As in the base. Stages 1 and 2 without LoRA lend the module itself; otherwise a copy is gathered and freed after."""
         from chatgpt.nn import lora
+        from chatgpt.nn.dropout import in_eval_mode
 
         module, dtype = self.unwrap(model), dtype or self._dtype
         engine = self._engines.get(id(module))

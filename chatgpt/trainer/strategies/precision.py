@@ -55,18 +55,6 @@ class LossScaler:
 
 
 @contextmanager
-def in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Eval mode inside; every submodule's own training flag restored after."""
-    flags = {m: m.training for m in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for m, flag in flags.items():
-            m.training = flag
-
-
-@contextmanager
 def lora_merged(module: nn.Module) -> Iterator[None]:
     """Adapters folded into the weights inside; the weights' exact bits restored after. Nothing happens without adapters."""
     from chatgpt.nn import lora

@@ -1,0 +1,87 @@
+"""Where a process stands among those that train together, and how it talks to them: the abstract part of a `Strategy`.
+
+Left out: models, weights and steps (`chatgpt.trainer.strategies.base`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from chatgpt.trainer.strategies.items import same_kind
+
+T = TypeVar('T')
+
+
+class Ranks(ABC):
+    """One process of many: seven abstract members, and what follows from them."""
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """Number of this process, 0 .. world_size - 1."""
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """How many processes train together."""
+
+    @property
+    @abstractmethod
+    def local_rank(self) -> int:
+        """Number of this process on its machine."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where this process computes."""
+
+    @property
+    def is_rank_0(self) -> bool:
+        return self.rank == 0
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op: str = 'sum') -> Tensor:
+        """A new tensor: the sum, mean, max or min of `tensor` over ranks, on the tensor's device."""
+
+    @abstractmethod
+    def all_gather_object(self, obj: T) -> list[T]:
+        """Every rank's `obj`, in rank order, on every rank."""
+
+    @abstractmethod
+    def broadcast_object(self, obj: T, src: int = 0) -> T:
+        """Rank `src`'s `obj` on every rank."""
+
+    def note_progress(self, where: str) -> None:
+        """Say where the run is, for the message that names a rank which keeps the others waiting. Nothing on one process."""
+        return
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.all_gather_object(None)
+
+    def run_on_rank0(self, fn: Callable[[], T]) -> T:
+        """`fn()` is called on rank 0 alone; its result, or its exception with the same message, reaches every rank."""
+        outcome: tuple[str, Any] | None = None
+        failure: Exception | None = None
+        if self.is_rank_0:
+            try:
+                outcome = ('', fn())
+            except Exception as error:
+                failure = error
+                outcome = (type(error).__name__, str(error))
+        kind, value = self.broadcast_object(outcome)  # type: ignore[misc]
+        if failure is not None:
+            raise failure
+        if kind:
+            raise same_kind(kind, value)
+        return value
+
+    def failure_guard(self) -> AbstractContextManager[None]:
+        """Around a whole run: one rank's exception ends all ranks within seconds with its message. Nothing on one process."""
+        return nullcontext()
