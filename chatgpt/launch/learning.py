@@ -28,9 +28,7 @@ def make_callbacks(run: Run) -> list[Any]:
     """Checkpoints and TensorBoard, where the run asks for them."""
     from chatgpt.trainer.callbacks import SaveCheckpoint, TensorBoard
 
-    callbacks: list[Any] = []
-    if run.checkpoint_interval:
-        callbacks.append(SaveCheckpoint(interval=run.checkpoint_interval, keep_last=run.keep_last))
+    callbacks: list[Any] = [SaveCheckpoint(interval=run.checkpoint_interval or None, keep_last=run.keep_last)]
     if run.tensorboard:
         callbacks.append(TensorBoard())
     return callbacks

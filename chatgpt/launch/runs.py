@@ -70,7 +70,7 @@ class Run(LearningSettings):
     checkpoint_interval: int = 0
     """phases between checkpoints; 0 writes one only when the run is interrupted"""
     keep_last: int = 2
-    """checkpoints to keep"""
+    """checkpoints to keep, the one of an interruption among them"""
     tensorboard: bool = False
     """also log for TensorBoard"""
     need_optim_ckpt: bool = False
