@@ -45,6 +45,9 @@ def resume(run: Run, trainer: Any) -> None:
         if strategy.is_rank_0:
             text = f'going on from {trainer.resumed_from}' if found else 'nothing to resume yet: starting from the beginning'
             print(text, flush=True)
+    lines = Path(run.save_path, 'metrics.jsonl')
+    if trainer.phase == 0 and strategy.is_rank_0 and lines.is_file() and lines.stat().st_size:
+        print(f'{run.save_path} holds an earlier run without checkpoints: its lines are kept in *.previous.jsonl', flush=True)
     strategy.run_on_rank0(lambda: write_resolved(run, run.save_path))
 
 
