@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from chatgpt.launch.arguments import STRATEGIES, processes_here
+from chatgpt.launch.arguments import STRATEGIES, check_precision, processes_here
 from chatgpt.trainer.config import LearningSettings, PPOConfig, SFTConfig, SupervisedConfig
 from chatgpt.trainer.reward_model import RewardModelConfig
 
@@ -92,6 +92,7 @@ class Run(LearningSettings):
         for name in ('precision', 'model', 'optimizer', 'lora_train_bias'):
             hint = {'precision': Precision, 'model': Family, 'lora_train_bias': BiasMode}.get(name, Literal['adamw', 'sgd'])
             self._one_of(name, get_args(hint))
+        check_precision(self.strategy, self.precision)
         self._positive('keep_last', 'lora_alpha', 'rank_timeout_s')
         self._not_negative('checkpoint_interval', 'lora_rank', 'weight_decay', 'lr')
         if self.lr is not None and not self.lr < float('inf'):
