@@ -145,13 +145,13 @@ def report(out: Path, accuracy: float) -> None:
     for i in range(NUM_SHOWN):
         rows += [
             {'': 'prompt', 'truth': '', 'text': prompts[i]},
-            {'': 'SFT', 'truth': f'{values[i][0]:+.2f}', 'text': before[i]},
-            {'': 'PPO', 'truth': f'{values[i][1]:+.2f}', 'text': after[i]},
+            {'': 'SFT', 'truth': f'{values[i][0]:+z.2f}', 'text': before[i]},
+            {'': 'PPO', 'truth': f'{values[i][1]:+z.2f}', 'text': after[i]},
         ]
     count = len(prompts)
     summary = [
         f'reward model: {accuracy:.1%} of held-back pairs in the right order',
-        f'true value on {count} new prompts: SFT {sum(b for b, _ in values) / count:+.2f}, PPO {sum(a for _, a in values) / count:+.2f}',
+        f'true value on {count} new prompts: SFT {sum(b for b, _ in values) / count:+z.2f}, PPO {sum(a for _, a in values) / count:+z.2f}',
         f'win rate of PPO over SFT by the truth: {(wins + ties / 2) / count:.1%} ({wins} wins, {ties} ties counted half, of {count})',
     ]
     text = '\n'.join([format_table(rows, ['', 'truth', 'text'], width=110), *summary])

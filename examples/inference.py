@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from chatgpt.launch.arguments import Parser, add_strategy, make_strategy, run_main
+from chatgpt.launch.arguments import Parser, add_strategy, run_main, strategy_of
 
 BATCH = 64
 
@@ -24,22 +24,23 @@ BATCH = 64
 def parse_args() -> Any:
     parser = Parser(description=__doc__)
     parser.add_argument('--pretrain', required=True, help='hub name or folder of the model')
-    parser.add_argument('--model', choices=('auto', 'gpt2', 'opt', 'bloom', 'llama'), default='auto')
+    families = ('auto', 'gpt2', 'opt', 'bloom', 'llama')
+    parser.add_argument('--model', choices=families, default='auto', help='family; auto reads it from the config')
     parser.add_argument('--model_path', help='weights of strategy.save_model, or a PEFT adapter folder')
     parser.add_argument('--tokenizer', help='hub name or folder; default: --pretrain')
     parser.add_argument('--input', help='a prompt, or a file of prompts (csv, json, jsonl, parquet, or .txt: one a line); default: chat')
     parser.add_argument('--output', help='write prompts and responses as jsonl')
     parser.add_argument('--max_new_tokens', type=int, help='(default: 128, or what the context leaves)')
-    parser.add_argument('--min_new_tokens', type=int, default=0)
-    parser.add_argument('--temperature', type=float, default=1.0)
-    parser.add_argument('--top_k', type=int, default=0)
-    parser.add_argument('--top_p', type=float, default=1.0)
-    parser.add_argument('--greedy', action='store_true')
+    parser.add_argument('--min_new_tokens', type=int, default=0, help='no end before so many (default: 0)')
+    parser.add_argument('--temperature', type=float, default=1.0, help='below 1 sharper, above 1 flatter (default: 1)')
+    parser.add_argument('--top_k', type=int, default=0, help='draw from so many of the likeliest tokens; 0: from all (default: 0)')
+    parser.add_argument('--top_p', type=float, default=1.0, help='draw from the likeliest tokens that share this probability (default: 1)')
+    parser.add_argument('--greedy', action='store_true', help='always the likeliest token')
     parser.add_argument('--stop_string', action='append', help='end a response where this text appears; may be given several times')
     parser.add_argument('--best_of', type=int, default=1, help='draw so many responses and keep the best by --reward_model')
     parser.add_argument('--reward_model', help='folder of the reward model for --best_of')
     add_strategy(parser)
-    parser.add_argument('--trust_remote_code', action='store_true')
+    parser.add_argument('--trust_remote_code', action='store_true', help='allow a hub model to bring code of its own')
     return parser.parse_args()
 
 
@@ -56,7 +57,7 @@ def main() -> None:
     quiet_transformers()
     tokenizer = load_tokenizer(args.tokenizer or args.pretrain, trust_remote_code=args.trust_remote_code)
     prompts = read_prompts(args.input, tokenizer) if args.input else None
-    with make_strategy(args.strategy, seed=args.seed, precision=args.precision) as strategy:
+    with strategy_of(args) as strategy:
         if prompts is None and strategy.world_size > 1:
             raise ValueError('a chat is one process: start it with python, or give --input')
         actor = strategy.prepare(load_actor(args, strategy))
@@ -149,7 +150,7 @@ def write(rows: Any, output: str | None, is_rank_0: bool) -> None:
         return
     if output is None:
         for row in rows:
-            score = f'  [{row["score"]:+.3f}]' if 'score' in row else ''
+            score = f'  [{row["score"]:+z.3f}]' if 'score' in row else ''
             print(f'> {row["prompt"]}{score}\n{row["response"]}\n', flush=True)
         return
     path = Path(output)

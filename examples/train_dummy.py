@@ -12,14 +12,14 @@ import time
 from copy import deepcopy
 from typing import Any
 
-from chatgpt.launch.arguments import STRATEGIES, Parser, make_strategy, run_main
+from chatgpt.launch.arguments import Parser, add_strategy, run_main, strategy_of
 
 
 def parse_args() -> Any:
     parser = Parser(description=__doc__)
-    parser.add_argument('--strategy', choices=STRATEGIES, default='naive')
-    parser.add_argument('--precision', choices=('fp32', 'bf16', 'fp16'), default='fp32')
-    parser.add_argument('--model', choices=('auto', 'gpt2', 'opt', 'bloom', 'llama'), default='auto')
+    add_strategy(parser)
+    families = ('auto', 'gpt2', 'opt', 'bloom', 'llama')
+    parser.add_argument('--model', choices=families, default='auto', help='family; auto reads it from the config')
     parser.add_argument('--pretrain', help='hub name or folder; default: a GPT-2 of 2 layers x 64 with new weights')
     parser.add_argument('--lora_rank', type=int, default=0)
     parser.add_argument('--num_episodes', type=int, default=3)
@@ -30,13 +30,12 @@ def parse_args() -> Any:
     parser.add_argument('--experience_batch_size', type=int, default=8)
     parser.add_argument('--prompt_tokens', type=int, default=16)
     parser.add_argument('--max_new_tokens', type=int, default=16)
-    parser.add_argument('--seed', type=int, default=42)
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
-    with make_strategy(args.strategy, seed=args.seed, precision=args.precision) as strategy:
+    with strategy_of(args) as strategy:
         train(args, strategy)
 
 

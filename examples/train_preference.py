@@ -16,7 +16,7 @@ from typing import Any
 
 from chatgpt.launch.arguments import check_run_folder, run_main, strategy_of, world_size_from_env
 from chatgpt.launch.config_file import parse_run
-from chatgpt.launch.preference import PreferenceRun
+from chatgpt.launch.preference import PreferenceRun, check_judged, check_judgements
 
 LR = {'dpo': 1e-6, 'simpo': 1e-6, 'kto': 5e-6, 'orpo': 5e-6}
 
@@ -43,18 +43,22 @@ def read(run: PreferenceRun, source: Any, tokenizer: Any) -> Any:
     """Preferences, or for KTO judged answers.
 
     Raises:
-        ValueError: judged answers for a method that learns from pairs.
+        ValueError: judged answers for a method that learns from pairs, or for KTO answers that nobody judged.
     """
     from chatgpt.dataset import load_examples, load_labelled, load_preferences
     from chatgpt.dataset.examples import Labelled
     from chatgpt.launch import learning
 
     first = load_examples(source, max_examples=1, skip_bad_records=run.skip_bad_records)[0]
+    if run.method == 'kto':
+        check_judged(source, first)
     if not isinstance(first, Labelled):
         return load_preferences(source, tokenizer, **learning.reading_options(run))
     if run.method != 'kto':
         raise ValueError(f'{run.dataset}: {run.method} learns from pairs, and these are labelled answers; use --method kto')
-    return load_labelled(source, tokenizer, **learning.reading_options(run))
+    train, validation = load_labelled(source, tokenizer, **learning.reading_options(run))
+    check_judgements(source, (record.label for record in [*train, *validation]), run.positive_label)
+    return train, validation
 
 
 def learn(run: PreferenceRun, strategy: Any, config: Any, tokenizer: Any, train: Any, validation: Any) -> None:

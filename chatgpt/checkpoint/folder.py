@@ -68,17 +68,19 @@ def score_of(folder: Path) -> float | None:
     return float(score) if isinstance(score, (int, float)) else None
 
 
-def prune(root: str | os.PathLike[str], *, keep_last: int | None = None, keep_best: int = 0) -> list[Path]:
+def prune(
+    root: str | os.PathLike[str], *, keep_last: int | None = None, keep_best: int = 0, up_to: int | None = None
+) -> list[Path]:
     """Remove checkpoints that are neither the last `keep_last` nor the `keep_best` of the highest scores.
 
     Returns those removed; `keep_last=None` keeps all. Scores are `meta['score']` of the manifests; of equal ones the later counts
-    as better.
+    as better. Those of steps after `up_to` are left alone: a run that went back to an earlier checkpoint must not lose its own to them.
     """
     if keep_last is None:
         return []
     if keep_last < 1 or keep_best < 0:
         raise ValueError(f'keep_last={keep_last} must be at least 1 and keep_best={keep_best} at least 0')
-    checkpoints = list_checkpoints(root)
+    checkpoints = [path for path in list_checkpoints(root) if up_to is None or (step_of(path) or 0) <= up_to]
     scored = [(score, number) for number, path in enumerate(checkpoints) if (score := score_of(path)) is not None]
     best = {checkpoints[number] for _, number in sorted(scored, reverse=True)[:keep_best]}
     removed = [path for path in checkpoints[:-keep_last] if path not in best]

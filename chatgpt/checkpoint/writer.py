@@ -20,7 +20,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from chatgpt.checkpoint.files import fsync_folder
-from chatgpt.checkpoint.folder import backup_of, temporary_of
+from chatgpt.checkpoint.folder import backup_of, list_checkpoints, temporary_of
 from chatgpt.checkpoint.layout import (
     MANIFEST,
     CheckpointError,
@@ -209,8 +209,13 @@ class CheckpointWriter:
             if fault is not None:
                 self._remove()
                 where = f'rank {rank}: ' if len(answers) > 1 else ''
-                raise CheckpointError(f'{where}{fault}; an earlier checkpoint there is untouched') from self.error
+                raise CheckpointError(f'{where}{fault}{self._untouched()}') from self.error
         return [answer for _, answer in answers]
+
+    def _untouched(self) -> str:
+        if (self.folder / MANIFEST).is_file():
+            return '; the earlier checkpoint there is untouched'
+        return '; earlier checkpoints beside it are untouched' if list_checkpoints(self.folder.parent) else ''
 
     def _remove(self) -> None:
         self._committed = True

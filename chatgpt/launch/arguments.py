@@ -81,7 +81,7 @@ def parse_bool(text: str) -> bool:
 
 def value_parser(hint: Any) -> Callable[[str], Any]:
     """A function from the text of a flag to a value of the annotated type; 'none' is None where the type allows it."""
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    options = typing.get_args(hint) if _is_union(hint) else (hint,)
     literals = [v for o in options if typing.get_origin(o) is Literal for v in typing.get_args(o)]
     plain = [o for o in options if o is not type(None) and typing.get_origin(o) is not Literal]
 
@@ -104,6 +104,24 @@ def value_parser(hint: Any) -> Callable[[str], Any]:
     return parse
 
 
+def metavar_of(hint: Any) -> str:
+    """What stands for a flag's value in --help: {dpo,kto}, true|false, N (a whole number), X, TEXT, {KEY:X}."""
+    options = [o for o in typing.get_args(hint) or (hint,) if o is not type(None)] if _is_union(hint) else [hint]
+    words = []
+    for option in options:
+        if typing.get_origin(option) is Literal:
+            words.append('{' + ','.join(map(str, typing.get_args(option))) + '}')
+        elif typing.get_origin(option) is dict:
+            words.append('{KEY:X}')
+        else:
+            words.append({bool: 'true|false', int: 'N', float: 'X'}.get(option, 'TEXT'))
+    return '|'.join(words)
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
 def add_settings(parser: argparse.ArgumentParser, cls: type, *, skip: Iterable[str] = (), **defaults: Any) -> None:
     """One flag per field of `cls`; `defaults` replace the dataclass's own for this script."""
     hints, docs = typing.get_type_hints(cls), field_docs(cls)
@@ -112,7 +130,8 @@ def add_settings(parser: argparse.ArgumentParser, cls: type, *, skip: Iterable[s
         if f.name not in skip:
             default = defaults.get(f.name, f.default)
             text = f'{docs.get(f.name, "")} (default: {default})'.replace('%', '%%')
-            group.add_argument(f'--{f.name}', type=value_parser(hints[f.name]), default=default, help=text, metavar='')
+            hint = hints[f.name]
+            group.add_argument(f'--{f.name}', type=value_parser(hint), default=default, help=text, metavar=metavar_of(hint))
 
 
 def settings_from(args: argparse.Namespace, cls: type) -> dict[str, Any]:
@@ -124,6 +143,9 @@ def add_strategy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--strategy', choices=STRATEGIES, default='naive', help='what prepares and shards the models')
     parser.add_argument('--precision', choices=('fp32', 'bf16', 'fp16'), default='fp32', help='compute dtype; weights stay fp32')
     parser.add_argument('--seed', type=int, default=42, help='decides every draw, whatever the layout')
+    parser.add_argument(
+        '--rank_timeout_s', type=float, default=1800.0, help='a rank that keeps the others waiting for longer ends the run, and is named'
+    )
 
 
 def world_size_from_env() -> int:
@@ -135,6 +157,12 @@ def processes_here() -> int:
     return int(os.environ.get('LOCAL_WORLD_SIZE') or world_size_from_env())
 
 
+def check_precision(strategy: str, precision: str) -> None:
+    """Raises ValueError, in the words of the command line, for a precision that a strategy does not compute in."""
+    if strategy.startswith('colossalai_gemini') and precision == 'fp32':
+        raise ValueError(f'--strategy {strategy} computes in 16 bits, and --precision is fp32: give --precision bf16 (or fp16) with it')
+
+
 def make_strategy(name: str, *, seed: int, precision: Any, remote_code: bool = False, timeout_s: float = 1800.0) -> Any:
     """A strategy by its command-line name. `timeout_s`: a rank that keeps the others waiting longer ends the run, by name.
 
@@ -143,6 +171,7 @@ def make_strategy(name: str, *, seed: int, precision: Any, remote_code: bool = F
     """
     from chatgpt.trainer import strategies as s
 
+    check_precision(name, precision)
     if world_size_from_env() > 1 and name == 'naive':
         raise ValueError('--strategy naive is one process; under torchrun use ddp, fsdp or one of the colossalai strategies')
     if name == 'naive':
@@ -160,9 +189,13 @@ def make_strategy(name: str, *, seed: int, precision: Any, remote_code: bool = F
 
 @contextmanager
 def strategy_of(run: Any) -> Iterator[Any]:
-    """The strategy that a `chatgpt.launch.runs.Run` asks for; one rank's failure inside ends all, also before training has begun."""
+    """The strategy that a `chatgpt.launch.runs.Run` asks for, or the flags of `add_strategy`.
+
+    One rank's failure inside ends all, also before training has begun.
+    """
+    remote_code = getattr(run, 'trust_remote_code', False)
     strategy = make_strategy(
-        run.strategy, seed=run.seed, precision=run.precision, remote_code=run.trust_remote_code, timeout_s=run.rank_timeout_s
+        run.strategy, seed=run.seed, precision=run.precision, remote_code=remote_code, timeout_s=run.rank_timeout_s
     )
     with strategy, strategy.failure_guard():
         yield strategy

@@ -89,7 +89,10 @@ def make_engine(name: str, pretrained: str) -> Any:
 
 
 def check_resume(args: Run) -> None:
-    """A run goes on when that was asked for, or its launcher has restarted it; it never mixes its checkpoints with an earlier one's."""
+    """A run goes on when that was asked for, or its launcher has restarted it.
+
+    It never mixes its checkpoints with an earlier one's, nor replaces that one's trained model.
+    """
     from chatgpt.checkpoint import latest
     from chatgpt.launch.relaunch import is_restart
 
@@ -103,6 +106,12 @@ def check_resume(args: Run) -> None:
             f'{args.save_path} holds checkpoints of an earlier run, up to {found.name}: go on with --resume auto, or choose another '
             '--save_path'
         )
+    for model in (Path(args.save_path, name) for name in ('actor', 'reward_model')):
+        if not args.resume and Path(model, 'config.json').is_file():
+            raise ValueError(
+                f'{args.save_path} holds the trained model of an earlier run, {model.name}/, and no checkpoints to go on from: choose '
+                f'another --save_path, or remove {model}'
+            )
 
 
 @dataclass

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from chatgpt.launch.arguments import Parser, field_docs, value_parser
+from chatgpt.launch.arguments import Parser, field_docs, metavar_of, value_parser
 from chatgpt.launch.config_values import ALIASES, OVERRIDE, flat, overrides, read_file, typed, typed_text
 from chatgpt.launch.runs import PPORun, Run
 from chatgpt.trainer.config import nearest
@@ -120,7 +120,8 @@ def _parser(cls: type[Run], description: str | None, positional: str | None) -> 
             if f.name in base.__annotations__ and f.name not in {a.dest for a in parser._actions}:
                 default = 'none' if f.default is None else f.default if f.default is not MISSING else ''
                 text = f'{docs.get(f.name, "")} (default: {default})'.replace('%', '%%')
-                options: dict[str, Any] = {'default': argparse.SUPPRESS, 'help': text, 'metavar': '', 'dest': f.name}
+                metavar = metavar_of(hints[f.name])
+                options: dict[str, Any] = {'default': argparse.SUPPRESS, 'help': text, 'metavar': metavar, 'dest': f.name}
                 if 'list[' in str(hints[f.name]):
                     group.add_argument(f'--{f.name}', action='append', type=str, **options)
                 elif 'dict[' in str(hints[f.name]):

@@ -28,9 +28,7 @@ def make_callbacks(run: Run) -> list[Any]:
     """Checkpoints and TensorBoard, where the run asks for them."""
     from chatgpt.trainer.callbacks import SaveCheckpoint, TensorBoard
 
-    callbacks: list[Any] = []
-    if run.checkpoint_interval:
-        callbacks.append(SaveCheckpoint(interval=run.checkpoint_interval, keep_last=run.keep_last))
+    callbacks: list[Any] = [SaveCheckpoint(interval=run.checkpoint_interval or None, keep_last=run.keep_last)]
     if run.tensorboard:
         callbacks.append(TensorBoard())
     return callbacks
@@ -47,6 +45,9 @@ def resume(run: Run, trainer: Any) -> None:
         if strategy.is_rank_0:
             text = f'going on from {trainer.resumed_from}' if found else 'nothing to resume yet: starting from the beginning'
             print(text, flush=True)
+    lines = Path(run.save_path, 'metrics.jsonl')
+    if trainer.phase == 0 and strategy.is_rank_0 and lines.is_file() and lines.stat().st_size:
+        print(f'{run.save_path} holds an earlier run without checkpoints: its lines are kept in *.previous.jsonl', flush=True)
     strategy.run_on_rank0(lambda: write_resolved(run, run.save_path))
 
 

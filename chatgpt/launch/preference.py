@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from chatgpt.dataset.examples import Labelled, Preference
+from chatgpt.dataset.reading import read_records
+from chatgpt.dataset.records import BadRecords
 from chatgpt.launch.runs import DataRun
 from chatgpt.trainer.kto import KTOConfig, KTOTrainer
 from chatgpt.trainer.preference import (
@@ -18,6 +22,7 @@ from chatgpt.trainer.preference import (
     SimPOConfig,
     SimPOTrainer,
 )
+from chatgpt.trainer.reward_model import is_success
 
 Method = Literal['dpo', 'kto', 'orpo', 'simpo']
 METHODS: dict[str, tuple[type[AnswerTrainer], type[PreferenceConfig]]] = {
@@ -91,3 +96,26 @@ class PreferenceRun(DataRun):
             if getattr(self, name) is not None:
                 values[field] = getattr(self, name)
         return cls(**values)
+
+
+def check_judged(source: Any, example: Any) -> None:
+    """Raises ValueError for a record that KTO cannot learn from, which is neither a judged answer nor a preference."""
+    if not isinstance(example, (Labelled, Preference)):
+        raise ValueError(_what_kto_needs(source, 'no label'))
+
+
+def check_judgements(source: Any, labels: Iterable[Any], positive_label: str | None) -> None:
+    """Raises ValueError for a label that is no judgement: rewards, or names of classes without `positive_label`."""
+    for label in labels:
+        try:
+            is_success(label, positive_label)
+        except ValueError:
+            raise ValueError(_what_kto_needs(source, f'{label!r} where a judgement is needed')) from None
+
+
+def _what_kto_needs(source: Any, fault: str) -> str:
+    columns = ', '.join(next(read_records(source, BadRecords(skip=True))).data)
+    return (
+        f'{source}: KTO needs the columns prompt, response and label (or text and label), where label is true or false, 1 or 0, good or '
+        f'bad, or a name with --positive_label NAME; or prompt, chosen and rejected. Found the columns {columns}, and {fault}'
+    )

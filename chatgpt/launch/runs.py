@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from chatgpt.launch.arguments import STRATEGIES, processes_here
+from chatgpt.launch.arguments import STRATEGIES, check_precision, processes_here
 from chatgpt.trainer.config import LearningSettings, PPOConfig, SFTConfig, SupervisedConfig
 from chatgpt.trainer.reward_model import RewardModelConfig
 
@@ -70,7 +70,7 @@ class Run(LearningSettings):
     checkpoint_interval: int = 0
     """phases between checkpoints; 0 writes one only when the run is interrupted"""
     keep_last: int = 2
-    """checkpoints to keep"""
+    """checkpoints to keep, the one of an interruption among them"""
     tensorboard: bool = False
     """also log for TensorBoard"""
     need_optim_ckpt: bool = False
@@ -92,6 +92,7 @@ class Run(LearningSettings):
         for name in ('precision', 'model', 'optimizer', 'lora_train_bias'):
             hint = {'precision': Precision, 'model': Family, 'lora_train_bias': BiasMode}.get(name, Literal['adamw', 'sgd'])
             self._one_of(name, get_args(hint))
+        check_precision(self.strategy, self.precision)
         self._positive('keep_last', 'lora_alpha', 'rank_timeout_s')
         self._not_negative('checkpoint_interval', 'lora_rank', 'weight_decay', 'lr')
         if self.lr is not None and not self.lr < float('inf'):

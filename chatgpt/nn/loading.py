@@ -52,9 +52,22 @@ def checked_path(pretrained: Any) -> str:
 
 
 def _explained(what: str, name: str, error: Exception) -> ValueError:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    reason = ' '.join(' '.join(lines).split()) if lines[0].rstrip().endswith(':') else lines[0]  # a list follows a colon
     where = 'folder' if Path(name).is_dir() else 'hub name (there is no such folder)'
     return ValueError(f'cannot load {what} from the {where} {name!r}: {reason}')
+
+
+def _models_inside(name: str) -> str:
+    """What to give instead of a folder that holds no model: those inside it, where it is a training run's."""
+    root = Path(name)
+    inside = sorted(str(path.parent) for path in root.glob('*/config.json') if path.parent.name != 'initial')
+    if inside:
+        is_run = any((root / file).exists() for file in ('metrics.jsonl', 'config.yaml', 'checkpoints'))
+        return f'; {"it is the folder of a training run, and the model" if is_run else "one"} is in {" or ".join(inside[:3])}'
+    if (root / 'checkpoints').is_dir():
+        return '; it is the folder of a training run that has not ended, and the model is written at its end: go on with --resume auto'
+    return ''
 
 
 def load_config(pretrained: str | os.PathLike[str], *, trust_remote_code: bool = False, **hub: Any) -> Any:
@@ -63,7 +76,7 @@ def load_config(pretrained: str | os.PathLike[str], *, trust_remote_code: bool =
 
     name = checked_path(pretrained)
     if Path(name).is_dir() and not Path(name, hub.get('subfolder', ''), 'config.json').is_file():
-        raise ValueError(f'the folder {name!r} has no config.json, so it holds no model')
+        raise ValueError(f'the folder {name!r} has no config.json, so it holds no model{_models_inside(name)}')
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **hub)
     except (OSError, ValueError) as error:
@@ -78,6 +91,8 @@ def load_tokenizer(pretrained: str | os.PathLike[str], *, trust_remote_code: boo
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
+        if Path(name).is_dir() and not any(Path(name, file).is_file() for file in ('config.json', 'tokenizer_config.json')):
+            raise ValueError(f'the folder {name!r} holds no tokenizer{_models_inside(name)}') from None
         raise _explained('a tokenizer', name, error) from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from chatgpt.checkpoint import claim_folder
+from chatgpt.checkpoint import claim_folder, latest
 from chatgpt.plan.of_run import note_on_memory
 from chatgpt.plan.setup import Setup
 from chatgpt.trainer import checkpointing
@@ -211,7 +211,8 @@ class Trainer(ABC):
         if agreed(self._signals.received is not None, self.strategy) and self.run_dir is not None:
             path = self.save_checkpoint()
             if self.strategy.is_rank_0:
-                print(f'stopped after phase {self.phase}; continue with --resume auto or --resume {path}', flush=True)
+                auto = '--resume auto or ' if latest(path.parent) == path else ''  # a run that went back may stand beside later ones
+                print(f'stopped after phase {self.phase}; continue with {auto}--resume {path}', flush=True)
 
     def set_learning_rates(self) -> dict[str, float]:
         """Apply the schedules for the next optimizer step; the learning rate of each model."""

@@ -20,7 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from chatgpt.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, Piece, latest, recover, step_folder, step_of
+from chatgpt.checkpoint import (
+    CheckpointError,
+    CheckpointReader,
+    CheckpointWriter,
+    Piece,
+    latest,
+    list_checkpoints,
+    recover,
+    step_folder,
+    step_of,
+)
 
 if TYPE_CHECKING:
     from chatgpt.trainer.base import Trainer
@@ -61,11 +71,12 @@ def load_checkpoint(trainer: Trainer, path: str | Path) -> bool:
     folder = strategy.run_on_rank0(lambda: _find(trainer, path))
     if folder is None:
         return False
-    reader = CheckpointReader(folder, verify=False)
-    fault = _fault(lambda: reader.verify(strategy.rank, strategy.world_size))
-    for reason in strategy.all_gather_object(fault):
-        if reason:
-            raise CheckpointError(reason)
+    reader, fault = _opened(folder, strategy.rank, strategy.world_size)
+    reasons = [reason for reason in strategy.all_gather_object(fault) if reason]
+    if reasons:
+        earlier = strategy.run_on_rank0(lambda: _whole_before(folder))
+        raise CheckpointError(reasons[0] + (f'; the newest whole one before it is taken with --resume {earlier}' if earlier else ''))
+    assert reader is not None
     if reader.meta.get('kind') != 'training':
         raise CheckpointError(
             f'{folder}: holds {reader.meta.get("kind")!r}, not a training checkpoint; use strategy.load_model for weights'
@@ -154,12 +165,23 @@ def _groups(reader: CheckpointReader) -> set[str]:
     return {name.split('/', 1)[0] for name in reader.names()} - {'rng'}
 
 
-def _fault(act: Any) -> str | None:
+def _opened(folder: Path, rank: int, world_size: int) -> tuple[CheckpointReader | None, str | None]:
+    """The reader, or what is wrong with this rank's share of the files."""
     try:
-        act()
+        reader = CheckpointReader(folder, verify=False)
+        reader.verify(rank, world_size)
     except CheckpointError as error:
-        return str(error)
-    return None
+        return None, str(error)
+    return reader, None
+
+
+def _whole_before(folder: Path) -> Path | None:
+    """The newest undamaged checkpoint of an earlier step beside `folder`."""
+    step = step_of(folder)
+    if step is None:
+        return None
+    earlier = [path for path in list_checkpoints(folder.parent) if (step_of(path) or 0) < step]
+    return next((path for path in reversed(earlier) if _opened(path, 0, 1)[1] is None), None)
 
 
 def _rng_pieces(rank: int) -> Iterable[Piece]:

@@ -322,7 +322,7 @@ def test_a_full_disk_at_any_write_leaves_the_old_checkpoint(tmp_path, monkeypatc
             break
         failures += 1
         for error in errors:
-            with pytest.raises(CheckpointError, match=r'rank [01]: .*No space left on device.*earlier checkpoint there is untouched'):
+            with pytest.raises(CheckpointError, match=r'rank [01]: .*No space left on device.*the earlier checkpoint there is untouched'):
                 raise error
         if CheckpointReader(folder).names() != {'old'}:  # only the last fsync, of the parent folder, comes after the rename
             assert CheckpointReader(folder).names() == {'a/weight', 'a/step'}
@@ -340,6 +340,22 @@ def test_an_iterator_that_raises(tmp_path):
     with pytest.raises(CheckpointError, match='lost a shard'):
         write_checkpoint(tmp_path / 'c', {'': pieces()})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_speaks_only_of_checkpoints_that_there_are(tmp_path):
+    def fails(folder):
+        with pytest.raises(CheckpointError) as error:
+            write_checkpoint(folder, {'': iter([Piece('x', (3,), 0, 3, torch.zeros(2))])})
+        return str(error.value)
+
+    def write(folder):
+        write_checkpoint(folder, {'': iter([Piece('x', (2,), 0, 2, torch.zeros(2))])}, state={})
+
+    assert 'untouched' not in fails(tmp_path / 'step-00000002')
+    write(tmp_path / 'step-00000001')
+    assert fails(tmp_path / 'step-00000002').endswith('; earlier checkpoints beside it are untouched')
+    write(tmp_path / 'step-00000002')
+    assert fails(tmp_path / 'step-00000002').endswith('; the earlier checkpoint there is untouched')
 
 
 def test_leaving_without_commit_leaves_nothing(tmp_path):

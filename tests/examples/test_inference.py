@@ -54,6 +54,22 @@ def test_one_prompt(monkeypatch, capsys, folder):
     assert capsys.readouterr().out != first
 
 
+@pytest.mark.parametrize(('name', 'flags'), [('inference', ['--pretrain', 'm', '--trust_remote_code']), ('train_dummy', [])])
+def test_the_strategy_is_that_of_the_flags(monkeypatch, name, flags):
+    from chatgpt.launch import arguments
+    from chatgpt.nn import loading
+
+    def seen(strategy, **options):
+        raise ValueError(f'{strategy} {options}')
+
+    monkeypatch.setattr(arguments, 'make_strategy', seen)
+    monkeypatch.setattr(loading, 'load_tokenizer', lambda *_, **__: None)
+    monkeypatch.setenv('CHATGPT_TRACEBACK', '1')
+    with pytest.raises(ValueError) as told:
+        script(name, monkeypatch, *flags, '--strategy=ddp', '--seed=3', '--precision=bf16', '--rank_timeout_s=5')
+    assert str(told.value) == f'ddp { {"seed": 3, "precision": "bf16", "remote_code": bool(flags), "timeout_s": 5.0} }'
+
+
 @pytest.mark.parametrize('ending', ['jsonl', 'txt', 'csv'])
 def test_a_file_of_prompts(monkeypatch, capsys, folder, tmp_path, ending):
     prompts = [row['prompt'] for row in embedded.demo_prompts(5)]

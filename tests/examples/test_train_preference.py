@@ -26,7 +26,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp('preference_data')
     labels = [{'text': r['prompt'] + r['response'], 'label': 'pos' if i % 2 else 'neg'} for i, r in enumerate(embedded.demo_corpus(16))]
-    for name, rows in (('pairs', embedded.demo_preferences(24)), ('labels', labels)):
+    rewards = [{'prompt': r['prompt'], 'response': r['response'], 'reward': 0.73} for r in embedded.demo_corpus(4)]
+    stories = embedded.demo_corpus(4)
+    tables = (('pairs', embedded.demo_preferences(24)), ('labels', labels), ('rewards', rewards), ('stories', stories))
+    for name, rows in tables:
         (folder / f'{name}.jsonl').write_text('\n'.join(json.dumps(row) for row in rows) + '\n')
     torch.manual_seed(0)
     GPTActor(config=embedded.demo_config()).save_pretrained(folder / 'base', tokenizer=embedded.demo_tokenizer())
@@ -99,10 +102,14 @@ def test_settings_reach_the_method(method, flags, expected):
     (['{pairs}', '--loss=cdpo', '--label_smoothing=0.5'], 'label_smoothing=0.5 must lie in [0, 0.5)'),
     (['{pairs}', '--method=kto', '--train_batch_size=1'], 'use 2 or more'),
     (['{pairs}', '--beta=0'], 'beta=0.0 must be positive'),
+    (['{rewards}', '--method=kto'], 'rewards.jsonl: KTO needs the columns prompt, response and label (or text and label), where label is '
+     'true or false, 1 or 0, good or bad, or a name with --positive_label NAME; or prompt, chosen and rejected. Found the columns prompt, '
+     'response, reward, and 0.73 where a judgement is needed'),
+    (['{stories}', '--method=kto'], 'Found the columns prompt, response, and no label'),
     (['{labels}'], 'dpo learns from pairs, and these are labelled answers; use --method kto'),
 ])  # fmt: skip
 def test_mistakes(monkeypatch, capsys, data, tmp_path, flags, sentence):
-    places = {'pairs': data / 'pairs.jsonl', 'labels': data / 'labels.jsonl'}
+    places = {name: data / f'{name}.jsonl' for name in ('pairs', 'labels', 'rewards', 'stories')}
     with pytest.raises(SystemExit) as stop:
         script('train_preference', monkeypatch, *(f.format(**places) for f in flags), '--pretrain', str(data / 'base'),
                '--save_path', str(tmp_path / 'run'))  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -110,6 +111,22 @@ def test_without_arguments(monkeypatch, capsys, tmp_path):
         script(name, monkeypatch, '--log_interval=2', '--max_steps=4')
         assert (tmp_path / 'outputs' / name / kind / 'config.json').is_file()
     assert capsys.readouterr().out.count('examples to learn from') == 2
+
+
+def test_a_trained_model_is_not_replaced(monkeypatch, capsys, data, tmp_path):
+    flags = [str(data / 'sft.jsonl'), '--pretrain', str(data / 'base'), '--save_path', str(tmp_path), '--max_steps=1', '--log_interval=1']
+    script('train_sft', monkeypatch, *flags)
+    before = (tmp_path / 'actor' / 'model.safetensors').stat().st_mtime_ns
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        script('train_sft', monkeypatch, *flags)
+    error = capsys.readouterr().err
+    assert f'{tmp_path} holds the trained model of an earlier run, actor/, and no checkpoints to go on from: choose another' in error
+    assert (tmp_path / 'actor' / 'model.safetensors').stat().st_mtime_ns == before
+    shutil.rmtree(tmp_path / 'actor')
+    script('train_sft', monkeypatch, *flags)
+    assert f'{tmp_path} holds an earlier run without checkpoints: its lines are kept in *.previous.jsonl' in capsys.readouterr().out
+    assert len(metrics(tmp_path)) == 1 and (tmp_path / 'metrics.previous.jsonl').is_file()
 
 
 def test_a_run_is_resumed(monkeypatch, data, tmp_path):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from chatgpt.launch.arguments import make_strategy, metavar_of
 from chatgpt.launch.config_file import parse_run, read_file, to_yaml, write_resolved
+from chatgpt.launch.preference import PreferenceRun
 from chatgpt.launch.runs import PPORun, RewardRun, SFTRun
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,3 +178,29 @@ def test_the_examples_are_good(name, cls):
     r.validate(1)
     assert r.pretrain == 'gpt2'
     assert (ROOT / (r.prompt_path if cls is PPORun else r.dataset)).is_file()
+
+
+@pytest.mark.parametrize(('hint', 'shown'), [
+    (int, 'N'), (float | None, 'X'), (str | None, 'TEXT'), (bool, 'true|false'), (list[str] | None, 'TEXT'), (Literal['a', 'b'], '{a,b}'),
+    (Literal['a'] | None, '{a}'), (dict[str, float] | None, '{KEY:X}'), (Literal['low', 'high'] | int, '{low,high}|N'),
+])  # fmt: skip
+def test_a_flags_value_is_shown_by_its_type(hint, shown):
+    assert metavar_of(hint) == shown
+
+
+def test_help_names_the_value_of_every_flag(capsys):
+    for cls in (PPORun, SFTRun, RewardRun, PreferenceRun):
+        with pytest.raises(SystemExit):
+            run(cls, '--help')
+        text = capsys.readouterr().out
+        assert '[--lr X]' in text and '[--optimizer {adamw,sgd}]' in text and '[--tensorboard true|false]' in text
+        assert re.findall(r'\[--(\w+)\]', text) == ['print_config']  # the only flag without a value
+
+
+@pytest.mark.parametrize('strategy', ['colossalai_gemini', 'colossalai_gemini_cpu'])
+def test_gemini_in_fp32_is_told_by_its_flags(strategy):
+    with pytest.raises(ValueError, match=f'--strategy {strategy} computes in 16 bits, and --precision is fp32: give --precision bf16'):
+        SFTRun(strategy=strategy).validate()
+    with pytest.raises(ValueError, match=f'--strategy {strategy} computes in 16 bits'):
+        make_strategy(strategy, seed=0, precision='fp32')
+    SFTRun(strategy=strategy, precision='bf16').validate()

@@ -14,6 +14,7 @@ import chatgpt
 from chatgpt import nn as rooms
 from chatgpt.batching import collate
 from chatgpt.nn import Actor, AutoActor, AutoCritic, AutoRM, GPTActor, GPTCritic, LlamaActor, OPTActor, load_tokenizer
+from chatgpt.nn.loading import load_config
 from chatgpt.testing import FAMILIES, byte_tokenizer, tiny_causal_lm, tiny_config
 from chatgpt.types import Sequence
 
@@ -137,6 +138,20 @@ def test_an_unknown_hub_name_is_one_line(monkeypatch):
 
 
 def test_folders_that_hold_no_model(tmp_path):
+    run = tmp_path / 'run'
+    (run / 'checkpoints').mkdir(parents=True)
+    for load in (load_config, load_tokenizer):
+        with pytest.raises(ValueError, match='a training run that has not ended, and the model is written at its end: go on with --resume'):
+            load(run)
+    for name in ('initial', 'actor'):
+        (run / name).mkdir()
+        (run / name / 'config.json').write_text('{}')
+    for load, what in ((load_config, 'so it holds no model'), (load_tokenizer, 'holds no tokenizer')):
+        with pytest.raises(ValueError, match=rf'{what}; it is the folder of a training run, and the model is in {run}/actor$'):
+            load(run)
+    with pytest.raises(ValueError, match='cannot load a tokenizer from the folder .*: .*[^:]$') as told:
+        load_tokenizer(run / 'actor')
+    assert '\n' not in str(told.value) and 'one of: (1)' in str(told.value)
     with pytest.raises(ValueError, match='has no config.json, so it holds no model'):
         AutoCritic(pretrained=tmp_path)
     tiny_config('gpt2').save_pretrained(tmp_path)

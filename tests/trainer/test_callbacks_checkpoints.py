@@ -34,6 +34,39 @@ def test_a_phase_is_not_saved_twice(tmp_path):
     assert saved(tmp_path / 'empty' / 'checkpoints') == []
 
 
+@pytest.mark.parametrize('interval', [1, 9, None])
+def test_what_a_signal_made_the_trainer_save_counts_among_those_to_keep(tmp_path, interval):
+    for step in (1, 2, 3):
+        trainer = FakeTrainer([cb.SaveCheckpoint(interval=interval, keep_last=2)], tmp_path)
+        trainer.phase = step - 1
+        trainer.callbacks.on_fit_start(trainer)
+        trainer.run_phase({})
+        trainer.save_checkpoint(tmp_path / 'checkpoints' / f'step-{step:08d}')
+        trainer.callbacks.on_fit_end(trainer)
+    assert saved(tmp_path / 'checkpoints') == [2, 3]
+
+
+def test_without_an_interval_nothing_is_saved(tmp_path):
+    FakeTrainer([cb.SaveCheckpoint(interval=None, keep_last=2)], tmp_path).fit([{}] * 3)
+    assert not (tmp_path / 'checkpoints').exists()
+
+
+def test_a_run_without_an_interval_keeps_as_many_of_its_interruptions_as_asked():
+    from chatgpt.launch.learning import make_callbacks
+    from chatgpt.launch.runs import SFTRun
+
+    (keeper,) = make_callbacks(SFTRun(checkpoint_interval=0, keep_last=3))
+    assert (keeper.interval, keeper.keep_last) == (None, 3)
+
+
+def test_a_run_that_went_back_keeps_its_own_beside_later_ones(tmp_path):
+    FakeTrainer([cb.SaveCheckpoint(interval=2)], tmp_path).fit([{}] * 8)
+    back = FakeTrainer([cb.SaveCheckpoint(keep_last=2)], tmp_path)
+    back.load_checkpoint(tmp_path / 'checkpoints' / 'step-00000002')
+    back.fit([{}] * 3)
+    assert saved(tmp_path / 'checkpoints') == [4, 5, 6, 8]
+
+
 SCORES = [{'rollout/score_mean': s} for s in (5.0, 9.0, 1.0, 2.0, 3.0)]
 
 

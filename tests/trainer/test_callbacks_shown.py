@@ -79,6 +79,12 @@ def test_table_cuts_long_texts_and_keeps_columns_aligned():
     assert text.splitlines() == ['a           b', '----------  -------', 'xxxxxxxxx…  1.000', 'y           -22.500']
 
 
+def test_a_small_negative_number_is_no_negative_zero(capsys):
+    assert cb.format_table([{'a': -0.0002}, {'a': -0.0}, {'a': -0.0006}], ('a',)).splitlines()[2:] == ['0.000', '0.000', '-0.001']
+    FakeTrainer([cb.ProgressBar(bars=False)]).fit([{'rollout/kl_mean': -0.0}])
+    assert 'kl 0' in capsys.readouterr().out
+
+
 def test_log_stats_shows_the_columns_asked_for(tmp_path, capsys):
     trainer = FakeTrainer([cb.SampleTable(num_rows=2)], tmp_path)
     trainer.phase = 3

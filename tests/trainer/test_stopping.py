@@ -181,6 +181,30 @@ def test_every_file_is_guarded(tmp_path, part):
     assert fresh.load_checkpoint(path)
 
 
+def test_a_damaged_newest_checkpoint_names_the_newest_whole_one_before_it(tmp_path, capsys):
+    trainer = make(run_dir=tmp_path, callbacks=[SaveCheckpoint()])
+    trainer.fit(prompts(), num_episodes=1, max_timesteps=4, update_timesteps=1)
+    folders = sorted((tmp_path / 'checkpoints').iterdir())
+    for damaged in folders[2:]:
+        part = next(damaged.glob('actor-*.safetensors'))
+        part.write_bytes(part.read_bytes()[:-1])
+    hint = f'; the newest whole one before it is taken with --resume {folders[1]}'
+    with pytest.raises(CheckpointError, match=rf'{part}: .*truncated.*{hint}$'):
+        make(run_dir=tmp_path).load_checkpoint('auto')
+    back = make(run_dir=tmp_path)
+    back.load_checkpoint(folders[1])
+    back.callbacks.callbacks.append(StopAtOnce())
+    with pytest.raises(SystemExit):
+        back.fit(prompts(), num_episodes=1, max_timesteps=4, update_timesteps=1)
+    written = tmp_path / 'checkpoints' / 'step-00000003'
+    assert f'stopped after phase 3; continue with --resume {written}\n' in capsys.readouterr().out  # auto would take the damaged fourth
+
+
+class StopAtOnce(ProgressBar):
+    def on_phase_end(self, trainer, step, metrics):
+        signal.raise_signal(signal.SIGTERM)
+
+
 @pytest.mark.parametrize('name', ['../outside', '/etc/hostname', 'sub/../../outside'])
 def test_paths_out_of_the_folder_are_refused(tmp_path, name):
     trainer = make(run_dir=tmp_path)

@@ -23,8 +23,8 @@ class SaveCheckpoint(Callback):
 
     Args:
         path: folder of the checkpoints, `path/step-00000012`; None means the trainer's `run_dir/checkpoints`.
-        interval: learning phases between checkpoints.
-        keep_last: how many of the newest to keep; None keeps all.
+        interval: learning phases between checkpoints; None saves none, and only counts and removes those of an interrupted run.
+        keep_last: how many of the newest to keep, what a signal made the trainer save among them; None keeps all.
         keep_best: how many to keep besides, by the value of `metric` in their phase.
         metric, mode: what is best; an `eval/` metric counts in the phases that measured it, and at the end of the run.
     """
@@ -34,7 +34,7 @@ class SaveCheckpoint(Callback):
     def __init__(
         self,
         path: str | Path | None = None,
-        interval: int = 1,
+        interval: int | None = 1,
         *,
         keep_last: int | None = None,
         keep_best: int = 0,
@@ -42,7 +42,7 @@ class SaveCheckpoint(Callback):
         mode: Mode = 'max',
     ) -> None:
         self.path = Path(path).absolute() if path is not None else None
-        self.interval = check_interval('interval', interval)
+        self.interval = None if interval is None else check_interval('interval', interval)
         if keep_last is not None:
             check_interval('keep_last', keep_last)
         if keep_best < 0:
@@ -55,8 +55,7 @@ class SaveCheckpoint(Callback):
         self._score: float | None = None
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        if self.path is None and trainer.checkpoint_dir is None:
-            raise ValueError('SaveCheckpoint() has nowhere to write: give it a path, or the trainer a run_dir')
+        self._root(trainer)
         self._saved_phase = trainer.phase  # 0 holds nothing yet, and what was resumed from is there already
 
     def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
@@ -65,11 +64,13 @@ class SaveCheckpoint(Callback):
     def on_phase_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         value = metric_value(metrics, self.metric) if self.keep_best else None
         self._score = -value if value is not None and self.mode == 'min' else value
-        if step % self.interval == 0:
+        if self.interval is not None and step % self.interval == 0:
             self._save(trainer)
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        if self._saved_phase != trainer.phase:
+        if self._saved_phase == trainer.phase:  # by the trainer itself where a signal ended the run
+            self._prune(trainer)
+        elif self.interval is not None:
             if self.keep_best and self._score is None:
                 self._score = self._scored_after(trainer)
             self._save(trainer)
@@ -82,19 +83,26 @@ class SaveCheckpoint(Callback):
                 return None if math.isnan(value) else -value if self.mode == 'min' else value
         return None
 
-    def _save(self, trainer: Trainer) -> None:
+    def _root(self, trainer: Trainer) -> Path:
         root = self.path if self.path is not None else trainer.checkpoint_dir
         if root is None:
             raise ValueError('SaveCheckpoint() has nowhere to write: give it a path, or the trainer a run_dir')
+        return root
+
+    def _save(self, trainer: Trainer) -> None:
         try:
-            trainer.save_checkpoint(step_folder(root, trainer.phase), score=self._score)
+            trainer.save_checkpoint(step_folder(self._root(trainer), trainer.phase), score=self._score)
         except CheckpointError as error:
             if trainer.strategy.is_rank_0:
                 warnings.warn(f'phase {trainer.phase} was not saved, the run goes on: {error}', stacklevel=2)
             return
         self._saved_phase = trainer.phase
+        self._prune(trainer)
+
+    def _prune(self, trainer: Trainer) -> None:
+        root = self._root(trainer)
         if trainer.strategy.is_rank_0:
             try:
-                prune(root, keep_last=self.keep_last, keep_best=self.keep_best)
+                prune(root, keep_last=self.keep_last, keep_best=self.keep_best, up_to=trainer.phase)
             except OSError as error:
                 warnings.warn(f'{root}: old checkpoints could not be removed ({error})', stacklevel=2)

@@ -103,7 +103,7 @@ class Evaluator(Callback):
     def _report(trainer: Trainer, step: int, result: Mapping[str, float]) -> None:
         """Outside the phases no other callback shows the numbers."""
         if trainer.strategy.is_rank_0:
-            say(f'evaluation at phase {step}  ' + '  '.join(f'{name} {value:.4g}' for name, value in result.items()))
+            say(f'evaluation at phase {step}  ' + '  '.join(f'{name} {value:z.4g}' for name, value in result.items()))
 
 
 def _named(name: str) -> str:

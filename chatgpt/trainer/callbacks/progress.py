@@ -84,7 +84,7 @@ class ProgressBar(Callback):
         self._stop()
         if not (self.enabled and trainer.strategy.is_rank_0):
             return
-        numbers = {label: f'{metrics[name]:.4g}' for label, name in self.shown.items() if name in metrics}
+        numbers = {label: f'{metrics[name]:z.4g}' for label, name in self.shown.items() if name in metrics}
         if self._phases is not None:
             self._phases.set_postfix(numbers, refresh=False)
             self._phases.update(step - self._phases.n)

@@ -53,7 +53,7 @@ def format_table(rows: SequenceOf[Mapping[str, Any]], columns: SequenceOf[str], 
 
 def _cell(value: Any, width: int) -> str:
     if isinstance(value, float):
-        return f'{value:.3f}'
+        return f'{value:z.3f}'  # z: no -0.000
     text = str(value).replace('\r', '').replace('\n', '⏎').replace('\t', ' ')
     return text if len(text) <= width else text[: width - 1] + '…'
 
