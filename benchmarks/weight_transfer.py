@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from chatgpt.cluster import import_ray
 from chatgpt.nn import Actor
 from chatgpt.rollout.ray_workers import _Actor as RolloutActor
-from chatgpt.rollout.ray_workers import import_ray
 from chatgpt.rollout.wire import ModelSpec, fill_buckets, plan_buckets, policy_tensors
 from chatgpt.testing.processes import free_port
 
@@ -46,7 +46,7 @@ class Trainer:
 
     def __init__(self, size: str) -> None:
         torch.set_num_threads(1)
-        self.ray, self.model, self.version = import_ray(), make_model(size), 0
+        self.ray, self.model, self.version = import_ray('this benchmark'), make_model(size), 0
         self.flat = torch.zeros(0)
 
     def describe(self) -> tuple[ModelSpec, int]:
@@ -111,7 +111,7 @@ class Worker(RolloutActor):
 
 def measure(size: str, num_workers: int, repeats: int) -> tuple[int, dict[str, list[float]]]:
     """Bytes of the weights, and seconds of each way, one number per round."""
-    ray = import_ray()
+    ray = import_ray('this benchmark')
     trainer = ray.remote(Trainer).options(num_cpus=1).remote(size)
     spec, num_bytes = ray.get(trainer.describe.remote())
     workers = [ray.remote(Worker).options(num_cpus=1).remote(spec, {}, 1, 'cpu') for _ in range(num_workers)]
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument('--repeats', type=int, default=5)
     parser.add_argument('--out', type=Path)
     args = parser.parse_args()
-    ray = import_ray()
+    ray = import_ray('this benchmark')
     options = {'include_dashboard': False, 'log_to_driver': False, 'logging_level': 'error'}
     ray.init('local', num_cpus=1 + max(args.workers), object_store_memory=3 << 30, **options)
     lines = []

@@ -20,15 +20,17 @@ ALLOWED: dict[str, set[str]] = {
     'types': set(),
     'functional': set(),
     'batching': MATHS,
+    'cluster': set(),
     'nn': MATHS | {'batching'},
-    'rollout': MODELS,
+    'rollout': MODELS | {'cluster'},
     'dataset': {'types'},
     'experience': MODELS | {'rollout'},
     'checkpoint': set(),
     'trainer.strategies': MODELS | {'checkpoint'},
     'trainer.callbacks': MATHS | {'checkpoint', 'trainer', 'trainer.strategies'},
     'trainer': MODELS | {'plan', 'rollout', 'experience', 'dataset', 'checkpoint', 'trainer.strategies', 'trainer.callbacks'},
-    'launch': MODELS | {'plan', 'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
+    'launch': MODELS
+    | {'cluster', 'plan', 'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'plan': MODELS | {'trainer.strategies'},  # to find a model's blocks and a strategy's name
     'rewards': set(),
     'quickstart': MODELS
@@ -38,10 +40,10 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 # Optional packages: imported inside a function, in files whose path begins so. `None`: inside a function anywhere.
-OPTIONAL: dict[str, str | tuple[str, ...] | None] = {
+OPTIONAL: dict[str, str | None] = {
     'colossalai': 'trainer/strategies/colossalai',
     'vllm': 'rollout/vllm',
-    'ray': ('launch/ray', 'rollout/ray_workers'),
+    'ray': 'cluster.py',
     'wandb': 'trainer/callbacks/wandb',
     'tensorboard': 'trainer/callbacks/tensorboard',
     'torch.utils.tensorboard': 'trainer/callbacks/tensorboard',

@@ -16,12 +16,13 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+from chatgpt.cluster import amounts, import_ray, lack_of_room
 from chatgpt.launch import worker
 from chatgpt.launch.ray_request import RayLaunch, check_address, check_node, environment, explained, stderr_aside, witness
 
@@ -35,7 +36,6 @@ POLL_S = 0.5
 READ_S = 5.0
 MISTAKE = 2
 """exit code of a script that was called wrongly (`run_main`, argparse, python itself): the same call would fail again"""
-INSTALL = "pip install 'chatgpt[ray]', or pip install -r requirements-ray.txt"
 
 @dataclass
 class Rank:
@@ -83,9 +83,12 @@ def run_on_ray(launch: RayLaunch) -> int:
     """Run the script to its end; its exit code.
 
     Raises:
-        ValueError: no Ray, no cluster, a request that does not fit it, a path or package that a node does not have.
+        ImportError: no Ray.
+        ValueError: no cluster, a request that does not fit it, a path or package that a node does not have.
     """
-    ray = import_ray(local=launch.address == 'local')
+    if launch.address != 'local':
+        os.environ.setdefault('RAY_NUM_REDIS_GET_RETRIES', '5')  # seconds of asking a cluster that is there and refuses
+    ray = import_ray('the launcher ray')
     with connected(launch, ray):
         run_id = uuid.uuid4().hex
         for failures in range(launch.max_failures + 1):
@@ -107,20 +110,6 @@ def run_on_ray(launch: RayLaunch) -> int:
                 return MISTAKE
             say(f'{what}; ' + (f'restart {failures + 1} of {launch.max_failures}' if failures < launch.max_failures else 'giving up'))
         return 1
-
-
-def import_ray(*, local: bool = False) -> Any:
-    os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')
-    if not local:
-        os.environ.setdefault('RAY_NUM_REDIS_GET_RETRIES', '5')  # seconds of asking a cluster that is there and refuses
-    try:
-        import ray
-        import ray.exceptions
-        import ray.util.placement_group
-        import ray.util.scheduling_strategies
-    except ImportError as error:
-        raise ValueError(f'the launcher ray needs Ray, which cannot be imported here ({error}); {INSTALL}') from None
-    return ray
 
 
 # ---------------------------------------------------------------------- the cluster
@@ -152,12 +141,9 @@ def check_fits(launch: RayLaunch, ray: Any, *, wait_s: float) -> None:
     """
     end, told = time.monotonic() + wait_s, False
     while True:
-        nodes = [n for n in ray.nodes() if n['Alive']]
-        room = sum(min(int(n['Resources'].get(name, 0) / each + 1e-9) for name, each in launch.bundle.items()) for n in nodes)
-        if room >= launch.num_workers:
+        text = lack_of_room(ray, launch.num_workers, 'worker', launch.bundle)
+        if text is None:
             return
-        there = '; '.join(f'node {n["NodeManagerAddress"]}: {amounts(n["Resources"])}' for n in nodes)
-        text = f'{launch} do not fit the Ray cluster, which has room for {room} ({there})'
         if time.monotonic() >= end:
             raise ValueError(
                 f'{text}; ask for less with --num_workers, --cpus_per_worker, --gpus_per_worker, or add nodes with ray start --address'
@@ -166,10 +152,6 @@ def check_fits(launch: RayLaunch, ray: Any, *, wait_s: float) -> None:
             say(f'{text}; waiting {wait_s:g} s for nodes')
             told = True
         time.sleep(POLL_S)
-
-
-def amounts(resources: Mapping[str, float]) -> str:
-    return ', '.join(f'{resources.get(name, 0):g} {name}' for name in ('CPU', 'GPU'))
 
 
 # ---------------------------------------------------------------------- one group of workers

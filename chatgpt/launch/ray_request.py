@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import chatgpt
+from chatgpt.cluster import request
 
 WITNESS = '.chatgpt-shared-'
 _HTTP2 = b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n' + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
@@ -69,8 +70,7 @@ class RayLaunch:
         return {name: n for name, n in (('CPU', self.cpus_per_worker), ('GPU', self.gpus_per_worker)) if n}
 
     def __str__(self) -> str:
-        each = ' and '.join(f'{n:g} {name}' for name, n in self.bundle.items())
-        return f'{self.num_workers} worker{"s" if self.num_workers > 1 else ""} with {each} each'
+        return request(self.num_workers, 'worker', self.bundle)
 
 
 def environment(launch: RayLaunch, run_id: str, failures: int) -> dict[str, str]:

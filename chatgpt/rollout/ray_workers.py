@@ -1,4 +1,4 @@
-"""Rollout workers as Ray actors. The only file of this room that imports ray.
+"""Rollout workers as Ray actors.
 
 A bucket is put into the object store of the trainer's node as one array; every node fetches it once, and its workers read it from shared
 memory without a copy of their own. Replacing a dead actor is left to `RemoteEngine`, so Ray neither restarts actors nor retries calls.
@@ -18,20 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chatgpt.cluster import import_ray, lack_of_room
 from chatgpt.rollout.remote import WorkerDied
 from chatgpt.rollout.wire import Manifest, ModelSpec, PackedSamples, Request
 
 START_S = 60.0
 """after which a user is told what is waited for"""
-
-
-def import_ray() -> Any:
-    """The ray package; ImportError names the command that installs it."""
-    try:
-        import ray
-    except ImportError:
-        raise ImportError("rollout workers on Ray need the package ray: pip install 'ray>=2.10'") from None
-    return ray
 
 
 class RayWorkers:
@@ -59,7 +51,7 @@ class RayWorkers:
         address: str | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        self.ray = import_ray()
+        self.ray = import_ray('a rollout worker')
         if num_workers < 1:
             raise ValueError(f'num_workers={num_workers} must be at least 1')
         if timeout_s is not None and not timeout_s > 0:
@@ -79,11 +71,12 @@ class RayWorkers:
         """Start the actors; returns when all are there.
 
         Raises:
-            ValueError: the cluster can never give them the resources they ask for.
+            ValueError: the nodes of the cluster can never hold them, each whole on one node.
         """
         ray = self.ray
         self._connect()
-        self._check_resources()
+        if lack := lack_of_room(ray, self.num_workers, 'rollout worker', self.resources):
+            raise ValueError(f'{lack}; ask for fewer workers or less for each, or add nodes with ray start --address')
         custom = {k: v for k, v in self.resources.items() if k not in ('CPU', 'GPU')}
         self._actor_class = ray.remote(_Actor).options(
             num_cpus=self.resources['CPU'], num_gpus=self.resources.get('GPU', 0), resources=custom, max_restarts=0, max_task_retries=0
@@ -118,15 +111,6 @@ class RayWorkers:
     def _cpus_needed(self) -> int:
         """A Ray of our own has as many CPUs as its workers ask for: slots, not cores."""
         return max(1, math.ceil(self.num_workers * self.resources['CPU']))
-
-    def _check_resources(self) -> None:
-        have = self.ray.cluster_resources()
-        for name, amount in self.resources.items():
-            if amount * self.num_workers > have.get(name, 0.0):
-                raise ValueError(
-                    f'{self.num_workers} rollout workers ask for {amount * self.num_workers:g} {name}, and the cluster has '
-                    f'{have.get(name, 0.0):g}: give fewer workers or resources'
-                )
 
     def put(self, bucket: Tensor) -> Any:
         return self.ray.put(bucket.numpy())
@@ -181,7 +165,7 @@ class _Actor:
         from chatgpt.rollout.worker import RolloutWorker
 
         torch.set_num_threads(num_threads)
-        self.ray = import_ray()
+        self.ray = import_ray('a rollout worker')
         self.worker = RolloutWorker(spec, engine_options, fetch=self.fetch, device=device)
 
     def fetch(self, handle: Any) -> Tensor:

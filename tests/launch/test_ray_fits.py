@@ -1,0 +1,71 @@
+"""What fits a cluster with small nodes: a request of rollout workers, by the rule of the launcher."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import test_launchers
+
+from chatgpt.cluster import lack_of_room
+
+cluster = test_launchers.cluster
+
+
+class Cluster:
+    """What Ray says of nodes with these resources; the last one is dead."""
+
+    def __init__(self, *nodes: dict[str, float]) -> None:
+        self.all = [{'Alive': True, 'NodeManagerAddress': f'n{i}', 'Resources': node} for i, node in enumerate(nodes)]
+        self.all.append({'Alive': False, 'NodeManagerAddress': 'dead', 'Resources': {'CPU': 64.0, 'GPU': 8.0}})
+
+    def nodes(self) -> list[dict]:
+        return self.all
+
+
+@pytest.mark.parametrize(
+    ('number', 'each', 'room'),
+    [
+        (2, {'CPU': 2}, None),
+        (3, {'CPU': 2}, 2),
+        (1, {'CPU': 4}, 0),
+        (1, {'CPU': 1, 'GPU': 1}, None),
+        (2, {'CPU': 1, 'GPU': 1}, 1),
+        (3, {'CPU': 0.1, 'GPU': 1 / 3}, None),
+        (1, {'CPU': 3, 'label': 1}, 0),
+        (2, {'label': 0.5}, None),
+        (99, {'CPU': 0}, None),
+    ],
+)
+def test_each_worker_is_whole_on_one_node(number, each, room):
+    nodes = Cluster({'CPU': 3.0}, {'CPU': 2.0, 'GPU': 1.0, 'label': 1.0})
+    text = lack_of_room(nodes, number, 'worker', each)
+    assert (text is None) == (room is None)
+    if text is not None:
+        assert f' each do not fit the Ray cluster, which has room for {room} (node n0: 3 CPU, 0 GPU' in text
+        assert 'dead' not in text and ('0 label; node n1: 2 CPU, 1 GPU, 1 label)' in text) == ('label' in each)
+
+
+START = """
+import os
+from chatgpt.nn import Actor
+from chatgpt.rollout import RemoteEngine
+from chatgpt.rollout.ray_workers import RayWorkers
+from chatgpt.testing.fakes import tiny_causal_lm
+with RemoteEngine(RayWorkers(1, resources={'CPU': 2})) as engine:
+    try:
+        engine.begin(Actor(tiny_causal_lm('gpt2')))
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_rollout_workers_that_no_node_can_hold_name_request_and_cluster(cluster):
+    """The three nodes of one core have two cores together."""
+    env = os.environ | cluster.variables | {'PYTHONPATH': str(test_launchers.ROOT), 'RAY_ADDRESS': cluster.address}
+    done = subprocess.run([sys.executable, '-c', START], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith('1 rollout worker with 2 CPU each do not fit the Ray cluster, which has room for 0 (node '), done.stdout
+    assert done.stdout.count(': 1 CPU, 0 GPU') == 3
