@@ -6,14 +6,11 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,20 +26,6 @@ QUICK = [
     '--strategy=ddp', '--num_episodes=1', '--max_timesteps=8', '--update_timesteps=1', '--experience_batch_size=4', '--train_batch_size=4',
     '--max_epochs=1', '--max_new_tokens=4', '--checkpoint_interval=1', '--lr=1e-3',
 ]  # fmt: skip
-
-
-@pytest.fixture(scope='module')
-def cluster() -> Iterator[Nodes]:
-    if importlib.util.find_spec('ray') is None:
-        pytest.skip('needs ray: pip install -r requirements-ray.txt')
-    folder = tempfile.mkdtemp(prefix='ray-', dir='/tmp')  # Ray's sockets need a short path
-    nodes = Nodes(folder)
-    try:
-        assert nodes.address
-        yield nodes
-    finally:
-        nodes.process.communicate(timeout=30)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 # ---------------------------------------------------------------------- the same run, whatever happens
