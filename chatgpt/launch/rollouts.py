@@ -8,6 +8,15 @@ from typing import Any
 
 from chatgpt.launch.runs import PPORun
 
+PATIENCE = 0.8
+"""share of `rank_timeout_s` that an actor has to answer; ranks that wait for this one give up after 0.9, and cannot name the actor"""
+
+
+def _workers(args: PPORun) -> Any:
+    from chatgpt.rollout.ray_workers import RayWorkers
+
+    return RayWorkers(args.rollout_workers, resources=args.rollout_resources, timeout_s=PATIENCE * args.rank_timeout_s)
+
 
 def check_rollout_args(args: PPORun) -> None:
     """Raises ValueError for flags of rollout workers that do not fit together, before anything is started."""
@@ -24,9 +33,7 @@ def check_rollout_args(args: PPORun) -> None:
         raise ValueError(f'rollout workers generate with the local engine: --engine {args.engine} does not fit --rollout_workers')
     if args.nlpo_top_p is not None:
         raise ValueError('NLPO draws from two models at once, which rollout workers cannot: leave --rollout_workers out')
-    from chatgpt.rollout.ray_workers import RayWorkers
-
-    RayWorkers(args.rollout_workers, resources=args.rollout_resources)  # for its errors; starts nothing
+    _workers(args)  # for its errors; starts nothing
 
 
 @contextmanager
@@ -36,8 +43,6 @@ def rollout_engine(args: PPORun) -> Iterator[Any]:
         yield None
         return
     from chatgpt.rollout import RemoteEngine
-    from chatgpt.rollout.ray_workers import RayWorkers
 
-    workers = RayWorkers(args.rollout_workers, resources=args.rollout_resources)
-    with RemoteEngine(workers, chunk_size=args.rollout_chunk_size) as engine:
+    with RemoteEngine(_workers(args), chunk_size=args.rollout_chunk_size) as engine:
         yield engine

@@ -13,7 +13,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class RayWorkers:
         address: of a running cluster, such as 'auto'. None uses the Ray that this process has initialised, or RAY_ADDRESS, or starts one on
             this machine that ends with `close`.
         timeout_s: a worker that has been waited for so long counts as dead and is ended; None waits for ever. A replacement's start counts
-            too, and what it has to do before.
+            too, and what it has to do before. The first start has at least START_S.
 
     Raises:
         ImportError: ray is not installed.
@@ -63,6 +63,8 @@ class RayWorkers:
         given = dict(resources or {})
         self.resources = {'CPU': 1.0 if given.get('GPU') else float(torch.get_num_threads())} | given
         self.actors: list[Any] = []
+        self._places: list[Any] = []
+        """of each actor, asked for: process and node"""
         self._actor_class: Any = None
         self._arguments: tuple[Any, ...] = ()
         self._started_ray = False
@@ -72,6 +74,7 @@ class RayWorkers:
 
         Raises:
             ValueError: the nodes of the cluster can never hold them, each whole on one node.
+            RuntimeError: some have not started within `timeout_s`, or could not.
         """
         ray = self.ray
         self._connect()
@@ -85,15 +88,28 @@ class RayWorkers:
         device = 'cuda' if self.resources.get('GPU') else 'cpu'
         self._arguments = (ray.put(spec), dict(engine_options), max(1, int(self.resources['CPU'])), device)
         self.actors = [self._actor_class.remote(*self._arguments) for _ in range(self.num_workers)]
-        started = [actor.pid.remote() for actor in self.actors]
-        if ray.wait(started, num_returns=len(started), timeout=START_S)[1]:
+        self._places = [actor.place.remote() for actor in self.actors]
+        late = self._late(START_S)
+        if late and (self.timeout_s is None or self.timeout_s > START_S):
             warnings.warn(f'rollout workers still wait for {self.resources} each; is the cluster busy?', stacklevel=3)
+            late = self._late(None if self.timeout_s is None else self.timeout_s - START_S)
+        if late:
+            self.close()
+            raise RuntimeError(
+                f'rollout workers {late} have not started within {max(START_S, self.timeout_s or 0):g} s: they wait for {self.resources} '
+                'each (ray status shows who uses the cluster), or hang (ray list actors)'
+            )
         try:
-            ray.get(started)
+            ray.get(self._places)
         except (ray.exceptions.RayActorError, ray.exceptions.RaySystemError) as error:
             self.close()
             lines = [line for line in str(error).splitlines() if line.strip()]
             raise RuntimeError(f'the rollout workers could not start: {lines[-1].strip()}') from error
+
+    def _late(self, timeout_s: float | None) -> str:
+        """Numbers of the actors that have not started after so long; empty if all have."""
+        late = self.ray.wait(self._places, num_returns=len(self._places), timeout=timeout_s)[1]
+        return ', '.join(str(number) for number, place in enumerate(self._places) if place in late)
 
     def _connect(self) -> None:
         """To the cluster that is named, or one of our own."""
@@ -116,33 +132,36 @@ class RayWorkers:
         return self.ray.put(bucket.numpy())
 
     def submit(self, worker: int, request: Request) -> Any:
-        return self.actors[worker].generate.remote(request)
+        return _Asked(self.actors[worker].generate.remote(request), self._places[worker])
 
     def ready(self, handle: Any) -> bool:
-        return bool(self.ray.wait([handle], timeout=0, fetch_local=False)[0])
+        return bool(self.ray.wait([handle.answer], timeout=0, fetch_local=False)[0])
 
     def wait(self, handle: Any) -> PackedSamples:
         exceptions = self.ray.exceptions
         try:
-            return self.ray.get(handle, timeout=self.timeout_s)
+            return self.ray.get(handle.answer, timeout=self.timeout_s)
         except (
             exceptions.RayActorError, exceptions.ObjectLostError, exceptions.WorkerCrashedError, exceptions.NodeDiedError,
             exceptions.OutOfMemoryError,
         ) as error:  # fmt: skip
             raise WorkerDied(_reason(error)) from None
         except exceptions.GetTimeoutError:
-            raise WorkerDied(f'no answer within {self.timeout_s} s') from None
+            started = self.ray.wait([handle.place], timeout=0)[0]
+            where = self.ray.get(handle.place) if started else 'an actor that has not started'
+            raise WorkerDied(f'no answer within {self.timeout_s:g} s from {where}') from None
         except exceptions.RayTaskError as error:
             if isinstance(error.cause, (exceptions.ObjectLostError, exceptions.RayActorError)):  # a node that held what it needed is gone
                 raise WorkerDied(_reason(error.cause)) from None
             raise error.cause or error from error
 
     def cancel(self, handle: Any) -> None:
-        self.ray.cancel(handle)
+        self.ray.cancel(handle.answer)
 
     def replace(self, worker: int) -> None:
         self.ray.kill(self.actors[worker], no_restart=True)  # it may only have lost its answer, or hang
         self.actors[worker] = self._actor_class.remote(*self._arguments)
+        self._places[worker] = self.actors[worker].place.remote()
 
     def close(self) -> None:
         if self.ray.is_initialized():
@@ -150,7 +169,15 @@ class RayWorkers:
                 self.ray.kill(actor, no_restart=True)
             if self._started_ray:
                 self.ray.shutdown()
-        self.actors, self._arguments, self._started_ray = [], (), False
+        self.actors, self._places, self._arguments, self._started_ray = [], [], (), False
+
+
+class _Asked(NamedTuple):
+    """A request under way."""
+
+    answer: Any
+    place: Any
+    """of the actor that was asked"""
 
 
 def _reason(error: Exception) -> str:
@@ -175,6 +202,9 @@ class _Actor:
 
     def pid(self) -> int:
         return os.getpid()
+
+    def place(self) -> str:
+        return f'process {os.getpid()} on {self.ray.util.get_node_ip_address()}'
 
     def take_weights(self, manifest: Manifest, buckets: Sequence[Any]) -> None:
         self.worker.take_weights(manifest, buckets)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from chatgpt.nn import Actor
-from chatgpt.rollout import LocalEngine, RemoteEngine, SamplingParams
+from chatgpt.rollout import LocalEngine, RemoteEngine, SamplingParams, ray_workers
 from chatgpt.rollout.ray_workers import RayWorkers
 from chatgpt.testing.fakes import tiny_causal_lm
 from chatgpt.testing.workers import InProcessWorkers
@@ -163,12 +163,23 @@ def test_old_weights_leave_the_object_store_and_an_actor_that_hangs_counts_as_de
             big.end()
         assert big.version == 20
         big.begin(actor)
-        with pytest.raises(RuntimeError, match='died 1 times in a row on samples 0 to 7: no answer within 8.0 s'):
+        where = rf'process {cluster.get(big.workers.actors[0].pid.remote())} on \d+\.\d+\.\d+\.\d+$'
+        with pytest.raises(RuntimeError, match=f'worker 0 died 1 times in a row on samples 0 to 7: no answer within 8 s from {where}'):
             big.generate(prompts(), SamplingParams(max_new_tokens=4, stop=slow(60)), seed=5, indices=range(8))
     from ray._private.internal_api import memory_summary
 
     summary = memory_summary(address=cluster.get_runtime_context().gcs_address, stats_only=True)
     assert 'object store' in summary.lower() and 'spilled' not in summary.lower()
+
+
+def test_an_actor_that_does_not_start_is_named(engine, monkeypatch):
+    """The other engine's two actors have left room for one."""
+    actor = Actor(tiny_causal_lm('gpt2'))
+    engine.begin(actor)
+    monkeypatch.setattr(ray_workers, 'START_S', 0.1)
+    message = r'rollout workers (0, )?1 have not started within 0.5 s: they wait for .*CPU'
+    with pytest.warns(UserWarning, match='still wait for'), pytest.raises(RuntimeError, match=message):
+        RemoteEngine(RayWorkers(2, timeout_s=0.5)).begin(actor)
 
 
 def test_what_cannot_be_is_refused(cluster, monkeypatch):
