@@ -39,7 +39,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     torchrun = parser.add_argument_group('torchrun, started with the same command on every node')
     torchrun.add_argument('--num_nodes', type=int, help='(default: 1)')
     torchrun.add_argument('--rdzv_endpoint', metavar='HOST:PORT', help='one of the nodes, where they meet')
-    torchrun.add_argument('--run_id', metavar='NAME', help='of this launch, the same on every node')
+    torchrun.add_argument('--run_id', metavar='NAME', help='of this launch, the same on every node; a later one of that name goes on')
     torchrun.add_argument('--local_addr', metavar='HOST', help='this node as the others reach it; default: by its host name')
     add('script')
     add('script_args', nargs=argparse.REMAINDER)

@@ -26,9 +26,9 @@ class TorchrunLaunch:
     max_failures: int = 3
     num_nodes: int = 1
     rdzv_endpoint: str | None = None
-    """host:port of one of the nodes, where they meet"""
+    """host:port of one of the nodes, where they meet; none: a free port of this one"""
     run_id: str | None = None
-    """name of the launch, the same on every node"""
+    """name of the launch, the same on every node; a later launch of the same name goes on with its run. None: a new one"""
     local_addr: str | None = None
     """this node's address as the others reach it; none: found by the host name"""
 
@@ -39,15 +39,17 @@ class TorchrunLaunch:
             raise ValueError(f'max_failures={self.max_failures} must not be negative')
         if self.num_nodes > 1 and not (self.rdzv_endpoint and self.run_id):
             raise ValueError('several nodes have to find each other: give --rdzv_endpoint HOST:PORT of one of them, and --run_id NAME')
+        if self.rdzv_endpoint and not self.run_id:
+            raise ValueError(f'rdzv_endpoint={self.rdzv_endpoint} is where the launch of a --run_id NAME meets: give both, or neither')
         if not Path(self.script).is_file():
             raise ValueError(f'{self.script}: there is no such script')
 
     def command(self) -> list[str]:
         """The torchrun command, through `chatgpt.launch.elastic`."""
         meet = ['--standalone']
-        if self.num_nodes > 1:
-            meet = ['--rdzv_backend=c10d', f'--rdzv_endpoint={self.rdzv_endpoint}', f'--rdzv_id={self.run_id}']
-            meet.append(f'--nnodes={self.num_nodes}')
+        if self.run_id:
+            endpoint = self.rdzv_endpoint or 'localhost:0'
+            meet = ['--rdzv_backend=c10d', f'--rdzv_endpoint={endpoint}', f'--rdzv_id={self.run_id}', f'--nnodes={self.num_nodes}']
         if self.local_addr:
             meet.append(f'--local_addr={self.local_addr}')
         return [

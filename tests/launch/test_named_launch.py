@@ -1,0 +1,49 @@
+"""A launch with a name of its own under torchrun on one node: a later one of that name goes on."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from launcher_runs import ROOT, command, metrics_of, wait_for
+
+from chatgpt.launch.torchrun import TorchrunLaunch
+
+SCRIPT = str(ROOT / 'examples' / 'train_prompts.py')
+QUICK = [
+    '--num_episodes=1', '--max_timesteps=16', '--update_timesteps=1', '--experience_batch_size=2', '--train_batch_size=2', '--max_epochs=1',
+    '--max_new_tokens=2', '--checkpoint_interval=1',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(('given', 'used'), [('a:1', 'a:1'), (None, 'localhost:0')])
+def test_one_node_keeps_the_name_and_the_meeting_place(given, used):
+    launch = TorchrunLaunch(script=SCRIPT, num_workers=2, run_id='job7', rdzv_endpoint=given)
+    assert launch.command()[3:] == [
+        '--rdzv_backend=c10d', f'--rdzv_endpoint={used}', '--rdzv_id=job7', '--nnodes=1', '--nproc_per_node=2', '--max_restarts=3', SCRIPT,
+    ]  # fmt: skip
+
+
+def test_a_meeting_place_without_a_name_is_refused():
+    with pytest.raises(ValueError, match='rdzv_endpoint=a:1 is where the launch of a --run_id NAME meets: give both, or neither'):
+        TorchrunLaunch(script=SCRIPT, rdzv_endpoint='a:1')
+
+
+def test_a_second_launch_of_the_name_goes_on(tmp_path: Path, model_folder: Path):
+    """The first is ended by SIGTERM, as by a batch system that queues the job again."""
+    flags = ['--run_id=job7', SCRIPT, *QUICK, '--pretrain', str(model_folder), '--save_path', str(tmp_path)]
+    first = command(*flags)
+    try:
+        wait_for(lambda: len(metrics_of(tmp_path)) >= 1)
+        first.send_signal(signal.SIGTERM)
+        first.communicate(timeout=60)
+    finally:
+        first.kill()
+    done = len(metrics_of(tmp_path))
+    assert first.returncode == 128 + signal.SIGTERM and 1 <= done < 16
+    second = command(*flags)
+    output, _ = second.communicate(timeout=100)
+    assert second.returncode == 0, output
+    assert [line['step'] for line in metrics_of(tmp_path)] == list(range(1, 17))
+    assert f'phase {done + 1}/16' in output and 'phase 1/16' not in output
