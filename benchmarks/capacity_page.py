@@ -12,9 +12,10 @@ memory (RLIMIT_DATA) above what it holds before any model exists. Host and devic
 weights of CPU decoding count. The same sweep on a GPU (`--memory 24GiB --host_memory 64GiB --ladder gpt`, with fsdp_cpu, ZeRO and
 Gemini offloading) has not been run: [gpu.md](../gpu.md). So nothing here measures the ancestor's claims for a GPU (10.3 times the
 model on one, a demo in 1.62 GB)."""
-NOTES_ON_A_CPU = """What the planner does not count, and what is the same memory on a CPU: ZeRO and Gemini keep, on the host, the exact
-fp32 values of weights that are not trained, and gather a policy with LoRA in fp32; Gemini's default chunks are larger than these
-models."""
+NOTES_ON_A_CPU = """Of ColossalAI's strategies the planner counts, in host memory, which is the same here, the exact fp32 values of weights
+that are not trained, and a policy with LoRA gathered in fp32. It leaves out the fp32 sums of gradients that Gemini keeps while there are
+several micro-batches, Gemini's rounding up to chunks (a model below 32 x 2^20 elements is one chunk of its own size), and what ColossalAI
+copies beyond two buckets while it reduces and steps. How much of the difference each of these makes has not been measured."""
 ON_CUDA = """Measured on one {device}, whose allocator was limited to {cap}. The CUDA context and what else torch's allocator does
 not manage come on top."""
 WHAT = """A rung of the ladder `{ladder}` (benchmarks/ladders.py) trains when one PPO phase of two passes over {batch} sequences of

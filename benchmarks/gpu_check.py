@@ -3,11 +3,11 @@
     python benchmarks/gpu_check.py [--wheels FOLDER] [--parts tests gpt-s-bf16] [--out FOLDER]
     python benchmarks/gpu_check.py --device cpu        # the same at tiny sizes, to see that it works; measures nothing of interest
 
-Every part is a process with a budget of seconds and is ended with all that it started when it passes it; all parts together end
-within --budget_s, and those that no time is left for are reported as such. The file, <device>-<date>.json, is written anew after each
-part, so what was measured outlives an interruption. Exit code 0: every part passed or needs something optional that is not installed; 1: a
-part failed, ran out of time or was not reached; 2: the machine lacks what nothing here can do without. No network is used. Left out:
-several GPUs; start the benchmarks with torchrun for those.
+Every part is a process with a budget of seconds and is ended with all that it started when it passes it. Everything, from installing
+wheels on, ends within --budget_s; parts that no time is left for are reported as such. The file, <device>-<date>.json, is written
+anew after each part, so what was measured outlives an interruption. Exit code 0: every part passed or needs something optional that is
+not installed; 1: a part failed, ran out of time or was not reached; 2: the machine lacks what nothing here can do without. No network is
+used. Left out: several GPUs; start the benchmarks with torchrun for those.
 """
 
 from __future__ import annotations
@@ -52,6 +52,10 @@ def benchmark(name: str, which: str, budget_s: int, *flags: str, needs: tuple[st
     return Part(name, (f'benchmarks/benchmark_{which}_dummy.py', '--json', '{out}', *flags), budget_s, needs)
 
 
+def decoding(budget_s: int, *flags: str) -> Part:
+    return Part('decode', ('benchmarks/rollout.py', '--json', '{out}', *flags), budget_s)
+
+
 def cuda_parts() -> list[Part]:
     """In the order of what one wants to know first."""
     short = ('--num_episodes=2', '--max_timesteps=2', '--update_timesteps=2', '--max_epochs=2')
@@ -61,10 +65,11 @@ def cuda_parts() -> list[Part]:
         Part('device', ('benchmarks/gpu_check.py', '--measure_device', '{out}'), 40),
         Part('tests', ('-m', 'pytest', '-m', 'gpu', '-q', '-p', 'no:cacheprovider', '--junitxml={out}'), 110),
         benchmark('gpt-s-bf16', 'gpt', 50, '--model=s', *short, *wide),
+        decoding(70, '--device=cuda', '--precision=bf16', '--rungs', 's', 'xl', '--batch=32', '--prompt=64', '--new=64', '--rounds=3'),
+        benchmark('gpt-xl-bf16', 'gpt', 90, '--model=xl', *large),
+        benchmark('opt-1.3b-lora', 'opt_lora', 70, '--model=1.3b', '--lora_rank=16', *large),
         benchmark('gpt-s-fp32', 'gpt', 50, '--model=s', '--precision=fp32', *short, *wide),
         benchmark('gpt-s-fsdp_cpu', 'gpt', 60, '--model=s', '--strategy=fsdp_cpu', *short),
-        benchmark('opt-1.3b-lora', 'opt_lora', 70, '--model=1.3b', '--lora_rank=16', *large),
-        benchmark('gpt-xl-bf16', 'gpt', 90, '--model=xl', *large),
         Part('capacity-8GiB', (
             'benchmarks/capacity.py', '--memory=8GiB', '--host_memory=32GiB', '--strategies', 'naive', '--options', 'micro', 'lean',
             '--smallest', '--json', '{out}',
@@ -83,6 +88,7 @@ def cpu_parts() -> list[Part]:
         Part('device', ('benchmarks/gpu_check.py', '--measure_device', '{out}'), 60),
         Part('tests', ('-m', 'pytest', '-m', 'gpu', '-q', '-p', 'no:cacheprovider', 'tests/gpu', '--junitxml={out}'), 60),
         benchmark('gpt-tiny', 'gpt', 60, *tiny),
+        decoding(60, '--device=cpu', '--rungs', 'tiny', '--batch=4', '--prompt=8', '--new=8', '--rounds=2'),
         benchmark('opt-tiny-lora', 'opt_lora', 60, '--lora_rank=2', '--strategy=fsdp_cpu', *tiny),
         Part('capacity', (
             'benchmarks/capacity.py', '--memory=160MiB', '--ladder=tiny', '--strategies', 'naive', '--options', 'full',
@@ -163,22 +169,32 @@ def read_result(path: Path) -> Any:
 
 def installed(name: str, env: dict[str, str]) -> bool:
     """Whether a part would find the package."""
-    code = f'import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)'
-    return subprocess.run([sys.executable, '-c', code], env=env, cwd=ROOT, timeout=60).returncode == 0
+    return answers(f'import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)', env, 60.0)
 
 
-def install_wheels(folder: Path, site: str) -> None:
+def answers(code: str, env: dict[str, str], left_s: float) -> bool:
+    """Whether a Python in this environment ends with 0, within the time that is left and two minutes."""
+    try:
+        return subprocess.run([sys.executable, '-c', code], env=env, cwd=ROOT, timeout=max(min(left_s, 120.0), 0.1)).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def install_wheels(folder: Path, site: str, timeout_s: float = 300.0) -> None:
     """Every wheel of the folder into `site`, from the folder alone.
 
     Raises:
-        ValueError: no wheels there, or pip cannot install them.
+        ValueError: no wheels there, or pip cannot install them, or not in this time.
     """
     wheels = sorted(map(str, folder.glob('*.whl')))
     if not wheels:
         raise ValueError(f'{folder} holds no wheels (*.whl)')
     command = [sys.executable, '-m', 'pip', 'install', '--quiet', '--disable-pip-version-check', '--no-index', '--no-deps', '--no-compile',
                '--target', site, *wheels]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f'pip did not install the wheels of {folder} within {timeout_s:.0f} s') from None
     if done.returncode:
         raise ValueError(f'pip could not install the wheels of {folder}: {done.stderr.strip()[-500:]}')
 
@@ -239,6 +255,12 @@ def planner_errors(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def decode_ratios(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How many times `model.generate`'s new tokens per second the local engine makes, by model and kind of lengths."""
+    results = [part['result'] for part in parts if isinstance(part.get('result'), dict)]
+    return [entry for result in results for entry in result.get('decode', ())]
+
+
 def commit() -> str | None:
     """Of the working tree, where git knows."""
     try:
@@ -253,9 +275,12 @@ def file_name(device: str | None) -> str:
     return f'{slug}-{time.strftime("%Y-%m-%d")}.json'
 
 
-def check(parts: list[Part], *, device: str, out: Path, budget_s: float, site: str | None) -> dict[str, Any]:
-    """Run the parts one after another; the file is written after each."""
-    env, begun, done = environment(device, site), time.monotonic(), []
+def check(
+    parts: list[Part], *, device: str, out: Path, budget_s: float, site: str | None, begun: float | None = None
+) -> dict[str, Any]:
+    """Run the parts one after another; the file is written after each. `begun`, of time.monotonic, is when the budget began: now."""
+    env, done = environment(device, site), []
+    begun = time.monotonic() if begun is None else begun
     content: dict[str, Any] = {
         'device': None, 'device_type': device, 'date': time.strftime('%Y-%m-%d'), 'commit': commit(), 'budget_s': budget_s, 'passed': False,
     }  # fmt: skip
@@ -271,7 +296,8 @@ def check(parts: list[Part], *, device: str, out: Path, budget_s: float, site: s
         if part.name == 'device' and 'result' in record:
             content |= {'device': record['result']['machine']['device'], 'machine': record['result']['machine']}
         content |= {'passed': all(r['status'] in ('passed', 'left out') for r in done) and len(done) == len(parts)}
-        content |= {'wall_s': round(time.monotonic() - begun, 1), 'planner': planner_errors(done), 'parts': done}
+        content |= {'planner': planner_errors(done), 'decode': decode_ratios(done), 'parts': done}
+        content |= {'wall_s': round(time.monotonic() - begun, 1)}
         path = path or out / file_name(content['device'])
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1) + '\n')
@@ -285,7 +311,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--parts', nargs='+', metavar='NAME', help='only these')
     parser.add_argument('--wheels', type=Path, metavar='FOLDER', help='wheels of what the machine lacks')
     parser.add_argument('--out', type=Path, metavar='FOLDER', help='default: benchmarks/results/gpu; outputs/gpu_check for --device cpu')
-    parser.add_argument('--budget_s', type=float, default=530.0, help='for all parts together')
+    parser.add_argument('--budget_s', type=float, default=530.0, help='for everything together, installing wheels included')
     parser.add_argument('--measure_device', type=Path, metavar='FILE', help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -295,6 +321,7 @@ def main() -> int:
     if args.measure_device:
         measure_device(args.measure_device)
         return 0
+    begun = time.monotonic()
     parts = cuda_parts() if args.device == 'cuda' else cpu_parts()
     unknown = sorted(set(args.parts or ()) - {p.name for p in parts})
     site = tempfile.mkdtemp(prefix='gpu-check-site-') if args.wheels else None
@@ -302,17 +329,17 @@ def main() -> int:
         if unknown:
             raise ValueError(f'there is no part {unknown[0]!r}; there are {", ".join(p.name for p in parts)}')
         if site is not None:
-            install_wheels(args.wheels, site)
+            install_wheels(args.wheels, site, args.budget_s - LEAST_S)
         env = environment(args.device, site)
         lacking = [name for name in REQUIRED if not installed(name, env)]
         if lacking:
             raise ValueError(f'not installed: {", ".join(lacking)}; give a folder with their wheels: make gpu-check WHEELS=folder')
         sees = 'import sys, torch; sys.exit(not torch.cuda.is_available())'
-        if args.device == 'cuda' and subprocess.run([sys.executable, '-c', sees], env=env, timeout=120).returncode:
+        if args.device == 'cuda' and not answers(sees, env, args.budget_s - (time.monotonic() - begun)):
             raise ValueError('torch sees no CUDA device; --device cpu runs the same at tiny sizes')
         out = args.out or (ROOT / 'benchmarks/results/gpu' if args.device == 'cuda' else ROOT / 'outputs/gpu_check')
         chosen = [p for p in parts if not args.parts or p.name in args.parts]
-        return 0 if check(chosen, device=args.device, out=out, budget_s=args.budget_s, site=site)['passed'] else 1
+        return 0 if check(chosen, device=args.device, out=out, budget_s=args.budget_s, site=site, begun=begun)['passed'] else 1
     except ValueError as error:
         print(f'error: {error}', file=sys.stderr)
         return 2

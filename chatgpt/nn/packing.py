@@ -3,7 +3,7 @@
 Everything but attention works token by token, so there padding is left out simply by not being there. Attention is asked for by
 transformers under a name of ours, which is the model's 'sdpa' for every ordinary call; a call that carries a `Packing` takes
 
-- FlashAttention for variable lengths (`torch.nn.attention.varlen`) on CUDA in 16 bits, where torch has it;
+- FlashAttention for variable lengths (`torch.nn.attention.varlen`) on CUDA in 16 bits, autocast's included, where torch has it;
 - elsewhere `scaled_dot_product_attention` over groups of sequences of similar length, padded within their group.
 
 On a CPU attention over few keys is computed in fp32, also in 16-bit models: torch's 16-bit kernel is the slower one there.
@@ -126,6 +126,10 @@ def _attend(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)[0]
     if kwargs.get('softcap') is not None or kwargs.get('position_bias') is not None:
         raise ValueError('packed attention knows neither soft caps nor position biases; train with packing=False')
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
+        # As SDPA itself would: rotary embeddings leave queries and keys in fp32, which FlashAttention does not take.
+        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, d)
     if not dropout and _fits_varlen(q, k, v):
         return _varlen_attention(q, k, v, packing, scaling)[None]
