@@ -5,9 +5,10 @@
 
 The task is `randomwalks_task`. A file holds `optimality`, the mean over 32 samples from each of the 20 starts at every evaluation, and the
 settings and seconds. ILQL: GPT-2 of 6 layers x 144, 200 optimizer steps of batch 100, target heads synced at each, lr from 2e-4 to 0; the
-values of the one β of 0, 1, 100 that is best at the end. Online: the same model first trained 300 steps on the walks (SFT), then 160
-optimizer steps of batch 100, each on 100 fresh responses, with lr 3e-4 and no KL; the critic of PPO and A2C is a network of its own
-with new weights and lr 1e-3. --times 3 trains three times as long. Seconds include the SFT; wall seconds also what shared the cores.
+values of the one β of 0, 1, 100 that is best at the last of these evaluations. Online: the same model first trained 300 steps on the
+walks (SFT), then 160 optimizer steps of batch 100, each on 100 fresh responses, with lr 3e-4 and no KL; the critic of PPO and A2C is a
+network of its own with new weights and lr 1e-3. --times 3 trains three times as long.
+Seconds include the SFT; wall seconds also what shared the cores.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import argparse
 import json
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +178,15 @@ def run(method: str, graph_seed: int, seed: int, times: int, out: Path, cache: P
     )
 
 
+def betas_chosen(runs: Iterable[list[dict[str, Any]]]) -> str:
+    """A clause on which β the ILQL files have."""
+    counts = Counter(r['beta'] for found in runs for r in found if 'beta' in r)
+    if not counts:
+        return ''
+    of_each = ', '.join(f'{beta} in {number}' for beta, number in sorted(counts.items(), key=lambda item: float(item[0])))
+    return f', which is {next(iter(counts))} in all {counts.total()} files' if len(counts) == 1 else f', which is {of_each} files'
+
+
 def report(folder: Path, out: Path) -> None:
     """A table and a plot of every result in a folder."""
     import matplotlib
@@ -188,6 +199,7 @@ def report(folder: Path, out: Path) -> None:
         content = json.loads(path.read_text())
         runs[METHODS.index(content['method']), content['times'], content['graph_seed']].append(content)
     legend = ' '.join(' '.join((__doc__ or '').split('\n\n')[2:]).split())
+    legend = legend.replace('last of these evaluations', f'last of these evaluations{betas_chosen(runs.values())}')
     lines = ['# Randomwalks', '', f'`python benchmarks/randomwalks.py`. {legend}', '']
     lines += [
         '| method | graph | seeds | last four evaluations: mean (least, greatest) | goal | wall s | CPU s |',

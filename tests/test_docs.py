@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -23,6 +24,13 @@ time/ppo/optimize_step time/ppo/calc_stats time/ppo/total
 """.split()
 
 
+RECORDS = {
+    'ppo_loss.py': ('ppo',), 'sft.py': ('sft',), 'reward_model.py': ('rm',), 'ilql.py': ('ilql',), 'kto.py': ('kto',),
+    'preference.py': ('dpo', 'orpo', 'simpo'),
+}  # fmt: skip
+"""The files with losses, and before which word the metrics of each stand."""
+
+
 def documented() -> set[str]:
     """Every `phase/quantity` in backticks on the page."""
     return set(re.findall(r'`([a-z_]+(?:/[a-z_0-9]+)+)`', (ROOT / 'docs' / 'metrics.md').read_text()))
@@ -34,16 +42,56 @@ def names_in_code() -> set[str]:
     for path in (ROOT / 'chatgpt' / 'trainer').rglob('*.py'):
         text = path.read_text()
         names |= set(re.findall(r"'((?:rollout|ppo|sft|perf|rft)/[a-z_0-9]+)'", text))
-        prefix = {'ppo_loss.py': 'ppo', 'sft.py': 'sft', 'reward_model.py': 'rm', 'ilql.py': 'ilql'}.get(path.name)
-        if prefix:
-            names |= {f'{prefix}/{n}' for n in re.findall(r"stats\.(?:mean|maximum|minimum|add)\('([a-z_0-9]+)'", text)}
+        for prefix in RECORDS.get(path.name, ()):
+            names |= {f'{prefix}/{n}' for n in recorded(text) | set(re.findall(r"\{prefix\}/([a-z_]+)'", text))}
+    return names | {f'rm/val_{n}' for n in recorded((ROOT / 'chatgpt' / 'trainer' / 'reward_model.py').read_text())}
+
+
+def recorded(source: str) -> set[str]:
+    """The names that functions with an argument `stats` record, written there or in the tuples or the dict that they loop over."""
+    names: set[str] = set()
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef) or 'stats' not in {a.arg for a in function.args.args}:
+            continue
+        for node in ast.walk(function):
+            if not isinstance(node, ast.Call) or not re.match(r'stats\.(mean|maximum|minimum|add)$', ast.unparse(node.func)):
+                continue
+            if isinstance(node.args[0], ast.Constant):
+                names.add(str(node.args[0].value))
+            else:
+                found = looped_names(function)
+                assert found, f'{ast.unparse(node)}: where do its names come from?'
+                names |= found
+    return names
+
+
+def looped_names(function: ast.FunctionDef) -> set[str]:
+    """The first of each tuple in a literal that a `for` runs over, and the keys of a dict whose items it runs over."""
+    names: set[str] = set()
+    for loop in [n for n in ast.walk(function) if isinstance(n, ast.For)]:
+        if isinstance(loop.iter, ast.Tuple):
+            names |= {ast.literal_eval(pair.elts[0]) for pair in loop.iter.elts if isinstance(pair, ast.Tuple)}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assign) and f'{ast.unparse(node.targets[0])}.items()' == ast.unparse(loop.iter):
+                names |= {ast.literal_eval(key) for key in getattr(node.value, 'keys', ())}
     return names
 
 
 def test_every_metric_has_its_formula():
     names = names_in_code()
     assert {'ppo/policy_loss', 'ppo/ratio_min', 'rollout/kl_mean', 'perf/total_s', 'sft/loss'} <= names  # the search finds them
+    assert {'rm/accuracy', 'rm/val_loss', 'dpo/logp_chosen', 'orpo/margin', 'simpo/loss', 'kto/kl', 'kto/margin', 'ilql/td_loss'} <= names
     assert not names - documented()
+
+
+def test_the_page_names_no_metric_of_a_loss_that_the_code_does_not_record():
+    prefixes = {p for found in RECORDS.values() for p in found} - {'ppo', 'sft'}
+    of_losses = {n for n in documented() if n.split('/')[0] in prefixes}
+    every = ('grad_norm', 'lr', 'epoch')
+    names = names_in_code()
+    invented = {n for n in of_losses if n.replace('/val_', '/') not in names and n.split('/')[1] not in every}
+    assert len(of_losses) > 30
+    assert not invented
 
 
 def test_all_forty_keys_of_trl_are_mapped():

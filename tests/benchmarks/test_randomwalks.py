@@ -87,5 +87,15 @@ def test_short_runs(monkeypatch, tmp_path, method):
     assert len(content['optimality']) == 3
     assert content['cpu_s'] > 0
     randomwalks.report(tmp_path, tmp_path / 'report.md')
-    assert f'| {method} | 1000 | 2 |' in (tmp_path / 'report.md').read_text()
+    page = (tmp_path / 'report.md').read_text()
+    assert f'| {method} | 1000 | 2 |' in page
+    chosen = {json.loads((tmp_path / f'{seed}.json').read_text()).get('beta') for seed in (1, 2)}
+    assert ('evaluations, which is' in page) == (method == 'ilql')
+    assert ('in all 2 files' in page) == (method == 'ilql' and len(chosen) == 1)
     assert (tmp_path / 'report.png').stat().st_size > 1000
+
+
+def test_the_page_says_which_beta_the_files_have():
+    assert randomwalks.betas_chosen([[{'beta': '100'}] * 6, [{'beta': '100'}] * 3, [{}]]) == ', which is 100 in all 9 files'
+    assert randomwalks.betas_chosen([[{'beta': '100'}, {'beta': '1'}, {'beta': '100'}]]) == ', which is 1 in 1, 100 in 2 files'
+    assert randomwalks.betas_chosen([[{}]]) == ''

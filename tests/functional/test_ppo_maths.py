@@ -1,4 +1,4 @@
-"""PPO's formulas against numbers by hand and slow float64 loops; every check has a twin with a planted mistake."""
+"""PPO's formulas against numbers by hand and slow float64 loops. Twins with planted mistakes are here and in test_twins.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from float64 import F64, tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chatgpt.functional.advantages import (
-    a2c,
     dr_grpo,
     gae,
     grpo,
@@ -195,12 +194,6 @@ def test_gae_of_a_sequence_does_not_depend_on_its_company_to_the_bit():
     r, v = [torch.randn(5), torch.randn(9)], [torch.randn(5), torch.randn(9)]
     alone, together = gae(r[:1], v[:1])[0][0], gae(r, v)[0][0]
     assert torch.equal(alone, together)
-
-
-def test_a2c_is_gae_with_lambda_one():
-    r, v = [torch.randn(6, dtype=F64)], [torch.randn(6, dtype=F64)]
-    assert torch.allclose(a2c(r, v, gamma=0.9)[0][0], gae(r, v, gamma=0.9, lam=1.0)[0][0])
-    assert not torch.allclose(a2c(r, v, gamma=0.9)[0][0], gae(r, v, gamma=0.9, lam=0.5)[0][0])
 
 
 def test_score_is_added_once_at_the_last_token_that_counts():

@@ -11,10 +11,11 @@ import torch
 from phase_log import Log
 
 from chatgpt.dataset import TokenizedLabelled, TokenizedPreference
+from chatgpt.functional import losses
 from chatgpt.nn import RewardModel
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer import RewardModelTrainer
+from chatgpt.trainer import RewardModelTrainer, reward_model
 from chatgpt.trainer.callbacks import SaveCheckpoint
 from chatgpt.trainer.reward_model import is_success, pairs_of
 from chatgpt.trainer.saving import save_pretrained
@@ -95,6 +96,18 @@ def test_the_loss_by_hand(settings):
     assert seen['rm/loss'] == pytest.approx(loss, rel=1e-5)
     assert seen['rm/accuracy'] == pytest.approx(accuracy)
     assert seen['rm/margin'] == pytest.approx(margin, rel=1e-4)
+
+
+@pytest.mark.parametrize(('loss_fn', 'times'), [('log_sig', 2.0), ('log_exp', 3.0)])
+def test_each_form_of_the_loss_is_the_one_that_is_asked_for(monkeypatch, loss_fn, times):
+    """Without a margin both are one function, so each is marked here by a factor of its own."""
+    for name, factor in (('pairwise_log_sigmoid_loss', 2.0), ('pairwise_log_exp_loss', 3.0)):
+        plain = getattr(losses, name)
+        monkeypatch.setattr(reward_model, name, lambda *args, plain=plain, factor=factor: factor * plain(*args))
+    trainer = make(MIXED, shuffle=False, calibrate=False, loss_fn=loss_fn)
+    loss, _, _ = by_hand(trainer, MIXED)
+    trainer.fit()
+    assert trainer.log.phases[0]['rm/loss'] == pytest.approx(times * loss, rel=1e-5)
 
 
 def test_margins_are_subtracted():

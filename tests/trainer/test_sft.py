@@ -45,20 +45,24 @@ def test_loss_is_the_mean_over_response_tokens_of_the_whole_batch():
     # By hand: log-softmax of the model's own logits at the states before each counted token, in float64.
     model = trainer.strategy.unwrap(trainer.model).model.eval()
     total, count = 0.0, 0
+    prompts_too: list[float] = []
+    means: list[float] = []
     for s in data:
         ids = torch.cat([s.prompt_ids, s.response_ids])
         logp = model(ids[None]).logits[0].double().log_softmax(-1)
-        for t in range(len(s.response_ids)):
-            if s.response_mask[t]:
-                position = len(s.prompt_ids) + t
-                total -= float(logp[position - 1, ids[position]].detach())
-                count += 1
+        losses = [-float(logp[k - 1, ids[k]].detach()) for k in range(1, len(ids))]
+        own = [x for x, counts in zip(losses[len(s.prompt_ids) - 1 :], s.response_mask.tolist(), strict=True) if counts]
+        total, count = total + sum(own), count + len(own)
+        prompts_too += losses[: len(s.prompt_ids) - 1] + own
+        means.append(sum(own) / len(own))
     trainer.fit()
     assert count == 6
     assert log.phases[0]['sft/loss'] == pytest.approx(total / count, rel=1e-5)
     assert log.phases[0]['sft/perplexity'] == pytest.approx(math.exp(total / count), rel=1e-5)
-    # Twin: with prompts counted, or each sequence's mean averaged, the number is another.
-    assert log.phases[0]['sft/loss'] != pytest.approx(total / (count + 2), rel=1e-3)
+    # Twins: with prompts counted, or each sequence's mean averaged, the number is another.
+    assert len(prompts_too) == 7
+    assert log.phases[0]['sft/loss'] != pytest.approx(sum(prompts_too) / len(prompts_too), rel=1e-4)
+    assert log.phases[0]['sft/loss'] != pytest.approx(sum(means) / len(means), rel=1e-4)
 
 
 def test_learns_and_evaluates_on_held_back_data():

@@ -1,0 +1,381 @@
+"""Slow float64 loops of the estimators and losses of PPO's family, and beside each its twins: the same loop with one planted mistake.
+
+Our function must equal the loop and differ from every twin, so a mistake of that sort in it would be seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from chatgpt.functional.advantages import a2c, dr_grpo, grpo, reinforce_pp, reinforce_pp_baseline, rloo, token_rewards
+from chatgpt.functional.losses import (
+    aggregate,
+    aggregation_count,
+    clipped_policy_loss,
+    clipped_value_loss,
+    explained_variance,
+    gspo_policy_loss,
+    policy_stats,
+    sequence_logprobs,
+    truncated_importance_weights,
+)
+
+Numbers = list[float]
+
+# Seven tokens of three sequences; the fifth and the last do not count.
+ROWS = [0, 0, 0, 1, 1, 2, 2]
+MASK = [True, True, True, True, False, True, False]
+NEW = [-0.3, -2.5, -1.0, -0.2, -1.4, -3.0, -0.9]
+OLD = [-0.9, -1.2, -1.1, -1.9, -0.4, -0.6, -2.0]
+ADVANTAGES = [1.5, -0.7, 0.4, -2.0, 1.1, 0.8, -0.3]
+SCORES, GROUPS = [1.0, 4.0, 0.5, 2.5, 2.0, -1.0], [7, 3, 7, 3, 7, 3]
+REWARDS = [[0.3, -1.2, 0.8], [2.0], [0.1, 0.4, -0.6, 1.7]]
+VALUES = [[0.5, -0.1, 1.4], [0.2], [-0.7, 0.9, 0.6, -0.3]]
+MASKS = [[True, False, True], [True], [True, True, True, False]]
+
+
+def f64(values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def lists(values: Sequence[Sequence[float]]) -> list[torch.Tensor]:
+    return [f64(v) for v in values]
+
+
+def masks(values: Sequence[Sequence[bool]]) -> list[torch.Tensor]:
+    return [torch.tensor(v) for v in values]
+
+
+def flat(parts: Sequence[torch.Tensor]) -> Numbers:
+    return torch.cat(list(parts)).tolist()
+
+
+def holds(ours: Numbers, slow: Callable[..., Numbers], *mistakes: str) -> None:
+    """Ours is the slow loop's result, and not what the loop gives with any of its planted mistakes."""
+    assert ours == pytest.approx(slow(), rel=1e-12, abs=1e-12)
+    for mistake in mistakes:
+        assert ours != pytest.approx(slow(mistake), rel=1e-6, abs=1e-9), f'the twin {mistake!r} is not seen'
+
+
+def mean(values: Numbers) -> float:
+    return sum(values) / len(values)
+
+
+def variance(values: Numbers, less: int = 1) -> float:
+    return sum((v - mean(values)) ** 2 for v in values) / (len(values) - less)
+
+
+# ---------------------------------------------------------------------- rewards and advantages
+
+
+def test_token_rewards():
+    kl, counts, score, beta = [0.5, 0.25, -1.0, 0.7], [True, True, True, False], 3.0, 0.2
+
+    def slow(mistake: str = '') -> Numbers:
+        last = 3 if mistake == 'at the last token, counting or not' else 2
+        out = []
+        for t in range(4):
+            reward = (beta if mistake == 'the KL pays' else -beta) * kl[t] if counts[t] else 0.0
+            if t == last or (mistake == 'at every token' and counts[t]):
+                reward += score
+            out.append(reward)
+        return out
+
+    ours = token_rewards(f64(kl), beta, score, torch.tensor(counts)).tolist()
+    holds(ours, slow, 'at the last token, counting or not', 'the KL pays', 'at every token')
+
+
+def slow_returns(rewards: Numbers, counts: Sequence[bool], gamma: float) -> Numbers:
+    """Σ_k γ^k r over the tokens that count, from each of them on."""
+    out = []
+    for t in range(len(rewards)):
+        rest = [rewards[k] for k in range(t, len(rewards)) if counts[k]]
+        out.append(sum(gamma**k * r for k, r in enumerate(rest)) if counts[t] else 0.0)
+    return out
+
+
+@pytest.mark.parametrize('given', [None, MASKS], ids=['all', 'masked'])
+def test_a2c(given):
+    gamma = 0.9
+
+    def slow(mistake: str = '') -> Numbers:
+        out = []
+        for i, (rewards, values) in enumerate(zip(REWARDS, VALUES, strict=True)):
+            counts = [True] * len(rewards) if given is None else given[i]
+            returns = slow_returns(rewards, counts, 1.0 if mistake == 'gamma forgotten' else gamma)
+            steps = [t for t, c in enumerate(counts) if c]
+            for t in range(len(rewards)):
+                if not counts[t]:
+                    out.append(0.0)
+                elif mistake == 'one step and the next value':
+                    after = [values[k] for k in steps if k > t]
+                    out.append(rewards[t] + gamma * (after[0] if after else 0.0) - values[t])
+                elif mistake == 'no value':
+                    out.append(returns[t])
+                else:
+                    out.append(returns[t] + (values[t] if mistake == 'sign of the value' else -values[t]))
+        return out
+
+    advantages, returns = a2c(lists(REWARDS), lists(VALUES), None if given is None else masks(given), gamma=gamma)
+    holds(flat(advantages), slow, 'gamma forgotten', 'one step and the next value', 'no value', 'sign of the value')
+    counts = given or [[True] * len(r) for r in REWARDS]
+    assert flat(returns) == pytest.approx([x for r, c in zip(REWARDS, counts, strict=True) for x in slow_returns(r, c, gamma)])
+
+
+def peers(i: int, *, itself: bool) -> Numbers:
+    return [s for j, (s, g) in enumerate(zip(SCORES, GROUPS, strict=True)) if g == GROUPS[i] and (itself or j != i)]
+
+
+def test_grpo():
+    def slow(mistake: str = '') -> Numbers:
+        out = []
+        for i, score in enumerate(SCORES):
+            group = SCORES if mistake == 'over the batch' else peers(i, itself=True)
+            std = math.sqrt(variance(group, 0 if mistake == 'biased std' else 1))
+            if mistake == 'variance for std':
+                std = std**2
+            out.append((score - mean(group)) / (std + (0.0 if mistake == 'no epsilon' else 1e-4)))
+        return out
+
+    ours = grpo(f64(SCORES), torch.tensor(GROUPS)).tolist()
+    holds(ours, slow, 'over the batch', 'biased std', 'variance for std', 'no epsilon')
+
+
+def test_dr_grpo():
+    def slow(mistake: str = '') -> Numbers:
+        out = []
+        for i, score in enumerate(SCORES):
+            group = SCORES if mistake == 'over the batch' else peers(i, itself=True)
+            out.append((score - mean(group)) / (math.sqrt(variance(group)) if mistake == 'divided by the std' else 1.0))
+        return out
+
+    holds(dr_grpo(f64(SCORES), torch.tensor(GROUPS)).tolist(), slow, 'over the batch', 'divided by the std')
+
+
+def test_rloo():
+    def slow(mistake: str = '') -> Numbers:
+        return [
+            mean(peers(i, itself=mistake == 'the mean has itself in it')) * (1 if mistake == 'sign' else -1) + score
+            for i, score in enumerate(SCORES)
+        ]
+
+    holds(rloo(f64(SCORES), torch.tensor(GROUPS)).tolist(), slow, 'the mean has itself in it', 'sign')
+
+
+def slow_whitened(returns: list[Numbers], counts: list[list[bool]], mistake: str) -> Numbers:
+    counted = [[x for x, c in zip(r, m, strict=True) if c or mistake == 'masked tokens too'] for r, m in zip(returns, counts, strict=True)]
+    out = []
+    for i, (r, m) in enumerate(zip(returns, counts, strict=True)):
+        pool = counted[i] if mistake == 'each sequence alone' and len(counted[i]) > 1 else [x for part in counted for x in part]
+        scale = math.sqrt(variance(pool, 0 if mistake == 'biased std' else 1) + 1e-8)
+        shift = 0.0 if mistake == 'not centred' else mean(pool)
+        out += [(x - shift) / scale if c else 0.0 for x, c in zip(r, m, strict=True)]
+    return out
+
+
+WHITENING = ('masked tokens too', 'each sequence alone', 'biased std', 'not centred')
+
+
+def test_reinforce_pp():
+    def slow(mistake: str = '') -> Numbers:
+        gamma = 1.0 if mistake == 'gamma forgotten' else 0.8
+        return slow_whitened([slow_returns(r, m, gamma) for r, m in zip(REWARDS, MASKS, strict=True)], MASKS, mistake)
+
+    holds(flat(reinforce_pp(lists(REWARDS), masks(MASKS), gamma=0.8)[0]), slow, 'gamma forgotten', *WHITENING)
+
+
+def test_reinforce_pp_baseline():
+    scores, groups = [1.0, 4.0, 0.5], [0, 1, 0]
+
+    def slow(mistake: str = '') -> Numbers:
+        returns = []
+        for i, counts in enumerate(MASKS):
+            group = [s for j, s in enumerate(scores) if groups[j] == groups[i] and not (mistake == 'leave one out' and j == i)]
+            rewards = [-0.1 * k for k in VALUES[i]]
+            last = max(t for t, c in enumerate(counts) if c)
+            rewards[last] += scores[i] - (0.0 if mistake == 'no baseline' else mean(group or [0.0]))
+            returns.append(slow_returns(rewards, counts, 1.0))
+        return slow_whitened(returns, MASKS, mistake)
+
+    penalties = [-0.1 * k for k in lists(VALUES)]
+    ours = flat(reinforce_pp_baseline(f64(scores), torch.tensor(groups), masks(MASKS), penalties=penalties)[0])
+    holds(ours, slow, 'leave one out', 'no baseline', *WHITENING)
+
+
+# ---------------------------------------------------------------------- policy losses
+
+
+def surrogate(ratio: float, advantage: float, low: float, high: float, mistake: str = '', dual: float | None = None) -> float:
+    if mistake == 'lower clip for the upper':
+        high = low
+    if mistake == 'upper clip for the lower':
+        low = high
+    both = -advantage * ratio, -advantage * min(max(ratio, 1 - low), 1 + high)
+    loss = min(both) if mistake == 'min for max' else max(both)
+    if dual is not None and advantage < 0:
+        loss = (max if mistake == 'max for min in the dual clip' else min)(loss, dual * abs(advantage))
+    return loss
+
+
+CLIPS = ('lower clip for the upper', 'upper clip for the lower', 'min for max')
+
+
+def test_asymmetric_clip():
+    def slow(mistake: str = '') -> Numbers:
+        sign = -1 if mistake == 'ratio upside down' else 1
+        ratios = [math.exp(sign * (n - o)) for n, o in zip(NEW, OLD, strict=True)]
+        return [surrogate(r, a, 0.2, 0.28, mistake) for r, a in zip(ratios, ADVANTAGES, strict=True)]
+
+    ours = clipped_policy_loss(f64(NEW), f64(OLD), f64(ADVANTAGES), eps_low=0.2, eps_high=0.28)
+    holds(ours.tolist(), slow, 'ratio upside down', *CLIPS)
+
+
+def test_dual_clip():
+    def slow(mistake: str = '') -> Numbers:
+        ratios = [math.exp(n - o) for n, o in zip(NEW, OLD, strict=True)]
+        return [surrogate(r, a, 0.2, 0.2, mistake, None if mistake == 'off' else 1.5) for r, a in zip(ratios, signed, strict=True)]
+
+    signed = [-a for a in ADVANTAGES]
+    ours = clipped_policy_loss(f64(NEW), f64(OLD), f64(signed), eps_low=0.2, dual_clip=1.5)
+    holds(ours.tolist(), slow, 'off', 'max for min in the dual clip', 'min for max')
+
+
+def test_gspo():
+    advantages = [[1.5, -0.8, 0.6][row] for row in ROWS]
+
+    def slow(mistake: str = '') -> Numbers:
+        out = []
+        for t, row in enumerate(ROWS):
+            of_row = [NEW[k] - OLD[k] for k in range(7) if ROWS[k] == row and (MASK[k] or mistake == 'masked tokens too')]
+            if mistake == 'a ratio per token':
+                of_row = [NEW[t] - OLD[t]]
+            total = sum(of_row) if mistake == 'sum for mean' else mean(of_row)
+            out.append(surrogate(math.exp(total), advantages[t], 0.3, 0.6, mistake))
+        return out
+
+    ours = gspo_policy_loss(
+        f64(NEW), f64(OLD), f64(advantages), torch.tensor(MASK), torch.tensor(ROWS), 3, eps_low=0.3, eps_high=0.6
+    )
+    holds(ours.tolist(), slow, 'masked tokens too', 'a ratio per token', 'sum for mean', 'min for max')
+
+
+def test_truncated_importance_weights():
+    def slow(mistake: str = '') -> Numbers:
+        out = []
+        for trainer, engine in zip(OLD, NEW, strict=True):
+            ratio = math.exp(engine - trainer if mistake == 'engine over trainer' else trainer - engine)
+            out.append({'no cap': ratio, 'at least the cap': max(ratio, 2.0)}.get(mistake, min(ratio, 2.0)))
+        return out
+
+    holds(
+        truncated_importance_weights(f64(OLD), f64(NEW), cap=2.0).tolist(), slow, 'engine over trainer', 'no cap', 'at least the cap'
+    )
+
+
+# ---------------------------------------------------------------------- values
+
+
+def test_value_clip():
+    old, returns = [v + 0.5 for v in NEW[::-1]], ADVANTAGES
+
+    def slow(mistake: str = '') -> Numbers:
+        out = []
+        for v, o, r in zip(NEW, old, returns, strict=True):
+            centre = r if mistake == 'around the return' else o
+            near = min(max(v, centre - 0.4), centre + 0.4)
+            both = (v - r) ** 2, (near - r) ** 2
+            loss = {'min for max': min(both), 'not clipped': both[0], 'always clipped': both[1]}.get(mistake, max(both))
+            out.append(loss if mistake == 'no half' else 0.5 * loss)
+        return out
+
+    ours = clipped_value_loss(f64(NEW), f64(old), f64(returns), 0.4).tolist()
+    holds(ours, slow, 'around the return', 'min for max', 'not clipped', 'always clipped', 'no half')
+
+
+def test_explained_variance():
+    def slow(mistake: str = '') -> Numbers:
+        pairs = [(v, r) for v, r, c in zip(NEW, ADVANTAGES, MASK, strict=True) if c or mistake == 'masked tokens too']
+        rest, returns, values = [r - v for v, r in pairs], [r for _, r in pairs], [v for v, _ in pairs]
+        if mistake == 'mean square for variance':
+            return [1 - mean([x * x for x in rest]) / variance(returns, 0)]
+        return [1 - variance(rest, 0) / variance(values if mistake == 'over the variance of V' else returns, 0)]
+
+    ours = [explained_variance(f64(NEW), f64(ADVANTAGES), torch.tensor(MASK)).item()]
+    holds(ours, slow, 'masked tokens too', 'mean square for variance', 'over the variance of V')
+
+
+# ---------------------------------------------------------------------- sums over a batch
+
+
+def counted_by_row(*, masked_too: bool) -> list[Numbers]:
+    tokens = list(zip(NEW, ROWS, MASK, strict=True))
+    return [[x for x, r, c in tokens if r == row and (c or masked_too)] for row in range(3)]
+
+
+@pytest.mark.parametrize(
+    ('mode', 'mistakes'),
+    [
+        ('token', ('mean over sequences', 'masked tokens too')),
+        ('sequence', ('mean over tokens', 'masked tokens too')),
+        ('sequence_sum', ('own lengths', 'mean over tokens', 'masked tokens too')),
+    ],
+)
+def test_aggregation(mode, mistakes):
+    length = 5
+
+    def slow(mistake: str = '') -> Numbers:
+        parts = counted_by_row(masked_too=mistake == 'masked tokens too')
+        tokens = [x for part in parts for x in part]
+        if mistake == 'mean over tokens' or (mode == 'token' and mistake != 'mean over sequences'):
+            return [mean(tokens)]
+        if mode == 'sequence_sum' and mistake != 'own lengths':
+            return [sum(sum(part) / length for part in parts) / 3]
+        return [mean([mean(part) for part in parts])]
+
+    mask, rows = torch.tensor(MASK), torch.tensor(ROWS)
+    count = aggregation_count(mask, rows, 3, mode, length)
+    holds([aggregate(f64(NEW), mask, rows, 3, mode, count).item()], slow, *mistakes)
+
+
+def test_policy_stats():
+    def slow(mistake: str = '') -> dict[str, Any]:
+        logs = [n - o for n, o, c in zip(NEW, OLD, MASK, strict=True) if c or mistake == 'masked tokens too']
+        if mistake == 'upside down':
+            logs = [-x for x in logs]
+        ratios = [math.exp(x) for x in logs]
+        high = 0.2 if mistake == 'one range' else 0.9
+        return {
+            'num_tokens': len(logs),
+            'approx_kl': sum(-x for x in logs),
+            'approx_kl_k3': sum(r - 1 - x for r, x in zip(ratios, logs, strict=True)),
+            'clipped': sum(r < 0.8 or r > 1 + high for r in ratios),
+            'ratio': sum(ratios),
+            'ratio_min': min(ratios),
+            'ratio_max': max(ratios),
+        }
+
+    got = policy_stats(f64(NEW), f64(OLD), torch.tensor(MASK), eps_low=0.2, eps_high=0.9)
+    ours = {name: value.item() for name, value in got._asdict().items()}
+    assert ours == pytest.approx(slow(), rel=1e-12)
+    for mistake, seen in (
+        ('upside down', {'approx_kl', 'approx_kl_k3', 'clipped', 'ratio', 'ratio_min', 'ratio_max'}),
+        ('masked tokens too', {'num_tokens', 'approx_kl', 'approx_kl_k3', 'clipped', 'ratio'}),
+        ('one range', {'clipped'}),
+    ):
+        wrong = slow(mistake)
+        assert seen <= {name for name in ours if ours[name] != pytest.approx(wrong[name], rel=1e-6)}, mistake
+
+
+@pytest.mark.parametrize('average', [False, True])
+def test_sequence_logprobs(average):
+    def slow(mistake: str = '') -> Numbers:
+        parts = counted_by_row(masked_too=mistake == 'masked tokens too')
+        return [mean(part) if average != (mistake == 'mean and sum exchanged') else sum(part) for part in parts]
+
+    ours = sequence_logprobs(f64(NEW), torch.tensor(MASK), torch.tensor(ROWS), 3, average=average).tolist()
+    holds(ours, slow, 'masked tokens too', 'mean and sum exchanged')
