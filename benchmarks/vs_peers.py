@@ -268,7 +268,8 @@ def main() -> None:
     if args.profile is not None:
         from profile_ours import write_profile
 
-        write_profile(args.profile, folders, args.out)
+        ours = [Case(**{**vars(case), 'model': folders[case.lengths]}) for case in chosen if 'weights' not in case.precision]
+        write_profile(args.profile, ours, args.out)
         return
     args.out.mkdir(parents=True, exist_ok=True)
     for case in [] if args.page_only else chosen:

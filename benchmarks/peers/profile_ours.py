@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     'layer norm': ('layer_norm',),
     'AdamW': ('adamw',),
 }
-CASES = (('fixed', 'fp32'), ('eos', 'fp32'), ('fixed', 'bf16'), ('eos', 'bf16'))
+
+
+PARTS = ('collect', 'score', 'learn')
+REST = 'everything else'
 
 
 def cpu_seconds(act: Callable[[], Any]) -> float:
@@ -38,13 +42,16 @@ def products_per_s(dtype: Any) -> float:
     return 20 * 2 * x.numel() * 4 * WIDTH / best
 
 
-def product_flop(new_tokens: int, recompute: bool) -> float:
-    """Of one PPO update with four networks and one epoch: products only, no padding, no head on prompt positions."""
+def product_flop(case: Case, new_tokens: float, recompute: bool) -> float:
+    """Of one update: products only, no padding, no head on prompt positions, the prompt of a group once in the decode."""
     tokens, trunk, head = SEQUENCES * PROMPT_TOKENS + new_tokens, 2 * 12 * LAYERS * WIDTH**2, 2 * WIDTH * VOCAB
-    scored = 3 + recompute  # reference, critic, reward model, and in 16 bits the policy
-    passes = 1 + scored + 2 * 3  # the decode, and forward with a backward of twice that for policy and critic
-    heads = 1 + 1 + recompute + 3
-    return passes * tokens * trunk + heads * new_tokens * head
+    # Value network and reward model of four; of a shared trunk the policy's pass for the values, which gives old log-probs as well.
+    scored = 2 if case.peer == 'trl_ppo' else 1 if case.peer == 'trl_classic' else 0
+    scored += (recompute and case.peer != 'trl_classic') + case.kl
+    networks = 2 if case.peer == 'trl_ppo' else 1
+    passes = scored + networks * 3 * case.epochs  # a backward is two forwards
+    heads = 1 + case.kl + recompute + 3 * case.epochs
+    return (case.num_prompts * PROMPT_TOKENS + new_tokens + passes * tokens) * trunk + heads * new_tokens * head
 
 
 def profiled(update: Callable[[], Any]) -> tuple[dict[str, float], str]:
@@ -61,59 +68,96 @@ def profiled(update: Callable[[], Any]) -> tuple[dict[str, float], str]:
             if any(name in event.key for name in names):
                 shares[group] += event.self_cpu_time_total / total
                 break
-    shares['everything else'] = 1 - sum(shares.values())
+    shares[REST] = 1 - sum(shares.values())
     return shares, events.table(sort_by='self_cpu_time_total', row_limit=12, max_name_column_width=48)
 
 
-def bound(results: Path, case: Case, tokens: float, floor: float) -> str:
-    """What the floor would be against the peer as measured, if it was."""
-    measured = results / case.file_name
-    if not measured.exists():
-        return ''
-    result = json.loads(measured.read_text())
-    most = tokens / floor / result['theirs']['new_tokens_per_cpu_s']
-    return f' Measured beside TRL: {result["ratio_total"]:.2f} times; with nothing but the products it would be {most:.2f}.'
+@dataclass(frozen=True)
+class Spent:
+    """What a case's update takes on our side, in CPU seconds."""
+
+    case: Case
+    tokens: float
+    parts: dict[str, float]
+    total: float
+    rate: float
+    floor: float
+    shares: dict[str, float]
+    table: str
+    measured: dict[str, Any] | None
+    """what `vs_peers.py` wrote of this case"""
+
+    @property
+    def most(self) -> float | None:
+        """The ratio that nothing but the products would have."""
+        return self.tokens / self.floor / self.measured['theirs']['new_tokens_per_cpu_s'] if self.measured else None
+
+    def row(self) -> str:
+        beside = f'{self.measured["ratio_total"]:.2f} | {self.most:.2f}' if self.measured else '|'
+        return (
+            f'| {self.case.name} | {self.total:.2f} | '
+            + ' | '.join(f'{self.parts[part]:.2f}' for part in PARTS)
+            + f' | {self.floor:.2f} | '
+            + ' | '.join(f'{self.shares[name]:.0%}' for name in (*GROUPS, REST))
+            + f' | {beside} |\n'
+        )
+
+    def section(self) -> str:
+        rows = '\n'.join(f'| {name} | {share:.0%} | {share * self.total:.2f} |' for name, share in self.shares.items())
+        body = '\n'.join(line[:132].rstrip() for line in self.table.splitlines() if not line.startswith('USDT'))
+        beside = ''
+        if self.measured:
+            beside = f' Measured beside TRL: {self.measured["ratio_total"]:.2f} times; with nothing but the products: {self.most:.2f}.'
+        return (
+            f'## {self.case.name}\n\n{self.tokens:.0f} new tokens per update; CPU seconds: '
+            + ', '.join(f'{name} {s:.2f}' for name, s in self.parts.items())
+            + f', together {self.total:.2f}. The matrix products alone, at the {self.rate / 1e9:.0f} GFLOP/s of a bare `addmm`, are '
+            + f'{self.floor:.2f}.{beside}\n\n| part | share | CPU s |\n|---|---|---|\n{rows}\n\n```\n{body}\n```\n'
+        )
 
 
-def write_profile(path: Path, folders: dict[str, str], results: Path) -> None:
+def spend(case: Case, results: Path, updates: int = 5) -> Spent:
     import ours
     import torch
 
+    trainer = ours.make_trainer(case)
+    for _ in range(2):
+        ours.update(trainer)
+    done, cpu = [], []
+    for _ in range(updates):
+        start = time.process_time()
+        done.append(ours.update(trainer))
+        cpu.append(time.process_time() - start)
+    tokens = sum(d[0] for d in done) / len(done)
+    parts = {p: sum(d[2][f'perf/{p}_cpu_s'] for d in done) / len(done) for p in PARTS}
+    rate = products_per_s(torch.bfloat16 if case.precision == 'bf16' else torch.float32)
+    floor = product_flop(case, tokens, trainer.maker.settings.recompute_logprobs) / rate
+    shares, table = profiled(partial(ours.update, trainer))
+    measured = results / case.file_name
+    known = json.loads(measured.read_text()) if measured.exists() else None
+    return Spent(case, tokens, parts, sum(cpu) / len(cpu), rate, floor, shares, table, known)
+
+
+def write_profile(path: Path, cases: Iterable[Case], results: Path) -> None:
+    """A row for every case in which our side computes in `fp32` or `bf16`, and torch's own table for those of one epoch with a KL."""
+    import torch
+
     torch.set_num_threads(1)
-    parts = [HEAD]
-    for lengths, precision in CASES:
-        case = Case('trl_ppo', 'ppo', lengths, precision, model=folders[lengths])
-        trainer = ours.make_trainer(case)
-        for _ in range(2):
-            ours.update(trainer)
-        done, cpu = [], []
-        for _ in range(5):
-            start = time.process_time()
-            done.append(ours.update(trainer))
-            cpu.append(time.process_time() - start)
-        tokens = sum(d[0] for d in done) / len(done)
-        seconds = {p: sum(d[2][f'perf/{p}_cpu_s'] for d in done) / len(done) for p in ('collect', 'score', 'learn')}
-        rate = products_per_s(torch.bfloat16 if precision == 'bf16' else torch.float32)
-        floor = product_flop(int(tokens), trainer.maker.settings.recompute_logprobs) / rate
-        shares, table = profiled(partial(ours.update, trainer))
-        mean = sum(cpu) / len(cpu)
-        rows = '\n'.join(f'| {name} | {share:.0%} | {share * mean:.2f} |' for name, share in shares.items())
-        body = '\n'.join(line[:132].rstrip() for line in table.splitlines() if not line.startswith('USDT'))
-        parts.append(
-            f'## {lengths}, {precision}\n\n{tokens:.0f} new tokens per update; CPU seconds: '
-            + ', '.join(f'{name} {s:.2f}' for name, s in seconds.items())
-            + f', together {mean:.2f}. The matrix products alone, at the {rate / 1e9:.0f} GFLOP/s of a bare `addmm`, are {floor:.2f}.'
-            + bound(results, case, tokens, floor)
-            + '\n\n'
-            f'| part | share | CPU s |\n|---|---|---|\n{rows}\n\n```\n{body}\n```\n'
-        )
-    path.write_text('\n'.join(parts))
+    spent = []
+    for case in cases:
+        spent.append(spend(case, results))
+        print(spent[-1].row(), end='', flush=True)
+    titles = ['case', 'CPU s', *PARTS, 'floor', *GROUPS, REST, 'beside TRL', 'at the floor']
+    head = f'| {" | ".join(titles)} |\n|{"---|" * len(titles)}\n'
+    sections = [s.section() for s in spent if s.case.epochs == 1 and s.case.kl]
+    path.write_text('\n'.join([HEAD, head + ''.join(s.row() for s in spent), *sections]))
 
 
 HEAD = """# Where an update's time goes
 
-`python benchmarks/vs_peers.py --profile docs/results/peers_profile.md`: our side of [peers.md](peers.md), PPO with four networks, one
-epoch, one thread. Shares are self times under torch.profiler, turned into seconds of an update without it. The floor counts what the
-method cannot do without: one pass of the tokens in the decode, one of reference, critic and reward model, forward and backward of policy
-and critic (in bf16 one more forward for the old log-probs), without padding, at the speed of one large bare product.
+`python benchmarks/vs_peers.py --profile docs/results/peers_profile.md`: our side of [peers.md](peers.md), one thread. Shares are self times
+under torch.profiler of one update; CPU seconds are the mean of five without it. The floor counts what a method cannot do without, at the
+speed of one large bare product: one pass of the tokens in the decode (a group's prompt once), one of each frozen model that scores, of the
+value network, and in bf16 of the policy for the old log-probs; forward and backward of what is trained, per epoch; the head on
+response tokens only; no padding. "At the floor" is the ratio to TRL that nothing but these products would have.
 """
