@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +121,8 @@ class PPOInputs:
     args: PPORun
     eval_prompts: Any = None
     """held-back prompts, where there are any"""
+    skipped: SequenceOf[str] = ()
+    """a line for each source that bad records were left out of"""
 
     def build_models(self, pretrained: Any, *, with_critic: bool = True) -> tuple[Any, Any, Any, Any]:
         """Actor, critic, reward (a model or a function) and initial model; `pretrained` is the hub name or folder to start from.
@@ -161,6 +164,7 @@ def build_ppo_inputs(args: PPORun) -> PPOInputs:
     """Read and check what can be without weights; see `PPOInputs`."""
     from chatgpt.dataset import embedded, load_demonstrations
     from chatgpt.dataset.checks import check_tokenizer
+    from chatgpt.dataset.loading import left_out
     from chatgpt.dataset.prompts import load_prompts
     from chatgpt.nn.loading import load_config, load_tokenizer
 
@@ -188,6 +192,7 @@ def build_ppo_inputs(args: PPORun) -> PPOInputs:
     else:
         prompts = load_prompts(embedded.demo_prompts(200, seed=0), tokenizer, max_prompt_tokens=args.max_prompt_tokens)
         reward_fn = reward_fn or (None if args.reward_model else embedded_reward)
+    read = [(args.prompt_path, 'prompts', prompts)]
     prompts, held_back = _held_back(args, prompts, tokenizer)
     _check_lengths(prompts, context_of(config), args.max_new_tokens or 0, 'the context')
     if args.epochs is not None:
@@ -196,8 +201,15 @@ def build_ppo_inputs(args: PPORun) -> PPOInputs:
         args.num_episodes, args.max_timesteps, args.update_timesteps = args.training_iteration, 1, 1
     if args.reward_model and reward_tokenizer is None:
         _check_lengths(prompts, reward_context, args.max_new_tokens or 0, "the reward model's context")
-    text = load_demonstrations(args.ptx_data, tokenizer, max_length=context_of(config))[0] if args.ptx_data else None
-    return PPOInputs(tokenizer, prompts, reward_fn, reward_tokenizer, reward_context, text, config, args, held_back)
+    text = None
+    if args.ptx_data:
+        length, skip = context_of(config), args.skip_bad_records
+        text = load_demonstrations(args.ptx_data, tokenizer, max_length=length, skip_bad_records=skip)[0]
+        read.append((args.ptx_data, 'texts', text))
+    if args.validation_file:
+        read.append((args.validation_file, 'prompts held back', held_back))
+    skipped = [f'{source}: {len(data)} {what}{left_out(data)}' for source, what, data in read if data.num_skipped]
+    return PPOInputs(tokenizer, prompts, reward_fn, reward_tokenizer, reward_context, text, config, args, held_back, skipped)
 
 
 def _held_back(args: PPORun, prompts: Any, tokenizer: Any) -> tuple[Any, Any]:
