@@ -192,7 +192,7 @@ def build_ppo_inputs(args: PPORun) -> PPOInputs:
     else:
         prompts = load_prompts(embedded.demo_prompts(200, seed=0), tokenizer, max_prompt_tokens=args.max_prompt_tokens)
         reward_fn = reward_fn or (None if args.reward_model else embedded_reward)
-    read = [(args.prompt_path, 'prompts', prompts)]
+    read: list[tuple[Any, str, Any]] = [(args.prompt_path, 'prompts', prompts)]
     prompts, held_back = _held_back(args, prompts, tokenizer)
     _check_lengths(prompts, context_of(config), args.max_new_tokens or 0, 'the context')
     if args.epochs is not None:
