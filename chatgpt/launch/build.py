@@ -42,8 +42,10 @@ def check_ppo_args(args: PPORun, world_size: int) -> Any:
         ValueError: flags that are out of range or do not fit together.
     """
     from chatgpt.rollout import SamplingParams
-    from chatgpt.trainer.config import PPOConfig
+    from chatgpt.trainer.config import NEEDS_CRITIC, PPOConfig
 
+    if args.critic == 'shared' and args.critic_lr is not None:
+        raise ValueError("critic_lr is of a critic with an optimizer of its own; with critic='shared' leave it out")
     for name, value in (DEFAULTS if args.pretrain else EMBEDDED_DEFAULTS).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -57,6 +59,10 @@ def check_ppo_args(args: PPORun, world_size: int) -> Any:
             raise ValueError(f'{name}={value} must be at least 1')
     if args.critic_lr is not None and not 0 <= args.critic_lr < float('inf'):
         raise ValueError(f'critic_lr={args.critic_lr} must be a number of at least 0')
+    if args.critic not in ('own', 'shared'):
+        raise ValueError(f'critic={args.critic!r} is not one of own, shared')
+    if args.critic == 'shared' and args.advantage_estimator not in NEEDS_CRITIC:
+        raise ValueError(f"critic='shared', but advantage_estimator={args.advantage_estimator!r} takes no critic; leave one out")
     if args.engine not in ('local', 'hf', 'vllm'):
         raise ValueError(f'engine={args.engine!r} is not one of local, hf, vllm')
     if args.lora_rank and args.num_layers_unfrozen > 0:
@@ -128,7 +134,8 @@ class PPOInputs:
         """Actor, critic, reward (a model or a function) and initial model; `pretrained` is the hub name or folder to start from.
 
         The critic starts from the reward model where there is one (arXiv 2403.17031), else from the actor's weights with a new
-        head. With LoRA the actor with its adapter off is the reference, and there is no initial model, unless biases are trained.
+        head. With critic='shared' it is a new value head on the actor: one forward of its trunk gives policy and values.
+        With LoRA the actor with its adapter off is the reference, and there is no initial model, unless biases are trained.
         """
         from chatgpt import nn
 
@@ -136,11 +143,12 @@ class PPOInputs:
         actor_class, critic_class = (getattr(nn, FAMILIES[a.model] + kind) for kind in ('Actor', 'Critic'))
         common = {**a.lora_keywords(), 'checkpoint': a.gradient_checkpointing, 'trust_remote_code': a.trust_remote_code}
         unfrozen = a.num_layers_unfrozen if a.num_layers_unfrozen > 0 else None
-        actor = actor_class(pretrained=pretrained, num_layers_unfrozen=unfrozen, **common)
+        in_actor = True if with_critic and a.critic == 'shared' else None
+        actor = actor_class(pretrained=pretrained, num_layers_unfrozen=unfrozen, value_head=in_actor, **common)
         reward: Any = self.reward_fn
         if a.reward_model:
             reward = nn.RewardModel.from_pretrained(a.reward_model, trust_remote_code=a.trust_remote_code)
-        if not with_critic:
+        if not with_critic or in_actor:
             critic = None
         elif a.reward_model and self.reward_tokenizer is None and reward.value_head is not None:
             critic = nn.Critic.from_reward_model(reward, **a.lora_keywords())
