@@ -2,7 +2,7 @@
 
     python examples/inference.py --pretrain outputs/run/actor --input "Once upon a time"
     python examples/inference.py --pretrain outputs/run/actor --input prompts.jsonl --output answers.jsonl
-    python examples/inference.py --pretrain outputs/run/actor            # chat: Ctrl-C ends an answer, Ctrl-D the chat
+    python examples/inference.py --pretrain outputs/run/actor            # chat, in one process: Ctrl-C ends an answer, Ctrl-D the chat
     torchrun --nproc-per-node=2 examples/inference.py --strategy fsdp --pretrain outputs/run/actor --input prompts.jsonl
 
 --model_path takes a weights file or folder that `strategy.save_model` wrote, or a PEFT adapter, on top of --pretrain. Chats use the

@@ -73,6 +73,13 @@ def stream_examples(
     return ExampleStream(lambda bad: _examples(source, kind, columns, bad, streaming=True, **where), skip_bad_records)
 
 
+def left_out(data: Any) -> str:
+    """What was skipped while `data` (a `Loaded` or a `PromptSet`) was read, as words to end a sentence with; empty for nothing."""
+    if not data.num_skipped:
+        return ''
+    return f', {data.num_skipped} bad ones left out ({data.reasons[0]}{", ..." if data.num_skipped > 1 else ""})'
+
+
 def load_examples(
     source: Any,
     *,

@@ -26,12 +26,14 @@ from chatgpt.types import Prompt
 class PromptSet(SequenceOf[Prompt]):
     """A fixed list of prompts."""
 
-    def __init__(self, prompts: SequenceOf[Prompt], num_skipped: int = 0) -> None:
+    def __init__(self, prompts: SequenceOf[Prompt], num_skipped: int = 0, reasons: SequenceOf[str] = ()) -> None:
         if not prompts:
             raise ValueError('there are no prompts')
         self._prompts = list(prompts)
         self.num_skipped = num_skipped
         """bad records that were left out"""
+        self.reasons = list(reasons)
+        """the first few, `file, line n: reason`"""
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -124,7 +126,7 @@ def load_prompts(
             bad.report(record.where, str(reason))
     if not prompts:
         raise ValueError(f'none of {bad.num_skipped} records has a usable prompt; the first: {bad.reasons[0]}')
-    return PromptSet(prompts, bad.num_skipped)
+    return PromptSet(prompts, bad.num_skipped, bad.reasons)
 
 
 def _prompt_example(record: Record, column: str) -> PromptExample:

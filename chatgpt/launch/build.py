@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +42,10 @@ def check_ppo_args(args: PPORun, world_size: int) -> Any:
         ValueError: flags that are out of range or do not fit together.
     """
     from chatgpt.rollout import SamplingParams
-    from chatgpt.trainer.config import PPOConfig
+    from chatgpt.trainer.config import NEEDS_CRITIC, PPOConfig
 
+    if args.critic == 'shared' and args.critic_lr is not None:
+        raise ValueError("critic_lr is of a critic with an optimizer of its own; with critic='shared' leave it out")
     for name, value in (DEFAULTS if args.pretrain else EMBEDDED_DEFAULTS).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -56,6 +59,10 @@ def check_ppo_args(args: PPORun, world_size: int) -> Any:
             raise ValueError(f'{name}={value} must be at least 1')
     if args.critic_lr is not None and not 0 <= args.critic_lr < float('inf'):
         raise ValueError(f'critic_lr={args.critic_lr} must be a number of at least 0')
+    if args.critic not in ('own', 'shared'):
+        raise ValueError(f'critic={args.critic!r} is not one of own, shared')
+    if args.critic == 'shared' and args.advantage_estimator not in NEEDS_CRITIC:
+        raise ValueError(f"critic='shared', but advantage_estimator={args.advantage_estimator!r} takes no critic; leave one out")
     if args.engine not in ('local', 'hf', 'vllm'):
         raise ValueError(f'engine={args.engine!r} is not one of local, hf, vllm')
     if args.lora_rank and args.num_layers_unfrozen > 0:
@@ -129,12 +136,15 @@ class PPOInputs:
     args: PPORun
     eval_prompts: Any = None
     """held-back prompts, where there are any"""
+    skipped: SequenceOf[str] = ()
+    """a line for each source that bad records were left out of"""
 
     def build_models(self, pretrained: Any, *, with_critic: bool = True) -> tuple[Any, Any, Any, Any]:
         """Actor, critic, reward (a model or a function) and initial model; `pretrained` is the hub name or folder to start from.
 
         The critic starts from the reward model where there is one (arXiv 2403.17031), else from the actor's weights with a new
-        head. With LoRA the actor with its adapter off is the reference, and there is no initial model, unless biases are trained.
+        head. With critic='shared' it is a new value head on the actor: one forward of its trunk gives policy and values.
+        With LoRA the actor with its adapter off is the reference, and there is no initial model, unless biases are trained.
         """
         from chatgpt import nn
 
@@ -142,11 +152,12 @@ class PPOInputs:
         actor_class, critic_class = (getattr(nn, FAMILIES[a.model] + kind) for kind in ('Actor', 'Critic'))
         common = {**a.lora_keywords(), 'checkpoint': a.gradient_checkpointing, 'trust_remote_code': a.trust_remote_code}
         unfrozen = a.num_layers_unfrozen if a.num_layers_unfrozen > 0 else None
-        actor = actor_class(pretrained=pretrained, num_layers_unfrozen=unfrozen, **common)
+        in_actor = True if with_critic and a.critic == 'shared' else None
+        actor = actor_class(pretrained=pretrained, num_layers_unfrozen=unfrozen, value_head=in_actor, **common)
         reward: Any = self.reward_fn
         if a.reward_model:
             reward = nn.RewardModel.from_pretrained(a.reward_model, trust_remote_code=a.trust_remote_code)
-        if not with_critic:
+        if not with_critic or in_actor:
             critic = None
         elif a.reward_model and self.reward_tokenizer is None and reward.value_head is not None:
             critic = nn.Critic.from_reward_model(reward, **a.lora_keywords())
@@ -186,6 +197,7 @@ def read_config(run: Run) -> tuple[Any, Any]:
 def build_ppo_inputs(args: PPORun) -> PPOInputs:
     """Read and check what can be without weights; see `PPOInputs`."""
     from chatgpt.dataset import embedded, load_demonstrations
+    from chatgpt.dataset.loading import left_out
     from chatgpt.dataset.prompts import load_prompts
 
     config, tokenizer = read_config(args)
@@ -199,6 +211,7 @@ def build_ppo_inputs(args: PPORun) -> PPOInputs:
     else:
         prompts = load_prompts(embedded.demo_prompts(200, seed=0), tokenizer, max_prompt_tokens=args.max_prompt_tokens)
         reward_fn = reward_fn or (None if args.reward_model else embedded_reward)
+    read: list[tuple[Any, str, Any]] = [(args.prompt_path, 'prompts', prompts)]
     prompts, held_back = _held_back(args, prompts, tokenizer)
     _check_lengths(prompts, context_of(config), args.max_new_tokens or 0, 'the context')
     if args.epochs is not None:
@@ -207,8 +220,15 @@ def build_ppo_inputs(args: PPORun) -> PPOInputs:
         args.num_episodes, args.max_timesteps, args.update_timesteps = args.training_iteration, 1, 1
     if args.reward_model and reward_tokenizer is None:
         _check_lengths(prompts, reward_context, args.max_new_tokens or 0, "the reward model's context")
-    text = load_demonstrations(args.ptx_data, tokenizer, max_length=context_of(config))[0] if args.ptx_data else None
-    return PPOInputs(tokenizer, prompts, reward_fn, reward_tokenizer, reward_context, text, config, args, held_back)
+    text = None
+    if args.ptx_data:
+        length, skip = context_of(config), args.skip_bad_records
+        text = load_demonstrations(args.ptx_data, tokenizer, max_length=length, skip_bad_records=skip)[0]
+        read.append((args.ptx_data, 'texts', text))
+    if args.validation_file:
+        read.append((args.validation_file, 'prompts held back', held_back))
+    skipped = [f'{source}: {len(data)} {what}{left_out(data)}' for source, what, data in read if data.num_skipped]
+    return PPOInputs(tokenizer, prompts, reward_fn, reward_tokenizer, reward_context, text, config, args, held_back, skipped)
 
 
 def _own_prompts(args: PPORun, path: str, tokenizer: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import MISSING, fields
 from functools import partial
@@ -24,17 +24,26 @@ from chatgpt.trainer.config import nearest
 R = TypeVar('R', bound=Run)
 
 
-def values_of(entries: Iterator[tuple[str, str, Any]], cls: type[Run], source: str) -> dict[str, Any]:
+PAIRS = {'pretrain': ('model_name', 'model_pretrain'), 'reward_model': ('rm_name', 'rm_pretrain')}
+"""llm-on-ray's two keys for one PPO model, by our field: the name, and trained weights that take its place"""
+
+
+def values_of(
+    entries: Iterable[tuple[str, str, Any]], cls: type[Run], source: str, below: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Entries as values of a run's fields.
+
+    Args:
+        below: what the source that these entries override says, by its own keys.
 
     Raises:
         ValueError: an unknown key (with the nearest), two keys for one field, a value of another type, a key that cannot be honoured.
     """
     hints, found, places = typing.get_type_hints(cls), dict[str, Any](), dict[str, str]()
-    entries = list(entries)  # type: ignore[assignment]
-    known = {key for _, key, _ in entries}
+    entries = list(entries)
+    known = {key: value for _, key, value in entries}
     for where, key, value in entries:
-        name, value = _translated(key, value, cls, known)
+        name, value = _translated(key, value, cls, known, below or {})
         if name is None:
             continue
         if name not in hints:
@@ -49,7 +58,9 @@ def values_of(entries: Iterator[tuple[str, str, Any]], cls: type[Run], source: s
     return found
 
 
-def _translated(key: str, value: Any, cls: type[Run], known: set[str]) -> tuple[str | None, Any]:
+def _translated(
+    key: str, value: Any, cls: type[Run], known: Mapping[str, Any], below: Mapping[str, Any]
+) -> tuple[str | None, Any]:
     """llm-on-ray's key as one of ours; None for one that is taken up by another."""
     ppo = issubclass(cls, PPORun)
     names = set(cls.field_names())
@@ -59,12 +70,14 @@ def _translated(key: str, value: Any, cls: type[Run], known: set[str]) -> tuple[
         return key, value
     if key == 'train_file':
         return ('prompt_path' if ppo else 'dataset'), value
-    if key == 'model_pretrain' and ppo:  # trained weights of model_name; null: as it is
-        return (None, None) if value is None else ('pretrain', value)
-    if key == 'model_name' and ppo and 'model_pretrain' in known:
-        return 'pretrain', value
-    if key == 'rm_name' and ppo:
-        return (None, None) if 'rm_pretrain' in known else ('reward_model', value)
+    for field, (name, weights) in PAIRS.items() if ppo else ():
+        if key == weights and value is None:  # the name as it is: the one beside it, or the one that is overridden
+            stands_by_itself = known.keys().isdisjoint((name, field))
+            return (field, below.get(name)) if stands_by_itself else (None, None)
+        if key == name and known.get(weights) is not None:  # whose folder says the family itself
+            return None, None
+        if key in (name, weights):
+            return field, value
     if key == 'epochs':
         return ('epochs' if ppo else 'max_epochs'), value
     return ALIASES.get(key, key), value
@@ -90,11 +103,13 @@ def parse_run(
     plain = given.pop('words', [])
     if len(plain) > (positional is not None):
         parser.error(f'{plain[-1]!r} is one word too many')
-    values: dict[str, Any] = {}
+    values, below = dict[str, Any](), dict[str, Any]()
     path = given.pop('config_file', None)
     if path is not None:
-        values |= values_of(flat(read_file(path)), cls, f'config_file {path}')
-    values |= values_of(overrides(words), cls, 'command line')
+        entries = list(flat(read_file(path)))
+        below = {key: value for _, key, value in entries}
+        values |= values_of(entries, cls, f'config_file {path}')
+    values |= values_of(overrides(words), cls, 'command line', below)
     if plain and positional is not None:
         values[positional] = plain[0]
     show = given.pop('print_config', False)

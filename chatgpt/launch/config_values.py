@@ -25,7 +25,7 @@ OVERRIDE = re.compile(r'[A-Za-z_][A-Za-z_0-9.]*=.*', re.DOTALL)
 ALIASES: dict[str, str] = {
     'base_model': 'pretrain', 'model_name': 'pretrain', 'output_dir': 'save_path', 'checkpoint_dir': 'model_path', 'train_file': 'dataset',
     'validation_split_percentage': 'validation_percentage', 'learning_rate': 'lr', 'lr_scheduler': 'lr_schedule',
-    'max_train_steps': 'max_steps', 'kl_coeff': 'kl_coef', 'rm_pretrain': 'reward_model',
+    'max_train_steps': 'max_steps', 'kl_coeff': 'kl_coef',
 }  # fmt: skip
 """llm-on-ray's names of what a run calls otherwise; those with a meaning of their own are in `config_file._translated`"""
 

@@ -99,8 +99,9 @@ def reading_options(run: DataRun) -> dict[str, Any]:
 
 def report_data(run: DataRun, strategy: Any, train: Any, validation: Any) -> None:
     if strategy.is_rank_0:
-        skipped = f', {train.num_skipped} bad ones left out ({train.reasons[0]}, ...)' if train.num_skipped else ''
-        print(f'{len(train)} examples to learn from, {len(validation)} held back{skipped}', flush=True)
+        from chatgpt.dataset.loading import left_out
+
+        print(f'{len(train)} examples to learn from{left_out(train)}, {len(validation)} held back{left_out(validation)}', flush=True)
 
 
 def embedded_start(run: DataRun, strategy: Any) -> str:

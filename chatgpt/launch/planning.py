@@ -42,7 +42,7 @@ def setup_of_ppo(run: PPORun, inputs: Any) -> Setup:
     return Setup(
         config=inputs.model_config,
         reward_config=reward,
-        critic='own' if run.advantage_estimator in NEEDS_CRITIC else 'none',
+        critic=run.critic if run.advantage_estimator in NEEDS_CRITIC else 'none',
         num_layers_unfrozen=run.num_layers_unfrozen,
         kl=run.kl_coef > 0,
         experience_batch_size=run.experience_batch_size,

@@ -167,6 +167,8 @@ class PPORun(Run, PPOConfig):
     training_iteration: int | None = None
     """learning phases of one timestep each; instead of num_episodes, max_timesteps and update_timesteps"""
     max_epochs: int = 5
+    critic: Literal['own', 'shared'] = 'own'
+    """own: a model of its own; shared: a value head on the actor's trunk, with num_layers_unfrozen on the frozen one"""
     critic_lr: float | None = None
     """none: the script's own"""
     num_layers_unfrozen: int = -1

@@ -6,8 +6,9 @@ Inside `reference_branch(owner)` the copy stands in the model's own module tree 
 part where the copy was, so the model's own forward computes the reference: no forward is written anew, and every module stays
 registered under the same root. `adapter_disabled` of `chatgpt.nn.lora` is the same contract for LoRA.
 
-`recorded_trunk(owner)` notes what enters the top blocks during an ordinary forward, so that a branch (the reference, or a
-trainable value branch for a critic on the same trunk) is computed from it without a second pass through the trunk.
+`recorded_trunk(owner)` notes what enters the top blocks during an ordinary forward, so that the reference is computed from it
+without a second pass through the trunk. A critic shares the trunk, and the trained top blocks, as a value head of the actor
+(`Actor(value_head=True, num_layers_unfrozen=k)`), as in trlX.
 
 The idea is the hydra of trlX (Havrilla et al. 2023, "trlX: A Framework for Large Scale RLHF"). It works in a single process,
 under DDP and FSDP2, and under ColossalAI's ZeRO and Gemini, with the branch registered inside the wrapped module.
@@ -21,7 +22,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +34,6 @@ from chatgpt.nn.lora import has_lora
 SUPPORTED = (
     'GPT-2, GPT-J, GPT-NeoX, OPT, BLOOM and Llama-like models (Llama, Mistral, Qwen2, Qwen3, Gemma and others of their build)'
 )
-
-Role = Literal['reference', 'value']
 
 
 class _Layout(NamedTuple):
@@ -72,21 +71,21 @@ class RecordedTrunk:
 
 
 class TopBranch(nn.Module):
-    """A copy of a causal LM's top `num_blocks` blocks, final norm and untied head.
+    """A frozen copy of a causal LM's top `num_blocks` blocks, final norm and untied head; it stays in eval mode.
 
-    `role` 'reference' is frozen and stays in eval mode, 'value' is trainable. Parameters are named `blocks.<i>...`, `norm...` and
-    `head...` (a value branch has no head).
+    Parameters are named `blocks.<i>...`, `norm...` and `head...`.
     """
 
-    def __init__(self, model: PreTrainedModel, num_blocks: int, role: Role) -> None:
+    is_reference_branch = True
+
+    def __init__(self, model: PreTrainedModel, num_blocks: int) -> None:
         super().__init__()
         parts = _parts(model, num_blocks)
-        self.role: Role = role
         self.num_blocks = num_blocks
         self.first_block = len(parts.blocks) - num_blocks
         # One deepcopy, so that what blocks share stays shared; the config stays the model's own, with its attention setting.
         tops = list(parts.blocks)[self.first_block :]
-        originals = [*tops, parts.norm, parts.head if role == 'reference' else None]
+        originals = [*tops, parts.norm, parts.head]
         copied: list[Any] = copy.deepcopy(originals, {id(model.config): model.config})
         self.blocks = nn.ModuleList(copied[:num_blocks])
         self.norm, self.head = copied[num_blocks:]
@@ -97,15 +96,11 @@ class TopBranch(nn.Module):
             if getattr(self, name) is not None and parent is not None:
                 self._slots.append(_Slot(parent, child, self, name))
         self.depth = 0
-        self.requires_grad_(role == 'value')
-        self.train(parts.blocks.training)
-
-    @property
-    def is_reference_branch(self) -> bool:
-        return self.role == 'reference'
+        self.requires_grad_(False)
+        self.eval()
 
     def train(self, mode: bool = True) -> TopBranch:
-        super().train(mode and self.role == 'value')
+        super().train(False)
         return self
 
     def exchange(self) -> None:
@@ -159,14 +154,13 @@ class _Parts(NamedTuple):
     head_name: str
 
 
-def make_hydra(owner: nn.Module, num_layers_unfrozen: int, *, value_branch: bool = False) -> None:
+def make_hydra(owner: nn.Module, num_layers_unfrozen: int) -> None:
     """Give `owner` a frozen reference branch; train only the top `num_layers_unfrozen` blocks, the final norm and an untied head.
 
     `owner` is a module that keeps the transformers causal LM as `.model` (then files of the model stay as they were), or that
-    model itself. The copy becomes `owner.ref_branch`. `value_branch=True` adds `owner.value_branch`, a trainable copy of the
-    blocks and the norm for a critic on the same trunk. -1 means no hydra: nothing is changed and everything is trained.
-    Parameters of `owner` outside the model (a value head) are left as they are. On the meta device the exactness check waits
-    for `check_hydra`.
+    model itself. The copy becomes `owner.ref_branch`. -1 means no hydra: nothing is changed and everything is trained.
+    Parameters of `owner` outside the model (a value head, the critic on the same trunk) are left as they are. On the meta device
+    the exactness check waits for `check_hydra`.
 
     Raises ValueError for a number that is neither -1 nor in 1..number of blocks, an unsupported architecture, adapters
     in the model, or a reference that does not agree exactly with the policy on a few tokens.
@@ -187,15 +181,12 @@ def make_hydra(owner: nn.Module, num_layers_unfrozen: int, *, value_branch: bool
     for part in (*list(parts.blocks)[-k:], parts.norm, parts.head):
         if part is not None:
             part.requires_grad_(True)
-    owner.ref_branch = TopBranch(model, k, 'reference')
-    if value_branch:
-        owner.value_branch = TopBranch(model, k, 'value')
+    owner.ref_branch = TopBranch(model, k)
     try:
         if not any(p.is_meta for p in model.parameters()):
             check_hydra(owner)
     except ValueError:
-        for name in ('ref_branch', 'value_branch'):
-            owner._modules.pop(name, None)
+        owner._modules.pop('ref_branch', None)
         for parameter, flag in trainable.items():
             parameter.requires_grad_(flag)
         raise
@@ -250,7 +241,7 @@ def has_hydra(module: nn.Module) -> bool:
 
 
 def _reference_of(module: nn.Module) -> TopBranch:
-    found = [m for m in module.modules() if isinstance(m, TopBranch) and m.role == 'reference']
+    found = [m for m in module.modules() if isinstance(m, TopBranch)]
     if len(found) != 1:
         raise ValueError(
             f'hydra: {type(module).__name__} has {len(found)} reference branches, one is needed; call make_hydra first'

@@ -59,7 +59,6 @@ def test_every_key_of_a_ppo_config(tmp_path):
     assert (r.experience_batch_size, r.epochs, r.lr, r.kl_coef) == (2, 3, 2e-5, 0.2)
     assert r.max_epochs == 5  # PPO's passes over a buffer are another thing
     trained = {**PPO, 'General': {**PPO['General'], 'model_pretrain': 'sft'}}
-    del trained['General']['model_name']
     assert run(PPORun, '--config_file', file(tmp_path, trained)).pretrain == 'sft'
 
 

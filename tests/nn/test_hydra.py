@@ -11,7 +11,6 @@ import transformers
 from torch import Tensor, nn
 
 from chatgpt.nn.hydra import (
-    TopBranch,
     check_hydra,
     has_hydra,
     make_hydra,
@@ -64,10 +63,10 @@ class Owner(nn.Module):
         return self.model(input_ids=ids, use_cache=False).logits
 
 
-def hydra(family: str = 'llama', k: int = 2, **kw: Any) -> Owner:
+def hydra(family: str = 'llama', k: int = 2) -> Owner:
     torch.manual_seed(0)
     owner = Owner(causal_lm(family))
-    make_hydra(owner, k, **kw)
+    make_hydra(owner, k)
     return owner
 
 
@@ -303,24 +302,10 @@ def test_every_module_stays_registered_inside_the_context() -> None:
         assert {id(p) for p in owner.parameters()} == parameters
 
 
-def test_value_branch_learns_apart_from_the_policy() -> None:
-    owner = hydra('gpt2', value_branch=True)
-    owner.train()
-    with recorded_trunk(owner) as trunk:
-        owner(IDS)
-    owner.value_head(owner.value_branch(trunk)).sum().backward()
-    assert all(p.grad is not None for p in owner.value_branch.parameters())
-    assert all(p.grad is None for p in owner.model.parameters())
-    assert all(p.grad is None for p in owner.ref_branch.parameters())
-    assert owner.value_branch.training and not owner.ref_branch.training
-    assert owner.value_branch.head is None
-
-
 def test_the_model_itself_may_be_the_owner() -> None:
     model = causal_lm('gpt2')
-    make_hydra(model, 2, value_branch=True)
+    make_hydra(model, 2)
     assert not any(p.requires_grad for p in model.ref_branch.parameters())
-    assert all(p.requires_grad for p in model.value_branch.parameters())
     with reference_branch(model), torch.no_grad():
         model(input_ids=IDS)
 
@@ -374,9 +359,3 @@ def test_meta_device_is_filled_by_the_sources_and_checked_later(family: str) -> 
     owner.load_state_dict({**file, **{name: file[origin] for name, origin in sources.items()}}, strict=False)
     check_hydra(owner)
     torch.testing.assert_close(evaluate(owner), source(input_ids=IDS, use_cache=False).logits.detach(), rtol=0, atol=0)
-
-
-def test_branch_types() -> None:
-    owner = hydra(value_branch=True)
-    assert [m.role for m in owner.modules() if isinstance(m, TopBranch)] == ['reference', 'value']
-    assert owner.ref_branch.is_reference_branch and not owner.value_branch.is_reference_branch
