@@ -166,8 +166,8 @@ class ILQLTrainer(SupervisedTrainer):
         merged = self.config_class.from_dict((config.to_dict() if config is not None else {}) | kwargs)
         if not isinstance(strategy.unwrap(model), ILQLModel):
             raise ValueError(f'ILQLTrainer trains an ILQLModel, not a {type(strategy.unwrap(model)).__name__}')
-        if 'ColossalAI' in type(strategy).__name__:
-            raise ValueError('ILQL does not run under ColossalAIStrategy, whose masters hide the target heads; use ddp or fsdp')
+        if not strategy.weights_in_place:
+            raise ValueError(f'ILQL does not run under {type(strategy).__name__}, whose masters hide the target heads; use ddp or fsdp')
         records = _with_rewards(train_data)
         held_back = _with_rewards(eval_data) if eval_data else None
         if merged.standardize_rewards:
