@@ -47,7 +47,8 @@ def nlpo(strategy: Any) -> None:
 @pytest.mark.parametrize('kind', [Hidden, Renamed])
 @pytest.mark.parametrize(('method', 'reason'), [(ilql, 'masters hide the target heads'), (nlpo, 'cannot be copied between models')])
 def test_masters_elsewhere_are_refused(kind, method, reason):
-    with pytest.raises(ValueError, match=f'{method.__name__.upper()} does not run under {kind.__name__}, whose .*{reason}; use ddp or fsdp'):
+    sentence = f'{method.__name__.upper()} does not run under {kind.__name__}, whose .*{reason}; use ddp or fsdp'
+    with pytest.raises(ValueError, match=sentence):
         method(kind())
 
 
