@@ -2,11 +2,12 @@
 
     python benchmarks/memory_per_rank.py [--out docs/results/memory_per_rank.md] [--world_sizes 1 2 4]
 
-A GPT-2 of 18 layers x 512, two AdamW steps on the CPU with gloo, one sequence of 32 tokens per rank. Held: bytes of the tensors (weights,
-gradients, optimizer states) that live after the second backward pass, on the rank that holds most. Peak: the most resident anonymous memory,
-sampled every millisecond, above the level before the model was built, on the rank that has most; a tiny model has then trained in the same
-process, so imports and what is allocated once do not count. glibc gives freed blocks of 64 KiB and more back at once
-(`MALLOC_MMAP_THRESHOLD_`).
+A GPT-2 of 18 layers x 512, two AdamW steps on the CPU with gloo, one sequence of 32 tokens per rank. Held: bytes of the tensors
+(weights, gradients, optimizer states) that live after the second backward pass, on the rank that holds most. Peak: the most resident
+anonymous memory from before the model is built to the end of the second step, sampled every millisecond, above the level at the start,
+on the rank that has most. A tiny model has trained in the same process before, so imports and what is allocated once do not count, and
+glibc gives freed blocks of 64 KiB and more back at once (`MALLOC_MMAP_THRESHOLD_`). Within a table all compute in one precision; masters
+and states are fp32 in both. FSDP and Gemini are built on the meta device.
 """
 
 from __future__ import annotations
