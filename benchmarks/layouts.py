@@ -2,12 +2,14 @@
 
     python benchmarks/layouts.py [--out docs/results/layouts.md]
 
-Row: the layout that began the run and wrote the checkpoint; column: the one that went on. A number is the largest difference of a weight
-to six straight phases under Naive, in learning rates per optimizer step (0.05 is allowed); sampled tokens are the same and losses agree
-within 1e-4. 'bits': the same layout went on, and weights, optimizer states, metrics and tokens are those of its own six straight
-phases to the last bit. 'edge, phase n': equal up to phase n, where a draw lay within 1e-5 of the edge between two tokens. Gemini computes
-in bf16: its row is compared with Naive going on from its checkpoint, its column (in italics, within the tolerance of bf16) with ZeRO-2 in
-bf16 going on from the same checkpoint.
+Row: the layout that began the run and wrote the checkpoint; column: the one that went on. A number is the largest difference of a
+weight to six straight phases under Naive, in learning rates per optimizer step (0.05 is allowed); sampled tokens are the same and
+losses agree within 1e-4. 'bits': the same layout went on, and weights, optimizer states, metrics and tokens are those of its own six
+straight phases to the last bit. 'edge, phase n': equal up to phase n, where a draw lay within 1e-5 of the edge between two tokens.
+Gemini computes in bf16: its row is compared with Naive going on from its checkpoint, its column (in italics, within the tolerance of
+bf16) with ZeRO-2 in bf16 going on from the same checkpoint, its phases counted from there: 'edge, phase 2' says that samples, scores
+and losses of one phase agree and that the second has a draw within 2^-7 of an edge, after which neither tokens nor weights are
+compared.
 """
 
 from __future__ import annotations

@@ -1,28 +1,35 @@
-"""What one rank holds of a trained model under each strategy: bytes of weights, gradients and optimizer states, and the process's peak.
+"""What one rank holds of a trained model under each strategy, and the most that it has at any moment of a step.
 
     python benchmarks/memory_per_rank.py [--out docs/results/memory_per_rank.md] [--world_sizes 1 2 4]
 
-A GPT-2 of 8 layers x 512 (26 million parameters, fp32 masters), one AdamW step on the CPU with gloo. Held bytes are counted from tensors
-alive after the backward pass, on the rank that holds most; `peak RSS over start` is the process's highest resident memory minus that before
-the model was built, so it includes activations and buffers of the moment.
+A GPT-2 of 18 layers x 512, two AdamW steps on the CPU with gloo, one sequence of 32 tokens per rank. Held: bytes of the tensors
+(weights, gradients, optimizer states) that live after the second backward pass, on the rank that holds most. Peak: the most resident
+anonymous memory from before the model is built to the end of the second step, sampled every millisecond, above the level at the start,
+on the rank that has most. A tiny model has trained in the same process before, so imports and what is allocated once do not count, and
+glibc gives freed blocks of 64 KiB and more back at once (`MALLOC_MMAP_THRESHOLD_`). Within a table all compute in one precision; masters
+and states are fp32 in both. FSDP and Gemini are built on the meta device.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import resource
+import os
+import threading
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parent.parent
+SMALL_CHUNKS = {'search_range_mb': 1, 'min_chunk_size_mb': 1}
 STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     'ddp': ('DDPStrategy', {'device': 'cpu'}),
     'fsdp': ('FSDPStrategy', {'device': 'cpu', 'meta_init': True}),
-    'colossalai_zero1': ('ColossalAIStrategy', {'stage': 1, 'precision': 'bf16'}),
-    'colossalai_zero2': ('ColossalAIStrategy', {'stage': 2, 'precision': 'bf16'}),
-    'colossalai_gemini': ('ColossalAIStrategy', {'stage': 3, 'precision': 'bf16', 'search_range_mb': 1, 'min_chunk_size_mb': 1}),
+    'colossalai zero1': ('ColossalAIStrategy', {'stage': 1}),
+    'colossalai zero2': ('ColossalAIStrategy', {'stage': 2}),
+    'colossalai gemini': ('ColossalAIStrategy', {'stage': 3, 'shard_init': True, **SMALL_CHUNKS}),
 }
+IN_FP32, IN_BF16 = ('ddp', 'fsdp', 'colossalai zero1', 'colossalai zero2'), ('ddp', 'fsdp', 'colossalai gemini')
 
 
 def local_bytes(tensors: Any) -> int:
@@ -35,43 +42,99 @@ def local_bytes(tensors: Any) -> int:
     return sum(seen.values())
 
 
-def measure(kind: str, options: dict[str, Any]) -> dict[str, float]:
+class Peak:
+    """Highest anonymous resident memory inside, above that at the start."""
+
+    def __enter__(self) -> Self:
+        self.start = self.highest = self._now()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _now(self) -> float:
+        text = Path('/proc/self/status').read_text()
+        return int(next(line for line in text.splitlines() if line.startswith('RssAnon')).split()[1]) / 1024
+
+    def _watch(self) -> None:
+        while not self._over.is_set():
+            self.highest = max(self.highest, self._now())
+            time.sleep(0.001)
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self.mib = self.highest - self.start
+
+
+def two_steps(strategy: Any, layers: int, width: int) -> dict[str, float]:
+    """Train a new model; what is held at the end, what its weights take whole, and how many it has."""
     import torch
     from transformers import GPT2Config
 
     from chatgpt.batching import collate
     from chatgpt.nn import GPTActor
-    from chatgpt.trainer import strategies as s
     from chatgpt.types import Sequence
 
-    strategy: Any = getattr(s, kind)(seed=0, **options)
-    with strategy:
-        start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        config = GPT2Config(
-            vocab_size=2048, n_positions=64, n_embd=512, n_layer=8, n_head=8, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-        )
-        with strategy.model_init_context():
-            actor = GPTActor(config=config)
-        optimizer = strategy.make_optimizer(actor.parameters(), lr=1e-4)
-        actor, optimizer = strategy.prepare((actor, optimizer))
-        ids = torch.arange(32) % 2048
-        batch = collate([Sequence(prompt_ids=ids[:2], response_ids=ids, response_mask=torch.ones(32, dtype=torch.bool))])
-        for last_step in (False, True):
-            with strategy.accumulate(actor, last=True):
-                with strategy.autocast():
-                    loss = -actor(batch).logprobs.sum() / (32 * strategy.world_size)
-                strategy.backward(loss, actor, optimizer)
-            if not last_step:
-                strategy.optimizer_step(optimizer)
-        del loss
+    config = GPT2Config(
+        vocab_size=2048, n_positions=64, n_embd=width, n_layer=layers, n_head=8, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    with strategy.model_init_context():
+        actor = GPTActor(config=config)
+    parameters = sum(p.numel() for p in actor.parameters())
+    optimizer = strategy.make_optimizer(actor.parameters(), lr=1e-4)
+    actor, optimizer = strategy.prepare((actor, optimizer))
+    ids = torch.arange(32) % 2048
+    batch = collate([Sequence(prompt_ids=ids[:2], response_ids=ids, response_mask=torch.ones(32, dtype=torch.bool))])
+    for last_step in (False, True):
+        with strategy.accumulate(actor, last=True):
+            with strategy.autocast():
+                loss = -actor(batch).logprobs.sum() / (32 * strategy.world_size)
+            strategy.backward(loss, actor, optimizer)
+        if not last_step:
+            strategy.optimizer_step(optimizer)
+    del loss
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.device.type == 'cpu' and t.is_floating_point()]
+    tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+    held = local_bytes(tensors) / 2**20
+    del tensors
+    strategy.optimizer_step(optimizer)
+    return {'held_mib': held, 'parameters': parameters}
+
+
+def measure(kind: str, options: dict[str, Any], layers: int = 18, width: int = 512) -> dict[str, float]:
+    from chatgpt.trainer import strategies as s
+
+    def new() -> Any:
+        return getattr(s, kind)(seed=0, **options)
+
+    with new() as strategy:
+        two_steps(strategy, layers=1, width=64)
         gc.collect()
-        tensors = [
-            t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.device.type == 'cpu' and t.is_floating_point()
-        ]
-        tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
-        held = local_bytes(tensors)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return {'held_mib': held / 2**20, 'peak_mib': (peak - start) / 1024}
+        strategy.barrier()
+        with Peak() as peak:
+            result = two_steps(strategy, layers, width)
+    return {**result, 'peak_mib': peak.mib}
+
+
+def table(names: tuple[str, ...], precision: str, world_sizes: list[int]) -> tuple[list[str], float]:
+    """Lines of markdown, and how many parameters the model has."""
+    from chatgpt.testing.processes import run_distributed
+
+    lines = ['| strategy | ' + ' | '.join(f'{w} rank{"s" * (w > 1)}: held MiB, peak MiB' for w in world_sizes) + ' |']
+    lines.append('|---' * (len(world_sizes) + 1) + '|')
+    parameters = 0.0
+    for name in names:
+        kind, options = STRATEGIES[name]
+        cells = []
+        for world_size in world_sizes:
+            ranks = run_distributed(measure, world_size, kind, options | {'precision': precision}, timeout_s=300.0)
+            cells.append(f'{max(r["held_mib"] for r in ranks):.0f}, {max(r["peak_mib"] for r in ranks):.0f}')
+            parameters = ranks[0]['parameters']
+        lines.append(f'| {name} | ' + ' | '.join(cells) + ' |')
+        print(lines[-1], flush=True)
+    return lines, parameters
 
 
 def main() -> None:
@@ -79,23 +142,12 @@ def main() -> None:
     parser.add_argument('--out', type=Path, default=ROOT / 'docs' / 'results' / 'memory_per_rank.md')
     parser.add_argument('--world_sizes', type=int, nargs='+', default=[1, 2, 4])
     args = parser.parse_args()
-    from chatgpt.testing.processes import run_distributed
-
-    header = ['strategy', *(f'{w} rank{"s" * (w > 1)}: held MiB (peak RSS over start)' for w in args.world_sizes)]
-    lines = [
-        '# Memory per rank',
-        '',
-        '`python benchmarks/memory_per_rank.py`. ' + ' '.join((__doc__ or '').split('\n\n')[2].split()),
-        '',
-    ]
-    lines += ['| ' + ' | '.join(header) + ' |', '|---' * len(header) + '|']
-    for name, (kind, options) in STRATEGIES.items():
-        cells = []
-        for world_size in args.world_sizes:
-            ranks = run_distributed(measure, world_size, kind, options, timeout_s=300.0)
-            cells.append(f'{max(r["held_mib"] for r in ranks):.0f} ({max(r["peak_mib"] for r in ranks):.0f})')
-        lines.append(f'| {name} | ' + ' | '.join(cells) + ' |')
-        print(lines[-1], flush=True)
+    os.environ['MALLOC_MMAP_THRESHOLD_'] = '65536'  # read by glibc in each new process
+    lines = ['# Memory per rank', '', '`python benchmarks/memory_per_rank.py`. ' + ' '.join((__doc__ or '').split('\n\n')[2].split())]
+    for precision, names in (('fp32', IN_FP32), ('bf16', IN_BF16)):
+        rows, parameters = table(names, precision, args.world_sizes)
+        lines += ['', f'## Computing in {precision}: {parameters / 1e6:.0f} million parameters, {parameters * 16 / 2**20:.0f} MiB of '
+                  'weights, gradients and two states in fp32', '', *rows]  # fmt: skip
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text('\n'.join(lines) + '\n')
 

@@ -2,7 +2,8 @@
 
     actor/<parameter>              weights, fp32 masters
     actor_optim/<parameter>/<slot> optimizer states
-    rng/<rank>                     torch's CPU generator, for user code and dropout; the library's own draws need only counters
+    rng/<rank>/<generator>         torch's, CUDA's, Python's and numpy's global ones, for user code and dropout; the library's own draws
+                                   need only counters
     state.json                     counters, KL controller, running moments, hyperparameters, settings, callbacks' states
 
 Checkpoints fall between phases, when the replay buffer is empty, so no experience is in them; samples that were generated ahead
@@ -11,8 +12,10 @@ Checkpoints fall between phases, when the replay buffer is empty, so no experien
 
 from __future__ import annotations
 
+import json
 import platform
 import random
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -47,7 +50,6 @@ def save_checkpoint(trainer: Trainer, path: str | Path | None, *, score: float |
     state = {
         'trainer': trainer.checkpoint_state(),
         'optimizers': {name: strategy.optimizer_meta(optimizer) for name, optimizer in trainer.optimizers().items()},
-        'python_rng': _python_rng(),
         'fingerprint': trainer.fingerprint(),
         'layout': layout_of(trainer),
     }
@@ -93,7 +95,7 @@ def load_checkpoint(trainer: Trainer, path: str | Path) -> bool:
             warnings.warn(f'{folder}: {name} is of a callback that this run does not have; it is left out', stacklevel=3)
     trainer.load_state_dict(state['trainer'])
     if layout_of(trainer) == state['layout']:
-        _restore_rng(reader, strategy.rank, state['python_rng'])
+        _restore_rng(reader, strategy.rank, state.get('python_rng'))
     trainer.saved_fingerprint = state['fingerprint']
     trainer.resumed_from = folder
     trainer.callbacks.on_resume(trainer, folder)
@@ -185,24 +187,41 @@ def _whole_before(folder: Path) -> Path | None:
 
 
 def _rng_pieces(rank: int) -> Iterable[Piece]:
-    state = torch.get_rng_state()
-    yield Piece(f'{rank}/torch', (len(state),), 0, len(state), state)
+    """The states of this rank's global generators: torch's as its bytes, the others as JSON in bytes."""
+    states = {'torch': torch.get_rng_state(), 'python': _bytes(random.getstate())}
     if torch.cuda.is_available():
-        cuda = torch.cuda.get_rng_state()
-        yield Piece(f'{rank}/cuda', (len(cuda),), 0, len(cuda), cuda)
+        states['cuda'] = torch.cuda.get_rng_state()
+    if (numpy := sys.modules.get('numpy')) is not None:
+        states['numpy'] = _bytes(numpy.random.get_state(legacy=False))
+    for kind, state in states.items():
+        yield Piece(f'{rank}/{kind}', (len(state),), 0, len(state), state)
 
 
-def _python_rng() -> list[Any]:
-    version, internal, gauss = random.getstate()
-    return [version, list(internal), gauss]
+def _bytes(state: Any) -> torch.Tensor:
+    """JSON, which keeps integers of any size and every bit of a float; arrays become lists."""
+    return torch.tensor(list(json.dumps(state, default=lambda array: array.tolist()).encode()), dtype=torch.uint8)
 
 
-def _restore_rng(reader: CheckpointReader, rank: int, python_rng: list[Any]) -> None:
-    for kind, restore in (('torch', torch.set_rng_state), ('cuda', torch.cuda.set_rng_state)):
+def _restore_rng(reader: CheckpointReader, rank: int, python_rng: list[Any] | None) -> None:
+    """`python_rng`: of checkpoints that hold Python's state in state.json, one for all ranks."""
+    stored = {name.rpartition('/')[2] for name in reader.names() if name.startswith(f'rng/{rank}/')}
+
+    def read(kind: str) -> torch.Tensor:
         name = f'rng/{rank}/{kind}'
-        if name in reader.names() and (kind == 'torch' or torch.cuda.is_available()):
-            restore(reader.read(name, 0, reader.shape(name)[0]).clone())
-    random.setstate((python_rng[0], tuple(python_rng[1]), python_rng[2]))
+        return reader.read(name, 0, reader.shape(name)[0]).clone()
+
+    if 'torch' in stored:
+        torch.set_rng_state(read('torch'))
+    if 'cuda' in stored and torch.cuda.is_available():
+        torch.cuda.set_rng_state(read('cuda'))
+    if 'python' in stored:
+        python_rng = json.loads(bytes(read('python').tolist()))
+    if python_rng is not None:
+        random.setstate((python_rng[0], tuple(python_rng[1]), python_rng[2]))
+    if 'numpy' in stored:
+        import numpy
+
+        numpy.random.set_state(json.loads(bytes(read('numpy').tolist())))
 
 
 def as_json(value: Any) -> Any:

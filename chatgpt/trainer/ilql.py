@@ -151,8 +151,8 @@ class ILQLTrainer(OneLossTrainer):
     ) -> tuple[SequenceOf[Any], SequenceOf[Any] | None]:
         if not isinstance(strategy.unwrap(model), ILQLModel):
             raise ValueError(f'ILQLTrainer trains an ILQLModel, not a {type(strategy.unwrap(model)).__name__}')
-        if 'ColossalAI' in type(strategy).__name__:
-            raise ValueError('ILQL does not run under ColossalAIStrategy, whose masters hide the target heads; use ddp or fsdp')
+        if not strategy.weights_in_place:
+            raise ValueError(f'ILQL does not run under {type(strategy).__name__}, whose masters hide the target heads; use ddp or fsdp')
         records = _with_rewards(train_data)
         held_back = _with_rewards(eval_data) if eval_data else None
         if config.standardize_rewards:

@@ -78,9 +78,9 @@ def check_nlpo(strategy: Any, actor: Any, engine: Any = None) -> None:
         raise ValueError(
             'NLPO takes the old log-probs from the decode, which agree with the trainer in fp32 only: use precision=fp32'
         )
-    if 'ColossalAI' in type(strategy).__name__:
+    if not strategy.weights_in_place:
         raise ValueError(
-            'NLPO does not run under ColossalAIStrategy, whose weights cannot be copied between models; use ddp or fsdp'
+            f'NLPO does not run under {type(strategy).__name__}, whose weights cannot be copied between models; use ddp or fsdp'
         )
     if has_reference(actor):
         raise ValueError('NLPO copies the actor as a whole: use an actor without LoRA and num_layers_unfrozen')

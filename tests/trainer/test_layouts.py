@@ -175,11 +175,7 @@ def test_from_gemini_into_fp32(colossal, to):
 @pytest.mark.parametrize(('gemini', 'zero'), [('gemini_rest', 'gemini_to_zero2_bf16'), ('zero1_to_gemini', 'zero1_to_zero2_bf16')])
 def test_gemini_goes_on_as_zero_in_bf16(colossal, gemini, zero):
     """From Gemini's own checkpoint and from that of another layout in fp32."""
-    report = compare_logs(colossal.logs[gemini], colossal.logs[zero], tolerance=BF16)
-    if report is None:
-        compare_weights(colossal.folder / gemini, colossal.folder / zero, steps=8, tolerance=BF16)
-    else:
-        assert report.startswith('phase ')
+    colossal.compare(gemini, zero, first=0, phases=2, tolerance=BF16)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -52,11 +53,15 @@ class Strategy(KeepsIdle, Ranks):
     """True: no rank holds whole weights or optimizer states"""
     supports_accumulation: bool = True
     """False: one micro-batch per optimizer step, `accumulate(last=False)` is a ValueError"""
+    weights_in_place: ClassVar[bool] = True
+    """False: what a trainer writes into a prepared module's parameters does not last, because masters elsewhere replace it"""
 
     def __init__(self, seed: int = 42, precision: Precision = 'fp32') -> None:
         self.seed, self.precision = seed, precision
         self._dtype = check_precision(precision)
         random.seed(seed)
+        if (numpy := sys.modules.get('numpy')) is not None:
+            numpy.random.seed(seed % 2**32)
         torch.manual_seed(seed)  # the same on every rank, so that models built from scratch are equal
         self._prepared: dict[int, tuple[nn.Module, nn.Module]] = {}
         """id of the user's and of the prepared module -> (user's, prepared)"""

@@ -74,6 +74,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
     """
 
     sharded: ClassVar[bool] = True
+    weights_in_place: ClassVar[bool] = False
 
     def __init__(
         self,
