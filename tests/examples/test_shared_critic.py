@@ -57,6 +57,14 @@ def test_hydra_with_the_critic_on_the_same_trunk(monkeypatch, tmp_path, model):
     assert head is not None and any(float(p.detach().abs().max()) > 0 for p in head.parameters())
 
 
+@pytest.mark.parametrize('flags', [[], ['--lora_rank=2']], ids=['all_weights', 'lora'])
+def test_without_hydra(monkeypatch, tmp_path, model, flags):
+    lines = run(monkeypatch, model, tmp_path, '--critic=shared', *flags)
+    assert len(lines) == 2 and all(line['ppo/value_loss'] > 0 for line in lines)
+    assert abs(lines[0]['rollout/kl_mean']) < 1e-6 < abs(lines[1]['rollout/kl_mean'])
+    assert load_head(tmp_path / 'actor') is not None
+
+
 def test_the_own_critic_is_the_default_and_leaves_no_head_in_the_actor(monkeypatch, tmp_path, model):
     lines = run(monkeypatch, model, tmp_path, '--num_layers_unfrozen=1', '--max_timesteps=1')
     assert 'ppo/critic_grad_norm' in lines[0] and load_head(tmp_path / 'actor') is None
