@@ -17,7 +17,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 help:
 	@echo 'make demo       SFT, a reward model, PPO, from nothing, in minutes on two cores; result in outputs/demo'
-	@echo 'make test       lint and tests, about a quarter of an hour on two cores'
+	@echo 'make test       lint and tests, about twenty minutes on two cores'
 	@echo 'make test-full  and the slow tests'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make format     what ruff can mend'
