@@ -6,7 +6,9 @@ and writing bytes (`reader`, `writer`), and where folders live (`folder`).
 
 from __future__ import annotations
 
+import json
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -136,7 +138,7 @@ class Manifest:
             for name, t in self.tensors.items()
         }
         files = {name: {'bytes': f.bytes, 'crc32': f.crc32} for name, f in self.files.items()}
-        return {'format': FORMAT_VERSION, 'meta': self.meta, 'tensors': tensors, 'files': files}
+        return sealed({'format': FORMAT_VERSION, 'meta': self.meta, 'tensors': tensors, 'files': files})
 
     @classmethod
     def from_json(cls, data: Any, where: Path | str) -> Manifest:
@@ -153,6 +155,8 @@ class Manifest:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f'{where}: malformed manifest ({type(error).__name__}: {error})') from error
         manifest.check(where)
+        if data.get('crc32') != (found := sealed(data)['crc32']):
+            raise CheckpointError(f'{where}: checksum {found} instead of {data.get("crc32")}; the file is damaged')
         return manifest
 
     def check(self, where: Path | str) -> None:
@@ -168,6 +172,16 @@ class Manifest:
             fault = coverage_fault([(p.start, p.stop) for p in tensor.pieces], tensor.numel)
             if fault:
                 raise CheckpointError(f'{where}: tensor {name!r} of shape {tensor.shape} {fault}')
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A manifest's JSON with `crc32`, the CRC-32 of all else in it: it guards the other files, and nothing else guards it.
+
+    Order of keys and white space do not count.
+    """
+    rest = {name: value for name, value in content.items() if name != 'crc32'}
+    as_read = json.loads(json.dumps(rest))  # keys that are no strings sort otherwise
+    return rest | {'crc32': zlib.crc32(json.dumps(as_read, sort_keys=True).encode())}
 
 
 def _stored_tensor(entry: dict[str, Any]) -> StoredTensor:

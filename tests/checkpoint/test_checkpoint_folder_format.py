@@ -21,7 +21,7 @@ from chatgpt.checkpoint import (
     pieces_of,
     write_checkpoint,
 )
-from chatgpt.checkpoint.layout import coverage_fault
+from chatgpt.checkpoint.layout import coverage_fault, sealed
 
 TENSORS = {
     'weight': torch.arange(35, dtype=torch.float32).view(5, 7),
@@ -40,10 +40,10 @@ def folder(tmp_path):
 
 
 def edit(folder, change):
-    """Change the manifest and write it back."""
+    """Change the manifest and write it back, with a checksum that is right."""
     manifest = json.loads((folder / 'manifest.json').read_text())
     change(manifest)
-    (folder / 'manifest.json').write_text(json.dumps(manifest))
+    (folder / 'manifest.json').write_text(json.dumps(sealed(manifest)))
 
 
 # --- reading
@@ -157,6 +157,31 @@ def test_no_manifest_and_broken_manifests(folder):
     (folder / 'manifest.json').unlink()
     with pytest.raises(CheckpointError, match='no manifest.json'):
         CheckpointReader(folder)
+
+
+def test_every_flipped_bit_of_a_manifest_is_seen(folder):
+    whole = (folder / 'manifest.json').read_bytes()
+    content = json.loads(whole)
+    for place in range(len(whole)):
+        damaged = whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :]
+        (folder / 'manifest.json').write_bytes(damaged)
+        try:
+            same = json.loads(damaged) == content  # one white space for another
+        except ValueError:
+            same = False
+        if not same:
+            with pytest.raises(CheckpointError, match='manifest.json'):
+                CheckpointReader(folder)
+
+
+def test_a_manifest_of_other_values_is_damaged(folder):
+    text = (folder / 'manifest.json').read_text()
+    for old, new in (('"step": 4', '"step": 5'), ('actor/weight', 'actor/weighs'), ('"crc32"', '"crc33"')):
+        broken = text.replace(old, new)
+        assert broken != text
+        (folder / 'manifest.json').write_text(broken)
+        with pytest.raises(CheckpointError, match=r'manifest\.json: (checksum \d+ instead of|malformed)'):
+            CheckpointReader(folder)
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ print('hash', digest.hexdigest(), flush=True)
 """
 
 
-def start(folder: Path, phases: int, kind: str, ranks: int) -> list[subprocess.Popen[str]]:
+def start(folder: Path, phases: int, kind: str = 'NaiveStrategy', ranks: int = 1) -> list[subprocess.Popen[str]]:
     command, port = [sys.executable, '-c', SCRIPT, str(folder), str(phases), kind], free_port()
     env = os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'PYTHONWARNINGS': 'ignore'}
     places = [torchrun_environment(rank, ranks, port) if ranks > 1 else {} for rank in range(ranks)]
@@ -62,7 +62,7 @@ def start(folder: Path, phases: int, kind: str, ranks: int) -> list[subprocess.P
     return [subprocess.Popen(command, env=env | place, **pipes) for place in places]
 
 
-def finished(folder: Path, phases: int, kind: str, ranks: int) -> list[str]:
+def finished(folder: Path, phases: int, kind: str = 'NaiveStrategy', ranks: int = 1) -> list[str]:
     """Each rank's hash."""
     hashes = []
     for process in start(folder, phases, kind, ranks):

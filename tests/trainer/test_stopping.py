@@ -42,7 +42,7 @@ def checkpoints(folder: Path) -> list[str]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, float]]]:
     """The run without a stop: hash of its weights and optimizer states, and its metrics."""
     folder = tmp_path_factory.mktemp('stopping') / 'straight'
-    return finished(folder, PHASES), metrics(folder)
+    return finished(folder, PHASES)[0], metrics(folder)
 
 
 def refused_beside(holder: subprocess.Popen[str], folder: Path) -> None:
@@ -60,7 +60,7 @@ def test_stopped_by_signals_and_resumed_to_the_same_bits(undisturbed, tmp_path):
     """
     done = 0
     for signum, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
-        process = start(tmp_path, PHASES)
+        (process,) = start(tmp_path, PHASES)
         wait_for_phases(tmp_path, done + 4, process)
         refused_beside(process, tmp_path)
         process.send_signal(signum)
@@ -75,7 +75,7 @@ def test_stopped_by_signals_and_resumed_to_the_same_bits(undisturbed, tmp_path):
         assert 4 <= done < PHASES
         assert checkpoints(tmp_path)[-1] == f'step-{done:08d}'
         CheckpointReader(tmp_path / 'checkpoints' / f'step-{done:08d}')
-    assert finished(tmp_path, PHASES) == undisturbed[0]
+    assert finished(tmp_path, PHASES) == [undisturbed[0]]
     assert metrics(tmp_path) == undisturbed[1]
 
 
@@ -120,7 +120,7 @@ def limited(self, *args, **kw):
         print('saved', self.phase, sorted(os.listdir(self.checkpoint_dir)), flush=True)
 base.Trainer.save_checkpoint = limited
 """
-    command = [sys.executable, '-c', full + SCRIPT, str(tmp_path), str(PHASES)]
+    command = [sys.executable, '-c', full + SCRIPT, str(tmp_path), str(PHASES), 'NaiveStrategy']
     env = os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
