@@ -116,7 +116,7 @@ class Spent:
         )
 
 
-def spend(case: Case, results: Path, updates: int = 5) -> Spent:
+def spend(case: Case, results: Path, updates: int = 3) -> Spent:
     import ours
     import torch
 
@@ -155,9 +155,10 @@ def write_profile(path: Path, cases: Iterable[Case], results: Path) -> None:
 
 HEAD = """# Where an update's time goes
 
-`python benchmarks/vs_peers.py --profile docs/results/peers_profile.md`: our side of [peers.md](peers.md), one thread. Shares are self times
-under torch.profiler of one update; CPU seconds are the mean of five without it. The floor counts what a method cannot do without, at the
-speed of one large bare product: one pass of the tokens in the decode (a group's prompt once), one of each frozen model that scores, of the
-value network, and in bf16 of the policy for the old log-probs; forward and backward of what is trained, per epoch; the head on
-response tokens only; no padding. "At the floor" is the ratio to TRL that nothing but these products would have.
+`python benchmarks/vs_peers.py --only 1 --without no --profile docs/results/peers_profile.md`: our side of [peers.md](peers.md), one thread.
+Shares are self times under torch.profiler of one update; CPU seconds are the mean of three without it. The floor counts what a method
+cannot do without, at the speed of one large bare product: one pass of the tokens in the decode (a group's prompt once), one of each frozen
+model that scores, of the value network, and in bf16 of the policy for the old log-probs; forward and backward of what is trained, per
+epoch; the head on response tokens only; no padding. "At the floor" is the ratio to TRL that nothing but these products would have.
+"Beside TRL" and TRL's speed are of the runs behind peers.md: where the machine is slower today than it was then, "at the floor" is too low.
 """
