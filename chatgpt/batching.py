@@ -1,15 +1,19 @@
 """From single sequences to batches: the one place where padding exists.
 
 `collate` pads at a model's door, and says how to leave the padding out again (`packing_of`); `cut_by_tokens` makes micro-batches under a
-token budget; `split_over_ranks` deals a global batch out by cost; `align` gives every rank the same number of micro-batches, filled with
-zero-weight ones. All are pure functions of lengths, so every rank computes the whole assignment alone.
+token budget; `split_over_ranks` splits a global batch by cost; `align` gives every rank the same number of micro-batches, the last ones
+maybe empty, and `collate` turns an empty one into a dummy batch that weighs nothing. All are pure functions of lengths, so every rank
+computes the whole assignment alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from chatgpt.types import Batch, PackedGroup, Packing, Sequence
 
@@ -17,16 +21,34 @@ GROUP_RATIO = 0.75
 """a packed group's shortest sequence is at least this share of its longest"""
 
 
-def collate(sequences: SequenceOf[Sequence], *, pad_id: int = 0, pack: bool = True) -> Batch:
+def collate(
+    sequences: SequenceOf[Sequence],
+    *,
+    pad_id: int = 0,
+    pack: bool = True,
+    columns: Mapping[str, Tensor] | None = None,
+    totals: Mapping[str, float] | None = None,
+    num_dummies: int = 1,
+) -> Batch:
     """Pad sequences on the right into a `Batch`. `pad_id` can be any valid token: padded states are never read.
 
-    With `pack`, the batch also says how to run it without its padding, where it has some.
+    An empty list gives a dummy batch, with which a rank without data takes part in a sharded forward: `num_dummies` sequences of a
+    prompt and a response token, of which none counts, and every column is 0. So a loss whose terms carry a mask or a weight is 0 there.
 
-    Raises ValueError for an empty list, an empty prompt (its first response token would have no state to be predicted
-    from) or an empty response.
+    Args:
+        pack: also say how to run the batch without its padding, where it has some.
+        columns: what a loss needs beside the tokens; see `Batch.columns`.
+        totals: what a loss divides by; see `Batch.totals`.
+
+    Raises:
+        ValueError: an empty prompt (its first response token would have no state to be predicted from) or an empty response.
     """
+    columns = dict(columns or {})
+    sequence_mask = torch.ones(len(sequences), dtype=torch.bool)
     if not sequences:
-        raise ValueError('collate: no sequences given')
+        sequences = [_dummy()] * num_dummies
+        sequence_mask = torch.zeros(num_dummies, dtype=torch.bool)
+        columns = {name: column.new_zeros(num_dummies) for name, column in columns.items()}
     lengths = []
     for i, s in enumerate(sequences):
         if len(s.prompt_ids) == 0:
@@ -54,8 +76,16 @@ def collate(sequences: SequenceOf[Sequence], *, pad_id: int = 0, pack: bool = Tr
         action_mask=torch.cat([s.response_mask for s in sequences]),
         action_rows=torch.cat(action_rows),
         last_index=torch.tensor([i * width + n - 1 for i, n in enumerate(lengths)]),
+        sequence_mask=sequence_mask,
         packing=packing_of(lengths, width) if pack else None,
+        columns=columns,
+        totals=dict(totals or {}),
     )
+
+
+def token_columns(records: SequenceOf[Any], names: Iterable[str]) -> dict[str, Tensor]:
+    """Per-token fields of several records as (N,) columns for `collate`."""
+    return {name: torch.cat([getattr(r, name) for r in records]) if records else torch.zeros(0) for name in names}
 
 
 def packing_of(lengths: SequenceOf[int], width: int) -> Packing | None:
@@ -101,7 +131,7 @@ def cut_by_tokens(lengths: SequenceOf[int], max_tokens: int | None, *, max_seque
 
 
 def split_over_ranks(lengths: SequenceOf[int], world_size: int) -> list[list[int]]:
-    """Deal items to ranks so that counts differ by at most one and token sums are close. Returns positions per rank.
+    """Split items over ranks so that counts differ by at most one and token sums are close. Returns positions per rank.
 
     Longest first, each to the rank with the fewest items, then the fewest tokens, then the lowest number.
     """
@@ -114,22 +144,21 @@ def split_over_ranks(lengths: SequenceOf[int], world_size: int) -> list[list[int
     return shares
 
 
+def micro_batches(lengths: SequenceOf[int], world_size: int, max_tokens: int | None) -> list[list[list[int]]]:
+    """A list that all ranks hold, split over them and cut: for each rank its micro-batches, equally many, as positions in `lengths`."""
+    shares = split_over_ranks(lengths, world_size)
+    return align([[[share[j] for j in cut] for cut in cut_by_tokens([lengths[i] for i in share], max_tokens)] for share in shares])
+
+
 def align(cuts: list[list[list[int]]]) -> list[list[list[int]]]:
     """Give every rank as many micro-batches as the rank with most, by adding empty ones.
 
-    A sharded forward is a collective: a rank with less data must still take part. An empty micro-batch is run as
-    one zero-weight sequence (see `filler`).
+    A sharded forward is a collective: a rank with less data must still take part. `collate` makes a dummy batch of an empty list.
     """
     most = max((len(c) for c in cuts), default=0)
     return [c + [[] for _ in range(most - len(c))] for c in cuts]
 
 
-def filler(token_id: int = 0) -> Sequence:
-    """A sequence of two tokens of which none counts."""
-    one = torch.full((1,), token_id, dtype=torch.int64)
+def _dummy() -> Sequence:
+    one = torch.zeros(1, dtype=torch.int64)
     return Sequence(prompt_ids=one, response_ids=one.clone(), response_mask=torch.zeros(1, dtype=torch.bool))
-
-
-def collate_or_filler(sequences: SequenceOf[Sequence]) -> Batch:
-    """A batch of the sequences; a zero-weight one when there are none."""
-    return collate(sequences or [filler()])

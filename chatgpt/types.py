@@ -1,4 +1,4 @@
-"""The records that travel between rooms.
+"""The records that travel between packages.
 
 A sequence travels alone and unpadded: 1-D tensors, prompt and response apart. `Batch` is the only padded thing and exists
 only at a model's door (`chatgpt.batching.collate` makes it). Shape letters: B sequences, S tokens of a padded row,
@@ -171,8 +171,14 @@ class Batch:
     """(N,) int64, the row each action belongs to"""
     last_index: Tensor
     """(B,) int64 into (B*S): the last real token of each row"""
+    sequence_mask: Tensor
+    """(B,) bool, True = a real sequence; False in a dummy batch"""
     packing: Packing | None = None
     """how to run it without its padding, for models that can; the indices above hold either way"""
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    """what a loss needs beside tokens, by name: (N,) per action, (B,) per sequence, or (P,) per pair; 0 in a dummy batch"""
+    totals: dict[str, float] = field(default_factory=dict)
+    """sums over the whole train batch, all ranks and micro-batches together, which a loss divides by"""
 
     @property
     def num_sequences(self) -> int:
@@ -183,4 +189,5 @@ class Batch:
         return self.action_ids.shape[0]
 
     def to(self, device: torch.device | str) -> Batch:
-        return replace(tensors_to(self, device), packing=None if self.packing is None else self.packing.to(device))
+        columns = {name: column.to(device) for name, column in self.columns.items()}
+        return replace(tensors_to(self, device), packing=None if self.packing is None else self.packing.to(device), columns=columns)

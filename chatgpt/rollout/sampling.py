@@ -9,14 +9,17 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from chatgpt.rollout.randomness import edge_distances, inverse_cdf
+from chatgpt.rollout.stop import StopStrings
+
+DEFAULT_NEW_TOKENS = 64
 
 # GenerationConfig fields that change nothing at these values, so they are no reason for a refusal
 _NEUTRAL: dict[str, Any] = {
@@ -243,3 +246,27 @@ class TokenSampler:
         margin = torch.minimum(gap, crossing).squeeze(1).float()
         kept_mask = torch.zeros_like(keep).scatter_(1, order, keep)
         return torch.log_softmax(logprobs.masked_fill(~kept_mask, -math.inf), dim=-1), margin
+
+
+def sampling_for(actor: nn.Module, tokenizer: Any, kwargs: Mapping[str, Any]) -> tuple[SamplingParams, StopStrings | None]:
+    """Sampling parameters from generation keywords, with the end and padding tokens of the tokenizer or the model filled in."""
+    given = dict(kwargs)
+    stop_strings = given.pop('stop_strings', None)
+    generation_config = getattr(getattr(actor, 'model', None), 'generation_config', None)
+    if given.get('eos_token_id') is None:
+        given['eos_token_id'] = getattr(tokenizer, 'eos_token_id', None)
+        if given['eos_token_id'] is None:
+            given['eos_token_id'] = getattr(generation_config, 'eos_token_id', None)
+    if given.get('pad_token_id') is None:
+        given['pad_token_id'] = getattr(tokenizer, 'pad_token_id', None)
+        if given['pad_token_id'] is None:
+            given['pad_token_id'] = getattr(generation_config, 'pad_token_id', None)
+    if given.get('max_new_tokens') is None and given.get('max_length') is None:
+        given['max_new_tokens'] = DEFAULT_NEW_TOKENS
+    sampling = SamplingParams.from_generation_kwargs(**given)
+    if not stop_strings:
+        return sampling, None
+    if tokenizer is None:
+        raise ValueError('stop_strings needs a tokenizer')
+    matcher = StopStrings(tokenizer, [stop_strings] if isinstance(stop_strings, str) else list(stop_strings))
+    return replace(sampling, stop=matcher), matcher

@@ -8,7 +8,6 @@ Left out: losses and data, which are the subclasses', and everything that depend
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -31,12 +30,14 @@ from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Experience
 
 
-class Trainer(ABC):
+class Trainer:
     """Base of all trainers.
 
     Args:
         strategy: has already prepared the models and optimizers.
         config: settings, checked here against the world size.
+        models: the trained models by name, as prepared.
+        optimizers: their optimizers, by the name of the model.
         callbacks: see `chatgpt.trainer.callbacks`. A progress bar is added unless one is given; a `MetricsWriter` is added
             when there is a `run_dir`.
         tokenizer: only for texts; None where everything is given as ids.
@@ -47,6 +48,8 @@ class Trainer(ABC):
         self,
         strategy: Strategy,
         config: LearningSettings,
+        models: Mapping[str, nn.Module],
+        optimizers: Mapping[str, Optimizer],
         *,
         callbacks: SequenceOf[Callback] = (),
         tokenizer: Any = None,
@@ -55,6 +58,7 @@ class Trainer(ABC):
         config.validate(strategy.world_size)
         self.strategy = strategy
         self.config = config
+        self._models, self._optimizers = dict(models), dict(optimizers)
         self.tokenizer = tokenizer
         self.run_dir = Path(run_dir).absolute() if run_dir is not None else None
         self.phase = 0
@@ -74,7 +78,7 @@ class Trainer(ABC):
         self._stop_requested = False
         self.is_resuming = False
         """a checkpoint was loaded and `fit` has not gone on from it yet"""
-        chosen = [*self.own_callbacks(), *callbacks]
+        chosen = list(callbacks)
         if not any(isinstance(c, ProgressBar) for c in chosen):
             chosen.append(ProgressBar())
         if self.run_dir is not None and not any(isinstance(c, MetricsWriter) for c in chosen):
@@ -82,22 +86,18 @@ class Trainer(ABC):
         self.callbacks = CallbackList(chosen)
         self._schedules = {
             name: LearningRate(optimizer, config.lr_schedule, config.warmup_steps)
-            for name, optimizer in self.optimizers().items()
+            for name, optimizer in optimizers.items()
         }
 
-    # ------------------------------------------------------------------ what a subclass says about itself
-
-    @abstractmethod
     def models(self) -> Mapping[str, nn.Module]:
         """The trained models by name, as prepared."""
+        return self._models
 
-    @abstractmethod
     def optimizers(self) -> Mapping[str, Optimizer]:
         """Their optimizers, by the name of the model."""
+        return self._optimizers
 
-    def own_callbacks(self) -> list[Callback]:
-        """Callbacks that belong to this kind of trainer."""
-        return []
+    # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and controllers: everything JSON-able that determines the future. Subclasses extend it."""

@@ -6,31 +6,21 @@ settings are checked together, before any weight is loaded. Left out: paths and 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar, get_args
 
 from chatgpt.experience.shaping import ScoreScaling
 from chatgpt.functional.losses import Aggregation
+from chatgpt.registry import nearest
+from chatgpt.rollout.sampling import generation_fields
+from chatgpt.trainer.algorithms import ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
 
-AdvantageEstimator = Literal['gae', 'a2c', 'grpo', 'dr_grpo', 'rloo', 'reinforce++', 'reinforce++_baseline']
 KLKind = Literal['k1', 'k2', 'k3', 'abs', 'full']
 KLLossKind = Literal['k1', 'k2', 'k3']
-PolicyLoss = Literal['ppo', 'gspo', 'reinforce']
 Schedule = Literal['constant', 'linear', 'cosine']
 
-NEEDS_CRITIC: tuple[str, ...] = ('gae', 'a2c')
-GROUP_RELATIVE: tuple[str, ...] = ('grpo', 'dr_grpo', 'rloo')
-NEEDS_GROUPS: tuple[str, ...] = (*GROUP_RELATIVE, 'reinforce++_baseline')
-
 C = TypeVar('C', bound='Settings')
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """' (did you mean a, b?)', or '' when nothing is near."""
-    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
-    return f'; did you mean {", ".join(close)}?' if close else ''
 
 
 @dataclass(kw_only=True)
@@ -49,6 +39,20 @@ class Settings:
             if name not in known:
                 raise ValueError(f'{cls.__name__} has no setting {name!r}{nearest(name, known)}')
         return cls(**values)
+
+    @classmethod
+    def split(cls: type[C], owner: str, config: C | None, kwargs: Mapping[str, Any]) -> tuple[C, dict[str, Any]]:
+        """The keywords of a trainer that also generates: settings (over those of `config`), and generation keywords.
+
+        Raises:
+            ValueError: a keyword that is neither; lists the nearest known ones.
+        """
+        settings, generation = cls.field_names(), generation_fields()
+        for name in kwargs:
+            if name not in settings and name not in generation:
+                raise ValueError(f'{owner} got an unknown keyword {name!r}{nearest(name, [*settings, *generation])}')
+        own = {k: v for k, v in kwargs.items() if k in settings}
+        return replace(config, **own) if config is not None else cls(**own), {k: v for k, v in kwargs.items() if k not in settings}
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -162,7 +166,8 @@ class PPOConfig(LearningSettings):
     """divide the rewards of a timestep by their standard deviation over all tokens"""
 
     # advantages
-    advantage_estimator: AdvantageEstimator = 'gae'
+    advantage_estimator: str = field(default='gae', metadata={'choices': ESTIMATORS})
+    """how advantages follow from rewards; one of the table in `chatgpt.trainer.algorithms`, or module:name of an `Estimator`"""
     dynamic_sampling_rounds: int = 0
     """DAPO's dynamic sampling: groups whose scores are all equal teach nothing and are replaced by newly drawn ones, in at most so many
     further rounds; 0 keeps every group"""
@@ -173,7 +178,7 @@ class PPOConfig(LearningSettings):
     """whiten advantages over all tokens of a learning phase; None does so for all but the group-relative estimators"""
 
     # learn
-    policy_loss: PolicyLoss = 'ppo'
+    policy_loss: str = field(default='ppo', metadata={'choices': POLICY_LOSSES})
     """'ppo' clips each token's ratio, 'gspo' one ratio per sequence (Zheng et al. 2025), 'reinforce' is −A log π without a ratio"""
     loss_aggregation: Aggregation | None = None
     """'token' is a mean over all tokens of a train batch, 'sequence' a mean over sequences of their means, 'sequence_sum' divides by
@@ -209,35 +214,35 @@ class PPOConfig(LearningSettings):
     """leave the epochs of a phase when the approximate KL of a train batch exceeds 1.5 times this (TRL early_stopping)"""
 
     @property
+    def estimator(self) -> Estimator:
+        return ESTIMATORS.find(self.advantage_estimator)
+
+    @property
     def whitens_advantages(self) -> bool:
-        if self.whiten_advantages is not None:
-            return self.whiten_advantages
-        return self.advantage_estimator not in GROUP_RELATIVE
+        return self.estimator.whitens if self.whiten_advantages is None else self.whiten_advantages
 
     @property
     def aggregation(self) -> Aggregation:
         """What `loss_aggregation` comes to."""
         if self.loss_aggregation is not None:
             return self.loss_aggregation
-        if self.policy_loss == 'gspo':
-            return 'sequence'
-        own: dict[str, Aggregation] = {'grpo': 'sequence', 'dr_grpo': 'sequence_sum'}
-        return own.get(self.advantage_estimator, 'token')
+        return 'sequence' if POLICY_LOSSES.find(self.policy_loss).per_sequence else self.estimator.aggregation
 
     def _check_choices(self) -> None:
         """What does not go together."""
-        if self.policy_loss == 'gspo' and self.aggregation != 'sequence':
+        policy_loss = POLICY_LOSSES.find(self.policy_loss)
+        if policy_loss.per_sequence and self.aggregation != 'sequence':
             raise ValueError(
-                f"policy_loss='gspo' has one ratio per sequence: loss_aggregation={self.loss_aggregation!r} does not fit it"
+                f'policy_loss={self.policy_loss!r} has one ratio per sequence: loss_aggregation={self.loss_aggregation!r} does not fit it'
             )
-        if self.policy_loss == 'reinforce' and (self.dual_clip is not None or self.eps_clip_high is not None):
-            raise ValueError("policy_loss='reinforce' has no ratio to clip: leave dual_clip and eps_clip_high out")
+        if not policy_loss.clips and (self.dual_clip is not None or self.eps_clip_high is not None):
+            raise ValueError(f'policy_loss={self.policy_loss!r} has no ratio to clip: leave dual_clip and eps_clip_high out')
         if self.kl_in == 'loss' and self.kl_kind == 'full':
             raise ValueError("kl_kind='full' is an estimator of the reward; with kl_in='loss' set kl_loss_kind")
-        if self.dynamic_sampling_rounds and self.advantage_estimator not in NEEDS_GROUPS:
+        if self.dynamic_sampling_rounds and not self.estimator.needs_groups:
             raise ValueError(
                 f'dynamic_sampling_rounds compares the scores of a group; advantage_estimator={self.advantage_estimator!r} has none, '
-                f'use one of {", ".join(NEEDS_GROUPS)}'
+                f'use one of {", ".join(name for name, entry in ESTIMATORS.items() if entry.needs_groups)}'
             )
         if self.nlpo_top_p is not None and not 0.0 < self.nlpo_top_p <= 1.0:
             raise ValueError(f'nlpo_top_p={self.nlpo_top_p!r} must lie in (0, 1]')
@@ -270,7 +275,8 @@ class PPOConfig(LearningSettings):
             'ratio_threshold', 'target_kl',
         )  # fmt: skip
         self._not_negative('buffer_limit', 'kl_coef', 'value_coef', 'ptx_coef', 'dynamic_sampling_rounds', 'max_staleness')
-        self._one_of('policy_loss', get_args(PolicyLoss))
+        POLICY_LOSSES.find(self.policy_loss)
+        ESTIMATORS.find(self.advantage_estimator)
         self._one_of('loss_aggregation', (None, *get_args(Aggregation)))
         self._one_of('kl_in', ('reward', 'loss'))
         self._one_of('offload', ('none', 'idle'))
@@ -278,12 +284,11 @@ class PPOConfig(LearningSettings):
         self._check_choices()
         self._one_of('kl_kind', get_args(KLKind))
         self._one_of('score_scaling', get_args(ScoreScaling))
-        self._one_of('advantage_estimator', get_args(AdvantageEstimator))
         self._one_of('recompute_logprobs', ('auto', True, False))
         for name in ('gamma', 'lam'):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f'{name}={getattr(self, name)!r} must lie in [0, 1]')
-        if self.advantage_estimator in NEEDS_GROUPS and self.num_samples_per_prompt < 2:
+        if self.estimator.needs_groups and self.num_samples_per_prompt < 2:
             raise ValueError(
                 f'advantage_estimator={self.advantage_estimator!r} compares responses to the same prompt; '
                 f'set num_samples_per_prompt to 2 or more (got {self.num_samples_per_prompt})'

@@ -19,7 +19,6 @@ import numpy as np
 
 from chatgpt.rollout import AheadEngine
 from chatgpt.rollout.wire import PackedSamples, pack_samples, unpack_samples
-from chatgpt.trainer.config import PPOConfig
 from chatgpt.types import Prompt, Sample
 
 
@@ -100,22 +99,6 @@ class Pipeline:
             where = {'first_prompt': t.first_prompt, 'first_sample': t.first_sample, 'version': t.version}
             records.append(where | {'temperature': samples[0].temperature} | joined)
         return records
-
-
-def pipeline_for(engine: Any, config: PPOConfig) -> Pipeline | None:
-    """A queue for an engine that answers later (`AheadEngine`), None for one that does not.
-
-    Raises:
-        ValueError: `max_staleness` needs the former.
-    """
-    if callable(getattr(engine, 'submit', None)):
-        return Pipeline(engine)
-    if config.max_staleness:
-        raise ValueError(
-            f'max_staleness={config.max_staleness} needs an engine that generates while the trainer learns, such as RemoteEngine; '
-            f'{type(engine).__name__} does not'
-        )
-    return None
 
 
 def restored(records: SequenceOf[Mapping[str, Any]], timesteps: SequenceOf[Timestep], rank: int, world_size: int) -> bool:

@@ -1,49 +1,65 @@
 """PPO: collect experience with the current policy, learn from it, repeat.
 
-    fit ─▶ collect: generate under full weights, then score, reference, values, advantages ─▶ buffer
+    fit ─▶ collect: Collector draws prompts and generates under full weights; ExperienceMaker scores ─▶ buffer
         ─▶ learn:   epochs of train batches from the buffer ─▶ learn_batch ─▶ strategy.backward, strategy.optimizer_step
         ─▶ metrics, callbacks
 
 The same two verbs can be driven by hand: `generate`, then `step(queries, responses, scores)`.
 
-Left out: how text becomes ids (`chatgpt.dataset`), how a response is scored (`chatgpt.experience`), and the hardware.
+Left out: how text becomes ids (`chatgpt.dataset`), how a response is scored (`chatgpt.experience`), what tells one method from another
+(`algorithms`), and the hardware.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from chatgpt.batching import collate_or_filler
-from chatgpt.dataset.prompts import PromptOrder, PromptSet, as_prompts
-from chatgpt.experience import ExperienceMaker, ExperienceSettings, ReplayBuffer, ScoreShaper, as_scorer
+from chatgpt.batching import collate
+from chatgpt.dataset.prompts import PromptSet, as_prompts
+from chatgpt.experience import ExperienceMaker, ExperienceSettings, ReplayBuffer, RewardModelScorer, ScoreShaper, as_scorer
 from chatgpt.experience.scorers import models_of
 from chatgpt.functional.kl import AdaptiveKLController, FixedKLController
 from chatgpt.nn.dropout import dropout_off
+from chatgpt.plan.of_run import common_fields
 from chatgpt.plan.setup import Setup
 from chatgpt.rollout import LocalEngine, RolloutEngine
-from chatgpt.trainer.advantages import estimate_advantages, whitened
+from chatgpt.rollout.sampling import sampling_for
+from chatgpt.trainer.algorithms import estimate_advantages, whitened
 from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.callbacks import Callback, RatioCheck
-from chatgpt.trainer.config import NEEDS_CRITIC, PPOConfig
-from chatgpt.trainer.learning import TrainedModel, Work, generator_for, learn_batch, train_batches
-from chatgpt.trainer.pipeline import pipeline_for
-from chatgpt.trainer.ppo_collect import Collector
-from chatgpt.trainer.ppo_loss import PPOLoss
-from chatgpt.trainer.ppo_metrics import PhaseMetrics, first_batch_metrics, performance_metrics, rollout_metrics, value_metrics
-from chatgpt.trainer.ppo_setup import RatioGuard, check_nlpo, has_reference, memory_setup, sampling_for, split_kwargs, take_over
-from chatgpt.trainer.ppo_stepwise import StepwisePPO
+from chatgpt.trainer.collect import Collector, replace_uninformative
+from chatgpt.trainer.config import PPOConfig
+from chatgpt.trainer.losses import (
+    ActorLoss,
+    PtxLoss,
+    SharedLoss,
+    ValueLoss,
+    collate_experience,
+    experience_totals,
+    sequence_totals,
+)
+from chatgpt.trainer.metrics import PhaseMetrics, first_batch_metrics, performance_metrics, rollout_metrics, value_metrics
+from chatgpt.trainer.nlpo import NLPOPolicy, Policy
+from chatgpt.trainer.order import generator_for, train_batches
+from chatgpt.trainer.reference import has_reference
+from chatgpt.trainer.saving import save_pretrained
+from chatgpt.trainer.step import Learner, Work, learn_batch
+from chatgpt.trainer.stepwise import check_by_hand, given_groups, given_samples
 from chatgpt.trainer.strategies.base import Strategy
-from chatgpt.types import Experience, Sequence
+from chatgpt.types import Experience, Sample, Sequence
 
 
-class PPOTrainer(Collector, StepwisePPO, Trainer):
+class PPOTrainer(Trainer):
     """Proximal policy optimisation (Schulman et al. 2017) of a language model on a reward.
 
     Args:
@@ -90,99 +106,74 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         mask_model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        config, generate_kwargs = split_kwargs(config, kwargs)
+        config, self.generate_kwargs = PPOConfig.split('PPOTrainer', config, kwargs)
         config.validate(strategy.world_size)
+        bare: Any = strategy.unwrap(actor)
         self.actor, self.critic = actor, critic
         self.actor_optim, self.critic_optim = actor_optim, critic_optim
-        bare: Any = strategy.unwrap(actor)
         self.shares_trunk = critic is None and getattr(bare, 'value_head', None) is not None
-        self.mask_model = mask_model
-        self._check_models(strategy, config, bare, initial_model)
-        if mask_model is not None:
-            check_nlpo(strategy, bare, engine)
-        super().__init__(strategy, config, callbacks=callbacks, tokenizer=tokenizer, run_dir=run_dir)
-        self.engine = engine if engine is not None else LocalEngine()
-        self.pipeline = pipeline_for(self.engine, config)
-        self.generate_kwargs = generate_kwargs
-        self.sampling, self.stop_strings = sampling_for(bare, tokenizer, generate_kwargs)
+        self.sampling, stop_strings = sampling_for(bare, tokenizer, self.generate_kwargs)
+        self._check(config, bare, initial_model, mask_model, pretrain_data)
+        self.policy = (
+            Policy(strategy, actor, self.sampling.temperature)
+            if mask_model is None or config.nlpo_top_p is None
+            else NLPOPolicy(
+                strategy,
+                actor,
+                self.sampling.temperature,
+                mask_model=mask_model,
+                top_p=config.nlpo_top_p,
+                interval=config.nlpo_update_interval,
+                engine=engine,
+            )
+        )
+        models = {'actor': actor} | ({'critic': critic} if critic is not None else {}) | dict(self.policy.models())
+        optimizers = {'actor': actor_optim} | ({'critic': critic_optim} if critic_optim is not None else {})
+        own_callbacks: list[Callback] = [RatioCheck()] if config.ratio_check else []
+        super().__init__(
+            strategy, config, models, optimizers, callbacks=[*own_callbacks, *callbacks], tokenizer=tokenizer, run_dir=run_dir
+        )
+        self.engine: RolloutEngine = engine if engine is not None else LocalEngine()
+        self.collector = Collector(
+            strategy,
+            self.engine,
+            self.sampling,
+            policy=self.policy.generating,
+            tokenizer=tokenizer,
+            stop_strings=stop_strings,
+            batch_size=config.experience_batch_size,
+            num_samples_per_prompt=config.num_samples_per_prompt,
+            max_staleness=config.max_staleness,
+        )
         self.buffer = ReplayBuffer(config.buffer_limit, 'cpu' if config.buffer_cpu_offload else strategy.device)
         self.kl_controller = (
             FixedKLController(config.kl_coef)
             if config.kl_target is None
             else AdaptiveKLController(config.kl_coef, config.kl_target, config.kl_horizon)
         )
-        if config.ptx_coef and not pretrain_data:
-            raise ValueError(f'ptx_coef={config.ptx_coef} needs pretrain_data, a list of sequences of pretraining text')
         self.pretrain_data = list(pretrain_data or ())
-        recompute = config.recompute_logprobs
-        if recompute == 'auto':
-            inexact = getattr(self.engine, 'recompute_logprobs', False)
-            recompute = strategy.dtype != torch.float32 or config.tis_cap is not None or inexact
-        self.maker = ExperienceMaker(
-            strategy,
-            actor,
-            critic,
-            initial_model,
-            as_scorer(
-                reward_model,
-                max_tokens_per_batch=config.max_tokens_per_batch,
-                timeout_s=config.score_timeout_s,
-                reward_tokenizer=reward_tokenizer,
-                packing=config.packing,
-            ),
-            ScoreShaper(
-                config.score_scaling, config.score_clip, config.missing_eos_score, config.token_penalty, self._overlong(config)
-            ),
-            ExperienceSettings(
-                temperature=self.sampling.temperature,
-                kl_kind=config.kl_kind,
-                recompute_logprobs=recompute,
-                whiten_rewards=config.whiten_rewards,
-                max_tokens_per_batch=config.max_tokens_per_batch,
-                packing=config.packing,
-            ),
-            estimate=lambda experiences: estimate_advantages(experiences, config),
-            reference_context=bare.reference if initial_model is None and has_reference(bare) else None,
-            actor_has_values=self.shares_trunk,
-            reference_with_policy=initial_model is None and hasattr(bare, 'ref_branch'),
-        )
+        self.maker = self._maker(reward_model, reward_tokenizer, initial_model)
         if config.offload == 'idle':
             for frozen in [*models_of(self.maker.scorer), *([initial_model] if initial_model is not None else [])]:
                 strategy.keep_idle(frozen)
-        for model in self.models().values():
+        for model in models.values():
             dropout_off(strategy.unwrap(model))
-        self.loss = PPOLoss(actor, critic, config, self.sampling.temperature, self.sampling.max_new_tokens)
-        self.loss.mask_model = mask_model
-        self._check_lengths(config)
         self.timestep = 0
         self.fit_start = 0
         """timestep at which the current `fit` began"""
-        self.prompts_drawn = 0
-        self.samples_drawn = 0
-        self.prompts: PromptSet | None = None
         self.update_timesteps = 1
-        self._order: PromptOrder | None = None
+        self.sampling_metrics: dict[str, float] = {}
+        """of the latest `collect`: what dynamic sampling and filtering did"""
 
-    def _overlong(self, config: PPOConfig) -> tuple[int, int] | None:
-        if config.overlong_buffer is None:
-            return None
-        limit = self.sampling.max_new_tokens
-        if limit is None or config.overlong_buffer > limit:
-            raise ValueError(
-                f'overlong_buffer={config.overlong_buffer} is a part of max_new_tokens={limit}; it must not be larger'
-            )
-        return limit, config.overlong_buffer
-
-    def _check_lengths(self, config: PPOConfig) -> None:
-        if config.aggregation == 'sequence_sum' and self.sampling.max_new_tokens is None:
-            raise ValueError("loss_aggregation='sequence_sum' divides by max_new_tokens: give it")
-
-    def _check_models(self, strategy: Strategy, config: PPOConfig, actor: nn.Module, initial_model: nn.Module | None) -> None:
-        if config.advantage_estimator in NEEDS_CRITIC and self.critic is None and not self.shares_trunk:
+    def _check(
+        self, config: PPOConfig, actor: nn.Module, initial_model: nn.Module | None, mask_model: nn.Module | None, pretrain_data: Any
+    ) -> None:
+        """What does not fit together among models, data and settings."""
+        if config.estimator.needs_values and self.critic is None and not self.shares_trunk:
             raise ValueError(
                 f'advantage_estimator={config.advantage_estimator!r} needs values: pass a critic, or an actor with value_head=True'
             )
-        if (config.nlpo_top_p is None) != (self.mask_model is None):
+        if (config.nlpo_top_p is None) != (mask_model is None):
             raise ValueError('NLPO needs both: nlpo_top_p, and mask_model, a prepared copy of the actor')
         if self.critic is not None and self.critic_optim is None:
             raise ValueError('a critic needs critic_optim')
@@ -190,47 +181,95 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
             raise ValueError(
                 f'kl_coef={config.kl_coef} needs a reference: pass initial_model, use an actor with lora_rank > 0, or set kl_coef=0'
             )
+        limit = self.sampling.max_new_tokens
+        if config.overlong_buffer is not None and (limit is None or config.overlong_buffer > limit):
+            raise ValueError(
+                f'overlong_buffer={config.overlong_buffer} is a part of max_new_tokens={limit}; it must not be larger'
+            )
+        if config.aggregation == 'sequence_sum' and limit is None:
+            raise ValueError("loss_aggregation='sequence_sum' divides by max_new_tokens: give it")
+        if config.ptx_coef and not pretrain_data:
+            raise ValueError(f'ptx_coef={config.ptx_coef} needs pretrain_data, a list of sequences of pretraining text')
 
-    # ------------------------------------------------------------------ what the base asks
+    def _maker(self, reward_model: Any, reward_tokenizer: Any, initial_model: nn.Module | None) -> ExperienceMaker:
+        c, strategy, bare = self.config, self.strategy, cast(Any, self.strategy.unwrap(self.actor))
+        recompute = c.recompute_logprobs
+        if recompute == 'auto':
+            inexact = getattr(self.engine, 'recompute_logprobs', False)
+            recompute = strategy.dtype != torch.float32 or c.tis_cap is not None or inexact
+        scorer = as_scorer(
+            reward_model,
+            max_tokens_per_batch=c.max_tokens_per_batch,
+            timeout_s=c.score_timeout_s,
+            reward_tokenizer=reward_tokenizer,
+            packing=c.packing,
+        )
+        overlong = None if c.overlong_buffer is None else (cast(int, self.sampling.max_new_tokens), c.overlong_buffer)
+        estimator = c.estimator
+        return ExperienceMaker(
+            strategy,
+            self.actor,
+            self.critic,
+            initial_model,
+            scorer,
+            ScoreShaper(c.score_scaling, c.score_clip, c.missing_eos_score, c.token_penalty, overlong),
+            ExperienceSettings(
+                temperature=self.sampling.temperature,
+                kl_kind=c.kl_kind,
+                recompute_logprobs=recompute,
+                whiten_rewards=c.whiten_rewards,
+                max_tokens_per_batch=c.max_tokens_per_batch,
+                packing=c.packing,
+            ),
+            estimate=lambda experiences: estimate_advantages(experiences, estimator, c),
+            reference_context=bare.reference if initial_model is None and has_reference(bare) else None,
+            actor_has_values=self.shares_trunk,
+            reference_with_policy=initial_model is None and hasattr(bare, 'ref_branch'),
+        )
 
-    def models(self) -> Mapping[str, nn.Module]:
-        mask = {'mask': self.mask_model} if self.mask_model is not None else {}
-        return {'actor': self.actor} | ({'critic': self.critic} if self.critic is not None else {}) | mask
-
-    def optimizers(self) -> Mapping[str, Optimizer]:
-        return {'actor': self.actor_optim} | ({'critic': self.critic_optim} if self.critic_optim is not None else {})
-
-    def own_callbacks(self) -> list[Callback]:
-        return [RatioCheck()] if self.config.ratio_check else []
+    # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {
             'timestep': self.timestep,
             'fit_start': self.fit_start,
-            **self._drawn(),
+            **self.collector.state_dict(),
             'kl_controller': self.kl_controller.state_dict(),
             'score_moments': self.maker.shaper.moments.state_dict(),
         }
 
     def checkpoint_state(self) -> dict[str, Any]:
-        return self.state_dict() | self._in_flight()
+        return self.state_dict() | self.collector.in_flight()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.timestep = int(state['timestep'])
         self.fit_start = int(state['fit_start'])
-        self.prompts_drawn = int(state['prompts_drawn'])
-        self.samples_drawn = int(state['samples_drawn'])
-        if self.pipeline is not None:
-            self.pipeline.clear()
-            self._recorded = list(state.get('in_flight', ()))
+        self.collector.load_state_dict(state)
         self.kl_controller.load_state_dict(state['kl_controller'])
         self.maker.shaper.moments.load_state_dict(state['score_moments'])
 
     def fingerprint(self) -> dict[str, Any]:
-        sampling = {k: v for k, v in vars(self.sampling).items() if k != 'stop'}
-        data = self.prompts.fingerprint() if self.prompts is not None else None
-        return super().fingerprint() | {'sampling': sampling, 'prompts': data}
+        return super().fingerprint() | self.collector.fingerprint()
+
+    def memory_setup(self) -> Setup:
+        """This run as the planner sees it, with its longest prompt."""
+        c, actor, scorer = self.config, cast(Any, self.strategy.unwrap(self.actor)), self.maker.scorer
+        reward: Any = self.strategy.unwrap(scorer.model) if isinstance(scorer, RewardModelScorer) else None
+        longest = max((len(prompt.ids) for prompt in self.collector.prompts or ()), default=1)
+        return Setup(
+            **common_fields(self.strategy, c, actor, self.actor_optim, 'ppo'),
+            reward_config=reward.model.config if hasattr(reward, 'model') else None,
+            critic='own' if self.critic is not None else 'shared' if self.shares_trunk else 'none',
+            num_layers_unfrozen=actor.ref_branch.num_blocks if hasattr(actor, 'ref_branch') else -1,
+            kl=self.maker.initial_model is not None or self.maker.reference_context is not None,
+            experience_batch_size=c.experience_batch_size,
+            num_samples_per_prompt=c.num_samples_per_prompt,
+            offload=c.offload,
+            update_timesteps=self.update_timesteps,
+            max_prompt_tokens=longest,
+            max_new_tokens=max(self.sampling.room(longest), 1),
+        )
 
     # ------------------------------------------------------------------ the loop
 
@@ -261,7 +300,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         self.update_timesteps = update_timesteps
         total = num_episodes * max_timesteps
         if not self.is_resuming:
-            self._forget_in_flight()
+            self.collector.forget_in_flight()
             self.fit_start = self.timestep
             self.fit_updates = self.num_updates
         self.is_resuming = False
@@ -278,13 +317,13 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
                     break
                 self.learn_phase()
 
-    def memory_setup(self) -> Setup:
-        return memory_setup(self)
-
     def set_prompts(self, prompts: Any) -> None:
         """The prompts that `collect` draws from, in an order that is a function of the seed."""
-        self.prompts = as_prompts(prompts, self.tokenizer)
-        self._order = PromptOrder(len(self.prompts), self.strategy.seed)
+        self.collector.set_prompts(as_prompts(prompts, self.tokenizer))
+
+    @property
+    def prompts(self) -> PromptSet | None:
+        return self.collector.prompts
 
     def _count_updates(self, timesteps: int, update_timesteps: int) -> int:
         """Optimizer steps of so many timesteps, for the learning-rate schedules."""
@@ -298,10 +337,81 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
     def _drop_phase(self, state: dict[str, Any]) -> None:
         """Forget a phase that was only partly collected, so that a checkpoint taken now lies between phases."""
         self.buffer.clear()
-        kept = self.pipeline.give_up(self.phase) if self.pipeline is not None else []
+        kept = self.collector.give_up(self.phase)
         self.load_state_dict(state)
-        self._put_back(kept)
+        self.collector.put_back(kept)
         self.is_resuming = False
+
+    # ------------------------------------------------------------------ collect
+
+    def collect(self, num_timesteps: int, *, episode_length: int | None = None, later: SequenceOf[int] = ()) -> bool:
+        """Generate and score `num_timesteps` timesteps into the buffer; False when a stop was asked for on the way.
+
+        `later`: timesteps of each of the following `max_staleness` phases, which are asked for as well.
+        """
+        c = self.config
+        self.callbacks.on_make_experience_start(self)
+        experiences = self._experience(num_timesteps, later, partial(self._episode, episode_length or 1, bool(episode_length)))
+        if experiences is None:
+            return False
+        self.sampling_metrics = {}
+        if c.dynamic_sampling_rounds:
+            chosen = replace_uninformative(
+                experiences,
+                num_timesteps * c.experience_batch_size,
+                c.dynamic_sampling_rounds,
+                c.experience_batch_size,
+                lambda count: self._experience(count, later),
+                tell=self.strategy.is_rank_0,
+            )
+            if chosen is None:
+                return False
+            experiences, self.sampling_metrics = chosen
+        self.sampling_metrics |= self._filter_overlong(experiences) | self._staleness(experiences)
+        self.collector.learned()
+        self.buffer.append(experiences)
+        self.last_experiences = experiences
+        self.callbacks.on_make_experience_end(self, experiences)
+        return True
+
+    @contextmanager
+    def _episode(self, length: int, told: bool) -> Iterator[None]:
+        """Around a timestep: counts it, and calls the hooks of the episode that begins or ends with it."""
+        episode, at = divmod(self.timestep - self.fit_start, length)
+        if told and at == 0:
+            self.callbacks.on_episode_start(self, episode)
+        yield
+        self.timestep += 1
+        if told and at == length - 1:
+            self.callbacks.on_episode_end(self, episode)
+
+    def _experience(self, num_timesteps: int, later: SequenceOf[int], around: Any = None) -> list[Experience] | None:
+        """Scored timesteps of all ranks. A KL that is paid in the loss is not paid in the rewards as well."""
+        with self.clock.measure('collect'):
+            timesteps = self.collector.collect(
+                num_timesteps, version=self.phase, later=later, stop=self.stop_agreed, **({'around': around} if around else {})
+            )
+        if timesteps is None:
+            return None
+        kl_coef = self.kl_controller.value if self.config.kl_in == 'reward' else 0.0
+        with self.clock.measure('score'):
+            return [e for samples in timesteps for e in self.maker.make(samples, kl_coef=kl_coef)]
+
+    def _filter_overlong(self, experiences: list[Experience]) -> dict[str, float]:
+        """With `overlong_filter`, no token of a response that ran out of room counts; its score stays in its group's baseline."""
+        if not self.config.overlong_filter:
+            return {}
+        cut = [e for e in experiences if not e.ended]
+        for e in cut:
+            e.response_mask = torch.zeros_like(e.response_mask)
+        return {'rollout/filtered_share': len(cut) / len(experiences)}
+
+    def _staleness(self, experiences: list[Experience]) -> dict[str, float]:
+        """How many learning phases old the weights were that drew the samples."""
+        if not self.config.max_staleness:
+            return {}
+        ages = [self.phase - e.version for e in experiences]
+        return {'rollout/staleness_mean': sum(ages) / len(ages), 'rollout/staleness_max': float(max(ages))}
 
     # ------------------------------------------------------------------ learn
 
@@ -309,13 +419,12 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         """Learn from the buffer, empty it, adapt the KL coefficient, log. Returns the phase's metrics."""
         self.check_ranks('before learning')
         experiences = list(self.buffer)
-        kl_coef = self.loss.kl_coef = self.kl_controller.value
+        kl_coef = self.kl_controller.value
         with self.clock.measure('learn'):
             metrics = self.learn(experiences)
         rollouts = rollout_metrics(experiences, kl_coef, in_reward=self.config.kl_in == 'reward')
         self.kl_controller.update(rollouts['rollout/kl_mean'], len(experiences))
-        if self.mask_model is not None and (self.phase + 1) % self.config.nlpo_update_interval == 0:
-            take_over(self.strategy.unwrap(self.mask_model), self.strategy.unwrap(self.actor))
+        self.policy.end_phase(self.phase + 1)
         self.buffer.clear()
         metrics = rollouts | value_metrics(experiences) | self.sampling_metrics | metrics
         metrics |= performance_metrics(experiences, self.clock.metrics(), self.config.max_epochs)
@@ -326,6 +435,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         """`max_epochs` passes over the experience in train batches. Returns `ppo/...` metrics."""
         c, phase = self.config, PhaseMetrics()
         items = whitened(experiences) if c.whitens_advantages else experiences
+        learners = self._learners()
         skipped, stopped, first = 0, False, True
         for epoch in range(c.max_epochs):
             self.callbacks.on_learn_epoch_start(self, epoch)
@@ -334,19 +444,16 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
                     skipped += 1  # everything was filtered; a step would only decay the weights
                     continue
                 self.callbacks.on_learn_batch_start(self)
-                self.loss.begin(records)
                 rates = self.set_learning_rates()
-                where = f'in phase {self.phase + 1}, epoch {epoch + 1}, train batch {number + 1}'
                 guard = RatioGuard(c)
                 result = learn_batch(
                     self.strategy,
-                    self._work(records),
+                    self._work(records, learners),
                     max_tokens=c.max_tokens_per_batch,
                     max_grad_norm=c.max_grad_norm,
                     veto=guard,
-                    where=where,
+                    where=f'in phase {self.phase + 1}, epoch {epoch + 1}, train batch {number + 1}',
                     pin_memory=c.dataloader_pin_memory,
-                    packing=c.packing,
                 )
                 if first:
                     phase.add(first_batch_metrics(result.metrics))
@@ -361,8 +468,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
             self.callbacks.on_learn_epoch_end(self, epoch)
             if stopped:
                 break
-        result_metrics = phase.result('ppo')
-        return result_metrics | {
+        return phase.result('ppo') | {
             'ppo/skipped_batches': float(skipped),
             'ppo/early_stopped': float(stopped),
             'ppo/num_updates': float(self.num_updates),
@@ -375,23 +481,150 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
             return [[items[i] for i in order]]
         return ([items[i] for i in positions] for positions in train_batches(len(items), c.train_batch_size, key=key))
 
-    def _work(self, records: list[Experience]) -> list[Work]:
-        """What one train batch trains: actor and critic on experience and, with PPO-ptx, the actor on pretraining text."""
+    def _learners(self) -> list[Learner]:
+        """The models that learn from experience in this phase, with their losses."""
+        actor = ActorLoss(self.config, self.policy.forward, self.kl_controller.value)
         if self.shares_trunk:
-            parts = [TrainedModel('actor', self.actor, self.actor_optim, self.loss.shared)]
-        else:
-            parts = [TrainedModel('actor', self.actor, self.actor_optim, self.loss.actor)]
-            if self.critic is not None and self.critic_optim is not None:
-                parts.append(TrainedModel('critic', self.critic, self.critic_optim, self.loss.critic))
-        work = [Work(records, parts, collate_or_filler, lambda r: r.num_tokens)]
-        if self.config.ptx_coef:
+            return [Learner('actor', self.actor, self.actor_optim, SharedLoss(actor, ValueLoss(self.config)))]
+        learners = [Learner('actor', self.actor, self.actor_optim, actor)]
+        if self.critic is not None and self.critic_optim is not None:
+            learners.append(Learner('critic', self.critic, self.critic_optim, ValueLoss(self.config)))
+        return learners
+
+    def _work(self, records: list[Experience], learners: list[Learner]) -> list[Work]:
+        """What one train batch trains: actor and critic on experience and, with PPO-ptx, the actor on pretraining text."""
+        c = self.config
+        totals = experience_totals(records, c, self.sampling.max_new_tokens)
+        work = [Work(records, learners, partial(collate_experience, totals=totals, packing=c.packing), lambda r: r.num_tokens)]
+        if c.ptx_coef:
             text = self._pretrain_batch(len(records))
-            self.loss.num_ptx_tokens = max(sum(int(s.response_mask.sum()) for s in text), 1)
-            part = TrainedModel('actor', self.actor, self.actor_optim, self.loss.ptx)
-            work.append(Work(text, [part], collate_or_filler, lambda s: s.num_tokens))
+            learner = Learner('actor', self.actor, self.actor_optim, PtxLoss(c.ptx_coef))
+            work.append(Work(text, [learner], partial(collate, totals=sequence_totals(text), pack=c.packing), lambda s: s.num_tokens))
         return work
 
     def _pretrain_batch(self, size: int) -> list[Sequence]:
         """As many pretraining sequences as the train batch has; drawn from (seed, optimizer step), so a resume draws the same."""
         draw = torch.randint(len(self.pretrain_data), (size,), generator=generator_for(self.strategy.seed, -1, self.num_updates))
         return [self.pretrain_data[i] for i in draw.tolist()]
+
+    # ------------------------------------------------------------------ driven by hand
+
+    def generate(
+        self,
+        queries: Tensor | SequenceOf[Tensor] | SequenceOf[str],
+        *,
+        length_sampler: Callable[[], int] | None = None,
+        return_prompt: bool = False,
+        generate_ref_response: bool = False,
+        **generate_kwargs: Any,
+    ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
+        """Responses of the current policy: a list of (A,) int64 tensors. On several ranks each gives and gets its own share.
+
+        Args:
+            queries: (P,) id tensors, or texts when the trainer has a tokenizer; one tensor counts as a list of one.
+            length_sampler: called once per query; its number is that response's limit of new tokens.
+            return_prompt: put the prompt's tokens before the response's.
+            generate_ref_response: also generate with the initial model; then a pair of lists is returned.
+            **generate_kwargs: generation settings that replace the trainer's for this call.
+
+        Raises:
+            ValueError: an unknown setting, a prompt without room for a response, no initial model to generate with.
+        """
+        check_by_hand(self.config)
+        prompts = list(as_prompts([queries] if isinstance(queries, Tensor) else list(queries), self.tokenizer))
+        bare = self.strategy.unwrap(self.actor)
+        sampling, _ = sampling_for(bare, self.tokenizer, self.generate_kwargs | generate_kwargs)
+        limits = None if length_sampler is None else [length_sampler() for _ in prompts]
+        if generate_ref_response and self.maker.initial_model is None:
+            raise ValueError('generate_ref_response needs an initial_model of its own')
+        first = self.collector.number(len(prompts))
+        indices = list(range(first, first + len(prompts)))
+        models = [self.actor] + ([cast(nn.Module, self.maker.initial_model)] if generate_ref_response else [])
+        answers = []
+        for model in models:
+            with self.strategy.at_hand(model), self.clock.measure('collect'):
+                samples = self.collector.generate(
+                    prompts,
+                    indices=indices,
+                    groups=indices,
+                    limits=limits,
+                    sampling=sampling,
+                    policy=partial(self.strategy.full_model, model),
+                )
+            answers.append([torch.cat([s.prompt_ids, s.response_ids]) if return_prompt else s.response_ids for s in samples])
+        return (answers[0], answers[1]) if generate_ref_response else answers[0]
+
+    def step(
+        self,
+        queries: SequenceOf[Tensor] | SequenceOf[str],
+        responses: SequenceOf[Tensor],
+        scores: SequenceOf[float | Tensor],
+        response_masks: SequenceOf[Tensor] | None = None,
+    ) -> dict[str, float]:
+        """One learning phase on responses scored by the caller: this rank's share, all lists equally long.
+
+        Args:
+            queries: (P,) id tensors or texts. Under an estimator that compares responses, each query stands `num_samples_per_prompt`
+                times in a row.
+            responses: (A,) int64 tensors, the sampled tokens themselves.
+            scores: a number per response, or (A,) scores per token.
+            response_masks: (A,) bool, True = a token of the model's own; tool output and other turns are False.
+
+        Returns:
+            The metrics of the phase, named as in metrics.jsonl.
+
+        Raises:
+            ValueError: lists of different lengths, an empty response, a score that is not finite, queries that do not make groups,
+                a setting that only `fit` can follow.
+        """
+        check_by_hand(self.config)
+        prompts = list(as_prompts(list(queries), self.tokenizer))
+        samples, checked = given_samples(prompts, responses, scores, response_masks, self.sampling)
+        starts = given_groups(prompts, self.config)
+        first = self.collector.number(len(samples))
+        for i, sample in enumerate(samples):
+            sample.index, sample.group = first + i, first + starts[i]
+            sample.version = self.phase
+        self.collector.decode(samples)
+        # These tokens may come from anywhere, so the log-probs the ratio is taken against are computed here.
+        settings = replace(self.maker.settings, recompute_logprobs=True)
+        with self.clock.measure('score'):
+            kl_coef = self.kl_controller.value if self.config.kl_in == 'reward' else 0.0
+            experiences = self.maker.make(samples, kl_coef=kl_coef, scores=checked, settings=settings)
+        self.sampling_metrics = self._filter_overlong(experiences)
+        self.buffer.append(experiences)
+        self.last_experiences = experiences
+        return self.learn_phase()
+
+    def log_stats(
+        self,
+        stats: Mapping[str, float],
+        batch: Mapping[str, SequenceOf[Any]] | None = None,
+        rewards: SequenceOf[float] | None = None,
+        columns_to_log: SequenceOf[str] = ('query', 'response'),
+    ) -> None:
+        """Hand the numbers of a `step`, and rows of a batch, to the callbacks' sample tables."""
+        self.callbacks.on_log(self, dict(stats), batch or {}, list(rewards or ()), list(columns_to_log))
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write the actor as a Hugging Face folder (adapters folded in), with the tokenizer when there is one."""
+        save_pretrained(self.strategy, self.actor, path, tokenizer=self.tokenizer)
+
+
+class RatioGuard:
+    """Decides, before a step, whether a train batch may change the weights.
+
+    A batch whose mean ratio exceeds `ratio_threshold` is skipped; one whose approximate KL exceeds 1.5 · `target_kl` is skipped
+    and ends the phase (TRL's semantics for both).
+    """
+
+    def __init__(self, config: PPOConfig) -> None:
+        self.config = config
+        self.early_stop = False
+
+    def __call__(self, metrics: dict[str, float]) -> bool:
+        c = self.config
+        if c.target_kl is not None and metrics['approx_kl'] > 1.5 * c.target_kl:
+            self.early_stop = True
+            return True
+        return c.ratio_threshold is not None and metrics['ratio_mean'] > c.ratio_threshold

@@ -1,16 +1,110 @@
-"""Numbers about rollouts, computed from the global list of experience; docs/metrics.md gives the formula of each."""
+"""Numbers of a learning phase: what a loss gives, how it adds up over micro-batches, ranks and train batches, and numbers about rollouts.
+
+docs/metrics.md gives the formula of each. Left out: where they are logged (`callbacks`).
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from chatgpt.functional.kl import kl_penalty
 from chatgpt.functional.losses import explained_variance
+from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Experience
+
+
+class Mean(NamedTuple):
+    """A mean over a train batch: the sum of `total` over the sum of `weight`. A weight of 0 makes it a plain sum."""
+
+    total: Tensor
+    weight: Tensor | float
+
+
+class Highest(NamedTuple):
+    """The greatest value of a train batch."""
+
+    value: Tensor
+
+
+class Lowest(NamedTuple):
+    """The least value of a train batch."""
+
+    value: Tensor
+
+
+Metrics = Mapping[str, Mean | Highest | Lowest]
+
+
+class BatchStats:
+    """Adds the metrics of micro-batches up. Tensors stay on the device until `reduced`, which is the one place that waits for it."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._extremes: dict[str, Tensor] = {}
+
+    def add(self, metrics: Metrics) -> None:
+        for name, metric in metrics.items():
+            if isinstance(metric, Mean):
+                self._mean(name, metric.total, metric.weight)
+            elif isinstance(metric, Highest):
+                self._maximum(name, metric.value)
+            else:  # the maximum of the negative, so that one reduction serves both; `reduced` turns it back
+                self._maximum('-' + name, -metric.value)
+
+    def _mean(self, name: str, total: Tensor, weight: Tensor | float) -> None:
+        total = total.detach().double()
+        weight = torch.as_tensor(weight, dtype=torch.float64, device=total.device)
+        if name in self._sums:
+            old_total, old_weight = self._sums[name]
+            total, weight = total + old_total, weight + old_weight
+        self._sums[name] = (total, weight)
+
+    def _maximum(self, name: str, value: Tensor) -> None:
+        value = value.detach().double()
+        self._extremes[name] = torch.maximum(self._extremes[name], value) if name in self._extremes else value
+
+    def reduced(self, strategy: Strategy) -> dict[str, float]:
+        """The numbers over all ranks. Every rank must have added the same names."""
+        result: dict[str, float] = {}
+        if self._sums:
+            names = sorted(self._sums)
+            flat = torch.stack([torch.stack(self._sums[name]) for name in names]).to(strategy.device)
+            for name, (total, weight) in zip(names, strategy.all_reduce(flat, op='sum').tolist(), strict=True):
+                result[name] = total / weight if weight else total
+        if self._extremes:
+            names = sorted(self._extremes)
+            flat = torch.stack([self._extremes[name] for name in names]).to(strategy.device)
+            for name, value in zip(names, strategy.all_reduce(flat, op='max').tolist(), strict=True):
+                result[name.removeprefix('-')] = -value if name.startswith('-') else value
+        return result
+
+
+class PhaseMetrics:
+    """Collects the metrics of a phase's train batches into one number each: means, but extremes of extremes."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = {}
+
+    def add(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._values.setdefault(name, []).append(value)
+
+    def result(self, prefix: str) -> dict[str, float]:
+        return {f'{prefix}/{name}': self._one(name, values) for name, values in self._values.items()}
+
+    @staticmethod
+    def _one(name: str, values: list[float]) -> float:
+        if name.endswith('_max'):
+            return max(values)
+        if name.endswith('_min'):
+            return min(values)
+        return math.fsum(values) / len(values)
 
 
 def _spread(values: Tensor) -> float:
@@ -69,28 +163,6 @@ def first_batch_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """How far the first train batch after a rollout is from ratio 1 and KL 0, as it must be before any step."""
     error = max(metrics['ratio_max'] - 1.0, 1.0 - metrics['ratio_min'])
     return {'first_ratio_error': error, 'first_approx_kl': metrics['approx_kl']}
-
-
-class PhaseMetrics:
-    """Collects the metrics of a phase's train batches into one number each: means, but extremes of extremes."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, list[float]] = {}
-
-    def add(self, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._values.setdefault(name, []).append(value)
-
-    def result(self, prefix: str) -> dict[str, float]:
-        return {f'{prefix}/{name}': self._one(name, values) for name, values in self._values.items()}
-
-    @staticmethod
-    def _one(name: str, values: list[float]) -> float:
-        if name.endswith('_max'):
-            return max(values)
-        if name.endswith('_min'):
-            return min(values)
-        return math.fsum(values) / len(values)
 
 
 def performance_metrics(experiences: SequenceOf[Experience], seconds: dict[str, float], max_epochs: int) -> dict[str, float]:

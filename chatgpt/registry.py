@@ -1,0 +1,90 @@
+"""Things chosen by name: advantage estimators, policy losses, strategies. A user's own are added, or named as `module:name`.
+
+Left out: the entries themselves, which stand beside what they are.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar('T')
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """'; did you mean a, b?', or '' when nothing is near."""
+    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    return f'; did you mean {", ".join(close)}?' if close else ''
+
+
+class Registry(dict[str, T]):
+    """Entries by name. `ESTIMATORS['mine'] = Estimator(...)` adds one.
+
+    Args:
+        what: an entry in the field's words, for error messages.
+        kind: the class of an entry.
+    """
+
+    def __init__(self, what: str, kind: type[T], entries: dict[str, T]) -> None:
+        super().__init__(entries)
+        self.what, self.kind = what, kind
+
+    def find(self, name: str) -> T:
+        """The entry of that name, or the object that `package.module:name` or `path/to/file.py:name` names.
+
+        Raises:
+            ValueError: there is none; lists those that there are. Or what is named is not of the kind.
+        """
+        if name in self:
+            return self[name]
+        if not isinstance(name, str) or ':' not in name:
+            raise ValueError(f'{self.what} {name!r} is not known{nearest(str(name), self)}; there are {", ".join(self)}, and module:name')
+        found = load_object(name)
+        if not isinstance(found, self.kind):
+            raise ValueError(f'{name!r} is a {type(found).__name__}, not a {self.kind.__name__}, which {self.what} needs')
+        self[name] = found
+        return found
+
+
+def load_object(spec: str) -> Any:
+    """What 'package.module:name' or 'path/to/file.py:name' names.
+
+    Raises:
+        ValueError: it is not of that form, or there is no such module or name.
+    """
+    module_name, _, name = spec.rpartition(':')
+    if not module_name or not name:
+        raise ValueError(f'{spec!r} names nothing; write module:name or path/to/file.py:name')
+    module = _import(module_name, spec)
+    if not hasattr(module, name):
+        raise ValueError(f'{spec!r}: {module_name} has no {name!r}')
+    return getattr(module, name)
+
+
+def _import(name: str, spec: str) -> types.ModuleType:
+    """The module of a dotted name, looked for in the working directory too, or of a path that ends in .py."""
+    path = Path(name) if name.endswith('.py') else None
+    if path is not None and not path.is_file():
+        raise ValueError(f'{spec!r}: there is no file {path}')
+    folder = str(path.resolve().parent) if path is not None else os.getcwd()
+    sys.path.insert(0, folder)  # what stands beside the file can be imported by it
+    try:
+        if path is None:
+            return importlib.import_module(name)
+        module_spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert module_spec is not None and module_spec.loader is not None
+        module = importlib.util.module_from_spec(module_spec)
+        sys.modules[path.stem] = module
+        module_spec.loader.exec_module(module)
+        return module
+    except Exception as error:
+        raise ValueError(f'{spec!r}: importing it raised {type(error).__name__}: {" ".join(str(error).split())}') from error
+    finally:
+        sys.path.remove(folder)

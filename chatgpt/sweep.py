@@ -1,0 +1,61 @@
+"""A model over many sequences without gradients: one loop for scoring, references, evaluation and calibration.
+
+Every rank runs equally many forwards, because a sharded forward is a collective; `collate` makes a dummy batch where a rank has no data
+left. Left out: learning (`chatgpt.trainer.step`), which cuts its batches by the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from chatgpt.batching import cut_by_tokens, micro_batches
+from chatgpt.types import Batch
+
+T = TypeVar('T')
+
+
+class Communicator(Protocol):
+    """The part of a strategy that running models over samples needs."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    def autocast(self) -> Any: ...
+    def at_hand(self, model: nn.Module) -> Any: ...
+    def all_reduce(self, tensor: Tensor, op: Any = 'sum') -> Tensor: ...
+    def all_gather_object(self, obj: Any) -> list[Any]: ...
+    def run_on_rank0(self, fn: Callable[[], Any]) -> Any: ...
+
+
+def cuts_of_own(strategy: Communicator, lengths: SequenceOf[int], max_tokens: int | None) -> list[list[int]]:
+    """Micro-batches of a list that is this rank's alone, as positions; as many as on the rank with most. A collective."""
+    cuts = cut_by_tokens(lengths, max_tokens)
+    most = len(cuts)
+    if strategy.world_size > 1:
+        most = int(strategy.all_reduce(torch.tensor(float(most), device=strategy.device), op='max').item())
+    return cuts + [[] for _ in range(most - len(cuts))]
+
+
+def cuts_of_share(strategy: Communicator, lengths: SequenceOf[int], max_tokens: int | None) -> list[list[int]]:
+    """Micro-batches of this rank's share of a list that all ranks hold, as positions in that list."""
+    return micro_batches(lengths, strategy.world_size, max_tokens)[strategy.rank]
+
+
+@torch.no_grad()
+def sweep(
+    strategy: Communicator, cuts: SequenceOf[list[int]], make_batch: Callable[[list[int]], Batch], forward: Callable[[Batch], T]
+) -> Iterator[tuple[list[int], T]]:
+    """(positions, what `forward` gave) of every micro-batch; positions are empty for a dummy batch."""
+    for positions in cuts:
+        batch = make_batch(positions).to(strategy.device)
+        with strategy.autocast():
+            given = forward(batch)
+        yield positions, given

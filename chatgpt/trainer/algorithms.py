@@ -1,0 +1,188 @@
+"""What an online method is made of, as two tables: how advantages are estimated, and the loss of a token of the policy.
+
+A method of the literature is an entry of each and a few settings (docs/algorithms). A user's own stands beside them:
+
+    ESTIMATORS['mine'] = Estimator(lambda experiences, settings: (advantages, returns))
+    POLICY_LOSSES['mine'] = PolicyLoss(lambda inputs, settings: -inputs.advantages * inputs.logprobs)
+
+and is then known by its name to `PPOConfig`, config files and flags; `--advantage_estimator my_file.py:mine` needs no line more.
+The formulas are in `chatgpt.functional`; here their inputs are laid out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from chatgpt.functional import advantages as estimators
+from chatgpt.functional.losses import Aggregation, clipped_policy_loss, gspo_policy_loss
+from chatgpt.functional.masking import whiten
+from chatgpt.registry import Registry
+from chatgpt.types import Experience
+
+Estimates = tuple[list[Tensor], list[Tensor]]
+"""advantages and returns, each (A,) per experience"""
+
+
+class AlgorithmSettings(Protocol):
+    """The fields of `PPOConfig` that entries read."""
+
+    gamma: float
+    lam: float
+    eps_clip: float
+    eps_clip_high: float | None
+    dual_clip: float | None
+
+
+# ------------------------------------------------------------------ advantages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimator:
+    """How advantages and returns follow from rewards, values and groups.
+
+    Args:
+        fn: (experiences of a phase, whole groups, ordered by sample index; settings) -> `Estimates`. Rewards hold score and KL.
+        needs_values: there must be a critic, or an actor with a value head.
+        needs_groups: responses to one prompt are compared, so there must be several.
+        whitens: advantages are whitened over a learning phase unless `whiten_advantages` says otherwise.
+        aggregation: of the policy loss, where neither `loss_aggregation` nor the policy loss says otherwise.
+    """
+
+    fn: Callable[[list[Experience], AlgorithmSettings], Estimates]
+    needs_values: bool = False
+    needs_groups: bool = False
+    whitens: bool = True
+    aggregation: Aggregation = 'token'
+
+
+def _gae(experiences: list[Experience], s: AlgorithmSettings) -> Estimates:
+    return estimators.gae(*_rewards_values_masks(experiences), gamma=s.gamma, lam=s.lam)
+
+
+def _a2c(experiences: list[Experience], s: AlgorithmSettings) -> Estimates:
+    return estimators.a2c(*_rewards_values_masks(experiences), gamma=s.gamma)
+
+
+def _reinforce_pp(experiences: list[Experience], s: AlgorithmSettings) -> Estimates:
+    rewards, _, masks = _rewards_values_masks(experiences)
+    return estimators.reinforce_pp(rewards, masks, gamma=s.gamma, whiten_all=False)
+
+
+def _reinforce_pp_baseline(experiences: list[Experience], s: AlgorithmSettings) -> Estimates:
+    totals, groups, masks = _totals_groups_masks(experiences)
+    return estimators.reinforce_pp_baseline(totals, groups, masks, gamma=s.gamma, whiten_all=False)
+
+
+def _per_response(estimator: Callable[[Tensor, Tensor], Tensor]) -> Callable[[list[Experience], AlgorithmSettings], Estimates]:
+    """An estimator of one number per response, spread over its tokens."""
+
+    def fn(experiences: list[Experience], s: AlgorithmSettings) -> Estimates:
+        totals, groups, masks = _totals_groups_masks(experiences)
+        return estimators.spread(estimator(totals, groups), masks), estimators.spread(totals, masks)
+
+    return fn
+
+
+def _rewards_values_masks(experiences: list[Experience]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    return [e.rewards for e in experiences], [e.values for e in experiences], [e.response_mask for e in experiences]
+
+
+def _totals_groups_masks(experiences: list[Experience]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Group-relative estimators compare KL-penalised sums of rewards, Σ_t r[t] = score − β Σ_t kl[t] (Ahmadian et al. 2024)."""
+    totals = torch.stack([(e.rewards * e.response_mask).double().sum() for e in experiences])
+    return totals, torch.tensor([e.group for e in experiences]), [e.response_mask for e in experiences]
+
+
+ESTIMATORS: Registry[Estimator] = Registry('advantage_estimator', Estimator, {
+    'gae': Estimator(fn=_gae, needs_values=True),
+    'a2c': Estimator(fn=_a2c, needs_values=True),
+    'grpo': Estimator(fn=_per_response(estimators.grpo), needs_groups=True, whitens=False, aggregation='sequence'),
+    'dr_grpo': Estimator(fn=_per_response(estimators.dr_grpo), needs_groups=True, whitens=False, aggregation='sequence_sum'),
+    'rloo': Estimator(fn=_per_response(estimators.rloo), needs_groups=True, whitens=False),
+    'reinforce++': Estimator(fn=_reinforce_pp),
+    'reinforce++_baseline': Estimator(fn=_reinforce_pp_baseline, needs_groups=True),
+})  # fmt: skip
+
+
+def estimate_advantages(experiences: list[Experience], estimator: Estimator, settings: AlgorithmSettings) -> None:
+    """Write `advantages` and `returns` of every experience, in place. The list holds whole groups."""
+    if not experiences:
+        return
+    advantages, returns = estimator.fn(experiences, settings)
+    for e, advantage, ret in zip(experiences, advantages, returns, strict=True):
+        e.advantages, e.returns = advantage.float(), ret.float()
+
+
+def whitened(experiences: list[Experience]) -> list[Experience]:
+    """Copies whose advantages have mean 0 and variance 1 over all tokens that count, of the whole list together."""
+    if not experiences:
+        return []
+    mask = torch.cat([e.response_mask for e in experiences])
+    flat = whiten(torch.cat([e.advantages for e in experiences]), mask)
+    parts = flat.split([e.num_actions for e in experiences])
+    return [replace(e, advantages=part) for e, part in zip(experiences, parts, strict=True)]
+
+
+# ------------------------------------------------------------------ losses of the policy
+
+
+class PolicyInputs(NamedTuple):
+    """What the loss of a token may depend on."""
+
+    logprobs: Tensor
+    """(N,) of the policy that learns, with gradient"""
+    old_logprobs: Tensor
+    """(N,) that the ratio is taken against"""
+    advantages: Tensor
+    """(N,)"""
+    mask: Tensor
+    """(N,) bool, True = counts"""
+    rows: Tensor
+    """(N,) int64, the sequence of each token"""
+    num_sequences: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLoss:
+    """The loss of each token of the policy.
+
+    Args:
+        fn: (inputs, settings) -> (N,) losses; those of tokens that do not count are left out by the caller.
+        clips: has a ratio that `eps_clip_high` and `dual_clip` are about.
+        per_sequence: has one ratio per sequence, and so the aggregation 'sequence'.
+    """
+
+    fn: Callable[[PolicyInputs, AlgorithmSettings], Tensor]
+    clips: bool = True
+    per_sequence: bool = False
+
+
+def clip_high(settings: AlgorithmSettings) -> float:
+    """The upper clip, which is the lower one unless it is given."""
+    return settings.eps_clip if settings.eps_clip_high is None else settings.eps_clip_high
+
+
+def _ppo(x: PolicyInputs, s: AlgorithmSettings) -> Tensor:
+    return clipped_policy_loss(
+        x.logprobs, x.old_logprobs, x.advantages, eps_low=s.eps_clip, eps_high=clip_high(s), dual_clip=s.dual_clip
+    )
+
+
+def _gspo(x: PolicyInputs, s: AlgorithmSettings) -> Tensor:
+    return gspo_policy_loss(*x, eps_low=s.eps_clip, eps_high=clip_high(s), dual_clip=s.dual_clip)
+
+
+def _reinforce(x: PolicyInputs, s: AlgorithmSettings) -> Tensor:
+    return -x.advantages * x.logprobs
+
+
+POLICY_LOSSES: Registry[PolicyLoss] = Registry('policy_loss', PolicyLoss, {
+    'ppo': PolicyLoss(fn=_ppo),
+    'gspo': PolicyLoss(fn=_gspo, per_sequence=True),
+    'reinforce': PolicyLoss(fn=_reinforce, clips=False),
+})  # fmt: skip

@@ -1,0 +1,366 @@
+"""Collecting: prompts in an order that is a function of the seed, responses, texts. One object that PPO, RFT and evaluation hold.
+
+    collector = Collector(strategy, engine, sampling, policy=..., tokenizer=...)
+    samples = collector.generate(prompts, indices=collector.number(len(prompts)))        # these prompts, now
+
+    collector.set_prompts(prompts)
+    timesteps = collector.collect(4, version=phase, stop=stop_agreed)                    # the next prompts; None: asked to stop
+
+The collector owns what it changes: how many prompts and samples were given out, and what was asked of an engine that answers later.
+Left out: what is measured on a sample (`chatgpt.experience`), and who generates (`chatgpt.rollout`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from chatgpt.dataset.prompts import PromptOrder, PromptSet
+from chatgpt.rollout import RolloutEngine, SamplingParams, StopStrings
+from chatgpt.trainer.checkpointing import as_json
+from chatgpt.trainer.pipeline import Pipeline, Timestep, restored
+from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.types import Experience, Prompt, Sample
+
+Full = Callable[[], AbstractContextManager[Any]]
+"""a context that gives the model to generate with"""
+
+
+class NothingToLearn(RuntimeError):
+    """Dynamic sampling found no group whose scores differ."""
+
+
+class Collector:
+    """Generates on this rank's share of the prompts.
+
+    Args:
+        strategy: splits prompts over ranks.
+        engine: who generates.
+        sampling, stop_strings: how, and where a response ends by its text.
+        policy: gives the model to generate with, whole weights; entered once per `generate` and per `collect`.
+        tokenizer: writes prompt and response texts into the samples; None where nobody reads text.
+        batch_size: prompts of one timestep, all ranks together.
+        num_samples_per_prompt: responses to each prompt.
+        max_staleness: learning phases that the weights behind a sample may be old; more than 0 needs an engine that answers later.
+
+    Raises:
+        ValueError: `max_staleness` with an engine that does not answer later.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        engine: RolloutEngine,
+        sampling: SamplingParams,
+        *,
+        policy: Full,
+        tokenizer: Any = None,
+        stop_strings: StopStrings | None = None,
+        batch_size: int = 1,
+        num_samples_per_prompt: int = 1,
+        max_staleness: int = 0,
+    ) -> None:
+        self.strategy, self.engine, self.sampling, self.policy = strategy, engine, sampling, policy
+        self.tokenizer, self.stop_strings = tokenizer, stop_strings
+        self.batch_size, self.num_samples_per_prompt, self.max_staleness = batch_size, num_samples_per_prompt, max_staleness
+        self.pipeline = Pipeline(engine) if callable(getattr(engine, 'submit', None)) else None
+        if max_staleness and self.pipeline is None:
+            raise ValueError(
+                f'max_staleness={max_staleness} needs an engine that generates while the trainer learns, such as RemoteEngine; '
+                f'{type(engine).__name__} does not'
+            )
+        self.prompts: PromptSet | None = None
+        self.prompts_drawn = 0
+        """prompts given out, all ranks together"""
+        self.samples_drawn = 0
+        self._order: PromptOrder | None = None
+        self._recorded: SequenceOf[Mapping[str, Any]] = ()
+        """timesteps in flight of a checkpoint that was loaded, until `collect` needs them"""
+        self._recorded_from: Mapping[str, Any] | None = None
+
+    def set_prompts(self, prompts: PromptSet) -> None:
+        """The prompts that `collect` draws from, without replacement within an epoch."""
+        self.prompts = prompts
+        self._order = PromptOrder(len(prompts), self.strategy.seed)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What decides the draws, beside the seed."""
+        sampling = {k: v for k, v in vars(self.sampling).items() if k != 'stop'}
+        return {'sampling': sampling, 'prompts': self.prompts.fingerprint() if self.prompts is not None else None}
+
+    # ------------------------------------------------------------------ these prompts, now
+
+    def number(self, count: int) -> int:
+        """Give run-wide numbers to `count` samples of this rank; the first. A collective."""
+        counts = self.strategy.all_gather_object(count)
+        first = self.samples_drawn + sum(counts[: self.strategy.rank])
+        self.samples_drawn += sum(counts)
+        return first
+
+    def generate(
+        self,
+        prompts: SequenceOf[Prompt],
+        *,
+        indices: SequenceOf[int],
+        groups: SequenceOf[int] | None = None,
+        seed: int | None = None,
+        limits: SequenceOf[int | None] | None = None,
+        sampling: SamplingParams | None = None,
+        policy: Full | None = None,
+    ) -> list[Sample]:
+        """Samples of this rank's prompts, in their order, with texts.
+
+        Args:
+            indices: run-wide sample numbers, which with the seed decide every draw.
+            limits: each response's own limit of new tokens. Prompts of one limit go to the engine together.
+            seed, sampling, policy: in place of the strategy's and the collector's own.
+        """
+        sampling = sampling or self.sampling
+        limits = limits if limits is not None else [sampling.max_new_tokens] * len(prompts)
+        found: dict[int, Sample] = {}
+        with self._begun(policy):
+            for limit in sorted(set(limits), key=lambda n: n or 0):
+                at = [i for i, n in enumerate(limits) if n == limit]
+                samples = self.engine.generate(
+                    [prompts[i] for i in at],
+                    replace(sampling, max_new_tokens=limit),
+                    seed=self.strategy.seed if seed is None else seed,
+                    indices=[indices[i] for i in at],
+                    groups=None if groups is None else [groups[i] for i in at],
+                )
+                found |= dict(zip(at, samples, strict=True))
+        return self.decode([found[i] for i in range(len(prompts))])
+
+    @contextmanager
+    def _begun(self, policy: Full | None = None) -> Iterator[None]:
+        """Inside, the engine has the policy's weights."""
+        with (policy or self.policy)() as model:
+            self.engine.begin(model)
+            try:
+                yield
+            finally:
+                self.engine.end()
+
+    def decode(self, samples: list[Sample]) -> list[Sample]:
+        """Write the texts that reward functions and tables read. The ids stay the sampled ones; text is never tokenized again."""
+        for sample in samples if self.tokenizer is not None else ():
+            text = self.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
+            sample.response_text = self.stop_strings.cut(text) if self.stop_strings is not None else text
+            if not sample.prompt_text:
+                sample.prompt_text = self.tokenizer.decode(sample.prompt_ids, skip_special_tokens=True)
+        return samples
+
+    # ------------------------------------------------------------------ the next prompts
+
+    def collect(
+        self,
+        num_timesteps: int,
+        *,
+        version: int,
+        later: SequenceOf[int] = (),
+        stop: Callable[[], bool] = lambda: False,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> list[list[Sample]] | None:
+        """This rank's samples of the next `num_timesteps` timesteps; None when `stop()` was true before one of them.
+
+        Args:
+            version: learning phases that the policy has behind it.
+            later: timesteps of each of the following `max_staleness` phases, which are asked for as well.
+            around: a context around each timestep.
+        """
+        assert self.prompts is not None, 'set_prompts first'
+        timesteps: list[list[Sample]] = []
+        with self._source(num_timesteps, version, later) as next_samples:
+            for _ in range(num_timesteps):
+                if stop():
+                    return None
+                with around():
+                    timesteps.append(next_samples())
+        return timesteps
+
+    @contextmanager
+    def _source(self, count: int, version: int, later: SequenceOf[int]) -> Iterator[Callable[[], list[Sample]]]:
+        """What gives this rank's samples of the next timestep, `count` times."""
+        if self.pipeline is not None:
+            self._ask(count, version, later)
+            yield lambda: self._take(version)
+            return
+        with self._begun():
+            yield lambda: self._rollout(version)
+
+    def _draw(self, version: int) -> Timestep:
+        """The next prompts: this rank's share of them, with their numbers."""
+        assert self.prompts is not None and self._order is not None
+        n, k = self.batch_size, self.num_samples_per_prompt
+        first_prompt, first_index, share = self.prompts_drawn, self.samples_drawn, n // self.strategy.world_size
+        prompts, indices, groups = [], [], []
+        for i in range(self.strategy.rank * share, (self.strategy.rank + 1) * share):
+            prompt = self.prompts[self._order[first_prompt + i]]
+            for j in range(k):
+                prompts.append(prompt)
+                indices.append(first_index + i * k + j)
+                groups.append(first_prompt + i)
+        self.prompts_drawn += n
+        self.samples_drawn += n * k
+        return Timestep(
+            first_prompt=first_prompt, first_sample=first_index, prompts=prompts, indices=indices, groups=groups, version=version
+        )
+
+    def _rollout(self, version: int) -> list[Sample]:
+        t = self._draw(version)
+        samples = self.engine.generate(t.prompts, self.sampling, seed=self.strategy.seed, indices=t.indices, groups=t.groups)
+        for sample in samples:
+            sample.version = t.version
+        return self.decode(samples)
+
+    # ------------------------------------------------------------------ timesteps in flight
+
+    def _ask(self, count: int, version: int, later: SequenceOf[int]) -> None:
+        """Ask for what is missing to `count` timesteps now and those of the phases to come."""
+        assert self.pipeline is not None
+        self._restore([count, *later], version)
+        missing = count + sum(later) - len(self.pipeline.waiting)
+        if missing <= 0:
+            return
+        with self._begun():
+            for _ in range(missing):
+                self.pipeline.ask(self._draw(version), self._submit)
+
+    def _submit(self, prompts: list[Prompt], indices: list[int], groups: list[int]) -> Any:
+        engine: Any = self.engine
+        return engine.submit(prompts, self.sampling, seed=self.strategy.seed, indices=indices, groups=groups)
+
+    def _take(self, version: int) -> list[Sample]:
+        assert self.pipeline is not None
+        timestep = self.pipeline.take()
+        if version - timestep.version > self.max_staleness:
+            raise RuntimeError(
+                f'samples of phase {timestep.version + 1} came to phase {version + 1}, with max_staleness={self.max_staleness}'
+            )
+        assert timestep.samples is not None
+        return self.decode(timestep.samples)
+
+    def learned(self) -> None:
+        """The timesteps that were taken are in a replay buffer; they will not be put back."""
+        if self.pipeline is not None:
+            self.pipeline.taken.clear()
+
+    def forget_in_flight(self) -> None:
+        """Their prompts are drawn again."""
+        if self.pipeline is not None:
+            self.prompts_drawn, self.samples_drawn = self._drawn()
+            self.pipeline.clear()
+        self._recorded = ()
+
+    def give_up(self, version: int) -> list[Timestep]:
+        """Forget a phase that was only partly collected, but for what older weights have generated: for `put_back`, in order."""
+        return self.pipeline.give_up(version) if self.pipeline is not None else []
+
+    def put_back(self, timesteps: SequenceOf[Timestep]) -> None:
+        """After `load_state_dict` of the given-up phase's start."""
+        for timestep in timesteps:
+            assert self.pipeline is not None
+            self.pipeline.waiting.append(timestep)
+            self.prompts_drawn += self.batch_size
+            self.samples_drawn += self.batch_size * self.num_samples_per_prompt
+
+    def _restore(self, sizes: SequenceOf[int], version: int) -> None:
+        """Take up what was in flight in a checkpoint, unless settings or data have changed: then those prompts are asked for again."""
+        records, self._recorded = self._recorded, ()
+        if not records:
+            return
+        assert self.pipeline is not None
+        due = [phase for phase, size in enumerate(sizes, version) for _ in range(size)]
+        fits = len(records) <= len(due) and self._recorded_from == as_json(self.fingerprint() | {'seed': self.strategy.seed})
+        fits = fits and all(at - r['version'] <= self.max_staleness for at, r in zip(due, records, strict=False))
+        before = self.prompts_drawn, self.samples_drawn
+        timesteps = [self._draw(version) for _ in records]
+        if fits and restored(records, timesteps, self.strategy.rank, self.strategy.world_size):
+            self.pipeline.waiting.extend(timesteps)
+            return
+        self.prompts_drawn, self.samples_drawn = before
+        if self.strategy.is_rank_0:
+            told = f'{len(records)} timesteps in flight in the checkpoint do not fit this run; their prompts are asked for again'
+            warnings.warn(told, stacklevel=2)
+
+    # ------------------------------------------------------------------ state
+
+    def _drawn(self) -> tuple[int, int]:
+        """Prompts and samples given out, but for those in flight, which a run that goes on from here asks for again."""
+        if self.pipeline is not None and self.pipeline.waiting:
+            first = self.pipeline.waiting[0]
+            return first.first_prompt, first.first_sample
+        return self.prompts_drawn, self.samples_drawn
+
+    def state_dict(self) -> dict[str, Any]:
+        prompts, samples = self._drawn()
+        return {'prompts_drawn': prompts, 'samples_drawn': samples}
+
+    def in_flight(self) -> dict[str, Any]:
+        """For a checkpoint, beside `state_dict`: the samples in flight, all ranks together. A collective."""
+        if self.pipeline is None or not self.pipeline.waiting:
+            return {'in_flight': list(self._recorded), 'in_flight_from': self._recorded_from} if self._recorded else {}
+        made_from = as_json(self.fingerprint() | {'seed': self.strategy.seed})
+        return {'in_flight': self.pipeline.record(self.strategy.all_gather_object), 'in_flight_from': made_from}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.prompts_drawn, self.samples_drawn = int(state['prompts_drawn']), int(state['samples_drawn'])
+        if self.pipeline is not None:
+            self.pipeline.clear()
+            self._recorded, self._recorded_from = list(state.get('in_flight', ())), state.get('in_flight_from')
+
+
+# ---------------------------------------------------------------------- dynamic sampling
+
+
+def informative_groups(experiences: list[Experience]) -> list[list[Experience]]:
+    """The groups whose scores are not all equal, in order."""
+    groups: dict[int, list[Experience]] = {}
+    for e in experiences:
+        groups.setdefault(e.group, []).append(e)
+    return [members for members in groups.values() if any(e.score != members[0].score for e in members)]
+
+
+def replace_uninformative(
+    experiences: list[Experience],
+    wanted: int,
+    rounds: int,
+    batch_size: int,
+    more: Callable[[int], list[Experience] | None],
+    *,
+    tell: bool,
+) -> tuple[list[Experience], dict[str, float]] | None:
+    """DAPO's dynamic sampling: `wanted` groups whose scores differ, drawing further prompts for the others (Yu et al. 2025, section 3.2).
+
+    Args:
+        rounds: most further rounds.
+        more: draws and scores so many timesteps of `batch_size` prompts; None when a stop was asked for on the way. Then None is
+            returned, since a phase of fewer groups would not be the one that an undisturbed run has.
+        tell: warn when too few are found; one rank does.
+
+    Raises:
+        NothingToLearn: not one group has different scores after the last round.
+    """
+    done, drawn = 0, wanted
+    kept = informative_groups(experiences)
+    while len(kept) < wanted and done < rounds:
+        done += 1
+        missing = -(-(wanted - len(kept)) // batch_size)
+        further = more(missing)
+        if further is None:
+            return None
+        drawn += missing * batch_size
+        kept += informative_groups(further)
+    if not kept:
+        raise NothingToLearn(
+            f'dynamic sampling: after {done} further round{"s" * (done != 1)} all {drawn} groups have equal scores within; the '
+            'task is too easy or too hard for this policy, or num_samples_per_prompt too small'
+        )
+    if len(kept) < wanted and tell:
+        warnings.warn(f'dynamic sampling gave up after {done} rounds with {len(kept)} of {wanted} groups', stacklevel=2)
+    metrics = {'rollout/dynamic_rounds': float(done), 'rollout/informative_share': len(kept) / drawn}
+    return [e for group in kept[:wanted] for e in group], metrics

@@ -1,0 +1,161 @@
+"""The losses of PPO's models over one micro-batch: `loss(model, batch) -> (total, metrics)`, with what they read in the batch's columns.
+
+A total is this rank's share of a sum: divided by what counts in the whole train batch, all ranks and micro-batches together
+(`Batch.totals`), never by what happens to lie in this micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chatgpt.batching import collate, token_columns
+from chatgpt.functional.kl import kl_penalty
+from chatgpt.functional.losses import (
+    aggregate,
+    aggregation_count,
+    clipped_value_loss,
+    next_token_loss,
+    policy_stats,
+    sequence_log_ratio,
+    truncated_importance_weights,
+)
+from chatgpt.functional.masking import masked_sum
+from chatgpt.trainer.algorithms import POLICY_LOSSES, PolicyInputs, clip_high
+from chatgpt.trainer.config import PPOConfig
+from chatgpt.trainer.metrics import Highest, Lowest, Mean, Metrics
+from chatgpt.types import Batch, Experience, Sequence
+
+COLUMNS = ('old_logprobs', 'logprobs', 'ref_logprobs', 'advantages', 'values', 'returns')
+"""fields of `Experience` that the losses below read, each (N,)"""
+
+
+def experience_totals(records: SequenceOf[Experience], config: PPOConfig, max_new_tokens: int | None) -> dict[str, float]:
+    """What the losses of a train batch divide by. `max_new_tokens` is the constant length of Dr. GRPO."""
+    masks = [r.response_mask for r in records]
+    tokens = max(sum(int(m.sum()) for m in masks), 1)
+    if config.aggregation == 'token':
+        return {'tokens': tokens, 'policy': tokens}
+    rows = torch.cat([torch.full((len(m),), i) for i, m in enumerate(masks)])
+    count = aggregation_count(torch.cat(masks), rows, len(masks), config.aggregation, max_new_tokens)
+    return {'tokens': tokens, 'policy': max(count, 1)}
+
+
+def collate_experience(records: list[Experience], totals: dict[str, float], *, packing: bool = True) -> Batch:
+    return collate(records, columns=token_columns(records, COLUMNS), totals=totals, pack=packing)
+
+
+def sequence_totals(records: SequenceOf[Sequence]) -> dict[str, float]:
+    """Tokens that count."""
+    return {'tokens': max(sum(int(s.response_mask.sum()) for s in records), 1)}
+
+
+@dataclass(frozen=True)
+class ActorLoss:
+    """Policy loss + KL in the loss − entropy_coef · entropy.
+
+    Args:
+        forward: (model, batch) -> `PolicyOutput` with entropy; what generates may be a restriction of the model (NLPO).
+        kl_coef: of the KL in the loss.
+    """
+
+    config: PPOConfig
+    forward: Callable[[nn.Module, Batch], Any]
+    kl_coef: float = 0.0
+
+    def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
+        out = self.forward(model, batch)
+        return self.of(out.logprobs, out.entropy, batch)
+
+    def of(self, logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, Metrics]:
+        c, mask, columns = self.config, batch.action_mask, batch.columns
+        old, high, entry = columns['old_logprobs'], clip_high(c), POLICY_LOSSES.find(c.policy_loss)
+        tokens, divisor = batch.totals['tokens'], batch.totals['policy']
+        metrics: dict[str, Mean | Highest | Lowest] = {}
+        losses = entry.fn(PolicyInputs(logprobs, old, columns['advantages'], mask, batch.action_rows, batch.num_sequences), c)
+        if c.tis_cap is not None:
+            weights = truncated_importance_weights(old, columns['logprobs'], c.tis_cap)
+            losses = losses * weights
+            metrics['tis_weight'] = Mean(masked_sum(weights, mask), mask.sum())
+        loss = masked_sum(losses, mask)
+        if c.aggregation == 'token':
+            share = loss / tokens
+        else:
+            share = aggregate(losses, mask, batch.action_rows, batch.num_sequences, c.aggregation, divisor)
+        if c.kl_in == 'loss' and self.kl_coef:
+            penalty = kl_penalty(logprobs, columns['ref_logprobs'], c.kl_loss_kind)
+            share = share + self.kl_coef * aggregate(
+                penalty, mask, batch.action_rows, batch.num_sequences, c.aggregation, divisor
+            )
+            metrics['kl_loss'] = Mean(masked_sum(penalty, mask), mask.sum())
+        bonus = masked_sum(entropy, mask)
+        seen = ratios = policy_stats(logprobs, old, mask, eps_low=c.eps_clip, eps_high=high)
+        if entry.per_sequence:  # what is clipped is the ratio of the sequence
+            shift = sequence_log_ratio(logprobs.detach(), old, mask, batch.action_rows, batch.num_sequences)
+            ratios = policy_stats(old + shift, old, mask, eps_low=c.eps_clip, eps_high=high)
+        metrics |= {
+            'policy_loss': Mean(loss, seen.num_tokens),
+            'entropy': Mean(bonus, seen.num_tokens),
+            'approx_kl': Mean(seen.approx_kl, seen.num_tokens),
+            'approx_kl_k3': Mean(seen.approx_kl_k3, seen.num_tokens),
+            'clip_fraction': Mean(ratios.clipped, seen.num_tokens),
+            'ratio_mean': Mean(ratios.ratio, seen.num_tokens),
+            'ratio_max': Highest(ratios.ratio_max),
+            'ratio_min': Lowest(ratios.ratio_min),
+        }
+        if c.aggregation == 'token' and c.kl_in == 'reward':
+            return (loss - c.entropy_coef * bonus) / tokens, metrics
+        return share - c.entropy_coef * bonus / tokens, metrics
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """Clipped value loss."""
+
+    config: PPOConfig
+
+    def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
+        return self.of(model(batch), batch)
+
+    def of(self, values: Tensor, batch: Batch) -> tuple[Tensor, Metrics]:
+        mask, clip, old = batch.action_mask, self.config.value_clip, batch.columns['values']
+        loss = masked_sum(clipped_value_loss(values, old, batch.columns['returns'], clip), mask)
+        count = mask.sum()
+        with torch.no_grad():
+            metrics: dict[str, Mean | Highest | Lowest] = {
+                'value_loss': Mean(loss, count), 'value_mean': Mean(masked_sum(values, mask), count)
+            }  # fmt: skip
+            if clip is not None:
+                metrics['value_clip_fraction'] = Mean(masked_sum(((values - old).abs() > clip).float(), mask), count)
+        return loss / batch.totals['tokens'], metrics
+
+
+@dataclass(frozen=True)
+class SharedLoss:
+    """Both from one forward of a trunk with a value head: policy loss + value_coef · value loss."""
+
+    actor: ActorLoss
+    value: ValueLoss
+
+    def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
+        out = self.actor.forward(model, batch)
+        policy, policy_metrics = self.actor.of(out.logprobs, out.entropy, batch)
+        value, value_metrics = self.value.of(out.values, batch)
+        return policy + self.actor.config.value_coef * value, {**policy_metrics, **value_metrics}
+
+
+@dataclass(frozen=True)
+class PtxLoss:
+    """ptx_coef · next-token loss on pretraining text (Ouyang et al. 2022, equation 2)."""
+
+    coef: float
+
+    def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
+        mask = batch.action_mask
+        total = masked_sum(next_token_loss(model(batch).logprobs), mask)
+        return self.coef * total / batch.totals['tokens'], {'ptx_loss': Mean(total, mask.sum())}

@@ -1,0 +1,155 @@
+"""One optimizer step over a global train batch: split over ranks, cut into micro-batches, accumulate, check, step.
+
+A loss is `loss(model, batch) -> (total, metrics)`. `total` is this rank's share of a sum, divided by what counts in the whole train
+batch (`Batch.totals`), so neither the cut into micro-batches nor the number of ranks changes a gradient beyond the order of additions.
+
+Left out: where the records come from, and when to stop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from chatgpt.sweep import cuts_of_share
+from chatgpt.trainer.metrics import BatchStats, Mean, Metrics
+from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.types import Batch
+
+Loss = Callable[[nn.Module, Batch], tuple[Tensor, Metrics]]
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or a gradient norm was NaN or infinite; the weights are as they were before the step."""
+
+
+@dataclass
+class Learner:
+    """A model that learns, with its optimizer and its loss. `name` ('actor', 'critic', ...) names its metrics."""
+
+    name: str
+    model: nn.Module
+    optimizer: Optimizer
+    loss: Loss
+
+
+@dataclass
+class Work:
+    """A global list of records and the models that learn from it.
+
+    PPO is one `Work` for actor and critic; PPO-ptx adds a second, of pretraining text, for the actor.
+
+    Args:
+        records: the same list on every rank.
+        learners: in the order in which they see each micro-batch.
+        make_batch: turns records into a `Batch`, an empty list into a dummy batch, as `collate` does.
+        length_of: tokens a record takes in a padded batch.
+    """
+
+    records: SequenceOf[Any]
+    learners: SequenceOf[Learner]
+    make_batch: Callable[[list[Any]], Batch]
+    length_of: Callable[[Any], int]
+
+    def micro_batches(self, strategy: Strategy, max_tokens: int | None) -> list[list[Any]]:
+        """This rank's; as many as on any other rank, the last ones maybe empty."""
+        cuts = cuts_of_share(strategy, [self.length_of(r) for r in self.records], max_tokens)
+        return [[self.records[i] for i in cut] for cut in cuts]
+
+
+@dataclass
+class BatchResult:
+    """What one train batch gave. `stepped` is False when it was vetoed or its step was skipped by loss scaling."""
+
+    metrics: dict[str, float]
+    stepped: bool
+
+
+def learn_batch(
+    strategy: Strategy,
+    work: SequenceOf[Work],
+    *,
+    max_tokens: int | None = None,
+    max_grad_norm: float | None = None,
+    veto: Callable[[dict[str, float]], bool] | None = None,
+    where: str = '',
+    pin_memory: bool = False,
+) -> BatchResult:
+    """Forward and backward over the micro-batches of a global train batch, then one step of each optimizer.
+
+    Args:
+        veto: sees the reduced metrics before any step; True drops the gradients instead.
+        where: named in the error when something is not finite.
+
+    Raises:
+        NonFiniteError: a loss or a gradient norm is not finite; names the batch and its samples.
+    """
+    stats = BatchStats()
+    losses: list[tuple[Tensor, list[Any]]] = []
+    forwards = [(w, records) for w in work for records in w.micro_batches(strategy, max_tokens)]
+    last_of = {id(learner.model): i for i, (w, _) in enumerate(forwards) for learner in w.learners}
+    for i, (w, records) in enumerate(forwards):
+        batch = _to_device(w.make_batch(records), strategy.device, pin_memory)
+        for learner in w.learners:
+            with strategy.accumulate(learner.model, last=last_of[id(learner.model)] == i):
+                with strategy.autocast():
+                    loss, metrics = learner.loss(learner.model, batch)
+                strategy.backward(loss, learner.model, learner.optimizer)
+            strategy.note_progress('learning')
+            losses.append((loss.detach(), records))
+            stats.add(metrics)
+            stats.add({'loss_sum': Mean(loss, 0.0)})
+    trained = {id(learner.optimizer): learner for w in reversed(work) for learner in reversed(w.learners)}
+    reduced = stats.reduced(strategy)
+    if not math.isfinite(reduced.pop('loss_sum')):
+        _discard(strategy, trained.values())
+        raise NonFiniteError(_describe(strategy, losses, where))
+    if veto is not None and veto(reduced):
+        _discard(strategy, trained.values())
+        return BatchResult(reduced, stepped=False)
+    stepped = True
+    for learner in reversed(trained.values()):
+        norm = strategy.optimizer_step(learner.optimizer, max_norm=max_grad_norm)
+        reduced[f'{learner.name}_grad_norm'] = norm
+        if not math.isfinite(norm):
+            if not strategy.uses_loss_scaling:
+                raise NonFiniteError(
+                    f'the gradient norm of the {learner.name} is {norm} {where}; its weights are unchanged and the last checkpoint is '
+                    'whole. Lower the learning rate, or compute in bf16 or fp32'
+                )
+            stepped = False
+    return BatchResult(reduced, stepped)
+
+
+def _to_device(batch: Batch, device: torch.device, pin_memory: bool) -> Batch:
+    if pin_memory and device.type == 'cuda':
+        for name in Batch.__slots__:
+            if isinstance(value := getattr(batch, name), Tensor):
+                setattr(batch, name, value.pin_memory().to(device, non_blocking=True))
+        batch.columns = {name: column.pin_memory().to(device, non_blocking=True) for name, column in batch.columns.items()}
+    return batch.to(device)
+
+
+def _discard(strategy: Strategy, learners: Iterable[Learner]) -> None:
+    for learner in learners:
+        strategy.discard_gradients(learner.optimizer)
+
+
+def _describe(strategy: Strategy, losses: list[tuple[Tensor, list[Any]]], where: str) -> str:
+    """One sentence that names the samples whose micro-batch had a loss that is not finite, the same on every rank."""
+    bad: list[str] = []
+    for loss, records in losses:
+        if not torch.isfinite(loss):
+            bad += [str(getattr(r, 'index', '?')) for r in records]
+    everyone = [name for names in strategy.all_gather_object(sorted(set(bad))) for name in names]
+    samples = f'; samples in it: {", ".join(everyone[:16])}' if everyone else ''
+    return f'the loss is not finite {where}{samples}. The weights are unchanged and the last checkpoint is whole'
+
+

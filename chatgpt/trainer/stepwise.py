@@ -1,0 +1,97 @@
+"""What the caller of `PPOTrainer.step` brings, checked and made into samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import torch
+from torch import Tensor
+
+from chatgpt.rollout import SamplingParams
+from chatgpt.trainer.config import PPOConfig
+from chatgpt.types import Prompt, Sample
+
+
+def check_by_hand(config: PPOConfig) -> None:
+    """ValueError for settings that need what only `fit` has: the engine's log-probs, or prompts to draw."""
+    if config.nlpo_top_p is not None:
+        raise ValueError('nlpo_top_p draws from the masked policy, which generate and step do not know: use fit')
+    if config.tis_cap is not None:
+        raise ValueError("tis_cap needs the engine's log-probs, which step is not given: use fit, or leave tis_cap out")
+    if config.dynamic_sampling_rounds:
+        raise ValueError('dynamic_sampling_rounds draws further prompts, which step does not have: use fit')
+
+
+def given_groups(prompts: SequenceOf[Prompt], config: PPOConfig) -> list[int]:
+    """Position of the first response of each response's group, counted in one list of `step`.
+
+    Under an estimator that compares responses, every `num_samples_per_prompt` that follow one another are a group; else each is alone.
+
+    Raises:
+        ValueError: a list that does not divide into groups, or a group with different prompts.
+    """
+    if not config.estimator.needs_groups:
+        return list(range(len(prompts)))
+    size, name = config.num_samples_per_prompt, config.advantage_estimator
+    if len(prompts) % size:
+        raise ValueError(
+            f'step: {name} compares groups of num_samples_per_prompt={size}; {len(prompts)} responses do not divide into them'
+        )
+    starts = [i // size * size for i in range(len(prompts))]
+    for i, start in enumerate(starts):
+        if not torch.equal(prompts[i].ids, prompts[start].ids):
+            raise ValueError(
+                f'step: queries {start} to {start + size - 1} are one group of {name} and must be equal; query {i} is not'
+            )
+    return starts
+
+
+def given_samples(
+    prompts: SequenceOf[Prompt],
+    responses: SequenceOf[Tensor],
+    scores: SequenceOf[float | Tensor],
+    masks: SequenceOf[Tensor] | None,
+    sampling: SamplingParams,
+) -> tuple[list[Sample], list[float | Tensor]]:
+    """Samples and scores out of what the caller of `step` brings.
+
+    Raises:
+        ValueError: lists of different lengths, an empty response, a mask of the wrong length.
+    """
+    lengths = {'queries': len(prompts), 'responses': len(responses), 'scores': len(scores)}
+    if masks is not None:
+        lengths['response_masks'] = len(masks)
+    if len(set(lengths.values())) != 1 or not prompts:
+        raise ValueError(f'step needs lists of one length, at least 1; got {lengths}')
+    samples, checked = [], []
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        ids = torch.as_tensor(response, dtype=torch.int64).flatten().cpu()
+        mask = torch.ones_like(ids, dtype=torch.bool) if masks is None else torch.as_tensor(masks[i]).bool().flatten().cpu()
+        score = torch.as_tensor(scores[i], dtype=torch.float32).cpu()
+        dense = score.dim() > 0 and score.numel() > 1
+        if len(ids) == 0:
+            raise ValueError(f'step: response {i} is empty; it needs at least its end token')
+        if len(mask) != len(ids):
+            raise ValueError(f'step: response_masks[{i}] has {len(mask)} entries for {len(ids)} tokens')
+        if dense and len(score) != len(ids):
+            raise ValueError(f'step: scores[{i}] has {len(score)} entries for {len(ids)} tokens')
+        if not torch.isfinite(score).all():
+            raise ValueError(f'step: scores[{i}] is not finite')
+        zeros = torch.zeros(len(ids))
+        sample = Sample(
+            index=i,
+            group=i,
+            prompt_ids=prompt.ids,
+            response_ids=ids,
+            response_mask=mask,
+            logprobs=zeros,
+            filtered_logprobs=zeros,
+            edge_distances=torch.ones(len(ids)),
+            finish_reason='eos' if int(ids[-1]) in sampling.eos_token_ids else 'length',
+            temperature=sampling.temperature,
+            prompt_text=prompt.text,
+            columns=prompt.columns,
+        )
+        samples.append(sample)
+        checked.append(score.flatten() if dense else float(score.flatten()[0]))
+    return samples, checked
