@@ -22,6 +22,7 @@ from chatgpt.dataset.examples import (
     PromptExample,
     PromptText,
     ResponseText,
+    check_order,
     instruction_text,
     shorten,
     split_turns,
@@ -282,6 +283,8 @@ def _checked_preference(
 ) -> Preference:
     for number, response in enumerate(responses, 1):
         _not_blank(response, f'answer {number} of {len(responses)}')
+    if scores is not None:
+        check_order(scores)
     return Preference(prompt=prompt, responses=responses, scores=scores, columns=columns, where=where)
 
 

@@ -23,7 +23,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from chatgpt.dataset.examples import BadRecord, Demonstration, Labelled, Preference, PromptExample, PromptText, ResponseText
+from chatgpt.dataset.examples import (
+    BadRecord,
+    Demonstration,
+    Labelled,
+    Preference,
+    PromptExample,
+    PromptText,
+    ResponseText,
+    check_order,
+)
 from chatgpt.dataset.formats import Piece, render, render_prompt, use_template
 from chatgpt.types import Prompt, Sequence
 
@@ -41,7 +50,22 @@ class TokenizedPreference:
     response_masks: list[Tensor]
     """K tensors (A,) bool, True = a token of an assistant's turn"""
     scores: tuple[float, ...] | None = None
-    """K numbers, where the data gives them (for margins)"""
+    """K numbers, where the data gives them (for ties and margins); none is higher than the one before it"""
+
+    def __post_init__(self) -> None:
+        if self.scores is not None:
+            check_order(self.scores)
+
+    def ranks(self) -> list[int | None]:
+        """One per answer, 0 the best: two answers make a pair where they differ. Answers of equal score share a rank; one whose very
+        tokens stand before it has None and makes no pair, its place being the better one."""
+        ranks: list[int | None] = []
+        seen: set[tuple[int, ...]] = set()
+        for place, response in enumerate(self.responses):
+            tokens = tuple(response.tolist())
+            ranks.append(None if tokens in seen else place if self.scores is None else self.scores.index(self.scores[place]))
+            seen.add(tokens)
+        return ranks
 
     @property
     def num_tokens(self) -> int:
