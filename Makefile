@@ -19,6 +19,7 @@ help:
 	@echo 'make demo       SFT, a reward model, PPO, from nothing, in minutes on two cores; result in outputs/demo'
 	@echo 'make test       lint and tests, about twenty minutes on two cores'
 	@echo 'make test-full  and the slow tests'
+	@echo 'make fixed-runs BASE=<commit>  short runs of every kind with the code of BASE and with this: equal to the bit'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make format     what ruff can mend'
 	@echo 'make install    the package itself, editable, into $(VENV)'
@@ -38,6 +39,15 @@ test-full: lint
 .PHONY: pytest
 pytest: dev colossalai ray
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The recording is made from a temporary checkout of BASE, by the runs of this one; the comparison is with the working tree.
+.PHONY: fixed-runs
+BASE ?= HEAD
+fixed-runs: dev
+	@set -e; folder=$$(mktemp -d); trap 'git worktree remove --force "$$folder/base" 2>/dev/null; rm -rf "$$folder"' EXIT; \
+	git worktree add --quiet --detach "$$folder/base" '$(BASE)'; \
+	$(BIN)/python tests/fixed_runs/record.py --root "$$folder/base" --out "$$folder/base.json" $(FIXED_RUNS_ARGS); \
+	$(BIN)/python tests/fixed_runs/record.py --against "$$folder/base.json" $(FIXED_RUNS_ARGS)
 
 lint: dev
 	$(BIN)/ruff check .

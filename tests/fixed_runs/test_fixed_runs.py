@@ -1,0 +1,95 @@
+"""The fixed runs repeat themselves to the bit, and see a change in the fifth digit of a learning rate."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import record
+import runs
+
+FEW = ['shared_trunk', 'dynamic_sampling', 'sft_resumed', 'kto', 'rft']
+
+
+@cache
+def recorded(name: str) -> runs.Record:
+    return runs.record_run(name)
+
+
+@pytest.mark.parametrize('name', FEW)
+def test_a_run_repeats_itself_and_a_perturbation_is_seen(name):
+    assert runs.first_difference(recorded(name), runs.record_run(name)) is None
+    found = runs.first_difference(recorded(name), runs.record_run(name, lr_scale=1.0001))  # the negative control
+    assert found is not None and ' against ' in found
+
+
+@pytest.mark.parametrize('name', ['shared_trunk', 'nlpo', 'hydra', 'ptx', 'kto', 'dpo', 'reward_model'])
+def test_a_run_learns_something(name):
+    """Weights that stand still, or metrics that are all 0, would agree with everything."""
+    found = recorded(name)
+    norms = [float.fromhex(value) for key, value in found.items() if key.endswith('grad_norm')]
+    assert len(norms) >= 2 and all(norm > 1e-3 for norm in norms)
+    losses = {value for key, value in found.items() if key.endswith('loss')}
+    assert len(losses) >= 2
+
+
+def test_the_run_before_does_not_matter():
+    before = recorded('dpo')
+    runs.record_run('simpo')
+    assert runs.first_difference(before, runs.record_run('dpo')) is None
+
+
+@pytest.mark.parametrize(('a', 'b', 'want'), [
+    ({'x': '0x1.8p+0'}, {'x': '0x1.8p+0'}, None),
+    ({'x': '0x1.8p+0'}, {'x': '0x1.8000000000001p+0'}, 'x: 0x1.8p+0 (1.5) against 0x1.8000000000001p+0 (1.5000000000000002)'),
+    ({'x': 'nan'}, {'x': 'nan'}, None),
+    ({'x': '0x0.0p+0'}, {}, 'x: 0x0.0p+0 (0.0) against nothing'),
+    ({}, {'sha256 w': 'zz'}, 'sha256 w: nothing against zz'),
+])  # fmt: skip
+def test_the_first_difference(a, b, want):
+    assert runs.first_difference(a, b) == want
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, 'argv', ['record.py', *arguments])
+    monkeypatch.setattr(sys, 'path', list(sys.path))
+    for name, value in record.VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    return record.main()
+
+
+def test_the_command_records_and_compares(tmp_path, monkeypatch, capsys):
+    path = tmp_path / 'before.json'
+    assert run_main(monkeypatch, '--only', 'simpo', '--out', str(path)) == 0
+    assert run_main(monkeypatch, '--only', 'simpo', '--against', str(path)) == 0
+    assert 'all 1 runs are the same to the bit' in capsys.readouterr().out
+    recording = json.loads(path.read_text())
+    changed = next(key for key in recording['runs']['simpo'] if key.startswith('phase 2'))
+    recording['runs']['simpo'][changed] = '0x1.0p+9'
+    recording['runs']['gone'] = {}
+    path.write_text(json.dumps(recording))
+    assert run_main(monkeypatch, '--only', 'simpo', '--against', str(path)) == 1
+    assert f'simpo differs: 1 of {len(recording["runs"]["simpo"])} entries, first {changed}: 0x1.0p+9 (512.0) against' in capsys.readouterr().out
+    assert run_main(monkeypatch, '--only', '[sg][io][mn][pe]*', '--against', str(path)) == 1
+    assert 'gone differs: only in the recording' in capsys.readouterr().out
+    recording['machine']['vectors'] = 'SVE'
+    path.write_text(json.dumps(recording))
+    assert run_main(monkeypatch, '--only', 'simpo', '--against', str(path)) == 1
+    assert "recorded with vectors 'SVE'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(('arguments', 'sentence'), [
+    ([], 'give --out FILE to record'),
+    (['--root', '/', '--out', 'x'], 'has no package chatgpt'),
+    (['--against', 'missing.json'], 'missing.json is no recording'),
+    (['--only', 'pppo', '--out', 'x'], '--only pppo matches no run'),
+])  # fmt: skip
+def test_mistakes_of_the_command(arguments, sentence, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        run_main(monkeypatch, *arguments)
+    assert sentence in capsys.readouterr().err
+    assert not list(Path(tmp_path).iterdir())
