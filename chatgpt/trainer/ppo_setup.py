@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
@@ -14,7 +15,7 @@ from chatgpt.plan.of_run import common_fields
 from chatgpt.plan.setup import Setup
 from chatgpt.rollout import LocalEngine, SamplingParams, StopStrings
 from chatgpt.rollout.sampling import generation_fields
-from chatgpt.trainer.config import NEEDS_GROUPS, PPOConfig, nearest
+from chatgpt.trainer.config import NEEDS_CRITIC, NEEDS_GROUPS, PPOConfig, nearest
 from chatgpt.types import Prompt, Sample
 
 DEFAULT_NEW_TOKENS = 64
@@ -66,6 +67,21 @@ def sampling_for(actor: nn.Module, tokenizer: Any, kwargs: Mapping[str, Any]) ->
 def has_reference(actor: nn.Module) -> bool:
     """Whether the actor can serve as its own reference: adapter off, or a frozen branch."""
     return bool(getattr(actor, 'has_reference', False))
+
+
+def trains_value_head(strategy: Any, actor: Any, config: PPOConfig) -> bool:
+    """Whether the actor carries a value head that the estimator needs; warns of one that it does not."""
+    if getattr(actor, 'value_head', None) is None:
+        return False
+    if config.advantage_estimator in NEEDS_CRITIC:
+        return True
+    if strategy.is_rank_0:
+        warnings.warn(
+            f"the actor's value head is not trained: advantage_estimator={config.advantage_estimator!r} takes no values; build the actor "
+            'without value_head to silence this',
+            stacklevel=3,
+        )
+    return False
 
 
 def check_nlpo(strategy: Any, actor: Any, engine: Any = None) -> None:
