@@ -15,15 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chatgpt.functional.kl import kl_penalty
+from chatgpt.functional.kl import MAX_LOG_RATIO, kl_penalty
 from chatgpt.functional.masking import Reduce, masked_sum, masked_var, segment_count, segment_mean, segment_sum
 
 Aggregation = Literal['token', 'sequence', 'sequence_sum']
 
 _AGGREGATIONS = ('token', 'sequence', 'sequence_sum')
-
-MAX_LOG_RATIO = 20.0
-"""log-ratios are cut to ± this before exp: far outside any clip range, and an infinite ratio would make NaN of a masked gradient"""
 
 
 def aggregate(

@@ -12,6 +12,7 @@ Left out: how text becomes ids (`chatgpt.dataset`), how a response is scored (`c
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -65,7 +66,8 @@ class PPOTrainer(Trainer):
     Args:
         strategy: has prepared the models below.
         actor: the policy, as prepared.
-        critic: the value model, as prepared; None when the actor carries a value head or the estimator needs none.
+        critic: the value model, as prepared; None when the actor carries a value head or the estimator needs none. A value head that
+            the estimator does not need stays as it is, with a warning.
         reward_model: a prepared `RewardModel`, a function `fn(prompts, responses, **columns)`, a `transformers` pipeline, or
             a list of (weight, one of these).
         initial_model: the frozen reference, as prepared. None means the actor itself with its adapter off (LoRA) or its
@@ -111,7 +113,7 @@ class PPOTrainer(Trainer):
         bare: Any = strategy.unwrap(actor)
         self.actor, self.critic = actor, critic
         self.actor_optim, self.critic_optim = actor_optim, critic_optim
-        self.shares_trunk = critic is None and getattr(bare, 'value_head', None) is not None
+        self.shares_trunk = critic is None and _trains_value_head(strategy, bare, config)
         self.sampling, stop_strings = sampling_for(bare, tokenizer, self.generate_kwargs)
         self._check(config, bare, initial_model, mask_model, pretrain_data)
         self.policy = (
@@ -609,6 +611,21 @@ class PPOTrainer(Trainer):
     def save_pretrained(self, path: str | Path) -> None:
         """Write the actor as a Hugging Face folder (adapters folded in), with the tokenizer when there is one."""
         save_pretrained(self.strategy, self.actor, path, tokenizer=self.tokenizer)
+
+
+def _trains_value_head(strategy: Strategy, actor: Any, config: PPOConfig) -> bool:
+    """Whether the actor carries a value head that the estimator needs; warns of one that it does not."""
+    if getattr(actor, 'value_head', None) is None:
+        return False
+    if config.estimator.needs_values:
+        return True
+    if strategy.is_rank_0:
+        warnings.warn(
+            f"the actor's value head is not trained: advantage_estimator={config.advantage_estimator!r} takes no values; build the actor "
+            'without value_head to silence this',
+            stacklevel=3,
+        )
+    return False
 
 
 class RatioGuard:

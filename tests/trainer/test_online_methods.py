@@ -154,3 +154,27 @@ def test_a_kl_in_the_loss_is_not_in_the_reward():
 def test_what_does_not_go_together(settings, sentence):
     with pytest.raises(ValueError, match=sentence):
         make(**settings)
+
+
+@pytest.mark.parametrize('name', ['grpo', 'rloo', 'reinforce++'])
+def test_a_value_head_that_the_method_does_not_need_is_left_alone(name):
+    plain = make(**METHODS[name])
+    with pytest.warns(UserWarning, match='value head is not trained: advantage_estimator=') as seen:
+        headed = make(value_head=True, **METHODS[name])
+        head = [p.detach().clone() for p in headed.actor.value_head.parameters()]
+        headed.fit(PROMPTS, 1, 2, 1)
+    assert len([w for w in seen if 'value head' in str(w.message)]) == 1
+    plain.fit(PROMPTS, 1, 2, 1)
+    assert all(map(torch.equal, head, headed.actor.value_head.parameters()))  # not even by weight decay
+    assert not any(key.startswith('ppo/value_') for key in headed.log.phases[0])
+    for a, b in zip(plain.log.phases, headed.log.phases, strict=True):
+        assert all(a[k] == b[k] for k in a if not k.startswith('perf/')), 'the policy learns something else'
+    assert all(map(torch.equal, plain.actor.model.parameters(), headed.actor.model.parameters()))
+
+
+def test_a_value_head_that_the_method_needs_is_trained():
+    trainer = make(value_head=True, advantage_estimator='gae')
+    head = [p.detach().clone() for p in trainer.actor.value_head.parameters()]
+    trainer.fit(PROMPTS, 1, 1, 1)
+    assert 'ppo/value_loss' in trainer.log.phases[0]
+    assert not all(map(torch.equal, head, trainer.actor.value_head.parameters()))
