@@ -27,7 +27,7 @@ NUM_WORDS, MAX_LENGTH, PAIRS_PER_SENTENCE = 6000, 48, 10
 def read(path: Path) -> dict[bool, list[list[str]]]:
     """Words of each sentence, by label."""
     from chatgpt.dataset import load_examples
-    from chatgpt.trainer.reward_model import is_success
+    from chatgpt.trainer.objectives.reward_model import is_success
 
     found: dict[bool, list[list[str]]] = {True: [], False: []}
     for example in load_examples(path, kind='labelled'):

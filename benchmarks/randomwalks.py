@@ -130,8 +130,8 @@ def run_online(
 ) -> dict[str, Any]:
     from chatgpt.nn import GPTCritic
     from chatgpt.trainer import PPOTrainer
+    from chatgpt.trainer.algorithms import ESTIMATORS
     from chatgpt.trainer.callbacks import Evaluator, ProgressBar
-    from chatgpt.trainer.config import NEEDS_CRITIC
     from chatgpt.trainer.strategies import NaiveStrategy
 
     task, tokenizer = rw.make_task(graph_seed), rw.tokenizer()
@@ -144,7 +144,7 @@ def run_online(
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
         actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=lr, eps=1e-5, weight_decay=0.0)))
         critic = critic_optim = None
-        if settings['advantage_estimator'] in NEEDS_CRITIC:
+        if ESTIMATORS[settings['advantage_estimator']].needs_values:
             critic = GPTCritic(config=rw.config())
             critic_optim = torch.optim.AdamW(critic.parameters(), lr=critic_lr, eps=1e-5, weight_decay=0.0)
             critic, critic_optim = strategy.prepare((critic, critic_optim))

@@ -17,7 +17,8 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from chatgpt.trainer.config import NEEDS_CRITIC, PPOConfig, Settings, nearest
+from chatgpt.registry import nearest
+from chatgpt.trainer.config import PPOConfig, Settings
 
 OWN: dict[str, dict[str, Any]] = {
     'ppo': {'lr': 1e-5, 'critic_lr': 1e-5, 'num_timesteps': 100, 'lora_rank': 0, 'eval_interval': 10},
@@ -288,7 +289,7 @@ def _ppo(model: Any, strategy: Any, data: Any, own: Any, chosen: Any, generation
     with strategy.model_init_context():
         base = _causal_lm(model)
         critic = None
-        if config.advantage_estimator in NEEDS_CRITIC:  # copied before the actor puts its adapters into the model
+        if config.estimator.needs_values:  # copied before the actor puts its adapters into the model
             critic = Critic(deepcopy(base), lora_rank=own['lora_rank'])
         actor = Actor(base, own['lora_rank'])
         initial = None if own['lora_rank'] else deepcopy(actor)

@@ -48,7 +48,7 @@ def main() -> None:
     args = parse_args()
     from chatgpt.launch.build import quiet_transformers
     from chatgpt.nn.loading import load_tokenizer
-    from chatgpt.trainer.ppo_setup import sampling_for
+    from chatgpt.rollout.sampling import sampling_for
 
     if (args.best_of > 1) != bool(args.reward_model):
         raise ValueError('--best_of above 1 and --reward_model belong together: give both or neither')

@@ -19,7 +19,7 @@ from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.planning import memory_advice, setup_of_ppo, show_plan
 from chatgpt.launch.rollouts import rollout_engine
 from chatgpt.launch.runs import PPORun
-from chatgpt.trainer.config import NEEDS_CRITIC, PPOConfig
+from chatgpt.trainer.config import PPOConfig
 
 
 def main() -> None:
@@ -75,7 +75,7 @@ def train(args: PPORun, config: PPOConfig, strategy: Any, inputs: Any, engine: A
     pretrained = start_from(args, strategy)
     with strategy.model_init_context():
         actor, critic, reward, initial_model = inputs.build_models(
-            pretrained, with_critic=config.advantage_estimator in NEEDS_CRITIC
+            pretrained, with_critic=config.estimator.needs_values
         )
     actor_optim = learning.make_optimizer(args, strategy, actor)
     critic_optim = learning.make_optimizer(args, strategy, critic, args.critic_lr) if critic is not None else None

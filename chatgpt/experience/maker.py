@@ -17,13 +17,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from chatgpt.batching import collate, filler
-from chatgpt.experience.scorers import Communicator, Score, Scorer, in_micro_batches
+from chatgpt.batching import collate
+from chatgpt.experience.scorers import Score, Scorer
 from chatgpt.experience.shaping import ScoreShaper
 from chatgpt.functional.advantages import token_rewards
 from chatgpt.functional.kl import kl_full, kl_penalty
 from chatgpt.functional.masking import whiten
-from chatgpt.types import Experience, Sample
+from chatgpt.sweep import Communicator, cuts_of_own, sweep
+from chatgpt.types import Batch, Experience, Sample
 
 KLKind = Literal['k1', 'k2', 'k3', 'abs', 'full']
 
@@ -118,32 +119,34 @@ class ExperienceMaker:
         """Old log-probs, reference log-probs, KL and values, written into the records on the CPU."""
         full_kl = s.kl_kind == 'full'
 
-        def run(positions: list[int]) -> None:
-            records = [experiences[i] for i in positions]
-            batch = collate(records or [filler()], pack=s.packing).to(self.strategy.device)
+        def forward(batch: Batch) -> tuple[Any, Any, Tensor | None]:
             policy: Any = None
             reference: Any = None
-            with self.strategy.autocast():
-                if s.recompute_logprobs or self.actor_has_values or full_kl:
-                    both = {'with_reference': True} if self.reference_with_policy else {}
-                    policy = self.actor(batch, temperature=s.temperature, with_logits=full_kl, **both)
-                    reference = policy.reference
-                if reference is None and (self.initial_model is not None or self.reference_context is not None):
-                    with self.reference_context() if self.initial_model is None and self.reference_context else nullcontext():
-                        model = self.actor if self.initial_model is None else self.initial_model
-                        reference = model(batch, temperature=s.temperature, with_logits=full_kl)
-                values = self.critic(batch) if self.critic is not None else (policy.values if self.actor_has_values else None)
-            if policy is not None and s.recompute_logprobs:
-                _write(records, 'old_logprobs', policy.logprobs)
-            if reference is not None:
-                _write(records, 'ref_logprobs', reference.logprobs)
-            if values is not None:
-                _write(records, 'values', values)
-            if full_kl and reference is not None:
-                _write(records, 'kl', kl_full(policy.logits / s.temperature, reference.logits / s.temperature))
+            if s.recompute_logprobs or self.actor_has_values or full_kl:
+                both = {'with_reference': True} if self.reference_with_policy else {}
+                policy = self.actor(batch, temperature=s.temperature, with_logits=full_kl, **both)
+                reference = policy.reference
+            if reference is None and (self.initial_model is not None or self.reference_context is not None):
+                with self.reference_context() if self.initial_model is None and self.reference_context else nullcontext():
+                    model = self.actor if self.initial_model is None else self.initial_model
+                    reference = model(batch, temperature=s.temperature, with_logits=full_kl)
+            values = self.critic(batch) if self.critic is not None else (policy.values if self.actor_has_values else None)
+            return policy, reference, values
 
+        cuts = cuts_of_own(self.strategy, [e.num_tokens for e in experiences], s.max_tokens_per_batch)
         with nullcontext() if self.initial_model is None else self.strategy.at_hand(self.initial_model):
-            in_micro_batches(experiences, s.max_tokens_per_batch, self.strategy, run)
+            for positions, (policy, reference, values) in sweep(
+                self.strategy, cuts, lambda at: collate([experiences[i] for i in at], pack=s.packing), forward
+            ):
+                records = [experiences[i] for i in positions]
+                if policy is not None and s.recompute_logprobs:
+                    _write(records, 'old_logprobs', policy.logprobs)
+                if reference is not None:
+                    _write(records, 'ref_logprobs', reference.logprobs)
+                if values is not None:
+                    _write(records, 'values', values)
+                if full_kl and reference is not None:
+                    _write(records, 'kl', kl_full(policy.logits / s.temperature, reference.logits / s.temperature))
         for e in experiences:
             if self.initial_model is None and self.reference_context is None:
                 e.ref_logprobs = e.old_logprobs.clone()

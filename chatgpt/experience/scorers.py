@@ -20,26 +20,11 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from chatgpt.batching import collate, cut_by_tokens, filler
+from chatgpt.batching import collate
+from chatgpt.sweep import Communicator, cuts_of_own, sweep
 from chatgpt.types import Sample, Sequence
 
 Score = float | Tensor
-
-
-class Communicator(Protocol):
-    """The part of a strategy that scoring needs."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def device(self) -> torch.device: ...
-    def autocast(self) -> Any: ...
-    def at_hand(self, model: nn.Module) -> Any: ...
-    def all_reduce(self, tensor: Tensor, op: Any = 'sum') -> Tensor: ...
-    def all_gather_object(self, obj: Any) -> list[Any]: ...
-    def run_on_rank0(self, fn: Callable[[], Any]) -> Any: ...
 
 
 @runtime_checkable
@@ -51,18 +36,6 @@ class Scorer(Protocol):
 
 class RewardFunctionError(RuntimeError):
     """A reward function raised, took too long, or returned something that is not one finite score per response."""
-
-
-def in_micro_batches(
-    sequences: SequenceOf[Sequence], max_tokens: int | None, strategy: Communicator, run: Callable[[list[int]], None]
-) -> None:
-    """Call `run(positions)` for micro-batches of `sequences`, equally often on every rank (an empty list is a filler turn)."""
-    cuts = cut_by_tokens([s.num_tokens for s in sequences], max_tokens)
-    turns = len(cuts)
-    if strategy.world_size > 1:
-        turns = int(strategy.all_reduce(torch.tensor(float(turns), device=strategy.device), op='max').item())
-    for turn in range(turns):
-        run(cuts[turn] if turn < len(cuts) else [])
 
 
 class RewardModelScorer:
@@ -106,15 +79,13 @@ class RewardModelScorer:
         sequences: list[Sequence] = list(samples) if self.tokenizer is None else [self._retokenize(s) for s in samples]
         scores: list[Score] = [math.nan] * len(sequences)
 
-        def run(positions: list[int]) -> None:
-            batch = collate([sequences[i] for i in positions] or [filler()], pack=self.packing).to(strategy.device)
-            with strategy.autocast():
-                out = self.model(batch)
-            for i, value in zip(positions, out.float().tolist(), strict=False):
-                scores[i] = value
-
+        cuts = cuts_of_own(strategy, [s.num_tokens for s in sequences], self.max_tokens_per_batch)
         with strategy.at_hand(self.model):
-            in_micro_batches(sequences, self.max_tokens_per_batch, strategy, run)
+            for positions, out in sweep(
+                strategy, cuts, lambda at: collate([sequences[i] for i in at], pack=self.packing), self.model
+            ):
+                for i, value in zip(positions, out.float().tolist(), strict=False):
+                    scores[i] = value
         for i, value in enumerate(scores):
             if not math.isfinite(cast(float, value)):
                 raise RewardFunctionError(f'the reward model gave {value} for sample {samples[i].index}')

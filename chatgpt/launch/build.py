@@ -42,7 +42,7 @@ def check_ppo_args(args: PPORun, world_size: int) -> Any:
         ValueError: flags that are out of range or do not fit together.
     """
     from chatgpt.rollout import SamplingParams
-    from chatgpt.trainer.config import NEEDS_CRITIC, PPOConfig
+    from chatgpt.trainer.config import PPOConfig
 
     if args.critic == 'shared' and args.critic_lr is not None:
         raise ValueError("critic_lr is of a critic with an optimizer of its own; with critic='shared' leave it out")
@@ -61,7 +61,7 @@ def check_ppo_args(args: PPORun, world_size: int) -> Any:
         raise ValueError(f'critic_lr={args.critic_lr} must be a number of at least 0')
     if args.critic not in ('own', 'shared'):
         raise ValueError(f'critic={args.critic!r} is not one of own, shared')
-    if args.critic == 'shared' and args.advantage_estimator not in NEEDS_CRITIC:
+    if args.critic == 'shared' and not config.estimator.needs_values:
         raise ValueError(f"critic='shared', but advantage_estimator={args.advantage_estimator!r} takes no critic; leave one out")
     if args.engine not in ('local', 'hf', 'vllm'):
         raise ValueError(f'engine={args.engine!r} is not one of local, hf, vllm')

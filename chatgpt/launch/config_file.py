@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from chatgpt.launch.arguments import Parser, field_docs, metavar_of, value_parser
 from chatgpt.launch.config_values import ALIASES, OVERRIDE, flat, overrides, read_file, typed, typed_text
 from chatgpt.launch.runs import PPORun, Run
-from chatgpt.trainer.config import nearest
+from chatgpt.registry import nearest
 
 R = TypeVar('R', bound=Run)
 

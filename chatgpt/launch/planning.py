@@ -36,13 +36,12 @@ def setup_of_ppo(run: PPORun, inputs: Any) -> Setup:
     """The plan's view of a PPO run: `inputs` is what `build_ppo_inputs` gave. Prompts count with their longest."""
     from chatgpt.nn.loading import load_config
     from chatgpt.plan import Setup
-    from chatgpt.trainer.config import NEEDS_CRITIC
 
     reward = load_config(run.reward_model, trust_remote_code=run.trust_remote_code) if run.reward_model else None
     return Setup(
         config=inputs.model_config,
         reward_config=reward,
-        critic=run.critic if run.advantage_estimator in NEEDS_CRITIC else 'none',
+        critic=run.critic if run.estimator.needs_values else 'none',
         num_layers_unfrozen=run.num_layers_unfrozen,
         kl=run.kl_coef > 0,
         experience_batch_size=run.experience_batch_size,

@@ -10,22 +10,23 @@ from chatgpt.dataset.examples import Labelled, Preference
 from chatgpt.dataset.reading import read_records
 from chatgpt.dataset.records import BadRecords
 from chatgpt.launch.runs import DataRun
-from chatgpt.trainer.kto import KTOConfig, KTOTrainer
-from chatgpt.trainer.preference import (
-    AnswerTrainer,
+from chatgpt.trainer.objectives.kto import KTOConfig, KTOTrainer
+from chatgpt.trainer.objectives.pairs import (
     DPOConfig,
     DPOLoss,
     DPOTrainer,
     ORPOConfig,
     ORPOTrainer,
     PreferenceConfig,
+    ReferenceConfig,
     SimPOConfig,
     SimPOTrainer,
 )
-from chatgpt.trainer.reward_model import is_success
+from chatgpt.trainer.objectives.reward_model import is_success
+from chatgpt.trainer.offline import OfflineTrainer
 
 Method = Literal['dpo', 'kto', 'orpo', 'simpo']
-METHODS: dict[str, tuple[type[AnswerTrainer], type[PreferenceConfig]]] = {
+METHODS: dict[str, tuple[type[OfflineTrainer], type[PreferenceConfig]]] = {
     'dpo': (DPOTrainer, DPOConfig), 'kto': (KTOTrainer, KTOConfig), 'orpo': (ORPOTrainer, ORPOConfig), 'simpo': (SimPOTrainer, SimPOConfig),
 }  # fmt: skip
 OPTIONS = {
@@ -67,13 +68,13 @@ class PreferenceRun(DataRun):
     """simpo: target margin; none: 1"""
 
     @property
-    def trainer_class(self) -> type[AnswerTrainer]:
+    def trainer_class(self) -> type[OfflineTrainer]:
         return METHODS[self.method][0]
 
     @property
     def needs_initial_model(self) -> bool:
         """Whether a frozen copy of the start is kept: under LoRA the actor with its adapter off is the reference."""
-        return self.trainer_class.needs_reference and not self.lora_rank
+        return issubclass(METHODS[self.method][1], ReferenceConfig) and not self.lora_rank
 
     def validate(self, world_size: int = 1) -> None:
         self._one_of('method', get_args(Method))

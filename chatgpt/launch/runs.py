@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from chatgpt.launch.arguments import STRATEGIES, check_precision, processes_here
 from chatgpt.trainer.config import LearningSettings, PPOConfig, SFTConfig, SupervisedConfig
-from chatgpt.trainer.reward_model import RewardModelConfig
+from chatgpt.trainer.objectives.reward_model import RewardModelConfig
 
 Family = Literal['auto', 'gpt2', 'opt', 'bloom', 'llama']
 Precision = Literal['fp32', 'bf16', 'fp16']

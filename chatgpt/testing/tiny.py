@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from chatgpt.batching import align, collate, cut_by_tokens, filler, split_over_ranks
+from chatgpt.batching import collate, micro_batches
 from chatgpt.types import Batch, Sequence
 
 VOCAB = 13
@@ -78,15 +78,13 @@ def tiny_micro_batches(
 ) -> list[tuple[Batch, Tensor]]:
     """This rank's micro-batches as (batch, weights (N,) fp32), weights summing to 1 over all ranks and micro-batches.
 
-    Every rank gets equally many; a rank with less data gets fillers of weight 0.
+    Every rank gets equally many; a rank with less data gets dummy batches of weight 0.
     """
     num_valid = sum(int(s.response_mask.sum()) for s in sequences)
     lengths = [s.num_tokens for s in sequences]
-    shares = split_over_ranks(lengths, world_size)
-    cuts = [[[share[i] for i in cut] for cut in cut_by_tokens([lengths[i] for i in share], max_tokens)] for share in shares]
     batches = []
-    for cut in align(cuts)[rank]:
-        batch = collate([sequences[i] for i in cut] or [filler()])
+    for cut in micro_batches(lengths, world_size, max_tokens)[rank]:
+        batch = collate([sequences[i] for i in cut])
         batches.append((batch, batch.action_mask.float() / num_valid))
     return batches
 

@@ -8,42 +8,43 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from chatgpt.trainer.base import Trainer
     from chatgpt.trainer.config import PPOConfig, SFTConfig, SupervisedConfig
-    from chatgpt.trainer.ilql import BetaEvaluation, ILQLConfig, ILQLTrainer, rewarded
-    from chatgpt.trainer.kto import KTOConfig, KTOTrainer
-    from chatgpt.trainer.learning import NonFiniteError
+    from chatgpt.trainer.objectives.ilql import BetaEvaluation, ILQLConfig, ILQLTrainer, rewarded
+    from chatgpt.trainer.objectives.kto import KTOConfig, KTOTrainer
+    from chatgpt.trainer.objectives.pairs import DPOConfig, DPOTrainer, ORPOConfig, ORPOTrainer, SimPOConfig, SimPOTrainer
+    from chatgpt.trainer.objectives.reward_model import RewardModelConfig, RewardModelTrainer
+    from chatgpt.trainer.objectives.sft import SFTTrainer
+    from chatgpt.trainer.offline import Objective, OfflineTrainer
     from chatgpt.trainer.ppo import PPOTrainer
-    from chatgpt.trainer.preference import DPOConfig, DPOTrainer, ORPOConfig, ORPOTrainer, SimPOConfig, SimPOTrainer
     from chatgpt.trainer.prompt_evaluation import PromptEvaluation
-    from chatgpt.trainer.reward_model import RewardModelConfig, RewardModelTrainer
     from chatgpt.trainer.rft import RFTConfig, RFTTrainer
-    from chatgpt.trainer.sft import SFTTrainer
-    from chatgpt.trainer.supervised import SupervisedTrainer
+    from chatgpt.trainer.step import NonFiniteError
 
 _HOME = {
-    'DPOConfig': 'preference',
-    'DPOTrainer': 'preference',
-    'ORPOConfig': 'preference',
-    'ORPOTrainer': 'preference',
-    'SimPOConfig': 'preference',
-    'SimPOTrainer': 'preference',
-    'KTOConfig': 'kto',
-    'KTOTrainer': 'kto',
-    'BetaEvaluation': 'ilql',
-    'ILQLConfig': 'ilql',
-    'ILQLTrainer': 'ilql',
-    'rewarded': 'ilql',
+    'DPOConfig': 'objectives.pairs',
+    'DPOTrainer': 'objectives.pairs',
+    'ORPOConfig': 'objectives.pairs',
+    'ORPOTrainer': 'objectives.pairs',
+    'SimPOConfig': 'objectives.pairs',
+    'SimPOTrainer': 'objectives.pairs',
+    'KTOConfig': 'objectives.kto',
+    'KTOTrainer': 'objectives.kto',
+    'BetaEvaluation': 'objectives.ilql',
+    'ILQLConfig': 'objectives.ilql',
+    'ILQLTrainer': 'objectives.ilql',
+    'rewarded': 'objectives.ilql',
     'PromptEvaluation': 'prompt_evaluation',
-    'NonFiniteError': 'learning',
+    'NonFiniteError': 'step',
     'PPOConfig': 'config',
     'PPOTrainer': 'ppo',
     'RFTConfig': 'rft',
     'RFTTrainer': 'rft',
-    'RewardModelConfig': 'reward_model',
-    'RewardModelTrainer': 'reward_model',
+    'RewardModelConfig': 'objectives.reward_model',
+    'RewardModelTrainer': 'objectives.reward_model',
     'SFTConfig': 'config',
-    'SFTTrainer': 'sft',
+    'SFTTrainer': 'objectives.sft',
     'SupervisedConfig': 'config',
-    'SupervisedTrainer': 'supervised',
+    'Objective': 'offline',
+    'OfflineTrainer': 'offline',
     'Trainer': 'base',
 }
 
@@ -71,7 +72,8 @@ __all__ = [
     'SFTConfig',
     'SFTTrainer',
     'SupervisedConfig',
-    'SupervisedTrainer',
+    'Objective',
+    'OfflineTrainer',
     'Trainer',
 ]
 

@@ -14,7 +14,7 @@ from chatgpt.experience.shaping import ScoreScaling
 from chatgpt.functional.losses import Aggregation
 from chatgpt.registry import nearest
 from chatgpt.rollout.sampling import generation_fields
-from chatgpt.trainer.algorithms import ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
+from chatgpt.trainer.algorithms import ESTIMATORS, POLICY_LOSSES, Estimator
 
 KLKind = Literal['k1', 'k2', 'k3', 'abs', 'full']
 KLLossKind = Literal['k1', 'k2', 'k3']

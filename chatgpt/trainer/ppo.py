@@ -57,7 +57,7 @@ from chatgpt.trainer.saving import save_pretrained
 from chatgpt.trainer.step import Learner, Work, learn_batch
 from chatgpt.trainer.stepwise import check_by_hand, given_groups, given_samples
 from chatgpt.trainer.strategies.base import Strategy
-from chatgpt.types import Experience, Sample, Sequence
+from chatgpt.types import Experience, Sequence
 
 
 class PPOTrainer(Trainer):

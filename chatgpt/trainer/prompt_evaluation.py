@@ -8,22 +8,25 @@ evaluate and which is the best (`callbacks.Evaluator`, `callbacks.SaveCheckpoint
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from chatgpt.dataset.prompts import as_prompts
 from chatgpt.experience.scorers import as_scorer
 from chatgpt.rollout import LocalEngine, RolloutEngine
+from chatgpt.rollout.sampling import sampling_for
 from chatgpt.trainer.callbacks.base import say
 from chatgpt.trainer.callbacks.jsonl import RunFile
 from chatgpt.trainer.callbacks.samples import format_table
-from chatgpt.trainer.ppo_setup import sampling_for
+from chatgpt.trainer.collect import Collector
+from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Sample
 
 if TYPE_CHECKING:
-    from chatgpt.nn import Actor
     from chatgpt.trainer.base import Trainer
 
 MetricFn = Callable[..., Mapping[str, SequenceOf[float]]]
@@ -84,18 +87,10 @@ class PromptEvaluation:
         actor = models[self.model or ('actor' if 'actor' in models else next(iter(models)))]
         sampling, stops = sampling_for(strategy.unwrap(actor), tokenizer, self.generate)
         mine = range(strategy.rank, len(prompts), strategy.world_size)
-        with strategy.full_model(actor) as full, self.decoding(full):
-            self.engine.begin(cast('Actor', full))
-            try:
-                chosen = [prompts[i] for i in mine]
-                indices = [FIRST_INDEX + i for i in mine]
-                samples = self.engine.generate(chosen, sampling, seed=self.seed, indices=indices) if chosen else []
-            finally:
-                self.engine.end()
-        for sample in samples:
-            text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-            sample.response_text = stops.cut(text) if stops is not None else text
-            sample.prompt_text = sample.prompt_text or tokenizer.decode(sample.prompt_ids, skip_special_tokens=True)
+        collector = Collector(
+            strategy, self.engine, sampling, policy=lambda: self._policy(strategy, actor), tokenizer=tokenizer, stop_strings=stops
+        )
+        samples = collector.generate([prompts[i] for i in mine], indices=[FIRST_INDEX + i for i in mine], seed=self.seed)
         scorer = self.scorer or getattr(getattr(trainer, 'maker', None), 'scorer', None)
         scores = scorer.score(samples, strategy) if scorer is not None else [None] * len(samples)
         numbers = [None if s is None else float(s.sum()) if hasattr(s, 'sum') else float(s) for s in scores]
@@ -104,6 +99,11 @@ class PromptEvaluation:
         metrics = strategy.run_on_rank0(lambda: self._metrics([s for s, _ in everyone]))
         self._show(trainer, everyone, metrics)
         return self._summary(everyone, metrics)
+
+    @contextmanager
+    def _policy(self, strategy: Strategy, actor: nn.Module) -> Iterator[Any]:
+        with strategy.full_model(actor) as full, self.decoding(full):
+            yield full
 
     def _metrics(self, samples: list[Sample]) -> dict[str, list[float]]:
         if self.metric_fn is None:

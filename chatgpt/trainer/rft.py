@@ -12,8 +12,9 @@ import warnings
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,11 +22,13 @@ from torch.optim import Optimizer
 
 from chatgpt.dataset.prompts import as_prompts
 from chatgpt.experience.scorers import as_score, as_scorer
+from chatgpt.plan.setup import Task
 from chatgpt.rollout import LocalEngine, RolloutEngine
-from chatgpt.rollout.sampling import generation_fields
-from chatgpt.trainer.config import SFTConfig, nearest
-from chatgpt.trainer.ppo_setup import sampling_for
-from chatgpt.trainer.sft import SFTTrainer
+from chatgpt.rollout.sampling import sampling_for
+from chatgpt.trainer.collect import Collector
+from chatgpt.trainer.config import SFTConfig
+from chatgpt.trainer.objectives.sft import SFTObjective
+from chatgpt.trainer.offline import OfflineTrainer
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Prompt, Sample, Sequence
 
@@ -87,7 +90,7 @@ def select(samples: SequenceOf[Sample], scores: SequenceOf[float], quantile: flo
     return kept
 
 
-class RFTTrainer(SFTTrainer):
+class RFTTrainer(OfflineTrainer):
     """Rounds of sampling and SFT on an actor.
 
     Metrics, beside `sft/...`: `rft/score_mean` and `rft/kept_score_mean` of the round that is being learned, `rft/kept` (share of
@@ -101,10 +104,7 @@ class RFTTrainer(SFTTrainer):
         kwargs: settings of `RFTConfig` and generation keywords.
     """
 
-    config_class = RFTConfig
     config: RFTConfig
-
-    planned_as = None  # its rounds collect too
 
     def __init__(
         self,
@@ -122,27 +122,26 @@ class RFTTrainer(SFTTrainer):
         run_dir: str | Path | None = None,
         **kwargs: Any,
     ) -> None:
-        known, generation = RFTConfig.field_names(), generation_fields()
-        for name in kwargs:
-            if name not in known and name not in generation:
-                raise ValueError(f'RFTTrainer got an unknown keyword {name!r}{nearest(name, [*known, *generation])}')
-        settings = {k: v for k, v in kwargs.items() if k in known}
+        config, generation = RFTConfig.split('RFTTrainer', config, kwargs)
         self.prompts = as_prompts(prompts, tokenizer)
         scorer = as_scorer(reward)
         if scorer is None:
             raise ValueError('RFTTrainer chooses by a reward, and got None; give a reward model or fn(prompts, responses, **columns)')
         self.scorer = scorer
-        self.engine: RolloutEngine = engine or LocalEngine()
-        token = torch.zeros(1, dtype=torch.int64)
-        nothing_yet = Sequence(prompt_ids=token, response_ids=token, response_mask=torch.zeros(1, dtype=torch.bool))
         super().__init__(
-            strategy, actor, optim, [nothing_yet], eval_data, config=config, callbacks=callbacks, tokenizer=tokenizer, run_dir=run_dir,
-            **settings,
-        )  # fmt: skip
-        bare: Any = strategy.unwrap(actor)
-        self.sampling, self.stop_strings = sampling_for(bare, tokenizer, {k: v for k, v in kwargs.items() if k in generation})
-        if not self.sampling.do_sample:
+            strategy, actor, optim, _OfRounds(), None, eval_data, config=config, callbacks=callbacks, tokenizer=tokenizer, run_dir=run_dir
+        )
+        sampling, stop_strings = sampling_for(strategy.unwrap(actor), tokenizer, generation)
+        if not sampling.do_sample:
             raise ValueError('RFT chooses among different responses: do_sample=False gives only one')
+        self.collector = Collector(
+            strategy,
+            engine or LocalEngine(),
+            sampling,
+            policy=partial(strategy.full_model, actor),
+            tokenizer=tokenizer,
+            stop_strings=stop_strings,
+        )
         self.round = 0
         """rounds done"""
         self.round_metrics: dict[str, float] = {}
@@ -181,7 +180,7 @@ class RFTTrainer(SFTTrainer):
         self.fit_updates = self.num_updates
         self.total_updates = self.fit_updates + total * (c.num_rounds - self.round)
         # One phase is one round, so that a checkpoint never lies within one: it could not tell which samples were kept.
-        self._phase(total, per_epoch, total)
+        self.learn_phase(total, per_epoch, total)
 
     def end_phase(self, metrics: dict[str, float]) -> None:
         self.round += 1
@@ -196,20 +195,10 @@ class RFTTrainer(SFTTrainer):
         first = number * len(self.prompts) * n
         indices = [first + i * n + j for i in mine for j in range(n)]
         groups = [i for i in mine for _ in range(n)]
-        samples: list[Sample] = []
-        with self.clock.measure('collect'), strategy.full_model(self.model) as full:
-            self.engine.begin(cast(Any, full))
-            try:
-                if prompts:
-                    samples = self.engine.generate(prompts, self.sampling, seed=strategy.seed, indices=indices, groups=groups)
-            finally:
-                self.engine.end()
-        for sample in samples if self.tokenizer is not None else ():
-            text = self.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-            sample.response_text = self.stop_strings.cut(text) if self.stop_strings is not None else text
-            sample.prompt_text = sample.prompt_text or self.tokenizer.decode(sample.prompt_ids, skip_special_tokens=True)
+        with self.clock.measure('collect'):
+            samples = self.collector.generate(prompts, indices=indices, groups=groups)
         with self.clock.measure('score'):
-            given = self.scorer.score(samples, cast(Any, strategy))
+            given = self.scorer.score(samples, strategy)
         checked = [as_score(value, sample, 'the reward') for value, sample in zip(given, samples, strict=True)]
         numbers = [float(s.sum()) if isinstance(s, torch.Tensor) else s for s in checked]
         gathered = strategy.all_gather_object(list(zip(samples, numbers, strict=True)))
@@ -227,3 +216,7 @@ class RFTTrainer(SFTTrainer):
             Sequence(prompt_ids=s.prompt_ids, response_ids=s.response_ids, response_mask=s.response_mask)
             for s in (pairs[i][0] for i in kept)
         ]
+
+
+class _OfRounds(SFTObjective):
+    planned_as: Task | None = None  # rounds collect too

@@ -11,21 +11,24 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from chatgpt.batching import token_columns
 from chatgpt.dataset.tokenize import TokenizedLabelled
 from chatgpt.functional.ilql import awac_loss, expectile_value_loss, next_values, td_loss
 from chatgpt.functional.masking import masked_sum
 from chatgpt.nn.ilql import ILQLModel
 from chatgpt.trainer.callbacks.base import Callback
 from chatgpt.trainer.config import SupervisedConfig
-from chatgpt.trainer.learning import BatchStats
+from chatgpt.trainer.metrics import Mean, Metrics
+from chatgpt.trainer.offline import Objective, OfflineTrainer, merged
 from chatgpt.trainer.prompt_evaluation import PromptEvaluation
 from chatgpt.trainer.strategies.base import Strategy
-from chatgpt.trainer.supervised import OneLossTrainer
 from chatgpt.types import Batch, Sequence
 
 
@@ -133,48 +136,35 @@ def standardized(records: SequenceOf[Rewarded], like: SequenceOf[Rewarded] | Non
     return result
 
 
-class ILQLTrainer(OneLossTrainer):
-    """Trains an `ILQLModel`: Σ_heads TD + expectile of V + cql_scale · Σ_heads CQL + awac_scale · weighted next-token loss, all per token.
-
-    Metrics `ilql/...`: `loss`, `td_loss`, `value_loss`, `cql_loss`, `awac_loss`, `q_mean`, `value_mean`; on held-back data with `val_`.
-
-    Args:
-        train_data, eval_data: `Rewarded` records (see `rewarded`), or `TokenizedLabelled` ones whose label is the reward.
-
-    Raises:
-        ValueError: a model without ILQL's heads, a strategy that cannot move target heads, records without rewards.
-    """
+class ILQLObjective(Objective):
+    """Σ_heads TD + expectile of V + cql_scale · Σ_heads CQL + awac_scale · weighted next-token loss, all per token."""
 
     prefix = 'ilql'
-    model_name = 'actor'
-    config_class = ILQLConfig
-    config: ILQLConfig
 
-    def accept(
-        self, strategy: Strategy, model: nn.Module, config: Any, train_data: SequenceOf[Any], eval_data: SequenceOf[Any] | None
-    ) -> tuple[SequenceOf[Any], SequenceOf[Any] | None]:
-        if not isinstance(strategy.unwrap(model), ILQLModel):
-            raise ValueError(f'ILQLTrainer trains an ILQLModel, not a {type(strategy.unwrap(model)).__name__}')
-        if not strategy.weights_in_place:
-            raise ValueError(f'ILQL does not run under {type(strategy).__name__}, whose masters hide the target heads; use ddp or fsdp')
-        records = _with_rewards(train_data)
-        held_back = _with_rewards(eval_data) if eval_data else None
-        if config.standardize_rewards:
-            held_back = standardized(held_back, like=records) if held_back else None
-            records = standardized(records)
-        return records, held_back
+    def __init__(self, config: ILQLConfig) -> None:
+        self.config = config
 
-    def own_callbacks(self) -> list[Callback]:
-        return [_TargetSync()]
+    def records(self, data: SequenceOf[Any]) -> list[Rewarded]:
+        return _with_rewards(data)
 
-    def weight_of(self, record: Rewarded) -> int:
+    def accept(self, train_data: SequenceOf[Any], eval_data: SequenceOf[Any] | None) -> tuple[list[Any], list[Any] | None]:
+        train, held_out = super().accept(train_data, eval_data)
+        if self.config.standardize_rewards and train:
+            held_out = standardized(held_out, like=train) if held_out else None
+            train = standardized(train)
+        return train, held_out
+
+    def weight(self, record: Rewarded) -> int:
         return int(record.response_mask.sum())
 
-    def loss_sum(self, batch: Batch, records: list[Rewarded], stats: BatchStats) -> Tensor:
+    def columns(self, records: list[Rewarded]) -> dict[str, Tensor]:
+        return token_columns(records, ('rewards',))
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
         c, mask = self.config, batch.action_mask
-        out = self.model(batch)
-        rewards = torch.cat([r.rewards for r in records]).to(mask.device) if records else torch.zeros_like(out.values)
+        out = model(batch)
         successors = next_values(out.values, mask, batch.action_rows)
+        rewards = batch.columns['rewards']
         parts = {
             'td_loss': sum((td_loss(q, rewards, successors, gamma=c.gamma) for q in out.qs), torch.zeros_like(out.values)),
             'value_loss': expectile_value_loss(out.values, out.target_q, tau=c.tau),
@@ -183,12 +173,50 @@ class ILQLTrainer(OneLossTrainer):
         }
         count = mask.sum()
         total = masked_sum(sum(parts.values(), torch.zeros_like(out.values)), mask)
-        for name, values in parts.items():
-            stats.mean(name, masked_sum(values.detach(), mask), count)
-        stats.mean('loss', total, count)
-        stats.mean('q_mean', masked_sum(out.target_q, mask), count)
-        stats.mean('value_mean', masked_sum(out.values.detach(), mask), count)
-        return total
+        metrics = {name: Mean(masked_sum(values.detach(), mask), count) for name, values in parts.items()}
+        metrics['loss'] = Mean(total, count)
+        metrics['q_mean'] = Mean(masked_sum(out.target_q, mask), count)
+        metrics['value_mean'] = Mean(masked_sum(out.values.detach(), mask), count)
+        return total / batch.totals['weight'], metrics
+
+
+class ILQLTrainer(OfflineTrainer):
+    """Trains an `ILQLModel`.
+
+    Metrics `ilql/...`: `loss`, `td_loss`, `value_loss`, `cql_loss`, `awac_loss`, `q_mean`, `value_mean`; on eval data with `val_`.
+
+    Args:
+        train_data, eval_data: `Rewarded` records (see `rewarded`), or `TokenizedLabelled` ones whose label is the reward.
+
+    Raises:
+        ValueError: a model without ILQL's heads, a strategy that cannot move target heads, records without rewards.
+    """
+
+    config: ILQLConfig
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        model: nn.Module,
+        optim: Optimizer,
+        train_data: SequenceOf[Any],
+        eval_data: SequenceOf[Any] | None = None,
+        *,
+        config: ILQLConfig | None = None,
+        callbacks: SequenceOf[Any] = (),
+        tokenizer: Any = None,
+        run_dir: str | Path | None = None,
+        **settings: Any,
+    ) -> None:
+        if not isinstance(strategy.unwrap(model), ILQLModel):
+            raise ValueError(f'ILQLTrainer trains an ILQLModel, not a {type(strategy.unwrap(model)).__name__}')
+        if not strategy.weights_in_place:
+            raise ValueError(f'ILQL does not run under {type(strategy).__name__}, whose masters hide the target heads; use ddp or fsdp')
+        config = merged(ILQLConfig, config, settings)
+        super().__init__(
+            strategy, model, optim, ILQLObjective(config), train_data, eval_data, config=config, callbacks=[_TargetSync(), *callbacks],
+            tokenizer=tokenizer, run_dir=run_dir,
+        )  # fmt: skip
 
 
 def _with_rewards(data: SequenceOf[Any]) -> list[Rewarded]:

@@ -1,0 +1,208 @@
+"""KTO: learning from answers that are each just good or bad (Ethayarajh et al. 2024). Left out: pairs (`pairs`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from chatgpt.batching import collate
+from chatgpt.dataset.tokenize import TokenizedLabelled, TokenizedPreference
+from chatgpt.functional.losses import sequence_logprobs
+from chatgpt.functional.preference import kto_loss
+from chatgpt.sweep import cuts_of_share, sweep
+from chatgpt.trainer.metrics import BatchStats, Mean, Metrics
+from chatgpt.trainer.objectives.pairs import AgainstReference, Pair, ReferenceConfig
+from chatgpt.trainer.objectives.reward_model import is_success
+from chatgpt.trainer.offline import Objective, OfflineTrainer, merged
+from chatgpt.trainer.reference import ReferenceModel
+from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.types import Batch, Sequence
+
+
+@dataclass(kw_only=True)
+class KTOConfig(ReferenceConfig):
+    """Every setting of `KTOTrainer`. A record is one labelled answer."""
+
+    train_batch_size: int = 8
+    """answers of one optimizer step, all ranks together; at least 2, for each is compared with another's prompt"""
+    desirable_weight: float = 1.0
+    """λ_D; the paper keeps λ_D n_D / (λ_U n_U) between 1 and 4/3"""
+    undesirable_weight: float = 1.0
+    """λ_U"""
+    positive_label: str | None = None
+    """which label is a success; None knows true, 1, good, positive and their opposites"""
+
+    def validate(self, world_size: int = 1) -> None:
+        super().validate(world_size)
+        self._not_negative('desirable_weight', 'undesirable_weight')
+        if self.train_batch_size < 2:
+            raise ValueError('train_batch_size=1: KTO compares each answer with another prompt of its batch; use 2 or more')
+
+
+@dataclass(kw_only=True)
+class LabelledAnswer:
+    """An answer and whether it is good."""
+
+    sequence: Sequence
+    is_desirable: bool
+    ref_logp: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.sequence.num_tokens
+
+
+class KTOObjective(Objective):
+    """z0 is estimated in every train batch from answers put under another prompt, over all ranks, and is a constant of its loss."""
+
+    prefix = 'kto'
+    uses_dropout = False
+
+    def __init__(self, config: KTOConfig, reference: ReferenceModel) -> None:
+        self.config = config
+        self.model, self.strategy, self.reference_model = reference.actor, reference.strategy, reference
+        self.reference = AgainstReference(
+            reference, precompute=config.precompute_ref_logprobs, max_tokens=config.max_tokens_per_batch
+        )
+        self.prompts: list[Tensor] = []
+        """of the training data, for a batch whose answers have one prompt"""
+
+    def records(self, data: SequenceOf[Any]) -> list[LabelledAnswer]:
+        records: list[LabelledAnswer] = []
+        for record in data:
+            if isinstance(record, LabelledAnswer):
+                records.append(record)
+            elif isinstance(record, TokenizedLabelled):
+                good = is_success(record.label, self.config.positive_label)
+                records.append(LabelledAnswer(sequence=record.sequence, is_desirable=good))
+            elif isinstance(record, TokenizedPreference):
+                records += [LabelledAnswer(sequence=s, is_desirable=i == 0) for i, s in enumerate(record.sequences())]
+            elif isinstance(record, Pair):
+                records.append(LabelledAnswer(sequence=record.chosen, is_desirable=True))
+                records.append(LabelledAnswer(sequence=record.rejected, is_desirable=False))
+            else:
+                raise ValueError(f'KTOTrainer learns from labelled answers or preferences, not from a {type(record).__name__}')
+        return records
+
+    def accept(self, train_data: SequenceOf[Any], eval_data: SequenceOf[Any] | None) -> tuple[list[Any], list[Any] | None]:
+        train, held_out = super().accept(train_data, eval_data)
+        self.prompts = [r.sequence.prompt_ids for r in train]
+        return train, held_out
+
+    def prepare(self, records: list[LabelledAnswer]) -> None:
+        todo = [r for r in records if r.ref_logp is None] if self.reference.precomputes else []
+        if todo:
+            for record, value in zip(todo, self.reference.of([r.sequence for r in todo]), strict=True):
+                record.ref_logp = value
+
+    def sequences(self, record: LabelledAnswer) -> list[Sequence]:
+        return [record.sequence]
+
+    def weight(self, record: LabelledAnswer) -> int:
+        return 1
+
+    def columns(self, records: list[LabelledAnswer]) -> dict[str, Tensor]:
+        desirable = torch.tensor([r.is_desirable for r in records], dtype=torch.bool)
+        return {'desirable': desirable} | self.reference.column([r.ref_logp for r in records])
+
+    def totals(self, records: list[LabelledAnswer]) -> dict[str, float]:
+        return super().totals(records) | {'z0': self._reference_point(records)}
+
+    @torch.no_grad()
+    def _reference_point(self, records: list[LabelledAnswer]) -> float:
+        """z0 = max(0, mean of log π − log π_ref over answers under another prompt), over all ranks."""
+        crossed = [
+            Sequence(prompt_ids=other, response_ids=r.sequence.response_ids, response_mask=r.sequence.response_mask)
+            for r, other in zip(records, self._other_prompts(records), strict=True)
+        ]
+        stats = BatchStats()
+        cuts = cuts_of_share(self.strategy, [s.num_tokens for s in crossed], self.config.max_tokens_per_batch)
+
+        def log_ratios(batch: Batch) -> Tensor:
+            reference = self.reference_model(batch)
+            return _logps(self.model, batch) - reference
+
+        for positions, ratios in sweep(self.strategy, cuts, lambda p: collate([crossed[i] for i in p]), log_ratios):
+            stats.add({'log_ratio': Mean(ratios[: len(positions)].sum(), float(len(positions)))})
+        return max(stats.reduced(self.strategy)['log_ratio'], 0.0)
+
+    def _other_prompts(self, records: list[LabelledAnswer]) -> list[Tensor]:
+        """For each record the next prompt that is not its own: of these records, else of the training data. All have one prompt: that."""
+        prompts = [r.sequence.prompt_ids for r in records]
+        if all(torch.equal(prompts[0], p) for p in prompts):
+            return [next((p for p in self.prompts if not torch.equal(p, prompts[0])), prompts[0])] * len(prompts)
+        others, other = [], next(p for p in prompts if not torch.equal(p, prompts[-1]))
+        for own, following in zip(reversed(prompts), reversed([*prompts[1:], prompts[0]]), strict=True):
+            other = other if torch.equal(own, following) else following
+            others.append(other)
+        return others[::-1]
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
+        c, mask, z0 = self.config, batch.sequence_mask, batch.totals['z0']
+        reference = self.reference.logps(batch)
+        logps = _logps(model, batch)
+        desirable = batch.columns['desirable']
+        per_answer = kto_loss(
+            logps - reference, desirable, z0, beta=c.beta, desirable_weight=c.desirable_weight, undesirable_weight=c.undesirable_weight
+        )
+        total, count = (per_answer * mask).sum(), mask.sum()
+        rewards = c.beta * (logps - reference).detach()
+        bad = mask & ~desirable
+        metrics: Metrics = {
+            'loss': Mean(total, count),
+            'reward_chosen': Mean(rewards[desirable].sum(), desirable.sum()),
+            'reward_rejected': Mean(rewards[bad].sum(), bad.sum()),
+            'kl': Mean((count.double() * z0).float(), count),
+        }
+        return total / batch.totals['weight'], metrics
+
+    def derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        if 'reward_chosen' not in metrics or 'reward_rejected' not in metrics:
+            return {}
+        return {'margin': metrics['reward_chosen'] - metrics['reward_rejected']}
+
+
+def _logps(model: nn.Module, batch: Batch) -> Tensor:
+    return sequence_logprobs(model(batch).logprobs, batch.action_mask, batch.action_rows, batch.num_sequences)
+
+
+class KTOTrainer(OfflineTrainer):
+    """Metrics `kto/...`: `loss`, `reward_chosen` and `reward_rejected` (mean implicit reward β (log π − log π_ref) of desirable and
+    undesirable answers), `margin` (their difference over the batch), `kl` (z0, nats).
+
+    Args:
+        train_data, eval_data: `TokenizedLabelled` or `LabelledAnswer` records, or preferences, whose best answer is desirable and whose
+            others are not.
+        initial_model: the frozen reference, as prepared; None where the actor is its own with its adapter off.
+    """
+
+    config: KTOConfig
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        actor: nn.Module,
+        optim: Optimizer,
+        train_data: SequenceOf[Any],
+        eval_data: SequenceOf[Any] | None = None,
+        *,
+        initial_model: nn.Module | None = None,
+        config: KTOConfig | None = None,
+        callbacks: SequenceOf[Any] = (),
+        tokenizer: Any = None,
+        run_dir: str | Path | None = None,
+        **settings: Any,
+    ) -> None:
+        config = merged(KTOConfig, config, settings)
+        objective = KTOObjective(config, ReferenceModel(strategy, actor, initial_model, 'KTOTrainer'))
+        super().__init__(
+            strategy, actor, optim, objective, train_data, eval_data, config=config, callbacks=callbacks, tokenizer=tokenizer,
+            run_dir=run_dir,
+        )  # fmt: skip

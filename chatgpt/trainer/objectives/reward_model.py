@@ -1,0 +1,262 @@
+"""Reward models from preferences (pairs, or several ranked answers to a prompt) or from labelled text.
+
+All answers to a prompt are scored in one forward, each once, and all their pairs count together as one prompt (Ouyang et al. 2022,
+equation 1 and section 3.5). Left out: how text becomes records (`chatgpt.dataset`), and the model itself (`chatgpt.nn.RewardModel`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from chatgpt.batching import collate
+from chatgpt.dataset.tokenize import TokenizedLabelled, TokenizedPreference
+from chatgpt.functional.losses import pairwise_log_exp_loss, pairwise_log_sigmoid_loss, ranked_pairs
+from chatgpt.plan.setup import Task
+from chatgpt.sweep import cuts_of_share, sweep
+from chatgpt.trainer.callbacks.early_stopping import StopOnPlateau
+from chatgpt.trainer.config import Schedule, SupervisedConfig
+from chatgpt.trainer.metrics import BatchStats, Mean, Metrics
+from chatgpt.trainer.offline import SWEEP_TOKENS, Objective, OfflineTrainer, merged
+from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.types import Batch, Sequence
+
+LossName = Literal['log_sig', 'log_exp']
+_TRUE, _FALSE = ('1', 'true', 'yes', 'pos', 'positive', 'good', 'like'), ('0', '-1', 'false', 'no', 'neg', 'negative', 'bad', 'dislike')
+
+
+@dataclass(kw_only=True)
+class RewardModelConfig(SupervisedConfig):
+    """Every setting of `RewardModelTrainer`. One record is a prompt with all its answers, or one labelled text."""
+
+    lr_schedule: Schedule = 'cosine'
+    max_epochs: int = 1
+    """more than one overfits soon (Ouyang et al. 2022, appendix C.2)"""
+    loss_fn: LossName = 'log_sig'
+    """−log σ(better − worse), or log(1 + exp(worse − better)): the same function, with another way of rounding"""
+    use_margins: bool = False
+    """subtract the difference of the data's own scores from that of the model's (Touvron et al. 2023, equation 2)"""
+    center_rewards_coefficient: float = 0.0
+    """weight of the mean of (better + worse)², which keeps scores near 0 (Eisenstein et al. 2023, equation 2); TRL suggests 0.01"""
+    positive_label: str | None = None
+    """which label of labelled text is a success; None knows 1, true, yes, pos, positive, good, like and their opposites"""
+    calibrate: bool = True
+    """at the end make the mean score of reference answers 0 (arXiv 2403.17031); they are the best answers where none are given"""
+    early_stopping_patience: int | None = None
+    """stop after so many evaluations in a row without a better loss on the eval data"""
+
+    def validate(self, world_size: int = 1) -> None:
+        super().validate(world_size)
+        self._one_of('loss_fn', ('log_sig', 'log_exp'))
+        self._not_negative('center_rewards_coefficient')
+        self._positive('early_stopping_patience')
+        if self.use_margins and self.loss_fn == 'log_exp':
+            raise ValueError("use_margins=True needs loss_fn='log_sig'; the log-exp form has no margin")
+
+
+class PairwiseObjective(Objective):
+    """−log σ of the difference of scores, over all pairs of a prompt's answers. A record is a prompt with its answers."""
+
+    prefix = 'rm'
+    model_name = 'reward_model'
+    planned_as: Task | None = 'reward_model'
+
+    def __init__(self, config: RewardModelConfig) -> None:
+        self.config = config
+
+    def records(self, data: SequenceOf[Any]) -> list[TokenizedPreference]:
+        records = of_kind(data, TokenizedPreference)
+        for i, record in enumerate(records):
+            if self.config.use_margins and record.scores is None:
+                raise ValueError(f'use_margins=True, but record {i} has no scores')
+        return records
+
+    def sequences(self, record: TokenizedPreference) -> list[Sequence]:
+        return record.sequences()
+
+    def weight(self, record: TokenizedPreference) -> int:
+        """Whether a record has anything to learn from."""
+        return int(len(set(record.ranks()) - {None}) > 1)
+
+    def columns(self, records: list[TokenizedPreference]) -> dict[str, Tensor]:
+        """Per pair: positions `better` and `worse`, `pair_weight`, `margin` by the data's scores (0 without). Per sequence: `prompt`, 1 at
+        the first answer of a prompt that has pairs."""
+        groups: list[int] = []
+        ranks: list[float] = []
+        scores: list[float] = []
+        prompt: list[float] = []
+        for number, record in enumerate(records):
+            prompt += [float(self.weight(record)), *[0.0] * (len(record.responses) - 1)]
+            for rank in record.ranks():
+                groups.append(number if rank is not None else -1 - len(groups))  # alone in its group: no pair
+                ranks.append(rank or 0)
+            scores += record.scores or [0.0] * len(record.responses)
+        pairs = ranked_pairs(torch.tensor(groups, dtype=torch.int64), torch.tensor(ranks))
+        data_scores = torch.tensor(scores)
+        return {
+            'better': pairs.better,
+            'worse': pairs.worse,
+            'pair_weight': pairs.weights,
+            'margin': data_scores[pairs.better] - data_scores[pairs.worse],
+            'prompt': torch.tensor(prompt),
+        }
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
+        c, columns = self.config, batch.columns
+        scores, weights = model(batch), columns['pair_weight']
+        better, worse = scores[columns['better']], scores[columns['worse']]
+        if c.loss_fn == 'log_exp':
+            losses = pairwise_log_exp_loss(better, worse)
+        else:
+            losses = pairwise_log_sigmoid_loss(better, worse, columns['margin'] if c.use_margins else None)
+        if c.center_rewards_coefficient:
+            losses = losses + c.center_rewards_coefficient * (better + worse).square()
+        total = (losses * weights).sum() + 0.0 * scores.sum()  # without a pair the forward still has a backward
+        counts = weights > 0
+        metrics: Metrics = {
+            'loss': Mean(total, columns['prompt'].sum()),
+            'accuracy': Mean(((better > worse) & counts).float().sum(), counts.sum()),
+            'margin': Mean(((better - worse) * counts).sum(), counts.sum()),
+            'score_mean': Mean((scores * batch.sequence_mask).sum(), batch.sequence_mask.sum()),
+        }
+        return total / batch.totals['weight'], metrics
+
+
+class LabelledObjective(Objective):
+    """Binary cross-entropy with σ(score) as the probability of a success. A record is one labelled text."""
+
+    prefix = 'rm'
+    model_name = 'reward_model'
+    planned_as: Task | None = 'reward_model'
+
+    def __init__(self, config: RewardModelConfig) -> None:
+        self.config = config
+
+    def records(self, data: SequenceOf[Any]) -> list[TokenizedLabelled]:
+        records = of_kind(data, TokenizedLabelled)
+        for record in records:
+            is_success(record.label, self.config.positive_label)
+        return records
+
+    def sequences(self, record: TokenizedLabelled) -> list[Sequence]:
+        return [record.sequence]
+
+    def weight(self, record: TokenizedLabelled) -> int:
+        return 1
+
+    def columns(self, records: list[TokenizedLabelled]) -> dict[str, Tensor]:
+        return {'target': torch.tensor([float(is_success(r.label, self.config.positive_label)) for r in records])}
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
+        scores, target, mask = model(batch), batch.columns['target'], batch.sequence_mask
+        total = (F.binary_cross_entropy_with_logits(scores, target, reduction='none') * mask).sum()
+        right = ((scores > 0) == (target > 0.5)) & mask
+        metrics: Metrics = {
+            'loss': Mean(total, mask.sum()),
+            'accuracy': Mean(right.float().sum(), mask.sum()),
+            'score_mean': Mean((scores * mask).sum(), mask.sum()),
+        }
+        return total / batch.totals['weight'], metrics
+
+
+class RewardModelTrainer(OfflineTrainer):
+    """Trains a `RewardModel`.
+
+    Metrics: `rm/loss`; of pairs `rm/accuracy` (share of pairs in the right order), `rm/margin` (mean of better − worse) and
+    `rm/score_mean`; of labelled text `rm/accuracy` (score above 0 where the label is a success). On eval data they are called
+    `rm/val_...`.
+
+    Args:
+        train_data, eval_data: `TokenizedPreference` or `TokenizedLabelled` records, all of one kind; the same lists on every rank.
+        reference_data: sequences whose mean score becomes 0, such as demonstrations; None takes the best answer to each training prompt.
+
+    Raises:
+        ValueError: records of two kinds, a label that is neither success nor failure, margins without scores, or early stopping
+            without eval data.
+    """
+
+    config: RewardModelConfig
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        model: nn.Module,
+        optim: Optimizer,
+        train_data: SequenceOf[Any],
+        eval_data: SequenceOf[Any] | None = None,
+        *,
+        reference_data: SequenceOf[Sequence] | None = None,
+        config: RewardModelConfig | None = None,
+        callbacks: SequenceOf[Any] = (),
+        tokenizer: Any = None,
+        run_dir: str | Path | None = None,
+        **settings: Any,
+    ) -> None:
+        config = merged(RewardModelConfig, config, settings)
+        if config.early_stopping_patience is not None:
+            if not eval_data:
+                raise ValueError('early_stopping_patience needs eval_data to measure on')
+            callbacks = [*callbacks, StopOnPlateau('rm/val_loss', mode='min', patience=config.early_stopping_patience)]
+        is_labelled = len(train_data) > 0 and isinstance(train_data[0], TokenizedLabelled)
+        objective = LabelledObjective(config) if is_labelled else PairwiseObjective(config)
+        super().__init__(
+            strategy, model, optim, objective, train_data, eval_data, config=config, callbacks=callbacks, tokenizer=tokenizer,
+            run_dir=run_dir,
+        )  # fmt: skip
+        self.reference_data = reference_data
+
+    def fit(self) -> None:
+        """As in the base; then calibrates, where that is asked for."""
+        super().fit()
+        if self.config.calibrate and self._signals.received is None:
+            self.calibrate()
+
+    @torch.no_grad()
+    def calibrate(self, sequences: SequenceOf[Sequence] | None = None) -> float:
+        """Subtract the mean score of reference answers from every score from now on; that mean, before.
+
+        Args:
+            sequences: None takes `reference_data`, else the best answer to each training prompt, or all labelled texts.
+        """
+        chosen = list(sequences or self.reference_data or [self.objective.sequences(r)[0] for r in self.train_data])
+        bare: Any = self.strategy.unwrap(self.model)
+        was_training = bare.training
+        bare.eval()
+        stats = BatchStats()
+        cuts = cuts_of_share(self.strategy, [s.num_tokens for s in chosen], self.config.max_tokens_per_batch or SWEEP_TOKENS)
+        for positions, scores in sweep(self.strategy, cuts, lambda p: collate([chosen[i] for i in p]), self.model):
+            stats.add({'score_mean': Mean(scores[: len(positions)].sum(), float(len(positions)))})
+        bare.train(was_training)
+        mean = stats.reduced(self.strategy)['score_mean']
+        bare.calibrate(mean)
+        return mean
+
+
+def of_kind(data: SequenceOf[Any], kind: type[Any]) -> list[Any]:
+    """Raises ValueError for a record of another kind."""
+    for i, record in enumerate(data):
+        if not isinstance(record, kind):
+            raise ValueError(f'record {i} is a {type(record).__name__} among {kind.__name__}s; train on one kind')
+    return list(data)
+
+
+def is_success(label: bool | int | float | str, positive_label: str | None = None) -> bool:
+    """Whether a label means a success.
+
+    Raises:
+        ValueError: it is neither of `positive_label` and another one, nor one of the known words.
+    """
+    text = str(label).strip().lower()
+    if positive_label is not None:
+        return text == positive_label.strip().lower()
+    text = {'1.0': '1', '0.0': '0', '-1.0': '-1'}.get(text, text)
+    if text in _TRUE or text in _FALSE:
+        return text in _TRUE
+    raise ValueError(f'label {label!r} is neither a success nor a failure; say which one is with positive_label')

@@ -1,0 +1,77 @@
+"""Supervised fine-tuning: next-token loss on the response tokens of demonstrations.
+
+Prompts, padding and turns of other speakers are masked out by the records' `response_mask`; plain text counts from its second
+token. Left out: how text becomes records (`chatgpt.dataset`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from chatgpt.functional.losses import next_token_loss
+from chatgpt.functional.masking import masked_sum
+from chatgpt.plan.setup import Task
+from chatgpt.trainer.config import SFTConfig
+from chatgpt.trainer.metrics import Mean, Metrics
+from chatgpt.trainer.offline import Objective, OfflineTrainer, merged
+from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.types import Batch, Sequence
+
+
+class SFTObjective(Objective):
+    """−Σ log π(token | before) over counted tokens / their global number."""
+
+    prefix = 'sft'
+    planned_as: Task | None = 'sft'
+
+    def records(self, data: SequenceOf[Any]) -> list[Sequence]:
+        return list(data)
+
+    def weight(self, record: Sequence) -> int:
+        return int(record.response_mask.sum())
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
+        total = masked_sum(next_token_loss(model(batch).logprobs), batch.action_mask)
+        return total / batch.totals['weight'], {'loss': Mean(total, batch.action_mask.sum())}
+
+    def derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        return {'perplexity': math.exp(min(metrics['loss'], 700.0))}
+
+
+class SFTTrainer(OfflineTrainer):
+    """Trains an `Actor` on `Sequence` records.
+
+    Metrics: `sft/loss` in nats per token, `sft/perplexity` = exp(loss), the same on `eval_data` as `sft/val_...`.
+
+    Args:
+        strategy, model, optim: as prepared.
+        train_data, eval_data: records, the same lists on every rank.
+        config: see `SFTConfig`; its fields are also accepted as keyword arguments.
+        callbacks, tokenizer, run_dir: see `Trainer`.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        model: nn.Module,
+        optim: Optimizer,
+        train_data: SequenceOf[Any],
+        eval_data: SequenceOf[Any] | None = None,
+        *,
+        config: SFTConfig | None = None,
+        callbacks: SequenceOf[Any] = (),
+        tokenizer: Any = None,
+        run_dir: str | Path | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(
+            strategy, model, optim, SFTObjective(), train_data, eval_data, config=merged(SFTConfig, config, settings),
+            callbacks=callbacks, tokenizer=tokenizer, run_dir=run_dir,
+        )  # fmt: skip

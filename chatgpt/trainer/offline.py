@@ -1,0 +1,274 @@
+"""Trainers that only learn: passes over a fixed list of records. What is learned is an `Objective`, one for each method.
+
+Order, split over ranks, micro-batches, schedules, logging, evaluation, stopping and resuming are here, once. One logged phase is
+`log_interval` optimizer steps. Left out: the methods themselves (`chatgpt.trainer.objectives`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from chatgpt.batching import collate
+from chatgpt.nn.dropout import dropout_off
+from chatgpt.plan.of_run import common_fields
+from chatgpt.plan.setup import Setup, Task
+from chatgpt.sweep import cuts_of_share, sweep
+from chatgpt.trainer.base import Trainer
+from chatgpt.trainer.config import SupervisedConfig
+from chatgpt.trainer.metrics import BatchStats, Metrics, PhaseMetrics
+from chatgpt.trainer.order import permutation, seed_for
+from chatgpt.trainer.saving import save_pretrained
+from chatgpt.trainer.step import Learner, Work, learn_batch
+from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.types import Batch, Sequence
+
+C = TypeVar('C', bound=SupervisedConfig)
+
+SWEEP_TOKENS = 16384
+"""padded tokens of a forward without gradients, where `max_tokens_per_batch` does not say"""
+
+
+class Objective(ABC):
+    """One method of learning from records: what a record is, what it weighs, which columns it gives, the loss.
+
+    Args:
+        config: settings of the method.
+    """
+
+    prefix: ClassVar[str]
+    """first part of the metric names"""
+    model_name: ClassVar[str] = 'actor'
+    planned_as: ClassVar[Task | None] = None
+    """the planner's task, where it knows this method"""
+    num_dummies: ClassVar[int] = 1
+    """sequences of a dummy batch"""
+    uses_dropout: ClassVar[bool] = True
+    """False: dropout is off, because two models are compared"""
+
+    @abstractmethod
+    def records(self, data: SequenceOf[Any]) -> list[Any]:
+        """Records out of whatever the trainer takes; records stay as they are.
+
+        Raises:
+            ValueError: data of another kind.
+        """
+
+    def accept(self, train_data: SequenceOf[Any], eval_data: SequenceOf[Any] | None) -> tuple[list[Any], list[Any] | None]:
+        """The records to train and to evaluate on."""
+        return self.records(train_data), self.records(eval_data) if eval_data else None
+
+    def prepare(self, records: list[Any]) -> None:
+        """Before the first step, and before an evaluation: what is computed once for each record. The same list on every rank."""
+
+    def sequences(self, record: Any) -> list[Sequence]:
+        """What of a record goes through one forward together."""
+        return [record]
+
+    @abstractmethod
+    def weight(self, record: Any) -> int:
+        """What a record adds to the divisor."""
+
+    def columns(self, records: list[Any]) -> dict[str, Tensor]:
+        """What the loss needs beside the tokens; see `Batch.columns`. An empty list gives columns of length 0."""
+        return {}
+
+    def totals(self, records: list[Any]) -> dict[str, float]:
+        """Of a whole train batch, or of all records of an evaluation; see `Batch.totals`."""
+        return {'weight': max(sum(map(self.weight, records)), 1)}
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
+        """A sum over the records, divided by `batch.totals['weight']`, and what is measured on the way."""
+
+    def derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Further metrics out of the means of a phase or an evaluation, such as a perplexity."""
+        return {}
+
+    # ------------------------------------------------------------------ the same for every method
+
+    def num_tokens(self, record: Any) -> int:
+        """Padded tokens of a record."""
+        sequences = self.sequences(record)
+        return len(sequences) * max(s.num_tokens for s in sequences)
+
+    def batch(self, records: list[Any], totals: Mapping[str, float], *, packing: bool = True) -> Batch:
+        sequences = [s for record in records for s in self.sequences(record)]
+        return collate(sequences, columns=self.columns(records), totals=totals, pack=packing, num_dummies=self.num_dummies)
+
+
+def merged(cls: type[C], config: C | None, settings: Mapping[str, Any]) -> C:
+    """A config with keyword arguments on top; an unknown one is a ValueError with the nearest names."""
+    return cls.from_dict((config.to_dict() if config is not None else {}) | dict(settings))
+
+
+class OfflineTrainer(Trainer):
+    """Passes over `train_data`, evaluated on `eval_data` at the end of every epoch.
+
+    Args:
+        strategy, model, optim: as prepared.
+        objective: what is learned.
+        train_data, eval_data: what the objective takes, the same lists on every rank. `train_data` is None where the trainer makes it.
+        config: see `SupervisedConfig`.
+        callbacks, tokenizer, run_dir: see `Trainer`.
+    """
+
+    config: SupervisedConfig
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        model: nn.Module,
+        optim: Optimizer,
+        objective: Objective,
+        train_data: SequenceOf[Any] | None,
+        eval_data: SequenceOf[Any] | None,
+        *,
+        config: SupervisedConfig,
+        callbacks: SequenceOf[Any] = (),
+        tokenizer: Any = None,
+        run_dir: str | Path | None = None,
+    ) -> None:
+        train, held_out = objective.accept(train_data or [], eval_data)
+        if train_data is not None and not train:
+            raise ValueError(f'{type(self).__name__} got no training data')
+        name = objective.model_name
+        super().__init__(strategy, config, {name: model}, {name: optim}, callbacks=callbacks, tokenizer=tokenizer, run_dir=run_dir)
+        self.model, self.optim, self.objective = model, optim, objective
+        self.train_data: SequenceOf[Any] = train
+        self.eval_data: SequenceOf[Any] | None = held_out
+        self.batches_done = 0
+        self.epochs_before = 0
+        """passes of earlier calls of `fit`, whose orders are not repeated"""
+
+    def memory_setup(self) -> Setup | None:
+        if self.objective.planned_as is None:
+            return None
+        model = self.strategy.unwrap(self.model)
+        fields = common_fields(self.strategy, self.config, model, self.optim, self.objective.planned_as)
+        longest = max(s.num_tokens for record in self.train_data for s in self.objective.sequences(record))
+        return Setup(**fields, max_prompt_tokens=1, max_new_tokens=max(longest - 1, 1))
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {'batches_done': self.batches_done, 'epochs_before': self.epochs_before}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.batches_done = int(state['batches_done'])
+        self.epochs_before = int(state['epochs_before'])
+
+    def fingerprint(self) -> dict[str, Any]:
+        return super().fingerprint() | {'num_records': len(self.train_data)}
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write the model as a Hugging Face folder (adapters folded in), with the tokenizer when there is one."""
+        save_pretrained(self.strategy, self.model, path, tokenizer=self.tokenizer)
+
+    def fit(self) -> None:
+        """Run `max_epochs` passes. After `load_checkpoint` it goes on where it was; a second call adds as many again."""
+        c = self.config
+        for data in (self.train_data, self.eval_data or []):
+            self.objective.prepare(list(data))
+        per_epoch = -(-len(self.train_data) // c.train_batch_size)
+        total = per_epoch * c.max_epochs
+        if c.max_steps is not None:
+            total = min(total, c.max_steps)
+        if not self.is_resuming:
+            self.epochs_before += -(-self.batches_done // per_epoch)
+            self.batches_done = 0
+            self.fit_updates = self.num_updates
+        self.is_resuming = False
+        self.total_updates = self.fit_updates + total
+        with self.running(num_phases=self.phase + -(-(total - self.batches_done) // c.log_interval)):
+            while self.batches_done < total and not self.stop_agreed():
+                self.learn_phase(min(c.log_interval, total - self.batches_done), per_epoch, total)
+
+    def learn_phase(self, num_batches: int, per_epoch: int, total: int) -> None:
+        """`num_batches` optimizer steps, evaluated where an epoch or the run (of `total` steps) ends, and logged."""
+        c, name, prefix, phase, tokens = self.config, self.objective.model_name, self.objective.prefix, PhaseMetrics(), 0
+        self._training_mode()
+        with self.clock.measure('learn'):
+            for _ in range(num_batches):
+                epoch, number = divmod(self.batches_done, per_epoch)
+                if number == 0:
+                    self.callbacks.on_learn_epoch_start(self, epoch)
+                records = self._records(epoch, number)
+                self.callbacks.on_learn_batch_start(self)
+                rates = self.set_learning_rates()
+                work = self._work(records)
+                torch.manual_seed(seed_for(self.strategy.seed, self.batches_done, self.strategy.rank))  # for dropout
+                result = learn_batch(
+                    self.strategy,
+                    [work],
+                    max_tokens=c.max_tokens_per_batch,
+                    max_grad_norm=c.max_grad_norm,
+                    where=f'in epoch {epoch + 1}, train batch {number + 1}',
+                    pin_memory=c.dataloader_pin_memory,
+                )
+                self.batches_done += 1
+                self.num_updates += result.stepped
+                tokens += sum(map(work.length_of, records))
+                metrics = {k.replace(f'{name}_grad_norm', 'grad_norm'): v for k, v in result.metrics.items()}
+                phase.add(metrics | {'lr': rates[name]})
+                self.callbacks.on_learn_batch_end(self, metrics)
+                if number == per_epoch - 1:
+                    self.callbacks.on_learn_epoch_end(self, epoch)
+        evaluated: dict[str, float] = {}
+        if self.eval_data and (self.batches_done % per_epoch < num_batches or self.batches_done == total):
+            evaluated = {f'{prefix}/val_{k}': v for k, v in self.evaluate(self.eval_data).items()}
+        learned = phase.result(prefix)
+        derived = self.objective.derived({k.split('/', 1)[1]: v for k, v in learned.items()})
+        metrics = learned | {f'{prefix}/{k}': v for k, v in derived.items()} | evaluated | self.clock.metrics()
+        metrics[f'{prefix}/epoch'] = self.batches_done / per_epoch
+        metrics['perf/learn_tokens_per_s'] = tokens / max(self.clock.wall['learn'], 1e-9)
+        self.end_phase(metrics)
+
+    def _records(self, epoch: int, number: int) -> list[Any]:
+        size = self.config.train_batch_size
+        order = (
+            permutation(len(self.train_data), self.strategy.seed, self.epochs_before + epoch)
+            if self.config.shuffle
+            else list(range(len(self.train_data)))
+        )
+        return [self.train_data[i] for i in order[number * size : (number + 1) * size]]
+
+    def _work(self, records: list[Any]) -> Work:
+        learner = Learner(self.objective.model_name, self.model, self.optim, self.objective.loss)
+        make_batch = partial(self.objective.batch, totals=self.objective.totals(records), packing=self.config.packing)
+        return Work(records, [learner], make_batch, self.objective.num_tokens)
+
+    def _training_mode(self) -> None:
+        """Dropout as the model's config says, or off. It draws from torch's generator, so that is seeded per optimizer step and rank."""
+        bare = self.strategy.unwrap(self.model)
+        if self.objective.uses_dropout:
+            bare.train()
+        else:
+            dropout_off(bare)
+
+    @torch.no_grad()
+    def evaluate(self, data: SequenceOf[Any]) -> dict[str, float]:
+        """Means over anything that the objective takes, the same list on every rank: what its loss measures, and what derives from it."""
+        objective, records = self.objective, self.objective.records(data)
+        objective.prepare(records)
+        bare = self.strategy.unwrap(self.model)
+        was_training = bare.training
+        bare.eval()
+        totals, stats = objective.totals(records), BatchStats()
+        cuts = cuts_of_share(self.strategy, [*map(objective.num_tokens, records)], self.config.max_tokens_per_batch or SWEEP_TOKENS)
+
+        def make_batch(positions: list[int]) -> Batch:
+            return objective.batch([records[i] for i in positions], totals, packing=self.config.packing)
+
+        for _, (_, metrics) in sweep(self.strategy, cuts, make_batch, lambda batch: objective.loss(self.model, batch)):
+            stats.add(metrics)
+        bare.train(was_training)
+        means = stats.reduced(self.strategy)
+        return means | objective.derived(means)
