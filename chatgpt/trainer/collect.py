@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from chatgpt.dataset.prompts import PromptOrder, PromptSet
-from chatgpt.rollout import RolloutEngine, SamplingParams, StopStrings
+from chatgpt.rollout import AheadEngine, RolloutEngine, SamplingParams, StopStrings
 from chatgpt.trainer.checkpointing import as_json
 from chatgpt.trainer.pipeline import Pipeline, Timestep, restored
 from chatgpt.trainer.strategies.base import Strategy
@@ -67,7 +67,7 @@ class Collector:
         self.strategy, self.engine, self.sampling, self.policy = strategy, engine, sampling, policy
         self.tokenizer, self.stop_strings = tokenizer, stop_strings
         self.batch_size, self.num_samples_per_prompt, self.max_staleness = batch_size, num_samples_per_prompt, max_staleness
-        self.pipeline = Pipeline(engine) if callable(getattr(engine, 'submit', None)) else None
+        self.pipeline = Pipeline(cast(AheadEngine, engine)) if callable(getattr(engine, 'submit', None)) else None
         if max_staleness and self.pipeline is None:
             raise ValueError(
                 f'max_staleness={max_staleness} needs an engine that generates while the trainer learns, such as RemoteEngine; '

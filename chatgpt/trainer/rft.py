@@ -14,7 +14,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -219,4 +219,4 @@ class RFTTrainer(OfflineTrainer):
 
 
 class _OfRounds(SFTObjective):
-    planned_as: Task | None = None  # rounds collect too
+    planned_as: ClassVar[Task | None] = None  # rounds collect too

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,7 @@ class PairwiseObjective(Objective):
 
     prefix = 'rm'
     model_name = 'reward_model'
-    planned_as: Task | None = 'reward_model'
+    planned_as: ClassVar[Task | None] = 'reward_model'
 
     def __init__(self, config: RewardModelConfig) -> None:
         self.config = config
@@ -134,7 +134,7 @@ class LabelledObjective(Objective):
 
     prefix = 'rm'
     model_name = 'reward_model'
-    planned_as: Task | None = 'reward_model'
+    planned_as: ClassVar[Task | None] = 'reward_model'
 
     def __init__(self, config: RewardModelConfig) -> None:
         self.config = config

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -29,7 +29,7 @@ class SFTObjective(Objective):
     """−Σ log π(token | before) over counted tokens / their global number."""
 
     prefix = 'sft'
-    planned_as: Task | None = 'sft'
+    planned_as: ClassVar[Task | None] = 'sft'
 
     def records(self, data: SequenceOf[Any]) -> list[Sequence]:
         return list(data)
