@@ -20,6 +20,7 @@ help:
 	@echo 'make test       lint and tests, about twenty minutes on two cores'
 	@echo 'make test-full  and the slow tests'
 	@echo 'make fixed-runs BASE=<commit>  short runs of every kind with the code of BASE and with this: equal to the bit'
+	@echo 'make test-isa   the tests under older instruction sets than this machine has; ISA_TESTS="tests/nn tests/rollout"'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make format     what ruff can mend'
 	@echo 'make install    the package itself, editable, into $(VENV)'
@@ -48,6 +49,15 @@ fixed-runs: dev
 	git worktree add --quiet --detach "$$folder/base" '$(BASE)'; \
 	$(BIN)/python tests/fixed_runs/record.py --root "$$folder/base" --out "$$folder/base.json" $(FIXED_RUNS_ARGS); \
 	$(BIN)/python tests/fixed_runs/record.py --against "$$folder/base.json" $(FIXED_RUNS_ARGS)
+
+# Which kernels torch and oneDNN choose depends on the processor; these are what an x86-64 machine without AVX2, with AVX2, and with AVX2 for oneDNN
+# alone would choose. ISA_TESTS: files or folders.
+.PHONY: test-isa
+ISA_TESTS ?= tests
+test-isa: dev colossalai ray
+	@set -e; for isa in ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2; do \
+	  echo "$$isa"; env $$isa OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PYTEST_ARGS) $(ISA_TESTS); \
+	done
 
 lint: dev
 	$(BIN)/ruff check .
