@@ -62,6 +62,8 @@ class ILQLModel(Actor):
     An engine that decodes inside `decoding(beta)` draws from the policy that the Q function has improved.
     """
 
+    by_name = 'ILQLModel.from_pretrained(NAME_OR_FOLDER)'
+
     def __init__(self, model: nn.Module, *, two_qs: bool = True) -> None:
         super().__init__(model)
         width, vocab = hidden_size(model), text_config(model).vocab_size

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import difflib
+import inspect
 import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -248,6 +249,19 @@ def trunk_of(model: Any) -> Any:
     if base is not model and source is not None and not hasattr(base, 'weights_source'):
         base.weights_source = replace(source, prefix=f'{model.base_model_prefix}.')  # type: ignore[assignment]
     return base
+
+
+class TakesModel:
+    """Of a class that is built from a model: called with a name or folder, it says which class loads one."""
+
+    by_name: ClassVar[str]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        takes = inspect.signature(cls.__init__).parameters
+        named = kwargs.keys() & {'pretrained', 'config'} or isinstance(args[0] if args else kwargs.get('model'), (str, os.PathLike))
+        if named and 'pretrained' not in takes and not any(p.kind == p.VAR_KEYWORD for p in takes.values()):
+            raise ValueError(f'{cls.__name__} is built from a model that you have, {cls.__name__}(model); to load one: {cls.by_name}')
+        return super().__new__(cls)
 
 
 def load_causal_lm(pretrained: str | os.PathLike[str] | None = None, config: Any = None, **kwargs: Any) -> Any:
