@@ -85,9 +85,10 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, PYTHON is %d.%d" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
 
-# torch comes first and pinned: a package that asks for any torch would bring the newest, with gigabytes of CUDA libraries.
+# torch comes first and pinned: a package that asks for any torch would bring the newest. Its build is the one that the machine can use:
+# CUDA where nvidia-smi shows a GPU, else CPU; TORCH_INDEX names another index.
 $(VENV)/.stamp-core: requirements.txt | $(BIN)/python
-	$(PIP) "$$(grep '^torch==' requirements.txt)"
+	$(BIN)/python install_torch.py
 	$(PIP) -r requirements.txt
 	@touch $@
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from chatgpt.nn.sources import draw_seed, seeded
+from chatgpt.nn.unfit import read_weights
 
 NEAR_ZERO = 1e-3
 """weights of a critic's head relative to 1/sqrt(width)"""
@@ -92,14 +93,12 @@ def save_head(head_state: dict[str, Tensor], folder: str | Path) -> None:
 def load_head(folder: str | Path) -> nn.Module | None:
     """The head that `save_head` wrote there, or None when there is none.
 
-    Raises ValueError for a file that is neither a linear head nor a `mlp_head`.
+    Raises ValueError for a damaged file, and for one that is neither a linear head nor a `mlp_head`.
     """
-    from safetensors.torch import load_file
-
     path = Path(folder, HEAD_FILE)
     if not path.is_file():
         return None
-    tensors = load_file(path)
+    tensors = read_weights(path)
     head: nn.Module
     if set(tensors) == {'weight', 'bias'}:
         head = critic_head(tensors['weight'].shape[-1])

@@ -26,6 +26,7 @@ from chatgpt.nn.actor import Actor
 from chatgpt.nn.heads import SeededLinear, in_fp32, mlp_head
 from chatgpt.nn.packing import flat_hidden
 from chatgpt.nn.trunk import base_model, hidden_size, text_config
+from chatgpt.nn.unfit import read_weights
 from chatgpt.types import Batch
 
 HEADS_FILE = 'ilql_heads.safetensors'
@@ -60,6 +61,8 @@ class ILQLModel(Actor):
 
     An engine that decodes inside `decoding(beta)` draws from the policy that the Q function has improved.
     """
+
+    by_name = 'ILQLModel.from_pretrained(NAME_OR_FOLDER)'
 
     def __init__(self, model: nn.Module, *, two_qs: bool = True) -> None:
         super().__init__(model)
@@ -136,10 +139,8 @@ class ILQLModel(Actor):
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, two_qs: bool | None = None, **options: Any) -> ILQLModel:  # type: ignore[override]
         """From a folder that `save_pretrained` wrote, with its heads; or from any causal LM, with new ones."""
-        from safetensors.torch import load_file
-
         path = Path(folder, HEADS_FILE)
-        tensors = load_file(path) if path.is_file() else None
+        tensors = read_weights(path) if path.is_file() else None
         if tensors is not None:
             two_qs = any(name.startswith('q_heads.1.') for name in tensors)
         model = cls(cls._load_pretrained(folder, **options), two_qs=two_qs is not False)

@@ -117,7 +117,7 @@ def test_the_torchrun_command():
 
 def test_ray_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, 'ray', None)
-    with pytest.raises(ImportError, match=r"the launcher ray needs Ray, which cannot be imported here .*; pip install 'chatgpt\[ray\]'"):
+    with pytest.raises(ImportError, match=r"the launcher ray needs Ray, which cannot be imported here .*; pip install 'ray>=2.10'"):
         ray.run_on_ray(RayLaunch(script=SCRIPT))
 
 

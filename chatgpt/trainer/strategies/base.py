@@ -38,7 +38,7 @@ class Strategy(KeepsIdle, Ranks):
 
         with DDPStrategy(seed=1) as strategy:
             with strategy.model_init_context():
-                actor = GPTActor()
+                actor = AutoActor(pretrained='gpt2')
             optimizer = AdamW(actor.parameters())
             (actor, optimizer), reward_model = strategy.prepare((actor, optimizer), reward_model)
             for number, batch in enumerate(micro_batches):
