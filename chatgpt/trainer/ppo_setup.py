@@ -70,11 +70,20 @@ def has_reference(actor: nn.Module) -> bool:
 
 
 def trains_value_head(strategy: Any, actor: Any, config: PPOConfig) -> bool:
-    """Whether the actor carries a value head that the estimator needs; warns of one that it does not."""
+    """Whether the actor carries a value head that the estimator needs; warns of one that it does not.
+
+    Raises:
+        ValueError: one that it does not need, under a strategy that cannot leave a parameter without a gradient.
+    """
     if getattr(actor, 'value_head', None) is None:
         return False
     if config.advantage_estimator in NEEDS_CRITIC:
         return True
+    if not strategy.supports_unused:
+        raise ValueError(
+            f'advantage_estimator={config.advantage_estimator!r} takes no values, and {type(strategy).__name__} cannot leave the '
+            "actor's value head untrained: build the actor without value_head"
+        )
     if strategy.is_rank_0:
         warnings.warn(
             f"the actor's value head is not trained: advantage_estimator={config.advantage_estimator!r} takes no values; build the actor "

@@ -11,7 +11,7 @@ from online_runs import DYNAMIC, PROMPTS, QUERIES, RESPONSES, make
 
 from chatgpt.rollout import LocalEngine
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer.strategies import DDPStrategy
+from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy
 
 METHODS = {
     'grpo': {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 4, 'kl_in': 'loss', 'kl_coef': 0.04},
@@ -170,6 +170,14 @@ def test_a_value_head_that_the_method_does_not_need_is_left_alone(name):
     for a, b in zip(plain.log.phases, headed.log.phases, strict=True):
         assert all(a[k] == b[k] for k in a if not k.startswith('perf/')), 'the policy learns something else'
     assert all(map(torch.equal, plain.actor.model.parameters(), headed.actor.model.parameters()))
+
+
+def test_a_strategy_that_cannot_leave_a_head_alone_refuses_it():
+    class NeedsEveryGradient(NaiveStrategy):
+        supports_unused = False
+
+    with pytest.raises(ValueError, match="'grpo' takes no values, and NeedsEveryGradient cannot leave the actor's value head untrained"):
+        make(NeedsEveryGradient(seed=3, device='cpu'), value_head=True, **METHODS['grpo'])
 
 
 def test_a_value_head_that_the_method_needs_is_trained():
