@@ -200,8 +200,8 @@ class Collector:
 
     def _decode(self: Any, sample: Sample) -> None:
         """Texts for reward functions and tables. The ids stay the sampled ones; text is never tokenized again."""
-        text = self.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-        sample.response_text = self.stop_strings.cut(text) if self.stop_strings is not None else text
+        ids, stops = sample.response_ids, self.stop_strings
+        sample.response_text = self.tokenizer.decode(ids, skip_special_tokens=True) if stops is None else stops.text_of(ids)
         if not sample.prompt_text:
             sample.prompt_text = self.tokenizer.decode(sample.prompt_ids, skip_special_tokens=True)
 

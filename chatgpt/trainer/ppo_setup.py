@@ -61,6 +61,7 @@ def sampling_for(actor: nn.Module, tokenizer: Any, kwargs: Mapping[str, Any]) ->
     if tokenizer is None:
         raise ValueError('stop_strings needs a tokenizer')
     matcher = StopStrings(tokenizer, [stop_strings] if isinstance(stop_strings, str) else list(stop_strings))
+    matcher = matcher.not_before(sampling.min_new_tokens)
     return replace(sampling, stop=matcher), matcher
 
 
