@@ -217,6 +217,21 @@ def ranked_pairs(groups: Tensor, ranks: Tensor) -> RankedPairs:
     return RankedPairs(better, worse, 1.0 / counts[index].to(torch.float32))
 
 
+def importance_weighted(estimate: Tensor, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """ρ · estimate with ρ = exp(logprobs − old_logprobs), per token; the gradient goes through both.
+
+    A KL estimator is an expectation under the policy that learns, its tokens were drawn by the one that collected: ρ makes the value
+    unbiased, and the gradient of ρ · k3 is that of the KL, which the gradient of k3 alone is not. Source: DeepSeek-V3.2,
+    arXiv 2512.02556, section 3.1, "Unbiased KL estimate"; TRL's `use_bias_correction_kl`.
+
+    Args:
+        estimate: (N,) or any shape, as `kl_penalty` gives it.
+        logprobs: same shape, of the policy that learns.
+        old_logprobs: same shape, of the policy that collected; constants.
+    """
+    return _ratio(logprobs - old_logprobs) * estimate
+
+
 def truncated_importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, cap: float = 2.0) -> Tensor:
     """min(exp(logprobs − behaviour_logprobs), cap), a constant weight per token.
 

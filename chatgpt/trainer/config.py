@@ -142,6 +142,9 @@ class PPOConfig(LearningSettings):
     """where the KL to the initial model is paid: in each token's reward [Z], or as a term of the loss (GRPO, Shao et al. 2024)"""
     kl_loss_kind: KLLossKind = 'k3'
     """estimator in the loss; k3 is GRPO's. The gradient of k1 is 0 in expectation, so it only adds noise"""
+    kl_importance: bool = False
+    """multiply the KL in the loss by each token's ratio to the policy that collected, which makes it unbiased once the policy has moved
+    (DeepSeek-V3.2); False takes it as it is, as GRPO does"""
     kl_target: float | None = None
     """adapt kl_coef towards this mean KL per response, in nats [Z]; None keeps it fixed"""
     kl_horizon: float = 10000.0
@@ -234,6 +237,8 @@ class PPOConfig(LearningSettings):
             raise ValueError("policy_loss='reinforce' has no ratio to clip: leave dual_clip and eps_clip_high out")
         if self.kl_in == 'loss' and self.kl_kind == 'full':
             raise ValueError("kl_kind='full' is an estimator of the reward; with kl_in='loss' set kl_loss_kind")
+        if self.kl_importance and self.kl_in != 'loss':
+            raise ValueError("kl_importance weighs the KL in the loss: it needs kl_in='loss'")
         if self.dynamic_sampling_rounds and self.advantage_estimator not in NEEDS_GROUPS:
             raise ValueError(
                 f'dynamic_sampling_rounds compares the scores of a group; advantage_estimator={self.advantage_estimator!r} has none, '

@@ -18,6 +18,7 @@ from chatgpt.functional.losses import (
     clipped_policy_loss,
     clipped_value_loss,
     gspo_policy_loss,
+    importance_weighted,
     next_token_loss,
     policy_stats,
     sequence_log_ratio,
@@ -84,7 +85,10 @@ class PPOLoss:
         return policy + self.config.value_coef * self._value(out.values, batch, records, stats)
 
     def ptx(self, batch: Batch, records: list[Sequence], stats: BatchStats) -> Tensor:
-        """ptx_coef · next-token loss on pretraining text (Ouyang et al. 2022, equation 2)."""
+        """ptx_coef · mean over tokens of the next-token loss on pretraining text.
+
+        Ouyang et al. 2022, equation 2, have the expectation of log π(x) of whole texts, a sum over each text's tokens.
+        """
         logprobs = self.actor_model(batch).logprobs
         mask = batch.action_mask
         total = masked_sum(next_token_loss(logprobs), mask)
@@ -111,6 +115,8 @@ class PPOLoss:
         if c.kl_in == 'loss' and self.kl_coef:
             reference = flat(records, 'ref_logprobs', batch) if records else old
             penalty = kl_penalty(logprobs, reference, c.kl_loss_kind)
+            if c.kl_importance:
+                penalty = importance_weighted(penalty, logprobs, old)
             share = share + self.kl_coef * aggregate(
                 penalty, mask, batch.action_rows, batch.num_sequences, c.aggregation, self.normalizer
             )

@@ -143,6 +143,7 @@ def test_a_kl_in_the_loss_is_not_in_the_reward():
     ({'policy_loss': 'trpo'}, "policy_loss='trpo' is not known; choose one of"),
     ({'loss_aggregation': 'mean'}, "loss_aggregation='mean' is not known"),
     ({'kl_in': 'loss', 'kl_kind': 'full'}, 'set kl_loss_kind'),
+    ({'kl_importance': True}, "kl_importance weighs the KL in the loss: it needs kl_in='loss'"),
     ({'dynamic_sampling_rounds': 2}, "advantage_estimator='gae' has none"),
     ({'dual_clip': 0.5}, 'dual_clip=0.5 must be above 1'),
     ({'overlong_filter': True, 'missing_eos_score': -1.0}, 'missing_eos_score would do nothing'),

@@ -63,7 +63,8 @@ def by_hand(
                 loss *= min(math.exp(old[t] - engine[t]), c.tis_cap)
             if c.kl_in == 'loss':
                 d = logp[t] - ref[t]
-                loss += kl_coef * {'k1': d, 'k2': d * d / 2, 'k3': math.exp(-d) + d - 1}[c.kl_loss_kind]
+                weight = math.exp(logp[t] - old[t]) if c.kl_importance else 1.0
+                loss += weight * kl_coef * {'k1': d, 'k2': d * d / 2, 'k3': math.exp(-d) + d - 1}[c.kl_loss_kind]
             of_sequence += loss
             bonus += entropy[t]
         tokens, sequences = tokens + len(counted), sequences + 1
@@ -75,7 +76,8 @@ def by_hand(
 CHOICES = [
     {}, {'eps_clip_high': 0.28}, {'dual_clip': 1.5}, {'loss_aggregation': 'sequence'}, {'loss_aggregation': 'sequence_sum'},
     {'policy_loss': 'gspo', 'eps_clip': 0.01, 'eps_clip_high': 0.02}, {'policy_loss': 'reinforce'}, {'tis_cap': 1.2},
-    {'kl_in': 'loss'}, {'kl_in': 'loss', 'kl_loss_kind': 'k1'}, {'kl_in': 'loss', 'kl_loss_kind': 'k2', 'loss_aggregation': 'sequence'},
+    {'kl_in': 'loss'}, {'kl_in': 'loss', 'kl_importance': True},
+    {'kl_in': 'loss', 'kl_loss_kind': 'k1'}, {'kl_in': 'loss', 'kl_loss_kind': 'k2', 'loss_aggregation': 'sequence'},
     {'entropy_coef': 0.3, 'loss_aggregation': 'sequence', 'tis_cap': 0.9, 'kl_in': 'loss', 'dual_clip': 2.0},
 ]  # fmt: skip
 
