@@ -132,6 +132,25 @@ def gspo_policy_loss(
     return _clipped_surrogate(log_ratio, advantages, eps_low, eps_high, dual_clip)
 
 
+def cispo_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, eps_high: float = 0.2) -> Tensor:
+    """−A · sg(min(ρ, 1 + eps_high)) · log π with ρ = π / π_old: the weight is clipped, not the update, so every token keeps a gradient.
+
+    Source: CISPO, MiniMax-M1, arXiv 2506.13585, section 3.1, equations 4 and 5. The paper's weight may have a lower bound as well, which
+    its runs left out; so does this. Its objective is `aggregate` in mode 'token'.
+
+    Args:
+        logprobs: (N,) or any shape, of the policy that learns.
+        old_logprobs: same shape, of the policy that collected; constants.
+        advantages: same shape; constants.
+
+    Returns:
+        same shape.
+    """
+    if not eps_high >= 0:
+        raise ValueError(f'eps_high={eps_high!r} must not be negative')
+    return -advantages * _ratio(logprobs.detach() - old_logprobs).clamp_max(1 + eps_high) * logprobs
+
+
 def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, rows: Tensor, num_sequences: int) -> Tensor:
     """mean over a sequence's tokens of logprobs − old_logprobs, on each of its tokens: (N,). See `gspo_policy_loss`."""
     return segment_mean(logprobs - old_logprobs, rows, num_sequences, mask=mask)[rows]

@@ -40,6 +40,7 @@ from chatgpt.trainer.ppo_metrics import PhaseMetrics, first_batch_metrics, perfo
 from chatgpt.trainer.ppo_setup import (
     RatioGuard,
     check_nlpo,
+    check_rewards,
     has_reference,
     memory_setup,
     sampling_for,
@@ -156,6 +157,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
             actor_has_values=self.shares_trunk,
             reference_with_policy=initial_model is None and hasattr(bare, 'ref_branch'),
         )
+        check_rewards(self.maker.scorer, config)
         if config.offload == 'idle':
             for frozen in [*models_of(self.maker.scorer), *([initial_model] if initial_model is not None else [])]:
                 strategy.keep_idle(frozen)
@@ -335,7 +337,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
     def learn(self, experiences: list[Experience]) -> dict[str, float]:
         """`max_epochs` passes over the experience in train batches. Returns `ppo/...` metrics."""
         c, phase = self.config, PhaseMetrics()
-        items = whitened(experiences) if c.whitens_advantages else experiences
+        items = whitened(experiences, c) if c.whitens_advantages else experiences
         skipped, stopped, first = 0, False, True
         for epoch in range(c.max_epochs):
             self.callbacks.on_learn_epoch_start(self, epoch)

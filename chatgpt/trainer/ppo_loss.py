@@ -15,6 +15,7 @@ from chatgpt.functional.kl import kl_penalty
 from chatgpt.functional.losses import (
     aggregate,
     aggregation_count,
+    cispo_policy_loss,
     clipped_policy_loss,
     clipped_value_loss,
     gspo_policy_loss,
@@ -122,7 +123,8 @@ class PPOLoss:
             )
             stats.mean('kl_loss', masked_sum(penalty, mask), mask.sum())
         bonus = masked_sum(entropy, mask)
-        seen = ratios = policy_stats(logprobs, old, mask, eps_low=c.eps_clip, eps_high=high)
+        low = 1.0 if c.policy_loss == 'cispo' else c.eps_clip  # CISPO's weight has no lower bound
+        seen = ratios = policy_stats(logprobs, old, mask, eps_low=low, eps_high=high)
         if c.policy_loss == 'gspo':  # what is clipped is the ratio of the sequence
             shift = sequence_log_ratio(logprobs.detach(), old, mask, batch.action_rows, batch.num_sequences)
             ratios = policy_stats(old + shift, old, mask, eps_low=c.eps_clip, eps_high=high)
@@ -142,6 +144,8 @@ class PPOLoss:
         c = self.config
         if c.policy_loss == 'reinforce':
             return -advantages * logprobs
+        if c.policy_loss == 'cispo':
+            return cispo_policy_loss(logprobs, old, advantages, eps_high=high)
         if c.policy_loss == 'gspo':
             return gspo_policy_loss(
                 logprobs, old, advantages, batch.action_mask, batch.action_rows, batch.num_sequences, eps_low=c.eps_clip, eps_high=high,

@@ -112,6 +112,14 @@ def check_nlpo(strategy: Any, actor: Any, engine: Any = None) -> None:
         raise ValueError('NLPO copies the actor as a whole: use an actor without LoRA and num_layers_unfrozen')
 
 
+def check_rewards(scorer: Any, config: PPOConfig) -> None:
+    """ValueError when the estimator needs several rewards and there are none to tell apart."""
+    if config.advantage_estimator == 'gdpo' and len(getattr(scorer, 'weighted', ())) < 2:
+        raise ValueError(
+            "advantage_estimator='gdpo' normalises several rewards apart: give reward_model as a list of two or more (weight, reward) pairs"
+        )
+
+
 @torch.no_grad()
 def take_over(target: nn.Module, source: nn.Module) -> None:
     """Copy weights between two models of one layout, on whatever part of them this rank holds."""
@@ -126,6 +134,8 @@ def check_by_hand(config: PPOConfig) -> None:
         raise ValueError('nlpo_top_p draws from the masked policy, which generate and step do not know: use fit')
     if config.tis_cap is not None:
         raise ValueError("tis_cap needs the engine's log-probs, which step is not given: use fit, or leave tis_cap out")
+    if config.advantage_estimator == 'gdpo':
+        raise ValueError("advantage_estimator='gdpo' needs the scores of each reward, which step is not given: use fit")
     if config.dynamic_sampling_rounds:
         raise ValueError('dynamic_sampling_rounds draws further prompts, which step does not have: use fit')
 
