@@ -109,6 +109,8 @@ class Experience(Sample):
     returns: Tensor
     token_scores: Tensor | None = None
     """dense scores from the scorer, when it gave one per token"""
+    weighted_scores: tuple[tuple[float, float], ...] = ()
+    """(weight, score) of each reward, when the scorer is a weighted list; `score` is their sum"""
 
 
 def tensors_to(record: Any, device: torch.device | str) -> Any:

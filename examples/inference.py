@@ -120,8 +120,8 @@ def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, 
     scorer = as_scorer(strategy.prepare(RewardModel.from_pretrained(args.reward_model))) if args.reward_model else None
 
     def decode(sample: Any) -> None:
-        text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-        sample.response_text = stops.cut(text) if stops is not None else text
+        ids = sample.response_ids
+        sample.response_text = tokenizer.decode(ids, skip_special_tokens=True) if stops is None else stops.text_of(ids)
         sample.prompt_text = tokenizer.decode(sample.prompt_ids, skip_special_tokens=True)
 
     def score(samples: list[Any]) -> list[float]:
@@ -211,14 +211,14 @@ def speak(
         for token in stream_tokens(policy, torch.tensor(ids), sampling, seed=seed, index=index):
             said.append(token)
             whole = tokenizer.decode(said, skip_special_tokens=True)
-            sure = whole if stops is None else stops.settled(whole)
+            sure = whole if stops is None else stops.settled(whole, stops.start(said))
             if not whole.endswith('\ufffd') and len(sure) > len(shown):  # half of a character, or of a stop string: wait for the rest
                 sys.stdout.write(sure[len(shown) :])
                 sys.stdout.flush()
                 shown = sure
     except KeyboardInterrupt:
         pass
-    reply = whole if stops is None else stops.cut(whole)
+    reply = whole if stops is None else stops.text_of(said)
     print(reply[len(shown) :], flush=True)
     return reply
 

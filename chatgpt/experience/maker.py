@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from chatgpt.batching import collate, filler
-from chatgpt.experience.scorers import Communicator, Score, Scorer, in_micro_batches
+from chatgpt.experience.scorers import Communicator, Score, Scorer, WeightedScorer, combine, in_micro_batches
 from chatgpt.experience.shaping import ScoreShaper
 from chatgpt.functional.advantages import token_rewards
 from chatgpt.functional.kl import kl_full, kl_penalty
@@ -101,11 +101,16 @@ class ExperienceMaker:
             settings: in place of the maker's own, for this call.
         """
         settings = settings or self.settings
+        apart: list[list[tuple[float, Score]]] = [[]] * len(samples)
         if scores is None:
             if self.scorer is None:
                 raise ValueError('there is no reward: pass reward_model to the trainer, or scores with each batch')
-            scores = self.scorer.score(samples, self.strategy)
-        local = [_start(sample, score) for sample, score in zip(samples, scores, strict=True)]
+            if isinstance(self.scorer, WeightedScorer):
+                apart = self.scorer.apart(samples, self.strategy)
+                scores = [combine(parts, sample) for parts, sample in zip(apart, samples, strict=True)]
+            else:
+                scores = self.scorer.score(samples, self.strategy)
+        local = [_start(sample, score, parts) for sample, score, parts in zip(samples, scores, apart, strict=True)]
         self._run_models(local, settings)
         gathered = self.strategy.all_gather_object(local) if self.strategy.world_size > 1 else [local]
         experiences = sorted((e for rank in gathered for e in rank), key=lambda e: e.index)
@@ -169,13 +174,13 @@ class ExperienceMaker:
                 e.rewards = rewards.clone()
 
 
-def _start(sample: Sample, score: Score) -> Experience:
-    """A record with the sample's fields, its score, and zeros where models will write."""
+def _start(sample: Sample, score: Score, parts: list[tuple[float, Score]]) -> Experience:
+    """A record with the sample's fields, its score and what it is the sum of, and zeros where models will write."""
     dense = score if isinstance(score, Tensor) else None
     zeros = torch.zeros(sample.num_actions)
     return Experience(
         **{f.name: getattr(sample, f.name) for f in fields(Sample)},
-        score=float((dense * sample.response_mask).sum()) if dense is not None else float(score),
+        score=_of_sequence(score, sample),
         old_logprobs=sample.logprobs.clone(),
         ref_logprobs=zeros,
         values=zeros.clone(),
@@ -184,7 +189,13 @@ def _start(sample: Sample, score: Score) -> Experience:
         advantages=zeros.clone(),
         returns=zeros.clone(),
         token_scores=dense,
+        weighted_scores=tuple((weight, _of_sequence(part, sample)) for weight, part in parts),
     )
+
+
+def _of_sequence(score: Score, sample: Sample) -> float:
+    """Dense scores count as their sum over the tokens that count."""
+    return float((score * sample.response_mask).sum()) if isinstance(score, Tensor) else float(score)
 
 
 def _write(records: list[Experience], field: str, flat: Tensor) -> None:

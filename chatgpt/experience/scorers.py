@@ -230,8 +230,12 @@ class WeightedScorer:
         self.weighted = list(weighted)
 
     def score(self, samples: list[Sample], strategy: Communicator) -> list[Score]:
+        return [combine(parts, sample) for parts, sample in zip(self.apart(samples, strategy), samples, strict=True)]
+
+    def apart(self, samples: list[Sample], strategy: Communicator) -> list[list[tuple[float, Score]]]:
+        """(weight, score) of each scorer, per sample."""
         columns = [(weight, scorer.score(samples, strategy)) for weight, scorer in self.weighted]
-        return [combine([(weight, scores[i]) for weight, scores in columns], sample) for i, sample in enumerate(samples)]
+        return [[(weight, scores[i]) for weight, scores in columns] for i in range(len(samples))]
 
 
 def combine(parts: SequenceOf[tuple[float, Score]], sample: Sequence) -> Score:

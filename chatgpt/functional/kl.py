@@ -17,13 +17,16 @@ KLKind = Literal['k1', 'k2', 'k3', 'abs', 'full']
 
 _KINDS = ('k1', 'k2', 'k3', 'abs')
 
+MAX_LOG_RATIO = 20.0
+"""log-ratios are cut to this before exp: far outside any clip range, and an infinite ratio would make NaN of a masked gradient"""
+
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = 'k1') -> Tensor:
     """Estimate of KL(policy || reference) from one token drawn from the policy, with log r = ref_logprobs − logprobs.
 
         k1 = −log r             unbiased; may be negative
         k2 = ½ (log r)²         biased, never negative
-        k3 = (r − 1) − log r    unbiased, never negative
+        k3 = (r − 1) − log r    unbiased, never negative; log r above MAX_LOG_RATIO counts as that, without gradient
         abs = |log r|
 
     Source: Schulman 2020, "Approximating KL divergence"; 'abs' and k2 (there called 'mse') are also TRL's `kl_penalty` choices.
@@ -52,6 +55,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = 'k1') -> T
     if kind == 'k2':
         return 0.5 * log_r.square()
     if kind == 'k3':
+        log_r = log_r.clamp_max(MAX_LOG_RATIO)
         # expm1, because r − 1 of an r near 1 would lose every digit that k3 is made of.
         return torch.expm1(log_r) - log_r
     return log_r.abs()

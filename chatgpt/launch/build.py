@@ -73,6 +73,10 @@ def check_ppo_args(args: PPORun, world_size: int) -> Any:
         max_new_tokens=args.max_new_tokens, min_new_tokens=args.min_new_tokens, temperature=args.temperature, top_k=args.top_k,
         top_p=args.top_p,
     )  # fmt: skip
+    if config.advantage_estimator == 'gdpo':
+        raise ValueError(
+            "advantage_estimator='gdpo' takes a list of rewards, which the command line cannot give; use PPOTrainer or chatgpt.train"
+        )
     if args.reward_model and args.reward_fn:
         raise ValueError('give --reward_model or --reward_fn, not both')
     if args.prompt_path and not (args.reward_model or args.reward_fn):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from chatgpt.rollout.randomness import edge_distances, inverse_cdf
+from chatgpt.rollout.stop import StopStrings
 
 # GenerationConfig fields that change nothing at these values, so they are no reason for a refusal
 _NEUTRAL: dict[str, Any] = {
@@ -45,7 +46,7 @@ class SamplingParams:
     max_length: int | None = None
     """prompt + response; at least one of the two"""
     min_new_tokens: int = 0
-    """end tokens are barred, and `stop` is not asked, before so many tokens"""
+    """end tokens are barred, and `stop` is not asked, before so many tokens; a stop string that ends before does not count"""
     do_sample: bool = True
     """False: the most likely token; temperature and filters then only enter the recorded log-probs"""
     temperature: float = 1.0
@@ -86,6 +87,8 @@ class SamplingParams:
             raise ValueError(
                 f'sampling: stop={self.stop!r}; give a function of the response ids, such as StopStrings(tokenizer, strings)'
             )
+        if isinstance(self.stop, StopStrings):
+            object.__setattr__(self, 'stop', self.stop.not_before(self.min_new_tokens))
 
     def room(self, prompt_length: int) -> int:
         """The most new tokens after a prompt of this length; below 1 where `max_length` leaves none."""
@@ -146,8 +149,6 @@ def _generation_config_fields() -> frozenset[str]:
 
 
 def _stop_strings(tokenizer: Any, strings: Any) -> Callable[[Sequence[int]], bool]:
-    from chatgpt.rollout.stop import StopStrings
-
     if tokenizer is None:
         raise ValueError(f'generation setting stop_strings={strings!r} needs a tokenizer; give one, or stop=<function of ids>')
     return StopStrings(tokenizer, strings)

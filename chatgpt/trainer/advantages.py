@@ -33,6 +33,8 @@ def estimate_advantages(experiences: list[Experience], config: PPOConfig) -> Non
         advantages, returns = estimators.a2c(rewards, values, masks, gamma=config.gamma)
     elif name == 'reinforce++':
         advantages, returns = estimators.reinforce_pp(rewards, masks, gamma=config.gamma, whiten_all=False)
+    elif name == 'gdpo':
+        advantages, returns = _by_reward(experiences)
     else:
         groups = torch.tensor([e.group for e in experiences])
         totals = torch.stack([(r * m).double().sum() for r, m in zip(rewards, masks, strict=True)])
@@ -49,11 +51,32 @@ def _by_group(name: str, totals: Tensor, groups: Tensor, masks: list[Tensor], ga
     return advantages, estimators.spread(totals, masks)
 
 
-def whitened(experiences: list[Experience]) -> list[Experience]:
-    """Copies whose advantages have mean 0 and variance 1 over all tokens that count, of the whole list together."""
+def _by_reward(experiences: list[Experience]) -> tuple[list[Tensor], list[Tensor]]:
+    """GDPO: every reward of a weighted list in its own scale; `whitened` ends it."""
+    scores = torch.tensor([[score for _, score in e.weighted_scores] for e in experiences], dtype=torch.float64)
+    weights = torch.tensor([weight for weight, _ in experiences[0].weighted_scores], dtype=torch.float64)
+    masks = [e.response_mask for e in experiences]
+    advantages = estimators.gdpo(scores, weights, torch.tensor([e.group for e in experiences]))
+    return estimators.spread(advantages, masks), estimators.spread(scores @ weights, masks)
+
+
+def whitened(experiences: list[Experience], config: PPOConfig) -> list[Experience]:
+    """Copies whose advantages have mean 0 and variance 1 over all tokens that count, under GDPO over the responses, of the whole list."""
     if not experiences:
         return []
+    if config.advantage_estimator == 'gdpo':
+        return _normalised(experiences)
     mask = torch.cat([e.response_mask for e in experiences])
     flat = whiten(torch.cat([e.advantages for e in experiences]), mask)
     parts = flat.split([e.num_actions for e in experiences])
     return [replace(e, advantages=part) for e, part in zip(experiences, parts, strict=True)]
+
+
+def _normalised(experiences: list[Experience]) -> list[Experience]:
+    """One number per response; those of which no token counts do not enter."""
+    own = [e for e in experiences if bool(e.response_mask.any())]
+    if not own:
+        return experiences
+    numbers = estimators.normalised(torch.stack([e.advantages[e.response_mask][0] for e in own]))
+    parts = iter(estimators.spread(numbers, [e.response_mask for e in own]))
+    return [replace(e, advantages=next(parts)) if bool(e.response_mask.any()) else e for e in experiences]

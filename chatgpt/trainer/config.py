@@ -14,15 +14,15 @@ from typing import Any, Literal, TypeVar, get_args
 from chatgpt.experience.shaping import ScoreScaling
 from chatgpt.functional.losses import Aggregation
 
-AdvantageEstimator = Literal['gae', 'a2c', 'grpo', 'dr_grpo', 'rloo', 'reinforce++', 'reinforce++_baseline']
+AdvantageEstimator = Literal['gae', 'a2c', 'grpo', 'dr_grpo', 'rloo', 'gdpo', 'reinforce++', 'reinforce++_baseline']
 KLKind = Literal['k1', 'k2', 'k3', 'abs', 'full']
 KLLossKind = Literal['k1', 'k2', 'k3']
-PolicyLoss = Literal['ppo', 'gspo', 'reinforce']
+PolicyLoss = Literal['ppo', 'gspo', 'cispo', 'reinforce']
 Schedule = Literal['constant', 'linear', 'cosine']
 
 NEEDS_CRITIC: tuple[str, ...] = ('gae', 'a2c')
 GROUP_RELATIVE: tuple[str, ...] = ('grpo', 'dr_grpo', 'rloo')
-NEEDS_GROUPS: tuple[str, ...] = (*GROUP_RELATIVE, 'reinforce++_baseline')
+NEEDS_GROUPS: tuple[str, ...] = (*GROUP_RELATIVE, 'gdpo', 'reinforce++_baseline')
 
 C = TypeVar('C', bound='Settings')
 
@@ -142,6 +142,9 @@ class PPOConfig(LearningSettings):
     """where the KL to the initial model is paid: in each token's reward [Z], or as a term of the loss (GRPO, Shao et al. 2024)"""
     kl_loss_kind: KLLossKind = 'k3'
     """estimator in the loss; k3 is GRPO's. The gradient of k1 is 0 in expectation, so it only adds noise"""
+    kl_importance: bool = False
+    """multiply the KL in the loss by each token's ratio to the policy that collected, which makes it unbiased once the policy has moved
+    (DeepSeek-V3.2); False takes it as it is, as GRPO does"""
     kl_target: float | None = None
     """adapt kl_coef towards this mean KL per response, in nats [Z]; None keeps it fixed"""
     kl_horizon: float = 10000.0
@@ -170,14 +173,17 @@ class PPOConfig(LearningSettings):
     lam: float = 0.95
     """λ of GAE (Schulman et al. 2016)"""
     whiten_advantages: bool | None = None
-    """whiten advantages over all tokens of a learning phase; None does so for all but the group-relative estimators"""
+    """whiten advantages over all tokens of a learning phase; None does so for all but grpo, dr_grpo and rloo. With gdpo it is its last
+    step, over responses"""
 
     # learn
     policy_loss: PolicyLoss = 'ppo'
-    """'ppo' clips each token's ratio, 'gspo' one ratio per sequence (Zheng et al. 2025), 'reinforce' is −A log π without a ratio"""
+    """'ppo' clips each token's ratio, 'gspo' one ratio per sequence (Zheng et al. 2025), 'cispo' the weight of −A log π from above
+    (MiniMax-M1, arXiv 2506.13585), 'reinforce' is −A log π without a ratio"""
     loss_aggregation: Aggregation | None = None
     """'token' is a mean over all tokens of a train batch, 'sequence' a mean over sequences of their means, 'sequence_sum' divides by
-    sequences x max_new_tokens; None takes each paper's: 'sequence' for grpo and gspo, 'sequence_sum' for dr_grpo, else 'token'"""
+    sequences x max_new_tokens; None takes each paper's: 'sequence' for gspo, 'token' for cispo, else 'sequence' for grpo and gdpo,
+    'sequence_sum' for dr_grpo and 'token' for the rest"""
     tis_cap: float | None = None
     """weight each token by min(π_old / π_engine, cap), for engines whose log-probs differ from the trainer's (Yao et al. 2025), or whose
     weights are older (`max_staleness`)"""
@@ -219,9 +225,9 @@ class PPOConfig(LearningSettings):
         """What `loss_aggregation` comes to."""
         if self.loss_aggregation is not None:
             return self.loss_aggregation
-        if self.policy_loss == 'gspo':
-            return 'sequence'
-        own: dict[str, Aggregation] = {'grpo': 'sequence', 'dr_grpo': 'sequence_sum'}
+        if self.policy_loss in ('gspo', 'cispo'):
+            return 'sequence' if self.policy_loss == 'gspo' else 'token'
+        own: dict[str, Aggregation] = {'grpo': 'sequence', 'gdpo': 'sequence', 'dr_grpo': 'sequence_sum'}
         return own.get(self.advantage_estimator, 'token')
 
     def _check_choices(self) -> None:
@@ -232,8 +238,14 @@ class PPOConfig(LearningSettings):
             )
         if self.policy_loss == 'reinforce' and (self.dual_clip is not None or self.eps_clip_high is not None):
             raise ValueError("policy_loss='reinforce' has no ratio to clip: leave dual_clip and eps_clip_high out")
+        if self.policy_loss == 'cispo' and self.dual_clip is not None:
+            raise ValueError("policy_loss='cispo' has no clipped surrogate to bound: leave dual_clip out")
         if self.kl_in == 'loss' and self.kl_kind == 'full':
             raise ValueError("kl_kind='full' is an estimator of the reward; with kl_in='loss' set kl_loss_kind")
+        if self.advantage_estimator == 'gdpo':
+            self._check_gdpo()
+        if self.kl_importance and self.kl_in != 'loss':
+            raise ValueError("kl_importance weighs the KL in the loss: it needs kl_in='loss'")
         if self.dynamic_sampling_rounds and self.advantage_estimator not in NEEDS_GROUPS:
             raise ValueError(
                 f'dynamic_sampling_rounds compares the scores of a group; advantage_estimator={self.advantage_estimator!r} has none, '
@@ -261,6 +273,21 @@ class PPOConfig(LearningSettings):
             raise ValueError(
                 'overlong_filter leaves responses without an end out of the loss, so missing_eos_score would do nothing'
             )
+
+    def _check_gdpo(self) -> None:
+        """What acts on the sum of the rewards, which GDPO never forms."""
+        if self.kl_in == 'reward' and self.kl_coef:
+            raise ValueError(
+                "advantage_estimator='gdpo' has no sum of rewards that a KL could be taken from: set kl_in='loss', or kl_coef=0"
+            )
+        neutral = {'score_scaling': 'none', 'score_clip': None, 'missing_eos_score': None, 'overlong_buffer': None, 'token_penalty': 0.0,
+                   'whiten_rewards': False}  # fmt: skip
+        for name, value in neutral.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} acts on the sum of the rewards, which advantage_estimator='gdpo' never forms: leave "
+                    'it out, or make it a reward of the list'
+                )
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)

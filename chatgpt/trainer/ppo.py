@@ -37,7 +37,17 @@ from chatgpt.trainer.pipeline import pipeline_for
 from chatgpt.trainer.ppo_collect import Collector
 from chatgpt.trainer.ppo_loss import PPOLoss
 from chatgpt.trainer.ppo_metrics import PhaseMetrics, first_batch_metrics, performance_metrics, rollout_metrics, value_metrics
-from chatgpt.trainer.ppo_setup import RatioGuard, check_nlpo, has_reference, memory_setup, sampling_for, split_kwargs, take_over
+from chatgpt.trainer.ppo_setup import (
+    RatioGuard,
+    check_nlpo,
+    check_rewards,
+    has_reference,
+    memory_setup,
+    sampling_for,
+    split_kwargs,
+    take_over,
+    trains_value_head,
+)
 from chatgpt.trainer.ppo_stepwise import StepwisePPO
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Experience, Sequence
@@ -49,7 +59,8 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
     Args:
         strategy: has prepared the models below.
         actor: the policy, as prepared.
-        critic: the value model, as prepared; None when the actor carries a value head or the estimator needs none.
+        critic: the value model, as prepared; None when the actor carries a value head or the estimator needs none. A value head that
+            the estimator does not need stays as it is, with a warning.
         reward_model: a prepared `RewardModel`, a function `fn(prompts, responses, **columns)`, a `transformers` pipeline, or
             a list of (weight, one of these).
         initial_model: the frozen reference, as prepared. None means the actor itself with its adapter off (LoRA) or its
@@ -95,7 +106,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         self.actor, self.critic = actor, critic
         self.actor_optim, self.critic_optim = actor_optim, critic_optim
         bare: Any = strategy.unwrap(actor)
-        self.shares_trunk = critic is None and getattr(bare, 'value_head', None) is not None
+        self.shares_trunk = critic is None and trains_value_head(strategy, bare, config)
         self.mask_model = mask_model
         self._check_models(strategy, config, bare, initial_model)
         if mask_model is not None:
@@ -146,6 +157,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
             actor_has_values=self.shares_trunk,
             reference_with_policy=initial_model is None and hasattr(bare, 'ref_branch'),
         )
+        check_rewards(self.maker.scorer, config)
         if config.offload == 'idle':
             for frozen in [*models_of(self.maker.scorer), *([initial_model] if initial_model is not None else [])]:
                 strategy.keep_idle(frozen)
@@ -325,7 +337,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
     def learn(self, experiences: list[Experience]) -> dict[str, float]:
         """`max_epochs` passes over the experience in train batches. Returns `ppo/...` metrics."""
         c, phase = self.config, PhaseMetrics()
-        items = whitened(experiences) if c.whitens_advantages else experiences
+        items = whitened(experiences, c) if c.whitens_advantages else experiences
         skipped, stopped, first = 0, False, True
         for epoch in range(c.max_epochs):
             self.callbacks.on_learn_epoch_start(self, epoch)

@@ -27,12 +27,16 @@ class NothingToLearn(RuntimeError):
     """Dynamic sampling found no group whose scores differ."""
 
 
-def informative_groups(experiences: list[Experience]) -> list[list[Experience]]:
-    """The groups whose scores are not all equal, in order."""
+def informative_groups(experiences: list[Experience], *, apart: bool = False) -> list[list[Experience]]:
+    """The groups whose scores are not all equal, in order. `apart`: equal in each reward, not in their sum."""
+
+    def of(e: Experience) -> Any:
+        return e.weighted_scores if apart else e.score
+
     groups: dict[int, list[Experience]] = {}
     for e in experiences:
         groups.setdefault(e.group, []).append(e)
-    return [members for members in groups.values() if any(e.score != members[0].score for e in members)]
+    return [members for members in groups.values() if any(of(e) != of(members[0]) for e in members)]
 
 
 class Collector:
@@ -144,8 +148,8 @@ class Collector:
         Raises:
             NothingToLearn: not one group has different scores after the last round.
         """
-        rounds, drawn, timestep = 0, wanted, self.timestep
-        kept = informative_groups(collected)
+        rounds, drawn, timestep, apart = 0, wanted, self.timestep, self.config.advantage_estimator == 'gdpo'
+        kept = informative_groups(collected, apart=apart)
         while len(kept) < wanted and rounds < self.config.dynamic_sampling_rounds:
             rounds += 1
             missing = -(-(wanted - len(kept)) // self.config.experience_batch_size)
@@ -153,7 +157,7 @@ class Collector:
             if rollouts is None:
                 return None
             drawn += missing * self.config.experience_batch_size
-            kept += informative_groups(self._scored(rollouts))
+            kept += informative_groups(self._scored(rollouts), apart=apart)
         self.timestep = timestep  # replacements are not timesteps of their own
         self.sampling_metrics['rollout/dynamic_rounds'] = float(rounds)
         self.sampling_metrics['rollout/informative_share'] = len(kept) / drawn
@@ -200,8 +204,8 @@ class Collector:
 
     def _decode(self: Any, sample: Sample) -> None:
         """Texts for reward functions and tables. The ids stay the sampled ones; text is never tokenized again."""
-        text = self.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-        sample.response_text = self.stop_strings.cut(text) if self.stop_strings is not None else text
+        ids, stops = sample.response_ids, self.stop_strings
+        sample.response_text = self.tokenizer.decode(ids, skip_special_tokens=True) if stops is None else stops.text_of(ids)
         if not sample.prompt_text:
             sample.prompt_text = self.tokenizer.decode(sample.prompt_ids, skip_special_tokens=True)
 

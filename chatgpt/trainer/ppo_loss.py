@@ -15,9 +15,11 @@ from chatgpt.functional.kl import kl_penalty
 from chatgpt.functional.losses import (
     aggregate,
     aggregation_count,
+    cispo_policy_loss,
     clipped_policy_loss,
     clipped_value_loss,
     gspo_policy_loss,
+    importance_weighted,
     next_token_loss,
     policy_stats,
     sequence_log_ratio,
@@ -84,7 +86,10 @@ class PPOLoss:
         return policy + self.config.value_coef * self._value(out.values, batch, records, stats)
 
     def ptx(self, batch: Batch, records: list[Sequence], stats: BatchStats) -> Tensor:
-        """ptx_coef · next-token loss on pretraining text (Ouyang et al. 2022, equation 2)."""
+        """ptx_coef · mean over tokens of the next-token loss on pretraining text.
+
+        Ouyang et al. 2022, equation 2, have the expectation of log π(x) of whole texts, a sum over each text's tokens.
+        """
         logprobs = self.actor_model(batch).logprobs
         mask = batch.action_mask
         total = masked_sum(next_token_loss(logprobs), mask)
@@ -111,12 +116,15 @@ class PPOLoss:
         if c.kl_in == 'loss' and self.kl_coef:
             reference = flat(records, 'ref_logprobs', batch) if records else old
             penalty = kl_penalty(logprobs, reference, c.kl_loss_kind)
+            if c.kl_importance:
+                penalty = importance_weighted(penalty, logprobs, old)
             share = share + self.kl_coef * aggregate(
                 penalty, mask, batch.action_rows, batch.num_sequences, c.aggregation, self.normalizer
             )
             stats.mean('kl_loss', masked_sum(penalty, mask), mask.sum())
         bonus = masked_sum(entropy, mask)
-        seen = ratios = policy_stats(logprobs, old, mask, eps_low=c.eps_clip, eps_high=high)
+        low = 1.0 if c.policy_loss == 'cispo' else c.eps_clip  # CISPO's weight has no lower bound
+        seen = ratios = policy_stats(logprobs, old, mask, eps_low=low, eps_high=high)
         if c.policy_loss == 'gspo':  # what is clipped is the ratio of the sequence
             shift = sequence_log_ratio(logprobs.detach(), old, mask, batch.action_rows, batch.num_sequences)
             ratios = policy_stats(old + shift, old, mask, eps_low=c.eps_clip, eps_high=high)
@@ -136,6 +144,8 @@ class PPOLoss:
         c = self.config
         if c.policy_loss == 'reinforce':
             return -advantages * logprobs
+        if c.policy_loss == 'cispo':
+            return cispo_policy_loss(logprobs, old, advantages, eps_high=high)
         if c.policy_loss == 'gspo':
             return gspo_policy_loss(
                 logprobs, old, advantages, batch.action_mask, batch.action_rows, batch.num_sequences, eps_low=c.eps_clip, eps_high=high,

@@ -31,7 +31,10 @@ def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float, *, in_r
     penalty = torch.stack([(e.kl * e.response_mask).double().sum() for e in own])
     counted = sum(int(e.response_mask.sum()) for e in experiences)
     surprisal = -sum(float((e.old_logprobs * e.response_mask).double().sum()) for e in experiences)
-    return {
+    apart = torch.tensor([[score for _, score in e.weighted_scores] for e in experiences], dtype=torch.float64)
+    rewards = {f'rollout/score_{k}_mean': float(column.mean()) for k, column in enumerate(apart.T, 1)}
+    rewards |= {f'rollout/score_{k}_std': _spread(column) for k, column in enumerate(apart.T, 1)}
+    return rewards | {
         'rollout/score_mean': float(scores.mean()),
         'rollout/score_std': _spread(scores),
         'rollout/score_min': float(scores.min()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
@@ -14,7 +15,7 @@ from chatgpt.plan.of_run import common_fields
 from chatgpt.plan.setup import Setup
 from chatgpt.rollout import LocalEngine, SamplingParams, StopStrings
 from chatgpt.rollout.sampling import generation_fields
-from chatgpt.trainer.config import NEEDS_GROUPS, PPOConfig, nearest
+from chatgpt.trainer.config import NEEDS_CRITIC, NEEDS_GROUPS, PPOConfig, nearest
 from chatgpt.types import Prompt, Sample
 
 DEFAULT_NEW_TOKENS = 64
@@ -60,12 +61,37 @@ def sampling_for(actor: nn.Module, tokenizer: Any, kwargs: Mapping[str, Any]) ->
     if tokenizer is None:
         raise ValueError('stop_strings needs a tokenizer')
     matcher = StopStrings(tokenizer, [stop_strings] if isinstance(stop_strings, str) else list(stop_strings))
+    matcher = matcher.not_before(sampling.min_new_tokens)
     return replace(sampling, stop=matcher), matcher
 
 
 def has_reference(actor: nn.Module) -> bool:
     """Whether the actor can serve as its own reference: adapter off, or a frozen branch."""
     return bool(getattr(actor, 'has_reference', False))
+
+
+def trains_value_head(strategy: Any, actor: Any, config: PPOConfig) -> bool:
+    """Whether the actor carries a value head that the estimator needs; warns of one that it does not.
+
+    Raises:
+        ValueError: one that it does not need, under a strategy that cannot leave a parameter without a gradient.
+    """
+    if getattr(actor, 'value_head', None) is None:
+        return False
+    if config.advantage_estimator in NEEDS_CRITIC:
+        return True
+    if not strategy.supports_unused:
+        raise ValueError(
+            f'advantage_estimator={config.advantage_estimator!r} takes no values, and {type(strategy).__name__} cannot leave the '
+            "actor's value head untrained: build the actor without value_head"
+        )
+    if strategy.is_rank_0:
+        warnings.warn(
+            f"the actor's value head is not trained: advantage_estimator={config.advantage_estimator!r} takes no values; build the actor "
+            'without value_head to silence this',
+            stacklevel=3,
+        )
+    return False
 
 
 def check_nlpo(strategy: Any, actor: Any, engine: Any = None) -> None:
@@ -86,6 +112,14 @@ def check_nlpo(strategy: Any, actor: Any, engine: Any = None) -> None:
         raise ValueError('NLPO copies the actor as a whole: use an actor without LoRA and num_layers_unfrozen')
 
 
+def check_rewards(scorer: Any, config: PPOConfig) -> None:
+    """ValueError when the estimator needs several rewards and there are none to tell apart."""
+    if config.advantage_estimator == 'gdpo' and len(getattr(scorer, 'weighted', ())) < 2:
+        raise ValueError(
+            "advantage_estimator='gdpo' normalises several rewards apart: give reward_model as a list of two or more (weight, reward) pairs"
+        )
+
+
 @torch.no_grad()
 def take_over(target: nn.Module, source: nn.Module) -> None:
     """Copy weights between two models of one layout, on whatever part of them this rank holds."""
@@ -100,6 +134,8 @@ def check_by_hand(config: PPOConfig) -> None:
         raise ValueError('nlpo_top_p draws from the masked policy, which generate and step do not know: use fit')
     if config.tis_cap is not None:
         raise ValueError("tis_cap needs the engine's log-probs, which step is not given: use fit, or leave tis_cap out")
+    if config.advantage_estimator == 'gdpo':
+        raise ValueError("advantage_estimator='gdpo' needs the scores of each reward, which step is not given: use fit")
     if config.dynamic_sampling_rounds:
         raise ValueError('dynamic_sampling_rounds draws further prompts, which step does not have: use fit')
 

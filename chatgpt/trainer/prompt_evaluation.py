@@ -93,8 +93,8 @@ class PromptEvaluation:
             finally:
                 self.engine.end()
         for sample in samples:
-            text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-            sample.response_text = stops.cut(text) if stops is not None else text
+            ids = sample.response_ids
+            sample.response_text = tokenizer.decode(ids, skip_special_tokens=True) if stops is None else stops.text_of(ids)
             sample.prompt_text = sample.prompt_text or tokenizer.decode(sample.prompt_ids, skip_special_tokens=True)
         scorer = self.scorer or getattr(getattr(trainer, 'maker', None), 'scorer', None)
         scores = scorer.score(samples, strategy) if scorer is not None else [None] * len(samples)

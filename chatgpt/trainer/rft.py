@@ -205,8 +205,8 @@ class RFTTrainer(SFTTrainer):
             finally:
                 self.engine.end()
         for sample in samples if self.tokenizer is not None else ():
-            text = self.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-            sample.response_text = self.stop_strings.cut(text) if self.stop_strings is not None else text
+            ids, stops = sample.response_ids, self.stop_strings
+            sample.response_text = self.tokenizer.decode(ids, skip_special_tokens=True) if stops is None else stops.text_of(ids)
             sample.prompt_text = sample.prompt_text or self.tokenizer.decode(sample.prompt_ids, skip_special_tokens=True)
         with self.clock.measure('score'):
             given = self.scorer.score(samples, cast(Any, strategy))

@@ -18,6 +18,7 @@ from chatgpt.functional.advantages import (
     spread,
     token_rewards,
 )
+from chatgpt.functional.kl import kl_penalty
 from chatgpt.functional.losses import (
     aggregate,
     aggregation_count,
@@ -147,6 +148,20 @@ def test_an_exploding_ratio_of_a_token_that_does_not_count_leaves_gradients_fini
     loss = clipped_policy_loss(new, old, torch.tensor([1.0, -1.0]))
     masked_sum(loss, bools(1, 0)).backward()
     assert new.grad.tolist() == pytest.approx([-1.0, 0.0])
+
+
+def test_an_exploding_kl_of_a_token_that_does_not_count_leaves_gradients_finite():
+    new = torch.tensor([-1.0, -200.0, -45.0]).requires_grad_()
+    reference = torch.tensor([-0.5, -1.0, -1.0])
+    penalty = kl_penalty(new, reference, 'k3')
+    assert torch.isfinite(penalty).all()
+    masked_sum(penalty, bools(1, 0, 0)).backward()
+    assert new.grad.tolist() == pytest.approx([1 - math.exp(0.5), 0.0, 0.0])
+    # A token far less likely under the reference than under the policy is no such case: value and gradient are the formula's.
+    likely = torch.tensor([-0.5]).requires_grad_()
+    far = kl_penalty(likely, torch.tensor([-300.0]), 'k3')
+    far.sum().backward()
+    assert (far.item(), likely.grad.item()) == pytest.approx((298.5, 1.0))
 
 
 def test_dual_clip_bounds_only_negative_advantages():

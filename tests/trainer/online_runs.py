@@ -9,6 +9,7 @@ import torch
 from phase_log import Log
 
 from chatgpt.nn import GPTActor, GPTCritic
+from chatgpt.nn.heads import critic_head
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.strategies import NaiveStrategy
@@ -30,13 +31,16 @@ def vowels(prompts: list[str], responses: list[str]) -> list[float]:
     return [float(sum(c in 'aeiou' for c in r)) for r in responses]
 
 
-def make(strategy: Any = None, reward: Any = vowels, more: Any = (), engine: Any = None, lr: float = 1e-3, **kw: Any) -> Any:
+def make(strategy: Any = None, reward: Any = vowels, more: Any = (), engine: Any = None, lr: float = 1e-3,
+         value_head: bool = False, **kw: Any) -> Any:  # fmt: skip
     strategy = strategy or NaiveStrategy(seed=3, device='cpu')
     torch.manual_seed(3)
     config = tiny_config('gpt2', positions=48)
     actor, initial = GPTActor(config=config), None
     initial = deepcopy(actor)
-    critic = GPTCritic(config=config) if kw.get('advantage_estimator', 'gae') in ('gae', 'a2c') else None
+    if value_head:
+        actor.value_head = critic_head(config.n_embd)
+    critic = GPTCritic(config=config) if not value_head and kw.get('advantage_estimator', 'gae') in ('gae', 'a2c') else None
     actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=lr, eps=1e-5)))
     critic_optim = None
     if critic is not None:

@@ -53,6 +53,8 @@ class Strategy(KeepsIdle, Ranks):
     """True: no rank holds whole weights or optimizer states"""
     supports_accumulation: bool = True
     """False: one micro-batch per optimizer step, `accumulate(last=False)` is a ValueError"""
+    supports_unused: bool = True
+    """False: every trained parameter must get a gradient in every step"""
     weights_in_place: ClassVar[bool] = True
     """False: what a trainer writes into a prepared module's parameters does not last, because masters elsewhere replace it"""
 
