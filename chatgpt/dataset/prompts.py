@@ -7,8 +7,10 @@ number of prompts drawn so far, so it resumes exactly and knows nothing of ranks
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,30 @@ from chatgpt.dataset.tokenize import Overflow, begin_ids, tokenize_prompt
 from chatgpt.types import Prompt
 
 
+RESERVED = ('prompts', 'responses', 'samples', 'outputs')
+"""arguments of reward and metric functions, so no names of columns that they are handed"""
+
+
+def _without_reserved(prompt: Prompt) -> Prompt:
+    if not any(name in prompt.columns for name in RESERVED):
+        return prompt
+    return replace(prompt, columns={name: value for name, value in prompt.columns.items() if name not in RESERVED})
+
+
 class PromptSet(SequenceOf[Prompt]):
     """A fixed list of prompts."""
 
     def __init__(self, prompts: SequenceOf[Prompt], num_skipped: int = 0, reasons: SequenceOf[str] = ()) -> None:
         if not prompts:
             raise ValueError('there are no prompts')
-        self._prompts = list(prompts)
+        self._prompts = [_without_reserved(prompt) for prompt in prompts]
+        taken = sorted({name for prompt in prompts for name in RESERVED if name in prompt.columns})
+        if taken:
+            warnings.warn(
+                f'the prompts have columns called {", ".join(taken)}, which is what functions call their own arguments; they are not handed to '
+                'functions. Rename such a column to use it in one',
+                stacklevel=2,
+            )
         self.num_skipped = num_skipped
         """bad records that were left out"""
         self.reasons = list(reasons)

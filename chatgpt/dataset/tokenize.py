@@ -16,7 +16,7 @@ Left out: reading and shapes of data (`reading`, `shapes`), padding (`chatgpt.ba
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
@@ -68,6 +68,10 @@ class TokenizedPreference:
         return ranks
 
     @property
+    def has_pair(self) -> bool:
+        return len(set(self.ranks()) - {None}) > 1
+
+    @property
     def num_tokens(self) -> int:
         return sum(len(self.prompt_ids) + len(r) for r in self.responses)
 
@@ -93,12 +97,14 @@ class TokenizerOptions:
     overflow: see the module's docstring.
     apply_chat_template: see `formats.use_template`.
     begin: the ids that stand before a prompt without template; None: found out for each example (`begin_ids`).
+    cuts: here the tokens of prompt and longest response of every record that was cut are added.
     """
 
     max_length: int | None = None
     overflow: Overflow = 'truncate'
     apply_chat_template: bool | None = None
     begin: tuple[int, ...] | None = None
+    cuts: list[tuple[int, int]] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 2:
@@ -246,6 +252,7 @@ def _fit(
         return prompt, answers
     if options.overflow == 'refuse':
         raise BadRecord(f'{len(prompt)} tokens of prompt and {longest} of response, together more than max_length={limit}')
+    whole = (len(prompt), longest)
     room = max(limit - longest, limit // 2)
     if len(prompt) > room:
         prompt = _cut_left(prompt, room, tokenizer)
@@ -253,6 +260,8 @@ def _fit(
     fitted = [(ids[:left], mask[:left]) for ids, mask in answers]
     if not any(chain.from_iterable(mask for _, mask in fitted)):
         raise BadRecord(f'nothing to learn from is left within max_length={limit} tokens')
+    if options.cuts is not None:
+        options.cuts.append(whole)
     return prompt, fitted
 
 

@@ -108,6 +108,8 @@ class RewardModelTrainer(OneLossTrainer):
         self.reference_data = reference_data
         self.is_labelled = isinstance(train_data[0], TokenizedLabelled)
         self._check_records([*train_data, *(eval_data or ())])
+        if not any(map(_counts, train_data)):
+            raise ValueError('RewardModelTrainer: no record has two answers that differ')
 
     def _check_records(self, records: list[Any]) -> None:
         kind = TokenizedLabelled if self.is_labelled else TokenizedPreference
@@ -251,4 +253,4 @@ def pairs_of(records: list[TokenizedPreference], device: torch.device) -> tuple[
 
 def _counts(record: TokenizedPreference | TokenizedLabelled) -> int:
     """Whether a record has anything to learn from."""
-    return 1 if isinstance(record, TokenizedLabelled) else int(len(set(record.ranks()) - {None}) > 1)
+    return 1 if isinstance(record, TokenizedLabelled) else int(record.has_pair)
