@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from chatgpt.dataset.examples import BadRecord, Demonstration, Example, Kind, Labelled, Preference, PromptExample, as_kind
+from chatgpt.dataset.formats import adopt_template, begin_ids
 from chatgpt.dataset.reading import BadRecords, read_records
 from chatgpt.dataset.shapes import to_example
 from chatgpt.dataset.splits import split_examples
@@ -22,7 +23,6 @@ from chatgpt.dataset.tokenize import (
     TokenizedLabelled,
     TokenizedPreference,
     TokenizerOptions,
-    begin_ids,
     tokenize_demonstration,
     tokenize_labelled,
     tokenize_preference,
@@ -41,6 +41,8 @@ class Loaded(list[T], Generic[T]):
         self.num_skipped = bad.num_skipped if bad else 0
         self.reasons = list(bad.reasons) if bad else []
         """the first few, `file, line n: reason`"""
+        self.has_turns = bool(bad and 'chat' in bad.noticed)
+        """some went through the tokenizer's chat template"""
 
 
 class ExampleStream(Generic[T]):
@@ -195,7 +197,7 @@ def _load_tokenized(
     for one in (source, validation_source):
         bad = BadRecords(skip)
         found = [] if one is None else load_examples(one, kind=kind, bad=bad, **reading)
-        parts.append(Loaded(_tokenized(found, lambda e: tokenize(e, tokenizer, options), options, bad), bad))
+        parts.append(Loaded(_tokenized(found, tokenize, tokenizer, options, bad), bad))
         _warn(bad, options, len(parts[-1]))
         if one is not None and not parts[-1]:
             raise ValueError(f'none of {bad.num_skipped} records can be used; the first: {bad.reasons[0]}')
@@ -206,12 +208,16 @@ def _load_tokenized(
     return train, validation
 
 
-def _tokenized(examples: Iterable[Any], tokenize: Callable[[Any], T], options: TokenizerOptions, bad: BadRecords) -> Iterator[T]:
+def _tokenized(
+    examples: Iterable[Any], tokenize: Callable[[Any, Any, TokenizerOptions], T], tokenizer: Any, options: TokenizerOptions, bad: BadRecords
+) -> Iterator[T]:
     cuts = options.cuts if options.cuts is not None else []
     cuts.clear()  # of this source
     for example in examples:
+        if adopt_template(example.prompt, tokenizer, options.apply_chat_template):
+            bad.notice('chat', example.where)
         try:
-            record = tokenize(example)
+            record = tokenize(example, tokenizer, options)
         except BadRecord as reason:
             bad.report(example.where, str(reason))
             continue
@@ -228,20 +234,20 @@ def _warn(bad: BadRecords, options: TokenizerOptions, count: int) -> None:
         cuts, limit = options.cuts or [], options.max_length
         length, where = max(((sum(cut), place) for cut, place in zip(cuts, places, strict=True)), key=lambda cut: cut[0])
         warnings.warn(
-            f'{len(places)} of {count} records are longer than {limit} tokens and were cut: the prompt loses its beginning, then the response its '
-            f'end. The longest has {length} tokens ({where}). Raise max_length (--max_len), or leave such records out of the data',
+            f'{len(places)} of {count} records are longer than {limit} tokens and were cut: the prompt loses its beginning, then the '
+            f'response its end. The longest has {length} tokens ({where}). Raise max_length (--max_len), or leave such records out',
             stacklevel=4,
         )
     if places := bad.noticed.get('equal'):
         warnings.warn(
-            f'{len(places)} of {count} preferences have answers that do not differ (the same tokens, or equal scores) and teach nothing; the '
-            f'first: {places[0]}',
+            f'{len(places)} of {count} preferences have answers that do not differ (the same tokens, or equal scores) and teach nothing; '
+            f'the first: {places[0]}',
             stacklevel=4,
         )
     if places := bad.noticed.get('preference'):
         warnings.warn(
-            f'{len(places)} of {count} records are preferences, the first: {places[0]}; only the best answer of each is learned here. DPO and '
-            'reward models learn from the others too (load_preferences, examples/train_preference.py)',
+            f'{len(places)} of {count} records are preferences, the first: {places[0]}; only the best answer of each is learned here. DPO '
+            'and reward models learn from the others too (load_preferences, examples/train_preference.py)',
             stacklevel=4,
         )
 

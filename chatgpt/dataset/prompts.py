@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from chatgpt.dataset.examples import BadRecord, PromptExample, as_kind
+from chatgpt.dataset.formats import adopt_template, begin_ids
 from chatgpt.dataset.reading import read_records
 from chatgpt.dataset.records import BadRecords, Record
 from chatgpt.dataset.shapes import prompt_of, shape_of, to_example
-from chatgpt.dataset.tokenize import Overflow, begin_ids, tokenize_prompt
+from chatgpt.dataset.tokenize import Overflow, tokenize_prompt
 from chatgpt.types import Prompt
-
 
 RESERVED = ('prompts', 'responses', 'samples', 'outputs')
 """arguments of reward and metric functions, so no names of columns that they are handed"""
@@ -45,8 +45,8 @@ class PromptSet(SequenceOf[Prompt]):
         taken = sorted({name for prompt in prompts for name in RESERVED if name in prompt.columns})
         if taken:
             warnings.warn(
-                f'the prompts have columns called {", ".join(taken)}, which is what functions call their own arguments; they are not handed to '
-                'functions. Rename such a column to use it in one',
+                f'the prompts have columns called {", ".join(taken)}, which is what functions call their own arguments; they are not '
+                'handed to functions. Rename such a column to use it in one',
                 stacklevel=2,
             )
         self.num_skipped = num_skipped
@@ -116,8 +116,8 @@ def load_prompts(
         column: holds the prompt, as text or as turns; the other columns go to reward functions. Where records have no column
             'prompt', the prompt of any shape that `shapes` knows is taken (question and answer, Alpaca, conversations, ...).
         max_prompt_tokens: longer prompts lose their left end (overflow='truncate') or are bad records (overflow='refuse').
-        apply_chat_template: None: conversations and instructions go through the tokenizer's chat template when it has one, and
-            text is used as it is; True: text too, as one turn of the user; False: nothing does.
+        apply_chat_template: None: conversations and instructions go through the tokenizer's chat template (one without is given
+            `formats.default_template`), and text is used as it is; True: text too, as one turn of the user; False: nothing does.
         skip_bad_records: leave bad records out and count them, instead of stopping at the first.
         split, subset: of a hub data set.
         max_prompts: stop after so many.
@@ -140,6 +140,7 @@ def load_prompts(
             break
         try:
             example = _prompt_example(record, 'text' if plain else column)
+            adopt_template(example.prompt, tokenizer, apply_chat_template)
             prompts.append(tokenize_prompt(example, tokenizer, **options))
         except BadRecord as reason:
             bad.report(record.where, str(reason))

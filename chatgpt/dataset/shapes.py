@@ -1,8 +1,8 @@
 """From records to examples: which columns mean what.
 
 `to_example` recognises the shape of a record by its columns (`SHAPES` lists the known ones) and returns the canonical example.
-Whole dialogues that are compared are cut at
-their first difference, which must be the assistant's; what follows it stays, as turns. Where the record came from, and what is done when it is bad, is not decided here.
+Whole dialogues that are compared are cut at their first difference, which must be the assistant's; what follows it stays, as turns.
+Where the record came from, and what is done when it is bad, is not decided here.
 """
 
 from __future__ import annotations
@@ -244,8 +244,8 @@ def _text(data: Mapping[str, Any], where: str) -> Example:
 
 
 _BUILDERS: dict[str, Callable[[Mapping[str, Any], str], Example]] = {
-    'preference': _preference, 'dialogues': _dialogues, 'ranked': _ranked, 'compared': _compared, 'messages': _messages, 'instruction': _completion,
-    'completion': _completion, 'prompt': _prompt_only, 'text': _text,
+    'preference': _preference, 'dialogues': _dialogues, 'ranked': _ranked, 'compared': _compared, 'messages': _messages,
+    'instruction': _completion, 'completion': _completion, 'prompt': _prompt_only, 'text': _text,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What would be trained on, or thrown away, without a word: rows that are cut, pairs that do not differ, rows of another kind, odd columns."""
+"""What nobody should train on, or lose, without a word: cut rows, pairs that do not differ, rows of another kind, odd columns."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def test_rows_that_are_cut_are_counted_and_the_longest_is_named():
     tokenizer = byte_tokenizer()
     rows = [{'prompt': 'ab', 'response': 'cd'}, {'prompt': 'abcdef', 'response': 'ghi'}, {'prompt': 'a' * 20, 'response': 'b'}]
     lengths = [len(r['prompt']) + len(r['response']) + 1 for r in rows]  # and an end token
-    begin = len(tokenizer('a')['input_ids']) - 1
-    with pytest.warns(UserWarning, match=rf'2 of 3 records are longer than 8 tokens.*The longest has {max(lengths) + begin} tokens \(.*3\)'):
+    longest = max(lengths) + len(tokenizer('a')['input_ids']) - 1  # and a begin token, where there is one
+    with pytest.warns(UserWarning, match=rf'2 of 3 records are longer than 8 tokens.*The longest has {longest} tokens \(.*3\)'):
         load_demonstrations(rows, tokenizer, max_length=8)
     with silent():
-        load_demonstrations(rows, tokenizer, max_length=max(lengths) + begin)
+        load_demonstrations(rows, tokenizer, max_length=longest)
 
 
 def test_each_source_is_counted_by_itself():
