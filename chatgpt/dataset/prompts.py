@@ -38,7 +38,7 @@ def _without_reserved(prompt: Prompt) -> Prompt:
 class PromptSet(SequenceOf[Prompt]):
     """A fixed list of prompts."""
 
-    def __init__(self, prompts: SequenceOf[Prompt], num_skipped: int = 0, reasons: SequenceOf[str] = ()) -> None:
+    def __init__(self, prompts: SequenceOf[Prompt], num_skipped: int = 0, reasons: SequenceOf[str] = (), has_turns: bool = False) -> None:
         if not prompts:
             raise ValueError('there are no prompts')
         self._prompts = [_without_reserved(prompt) for prompt in prompts]
@@ -53,6 +53,8 @@ class PromptSet(SequenceOf[Prompt]):
         """bad records that were left out"""
         self.reasons = list(reasons)
         """the first few, `file, line n: reason`"""
+        self.has_turns = has_turns
+        """some went through the tokenizer's chat template"""
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -135,18 +137,19 @@ def load_prompts(
     options['begin'] = tuple(begin_ids(tokenizer))
     bad = BadRecords(skip_bad_records)
     prompts: list[Prompt] = []
+    has_turns = False
     for record in read_records(source, bad, split=split, subset=subset, text_separator='\n'):
         if max_prompts is not None and len(prompts) >= max_prompts:
             break
         try:
             example = _prompt_example(record, 'text' if plain else column)
-            adopt_template(example.prompt, tokenizer, apply_chat_template)
+            has_turns = adopt_template(example.prompt, tokenizer, apply_chat_template) or has_turns
             prompts.append(tokenize_prompt(example, tokenizer, **options))
         except BadRecord as reason:
             bad.report(record.where, str(reason))
     if not prompts:
         raise ValueError(f'none of {bad.num_skipped} records has a usable prompt; the first: {bad.reasons[0]}')
-    return PromptSet(prompts, bad.num_skipped, bad.reasons)
+    return PromptSet(prompts, bad.num_skipped, bad.reasons, has_turns)
 
 
 def _prompt_example(record: Record, column: str) -> PromptExample:
