@@ -208,7 +208,7 @@ class DataRun(Run, SupervisedConfig):
     dataset: str | None = None
     """file or hub name; none: embedded"""
     max_len: int | None = None
-    """tokens of prompt and response, at most the model's context; longer ones are cut, and counted. None: 512, or the context where that is
+    """tokens of prompt and response, at most the model's context; longer ones are cut, and counted; none: 512, or the context where that is
     less"""
     batch_size: int | None = None
     """records of one process in one forward; with gradient_accumulation_steps and the number of processes it makes train_batch_size"""
