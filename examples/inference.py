@@ -5,8 +5,9 @@
     python examples/inference.py --pretrain outputs/run/actor            # chat, in one process: Ctrl-C ends an answer, Ctrl-D the chat
     torchrun --nproc-per-node=2 examples/inference.py --strategy fsdp --pretrain outputs/run/actor --input prompts.jsonl
 
---model_path takes a weights file or folder that `strategy.save_model` wrote, or a PEFT adapter, on top of --pretrain. Chats use the
-tokenizer's chat template where it has one.
+--model_path takes a weights file or folder that `strategy.save_model` wrote, or a PEFT adapter, on top of --pretrain. Chats, and
+conversations in a file, use the tokenizer's chat template, which training writes for a model that had none. A prompt in text is given as it
+is, or with --apply_chat_template as one turn of the user. A chat with a model that has no template goes on with the text so far.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def parse_args() -> Any:
     parser.add_argument('--model_path', help='weights of strategy.save_model, or a PEFT adapter folder')
     parser.add_argument('--tokenizer', help='hub name or folder; default: --pretrain')
     parser.add_argument('--input', help='a prompt, or a file of prompts (csv, json, jsonl, parquet, or .txt: one a line); default: chat')
+    parser.add_argument('--apply_chat_template', action='store_true', help='prompts in text are turns of the user, as in a chat')
     parser.add_argument('--output', help='write prompts and responses as jsonl')
     parser.add_argument('--max_new_tokens', type=int, help='(default: 128, or what the context leaves)')
     parser.add_argument('--min_new_tokens', type=int, default=0, help='no end before so many (default: 0)')
@@ -56,7 +58,7 @@ def main() -> None:
         raise ValueError('--output needs --input: a chat is not written down')
     quiet_transformers()
     tokenizer = load_tokenizer(args.tokenizer or args.pretrain, trust_remote_code=args.trust_remote_code)
-    prompts = read_prompts(args.input, tokenizer) if args.input else None
+    prompts = read_prompts(args.input, tokenizer, args.apply_chat_template or None) if args.input else None
     with strategy_of(args) as strategy:
         if prompts is None and strategy.world_size > 1:
             raise ValueError('a chat is one process: start it with python, or give --input')
@@ -98,17 +100,17 @@ def load_actor(args: Any, strategy: Any) -> Any:
     return actor
 
 
-def read_prompts(source: str, tokenizer: Any) -> Any:
+def read_prompts(source: str, tokenizer: Any, apply_chat_template: bool | None = None) -> Any:
     """A file's prompts, or the text itself as the only one."""
     from chatgpt.dataset import load_prompts
 
     path = Path(source)
     if path.suffix == '.txt' and path.is_file():
         lines = [line for line in path.read_text().splitlines() if line.strip()]
-        return load_prompts([{'prompt': line} for line in lines], tokenizer)
+        return load_prompts([{'prompt': line} for line in lines], tokenizer, apply_chat_template=apply_chat_template)
     if path.suffix in ('.csv', '.json', '.jsonl', '.parquet', '.gz'):
-        return load_prompts(source, tokenizer)
-    return load_prompts([{'prompt': source}], tokenizer)
+        return load_prompts(source, tokenizer, apply_chat_template=apply_chat_template)
+    return load_prompts([{'prompt': source}], tokenizer, apply_chat_template=apply_chat_template)
 
 
 def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, sampling: Any, stops: Any) -> Any:
@@ -165,10 +167,14 @@ def write(rows: Any, output: str | None, is_rank_0: bool) -> None:
 
 def chat(policy: Any, tokenizer: Any, sampling: Any, stops: Any, args: Any) -> None:
     """Turn by turn. With a chat template the model sees the whole dialogue, without one only the text so far."""
-    templated = bool(getattr(tokenizer, 'chat_template', None))
+    from chatgpt.dataset.formats import shown_format
+
+    templated = bool(tokenizer.chat_template)
     turns: list[dict[str, str]] = []
     text = ''
     number = 0
+    if templated:
+        print(f'conversations read {shown_format(tokenizer)}', flush=True)
     print(f'chatting with {args.pretrain}; Ctrl-C ends an answer, /new begins anew, Ctrl-D ends', flush=True)
     while True:
         try:

@@ -35,7 +35,7 @@ def main() -> None:
     train, validation = read(run, source, tokenizer)
     check_run_folder(run.save_path)
     with strategy_of(run) as strategy:
-        learning.report_data(run, strategy, train, validation)
+        learning.report_data(run, strategy, train, validation, tokenizer)
         learn(run, strategy, config, tokenizer, train, validation)
 
 

@@ -70,8 +70,8 @@ def train(args: PPORun, config: PPOConfig, strategy: Any, inputs: Any, engine: A
             inputs.eval_prompts, inputs.tokenizer, max_new_tokens=args.max_new_tokens, stop_strings=args.stop_string
         )
         callbacks.append(Evaluator(evaluation, args.eval_interval, metric='score_mean'))
-    if strategy.is_rank_0 and inputs.skipped:
-        print(*inputs.skipped, sep='\n', flush=True)
+    if strategy.is_rank_0 and inputs.notes:
+        print(*inputs.notes, sep='\n', flush=True)
     pretrained = start_from(args, strategy)
     with strategy.model_init_context():
         actor, critic, reward, initial_model = inputs.build_models(

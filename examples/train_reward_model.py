@@ -39,7 +39,7 @@ def main() -> None:
         memory_advice(lambda: setup_of_data(run, config, 'reward_model')),
         strategy_of(run) as strategy,
     ):
-        learning.report_data(run, strategy, train, validation)
+        learning.report_data(run, strategy, train, validation, tokenizer)
         learn(run, strategy, config, tokenizer, train, validation)
 
 

@@ -29,7 +29,7 @@ def main() -> None:
     source = run.dataset or embedded.demo_corpus(learning.EMBEDDED_EXAMPLES, seed=0)
     train, validation = load_demonstrations(source, tokenizer, **learning.reading_options(run))
     if run.pack_examples:
-        train[:] = pack(train, run.max_len)
+        train[:] = pack(train, run.max_tokens)
     if run.early_stopping_patience is not None and not validation:
         raise ValueError('early_stopping_patience needs held-back data: give --validation_file or --validation_percentage')
     if run.plan:
@@ -39,7 +39,7 @@ def main() -> None:
         memory_advice(lambda: setup_of_data(run, config, 'sft')),
         strategy_of(run) as strategy,
     ):
-        learning.report_data(run, strategy, train, validation)
+        learning.report_data(run, strategy, train, validation, tokenizer)
         learn(run, strategy, config, tokenizer, train, validation)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 Kind = Literal['prompt', 'demonstration', 'preference', 'labelled']
@@ -74,6 +75,15 @@ class Labelled:
     label: bool | int | float | str
     columns: dict[str, Any] = field(default_factory=dict)
     where: str = 'data'
+
+
+def check_order(scores: Sequence[float]) -> None:
+    """Raises BadRecord for scores of answers, best first, of which one is higher than the one before it."""
+    if any(worse > better for better, worse in pairwise(scores)):
+        raise BadRecord(
+            f'scores {tuple(scores)} contradict the order of the answers, which is best first (chosen, then rejected); mend one of them, '
+            'or leave the scores out'
+        )
 
 
 Example = PromptExample | Demonstration | Preference | Labelled

@@ -140,8 +140,8 @@ class PPOInputs:
     args: PPORun
     eval_prompts: Any = None
     """held-back prompts, where there are any"""
-    skipped: SequenceOf[str] = ()
-    """a line for each source that bad records were left out of"""
+    notes: SequenceOf[str] = ()
+    """a line for each source that bad records were left out of, and one that shows the format of conversations, where there are any"""
 
     def build_models(self, pretrained: Any, *, with_critic: bool = True) -> tuple[Any, Any, Any, Any]:
         """Actor, critic, reward (a model or a function) and initial model; `pretrained` is the hub name or folder to start from.
@@ -201,6 +201,7 @@ def read_config(run: Run) -> tuple[Any, Any]:
 def build_ppo_inputs(args: PPORun) -> PPOInputs:
     """Read and check what can be without weights; see `PPOInputs`."""
     from chatgpt.dataset import embedded, load_demonstrations
+    from chatgpt.dataset.formats import shown_format
     from chatgpt.dataset.loading import left_out
     from chatgpt.dataset.prompts import load_prompts
 
@@ -231,8 +232,10 @@ def build_ppo_inputs(args: PPORun) -> PPOInputs:
         read.append((args.ptx_data, 'texts', text))
     if args.validation_file:
         read.append((args.validation_file, 'prompts held back', held_back))
-    skipped = [f'{source}: {len(data)} {what}{left_out(data)}' for source, what, data in read if data.num_skipped]
-    return PPOInputs(tokenizer, prompts, reward_fn, reward_tokenizer, reward_context, text, config, args, held_back, skipped)
+    notes = [f'{source}: {len(data)} {what}{left_out(data)}' for source, what, data in read if data.num_skipped]
+    if any(data.has_turns for _, _, data in read):
+        notes.append(f'conversations read {shown_format(tokenizer)}, the chat template that is saved with the tokenizer')
+    return PPOInputs(tokenizer, prompts, reward_fn, reward_tokenizer, reward_context, text, config, args, held_back, notes)
 
 
 def _own_prompts(args: PPORun, path: str, tokenizer: Any) -> Any:

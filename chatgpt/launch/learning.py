@@ -80,11 +80,19 @@ def check_data_run(run: DataRun, world_size: int, *, lr: float, embedded_lr: flo
 
 
 def read_model(run: DataRun) -> tuple[Any, Any]:
-    """As `read_config`; sequences are cut to the model's context."""
+    """As `read_config`; without `max_len` sequences are cut to the model's context where that is less than 512.
+
+    Raises:
+        ValueError: `max_len` is beyond the context.
+    """
     config, tokenizer = read_config(run)
     limit = context_of(config)
-    if limit is not None:
-        run.max_len = min(run.max_len, limit)
+    if limit is not None and run.max_len is not None and run.max_len > limit:
+        raise ValueError(
+            f'max_len={run.max_len} is beyond the context of {run.pretrain or "the embedded model"}, {limit} tokens; give at most {limit}, '
+            'or leave it out'
+        )
+    run.max_len = run.max_tokens if limit is None else min(run.max_tokens, limit)
     return config, tokenizer
 
 
@@ -97,9 +105,13 @@ def reading_options(run: DataRun) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def report_data(run: DataRun, strategy: Any, train: Any, validation: Any) -> None:
+def report_data(run: DataRun, strategy: Any, train: Any, validation: Any, tokenizer: Any) -> None:
     if strategy.is_rank_0:
+        from chatgpt.dataset.formats import shown_format
         from chatgpt.dataset.loading import left_out
+
+        if train.has_turns:
+            print(f'conversations read {shown_format(tokenizer)}, the chat template that is saved with the tokenizer', flush=True)
 
         print(f'{len(train)} examples to learn from{left_out(train)}, {len(validation)} held back{left_out(validation)}', flush=True)
 

@@ -82,8 +82,6 @@ class PreferenceRun(DataRun):
             if getattr(self, name) is not None and field not in own:
                 who = ' or '.join(m for m, (_, config) in METHODS.items() if field in config.field_names())
                 raise ValueError(f'{name}={getattr(self, name)} is a setting of {who}, not of {self.method}; leave it out')
-        if self.label_smoothing is not None and self.loss not in ('cdpo', 'robust'):
-            raise ValueError(f'label_smoothing={self.label_smoothing} belongs to the losses cdpo and robust; choose one with loss')
         super().validate(world_size)
         self.method_config().validate(world_size)
 

@@ -207,19 +207,24 @@ class DataRun(Run, SupervisedConfig):
 
     dataset: str | None = None
     """file or hub name; none: embedded"""
-    max_len: int = 512
-    """tokens of prompt and response; longer ones are cut"""
+    max_len: int | None = None
+    """tokens of prompt and response, at most the model's context; longer ones are cut, and counted; none: 512, or the context where that is
+    less"""
     batch_size: int | None = None
     """records of one process in one forward; with gradient_accumulation_steps and the number of processes it makes train_batch_size"""
     gradient_accumulation_steps: int = 1
     """forwards of batch_size records in one optimizer step"""
+
+    @property
+    def max_tokens(self) -> int:
+        return 512 if self.max_len is None else self.max_len
 
     def validate(self, world_size: int = 1) -> None:
         self._positive('batch_size', 'gradient_accumulation_steps', 'max_len')
         if self.batch_size is not None:
             self.train_batch_size = self.batch_size * self.gradient_accumulation_steps * world_size
             if self.gradient_accumulation_steps > 1:
-                self.max_tokens_per_batch = self.batch_size * self.max_len
+                self.max_tokens_per_batch = self.batch_size * self.max_tokens
         elif self.gradient_accumulation_steps > 1:
             raise ValueError('gradient_accumulation_steps cuts a step into forwards of batch_size: give batch_size too')
         super().validate(world_size)

@@ -47,7 +47,8 @@ class ILQLConfig(SupervisedConfig):
     target_sync_interval: int = 5
     """optimizer steps between two of them"""
     standardize_rewards: bool = True
-    """rewards have mean 0 and standard deviation 1 over the data set (per-token rewards: divided by the deviation of their sums)"""
+    """rewards have mean 0 and standard deviation 1 over the training data, by whose moments held-back ones go too
+    (per-token rewards: divided by the deviation of their sums)"""
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
@@ -112,14 +113,17 @@ def turn_ends(mask: Tensor) -> list[int]:
     return [i for i, flag in enumerate(flags) if flag and (i + 1 == len(flags) or not flags[i + 1])]
 
 
-def standardized(records: SequenceOf[Rewarded]) -> list[Rewarded]:
+def standardized(records: SequenceOf[Rewarded], like: SequenceOf[Rewarded] | None = None) -> list[Rewarded]:
     """Rewards with mean 0 and deviation 1 over the data set, the deviation being that of the sums. The mean is taken off the last action.
 
-    Nothing but a shift happens where all sums are equal.
+    The variance is divided by n − 1, as in trlX. Nothing but a shift happens where all sums are equal.
+
+    Args:
+        like: take mean and deviation of these instead.
     """
-    sums = [float(r.rewards.double().sum()) for r in records]
+    sums = [float(r.rewards.double().sum()) for r in (records if like is None else like)]
     mean = math.fsum(sums) / len(sums)
-    deviation = math.sqrt(math.fsum((s - mean) ** 2 for s in sums) / len(sums))
+    deviation = math.sqrt(math.fsum((s - mean) ** 2 for s in sums) / max(len(sums) - 1, 1))
     scale = 1.0 / deviation if deviation > 1e-8 else 1.0
     result = []
     for r in records:
@@ -156,8 +160,8 @@ class ILQLTrainer(OneLossTrainer):
         records = _with_rewards(train_data)
         held_back = _with_rewards(eval_data) if eval_data else None
         if config.standardize_rewards:
-            both = standardized([*records, *(held_back or ())])
-            records, held_back = both[: len(records)], both[len(records) :] or None
+            held_back = standardized(held_back, like=records) if held_back else None
+            records = standardized(records)
         return records, held_back
 
     def own_callbacks(self) -> list[Callback]:

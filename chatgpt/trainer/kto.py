@@ -55,7 +55,7 @@ class KTOTrainer(AnswerTrainer):
     """Metrics `kto/...`: `loss`, `reward_chosen` and `reward_rejected` (mean implicit reward β (log π − log π_ref) of desirable and
     undesirable answers), `margin` (their difference over the batch), `kl` (z0, nats).
 
-    z0 is estimated in every train batch from answers put under another's prompt, over all ranks, and is a constant.
+    z0 is estimated in every train batch from answers put under another prompt, over all ranks, and is a constant.
 
     Args:
         train_data, eval_data: `TokenizedLabelled` or `Judged` records, or preferences, whose best answer is desirable and whose others are
@@ -104,13 +104,11 @@ class KTOTrainer(AnswerTrainer):
 
     @torch.no_grad()
     def _estimate(self, records: list[Judged]) -> float:
-        """z0 = max(0, mean of log π − log π_ref over answers under the next one's prompt), over all ranks."""
+        """z0 = max(0, mean of log π − log π_ref over answers under another prompt), over all ranks."""
         assert self.reference is not None
-        answers = [r.sequence for r in records]
-        following = answers[1:] + answers[:1]
         crossed = [
-            Sequence(prompt_ids=other.prompt_ids, response_ids=s.response_ids, response_mask=s.response_mask)
-            for s, other in zip(answers, following, strict=True)
+            Sequence(prompt_ids=other, response_ids=r.sequence.response_ids, response_mask=r.sequence.response_mask)
+            for r, other in zip(records, self._other_prompts(records), strict=True)
         ]
         stats = BatchStats()
         for micro in micro_batches(crossed, self.strategy, self.config.max_tokens_per_batch, lambda s: s.num_tokens):
@@ -120,6 +118,18 @@ class KTOTrainer(AnswerTrainer):
                 logps = self.logps(batch)
             stats.mean('log_ratio', (logps - reference)[: len(micro)].sum(), float(len(micro)))
         return max(stats.reduced(self.strategy)['log_ratio'], 0.0)
+
+    def _other_prompts(self, records: list[Judged]) -> list[Tensor]:
+        """For each record the next prompt that is not its own: of these records, else of the training data. All have one prompt: that."""
+        prompts = [r.sequence.prompt_ids for r in records]
+        if all(torch.equal(prompts[0], p) for p in prompts):
+            everywhere = (r.sequence.prompt_ids for r in self.train_data)
+            return [next((p for p in everywhere if not torch.equal(p, prompts[0])), prompts[0])] * len(prompts)
+        others, other = [], next(p for p in prompts if not torch.equal(p, prompts[-1]))
+        for own, following in zip(reversed(prompts), reversed([*prompts[1:], prompts[0]]), strict=True):
+            other = other if torch.equal(own, following) else following
+            others.append(other)
+        return others[::-1]
 
     def loss_sum(self, batch: Batch, records: list[Any], stats: BatchStats) -> Tensor:
         c = self.config

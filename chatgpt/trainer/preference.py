@@ -50,17 +50,14 @@ class Pair:
 
 
 def pairs_of(records: SequenceOf[TokenizedPreference | Pair]) -> list[Pair]:
-    """Every pair of answers that differ in rank, of each prompt; a pair of equal texts is none."""
+    """Every pair of answers that differ in rank (`TokenizedPreference.ranks`), of each prompt. Pairs share the answers' `Sequence`s."""
     pairs: list[Pair] = []
     for record in records:
         if isinstance(record, Pair):
             pairs.append(record)
             continue
-        answers, scores = record.sequences(), record.scores
-        for better, worse in combinations(range(len(answers)), 2):
-            tied = scores is not None and scores[better] == scores[worse]
-            if not tied and answers[better].response_ids.tolist() != answers[worse].response_ids.tolist():
-                pairs.append(Pair(chosen=answers[better], rejected=answers[worse]))
+        ranked = [(rank, answer) for rank, answer in zip(record.ranks(), record.sequences(), strict=True) if rank is not None]
+        pairs += [Pair(chosen=a, rejected=b) for (better, a), (worse, b) in combinations(ranked, 2) if better != worse]
     return pairs
 
 
@@ -92,13 +89,22 @@ class DPOConfig(ReferenceConfig):
     loss_type: DPOLoss = 'sigmoid'
     """'sigmoid' is DPO (Rafailov et al. 2023), 'ipo' Azar et al. 2023, 'cdpo' Mitchell 2023, 'robust' Chowdhury et al. 2024, 'hinge'
     Zhao et al. 2023"""
-    label_smoothing: float = 0.1
-    """share of labels assumed to be flipped, of 'cdpo' and 'robust'"""
+    label_smoothing: float | None = None
+    """share of labels assumed to be flipped, of 'cdpo' and 'robust' (None: 0.1); the other losses have none"""
+
+    @property
+    def flipped_share(self) -> float:
+        return 0.1 if self.label_smoothing is None else self.label_smoothing
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
         self._one_of('loss_type', get_args(DPOLoss))
-        if not 0.0 <= self.label_smoothing < 0.5:
+        if self.label_smoothing is not None and self.loss_type not in ('cdpo', 'robust'):
+            raise ValueError(
+                f'label_smoothing={self.label_smoothing} belongs to the losses cdpo and robust, not to {self.loss_type!r}; choose one of '
+                'them, or leave it out'
+            )
+        if not 0.0 <= self.flipped_share < 0.5:
             raise ValueError(f'label_smoothing={self.label_smoothing} must lie in [0, 0.5)')
 
 
@@ -150,14 +156,14 @@ class ReferenceModel:
         return sequence_logprobs(out.logprobs, batch.action_mask, batch.action_rows, batch.num_sequences)
 
     def of(self, sequences: list[Sequence], max_tokens: int) -> list[float]:
-        """Of any number of sequences, the same list on every rank; computed in shares."""
-        positions = {id(s): i for i, s in enumerate(sequences)}
+        """Of any number of sequences, the same list on every rank; computed in shares, and once where one object stands several times."""
+        first = {id(s): i for i, s in reversed(list(enumerate(sequences)))}
         mine: list[tuple[int, float]] = []
-        for micro in micro_batches(sequences, self.strategy, max_tokens, lambda s: s.num_tokens):
-            values = self(collate_or_filler(micro).to(self.strategy.device)).tolist()
-            mine += [(positions[id(s)], v) for s, v in zip(micro, values, strict=False)]
+        for micro in micro_batches(sorted(first.values()), self.strategy, max_tokens, lambda i: sequences[i].num_tokens):
+            values = self(collate_or_filler([sequences[i] for i in micro]).to(self.strategy.device)).tolist()
+            mine += zip(micro, values, strict=False)
         found = dict(pair for rank in self.strategy.all_gather_object(mine) for pair in rank)
-        return [found[i] for i in range(len(sequences))]
+        return [found[first[id(s)]] for s in sequences]
 
 
 class AnswerTrainer(OneLossTrainer):
@@ -320,8 +326,8 @@ class DPOTrainer(PreferenceTrainer):
         table: dict[str, Callable[[], Tensor]] = {
             'sigmoid': lambda: losses.dpo_loss(margin, beta=c.beta),
             'ipo': lambda: losses.ipo_loss(margin, beta=c.beta),
-            'cdpo': lambda: losses.cdpo_loss(margin, beta=c.beta, label_smoothing=c.label_smoothing),
-            'robust': lambda: losses.robust_dpo_loss(margin, beta=c.beta, label_smoothing=c.label_smoothing),
+            'cdpo': lambda: losses.cdpo_loss(margin, beta=c.beta, label_smoothing=c.flipped_share),
+            'robust': lambda: losses.robust_dpo_loss(margin, beta=c.beta, label_smoothing=c.flipped_share),
             'hinge': lambda: losses.hinge_loss(margin, beta=c.beta),
         }
         return table[c.loss_type](), c.beta * (chosen - ref_chosen).detach(), c.beta * (rejected - ref_rejected).detach()

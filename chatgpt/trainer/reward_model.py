@@ -108,6 +108,8 @@ class RewardModelTrainer(OneLossTrainer):
         self.reference_data = reference_data
         self.is_labelled = isinstance(train_data[0], TokenizedLabelled)
         self._check_records([*train_data, *(eval_data or ())])
+        if not any(map(_counts, train_data)):
+            raise ValueError('RewardModelTrainer: no record has two answers that differ')
 
     def _check_records(self, records: list[Any]) -> None:
         kind = TokenizedLabelled if self.is_labelled else TokenizedPreference
@@ -233,16 +235,15 @@ def num_tokens(record: TokenizedPreference | TokenizedLabelled) -> int:
 
 
 def pairs_of(records: list[TokenizedPreference], device: torch.device) -> tuple[Any, Tensor]:
-    """`ranked_pairs` over the rows of `collate_answers`, and each pair's margin (P,) by the data's scores (0 without).
-
-    Answers of equal score, and answers with the very same tokens, make no pair.
-    """
+    """`ranked_pairs` over the rows of `collate_answers` (see `TokenizedPreference.ranks`), and each pair's margin (P,) by the data's scores
+    (0 without)."""
     groups: list[int] = []
     ranks: list[float] = []
     scores: list[float] = []
     for number, record in enumerate(records):
-        groups += [number] * len(record.responses)
-        ranks += _ranks(record)
+        for rank in record.ranks():
+            groups.append(number if rank is not None else -1 - len(groups))  # alone in its group: no pair
+            ranks.append(rank or 0)
         scores += record.scores or [0.0] * len(record.responses)
     pairs = ranked_pairs(torch.tensor(groups, dtype=torch.int64), torch.tensor(ranks))
     data_scores = torch.tensor(scores)
@@ -250,14 +251,6 @@ def pairs_of(records: list[TokenizedPreference], device: torch.device) -> tuple[
     return type(pairs)(*(t.to(device) for t in pairs)), margins.to(device)
 
 
-def _ranks(record: TokenizedPreference) -> list[float]:
-    """Lower is better."""
-    if record.scores is not None:
-        return [-s for s in record.scores]
-    texts = [tuple(r.tolist()) for r in record.responses]
-    return [float(texts.index(t)) for t in texts]
-
-
 def _counts(record: TokenizedPreference | TokenizedLabelled) -> int:
     """Whether a record has anything to learn from."""
-    return 1 if isinstance(record, TokenizedLabelled) else int(len(set(_ranks(record))) > 1)
+    return 1 if isinstance(record, TokenizedLabelled) else int(record.has_pair)

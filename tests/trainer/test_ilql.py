@@ -116,11 +116,23 @@ def test_rewards_stand_on_the_last_token_that_counts():
     assert turn_ends(DIALOGUES[0].response_mask) == [1, 4]
 
 
+def test_held_back_rewards_do_not_enter_the_standardisation():
+    alone = make(rewarded(DIALOGUES, REWARDS))
+    beside = make(rewarded(DIALOGUES, REWARDS), rewarded(DIALOGUES, [100.0, -50.0, 7.0]))
+    for a, b in zip(alone.train_data, beside.train_data, strict=True):
+        assert torch.equal(a.rewards, b.rewards)
+    assert float(beside.eval_data[0].rewards.sum()) == pytest.approx((100.0 - 2.5 / 3) / 2.020726, rel=1e-5)
+
+
 def test_rewards_are_standardised_over_the_data_set():
     records = standardized(rewarded(DIALOGUES, REWARDS))
     sums = torch.stack([r.rewards.sum() for r in records])
     assert float(sums.mean()) == pytest.approx(0.0, abs=1e-6)
-    assert float(sums.std(unbiased=False)) == pytest.approx(1.0, abs=1e-6)
+    assert float(sums.std()) == pytest.approx(1.0, abs=1e-6)  # divided by n − 1, as in trlX
+    assert sums.tolist() == pytest.approx([-0.907265, 1.072222, -0.164957], abs=1e-5)  # (x − 2.5 / 3) / √(8.1667 / 2)
+    shown = standardized(rewarded(DIALOGUES[:1], [9.0]), like=rewarded(DIALOGUES, REWARDS))
+    assert float(shown[0].rewards.sum()) == pytest.approx((9.0 - 2.5 / 3) / 2.020726, rel=1e-5)  # held back: by what is trained on
+    assert standardized(rewarded(DIALOGUES[:1], [9.0]))[0].rewards.sum() == 0.0
     for r in records:
         assert not r.rewards[~r.response_mask].any()
     same = standardized(rewarded(DIALOGUES, [2.0, 2.0, 2.0]))

@@ -14,7 +14,7 @@ from chatgpt.dataset import TokenizedLabelled, TokenizedPreference
 from chatgpt.nn import GPTActor
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer import DPOTrainer, KTOTrainer, ORPOTrainer, SimPOTrainer
+from chatgpt.trainer import DPOTrainer, KTOTrainer, ORPOTrainer, SimPOTrainer, reward_model
 from chatgpt.trainer.callbacks import SaveCheckpoint
 from chatgpt.trainer.preference import pairs_of, without_reference
 from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
@@ -90,7 +90,9 @@ def dpo(kind: str, m: float, beta: float, eps: float) -> float:
 @pytest.mark.parametrize('precompute', [True, False])
 @pytest.mark.parametrize('loss_type', ['sigmoid', 'ipo', 'cdpo', 'robust', 'hinge'])
 def test_dpo_by_hand(loss_type, precompute):
-    settings = {'loss_type': loss_type, 'precompute_ref_logprobs': precompute, 'beta': 0.3, 'label_smoothing': 0.2}
+    settings = {'loss_type': loss_type, 'precompute_ref_logprobs': precompute, 'beta': 0.3}
+    if loss_type in ('cdpo', 'robust'):
+        settings['label_smoothing'] = 0.2
     trainer = make('dpo', data(4), shuffle=False, max_tokens_per_batch=20, moved=True, **settings)
     policy, reference = trainer.strategy.unwrap(trainer.model), trainer.initial
     wants, right, margins = [], [], []
@@ -187,13 +189,100 @@ def test_evaluation_of_other_records(kind):
 def test_ranked_answers_are_all_pairs():
     record = preference([3], [5], [6], [7], [6], scores=(3.0, 2.0, 2.0, 1.0))
     found = [(p.chosen.response_ids.item(), p.rejected.response_ids.item()) for p in pairs_of([record])]
-    assert found == [(5, 6), (5, 7), (5, 6), (7, 6)]  # 6 and 7 are tied; the last 6 is the text of the second
+    assert found == [(5, 6), (5, 7)]  # 6 and 7 are tied; the last 6 is the text of the second, whose place is the better one
+
+
+def test_the_reward_trainer_and_dpo_learn_the_same_pairs():
+    records = [
+        preference([3], [5], [6], [7], [6], scores=(3.0, 2.0, 2.0, 1.0)),
+        preference([3], [5], [5], scores=(2.0, 1.0)),  # one answer, given two scores
+        preference([3], [5], [6], [5], [7]),
+    ]
+    for record in records:
+        rows, _ = reward_model.pairs_of([record], torch.device('cpu'))
+        answers = [r.item() for r in record.responses]
+        learned = [(answers[b], answers[w]) for b, w in zip(rows.better.tolist(), rows.worse.tolist(), strict=True)]
+        assert learned == [(p.chosen.response_ids.item(), p.rejected.response_ids.item()) for p in pairs_of([record])]
+    assert learned == [(5, 6), (5, 7), (6, 7)]
+
+
+def test_scores_that_contradict_the_order_are_refused():
+    with pytest.raises(ValueError, match=r'scores \(1.0, 2.0\) contradict the order of the answers, which is best first'):
+        preference([3], [5], [6], scores=(1.0, 2.0))
+
+
+@pytest.mark.parametrize('precompute', [True, False])
+@pytest.mark.parametrize('loss_type', ['sigmoid', 'ipo', 'cdpo', 'robust', 'hinge'])
+def test_dpo_of_three_ranked_answers_by_hand(loss_type, precompute):
+    """Pairs of one prompt share their answers, each of which the reference scores once."""
+    records = [preference([3], [5, 2], [6, 7, 2], [8, 2]), preference([4], [9, 2], [5, 6, 2], [7, 2])]
+    trainer = make('dpo', records, shuffle=False, moved=True, train_batch_size=6, loss_type=loss_type, beta=0.3,
+                   precompute_ref_logprobs=precompute)  # fmt: skip
+    policy, reference = trainer.strategy.unwrap(trainer.model), trainer.initial
+    wants = []
+    for record in records:
+        ratios = [sum(logp(policy, s)) - sum(logp(reference, s)) for s in record.sequences()]
+        wants += [dpo(loss_type, ratios[i] - ratios[j], 0.3, 0.1) for i, j in ((0, 1), (0, 2), (1, 2))]
+    trainer.fit()
+    assert trainer.log.phases[0]['dpo/loss'] == pytest.approx(sum(wants) / 6, rel=1e-4)
+
+
+def test_the_reference_scores_a_shared_answer_once(monkeypatch):
+    trainer = make('dpo', [preference([3], [5], [6], [7])])
+    seen = []
+    score = type(trainer.reference).__call__
+    monkeypatch.setattr(type(trainer.reference), '__call__', lambda self, batch: seen.append(batch.num_sequences) or score(self, batch))
+    trainer.fit()
+    assert sum(seen) == 3
+
+
+def test_kto_of_pairs_and_of_a_sequence_given_twice():
+    pair = pairs_of([preference([3], [5], [6], [7])])
+    twice = sequence([4], [5, 2])
+    for records in (pair, [TokenizedLabelled(sequence=twice, label=label) for label in (True, False)]):
+        trainer = make('kto', records, moved=True)
+        trainer.fit()
+        found = {id(r.sequence): r.ref_logp for r in trainer.train_data}
+        for record in trainer.train_data:
+            assert record.ref_logp == found[id(record.sequence)] == pytest.approx(sum(logp(trainer.initial, record.sequence)), abs=1e-4)
+
+
+def z0_by_hand(trainer: Any, crossed: list[Sequence]) -> float:
+    policy = trainer.strategy.unwrap(trainer.model)
+    return max(0.0, sum(sum(logp(policy, s)) - sum(logp(trainer.initial, s)) for s in crossed) / len(crossed))
+
+
+@pytest.mark.parametrize('last', [5, 9])
+def test_z0_of_a_last_batch_of_one_record_takes_another_prompt(last):
+    one, two, three = sequence([3, 4], [5, 6, 2]), sequence([7], [9, 8, 2]), sequence([3, 5], [last, 2])
+    records = [TokenizedLabelled(sequence=s, label=True) for s in (one, two, three)]
+    trainer = make('kto', records, shuffle=False, moved=True, train_batch_size=2, lr=0.0)
+    trainer.fit()
+    want = z0_by_hand(trainer, [Sequence(prompt_ids=one.prompt_ids, response_ids=three.response_ids, response_mask=three.response_mask)])
+    own = z0_by_hand(trainer, [three])
+    assert abs(want - own) > 1e-3  # the negative control: under its own prompt
+    assert trainer.log.phases[1]['kto/kl'] == pytest.approx(want, rel=1e-3, abs=1e-6)
+
+
+def test_z0_of_pairs_takes_answers_under_another_prompt():
+    """Neighbours of one prompt are passed over."""
+    records = [preference([3, 5], [5, 9, 2], [6, 10, 2]), preference([4], [11, 2], [5, 8, 2])]
+    trainer = make('kto', records, shuffle=False, moved=True, lr=0.0)
+    trainer.fit()
+    (a, b), (c, d) = (r.sequences() for r in records)
+    under = lambda s, other: sequence(other.prompt_ids.tolist(), s.response_ids.tolist())  # noqa: E731
+    want = z0_by_hand(trainer, [under(a, c), under(b, c), under(c, a), under(d, a)])
+    own = z0_by_hand(trainer, [a, under(b, c), c, under(d, a)])
+    assert abs(want - own) > 1e-3
+    assert trainer.log.phases[0]['kto/kl'] == pytest.approx(want, rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.parametrize(('kind', 'settings', 'sentence'), [
     ('dpo', {'initial_model': None}, 'DPOTrainer compares with a reference: pass initial_model, or an actor with lora_rank > 0'),
     ('dpo', {'loss_type': 'sigmod'}, "loss_type='sigmod' is not known; choose one of"),
-    ('dpo', {'label_smoothing': 0.5}, r'label_smoothing=0.5 must lie in \[0, 0.5\)'),
+    ('dpo', {'label_smoothing': 0.5, 'loss_type': 'cdpo'}, r'label_smoothing=0.5 must lie in \[0, 0.5\)'),
+    ('dpo', {'label_smoothing': 0.2}, "label_smoothing=0.2 belongs to the losses cdpo and robust, not to 'sigmoid'"),
+    ('dpo', {'label_smoothing': 0.2, 'loss_type': 'hinge'}, "label_smoothing=0.2 belongs to the losses cdpo and robust, not to 'hinge'"),
     ('dpo', {'train_data': [preference([3], [5], [5])]}, 'no record has two answers that differ'),
     ('kto', {'train_batch_size': 1}, 'use 2 or more'),
     ('kto', {'train_data': [sequence([3], [4])]}, 'not from a Sequence'),
