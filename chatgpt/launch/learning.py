@@ -28,7 +28,8 @@ def make_callbacks(run: Run) -> list[Any]:
     """Checkpoints and TensorBoard, where the run asks for them."""
     from chatgpt.trainer.callbacks import SaveCheckpoint, TensorBoard
 
-    callbacks: list[Any] = [SaveCheckpoint(interval=run.checkpoint_interval or None, keep_last=run.keep_last)]
+    minutes = run.checkpoint_minutes or None
+    callbacks: list[Any] = [SaveCheckpoint(interval=run.checkpoint_interval or None, minutes=minutes, keep_last=run.keep_last)]
     if run.tensorboard:
         callbacks.append(TensorBoard())
     return callbacks

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from chatgpt.launch.arguments import STRATEGIES, check_precision, processes_here
-from chatgpt.trainer.config import LearningSettings, PPOConfig, SFTConfig, SupervisedConfig
+from chatgpt.trainer.config import CHECKPOINT_MINUTES, LearningSettings, PPOConfig, SFTConfig, SupervisedConfig
 from chatgpt.trainer.reward_model import RewardModelConfig
 
 Family = Literal['auto', 'gpt2', 'opt', 'bloom', 'llama']
@@ -68,7 +68,10 @@ class Run(LearningSettings):
     resume: str | None = None
     """a checkpoint folder, or auto for the newest of save_path"""
     checkpoint_interval: int = 0
-    """phases between checkpoints; 0 writes one only when the run is interrupted"""
+    """phases between checkpoints; 0 goes by checkpoint_minutes alone"""
+    checkpoint_minutes: float = CHECKPOINT_MINUTES
+    """also after a phase that ends so long after the last one, and at the end of the run; 0, without checkpoint_interval, writes one only
+    when the run is interrupted or fails"""
     keep_last: int = 2
     """checkpoints to keep, the one of an interruption among them"""
     tensorboard: bool = False
@@ -94,7 +97,7 @@ class Run(LearningSettings):
             self._one_of(name, get_args(hint))
         check_precision(self.strategy, self.precision)
         self._positive('keep_last', 'lora_alpha', 'rank_timeout_s')
-        self._not_negative('checkpoint_interval', 'lora_rank', 'weight_decay', 'lr')
+        self._not_negative('checkpoint_interval', 'checkpoint_minutes', 'lora_rank', 'weight_decay', 'lr')
         if self.lr is not None and not self.lr < float('inf'):
             raise ValueError(f'lr={self.lr} must be a number of at least 0')
         if not self.lora_rank:

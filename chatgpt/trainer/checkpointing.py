@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import platform
 import random
+import shutil
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from chatgpt.checkpoint import (
+    CUT_SHORT,
     CheckpointError,
     CheckpointReader,
     CheckpointWriter,
@@ -76,7 +78,8 @@ def save_checkpoint(trainer: Trainer, path: str | Path | None, *, score: float |
         writer.add('rng/', _rng_pieces(strategy.rank))
         writer.add_json('state.json', state)
         writer.commit(meta={'kind': 'training', 'phase': trainer.phase, 'score': score, 'owners': owners})
-    trainer.callbacks.on_checkpoint(trainer, path)
+    if step_of(path) is not None and strategy.is_rank_0:  # what a phase cut short left behind is passed by now
+        shutil.rmtree(path.with_name(CUT_SHORT), ignore_errors=True)
     return path
 
 

@@ -303,6 +303,10 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         self._put_back(kept)
         self.is_resuming = False
 
+    def put_back(self) -> bool:
+        self.buffer.clear()
+        return super().put_back()
+
     # ------------------------------------------------------------------ learn
 
     def learn_phase(self) -> dict[str, float]:
@@ -347,6 +351,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
                     where=where,
                     pin_memory=c.dataloader_pin_memory,
                     packing=c.packing,
+                    steps=self.steps,
                 )
                 if first:
                     phase.add(first_batch_metrics(result.metrics))

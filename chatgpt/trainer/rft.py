@@ -23,6 +23,7 @@ from chatgpt.dataset.prompts import as_prompts
 from chatgpt.experience.scorers import as_score, as_scorer
 from chatgpt.rollout import LocalEngine, RolloutEngine
 from chatgpt.rollout.sampling import generation_fields
+from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.config import SFTConfig, nearest
 from chatgpt.trainer.ppo_setup import sampling_for
 from chatgpt.trainer.sft import SFTTrainer
@@ -153,6 +154,9 @@ class RFTTrainer(SFTTrainer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.round, self.round_metrics = int(state['round']), dict(state['round_metrics'])
+
+    def put_back(self) -> bool:
+        return Trainer.put_back(self)  # which samples a round kept is in no checkpoint
 
     def fingerprint(self) -> dict[str, Any]:
         return super().fingerprint() | {'num_records': len(self.prompts)}
