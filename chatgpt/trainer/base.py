@@ -30,6 +30,7 @@ from chatgpt.trainer.config import CHECKPOINT_MINUTES, LearningSettings
 from chatgpt.trainer.failure import keep_what_is_whole, resume_words
 from chatgpt.trainer.learning import Steps
 from chatgpt.trainer.run_control import PhaseClock, StopSignals, agreed
+from chatgpt.trainer.saving import save_trained
 from chatgpt.trainer.schedule import LearningRate
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Experience
@@ -195,6 +196,16 @@ class Trainer(ABC):
         self.load_state_dict(state)
         self.is_resuming = False
         return self.steps.done == steps
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write the trained model (of several the first, the actor) as a Hugging Face folder, with the tokenizer when there is one.
+
+        Adapters are folded in. Call it on every rank.
+
+        Raises:
+            SaveError: it could not be written; says where its weights are instead.
+        """
+        save_trained(self, path)
 
     # ------------------------------------------------------------------ the run
 

@@ -16,6 +16,7 @@ from chatgpt.checkpoint import CheckpointError
 from chatgpt.testing.processes import run_script
 from chatgpt.trainer import NonFiniteError, checkpointing
 from chatgpt.trainer.callbacks import Callback, Evaluator, ProgressBar, SaveCheckpoint
+from chatgpt.trainer.saving import SaveError
 
 PHASES = 4
 
@@ -234,6 +235,50 @@ def test_a_run_with_a_folder_saves_by_the_clock_and_at_the_end(tmp_path, monkeyp
     assert Slow.seen == [[], [], ['step-00000002'], ['step-00000002']]  # after 16 minutes, then after 32, which is the end
     assert saved(tmp_path) == ['step-00000002', 'step-00000004']
     assert make().callbacks is not None and not any(isinstance(c, SaveCheckpoint) for c in make().callbacks)
+
+
+# ---------------------------------------------------------------- the trained model cannot be written
+
+
+@pytest.fixture
+def in_the_way(tmp_path):
+    """A file where a folder should be."""
+    path = tmp_path / 'file'
+    path.touch()
+    return path / 'model'
+
+
+def test_a_model_that_cannot_be_written_is_in_the_checkpoint_of_the_end(tmp_path, in_the_way):
+    trainer = fit(make(run_dir=tmp_path / 'run'))
+    end = tmp_path / 'run' / 'checkpoints' / f'step-{PHASES:08d}'
+    with pytest.raises(SaveError, match=rf'{in_the_way}: the trained model could not be written .*weights are in the checkpoint {end}: '):
+        trainer.save_pretrained(in_the_way)
+    again = make(run_dir=tmp_path / 'run')
+    again.load_checkpoint(end)
+    fit(again).save_pretrained(tmp_path / 'model')
+    assert torch.equal(weights(again), weights(trainer)) and (tmp_path / 'model' / 'config.json').is_file()
+
+
+@pytest.mark.parametrize('with_folder', [True, False])
+def test_without_a_checkpoint_the_model_is_written_elsewhere(tmp_path, in_the_way, monkeypatch, with_folder):
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr('tempfile.tempdir', str(tmp_path))
+    trainer = make(run_dir=tmp_path / 'run' if with_folder else None, callbacks=[SaveCheckpoint(tmp_path / 'c', interval=None)])
+    fit(trainer)
+    with pytest.raises(SaveError, match='it was written to .*rescued-model instead') as caught:
+        trainer.save_pretrained(in_the_way)
+    folder = Path(str(caught.value).partition('written to ')[2].removesuffix(' instead'))
+    assert (folder.parent == tmp_path / 'run') == with_folder
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(loaded.get_input_embeddings().weight, trainer.actor.model.get_input_embeddings().weight)
+
+
+def test_a_model_that_can_be_written_nowhere_is_said_to_be_lost(tmp_path, in_the_way, monkeypatch):
+    trainer = fit(make())
+    monkeypatch.setattr('tempfile.mkdtemp', lambda prefix: str(in_the_way))
+    with pytest.raises(SaveError, match='and nowhere else: .*The weights are lost with this process'):
+        trainer.save_pretrained(in_the_way)
 
 
 RANKS = """
