@@ -7,8 +7,10 @@ files (`config_file`), and building the objects (`build`).
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from types import MappingProxyType
+from typing import Any, Literal, cast, get_args
 
 from chatgpt.launch.arguments import STRATEGIES, check_precision, processes_here
 from chatgpt.trainer.config import CHECKPOINT_MINUTES, LearningSettings, PPOConfig, SFTConfig, SupervisedConfig
@@ -23,6 +25,8 @@ BiasMode = Literal['none', 'all', 'lora_only']
 class Run(LearningSettings):
     """What the runs of all scripts have in common."""
 
+    said = cast(Mapping[str, Any], MappingProxyType({}))  # no annotation: not a setting
+    """the settings that the user gave, in this start or in one that it goes on from"""
     strategy: str = 'naive'
     """what prepares and shards the models: naive, ddp, fsdp, fsdp_cpu, colossalai_gemini, colossalai_gemini_cpu, colossalai_zero1,
     colossalai_zero1_cpu, colossalai_zero2, colossalai_zero2_cpu"""

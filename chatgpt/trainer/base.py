@@ -31,7 +31,7 @@ from chatgpt.trainer.failure import keep_what_is_whole, resume_words
 from chatgpt.trainer.learning import Steps
 from chatgpt.trainer.run_control import PhaseClock, StopSignals, agreed
 from chatgpt.trainer.saving import save_trained
-from chatgpt.trainer.schedule import LearningRate
+from chatgpt.trainer.schedule import LearningRate, describe_groups
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Experience
 
@@ -133,7 +133,9 @@ class Trainer(ABC):
 
     def fingerprint(self) -> dict[str, Any]:
         """Settings and data of this run; a resume says which of them changed."""
-        return {'config': self.config.to_dict(), 'seed': self.strategy.seed}
+        rates = {name: schedule.base for name, schedule in self._schedules.items()}
+        optimizers = {name: describe_groups(optimizer, rates[name]) for name, optimizer in self.optimizers().items()}
+        return {'config': self.config.to_dict(), 'seed': self.strategy.seed, 'optimizers': optimizers}
 
     def check_ranks(self, where: str) -> None:
         """Every rank runs the same run and stands at the same place, or all end; see `chatgpt.trainer.agreement`. A collective."""

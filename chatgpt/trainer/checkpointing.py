@@ -41,6 +41,7 @@ from chatgpt.checkpoint import (
     step_folder,
     step_of,
 )
+from chatgpt.trainer.schedule import hyperparameters
 
 if TYPE_CHECKING:
     from chatgpt.trainer.base import Trainer
@@ -105,7 +106,10 @@ def load_checkpoint(trainer: Trainer, path: str | Path) -> bool:
     for name, model in trainer.models().items():
         strategy.load_model_pieces(model, reader.sub(f'{name}/'))
     for name, optimizer in trainer.optimizers().items():
+        chosen = [hyperparameters(group) for group in optimizer.param_groups]
         strategy.load_optimizer_meta(optimizer, state['optimizers'][name])
+        for group, values in zip(optimizer.param_groups, chosen, strict=True):
+            group.update(values)  # the last word on a setting is this run's, not the checkpoint's; `report_changes` says what changed
         strategy.load_optimizer_pieces(optimizer, reader.sub(f'{name}_optim/'))
     for name, owner in sorted(owners.items()):
         if owner in (MODELS, OPTIMIZERS, RNG):
@@ -135,7 +139,7 @@ def report_changes(trainer: Trainer) -> None:
 def differences(old: Any, new: Any, where: str = '') -> Iterator[str]:
     """'config.kl_coef 0.1 → 0.2' for every leaf that differs."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        for key in sorted(set(old) | set(new)):
+        for key in sorted(set(old) & set(new) if not where else set(old) | set(new)):  # a checkpoint may not record a whole part
             yield from differences(old.get(key), new.get(key), f'{where}.{key}' if where else str(key))
     elif old != new:
         yield f'{where} {old!r} → {new!r}'

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from chatgpt.batching import collate_or_filler
 from chatgpt.dataset.prompts import PromptOrder, PromptSet, as_prompts
 from chatgpt.experience import ExperienceMaker, ExperienceSettings, ReplayBuffer, ScoreShaper, as_scorer
-from chatgpt.experience.scorers import models_of
+from chatgpt.experience.scorers import described, models_of
 from chatgpt.functional.kl import AdaptiveKLController, FixedKLController
 from chatgpt.nn.dropout import dropout_off
 from chatgpt.plan.setup import Setup
@@ -230,7 +230,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
     def fingerprint(self) -> dict[str, Any]:
         sampling = {k: v for k, v in vars(self.sampling).items() if k != 'stop'}
         data = self.prompts.fingerprint() if self.prompts is not None else None
-        return super().fingerprint() | {'sampling': sampling, 'prompts': data}
+        return super().fingerprint() | {'sampling': sampling, 'prompts': data, 'reward': described(self.maker.scorer)}
 
     # ------------------------------------------------------------------ the loop
 

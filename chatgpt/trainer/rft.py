@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from chatgpt.dataset.prompts import as_prompts
-from chatgpt.experience.scorers import as_score, as_scorer
+from chatgpt.experience.scorers import as_score, as_scorer, described
 from chatgpt.rollout import LocalEngine, RolloutEngine
 from chatgpt.rollout.sampling import generation_fields
 from chatgpt.trainer.base import Trainer
@@ -159,7 +159,7 @@ class RFTTrainer(SFTTrainer):
         return Trainer.put_back(self)  # which samples a round kept is in no checkpoint
 
     def fingerprint(self) -> dict[str, Any]:
-        return super().fingerprint() | {'num_records': len(self.prompts)}
+        return super().fingerprint() | {'num_records': len(self.prompts), 'reward': described(self.scorer)}
 
     def fit(self) -> None:
         """Run `num_rounds` rounds. After `load_checkpoint` it goes on with the next one."""
