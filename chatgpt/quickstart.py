@@ -43,6 +43,7 @@ def train(
     tokenizer: Any = None,
     strategy: Any = None,
     run_dir: str | Path | None = None,
+    save_path: str | Path | None = None,
     callbacks: SequenceOf[Any] = (),
     **settings: Any,
 ) -> Any:
@@ -66,6 +67,8 @@ def train(
             trainer's config dataclass. `settings` win over it.
         tokenizer: None takes the model's own.
         strategy: None is a `NaiveStrategy`.
+        run_dir: folder of the run: metrics, and checkpoints every quarter of an hour, at the end and when it fails.
+        save_path: a new folder, where the trained model is written with its tokenizer, as `trainer.save_pretrained(save_path)` does.
         **settings: fields of the trainer's config, generation keywords, and `lr`, `eval_interval`, `lora_rank` (not ILQL), `critic_lr`
             and `num_timesteps` (PPO), `max_length` (tokens of a sample; with PPO of prompt and response).
 
@@ -78,6 +81,8 @@ def train(
     _check_settings(kind, chosen)
     if eval_prompts is None:
         _check_nothing_to_evaluate(kind, chosen, metric_fn, stop_sequences)
+    if save_path is not None and Path(save_path).exists() and (not Path(save_path).is_dir() or any(Path(save_path).iterdir())):
+        raise ValueError(f'train: save_path={str(save_path)!r} is there already and would be overwritten; give a new folder')
     own = {name: chosen.pop(name, default) for name, default in OWN[kind].items()}
     _config_class(kind)(**_of_config(kind, chosen)).validate(getattr(strategy, 'world_size', 1))
     tokenizer = tokenizer or _tokenizer_of(model)
@@ -96,6 +101,8 @@ def train(
         trainer.fit(prompts, num_episodes=1, max_timesteps=own['num_timesteps'], update_timesteps=1)
     else:
         trainer.fit()
+    if save_path is not None:
+        trainer.save_pretrained(save_path)
     return trainer
 
 

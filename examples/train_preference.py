@@ -75,7 +75,7 @@ def learn(run: PreferenceRun, strategy: Any, config: Any, tokenizer: Any, train:
     )  # fmt: skip
     learning.resume(run, trainer)
     trainer.fit()
-    learning.finish(run, strategy, actor, optimizer, tokenizer, 'actor')
+    learning.finish(run, trainer, 'actor')
 
 
 if __name__ == '__main__':

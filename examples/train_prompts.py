@@ -107,7 +107,7 @@ def train(args: PPORun, config: PPOConfig, strategy: Any, inputs: Any, engine: A
     learning.resume(args, trainer)
     write_settings(args, strategy, inputs)
     trainer.fit(inputs.prompts, args.num_episodes, args.max_timesteps, args.update_timesteps)
-    learning.finish(args, strategy, actor, actor_optim, inputs.tokenizer, 'actor')
+    learning.finish(args, trainer, 'actor')
     if args.need_optim_ckpt and critic is not None:
         strategy.save_optimizer(critic_optim, Path(args.save_path, 'critic_optim.pt'), only_rank0=False)
 

@@ -57,7 +57,7 @@ def learn(run: RewardRun, strategy: Any, config: Any, tokenizer: Any, train: Any
     )  # fmt: skip
     learning.resume(run, trainer)
     trainer.fit()
-    learning.finish(run, strategy, model, optimizer, tokenizer, 'reward_model')
+    learning.finish(run, trainer, 'reward_model')
 
 
 if __name__ == '__main__':

@@ -60,7 +60,7 @@ def learn(run: SFTRun, strategy: Any, config: Any, tokenizer: Any, train: Any, v
     )  # fmt: skip
     learning.resume(run, trainer)
     trainer.fit()
-    learning.finish(run, strategy, actor, optimizer, tokenizer, 'actor')
+    learning.finish(run, trainer, 'actor')
 
 
 if __name__ == '__main__':

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 import threading
+import zlib
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol, cast, runtime_checkable
@@ -128,6 +129,19 @@ def models_of(scorer: Scorer | None) -> list[nn.Module]:
     if isinstance(scorer, WeightedScorer):
         return [model for _, inner in scorer.weighted for model in models_of(inner)]
     return []
+
+
+def described(scorer: Scorer | None) -> Any:
+    """A scorer as JSON, for telling whether a run goes on with another: of functions name and a checksum of the source."""
+    if isinstance(scorer, WeightedScorer):
+        return [[weight, described(inner)] for weight, inner in scorer.weighted]
+    if not isinstance(scorer, FunctionScorer):
+        return type(scorer).__name__
+    try:
+        source = inspect.getsource(scorer.fn if inspect.isroutine(scorer.fn) else type(scorer.fn))
+    except (OSError, TypeError):
+        return scorer.name
+    return f'{scorer.name}, source {zlib.crc32(source.encode()):08x}'
 
 
 class FunctionScorer:

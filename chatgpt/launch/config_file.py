@@ -7,6 +7,7 @@ Training; keys are the run's own names or those of llm-on-ray. Nothing in a file
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import typing
 from collections.abc import Iterable, Mapping
@@ -113,7 +114,12 @@ def parse_run(
     if plain and positional is not None:
         values[positional] = plain[0]
     show = given.pop('print_config', False)
-    run = cls.from_dict(values | given)
+    values |= given
+    before = said_before(cls, values)
+    run = cls.from_dict(before | values)
+    run.said = before | values
+    if before and os.environ.get('RANK', '0') == '0' and not show:
+        report_said(before, values)
     if show:
         print(to_yaml(run), end='')
         raise SystemExit(0)
@@ -178,6 +184,47 @@ def to_yaml(run: Run) -> str:
 
 
 def write_resolved(run: Run, folder: str | Path) -> None:
-    """`config.yaml` in the run's folder."""
+    """In the run's folder: `config.yaml`, every setting; and `said.yaml`, those that the user gave, in this start or an earlier one."""
+    import yaml
+
     Path(folder).mkdir(parents=True, exist_ok=True)
     Path(folder, 'config.yaml').write_text(to_yaml(run))
+    said = {name: value for name, value in run.said.items() if name not in OF_ONE_START}
+    Path(folder, SAID).write_text(yaml.safe_dump(said, sort_keys=False, allow_unicode=True))
+
+
+# ---------------------------------------------------------------------- a run that goes on
+
+SAID = 'said.yaml'
+OF_ONE_START = ('resume', 'save_path', 'plan')
+"""settings that say what one start does, and are not the run's"""
+
+
+def said_before(cls: type[Run], values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the user said of the run that `resume` goes on with: its last word stands until there is another. Empty without a resume."""
+    from chatgpt.checkpoint import latest
+
+    if not values.get('resume'):
+        return {}
+    save_path = Path(values.get('save_path') or cls.from_dict({}).save_path)
+    if values['resume'] == 'auto':
+        places = [save_path] if latest(save_path / 'checkpoints') is not None else []
+    else:  # a run's folder, its checkpoints, or one of them
+        folder = Path(values['resume']).absolute()
+        places = [folder, folder.parent, folder.parent.parent]
+    found = next((place / SAID for place in places if (place / SAID).is_file()), None)
+    if found is None:
+        return {}
+    known = set(cls.field_names()) - set(OF_ONE_START)
+    return {name: value for name, value in (read_file(found) or {}).items() if name in known}
+
+
+def report_said(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Say which settings this start changes, and which it takes over."""
+    now = {name: value for name, value in now.items() if name not in OF_ONE_START}
+    changed = [f'{n} {before[n]!r} → {v!r}' if n in before else f'{n} → {v!r}' for n, v in now.items() if before.get(n) != v]
+    kept = [f'{name} {value!r}' for name, value in before.items() if name not in now]
+    if changed:
+        print(f'settings changed in this resume: {", ".join(changed)}', flush=True)
+    if kept:
+        print(f'settings kept from the run so far: {", ".join(kept)}', flush=True)

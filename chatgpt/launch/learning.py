@@ -28,7 +28,8 @@ def make_callbacks(run: Run) -> list[Any]:
     """Checkpoints and TensorBoard, where the run asks for them."""
     from chatgpt.trainer.callbacks import SaveCheckpoint, TensorBoard
 
-    callbacks: list[Any] = [SaveCheckpoint(interval=run.checkpoint_interval or None, keep_last=run.keep_last)]
+    minutes = run.checkpoint_minutes or None
+    callbacks: list[Any] = [SaveCheckpoint(interval=run.checkpoint_interval or None, minutes=minutes, keep_last=run.keep_last)]
     if run.tensorboard:
         callbacks.append(TensorBoard())
     return callbacks
@@ -51,15 +52,14 @@ def resume(run: Run, trainer: Any) -> None:
     strategy.run_on_rank0(lambda: write_resolved(run, run.save_path))
 
 
-def finish(run: Run, strategy: Any, model: Any, optimizer: Any, tokenizer: Any, name: str) -> Path:
+def finish(run: Run, trainer: Any, name: str) -> Path:
     """Write the trained model as a Hugging Face folder, and its optimizer's states where that is asked for."""
-    from chatgpt.trainer.saving import save_pretrained
-
     path = Path(run.model_path or Path(run.save_path, name))
-    save_pretrained(strategy, model, path, tokenizer=tokenizer)
+    trainer.save_pretrained(path)
     if run.need_optim_ckpt:
-        strategy.save_optimizer(optimizer, Path(run.save_path, f'{name}_optim.pt'), only_rank0=False)
-    if strategy.is_rank_0:
+        optimizer = next(iter(trainer.optimizers().values()))
+        trainer.strategy.save_optimizer(optimizer, Path(run.save_path, f'{name}_optim.pt'), only_rank0=False)
+    if trainer.strategy.is_rank_0:
         print(f'{name} written to {path}', flush=True)
     return path
 

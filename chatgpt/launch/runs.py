@@ -7,11 +7,13 @@ files (`config_file`), and building the objects (`build`).
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from types import MappingProxyType
+from typing import Any, Literal, cast, get_args
 
 from chatgpt.launch.arguments import STRATEGIES, check_precision, processes_here
-from chatgpt.trainer.config import LearningSettings, PPOConfig, SFTConfig, SupervisedConfig
+from chatgpt.trainer.config import CHECKPOINT_MINUTES, LearningSettings, PPOConfig, SFTConfig, SupervisedConfig
 from chatgpt.trainer.reward_model import RewardModelConfig
 
 Family = Literal['auto', 'gpt2', 'opt', 'bloom', 'llama']
@@ -23,6 +25,8 @@ BiasMode = Literal['none', 'all', 'lora_only']
 class Run(LearningSettings):
     """What the runs of all scripts have in common."""
 
+    said = cast(Mapping[str, Any], MappingProxyType({}))  # no annotation: not a setting
+    """the settings that the user gave, in this start or in one that it goes on from"""
     strategy: str = 'naive'
     """what prepares and shards the models: naive, ddp, fsdp, fsdp_cpu, colossalai_gemini, colossalai_gemini_cpu, colossalai_zero1,
     colossalai_zero1_cpu, colossalai_zero2, colossalai_zero2_cpu"""
@@ -68,7 +72,10 @@ class Run(LearningSettings):
     resume: str | None = None
     """a checkpoint folder, or auto for the newest of save_path"""
     checkpoint_interval: int = 0
-    """phases between checkpoints; 0 writes one only when the run is interrupted"""
+    """phases between checkpoints; 0 goes by checkpoint_minutes alone"""
+    checkpoint_minutes: float = CHECKPOINT_MINUTES
+    """also after a phase that ends so long after the last one, and at the end of the run; 0, without checkpoint_interval, writes one only
+    when the run is interrupted or fails"""
     keep_last: int = 2
     """checkpoints to keep, the one of an interruption among them"""
     tensorboard: bool = False
@@ -94,7 +101,7 @@ class Run(LearningSettings):
             self._one_of(name, get_args(hint))
         check_precision(self.strategy, self.precision)
         self._positive('keep_last', 'lora_alpha', 'rank_timeout_s')
-        self._not_negative('checkpoint_interval', 'lora_rank', 'weight_decay', 'lr')
+        self._not_negative('checkpoint_interval', 'checkpoint_minutes', 'lora_rank', 'weight_decay', 'lr')
         if self.lr is not None and not self.lr < float('inf'):
             raise ValueError(f'lr={self.lr} must be a number of at least 0')
         if not self.lora_rank:

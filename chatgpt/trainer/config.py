@@ -24,6 +24,9 @@ NEEDS_CRITIC: tuple[str, ...] = ('gae', 'a2c')
 GROUP_RELATIVE: tuple[str, ...] = ('grpo', 'dr_grpo', 'rloo')
 NEEDS_GROUPS: tuple[str, ...] = (*GROUP_RELATIVE, 'gdpo', 'reinforce++_baseline')
 
+CHECKPOINT_MINUTES = 15.0
+"""between checkpoints of a run that does not say how often"""
+
 C = TypeVar('C', bound='Settings')
 
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from chatgpt.batching import collate_or_filler
 from chatgpt.dataset.prompts import PromptOrder, PromptSet, as_prompts
 from chatgpt.experience import ExperienceMaker, ExperienceSettings, ReplayBuffer, ScoreShaper, as_scorer
-from chatgpt.experience.scorers import models_of
+from chatgpt.experience.scorers import described, models_of
 from chatgpt.functional.kl import AdaptiveKLController, FixedKLController
 from chatgpt.nn.dropout import dropout_off
 from chatgpt.plan.setup import Setup
@@ -242,7 +242,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
     def fingerprint(self) -> dict[str, Any]:
         sampling = {k: v for k, v in vars(self.sampling).items() if k != 'stop'}
         data = self.prompts.fingerprint() if self.prompts is not None else None
-        return super().fingerprint() | {'sampling': sampling, 'prompts': data}
+        return super().fingerprint() | {'sampling': sampling, 'prompts': data, 'reward': described(self.maker.scorer)}
 
     # ------------------------------------------------------------------ the loop
 
@@ -315,6 +315,10 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         self._put_back(kept)
         self.is_resuming = False
 
+    def put_back(self) -> bool:
+        self.buffer.clear()
+        return super().put_back()
+
     # ------------------------------------------------------------------ learn
 
     def learn_phase(self) -> dict[str, float]:
@@ -359,6 +363,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
                     where=where,
                     pin_memory=c.dataloader_pin_memory,
                     packing=c.packing,
+                    steps=self.steps,
                 )
                 if first:
                     phase.add(first_batch_metrics(result.metrics))

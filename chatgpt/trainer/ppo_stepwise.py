@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 
 from chatgpt.dataset.prompts import as_prompts
 from chatgpt.trainer.ppo_setup import check_by_hand, given_groups, given_samples, sampling_for
-from chatgpt.trainer.saving import save_pretrained
 from chatgpt.types import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -120,10 +118,6 @@ class StepwisePPO:
     ) -> None:
         """Hand the numbers of a `step`, and rows of a batch, to the callbacks' sample tables."""
         self.callbacks.on_log(self, dict(stats), batch or {}, list(rewards or ()), list(columns_to_log))
-
-    def save_pretrained(self: Any, path: str | Path) -> None:
-        """Write the actor as a Hugging Face folder (adapters folded in), with the tokenizer when there is one."""
-        save_pretrained(self.strategy, self.actor, path, tokenizer=self.tokenizer)
 
 
 def _responses(

@@ -20,9 +20,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from chatgpt.dataset.prompts import as_prompts
-from chatgpt.experience.scorers import as_score, as_scorer
+from chatgpt.experience.scorers import as_score, as_scorer, described
 from chatgpt.rollout import LocalEngine, RolloutEngine
 from chatgpt.rollout.sampling import generation_fields
+from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.config import SFTConfig, nearest
 from chatgpt.trainer.ppo_setup import sampling_for
 from chatgpt.trainer.sft import SFTTrainer
@@ -154,8 +155,11 @@ class RFTTrainer(SFTTrainer):
         super().load_state_dict(state)
         self.round, self.round_metrics = int(state['round']), dict(state['round_metrics'])
 
+    def put_back(self) -> bool:
+        return Trainer.put_back(self)  # which samples a round kept is in no checkpoint
+
     def fingerprint(self) -> dict[str, Any]:
-        return super().fingerprint() | {'num_records': len(self.prompts)}
+        return super().fingerprint() | {'num_records': len(self.prompts), 'reward': described(self.scorer)}
 
     def fit(self) -> None:
         """Run `num_rounds` rounds. After `load_checkpoint` it goes on with the next one."""

@@ -112,6 +112,12 @@ class SupervisedTrainer(Trainer):
         self.batches_done = int(state['batches_done'])
         self.epochs_before = int(state['epochs_before'])
 
+    def put_back(self) -> bool:
+        """`batches_done` follows every optimizer step, so a run goes on from any. A phase that only lacked its report counts as done."""
+        if self._clean is not None and self.steps.done != self._clean[1] and self.batches_done % self.config.log_interval == 0:
+            self.phase += 1
+        return True
+
     def fingerprint(self) -> dict[str, Any]:
         return super().fingerprint() | {'num_records': len(self.train_data)}
 
@@ -128,9 +134,10 @@ class SupervisedTrainer(Trainer):
             self.fit_updates = self.num_updates
         self.is_resuming = False
         self.total_updates = self.fit_updates + total
-        with self.running(num_phases=self.phase + -(-(total - self.batches_done) // c.log_interval)):
+        with self.running(num_phases=self.phase + -(-total // c.log_interval) - self.batches_done // c.log_interval):
             while self.batches_done < total and not self.stop_agreed():
-                self._phase(min(c.log_interval, total - self.batches_done), per_epoch, total)
+                rest = c.log_interval - self.batches_done % c.log_interval  # a phase that an exception cut short is ended first
+                self._phase(min(rest, total - self.batches_done), per_epoch, total)
 
     def _phase(self, num_batches: int, per_epoch: int, total: int) -> None:
         c, phase, tokens = self.config, PhaseMetrics(), 0
@@ -154,6 +161,7 @@ class SupervisedTrainer(Trainer):
                     where=f'in epoch {epoch + 1}, train batch {number + 1}',
                     pin_memory=c.dataloader_pin_memory,
                     packing=c.packing,
+                    steps=self.steps,
                 )
                 self.batches_done += 1
                 self.num_updates += result.stepped
