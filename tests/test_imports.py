@@ -30,7 +30,8 @@ ALLOWED: dict[str, set[str]] = {
     'trainer.callbacks': MATHS | {'checkpoint', 'trainer', 'trainer.strategies'},
     'trainer': MODELS | {'plan', 'rollout', 'experience', 'dataset', 'checkpoint', 'trainer.strategies', 'trainer.callbacks'},
     'launch': MODELS
-    | {'cluster', 'plan', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
+    | {'cluster', 'plan', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
+    | {'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'plan': MODELS | {'trainer.strategies'},  # to find a model's blocks and a strategy's name
     'rewards': set(),
     'quickstart': MODELS
