@@ -17,6 +17,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from chatgpt.rewards.calling import made
 from chatgpt.trainer.config import NEEDS_CRITIC, PPOConfig, Settings, nearest
 
 OWN: dict[str, dict[str, Any]] = {
@@ -210,6 +211,7 @@ def as_reward(reward_fn: Any) -> Any:
         return type(reward_fn)(
             (item[0], as_reward(item[1])) if isinstance(item, (list, tuple)) and len(item) == 2 else item for item in reward_fn
         )
+    reward_fn = made(reward_fn)
     names = _names_of_trlx(reward_fn)
     if names is None:
         return reward_fn

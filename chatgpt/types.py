@@ -107,6 +107,8 @@ class Experience(Sample):
     """-beta * kl, with the score added once at the last action that counts"""
     advantages: Tensor
     returns: Tensor
+    shaped_score: float = 0.0
+    """what the score came to in the rewards, after scaling, clipping, penalties and whitening"""
     token_scores: Tensor | None = None
     """dense scores from the scorer, when it gave one per token"""
     weighted_scores: tuple[tuple[float, float], ...] = ()

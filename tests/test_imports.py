@@ -24,17 +24,18 @@ ALLOWED: dict[str, set[str]] = {
     'nn': MATHS | {'batching'},
     'rollout': MODELS | {'cluster'},
     'dataset': {'types'},
-    'experience': MODELS | {'rollout'},
+    'experience': MODELS | {'rollout', 'rewards', 'dataset'},
     'checkpoint': set(),
     'trainer.strategies': MODELS | {'checkpoint'},
     'trainer.callbacks': MATHS | {'checkpoint', 'trainer', 'trainer.strategies'},
     'trainer': MODELS | {'plan', 'rollout', 'experience', 'dataset', 'checkpoint', 'trainer.strategies', 'trainer.callbacks'},
     'launch': MODELS
-    | {'cluster', 'plan', 'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
+    | {'cluster', 'plan', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
+    | {'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'plan': MODELS | {'trainer.strategies'},  # to find a model's blocks and a strategy's name
     'rewards': set(),
     'quickstart': MODELS
-    | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks', 'launch'},
+    | {'rollout', 'rewards', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks', 'launch'},
     'testing': MODELS | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'chatgpt': {'quickstart'},
 }

@@ -157,21 +157,22 @@ class ExperienceMaker:
 
     def _fill_rewards(self, experiences: list[Experience], kl_coef: float) -> None:
         shaped = self.shaper([e.score for e in experiences], experiences)
-        shift, factor = self.shaper.scale()
         for e, score in zip(experiences, shaped, strict=True):
+            e.shaped_score = score
             if e.token_scores is None:
                 e.rewards = token_rewards(e.kl, kl_coef, score, e.response_mask)
             else:
-                # A dense score is scaled token by token; the sequence score, their sum, must not be paid a second time.
-                dense = e.token_scores * factor
-                if self.shaper.clip is not None:
-                    dense = dense.clamp(-self.shaper.clip, self.shaper.clip)
-                e.rewards = token_rewards(e.kl, kl_coef, 0.0, e.response_mask, token_scores=dense)
+                # The sequence score, their sum, must not be paid a second time.
+                dense, once = self.shaper.of_tokens(e.token_scores, e)
+                e.rewards = token_rewards(e.kl, kl_coef, once, e.response_mask, token_scores=dense)
         if self.settings.whiten_rewards and experiences:
             mask = torch.cat([e.response_mask for e in experiences])
-            flat = whiten(torch.cat([e.rewards for e in experiences]), mask, shift_mean=False)
+            before = torch.cat([e.rewards for e in experiences])
+            flat = whiten(before, mask, shift_mean=False)
+            size = float(before.abs().sum())
+            factor = float(flat.abs().sum()) / size if size else 1.0
             for e, rewards in zip(experiences, flat.split([e.num_actions for e in experiences]), strict=True):
-                e.rewards = rewards.clone()
+                e.rewards, e.shaped_score = rewards.clone(), e.shaped_score * factor
 
 
 def _start(sample: Sample, score: Score, parts: list[tuple[float, Score]]) -> Experience:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from chatgpt.launch.relaunch import mistake_was_told, tell_mistake
+from chatgpt.rewards.calling import made
 
 STRATEGIES = (
     'naive', 'ddp', 'fsdp', 'fsdp_cpu', 'colossalai_gemini', 'colossalai_gemini_cpu',
@@ -202,10 +203,10 @@ def strategy_of(run: Any) -> Iterator[Any]:
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """A function from 'package.module:name' or 'path/to/file.py:name'.
+    """A function from 'package.module:name' or 'path/to/file.py:name'; of a class, an object made without arguments.
 
     Raises:
-        ValueError: it is not of that form, or there is no such module or function.
+        ValueError: it is not of that form, there is no such module or function, or a class that cannot be made so.
     """
     module_name, _, function_name = spec.rpartition(':')
     if not module_name or not function_name:
@@ -214,7 +215,10 @@ def load_function(spec: str) -> Callable[..., Any]:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ValueError(f'{spec!r}: {module_name} has no function {function_name!r}')
-    return function
+    try:
+        return made(function)
+    except ValueError as error:
+        raise ValueError(f'{spec!r}: {_one_line(error)}; name a function or object of your own file that does') from None
 
 
 def _import(name: str, spec: str) -> types.ModuleType:
@@ -233,7 +237,7 @@ def _import(name: str, spec: str) -> types.ModuleType:
         sys.modules[path.stem] = module
         module_spec.loader.exec_module(module)
         return module
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f'{spec!r}: importing it raised {type(error).__name__}: {_one_line(error)}') from error
     finally:
         sys.path.remove(folder)

@@ -37,10 +37,17 @@ def estimate_advantages(experiences: list[Experience], config: PPOConfig) -> Non
         advantages, returns = _by_reward(experiences)
     else:
         groups = torch.tensor([e.group for e in experiences])
-        totals = torch.stack([(r * m).double().sum() for r, m in zip(rewards, masks, strict=True)])
+        totals = torch.stack([_total(e) for e in experiences])
         advantages, returns = _by_group(name, totals, groups, masks, config.gamma)
     for e, advantage, ret in zip(experiences, advantages, returns, strict=True):
         e.advantages, e.returns = advantage.float(), ret.float()
+
+
+def _total(e: Experience) -> Tensor:
+    """Σ_t r[t]. A response without a token that counts has no rewards; its score stands in its group's baseline all the same."""
+    if not e.response_mask.any():
+        return torch.tensor(e.shaped_score, dtype=torch.float64, device=e.rewards.device)
+    return (e.rewards * e.response_mask).double().sum()
 
 
 def _by_group(name: str, totals: Tensor, groups: Tensor, masks: list[Tensor], gamma: float) -> tuple[list[Tensor], list[Tensor]]:

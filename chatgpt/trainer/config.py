@@ -153,13 +153,13 @@ class PPOConfig(LearningSettings):
     kl_horizon: float = 10000.0
     """samples over which the adaptive coefficient reacts [Z]"""
     score_scaling: ScoreScaling = 'none'
-    """'running', 'norm' or 'ref'; see `ScoreShaper`"""
+    """'running', 'norm' or 'ref'; see `ScoreShaper`, also for what these settings do to scores per token"""
     score_clip: float | None = None
-    """clip scaled scores to ± this"""
+    """clip scaled scores to ± this; of scores per token, their sum"""
     missing_eos_score: float | None = None
     """score of a response that did not end (−1 in [T]); None leaves its score alone"""
     overlong_buffer: int | None = None
-    """the last so many tokens before max_new_tokens cost up to 1, linearly (DAPO, Yu et al. 2025, equation 13)"""
+    """the last so many tokens before max_new_tokens or max_length cost up to 1, linearly (DAPO, Yu et al. 2025, equation 13)"""
     overlong_filter: bool = False
     """responses that ran out of room are left out of the loss (DAPO, section 3.4)"""
     token_penalty: float = 0.0

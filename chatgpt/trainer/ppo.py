@@ -11,7 +11,7 @@ Left out: how text becomes ids (`chatgpt.dataset`), how a response is scored (`c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,14 @@ from chatgpt.trainer.learning import TrainedModel, Work, generator_for, learn_ba
 from chatgpt.trainer.pipeline import pipeline_for
 from chatgpt.trainer.ppo_collect import Collector
 from chatgpt.trainer.ppo_loss import PPOLoss
-from chatgpt.trainer.ppo_metrics import PhaseMetrics, first_batch_metrics, performance_metrics, rollout_metrics, value_metrics
+from chatgpt.trainer.ppo_metrics import (
+    PhaseMetrics,
+    first_batch_metrics,
+    performance_metrics,
+    rollout_metrics,
+    scaling_metrics,
+    value_metrics,
+)
 from chatgpt.trainer.ppo_setup import (
     RatioGuard,
     check_nlpo,
@@ -175,15 +182,13 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         self.update_timesteps = 1
         self._order: PromptOrder | None = None
 
-    def _overlong(self, config: PPOConfig) -> tuple[int, int] | None:
+    def _overlong(self, config: PPOConfig) -> tuple[Callable[[int], int], int] | None:
         if config.overlong_buffer is None:
             return None
-        limit = self.sampling.max_new_tokens
-        if limit is None or config.overlong_buffer > limit:
-            raise ValueError(
-                f'overlong_buffer={config.overlong_buffer} is a part of max_new_tokens={limit}; it must not be larger'
-            )
-        return limit, config.overlong_buffer
+        name, limit = min(((n, v) for n in ('max_new_tokens', 'max_length') if (v := getattr(self.sampling, n))), key=lambda p: p[1])
+        if config.overlong_buffer > limit:
+            raise ValueError(f'overlong_buffer={config.overlong_buffer} is a part of {name}={limit}; it must not be larger')
+        return self.sampling.room, config.overlong_buffer
 
     def _check_lengths(self, config: PPOConfig) -> None:
         if config.aggregation == 'sequence_sum' and self.sampling.max_new_tokens is None:
@@ -333,7 +338,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         if self.mask_model is not None and (self.phase + 1) % self.config.nlpo_update_interval == 0:
             take_over(self.strategy.unwrap(self.mask_model), self.strategy.unwrap(self.actor))
         self.buffer.clear()
-        metrics = rollouts | value_metrics(experiences) | self.sampling_metrics | metrics
+        metrics = rollouts | scaling_metrics(self.maker.shaper) | value_metrics(experiences) | self.sampling_metrics | metrics
         metrics |= performance_metrics(experiences, self.clock.metrics(), self.config.max_epochs)
         self.end_phase(metrics)
         return metrics

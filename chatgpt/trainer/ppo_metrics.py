@@ -8,6 +8,7 @@ from collections.abc import Sequence as SequenceOf
 import torch
 from torch import Tensor
 
+from chatgpt.experience import ScoreShaper
 from chatgpt.functional.kl import kl_penalty
 from chatgpt.functional.losses import explained_variance
 from chatgpt.types import Experience
@@ -49,6 +50,11 @@ def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float, *, in_r
         'rollout/ended_share': sum(e.ended for e in experiences) / len(experiences),
         'rollout/entropy': surprisal / max(counted, 1),
     }
+
+
+def scaling_metrics(shaper: ScoreShaper) -> dict[str, float]:
+    """`rollout/...`: whether `score_scaling` has something to divide by; nothing without it."""
+    return {'rollout/score_scaling_idle': float(shaper.is_idle)} if shaper.scaling != 'none' else {}
 
 
 def value_metrics(experiences: SequenceOf[Experience]) -> dict[str, float]:
