@@ -17,11 +17,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from chatgpt.nn.files import save_tensors
 from chatgpt.nn.lora import (
     LoRAConv1D,
     convert_to_lora,
@@ -92,10 +93,9 @@ def export_peft(module: nn.Module, folder: str | os.PathLike[str], *, base_model
         'fan_in_fan_out': any(isinstance(layer, LoRAConv1D) for layer in layers.values()),
         'target_modules': _target_names(model, layers),
     }
-    tensors = {_PREFIX + _to_peft(name, layers): tensor.detach().cpu().contiguous().clone()
-               for name, tensor in lora_state_dict(model).items()}  # fmt: skip
+    tensors = {_PREFIX + _to_peft(name, layers): tensor.clone() for name, tensor in lora_state_dict(model).items()}
     path.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path / WEIGHTS_FILE, metadata={'format': 'pt'})
+    save_tensors(tensors, path / WEIGHTS_FILE, metadata={'format': 'pt'})
     (path / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + '\n', encoding='utf-8')
 
 
