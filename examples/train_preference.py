@@ -14,8 +14,9 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-from chatgpt.launch.arguments import check_run_folder, run_main, strategy_of, world_size_from_env
+from chatgpt.launch.arguments import run_main, strategy_of, world_size_from_env
 from chatgpt.launch.config_file import parse_run
+from chatgpt.launch.destination import check_destination
 from chatgpt.launch.preference import PreferenceRun, check_judged, check_judgements
 
 LR = {'dpo': 1e-6, 'simpo': 1e-6, 'kto': 5e-6, 'orpo': 5e-6}
@@ -33,7 +34,7 @@ def main() -> None:
     config, tokenizer = learning.read_model(run)
     source = run.dataset or embedded.demo_preferences(learning.EMBEDDED_EXAMPLES, seed=0)
     train, validation = read(run, source, tokenizer)
-    check_run_folder(run.save_path)
+    check_destination(run, config, 'actor')
     with strategy_of(run) as strategy:
         learning.report_data(run, strategy, train, validation)
         learn(run, strategy, config, tokenizer, train, validation)

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from chatgpt.launch.arguments import check_run_folder, run_main, strategy_of, world_size_from_env
+from chatgpt.launch.arguments import run_main, strategy_of, world_size_from_env
 from chatgpt.launch.config_file import parse_run
+from chatgpt.launch.destination import check_destination
 from chatgpt.launch.planning import memory_advice, setup_of_data, show_plan
 from chatgpt.launch.runs import RewardRun
 
@@ -34,7 +35,7 @@ def main() -> None:
     train, validation = load(source, tokenizer, **learning.reading_options(run))
     if run.plan:
         show_plan(lambda: setup_of_data(run, config, 'reward_model'))
-    check_run_folder(run.save_path)
+    check_destination(run, config, 'reward_model')
     with (
         memory_advice(lambda: setup_of_data(run, config, 'reward_model')),
         strategy_of(run) as strategy,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from chatgpt.launch.arguments import check_reward_function, load_function
+from chatgpt.launch.destination import check_not_replaced
 from chatgpt.launch.rollouts import check_rollout_args
 from chatgpt.launch.runs import PPORun, Run
 
@@ -113,12 +114,7 @@ def check_resume(args: Run) -> None:
             f'{args.save_path} holds checkpoints of an earlier run, up to {found.name}: go on with --resume auto, or choose another '
             '--save_path'
         )
-    for model in (Path(args.save_path, name) for name in ('actor', 'reward_model')):
-        if not args.resume and Path(model, 'config.json').is_file():
-            raise ValueError(
-                f'{args.save_path} holds the trained model of an earlier run, {model.name}/, and no checkpoints to go on from: choose '
-                f'another --save_path, or remove {model}'
-            )
+    check_not_replaced(args)
 
 
 @dataclass

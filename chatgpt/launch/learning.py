@@ -7,6 +7,7 @@ from typing import Any
 
 from chatgpt.launch.build import FAMILIES, check_resume, context_of, read_config, write_embedded_model
 from chatgpt.launch.config_file import write_resolved
+from chatgpt.launch.destination import final_folder
 from chatgpt.launch.runs import DataRun, Run
 
 EMBEDDED_EXAMPLES = 2000
@@ -55,7 +56,7 @@ def finish(run: Run, strategy: Any, model: Any, optimizer: Any, tokenizer: Any, 
     """Write the trained model as a Hugging Face folder, and its optimizer's states where that is asked for."""
     from chatgpt.trainer.saving import save_pretrained
 
-    path = Path(run.model_path or Path(run.save_path, name))
+    path = final_folder(run, name)
     save_pretrained(strategy, model, path, tokenizer=tokenizer)
     if run.need_optim_ckpt:
         strategy.save_optimizer(optimizer, Path(run.save_path, f'{name}_optim.pt'), only_rank0=False)
