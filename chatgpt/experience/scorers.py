@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import inspect
 import math
+import sysconfig
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol, cast, runtime_checkable
@@ -167,7 +169,8 @@ class FunctionScorer:
         except RewardFunctionError:
             raise
         except Exception as error:
-            raise RewardFunctionError(f'reward function {self.name} raised {type(error).__name__}: {error}') from error
+            what = f'reward function {self.name} raised {type(error).__name__}: {error}'
+            raise RewardFunctionError(what + line_of_the_users(error, self.fn)) from error
         if isinstance(values, Tensor):
             values = values.tolist()
         try:
@@ -232,6 +235,17 @@ class WeightedScorer:
     def score(self, samples: list[Sample], strategy: Communicator) -> list[Score]:
         columns = [(weight, scorer.score(samples, strategy)) for weight, scorer in self.weighted]
         return [combine([(weight, scores[i]) for weight, scores in columns], sample) for i, sample in enumerate(samples)]
+
+
+def line_of_the_users(error: BaseException, fn: Any) -> str:
+    """' (file.py:12)': the innermost line of the traceback that is in the file of `fn`, or in none of an installed package."""
+    own = getattr(getattr(fn, '__code__', None), 'co_filename', None)
+    library = tuple(sysconfig.get_paths()[name] for name in ('stdlib', 'platstdlib', 'purelib', 'platlib'))
+    found = ''
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename == own or not (frame.filename == __file__ or frame.filename.startswith(library)):
+            found = f' ({frame.filename}:{frame.lineno})'
+    return found
 
 
 def combine(parts: SequenceOf[tuple[float, Score]], sample: Sequence) -> Score:

@@ -26,7 +26,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from chatgpt.launch.relaunch import mistake_was_told, tell_mistake
+from chatgpt.launch.relaunch import mark_told, was_told
 
 STRATEGIES = (
     'naive', 'ddp', 'fsdp', 'fsdp_cpu', 'colossalai_gemini', 'colossalai_gemini_cpu',
@@ -79,6 +79,24 @@ def parse_bool(text: str) -> bool:
     raise argparse.ArgumentTypeError(f'{text!r} is not a boolean; use true or false')
 
 
+def number(text: str) -> float:
+    """A flag's value as a float; 'nan' is none."""
+    value = float(text)
+    if value != value:
+        raise argparse.ArgumentTypeError(f'{text!r} is not a number')
+    return value
+
+
+def whole_number(text: str) -> int:
+    """A flag's value as an int; '0.0' is one."""
+    try:
+        return int(text)
+    except ValueError:
+        if not float(text).is_integer():
+            raise
+        return int(float(text))
+
+
 def value_parser(hint: Any) -> Callable[[str], Any]:
     """A function from the text of a flag to a value of the annotated type; 'none' is None where the type allows it."""
     options = typing.get_args(hint) if _is_union(hint) else (hint,)
@@ -93,9 +111,11 @@ def value_parser(hint: Any) -> Callable[[str], Any]:
                 return literal
         for kind in plain:
             try:
-                return parse_bool(text) if kind is bool else kind(text)
-            except (ValueError, TypeError):
+                return {bool: parse_bool, int: whole_number, float: number}.get(kind, kind)(text)
+            except (ValueError, TypeError, OverflowError, argparse.ArgumentTypeError):
                 continue
+        if not literals and bool in plain:
+            parse_bool(text)
         if not literals and all(o in (int, float, type(None)) for o in plain):
             raise argparse.ArgumentTypeError(f'{text!r} is no {"whole " if float not in plain else ""}number')
         expected = ', '.join([str(v) for v in literals] + [getattr(o, '__name__', str(o)) for o in plain])
@@ -276,10 +296,9 @@ def check_run_folder(path: str | os.PathLike[str]) -> None:
 def run_main(main: Callable[[], Any]) -> None:
     """Run a script's main. A mistake of the user's is one line on stderr and exit code 2, not a traceback; so is a warning of ours.
 
+    An error inside the user's reward function is one line too, with exit code 1: the same call may succeed, so a launcher tries it again.
     With CHATGPT_TRACEBACK=1 in the environment everything is raised as it is.
     """
-    if mistake_was_told():  # torchrun starts a wrongly called script again
-        raise SystemExit(2)
     try:
         with _short_warnings():
             main()
@@ -291,16 +310,22 @@ def run_main(main: Callable[[], Any]) -> None:
         if os.environ.get('CHATGPT_TRACEBACK') or not _is_explained(error, main):
             raise
         tell(f'error: {_one_line(error)}')
-        raise SystemExit(2) from None
+        raise SystemExit(_exit_code(error)) from None
 
 
-def tell(mistake: str) -> None:
-    """Print what the user did wrong, once for all ranks and all of torchrun's restarts where the launcher makes that possible."""
+def _exit_code(error: Exception) -> int:
+    """2 for what the same call would meet again, 1 for what may have passed by then."""
+    name = 'RewardFunctionError'  # by name: a mistake must not wait for torch to be imported
+    return 1 if type(error).__name__ == name or str(error).startswith(f'rank 0: {name}: ') else 2
+
+
+def tell(what: str) -> None:
+    """Print what went wrong, once for all ranks where the launcher makes that possible."""
     if os.environ.get('RANK', '0') != '0':
         time.sleep(OTHER_RANKS_WAIT_S)
-    if not mistake_was_told():
-        print(mistake, file=sys.stderr, flush=True)
-        tell_mistake()
+    if not was_told():
+        print(what, file=sys.stderr, flush=True)
+        mark_told()
 
 
 def _one_line(error: BaseException) -> str:

@@ -25,6 +25,7 @@ from typing import Any
 from chatgpt.cluster import amounts, import_ray, lack_of_room
 from chatgpt.launch import worker
 from chatgpt.launch.ray_request import RayLaunch, check_address, check_node, environment, explained, stderr_aside, witness
+from chatgpt.launch.relaunch import MISTAKE
 
 GRACE_S = 6.0
 """how long the other ranks have, after one has failed, to say why and end by themselves"""
@@ -34,8 +35,6 @@ STOP_S = 90.0
 """how long ranks have to save and leave after SIGINT or SIGTERM"""
 POLL_S = 0.5
 READ_S = 5.0
-MISTAKE = 2
-"""exit code of a script that was called wrongly (`run_main`, argparse, python itself): the same call would fail again"""
 
 @dataclass
 class Rank:

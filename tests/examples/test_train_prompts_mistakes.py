@@ -118,7 +118,8 @@ def test_a_folder_that_cannot_be_written_or_that_another_run_holds(monkeypatch, 
 @pytest.mark.parametrize(
     ('body', 'message'),
     [
-        ("raise KeyError('x')", "raised KeyError: 'x'"),
+        ("raise KeyError('x')", "raised KeyError: 'x' ({file}:2)"),
+        ("return __import__('json').loads('')", 'raised JSONDecodeError: Expecting value: line 1 column 1 (char 0) ({file}:2)'),
         ('import time; time.sleep(30)', 'did not return within 0.3 s'),
         ('return [1.0]', 'returned 1 scores for 4 responses'),
         ("return [float('nan')] * len(responses)", 'returned nan for sample 0'),
@@ -127,7 +128,8 @@ def test_a_folder_that_cannot_be_written_or_that_another_run_holds(monkeypatch, 
 def test_a_reward_function_that_misbehaves(monkeypatch, capsys, tmp_path, model_folder, body, message):
     (tmp_path / 'bad.py').write_text(f'def score(prompts, responses):\n    {body}\n')
     flags = [*QUICK, '--pretrain', str(model_folder), '--save_path', str(tmp_path / 'run'), '--score_timeout_s=0.3']
-    assert message in fails(monkeypatch, capsys, *flags, '--reward_fn', f'{tmp_path / "bad.py"}:score')
+    error = fails(monkeypatch, capsys, *flags, '--reward_fn', f'{tmp_path / "bad.py"}:score', code=1)
+    assert message.replace('{file}', str(tmp_path / 'bad.py')) in error
 
 
 def test_weights_that_are_not_finite_end_the_run_and_leave_the_checkpoint_whole(monkeypatch, capsys, tmp_path, model_folder):
