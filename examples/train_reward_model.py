@@ -27,7 +27,7 @@ def main() -> None:
     from chatgpt.launch import learning
 
     # Everything that can be wrong is found before any weight is loaded.
-    learning.check_data_run(run, world_size_from_env(), lr=1e-5, embedded_lr=1e-3)
+    learning.check_data_run(run, world_size_from_env())
     config, tokenizer = learning.read_model(run)
     source = run.dataset or embedded.demo_preferences(learning.EMBEDDED_EXAMPLES, seed=0)
     first = load_examples(source, max_examples=1, skip_bad_records=run.skip_bad_records)[0]

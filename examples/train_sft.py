@@ -25,7 +25,7 @@ def main() -> None:
     from chatgpt.launch import learning
 
     # Everything that can be wrong is found before any weight is loaded.
-    learning.check_data_run(run, world_size_from_env(), lr=2e-5, embedded_lr=3e-3)
+    learning.check_data_run(run, world_size_from_env())
     config, tokenizer = learning.read_model(run)
     source = run.dataset or embedded.demo_corpus(learning.EMBEDDED_EXAMPLES, seed=0)
     train, validation = load_demonstrations(source, tokenizer, **learning.reading_options(run))

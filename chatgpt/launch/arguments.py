@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 import errno
 import importlib
 import importlib.util
@@ -27,15 +26,16 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from chatgpt.launch.relaunch import mark_told, was_told
+from chatgpt.names import STRATEGIES, hint
 
-STRATEGIES = (
-    'naive', 'ddp', 'fsdp', 'fsdp_cpu', 'colossalai_gemini', 'colossalai_gemini_cpu',
-    'colossalai_zero1', 'colossalai_zero1_cpu', 'colossalai_zero2', 'colossalai_zero2_cpu',
-)  # fmt: skip
 NOBODYS_FAULT = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EISDIR))
 """what an operating system says of a path that a user can mend"""
 OTHER_RANKS_WAIT_S = 1.0
 """the ranks but the first wait this long before they say what went wrong: torchrun ends them as soon as the first has said it"""
+
+
+FLAGS: set[str] = set()
+"""of the command line that this process was called with"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,10 +51,11 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         parsed, unknown = self.parse_known_args(args, namespace)
+        known = [name.lstrip('-') for action in self._actions for name in action.option_strings]
+        FLAGS.update(known)
         if unknown:
             flag = next((text for text in unknown if text.startswith('-')), unknown[0]).split('=')[0]
-            near = difflib.get_close_matches(flag, [name for action in self._actions for name in action.option_strings], n=3)
-            self.error(f'unknown argument {flag!r}' + (f'; did you mean {", ".join(near)}?' if near else ''))
+            self.error(f'unknown argument {flag!r}{hint(flag.lstrip("-"), known, "--")}')
         return parsed
 
 
@@ -189,22 +190,10 @@ def make_strategy(name: str, *, seed: int, precision: Any, remote_code: bool = F
     FSDP builds on the meta device, so no rank holds a whole model; not with `remote_code`, since a model whose code came from a hub may
     compute buffers in its constructor, and on the meta device those would be lost.
     """
-    from chatgpt.trainer import strategies as s
+    from chatgpt.trainer.strategies.named import strategy_by_name
 
     check_precision(name, precision)
-    if world_size_from_env() > 1 and name == 'naive':
-        raise ValueError('--strategy naive is one process; under torchrun use ddp, fsdp or one of the colossalai strategies')
-    if name == 'naive':
-        return s.NaiveStrategy(seed=seed, precision=precision)
-    if name == 'ddp':
-        return s.DDPStrategy(seed=seed, precision=precision, timeout_s=timeout_s)
-    if name.startswith('fsdp'):
-        return s.FSDPStrategy(
-            seed=seed, precision=precision, cpu_offload=name.endswith('_cpu'), meta_init=not remote_code, timeout_s=timeout_s
-        )
-    stage = {'gemini': 3, 'zero1': 1, 'zero2': 2}[name.split('_')[1]]
-    policy: Any = 'cpu' if name.endswith('_cpu') else ('auto' if stage == 3 else 'cuda')
-    return s.ColossalAIStrategy(stage=stage, precision=precision, seed=seed, placement_policy=policy, timeout_s=timeout_s)
+    return strategy_by_name(name, seed=seed, precision=precision, meta_init=not remote_code, timeout_s=timeout_s)
 
 
 @contextmanager
@@ -309,8 +298,13 @@ def run_main(main: Callable[[], Any]) -> None:
     except Exception as error:
         if os.environ.get('CHATGPT_TRACEBACK') or not _is_explained(error, main):
             raise
-        tell(f'error: {_one_line(error)}')
+        remedy = '; --skip_bad_records leaves such records out' if _is_bad_record(error) and 'skip_bad_records' in FLAGS else ''
+        tell(f'error: {_one_line(error)}{remedy}')
         raise SystemExit(_exit_code(error)) from None
+
+
+def _is_bad_record(error: Exception) -> bool:
+    return type(error).__name__ == 'BadRecordError'
 
 
 def _exit_code(error: Exception) -> int:

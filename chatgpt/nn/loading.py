@@ -11,6 +11,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +218,18 @@ def write_folder(model: Any, folder: str | os.PathLike[str], state_dict: dict[st
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+class TakesModel:
+    """A class whose first argument is a model; one who gives a name or a folder instead learns what to call."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        if args and isinstance(args[0], (str, os.PathLike)) and 'pretrained' not in signature(cls.__init__).parameters:
+            options = {'pretrained': args[0]} | options
+        if 'pretrained' in options and 'pretrained' not in signature(cls.__init__).parameters:
+            name, kind = repr(os.fspath(options['pretrained'])), cls.__name__.replace('RewardModel', 'RM')
+            raise ValueError(
+                f'{cls.__name__} takes a transformers model; for a name or a folder write Auto{kind}(pretrained={name}), or '
+                f'{cls.__name__}.from_pretrained({name})'
+            )
+        return super().__new__(cls)

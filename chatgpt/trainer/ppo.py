@@ -40,6 +40,7 @@ from chatgpt.trainer.ppo_metrics import PhaseMetrics, first_batch_metrics, perfo
 from chatgpt.trainer.ppo_setup import RatioGuard, check_nlpo, has_reference, memory_setup, sampling_for, split_kwargs, take_over
 from chatgpt.trainer.ppo_stepwise import StepwisePPO
 from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.trainer.strategies.named import prepared_by
 from chatgpt.types import Experience, Sequence
 
 
@@ -47,7 +48,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
     """Proximal policy optimisation (Schulman et al. 2017) of a language model on a reward.
 
     Args:
-        strategy: has prepared the models below.
+        strategy: has prepared the models below; or a name, such as 'ddp', whose strategy prepares them here.
         actor: the policy, as prepared.
         critic: the value model, as prepared; None when the actor carries a value head or the estimator needs none.
         reward_model: a prepared `RewardModel`, a function `fn(prompts, responses, **columns)`, a `transformers` pipeline, or
@@ -72,7 +73,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Strategy | str,
         actor: nn.Module,
         critic: nn.Module | None,
         reward_model: Any,
@@ -91,6 +92,9 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         **kwargs: Any,
     ) -> None:
         config, generate_kwargs = split_kwargs(config, kwargs)
+        strategy, (actor, actor_optim), (critic, critic_optim), reward_model, initial_model, mask_model = prepared_by(
+            strategy, (actor, actor_optim), (critic, critic_optim), reward_model, initial_model, mask_model
+        )
         config.validate(strategy.world_size)
         self.actor, self.critic = actor, critic
         self.actor_optim, self.critic_optim = actor_optim, critic_optim

@@ -146,7 +146,7 @@ def test_a_run_is_resumed(monkeypatch, data, tmp_path):
     ('train_sft', ['{pairs}', '--pretrain={base}', '--early_stopping_patience=2'], 'early_stopping_patience needs held-back data'),
     ('train_reward_model', ['{prompts}', '--pretrain={base}'], 'prompts.jsonl, line 1'),
     ('train_reward_model', ['{pairs}', '--pretrain={base}', '--loss_fn=mse'], "'mse' is none of: log_sig, log_exp"),
-    ('train_reward_model', ['--learning_rate=1'], "unknown argument '--learning_rate'"),
+    ('train_reward_model', ['--learning_rates=1'], "unknown argument '--learning_rates'"),
     ('train_sft', ['nowhere.jsonl', '--pretrain={base}'], 'nowhere.jsonl'),
 ])  # fmt: skip
 def test_mistakes(monkeypatch, capsys, data, tmp_path, name, flags, sentence):
