@@ -69,8 +69,8 @@ def run_on_torchrun(launch: TorchrunLaunch) -> None:
     """
     command = launch.command()
     os.environ.setdefault('TORCH_DISABLE_SHARE_RDZV_TCP_STORE', '1')
-    if launch.cpus_per_worker is not None:
-        os.environ.setdefault('OMP_NUM_THREADS', str(max(1, int(launch.cpus_per_worker))))
+    if launch.cpus_per_worker is not None or launch.num_workers > launch.num_nodes:  # torchrun would say this in four lines
+        os.environ.setdefault('OMP_NUM_THREADS', str(max(1, int(launch.cpus_per_worker or 1))))
     root = Path(chatgpt.__file__).resolve().parents[1]
     if 'site-packages' not in root.parts:
         os.environ['PYTHONPATH'] = os.pathsep.join(dict.fromkeys([str(root), *filter(None, [os.environ.get('PYTHONPATH')])]))

@@ -89,6 +89,7 @@ def test_peek_sees_what_the_script_will_see(tmp_path):
         (['--address=a:1', SCRIPT], '--address is not for --launcher torchrun'),
         (['--launcher=ray', '--env=x', SCRIPT], "--env 'x' is not NAME=VALUE"),
         (['--launcher=ray', '--num_workers=0', SCRIPT], 'num_workers=0 must be at least 1'),
+        (['--num_workers=0', SCRIPT], 'num_workers=0 must be at least 1'),
         (['--launcher=ray', '--cpus_per_worker=0', SCRIPT], 'cpus_per_worker=0 and gpus_per_worker=0: give at least one above 0'),
         (['--launcher=ray', SCRIPT, '--resources_per_worker={GPU: 0.5}'], 'gpus_per_worker=0.5: a rank has devices of its own'),
         (['--launcher=ray', '--max_failures=-1', SCRIPT], 'max_failures=-1 must not be negative'),
