@@ -13,11 +13,13 @@ is, or with --apply_chat_template as one turn of the user. A chat with a model t
 from __future__ import annotations
 
 import json
+import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from chatgpt.launch.arguments import Parser, add_strategy, run_main, strategy_of
+from chatgpt.launch.arguments import Parser, add_strategy, number, run_main, strategy_of, whole_number
 
 BATCH = 64
 
@@ -34,9 +36,9 @@ def parse_args() -> Any:
     parser.add_argument('--output', help='write prompts and responses as jsonl')
     parser.add_argument('--max_new_tokens', type=int, help='(default: 128, or what the context leaves)')
     parser.add_argument('--min_new_tokens', type=int, default=0, help='no end before so many (default: 0)')
-    parser.add_argument('--temperature', type=float, default=1.0, help='below 1 sharper, above 1 flatter (default: 1)')
-    parser.add_argument('--top_k', type=int, default=0, help='draw from so many of the likeliest tokens; 0: from all (default: 0)')
-    parser.add_argument('--top_p', type=float, default=1.0, help='draw from the likeliest tokens that share this probability (default: 1)')
+    parser.add_argument('--temperature', type=number, default=1.0, help='below 1 sharper, above 1 flatter (default: 1)')
+    parser.add_argument('--top_k', type=whole_number, default=0, help='draw from so many of the likeliest tokens; 0: from all (default: 0)')
+    parser.add_argument('--top_p', type=number, default=1.0, help='draw from the likeliest tokens that share this probability (default: 1)')
     parser.add_argument('--greedy', action='store_true', help='always the likeliest token')
     parser.add_argument('--stop_string', action='append', help='end a response where this text appears; may be given several times')
     parser.add_argument('--best_of', type=int, default=1, help='draw so many responses and keep the best by --reward_model')
@@ -50,16 +52,23 @@ def main() -> None:
     args = parse_args()
     from chatgpt.launch.build import quiet_transformers
     from chatgpt.nn.loading import load_tokenizer
+    from chatgpt.rollout import SamplingParams
     from chatgpt.trainer.ppo_setup import sampling_for
 
     if (args.best_of > 1) != bool(args.reward_model):
         raise ValueError('--best_of above 1 and --reward_model belong together: give both or neither')
     if args.output and not args.input:
         raise ValueError('--output needs --input: a chat is not written down')
+    if args.temperature == 0:
+        raise ValueError('--temperature 0 is --greedy: give that instead')
+    SamplingParams(
+        max_new_tokens=args.max_new_tokens or sys.maxsize, min_new_tokens=args.min_new_tokens, temperature=args.temperature,
+        top_k=args.top_k, top_p=args.top_p,
+    )  # fmt: skip
     quiet_transformers()
     tokenizer = load_tokenizer(args.tokenizer or args.pretrain, trust_remote_code=args.trust_remote_code)
     prompts = read_prompts(args.input, tokenizer, args.apply_chat_template or None) if args.input else None
-    with strategy_of(args) as strategy:
+    with output_file(args) as output, strategy_of(args) as strategy:
         if prompts is None and strategy.world_size > 1:
             raise ValueError('a chat is one process: start it with python, or give --input')
         actor = strategy.prepare(load_actor(args, strategy))
@@ -74,7 +83,7 @@ def main() -> None:
             if prompts is None:
                 chat(policy, tokenizer, sampling, stops, args)
             else:
-                write(answer(args, strategy, policy, tokenizer, prompts, sampling, stops), args.output, strategy.is_rank_0)
+                write(answer(args, strategy, policy, tokenizer, prompts, sampling, stops), output, strategy.is_rank_0)
 
 
 def room(config: Any, prompts: Any) -> int:
@@ -105,7 +114,9 @@ def read_prompts(source: str, tokenizer: Any, apply_chat_template: bool | None =
     from chatgpt.dataset import load_prompts
 
     path = Path(source)
-    if path.suffix == '.txt' and path.is_file():
+    if path.suffix == '.txt':
+        if not path.is_file():
+            raise ValueError(f'--input {source}: there is no such file')
         lines = [line for line in path.read_text().splitlines() if line.strip()]
         return load_prompts([{'prompt': line} for line in lines], tokenizer, apply_chat_template=apply_chat_template)
     if path.suffix in ('.csv', '.json', '.jsonl', '.parquet', '.gz'):
@@ -146,7 +157,21 @@ def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, 
     engine.end()
 
 
-def write(rows: Any, output: str | None, is_rank_0: bool) -> None:
+def output_file(args: Any) -> Any:
+    """The file of --output, opened before anything is generated; None without, and on all ranks but the first."""
+    if not args.output or os.environ.get('RANK', '0') != '0':
+        return nullcontext()
+    path = Path(args.output)
+    if path.exists() and Path(args.input).exists() and path.samefile(args.input):
+        raise ValueError(f'--output {path} is the file of --input: give another')
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path, 'w')
+    except OSError as error:
+        raise ValueError(f'cannot write --output {path}: {error.strerror}') from None
+
+
+def write(rows: Any, output: Any, is_rank_0: bool) -> None:
     if not is_rank_0:
         list(rows)
         return
@@ -155,14 +180,12 @@ def write(rows: Any, output: str | None, is_rank_0: bool) -> None:
             score = f'  [{row["score"]:+z.3f}]' if 'score' in row else ''
             print(f'> {row["prompt"]}{score}\n{row["response"]}\n', flush=True)
         return
-    path = Path(output)
-    path.parent.mkdir(parents=True, exist_ok=True)
     count = 0
-    with open(path, 'w') as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + '\n')
-            count += 1
-    print(f'{count} responses written to {path}')
+    for row in rows:
+        output.write(json.dumps(row, ensure_ascii=False) + '\n')
+        output.flush()
+        count += 1
+    print(f'{count} responses written to {output.name}')
 
 
 def chat(policy: Any, tokenizer: Any, sampling: Any, stops: Any, args: Any) -> None:

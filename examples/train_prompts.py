@@ -14,8 +14,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from chatgpt.launch.arguments import check_run_folder, run_main, strategy_of, world_size_from_env
+from chatgpt.launch.arguments import run_main, strategy_of, world_size_from_env
 from chatgpt.launch.config_file import parse_run
+from chatgpt.launch.destination import check_destination
 from chatgpt.launch.planning import memory_advice, setup_of_ppo, show_plan
 from chatgpt.launch.rollouts import rollout_engine
 from chatgpt.launch.runs import PPORun
@@ -31,7 +32,7 @@ def main() -> None:
     inputs = build_ppo_inputs(args)
     if args.plan:
         show_plan(lambda: setup_of_ppo(args, inputs))
-    check_run_folder(args.save_path)
+    check_destination(args, inputs.model_config, 'actor')
     with (
         memory_advice(lambda: setup_of_ppo(args, inputs)),
         strategy_of(args) as strategy,

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from chatgpt.launch.arguments import Parser, field_docs, metavar_of, value_parser
-from chatgpt.launch.config_values import ALIASES, OVERRIDE, flat, overrides, read_file, typed, typed_text
+from chatgpt.launch.config_values import OVERRIDE, flat, overrides, read_file, typed, typed_text
 from chatgpt.launch.runs import PPORun, Run
-from chatgpt.trainer.config import nearest
+from chatgpt.names import THEIRS, hint, ours
 
 R = TypeVar('R', bound=Run)
 
 
+BOOLEANS = ('true', 'false', 'yes', 'no', '1', '0')
 PAIRS = {'pretrain': ('model_name', 'model_pretrain'), 'reward_model': ('rm_name', 'rm_pretrain')}
 """llm-on-ray's two keys for one PPO model, by our field: the name, and trained weights that take its place"""
 
@@ -48,7 +49,7 @@ def values_of(
         if name is None:
             continue
         if name not in hints:
-            raise ValueError(f'{source}: {where} is not a setting of this run{nearest(key, [*cls.field_names(), *ALIASES])}')
+            raise ValueError(f'{source}: {where} is not a setting of this run{hint(key, [*cls.field_names(), *THEIRS])}')
         if name in found:
             raise ValueError(f'{source}: {places[name]} and {where} both set {name}; give one')
         try:
@@ -62,15 +63,13 @@ def values_of(
 def _translated(
     key: str, value: Any, cls: type[Run], known: Mapping[str, Any], below: Mapping[str, Any]
 ) -> tuple[str | None, Any]:
-    """llm-on-ray's key as one of ours; None for one that is taken up by another."""
+    """Another system's key as one of ours; None for one that is taken up by another."""
     ppo = issubclass(cls, PPORun)
     names = set(cls.field_names())
-    if key in ('optimizer', 'lr_scheduler'):
-        return ALIASES.get(key, key), str(value).lower()
+    if key in ('optimizer', 'lr_scheduler', 'lr_scheduler_type'):
+        return ours(key, names), str(value).lower()
     if key in names:
         return key, value
-    if key == 'train_file':
-        return ('prompt_path' if ppo else 'dataset'), value
     for field, (name, weights) in PAIRS.items() if ppo else ():
         if key == weights and value is None:  # the name as it is: the one beside it, or the one that is overridden
             stands_by_itself = known.keys().isdisjoint((name, field))
@@ -79,9 +78,7 @@ def _translated(
             return None, None
         if key in (name, weights):
             return field, value
-    if key == 'epochs':
-        return ('epochs' if ppo else 'max_epochs'), value
-    return ALIASES.get(key, key), value
+    return ours(key, names), value
 
 
 # ---------------------------------------------------------------------- command lines
@@ -139,7 +136,7 @@ def _parser(cls: type[Run], description: str | None, positional: str | None) -> 
         group = parser.add_argument_group(base.__name__)
         for f in fields(cls):
             if f.name in base.__annotations__ and f.name not in {a.dest for a in parser._actions}:
-                default = 'none' if f.default is None else f.default if f.default is not MISSING else ''
+                default = cls.shown_default(f.name, f.default) if f.default is not MISSING else ''
                 text = f'{docs.get(f.name, "")} (default: {default})'.replace('%', '%%')
                 metavar = metavar_of(hints[f.name])
                 options: dict[str, Any] = {'default': argparse.SUPPRESS, 'help': text, 'metavar': metavar, 'dest': f.name}
@@ -155,17 +152,21 @@ def _parser(cls: type[Run], description: str | None, positional: str | None) -> 
 def _sorted(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:
     """Flags and plain words as argparse takes them, and the `key=value` words, which may stand anywhere.
 
-    `--tensorboard` alone becomes `--tensorboard=true`, and `--no_packing` `--packing=false`.
+    `--tensorboard` alone becomes `--tensorboard=true`, `--no_packing` `--packing=false`, and `--learning_rate` `--lr`. What follows
+    `--tensorboard` and looks neither like a file nor like a data set is taken for its value, and refused.
     """
+    argv = [_renamed(word, cls) for word in argv]
     hints = typing.get_type_hints(cls)
     switches = {f'--{name}' for name, hint in hints.items() if hint is bool}
     flags: list[str] = []
     words: list[str] = []
     for i, word in enumerate(argv):
-        following = argv[i + 1].lower() if i + 1 < len(argv) else ''
+        following = argv[i + 1] if i + 1 < len(argv) else ''
         before = argv[i - 1] if i else ''
         is_value = before.startswith('--') and '=' not in before and before not in switches and before != '--print_config'
-        if word in switches and following not in ('true', 'false', 'yes', 'no', '1', '0'):
+        if word in switches and _is_a_value(following):
+            flags.append(f'{word}={argv.pop(i + 1)}')
+        elif word in switches and following.lower() not in BOOLEANS:
             flags.append(f'{word}=true')
         elif word.startswith('--no_') and f'--{word[5:]}' in switches:
             flags.append(f'--{word[5:]}=false')
@@ -174,6 +175,16 @@ def _sorted(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:
         else:
             flags.append(word)
     return flags, words
+
+
+def _renamed(word: str, cls: type[Run]) -> str:
+    """A flag of another system's as ours."""
+    name, equals, value = word.removeprefix('--').partition('=')
+    return f'--{ours(name, cls.field_names())}{equals}{value}' if word.startswith('--') and word != '--' else word
+
+
+def _is_a_value(word: str) -> bool:
+    return bool(word) and word.isalpha() and word.lower() not in BOOLEANS and not Path(word).exists()
 
 
 def to_yaml(run: Run) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from chatgpt.nn.files import save_tensors
 from chatgpt.nn.sources import draw_seed, seeded
 from chatgpt.nn.unfit import read_weights
 
@@ -85,9 +86,7 @@ def in_fp32(head: nn.Module, hidden: Tensor) -> Tensor:
 
 def save_head(head_state: dict[str, Tensor], folder: str | Path) -> None:
     """Write a head's tensors beside a model. Names as in the head's own state dict."""
-    from safetensors.torch import save_file
-
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in head_state.items()}, Path(folder, HEAD_FILE))
+    save_tensors(head_state, Path(folder, HEAD_FILE))
 
 
 def load_head(folder: str | Path) -> nn.Module | None:

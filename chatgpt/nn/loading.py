@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from chatgpt.nn import lora
+from chatgpt.nn.files import share_by_umask
 from chatgpt.nn.peft_format import MergedAdapter, adapter_base
 from chatgpt.nn.sources import WeightsSource, draw_seed, fill_model, reset_adapter, seeded, weight_files
 from chatgpt.nn.trunk import base_model
@@ -287,6 +288,7 @@ def write_folder(model: Any, folder: str | os.PathLike[str], state_dict: dict[st
     logging.disable_progress_bar()
     try:
         model.save_pretrained(folder, state_dict=state_dict)
+        share_by_umask(folder)
     finally:
         if shown:
             logging.enable_progress_bar()

@@ -13,16 +13,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from chatgpt.nn.files import save_tensors
 from chatgpt.nn.lora import (
     LoRAConv1D,
     convert_to_lora,
@@ -63,12 +63,13 @@ def _hf_model(module: nn.Module) -> nn.Module:
 
 
 def export_peft(module: nn.Module, folder: str | os.PathLike[str], *, base_model: str | None = None,
-                task_type: str | None = None) -> None:  # fmt: skip
+                task_type: str | None = None, state: Mapping[str, Tensor] | None = None) -> None:  # fmt: skip
     """Write the adapters of `module` to `folder`, which is made if absent.
 
     `module` is a transformers model, or a wrapper that holds one as `.model`; a value head beside it is not written.
     `base_model` is the name or path that peft should load the base from (default: what the model was loaded from). `task_type`
-    is peft's (default: CAUSAL_LM with an output head, else FEATURE_EXTRACTION).
+    is peft's (default: CAUSAL_LM with an output head, else FEATURE_EXTRACTION). `state` are full weights by the names of `module`, when
+    they do not lie in the module itself.
 
     Raises ValueError without adapters, or when `folder` is a file.
     """
@@ -94,10 +95,13 @@ def export_peft(module: nn.Module, folder: str | os.PathLike[str], *, base_model
         'fan_in_fan_out': any(isinstance(layer, LoRAConv1D) for layer in layers.values()),
         'target_modules': _target_names(model, layers),
     }
-    tensors = {_PREFIX + _to_peft(name, layers): tensor.detach().cpu().contiguous().clone()
-               for name, tensor in lora_state_dict(model).items()}  # fmt: skip
+    own = lora_state_dict(model)
+    if state is not None:
+        prefix = '' if model is module else 'model.'
+        own = {name: state[prefix + name] for name in own}
+    tensors = {_PREFIX + _to_peft(name, layers): tensor.clone() for name, tensor in own.items()}
     path.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path / WEIGHTS_FILE, metadata={'format': 'pt'})
+    save_tensors(tensors, path / WEIGHTS_FILE, metadata={'format': 'pt'})
     (path / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + '\n', encoding='utf-8')
 
 

@@ -120,6 +120,10 @@ class SamplingParams:
                 settings['stop'] = _stop_strings(tokenizer, value)
             elif name in ('eos_token_id', 'eos_token_ids'):
                 settings['eos_token_ids'] = (value,) if isinstance(value, int) else tuple(value)
+            elif name == 'top_k' and isinstance(value, float) and value.is_integer():  # TRL writes 0.0
+                settings[name] = int(value)
+            elif name == 'min_length' and value == -1:  # TRL's word for none
+                continue
             elif name in own:
                 settings[name] = value
             elif value is not False and value != _NEUTRAL.get(name):

@@ -6,13 +6,13 @@ settings are checked together, before any weight is loaded. Left out: paths and 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 
 from chatgpt.experience.shaping import ScoreScaling
 from chatgpt.functional.losses import Aggregation
+from chatgpt.names import hint
 
 AdvantageEstimator = Literal['gae', 'a2c', 'grpo', 'dr_grpo', 'rloo', 'gdpo', 'reinforce++', 'reinforce++_baseline']
 KLKind = Literal['k1', 'k2', 'k3', 'abs', 'full']
@@ -30,15 +30,21 @@ CHECKPOINT_MINUTES = 15.0
 C = TypeVar('C', bound='Settings')
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """' (did you mean a, b?)', or '' when nothing is near."""
-    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
-    return f'; did you mean {", ".join(close)}?' if close else ''
-
-
 @dataclass(kw_only=True)
 class Settings:
     """Base of the settings dataclasses: made from keywords, checked, turned back into a dict."""
+
+    def __new__(cls, *args: Any, **values: Any) -> Self:
+        cls.check_names(values)
+        return super().__new__(cls)
+
+    @classmethod
+    def check_names(cls, names: Iterable[str]) -> None:
+        """Raises ValueError for the first name that is no field, with the nearest ones."""
+        known = cls.field_names()
+        for name in names:
+            if name not in known:
+                raise ValueError(f'{cls.__name__} has no setting {name!r}{hint(name, known)}')
 
     @classmethod
     def field_names(cls) -> list[str]:
@@ -47,10 +53,6 @@ class Settings:
     @classmethod
     def from_dict(cls: type[C], values: Mapping[str, Any]) -> C:
         """Settings from keywords; an unknown one is a ValueError with the nearest names."""
-        known = cls.field_names()
-        for name in values:
-            if name not in known:
-                raise ValueError(f'{cls.__name__} has no setting {name!r}{nearest(name, known)}')
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:

@@ -57,6 +57,7 @@ from chatgpt.trainer.ppo_setup import (
 )
 from chatgpt.trainer.ppo_stepwise import StepwisePPO
 from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.trainer.strategies.named import prepared_by
 from chatgpt.types import Experience, Sequence
 
 
@@ -64,7 +65,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
     """Proximal policy optimisation (Schulman et al. 2017) of a language model on a reward.
 
     Args:
-        strategy: has prepared the models below.
+        strategy: has prepared the models below; or a name, such as 'ddp', whose strategy prepares them here.
         actor: the policy, as prepared.
         critic: the value model, as prepared; None when the actor carries a value head or the estimator needs none. A value head that
             the estimator does not need stays as it is, with a warning.
@@ -90,7 +91,7 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Strategy | str,
         actor: nn.Module,
         critic: nn.Module | None,
         reward_model: Any,
@@ -109,6 +110,9 @@ class PPOTrainer(Collector, StepwisePPO, Trainer):
         **kwargs: Any,
     ) -> None:
         config, generate_kwargs = split_kwargs(config, kwargs)
+        strategy, (actor, actor_optim), (critic, critic_optim), reward_model, initial_model, mask_model = prepared_by(
+            strategy, (actor, actor_optim), (critic, critic_optim), reward_model, initial_model, mask_model
+        )
         config.validate(strategy.world_size)
         self.actor, self.critic = actor, critic
         self.actor_optim, self.critic_optim = actor_optim, critic_optim

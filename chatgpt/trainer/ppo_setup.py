@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from chatgpt.names import hint
 from chatgpt.plan.of_run import common_fields
 from chatgpt.plan.setup import Setup
 from chatgpt.rollout import LocalEngine, SamplingParams, StopStrings
 from chatgpt.rollout.sampling import generation_fields
-from chatgpt.trainer.config import NEEDS_CRITIC, NEEDS_GROUPS, PPOConfig, nearest
+from chatgpt.trainer.config import NEEDS_CRITIC, NEEDS_GROUPS, PPOConfig
 from chatgpt.types import Prompt, Sample
 
 DEFAULT_NEW_TOKENS = 64
@@ -30,7 +31,7 @@ def split_kwargs(config: PPOConfig | None, kwargs: Mapping[str, Any]) -> tuple[P
     settings, generation = PPOConfig.field_names(), generation_fields()
     for name in kwargs:
         if name not in settings and name not in generation:
-            known = nearest(name, [*settings, *generation])
+            known = hint(name, [*settings, *generation])
             raise ValueError(f'PPOTrainer got an unknown keyword {name!r}{known}')
     own = {k: v for k, v in kwargs.items() if k in settings}
     if config is not None:

@@ -28,6 +28,7 @@ from chatgpt.trainer.config import SupervisedConfig
 from chatgpt.trainer.learning import BatchStats, micro_batches
 from chatgpt.trainer.ppo_setup import has_reference
 from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.trainer.strategies.named import prepared_by
 from chatgpt.trainer.supervised import OneLossTrainer
 from chatgpt.types import Batch, Sequence
 
@@ -178,7 +179,7 @@ class AnswerTrainer(OneLossTrainer):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Strategy | str,
         actor: nn.Module,
         optim: Optimizer,
         train_data: SequenceOf[Any],
@@ -194,6 +195,7 @@ class AnswerTrainer(OneLossTrainer):
         name = type(self).__name__
         if initial_model is not None and not self.needs_reference:
             raise ValueError(f'{name} has no reference: leave initial_model out')
+        strategy, (actor, optim), initial_model = prepared_by(strategy, (actor, optim), initial_model)
         self.reference = ReferenceModel(strategy, actor, initial_model, name) if self.needs_reference else None
         train, held_back = self.records_of(train_data), self.records_of(eval_data or [])
         if train_data and not train:

@@ -84,7 +84,7 @@ class RewardModelTrainer(OneLossTrainer):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Strategy | str,
         model: nn.Module,
         optim: Optimizer,
         train_data: SequenceOf[Any],

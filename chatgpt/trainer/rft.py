@@ -21,13 +21,15 @@ from torch.optim import Optimizer
 
 from chatgpt.dataset.prompts import as_prompts
 from chatgpt.experience.scorers import as_score, as_scorer, described
+from chatgpt.names import hint
 from chatgpt.rollout import LocalEngine, RolloutEngine
 from chatgpt.rollout.sampling import generation_fields
 from chatgpt.trainer.base import Trainer
-from chatgpt.trainer.config import SFTConfig, nearest
+from chatgpt.trainer.config import SFTConfig
 from chatgpt.trainer.ppo_setup import sampling_for
 from chatgpt.trainer.sft import SFTTrainer
 from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.trainer.strategies.named import prepared_by
 from chatgpt.types import Prompt, Sample, Sequence
 
 
@@ -109,7 +111,7 @@ class RFTTrainer(SFTTrainer):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Strategy | str,
         actor: nn.Module,
         optim: Optimizer,
         prompts: Any,
@@ -126,8 +128,9 @@ class RFTTrainer(SFTTrainer):
         known, generation = RFTConfig.field_names(), generation_fields()
         for name in kwargs:
             if name not in known and name not in generation:
-                raise ValueError(f'RFTTrainer got an unknown keyword {name!r}{nearest(name, [*known, *generation])}')
+                raise ValueError(f'RFTTrainer got an unknown keyword {name!r}{hint(name, [*known, *generation])}')
         settings = {k: v for k, v in kwargs.items() if k in known}
+        strategy, (actor, optim), reward = prepared_by(strategy, (actor, optim), reward)
         self.prompts = as_prompts(prompts, tokenizer)
         scorer = as_scorer(reward)
         if scorer is None:

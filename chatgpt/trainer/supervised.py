@@ -24,6 +24,7 @@ from chatgpt.trainer.config import SupervisedConfig
 from chatgpt.trainer.learning import BatchStats, TrainedModel, Work, learn_batch, micro_batches, permutation, seed_for
 from chatgpt.trainer.ppo_metrics import PhaseMetrics
 from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.trainer.strategies.named import prepared_by
 from chatgpt.types import Batch
 
 
@@ -31,7 +32,7 @@ class SupervisedTrainer(Trainer):
     """Passes over `train_data`, evaluated on `eval_data` at the end of every epoch.
 
     Args:
-        strategy, model, optim: as prepared.
+        strategy, model, optim: as prepared; or a strategy's name, such as 'ddp', and a model and optimizer that it prepares here.
         train_data, eval_data: records, the same lists on every rank.
         config: see `SupervisedConfig`; its fields are also accepted as keyword arguments.
     """
@@ -46,7 +47,7 @@ class SupervisedTrainer(Trainer):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Strategy | str,
         model: nn.Module,
         optim: Optimizer,
         train_data: SequenceOf[Any],
@@ -59,6 +60,7 @@ class SupervisedTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         merged = self.config_class.from_dict((config.to_dict() if config is not None else {}) | kwargs)
+        strategy, (model, optim) = prepared_by(strategy, (model, optim))
         train_data, eval_data = self.accept(strategy, model, merged, train_data, eval_data)
         if len(train_data) == 0:
             raise ValueError(f'{type(self).__name__} got no training data')

@@ -146,7 +146,7 @@ def test_a_run_is_resumed(monkeypatch, data, tmp_path):
     ('train_sft', ['{sft}', '--pretrain={base}', '--early_stopping_patience=2'], 'early_stopping_patience needs held-back data'),
     ('train_reward_model', ['{prompts}', '--pretrain={base}'], 'prompts.jsonl, line 1'),
     ('train_reward_model', ['{pairs}', '--pretrain={base}', '--loss_fn=mse'], "'mse' is none of: log_sig, log_exp"),
-    ('train_reward_model', ['--learning_rate=1'], "unknown argument '--learning_rate'"),
+    ('train_reward_model', ['--learning_rates=1'], "unknown argument '--learning_rates'"),
     ('train_sft', ['nowhere.jsonl', '--pretrain={base}'], 'nowhere.jsonl'),
     ('train_sft', ['{sft}', '--pretrain={base}', '--max_len=65'], '64 tokens; give at most 64, or leave it out'),
     ('train_reward_model', ['{pairs}', '--pretrain={base}', '--max_len=512'], 'max_len=512 is beyond the context of'),

@@ -144,7 +144,7 @@ def test_a_yaml_file_makes_no_objects(tmp_path):
 @pytest.mark.parametrize(('argv', 'sentence'), [
     (['--preprocessing_num_workers=4'], 'preprocessing_num_workers=4 cannot be honoured'),
     (['--optimizer=adafactor'], "'adafactor' is none of: adamw, sgd"),
-    (['--lora_alpha=3'], 'lora_alpha says how adapters are, and there are none'),
+    (['--lora_alpha=3'], 'lora_alpha is about adapters, and there are none'),
     (['--validation_file=a', '--validation_percentage=3'], 'give one'),
     (['--gradient_accumulation_steps=3'], 'give batch_size too'),
     (['--resources_per_worker={TPU: 1}'], "'TPU' is not known; there are CPU and GPU"),
