@@ -20,6 +20,7 @@ help:
 	@echo 'make test       lint and tests, about twenty minutes on two cores'
 	@echo 'make test-full  and the slow tests'
 	@echo 'make fixed-runs BASE=<commit>  short runs of every kind with the code of BASE and with this: equal to the bit'
+	@echo 'make test-isa   the tests under older instruction sets than this machine has; ISA_TESTS="tests/nn tests/rollout"'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make format     what ruff can mend'
 	@echo 'make install    the package itself, editable, into $(VENV)'
@@ -49,6 +50,15 @@ fixed-runs: dev
 	$(BIN)/python tests/fixed_runs/record.py --root "$$folder/base" --out "$$folder/base.json" $(FIXED_RUNS_ARGS); \
 	$(BIN)/python tests/fixed_runs/record.py --against "$$folder/base.json" $(FIXED_RUNS_ARGS)
 
+# Which kernels torch and oneDNN choose depends on the processor. These are the choices of one without AVX2, of one with AVX2, and of one whose
+# oneDNN has AVX2 at most. ISA_TESTS: files or folders.
+.PHONY: test-isa
+ISA_TESTS ?= tests
+test-isa: dev colossalai ray
+	@failed=; for isa in ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2; do \
+	  echo "$$isa"; env $$isa OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PYTEST_ARGS) $(ISA_TESTS) || failed="$$failed $$isa"; \
+	done; test -z "$$failed" || { echo "failed under$$failed"; exit 1; }
+
 lint: dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -75,9 +85,10 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, PYTHON is %d.%d" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
 
-# torch comes first and pinned: a package that asks for any torch would bring the newest, with gigabytes of CUDA libraries.
+# torch comes first and pinned: a package that asks for any torch would bring the newest. Its build is the one that the machine can use:
+# CUDA where nvidia-smi shows a GPU, else CPU; TORCH_INDEX names another index.
 $(VENV)/.stamp-core: requirements.txt | $(BIN)/python
-	$(PIP) "$$(grep '^torch==' requirements.txt)"
+	$(BIN)/python install_torch.py
 	$(PIP) -r requirements.txt
 	@touch $@
 

@@ -18,6 +18,9 @@ def version() -> str:
     return found[1]
 
 
+# The distribution has a name of its own, for 'chatgpt' on PyPI is somebody else's package. What is imported is `chatgpt`.
+NAME = 'chatgpt-rlhf'
+
 INSTALL_REQUIRES = [
     'torch>=2.11',
     'transformers>=5.17,<6',
@@ -46,7 +49,7 @@ EXTRAS_REQUIRE = {
 
 if __name__ == '__main__':
     setup(
-        name='chatgpt',
+        name=NAME,
         version=version(),
         description='RLHF on Hugging Face models: the algorithm is written once and the hardware is a plug',
         long_description=(ROOT / 'README.md').read_text(),

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-INSTALL = "pip install 'chatgpt[ray]', or pip install -r requirements-ray.txt"
+INSTALL = "pip install 'ray>=2.10', or from a checkout pip install -r requirements-ray.txt"
 
 
 def import_ray(who: str) -> Any:

@@ -17,7 +17,8 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from chatgpt.registry import nearest
+from chatgpt.names import hint
+from chatgpt.rewards.calling import made
 from chatgpt.trainer.config import PPOConfig, Settings
 
 OWN: dict[str, dict[str, Any]] = {
@@ -44,6 +45,7 @@ def train(
     tokenizer: Any = None,
     strategy: Any = None,
     run_dir: str | Path | None = None,
+    save_path: str | Path | None = None,
     callbacks: SequenceOf[Any] = (),
     **settings: Any,
 ) -> Any:
@@ -66,7 +68,9 @@ def train(
         config: settings by name, in sections or with dotted names (`method.gamma`) where one likes; a YAML or JSON file of them; or the
             trainer's config dataclass. `settings` win over it.
         tokenizer: None takes the model's own.
-        strategy: None is a `NaiveStrategy`.
+        strategy: a strategy, or one by name: naive, ddp, fsdp, ... (None is naive).
+        run_dir: folder of the run: metrics, and checkpoints every quarter of an hour, at the end and when it fails.
+        save_path: a new folder, where the trained model is written with its tokenizer, as `trainer.save_pretrained(save_path)` does.
         **settings: fields of the trainer's config, generation keywords, and `lr`, `eval_interval`, `lora_rank` (not ILQL), `critic_lr`
             and `num_timesteps` (PPO), `max_length` (tokens of a sample; with PPO of prompt and response).
 
@@ -74,18 +78,19 @@ def train(
         ValueError: not exactly one kind of data, lists of different lengths, an unknown setting or a value out of range, something that
             belongs to `eval_prompts` without them; before any weight is loaded.
     """
+    from chatgpt.trainer.strategies.named import as_strategy
+
     kind = _kind(reward_fn, prompts, samples, rewards, preferences)
     chosen = _read_config(config, kind) | settings
     _check_settings(kind, chosen)
     if eval_prompts is None:
         _check_nothing_to_evaluate(kind, chosen, metric_fn, stop_sequences)
+    if save_path is not None and Path(save_path).exists() and (not Path(save_path).is_dir() or any(Path(save_path).iterdir())):
+        raise ValueError(f'train: save_path={str(save_path)!r} is there already and would be overwritten; give a new folder')
+    strategy = as_strategy('naive' if strategy is None else strategy)
     own = {name: chosen.pop(name, default) for name, default in OWN[kind].items()}
     _config_class(kind)(**_of_config(kind, chosen)).validate(getattr(strategy, 'world_size', 1))
     tokenizer = tokenizer or _tokenizer_of(model)
-    if strategy is None:
-        from chatgpt.trainer.strategies import NaiveStrategy
-
-        strategy = NaiveStrategy()
     build = {'ppo': _ppo, 'ilql': _ilql, 'sft': _sft, 'dpo': _dpo}[kind]
     data = {'reward_fn': as_reward(reward_fn), 'samples': samples, 'rewards': rewards, 'preferences': preferences}
     generation = {'stop_strings': list(stop_sequences)} if stop_sequences else {}
@@ -97,6 +102,8 @@ def train(
         trainer.fit(prompts, num_episodes=1, max_timesteps=own['num_timesteps'], update_timesteps=1)
     else:
         trainer.fit()
+    if save_path is not None:
+        trainer.save_pretrained(save_path)
     return trainer
 
 
@@ -170,7 +177,7 @@ def _check_settings(kind: str, chosen: Mapping[str, Any]) -> None:
     known = _known(kind)
     for name in chosen:
         if name not in known:
-            raise ValueError(f'train: {name!r} is not a setting of {kind}{nearest(name, known)}')
+            raise ValueError(f'train: {name!r} is not a setting of {kind}{hint(name, known)}')
 
 
 def _check_nothing_to_evaluate(kind: str, chosen: Mapping[str, Any], metric_fn: Any, stop_sequences: SequenceOf[str]) -> None:
@@ -204,6 +211,7 @@ def as_reward(reward_fn: Any) -> Any:
         return type(reward_fn)(
             (item[0], as_reward(item[1])) if isinstance(item, (list, tuple)) and len(item) == 2 else item for item in reward_fn
         )
+    reward_fn = made(reward_fn)
     names = _names_of_trlx(reward_fn)
     if names is None:
         return reward_fn

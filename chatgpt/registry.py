@@ -5,23 +5,17 @@ Left out: the entries themselves, which stand beside what they are.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import os
 import sys
 import types
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from chatgpt.names import hint
+
 T = TypeVar('T')
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """'; did you mean a, b?', or '' when nothing is near."""
-    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
-    return f'; did you mean {", ".join(close)}?' if close else ''
 
 
 class Registry(dict[str, T]):
@@ -45,7 +39,7 @@ class Registry(dict[str, T]):
         if name in self:
             return self[name]
         if not isinstance(name, str) or ':' not in name:
-            raise ValueError(f'{self.what} {name!r} is not known{nearest(str(name), self)}; there are {", ".join(self)}, and module:name')
+            raise ValueError(f'{self.what} {name!r} is not known{hint(str(name), self)}; there are {", ".join(self)}, and module:name')
         found = load_object(name)
         if not isinstance(found, self.kind):
             raise ValueError(f'{name!r} is a {type(found).__name__}, not a {self.kind.__name__}, which {self.what} needs')

@@ -107,8 +107,12 @@ class Experience(Sample):
     """-beta * kl, with the score added once at the last action that counts"""
     advantages: Tensor
     returns: Tensor
+    shaped_score: float = 0.0
+    """what the score came to in the rewards, after scaling, clipping, penalties and whitening"""
     token_scores: Tensor | None = None
     """dense scores from the scorer, when it gave one per token"""
+    weighted_scores: tuple[tuple[float, float], ...] = ()
+    """(weight, score) of each reward, when the scorer is a weighted list; `score` is their sum"""
 
 
 def tensors_to(record: Any, device: torch.device | str) -> Any:

@@ -6,14 +6,13 @@ python examples/convert_data.py Anthropic/hh-rlhf pairs.jsonl --to preference --
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from typing import Any
 
 from chatgpt.dataset.convert import OUTPUT_SUFFIXES, TARGETS, to_records, write_records
 from chatgpt.dataset.loading import load_examples
 from chatgpt.dataset.records import BadRecords
-from chatgpt.launch.arguments import run_main
+from chatgpt.launch.arguments import Parser, run_main
 
 
 def parse_columns(pairs: list[str]) -> dict[str, str]:
@@ -33,7 +32,7 @@ def convert(examples: list[Any], shape: str, bad: BadRecords) -> Iterator[dict[s
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument('source', help='a file, a folder or a hub name')
     parser.add_argument('target', help=f'the file to write: {", ".join(OUTPUT_SUFFIXES)}')
     parser.add_argument('--to', required=True, choices=TARGETS, metavar='SHAPE', help=', '.join(TARGETS))

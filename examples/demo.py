@@ -21,7 +21,7 @@ from torch.optim import AdamW
 from chatgpt.dataset import embedded, load_demonstrations, load_preferences
 from chatgpt.launch.arguments import run_main
 from chatgpt.launch.build import quiet_transformers
-from chatgpt.nn import GPTRM, Critic, GPTActor
+from chatgpt.nn import AutoActor, AutoRM, Critic
 from chatgpt.trainer import PPOTrainer, RewardModelTrainer, SFTTrainer
 from chatgpt.trainer.callbacks import format_table, read_jsonl
 from chatgpt.trainer.saving import save_pretrained
@@ -31,7 +31,7 @@ NUM_SHOWN, NUM_JUDGED = 6, 200
 
 
 def run_sft(strategy: Any, tokenizer: Any, out: Path) -> Any:
-    actor = GPTActor(config=embedded.demo_config())
+    actor = AutoActor(config=embedded.demo_config())
     actor, optim = strategy.prepare((actor, AdamW(actor.parameters(), lr=2e-3)))
     train, validation = load_demonstrations(embedded.demo_corpus(2200, seed=0), tokenizer, validation_percentage=9)
     trainer = SFTTrainer(
@@ -45,7 +45,7 @@ def run_sft(strategy: Any, tokenizer: Any, out: Path) -> Any:
 
 def run_reward_model(strategy: Any, tokenizer: Any, out: Path) -> RewardModelTrainer:
     """Begins with what SFT has learned of the language."""
-    model = GPTRM(pretrained=out / 'sft')
+    model = AutoRM(pretrained=out / 'sft')
     model, optim = strategy.prepare((model, AdamW(model.parameters(), lr=1e-3)))
     train, validation = load_preferences(embedded.demo_preferences(6600, seed=0), tokenizer, validation_percentage=9)
     trainer = RewardModelTrainer(
@@ -59,7 +59,7 @@ def run_reward_model(strategy: Any, tokenizer: Any, out: Path) -> RewardModelTra
 
 def run_ppo(strategy: Any, actor: Any, tokenizer: Any, out: Path) -> PPOTrainer:
     actor = deepcopy(actor)
-    reward_model = GPTRM(pretrained=out / 'reward_model')
+    reward_model = AutoRM(pretrained=out / 'reward_model')
     critic = Critic.from_reward_model(reward_model)
     initial_model = deepcopy(actor)
     (actor, actor_optim), (critic, critic_optim), reward_model, initial_model = strategy.prepare(

@@ -5,18 +5,21 @@
     python examples/inference.py --pretrain outputs/run/actor            # chat, in one process: Ctrl-C ends an answer, Ctrl-D the chat
     torchrun --nproc-per-node=2 examples/inference.py --strategy fsdp --pretrain outputs/run/actor --input prompts.jsonl
 
---model_path takes a weights file or folder that `strategy.save_model` wrote, or a PEFT adapter, on top of --pretrain. Chats use the
-tokenizer's chat template where it has one.
+--model_path takes a weights file or folder that `strategy.save_model` wrote, or a PEFT adapter, on top of --pretrain. Chats, and
+conversations in a file, use the tokenizer's chat template, which training writes for a model that had none. A prompt in text is given as it
+is, or with --apply_chat_template as one turn of the user. A chat with a model that has no template goes on with the text so far.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from chatgpt.launch.arguments import Parser, add_strategy, run_main, strategy_of
+from chatgpt.launch.arguments import Parser, add_strategy, number, run_main, strategy_of, whole_number
 
 BATCH = 64
 
@@ -29,12 +32,13 @@ def parse_args() -> Any:
     parser.add_argument('--model_path', help='weights of strategy.save_model, or a PEFT adapter folder')
     parser.add_argument('--tokenizer', help='hub name or folder; default: --pretrain')
     parser.add_argument('--input', help='a prompt, or a file of prompts (csv, json, jsonl, parquet, or .txt: one a line); default: chat')
+    parser.add_argument('--apply_chat_template', action='store_true', help='prompts in text are turns of the user, as in a chat')
     parser.add_argument('--output', help='write prompts and responses as jsonl')
     parser.add_argument('--max_new_tokens', type=int, help='(default: 128, or what the context leaves)')
     parser.add_argument('--min_new_tokens', type=int, default=0, help='no end before so many (default: 0)')
-    parser.add_argument('--temperature', type=float, default=1.0, help='below 1 sharper, above 1 flatter (default: 1)')
-    parser.add_argument('--top_k', type=int, default=0, help='draw from so many of the likeliest tokens; 0: from all (default: 0)')
-    parser.add_argument('--top_p', type=float, default=1.0, help='draw from the likeliest tokens that share this probability (default: 1)')
+    parser.add_argument('--temperature', type=number, default=1.0, help='below 1 sharper, above 1 flatter (default: 1)')
+    parser.add_argument('--top_k', type=whole_number, default=0, help='draw from so many of the likeliest tokens; 0: from all (default: 0)')
+    parser.add_argument('--top_p', type=number, default=1.0, help='draw from the likeliest tokens that share this probability (default: 1)')
     parser.add_argument('--greedy', action='store_true', help='always the likeliest token')
     parser.add_argument('--stop_string', action='append', help='end a response where this text appears; may be given several times')
     parser.add_argument('--best_of', type=int, default=1, help='draw so many responses and keep the best by --reward_model')
@@ -48,16 +52,23 @@ def main() -> None:
     args = parse_args()
     from chatgpt.launch.build import quiet_transformers
     from chatgpt.nn.loading import load_tokenizer
+    from chatgpt.rollout import SamplingParams
     from chatgpt.rollout.sampling import sampling_for
 
     if (args.best_of > 1) != bool(args.reward_model):
         raise ValueError('--best_of above 1 and --reward_model belong together: give both or neither')
     if args.output and not args.input:
         raise ValueError('--output needs --input: a chat is not written down')
+    if args.temperature == 0:
+        raise ValueError('--temperature 0 is --greedy: give that instead')
+    SamplingParams(
+        max_new_tokens=args.max_new_tokens or sys.maxsize, min_new_tokens=args.min_new_tokens, temperature=args.temperature,
+        top_k=args.top_k, top_p=args.top_p,
+    )  # fmt: skip
     quiet_transformers()
     tokenizer = load_tokenizer(args.tokenizer or args.pretrain, trust_remote_code=args.trust_remote_code)
-    prompts = read_prompts(args.input, tokenizer) if args.input else None
-    with strategy_of(args) as strategy:
+    prompts = read_prompts(args.input, tokenizer, args.apply_chat_template or None) if args.input else None
+    with output_file(args) as output, strategy_of(args) as strategy:
         if prompts is None and strategy.world_size > 1:
             raise ValueError('a chat is one process: start it with python, or give --input')
         actor = strategy.prepare(load_actor(args, strategy))
@@ -72,7 +83,7 @@ def main() -> None:
             if prompts is None:
                 chat(policy, tokenizer, sampling, stops, args)
             else:
-                write(answer(args, strategy, policy, tokenizer, prompts, sampling, stops), args.output, strategy.is_rank_0)
+                write(answer(args, strategy, policy, tokenizer, prompts, sampling, stops), output, strategy.is_rank_0)
 
 
 def room(config: Any, prompts: Any) -> int:
@@ -98,17 +109,19 @@ def load_actor(args: Any, strategy: Any) -> Any:
     return actor
 
 
-def read_prompts(source: str, tokenizer: Any) -> Any:
+def read_prompts(source: str, tokenizer: Any, apply_chat_template: bool | None = None) -> Any:
     """A file's prompts, or the text itself as the only one."""
     from chatgpt.dataset import load_prompts
 
     path = Path(source)
-    if path.suffix == '.txt' and path.is_file():
+    if path.suffix == '.txt':
+        if not path.is_file():
+            raise ValueError(f'--input {source}: there is no such file')
         lines = [line for line in path.read_text().splitlines() if line.strip()]
-        return load_prompts([{'prompt': line} for line in lines], tokenizer)
+        return load_prompts([{'prompt': line} for line in lines], tokenizer, apply_chat_template=apply_chat_template)
     if path.suffix in ('.csv', '.json', '.jsonl', '.parquet', '.gz'):
-        return load_prompts(source, tokenizer)
-    return load_prompts([{'prompt': source}], tokenizer)
+        return load_prompts(source, tokenizer, apply_chat_template=apply_chat_template)
+    return load_prompts([{'prompt': source}], tokenizer, apply_chat_template=apply_chat_template)
 
 
 def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, sampling: Any, stops: Any) -> Any:
@@ -120,8 +133,8 @@ def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, 
     scorer = as_scorer(strategy.prepare(RewardModel.from_pretrained(args.reward_model))) if args.reward_model else None
 
     def decode(sample: Any) -> None:
-        text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-        sample.response_text = stops.cut(text) if stops is not None else text
+        ids = sample.response_ids
+        sample.response_text = tokenizer.decode(ids, skip_special_tokens=True) if stops is None else stops.text_of(ids)
         sample.prompt_text = tokenizer.decode(sample.prompt_ids, skip_special_tokens=True)
 
     def score(samples: list[Any]) -> list[float]:
@@ -144,7 +157,21 @@ def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, 
     engine.end()
 
 
-def write(rows: Any, output: str | None, is_rank_0: bool) -> None:
+def output_file(args: Any) -> Any:
+    """The file of --output, opened before anything is generated; None without, and on all ranks but the first."""
+    if not args.output or os.environ.get('RANK', '0') != '0':
+        return nullcontext()
+    path = Path(args.output)
+    if path.exists() and Path(args.input).exists() and path.samefile(args.input):
+        raise ValueError(f'--output {path} is the file of --input: give another')
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path, 'w')
+    except OSError as error:
+        raise ValueError(f'cannot write --output {path}: {error.strerror}') from None
+
+
+def write(rows: Any, output: Any, is_rank_0: bool) -> None:
     if not is_rank_0:
         list(rows)
         return
@@ -153,22 +180,24 @@ def write(rows: Any, output: str | None, is_rank_0: bool) -> None:
             score = f'  [{row["score"]:+z.3f}]' if 'score' in row else ''
             print(f'> {row["prompt"]}{score}\n{row["response"]}\n', flush=True)
         return
-    path = Path(output)
-    path.parent.mkdir(parents=True, exist_ok=True)
     count = 0
-    with open(path, 'w') as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + '\n')
-            count += 1
-    print(f'{count} responses written to {path}')
+    for row in rows:
+        output.write(json.dumps(row, ensure_ascii=False) + '\n')
+        output.flush()
+        count += 1
+    print(f'{count} responses written to {output.name}')
 
 
 def chat(policy: Any, tokenizer: Any, sampling: Any, stops: Any, args: Any) -> None:
     """Turn by turn. With a chat template the model sees the whole dialogue, without one only the text so far."""
-    templated = bool(getattr(tokenizer, 'chat_template', None))
+    from chatgpt.dataset.formats import shown_format
+
+    templated = bool(tokenizer.chat_template)
     turns: list[dict[str, str]] = []
     text = ''
     number = 0
+    if templated:
+        print(f'conversations read {shown_format(tokenizer)}', flush=True)
     print(f'chatting with {args.pretrain}; Ctrl-C ends an answer, /new begins anew, Ctrl-D ends', flush=True)
     while True:
         try:
@@ -211,14 +240,14 @@ def speak(
         for token in stream_tokens(policy, torch.tensor(ids), sampling, seed=seed, index=index):
             said.append(token)
             whole = tokenizer.decode(said, skip_special_tokens=True)
-            sure = whole if stops is None else stops.settled(whole)
+            sure = whole if stops is None else stops.settled(whole, stops.start(said))
             if not whole.endswith('\ufffd') and len(sure) > len(shown):  # half of a character, or of a stop string: wait for the rest
                 sys.stdout.write(sure[len(shown) :])
                 sys.stdout.flush()
                 shown = sure
     except KeyboardInterrupt:
         pass
-    reply = whole if stops is None else stops.cut(whole)
+    reply = whole if stops is None else stops.text_of(said)
     print(reply[len(shown) :], flush=True)
     return reply
 

@@ -14,11 +14,10 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-from chatgpt.launch.arguments import check_run_folder, run_main, strategy_of, world_size_from_env
+from chatgpt.launch.arguments import run_main, strategy_of, world_size_from_env
 from chatgpt.launch.config_file import parse_run
+from chatgpt.launch.destination import check_destination
 from chatgpt.launch.preference import PreferenceRun, check_judged, check_judgements
-
-LR = {'dpo': 1e-6, 'simpo': 1e-6, 'kto': 5e-6, 'orpo': 5e-6}
 
 
 def main() -> None:
@@ -29,13 +28,13 @@ def main() -> None:
     if run.plan:
         raise ValueError('--plan knows PPO, SFT and reward models; python -m chatgpt.plan CONFIG --task sft comes nearest')
     # Everything that can be wrong is found before any weight is loaded.
-    learning.check_data_run(run, world_size_from_env(), lr=LR.get(run.method, 0.0), embedded_lr=1e-4)
+    learning.check_data_run(run, world_size_from_env())
     config, tokenizer = learning.read_model(run)
     source = run.dataset or embedded.demo_preferences(learning.EMBEDDED_EXAMPLES, seed=0)
     train, validation = read(run, source, tokenizer)
-    check_run_folder(run.save_path)
+    check_destination(run, config, 'actor')
     with strategy_of(run) as strategy:
-        learning.report_data(run, strategy, train, validation)
+        learning.report_data(run, strategy, train, validation, tokenizer)
         learn(run, strategy, config, tokenizer, train, validation)
 
 
@@ -75,7 +74,7 @@ def learn(run: PreferenceRun, strategy: Any, config: Any, tokenizer: Any, train:
     )  # fmt: skip
     learning.resume(run, trainer)
     trainer.fit()
-    learning.finish(run, strategy, actor, optimizer, tokenizer, 'actor')
+    learning.finish(run, trainer, 'actor')
 
 
 if __name__ == '__main__':

@@ -14,8 +14,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from chatgpt.launch.arguments import check_run_folder, run_main, strategy_of, world_size_from_env
+from chatgpt.launch.arguments import run_main, strategy_of, world_size_from_env
 from chatgpt.launch.config_file import parse_run
+from chatgpt.launch.destination import check_destination
 from chatgpt.launch.planning import memory_advice, setup_of_ppo, show_plan
 from chatgpt.launch.rollouts import rollout_engine
 from chatgpt.launch.runs import PPORun
@@ -31,7 +32,7 @@ def main() -> None:
     inputs = build_ppo_inputs(args)
     if args.plan:
         show_plan(lambda: setup_of_ppo(args, inputs))
-    check_run_folder(args.save_path)
+    check_destination(args, inputs.model_config, 'actor')
     with (
         memory_advice(lambda: setup_of_ppo(args, inputs)),
         strategy_of(args) as strategy,
@@ -70,8 +71,8 @@ def train(args: PPORun, config: PPOConfig, strategy: Any, inputs: Any, engine: A
             inputs.eval_prompts, inputs.tokenizer, max_new_tokens=args.max_new_tokens, stop_strings=args.stop_string
         )
         callbacks.append(Evaluator(evaluation, args.eval_interval, metric='score_mean'))
-    if strategy.is_rank_0 and inputs.skipped:
-        print(*inputs.skipped, sep='\n', flush=True)
+    if strategy.is_rank_0 and inputs.notes:
+        print(*inputs.notes, sep='\n', flush=True)
     pretrained = start_from(args, strategy)
     with strategy.model_init_context():
         actor, critic, reward, initial_model = inputs.build_models(
@@ -107,7 +108,7 @@ def train(args: PPORun, config: PPOConfig, strategy: Any, inputs: Any, engine: A
     learning.resume(args, trainer)
     write_settings(args, strategy, inputs)
     trainer.fit(inputs.prompts, args.num_episodes, args.max_timesteps, args.update_timesteps)
-    learning.finish(args, strategy, actor, actor_optim, inputs.tokenizer, 'actor')
+    learning.finish(args, trainer, 'actor')
     if args.need_optim_ckpt and critic is not None:
         strategy.save_optimizer(critic_optim, Path(args.save_path, 'critic_optim.pt'), only_rank0=False)
 

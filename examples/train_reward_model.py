@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from chatgpt.launch.arguments import check_run_folder, run_main, strategy_of, world_size_from_env
+from chatgpt.launch.arguments import run_main, strategy_of, world_size_from_env
 from chatgpt.launch.config_file import parse_run
+from chatgpt.launch.destination import check_destination
 from chatgpt.launch.planning import memory_advice, setup_of_data, show_plan
 from chatgpt.launch.runs import RewardRun
 
@@ -26,7 +27,7 @@ def main() -> None:
     from chatgpt.launch import learning
 
     # Everything that can be wrong is found before any weight is loaded.
-    learning.check_data_run(run, world_size_from_env(), lr=1e-5, embedded_lr=1e-3)
+    learning.check_data_run(run, world_size_from_env())
     config, tokenizer = learning.read_model(run)
     source = run.dataset or embedded.demo_preferences(learning.EMBEDDED_EXAMPLES, seed=0)
     first = load_examples(source, max_examples=1, skip_bad_records=run.skip_bad_records)[0]
@@ -34,12 +35,12 @@ def main() -> None:
     train, validation = load(source, tokenizer, **learning.reading_options(run))
     if run.plan:
         show_plan(lambda: setup_of_data(run, config, 'reward_model'))
-    check_run_folder(run.save_path)
+    check_destination(run, config, 'reward_model')
     with (
         memory_advice(lambda: setup_of_data(run, config, 'reward_model')),
         strategy_of(run) as strategy,
     ):
-        learning.report_data(run, strategy, train, validation)
+        learning.report_data(run, strategy, train, validation, tokenizer)
         learn(run, strategy, config, tokenizer, train, validation)
 
 
@@ -57,7 +58,7 @@ def learn(run: RewardRun, strategy: Any, config: Any, tokenizer: Any, train: Any
     )  # fmt: skip
     learning.resume(run, trainer)
     trainer.fit()
-    learning.finish(run, strategy, model, optimizer, tokenizer, 'reward_model')
+    learning.finish(run, trainer, 'reward_model')
 
 
 if __name__ == '__main__':

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from chatgpt.launch.arguments import check_run_folder, run_main, strategy_of, world_size_from_env
+from chatgpt.launch.arguments import run_main, strategy_of, world_size_from_env
 from chatgpt.launch.config_file import parse_run
+from chatgpt.launch.destination import check_destination
 from chatgpt.launch.planning import memory_advice, setup_of_data, show_plan
 from chatgpt.launch.runs import SFTRun
 
@@ -24,22 +25,22 @@ def main() -> None:
     from chatgpt.launch import learning
 
     # Everything that can be wrong is found before any weight is loaded.
-    learning.check_data_run(run, world_size_from_env(), lr=2e-5, embedded_lr=3e-3)
+    learning.check_data_run(run, world_size_from_env())
     config, tokenizer = learning.read_model(run)
     source = run.dataset or embedded.demo_corpus(learning.EMBEDDED_EXAMPLES, seed=0)
     train, validation = load_demonstrations(source, tokenizer, **learning.reading_options(run))
     if run.pack_examples:
-        train[:] = pack(train, run.max_len)
+        train[:] = pack(train, run.max_tokens)
     if run.early_stopping_patience is not None and not validation:
         raise ValueError('early_stopping_patience needs held-back data: give --validation_file or --validation_percentage')
     if run.plan:
         show_plan(lambda: setup_of_data(run, config, 'sft'))
-    check_run_folder(run.save_path)
+    check_destination(run, config, 'actor')
     with (
         memory_advice(lambda: setup_of_data(run, config, 'sft')),
         strategy_of(run) as strategy,
     ):
-        learning.report_data(run, strategy, train, validation)
+        learning.report_data(run, strategy, train, validation, tokenizer)
         learn(run, strategy, config, tokenizer, train, validation)
 
 
@@ -60,7 +61,7 @@ def learn(run: SFTRun, strategy: Any, config: Any, tokenizer: Any, train: Any, v
     )  # fmt: skip
     learning.resume(run, trainer)
     trainer.fit()
-    learning.finish(run, strategy, actor, optimizer, tokenizer, 'actor')
+    learning.finish(run, trainer, 'actor')
 
 
 if __name__ == '__main__':

@@ -38,6 +38,6 @@ def test_a_page_has_its_five_parts(page):
 
 def test_there_is_a_page_for_every_estimator_and_trainer():
     assert {p.stem for p in PAGES} >= {
-        'a2c', 'dapo', 'dpo', 'grpo', 'gspo', 'ilql', 'kto', 'nlpo', 'off_policy', 'orpo', 'ppo', 'reinforce++', 'reward_model', 'rft',
-        'rloo', 'sft', 'simpo',
+        'a2c', 'cispo', 'dapo', 'dpo', 'gdpo', 'grpo', 'gspo', 'ilql', 'kto', 'nlpo', 'off_policy', 'orpo', 'ppo', 'reinforce++',
+        'reward_model', 'rft', 'rloo', 'sft', 'simpo',
     }  # fmt: skip

@@ -95,6 +95,24 @@ def test_preferences_mean_dpo(folder, tmp_path):
     assert trainer.optim.param_groups[0]['lr'] == 1e-4
 
 
+@pytest.mark.parametrize('given', [
+    {'samples': ['ab', 'cd'] * 2},
+    {'samples': ['ab', 'cd'] * 2, 'rewards': [1.0, 0.0] * 2},
+    {'preferences': [{'prompt': 'a', 'chosen': 'bc', 'rejected': 'd'}] * 2},
+    {'reward_fn': lambda prompts, responses: [1.0] * len(prompts), 'prompts': ['a', 'b', 'c', 'd'], **PPO},
+])  # fmt: skip
+def test_every_route_writes_its_model_with_the_tokenizer(folder, tmp_path, given):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    trainer = chatgpt.train(folder, save_path=tmp_path / 'model', max_epochs=1, **given, **QUIET)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / 'model')
+    bare = next(iter(trainer.models().values()))
+    assert torch.equal(loaded.get_input_embeddings().weight, bare.model.get_input_embeddings().weight)
+    assert AutoTokenizer.from_pretrained(tmp_path / 'model').get_vocab() == char_tokenizer().get_vocab()
+    with pytest.raises(ValueError, match='is there already and would be overwritten; give a new folder'):
+        chatgpt.train('no/such-model', save_path=tmp_path / 'model', **given)
+
+
 def test_a_model_in_memory_needs_a_tokenizer(folder):
     from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 

@@ -1,7 +1,17 @@
 """Bytes on disk: the format, atomic writing, safe reading, a run's folder. Knows no process group, trainer or strategy."""
 
 from chatgpt.checkpoint.files import load_object, load_tensors, save_object, save_tensors, write_atomically
-from chatgpt.checkpoint.folder import FolderClaim, claim_folder, latest, list_checkpoints, prune, recover, step_folder, step_of
+from chatgpt.checkpoint.folder import (
+    CUT_SHORT,
+    FolderClaim,
+    claim_folder,
+    latest,
+    list_checkpoints,
+    prune,
+    recover,
+    step_folder,
+    step_of,
+)
 from chatgpt.checkpoint.layout import (
     CheckpointError,
     CheckpointMismatch,
@@ -15,6 +25,7 @@ from chatgpt.checkpoint.reader import CheckpointReader
 from chatgpt.checkpoint.writer import CheckpointWriter, pieces_of, write_checkpoint
 
 __all__ = [
+    'CUT_SHORT',
     'CheckpointError',
     'CheckpointMismatch',
     'CheckpointReader',

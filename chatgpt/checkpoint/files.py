@@ -33,8 +33,10 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], o
     temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
     try:
         with open(temporary, 'wb') as file:
+            mode = os.fstat(file.fileno()).st_mode & 0o777
             write(file)
-            file.flush()
+        with open(temporary, 'rb') as file:  # safetensors has put another file there, which only its owner may read
+            os.chmod(temporary, mode)
             os.fsync(file.fileno())
         os.replace(temporary, path)
         fsync_folder(path.parent)

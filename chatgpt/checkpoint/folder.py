@@ -18,6 +18,8 @@ from chatgpt.checkpoint.files import fsync_folder
 from chatgpt.checkpoint.layout import MANIFEST, CheckpointError
 
 LOCK = '.lock'
+CUT_SHORT = 'cut-short'
+"""name of the checkpoint of a phase that an exception ended in its middle; it stands beside those of whole phases, and there is one"""
 _STEP = re.compile(r'step-(\d{8,})')
 
 
@@ -54,9 +56,11 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[Path]:
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
-    """The finished checkpoint of the highest step, or None."""
+    """The finished checkpoint of the highest step; without any, that of a phase cut short; or None."""
     checkpoints = list_checkpoints(root)
-    return checkpoints[-1] if checkpoints else None
+    if checkpoints:
+        return checkpoints[-1]
+    return Path(root, CUT_SHORT) if Path(root, CUT_SHORT, MANIFEST).is_file() else None
 
 
 def score_of(folder: Path) -> float | None:

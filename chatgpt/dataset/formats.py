@@ -1,8 +1,13 @@
 """How examples read as text, before they become ids.
 
-Three rules. Plain text is used as it is. With a tokenizer that has a chat template, conversations and instructions go through it. Without
-one, conversations read `\\n\\nHuman: ...\\n\\nAssistant: ...` (the form of Anthropic's HH data; a system message stands in
-front, a tool's answer reads `\\n\\nTool: ...`), and instructions read
+Plain text is used as it is. Conversations and instructions go through the tokenizer's chat template. A tokenizer that has none is given
+`default_template` by the loaders (`adopt_template`), so that the saved tokenizer, and whoever asks it, formats as training did:
+
+    \\n\\nHuman: ...\\n\\nAssistant: ...<end token>
+
+which is the form of Anthropic's HH data; a system message stands in front, a tool's answer reads `\\n\\nTool: ...`, and every turn of
+the assistant ends with the end token. With apply_chat_template=False conversations read like that, without end tokens in the
+prompt, and instructions read
 
     ### Instruction:
     ...
@@ -22,6 +27,15 @@ from typing import Any, NamedTuple
 
 from chatgpt.dataset.examples import BadRecord, Instruction, Message, PromptText, ResponseText, instruction_text
 
+_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'system' %}{{ message['content'] | trim }}"
+    "{% elif message['role'] == 'user' %}{{ '\\n\\nHuman: ' + message['content'] | trim }}"
+    "{% elif message['role'] == 'tool' %}{{ '\\n\\nTool: ' + message['content'] | trim }}"
+    "{% else %}{{ '\\n\\nAssistant: ' + message['content'] | trim }}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\\n\\nAssistant:' }}{% endif %}"
+)
 _SPEAKERS = {'user': 'Human', 'assistant': 'Assistant', 'tool': 'Tool'}
 
 
@@ -35,17 +49,38 @@ class Piece(NamedTuple):
 def use_template(prompt: PromptText, tokenizer: Any, apply_chat_template: bool | None) -> bool:
     """Whether a prompt goes through the tokenizer's chat template.
 
-    apply_chat_template: None: conversations and instructions do when there is a template, plain text does not; True: all do,
-        plain text as one turn of the user; False: none does. '' (text without a prompt) never does.
+    apply_chat_template: None: conversations and instructions do, plain text does not; True: all do, plain text as one turn of the
+        user; False: none does. '' (text without a prompt) never does.
     """
     if prompt == '':
         return False
-    has_template = bool(getattr(tokenizer, 'chat_template', None))
-    if apply_chat_template and not has_template:
-        raise ValueError(
-            'apply_chat_template=True, but the tokenizer has no chat template; set tokenizer.chat_template or leave it out'
-        )
-    return has_template and not isinstance(prompt, str) if apply_chat_template is None else apply_chat_template
+    return not isinstance(prompt, str) if apply_chat_template is None else apply_chat_template
+
+
+def default_template(tokenizer: Any) -> str:
+    """The chat template of a tokenizer that has none. It writes the begin token where the tokenizer adds one by itself."""
+    return ('{{ bos_token }}' if begin_ids(tokenizer) else '') + _TEMPLATE
+
+
+def adopt_template(prompt: PromptText, tokenizer: Any, apply_chat_template: bool | None) -> bool:
+    """`use_template`; a tokenizer that has no template and needs one now has `default_template`, and is saved with it."""
+    used = use_template(prompt, tokenizer, apply_chat_template)
+    if used and not tokenizer.chat_template:
+        tokenizer.chat_template = default_template(tokenizer)
+    return used
+
+
+def shown_format(tokenizer: Any) -> str:
+    """How a short conversation reads, for people."""
+    return repr(_templated((Message('user', 'QUESTION'), Message('assistant', 'ANSWER')), tokenizer, add_generation_prompt=False))
+
+
+def begin_ids(tokenizer: Any) -> list[int]:
+    """[begin token] where the tokenizer adds it by itself, else []."""
+    begin = tokenizer.bos_token_id
+    if begin is None:
+        return []
+    return [begin] if list(tokenizer('a', verbose=False)['input_ids'])[:1] == [begin] else []
 
 
 def prompt_turns(prompt: PromptText) -> tuple[Message, ...]:
@@ -84,7 +119,7 @@ def render(prompt: PromptText, response: ResponseText, tokenizer: Any, apply_cha
     """Prompt and answer as pieces: the prompt first (not trained), then turns of the assistant (trained) and of others (not).
 
     The pieces of a chat template end with what the template puts after a turn, its end token included. The plain form has no
-    end token; it comes with the ids, once, at the very end. Raises BadRecord when the template cannot be cut at the turns.
+    end token; it comes with the ids, after every trained piece. Raises BadRecord when the template cannot be cut at the turns.
     """
     if use_template(prompt, tokenizer, apply_chat_template):
         return _template_pieces(prompt_turns(prompt), response_turns(response), tokenizer)
@@ -111,7 +146,10 @@ def _plain_turn(turn: Message) -> str:
 def _templated(turns: Sequence[Message], tokenizer: Any, *, add_generation_prompt: bool) -> str:
     chat = [{'role': turn.role, 'content': turn.content} for turn in turns]
     try:
-        return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=add_generation_prompt)
+        template = tokenizer.chat_template or default_template(tokenizer)
+        return tokenizer.apply_chat_template(
+            chat, chat_template=template, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
     except ImportError:
         raise
     except Exception as error:  # a template may refuse an order of roles in any way it likes

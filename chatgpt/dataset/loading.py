@@ -8,11 +8,13 @@ Left out: prompts and the order they are drawn in (`prompts`).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from chatgpt.dataset.examples import BadRecord, Demonstration, Example, Kind, Labelled, Preference, PromptExample, as_kind
+from chatgpt.dataset.formats import adopt_template, begin_ids
 from chatgpt.dataset.reading import BadRecords, read_records
 from chatgpt.dataset.shapes import to_example
 from chatgpt.dataset.splits import split_examples
@@ -21,7 +23,6 @@ from chatgpt.dataset.tokenize import (
     TokenizedLabelled,
     TokenizedPreference,
     TokenizerOptions,
-    begin_ids,
     tokenize_demonstration,
     tokenize_labelled,
     tokenize_preference,
@@ -40,6 +41,8 @@ class Loaded(list[T], Generic[T]):
         self.num_skipped = bad.num_skipped if bad else 0
         self.reasons = list(bad.reasons) if bad else []
         """the first few, `file, line n: reason`"""
+        self.has_turns = bool(bad and 'chat' in bad.noticed)
+        """some went through the tokenizer's chat template"""
 
 
 class ExampleStream(Generic[T]):
@@ -130,7 +133,7 @@ def load_demonstrations(
     """
     options = _options(tokenizer, max_length, overflow, apply_chat_template)
     split = (skip_bad_records, validation_source, validation_percentage, seed)
-    return _load_tokenized(source, 'demonstration', lambda e: tokenize_demonstration(e, tokenizer, options), *split, reading)
+    return _load_tokenized(source, 'demonstration', tokenize_demonstration, tokenizer, options, *split, reading)
 
 
 def load_preferences(
@@ -149,7 +152,7 @@ def load_preferences(
     """Training and validation preferences, for reward models and the DPO family. Arguments as for `load_demonstrations`."""
     options = _options(tokenizer, max_length, overflow, apply_chat_template)
     split = (skip_bad_records, validation_source, validation_percentage, seed)
-    return _load_tokenized(source, 'preference', lambda e: tokenize_preference(e, tokenizer, options), *split, reading)
+    return _load_tokenized(source, 'preference', tokenize_preference, tokenizer, options, *split, reading)
 
 
 def load_labelled(
@@ -168,18 +171,20 @@ def load_labelled(
     """Training and validation sequences with labels: classes, KTO's judgements, rewards. Arguments as for `load_demonstrations`."""
     options = _options(tokenizer, max_length, overflow, apply_chat_template)
     split = (skip_bad_records, validation_source, validation_percentage, seed)
-    return _load_tokenized(source, 'labelled', lambda e: tokenize_labelled(e, tokenizer, options), *split, reading)
+    return _load_tokenized(source, 'labelled', tokenize_labelled, tokenizer, options, *split, reading)
 
 
 def _options(tokenizer: Any, max_length: int | None, overflow: Overflow, apply_chat_template: bool | None) -> TokenizerOptions:
     begin = tuple(begin_ids(tokenizer))
-    return TokenizerOptions(max_length=max_length, overflow=overflow, apply_chat_template=apply_chat_template, begin=begin)
+    return TokenizerOptions(max_length=max_length, overflow=overflow, apply_chat_template=apply_chat_template, begin=begin, cuts=[])
 
 
 def _load_tokenized(
     source: Any,
     kind: Kind,
-    tokenize: Callable[[Any], T],
+    tokenize: Callable[[Any, Any, TokenizerOptions], T],
+    tokenizer: Any,
+    options: TokenizerOptions,
     skip: bool,
     validation_source: Any,
     percentage: float,
@@ -192,7 +197,8 @@ def _load_tokenized(
     for one in (source, validation_source):
         bad = BadRecords(skip)
         found = [] if one is None else load_examples(one, kind=kind, bad=bad, **reading)
-        parts.append(Loaded(_tokenized(found, tokenize, bad), bad))
+        parts.append(Loaded(_tokenized(found, tokenize, tokenizer, options, bad), bad))
+        _warn(bad, options, len(parts[-1]))
         if one is not None and not parts[-1]:
             raise ValueError(f'none of {bad.num_skipped} records can be used; the first: {bad.reasons[0]}')
     train, validation = parts
@@ -202,12 +208,48 @@ def _load_tokenized(
     return train, validation
 
 
-def _tokenized(examples: Iterable[Any], tokenize: Callable[[Any], T], bad: BadRecords) -> Iterator[T]:
+def _tokenized(
+    examples: Iterable[Any], tokenize: Callable[[Any, Any, TokenizerOptions], T], tokenizer: Any, options: TokenizerOptions, bad: BadRecords
+) -> Iterator[T]:
+    cuts = options.cuts if options.cuts is not None else []
+    cuts.clear()  # of this source
     for example in examples:
+        if adopt_template(example.prompt, tokenizer, options.apply_chat_template):
+            bad.notice('chat', example.where)
         try:
-            yield tokenize(example)
+            record = tokenize(example, tokenizer, options)
         except BadRecord as reason:
             bad.report(example.where, str(reason))
+            continue
+        if len(cuts) > len(bad.noticed.get('cut', ())):
+            bad.notice('cut', example.where)
+        if isinstance(record, TokenizedPreference) and not record.has_pair:
+            bad.notice('equal', example.where)
+        yield record
+
+
+def _warn(bad: BadRecords, options: TokenizerOptions, count: int) -> None:
+    """Say what is trained on otherwise than one may think."""
+    if places := bad.noticed.get('cut'):
+        cuts, limit = options.cuts or [], options.max_length
+        length, where = max(((sum(cut), place) for cut, place in zip(cuts, places, strict=True)), key=lambda cut: cut[0])
+        warnings.warn(
+            f'{len(places)} of {count} records are longer than {limit} tokens and were cut: the prompt loses its beginning, then the '
+            f'response its end. The longest has {length} tokens ({where}). Raise max_length (--max_len), or leave such records out',
+            stacklevel=4,
+        )
+    if places := bad.noticed.get('equal'):
+        warnings.warn(
+            f'{len(places)} of {count} preferences have answers that do not differ (the same tokens, or equal scores) and teach nothing; '
+            f'the first: {places[0]}',
+            stacklevel=4,
+        )
+    if places := bad.noticed.get('preference'):
+        warnings.warn(
+            f'{len(places)} of {count} records are preferences, the first: {places[0]}; only the best answer of each is learned here. DPO '
+            'and reward models learn from the others too (load_preferences, examples/train_preference.py)',
+            stacklevel=4,
+        )
 
 
 def _examples(
@@ -223,6 +265,8 @@ def _examples(
     for item, where in pairs:
         try:
             example = item if isinstance(item, _EXAMPLES) else to_example(_renamed(item, columns), where)
+            if kind == 'demonstration' and isinstance(example, Preference):
+                bad.notice('preference', where)
             example = as_kind(example, kind) if kind else example
         except BadRecord as reason:
             bad.report(where, str(reason))

@@ -7,8 +7,10 @@ number of prompts drawn so far, so it resumes exactly and knows nothing of ranks
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +18,43 @@ import torch
 from torch import Tensor
 
 from chatgpt.dataset.examples import BadRecord, PromptExample, as_kind
+from chatgpt.dataset.formats import adopt_template, begin_ids
 from chatgpt.dataset.reading import read_records
 from chatgpt.dataset.records import BadRecords, Record
 from chatgpt.dataset.shapes import prompt_of, shape_of, to_example
-from chatgpt.dataset.tokenize import Overflow, begin_ids, tokenize_prompt
+from chatgpt.dataset.tokenize import Overflow, tokenize_prompt
 from chatgpt.types import Prompt
+
+RESERVED = ('prompts', 'responses', 'samples', 'outputs')
+"""arguments of reward and metric functions, so no names of columns that they are handed"""
+
+
+def _without_reserved(prompt: Prompt) -> Prompt:
+    if not any(name in prompt.columns for name in RESERVED):
+        return prompt
+    return replace(prompt, columns={name: value for name, value in prompt.columns.items() if name not in RESERVED})
 
 
 class PromptSet(SequenceOf[Prompt]):
     """A fixed list of prompts."""
 
-    def __init__(self, prompts: SequenceOf[Prompt], num_skipped: int = 0, reasons: SequenceOf[str] = ()) -> None:
+    def __init__(self, prompts: SequenceOf[Prompt], num_skipped: int = 0, reasons: SequenceOf[str] = (), has_turns: bool = False) -> None:
         if not prompts:
             raise ValueError('there are no prompts')
-        self._prompts = list(prompts)
+        self._prompts = [_without_reserved(prompt) for prompt in prompts]
+        taken = sorted({name for prompt in prompts for name in RESERVED if name in prompt.columns})
+        if taken:
+            warnings.warn(
+                f'the prompts have columns called {", ".join(taken)}, which is what functions call their own arguments; they are not '
+                'handed to functions. Rename such a column to use it in one',
+                stacklevel=2,
+            )
         self.num_skipped = num_skipped
         """bad records that were left out"""
         self.reasons = list(reasons)
         """the first few, `file, line n: reason`"""
+        self.has_turns = has_turns
+        """some went through the tokenizer's chat template"""
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -97,8 +118,8 @@ def load_prompts(
         column: holds the prompt, as text or as turns; the other columns go to reward functions. Where records have no column
             'prompt', the prompt of any shape that `shapes` knows is taken (question and answer, Alpaca, conversations, ...).
         max_prompt_tokens: longer prompts lose their left end (overflow='truncate') or are bad records (overflow='refuse').
-        apply_chat_template: None: conversations and instructions go through the tokenizer's chat template when it has one, and
-            text is used as it is; True: text too, as one turn of the user; False: nothing does.
+        apply_chat_template: None: conversations and instructions go through the tokenizer's chat template (one without is given
+            `formats.default_template`), and text is used as it is; True: text too, as one turn of the user; False: nothing does.
         skip_bad_records: leave bad records out and count them, instead of stopping at the first.
         split, subset: of a hub data set.
         max_prompts: stop after so many.
@@ -116,17 +137,19 @@ def load_prompts(
     options['begin'] = tuple(begin_ids(tokenizer))
     bad = BadRecords(skip_bad_records)
     prompts: list[Prompt] = []
+    has_turns = False
     for record in read_records(source, bad, split=split, subset=subset, text_separator='\n'):
         if max_prompts is not None and len(prompts) >= max_prompts:
             break
         try:
             example = _prompt_example(record, 'text' if plain else column)
+            has_turns = adopt_template(example.prompt, tokenizer, apply_chat_template) or has_turns
             prompts.append(tokenize_prompt(example, tokenizer, **options))
         except BadRecord as reason:
             bad.report(record.where, str(reason))
     if not prompts:
         raise ValueError(f'none of {bad.num_skipped} records has a usable prompt; the first: {bad.reasons[0]}')
-    return PromptSet(prompts, bad.num_skipped, bad.reasons)
+    return PromptSet(prompts, bad.num_skipped, bad.reasons, has_turns)
 
 
 def _prompt_example(record: Record, column: str) -> PromptExample:

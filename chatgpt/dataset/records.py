@@ -14,6 +14,10 @@ class Record(NamedTuple):
     where: str
 
 
+class BadRecordError(ValueError):
+    """A record cannot be used, and bad ones are not to be left out; names its place."""
+
+
 class BadRecords:
     """What happens to records that cannot be used: the first one is a ValueError, or with `skip` they are counted."""
 
@@ -22,11 +26,16 @@ class BadRecords:
         self.num_skipped = 0
         self.reasons: list[str] = []
         """the first `keep` of them, `file, line n: reason`"""
+        self.noticed: dict[str, list[str]] = {}
+        """places of usable records with a peculiarity, by its name"""
         self._keep = keep
+
+    def notice(self, what: str, where: str) -> None:
+        self.noticed.setdefault(what, []).append(where)
 
     def report(self, where: str, reason: str) -> None:
         if not self.skip:
-            raise ValueError(f'{where}: {reason}')
+            raise BadRecordError(f'{where}: {reason}. Bad records are left out with --skip_bad_records (Python: skip_bad_records=True)')
         self.num_skipped += 1
         if len(self.reasons) < self._keep:
             self.reasons.append(f'{where}: {reason}')

@@ -1,6 +1,7 @@
 """From records to examples: which columns mean what.
 
 `to_example` recognises the shape of a record by its columns (`SHAPES` lists the known ones) and returns the canonical example.
+Whole dialogues that are compared are cut at their first difference, which must be the assistant's; what follows it stays, as turns.
 Where the record came from, and what is done when it is bad, is not decided here.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,13 +35,15 @@ PROMPT = ('prompt', 'query', 'question')
 ANSWER = ('completion', 'response', 'answer', 'output')
 INPUT = ('input', 'context')
 TURNS = ('messages', 'conversations', 'conversation')
+COMPARED = ('response1', 'response2')
 PAIRS = (('chosen', 'rejected'), ('response_j', 'response_k'))
 RANKED = ('responses', 'completions', 'candidates', 'answers')
 LABEL = ('label', 'reward')
 SHAPES = {
-    'preference': 'prompt | instruction [input] | question | messages, with chosen and rejected',
+    'preference': 'prompt | instruction [input] | question | messages | context, with chosen and rejected',
     'dialogues': 'chosen and rejected as whole dialogues or texts',
     'ranked': 'prompt and responses (best first, or with scores or ranks)',
+    'compared': 'prompt | instruction [input], response1 and response2 with annotator1, annotator2, ... (1, 2, or 0 for a tie)',
     'messages': 'messages | conversations, optionally with label',
     'instruction': 'instruction [input | context] and output | response',
     'completion': 'prompt | question and completion | response | answer, optionally with label or reward',
@@ -62,7 +66,9 @@ def shape_of(data: Mapping[str, Any]) -> str:
     has = {key for key, value in data.items() if value is not None}
     turns = _first(has, TURNS) is not None or _holds_turns(data.get('prompt'))
     if any(better in has and worse in has for better, worse in PAIRS):
-        return 'preference' if turns or 'instruction' in has or _first(has, PROMPT) else 'dialogues'
+        return 'preference' if turns or has & {'instruction', 'context'} or _first(has, PROMPT) else 'dialogues'
+    if has.issuperset(COMPARED) and ('instruction' in has or _first(has, PROMPT)):
+        return 'compared'
     if _first(has, PROMPT) and _first(has, RANKED):
         return 'ranked'
     if _first(has, TURNS):
@@ -106,7 +112,7 @@ def _dialogues(data: Mapping[str, Any], where: str) -> Example:
 
 
 def _whole_dialogues(data: Mapping[str, Any], better: str, worse: str, where: str) -> Example:
-    columns = _rest(data, {better, worse, *TURNS, *PROMPT, 'system'})
+    columns = _rest(data, {better, worse, *TURNS, *PROMPT, 'context', 'system'})
     if isinstance(data[better], str) and isinstance(data[worse], str) and not _holds_turns(data[better]):
         a, b = data[better], data[worse]
         if _HH_ASSISTANT not in a and _HH_ASSISTANT not in b:
@@ -116,7 +122,9 @@ def _whole_dialogues(data: Mapping[str, Any], better: str, worse: str, where: st
         if cut < 0:
             raise BadRecord(f'{better} and {worse} share no beginning that ends with {_HH_ASSISTANT!r}')
         cut += len(_HH_ASSISTANT)
-        return _checked_preference(a[:cut], (a[cut:], b[cut:]), _pair_scores(data), columns, where)
+        pair = (_hh_answer(a[cut:]), _hh_answer(b[cut:]))
+        _check_who_parts(pair, better, worse)
+        return _checked_preference(a[:cut], pair, _pair_scores(data), columns, where)
     turns_a, turns_b = messages_of(data[better], better), messages_of(data[worse], worse)
     if 'system' in data and data['system']:
         system = Message('system', str(data['system']))
@@ -128,7 +136,45 @@ def _whole_dialogues(data: Mapping[str, Any], better: str, worse: str, where: st
     if cut == 0:
         raise BadRecord(f'{better} and {worse} share no turns before an answer of the assistant')
     pair = (shorten(turns_a[cut:]), shorten(turns_b[cut:]))
+    _check_who_parts(pair, better, worse)
     return _checked_preference(turns_a[:cut], pair, _pair_scores(data), columns, where)
+
+
+def _hh_answer(text: str) -> ResponseText:
+    """What follows the shared beginning: an answer, or turns up to the last answer where the dialogue goes on."""
+    first, *rest = re.split(r'\n\n(Human|Assistant):', text)
+    turns = [Message(_ASSISTANT, first.strip())]
+    turns += [Message(_ROLES[who.lower()], said.strip()) for who, said in zip(rest[::2], rest[1::2], strict=True)]
+    while turns[-1].role != _ASSISTANT:
+        turns.pop()
+    if len(turns) == 1:
+        return first
+    if not all(turn.content for turn in turns):
+        raise BadRecord('a turn of the dialogue is empty')
+    return tuple(turns)
+
+
+def _check_who_parts(pair: tuple[ResponseText, ResponseText], better: str, worse: str) -> None:
+    """Dialogues are compared where two answers to the same words differ, so the first difference must be the assistant's."""
+    first = [response if isinstance(response, str) else response[0].content for response in pair]
+    if pair[0] != pair[1] and first[0].strip() == first[1].strip():
+        raise BadRecord(f'{better} and {worse} first differ in what the human says, so their answers do not compare')
+
+
+def _compared(data: Mapping[str, Any], where: str) -> Example:
+    """PandaLM's rows: two answers and the verdicts of annotators; the answers' scores are their numbers of votes."""
+    prompt, used = prompt_of(data)
+    verdicts = {key: data[key] for key in data if re.fullmatch(r'annotator\d+', key)}
+    given = [label_of(value, key) for key, value in verdicts.items() if value is not None]
+    if not given or any(verdict not in (0, 1, 2) for verdict in given):
+        found = f'{verdicts}' if verdicts else 'none of them'
+        raise BadRecord(
+            'response1 and response2 need verdicts to say which is better, in annotator1, annotator2, ... as 1, 2, or 0 for a tie; '
+            f'found {found}'
+        )
+    answers = [(float(given.count(i)), _answer(data[key], key)) for i, key in enumerate(COMPARED, 1)]
+    (more, better), (fewer, worse) = sorted(answers, key=lambda answer: -answer[0])
+    return _checked_preference(prompt, (better, worse), (more, fewer), _rest(data, {*used, *COMPARED, *verdicts}), where)
 
 
 def _ranked(data: Mapping[str, Any], where: str) -> Example:
@@ -198,8 +244,8 @@ def _text(data: Mapping[str, Any], where: str) -> Example:
 
 
 _BUILDERS: dict[str, Callable[[Mapping[str, Any], str], Example]] = {
-    'preference': _preference, 'dialogues': _dialogues, 'ranked': _ranked, 'messages': _messages, 'instruction': _completion,
-    'completion': _completion, 'prompt': _prompt_only, 'text': _text,
+    'preference': _preference, 'dialogues': _dialogues, 'ranked': _ranked, 'compared': _compared, 'messages': _messages,
+    'instruction': _completion, 'completion': _completion, 'prompt': _prompt_only, 'text': _text,
 }  # fmt: skip
 
 
@@ -228,6 +274,12 @@ def prompt_of(data: Mapping[str, Any]) -> tuple[PromptText, set[str]]:
         if all(turn.role == 'system' for turn in turns_given):
             raise BadRecord(f'{key} has no turn but the system message')
         return turns_given, {key, 'system'}
+    if _first(set(data), PROMPT) is None and data.get('context') is not None:  # ColossalAI's pairs
+        if _holds_turns(data['context']):
+            return _with_system(messages_of(data['context'], 'context'), data), {'context', 'system'}
+        text = _string(data['context'], 'context')
+        _not_blank(text, 'the context')
+        return text, {'context'}
     key = _first_given(data, PROMPT)
     prompt_text = _string(data[key], key)
     _not_blank(prompt_text, 'the prompt')

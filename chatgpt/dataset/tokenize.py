@@ -5,8 +5,10 @@ Rules that hold for all of them:
 - The prompt's ids are the same in training as in generation: tokenized on their own, with the begin token where the tokenizer
   adds one by itself. The end of the prompt is always an edge between tokens: the answer's ids are what the tokenizer appends
   when it sees both, or, where it would change the prompt's ids, those of the answer alone.
-- A response ends with the end token, which is trained on. Only a response that was cut for length has none.
-- Only turns of the assistant are in the loss (`response_mask`); what a chat template writes after a turn's end token is not.
+- A response ends with the end token, which is trained on. Only a response that was cut for length has none. Of several turns of the
+  assistant each ends with it, except that a tokenizer's own chat template closes turns as it likes; the last has the end token anyway.
+- Only turns of the assistant are in the loss (`response_mask`). What a chat template writes after the special token that closes a turn,
+  such as ChatML's newline, is not, and it is left out at the very end.
 - Text without a prompt has the begin token as its prompt; its first token, where the tokenizer has no begin token.
 - Too long, with overflow='truncate': the prompt loses its left end (its begin token stays), but never below half of
   `max_length`; then the response loses its right end. With overflow='refuse' it is a BadRecord.
@@ -16,7 +18,7 @@ Left out: reading and shapes of data (`reading`, `shapes`), padding (`chatgpt.ba
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
@@ -33,7 +35,7 @@ from chatgpt.dataset.examples import (
     ResponseText,
     check_order,
 )
-from chatgpt.dataset.formats import Piece, render, render_prompt, use_template
+from chatgpt.dataset.formats import Piece, begin_ids, render, render_prompt, use_template
 from chatgpt.types import Prompt, Sequence
 
 Overflow = Literal['truncate', 'refuse']
@@ -68,6 +70,10 @@ class TokenizedPreference:
         return ranks
 
     @property
+    def has_pair(self) -> bool:
+        return len(set(self.ranks()) - {None}) > 1
+
+    @property
     def num_tokens(self) -> int:
         return sum(len(self.prompt_ids) + len(r) for r in self.responses)
 
@@ -93,12 +99,14 @@ class TokenizerOptions:
     overflow: see the module's docstring.
     apply_chat_template: see `formats.use_template`.
     begin: the ids that stand before a prompt without template; None: found out for each example (`begin_ids`).
+    cuts: here the tokens of prompt and longest response of every record that was cut are added.
     """
 
     max_length: int | None = None
     overflow: Overflow = 'truncate'
     apply_chat_template: bool | None = None
     begin: tuple[int, ...] | None = None
+    cuts: list[tuple[int, int]] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 2:
@@ -166,14 +174,6 @@ def encode(text: str, tokenizer: Any) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)['input_ids']) if text else []
 
 
-def begin_ids(tokenizer: Any) -> list[int]:
-    """[begin token] where the tokenizer adds it by itself, else []."""
-    begin = tokenizer.bos_token_id
-    if begin is None:
-        return []
-    return [begin] if list(tokenizer('a', verbose=False)['input_ids'])[:1] == [begin] else []
-
-
 def _begin(known: tuple[int, ...] | None, templated: bool, tokenizer: Any) -> list[int]:
     """A chat template writes its own begin token."""
     return [] if templated else begin_ids(tokenizer) if known is None else list(known)
@@ -206,7 +206,7 @@ def _encode_answers(
     prompt_ids = [*_begin(options.begin, templated, tokenizer), *body]
     if not prompt_ids:
         raise BadRecord('the prompt has no tokens')
-    answers = [_encode_pieces(asked, body, pieces[1:], tokenizer, end) for pieces in rendered]
+    answers = [_encode_pieces(asked, body, pieces[1:], tokenizer, end, templated) for pieces in rendered]
     return _fit(prompt_ids, answers, tokenizer, options)
 
 
@@ -224,18 +224,33 @@ def _encode_texts(
 
 
 def _encode_pieces(
-    asked: str, asked_ids: list[int], pieces: list[Piece], tokenizer: Any, end: int
+    asked: str, asked_ids: list[int], pieces: list[Piece], tokenizer: Any, end: int, templated: bool
 ) -> tuple[list[int], list[bool]]:
     so_far, all_ids, mask = asked, list(asked_ids), []
     for number, piece in enumerate(pieces):
         ids = encode_after(so_far, all_ids, piece.text, tokenizer)
-        if number == len(pieces) - 1:
-            ids = ids[: ids.index(end) + 1] if end in ids else [*ids, end]
-        counts = len(ids) if end not in ids else ids.index(end) + 1
-        mask += [piece.trained and i < counts for i in range(len(ids))]
+        counts = _turn_length(ids, end, tokenizer) if piece.trained else 0
+        is_last = number == len(pieces) - 1
+        closed = piece.trained and end not in ids and (is_last or not templated)  # a template's own turns stay as it writes them
+        if closed:
+            ids = [*ids[:counts], end]
+            counts = len(ids)
+        elif is_last:
+            ids = ids[:counts]
+        mask += [i < counts for i in range(len(ids))]
         all_ids += ids
-        so_far += piece.text
+        so_far += piece.text + (tokenizer.eos_token if closed else '')
     return all_ids[len(asked_ids) :], mask
+
+
+def _turn_length(ids: list[int], end: int, tokenizer: Any) -> int:
+    """How much of a turn of the assistant counts: up to its end token, or to the special token that the template closes it with
+    (such as ChatML's) where only white space follows that."""
+    if end in ids:
+        return ids.index(end) + 1
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}.union(tokenizer.all_special_ids)
+    last = next((i for i in reversed(range(len(ids))) if ids[i] in special), None)
+    return last + 1 if last is not None and not tokenizer.decode(ids[last + 1 :]).strip() else len(ids)
 
 
 def _fit(
@@ -246,6 +261,7 @@ def _fit(
         return prompt, answers
     if options.overflow == 'refuse':
         raise BadRecord(f'{len(prompt)} tokens of prompt and {longest} of response, together more than max_length={limit}')
+    whole = (len(prompt), longest)
     room = max(limit - longest, limit // 2)
     if len(prompt) > room:
         prompt = _cut_left(prompt, room, tokenizer)
@@ -253,6 +269,8 @@ def _fit(
     fitted = [(ids[:left], mask[:left]) for ids, mask in answers]
     if not any(chain.from_iterable(mask for _, mask in fitted)):
         raise BadRecord(f'nothing to learn from is left within max_length={limit} tokens')
+    if options.cuts is not None:
+        options.cuts.append(whole)
     return prompt, fitted
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from chatgpt.batching import collate
-from chatgpt.experience.scorers import Score, Scorer
+from chatgpt.experience.scorers import Score, Scorer, WeightedScorer, combine
 from chatgpt.experience.shaping import ScoreShaper
 from chatgpt.functional.advantages import token_rewards
 from chatgpt.functional.kl import kl_full, kl_penalty
@@ -102,11 +102,16 @@ class ExperienceMaker:
             settings: in place of the maker's own, for this call.
         """
         settings = settings or self.settings
+        apart: list[list[tuple[float, Score]]] = [[]] * len(samples)
         if scores is None:
             if self.scorer is None:
                 raise ValueError('there is no reward: pass reward_model to the trainer, or scores with each batch')
-            scores = self.scorer.score(samples, self.strategy)
-        local = [_start(sample, score) for sample, score in zip(samples, scores, strict=True)]
+            if isinstance(self.scorer, WeightedScorer):
+                apart = self.scorer.apart(samples, self.strategy)
+                scores = [combine(parts, sample) for parts, sample in zip(apart, samples, strict=True)]
+            else:
+                scores = self.scorer.score(samples, self.strategy)
+        local = [_start(sample, score, parts) for sample, score, parts in zip(samples, scores, apart, strict=True)]
         self._run_models(local, settings)
         gathered = self.strategy.all_gather_object(local) if self.strategy.world_size > 1 else [local]
         experiences = sorted((e for rank in gathered for e in rank), key=lambda e: e.index)
@@ -155,30 +160,31 @@ class ExperienceMaker:
 
     def _fill_rewards(self, experiences: list[Experience], kl_coef: float) -> None:
         shaped = self.shaper([e.score for e in experiences], experiences)
-        shift, factor = self.shaper.scale()
         for e, score in zip(experiences, shaped, strict=True):
+            e.shaped_score = score
             if e.token_scores is None:
                 e.rewards = token_rewards(e.kl, kl_coef, score, e.response_mask)
             else:
-                # A dense score is scaled token by token; the sequence score, their sum, must not be paid a second time.
-                dense = e.token_scores * factor
-                if self.shaper.clip is not None:
-                    dense = dense.clamp(-self.shaper.clip, self.shaper.clip)
-                e.rewards = token_rewards(e.kl, kl_coef, 0.0, e.response_mask, token_scores=dense)
+                # The sequence score, their sum, must not be paid a second time.
+                dense, once = self.shaper.of_tokens(e.token_scores, e)
+                e.rewards = token_rewards(e.kl, kl_coef, once, e.response_mask, token_scores=dense)
         if self.settings.whiten_rewards and experiences:
             mask = torch.cat([e.response_mask for e in experiences])
-            flat = whiten(torch.cat([e.rewards for e in experiences]), mask, shift_mean=False)
+            before = torch.cat([e.rewards for e in experiences])
+            flat = whiten(before, mask, shift_mean=False)
+            size = float(before.abs().sum())
+            factor = float(flat.abs().sum()) / size if size else 1.0
             for e, rewards in zip(experiences, flat.split([e.num_actions for e in experiences]), strict=True):
-                e.rewards = rewards.clone()
+                e.rewards, e.shaped_score = rewards.clone(), e.shaped_score * factor
 
 
-def _start(sample: Sample, score: Score) -> Experience:
-    """A record with the sample's fields, its score, and zeros where models will write."""
+def _start(sample: Sample, score: Score, parts: list[tuple[float, Score]]) -> Experience:
+    """A record with the sample's fields, its score and what it is the sum of, and zeros where models will write."""
     dense = score if isinstance(score, Tensor) else None
     zeros = torch.zeros(sample.num_actions)
     return Experience(
         **{f.name: getattr(sample, f.name) for f in fields(Sample)},
-        score=float((dense * sample.response_mask).sum()) if dense is not None else float(score),
+        score=_of_sequence(score, sample),
         old_logprobs=sample.logprobs.clone(),
         ref_logprobs=zeros,
         values=zeros.clone(),
@@ -187,7 +193,13 @@ def _start(sample: Sample, score: Score) -> Experience:
         advantages=zeros.clone(),
         returns=zeros.clone(),
         token_scores=dense,
+        weighted_scores=tuple((weight, _of_sequence(part, sample)) for weight, part in parts),
     )
+
+
+def _of_sequence(score: Score, sample: Sample) -> float:
+    """Dense scores count as their sum over the tokens that count."""
+    return float((score * sample.response_mask).sum()) if isinstance(score, Tensor) else float(score)
 
 
 def _write(records: list[Experience], field: str, flat: Tensor) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 import threading
+import zlib
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol, cast, runtime_checkable
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from chatgpt.batching import collate
+from chatgpt.rewards.calling import awaited, made, one_each, told
 from chatgpt.sweep import Communicator, cuts_of_own, sweep
 from chatgpt.types import Sample, Sequence
 
@@ -101,13 +103,26 @@ def models_of(scorer: Scorer | None) -> list[nn.Module]:
     return []
 
 
+def described(scorer: Scorer | None) -> Any:
+    """A scorer as JSON, for telling whether a run goes on with another: of functions name and a checksum of the source."""
+    if isinstance(scorer, WeightedScorer):
+        return [[weight, described(inner)] for weight, inner in scorer.weighted]
+    if not isinstance(scorer, FunctionScorer):
+        return type(scorer).__name__
+    try:
+        source = inspect.getsource(scorer.fn if inspect.isroutine(scorer.fn) else type(scorer.fn))
+    except (OSError, TypeError):
+        return scorer.name
+    return f'{scorer.name}, source {zlib.crc32(source.encode()):08x}'
+
+
 class FunctionScorer:
     """Scores with a Python function that sees the whole batch of a timestep once, on rank 0.
 
     Args:
         fn: `fn(prompts, responses, **columns) -> list`, one number per response or one list of numbers per response (one
-            per response token). `columns` are the other columns of the prompts' data rows as keyword lists; a function
-            without `**kwargs` gets those it names.
+            per response token); a coroutine function is awaited, all calls in one event loop. `columns` are the other columns of
+            the prompts' data rows as keyword lists; a function without `**kwargs` gets those it names.
         timeout_s: seconds after which the run stops with an error instead of waiting for ever. None waits.
     """
 
@@ -130,26 +145,20 @@ class FunctionScorer:
             if self._accepts is None or key in self._accepts
         }
         prompts, responses = [s.prompt_text for s in samples], [s.response_text for s in samples]
-        return call_with_timeout(lambda: self.fn(prompts, responses, **columns), self.timeout_s, f'reward function {self.name}')
+        return call_with_timeout(
+            lambda: awaited(self.fn(prompts, responses, **columns)), self.timeout_s, f'reward function {self.name}'
+        )
 
     def _checked(self, samples: list[Sample]) -> list[Score]:
+        source = f'reward function {self.name}'
         try:
             values = self._call(samples)
         except RewardFunctionError:
             raise
-        except Exception as error:
-            raise RewardFunctionError(f'reward function {self.name} raised {type(error).__name__}: {error}') from error
-        if isinstance(values, Tensor):
-            values = values.tolist()
-        try:
-            values = list(values)
-        except TypeError:
-            raise RewardFunctionError(f'reward function {self.name} returned {type(values).__name__}; return a list') from None
-        if len(values) != len(samples):
-            raise RewardFunctionError(
-                f'reward function {self.name} returned {len(values)} scores for {len(samples)} responses; return one per response'
-            )
-        return [as_score(value, sample, f'reward function {self.name}') for value, sample in zip(values, samples, strict=True)]
+        except (Exception, SystemExit) as error:  # an exit inside would end one rank in silence
+            raise RewardFunctionError(f'{source} raised {told(error)}') from error
+        values = one_each(values, len(samples), source, RewardFunctionError)
+        return [as_score(value, sample, source) for value, sample in zip(values, samples, strict=True)]
 
     def score(self, samples: list[Sample], strategy: Communicator) -> list[Score]:
         everyone = strategy.all_gather_object(samples)
@@ -201,8 +210,12 @@ class WeightedScorer:
         self.weighted = list(weighted)
 
     def score(self, samples: list[Sample], strategy: Communicator) -> list[Score]:
+        return [combine(parts, sample) for parts, sample in zip(self.apart(samples, strategy), samples, strict=True)]
+
+    def apart(self, samples: list[Sample], strategy: Communicator) -> list[list[tuple[float, Score]]]:
+        """(weight, score) of each scorer, per sample."""
         columns = [(weight, scorer.score(samples, strategy)) for weight, scorer in self.weighted]
-        return [combine([(weight, scores[i]) for weight, scores in columns], sample) for i, sample in enumerate(samples)]
+        return [[(weight, scores[i]) for weight, scores in columns] for i in range(len(samples))]
 
 
 def combine(parts: SequenceOf[tuple[float, Score]], sample: Sequence) -> Score:
@@ -225,7 +238,7 @@ def as_score(value: Any, sample: Sample, source: str) -> Score:
     elif hasattr(value, 'tolist'):  # numpy scalars and arrays
         value = value.tolist()
     if isinstance(value, (list, tuple)):
-        dense = torch.tensor([float(v) for v in value])
+        dense = torch.tensor([_number(v, sample, source) for v in value])
         if len(dense) != sample.num_actions:
             raise RewardFunctionError(
                 f'{source} returned {len(dense)} token scores for sample {sample.index}, whose response has {sample.num_actions} tokens'
@@ -233,13 +246,20 @@ def as_score(value: Any, sample: Sample, source: str) -> Score:
         if not torch.isfinite(dense).all():
             raise RewardFunctionError(f'{source} returned a score that is not finite for sample {sample.index}')
         return dense
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise RewardFunctionError(f'{source} returned {value!r} for sample {sample.index}; return a number') from None
+    number = _number(value, sample, source)
     if not math.isfinite(number):
         raise RewardFunctionError(f'{source} returned {number} for sample {sample.index}; scores must be finite')
     return number
+
+
+def _number(value: Any, sample: Sample, source: str) -> float:
+    """A text is none, even one of digits: it is more often an answer than its score."""
+    try:
+        if not isinstance(value, (str, bytes)):
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    raise RewardFunctionError(f'{source} returned {value!r} for sample {sample.index}; return a number')
 
 
 def call_with_timeout(fn: Callable[[], Any], timeout_s: float | None, what: str) -> Any:
@@ -270,10 +290,11 @@ def as_scorer(
 ) -> Scorer | None:  # fmt: skip
     """A `Scorer` from anything that scores text: a module, a pipeline, a function, a scorer, or a list of (weight, one of these).
 
-    None stays None: every batch then comes with its scores.
+    A class is made first, without arguments. None stays None: every batch then comes with its scores.
     """
     if reward is None:
         return None
+    reward = made(reward)
     if isinstance(reward, nn.Module):
         return RewardModelScorer(reward, tokenizer=reward_tokenizer, max_tokens_per_batch=max_tokens_per_batch, packing=packing)
     if isinstance(reward, Scorer):

@@ -8,7 +8,7 @@ of the one before; rewards and values at such tokens are never read, advantages 
 means that all count.
 
 Two sorts of estimator: over the tokens of a response (`gae`, `a2c`, `reinforce_pp`, `reinforce_pp_baseline`) and over the
-responses to one prompt, one number per response (`grpo`, `dr_grpo`, `rloo`), which `spread` puts on its tokens.
+responses to one prompt, one number per response (`grpo`, `dr_grpo`, `rloo`, `gdpo`), which `spread` puts on its tokens.
 
 Left out: KL estimates (`kl.py`), scaling and clipping of scores, which estimator a run uses.
 """
@@ -162,6 +162,38 @@ def rloo(scores: Tensor, groups: Tensor) -> Tensor:
     total = segment_sum(wide, index, len(counts))
     others = (total[index] - wide) / (counts[index] - 1)
     return (wide - others).to(scores.dtype)
+
+
+def gdpo(scores: Tensor, weights: Tensor, groups: Tensor, *, eps: float = 1e-4) -> Tensor:
+    """Σ_k w_k (score_k − group mean) / (group std + eps), one number per response: every reward is normalised apart, then added.
+
+    A sum that is normalised as a whole makes one advantage of different mixtures of rewards with one sum, and lets the reward that varies
+    most decide. Source: GDPO, Liu et al. 2026, "Group reward-Decoupled Normalization Policy Optimization", arXiv 2601.05242, section 3.1;
+    its last step is `normalised`. std and eps as in `grpo`. A response alone in its group gets 0.
+
+    Args:
+        scores: (M, K) floating point, of K rewards.
+        weights: (K,).
+        groups: (M,) int64, equal for responses to one prompt, in any order.
+
+    Returns:
+        (M,) of scores' dtype.
+    """
+    if scores.dim() != 2 or weights.shape != scores.shape[1:]:
+        raise ValueError(f'scores must be (M, K) and weights (K,); got {tuple(scores.shape)} and {tuple(weights.shape)}')
+    parts = [weight * grpo(column, groups, eps=eps) for weight, column in zip(weights.double(), scores.double().T, strict=True)]
+    return torch.stack(parts).sum(0).to(scores.dtype)
+
+
+def normalised(per_sequence: Tensor, *, eps: float = 1e-4) -> Tensor:
+    """(x − mean) / (std + eps) over responses, (M,): GDPO's last step (arXiv 2601.05242, section 3.1), over the batch of all groups.
+
+    It keeps the size of the advantages whatever the number of rewards. std is the unbiased one; a single response gives 0.
+    """
+    wide = per_sequence.double()
+    if len(wide) < 2:
+        return torch.zeros_like(per_sequence)
+    return ((wide - wide.mean()) / (wide.std() + eps)).to(per_sequence.dtype)
 
 
 def spread(per_sequence: Tensor, masks: Lists) -> list[Tensor]:

@@ -132,6 +132,25 @@ def gspo_policy_loss(
     return _clipped_surrogate(log_ratio, advantages, eps_low, eps_high, dual_clip)
 
 
+def cispo_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, eps_high: float = 0.2) -> Tensor:
+    """−A · sg(min(ρ, 1 + eps_high)) · log π with ρ = π / π_old: the weight is clipped, not the update, so every token keeps a gradient.
+
+    Source: CISPO, MiniMax-M1, arXiv 2506.13585, section 3.1, equations 4 and 5. The paper's weight may have a lower bound as well, which
+    its runs left out; so does this. Its objective is `aggregate` in mode 'token'.
+
+    Args:
+        logprobs: (N,) or any shape, of the policy that learns.
+        old_logprobs: same shape, of the policy that collected; constants.
+        advantages: same shape; constants.
+
+    Returns:
+        same shape.
+    """
+    if not eps_high >= 0:
+        raise ValueError(f'eps_high={eps_high!r} must not be negative')
+    return -advantages * _ratio(logprobs.detach() - old_logprobs).clamp_max(1 + eps_high) * logprobs
+
+
 def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, rows: Tensor, num_sequences: int) -> Tensor:
     """mean over a sequence's tokens of logprobs − old_logprobs, on each of its tokens: (N,). See `gspo_policy_loss`."""
     return segment_mean(logprobs - old_logprobs, rows, num_sequences, mask=mask)[rows]
@@ -215,6 +234,21 @@ def ranked_pairs(groups: Tensor, ranks: Tensor) -> RankedPairs:
     better, worse = ((groups[:, None] == groups[None, :]) & (ranks[:, None] < ranks[None, :])).nonzero(as_tuple=True)
     _, index, counts = groups[better].unique(return_inverse=True, return_counts=True)
     return RankedPairs(better, worse, 1.0 / counts[index].to(torch.float32))
+
+
+def importance_weighted(estimate: Tensor, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """ρ · estimate with ρ = exp(logprobs − old_logprobs), per token; the gradient goes through both.
+
+    A KL estimator is an expectation under the policy that learns, its tokens were drawn by the one that collected: ρ makes the value
+    unbiased, and the gradient of ρ · k3 is that of the KL, which the gradient of k3 alone is not. Source: DeepSeek-V3.2,
+    arXiv 2512.02556, section 3.1, "Unbiased KL estimate"; TRL's `use_bias_correction_kl`.
+
+    Args:
+        estimate: (N,) or any shape, as `kl_penalty` gives it.
+        logprobs: same shape, of the policy that learns.
+        old_logprobs: same shape, of the policy that collected; constants.
+    """
+    return _ratio(logprobs - old_logprobs) * estimate
 
 
 def truncated_importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, cap: float = 2.0) -> Tensor:

@@ -32,7 +32,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('--max_failures', type=int, default=3, help='how many times failed workers are replaced (default: 3)')
     ray = parser.add_argument_group('ray')
     ray.add_argument('--gpus_per_worker', type=int, help='devices of a worker (default: 0)')
-    ray.add_argument('--address', help='HOST:PORT of the cluster, or local for one on this machine alone; default: RAY_ADDRESS, or found')
+    ray.add_argument('--address', help='HOST:PORT of the cluster, or local for a new one; default: RAY_ADDRESS, or found, or local')
     ray.add_argument('--placement', choices=('pack', 'spread'), help='workers on few nodes or on many (default: pack)')
     ray.add_argument('--wait_s', type=float, help='longest wait for resources in use, or for a node in place of a dead one (default: 300)')
     ray.add_argument('--env', action='append', default=[], metavar='NAME=VALUE', help='variable of the script; may be given several times')

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 import errno
 import importlib
 import importlib.util
@@ -26,16 +25,18 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from chatgpt.launch.relaunch import mistake_was_told, tell_mistake
+from chatgpt.launch.relaunch import mark_told, was_told
+from chatgpt.names import STRATEGIES, hint
+from chatgpt.rewards.calling import made
 
-STRATEGIES = (
-    'naive', 'ddp', 'fsdp', 'fsdp_cpu', 'colossalai_gemini', 'colossalai_gemini_cpu',
-    'colossalai_zero1', 'colossalai_zero1_cpu', 'colossalai_zero2', 'colossalai_zero2_cpu',
-)  # fmt: skip
 NOBODYS_FAULT = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EISDIR))
 """what an operating system says of a path that a user can mend"""
 OTHER_RANKS_WAIT_S = 1.0
 """the ranks but the first wait this long before they say what went wrong: torchrun ends them as soon as the first has said it"""
+
+
+FLAGS: set[str] = set()
+"""of the command line that this process was called with"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,10 +52,11 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         parsed, unknown = self.parse_known_args(args, namespace)
+        known = [name.lstrip('-') for action in self._actions for name in action.option_strings]
+        FLAGS.update(known)
         if unknown:
             flag = next((text for text in unknown if text.startswith('-')), unknown[0]).split('=')[0]
-            near = difflib.get_close_matches(flag, [name for action in self._actions for name in action.option_strings], n=3)
-            self.error(f'unknown argument {flag!r}' + (f'; did you mean {", ".join(near)}?' if near else ''))
+            self.error(f'unknown argument {flag!r}{hint(flag.lstrip("-"), known, "--")}')
         return parsed
 
 
@@ -79,6 +81,24 @@ def parse_bool(text: str) -> bool:
     raise argparse.ArgumentTypeError(f'{text!r} is not a boolean; use true or false')
 
 
+def number(text: str) -> float:
+    """A flag's value as a float; 'nan' is none."""
+    value = float(text)
+    if value != value:
+        raise argparse.ArgumentTypeError(f'{text!r} is not a number')
+    return value
+
+
+def whole_number(text: str) -> int:
+    """A flag's value as an int; '0.0' is one."""
+    try:
+        return int(text)
+    except ValueError:
+        if not float(text).is_integer():
+            raise
+        return int(float(text))
+
+
 def value_parser(hint: Any) -> Callable[[str], Any]:
     """A function from the text of a flag to a value of the annotated type; 'none' is None where the type allows it."""
     options = typing.get_args(hint) if _is_union(hint) else (hint,)
@@ -93,9 +113,11 @@ def value_parser(hint: Any) -> Callable[[str], Any]:
                 return literal
         for kind in plain:
             try:
-                return parse_bool(text) if kind is bool else kind(text)
-            except (ValueError, TypeError):
+                return {bool: parse_bool, int: whole_number, float: number}.get(kind, kind)(text)
+            except (ValueError, TypeError, OverflowError, argparse.ArgumentTypeError):
                 continue
+        if not literals and bool in plain:
+            parse_bool(text)
         if not literals and all(o in (int, float, type(None)) for o in plain):
             raise argparse.ArgumentTypeError(f'{text!r} is no {"whole " if float not in plain else ""}number')
         expected = ', '.join([str(v) for v in literals] + [getattr(o, '__name__', str(o)) for o in plain])
@@ -169,22 +191,10 @@ def make_strategy(name: str, *, seed: int, precision: Any, remote_code: bool = F
     FSDP builds on the meta device, so no rank holds a whole model; not with `remote_code`, since a model whose code came from a hub may
     compute buffers in its constructor, and on the meta device those would be lost.
     """
-    from chatgpt.trainer import strategies as s
+    from chatgpt.trainer.strategies.named import strategy_by_name
 
     check_precision(name, precision)
-    if world_size_from_env() > 1 and name == 'naive':
-        raise ValueError('--strategy naive is one process; under torchrun use ddp, fsdp or one of the colossalai strategies')
-    if name == 'naive':
-        return s.NaiveStrategy(seed=seed, precision=precision)
-    if name == 'ddp':
-        return s.DDPStrategy(seed=seed, precision=precision, timeout_s=timeout_s)
-    if name.startswith('fsdp'):
-        return s.FSDPStrategy(
-            seed=seed, precision=precision, cpu_offload=name.endswith('_cpu'), meta_init=not remote_code, timeout_s=timeout_s
-        )
-    stage = {'gemini': 3, 'zero1': 1, 'zero2': 2}[name.split('_')[1]]
-    policy: Any = 'cpu' if name.endswith('_cpu') else ('auto' if stage == 3 else 'cuda')
-    return s.ColossalAIStrategy(stage=stage, precision=precision, seed=seed, placement_policy=policy, timeout_s=timeout_s)
+    return strategy_by_name(name, seed=seed, precision=precision, meta_init=not remote_code, timeout_s=timeout_s)
 
 
 @contextmanager
@@ -202,10 +212,10 @@ def strategy_of(run: Any) -> Iterator[Any]:
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """A function from 'package.module:name' or 'path/to/file.py:name'.
+    """A function from 'package.module:name' or 'path/to/file.py:name'; of a class, an object made without arguments.
 
     Raises:
-        ValueError: it is not of that form, or there is no such module or function.
+        ValueError: it is not of that form, there is no such module or function, or a class that cannot be made so.
     """
     module_name, _, function_name = spec.rpartition(':')
     if not module_name or not function_name:
@@ -214,7 +224,10 @@ def load_function(spec: str) -> Callable[..., Any]:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ValueError(f'{spec!r}: {module_name} has no function {function_name!r}')
-    return function
+    try:
+        return made(function)
+    except ValueError as error:
+        raise ValueError(f'{spec!r}: {_one_line(error)}; name a function or object of your own file that does') from None
 
 
 def _import(name: str, spec: str) -> types.ModuleType:
@@ -233,7 +246,7 @@ def _import(name: str, spec: str) -> types.ModuleType:
         sys.modules[path.stem] = module
         module_spec.loader.exec_module(module)
         return module
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f'{spec!r}: importing it raised {type(error).__name__}: {_one_line(error)}') from error
     finally:
         sys.path.remove(folder)
@@ -276,10 +289,9 @@ def check_run_folder(path: str | os.PathLike[str]) -> None:
 def run_main(main: Callable[[], Any]) -> None:
     """Run a script's main. A mistake of the user's is one line on stderr and exit code 2, not a traceback; so is a warning of ours.
 
+    An error inside the user's reward function is one line too, with exit code 1: the same call may succeed, so a launcher tries it again.
     With CHATGPT_TRACEBACK=1 in the environment everything is raised as it is.
     """
-    if mistake_was_told():  # torchrun starts a wrongly called script again
-        raise SystemExit(2)
     try:
         with _short_warnings():
             main()
@@ -290,17 +302,28 @@ def run_main(main: Callable[[], Any]) -> None:
     except Exception as error:
         if os.environ.get('CHATGPT_TRACEBACK') or not _is_explained(error, main):
             raise
-        tell(f'error: {_one_line(error)}')
-        raise SystemExit(2) from None
+        remedy = '; --skip_bad_records leaves such records out' if _is_bad_record(error) and 'skip_bad_records' in FLAGS else ''
+        tell(f'error: {_one_line(error)}{remedy}')
+        raise SystemExit(_exit_code(error)) from None
 
 
-def tell(mistake: str) -> None:
-    """Print what the user did wrong, once for all ranks and all of torchrun's restarts where the launcher makes that possible."""
+def _is_bad_record(error: Exception) -> bool:
+    return type(error).__name__ == 'BadRecordError'
+
+
+def _exit_code(error: Exception) -> int:
+    """2 for what the same call would meet again, 1 for what may have passed by then."""
+    name = 'RewardFunctionError'  # by name: a mistake must not wait for torch to be imported
+    return 1 if type(error).__name__ == name or str(error).startswith(f'rank 0: {name}: ') else 2
+
+
+def tell(what: str) -> None:
+    """Print what went wrong, once for all ranks where the launcher makes that possible."""
     if os.environ.get('RANK', '0') != '0':
         time.sleep(OTHER_RANKS_WAIT_S)
-    if not mistake_was_told():
-        print(mistake, file=sys.stderr, flush=True)
-        tell_mistake()
+    if not was_told():
+        print(what, file=sys.stderr, flush=True)
+        mark_told()
 
 
 def _one_line(error: BaseException) -> str:

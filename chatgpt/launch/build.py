@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from chatgpt.launch.arguments import check_reward_function, load_function
+from chatgpt.launch.destination import check_not_replaced
 from chatgpt.launch.rollouts import check_rollout_args
 from chatgpt.launch.runs import PPORun, Run
 
 FAMILIES = {'gpt2': 'GPT', 'opt': 'OPT', 'bloom': 'BLOOM', 'llama': 'Llama', 'auto': 'Auto'}
-DEFAULTS: dict[str, Any] = {'lr': 1e-5, 'critic_lr': 1e-5, 'max_new_tokens': 64}
-EMBEDDED_DEFAULTS: dict[str, Any] = {'lr': 3e-4, 'critic_lr': 1e-3, 'max_new_tokens': 32}
-"""for the small model of the embedded world, whose stories are short"""
 NUM_STORIES = 1600
 """that the embedded model learns its language from, twice"""
 
@@ -46,9 +44,7 @@ def check_ppo_args(args: PPORun, world_size: int) -> Any:
 
     if args.critic == 'shared' and args.critic_lr is not None:
         raise ValueError("critic_lr is of a critic with an optimizer of its own; with critic='shared' leave it out")
-    for name, value in (DEFAULTS if args.pretrain else EMBEDDED_DEFAULTS).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    args.fill_defaults()
     args.validate(world_size)
     args.apply_resources()
     config = args.only(PPOConfig)
@@ -69,10 +65,16 @@ def check_ppo_args(args: PPORun, world_size: int) -> Any:
         raise ValueError('lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one')
     if args.epochs is not None and args.training_iteration is not None:
         raise ValueError('epochs and training_iteration both say how long to train; give one')
+    if args.temperature == 0:
+        raise ValueError('temperature=0 draws nothing, and a policy learns from what it draws: give a number above 0')
     SamplingParams(
         max_new_tokens=args.max_new_tokens, min_new_tokens=args.min_new_tokens, temperature=args.temperature, top_k=args.top_k,
         top_p=args.top_p,
     )  # fmt: skip
+    if config.advantage_estimator == 'gdpo':
+        raise ValueError(
+            "advantage_estimator='gdpo' takes a list of rewards, which the command line cannot give; use PPOTrainer or chatgpt.train"
+        )
     if args.reward_model and args.reward_fn:
         raise ValueError('give --reward_model or --reward_fn, not both')
     if args.prompt_path and not (args.reward_model or args.reward_fn):
@@ -113,12 +115,7 @@ def check_resume(args: Run) -> None:
             f'{args.save_path} holds checkpoints of an earlier run, up to {found.name}: go on with --resume auto, or choose another '
             '--save_path'
         )
-    for model in (Path(args.save_path, name) for name in ('actor', 'reward_model')):
-        if not args.resume and Path(model, 'config.json').is_file():
-            raise ValueError(
-                f'{args.save_path} holds the trained model of an earlier run, {model.name}/, and no checkpoints to go on from: choose '
-                f'another --save_path, or remove {model}'
-            )
+    check_not_replaced(args)
 
 
 @dataclass
@@ -136,8 +133,8 @@ class PPOInputs:
     args: PPORun
     eval_prompts: Any = None
     """held-back prompts, where there are any"""
-    skipped: SequenceOf[str] = ()
-    """a line for each source that bad records were left out of"""
+    notes: SequenceOf[str] = ()
+    """a line for each source that bad records were left out of, and one that shows the format of conversations, where there are any"""
 
     def build_models(self, pretrained: Any, *, with_critic: bool = True) -> tuple[Any, Any, Any, Any]:
         """Actor, critic, reward (a model or a function) and initial model; `pretrained` is the hub name or folder to start from.
@@ -197,6 +194,7 @@ def read_config(run: Run) -> tuple[Any, Any]:
 def build_ppo_inputs(args: PPORun) -> PPOInputs:
     """Read and check what can be without weights; see `PPOInputs`."""
     from chatgpt.dataset import embedded, load_demonstrations
+    from chatgpt.dataset.formats import shown_format
     from chatgpt.dataset.loading import left_out
     from chatgpt.dataset.prompts import load_prompts
 
@@ -215,9 +213,9 @@ def build_ppo_inputs(args: PPORun) -> PPOInputs:
     prompts, held_back = _held_back(args, prompts, tokenizer)
     _check_lengths(prompts, context_of(config), args.max_new_tokens or 0, 'the context')
     if args.epochs is not None:
-        args.num_episodes, args.max_timesteps, args.update_timesteps = args.epochs, -(-len(prompts) // args.experience_batch_size), 1
+        _set_length(args, 'epochs', args.epochs, -(-len(prompts) // args.experience_batch_size))
     elif args.training_iteration is not None:
-        args.num_episodes, args.max_timesteps, args.update_timesteps = args.training_iteration, 1, 1
+        _set_length(args, 'training_iteration', args.training_iteration, 1)
     if args.reward_model and reward_tokenizer is None:
         _check_lengths(prompts, reward_context, args.max_new_tokens or 0, "the reward model's context")
     text = None
@@ -227,8 +225,18 @@ def build_ppo_inputs(args: PPORun) -> PPOInputs:
         read.append((args.ptx_data, 'texts', text))
     if args.validation_file:
         read.append((args.validation_file, 'prompts held back', held_back))
-    skipped = [f'{source}: {len(data)} {what}{left_out(data)}' for source, what, data in read if data.num_skipped]
-    return PPOInputs(tokenizer, prompts, reward_fn, reward_tokenizer, reward_context, text, config, args, held_back, skipped)
+    notes = [f'{source}: {len(data)} {what}{left_out(data)}' for source, what, data in read if data.num_skipped]
+    if any(data.has_turns for _, _, data in read):
+        notes.append(f'conversations read {shown_format(tokenizer)}, the chat template that is saved with the tokenizer')
+    return PPOInputs(tokenizer, prompts, reward_fn, reward_tokenizer, reward_context, text, config, args, held_back, notes)
+
+
+def _set_length(args: PPORun, why: str, episodes: int, timesteps: int) -> None:
+    """Fill in how long to train. Raises ValueError where that was given too, and otherwise."""
+    for name, value in (('num_episodes', episodes), ('max_timesteps', timesteps), ('update_timesteps', 1)):
+        if name in args.said and getattr(args, name) != value:
+            raise ValueError(f'{why}={getattr(args, why)} and {name}={getattr(args, name)} both say how long to train; give one')
+        setattr(args, name, value)
 
 
 def _own_prompts(args: PPORun, path: str, tokenizer: Any) -> Any:

@@ -7,6 +7,7 @@ Training; keys are the run's own names or those of llm-on-ray. Nothing in a file
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import typing
 from collections.abc import Iterable, Mapping
@@ -17,13 +18,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from chatgpt.launch.arguments import Parser, field_docs, metavar_of, value_parser
-from chatgpt.launch.config_values import ALIASES, OVERRIDE, flat, overrides, read_file, typed, typed_text
+from chatgpt.launch.config_values import OVERRIDE, flat, overrides, read_file, typed, typed_text
 from chatgpt.launch.runs import PPORun, Run
-from chatgpt.registry import nearest
+from chatgpt.names import THEIRS, hint, ours
 
 R = TypeVar('R', bound=Run)
 
 
+BOOLEANS = ('true', 'false', 'yes', 'no', '1', '0')
 PAIRS = {'pretrain': ('model_name', 'model_pretrain'), 'reward_model': ('rm_name', 'rm_pretrain')}
 """llm-on-ray's two keys for one PPO model, by our field: the name, and trained weights that take its place"""
 
@@ -47,7 +49,7 @@ def values_of(
         if name is None:
             continue
         if name not in hints:
-            raise ValueError(f'{source}: {where} is not a setting of this run{nearest(key, [*cls.field_names(), *ALIASES])}')
+            raise ValueError(f'{source}: {where} is not a setting of this run{hint(key, [*cls.field_names(), *THEIRS])}')
         if name in found:
             raise ValueError(f'{source}: {places[name]} and {where} both set {name}; give one')
         try:
@@ -61,15 +63,13 @@ def values_of(
 def _translated(
     key: str, value: Any, cls: type[Run], known: Mapping[str, Any], below: Mapping[str, Any]
 ) -> tuple[str | None, Any]:
-    """llm-on-ray's key as one of ours; None for one that is taken up by another."""
+    """Another system's key as one of ours; None for one that is taken up by another."""
     ppo = issubclass(cls, PPORun)
     names = set(cls.field_names())
-    if key in ('optimizer', 'lr_scheduler'):
-        return ALIASES.get(key, key), str(value).lower()
+    if key in ('optimizer', 'lr_scheduler', 'lr_scheduler_type'):
+        return ours(key, names), str(value).lower()
     if key in names:
         return key, value
-    if key == 'train_file':
-        return ('prompt_path' if ppo else 'dataset'), value
     for field, (name, weights) in PAIRS.items() if ppo else ():
         if key == weights and value is None:  # the name as it is: the one beside it, or the one that is overridden
             stands_by_itself = known.keys().isdisjoint((name, field))
@@ -78,9 +78,7 @@ def _translated(
             return None, None
         if key in (name, weights):
             return field, value
-    if key == 'epochs':
-        return ('epochs' if ppo else 'max_epochs'), value
-    return ALIASES.get(key, key), value
+    return ours(key, names), value
 
 
 # ---------------------------------------------------------------------- command lines
@@ -113,7 +111,12 @@ def parse_run(
     if plain and positional is not None:
         values[positional] = plain[0]
     show = given.pop('print_config', False)
-    run = cls.from_dict(values | given)
+    values |= given
+    before = said_before(cls, values)
+    run = cls.from_dict(before | values)
+    run.said = before | values
+    if before and os.environ.get('RANK', '0') == '0' and not show:
+        report_said(before, values)
     if show:
         print(to_yaml(run), end='')
         raise SystemExit(0)
@@ -133,7 +136,7 @@ def _parser(cls: type[Run], description: str | None, positional: str | None) -> 
         group = parser.add_argument_group(base.__name__)
         for f in fields(cls):
             if f.name in base.__annotations__ and f.name not in {a.dest for a in parser._actions}:
-                default = 'none' if f.default is None else f.default if f.default is not MISSING else ''
+                default = cls.shown_default(f.name, f.default) if f.default is not MISSING else ''
                 text = f'{docs.get(f.name, "")} (default: {default})'.replace('%', '%%')
                 metavar = metavar_of(hints[f.name])
                 options: dict[str, Any] = {'default': argparse.SUPPRESS, 'help': text, 'metavar': metavar, 'dest': f.name}
@@ -149,17 +152,21 @@ def _parser(cls: type[Run], description: str | None, positional: str | None) -> 
 def _sorted(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:
     """Flags and plain words as argparse takes them, and the `key=value` words, which may stand anywhere.
 
-    `--tensorboard` alone becomes `--tensorboard=true`, and `--no_packing` `--packing=false`.
+    `--tensorboard` alone becomes `--tensorboard=true`, `--no_packing` `--packing=false`, and `--learning_rate` `--lr`. What follows
+    `--tensorboard` and looks neither like a file nor like a data set is taken for its value, and refused.
     """
+    argv = [_renamed(word, cls) for word in argv]
     hints = typing.get_type_hints(cls)
     switches = {f'--{name}' for name, hint in hints.items() if hint is bool}
     flags: list[str] = []
     words: list[str] = []
     for i, word in enumerate(argv):
-        following = argv[i + 1].lower() if i + 1 < len(argv) else ''
+        following = argv[i + 1] if i + 1 < len(argv) else ''
         before = argv[i - 1] if i else ''
         is_value = before.startswith('--') and '=' not in before and before not in switches and before != '--print_config'
-        if word in switches and following not in ('true', 'false', 'yes', 'no', '1', '0'):
+        if word in switches and _is_a_value(following):
+            flags.append(f'{word}={argv.pop(i + 1)}')
+        elif word in switches and following.lower() not in BOOLEANS:
             flags.append(f'{word}=true')
         elif word.startswith('--no_') and f'--{word[5:]}' in switches:
             flags.append(f'--{word[5:]}=false')
@@ -170,6 +177,16 @@ def _sorted(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:
     return flags, words
 
 
+def _renamed(word: str, cls: type[Run]) -> str:
+    """A flag of another system's as ours."""
+    name, equals, value = word.removeprefix('--').partition('=')
+    return f'--{ours(name, cls.field_names())}{equals}{value}' if word.startswith('--') and word != '--' else word
+
+
+def _is_a_value(word: str) -> bool:
+    return bool(word) and word.isalpha() and word.lower() not in BOOLEANS and not Path(word).exists()
+
+
 def to_yaml(run: Run) -> str:
     """Every field of a run, which `read_file` reads back as the same run."""
     import yaml
@@ -178,6 +195,47 @@ def to_yaml(run: Run) -> str:
 
 
 def write_resolved(run: Run, folder: str | Path) -> None:
-    """`config.yaml` in the run's folder."""
+    """In the run's folder: `config.yaml`, every setting; and `said.yaml`, those that the user gave, in this start or an earlier one."""
+    import yaml
+
     Path(folder).mkdir(parents=True, exist_ok=True)
     Path(folder, 'config.yaml').write_text(to_yaml(run))
+    said = {name: value for name, value in run.said.items() if name not in OF_ONE_START}
+    Path(folder, SAID).write_text(yaml.safe_dump(said, sort_keys=False, allow_unicode=True))
+
+
+# ---------------------------------------------------------------------- a run that goes on
+
+SAID = 'said.yaml'
+OF_ONE_START = ('resume', 'save_path', 'plan')
+"""settings that say what one start does, and are not the run's"""
+
+
+def said_before(cls: type[Run], values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the user said of the run that `resume` goes on with: its last word stands until there is another. Empty without a resume."""
+    from chatgpt.checkpoint import latest
+
+    if not values.get('resume'):
+        return {}
+    save_path = Path(values.get('save_path') or cls.from_dict({}).save_path)
+    if values['resume'] == 'auto':
+        places = [save_path] if latest(save_path / 'checkpoints') is not None else []
+    else:  # a run's folder, its checkpoints, or one of them
+        folder = Path(values['resume']).absolute()
+        places = [folder, folder.parent, folder.parent.parent]
+    found = next((place / SAID for place in places if (place / SAID).is_file()), None)
+    if found is None:
+        return {}
+    known = set(cls.field_names()) - set(OF_ONE_START)
+    return {name: value for name, value in (read_file(found) or {}).items() if name in known}
+
+
+def report_said(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Say which settings this start changes, and which it takes over."""
+    now = {name: value for name, value in now.items() if name not in OF_ONE_START}
+    changed = [f'{n} {before[n]!r} → {v!r}' if n in before else f'{n} → {v!r}' for n, v in now.items() if before.get(n) != v]
+    kept = [f'{name} {value!r}' for name, value in before.items() if name not in now]
+    if changed:
+        print(f'settings changed in this resume: {", ".join(changed)}', flush=True)
+    if kept:
+        print(f'settings kept from the run so far: {", ".join(kept)}', flush=True)

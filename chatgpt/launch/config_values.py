@@ -18,16 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from chatgpt.launch.arguments import value_parser
+from chatgpt.names import ours
 
 SECTIONS = ('general', 'dataset', 'training')
 OVERRIDE = re.compile(r'[A-Za-z_][A-Za-z_0-9.]*=.*', re.DOTALL)
-
-ALIASES: dict[str, str] = {
-    'base_model': 'pretrain', 'model_name': 'pretrain', 'output_dir': 'save_path', 'checkpoint_dir': 'model_path', 'train_file': 'dataset',
-    'validation_split_percentage': 'validation_percentage', 'learning_rate': 'lr', 'lr_scheduler': 'lr_schedule',
-    'max_train_steps': 'max_steps', 'kl_coeff': 'kl_coef',
-}  # fmt: skip
-"""llm-on-ray's names of what a run calls otherwise; those with a meaning of their own are in `config_file._translated`"""
 
 
 def yaml_loader() -> type[Any]:
@@ -141,8 +135,8 @@ def peek(argv: SequenceOf[str]) -> dict[str, Any]:
     words: list[str] = []
     for word, following in zip(argv, [*argv[1:], ''], strict=False):
         name, equals, value = word.removeprefix('--').partition('=')
-        if word.startswith('--') and name in (*LAUNCH_SETTINGS, 'config_file'):
-            texts[name] = value if equals else following
+        if word.startswith('--') and _own(name) in (*LAUNCH_SETTINGS, 'config_file'):
+            texts[_own(name)] = value if equals else following
         elif OVERRIDE.fullmatch(word) and _own(name.split('.')[-1]) in LAUNCH_SETTINGS:
             words.append(word)
     path = texts.pop('config_file', None)
@@ -163,5 +157,5 @@ def peek(argv: SequenceOf[str]) -> dict[str, Any]:
 
 
 def _own(key: str) -> str:
-    """Our name of a key that may be llm-on-ray's."""
-    return ALIASES.get(key, key)
+    """Our name of a key that may be another system's."""
+    return ours(key, LAUNCH_SETTINGS)

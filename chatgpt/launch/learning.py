@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 from chatgpt.launch.build import FAMILIES, check_resume, context_of, read_config, write_embedded_model
 from chatgpt.launch.config_file import write_resolved
-from chatgpt.launch.runs import DataRun, Run
+from chatgpt.launch.destination import final_folder
+from chatgpt.launch.runs import DataRun, PPORun, Run
 
 EMBEDDED_EXAMPLES = 2000
 """preferences or stories of a run without data"""
@@ -28,7 +30,8 @@ def make_callbacks(run: Run) -> list[Any]:
     """Checkpoints and TensorBoard, where the run asks for them."""
     from chatgpt.trainer.callbacks import SaveCheckpoint, TensorBoard
 
-    callbacks: list[Any] = [SaveCheckpoint(interval=run.checkpoint_interval or None, keep_last=run.keep_last)]
+    minutes = run.checkpoint_minutes or None
+    callbacks: list[Any] = [SaveCheckpoint(interval=run.checkpoint_interval or None, minutes=minutes, keep_last=run.keep_last)]
     if run.tensorboard:
         callbacks.append(TensorBoard())
     return callbacks
@@ -39,6 +42,8 @@ def resume(run: Run, trainer: Any) -> None:
     from chatgpt.launch.relaunch import sign
 
     strategy = trainer.strategy
+    if strategy.is_rank_0 and (text := short_step(run, trainer)):
+        warnings.warn(text, stacklevel=2)
     sign(run.save_path, strategy)
     if run.resume:
         found = trainer.load_checkpoint(run.resume)
@@ -51,27 +56,57 @@ def resume(run: Run, trainer: Any) -> None:
     strategy.run_on_rank0(lambda: write_resolved(run, run.save_path))
 
 
-def finish(run: Run, strategy: Any, model: Any, optimizer: Any, tokenizer: Any, name: str) -> Path:
-    """Write the trained model as a Hugging Face folder, and its optimizer's states where that is asked for."""
-    from chatgpt.trainer.saving import save_pretrained
+def short_step(run: Run, trainer: Any) -> str | None:
+    """What to say where the last step of a pass learns from a quarter of a batch or less: it weighs as much as a whole one's."""
+    if isinstance(run, PPORun):
+        what, count = 'samples of a learning phase', run.update_timesteps * run.experience_batch_size * run.num_samples_per_prompt
+        if run.buffer_limit:
+            count = min(count, run.buffer_limit)
+        if run.sample_replay_buffer:
+            return None
+    else:
+        what, count = 'records', len(trainer.train_data)
+    size, rest = run.train_batch_size, count % run.train_batch_size  # type: ignore[attr-defined]
+    if count < size or not 0 < rest <= size / 4:
+        return None
+    return (
+        f'{count} {what} in batches of train_batch_size={size}: the last step of each pass learns from {rest} alone, and counts as much as '
+        f'one of {size}'
+    )
 
-    path = Path(run.model_path or Path(run.save_path, name))
-    save_pretrained(strategy, model, path, tokenizer=tokenizer)
+
+def finish(run: Run, trainer: Any, name: str) -> Path:
+    """Write the trained model as a Hugging Face folder, and its optimizer's states where that is asked for."""
+    path = final_folder(run, name)
+    trainer.save_pretrained(path)
+    if run.save_adapter:
+        write_adapter(run, trainer.strategy, trainer.models()[name])
     if run.need_optim_ckpt:
-        strategy.save_optimizer(optimizer, Path(run.save_path, f'{name}_optim.pt'), only_rank0=False)
-    if strategy.is_rank_0:
+        optimizer = next(iter(trainer.optimizers().values()))
+        trainer.strategy.save_optimizer(optimizer, Path(run.save_path, f'{name}_optim.pt'), only_rank0=False)
+    if trainer.strategy.is_rank_0:
         print(f'{name} written to {path}', flush=True)
     return path
 
 
-def check_data_run(run: DataRun, world_size: int, *, lr: float, embedded_lr: float) -> None:
+def write_adapter(run: Run, strategy: Any, model: Any) -> None:
+    """The adapters alone as `save_path`/adapter, which PEFT loads onto `pretrain`."""
+    from chatgpt.nn.peft_format import export_peft
+
+    path = Path(run.save_path, 'adapter')
+    weights = strategy.full_state_dict(model, run.save_path)
+    strategy.run_on_rank0(lambda: export_peft(strategy.unwrap(model), path, base_model=run.pretrain, state=weights))
+    if strategy.is_rank_0:
+        print(f'adapter written to {path}', flush=True)
+
+
+def check_data_run(run: DataRun, world_size: int) -> None:
     """Everything that can be wrong in the settings; fills the learning rate.
 
     Raises:
         ValueError: settings that are out of range or do not fit together.
     """
-    if run.lr is None:
-        run.lr = lr if run.pretrain else embedded_lr
+    run.fill_defaults()
     run.validate(world_size)
     run.apply_resources()
     if run.dataset and not run.pretrain:
@@ -80,11 +115,19 @@ def check_data_run(run: DataRun, world_size: int, *, lr: float, embedded_lr: flo
 
 
 def read_model(run: DataRun) -> tuple[Any, Any]:
-    """As `read_config`; sequences are cut to the model's context."""
+    """As `read_config`; without `max_len` sequences are cut to the model's context where that is less than 512.
+
+    Raises:
+        ValueError: `max_len` is beyond the context.
+    """
     config, tokenizer = read_config(run)
     limit = context_of(config)
-    if limit is not None:
-        run.max_len = min(run.max_len, limit)
+    if limit is not None and run.max_len is not None and run.max_len > limit:
+        raise ValueError(
+            f'max_len={run.max_len} is beyond the context of {run.pretrain or "the embedded model"}, {limit} tokens; give at most {limit}, '
+            'or leave it out'
+        )
+    run.max_len = run.max_tokens if limit is None else min(run.max_tokens, limit)
     return config, tokenizer
 
 
@@ -97,9 +140,13 @@ def reading_options(run: DataRun) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def report_data(run: DataRun, strategy: Any, train: Any, validation: Any) -> None:
+def report_data(run: DataRun, strategy: Any, train: Any, validation: Any, tokenizer: Any) -> None:
     if strategy.is_rank_0:
+        from chatgpt.dataset.formats import shown_format
         from chatgpt.dataset.loading import left_out
+
+        if train.has_turns:
+            print(f'conversations read {shown_format(tokenizer)}, the chat template that is saved with the tokenizer', flush=True)
 
         print(f'{len(train)} examples to learn from{left_out(train)}, {len(validation)} held back{left_out(validation)}', flush=True)
 

@@ -60,7 +60,7 @@ def setup_of_data(run: DataRun, config: Any, task: Any) -> Setup:
     from chatgpt.plan import Setup
 
     return Setup(
-        config=config, task=task, train_batch_size=run.train_batch_size, max_prompt_tokens=1, max_new_tokens=max(run.max_len - 1, 1),
+        config=config, task=task, train_batch_size=run.train_batch_size, max_prompt_tokens=1, max_new_tokens=max(run.max_tokens - 1, 1),
         **_common(run),
     )  # fmt: skip
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from chatgpt.dataset.examples import Labelled, Preference
 from chatgpt.dataset.reading import read_records
@@ -37,6 +37,9 @@ OPTIONS = {
 """settings that only some methods have, and what their configs call them"""
 
 
+LR = {'dpo': 1e-6, 'simpo': 1e-6, 'kto': 5e-6, 'orpo': 5e-6}
+
+
 @dataclass(kw_only=True)
 class PreferenceRun(DataRun):
     """A run of examples/train_preference.py: preferences (prompt, chosen, rejected, or ranked answers); for KTO also text and label.
@@ -66,6 +69,18 @@ class PreferenceRun(DataRun):
     """orpo: of the odds-ratio term; none: 0.1"""
     gamma: float | None = None
     """simpo: target margin; none: 1"""
+
+    embedded_defaults: ClassVar[Mapping[str, Any]] = {'lr': 1e-4}
+
+    @property
+    def own_defaults(self) -> Mapping[str, Any]:  # type: ignore[override]
+        return {'lr': LR.get(self.method, LR['dpo'])}
+
+    @classmethod
+    def shown_default(cls, name: str, default: Any) -> str:
+        if name == 'lr':
+            return f'{", ".join(f"{lr} for {method}" for method, lr in LR.items())}; {cls.embedded_defaults["lr"]} without --pretrain'
+        return 'none' if default is None else str(default)
 
     @property
     def trainer_class(self) -> type[OfflineTrainer]:

@@ -24,7 +24,17 @@ from typing import Any
 
 from chatgpt.cluster import amounts, import_ray, lack_of_room
 from chatgpt.launch import worker
-from chatgpt.launch.ray_request import RayLaunch, check_address, check_node, environment, explained, stderr_aside, witness
+from chatgpt.launch.ray_request import (
+    RayLaunch,
+    check_address,
+    check_node,
+    environment,
+    explained,
+    is_no_cluster,
+    stderr_aside,
+    witness,
+)
+from chatgpt.launch.relaunch import MISTAKE
 
 GRACE_S = 6.0
 """how long the other ranks have, after one has failed, to say why and end by themselves"""
@@ -34,8 +44,6 @@ STOP_S = 90.0
 """how long ranks have to save and leave after SIGINT or SIGTERM"""
 POLL_S = 0.5
 READ_S = 5.0
-MISTAKE = 2
-"""exit code of a script that was called wrongly (`run_main`, argparse, python itself): the same call would fail again"""
 
 @dataclass
 class Rank:
@@ -69,6 +77,10 @@ class End:
     def died(self) -> bool:
         """Without a word, so that nobody need wait for one."""
         return self.code is None or self.code < 0
+
+
+class NoCluster(ValueError):
+    """None runs here."""
 
 
 class GroupLost(RuntimeError):
@@ -118,19 +130,32 @@ def run_on_ray(launch: RayLaunch) -> int:
 @contextmanager
 def connected(launch: RayLaunch, ray: Any) -> Iterator[None]:
     """This process as the driver of a cluster, until the end of the `with`."""
-    address = launch.address or os.environ.get('RAY_ADDRESS') or 'auto'
+    named = launch.address or os.environ.get('RAY_ADDRESS')
+    address = named or 'auto'
     check_address(address)
+    try:
+        join(address, ray)
+    except NoCluster:
+        if named:
+            raise
+        say('there is no Ray cluster: starting one on this machine, which ends with this run (--address HOST:PORT joins another)')
+        join('local', ray)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def join(address: str, ray: Any) -> None:
+    """Raises ValueError, `NoCluster` where that is the reason."""
     options: dict[str, Any] = {'include_dashboard': False} if address == 'local' else {}
     with stderr_aside() as said:
         try:
             ray.init(address=address, log_to_driver=False, logging_level='ERROR', **options)
         except Exception as error:  # ConnectionError, RuntimeError, ValueError, ray's own: its kind depends on how far it came
             said.seek(0)
-            raise ValueError(explained(address, error, said.read().decode(errors='replace'))) from None
-    try:
-        yield
-    finally:
-        ray.shutdown()
+            kind = NoCluster if is_no_cluster(error) else ValueError
+            raise kind(explained(address, error, said.read().decode(errors='replace'))) from None
 
 
 def check_fits(launch: RayLaunch, ray: Any, *, wait_s: float) -> None:

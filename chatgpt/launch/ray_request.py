@@ -39,7 +39,8 @@ class RayLaunch:
     max_failures: int = 3
     """how many times the workers are replaced"""
     address: str | None = None
-    """host:port of the cluster; none: RAY_ADDRESS, or the one this node belongs to; 'local': one that lives as long as this run"""
+    """host:port of the cluster; none: RAY_ADDRESS, or the one this node belongs to, or a local one; 'local': one on this machine that lives
+    as long as this run; 'auto': the one this node belongs to"""
     placement: str = 'pack'
     """'pack' puts workers on few nodes, 'spread' on many"""
     wait_s: float = 300.0
@@ -129,6 +130,11 @@ def stderr_aside() -> Iterator[IO[bytes]]:
             os.close(kept)
 
 
+def is_no_cluster(error: Exception) -> bool:
+    """Whether ray.init has found no cluster."""
+    return 'Could not find any running Ray instance' in ' '.join(str(error).split())
+
+
 def explained(address: str, error: Exception, said: str = '') -> str:
     """What went wrong in ray.init, and what to do. `said` is what Ray's C++ had to say."""
     text = ' '.join(str(error).split())
@@ -138,7 +144,7 @@ def explained(address: str, error: Exception, said: str = '') -> str:
             f'the Ray cluster at {address} does not accept the token of this process ({why}): every node and this command need the same '
             'RAY_AUTH_MODE (token or disabled) and the same token; copy ~/.ray/auth_token of the head node, or set RAY_AUTH_TOKEN'
         )
-    if 'Could not find any running Ray instance' in text:
+    if is_no_cluster(error):
         return (
             'there is no Ray cluster: start one with ray start --head (and ray start --address=HEAD:6379 on further nodes), name one with '
             '--address HOST:PORT or RAY_ADDRESS, or use this machine alone with --address local'

@@ -15,17 +15,23 @@ from pathlib import Path
 from typing import Any
 
 FILE = '.launch'
-MISTAKE = 'CHATGPT_LAUNCH_MISTAKE'
-"""names a file that a wrongly called script leaves for the other ranks and for torchrun's restarts, which would all say the same"""
+MISTAKE = 2
+"""exit code of a script that was called wrongly (`run_main`, argparse, python itself): the same call would fail again"""
+TOLD = 'CHATGPT_LAUNCH_TOLD'
+"""names a file that a rank leaves when it has said what went wrong, for the other ranks, which would say the same; one per restart"""
 
 
-def mistake_was_told() -> bool:
-    return os.path.exists(os.environ.get(MISTAKE, ''))
+def was_told() -> bool:
+    return TOLD in os.environ and _told().exists()
 
 
-def tell_mistake() -> None:
-    if os.environ.get(MISTAKE):
-        Path(os.environ[MISTAKE]).touch()
+def mark_told() -> None:
+    if TOLD in os.environ:
+        _told().touch()
+
+
+def _told() -> Path:
+    return Path(f'{os.environ[TOLD]}-{os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")}')
 
 
 def launch_name() -> str | None:

@@ -7,11 +7,14 @@ files (`config_file`), and building the objects (`build`).
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, cast, get_args
 
 from chatgpt.launch.arguments import STRATEGIES, check_precision, processes_here
-from chatgpt.trainer.config import LearningSettings, PPOConfig, SFTConfig, SupervisedConfig
+from chatgpt.trainer.config import CHECKPOINT_MINUTES, LearningSettings, PPOConfig, SFTConfig, SupervisedConfig
 from chatgpt.trainer.objectives.reward_model import RewardModelConfig
 
 Family = Literal['auto', 'gpt2', 'opt', 'bloom', 'llama']
@@ -19,10 +22,16 @@ Precision = Literal['fp32', 'bf16', 'fp16']
 BiasMode = Literal['none', 'all', 'lora_only']
 
 
+def same_file(a: str, b: str) -> bool:
+    return Path(a).resolve() == Path(b).resolve()
+
+
 @dataclass(kw_only=True)
 class Run(LearningSettings):
     """What the runs of all scripts have in common."""
 
+    said = cast(Mapping[str, Any], MappingProxyType({}))  # no annotation: not a setting
+    """the settings that the user gave, in this start or in one that it goes on from"""
     strategy: str = 'naive'
     """what prepares and shards the models: naive, ddp, fsdp, fsdp_cpu, colossalai_gemini, colossalai_gemini_cpu, colossalai_zero1,
     colossalai_zero1_cpu, colossalai_zero2, colossalai_zero2_cpu"""
@@ -40,8 +49,10 @@ class Run(LearningSettings):
     """folder of this run"""
     model_path: str | None = None
     """where the trained model is written; none: a folder in save_path"""
+    save_adapter: bool = False
+    """also write the adapters alone, for PEFT, to adapter/ in save_path; with lora_rank"""
     lr: float | None = None
-    """learning rate; none: the script's own, see its --help"""
+    """learning rate"""
     weight_decay: float = 0.0
     """decoupled, on all trained weights"""
     optimizer: Literal['adamw', 'sgd'] = 'adamw'
@@ -68,7 +79,10 @@ class Run(LearningSettings):
     resume: str | None = None
     """a checkpoint folder, or auto for the newest of save_path"""
     checkpoint_interval: int = 0
-    """phases between checkpoints; 0 writes one only when the run is interrupted"""
+    """phases between checkpoints; 0 goes by checkpoint_minutes alone"""
+    checkpoint_minutes: float = CHECKPOINT_MINUTES
+    """also after a phase that ends so long after the last one, and at the end of the run; 0, without checkpoint_interval, writes one only
+    when the run is interrupted or fails"""
     keep_last: int = 2
     """checkpoints to keep, the one of an interruption among them"""
     tensorboard: bool = False
@@ -86,6 +100,23 @@ class Run(LearningSettings):
     resources_per_worker: dict[str, float] | None = None
     """{CPU: threads of a process, GPU: devices it needs}"""
 
+    own_defaults: ClassVar[Mapping[str, Any]] = {}
+    """of settings that are None until then"""
+    embedded_defaults: ClassVar[Mapping[str, Any]] = {}
+    """the same for the small model of the embedded world, which is there without `pretrain`"""
+
+    def fill_defaults(self) -> None:
+        for name, value in (self.own_defaults if self.pretrain else self.embedded_defaults).items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+
+    @classmethod
+    def shown_default(cls, name: str, default: Any) -> str:
+        """What --help says."""
+        if default is None and name in cls.own_defaults:
+            return f'{cls.own_defaults[name]}; {cls.embedded_defaults[name]} without --pretrain'
+        return 'none' if default is None else str(default)
+
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
         self._one_of('strategy', STRATEGIES)
@@ -94,15 +125,27 @@ class Run(LearningSettings):
             self._one_of(name, get_args(hint))
         check_precision(self.strategy, self.precision)
         self._positive('keep_last', 'lora_alpha', 'rank_timeout_s')
-        self._not_negative('checkpoint_interval', 'lora_rank', 'weight_decay', 'lr')
+        self._not_negative('checkpoint_interval', 'checkpoint_minutes', 'lora_rank', 'weight_decay', 'lr')
         if self.lr is not None and not self.lr < float('inf'):
             raise ValueError(f'lr={self.lr} must be a number of at least 0')
         if not self.lora_rank:
-            for name, unset in (('lora_alpha', None), ('lora_dropout', 0.0), ('lora_target_modules', None), ('lora_train_bias', 'none')):
+            for name, unset in (
+                ('lora_alpha', None), ('lora_dropout', 0.0), ('lora_target_modules', None), ('lora_train_bias', 'none'),
+                ('save_adapter', False),
+            ):  # fmt: skip
                 if getattr(self, name) != unset:
-                    raise ValueError(f'{name} says how adapters are, and there are none: give lora_rank too')
+                    raise ValueError(f'{name} is about adapters, and there are none: give lora_rank too')
         if self.validation_file and self.validation_percentage:
             raise ValueError('validation_file and validation_percentage are both given; give one')
+        if 0 < self.validation_percentage < 1:
+            percent = self.validation_percentage
+            raise ValueError(
+                f'validation_percentage={percent:g} may mean {100 * percent:g} % or {percent:g} %: give {100 * percent:g} for the first; '
+                'for the second keep records back yourself, with --validation_file'
+            )
+        data = self.data_source()
+        if data and self.validation_file and same_file(data, self.validation_file):
+            raise ValueError(f'validation_file={self.validation_file} is the training data: give another, or --validation_percentage')
         if self.preprocessing_num_workers != 1:
             raise ValueError(f'preprocessing_num_workers={self.preprocessing_num_workers} cannot be honoured: data is read by one process')
         self._check_workers(world_size)
@@ -132,6 +175,10 @@ class Run(LearningSettings):
         if 'CPU' in resources:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
             torch.set_num_threads(max(1, min(int(resources['CPU']), cores // processes_here())))
+
+    def data_source(self) -> str | None:
+        """File or hub name of the training data."""
+        return None
 
     def lora_keywords(self) -> dict[str, Any]:
         """Keywords of the model classes."""
@@ -170,11 +217,10 @@ class PPORun(Run, PPOConfig):
     critic: Literal['own', 'shared'] = 'own'
     """own: a model of its own; shared: a value head on the actor's trunk, with num_layers_unfrozen on the frozen one"""
     critic_lr: float | None = None
-    """none: the script's own"""
     num_layers_unfrozen: int = -1
     """hydra: train only the top blocks, whose frozen copies are the reference; -1 trains all"""
     max_new_tokens: int | None = None
-    """none: 64; embedded model: 32"""
+    """of a response"""
     max_prompt_tokens: int | None = None
     """cut longer prompts on the left"""
     temperature: float = 1.0
@@ -200,6 +246,12 @@ class PPORun(Run, PPOConfig):
     eval_interval: int = 5
     """learning phases between evaluations on held-back prompts, where there are any"""
 
+    own_defaults: ClassVar[Mapping[str, Any]] = {'lr': 1e-5, 'critic_lr': 1e-5, 'max_new_tokens': 64}
+    embedded_defaults: ClassVar[Mapping[str, Any]] = {'lr': 3e-4, 'critic_lr': 1e-3, 'max_new_tokens': 32}
+
+    def data_source(self) -> str | None:
+        return self.prompt_path
+
 
 @dataclass(kw_only=True)
 class DataRun(Run, SupervisedConfig):
@@ -207,19 +259,27 @@ class DataRun(Run, SupervisedConfig):
 
     dataset: str | None = None
     """file or hub name; none: embedded"""
-    max_len: int = 512
-    """tokens of prompt and response; longer ones are cut"""
+    max_len: int | None = None
+    """tokens of prompt and response, at most the model's context; longer ones are cut, and counted; none: 512, or the context where that is
+    less"""
     batch_size: int | None = None
     """records of one process in one forward; with gradient_accumulation_steps and the number of processes it makes train_batch_size"""
     gradient_accumulation_steps: int = 1
     """forwards of batch_size records in one optimizer step"""
+
+    def data_source(self) -> str | None:
+        return self.dataset
+
+    @property
+    def max_tokens(self) -> int:
+        return 512 if self.max_len is None else self.max_len
 
     def validate(self, world_size: int = 1) -> None:
         self._positive('batch_size', 'gradient_accumulation_steps', 'max_len')
         if self.batch_size is not None:
             self.train_batch_size = self.batch_size * self.gradient_accumulation_steps * world_size
             if self.gradient_accumulation_steps > 1:
-                self.max_tokens_per_batch = self.batch_size * self.max_len
+                self.max_tokens_per_batch = self.batch_size * self.max_tokens
         elif self.gradient_accumulation_steps > 1:
             raise ValueError('gradient_accumulation_steps cuts a step into forwards of batch_size: give batch_size too')
         super().validate(world_size)
@@ -235,9 +295,15 @@ class SFTRun(DataRun, SFTConfig):
     early_stopping_patience: int | None = None
     """stop after so many evaluations in a row without a better loss on the held-back data"""
 
+    own_defaults: ClassVar[Mapping[str, Any]] = {'lr': 2e-5}
+    embedded_defaults: ClassVar[Mapping[str, Any]] = {'lr': 3e-3}
+
 
 @dataclass(kw_only=True)
 class RewardRun(DataRun, RewardModelConfig):
     """A run of examples/train_reward_model.py: preferences (prompt, chosen, rejected, or ranked answers) or labelled text."""
 
     save_path: str = 'outputs/train_reward_model'
+
+    own_defaults: ClassVar[Mapping[str, Any]] = {'lr': 1e-5}
+    embedded_defaults: ClassVar[Mapping[str, Any]] = {'lr': 1e-3}

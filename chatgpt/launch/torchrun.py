@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import chatgpt
-from chatgpt.launch.relaunch import MISTAKE
+from chatgpt.launch.relaunch import TOLD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,10 @@ class TorchrunLaunch:
     """this node's address as the others reach it; none: found by the host name"""
 
     def __post_init__(self) -> None:
-        if self.num_workers < 1 or self.num_nodes < 1 or self.num_workers % self.num_nodes:
+        for name in ('num_workers', 'num_nodes'):
+            if getattr(self, name) < 1:
+                raise ValueError(f'{name}={getattr(self, name)} must be at least 1')
+        if self.num_workers % self.num_nodes:
             raise ValueError(f'num_workers={self.num_workers} cannot be cut over num_nodes={self.num_nodes}')
         if self.max_failures < 0:
             raise ValueError(f'max_failures={self.max_failures} must not be negative')
@@ -66,12 +69,12 @@ def run_on_torchrun(launch: TorchrunLaunch) -> None:
     """
     command = launch.command()
     os.environ.setdefault('TORCH_DISABLE_SHARE_RDZV_TCP_STORE', '1')
-    if launch.cpus_per_worker is not None:
-        os.environ.setdefault('OMP_NUM_THREADS', str(max(1, int(launch.cpus_per_worker))))
+    if launch.cpus_per_worker is not None or launch.num_workers > launch.num_nodes:  # torchrun would say this in four lines
+        os.environ.setdefault('OMP_NUM_THREADS', str(max(1, int(launch.cpus_per_worker or 1))))
     root = Path(chatgpt.__file__).resolve().parents[1]
     if 'site-packages' not in root.parts:
         os.environ['PYTHONPATH'] = os.pathsep.join(dict.fromkeys([str(root), *filter(None, [os.environ.get('PYTHONPATH')])]))
-    os.environ[MISTAKE] = str(Path(tempfile.mkdtemp(prefix='chatgpt-launch-'), 'mistake'))
+    os.environ[TOLD] = str(Path(tempfile.mkdtemp(prefix='chatgpt-launch-'), 'told'))
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(command[0], command)

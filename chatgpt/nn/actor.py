@@ -20,7 +20,7 @@ from chatgpt.functional.logprobs import chunked_logprobs, entropy_of, logprobs_o
 from chatgpt.nn import hydra, lora
 from chatgpt.nn.gelu import use_fused_gelu
 from chatgpt.nn.heads import critic_head, in_fp32, load_head, save_head
-from chatgpt.nn.loading import add_lora, load_causal_lm, write_folder
+from chatgpt.nn.loading import TakesModel, add_lora, load_causal_lm, write_folder
 from chatgpt.nn.output import PolicyOutput
 from chatgpt.nn.own_head import head_is_linear, head_is_linear_by_form, own_logits
 from chatgpt.nn.packing import enable_packing, flat_hidden, rows_joined
@@ -36,7 +36,7 @@ from chatgpt.nn.trunk import (
 from chatgpt.types import Batch
 
 
-class Actor(nn.Module):
+class Actor(TakesModel, nn.Module):
     """A policy over a causal LM.
 
     Args:
@@ -51,6 +51,7 @@ class Actor(nn.Module):
         ValueError: `model` is no causal LM, or its logits do not follow from its last hidden state.
     """
 
+    by_name = 'AutoActor(pretrained=NAME_OR_FOLDER)'
     model: Any  # transformers' PreTrainedModel, whose attributes nn.Module does not know
 
     def __init__(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from chatgpt.nn import lora
 from chatgpt.nn.gelu import use_fused_gelu
 from chatgpt.nn.heads import critic_head, in_fp32, load_head, save_head
-from chatgpt.nn.loading import add_lora, load_base_model, trunk_of, write_folder
+from chatgpt.nn.loading import TakesModel, add_lora, load_base_model, trunk_of, write_folder
 from chatgpt.nn.packing import enable_packing, flat_hidden
 from chatgpt.nn.trunk import causal_encoder_hidden, hidden_size, looks_ahead
 from chatgpt.types import Batch
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from chatgpt.nn.reward_model import RewardModel
 
 
-class Critic(nn.Module):
+class Critic(TakesModel, nn.Module):
     """A transformers base model with a value head.
 
     Args:
@@ -34,6 +34,7 @@ class Critic(nn.Module):
         ValueError: `model` looks ahead in a way that cannot be cut off: a value must not depend on later tokens.
     """
 
+    by_name = 'AutoCritic(pretrained=NAME_OR_FOLDER)'
     model: Any  # transformers' PreTrainedModel, whose attributes nn.Module does not know
 
     def __init__(

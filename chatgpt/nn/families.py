@@ -21,9 +21,6 @@ from chatgpt.nn.heads import set_state
 from chatgpt.nn.loading import check_options, load_base_model, load_causal_lm, load_config
 from chatgpt.nn.reward_model import BIAS_KEY, RewardModel, ScorerParts, load_scorer
 
-CLASS_PREFIXES = {'gpt2': 'GPT', 'opt': 'OPT', 'bloom': 'BLOOM', 'llama': 'Llama', 'deberta-v2': 'Deberta'}
-"""model type in a config -> how our classes for it begin"""
-
 
 class _Family:
     """Where a family's model comes from. `pretrained` is a hub name or folder; neither that nor `config` means the family's default."""
@@ -46,10 +43,9 @@ class _Family:
         if cls.model_type is not None and found != cls.model_type:
             where = repr(os.fspath(pretrained)) if pretrained is not None else 'the config'
             kind = next(k for k in ('Actor', 'Critic', 'RM') if cls.__name__.endswith(k))
-            own = f'{CLASS_PREFIXES.get(found)}{kind}'
             raise ValueError(
                 f'{cls.__name__} takes models of the family {cls.model_type!r}, but {where} is of the family {found!r}; '
-                f'use {own if own in globals() else "Auto" + kind}'
+                f'use Auto{kind}, which takes any'
             )
         return config
 

@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from chatgpt.nn.files import save_tensors
 from chatgpt.nn.sources import draw_seed, seeded
+from chatgpt.nn.unfit import read_weights
 
 NEAR_ZERO = 1e-3
 """weights of a critic's head relative to 1/sqrt(width)"""
@@ -84,22 +86,18 @@ def in_fp32(head: nn.Module, hidden: Tensor) -> Tensor:
 
 def save_head(head_state: dict[str, Tensor], folder: str | Path) -> None:
     """Write a head's tensors beside a model. Names as in the head's own state dict."""
-    from safetensors.torch import save_file
-
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in head_state.items()}, Path(folder, HEAD_FILE))
+    save_tensors(head_state, Path(folder, HEAD_FILE))
 
 
 def load_head(folder: str | Path) -> nn.Module | None:
     """The head that `save_head` wrote there, or None when there is none.
 
-    Raises ValueError for a file that is neither a linear head nor a `mlp_head`.
+    Raises ValueError for a damaged file, and for one that is neither a linear head nor a `mlp_head`.
     """
-    from safetensors.torch import load_file
-
     path = Path(folder, HEAD_FILE)
     if not path.is_file():
         return None
-    tensors = load_file(path)
+    tensors = read_weights(path)
     head: nn.Module
     if set(tensors) == {'weight', 'bias'}:
         head = critic_head(tensors['weight'].shape[-1])

@@ -23,9 +23,11 @@ from torch import Tensor, nn
 from chatgpt.functional.ilql import ilql_logits, min_q
 from chatgpt.functional.logprobs import chunked_logprobs, map_row_chunks, rows_per_chunk
 from chatgpt.nn.actor import Actor
+from chatgpt.nn.files import save_tensors
 from chatgpt.nn.heads import SeededLinear, in_fp32, mlp_head
 from chatgpt.nn.packing import flat_hidden
 from chatgpt.nn.trunk import base_model, hidden_size, text_config
+from chatgpt.nn.unfit import read_weights
 from chatgpt.types import Batch
 
 HEADS_FILE = 'ilql_heads.safetensors'
@@ -60,6 +62,8 @@ class ILQLModel(Actor):
 
     An engine that decodes inside `decoding(beta)` draws from the policy that the Q function has improved.
     """
+
+    by_name = 'ILQLModel.from_pretrained(NAME_OR_FOLDER)'
 
     def __init__(self, model: nn.Module, *, two_qs: bool = True) -> None:
         super().__init__(model)
@@ -124,22 +128,16 @@ class ILQLModel(Actor):
     @torch.no_grad()
     def save_pretrained(self, folder: str | Path, tokenizer: Any = None, *, state_dict: dict[str, Tensor] | None = None) -> None:
         """A Hugging Face folder of the policy, with the heads in a file beside it."""
-        from safetensors.torch import save_file
-
         super().save_pretrained(folder, tokenizer, state_dict=state_dict)
         full = self.state_dict() if state_dict is None else state_dict
-        heads = {
-            n: t.detach().cpu().contiguous() for n, t in full.items() if n.startswith(('v_head.', 'q_heads.', 'target_q_heads.'))
-        }
-        save_file(heads, Path(folder, HEADS_FILE))
+        heads = {n: t for n, t in full.items() if n.startswith(('v_head.', 'q_heads.', 'target_q_heads.'))}
+        save_tensors(heads, Path(folder, HEADS_FILE))
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, two_qs: bool | None = None, **options: Any) -> ILQLModel:  # type: ignore[override]
         """From a folder that `save_pretrained` wrote, with its heads; or from any causal LM, with new ones."""
-        from safetensors.torch import load_file
-
         path = Path(folder, HEADS_FILE)
-        tensors = load_file(path) if path.is_file() else None
+        tensors = read_weights(path) if path.is_file() else None
         if tensors is not None:
             two_qs = any(name.startswith('q_heads.1.') for name in tensors)
         model = cls(cls._load_pretrained(folder, **options), two_qs=two_qs is not False)

@@ -8,21 +8,28 @@ from __future__ import annotations
 
 import copy
 import difflib
+import inspect
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
 
 from chatgpt.nn import lora
-from chatgpt.nn.sources import WeightsSource, draw_seed, fill_model, reset_adapter, seeded
+from chatgpt.nn.files import share_by_umask
+from chatgpt.nn.peft_format import MergedAdapter, adapter_base
+from chatgpt.nn.sources import WeightsSource, draw_seed, fill_model, reset_adapter, seeded, weight_files
 from chatgpt.nn.trunk import base_model
+from chatgpt.nn.unfit import candidates, check_finite, check_fit, open_weights
 
 HUB_OPTIONS = ('revision', 'subfolder', 'cache_dir', 'local_files_only', 'token')
 """where a pretrained model comes from; all but `token` are kept in its `WeightsSource`"""
+OTHER_TOKENIZER = "; give the hub name or folder of the model's tokenizer with --tokenizer (in Python: load_tokenizer, or tokenizer=)"
 LOAD_OPTIONS = ('trust_remote_code', 'attn_implementation', *HUB_OPTIONS)
 
 
@@ -71,10 +78,11 @@ def _models_inside(name: str) -> str:
 
 
 def load_config(pretrained: str | os.PathLike[str], *, trust_remote_code: bool = False, **hub: Any) -> Any:
-    """The config of a hub name or folder. ValueError in one line when there is none."""
+    """The config of a hub name or folder; an adapter's is its base's. ValueError in one line when there is none."""
     from transformers import AutoConfig
 
     name = checked_path(pretrained)
+    name = adapter_base(name) or name
     if Path(name).is_dir() and not Path(name, hub.get('subfolder', ''), 'config.json').is_file():
         raise ValueError(f'the folder {name!r} has no config.json, so it holds no model{_models_inside(name)}')
     try:
@@ -84,16 +92,23 @@ def load_config(pretrained: str | os.PathLike[str], *, trust_remote_code: bool =
 
 
 def load_tokenizer(pretrained: str | os.PathLike[str], *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a hub name or folder. Without a padding token it gets the end token's, which the masks tell apart."""
+    """The tokenizer of a hub name or folder. Without a padding token it gets the end token's, which the masks tell apart.
+
+    An adapter's folder without one gives its base's. Raises ValueError where there is none.
+    """
     from transformers import AutoTokenizer
 
     name = checked_path(pretrained)
+    if not Path(name, 'tokenizer_config.json').is_file():
+        name = adapter_base(name) or name
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         if Path(name).is_dir() and not any(Path(name, file).is_file() for file in ('config.json', 'tokenizer_config.json')):
-            raise ValueError(f'the folder {name!r} holds no tokenizer{_models_inside(name)}') from None
-        raise _explained('a tokenizer', name, error) from None
+            raise ValueError(f'the folder {name!r} holds no tokenizer{_models_inside(name) or OTHER_TOKENIZER}') from None
+        raise ValueError(f'{_explained("a tokenizer", name, error)}{OTHER_TOKENIZER}') from None
+    if not tokenizer.vocab_size:  # transformers makes an empty one of the config's family where there are no files
+        raise ValueError(f'{name!r} holds a model and no tokenizer{OTHER_TOKENIZER}')
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -128,22 +143,70 @@ def load_model(
         model = _from_config(cls, config, WeightsSource(kind='config', seed=draw_seed()), build)
     else:
         name = checked_path(pretrained)
-        source = WeightsSource(kind='pretrained', path=name, seed=draw_seed(), **{k: v for k, v in hub.items() if k != 'token'})
+        adapter = name if (base := adapter_base(name)) is not None else ''
+        name = checked_path(base or name)
+        source = WeightsSource(kind='pretrained', path=name, adapter=adapter, seed=draw_seed(),
+                               **{k: v for k, v in hub.items() if k != 'token'})  # fmt: skip
         if on_meta():
             config = load_config(name, trust_remote_code=options.get('trust_remote_code', False), **hub)
             model = _from_config(cls, config, source, build)
         else:
             load_config(name, trust_remote_code=options.get('trust_remote_code', False), **hub)  # for its errors
-            try:
-                model = cls.from_pretrained(name, use_safetensors=True, dtype=torch.float32, **options)
-            except (OSError, ValueError) as error:
-                raise _explained('a model', name, error) from None
-            model.weights_source = source
+            model = _from_files(cls, source, options)
     if checkpoint:
         # transformers 5.17 has only the older name, which 5.23 deprecates
         enable = getattr(model, 'activation_checkpointing_enable', model.gradient_checkpointing_enable)
         enable({'use_reentrant': False})
     return model
+
+
+def _from_files(cls: Any, source: WeightsSource, options: dict[str, Any]) -> Any:
+    """`from_pretrained`, refusing what it only reports: a layer that it would draw at random, one that it would leave out, NaN."""
+    from safetensors import SafetensorError
+
+    if Path(source.path).is_dir():  # of a hub name, transformers finds and downloads the files
+        for file in weight_files(source):
+            open_weights(file)
+    try:
+        with _without_report():
+            model, info = cls.from_pretrained(
+                source.path, use_safetensors=True, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _explained('a model', source.path, error) from None
+
+    def file_of(name: str) -> Any:
+        files = weight_files(source) if Path(source.path).is_dir() else []
+        if len(files) == 1:
+            return files[0]
+        named = (file for file in files if set(candidates(model, name)) & set(open_weights(file).keys()))
+        return next(named, source.path)
+
+    check_fit(model, file_of, info['missing_keys'], info['unexpected_keys'], info['mismatched_keys'])
+    for name, parameter in model.named_parameters():
+        check_finite(parameter, name, file_of)
+    if source.adapter:
+        adapter = MergedAdapter(model, source.adapter)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                adapter.add_to(name, parameter)
+    model.weights_source = source
+    return model
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Inside, transformers does not print its table of missing and unexpected tensors: what matters of it is an error here."""
+    logger = logging.getLogger('transformers.modeling_utils')
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return 'LOAD REPORT' not in str(record.msg)
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def _from_config(cls: Any, config: Any, source: WeightsSource, build: dict[str, Any]) -> Any:
@@ -189,6 +252,19 @@ def trunk_of(model: Any) -> Any:
     return base
 
 
+class TakesModel:
+    """Of a class that is built from a model: called with a name or folder, it says which class loads one."""
+
+    by_name: ClassVar[str]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        takes = inspect.signature(cls.__init__).parameters
+        named = kwargs.keys() & {'pretrained', 'config'} or isinstance(args[0] if args else kwargs.get('model'), (str, os.PathLike))
+        if named and 'pretrained' not in takes and not any(p.kind == p.VAR_KEYWORD for p in takes.values()):
+            raise ValueError(f'{cls.__name__} is built from a model that you have, {cls.__name__}(model); to load one: {cls.by_name}')
+        return super().__new__(cls)
+
+
 def load_causal_lm(pretrained: str | os.PathLike[str] | None = None, config: Any = None, **kwargs: Any) -> Any:
     """A causal language model; see `load_model`."""
     return load_model('AutoModelForCausalLM', pretrained, config, **kwargs)
@@ -212,6 +288,7 @@ def write_folder(model: Any, folder: str | os.PathLike[str], state_dict: dict[st
     logging.disable_progress_bar()
     try:
         model.save_pretrained(folder, state_dict=state_dict)
+        share_by_umask(folder)
     finally:
         if shown:
             logging.enable_progress_bar()

@@ -1,11 +1,11 @@
 """LoRA adapters in PEFT's file format: `adapter_config.json` beside `adapter_model.safetensors`.
 
 `export_peft` writes a folder that `peft.PeftModel.from_pretrained(base, folder)` loads; `import_peft` reads such a folder into a
-Hugging Face model. peft itself is not needed. In that format a tensor is called `base_model.model.<layer>.lora_A.weight`, and a
-trained bias of an adapted layer `base_model.model.<layer>.base_layer.bias`.
+Hugging Face model, and `MergedAdapter` adds it to the weights of its base. peft itself is not needed. In that format a tensor is
+called `base_model.model.<layer>.lora_A.weight`, and a trained bias of an adapted layer `base_model.model.<layer>.base_layer.bias`.
 
 Left out: what plain LoRA on linear layers cannot express (DoRA, per-layer ranks, trained embeddings, extra saved modules);
-`import_peft` refuses these by name.
+both readers refuse these by name.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from chatgpt.nn.files import save_tensors
 from chatgpt.nn.lora import (
     LoRAConv1D,
     convert_to_lora,
@@ -30,6 +31,7 @@ from chatgpt.nn.lora import (
     lora_layers,
     lora_state_dict,
 )
+from chatgpt.nn.unfit import candidates, read_weights
 
 CONFIG_FILE = 'adapter_config.json'
 WEIGHTS_FILE = 'adapter_model.safetensors'
@@ -61,12 +63,13 @@ def _hf_model(module: nn.Module) -> nn.Module:
 
 
 def export_peft(module: nn.Module, folder: str | os.PathLike[str], *, base_model: str | None = None,
-                task_type: str | None = None) -> None:  # fmt: skip
+                task_type: str | None = None, state: Mapping[str, Tensor] | None = None) -> None:  # fmt: skip
     """Write the adapters of `module` to `folder`, which is made if absent.
 
     `module` is a transformers model, or a wrapper that holds one as `.model`; a value head beside it is not written.
     `base_model` is the name or path that peft should load the base from (default: what the model was loaded from). `task_type`
-    is peft's (default: CAUSAL_LM with an output head, else FEATURE_EXTRACTION).
+    is peft's (default: CAUSAL_LM with an output head, else FEATURE_EXTRACTION). `state` are full weights by the names of `module`, when
+    they do not lie in the module itself.
 
     Raises ValueError without adapters, or when `folder` is a file.
     """
@@ -92,10 +95,13 @@ def export_peft(module: nn.Module, folder: str | os.PathLike[str], *, base_model
         'fan_in_fan_out': any(isinstance(layer, LoRAConv1D) for layer in layers.values()),
         'target_modules': _target_names(model, layers),
     }
-    tensors = {_PREFIX + _to_peft(name, layers): tensor.detach().cpu().contiguous().clone()
-               for name, tensor in lora_state_dict(model).items()}  # fmt: skip
+    own = lora_state_dict(model)
+    if state is not None:
+        prefix = '' if model is module else 'model.'
+        own = {name: state[prefix + name] for name in own}
+    tensors = {_PREFIX + _to_peft(name, layers): tensor.clone() for name, tensor in own.items()}
     path.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path / WEIGHTS_FILE, metadata={'format': 'pt'})
+    save_tensors(tensors, path / WEIGHTS_FILE, metadata={'format': 'pt'})
     (path / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + '\n', encoding='utf-8')
 
 
@@ -128,15 +134,8 @@ def import_peft(module: nn.Module, folder: str | os.PathLike[str]) -> None:
     another rank or scaling, or names and shapes that do not fit the model.
     """
     model = _hf_model(module)
-    config, tensors = _read(Path(folder))
-    rank = config['r']
-    alpha = float(config.get('lora_alpha', 8))
-    if config.get('use_rslora'):
-        alpha *= math.sqrt(rank)  # rsLoRA (Kalajdzievski 2023) scales by alpha / sqrt(r)
-    state = {_from_peft(name): tensor for name, tensor in tensors.items()}
-    targets = [name.removesuffix('.lora_A') for name in state if name.endswith('.lora_A')]
-    if not targets:
-        raise ValueError(f'import_peft: no lora_A tensors in {Path(folder) / WEIGHTS_FILE}; is this a LoRA adapter?')
+    config, alpha, state = _read(Path(folder))
+    rank, targets = config['r'], _targets(state)
     if not has_lora(model):
         _check_fit(model, rank, targets, state)
         convert_to_lora(model, rank, alpha=alpha, dropout=config.get('lora_dropout', 0.0), bias=config.get('bias', 'none'),
@@ -168,19 +167,96 @@ def _exactly(names: Iterable[str]) -> list[str]:
     return [name.replace('.', r'\.') for name in names]
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _targets(state: dict[str, Tensor]) -> list[str]:
+    return [name.removesuffix('.lora_A') for name in state if name.endswith('.lora_A')]
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], float, dict[str, Tensor]]:
+    """The config, alpha and the tensors by our names."""
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
-            raise ValueError(f'import_peft: {folder} has no {name}; give a folder that peft or export_peft wrote')
+            raise ValueError(f'{folder}: it has no {name}; give a folder that peft or export_peft wrote')
     config = json.loads((folder / CONFIG_FILE).read_text(encoding='utf-8'))
     if config.get('peft_type') != 'LORA':
-        raise ValueError(f'import_peft: peft_type is {config.get("peft_type")!r}; only LORA can be read')
+        raise ValueError(f'{folder}: peft_type is {config.get("peft_type")!r}; only LORA can be read')
     for key, plain in _PLAIN.items():
         if key in config and config[key] not in plain:
             raise ValueError(
-                f'import_peft: {key}={config[key]!r} is not plain LoRA and cannot be read; export the adapter without it'
+                f'{folder}: {key}={config[key]!r} is not plain LoRA and cannot be read; export the adapter without it'
             )
     rank = config.get('r')
     if not isinstance(rank, int) or rank < 1:
-        raise ValueError(f'import_peft: r={rank!r} in {CONFIG_FILE}; it must be a positive integer')
-    return config, load_file(folder / WEIGHTS_FILE)
+        raise ValueError(f'{folder}: r={rank!r} in {CONFIG_FILE}; it must be a positive integer')
+    alpha = float(config.get('lora_alpha', 8))
+    if config.get('use_rslora'):
+        alpha *= math.sqrt(rank)  # rsLoRA (Kalajdzievski 2023) scales by alpha / sqrt(r)
+    state = {_from_peft(name): tensor for name, tensor in read_weights(folder / WEIGHTS_FILE).items()}
+    if not _targets(state):
+        raise ValueError(f'{folder / WEIGHTS_FILE}: it holds no lora_A tensors; is this a LoRA adapter?')
+    return config, alpha, state
+
+
+# --- an adapter in place of a model ---------------------------------------------------------------------------------
+
+
+def adapter_base(folder: str | os.PathLike[str]) -> str | None:
+    """The base of an adapter's folder: what a model is loaded from when that folder is given. None for any other folder or hub name.
+
+    Raises ValueError when the adapter does not say what it was trained on.
+    """
+    path = Path(folder, CONFIG_FILE)
+    if not path.is_file() or any(Path(folder, name).is_file() for name in ('model.safetensors', 'model.safetensors.index.json')):
+        return None
+    base = json.loads(path.read_text(encoding='utf-8')).get('base_model_name_or_path')
+    if not isinstance(base, str) or not base:
+        raise ValueError(f'{path}: it names no base_model_name_or_path; add the hub name or folder of the model that it adapts')
+    return base
+
+
+class MergedAdapter:
+    """An adapter in PEFT's format that is added to a model's own weights, one tensor at a time: W + scaling * B A.
+
+    Raises ValueError for an adapter that does not fit `model`. Its tensors for a head that a bare trunk lacks are passed over.
+    """
+
+    def __init__(self, model: PreTrainedModel, folder: str) -> None:
+        config, alpha, state = _read(Path(folder))
+        self.file, self.scaling = Path(folder, WEIGHTS_FILE), alpha / config['r']
+        own = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self.conv1d = {f'{name}.weight' for name, module in model.named_modules() if isinstance(module, Conv1D)}
+        self.low_rank: dict[str, tuple[Tensor, Tensor]] = {}
+        self.replaced: dict[str, Tensor] = {}
+        for name, tensor in state.items():
+            layer, _, part = name.rpartition('.')
+            if part == 'lora_B':
+                continue
+            parameter = f'{layer}.weight' if part == 'lora_A' else name
+            mine = next((c for c in candidates(model, parameter) if c in own), None)
+            if mine is None:
+                if self._is_of_a_head(model, parameter):
+                    continue
+                raise ValueError(f'{self.file}: it adapts {parameter}, which {type(model).__name__} does not have as a weight of its own')
+            if part != 'lora_A':
+                self.replaced[mine] = tensor
+                shape = tuple(tensor.shape)
+            else:
+                if f'{layer}.lora_B' not in state:
+                    raise ValueError(f'{self.file}: it holds no tensor for {layer}.lora_B')
+                self.low_rank[mine] = tensor, state[f'{layer}.lora_B']
+                fan = state[f'{layer}.lora_B'].shape[0], tensor.shape[1]
+                shape = fan[::-1] if mine in self.conv1d else fan
+            if shape != tuple(own[mine]):
+                raise ValueError(f"{self.file}: {name} is for a tensor {shape}, {mine} is {tuple(own[mine])}; is this the adapter's base?")
+
+    @staticmethod
+    def _is_of_a_head(model: PreTrainedModel, name: str) -> bool:
+        return model.base_model is model and name.startswith('lm_head.')
+
+    def add_to(self, name: str, weight: Tensor) -> None:
+        """Change a weight of the model, given by its name there, in place."""
+        if name in self.replaced:
+            weight.copy_(self.replaced[name])
+        if name in self.low_rank:
+            a, b = (t.to(weight.device, torch.float32) for t in self.low_rank[name])
+            delta = self.scaling * (b @ a)
+            weight.add_(delta.T if name in self.conv1d else delta)

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from chatgpt.nn import lora
 from chatgpt.nn.gelu import use_fused_gelu
 from chatgpt.nn.heads import HEAD_FILE, SeededLinear, in_fp32, load_head, reward_head, save_head, set_state
-from chatgpt.nn.loading import add_lora, load_base_model, load_classifier, load_config, trunk_of, write_folder
+from chatgpt.nn.loading import TakesModel, add_lora, load_base_model, load_classifier, load_config, trunk_of, write_folder
 from chatgpt.nn.packing import enable_packing, flat_hidden
 from chatgpt.nn.sources import WeightsSource, read_source_tensor
 from chatgpt.nn.trunk import base_model, hidden_size, looks_ahead
@@ -29,7 +29,7 @@ from chatgpt.types import Batch
 BIAS_KEY = 'score_bias'
 
 
-class RewardModel(nn.Module):
+class RewardModel(TakesModel, nn.Module):
     """A transformers base model with a head that scores a sequence.
 
     Args:
@@ -39,6 +39,7 @@ class RewardModel(nn.Module):
         lora_rank, lora_train_bias, lora_options: as for `Actor`; the head is always trained.
     """
 
+    by_name = 'AutoRM(pretrained=NAME_OR_FOLDER)'
     model: Any  # transformers' PreTrainedModel, whose attributes nn.Module does not know
     value_head: nn.Module | None
     score_bias: Tensor

@@ -24,6 +24,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as hf_init
 
+from chatgpt.nn.peft_format import MergedAdapter
+from chatgpt.nn.unfit import candidates, check_finite, check_fit, no_weights, open_weights
+
 WEIGHTS_FILE, INDEX_FILE = 'model.safetensors', 'model.safetensors.index.json'
 
 
@@ -38,6 +41,8 @@ class WeightsSource:
     """of a fresh model's weights; also of what a pretrained one lacks, such as adapters"""
     revision: str | None = None
     subfolder: str = ''
+    adapter: str = ''
+    """folder of a PEFT adapter that is added to the weights as they are read"""
     prefix: str = ''
     """of the names in the model that was first built: a trunk taken out of a causal LM keeps that model's draws"""
     cache_dir: str | None = None
@@ -77,7 +82,7 @@ def weight_files(source: WeightsSource) -> list[Path]:
     if index is None:
         single = _cached(source, WEIGHTS_FILE)
         if single is None:
-            raise ValueError(f'{source.path}: no {WEIGHTS_FILE} there; weights are read from safetensors files only')
+            raise no_weights(source.path, source.subfolder)
         return [single]
     names = sorted(set(json.loads(index.read_text())['weight_map'].values()))
     for name in names:
@@ -112,13 +117,22 @@ class _TensorFiles:
     """Random access to the tensors of a pretrained source by the names in its files."""
 
     def __init__(self, source: WeightsSource) -> None:
-        from safetensors import safe_open
+        files = weight_files(source)
+        self.default: Any = files[0] if len(files) == 1 else source.path
+        self.where: dict[str, tuple[Path, Any]] = {}
+        for file in files:
+            handle = open_weights(file)
+            self.where |= dict.fromkeys(handle.keys(), (file, handle))
 
-        self.handles = [safe_open(file, framework='pt', device='cpu') for file in weight_files(source)]
-        self.where = {name: handle for handle in self.handles for name in handle.keys()}
+    def file_of(self, name: str) -> Any:
+        """The file that holds that tensor; when none does, the only file or the folder."""
+        return self.where[name][0] if name in self.where else self.default
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.where[name][1].get_slice(name).get_shape())
 
     def get(self, name: str) -> Tensor:
-        return self.where[name].get_tensor(name)
+        return self.where[name][1].get_tensor(name)
 
 
 def read_source_tensor(source: WeightsSource, name: str) -> Tensor:
@@ -126,7 +140,9 @@ def read_source_tensor(source: WeightsSource, name: str) -> Tensor:
     files = _TensorFiles(source)
     if name not in files.where:
         raise ValueError(f'{source.path}: no tensor {name!r} in its weight files')
-    return files.get(name)
+    tensor = files.get(name)
+    check_finite(tensor, name, files.file_of)
+    return tensor
 
 
 def read_source_tensors(source: WeightsSource) -> Iterator[tuple[str, Tensor]]:
@@ -189,6 +205,25 @@ class _Filler:
             self.aliases.setdefault(id(parameter), []).append(name)
             self.originals.append(parameter)
         self.done: dict[int, nn.Parameter | None] = {}
+        if self.files is not None:
+            self._check_fit(self.files)
+        self.adapter = MergedAdapter(model, source.adapter) if source.adapter else None
+
+    def _check_fit(self, files: _TensorFiles) -> None:
+        """Compare names and shapes before a number is read."""
+        known = {c for name, _ in self.model.named_buffers() for c in candidates(self.model, name)}
+        missing, misshaped = [], []
+        for names, parameter in zip(self.aliases.values(), {id(p): p for p in self.originals}.values(), strict=True):
+            if names[0].endswith(('.lora_A', '.lora_B')):
+                continue
+            possible = [c for name in names for c in candidates(self.model, name)]
+            known |= set(possible)
+            found = next((c for c in possible if c in files.where), None)
+            if found is None:
+                missing.append(names[0])
+            elif files.shape(found) != tuple(parameter.shape):
+                misshaped.append((found, files.shape(found), parameter.shape))
+        check_fit(self.model, files.file_of, missing, files.where.keys() - known, misshaped)
 
     def fill(self, unit: _Unit) -> list[tuple[str, Tensor]]:
         """Make the unit's meta tensors real. Returns each under its first name."""
@@ -215,7 +250,7 @@ class _Filler:
                     continue
                 module._buffers[name] = made = torch.zeros_like(buffer, device='cpu')
                 fresh.append((prefix + name, made))
-                if name not in module._non_persistent_buffers_set and self._load(made, [prefix + name], may_lack=True):
+                if name not in module._non_persistent_buffers_set and self._load(made, [prefix + name]):
                     loaded.append(made)
         self._initialise(unit, loaded)
         return fresh
@@ -233,27 +268,19 @@ class _Filler:
         self.done = dict.fromkeys(self.done)
 
     @torch.no_grad()
-    def _load(self, target: Tensor, names: list[str], may_lack: bool = False) -> bool:
+    def _load(self, target: Tensor, names: list[str]) -> bool:
+        """Whether the files hold it."""
         if self.files is None:
             return False
-        prefix = f'{self.model.base_model_prefix}.'
-        for name in names:
-            for candidate in (name, prefix + name, name.removeprefix(prefix)):
-                if candidate not in self.files.where:
-                    continue
-                tensor = self.files.get(candidate)
-                if tensor.shape != target.shape:
-                    raise ValueError(
-                        f'{self.source.path}: {candidate} is {tuple(tensor.shape)}, the model wants {tuple(target.shape)}'
-                    )
-                target.copy_(tensor)
-                return True
-        if may_lack:
+        found = next((c for name in names for c in candidates(self.model, name) if c in self.files.where), None)
+        if found is None:
             return False
-        raise ValueError(
-            f'{self.source.path}: it holds no tensor for {names[0]} of {type(self.model).__name__}; load the model without the meta device '
-            'and save it with save_pretrained first'
-        )
+        target.copy_(self.files.get(found))
+        if isinstance(target, nn.Parameter):
+            check_finite(target, found, self.files.file_of)
+            if self.adapter is not None:
+                self.adapter.add_to(names[0], target)
+        return True
 
     @torch.no_grad()
     def _initialise(self, unit: _Unit, loaded: list[Tensor]) -> None:

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from typing import get_args
+from typing import NoReturn, get_args
 
 from chatgpt.plan.advice import advice
 from chatgpt.plan.phases import make_plan
@@ -20,8 +20,15 @@ def memory(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+class Parser(argparse.ArgumentParser):
+    """Whose mistakes are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f'error: {message} (--help lists what there is)\n')
+
+
 def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(prog='python -m chatgpt.plan', description=__doc__, allow_abbrev=False)
+    out = Parser(prog='python -m chatgpt.plan', description=__doc__, allow_abbrev=False)
     out.add_argument('config', help='config.json of the policy, its folder, or a hub name')
     out.add_argument('--task', choices=get_args(Task), default='ppo')
     out.add_argument('--reward_config', help='the same of a reward model; default: a reward function')

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from chatgpt.rewards.calling import awaited, made, one_each
+
 Reward = Callable[..., Sequence[float]]
 
 
@@ -18,9 +20,7 @@ class Combined:
     def __call__(self, prompts: Sequence[str], responses: Sequence[str], **columns: Any) -> list[float]:
         totals = [0.0] * len(responses)
         for weight, reward in self.parts:
-            scores = reward(prompts, responses, **columns)
-            if len(scores) != len(responses):
-                raise ValueError(f'{reward} gave {len(scores)} scores for {len(responses)} responses')
+            scores = one_each(awaited(reward(prompts, responses, **columns)), len(responses), str(reward))
             totals = [total + weight * float(score) for total, score in zip(totals, scores, strict=True)]
         return totals
 
@@ -36,4 +36,4 @@ def combine(*parts: tuple[float, Reward]) -> Combined:
     for part in parts:
         if not (isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], (int, float)) and callable(part[1])):
             raise ValueError(f'combine takes (weight, reward) pairs, not {part!r}')
-    return Combined(tuple((float(weight), reward) for weight, reward in parts))
+    return Combined(tuple((float(weight), made(reward)) for weight, reward in parts))

@@ -48,7 +48,7 @@ class SamplingParams:
     max_length: int | None = None
     """prompt + response; at least one of the two"""
     min_new_tokens: int = 0
-    """end tokens are barred, and `stop` is not asked, before so many tokens"""
+    """end tokens are barred, and `stop` is not asked, before so many tokens; a stop string that ends before does not count"""
     do_sample: bool = True
     """False: the most likely token; temperature and filters then only enter the recorded log-probs"""
     temperature: float = 1.0
@@ -89,6 +89,8 @@ class SamplingParams:
             raise ValueError(
                 f'sampling: stop={self.stop!r}; give a function of the response ids, such as StopStrings(tokenizer, strings)'
             )
+        if isinstance(self.stop, StopStrings):
+            object.__setattr__(self, 'stop', self.stop.not_before(self.min_new_tokens))
 
     def room(self, prompt_length: int) -> int:
         """The most new tokens after a prompt of this length; below 1 where `max_length` leaves none."""
@@ -120,6 +122,10 @@ class SamplingParams:
                 settings['stop'] = _stop_strings(tokenizer, value)
             elif name in ('eos_token_id', 'eos_token_ids'):
                 settings['eos_token_ids'] = (value,) if isinstance(value, int) else tuple(value)
+            elif name == 'top_k' and isinstance(value, float) and value.is_integer():  # TRL writes 0.0
+                settings[name] = int(value)
+            elif name == 'min_length' and value == -1:  # TRL's word for none
+                continue
             elif name in own:
                 settings[name] = value
             elif value is not False and value != _NEUTRAL.get(name):
@@ -149,8 +155,6 @@ def _generation_config_fields() -> frozenset[str]:
 
 
 def _stop_strings(tokenizer: Any, strings: Any) -> Callable[[Sequence[int]], bool]:
-    from chatgpt.rollout.stop import StopStrings
-
     if tokenizer is None:
         raise ValueError(f'generation setting stop_strings={strings!r} needs a tokenizer; give one, or stop=<function of ids>')
     return StopStrings(tokenizer, strings)
@@ -269,4 +273,5 @@ def sampling_for(actor: nn.Module, tokenizer: Any, kwargs: Mapping[str, Any]) ->
     if tokenizer is None:
         raise ValueError('stop_strings needs a tokenizer')
     matcher = StopStrings(tokenizer, [stop_strings] if isinstance(stop_strings, str) else list(stop_strings))
+    matcher = matcher.not_before(sampling.min_new_tokens)
     return replace(sampling, stop=matcher), matcher

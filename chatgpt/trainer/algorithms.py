@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from chatgpt.functional import advantages as estimators
-from chatgpt.functional.losses import Aggregation, clipped_policy_loss, gspo_policy_loss
+from chatgpt.functional.losses import Aggregation, cispo_policy_loss, clipped_policy_loss, gspo_policy_loss
 from chatgpt.functional.masking import whiten
 from chatgpt.registry import Registry
 from chatgpt.types import Experience
@@ -41,6 +41,26 @@ class AlgorithmSettings(Protocol):
 # ------------------------------------------------------------------ advantages
 
 
+def whiten_tokens(experiences: list[Experience]) -> list[Experience]:
+    """Copies whose advantages have mean 0 and variance 1 over all tokens that count, of the whole list together."""
+    if not experiences:
+        return []
+    mask = torch.cat([e.response_mask for e in experiences])
+    flat = whiten(torch.cat([e.advantages for e in experiences]), mask)
+    parts = flat.split([e.num_actions for e in experiences])
+    return [replace(e, advantages=part) for e, part in zip(experiences, parts, strict=True)]
+
+
+def whiten_responses(experiences: list[Experience]) -> list[Experience]:
+    """The same over responses, each of one number; those of which no token counts do not enter."""
+    own = [e for e in experiences if bool(e.response_mask.any())]
+    if not own:
+        return experiences
+    numbers = estimators.normalised(torch.stack([e.advantages[e.response_mask][0] for e in own]))
+    parts = iter(estimators.spread(numbers, [e.response_mask for e in own]))
+    return [replace(e, advantages=next(parts)) if bool(e.response_mask.any()) else e for e in experiences]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Estimator:
     """How advantages and returns follow from rewards, values and groups.
@@ -49,14 +69,18 @@ class Estimator:
         fn: (experiences of a phase, whole groups, ordered by sample index; settings) -> `Estimates`. Rewards hold score and KL.
         needs_values: there must be a critic, or an actor with a value head.
         needs_groups: responses to one prompt are compared, so there must be several.
+        rewards_apart: reads each of several rewards (`Experience.weighted_scores`) and never their sum.
         whitens: advantages are whitened over a learning phase unless `whiten_advantages` says otherwise.
+        whiten: how: over all tokens that count, or otherwise. Returns copies.
         aggregation: of the policy loss, where neither `loss_aggregation` nor the policy loss says otherwise.
     """
 
     fn: Callable[[list[Experience], AlgorithmSettings], Estimates]
     needs_values: bool = False
     needs_groups: bool = False
+    rewards_apart: bool = False
     whitens: bool = True
+    whiten: Callable[[list[Experience]], list[Experience]] = whiten_tokens
     aggregation: Aggregation = 'token'
 
 
@@ -88,14 +112,29 @@ def _per_response(estimator: Callable[[Tensor, Tensor], Tensor]) -> Callable[[li
     return fn
 
 
+def _gdpo(experiences: list[Experience], s: AlgorithmSettings) -> Estimates:
+    scores = torch.tensor([[score for _, score in e.weighted_scores] for e in experiences], dtype=torch.float64)
+    weights = torch.tensor([weight for weight, _ in experiences[0].weighted_scores], dtype=torch.float64)
+    masks = [e.response_mask for e in experiences]
+    advantages = estimators.gdpo(scores, weights, torch.tensor([e.group for e in experiences]))
+    return estimators.spread(advantages, masks), estimators.spread(scores @ weights, masks)
+
+
 def _rewards_values_masks(experiences: list[Experience]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     return [e.rewards for e in experiences], [e.values for e in experiences], [e.response_mask for e in experiences]
 
 
 def _totals_groups_masks(experiences: list[Experience]) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Group-relative estimators compare KL-penalised sums of rewards, Σ_t r[t] = score − β Σ_t kl[t] (Ahmadian et al. 2024)."""
-    totals = torch.stack([(e.rewards * e.response_mask).double().sum() for e in experiences])
+    totals = torch.stack([_total(e) for e in experiences])
     return totals, torch.tensor([e.group for e in experiences]), [e.response_mask for e in experiences]
+
+
+def _total(e: Experience) -> Tensor:
+    """Σ_t r[t]. A response without a token that counts has no rewards; its score stands in its group's baseline all the same."""
+    if not e.response_mask.any():
+        return torch.tensor(e.shaped_score, dtype=torch.float64, device=e.rewards.device)
+    return (e.rewards * e.response_mask).double().sum()
 
 
 ESTIMATORS: Registry[Estimator] = Registry('advantage_estimator', Estimator, {
@@ -104,6 +143,7 @@ ESTIMATORS: Registry[Estimator] = Registry('advantage_estimator', Estimator, {
     'grpo': Estimator(fn=_per_response(estimators.grpo), needs_groups=True, whitens=False, aggregation='sequence'),
     'dr_grpo': Estimator(fn=_per_response(estimators.dr_grpo), needs_groups=True, whitens=False, aggregation='sequence_sum'),
     'rloo': Estimator(fn=_per_response(estimators.rloo), needs_groups=True, whitens=False),
+    'gdpo': Estimator(fn=_gdpo, needs_groups=True, rewards_apart=True, whiten=whiten_responses, aggregation='sequence'),
     'reinforce++': Estimator(fn=_reinforce_pp),
     'reinforce++_baseline': Estimator(fn=_reinforce_pp_baseline, needs_groups=True),
 })  # fmt: skip
@@ -116,16 +156,6 @@ def estimate_advantages(experiences: list[Experience], estimator: Estimator, set
     advantages, returns = estimator.fn(experiences, settings)
     for e, advantage, ret in zip(experiences, advantages, returns, strict=True):
         e.advantages, e.returns = advantage.float(), ret.float()
-
-
-def whitened(experiences: list[Experience]) -> list[Experience]:
-    """Copies whose advantages have mean 0 and variance 1 over all tokens that count, of the whole list together."""
-    if not experiences:
-        return []
-    mask = torch.cat([e.response_mask for e in experiences])
-    flat = whiten(torch.cat([e.advantages for e in experiences]), mask)
-    parts = flat.split([e.num_actions for e in experiences])
-    return [replace(e, advantages=part) for e, part in zip(experiences, parts, strict=True)]
 
 
 # ------------------------------------------------------------------ losses of the policy
@@ -153,13 +183,15 @@ class PolicyLoss:
 
     Args:
         fn: (inputs, settings) -> (N,) losses; those of tokens that do not count are left out by the caller.
-        clips: has a ratio that `eps_clip_high` and `dual_clip` are about.
+        clip: which sides of a ratio are clipped: 'both' (`eps_clip`, `eps_clip_high`, `dual_clip`), 'upper', or 'none', without a ratio.
         per_sequence: has one ratio per sequence, and so the aggregation 'sequence'.
+        aggregation: of its paper, in place of the estimator's.
     """
 
     fn: Callable[[PolicyInputs, AlgorithmSettings], Tensor]
-    clips: bool = True
+    clip: Literal['both', 'upper', 'none'] = 'both'
     per_sequence: bool = False
+    aggregation: Aggregation | None = None
 
 
 def clip_high(settings: AlgorithmSettings) -> float:
@@ -177,12 +209,17 @@ def _gspo(x: PolicyInputs, s: AlgorithmSettings) -> Tensor:
     return gspo_policy_loss(*x, eps_low=s.eps_clip, eps_high=clip_high(s), dual_clip=s.dual_clip)
 
 
+def _cispo(x: PolicyInputs, s: AlgorithmSettings) -> Tensor:
+    return cispo_policy_loss(x.logprobs, x.old_logprobs, x.advantages, eps_high=clip_high(s))
+
+
 def _reinforce(x: PolicyInputs, s: AlgorithmSettings) -> Tensor:
     return -x.advantages * x.logprobs
 
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry('policy_loss', PolicyLoss, {
     'ppo': PolicyLoss(fn=_ppo),
-    'gspo': PolicyLoss(fn=_gspo, per_sequence=True),
-    'reinforce': PolicyLoss(fn=_reinforce, clips=False),
+    'gspo': PolicyLoss(fn=_gspo, per_sequence=True, aggregation='sequence'),
+    'cispo': PolicyLoss(fn=_cispo, clip='upper', aggregation='token'),
+    'reinforce': PolicyLoss(fn=_reinforce, clip='none'),
 })  # fmt: skip

@@ -11,21 +11,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from chatgpt.checkpoint import claim_folder, latest
+from chatgpt.checkpoint import claim_folder
+from chatgpt.checkpoint.layout import MANIFEST
 from chatgpt.plan.of_run import note_on_memory
 from chatgpt.plan.setup import Setup
 from chatgpt.trainer import checkpointing
 from chatgpt.trainer.agreement import LEFT_OUT, check_ranks
-from chatgpt.trainer.callbacks import Callback, CallbackList, MetricsWriter, ProgressBar
-from chatgpt.trainer.config import LearningSettings
+from chatgpt.trainer.callbacks import Callback, CallbackList, MetricsWriter, ProgressBar, SaveCheckpoint
+from chatgpt.trainer.config import CHECKPOINT_MINUTES, LearningSettings
+from chatgpt.trainer.failure import keep_what_is_whole, resume_words
 from chatgpt.trainer.run_control import PhaseClock, StopSignals, agreed
-from chatgpt.trainer.schedule import LearningRate
+from chatgpt.trainer.saving import save_trained
+from chatgpt.trainer.schedule import LearningRate, describe_groups
+from chatgpt.trainer.step import Steps
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Experience
 
@@ -38,8 +43,8 @@ class Trainer:
         config: settings, checked here against the world size.
         models: the trained models by name, as prepared.
         optimizers: their optimizers, by the name of the model.
-        callbacks: see `chatgpt.trainer.callbacks`. A progress bar is added unless one is given; a `MetricsWriter` is added
-            when there is a `run_dir`.
+        callbacks: see `chatgpt.trainer.callbacks`. A progress bar is added unless one is given; where there is a `run_dir` also a
+            `MetricsWriter`, and a `SaveCheckpoint` every `CHECKPOINT_MINUTES` and at the end, of which the last two are kept.
         tokenizer: only for texts; None where everything is given as ids.
         run_dir: folder of this run (metrics.jsonl, samples, checkpoints). One run at a time holds it. None writes nothing.
     """
@@ -73,6 +78,11 @@ class Trainer:
         self.resumed_from: Path | None = None
         self.saved_fingerprint: dict[str, Any] | None = None
         """settings and data of the checkpoint that was loaded"""
+        self.steps = Steps()
+        self._clean: tuple[dict[str, Any], int] | None = None
+        """state and finished steps at the end of the last phase of this `fit`"""
+        self._standing: tuple[Path, int, int] | None = None
+        """the checkpoint last written or loaded, with phase and finished steps"""
         self.clock = PhaseClock(strategy.device)
         self._signals = StopSignals()
         self._stop_requested = False
@@ -83,6 +93,8 @@ class Trainer:
             chosen.append(ProgressBar())
         if self.run_dir is not None and not any(isinstance(c, MetricsWriter) for c in chosen):
             chosen.insert(0, MetricsWriter())
+        if self.run_dir is not None and not any(isinstance(c, SaveCheckpoint) for c in chosen):
+            chosen.append(SaveCheckpoint(interval=None, minutes=CHECKPOINT_MINUTES, keep_last=2))
         self.callbacks = CallbackList(chosen)
         self._schedules = {
             name: LearningRate(optimizer, config.lr_schedule, config.warmup_steps)
@@ -121,7 +133,9 @@ class Trainer:
 
     def fingerprint(self) -> dict[str, Any]:
         """Settings and data of this run; a resume says which of them changed."""
-        return {'config': self.config.to_dict(), 'seed': self.strategy.seed}
+        rates = {name: schedule.base for name, schedule in self._schedules.items()}
+        optimizers = {name: describe_groups(optimizer, rates[name]) for name, optimizer in self.optimizers().items()}
+        return {'config': self.config.to_dict(), 'seed': self.strategy.seed, 'optimizers': optimizers}
 
     def check_ranks(self, where: str) -> None:
         """Every rank runs the same run and stands at the same place, or all end; see `chatgpt.trainer.agreement`. A collective."""
@@ -149,7 +163,10 @@ class Trainer:
         Raises:
             CheckpointError: it could not be written; earlier checkpoints are untouched.
         """
-        return checkpointing.save_checkpoint(self, path, score=score)
+        path = checkpointing.save_checkpoint(self, path, score=score)
+        self._standing = path, self.phase, self.steps.done
+        self.callbacks.on_checkpoint(self, path)
+        return path
 
     def load_checkpoint(self, path: str | Path) -> bool:
         """Continue from a checkpoint folder, written under any strategy and world size.
@@ -161,7 +178,36 @@ class Trainer:
         Raises:
             CheckpointError: it is partial, damaged, or of other models; names the file or the first keys.
         """
-        return checkpointing.load_checkpoint(self, path)
+        if not checkpointing.load_checkpoint(self, path):
+            return False
+        assert self.resumed_from is not None
+        self._standing = self.resumed_from, self.phase, self.steps.done
+        return True
+
+    def standing_checkpoint(self) -> Path | None:
+        """The checkpoint on disk that holds the trainer as it is now, if there is one."""
+        if self._standing is None or self._standing[1:] != (self.phase, self.steps.done):
+            return None
+        return self._standing[0] if (self._standing[0] / MANIFEST).is_file() else None
+
+    def put_back(self) -> bool:
+        """After an exception: the counters of the end of the last phase. False when an optimizer has stepped since."""
+        if self._clean is None:
+            return True
+        state, steps = self._clean
+        self.load_state_dict(state)
+        self.is_resuming = False
+        return self.steps.done == steps
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write the trained model (of several the first, the actor) as a Hugging Face folder, with the tokenizer when there is one.
+
+        Adapters are folded in. Call it on every rank.
+
+        Raises:
+            SaveError: it could not be written; says where its weights are instead.
+        """
+        save_trained(self, path)
 
     # ------------------------------------------------------------------ the run
 
@@ -182,14 +228,16 @@ class Trainer:
         with self.strategy.failure_guard(), self._claimed(), self._signals:
             try:
                 self.check_ranks('at the start')
+                self._note_clean()
                 self.callbacks.on_fit_start(self)
                 yield
+                self._save_if_interrupted()
+                self.callbacks.on_fit_end(self)
             except BaseException as error:
                 note_on_memory(error, self.memory_setup)
+                keep_what_is_whole(self, error)
                 self.callbacks.on_exception(self, error)
                 raise
-            self._save_if_interrupted()
-            self.callbacks.on_fit_end(self)
         self._signals.raise_received()
 
     @contextmanager
@@ -211,8 +259,7 @@ class Trainer:
         if agreed(self._signals.received is not None, self.strategy) and self.run_dir is not None:
             path = self.save_checkpoint()
             if self.strategy.is_rank_0:
-                auto = '--resume auto or ' if latest(path.parent) == path else ''  # a run that went back may stand beside later ones
-                print(f'stopped after phase {self.phase}; continue with {auto}--resume {path}', flush=True)
+                print(f'stopped after phase {self.phase}; continue with {resume_words(path)}', flush=True)
 
     def set_learning_rates(self) -> dict[str, float]:
         """Apply the schedules for the next optimizer step; the learning rate of each model."""
@@ -222,5 +269,10 @@ class Trainer:
         """Count the phase and log its metrics."""
         self.phase += 1
         self.check_ranks('before the start')
+        self._note_clean()
         self.callbacks.on_phase_end(self, self.phase, metrics)
+        self._note_clean()
         self.clock.reset()
+
+    def _note_clean(self) -> None:
+        self._clean = deepcopy(self.state_dict()), self.steps.done

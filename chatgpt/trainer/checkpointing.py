@@ -4,7 +4,12 @@
     actor_optim/<parameter>/<slot> optimizer states
     rng/<rank>/<generator>         torch's, CUDA's, Python's and numpy's global ones, for user code and dropout; the library's own draws
                                    need only counters
+    <group>/...                    what callbacks keep, under the name that the callback gives it
     state.json                     counters, KL controller, running moments, hyperparameters, settings, callbacks' states
+
+The manifest's meta records who owns each group of pieces (`owners`): MODELS, OPTIMIZERS, RNG, or a callback by class and number among
+its likes ('EMA.0'). A group goes back to its owner, whatever it is called. Two owners' groups of one name are told apart by the owner's
+name at the end, `<group>@<owner>`.
 
 Checkpoints fall between phases, when the replay buffer is empty, so no experience is in them; samples that were generated ahead
 (`max_staleness`) are, in state.json. Left out: the format (`chatgpt.checkpoint`).
@@ -15,6 +20,7 @@ from __future__ import annotations
 import json
 import platform
 import random
+import shutil
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from chatgpt.checkpoint import (
+    CUT_SHORT,
     CheckpointError,
     CheckpointReader,
     CheckpointWriter,
@@ -34,9 +41,13 @@ from chatgpt.checkpoint import (
     step_folder,
     step_of,
 )
+from chatgpt.trainer.schedule import hyperparameters
 
 if TYPE_CHECKING:
     from chatgpt.trainer.base import Trainer
+
+MODELS, OPTIMIZERS, RNG = 'models', 'optimizers', 'rng'
+"""owners of groups that are no callback's"""
 
 
 def save_checkpoint(trainer: Trainer, path: str | Path | None, *, score: float | None = None) -> Path:
@@ -54,16 +65,22 @@ def save_checkpoint(trainer: Trainer, path: str | Path | None, *, score: float |
         'layout': layout_of(trainer),
     }
     with CheckpointWriter(path, rank=strategy.rank, all_gather_object=strategy.all_gather_object) as writer:
+        owners: dict[str, str] = {'rng': RNG}
         for name, model in trainer.models().items():
+            owners[name] = MODELS
             writer.add(f'{name}/', strategy.model_pieces(model))
         for name, optimizer in trainer.optimizers().items():
+            owners[f'{name}_optim'] = OPTIMIZERS
             writer.add(f'{name}_optim/', strategy.optimizer_pieces(optimizer))
-        for name, pieces in trainer.callbacks.checkpoint_pieces(trainer).items():
+        for owner, group, pieces in trainer.callbacks.owned_pieces(trainer):
+            name = f'{group}@{owner}' if group in owners else group
+            owners[name] = owner
             writer.add(f'{name}/', pieces)
         writer.add('rng/', _rng_pieces(strategy.rank))
         writer.add_json('state.json', state)
-        writer.commit(meta={'kind': 'training', 'phase': trainer.phase, 'score': score})
-    trainer.callbacks.on_checkpoint(trainer, path)
+        writer.commit(meta={'kind': 'training', 'phase': trainer.phase, 'score': score, 'owners': owners})
+    if step_of(path) is not None and strategy.is_rank_0:  # what a phase cut short left behind is passed by now
+        shutil.rmtree(path.with_name(CUT_SHORT), ignore_errors=True)
     return path
 
 
@@ -84,15 +101,23 @@ def load_checkpoint(trainer: Trainer, path: str | Path) -> bool:
             f'{folder}: holds {reader.meta.get("kind")!r}, not a training checkpoint; use strategy.load_model for weights'
         )
     state = reader.json()
-    _check_members(trainer, reader, folder)
+    owners = _owners(reader)
+    _check_members(trainer, owners, folder)
     for name, model in trainer.models().items():
         strategy.load_model_pieces(model, reader.sub(f'{name}/'))
     for name, optimizer in trainer.optimizers().items():
+        chosen = [hyperparameters(group) for group in optimizer.param_groups]
         strategy.load_optimizer_meta(optimizer, state['optimizers'][name])
+        for group, values in zip(optimizer.param_groups, chosen, strict=True):
+            group.update(values)  # the last word on a setting is this run's, not the checkpoint's; `report_changes` says what changed
         strategy.load_optimizer_pieces(optimizer, reader.sub(f'{name}_optim/'))
-    for name in sorted(_groups(reader) - set(trainer.models()) - {f'{n}_optim' for n in trainer.optimizers()}):
-        if not trainer.callbacks.load_checkpoint_pieces(trainer, name, reader.sub(f'{name}/')) and strategy.is_rank_0:
-            warnings.warn(f'{folder}: {name} is of a callback that this run does not have; it is left out', stacklevel=3)
+    for name, owner in sorted(owners.items()):
+        if owner in (MODELS, OPTIMIZERS, RNG):
+            continue
+        group = name.removesuffix(f'@{owner}')
+        if not trainer.callbacks.load_owned_pieces(trainer, owner or None, group, reader.sub(f'{name}/')) and strategy.is_rank_0:
+            kind = f', {owner.partition(".")[0]}' if owner else ''
+            warnings.warn(f'{folder}: {group} is of a callback that this run does not have{kind}; it is left out', stacklevel=3)
     trainer.load_state_dict(state['trainer'])
     if layout_of(trainer) == state['layout']:
         _restore_rng(reader, strategy.rank, state.get('python_rng'))
@@ -114,7 +139,7 @@ def report_changes(trainer: Trainer) -> None:
 def differences(old: Any, new: Any, where: str = '') -> Iterator[str]:
     """'config.kl_coef 0.1 → 0.2' for every leaf that differs."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        for key in sorted(set(old) | set(new)):
+        for key in sorted(set(old) & set(new) if not where else set(old) | set(new)):  # a checkpoint may not record a whole part
             yield from differences(old.get(key), new.get(key), f'{where}.{key}' if where else str(key))
     elif old != new:
         yield f'{where} {old!r} → {new!r}'
@@ -154,17 +179,22 @@ def _find(trainer: Trainer, path: str | Path) -> Path | None:
     return found
 
 
-def _check_members(trainer: Trainer, reader: CheckpointReader, folder: Path) -> None:
-    stored, expected = _groups(reader), set(trainer.models())
-    missing = sorted(expected - stored)
-    known = expected | {f'{name}_optim' for name in trainer.optimizers()} | {f'{name}_ema' for name in expected}
-    unexpected = sorted(stored - known)
+def _check_members(trainer: Trainer, owners: Mapping[str, str], folder: Path) -> None:
+    stored = {name for name, owner in owners.items() if owner in (MODELS, OPTIMIZERS)}
+    models = set(trainer.models())
+    missing, unexpected = sorted(models - stored), sorted(stored - models - {f'{name}_optim' for name in trainer.optimizers()})
     if missing or unexpected:
         raise CheckpointError(f'{folder}: belongs to another kind of run: missing {missing}, unexpected {unexpected}')
 
 
-def _groups(reader: CheckpointReader) -> set[str]:
-    return {name.split('/', 1)[0] for name in reader.names()} - {'rng'}
+def _owners(reader: CheckpointReader) -> dict[str, str]:
+    """Who owns each group. A checkpoint that does not record it has an average's groups at most, whose owner is then ''."""
+    recorded: dict[str, str] | None = reader.meta.get('owners')
+    if recorded is not None:
+        return recorded
+    groups = {name.split('/', 1)[0] for name in reader.names()}
+    known = {'rng': RNG} | {name: OPTIMIZERS for name in groups if name.endswith('_optim')}
+    return {name: known.get(name, '' if name.endswith('_ema') else MODELS) for name in groups}
 
 
 def _opened(folder: Path, rank: int, world_size: int) -> tuple[CheckpointReader | None, str | None]:

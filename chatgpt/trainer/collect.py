@@ -148,8 +148,8 @@ class Collector:
     def decode(self, samples: list[Sample]) -> list[Sample]:
         """Write the texts that reward functions and tables read. The ids stay the sampled ones; text is never tokenized again."""
         for sample in samples if self.tokenizer is not None else ():
-            text = self.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-            sample.response_text = self.stop_strings.cut(text) if self.stop_strings is not None else text
+            ids, stops = sample.response_ids, self.stop_strings
+            sample.response_text = self.tokenizer.decode(ids, skip_special_tokens=True) if stops is None else stops.text_of(ids)
             if not sample.prompt_text:
                 sample.prompt_text = self.tokenizer.decode(sample.prompt_ids, skip_special_tokens=True)
         return samples
@@ -317,12 +317,16 @@ class Collector:
 # ---------------------------------------------------------------------- dynamic sampling
 
 
-def informative_groups(experiences: list[Experience]) -> list[list[Experience]]:
-    """The groups whose scores are not all equal, in order."""
+def informative_groups(experiences: list[Experience], *, apart: bool = False) -> list[list[Experience]]:
+    """The groups whose scores are not all equal, in order. `apart`: equal in each reward, not in their sum."""
+
+    def of(e: Experience) -> Any:
+        return e.weighted_scores if apart else e.score
+
     groups: dict[int, list[Experience]] = {}
     for e in experiences:
         groups.setdefault(e.group, []).append(e)
-    return [members for members in groups.values() if any(e.score != members[0].score for e in members)]
+    return [members for members in groups.values() if any(of(e) != of(members[0]) for e in members)]
 
 
 def replace_uninformative(
@@ -332,6 +336,7 @@ def replace_uninformative(
     batch_size: int,
     more: Callable[[int], list[Experience] | None],
     *,
+    apart: bool,
     tell: bool,
 ) -> tuple[list[Experience], dict[str, float]] | None:
     """DAPO's dynamic sampling: `wanted` groups whose scores differ, drawing further prompts for the others (Yu et al. 2025, section 3.2).
@@ -340,13 +345,14 @@ def replace_uninformative(
         rounds: most further rounds.
         more: draws and scores so many timesteps of `batch_size` prompts; None when a stop was asked for on the way. Then None is
             returned, since a phase of fewer groups would not be the one that an undisturbed run has.
+        apart: see `informative_groups`.
         tell: warn when too few are found; one rank does.
 
     Raises:
         NothingToLearn: not one group has different scores after the last round.
     """
     done, drawn = 0, wanted
-    kept = informative_groups(experiences)
+    kept = informative_groups(experiences, apart=apart)
     while len(kept) < wanted and done < rounds:
         done += 1
         missing = -(-(wanted - len(kept)) // batch_size)
@@ -354,7 +360,7 @@ def replace_uninformative(
         if further is None:
             return None
         drawn += missing * batch_size
-        kept += informative_groups(further)
+        kept += informative_groups(further, apart=apart)
     if not kept:
         raise NothingToLearn(
             f'dynamic sampling: after {done} further round{"s" * (done != 1)} all {drawn} groups have equal scores within; the '

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 
 from chatgpt.experience.shaping import ScoreScaling
 from chatgpt.functional.losses import Aggregation
-from chatgpt.registry import nearest
+from chatgpt.names import hint
 from chatgpt.rollout.sampling import generation_fields
 from chatgpt.trainer.algorithms import ESTIMATORS, POLICY_LOSSES, Estimator
 
 KLKind = Literal['k1', 'k2', 'k3', 'abs', 'full']
 KLLossKind = Literal['k1', 'k2', 'k3']
 Schedule = Literal['constant', 'linear', 'cosine']
+
+CHECKPOINT_MINUTES = 15.0
+"""between checkpoints of a run that does not say how often"""
 
 C = TypeVar('C', bound='Settings')
 
@@ -27,6 +30,18 @@ C = TypeVar('C', bound='Settings')
 class Settings:
     """Base of the settings dataclasses: made from keywords, checked, turned back into a dict."""
 
+    def __new__(cls, *args: Any, **values: Any) -> Self:
+        cls.check_names(values)
+        return super().__new__(cls)
+
+    @classmethod
+    def check_names(cls, names: Iterable[str]) -> None:
+        """Raises ValueError for the first name that is no field, with the nearest ones."""
+        known = cls.field_names()
+        for name in names:
+            if name not in known:
+                raise ValueError(f'{cls.__name__} has no setting {name!r}{hint(name, known)}')
+
     @classmethod
     def field_names(cls) -> list[str]:
         return [f.name for f in fields(cls)]
@@ -34,10 +49,6 @@ class Settings:
     @classmethod
     def from_dict(cls: type[C], values: Mapping[str, Any]) -> C:
         """Settings from keywords; an unknown one is a ValueError with the nearest names."""
-        known = cls.field_names()
-        for name in values:
-            if name not in known:
-                raise ValueError(f'{cls.__name__} has no setting {name!r}{nearest(name, known)}')
         return cls(**values)
 
     @classmethod
@@ -50,7 +61,7 @@ class Settings:
         settings, generation = cls.field_names(), generation_fields()
         for name in kwargs:
             if name not in settings and name not in generation:
-                raise ValueError(f'{owner} got an unknown keyword {name!r}{nearest(name, [*settings, *generation])}')
+                raise ValueError(f'{owner} got an unknown keyword {name!r}{hint(name, [*settings, *generation])}')
         own = {k: v for k, v in kwargs.items() if k in settings}
         return replace(config, **own) if config is not None else cls(**own), {k: v for k, v in kwargs.items() if k not in settings}
 
@@ -146,18 +157,21 @@ class PPOConfig(LearningSettings):
     """where the KL to the initial model is paid: in each token's reward [Z], or as a term of the loss (GRPO, Shao et al. 2024)"""
     kl_loss_kind: KLLossKind = 'k3'
     """estimator in the loss; k3 is GRPO's. The gradient of k1 is 0 in expectation, so it only adds noise"""
+    kl_importance: bool = False
+    """multiply the KL in the loss by each token's ratio to the policy that collected, which makes it unbiased once the policy has moved
+    (DeepSeek-V3.2); False takes it as it is, as GRPO does"""
     kl_target: float | None = None
     """adapt kl_coef towards this mean KL per response, in nats [Z]; None keeps it fixed"""
     kl_horizon: float = 10000.0
     """samples over which the adaptive coefficient reacts [Z]"""
     score_scaling: ScoreScaling = 'none'
-    """'running', 'norm' or 'ref'; see `ScoreShaper`"""
+    """'running', 'norm' or 'ref'; see `ScoreShaper`, also for what these settings do to scores per token"""
     score_clip: float | None = None
-    """clip scaled scores to ± this"""
+    """clip scaled scores to ± this; of scores per token, their sum"""
     missing_eos_score: float | None = None
     """score of a response that did not end (−1 in [T]); None leaves its score alone"""
     overlong_buffer: int | None = None
-    """the last so many tokens before max_new_tokens cost up to 1, linearly (DAPO, Yu et al. 2025, equation 13)"""
+    """the last so many tokens before max_new_tokens or max_length cost up to 1, linearly (DAPO, Yu et al. 2025, equation 13)"""
     overlong_filter: bool = False
     """responses that ran out of room are left out of the loss (DAPO, section 3.4)"""
     token_penalty: float = 0.0
@@ -175,14 +189,17 @@ class PPOConfig(LearningSettings):
     lam: float = 0.95
     """λ of GAE (Schulman et al. 2016)"""
     whiten_advantages: bool | None = None
-    """whiten advantages over all tokens of a learning phase; None does so for all but the group-relative estimators"""
+    """whiten advantages over all tokens of a learning phase; None does so for all but grpo, dr_grpo and rloo. With gdpo it is its last
+    step, over responses"""
 
     # learn
     policy_loss: str = field(default='ppo', metadata={'choices': POLICY_LOSSES})
-    """'ppo' clips each token's ratio, 'gspo' one ratio per sequence (Zheng et al. 2025), 'reinforce' is −A log π without a ratio"""
+    """'ppo' clips each token's ratio, 'gspo' one ratio per sequence (Zheng et al. 2025), 'cispo' the weight of −A log π from above
+    (MiniMax-M1, arXiv 2506.13585), 'reinforce' is −A log π without a ratio"""
     loss_aggregation: Aggregation | None = None
     """'token' is a mean over all tokens of a train batch, 'sequence' a mean over sequences of their means, 'sequence_sum' divides by
-    sequences x max_new_tokens; None takes each paper's: 'sequence' for grpo and gspo, 'sequence_sum' for dr_grpo, else 'token'"""
+    sequences x max_new_tokens; None takes each paper's: 'sequence' for gspo, 'token' for cispo, else 'sequence' for grpo and gdpo,
+    'sequence_sum' for dr_grpo and 'token' for the rest"""
     tis_cap: float | None = None
     """weight each token by min(π_old / π_engine, cap), for engines whose log-probs differ from the trainer's (Yao et al. 2025), or whose
     weights are older (`max_staleness`)"""
@@ -226,7 +243,7 @@ class PPOConfig(LearningSettings):
         """What `loss_aggregation` comes to."""
         if self.loss_aggregation is not None:
             return self.loss_aggregation
-        return 'sequence' if POLICY_LOSSES.find(self.policy_loss).per_sequence else self.estimator.aggregation
+        return POLICY_LOSSES.find(self.policy_loss).aggregation or self.estimator.aggregation
 
     def _check_choices(self) -> None:
         """What does not go together."""
@@ -235,10 +252,16 @@ class PPOConfig(LearningSettings):
             raise ValueError(
                 f'policy_loss={self.policy_loss!r} has one ratio per sequence: loss_aggregation={self.loss_aggregation!r} does not fit it'
             )
-        if not policy_loss.clips and (self.dual_clip is not None or self.eps_clip_high is not None):
+        if policy_loss.clip == 'none' and (self.dual_clip is not None or self.eps_clip_high is not None):
             raise ValueError(f'policy_loss={self.policy_loss!r} has no ratio to clip: leave dual_clip and eps_clip_high out')
+        if policy_loss.clip == 'upper' and self.dual_clip is not None:
+            raise ValueError(f'policy_loss={self.policy_loss!r} has no clipped surrogate to bound: leave dual_clip out')
         if self.kl_in == 'loss' and self.kl_kind == 'full':
             raise ValueError("kl_kind='full' is an estimator of the reward; with kl_in='loss' set kl_loss_kind")
+        if self.estimator.rewards_apart:
+            self._check_rewards_apart()
+        if self.kl_importance and self.kl_in != 'loss':
+            raise ValueError("kl_importance weighs the KL in the loss: it needs kl_in='loss'")
         if self.dynamic_sampling_rounds and not self.estimator.needs_groups:
             raise ValueError(
                 f'dynamic_sampling_rounds compares the scores of a group; advantage_estimator={self.advantage_estimator!r} has none, '
@@ -266,6 +289,22 @@ class PPOConfig(LearningSettings):
             raise ValueError(
                 'overlong_filter leaves responses without an end out of the loss, so missing_eos_score would do nothing'
             )
+
+    def _check_rewards_apart(self) -> None:
+        """What acts on the sum of the rewards, which such an estimator never forms."""
+        if self.kl_in == 'reward' and self.kl_coef:
+            raise ValueError(
+                f'advantage_estimator={self.advantage_estimator!r} has no sum of rewards that a KL could be taken from: set '
+                "kl_in='loss', or kl_coef=0"
+            )
+        neutral = {'score_scaling': 'none', 'score_clip': None, 'missing_eos_score': None, 'overlong_buffer': None, 'token_penalty': 0.0,
+                   'whiten_rewards': False}  # fmt: skip
+        for name, value in neutral.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f'{name}={getattr(self, name)!r} acts on the sum of the rewards, which '
+                    f'advantage_estimator={self.advantage_estimator!r} never forms: leave it out, or make it a reward of the list'
+                )
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)

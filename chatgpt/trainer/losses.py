@@ -20,6 +20,7 @@ from chatgpt.functional.losses import (
     aggregate,
     aggregation_count,
     clipped_value_loss,
+    importance_weighted,
     next_token_loss,
     policy_stats,
     sequence_log_ratio,
@@ -89,15 +90,18 @@ class ActorLoss:
             share = aggregate(losses, mask, batch.action_rows, batch.num_sequences, c.aggregation, divisor)
         if c.kl_in == 'loss' and self.kl_coef:
             penalty = kl_penalty(logprobs, columns['ref_logprobs'], c.kl_loss_kind)
+            if c.kl_importance:
+                penalty = importance_weighted(penalty, logprobs, old)
             share = share + self.kl_coef * aggregate(
                 penalty, mask, batch.action_rows, batch.num_sequences, c.aggregation, divisor
             )
             metrics['kl_loss'] = Mean(masked_sum(penalty, mask), mask.sum())
         bonus = masked_sum(entropy, mask)
-        seen = ratios = policy_stats(logprobs, old, mask, eps_low=c.eps_clip, eps_high=high)
+        low = 1.0 if entry.clip == 'upper' else c.eps_clip  # no lower bound
+        seen = ratios = policy_stats(logprobs, old, mask, eps_low=low, eps_high=high)
         if entry.per_sequence:  # what is clipped is the ratio of the sequence
             shift = sequence_log_ratio(logprobs.detach(), old, mask, batch.action_rows, batch.num_sequences)
-            ratios = policy_stats(old + shift, old, mask, eps_low=c.eps_clip, eps_high=high)
+            ratios = policy_stats(old + shift, old, mask, eps_low=low, eps_high=high)
         metrics |= {
             'policy_loss': Mean(loss, seen.num_tokens),
             'entropy': Mean(bonus, seen.num_tokens),
@@ -151,7 +155,10 @@ class SharedLoss:
 
 @dataclass(frozen=True)
 class PtxLoss:
-    """ptx_coef · next-token loss on pretraining text (Ouyang et al. 2022, equation 2)."""
+    """ptx_coef · mean over tokens of the next-token loss on pretraining text.
+
+    Ouyang et al. 2022, equation 2, have the expectation of log π(x) of whole texts, a sum over each text's tokens.
+    """
 
     coef: float
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from chatgpt.experience import ScoreShaper
 from chatgpt.functional.kl import kl_penalty
 from chatgpt.functional.losses import explained_variance
 from chatgpt.trainer.strategies.base import Strategy
@@ -125,7 +126,10 @@ def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float, *, in_r
     penalty = torch.stack([(e.kl * e.response_mask).double().sum() for e in own])
     counted = sum(int(e.response_mask.sum()) for e in experiences)
     surprisal = -sum(float((e.old_logprobs * e.response_mask).double().sum()) for e in experiences)
-    return {
+    apart = torch.tensor([[score for _, score in e.weighted_scores] for e in experiences], dtype=torch.float64)
+    rewards = {f'rollout/score_{k}_mean': float(column.mean()) for k, column in enumerate(apart.T, 1)}
+    rewards |= {f'rollout/score_{k}_std': _spread(column) for k, column in enumerate(apart.T, 1)}
+    return rewards | {
         'rollout/score_mean': float(scores.mean()),
         'rollout/score_std': _spread(scores),
         'rollout/score_min': float(scores.min()),
@@ -140,6 +144,11 @@ def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float, *, in_r
         'rollout/ended_share': sum(e.ended for e in experiences) / len(experiences),
         'rollout/entropy': surprisal / max(counted, 1),
     }
+
+
+def scaling_metrics(shaper: ScoreShaper) -> dict[str, float]:
+    """`rollout/...`: whether `score_scaling` has something to divide by; nothing without it."""
+    return {'rollout/score_scaling_idle': float(shaper.is_idle)} if shaper.scaling != 'none' else {}
 
 
 def value_metrics(experiences: SequenceOf[Experience]) -> dict[str, float]:

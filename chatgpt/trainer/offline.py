@@ -26,7 +26,6 @@ from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.config import SupervisedConfig
 from chatgpt.trainer.metrics import BatchStats, Metrics, PhaseMetrics
 from chatgpt.trainer.order import permutation, seed_for
-from chatgpt.trainer.saving import save_pretrained
 from chatgpt.trainer.step import Learner, Work, learn_batch
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Batch, Sequence
@@ -168,9 +167,11 @@ class OfflineTrainer(Trainer):
     def fingerprint(self) -> dict[str, Any]:
         return super().fingerprint() | {'num_records': len(self.train_data)}
 
-    def save_pretrained(self, path: str | Path) -> None:
-        """Write the model as a Hugging Face folder (adapters folded in), with the tokenizer when there is one."""
-        save_pretrained(self.strategy, self.model, path, tokenizer=self.tokenizer)
+    def put_back(self) -> bool:
+        """`batches_done` follows every optimizer step, so a run goes on from any. A phase that only lacked its report counts as done."""
+        if self._clean is not None and self.steps.done != self._clean[1] and self.batches_done % self.config.log_interval == 0:
+            self.phase += 1
+        return True
 
     def fit(self) -> None:
         """Run `max_epochs` passes. After `load_checkpoint` it goes on where it was; a second call adds as many again."""
@@ -187,9 +188,10 @@ class OfflineTrainer(Trainer):
             self.fit_updates = self.num_updates
         self.is_resuming = False
         self.total_updates = self.fit_updates + total
-        with self.running(num_phases=self.phase + -(-(total - self.batches_done) // c.log_interval)):
+        with self.running(num_phases=self.phase + -(-total // c.log_interval) - self.batches_done // c.log_interval):
             while self.batches_done < total and not self.stop_agreed():
-                self.learn_phase(min(c.log_interval, total - self.batches_done), per_epoch, total)
+                rest = c.log_interval - self.batches_done % c.log_interval  # a phase that an exception cut short is ended first
+                self.learn_phase(min(rest, total - self.batches_done), per_epoch, total)
 
     def learn_phase(self, num_batches: int, per_epoch: int, total: int) -> None:
         """`num_batches` optimizer steps, evaluated where an epoch or the run (of `total` steps) ends, and logged."""
@@ -212,6 +214,7 @@ class OfflineTrainer(Trainer):
                     max_grad_norm=c.max_grad_norm,
                     where=f'in epoch {epoch + 1}, train batch {number + 1}',
                     pin_memory=c.dataloader_pin_memory,
+                    steps=self.steps,
                 )
                 self.batches_done += 1
                 self.num_updates += result.stepped

@@ -28,14 +28,14 @@ from torch.optim import Optimizer
 from chatgpt.batching import collate
 from chatgpt.dataset.prompts import PromptSet, as_prompts
 from chatgpt.experience import ExperienceMaker, ExperienceSettings, ReplayBuffer, RewardModelScorer, ScoreShaper, as_scorer
-from chatgpt.experience.scorers import models_of
+from chatgpt.experience.scorers import described, models_of
 from chatgpt.functional.kl import AdaptiveKLController, FixedKLController
 from chatgpt.nn.dropout import dropout_off
 from chatgpt.plan.of_run import common_fields
 from chatgpt.plan.setup import Setup
 from chatgpt.rollout import LocalEngine, RolloutEngine
 from chatgpt.rollout.sampling import sampling_for
-from chatgpt.trainer.algorithms import estimate_advantages, whitened
+from chatgpt.trainer.algorithms import estimate_advantages
 from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.callbacks import Callback, RatioCheck
 from chatgpt.trainer.collect import Collector, replace_uninformative
@@ -49,14 +49,21 @@ from chatgpt.trainer.losses import (
     experience_totals,
     sequence_totals,
 )
-from chatgpt.trainer.metrics import PhaseMetrics, first_batch_metrics, performance_metrics, rollout_metrics, value_metrics
+from chatgpt.trainer.metrics import (
+    PhaseMetrics,
+    first_batch_metrics,
+    performance_metrics,
+    rollout_metrics,
+    scaling_metrics,
+    value_metrics,
+)
 from chatgpt.trainer.nlpo import NLPOPolicy, Policy
 from chatgpt.trainer.order import generator_for, train_batches
 from chatgpt.trainer.reference import has_reference
-from chatgpt.trainer.saving import save_pretrained
 from chatgpt.trainer.step import Learner, Work, learn_batch
 from chatgpt.trainer.stepwise import check_by_hand, given_groups, given_samples
 from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.trainer.strategies.named import prepared_by
 from chatgpt.types import Experience, Sequence
 
 
@@ -64,7 +71,7 @@ class PPOTrainer(Trainer):
     """Proximal policy optimisation (Schulman et al. 2017) of a language model on a reward.
 
     Args:
-        strategy: has prepared the models below.
+        strategy: has prepared the models below; or a name, such as 'ddp', whose strategy prepares them here.
         actor: the policy, as prepared.
         critic: the value model, as prepared; None when the actor carries a value head or the estimator needs none. A value head that
             the estimator does not need stays as it is, with a warning.
@@ -90,7 +97,7 @@ class PPOTrainer(Trainer):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Strategy | str,
         actor: nn.Module,
         critic: nn.Module | None,
         reward_model: Any,
@@ -109,6 +116,9 @@ class PPOTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         config, self.generate_kwargs = PPOConfig.split('PPOTrainer', config, kwargs)
+        strategy, (actor, actor_optim), (critic, critic_optim), reward_model, initial_model, mask_model = prepared_by(
+            strategy, (actor, actor_optim), (critic, critic_optim), reward_model, initial_model, mask_model
+        )
         config.validate(strategy.world_size)
         bare: Any = strategy.unwrap(actor)
         self.actor, self.critic = actor, critic
@@ -155,6 +165,11 @@ class PPOTrainer(Trainer):
         )
         self.pretrain_data = list(pretrain_data or ())
         self.maker = self._maker(reward_model, reward_tokenizer, initial_model)
+        if config.estimator.rewards_apart and len(getattr(self.maker.scorer, 'weighted', ())) < 2:
+            raise ValueError(
+                f'advantage_estimator={config.advantage_estimator!r} normalises several rewards apart: give reward_model as a list of two '
+                'or more (weight, reward) pairs'
+            )
         if config.offload == 'idle':
             for frozen in [*models_of(self.maker.scorer), *([initial_model] if initial_model is not None else [])]:
                 strategy.keep_idle(frozen)
@@ -183,12 +198,12 @@ class PPOTrainer(Trainer):
             raise ValueError(
                 f'kl_coef={config.kl_coef} needs a reference: pass initial_model, use an actor with lora_rank > 0, or set kl_coef=0'
             )
-        limit = self.sampling.max_new_tokens
-        if config.overlong_buffer is not None and (limit is None or config.overlong_buffer > limit):
-            raise ValueError(
-                f'overlong_buffer={config.overlong_buffer} is a part of max_new_tokens={limit}; it must not be larger'
-            )
-        if config.aggregation == 'sequence_sum' and limit is None:
+        if config.overlong_buffer is not None:
+            limits = [(name, v) for name in ('max_new_tokens', 'max_length') if (v := getattr(self.sampling, name))]
+            name, limit = min(limits, key=lambda pair: pair[1])
+            if config.overlong_buffer > limit:
+                raise ValueError(f'overlong_buffer={config.overlong_buffer} is a part of {name}={limit}; it must not be larger')
+        if config.aggregation == 'sequence_sum' and self.sampling.max_new_tokens is None:
             raise ValueError("loss_aggregation='sequence_sum' divides by max_new_tokens: give it")
         if config.ptx_coef and not pretrain_data:
             raise ValueError(f'ptx_coef={config.ptx_coef} needs pretrain_data, a list of sequences of pretraining text')
@@ -206,7 +221,7 @@ class PPOTrainer(Trainer):
             reward_tokenizer=reward_tokenizer,
             packing=c.packing,
         )
-        overlong = None if c.overlong_buffer is None else (cast(int, self.sampling.max_new_tokens), c.overlong_buffer)
+        overlong = None if c.overlong_buffer is None else (self.sampling.room, c.overlong_buffer)
         estimator = c.estimator
         return ExperienceMaker(
             strategy,
@@ -252,7 +267,7 @@ class PPOTrainer(Trainer):
         self.maker.shaper.moments.load_state_dict(state['score_moments'])
 
     def fingerprint(self) -> dict[str, Any]:
-        return super().fingerprint() | self.collector.fingerprint()
+        return super().fingerprint() | self.collector.fingerprint() | {'reward': described(self.maker.scorer)}
 
     def memory_setup(self) -> Setup:
         """This run as the planner sees it, with its longest prompt."""
@@ -364,6 +379,7 @@ class PPOTrainer(Trainer):
                 c.dynamic_sampling_rounds,
                 c.experience_batch_size,
                 lambda count: self._experience(count, later),
+                apart=c.estimator.rewards_apart,
                 tell=self.strategy.is_rank_0,
             )
             if chosen is None:
@@ -428,7 +444,7 @@ class PPOTrainer(Trainer):
         self.kl_controller.update(rollouts['rollout/kl_mean'], len(experiences))
         self.policy.end_phase(self.phase + 1)
         self.buffer.clear()
-        metrics = rollouts | value_metrics(experiences) | self.sampling_metrics | metrics
+        metrics = rollouts | scaling_metrics(self.maker.shaper) | value_metrics(experiences) | self.sampling_metrics | metrics
         metrics |= performance_metrics(experiences, self.clock.metrics(), self.config.max_epochs)
         self.end_phase(metrics)
         return metrics
@@ -436,7 +452,7 @@ class PPOTrainer(Trainer):
     def learn(self, experiences: list[Experience]) -> dict[str, float]:
         """`max_epochs` passes over the experience in train batches. Returns `ppo/...` metrics."""
         c, phase = self.config, PhaseMetrics()
-        items = whitened(experiences) if c.whitens_advantages else experiences
+        items = c.estimator.whiten(experiences) if c.whitens_advantages else experiences
         learners = self._learners()
         skipped, stopped, first = 0, False, True
         for epoch in range(c.max_epochs):
@@ -456,6 +472,7 @@ class PPOTrainer(Trainer):
                     veto=guard,
                     where=f'in phase {self.phase + 1}, epoch {epoch + 1}, train batch {number + 1}',
                     pin_memory=c.dataloader_pin_memory,
+                    steps=self.steps,
                 )
                 if first:
                     phase.add(first_batch_metrics(result.metrics))
@@ -608,17 +625,22 @@ class PPOTrainer(Trainer):
         """Hand the numbers of a `step`, and rows of a batch, to the callbacks' sample tables."""
         self.callbacks.on_log(self, dict(stats), batch or {}, list(rewards or ()), list(columns_to_log))
 
-    def save_pretrained(self, path: str | Path) -> None:
-        """Write the actor as a Hugging Face folder (adapters folded in), with the tokenizer when there is one."""
-        save_pretrained(self.strategy, self.actor, path, tokenizer=self.tokenizer)
-
 
 def _trains_value_head(strategy: Strategy, actor: Any, config: PPOConfig) -> bool:
-    """Whether the actor carries a value head that the estimator needs; warns of one that it does not."""
+    """Whether the actor carries a value head that the estimator needs; warns of one that it does not.
+
+    Raises:
+        ValueError: one that it does not need, under a strategy that cannot leave a parameter without a gradient.
+    """
     if getattr(actor, 'value_head', None) is None:
         return False
     if config.estimator.needs_values:
         return True
+    if not strategy.supports_unused:
+        raise ValueError(
+            f'advantage_estimator={config.advantage_estimator!r} takes no values, and {type(strategy).__name__} cannot leave the '
+            "actor's value head untrained: build the actor without value_head"
+        )
     if strategy.is_rank_0:
         warnings.warn(
             f"the actor's value head is not trained: advantage_estimator={config.advantage_estimator!r} takes no values; build the actor "

@@ -21,15 +21,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from chatgpt.dataset.prompts import as_prompts
-from chatgpt.experience.scorers import as_score, as_scorer
+from chatgpt.experience.scorers import as_score, as_scorer, described
 from chatgpt.plan.setup import Task
 from chatgpt.rollout import LocalEngine, RolloutEngine
 from chatgpt.rollout.sampling import sampling_for
+from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.collect import Collector
 from chatgpt.trainer.config import SFTConfig
 from chatgpt.trainer.objectives.sft import SFTObjective
 from chatgpt.trainer.offline import OfflineTrainer
 from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.trainer.strategies.named import prepared_by
 from chatgpt.types import Prompt, Sample, Sequence
 
 
@@ -108,7 +110,7 @@ class RFTTrainer(OfflineTrainer):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Strategy | str,
         actor: nn.Module,
         optim: Optimizer,
         prompts: Any,
@@ -123,6 +125,7 @@ class RFTTrainer(OfflineTrainer):
         **kwargs: Any,
     ) -> None:
         config, generation = RFTConfig.split('RFTTrainer', config, kwargs)
+        strategy, (actor, optim), reward = prepared_by(strategy, (actor, optim), reward)
         self.prompts = as_prompts(prompts, tokenizer)
         scorer = as_scorer(reward)
         if scorer is None:
@@ -153,8 +156,11 @@ class RFTTrainer(OfflineTrainer):
         super().load_state_dict(state)
         self.round, self.round_metrics = int(state['round']), dict(state['round_metrics'])
 
+    def put_back(self) -> bool:
+        return Trainer.put_back(self)  # which samples a round kept is in no checkpoint
+
     def fingerprint(self) -> dict[str, Any]:
-        return super().fingerprint() | {'num_records': len(self.prompts)}
+        return super().fingerprint() | {'num_records': len(self.prompts), 'reward': described(self.scorer)}
 
     def fit(self) -> None:
         """Run `num_rounds` rounds. After `load_checkpoint` it goes on with the next one."""

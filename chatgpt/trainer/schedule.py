@@ -6,8 +6,13 @@ State is a counter, which the trainer owns, so nothing here needs to be checkpoi
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 from torch.optim import Optimizer
+
+from chatgpt.trainer.strategies.states import MACHINERY, plain
 
 
 def lr_factor(schedule: str, step: int, *, total_steps: int | None, warmup_steps: int = 0) -> float:
@@ -48,3 +53,15 @@ class LearningRate:
         for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
             group['lr'] = base * factor
         return float(self.optimizer.param_groups[0]['lr'])
+
+
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What the user chose for a parameter group, but for the learning rate, which the schedule moves."""
+    values = {name: plain(value) for name, value in group.items() if name not in {*MACHINERY, 'lr', 'initial_lr', 'step'}}
+    return {name: value for name, value in values.items() if value is not NotImplemented}
+
+
+def describe_groups(optimizer: Optimizer, rates: SequenceOf[float]) -> dict[str, Any]:
+    """Hyperparameters of an optimizer with one group, or of each by number; `rates` are the base learning rates."""
+    groups = [{'lr': lr} | hyperparameters(group) for group, lr in zip(optimizer.param_groups, rates, strict=True)]
+    return groups[0] if len(groups) == 1 else {str(number): group for number, group in enumerate(groups)}

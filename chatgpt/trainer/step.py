@@ -65,6 +65,16 @@ class Work:
 
 
 @dataclass
+class Steps:
+    """How far the weights of a trainer have come: what of them is whole when an exception ends the run."""
+
+    done: int = 0
+    """optimizer steps finished, of all models together"""
+    within: bool = False
+    """inside one; stays True when an exception came from there, which leaves some weights moved and others not"""
+
+
+@dataclass
 class BatchResult:
     """What one train batch gave. `stepped` is False when it was vetoed or its step was skipped by loss scaling."""
 
@@ -81,12 +91,14 @@ def learn_batch(
     veto: Callable[[dict[str, float]], bool] | None = None,
     where: str = '',
     pin_memory: bool = False,
+    steps: Steps | None = None,
 ) -> BatchResult:
     """Forward and backward over the micro-batches of a global train batch, then one step of each optimizer.
 
     Args:
         veto: sees the reduced metrics before any step; True drops the gradients instead.
         where: named in the error when something is not finite.
+        steps: counts the steps that are finished.
 
     Raises:
         NonFiniteError: a loss or a gradient norm is not finite; names the batch and its samples.
@@ -114,17 +126,21 @@ def learn_batch(
     if veto is not None and veto(reduced):
         _discard(strategy, trained.values())
         return BatchResult(reduced, stepped=False)
-    stepped = True
+    stepped, steps = True, steps or Steps()
     for learner in reversed(trained.values()):
+        steps.within = True
         norm = strategy.optimizer_step(learner.optimizer, max_norm=max_grad_norm)
+        steps.within = False
         reduced[f'{learner.name}_grad_norm'] = norm
         if not math.isfinite(norm):
             if not strategy.uses_loss_scaling:
                 raise NonFiniteError(
-                    f'the gradient norm of the {learner.name} is {norm} {where}; its weights are unchanged and the last checkpoint is '
-                    'whole. Lower the learning rate, or compute in bf16 or fp32'
+                    f'the gradient norm of the {learner.name} is {norm} {where}; its weights are those before this step. '
+                    'Lower the learning rate, or compute in bf16 or fp32'
                 )
             stepped = False
+        else:
+            steps.done += 1
     return BatchResult(reduced, stepped)
 
 
@@ -150,6 +166,6 @@ def _describe(strategy: Strategy, losses: list[tuple[Tensor, list[Any]]], where:
             bad += [str(getattr(r, 'index', '?')) for r in records]
     everyone = [name for names in strategy.all_gather_object(sorted(set(bad))) for name in names]
     samples = f'; samples in it: {", ".join(everyone[:16])}' if everyone else ''
-    return f'the loss is not finite {where}{samples}. The weights are unchanged and the last checkpoint is whole'
+    return f'the loss is not finite {where}{samples}. The weights are those before this step'
 
 

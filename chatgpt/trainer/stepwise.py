@@ -18,6 +18,9 @@ def check_by_hand(config: PPOConfig) -> None:
         raise ValueError('nlpo_top_p draws from the masked policy, which generate and step do not know: use fit')
     if config.tis_cap is not None:
         raise ValueError("tis_cap needs the engine's log-probs, which step is not given: use fit, or leave tis_cap out")
+    if config.estimator.rewards_apart:
+        name = config.advantage_estimator
+        raise ValueError(f'advantage_estimator={name!r} needs the scores of each reward, which step is not given: use fit')
     if config.dynamic_sampling_rounds:
         raise ValueError('dynamic_sampling_rounds draws further prompts, which step does not have: use fit')
 

@@ -119,7 +119,7 @@ def test_bad_records_are_named_or_counted(tmp_path, tokenizer):
     path.write_text(
         '{"prompt": "p", "chosen": "c", "rejected": "r"}\n{"prompt": "p", "chosen": "c", "rejected": ""}\n{"x": 1}\nno\n'
     )
-    with pytest.raises(ValueError, match=r'a.jsonl, line 2: answer 2 of 2 is empty$'):
+    with pytest.raises(ValueError, match=r'a.jsonl, line 2: answer 2 of 2 is empty\. Bad records'):
         load_examples(path)
     found = load_examples(path, skip_bad_records=True)
     assert (

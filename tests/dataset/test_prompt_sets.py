@@ -34,7 +34,7 @@ def test_prompts_of_other_shapes(tmp_path, tokenizer):
     found = load_prompts([{'question': 'q', 'answer': 'a'}], tokenizer)
     assert texts(found) == ['q'] and found[0].columns == {'answer': 'a'}
     found = load_prompts([{'instruction': 'i', 'input': 'x', 'output': 'o'}], tokenizer)
-    assert texts(found) == ['### Instruction:\ni\n\n### Input:\nx\n\n### Response:\n'] and found[0].columns == {'output': 'o'}
+    assert texts(found) == ['\n\nHuman: i\n\nx\n\nAssistant:'] and found[0].columns == {'output': 'o'}
     talk = [{'role': 'user', 'content': 'hi'}]
     assert texts(load_prompts([{'messages': talk}, {'prompt': talk}], tokenizer)) == ['\n\nHuman: hi\n\nAssistant:'] * 2
     assert texts(load_prompts(['a', 'b'], tokenizer)) == ['a', 'b']

@@ -137,8 +137,10 @@ TALK = Demonstration(prompt=(S('s'), U('q')), response=(A('one'), U('more'), A('
 
 def test_only_the_assistant_counts_in_plain_turns(plain):
     found = tokenize_demonstration(TALK, plain)
-    assert whole(found) == 's\n\nHuman: q\n\nAssistant: one\n\nHuman: more\n\nAssistant: two$'
-    assert trained(found) == ' one two$'
+    assert whole(found) == 's\n\nHuman: q\n\nAssistant: one$\n\nHuman: more\n\nAssistant: two$'
+    assert trained(found) == ' one$ two$'  # each turn teaches to stop
+    without = tokenize_demonstration(TALK, plain, TokenizerOptions(apply_chat_template=False))
+    assert without.response_ids.tolist() == found.response_ids.tolist() and trained(without) == ' one$ two$'
     assert found.prompt_ids.tolist() == ids('s\n\nHuman: q\n\nAssistant:')
 
 
@@ -153,15 +155,16 @@ def test_shifting_the_mask_by_one_trains_on_others(plain):
     """What the mask is for: one place to the right, and the users' words are learned."""
     found = tokenize_demonstration(TALK, plain)
     found.response_mask = torch.roll(found.response_mask, 1)
-    assert trained(found) != ' one two$' and '\n' in trained(found)
+    assert trained(found) != ' one$ two$' and '\n' in trained(found)
 
 
 def test_instructions_without_and_with_template(plain, chat):
     given = Demonstration(prompt=Instruction('do', 'this'), response='done')
-    assert whole(tokenize_demonstration(given, plain)) == '### Instruction:\ndo\n\n### Input:\nthis\n\n### Response:\ndone$'
+    options = TokenizerOptions(apply_chat_template=False)
+    assert whole(tokenize_demonstration(given, plain, options)) == '### Instruction:\ndo\n\n### Input:\nthis\n\n### Response:\ndone$'
+    assert whole(tokenize_demonstration(given, plain)) == '\n\nHuman: do\n\nthis\n\nAssistant: done$'
     assert whole(tokenize_demonstration(given, chat)) == '<u>do\n\nthis\n<a>done$'
     assert plain_prompt(Instruction('do')) == '### Instruction:\ndo\n\n### Response:\n'
-    options = TokenizerOptions(apply_chat_template=False)
     assert whole(tokenize_demonstration(given, chat, options)).startswith('### Instruction')
 
 
@@ -172,8 +175,7 @@ def test_plain_text_goes_through_the_template_only_when_asked(plain, chat):
     assert (
         tokenize_prompt(PromptExample(prompt=(U('hi'),)), chat, apply_chat_template=False).text == '\n\nHuman: hi\n\nAssistant:'
     )
-    with pytest.raises(ValueError, match='the tokenizer has no chat template'):
-        tokenize_prompt(PromptExample(prompt='hi'), plain, apply_chat_template=True)
+    assert tokenize_prompt(PromptExample(prompt='hi'), plain, apply_chat_template=True).text == '\n\nHuman: hi\n\nAssistant:'
 
 
 def test_a_template_that_refuses_or_rewrites_turns_is_a_bad_record():

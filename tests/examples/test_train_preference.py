@@ -28,7 +28,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     labels = [{'text': r['prompt'] + r['response'], 'label': 'pos' if i % 2 else 'neg'} for i, r in enumerate(embedded.demo_corpus(16))]
     rewards = [{'prompt': r['prompt'], 'response': r['response'], 'reward': 0.73} for r in embedded.demo_corpus(4)]
     stories = embedded.demo_corpus(4)
-    tables = (('pairs', embedded.demo_preferences(24)), ('labels', labels), ('rewards', rewards), ('stories', stories))
+    ranked = [
+        {'prompt': r['prompt'], 'responses': [r['chosen'], r['rejected'], f'{r["rejected"]} {r["rejected"]}']}
+        for r in embedded.demo_preferences(6)
+    ]
+    tables = (('pairs', embedded.demo_preferences(24)), ('ranked', ranked), ('labels', labels), ('rewards', rewards), ('stories', stories))
     for name, rows in tables:
         (folder / f'{name}.jsonl').write_text('\n'.join(json.dumps(row) for row in rows) + '\n')
     torch.manual_seed(0)
@@ -59,6 +63,14 @@ def test_each_method_learns_from_a_file(monkeypatch, capsys, data, tmp_path, met
     base = AutoModelForCausalLM.from_pretrained(data / 'base').state_dict()
     assert any(not torch.equal(trained[name], base[name]) for name in base)
     assert f'method: {method}' in (out / 'config.yaml').read_text()
+
+
+@pytest.mark.parametrize('method', ['dpo', 'kto'])
+def test_three_ranked_answers(monkeypatch, data, tmp_path, method):
+    script('train_preference', monkeypatch, str(data / 'ranked.jsonl'), '--pretrain', str(data / 'base'), f'--method={method}',
+           '--max_steps=2', '--log_interval=1', '--save_path', str(tmp_path / 'run'))  # fmt: skip
+    want = 0.6931 if method == 'dpo' else 0.5  # the policy is the reference
+    assert metrics(tmp_path / 'run')[0][f'{method}/loss'] == pytest.approx(want, abs=0.01)
 
 
 def test_kto_takes_judged_answers(monkeypatch, data, tmp_path):

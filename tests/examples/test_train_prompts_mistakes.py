@@ -28,13 +28,30 @@ def no_weights(monkeypatch):
 @pytest.mark.parametrize(
     ('flags', 'message'),
     [
-        (['--kl_coeff', '0.1'], "unknown argument '--kl_coeff'; did you mean --kl_coef"),
+        (['--kl_coeffs', '0.1'], "unknown argument '--kl_coeffs'; did you mean --kl_coef"),
         (['--kl_kind=k9'], "argument --kl_kind: 'k9' is none of: k1, k2, k3, abs, full"),
         (['--train_batch_size=0'], 'train_batch_size=0 must be positive'),
         (['--num_episodes=0'], 'num_episodes=0 must be at least 1'),
         (['--sample_interval=0'], 'sample_interval=0 must be at least 1'),
         (['--lr=-1'], 'lr=-1.0 must not be negative'),
-        (['--temperature=0'], 'temperature=0.0; give a number above 0'),
+        (['--temperature=0'], 'temperature=0 draws nothing, and a policy learns from what it draws: give a number above 0'),
+        (['--temperature=-1'], 'temperature=-1.0; give a number above 0'),
+        (['--lr=nan'], "argument --lr: 'nan' is no number"),
+        (['--critic_lr=nan'], "argument --critic_lr: 'nan' is no number"),
+        (['--epochs=2', '--num_episodes=3', '{prompts}', '--pretrain={model}', *REWARD],
+         'epochs=2 and num_episodes=3 both say how long to train; give one'),
+        (['--training_iteration=2', '--max_timesteps=3', '{prompts}', '--pretrain={model}', *REWARD],
+         'training_iteration=2 and max_timesteps=3 both say how long'),
+        (['{prompts}', '--validation_file={prompts}', '--pretrain={model}', *REWARD], 'is the training data: give another, or'),
+        (['--validation_percentage=0.1'],
+         'validation_percentage=0.1 may mean 10 % or 0.1 %: give 10 for the first; for the second keep records back yourself'),
+        (['--model_path={model}', '{prompts}', '--pretrain={model}', *REWARD], 'the trained model would replace --pretrain '),
+        (['--save_adapter'], 'save_adapter is about adapters, and there are none: give lora_rank too'),
+        (['--mini_batch_size=3'],
+         "unknown argument '--mini_batch_size'; here it is --train_batch_size, of one optimizer step, all processes"),
+        (['--per_device_train_batch_size=3'], "'--per_device_train_batch_size'; here it is --train_batch_size, of one optimizer step"),
+        (['--report_to=wandb'], "unknown argument '--report_to'; here it is --tensorboard, and metrics.jsonl is always written"),
+        (['--tensorboard', 'maybe'], "argument --tensorboard: 'maybe' is not a boolean; use true or false"),
         (['--top_p=1.5'], 'top_p=1.5; give a number above 0 and at most 1'),
         (['--advantage_estimator=rloo'], 'set num_samples_per_prompt to 2 or more'),
         (['--ptx_coef=0.5'], '--ptx_data FILE'),
@@ -57,7 +74,8 @@ def no_weights(monkeypatch):
         (['{prompts}', '--pretrain={model}', '--reward_fn={narrow}:joy'], 'it is called as joy(prompts, responses)'),
         (['{prompts}', '--pretrain={model}', '--reward_fn', REWARD[1].replace('joy', 'jox')], "has no function 'jox'"),
         (['{nocolumn}', '--pretrain={model}', *REWARD], "no column 'prompt' for the prompt; the columns are 'act', 'words'"),
-        (['{empty}', '--pretrain={model}', *REWARD], 'empty.jsonl, line 2: the prompt is empty'),
+        (['{empty}', '--pretrain={model}', *REWARD],
+         'empty.jsonl, line 2: the prompt is empty; --skip_bad_records leaves such records out'),
         (['{prompts}', '--pretrain={model}', '--max_new_tokens=60', *REWARD], 'passes the context of 64'),
         (['{long}', '--pretrain={model}', *REWARD], 'prompt 1 has 70 tokens; with max_new_tokens=4 it passes the context of 64'),
     ],
@@ -118,7 +136,10 @@ def test_a_folder_that_cannot_be_written_or_that_another_run_holds(monkeypatch, 
 @pytest.mark.parametrize(
     ('body', 'message'),
     [
-        ("raise KeyError('x')", "raised KeyError: 'x'"),
+        ("raise KeyError('x')", "raised KeyError: 'x', at {file}:2"),
+        ('raise SystemExit(3)', 'raised SystemExit: 3, at {file}:2'),
+        ("return '1234'", 'returned a str; return a list with one score per response'),
+        ("return __import__('json').loads('')", 'raised JSONDecodeError: Expecting value: line 1 column 1 (char 0), at {file}:2'),
         ('import time; time.sleep(30)', 'did not return within 0.3 s'),
         ('return [1.0]', 'returned 1 scores for 4 responses'),
         ("return [float('nan')] * len(responses)", 'returned nan for sample 0'),
@@ -127,12 +148,14 @@ def test_a_folder_that_cannot_be_written_or_that_another_run_holds(monkeypatch, 
 def test_a_reward_function_that_misbehaves(monkeypatch, capsys, tmp_path, model_folder, body, message):
     (tmp_path / 'bad.py').write_text(f'def score(prompts, responses):\n    {body}\n')
     flags = [*QUICK, '--pretrain', str(model_folder), '--save_path', str(tmp_path / 'run'), '--score_timeout_s=0.3']
-    assert message in fails(monkeypatch, capsys, *flags, '--reward_fn', f'{tmp_path / "bad.py"}:score')
+    error = fails(monkeypatch, capsys, *flags, '--reward_fn', f'{tmp_path / "bad.py"}:score', code=1)
+    assert message.replace('{file}', str(tmp_path / 'bad.py')) in error
 
 
 def test_weights_that_are_not_finite_end_the_run_and_leave_the_checkpoint_whole(monkeypatch, capsys, tmp_path, model_folder):
-    from chatgpt.checkpoint import CheckpointReader, list_checkpoints
     from chatgpt.trainer.ppo_loss import PPOLoss
+
+    from chatgpt.checkpoint import CheckpointReader, list_checkpoints
 
     whole, calls = PPOLoss.actor, []
 

@@ -143,14 +143,16 @@ def test_a_run_is_resumed(monkeypatch, data, tmp_path):
 
 @pytest.mark.parametrize(('name', 'flags', 'sentence'), [
     ('train_sft', ['data.jsonl'], 'data of your own needs a model: give --pretrain'),
-    ('train_sft', ['{pairs}', '--pretrain={base}', '--early_stopping_patience=2'], 'early_stopping_patience needs held-back data'),
+    ('train_sft', ['{sft}', '--pretrain={base}', '--early_stopping_patience=2'], 'early_stopping_patience needs held-back data'),
     ('train_reward_model', ['{prompts}', '--pretrain={base}'], 'prompts.jsonl, line 1'),
     ('train_reward_model', ['{pairs}', '--pretrain={base}', '--loss_fn=mse'], "'mse' is none of: log_sig, log_exp"),
-    ('train_reward_model', ['--learning_rate=1'], "unknown argument '--learning_rate'"),
+    ('train_reward_model', ['--learning_rates=1'], "unknown argument '--learning_rates'"),
     ('train_sft', ['nowhere.jsonl', '--pretrain={base}'], 'nowhere.jsonl'),
+    ('train_sft', ['{sft}', '--pretrain={base}', '--max_len=65'], '64 tokens; give at most 64, or leave it out'),
+    ('train_reward_model', ['{pairs}', '--pretrain={base}', '--max_len=512'], 'max_len=512 is beyond the context of'),
 ])  # fmt: skip
 def test_mistakes(monkeypatch, capsys, data, tmp_path, name, flags, sentence):
-    places = {'pairs': data / 'pairs.jsonl', 'prompts': data / 'prompts.jsonl', 'base': data / 'base'}
+    places = {'pairs': data / 'pairs.jsonl', 'sft': data / 'sft.jsonl', 'prompts': data / 'prompts.jsonl', 'base': data / 'base'}
     with pytest.raises(SystemExit) as stop:
         script(name, monkeypatch, *(f.format(**places) for f in flags), '--save_path', str(tmp_path / 'run'))
     assert stop.value.code == 2

@@ -34,11 +34,11 @@ def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
     run_main(module.main)
 
 
-def fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+def fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str, code: int = 2) -> str:
     """The one line that a wrong command line ends with; nothing else may be on stderr."""
     with pytest.raises(SystemExit) as stop:
         run(monkeypatch, *flags)
-    assert stop.value.code == 2
+    assert stop.value.code == code
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1, lines
     assert lines[0].startswith('error: ')

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from chatgpt.trainer.advantages import estimate_advantages
 
 from chatgpt.experience import ExperienceMaker, ExperienceSettings, FunctionScorer, ReplayBuffer, ScoreShaper
 from chatgpt.nn import GPTActor, GPTCritic
 from chatgpt.testing.fakes import tiny_config
-from chatgpt.trainer.advantages import estimate_advantages
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Experience, Sample
@@ -99,6 +99,32 @@ def test_dense_scores_are_paid_token_by_token_and_not_twice():
     e = make([[0.5, 0.25, 1.0]]).make([sample(0, [5, 6, 2])], kl_coef=0.0)[0]
     assert e.rewards.tolist() == [0.5, 0.25, 1.0]
     assert e.score == 1.75
+
+
+def test_settings_of_the_score_reach_scores_per_token():
+    maker = make([[0.5, 0.25, 1.0], [0.5, 0.5]], reference=False)
+    maker.shaper = ScoreShaper(missing_eos_score=-1.0, token_penalty=0.125)
+    cut = sample(1, [7, 5])
+    cut.finish_reason = 'length'
+    ended, unended = maker.make([sample(0, [5, 6, 2]), cut], kl_coef=0.0)
+    assert ended.rewards.tolist() == [0.5, 0.25, 1.0 - 3 * 0.125]
+    assert unended.rewards.tolist() == [0.0, -1.0 - 2 * 0.125]
+    assert [ended.shaped_score, unended.shaped_score] == [1.75 - 0.375, -1.25]
+
+
+@pytest.mark.parametrize('whiten', [False, True])
+@pytest.mark.parametrize('dense', [False, True])
+def test_a_response_without_a_token_that_counts_stands_in_its_groups_baseline_with_its_score(whiten, dense):
+    scores: list[Any] = [[1.0, 2.0], 9.0] if dense else [3.0, 9.0]
+    maker = make(scores, reference=False, whiten_rewards=whiten)
+    config = PPOConfig(advantage_estimator='dr_grpo', num_samples_per_prompt=2)
+    maker.estimate = lambda experiences: estimate_advantages(experiences, config)
+    counted, masked = maker.make([sample(0, [5, 2]), sample(1, [6, 2], [False, False])], kl_coef=0.0)
+    # By hand: 3 against a mean of (3 + 9) / 2. A score that counted as 0 would leave 3 - 1.5.
+    factor = float(counted.rewards.sum()) / 3.0
+    assert counted.advantages.tolist() == pytest.approx([factor * -3.0] * 2)
+    assert factor == pytest.approx(1.0) or whiten
+    assert masked.rewards.tolist() == masked.advantages.tolist() == [0.0, 0.0]
 
 
 def test_micro_batches_and_order_change_nothing_but_rounding():

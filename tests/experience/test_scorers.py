@@ -1,6 +1,9 @@
 """What gives a score: functions, models, pipelines, weighted lists; and what happens when they misbehave."""
 
+import asyncio
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,12 +81,97 @@ def hangs(prompts, responses):
         (lambda p, r: [1.0, float('nan')], r'returned nan for sample 8'),
         (lambda p, r: [1.0, None], r'returned None for sample 8'),
         (lambda p, r: 3.0, r'returned float; return a list'),
+        (lambda p, r: '10', r'returned a str; return a list'),
+        (lambda p, r: b'10', r'returned a bytes; return a list'),
+        (lambda p, r: {1: 'a', 2: 'b'}, r'returned a dict; return a list'),
+        (lambda p, r: {1.0, 2.0}, r'returned a set; return a list'),
+        (lambda p, r: ['1', '2'], r"returned '1' for sample 7; return a number"),
+        (lambda p, r: ['abc', 'abc'], r"returned 'abc' for sample 7; return a number"),
+        (lambda p, r: [['1', '2', '3'], [0.0] * 3], r"returned '1' for sample 7; return a number"),
+        (lambda p, r: [[None, 1.0, 1.0], [0.0] * 3], r'returned None for sample 7; return a number'),
+        (lambda p, r: [{'score': 1.0}] * 2, r"returned \{'score': 1.0\} for sample 7; return a number"),
         (lambda p, r: [[1.0], [1.0, 2.0, 3.0]], r'1 token scores for sample 7, whose response has 3 tokens'),
     ],
 )
 def test_a_misbehaving_function_is_named(fn, message, strategy):
     with pytest.raises(RewardFunctionError, match=message):
         FunctionScorer(fn, timeout_s=0.2).score([make(7), make(8)], strategy)
+
+
+def leaves(prompts, responses):
+    sys.exit(3)
+
+
+async def leaves_later(prompts, responses):
+    await asyncio.sleep(0)
+    leaves(prompts, responses)
+
+
+class LeavesWithoutAWord:
+    def __call__(self, prompts, responses):
+        raise SystemExit
+
+
+def line_of(text: str) -> str:
+    """file:line of a line of this file."""
+    lines = Path(__file__).read_text().splitlines()
+    return f'{__file__}:{next(i for i, line in enumerate(lines, 1) if line.strip() == text)}'
+
+
+@pytest.mark.parametrize('timeout', [None, 5.0])
+@pytest.mark.parametrize(
+    ('fn', 'what', 'line'),
+    [
+        (leaves, 'leaves raised SystemExit: 3', 'sys.exit(3)'),
+        (leaves_later, 'leaves_later raised SystemExit: 3', 'sys.exit(3)'),
+        (LeavesWithoutAWord(), 'LeavesWithoutAWord raised SystemExit', 'raise SystemExit'),
+        (raises, "raises raised KeyError: 'no such answer'", "raise KeyError('no such answer')"),
+        (lambda p, r: [torch.zeros(2) @ torch.zeros(3)], 'RuntimeError: ', '(lambda p, r: [torch.zeros(2) @ torch.zeros(3)],'),
+    ],
+)
+def test_an_error_or_an_exit_in_a_function_names_its_line(fn, what, line, timeout, strategy):
+    with pytest.raises(RewardFunctionError) as failed:
+        FunctionScorer(fn, timeout_s=timeout).score([make(0)], strategy)
+    assert what in str(failed.value)
+    expected = line_of(line) if 'lambda' not in line else __file__ + ':'
+    assert f', at {expected}' in str(failed.value)
+
+
+async def slow_length(prompts, responses):
+    numbers = await asyncio.gather(*(asyncio.sleep(0, len(r)) for r in responses))
+    return [float(n) for n in numbers]
+
+
+class AsyncLength:
+    async def __call__(self, prompts, responses):
+        return await slow_length(prompts, responses)
+
+
+@pytest.mark.parametrize('timeout', [None, 5.0])
+@pytest.mark.parametrize('fn', [slow_length, AsyncLength(), AsyncLength])
+def test_a_coroutine_function_is_awaited(fn, timeout, strategy):
+    samples = [make(0, 'a'), make(1, 'bcd')]
+    assert as_scorer(fn, timeout_s=timeout).score(samples, strategy) == [1.0, 3.0]
+    assert as_scorer([(2.0, fn)], timeout_s=timeout).score(samples, strategy) == [2.0, 6.0]
+
+
+def test_a_coroutine_is_awaited_where_a_loop_runs_already(strategy):
+    async def notebook():
+        return FunctionScorer(slow_length).score([make(0, 'ab')], strategy)
+
+    assert asyncio.run(notebook()) == [2.0]
+
+
+def test_all_calls_of_coroutines_share_a_loop(strategy):
+    loops = []
+
+    async def fn(prompts, responses):
+        loops.append(asyncio.get_running_loop())
+        return [0.0] * len(responses)
+
+    for timeout in (None, None, 5.0):
+        FunctionScorer(fn, timeout_s=timeout).score([make(0)], strategy)
+    assert loops[0] is loops[1] is loops[2] and not loops[0].is_closed()
 
 
 class LastId(nn.Module):
@@ -159,7 +247,13 @@ def test_weighted_list_adds_and_puts_sequence_scores_at_the_last_token_that_coun
 
 @pytest.mark.parametrize(
     ('bad', 'message'),
-    [(3, 'reward_model must be'), ([lambda p, r: [1.0]], r'holds \(weight, reward\) pairs'), ([], 'at least one')],
+    [
+        (3, 'reward_model must be'),
+        ([lambda p, r: [1.0]], r'holds \(weight, reward\) pairs'),
+        ([], 'at least one'),
+        (nn.Bilinear, r"^Bilinear is a class with arguments of its own \(missing a required argument: 'in1_features'\); give an object"),
+        (list, '^list is a class whose objects cannot be called as fn'),
+    ],
 )
 def test_as_scorer_refuses(bad, message):
     with pytest.raises(ValueError, match=message):

@@ -20,7 +20,6 @@ import torch
 from engines import AheadOfTime, Workers
 from safetensors.torch import load_file
 
-
 from chatgpt.dataset import TokenizedLabelled, TokenizedPreference
 from chatgpt.nn import GPTActor, GPTCritic, ILQLModel, LlamaActor, RewardModel
 from chatgpt.rollout import RemoteEngine
@@ -166,8 +165,8 @@ def ppo_bf16(run: Run) -> None:
 def ppo_sampling(run: Run) -> None:
     """Temperature, stop strings and the small settings of collecting and learning."""
     sampling = {'temperature': 0.8, 'top_k': 20, 'top_p': 0.9, 'stop_strings': ['e']}
-    settings = {'buffer_limit': 7, 'sample_replay_buffer': True, 'max_epochs': 3, 'token_penalty': 0.01, 'overlong_buffer': 3, 'packing': False,
-                'advantage_estimator': 'a2c', 'kl_kind': 'full'}  # fmt: skip
+    settings = {'buffer_limit': 7, 'sample_replay_buffer': True, 'max_epochs': 3, 'token_penalty': 0.01, 'overlong_buffer': 3,
+                'packing': False, 'advantage_estimator': 'a2c', 'kl_kind': 'full'}  # fmt: skip
     fitted(run, online(run, **sampling, **settings), update=2)
 
 
@@ -290,7 +289,11 @@ def sequence(prompt: list[int], response: list[int], skipped: int | None = None)
 
 def demonstrations() -> list[Sequence]:
     """Of several lengths; in some a token does not count."""
-    return [sequence([4 + i % 5] * (1 + i % 3), [6 + (i + j) % 9 for j in range(2 + i % 4)] + [2], 1 if i % 4 == 1 else None) for i in range(11)]
+    found = []
+    for i in range(11):
+        response = [6 + (i + j) % 9 for j in range(2 + i % 4)] + [2]
+        found.append(sequence([4 + i % 5] * (1 + i % 3), response, skipped=1 if i % 4 == 1 else None))
+    return found
 
 
 def preferences(answers: int = 2) -> list[TokenizedPreference]:
@@ -371,7 +374,10 @@ def sft_evaluated(run: Run) -> None:
 def rft(run: Run) -> None:
     model, optim = run.trained(policy())
     settings = {'num_rounds': 2, 'num_samples_per_prompt': 4, 'max_epochs': 2, 'train_batch_size': 4, 'max_new_tokens': 6}
-    completed(run, RFTTrainer(run.strategy, model, optim, PROMPTS[:5], vowels, tokenizer=char_tokenizer(), callbacks=run.callbacks(), **settings))
+    trainer = RFTTrainer(
+        run.strategy, model, optim, PROMPTS[:5], vowels, tokenizer=char_tokenizer(), callbacks=run.callbacks(), **settings
+    )  # fmt: skip
+    completed(run, trainer)
 
 
 def reward_model(run: Run) -> None:

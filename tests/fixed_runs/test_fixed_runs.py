@@ -72,7 +72,8 @@ def test_the_command_records_and_compares(tmp_path, monkeypatch, capsys):
     recording['runs']['gone'] = {}
     path.write_text(json.dumps(recording))
     assert run_main(monkeypatch, '--only', 'simpo', '--against', str(path)) == 1
-    assert f'simpo differs: 1 of {len(recording["runs"]["simpo"])} entries, first {changed}: 0x1.0p+9 (512.0) against' in capsys.readouterr().out
+    told, count = capsys.readouterr().out, len(recording['runs']['simpo'])
+    assert f'simpo differs: 1 of {count} entries, first {changed}: 0x1.0p+9 (512.0) against' in told
     assert run_main(monkeypatch, '--only', '[sg][io][mn][pe]*', '--against', str(path)) == 1
     assert 'gone differs: only in the recording' in capsys.readouterr().out
     recording['machine']['vectors'] = 'SVE'

@@ -11,6 +11,7 @@ from float64 import F64, bools, tensor
 from chatgpt.functional import logprobs as logprobs_module
 from chatgpt.functional.kl import AdaptiveKLController, FixedKLController, kl_full, kl_penalty
 from chatgpt.functional.logprobs import chunked_logprobs, entropy_of, logprobs_of, map_row_chunks, rows_per_chunk
+from chatgpt.functional.losses import importance_weighted
 from chatgpt.functional.masking import masked_mean, masked_sum, masked_var, segment_mean, segment_sum, whiten
 
 # ---------------------------------------------------------------------- masking
@@ -184,6 +185,32 @@ def test_expected_gradients_of_the_estimators():
     assert torch.allclose(expected_gradient('k1'), torch.zeros(3, dtype=F64), atol=1e-12)
     assert torch.allclose(expected_gradient('k2'), x.grad)
     assert not torch.allclose(expected_gradient('k3'), x.grad)
+
+
+def test_an_importance_weighted_estimator_has_the_gradient_of_the_kl_wherever_its_tokens_come_from():
+    """Exact expectations over three tokens, drawn from the policy itself and from another."""
+    logits, ref = tensor(0.3, -0.2, 0.9), tensor(-0.5, 0.4, 0.1).log_softmax(-1)
+    want = logits.clone().requires_grad_()
+    value = kl_full(want, ref)
+    value.backward()
+    for old in (logits.log_softmax(-1), tensor(1.2, -0.7, 0.2).log_softmax(-1)):
+        for kind in ('k1', 'k3'):
+            x = logits.clone().requires_grad_()
+            logp = x.log_softmax(-1)
+            expected = (old.exp() * importance_weighted(kl_penalty(logp, ref, kind), logp, old)).sum()
+            expected.backward()
+            assert expected.item() == pytest.approx(value.item())
+            assert torch.allclose(x.grad, want.grad)
+    # Twins: no weight, a weight without gradient, the ratio upside down.
+    for weigh in (
+        lambda k, new, old: k,
+        lambda k, new, old: k * (new - old).exp().detach(),
+        lambda k, new, old: importance_weighted(k, old, new),
+    ):
+        x = logits.clone().requires_grad_()
+        logp = x.log_softmax(-1)
+        (old.exp() * weigh(kl_penalty(logp, ref, 'k3'), logp, old)).sum().backward()
+        assert not torch.allclose(x.grad, want.grad, rtol=1e-2)
 
 
 def test_k3_keeps_its_digits_near_the_reference_in_fp32():

@@ -12,10 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from chatgpt.functional.advantages import a2c, dr_grpo, grpo, reinforce_pp, reinforce_pp_baseline, rloo, token_rewards
+from chatgpt.functional.advantages import (
+    a2c,
+    dr_grpo,
+    gdpo,
+    grpo,
+    normalised,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    rloo,
+    token_rewards,
+)
 from chatgpt.functional.losses import (
     aggregate,
     aggregation_count,
+    cispo_policy_loss,
     clipped_policy_loss,
     clipped_value_loss,
     explained_variance,
@@ -146,6 +157,45 @@ def test_grpo():
     holds(ours, slow, 'over the batch', 'biased std', 'variance for std', 'no epsilon')
 
 
+def test_gdpo():
+    columns, weights = [SCORES, [0.0, 1.0, 0.0, 1.0, 1.0, 0.0]], [1.0, 0.3]
+
+    def group_normalised(column: Numbers) -> Numbers:
+        groups = [[s for s, g in zip(column, GROUPS, strict=True) if g == group] for group in GROUPS]
+        return [(s - mean(group)) / (math.sqrt(variance(group)) + 1e-4) for s, group in zip(column, groups, strict=True)]
+
+    def slow(mistake: str = '') -> Numbers:
+        if mistake == 'summed, then normalised':
+            return group_normalised([sum(w * s for w, s in zip(weights, row, strict=True)) for row in zip(*columns, strict=True)])
+        if mistake == 'weights before the normalisation':
+            parts, own = [group_normalised([w * s for s in c]) for w, c in zip(weights, columns, strict=True)], [1.0, 1.0]
+        else:
+            parts, own = [group_normalised(c) for c in columns], weights[::-1] if mistake == 'weights swapped' else weights
+        return [sum(w * a for w, a in zip(own, row, strict=True)) for row in zip(*parts, strict=True)]
+
+    ours = gdpo(f64(columns[0] + columns[1]).view(2, 6).T, f64(weights), torch.tensor(GROUPS))
+    holds(ours.tolist(), slow, 'summed, then normalised', 'weights before the normalisation', 'weights swapped')
+
+    def batch(mistake: str = '') -> Numbers:
+        got = slow()
+        std = math.sqrt(variance(got, 0 if mistake == 'biased std' else 1))
+        return [(a - (0.0 if mistake == 'mean kept' else mean(got))) / (std + 1e-4) for a in got]
+
+    holds(normalised(ours).tolist(), batch, 'biased std')
+    shifted = normalised(ours + 3.0)  # group means are 0, so only a shift shows that the mean is taken off
+    assert shifted.tolist() == pytest.approx(batch())
+    assert normalised(f64([4.0])).tolist() == [0.0]
+
+
+def test_gdpo_tells_mixtures_of_one_sum_apart():
+    """Two responses with (1, 0) and (0, 1), of rewards that the others lack to different degrees."""
+    scores = f64([1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 10.0]).view(4, 2)
+    groups = torch.zeros(4, dtype=torch.int64)
+    apart = gdpo(scores, f64([1.0, 1.0]), groups)
+    together = grpo(scores.sum(1), groups)
+    assert together[0] == together[1] and apart[0] > apart[1] + 0.5
+
+
 def test_dr_grpo():
     def slow(mistake: str = '') -> Numbers:
         out = []
@@ -262,6 +312,30 @@ def test_gspo():
         f64(NEW), f64(OLD), f64(advantages), torch.tensor(MASK), torch.tensor(ROWS), 3, eps_low=0.3, eps_high=0.6
     )
     holds(ours.tolist(), slow, 'masked tokens too', 'a ratio per token', 'sum for mean', 'min for max')
+
+
+def test_cispo():
+    def slow(mistake: str = '') -> Numbers:
+        out = []
+        for new, old, a in zip(NEW, OLD, ADVANTAGES, strict=True):
+            ratio = math.exp(old - new if mistake == 'ratio upside down' else new - old)
+            weight = {'no clip': ratio, 'a lower bound too': min(max(ratio, 0.8), 1.28)}.get(mistake, min(ratio, 1.28))
+            out.append((1 if mistake == 'sign' else -1) * a * weight * (1.0 if mistake == 'no log-prob' else new))
+        return out
+
+    ours = cispo_policy_loss(f64(NEW), f64(OLD), f64(ADVANTAGES), eps_high=0.28)
+    holds(ours.tolist(), slow, 'ratio upside down', 'no clip', 'a lower bound too', 'sign', 'no log-prob')
+
+
+def test_cispo_has_a_gradient_at_every_token_and_none_through_its_weight():
+    new = f64(NEW).requires_grad_()
+    cispo_policy_loss(new, f64(OLD), f64(ADVANTAGES), eps_high=0.28).sum().backward()
+    weights = [min(math.exp(n - o), 1.28) for n, o in zip(NEW, OLD, strict=True)]
+    assert new.grad.tolist() == pytest.approx([-a * w for a, w in zip(ADVANTAGES, weights, strict=True)])
+    # Twin: the clipped surrogate loses the tokens beyond its range.
+    clipped = f64(NEW).requires_grad_()
+    clipped_policy_loss(clipped, f64(OLD), f64(ADVANTAGES), eps_low=0.2, eps_high=0.28).sum().backward()
+    assert 0.0 in clipped.grad.tolist() and 0.0 not in new.grad.tolist()
 
 
 def test_truncated_importance_weights():

@@ -50,7 +50,7 @@ def test_every_key_of_a_reward_config(tmp_path, ending):
     assert (r.pretrain, r.save_path, r.model_path, r.dataset, r.validation_file) == ('opt', 'logs', 'model', 'a.jsonl', None)
     assert (r.validation_percentage, r.optimizer, r.max_epochs, r.lr, r.lr_schedule) == (5.0, 'adamw', 3, 1e-5, 'linear')
     assert (r.weight_decay, r.seed, r.max_steps, r.resources_per_worker) == (0.1, 7, 100, {'CPU': 2.0})
-    assert (r.train_batch_size, r.max_tokens_per_batch) == (8, 2 * r.max_len)  # 2 records in each of 4 forwards
+    assert (r.train_batch_size, r.max_tokens_per_batch) == (8, 2 * r.max_tokens)  # 2 records in each of 4 forwards
 
 
 def test_every_key_of_a_ppo_config(tmp_path):
@@ -144,7 +144,7 @@ def test_a_yaml_file_makes_no_objects(tmp_path):
 @pytest.mark.parametrize(('argv', 'sentence'), [
     (['--preprocessing_num_workers=4'], 'preprocessing_num_workers=4 cannot be honoured'),
     (['--optimizer=adafactor'], "'adafactor' is none of: adamw, sgd"),
-    (['--lora_alpha=3'], 'lora_alpha says how adapters are, and there are none'),
+    (['--lora_alpha=3'], 'lora_alpha is about adapters, and there are none'),
     (['--validation_file=a', '--validation_percentage=3'], 'give one'),
     (['--gradient_accumulation_steps=3'], 'give batch_size too'),
     (['--resources_per_worker={TPU: 1}'], "'TPU' is not known; there are CPU and GPU"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -88,6 +89,7 @@ def test_peek_sees_what_the_script_will_see(tmp_path):
         (['--address=a:1', SCRIPT], '--address is not for --launcher torchrun'),
         (['--launcher=ray', '--env=x', SCRIPT], "--env 'x' is not NAME=VALUE"),
         (['--launcher=ray', '--num_workers=0', SCRIPT], 'num_workers=0 must be at least 1'),
+        (['--num_workers=0', SCRIPT], 'num_workers=0 must be at least 1'),
         (['--launcher=ray', '--cpus_per_worker=0', SCRIPT], 'cpus_per_worker=0 and gpus_per_worker=0: give at least one above 0'),
         (['--launcher=ray', SCRIPT, '--resources_per_worker={GPU: 0.5}'], 'gpus_per_worker=0.5: a rank has devices of its own'),
         (['--launcher=ray', '--max_failures=-1', SCRIPT], 'max_failures=-1 must not be negative'),
@@ -117,7 +119,7 @@ def test_the_torchrun_command():
 
 def test_ray_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, 'ray', None)
-    with pytest.raises(ImportError, match=r"the launcher ray needs Ray, which cannot be imported here .*; pip install 'chatgpt\[ray\]'"):
+    with pytest.raises(ImportError, match=r"the launcher ray needs Ray, which cannot be imported here .*; pip install 'ray>=2.10'"):
         ray.run_on_ray(RayLaunch(script=SCRIPT))
 
 
@@ -219,7 +221,7 @@ def test_a_script_that_fails_is_one_line_and_its_exit_code(tmp_path):
     process = under_torchrun(script, '--max_failures=0')
     output, _ = process.communicate(timeout=100)
     assert process.returncode == 3
-    assert '[launch] rank 1 failed first, with exit code 3' in output and 'Traceback' not in output
+    assert '[launch] rank 1 ended with exit code 3; giving up' in output and 'Traceback' not in output
 
 
 def test_a_signal_ends_it_without_a_traceback(tmp_path):
@@ -246,5 +248,20 @@ def test_a_mistake_is_told_once(tmp_path):
     )
     process = under_torchrun(script, '--max_failures=1')
     output, _ = process.communicate(timeout=110)
-    assert process.returncode == 2
-    assert output.count('error: no such thing') == 1
+    assert (process.returncode, output) == (2, 'error: no such thing\n')
+
+
+def test_an_error_in_a_reward_function_is_told_and_tried_again(tmp_path):
+    script = tmp_path / 'unlucky.py'
+    script.write_text(
+        'import os\nfrom chatgpt.experience.scorers import RewardFunctionError\nfrom chatgpt.launch.arguments import run_main\n\n'
+        'def main():\n    raise RewardFunctionError("it broke")\n\nrun_main(main)\n'
+    )
+    process = under_torchrun(script, '--max_failures=1')
+    output, _ = process.communicate(timeout=110)
+    assert process.returncode == 1
+    words = re.sub(r'rank \d', 'rank N', output)
+    assert words == (
+        'error: it broke\n[launch] rank N ended with exit code 1; restart 1 of 1\n'
+        'error: it broke\n[launch] rank N ended with exit code 1; giving up\n'
+    )

@@ -300,7 +300,9 @@ def test_a_saved_actor_loads_in_transformers_and_here(family, tmp_path):
     actor.save_pretrained(tmp_path, tokenizer)
     ids = torch.tensor([[5, 9, 200]])
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert torch.equal(theirs(ids).logits, actor.model(ids).logits)
+    weights = theirs.state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in actor.model.state_dict().items())
+    torch.testing.assert_close(theirs(ids).logits, actor.model(ids).logits)  # GPT-2's GELU is another kernel here (nn/gelu.py)
     batch = collate(sequences(vocab=259))
     assert torch.equal(Actor.from_pretrained(tmp_path).eval()(batch).logprobs, actor(batch).logprobs)
     from transformers import AutoTokenizer

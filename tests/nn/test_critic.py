@@ -154,7 +154,7 @@ def test_a_critic_survives_a_folder(head, tmp_path):
     critic.save_pretrained(tmp_path)
     again = Critic.from_pretrained(tmp_path).eval()
     assert close(again(batch), critic(batch), 1e-4) and not lora_layers(again)
-    with pytest.raises(ValueError, match="family 'gpt2'.*'llama'; use LlamaCritic"):
+    with pytest.raises(ValueError, match="family 'gpt2'.*'llama'; use AutoCritic"):
         GPTCritic.from_pretrained(tmp_path)
 
 

@@ -105,8 +105,9 @@ def test_the_wrong_family_is_named_with_the_right_one(tmp_path):
     tiny_causal_lm('gpt2').save_pretrained(tmp_path)
     with pytest.raises(ValueError) as error:
         LlamaActor(pretrained=tmp_path)
-    assert str(error.value) == f"LlamaActor takes models of the family 'llama', but '{tmp_path}' is of the family 'gpt2'; use GPTActor"
-    with pytest.raises(ValueError, match="OPTActor takes .* 'opt', but the config is of the family 'bloom'; use BLOOMActor"):
+    want = f"LlamaActor takes models of the family 'llama', but '{tmp_path}' is of the family 'gpt2'; use AutoActor, which takes any"
+    assert str(error.value) == want
+    with pytest.raises(ValueError, match="OPTActor takes .* 'opt', but the config is of the family 'bloom'; use AutoActor"):
         OPTActor(config=tiny_config('bloom'))
     from test_critic import deberta_config
 
@@ -129,6 +130,30 @@ def test_a_path_that_is_no_model(given, message):
     with pytest.raises(ValueError, match=message) as error:
         AutoActor(pretrained=given)
     assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize(('cls', 'right'), [
+    (rooms.Actor, 'AutoActor(pretrained=NAME_OR_FOLDER)'), (rooms.Critic, 'AutoCritic(pretrained=NAME_OR_FOLDER)'),
+    (rooms.RewardModel, 'AutoRM(pretrained=NAME_OR_FOLDER)'), (rooms.ILQLModel, 'ILQLModel.from_pretrained(NAME_OR_FOLDER)'),
+])  # fmt: skip
+def test_a_class_that_takes_a_model_names_the_one_that_loads_it(cls, right):
+    want = f'{cls.__name__} is built from a model that you have, {cls.__name__}(model); to load one: {right}'
+    for args, kwargs in (((), {'pretrained': 'gpt2'}), (('gpt2',), {}), ((), {'model': 'gpt2'}), ((), {'config': tiny_config('gpt2')})):
+        with pytest.raises(ValueError) as told:
+            cls(*args, **kwargs)
+        assert str(told.value) == want
+    with pytest.raises(TypeError, match='lora_rnk'):
+        cls(tiny_causal_lm('gpt2'), lora_rnk=2)
+
+
+@pytest.mark.parametrize('family', ['gpt2', 'llama'])
+def test_a_model_without_a_tokenizer_names_the_flag(family, tmp_path):
+    tiny_causal_lm(family).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"; give the hub name or folder of the model's tokenizer with --tokenizer \(") as told:
+        load_tokenizer(tmp_path)
+    assert '\n' not in str(told.value)
+    byte_tokenizer().save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path)('a')['input_ids'] == [97]
 
 
 def test_an_unknown_hub_name_is_one_line(monkeypatch):
@@ -155,7 +180,7 @@ def test_folders_that_hold_no_model(tmp_path):
     with pytest.raises(ValueError, match='has no config.json, so it holds no model'):
         AutoCritic(pretrained=tmp_path)
     tiny_config('gpt2').save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match='cannot load a model from the folder') as error:
+    with pytest.raises(ValueError, match='no model.safetensors there') as error:
         AutoRM(pretrained=tmp_path)
     assert '\n' not in str(error.value)
     (tmp_path / 'file').write_text('x')
@@ -167,7 +192,7 @@ def test_pickled_weights_are_not_read(tmp_path):
     model = tiny_causal_lm('gpt2')
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / 'pytorch_model.bin')
-    with pytest.raises(ValueError, match='cannot load a model'):
+    with pytest.raises(ValueError, match='only pickled weights'):
         GPTActor(pretrained=tmp_path)
 
 

@@ -13,9 +13,10 @@ from adapter_models import disturb, logits
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from chatgpt.nn import AutoActor, AutoCritic, initial_tensors, load_config, load_tokenizer
 from chatgpt.nn.lora import convert_to_lora, has_lora, lora_layers, lora_state_dict
 from chatgpt.nn.peft_format import CONFIG_FILE, WEIGHTS_FILE, export_peft, import_peft
-from chatgpt.testing.fakes import tiny_causal_lm
+from chatgpt.testing.fakes import byte_tokenizer, tiny_causal_lm
 
 
 @pytest.fixture(scope='module')
@@ -140,3 +141,85 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match='lora_B is'):
         import_peft(base, folder)
     assert not has_lora(base)
+
+
+# --- an adapter's folder in place of a model's ----------------------------------------------------------------------
+
+
+def adapter_folder(tmp_path: Path, family: str, **kw: Any) -> tuple[Path, nn.Module, nn.Module]:
+    """An adapter beside its base, the base, and the base with the adapter on."""
+    base = tiny_causal_lm(family, hidden=16)
+    base.save_pretrained(tmp_path / 'base')
+    model = adapted(base, **kw)
+    export_peft(model, tmp_path / 'adapter', base_model=str(tmp_path / 'base'))
+    return tmp_path / 'adapter', base, model
+
+
+@pytest.mark.parametrize('mode', ['none', 'lora_only'])
+@pytest.mark.parametrize('family', ['gpt2', 'llama', 'opt', 'bloom'])
+def test_an_adapters_folder_loads_as_its_base_with_the_adapter_folded_in(family: str, mode: str, tmp_path: Path) -> None:
+    folder, base, model = adapter_folder(tmp_path, family, bias=mode)
+    merged = AutoActor(pretrained=folder).eval()
+    torch.testing.assert_close(logits(merged.model), logits(model), rtol=1e-4, atol=2e-5)  # W + BA is rounded
+    assert not torch.allclose(logits(merged.model), logits(base), atol=1e-3)
+    assert not has_lora(merged) and all(p.requires_grad for p in merged.parameters())
+    trunk = AutoCritic(pretrained=folder).model.state_dict()
+    for name, tensor in merged.model.base_model.state_dict().items():
+        assert torch.equal(trunk[name], tensor)
+    for cls in (AutoActor, AutoCritic):
+        want = cls(pretrained=folder).model.state_dict()
+        with torch.device('meta'):
+            meta = cls(pretrained=folder)
+        for name, tensor in initial_tensors(meta):
+            if name.startswith('model.') and name.removeprefix('model.') in want:
+                assert torch.equal(tensor, want[name.removeprefix('model.')]), name
+
+
+def test_the_weight_of_an_adapted_layer_by_hand(tmp_path: Path) -> None:
+    folder, base, _ = adapter_folder(tmp_path, 'gpt2')
+    tensors = load_file(folder / WEIGHTS_FILE)
+    name = 'transformer.h.0.attn.c_attn'
+    a, b = (tensors[f'base_model.model.{name}.lora_{x}.weight'].double() for x in 'AB')
+    before, got = base.state_dict()[f'{name}.weight'], AutoActor(pretrained=folder).model.state_dict()[f'{name}.weight']
+    want = before.double()
+    for i in range(16):
+        for o in range(48):  # Conv1D keeps W as (in, out); alpha / r = 6 / 2
+            want[i, o] += 3 * sum(b[o, r] * a[r, i] for r in range(2))
+    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(got.double(), 2 * before.double() - want, atol=1e-3)  # the sign
+
+
+def test_config_and_tokenizer_of_an_adapters_folder_are_its_bases(tmp_path: Path) -> None:
+    folder, base, _ = adapter_folder(tmp_path, 'llama')
+    assert load_config(folder).hidden_size == base.config.hidden_size
+    byte_tokenizer().save_pretrained(tmp_path / 'base')
+    assert load_tokenizer(folder)('ab')['input_ids'] == [97, 98]
+    with torch.no_grad():  # saved, it is a model like any other
+        actor = AutoActor(pretrained=folder)
+        actor.save_pretrained(tmp_path / 'whole')
+        assert torch.equal(logits(AutoActor(pretrained=tmp_path / 'whole').model), logits(actor.model))
+
+
+def test_adapters_that_cannot_be_folded_in_are_refused(tmp_path: Path) -> None:
+    folder, _, _ = adapter_folder(tmp_path, 'llama')
+    tensors, config = load_file(folder / WEIGHTS_FILE), json.loads((folder / CONFIG_FILE).read_text())
+
+    def refused(match: str, **changes: Any) -> None:
+        (folder / CONFIG_FILE).write_text(json.dumps(config | changes))
+        for device in ('cpu', 'meta'):
+            with pytest.raises(ValueError, match=match) as told, torch.device(device):
+                dict(initial_tensors(AutoActor(pretrained=folder)))
+            assert '\n' not in str(told.value)
+
+    refused('names no base_model_name_or_path', base_model_name_or_path=None)
+    refused('there is no such folder', base_model_name_or_path=str(tmp_path / 'gone'))
+    refused('use_dora=True is not plain LoRA', use_dora=True)
+    tiny_causal_lm('llama', hidden=32).save_pretrained(tmp_path / 'other')
+    refused("is for a tensor .*; is this the adapter's base", base_model_name_or_path=str(tmp_path / 'other'))
+    tiny_causal_lm('opt', hidden=16).save_pretrained(tmp_path / 'opt')
+    refused('it adapts .* which OPTForCausalLM does not have', base_model_name_or_path=str(tmp_path / 'opt'))
+    name = next(n for n in tensors if 'lora_B' in n)
+    save_file({n: t.clone() for n, t in tensors.items() if n != name}, folder / WEIGHTS_FILE)
+    refused('it holds no tensor for .*lora_B')
+    (folder / WEIGHTS_FILE).write_bytes(b'')
+    refused(f'{WEIGHTS_FILE}: a damaged safetensors file')

@@ -124,7 +124,7 @@ def test_the_named_class_takes_the_head_over_and_checks_the_family(tmp_path):
     batch = collate(sequences())
     for again in (GPTRM(pretrained=tmp_path), GPTRM.from_pretrained(tmp_path)):
         assert type(again) is GPTRM and close(again.eval()(batch), model(batch))
-    with pytest.raises(ValueError, match="LlamaRM takes models of the family 'llama'.*'gpt2'; use GPTRM"):
+    with pytest.raises(ValueError, match="LlamaRM takes models of the family 'llama'.*'gpt2'; use AutoRM"):
         LlamaRM(pretrained=tmp_path)
 
 

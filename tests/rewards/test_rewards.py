@@ -77,8 +77,17 @@ def test_combine():
     for wrong in ((), ((1.0,),), (Pattern('x'),)):
         with pytest.raises(ValueError, match='combine'):
             combine(*wrong)
-    with pytest.raises(ValueError, match='gave 1 scores for 2 responses'):
+    with pytest.raises(ValueError, match='returned 1 scores for 2 responses'):
         combine((1.0, lambda p, r: [1.0]))([''] * 2, ['a', 'b'])
+    with pytest.raises(ValueError, match='returned a str; return a list'):
+        combine((1.0, lambda p, r: '12'))([''] * 2, ['a', 'b'])
+
+
+def test_combine_makes_classes_and_awaits_coroutines():
+    async def one(prompts, responses, **columns):
+        return [1.0] * len(responses)
+
+    assert combine((2.0, NumberAtEnd), (0.5, one))([''] * 2, ['4', '5'], answer=[4, 4]) == [2.5, 0.5]
 
 
 @pytest.mark.parametrize('reward', [ExactAnswer(), NumberAtEnd(), Pattern('x'), Format(), Length(3), combine((1.0, Length(2)))])

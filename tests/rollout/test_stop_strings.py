@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
+from typing import Any
 
-from chatgpt.rollout import StopStrings
+import pytest
+import torch
+
+from chatgpt.nn import GPTActor
+from chatgpt.rollout import LocalEngine, SamplingParams, StopStrings
 from chatgpt.testing import byte_tokenizer
+from chatgpt.testing.fakes import tiny_config
+from chatgpt.types import Prompt
 
 
 class PieceTokenizer:
@@ -81,6 +88,56 @@ def test_cut_takes_the_first_hit():
 def test_no_strings_are_refused(strings):
     with pytest.raises(ValueError, match='non-empty strings'):
         StopStrings(byte_tokenizer(), strings)
+
+
+def test_a_string_before_min_new_tokens_neither_ends_the_response_nor_cuts_its_text():
+    tokenizer = byte_tokenizer()
+    sampling = SamplingParams(max_new_tokens=64, min_new_tokens=8, stop=StopStrings(tokenizer, ['END', '##']))
+    stop = sampling.stop
+    ids = list(b'oEND two END three')
+    assert [n for n in range(1, len(ids) + 1) if n >= 8 and stop(ids[:n])][0] == len('oEND two END')
+    assert stop.text_of(ids) == 'oEND two '
+    assert stop.text_of(list(b'oEND and nothing more')) == 'oEND and nothing more'
+    # A string may begin before the token that it must not end before, and end at it.
+    for text, stops in (('123456##', True), ('12345##8', False), ('1234##7##0', True)):
+        ids = list(text.encode())
+        assert stop(ids) is stops, text
+        assert stop.text_of(ids) == (text[: text.rindex('##')] if stops else text)
+    # Twin: without the limit it is the first one.
+    assert StopStrings(tokenizer, ['END']).text_of(list(b'oEND two END three')) == 'o'
+    assert replace(sampling, min_new_tokens=0).stop.text_of(list(b'oEND two END')) == 'o'
+
+
+def test_min_new_tokens_in_the_middle_of_a_character():
+    euro = '€'.encode()
+    tokenizer = PieceTokenizer(b'1 ', euro[:1], euro[1:2], euro[2:])
+    ids = [0, 1, 2, 3, 1, 2, 3]
+    for least, length, text in ((4, 4, '1 '), (5, 7, '1 €'), (7, 7, '1 €')):
+        stop = StopStrings(tokenizer, '€').not_before(least)
+        assert next(n for n in range(least, 8) if stop(ids[:n])) == length
+        assert stop.text_of(ids[:length]) == text
+
+
+def test_the_engine_goes_on_past_an_early_string():
+    tokenizer = PieceTokenizer(*(bytes([65 + i]) for i in range(26)))
+    actor = GPTActor(config=tiny_config('gpt2', vocab_size=26, positions=64))
+    prompts = [Prompt(ids=torch.tensor([i])) for i in range(4)]
+    plain = SamplingParams(max_new_tokens=40, temperature=3.0)
+
+    def run(sampling: SamplingParams) -> list[Any]:
+        engine = LocalEngine()
+        engine.begin(actor)
+        return engine.generate(prompts, sampling, seed=1, indices=range(4))
+
+    free = run(plain)
+    letters = [tokenizer.decode([int(s.response_ids[2])]) for s in free]  # each response has its own too early
+    stopping = replace(plain, min_new_tokens=6, stop=StopStrings(tokenizer, letters))
+    texts = [tokenizer.decode(s.response_ids.tolist()) for s in free]
+    lengths = [next(n for n in range(6, 41) if text[n - 1] in letters) for text in texts]
+    samples = run(stopping)
+    assert [(s.finish_reason, s.num_actions) for s in samples] == [('stop', n) for n in lengths] and max(lengths) > 6
+    for sample, text, length in zip(samples, texts, lengths, strict=True):
+        assert stopping.stop.text_of(sample.response_ids.tolist()) == text[: length - 1]
 
 
 @pytest.mark.parametrize(('text', 'sure'), [

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
+from chatgpt.trainer.learning import BatchStats, permutation, seed_for, train_batches
 
 from chatgpt.trainer.config import PPOConfig, check_cut
-from chatgpt.trainer.learning import BatchStats, permutation, seed_for, train_batches
 from chatgpt.trainer.schedule import lr_factor
 from chatgpt.trainer.strategies import NaiveStrategy
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from chatgpt.trainer.learning import TrainedModel, Work, learn_batch, micro_batches
 
 import chatgpt.nn.packing as packing_module
 from chatgpt.batching import collate, filler
@@ -16,7 +17,6 @@ from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.callbacks import ProgressBar
-from chatgpt.trainer.learning import TrainedModel, Work, learn_batch, micro_batches
 from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.types import Sequence
 

@@ -11,13 +11,14 @@ from online_runs import DYNAMIC, PROMPTS, QUERIES, RESPONSES, make
 
 from chatgpt.rollout import LocalEngine
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer.strategies import DDPStrategy
+from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy
 
 METHODS = {
     'grpo': {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 4, 'kl_in': 'loss', 'kl_coef': 0.04},
     'dapo': {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 4, 'eps_clip_high': 0.28, 'loss_aggregation': 'token', 'kl_coef': 0.0,
              'dynamic_sampling_rounds': 2, 'overlong_buffer': 3},
     'gspo': {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 4, 'policy_loss': 'gspo', 'eps_clip': 3e-4, 'eps_clip_high': 4e-4},
+    'cispo': {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 4, 'policy_loss': 'cispo', 'eps_clip_high': 4.0, 'kl_coef': 0.0},
     'dr_grpo': {'advantage_estimator': 'dr_grpo', 'num_samples_per_prompt': 4, 'kl_coef': 0.0},
     'rloo': {'advantage_estimator': 'rloo', 'num_samples_per_prompt': 4},
     'reinforce++': {'advantage_estimator': 'reinforce++'},
@@ -143,6 +144,8 @@ def test_a_kl_in_the_loss_is_not_in_the_reward():
     ({'policy_loss': 'trpo'}, "policy_loss='trpo' is not known; choose one of"),
     ({'loss_aggregation': 'mean'}, "loss_aggregation='mean' is not known"),
     ({'kl_in': 'loss', 'kl_kind': 'full'}, 'set kl_loss_kind'),
+    ({'policy_loss': 'cispo', 'dual_clip': 3.0}, "policy_loss='cispo' has no clipped surrogate to bound"),
+    ({'kl_importance': True}, "kl_importance weighs the KL in the loss: it needs kl_in='loss'"),
     ({'dynamic_sampling_rounds': 2}, "advantage_estimator='gae' has none"),
     ({'dual_clip': 0.5}, 'dual_clip=0.5 must be above 1'),
     ({'overlong_filter': True, 'missing_eos_score': -1.0}, 'missing_eos_score would do nothing'),
@@ -170,6 +173,14 @@ def test_a_value_head_that_the_method_does_not_need_is_left_alone(name):
     for a, b in zip(plain.log.phases, headed.log.phases, strict=True):
         assert all(a[k] == b[k] for k in a if not k.startswith('perf/')), 'the policy learns something else'
     assert all(map(torch.equal, plain.actor.model.parameters(), headed.actor.model.parameters()))
+
+
+def test_a_strategy_that_cannot_leave_a_head_alone_refuses_it():
+    class NeedsEveryGradient(NaiveStrategy):
+        supports_unused = False
+
+    with pytest.raises(ValueError, match="'grpo' takes no values, and NeedsEveryGradient cannot leave the actor's value head untrained"):
+        make(NeedsEveryGradient(seed=3, device='cpu'), value_head=True, **METHODS['grpo'])
 
 
 def test_a_value_head_that_the_method_needs_is_trained():

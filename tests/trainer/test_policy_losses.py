@@ -6,14 +6,14 @@ import math
 
 import pytest
 import torch
+from chatgpt.trainer.learning import BatchStats
+from chatgpt.trainer.ppo_loss import PPOLoss
+from chatgpt.trainer.ppo_metrics import rollout_metrics
 
 from chatgpt.nn import GPTActor
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import PPOConfig
-from chatgpt.trainer.learning import BatchStats
 from chatgpt.trainer.ppo import collate_or_filler
-from chatgpt.trainer.ppo_loss import PPOLoss
-from chatgpt.trainer.ppo_metrics import rollout_metrics
 from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Experience
 
@@ -54,6 +54,8 @@ def by_hand(
             ratio = mean_ratio if c.policy_loss == 'gspo' else math.exp(logp[t] - old[t])
             if c.policy_loss == 'reinforce':
                 loss = -adv[t] * logp[t]
+            elif c.policy_loss == 'cispo':
+                loss = -adv[t] * min(ratio, 1 + high) * logp[t]
             else:
                 clipped = min(max(ratio, 1 - c.eps_clip), 1 + high)
                 loss = max(-adv[t] * ratio, -adv[t] * clipped)
@@ -63,7 +65,8 @@ def by_hand(
                 loss *= min(math.exp(old[t] - engine[t]), c.tis_cap)
             if c.kl_in == 'loss':
                 d = logp[t] - ref[t]
-                loss += kl_coef * {'k1': d, 'k2': d * d / 2, 'k3': math.exp(-d) + d - 1}[c.kl_loss_kind]
+                weight = math.exp(logp[t] - old[t]) if c.kl_importance else 1.0
+                loss += weight * kl_coef * {'k1': d, 'k2': d * d / 2, 'k3': math.exp(-d) + d - 1}[c.kl_loss_kind]
             of_sequence += loss
             bonus += entropy[t]
         tokens, sequences = tokens + len(counted), sequences + 1
@@ -75,7 +78,9 @@ def by_hand(
 CHOICES = [
     {}, {'eps_clip_high': 0.28}, {'dual_clip': 1.5}, {'loss_aggregation': 'sequence'}, {'loss_aggregation': 'sequence_sum'},
     {'policy_loss': 'gspo', 'eps_clip': 0.01, 'eps_clip_high': 0.02}, {'policy_loss': 'reinforce'}, {'tis_cap': 1.2},
-    {'kl_in': 'loss'}, {'kl_in': 'loss', 'kl_loss_kind': 'k1'}, {'kl_in': 'loss', 'kl_loss_kind': 'k2', 'loss_aggregation': 'sequence'},
+    {'policy_loss': 'cispo'}, {'policy_loss': 'cispo', 'eps_clip_high': 0.02, 'loss_aggregation': 'sequence', 'tis_cap': 0.9},
+    {'kl_in': 'loss'}, {'kl_in': 'loss', 'kl_importance': True},
+    {'kl_in': 'loss', 'kl_loss_kind': 'k1'}, {'kl_in': 'loss', 'kl_loss_kind': 'k2', 'loss_aggregation': 'sequence'},
     {'entropy_coef': 0.3, 'loss_aggregation': 'sequence', 'tis_cap': 0.9, 'kl_in': 'loss', 'dual_clip': 2.0},
 ]  # fmt: skip
 
@@ -111,7 +116,7 @@ def test_the_loss_by_hand(choices):
 
 @pytest.mark.parametrize(('estimator', 'loss', 'want'), [
     ('gae', 'ppo', 'token'), ('grpo', 'ppo', 'sequence'), ('dr_grpo', 'ppo', 'sequence_sum'), ('rloo', 'ppo', 'token'),
-    ('reinforce++', 'ppo', 'token'), ('grpo', 'gspo', 'sequence'),
+    ('reinforce++', 'ppo', 'token'), ('grpo', 'gspo', 'sequence'), ('grpo', 'cispo', 'token'), ('gdpo', 'ppo', 'sequence'),
 ])  # fmt: skip
 def test_each_papers_aggregation(estimator, loss, want):
     assert PPOConfig(advantage_estimator=estimator, policy_loss=loss, num_samples_per_prompt=2).aggregation == want
@@ -131,7 +136,26 @@ def test_filtered_responses_do_not_thin_the_kl():
     assert alone != pytest.approx(sum(by_hand) / 4, abs=1e-6)
 
 
+def test_cispo_counts_a_weight_as_clipped_only_from_above():
+    torch.manual_seed(3)
+    generator = torch.Generator().manual_seed(1)
+    records = [experience(i, generator) for i in range(6)]
+    actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, positions=32)).eval()
+    shares = {}
+    for name in ('cispo', 'ppo'):
+        loss, stats = PPOLoss(actor, None, PPOConfig(policy_loss=name, eps_clip=0.1), 1.0, MAX_NEW), BatchStats()
+        loss.begin(records)
+        loss.actor(collate_or_filler(records), records, stats)
+        shares[name] = stats.reduced(NaiveStrategy(device='cpu'))['clip_fraction']
+    with torch.no_grad():
+        diffs = [(actor(collate_or_filler([r])).logprobs - r.old_logprobs).double()[r.response_mask] for r in records]
+    ratios = torch.cat(diffs).exp()
+    assert shares['cispo'] == pytest.approx(float((ratios > 1.1).double().mean()))
+    assert shares['ppo'] == pytest.approx(float(((ratios > 1.1) | (ratios < 0.9)).double().mean())) != shares['cispo']
+
+
 def test_gspo_measures_the_ratio_that_it_clips():
+    torch.manual_seed(3)
     generator = torch.Generator().manual_seed(1)
     records = [experience(i, generator) for i in range(6)]
     actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, positions=32)).eval()

@@ -224,6 +224,23 @@ def test_step_refuses(change, message):
         make().step(**given)
 
 
+def test_score_scaling_says_when_it_has_nothing_to_divide_by():
+    trainer = make(score_scaling='ref', kl_coef=0.0)
+    queries = prompts(4)
+    for scores, idle in (([0.0] * 4, 1.0), ([0.0, 0.0, 0.0, 4.0], 0.0), ([0.0] * 4, 0.0)):
+        stats = trainer.step(queries, trainer.generate(queries), scores)
+        assert stats['rollout/score_scaling_idle'] == idle
+        assert abs(stats['ppo/return_mean']) < 10.0
+    assert 'rollout/score_scaling_idle' not in make().step(queries, trainer.generate(queries), [0.0] * 4)
+
+
+def test_the_overlong_penalty_knows_max_length():
+    trainer = make(max_new_tokens=None, max_length=8, overlong_buffer=2, kl_coef=0.0)
+    queries = [torch.tensor([3, 4, 5])] * 3
+    trainer.step(queries, [torch.full((n,), 6) for n in (3, 4, 5)], [1.0] * 3)
+    assert [e.rewards.sum().item() for e in trainer.last_experiences] == [1.0, 0.5, 0.0]
+
+
 # ---------------------------------------------------------------------- the caller's mistakes
 
 
@@ -238,6 +255,8 @@ def test_step_refuses(change, message):
         ({'advantage_estimator': 'grpo'}, 'set num_samples_per_prompt to 2 or more'),
         ({'ptx_coef': 0.1}, 'needs pretrain_data'),
         ({'top_p': 0.0}, 'top_p'),
+        ({'overlong_buffer': 7}, 'overlong_buffer=7 is a part of max_new_tokens=6'),
+        ({'overlong_buffer': 7, 'max_new_tokens': None, 'max_length': 5}, 'overlong_buffer=7 is a part of max_length=5'),
         ({'stop_strings': ['x']}, 'needs a tokenizer'),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from chatgpt.trainer.reward_model import is_success, pairs_of
 from phase_log import Log
 
 from chatgpt.dataset import TokenizedLabelled, TokenizedPreference
@@ -17,7 +18,6 @@ from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import RewardModelTrainer, reward_model
 from chatgpt.trainer.callbacks import SaveCheckpoint
-from chatgpt.trainer.reward_model import is_success, pairs_of
 from chatgpt.trainer.saving import save_pretrained
 from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.types import Sequence

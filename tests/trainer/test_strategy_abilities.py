@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from chatgpt.trainer.ppo_setup import check_nlpo
 from test_ilql import model, sequence
 
 from chatgpt.nn import GPTActor
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import ILQLTrainer, rewarded
-from chatgpt.trainer.ppo_setup import check_nlpo
 from chatgpt.trainer.strategies import ColossalAIStrategy, DDPStrategy, FSDPStrategy, NaiveStrategy
 
 

@@ -91,11 +91,12 @@ class Callback:
         """The run is ending with `error`. Other ranks may be elsewhere: no collective work here."""
 
     def checkpoint_pieces(self, trainer: Trainer) -> dict[str, list[Piece]]:
-        """Tensors that a resumed run needs: {group: this rank's pieces}, the same groups on every rank."""
+        """Tensors that a resumed run needs: {group: this rank's pieces}, the same groups on every rank. A group may have any name."""
         return {}
 
     def load_checkpoint_pieces(self, trainer: Trainer, name: str, reader: TensorReader) -> bool:
-        """Take up a group that `checkpoint_pieces` gave; False when it is another callback's."""
+        """Take up a group that `checkpoint_pieces` gave; False when it is not taken up. Only this callback's own are offered, unless the
+        checkpoint is of a format that does not record whose a group is."""
         return False
 
     def state_dict(self) -> dict[str, Any]:
@@ -160,11 +161,19 @@ class CallbackList(Callback):
             if name in state:
                 callback.load_state_dict(state[name])
 
-    def checkpoint_pieces(self, trainer: Trainer) -> dict[str, list[Piece]]:
-        return {name: pieces for callback in self.callbacks for name, pieces in callback.checkpoint_pieces(trainer).items()}
+    def owned_pieces(self, trainer: Trainer) -> Iterator[tuple[str, str, list[Piece]]]:
+        """(owner, group, pieces) of every callback; a checkpoint records the owner, who is given the group back."""
+        for owner, callback in self._named():
+            for group, pieces in callback.checkpoint_pieces(trainer).items():
+                yield owner, group, pieces
 
-    def load_checkpoint_pieces(self, trainer: Trainer, name: str, reader: TensorReader) -> bool:
-        return any(callback.load_checkpoint_pieces(trainer, name, reader) for callback in self.callbacks)
+    def load_owned_pieces(self, trainer: Trainer, owner: str | None, group: str, reader: TensorReader) -> bool:
+        """Hand a group to its owner, or to whoever takes it where the checkpoint names none; False when nobody here does."""
+        return any(
+            callback.load_checkpoint_pieces(trainer, group, reader)
+            for name, callback in self._named()
+            if owner is None or name == owner
+        )
 
     on_fit_start = _each(Callback.on_fit_start)
     on_fit_end = _each(Callback.on_fit_end)

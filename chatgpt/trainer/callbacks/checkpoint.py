@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -16,15 +17,17 @@ if TYPE_CHECKING:
 
 
 class SaveCheckpoint(Callback):
-    """Saves a checkpoint every `interval` learning phases, and one at the end of the run.
+    """Saves a checkpoint every `interval` learning phases, or so many minutes, and one at the end of the run.
 
     A save that fails (a full disk) is a warning: the run goes on, and earlier checkpoints stay. It comes after all other
     callbacks, so their states in a checkpoint are those after the phase.
 
     Args:
         path: folder of the checkpoints, `path/step-00000012`; None means the trainer's `run_dir/checkpoints`.
-        interval: learning phases between checkpoints; None saves none, and only counts and removes those of an interrupted run.
-        keep_last: how many of the newest to keep, what a signal made the trainer save among them; None keeps all.
+        interval: learning phases between checkpoints; None goes by `minutes` alone.
+        minutes: after the phase in which the last one is this old, by the clock of rank 0; None goes by `interval` alone. With neither,
+            none is saved, and only those of an interrupted run are counted and removed.
+        keep_last: how many of the newest to keep, what a signal or an exception made the trainer save among them; None keeps all.
         keep_best: how many to keep besides, by the value of `metric` in their phase.
         metric, mode: what is best; an `eval/` metric counts in the phases that measured it, and at the end of the run.
     """
@@ -36,6 +39,7 @@ class SaveCheckpoint(Callback):
         path: str | Path | None = None,
         interval: int | None = 1,
         *,
+        minutes: float | None = None,
         keep_last: int | None = None,
         keep_best: int = 0,
         metric: str = 'rollout/score_mean',
@@ -43,6 +47,8 @@ class SaveCheckpoint(Callback):
     ) -> None:
         self.path = Path(path).absolute() if path is not None else None
         self.interval = None if interval is None else check_interval('interval', interval)
+        if minutes is not None and not minutes > 0:
+            raise ValueError(f'minutes={minutes} must be positive, or None')
         if keep_last is not None:
             check_interval('keep_last', keep_last)
         if keep_best < 0:
@@ -51,26 +57,39 @@ class SaveCheckpoint(Callback):
             raise ValueError(f'keep_best={keep_best} means nothing while keep_last=None keeps all; give keep_last as well')
         check_mode(mode)
         self.keep_last, self.keep_best, self.metric, self.mode = keep_last, keep_best, metric, mode
+        self.minutes = minutes
+        self._saved_at = time.monotonic()
         self._saved_phase: int | None = None
         self._score: float | None = None
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self._root(trainer)
+        self._saved_at = time.monotonic()
         self._saved_phase = trainer.phase  # 0 holds nothing yet, and what was resumed from is there already
 
     def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
-        self._saved_phase = trainer.phase
+        self._saved_phase, self._saved_at = trainer.phase, time.monotonic()
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        self._prune(trainer)
 
     def on_phase_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         value = metric_value(metrics, self.metric) if self.keep_best else None
         self._score = -value if value is not None and self.mode == 'min' else value
-        if self.interval is not None and step % self.interval == 0:
+        if (self.interval is not None and step % self.interval == 0) or self._is_due(trainer):
             self._save(trainer)
+
+    def _is_due(self, trainer: Trainer) -> bool:
+        """Whether the minutes are over. Clocks differ, so rank 0 decides: a save takes all ranks."""
+        if self.minutes is None:
+            return False
+        late = trainer.strategy.is_rank_0 and time.monotonic() - self._saved_at >= 60 * self.minutes
+        return late if trainer.strategy.world_size == 1 else trainer.strategy.broadcast_object(late)
 
     def on_fit_end(self, trainer: Trainer) -> None:
         if self._saved_phase == trainer.phase:  # by the trainer itself where a signal ended the run
             self._prune(trainer)
-        elif self.interval is not None:
+        elif self.interval is not None or self.minutes is not None:
             if self.keep_best and self._score is None:
                 self._score = self._scored_after(trainer)
             self._save(trainer)
@@ -93,6 +112,7 @@ class SaveCheckpoint(Callback):
         try:
             trainer.save_checkpoint(step_folder(self._root(trainer), trainer.phase), score=self._score)
         except CheckpointError as error:
+            self._saved_at = time.monotonic()  # not again at every phase while the disk is full
             if trainer.strategy.is_rank_0:
                 warnings.warn(f'phase {trainer.phase} was not saved, the run goes on: {error}', stacklevel=2)
             return

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Evaluator(Callback):
-    """Calls `evaluate(trainer)` on every rank, and logs what it returns as `eval/<name>`.
+    """Calls `evaluate(trainer)` on every rank, prints what it returns and logs it as `eval/<name>`.
 
     Results of a learning phase join its metrics; all of them, that before training (step 0) included, are lines of
     `run_dir/eval.jsonl`. To keep the best checkpoint, give `SaveCheckpoint` the metric's name and the same interval.
@@ -72,7 +72,8 @@ class Evaluator(Callback):
 
     def on_phase_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
         if step % self.interval == 0:
-            metrics.update(self._run(trainer, step))
+            metrics.update(result := self._run(trainer, step))
+            self._report(trainer, step, result)
 
     def on_fit_end(self, trainer: Trainer) -> None:
         if self.after and self.last_step != trainer.phase:
@@ -101,7 +102,7 @@ class Evaluator(Callback):
 
     @staticmethod
     def _report(trainer: Trainer, step: int, result: Mapping[str, float]) -> None:
-        """Outside the phases no other callback shows the numbers."""
+        """A line when they are made: bars and phase lines show other numbers."""
         if trainer.strategy.is_rank_0:
             say(f'evaluation at phase {step}  ' + '  '.join(f'{name} {value:z.4g}' for name, value in result.items()))
 

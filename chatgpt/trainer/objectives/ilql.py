@@ -29,6 +29,7 @@ from chatgpt.trainer.metrics import Mean, Metrics
 from chatgpt.trainer.offline import Objective, OfflineTrainer, merged
 from chatgpt.trainer.prompt_evaluation import PromptEvaluation
 from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.trainer.strategies.named import prepared_by
 from chatgpt.types import Batch, Sequence
 
 
@@ -196,7 +197,7 @@ class ILQLTrainer(OfflineTrainer):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Strategy | str,
         model: nn.Module,
         optim: Optimizer,
         train_data: SequenceOf[Any],
@@ -208,6 +209,7 @@ class ILQLTrainer(OfflineTrainer):
         run_dir: str | Path | None = None,
         **settings: Any,
     ) -> None:
+        strategy, (model, optim) = prepared_by(strategy, (model, optim))
         if not isinstance(strategy.unwrap(model), ILQLModel):
             raise ValueError(f'ILQLTrainer trains an ILQLModel, not a {type(strategy.unwrap(model)).__name__}')
         if not strategy.weights_in_place:
@@ -229,7 +231,7 @@ def _with_rewards(data: SequenceOf[Any]) -> list[Rewarded]:
     for i, record in enumerate(data):
         if not isinstance(record, Rewarded):
             raise ValueError(
-                f'ILQLTrainer: record {i} is a {type(record).__name__} without rewards; see chatgpt.trainer.ilql.rewarded'
+                f'ILQLTrainer: record {i} is a {type(record).__name__} without rewards; see chatgpt.trainer.rewarded'
             )
     return list(data)
 

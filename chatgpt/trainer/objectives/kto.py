@@ -23,6 +23,7 @@ from chatgpt.trainer.objectives.reward_model import is_success
 from chatgpt.trainer.offline import Objective, OfflineTrainer, merged
 from chatgpt.trainer.reference import ReferenceModel
 from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.trainer.strategies.named import prepared_by
 from chatgpt.types import Batch, Sequence
 
 
@@ -187,7 +188,7 @@ class KTOTrainer(OfflineTrainer):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Strategy | str,
         actor: nn.Module,
         optim: Optimizer,
         train_data: SequenceOf[Any],
@@ -201,6 +202,7 @@ class KTOTrainer(OfflineTrainer):
         **settings: Any,
     ) -> None:
         config = merged(KTOConfig, config, settings)
+        strategy, (actor, optim), initial_model = prepared_by(strategy, (actor, optim), initial_model)
         objective = KTOObjective(config, ReferenceModel(strategy, actor, initial_model, 'KTOTrainer'))
         super().__init__(
             strategy, actor, optim, objective, train_data, eval_data, config=config, callbacks=callbacks, tokenizer=tokenizer,

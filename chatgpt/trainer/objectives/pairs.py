@@ -27,6 +27,7 @@ from chatgpt.trainer.metrics import Mean, Metrics
 from chatgpt.trainer.offline import SWEEP_TOKENS, Objective, OfflineTrainer, merged
 from chatgpt.trainer.reference import ReferenceModel
 from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.trainer.strategies.named import prepared_by
 from chatgpt.types import Batch, Sequence
 
 DPOLoss = Literal['sigmoid', 'ipo', 'cdpo', 'robust', 'hinge']
@@ -274,7 +275,7 @@ class DPOTrainer(OfflineTrainer):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Strategy | str,
         actor: nn.Module,
         optim: Optimizer,
         train_data: SequenceOf[Any],
@@ -288,6 +289,7 @@ class DPOTrainer(OfflineTrainer):
         **settings: Any,
     ) -> None:
         config = merged(DPOConfig, config, settings)
+        strategy, (actor, optim), initial_model = prepared_by(strategy, (actor, optim), initial_model)
         reference = AgainstReference(
             ReferenceModel(strategy, actor, initial_model, 'DPOTrainer'),
             precompute=config.precompute_ref_logprobs,
@@ -311,7 +313,7 @@ class ORPOTrainer(OfflineTrainer):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Strategy | str,
         actor: nn.Module,
         optim: Optimizer,
         train_data: SequenceOf[Any],
@@ -326,6 +328,7 @@ class ORPOTrainer(OfflineTrainer):
     ) -> None:
         _without_reference('ORPOTrainer', initial_model)
         config = merged(ORPOConfig, config, settings)
+        strategy, (actor, optim) = prepared_by(strategy, (actor, optim))
         objective = PairObjective('orpo', partial(orpo_pair_loss, config), NO_REFERENCE, average=True)
         super().__init__(
             strategy, actor, optim, objective, train_data, eval_data, config=config, callbacks=callbacks, tokenizer=tokenizer,
@@ -344,7 +347,7 @@ class SimPOTrainer(OfflineTrainer):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Strategy | str,
         actor: nn.Module,
         optim: Optimizer,
         train_data: SequenceOf[Any],
@@ -359,6 +362,7 @@ class SimPOTrainer(OfflineTrainer):
     ) -> None:
         _without_reference('SimPOTrainer', initial_model)
         config = merged(SimPOConfig, config, settings)
+        strategy, (actor, optim) = prepared_by(strategy, (actor, optim))
         objective = PairObjective('simpo', partial(simpo_pair_loss, config), NO_REFERENCE, average=True)
         super().__init__(
             strategy, actor, optim, objective, train_data, eval_data, config=config, callbacks=callbacks, tokenizer=tokenizer,

@@ -26,6 +26,7 @@ from chatgpt.trainer.config import Schedule, SupervisedConfig
 from chatgpt.trainer.metrics import BatchStats, Mean, Metrics
 from chatgpt.trainer.offline import SWEEP_TOKENS, Objective, OfflineTrainer, merged
 from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.trainer.strategies.named import prepared_by
 from chatgpt.types import Batch, Sequence
 
 LossName = Literal['log_sig', 'log_exp']
@@ -83,7 +84,7 @@ class PairwiseObjective(Objective):
 
     def weight(self, record: TokenizedPreference) -> int:
         """Whether a record has anything to learn from."""
-        return int(len(set(record.ranks()) - {None}) > 1)
+        return int(record.has_pair)
 
     def columns(self, records: list[TokenizedPreference]) -> dict[str, Tensor]:
         """Per pair: positions `better` and `worse`, `pair_weight`, `margin` by the data's scores (0 without). Per sequence: `prompt`, 1 at
@@ -186,7 +187,7 @@ class RewardModelTrainer(OfflineTrainer):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Strategy | str,
         model: nn.Module,
         optim: Optimizer,
         train_data: SequenceOf[Any],
@@ -200,6 +201,7 @@ class RewardModelTrainer(OfflineTrainer):
         **settings: Any,
     ) -> None:
         config = merged(RewardModelConfig, config, settings)
+        strategy, (model, optim) = prepared_by(strategy, (model, optim))
         if config.early_stopping_patience is not None:
             if not eval_data:
                 raise ValueError('early_stopping_patience needs eval_data to measure on')
@@ -211,6 +213,8 @@ class RewardModelTrainer(OfflineTrainer):
             run_dir=run_dir,
         )  # fmt: skip
         self.reference_data = reference_data
+        if not any(map(objective.weight, self.train_data)):
+            raise ValueError('RewardModelTrainer: no record has two answers that differ')
 
     def fit(self) -> None:
         """As in the base; then calibrates, where that is asked for."""

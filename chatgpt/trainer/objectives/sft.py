@@ -22,6 +22,7 @@ from chatgpt.trainer.config import SFTConfig
 from chatgpt.trainer.metrics import Mean, Metrics
 from chatgpt.trainer.offline import Objective, OfflineTrainer, merged
 from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.trainer.strategies.named import prepared_by
 from chatgpt.types import Batch, Sequence
 
 
@@ -51,7 +52,7 @@ class SFTTrainer(OfflineTrainer):
     Metrics: `sft/loss` in nats per token, `sft/perplexity` = exp(loss), the same on `eval_data` as `sft/val_...`.
 
     Args:
-        strategy, model, optim: as prepared.
+        strategy, model, optim: as prepared; or a strategy's name, such as 'ddp', and a model and optimizer that it prepares here.
         train_data, eval_data: records, the same lists on every rank.
         config: see `SFTConfig`; its fields are also accepted as keyword arguments.
         callbacks, tokenizer, run_dir: see `Trainer`.
@@ -59,7 +60,7 @@ class SFTTrainer(OfflineTrainer):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Strategy | str,
         model: nn.Module,
         optim: Optimizer,
         train_data: SequenceOf[Any],
@@ -71,6 +72,7 @@ class SFTTrainer(OfflineTrainer):
         run_dir: str | Path | None = None,
         **settings: Any,
     ) -> None:
+        strategy, (model, optim) = prepared_by(strategy, (model, optim))
         super().__init__(
             strategy, model, optim, SFTObjective(), train_data, eval_data, config=merged(SFTConfig, config, settings),
             callbacks=callbacks, tokenizer=tokenizer, run_dir=run_dir,

@@ -38,7 +38,7 @@ class Strategy(KeepsIdle, Ranks):
 
         with DDPStrategy(seed=1) as strategy:
             with strategy.model_init_context():
-                actor = GPTActor()
+                actor = AutoActor(pretrained='gpt2')
             optimizer = AdamW(actor.parameters())
             (actor, optimizer), reward_model = strategy.prepare((actor, optimizer), reward_model)
             for number, batch in enumerate(micro_batches):
@@ -53,6 +53,8 @@ class Strategy(KeepsIdle, Ranks):
     """True: no rank holds whole weights or optimizer states"""
     supports_accumulation: bool = True
     """False: one micro-batch per optimizer step, `accumulate(last=False)` is a ValueError"""
+    supports_unused: bool = True
+    """False: every trained parameter must get a gradient in every step"""
     weights_in_place: ClassVar[bool] = True
     """False: what a trainer writes into a prepared module's parameters does not last, because masters elsewhere replace it"""
 

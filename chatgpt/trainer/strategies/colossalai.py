@@ -115,6 +115,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         super().__init__(seed, precision, device=device, timeout_s=timeout_s)
         bridge()
         self.stage, self.placement_policy, self.max_norm = stage, placement_policy, max_norm
+        self.supports_unused = stage < 3
         self.stream_blocks = stream_blocks
         self._engines: dict[int, Engine] = {}
         """by id of the module the user built"""

@@ -223,6 +223,13 @@ class FSDPStrategy(ProcessGroupStrategy):
                 full[name].copy_(value)
         return full | {alias: full[name] for alias, name in aliases.items() if self.is_rank_0}
 
+    def fails_together(self, state: str) -> bool:
+        # An exception inside a forward leaves a block's weights gathered in the compute dtype: they are not what a checkpoint holds.
+        trained = [(pair.user_model, pair.optimizer) for pair in self._trained.values()]
+        owned = {id(parameter) for model, _ in trained for parameter in model.parameters()}
+        sharded = all(id(p) in owned for _, optimizer in trained for group in optimizer.param_groups for p in group['params'])
+        return super().fails_together(f'{state}, {sharded}') and sharded
+
     def model_pieces(self, model: nn.Module) -> Iterable[Piece]:
         tensors, _ = states.named_tensors(self.unwrap(model))
         return self._shards(tensors)

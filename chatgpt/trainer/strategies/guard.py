@@ -24,12 +24,15 @@ import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
+from typing import ClassVar
 
 import torch.distributed as dist
 
 POLL_S = 0.2
 GRACE_S = 5.0
 """how long the failing rank waits for the others to have read its message"""
+TOGETHER_S = 3.0
+"""how long a failing rank waits to see whether all others fail with it"""
 LEAVE_S = 1.0
 """how long a process has to fail by itself once another has failed"""
 PATIENCE = 0.9
@@ -47,6 +50,8 @@ class Whereabouts:
         self.where = 'before the run'
         self.since = time.monotonic()
         self.thread = threading.get_ident()
+        self.collectives = 0
+        """finished so far, of a strategy's own"""
         self._depth = 0
 
     def note(self, where: str) -> None:
@@ -59,6 +64,7 @@ class Whereabouts:
         self.since = time.monotonic()
         try:
             yield
+            self.collectives += 1
         finally:
             self._depth -= 1
             self.since = time.monotonic()
@@ -95,10 +101,11 @@ class FailureGuard(AbstractContextManager[None]):
     """Enter and leave on every rank together. A guard inside another does nothing.
 
     Keys in the store: `failure` (the first message), `seen` (how many ranks have read it), `done` and `gone` (how many left well, and how
-    many know that all did), `roll` (somebody asks) and `at/RANK` (the answers).
+    many know that all did), `roll` (somebody asks) and `at/RANK` (the answers); `failing/RANK` (where a rank failed) and `together`
+    (whether all did so at one place).
     """
 
-    _active = False
+    _active: ClassVar[FailureGuard | None] = None
 
     def __init__(
         self, rank: int, world_size: int, *, timeout_s: float = 1800.0, whereabouts: Whereabouts | None = None
@@ -114,7 +121,7 @@ class FailureGuard(AbstractContextManager[None]):
         """another rank's failure, once the watching thread has read it"""
 
     def __enter__(self) -> None:
-        if FailureGuard._active or self.world_size == 1:
+        if FailureGuard._active is not None or self.world_size == 1:
             return
         # a name of its own for the keys: a launcher's store may outlive a restart, and hold the failure that was its reason
         name = [uuid.uuid4().hex]
@@ -123,7 +130,7 @@ class FailureGuard(AbstractContextManager[None]):
         store = dist.distributed_c10d._get_default_store()
         # a connection of its own: the main thread may be waiting for a key while holding the other one
         self._store = dist.PrefixStore(prefix, store.clone() if hasattr(store, 'clone') else store)
-        FailureGuard._active = True
+        FailureGuard._active = self
         self._thread = threading.Thread(target=self._watch, name='chatgpt-failure-guard', daemon=True)
         self._thread.start()
 
@@ -133,13 +140,34 @@ class FailureGuard(AbstractContextManager[None]):
         self._stop.set()
         self._thread.join(timeout=GRACE_S)
         self._thread = None
-        FailureGuard._active = False
+        FailureGuard._active = None
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             self._leave_together()
         elif not isinstance(error, RankFailure):
             self._report(error)
 
     # on a rank that fails
+
+    @classmethod
+    def agree(cls, state: str) -> bool:
+        """See `Strategy.fails_together`. All ranks get the same answer, except those that never ask."""
+        guard = cls._active
+        if guard is None:
+            return False
+        try:
+            return guard._agree(state)
+        except (dist.DistError, RuntimeError):  # rank 0, which holds the store, is gone
+            return False
+
+    def _agree(self, state: str) -> bool:
+        keys = [f'failing/{rank}' for rank in range(self.world_size)]
+        self._store.set(keys[self.rank], state)
+        end = time.monotonic() + TOGETHER_S
+        while time.monotonic() < end and not self._store.check(keys):
+            time.sleep(POLL_S / 10)
+        together = self._store.check(keys) and all(self._store.get(key).decode() == state for key in keys)
+        # The first to decide decides for all: a rank that comes too late must not find everyone there and wait for those who have left.
+        return self._store.compare_set('together', '', 'yes' if together else 'no') == b'yes'
 
     def _report(self, error: BaseException) -> None:
         if self._message is not None:

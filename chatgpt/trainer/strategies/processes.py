@@ -155,6 +155,9 @@ class ProcessGroupStrategy(Strategy):
     def failure_guard(self) -> AbstractContextManager[None]:
         return FailureGuard(self.rank, self.world_size, timeout_s=self.timeout_s, whereabouts=self.whereabouts)
 
+    def fails_together(self, state: str) -> bool:
+        return self.world_size == 1 or FailureGuard.agree(f'{state}, {self.whereabouts.collectives} collectives')
+
     def close(self) -> None:
         super().close()
         if self._owns_group and dist.is_initialized():

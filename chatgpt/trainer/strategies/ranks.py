@@ -85,3 +85,9 @@ class Ranks(ABC):
     def failure_guard(self) -> AbstractContextManager[None]:
         """Around a whole run: one rank's exception ends all ranks within seconds with its message. Nothing on one process."""
         return nullcontext()
+
+    def fails_together(self, state: str) -> bool:
+        """Whether every rank is ending with an exception at the same place, so that they may still work together: to save. `state` must
+        be equal on all. Inside `failure_guard`; another rank that goes on, or waits in a collective, makes it False after a moment.
+        """
+        return self.world_size == 1

@@ -23,7 +23,7 @@ CHUNK = 1 << 24
 _ELEMENTWISE = {'exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'momentum_buffer'}
 """slots that must have their parameter's shape"""
 
-_MACHINERY = {'params', 'foreach', 'fused', 'capturable', 'differentiable'}
+MACHINERY = {'params', 'foreach', 'fused', 'capturable', 'differentiable'}
 """keys of a parameter group that say how a step is computed and not what it computes"""
 
 
@@ -178,7 +178,7 @@ def groups_to_json(optimizer: Optimizer, names: list[list[str]]) -> list[dict[st
     """Hyperparameters of each group with the names of its parameters; values JSON can hold."""
     groups: list[dict[str, Any]] = []
     for group, members in zip(optimizer.param_groups, names, strict=True):
-        settings = {key: plain(value) for key, value in group.items() if key not in _MACHINERY}
+        settings = {key: plain(value) for key, value in group.items() if key not in MACHINERY}
         groups.append({'params': list(members), **{key: v for key, v in settings.items() if v is not NotImplemented}})
     return groups
 
@@ -208,7 +208,7 @@ def groups_from_json(optimizer: Optimizer, names: list[list[str]], groups: list[
             raise CheckpointMismatch(f'the optimizer state does not fit: parameters of group {number} are spread over {where}')
         for source in sources:
             for key, value in groups[source].items():
-                if key in group and key not in _MACHINERY:
+                if key in group and key not in MACHINERY:
                     group[key] = like(group[key], value)
 
 

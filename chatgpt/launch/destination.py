@@ -1,0 +1,97 @@
+"""Where a run leaves its trained model, tried before any weight is loaded: what is there, rights, and room for all of it.
+
+Left out: writing it (`learning.finish`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from chatgpt.launch.arguments import check_run_folder
+from chatgpt.launch.runs import Run
+
+MODEL_FILES = ('config.json', 'adapter_config.json', '*.safetensors', 'pytorch_model*.bin')
+MIB = 2**20
+
+
+def final_folder(run: Run, name: str) -> Path:
+    """The folder of the trained model; `name` says what it is: actor or reward_model."""
+    return Path(run.model_path or Path(run.save_path, name))
+
+
+def check_not_replaced(run: Run) -> None:
+    """Raises ValueError where the trained model would replace one that is there. A run that goes on may replace its own."""
+    for name in ('actor', 'reward_model'):
+        place = final_folder(run, name)
+        for flag in ('pretrain', 'reward_model', 'tokenizer'):
+            source = getattr(run, flag, None)
+            if source and Path(source).is_dir() and Path(source).resolve() == place.resolve():
+                raise ValueError(f'the trained model would replace --{flag} {source}: choose another --save_path or --model_path')
+        found = _model_file(place)
+        if found is None or run.resume:
+            continue
+        if run.model_path:
+            raise ValueError(f'--model_path {place} holds a model already ({found}): choose another folder, or remove it')
+        raise ValueError(
+            f'{run.save_path} holds the trained model of an earlier run, {place.name}/, and no checkpoints to go on from: choose '
+            f'another --save_path, or remove {place}'
+        )
+
+
+def _model_file(folder: Path) -> str | None:
+    return next((path.name for pattern in MODEL_FILES for path in folder.glob(pattern)), None)
+
+
+def check_destination(run: Run, config: Any, name: str) -> None:
+    """Try the run's folder and the trained model's. Only rank 0 looks, which is the one that writes.
+
+    Raises:
+        ValueError: one cannot be made or written, or has no room for the whole model.
+    """
+    check_run_folder(run.save_path)
+    if os.environ.get('RANK', '0') != '0':
+        return
+    place = final_folder(run, name)
+    _try_to_write(place)
+    needed = _bytes_of(config, run.trust_remote_code)
+    free = shutil.disk_usage(next(p for p in (place.absolute(), *place.absolute().parents) if p.is_dir())).free
+    if free < needed:
+        raise ValueError(
+            f'the trained model takes {needed / MIB:.1f} MiB, and {place} has {free / MIB:.1f} MiB free; free some, or choose another '
+            '--save_path or --model_path'
+        )
+
+
+def _try_to_write(folder: Path) -> None:
+    """Make the folder and a file in it, and remove what is new."""
+    if folder.is_file():
+        raise ValueError(f'cannot write the trained model to {folder}: it is a file')
+    new = [p for p in (folder, *folder.parents) if not p.exists()]
+    probe = folder / f'.probe-{os.getpid()}'
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b'\0')
+    except OSError as error:
+        raise ValueError(f'cannot write the trained model to {folder}: {error.strerror}') from None
+    finally:
+        if folder.is_dir():
+            probe.unlink(missing_ok=True)
+        for made in new:
+            if made.is_dir():
+                made.rmdir()
+
+
+def _bytes_of(config: Any, trust_remote_code: bool) -> int:
+    """Of all weights in fp32; 0 where the model cannot be built without them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device('meta'):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception:
+        return 0  # such as an encoder's: loading it says what is wrong, or that nothing is
+    return sum(4 * p.numel() for p in model.parameters())

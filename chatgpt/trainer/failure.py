@@ -1,0 +1,81 @@
+"""What is kept of a run that an exception ends: a checkpoint wherever the weights are whole, and one line that says where it is.
+
+Weights move only inside optimizer steps. So there are four cases:
+
+- *Since the last phase no optimizer has stepped* (a reward function raised, the first loss was not finite): the counters go back to
+  that phase, and its checkpoint is the one that an undisturbed run would have written. A resume continues it bit for bit.
+- *Some have, and the trainer's counters can tell which* (supervised training, whose data position counts batches): the same, from the
+  last finished step.
+- *Some have, in the middle of a phase of collected experience*, which no checkpoint holds: the counters go back to the last phase, the
+  weights stay as they are, and the checkpoint is `checkpoints/cut-short`. A resume collects that phase anew with them, so that nothing is
+  lost, but it is not the undisturbed run. The newest checkpoint of a whole phase stays beside it, and `--resume auto` prefers that.
+- *The exception came from inside a step*, or the ranks differ: nothing is written.
+
+On several ranks saving is a collective. It is done only where all ranks fail at the same place (`Strategy.fails_together`), as they do
+for a reward function or a loss that is not finite; when one rank fails alone the earlier checkpoint is named.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from chatgpt.checkpoint import CUT_SHORT, latest, step_folder
+from chatgpt.trainer.agreement import RankMismatchError
+from chatgpt.trainer.callbacks import SaveCheckpoint
+
+if TYPE_CHECKING:
+    from chatgpt.trainer.base import Trainer
+
+
+def keep_what_is_whole(trainer: Trainer, error: BaseException) -> None:
+    """Write a checkpoint if that is possible, and print which one stands. Never raises."""
+    root = checkpoint_root(trainer)
+    if root is None or not isinstance(error, (Exception, SystemExit)):
+        return
+    failed = f'the run failed in phase {trainer.phase + 1}'
+    try:
+        text = _keep(trainer, root, error)
+    except Exception as second:
+        text = f'nothing could be saved ({type(second).__name__}: {second}); {_standing(root)}'
+    if text:
+        print(f'{failed}; {text}', file=sys.stderr, flush=True)
+
+
+def checkpoint_root(trainer: Trainer) -> Path | None:
+    """The folder of this run's checkpoints, None where it writes none."""
+    own = [c.path for c in trainer.callbacks if isinstance(c, SaveCheckpoint) and c.path is not None]
+    return own[0] if own else trainer.checkpoint_dir
+
+
+def _keep(trainer: Trainer, root: Path, error: BaseException) -> str:
+    steps = trainer.steps
+    if trainer.phase == 0 and steps.done == 0 and not steps.within:
+        return ''  # nothing has been learned
+    if not trainer.strategy.fails_together(f'phase {trainer.phase}, {steps.done} steps'):
+        return f'rank {trainer.strategy.rank} failed alone, and saving takes all ranks: nothing was saved; {_standing(root)}'
+    if steps.within or isinstance(error, RankMismatchError):
+        why = 'the ranks differ' if isinstance(error, RankMismatchError) else 'some weights had moved and others not'
+        return f'nothing was saved, because {why}; {_standing(root)}'
+    exact = trainer.put_back()
+    path = trainer.standing_checkpoint()
+    if path is None:
+        path = trainer.save_checkpoint(step_folder(root, trainer.phase) if exact else root / CUT_SHORT)
+    if not trainer.strategy.is_rank_0:
+        return ''  # rank 0 says it for all
+    if exact:
+        return f'the state after phase {trainer.phase} is kept in {path}: continue with {resume_words(path)}'
+    whole = latest(root)
+    rest = f'; the last whole phase is in {whole}, which {resume_words(whole)} takes' if whole not in (None, path) else ''
+    return f'the weights after its last optimizer step are kept in {path}: continue with --resume {path}, which collects it anew{rest}'
+
+
+def resume_words(path: Path) -> str:
+    """The flags that go on from a checkpoint. Another run that went further may stand beside it."""
+    return f'--resume auto or --resume {path}' if latest(path.parent) == path else f'--resume {path}'
+
+
+def _standing(root: Path) -> str:
+    newest = latest(root)
+    return f'the newest checkpoint is {newest}: continue with {resume_words(newest)}' if newest else 'there is no checkpoint of this run'

@@ -1,0 +1,64 @@
+"""From training to chat: the format that train_sft.py prints and saves is the one that inference.py asks in."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from test_inference import script
+from transformers import AutoTokenizer
+
+from chatgpt.nn import GPTActor
+from chatgpt.testing import byte_tokenizer, tiny_config
+
+TALK = [
+    {'role': 'user', 'content': 'hi'},
+    {'role': 'assistant', 'content': 'yes'},
+    {'role': 'user', 'content': 'and'},
+    {'role': 'assistant', 'content': 'no'},
+]
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('chat')
+    actor = GPTActor(config=tiny_config('gpt2', vocab_size=259, hidden=16, positions=256))
+    actor.save_pretrained(folder / 'base', tokenizer=byte_tokenizer())
+    (folder / 'chats.jsonl').write_text((json.dumps({'messages': TALK}) + '\n') * 4)
+    with pytest.MonkeyPatch.context() as patch:
+        script('train_sft', patch, str(folder / 'chats.jsonl'), '--pretrain', str(folder / 'base'), '--max_steps=1', '--log_interval=1',
+               '--save_path', str(folder / 'run'))  # fmt: skip
+    return folder / 'run' / 'actor'
+
+
+def test_training_says_which_format(trained, capsys, monkeypatch, tmp_path):
+    base = trained.parents[1] / 'base'
+    script('train_sft', monkeypatch, str(base.parent / 'chats.jsonl'), '--pretrain', str(base), '--max_steps=1', '--save_path',
+           str(tmp_path / 'run'))  # fmt: skip
+    assert repr('\n\nHuman: QUESTION\n\nAssistant: ANSWER<eos>') in capsys.readouterr().out
+
+
+def test_a_chat_asks_as_training_did(trained, monkeypatch, capsys):
+    import chatgpt.rollout
+
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    asked = []
+
+    def stream(policy, ids, *args, **kw):
+        asked.append(ids.tolist())
+        yield from tokenizer('yes')['input_ids']
+
+    monkeypatch.setattr(chatgpt.rollout, 'stream_tokens', stream)
+    monkeypatch.setattr('sys.stdin', io.StringIO('hi\nand\n'))
+    script('inference', monkeypatch, '--pretrain', str(trained), '--max_new_tokens=8')
+    want = [tokenizer.apply_chat_template(TALK[:n], add_generation_prompt=True, return_dict=False) for n in (1, 3)]
+    assert asked == want
+    assert tokenizer.decode(want[1]) == '\n\nHuman: hi\n\nAssistant: yes<eos>\n\nHuman: and\n\nAssistant:'
+    assert repr('\n\nHuman: QUESTION\n\nAssistant: ANSWER<eos>') in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('flag', [[], ['--apply_chat_template']])
+def test_a_prompt_in_text(trained, monkeypatch, capsys, flag):
+    script('inference', monkeypatch, '--pretrain', str(trained), '--input=hi', '--max_new_tokens=2', *flag)
+    assert capsys.readouterr().out.startswith('> \n\nHuman: hi\n\nAssistant:\n' if flag else '> hi\n')

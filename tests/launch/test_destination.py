@@ -1,0 +1,84 @@
+"""Where the trained model goes is tried before training: nothing is replaced, and rights and room are there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from chatgpt.dataset import embedded
+from chatgpt.launch import destination
+from chatgpt.launch.build import check_resume
+from chatgpt.launch.destination import check_destination
+from chatgpt.launch.runs import SFTRun
+
+Usage = namedtuple('Usage', 'total used free')
+
+
+def run(folder: Path, **settings: str) -> SFTRun:
+    return SFTRun(save_path=str(folder / 'run'), **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize('file', ['config.json', 'model.safetensors', 'adapter_config.json', 'pytorch_model.bin'])
+def test_a_model_at_model_path_is_not_replaced(tmp_path, file):
+    (tmp_path / 'model').mkdir()
+    (tmp_path / 'model' / file).touch()
+    with pytest.raises(ValueError, match=rf'--model_path {tmp_path}/model holds a model already \({file}\): choose another'):
+        check_resume(run(tmp_path, model_path=str(tmp_path / 'model')))
+    check_resume(run(tmp_path, model_path=str(tmp_path / 'model'), resume='auto'))  # its own, of a run that goes on
+    (tmp_path / 'empty').mkdir()
+    check_resume(run(tmp_path, model_path=str(tmp_path / 'empty')))
+
+
+@pytest.mark.parametrize('resume', [None, 'auto'])
+@pytest.mark.parametrize('flag', ['pretrain', 'tokenizer'])
+def test_what_a_run_starts_from_is_never_replaced(tmp_path, flag, resume):
+    (tmp_path / 'base').mkdir()
+    (tmp_path / 'link').symlink_to(tmp_path / 'base')
+    with pytest.raises(ValueError, match=rf'the trained model would replace --{flag} {tmp_path}/base'):
+        check_resume(run(tmp_path, model_path=str(tmp_path / 'link'), resume=resume, **{flag: str(tmp_path / 'base')}))
+    shutil.move(tmp_path / 'base', tmp_path / 'run' / 'actor')
+    with pytest.raises(ValueError, match=f'the trained model would replace --{flag}'):
+        check_resume(run(tmp_path, resume='auto', **{flag: str(tmp_path / 'run' / 'actor')}))
+
+
+def test_a_destination_is_tried_and_nothing_is_left_there(tmp_path):
+    check_destination(run(tmp_path, model_path=str(tmp_path / 'a' / 'b')), embedded.demo_config(), 'actor')
+    assert not list(tmp_path.iterdir())
+    (tmp_path / 'file').touch()
+    for path, reason in ((tmp_path / 'file', 'it is a file'), (tmp_path / 'file' / 'x', 'Not a directory')):
+        with pytest.raises(ValueError, match=f'cannot write the trained model to {path}: {reason}'):
+            check_destination(run(tmp_path, model_path=str(path)), embedded.demo_config(), 'actor')
+    (tmp_path / 'run').mkdir()
+    (tmp_path / 'run' / 'actor').touch()
+    with pytest.raises(ValueError, match=f'cannot write the trained model to {tmp_path}/run/actor: it is a file'):
+        check_destination(run(tmp_path), embedded.demo_config(), 'actor')
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason='root may write everywhere')
+def test_a_folder_without_the_right_to_write(tmp_path):
+    (tmp_path / 'locked').mkdir(mode=0o500)
+    with pytest.raises(ValueError, match='Permission denied'):
+        check_destination(run(tmp_path, model_path=str(tmp_path / 'locked' / 'x')), embedded.demo_config(), 'actor')
+
+
+def test_room_for_the_whole_model(tmp_path, monkeypatch):
+    from chatgpt.nn import GPTActor
+
+    config = embedded.demo_config()
+    needed = sum(4 * p.numel() for p in GPTActor(config=config).parameters())  # fp32, tied weights once
+    check = run(tmp_path, model_path=str(tmp_path / 'model'))
+    monkeypatch.setattr(destination.shutil, 'disk_usage', lambda path: Usage(0, 0, needed))
+    check_destination(check, config, 'actor')
+    monkeypatch.setattr(destination.shutil, 'disk_usage', lambda path: Usage(0, 0, needed - 1))
+    with pytest.raises(ValueError, match=rf'the trained model takes [0-9.]+ MiB, and {tmp_path}/model has [0-9.]+ MiB free; free some, or'):
+        check_destination(check, config, 'actor')
+
+
+def test_only_rank_0_looks(tmp_path, monkeypatch):
+    (tmp_path / 'file').touch()
+    monkeypatch.setenv('RANK', '1')
+    check_destination(run(tmp_path, model_path=str(tmp_path / 'file')), embedded.demo_config(), 'actor')

@@ -1,0 +1,51 @@
+"""--save_adapter: what PEFT reads back onto the base is the trained model, whatever strategy holds the weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from chatgpt.launch import learning
+from chatgpt.launch.runs import SFTRun
+from chatgpt.nn import AutoActor
+from chatgpt.nn.lora import lora_layers
+from chatgpt.nn.peft_format import import_peft
+from chatgpt.testing.processes import run_distributed
+from chatgpt.trainer.strategies.named import strategy_by_name
+
+
+def finish(name: str, base: str, folder: str) -> None:
+    run = SFTRun(pretrain=base, save_path=folder, lora_rank=2, save_adapter=True, strategy=name)
+    run.fill_defaults()
+    run.validate(int(os.environ.get('WORLD_SIZE', '1')))
+    with strategy_by_name(name) as strategy:
+        with strategy.model_init_context():
+            actor = AutoActor(pretrained=base, **run.lora_keywords())
+        actor, optimizer = strategy.prepare((actor, learning.make_optimizer(run, strategy, actor)))
+        with torch.no_grad():  # as if trained: B is no longer zero
+            for layer in lora_layers(strategy.unwrap(actor)).values():
+                layer.lora_B.add_(0.125)
+        learning.finish(run, strategy, actor, optimizer, None, 'actor')
+
+
+@pytest.mark.parametrize('strategy', ['naive', 'fsdp'])
+def test_base_and_adapter_are_the_trained_model(strategy, model_folder: Path, tmp_path, capsys):
+    if strategy == 'naive':
+        finish(strategy, str(model_folder), str(tmp_path))
+        assert capsys.readouterr().out == f'adapter written to {tmp_path}/adapter\nactor written to {tmp_path}/actor\n'
+    else:
+        run_distributed(finish, 2, strategy, str(model_folder), str(tmp_path))
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / 'actor')
+    ids = torch.tensor([[2, 3, 5, 7]])
+    ours = AutoModelForCausalLM.from_pretrained(model_folder)
+    plain = ours(ids).logits
+    import_peft(ours, tmp_path / 'adapter')
+    torch.testing.assert_close(ours.eval()(ids).logits, whole(ids).logits, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(plain, whole(ids).logits, atol=1e-3)
+    peft = pytest.importorskip('peft')
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), tmp_path / 'adapter')
+    torch.testing.assert_close(theirs.eval()(ids).logits, whole(ids).logits, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,102 @@
+"""Other systems' names: taken for ours where they mean the same, named where they mean something near, in Python and in flags."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+import chatgpt
+from chatgpt.launch.config_file import parse_run
+from chatgpt.launch.config_values import peek
+from chatgpt.launch.preference import PreferenceRun
+from chatgpt.launch.runs import PPORun, RewardRun, SFTRun
+from chatgpt.names import THEIRS, hint, ours
+from chatgpt.nn import Actor, Critic, RewardModel
+from chatgpt.rollout import SamplingParams
+from chatgpt.trainer import PPOConfig, PPOTrainer, RFTTrainer, SFTConfig, SFTTrainer
+
+NOTHING: Any = None
+
+
+def run(cls: Any, *argv: str) -> Any:
+    return parse_run(cls, description='', positional='prompt_path' if cls is PPORun else 'dataset', argv=list(argv))
+
+
+def test_every_name_of_the_table_leads_somewhere():
+    known = {f.name for cls in (PPORun, SFTRun, RewardRun, PreferenceRun) for f in fields(cls)}
+    known |= {'run_dir', 'callbacks', 'max_length', 'num_workers', 'num_nodes', 'max_failures'}  # of trainers, data and the launcher
+    for name, entries in THEIRS.items():
+        assert entries
+        for entry in entries:
+            assert entry.name in known or (entry.name == '' and entry.remark), name
+            assert entry.name != name
+
+
+def test_what_means_the_same_is_taken():
+    sft = run(
+        SFTRun, '--model_name_or_path', 'gpt2', '--output_dir=out', '--learning_rate', '1e-3', '--per_device_train_batch_size', '2',
+        '--num_train_epochs=3', '--max_seq_length=99', '--lr_scheduler_type=cosine', '--logging_steps=7',
+    )  # fmt: skip
+    assert (sft.pretrain, sft.save_path, sft.lr, sft.batch_size) == ('gpt2', 'out', 1e-3, 2)
+    assert (sft.max_epochs, sft.max_len, sft.lr_schedule, sft.log_interval) == (3, 99, 'cosine', 7)
+    ppo = run(PPORun, '--init_kl_coef=0.3', '--cliprange=0.1', '--num_ppo_epochs=2', '--response_length=9', '--top_k=0.0', 'vf_coef=0.5')
+    assert (ppo.kl_coef, ppo.eps_clip, ppo.max_epochs, ppo.max_new_tokens, ppo.top_k, ppo.value_coef) == (0.3, 0.1, 2, 9, 0, 0.5)
+    assert run(PPORun, '--num_train_epochs=2').epochs == 2
+    assert peek(['--output_dir', 'out']) == peek(['--save_path=out']) == {'save_path': 'out'}
+
+
+def test_ours_stays_ours():
+    assert ours('lr', ['lr']) == 'lr' and ours('loss_type', ['loss', 'loss_type']) == 'loss_type'
+    assert ours('mini_batch_size', ['train_batch_size']) == 'mini_batch_size'  # not the same: TRL's is of one process
+    assert hint('lrr', ['lr', 'x']) == '; did you mean lr?' and hint('quite_other', ['lr']) == ''
+
+
+@pytest.mark.parametrize(('call', 'message'), [
+    (lambda: chatgpt.train('gpt2', samples=['a'], learning_rate=1e-5), "train: 'learning_rate' is not a setting of sft; here it is lr"),
+    (lambda: PPOConfig(mini_batch_size=4), "no setting 'mini_batch_size'; here it is train_batch_size, of one optimizer step"),
+    (lambda: PPOConfig(learning_rate=4), "'learning_rate'; the learning rate is that of the optimizer that the trainer is given"),
+    (lambda: SFTConfig(train_batch_sise=4), "SFTConfig has no setting 'train_batch_sise'; did you mean train_batch_size"),
+    (lambda: PPOTrainer(NOTHING, NOTHING, None, None, None, NOTHING, cliprange=0.1), "unknown keyword 'cliprange'; here it is eps_clip"),
+    (lambda: RFTTrainer(NOTHING, NOTHING, NOTHING, [], None, response_length=3), "'response_length'; here it is max_new_tokens"),
+    (lambda: SFTTrainer(NOTHING, NOTHING, NOTHING, [], per_device_train_batch_size=3), 'here it is train_batch_size, of one optimizer'),
+    (lambda: Actor(pretrained='gpt2'), r"write AutoActor\(pretrained='gpt2'\), or Actor.from_pretrained\('gpt2'\)"),
+    (lambda: Actor('gpt2'), r"write AutoActor\(pretrained='gpt2'\), or Actor.from_pretrained\('gpt2'\)"),
+    (lambda: Critic(pretrained='gpt2'), r"write AutoCritic\(pretrained='gpt2'\), or Critic.from_pretrained\('gpt2'\)"),
+    (lambda: RewardModel(pretrained='gpt2'), r"write AutoRM\(pretrained='gpt2'\), or RewardModel.from_pretrained\('gpt2'\)"),
+])  # fmt: skip
+def test_in_python(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_generation_keywords_of_trls_documentation():
+    trl = {'min_length': -1, 'top_k': 0.0, 'top_p': 1.0, 'do_sample': True, 'pad_token_id': 1, 'max_new_tokens': 32}
+    sampling = SamplingParams.from_generation_kwargs(**trl)
+    assert sampling == SamplingParams(top_k=0, top_p=1.0, do_sample=True, pad_token_id=1, max_new_tokens=32) and type(sampling.top_k) is int
+    with pytest.raises(ValueError, match=r'top_k=0.5; give an integer'):
+        SamplingParams.from_generation_kwargs(top_k=0.5, max_new_tokens=1)
+    assert SamplingParams.from_generation_kwargs(min_length=5, max_new_tokens=1).extra == {'min_length': 5}
+
+
+@pytest.mark.parametrize(('cls', 'shown'), [
+    (SFTRun, 'learning rate (default: 2e-05; 0.003 without --pretrain)'), (RewardRun, 'learning rate (default: 1e-05; 0.001 without'),
+    (PPORun, '(default: 64; 32 without --pretrain)'),
+    (PreferenceRun, 'learning rate (default: 1e-06 for dpo, 1e-06 for simpo, 5e-06 for kto, 5e-06 for orpo; 0.0001 without --pretrain)'),
+])  # fmt: skip
+def test_help_shows_real_defaults(cls, shown, capsys):
+    with pytest.raises(SystemExit):
+        run(cls, '--help')
+    assert shown in ' '.join(capsys.readouterr().out.split())
+
+
+def test_the_defaults_that_help_shows_are_used():
+    for cls, with_model, without in ((SFTRun, 2e-5, 3e-3), (RewardRun, 1e-5, 1e-3), (PPORun, 1e-5, 3e-4), (PreferenceRun, 1e-6, 1e-4)):
+        for argv, lr in ((['--pretrain=x'], with_model), ([], without), (['--lr=7'], 7.0)):
+            found = run(cls, *argv)
+            found.fill_defaults()
+            assert found.lr == lr
+    kto = run(PreferenceRun, '--method=kto', '--pretrain=x')
+    kto.fill_defaults()
+    assert kto.lr == 5e-6

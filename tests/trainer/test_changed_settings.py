@@ -1,0 +1,103 @@
+"""A resume under other settings: each is reported, and the last word on it stands."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from online_runs import PROMPTS, make, vowels
+
+from chatgpt.launch.config_file import parse_run, write_resolved
+from chatgpt.launch.runs import SFTRun
+
+
+def consonants(prompts: list[str], responses: list[str]) -> list[float]:
+    return [float(sum(c not in 'aeiou' for c in r)) for r in responses]
+
+
+def saved(path: Path) -> Path:
+    trainer = make()
+    trainer.fit(PROMPTS, 1, 1, 1)
+    return trainer.save_checkpoint(path)
+
+
+def resumed(path: Path, **changes: Any) -> tuple[Any, list[str]]:
+    trainer = make(**changes)
+    trainer.load_checkpoint(path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        trainer.fit(PROMPTS, 1, 2, 1)
+    return trainer, [str(w.message) for w in caught if 'changed settings' in str(w.message)]
+
+
+def test_an_unchanged_resume_says_nothing(tmp_path):
+    assert resumed(saved(tmp_path / 'c'))[1] == []
+
+
+def test_another_learning_rate_and_another_reward_are_named(tmp_path):
+    path = saved(tmp_path / 'c')
+    trainer, (told,) = resumed(path, lr=5e-4)
+    assert 'optimizers.actor.lr 0.001 → 0.0005' in told and trainer.actor_optim.param_groups[0]['lr'] == 5e-4
+    _, (told,) = resumed(path, reward=consonants)
+    assert "reward 'vowels, source " in told and "→ 'consonants, source " in told
+
+
+def test_a_reward_of_the_same_name_and_other_code_is_another(tmp_path):
+    path = saved(tmp_path / 'c')
+
+    def other(prompts: list[str], responses: list[str]) -> list[float]:
+        return [1.0 + x for x in vowels(prompts, responses)]
+
+    other.__qualname__ = 'vowels'
+    (told,) = resumed(path, reward=other)[1]
+    assert told.count("'vowels, source ") == 2
+
+
+def test_a_weight_decay_that_is_changed_is_used(tmp_path):
+    path = saved(tmp_path / 'c')
+    trainer = make()
+    for group in trainer.actor_optim.param_groups:
+        group['weight_decay'] = 0.5
+    trainer.load_checkpoint(path)
+    with pytest.warns(UserWarning, match=r'optimizers\.actor\.weight_decay 0\.01 → 0\.5'):
+        trainer.fit(PROMPTS, 1, 2, 1)
+    assert trainer.actor_optim.param_groups[0]['weight_decay'] == 0.5
+    assert torch.isfinite(next(trainer.actor.parameters())).all()
+
+
+# ---------------------------------------------------------------- command lines
+
+
+def start(folder: Path, *flags: str) -> SFTRun:
+    """A start of a run, which leaves a checkpoint."""
+    run = parse_run(SFTRun, description='', positional='dataset', argv=['--save_path', str(folder), *flags])
+    write_resolved(run, run.save_path)
+    checkpoint = folder / 'checkpoints' / 'step-00000001'
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / 'manifest.json').touch()
+    return run
+
+
+def test_the_last_word_on_a_flag_stands_through_later_resumes(tmp_path, capsys):
+    start(tmp_path, '--lr', '1e-4', '--max_epochs', '3')
+    assert 'settings' not in capsys.readouterr().out
+    run = start(tmp_path, '--resume', 'auto', '--lr', '2e-4', '--weight_decay', '0.1')
+    assert (run.lr, run.max_epochs, run.weight_decay) == (2e-4, 3, 0.1)
+    shown = capsys.readouterr().out
+    assert 'settings changed in this resume: lr 0.0001 → 0.0002, weight_decay → 0.1\n' in shown
+    assert 'settings kept from the run so far: max_epochs 3\n' in shown
+    run = start(tmp_path, '--resume', 'auto')
+    assert (run.lr, run.max_epochs, run.weight_decay, run.seed) == (2e-4, 3, 0.1, SFTRun().seed)
+    assert 'settings kept from the run so far: lr 0.0002, max_epochs 3, weight_decay 0.1\n' in capsys.readouterr().out
+    run = start(tmp_path / 'other', '--resume', str(tmp_path / 'checkpoints' / 'step-00000001'), '--max_epochs', '4')
+    assert (run.lr, run.max_epochs, run.save_path) == (2e-4, 4, str(tmp_path / 'other'))
+
+
+def test_a_run_from_the_beginning_takes_nothing_over(tmp_path):
+    start(tmp_path, '--lr', '1e-4')
+    assert start(tmp_path, '--max_epochs', '3').lr is None
+    (tmp_path / 'checkpoints' / 'step-00000001' / 'manifest.json').unlink()
+    assert parse_run(SFTRun, description='', argv=['--save_path', str(tmp_path), '--resume', 'auto']).max_epochs == SFTRun().max_epochs

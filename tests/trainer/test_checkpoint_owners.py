@@ -1,0 +1,85 @@
+"""What callbacks keep in a checkpoint goes back to them, whatever they call it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_ema import averages, make
+
+from chatgpt.checkpoint import Piece, TensorReader
+from chatgpt.trainer.callbacks import EMA, Callback
+
+
+class Keeper(Callback):
+    """Keeps one tensor under a name of its choice."""
+
+    def __init__(self, group: str, value: float) -> None:
+        self.group, self.data = group, torch.tensor([value, value + 1])
+
+    def checkpoint_pieces(self, trainer: Any) -> dict[str, list[Piece]]:
+        return {self.group: [Piece('kept', (2,), 0, 2, self.data)]}
+
+    def load_checkpoint_pieces(self, trainer: Any, name: str, reader: TensorReader) -> bool:
+        assert name == self.group
+        self.data = reader.read('kept', 0, 2).clone()
+        return True
+
+
+class OtherKeeper(Keeper):
+    pass
+
+
+@pytest.mark.parametrize('group', ['statistics', 'actor', 'actor_optim', 'rng', 'a/b', 'x_ema', 'wx@yz'])
+def test_a_group_of_any_name_loads_again(tmp_path, group):
+    path = make(callbacks=[Keeper(group, 3.0), OtherKeeper(group, 7.0)]).save_checkpoint(tmp_path / 'saved')
+    one, other = Keeper(group, 0.0), OtherKeeper(group, 0.0)
+    resumed = make(callbacks=[other, one])
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        resumed.load_checkpoint(path)
+    assert (one.data.tolist(), other.data.tolist()) == ([3.0, 4.0], [7.0, 8.0])
+
+
+def test_two_averages_of_one_model_are_two(tmp_path):
+    fast, slow = EMA(0.1), EMA(0.9)
+    trained = make(callbacks=[fast, slow])
+    trained.fit()
+    path = trained.save_checkpoint(tmp_path / 'saved')
+    again = [EMA(0.1), EMA(0.9)]
+    make(callbacks=again).load_checkpoint(path)
+    for before, after in zip((fast, slow), again, strict=True):
+        assert all(torch.equal(averages(before)[name], value) for name, value in averages(after).items())
+    assert any(not torch.equal(averages(again[0])[name], value) for name, value in averages(again[1]).items())
+
+
+def test_the_checkpoint_records_the_owners_and_a_run_without_one_says_whose_is_left_out(tmp_path):
+    path = make(callbacks=[Keeper('statistics', 3.0)]).save_checkpoint(tmp_path / 'saved')
+    owners = json.loads((path / 'manifest.json').read_text())['meta']['owners']
+    assert owners == {'actor': 'models', 'actor_optim': 'optimizers', 'statistics': 'Keeper.0', 'rng': 'rng'}
+    with pytest.warns(UserWarning, match='statistics is of a callback that this run does not have, Keeper; it is left out'):
+        make().load_checkpoint(path)
+
+
+def test_a_checkpoint_that_does_not_record_owners_gives_an_average_back(tmp_path, monkeypatch):
+    from chatgpt.checkpoint import CheckpointReader
+
+    ema = EMA(0.5)
+    trained = make(callbacks=[ema])
+    trained.fit()
+    path = trained.save_checkpoint(tmp_path / 'saved')
+    read = CheckpointReader.__init__
+
+    def without_owners(self: CheckpointReader, folder: Path, **kw: Any) -> None:
+        read(self, folder, **kw)
+        self.meta.pop('owners', None)
+
+    monkeypatch.setattr(CheckpointReader, '__init__', without_owners)
+    again = EMA(0.5)
+    make(callbacks=[again]).load_checkpoint(path)
+    assert averages(again).keys() == averages(ema).keys()
+    assert all(torch.equal(averages(again)[name], value) for name, value in averages(ema).items())

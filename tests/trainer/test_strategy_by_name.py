@@ -1,0 +1,85 @@
+"""A strategy by its name, in `chatgpt.train` and in the trainers: it prepares what the trainer is given."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+
+import chatgpt
+from chatgpt.dataset import embedded, load_demonstrations, load_preferences
+from chatgpt.nn import GPTRM, GPTActor, GPTCritic
+from chatgpt.testing.processes import run_distributed
+from chatgpt.trainer import DPOTrainer, PPOTrainer, RewardModelTrainer, SFTTrainer
+from chatgpt.trainer.strategies import NaiveStrategy
+from chatgpt.trainer.strategies.named import STRATEGIES, strategy_by_name
+
+QUICK: dict[str, Any] = {'train_batch_size': 2, 'max_steps': 1}
+
+
+def pair(model: torch.nn.Module) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def sft(strategy: Any) -> SFTTrainer:
+    torch.manual_seed(0)
+    records = load_demonstrations(embedded.demo_corpus(4), embedded.demo_tokenizer())[0]
+    model, optim = pair(GPTActor(config=embedded.demo_config()))
+    if not isinstance(strategy, str):
+        model, optim = strategy.prepare((model, optim))
+    return SFTTrainer(strategy, model, optim, records, **QUICK)
+
+
+def test_the_same_as_a_strategy_of_ones_own():
+    by_name, by_hand = sft('naive'), sft(NaiveStrategy())
+    assert isinstance(by_name.strategy, NaiveStrategy)
+    before = deepcopy(by_name.models()['actor'].state_dict())
+    for trainer in (by_name, by_hand):
+        trainer.fit()
+    pairs = list(zip(by_name.models()['actor'].parameters(), by_hand.models()['actor'].parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert any(not torch.equal(value, before[name]) for name, value in by_name.models()['actor'].state_dict().items())
+
+
+def test_every_kind_of_trainer():
+    config, tokenizer = embedded.demo_config(), embedded.demo_tokenizer()
+    actor, critic, rm = GPTActor(config=config), GPTCritic(config=config), GPTRM(config=config)
+    ppo = PPOTrainer('naive', actor, critic, rm, deepcopy(actor), pair(actor)[1], pair(critic)[1], tokenizer=tokenizer,
+                     max_new_tokens=2, experience_batch_size=2, train_batch_size=2)  # fmt: skip
+    ppo.fit([row['prompt'] for row in embedded.demo_prompts(2)], 1, 1, 1)
+    assert ppo.num_updates == 1 and not any(p.requires_grad for p in rm.parameters())
+    records = load_preferences(embedded.demo_preferences(4), tokenizer)[0]
+    dpo = DPOTrainer('naive', *pair(GPTActor(config=config)), records, initial_model=GPTActor(config=config), **QUICK)
+    dpo.fit()
+    reward = RewardModelTrainer('naive', *pair(GPTRM(config=config)), records, **QUICK)
+    reward.fit()
+    assert dpo.num_updates == reward.num_updates == 1
+
+
+def test_the_verb(model_folder):
+    texts = [row['response'] for row in embedded.demo_corpus(4)]
+    trainer = chatgpt.train(str(model_folder), samples=texts, strategy='naive', **QUICK)
+    assert trainer.num_updates == 1
+    with pytest.raises(ValueError, match="strategy='dpp' is not known; choose one of naive, ddp, .*; did you mean ddp"):
+        chatgpt.train(str(model_folder), samples=texts, strategy='dpp', **QUICK)
+
+
+def two_ranks() -> tuple[int, int]:
+    trainer = sft('ddp')
+    trainer.fit()
+    return trainer.strategy.world_size, trainer.num_updates
+
+
+def test_ddp_on_two_processes():
+    assert run_distributed(two_ranks, 2) == [(2, 1), (2, 1)]
+
+
+def test_every_name_is_made(monkeypatch):
+    from chatgpt.trainer import strategies
+
+    for kind in ('DDPStrategy', 'FSDPStrategy', 'ColossalAIStrategy'):
+        monkeypatch.setattr(strategies, kind, lambda kind=kind, **options: kind, raising=False)
+    made = [strategy_by_name(name) for name in STRATEGIES[1:]]
+    assert made == ['DDPStrategy'] + ['FSDPStrategy'] * 2 + ['ColossalAIStrategy'] * 6
