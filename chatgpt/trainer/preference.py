@@ -80,10 +80,6 @@ class ReferenceConfig(PreferenceConfig):
     precompute_ref_logprobs: bool = True
     """the reference's log-probs once, before the first step; False computes them with every batch"""
 
-    def validate(self, world_size: int = 1) -> None:
-        super().validate(world_size)
-        self._positive('beta')
-
 
 @dataclass(kw_only=True)
 class DPOConfig(ReferenceConfig):
@@ -98,8 +94,6 @@ class DPOConfig(ReferenceConfig):
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
         self._one_of('loss_type', get_args(DPOLoss))
-        if not 0.0 <= self.label_smoothing < 0.5:
-            raise ValueError(f'label_smoothing={self.label_smoothing} must lie in [0, 0.5)')
 
 
 @dataclass(kw_only=True)
@@ -108,10 +102,6 @@ class ORPOConfig(PreferenceConfig):
 
     weight: float = 0.1
     """λ of the odds-ratio term (Hong et al. 2024)"""
-
-    def validate(self, world_size: int = 1) -> None:
-        super().validate(world_size)
-        self._positive('weight')
 
 
 @dataclass(kw_only=True)
@@ -122,11 +112,6 @@ class SimPOConfig(PreferenceConfig):
     """of the mean log-prob per token (Meng et al. 2024, whose range is 2 to 2.5)"""
     gamma: float = 1.0
     """target margin (Meng et al. 2024: 0.3 to 1.6)"""
-
-    def validate(self, world_size: int = 1) -> None:
-        super().validate(world_size)
-        self._positive('beta')
-        self._not_negative('gamma')
 
 
 class ReferenceModel:
