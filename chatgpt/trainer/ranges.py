@@ -60,7 +60,7 @@ def numeric_fields(cls: type) -> dict[str, tuple[bool, bool]]:
 
 def check_ranges(settings: Any) -> None:
     """Raises ValueError for the first setting that is not a number, not finite, or out of its range."""
-    for name, (whole, optional) in numeric_fields(type(settings)).items():
+    for name, (whole, optional) in numeric_fields(type(settings)).items():  # type: ignore[arg-type]
         spec, value = range_of(type(settings), name), getattr(settings, name)
         if spec is not None and not (optional and value is None) and (wrong := _wrong(value, spec, whole)):
             raise ValueError(f'{name}={value!r} must {wrong}')
