@@ -189,7 +189,7 @@ def _finish_reason(ids: list[int], sampled: SequenceOf[SamplingParams]) -> Finis
 
 def check_ids(what: str, ids: SequenceOf[Tensor], actor: nn.Module) -> None:
     """ValueError for a token id that the actor's vocabulary does not have."""
-    config = getattr(getattr(actor, 'model', None), 'config', None)
+    config: Any = getattr(getattr(actor, 'model', None), 'config', None)
     config = config.get_text_config() if hasattr(config, 'get_text_config') else config
     size = getattr(config, 'vocab_size', None)
     for i, given in enumerate(ids):
