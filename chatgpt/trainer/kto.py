@@ -31,12 +31,6 @@ class KTOConfig(ReferenceConfig):
     positive_label: str | None = None
     """which label is a success; None knows true, 1, good, positive and their opposites"""
 
-    def validate(self, world_size: int = 1) -> None:
-        super().validate(world_size)
-        self._not_negative('desirable_weight', 'undesirable_weight')
-        if self.train_batch_size < 2:
-            raise ValueError('train_batch_size=1: KTO compares each answer with another prompt of its batch; use 2 or more')
-
 
 @dataclass(kw_only=True)
 class Judged:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from chatgpt.dataset.prompts import as_prompts
-from chatgpt.trainer.ppo_setup import check_by_hand, given_groups, given_samples, sampling_for
+from chatgpt.trainer.ppo_setup import check_by_hand, check_ids, given_groups, given_samples, sampling_for
 from chatgpt.types import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 class StepwisePPO:
     """The step-wise half of `PPOTrainer`, which is what `self` is. On several ranks each gives and gets its own share."""
+
+    generated_with: SamplingParams | None = None
+    """of the latest `generate`, whose end tokens and stop strings `step` knows the end of a response by, beside the trainer's own"""
 
     def generate(
         self: Any,
@@ -50,7 +53,10 @@ class StepwisePPO:
         check_by_hand(self.config)
         prompts = list(as_prompts([queries] if isinstance(queries, Tensor) else list(queries), self.tokenizer))
         kwargs = self.generate_kwargs | generate_kwargs
-        sampling, _ = sampling_for(cast(Any, self.strategy.unwrap(self.actor)), self.tokenizer, kwargs)
+        actor = cast(Any, self.strategy.unwrap(self.actor))
+        check_ids('generate: query', [p.ids for p in prompts], actor)
+        sampling, _ = sampling_for(actor, self.tokenizer, kwargs)
+        self.generated_with = sampling
         limits = [sampling.max_new_tokens] * len(prompts) if length_sampler is None else [length_sampler() for _ in prompts]
         if generate_ref_response and self.maker.initial_model is None:
             raise ValueError('generate_ref_response needs an initial_model of its own')
@@ -84,12 +90,16 @@ class StepwisePPO:
             The metrics of the phase, named as in metrics.jsonl.
 
         Raises:
-            ValueError: lists of different lengths, an empty response, a score that is not finite, queries that do not make groups,
-                a setting that only `fit` can follow.
+            ValueError: lists of different lengths, an empty response, a token id outside of the vocabulary, a score that is not finite,
+                queries that do not make groups, a setting that only `fit` can follow.
         """
         check_by_hand(self.config)
         prompts = list(as_prompts(list(queries), self.tokenizer))
-        samples, checked = given_samples(prompts, responses, scores, response_masks, self.sampling)
+        actor = self.strategy.unwrap(self.actor)
+        check_ids('step: query', [p.ids for p in prompts], actor)
+        check_ids('step: response', responses, actor)
+        sampled = [self.sampling, *([self.generated_with] if self.generated_with is not None else [])]
+        samples, checked = given_samples(prompts, responses, scores, response_masks, sampled)
         starts = given_groups(prompts, self.config)
         counts = self.strategy.all_gather_object(len(samples))
         first = self.samples_drawn + sum(counts[: self.strategy.rank])
