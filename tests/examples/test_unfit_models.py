@@ -30,6 +30,7 @@ def broken(model_folder, tmp_path):
 
 
 def test_unfit_weights_end_the_command_in_one_line(monkeypatch, capsys, broken, model_folder):
+    capsys.readouterr()
     common = [*QUICK, '--save_path', str(broken / 'run')]
     error = fails(monkeypatch, capsys, *common, '--pretrain', str(broken / 'nan'), *REWARD)
     assert f'{broken}/nan/model.safetensors: transformer.h.0.mlp.c_fc.weight holds NaN' in error
