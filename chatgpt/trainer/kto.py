@@ -119,7 +119,8 @@ class KTOTrainer(AnswerTrainer):
         if all(torch.equal(prompts[0], p) for p in prompts):
             everywhere = (r.sequence.prompt_ids for r in self.train_data)
             return [next((p for p in everywhere if not torch.equal(p, prompts[0])), prompts[0])] * len(prompts)
-        others, other = [], next(p for p in prompts if not torch.equal(p, prompts[-1]))
+        others: list[Tensor] = []
+        other = next(p for p in prompts if not torch.equal(p, prompts[-1]))
         for own, following in zip(reversed(prompts), reversed([*prompts[1:], prompts[0]]), strict=True):
             other = other if torch.equal(own, following) else following
             others.append(other)
