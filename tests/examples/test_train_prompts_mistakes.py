@@ -41,7 +41,7 @@ def no_weights(monkeypatch):
         (['--epochs=2', '--num_episodes=3', '{prompts}', '--pretrain={model}', *REWARD],
          'epochs=2 and num_episodes=3 both say how long to train; give one'),
         (['--training_iteration=2', '--max_timesteps=3', '{prompts}', '--pretrain={model}', *REWARD],
-         'training_iteration=2 and max_timesteps=3 both say how long'),
+         'training_iteration=2 and num_episodes=1 both say how long'),
         (['{prompts}', '--validation_file={prompts}', '--pretrain={model}', *REWARD], 'is the training data: give another, or'),
         (['--validation_percentage=0.1'],
          'validation_percentage=0.1 may mean 10 % or 0.1 %: give 10 for the first; for the second keep records back yourself'),

@@ -10,6 +10,8 @@ import torch
 from chatgpt.trainer.advantages import whitened
 from online_runs import PROMPTS, QUERIES, RESPONSES, make, vowels
 
+from chatgpt.launch.build import check_ppo_args
+from chatgpt.launch.runs import PPORun
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.strategies import DDPStrategy
 from chatgpt.types import Experience
@@ -152,3 +154,9 @@ def test_step_has_one_score_and_is_refused():
     trainer = make(reward=REWARDS, **GDPO)
     with pytest.raises(ValueError, match='needs the scores of each reward, which step is not given'):
         trainer.step(QUERIES, RESPONSES, [0.0] * 4)
+
+
+def test_the_command_line_has_one_reward():
+    run = PPORun(**GDPO)
+    with pytest.raises(ValueError, match='takes a list of rewards, which the command line cannot give'):
+        check_ppo_args(run, 1)

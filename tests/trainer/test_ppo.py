@@ -215,6 +215,9 @@ def test_tokens_outside_the_response_mask_count_nowhere():
         ({'scores': [float('nan')]}, r'scores\[0\] is not finite'),
         ({'scores': [torch.tensor([1.0, 2.0])]}, r'scores\[0\] has 2 entries for 3 tokens'),
         ({'responses': [torch.tensor([], dtype=torch.int64)]}, 'response 0 is empty'),
+        ({'responses': [torch.tensor([4, VOCAB, 6])]}, '^step: response 0 has the token id 16, outside of the vocabulary of 16 tokens'),
+        ({'responses': [torch.tensor([4, -1, 6])]}, '^step: response 0 has the token id -1'),
+        ({'queries': [torch.tensor([3, 99])]}, '^step: query 0 has the token id 99'),
         ({'response_masks': [torch.tensor([True])]}, r'response_masks\[0\] has 1 entries for 3 tokens'),
     ],
 )
@@ -222,6 +225,27 @@ def test_step_refuses(change, message):
     given = {'queries': [torch.tensor([3])], 'responses': [torch.tensor([4, 5, 6])], 'scores': [1.0]} | change
     with pytest.raises(ValueError, match=message):
         make().step(**given)
+
+
+class Numbers:
+    """A tokenizer whose texts are its ids: 'i5.i7.'"""
+
+    eos_token_id, bos_token_id, pad_token_id = 2, None, 0
+
+    def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
+        return ''.join(f'i{int(i)}.' for i in ids)
+
+
+@pytest.mark.parametrize('where', ['trainer', 'generate'])
+def test_step_knows_that_a_response_ended_by_a_stop_string(where):
+    stop = {'stop_strings': ['i6.i5.']}
+    trainer = make(tokenizer=Numbers(), kl_coef=0.0, missing_eos_score=-9.0, **(stop if where == 'trainer' else {}))
+    queries = [torch.tensor([3, 4])] * 4
+    trainer.generate(queries, **(stop if where == 'generate' else {}))
+    responses = [torch.tensor(ids) for ids in ([8, 6, 5], [8, 2], [8, 5, 6], [6, 5])]
+    trainer.step(queries, responses, [1.0] * 4)
+    assert [e.finish_reason for e in trainer.last_experiences] == ['stop', 'eos', 'length', 'stop']
+    assert [e.rewards.sum().item() for e in trainer.last_experiences] == [1.0, 1.0, -9.0, 1.0]
 
 
 def test_score_scaling_says_when_it_has_nothing_to_divide_by():
