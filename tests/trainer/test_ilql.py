@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from chatgpt.trainer.ilql import standardized, turn_ends
 from phase_log import Log
 from transformers import GPT2LMHeadModel
 
@@ -17,6 +16,7 @@ from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import BetaEvaluation, ILQLTrainer, PromptEvaluation, rewarded
 from chatgpt.trainer.callbacks import Evaluator, ProgressBar, SaveCheckpoint
+from chatgpt.trainer.objectives.ilql import standardized, turn_ends
 from chatgpt.trainer.saving import save_pretrained
 from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.types import Prompt, Sequence

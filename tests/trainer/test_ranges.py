@@ -7,14 +7,14 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from chatgpt.trainer.ilql import ILQLConfig
-from chatgpt.trainer.kto import KTOConfig
-from chatgpt.trainer.preference import DPOConfig, ORPOConfig, SimPOConfig
-from chatgpt.trainer.reward_model import RewardModelConfig
 
 import chatgpt.trainer  # noqa: F401
 from chatgpt.rollout import SamplingParams
 from chatgpt.trainer.config import PPOConfig, Settings, SFTConfig, SupervisedConfig
+from chatgpt.trainer.objectives.ilql import ILQLConfig
+from chatgpt.trainer.objectives.kto import KTOConfig
+from chatgpt.trainer.objectives.pairs import DPOConfig, ORPOConfig, SimPOConfig
+from chatgpt.trainer.objectives.reward_model import RewardModelConfig
 from chatgpt.trainer.ranges import RANGES, numeric_fields, range_of
 from chatgpt.trainer.rft import RFTConfig
 
