@@ -108,7 +108,7 @@ def test_the_wrong_family_is_named_with_the_right_one(tmp_path):
     assert str(error.value) == f"LlamaActor takes models of the family 'llama', but '{tmp_path}' is of the family 'gpt2'; use GPTActor"
     with pytest.raises(ValueError, match="OPTActor takes .* 'opt', but the config is of the family 'bloom'; use BLOOMActor"):
         OPTActor(config=tiny_config('bloom'))
-    from test_critic import deberta_config
+    from encoder_models import deberta_config
 
     with pytest.raises(ValueError, match="family 'deberta-v2'; use AutoActor"):
         GPTActor(config=deberta_config())
