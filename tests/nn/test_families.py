@@ -109,7 +109,7 @@ def test_the_wrong_family_is_named_with_the_right_one(tmp_path):
     assert str(error.value) == want
     with pytest.raises(ValueError, match="OPTActor takes .* 'opt', but the config is of the family 'bloom'; use AutoActor"):
         OPTActor(config=tiny_config('bloom'))
-    from test_critic import deberta_config
+    from encoder_models import deberta_config
 
     with pytest.raises(ValueError, match="family 'deberta-v2'; use AutoActor"):
         GPTActor(config=deberta_config())

@@ -13,6 +13,7 @@ import torch
 
 from chatgpt.nn import Actor, Critic
 from chatgpt.plan import Setup, cheapest_change, explain_out_of_memory, make_plan, models, parse_bytes, show_bytes
+from chatgpt.plan.__main__ import main
 from chatgpt.plan.advice import changes
 from chatgpt.plan.static import frozen_memory, trained_memory
 from chatgpt.testing.fakes import tiny_config
@@ -268,15 +269,13 @@ def test_the_command(tmp_path):
 
 
 @pytest.mark.parametrize(('content', 'sentence'), [('not json', 'not the config.json'), ('{}', 'not the config.json'), (None, 'nowhere')])
-def test_what_is_no_config(tmp_path, content, sentence):
+def test_what_is_no_config(tmp_path, capsys, content, sentence):
     path = tmp_path / 'nowhere.json'
     if content is not None:
         path.write_text(content)
-    wrong = command(str(path))
-    assert wrong.returncode == 2
-    assert sentence in wrong.stderr
-    assert len(wrong.stderr.strip().splitlines()) == 1
-    assert 'Traceback' not in wrong.stderr
+    assert main([str(path)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert sentence in line
 
 
 def test_a_plan_of_a_large_model_takes_no_memory():

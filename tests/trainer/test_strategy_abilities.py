@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_ilql import model, sequence
+from ilql_runs import model, sequence
 
 from chatgpt.nn import GPTActor
 from chatgpt.testing.fakes import tiny_config
