@@ -159,6 +159,7 @@ def test_a_real_model_on_real_prompts(monkeypatch, tmp_path):
     assert all(line['ppo/first_ratio_error'] < 1e-4 for line in metrics_of(tmp_path))
 
 
+@pytest.mark.system
 def test_rollout_workers_on_ray_are_the_same_run(monkeypatch, tmp_path, model_folder):
     ray = pytest.importorskip('ray')
     before = set(os.environ)

@@ -249,20 +249,16 @@ def test_amounts_are_shown():
     assert [show_bytes(x) for x in (0, 5, 2**11, 1.5 * 2**30, 2**37)] == ['0', '5 B', '2.00 KiB', '1.50 GiB', '128 GiB']
 
 
-def command(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, '-m', 'chatgpt.plan', *args], capture_output=True, text=True, timeout=100)
-
-
-def test_the_command(tmp_path):
+def test_the_command(tmp_path, capsys):
     path = tmp_path / 'config.json'
     path.write_text(json.dumps(CONFIG.to_dict()))
-    fits = command(str(path), '--memory', '1GiB')
+    command = [sys.executable, '-m', 'chatgpt.plan', str(path), '--memory', '1GiB']
+    fits = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert fits.returncode == 0, fits.stderr
     assert 'it fits' in fits.stdout
     assert 'actor optimizer' in fits.stdout
-    does_not = command(str(path), '--memory', '10KiB', '--json')
-    assert does_not.returncode == 1
-    content = json.loads(does_not.stdout)
+    assert main([str(path), '--memory', '10KiB', '--json']) == 1
+    content = json.loads(capsys.readouterr().out)
     assert content['limit'] == 'device memory'
     assert content['peak'] > 10 * 1024
     assert list(tmp_path.iterdir()) == [path]  # nothing was written, and there were no weights to read
