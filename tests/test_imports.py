@@ -15,12 +15,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # What each room may import, as docs/design.md draws it. `chatgpt` itself (its version) and `names` may be imported by all.
 MATHS = {'types', 'functional'}
-MODELS = MATHS | {'batching', 'nn'}
+MODELS = MATHS | {'batching', 'sweep', 'nn'}
 ALLOWED: dict[str, set[str]] = {
     'types': set(),
     'names': set(),
     'functional': set(),
+    'registry': set(),
     'batching': MATHS,
+    'sweep': MATHS | {'batching'},
     'cluster': set(),
     'nn': MATHS | {'batching'},
     'rollout': MODELS | {'cluster'},
@@ -29,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     'checkpoint': set(),
     'trainer.strategies': MODELS | {'checkpoint'},
     'trainer.callbacks': MATHS | {'checkpoint', 'trainer', 'trainer.strategies'},
-    'trainer': MODELS | {'plan', 'rollout', 'experience', 'dataset', 'checkpoint', 'trainer.strategies', 'trainer.callbacks'},
+    'trainer': MODELS | {'registry', 'plan', 'rollout', 'experience', 'dataset', 'checkpoint', 'trainer.strategies', 'trainer.callbacks'},
     'launch': MODELS
     | {'cluster', 'plan', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
     | {'trainer', 'trainer.strategies', 'trainer.callbacks'},

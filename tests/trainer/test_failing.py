@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_ema import make as make_sft
-from test_kill import metrics
-from test_ppo import CountGood, make, prompts, weights
+from killed_runs import metrics
+from ppo_on_ids import CountGood, make, prompts, weights
+from sft_runs import make as make_sft
 
 from chatgpt.checkpoint import CheckpointError, CheckpointReader
 from chatgpt.testing.processes import run_script
@@ -79,7 +79,7 @@ def test_a_reward_that_raises_in_phase_three_loses_nothing(tmp_path, capsys):
     told = f'the run failed in phase 3; the state after phase 2 is kept in {path}: continue with --resume auto or --resume {path}\n'
     assert told in capsys.readouterr().err
     again = make(run_dir=tmp_path / 'broken')
-    assert again.load_checkpoint('auto') and (again.phase, again.timestep, again.samples_drawn) == (2, 2, 32)
+    assert again.load_checkpoint('auto') and (again.phase, again.timestep, again.collector.samples_drawn) == (2, 2, 32)
     fit(again)
     assert torch.equal(weights(straight), weights(again))
     assert metrics(tmp_path / 'broken') == metrics(tmp_path / 'straight')

@@ -222,7 +222,7 @@ def test_the_overlong_penalty_knows_max_length():
 @pytest.mark.parametrize(
     ('kwargs', 'message'),
     [
-        ({'kl_coeff': 0.1}, "unknown keyword 'kl_coeff'; did you mean kl_coef"),
+        ({'kl_coeff': 0.1}, "unknown keyword 'kl_coeff'; here it is kl_coef"),
         ({'temprature': 0.1}, "unknown keyword 'temprature'; did you mean temperature"),
         ({'train_batch_size': 0}, 'train_batch_size=0 must be positive'),
         ({'kl_kind': 'k9'}, "kl_kind='k9' is not known"),
