@@ -178,10 +178,12 @@ class Trainer:
         Raises:
             CheckpointError: it is partial, damaged, or of other models; names the file or the first keys.
         """
-        if not checkpointing.load_checkpoint(self, path):
+        found = checkpointing.load_checkpoint(self, path)
+        if found is None:
             return False
-        assert self.resumed_from is not None
+        self.resumed_from, self.saved_fingerprint = found
         self._standing = self.resumed_from, self.phase, self.steps.done
+        self.callbacks.on_resume(self, self.resumed_from)
         return True
 
     def standing_checkpoint(self) -> Path | None:
@@ -235,7 +237,7 @@ class Trainer:
                 self.callbacks.on_fit_end(self)
             except BaseException as error:
                 note_on_memory(error, self.memory_setup)
-                keep_what_is_whole(self, error)
+                keep_what_is_whole(self, self.steps, error)
                 self.callbacks.on_exception(self, error)
                 raise
         self._signals.raise_received()

@@ -119,6 +119,7 @@ class PPOTrainer(Trainer):
         strategy, (actor, actor_optim), (critic, critic_optim), reward_model, initial_model, mask_model = prepared_by(
             strategy, (actor, actor_optim), (critic, critic_optim), reward_model, initial_model, mask_model
         )
+        assert not isinstance(strategy, str)
         config.validate(strategy.world_size)
         bare: Any = strategy.unwrap(actor)
         self.actor, self.critic = actor, critic

@@ -120,6 +120,7 @@ class RFTTrainer(OfflineTrainer):
     ) -> None:
         config, generation = RFTConfig.split('RFTTrainer', config, kwargs)
         strategy, (actor, optim), reward = prepared_by(strategy, (actor, optim), reward)
+        assert not isinstance(strategy, str)
         self.prompts = as_prompts(prompts, tokenizer)
         scorer = as_scorer(reward)
         if scorer is None:

@@ -200,6 +200,7 @@ class ILQLTrainer(OfflineTrainer):
         **settings: Any,
     ) -> None:
         strategy, (model, optim) = prepared_by(strategy, (model, optim))
+        assert not isinstance(strategy, str)
         if not isinstance(strategy.unwrap(model), ILQLModel):
             raise ValueError(f'ILQLTrainer trains an ILQLModel, not a {type(strategy.unwrap(model)).__name__}')
         if not strategy.weights_in_place:

@@ -200,6 +200,7 @@ class RewardModelTrainer(OfflineTrainer):
     ) -> None:
         config = merged(RewardModelConfig, config, settings)
         strategy, (model, optim) = prepared_by(strategy, (model, optim))
+        assert not isinstance(strategy, str)
         if config.early_stopping_patience is not None:
             if not eval_data:
                 raise ValueError('early_stopping_patience needs eval_data to measure on')

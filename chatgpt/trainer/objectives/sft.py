@@ -73,6 +73,7 @@ class SFTTrainer(OfflineTrainer):
         **settings: Any,
     ) -> None:
         strategy, (model, optim) = prepared_by(strategy, (model, optim))
+        assert not isinstance(strategy, str)
         super().__init__(
             strategy, model, optim, SFTObjective(), train_data, eval_data, config=merged(SFTConfig, config, settings),
             callbacks=callbacks, tokenizer=tokenizer, run_dir=run_dir,
