@@ -70,7 +70,7 @@ class DummyRun:
             raise ValueError(f'max_length={self.max_length} is prompt and response: it must be above prompt_length={self.prompt_length}')
         for name in ('train_batch_size', 'experience_batch_size'):
             if getattr(self, name) < 1 or getattr(self, name) % world_size:
-                raise ValueError(f'{name}={getattr(self, name)} cannot be cut over {world_size} processes; give a multiple')
+                raise ValueError(f'{name}={getattr(self, name)} cannot be split over {world_size} processes; give a multiple')
         if self.lora_rank and self.num_layers_unfrozen > 0:
             raise ValueError('lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one')
         if self.precision == 'fp32' and self.is_gemini:

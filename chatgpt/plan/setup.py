@@ -107,7 +107,7 @@ class Setup:
             raise ValueError("critic='shared' with num_layers_unfrozen is not planned; use critic='own'")
         for name in ('experience_batch_size', 'train_batch_size') if self.task == 'ppo' else ():
             if getattr(self, name) % self.num_processes:
-                raise ValueError(f'{name}={getattr(self, name)} cannot be cut over {self.num_processes} ranks')
+                raise ValueError(f'{name}={getattr(self, name)} cannot be split over {self.num_processes} ranks')
 
     @property
     def itemsize(self) -> int:

@@ -1,4 +1,4 @@
-"""What a policy says to held-back prompts: responses, their scores and metrics, a table. Any trainer's actor, any strategy.
+"""What a policy says to eval prompts: responses, their scores and metrics, a table. Any trainer's actor, any strategy.
 
     Evaluator(PromptEvaluation(prompts, tokenizer, reward_fn), interval=10, metric='score_mean')
 
@@ -145,4 +145,4 @@ class PromptEvaluation:
         self._begun = id(trainer), trainer.phase
         self._file.write(trainer, trainer.phase, rows)
         names = [n for n in rows[0] if n not in ('prompt', 'response')]
-        say(f'held-back prompts at phase {trainer.phase}\n{format_table(rows, [*names, "prompt", "response"])}')
+        say(f'eval prompts at phase {trainer.phase}\n{format_table(rows, [*names, "prompt", "response"])}')
