@@ -30,11 +30,11 @@ from torch.optim import Optimizer
 
 from chatgpt.checkpoint.layout import Piece, TensorReader
 from chatgpt.trainer.strategies import states
-from chatgpt.trainer.strategies.colossalai_cpu import bridge
-from chatgpt.trainer.strategies.colossalai_engines import Engine, TrainedEngine, ZeroEngine, wire
-from chatgpt.trainer.strategies.colossalai_gemini import GeminiEngine, GeminiFrozen
-from chatgpt.trainer.strategies.colossalai_options import FP16_ONLY, Placement, check_options, import_colossalai
-from chatgpt.trainer.strategies.colossalai_states import (
+from chatgpt.trainer.strategies.colossalai.cpu import bridge
+from chatgpt.trainer.strategies.colossalai.engines import Engine, TrainedEngine, ZeroEngine, wire
+from chatgpt.trainer.strategies.colossalai.gemini import GeminiEngine, GeminiFrozen
+from chatgpt.trainer.strategies.colossalai.options import FP16_ONLY, Placement, check_options, import_colossalai
+from chatgpt.trainer.strategies.colossalai.states import (
     UpstreamScaler,
     buffers_of,
     load_model_pieces,
