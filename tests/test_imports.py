@@ -22,18 +22,19 @@ ALLOWED: dict[str, set[str]] = {
     'functional': set(),
     'batching': MATHS,
     'cluster': set(),
+    'registry': set(),
     'nn': MATHS | {'batching'},
     'rollout': MODELS | {'cluster'},
     'dataset': {'types'},
     'experience': MODELS | {'rollout', 'rewards', 'dataset'},
     'checkpoint': set(),
-    'trainer.strategies': MODELS | {'checkpoint'},
-    'trainer.callbacks': MATHS | {'checkpoint', 'trainer', 'trainer.strategies'},
-    'trainer': MODELS | {'plan', 'rollout', 'experience', 'dataset', 'checkpoint', 'trainer.strategies', 'trainer.callbacks'},
+    'trainer.strategies': MODELS | {'checkpoint', 'registry'},
+    'trainer.callbacks': MATHS | {'checkpoint', 'plan', 'trainer', 'trainer.strategies'},
+    'trainer': MODELS | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer.strategies', 'trainer.callbacks'},
     'launch': MODELS
     | {'cluster', 'plan', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
     | {'trainer', 'trainer.strategies', 'trainer.callbacks'},
-    'plan': MODELS | {'trainer.strategies'},  # to find a model's blocks and a strategy's name
+    'plan': MODELS | {'trainer.strategies'},  # a strategy says what it keeps in memory, and finds a model's blocks
     'rewards': set(),
     'quickstart': MODELS
     | {'rollout', 'rewards', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks', 'launch'},
