@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from chatgpt.dataset.prompts import as_prompts
 from chatgpt.experience.scorers import as_score, as_scorer, described
-from chatgpt.plan.setup import Task
 from chatgpt.rollout import LocalEngine, RolloutEngine
 from chatgpt.rollout.sampling import sampling_for
 from chatgpt.trainer.base import Trainer
@@ -220,4 +219,4 @@ class RFTTrainer(OfflineTrainer):
 
 
 class _OfRounds(SFTObjective):
-    planned_as: ClassVar[Task | None] = None  # rounds collect too
+    planned_as: ClassVar[str | None] = None  # rounds collect too

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from chatgpt.batching import collate
 from chatgpt.dataset.tokenize import TokenizedLabelled, TokenizedPreference
 from chatgpt.functional.losses import pairwise_log_exp_loss, pairwise_log_sigmoid_loss, ranked_pairs
-from chatgpt.plan.setup import Task
 from chatgpt.sweep import cuts_of_share, sweep
 from chatgpt.trainer.callbacks.early_stopping import StopOnPlateau
 from chatgpt.trainer.config import Schedule, SupervisedConfig
@@ -65,7 +64,7 @@ class PairwiseObjective(Objective):
 
     prefix = 'rm'
     model_name = 'reward_model'
-    planned_as: ClassVar[Task | None] = 'reward_model'
+    planned_as: ClassVar[str | None] = 'reward_model'
 
     def __init__(self, config: RewardModelConfig) -> None:
         self.config = config
@@ -133,7 +132,7 @@ class LabelledObjective(Objective):
 
     prefix = 'rm'
     model_name = 'reward_model'
-    planned_as: ClassVar[Task | None] = 'reward_model'
+    planned_as: ClassVar[str | None] = 'reward_model'
 
     def __init__(self, config: RewardModelConfig) -> None:
         self.config = config
