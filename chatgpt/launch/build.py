@@ -177,7 +177,7 @@ class PPOInputs:
 def read_config(run: Run) -> tuple[Any, Any]:
     """The config and tokenizer that a run starts from, checked against each other."""
     from chatgpt.dataset import embedded
-    from chatgpt.dataset.checks import check_tokenizer
+    from chatgpt.dataset.tokenize import check_tokenizer
     from chatgpt.nn.loading import load_config, load_tokenizer
 
     quiet_transformers()

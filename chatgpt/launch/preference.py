@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, get_args
 
 from chatgpt.dataset.examples import Labelled, Preference
-from chatgpt.dataset.reading import read_records
-from chatgpt.dataset.records import BadRecords
+from chatgpt.dataset.reading import BadRecords, read_records
 from chatgpt.launch.runs import DataRun
 from chatgpt.trainer.objectives.kto import KTOConfig, KTOTrainer
 from chatgpt.trainer.objectives.pairs import (
