@@ -40,10 +40,10 @@ def main() -> None:
 
 
 def build(args: Any) -> tuple[Any, Any]:
+    from chatgpt.launch.build import FAMILIES
     from transformers import GPT2Config
 
     from chatgpt import nn
-    from chatgpt.launch.build import FAMILIES
 
     small = GPT2Config(vocab_size=512, n_positions=max(64, args.prompt_tokens + args.max_new_tokens), n_embd=64, n_layer=2, n_head=2,
                        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)  # fmt: skip
@@ -57,8 +57,8 @@ def build(args: Any) -> tuple[Any, Any]:
 
 def train(args: Any, strategy: Any) -> None:
     import torch
-
     from chatgpt.launch.build import context_of, quiet_transformers
+
     from chatgpt.trainer import PPOTrainer
     from chatgpt.trainer.callbacks import PerformanceEvaluator, ProgressBar, num_parameters
 

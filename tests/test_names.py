@@ -10,8 +10,7 @@ import pytest
 import chatgpt
 from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.config_values import peek
-from chatgpt.launch.preference import PreferenceRun
-from chatgpt.launch.runs import PPORun, RewardRun, SFTRun
+from chatgpt.launch.runs import PPORun, PreferenceRun, RewardRun, SFTRun
 from chatgpt.names import THEIRS, hint, ours
 from chatgpt.nn import Actor, Critic, RewardModel
 from chatgpt.rollout import SamplingParams

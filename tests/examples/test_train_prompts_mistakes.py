@@ -16,12 +16,12 @@ from chatgpt.nn import RewardModel
 @pytest.fixture
 def no_weights(monkeypatch):
     """Fails when a weight is loaded or made."""
-    from chatgpt.launch.build import PPOInputs
+    from chatgpt.launch import recipes
 
-    def build_models(self):
+    def build_ppo_models(inputs):
         raise AssertionError('weights were touched before the mistake was found')
 
-    monkeypatch.setattr(PPOInputs, 'build_models', build_models)
+    monkeypatch.setattr(recipes, 'build_ppo_models', build_ppo_models)
 
 
 @pytest.mark.usefixtures('no_weights')

@@ -11,8 +11,7 @@ import pytest
 
 from chatgpt.launch.arguments import make_strategy, metavar_of
 from chatgpt.launch.config_file import parse_run, read_file, to_yaml, write_resolved
-from chatgpt.launch.preference import PreferenceRun
-from chatgpt.launch.runs import PPORun, RewardRun, SFTRun
+from chatgpt.launch.runs import PPORun, PreferenceRun, RewardRun, SFTRun
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / 'examples' / 'configs'
@@ -80,10 +79,10 @@ def test_resources(monkeypatch):
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match='asks for 1 GPU, and this machine has none'):
             run(SFTRun, '--resources_per_worker', '{GPU: 1}').apply_resources()
-        from chatgpt.launch.build import check_ppo_args
+        from chatgpt.launch.inputs import check_run
 
         with pytest.raises(ValueError, match='asks for 1 GPU, and this machine has none'):
-            check_ppo_args(run(PPORun, '--resources_per_worker', '{GPU: 1}'), 1)
+            check_run(run(PPORun, '--resources_per_worker', '{GPU: 1}'), 1)
 
 
 YAML = """
