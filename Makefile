@@ -1,8 +1,9 @@
 # make demo and make test are all that a fresh machine needs: they make a virtual environment and install pinned versions into it.
-# PYTHON is the interpreter the environment is made from; VENV is where it goes.
+# PYTHON is the interpreter the environment is made from; VENV is where it goes; WORKERS is how many processes share make test.
 
 PYTHON ?= python3
 VENV ?= .venv
+WORKERS ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -12,13 +13,14 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-full lint format venv dev colossalai ray install gpu-check clean
+.PHONY: help demo test test-system test-full lint format venv dev colossalai ray install gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo       SFT, a reward model, PPO, from nothing, in minutes on two cores; result in outputs/demo'
-	@echo 'make test       lint and tests, about twenty minutes on two cores'
-	@echo 'make test-full  and the slow tests'
+	@echo 'make test       lint and the tests of the library, under eight minutes on two cores'
+	@echo 'make test-system  launchers, Ray, kills, capacity, layouts, ColossalAI: about twenty minutes more'
+	@echo 'make test-full  all of these and the slow tests'
 	@echo 'make fixed-runs BASE=<commit>  short runs of every kind with the code of BASE and with this: equal to the bit'
 	@echo 'make test-isa   the tests under older instruction sets than this machine has; ISA_TESTS="tests/nn tests/rollout"'
 	@echo 'make lint       ruff and mypy'
@@ -30,16 +32,19 @@ help:
 demo: venv
 	$(BIN)/python examples/demo.py
 
-test: lint
-	$(MAKE) --no-print-directory pytest
-
-test-full: lint
-	$(MAKE) --no-print-directory pytest PYTEST_ARGS='-m "not gpu"'
-
 # One thread per process: tests start processes of their own, and results do not depend on the number of cores.
-.PHONY: pytest
-pytest: dev colossalai ray
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# Halves of the list go to the workers, which keeps the fixtures of a file together; whoever is done first helps the other.
+test: lint colossalai ray
+	$(PYTEST) -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+# One after another: each starts processes of its own, and some of them measure time.
+test-system: dev colossalai ray
+	$(PYTEST) -m 'system and not slow and not gpu' $(PYTEST_ARGS)
+
+test-full: test
+	$(PYTEST) -m '(system or slow) and not gpu' $(PYTEST_ARGS)
 
 # The recording is made from a temporary checkout of BASE, by the runs of this one; the comparison is with the working tree.
 .PHONY: fixed-runs

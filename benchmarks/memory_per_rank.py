@@ -129,7 +129,7 @@ def table(names: tuple[str, ...], precision: str, world_sizes: list[int]) -> tup
         kind, options = STRATEGIES[name]
         cells = []
         for world_size in world_sizes:
-            ranks = run_distributed(measure, world_size, kind, options | {'precision': precision}, timeout_s=300.0)
+            ranks = run_distributed(measure, world_size, kind, options | {'precision': precision}, timeout_s=300.0, fresh=True)
             cells.append(f'{max(r["held_mib"] for r in ranks):.0f}, {max(r["peak_mib"] for r in ranks):.0f}')
             parameters = ranks[0]['parameters']
         lines.append(f'| {name} | ' + ' | '.join(cells) + ' |')

@@ -39,7 +39,7 @@ class Registry(dict[str, T]):
         if name in self:
             return self[name]
         if not isinstance(name, str) or ':' not in name:
-            raise ValueError(f'{self.what} {name!r} is not known{hint(str(name), self)}; there are {", ".join(self)}, and module:name')
+            raise ValueError(f'{self.what}={name!r} is not known; choose one of {", ".join(self)}, or module:name{hint(str(name), self)}')
         found = load_object(name)
         if not isinstance(found, self.kind):
             raise ValueError(f'{name!r} is a {type(found).__name__}, not a {self.kind.__name__}, which {self.what} needs')

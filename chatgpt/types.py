@@ -22,7 +22,7 @@ FinishReason = Literal['eos', 'stop', 'length']
 class Prompt:
     """One prompt, tokenized.
 
-    >>> Prompt(ids=torch.tensor([5, 6, 7]), text='a b c', columns={'answer': '12'})
+    >>> prompt = Prompt(ids=torch.tensor([5, 6, 7]), text='a b c', columns={'answer': '12'})
     """
 
     ids: Tensor
@@ -36,7 +36,7 @@ class Prompt:
 class Sequence:
     """Prompt and response tokens with a mask: what a model needs to score or to learn from.
 
-    >>> Sequence(prompt_ids=torch.tensor([5, 6]), response_ids=torch.tensor([7, 1]), response_mask=torch.tensor([True, True]))
+    >>> sequence = Sequence(prompt_ids=torch.tensor([5, 6]), response_ids=torch.tensor([7, 1]), response_mask=torch.tensor([True, True]))
     """
 
     prompt_ids: Tensor
@@ -59,7 +59,7 @@ class Sequence:
 class Sample(Sequence):
     """One generated response.
 
-    >>> Sample(index=17, group=17, prompt_ids=torch.tensor([5, 6]), response_ids=torch.tensor([7, 1]),
+    >>> sample = Sample(index=17, group=17, prompt_ids=torch.tensor([5, 6]), response_ids=torch.tensor([7, 1]),
     ...        response_mask=torch.tensor([True, True]), logprobs=torch.tensor([-1.2, -0.1]),
     ...        filtered_logprobs=torch.tensor([-0.9, 0.0]), edge_distances=torch.tensor([0.2, 0.03]),
     ...        finish_reason='eos')

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.register_assert_rewrite('killed_runs', 'layout_runs')
+
 _OURS = ('RANK', 'WORLD_SIZE', 'LOCAL_', 'MASTER_', 'OMP_', 'MKL_', 'CUDA_VISIBLE', 'GROUP_', 'TORCHELASTIC', 'PYTORCH_CUDA', 'CHATGPT')
 """beginnings of the variables that our code could set; third parties set others while they are imported"""
 

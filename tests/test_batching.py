@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from chatgpt.batching import align, collate, cut_by_tokens, filler, split_over_ranks
+from chatgpt.batching import align, collate, cut_by_tokens, micro_batches, split_over_ranks
 from chatgpt.types import Sequence
 
 
@@ -38,7 +38,7 @@ def test_collate_pads_on_the_right_and_masks_it():
 
 @pytest.mark.parametrize(
     ('sequences', 'message'),
-    [([], 'no sequences'), ([sequence([], [1])], 'empty prompt'), ([sequence([1], [])], 'empty response')],
+    [([sequence([], [1])], 'empty prompt'), ([sequence([1], [])], 'empty response')],
 )
 def test_collate_refuses_what_has_nothing_to_predict(sequences, message):
     with pytest.raises(ValueError, match=message):
@@ -71,11 +71,25 @@ def test_split_over_ranks_balances_tokens():
     assert [sum([10, 10, 1, 1][i] for i in share) for share in shares] == [11, 11]
 
 
-def test_align_gives_every_rank_the_same_number_of_turns():
+def test_align_gives_every_rank_the_same_number_of_micro_batches():
     assert align([[[0], [1]], [[2]]]) == [[[0], [1]], [[2], []]]
 
 
-def test_a_filler_counts_nowhere():
-    batch = collate([filler()])
-    assert batch.num_actions == 1
-    assert not batch.action_mask.any()
+def test_a_dummy_batch_weighs_nothing():
+    columns = {'advantages': torch.tensor([]), 'better': torch.tensor([], dtype=torch.int64)}
+    batch = collate([], columns=columns, totals={'tokens': 7}, num_dummies=2)
+    assert batch.num_sequences == batch.num_actions == 2
+    assert not batch.action_mask.any() and not batch.sequence_mask.any()
+    assert {name: column.tolist() for name, column in batch.columns.items()} == {'advantages': [0.0, 0.0], 'better': [0, 0]}
+    assert batch.columns['better'].dtype is torch.int64 and batch.totals == {'tokens': 7}
+    real = collate([sequence([1], [2, 3])], columns={'advantages': torch.tensor([1.0, 2.0])})
+    assert real.sequence_mask.tolist() == [True] and real.columns['advantages'].tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(('world_size', 'max_tokens'), [(1, None), (2, 12), (3, 12)])
+def test_micro_batches_hold_everything_once_and_are_equally_many(world_size, max_tokens):
+    lengths = [5, 3, 9, 1, 4]
+    ranks = micro_batches(lengths, world_size, max_tokens)
+    assert len({len(cuts) for cuts in ranks}) == 1
+    assert sorted(i for cuts in ranks for cut in cuts for i in cut) == list(range(5))
+    assert all(len(cut) * max(lengths[i] for i in cut) <= 12 for cuts in ranks for cut in cuts if cut) or max_tokens is None

@@ -25,8 +25,8 @@ time/ppo/optimize_step time/ppo/calc_stats time/ppo/total
 
 
 RECORDS = {
-    'ppo_loss.py': ('ppo',), 'sft.py': ('sft',), 'reward_model.py': ('rm',), 'ilql.py': ('ilql',), 'kto.py': ('kto',),
-    'preference.py': ('dpo', 'orpo', 'simpo'),
+    'losses.py': ('ppo',), 'sft.py': ('sft',), 'reward_model.py': ('rm',), 'ilql.py': ('ilql',), 'kto.py': ('kto',),
+    'pairs.py': ('dpo', 'orpo', 'simpo'),
 }  # fmt: skip
 """The files with losses, and before which word the metrics of each stand."""
 
@@ -44,37 +44,35 @@ def names_in_code() -> set[str]:
         names |= set(re.findall(r"'((?:rollout|ppo|sft|perf|rft)/[a-z_0-9]+)'", text))
         for prefix in RECORDS.get(path.name, ()):
             names |= {f'{prefix}/{n}' for n in recorded(text) | set(re.findall(r"\{prefix\}/([a-z_]+)'", text))}
-    return names | {f'rm/val_{n}' for n in recorded((ROOT / 'chatgpt' / 'trainer' / 'reward_model.py').read_text())}
+    return names | {f'rm/val_{n}' for n in recorded((ROOT / 'chatgpt' / 'trainer' / 'objectives' / 'reward_model.py').read_text())}
 
 
 def recorded(source: str) -> set[str]:
-    """The names that functions with an argument `stats` record, written there or in the tuples or the dict that they loop over."""
+    """The names under which a file gives a `Mean`, `Highest` or `Lowest`, and those that an objective's `derived` adds."""
     names: set[str] = set()
-    for function in ast.walk(ast.parse(source)):
-        if not isinstance(function, ast.FunctionDef) or 'stats' not in {a.arg for a in function.args.args}:
-            continue
-        for node in ast.walk(function):
-            if not isinstance(node, ast.Call) or not re.match(r'stats\.(mean|maximum|minimum|add)$', ast.unparse(node.func)):
-                continue
-            if isinstance(node.args[0], ast.Constant):
-                names.add(str(node.args[0].value))
-            else:
-                found = looped_names(function)
-                assert found, f'{ast.unparse(node)}: where do its names come from?'
-                names |= found
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            names |= {k.value for k, v in zip(node.keys, node.values, strict=True) if isinstance(k, ast.Constant) and is_metric(v)}
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript) and is_metric(node.value):
+            names.add(ast.literal_eval(node.targets[0].slice))
+        elif isinstance(node, ast.DictComp) and is_metric(node.value):  # over the items of a dict of the same function
+            names |= looped_names(tree, ast.unparse(node.generators[0].iter))
+        elif isinstance(node, ast.FunctionDef) and node.name == 'derived':
+            returned = [r.value for r in ast.walk(node) if isinstance(r, ast.Return)]
+            names |= {k.value for r in returned if isinstance(r, ast.Dict) for k in r.keys if isinstance(k, ast.Constant)}
     return names
 
 
-def looped_names(function: ast.FunctionDef) -> set[str]:
-    """The first of each tuple in a literal that a `for` runs over, and the keys of a dict whose items it runs over."""
-    names: set[str] = set()
-    for loop in [n for n in ast.walk(function) if isinstance(n, ast.For)]:
-        if isinstance(loop.iter, ast.Tuple):
-            names |= {ast.literal_eval(pair.elts[0]) for pair in loop.iter.elts if isinstance(pair, ast.Tuple)}
-        for node in ast.walk(function):
-            if isinstance(node, ast.Assign) and f'{ast.unparse(node.targets[0])}.items()' == ast.unparse(loop.iter):
-                names |= {ast.literal_eval(key) for key in getattr(node.value, 'keys', ())}
-    return names
+def is_metric(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in ('Mean', 'Highest', 'Lowest')
+
+
+def looped_names(tree: ast.AST, iterated: str) -> set[str]:
+    """The keys of the dict literal that `name.items()` runs over."""
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.Assign) and f'{ast.unparse(n.targets[0])}.items()' == iterated]
+    assert found, f'{iterated}: where do its names come from?'
+    return {ast.literal_eval(key) for node in found for key in node.value.keys}  # type: ignore[attr-defined]
 
 
 def test_every_metric_has_its_formula():

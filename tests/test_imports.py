@@ -15,12 +15,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # What each room may import, as docs/design.md draws it. `chatgpt` itself (its version) and `names` may be imported by all.
 MATHS = {'types', 'functional'}
-MODELS = MATHS | {'batching', 'nn'}
+MODELS = MATHS | {'batching', 'sweep', 'nn'}
 ALLOWED: dict[str, set[str]] = {
     'types': set(),
     'names': set(),
     'functional': set(),
+    'registry': set(),
     'batching': MATHS,
+    'sweep': MATHS | {'batching'},
     'cluster': set(),
     'nn': MATHS | {'batching'},
     'rollout': MODELS | {'cluster'},
@@ -29,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     'checkpoint': set(),
     'trainer.strategies': MODELS | {'checkpoint'},
     'trainer.callbacks': MATHS | {'checkpoint', 'trainer', 'trainer.strategies'},
-    'trainer': MODELS | {'plan', 'rollout', 'experience', 'dataset', 'checkpoint', 'trainer.strategies', 'trainer.callbacks'},
+    'trainer': MODELS | {'registry', 'plan', 'rollout', 'experience', 'dataset', 'checkpoint', 'trainer.strategies', 'trainer.callbacks'},
     'launch': MODELS
     | {'cluster', 'plan', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
     | {'trainer', 'trainer.strategies', 'trainer.callbacks'},
@@ -198,6 +200,35 @@ def test_no_cycle():
 
 def test_optional_packages_and_process_groups_have_their_place():
     assert eager_or_misplaced(walk(ROOT)[1]) == []
+
+
+def shared_between_tests(root: Path) -> list[str]:
+    """Imports of one test file by another, at whatever depth."""
+    wrong = []
+    for path in sorted(root.rglob('*.py')):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [f'{node.module or ""}.{a.name}' for a in node.names]
+            wrong += [
+                f'{path.relative_to(root)}:{node.lineno}: imports {name}; what both need belongs into a module beside them'
+                for name in names
+                if any(part.startswith('test_') for part in name.split('.'))
+            ]
+    return wrong
+
+
+def test_no_test_file_imports_another():
+    assert shared_between_tests(ROOT / 'tests') == []
+
+
+@pytest.mark.parametrize('source', ['import test_a\n', 'from test_a import f\n', 'def g():\n    from tests.test_a import f\n'])
+def test_a_test_file_that_imports_another_is_caught(tmp_path, source):
+    (tmp_path / 'test_a.py').write_text('def f(): ...\n')
+    (tmp_path / 'runs.py').write_text('import testing_things\n')
+    (tmp_path / 'test_b.py').write_text(source)
+    (wrong,) = shared_between_tests(tmp_path)
+    assert wrong.startswith('test_b.py:')
 
 
 def write_package(root: Path, files: dict[str, str]) -> tuple[set[str], list[Import]]:

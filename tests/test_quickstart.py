@@ -66,7 +66,7 @@ def test_the_same_with_adapters_and_without_a_critic(folder):
     )  # fmt: skip
     assert trainer.critic is None
     assert trainer.maker.initial_model is None
-    assert trainer.stop_strings is not None
+    assert trainer.collector.stop_strings is not None
 
 
 def test_samples_with_rewards_mean_ilql(folder, tmp_path):

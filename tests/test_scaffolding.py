@@ -137,6 +137,18 @@ def test_make_refuses_an_old_python_in_one_line(tmp_path):
 def test_ci_runs_the_command_of_the_readme():
     script = (ROOT / '.ci' / 'run').read_text()
     readme = (ROOT / 'README.md').read_text()
-    assert re.search(r'^exec make test\b', script, re.MULTILINE) and 'set -euo pipefail' in script
+    assert re.findall(r'^(?:exec )?make (\S+) </dev/null$', script, re.MULTILINE) == ['test', 'test-system']
+    assert 'set -euo pipefail' in script
     assert 'make test' in readme and 'make demo' in readme
     assert (ROOT / '.ci' / 'run').stat().st_mode & 0o100
+
+
+def test_the_slowest_tests_are_listed_by_names_that_exist():
+    text = (ROOT / 'CONTRIBUTING.md').read_text()
+    rows = re.findall(r'^\| `(tests/\S+\.py)::(test_\w+)` \| (\d+) \| (.+) \|$', text, re.MULTILINE)
+    assert len(rows) == len({row[:2] for row in rows}) == 20
+    for file, name, _, reason in rows:
+        assert re.search(rf'^def {name}\(', (ROOT / file).read_text(), re.MULTILINE), f'{file} has no {name}'
+        assert len(reason) > 10
+    seconds = [int(row[2]) for row in rows]
+    assert seconds == sorted(seconds, reverse=True)

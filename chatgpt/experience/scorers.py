@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from chatgpt.batching import collate
+from chatgpt.dataset.tokenize import begin_ids, encode, encode_after
 from chatgpt.rewards.calling import awaited, made, one_each, told
 from chatgpt.sweep import Communicator, cuts_of_own, sweep
 from chatgpt.types import Sample, Sequence
@@ -46,7 +47,9 @@ class RewardModelScorer:
     Args:
         model: the prepared reward model.
         tokenizer: the reward model's tokenizer when it differs from the policy's. Then texts, not ids, are handed over:
-            prompt and response are joined and tokenized again for the reward model only.
+            prompt and response are joined and tokenized again for the reward model only, by the rules of its training data
+            (`chatgpt.dataset.tokenize`): no special token but a begin token where the tokenizer adds one, and the end token of a
+            response that ended.
         max_tokens_per_batch: padded tokens of one forward; None puts all of a rank's samples in one.
         max_length: longest sequence the reward model takes; longer ones lose tokens on the left. Only with `tokenizer`.
         packing: leave padding out where the model can.
@@ -63,13 +66,16 @@ class RewardModelScorer:
         self.max_length = max_length
 
     def _retokenize(self, sample: Sample) -> Sequence:
-        prompt = self.tokenizer(sample.prompt_text, add_special_tokens=True)['input_ids']
-        response = self.tokenizer(sample.response_text, add_special_tokens=False)['input_ids']
-        if sample.ended and self.tokenizer.eos_token_id is not None:
-            response = [*response, self.tokenizer.eos_token_id]
-        # An empty side would leave collate nothing to stand on; the end token is a real token of every tokenizer that has one.
-        stand_in = self.tokenizer.eos_token_id if self.tokenizer.eos_token_id is not None else 0
-        prompt, response = prompt or [stand_in], response or [stand_in]
+        begin, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        body = encode(sample.prompt_text, self.tokenizer)
+        response = encode_after(sample.prompt_text, body, sample.response_text, self.tokenizer)
+        if sample.ended and end is not None:
+            response = [*response, end]
+        first = begin_ids(self.tokenizer)
+        prompt = body if first and body[:1] == first else [*first, *body]  # a template may have written its own
+        # An empty side would leave collate nothing to stand on; text without a prompt follows the begin token, as in training.
+        stand_in = end if end is not None else 0
+        prompt, response = prompt or [stand_in if begin is None else begin], response or [stand_in]
         if self.max_length is not None:
             response = response[-max(self.max_length - 1, 1) :]
             prompt = prompt[-max(self.max_length - len(response), 1) :]

@@ -207,8 +207,8 @@ def write_resolved(run: Run, folder: str | Path) -> None:
 # ---------------------------------------------------------------------- a run that goes on
 
 SAID = 'said.yaml'
-OF_ONE_START = ('resume', 'save_path', 'plan')
-"""settings that say what one start does, and are not the run's"""
+OF_ONE_START = ('resume', 'save_path', 'plan', 'strategy', 'num_training_workers', 'resources_per_worker')
+"""settings that say what one start does and on what layout, which may be another each time"""
 
 
 def said_before(cls: type[Run], values: Mapping[str, Any]) -> dict[str, Any]:

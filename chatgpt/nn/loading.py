@@ -30,6 +30,7 @@ from chatgpt.nn.unfit import candidates, check_finite, check_fit, open_weights
 HUB_OPTIONS = ('revision', 'subfolder', 'cache_dir', 'local_files_only', 'token')
 """where a pretrained model comes from; all but `token` are kept in its `WeightsSource`"""
 OTHER_TOKENIZER = "; give the hub name or folder of the model's tokenizer with --tokenizer (in Python: load_tokenizer, or tokenizer=)"
+TOKENIZER_FILES = ('tokenizer*', 'vocab*', 'merges.txt', '*.model', '*.tiktoken', 'tekken.json')
 LOAD_OPTIONS = ('trust_remote_code', 'attn_implementation', *HUB_OPTIONS)
 
 
@@ -101,14 +102,14 @@ def load_tokenizer(pretrained: str | os.PathLike[str], *, trust_remote_code: boo
     name = checked_path(pretrained)
     if not Path(name, 'tokenizer_config.json').is_file():
         name = adapter_base(name) or name
+    if Path(name).is_dir() and not any(file for pattern in TOKENIZER_FILES for file in Path(name).glob(pattern)):
+        raise ValueError(f'the folder {name!r} holds no tokenizer{_models_inside(name) or OTHER_TOKENIZER}')
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        if Path(name).is_dir() and not any(Path(name, file).is_file() for file in ('config.json', 'tokenizer_config.json')):
-            raise ValueError(f'the folder {name!r} holds no tokenizer{_models_inside(name) or OTHER_TOKENIZER}') from None
         raise ValueError(f'{_explained("a tokenizer", name, error)}{OTHER_TOKENIZER}') from None
-    if not tokenizer.vocab_size:  # transformers makes an empty one of the config's family where there are no files
-        raise ValueError(f'{name!r} holds a model and no tokenizer{OTHER_TOKENIZER}')
+    if not tokenizer.vocab_size:  # transformers makes an empty one of the config's family where files lack
+        raise ValueError(f'{name!r} holds no whole tokenizer: it has an empty vocabulary{OTHER_TOKENIZER}')
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

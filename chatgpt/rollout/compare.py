@@ -17,7 +17,7 @@ from chatgpt.types import Sample
 class Difference:
     """The first position at which two samples of the same index differ.
 
-    >>> Difference(index=3, position=7, tokens=(11, 12), edge_distance=2e-7, explained=True)
+    >>> difference = Difference(index=3, position=7, tokens=(11, 12), edge_distance=2e-7, explained=True)
     """
 
     index: int

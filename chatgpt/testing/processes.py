@@ -1,10 +1,14 @@
 """Run a function on several local processes, as torchrun would, and bring its results or its traceback back.
 
-Left out: more than one machine.
+A new interpreter needs seconds to import torch and transformers. Where that is safe, ranks are forked from one that has done so: a
+server of `multiprocessing`, started at the first call, in which nothing but imports ever runs. Every rank is still a process of its own
+that joins a group of its own and ends, whatever its job did. Left out: more than one machine.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import socket
@@ -18,6 +22,11 @@ from pathlib import Path
 from typing import Any
 
 _THREADS = {'OMP_NUM_THREADS': '1', 'MKL_NUM_THREADS': '1'}
+_WARM = [
+    'torch._dynamo', 'torch.distributed.fsdp', 'torch.distributed.checkpoint.state_dict', 'transformers.models.gpt2.modeling_gpt2',
+    'transformers.models.llama.modeling_llama', 'chatgpt.trainer', 'chatgpt.trainer.strategies', 'chatgpt.testing.conformance',
+]  # fmt: skip
+"""what the server imports: what most jobs would"""
 
 
 def free_port() -> int:
@@ -55,19 +64,19 @@ def environment(**variables: str) -> Iterator[None]:
 
 
 def run_distributed(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 100.0, init_group: bool = False
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 100.0, init_group: bool = False, fresh: bool = False
 ) -> list[Any]:
     """`fn(*args)` in `world_size` new processes with torchrun's environment; what each returned, in rank order.
 
     `fn` must be importable (a module's own function) and its results picklable. With `init_group=True` a gloo group is running
-    while it is called. A child's exception is raised here with its traceback; after `timeout_s` all are killed and TimeoutError is raised.
+    while it is called, with `fresh=True` each rank is an interpreter of its own, with its own order of sets and its own memory.
+    A child's exception is raised here with its traceback; after `timeout_s` all are killed and TimeoutError is raised.
     """
     import torch.multiprocessing as mp
 
-    with tempfile.TemporaryDirectory(prefix='run-distributed-') as folder, environment(**_THREADS):
-        context = mp.start_processes(
-            _child, (world_size, free_port(), folder, init_group, fn, args), nprocs=world_size, join=False, start_method='spawn'
-        )
+    with tempfile.TemporaryDirectory(prefix='run-distributed-') as folder, _start_method(fresh) as method:
+        job = (_variables(), world_size, free_port(), folder, init_group, fn, args)
+        context = mp.start_processes(_child, job, nprocs=world_size, join=False, start_method=method)
         assert context is not None
         end = time.monotonic() + timeout_s
         try:
@@ -75,11 +84,26 @@ def run_distributed(
                 if time.monotonic() > end:
                     raise TimeoutError(f'{fn.__name__} on {world_size} processes did not end within {timeout_s} s')
         finally:
-            for process in context.processes:
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+            _end(context.processes)
         return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(world_size)]
+
+
+def run_source(text: str, world_size: int = 2, timeout_s: float = 90.0) -> list[tuple[int, str]]:
+    """`text` as a script on every rank; each rank's exit code and output. The interpreter's own start and end are left out."""
+    with tempfile.TemporaryDirectory(prefix='run-source-') as folder, _start_method() as method:
+        job, context = (_variables(), world_size, free_port(), folder, text), multiprocessing.get_context(method)
+        ranks = [context.Process(target=_source_child, args=(rank, *job)) for rank in range(world_size)]  # type: ignore[attr-defined]
+        end = time.monotonic() + timeout_s
+        try:
+            for rank in ranks:
+                rank.start()
+            for rank in ranks:
+                rank.join(timeout=max(end - time.monotonic(), 0.0))
+            if any(rank.is_alive() for rank in ranks):
+                raise TimeoutError(f'the script on {world_size} processes did not end within {timeout_s} s')
+        finally:
+            _end(ranks)
+        return [(rank.exitcode, (Path(folder) / str(number)).read_text()) for number, rank in enumerate(ranks)]
 
 
 def run_script(
@@ -102,13 +126,49 @@ def run_script(
     return [(child.returncode, text) for child, text in zip(children, texts, strict=True)]
 
 
-def _child(
-    rank: int, world_size: int, port: int, folder: str, init_group: bool, fn: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def _variables() -> dict[str, str]:
+    return {**os.environ, **_THREADS}
+
+
+@contextmanager
+def _start_method(fresh: bool = False) -> Iterator[str]:
+    """How to start ranks, with the server running if they come from it.
+
+    A fork of a process that has used a GPU cannot use it, and macOS does not forgive a fork: there each rank is a new interpreter.
+    """
+    import torch
+
+    paths = os.pathsep.join(path for path in sys.path if path)  # the server knows the package as this process does
+    with environment(**_THREADS):
+        if fresh or not sys.platform.startswith('linux') or torch.cuda.is_available():
+            yield 'spawn'
+            return
+        multiprocessing.set_forkserver_preload(_WARM)
+        with environment(PYTHONPATH=paths):
+            multiprocessing.forkserver.ensure_running()
+        yield 'forkserver'
+
+
+def _end(processes: Sequence[Any]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _become_rank(rank: int, variables: dict[str, str], world_size: int, port: int) -> None:
     import torch
 
     torch.set_num_threads(1)
-    os.environ.update(torchrun_environment(rank, world_size, port))
+    os.environ.clear()  # those of the server are of the time when it was started
+    os.environ.update(variables | torchrun_environment(rank, world_size, port))
+
+
+def _child(
+    rank: int, variables: dict[str, str], world_size: int, port: int, folder: str, init_group: bool, fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:  # fmt: skip
+    _become_rank(rank, variables, world_size, port)
     if init_group:
         from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
 
@@ -120,3 +180,11 @@ def _child(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # the result is written; the interpreter's teardown would take as long as a small test
+
+
+def _source_child(rank: int, variables: dict[str, str], world_size: int, port: int, folder: str, text: str) -> None:
+    _become_rank(rank, variables, world_size, port)
+    with (Path(folder) / str(rank)).open('wb') as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    exec(compile(text, '<string>', 'exec'), {'__name__': '__main__'})

@@ -1,7 +1,8 @@
 """Settings of the trainers as validated dataclasses.
 
-Every keyword argument of a trainer is a field here. An unknown keyword is a ValueError that lists the nearest known ones, and all
-settings are checked together, before any weight is loaded. Left out: paths and models, which are arguments of their own.
+Every keyword argument of a trainer is a field here. An unknown keyword is a ValueError that lists the nearest known ones. Each number is
+checked against its range when an object is made (`ranges`), and `validate` checks all settings together, before any weight is loaded. Left
+out: paths and models, which are arguments of their own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from chatgpt.functional.losses import Aggregation
 from chatgpt.names import hint
 from chatgpt.rollout.sampling import generation_fields
 from chatgpt.trainer.algorithms import ESTIMATORS, POLICY_LOSSES, Estimator
+from chatgpt.trainer.ranges import check_ranges
 
 KLKind = Literal['k1', 'k2', 'k3', 'abs', 'full']
 KLLossKind = Literal['k1', 'k2', 'k3']
@@ -41,6 +43,9 @@ class Settings:
         for name in names:
             if name not in known:
                 raise ValueError(f'{cls.__name__} has no setting {name!r}{hint(name, known)}')
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
     @classmethod
     def field_names(cls) -> list[str]:
@@ -112,8 +117,7 @@ class LearningSettings(Settings):
     """copy batches to an accelerator from pinned host memory"""
 
     def validate(self, world_size: int = 1) -> None:
-        self._positive('max_tokens_per_batch', 'max_grad_norm')
-        self._not_negative('warmup_steps')
+        check_ranges(self)  # again: fields may have been set since
         self._one_of('lr_schedule', get_args(Schedule))
 
 
@@ -267,8 +271,6 @@ class PPOConfig(LearningSettings):
                 f'dynamic_sampling_rounds compares the scores of a group; advantage_estimator={self.advantage_estimator!r} has none, '
                 f'use one of {", ".join(name for name, entry in ESTIMATORS.items() if entry.needs_groups)}'
             )
-        if self.nlpo_top_p is not None and not 0.0 < self.nlpo_top_p <= 1.0:
-            raise ValueError(f'nlpo_top_p={self.nlpo_top_p!r} must lie in (0, 1]')
         if self.nlpo_top_p is not None and self.recompute_logprobs is True:
             raise ValueError('nlpo_top_p takes the old log-probs from the decode: leave recompute_logprobs out')
         if self.nlpo_top_p is not None and self.tis_cap is not None:
@@ -283,8 +285,6 @@ class PPOConfig(LearningSettings):
             raise ValueError(
                 f'max_staleness={self.max_staleness} learns from samples of older weights, which tis_cap weighs: give it (2.0, for example)'
             )
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ValueError(f'dual_clip={self.dual_clip!r} must be above 1')
         if self.overlong_filter and self.missing_eos_score is not None:
             raise ValueError(
                 'overlong_filter leaves responses without an end out of the loss, so missing_eos_score would do nothing'
@@ -308,12 +308,6 @@ class PPOConfig(LearningSettings):
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
-        self._positive(
-            'nlpo_update_interval', 'overlong_buffer', 'tis_cap', 'experience_batch_size', 'num_samples_per_prompt', 'train_batch_size',
-            'max_epochs', 'eps_clip', 'eps_clip_high', 'value_clip', 'kl_target', 'kl_horizon', 'score_clip', 'score_timeout_s',
-            'ratio_threshold', 'target_kl',
-        )  # fmt: skip
-        self._not_negative('buffer_limit', 'kl_coef', 'value_coef', 'ptx_coef', 'dynamic_sampling_rounds', 'max_staleness')
         POLICY_LOSSES.find(self.policy_loss)
         ESTIMATORS.find(self.advantage_estimator)
         self._one_of('loss_aggregation', (None, *get_args(Aggregation)))
@@ -324,9 +318,6 @@ class PPOConfig(LearningSettings):
         self._one_of('kl_kind', get_args(KLKind))
         self._one_of('score_scaling', get_args(ScoreScaling))
         self._one_of('recompute_logprobs', ('auto', True, False))
-        for name in ('gamma', 'lam'):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f'{name}={getattr(self, name)!r} must lie in [0, 1]')
         if self.estimator.needs_groups and self.num_samples_per_prompt < 2:
             raise ValueError(
                 f'advantage_estimator={self.advantage_estimator!r} compares responses to the same prompt; '
@@ -353,7 +344,6 @@ class SupervisedConfig(LearningSettings):
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
-        self._positive('train_batch_size', 'max_epochs', 'max_steps', 'log_interval')
         check_cut('train_batch_size', self.train_batch_size, world_size)
 
 

@@ -54,7 +54,8 @@ def _keep(trainer: Trainer, root: Path, error: BaseException) -> str:
     if trainer.phase == 0 and steps.done == 0 and not steps.within:
         return ''  # nothing has been learned
     if not trainer.strategy.fails_together(f'phase {trainer.phase}, {steps.done} steps'):
-        return f'rank {trainer.strategy.rank} failed alone, and saving takes all ranks: nothing was saved; {_standing(root)}'
+        told = f'saving takes all ranks, and they did not all fail here with rank {trainer.strategy.rank}: nothing was saved'
+        return f'{told}; {_standing(root)}'
     if steps.within or isinstance(error, RankMismatchError):
         why = 'the ranks differ' if isinstance(error, RankMismatchError) else 'some weights had moved and others not'
         return f'nothing was saved, because {why}; {_standing(root)}'

@@ -136,6 +136,7 @@ class OfflineTrainer(Trainer):
         tokenizer: Any = None,
         run_dir: str | Path | None = None,
     ) -> None:
+        config.validate(strategy.world_size)
         train, held_out = objective.accept(train_data or [], eval_data)
         if train_data is not None and not train:
             raise ValueError(f'{type(self).__name__} got no training data')

@@ -33,7 +33,7 @@ from chatgpt.functional.kl import AdaptiveKLController, FixedKLController
 from chatgpt.nn.dropout import dropout_off
 from chatgpt.plan.of_run import common_fields
 from chatgpt.plan.setup import Setup
-from chatgpt.rollout import LocalEngine, RolloutEngine
+from chatgpt.rollout import LocalEngine, RolloutEngine, SamplingParams
 from chatgpt.rollout.sampling import sampling_for
 from chatgpt.trainer.algorithms import estimate_advantages
 from chatgpt.trainer.base import Trainer
@@ -61,7 +61,7 @@ from chatgpt.trainer.nlpo import NLPOPolicy, Policy
 from chatgpt.trainer.order import generator_for, train_batches
 from chatgpt.trainer.reference import has_reference
 from chatgpt.trainer.step import Learner, Work, learn_batch
-from chatgpt.trainer.stepwise import check_by_hand, given_groups, given_samples
+from chatgpt.trainer.stepwise import check_by_hand, check_ids, given_groups, given_samples
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.trainer.strategies.named import prepared_by
 from chatgpt.types import Experience, Sequence
@@ -179,6 +179,8 @@ class PPOTrainer(Trainer):
         self.fit_start = 0
         """timestep at which the current `fit` began"""
         self.update_timesteps = 1
+        self._generated_with: SamplingParams | None = None
+        """of the latest `generate`, whose end tokens and stop strings `step` knows the end of a response by, beside the trainer's own"""
         self.sampling_metrics: dict[str, float] = {}
         """of the latest `collect`: what dynamic sampling and filtering did"""
 
@@ -552,7 +554,9 @@ class PPOTrainer(Trainer):
         check_by_hand(self.config)
         prompts = list(as_prompts([queries] if isinstance(queries, Tensor) else list(queries), self.tokenizer))
         bare = self.strategy.unwrap(self.actor)
+        check_ids('generate: query', [p.ids for p in prompts], bare)
         sampling, _ = sampling_for(bare, self.tokenizer, self.generate_kwargs | generate_kwargs)
+        self._generated_with = sampling
         limits = None if length_sampler is None else [length_sampler() for _ in prompts]
         if generate_ref_response and self.maker.initial_model is None:
             raise ValueError('generate_ref_response needs an initial_model of its own')
@@ -593,12 +597,16 @@ class PPOTrainer(Trainer):
             The metrics of the phase, named as in metrics.jsonl.
 
         Raises:
-            ValueError: lists of different lengths, an empty response, a score that is not finite, queries that do not make groups,
-                a setting that only `fit` can follow.
+            ValueError: lists of different lengths, an empty response, a token id outside of the vocabulary, a score that is not finite,
+                queries that do not make groups, a setting that only `fit` can follow.
         """
         check_by_hand(self.config)
         prompts = list(as_prompts(list(queries), self.tokenizer))
-        samples, checked = given_samples(prompts, responses, scores, response_masks, self.sampling)
+        bare = self.strategy.unwrap(self.actor)
+        check_ids('step: query', [p.ids for p in prompts], bare)
+        check_ids('step: response', responses, bare)
+        sampled = [self.sampling, *([self._generated_with] if self._generated_with is not None else [])]
+        samples, checked = given_samples(prompts, responses, scores, response_masks, sampled)
         starts = given_groups(prompts, self.config)
         first = self.collector.number(len(samples))
         for i, sample in enumerate(samples):

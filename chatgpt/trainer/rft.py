@@ -51,14 +51,8 @@ class RFTConfig(SFTConfig):
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
-        self._positive('num_rounds')
         if self.max_steps is not None:
             raise ValueError(f'max_steps={self.max_steps} does not end an RFT run, whose rounds are learned whole; set num_rounds')
-        for name in ('start_quantile', 'end_quantile'):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f'{name}={getattr(self, name)} must lie in [0, 1]')
-        if self.num_samples_per_prompt < 2:
-            raise ValueError(f'num_samples_per_prompt={self.num_samples_per_prompt} must be at least 2: RFT keeps some and drops some')
 
     def quantile(self, round_number: int) -> float:
         """Of round 0 .. num_rounds − 1, linear between the two."""

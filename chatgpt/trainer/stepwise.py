@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from chatgpt.rollout import SamplingParams
 from chatgpt.trainer.config import PPOConfig
-from chatgpt.types import Prompt, Sample
+from chatgpt.types import FinishReason, Prompt, Sample
 
 
 def check_by_hand(config: PPOConfig) -> None:
@@ -54,9 +55,11 @@ def given_samples(
     responses: SequenceOf[Tensor],
     scores: SequenceOf[float | Tensor],
     masks: SequenceOf[Tensor] | None,
-    sampling: SamplingParams,
+    sampled: SequenceOf[SamplingParams],
 ) -> tuple[list[Sample], list[float | Tensor]]:
     """Samples and scores out of what the caller of `step` brings.
+
+    A response has ended where its last token is an end token, or a stop string is at its end, under one of the settings `sampled`.
 
     Raises:
         ValueError: lists of different lengths, an empty response, a mask of the wrong length.
@@ -90,11 +93,28 @@ def given_samples(
             logprobs=zeros,
             filtered_logprobs=zeros,
             edge_distances=torch.ones(len(ids)),
-            finish_reason='eos' if int(ids[-1]) in sampling.eos_token_ids else 'length',
-            temperature=sampling.temperature,
+            finish_reason=_finish_reason(ids.tolist(), sampled),
+            temperature=sampled[0].temperature,
             prompt_text=prompt.text,
             columns=prompt.columns,
         )
         samples.append(sample)
         checked.append(score.flatten() if dense else float(score.flatten()[0]))
     return samples, checked
+
+
+def _finish_reason(ids: list[int], sampled: SequenceOf[SamplingParams]) -> FinishReason:
+    if any(ids[-1] in s.eos_token_ids for s in sampled):
+        return 'eos'
+    return 'stop' if any(s.stop is not None and s.stop(ids) for s in sampled) else 'length'
+
+
+def check_ids(what: str, ids: SequenceOf[Tensor], actor: nn.Module) -> None:
+    """ValueError for a token id that the actor's vocabulary does not have."""
+    config: Any = getattr(getattr(actor, 'model', None), 'config', None)
+    config = config.get_text_config() if hasattr(config, 'get_text_config') else config
+    size = getattr(config, 'vocab_size', None)
+    for i, given in enumerate(ids):
+        outside = [] if size is None else [t for t in torch.as_tensor(given).flatten().tolist() if not 0 <= t < size]
+        if outside:
+            raise ValueError(f'{what} {i} has the token id {outside[0]}, outside of the vocabulary of {size} tokens; use its tokenizer')

@@ -107,6 +107,7 @@ def test_what_an_error_means(error, on_cuda, limit):
     assert capacity_rung.outcome_of(error, on_cuda)['limit'] == limit
 
 
+@pytest.mark.system
 def test_children_under_a_cap(monkeypatch, capsys, tmp_path):
     """The smallest rung (1 million, four networks: 37 MiB and more) trains under 400 MiB and not under 24."""
     flags = ['--ladder=tiny', '--device=cpu', '--strategies', 'naive', '--options', 'full', '--prompt_length=4', '--max_length=8',

@@ -186,6 +186,7 @@ def test_gpt_run(monkeypatch, capsys, tmp_path):
     assert '| learn |' in shown and 'share of matmul peak' in shown
 
 
+@pytest.mark.system
 def test_opt_lora_run_under_torchrun(tmp_path):
     command = [
         sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2',

@@ -140,6 +140,7 @@ def command(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(ROOT / 'benchmarks' / 'gpu_check.py'), *flags], capture_output=True, text=True, timeout=110)
 
 
+@pytest.mark.system
 def test_the_command_on_a_cpu(tmp_path):
     done = command('--device', 'cpu', '--parts', 'device', 'decode', '--out', str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

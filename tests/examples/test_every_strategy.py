@@ -16,6 +16,8 @@ from chatgpt.launch.arguments import STRATEGIES
 from chatgpt.nn import GPTRM, GPTActor
 from chatgpt.testing.processes import free_port
 
+pytestmark = pytest.mark.system
+
 ROOT = Path(__file__).resolve().parents[2]
 PARALLEL = [s for s in STRATEGIES if s != 'naive']
 SCRIPTS = {

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from example_script import script
 
 from chatgpt.dataset import embedded
 from chatgpt.nn import GPTRM, GPTActor
@@ -27,19 +28,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     GPTActor(config=embedded.demo_config()).save_pretrained(folder / 'actor', tokenizer=tokenizer)
     GPTRM(config=embedded.demo_config()).save_pretrained(folder / 'rm', tokenizer=tokenizer)
     return folder
-
-
-def script(name: str, monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
-    import importlib.util
-
-    from chatgpt.launch.arguments import run_main
-
-    spec = importlib.util.spec_from_file_location(name, ROOT / 'examples' / f'{name}.py')
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(sys, 'argv', [name, *flags])
-    run_main(module.main)
 
 
 def test_one_prompt(monkeypatch, capsys, folder):
@@ -191,6 +179,7 @@ def test_mistakes(monkeypatch, capsys, folder, flags, sentence):
     assert sentence in lines[0]
 
 
+@pytest.mark.system
 def test_inference_under_torchrun(monkeypatch, capsys, folder, tmp_path):
     path = tmp_path / 'in.txt'
     path.write_text('\n'.join(row['prompt'] for row in embedded.demo_prompts(5)))
@@ -215,6 +204,7 @@ def test_dummy_runs(monkeypatch, capsys, flags):
     assert '16 samples in ' in capsys.readouterr().out
 
 
+@pytest.mark.system
 def test_dummy_under_torchrun():
     command = [
         sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node=2', f'--master-port={free_port()}',

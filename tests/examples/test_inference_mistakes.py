@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_inference import script
+from example_script import script
 
 import chatgpt.rollout
 

@@ -6,7 +6,7 @@ import io
 import json
 
 import pytest
-from test_inference import script
+from example_script import script
 from transformers import AutoTokenizer
 
 from chatgpt.nn import GPTActor

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_inference import script
+from example_script import script
 
 from chatgpt.dataset import embedded
 from chatgpt.launch import inputs, models
@@ -130,6 +130,7 @@ def test_mistakes(monkeypatch, capsys, data, tmp_path, flags, sentence):
     assert not (tmp_path / 'run').exists()
 
 
+@pytest.mark.system
 def test_under_torchrun(data, tmp_path):
     command = [
         sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node=2', f'--master-port={free_port()}',

@@ -159,6 +159,7 @@ def test_a_real_model_on_real_prompts(monkeypatch, tmp_path):
     assert all(line['ppo/first_ratio_error'] < 1e-4 for line in metrics_of(tmp_path))
 
 
+@pytest.mark.system
 def test_rollout_workers_on_ray_are_the_same_run(monkeypatch, tmp_path, model_folder):
     ray = pytest.importorskip('ray')
     before = set(os.environ)
@@ -207,6 +208,7 @@ def test_a_resume_under_changed_settings_says_so_in_one_line(monkeypatch, capsys
         run(monkeypatch, *flags, '--resume', 'auto', '--kl_coef=0.2')
 
 
+@pytest.mark.system
 def test_torchrun_ddp_is_the_same_run(monkeypatch, tmp_path, model_folder):
     process = start(tmp_path / 'two', model_folder, '--strategy=ddp', '--need_optim_ckpt', ranks=2)
     run(monkeypatch, *QUICK, '--pretrain', str(model_folder), '--save_path', str(tmp_path / 'one'))
@@ -222,6 +224,7 @@ def test_torchrun_ddp_is_the_same_run(monkeypatch, tmp_path, model_folder):
         assert [line[name] for line in two] == pytest.approx([line[name] for line in one], rel=1e-3, abs=1e-6)
 
 
+@pytest.mark.system
 def test_torchrun_ends_all_ranks_with_the_first_ones_line(tmp_path, model_folder):
     (tmp_path / 'bad.py').write_text("def score(prompts, responses):\n    raise KeyError('x')\n")
     process = start(tmp_path / 'run', model_folder, '--strategy=ddp', '--reward_fn', f'{tmp_path / "bad.py"}:score', ranks=2)
@@ -232,6 +235,7 @@ def test_torchrun_ends_all_ranks_with_the_first_ones_line(tmp_path, model_folder
     assert 'Traceback' not in ours
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(('signum', 'code'), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_and_leaves(tmp_path, model_folder, signum, code):
     process = start(tmp_path, model_folder, '--max_timesteps=100000')

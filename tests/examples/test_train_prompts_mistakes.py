@@ -41,7 +41,7 @@ def no_weights(monkeypatch):
         (['--epochs=2', '--num_episodes=3', '{prompts}', '--pretrain={model}', *REWARD],
          'epochs=2 and num_episodes=3 both say how long to train; give one'),
         (['--training_iteration=2', '--max_timesteps=3', '{prompts}', '--pretrain={model}', *REWARD],
-         'training_iteration=2 and max_timesteps=3 both say how long'),
+         'training_iteration=2 and num_episodes=1 both say how long'),
         (['{prompts}', '--validation_file={prompts}', '--pretrain={model}', *REWARD], 'is the training data: give another, or'),
         (['--validation_percentage=0.1'],
          'validation_percentage=0.1 may mean 10 % or 0.1 %: give 10 for the first; for the second keep records back yourself'),
@@ -153,17 +153,17 @@ def test_a_reward_function_that_misbehaves(monkeypatch, capsys, tmp_path, model_
 
 
 def test_weights_that_are_not_finite_end_the_run_and_leave_the_checkpoint_whole(monkeypatch, capsys, tmp_path, model_folder):
-    from chatgpt.trainer.ppo_loss import PPOLoss
-
     from chatgpt.checkpoint import CheckpointReader, list_checkpoints
+    from chatgpt.trainer.losses import ActorLoss
 
-    whole, calls = PPOLoss.actor, []
+    whole, calls = ActorLoss.__call__, []
 
-    def broken_in_phase_2(self, batch, records, stats):
+    def broken_in_phase_2(self, model, batch):
         calls.append(None)
-        return whole(self, batch, records, stats) * (float('nan') if len(calls) == 2 else 1.0)
+        total, metrics = whole(self, model, batch)
+        return total * (float('nan') if len(calls) == 2 else 1.0), metrics
 
-    monkeypatch.setattr(PPOLoss, 'actor', broken_in_phase_2)
+    monkeypatch.setattr(ActorLoss, '__call__', broken_in_phase_2)
     flags = [*QUICK, '--pretrain', str(model_folder), '--save_path', str(tmp_path), '--checkpoint_interval=1']
     error = fails(monkeypatch, capsys, *flags)
     assert 'the loss is not finite in phase 2, epoch 1, train batch 1; samples in it: 4, 5, 6, 7' in error

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_inference import script
+from example_script import script
 
 from chatgpt.dataset import embedded
 from chatgpt.launch import inputs, models
@@ -160,6 +160,7 @@ def test_mistakes(monkeypatch, capsys, data, tmp_path, name, flags, sentence):
     assert not (tmp_path / 'run').exists()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize('name', ['train_sft', 'train_reward_model'])
 def test_under_torchrun(data, tmp_path, name):
     source = data / ('sft.jsonl' if name == 'train_sft' else 'pairs.jsonl')

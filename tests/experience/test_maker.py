@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from chatgpt.trainer.advantages import estimate_advantages
 
 from chatgpt.experience import ExperienceMaker, ExperienceSettings, FunctionScorer, ReplayBuffer, ScoreShaper
 from chatgpt.nn import GPTActor, GPTCritic
 from chatgpt.testing.fakes import tiny_config
+from chatgpt.trainer.algorithms import estimate_advantages
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Experience, Sample
@@ -26,6 +26,10 @@ def sample(index: int, response: list[int], mask: list[bool] | None = None) -> S
     )  # fmt: skip
 
 
+def estimated(experiences: list[Experience], config: PPOConfig) -> None:
+    estimate_advantages(experiences, config.estimator, config)
+
+
 def make(scores: list[Any], *, reference: bool = True, **settings: Any) -> ExperienceMaker:
     strategy = NaiveStrategy(seed=0)
     actor = GPTActor(config=tiny_config('gpt2'))
@@ -35,7 +39,7 @@ def make(scores: list[Any], *, reference: bool = True, **settings: Any) -> Exper
     return ExperienceMaker(
         strategy, actor, critic, other if reference else None, FunctionScorer(lambda p, r: scores), ScoreShaper(),
         ExperienceSettings(**settings),
-        estimate=lambda experiences: estimate_advantages(experiences, PPOConfig(gamma=0.9, lam=0.8)),
+        estimate=lambda experiences: estimated(experiences, PPOConfig(gamma=0.9, lam=0.8)),
     )  # fmt: skip
 
 
@@ -118,7 +122,7 @@ def test_a_response_without_a_token_that_counts_stands_in_its_groups_baseline_wi
     scores: list[Any] = [[1.0, 2.0], 9.0] if dense else [3.0, 9.0]
     maker = make(scores, reference=False, whiten_rewards=whiten)
     config = PPOConfig(advantage_estimator='dr_grpo', num_samples_per_prompt=2)
-    maker.estimate = lambda experiences: estimate_advantages(experiences, config)
+    maker.estimate = lambda experiences: estimated(experiences, config)
     counted, masked = maker.make([sample(0, [5, 2]), sample(1, [6, 2], [False, False])], kl_coef=0.0)
     # By hand: 3 against a mean of (3 + 9) / 2. A score that counted as 0 would leave 3 - 1.5.
     factor = float(counted.rewards.sum()) / 3.0

@@ -4,6 +4,7 @@ import asyncio
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -191,9 +192,10 @@ def test_model_scores_do_not_depend_on_the_micro_batches(strategy):
 class Letters:
     """A tokenizer of another kind than the policy's: one id per letter."""
 
+    bos_token_id = None
     eos_token_id = 1
 
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+    def __call__(self, text: str, **options: bool) -> dict[str, list[int]]:
         return {'input_ids': [100 + ord(c) - ord('a') for c in text if c.isalpha()]}
 
 
@@ -205,6 +207,58 @@ def test_a_reward_model_with_another_tokenizer_reads_text(strategy):
     scores = RewardModelScorer(Total(), tokenizer=Letters()).score([make(0, 'ab'), make(1, 'c', ended=False)], strategy)
     prompt = sum(100 + ord(c) - ord('a') for c in 'prompt')
     assert scores == [prompt + 100 + 101 + 1, prompt + 102]  # the end token only where the response ended
+
+
+def ended_twice() -> Any:
+    """A tokenizer that writes a begin token before every text and an end token after it, and a space before its first word."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = {w: i for i, w in enumerate(['<pad>', '<s>', '</s>', '\u2581', *(f'\u2581{w}' for w in ('one', 'day', 'fox')), *'onedayfx,.'])}
+    tokenizer = Tokenizer(models.BPE(vocab=dict.fromkeys(words, 0) | {w: i for i, w in enumerate(words)}, merges=[]))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend('\u2581'), normalizers.Replace(' ', '\u2581')])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split('\u2581', 'merged_with_next')
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single='<s> $A </s>', special_tokens=[('<s>', words['<s>']), ('</s>', words['</s>'])]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token='<s>', eos_token='</s>', pad_token='<pad>')
+
+
+def shared_tokenizer(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    folder = Path(__file__).resolve().parents[3] / 'shared' / 'models' / name
+    if not folder.is_dir():
+        pytest.skip(f'needs {folder.name} of the shared models')
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize('which', ['ends by itself', 'gpt2_tokenizer', 'stories260K'])
+def test_a_reward_model_with_another_tokenizer_is_scored_on_the_tokens_of_its_training(which):
+    from chatgpt.dataset.examples import Demonstration
+    from chatgpt.dataset.tokenize import tokenize_demonstration
+
+    tokenizer = ended_twice() if which == 'ends by itself' else shared_tokenizer(which)
+    scorer = RewardModelScorer(LastId(), tokenizer=tokenizer)
+    pairs = [('one day', ' fox.'), ('one day', 'fox.'), ('one day ', 'fox'), ('one day, one', 'day fox'), ('', 'one fox.'), ('one', 'ed')]
+    for prompt, response in pairs:
+        sample = make(0, response)
+        sample.prompt_text = prompt
+        read = scorer._retokenize(sample)
+        ids = [*read.prompt_ids.tolist(), *read.response_ids.tolist()]
+        trained = tokenize_demonstration(Demonstration(prompt=prompt, response=response), tokenizer)
+        assert ids == [*trained.prompt_ids.tolist(), *trained.response_ids.tolist()]
+        assert ids[1:].count(tokenizer.eos_token_id) == 1  # the first may be a begin token that is the end token too
+        begin = [tokenizer.bos_token_id] if which != 'gpt2_tokenizer' else []
+        if prompt == 'one day' and response.startswith(' '):
+            whole = tokenizer(prompt + response, add_special_tokens=False)['input_ids']
+            assert ids == [*begin, *whole, tokenizer.eos_token_id]  # one text
+        # Negative control: the parts apart, each with what the tokenizer adds.
+        apart = [*tokenizer(prompt)['input_ids'], *tokenizer(response, add_special_tokens=False)['input_ids'], tokenizer.eos_token_id]
+        if which == 'ends by itself':
+            assert ids != apart
+    sample.finish_reason = 'length'
+    assert scorer._retokenize(sample).response_ids[-1] != tokenizer.eos_token_id
 
 
 def test_a_reward_model_that_gives_nan_is_an_error(strategy):

@@ -215,6 +215,7 @@ def under_torchrun(script: Path, *flags: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.system
 def test_a_script_that_fails_is_one_line_and_its_exit_code(tmp_path):
     script = tmp_path / 'fails.py'
     script.write_text('import os, sys, time\nif os.environ["RANK"] == "1":\n    sys.exit(3)\ntime.sleep(60)\n')
@@ -224,6 +225,7 @@ def test_a_script_that_fails_is_one_line_and_its_exit_code(tmp_path):
     assert '[launch] rank 1 ended with exit code 3; giving up' in output and 'Traceback' not in output
 
 
+@pytest.mark.system
 def test_a_signal_ends_it_without_a_traceback(tmp_path):
     script = tmp_path / 'waits.py'
     script.write_text(
@@ -241,6 +243,7 @@ def test_a_signal_ends_it_without_a_traceback(tmp_path):
     assert 'Traceback' not in output
 
 
+@pytest.mark.system
 def test_a_mistake_is_told_once(tmp_path):
     script = tmp_path / 'mistaken.py'
     script.write_text(

@@ -23,6 +23,8 @@ from chatgpt.launch.ray_request import check_address, check_node
 from chatgpt.launch.worker import Worker
 from chatgpt.testing.processes import free_port
 
+pytestmark = pytest.mark.system
+
 SCRIPT = ROOT / 'examples' / 'train_prompts.py'
 QUICK = [
     '--strategy=ddp', '--num_episodes=1', '--max_timesteps=8', '--update_timesteps=1', '--experience_batch_size=4', '--train_batch_size=4',

@@ -30,6 +30,7 @@ def test_a_meeting_place_without_a_name_is_refused():
         TorchrunLaunch(script=SCRIPT, rdzv_endpoint='a:1')
 
 
+@pytest.mark.system
 def test_a_second_launch_of_the_name_goes_on(tmp_path: Path, model_folder: Path):
     """The first is ended by SIGTERM, as by a batch system that queues the job again."""
     flags = ['--run_id=job7', SCRIPT, *QUICK, '--pretrain', str(model_folder), '--save_path', str(tmp_path)]

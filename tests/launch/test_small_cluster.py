@@ -63,6 +63,7 @@ with RemoteEngine(RayWorkers(1, resources={'CPU': 2})) as engine:
 """
 
 
+@pytest.mark.system
 def test_rollout_workers_that_no_node_can_hold_name_request_and_cluster(cluster):
     """The three nodes of one core have two cores together."""
     env = os.environ | cluster.variables | {'PYTHONPATH': str(ROOT), 'RAY_ADDRESS': cluster.address}
@@ -72,6 +73,7 @@ def test_rollout_workers_that_no_node_can_hold_name_request_and_cluster(cluster)
     assert done.stdout.count(': 1 CPU, 0 GPU') == 3
 
 
+@pytest.mark.system
 def test_a_sharded_run_on_ray_writes_a_whole_model(cluster, tmp_path, model_folder):
     """FSDP over two nodes, whose shards are put together again at the end."""
     flags = [

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import copy
-import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from chatgpt.nn.hydra import make_hydra, recorded_trunk, reference_branch
 from chatgpt.nn.lora import adapter_disabled, convert_to_lora, merged
 from chatgpt.testing.fakes import tiny_causal_lm
+from chatgpt.testing.processes import run_distributed
 
 IDS = torch.tensor([[5, 9, 3, 17, 40], [8, 8, 21, 2, 33]])
 STEPS = 3
@@ -76,38 +74,34 @@ def wrap(owner: Owner, strategy: str) -> nn.Module:
     return fully_shard(owner, mesh=mesh)
 
 
-def work(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group('gloo', init_method=f'tcp://127.0.0.1:{port}', rank=rank, world_size=2)
-    try:
-        results = {}
-        for kind in ('lora', 'hydra'):
-            for strategy in ('ddp', 'fsdp'):
-                module = wrap(Owner(kind), strategy)
-                # Before any forward: FSDP2's root keeps gathered parameters after one, and those are not what is stepped.
-                optimizer = optimizer_of(module)
-                mine = IDS[rank : rank + 1]
-                with torch.no_grad(), off(module, kind):  # a sharded module whose very first forward is the reference's
-                    initial = module(mine)[0].clone()
-                train(module, optimizer, mine, kind)
-                with torch.no_grad():
-                    policy = module(mine)[0].clone()
+def work() -> dict[str, Any]:
+    rank = dist.get_rank()
+    results = {}
+    for kind in ('lora', 'hydra'):
+        for strategy in ('ddp', 'fsdp'):
+            module = wrap(Owner(kind), strategy)
+            # Before any forward: FSDP2's root keeps gathered parameters after one, and those are not what is stepped.
+            optimizer = optimizer_of(module)
+            mine = IDS[rank : rank + 1]
+            with torch.no_grad(), off(module, kind):  # a sharded module whose very first forward is the reference's
+                initial = module(mine)[0].clone()
+            train(module, optimizer, mine, kind)
+            with torch.no_grad():
+                policy = module(mine)[0].clone()
+                with off(module, kind):
+                    reference = module(mine)[0].clone()
+                from_trunk = head_free = None
+                if kind == 'hydra':
+                    from_trunk = module(mine, with_reference=True)[1].clone()
                     with off(module, kind):
-                        reference = module(mine)[0].clone()
-                    from_trunk = head_free = None
-                    if kind == 'hydra':
-                        from_trunk = module(mine, with_reference=True)[1].clone()
-                        with off(module, kind):
-                            head_free = hidden_states(module, mine)
-                    folded = None
-                    if kind == 'lora':
-                        with merged(module):
-                            folded = module(mine)[0].clone()
-                results[f'{kind}/{strategy}'] = (initial, policy, reference, from_trunk, head_free, folded)
-                dist.barrier()
-        torch.save(results, f'{folder}/{rank}.pt')
-    finally:
-        dist.destroy_process_group()
+                        head_free = hidden_states(module, mine)
+                folded = None
+                if kind == 'lora':
+                    with merged(module):
+                        folded = module(mine)[0].clone()
+            results[f'{kind}/{strategy}'] = (initial, policy, reference, from_trunk, head_free, folded)
+            dist.barrier()
+    return results
 
 
 def hidden_states(module: nn.Module, ids: Tensor) -> Tensor:
@@ -121,13 +115,8 @@ def hidden_states(module: nn.Module, ids: Tensor) -> Tensor:
 
 
 @pytest.fixture(scope='module')
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp('adapters')
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = s.getsockname()[1]
-    mp.spawn(work, args=(port, str(folder)), nprocs=2)
-    return [torch.load(Path(folder) / f'{rank}.pt', weights_only=True) for rank in range(2)]
+def results() -> list[dict[str, Any]]:
+    return run_distributed(work, 2, init_group=True)
 
 
 @pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])

@@ -7,8 +7,9 @@ from copy import deepcopy
 
 import pytest
 import torch
+from encoder_models import deberta_config
 from torch import nn
-from transformers import BertConfig, BertModel, DebertaV2Config, OPTConfig
+from transformers import BertConfig, BertModel, OPTConfig
 
 from chatgpt.batching import collate
 from chatgpt.nn import Critic, DebertaCritic, GPTCritic, OPTCritic, RewardModel, critic_head, mlp_head, reward_head
@@ -25,13 +26,6 @@ def sequences(lengths=((1, 1), (3, 2), (2, 7)), seed=0):
         return torch.randint(3, 64, (n,), generator=generator)
 
     return [Sequence(prompt_ids=draw(p), response_ids=draw(a), response_mask=torch.ones(a, dtype=torch.bool)) for p, a in lengths]
-
-
-def deberta_config(**kw):
-    sizes = {'hidden_size': 16, 'num_hidden_layers': 2, 'num_attention_heads': 2, 'intermediate_size': 32, 'initializer_range': 0.3}
-    kinds = {'relative_attention': True, 'pos_att_type': ['p2c', 'c2p'], 'type_vocab_size': 0, 'position_buckets': 8, 'share_att_key': True}
-    drops = {'hidden_dropout_prob': 0.0, 'attention_probs_dropout_prob': 0.0}
-    return DebertaV2Config(vocab_size=64, max_position_embeddings=64, pad_token_id=0, **sizes, **kinds, **drops, **kw)
 
 
 def slow_values(critic, seqs, shift=0):

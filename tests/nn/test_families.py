@@ -109,7 +109,7 @@ def test_the_wrong_family_is_named_with_the_right_one(tmp_path):
     assert str(error.value) == want
     with pytest.raises(ValueError, match="OPTActor takes .* 'opt', but the config is of the family 'bloom'; use AutoActor"):
         OPTActor(config=tiny_config('bloom'))
-    from test_critic import deberta_config
+    from encoder_models import deberta_config
 
     with pytest.raises(ValueError, match="family 'deberta-v2'; use AutoActor"):
         GPTActor(config=deberta_config())
@@ -149,9 +149,13 @@ def test_a_class_that_takes_a_model_names_the_one_that_loads_it(cls, right):
 @pytest.mark.parametrize('family', ['gpt2', 'llama'])
 def test_a_model_without_a_tokenizer_names_the_flag(family, tmp_path):
     tiny_causal_lm(family).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"; give the hub name or folder of the model's tokenizer with --tokenizer \(") as told:
+    with pytest.raises(ValueError, match=r'the folder .* holds no tokenizer; give the .* with --tokenizer \(') as told:
         load_tokenizer(tmp_path)
     assert '\n' not in str(told.value)
+    if family == 'gpt2':
+        (tmp_path / 'tokenizer_config.json').write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+        with pytest.raises(ValueError, match='empty vocabulary; give'):
+            load_tokenizer(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     assert load_tokenizer(tmp_path)('a')['input_ids'] == [97]
 
@@ -174,6 +178,7 @@ def test_folders_that_hold_no_model(tmp_path):
     for load, what in ((load_config, 'so it holds no model'), (load_tokenizer, 'holds no tokenizer')):
         with pytest.raises(ValueError, match=rf'{what}; it is the folder of a training run, and the model is in {run}/actor$'):
             load(run)
+    (run / 'actor' / 'tokenizer_config.json').write_text('{}')
     with pytest.raises(ValueError, match='cannot load a tokenizer from the folder .*: .*[^:]$') as told:
         load_tokenizer(run / 'actor')
     assert '\n' not in str(told.value) and 'one of: (1)' in str(told.value)

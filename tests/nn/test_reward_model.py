@@ -217,7 +217,7 @@ def test_an_encoder_scores_as_its_own_classifier_does(cls, config, labels, tmp_p
 
 
 def test_a_deberta_classifier_and_a_new_deberta_reward_model(tmp_path):
-    from test_critic import deberta_config
+    from encoder_models import deberta_config
 
     torch.manual_seed(0)
     classifier = DebertaV2ForSequenceClassification(deberta_config(num_labels=1)).eval()

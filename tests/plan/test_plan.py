@@ -13,6 +13,7 @@ import torch
 
 from chatgpt.nn import Actor, Critic
 from chatgpt.plan import Setup, cheapest_change, explain_out_of_memory, make_plan, models, parse_bytes, show_bytes
+from chatgpt.plan.__main__ import main
 from chatgpt.plan.advice import changes
 from chatgpt.plan.static import frozen_memory, trained_memory
 from chatgpt.testing.fakes import tiny_config
@@ -248,35 +249,29 @@ def test_amounts_are_shown():
     assert [show_bytes(x) for x in (0, 5, 2**11, 1.5 * 2**30, 2**37)] == ['0', '5 B', '2.00 KiB', '1.50 GiB', '128 GiB']
 
 
-def command(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, '-m', 'chatgpt.plan', *args], capture_output=True, text=True, timeout=100)
-
-
-def test_the_command(tmp_path):
+def test_the_command(tmp_path, capsys):
     path = tmp_path / 'config.json'
     path.write_text(json.dumps(CONFIG.to_dict()))
-    fits = command(str(path), '--memory', '1GiB')
+    command = [sys.executable, '-m', 'chatgpt.plan', str(path), '--memory', '1GiB']
+    fits = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert fits.returncode == 0, fits.stderr
     assert 'it fits' in fits.stdout
     assert 'actor optimizer' in fits.stdout
-    does_not = command(str(path), '--memory', '10KiB', '--json')
-    assert does_not.returncode == 1
-    content = json.loads(does_not.stdout)
+    assert main([str(path), '--memory', '10KiB', '--json']) == 1
+    content = json.loads(capsys.readouterr().out)
     assert content['limit'] == 'device memory'
     assert content['peak'] > 10 * 1024
     assert list(tmp_path.iterdir()) == [path]  # nothing was written, and there were no weights to read
 
 
 @pytest.mark.parametrize(('content', 'sentence'), [('not json', 'not the config.json'), ('{}', 'not the config.json'), (None, 'nowhere')])
-def test_what_is_no_config(tmp_path, content, sentence):
+def test_what_is_no_config(tmp_path, capsys, content, sentence):
     path = tmp_path / 'nowhere.json'
     if content is not None:
         path.write_text(content)
-    wrong = command(str(path))
-    assert wrong.returncode == 2
-    assert sentence in wrong.stderr
-    assert len(wrong.stderr.strip().splitlines()) == 1
-    assert 'Traceback' not in wrong.stderr
+    assert main([str(path)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert sentence in line
 
 
 def test_a_plan_of_a_large_model_takes_no_memory():

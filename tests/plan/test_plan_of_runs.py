@@ -177,7 +177,7 @@ def test_sft_ends_with_it_too_and_other_errors_do_not():
             def fails(*args, error=error):
                 raise error
 
-            trainer.work = fails
+            trainer.objective.loss = fails
             with pytest.raises(type(error)) as raised:
                 trainer.fit()
             assert len(getattr(raised.value, '__notes__', [])) == notes

@@ -19,6 +19,8 @@ from chatgpt.testing.fakes import tiny_causal_lm
 from chatgpt.testing.workers import InProcessWorkers
 from chatgpt.types import Prompt, Sample
 
+pytestmark = pytest.mark.system
+
 SAMPLING = SamplingParams(max_new_tokens=10, eos_token_ids=(2,))
 
 

@@ -13,7 +13,7 @@ from colossalai_runs import LR, distances, naive_run, needs_colossalai, pair_of,
 
 from chatgpt.trainer.strategies import NaiveStrategy
 
-pytestmark = pytest.mark.timeout(600)  # the first test waits for the whole job on two processes
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]  # the first test waits for the whole job on two processes
 
 PAIRWISE = ('agreement', 'clipped', 'micro-batches')
 

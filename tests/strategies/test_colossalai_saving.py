@@ -11,7 +11,7 @@ from colossalai_runs import STEPS, make_actor, needs_colossalai
 
 from chatgpt.testing.processes import run_distributed
 
-pytestmark = pytest.mark.timeout(600)  # the first test waits for the whole job on two processes
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]  # the first test waits for the whole job on two processes
 
 
 @needs_colossalai

@@ -6,6 +6,8 @@ import pytest
 
 from chatgpt.testing.processes import run_script
 
+pytestmark = pytest.mark.system
+
 JOIN = """
 import torch, torch.distributed as dist
 from chatgpt.trainer.strategies.ddp import DDPStrategy

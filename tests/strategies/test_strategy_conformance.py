@@ -142,7 +142,7 @@ def _ddp_and_faults():
 
 
 def test_ddp_on_two_processes_and_planted_faults():
-    for found in run_distributed(_ddp_and_faults, 2, init_group=True):
+    for found in run_distributed(_ddp_and_faults, 2, init_group=True, fresh=True):
         for key in ('fp32', 'bf16'):
             assert found[key] == dict.fromkeys(all_checks(), 'passed')
         assert set(found['small buckets'].values()) == {'passed'}

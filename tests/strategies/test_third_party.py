@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from chatgpt.testing.conformance import all_checks
 from chatgpt.testing.processes import run_script
+
+pytestmark = pytest.mark.system
 
 ROOT = Path(__file__).parents[2]
 

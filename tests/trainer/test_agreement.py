@@ -33,7 +33,7 @@ def run(difference: str | None) -> str:
             trainer.on_position = trainer.learn
 
             def learn(experiences: list[Any]) -> dict[str, float]:
-                trainer.prompts_drawn += int(odd)
+                trainer.collector.prompts_drawn += int(odd)
                 return trainer.on_position(experiences)
 
             trainer.learn = learn  # type: ignore[method-assign]

@@ -96,6 +96,12 @@ def test_the_last_word_on_a_flag_stands_through_later_resumes(tmp_path, capsys):
     assert (run.lr, run.max_epochs, run.save_path) == (2e-4, 4, str(tmp_path / 'other'))
 
 
+def test_the_layout_is_of_one_start(tmp_path):
+    start(tmp_path, '--strategy', 'ddp', '--num_training_workers', '4', '--lr', '1e-4')
+    run = start(tmp_path, '--resume', 'auto')
+    assert (run.strategy, run.num_training_workers, run.lr) == ('naive', None, 1e-4)
+
+
 def test_a_run_from_the_beginning_takes_nothing_over(tmp_path):
     start(tmp_path, '--lr', '1e-4')
     assert start(tmp_path, '--max_epochs', '3').lr is None

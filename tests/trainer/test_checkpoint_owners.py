@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_ema import averages, make
+from sft_runs import averages, make
 
 from chatgpt.checkpoint import Piece, TensorReader
 from chatgpt.trainer.callbacks import EMA, Callback

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from chatgpt.trainer.ppo_collect import NothingToLearn
 from online_runs import DYNAMIC, PROMPTS, make
 
 from chatgpt.trainer.callbacks import SaveCheckpoint
+from chatgpt.trainer.collect import NothingToLearn
 
 
 class Rare:

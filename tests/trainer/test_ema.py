@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from sft_runs import averages, make
 
-from chatgpt.nn import GPTActor
-from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer import SFTTrainer
-from chatgpt.trainer.callbacks import EMA, Callback, ProgressBar, SaveCheckpoint
-from chatgpt.trainer.strategies import ColossalAIStrategy, DDPStrategy, FSDPStrategy, NaiveStrategy
-from chatgpt.types import Sequence
+from chatgpt.trainer.callbacks import EMA, Callback, SaveCheckpoint
+from chatgpt.trainer.strategies import ColossalAIStrategy, DDPStrategy, FSDPStrategy
 
 DECAY = 0.8
 
@@ -35,24 +32,6 @@ class Loop(Callback):
     @staticmethod
     def weights(trainer: Any) -> dict[str, torch.Tensor]:
         return {n: p.detach().double().clone() for n, p in trainer.model.named_parameters()}
-
-
-def make(strategy: Any = None, callbacks: Any = (), **kw: Any) -> SFTTrainer:
-    strategy = strategy or NaiveStrategy(seed=2, device='cpu')
-    torch.manual_seed(2)
-    actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, hidden=16, positions=32))
-    optim = strategy.make_optimizer(actor.parameters(), lr=1e-2, eps=1e-4)
-    actor, optim = strategy.prepare((actor, optim))
-    data = [
-        Sequence(prompt_ids=torch.tensor([3 + i % 5]), response_ids=torch.tensor([4 + i % 7, 2]), response_mask=torch.tensor([True, True]))
-        for i in range(16)
-    ]
-    quiet = ProgressBar(enabled=False)
-    return SFTTrainer(strategy, actor, optim, data, callbacks=[quiet, *callbacks], train_batch_size=4, max_epochs=2, log_interval=1, **kw)
-
-
-def averages(ema: EMA) -> dict[str, torch.Tensor]:
-    return {p.name: p.data for p in ema._pieces.values() if p.data.is_floating_point()}
 
 
 def test_against_a_loop(tmp_path):

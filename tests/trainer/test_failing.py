@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_ema import make as make_sft
-from test_kill import metrics
-from test_ppo import CountGood, make, prompts, weights
+from killed_runs import metrics
+from ppo_on_ids import CountGood, make, prompts, weights
+from sft_runs import make as make_sft
 
-from chatgpt.checkpoint import CheckpointError
+from chatgpt.checkpoint import CheckpointError, CheckpointReader
 from chatgpt.testing.processes import run_script
 from chatgpt.trainer import NonFiniteError, checkpointing
 from chatgpt.trainer.callbacks import Callback, Evaluator, ProgressBar, SaveCheckpoint
@@ -79,7 +79,7 @@ def test_a_reward_that_raises_in_phase_three_loses_nothing(tmp_path, capsys):
     told = f'the run failed in phase 3; the state after phase 2 is kept in {path}: continue with --resume auto or --resume {path}\n'
     assert told in capsys.readouterr().err
     again = make(run_dir=tmp_path / 'broken')
-    assert again.load_checkpoint('auto') and (again.phase, again.timestep, again.samples_drawn) == (2, 2, 32)
+    assert again.load_checkpoint('auto') and (again.phase, again.timestep, again.collector.samples_drawn) == (2, 2, 32)
     fit(again)
     assert torch.equal(weights(straight), weights(again))
     assert metrics(tmp_path / 'broken') == metrics(tmp_path / 'straight')
@@ -313,10 +313,7 @@ with getattr(s, kind)(seed=3, device='cpu') as strategy:
         (actor, torch.optim.AdamW(actor.parameters())), (critic, torch.optim.AdamW(critic.parameters())), initial)
     trainer = PPOTrainer(strategy, actor, critic, reward, initial, a, c, tokenizer=char_tokenizer(), run_dir=folder,
                          experience_batch_size=4, train_batch_size=4, max_new_tokens=4, callbacks=[Alone(enabled=False)])
-    if how == 'resume':
-        assert trainer.load_checkpoint('auto')
     trainer.fit(['a one', 'a two', 'a three', 'a four'], 1, 4, 1)
-    print('phase', trainer.phase)
 """
 
 
@@ -329,9 +326,7 @@ def test_ranks_that_fail_together_save(tmp_path, kind):
     path = tmp_path / 'run' / 'checkpoints' / 'step-00000002'
     assert f'the run failed in phase 3; the state after phase 2 is kept in {path}' in failed[0][1]
     assert saved(tmp_path / 'run') == ['step-00000002']
-    resumed = run_script([str(script), kind, 'resume', str(tmp_path / 'run')])
-    assert [code for code, _ in resumed] == [0, 0], resumed
-    assert 'phase 4' in resumed[0][1]
+    assert CheckpointReader(path).meta['phase'] == 2  # whole: every rank has written its part
 
 
 def test_a_rank_that_fails_alone_says_what_stands(tmp_path):
@@ -339,7 +334,7 @@ def test_a_rank_that_fails_alone_says_what_stands(tmp_path):
     script.write_text(RANKS)
     alone = run_script([str(script), 'DDPStrategy', 'alone', str(tmp_path / 'alone')])
     assert all(code != 0 for code, _ in alone)
-    told = 'rank 1 failed alone, and saving takes all ranks: nothing was saved; there is no checkpoint of this run'
+    told = 'saving takes all ranks, and they did not all fail here with rank 1: nothing was saved; there is no checkpoint of this run'
     assert f'the run failed in phase 3; {told}' in alone[1][1]
     assert 'only here' in alone[0][1]
     assert saved(tmp_path / 'alone') == []

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from chatgpt.trainer.advantages import whitened
 from online_runs import PROMPTS, QUERIES, RESPONSES, make, vowels
 
+from chatgpt.launch.build import check_ppo_args
+from chatgpt.launch.runs import PPORun
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.strategies import DDPStrategy
 from chatgpt.types import Experience
@@ -72,7 +73,7 @@ def test_advantages_by_a_slow_loop():
         parts = [vowels([], [e.response_text])[0], short([], [e.response_text])[0], 1.0 + e.index % 3]
         assert e.weighted_scores == tuple(zip((1.0, 0.5, 0.25), parts, strict=True))
         assert e.score == pytest.approx(sum(w * s for w, s in e.weighted_scores))
-    got = whitened(experiences, trainer.config)
+    got = trainer.config.estimator.whiten(experiences)
     for e in got:
         assert len(set(e.advantages.tolist())) == 1
     ours = {e.index: e.advantages[0].item() for e in got}
@@ -91,7 +92,7 @@ def test_responses_without_a_token_that_counts_do_not_enter_the_batch():
     own = [e for e in experiences if bool(e.response_mask.any())]
     assert 1 < len(own) < len(experiences)
     want = normalised([e.advantages[0].item() for e in own])
-    got = [e.advantages[0].item() for e in whitened(experiences, trainer.config) if bool(e.response_mask.any())]
+    got = [e.advantages[0].item() for e in trainer.config.estimator.whiten(experiences) if bool(e.response_mask.any())]
     assert got == pytest.approx(want, abs=1e-5)
 
 
@@ -152,3 +153,9 @@ def test_step_has_one_score_and_is_refused():
     trainer = make(reward=REWARDS, **GDPO)
     with pytest.raises(ValueError, match='needs the scores of each reward, which step is not given'):
         trainer.step(QUERIES, RESPONSES, [0.0] * 4)
+
+
+def test_the_command_line_has_one_reward():
+    run = PPORun(**GDPO)
+    with pytest.raises(ValueError, match='takes a list of rewards, which the command line cannot give'):
+        check_ppo_args(run, 1)

@@ -6,52 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from chatgpt.trainer.ilql import standardized, turn_ends
+from ilql_runs import VOCAB, make, model, sequence
 from phase_log import Log
-from transformers import GPT2LMHeadModel
 
 from chatgpt.dataset import TokenizedLabelled
 from chatgpt.nn import ILQLModel
 from chatgpt.rollout import HFEngine, LocalEngine, SamplingParams
-from chatgpt.testing.fakes import char_tokenizer, tiny_config
+from chatgpt.testing.fakes import char_tokenizer
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import BetaEvaluation, ILQLTrainer, PromptEvaluation, rewarded
 from chatgpt.trainer.callbacks import Evaluator, ProgressBar, SaveCheckpoint
+from chatgpt.trainer.objectives.ilql import standardized, turn_ends
 from chatgpt.trainer.saving import save_pretrained
 from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
-from chatgpt.types import Prompt, Sequence
-
-VOCAB = 16
-
-
-def sequence(prompt: list[int], response: list[int], mask: list[int] | None = None) -> Sequence:
-    flags = torch.tensor(mask or [1] * len(response), dtype=torch.bool)
-    return Sequence(prompt_ids=torch.tensor(prompt), response_ids=torch.tensor(response), response_mask=flags)
-
-
-def model(seed: int = 5, two_qs: bool = True, vocab: int = VOCAB) -> ILQLModel:
-    torch.manual_seed(seed)
-    made = ILQLModel(GPT2LMHeadModel(tiny_config('gpt2', vocab_size=vocab, hidden=16, positions=32)), two_qs=two_qs)
-    with torch.no_grad():  # targets that differ from the heads, as after some steps
-        for number, p in enumerate(made.target_q_heads.parameters()):
-            torch.manual_seed(number)
-            p.add_(0.1 * torch.randn(p.shape))
-    return made
-
-
-def make(
-    data: Any, held_back: Any = None, *, strategy: Any = None, more: Any = (), lr: float = 3e-3, two_qs: bool = True, **kw: Any
-) -> Any:
-    strategy = strategy or NaiveStrategy(seed=5, device='cpu')
-    net = model(two_qs=two_qs)
-    net, optim = strategy.prepare((net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=lr, eps=1e-4)))
-    log = Log()
-    trainer = ILQLTrainer(
-        strategy, net, optim, data, held_back, callbacks=[log, *more], **({'train_batch_size': 4, 'log_interval': 1} | kw)
-    )
-    trainer.log = log
-    return trainer
-
+from chatgpt.types import Prompt
 
 DIALOGUES = [
     sequence([3, 4], [5, 6, 7, 8, 2], [1, 1, 0, 1, 1]),

@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
-from chatgpt.trainer.learning import BatchStats, permutation, seed_for, train_batches
 
 from chatgpt.trainer.config import PPOConfig, check_cut
+from chatgpt.trainer.metrics import BatchStats, Highest, Lowest, Mean
+from chatgpt.trainer.order import permutation, seed_for, train_batches
 from chatgpt.trainer.schedule import lr_factor
 from chatgpt.trainer.strategies import NaiveStrategy
 
@@ -17,13 +18,12 @@ def test_batch_stats_weigh_micro_batches_by_what_counts():
     stats = BatchStats()
     for values in ([1.0, 2.0, 3.0], [10.0]):
         v = torch.tensor(values)
-        stats.mean('mean', v.sum(), len(values))
-        stats.add('sum', v.sum())
-        stats.maximum('ratio_max', v.max())
-        stats.minimum('ratio_min', v.min())
+        stats.add({
+            'mean': Mean(v.sum(), len(values)), 'sum': Mean(v.sum(), 0.0), 'ratio_max': Highest(v.max()), 'ratio_min': Lowest(v.min()),
+        })  # fmt: skip
     reduced = stats.reduced(NaiveStrategy())
     assert reduced == {'mean': 4.0, 'sum': 16.0, 'ratio_max': 10.0, 'ratio_min': 1.0}
-    assert reduced['mean'] != (2.0 + 10.0) / 2  # twin: a mean of means
+    assert reduced['mean'] != (2.0 + 10.0) / 2  # negative control: a mean of means
 
 
 def test_orders_are_functions_of_their_key():

@@ -1,22 +1,21 @@
-"""Micro-batches of a train batch: dealt to the ranks by cost, and with or without padding the same losses."""
+"""Micro-batches of a train batch: split over the ranks by cost, and with or without padding the same losses."""
 
 from __future__ import annotations
 
 from copy import deepcopy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from chatgpt.trainer.learning import TrainedModel, Work, learn_batch, micro_batches
 
 import chatgpt.nn.packing as packing_module
-from chatgpt.batching import collate, filler
+from chatgpt.batching import collate, micro_batches
 from chatgpt.nn import GPTActor, GPTCritic
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.callbacks import ProgressBar
+from chatgpt.trainer.step import Learner, Work, learn_batch
 from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.types import Sequence
 
@@ -32,8 +31,7 @@ def sequence(length: int) -> Sequence:
 
 
 def test_ranks_get_equal_costs_by_hand():
-    ranks: list[Any] = [SimpleNamespace(rank=rank, world_size=2) for rank in range(2)]
-    cuts = [micro_batches(LENGTHS, rank, 20, int) for rank in ranks]
+    cuts = [[[LENGTHS[i] for i in cut] for cut in cuts] for cuts in micro_batches(LENGTHS, 2, 20)]
     # Longest first, each to the rank with fewer sequences, then with fewer tokens, then to rank 0; forwards of up to 20 padded tokens.
     assert cuts == [[[10, 8], [3, 2]], [[9, 9], [3, 2]]]
 
@@ -42,16 +40,15 @@ def learn() -> tuple[list[int], int]:
     """Tokens of the records that this rank learned from, and the number of its micro-batches."""
     seen: list[list[int]] = []
 
-    def loss(batch: Any, records: list[Any], stats: Any) -> torch.Tensor:
-        seen.append([r.num_tokens for r in records])
-        return -(actor(batch).logprobs * batch.action_mask).sum() / sum(LENGTHS)
+    def loss(model: Any, batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        seen.append(batch.attention_mask.sum(1).tolist())
+        return -(model(batch).logprobs * batch.action_mask).sum() / sum(LENGTHS), {}
 
     with DDPStrategy(device='cpu') as strategy:
         actor = GPTActor(config=tiny_config('gpt2'))
         actor, optimizer = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=0.1)))
         work = Work(
-            [sequence(n) for n in LENGTHS], [TrainedModel('actor', actor, optimizer, loss)], lambda r: collate(r or [filler()]),
-            lambda r: r.num_tokens,
+            [sequence(n) for n in LENGTHS], [Learner('actor', actor, optimizer, loss)], collate, lambda r: r.num_tokens,
         )  # fmt: skip
         learn_batch(strategy, [work], max_tokens=20)
     return sorted(n for records in seen for n in records), len(seen)

@@ -55,7 +55,7 @@ def mask_by_hand(logits: torch.Tensor, top_p: float) -> list[int]:
 
 def test_nlpo_samples_and_learns_the_masked_policy():
     trainer = nlpo(nlpo_update_interval=100, max_epochs=1)
-    policy, mask = (trainer.strategy.unwrap(m).model for m in (trainer.actor, trainer.mask_model))
+    policy, mask = (trainer.strategy.unwrap(m).model for m in (trainer.actor, trainer.policy.mask_model))
     trainer.fit(PROMPTS, 1, 1, 1)
     assert trainer.log.phases[0]['ppo/first_ratio_error'] < 1e-4  # what was drawn is what is learned
     before = nlpo()
@@ -78,12 +78,12 @@ def test_nlpo_samples_and_learns_the_masked_policy():
 
 def test_nlpo_takes_over_every_so_many_phases():
     trainer = nlpo(nlpo_update_interval=2)
-    first = [p.clone() for p in trainer.mask_model.parameters()]
+    first = [p.clone() for p in trainer.policy.mask_model.parameters()]
     same = []
 
     class Watch(ProgressBar):
         def on_phase_end(self, trainer: Any, step: int, metrics: Any) -> None:
-            now = list(trainer.mask_model.parameters())
+            now = list(trainer.policy.mask_model.parameters())
             same.append((all(map(torch.equal, now, first)), all(map(torch.equal, now, trainer.actor.parameters()))))
 
     trainer.callbacks.callbacks.append(Watch(enabled=False))

@@ -6,18 +6,24 @@ import math
 
 import pytest
 import torch
-from chatgpt.trainer.learning import BatchStats
-from chatgpt.trainer.ppo_loss import PPOLoss
-from chatgpt.trainer.ppo_metrics import rollout_metrics
 
+from chatgpt.batching import collate
 from chatgpt.nn import GPTActor
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import PPOConfig
-from chatgpt.trainer.ppo import collate_or_filler
+from chatgpt.trainer.losses import ActorLoss, collate_experience, experience_totals
+from chatgpt.trainer.metrics import BatchStats, rollout_metrics
+from chatgpt.trainer.nlpo import Policy
 from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Experience
 
 MAX_NEW = 7
+
+
+def actor_loss(actor, config, kl_coef=0.0):
+    strategy = NaiveStrategy(device='cpu')
+    return ActorLoss(config, Policy(strategy, actor, temperature=1.0).forward, kl_coef)
+
 
 
 def experience(index: int, generator: torch.Generator) -> Experience:
@@ -93,25 +99,24 @@ def test_the_loss_by_hand(choices):
     actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, positions=32)).eval()
     config = PPOConfig(**({'eps_clip': 0.1} | choices))
     config.validate(1)
-    loss = PPOLoss(actor, None, config, 1.0, MAX_NEW)
-    loss.kl_coef = 0.7
-    loss.begin(records)
+    loss = actor_loss(actor, config, kl_coef=0.7)
+    totals = experience_totals(records, config, MAX_NEW)
     with torch.no_grad():
-        outs = [actor(collate_or_filler([r]), with_entropy=True) for r in records]
+        outs = [actor(collate([r]), with_entropy=True) for r in records]
     logprobs, entropies = [o.logprobs.double().tolist() for o in outs], [o.entropy.double().tolist() for o in outs]
     want = by_hand(records, logprobs, entropies, config, 0.7)
     for cut in ([6], [2, 1, 3], [1] * 6):  # the cut into micro-batches does not enter
         total, start = 0.0, 0
         for size in cut:
             part = records[start : start + size]
-            total += loss.actor(collate_or_filler(part), part, BatchStats()).item()
+            total += loss(actor, collate_experience(part, totals))[0].item()
             start += size
         assert total == pytest.approx(want, rel=2e-4, abs=1e-6)
-    filler = loss.actor(collate_or_filler([]), [], BatchStats())
-    assert filler.item() == 0.0
+    dummy, _ = loss(actor, collate_experience([], totals))
+    assert dummy.item() == 0.0
     others = [other for other in CHOICES if other != choices]
     wrong = [by_hand(records, logprobs, entropies, PPOConfig(**({'eps_clip': 0.1} | o)), 0.7) for o in others]
-    assert sum(abs(w - want) > 1e-5 for w in wrong) >= len(wrong) - 1  # the twin: other choices are other numbers
+    assert sum(abs(w - want) > 1e-5 for w in wrong) >= len(wrong) - 1  # the negative control: other choices are other numbers
 
 
 @pytest.mark.parametrize(('estimator', 'loss', 'want'), [
@@ -143,12 +148,11 @@ def test_cispo_counts_a_weight_as_clipped_only_from_above():
     actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, positions=32)).eval()
     shares = {}
     for name in ('cispo', 'ppo'):
-        loss, stats = PPOLoss(actor, None, PPOConfig(policy_loss=name, eps_clip=0.1), 1.0, MAX_NEW), BatchStats()
-        loss.begin(records)
-        loss.actor(collate_or_filler(records), records, stats)
+        config, stats = PPOConfig(policy_loss=name, eps_clip=0.1), BatchStats()
+        stats.add(actor_loss(actor, config)(actor, collate_experience(records, experience_totals(records, config, MAX_NEW)))[1])
         shares[name] = stats.reduced(NaiveStrategy(device='cpu'))['clip_fraction']
     with torch.no_grad():
-        diffs = [(actor(collate_or_filler([r])).logprobs - r.old_logprobs).double()[r.response_mask] for r in records]
+        diffs = [(actor(collate([r])).logprobs - r.old_logprobs).double()[r.response_mask] for r in records]
     ratios = torch.cat(diffs).exp()
     assert shares['cispo'] == pytest.approx(float((ratios > 1.1).double().mean()))
     assert shares['ppo'] == pytest.approx(float(((ratios > 1.1) | (ratios < 0.9)).double().mean())) != shares['cispo']
@@ -162,14 +166,13 @@ def test_gspo_measures_the_ratio_that_it_clips():
     found = {}
     for name in ('gspo', 'ppo'):
         config = PPOConfig(policy_loss=name, eps_clip=0.1, loss_aggregation='sequence')
-        loss, stats = PPOLoss(actor, None, config, 1.0, MAX_NEW), BatchStats()
-        loss.begin(records)
-        loss.actor(collate_or_filler(records), records, stats)
+        stats = BatchStats()
+        stats.add(actor_loss(actor, config)(actor, collate_experience(records, experience_totals(records, config, MAX_NEW)))[1])
         found[name] = stats.reduced(NaiveStrategy(device='cpu'))
     ratios = []
     for r in records:
         with torch.no_grad():
-            diff = (actor(collate_or_filler([r])).logprobs - r.old_logprobs).double()[r.response_mask].tolist()
+            diff = (actor(collate([r])).logprobs - r.old_logprobs).double()[r.response_mask].tolist()
         ratios += [math.exp(sum(diff) / len(diff))] * len(diff)
     want = {'ratio_mean': sum(ratios) / len(ratios), 'ratio_max': max(ratios), 'ratio_min': min(ratios),
             'clip_fraction': sum(abs(x - 1) > 0.1 for x in ratios) / len(ratios)}  # fmt: skip

@@ -3,67 +3,18 @@
 from __future__ import annotations
 
 import json
-from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from phase_log import Log
-from torch import nn
+from ppo_on_ids import GOOD, VOCAB, CountGood, make, prompts, run, weights
 
 from chatgpt.checkpoint import CheckpointError
-from chatgpt.nn import GPTActor, GPTCritic
+from chatgpt.nn import GPTActor
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import NonFiniteError, PPOTrainer
-from chatgpt.trainer.callbacks import ProgressBar
 from chatgpt.trainer.strategies import NaiveStrategy
-
-VOCAB, GOOD = 16, 7
-
-
-def prompts(num: int = 16) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, VOCAB, (1 + i % 4,), generator=generator) for i in range(num)]
-
-
-class CountGood(nn.Module):
-    """A reward model that needs no text: the share of token GOOD in a sequence, per token of its response."""
-
-    def forward(self, batch: Any) -> torch.Tensor:
-        hits = ((batch.action_ids == GOOD) & batch.action_mask).float()
-        total = torch.zeros(batch.num_sequences).index_add(0, batch.action_rows, hits)
-        return total / torch.zeros(batch.num_sequences).index_add(0, batch.action_rows, batch.action_mask.float()).clamp(min=1)
-
-
-def make(
-    seed: int = 0, *, shared: bool = False, dropout: float = 0.0, lora_rank: int = 0, reward: Any = None, **kwargs: Any
-) -> PPOTrainer:
-    strategy = NaiveStrategy(seed=seed)
-    config = tiny_config('gpt2', vocab_size=VOCAB, hidden=16, positions=32, dropout=dropout)
-    actor = GPTActor(config=config, lora_rank=lora_rank, value_head=True if shared else None)
-    critic = None if shared else GPTCritic(config=config)
-    initial = None if lora_rank else deepcopy(actor)
-    actor_optim = torch.optim.AdamW([p for p in actor.parameters() if p.requires_grad], lr=3e-3, eps=1e-5)
-    critic_optim = None if critic is None else torch.optim.AdamW(critic.parameters(), lr=3e-3, eps=1e-5)
-    (actor, actor_optim), reward, initial = strategy.prepare((actor, actor_optim), reward or CountGood(), initial)
-    if critic is not None:
-        critic, critic_optim = strategy.prepare((critic, critic_optim))
-    defaults: dict[str, Any] = {
-        'experience_batch_size': 16, 'train_batch_size': 8, 'max_epochs': 2, 'kl_coef': 0.01, 'max_new_tokens': 6, 'eos_token_id': 2,
-        'callbacks': [ProgressBar(enabled=False)],
-    }  # fmt: skip
-    return PPOTrainer(strategy, actor, critic, reward, initial, actor_optim, critic_optim, **defaults | kwargs)
-
-
-def run(phases: int = 3, **kwargs: Any) -> tuple[PPOTrainer, list[dict[str, float]]]:
-    recorder = Log()
-    trainer = make(callbacks=[recorder], **kwargs)
-    trainer.fit(prompts(), num_episodes=1, max_timesteps=phases, update_timesteps=1)
-    return trainer, recorder.phases
-
-
-def weights(trainer: PPOTrainer) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for m in trainer.models().values() for p in m.parameters()])
 
 
 @pytest.mark.parametrize(
@@ -215,6 +166,9 @@ def test_tokens_outside_the_response_mask_count_nowhere():
         ({'scores': [float('nan')]}, r'scores\[0\] is not finite'),
         ({'scores': [torch.tensor([1.0, 2.0])]}, r'scores\[0\] has 2 entries for 3 tokens'),
         ({'responses': [torch.tensor([], dtype=torch.int64)]}, 'response 0 is empty'),
+        ({'responses': [torch.tensor([4, VOCAB, 6])]}, '^step: response 0 has the token id 16, outside of the vocabulary of 16 tokens'),
+        ({'responses': [torch.tensor([4, -1, 6])]}, '^step: response 0 has the token id -1'),
+        ({'queries': [torch.tensor([3, 99])]}, '^step: query 0 has the token id 99'),
         ({'response_masks': [torch.tensor([True])]}, r'response_masks\[0\] has 1 entries for 3 tokens'),
     ],
 )
@@ -222,6 +176,27 @@ def test_step_refuses(change, message):
     given = {'queries': [torch.tensor([3])], 'responses': [torch.tensor([4, 5, 6])], 'scores': [1.0]} | change
     with pytest.raises(ValueError, match=message):
         make().step(**given)
+
+
+class Numbers:
+    """A tokenizer whose texts are its ids: 'i5.i7.'"""
+
+    eos_token_id, bos_token_id, pad_token_id = 2, None, 0
+
+    def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
+        return ''.join(f'i{int(i)}.' for i in ids)
+
+
+@pytest.mark.parametrize('where', ['trainer', 'generate'])
+def test_step_knows_that_a_response_ended_by_a_stop_string(where):
+    stop = {'stop_strings': ['i6.i5.']}
+    trainer = make(tokenizer=Numbers(), kl_coef=0.0, missing_eos_score=-9.0, **(stop if where == 'trainer' else {}))
+    queries = [torch.tensor([3, 4])] * 4
+    trainer.generate(queries, **(stop if where == 'generate' else {}))
+    responses = [torch.tensor(ids) for ids in ([8, 6, 5], [8, 2], [8, 5, 6], [6, 5])]
+    trainer.step(queries, responses, [1.0] * 4)
+    assert [e.finish_reason for e in trainer.last_experiences] == ['stop', 'eos', 'length', 'stop']
+    assert [e.rewards.sum().item() for e in trainer.last_experiences] == [1.0, 1.0, -9.0, 1.0]
 
 
 def test_score_scaling_says_when_it_has_nothing_to_divide_by():
@@ -247,7 +222,7 @@ def test_the_overlong_penalty_knows_max_length():
 @pytest.mark.parametrize(
     ('kwargs', 'message'),
     [
-        ({'kl_coeff': 0.1}, "unknown keyword 'kl_coeff'; did you mean kl_coef"),
+        ({'kl_coeff': 0.1}, "unknown keyword 'kl_coeff'; here it is kl_coef"),
         ({'temprature': 0.1}, "unknown keyword 'temprature'; did you mean temperature"),
         ({'train_batch_size': 0}, 'train_batch_size=0 must be positive'),
         ({'kl_kind': 'k9'}, "kl_kind='k9' is not known"),

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from chatgpt.trainer.preference import pairs_of, without_reference
 from phase_log import Log
 
 from chatgpt.dataset import TokenizedLabelled, TokenizedPreference
@@ -17,6 +16,7 @@ from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import DPOTrainer, KTOTrainer, ORPOTrainer, SimPOTrainer, reward_model
 from chatgpt.trainer.callbacks import SaveCheckpoint
+from chatgpt.trainer.objectives.pairs import pairs_of, without_reference
 from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.types import Sequence
 

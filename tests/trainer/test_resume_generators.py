@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from test_ppo import make, prompts
+from ppo_on_ids import make, prompts
 
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.callbacks import ProgressBar

@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from chatgpt.trainer.reward_model import is_success, pairs_of
 from phase_log import Log
 
+from chatgpt.batching import collate
 from chatgpt.dataset import TokenizedLabelled, TokenizedPreference
 from chatgpt.functional import losses
 from chatgpt.nn import RewardModel
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer import RewardModelTrainer, reward_model
+from chatgpt.trainer import RewardModelConfig, RewardModelTrainer
 from chatgpt.trainer.callbacks import SaveCheckpoint
+from chatgpt.trainer.objectives import reward_model
+from chatgpt.trainer.objectives.reward_model import PairwiseObjective, is_success
 from chatgpt.trainer.saving import save_pretrained
 from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.types import Sequence
@@ -121,10 +123,12 @@ def test_margins_are_subtracted():
 
 
 def test_all_pairs_of_ranked_answers():
-    pairs, _ = pairs_of([preference([5], [6], [7], [8]), preference([5], [6])], torch.device('cpu'))
-    assert len(pairs.better) == 6 + 1
-    assert sorted(zip(pairs.better.tolist(), pairs.worse.tolist(), strict=True)) == [*combinations(range(4), 2), (4, 5)]
-    assert pairs.weights.tolist() == pytest.approx([1 / 6] * 6 + [1.0])
+    columns = PairwiseObjective(RewardModelConfig()).columns([preference([5], [6], [7], [8]), preference([5], [6])])
+    better, worse = columns['better'].tolist(), columns['worse'].tolist()
+    assert len(better) == 6 + 1
+    assert sorted(zip(better, worse, strict=True)) == [*combinations(range(4), 2), (4, 5)]
+    assert columns['pair_weight'].tolist() == pytest.approx([1 / 6] * 6 + [1.0])
+    assert columns['prompt'].tolist() == [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
 
 
 def learnable(count: int = 48) -> list[TokenizedPreference]:
@@ -205,9 +209,7 @@ def test_the_folder_loads_here_and_in_transformers(tmp_path, family):
     save_pretrained(strategy, model, tmp_path / 'rm')
     loaded = RewardModel.from_pretrained(tmp_path / 'rm')
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / 'rm').eval()
-    from chatgpt.trainer.reward_model import collate_answers
-
-    batch = collate_answers(learnable(3))
+    batch = collate([s for record in learnable(3) for s in record.sequences()])
     with torch.no_grad():
         want = model.eval()(batch)
         assert torch.allclose(loaded.eval()(batch), want, atol=1e-6)

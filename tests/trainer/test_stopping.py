@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_kill import ROOT, SCRIPT, finished, metrics, start
-from test_ppo import make, prompts
+from killed_runs import ROOT, SCRIPT, finished, metrics, start
+from ppo_on_ids import make, prompts
 
 from chatgpt.checkpoint import CheckpointError, CheckpointReader
 from chatgpt.nn import GPTActor
@@ -53,6 +53,7 @@ def refused_beside(holder: subprocess.Popen[str], folder: Path) -> None:
     assert trainer.phase == 0
 
 
+@pytest.mark.system
 def test_stopped_by_signals_and_resumed_to_the_same_bits(undisturbed, tmp_path):
     """SIGTERM, then SIGINT, each in the middle of a run; every time it ends between phases, with the code of the signal.
 
@@ -93,7 +94,7 @@ def test_a_stop_while_collecting_drops_the_phase(tmp_path):
 
     straight = fit(tmp_path / 'straight')
     stopped = fit(tmp_path / 'stopped', StopInTheMiddle(enabled=False))
-    assert (stopped.phase, stopped.timestep, stopped.samples_drawn, len(stopped.buffer)) == (1, 2, 32, 0)
+    assert (stopped.phase, stopped.timestep, stopped.collector.samples_drawn, len(stopped.buffer)) == (1, 2, 32, 0)
     resumed = fit(tmp_path / 'stopped')
     assert resumed.phase == straight.phase == 3
     for a, b in zip(straight.actor.parameters(), resumed.actor.parameters(), strict=True):
@@ -101,6 +102,7 @@ def test_a_stop_while_collecting_drops_the_phase(tmp_path):
     assert metrics(tmp_path / 'stopped') == metrics(tmp_path / 'straight')
 
 
+@pytest.mark.system
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason='limits the size of files of a child process')
 def test_a_disk_that_is_full_for_a_while(undisturbed, tmp_path):
     """Files cannot grow beyond 4 KiB while phases 3 to 5 are saved: warnings, no checkpoint of those, and a run that is not changed."""

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from chatgpt.trainer.ppo_setup import check_nlpo
-from test_ilql import model, sequence
+from ilql_runs import model, sequence
 
 from chatgpt.nn import GPTActor
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import ILQLTrainer, rewarded
+from chatgpt.trainer.nlpo import NLPOPolicy
 from chatgpt.trainer.strategies import ColossalAIStrategy, DDPStrategy, FSDPStrategy, NaiveStrategy
 
 
@@ -41,7 +41,8 @@ def ilql(strategy: Any) -> ILQLTrainer:
 
 
 def nlpo(strategy: Any) -> None:
-    check_nlpo(strategy, GPTActor(config=tiny_config('gpt2')))
+    actor, mask = (GPTActor(config=tiny_config('gpt2')) for _ in range(2))
+    NLPOPolicy(strategy, actor, 1.0, mask_model=mask, top_p=0.9, interval=1, engine=None)
 
 
 @pytest.mark.parametrize('kind', [Hidden, Renamed])

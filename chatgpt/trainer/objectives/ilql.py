@@ -54,16 +54,6 @@ class ILQLConfig(SupervisedConfig):
     """rewards have mean 0 and standard deviation 1 over the training data, by whose moments held-back ones go too
     (per-token rewards: divided by the deviation of their sums)"""
 
-    def validate(self, world_size: int = 1) -> None:
-        super().validate(world_size)
-        self._positive('target_sync_interval')
-        self._not_negative('cql_scale', 'awac_scale', 'beta')
-        for name in ('tau', 'alpha'):
-            if not 0.0 < getattr(self, name) <= 1.0 or (name == 'tau' and self.tau == 1.0):
-                raise ValueError(f'{name}={getattr(self, name)} must lie in (0, 1{")" if name == "tau" else "]"}')
-        if not 0.0 <= self.gamma <= 1.0:
-            raise ValueError(f'gamma={self.gamma} must lie in [0, 1]')
-
 
 @dataclass(kw_only=True)
 class Rewarded(Sequence):

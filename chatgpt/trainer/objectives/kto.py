@@ -40,12 +40,6 @@ class KTOConfig(ReferenceConfig):
     positive_label: str | None = None
     """which label is a success; None knows true, 1, good, positive and their opposites"""
 
-    def validate(self, world_size: int = 1) -> None:
-        super().validate(world_size)
-        self._not_negative('desirable_weight', 'undesirable_weight')
-        if self.train_batch_size < 2:
-            raise ValueError('train_batch_size=1: KTO compares each answer with another prompt of its batch; use 2 or more')
-
 
 @dataclass(kw_only=True)
 class LabelledAnswer:
@@ -139,7 +133,8 @@ class KTOObjective(Objective):
         prompts = [r.sequence.prompt_ids for r in records]
         if all(torch.equal(prompts[0], p) for p in prompts):
             return [next((p for p in self.prompts if not torch.equal(p, prompts[0])), prompts[0])] * len(prompts)
-        others, other = [], next(p for p in prompts if not torch.equal(p, prompts[-1]))
+        others: list[Tensor] = []
+        other = next(p for p in prompts if not torch.equal(p, prompts[-1]))
         for own, following in zip(reversed(prompts), reversed([*prompts[1:], prompts[0]]), strict=True):
             other = other if torch.equal(own, following) else following
             others.append(other)

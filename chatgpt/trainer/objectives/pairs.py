@@ -76,10 +76,6 @@ class ReferenceConfig(PreferenceConfig):
     precompute_ref_logprobs: bool = True
     """the reference's log-probs once, before the first step; False computes them with every batch"""
 
-    def validate(self, world_size: int = 1) -> None:
-        super().validate(world_size)
-        self._positive('beta')
-
 
 @dataclass(kw_only=True)
 class DPOConfig(ReferenceConfig):
@@ -103,8 +99,6 @@ class DPOConfig(ReferenceConfig):
                 f'label_smoothing={self.label_smoothing} belongs to the losses cdpo and robust, not to {self.loss_type!r}; choose one of '
                 'them, or leave it out'
             )
-        if not 0.0 <= self.flipped_share < 0.5:
-            raise ValueError(f'label_smoothing={self.label_smoothing} must lie in [0, 0.5)')
 
 
 @dataclass(kw_only=True)
@@ -113,10 +107,6 @@ class ORPOConfig(PreferenceConfig):
 
     weight: float = 0.1
     """λ of the odds-ratio term (Hong et al. 2024)"""
-
-    def validate(self, world_size: int = 1) -> None:
-        super().validate(world_size)
-        self._positive('weight')
 
 
 @dataclass(kw_only=True)
@@ -127,11 +117,6 @@ class SimPOConfig(PreferenceConfig):
     """of the mean log-prob per token (Meng et al. 2024, whose range is 2 to 2.5)"""
     gamma: float = 1.0
     """target margin (Meng et al. 2024: 0.3 to 1.6)"""
-
-    def validate(self, world_size: int = 1) -> None:
-        super().validate(world_size)
-        self._positive('beta')
-        self._not_negative('gamma')
 
 
 PairLoss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]

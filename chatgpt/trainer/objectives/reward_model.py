@@ -56,8 +56,6 @@ class RewardModelConfig(SupervisedConfig):
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
         self._one_of('loss_fn', ('log_sig', 'log_exp'))
-        self._not_negative('center_rewards_coefficient')
-        self._positive('early_stopping_patience')
         if self.use_margins and self.loss_fn == 'log_exp':
             raise ValueError("use_margins=True needs loss_fn='log_sig'; the log-exp form has no margin")
 

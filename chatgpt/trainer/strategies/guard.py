@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import ClassVar
@@ -44,30 +44,34 @@ NUM_FRAMES = 3
 
 
 class Whereabouts:
-    """Where a rank's main thread is: what it last said, since when, and whether it waits for other ranks."""
+    """Where a rank's main thread is: what it last said, since when, and whether it waits for other ranks.
 
-    def __init__(self) -> None:
+    `clock` is the time by which a guard is patient.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
         self.where = 'before the run'
-        self.since = time.monotonic()
+        self.since = clock()
         self.thread = threading.get_ident()
         self.collectives = 0
         """finished so far, of a strategy's own"""
         self._depth = 0
 
     def note(self, where: str) -> None:
-        self.where, self.since = where, time.monotonic()
+        self.where, self.since = where, self.clock()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Around a collective."""
         self._depth += 1
-        self.since = time.monotonic()
+        self.since = self.clock()
         try:
             yield
             self.collectives += 1
         finally:
             self._depth -= 1
-            self.since = time.monotonic()
+            self.since = self.clock()
 
     def in_own_collective(self) -> bool:
         return self._depth > 0
@@ -113,7 +117,7 @@ class FailureGuard(AbstractContextManager[None]):
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.whereabouts = whereabouts or Whereabouts()
         self._answered = False
-        self._still_since, self._used = time.monotonic(), 0.0
+        self._still_since, self._used = self.whereabouts.clock(), 0.0
         """since when the main thread has used no processor, and how much it had used then"""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -204,7 +208,8 @@ class FailureGuard(AbstractContextManager[None]):
 
     def _is_stuck(self) -> bool:
         """Whether this rank has stood in one and the same collective for too long."""
-        here, now, patience = self.whereabouts, time.monotonic(), PATIENCE * self.timeout_s
+        here, patience = self.whereabouts, PATIENCE * self.timeout_s
+        now = here.clock()
         if here.in_own_collective():
             return now - here.since > patience
         used = here.processor_s()

@@ -1,0 +1,84 @@
+"""The range of every numeric setting of the trainers, and the check of a settings object against it, done when it is made.
+
+Left out: which settings go together (`validate` of each class), and sampling (`chatgpt.rollout.SamplingParams`).
+"""
+
+from __future__ import annotations
+
+import math
+import typing
+from functools import cache
+from numbers import Integral, Real
+from typing import Any
+
+POSITIVE, NOT_NEGATIVE, COUNT, SHARE = '(0, inf)', '[0, inf)', '[1, inf)', '[0, 1]'
+
+RANGES: dict[str, dict[str, str]] = {
+    'LearningSettings': {'max_tokens_per_batch': COUNT, 'max_grad_norm': '(0, inf]', 'warmup_steps': NOT_NEGATIVE},
+    'PPOConfig': {
+        'experience_batch_size': COUNT, 'num_samples_per_prompt': COUNT, 'buffer_limit': NOT_NEGATIVE, 'score_timeout_s': POSITIVE,
+        'max_staleness': NOT_NEGATIVE, 'kl_coef': NOT_NEGATIVE, 'kl_target': POSITIVE, 'kl_horizon': POSITIVE, 'score_clip': POSITIVE,
+        'missing_eos_score': '(-inf, inf)', 'overlong_buffer': COUNT, 'token_penalty': '(-inf, inf)',
+        'dynamic_sampling_rounds': NOT_NEGATIVE, 'gamma': SHARE, 'lam': SHARE, 'tis_cap': POSITIVE, 'dual_clip': '(1, inf)',
+        'nlpo_top_p': '(0, 1]', 'nlpo_update_interval': COUNT, 'train_batch_size': COUNT, 'max_epochs': COUNT, 'eps_clip': '(0, 1)',
+        'eps_clip_high': POSITIVE, 'value_clip': POSITIVE, 'value_coef': NOT_NEGATIVE, 'entropy_coef': '(-inf, inf)',
+        'ptx_coef': NOT_NEGATIVE, 'ratio_threshold': POSITIVE, 'target_kl': POSITIVE,
+    },
+    'SupervisedConfig': {'train_batch_size': COUNT, 'max_epochs': COUNT, 'max_steps': COUNT, 'log_interval': COUNT},
+    'RewardModelConfig': {'center_rewards_coefficient': NOT_NEGATIVE, 'early_stopping_patience': COUNT},
+    'ReferenceConfig': {'beta': POSITIVE},
+    'DPOConfig': {'label_smoothing': '[0, 0.5)'},
+    'KTOConfig': {
+        'train_batch_size': '[2, inf): KTO compares each answer with another prompt of its batch; use 2 or more',
+        'desirable_weight': NOT_NEGATIVE, 'undesirable_weight': NOT_NEGATIVE,
+    },
+    'ORPOConfig': {'weight': POSITIVE},
+    'SimPOConfig': {'beta': POSITIVE, 'gamma': NOT_NEGATIVE},
+    'ILQLConfig': {
+        'tau': '(0, 1)', 'gamma': SHARE, 'cql_scale': NOT_NEGATIVE, 'awac_scale': NOT_NEGATIVE, 'beta': NOT_NEGATIVE, 'alpha': '(0, 1]',
+        'target_sync_interval': COUNT,
+    },
+    'RFTConfig': {
+        'num_rounds': COUNT, 'num_samples_per_prompt': '[2, inf): RFT keeps some and drops some', 'start_quantile': SHARE,
+        'end_quantile': SHARE,
+    },
+}  # fmt: skip
+"""Of each class and those derived from it: setting → interval, round brackets without the end, and why, where that is not plain."""
+
+
+def range_of(cls: type, name: str) -> str | None:
+    """The range of a setting: that of its class, or of the nearest base that has one."""
+    return next((RANGES[base.__name__][name] for base in cls.__mro__ if name in RANGES.get(base.__name__, ())), None)
+
+
+@cache
+def numeric_fields(cls: type) -> dict[str, tuple[bool, bool]]:
+    """Setting → (takes whole numbers only, takes None) of a settings class."""
+    hints = {name: set(typing.get_args(hint)) or {hint} for name, hint in typing.get_type_hints(cls).items()}
+    return {name: (float not in kinds, type(None) in kinds) for name, kinds in hints.items() if kinds & {int, float}}
+
+
+def check_ranges(settings: Any) -> None:
+    """Raises ValueError for the first setting that is not a number, not finite, or out of its range."""
+    for name, (whole, optional) in numeric_fields(type(settings)).items():  # type: ignore[arg-type]
+        spec, value = range_of(type(settings), name), getattr(settings, name)
+        if spec is not None and not (optional and value is None) and (wrong := _wrong(value, spec, whole)):
+            raise ValueError(f'{name}={value!r} must {wrong}')
+
+
+def _wrong(value: Any, spec: str, whole: bool) -> str:
+    """What a value must be and is not; '' where nothing is wrong."""
+    interval, colon, why = spec.partition(': ')
+    low, high = (float(end) for end in interval[1:-1].split(', '))
+    if not isinstance(value, Integral if whole else Real) or isinstance(value, bool):
+        return 'be a whole number' if whole else 'be a number'
+    number = float(value)
+    if low < number < high or (interval[0] == '[' and number == low) or (interval[-1] == ']' and number == high):
+        return ''
+    if not math.isfinite(number):
+        return 'be a finite number'
+    if high < math.inf:
+        return f'lie in {interval}{colon}{why}'
+    if low == 0 or (low == 1 and interval[0] == '['):
+        return 'not be negative' if interval[0] == '[' and low == 0 else 'be positive'
+    return f'be {"at least" if interval[0] == "[" else "above"} {low:g}{colon}{why}'

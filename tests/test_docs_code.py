@@ -1,0 +1,146 @@
+"""Code on the pages and in docstrings runs as it is printed, offline, with tiny models in place of the hub's.
+
+A page's Python blocks run in their order, in one namespace that holds what the text around them takes for granted. A block that cannot run
+here is in `CANNOT_RUN`, with the reason; a doctest that cannot is marked `+SKIP` where it stands, and counted here.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import re
+import shutil
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ['README.md', *sorted(str(p.relative_to(ROOT)) for p in (ROOT / 'docs').rglob('*.md'))]
+CANNOT_RUN = {
+    'docs/rollout.md: from chatgpt.rollout import RemoteEngine': 'starts Ray, as tests/trainer/test_remote_rollouts.py does',
+    'docs/strategies.md: # my_strategy.py': 'runs in tests/strategies/test_third_party.py, with the block after it',
+    'docs/strategies.md: # check_my_strategy.py': 'needs two processes; runs in tests/strategies/test_third_party.py',
+}
+RUN_ELSEWHERE = {'README.md: from copy import deepcopy': 'tests/test_docs.py runs it and reads what it logs'}
+
+
+def blocks(page: str) -> list[str]:
+    """Python of a page: fenced as python, and indented blocks that import chatgpt."""
+    text = (ROOT / page).read_text()
+    found = [(m.start(), m[1]) for m in re.finditer(r'```python\n(.*?)```', text, re.DOTALL)]
+    bare = re.sub(r'```.*?```', lambda m: re.sub(r'[^\n]', 'x', m[0]), text, flags=re.DOTALL)
+    for m in re.finditer(r'(?:^    .*\n|^\n(?=    ))+', bare, re.MULTILINE):
+        code = textwrap.dedent(m[0].strip('\n')).strip()
+        if re.search(r'^(import chatgpt|from chatgpt)', code, re.MULTILINE):
+            found.append((m.start(), code))
+    return [code for _, code in sorted(found)]
+
+
+def name_of(page: str, block: str) -> str:
+    return f'{page}: {block.splitlines()[0].split("      ")[0]}'
+
+
+ALL = {(page, number): block for page in PAGES for number, block in enumerate(blocks(page))}
+
+
+def test_the_search_finds_code_and_every_exception_is_still_there():
+    names = {name_of(page, block) for (page, _), block in ALL.items()}
+    assert {'docs/train.md: import chatgpt', 'README.md: from copy import deepcopy'} <= names
+    found = {known for known in {**CANNOT_RUN, **RUN_ELSEWHERE} for name in names if name.startswith(known)}
+    assert found == set(CANNOT_RUN) | set(RUN_ELSEWHERE)
+
+
+def runnable() -> list[str]:
+    exceptions = (*CANNOT_RUN, *RUN_ELSEWHERE)
+    return sorted({page for (page, _), block in ALL.items() if not name_of(page, block).startswith(exceptions)})
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from chatgpt.testing import byte_tokenizer, tiny_causal_lm
+
+    folder = tmp_path_factory.mktemp('docs') / 'model'
+    tiny_causal_lm('gpt2', vocab_size=259, pad_token_id=256, bos_token_id=257, eos_token_id=258).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def assumed() -> dict[str, Any]:
+    """What a page's code takes for granted."""
+    prompts = [f'a {word}' for word in 'one two three four five six seven eight'.split()]
+    return {
+        '__name__': 'page',
+        'score': lambda prompts, responses: [float(r.count('a')) for r in responses],
+        'prompts': prompts,
+        'held_back': prompts[:2],
+        'samples': [(p, ' b') for p in prompts],
+        'rewards': [float(i % 2) for i in range(len(prompts))],
+        'preferences': [{'prompt': p, 'chosen': ' b', 'rejected': ' c'} for p in prompts],
+    }
+
+
+def tiny(block: str, model: Path) -> str:
+    """The block with a folder for a hub name, and shorter."""
+    block = re.sub(r"'(gpt2|facebook/opt-\w+|EleutherAI/[\w.-]+)'", repr(str(model)), block)
+    return re.sub(r'num_timesteps=\d+', 'num_timesteps=1, experience_batch_size=8, train_batch_size=8', re.sub(
+        r'max_new_tokens=\d+', 'max_new_tokens=4', block))  # fmt: skip
+
+
+@pytest.mark.parametrize('page', runnable())
+def test_the_code_of_a_page_runs(page, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(model / 'config.json', tmp_path)
+    names = assumed()
+    for (where, _), block in ALL.items():
+        if where == page and not name_of(page, block).startswith((*CANNOT_RUN, *RUN_ELSEWHERE)):
+            exec(compile(tiny(block, model), page, 'exec'), names)
+
+
+# ---------------------------------------------------------------- docstrings
+
+MODULES = [
+    str(p.relative_to(ROOT).with_suffix('')).replace('/', '.').removesuffix('.__init__')
+    for p in sorted((ROOT / 'chatgpt').rglob('*.py')) if '>>> ' in p.read_text()
+]  # fmt: skip
+SKIPPED = {
+    'chatgpt.quickstart': 2, 'chatgpt.rollout.best_of_n': 3, 'chatgpt.rollout.local': 4, 'chatgpt.rollout.remote': 1,
+    'chatgpt.rollout.stop': 4,
+}  # fmt: skip
+"""examples marked `+SKIP`: each needs a loaded model or Ray, and its class has tests of its own. quickstart's run below"""
+
+
+def examples(module: Any) -> list[doctest.DocTest]:
+    import torch
+
+    from chatgpt import types
+
+    given = {'torch': torch, **{n: getattr(types, n) for n in ('Prompt', 'Sample', 'Sequence')}}
+    return doctest.DocTestFinder(exclude_empty=True).find(module, extraglobs=given)
+
+
+@pytest.mark.parametrize('name', MODULES)
+def test_docstrings_run(name):
+    module = importlib.import_module(name)
+    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    runner = doctest.DocTestRunner(optionflags=flags)
+    tests = [t for t in examples(module) if t.examples]
+    assert tests
+    skipped = sum(bool(e.options.get(doctest.SKIP)) for t in tests for e in t.examples)
+    assert skipped == SKIPPED.get(name, 0)
+    for test in tests:
+        output: list[str] = []
+        runner.run(test, out=output.append)
+        assert runner.summarize(verbose=False).failed == 0, ''.join(output)
+
+
+def test_the_skipped_example_of_train_runs_with_a_tiny_model(model, tmp_path, monkeypatch):
+    import chatgpt
+
+    monkeypatch.chdir(tmp_path)
+    (test,) = [t for t in examples(importlib.import_module('chatgpt.quickstart')) if t.examples]
+    names = assumed() | {'chatgpt': chatgpt}
+    for example in test.examples:
+        exec(tiny(example.source, model), names)
+    assert (tmp_path / 'outputs' / 'actor' / 'config.json').is_file()

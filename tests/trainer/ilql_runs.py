@@ -1,0 +1,46 @@
+"""A small ILQL model and small runs of ILQLTrainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from phase_log import Log
+from transformers import GPT2LMHeadModel
+
+from chatgpt.nn import ILQLModel
+from chatgpt.testing.fakes import tiny_config
+from chatgpt.trainer import ILQLTrainer
+from chatgpt.trainer.strategies import NaiveStrategy
+from chatgpt.types import Sequence
+
+VOCAB = 16
+
+
+def sequence(prompt: list[int], response: list[int], mask: list[int] | None = None) -> Sequence:
+    flags = torch.tensor(mask or [1] * len(response), dtype=torch.bool)
+    return Sequence(prompt_ids=torch.tensor(prompt), response_ids=torch.tensor(response), response_mask=flags)
+
+
+def model(seed: int = 5, two_qs: bool = True, vocab: int = VOCAB) -> ILQLModel:
+    torch.manual_seed(seed)
+    made = ILQLModel(GPT2LMHeadModel(tiny_config('gpt2', vocab_size=vocab, hidden=16, positions=32)), two_qs=two_qs)
+    with torch.no_grad():  # targets that differ from the heads, as after some steps
+        for number, p in enumerate(made.target_q_heads.parameters()):
+            torch.manual_seed(number)
+            p.add_(0.1 * torch.randn(p.shape))
+    return made
+
+
+def make(
+    data: Any, held_back: Any = None, *, strategy: Any = None, more: Any = (), lr: float = 3e-3, two_qs: bool = True, **kw: Any
+) -> Any:
+    strategy = strategy or NaiveStrategy(seed=5, device='cpu')
+    net = model(two_qs=two_qs)
+    net, optim = strategy.prepare((net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=lr, eps=1e-4)))
+    log = Log()
+    trainer = ILQLTrainer(
+        strategy, net, optim, data, held_back, callbacks=[log, *more], **({'train_batch_size': 4, 'log_interval': 1} | kw)
+    )
+    trainer.log = log
+    return trainer
