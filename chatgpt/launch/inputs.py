@@ -97,7 +97,6 @@ def check_run(run: Run, world_size: int) -> None:
     """Everything that can be wrong in the settings alone and in the run's folder; fills the defaults that depend on the model."""
     run.fill_defaults()
     run.validate(world_size)
-    run.apply_resources()
     if isinstance(run, PPORun):
         check_rollout_args(run)
     check_resume(run)
@@ -147,10 +146,8 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
     read: list[tuple[Any, str, Any]] = [(run.prompt_path, 'prompts', prompts)]
     inputs.train, inputs.validation = _held_back(run, prompts, tokenizer)
     _check_lengths(inputs.train, context, run.max_new_tokens or 0, 'the context')
-    if run.epochs is not None:
-        _set_length(run, 'epochs', run.epochs, -(-len(inputs.train) // run.experience_batch_size))
-    elif run.training_iteration is not None:
-        _set_length(run, 'training_iteration', run.training_iteration, 1)
+    if run.max_timesteps is None:
+        run.max_timesteps = -(-len(inputs.train) // run.experience_batch_size)
     if run.reward_model and inputs.reward_tokenizer is None:
         _check_lengths(inputs.train, inputs.reward_context, run.max_new_tokens or 0, "the reward model's context")
     if run.ptx_data:
@@ -166,14 +163,6 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
 
 def _chat_format(tokenizer: Any) -> str:
     return f'conversations read {shown_format(tokenizer)}, the chat template that is saved with the tokenizer'
-
-
-def _set_length(run: PPORun, why: str, episodes: int, timesteps: int) -> None:
-    """Fill in how long to train. Raises ValueError where that was given too, and otherwise."""
-    for name, value in (('num_episodes', episodes), ('max_timesteps', timesteps), ('update_timesteps', 1)):
-        if name in run.said and getattr(run, name) != value:
-            raise ValueError(f'{why}={getattr(run, why)} and {name}={getattr(run, name)} both say how long to train; give one')
-        setattr(run, name, value)
 
 
 def _own_prompts(run: PPORun, path: str, tokenizer: Any) -> Any:

@@ -129,14 +129,15 @@ def ppo_trainer(inputs: Inputs, strategy: Any, models: PPOModels, engine: Any = 
     actor, critic, reward, initial_model = models
     actor_optim = make_optimizer(run, strategy, actor)
     critic_optim = make_optimizer(run, strategy, critic, run.critic_lr) if critic is not None else None
-    (actor, actor_optim), reward, initial_model = strategy.prepare((actor, actor_optim), reward, initial_model)
+    scorer = reward if hasattr(reward, 'score') else None  # with nothing in it that the strategy could prepare
+    (actor, actor_optim), reward, initial_model = strategy.prepare((actor, actor_optim), None if scorer else reward, initial_model)
     if critic is not None:
         critic, critic_optim = strategy.prepare((critic, critic_optim))
     if inputs.reward_tokenizer is not None:  # a model that reads other tokens than the policy gets its tokenizer along
         limits = {'max_tokens_per_batch': settings.max_tokens_per_batch, 'max_length': inputs.reward_context}
         reward = RewardModelScorer(reward, tokenizer=inputs.reward_tokenizer, **limits)
     trainer = PPOTrainer(
-        strategy, actor, critic, reward, initial_model, actor_optim, critic_optim, config=settings, tokenizer=inputs.tokenizer,
+        strategy, actor, critic, scorer or reward, initial_model, actor_optim, critic_optim, config=settings, tokenizer=inputs.tokenizer,
         pretrain_data=inputs.pretrain_data, engine=engine or make_engine(run.engine, inputs.model), callbacks=inputs.callbacks,
         run_dir=inputs.run_dir, **inputs.generation,
     )  # fmt: skip

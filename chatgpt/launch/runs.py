@@ -6,14 +6,13 @@ files (`config_file`), and building the objects (`recipes`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, cast, get_args
 
-from chatgpt.launch.arguments import STRATEGIES, check_precision, processes_here
+from chatgpt.launch.arguments import STRATEGIES, check_precision
 from chatgpt.rollout import SamplingParams
 from chatgpt.trainer.config import CHECKPOINT_MINUTES, LearningSettings, PPOConfig, Settings, SFTConfig, SupervisedConfig
 from chatgpt.trainer.objectives.kto import KTOConfig
@@ -98,12 +97,6 @@ class Run(LearningSettings):
     """held-back data"""
     validation_percentage: float = 0.0
     """keep back this share of the data instead of a file"""
-    preprocessing_num_workers: int = 1
-    """data is read by one process; nothing else is possible"""
-    num_training_workers: int | None = None
-    """how many processes there must be; none: as many as were launched"""
-    resources_per_worker: dict[str, float] | None = None
-    """{CPU: threads of a process, GPU: devices it needs}"""
 
     own_defaults: ClassVar[Mapping[str, Any]] = {}
     """of settings that are None until then"""
@@ -155,35 +148,6 @@ class Run(LearningSettings):
         data = self.data_source()
         if data and self.validation_file and same_file(data, self.validation_file):
             raise ValueError(f'validation_file={self.validation_file} is the training data: give another, or --validation_percentage')
-        if self.preprocessing_num_workers != 1:
-            raise ValueError(f'preprocessing_num_workers={self.preprocessing_num_workers} cannot be honoured: data is read by one process')
-        self._check_workers(world_size)
-
-    def _check_workers(self, world_size: int) -> None:
-        wanted = self.num_training_workers
-        if wanted is not None and wanted != world_size:
-            raise ValueError(
-                f'num_training_workers={wanted}, but {world_size} process{"es were" if world_size > 1 else " was"} started; '
-                f'launch with: torchrun --nproc-per-node={wanted} script.py ..., or python -m chatgpt.launch script.py ..., or leave it out'
-            )
-        for name in self.resources_per_worker or {}:
-            if name not in ('CPU', 'GPU'):
-                raise ValueError(f'resources_per_worker: {name!r} is not known; there are CPU and GPU')
-
-    def apply_resources(self) -> None:
-        """Give this process the threads it asks for.
-
-        Raises:
-            ValueError: a GPU is asked for and there is none.
-        """
-        import torch
-
-        resources = self.resources_per_worker or {}
-        if resources.get('GPU', 0) > 0 and not torch.cuda.is_available():
-            raise ValueError(f'resources_per_worker asks for {resources["GPU"]:g} GPU, and this machine has none; leave GPU out')
-        if 'CPU' in resources:
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-            torch.set_num_threads(max(1, min(int(resources['CPU']), cores // processes_here())))
 
     def data_source(self) -> str | None:
         """File or hub name of the training data."""
@@ -214,14 +178,10 @@ class PPORun(Run, PPOConfig):
     reward_fn: str | None = None
     """module:function or file.py:function, fn(prompts, responses, **columns) -> scores"""
     num_episodes: int = 10
-    max_timesteps: int = 10
-    """timesteps of an episode"""
+    max_timesteps: int | None = 10
+    """timesteps of an episode; none: as many as visit every prompt once"""
     update_timesteps: int = 10
     """timesteps between learning phases"""
-    epochs: int | None = None
-    """passes over the prompts, learning after every timestep; instead of num_episodes, max_timesteps and update_timesteps"""
-    training_iteration: int | None = None
-    """learning phases of one timestep each; instead of num_episodes, max_timesteps and update_timesteps"""
     max_epochs: int = 5
     critic: Literal['own', 'shared'] = 'own'
     """own: a model of its own; shared: a value head on the actor's trunk, with num_layers_unfrozen on the frozen one"""
@@ -272,8 +232,8 @@ class PPORun(Run, PPOConfig):
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
-        for name in ('num_episodes', 'max_timesteps', 'update_timesteps', 'max_prompt_tokens', 'sample_interval', 'epochs',
-                     'training_iteration', 'eval_interval'):  # fmt: skip
+        for name in ('num_episodes', 'max_timesteps', 'update_timesteps', 'max_prompt_tokens', 'sample_interval',
+                     'eval_interval'):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f'{name}={value} must be at least 1')
@@ -286,8 +246,6 @@ class PPORun(Run, PPOConfig):
             raise ValueError(f"critic='shared', but advantage_estimator={self.advantage_estimator!r} takes no critic; leave one out")
         if self.lora_rank and self.num_layers_unfrozen > 0:
             raise ValueError('lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one')
-        if self.epochs is not None and self.training_iteration is not None:
-            raise ValueError('epochs and training_iteration both say how long to train; give one')
         if self.temperature == 0:
             raise ValueError('temperature=0 draws nothing, and a policy learns from what it draws: give a number above 0')
         sampling = self.generation() | {'max_new_tokens': 1 if self.max_new_tokens is None else self.max_new_tokens}
@@ -322,10 +280,6 @@ class DataRun(Run, SupervisedConfig):
     max_len: int | None = None
     """tokens of prompt and response, at most the model's context; longer ones are cut, and counted; none: 512, or the context where that is
     less"""
-    batch_size: int | None = None
-    """records of one process in one forward; with gradient_accumulation_steps and the number of processes it makes train_batch_size"""
-    gradient_accumulation_steps: int = 1
-    """forwards of batch_size records in one optimizer step"""
 
     def data_source(self) -> str | None:
         return self.dataset
@@ -335,13 +289,7 @@ class DataRun(Run, SupervisedConfig):
         return 512 if self.max_len is None else self.max_len
 
     def validate(self, world_size: int = 1) -> None:
-        self._positive('batch_size', 'gradient_accumulation_steps', 'max_len')
-        if self.batch_size is not None:
-            self.train_batch_size = self.batch_size * self.gradient_accumulation_steps * world_size
-            if self.gradient_accumulation_steps > 1:
-                self.max_tokens_per_batch = self.batch_size * self.max_tokens
-        elif self.gradient_accumulation_steps > 1:
-            raise ValueError('gradient_accumulation_steps cuts a step into forwards of batch_size: give batch_size too')
+        self._positive('max_len')
         super().validate(world_size)
         if self.dataset and not self.pretrain:
             raise ValueError('data of your own needs a model: give --pretrain NAME_OR_FOLDER')
