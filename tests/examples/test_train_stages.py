@@ -112,7 +112,8 @@ def test_without_arguments(monkeypatch, capsys, tmp_path):
 
 
 def test_a_trained_model_is_not_replaced(monkeypatch, capsys, data, tmp_path):
-    flags = [str(data / 'sft.jsonl'), '--pretrain', str(data / 'base'), '--save_path', str(tmp_path), '--max_steps=1', '--log_interval=1']
+    flags = [str(data / 'sft.jsonl'), '--pretrain', str(data / 'base'), '--save_path', str(tmp_path), '--max_steps=1', '--log_interval=1',
+             '--checkpoint_minutes=0']  # fmt: skip
     script('train_sft', monkeypatch, *flags)
     before = (tmp_path / 'actor' / 'model.safetensors').stat().st_mtime_ns
     capsys.readouterr()
