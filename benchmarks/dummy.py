@@ -191,7 +191,7 @@ def run(settings: DummyRun, ladder: str, rung: str, *, ready: Callable[[Any], No
     """
     import torch
 
-    from chatgpt.launch.build import quiet_transformers
+    from chatgpt.launch.inputs import quiet_transformers
 
     settings.check(world_size_from_env())
     quiet_transformers()

@@ -36,10 +36,6 @@ OTHER_RANKS_WAIT_S = 1.0
 """the ranks but the first wait this long before they say what went wrong: torchrun ends them as soon as the first has said it"""
 
 
-FLAGS: set[str] = set()
-"""of the command line that this process was called with"""
-
-
 class Parser(argparse.ArgumentParser):
     """An `ArgumentParser` whose mistakes are one line, `error: ...`. Flags are written out; an unknown one is met with the nearest."""
 
@@ -53,9 +49,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         parsed, unknown = self.parse_known_args(args, namespace)
-        known = [name.lstrip('-') for action in self._actions for name in action.option_strings]
-        FLAGS.update(known)
         if unknown:
+            known = [name.lstrip('-') for action in self._actions for name in action.option_strings]
             flag = next((text for text in unknown if text.startswith('-')), unknown[0]).split('=')[0]
             self.error(f'unknown argument {flag!r}{hint(flag.lstrip("-"), known, "--")}')
         return parsed
@@ -306,13 +301,8 @@ def run_main(main: Callable[[], Any]) -> None:
     except Exception as error:
         if os.environ.get('CHATGPT_TRACEBACK') or not _is_explained(error, main):
             raise
-        remedy = '; --skip_bad_records leaves such records out' if _is_bad_record(error) and 'skip_bad_records' in FLAGS else ''
-        tell(f'error: {_one_line(error)}{remedy}')
+        tell(f'error: {_one_line(error)}')
         raise SystemExit(_exit_code(error)) from None
-
-
-def _is_bad_record(error: Exception) -> bool:
-    return type(error).__name__ == 'BadRecordError'
 
 
 def _exit_code(error: Exception) -> int:

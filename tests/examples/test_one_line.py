@@ -28,7 +28,7 @@ def test_convert_data(monkeypatch, capsys, tmp_path, flags, message):
         run_main(main)
     lines = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and len(lines) == 1 and message in lines[0], lines
-    assert lines[0].endswith('; --skip_bad_records leaves such records out') == ('JSON' in message)
+    assert ('--skip_bad_records' in lines[0]) == ('JSON' in message)
 
 
 @pytest.mark.parametrize(('flags', 'message'), [
