@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -56,6 +59,204 @@ OPTIONAL: dict[str, str | None] = {
     'pyarrow': None,
 }
 PROCESS_GROUPS = ('trainer/strategies/', 'launch/', 'testing/')
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, and when it is imported: with its file ('module'), when a function runs, or only for type checkers."""
+
+    file: str
+    line: int
+    target: str
+    when: str
+
+
+def is_type_checking(node: ast.If) -> bool:
+    return ast.unparse(node.test) in ('TYPE_CHECKING', 'typing.TYPE_CHECKING')
+
+
+def statements(body: list[ast.stmt], when: str) -> Iterator[tuple[ast.Import | ast.ImportFrom, str]]:
+    """Every import statement below `body`."""
+    for node in body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node, when
+            continue
+        inner = when
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            inner = 'function' if when == 'module' else when
+        elif isinstance(node, ast.If) and is_type_checking(node):
+            yield from statements(node.body, 'types')
+            yield from statements(node.orelse, when)
+            continue
+        for field in ('body', 'orelse', 'finalbody'):
+            yield from statements(getattr(node, field, []), inner)
+        for handler in [*getattr(node, 'handlers', []), *getattr(node, 'cases', [])]:
+            yield from statements(handler.body, inner)
+
+
+def module_name(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix('').parts
+    return '.'.join(parts[:-1] if parts[-1] == '__init__' else parts)
+
+
+def walk(root: Path) -> tuple[set[str], list[Import]]:
+    """The modules of `root`/chatgpt and all their imports, `from package import submodule` resolved to the submodule."""
+    files = {module_name(p, root): p for p in sorted((root / 'chatgpt').rglob('*.py'))}
+    found = []
+    for path in files.values():
+        for node, when in statements(ast.parse(path.read_text()).body, 'module'):
+            if isinstance(node, ast.Import):
+                targets = [alias.name for alias in node.names]
+            else:
+                assert node.level == 0, f'{path}:{node.lineno}: relative import; write it in full'
+                base = node.module or ''
+                targets = [f'{base}.{a.name}' if f'{base}.{a.name}' in files or base == 'torch' else base for a in node.names]
+            found += [Import(path.relative_to(root).as_posix(), node.lineno, t, when) for t in dict.fromkeys(targets)]
+    return set(files), found
+
+
+def package_of(module: str) -> str:
+    parts = module.split('.')[1:]
+    if not parts:
+        return 'chatgpt'
+    if parts[0] == 'trainer' and len(parts) > 1 and parts[1] in ('strategies', 'callbacks'):
+        return f'trainer.{parts[1]}'
+    return parts[0]
+
+
+def module_of(file: str) -> str:
+    return module_name(Path(file), Path('.'))
+
+
+def wrong_arrows(imports: list[Import]) -> list[str]:
+    """Imports of a package that the importing package may not see, at whatever time."""
+    wrong = []
+    for i in imports:
+        if i.target != 'chatgpt' and not i.target.startswith('chatgpt.'):
+            continue
+        here, there = package_of(module_of(i.file)), package_of(i.target)
+        if there in (here, 'chatgpt', 'names'):
+            continue
+        if here not in ALLOWED:
+            wrong.append(f'{i.file}:{i.line}: package {here!r} is unknown; add it to docs/design.md and to ALLOWED')
+        elif there not in ALLOWED[here]:
+            wrong.append(f'{i.file}:{i.line}: {here} imports {there}')
+    return wrong
+
+
+def circles(modules: set[str], imports: list[Import]) -> list[list[str]]:
+    """Groups of modules that reach one another by imports, each sorted: the strongly connected components (Tarjan, 1972)."""
+    edges: dict[str, set[str]] = {m: set() for m in modules}
+    for i in imports:
+        if i.target in modules:
+            edges[module_of(i.file)].add(i.target)
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    open_modules: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        number[module] = low[module] = len(number)
+        open_modules.append(module)
+        for target in edges[module]:
+            if target not in number:
+                visit(target)
+                low[module] = min(low[module], low[target])
+            elif target in open_modules:
+                low[module] = min(low[module], number[target])
+        if low[module] == number[module]:
+            place = open_modules.index(module)
+            group = sorted(open_modules[place:])
+            del open_modules[place:]
+            if len(group) > 1 or module in edges[module]:
+                found.append(group)
+
+    for module in sorted(modules):
+        if module not in number:
+            visit(module)
+    return sorted(found)
+
+
+def matches(target: str, package: str) -> bool:
+    return target == package or target.startswith(package + '.')
+
+
+def eager_or_misplaced(imports: list[Import]) -> list[str]:
+    """Optional packages imported with a file, or outside the file that is theirs; process groups outside the strategies."""
+    wrong = []
+    for i in imports:
+        file = i.file.removeprefix('chatgpt/')
+        for package, home in OPTIONAL.items():
+            if matches(i.target, package) and i.when != 'types':
+                if i.when == 'module':
+                    wrong.append(f'{i.file}:{i.line}: {package} is optional; import it inside the function that needs it')
+                if home is not None and not file.startswith(home):
+                    wrong.append(f'{i.file}:{i.line}: {package} is imported outside {home}')
+        if matches(i.target, 'torch.distributed') and i.when != 'types' and not file.startswith(PROCESS_GROUPS):
+            wrong.append(f'{i.file}:{i.line}: torch.distributed belongs to the strategies')
+    return wrong
+
+
+def test_arrows_point_down():
+    modules, imports = walk(ROOT)
+    assert len(modules) > 20 and len(imports) > 100  # the walk saw the package
+    assert wrong_arrows(imports) == []
+
+
+def test_no_circle():
+    """At any time of import, types and functions included."""
+    assert circles(*walk(ROOT)) == []
+
+
+def test_optional_packages_and_process_groups_have_their_place():
+    assert eager_or_misplaced(walk(ROOT)[1]) == []
+
+
+def shared_between_tests(root: Path) -> list[str]:
+    """Imports of one test file by another, at whatever depth."""
+    wrong = []
+    for path in sorted(root.rglob('*.py')):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [f'{node.module or ""}.{a.name}' for a in node.names]
+            wrong += [
+                f'{path.relative_to(root)}:{node.lineno}: imports {name}; what both need belongs into a module beside them'
+                for name in names
+                if any(part.startswith('test_') for part in name.split('.'))
+            ]
+    return wrong
+
+
+def test_no_test_file_imports_another():
+    assert shared_between_tests(ROOT / 'tests') == []
+
+
+@pytest.mark.parametrize('source', ['import test_a\n', 'from test_a import f\n', 'def g():\n    from tests.test_a import f\n'])
+def test_a_test_file_that_imports_another_is_caught(tmp_path, source):
+    (tmp_path / 'test_a.py').write_text('def f(): ...\n')
+    (tmp_path / 'runs.py').write_text('import testing_things\n')
+    (tmp_path / 'test_b.py').write_text(source)
+    (wrong,) = shared_between_tests(tmp_path)
+    assert wrong.startswith('test_b.py:')
+
+
+def write_package(root: Path, files: dict[str, str]) -> tuple[set[str], list[Import]]:
+    for name, text in files.items():
+        path = root / 'chatgpt' / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return walk(root)
+
+
+UPWARD = {
+    'at the top': 'from chatgpt.trainer.ppo import PPOTrainer\n',
+    'in a function': 'def f():\n    import chatgpt.trainer.ppo\n',
+    'in a method, in a branch': 'class A:\n def f(self):\n  try:\n   pass\n  except E:\n   from chatgpt.trainer import ppo\n',
+    'for types': 'from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from chatgpt.trainer.ppo import PPOTrainer\n',
+}
+
+
 @pytest.mark.parametrize('source', UPWARD.values(), ids=UPWARD.keys())
 def test_an_arrow_that_points_up_is_caught(tmp_path, source):
     _, imports = write_package(tmp_path, {'__init__.py': '', 'trainer/ppo.py': '', 'nn/actor.py': source})
