@@ -115,7 +115,7 @@ def _judged(example: Example) -> list[dict[str, Any]]:
     elif isinstance(example, Labelled) and isinstance(example.label, bool):
         given = [(example.response, example.label)]
     else:
-        raise BadRecord('neither a preference nor a judged answer (label true or false)')
+        raise BadRecord('neither a preference nor a labelled answer (label true or false)')
     if example.prompt == '':
         raise BadRecord('a text without a prompt, where a conversation is needed')
     asked = prompt_turns(example.prompt)

@@ -107,7 +107,7 @@ def test_dpo_by_hand(loss_type, precompute):
     assert seen['dpo/accuracy'] == sum(right) / 4
     assert seen['dpo/margin'] == pytest.approx(sum(margins) / 4, rel=1e-3, abs=1e-5)
     flipped = [dpo(loss_type, -m / 0.3, 0.3, 0.2) for m in margins]
-    assert abs(sum(flipped) / 4 - sum(wants) / 4) > 1e-3  # the twin: chosen and rejected exchanged is another loss
+    assert abs(sum(flipped) / 4 - sum(wants) / 4) > 1e-3  # negative control: chosen and rejected exchanged is another loss
 
 
 @pytest.mark.parametrize('kind', ['orpo', 'simpo'])

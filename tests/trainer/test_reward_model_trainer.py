@@ -119,7 +119,7 @@ def test_margins_are_subtracted():
     without, _, _ = by_hand(trainer, data)
     trainer.fit()
     assert trainer.log.phases[0]['rm/loss'] == pytest.approx(loss, rel=1e-5)
-    assert abs(loss - without) > 0.1  # the twin: without margins it is another loss
+    assert abs(loss - without) > 0.1  # negative control: without margins it is another loss
 
 
 def test_all_pairs_of_ranked_answers():
