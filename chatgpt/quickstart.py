@@ -1,4 +1,4 @@
-"""One verb for the impatient: `chatgpt.train`. It builds the objects of the other rooms and calls `fit`; they can do all it does.
+"""One verb for the impatient: `chatgpt.train`. It makes the `Inputs` of a run, which is built as one of a command line is.
 
 | what is given | what runs |
 |---|---|
@@ -13,16 +13,31 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from chatgpt.dataset import load_demonstrations, load_preferences
+from chatgpt.launch.config_values import read_file
+from chatgpt.launch.inputs import Inputs
+from chatgpt.launch.recipes import fit, make_trainer
+from chatgpt.launch.runs import CRITIC_STARTS, DataRun, PPORun, Run
 from chatgpt.names import hint
+from chatgpt.nn.loading import load_tokenizer
 from chatgpt.rewards.calling import made
-from chatgpt.trainer.config import PPOConfig, Settings
+from chatgpt.rollout.sampling import generation_fields
+from chatgpt.trainer.callbacks import Evaluator
+from chatgpt.trainer.config import PPOConfig, Settings, SFTConfig
+from chatgpt.trainer.objectives.ilql import BetaEvaluation, ILQLConfig, rewarded
+from chatgpt.trainer.objectives.pairs import DPOConfig
+from chatgpt.trainer.prompt_evaluation import PromptEvaluation
+from chatgpt.trainer.strategies.named import as_strategy
 
 OWN: dict[str, dict[str, Any]] = {
-    'ppo': {'lr': 1e-5, 'critic_lr': 1e-5, 'num_timesteps': 100, 'lora_rank': 0, 'eval_interval': 10},
+    'ppo': {
+        'lr': 1e-5, 'critic_lr': 1e-5, 'critic_from': 'reward_model', 'num_timesteps': 100, 'lora_rank': 0, 'eval_interval': 10,
+    },
     'ilql': {'lr': 1e-5, 'eval_interval': 10, 'max_length': None},
     'sft': {'lr': 1e-5, 'lora_rank': 0, 'eval_interval': 10, 'max_length': None},
     'dpo': {'lr': 1e-5, 'lora_rank': 0, 'eval_interval': 10, 'max_length': None},
@@ -71,15 +86,14 @@ def train(
         strategy: a strategy, or one by name: naive, ddp, fsdp, ... (None is naive).
         run_dir: folder of the run: metrics, and checkpoints every quarter of an hour, at the end and when it fails.
         save_path: a new folder, where the trained model is written with its tokenizer, as `trainer.save_pretrained(save_path)` does.
-        **settings: fields of the trainer's config, generation keywords, and `lr`, `eval_interval`, `lora_rank` (not ILQL), `critic_lr`
-            and `num_timesteps` (PPO), `max_length` (tokens of a sample; with PPO of prompt and response).
+        **settings: fields of the trainer's config, generation keywords, and `lr`, `eval_interval`, `lora_rank` (not ILQL), `critic_lr`,
+            `critic_from` ('actor', or 'reward_model', which holds where the reward is one) and `num_timesteps` (PPO), `max_length` (tokens
+            of a sample; with PPO of prompt and response).
 
     Raises:
         ValueError: not exactly one kind of data, lists of different lengths, an unknown setting or a value out of range, something that
             belongs to `eval_prompts` without them; before any weight is loaded.
     """
-    from chatgpt.trainer.strategies.named import as_strategy
-
     kind = _kind(reward_fn, prompts, samples, rewards, preferences)
     chosen = _read_config(config, kind) | settings
     _check_settings(kind, chosen)
@@ -89,19 +103,23 @@ def train(
         raise ValueError(f'train: save_path={str(save_path)!r} is there already and would be overwritten; give a new folder')
     strategy = as_strategy('naive' if strategy is None else strategy)
     own = {name: chosen.pop(name, default) for name, default in OWN[kind].items()}
-    _config_class(kind)(**_of_config(kind, chosen)).validate(getattr(strategy, 'world_size', 1))
-    tokenizer = tokenizer or _tokenizer_of(model)
-    build = {'ppo': _ppo, 'ilql': _ilql, 'sft': _sft, 'dpo': _dpo}[kind]
-    data = {'reward_fn': as_reward(reward_fn), 'samples': samples, 'rewards': rewards, 'preferences': preferences}
-    generation = {'stop_strings': list(stop_sequences)} if stop_sequences else {}
-    common: dict[str, Any] = {'tokenizer': tokenizer, 'run_dir': run_dir, 'callbacks': list(callbacks)}
-    if eval_prompts is not None:
-        common['callbacks'].append(_evaluator(kind, eval_prompts, tokenizer, metric_fn, own, chosen, generation))
-    trainer = build(model, strategy, data, own, chosen, generation, common)
+    if kind == 'ppo' and own['critic_from'] not in CRITIC_STARTS:
+        raise ValueError(f'train: critic_from={own["critic_from"]!r} is not one of {", ".join(CRITIC_STARTS)}')
+    run, trainer_settings = _run(kind, own), _config_class(kind)(**_of_config(kind, chosen))
+    trainer_settings.validate(getattr(strategy, 'world_size', 1))
+    inputs = Inputs(
+        run=run, settings=trainer_settings, model=model, tokenizer=tokenizer or _tokenizer_of(model), run_dir=run_dir,
+        callbacks=list(callbacks),
+    )  # fmt: skip
+    generation = _generation(chosen, stop_sequences)
     if kind == 'ppo':
-        trainer.fit(prompts, num_episodes=1, max_timesteps=own['num_timesteps'], update_timesteps=1)
+        inputs.train, inputs.reward, inputs.generation = prompts, as_reward(reward_fn), generation
     else:
-        trainer.fit()
+        inputs.train = _records(kind, samples, rewards, preferences, inputs.tokenizer, own['max_length'])
+    if eval_prompts is not None:
+        inputs.callbacks.append(_evaluator(kind, eval_prompts, inputs.tokenizer, metric_fn, own['eval_interval'], generation))
+    trainer = make_trainer(inputs, strategy)
+    fit(inputs, trainer)
     if save_path is not None:
         trainer.save_pretrained(save_path)
     return trainer
@@ -130,8 +148,6 @@ def _kind(reward_fn: Any, prompts: Any, samples: Any, rewards: Any, preferences:
 
 
 def _read_config(config: Any, kind: str) -> dict[str, Any]:
-    from chatgpt.launch.config_file import read_file
-
     if config is None:
         return {}
     if isinstance(config, Settings):
@@ -162,14 +178,10 @@ def _leaves(content: Mapping[str, Any], known: SequenceOf[str], above: str = '')
 
 
 def _config_class(kind: str) -> Any:
-    from chatgpt import trainer
-
-    return {'ppo': PPOConfig, 'ilql': trainer.ILQLConfig, 'sft': trainer.SFTConfig, 'dpo': trainer.DPOConfig}[kind]
+    return {'ppo': PPOConfig, 'ilql': ILQLConfig, 'sft': SFTConfig, 'dpo': DPOConfig}[kind]
 
 
 def _known(kind: str) -> list[str]:
-    from chatgpt.rollout.sampling import generation_fields
-
     return [*_config_class(kind).field_names(), *generation_fields(), *OWN[kind]]
 
 
@@ -193,8 +205,6 @@ def _check_nothing_to_evaluate(kind: str, chosen: Mapping[str, Any], metric_fn: 
 
 
 def _tokenizer_of(model: Any) -> Any:
-    from chatgpt.nn.loading import load_tokenizer
-
     name = model if isinstance(model, (str, Path)) else getattr(model, 'name_or_path', None)
     if not name:
         raise ValueError('train: this model does not say which tokenizer is its own; give tokenizer=...')
@@ -227,8 +237,6 @@ def as_reward(reward_fn: Any) -> Any:
 
 def _names_of_trlx(fn: Any) -> set[str] | None:
     """Argument names of a function in trlX's convention, '**' for any keyword; None for anything else."""
-    import torch
-
     if isinstance(fn, torch.nn.Module) or not callable(fn):
         return None
     try:
@@ -255,16 +263,9 @@ def as_metric(metric_fn: Callable[..., Any] | None) -> Callable[..., Any] | None
     return metric
 
 
-def _causal_lm(model: Any) -> Any:
-    from chatgpt.nn.loading import load_causal_lm
-
-    return load_causal_lm(model) if isinstance(model, (str, Path)) else model
-
-
-def _generation(chosen: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
-    from chatgpt.rollout.sampling import generation_fields
-
-    return {k: v for k, v in chosen.items() if k in generation_fields()} | dict(generation)
+def _generation(chosen: Mapping[str, Any], stop_sequences: SequenceOf[str]) -> dict[str, Any]:
+    stop = {'stop_strings': list(stop_sequences)} if stop_sequences else {}
+    return {name: value for name, value in chosen.items() if name in generation_fields()} | stop
 
 
 def _of_config(kind: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -272,43 +273,20 @@ def _of_config(kind: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in chosen.items() if k in names}
 
 
-def _evaluator(
-    kind: str, prompts: Any, tokenizer: Any, metric_fn: Any, own: Any, chosen: Mapping[str, Any], generation: Mapping[str, Any]
-) -> Any:
-    from chatgpt.trainer import BetaEvaluation, PromptEvaluation
-    from chatgpt.trainer.callbacks import Evaluator
-
-    # no reward of its own: the trainer's scorer holds the reward model that the strategy has prepared
-    evaluation: Any = PromptEvaluation(prompts, tokenizer, metric_fn=as_metric(metric_fn), **_generation(chosen, generation))
-    if kind == 'ilql':
-        evaluation = BetaEvaluation(evaluation)
-    return Evaluator(evaluation, own['eval_interval'], metric='score_mean' if kind == 'ppo' else None)
+def _run(kind: str, own: Mapping[str, Any]) -> Run:
+    """What is said of models and optimizers, as a command line's settings."""
+    common = {'lr': own['lr'], 'lora_rank': own.get('lora_rank', 0)}
+    if kind != 'ppo':
+        return DataRun(**common)
+    length = {'num_episodes': 1, 'max_timesteps': own['num_timesteps'], 'update_timesteps': 1}
+    return PPORun(critic_lr=own['critic_lr'], critic_from=own['critic_from'], **length, **common)
 
 
-def _optimizer(strategy: Any, model: Any, lr: float) -> Any:
-    return strategy.make_optimizer([p for p in model.parameters() if p.requires_grad], lr=lr, eps=1e-5)
-
-
-def _ppo(model: Any, strategy: Any, data: Any, own: Any, chosen: Any, generation: Any, common: Any) -> Any:
-    from chatgpt.nn import Actor, Critic
-    from chatgpt.trainer import PPOTrainer
-
-    config = PPOConfig(**_of_config('ppo', chosen))
-    with strategy.model_init_context():
-        base = _causal_lm(model)
-        critic = None
-        if config.estimator.needs_values:  # copied before the actor puts its adapters into the model
-            critic = Critic(deepcopy(base), lora_rank=own['lora_rank'])
-        actor = Actor(base, own['lora_rank'])
-        initial = None if own['lora_rank'] else deepcopy(actor)
-    actor, optim = strategy.prepare((actor, _optimizer(strategy, actor, own['lr'])))
-    critic_optim = None
-    if critic is not None:
-        critic, critic_optim = strategy.prepare((critic, _optimizer(strategy, critic, own['critic_lr'])))
-    reward, initial = strategy.prepare(data['reward_fn'], initial)
-    return PPOTrainer(
-        strategy, actor, critic, reward, initial, optim, critic_optim, config=config, **common, **_generation(chosen, generation)
-    )
+def _records(kind: str, samples: Any, rewards: Any, preferences: Any, tokenizer: Any, max_length: int | None) -> Any:
+    if kind == 'dpo':
+        return load_preferences(preferences, tokenizer, max_length=max_length)[0]
+    sequences, _ = load_demonstrations(_texts(samples), tokenizer, max_length=max_length)
+    return rewarded(sequences, list(rewards)) if kind == 'ilql' else sequences
 
 
 def _texts(samples: Any) -> Any:
@@ -320,40 +298,9 @@ def _texts(samples: Any) -> Any:
     return samples
 
 
-def _sft(model: Any, strategy: Any, data: Any, own: Any, chosen: Any, generation: Any, common: Any) -> Any:
-    from chatgpt.dataset import load_demonstrations
-    from chatgpt.nn import Actor
-    from chatgpt.trainer import SFTTrainer
-
-    records, _ = load_demonstrations(_texts(data['samples']), common['tokenizer'], max_length=own['max_length'])
-    with strategy.model_init_context():
-        actor = Actor(_causal_lm(model), own['lora_rank'])
-    actor, optim = strategy.prepare((actor, _optimizer(strategy, actor, own['lr'])))
-    return SFTTrainer(strategy, actor, optim, records, **common, **_of_config('sft', chosen))
-
-
-def _ilql(model: Any, strategy: Any, data: Any, own: Any, chosen: Any, generation: Any, common: Any) -> Any:
-    from chatgpt.dataset import load_demonstrations
-    from chatgpt.nn import ILQLModel
-    from chatgpt.trainer import ILQLTrainer, rewarded
-
-    sequences, _ = load_demonstrations(_texts(data['samples']), common['tokenizer'], max_length=own['max_length'])
-    records = rewarded(sequences, list(data['rewards']))
-    with strategy.model_init_context():
-        net = ILQLModel(_causal_lm(model))
-    net, optim = strategy.prepare((net, _optimizer(strategy, net, own['lr'])))
-    return ILQLTrainer(strategy, net, optim, records, **common, **_of_config('ilql', chosen))
-
-
-def _dpo(model: Any, strategy: Any, data: Any, own: Any, chosen: Any, generation: Any, common: Any) -> Any:
-    from chatgpt.dataset import load_preferences
-    from chatgpt.nn import Actor
-    from chatgpt.trainer import DPOTrainer
-
-    records, _ = load_preferences(data['preferences'], common['tokenizer'], max_length=own['max_length'])
-    with strategy.model_init_context():
-        actor = Actor(_causal_lm(model), own['lora_rank'])
-        initial = None if own['lora_rank'] else deepcopy(actor)
-    actor, optim = strategy.prepare((actor, _optimizer(strategy, actor, own['lr'])))
-    initial = strategy.prepare(initial)
-    return DPOTrainer(strategy, actor, optim, records, initial_model=initial, **common, **_of_config('dpo', chosen))
+def _evaluator(kind: str, prompts: Any, tokenizer: Any, metric_fn: Any, interval: int, generation: Mapping[str, Any]) -> Evaluator:
+    # no reward of its own: the trainer's scorer holds the reward model that the strategy has prepared
+    evaluation: Any = PromptEvaluation(prompts, tokenizer, metric_fn=as_metric(metric_fn), **generation)
+    if kind == 'ilql':
+        evaluation = BetaEvaluation(evaluation)
+    return Evaluator(evaluation, interval, metric='score_mean' if kind == 'ppo' else None)

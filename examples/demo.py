@@ -20,7 +20,7 @@ from torch.optim import AdamW
 
 from chatgpt.dataset import embedded, load_demonstrations, load_preferences
 from chatgpt.launch.arguments import run_main
-from chatgpt.launch.build import quiet_transformers
+from chatgpt.launch.inputs import quiet_transformers
 from chatgpt.nn import AutoActor, AutoRM, Critic
 from chatgpt.trainer import PPOTrainer, RewardModelTrainer, SFTTrainer
 from chatgpt.trainer.callbacks import format_table, read_jsonl

@@ -50,7 +50,7 @@ def parse_args() -> Any:
 
 def main() -> None:
     args = parse_args()
-    from chatgpt.launch.build import quiet_transformers
+    from chatgpt.launch.inputs import quiet_transformers
     from chatgpt.nn.loading import load_tokenizer
     from chatgpt.rollout import SamplingParams
     from chatgpt.rollout.sampling import sampling_for
@@ -88,7 +88,7 @@ def main() -> None:
 
 def room(config: Any, prompts: Any) -> int:
     """New tokens where none are asked for: 128, or half of the context in a chat, or what the longest prompt leaves of it."""
-    from chatgpt.launch.build import context_of
+    from chatgpt.launch.inputs import context_of
 
     limit = context_of(config)
     if limit is None:
@@ -98,7 +98,7 @@ def room(config: Any, prompts: Any) -> int:
 
 def load_actor(args: Any, strategy: Any) -> Any:
     from chatgpt import nn
-    from chatgpt.launch.build import FAMILIES
+    from chatgpt.launch.models import FAMILIES
     from chatgpt.nn.peft_format import CONFIG_FILE, import_peft
 
     actor = getattr(nn, FAMILIES[args.model] + 'Actor')(pretrained=args.pretrain, trust_remote_code=args.trust_remote_code)
@@ -227,7 +227,7 @@ def speak(
     """Print a response as it comes; what was said until its end, or until Ctrl-C."""
     import torch
 
-    from chatgpt.launch.build import context_of
+    from chatgpt.launch.inputs import context_of
     from chatgpt.rollout import stream_tokens
 
     ids = tokenizer(text, add_special_tokens=add_special_tokens)['input_ids'] or [tokenizer.bos_token_id]

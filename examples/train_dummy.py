@@ -9,17 +9,25 @@ Prints what every phase cost and the averages at the end. Nothing is written.
 from __future__ import annotations
 
 import time
-from copy import deepcopy
 from typing import Any
 
+import torch
+from transformers import GPT2Config
+
 from chatgpt.launch.arguments import Parser, add_strategy, run_main, strategy_of
+from chatgpt.launch.inputs import Inputs, context_of, quiet_transformers
+from chatgpt.launch.models import FAMILIES, build_ppo_models
+from chatgpt.launch.recipes import fit, ppo_trainer
+from chatgpt.launch.runs import PPORun
+from chatgpt.nn import load_config
+from chatgpt.trainer.callbacks import PerformanceEvaluator, ProgressBar, num_parameters
+from chatgpt.trainer.config import PPOConfig
 
 
 def parse_args() -> Any:
     parser = Parser(description=__doc__)
     add_strategy(parser)
-    families = ('auto', 'gpt2', 'opt', 'bloom', 'llama')
-    parser.add_argument('--model', choices=families, default='auto', help='family; auto reads it from the config')
+    parser.add_argument('--model', choices=tuple(FAMILIES), default='auto', help='family; auto reads it from the config')
     parser.add_argument('--pretrain', help='hub name or folder; default: a GPT-2 of 2 layers x 64 with new weights')
     parser.add_argument('--lora_rank', type=int, default=0)
     parser.add_argument('--num_episodes', type=int, default=3)
@@ -39,52 +47,33 @@ def main() -> None:
         train(args, strategy)
 
 
-def build(args: Any) -> tuple[Any, Any]:
-    from transformers import GPT2Config
-
-    from chatgpt import nn
-    from chatgpt.launch.build import FAMILIES
-
+def train(args: Any, strategy: Any) -> None:
+    quiet_transformers()
     small = GPT2Config(vocab_size=512, n_positions=max(64, args.prompt_tokens + args.max_new_tokens), n_embd=64, n_layer=2, n_head=2,
                        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)  # fmt: skip
-    source = {'pretrained': args.pretrain} if args.pretrain else {'config': small}
-    family = FAMILIES[args.model]
-    return (
-        getattr(nn, f'{family}Actor')(**source, lora_rank=args.lora_rank),
-        getattr(nn, f'{family}Critic')(**source, lora_rank=args.lora_rank),
-    )
-
-
-def train(args: Any, strategy: Any) -> None:
-    import torch
-
-    from chatgpt.launch.build import context_of, quiet_transformers
-    from chatgpt.trainer import PPOTrainer
-    from chatgpt.trainer.callbacks import PerformanceEvaluator, ProgressBar, num_parameters
-
-    quiet_transformers()
-    with strategy.model_init_context():
-        actor, critic = build(args)
-        initial_model = None if args.lora_rank else deepcopy(actor)
-    limit = context_of(actor.config)
+    config = load_config(args.pretrain) if args.pretrain else small
+    limit = context_of(config)
     if limit is not None and args.prompt_tokens + args.max_new_tokens > limit:
         raise ValueError(f'--prompt_tokens and --max_new_tokens make {args.prompt_tokens + args.max_new_tokens}, the context is {limit}')
-    sizes = [num_parameters(m) if m is not None else 0 for m in (actor, critic, initial_model)]
-    optimizers = [strategy.make_optimizer([p for p in m.parameters() if p.requires_grad], lr=1e-5, eps=1e-5) for m in (actor, critic)]
-    (actor, actor_optim), (critic, critic_optim), initial_model = strategy.prepare(
-        (actor, optimizers[0]), (critic, optimizers[1]), initial_model
+    length = {name: getattr(args, name) for name in ('num_episodes', 'max_timesteps', 'update_timesteps')}
+    run = PPORun(model=args.model, lora_rank=args.lora_rank, lr=1e-5, critic_lr=1e-5, **length)
+    settings = PPOConfig(
+        experience_batch_size=args.experience_batch_size, train_batch_size=args.train_batch_size, max_epochs=args.max_epochs
     )
     generator = torch.Generator().manual_seed(args.seed)
-    vocab = strategy.unwrap(actor).config.get_text_config().vocab_size
-    prompts = list(torch.randint(vocab, (64, args.prompt_tokens), generator=generator))
-    trainer = PPOTrainer(
-        strategy, actor, critic, RandomScores(args.seed), initial_model, actor_optim, critic_optim,
-        callbacks=[PerformanceEvaluator(*sizes, 0), ProgressBar(shown={'score': 'rollout/score_mean', 'kl': 'rollout/kl_mean'})],
-        experience_batch_size=args.experience_batch_size, train_batch_size=args.train_batch_size, max_epochs=args.max_epochs,
-        max_new_tokens=args.max_new_tokens,
+    prompts = list(torch.randint(config.get_text_config().vocab_size, (64, args.prompt_tokens), generator=generator))
+    inputs = Inputs(
+        run=run, settings=settings, tokenizer=None, train=prompts, model=args.pretrain, config=config, reward=RandomScores(args.seed),
+        generation={'max_new_tokens': args.max_new_tokens},
     )  # fmt: skip
+    with strategy.model_init_context():
+        models = build_ppo_models(inputs)
+    sizes = [num_parameters(m) if m is not None else 0 for m in (models.actor, models.critic, models.initial_model)]
+    shown = {'score': 'rollout/score_mean', 'kl': 'rollout/kl_mean'}
+    inputs.callbacks = [PerformanceEvaluator(*sizes, 0), ProgressBar(shown=shown)]
+    trainer = ppo_trainer(inputs, strategy, models)
     start = time.perf_counter()
-    trainer.fit(prompts, args.num_episodes, args.max_timesteps, args.update_timesteps)
+    fit(inputs, trainer)
     samples = args.num_episodes * args.max_timesteps * args.experience_batch_size
     if strategy.is_rank_0:
         seconds = time.perf_counter() - start
@@ -98,8 +87,6 @@ class RandomScores:
         self.seed = seed
 
     def score(self, samples: list[Any], strategy: Any) -> list[float]:
-        import torch
-
         return [float(torch.randn((), generator=torch.Generator().manual_seed(self.seed * 1_000_003 + s.index))) for s in samples]
 
 

@@ -10,8 +10,8 @@ import pytest
 import chatgpt
 from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.config_values import peek
-from chatgpt.launch.preference import PreferenceRun
-from chatgpt.launch.runs import PPORun, RewardRun, SFTRun
+from chatgpt.launch.runs import PPORun, PreferenceRun, RewardRun, SFTRun
+from chatgpt.launch.theirs import OF_ALL, OF_DATA, OF_PPO
 from chatgpt.names import THEIRS, hint, ours
 from chatgpt.nn import Actor, Critic, RewardModel
 from chatgpt.rollout import SamplingParams
@@ -26,6 +26,7 @@ def run(cls: Any, *argv: str) -> Any:
 
 def test_every_name_of_the_table_leads_somewhere():
     known = {f.name for cls in (PPORun, SFTRun, RewardRun, PreferenceRun) for f in fields(cls)}
+    known |= {*OF_ALL, *OF_PPO, *OF_DATA}
     known |= {'run_dir', 'callbacks', 'max_length', 'num_workers', 'num_nodes', 'max_failures'}  # of trainers, data and the launcher
     for name, entries in THEIRS.items():
         assert entries
@@ -39,11 +40,11 @@ def test_what_means_the_same_is_taken():
         SFTRun, '--model_name_or_path', 'gpt2', '--output_dir=out', '--learning_rate', '1e-3', '--per_device_train_batch_size', '2',
         '--num_train_epochs=3', '--max_seq_length=99', '--lr_scheduler_type=cosine', '--logging_steps=7',
     )  # fmt: skip
-    assert (sft.pretrain, sft.save_path, sft.lr, sft.batch_size) == ('gpt2', 'out', 1e-3, 2)
+    assert (sft.pretrain, sft.save_path, sft.lr, sft.train_batch_size) == ('gpt2', 'out', 1e-3, 2)
     assert (sft.max_epochs, sft.max_len, sft.lr_schedule, sft.log_interval) == (3, 99, 'cosine', 7)
     ppo = run(PPORun, '--init_kl_coef=0.3', '--cliprange=0.1', '--num_ppo_epochs=2', '--response_length=9', '--top_k=0.0', 'vf_coef=0.5')
     assert (ppo.kl_coef, ppo.eps_clip, ppo.max_epochs, ppo.max_new_tokens, ppo.top_k, ppo.value_coef) == (0.3, 0.1, 2, 9, 0, 0.5)
-    assert run(PPORun, '--num_train_epochs=2').epochs == 2
+    assert run(PPORun, '--num_train_epochs=2').num_episodes == 2
     assert peek(['--output_dir', 'out']) == peek(['--save_path=out']) == {'save_path': 'out'}
 
 

@@ -136,6 +136,7 @@ def test_a_model_in_memory_needs_a_tokenizer(folder):
     ({'samples': ['a'], 'rewards': [1.0], 'lora_rank': 2}, "'lora_rank' is not a setting of ilql"),
     ({'samples': ['a'], 'num_timesteps': 2}, "'num_timesteps' is not a setting of sft"),
     ({'reward_fn': len, 'prompts': ['a'], 'eps_clip': -1.0}, 'eps_clip=-1.0'),
+    ({'reward_fn': len, 'prompts': ['a'], 'critic_from': 'thin air'}, "critic_from='thin air' is not one of reward_model, actor"),
     ({'preferences': [], 'loss_type': 'square'}, "loss_type='square' is not known"),
     ({'samples': ['a'], 'config': {'train': {'lr': 1e-3}, 'optimizer.lr': 1e-4}}, 'lr twice, as train.lr and as optimizer.lr'),
     ({'samples': ['a'], 'config': {'method': {'gama': 1.0}}}, "'gama' is not a setting of sft"),
@@ -175,6 +176,36 @@ def test_a_reward_model_in_memory_is_prepared_and_scores_the_evaluation(folder, 
     chatgpt.train(folder, reward_fn=reward, prompts=['a', 'b'], eval_prompts=['c'], run_dir=tmp_path, eval_interval=1, **PPO, **QUIET)
     assert all(not p.requires_grad for p in reward.parameters())
     assert 'eval/score_mean' in metrics(tmp_path)[-1]
+
+
+@pytest.mark.parametrize(
+    ('critic_from', 'frozen', 'is_scorer'), [('reward_model', False, True), ('reward_model', True, True), ('actor', True, False)]
+)
+def test_the_critic_starts_from_the_reward_model(folder, critic_from, frozen, is_scorer):
+    """V of a whole sequence is its score (arXiv 2403.17031), and a reward model that was frozen before gives a critic that learns."""
+    from chatgpt.nn import RewardModel
+
+    torch.manual_seed(1)
+    reward = RewardModel(GPTActor(config=tiny_config('gpt2', positions=48)).model).requires_grad_(not frozen)
+    before = {name: tensor.clone() for name, tensor in reward.state_dict().items() if name.startswith('model.')}
+    settings = {'critic_from': critic_from, 'critic_lr': 0.0, 'num_timesteps': 1}
+    trainer = chatgpt.train(folder, reward_fn=reward, prompts=['a', 'b'], **{**PPO, **settings}, **QUIET)
+    critic = trainer.strategy.unwrap(trainer.critic)
+    assert all(p.requires_grad for p in critic.parameters())
+    same = all(torch.equal(critic.state_dict()[name], tensor) for name, tensor in before.items())
+    assert same == is_scorer
+    assert torch.equal(critic.value_head.weight, reward.value_head.weight) == is_scorer
+    assert all(torch.equal(reward.state_dict()[name], tensor) for name, tensor in before.items())
+
+
+def test_the_critic_of_a_reward_function_starts_from_the_actor(folder):
+    from transformers import AutoModelForCausalLM
+
+    given = {**PPO, 'num_timesteps': 1, 'critic_lr': 0.0}
+    trainer = chatgpt.train(folder, reward_fn=lambda prompts, responses: [0.0] * len(prompts), prompts=['a'], **given, **QUIET)
+    start = AutoModelForCausalLM.from_pretrained(folder).transformer.state_dict()
+    critic = trainer.strategy.unwrap(trainer.critic).model.state_dict()
+    assert all(torch.equal(critic[name], tensor) for name, tensor in start.items())
 
 
 def test_adapters_of_actor_and_critic_are_apart_for_a_model_in_memory(folder):

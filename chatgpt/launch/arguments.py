@@ -26,17 +26,14 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from chatgpt.launch.relaunch import mark_told, was_told
-from chatgpt.names import STRATEGIES, hint
+from chatgpt.names import hint
 from chatgpt.rewards.calling import made
+from chatgpt.trainer.strategies.registry import STRATEGIES, strategy_flag
 
 NOBODYS_FAULT = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EISDIR))
 """what an operating system says of a path that a user can mend"""
 OTHER_RANKS_WAIT_S = 1.0
 """the ranks but the first wait this long before they say what went wrong: torchrun ends them as soon as the first has said it"""
-
-
-FLAGS: set[str] = set()
-"""of the command line that this process was called with"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,9 +49,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         parsed, unknown = self.parse_known_args(args, namespace)
-        known = [name.lstrip('-') for action in self._actions for name in action.option_strings]
-        FLAGS.update(known)
         if unknown:
+            known = [name.lstrip('-') for action in self._actions for name in action.option_strings]
             flag = next((text for text in unknown if text.startswith('-')), unknown[0]).split('=')[0]
             self.error(f'unknown argument {flag!r}{hint(flag.lstrip("-"), known, "--")}')
         return parsed
@@ -162,7 +158,10 @@ def settings_from(args: argparse.Namespace, cls: type) -> dict[str, Any]:
 
 
 def add_strategy(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('--strategy', choices=STRATEGIES, default='naive', help='what prepares and shards the models')
+    names = ', '.join(STRATEGIES)
+    parser.add_argument(
+        '--strategy', type=strategy_flag, default='naive', help=f'what prepares and shards the models: {names}, or module:Class'
+    )
     parser.add_argument('--precision', choices=('fp32', 'bf16', 'fp16'), default='fp32', help='compute dtype; weights stay fp32')
     parser.add_argument('--seed', type=int, default=42, help='decides every draw, whatever the layout')
     parser.add_argument(
@@ -181,7 +180,7 @@ def processes_here() -> int:
 
 def check_precision(strategy: str, precision: str) -> None:
     """Raises ValueError, in the words of the command line, for a precision that a strategy does not compute in."""
-    if strategy.startswith('colossalai_gemini') and precision == 'fp32':
+    if STRATEGIES.find(strategy).only_16_bits and precision == 'fp32':
         raise ValueError(f'--strategy {strategy} computes in 16 bits, and --precision is fp32: give --precision bf16 (or fp16) with it')
 
 
@@ -302,13 +301,8 @@ def run_main(main: Callable[[], Any]) -> None:
     except Exception as error:
         if os.environ.get('CHATGPT_TRACEBACK') or not _is_explained(error, main):
             raise
-        remedy = '; --skip_bad_records leaves such records out' if _is_bad_record(error) and 'skip_bad_records' in FLAGS else ''
-        tell(f'error: {_one_line(error)}{remedy}')
+        tell(f'error: {_one_line(error)}')
         raise SystemExit(_exit_code(error)) from None
-
-
-def _is_bad_record(error: Exception) -> bool:
-    return type(error).__name__ == 'BadRecordError'
 
 
 def _exit_code(error: Exception) -> int:

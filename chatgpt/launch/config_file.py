@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from chatgpt.launch.arguments import Parser, field_docs, metavar_of, value_parser
 from chatgpt.launch.config_values import OVERRIDE, flat, overrides, read_file, typed, typed_text
 from chatgpt.launch.runs import PPORun, Run
+from chatgpt.launch.theirs import in_our_words, meet, their_settings
 from chatgpt.names import THEIRS, hint, ours
 
 R = TypeVar('R', bound=Run)
@@ -41,7 +42,7 @@ def values_of(
     Raises:
         ValueError: an unknown key (with the nearest), two keys for one field, a value of another type, a key that cannot be honoured.
     """
-    hints, found, places = typing.get_type_hints(cls), dict[str, Any](), dict[str, str]()
+    hints, found, places = typing.get_type_hints(cls) | their_settings(cls), dict[str, Any](), dict[str, str]()
     entries = list(entries)
     known = {key: value for _, key, value in entries}
     for where, key, value in entries:
@@ -49,7 +50,7 @@ def values_of(
         if name is None:
             continue
         if name not in hints:
-            raise ValueError(f'{source}: {where} is not a setting of this run{hint(key, [*cls.field_names(), *THEIRS])}')
+            raise ValueError(f'{source}: {where} is not a setting of this run{hint(key, [*_names(cls), *THEIRS])}')
         if name in found:
             raise ValueError(f'{source}: {places[name]} and {where} both set {name}; give one')
         try:
@@ -60,12 +61,16 @@ def values_of(
     return found
 
 
+def _names(cls: type[Run]) -> list[str]:
+    return [*cls.field_names(), *their_settings(cls)]
+
+
 def _translated(
     key: str, value: Any, cls: type[Run], known: Mapping[str, Any], below: Mapping[str, Any]
 ) -> tuple[str | None, Any]:
     """Another system's key as one of ours; None for one that is taken up by another."""
     ppo = issubclass(cls, PPORun)
-    names = set(cls.field_names())
+    names = set(_names(cls))
     if key in ('optimizer', 'lr_scheduler', 'lr_scheduler_type'):
         return ours(key, names), str(value).lower()
     if key in names:
@@ -111,7 +116,9 @@ def parse_run(
     if plain and positional is not None:
         values[positional] = plain[0]
     show = given.pop('print_config', False)
-    values |= given
+    values, of_processes = in_our_words(values | given, cls)
+    if not show:
+        meet(**of_processes)
     before = said_before(cls, values)
     run = cls.from_dict(before | values)
     run.said = before | values
@@ -137,16 +144,19 @@ def _parser(cls: type[Run], description: str | None, positional: str | None) -> 
         for f in fields(cls):
             if f.name in base.__annotations__ and f.name not in {a.dest for a in parser._actions}:
                 default = cls.shown_default(f.name, f.default) if f.default is not MISSING else ''
-                text = f'{docs.get(f.name, "")} (default: {default})'.replace('%', '%%')
-                metavar = metavar_of(hints[f.name])
-                options: dict[str, Any] = {'default': argparse.SUPPRESS, 'help': text, 'metavar': metavar, 'dest': f.name}
-                if 'list[' in str(hints[f.name]):
-                    group.add_argument(f'--{f.name}', action='append', type=str, **options)
-                elif 'dict[' in str(hints[f.name]):
-                    group.add_argument(f'--{f.name}', type=partial(typed_text, hint=hints[f.name]), **options)
-                else:
-                    group.add_argument(f'--{f.name}', type=value_parser(hints[f.name]), **options)
+                _add_flag(group, f.name, hints[f.name], f'{docs.get(f.name, "")} (default: {default})'.replace('%', '%%'))
+    for name, kind in their_settings(cls).items():
+        _add_flag(parser, name, kind, argparse.SUPPRESS)
     return parser
+
+
+def _add_flag(group: Any, name: str, kind: Any, text: str) -> None:
+    options = {'default': argparse.SUPPRESS, 'help': text, 'metavar': metavar_of(kind), 'dest': name}
+    if 'list[' in str(kind):
+        group.add_argument(f'--{name}', action='append', type=str, **options)
+    else:
+        parse = partial(typed_text, hint=kind) if 'dict[' in str(kind) else value_parser(kind)
+        group.add_argument(f'--{name}', type=parse, **options)
 
 
 def _sorted(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:
@@ -180,7 +190,7 @@ def _sorted(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:
 def _renamed(word: str, cls: type[Run]) -> str:
     """A flag of another system's as ours."""
     name, equals, value = word.removeprefix('--').partition('=')
-    return f'--{ours(name, cls.field_names())}{equals}{value}' if word.startswith('--') and word != '--' else word
+    return f'--{ours(name, _names(cls))}{equals}{value}' if word.startswith('--') and word != '--' else word
 
 
 def _is_a_value(word: str) -> bool:
@@ -207,7 +217,7 @@ def write_resolved(run: Run, folder: str | Path) -> None:
 # ---------------------------------------------------------------------- a run that goes on
 
 SAID = 'said.yaml'
-OF_ONE_START = ('resume', 'save_path', 'plan', 'strategy', 'num_training_workers', 'resources_per_worker')
+OF_ONE_START = ('resume', 'save_path', 'plan', 'strategy')
 """settings that say what one start does and on what layout, which may be another each time"""
 
 

@@ -1,6 +1,6 @@
-"""Where a run leaves its trained model, tried before any weight is loaded: what is there, rights, and room for all of it.
+"""Where a run leaves its checkpoints and its trained model, tried before any weight is loaded: what is there, rights, and room.
 
-Left out: writing it (`learning.finish`).
+Left out: writing it (`recipes.finish`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from chatgpt.checkpoint import latest
 from chatgpt.launch.arguments import check_run_folder
+from chatgpt.launch.relaunch import is_restart
 from chatgpt.launch.runs import Run
 
 MODEL_FILES = ('config.json', 'adapter_config.json', '*.safetensors', 'pytorch_model*.bin')
@@ -20,6 +22,24 @@ MIB = 2**20
 def final_folder(run: Run, name: str) -> Path:
     """The folder of the trained model; `name` says what it is: actor or reward_model."""
     return Path(run.model_path or Path(run.save_path, name))
+
+
+def check_resume(args: Run) -> None:
+    """A run goes on when that was asked for, or its launcher has restarted it.
+
+    It never mixes its checkpoints with an earlier one's, nor replaces that one's trained model.
+    """
+    if args.resume and args.resume != 'auto' and not Path(args.resume).is_dir():
+        raise ValueError(f"--resume {args.resume}: there is no such folder; give a checkpoint's folder, or auto")
+    found = latest(Path(args.save_path, 'checkpoints'))
+    if is_restart(args.save_path) and (found is not None or not args.resume):
+        args.resume = 'auto'
+    if not args.resume and found is not None:
+        raise ValueError(
+            f'{args.save_path} holds checkpoints of an earlier run, up to {found.name}: go on with --resume auto, or choose another '
+            '--save_path'
+        )
+    check_not_replaced(args)
 
 
 def check_not_replaced(run: Run) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from chatgpt.launch.runs import PPORun
+from chatgpt.launch.runs import PPORun, Run
 
 PATIENCE = 0.8
 """share of `rank_timeout_s` that an actor has to answer; ranks that wait for this one give up after 0.9, and cannot name the actor"""
@@ -37,9 +37,9 @@ def check_rollout_args(args: PPORun) -> None:
 
 
 @contextmanager
-def rollout_engine(args: PPORun) -> Iterator[Any]:
+def rollout_engine(args: Run) -> Iterator[Any]:
     """The engine of the run's workers, which end with the context; None where it has none."""
-    if not args.rollout_workers:
+    if not isinstance(args, PPORun) or not args.rollout_workers:
         yield None
         return
     from chatgpt.rollout import RemoteEngine

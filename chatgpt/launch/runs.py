@@ -1,25 +1,29 @@
-"""What a script's run is made of: one dataclass each for PPO, SFT and reward models, behind flags and config files alike.
+"""What a script's run is made of: one dataclass each for PPO, SFT, reward models and preferences, behind flags and config files alike.
 
 A run has the settings of its trainer, and beside them where models and data are and what is written. Left out: reading flags and
-files (`config_file`), and building the objects (`build`).
+files (`config_file`), and building the objects (`recipes`).
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, cast, get_args
 
-from chatgpt.launch.arguments import STRATEGIES, check_precision, processes_here
-from chatgpt.trainer.config import CHECKPOINT_MINUTES, LearningSettings, PPOConfig, SFTConfig, SupervisedConfig
+from chatgpt.launch.arguments import check_precision
+from chatgpt.rollout import SamplingParams
+from chatgpt.trainer.config import CHECKPOINT_MINUTES, LearningSettings, PPOConfig, Settings, SFTConfig, SupervisedConfig
+from chatgpt.trainer.objectives.kto import KTOConfig
+from chatgpt.trainer.objectives.pairs import DPOConfig, DPOLoss, ORPOConfig, PreferenceConfig, SimPOConfig
 from chatgpt.trainer.objectives.reward_model import RewardModelConfig
 
 Family = Literal['auto', 'gpt2', 'opt', 'bloom', 'llama']
 Precision = Literal['fp32', 'bf16', 'fp16']
 BiasMode = Literal['none', 'all', 'lora_only']
+CriticStart = Literal['reward_model', 'actor']
+CRITIC_STARTS = get_args(CriticStart)
 
 
 def same_file(a: str, b: str) -> bool:
@@ -34,7 +38,7 @@ class Run(LearningSettings):
     """the settings that the user gave, in this start or in one that it goes on from"""
     strategy: str = 'naive'
     """what prepares and shards the models: naive, ddp, fsdp, fsdp_cpu, colossalai_gemini, colossalai_gemini_cpu, colossalai_zero1,
-    colossalai_zero1_cpu, colossalai_zero2, colossalai_zero2_cpu"""
+    colossalai_zero1_cpu, colossalai_zero2, colossalai_zero2_cpu, or module:Class of your own (docs/strategies.md)"""
     precision: Precision = 'fp32'
     """compute dtype; weights stay fp32"""
     seed: int = 42
@@ -93,17 +97,15 @@ class Run(LearningSettings):
     """held-back data"""
     validation_percentage: float = 0.0
     """keep back this share of the data instead of a file"""
-    preprocessing_num_workers: int = 1
-    """data is read by one process; nothing else is possible"""
-    num_training_workers: int | None = None
-    """how many processes there must be; none: as many as were launched"""
-    resources_per_worker: dict[str, float] | None = None
-    """{CPU: threads of a process, GPU: devices it needs}"""
 
     own_defaults: ClassVar[Mapping[str, Any]] = {}
     """of settings that are None until then"""
     embedded_defaults: ClassVar[Mapping[str, Any]] = {}
     """the same for the small model of the embedded world, which is there without `pretrain`"""
+    trained: ClassVar[str] = 'actor'
+    """the model that is trained, and the name of its folder"""
+    config_class: ClassVar[type[Settings]] = LearningSettings
+    """the trainer's settings"""
 
     def fill_defaults(self) -> None:
         for name, value in (self.own_defaults if self.pretrain else self.embedded_defaults).items():
@@ -119,7 +121,6 @@ class Run(LearningSettings):
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
-        self._one_of('strategy', STRATEGIES)
         for name in ('precision', 'model', 'optimizer', 'lora_train_bias'):
             hint = {'precision': Precision, 'model': Family, 'lora_train_bias': BiasMode}.get(name, Literal['adamw', 'sgd'])
             self._one_of(name, get_args(hint))
@@ -146,35 +147,6 @@ class Run(LearningSettings):
         data = self.data_source()
         if data and self.validation_file and same_file(data, self.validation_file):
             raise ValueError(f'validation_file={self.validation_file} is the training data: give another, or --validation_percentage')
-        if self.preprocessing_num_workers != 1:
-            raise ValueError(f'preprocessing_num_workers={self.preprocessing_num_workers} cannot be honoured: data is read by one process')
-        self._check_workers(world_size)
-
-    def _check_workers(self, world_size: int) -> None:
-        wanted = self.num_training_workers
-        if wanted is not None and wanted != world_size:
-            raise ValueError(
-                f'num_training_workers={wanted}, but {world_size} process{"es were" if world_size > 1 else " was"} started; '
-                f'launch with: torchrun --nproc-per-node={wanted} script.py ..., or python -m chatgpt.launch script.py ..., or leave it out'
-            )
-        for name in self.resources_per_worker or {}:
-            if name not in ('CPU', 'GPU'):
-                raise ValueError(f'resources_per_worker: {name!r} is not known; there are CPU and GPU')
-
-    def apply_resources(self) -> None:
-        """Give this process the threads it asks for.
-
-        Raises:
-            ValueError: a GPU is asked for and there is none.
-        """
-        import torch
-
-        resources = self.resources_per_worker or {}
-        if resources.get('GPU', 0) > 0 and not torch.cuda.is_available():
-            raise ValueError(f'resources_per_worker asks for {resources["GPU"]:g} GPU, and this machine has none; leave GPU out')
-        if 'CPU' in resources:
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-            torch.set_num_threads(max(1, min(int(resources['CPU']), cores // processes_here())))
 
     def data_source(self) -> str | None:
         """File or hub name of the training data."""
@@ -187,9 +159,9 @@ class Run(LearningSettings):
         options = {'alpha': self.lora_alpha, 'dropout': self.lora_dropout, 'targets': self.lora_target_modules}
         return {'lora_rank': self.lora_rank, 'lora_train_bias': self.lora_train_bias, 'lora_options': options}
 
-    def only(self, cls: type[Any]) -> Any:
+    def config(self) -> Any:
         """The trainer's own settings."""
-        return cls(**{name: getattr(self, name) for name in cls.field_names()})
+        return self.config_class(**{name: getattr(self, name) for name in self.config_class.field_names()})
 
 
 @dataclass(kw_only=True)
@@ -205,17 +177,16 @@ class PPORun(Run, PPOConfig):
     reward_fn: str | None = None
     """module:function or file.py:function, fn(prompts, responses, **columns) -> scores"""
     num_episodes: int = 10
-    max_timesteps: int = 10
-    """timesteps of an episode"""
+    max_timesteps: int | None = 10
+    """timesteps of an episode; none: as many as visit every prompt once"""
     update_timesteps: int = 10
     """timesteps between learning phases"""
-    epochs: int | None = None
-    """passes over the prompts, learning after every timestep; instead of num_episodes, max_timesteps and update_timesteps"""
-    training_iteration: int | None = None
-    """learning phases of one timestep each; instead of num_episodes, max_timesteps and update_timesteps"""
     max_epochs: int = 5
     critic: Literal['own', 'shared'] = 'own'
     """own: a model of its own; shared: a value head on the actor's trunk, with num_layers_unfrozen on the frozen one"""
+    critic_from: CriticStart = 'reward_model'
+    """what a critic of its own starts from: the reward model, where there is one that reads the policy's tokens and has a head; or the
+    actor's weights with a new head"""
     critic_lr: float | None = None
     num_layers_unfrozen: int = -1
     """hydra: train only the top blocks, whose frozen copies are the reference; -1 trains all"""
@@ -248,9 +219,55 @@ class PPORun(Run, PPOConfig):
 
     own_defaults: ClassVar[Mapping[str, Any]] = {'lr': 1e-5, 'critic_lr': 1e-5, 'max_new_tokens': 64}
     embedded_defaults: ClassVar[Mapping[str, Any]] = {'lr': 3e-4, 'critic_lr': 1e-3, 'max_new_tokens': 32}
+    config_class = PPOConfig
 
     def data_source(self) -> str | None:
         return self.prompt_path
+
+    def fill_defaults(self) -> None:
+        if self.critic == 'shared' and self.critic_lr is not None:
+            raise ValueError("critic_lr is of a critic with an optimizer of its own; with critic='shared' leave it out")
+        super().fill_defaults()
+
+    def validate(self, world_size: int = 1) -> None:
+        super().validate(world_size)
+        for name in ('num_episodes', 'max_timesteps', 'update_timesteps', 'max_prompt_tokens', 'sample_interval',
+                     'eval_interval'):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f'{name}={value} must be at least 1')
+        if self.critic_lr is not None and not 0 <= self.critic_lr < float('inf'):
+            raise ValueError(f'critic_lr={self.critic_lr} must be a number of at least 0')
+        for name, known in (('critic', ('own', 'shared')), ('critic_from', CRITIC_STARTS), ('engine', ('local', 'hf', 'vllm'))):
+            if getattr(self, name) not in known:
+                raise ValueError(f'{name}={getattr(self, name)!r} is not one of {", ".join(known)}')
+        if self.critic == 'shared' and not self.estimator.needs_values:
+            raise ValueError(f"critic='shared', but advantage_estimator={self.advantage_estimator!r} takes no critic; leave one out")
+        if self.lora_rank and self.num_layers_unfrozen > 0:
+            raise ValueError('lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one')
+        if self.temperature == 0:
+            raise ValueError('temperature=0 draws nothing, and a policy learns from what it draws: give a number above 0')
+        sampling = self.generation() | {'max_new_tokens': 1 if self.max_new_tokens is None else self.max_new_tokens}
+        SamplingParams(**{name: value for name, value in sampling.items() if name != 'stop_strings'})
+        if self.advantage_estimator == 'gdpo':
+            raise ValueError(
+                "advantage_estimator='gdpo' takes a list of rewards, which the command line cannot give; use PPOTrainer or chatgpt.train"
+            )
+        if self.reward_model and self.reward_fn:
+            raise ValueError('give --reward_model or --reward_fn, not both')
+        if self.prompt_path and not (self.reward_model or self.reward_fn):
+            raise ValueError('nothing to learn from: give --reward_model FOLDER or --reward_fn module:function')
+        if self.prompt_path and not self.pretrain:
+            raise ValueError('prompts of your own need a model: give --pretrain NAME_OR_FOLDER')
+        if bool(self.ptx_coef) != bool(self.ptx_data):
+            raise ValueError('PPO-ptx needs both: --ptx_data FILE with text, and --ptx_coef above 0')
+
+    def generation(self) -> dict[str, Any]:
+        """Generation keywords of the trainer."""
+        return {
+            'max_new_tokens': self.max_new_tokens, 'min_new_tokens': self.min_new_tokens, 'temperature': self.temperature,
+            'top_k': self.top_k, 'top_p': self.top_p, 'stop_strings': self.stop_string,
+        }  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -262,10 +279,6 @@ class DataRun(Run, SupervisedConfig):
     max_len: int | None = None
     """tokens of prompt and response, at most the model's context; longer ones are cut, and counted; none: 512, or the context where that is
     less"""
-    batch_size: int | None = None
-    """records of one process in one forward; with gradient_accumulation_steps and the number of processes it makes train_batch_size"""
-    gradient_accumulation_steps: int = 1
-    """forwards of batch_size records in one optimizer step"""
 
     def data_source(self) -> str | None:
         return self.dataset
@@ -275,14 +288,10 @@ class DataRun(Run, SupervisedConfig):
         return 512 if self.max_len is None else self.max_len
 
     def validate(self, world_size: int = 1) -> None:
-        self._positive('batch_size', 'gradient_accumulation_steps', 'max_len')
-        if self.batch_size is not None:
-            self.train_batch_size = self.batch_size * self.gradient_accumulation_steps * world_size
-            if self.gradient_accumulation_steps > 1:
-                self.max_tokens_per_batch = self.batch_size * self.max_tokens
-        elif self.gradient_accumulation_steps > 1:
-            raise ValueError('gradient_accumulation_steps cuts a step into forwards of batch_size: give batch_size too')
+        self._positive('max_len')
         super().validate(world_size)
+        if self.dataset and not self.pretrain:
+            raise ValueError('data of your own needs a model: give --pretrain NAME_OR_FOLDER')
 
 
 @dataclass(kw_only=True)
@@ -297,6 +306,7 @@ class SFTRun(DataRun, SFTConfig):
 
     own_defaults: ClassVar[Mapping[str, Any]] = {'lr': 2e-5}
     embedded_defaults: ClassVar[Mapping[str, Any]] = {'lr': 3e-3}
+    config_class = SFTConfig
 
 
 @dataclass(kw_only=True)
@@ -307,3 +317,82 @@ class RewardRun(DataRun, RewardModelConfig):
 
     own_defaults: ClassVar[Mapping[str, Any]] = {'lr': 1e-5}
     embedded_defaults: ClassVar[Mapping[str, Any]] = {'lr': 1e-3}
+    trained = 'reward_model'
+    config_class = RewardModelConfig
+
+
+Method = Literal['dpo', 'kto', 'orpo', 'simpo']
+METHODS: dict[str, type[PreferenceConfig]] = {'dpo': DPOConfig, 'kto': KTOConfig, 'orpo': ORPOConfig, 'simpo': SimPOConfig}
+OPTIONS = {
+    'loss': 'loss_type', 'beta': 'beta', 'label_smoothing': 'label_smoothing', 'precompute_ref_logprobs': 'precompute_ref_logprobs',
+    'desirable_weight': 'desirable_weight', 'undesirable_weight': 'undesirable_weight', 'positive_label': 'positive_label',
+    'weight': 'weight', 'gamma': 'gamma',
+}  # fmt: skip
+"""settings that only some methods have, and what their configs call them"""
+NO_PLAN = '--plan knows PPO, SFT and reward models; python -m chatgpt.plan CONFIG --task sft comes nearest'
+LR = {'dpo': 1e-6, 'simpo': 1e-6, 'kto': 5e-6, 'orpo': 5e-6}
+
+
+@dataclass(kw_only=True)
+class PreferenceRun(DataRun):
+    """A run of examples/train_preference.py: preferences (prompt, chosen, rejected, or ranked answers); for KTO also text and label.
+
+    A setting of some methods only is None until it is given: then the method's own default holds.
+    """
+
+    save_path: str = 'outputs/train_preference'
+    method: Method = 'dpo'
+    """dpo, kto, orpo or simpo"""
+    max_epochs: int = 1
+    loss: DPOLoss | None = None
+    """dpo: sigmoid, ipo, cdpo, robust or hinge; none: sigmoid"""
+    beta: float | None = None
+    """dpo, kto: how strongly the policy is held to the reference, none: 0.1; simpo: of the mean log-prob, none: 2"""
+    label_smoothing: float | None = None
+    """dpo with cdpo or robust: share of labels assumed to be flipped; none: 0.1"""
+    precompute_ref_logprobs: bool | None = None
+    """dpo, kto: the reference's log-probs once, before the first step; none: true"""
+    desirable_weight: float | None = None
+    """kto: weight of good answers; none: 1"""
+    undesirable_weight: float | None = None
+    """kto: weight of bad answers; none: 1"""
+    positive_label: str | None = None
+    """kto: which label is a success; none: true, 1, good, positive are"""
+    weight: float | None = None
+    """orpo: of the odds-ratio term; none: 0.1"""
+    gamma: float | None = None
+    """simpo: target margin; none: 1"""
+
+    embedded_defaults: ClassVar[Mapping[str, Any]] = {'lr': 1e-4}
+
+    @property
+    def own_defaults(self) -> Mapping[str, Any]:  # type: ignore[override]
+        return {'lr': LR.get(self.method, LR['dpo'])}
+
+    @classmethod
+    def shown_default(cls, name: str, default: Any) -> str:
+        if name == 'lr':
+            return f'{", ".join(f"{lr} for {method}" for method, lr in LR.items())}; {cls.embedded_defaults["lr"]} without --pretrain'
+        return 'none' if default is None else str(default)
+
+    def validate(self, world_size: int = 1) -> None:
+        if self.plan:
+            raise ValueError(NO_PLAN)
+        self._one_of('method', get_args(Method))
+        own = METHODS[self.method].field_names()
+        for name, field in OPTIONS.items():
+            if getattr(self, name) is not None and field not in own:
+                who = ' or '.join(m for m, config in METHODS.items() if field in config.field_names())
+                raise ValueError(f'{name}={getattr(self, name)} is a setting of {who}, not of {self.method}; leave it out')
+        super().validate(world_size)
+        self.config().validate(world_size)
+
+    def config(self) -> PreferenceConfig:
+        """The settings of this run's trainer."""
+        cls = METHODS[self.method]
+        shared = {f.name for f in fields(PreferenceConfig)}
+        values: dict[str, Any] = {name: getattr(self, name) for name in shared}
+        for name, field in OPTIONS.items():
+            if getattr(self, name) is not None:
+                values[field] = getattr(self, name)
+        return cls(**values)

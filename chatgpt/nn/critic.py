@@ -71,7 +71,7 @@ class Critic(TakesModel, nn.Module):
         """
         if reward_model.value_head is None:
             raise ValueError('from_reward_model: this reward model is a whole classifier without a value head; build a new Critic')
-        head: Any = deepcopy(reward_model.value_head)
+        head: Any = deepcopy(reward_model.value_head).requires_grad_(True)
         last: Any = list(head)[-1] if isinstance(head, nn.Sequential) else head
         kept: dict[str, Tensor] = getattr(reward_model, 'initial_state', {})
         shift = kept.get('score_bias', torch.zeros(())) if reward_model.score_bias.is_meta else reward_model.score_bias
@@ -80,7 +80,8 @@ class Critic(TakesModel, nn.Module):
                 bias = last.initial_state['bias'] if last.bias.is_meta else last.bias
                 bias.sub_(shift)
         critic = cls.__new__(cls)
-        Critic.__init__(critic, deepcopy(reward_model.model), head, lora_rank, lora_train_bias, lora_options=lora_options)
+        model = deepcopy(reward_model.model).requires_grad_(True)  # which may be frozen, the critic learns
+        Critic.__init__(critic, model, head, lora_rank, lora_train_bias, lora_options=lora_options)
         return critic
 
     @torch.no_grad()

@@ -28,12 +28,12 @@ def test_convert_data(monkeypatch, capsys, tmp_path, flags, message):
         run_main(main)
     lines = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and len(lines) == 1 and message in lines[0], lines
-    assert lines[0].endswith('; --skip_bad_records leaves such records out') == ('JSON' in message)
+    assert ('--skip_bad_records' in lines[0]) == ('JSON' in message)
 
 
 @pytest.mark.parametrize(('flags', 'message'), [
     (['model', '--memory=24Gibberish'], "error: argument --memory: '24Gibberish' is not an amount of memory; write it like 24GiB or 80GB"),
-    (['model', '--strategy=magic'], "error: argument --strategy: invalid choice: 'magic'"),
+    (['model', '--strategy=magic'], "error: argument --strategy: strategy='magic' is not known; choose one of naive, ddp, "),
 ])  # fmt: skip
 def test_plan(capsys, flags, message):
     from chatgpt.plan.__main__ import main

@@ -12,9 +12,9 @@ import torch
 from example_script import script
 
 from chatgpt.dataset import embedded
-from chatgpt.launch import learning
+from chatgpt.launch import inputs, models
 from chatgpt.launch.config_file import parse_run
-from chatgpt.launch.preference import PreferenceRun
+from chatgpt.launch.runs import PreferenceRun
 from chatgpt.testing.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,10 +81,8 @@ def test_kto_takes_judged_answers(monkeypatch, data, tmp_path):
 
 
 def test_without_arguments(monkeypatch, capsys, tmp_path):
-    from chatgpt.launch import build
-
-    monkeypatch.setattr(build, 'NUM_STORIES', 32)
-    monkeypatch.setattr(learning, 'EMBEDDED_EXAMPLES', 40)
+    monkeypatch.setattr(models, 'NUM_STORIES', 32)
+    monkeypatch.setattr(inputs, 'EMBEDDED_EXAMPLES', 40)
     monkeypatch.chdir(tmp_path)
     script('train_preference', monkeypatch, '--log_interval=1', '--max_steps=2')
     assert '38 examples to learn from, 2 held back' in capsys.readouterr().out
@@ -102,7 +100,7 @@ def test_without_arguments(monkeypatch, capsys, tmp_path):
 def test_settings_reach_the_method(method, flags, expected):
     run = parse_run(PreferenceRun, description=None, positional='dataset', argv=[f'--method={method}', *flags])
     run.validate(1)
-    config = run.method_config()
+    config = run.config()
     assert {name: getattr(config, name) for name in expected} == expected
 
 

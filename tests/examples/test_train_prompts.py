@@ -19,9 +19,9 @@ from chatgpt.nn import RewardModel
 def test_without_arguments_a_model_of_its_own_learns_stories_first(monkeypatch, tmp_path, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from chatgpt.launch import build
+    from chatgpt.launch import models
 
-    monkeypatch.setattr(build, 'NUM_STORIES', 64)
+    monkeypatch.setattr(models, 'NUM_STORIES', 64)
     monkeypatch.chdir(tmp_path)
     short = ['--num_episodes=1', '--max_timesteps=1', '--update_timesteps=1', '--max_epochs=1']
     run(monkeypatch, *short, '--tensorboard')
@@ -45,19 +45,19 @@ def test_without_arguments_a_model_of_its_own_learns_stories_first(monkeypatch, 
 def test_the_embedded_model_does_not_disturb_the_draws_around_it(tmp_path, monkeypatch):
     import random
 
-    from chatgpt.launch import build
+    from chatgpt.launch import models
 
-    monkeypatch.setattr(build, 'NUM_STORIES', 32)
+    monkeypatch.setattr(models, 'NUM_STORIES', 32)
     torch.manual_seed(5)
     random.seed(5)
     expected = torch.rand(1).item(), random.random()
     torch.manual_seed(5)
     random.seed(5)
-    build.write_embedded_model(tmp_path / 'a', seed=1)
+    models.write_embedded_model(tmp_path / 'a', seed=1)
     assert (torch.rand(1).item(), random.random()) == expected
-    build.write_embedded_model(tmp_path / 'b', seed=1)
+    models.write_embedded_model(tmp_path / 'b', seed=1)
     assert (tmp_path / 'a' / 'model.safetensors').read_bytes() == (tmp_path / 'b' / 'model.safetensors').read_bytes()
-    build.write_embedded_model(tmp_path / 'b', seed=2)
+    models.write_embedded_model(tmp_path / 'b', seed=2)
     assert (tmp_path / 'a' / 'model.safetensors').read_bytes() != (tmp_path / 'b' / 'model.safetensors').read_bytes()
 
 

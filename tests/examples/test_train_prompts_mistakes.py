@@ -16,12 +16,12 @@ from chatgpt.nn import RewardModel
 @pytest.fixture
 def no_weights(monkeypatch):
     """Fails when a weight is loaded or made."""
-    from chatgpt.launch.build import PPOInputs
+    from chatgpt.launch import recipes
 
-    def build_models(self):
+    def build_ppo_models(inputs):
         raise AssertionError('weights were touched before the mistake was found')
 
-    monkeypatch.setattr(PPOInputs, 'build_models', build_models)
+    monkeypatch.setattr(recipes, 'build_ppo_models', build_ppo_models)
 
 
 @pytest.mark.usefixtures('no_weights')
@@ -75,7 +75,7 @@ def no_weights(monkeypatch):
         (['{prompts}', '--pretrain={model}', '--reward_fn', REWARD[1].replace('joy', 'jox')], "has no function 'jox'"),
         (['{nocolumn}', '--pretrain={model}', *REWARD], "no column 'prompt' for the prompt; the columns are 'act', 'words'"),
         (['{empty}', '--pretrain={model}', *REWARD],
-         'empty.jsonl, line 2: the prompt is empty; --skip_bad_records leaves such records out'),
+         'empty.jsonl, line 2: the prompt is empty. Bad records are left out with --skip_bad_records'),
         (['{prompts}', '--pretrain={model}', '--max_new_tokens=60', *REWARD], 'passes the context of 64'),
         (['{long}', '--pretrain={model}', *REWARD], 'prompt 1 has 70 tokens; with max_new_tokens=4 it passes the context of 64'),
     ],
@@ -101,9 +101,9 @@ def test_mistakes(monkeypatch, capsys, tmp_path, model_folder, prompt_file, flag
 def test_a_batch_that_cannot_be_cut_over_the_ranks(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv('WORLD_SIZE', '3')
     error = fails(monkeypatch, capsys, '--strategy=ddp', '--save_path', str(tmp_path))
-    assert 'experience_batch_size=8 cannot be cut over 3 ranks; use a multiple of 3, such as 6 or 9' in error
+    assert 'experience_batch_size=8 cannot be split over 3 ranks; use a multiple of 3, such as 6 or 9' in error
     error = fails(monkeypatch, capsys, '--strategy=ddp', '--experience_batch_size=9', '--save_path', str(tmp_path))
-    assert 'train_batch_size=8 cannot be cut over 3 ranks' in error
+    assert 'train_batch_size=8 cannot be split over 3 ranks' in error
 
 
 @pytest.mark.usefixtures('no_weights')
@@ -165,8 +165,11 @@ def test_weights_that_are_not_finite_end_the_run_and_leave_the_checkpoint_whole(
 
     monkeypatch.setattr(ActorLoss, '__call__', broken_in_phase_2)
     flags = [*QUICK, '--pretrain', str(model_folder), '--save_path', str(tmp_path), '--checkpoint_interval=1']
-    error = fails(monkeypatch, capsys, *flags)
-    assert 'the loss is not finite in phase 2, epoch 1, train batch 1; samples in it: 4, 5, 6, 7' in error
+    with pytest.raises(SystemExit):
+        run(monkeypatch, *flags)
+    kept, error = capsys.readouterr().err.strip().splitlines()
+    assert 'the run failed in phase 2; the state after phase 1 is kept in' in kept
+    assert error.startswith('error: the loss is not finite in phase 2, epoch 1, train batch 1; samples in it: 4, 5, 6, 7')
     (checkpoint,) = list_checkpoints(tmp_path / 'checkpoints')
     CheckpointReader(checkpoint)  # reads and verifies every file
     assert checkpoint.name == 'step-00000001'

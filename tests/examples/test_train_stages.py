@@ -12,7 +12,7 @@ import pytest
 from example_script import script
 
 from chatgpt.dataset import embedded
-from chatgpt.launch import learning
+from chatgpt.launch import inputs, models
 from chatgpt.testing.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,10 +102,8 @@ def test_hydra_from_the_command_line(monkeypatch, data, tmp_path):
 
 
 def test_without_arguments(monkeypatch, capsys, tmp_path):
-    from chatgpt.launch import build
-
-    monkeypatch.setattr(build, 'NUM_STORIES', 32)
-    monkeypatch.setattr(learning, 'EMBEDDED_EXAMPLES', 40)
+    monkeypatch.setattr(models, 'NUM_STORIES', 32)
+    monkeypatch.setattr(inputs, 'EMBEDDED_EXAMPLES', 40)
     monkeypatch.chdir(tmp_path)
     for name, kind in (('train_sft', 'actor'), ('train_reward_model', 'reward_model')):
         script(name, monkeypatch, '--log_interval=2', '--max_steps=4')
@@ -114,7 +112,8 @@ def test_without_arguments(monkeypatch, capsys, tmp_path):
 
 
 def test_a_trained_model_is_not_replaced(monkeypatch, capsys, data, tmp_path):
-    flags = [str(data / 'sft.jsonl'), '--pretrain', str(data / 'base'), '--save_path', str(tmp_path), '--max_steps=1', '--log_interval=1']
+    flags = [str(data / 'sft.jsonl'), '--pretrain', str(data / 'base'), '--save_path', str(tmp_path), '--max_steps=1', '--log_interval=1',
+             '--checkpoint_minutes=0']  # fmt: skip
     script('train_sft', monkeypatch, *flags)
     before = (tmp_path / 'actor' / 'model.safetensors').stat().st_mtime_ns
     capsys.readouterr()

@@ -11,8 +11,7 @@ import pytest
 
 from chatgpt.launch.arguments import make_strategy, metavar_of
 from chatgpt.launch.config_file import parse_run, read_file, to_yaml, write_resolved
-from chatgpt.launch.preference import PreferenceRun
-from chatgpt.launch.runs import PPORun, RewardRun, SFTRun
+from chatgpt.launch.runs import PPORun, PreferenceRun, RewardRun, SFTRun
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / 'examples' / 'configs'
@@ -49,41 +48,42 @@ def test_every_key_of_a_reward_config(tmp_path, ending):
     r.validate(1)
     assert (r.pretrain, r.save_path, r.model_path, r.dataset, r.validation_file) == ('opt', 'logs', 'model', 'a.jsonl', None)
     assert (r.validation_percentage, r.optimizer, r.max_epochs, r.lr, r.lr_schedule) == (5.0, 'adamw', 3, 1e-5, 'linear')
-    assert (r.weight_decay, r.seed, r.max_steps, r.resources_per_worker) == (0.1, 7, 100, {'CPU': 2.0})
+    assert (r.weight_decay, r.seed, r.max_steps) == (0.1, 7, 100)
     assert (r.train_batch_size, r.max_tokens_per_batch) == (8, 2 * r.max_tokens)  # 2 records in each of 4 forwards
 
 
 def test_every_key_of_a_ppo_config(tmp_path):
     r = run(PPORun, '--config_file', file(tmp_path, PPO))
     assert (r.pretrain, r.reward_model, r.prompt_path, r.validation_file) == ('gpt2', 'rm', 'p.jsonl', 'v.jsonl')
-    assert (r.experience_batch_size, r.epochs, r.lr, r.kl_coef) == (2, 3, 2e-5, 0.2)
+    assert (r.experience_batch_size, r.lr, r.kl_coef) == (2, 2e-5, 0.2)
+    assert (r.num_episodes, r.max_timesteps, r.update_timesteps) == (3, None, 1)  # passes over the prompts
     assert r.max_epochs == 5  # PPO's passes over a buffer are another thing
     trained = {**PPO, 'General': {**PPO['General'], 'model_pretrain': 'sft'}}
     assert run(PPORun, '--config_file', file(tmp_path, trained)).pretrain == 'sft'
 
 
-def test_workers_are_asked_for_by_number(tmp_path):
-    r = run(RewardRun, '--config_file', file(tmp_path, {**REWARD, 'Training': {'num_training_workers': 2}}))
+def test_workers_are_asked_for_by_number(tmp_path, monkeypatch, capsys):
+    argv = ['--config_file', file(tmp_path, {**REWARD, 'Training': {'num_training_workers': 2, 'batch_size': 2}})]
     with pytest.raises(ValueError, match=r'num_training_workers=2, but 1 process was started; launch with: torchrun --nproc-per-node=2'):
-        r.validate(1)
-    r.train_batch_size = 4
-    r.validate(2)
+        run(RewardRun, *argv)
+    with pytest.raises(SystemExit):
+        run(RewardRun, *argv, '--print_config')  # which may be asked for where the run will not be
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    assert run(RewardRun, *argv).train_batch_size == 4
 
 
 def test_resources(monkeypatch):
     import torch
 
     before = torch.get_num_threads()
-    run(SFTRun, '--resources_per_worker', '{CPU: 1}').apply_resources()
+    run(SFTRun, '--resources_per_worker', '{CPU: 1}')
     assert torch.get_num_threads() == 1
     torch.set_num_threads(before)
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match='asks for 1 GPU, and this machine has none'):
-            run(SFTRun, '--resources_per_worker', '{GPU: 1}').apply_resources()
-        from chatgpt.launch.build import check_ppo_args
-
+            run(SFTRun, '--resources_per_worker', '{GPU: 1}')
         with pytest.raises(ValueError, match='asks for 1 GPU, and this machine has none'):
-            check_ppo_args(run(PPORun, '--resources_per_worker', '{GPU: 1}'), 1)
+            run(PPORun, '--resources_per_worker', '{GPU: 1}')
 
 
 YAML = """
@@ -143,6 +143,9 @@ def test_a_yaml_file_makes_no_objects(tmp_path):
 
 @pytest.mark.parametrize(('argv', 'sentence'), [
     (['--preprocessing_num_workers=4'], 'preprocessing_num_workers=4 cannot be honoured'),
+    (['--batch_size=0'], 'batch_size=0 must be at least 1'),
+    (['--batch_size=2', '--gradient_accumulation_steps=many'], "'many' is no whole number"),
+    (['--batch_siz=2'], 'did you mean --batch_size'),
     (['--optimizer=adafactor'], "'adafactor' is none of: adamw, sgd"),
     (['--lora_alpha=3'], 'lora_alpha is about adapters, and there are none'),
     (['--validation_file=a', '--validation_percentage=3'], 'give one'),

@@ -11,8 +11,7 @@ import pytest
 
 from chatgpt.dataset import embedded
 from chatgpt.launch import destination
-from chatgpt.launch.build import check_resume
-from chatgpt.launch.destination import check_destination
+from chatgpt.launch.destination import check_destination, check_resume
 from chatgpt.launch.runs import SFTRun
 
 Usage = namedtuple('Usage', 'total used free')

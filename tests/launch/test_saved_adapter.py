@@ -9,13 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from chatgpt.launch import learning
+from chatgpt.launch.inputs import Inputs
+from chatgpt.launch.recipes import finish as save
+from chatgpt.launch.recipes import make_trainer
 from chatgpt.launch.runs import SFTRun
-from chatgpt.nn import AutoActor
 from chatgpt.nn.lora import lora_layers
 from chatgpt.nn.peft_format import import_peft
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.strategies.named import strategy_by_name
+from chatgpt.types import Sequence
 
 
 def finish(name: str, base: str, folder: str) -> None:
@@ -23,13 +25,13 @@ def finish(name: str, base: str, folder: str) -> None:
     run.fill_defaults()
     run.validate(int(os.environ.get('WORLD_SIZE', '1')))
     with strategy_by_name(name) as strategy:
-        with strategy.model_init_context():
-            actor = AutoActor(pretrained=base, **run.lora_keywords())
-        actor, optimizer = strategy.prepare((actor, learning.make_optimizer(run, strategy, actor)))
+        sequence = Sequence(prompt_ids=torch.tensor([2]), response_ids=torch.tensor([3]), response_mask=torch.tensor([True]))
+        inputs = Inputs(run=run, settings=run.config(), tokenizer=None, train=[sequence], model=base)
+        trainer = make_trainer(inputs, strategy)
         with torch.no_grad():  # as if trained: B is no longer zero
-            for layer in lora_layers(strategy.unwrap(actor)).values():
+            for layer in lora_layers(strategy.unwrap(trainer.models()['actor'])).values():
                 layer.lora_B.add_(0.125)
-        learning.finish(run, strategy, actor, optimizer, None, 'actor')
+        save(run, trainer)
 
 
 @pytest.mark.parametrize('strategy', ['naive', 'fsdp'])

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from chatgpt.launch.learning import short_step
+from chatgpt.launch.recipes import short_step
 from chatgpt.launch.runs import PPORun, SFTRun
 
 

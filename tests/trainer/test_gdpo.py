@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from chatgpt.launch.build import check_ppo_args
 from online_runs import PROMPTS, QUERIES, RESPONSES, make, vowels
 
-from chatgpt.launch.build import check_ppo_args
 from chatgpt.launch.runs import PPORun
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.strategies import DDPStrategy

@@ -1,0 +1,295 @@
+"""From the settings of a run to what it starts from: tokenizer, data, reward and the model's config, checked against each other.
+
+Everything that can be wrong is found here, before any weight is loaded. Left out: models (`models`), and what runs (`recipes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+from chatgpt.dataset import (
+    PromptSet,
+    embedded,
+    load_demonstrations,
+    load_examples,
+    load_labelled,
+    load_preferences,
+    pack,
+    split_examples,
+)
+from chatgpt.dataset.examples import Labelled, Preference
+from chatgpt.dataset.formats import shown_format
+from chatgpt.dataset.loading import left_out
+from chatgpt.dataset.prompts import load_prompts
+from chatgpt.dataset.reading import BadRecords, read_records
+from chatgpt.dataset.tokenize import check_tokenizer
+from chatgpt.launch.arguments import check_reward_function, load_function, world_size_from_env
+from chatgpt.launch.destination import check_resume
+from chatgpt.launch.rollouts import check_rollout_args
+from chatgpt.launch.runs import DataRun, PPORun, PreferenceRun, RewardRun, Run, SFTRun
+from chatgpt.nn.loading import load_config, load_tokenizer
+from chatgpt.trainer.config import Settings
+from chatgpt.trainer.objectives.reward_model import is_success
+
+EMBEDDED_EXAMPLES = 2000
+"""preferences or stories of a run without data"""
+
+
+@dataclass(kw_only=True)
+class Inputs:
+    """What a run starts from. `read_inputs` makes it of the settings of a command line, `chatgpt.train` of objects."""
+
+    run: Run
+    """where models start, and their optimizers"""
+    settings: Settings
+    """of the trainer, whose kind they decide"""
+    tokenizer: Any
+    train: Any = None
+    """prompts or records"""
+    validation: Any = None
+    """prompts or records to evaluate on, where there are any"""
+    model: Any = None
+    """to start from: a hub name, a folder, or a transformers model, which is trained in place; none: new weights by `config`"""
+    config: Any = None
+    """of the model"""
+    reward: Any = None
+    """a folder, a reward model, a function, or a list of (weight, one of these)"""
+    reward_tokenizer: Any = None
+    """where the reward model reads other tokens than the policy"""
+    reward_context: int | None = None
+    """most tokens of one sequence that the reward model takes"""
+    pretrain_data: Any = None
+    generation: dict[str, Any] = field(default_factory=dict)
+    """generation keywords"""
+    callbacks: list[Any] = field(default_factory=list)
+    run_dir: Any = None
+    notes: list[str] = field(default_factory=list)
+    """what there is to say about the data"""
+
+    def on(self, model: Any) -> Inputs:
+        """The same with another model to start from."""
+        return replace(self, model=model)
+
+
+def read_inputs(run: Run) -> Inputs:
+    """Check the settings of a run, fill those that depend on the model, and read its data.
+
+    Raises:
+        ValueError: settings that are out of range or do not fit together, a bad file, a tokenizer that is not the model's, ...
+    """
+    check_run(run, world_size_from_env())
+    config, tokenizer = read_config(run)
+    read = next(read for kind, read in READERS.items() if isinstance(run, kind))
+    inputs = Inputs(
+        run=run, settings=run.config(), tokenizer=tokenizer, model=run.pretrain, config=config, run_dir=run.save_path
+    )
+    read(run, inputs)
+    return inputs
+
+
+def check_run(run: Run, world_size: int) -> None:
+    """Everything that can be wrong in the settings alone and in the run's folder; fills the defaults that depend on the model."""
+    run.fill_defaults()
+    run.validate(world_size)
+    if isinstance(run, PPORun):
+        check_rollout_args(run)
+    check_resume(run)
+
+
+def quiet_transformers() -> None:
+    """No bars for every file that is loaded: what a run shows is its own progress."""
+    logging.disable_progress_bar()
+
+
+def read_config(run: Run) -> tuple[Any, Any]:
+    """The config and tokenizer that a run starts from, checked against each other."""
+    quiet_transformers()
+    if run.pretrain:
+        config = load_config(run.pretrain, trust_remote_code=run.trust_remote_code)
+        tokenizer = load_tokenizer(run.tokenizer or run.pretrain, trust_remote_code=run.trust_remote_code)
+    else:
+        config, tokenizer = embedded.demo_config(), embedded.demo_tokenizer()
+    if run.model != 'auto' and config.model_type != run.model:
+        raise ValueError(f'--model {run.model}: the model is of the family {config.model_type!r}; use --model auto')
+    check_tokenizer(tokenizer, config)
+    return config, tokenizer
+
+
+def context_of(config: Any) -> int | None:
+    """Most tokens of one sequence by a model's config; None where it sets no limit."""
+    config = config.get_text_config() if hasattr(config, 'get_text_config') else config
+    return getattr(config, 'max_position_embeddings', None) or getattr(config, 'n_positions', None)
+
+
+# ---------------------------------------------------------------------- PPO
+
+
+def read_ppo(run: PPORun, inputs: Inputs) -> None:
+    tokenizer, skip, context = inputs.tokenizer, run.skip_bad_records, context_of(inputs.config)
+    if run.reward_fn:
+        inputs.reward = load_function(run.reward_fn)
+        check_reward_function(inputs.reward, run.reward_fn)
+    if run.reward_model:
+        inputs.reward = run.reward_model
+        inputs.reward_tokenizer, inputs.reward_context = _reward_model_inputs(run, run.reward_model, tokenizer)
+    if run.prompt_path:
+        prompts = _own_prompts(run, run.prompt_path, tokenizer)
+    else:
+        prompts = load_prompts(embedded.demo_prompts(200, seed=0), tokenizer, max_prompt_tokens=run.max_prompt_tokens)
+        inputs.reward = inputs.reward or embedded_reward
+    read: list[tuple[Any, str, Any]] = [(run.prompt_path, 'prompts', prompts)]
+    inputs.train, inputs.validation = _held_back(run, prompts, tokenizer)
+    _check_lengths(inputs.train, context, run.max_new_tokens or 0, 'the context')
+    if run.max_timesteps is None:
+        run.max_timesteps = -(-len(inputs.train) // run.experience_batch_size)
+    if run.reward_model and inputs.reward_tokenizer is None:
+        _check_lengths(inputs.train, inputs.reward_context, run.max_new_tokens or 0, "the reward model's context")
+    if run.ptx_data:
+        inputs.pretrain_data = load_demonstrations(run.ptx_data, tokenizer, max_length=context, skip_bad_records=skip)[0]
+        read.append((run.ptx_data, 'texts', inputs.pretrain_data))
+    if run.validation_file:
+        read.append((run.validation_file, 'prompts held back', inputs.validation))
+    inputs.notes = [f'{source}: {len(data)} {what}{left_out(data)}' for source, what, data in read if data.num_skipped]
+    if any(data.has_turns for _, _, data in read):
+        inputs.notes.append(_chat_format(tokenizer))
+    inputs.generation = run.generation()
+
+
+def _chat_format(tokenizer: Any) -> str:
+    return f'conversations read {shown_format(tokenizer)}, the chat template that is saved with the tokenizer'
+
+
+def _own_prompts(run: PPORun, path: str, tokenizer: Any) -> Any:
+    """The prompts of a file of the user's, read as the run says."""
+    options = {'max_prompt_tokens': run.max_prompt_tokens, 'skip_bad_records': run.skip_bad_records}
+    return load_prompts(path, tokenizer, column=run.prompt_column, **options)
+
+
+def _held_back(run: PPORun, prompts: Any, tokenizer: Any) -> tuple[Any, Any]:
+    """Training prompts, and those to evaluate on (None where none are asked for)."""
+    if run.validation_file:
+        return prompts, _own_prompts(run, run.validation_file, tokenizer)
+    if not run.validation_percentage:
+        return prompts, None
+    kept, held_back = split_examples([prompts[i] for i in range(len(prompts))], run.validation_percentage, seed=run.seed)
+    return PromptSet(kept), PromptSet(held_back)
+
+
+def embedded_reward(prompts: list[str], responses: list[str]) -> list[float]:
+    """The known truth of the embedded story world."""
+    return [embedded.true_score(p, r) for p, r in zip(prompts, responses, strict=True)]
+
+
+def _check_lengths(prompts: Any, limit: int | None, max_new_tokens: int, what: str) -> None:
+    if limit is None:
+        return
+    for i in range(len(prompts)):
+        length = len(prompts[i].ids)
+        if length + max_new_tokens > limit:
+            raise ValueError(
+                f'prompt {i} has {length} tokens; with max_new_tokens={max_new_tokens} it passes {what} of {limit}. Use '
+                '--max_prompt_tokens to cut prompts, or fewer new tokens'
+            )
+
+
+def _reward_model_inputs(run: PPORun, folder: str, tokenizer: Any) -> tuple[Any, int | None]:
+    """The reward model's tokenizer when its folder has one that differs from the policy's, and its context."""
+    config = load_config(folder, trust_remote_code=run.trust_remote_code)
+    own = None
+    if not Path(folder).is_dir() or Path(folder, 'tokenizer_config.json').is_file():
+        own = load_tokenizer(folder, trust_remote_code=run.trust_remote_code)
+    if own is not None and own.get_vocab() != tokenizer.get_vocab():
+        return own, context_of(config)
+    size = (config.get_text_config() if hasattr(config, 'get_text_config') else config).vocab_size
+    if size <= max(tokenizer.get_vocab().values()):
+        raise ValueError(
+            f'the reward model {folder} knows {size} tokens, fewer than the tokenizer of the policy has, and brings no '
+            'tokenizer of its own; save its tokenizer in its folder'
+        )
+    return None, context_of(config)
+
+
+# ---------------------------------------------------------------------- runs that only learn
+
+
+def read_sft(run: SFTRun, inputs: Inputs) -> None:
+    source = run.dataset or embedded.demo_corpus(EMBEDDED_EXAMPLES, seed=0)
+    train, validation = load_demonstrations(source, inputs.tokenizer, **_reading_options(run, inputs))
+    if run.pack_examples:
+        train[:] = pack(train, run.max_tokens)
+    if run.early_stopping_patience is not None and not validation:
+        raise ValueError('early_stopping_patience needs held-back data: give --validation_file or --validation_percentage')
+    _take(inputs, train, validation)
+
+
+def read_preferences(run: RewardRun | PreferenceRun, inputs: Inputs) -> None:
+    """Preferences; for a reward model and for KTO also labelled text.
+
+    Raises:
+        ValueError: labelled answers for a method that learns from pairs, or for KTO answers without a label.
+    """
+    source = run.dataset or embedded.demo_preferences(EMBEDDED_EXAMPLES, seed=0)
+    options = _reading_options(run, inputs)
+    first = load_examples(source, max_examples=1, skip_bad_records=run.skip_bad_records)[0]
+    method = run.method if isinstance(run, PreferenceRun) else None
+    if method == 'kto' and not isinstance(first, (Labelled, Preference)):
+        raise ValueError(_what_kto_needs(source, 'no label'))
+    if isinstance(first, Labelled) and method not in ('kto', None):
+        raise ValueError(f'{run.dataset}: {method} learns from pairs, and these are labelled answers; use --method kto')
+    load: Callable[..., Any] = load_labelled if isinstance(first, Labelled) else load_preferences
+    train, validation = load(source, inputs.tokenizer, **options)
+    if isinstance(run, PreferenceRun) and isinstance(first, Labelled):
+        _check_labels(source, (record.label for record in [*train, *validation]), run.positive_label)
+    _take(inputs, train, validation)
+
+
+READERS: dict[type[Run], Callable[[Any, Inputs], None]] = {
+    PPORun: read_ppo, SFTRun: read_sft, RewardRun: read_preferences, PreferenceRun: read_preferences
+}  # fmt: skip
+
+
+def _reading_options(run: DataRun, inputs: Inputs) -> dict[str, Any]:
+    """Keywords of the `load_` functions of `chatgpt.dataset`.
+
+    Without `max_len` sequences are cut to the model's context where that is less than 512. Raises ValueError where `max_len` is beyond it.
+    """
+    limit = context_of(inputs.config)
+    if limit is not None and run.max_len is not None and run.max_len > limit:
+        raise ValueError(
+            f'max_len={run.max_len} is beyond the context of {run.pretrain or "the embedded model"}, {limit} tokens; give at most {limit}, '
+            'or leave it out'
+        )
+    run.max_len = run.max_tokens if limit is None else min(run.max_tokens, limit)
+    percentage = run.validation_percentage if run.dataset else run.validation_percentage or 5.0
+    return {
+        'max_length': run.max_len, 'skip_bad_records': run.skip_bad_records, 'validation_source': run.validation_file,
+        'validation_percentage': 0 if run.validation_file else percentage, 'seed': run.seed,
+    }  # fmt: skip
+
+
+def _take(inputs: Inputs, train: Any, validation: Any) -> None:
+    inputs.train, inputs.validation = train, validation
+    inputs.notes = [_chat_format(inputs.tokenizer)] if train.has_turns else []
+    inputs.notes.append(f'{len(train)} examples to learn from{left_out(train)}, {len(validation)} held back{left_out(validation)}')
+
+
+def _check_labels(source: Any, labels: Iterable[Any], positive_label: str | None) -> None:
+    """Raises ValueError for a label that does not say good or bad: rewards, or names of classes without `positive_label`."""
+    for label in labels:
+        try:
+            is_success(label, positive_label)
+        except ValueError:
+            raise ValueError(_what_kto_needs(source, f'{label!r} where a judgement is needed')) from None
+
+
+def _what_kto_needs(source: Any, fault: str) -> str:
+    columns = ', '.join(next(read_records(source, BadRecords(skip=True))).data)
+    return (
+        f'{source}: KTO needs the columns prompt, response and label (or text and label), where label is true or false, 1 or 0, good or '
+        f'bad, or a name with --positive_label NAME; or prompt, chosen and rejected. Found the columns {columns}, and {fault}'
+    )

@@ -1,0 +1,107 @@
+"""The models that a run starts from: loaded by name, built from a config, or the caller's own; and the small one of the embedded world."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from chatgpt import nn
+from chatgpt.dataset import embedded, load_demonstrations
+from chatgpt.launch.inputs import Inputs
+from chatgpt.launch.runs import PPORun
+from chatgpt.nn.loading import load_causal_lm
+from chatgpt.nn.lora import has_lora
+from chatgpt.trainer.objectives.sft import SFTTrainer
+from chatgpt.trainer.strategies import NaiveStrategy
+
+FAMILIES = {'gpt2': 'GPT', 'opt': 'OPT', 'bloom': 'BLOOM', 'llama': 'Llama', 'auto': 'Auto'}
+NUM_STORIES = 1600
+"""that the embedded model learns its language from, twice"""
+
+
+def build_model(inputs: Inputs, kind: str, **options: Any) -> Any:
+    """An 'Actor', 'Critic', 'RM' or 'ILQLModel' of the run's, to be called inside the strategy's `model_init_context`.
+
+    It is loaded where `inputs.model` is a name or folder, built on that model where it is one, and made from `inputs.config` with new
+    weights where it is None.
+    """
+    run, source = inputs.run, inputs.model
+    named = isinstance(source, (str, Path))
+    if kind == 'ILQLModel':
+        return nn.ILQLModel(load_causal_lm(source) if named else source)
+    options |= run.lora_keywords()
+    if named:
+        options |= {'pretrained': source, 'trust_remote_code': run.trust_remote_code}
+    elif source is None:
+        options['config'] = inputs.config
+    else:
+        return {'Actor': nn.Actor, 'Critic': nn.Critic, 'RM': nn.RewardModel}[kind](source, **options)
+    return getattr(nn, FAMILIES[run.model] + kind)(checkpoint=run.gradient_checkpointing, **options)
+
+
+class PPOModels(NamedTuple):
+    actor: Any
+    critic: Any
+    reward: Any
+    """a model, a function, or a list of (weight, either)"""
+    initial_model: Any
+
+
+def build_ppo_models(inputs: Inputs) -> PPOModels:
+    """The models of a PPO run.
+
+    The critic starts from the reward model where there is one that reads the policy's tokens (arXiv 2403.17031), unless
+    critic_from='actor'; else from the actor's weights with a new head. With critic='shared' it is a new value head on the actor: one
+    forward of its trunk gives policy and values. With LoRA the actor with its adapter off is the reference, and there is no initial
+    model, unless biases are trained.
+    """
+    run, settings = inputs.run, inputs.settings
+    assert isinstance(run, PPORun)
+    unfrozen = run.num_layers_unfrozen if run.num_layers_unfrozen > 0 else None
+    own_critic = settings.estimator.needs_values and run.critic == 'own'
+    for_critic = inputs
+    if own_critic and inputs.model is not None and not isinstance(inputs.model, (str, Path)):
+        for_critic = inputs.on(deepcopy(inputs.model))  # before the actor puts its adapters into the model
+    in_actor = True if settings.estimator.needs_values and run.critic == 'shared' else None
+    actor = build_model(inputs, 'Actor', num_layers_unfrozen=unfrozen, value_head=in_actor)
+    reward = inputs.reward
+    if isinstance(reward, (str, Path)):
+        reward = nn.RewardModel.from_pretrained(reward, trust_remote_code=run.trust_remote_code)
+    critic = None
+    if own_critic and run.critic_from == 'reward_model' and inputs.reward_tokenizer is None and _has_head(reward):
+        critic = nn.Critic.from_reward_model(reward, **run.lora_keywords())
+    elif own_critic:
+        critic = build_model(for_critic, 'Critic')
+    shared = unfrozen or (run.lora_rank and run.lora_train_bias == 'none')  # with trained biases the trunk is no longer the reference
+    return PPOModels(actor, critic, reward, None if shared else deepcopy(actor))
+
+
+def _has_head(reward: Any) -> bool:
+    """Whether a critic can start from it."""
+    return isinstance(reward, nn.RewardModel) and reward.value_head is not None and not has_lora(reward.model)
+
+
+def write_embedded_model(folder: str | Path, seed: int) -> None:
+    """A Hugging Face folder with a small GPT-2 that has learned the language of the story world (SFT), and its tokenizer.
+
+    A policy that cannot write one sentence earns the same for everything it says, and has nothing to learn from. One process is
+    enough, and the weights do not depend on how many there are.
+    """
+    tokenizer = embedded.demo_tokenizer()
+    stories = load_demonstrations(embedded.demo_corpus(NUM_STORIES, seed=0), tokenizer)[0]
+    python_random = random.getstate()
+    with torch.random.fork_rng(), NaiveStrategy(seed=seed) as strategy:
+        actor = nn.GPTActor(config=embedded.demo_config())
+        model, optimizer = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=3e-3)))
+        SFTTrainer(strategy, model, optimizer, stories, train_batch_size=32, max_epochs=2, log_interval=25, tokenizer=tokenizer).fit()
+        unfinished = Path(folder).with_name(f'.{Path(folder).name}.tmp')
+        for old in (unfinished, Path(folder)):
+            shutil.rmtree(old, ignore_errors=True)
+        actor.save_pretrained(unfinished, tokenizer=tokenizer)
+        unfinished.rename(folder)
+    random.setstate(python_random)

@@ -1,0 +1,254 @@
+"""How a run is built: checked inputs, models, a trainer with its callbacks, fit, and what is written at the end.
+
+Command lines and config files go through `execute`, under any launcher; `chatgpt.train` makes its `Inputs` of objects and calls
+`make_trainer` and `fit`. Left out: settings (`runs`), data (`inputs`), models (`models`).
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from chatgpt.experience.scorers import RewardModelScorer
+from chatgpt.launch.arguments import strategy_of
+from chatgpt.launch.config_file import write_resolved
+from chatgpt.launch.destination import check_destination, final_folder
+from chatgpt.launch.inputs import Inputs, read_inputs
+from chatgpt.launch.models import PPOModels, build_model, build_ppo_models, write_embedded_model
+from chatgpt.launch.planning import memory_advice, show_plan
+from chatgpt.launch.relaunch import sign
+from chatgpt.launch.rollouts import rollout_engine
+from chatgpt.launch.runs import PPORun, Run, SFTRun
+from chatgpt.nn.peft_format import export_peft
+from chatgpt.trainer.callbacks import EMA, Evaluator, SampleTable, SaveCheckpoint, StopOnPlateau, TensorBoard
+from chatgpt.trainer.config import PPOConfig, SFTConfig
+from chatgpt.trainer.objectives.ilql import ILQLConfig, ILQLTrainer
+from chatgpt.trainer.objectives.kto import KTOConfig, KTOTrainer
+from chatgpt.trainer.objectives.pairs import (
+    DPOConfig,
+    DPOTrainer,
+    ORPOConfig,
+    ORPOTrainer,
+    ReferenceConfig,
+    SimPOConfig,
+    SimPOTrainer,
+)
+from chatgpt.trainer.objectives.reward_model import RewardModelConfig, RewardModelTrainer
+from chatgpt.trainer.objectives.sft import SFTTrainer
+from chatgpt.trainer.ppo import PPOTrainer
+from chatgpt.trainer.prompt_evaluation import PromptEvaluation
+
+OFFLINE: dict[type, tuple[Any, str]] = {
+    SFTConfig: (SFTTrainer, 'Actor'), RewardModelConfig: (RewardModelTrainer, 'RM'), ILQLConfig: (ILQLTrainer, 'ILQLModel'),
+    DPOConfig: (DPOTrainer, 'Actor'), KTOConfig: (KTOTrainer, 'Actor'), ORPOConfig: (ORPOTrainer, 'Actor'),
+    SimPOConfig: (SimPOTrainer, 'Actor'),
+}  # fmt: skip
+"""the trainer of settings, and the kind of model that it trains"""
+
+
+def execute(run: Run) -> None:
+    """A run of a command line, from its settings to the trained model in its folder."""
+    inputs = read_inputs(run)
+    if run.plan:
+        show_plan(inputs)
+    check_destination(run, inputs.config, run.trained)
+    with memory_advice(inputs), strategy_of(run) as strategy, rollout_engine(run) as engine:
+        if strategy.is_rank_0 and inputs.notes:
+            print(*inputs.notes, sep='\n', flush=True)
+        inputs.callbacks = make_callbacks(run, inputs)
+        inputs.model = start_of(run, strategy)
+        trainer = make_trainer(inputs, strategy, engine)
+        resume(run, trainer)
+        if isinstance(run, PPORun):
+            write_settings(inputs, strategy)
+        fit(inputs, trainer)
+        finish(run, trainer)
+
+
+def start_of(run: Run, strategy: Any) -> str | None:
+    """The model to start from: the run's, or a small one that has learned the embedded world's language; none for SFT, which teaches it."""
+    if run.pretrain or isinstance(run, SFTRun):
+        return run.pretrain
+    folder = Path(run.save_path, 'initial')
+    if not (run.resume and strategy.run_on_rank0(folder.is_dir)):
+        if strategy.is_rank_0 and isinstance(run, PPORun):
+            print('no --pretrain: a small GPT-2 learns to write stories first (SFT)', flush=True)
+        strategy.run_on_rank0(lambda: write_embedded_model(folder, run.seed))
+    return str(folder)
+
+
+# ---------------------------------------------------------------------- the trainer
+
+
+def make_optimizer(run: Run, strategy: Any, model: Any, lr: float | None = None) -> Any:
+    """The run's optimizer over what the model trains."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    lr = (run.lr or 0.0) if lr is None else lr
+    if run.optimizer == 'sgd':
+        return torch.optim.SGD(parameters, lr=lr, weight_decay=run.weight_decay)
+    return strategy.make_optimizer(parameters, lr=lr, eps=1e-5, weight_decay=run.weight_decay)
+
+
+def make_callbacks(run: Run, inputs: Inputs) -> list[Any]:
+    """What a run of a command line asks for: checkpoints, TensorBoard, samples, evaluation, ..."""
+    minutes = run.checkpoint_minutes or None
+    callbacks: list[Any] = [SaveCheckpoint(interval=run.checkpoint_interval or None, minutes=minutes, keep_last=run.keep_last)]
+    if run.tensorboard:
+        callbacks.append(TensorBoard())
+    if isinstance(run, SFTRun) and run.early_stopping_patience is not None:
+        callbacks.append(StopOnPlateau('sft/val_loss', mode='min', patience=run.early_stopping_patience))
+    if isinstance(run, PPORun):
+        callbacks.insert(0, SampleTable(every=run.sample_interval))
+        if run.ema_decay is not None:
+            callbacks.append(EMA(run.ema_decay))
+        if inputs.validation is not None:
+            options = {'max_new_tokens': run.max_new_tokens, 'stop_strings': run.stop_string}
+            evaluation = PromptEvaluation(inputs.validation, inputs.tokenizer, **options)
+            callbacks.append(Evaluator(evaluation, run.eval_interval, metric='score_mean'))
+    return callbacks
+
+
+def make_trainer(inputs: Inputs, strategy: Any, engine: Any = None) -> Any:
+    """Models, prepared with their optimizers, and the trainer that the inputs' settings are of. `engine`: None is the run's own."""
+    if not isinstance(inputs.settings, PPOConfig):
+        return offline_trainer(inputs, strategy)
+    with strategy.model_init_context():
+        models = build_ppo_models(inputs)
+    return ppo_trainer(inputs, strategy, models, engine)
+
+
+def ppo_trainer(inputs: Inputs, strategy: Any, models: PPOModels, engine: Any = None) -> PPOTrainer:
+    run, settings = inputs.run, inputs.settings
+    assert isinstance(run, PPORun) and isinstance(settings, PPOConfig)
+    actor, critic, reward, initial_model = models
+    actor_optim = make_optimizer(run, strategy, actor)
+    critic_optim = make_optimizer(run, strategy, critic, run.critic_lr) if critic is not None else None
+    scorer = reward if hasattr(reward, 'score') else None  # with nothing in it that the strategy could prepare
+    (actor, actor_optim), reward, initial_model = strategy.prepare((actor, actor_optim), None if scorer else reward, initial_model)
+    if critic is not None:
+        critic, critic_optim = strategy.prepare((critic, critic_optim))
+    if inputs.reward_tokenizer is not None:  # a model that reads other tokens than the policy gets its tokenizer along
+        limits = {'max_tokens_per_batch': settings.max_tokens_per_batch, 'max_length': inputs.reward_context}
+        reward = RewardModelScorer(reward, tokenizer=inputs.reward_tokenizer, **limits)
+    trainer = PPOTrainer(
+        strategy, actor, critic, scorer or reward, initial_model, actor_optim, critic_optim, config=settings, tokenizer=inputs.tokenizer,
+        pretrain_data=inputs.pretrain_data, engine=engine or make_engine(run.engine, inputs.model), callbacks=inputs.callbacks,
+        run_dir=inputs.run_dir, **inputs.generation,
+    )  # fmt: skip
+    trainer.set_prompts(inputs.train)
+    return trainer
+
+
+def make_engine(name: str, pretrained: Any) -> Any:
+    """A rollout engine by its command-line name; `pretrained` is the policy's folder or hub name."""
+    from chatgpt.rollout import HFEngine, LocalEngine, VLLMEngine
+
+    return VLLMEngine(pretrained) if name == 'vllm' else HFEngine() if name == 'hf' else LocalEngine()
+
+
+def offline_trainer(inputs: Inputs, strategy: Any) -> Any:
+    """The trainer of a run that only learns. Under LoRA the actor with its adapter off is the reference."""
+    run, settings = inputs.run, inputs.settings
+    trainer_class, kind = OFFLINE[type(settings)]
+    with strategy.model_init_context():
+        model = build_model(inputs, kind)
+        initial = deepcopy(model) if isinstance(settings, ReferenceConfig) and not run.lora_rank else None
+    model, optimizer = strategy.prepare((model, make_optimizer(run, strategy, model)))
+    reference = {} if initial is None else {'initial_model': strategy.prepare(initial)}
+    return trainer_class(
+        strategy, model, optimizer, inputs.train, inputs.validation, config=settings, callbacks=inputs.callbacks,
+        tokenizer=inputs.tokenizer, run_dir=inputs.run_dir, **reference,
+    )  # fmt: skip
+
+
+def fit(inputs: Inputs, trainer: Any) -> None:
+    run = inputs.run
+    if isinstance(run, PPORun):
+        trainer.fit(inputs.train, run.num_episodes, run.max_timesteps, run.update_timesteps)
+    else:
+        trainer.fit()
+
+
+# ---------------------------------------------------------------------- a run's folder
+
+
+def resume(run: Run, trainer: Any) -> None:
+    """Go on from the checkpoint that the run names, if any, and write down what runs from here on."""
+    strategy = trainer.strategy
+    if strategy.is_rank_0 and (text := short_step(run, trainer)):
+        warnings.warn(text, stacklevel=2)
+    sign(run.save_path, strategy)
+    if run.resume:
+        found = trainer.load_checkpoint(run.resume)
+        if strategy.is_rank_0:
+            text = f'going on from {trainer.resumed_from}' if found else 'nothing to resume yet: starting from the beginning'
+            print(text, flush=True)
+    lines = Path(run.save_path, 'metrics.jsonl')
+    if trainer.phase == 0 and strategy.is_rank_0 and lines.is_file() and lines.stat().st_size:
+        print(f'{run.save_path} holds an earlier run without checkpoints: its lines are kept in *.previous.jsonl', flush=True)
+    strategy.run_on_rank0(lambda: write_resolved(run, run.save_path))
+
+
+def short_step(run: Run, trainer: Any) -> str | None:
+    """What to say where the last step of a pass learns from a quarter of a batch or less: it weighs as much as a whole one's."""
+    if isinstance(run, PPORun):
+        what, count = 'samples of a learning phase', run.update_timesteps * run.experience_batch_size * run.num_samples_per_prompt
+        if run.buffer_limit:
+            count = min(count, run.buffer_limit)
+        if run.sample_replay_buffer:
+            return None
+    else:
+        what, count = 'records', len(trainer.train_data)
+    size, rest = run.train_batch_size, count % run.train_batch_size  # type: ignore[attr-defined]
+    if count < size or not 0 < rest <= size / 4:
+        return None
+    return (
+        f'{count} {what} in batches of train_batch_size={size}: the last step of each pass learns from {rest} alone, and counts as much as '
+        f'one of {size}'
+    )
+
+
+def write_settings(inputs: Inputs, strategy: Any) -> None:
+    """Every flag as it was used, and what it ran on."""
+    run = inputs.run
+    settings = run.to_dict() | {
+        'model': inputs.config.model_type,
+        'tokenizer': run.tokenizer or run.pretrain,
+        'num_prompts': len(inputs.train),
+        'world_size': strategy.world_size,
+        'device': str(strategy.device),
+        'torch': torch.__version__,
+        'transformers': transformers.__version__,
+    }
+    if strategy.is_rank_0:
+        Path(run.save_path).mkdir(parents=True, exist_ok=True)
+        Path(run.save_path, 'settings.json').write_text(json.dumps(settings, indent=1, default=str) + '\n')
+
+
+def finish(run: Run, trainer: Any) -> Path:
+    """Write the trained model as a Hugging Face folder, and the optimizers' states where that is asked for."""
+    strategy, path = trainer.strategy, final_folder(run, run.trained)
+    trainer.save_pretrained(path)
+    if run.save_adapter:
+        write_adapter(run, strategy, trainer.models()[run.trained])
+    if run.need_optim_ckpt:
+        for name, optimizer in trainer.optimizers().items():
+            strategy.save_optimizer(optimizer, Path(run.save_path, f'{name}_optim.pt'), only_rank0=False)
+    if strategy.is_rank_0:
+        print(f'{run.trained} written to {path}', flush=True)
+    return path
+
+
+def write_adapter(run: Run, strategy: Any, model: Any) -> None:
+    """The adapters alone as `save_path`/adapter, which PEFT loads onto `pretrain`."""
+    path = Path(run.save_path, 'adapter')
+    weights = strategy.full_state_dict(model, run.save_path)
+    strategy.run_on_rank0(lambda: export_peft(strategy.unwrap(model), path, base_model=run.pretrain, state=weights))
+    if strategy.is_rank_0:
+        print(f'adapter written to {path}', flush=True)
