@@ -80,7 +80,7 @@ def test_logprobs_and_entropy_by_hand():
     logits = tensor(0.0, math.log(3.0))[None]  # probabilities 1/4 and 3/4
     assert logprobs_of(logits, torch.tensor([1])).item() == pytest.approx(math.log(0.75))
     assert entropy_of(logits).item() == pytest.approx(-(0.25 * math.log(0.25) + 0.75 * math.log(0.75)))
-    # At temperature 1/2 the odds are squared: 1 to 9. Twin: forgetting the temperature gives the first number.
+    # At temperature 1/2 the odds are squared: 1 to 9. Negative control: forgetting the temperature gives the first number.
     assert logprobs_of(logits, torch.tensor([1]), 0.5).item() == pytest.approx(math.log(0.9))
 
 

@@ -84,7 +84,7 @@ def test_rewards_stand_on_the_last_token_that_counts():
     assert turn_ends(DIALOGUES[0].response_mask) == [1, 4]
 
 
-def test_held_back_rewards_do_not_enter_the_standardisation():
+def test_eval_rewards_do_not_enter_the_standardisation():
     alone = make(rewarded(DIALOGUES, REWARDS))
     beside = make(rewarded(DIALOGUES, REWARDS), rewarded(DIALOGUES, [100.0, -50.0, 7.0]))
     for a, b in zip(alone.train_data, beside.train_data, strict=True):
