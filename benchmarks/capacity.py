@@ -26,8 +26,9 @@ import ladders
 from dummy import DummyRun, plan_for
 from dummy_numbers import write_json
 
-from chatgpt.launch.arguments import STRATEGIES, Parser, run_main
+from chatgpt.launch.arguments import Parser, run_main
 from chatgpt.plan import parse_bytes, show_bytes
+from chatgpt.trainer.strategies.registry import STRATEGIES
 
 HERE = Path(__file__).resolve().parent
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -21,8 +21,9 @@ import ladders
 from arithmetic_done import PARTS, MemoryMeter, Models, matmul_peak, matrices, phase_flop
 from dummy_numbers import averages, machine, planned, table, write_json
 
-from chatgpt.launch.arguments import STRATEGIES, Parser, add_settings, make_strategy, settings_from, world_size_from_env
+from chatgpt.launch.arguments import Parser, add_settings, make_strategy, settings_from, world_size_from_env
 from chatgpt.trainer.callbacks import Callback
+from chatgpt.trainer.strategies.registry import STRATEGIES, strategy_flag
 
 
 @dataclass(kw_only=True)
@@ -70,7 +71,7 @@ class DummyRun:
             raise ValueError(f'max_length={self.max_length} is prompt and response: it must be above prompt_length={self.prompt_length}')
         for name in ('train_batch_size', 'experience_batch_size'):
             if getattr(self, name) < 1 or getattr(self, name) % world_size:
-                raise ValueError(f'{name}={getattr(self, name)} cannot be cut over {world_size} processes; give a multiple')
+                raise ValueError(f'{name}={getattr(self, name)} cannot be split over {world_size} processes; give a multiple')
         if self.lora_rank and self.num_layers_unfrozen > 0:
             raise ValueError('lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one')
         if self.precision == 'fp32' and self.is_gemini:
@@ -78,7 +79,7 @@ class DummyRun:
 
     @property
     def is_gemini(self) -> bool:
-        return self.strategy.startswith('colossalai_gemini')
+        return STRATEGIES.find(self.strategy).only_16_bits
 
     @property
     def response_length(self) -> int:
@@ -231,7 +232,7 @@ def _group_of_one(name: str) -> AbstractContextManager[None]:
     """The environment of a strategy of processes that was started by plain python."""
     from chatgpt.testing.processes import environment, free_port, torchrun_environment
 
-    if name == 'naive' or 'RANK' in os.environ:
+    if STRATEGIES.find(name).one_process or 'RANK' in os.environ:
         return nullcontext()
     return environment(**torchrun_environment(0, 1, free_port()))
 
@@ -299,7 +300,7 @@ def script(ladder: str, doc: str | None, *, shown: Sequence[str]) -> Callable[[]
         parser.add_argument('--model', choices=models, default=next(m for m in models if m != 'tiny'), help='rung of the ladder')
         parser.add_argument('--json', type=Path, metavar='FILE', help='write the numbers there as well')
         hidden = [f.name for f in fields(DummyRun) if f.name not in shown and f.name != 'strategy']
-        parser.add_argument('--strategy', choices=STRATEGIES, default='naive', help='what prepares and shards the models')
+        parser.add_argument('--strategy', type=strategy_flag, default='naive', help='what prepares and shards the models')
         add_settings(parser, DummyRun, skip=[*hidden, 'strategy'])
         args = parser.parse_args()
         result = run(replace(DummyRun(), **settings_from(args, DummyRun)), ladder, args.model)

@@ -1,4 +1,4 @@
-"""The names of strategies, and what other systems call our settings: one table, for flags, config files and keywords alike.
+"""What other systems call our settings: one table, for flags, config files and keywords alike.
 
 A name of the table that means exactly the same is taken for ours on command lines and in config files; one that means something near is
 named in the error. Imports nothing of ours.
@@ -9,11 +9,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection
 from typing import NamedTuple
-
-STRATEGIES = (
-    'naive', 'ddp', 'fsdp', 'fsdp_cpu', 'colossalai_gemini', 'colossalai_gemini_cpu',
-    'colossalai_zero1', 'colossalai_zero1_cpu', 'colossalai_zero2', 'colossalai_zero2_cpu',
-)  # fmt: skip
 
 
 class Ours(NamedTuple):

@@ -40,10 +40,13 @@ class Registry(dict[str, T]):
             return self[name]
         if not isinstance(name, str) or ':' not in name:
             raise ValueError(f'{self.what}={name!r} is not known; choose one of {", ".join(self)}, or module:name{hint(str(name), self)}')
-        found = load_object(name)
+        self[name] = self.admit(name, load_object(name))
+        return self[name]
+
+    def admit(self, name: str, found: Any) -> T:
+        """The entry that an object named `module:name` is."""
         if not isinstance(found, self.kind):
             raise ValueError(f'{name!r} is a {type(found).__name__}, not a {self.kind.__name__}, which {self.what} needs')
-        self[name] = found
         return found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from chatgpt.dataset.convert import OUTPUT_SUFFIXES, TARGETS, to_records, write_records
 from chatgpt.dataset.loading import load_examples
-from chatgpt.dataset.records import BadRecords
+from chatgpt.dataset.reading import BadRecords
 from chatgpt.launch.arguments import Parser, run_main
 
 

@@ -31,6 +31,10 @@ RECORDS = {
 """The files with losses, and before which word the metrics of each stand."""
 
 
+INTERNAL = {'log_ratio'}
+"""what a loss computes on the way and no trainer logs"""
+
+
 def documented() -> set[str]:
     """Every `phase/quantity` in backticks on the page."""
     return set(re.findall(r'`([a-z_]+(?:/[a-z_0-9]+)+)`', (ROOT / 'docs' / 'metrics.md').read_text()))
@@ -61,7 +65,7 @@ def recorded(source: str) -> set[str]:
         elif isinstance(node, ast.FunctionDef) and node.name == 'derived':
             returned = [r.value for r in ast.walk(node) if isinstance(r, ast.Return)]
             names |= {k.value for r in returned if isinstance(r, ast.Dict) for k in r.keys if isinstance(k, ast.Constant)}
-    return names
+    return names - INTERNAL
 
 
 def is_metric(node: ast.expr) -> bool:

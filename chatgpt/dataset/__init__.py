@@ -5,7 +5,6 @@
 `loading` and `prompts` walk the whole way in one call; `embedded` is a world with known truth that needs no files.
 """
 
-from chatgpt.dataset.checks import check_tokenizer
 from chatgpt.dataset.examples import BadRecord, Demonstration, Instruction, Labelled, Message, Preference, PromptExample
 from chatgpt.dataset.loading import (
     Loaded,
@@ -13,15 +12,16 @@ from chatgpt.dataset.loading import (
     load_examples,
     load_labelled,
     load_preferences,
+    split_examples,
     stream_examples,
 )
-from chatgpt.dataset.packing import pack
 from chatgpt.dataset.prompts import PromptOrder, PromptSet, load_prompts
-from chatgpt.dataset.splits import split_examples
 from chatgpt.dataset.tokenize import (
     TokenizedLabelled,
     TokenizedPreference,
     TokenizerOptions,
+    check_tokenizer,
+    pack,
     tokenize_demonstration,
     tokenize_labelled,
     tokenize_preference,

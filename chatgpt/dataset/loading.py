@@ -8,8 +8,10 @@ Left out: prompts and the order they are drawn in (`prompts`).
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -17,7 +19,6 @@ from chatgpt.dataset.examples import BadRecord, Demonstration, Example, Kind, La
 from chatgpt.dataset.formats import adopt_template, begin_ids
 from chatgpt.dataset.reading import BadRecords, read_records
 from chatgpt.dataset.shapes import to_example
-from chatgpt.dataset.splits import split_examples
 from chatgpt.dataset.tokenize import (
     Overflow,
     TokenizedLabelled,
@@ -128,8 +129,8 @@ def load_demonstrations(
 ) -> tuple[Loaded[Sequence], Loaded[Sequence]]:
     """Training and validation sequences for SFT, or plain text for PPO-ptx.
 
-    The validation part is read from `validation_source`, else kept back from the source (`splits.split_examples`), else empty. Lengths and
-    templates: see `tokenize`. `reading` goes to `load_examples`. Raises ValueError.
+    The validation part is read from `validation_source`, else split off the source (`split_examples`), else empty. Lengths and templates:
+    see `tokenize`. `reading` goes to `load_examples`. Raises ValueError.
     """
     options = _options(tokenizer, max_length, overflow, apply_chat_template)
     split = (skip_bad_records, validation_source, validation_percentage, seed)
@@ -174,6 +175,28 @@ def load_labelled(
     return _load_tokenized(source, 'labelled', tokenize_labelled, tokenizer, options, *split, reading)
 
 
+def split_examples(examples: SequenceOf[T], percentage: float, *, seed: int = 0) -> tuple[list[T], list[T]]:
+    """Training and validation examples, each in the order given; `percentage` of them (rounded, at least one) are for validation.
+
+    Which ones is decided by a hash of (seed, position), so no library version can change it. 0 gives an empty validation part. Raises
+    ValueError for a percentage outside 0 to 100, or when nothing would be left to train on.
+
+    >>> train, validation = split_examples(list(range(10)), 20, seed=1)
+    >>> len(train), len(validation), sorted(train + validation) == list(range(10))
+    (8, 2, True)
+    """
+    if not 0 <= percentage < 100:
+        raise ValueError(f'validation percentage {percentage}; give a number from 0 to below 100')
+    if percentage == 0:
+        return list(examples), []
+    count = max(1, round(len(examples) * percentage / 100))
+    if count >= len(examples):
+        raise ValueError(f'{len(examples)} examples cannot be split: {percentage} % for validation would leave none to train on')
+    ranked = sorted(range(len(examples)), key=lambda i: hashlib.blake2b(f'{seed} {i}'.encode(), digest_size=16).digest())
+    chosen = set(ranked[:count])
+    return [e for i, e in enumerate(examples) if i not in chosen], [e for i, e in enumerate(examples) if i in chosen]
+
+
 def _options(tokenizer: Any, max_length: int | None, overflow: Overflow, apply_chat_template: bool | None) -> TokenizerOptions:
     begin = tuple(begin_ids(tokenizer))
     return TokenizerOptions(max_length=max_length, overflow=overflow, apply_chat_template=apply_chat_template, begin=begin, cuts=[])
@@ -203,8 +226,7 @@ def _load_tokenized(
             raise ValueError(f'none of {bad.num_skipped} records can be used; the first: {bad.reasons[0]}')
     train, validation = parts
     if percentage:
-        kept, held_back = split_examples(train, percentage, seed=seed)
-        train[:], validation[:] = kept, held_back
+        train[:], validation[:] = split_examples(train, percentage, seed=seed)
     return train, validation
 
 

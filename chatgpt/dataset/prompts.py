@@ -19,8 +19,7 @@ from torch import Tensor
 
 from chatgpt.dataset.examples import BadRecord, PromptExample, as_kind
 from chatgpt.dataset.formats import adopt_template, begin_ids
-from chatgpt.dataset.reading import read_records
-from chatgpt.dataset.records import BadRecords, Record
+from chatgpt.dataset.reading import BadRecords, Record, read_records
 from chatgpt.dataset.shapes import prompt_of, shape_of, to_example
 from chatgpt.dataset.tokenize import Overflow, tokenize_prompt
 from chatgpt.types import Prompt

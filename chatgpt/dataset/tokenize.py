@@ -13,11 +13,14 @@ Rules that hold for all of them:
 - Too long, with overflow='truncate': the prompt loses its left end (its begin token stays), but never below half of
   `max_length`; then the response loses its right end. With overflow='refuse' it is a BadRecord.
 
+`pack` puts short sequences into blocks of one length, and `check_tokenizer` refuses a tokenizer that does not belong to a model.
+
 Left out: reading and shapes of data (`reading`, `shapes`), padding (`chatgpt.batching`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
@@ -282,3 +285,63 @@ def _cut_left(ids: list[int], length: int, tokenizer: Any) -> list[int]:
 
 def _ids(ids: list[int]) -> Tensor:
     return torch.tensor(ids, dtype=torch.int64)
+
+
+def pack(documents: Iterable[Sequence], block_length: int) -> list[Sequence]:
+    """Documents one after the other, cut into blocks of `block_length` tokens; only the last block may be shorter.
+
+    Each document should end with the end token (as `tokenize_demonstration` leaves it), the only thing that tells the model where
+    a new one begins: attention is *not* stopped at the border, so a document sees those before it in its block, as in the
+    pretraining of most language models. Neighbouring blocks share one token, the first of a block being the last of the one
+    before: there it is the state and not a target, so every token but the very first is a target exactly once.
+
+    A block's mask holds what the documents' masks say (prompts are False); a block in which nothing counts is left out.
+    Documents are taken in the order given; shuffle before. Raises ValueError for a block_length under 2 or no documents.
+    """
+    if block_length < 2:
+        raise ValueError(f'block_length={block_length}; give at least 2, the state and one token to predict')
+    ids, mask = [], []
+    for document in documents:
+        ids += [document.prompt_ids, document.response_ids]
+        mask += [torch.zeros(len(document.prompt_ids), dtype=torch.bool), document.response_mask]
+    if not ids:
+        raise ValueError('pack: no documents given')
+    all_ids, all_mask = torch.cat(ids), torch.cat(mask)
+    blocks = []
+    for start in range(0, len(all_ids) - 1, block_length - 1):
+        block, counts = all_ids[start : start + block_length], all_mask[start + 1 : start + block_length]
+        if counts.any():
+            blocks.append(Sequence(prompt_ids=block[:1].clone(), response_ids=block[1:].clone(), response_mask=counts.clone()))
+    return blocks
+
+
+def check_tokenizer(tokenizer: Any, config: Any) -> None:
+    """Refuse a tokenizer whose ids the model does not have, or that cannot end a response.
+
+    Raises:
+        ValueError: one line with what was found and what to do.
+    """
+    config = config.get_text_config() if hasattr(config, 'get_text_config') else config
+    vocab = tokenizer.get_vocab()
+    largest = max(vocab.values(), default=-1)
+    if largest >= config.vocab_size:
+        token = next(t for t, i in vocab.items() if i == largest)
+        raise ValueError(
+            f'the tokenizer does not match the model: its token {token!r} has id {largest}, but the model has a vocabulary of '
+            f'{config.vocab_size}; use the tokenizer the model was trained with, or resize its embeddings'
+        )
+    ends = _known_ends(config)
+    if ends and not any(end in vocab.values() for end in ends):
+        raise ValueError(
+            f"the tokenizer does not match the model: the model's end token has id {ends[0]}, but the tokenizer has {len(vocab)} tokens "
+            'and no such id; use the tokenizer the model was trained with'
+        )
+    if tokenizer.eos_token_id is None:
+        raise ValueError('the tokenizer has no end token, so no response could end; set tokenizer.eos_token')
+
+
+def _known_ends(config: Any) -> list[int]:
+    """The end tokens that the config names; a family's default beyond the vocabulary of a small model says nothing."""
+    given = getattr(config, 'eos_token_id', None)
+    ends = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    return [end for end in ends if 0 <= end < config.vocab_size]

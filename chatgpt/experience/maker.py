@@ -139,7 +139,7 @@ class ExperienceMaker:
             return policy, reference, values
 
         cuts = cuts_of_own(self.strategy, [e.num_tokens for e in experiences], s.max_tokens_per_batch)
-        with nullcontext() if self.initial_model is None else self.strategy.at_hand(self.initial_model):
+        with nullcontext() if self.initial_model is None else self.strategy.onload(self.initial_model):
             for positions, (policy, reference, values) in sweep(
                 self.strategy, cuts, lambda at: collate([experiences[i] for i in at], pack=s.packing), forward
             ):

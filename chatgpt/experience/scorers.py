@@ -88,7 +88,7 @@ class RewardModelScorer:
         scores: list[Score] = [math.nan] * len(sequences)
 
         cuts = cuts_of_own(strategy, [s.num_tokens for s in sequences], self.max_tokens_per_batch)
-        with strategy.at_hand(self.model):
+        with strategy.onload(self.model):
             for positions, out in sweep(
                 strategy, cuts, lambda at: collate([sequences[i] for i in at], pack=self.packing), self.model
             ):

@@ -28,8 +28,9 @@ from typing import Any, NoReturn
 
 from chatgpt.launch.config_values import metavar_of, typed_text, value_parser
 from chatgpt.launch.relaunch import mark_told, was_told
-from chatgpt.names import STRATEGIES, hint
+from chatgpt.names import hint
 from chatgpt.rewards.calling import made
+from chatgpt.trainer.strategies.registry import STRATEGIES, strategy_flag
 
 NOBODYS_FAULT = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EISDIR))
 """what an operating system says of a path that a user can mend"""
@@ -95,7 +96,10 @@ def settings_from(args: argparse.Namespace, cls: type) -> dict[str, Any]:
 
 
 def add_strategy(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument('--strategy', choices=STRATEGIES, default='naive', help='what prepares and shards the models')
+    names = ', '.join(STRATEGIES)
+    parser.add_argument(
+        '--strategy', type=strategy_flag, default='naive', help=f'what prepares and shards the models: {names}, or module:Class'
+    )
     parser.add_argument('--precision', choices=('fp32', 'bf16', 'fp16'), default='fp32', help='compute dtype; weights stay fp32')
     parser.add_argument('--seed', type=int, default=42, help='decides every draw, whatever the layout')
     parser.add_argument(
@@ -114,7 +118,7 @@ def processes_here() -> int:
 
 def check_precision(strategy: str, precision: str) -> None:
     """Raises ValueError, in the words of the command line, for a precision that a strategy does not compute in."""
-    if strategy.startswith('colossalai_gemini') and precision == 'fp32':
+    if STRATEGIES.find(strategy).only_16_bits and precision == 'fp32':
         raise ValueError(f'--strategy {strategy} computes in 16 bits, and --precision is fp32: give --precision bf16 (or fp16) with it')
 
 

@@ -22,13 +22,12 @@ from chatgpt.dataset import (
     pack,
     split_examples,
 )
-from chatgpt.dataset.checks import check_tokenizer
 from chatgpt.dataset.examples import Labelled, Preference
 from chatgpt.dataset.formats import shown_format
 from chatgpt.dataset.loading import left_out
 from chatgpt.dataset.prompts import load_prompts
-from chatgpt.dataset.reading import read_records
-from chatgpt.dataset.records import BadRecords
+from chatgpt.dataset.reading import BadRecords, read_records
+from chatgpt.dataset.tokenize import check_tokenizer
 from chatgpt.launch.arguments import check_reward_function, load_function, world_size_from_env
 from chatgpt.launch.destination import check_resume
 from chatgpt.launch.rollouts import check_rollout_args

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, cast, get_args
 
-from chatgpt.launch.arguments import STRATEGIES, check_precision
+from chatgpt.launch.arguments import check_precision
 from chatgpt.rollout import SamplingParams
 from chatgpt.trainer.config import CHECKPOINT_MINUTES, LearningSettings, PPOConfig, Settings, SFTConfig, SupervisedConfig
 from chatgpt.trainer.objectives.kto import KTOConfig
@@ -38,7 +38,7 @@ class Run(LearningSettings):
     """the settings that the user gave, in this start or in one that it goes on from"""
     strategy: str = 'naive'
     """what prepares and shards the models: naive, ddp, fsdp, fsdp_cpu, colossalai_gemini, colossalai_gemini_cpu, colossalai_zero1,
-    colossalai_zero1_cpu, colossalai_zero2, colossalai_zero2_cpu"""
+    colossalai_zero1_cpu, colossalai_zero2, colossalai_zero2_cpu, or module:Class of your own (docs/strategies.md)"""
     precision: Precision = 'fp32'
     """compute dtype; weights stay fp32"""
     seed: int = 42
@@ -121,7 +121,6 @@ class Run(LearningSettings):
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
-        self._one_of('strategy', STRATEGIES)
         for name in ('precision', 'model', 'optimizer', 'lora_train_bias'):
             hint = {'precision': Precision, 'model': Family, 'lora_train_bias': BiasMode}.get(name, Literal['adamw', 'sgd'])
             self._one_of(name, get_args(hint))

@@ -37,7 +37,7 @@ class TorchrunLaunch:
             if getattr(self, name) < 1:
                 raise ValueError(f'{name}={getattr(self, name)} must be at least 1')
         if self.num_workers % self.num_nodes:
-            raise ValueError(f'num_workers={self.num_workers} cannot be cut over num_nodes={self.num_nodes}')
+            raise ValueError(f'num_workers={self.num_workers} cannot be split over num_nodes={self.num_nodes}')
         if self.max_failures < 0:
             raise ValueError(f'max_failures={self.max_failures} must not be negative')
         if self.num_nodes > 1 and not (self.rdzv_endpoint and self.run_id):

@@ -9,7 +9,8 @@ context and of fragmentation (a margin stands for both), models that are not cau
 
 from chatgpt.plan.advice import cheapest_change, explain_out_of_memory
 from chatgpt.plan.phases import Plan, make_plan
-from chatgpt.plan.setup import STRATEGIES, Setup, parse_bytes, show_bytes
+from chatgpt.plan.setup import Setup, parse_bytes, show_bytes
+from chatgpt.trainer.strategies.registry import STRATEGIES
 
 __all__ = [
     'STRATEGIES',

@@ -10,7 +10,8 @@ from typing import NoReturn, get_args
 
 from chatgpt.plan.advice import advice
 from chatgpt.plan.phases import make_plan
-from chatgpt.plan.setup import STRATEGIES, Setup, Task, parse_bytes
+from chatgpt.plan.setup import Setup, Task, parse_bytes
+from chatgpt.trainer.strategies.registry import STRATEGIES, strategy_flag
 
 
 def memory(text: str) -> int:
@@ -32,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument('config', help='config.json of the policy, its folder, or a hub name')
     out.add_argument('--task', choices=get_args(Task), default='ppo')
     out.add_argument('--reward_config', help='the same of a reward model; default: a reward function')
-    out.add_argument('--strategy', choices=STRATEGIES, default='naive')
+    out.add_argument('--strategy', type=strategy_flag, default='naive', help=f'{", ".join(STRATEGIES)}, or module:Class')
     out.add_argument('--memory', type=memory, help='of one device, such as 24GiB')
     out.add_argument('--host_memory', type=memory, help='of one machine, such as 64GiB')
     out.add_argument('--cpu', action='store_true', help='no GPU: devices are host memory')

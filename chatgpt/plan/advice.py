@@ -8,6 +8,7 @@ from typing import Any
 
 from chatgpt.plan.phases import Plan, make_plan
 from chatgpt.plan.setup import Setup, show_bytes
+from chatgpt.trainer.strategies.registry import FRUGAL, SHARDED
 
 
 def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
@@ -24,20 +25,19 @@ def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
         small, first = replace(small, precision='bf16'), f'{first}precision=bf16, '
         yield first.rstrip(', '), small
     frozen = setup.task == 'ppo' and (setup.has_initial_model or setup.reward_config is not None)
-    if setup.on_cuda and frozen and setup.offload == 'none' and not (setup.is_gemini or setup.offloads):
+    if setup.on_cuda and frozen and setup.offload == 'none' and not setup.memory_model.places_frozen:
         yield f'{first}offload=idle', replace(small, offload='idle')
     if not setup.gradient_checkpointing:
         small, first = replace(small, gradient_checkpointing=True), f'{first}gradient_checkpointing, '
         yield first.rstrip(', '), small
-    if setup.strategy in ('naive', 'ddp') and setup.num_processes > 1:
-        small, first = replace(small, strategy='fsdp'), f'{first}strategy=fsdp, '
+    if setup.memory_model.whole and setup.num_processes > 1:
+        small, first = with_strategy(small, SHARDED), f'{first}strategy={SHARDED}, '
         yield first.rstrip(', '), small
-    if setup.on_cuda and not small.offloads:
-        kind = f'{small.strategy}_cpu' if not small.strategy.startswith(('naive', 'ddp')) else 'fsdp_cpu'
-        offloaded = replace(small, strategy=kind)
-        yield f'{first}strategy={kind}', offloaded
-        if (offloaded.is_fsdp or offloaded.is_gemini) and setup.task == 'ppo':
-            yield f'{first}strategy={kind}, stream_blocks', replace(offloaded, stream_blocks=True)
+    if setup.on_cuda and not small.memory_model.offloads:
+        offloaded = with_strategy(small, small.entry.offloaded or FRUGAL)
+        yield f'{first}strategy={offloaded.strategy}', offloaded
+        if offloaded.memory_model.streams and setup.task == 'ppo':
+            yield f'{first}strategy={offloaded.strategy}, stream_blocks', replace(offloaded, stream_blocks=True)
     if setup.critic == 'own' and setup.num_layers_unfrozen < 1 and setup.task == 'ppo':
         yield f'{first}critic=shared', replace(small, critic='shared')
     if not setup.lora_rank and setup.num_layers_unfrozen < 1:
@@ -46,9 +46,14 @@ def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
             return
         if setup.critic == 'own':
             yield f'{first}lora_rank=16, critic=shared', replace(small, lora_rank=16, critic='shared')
-        if setup.on_cuda and not small.offloads:
-            whole = replace(small, lora_rank=16, critic='shared' if setup.critic == 'own' else setup.critic, strategy='fsdp_cpu')
-            yield f'{first}lora_rank=16, critic={whole.critic}, strategy=fsdp_cpu, stream_blocks', replace(whole, stream_blocks=True)
+        if setup.on_cuda and not small.memory_model.offloads:
+            critic = 'shared' if setup.critic == 'own' else setup.critic
+            least = replace(with_strategy(small, FRUGAL), lora_rank=16, critic=critic, stream_blocks=True)
+            yield f'{first}lora_rank=16, critic={critic}, strategy={FRUGAL}, stream_blocks', least
+
+
+def with_strategy(setup: Setup, name: str) -> Setup:
+    return replace(setup, strategy=name, strategy_options={})
 
 
 def cheapest_change(setup: Setup) -> tuple[str, Plan] | None:

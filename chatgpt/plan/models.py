@@ -12,7 +12,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -23,57 +22,11 @@ from torch.utils._pytree import tree_leaves
 
 from chatgpt.batching import collate
 from chatgpt.plan.setup import Setup
+from chatgpt.trainer.strategies.memory import ModelSize, ParameterSize
 from chatgpt.types import Batch, Sequence
 
 TRACED = (2, 4)
 """depths that are traced; further layers add what the step between these two added"""
-
-
-@dataclass(frozen=True)
-class ParameterSize:
-    name: str
-    shape: tuple[int, ...]
-    trained: bool
-    block: int | None
-    """which transformer block it belongs to; None: none"""
-
-    @property
-    def numel(self) -> int:
-        return int(torch.Size(self.shape).numel())
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """Parameters of one module, tied ones once."""
-
-    parameters: tuple[ParameterSize, ...]
-    adapted: int = 0
-    """elements of weights that carry a LoRA adapter"""
-
-    @property
-    def total(self) -> int:
-        return sum(p.numel for p in self.parameters)
-
-    @property
-    def trained(self) -> int:
-        return sum(p.numel for p in self.parameters if p.trained)
-
-    @property
-    def num_trained(self) -> int:
-        return sum(p.trained for p in self.parameters)
-
-    def blocks(self) -> list[int]:
-        """Elements of each block."""
-        sizes: dict[int, int] = {}
-        for p in self.parameters:
-            if p.block is not None:
-                sizes[p.block] = sizes.get(p.block, 0) + p.numel
-        return [sizes[i] for i in sorted(sizes)]
-
-    @property
-    def outside(self) -> int:
-        """Elements that lie in no block."""
-        return sum(p.numel for p in self.parameters if p.block is None)
 
 
 def build(kind: str, config: Any, setup: Setup, layers: int | None = None) -> nn.Module:
@@ -222,14 +175,14 @@ def fake_batch(batch: Batch, mode: Any) -> Batch:
 
 
 def autocast(setup: Setup) -> Any:
-    """The strategy's autocast; FSDP has none, for it computes in 16 bits throughout."""
+    """The strategy's autocast; one that gathers weights in 16 bits has none."""
     dtype = torch.bfloat16 if setup.precision != 'fp32' else torch.float32
-    return torch.autocast('cpu', dtype=dtype, enabled=setup.precision != 'fp32' and setup.strategy in ('naive', 'ddp'))
+    return torch.autocast('cpu', dtype=dtype, enabled=setup.precision != 'fp32' and setup.memory_model.whole)
 
 
 def cast(model: nn.Module, setup: Setup) -> nn.Module:
     """Parameters in the dtype in which a sharded strategy holds or gathers them."""
-    if setup.precision != 'fp32' and setup.strategy not in ('naive', 'ddp'):
+    if setup.precision != 'fp32' and not setup.memory_model.whole:
         model.to(torch.bfloat16)
     return model
 

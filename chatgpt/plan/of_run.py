@@ -11,7 +11,8 @@ from typing import Any, TypedDict
 
 import torch
 
-from chatgpt.plan.setup import Setup, Task
+from chatgpt.plan.setup import Setup
+from chatgpt.trainer.strategies.registry import name_of
 
 OUT_OF_CPU_MEMORY = ("can't allocate memory", 'Cannot allocate memory')
 """what torch's CPU allocator says, in a plain RuntimeError"""
@@ -44,37 +45,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def strategy_name(strategy: Any) -> str | None:
-    """The planner's name of a strategy of this package; None for any other."""
-    kind = type(strategy).__name__
-    if kind == 'ColossalAIStrategy':
-        stage = 'gemini' if strategy.stage == 3 else f'zero{strategy.stage}'
-        return f'colossalai_{stage}' + ('_cpu' if strategy.placement_policy == 'cpu' else '')
-    if kind == 'FSDPStrategy':
-        return 'fsdp_cpu' if strategy.cpu_offload else 'fsdp'
-    return {'NaiveStrategy': 'naive', 'DDPStrategy': 'ddp'}.get(kind)
-
-
-def common_fields(strategy: Any, config: Any, model: Any, optimizer: Any, task: Task) -> dict[str, Any]:
+def common_fields(strategy: Any, config: Any, model: Any, optimizer: Any) -> dict[str, Any]:
     """What is the same for every trainer: `config` is its settings, `model` the unwrapped module that learns first.
 
     Raises:
-        ValueError: a strategy or an optimizer that the planner does not know.
+        ValueError: an optimizer that the planner does not know.
     """
     from chatgpt.nn import lora
 
-    name = strategy_name(strategy)
-    if name is None:
-        raise ValueError(f'{type(strategy).__name__} is no strategy that can be planned')
     kind = type(optimizer).__name__
     if not ('Adam' in kind or kind == 'SGD'):
         raise ValueError(f'{kind} is no optimizer that can be planned')
     layers = lora.lora_layers(model)
     precision = {torch.float32: 'fp32', torch.bfloat16: 'bf16', torch.float16: 'fp16'}[strategy.dtype]
     return {
-        'task': task,
         'config': model.model.config,
-        'strategy': name,
+        'strategy': name_of(strategy),
+        'strategy_options': strategy.options,
         'num_processes': strategy.world_size,
         'precision': precision,
         'optimizer': 'sgd' if kind == 'SGD' else 'adamw',

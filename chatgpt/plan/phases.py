@@ -8,7 +8,7 @@ from typing import Any
 
 from chatgpt.plan import models
 from chatgpt.plan.setup import Setup, read_config, show_bytes
-from chatgpt.plan.static import Memory, frozen_memory, gathered, step_bytes, trained_memory
+from chatgpt.trainer.strategies.memory import Memory, ModelSize
 
 SAMPLING_COPIES = 4
 """fp32 tables of (rows, V) alive while a token is drawn: logits, log-probs, and two of filtering"""
@@ -38,7 +38,7 @@ class Plan:
     def host_peak(self) -> int:
         """Host bytes of one machine."""
         per_rank = max(sum(m.host.values()) for m in self.phases.values())
-        return per_rank * (self.setup.processes_per_machine or self.setup.num_processes)
+        return per_rank * self.setup.on_machine
 
     @property
     def limit(self) -> str | None:
@@ -100,13 +100,13 @@ def make_plan(setup: Setup) -> Plan:
     load = Memory()
     static = Memory()
     for name, (size, _) in trained.items():
-        whole = trained_memory(name, size, setup)
+        whole = setup.memory_model.trained(name, size, setup)
         static += _without(whole, 'gradients')
         load += _without(_without(whole, 'gradients'), 'optimizer')
     for name, (size, _) in frozen.items():
-        load += frozen_memory(name, size, setup)
+        load += setup.memory_model.frozen(name, size, setup)
     if setup.offload == 'idle' and setup.on_cuda and frozen:
-        waiting = [frozen_memory(name, size, setup) for name, (size, _) in frozen.items()]
+        waiting = [setup.memory_model.frozen(name, size, setup) for name, (size, _) in frozen.items()]
         scoring = static + max(waiting, key=lambda m: sum(m.device.values()))  # they come one at a time
         for memory in waiting:
             for name, size_of_weights in memory.device.items():  # the host's copy stays there throughout
@@ -114,7 +114,7 @@ def make_plan(setup: Setup) -> Plan:
                 scoring.add(name, size_of_weights, host=True)
     else:
         for name, (size, _) in frozen.items():
-            static += frozen_memory(name, size, setup)
+            static += setup.memory_model.frozen(name, size, setup)
         scoring = static
     phases = {
         'load': load,
@@ -131,11 +131,11 @@ def _plan_of_one_model(setup: Setup, config: Any) -> Plan:
     trained = {_NAMES.get(kind, kind): (models.measure(models.build(kind, config, setup)), config)}
     load = Memory()
     for name, (size, _) in trained.items():
-        load += _without(trained_memory(name, size, setup), 'gradients')
+        load += _without(setup.memory_model.trained(name, size, setup), 'gradients')
     return Plan(setup, {'load': _without(load, 'optimizer'), 'learn': load + _learn(setup, trained)})
 
 
-def actor_without_extras(config: Any, setup: Setup) -> models.ModelSize:
+def actor_without_extras(config: Any, setup: Setup) -> ModelSize:
     return models.measure(models.build('initial', config, setup))
 
 
@@ -154,29 +154,15 @@ def rows_per_forward(setup: Setup, num_sequences: int) -> int:
     return max(1, min(share, setup.max_tokens_per_batch // (setup.max_prompt_tokens + setup.max_new_tokens)))
 
 
-def _collect(setup: Setup, config: Any, actor: models.ModelSize) -> Memory:
-    memory, b = Memory(), setup.itemsize
-    if setup.is_fsdp or setup.is_gemini:
-        blocks = sorted(actor.blocks(), reverse=True)
-        if setup.stream_blocks:
-            memory.add('full copy', b * (actor.outside + sum(blocks[:2])))
-            memory.add('full copy', b * actor.total / (setup.processes_per_machine or setup.num_processes), host=True)
-        else:
-            # adapters are folded in fp32 before the copy is rounded
-            memory.add('full copy', (4 if setup.is_gemini and setup.lora_rank else b) * actor.total)
-    elif setup.is_zero and setup.lora_rank:
-        memory.add('full copy', 4 * actor.total)
-    elif setup.precision != 'fp32' and not setup.is_zero:
-        memory.add('full copy', b * actor.total)
-    elif setup.lora_rank:
-        memory.add('weights before merging', b * actor.adapted)
+def _collect(setup: Setup, config: Any, actor: ModelSize) -> Memory:
+    memory = setup.memory_model.full_copy(actor, setup)
     if not setup.on_cuda and setup.precision == 'fp32' and not setup.stream_blocks:
         packed = 4 * sum(p.numel for p in actor.parameters if p.block is not None and len(p.shape) == 2)
         memory.add('packed weights', packed if packed <= PACKED_BYTES else 0)
     share = -(-setup.experience_batch_size // setup.num_processes) * setup.num_samples_per_prompt
     rows = min(share, setup.max_rows)
     capacity = setup.max_prompt_tokens + setup.max_new_tokens - 1  # the last token is never fed back
-    memory.add('key/value cache', b * models.cache_elements(config) * rows * capacity)
+    memory.add('key/value cache', setup.itemsize * models.cache_elements(config) * rows * capacity)
     memory.add('sampling', 4 * SAMPLING_COPIES * rows * models.vocab_size(config))
     return memory
 
@@ -189,7 +175,7 @@ def _score(setup: Setup, trained: dict[str, Any], frozen: dict[str, Any]) -> Mem
     scoring = [(n, m) for n, m in (*trained.items(), *frozen.items()) if n != 'actor' or setup.kl and not setup.has_initial_model]
     for name, (size, config) in scoring:
         kind = _KINDS.get(name, name)
-        work.append((models.scoring_bytes(kind, config, setup, rows), gathered(size, setup, backward=False)))
+        work.append((models.scoring_bytes(kind, config, setup, rows), setup.memory_model.gathered(size, setup, backward=False)))
     if work:
         activations, whole = max(work, key=sum)
         memory.add('activations', activations)
@@ -203,10 +189,10 @@ def _learn(setup: Setup, trained: dict[str, Any]) -> Memory:
     sequences = setup.train_batch_size * (2 if setup.task == 'reward_model' else 1)
     rows = rows_per_forward(setup, sequences)
     # Gradients as large as the weights are being made while activations go; with a second micro-batch they are there already.
-    grow = setup.strategy in ('naive', 'ddp') and rows * setup.num_processes >= sequences
+    grow = setup.memory_model.whole and rows * setup.num_processes >= sequences
     to_come, work, steps = 0, [], []
     for name, (size, config) in reversed(trained.items()):
-        whole = trained_memory(name, size, setup)
+        whole = setup.memory_model.trained(name, size, setup)
         for place, host in ((whole.device, False), (whole.host, True)):
             for part, size_of_part in place.items():
                 if part.endswith('gradients'):
@@ -215,8 +201,8 @@ def _learn(setup: Setup, trained: dict[str, Any]) -> Memory:
         if grow:
             to_come += 4 * size.trained
             peak = max(peak - to_come, 0)
-        work.append((peak, gathered(size, setup, backward=True)))
-        steps.append(step_bytes(size, setup))
+        work.append((peak, setup.memory_model.gathered(size, setup, backward=True)))
+        steps.append(setup.memory_model.step(size, setup))
     activations, whole_weights = max(work, key=sum)
     memory.add('activations', activations)
     memory.add('gathered weights', whole_weights)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from chatgpt.names import STRATEGIES
+from chatgpt.trainer.strategies.memory import Layout, MemoryModel
+from chatgpt.trainer.strategies.registry import STRATEGIES, StrategyEntry
 
 Task = Literal['ppo', 'sft', 'reward_model']
-Precision = Literal['fp32', 'bf16', 'fp16']
 _UNITS = {'': 1, 'B': 1, 'KB': 10**3, 'MB': 10**6, 'GB': 10**9, 'TB': 10**12}
 _UNITS |= {'KIB': 2**10, 'MIB': 2**20, 'GIB': 2**30, 'TIB': 2**40}
 
@@ -37,7 +39,7 @@ def show_bytes(size: float) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
+class Setup(Layout):
     """A run to be planned. Batch sizes are global, as in `PPOConfig`; lengths are in tokens.
 
     With task 'sft' or 'reward_model' there is one model that learns and nothing to collect: of the fields, those of PPO's other models and
@@ -52,11 +54,9 @@ class Setup:
     reward_config: Any = None
     """None: a reward function takes no memory"""
     strategy: str = 'naive'
-    num_processes: int = 1
-    processes_per_machine: int | None = None
-    """share the host's memory; None: all of them"""
-    precision: Precision = 'fp32'
-    on_cuda: bool = True
+    """a name of `STRATEGIES`, or module:Class"""
+    strategy_options: Mapping[str, Any] = field(default_factory=dict)
+    """of the strategy, where they differ from those of its name"""
     memory: int | None = None
     """bytes of one device; None: nothing is said about fitting"""
     host_memory: int | None = None
@@ -65,7 +65,6 @@ class Setup:
     lora_rank: int = 0
     num_layers_unfrozen: int = -1
     gradient_checkpointing: bool = False
-    optimizer: Literal['adamw', 'sgd'] = 'adamw'
     kl: bool = True
     """whether there is a reference"""
     experience_batch_size: int = 8
@@ -77,7 +76,6 @@ class Setup:
     max_new_tokens: int = 64
     max_rows: int = 256
     """most sequences decoded at once"""
-    stream_blocks: bool = False
     offload: Literal['none', 'idle'] = 'none'
     """'idle': the reward and initial models are on the device only while they score"""
     margin: float = 0.05
@@ -85,50 +83,39 @@ class Setup:
 
     def __post_init__(self) -> None:
         for name, choices in (
-            ('strategy', STRATEGIES), ('precision', get_args(Precision)), ('critic', ('own', 'shared', 'none')),
+            ('precision', ('fp32', 'bf16', 'fp16')), ('critic', ('own', 'shared', 'none')),
             ('optimizer', ('adamw', 'sgd')), ('offload', ('none', 'idle')), ('task', get_args(Task)),
         ):  # fmt: skip
             if getattr(self, name) not in choices:
                 raise ValueError(f'{name}={getattr(self, name)!r} is not one of {", ".join(choices)}')
-        for field in fields(self):
-            value = getattr(self, field.name)
-            least = {'lora_rank': 0, 'num_layers_unfrozen': -1}.get(field.name, 1)
+        for f in fields(self):
+            value = getattr(self, f.name)
+            least = {'lora_rank': 0, 'num_layers_unfrozen': -1}.get(f.name, 1)
             if isinstance(value, int) and not isinstance(value, bool) and value < least:
-                raise ValueError(f'{field.name}={value} must be at least {least}')
+                raise ValueError(f'{f.name}={value} must be at least {least}')
         if not 0 <= self.margin < 1:
             raise ValueError(f'margin={self.margin} must lie in [0, 1)')
-        if self.strategy == 'naive' and self.num_processes > 1:
-            raise ValueError(f"strategy='naive' is one process, not {self.num_processes}; use 'ddp', 'fsdp' or 'colossalai_...'")
-        if self.strategy.startswith('colossalai_gemini') and self.precision == 'fp32':
-            raise ValueError("Gemini computes in 16 bits; use precision='bf16' or 'fp16'")
+        if self.entry.one_process and self.num_processes > 1:
+            others = [name for name, entry in STRATEGIES.items() if not entry.one_process]
+            raise ValueError(f'strategy={self.strategy!r} is one process, not {self.num_processes}; use one of {", ".join(others)}')
+        if self.entry.only_16_bits and self.precision == 'fp32':
+            raise ValueError(f"strategy={self.strategy!r} computes in 16 bits; use precision='bf16' or 'fp16'")
         if self.lora_rank and self.num_layers_unfrozen > 0:
             raise ValueError('lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one')
         if self.critic == 'shared' and self.num_layers_unfrozen > 0:
             raise ValueError("critic='shared' with num_layers_unfrozen is not planned; use critic='own'")
         for name in ('experience_batch_size', 'train_batch_size') if self.task == 'ppo' else ():
             if getattr(self, name) % self.num_processes:
-                raise ValueError(f'{name}={getattr(self, name)} cannot be cut over {self.num_processes} ranks')
+                raise ValueError(f'{name}={getattr(self, name)} cannot be split over {self.num_processes} ranks')
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of a number in the compute dtype."""
-        return 4 if self.precision == 'fp32' else 2
+    def entry(self) -> StrategyEntry:
+        return STRATEGIES.find(self.strategy)
 
-    @property
-    def is_fsdp(self) -> bool:
-        return self.strategy.startswith('fsdp')
-
-    @property
-    def is_gemini(self) -> bool:
-        return self.strategy.startswith('colossalai_gemini')
-
-    @property
-    def is_zero(self) -> bool:
-        return self.strategy.startswith('colossalai_zero')
-
-    @property
-    def offloads(self) -> bool:
-        return self.strategy.endswith('_cpu')
+    @cached_property
+    def memory_model(self) -> MemoryModel:
+        """What the strategy says it keeps."""
+        return self.entry.memory_model(**self.strategy_options)
 
     @property
     def has_initial_model(self) -> bool:

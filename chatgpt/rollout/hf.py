@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
-from chatgpt.rollout.call import Call, InProcessEngine
+from chatgpt.rollout.engine import Call, InProcessEngine
 from chatgpt.rollout.randomness import sample_keys
 from chatgpt.rollout.sampling import SamplingParams, TokenSampler
 from chatgpt.types import FinishReason, Sample

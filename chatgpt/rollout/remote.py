@@ -20,7 +20,7 @@ from typing import Any, Protocol, Self
 from torch import Tensor
 
 from chatgpt.nn.actor import Actor
-from chatgpt.rollout.call import Call
+from chatgpt.rollout.engine import Call
 from chatgpt.rollout.local import LocalEngine, check_local
 from chatgpt.rollout.sampling import SamplingParams
 from chatgpt.rollout.wire import (

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from chatgpt.nn.dropout import in_eval_mode
-from chatgpt.rollout.call import Call
-from chatgpt.rollout.check import model_config
+from chatgpt.rollout.engine import Call, model_config
 from chatgpt.rollout.randomness import sample_keys, uniforms
 from chatgpt.rollout.sampling import SamplingParams, TokenSampler
 from chatgpt.types import Prompt

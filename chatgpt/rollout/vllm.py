@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from chatgpt.rollout.call import Call, InProcessEngine
+from chatgpt.rollout.engine import Call, InProcessEngine
 from chatgpt.rollout.randomness import sample_keys
 from chatgpt.rollout.sampling import SamplingParams
 from chatgpt.rollout.wire import check_policy, policy_tensors

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from chatgpt.checkpoint import CheckpointReader, write_checkpoint
-from chatgpt.testing.conformance import Bench, Check, Refused, expect, identical, raises
+from chatgpt.testing.conformance_bench import Bench, Check, Refused, expect, identical, raises
 from chatgpt.testing.tiny import tiny_micro_batches, tiny_sequences
 from chatgpt.trainer.strategies.base import Strategy
 

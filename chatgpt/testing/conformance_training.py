@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from chatgpt.testing.conformance import LR, Bench, Check, ConformanceError, Refused, close, expect, identical, raises
+from chatgpt.testing.conformance_bench import LR, Bench, Check, ConformanceError, Refused, close, expect, identical, raises
 from chatgpt.testing.tiny import tiny_loss, tiny_micro_batches, tiny_sequences
 
 

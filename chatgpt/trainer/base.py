@@ -20,11 +20,9 @@ from torch.optim import Optimizer
 
 from chatgpt.checkpoint import claim_folder
 from chatgpt.checkpoint.layout import MANIFEST
-from chatgpt.plan.of_run import note_on_memory
-from chatgpt.plan.setup import Setup
 from chatgpt.trainer import checkpointing
 from chatgpt.trainer.agreement import LEFT_OUT, check_ranks
-from chatgpt.trainer.callbacks import Callback, CallbackList, MetricsWriter, ProgressBar, SaveCheckpoint
+from chatgpt.trainer.callbacks import Callback, CallbackList, MemoryAdvice, MetricsWriter, ProgressBar, SaveCheckpoint
 from chatgpt.trainer.config import CHECKPOINT_MINUTES, LearningSettings
 from chatgpt.trainer.failure import keep_what_is_whole, resume_words
 from chatgpt.trainer.run_control import PhaseClock, StopSignals, agreed
@@ -43,8 +41,8 @@ class Trainer:
         config: settings, checked here against the world size.
         models: the trained models by name, as prepared.
         optimizers: their optimizers, by the name of the model.
-        callbacks: see `chatgpt.trainer.callbacks`. A progress bar is added unless one is given; where there is a `run_dir` also a
-            `MetricsWriter`, and a `SaveCheckpoint` every `CHECKPOINT_MINUTES` and at the end, of which the last two are kept.
+        callbacks: see `chatgpt.trainer.callbacks`. A progress bar and `MemoryAdvice` are added unless given; where there is a `run_dir`
+            also a `MetricsWriter`, and a `SaveCheckpoint` every `CHECKPOINT_MINUTES` and at the end, of which the last two are kept.
         tokenizer: only for texts; None where everything is given as ids.
         run_dir: folder of this run (metrics.jsonl, samples, checkpoints). One run at a time holds it. None writes nothing.
     """
@@ -91,6 +89,8 @@ class Trainer:
         chosen = list(callbacks)
         if not any(isinstance(c, ProgressBar) for c in chosen):
             chosen.append(ProgressBar())
+        if not any(isinstance(c, MemoryAdvice) for c in chosen):
+            chosen.append(MemoryAdvice())
         if self.run_dir is not None and not any(isinstance(c, MetricsWriter) for c in chosen):
             chosen.insert(0, MetricsWriter())
         if self.run_dir is not None and not any(isinstance(c, SaveCheckpoint) for c in chosen):
@@ -143,8 +143,8 @@ class Trainer:
         state = {k: v for k, v in self.state_dict().items() if k not in LEFT_OUT}
         check_ranks(self.strategy, self.fingerprint() | state, f'{where} of phase {self.phase + 1}')
 
-    def memory_setup(self) -> Setup | None:
-        """This run as `chatgpt.plan` sees it, for the advice at the end of an out-of-memory error; None where it is not planned."""
+    def planned_sizes(self) -> dict[str, Any] | None:
+        """The fields of `chatgpt.plan.Setup` that only this kind of trainer knows, for `MemoryAdvice`; None where it is not planned."""
         return None
 
     # ------------------------------------------------------------------ checkpoints
@@ -178,10 +178,12 @@ class Trainer:
         Raises:
             CheckpointError: it is partial, damaged, or of other models; names the file or the first keys.
         """
-        if not checkpointing.load_checkpoint(self, path):
+        found = checkpointing.load_checkpoint(self, path)
+        if found is None:
             return False
-        assert self.resumed_from is not None
+        self.resumed_from, self.saved_fingerprint = found
         self._standing = self.resumed_from, self.phase, self.steps.done
+        self.callbacks.on_resume(self, self.resumed_from)
         return True
 
     def standing_checkpoint(self) -> Path | None:
@@ -234,8 +236,7 @@ class Trainer:
                 self._save_if_interrupted()
                 self.callbacks.on_fit_end(self)
             except BaseException as error:
-                note_on_memory(error, self.memory_setup)
-                keep_what_is_whole(self, error)
+                keep_what_is_whole(self, self.steps, error)
                 self.callbacks.on_exception(self, error)
                 raise
         self._signals.raise_received()

@@ -25,7 +25,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -41,16 +41,14 @@ from chatgpt.checkpoint import (
     step_folder,
     step_of,
 )
+from chatgpt.trainer.callbacks.base import TrainerView
 from chatgpt.trainer.schedule import hyperparameters
-
-if TYPE_CHECKING:
-    from chatgpt.trainer.base import Trainer
 
 MODELS, OPTIMIZERS, RNG = 'models', 'optimizers', 'rng'
 """owners of groups that are no callback's"""
 
 
-def save_checkpoint(trainer: Trainer, path: str | Path | None, *, score: float | None = None) -> Path:
+def save_checkpoint(trainer: TrainerView, path: str | Path | None, *, score: float | None = None) -> Path:
     """See `Trainer.save_checkpoint`. `score` is noted for `prune(keep_best=...)`: higher is better."""
     strategy = trainer.strategy
     if path is None:
@@ -84,12 +82,12 @@ def save_checkpoint(trainer: Trainer, path: str | Path | None, *, score: float |
     return path
 
 
-def load_checkpoint(trainer: Trainer, path: str | Path) -> bool:
-    """See `Trainer.load_checkpoint`."""
+def load_checkpoint(trainer: TrainerView, path: str | Path) -> tuple[Path, dict[str, Any]] | None:
+    """See `Trainer.load_checkpoint`. The folder, and the fingerprint of the run that wrote it."""
     strategy = trainer.strategy
     folder = strategy.run_on_rank0(lambda: _find(trainer, path))
     if folder is None:
-        return False
+        return None
     reader, fault = _opened(folder, strategy.rank, strategy.world_size)
     reasons = [reason for reason in strategy.all_gather_object(fault) if reason]
     if reasons:
@@ -108,8 +106,8 @@ def load_checkpoint(trainer: Trainer, path: str | Path) -> bool:
     for name, optimizer in trainer.optimizers().items():
         chosen = [hyperparameters(group) for group in optimizer.param_groups]
         strategy.load_optimizer_meta(optimizer, state['optimizers'][name])
-        for group, values in zip(optimizer.param_groups, chosen, strict=True):
-            group.update(values)  # the last word on a setting is this run's, not the checkpoint's; `report_changes` says what changed
+        for settings, values in zip(optimizer.param_groups, chosen, strict=True):
+            settings.update(values)  # the last word on a setting is this run's, not the checkpoint's; `report_changes` says what changed
         strategy.load_optimizer_pieces(optimizer, reader.sub(f'{name}_optim/'))
     for name, owner in sorted(owners.items()):
         if owner in (MODELS, OPTIMIZERS, RNG):
@@ -121,13 +119,10 @@ def load_checkpoint(trainer: Trainer, path: str | Path) -> bool:
     trainer.load_state_dict(state['trainer'])
     if layout_of(trainer) == state['layout']:
         _restore_rng(reader, strategy.rank, state.get('python_rng'))
-    trainer.saved_fingerprint = state['fingerprint']
-    trainer.resumed_from = folder
-    trainer.callbacks.on_resume(trainer, folder)
-    return True
+    return folder, state['fingerprint']
 
 
-def report_changes(trainer: Trainer) -> None:
+def report_changes(trainer: TrainerView) -> None:
     """Say which settings and data differ from those of the checkpoint that was loaded. Called when the run's data are known."""
     if trainer.saved_fingerprint is None or not trainer.strategy.is_rank_0:
         return
@@ -145,7 +140,7 @@ def differences(old: Any, new: Any, where: str = '') -> Iterator[str]:
         yield f'{where} {old!r} → {new!r}'
 
 
-def layout_of(trainer: Trainer) -> dict[str, Any]:
+def layout_of(trainer: TrainerView) -> dict[str, Any]:
     """What must be equal for a resumed run to continue bit for bit."""
     strategy = trainer.strategy
     return {
@@ -159,7 +154,7 @@ def layout_of(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _find(trainer: Trainer, path: str | Path) -> Path | None:
+def _find(trainer: TrainerView, path: str | Path) -> Path | None:
     if str(path) == 'auto':
         root = trainer.checkpoint_dir
         if root is None:
@@ -179,7 +174,7 @@ def _find(trainer: Trainer, path: str | Path) -> Path | None:
     return found
 
 
-def _check_members(trainer: Trainer, owners: Mapping[str, str], folder: Path) -> None:
+def _check_members(trainer: TrainerView, owners: Mapping[str, str], folder: Path) -> None:
     stored = {name for name, owner in owners.items() if owner in (MODELS, OPTIMIZERS)}
     models = set(trainer.models())
     missing, unexpected = sorted(models - stored), sorted(stored - models - {f'{name}_optim' for name in trainer.optimizers()})

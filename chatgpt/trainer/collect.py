@@ -149,7 +149,7 @@ class Collector:
         """Write the texts that reward functions and tables read. The ids stay the sampled ones; text is never tokenized again."""
         for sample in samples if self.tokenizer is not None else ():
             ids, stops = sample.response_ids, self.stop_strings
-            sample.response_text = self.tokenizer.decode(ids, skip_special_tokens=True) if stops is None else stops.text_of(ids)
+            sample.response_text = self.tokenizer.decode(ids, skip_special_tokens=True) if stops is None else stops.text_of(ids.tolist())
             if not sample.prompt_text:
                 sample.prompt_text = self.tokenizer.decode(sample.prompt_ids, skip_special_tokens=True)
         return samples

@@ -96,7 +96,7 @@ def check_cut(name: str, value: int, world_size: int) -> None:
     if value % world_size:
         lower = value // world_size * world_size
         near = f'{lower} or {lower + world_size}' if lower else str(world_size)
-        raise ValueError(f'{name}={value} cannot be cut over {world_size} ranks; use a multiple of {world_size}, such as {near}')
+        raise ValueError(f'{name}={value} cannot be split over {world_size} ranks; use a multiple of {world_size}, such as {near}')
 
 
 @dataclass(kw_only=True)

@@ -19,38 +19,35 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from chatgpt.checkpoint import CUT_SHORT, latest, step_folder
 from chatgpt.trainer.agreement import RankMismatchError
 from chatgpt.trainer.callbacks import SaveCheckpoint
+from chatgpt.trainer.callbacks.base import TrainerView
+from chatgpt.trainer.step import Steps
 
-if TYPE_CHECKING:
-    from chatgpt.trainer.base import Trainer
 
-
-def keep_what_is_whole(trainer: Trainer, error: BaseException) -> None:
+def keep_what_is_whole(trainer: TrainerView, steps: Steps, error: BaseException) -> None:
     """Write a checkpoint if that is possible, and print which one stands. Never raises."""
     root = checkpoint_root(trainer)
     if root is None or not isinstance(error, (Exception, SystemExit)):
         return
     failed = f'the run failed in phase {trainer.phase + 1}'
     try:
-        text = _keep(trainer, root, error)
+        text = _keep(trainer, steps, root, error)
     except Exception as second:
         text = f'nothing could be saved ({type(second).__name__}: {second}); {_standing(root)}'
     if text:
         print(f'{failed}; {text}', file=sys.stderr, flush=True)
 
 
-def checkpoint_root(trainer: Trainer) -> Path | None:
+def checkpoint_root(trainer: TrainerView) -> Path | None:
     """The folder of this run's checkpoints, None where it writes none."""
     own = [c.path for c in trainer.callbacks if isinstance(c, SaveCheckpoint) and c.path is not None]
     return own[0] if own else trainer.checkpoint_dir
 
 
-def _keep(trainer: Trainer, root: Path, error: BaseException) -> str:
-    steps = trainer.steps
+def _keep(trainer: TrainerView, steps: Steps, root: Path, error: BaseException) -> str:
     if trainer.phase == 0 and steps.done == 0 and not steps.within:
         return ''  # nothing has been learned
     if not trainer.strategy.fails_together(f'phase {trainer.phase}, {steps.done} steps'):

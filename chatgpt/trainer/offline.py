@@ -19,8 +19,6 @@ from torch.optim import Optimizer
 
 from chatgpt.batching import collate
 from chatgpt.nn.dropout import dropout_off
-from chatgpt.plan.of_run import common_fields
-from chatgpt.plan.setup import Setup, Task
 from chatgpt.sweep import cuts_of_share, sweep
 from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.config import SupervisedConfig
@@ -46,7 +44,7 @@ class Objective(ABC):
     prefix: ClassVar[str]
     """first part of the metric names"""
     model_name: ClassVar[str] = 'actor'
-    planned_as: ClassVar[Task | None] = None
+    planned_as: ClassVar[str | None] = None
     """the planner's task, where it knows this method"""
     num_dummies: ClassVar[int] = 1
     """sequences of a dummy batch"""
@@ -149,13 +147,11 @@ class OfflineTrainer(Trainer):
         self.epochs_before = 0
         """passes of earlier calls of `fit`, whose orders are not repeated"""
 
-    def memory_setup(self) -> Setup | None:
+    def planned_sizes(self) -> dict[str, Any] | None:
         if self.objective.planned_as is None:
             return None
-        model = self.strategy.unwrap(self.model)
-        fields = common_fields(self.strategy, self.config, model, self.optim, self.objective.planned_as)
         longest = max(s.num_tokens for record in self.train_data for s in self.objective.sequences(record))
-        return Setup(**fields, max_prompt_tokens=1, max_new_tokens=max(longest - 1, 1))
+        return {'task': self.objective.planned_as, 'max_prompt_tokens': 1, 'max_new_tokens': max(longest - 1, 1)}
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {'batches_done': self.batches_done, 'epochs_before': self.epochs_before}

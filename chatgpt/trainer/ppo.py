@@ -31,8 +31,6 @@ from chatgpt.experience import ExperienceMaker, ExperienceSettings, ReplayBuffer
 from chatgpt.experience.scorers import described, models_of
 from chatgpt.functional.kl import AdaptiveKLController, FixedKLController
 from chatgpt.nn.dropout import dropout_off
-from chatgpt.plan.of_run import common_fields
-from chatgpt.plan.setup import Setup
 from chatgpt.rollout import LocalEngine, RolloutEngine, SamplingParams
 from chatgpt.rollout.sampling import sampling_for
 from chatgpt.trainer.algorithms import estimate_advantages
@@ -119,6 +117,7 @@ class PPOTrainer(Trainer):
         strategy, (actor, actor_optim), (critic, critic_optim), reward_model, initial_model, mask_model = prepared_by(
             strategy, (actor, actor_optim), (critic, critic_optim), reward_model, initial_model, mask_model
         )
+        assert not isinstance(strategy, str)
         config.validate(strategy.world_size)
         bare: Any = strategy.unwrap(actor)
         self.actor, self.critic = actor, critic
@@ -172,7 +171,7 @@ class PPOTrainer(Trainer):
             )
         if config.offload == 'idle':
             for frozen in [*models_of(self.maker.scorer), *([initial_model] if initial_model is not None else [])]:
-                strategy.keep_idle(frozen)
+                strategy.offload(frozen)
         for model in models.values():
             dropout_off(strategy.unwrap(model))
         self.timestep = 0
@@ -271,24 +270,24 @@ class PPOTrainer(Trainer):
     def fingerprint(self) -> dict[str, Any]:
         return super().fingerprint() | self.collector.fingerprint() | {'reward': described(self.maker.scorer)}
 
-    def memory_setup(self) -> Setup:
-        """This run as the planner sees it, with its longest prompt."""
+    def planned_sizes(self) -> dict[str, Any]:
+        """With the longest prompt."""
         c, actor, scorer = self.config, cast(Any, self.strategy.unwrap(self.actor)), self.maker.scorer
         reward: Any = self.strategy.unwrap(scorer.model) if isinstance(scorer, RewardModelScorer) else None
         longest = max((len(prompt.ids) for prompt in self.collector.prompts or ()), default=1)
-        return Setup(
-            **common_fields(self.strategy, c, actor, self.actor_optim, 'ppo'),
-            reward_config=reward.model.config if hasattr(reward, 'model') else None,
-            critic='own' if self.critic is not None else 'shared' if self.shares_trunk else 'none',
-            num_layers_unfrozen=actor.ref_branch.num_blocks if hasattr(actor, 'ref_branch') else -1,
-            kl=self.maker.initial_model is not None or self.maker.reference_context is not None,
-            experience_batch_size=c.experience_batch_size,
-            num_samples_per_prompt=c.num_samples_per_prompt,
-            offload=c.offload,
-            update_timesteps=self.update_timesteps,
-            max_prompt_tokens=longest,
-            max_new_tokens=max(self.sampling.room(longest), 1),
-        )
+        return {
+            'task': 'ppo',
+            'reward_config': reward.model.config if hasattr(reward, 'model') else None,
+            'critic': 'own' if self.critic is not None else 'shared' if self.shares_trunk else 'none',
+            'num_layers_unfrozen': actor.ref_branch.num_blocks if hasattr(actor, 'ref_branch') else -1,
+            'kl': self.maker.initial_model is not None or self.maker.reference_context is not None,
+            'experience_batch_size': c.experience_batch_size,
+            'num_samples_per_prompt': c.num_samples_per_prompt,
+            'offload': c.offload,
+            'update_timesteps': self.update_timesteps,
+            'max_prompt_tokens': longest,
+            'max_new_tokens': max(self.sampling.room(longest), 1),
+        }
 
     # ------------------------------------------------------------------ the loop
 
@@ -565,7 +564,7 @@ class PPOTrainer(Trainer):
         models = [self.actor] + ([cast(nn.Module, self.maker.initial_model)] if generate_ref_response else [])
         answers = []
         for model in models:
-            with self.strategy.at_hand(model), self.clock.measure('collect'):
+            with self.strategy.onload(model), self.clock.measure('collect'):
                 samples = self.collector.generate(
                     prompts,
                     indices=indices,

@@ -1,4 +1,4 @@
-"""What a policy says to held-back prompts: responses, their scores and metrics, a table. Any trainer's actor, any strategy.
+"""What a policy says to eval prompts: responses, their scores and metrics, a table. Any trainer's actor, any strategy.
 
     Evaluator(PromptEvaluation(prompts, tokenizer, reward_fn), interval=10, metric='score_mean')
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -19,15 +19,12 @@ from chatgpt.dataset.prompts import as_prompts
 from chatgpt.experience.scorers import as_scorer
 from chatgpt.rollout import LocalEngine, RolloutEngine
 from chatgpt.rollout.sampling import sampling_for
-from chatgpt.trainer.callbacks.base import say
+from chatgpt.trainer.callbacks.base import TrainerView, say
 from chatgpt.trainer.callbacks.jsonl import RunFile
 from chatgpt.trainer.callbacks.samples import format_table
 from chatgpt.trainer.collect import Collector
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Sample
-
-if TYPE_CHECKING:
-    from chatgpt.trainer.base import Trainer
 
 MetricFn = Callable[..., Mapping[str, SequenceOf[float]]]
 FIRST_INDEX = 1 << 40
@@ -78,7 +75,7 @@ class PromptEvaluation:
         self.decoding: Callable[[Any], AbstractContextManager[Any]] = lambda model: nullcontext()
         """a context around generation, given the whole model"""
 
-    def __call__(self, trainer: Trainer) -> dict[str, float]:
+    def __call__(self, trainer: TrainerView) -> dict[str, float]:
         strategy, tokenizer = trainer.strategy, self.tokenizer or trainer.tokenizer
         if self._tokenized is None or self._tokenized[0] != id(tokenizer):
             self._tokenized = id(tokenizer), as_prompts(self.prompts, tokenizer)
@@ -131,7 +128,7 @@ class PromptEvaluation:
             result['score_std'] = (sum((x - mean) ** 2 for x in scores) / count) ** 0.5
         return result | {f'metrics/{name}': sum(values) / count for name, values in metrics.items()}
 
-    def _show(self, trainer: Trainer, pairs: list[tuple[Sample, float | None]], metrics: dict[str, list[float]]) -> None:
+    def _show(self, trainer: TrainerView, pairs: list[tuple[Sample, float | None]], metrics: dict[str, list[float]]) -> None:
         if not trainer.strategy.is_rank_0:
             return
         self.last = [
@@ -148,4 +145,4 @@ class PromptEvaluation:
         self._begun = id(trainer), trainer.phase
         self._file.write(trainer, trainer.phase, rows)
         names = [n for n in rows[0] if n not in ('prompt', 'response')]
-        say(f'held-back prompts at phase {trainer.phase}\n{format_table(rows, [*names, "prompt", "response"])}')
+        say(f'eval prompts at phase {trainer.phase}\n{format_table(rows, [*names, "prompt", "response"])}')

@@ -21,7 +21,8 @@ def has_reference(actor: nn.Module) -> bool:
 
 
 class ReferenceModel:
-    """
+    """A frozen model, or the actor itself.
+
     Raises:
         ValueError: there is neither a frozen model nor an actor that is its own reference.
     """
@@ -40,10 +41,12 @@ class ReferenceModel:
         return sequence_logprobs(out.logprobs, batch.action_mask, batch.action_rows, batch.num_sequences)
 
     def of(self, sequences: list[Sequence], max_tokens: int) -> list[float]:
-        """Of any number of sequences, the same list on every rank; computed in shares."""
-        cuts = cuts_of_share(self.strategy, [s.num_tokens for s in sequences], max_tokens)
+        """Of any number of sequences, the same list on every rank; computed in shares, and once where one object stands several times."""
+        first = {id(s): i for i, s in reversed(list(enumerate(sequences)))}
+        once = sorted(first.values())
+        cuts = cuts_of_share(self.strategy, [sequences[i].num_tokens for i in once], max_tokens)
         mine: list[tuple[int, float]] = []
-        for positions, values in sweep(self.strategy, cuts, lambda p: collate([sequences[i] for i in p]), self):
-            mine += zip(positions, values.tolist(), strict=False)
+        for positions, values in sweep(self.strategy, cuts, lambda at: collate([sequences[once[i]] for i in at]), self):
+            mine += zip([once[i] for i in positions], values.tolist(), strict=False)
         found = dict(pair for rank in self.strategy.all_gather_object(mine) for pair in rank)
-        return [found[i] for i in range(len(sequences))]
+        return [found[first[id(s)]] for s in sequences]

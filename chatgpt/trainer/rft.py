@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from chatgpt.dataset.prompts import as_prompts
 from chatgpt.experience.scorers import as_score, as_scorer, described
-from chatgpt.plan.setup import Task
 from chatgpt.rollout import LocalEngine, RolloutEngine
 from chatgpt.rollout.sampling import sampling_for
 from chatgpt.trainer.base import Trainer
@@ -120,6 +119,7 @@ class RFTTrainer(OfflineTrainer):
     ) -> None:
         config, generation = RFTConfig.split('RFTTrainer', config, kwargs)
         strategy, (actor, optim), reward = prepared_by(strategy, (actor, optim), reward)
+        assert not isinstance(strategy, str)
         self.prompts = as_prompts(prompts, tokenizer)
         scorer = as_scorer(reward)
         if scorer is None:
@@ -219,4 +219,4 @@ class RFTTrainer(OfflineTrainer):
 
 
 class _OfRounds(SFTObjective):
-    planned_as: ClassVar[Task | None] = None  # rounds collect too
+    planned_as: ClassVar[str | None] = None  # rounds collect too

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from chatgpt.trainer.callbacks.base import TrainerView
 from chatgpt.trainer.strategies.base import Strategy
-
-if TYPE_CHECKING:
-    from chatgpt.trainer.base import Trainer
 
 
 class SaveError(RuntimeError):
@@ -28,7 +26,7 @@ def save_pretrained(strategy: Strategy, model: nn.Module, path: str | Path, *, t
         strategy.run_on_rank0(lambda: cast(Any, full).save_pretrained(path, tokenizer=tokenizer))
 
 
-def save_trained(trainer: Trainer, path: str | Path) -> None:
+def save_trained(trainer: TrainerView, path: str | Path) -> None:
     """Write a trainer's first model with its tokenizer. Call it on every rank.
 
     Raises:
@@ -41,11 +39,11 @@ def save_trained(trainer: Trainer, path: str | Path) -> None:
         raise SaveError(f'{path}: the trained model could not be written ({reason}); {_rescued(trainer, Path(path))}') from error
 
 
-def _write(trainer: Trainer, path: str | Path) -> None:
+def _write(trainer: TrainerView, path: str | Path) -> None:
     save_pretrained(trainer.strategy, next(iter(trainer.models().values())), path, tokenizer=trainer.tokenizer)
 
 
-def _rescued(trainer: Trainer, path: Path) -> str:
+def _rescued(trainer: TrainerView, path: Path) -> str:
     """Where the weights are; they are written elsewhere first if no checkpoint holds them."""
     strategy = trainer.strategy
     standing = strategy.run_on_rank0(trainer.standing_checkpoint)

@@ -226,7 +226,7 @@ def test_mistakes_are_one_line(monkeypatch, capsys, flags, sentence):
 
 
 def test_settings_that_do_not_go_together():
-    with pytest.raises(ValueError, match='train_batch_size=3 cannot be cut over 2'):
+    with pytest.raises(ValueError, match='train_batch_size=3 cannot be split over 2'):
         dummy.DummyRun(train_batch_size=3).check(2)
     with pytest.raises(ValueError, match='choose one'):
         dummy.DummyRun(lora_rank=2, num_layers_unfrozen=1).check(1)

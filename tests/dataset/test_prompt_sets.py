@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chatgpt.dataset.checks import check_tokenizer, pad_id, pad_is_end
 from chatgpt.dataset.prompts import PromptOrder, as_prompts, load_prompts
+from chatgpt.dataset.tokenize import check_tokenizer
 from chatgpt.testing import byte_tokenizer, tiny_config
 from chatgpt.types import Prompt
 
@@ -135,15 +135,3 @@ def test_check_tokenizer(tokenizer):
     endless.eos_token = None
     with pytest.raises(ValueError, match='the tokenizer has no end token'):
         check_tokenizer(endless, tiny_config(vocab_size=259))
-
-
-def test_padding_and_end_token():
-    tokenizer = byte_tokenizer()
-    assert pad_id(tokenizer) == 256 and not pad_is_end(tokenizer)
-    tokenizer.pad_token = None
-    assert pad_id(tokenizer) == 258 and pad_is_end(tokenizer)
-    tokenizer.pad_token = tokenizer.eos_token
-    assert pad_is_end(tokenizer)
-    tokenizer.pad_token = tokenizer.eos_token = tokenizer.bos_token = None
-    with pytest.raises(ValueError, match='neither padding nor end token'):
-        pad_id(tokenizer)

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from chatgpt.dataset.reading import read_records
-from chatgpt.dataset.records import BadRecords
+from chatgpt.dataset.reading import BadRecords, read_records
 
 
 def write(path: Path, text: str | bytes) -> Path:

@@ -9,9 +9,9 @@ import torch
 
 from chatgpt.dataset.examples import BadRecord, Demonstration, Instruction, Labelled, Message, Preference, PromptExample
 from chatgpt.dataset.formats import plain_prompt, render
-from chatgpt.dataset.packing import pack
 from chatgpt.dataset.tokenize import (
     TokenizerOptions,
+    pack,
     tokenize_demonstration,
     tokenize_labelled,
     tokenize_preference,

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from chatgpt.dataset import embedded
-from chatgpt.launch.arguments import STRATEGIES
 from chatgpt.nn import GPTRM, GPTActor
 from chatgpt.testing.processes import free_port
+from chatgpt.trainer.strategies.registry import STRATEGIES
 
 pytestmark = pytest.mark.system
 

@@ -95,7 +95,7 @@ def test_peek_sees_what_the_script_will_see(tmp_path):
         (['--launcher=ray', '--max_failures=-1', SCRIPT], 'max_failures=-1 must not be negative'),
         (['--launcher=ray', '/no/script.py'], '/no/script.py: there is no such script'),
         (['/no/script.py'], '/no/script.py: there is no such script'),
-        (['--num_workers=3', '--num_nodes=2', SCRIPT], 'num_workers=3 cannot be cut over num_nodes=2'),
+        (['--num_workers=3', '--num_nodes=2', SCRIPT], 'num_workers=3 cannot be split over num_nodes=2'),
         (['--num_workers=4', '--num_nodes=2', SCRIPT], 'give --rdzv_endpoint HOST:PORT of one of them, and --run_id NAME'),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else '',

@@ -15,7 +15,6 @@ from chatgpt.nn import Actor, Critic
 from chatgpt.plan import Setup, cheapest_change, explain_out_of_memory, make_plan, models, parse_bytes, show_bytes
 from chatgpt.plan.__main__ import main
 from chatgpt.plan.advice import changes
-from chatgpt.plan.static import frozen_memory, trained_memory
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.testing.tiny import tiny_sequences
@@ -67,7 +66,7 @@ def test_static_parts_are_exact():
     assert len(measured) == 12
     for (name, variant), ranks in measured.items():
         setup = Setup(config=CONFIG, strategy=name, num_processes=LAYOUTS[name][1], **VARIANTS[variant])
-        memory = trained_memory('actor', models.measure(models.build('actor', CONFIG, setup)), setup)
+        memory = setup.memory_model.trained('actor', models.measure(models.build('actor', CONFIG, setup)), setup)
         planned = [memory.device.get(f'actor {n}', 0) + memory.host.get(f'actor {n}', 0) for n in ('weights', 'gradients', 'optimizer')]
         assert planned == list(map(max, zip(*ranks, strict=True))), (name, variant)
 
@@ -112,8 +111,8 @@ def test_static_parts_of_zero_are_exact():
     ranks = run_distributed(held_by_zeros, 2)
     for number, (stage, precision, variant) in enumerate(ZERO):
         setup = Setup(config=CONFIG, strategy=f'colossalai_zero{stage}', num_processes=2, precision=precision, **VARIANTS[variant])
-        trained = trained_memory('actor', models.measure(models.build('actor', CONFIG, setup)), setup)
-        frozen = frozen_memory('initial model', models.measure(models.build('initial', CONFIG, setup)), setup)
+        trained = setup.memory_model.trained('actor', models.measure(models.build('actor', CONFIG, setup)), setup)
+        frozen = setup.memory_model.frozen('initial model', models.measure(models.build('initial', CONFIG, setup)), setup)
         planned = {**trained.device, **trained.host, **frozen.device, **frozen.host}
         for name, size in ranks[0][number].items():
             assert planned.get(name, 0) == pytest.approx(size, rel=0.002), (stage, precision, variant, name)  # rows are padded to the ranks
@@ -222,11 +221,11 @@ def test_the_cheapest_change_fits_and_those_before_it_do_not():
 
 
 @pytest.mark.parametrize(('given', 'sentence'), [
-    ({'strategy': 'deepspeed'}, "strategy='deepspeed' is not one of naive, ddp"),
+    ({'strategy': 'deepspeed'}, "strategy='deepspeed' is not known; choose one of naive, ddp"),
     ({'num_processes': 2}, "strategy='naive' is one process"),
-    ({'strategy': 'colossalai_gemini'}, 'Gemini computes in 16 bits'),
+    ({'strategy': 'colossalai_gemini'}, 'computes in 16 bits'),
     ({'train_batch_size': 0}, 'train_batch_size=0 must be at least 1'),
-    ({'strategy': 'ddp', 'num_processes': 3}, 'cannot be cut over 3 ranks'),
+    ({'strategy': 'ddp', 'num_processes': 3}, 'cannot be split over 3 ranks'),
     ({'lora_rank': 2, 'num_layers_unfrozen': 2}, 'choose one'),
 ])  # fmt: skip
 def test_setups_that_cannot_be(given, sentence):

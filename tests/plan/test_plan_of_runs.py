@@ -15,6 +15,7 @@ from chatgpt.plan import Setup, make_plan
 from chatgpt.plan.of_run import is_out_of_memory, note_on_memory, this_machine
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm, tiny_config
 from chatgpt.trainer import PPOTrainer, SFTTrainer
+from chatgpt.trainer.callbacks.memory import setup_of
 from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Sequence
 
@@ -125,7 +126,7 @@ def test_a_trainer_knows_its_plan():
     with NaiveStrategy() as strategy:
         trainer = ppo_trainer(strategy)
         trainer.set_prompts([torch.tensor([5, 6, 7]), torch.tensor([5])])
-        setup = trainer.memory_setup()
+        setup = setup_of(trainer)
     assert setup.config.model_type == 'gpt2' and setup.reward_config.model_type == 'llama'
     assert (setup.max_prompt_tokens, setup.max_new_tokens, setup.train_batch_size) == (3, 3, 2)
     assert (setup.optimizer, setup.update_timesteps) == ('adamw', 1)
@@ -142,7 +143,7 @@ def test_the_plan_is_of_the_run_as_it_was_asked_for():
             advantage_estimator='reinforce++', experience_batch_size=2, train_batch_size=2,
         )  # fmt: skip
         trainer.fit([torch.tensor([5, 6, 7]), torch.tensor([5])], max_timesteps=2, update_timesteps=2)
-        setup = trainer.memory_setup()
+        setup = setup_of(trainer)
     assert (setup.optimizer, setup.update_timesteps, setup.max_prompt_tokens, setup.max_new_tokens) == ('sgd', 2, 3, 9)
     assert not setup.kl and setup.critic == 'none'
 

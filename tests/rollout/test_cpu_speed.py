@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chatgpt.nn.lora import convert_to_lora, lora_layers, merge_lora, unmerge_lora
-from chatgpt.rollout.cpu_speed import PackedModules
+from chatgpt.rollout.local.cpu_speed import PackedModules
 from chatgpt.testing import FAMILIES, tiny_causal_lm
 
 IDS = torch.arange(24).view(2, 12) + 3

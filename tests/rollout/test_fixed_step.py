@@ -7,7 +7,7 @@ import torch
 
 from chatgpt.nn import Actor
 from chatgpt.rollout import LocalEngine, SamplingParams
-from chatgpt.rollout.fixed_step import row_bucket, slot_bucket
+from chatgpt.rollout.local.fixed_step import row_bucket, slot_bucket
 from chatgpt.testing import FAMILIES, tiny_causal_lm
 from chatgpt.types import Prompt
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from in_process_workers import InProcessWorkers
 
 from chatgpt.nn import Actor
 from chatgpt.rollout import LocalEngine, RemoteEngine, SamplingParams, ray_workers
 from chatgpt.rollout.ray_workers import RayWorkers
 from chatgpt.testing.fakes import tiny_causal_lm
-from chatgpt.testing.workers import InProcessWorkers
 from chatgpt.types import Prompt, Sample
 
 pytestmark = pytest.mark.system

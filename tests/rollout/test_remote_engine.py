@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from in_process_workers import InProcessWorkers
 from torch import nn
 
 from chatgpt.nn import Actor, GPTActor
@@ -15,7 +16,6 @@ from chatgpt.nn.nlpo import MaskedPolicy
 from chatgpt.rollout import LocalEngine, RemoteEngine, SamplingParams, compare_samples
 from chatgpt.rollout.wire import ModelSpec, apply_buckets, fill_buckets, merged, plan_buckets, policy_tensors
 from chatgpt.testing.fakes import FAMILIES, tiny_causal_lm, tiny_config
-from chatgpt.testing.workers import InProcessWorkers
 from chatgpt.types import Prompt, Sample
 
 SAMPLING = SamplingParams(max_new_tokens=10, eos_token_ids=(2,), temperature=0.8, top_p=0.95)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from chatgpt.trainer.strategies.colossalai import ColossalAIStrategy
-from chatgpt.trainer.strategies.colossalai_cpu import _TorchCPUAdam
-from chatgpt.trainer.strategies.colossalai_engines import rank_range
-from chatgpt.trainer.strategies.colossalai_states import UpstreamScaler
+from chatgpt.trainer.strategies.colossalai.cpu import _TorchCPUAdam
+from chatgpt.trainer.strategies.colossalai.engines import rank_range
+from chatgpt.trainer.strategies.colossalai.states import UpstreamScaler
 
 
 @pytest.mark.parametrize(
@@ -55,22 +55,22 @@ def test_nothing_is_imported_before_a_strategy_is_built():
 
 
 def test_bridge_refuses_an_unknown_version(monkeypatch):
-    from chatgpt.trainer.strategies import colossalai_cpu
+    from chatgpt.trainer.strategies.colossalai import cpu
 
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     monkeypatch.setitem(sys.modules, 'colossalai', types.SimpleNamespace(__version__='0.6.1'))
-    monkeypatch.setattr(colossalai_cpu, '_bridged', False)
+    monkeypatch.setattr(cpu, '_bridged', False)
     with pytest.raises(RuntimeError, match=r'written for colossalai 0\.5\.0 and found 0\.6\.1'):
-        colossalai_cpu.bridge()
+        cpu.bridge()
 
 
 def test_bridge_leaves_cuda_alone(monkeypatch):
-    from chatgpt.trainer.strategies import colossalai_cpu
+    from chatgpt.trainer.strategies.colossalai import cpu
 
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setitem(sys.modules, 'colossalai', types.SimpleNamespace(__version__='0.6.1'))
-    monkeypatch.setattr(colossalai_cpu, '_bridged', False)
-    assert colossalai_cpu.bridge() is False and colossalai_cpu._bridged is False
+    monkeypatch.setattr(cpu, '_bridged', False)
+    assert cpu.bridge() is False and cpu._bridged is False
 
 
 @pytest.mark.parametrize(('adamw', 'div_scale'), [(True, -1.0), (False, -1.0), (True, 8.0)])

@@ -29,6 +29,7 @@ def run_on_two(folder: Path, files: dict[str, str]) -> list[tuple[int, str]]:
 
 
 def test_it_passes_every_check(tmp_path):
+    assert len(shown_files()['my_strategy.py'].splitlines()) <= 40
     results = run_on_two(tmp_path, shown_files())
     assert [code for code, _ in results] == [0, 0], results
     assert str(dict.fromkeys(all_checks(), 'passed')) in results[0][1]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from layout_runs import BEFORE_COLOSSALAI, PER_LEG, RING, TOTAL, Runs
 
-from chatgpt.testing.layouts import (
+from benchmarks.layouts import (
     BF16,
     Leg,
     Log,
@@ -84,8 +84,8 @@ def test_the_comparison_tells_another_run(runs):
 
 def disturb(source: Path, target: Path) -> None:
     """A copy of a checkpoint with one layer norm scaled by a hundredth."""
+    from benchmarks.layouts import tensors
     from chatgpt.checkpoint import CheckpointReader, pieces_of, write_checkpoint
-    from chatgpt.testing.layouts import tensors
 
     reader, content = CheckpointReader(source), tensors(source)
     content['actor/model.transformer.ln_f.weight'] = content['actor/model.transformer.ln_f.weight'] * 1.01

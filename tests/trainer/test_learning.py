@@ -60,9 +60,9 @@ def test_a_decaying_schedule_needs_an_end():
 
 
 def test_batch_sizes_that_cannot_be_cut_name_one_that_can():
-    with pytest.raises(ValueError, match=r'train_batch_size=6 cannot be cut over 4 ranks; use a multiple of 4, such as 4 or 8'):
+    with pytest.raises(ValueError, match=r'train_batch_size=6 cannot be split over 4 ranks; use a multiple of 4, such as 4 or 8'):
         check_cut('train_batch_size', 6, 4)
-    with pytest.raises(ValueError, match=r'experience_batch_size=2 cannot be cut over 3 ranks; use a multiple of 3, such as 3'):
+    with pytest.raises(ValueError, match=r'experience_batch_size=2 cannot be split over 3 ranks; use a multiple of 3, such as 3'):
         PPOConfig(experience_batch_size=2, train_batch_size=3).validate(3)
     PPOConfig(experience_batch_size=8, train_batch_size=4).validate(4)
 

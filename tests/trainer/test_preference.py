@@ -14,9 +14,11 @@ from chatgpt.dataset import TokenizedLabelled, TokenizedPreference
 from chatgpt.nn import GPTActor
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.processes import run_distributed
-from chatgpt.trainer import DPOTrainer, KTOTrainer, ORPOTrainer, SimPOTrainer, reward_model
+from chatgpt.trainer import DPOTrainer, KTOTrainer, ORPOTrainer, RewardModelConfig, SimPOTrainer
 from chatgpt.trainer.callbacks import SaveCheckpoint
 from chatgpt.trainer.objectives.pairs import pairs_of, without_reference
+from chatgpt.trainer.objectives.reward_model import PairwiseObjective
+from chatgpt.trainer.reference import ReferenceModel
 from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.types import Sequence
 
@@ -199,9 +201,9 @@ def test_the_reward_trainer_and_dpo_learn_the_same_pairs():
         preference([3], [5], [6], [5], [7]),
     ]
     for record in records:
-        rows, _ = reward_model.pairs_of([record], torch.device('cpu'))
+        columns = PairwiseObjective(RewardModelConfig()).columns([record])
         answers = [r.item() for r in record.responses]
-        learned = [(answers[b], answers[w]) for b, w in zip(rows.better.tolist(), rows.worse.tolist(), strict=True)]
+        learned = [(answers[b], answers[w]) for b, w in zip(columns['better'].tolist(), columns['worse'].tolist(), strict=True)]
         assert learned == [(p.chosen.response_ids.item(), p.rejected.response_ids.item()) for p in pairs_of([record])]
     assert learned == [(5, 6), (5, 7), (6, 7)]
 
@@ -230,8 +232,8 @@ def test_dpo_of_three_ranked_answers_by_hand(loss_type, precompute):
 def test_the_reference_scores_a_shared_answer_once(monkeypatch):
     trainer = make('dpo', [preference([3], [5], [6], [7])])
     seen = []
-    score = type(trainer.reference).__call__
-    monkeypatch.setattr(type(trainer.reference), '__call__', lambda self, batch: seen.append(batch.num_sequences) or score(self, batch))
+    score = ReferenceModel.__call__
+    monkeypatch.setattr(ReferenceModel, '__call__', lambda self, batch: seen.append(batch.num_sequences) or score(self, batch))
     trainer.fit()
     assert sum(seen) == 3
 

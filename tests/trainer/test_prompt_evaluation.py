@@ -152,7 +152,7 @@ def test_before_during_and_after_with_a_table_for_each(tmp_path, capsys):
     assert [(r['step'], r['prompt']) for r in rows] == [(s, p) for s in (0, 3, 4) for p in ('a', 'bc')]
     assert all(r['missing'] == {'a': 3, 'bc': 1}[r['prompt']] - r['score'] for r in rows)
     assert [name in r for r in lines(tmp_path / 'metrics.jsonl') for name in ('eval/score_mean',)] == [False, False, True, False]
-    assert 'held-back prompts at phase 3' in capsys.readouterr().out
+    assert 'eval prompts at phase 3' in capsys.readouterr().out
 
 
 def test_a_resumed_run_cuts_the_table_back(tmp_path):

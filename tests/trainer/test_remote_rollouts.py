@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from in_process_workers import InProcessWorkers
 from phase_log import Log
 
 from chatgpt.nn import GPTActor, GPTCritic
 from chatgpt.rollout import HFEngine, LocalEngine, RemoteEngine
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
-from chatgpt.testing.workers import InProcessWorkers
 from chatgpt.trainer import PPOConfig, PPOTrainer
 from chatgpt.trainer.callbacks import Callback, SaveCheckpoint
 from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy

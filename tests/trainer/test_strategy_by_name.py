@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from chatgpt.nn import GPTRM, GPTActor, GPTCritic
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import DPOTrainer, PPOTrainer, RewardModelTrainer, SFTTrainer
 from chatgpt.trainer.strategies import NaiveStrategy
-from chatgpt.trainer.strategies.named import STRATEGIES, strategy_by_name
+from chatgpt.trainer.strategies.named import strategy_by_name
+from chatgpt.trainer.strategies.registry import STRATEGIES
 
 QUICK: dict[str, Any] = {'train_batch_size': 2, 'max_steps': 1}
 
@@ -77,9 +79,19 @@ def test_ddp_on_two_processes():
 
 
 def test_every_name_is_made(monkeypatch):
-    from chatgpt.trainer import strategies
+    """Of the class and with the options of its entry; stand-ins of the classes only note what they are given."""
 
-    for kind in ('DDPStrategy', 'FSDPStrategy', 'ColossalAIStrategy'):
-        monkeypatch.setattr(strategies, kind, lambda kind=kind, **options: kind, raising=False)
-    made = [strategy_by_name(name) for name in STRATEGIES[1:]]
-    assert made == ['DDPStrategy'] + ['FSDPStrategy'] * 2 + ['ColossalAIStrategy'] * 6
+    def noted(entry):
+        class Noted(entry.load()):  # type: ignore[misc]
+            def __init__(self, seed, precision, timeout_s=0.0, meta_init=False, **options):
+                self.given = {'seed': seed, 'precision': precision, **options}
+
+        return Noted
+
+    for name, entry in dict(STRATEGIES).items():
+        monkeypatch.setitem(STRATEGIES, name, replace(entry, target=noted(entry)))
+        made = strategy_by_name(name, seed=5)
+        kind = {'n': 'NaiveStrategy', 'd': 'DDPStrategy', 'f': 'FSDPStrategy', 'c': 'ColossalAIStrategy'}[name[0]]
+        assert type(made).__mro__[1].__name__ == kind
+        assert made.given == {'seed': 5, 'precision': 'fp32', **entry.options}
+    assert len(STRATEGIES) == 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 import layout_runs
 import pytest
 
-from chatgpt.testing.layouts import BF16, Log
+from benchmarks.layouts import BF16, Log
 
 
 @pytest.mark.parametrize('first', [0, 3])

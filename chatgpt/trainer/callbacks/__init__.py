@@ -6,6 +6,7 @@ from chatgpt.trainer.callbacks.early_stopping import EarlyStopping, StopOnPlatea
 from chatgpt.trainer.callbacks.ema import EMA
 from chatgpt.trainer.callbacks.evaluation import Evaluator
 from chatgpt.trainer.callbacks.jsonl import JsonLines, MetricsWriter, read_jsonl
+from chatgpt.trainer.callbacks.memory import MemoryAdvice
 from chatgpt.trainer.callbacks.performance import PerformanceEvaluator, num_parameters
 from chatgpt.trainer.callbacks.progress import ProgressBar
 from chatgpt.trainer.callbacks.samples import SampleTable, format_table, rows_of
@@ -20,6 +21,7 @@ __all__ = [
     'EarlyStopping',
     'Evaluator',
     'JsonLines',
+    'MemoryAdvice',
     'MetricsWriter',
     'PerformanceEvaluator',
     'ProgressBar',

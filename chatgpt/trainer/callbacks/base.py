@@ -12,15 +12,59 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, Protocol, get_args
+
+from torch import nn
+from torch.optim import Optimizer
 
 from chatgpt.checkpoint import Piece, TensorReader
+from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Experience
 
-if TYPE_CHECKING:
-    from chatgpt.trainer.base import Trainer
-
 Mode = Literal['max', 'min']
+
+
+class TrainerView(Protocol):
+    """What callbacks, checkpoints and saved models see of a trainer. `chatgpt.trainer.Trainer` is one."""
+
+    @property
+    def strategy(self) -> Strategy: ...
+    @property
+    def config(self) -> Any: ...
+    @property
+    def callbacks(self) -> CallbackList: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def run_dir(self) -> Path | None: ...
+    @property
+    def checkpoint_dir(self) -> Path | None: ...
+    @property
+    def phase(self) -> int:
+        """Learning phases done."""
+    @property
+    def num_phases(self) -> int | None:
+        """Number of the last phase of this `fit`, where it is known."""
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps done."""
+    @property
+    def total_updates(self) -> int | None: ...
+    @property
+    def last_experiences(self) -> list[Experience]: ...
+    @property
+    def resumed_from(self) -> Path | None: ...
+    @property
+    def saved_fingerprint(self) -> dict[str, Any] | None: ...
+    def models(self) -> Mapping[str, nn.Module]: ...
+    def optimizers(self) -> Mapping[str, Optimizer]: ...
+    def fingerprint(self) -> dict[str, Any]: ...
+    def checkpoint_state(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def save_checkpoint(self, path: str | Path | None = None, *, score: float | None = None) -> Path: ...
+    def standing_checkpoint(self) -> Path | None: ...
+    def put_back(self) -> bool: ...
+    def request_stop(self) -> None: ...
 
 
 class Callback:
@@ -35,37 +79,37 @@ class Callback:
 
     order: ClassVar[int] = 0
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: TrainerView) -> None:
         """Before the first phase, after a resume."""
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: TrainerView) -> None:
         """After the last phase, also when the run was asked to stop; not after an exception."""
 
-    def on_episode_start(self, trainer: Trainer, episode: int) -> None:
+    def on_episode_start(self, trainer: TrainerView, episode: int) -> None:
         """Before the first timestep of episode number `episode`, counted from 0."""
 
-    def on_episode_end(self, trainer: Trainer, episode: int) -> None:
+    def on_episode_end(self, trainer: TrainerView, episode: int) -> None:
         """After the last timestep of that episode."""
 
-    def on_make_experience_start(self, trainer: Trainer) -> None:
+    def on_make_experience_start(self, trainer: TrainerView) -> None:
         """Before a phase's first timestep is collected."""
 
-    def on_make_experience_end(self, trainer: Trainer, experiences: list[Experience]) -> None:
+    def on_make_experience_end(self, trainer: TrainerView, experiences: list[Experience]) -> None:
         """After all of them are scored; `experiences` are those of all ranks, ordered by sample index."""
 
-    def on_learn_epoch_start(self, trainer: Trainer, epoch: int) -> None:
+    def on_learn_epoch_start(self, trainer: TrainerView, epoch: int) -> None:
         """Before pass number `epoch` over the data, counted from 0 (in each phase where a trainer collects)."""
 
-    def on_learn_epoch_end(self, trainer: Trainer, epoch: int) -> None:
+    def on_learn_epoch_end(self, trainer: TrainerView, epoch: int) -> None:
         """After that pass."""
 
-    def on_learn_batch_start(self, trainer: Trainer) -> None:
+    def on_learn_batch_start(self, trainer: TrainerView) -> None:
         """Before the first forward of a train batch."""
 
-    def on_learn_batch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_learn_batch_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
         """After its optimizer step; `metrics` are of this train batch, over all ranks, without a phase prefix."""
 
-    def on_phase_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+    def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
         """After learning phase number `step`, counted from 1, with its metrics as docs/metrics.md names them.
 
         A callback may add metrics to the dict; the callbacks after it see them, and the metrics file holds them.
@@ -73,7 +117,7 @@ class Callback:
 
     def on_log(
         self,
-        trainer: Trainer,
+        trainer: TrainerView,
         stats: dict[str, float],
         batch: Mapping[str, SequenceOf[Any]],
         rewards: list[float],
@@ -81,20 +125,20 @@ class Callback:
     ) -> None:
         """The user of a step-wise trainer called `log_stats`: rows of `batch`, by column, with their rewards."""
 
-    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
+    def on_checkpoint(self, trainer: TrainerView, path: Path) -> None:
         """After a training checkpoint was written to `path`."""
 
-    def on_resume(self, trainer: Trainer, path: Path) -> None:
+    def on_resume(self, trainer: TrainerView, path: Path) -> None:
         """After the trainer took up the checkpoint at `path`; its counters are those of the checkpoint."""
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         """The run is ending with `error`. Other ranks may be elsewhere: no collective work here."""
 
-    def checkpoint_pieces(self, trainer: Trainer) -> dict[str, list[Piece]]:
+    def checkpoint_pieces(self, trainer: TrainerView) -> dict[str, list[Piece]]:
         """Tensors that a resumed run needs: {group: this rank's pieces}, the same groups on every rank. A group may have any name."""
         return {}
 
-    def load_checkpoint_pieces(self, trainer: Trainer, name: str, reader: TensorReader) -> bool:
+    def load_checkpoint_pieces(self, trainer: TrainerView, name: str, reader: TensorReader) -> bool:
         """Take up a group that `checkpoint_pieces` gave; False when it is not taken up. Only this callback's own are offered, unless the
         checkpoint is of a format that does not record whose a group is."""
         return False
@@ -161,13 +205,13 @@ class CallbackList(Callback):
             if name in state:
                 callback.load_state_dict(state[name])
 
-    def owned_pieces(self, trainer: Trainer) -> Iterator[tuple[str, str, list[Piece]]]:
+    def owned_pieces(self, trainer: TrainerView) -> Iterator[tuple[str, str, list[Piece]]]:
         """(owner, group, pieces) of every callback; a checkpoint records the owner, who is given the group back."""
         for owner, callback in self._named():
             for group, pieces in callback.checkpoint_pieces(trainer).items():
                 yield owner, group, pieces
 
-    def load_owned_pieces(self, trainer: Trainer, owner: str | None, group: str, reader: TensorReader) -> bool:
+    def load_owned_pieces(self, trainer: TrainerView, owner: str | None, group: str, reader: TensorReader) -> bool:
         """Hand a group to its owner, or to whoever takes it where the checkpoint names none; False when nobody here does."""
         return any(
             callback.load_checkpoint_pieces(trainer, group, reader)
@@ -190,7 +234,7 @@ class CallbackList(Callback):
     on_checkpoint = _each(Callback.on_checkpoint)
     on_resume = _each(Callback.on_resume)
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         """A callback that fails here must not hide the error that ended the run: its own becomes a warning."""
         for callback in self.callbacks:
             try:

@@ -6,14 +6,11 @@ import math
 import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from chatgpt.checkpoint import CheckpointError, prune, step_folder
-from chatgpt.trainer.callbacks.base import Callback, Mode, check_interval, check_mode, metric_value
+from chatgpt.trainer.callbacks.base import Callback, Mode, TrainerView, check_interval, check_mode, metric_value
 from chatgpt.trainer.callbacks.evaluation import Evaluator
-
-if TYPE_CHECKING:
-    from chatgpt.trainer.base import Trainer
 
 
 class SaveCheckpoint(Callback):
@@ -62,31 +59,31 @@ class SaveCheckpoint(Callback):
         self._saved_phase: int | None = None
         self._score: float | None = None
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: TrainerView) -> None:
         self._root(trainer)
         self._saved_at = time.monotonic()
         self._saved_phase = trainer.phase  # 0 holds nothing yet, and what was resumed from is there already
 
-    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
+    def on_checkpoint(self, trainer: TrainerView, path: Path) -> None:
         self._saved_phase, self._saved_at = trainer.phase, time.monotonic()
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         self._prune(trainer)
 
-    def on_phase_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+    def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
         value = metric_value(metrics, self.metric) if self.keep_best else None
         self._score = -value if value is not None and self.mode == 'min' else value
         if (self.interval is not None and step % self.interval == 0) or self._is_due(trainer):
             self._save(trainer)
 
-    def _is_due(self, trainer: Trainer) -> bool:
+    def _is_due(self, trainer: TrainerView) -> bool:
         """Whether the minutes are over. Clocks differ, so rank 0 decides: a save takes all ranks."""
         if self.minutes is None:
             return False
         late = trainer.strategy.is_rank_0 and time.monotonic() - self._saved_at >= 60 * self.minutes
         return late if trainer.strategy.world_size == 1 else trainer.strategy.broadcast_object(late)
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: TrainerView) -> None:
         if self._saved_phase == trainer.phase:  # by the trainer itself where a signal ended the run
             self._prune(trainer)
         elif self.interval is not None or self.minutes is not None:
@@ -94,7 +91,7 @@ class SaveCheckpoint(Callback):
                 self._score = self._scored_after(trainer)
             self._save(trainer)
 
-    def _scored_after(self, trainer: Trainer) -> float | None:
+    def _scored_after(self, trainer: TrainerView) -> float | None:
         """The metric from an evaluation after the last phase, which is in the metrics of none."""
         for callback in trainer.callbacks:
             if isinstance(callback, Evaluator) and callback.last_step == trainer.phase and self.metric in callback.last:
@@ -102,13 +99,13 @@ class SaveCheckpoint(Callback):
                 return None if math.isnan(value) else -value if self.mode == 'min' else value
         return None
 
-    def _root(self, trainer: Trainer) -> Path:
+    def _root(self, trainer: TrainerView) -> Path:
         root = self.path if self.path is not None else trainer.checkpoint_dir
         if root is None:
             raise ValueError('SaveCheckpoint() has nowhere to write: give it a path, or the trainer a run_dir')
         return root
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save(self, trainer: TrainerView) -> None:
         try:
             trainer.save_checkpoint(step_folder(self._root(trainer), trainer.phase), score=self._score)
         except CheckpointError as error:
@@ -119,7 +116,7 @@ class SaveCheckpoint(Callback):
         self._saved_phase = trainer.phase
         self._prune(trainer)
 
-    def _prune(self, trainer: Trainer) -> None:
+    def _prune(self, trainer: TrainerView) -> None:
         root = self._root(trainer)
         if trainer.strategy.is_rank_0:
             try:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from chatgpt.trainer.callbacks.base import Callback, check_interval, metric_value, say
-
-if TYPE_CHECKING:
-    from chatgpt.trainer.base import Trainer
+from chatgpt.trainer.callbacks.base import Callback, TrainerView, check_interval, metric_value, say
 
 
 class EarlyStopping(Callback):
@@ -39,7 +36,7 @@ class EarlyStopping(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.num_crossed = int(state['num_crossed'])
 
-    def on_phase_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+    def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
         value = metric_value(metrics, self.metric)
         if value is None:
             return
@@ -84,7 +81,7 @@ class StopOnPlateau(Callback):
         self.best = state['best']
         self.num_without = int(state['num_without'])
 
-    def on_phase_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+    def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
         value = metric_value(metrics, self.metric)
         if value is None:
             return

@@ -13,15 +13,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
 from chatgpt.checkpoint import Piece, TensorReader, write_checkpoint
-from chatgpt.trainer.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from chatgpt.trainer.base import Trainer
+from chatgpt.trainer.callbacks.base import Callback, TrainerView
 
 
 class EMA(Callback):
@@ -46,24 +43,24 @@ class EMA(Callback):
         """by name and start: this rank's part of the average, fp32 on the CPU for weights"""
         self._num_updates: int | None = None
 
-    def _name(self, trainer: Trainer) -> str:
+    def _name(self, trainer: TrainerView) -> str:
         models = trainer.models()
         name = self.model or ('actor' if 'actor' in models else next(iter(models)))
         if name not in models:
             raise ValueError(f'EMA: the trainer has no model {name!r}; it has {", ".join(models)}')
         return name
 
-    def _own(self, trainer: Trainer) -> Iterator[Piece]:
+    def _own(self, trainer: TrainerView) -> Iterator[Piece]:
         return iter(trainer.strategy.model_pieces(trainer.models()[self._name(trainer)]))
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: TrainerView) -> None:
         self._name(trainer)
         if not self._pieces:
             self._pieces = {(p.name, p.start): _copied(p) for p in self._own(trainer)}
         self._num_updates = trainer.num_updates
 
     @torch.no_grad()
-    def on_learn_batch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_learn_batch_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
         if trainer.num_updates == self._num_updates:  # the step was skipped
             return
         self._num_updates = trainer.num_updates
@@ -75,17 +72,17 @@ class EMA(Callback):
             else:
                 average.copy_(current)
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: TrainerView) -> None:
         path = self.path or (trainer.run_dir / f'{self._name(trainer)}_ema' if trainer.run_dir is not None else None)
         if path is not None:
             self.save_pretrained(trainer, path)
 
     # ------------------------------------------------------------------ in checkpoints
 
-    def checkpoint_pieces(self, trainer: Trainer) -> dict[str, list[Piece]]:
+    def checkpoint_pieces(self, trainer: TrainerView) -> dict[str, list[Piece]]:
         return {f'{self._name(trainer)}_ema': list(self._pieces.values())} if self._pieces else {}
 
-    def load_checkpoint_pieces(self, trainer: Trainer, name: str, reader: TensorReader) -> bool:
+    def load_checkpoint_pieces(self, trainer: TrainerView, name: str, reader: TensorReader) -> bool:
         if name != f'{self._name(trainer)}_ema':
             return False
         self._pieces = {}
@@ -94,14 +91,14 @@ class EMA(Callback):
             self._pieces[piece.name, piece.start] = _copied(piece._replace(data=stored))
         return True
 
-    def on_resume(self, trainer: Trainer, path: Path) -> None:
+    def on_resume(self, trainer: TrainerView, path: Path) -> None:
         if not self._pieces and trainer.strategy.is_rank_0:
             warnings.warn(f'{path} has no average of the {self._name(trainer)}: EMA starts from its weights', stacklevel=2)
 
     # ------------------------------------------------------------------ as a model
 
     @contextmanager
-    def averaged(self, trainer: Trainer, scratch: str | Path) -> Iterator[None]:
+    def averaged(self, trainer: TrainerView, scratch: str | Path) -> Iterator[None]:
         """Inside, the model has the average as its weights; the exact bits are back after. Collective.
 
         `scratch` is a folder that all ranks share, for the weights that wait there.
@@ -120,7 +117,7 @@ class EMA(Callback):
             strategy.barrier()  # another rank may still be reading
             strategy.run_on_rank0(lambda: shutil.rmtree(scratch, ignore_errors=True))
 
-    def save_pretrained(self, trainer: Trainer, path: str | Path) -> None:
+    def save_pretrained(self, trainer: TrainerView, path: str | Path) -> None:
         """Write the average as a Hugging Face folder. Call it on every rank."""
         path, strategy = Path(path), trainer.strategy
         model = trainer.models()[self._name(trainer)]

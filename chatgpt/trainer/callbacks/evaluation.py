@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
-from chatgpt.trainer.callbacks.base import Callback, Mode, check_interval, check_mode, say
+from chatgpt.trainer.callbacks.base import Callback, Mode, TrainerView, check_interval, check_mode, say
 from chatgpt.trainer.callbacks.jsonl import RunFile
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from chatgpt.trainer.base import Trainer
 
 
 class Evaluator(Callback):
@@ -33,7 +29,7 @@ class Evaluator(Callback):
 
     def __init__(
         self,
-        evaluate: Callable[[Trainer], Mapping[str, float]],
+        evaluate: Callable[[TrainerView], Mapping[str, float]],
         interval: int = 10,
         *,
         before: bool = True,
@@ -62,24 +58,24 @@ class Evaluator(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.best, self.best_step, self.last_step = state['best'], state['best_step'], state['last_step']
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: TrainerView) -> None:
         self._file.begin(trainer, trainer.phase)
         if self.before and trainer.phase == 0:
             self._report(trainer, 0, self._run(trainer, 0))
 
-    def on_resume(self, trainer: Trainer, path: Path) -> None:
+    def on_resume(self, trainer: TrainerView, path: Path) -> None:
         self._file.forget()
 
-    def on_phase_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+    def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
         if step % self.interval == 0:
             metrics.update(result := self._run(trainer, step))
             self._report(trainer, step, result)
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: TrainerView) -> None:
         if self.after and self.last_step != trainer.phase:
             self._report(trainer, trainer.phase, self._run(trainer, trainer.phase))
 
-    def _run(self, trainer: Trainer, step: int) -> dict[str, float]:
+    def _run(self, trainer: TrainerView, step: int) -> dict[str, float]:
         given = self.evaluate(trainer)
         if not isinstance(given, Mapping):
             raise ValueError(f'evaluate must return a dict of numbers; got {type(given).__name__}')
@@ -101,7 +97,7 @@ class Evaluator(Callback):
             self.best, self.best_step = value, step
 
     @staticmethod
-    def _report(trainer: Trainer, step: int, result: Mapping[str, float]) -> None:
+    def _report(trainer: TrainerView, step: int, result: Mapping[str, float]) -> None:
         """A line when they are made: bars and phase lines show other numbers."""
         if trainer.strategy.is_rank_0:
             say(f'evaluation at phase {step}  ' + '  '.join(f'{name} {value:z.4g}' for name, value in result.items()))

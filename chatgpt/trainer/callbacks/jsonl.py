@@ -13,12 +13,9 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from chatgpt.trainer.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from chatgpt.trainer.base import Trainer
+from chatgpt.trainer.callbacks.base import Callback, TrainerView
 
 
 def json_safe(value: Any) -> Any:
@@ -104,14 +101,14 @@ class RunFile:
         self.filename = filename
         self.file: JsonLines | None = None
 
-    def begin(self, trainer: Trainer, step: int) -> None:
+    def begin(self, trainer: TrainerView, step: int) -> None:
         """Go on after `step`. Without a run folder, or on another rank, nothing will be written."""
         self.file = None
         if trainer.run_dir is not None and trainer.strategy.is_rank_0:
             self.file = JsonLines(trainer.run_dir / self.filename)
             self.file.begin(step)
 
-    def write(self, trainer: Trainer, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+    def write(self, trainer: TrainerView, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Append records of `step`. A write that fails is a warning: a full disk must not end a run for a line of its log."""
         if self.file is None:
             if trainer.run_dir is None or not trainer.strategy.is_rank_0:
@@ -134,10 +131,10 @@ class RunFileWriter(Callback):
     def __init__(self, filename: str) -> None:
         self._file = RunFile(filename)
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: TrainerView) -> None:
         self._file.begin(trainer, trainer.phase)
 
-    def on_resume(self, trainer: Trainer, path: Path) -> None:
+    def on_resume(self, trainer: TrainerView, path: Path) -> None:
         self._file.forget()
 
 
@@ -147,5 +144,5 @@ class MetricsWriter(RunFileWriter):
     def __init__(self, filename: str = 'metrics.jsonl') -> None:
         super().__init__(filename)
 
-    def on_phase_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+    def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
         self._file.write(trainer, step, [metrics])

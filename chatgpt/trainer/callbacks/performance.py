@@ -18,15 +18,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
-from chatgpt.trainer.callbacks.base import Callback, say
+from chatgpt.trainer.callbacks.base import Callback, TrainerView, say
 from chatgpt.types import Experience
-
-if TYPE_CHECKING:
-    from chatgpt.trainer.base import Trainer
 
 PARTS = ('collect', 'score', 'learn')
 
@@ -76,10 +73,10 @@ class PerformanceEvaluator(Callback):
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._samples = 0
 
-    def on_learn_batch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_learn_batch_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
         self._num_batches += 1
 
-    def on_phase_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+    def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
         experiences, batches = trainer.last_experiences, self._num_batches
         self._num_batches = 0
         if not experiences:
@@ -119,7 +116,7 @@ class PerformanceEvaluator(Callback):
             'learn': passes * factor * learned * tokens,
         }
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: TrainerView) -> None:
         total = sum(self._seconds.values())
         if total <= 0 or not trainer.strategy.is_rank_0:
             return
@@ -131,7 +128,7 @@ class PerformanceEvaluator(Callback):
         say(f'performance: {self._samples / total:.4g} samples/s, {whole:.4g} TFLOPS per device ({parts})')
 
 
-def _passes(trainer: Trainer, collected: int, batches: int) -> float:
+def _passes(trainer: TrainerView, collected: int, batches: int) -> float:
     """How often each collected sequence was learned from, from the train batches that were really run."""
     config = trainer.config
     size = getattr(config, 'train_batch_size', None)

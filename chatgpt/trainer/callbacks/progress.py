@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from chatgpt.trainer.callbacks.base import Callback, say
+from chatgpt.trainer.callbacks.base import Callback, TrainerView, say
 from chatgpt.types import Experience
-
-if TYPE_CHECKING:
-    from chatgpt.trainer.base import Trainer
 
 SHOWN: dict[str, str] = {
     'score': 'rollout/score_mean',
@@ -58,29 +55,29 @@ class ProgressBar(Callback):
         self._phases: Any = None
         self._inner: Any = None
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: TrainerView) -> None:
         self._close()
         self._use_bars = sys.stderr.isatty() if self.bars is None else self.bars
         if self._showing(trainer):
             self._phases = self._bar('phases', total=trainer.num_phases, initial=trainer.phase, position=0, leave=True)
 
-    def on_make_experience_start(self, trainer: Trainer) -> None:
+    def on_make_experience_start(self, trainer: TrainerView) -> None:
         if self._showing(trainer):
             self._start('collect', None)
 
-    def on_make_experience_end(self, trainer: Trainer, experiences: list[Experience]) -> None:
+    def on_make_experience_end(self, trainer: TrainerView, experiences: list[Experience]) -> None:
         self._stop()
 
-    def on_learn_batch_start(self, trainer: Trainer) -> None:
+    def on_learn_batch_start(self, trainer: TrainerView) -> None:
         if self._inner is None and self._showing(trainer):
             updates, phases = trainer.total_updates, trainer.num_phases
             self._start('learn', -(-updates // phases) if updates and phases else None)
 
-    def on_learn_batch_end(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_learn_batch_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
         if self._inner is not None:
             self._inner.update(1)
 
-    def on_phase_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+    def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
         self._stop()
         if not (self.enabled and trainer.strategy.is_rank_0):
             return
@@ -94,13 +91,13 @@ class ProgressBar(Callback):
             say(f'phase {step}{of}  ' + '  '.join(f'{label} {number}' for label, number in numbers.items()))
             sys.stdout.flush()
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: TrainerView) -> None:
         self._close()
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         self._close()
 
-    def _showing(self, trainer: Trainer) -> bool:
+    def _showing(self, trainer: TrainerView) -> bool:
         return self.enabled and self._use_bars and trainer.strategy.is_rank_0
 
     def _start(self, what: str, total: int | None) -> None:

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from chatgpt.trainer.callbacks.base import check_interval, say
+from chatgpt.trainer.callbacks.base import TrainerView, check_interval, say
 from chatgpt.trainer.callbacks.jsonl import RunFileWriter
 from chatgpt.types import Experience
-
-if TYPE_CHECKING:
-    from chatgpt.trainer.base import Trainer
 
 
 def rows_of(experiences: SequenceOf[Experience], num_rows: int, tokenizer: Any = None) -> list[dict[str, Any]]:
@@ -79,7 +76,7 @@ class SampleTable(RunFileWriter):
             raise ValueError(f'width={width} must be at least 8 characters')
         self.num_rows, self.width, self.show = num_rows, width, show
 
-    def on_phase_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+    def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
         due = step == 1 or step % self.every == 0 or step == trainer.num_phases
         if not due or not trainer.last_experiences or not trainer.strategy.is_rank_0:
             return
@@ -90,7 +87,7 @@ class SampleTable(RunFileWriter):
 
     def on_log(
         self,
-        trainer: Trainer,
+        trainer: TrainerView,
         stats: dict[str, float],
         batch: Mapping[str, SequenceOf[Any]],
         rewards: list[float],

@@ -7,14 +7,10 @@ means that something differs between collecting and learning, and every gradient
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
 
 import torch
 
-from chatgpt.trainer.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from chatgpt.trainer.base import Trainer
+from chatgpt.trainer.callbacks.base import Callback, TrainerView
 
 CAUSES = (
     'a model in train mode or with dropout while collecting or learning; weights or autocast of another dtype; a mask or a '
@@ -52,7 +48,7 @@ class RatioCheck(Callback):
         self.num_offended = 0
         self._warned_at = 0.0
 
-    def on_phase_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+    def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
         error, kl = metrics.get('ppo/first_ratio_error'), metrics.get('ppo/first_approx_kl')
         if error is None or kl is None or not trainer.strategy.is_rank_0:
             return
@@ -75,7 +71,7 @@ class RatioCheck(Callback):
                 stacklevel=2,
             )
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: TrainerView) -> None:
         if self.num_offended > 1:
             warnings.warn(
                 f'the ratio right after a rollout was not 1 in {self.num_offended} of {self.num_checked} phases',

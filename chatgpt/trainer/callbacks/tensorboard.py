@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from chatgpt.trainer.callbacks.base import Callback, check_interval
+from chatgpt.trainer.callbacks.base import Callback, TrainerView, check_interval
 from chatgpt.trainer.callbacks.samples import format_table, rows_of
-
-if TYPE_CHECKING:
-    from chatgpt.trainer.base import Trainer
 
 
 class TensorBoard(Callback):
@@ -33,12 +30,12 @@ class TensorBoard(Callback):
         self.num_rows = num_rows
         self._writer: Any = None
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: TrainerView) -> None:
         if self.log_dir is None and trainer.run_dir is None:
             raise ValueError('TensorBoard() has nowhere to write: give it log_dir, or the trainer a run_dir')
         self._open(trainer)
 
-    def _open(self, trainer: Trainer) -> None:
+    def _open(self, trainer: TrainerView) -> None:
         self._close()
         folder = self.log_dir if self.log_dir is not None else trainer.run_dir / 'tensorboard' if trainer.run_dir else None
         if folder is None or not trainer.strategy.is_rank_0:
@@ -48,7 +45,7 @@ class TensorBoard(Callback):
         # purge_step hides what an interrupted run wrote beyond the checkpoint that this one took up.
         self._writer = SummaryWriter(str(folder), purge_step=trainer.phase + 1 if trainer.phase else None)
 
-    def on_phase_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+    def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
         if self._writer is None:
             return
         for name, value in metrics.items():
@@ -60,10 +57,10 @@ class TensorBoard(Callback):
             self._writer.add_text('samples', indented, step)
         self._writer.flush()
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: TrainerView) -> None:
         self._close()
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         self._close()
 
     def _close(self) -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from chatgpt.trainer.callbacks.base import Callback, check_interval
+from chatgpt.trainer.callbacks.base import Callback, TrainerView, check_interval
 from chatgpt.trainer.callbacks.samples import rows_of
-
-if TYPE_CHECKING:
-    from chatgpt.trainer.base import Trainer
 
 
 class WandB(Callback):
@@ -44,7 +41,7 @@ class WandB(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._run_id = state['run_id']
 
-    def on_fit_start(self, trainer: Trainer) -> None:
+    def on_fit_start(self, trainer: TrainerView) -> None:
         if not trainer.strategy.is_rank_0:
             return
         import wandb
@@ -54,7 +51,7 @@ class WandB(Callback):
         self._run = wandb.init(**(settings | again | self.init))
         self._run_id = self._run.id
 
-    def on_phase_end(self, trainer: Trainer, step: int, metrics: dict[str, float]) -> None:
+    def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
         if self._run is None:
             return
         logged: dict[str, Any] = dict(metrics)
@@ -65,10 +62,10 @@ class WandB(Callback):
             logged['samples'] = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self._run.log(logged, step=step)
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: TrainerView) -> None:
         self._finish(0)
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         self._finish(1)
 
     def _finish(self, exit_code: int) -> None:
@@ -77,5 +74,5 @@ class WandB(Callback):
             self._run = None
 
 
-def _folder(trainer: Trainer) -> str | None:
+def _folder(trainer: TrainerView) -> str | None:
     return str(trainer.run_dir) if trainer.run_dir is not None else None

@@ -51,7 +51,7 @@ class ILQLConfig(SupervisedConfig):
     target_sync_interval: int = 5
     """optimizer steps between two of them"""
     standardize_rewards: bool = True
-    """rewards have mean 0 and standard deviation 1 over the training data, by whose moments held-back ones go too
+    """rewards have mean 0 and standard deviation 1 over the training data, by whose moments those of the eval data go too
     (per-token rewards: divided by the deviation of their sums)"""
 
 
@@ -200,6 +200,7 @@ class ILQLTrainer(OfflineTrainer):
         **settings: Any,
     ) -> None:
         strategy, (model, optim) = prepared_by(strategy, (model, optim))
+        assert not isinstance(strategy, str)
         if not isinstance(strategy.unwrap(model), ILQLModel):
             raise ValueError(f'ILQLTrainer trains an ILQLModel, not a {type(strategy.unwrap(model)).__name__}')
         if not strategy.weights_in_place:

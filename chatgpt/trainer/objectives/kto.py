@@ -198,6 +198,7 @@ class KTOTrainer(OfflineTrainer):
     ) -> None:
         config = merged(KTOConfig, config, settings)
         strategy, (actor, optim), initial_model = prepared_by(strategy, (actor, optim), initial_model)
+        assert not isinstance(strategy, str)
         objective = KTOObjective(config, ReferenceModel(strategy, actor, initial_model, 'KTOTrainer'))
         super().__init__(
             strategy, actor, optim, objective, train_data, eval_data, config=config, callbacks=callbacks, tokenizer=tokenizer,

@@ -275,6 +275,7 @@ class DPOTrainer(OfflineTrainer):
     ) -> None:
         config = merged(DPOConfig, config, settings)
         strategy, (actor, optim), initial_model = prepared_by(strategy, (actor, optim), initial_model)
+        assert not isinstance(strategy, str)
         reference = AgainstReference(
             ReferenceModel(strategy, actor, initial_model, 'DPOTrainer'),
             precompute=config.precompute_ref_logprobs,
@@ -314,6 +315,7 @@ class ORPOTrainer(OfflineTrainer):
         _without_reference('ORPOTrainer', initial_model)
         config = merged(ORPOConfig, config, settings)
         strategy, (actor, optim) = prepared_by(strategy, (actor, optim))
+        assert not isinstance(strategy, str)
         objective = PairObjective('orpo', partial(orpo_pair_loss, config), NO_REFERENCE, average=True)
         super().__init__(
             strategy, actor, optim, objective, train_data, eval_data, config=config, callbacks=callbacks, tokenizer=tokenizer,
@@ -348,6 +350,7 @@ class SimPOTrainer(OfflineTrainer):
         _without_reference('SimPOTrainer', initial_model)
         config = merged(SimPOConfig, config, settings)
         strategy, (actor, optim) = prepared_by(strategy, (actor, optim))
+        assert not isinstance(strategy, str)
         objective = PairObjective('simpo', partial(simpo_pair_loss, config), NO_REFERENCE, average=True)
         super().__init__(
             strategy, actor, optim, objective, train_data, eval_data, config=config, callbacks=callbacks, tokenizer=tokenizer,

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from chatgpt.batching import collate
 from chatgpt.dataset.tokenize import TokenizedLabelled, TokenizedPreference
 from chatgpt.functional.losses import pairwise_log_exp_loss, pairwise_log_sigmoid_loss, ranked_pairs
-from chatgpt.plan.setup import Task
 from chatgpt.sweep import cuts_of_share, sweep
 from chatgpt.trainer.callbacks.early_stopping import StopOnPlateau
 from chatgpt.trainer.config import Schedule, SupervisedConfig
@@ -65,7 +64,7 @@ class PairwiseObjective(Objective):
 
     prefix = 'rm'
     model_name = 'reward_model'
-    planned_as: ClassVar[Task | None] = 'reward_model'
+    planned_as: ClassVar[str | None] = 'reward_model'
 
     def __init__(self, config: RewardModelConfig) -> None:
         self.config = config
@@ -133,7 +132,7 @@ class LabelledObjective(Objective):
 
     prefix = 'rm'
     model_name = 'reward_model'
-    planned_as: ClassVar[Task | None] = 'reward_model'
+    planned_as: ClassVar[str | None] = 'reward_model'
 
     def __init__(self, config: RewardModelConfig) -> None:
         self.config = config
@@ -200,6 +199,7 @@ class RewardModelTrainer(OfflineTrainer):
     ) -> None:
         config = merged(RewardModelConfig, config, settings)
         strategy, (model, optim) = prepared_by(strategy, (model, optim))
+        assert not isinstance(strategy, str)
         if config.early_stopping_patience is not None:
             if not eval_data:
                 raise ValueError('early_stopping_patience needs eval_data to measure on')

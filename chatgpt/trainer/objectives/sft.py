@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from chatgpt.functional.losses import next_token_loss
 from chatgpt.functional.masking import masked_sum
-from chatgpt.plan.setup import Task
 from chatgpt.trainer.config import SFTConfig
 from chatgpt.trainer.metrics import Mean, Metrics
 from chatgpt.trainer.offline import Objective, OfflineTrainer, merged
@@ -30,7 +29,7 @@ class SFTObjective(Objective):
     """−Σ log π(token | before) over counted tokens / their global number."""
 
     prefix = 'sft'
-    planned_as: ClassVar[Task | None] = 'sft'
+    planned_as: ClassVar[str | None] = 'sft'
 
     def records(self, data: SequenceOf[Any]) -> list[Sequence]:
         return list(data)
@@ -73,6 +72,7 @@ class SFTTrainer(OfflineTrainer):
         **settings: Any,
     ) -> None:
         strategy, (model, optim) = prepared_by(strategy, (model, optim))
+        assert not isinstance(strategy, str)
         super().__init__(
             strategy, model, optim, SFTObjective(), train_data, eval_data, config=merged(SFTConfig, config, settings),
             callbacks=callbacks, tokenizer=tokenizer, run_dir=run_dir,

@@ -1,9 +1,9 @@
 """`Strategy`: everything that depends on how many processes there are and where weights live.
 
-Seven abstract members, all in `Ranks`, say where this process stands and how it talks to the others. Every body here works as it
-is for models that are whole on each rank; `NaiveStrategy` adds one process, `ProcessGroupStrategy` adds many, a sharded strategy
-overrides what sharding changes: `setup_model`, `setup_optimizer`, `backward`, `reduce_gradients`, `gradient_norm`, `full_model`,
-`full_state_dict`, and the pieces. Left out: what is computed with all this (trainers), and bytes on disk (`chatgpt.checkpoint`).
+Where this process stands and how it talks to the others is an object, `strategy.ranks`. Every body here works as it is for models that
+are whole on each rank; a sharded strategy overrides what sharding changes: `setup_model`, `setup_optimizer`, `backward` or
+`reduce_gradients`, `gradient_norm`, `full_model`, `full_state_dict`, the pieces, and `memory_model` for the planner.
+Left out: what is computed with all this (trainers), and bytes on disk (`chatgpt.checkpoint`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import math
 import os
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from types import MappingProxyType
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +25,17 @@ from torch.optim import Optimizer
 from chatgpt.checkpoint.files import save_object, save_tensors
 from chatgpt.checkpoint.layout import Piece, TensorReader
 from chatgpt.trainer.strategies import states
-from chatgpt.trainer.strategies.idle import KeepsIdle
 from chatgpt.trainer.strategies.items import check_items, is_pair, rebuilt
+from chatgpt.trainer.strategies.memory import MemoryModel
+from chatgpt.trainer.strategies.offload import OffloadedWeights
 from chatgpt.trainer.strategies.pairs import Trained, open_saved
 from chatgpt.trainer.strategies.precision import LossScaler, Precision, cast_copy, check_precision, lora_merged
 from chatgpt.trainer.strategies.ranks import Ranks
 
+T = TypeVar('T')
 
-class Strategy(KeepsIdle, Ranks):
+
+class Strategy:
     """The hardware plug. `prepare` models once, then train with `accumulate`, `backward` and `optimizer_step`.
 
     ::
@@ -58,7 +62,21 @@ class Strategy(KeepsIdle, Ranks):
     weights_in_place: ClassVar[bool] = True
     """False: what a trainer writes into a prepared module's parameters does not last, because masters elsewhere replace it"""
 
-    def __init__(self, seed: int = 42, precision: Precision = 'fp32') -> None:
+    ranks: Ranks
+    """where this process stands among the others, and how it talks to them"""
+    options: Mapping[str, Any] = MappingProxyType({})
+    """what this was built with and `memory_model` asks for"""
+
+    def __init__(self, seed: int = 42, precision: Precision = 'fp32', *, ranks: Ranks | None = None) -> None:
+        if ranks is None:
+            if not isinstance(self, Ranks):
+                name = type(self).__name__
+                raise ValueError(
+                    f'{name} does not say which processes it runs on: give Strategy.__init__ ranks=OneProcess(), ProcessGroup() or your '
+                    f'own Ranks; where rank, all_reduce and the like are members of {name}, write class {name}(Ranks, Strategy)'
+                )
+            ranks = self
+        self.ranks = ranks
         self.seed, self.precision = seed, precision
         self._dtype = check_precision(precision)
         random.seed(seed)
@@ -70,6 +88,54 @@ class Strategy(KeepsIdle, Ranks):
         self._trained: dict[int, Trained] = {}
         """id of the user's and of the prepared optimizer -> its pair"""
         self._keep: list[Any] = []  # objects whose ids are keys above must not be freed
+        self._offloaded: dict[int, OffloadedWeights] = {}
+        """by id of the user's module"""
+
+    # ------------------------------------------------------------------ processes: what `ranks` says
+
+    @property
+    def rank(self) -> int:
+        return self.ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.ranks.world_size
+
+    @property
+    def local_rank(self) -> int:
+        return self.ranks.local_rank
+
+    @property
+    def device(self) -> torch.device:
+        return self.ranks.device
+
+    @property
+    def is_rank_0(self) -> bool:
+        return self.rank == 0
+
+    def all_reduce(self, tensor: Tensor, op: str = 'sum') -> Tensor:
+        return self.ranks.all_reduce(tensor, op)
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        return self.ranks.all_gather_object(obj)
+
+    def broadcast_object(self, obj: T, src: int = 0) -> T:
+        return self.ranks.broadcast_object(obj, src)
+
+    def barrier(self) -> None:
+        self.ranks.barrier()
+
+    def run_on_rank0(self, fn: Callable[[], T]) -> T:
+        return self.ranks.run_on_rank0(fn)
+
+    def note_progress(self, where: str) -> None:
+        self.ranks.note_progress(where)
+
+    def failure_guard(self) -> AbstractContextManager[None]:
+        return self.ranks.failure_guard()
+
+    def fails_together(self, state: str) -> bool:
+        return self.ranks.fails_together(state)
 
     # ------------------------------------------------------------------ compute dtype
 
@@ -82,6 +148,31 @@ class Strategy(KeepsIdle, Ranks):
     def uses_loss_scaling(self) -> bool:
         """fp16: an infinite norm means a skipped step and a smaller loss scale, not a failure."""
         return self._dtype is torch.float16
+
+    # ------------------------------------------------------------------ memory
+
+    @classmethod
+    def memory_model(cls, **options: Any) -> MemoryModel:
+        """What a strategy that is built with these options keeps, for `chatgpt.plan`. Here: whole copies on each rank."""
+        return MemoryModel()
+
+    def offload(self, model: nn.Module) -> None:
+        """From now on a frozen model's weights wait in host memory, and are on the device inside `onload`. On a CPU nothing moves.
+
+        Raises:
+            ValueError: this strategy places frozen weights itself.
+        """
+        module = self.unwrap(model)
+        if id(module) not in self._offloaded and (offloaded := self.offloaded(module)) is not None:
+            self._offloaded[id(module)] = offloaded
+
+    def onload(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, a model given to `offload` is on the device; nothing for any other."""
+        return self._offloaded.get(id(self.unwrap(model)), nullcontext())
+
+    def offloaded(self, module: nn.Module) -> OffloadedWeights | None:
+        """What moves a frozen module, None on a CPU; ValueError where it cannot be moved."""
+        return None if self.device.type == 'cpu' else OffloadedWeights(module, self.device)
 
     # ------------------------------------------------------------------ models
 
@@ -376,6 +467,8 @@ class Strategy(KeepsIdle, Ranks):
         self._prepared.clear()
         self._trained.clear()
         self._keep.clear()
+        self._offloaded.clear()
+        self.ranks.leave()
 
     def __enter__(self) -> Self:
         return self

@@ -10,12 +10,14 @@ overlap of the sum with the backward pass.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from chatgpt.trainer.strategies.base import Trained
+from chatgpt.trainer.strategies.memory import MemoryModel
 from chatgpt.trainer.strategies.precision import Precision
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
 
@@ -41,13 +43,18 @@ class DDPStrategy(ProcessGroupStrategy):
             raise ValueError(f'bucket_bytes={bucket_bytes} must be positive')
         super().__init__(seed, precision, device=device, timeout_s=timeout_s)
         self.bucket_bytes = bucket_bytes
+        self.options = {'bucket_bytes': bucket_bytes}
+
+    @classmethod
+    def memory_model(cls, bucket_bytes: int = BUCKET_BYTES, **_: Any) -> MemoryModel:
+        return MemoryModel(bucket_bytes=bucket_bytes)
 
     def setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
         model = super().setup_model(model, trained)
         tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.numel()]
         for bucket in buckets(tensors, self.bucket_bytes):
             flat = torch.cat([t.reshape(-1) for t in bucket])
-            with self.whereabouts.waiting():
+            with self.ranks.whereabouts.waiting():
                 dist.broadcast(flat.view(torch.uint8), src=0)  # as bytes: not every backend knows every dtype
             for tensor, values in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                 tensor.copy_(values.view(tensor.shape))
@@ -57,7 +64,7 @@ class DDPStrategy(ProcessGroupStrategy):
         """A parameter without a gradient here counts as zero; one without a gradient anywhere keeps none."""
         parameters = [p for _, p in pair.named_parameters() if p.requires_grad]
         used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=self.device)
-        with self.whereabouts.waiting():
+        with self.ranks.whereabouts.waiting():
             dist.all_reduce(used, dist.ReduceOp.MAX)
             flags = used.tolist()
         gradients = []
@@ -68,7 +75,7 @@ class DDPStrategy(ProcessGroupStrategy):
                 gradients.append(parameter.grad)
         for bucket in buckets(gradients, self.bucket_bytes):
             flat = torch.cat([g.reshape(-1) for g in bucket])
-            with self.whereabouts.waiting():
+            with self.ranks.whereabouts.waiting():
                 dist.all_reduce(flat)
             for gradient, values in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 gradient.copy_(values.view(gradient.shape))

@@ -26,7 +26,8 @@ from torch.optim import Optimizer
 from chatgpt.checkpoint.layout import CheckpointMismatch, Piece, TensorReader
 from chatgpt.trainer.strategies import states
 from chatgpt.trainer.strategies.base import lora_merged
-from chatgpt.trainer.strategies.idle import IdleShards, IdleWeights
+from chatgpt.trainer.strategies.memory import Layout, Memory, MemoryModel, ModelSize, gathered_copy
+from chatgpt.trainer.strategies.offload import OffloadedShards, OffloadedWeights
 from chatgpt.trainer.strategies.precision import Precision
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
 from chatgpt.trainer.strategies.streaming import (
@@ -72,6 +73,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         super().__init__(seed, precision, device=device, timeout_s=timeout_s)
         self.stream_blocks = stream_blocks
         self.cpu_offload = cpu_offload
+        self.options = {'cpu_offload': cpu_offload}
         self.activation_checkpointing = activation_checkpointing
         self.meta_init = meta_init
         # Our forwards return views of their results, and nothing writes into a result in place.
@@ -83,15 +85,19 @@ class FSDPStrategy(ProcessGroupStrategy):
         self._skeletons: dict[int, nn.Module] = {}
         """id of a sharded module -> the same module with meta parameters: what a full copy is made from"""
 
+    @classmethod
+    def memory_model(cls, cpu_offload: bool = False, **_: Any) -> MemoryModel:
+        return FSDPMemory(offloads=cpu_offload)
+
     # ------------------------------------------------------------------ models
 
     def model_init_context(self) -> AbstractContextManager[Any]:
         return torch.device('meta') if self.meta_init else nullcontext()
 
-    def idle_kind(self) -> type[IdleWeights]:
+    def offloaded(self, module: nn.Module) -> OffloadedWeights | None:
         if self.cpu_offload:
             raise ValueError("offload='idle': with cpu_offload=True frozen models wait in host memory already; leave one of them out")
-        return IdleShards
+        return OffloadedShards(module, self.device) if self.device.type != 'cpu' else None
 
     def setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
         if self.activation_checkpointing and trained:
@@ -280,6 +286,37 @@ class FSDPStrategy(ProcessGroupStrategy):
     def close(self) -> None:
         self._skeletons.clear()
         super().close()
+
+
+class FSDPMemory(MemoryModel):
+    """Shards of fp32 weights, gradients and states; blocks are gathered in the compute dtype."""
+
+    whole: ClassVar[bool] = False
+    streams: ClassVar[bool] = True
+
+    def trained(self, name: str, size: ModelSize, run: Layout) -> Memory:
+        return self._trained(name, run, _sharded(size, run), _sharded(size, run, trained_only=True), size.num_trained)
+
+    def frozen(self, name: str, size: ModelSize, run: Layout) -> Memory:
+        memory = Memory()
+        memory.add(f'{name} weights', 4 * _sharded(size, run), host=self.offloads)
+        return memory
+
+    def gathered(self, size: ModelSize, run: Layout, *, backward: bool) -> int:
+        reduced = 4 * max(size.blocks(), default=0) if backward else 0  # a block's whole gradients in fp32
+        return run.itemsize * size.two_blocks + reduced
+
+    def step(self, size: ModelSize, run: Layout) -> int:
+        return 4 * _sharded(size, run, trained_only=True) if run.on_cuda and not self.offloads else 0
+
+    def full_copy(self, size: ModelSize, run: Layout) -> Memory:
+        return gathered_copy(size, run, run.itemsize)
+
+
+def _sharded(size: ModelSize, run: Layout, *, trained_only: bool = False) -> int:
+    """Elements of rank 0's dim-0 shards."""
+    shapes = [p.shape for p in size.parameters if p.trained or not trained_only]
+    return sum(math.ceil(s[0] / run.num_processes) * math.prod(s[1:]) if s else 1 for s in shapes)
 
 
 def _initial_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]] | None:

@@ -1,44 +1,40 @@
-"""Strategies by the names of the command line, for those who need no more than a name."""
+"""Strategies by the names of `registry`, for those who need no more than a name."""
 
 from __future__ import annotations
 
 import atexit
+import inspect
 import os
 from typing import Any
 
 from torch import nn
 
-from chatgpt.names import STRATEGIES, hint
-from chatgpt.trainer import strategies as s
 from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.trainer.strategies.registry import STRATEGIES
 
 
 def strategy_by_name(
     name: str, *, seed: int = 42, precision: Any = 'fp32', meta_init: bool = True, timeout_s: float = 1800.0
 ) -> Strategy:
-    """A new strategy. `timeout_s`: a rank that keeps the others waiting longer ends the run, by name.
+    """A new strategy of a registered name, or of `module:Class`.
 
     Args:
-        meta_init: FSDP builds on the meta device, so no rank holds a whole model.
+        meta_init: where the strategy can, models are built on the meta device, so no rank holds a whole model.
+        timeout_s: a rank that keeps the others waiting longer ends the run, by name.
 
     Raises:
         ValueError: a name that is not known, or one that does not fit the processes that were started.
     """
-    if name not in STRATEGIES:
-        raise ValueError(f'strategy={name!r} is not known; choose one of {", ".join(STRATEGIES)}{hint(name, STRATEGIES)}')
-    if int(os.environ.get('WORLD_SIZE', '1')) > 1 and name == 'naive':
-        raise ValueError('--strategy naive is one process; under torchrun use ddp, fsdp or one of the colossalai strategies')
-    if name == 'naive':
-        return s.NaiveStrategy(seed=seed, precision=precision)
-    if name == 'ddp':
-        return s.DDPStrategy(seed=seed, precision=precision, timeout_s=timeout_s)
-    if name.startswith('fsdp'):
-        return s.FSDPStrategy(
-            seed=seed, precision=precision, cpu_offload=name.endswith('_cpu'), meta_init=meta_init, timeout_s=timeout_s
-        )
-    stage = {'gemini': 3, 'zero1': 1, 'zero2': 2}[name.split('_')[1]]
-    policy: Any = 'cpu' if name.endswith('_cpu') else ('auto' if stage == 3 else 'cuda')
-    return s.ColossalAIStrategy(stage=stage, precision=precision, seed=seed, placement_policy=policy, timeout_s=timeout_s)
+    entry = STRATEGIES.find(name)
+    if entry.one_process and int(os.environ.get('WORLD_SIZE', '1')) > 1:
+        others = [other for other, e in STRATEGIES.items() if not e.one_process]
+        raise ValueError(f'--strategy {name} is one process; under torchrun use one of {", ".join(others)}')
+    cls = entry.load()
+    taken = inspect.signature(cls).parameters
+    if not {'seed', 'precision'} <= set(taken):
+        raise ValueError(f'{cls.__name__} cannot be made by name: its constructor must take seed and precision')
+    further = {'meta_init': meta_init, 'timeout_s': timeout_s}
+    return cls(seed=seed, precision=precision, **{k: v for k, v in further.items() if k in taken} | dict(entry.options))
 
 
 def as_strategy(strategy: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`ProcessGroupStrategy`: what every strategy on several processes shares. Joining the group, devices, collectives, leaving.
+"""`ProcessGroup`: joining torchrun's processes, devices, collectives, leaving; and `ProcessGroupStrategy`, which runs on one.
 
 One process per device, started by torchrun or anything that sets its environment variables. Left out: what is done with weights.
 """
@@ -20,7 +20,8 @@ from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.trainer.strategies.gloo_exit import finish_gloo_at_exit
 from chatgpt.trainer.strategies.guard import FailureGuard, Whereabouts
 from chatgpt.trainer.strategies.host_memory import keep_freed_memory
-from chatgpt.trainer.strategies.precision import Precision
+from chatgpt.trainer.strategies.precision import Precision, check_precision
+from chatgpt.trainer.strategies.ranks import Ranks
 
 T = TypeVar('T')
 
@@ -48,25 +49,17 @@ def _join(backend: str, timeout: timedelta) -> None:
     dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
 
 
-class ProcessGroupStrategy(Strategy):
+class ProcessGroup(Ranks):
     """Joins torchrun's process group: NCCL on CUDA, gloo on the CPU. A group that is already there is used and left alone.
 
     `timeout_s` bounds every collective: a rank that keeps the others waiting longer is named by the failure guard, and all end.
-    `device='cpu'` stays off the GPU.
+    `device='cpu'` stays off the GPU; `what` runs on it, in the words of an error message.
     """
 
-    def __init__(
-        self,
-        seed: int = 42,
-        precision: Precision = 'fp32',
-        *,
-        device: str | torch.device | None = None,
-        timeout_s: float = 1800.0,
-    ) -> None:
-        super().__init__(seed, precision)
+    def __init__(self, device: str | torch.device | None = None, timeout_s: float = 1800.0, what: str = 'this') -> None:
         if not timeout_s > 0:
             raise ValueError(f'timeout_s={timeout_s} must be positive')
-        self.timeout_s = timeout_s
+        self.timeout_s, self._what = timeout_s, what
         self.whereabouts = Whereabouts()
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
@@ -87,7 +80,7 @@ class ProcessGroupStrategy(Strategy):
         missing = [name for name in _NEEDED if name not in os.environ]
         if missing:
             raise ValueError(
-                f'{type(self).__name__} runs in processes started together, and {", ".join(missing)} is not set; '
+                f'{self._what} runs in processes started together, and {", ".join(missing)} is not set; '
                 'launch with: torchrun --nproc-per-node=<number of processes> script.py'
             )
 
@@ -158,8 +151,24 @@ class ProcessGroupStrategy(Strategy):
     def fails_together(self, state: str) -> bool:
         return self.world_size == 1 or FailureGuard.agree(f'{state}, {self.whereabouts.collectives} collectives')
 
-    def close(self) -> None:
-        super().close()
+    def leave(self) -> None:
         if self._owns_group and dist.is_initialized():
             self._owns_group = False
             dist.destroy_process_group()
+
+
+class ProcessGroupStrategy(Strategy):
+    """On the processes that torchrun started; see `ProcessGroup`."""
+
+    ranks: ProcessGroup
+
+    def __init__(
+        self,
+        seed: int = 42,
+        precision: Precision = 'fp32',
+        *,
+        device: str | torch.device | None = None,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        check_precision(precision)  # before anything is joined
+        super().__init__(seed, precision, ranks=ProcessGroup(device, timeout_s, type(self).__name__))

@@ -1,6 +1,6 @@
-"""Where a process stands among those that train together, and how it talks to them: the abstract part of a `Strategy`.
+"""Where a process stands among those that train together, and how it talks to them: `Strategy.ranks`.
 
-Left out: models, weights and steps (`chatgpt.trainer.strategies.base`).
+`OneProcess` here, torchrun's in `processes`. Left out: models, weights and steps (`chatgpt.trainer.strategies.base`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from chatgpt.trainer.strategies.host_memory import keep_freed_memory
 from chatgpt.trainer.strategies.items import same_kind
 
 T = TypeVar('T')
@@ -91,3 +92,29 @@ class Ranks(ABC):
         be equal on all. Inside `failure_guard`; another rank that goes on, or waits in a collective, makes it False after a moment.
         """
         return self.world_size == 1
+
+    def leave(self) -> None:
+        """Give back what was joined."""
+        return
+
+
+class OneProcess(Ranks):
+    """No other process: the first GPU when there is one, otherwise the CPU."""
+
+    rank, world_size, local_rank, device = 0, 1, 0, torch.device('cpu')
+
+    def __init__(self, device: str | torch.device | None = None) -> None:
+        self.device = torch.device(device or ('cuda:0' if torch.cuda.is_available() else 'cpu'))
+        if self.device.type == 'cpu':
+            keep_freed_memory()
+
+    def all_reduce(self, tensor: Tensor, op: str = 'sum') -> Tensor:
+        if op not in ('sum', 'mean', 'max', 'min'):
+            raise ValueError(f'all_reduce: op={op!r} is not one of sum, mean, max, min')
+        return tensor.detach().clone()
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        return [obj]
+
+    def broadcast_object(self, obj: T, src: int = 0) -> T:
+        return obj

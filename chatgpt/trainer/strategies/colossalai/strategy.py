@@ -30,11 +30,12 @@ from torch.optim import Optimizer
 
 from chatgpt.checkpoint.layout import Piece, TensorReader
 from chatgpt.trainer.strategies import states
-from chatgpt.trainer.strategies.colossalai_cpu import bridge
-from chatgpt.trainer.strategies.colossalai_engines import Engine, TrainedEngine, ZeroEngine, wire
-from chatgpt.trainer.strategies.colossalai_gemini import GeminiEngine, GeminiFrozen
-from chatgpt.trainer.strategies.colossalai_options import FP16_ONLY, Placement, check_options, import_colossalai
-from chatgpt.trainer.strategies.colossalai_states import (
+from chatgpt.trainer.strategies.colossalai.cpu import bridge
+from chatgpt.trainer.strategies.colossalai.engines import Engine, TrainedEngine, ZeroEngine, wire
+from chatgpt.trainer.strategies.colossalai.gemini import GeminiEngine, GeminiFrozen
+from chatgpt.trainer.strategies.colossalai.memory import GeminiMemory, ZeroMemory
+from chatgpt.trainer.strategies.colossalai.options import FP16_ONLY, Placement, check_options, import_colossalai
+from chatgpt.trainer.strategies.colossalai.states import (
     UpstreamScaler,
     buffers_of,
     load_model_pieces,
@@ -42,7 +43,8 @@ from chatgpt.trainer.strategies.colossalai_states import (
     model_pieces,
     optimizer_pieces,
 )
-from chatgpt.trainer.strategies.idle import IdleWeights
+from chatgpt.trainer.strategies.memory import MemoryModel
+from chatgpt.trainer.strategies.offload import OffloadedWeights
 from chatgpt.trainer.strategies.precision import Precision, lora_merged
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
 from chatgpt.trainer.strategies.streaming import StreamBlocks, mapped_copy, mapped_floats, streamed, streams
@@ -120,6 +122,11 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         self._engines: dict[int, Engine] = {}
         """by id of the module the user built"""
 
+    @classmethod
+    def memory_model(cls, stage: int = 3, placement_policy: Placement = 'cuda', **_: Any) -> MemoryModel:
+        offloads = placement_policy == 'cpu'
+        return GeminiMemory(offloads) if stage == 3 else ZeroMemory(offloads, stage=stage)
+
     # ------------------------------------------------------------------ models
 
     def model_init_context(self) -> AbstractContextManager[Any]:
@@ -152,10 +159,10 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         if pair.scaler is not None:
             pair.scaler = UpstreamScaler(self._engine(optimizer).scaler)
 
-    def idle_kind(self) -> type[IdleWeights]:
+    def offloaded(self, module: nn.Module) -> OffloadedWeights | None:
         if self.stage == 3:
             raise ValueError("offload='idle': Gemini places frozen weights itself; use placement_policy='cpu' or 'auto'")
-        return IdleWeights
+        return super().offloaded(module)
 
     def setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
         return self._boost(model, None)[0]

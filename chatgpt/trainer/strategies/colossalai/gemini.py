@@ -1,6 +1,6 @@
 """One model under ColossalAI's Gemini (ZeRO stage 3): weights, masters, gradients and states cut over ranks in chunks.
 
-Left out: the interface (`colossalai_engines`). colossalai is never imported here: the boosted objects are handed in.
+Left out: the interface (`engines`). colossalai is never imported here: the boosted objects are handed in.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from chatgpt.trainer.strategies.colossalai_engines import Engine, Shard, TrainedEngine, rank_range
+from chatgpt.trainer.strategies.colossalai.engines import Engine, Shard, TrainedEngine, rank_range
 
 
 class GeminiFrozen(Engine):

@@ -1,11 +1,11 @@
-"""One model under ColossalAI's LowLevelZero (ZeRO stage 1, 2), or Gemini (`colossalai_gemini`), behind one small interface.
+"""One model under ColossalAI's LowLevelZero (ZeRO stage 1, 2), or Gemini (`gemini`), behind one small interface.
 
 An engine owns a boosted model, with its optimizer when it is trained: backward with accumulation, the exact gradient norm, the
 step, and where this rank's part of every parameter and optimizer state lives. Upstream rounds fp32 weights to the compute dtype
 before it makes its fp32 masters, and keeps no exact copy of weights that are not trained. An engine puts the exact values in and
 keeps them, so a run starts and resumes on the same bits as under any other strategy.
 
-Left out: options (`colossalai_options`), files, running without CUDA (`colossalai_cpu`). colossalai is never imported here: the
+Left out: options (`options`), files, running without CUDA (`cpu`). colossalai is never imported here: the
 boosted objects are handed in.
 """
 

@@ -1,7 +1,7 @@
 """Weights and optimizer states of a ColossalAI engine as pieces, and back.
 
 Every piece is read into this rank's own shard, a bounded part at a time, so a checkpoint of any layout fills any other. Left out:
-files (`chatgpt.checkpoint`), and where a shard lies (`colossalai_engines`).
+files (`chatgpt.checkpoint`), and where a shard lies (`engines`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from chatgpt.checkpoint.layout import CheckpointMismatch, Piece, TensorReader
 from chatgpt.trainer.strategies import states
-from chatgpt.trainer.strategies.colossalai_engines import Engine, Shard, TrainedEngine
+from chatgpt.trainer.strategies.colossalai.engines import Engine, Shard, TrainedEngine
 from chatgpt.trainer.strategies.precision import LossScaler
 
 _ADAM_SLOTS = ('exp_avg', 'exp_avg_sq', 'step')

@@ -5,7 +5,7 @@ into a slot of the tables that nobody reads, and into the first slot of cache ro
 buckets, one graph for each pair, captured at its second use; replaying it is all the Python that a token costs. Without CUDA the same
 step is an ordinary call, which is how it is tested.
 
-Left out: prefill, and which rows live (`chatgpt.rollout.local`).
+Left out: prefill, and which rows live (`chatgpt.rollout.local.engine`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chatgpt.rollout.check import MaskForm, decode_mask
+from chatgpt.rollout.local.slot_cache import MaskForm, SlotCache, decode_mask
 from chatgpt.rollout.sampling import TokenSampler
-from chatgpt.rollout.slot_cache import SlotCache
 
 SLOTS = 256
 """widths are multiples of this"""

@@ -12,10 +12,10 @@ from chatgpt.nn import Actor, Critic, RewardModel
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.strategies import FSDPStrategy, NaiveStrategy
-from chatgpt.trainer.strategies.idle import IdleWeights
+from chatgpt.trainer.strategies.offload import OffloadedWeights
 
 
-class Apart(IdleWeights):
+class Apart(OffloadedWeights):
     """A clone stands for a device's memory."""
 
     def on_device(self, copy):
@@ -28,11 +28,11 @@ def test_weights_come_and_go():
     parameters = list(module.parameters())
     idle = Apart(module, torch.device('cpu'))
     at_home = [t.data_ptr() for t in module.state_dict().values()]
-    idle.come()
+    idle.onload()
     assert not set(at_home) & {t.data_ptr() for t in module.state_dict().values()}
     assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
     assert all(torch.equal(before[k], v) for k, v in module.state_dict().items())
-    idle.leave()
+    idle.offload()
     assert [t.data_ptr() for t in module.state_dict().values()] == at_home
     assert all(torch.equal(before[k], v) for k, v in module.state_dict().items())
 
@@ -45,11 +45,11 @@ class Recording(NaiveStrategy):
         self.events: list[tuple[str, str]] = []
         self.names: dict[int, str] = {}
 
-    def keep_idle(self, model):
+    def offload(self, model):
         self.names[id(model)] = 'initial' if isinstance(model, Actor) else 'reward'
-        super().keep_idle(model)
+        super().offload(model)
 
-    def at_hand(self, model):
+    def onload(self, model):
         from contextlib import contextmanager
 
         @contextmanager
@@ -91,14 +91,14 @@ def test_reward_and_initial_model_are_there_only_while_scoring():
 class Poisoned(NaiveStrategy):
     """As on a device with memory of its own: an idle model has nothing but NaN, and comes back with its numbers."""
 
-    def keep_idle(self, model):
+    def offload(self, model):
         class Away(Apart):
-            def leave(self):
+            def offload(self):
                 for tensor in self.tensors:
                     tensor.data = torch.full_like(tensor, float('nan'))
 
         module = self.unwrap(model)
-        vars(self).setdefault('_idle', {}).setdefault(id(module), Away(module, torch.device('cpu')))
+        self._offloaded.setdefault(id(module), Away(module, torch.device('cpu')))
 
 
 def test_no_number_changes_though_idle_models_have_none():
@@ -130,7 +130,7 @@ def test_a_strategy_that_places_weights_itself_refuses():
 
 def refusal() -> str:
     with FSDPStrategy(cpu_offload=True) as strategy, pytest.raises(ValueError) as raised:
-        strategy.keep_idle(strategy.prepare(torch.nn.Linear(2, 2)))
+        strategy.offload(strategy.prepare(torch.nn.Linear(2, 2)))
     return str(raised.value)
 
 
@@ -139,9 +139,9 @@ def test_on_cuda_the_memory_is_free_while_idle():
     strategy = NaiveStrategy()
     model = strategy.prepare(torch.nn.Linear(1024, 1024))
     held = torch.cuda.memory_allocated()
-    strategy.keep_idle(model)
+    strategy.offload(model)
     assert held - torch.cuda.memory_allocated() >= 4 * 1024 * 1024
-    with strategy.at_hand(model):
+    with strategy.onload(model):
         assert model.weight.is_cuda and torch.cuda.memory_allocated() >= held
     assert not model.weight.is_cuda
 
@@ -156,9 +156,9 @@ def test_shards_on_cuda_come_and_go():
 def shards_on_cuda() -> list[str]:
     with FSDPStrategy() as strategy:
         model = strategy.prepare(torch.nn.Linear(64, 64))
-        strategy.keep_idle(model)
+        strategy.offload(model)
         seen = [model.weight.device.type]
-        with strategy.at_hand(model):
+        with strategy.onload(model):
             seen.append(model.weight.device.type)
             assert torch.isfinite(model(torch.ones(1, 64, device='cuda'))).all()
         return [*seen, model.weight.device.type]

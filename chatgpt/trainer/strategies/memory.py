@@ -1,0 +1,182 @@
+"""How much a strategy keeps in memory: the words (`ModelSize`, `Memory`), the run it is asked about (`Layout`), and `MemoryModel`,
+which a strategy gives of itself (`Strategy.memory_model`) so that `chatgpt.plan` can plan any.
+
+Numbers are bytes of the rank that holds most. Left out: activations and the key/value cache, which are the planner's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+
+@dataclass(frozen=True)
+class ParameterSize:
+    name: str
+    shape: tuple[int, ...]
+    trained: bool
+    block: int | None
+    """which transformer block it belongs to; None: none"""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Parameters of one module, tied ones once."""
+
+    parameters: tuple[ParameterSize, ...]
+    adapted: int = 0
+    """elements of weights that carry a LoRA adapter"""
+
+    @property
+    def total(self) -> int:
+        return sum(p.numel for p in self.parameters)
+
+    @property
+    def trained(self) -> int:
+        return sum(p.numel for p in self.parameters if p.trained)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(p.trained for p in self.parameters)
+
+    def blocks(self) -> list[int]:
+        """Elements of each block."""
+        sizes: dict[int, int] = {}
+        for p in self.parameters:
+            if p.block is not None:
+                sizes[p.block] = sizes.get(p.block, 0) + p.numel
+        return [sizes[i] for i in sorted(sizes)]
+
+    @property
+    def outside(self) -> int:
+        """Elements that lie in no block."""
+        return sum(p.numel for p in self.parameters if p.block is None)
+
+    @property
+    def two_blocks(self) -> int:
+        """Elements on the device where blocks come one after another: what is outside of them, and the two largest."""
+        return self.outside + sum(sorted(self.blocks(), reverse=True)[:2])
+
+
+@dataclass
+class Memory:
+    """Bytes by what they are for, on the device and on the host."""
+
+    device: dict[str, int] = field(default_factory=dict)
+    host: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, size: float, *, host: bool = False) -> None:
+        place = self.host if host else self.device
+        if size:
+            place[name] = place.get(name, 0) + math.ceil(size)
+
+    def __add__(self, other: Memory) -> Memory:
+        total = Memory(dict(self.device), dict(self.host))
+        for name, size in other.device.items():
+            total.add(name, size)
+        for name, size in other.host.items():
+            total.add(name, size, host=True)
+        return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a run lies on processes and devices, and what it computes in. `chatgpt.plan.Setup` is one."""
+
+    num_processes: int = 1
+    processes_per_machine: int | None = None
+    """share the host's memory; None: all of them"""
+    precision: Literal['fp32', 'bf16', 'fp16'] = 'fp32'
+    on_cuda: bool = True
+    optimizer: Literal['adamw', 'sgd'] = 'adamw'
+    stream_blocks: bool = False
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in the compute dtype."""
+        return 4 if self.precision == 'fp32' else 2
+
+    @property
+    def slots(self) -> int:
+        """Optimizer states per trained number, each fp32."""
+        return 2 if self.optimizer == 'adamw' else 0
+
+    @property
+    def on_machine(self) -> int:
+        """Processes that share a host."""
+        return self.processes_per_machine or self.num_processes
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Of whole fp32 weights, gradients and optimizer states on each rank, computed with under autocast. A strategy that shards or
+    offloads gives a subclass with the methods that differ.
+    """
+
+    offloads: bool = False
+    """what can wait in host memory does"""
+    bucket_bytes: int = 0
+    """of a sum of gradients"""
+
+    whole: ClassVar[bool] = True
+    """False: weights are held or gathered in the compute dtype, and no rank keeps whole gradients in fp32"""
+    streams: ClassVar[bool] = False
+    """whether `stream_blocks` generates without a full copy on the device"""
+
+    @property
+    def places_frozen(self) -> bool:
+        """Frozen models stay where this strategy puts them, so that `offload='idle'` is refused."""
+        return self.offloads
+
+    def trained(self, name: str, size: ModelSize, run: Layout) -> Memory:
+        """Of a model that learns, while its gradients are there: '<name> weights', '<name> gradients', '<name> optimizer', ..."""
+        return self._trained(name, run, size.total, size.trained, size.num_trained)
+
+    def _trained(self, name: str, run: Layout, weights: int, trained: int, num_trained: int) -> Memory:
+        """The same from this rank's numbers of elements, all in fp32."""
+        memory = Memory()
+        memory.add(f'{name} weights', 4 * weights, host=self.offloads)
+        memory.add(f'{name} gradients', 4 * trained, host=self.offloads)
+        memory.add(f'{name} optimizer', 4 * run.slots * trained, host=self.offloads)
+        if run.optimizer == 'adamw':
+            memory.add(f'{name} optimizer', 4 * num_trained, host=True)  # a step count for each parameter
+        return memory
+
+    def frozen(self, name: str, size: ModelSize, run: Layout) -> Memory:
+        """Of a model that only scores: '<name> weights'."""
+        memory = Memory()
+        memory.add(f'{name} weights', 4 * size.total)
+        return memory
+
+    def gathered(self, size: ModelSize, run: Layout, *, backward: bool) -> int:
+        """Bytes of whole weights that come and go while a sharded model computes."""
+        return 0
+
+    def step(self, size: ModelSize, run: Layout) -> int:
+        """What an optimizer step needs beside its states: one temporary as large as the weights (torch's foreach Adam), or a bucket."""
+        return (4 * size.trained if run.on_cuda else 0) + self.bucket_bytes
+
+    def full_copy(self, size: ModelSize, run: Layout) -> Memory:
+        """Of the whole weights that generation needs, beside what is there already; adapters are folded in."""
+        memory = Memory()
+        if run.precision != 'fp32':
+            memory.add('full copy', run.itemsize * size.total)
+        else:
+            memory.add('weights before merging', run.itemsize * size.adapted)
+        return memory
+
+
+def gathered_copy(size: ModelSize, run: Layout, itemsize: int) -> Memory:
+    """A full copy under a strategy that shards weights: on the device, or streamed there from a file that a machine's ranks share."""
+    memory = Memory()
+    if run.stream_blocks:
+        memory.add('full copy', run.itemsize * size.two_blocks)
+        memory.add('full copy', run.itemsize * size.total / run.on_machine, host=True)
+    else:
+        memory.add('full copy', itemsize * size.total)
+    return memory

@@ -1,0 +1,229 @@
+"""Strategies of a third party: registered, or named `file.py:Class`; planned by what they say; and those that are their own `Ranks`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from chatgpt.plan import Setup, make_plan
+from chatgpt.plan.of_run import common_fields
+from chatgpt.testing.fakes import tiny_causal_lm, tiny_config
+from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy, Strategy
+from chatgpt.trainer.strategies.memory import Layout, Memory, MemoryModel, ModelSize
+from chatgpt.trainer.strategies.named import strategy_by_name
+from chatgpt.trainer.strategies.ranks import OneProcess, Ranks
+from chatgpt.trainer.strategies.registry import STRATEGIES, StrategyEntry, name_of
+
+FILE = """
+from chatgpt.trainer.strategies import NaiveStrategy
+from chatgpt.trainer.strategies.memory import Memory, MemoryModel
+
+
+class FrozenOnHost(MemoryModel):
+    places_frozen = True
+
+    def frozen(self, name, size, run):
+        memory = Memory()
+        memory.add(f'{name} weights', 4 * size.total, host=True)
+        return memory
+
+
+class Mine(NaiveStrategy):
+    def __init__(self, seed=42, precision='fp32', factor=1):
+        super().__init__(seed, precision, device='cpu')
+        self.factor = factor
+
+    @classmethod
+    def memory_model(cls, **options):
+        return FrozenOnHost(bucket_bytes=1000 * options.get('factor', 1))
+
+
+class NotMadeByName(NaiveStrategy):
+    def __init__(self, seed):
+        super().__init__(seed)
+
+
+something = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    """What a test adds is gone after it."""
+    before = dict(STRATEGIES)
+    yield
+    STRATEGIES.clear()
+    STRATEGIES.update(before)
+
+
+@pytest.fixture
+def file(tmp_path) -> str:
+    path = tmp_path / 'third_partys.py'
+    path.write_text(FILE)
+    return str(path)
+
+
+def test_a_class_in_a_file_is_a_strategy(file):
+    with strategy_by_name(f'{file}:Mine', seed=7) as strategy:
+        assert type(strategy).__name__ == 'Mine' and strategy.seed == 7
+        assert type(strategy) is STRATEGIES.find(f'{file}:Mine').load()  # executed once
+    for name, message in (
+        ('something', 'is a int, not a StrategyEntry'),
+        ('Nothing', "has no 'Nothing'"),
+        ('NotMadeByName', 'NotMadeByName cannot be made by name: its constructor must take seed and precision'),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            strategy_by_name(f'{file}:{name}')
+
+
+def test_it_is_known_by_name_everywhere(file, capsys):
+    from chatgpt.launch.arguments import Parser, add_strategy
+    from chatgpt.plan.__main__ import parser
+
+    STRATEGIES['mine'] = StrategyEntry(f'{file}:Mine', {'factor': 3})
+    with strategy_by_name('mine', precision='bf16') as strategy:
+        assert (strategy.factor, strategy.dtype) == (3, torch.bfloat16)
+    flags = Parser()
+    add_strategy(flags)
+    for text in ('mine', f'{file}:Mine'):
+        assert flags.parse_args(['--strategy', text]).strategy == text
+        assert parser().parse_args(['config.json', '--strategy', text]).strategy == text
+    with pytest.raises(SystemExit):
+        flags.parse_args(['--strategy', 'mina'])
+    assert "strategy='mina' is not known; choose one of naive, ddp" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        flags.parse_args(['--help'])
+    assert 'mine, or module:Class' in ' '.join(capsys.readouterr().out.split())
+
+
+def test_one_process_and_16_bits_are_the_entrys(file, monkeypatch):
+    from chatgpt.launch.arguments import check_precision
+
+    STRATEGIES['mine'] = StrategyEntry(f'{file}:Mine', one_process=True, only_16_bits=True)
+    with pytest.raises(ValueError, match='--strategy mine computes in 16 bits, and --precision is fp32'):
+        check_precision('mine', 'fp32')
+    check_precision('mine', 'bf16')
+    with pytest.raises(ValueError, match="strategy='mine' computes in 16 bits"):
+        Setup(config=None, strategy='mine')
+    with pytest.raises(ValueError, match="strategy='mine' is one process, not 2; use one of ddp, fsdp"):
+        Setup(config=None, strategy='mine', precision='bf16', num_processes=2)
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    with pytest.raises(ValueError, match='--strategy mine is one process; under torchrun use one of ddp, fsdp'):
+        strategy_by_name('mine', precision='bf16')
+
+
+def test_it_is_planned_by_what_it_says(file):
+    STRATEGIES['mine'] = StrategyEntry(f'{file}:Mine', {'factor': 3})
+    config = tiny_config('gpt2')
+    mine, naive = (make_plan(Setup(config=config, strategy=name)) for name in ('mine', 'naive'))
+    weights = 4 * sum(p.numel() for p in tiny_causal_lm('gpt2').parameters())
+    assert mine.phases['collect'].host['initial model weights'] == weights
+    assert sum(naive.phases['collect'].device.values()) - sum(mine.phases['collect'].device.values()) == weights
+    assert 'initial model weights' not in mine.phases['collect'].device
+    assert Setup(config=config, strategy='mine').memory_model.bucket_bytes == 3000
+    with strategy_by_name('mine') as strategy:  # an instance, as a trainer has it
+        fields = common_fields(strategy, Settings(), Holder(tiny_causal_lm('gpt2')), torch.optim.SGD([torch.zeros(1)], lr=0.1))
+    assert fields['strategy'] == 'mine'
+
+
+class Settings:
+    train_batch_size, max_tokens_per_batch = 8, None
+
+
+class Holder(torch.nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+
+class Unregistered(NaiveStrategy):
+    """Without a memory model of its own."""
+
+
+def test_an_instance_has_the_name_that_keeps_the_same_in_memory():
+    def instance(cls: type[Strategy], **options: Any) -> Strategy:
+        made = cls.__new__(cls)  # joins no processes
+        made.options = options
+        return made
+
+    from chatgpt.trainer.strategies import ColossalAIStrategy
+
+    names = {
+        'ddp': instance(DDPStrategy, bucket_bytes=1),
+        'fsdp': instance(FSDPStrategy, cpu_offload=False),
+        'fsdp_cpu': instance(FSDPStrategy, cpu_offload=True),
+        'colossalai_gemini': instance(ColossalAIStrategy, stage=3, placement_policy='cuda'),
+        'colossalai_zero2_cpu': instance(ColossalAIStrategy, stage=2, placement_policy='cpu'),
+        f'{__name__}:Unregistered': instance(Unregistered),
+    }
+    assert [name_of(strategy) for strategy in names.values()] == list(names)
+    plans = [make_plan(Setup(config=tiny_config('gpt2'), strategy=n, task='sft')).peak for n in (f'{__name__}:Unregistered', 'naive')]
+    assert plans[0] == plans[1]
+    own = Setup(config=None, strategy='ddp', strategy_options={'bucket_bytes': 1}).memory_model
+    assert own.bucket_bytes == 1 and Setup(config=None, strategy='ddp').memory_model.bucket_bytes == 32 * 2**20
+
+
+def test_a_memory_model_by_hand():
+    """Two parameters of 6 and 10 numbers, the first trained, each fp32; Adam has two moments, and a step count on the host."""
+    from chatgpt.trainer.strategies.memory import ParameterSize
+
+    size = ModelSize((ParameterSize('a', (2, 3), True, 0), ParameterSize('b', (5, 2), False, None)))
+    memory = MemoryModel().trained('x', size, Layout())
+    assert memory == Memory({'x weights': 64, 'x gradients': 24, 'x optimizer': 48}, {'x optimizer': 4})
+    assert MemoryModel().trained('x', size, Layout(optimizer='sgd')) == Memory({'x weights': 64, 'x gradients': 24})
+    sharded = FSDPStrategy.memory_model(cpu_offload=False).trained('x', size, Layout(num_processes=3))
+    assert sharded == Memory({'x weights': 4 * (3 + 4), 'x gradients': 12, 'x optimizer': 24}, {'x optimizer': 4})
+
+
+class FormerContract(Ranks, Strategy):
+    """Its own `Ranks`: what was `class FormerContract(Strategy)` and is mended in that line."""
+
+    rank, world_size, local_rank, device = 1, 2, 1, torch.device('cpu')
+
+    def all_reduce(self, tensor, op='sum'):
+        return 2 * tensor
+
+    def all_gather_object(self, obj):
+        return ['of rank 0', obj]
+
+    def broadcast_object(self, obj, src=0):
+        return ('', 'of rank 0') if src == 0 else obj
+
+
+def test_a_strategy_may_be_its_own_ranks():
+    with FormerContract(seed=1) as strategy:
+        assert strategy.ranks is strategy and not strategy.is_rank_0
+        assert strategy.run_on_rank0(lambda: pytest.fail('only rank 0 runs it')) == 'of rank 0'
+        assert isinstance(strategy.prepare(torch.nn.Linear(2, 2)), torch.nn.Linear)
+
+
+def test_without_ranks_it_is_refused():
+    class Silent(Strategy):
+        rank = 1
+
+    with pytest.raises(ValueError, match=r'Silent does not say which processes it runs on: .* write class Silent\(Ranks, Strategy\)'):
+        Silent()
+
+
+def test_the_strategys_own_names_are_those_of_its_ranks():
+    class Second(OneProcess):
+        rank, world_size, local_rank = 1, 3, 1
+        left = False
+
+        def broadcast_object(self, obj, src=0):
+            return ('ValueError', 'no room') if src == 0 else obj
+
+        def leave(self):
+            self.left = True
+
+    strategy = Strategy(ranks=Second('cpu'))
+    assert (strategy.rank, strategy.world_size, strategy.local_rank, strategy.is_rank_0) == (1, 3, 1, False)
+    assert strategy.device == torch.device('cpu') and strategy.all_gather_object('x') == ['x']
+    with pytest.raises(ValueError, match='no room'):
+        strategy.run_on_rank0(lambda: None)
+    assert not strategy.fails_together('here')
+    strategy.close()
+    assert strategy.ranks.left
