@@ -122,8 +122,13 @@ def value_parser(hint: Any) -> Callable[[str], Any]:
     return parse
 
 
-def metavar_of(hint: Any) -> str:
-    """What stands for a flag's value in --help: {dpo,kto}, true|false, N (a whole number), X, TEXT, {KEY:X}."""
+def metavar_of(hint: Any, choices: Iterable[str] = ()) -> str:
+    """What stands for a flag's value in --help: {dpo,kto}, true|false, N (a whole number), X, TEXT, {KEY:X}.
+
+    Of a field whose metadata has a registry as `choices`, its names.
+    """
+    if choices := list(choices):
+        return '{' + ','.join(choices) + '}|module:name'
     options = [o for o in typing.get_args(hint) or (hint,) if o is not type(None)] if _is_union(hint) else [hint]
     words = []
     for option in options:
@@ -148,8 +153,8 @@ def add_settings(parser: argparse.ArgumentParser, cls: type, *, skip: Iterable[s
         if f.name not in skip:
             default = defaults.get(f.name, f.default)
             text = f'{docs.get(f.name, "")} (default: {default})'.replace('%', '%%')
-            hint = hints[f.name]
-            group.add_argument(f'--{f.name}', type=value_parser(hint), default=default, help=text, metavar=metavar_of(hint))
+            hint, metavar = hints[f.name], metavar_of(hints[f.name], f.metadata.get('choices', ()))
+            group.add_argument(f'--{f.name}', type=value_parser(hint), default=default, help=text, metavar=metavar)
 
 
 def settings_from(args: argparse.Namespace, cls: type) -> dict[str, Any]:

@@ -144,14 +144,15 @@ def _parser(cls: type[Run], description: str | None, positional: str | None) -> 
         for f in fields(cls):
             if f.name in base.__annotations__ and f.name not in {a.dest for a in parser._actions}:
                 default = cls.shown_default(f.name, f.default) if f.default is not MISSING else ''
-                _add_flag(group, f.name, hints[f.name], f'{docs.get(f.name, "")} (default: {default})'.replace('%', '%%'))
+                text = f'{docs.get(f.name, "")} (default: {default})'.replace('%', '%%')
+                _add_flag(group, f.name, hints[f.name], text, f.metadata.get('choices', ()))
     for name, kind in their_settings(cls).items():
         _add_flag(parser, name, kind, argparse.SUPPRESS)
     return parser
 
 
-def _add_flag(group: Any, name: str, kind: Any, text: str) -> None:
-    options = {'default': argparse.SUPPRESS, 'help': text, 'metavar': metavar_of(kind), 'dest': name}
+def _add_flag(group: Any, name: str, kind: Any, text: str, choices: Iterable[str] = ()) -> None:
+    options = {'default': argparse.SUPPRESS, 'help': text, 'metavar': metavar_of(kind, choices), 'dest': name}
     if 'list[' in str(kind):
         group.add_argument(f'--{name}', action='append', type=str, **options)
     else:
