@@ -380,9 +380,9 @@ class PreferenceRun(DataRun):
             raise ValueError(NO_PLAN)
         self._one_of('method', get_args(Method))
         own = METHODS[self.method].field_names()
-        for name, field in OPTIONS.items():
-            if getattr(self, name) is not None and field not in own:
-                who = ' or '.join(m for m, config in METHODS.items() if field in config.field_names())
+        for name, setting in OPTIONS.items():
+            if getattr(self, name) is not None and setting not in own:
+                who = ' or '.join(m for m, config in METHODS.items() if setting in config.field_names())
                 raise ValueError(f'{name}={getattr(self, name)} is a setting of {who}, not of {self.method}; leave it out')
         super().validate(world_size)
         self.config().validate(world_size)
@@ -392,7 +392,7 @@ class PreferenceRun(DataRun):
         cls = METHODS[self.method]
         shared = {f.name for f in fields(PreferenceConfig)}
         values: dict[str, Any] = {name: getattr(self, name) for name in shared}
-        for name, field in OPTIONS.items():
+        for name, setting in OPTIONS.items():
             if getattr(self, name) is not None:
-                values[field] = getattr(self, name)
+                values[setting] = getattr(self, name)
         return cls(**values)
