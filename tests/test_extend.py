@@ -1,4 +1,4 @@
-"""Each page of docs/extend shows a whole file of at most 40 lines: written outside of the package, as by a user, it does what its page says."""
+"""Each page of docs/extend shows a whole file of at most 40 lines. Written outside of the package, as by a user, it does what is said."""
 
 from __future__ import annotations
 
