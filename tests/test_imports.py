@@ -59,14 +59,6 @@ OPTIONAL: dict[str, str | None] = {
     'pyarrow': None,
 }
 PROCESS_GROUPS = ('trainer/strategies/', 'launch/', 'testing/')
-CIRCLES_IN_TRAINER = {
-    f'chatgpt.trainer.{name}'
-    for name in (
-        'base', 'callbacks', 'callbacks.base', 'callbacks.checkpoint', 'callbacks.early_stopping', 'callbacks.ema', 'callbacks.evaluation',
-        'callbacks.jsonl', 'callbacks.performance', 'callbacks.progress', 'callbacks.samples', 'callbacks.self_check',
-        'callbacks.tensorboard', 'callbacks.wandb', 'checkpointing', 'failure', 'saving', 'strategies.base', 'strategies.idle',
-    )
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -137,7 +129,7 @@ def module_of(file: str) -> str:
 
 
 def wrong_arrows(imports: list[Import]) -> list[str]:
-    """Imports of a package that the importing package may not see, at whatever time. Callbacks name the trainer in types only."""
+    """Imports of a package that the importing package may not see, at whatever time."""
     wrong = []
     for i in imports:
         if i.target != 'chatgpt' and not i.target.startswith('chatgpt.'):
@@ -147,7 +139,7 @@ def wrong_arrows(imports: list[Import]) -> list[str]:
             continue
         if here not in ALLOWED:
             wrong.append(f'{i.file}:{i.line}: package {here!r} is unknown; add it to docs/design.md and to ALLOWED')
-        elif there not in ALLOWED[here] or (here == 'trainer.callbacks' and there == 'trainer' and i.when != 'types'):
+        elif there not in ALLOWED[here]:
             wrong.append(f'{i.file}:{i.line}: {here} imports {there}')
     return wrong
 
@@ -213,13 +205,7 @@ def test_arrows_point_down():
 
 def test_no_circle():
     """At any time of import, types and functions included."""
-    found = [set(group) - CIRCLES_IN_TRAINER for group in circles(*walk(ROOT))]
-    assert [sorted(group) for group in found if group] == []
-
-
-def test_no_circle_while_modules_are_loaded():
-    modules, imports = walk(ROOT)
-    assert circles(modules, [i for i in imports if i.when == 'module']) == []
+    assert circles(*walk(ROOT)) == []
 
 
 def test_optional_packages_and_process_groups_have_their_place():
@@ -286,17 +272,6 @@ def test_a_strategy_must_not_know_its_trainer_nor_an_unknown_package_slip_in(tmp
     _, imports = write_package(tmp_path, files)
     wrong = wrong_arrows(imports)
     assert len(wrong) == 2 and "package 'attic' is unknown" in wrong[0] and 'trainer.strategies imports trainer' in wrong[1]
-
-
-def test_a_callback_may_name_the_trainer_in_types_only(tmp_path):
-    typed = 'from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from chatgpt.trainer.base import Trainer\n'
-    files = {
-        'trainer/base.py': '',
-        'trainer/callbacks/a.py': typed,
-        'trainer/callbacks/b.py': 'from chatgpt.trainer.base import Trainer\n',
-    }
-    _, imports = write_package(tmp_path, files)
-    assert wrong_arrows(imports) == ['chatgpt/trainer/callbacks/b.py:1: trainer.callbacks imports trainer']
 
 
 @pytest.mark.parametrize(

@@ -62,10 +62,10 @@ def test_ours_stays_ours():
     (lambda: PPOTrainer(NOTHING, NOTHING, None, None, None, NOTHING, cliprange=0.1), "unknown keyword 'cliprange'; here it is eps_clip"),
     (lambda: RFTTrainer(NOTHING, NOTHING, NOTHING, [], None, response_length=3), "'response_length'; here it is max_new_tokens"),
     (lambda: SFTTrainer(NOTHING, NOTHING, NOTHING, [], per_device_train_batch_size=3), 'here it is train_batch_size, of one optimizer'),
-    (lambda: Actor(pretrained='gpt2'), r"write AutoActor\(pretrained='gpt2'\), or Actor.from_pretrained\('gpt2'\)"),
-    (lambda: Actor('gpt2'), r"write AutoActor\(pretrained='gpt2'\), or Actor.from_pretrained\('gpt2'\)"),
-    (lambda: Critic(pretrained='gpt2'), r"write AutoCritic\(pretrained='gpt2'\), or Critic.from_pretrained\('gpt2'\)"),
-    (lambda: RewardModel(pretrained='gpt2'), r"write AutoRM\(pretrained='gpt2'\), or RewardModel.from_pretrained\('gpt2'\)"),
+    (lambda: Actor(pretrained='gpt2'), r'to load one: AutoActor\(pretrained=NAME_OR_FOLDER\)'),
+    (lambda: Actor('gpt2'), r'to load one: AutoActor\(pretrained=NAME_OR_FOLDER\)'),
+    (lambda: Critic(pretrained='gpt2'), r'to load one: AutoCritic\(pretrained=NAME_OR_FOLDER\)'),
+    (lambda: RewardModel(pretrained='gpt2'), r'to load one: AutoRM\(pretrained=NAME_OR_FOLDER\)'),
 ])  # fmt: skip
 def test_in_python(call, message):
     with pytest.raises(ValueError, match=message):

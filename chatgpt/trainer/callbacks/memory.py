@@ -5,24 +5,19 @@ Left out: the plan itself (`chatgpt.plan`), and errors while models are loaded, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from chatgpt.plan.of_run import common_fields, note_on_memory
 from chatgpt.plan.setup import Setup
-from chatgpt.trainer.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from chatgpt.trainer.base import Trainer
+from chatgpt.trainer.callbacks.base import Callback, TrainerView
 
 
 class MemoryAdvice(Callback):
     """Every trainer has one."""
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         note_on_memory(error, lambda: setup_of(trainer))
 
 
-def setup_of(trainer: Trainer) -> Setup | None:
+def setup_of(trainer: TrainerView) -> Setup | None:
     """This run as `chatgpt.plan` sees it; None where it is not planned."""
     sizes = trainer.planned_sizes()
     if sizes is None:
