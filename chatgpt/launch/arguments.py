@@ -71,9 +71,11 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def add_flag(group: Any, name: str, kind: Any, text: str, default: Any = argparse.SUPPRESS) -> None:
-    """A flag with a value of the annotated type; that of a list may be given several times."""
-    options = {'default': default, 'help': text.replace('%', '%%'), 'metavar': metavar_of(kind), 'dest': name}
+def add_flag(
+    group: Any, name: str, kind: Any, text: str, default: Any = argparse.SUPPRESS, *, choices: Iterable[str] = ()
+) -> None:
+    """A flag with a value of the annotated type; that of a list may be given several times. `choices`: see `metavar_of`."""
+    options = {'default': default, 'help': text.replace('%', '%%'), 'metavar': metavar_of(kind, choices), 'dest': name}
     if 'list[' in str(kind):
         group.add_argument(f'--{name}', action='append', type=str, **options)
     else:
@@ -87,7 +89,8 @@ def add_settings(parser: argparse.ArgumentParser, cls: type, *, skip: Iterable[s
     group = parser.add_argument_group(cls.__name__)
     for f in fields(cls):
         if f.name not in skip:
-            add_flag(group, f.name, hints[f.name], f'{docs.get(f.name, "")} (default: {f.default})', f.default)
+            text = f'{docs.get(f.name, "")} (default: {f.default})'
+            add_flag(group, f.name, hints[f.name], text, f.default, choices=f.metadata.get('choices', ()))
 
 
 def settings_from(args: argparse.Namespace, cls: type) -> dict[str, Any]:

@@ -143,7 +143,8 @@ def _parser(cls: type[Run], description: str | None, positional: str | None) -> 
         for f in fields(cls):
             if f.name in base.__annotations__ and f.name not in {a.dest for a in parser._actions}:
                 default = cls.shown_default(f.name, f.default) if f.default is not MISSING else ''
-                add_flag(group, f.name, hints[f.name], f'{docs.get(f.name, "")} (default: {default})')
+                text = f'{docs.get(f.name, "")} (default: {default})'
+                add_flag(group, f.name, hints[f.name], text, choices=f.metadata.get('choices', ()))
     for name, kind in their_settings(cls).items():
         add_flag(parser, name, kind, argparse.SUPPRESS)
     return parser

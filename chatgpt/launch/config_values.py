@@ -12,7 +12,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any, Literal
@@ -138,8 +138,13 @@ def value_parser(hint: Any) -> Callable[[str], Any]:
     return parse
 
 
-def metavar_of(hint: Any) -> str:
-    """What stands for a flag's value in --help: {dpo,kto}, true|false, N (a whole number), X, TEXT, {KEY:X}."""
+def metavar_of(hint: Any, choices: Iterable[str] = ()) -> str:
+    """What stands for a flag's value in --help: {dpo,kto}, true|false, N (a whole number), X, TEXT, {KEY:X}.
+
+    Of a field whose metadata has a registry as `choices`, its names.
+    """
+    if choices := list(choices):
+        return '{' + ','.join(choices) + '}|module:name'
     options = [o for o in typing.get_args(hint) or (hint,) if o is not type(None)] if _is_union(hint) else [hint]
     words = []
     for option in options:

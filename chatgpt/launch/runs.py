@@ -7,7 +7,7 @@ files (`config_file`), and building the objects (`recipes`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, cast, get_args
@@ -18,6 +18,7 @@ from chatgpt.trainer.config import CHECKPOINT_MINUTES, LearningSettings, PPOConf
 from chatgpt.trainer.objectives.kto import KTOConfig
 from chatgpt.trainer.objectives.pairs import DPOConfig, DPOLoss, ORPOConfig, PreferenceConfig, SimPOConfig
 from chatgpt.trainer.objectives.reward_model import RewardModelConfig
+from chatgpt.trainer.strategies.registry import STRATEGIES
 
 Family = Literal['auto', 'gpt2', 'opt', 'bloom', 'llama']
 Precision = Literal['fp32', 'bf16', 'fp16']
@@ -36,9 +37,8 @@ class Run(LearningSettings):
 
     said = cast(Mapping[str, Any], MappingProxyType({}))  # no annotation: not a setting
     """the settings that the user gave, in this start or in one that it goes on from"""
-    strategy: str = 'naive'
-    """what prepares and shards the models: naive, ddp, fsdp, fsdp_cpu, colossalai_gemini, colossalai_gemini_cpu, colossalai_zero1,
-    colossalai_zero1_cpu, colossalai_zero2, colossalai_zero2_cpu, or module:Class of your own (docs/strategies.md)"""
+    strategy: str = field(default='naive', metadata={'choices': STRATEGIES})
+    """what prepares and shards the models; module:name is a class of your own (docs/strategies.md)"""
     precision: Precision = 'fp32'
     """compute dtype; weights stay fp32"""
     seed: int = 42
@@ -380,9 +380,9 @@ class PreferenceRun(DataRun):
             raise ValueError(NO_PLAN)
         self._one_of('method', get_args(Method))
         own = METHODS[self.method].field_names()
-        for name, field in OPTIONS.items():
-            if getattr(self, name) is not None and field not in own:
-                who = ' or '.join(m for m, config in METHODS.items() if field in config.field_names())
+        for name, setting in OPTIONS.items():
+            if getattr(self, name) is not None and setting not in own:
+                who = ' or '.join(m for m, config in METHODS.items() if setting in config.field_names())
                 raise ValueError(f'{name}={getattr(self, name)} is a setting of {who}, not of {self.method}; leave it out')
         super().validate(world_size)
         self.config().validate(world_size)
@@ -392,7 +392,7 @@ class PreferenceRun(DataRun):
         cls = METHODS[self.method]
         shared = {f.name for f in fields(PreferenceConfig)}
         values: dict[str, Any] = {name: getattr(self, name) for name in shared}
-        for name, field in OPTIONS.items():
+        for name, setting in OPTIONS.items():
             if getattr(self, name) is not None:
-                values[field] = getattr(self, name)
+                values[setting] = getattr(self, name)
         return cls(**values)

@@ -185,7 +185,7 @@ class PPOConfig(LearningSettings):
 
     # advantages
     advantage_estimator: str = field(default='gae', metadata={'choices': ESTIMATORS})
-    """how advantages follow from rewards; one of the table in `chatgpt.trainer.algorithms`, or module:name of an `Estimator`"""
+    """how advantages follow from rewards (docs/algorithms); module:name is an `Estimator` of your own (docs/extend/algorithm.md)"""
     dynamic_sampling_rounds: int = 0
     """DAPO's dynamic sampling: groups whose scores are all equal teach nothing and are replaced by newly drawn ones, in at most so many
     further rounds; 0 keeps every group"""
@@ -199,7 +199,7 @@ class PPOConfig(LearningSettings):
     # learn
     policy_loss: str = field(default='ppo', metadata={'choices': POLICY_LOSSES})
     """'ppo' clips each token's ratio, 'gspo' one ratio per sequence (Zheng et al. 2025), 'cispo' the weight of −A log π from above
-    (MiniMax-M1, arXiv 2506.13585), 'reinforce' is −A log π without a ratio"""
+    (MiniMax-M1, arXiv 2506.13585), 'reinforce' is −A log π without a ratio; module:name is a `PolicyLoss` of your own"""
     loss_aggregation: Aggregation | None = None
     """'token' is a mean over all tokens of a train batch, 'sequence' a mean over sequences of their means, 'sequence_sum' divides by
     sequences x max_new_tokens; None takes each paper's: 'sequence' for gspo, 'token' for cispo, else 'sequence' for grpo and gdpo,

@@ -13,6 +13,8 @@ from chatgpt.launch.arguments import make_strategy
 from chatgpt.launch.config_file import parse_run, read_file, to_yaml, write_resolved
 from chatgpt.launch.config_values import metavar_of
 from chatgpt.launch.runs import PPORun, PreferenceRun, RewardRun, SFTRun
+from chatgpt.trainer.algorithms import ESTIMATORS
+from chatgpt.trainer.strategies.registry import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / 'examples' / 'configs'
@@ -198,6 +200,25 @@ def test_help_names_the_value_of_every_flag(capsys):
         text = capsys.readouterr().out
         assert '[--lr X]' in text and '[--optimizer {adamw,sgd}]' in text and '[--tensorboard true|false]' in text
         assert re.findall(r'\[--(\w+)\]', text) == ['print_config']  # the only flag without a value
+
+
+def test_help_lists_the_names_of_the_tables_also_those_added_from_outside(capsys, monkeypatch):
+    def shown(*cls):
+        texts = []
+        for each in cls:
+            with pytest.raises(SystemExit):
+                run(each, '--help')
+            texts.append(' '.join(capsys.readouterr().out.split()))
+        return texts
+
+    for text in shown(PPORun, SFTRun, RewardRun, PreferenceRun):
+        assert '[--strategy {' + ','.join(STRATEGIES) + '}|module:name]' in text and 'fsdp_cpu' in text
+    (text,) = shown(PPORun)
+    assert '--advantage_estimator {gae,a2c,grpo,dr_grpo,rloo,gdpo,reinforce++,reinforce++_baseline}|module:name' in text
+    assert '--policy_loss {ppo,gspo,cispo,reinforce}|module:name' in text
+    assert 'mine' not in text
+    monkeypatch.setitem(ESTIMATORS, 'mine', ESTIMATORS['gae'])
+    assert 'reinforce++_baseline,mine}|module:name' in shown(PPORun)[0]
 
 
 @pytest.mark.parametrize('strategy', ['colossalai_gemini', 'colossalai_gemini_cpu'])
