@@ -205,6 +205,8 @@ class _Filler:
             self.aliases.setdefault(id(parameter), []).append(name)
             self.originals.append(parameter)
         self.done: dict[int, nn.Parameter | None] = {}
+        self.metas: dict[int, nn.Parameter] = {}
+        """by id of a parameter with numbers, the one on the meta device that it stands for"""
         if self.files is not None:
             self._check_fit(self.files)
         self.adapter = MergedAdapter(model, source.adapter) if source.adapter else None
@@ -241,6 +243,7 @@ class _Filler:
                     continue
                 real = nn.Parameter(torch.empty_like(parameter, device='cpu'), requires_grad=parameter.requires_grad)
                 self.done[id(parameter)] = module._parameters[name] = real
+                self.metas[id(real)] = parameter
                 names = self.aliases[id(parameter)]
                 fresh.append((names[0], real))
                 if name not in ('lora_A', 'lora_B') and self._load(real, names):
@@ -259,9 +262,8 @@ class _Filler:
         """Let the memory of the unit's tensors go."""
         for _, module in unit.modules:
             for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    meta = torch.empty_like(parameter, device='meta')
-                    module._parameters[name] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+                if parameter is not None and not parameter.is_meta:  # the very one it had, so that tied weights stay tied
+                    module._parameters[name] = self.metas[id(parameter)]
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = torch.empty_like(buffer, device='meta')
