@@ -1,9 +1,9 @@
 """From single sequences to batches: the one place where padding exists.
 
-`collate` pads at a model's door, and says how to leave the padding out again (`packing_of`); `cut_by_tokens` makes micro-batches under a
-token budget; `split_over_ranks` splits a global batch by cost; `align` gives every rank the same number of micro-batches, the last ones
-maybe empty, and `collate` turns an empty one into a dummy batch that weighs nothing. All are pure functions of lengths, so every rank
-computes the whole assignment alone.
+`collate` pads just before a model's forward, and says how to leave the padding out again (`packing_of`). `cut_by_tokens` makes
+micro-batches under a token budget; `split_over_ranks` splits a global batch by cost. `align` gives every rank the same number of
+micro-batches by adding empty ones, and `collate` turns an empty one into a dummy batch that weighs nothing. All are pure functions of
+lengths, so every rank computes the whole assignment alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The records that travel between packages.
 
-A sequence travels alone and unpadded: 1-D tensors, prompt and response apart. `Batch` is the only padded thing and exists
-only at a model's door (`chatgpt.batching.collate` makes it). Shape letters: B sequences, S tokens of a padded row,
+A sequence travels alone and unpadded: 1-D tensors, prompt and response apart. `Batch` is the only padded thing; `chatgpt.batching.collate`
+makes it just before a model's forward. Shape letters: B sequences, S tokens of a padded row,
 P prompt tokens, A actions (response tokens) of one sequence, N actions of a whole batch.
 
 Left out: anything that computes. Imports torch only.

@@ -1,4 +1,4 @@
-"""One door for data: a source in, examples or token records out, bad records named or counted.
+"""Data in one call: a source in, examples or token records out, bad records named or counted.
 
     examples = load_examples('pairs.jsonl', kind='preference', skip_bad_records=True)      # text
     train, validation = load_demonstrations('alpaca.json', tokenizer, max_length=512, validation_percentage=5)

@@ -1,6 +1,6 @@
-"""A rollout worker: a model of its own, filled from buckets, and a local engine. Plain Python; who runs it is another file's business.
+"""A rollout worker: a model of its own, filled from buckets, and a local engine. Plain Python, without Ray.
 
-Left out: the process it lives in (`chatgpt.rollout.ray_workers`), and what happens when that dies (`RemoteEngine`).
+Left out: the process it runs in (`chatgpt.rollout.ray_workers`), and what happens when that dies (`RemoteEngine`).
 """
 
 from __future__ import annotations

@@ -151,9 +151,9 @@ class LocalEngine(InProcessEngine):
 class LocalRun:
     """The rows of one call, from the first prompt that enters to the last response that ends.
 
-    On the device, per live row, `state` (3, n) int64: where in the flat (samples x room) table its next token goes; how
-    many tokens its cache row holds; from which place in the table an end token is allowed. On the host, per live row: sample
-    number, `offset` and `deadline`, both relative to the step count, so that no step has to touch them.
+    What was drawn lies in a flat (samples x max_new) table. On the device, `state` (3, n) int64 says of each live row where in the table
+    its next token goes, how many tokens its cache row holds, and from which place in the table on it may end. On the host, each live row
+    has its sample number, an `offset` and a `deadline`; both are relative to the step count, so that no step has to touch them.
     """
 
     def __init__(self, engine: LocalEngine, call: Call, limits: list[int]) -> None:
@@ -162,11 +162,11 @@ class LocalRun:
         prompts, sampling = call.prompts, call.sampling
         self.device = next(self.actor.parameters()).device
         self.sampler = TokenSampler(sampling, self.device)
-        self.room = max(limits)
+        self.max_new = max(limits)
         self.uniforms: Tensor | None = None
         if sampling.do_sample:
             keys = sample_keys(call.seed, torch.tensor(self.indices, dtype=torch.int64, device=self.device))
-            self.uniforms = uniforms(keys[:, None], torch.arange(self.room, device=self.device)).view(-1, 1)
+            self.uniforms = uniforms(keys[:, None], torch.arange(self.max_new, device=self.device)).view(-1, 1)
         self.queue = deque(range(len(prompts)))
         self.max_rows = min(engine.max_batch_size, len(prompts))
         # the last token of a sequence is never fed back, so it needs no slot
@@ -180,7 +180,7 @@ class LocalRun:
         self.cache = engine.cache(self.max_rows, capacity)
         self.fixed: FixedSteps | None = None
         if fixed:
-            self.fixed = engine.fixed(self.cache, self.sampler, self.uniforms, len(prompts) * self.room, capture=not streams)
+            self.fixed = engine.fixed(self.cache, self.sampler, self.uniforms, len(prompts) * self.max_new, capture=not streams)
         self.fixed_loaded = False
         # live rows
         self.row_sample: list[int] = []
@@ -222,9 +222,9 @@ class LocalRun:
             logits = self.prefill([distinct[c] for c in chunk], [len(takers[distinct[c]]) for c in chunk])
             places = torch.tensor(
                 [
-                    [s * self.room for s in samples],
+                    [s * self.max_new for s in samples],
                     [len(self.prompts[s].ids) for s in samples],
-                    [s * self.room + self.sampling.min_new_tokens for s in samples],
+                    [s * self.max_new + self.sampling.min_new_tokens for s in samples],
                 ],
                 device=self.device,
             )
@@ -365,7 +365,7 @@ class LocalRun:
     def samples(self) -> list[Sample]:
         """The finished samples, in the order of the prompts."""
         flat = torch.cat([flat for flat, _ in self.records])
-        shape = (len(self.prompts), self.room)
+        shape = (len(self.prompts), self.max_new)
 
         def table(name: str, dtype: torch.dtype) -> Tensor:
             # a new tensor on the CPU: slices of it are cut out with clone, so that a sample does not hold all others in memory
