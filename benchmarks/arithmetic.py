@@ -3,9 +3,9 @@
     python benchmarks/arithmetic.py [--seeds 1 2 3] [--methods ppo grpo] [--results benchmarks/results/arithmetic]
     python benchmarks/arithmetic.py --report [--out docs/results/arithmetic.md]
 
-Problems are 'ab+cd=' with 10 <= ab, cd <= 99; 10 % of the 8,100 are held back. A GPT-2 of 3 layers x 96 first learns 400 of the
+Problems are 'ab+cd=' with 10 <= ab, cd <= 99; 10 % of the 8,100 are for evaluation. A GPT-2 of 3 layers x 96 first learns 400 of the
 others by SFT (the sum is written from its last digit on), then 120 phases of 256 responses by the reward
-`chatgpt.rewards.ExactAnswer`. Exact match is of greedy responses to the 810 held-back problems; both methods of a seed start from
+`chatgpt.rewards.ExactAnswer`. Exact match is of greedy responses to the 810 eval problems; both methods of a seed start from
 the same model. Of 256 responses PPO has one to each prompt, GRPO eight, so PPO sees eight times as many problems; it also has
 values for each digit. Seconds are of one thread, of the reinforcement learning and its evaluations.
 """
@@ -45,7 +45,7 @@ def tokenizer() -> Any:
 
 
 def problems(seed: int) -> tuple[list[Row], list[Row]]:
-    """Training and held-back rows of prompt and answer; the answer's digits from the last on."""
+    """Training and eval rows of prompt and answer; the answer's digits from the last on."""
     rows = [{'prompt': f'{a}+{b}=', 'answer': str(a + b)[::-1]} for a in range(10, 100) for b in range(10, 100)]
     random.Random(seed).shuffle(rows)
     return rows[810:], rows[:810]
@@ -84,8 +84,8 @@ def pretrained(seed: int, rows: list[Row], words: Any) -> Any:
         return strategy.unwrap(actor)
 
 
-def reinforce(method: str, start: Any, seed: int, train: list[Row], held_back: list[Row], words: Any) -> list[float]:
-    """Learns from the reward alone; exact match on the held-back problems before, every `EVERY` phases, and at the end."""
+def reinforce(method: str, start: Any, seed: int, train: list[Row], eval_rows: list[Row], words: Any) -> list[float]:
+    """Learns from the reward alone; exact match on the eval problems before, every `EVERY` phases, and at the end."""
     from chatgpt.nn import Critic
     from chatgpt.rewards import ExactAnswer
     from chatgpt.trainer import PPOTrainer
@@ -95,7 +95,7 @@ def reinforce(method: str, start: Any, seed: int, train: list[Row], held_back: l
     curve: list[float] = []
 
     def evaluate(trainer: Any) -> dict[str, float]:
-        curve.append(exact_match(trainer.strategy.unwrap(trainer.actor), held_back, words))
+        curve.append(exact_match(trainer.strategy.unwrap(trainer.actor), eval_rows, words))
         return {'score_mean': curve[-1]}
 
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
@@ -118,12 +118,12 @@ def run(methods: list[str], seed: int, folder: Path) -> None:
     """One file for each method of a seed."""
     torch.set_num_threads(1)
     words = tokenizer()
-    train, held_back = problems(seed)
+    train, eval_rows = problems(seed)
     start = pretrained(seed, train, words)
     folder.mkdir(parents=True, exist_ok=True)
     for method in methods:
         wall, cpu = time.perf_counter(), time.process_time()
-        curve = reinforce(method, start, seed, train, held_back, words)
+        curve = reinforce(method, start, seed, train, eval_rows, words)
         result = {
             'method': method, 'seed': seed, 'exact_match': curve, 'before': curve[0], 'after': curve[-1],
             'settings': METHODS[method], 'wall_s': time.perf_counter() - wall, 'cpu_s': time.process_time() - cpu,
@@ -152,7 +152,7 @@ def report(folder: Path, out: Path) -> None:
         label = None if r['method'] in seen else r['method']
         axis.plot(phases, r['exact_match'], color=f'C{list(METHODS).index(r["method"])}', alpha=0.8, label=label)
         seen.add(r['method'])
-    axis.set(xlabel='phase', ylabel='exact match, held-back', ylim=(0, 1), title='two-digit addition, each line one seed')
+    axis.set(xlabel='phase', ylabel='exact match, eval', ylim=(0, 1), title='two-digit addition, each line one seed')
     axis.grid(alpha=0.3)
     axis.legend(loc='lower right')
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -217,8 +217,8 @@ def measure_device(out: Path) -> None:
     if device.type == 'cuda':
         host = host.pin_memory()
     found['host_to_device_gb_per_s'] = max(size / seconds(lambda: there.copy_(host), device) / 1e9 for _ in range(3))
-    twin = torch.empty_like(there)
-    found['device_copy_gb_per_s'] = max(2 * size / seconds(lambda: twin.copy_(there), device) / 1e9 for _ in range(3))
+    copied = torch.empty_like(there)
+    found['device_copy_gb_per_s'] = max(2 * size / seconds(lambda: copied.copy_(there), device) / 1e9 for _ in range(3))
     write_json(out, found)
 
 

@@ -1,8 +1,8 @@
-"""A reward model from labelled sentences: pairs of a positive and a negative one, on a held-back tenth, beside a bag of words.
+"""A reward model from labelled sentences: pairs of a positive and a negative one, on an eval tenth, beside a bag of words.
 
     python benchmarks/movie_reviews.py movie_reviews.jsonl [--seeds 1 2 3] [--out docs/results/reward_model.md]
 
-Rows are {"text", "label"}. Of both labels a tenth is held back; every held-back positive is paired with 5 random held-back negatives.
+Rows are {"text", "label"}. Of both labels a tenth is for evaluation; each of its positives is paired with 5 random ones of its negatives.
 The model is a GPT-2 of 2 layers x 128 with new weights over the 6,000 most frequent words of the training part, trained by
 `RewardModelTrainer` on random pairs of training sentences. The bag of words is a logistic regression on which of the same words are in a
 sentence. Seconds are of one thread. Every finished seed is kept in `--results`, and the table is written again after each.
@@ -36,11 +36,11 @@ def read(path: Path) -> dict[bool, list[list[str]]]:
 
 
 def split(data: dict[bool, list[list[str]]], seed: int) -> tuple[dict[bool, list[list[str]]], dict[bool, list[list[str]]]]:
-    train, held_back = {}, {}
+    train, eval_texts = {}, {}
     for label, texts in data.items():
         mixed = random.Random(seed).sample(texts, len(texts))
-        held_back[label], train[label] = mixed[: len(mixed) // 10], mixed[len(mixed) // 10 :]
-    return train, held_back
+        eval_texts[label], train[label] = mixed[: len(mixed) // 10], mixed[len(mixed) // 10 :]
+    return train, eval_texts
 
 
 def vocabulary(train: dict[bool, list[list[str]]]) -> dict[str, int]:
@@ -55,7 +55,7 @@ def pairs(data: dict[bool, list[list[str]]], count: int, seed: int) -> list[tupl
     return [(good, rng.choice(data[False])) for good in positives]
 
 
-def bag_of_words(train: Any, held_back: Any, words: dict[str, int], seed: int) -> float:
+def bag_of_words(train: Any, eval_texts: Any, words: dict[str, int], seed: int) -> float:
     """Pair accuracy of a logistic regression on word presence."""
     torch.manual_seed(seed)
 
@@ -76,13 +76,13 @@ def bag_of_words(train: Any, held_back: Any, words: dict[str, int], seed: int) -
             optim.zero_grad()
             loss.backward()
             optim.step()
-    judged = pairs(held_back, 5 * len(held_back[True]), seed)
+    compared = pairs(eval_texts, 5 * len(eval_texts[True]), seed)
     with torch.no_grad():
-        better, worse = (linear(features([p[i] for p in judged]))[:, 0] for i in (0, 1))
+        better, worse = (linear(features([p[i] for p in compared]))[:, 0] for i in (0, 1))
     return float((better > worse).float().mean())
 
 
-def reward_model(train: Any, held_back: Any, words: dict[str, int], seed: int) -> float:
+def reward_model(train: Any, eval_texts: Any, words: dict[str, int], seed: int) -> float:
     """Pair accuracy of `RewardModelTrainer`'s model."""
     from transformers import GPT2Config, GPT2Model
 
@@ -110,17 +110,17 @@ def reward_model(train: Any, held_back: Any, words: dict[str, int], seed: int) -
             train_batch_size=64, max_epochs=1, warmup_steps=50, log_interval=100,
         )  # fmt: skip
         trainer.fit()
-        judged = [record(p) for p in pairs(held_back, 5 * len(held_back[True]), seed)]
-        return trainer.evaluate(judged)['accuracy']
+        compared = [record(p) for p in pairs(eval_texts, 5 * len(eval_texts[True]), seed)]
+        return trainer.evaluate(compared)['accuracy']
 
 
 def measure(data: dict[bool, list[list[str]]], seed: int) -> dict[str, float]:
-    """Pair accuracies on the held-back tenth of this seed, and what the reward model cost."""
-    train, held_back = split(data, seed)
+    """Pair accuracies on the eval tenth of this seed, and what the reward model cost."""
+    train, eval_texts = split(data, seed)
     words = vocabulary(train)
-    bag = bag_of_words(train, held_back, words, seed)
+    bag = bag_of_words(train, eval_texts, words, seed)
     start, cpu = time.perf_counter(), time.process_time()
-    model = reward_model(train, held_back, words, seed)
+    model = reward_model(train, eval_texts, words, seed)
     spent = {'wall_s': time.perf_counter() - start, 'cpu_s': time.process_time() - cpu}
     return {'seed': seed, 'reward_model': model, 'bag_of_words': bag, **spent}
 

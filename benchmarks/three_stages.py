@@ -3,7 +3,7 @@
     python benchmarks/three_stages.py --model stories260K --stories stories.txt --reviews movie_reviews.jsonl --prompts prompts.jsonl
 
 1. train_sft.py: the model (Llama architecture, 260 thousand parameters) on about 1,000 stories, 2 epochs.
-2. train_reward_model.py: the same trunk on the labels of the reviews, one epoch, a tenth held back.
+2. train_reward_model.py: the same trunk on the labels of the reviews, one epoch, a tenth for evaluation.
 3. train_prompts.py: PPO on story openings against that reward model, 40 phases of 64 responses of 48 tokens.
 
 The reward model is small and judges texts unlike those it has seen; the table says what its score and an independent count of joyful
@@ -91,9 +91,9 @@ def main() -> None:
     lines = ['# Three stages on a real model', '', '`python benchmarks/three_stages.py ...`. ' + legend, '']
     lines += ['| stage | measure | before | after | wall s |', '|---|---|---|---|---|']
     losses = [r['sft/val_perplexity'] for r in sft if 'sft/val_perplexity' in r]
-    lines.append(f'| SFT | perplexity on held-back stories, after epoch 1 and 2 | {losses[0]:.2f} | {losses[-1]:.2f} | {seconds[0]:.0f} |')
+    lines.append(f'| SFT | perplexity on eval stories, after epoch 1 and 2 | {losses[0]:.2f} | {losses[-1]:.2f} | {seconds[0]:.0f} |')
     accuracy = [r['rm/val_accuracy'] for r in rm if 'rm/val_accuracy' in r][-1]
-    lines.append(f'| reward model | accuracy on held-back reviews (0.5 is chance) | | {accuracy:.3f} | {seconds[1]:.0f} |')
+    lines.append(f'| reward model | accuracy on eval reviews (0.5 is chance) | | {accuracy:.3f} | {seconds[1]:.0f} |')
     means = [sum(r['rollout/score_mean'] for r in part) / len(part) for part in (ppo[:3], ppo[-3:])]
     lines.append(f"| PPO | the reward model's score, first and last three phases | {means[0]:+.2f} | {means[1]:+.2f} | {seconds[2]:.0f} |")
     lines.append(f'| PPO | KL to the SFT model, last three phases, nats | 0 | {sum(r["rollout/kl_mean"] for r in ppo[-3:]) / 3:.1f} | |')

@@ -1,6 +1,6 @@
 """`chatgpt`: RLHF on Hugging Face models. The algorithm is written once and the hardware is a plug.
 
-Importing it loads nothing heavy: `chatgpt.nn`, `chatgpt.trainer` and the other rooms are loaded when first asked for.
+Importing it loads nothing heavy: `chatgpt.nn`, `chatgpt.trainer` and the other packages are loaded when first asked for.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from typing import Any
 
 __version__ = '0.1.0'
 
-_ROOMS = (
+_PACKAGES = (
     'batching', 'checkpoint', 'dataset', 'experience', 'functional', 'launch', 'nn', 'plan', 'rewards', 'rollout', 'testing', 'trainer',
     'types',
 )  # fmt: skip
 
-__all__ = ['__version__', 'train', *_ROOMS]
+__all__ = ['__version__', 'train', *_PACKAGES]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if name in _PACKAGES:
         return importlib.import_module(f'chatgpt.{name}')
     if name == 'train':
         return importlib.import_module('chatgpt.quickstart').train

@@ -19,7 +19,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from chatgpt.launch.arguments import Parser, add_strategy, number, run_main, strategy_of, whole_number
+from chatgpt.launch.arguments import Parser, add_strategy, run_main, strategy_of
+from chatgpt.launch.config_values import number, whole_number
 
 BATCH = 64
 

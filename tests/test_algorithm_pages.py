@@ -32,7 +32,7 @@ def test_a_page_has_its_five_parts(page):
     names = set(re.findall(r'`((?:rollout|ppo|sft|rm|dpo|orpo|simpo|kto|ilql|rft|perf)/[a-z_0-9.]+)`', parts['Metrics']))
     known = (DOCS / 'metrics.md').read_text()
     assert all(f'`{name.removesuffix("...")}' in known for name in names)
-    for name in PARTS:  # the twin: a page without one of them is found out
+    for name in PARTS:  # negative control: a page without one of them is found out
         assert missing(text.replace(f'## {name}\n', '')) == [name]
 
 

@@ -75,7 +75,7 @@ def assumed() -> dict[str, Any]:
         '__name__': 'page',
         'score': lambda prompts, responses: [float(r.count('a')) for r in responses],
         'prompts': prompts,
-        'held_back': prompts[:2],
+        'eval_prompts': prompts[:2],
         'samples': [(p, ' b') for p in prompts],
         'rewards': [float(i % 2) for i in range(len(prompts))],
         'preferences': [{'prompt': p, 'chosen': ' b', 'rejected': ' c'} for p in prompts],

@@ -108,14 +108,14 @@ def _ranked(example: Example) -> list[dict[str, Any]]:
     return [record | ({'scores': list(found.scores)} if found.scores else {})]
 
 
-def _judged(example: Example) -> list[dict[str, Any]]:
+def _labelled(example: Example) -> list[dict[str, Any]]:
     """KTO's shape. A pair gives one desirable and one undesirable answer; of ranked ones the first and the last."""
     if isinstance(example, Preference):
         given = [(example.responses[0], True), (example.responses[-1], False)]
     elif isinstance(example, Labelled) and isinstance(example.label, bool):
         given = [(example.response, example.label)]
     else:
-        raise BadRecord('neither a preference nor a judged answer (label true or false)')
+        raise BadRecord('neither a preference nor a labelled answer (label true or false)')
     if example.prompt == '':
         raise BadRecord('a text without a prompt, where a conversation is needed')
     asked = prompt_turns(example.prompt)
@@ -141,7 +141,7 @@ TARGETS: dict[str, Callable[[Example], list[dict[str, Any]]]] = {
     'preference': _preference,
     'dialogues': _dialogues,
     'ranked': _ranked,
-    'kto': _judged,
+    'kto': _labelled,
     'text_label': _text_label,
     'text': _text,
 }

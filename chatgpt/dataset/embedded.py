@@ -4,7 +4,7 @@
 
 The prompt is the first sentence; the response is what follows. `true_score` reads a response by the world's grammar: every well-formed
 cheerful sentence counts +1, every gloomy one −1, once each; what is no sentence counts −1. So preferences can be generated, a reward model
-trained on them, and a policy judged by the truth instead of by that reward model. Everything follows from a seed, and the
+trained on them, and a policy scored by the truth instead of by that reward model. Everything follows from a seed, and the
 tokenizer and the model config come with it.
 
 Left out: `datasets`, and anything that reads files.

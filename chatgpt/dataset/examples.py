@@ -68,7 +68,7 @@ class Preference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Labelled:
-    """A text with a label: a class, a judgement (True: desirable), or a reward. Text without a prompt has the prompt ''."""
+    """A text with a label: a class, a bool (True: desirable), or a reward. Text without a prompt has the prompt ''."""
 
     prompt: PromptText
     response: ResponseText
@@ -118,7 +118,7 @@ def as_kind(example: Example, kind: Kind) -> Example:
     """The same example as another kind. Raises BadRecord where nothing sensible comes out.
 
     A preference or labelled example gives its prompt, a preference its best answer as a demonstration, a conversation the turns
-    before its last answer as a prompt. What was judged undesirable (label False) is no demonstration.
+    before its last answer as a prompt. What is labelled undesirable (False) is no demonstration.
     """
     if isinstance(example, _CLASSES[kind]):
         return example
@@ -135,7 +135,7 @@ def as_kind(example: Example, kind: Kind) -> Example:
             return Demonstration(prompt=example.prompt, response=example.responses[0], columns=columns, where=where)
         if isinstance(example, Labelled):
             if example.label is False:
-                raise BadRecord('judged undesirable (label false), so not a demonstration')
+                raise BadRecord('labelled undesirable (false), so not a demonstration')
             return Demonstration(prompt=example.prompt, response=example.response, columns=columns, where=where)
         if isinstance(example, PromptExample) and isinstance(example.prompt, tuple):
             prompt, response = split_turns(example.prompt)  # a last turn of the user has no answer to learn from

@@ -169,7 +169,7 @@ def load_labelled(
     seed: int = 0,
     **reading: Any,
 ) -> tuple[Loaded[TokenizedLabelled], Loaded[TokenizedLabelled]]:
-    """Training and validation sequences with labels: classes, KTO's judgements, rewards. Arguments as for `load_demonstrations`."""
+    """Training and validation sequences with labels: classes, KTO's desirable or not, rewards. Arguments as for `load_demonstrations`."""
     options = _options(tokenizer, max_length, overflow, apply_chat_template)
     split = (skip_bad_records, validation_source, validation_percentage, seed)
     return _load_tokenized(source, 'labelled', tokenize_labelled, tokenizer, options, *split, reading)

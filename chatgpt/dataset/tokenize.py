@@ -88,7 +88,7 @@ class TokenizedPreference:
 
 @dataclass(kw_only=True, slots=True)
 class TokenizedLabelled:
-    """A sequence and its label: a class, a judgement (bool), or a reward."""
+    """A sequence and its label: a class, a bool (True: desirable), or a reward."""
 
     sequence: Sequence
     label: bool | int | float | str

@@ -22,9 +22,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
+from chatgpt.launch.config_values import metavar_of, typed_text, value_parser
 from chatgpt.launch.relaunch import mark_told, was_told
 from chatgpt.names import hint
 from chatgpt.rewards.calling import made
@@ -69,92 +71,26 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def parse_bool(text: str) -> bool:
-    if text.lower() in ('true', '1', 'yes'):
-        return True
-    if text.lower() in ('false', '0', 'no'):
-        return False
-    raise argparse.ArgumentTypeError(f'{text!r} is not a boolean; use true or false')
+def add_flag(
+    group: Any, name: str, kind: Any, text: str, default: Any = argparse.SUPPRESS, *, choices: Iterable[str] = ()
+) -> None:
+    """A flag with a value of the annotated type; that of a list may be given several times. `choices`: see `metavar_of`."""
+    options = {'default': default, 'help': text.replace('%', '%%'), 'metavar': metavar_of(kind, choices), 'dest': name}
+    if 'list[' in str(kind):
+        group.add_argument(f'--{name}', action='append', type=str, **options)
+    else:
+        parse = partial(typed_text, hint=kind) if 'dict[' in str(kind) else value_parser(kind)
+        group.add_argument(f'--{name}', type=parse, **options)
 
 
-def number(text: str) -> float:
-    """A flag's value as a float; 'nan' is none."""
-    value = float(text)
-    if value != value:
-        raise argparse.ArgumentTypeError(f'{text!r} is not a number')
-    return value
-
-
-def whole_number(text: str) -> int:
-    """A flag's value as an int; '0.0' is one."""
-    try:
-        return int(text)
-    except ValueError:
-        if not float(text).is_integer():
-            raise
-        return int(float(text))
-
-
-def value_parser(hint: Any) -> Callable[[str], Any]:
-    """A function from the text of a flag to a value of the annotated type; 'none' is None where the type allows it."""
-    options = typing.get_args(hint) if _is_union(hint) else (hint,)
-    literals = [v for o in options if typing.get_origin(o) is Literal for v in typing.get_args(o)]
-    plain = [o for o in options if o is not type(None) and typing.get_origin(o) is not Literal]
-
-    def parse(text: str) -> Any:
-        if type(None) in options and text.lower() in ('none', 'null'):
-            return None
-        for literal in literals:
-            if text == str(literal) or (isinstance(literal, bool) and text.lower() == str(literal).lower()):
-                return literal
-        for kind in plain:
-            try:
-                return {bool: parse_bool, int: whole_number, float: number}.get(kind, kind)(text)
-            except (ValueError, TypeError, OverflowError, argparse.ArgumentTypeError):
-                continue
-        if not literals and bool in plain:
-            parse_bool(text)
-        if not literals and all(o in (int, float, type(None)) for o in plain):
-            raise argparse.ArgumentTypeError(f'{text!r} is no {"whole " if float not in plain else ""}number')
-        expected = ', '.join([str(v) for v in literals] + [getattr(o, '__name__', str(o)) for o in plain])
-        raise argparse.ArgumentTypeError(f'{text!r} is none of: {expected}')
-
-    return parse
-
-
-def metavar_of(hint: Any, choices: Iterable[str] = ()) -> str:
-    """What stands for a flag's value in --help: {dpo,kto}, true|false, N (a whole number), X, TEXT, {KEY:X}.
-
-    Of a field whose metadata has a registry as `choices`, its names.
-    """
-    if choices := list(choices):
-        return '{' + ','.join(choices) + '}|module:name'
-    options = [o for o in typing.get_args(hint) or (hint,) if o is not type(None)] if _is_union(hint) else [hint]
-    words = []
-    for option in options:
-        if typing.get_origin(option) is Literal:
-            words.append('{' + ','.join(map(str, typing.get_args(option))) + '}')
-        elif typing.get_origin(option) is dict:
-            words.append('{KEY:X}')
-        else:
-            words.append({bool: 'true|false', int: 'N', float: 'X'}.get(option, 'TEXT'))
-    return '|'.join(words)
-
-
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (typing.Union, types.UnionType)
-
-
-def add_settings(parser: argparse.ArgumentParser, cls: type, *, skip: Iterable[str] = (), **defaults: Any) -> None:
-    """One flag per field of `cls`; `defaults` replace the dataclass's own for this script."""
+def add_settings(parser: argparse.ArgumentParser, cls: type, *, skip: Iterable[str] = ()) -> None:
+    """One flag per field of `cls`, with its default."""
     hints, docs = typing.get_type_hints(cls), field_docs(cls)
     group = parser.add_argument_group(cls.__name__)
     for f in fields(cls):
         if f.name not in skip:
-            default = defaults.get(f.name, f.default)
-            text = f'{docs.get(f.name, "")} (default: {default})'.replace('%', '%%')
-            hint, metavar = hints[f.name], metavar_of(hints[f.name], f.metadata.get('choices', ()))
-            group.add_argument(f'--{f.name}', type=value_parser(hint), default=default, help=text, metavar=metavar)
+            text = f'{docs.get(f.name, "")} (default: {f.default})'
+            add_flag(group, f.name, hints[f.name], text, f.default, choices=f.metadata.get('choices', ()))
 
 
 def settings_from(args: argparse.Namespace, cls: type) -> dict[str, Any]:

@@ -13,12 +13,11 @@ import typing
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import MISSING, fields
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from chatgpt.launch.arguments import Parser, field_docs, metavar_of, value_parser
-from chatgpt.launch.config_values import OVERRIDE, flat, overrides, read_file, typed, typed_text
+from chatgpt.launch.arguments import Parser, add_flag, field_docs
+from chatgpt.launch.config_values import OVERRIDE, flat, overrides, read_file, typed
 from chatgpt.launch.runs import PPORun, Run
 from chatgpt.launch.theirs import in_our_words, meet, their_settings
 from chatgpt.names import THEIRS, hint, ours
@@ -144,20 +143,11 @@ def _parser(cls: type[Run], description: str | None, positional: str | None) -> 
         for f in fields(cls):
             if f.name in base.__annotations__ and f.name not in {a.dest for a in parser._actions}:
                 default = cls.shown_default(f.name, f.default) if f.default is not MISSING else ''
-                text = f'{docs.get(f.name, "")} (default: {default})'.replace('%', '%%')
-                _add_flag(group, f.name, hints[f.name], text, f.metadata.get('choices', ()))
+                text = f'{docs.get(f.name, "")} (default: {default})'
+                add_flag(group, f.name, hints[f.name], text, choices=f.metadata.get('choices', ()))
     for name, kind in their_settings(cls).items():
-        _add_flag(parser, name, kind, argparse.SUPPRESS)
+        add_flag(parser, name, kind, argparse.SUPPRESS)
     return parser
-
-
-def _add_flag(group: Any, name: str, kind: Any, text: str, choices: Iterable[str] = ()) -> None:
-    options = {'default': argparse.SUPPRESS, 'help': text, 'metavar': metavar_of(kind, choices), 'dest': name}
-    if 'list[' in str(kind):
-        group.add_argument(f'--{name}', action='append', type=str, **options)
-    else:
-        parse = partial(typed_text, hint=kind) if 'dict[' in str(kind) else value_parser(kind)
-        group.add_argument(f'--{name}', type=parse, **options)
 
 
 def _sorted(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:

@@ -1,4 +1,4 @@
-"""Values out of config files and `key=value` words, before it is known what run they are for.
+"""Values out of flags, config files and `key=value` words, before it is known what run they are for.
 
 Nothing in a file is ever evaluated. Imports neither torch nor the settings of runs, so that a launcher can look here first (`peek`).
 Left out: which keys a run has (`config_file`).
@@ -12,12 +12,11 @@ import json
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from chatgpt.launch.arguments import value_parser
 from chatgpt.names import ours
 
 SECTIONS = ('general', 'dataset', 'training')
@@ -86,9 +85,85 @@ def flat(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
             yield str(key), str(key), value
 
 
+def parse_bool(text: str) -> bool:
+    if text.lower() in ('true', '1', 'yes'):
+        return True
+    if text.lower() in ('false', '0', 'no'):
+        return False
+    raise argparse.ArgumentTypeError(f'{text!r} is not a boolean; use true or false')
+
+
+def number(text: str) -> float:
+    """A flag's value as a float; 'nan' is none."""
+    value = float(text)
+    if value != value:
+        raise argparse.ArgumentTypeError(f'{text!r} is not a number')
+    return value
+
+
+def whole_number(text: str) -> int:
+    """A flag's value as an int; '0.0' is one."""
+    try:
+        return int(text)
+    except ValueError:
+        if not float(text).is_integer():
+            raise
+        return int(float(text))
+
+
+def value_parser(hint: Any) -> Callable[[str], Any]:
+    """A function from the text of a flag to a value of the annotated type; 'none' is None where the type allows it."""
+    options = typing.get_args(hint) if _is_union(hint) else (hint,)
+    literals = [v for o in options if typing.get_origin(o) is Literal for v in typing.get_args(o)]
+    plain = [o for o in options if o is not type(None) and typing.get_origin(o) is not Literal]
+
+    def parse(text: str) -> Any:
+        if type(None) in options and text.lower() in ('none', 'null'):
+            return None
+        for literal in literals:
+            if text == str(literal) or (isinstance(literal, bool) and text.lower() == str(literal).lower()):
+                return literal
+        for kind in plain:
+            try:
+                return {bool: parse_bool, int: whole_number, float: number}.get(kind, kind)(text)
+            except (ValueError, TypeError, OverflowError, argparse.ArgumentTypeError):
+                continue
+        if not literals and bool in plain:
+            parse_bool(text)
+        if not literals and all(o in (int, float, type(None)) for o in plain):
+            raise argparse.ArgumentTypeError(f'{text!r} is no {"whole " if float not in plain else ""}number')
+        expected = ', '.join([str(v) for v in literals] + [getattr(o, '__name__', str(o)) for o in plain])
+        raise argparse.ArgumentTypeError(f'{text!r} is none of: {expected}')
+
+    return parse
+
+
+def metavar_of(hint: Any, choices: Iterable[str] = ()) -> str:
+    """What stands for a flag's value in --help: {dpo,kto}, true|false, N (a whole number), X, TEXT, {KEY:X}.
+
+    Of a field whose metadata has a registry as `choices`, its names.
+    """
+    if choices := list(choices):
+        return '{' + ','.join(choices) + '}|module:name'
+    options = [o for o in typing.get_args(hint) or (hint,) if o is not type(None)] if _is_union(hint) else [hint]
+    words = []
+    for option in options:
+        if typing.get_origin(option) is Literal:
+            words.append('{' + ','.join(map(str, typing.get_args(option))) + '}')
+        elif typing.get_origin(option) is dict:
+            words.append('{KEY:X}')
+        else:
+            words.append({bool: 'true|false', int: 'N', float: 'X'}.get(option, 'TEXT'))
+    return '|'.join(words)
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
 def typed(value: Any, hint: Any) -> Any:
     """A file's value as the annotated type."""
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    options = typing.get_args(hint) if _is_union(hint) else (hint,)
     for option in options:
         origin = typing.get_origin(option)
         if origin is list and isinstance(value, (list, tuple)):

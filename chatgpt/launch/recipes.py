@@ -64,6 +64,8 @@ def execute(run: Run) -> None:
         inputs.callbacks = make_callbacks(run, inputs)
         inputs.model = start_of(run, strategy)
         trainer = make_trainer(inputs, strategy, engine)
+        if isinstance(run, PPORun):
+            trainer.set_prompts(inputs.train)  # whose order a checkpoint goes on with
         resume(run, trainer)
         if isinstance(run, PPORun):
             write_settings(inputs, strategy)
@@ -136,13 +138,11 @@ def ppo_trainer(inputs: Inputs, strategy: Any, models: PPOModels, engine: Any = 
     if inputs.reward_tokenizer is not None:  # a model that reads other tokens than the policy gets its tokenizer along
         limits = {'max_tokens_per_batch': settings.max_tokens_per_batch, 'max_length': inputs.reward_context}
         reward = RewardModelScorer(reward, tokenizer=inputs.reward_tokenizer, **limits)
-    trainer = PPOTrainer(
+    return PPOTrainer(
         strategy, actor, critic, scorer or reward, initial_model, actor_optim, critic_optim, config=settings, tokenizer=inputs.tokenizer,
         pretrain_data=inputs.pretrain_data, engine=engine or make_engine(run.engine, inputs.model), callbacks=inputs.callbacks,
         run_dir=inputs.run_dir, **inputs.generation,
     )  # fmt: skip
-    trainer.set_prompts(inputs.train)
-    return trainer
 
 
 def make_engine(name: str, pretrained: Any) -> Any:

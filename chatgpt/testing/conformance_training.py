@@ -115,12 +115,12 @@ def check_accumulation(bench: Bench) -> None:
 
 
 def check_unequal(bench: Bench) -> None:
-    """Fewer sequences than ranks can share evenly: fillers of weight zero change nothing."""
+    """Fewer sequences than ranks can share evenly: dummy batches of weight zero change nothing."""
     with bench.make_strategy() as strategy, bench.make_reference(strategy) as naive:
         data = tiny_sequences(2 * strategy.world_size - 1 if strategy.world_size > 1 else 1, seed=9)
         max_tokens = 1 if strategy.supports_accumulation else None  # one sequence per micro-batch
         if not strategy.supports_accumulation:
-            data = data[:1]  # the other ranks have nothing but a filler
+            data = data[:1]  # the other ranks have nothing but a dummy batch
         model, optimizer = bench.pair(strategy)
         want, want_optimizer = bench.pair(naive)
         got_results = bench.train(strategy, model, optimizer, steps=2, max_tokens=max_tokens, sequences=data)

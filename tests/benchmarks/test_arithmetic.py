@@ -13,13 +13,13 @@ import arithmetic
 
 
 def test_problems_are_right_and_apart():
-    train, held_back = arithmetic.problems(1)
-    assert len(train) + len(held_back) == 90 * 90
-    assert not {row['prompt'] for row in train} & {row['prompt'] for row in held_back}
-    for row in train[:50] + held_back[:50]:
+    train, eval_rows = arithmetic.problems(1)
+    assert len(train) + len(eval_rows) == 90 * 90
+    assert not {row['prompt'] for row in train} & {row['prompt'] for row in eval_rows}
+    for row in train[:50] + eval_rows[:50]:
         first, second = row['prompt'].rstrip('=').split('+')
         assert int(row['answer'][::-1]) == int(first) + int(second)
-    assert arithmetic.problems(2)[1] != held_back
+    assert arithmetic.problems(2)[1] != eval_rows
 
 
 def test_exact_match_counts_whole_answers(monkeypatch):

@@ -103,8 +103,8 @@ def test_what_stands_in_the_real_files():
     pair = load_examples(SHARED / 'llm_on_ray_sample_rm_data.jsonl', max_examples=1)[0]
     assert pair.prompt.startswith('\n\nHuman: Can you describe') and pair.prompt.endswith('\n\nAssistant:')
     assert pair.responses[1] == ' Yes, you can spray it directly onto the cloth.'
-    judged = load_examples(SHARED / 'llamafactory_kto_en_demo.json')
-    assert sum(e.label is True for e in judged) == 150 == sum(e.label is False for e in judged)
+    labelled = load_examples(SHARED / 'llamafactory_kto_en_demo.json')
+    assert sum(e.label is True for e in labelled) == 150 == sum(e.label is False for e in labelled)
     talks = load_examples(SHARED / 'llamafactory_dpo_en_demo.json')
     assert sum(e.prompt[0].role == 'system' for e in talks) == 80 and all(e.prompt[-1].role == 'user' for e in talks)
     reviews = load_examples(SHARED / 'movie_reviews.jsonl', max_examples=2)
@@ -244,7 +244,7 @@ def test_conversion_to_several_records():
         (Demonstration(prompt='p', response='r'), 'text_label', 'no label'),
         (Demonstration(prompt='', response='r'), 'messages', 'a text without a prompt'),
         (Demonstration(prompt=(U('a'), A('b'), U('c')), response='d'), 'alpaca', 'more than one question'),
-        (Labelled(prompt='p', response='r', label=3), 'kto', 'neither a preference nor a judged answer'),
+        (Labelled(prompt='p', response='r', label=3), 'kto', 'neither a preference nor a labelled answer'),
     ],
 )
 def test_conversions_that_would_lose_something(example, shape, reason):

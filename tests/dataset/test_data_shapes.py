@@ -166,7 +166,7 @@ def test_one_kind_for_another():
         (PromptExample(prompt='p'), 'preference', r'a prompt \(without an answer\), where a preference is needed'),
         (Demonstration(prompt='p', response='r'), 'labelled', 'a demonstration .*, where a labelled example is needed'),
         (Demonstration(prompt='', response='r'), 'prompt', 'a text without a prompt'),
-        (Labelled(prompt='p', response='r', label=False), 'demonstration', 'judged undesirable'),
+        (Labelled(prompt='p', response='r', label=False), 'demonstration', 'labelled undesirable'),
     ],
 )
 def test_kinds_that_do_not_fit(example, kind, reason):

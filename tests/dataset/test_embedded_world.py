@@ -63,8 +63,8 @@ def test_tokenizer_and_config(tmp_path):
 
 def test_the_world_goes_through_the_loaders():
     tokenizer = demo_tokenizer()
-    train, held_back = load_demonstrations(demo_corpus(40), tokenizer, max_length=64, validation_percentage=10)
-    assert (len(train), len(held_back)) == (36, 4)
+    train, eval_data = load_demonstrations(demo_corpus(40), tokenizer, max_length=64, validation_percentage=10)
+    assert (len(train), len(eval_data)) == (36, 4)
     row = demo_corpus(40)[0]
     first = load_demonstrations([row], tokenizer)[0][0]
     assert (

@@ -73,7 +73,7 @@ def test_three_ranked_answers(monkeypatch, data, tmp_path, method):
     assert metrics(tmp_path / 'run')[0][f'{method}/loss'] == pytest.approx(want, abs=0.01)
 
 
-def test_kto_takes_judged_answers(monkeypatch, data, tmp_path):
+def test_kto_takes_labelled_answers(monkeypatch, data, tmp_path):
     script('train_preference', monkeypatch, str(data / 'labels.jsonl'), '--pretrain', str(data / 'base'), '--method=kto', '--max_steps=2',
            '--log_interval=1', '--positive_label=pos', '--save_path', str(tmp_path / 'run'))  # fmt: skip
     assert len(metrics(tmp_path / 'run')) == 2

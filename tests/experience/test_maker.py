@@ -54,7 +54,7 @@ def test_reward_is_minus_beta_kl_with_the_score_once_at_the_end():
         expected[-1] += score
         assert e.rewards.tolist() == pytest.approx(expected, abs=1e-6)
         assert e.old_logprobs.tolist() == [-1.0] * e.num_actions  # the decode's, not recomputed
-        # Twin: a score on every token is another reward.
+        # Negative control: a score on every token is another reward.
         assert e.rewards.tolist() != pytest.approx([-0.5 * k + score for k in kl.tolist()])
 
 

@@ -36,7 +36,7 @@ def test_running_moments_equal_those_of_everything_seen():
     assert moments.std == pytest.approx(math.sqrt(14 / 3))
 
 
-def test_running_moments_twin_forgetting_the_shift_between_batches_is_wrong():
+def test_running_moments_negative_control_forgetting_the_shift_between_batches_is_wrong():
     squares = sum((v - 3.0) ** 2 for v in [1.0, 2.0, 6.0])  # deviations within the first batch only (its mean is 3)
     moments = RunningMoments()
     moments.update([1.0, 2.0, 6.0])
@@ -143,7 +143,7 @@ def test_scores_per_token_by_hand_and_their_sum_is_what_one_score_becomes(settin
     assert float(rewards.sum()) == pytest.approx(single, abs=1e-6)
 
 
-def test_scores_per_token_twin_that_clips_each_token_has_another_sum():
+def test_scores_per_token_negative_control_that_clips_each_token_has_another_sum():
     given = sample(tokens=4, mask=MASK)
     clipped = (torch.tensor(DENSE).clamp(-3.0, 3.0) * given.response_mask).sum()
     assert float(clipped) != pytest.approx(ScoreShaper(clip=3.0)([6.0], [given])[0])

@@ -1,4 +1,4 @@
-"""ILQL's losses against slow loops in plain Python, with twins that must differ."""
+"""ILQL's losses against slow loops in plain Python, with negative controls that must differ."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_successor_is_the_next_token_that_counts_of_the_same_sequence():
     # The middle token of sequence 0 is no step: the successor of the first is the third.
     mask = torch.tensor([True, False, True, True, True, False])
     assert next_values(values, mask, rows).tolist() == [3, 0, 0, 5, 0, 0]
-    # Twin: a shift that ignores where sequences end.
+    # Negative control: a shift that ignores where sequences end.
     assert torch.roll(values, -1).tolist()[:5] != next_values(values, everything, rows).tolist()[:5]
     assert next_values(values, torch.zeros(6, dtype=torch.bool), rows).tolist() == [0] * 6
 
@@ -33,7 +33,7 @@ def test_td_loss_by_hand_with_a_constant_target():
     loss.sum().backward()
     assert v.grad is None
     assert q.grad.tolist() == pytest.approx([2 * (0.5 - 1.9), 2 * (1.0 - 3.0)])
-    # Twin: reward with the wrong sign.
+    # Negative control: reward with the wrong sign.
     assert td_loss(q, -rewards, v, gamma=0.9).tolist() != pytest.approx(loss.tolist())
 
 
@@ -49,7 +49,7 @@ def test_td_and_next_values_find_the_values_of_a_chain():
 def test_expectile_loss_by_hand():
     v, q = tensor(0.0, 0.0), tensor(2.0, -3.0).requires_grad_()
     assert expectile_value_loss(v, q, tau=0.8).tolist() == pytest.approx([0.8 * 4, 0.2 * 9])
-    # Twin: arguments swapped weights the wrong side.
+    # Negative control: arguments swapped weights the wrong side.
     assert expectile_value_loss(q, v, tau=0.8).tolist() == pytest.approx([0.2 * 4, 0.8 * 9])
     value = tensor(1.0).requires_grad_()
     expectile_value_loss(value, q[:1], tau=0.8).sum().backward()
@@ -63,8 +63,8 @@ def test_expectile_of_two_values_is_found_by_its_gradient():
     v = tensor(0.7, 0.7).requires_grad_()
     (gradient,) = torch.autograd.grad(expectile_value_loss(v, q, tau=0.7).sum(), v)
     assert gradient.sum().item() == pytest.approx(0)
-    (twin,) = torch.autograd.grad(expectile_value_loss(v, q, tau=0.5).sum(), v)
-    assert abs(twin.sum().item()) > 0.1
+    (wrong,) = torch.autograd.grad(expectile_value_loss(v, q, tau=0.5).sum(), v)
+    assert abs(wrong.sum().item()) > 0.1
 
 
 def test_cql_is_cross_entropy_and_equals_the_chunked_path():
@@ -75,7 +75,7 @@ def test_cql_is_cross_entropy_and_equals_the_chunked_path():
     assert cql_loss(q_all, ids).tolist() == pytest.approx(slow)
     chunked, _ = chunked_logprobs(hidden, lambda h: h @ weight.T, ids, chunk_size=2)
     assert (-chunked).tolist() == pytest.approx(slow)
-    # Twin: ids shifted by one.
+    # Negative control: ids shifted by one.
     assert cql_loss(q_all, ids.roll(1)).tolist() != pytest.approx(slow)
 
 
@@ -94,7 +94,7 @@ def test_awac_by_hand_with_a_constant_weight():
     assert logprobs.grad.tolist() == pytest.approx([-math.exp(1.0), -math.exp(-0.5)])
     assert awac_loss(logprobs, q, v).tolist() == pytest.approx([1.0, 2.0])
     assert awac_loss(logprobs, q, v, beta=2.0, max_weight=1.5).tolist() == pytest.approx([1.5, math.exp(-0.5) * 2.0])
-    # Twin: advantage with the wrong sign.
+    # Negative control: advantage with the wrong sign.
     assert awac_loss(logprobs, q, v, beta=-2.0).tolist() != pytest.approx(loss.tolist())
 
 

@@ -43,7 +43,7 @@ def test_numbers_at_tokens_that_do_not_count_are_never_read():
     assert advantages[0].tolist() == pytest.approx([first, 0, last])
     assert returns[0].tolist() == pytest.approx([first + 0.5, 0, 2])
     assert monte_carlo_returns([rewards], [mask], gamma=0.5)[0].tolist() == pytest.approx([2, 0, 2])
-    # Twin: the token counted as a step moves the first advantage.
+    # Negative control: the token counted as a step moves the first advantage.
     counted, _ = gae([tensor(1, 0, 2)], [tensor(0.5, 0, 0.25)], gamma=0.9, lam=0.8)
     assert counted[0][0].item() != pytest.approx(first)
 
@@ -95,7 +95,7 @@ def test_reinforce_pp_baseline_with_penalties_by_a_slow_loop():
     mean = sum(flat) / len(flat)
     std = math.sqrt(sum((x - mean) ** 2 for x in flat) / (len(flat) - 1))
     assert torch.cat(advantages)[torch.cat(masks)].tolist() == pytest.approx([(x - mean) / std for x in flat], rel=1e-6)
-    # Twin: the group baseline left out.
+    # Negative control: the group baseline left out.
     _, plain = reinforce_pp_baseline(tensor(*scores), torch.arange(4), masks, penalties=rows, gamma=gamma)
     assert plain[0].tolist() != pytest.approx(expected[0])
 
@@ -138,7 +138,7 @@ def test_shares_of_micro_batches_add_up_to_the_loss_of_the_batch(mode):
     parts = [aggregate(loss[:4], mask[:4], rows[:4], 2, mode, total), aggregate(loss[4:], mask[4:], rows[4:] - 2, 2, mode, total)]
     assert sum(p.item() for p in parts) == pytest.approx(slow[mode])
     assert aggregation_count(mask[:4], rows[:4], 2, mode, 8) + aggregation_count(mask[4:], rows[4:] - 2, 2, mode, 8) == total
-    # Twin: the mask shifted by one.
+    # Negative control: the mask shifted by one.
     assert aggregate(loss, mask.roll(1), rows, 4, mode, total).item() != pytest.approx(slow[mode])
 
 
@@ -182,7 +182,7 @@ def test_gspo_by_a_slow_loop_with_gradient_through_the_sequence_mean():
     aggregate(loss, mask, rows, 2, 'sequence', 2).backward()
     # Each of the two tokens moves the sequence's ratio by half.
     assert new.grad.tolist() == pytest.approx([-ratios[0] / 2, -ratios[0] / 2, 0, ratios[1] / 2])
-    # Twin: a ratio per token.
+    # Negative control: a ratio per token.
     assert clipped_policy_loss(new, old, advantages, eps_low=0.5).tolist() != pytest.approx(loss.tolist())
 
 

@@ -164,7 +164,7 @@ def test_full_kl_by_a_slow_loop_in_its_direction_and_with_impossible_tokens():
     q, p = [0.5, 0.3, 0.2], [0.2, 0.2, 0.6]
     slow = sum(a * math.log(a / b) for a, b in zip(q, p, strict=True))
     assert kl_full(tensor(*q).log(), tensor(*p).log()).item() == pytest.approx(slow)
-    # Twin: the other direction.
+    # Negative control: the other direction.
     assert kl_full(tensor(*p).log(), tensor(*q).log()).item() != pytest.approx(slow)
     barred = kl_full(tensor(0.5, 0.5, 0.0).log(), tensor(0.25, 0.75, 0.0).log())
     assert barred.item() == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3))
@@ -201,7 +201,7 @@ def test_an_importance_weighted_estimator_has_the_gradient_of_the_kl_wherever_it
             expected.backward()
             assert expected.item() == pytest.approx(value.item())
             assert torch.allclose(x.grad, want.grad)
-    # Twins: no weight, a weight without gradient, the ratio upside down.
+    # Negative controls: no weight, a weight without gradient, the ratio upside down.
     for weigh in (
         lambda k, new, old: k,
         lambda k, new, old: k * (new - old).exp().detach(),
@@ -216,7 +216,7 @@ def test_an_importance_weighted_estimator_has_the_gradient_of_the_kl_wherever_it
 def test_k3_keeps_its_digits_near_the_reference_in_fp32():
     got = kl_penalty(torch.tensor([-1.0]), torch.tensor([-1.0 + 2**-12]), 'k3').item()
     assert got == pytest.approx(0.5 * 2**-24 + 2**-36 / 6, rel=1e-2)
-    # Twin: r − 1 from exp has no digit left of it.
+    # Negative control: r − 1 from exp has no digit left of it.
     log_r = torch.tensor([2.0**-12])
     assert (log_r.exp() - 1 - log_r).item() != pytest.approx(got, rel=0.1)
 

@@ -18,7 +18,7 @@ def test_both_forms_equal_the_slow_formula():
     slow = [math.log(1 + math.exp(r - c)) for c, r in zip(CHOSEN, REJECTED, strict=True)]
     assert pairwise_log_sigmoid_loss(tensor(*CHOSEN), tensor(*REJECTED)).tolist() == pytest.approx(slow)
     assert pairwise_log_exp_loss(tensor(*CHOSEN), tensor(*REJECTED)).tolist() == pytest.approx(slow)
-    # Twin: the pair the wrong way round.
+    # Negative control: the pair the wrong way round.
     assert pairwise_log_sigmoid_loss(tensor(*REJECTED), tensor(*CHOSEN)).tolist() != pytest.approx(slow)
     assert pairwise_log_exp_loss(tensor(*REJECTED), tensor(*CHOSEN)).tolist() != pytest.approx(slow)
 
@@ -37,7 +37,7 @@ def test_scores_far_apart_give_neither_nan_nor_infinity(loss):
     value.sum().backward()
     assert value.tolist() == pytest.approx([0.0, 1000.0])
     assert chosen.grad.tolist() == pytest.approx([0.0, -1.0])
-    # Twin: the logarithm of a sigmoid, written out, does not survive this.
+    # Negative control: the logarithm of a sigmoid, written out, does not survive this.
     assert not torch.isfinite(-torch.log(torch.sigmoid(torch.tensor(-1000.0))))
 
 
@@ -54,7 +54,7 @@ def test_all_pairs_of_a_prompt_with_weights_that_sum_to_one():
     assert dict(zip(got, pairs.weights.tolist(), strict=True)) == pytest.approx(
         {(2, 0): 1 / 3, (2, 3): 1 / 3, (0, 3): 1 / 3, (1, 4): 1.0}
     )
-    # Twin: higher rank taken as better.
+    # Negative control: higher rank taken as better.
     assert set(zip(pairs.worse.tolist(), pairs.better.tolist(), strict=True)) != slow
 
 

@@ -1,4 +1,4 @@
-"""PPO's formulas against numbers by hand and slow float64 loops. Twins with planted mistakes are here and in test_twins.py."""
+"""PPO's formulas against numbers by hand and slow float64 loops. Negative controls are here and in test_negative_controls.py."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_whitening_shifts_advantages_and_only_scales_rewards():
     x, mask = tensor(1, 2, 3, 99), torch.tensor([True, True, True, False])
     assert whiten(x, mask).tolist() == pytest.approx([-1, 0, 1, 0])
     assert whiten(x, mask, shift_mean=False).tolist() == pytest.approx([1, 2, 3, 0])
-    # Twin: whitening that includes padding gives other numbers.
+    # Negative control: whitening that includes padding gives other numbers.
     assert whiten(x, torch.ones(4, dtype=torch.bool)).tolist()[:3] != pytest.approx([-1, 0, 1])
 
 
@@ -63,7 +63,7 @@ def test_whitening_over_two_ranks_is_whitening_of_both_together():
     # Two ranks with the same part: a sum over ranks doubles what one rank adds.
     whole = whiten(torch.cat([x, x]), torch.cat([mask, mask]))
     assert torch.allclose(whiten(x, mask, reduce=lambda t: 2 * t), whole[:3])
-    # Twin: whitening per rank depends on the number of ranks, through the unbiased variance.
+    # Negative control: whitening per rank depends on the number of ranks, through the unbiased variance.
     assert not torch.allclose(whiten(x, mask), whole[:3])
 
 
@@ -80,7 +80,7 @@ def test_logprobs_and_entropy_by_hand():
     logits = tensor(0.0, math.log(3.0))[None]  # probabilities 1/4 and 3/4
     assert logprobs_of(logits, torch.tensor([1])).item() == pytest.approx(math.log(0.75))
     assert entropy_of(logits).item() == pytest.approx(-(0.25 * math.log(0.25) + 0.75 * math.log(0.75)))
-    # At temperature 1/2 the odds are squared: 1 to 9. Twin: forgetting the temperature gives the first number.
+    # At temperature 1/2 the odds are squared: 1 to 9. Negative control: forgetting the temperature gives the first number.
     assert logprobs_of(logits, torch.tensor([1]), 0.5).item() == pytest.approx(math.log(0.9))
 
 
@@ -133,7 +133,7 @@ def test_kl_estimators_by_hand():
     assert kl_penalty(logprobs, ref, 'k2').item() == 0.125
     assert kl_penalty(logprobs, ref, 'k3').item() == pytest.approx(math.exp(-0.5) - 1 + 0.5)
     assert kl_penalty(logprobs, ref, 'abs').item() == 0.5
-    # Twin: the flipped direction.
+    # Negative control: the flipped direction.
     assert kl_penalty(ref, logprobs, 'k1').item() == -0.5
 
 
@@ -185,7 +185,7 @@ def test_gae_equals_the_sum_of_the_definition_with_and_without_masks():
             a, r = slow_gae(rewards[i].tolist(), values[i].tolist(), counts, 0.9, 0.8)
             assert advantages[i].tolist() == pytest.approx(a)
             assert returns[i].tolist() == pytest.approx(r)
-    # Twin: a wrong sign of the value difference.
+    # Negative control: a wrong sign of the value difference.
     wrong, _ = gae(rewards, [-v for v in values], None, gamma=0.9, lam=0.8)
     assert wrong[2].tolist() != pytest.approx(gae(rewards, values, None, gamma=0.9, lam=0.8)[0][2].tolist())
 
@@ -241,9 +241,9 @@ def test_clipped_policy_loss_by_hand(ratio, advantage, expected):
     loss.backward()
     clipped = (advantage > 0 and ratio > 1.2) or (advantage < 0 and ratio < 0.8)
     assert new.grad.item() == pytest.approx(0.0 if clipped else -advantage * ratio)
-    # Twin: a minimum in place of the maximum.
-    twin = min(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.2))
-    assert (twin == pytest.approx(expected)) == (0.8 <= ratio <= 1.2)
+    # Negative control: a minimum in place of the maximum.
+    wrong = min(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.2))
+    assert (wrong == pytest.approx(expected)) == (0.8 <= ratio <= 1.2)
 
 
 def test_asymmetric_clip_and_dual_clip():

@@ -1,4 +1,4 @@
-"""The DPO family, KTO, ORPO and SimPO against slow loops in plain Python, with twins that must differ."""
+"""The DPO family, KTO, ORPO and SimPO against slow loops in plain Python, with negative controls that must differ."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def sigmoid(x: float) -> float:
 def test_margin_by_hand_and_with_policy_and_reference_swapped():
     margin = dpo_margin(tensor(*CHOSEN), tensor(*REJECTED), tensor(*REF_CHOSEN), tensor(*REF_REJECTED))
     assert margin.tolist() == pytest.approx(MARGINS)
-    twin = dpo_margin(tensor(*REF_CHOSEN), tensor(*REF_REJECTED), tensor(*CHOSEN), tensor(*REJECTED))
-    assert twin.tolist() == pytest.approx([-m for m in MARGINS])
+    wrong = dpo_margin(tensor(*REF_CHOSEN), tensor(*REF_REJECTED), tensor(*CHOSEN), tensor(*REJECTED))
+    assert wrong.tolist() == pytest.approx([-m for m in MARGINS])
 
 
 SLOW = {
@@ -52,7 +52,7 @@ def test_margin_losses_equal_the_slow_formula(loss, beta):
     margins = [*MARGINS, 0.0, 7.0]
     got = loss(tensor(*margins), beta=beta).tolist()
     assert got == pytest.approx([SLOW[loss](m, beta) for m in margins])
-    # Twin: chosen and rejected swapped.
+    # Negative control: chosen and rejected swapped.
     assert loss(-tensor(*margins), beta=beta).tolist() != pytest.approx(got)
 
 
@@ -85,7 +85,7 @@ def test_robust_dpo_is_unbiased_under_flipped_labels():
     clean = robust_dpo_loss(margin, beta=1.0, label_smoothing=rate)
     flipped = robust_dpo_loss(-margin, beta=1.0, label_smoothing=rate)
     assert (0.8 * clean + 0.2 * flipped).item() == pytest.approx(-math.log(sigmoid(1.3)))
-    # Twin: the conservative loss does not have this property.
+    # Negative control: the conservative loss does not have this property.
     conservative = [cdpo_loss(m, beta=1.0, label_smoothing=rate) for m in (margin, -margin)]
     assert (0.8 * conservative[0] + 0.2 * conservative[1]).item() != pytest.approx(-math.log(sigmoid(1.3)))
 
@@ -104,7 +104,7 @@ def test_kto_by_hand():
     got = kto_loss(r, mask, z0, beta=beta, desirable_weight=1.0, undesirable_weight=1.5)
     expected = [1 - sigmoid(beta * (0.7 - z0)), 1.5 * (1 - sigmoid(beta * (z0 + 0.4)))]
     assert got.tolist() == pytest.approx(expected)
-    # Twins: labels flipped; z0 forgotten.
+    # Negative controls: labels flipped; z0 forgotten.
     assert kto_loss(r, ~mask, z0, beta=beta, undesirable_weight=1.5).tolist() != pytest.approx(expected)
     assert kto_loss(r, mask, 0.0, beta=beta, undesirable_weight=1.5).tolist() != pytest.approx(expected)
 
@@ -133,9 +133,9 @@ def test_orpo_equals_the_definition_by_probabilities():
 
     expected = [-c - 0.3 * math.log(sigmoid(log_odds(c) - log_odds(r))) for c, r in zip(chosen, rejected, strict=True)]
     assert orpo_loss(tensor(*chosen), tensor(*rejected), weight=0.3).tolist() == pytest.approx(expected)
-    # Twin: log-probs in place of log-odds.
-    twin = [-c - 0.3 * math.log(sigmoid(c - r)) for c, r in zip(chosen, rejected, strict=True)]
-    assert twin[:2] != pytest.approx(expected[:2])
+    # Negative control: log-probs in place of log-odds.
+    wrong = [-c - 0.3 * math.log(sigmoid(c - r)) for c, r in zip(chosen, rejected, strict=True)]
+    assert wrong[:2] != pytest.approx(expected[:2])
 
 
 def test_orpo_of_certain_and_of_impossible_responses_is_finite_with_its_gradient():
@@ -151,7 +151,7 @@ def test_orpo_of_certain_and_of_impossible_responses_is_finite_with_its_gradient
 def test_simpo_by_hand():
     expected = [-math.log(sigmoid(2 * (-0.5 + 0.9) - 1.2))]
     assert simpo_loss(tensor(-0.5), tensor(-0.9), beta=2.0, gamma=1.2).tolist() == pytest.approx(expected)
-    # Twin: the margin with the wrong sign.
+    # Negative control: the margin with the wrong sign.
     assert simpo_loss(tensor(-0.5), tensor(-0.9), beta=2.0, gamma=-1.2).tolist() != pytest.approx(expected)
 
 

@@ -9,8 +9,9 @@ from typing import Literal
 
 import pytest
 
-from chatgpt.launch.arguments import make_strategy, metavar_of
+from chatgpt.launch.arguments import make_strategy
 from chatgpt.launch.config_file import parse_run, read_file, to_yaml, write_resolved
+from chatgpt.launch.config_values import metavar_of
 from chatgpt.launch.runs import PPORun, PreferenceRun, RewardRun, SFTRun
 from chatgpt.trainer.algorithms import ESTIMATORS
 from chatgpt.trainer.strategies.registry import STRATEGIES

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import chatgpt
-from chatgpt import nn as rooms
+from chatgpt import nn as chatgpt_nn
 from chatgpt.batching import collate
 from chatgpt.nn import Actor, AutoActor, AutoCritic, AutoRM, GPTActor, GPTCritic, LlamaActor, OPTActor, load_tokenizer
 from chatgpt.nn.loading import load_config
@@ -31,16 +31,16 @@ def batch():
 @pytest.mark.parametrize(('prefix', 'family'), [(p, f) for f in FAMILIES for p in (PREFIXES[f], 'Auto')])
 def test_every_class_builds_from_a_config_and_gives_its_shape(prefix, family):
     config = tiny_config(family)
-    assert getattr(rooms, prefix + 'Actor')(config=config)(batch()).logprobs.shape == (4,)
-    assert getattr(rooms, prefix + 'Critic')(config=config)(batch()).shape == (4,)
-    assert getattr(rooms, prefix + 'RM')(config=config)(batch()).shape == (2,)
+    assert getattr(chatgpt_nn, prefix + 'Actor')(config=config)(batch()).logprobs.shape == (4,)
+    assert getattr(chatgpt_nn, prefix + 'Critic')(config=config)(batch()).shape == (4,)
+    assert getattr(chatgpt_nn, prefix + 'RM')(config=config)(batch()).shape == (2,)
 
 
 @pytest.mark.parametrize('prefix', PREFIXES.values())
 def test_without_anything_the_familys_default_config_is_used(prefix):
     with torch.device('meta'):
-        actor = getattr(rooms, prefix + 'Actor')()
-        critic = getattr(rooms, prefix + 'Critic')()
+        actor = getattr(chatgpt_nn, prefix + 'Actor')()
+        critic = getattr(chatgpt_nn, prefix + 'Critic')()
     assert type(actor.config)().vocab_size == actor.config.vocab_size
     assert critic.value_head.in_features == critic.model.config.hidden_size
 
@@ -52,10 +52,10 @@ def test_pretrained_folders_load_into_all_three(family, tmp_path):
     with torch.no_grad():
         want = Actor(model)(batch()).logprobs
         states = model.base_model(batch().input_ids).last_hidden_state
-    actor = getattr(rooms, PREFIXES[family] + 'Actor')(pretrained=str(tmp_path)).eval()
+    actor = getattr(chatgpt_nn, PREFIXES[family] + 'Actor')(pretrained=str(tmp_path)).eval()
     assert torch.equal(actor(batch()).logprobs, want)
     for cls in (PREFIXES[family] + 'Critic', 'AutoCritic', PREFIXES[family] + 'RM'):
-        trunk = getattr(rooms, cls)(pretrained=tmp_path).eval().model
+        trunk = getattr(chatgpt_nn, cls)(pretrained=tmp_path).eval().model
         assert torch.equal(trunk(batch().input_ids).last_hidden_state, states)
 
 
@@ -92,7 +92,7 @@ def test_fresh_weights_are_those_that_transformers_would_draw():
 
 def test_lora_and_checkpointing_are_arguments_of_every_kind():
     for cls in ('GPTActor', 'GPTCritic', 'GPTRM'):
-        module = getattr(rooms, cls)(None, tiny_config('gpt2'), True, 2, 'lora_only')
+        module = getattr(chatgpt_nn, cls)(None, tiny_config('gpt2'), True, 2, 'lora_only')
         trained = {n for n, p in module.named_parameters() if p.requires_grad}
         assert any('lora_A' in n for n in trained) and any(n.endswith('c_attn.bias') for n in trained)
         assert any(getattr(m, 'gradient_checkpointing', False) for m in module.modules())
@@ -133,8 +133,8 @@ def test_a_path_that_is_no_model(given, message):
 
 
 @pytest.mark.parametrize(('cls', 'right'), [
-    (rooms.Actor, 'AutoActor(pretrained=NAME_OR_FOLDER)'), (rooms.Critic, 'AutoCritic(pretrained=NAME_OR_FOLDER)'),
-    (rooms.RewardModel, 'AutoRM(pretrained=NAME_OR_FOLDER)'), (rooms.ILQLModel, 'ILQLModel.from_pretrained(NAME_OR_FOLDER)'),
+    (chatgpt_nn.Actor, 'AutoActor(pretrained=NAME_OR_FOLDER)'), (chatgpt_nn.Critic, 'AutoCritic(pretrained=NAME_OR_FOLDER)'),
+    (chatgpt_nn.RewardModel, 'AutoRM(pretrained=NAME_OR_FOLDER)'), (chatgpt_nn.ILQLModel, 'ILQLModel.from_pretrained(NAME_OR_FOLDER)'),
 ])  # fmt: skip
 def test_a_class_that_takes_a_model_names_the_one_that_loads_it(cls, right):
     want = f'{cls.__name__} is built from a model that you have, {cls.__name__}(model); to load one: {right}'
@@ -241,12 +241,12 @@ def test_importing_the_package_is_light():
 
 
 def test_rooms_are_found_by_attribute():
-    assert chatgpt.nn is rooms and 'trainer' in dir(chatgpt)
+    assert chatgpt.nn is chatgpt_nn and 'trainer' in dir(chatgpt)
     with pytest.raises(AttributeError, match='kitchen'):
         chatgpt.kitchen  # noqa: B018
 
 
 def test_public_names_exist():
-    assert all(hasattr(rooms, name) for name in rooms.__all__)
+    assert all(hasattr(chatgpt_nn, name) for name in chatgpt_nn.__all__)
     kinds = {f'{p}{k}' for p in (*PREFIXES.values(), 'Auto') for k in ('Actor', 'Critic', 'RM')}
-    assert kinds | {'Actor', 'Critic', 'RewardModel', 'PolicyOutput', 'DebertaRM', 'DebertaCritic'} <= set(rooms.__all__)
+    assert kinds | {'Actor', 'Critic', 'RewardModel', 'PolicyOutput', 'DebertaRM', 'DebertaCritic'} <= set(chatgpt_nn.__all__)

@@ -26,7 +26,7 @@ def test_function_and_gradient_are_the_plain_ones(dtype, tolerance):
     x, grad = torch.randn(7, 1000, dtype=dtype) * 3, torch.randn(7, 1000, dtype=dtype)
     for ours, plain in zip(run(FusedNewGELU(), x, grad), run(NewGELUActivation(), x, grad), strict=True):
         torch.testing.assert_close(ours, plain, atol=tolerance, rtol=tolerance)
-    exact = run(torch.nn.GELU(), x, grad)  # the twin: GELU without the approximation is told apart
+    exact = run(torch.nn.GELU(), x, grad)  # negative control: GELU without the approximation is told apart
     assert not torch.allclose(run(FusedNewGELU(), x, grad)[0], exact[0], atol=1e-5)
 
 

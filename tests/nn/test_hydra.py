@@ -251,14 +251,14 @@ def test_deepcopy_is_independent(inside: bool) -> None:
     policy = evaluate(owner)
     if inside:
         with reference_branch(owner):
-            twin = copy.deepcopy(owner)
-            assert torch.equal(evaluate(twin), reference)
+            duplicate = copy.deepcopy(owner)
+            assert torch.equal(evaluate(duplicate), reference)
         return
-    twin = copy.deepcopy(owner)
-    train(twin)
-    assert torch.equal(evaluate(owner), policy) and not torch.equal(evaluate(twin), policy)
-    with reference_branch(twin):
-        assert torch.equal(evaluate(twin), reference)
+    duplicate = copy.deepcopy(owner)
+    train(duplicate)
+    assert torch.equal(evaluate(owner), policy) and not torch.equal(evaluate(duplicate), policy)
+    with reference_branch(duplicate):
+        assert torch.equal(evaluate(duplicate), reference)
         assert torch.equal(evaluate(owner), policy)
     with reference_branch(owner):
         assert torch.equal(evaluate(owner), reference)

@@ -211,21 +211,21 @@ def test_dropout_works_on_the_adapter_path_and_only_in_training() -> None:
 
 def test_deepcopy_and_pickle_are_independent_copies() -> None:
     model = adapted()
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(logits(twin), logits(model))
+    for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(logits(duplicate), logits(model))
         before = logits(model)
-        disturb(twin)
+        disturb(duplicate)
         assert torch.equal(logits(model), before)
-        assert not torch.equal(logits(twin), before)
+        assert not torch.equal(logits(duplicate), before)
 
 
 def test_deepcopy_of_a_folded_model_unfolds_to_the_saved_bits() -> None:
     model = adapted()
     before = bits(model)
     merge_lora(model)
-    twin = copy.deepcopy(model)
-    unmerge_lora(twin)
-    assert same(bits(twin), before)
+    duplicate = copy.deepcopy(model)
+    unmerge_lora(duplicate)
+    assert same(bits(duplicate), before)
     assert not same(bits(model), before)
 
 

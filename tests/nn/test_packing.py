@@ -102,7 +102,7 @@ def test_a_neighbour_changes_nothing():
 
 
 def test_borders_are_what_makes_it_right():
-    """The twin: one sequence instead of many, and the numbers are wrong."""
+    """Negative control: one sequence instead of many, and the numbers are wrong."""
     model = base_model(Actor(tiny_causal_lm('gpt2')).eval().model)
     batch = collate(sequences())
     right = flat_hidden(model, batch)

@@ -140,7 +140,7 @@ def test_bf16_through_variable_lengths(monkeypatch, kv_heads, autocast):
 
 
 def test_bf16_errors_tell_a_wrong_attention(monkeypatch):
-    """The twin: sequences that see their neighbours are far beyond the bounds."""
+    """Negative control: sequences that see their neighbours are far beyond the bounds."""
     stand_in(monkeypatch, without_borders)
     monkeypatch.setattr(packing_module, '_agrees', lambda model: True)
     packed, padded = errors_in_bf16('cpu', 4, False)

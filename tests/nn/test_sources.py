@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
-from chatgpt import nn as rooms
+from chatgpt import nn as chatgpt_nn
 from chatgpt.nn import (
     GPTRM,
     Actor,
@@ -59,7 +59,7 @@ def test_a_fresh_actor_is_the_same_tensor_by_tensor(family, kw):
 
     def build():
         options = {**kw, 'value_head': mlp_head(32)} if kw.get('value_head') == 'mlp' else kw
-        return getattr(rooms, PREFIXES[family] + 'Actor')(config=config, **options)
+        return getattr(chatgpt_nn, PREFIXES[family] + 'Actor')(config=config, **options)
 
     real, meta = both_ways(build)
     assert_same(real, meta)
@@ -92,7 +92,7 @@ def test_pretrained_weights_come_from_the_files(family, shards, tmp_path):
     model.save_pretrained(tmp_path, max_shard_size=shards)
     files = list(tmp_path.glob('*.safetensors'))
     assert (len(files) > 1) == (shards == '40KB')
-    for build in (lambda: AutoActor(pretrained=tmp_path), lambda: rooms.AutoCritic(pretrained=tmp_path)):
+    for build in (lambda: AutoActor(pretrained=tmp_path), lambda: chatgpt_nn.AutoCritic(pretrained=tmp_path)):
         real, meta = both_ways(build)
         assert_same(real, meta)
     names = dict(read_source_tensors(meta.model.weights_source))
@@ -232,6 +232,6 @@ def test_an_index_cannot_point_out_of_its_folder(tmp_path):
 def test_a_saved_reward_model_is_a_source_as_well(tmp_path):
     model = RewardModel(tiny_causal_lm('bloom'))
     model.save_pretrained(tmp_path, char_tokenizer())
-    real, meta = both_ways(lambda: rooms.BLOOMRM(pretrained=tmp_path))
+    real, meta = both_ways(lambda: chatgpt_nn.BLOOMRM(pretrained=tmp_path))
     assert torch.equal(real.value_head.weight, model.value_head.weight)
     assert_same(real, meta)

@@ -138,7 +138,7 @@ def test_activations_are_those_of_a_real_pass(kind, checkpointing, precision):
         loss.backward()
     planned = models.learning_bytes(kind, CONFIG, setup, 4, keep_gradients=True)
     assert planned == pytest.approx(live.peak, rel=0.01)
-    assert models.learning_bytes(kind, CONFIG, setup, 8, keep_gradients=True) > 1.2 * planned  # the twin: another batch is told apart
+    assert models.learning_bytes(kind, CONFIG, setup, 8, keep_gradients=True) > 1.2 * planned  # negative control
 
 
 def test_depth_is_extrapolated():

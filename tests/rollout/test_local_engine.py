@@ -81,7 +81,7 @@ def test_logprobs_are_those_of_a_plain_forward(family):
         torch.testing.assert_close(sample.filtered_logprobs.double(), filtered, atol=1e-5, rtol=0)
         shifted = torch.log_softmax(slow_logits(model, sample), -1).gather(1, chosen).squeeze(1)
         wrong += int((sample.logprobs.double() - shifted).abs().max() > 1e-3)
-    assert wrong == len(samples)  # the twin: without the temperature, every sample disagrees
+    assert wrong == len(samples)  # negative control: without the temperature, every sample disagrees
 
 
 @pytest.mark.parametrize('family', FAMILIES)
@@ -102,7 +102,7 @@ def test_samples_do_not_depend_on_batch_order_size_or_company(family):
     part = order[:4]  # a rank's share
     alone = collect(model, [prompts[i] for i in part], sampling, indices=part)
     assert compare_samples([whole[i] for i in part], alone).explained
-    # the twins: another seed, or indices given out per share, are other samples
+    # negative controls: another seed, or indices given out per share, are other samples
     assert not compare_samples(whole, collect(model, prompts, sampling, seed=12)).explained
     wrong = collect(model, [prompts[i] for i in part], sampling, indices=range(50, 54))
     assert any(a.response_ids.tolist() != whole[i].response_ids.tolist() for a, i in zip(wrong, part, strict=True))

@@ -73,7 +73,7 @@ def test_samples_are_those_of_the_local_engine_to_the_bit_and_follow_the_weights
         nudge(actor)
         second = remote(engine, actor, prompts())
         assert_same(second, local(actor, prompts()))
-    assert [s.response_ids.tolist() for s in first] != [s.response_ids.tolist() for s in second]  # the twin: the weights matter
+    assert [s.response_ids.tolist() for s in first] != [s.response_ids.tolist() for s in second]  # negative control: the weights matter
     assert {s.version for s in first} == {1} and {s.version for s in second} == {2}
 
 

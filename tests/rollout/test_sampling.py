@@ -38,7 +38,7 @@ def test_drawn_tokens_follow_the_softmax_at_temperature():
     cooler = torch.tensor([p ** (1 / 0.5) for p in probs])
     counts, _ = draws(SamplingParams(max_new_tokens=1, temperature=0.5), logits_of(probs), 20_000)
     assert chi_square(counts, cooler / cooler.sum()) < 25
-    assert chi_square(counts, torch.tensor(probs)) > 1000  # the twin: without the temperature it would not fit
+    assert chi_square(counts, torch.tensor(probs)) > 1000  # negative control: without the temperature it would not fit
 
 
 def slow_filter(logits: list[float], temperature: float, top_k: int, top_p: float, barred: set[int]) -> list[float]:

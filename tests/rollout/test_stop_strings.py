@@ -103,7 +103,7 @@ def test_a_string_before_min_new_tokens_neither_ends_the_response_nor_cuts_its_t
         ids = list(text.encode())
         assert stop(ids) is stops, text
         assert stop.text_of(ids) == (text[: text.rindex('##')] if stops else text)
-    # Twin: without the limit it is the first one.
+    # Negative control: without the limit it is the first one.
     assert StopStrings(tokenizer, ['END']).text_of(list(b'oEND two END three')) == 'o'
     assert replace(sampling, min_new_tokens=0).stop.text_of(list(b'oEND two END')) == 'o'
 

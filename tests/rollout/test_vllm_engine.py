@@ -155,7 +155,7 @@ def test_samples_of_every_engine_have_the_models_distribution(fake_vllm, folder)
         seen = torch.cat([found[cells], (number - found[cells].sum()).view(1)])
         expected = number * torch.cat([probs[cells], (1 - probs[cells].sum()).view(1)])
         assert float(((seen - expected) ** 2 / expected).sum()) < 26.1
-    wrong = torch.cat([counts[0].flip(0)[cells], torch.zeros(1)])  # the twin: another distribution is noticed
+    wrong = torch.cat([counts[0].flip(0)[cells], torch.zeros(1)])  # negative control: another distribution is noticed
     expected = number * torch.cat([probs[cells], (1 - probs[cells].sum()).view(1)])
     assert float(((wrong - expected) ** 2 / expected).sum()) > 26.1
 

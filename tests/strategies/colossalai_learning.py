@@ -46,7 +46,7 @@ def check_gemini_is_zero(folder):
 
 
 def check_accumulation(folder, options, forgetful=False):
-    """Micro-batches and one batch; `forgetful`: without setting gradients aside, as a twin that must disagree."""
+    """Micro-batches and one batch; `forgetful`: without setting gradients aside, a negative control that must disagree."""
     out = []
     for max_tokens in (None, 12):
         with ColossalAIStrategy(**options) as strategy:

@@ -50,7 +50,7 @@ def test_gemini_agrees_with_naive_in_bf16(colossalai_checks, name):
 
 @needs_colossalai
 def test_tolerance_for_gemini_tells_wrong_from_right(colossalai_checks):
-    """The twin: clipped against unclipped, and one step's data against the next one's, lie outside of the tolerances."""
+    """Negative control: clipped against unclipped, and one step's data against the next one's, lie outside of the tolerances."""
     clipped = outcome(colossalai_checks, 'clipped, gemini cpu cut')['results']
     free = outcome(colossalai_checks, 'agreement, gemini cpu cut')['results']
     assert all(abs(a - b) > 2**-8 * b for (a, _), (b, _) in zip(free[1:], free[:-1], strict=True))

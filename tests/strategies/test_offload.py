@@ -38,7 +38,7 @@ def test_weights_come_and_go():
 
 
 class Recording(NaiveStrategy):
-    """Notes who is at hand when."""
+    """Notes which model is on the device when."""
 
     def __init__(self) -> None:
         super().__init__(seed=1)
@@ -89,7 +89,7 @@ def test_reward_and_initial_model_are_there_only_while_scoring():
 
 
 class Poisoned(NaiveStrategy):
-    """As on a device with memory of its own: an idle model has nothing but NaN, and comes back with its numbers."""
+    """As on a device with memory of its own: an offloaded model has nothing but NaN, and comes back with its numbers."""
 
     def offload(self, model):
         class Away(Apart):

@@ -128,7 +128,7 @@ def test_the_hugging_face_engine_streams_too():
 
 
 def test_a_stale_buffer_is_noticed():
-    """The twin: without its arrival a block computes with another block's numbers."""
+    """Negative control: without its arrival a block computes with another block's numbers."""
     model, copied, tensors = mapped()
     stream = BlockStream(copied, tensors, torch.device('cpu'))
     stream.arrive = lambda i: None  # type: ignore[method-assign]

@@ -73,7 +73,7 @@ def test_the_loss_by_hand(settings, two_qs):
         type(r)(**{n: getattr(r, n) for n in ('prompt_ids', 'response_ids', 'response_mask')}, rewards=r.rewards.roll(1))
         for r in data
     ]
-    assert abs(by_hand(model(two_qs=two_qs), shifted, trainer.config)['td_loss'] - want['td_loss']) > 1e-3  # the twin
+    assert abs(by_hand(model(two_qs=two_qs), shifted, trainer.config)['td_loss'] - want['td_loss']) > 1e-3  # negative control
 
 
 def test_rewards_stand_on_the_last_token_that_counts():
@@ -84,7 +84,7 @@ def test_rewards_stand_on_the_last_token_that_counts():
     assert turn_ends(DIALOGUES[0].response_mask) == [1, 4]
 
 
-def test_held_back_rewards_do_not_enter_the_standardisation():
+def test_eval_rewards_do_not_enter_the_standardisation():
     alone = make(rewarded(DIALOGUES, REWARDS))
     beside = make(rewarded(DIALOGUES, REWARDS), rewarded(DIALOGUES, [100.0, -50.0, 7.0]))
     for a, b in zip(alone.train_data, beside.train_data, strict=True):
@@ -99,7 +99,7 @@ def test_rewards_are_standardised_over_the_data_set():
     assert float(sums.std()) == pytest.approx(1.0, abs=1e-6)  # divided by n − 1, as in trlX
     assert sums.tolist() == pytest.approx([-0.907265, 1.072222, -0.164957], abs=1e-5)  # (x − 2.5 / 3) / √(8.1667 / 2)
     shown = standardized(rewarded(DIALOGUES[:1], [9.0]), like=rewarded(DIALOGUES, REWARDS))
-    assert float(shown[0].rewards.sum()) == pytest.approx((9.0 - 2.5 / 3) / 2.020726, rel=1e-5)  # held back: by what is trained on
+    assert float(shown[0].rewards.sum()) == pytest.approx((9.0 - 2.5 / 3) / 2.020726, rel=1e-5)  # by the training moments
     assert standardized(rewarded(DIALOGUES[:1], [9.0]))[0].rewards.sum() == 0.0
     for r in records:
         assert not r.rewards[~r.response_mask].any()

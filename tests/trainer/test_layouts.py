@@ -71,7 +71,7 @@ def test_one_process_goes_on_to_the_bit(runs):
 
 
 def test_the_comparison_tells_another_run(runs):
-    """The twin: a run with one weight changed is not taken for the same one."""
+    """Negative control: a run with one weight changed is not taken for the same one."""
     other = runs.folder / 'disturbed'
     disturb(runs.folder / 'naive_half', other)
     runs.run(disturbed_rest=replace(runs.same_layout('naive')['naive_rest'], source=other))

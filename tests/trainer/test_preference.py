@@ -42,7 +42,7 @@ def data(count: int = 12) -> list[TokenizedPreference]:
 KINDS: dict[str, Any] = {'dpo': DPOTrainer, 'kto': KTOTrainer, 'orpo': ORPOTrainer, 'simpo': SimPOTrainer}
 
 
-def make(kind: str, records: Any = None, held_back: Any = None, *, strategy: Any = None, lora: int = 0, more: Any = (), lr: float = 3e-3,
+def make(kind: str, records: Any = None, eval_data: Any = None, *, strategy: Any = None, lora: int = 0, more: Any = (), lr: float = 3e-3,
          moved: bool = False, dropout: float = 0.0, **kw: Any) -> Any:  # fmt: skip
     strategy = strategy or NaiveStrategy(seed=5, device='cpu')
     torch.manual_seed(5)
@@ -60,7 +60,7 @@ def make(kind: str, records: Any = None, held_back: Any = None, *, strategy: Any
     log = Log()
     settings = {'train_batch_size': 4, 'log_interval': 1} | kw
     records = data() if records is None else records
-    trainer = KINDS[kind](strategy, actor, optim, records, held_back, initial_model=reference, callbacks=[log, *more], **settings)
+    trainer = KINDS[kind](strategy, actor, optim, records, eval_data, initial_model=reference, callbacks=[log, *more], **settings)
     trainer.log, trainer.initial = log, initial
     return trainer
 
@@ -109,7 +109,7 @@ def test_dpo_by_hand(loss_type, precompute):
     assert seen['dpo/accuracy'] == sum(right) / 4
     assert seen['dpo/margin'] == pytest.approx(sum(margins) / 4, rel=1e-3, abs=1e-5)
     flipped = [dpo(loss_type, -m / 0.3, 0.3, 0.2) for m in margins]
-    assert abs(sum(flipped) / 4 - sum(wants) / 4) > 1e-3  # the twin: chosen and rejected exchanged is another loss
+    assert abs(sum(flipped) / 4 - sum(wants) / 4) > 1e-3  # negative control: chosen and rejected exchanged is another loss
 
 
 @pytest.mark.parametrize('kind', ['orpo', 'simpo'])
@@ -151,7 +151,7 @@ def test_kto_by_hand(precompute):
 
 @pytest.mark.parametrize('lora', [0, 2])
 @pytest.mark.parametrize('kind', KINDS)
-def test_it_learns_and_says_so_on_held_back_data(kind, lora):
+def test_it_learns_and_says_so_on_eval_data(kind, lora):
     trainer = make(kind, data(32), data(8), max_epochs=4, lr=2e-2, lora=lora)
     trainer.fit()
     first, last = trainer.log.phases[0], trainer.log.phases[-1]

@@ -1,4 +1,4 @@
-"""Evaluation on held-back prompts: numbers by hand, the same draws, no trace in the training, files, ranks, the best checkpoint."""
+"""Evaluation on eval prompts: numbers by hand, the same draws, no trace in the training, files, ranks, the best checkpoint."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def kl_by_hand(folder: Path, run_dir: Path, initial: Any, actor: Any) -> float:
 def test_ppo_starts_at_no_divergence_from_an_actor_changed_in_memory(folder, tmp_path):
     actor = changed(GPTActor(pretrained=str(folder)))
     assert kl_by_hand(folder, tmp_path / 'memory', deepcopy(actor), deepcopy(actor)) == pytest.approx(0.0, abs=1e-4)
-    # Twin: a reference that is read from the folder again.
+    # Negative control: a reference that is read from the folder again.
     assert abs(kl_by_hand(folder, tmp_path / 'folder', GPTActor(pretrained=str(folder)), deepcopy(actor))) > 0.1
 
 

@@ -119,7 +119,7 @@ def test_margins_are_subtracted():
     without, _, _ = by_hand(trainer, data)
     trainer.fit()
     assert trainer.log.phases[0]['rm/loss'] == pytest.approx(loss, rel=1e-5)
-    assert abs(loss - without) > 0.1  # the twin: without margins it is another loss
+    assert abs(loss - without) > 0.1  # negative control: without margins it is another loss
 
 
 def test_all_pairs_of_ranked_answers():
@@ -136,7 +136,7 @@ def learnable(count: int = 48) -> list[TokenizedPreference]:
     return [preference([6 + i % 4, 5, 2], [6 + i % 4, 10 + i % 3, 2], prompt=(3 + i % 2,)) for i in range(count)]
 
 
-def test_it_learns_and_says_so_on_held_back_data():
+def test_it_learns_and_says_so_on_eval_data():
     trainer = make(learnable(), learnable(8), max_epochs=4, lr=1e-2)
     trainer.fit()
     last = trainer.log.phases[-1]
@@ -175,7 +175,7 @@ def test_labels(label, named, expected):
     assert is_success(label, named) is expected
 
 
-def test_early_stopping_on_held_back_data():
+def test_early_stopping_on_eval_data():
     wrong_way = [preference(r.responses[1].tolist(), r.responses[0].tolist(), prompt=(3,)) for r in learnable(8)]
     trainer = make(learnable(8), wrong_way, max_epochs=50, lr=1e-2, early_stopping_patience=2)
     trainer.fit()

@@ -59,13 +59,13 @@ def test_loss_is_the_mean_over_response_tokens_of_the_whole_batch():
     assert count == 6
     assert log.phases[0]['sft/loss'] == pytest.approx(total / count, rel=1e-5)
     assert log.phases[0]['sft/perplexity'] == pytest.approx(math.exp(total / count), rel=1e-5)
-    # Twins: with prompts counted, or each sequence's mean averaged, the number is another.
+    # Negative controls: with prompts counted, or each sequence's mean averaged, the number is another.
     assert len(prompts_too) == 7
     assert log.phases[0]['sft/loss'] != pytest.approx(sum(prompts_too) / len(prompts_too), rel=1e-4)
     assert log.phases[0]['sft/loss'] != pytest.approx(sum(means) / len(means), rel=1e-4)
 
 
-def test_learns_and_evaluates_on_held_back_data():
+def test_learns_and_evaluates_on_eval_data():
     data = counting()
     trainer, log = make(data, data[:6], train_batch_size=8, max_epochs=25, log_interval=4, lr=1e-2)
     trainer.fit()

@@ -1,6 +1,6 @@
-"""Slow float64 loops of the estimators and losses of PPO's family, and beside each its twins: the same loop with one planted mistake.
+"""Slow float64 loops of the estimators and losses of PPO's family, each with negative controls: the same loop with one planted mistake.
 
-Our function must equal the loop and differ from every twin, so a mistake of that sort in it would be seen.
+Our function must equal the loop and differ from every negative control, so a mistake of that sort in it would be seen.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def holds(ours: Numbers, slow: Callable[..., Numbers], *mistakes: str) -> None:
     """Ours is the slow loop's result, and not what the loop gives with any of its planted mistakes."""
     assert ours == pytest.approx(slow(), rel=1e-12, abs=1e-12)
     for mistake in mistakes:
-        assert ours != pytest.approx(slow(mistake), rel=1e-6, abs=1e-9), f'the twin {mistake!r} is not seen'
+        assert ours != pytest.approx(slow(mistake), rel=1e-6, abs=1e-9), f'the mistake {mistake!r} is not seen'
 
 
 def mean(values: Numbers) -> float:
@@ -332,7 +332,7 @@ def test_cispo_has_a_gradient_at_every_token_and_none_through_its_weight():
     cispo_policy_loss(new, f64(OLD), f64(ADVANTAGES), eps_high=0.28).sum().backward()
     weights = [min(math.exp(n - o), 1.28) for n, o in zip(NEW, OLD, strict=True)]
     assert new.grad.tolist() == pytest.approx([-a * w for a, w in zip(ADVANTAGES, weights, strict=True)])
-    # Twin: the clipped surrogate loses the tokens beyond its range.
+    # Negative control: the clipped surrogate loses the tokens beyond its range.
     clipped = f64(NEW).requires_grad_()
     clipped_policy_loss(clipped, f64(OLD), f64(ADVANTAGES), eps_low=0.2, eps_high=0.28).sum().backward()
     assert 0.0 in clipped.grad.tolist() and 0.0 not in new.grad.tolist()
