@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     'sweep': MATHS | {'batching'},
     'cluster': set(),
     'nn': MATHS | {'batching'},
-    'rollout': MODELS | {'cluster'},
+    'rollout': MODELS | {'cluster', 'registry'},
     'dataset': {'types'},
     'experience': MODELS | {'rollout', 'rewards', 'dataset'},
     'checkpoint': set(),
