@@ -166,8 +166,9 @@ def _chat_format(tokenizer: Any) -> str:
 
 def _own_prompts(run: PPORun, path: str, tokenizer: Any) -> Any:
     """The prompts of a file of the user's, read as the run says."""
-    options = {'max_prompt_tokens': run.max_prompt_tokens, 'skip_bad_records': run.skip_bad_records}
-    return load_prompts(path, tokenizer, column=run.prompt_column, **options)
+    return load_prompts(
+        path, tokenizer, column=run.prompt_column, max_prompt_tokens=run.max_prompt_tokens, skip_bad_records=run.skip_bad_records
+    )
 
 
 def _held_back(run: PPORun, prompts: Any, tokenizer: Any) -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ from chatgpt.launch.inputs import Inputs
 from chatgpt.launch.runs import PPORun
 from chatgpt.nn.loading import load_causal_lm
 from chatgpt.nn.lora import has_lora
+from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.objectives.sft import SFTTrainer
 from chatgpt.trainer.strategies import NaiveStrategy
 
@@ -61,7 +62,7 @@ def build_ppo_models(inputs: Inputs) -> PPOModels:
     model, unless biases are trained.
     """
     run, settings = inputs.run, inputs.settings
-    assert isinstance(run, PPORun)
+    assert isinstance(run, PPORun) and isinstance(settings, PPOConfig)
     unfrozen = run.num_layers_unfrozen if run.num_layers_unfrozen > 0 else None
     own_critic = settings.estimator.needs_values and run.critic == 'own'
     for_critic = inputs

@@ -111,8 +111,9 @@ def make_callbacks(run: Run, inputs: Inputs) -> list[Any]:
         if run.ema_decay is not None:
             callbacks.append(EMA(run.ema_decay))
         if inputs.validation is not None:
-            options = {'max_new_tokens': run.max_new_tokens, 'stop_strings': run.stop_string}
-            evaluation = PromptEvaluation(inputs.validation, inputs.tokenizer, **options)
+            evaluation = PromptEvaluation(
+                inputs.validation, inputs.tokenizer, max_new_tokens=run.max_new_tokens, stop_strings=run.stop_string
+            )
             callbacks.append(Evaluator(evaluation, run.eval_interval, metric='score_mean'))
     return callbacks
 
@@ -137,8 +138,9 @@ def ppo_trainer(inputs: Inputs, strategy: Any, models: PPOModels, engine: Any = 
     if critic is not None:
         critic, critic_optim = strategy.prepare((critic, critic_optim))
     if inputs.reward_tokenizer is not None:  # a model that reads other tokens than the policy gets its tokenizer along
-        limits = {'max_tokens_per_batch': settings.max_tokens_per_batch, 'max_length': inputs.reward_context}
-        reward = RewardModelScorer(reward, tokenizer=inputs.reward_tokenizer, **limits)
+        reward = RewardModelScorer(
+            reward, tokenizer=inputs.reward_tokenizer, max_tokens_per_batch=settings.max_tokens_per_batch, max_length=inputs.reward_context
+        )
     return PPOTrainer(
         strategy, actor, critic, scorer or reward, initial_model, actor_optim, critic_optim, config=settings, tokenizer=inputs.tokenizer,
         pretrain_data=inputs.pretrain_data, engine=engine or ENGINES.find(run.engine).make(inputs.model), callbacks=inputs.callbacks,
