@@ -172,3 +172,12 @@ class ProcessGroupStrategy(Strategy):
     ) -> None:
         check_precision(precision)  # before anything is joined
         super().__init__(seed, precision, ranks=ProcessGroup(device, timeout_s, type(self).__name__))
+
+    @property
+    def timeout_s(self) -> float:
+        """Longest wait for another rank; see `ProcessGroup`."""
+        return self.ranks.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self.ranks.timeout_s = seconds
