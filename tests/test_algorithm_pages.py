@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from chatgpt.launch.runs import PPORun
+from chatgpt.rollout.sampling import generation_fields
+from chatgpt.trainer import RFTConfig
+from chatgpt.trainer.algorithms import ESTIMATORS, POLICY_LOSSES
+from chatgpt.trainer.config import PPOConfig, SFTConfig
+from chatgpt.trainer.objectives.ilql import ILQLConfig
+from chatgpt.trainer.objectives.kto import KTOConfig
+from chatgpt.trainer.objectives.pairs import DPOConfig, ORPOConfig, SimPOConfig
+from chatgpt.trainer.objectives.reward_model import RewardModelConfig
+
 DOCS = Path(__file__).resolve().parents[1] / 'docs'
 PAGES = sorted((DOCS / 'algorithms').glob('*.md'))
+CONFIGS = (PPOConfig, SFTConfig, RFTConfig, ILQLConfig, KTOConfig, DPOConfig, ORPOConfig, SimPOConfig, RewardModelConfig, PPORun)
 PARTS = ('Formula', 'Source', 'Defaults', 'What we do differently', 'Metrics')
 
 
@@ -41,3 +53,27 @@ def test_there_is_a_page_for_every_estimator_and_trainer():
         'a2c', 'cispo', 'dapo', 'dpo', 'gdpo', 'grpo', 'gspo', 'ilql', 'kto', 'nlpo', 'off_policy', 'orpo', 'ppo', 'reinforce++',
         'reward_model', 'rft', 'rloo', 'sft', 'simpo',
     }  # fmt: skip
+
+
+@pytest.mark.parametrize('page', PAGES, ids=lambda p: p.stem)
+def test_the_settings_that_a_page_lists_are_there(page):
+    known = {f.name for config in CONFIGS for f in fields(config)} | set(generation_fields())
+    listed = re.findall(r'^\| `(\w+)`', parts_of(page.read_text())['Defaults'], re.MULTILINE)
+    assert listed and set(listed) <= known
+
+
+def test_every_name_of_the_tables_is_on_a_page():
+    text = ''.join(p.read_text() for p in PAGES)
+    assert [name for name in (*ESTIMATORS, *POLICY_LOSSES) if not re.search(rf"['`]{re.escape(name)}['`]", text)] == []
+
+
+def files_that_are_missing(page: Path, text: str) -> list[str]:
+    """Python files that a page names by path and that stand neither there nor in a folder that pages leave out."""
+    bases = (DOCS.parent, DOCS.parent / 'chatgpt', DOCS.parent / 'chatgpt' / 'trainer', page.parent)
+    return [name for name in re.findall(r'`([\w+.-]+(?:/[\w+.-]+)+\.py)`', text) if not any((base / name).is_file() for base in bases)]
+
+
+def test_the_files_that_pages_name_are_there():
+    pages = [DOCS.parent / 'README.md', DOCS.parent / 'CONTRIBUTING.md', *DOCS.rglob('*.md')]
+    assert {str(p): missing for p in pages if (missing := files_that_are_missing(p, p.read_text()))} == {}
+    assert files_that_are_missing(DOCS, '`trainer/losses.py` and `trainer/ppo_loss.py`') == ['trainer/ppo_loss.py']  # negative control

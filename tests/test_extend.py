@@ -19,6 +19,7 @@ from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.runs import PPORun
 from chatgpt.nn import Actor, GPTActor
 from chatgpt.rollout import LocalEngine, SamplingParams
+from chatgpt.rollout.registry import ENGINES
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import PPOConfig, PPOTrainer
@@ -55,7 +56,7 @@ def load(page: str, change: tuple[str, str] = ('', '')) -> Any:
 def elsewhere(tmp_path, monkeypatch):
     """A working directory of the test's own, tables as they were, and nothing of a page among the modules."""
     monkeypatch.chdir(tmp_path)
-    tables, modules = [(table, dict(table)) for table in (ESTIMATORS, POLICY_LOSSES)], set(sys.modules)
+    tables, modules = [(table, dict(table)) for table in (ESTIMATORS, POLICY_LOSSES, ENGINES)], set(sys.modules)
     yield
     for table, before in tables:
         table.clear()
@@ -255,6 +256,20 @@ def test_an_engine_that_shifts_its_positions_is_found_out():
 
 def test_a_trainer_learns_with_it():
     torch.testing.assert_close(trained(engine=load('engine').PlainEngine()), trained(), atol=1e-4, rtol=0)
+
+
+def test_a_command_line_finds_it(monkeypatch, model_folder, tmp_path):
+    from chatgpt.launch.recipes import execute
+
+    load('engine')
+    found = []
+    monkeypatch.setattr(PPOTrainer, 'fit', lambda self, *_: found.append(type(self.engine).__name__))
+    for number, name in enumerate(('plain', 'my_engine.py:plain', 'local')):
+        flags = ['--pretrain', str(model_folder), '--save_path', str(tmp_path / str(number)), '--engine', name, '--max_new_tokens=4']
+        execute(parse_run(PPORun, description='', argv=flags))
+    assert found == ['PlainEngine', 'PlainEngine', 'LocalEngine']
+    with pytest.raises(ValueError, match="engine='plan' is not known; choose one of local, hf, vllm, plain"):
+        parse_run(PPORun, description='', argv=['--engine', 'plan']).validate()
 
 
 # ------------------------------------------------------------------ reward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     'sweep': MATHS | {'batching'},
     'cluster': set(),
     'nn': MATHS | {'batching'},
-    'rollout': MODELS | {'cluster'},
+    'rollout': MODELS | {'cluster', 'registry'},
     'dataset': {'types'},
     'experience': MODELS | {'rollout', 'rewards', 'dataset'},
     'checkpoint': set(),
@@ -195,6 +196,29 @@ def eager_or_misplaced(imports: list[Import]) -> list[str]:
         if matches(i.target, 'torch.distributed') and i.when != 'types' and not file.startswith(PROCESS_GROUPS):
             wrong.append(f'{i.file}:{i.line}: torch.distributed belongs to the strategies')
     return wrong
+
+
+def rows_of_the_page() -> dict[str, set[str]]:
+    """Which packages each may import, by the table of docs/design.md."""
+    words = {'maths': MATHS, 'models': MODELS}
+    rows = re.findall(r'^\| `([\w.]+)` \| [^|]+ \| ([^|]*)\|$', (ROOT / 'docs' / 'design.md').read_text(), re.MULTILINE)
+    return {name: set().union(*(words.get(w.strip(), {w.strip()}) for w in may.split(',') if w.strip())) for name, may in rows}
+
+
+def test_the_page_of_the_design_and_this_table_agree():
+    rows = rows_of_the_page()
+    assert {name: rows.get(name) for name in ALLOWED} == ALLOWED
+
+
+def test_the_way_of_a_prompt_names_functions_that_are_there():
+    text = (ROOT / 'docs' / 'design.md').read_text().split('## The way of one prompt')[1].split('\n## ')[0]
+    rows = re.findall(r'^\| .+ \| (`.+`) \| (`.+`) \|$', text, re.MULTILINE)
+    assert len(rows) > 20
+    for names, files in rows:
+        code = ''.join((ROOT / 'chatgpt' / file).read_text() for file in re.findall(r'`([^`]+)`', files))
+        for name in re.findall(r'`([^`]+)`', names):
+            for part in name.split('.'):
+                assert re.search(rf'^ *(?:def|class) {part}\b', code, re.MULTILINE), f'{name} is not in {files}'
 
 
 def test_arrows_point_down():

@@ -26,6 +26,7 @@ from chatgpt.launch.relaunch import sign
 from chatgpt.launch.rollouts import rollout_engine
 from chatgpt.launch.runs import PPORun, Run, SFTRun
 from chatgpt.nn.peft_format import export_peft
+from chatgpt.rollout.registry import ENGINES
 from chatgpt.trainer.callbacks import EMA, Evaluator, SampleTable, SaveCheckpoint, StopOnPlateau, TensorBoard
 from chatgpt.trainer.config import PPOConfig, SFTConfig
 from chatgpt.trainer.objectives.ilql import ILQLConfig, ILQLTrainer
@@ -142,16 +143,9 @@ def ppo_trainer(inputs: Inputs, strategy: Any, models: PPOModels, engine: Any = 
         )
     return PPOTrainer(
         strategy, actor, critic, scorer or reward, initial_model, actor_optim, critic_optim, config=settings, tokenizer=inputs.tokenizer,
-        pretrain_data=inputs.pretrain_data, engine=engine or make_engine(run.engine, inputs.model), callbacks=inputs.callbacks,
+        pretrain_data=inputs.pretrain_data, engine=engine or ENGINES.find(run.engine).make(inputs.model), callbacks=inputs.callbacks,
         run_dir=inputs.run_dir, **inputs.generation,
     )  # fmt: skip
-
-
-def make_engine(name: str, pretrained: Any) -> Any:
-    """A rollout engine by its command-line name; `pretrained` is the policy's folder or hub name."""
-    from chatgpt.rollout import HFEngine, LocalEngine, VLLMEngine
-
-    return VLLMEngine(pretrained) if name == 'vllm' else HFEngine() if name == 'hf' else LocalEngine()
 
 
 def offline_trainer(inputs: Inputs, strategy: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, cast, get_args
 
 from chatgpt.launch.arguments import check_precision
 from chatgpt.rollout import SamplingParams
+from chatgpt.rollout.registry import ENGINES
 from chatgpt.trainer.config import CHECKPOINT_MINUTES, LearningSettings, PPOConfig, Settings, SFTConfig, SupervisedConfig
 from chatgpt.trainer.objectives.kto import KTOConfig
 from chatgpt.trainer.objectives.pairs import DPOConfig, DPOLoss, ORPOConfig, PreferenceConfig, SimPOConfig
@@ -200,8 +201,8 @@ class PPORun(Run, PPOConfig):
     min_new_tokens: int = 0
     stop_string: list[str] | None = None
     """end a response where this text appears; may be given several times"""
-    engine: Literal['local', 'hf', 'vllm'] = 'local'
-    """who generates: the local engine, model.generate, or vLLM in this process"""
+    engine: str = field(default='local', metadata={'choices': ENGINES})
+    """who generates: the local engine, model.generate, or vLLM in this process; module:name is an `EngineEntry` of your own"""
     ema_decay: float | None = None
     """also keep a moving average of the actor's weights, written as actor_ema/; 0.992 is DeepSpeed-Chat's"""
     rollout_workers: int = 0
@@ -238,9 +239,10 @@ class PPORun(Run, PPOConfig):
                 raise ValueError(f'{name}={value} must be at least 1')
         if self.critic_lr is not None and not 0 <= self.critic_lr < float('inf'):
             raise ValueError(f'critic_lr={self.critic_lr} must be a number of at least 0')
-        for name, known in (('critic', ('own', 'shared')), ('critic_from', CRITIC_STARTS), ('engine', ('local', 'hf', 'vllm'))):
+        for name, known in (('critic', ('own', 'shared')), ('critic_from', CRITIC_STARTS)):
             if getattr(self, name) not in known:
                 raise ValueError(f'{name}={getattr(self, name)!r} is not one of {", ".join(known)}')
+        ENGINES.find(self.engine)
         if self.critic == 'shared' and not self.estimator.needs_values:
             raise ValueError(f"critic='shared', but advantage_estimator={self.advantage_estimator!r} takes no critic; leave one out")
         if self.lora_rank and self.num_layers_unfrozen > 0:

@@ -1,0 +1,30 @@
+"""Rollout engines by name: `ENGINES['mine'] = EngineEntry(lambda pretrained: MyEngine())` adds one, which command lines and config files
+then know; `my_file.py:name` of an entry needs no line at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from chatgpt.registry import Registry
+from chatgpt.rollout.engine import RolloutEngine
+from chatgpt.rollout.hf import HFEngine
+from chatgpt.rollout.local import LocalEngine
+from chatgpt.rollout.vllm import VLLMEngine
+
+
+@dataclass(frozen=True)
+class EngineEntry:
+    """How to build an engine."""
+
+    make: Callable[[Any], RolloutEngine]
+    """from the policy's folder or hub name"""
+
+
+ENGINES: Registry[EngineEntry] = Registry('engine', EngineEntry, {
+    'local': EngineEntry(lambda pretrained: LocalEngine()),
+    'hf': EngineEntry(lambda pretrained: HFEngine()),
+    'vllm': EngineEntry(VLLMEngine),
+})  # fmt: skip
