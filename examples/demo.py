@@ -150,7 +150,7 @@ def report(out: Path, accuracy: float) -> None:
         ]
     count = len(prompts)
     summary = [
-        f'reward model: {accuracy:.1%} of held-back pairs in the right order',
+        f'reward model: {accuracy:.1%} of eval pairs in the right order',
         f'true value on {count} new prompts: SFT {sum(b for b, _ in values) / count:+z.2f}, PPO {sum(a for _, a in values) / count:+z.2f}',
         f'win rate of PPO over SFT by the truth: {(wins + ties / 2) / count:.1%} ({wins} wins, {ties} ties counted half, of {count})',
     ]

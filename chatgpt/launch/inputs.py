@@ -143,7 +143,7 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
         prompts = load_prompts(embedded.demo_prompts(200, seed=0), tokenizer, max_prompt_tokens=run.max_prompt_tokens)
         inputs.reward = inputs.reward or embedded_reward
     read: list[tuple[Any, str, Any]] = [(run.prompt_path, 'prompts', prompts)]
-    inputs.train, inputs.validation = _held_back(run, prompts, tokenizer)
+    inputs.train, inputs.validation = _eval_prompts(run, prompts, tokenizer)
     _check_lengths(inputs.train, context, run.max_new_tokens or 0, 'the context')
     if run.max_timesteps is None:
         run.max_timesteps = -(-len(inputs.train) // run.experience_batch_size)
@@ -153,7 +153,7 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
         inputs.pretrain_data = load_demonstrations(run.ptx_data, tokenizer, max_length=context, skip_bad_records=skip)[0]
         read.append((run.ptx_data, 'texts', inputs.pretrain_data))
     if run.validation_file:
-        read.append((run.validation_file, 'prompts held back', inputs.validation))
+        read.append((run.validation_file, 'eval prompts', inputs.validation))
     inputs.notes = [f'{source}: {len(data)} {what}{left_out(data)}' for source, what, data in read if data.num_skipped]
     if any(data.has_turns for _, _, data in read):
         inputs.notes.append(_chat_format(tokenizer))
@@ -171,14 +171,14 @@ def _own_prompts(run: PPORun, path: str, tokenizer: Any) -> Any:
     )
 
 
-def _held_back(run: PPORun, prompts: Any, tokenizer: Any) -> tuple[Any, Any]:
+def _eval_prompts(run: PPORun, prompts: Any, tokenizer: Any) -> tuple[Any, Any]:
     """Training prompts, and those to evaluate on (None where none are asked for)."""
     if run.validation_file:
         return prompts, _own_prompts(run, run.validation_file, tokenizer)
     if not run.validation_percentage:
         return prompts, None
-    kept, held_back = split_examples([prompts[i] for i in range(len(prompts))], run.validation_percentage, seed=run.seed)
-    return PromptSet(kept), PromptSet(held_back)
+    kept, held_out = split_examples([prompts[i] for i in range(len(prompts))], run.validation_percentage, seed=run.seed)
+    return PromptSet(kept), PromptSet(held_out)
 
 
 def embedded_reward(prompts: list[str], responses: list[str]) -> list[float]:
@@ -224,7 +224,7 @@ def read_sft(run: SFTRun, inputs: Inputs) -> None:
     if run.pack_examples:
         train[:] = pack(train, run.max_tokens)
     if run.early_stopping_patience is not None and not validation:
-        raise ValueError('early_stopping_patience needs held-back data: give --validation_file or --validation_percentage')
+        raise ValueError('early_stopping_patience needs eval data: give --validation_file or --validation_percentage')
     _take(inputs, train, validation)
 
 
@@ -276,7 +276,7 @@ def _reading_options(run: DataRun, inputs: Inputs) -> dict[str, Any]:
 def _take(inputs: Inputs, train: Any, validation: Any) -> None:
     inputs.train, inputs.validation = train, validation
     inputs.notes = [_chat_format(inputs.tokenizer)] if train.has_turns else []
-    inputs.notes.append(f'{len(train)} examples to learn from{left_out(train)}, {len(validation)} held back{left_out(validation)}')
+    inputs.notes.append(f'{len(train)} examples to learn from{left_out(train)}, {len(validation)} to evaluate on{left_out(validation)}')
 
 
 def _check_labels(source: Any, labels: Iterable[Any], positive_label: str | None) -> None:
@@ -285,7 +285,7 @@ def _check_labels(source: Any, labels: Iterable[Any], positive_label: str | None
         try:
             is_success(label, positive_label)
         except ValueError:
-            raise ValueError(_what_kto_needs(source, f'{label!r} where a judgement is needed')) from None
+            raise ValueError(_what_kto_needs(source, f'{label!r} where a label is needed')) from None
 
 
 def _what_kto_needs(source: Any, fault: str) -> str:

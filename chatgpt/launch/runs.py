@@ -95,7 +95,7 @@ class Run(LearningSettings):
     need_optim_ckpt: bool = False
     """also write the optimizers' states with the final model"""
     validation_file: str | None = None
-    """held-back data"""
+    """eval data"""
     validation_percentage: float = 0.0
     """keep back this share of the data instead of a file"""
 
@@ -216,7 +216,7 @@ class PPORun(Run, PPOConfig):
     sample_interval: int = 5
     """learning phases between tables of samples"""
     eval_interval: int = 5
-    """learning phases between evaluations on held-back prompts, where there are any"""
+    """learning phases between evaluations on eval prompts, where there are any"""
 
     own_defaults: ClassVar[Mapping[str, Any]] = {'lr': 1e-5, 'critic_lr': 1e-5, 'max_new_tokens': 64}
     embedded_defaults: ClassVar[Mapping[str, Any]] = {'lr': 3e-4, 'critic_lr': 1e-3, 'max_new_tokens': 32}
@@ -304,7 +304,7 @@ class SFTRun(DataRun, SFTConfig):
     pack_examples: bool = False
     """join short examples of plain text up to max_len"""
     early_stopping_patience: int | None = None
-    """stop after so many evaluations in a row without a better loss on the held-back data"""
+    """stop after so many evaluations in a row without a better loss on the eval data"""
 
     own_defaults: ClassVar[Mapping[str, Any]] = {'lr': 2e-5}
     embedded_defaults: ClassVar[Mapping[str, Any]] = {'lr': 3e-3}

@@ -191,7 +191,7 @@ def learning_bytes(kind: str, config: Any, setup: Setup, rows: int, *, keep_grad
     """Peak of forward and backward of one micro-batch.
 
     keep_gradients: with the parameters' own gradients, which grow as activations shrink; otherwise each is gone once it is whole, as
-    where it is cut over ranks, or where it was there before.
+    where it is sharded over ranks, or where it was there before.
     """
     batch = batch_of(rows, setup.max_prompt_tokens, setup.max_new_tokens)
 

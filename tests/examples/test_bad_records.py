@@ -37,5 +37,5 @@ def test_bad_records_of_every_source_are_counted_and_named(monkeypatch, capsys, 
     run_main(main)
     said = capsys.readouterr().out
     assert f'{sources["prompts"]}: 4 prompts, 2 bad ones left out ({sources["prompts"]}, line 5: ' in said
-    assert f'{sources["validation"]}: 1 prompts held back, 1 bad ones left out ({sources["validation"]}, line 1: ' in said
+    assert f'{sources["validation"]}: 1 eval prompts, 1 bad ones left out ({sources["validation"]}, line 1: ' in said
     assert f'{sources["ptx"]}: 1 texts, 1 bad ones left out ({sources["ptx"]}, line 2: ' in said

@@ -30,7 +30,7 @@ def test_demo_leaves_models_a_table_and_a_plot(monkeypatch, tmp_path, capsys):
     shown = capsys.readouterr().out
     table = (tmp_path / 'before_after.txt').read_text()
     assert 'win rate of PPO over SFT by the truth: ' in table
-    assert 'of held-back pairs in the right order' in table
+    assert 'of eval pairs in the right order' in table
     assert table.count('SFT') >= 6 and table.count('PPO') >= 6
     assert table.strip() in shown
     assert (tmp_path / 'curves.png').read_bytes().startswith(b'\x89PNG')

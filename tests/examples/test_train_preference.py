@@ -55,7 +55,7 @@ def test_each_method_learns_from_a_file(monkeypatch, capsys, data, tmp_path, met
     script('train_preference', monkeypatch, str(data / 'pairs.jsonl'), '--pretrain', str(data / 'base'), f'--method={method}', *flags,
            '--lr=3e-3', '--train_batch_size=6', '--max_epochs=4', '--log_interval=3', '--validation_percentage=25',
            '--save_path', str(out))  # fmt: skip
-    assert '18 examples to learn from, 6 held back' in capsys.readouterr().out
+    assert '18 examples to learn from, 6 to evaluate on' in capsys.readouterr().out
     first, last = metrics(out)[0], metrics(out)[-1]
     assert last[f'{method}/loss'] < first[f'{method}/loss']
     assert f'{method}/val_loss' in last
@@ -85,7 +85,7 @@ def test_without_arguments(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(inputs, 'EMBEDDED_EXAMPLES', 40)
     monkeypatch.chdir(tmp_path)
     script('train_preference', monkeypatch, '--log_interval=1', '--max_steps=2')
-    assert '38 examples to learn from, 2 held back' in capsys.readouterr().out
+    assert '38 examples to learn from, 2 to evaluate on' in capsys.readouterr().out
     assert (tmp_path / 'outputs' / 'train_preference' / 'actor' / 'config.json').is_file()
     assert metrics(tmp_path / 'outputs' / 'train_preference')[0]['dpo/loss'] == pytest.approx(0.6931, abs=1e-4)  # log 2: nothing moved yet
 
@@ -114,7 +114,7 @@ def test_settings_reach_the_method(method, flags, expected):
     (['{pairs}', '--beta=0'], 'beta=0.0 must be positive'),
     (['{rewards}', '--method=kto'], 'rewards.jsonl: KTO needs the columns prompt, response and label (or text and label), where label is '
      'true or false, 1 or 0, good or bad, or a name with --positive_label NAME; or prompt, chosen and rejected. Found the columns prompt, '
-     'response, reward, and 0.73 where a judgement is needed'),
+     'response, reward, and 0.73 where a label is needed'),
     (['{stories}', '--method=kto'], 'Found the columns prompt, response, and no label'),
     (['{labels}'], 'dpo learns from pairs, and these are labelled answers; use --method kto'),
 ])  # fmt: skip

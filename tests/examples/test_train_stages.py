@@ -45,7 +45,7 @@ def test_three_stages(monkeypatch, capsys, data, tmp_path):
     quick = ['--log_interval=1', '--train_batch_size=8', '--max_epochs=1', '--lr=1e-3', '--validation_percentage=25']
     base = ['--pretrain', str(data / 'base')]
     script('train_sft', monkeypatch, str(data / 'sft.jsonl'), *base, '--save_path', str(tmp_path / 'sft'), *quick)
-    assert '18 examples to learn from, 6 held back' in capsys.readouterr().out
+    assert '18 examples to learn from, 6 to evaluate on' in capsys.readouterr().out
     assert 'sft/val_perplexity' in metrics(tmp_path / 'sft')[-1]
     actor = tmp_path / 'sft' / 'actor'
     assert AutoModelForCausalLM.from_pretrained(actor)
@@ -142,7 +142,7 @@ def test_a_run_is_resumed(monkeypatch, data, tmp_path):
 
 @pytest.mark.parametrize(('name', 'flags', 'sentence'), [
     ('train_sft', ['data.jsonl'], 'data of your own needs a model: give --pretrain'),
-    ('train_sft', ['{sft}', '--pretrain={base}', '--early_stopping_patience=2'], 'early_stopping_patience needs held-back data'),
+    ('train_sft', ['{sft}', '--pretrain={base}', '--early_stopping_patience=2'], 'early_stopping_patience needs eval data'),
     ('train_reward_model', ['{prompts}', '--pretrain={base}'], 'prompts.jsonl, line 1'),
     ('train_reward_model', ['{pairs}', '--pretrain={base}', '--loss_fn=mse'], "'mse' is none of: log_sig, log_exp"),
     ('train_reward_model', ['--learning_rates=1'], "unknown argument '--learning_rates'"),

@@ -4,7 +4,7 @@ The failing rank writes its message into the process group's store. A thread on 
 finds another rank's message it gives the process a moment to fail by itself (the same mistake, a broken connection), then prints the
 message and ends the process, which may be stuck in a collective that will never finish.
 
-A rank that has waited for the others almost as long as a collective may last calls the roll: every rank's thread answers with where its
+A rank that has waited for the others almost as long as a collective may last asks every rank where it is: every rank's thread answers with where its
 main thread is, and all end with a message that names the ranks which are somewhere else, or which do not answer. That a rank waits is
 known of a strategy's own collectives; of others, such as a sharded forward runs, it is seen by a main thread that uses no processor.
 
@@ -36,7 +36,7 @@ TOGETHER_S = 3.0
 LEAVE_S = 1.0
 """how long a process has to fail by itself once another has failed"""
 PATIENCE = 0.9
-"""share of the timeout after which a waiting rank calls the roll: a collective that has timed out would not say who was late"""
+"""share of the timeout after which a waiting rank asks the others where they are: a collective that has timed out would not say who was late"""
 STILL_S = 0.001
 """so little processor time is no progress"""
 NUM_FRAMES = 3
@@ -105,7 +105,7 @@ class FailureGuard(AbstractContextManager[None]):
     """Enter and leave on every rank together. A guard inside another does nothing.
 
     Keys in the store: `failure` (the first message), `seen` (how many ranks have read it), `done` and `gone` (how many left well, and how
-    many know that all did), `roll` (somebody asks) and `at/RANK` (the answers); `failing/RANK` (where a rank failed) and `together`
+    many know that all did), `asked` (somebody asks) and `at/RANK` (the answers); `failing/RANK` (where a rank failed) and `together`
     (whether all did so at one place).
     """
 
@@ -226,7 +226,7 @@ class FailureGuard(AbstractContextManager[None]):
     def _answer_the_roll(self) -> None:
         """Say where this rank is, once, when another asks."""
         try:
-            if not self._answered and self._store.check(['roll']):
+            if not self._answered and self._store.check(['asked']):
                 self._answered = True
                 here = self.whereabouts
                 self._store.set(f'at/{self.rank}', f'{int(here.is_waiting())} {here.describe()}')
@@ -244,7 +244,7 @@ class FailureGuard(AbstractContextManager[None]):
         os._exit(1)
 
     def _ask_everyone(self) -> None:
-        self._store.set('roll', '1')
+        self._store.set('asked', '1')
         self._answer_the_roll()
         end = time.monotonic() + min(GRACE_S, (1 - PATIENCE) * self.timeout_s / 2 + POLL_S)  # before the collective itself gives up
         keys = {rank: f'at/{rank}' for rank in range(self.world_size)}

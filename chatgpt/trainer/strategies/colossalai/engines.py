@@ -218,7 +218,7 @@ class TrainedEngine(Engine, ABC):
 
 
 class ZeroEngine(TrainedEngine):
-    """LowLevelZeroOptimizer: full weights in the compute dtype on every rank, masters and optimizer state cut over ranks."""
+    """LowLevelZeroOptimizer: full weights in the compute dtype on every rank, masters and optimizer state sharded over ranks."""
 
     def trained(self) -> list[nn.Parameter]:
         return [p for p in self.module.parameters() if id(p) in self.optimizer.working_to_master_param]

@@ -1,4 +1,4 @@
-"""One model under ColossalAI's Gemini (ZeRO stage 3): weights, masters, gradients and states cut over ranks in chunks.
+"""One model under ColossalAI's Gemini (ZeRO stage 3): weights, masters, gradients and states sharded over ranks in chunks.
 
 Left out: the interface (`engines`). colossalai is never imported here: the boosted objects are handed in.
 """
@@ -19,7 +19,7 @@ from chatgpt.trainer.strategies.colossalai.engines import Engine, Shard, Trained
 
 
 class GeminiFrozen(Engine):
-    """GeminiDDP without an optimizer: 16-bit weights cut over ranks in chunks, gathered one chunk at a time in a forward."""
+    """GeminiDDP without an optimizer: 16-bit weights sharded over ranks in chunks, gathered one chunk at a time in a forward."""
 
     def _keep(self, name: str, parameter: nn.Parameter, values: Tensor) -> None:
         start, stop = rank_range(values.numel(), self.rank, self.world_size)
@@ -40,7 +40,7 @@ class GeminiFrozen(Engine):
 
 
 class GeminiEngine(TrainedEngine):
-    """GeminiDDP: weights, masters and optimizer state cut over ranks in chunks.
+    """GeminiDDP: weights, masters and optimizer state sharded over ranks in chunks.
 
     After a backward a chunk's memory holds its reduced gradient instead of its weights. Before anything else needs the
     weights, that gradient is added to an fp32 sum and the weights are made again from the masters; the step adds the sum.

@@ -3,8 +3,8 @@
 | what | stage 1, 2 | stage 3 |
 |---|---|---|
 | precision | fp32, bf16, fp16 | bf16, fp16 |
-| a trained model | 16-bit weights whole on each rank; masters, states (stage 2: gradients) cut over ranks | all cut over ranks |
-| a frozen model | whole, in the compute dtype | cut over ranks, in the compute dtype |
+| a trained model | 16-bit weights whole on each rank; masters, states (stage 2: gradients) sharded over ranks | all sharded over ranks |
+| a frozen model | whole, in the compute dtype | sharded over ranks, in the compute dtype |
 | placement 'cuda' | all on the device | all on the device |
 | placement 'cpu' | masters and states in host memory | all in host memory, one chunk at a time on the device |
 | placement 'auto' | 'cpu' where masters and states would take over half of the free device memory | Gemini decides as it runs |
