@@ -66,10 +66,12 @@ test-isa: dev colossalai ray
 
 lint: dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 format: dev
 	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 
 # Uses PYTHON as it is, for a CUDA machine has a torch of its own. WHEELS: a folder with wheels of what else it lacks (used for this run
 # only). GPU_ARGS: flags of the script, such as --parts or --out.

@@ -1,10 +1,12 @@
-"""Install the pinned torch in the build that this machine can use, and say which: CUDA where nvidia-smi shows a GPU, else CPU.
+"""Install the pinned torch in the build that this machine can use, and say which: CUDA where nvidia-smi shows a GPU,
+else CPU.
 
     python install_torch.py [--dry-run]      # make calls it with the environment's Python
 
-PyPI's wheels for Linux are CUDA builds with gigabytes of libraries, those for macOS and Windows are CPU builds. So a Linux machine
-without a GPU takes the CPU build from PyTorch's own index, or the default build where that index does not answer. TORCH_INDEX in the
-environment names another index instead, such as https://download.pytorch.org/whl/cu130. Standard library only.
+PyPI's wheels for Linux are CUDA builds with gigabytes of libraries, those for macOS and Windows are CPU builds. So a
+Linux machine without a GPU takes the CPU build from PyTorch's own index, or the default build where that index does not
+answer. TORCH_INDEX in the environment names another index instead, such as https://download.pytorch.org/whl/cu130.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -52,12 +54,18 @@ def choose(wanted: str | None, number: int, system: str) -> tuple[str | None, st
     if wanted:
         return wanted, f'from {wanted}, as TORCH_INDEX says'
     if number:
-        return None, f"the default build, which has CUDA on Linux, for nvidia-smi shows {number} GPU{'s' if number > 1 else ''}"
+        return (
+            None,
+            f'the default build, which has CUDA on Linux, for nvidia-smi shows {number} GPU{"s" if number > 1 else ""}',
+        )
     if system != 'Linux':
         return None, f'the default build, a CPU build on {system}'
     if not answers(CPU_INDEX):
         return None, f'the default build, for {CPU_INDEX} does not answer'
-    return CPU_INDEX, f'the CPU build, for nvidia-smi shows no GPU (with one to come: TORCH_INDEX=... or pip install {pinned()})'
+    return (
+        CPU_INDEX,
+        f'the CPU build, for nvidia-smi shows no GPU (with one to come: TORCH_INDEX=... or pip install {pinned()})',
+    )
 
 
 def main() -> None:
@@ -73,11 +81,17 @@ def main() -> None:
     if done.returncode:
         raise SystemExit(done.returncode)
     code = "import torch; print(torch.__version__, torch.version.cuda or '')"
-    version, *cuda = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout.split()
+    version, *cuda = subprocess.run(
+        [sys.executable, '-c', code], capture_output=True, text=True, check=True
+    ).stdout.split()
     print(f'torch {version} is installed: {f"CUDA {cuda[0]}" if cuda else "a CPU build"}')
     if number and not cuda:
-        print(f'warning: the GPU stays idle, for the package index in use gave a CPU build of {pinned()}; give the index of a CUDA build, '
-              'as in: make clean demo TORCH_INDEX=https://download.pytorch.org/whl/cu130', file=sys.stderr)  # fmt: skip
+        print(
+            f'warning: the GPU stays idle, for the package index in use gave a CPU build of {pinned()}; give the index '
+            'of a CUDA build, '
+            'as in: make clean demo TORCH_INDEX=https://download.pytorch.org/whl/cu130',
+            file=sys.stderr,
+        )
 
 
 if __name__ == '__main__':

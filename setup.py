@@ -18,7 +18,8 @@ def version() -> str:
     return found[1]
 
 
-# The distribution has a name of its own, for 'chatgpt' on PyPI is somebody else's package. What is imported is `chatgpt`.
+# The distribution has a name of its own, for 'chatgpt' on PyPI is somebody else's package. What is imported is
+# `chatgpt`.
 NAME = 'chatgpt-rlhf'
 
 INSTALL_REQUIRES = [
@@ -33,8 +34,8 @@ INSTALL_REQUIRES = [
     'tqdm>=4.66',
 ]
 
-# There is no extra for ColossalAI: the metadata of its newest release asks for torch <= 2.5.1 and transformers 4.51.3, which no
-# resolver can reconcile with the above, although it runs with both. Install it beside the package:
+# There is no extra for ColossalAI: the metadata of its newest release asks for torch <= 2.5.1 and transformers 4.51.3,
+# which no resolver can reconcile with the above, although it runs with both. Install it beside the package:
 #     pip install psutil rich einops
 #     pip install --no-deps -r requirements-colossalai.txt
 EXTRAS_REQUIRE = {

@@ -1,13 +1,15 @@
-"""Two-digit addition with checkable answers: a model that has seen a few sums, then GRPO and PPO on the reward of being right.
+"""Two-digit addition with checkable answers: a model that has seen a few sums, then GRPO and PPO on the reward of being
+right.
 
     python benchmarks/arithmetic.py [--seeds 1 2 3] [--methods ppo grpo] [--results benchmarks/results/arithmetic]
     python benchmarks/arithmetic.py --report [--out docs/results/arithmetic.md]
 
-Problems are 'ab+cd=' with 10 <= ab, cd <= 99; 10 % of the 8,100 are for evaluation. A GPT-2 of 3 layers x 96 first learns 400 of the
-others by SFT (the sum is written from its last digit on), then 120 phases of 256 responses by the reward
-`chatgpt.rewards.ExactAnswer`. Exact match is of greedy responses to the 810 eval problems; both methods of a seed start from
-the same model. Of 256 responses PPO has one to each prompt, GRPO eight, so PPO sees eight times as many problems; it also has
-values for each digit. Seconds are of one thread, of the reinforcement learning and its evaluations.
+Problems are 'ab+cd=' with 10 <= ab, cd <= 99; 10 % of the 8,100 are for evaluation. A GPT-2 of 3 layers x 96 first
+learns 400 of the others by SFT (the sum is written from its last digit on), then 120 phases of 256 responses by the
+reward `chatgpt.rewards.ExactAnswer`. Exact match is of greedy responses to the 810 eval problems; both methods of a
+seed start from the same model. Of 256 responses PPO has one to each prompt, GRPO eight, so PPO sees eight times as many
+problems; it also has values for each digit. Seconds are of one thread, of the reinforcement learning and its
+evaluations.
 """
 
 from __future__ import annotations
@@ -28,7 +30,12 @@ CHARACTERS = '0123456789+='
 NUM_SFT, SFT_EPOCHS, PHASES, BATCH, EVERY = 400, 60, 120, 256, 20
 METHODS: dict[str, dict[str, Any]] = {
     'ppo': {'experience_batch_size': BATCH, 'lam': 0.95, 'max_epochs': 2},
-    'grpo': {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 8, 'experience_batch_size': BATCH // 8, 'max_epochs': 2},
+    'grpo': {
+        'advantage_estimator': 'grpo',
+        'num_samples_per_prompt': 8,
+        'experience_batch_size': BATCH // 8,
+        'max_epochs': 2,
+    },
 }
 
 
@@ -60,7 +67,10 @@ def exact_match(actor: Any, rows: list[Row], words: Any) -> float:
     sampling = SamplingParams(max_new_tokens=4, do_sample=False, eos_token_ids=(words.eos_token_id,))
     samples = engine.generate(list(load_prompts(rows, words)), sampling, seed=0, indices=range(len(rows)))
     engine.end()
-    right = [words.decode(s.response_ids, skip_special_tokens=True) == r['answer'] for s, r in zip(samples, rows, strict=True)]
+    right = [
+        words.decode(s.response_ids, skip_special_tokens=True) == r['answer']
+        for s, r in zip(samples, rows, strict=True)
+    ]
     return sum(right) / len(right)
 
 
@@ -73,14 +83,33 @@ def pretrained(seed: int, rows: list[Row], words: Any) -> Any:
     from chatgpt.trainer.callbacks import ProgressBar
     from chatgpt.trainer.strategies import NaiveStrategy
 
-    config = GPT2Config(vocab_size=len(words), n_positions=16, n_embd=96, n_layer=3, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
-                        attn_pdrop=0.0, bos_token_id=1, eos_token_id=2, pad_token_id=0)  # fmt: skip
+    config = GPT2Config(
+        vocab_size=len(words),
+        n_positions=16,
+        n_embd=96,
+        n_layer=3,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
     data, _ = load_demonstrations([{'prompt': r['prompt'], 'completion': r['answer']} for r in rows[:NUM_SFT]], words)
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
         actor = GPTActor(config=config)
         actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=1e-3)))
-        SFTTrainer(strategy, actor, optim, data, train_batch_size=128, max_epochs=SFT_EPOCHS, lr_schedule='cosine',
-                   callbacks=[ProgressBar(enabled=False)]).fit()  # fmt: skip
+        SFTTrainer(
+            strategy,
+            actor,
+            optim,
+            data,
+            train_batch_size=128,
+            max_epochs=SFT_EPOCHS,
+            lr_schedule='cosine',
+            callbacks=[ProgressBar(enabled=False)],
+        ).fit()
         return strategy.unwrap(actor)
 
 
@@ -104,12 +133,24 @@ def reinforce(method: str, start: Any, seed: int, train: list[Row], eval_rows: l
         if method == 'ppo':
             critic = Critic(deepcopy(start.model))
             critic, critic_optim = strategy.prepare((critic, torch.optim.AdamW(critic.parameters(), lr=1e-3, eps=1e-5)))
-        actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=3e-4, eps=1e-5, weight_decay=0.0)))
+        actor, optim = strategy.prepare(
+            (actor, torch.optim.AdamW(actor.parameters(), lr=3e-4, eps=1e-5, weight_decay=0.0))
+        )
         trainer = PPOTrainer(
-            strategy, actor, critic, ExactAnswer(), None, optim, critic_optim, tokenizer=words, kl_coef=0.0,
-            train_batch_size=BATCH, max_new_tokens=4,
-            callbacks=[Evaluator(evaluate, EVERY), ProgressBar(enabled=False)], **METHODS[method],
-        )  # fmt: skip
+            strategy,
+            actor,
+            critic,
+            ExactAnswer(),
+            None,
+            optim,
+            critic_optim,
+            tokenizer=words,
+            kl_coef=0.0,
+            train_batch_size=BATCH,
+            max_new_tokens=4,
+            callbacks=[Evaluator(evaluate, EVERY), ProgressBar(enabled=False)],
+            **METHODS[method],
+        )
         trainer.fit(train, 1, PHASES, 1)
     return curve
 
@@ -125,11 +166,20 @@ def run(methods: list[str], seed: int, folder: Path) -> None:
         wall, cpu = time.perf_counter(), time.process_time()
         curve = reinforce(method, start, seed, train, eval_rows, words)
         result = {
-            'method': method, 'seed': seed, 'exact_match': curve, 'before': curve[0], 'after': curve[-1],
-            'settings': METHODS[method], 'wall_s': time.perf_counter() - wall, 'cpu_s': time.process_time() - cpu,
-        }  # fmt: skip
+            'method': method,
+            'seed': seed,
+            'exact_match': curve,
+            'before': curve[0],
+            'after': curve[-1],
+            'settings': METHODS[method],
+            'wall_s': time.perf_counter() - wall,
+            'cpu_s': time.process_time() - cpu,
+        }
         (folder / f'{method}-{seed}.json').write_text(json.dumps(result) + '\n')
-        print(f'{method} seed {seed}: {curve[0]:.3f} before, {curve[-1]:.3f} after, {result["cpu_s"]:.0f} CPU s', flush=True)
+        print(
+            f'{method} seed {seed}: {curve[0]:.3f} before, {curve[-1]:.3f} after, {result["cpu_s"]:.0f} CPU s',
+            flush=True,
+        )
 
 
 def report(folder: Path, out: Path) -> None:
@@ -142,7 +192,9 @@ def report(folder: Path, out: Path) -> None:
     legend = ' '.join(' '.join((__doc__ or '').split('\n\n')[2:]).split())
     lines = ['# Two-digit addition', '', f'`python benchmarks/arithmetic.py`. {legend}', '']
     lines += ['| method | seed | exact match before | after | wall s | CPU s |', '|---|---|---|---|---|---|']
-    found = sorted((json.loads(path.read_text()) for path in folder.glob('*.json')), key=lambda r: (r['method'], r['seed']))
+    found = sorted(
+        (json.loads(path.read_text()) for path in folder.glob('*.json')), key=lambda r: (r['method'], r['seed'])
+    )
     figure, axis = plt.subplots(figsize=(7, 4), constrained_layout=True)
     seen: set[str] = set()
     for r in found:

@@ -1,24 +1,30 @@
-"""The arithmetic that a PPO phase really does, counted from its modules; the device's own best at a matrix product; memory.
+"""The arithmetic that a PPO phase really does, counted from its modules; the device's own best at a matrix product;
+memory.
 
-A token through a weight matrix of n numbers costs 2n FLOP (a multiplication and an addition each); its backward pass costs 2n for the
-gradient of the activations and 2n for that of the weights (Kaplan et al. 2020, section 2.1), and recomputation another 2n
-(Narayanan et al. 2021, section 5.1). N is the sum over the matrices inside the blocks, H = vocabulary x width is the output head, which
-prompt positions never see. For each sequence of P prompt and A response tokens:
+A token through a weight matrix of n numbers costs 2n FLOP (a multiplication and an addition each); its backward pass
+costs 2n for the gradient of the activations and 2n for that of the weights (Kaplan et al. 2020, section 2.1), and
+recomputation another 2n (Narayanan et al. 2021, section 5.1). N is the sum over the matrices inside the blocks, H =
+vocabulary x width is the output head, which prompt positions never see. For each sequence of P prompt and A response
+tokens:
 
-    collect   2 N (P + A - 1) + 2 H A                     with a KV cache every token goes through once, the last one is never fed
-    score     2 (N_critic + N_initial + N_reward) (P + A) + 2 H A      and + 2 N (P + A) + 2 H A where the actor scores as well:
-                                                          old log-probs are recomputed (16 bits), or it carries the values
-    learn     E [2 N 3 (P + A) + 2 H 3 A] for the actor, E 2 N 3 (P + A) for a critic of its own; 4 in place of 3 with gradient
+    collect   2 N (P + A - 1) + 2 H A                     with a KV cache every token goes through once, the last one is
+    never fed score     2 (N_critic + N_initial + N_reward) (P + A) + 2 H A      and + 2 N (P + A) + 2 H A where the
+    actor scores as well:
+                                                          old log-probs are recomputed (16 bits), or it carries the
+                                                          values
+    learn     E [2 N 3 (P + A) + 2 H 3 A] for the actor, E 2 N 3 (P + A) for a critic of its own; 4 in place of 3 with
+    gradient
               checkpointing (for H: where its chunks are recomputed)
 
-E are the passes over the phase. torch ends a block's recomputation at the last tensor that its backward pass needs, so the block's last
-matrix is not multiplied a fourth time. With frozen weights (LoRA, hydra) the 3 falls apart: 1 forward for all, 1 for the activations'
-gradient from the lowest block on that holds something trained, 1 for the weights that are trained. Adapters are merged while
-generating. A reference that is the actor itself costs the same as a copy; a hydra's only its branch, where the actor scores anyway.
+E are the passes over the phase. torch ends a block's recomputation at the last tensor that its backward pass needs, so
+the block's last matrix is not multiplied a fourth time. With frozen weights (LoRA, hydra) the 3 falls apart: 1 forward
+for all, 1 for the activations' gradient from the lowest block on that holds something trained, 1 for the weights that
+are trained. Adapters are merged while generating. A reference that is the actor itself costs the same as a copy; a
+hydra's only its branch, where the actor scores anyway.
 
 Left out: attention scores (4 · length · width of a block and token, a few per cent at 512 tokens),
-embeddings (a lookup), norms, heads with one output, the optimizer. Counted though not done: with LoRA, the gradient of what enters the
-lowest block's first matrices. tests/benchmarks compares all this with torch's own count of a run.
+embeddings (a lookup), norms, heads with one output, the optimizer. Counted though not done: with LoRA, the gradient of
+what enters the lowest block's first matrices. tests/benchmarks compares all this with torch's own count of a run.
 """
 
 from __future__ import annotations
@@ -90,7 +96,8 @@ class Models:
     reward: Matrices | None
     reference_is_actor: bool = False
     reference_branch: int = 0
-    """of a hydra: numbers in the frozen copies of its top blocks, which are all that a reference costs where the policy is run anyway"""
+    """of a hydra: numbers in the frozen copies of its top blocks, which are all that a reference costs where the policy
+    is run anyway"""
 
 
 def phase_flop(
@@ -127,7 +134,8 @@ def phase_flop(
 
 
 def matmul_peak(device: Any, dtype: Any) -> float:
-    """FLOP/s of the fastest of several square matrix products in `dtype`, random numbers, as the process is set up (TF32 or not)."""
+    """FLOP/s of the fastest of several square matrix products in `dtype`, random numbers, as the process is set up
+    (TF32 or not)."""
     import torch
 
     on_cuda = device.type == 'cuda'
@@ -151,11 +159,15 @@ def matmul_peak(device: Any, dtype: Any) -> float:
 
 
 def process_memory() -> dict[str, int]:
-    """Bytes of this process by Linux's names (VmHWM: most resident so far, RssAnon, VmRSS, VmData); empty on other systems."""
+    """Bytes of this process by Linux's names (VmHWM: most resident so far, RssAnon, VmRSS, VmData); empty on other
+    systems."""
     status = Path('/proc/self/status')
     if not status.is_file():
         return {}
-    return {name: int(kib) * 1024 for name, kib in re.findall(r'^(Vm\w+|Rss\w+):\s+(\d+) kB', status.read_text(), re.MULTILINE)}
+    return {
+        name: int(kib) * 1024
+        for name, kib in re.findall(r'^(Vm\w+|Rss\w+):\s+(\d+) kB', status.read_text(), re.MULTILINE)
+    }
 
 
 class MemoryMeter:
@@ -188,5 +200,14 @@ class MemoryMeter:
             return {'peak': host['host_peak_over_start'], **host}
         reserved = torch.cuda.max_memory_reserved(self.device)
         # what cudaHostAlloc has given is not part of the process's resident memory
-        pinned = int(torch.cuda.host_memory_stats().get('allocated_bytes.peak', 0)) if hasattr(torch.cuda, 'host_memory_stats') else 0
-        return {'peak': torch.cuda.max_memory_allocated(self.device), 'reserved': reserved, 'host_pinned': pinned, **host}
+        pinned = (
+            int(torch.cuda.host_memory_stats().get('allocated_bytes.peak', 0))
+            if hasattr(torch.cuda, 'host_memory_stats')
+            else 0
+        )
+        return {
+            'peak': torch.cuda.max_memory_allocated(self.device),
+            'reserved': reserved,
+            'host_pinned': pinned,
+            **host,
+        }

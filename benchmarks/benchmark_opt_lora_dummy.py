@@ -3,8 +3,8 @@
     python benchmarks/benchmark_opt_lora_dummy.py --model 350m --lora_rank 16 --json 350m.json
     torchrun --nproc-per-node=8 benchmarks/benchmark_opt_lora_dummy.py --model 6.7b --lora_rank 16 --strategy fsdp_cpu
 
-Prints what benchmark_gpt_dummy.py prints. With a rank above 0, actor and critic train adapters, and the actor with its adapter off
-is the reference; rank 0 trains everything, with a copy as reference.
+Prints what benchmark_gpt_dummy.py prints. With a rank above 0, actor and critic train adapters, and the actor with its
+adapter off is the reference; rank 0 trains everything, with a copy as reference.
 """
 
 from __future__ import annotations

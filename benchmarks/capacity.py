@@ -1,13 +1,14 @@
 """The largest model that trains under a cap on memory, per strategy and option, and the limit that stops the next one.
 
     python benchmarks/capacity.py --memory 24GiB --host_memory 64GiB --ladder gpt --json gpt-24GiB.json
-    python benchmarks/capacity.py --memory 512MiB --ladder tiny --prompt_length 32 --max_length 64 --page docs/results/capacity.md
+    python benchmarks/capacity.py --memory 512MiB --ladder tiny --prompt_length 32 --max_length 64 --page
+    docs/results/capacity.md
 
-A rung counts when one PPO phase of two passes ends: rollout, scoring, and optimizer steps with states, gradients and activations in
-memory at once. Every rung is a process of its own (capacity_rung.py), and the cap is enforced, so that a large GPU stands in for a
-consumer one and running out of memory ends one rung and not the sweep. `chatgpt.plan` says where to begin; from there the sweep goes
-up until a rung fails, or down until one trains. Rungs that the planner holds for hopeless (--hopeless times the cap) are not tried;
-where it and the measurement disagree is part of the result.
+A rung counts when one PPO phase of two passes ends: rollout, scoring, and optimizer steps with states, gradients and
+activations in memory at once. Every rung is a process of its own (capacity_rung.py), and the cap is enforced, so that a
+large GPU stands in for a consumer one and running out of memory ends one rung and not the sweep. `chatgpt.plan` says
+where to begin; from there the sweep goes up until a rung fails, or down until one trains. Rungs that the planner holds
+for hopeless (--hopeless times the cap) are not tried; where it and the measurement disagree is part of the result.
 """
 
 from __future__ import annotations
@@ -36,10 +37,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
     'micro': {'gradient_checkpointing': True, 'max_tokens_per_batch': 1},
     'lora': {'gradient_checkpointing': True, 'max_tokens_per_batch': 1, 'lora_rank': 16},
     'hydra': {'gradient_checkpointing': True, 'max_tokens_per_batch': 1, 'num_layers_unfrozen': 2, 'critic': 'shared'},
-    'lean': {'gradient_checkpointing': True, 'max_tokens_per_batch': 1, 'lora_rank': 16, 'critic': 'shared', 'reward': 'function'},
+    'lean': {
+        'gradient_checkpointing': True,
+        'max_tokens_per_batch': 1,
+        'lora_rank': 16,
+        'critic': 'shared',
+        'reward': 'function',
+    },
 }
 """what each changes in a run; a max_tokens_per_batch of 1 stands for one sequence"""
-ON_CUDA = ('naive', 'fsdp_cpu', 'colossalai_zero2', 'colossalai_zero2_cpu', 'colossalai_gemini', 'colossalai_gemini_cpu')
+ON_CUDA = (
+    'naive',
+    'fsdp_cpu',
+    'colossalai_zero2',
+    'colossalai_zero2_cpu',
+    'colossalai_gemini',
+    'colossalai_gemini_cpu',
+)
 ON_CPU = ('naive', 'fsdp', 'colossalai_zero2', 'colossalai_gemini')  # offloading has nowhere to go
 TELLS = 3000
 """characters of a child's output that are kept where it fails"""
@@ -102,12 +116,18 @@ class Sweep:
         config = ladders.config(self.ladder, rung, settings.max_length)
         best: tuple[int | None, bool | None] = (None, None)
         # a strategy that can stream blocks does so when a full copy would take most of the device
-        for stream in (False, True) if self.cap.on_cuda and settings.strategy in ('fsdp_cpu', 'colossalai_gemini_cpu') else (False,):
+        for stream in (
+            (False, True)
+            if self.cap.on_cuda and settings.strategy in ('fsdp_cpu', 'colossalai_gemini_cpu')
+            else (False,)
+        ):
             try:
                 plan = plan_for(settings, config, 1, self.cap.on_cuda, precision, stream_blocks=stream)
             except ValueError:
                 return None, None
-            device = max(sum(m.device.values()) + (0 if self.cap.on_cuda else sum(m.host.values())) for m in plan.phases.values())
+            device = max(
+                sum(m.device.values()) + (0 if self.cap.on_cuda else sum(m.host.values())) for m in plan.phases.values()
+            )
             fits = device <= self.cap.memory
             if self.cap.on_cuda and self.cap.host_memory is not None:
                 fits = fits and plan.host_peak <= self.cap.host_memory
@@ -121,20 +141,29 @@ class Sweep:
         with tempfile.TemporaryDirectory(prefix='capacity-') as folder:
             out = Path(folder, 'outcome.json')
             spec = {
-                'settings': asdict(settings), 'ladder': self.ladder, 'rung': rung, 'memory': self.cap.memory,
-                'host_memory': self.cap.host_memory, 'out': str(out),
-            }  # fmt: skip
+                'settings': asdict(settings),
+                'ladder': self.ladder,
+                'rung': rung,
+                'memory': self.cap.memory,
+                'host_memory': self.cap.host_memory,
+                'out': str(out),
+            }
             try:
                 child = subprocess.run(
-                    [sys.executable, str(HERE / 'capacity_rung.py'), json.dumps(spec)], env=child_environment(self.cap.on_cuda),
-                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=self.cap.timeout_s, stdin=subprocess.DEVNULL,
-                )  # fmt: skip
+                    [sys.executable, str(HERE / 'capacity_rung.py'), json.dumps(spec)],
+                    env=child_environment(self.cap.on_cuda),
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    timeout=self.cap.timeout_s,
+                    stdin=subprocess.DEVNULL,
+                )
             except subprocess.TimeoutExpired:
                 return {'trained': False, 'limit': 'time', 'message': f'it took longer than {self.cap.timeout_s:g} s'}
             if out.is_file():
                 return json.loads(out.read_text())
-            # SIGKILL is the system out of memory; SIGABRT an allocation in C++ that nothing could answer; SIGSEGV, under a tight cap on
-            # a CPU, is oneDNN without room for the code that it makes
+            # SIGKILL is the system out of memory; SIGABRT an allocation in C++ that nothing could answer; SIGSEGV,
+            # under a tight cap on a CPU, is oneDNN without room for the code that it makes
             signals = (-9, -6) if self.cap.on_cuda else (-9, -6, -11)
             limit = ('host memory' if self.cap.on_cuda else 'memory') if child.returncode in signals else None
             return {'trained': False, 'limit': limit, 'message': f'exit {child.returncode}: {child.stdout[-TELLS:]}'}
@@ -145,7 +174,11 @@ class Sweep:
         for rung in self.rungs:
             planned, fits = self.plan(settings, rung)
             if not fits:
-                short = f'planned {show_bytes(planned)}' if planned is not None and planned > self.cap.memory else 'host memory, planned'
+                short = (
+                    f'planned {show_bytes(planned)}'
+                    if planned is not None and planned > self.cap.memory
+                    else 'host memory, planned'
+                )
                 row.limit, row.limit_at = 'no plan' if planned is None else short, rung
                 return row
             row.rung, row.parameters = rung, num_parameters(ladders.config(self.ladder, rung))
@@ -197,7 +230,9 @@ def num_parameters(config: Any) -> int:
 def child_environment(on_cuda: bool) -> dict[str, str]:
     path = os.pathsep.join(p for p in (str(HERE.parent), os.environ.get('PYTHONPATH', '')) if p)
     # Memory that is freed goes back to the kernel there: a cap counts what is kept for later.
-    return {'GLIBC_TUNABLES': ''} | os.environ | {'PYTHONPATH': path} | ({} if on_cuda else {'CUDA_VISIBLE_DEVICES': ''})
+    return (
+        {'GLIBC_TUNABLES': ''} | os.environ | {'PYTHONPATH': path} | ({} if on_cuda else {'CUDA_VISIBLE_DEVICES': ''})
+    )
 
 
 def tell(row: Row, rung: str, outcome: dict[str, Any]) -> None:
@@ -211,29 +246,45 @@ def tell(row: Row, rung: str, outcome: dict[str, Any]) -> None:
 
 def shown_command(flags: list[str]) -> str:
     """The command without the files that it wrote."""
-    kept = [flag for before, flag in zip(['', *flags], flags, strict=False) if not {before, flag} & {'--json', '--page'}]
+    kept = [
+        flag for before, flag in zip(['', *flags], flags, strict=False) if not {before, flag} & {'--json', '--page'}
+    ]
     return ' '.join(['python benchmarks/capacity.py', *kept])
 
 
 def parse_args() -> Any:
     parser = Parser(description=__doc__)
     parser.add_argument('--memory', type=parse_bytes, default='24GiB', help='of the device, such as 24GiB')
-    parser.add_argument('--host_memory', type=parse_bytes, help='of the machine, such as 64GiB; on a CPU --memory is all there is')
+    parser.add_argument(
+        '--host_memory', type=parse_bytes, help='of the machine, such as 64GiB; on a CPU --memory is all there is'
+    )
     parser.add_argument('--device', choices=('auto', 'cuda', 'cpu'), default='auto')
     parser.add_argument('--ladder', choices=tuple(ladders.FAMILIES), default='gpt')
-    parser.add_argument('--strategies', nargs='+', choices=STRATEGIES, help='default: those of one process that differ on the device')
+    parser.add_argument(
+        '--strategies', nargs='+', choices=STRATEGIES, help='default: those of one process that differ on the device'
+    )
     parser.add_argument('--options', nargs='+', choices=tuple(OPTIONS), default=list(OPTIONS))
     parser.add_argument('--precision', choices=('auto', 'fp32', 'bf16', 'fp16'), default='auto')
     parser.add_argument('--batch_size', type=int, default=8, help='sequences of the phase and of a train batch')
     parser.add_argument('--prompt_length', type=int, default=400)
     parser.add_argument('--max_length', type=int, default=512)
-    parser.add_argument('--hopeless', type=float, default=1.5, help='rungs planned at more than this many times the cap are not tried')
-    parser.add_argument('--plan_only', action='store_true', help='run nothing: what the planner says, for a device that need not be there')
-    parser.add_argument('--smallest', action='store_true', help="also train the ladder's smallest rung everywhere, for its peak")
+    parser.add_argument(
+        '--hopeless', type=float, default=1.5, help='rungs planned at more than this many times the cap are not tried'
+    )
+    parser.add_argument(
+        '--plan_only',
+        action='store_true',
+        help='run nothing: what the planner says, for a device that need not be there',
+    )
+    parser.add_argument(
+        '--smallest', action='store_true', help="also train the ladder's smallest rung everywhere, for its peak"
+    )
     parser.add_argument('--timeout_s', type=float, default=600.0, help='for one rung')
     parser.add_argument('--json', type=Path, metavar='FILE', help='write what was found there')
     parser.add_argument('--page', type=Path, metavar='FILE', help='write a page of results there')
-    parser.add_argument('--report', type=Path, metavar='FILE', help='measure nothing: the page of an earlier --json FILE')
+    parser.add_argument(
+        '--report', type=Path, metavar='FILE', help='measure nothing: the page of an earlier --json FILE'
+    )
     return parser.parse_args()
 
 
@@ -256,10 +307,17 @@ def sweep_all(args: Any) -> dict[str, Any]:
     if args.device == 'cuda' and not on_cuda:
         raise ValueError('--device cuda: torch sees none')
     base = DummyRun(
-        precision=args.precision, num_episodes=1, max_timesteps=1, update_timesteps=1, max_epochs=2, ignore_phases=0,
-        train_batch_size=args.batch_size, experience_batch_size=args.batch_size, prompt_length=args.prompt_length,
+        precision=args.precision,
+        num_episodes=1,
+        max_timesteps=1,
+        update_timesteps=1,
+        max_epochs=2,
+        ignore_phases=0,
+        train_batch_size=args.batch_size,
+        experience_batch_size=args.batch_size,
+        prompt_length=args.prompt_length,
         max_length=args.max_length,
-    )  # fmt: skip
+    )
     try:
         base.check(1)
     except ValueError as error:  # a mistake in the flags of this script, and said as one
@@ -279,11 +337,15 @@ def sweep_all(args: Any) -> dict[str, Any]:
             rows.append(row)
             content = {
                 'command': shown_command(sys.argv[1:]),
-                'memory': args.memory, 'host_memory': args.host_memory, 'device_type': 'cuda' if on_cuda else 'cpu', 'ladder': args.ladder,
-                'settings': asdict(base), 'smallest': rungs[0] if args.smallest and not args.plan_only else None,
+                'memory': args.memory,
+                'host_memory': args.host_memory,
+                'device_type': 'cuda' if on_cuda else 'cpu',
+                'ladder': args.ladder,
+                'settings': asdict(base),
+                'smallest': rungs[0] if args.smallest and not args.plan_only else None,
                 'rows': [asdict(r) | {'disagreements': r.disagreements()} for r in rows],
                 'machine': next((o['machine'] for r in rows for o in r.tried.values() if o.get('machine')), None),
-            }  # fmt: skip
+            }
             if args.json:  # after every row: a sweep that is ended leaves what it found
                 write_json(args.json, content)
     return content

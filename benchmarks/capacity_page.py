@@ -55,12 +55,18 @@ def table(content: dict[str, Any]) -> str:
 def planner_errors(content: dict[str, Any], strategy: str) -> list[float]:
     """planned / measured - 1 of every rung that trained under a strategy, lowest first."""
     outcomes = [o for r in content['rows'] if r['strategy'] == strategy for o in r['tried'].values()]
-    return sorted(o['planned'] / o['peak'] - 1 for o in outcomes if o['trained'] and o['planned'] is not None and o['peak'] > 0)
+    return sorted(
+        o['planned'] / o['peak'] - 1 for o in outcomes if o['trained'] and o['planned'] is not None and o['peak'] > 0
+    )
 
 
 def about_the_planner(content: dict[str, Any]) -> list[str]:
     """Its error, and where it was wrong about whether a rung fits."""
-    lines = ['planned / measured - 1 of the peak, of the rungs that trained:', '', '| strategy | rungs | least | median | greatest |']
+    lines = [
+        'planned / measured - 1 of the peak, of the rungs that trained:',
+        '',
+        '| strategy | rungs | least | median | greatest |',
+    ]
     lines.append('|---' * 5 + '|')
     for strategy in dict.fromkeys(r['strategy'] for r in content['rows']):
         errors = planner_errors(content, strategy)
@@ -68,7 +74,11 @@ def about_the_planner(content: dict[str, Any]) -> list[str]:
             cells = [f'{e:+.0%}' for e in (errors[0], errors[len(errors) // 2], errors[-1])]
             lines.append(f'| {strategy} | {len(errors)} | ' + ' | '.join(cells) + ' |')
     lines.append('')
-    wrong = [f'- {r["strategy"]}, {r["option"]}: {"; ".join(r["disagreements"])}' for r in content['rows'] if r['disagreements']]
+    wrong = [
+        f'- {r["strategy"]}, {r["option"]}: {"; ".join(r["disagreements"])}'
+        for r in content['rows']
+        if r['disagreements']
+    ]
     if not wrong:
         return [*lines, 'Planner and measurement agree on every rung that was tried.']
     return [*lines, 'Where planner and measurement disagree on whether a rung fits:', '', *wrong]
@@ -76,11 +86,15 @@ def about_the_planner(content: dict[str, Any]) -> list[str]:
 
 def failures(content: dict[str, Any]) -> list[str]:
     """Rungs that ended for another reason than memory."""
-    found = [(r, n, o) for r in content['rows'] for n, o in r['tried'].items() if not o['trained'] and o['limit'] is None]
+    found = [
+        (r, n, o) for r in content['rows'] for n, o in r['tried'].items() if not o['trained'] and o['limit'] is None
+    ]
     if not found:
         return []
     lines = ['', 'Ended for another reason than memory:', '']
-    return lines + [f'- {r["strategy"]}, {r["option"]}, {n}: {o["message"].strip().splitlines()[-1]}' for r, n, o in found]
+    return lines + [
+        f'- {r["strategy"]}, {r["option"]}, {n}: {o["message"].strip().splitlines()[-1]}' for r, n, o in found
+    ]
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
@@ -90,10 +104,21 @@ def write(path: Path, content: dict[str, Any]) -> None:
     if content['host_memory']:
         cap += f' (and the host to {show_bytes(content["host_memory"])})'
     what = WHAT.format(
-        ladder=content['ladder'], batch=s['experience_batch_size'], prompt=s['prompt_length'],
-        response=s['max_length'] - s['prompt_length'], peak="the allocator's" if on_cuda else 'resident memory above the start',
-    )  # fmt: skip
-    lines = ['# Capacity', '', f'`{content["command"]}`', '', (ON_CUDA if on_cuda else ON_A_CPU).format(device=device, cap=cap), '', what]
+        ladder=content['ladder'],
+        batch=s['experience_batch_size'],
+        prompt=s['prompt_length'],
+        response=s['max_length'] - s['prompt_length'],
+        peak="the allocator's" if on_cuda else 'resident memory above the start',
+    )
+    lines = [
+        '# Capacity',
+        '',
+        f'`{content["command"]}`',
+        '',
+        (ON_CUDA if on_cuda else ON_A_CPU).format(device=device, cap=cap),
+        '',
+        what,
+    ]
     lines += ['', table(content), '', OPTIONS, '', *about_the_planner(content), *failures(content)]
     if not on_cuda and any(r['strategy'].startswith('colossalai') for r in content['rows']):
         lines += ['', NOTES_ON_A_CPU]

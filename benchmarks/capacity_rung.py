@@ -1,11 +1,13 @@
 """The child of capacity.py: one rung of a ladder trains one PPO phase under a cap on memory, in a process of its own.
 
-    python benchmarks/capacity_rung.py '{"settings": {...}, "ladder": "gpt", "rung": "s", "memory": N, "host_memory": M, "out": FILE}'
+    python benchmarks/capacity_rung.py '{"settings": {...}, "ladder": "gpt", "rung": "s", "memory": N, "host_memory": M,
+    "out": FILE}'
 
-On CUDA the device's cap is the limit of torch's allocator, so memory that it does not manage (the CUDA context, NCCL's buffers) is not
-counted; what asks the device for its free memory is told of the cap. The host's is RLIMIT_DATA, and pinned memory, which that
-limit does not see, is added up afterwards. On a CPU there is one cap, RLIMIT_DATA, above what the process holds before any model exists.
-The outcome is written to `out` as JSON; a process that is killed writes none.
+On CUDA the device's cap is the limit of torch's allocator, so memory that it does not manage (the CUDA context, NCCL's
+buffers) is not counted; what asks the device for its free memory is told of the cap. The host's is RLIMIT_DATA, and
+pinned memory, which that limit does not see, is added up afterwards. On a CPU there is one cap, RLIMIT_DATA, above what
+the process holds before any model exists. The outcome is written to `out` as JSON; a process that is killed writes
+none.
 """
 
 from __future__ import annotations
@@ -55,8 +57,14 @@ def outcome_of(error: BaseException, on_cuda: bool) -> dict[str, Any]:
     text = ' '.join(str(error).split())
     words = text.lower()
     # the last two are oneDNN's, which says no more
-    host_words = ("can't allocate memory", 'cannot allocate memory', 'bad_alloc', 'not enough memory', 'could not create a memory object',
-                  'could not create a primitive')  # fmt: skip
+    host_words = (
+        "can't allocate memory",
+        'cannot allocate memory',
+        'bad_alloc',
+        'not enough memory',
+        'could not create a memory object',
+        'could not create a primitive',
+    )
     if isinstance(error, torch.OutOfMemoryError) or 'cuda out of memory' in words:
         limit = 'device memory'
     elif isinstance(error, MemoryError) or any(w in words for w in host_words) or getattr(error, 'errno', None) == 12:
@@ -86,12 +94,22 @@ def attempt(spec: dict[str, Any]) -> dict[str, Any]:
     memory = result['memory']
     host = memory['host_peak_over_start'] + memory.get('host_pinned', 0)
     outcome = {
-        'trained': True, 'limit': None, 'peak': memory['peak'], 'reserved': memory.get('reserved'), 'host': host,
-        'parameters': result['parameters'], 'seconds': result['wall_s'], 'machine': result['machine'],
+        'trained': True,
+        'limit': None,
+        'peak': memory['peak'],
+        'reserved': memory.get('reserved'),
+        'host': host,
+        'parameters': result['parameters'],
+        'seconds': result['wall_s'],
+        'machine': result['machine'],
         'precision': result['settings']['precision'],
-    }  # fmt: skip
+    }
     if on_cuda and spec['host_memory'] is not None and host > spec['host_memory']:
-        return outcome | {'trained': False, 'limit': 'host memory', 'message': f'it took {host} bytes of host memory, pinned ones counted'}
+        return outcome | {
+            'trained': False,
+            'limit': 'host memory',
+            'message': f'it took {host} bytes of host memory, pinned ones counted',
+        }
     return outcome
 
 

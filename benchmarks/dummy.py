@@ -1,9 +1,11 @@
-"""PPO on random prompts with models of new weights: what both `benchmark_*_dummy.py` scripts do, and what capacity.py does under a cap.
+"""PPO on random prompts with models of new weights: what both `benchmark_*_dummy.py` scripts do, and what capacity.py
+does under a cap.
 
-A run makes actor, critic, initial model and reward model of one rung of a ladder, trains, and gives back one dictionary of numbers:
-throughput, TFLOPS (FLOP counted by arithmetic_done.py from what was really done), their share of the device's own matrix product
-measured in the same run, seconds of each part of a phase, peak memory, and what `chatgpt.plan` had said of it. Batch sizes are of all
-processes together; figures "per device" divide by their number. Left out: the ladders' docs, and the cap.
+A run makes actor, critic, initial model and reward model of one rung of a ladder, trains, and gives back one dictionary
+of numbers: throughput, TFLOPS (FLOP counted by arithmetic_done.py from what was really done), their share of the
+device's own matrix product measured in the same run, seconds of each part of a phase, peak memory, and what
+`chatgpt.plan` had said of it. Batch sizes are of all processes together; figures "per device" divide by their number.
+Left out: the ladders' docs, and the cap.
 """
 
 from __future__ import annotations
@@ -68,12 +70,19 @@ class DummyRun:
             if getattr(self, name) < 1:
                 raise ValueError(f'{name}={getattr(self, name)} must be at least 1')
         if self.max_length <= self.prompt_length:
-            raise ValueError(f'max_length={self.max_length} is prompt and response: it must be above prompt_length={self.prompt_length}')
+            raise ValueError(
+                f'max_length={self.max_length} is prompt and response: it must be above '
+                f'prompt_length={self.prompt_length}'
+            )
         for name in ('train_batch_size', 'experience_batch_size'):
             if getattr(self, name) < 1 or getattr(self, name) % world_size:
-                raise ValueError(f'{name}={getattr(self, name)} cannot be split over {world_size} processes; give a multiple')
+                raise ValueError(
+                    f'{name}={getattr(self, name)} cannot be split over {world_size} processes; give a multiple'
+                )
         if self.lora_rank and self.num_layers_unfrozen > 0:
-            raise ValueError('lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one')
+            raise ValueError(
+                'lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one'
+            )
         if self.precision == 'fp32' and self.is_gemini:
             raise ValueError("Gemini computes in 16 bits; use precision='bf16' or 'fp16'")
 
@@ -103,14 +112,16 @@ class Recorder(Callback):
     def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
         collected = trainer.last_experiences
         per_pass = -(-len(collected) // trainer.config.train_batch_size)
-        self.phases.append({
-            'samples': len(collected),
-            'new_tokens': sum(e.num_actions for e in collected),
-            'tokens': sum(e.num_tokens for e in collected),
-            'passes': self._batches / per_pass,
-            'updates': self._batches,
-            'seconds': {part: metrics.get(f'perf/{part}_s', 0.0) for part in PARTS},
-        })  # fmt: skip
+        self.phases.append(
+            {
+                'samples': len(collected),
+                'new_tokens': sum(e.num_actions for e in collected),
+                'tokens': sum(e.num_tokens for e in collected),
+                'passes': self._batches / per_pass,
+                'updates': self._batches,
+                'seconds': {part: metrics.get(f'perf/{part}_s', 0.0) for part in PARTS},
+            }
+        )
         self._batches = 0
 
 
@@ -127,7 +138,8 @@ class RandomScores:
 
 
 def build(settings: DummyRun, ladder: str, config: Any) -> tuple[Any, Any, Any, Any]:
-    """Actor, critic, reward (a model or a function) and initial model, to be called inside the strategy's init context."""
+    """Actor, critic, reward (a model or a function) and initial model, to be called inside the strategy's init
+    context."""
     from chatgpt import nn
 
     s, family = settings, ladders.FAMILIES[ladder][0]
@@ -153,7 +165,9 @@ def count(actor: Any, critic: Any, reward: Any, initial: Any) -> tuple[Models, d
     networks = {n: m for n, m in networks.items() if hasattr(m, 'parameters')}
     size = {n: sum(p.numel() for p in m.parameters()) for n, m in networks.items()}
     trained = sum(p.numel() for m in (actor, critic) if m is not None for p in m.parameters() if p.requires_grad)
-    counted = [matrices(networks[n]) if n in networks else None for n in ('actor', 'critic', 'initial model', 'reward model')]
+    counted = [
+        matrices(networks[n]) if n in networks else None for n in ('actor', 'critic', 'initial model', 'reward model')
+    ]
     assert counted[0] is not None
     copies = actor.ref_branch.blocks.parameters() if hasattr(actor, 'ref_branch') else ()
     branch = sum(p.numel() for p in copies if p.dim() == 2)
@@ -164,18 +178,32 @@ def count(actor: Any, critic: Any, reward: Any, initial: Any) -> tuple[Models, d
 def plan_for(
     settings: DummyRun, config: Any, world_size: int, on_cuda: bool, precision: str, *, stream_blocks: bool = False
 ) -> Any:
-    """What the planner says of this run, without limits. A hydra with a value head is planned as one without, which weighs nothing."""
+    """What the planner says of this run, without limits. A hydra with a value head is planned as one without, which
+    weighs nothing."""
     from chatgpt.plan import Setup, make_plan
 
     s, hydra = settings, settings.num_layers_unfrozen > 0
-    return make_plan(Setup(
-        config=config, reward_config=config if s.reward == 'model' else None, strategy=s.strategy, num_processes=world_size,
-        precision=precision, on_cuda=on_cuda, critic='none' if hydra and s.critic == 'shared' else s.critic, lora_rank=s.lora_rank,
-        num_layers_unfrozen=s.num_layers_unfrozen, gradient_checkpointing=s.gradient_checkpointing,
-        experience_batch_size=s.experience_batch_size, update_timesteps=s.update_timesteps, train_batch_size=s.train_batch_size,
-        max_tokens_per_batch=s.max_tokens_per_batch, max_prompt_tokens=s.prompt_length, max_new_tokens=s.response_length,
-        stream_blocks=stream_blocks,
-    ))  # fmt: skip
+    return make_plan(
+        Setup(
+            config=config,
+            reward_config=config if s.reward == 'model' else None,
+            strategy=s.strategy,
+            num_processes=world_size,
+            precision=precision,
+            on_cuda=on_cuda,
+            critic='none' if hydra and s.critic == 'shared' else s.critic,
+            lora_rank=s.lora_rank,
+            num_layers_unfrozen=s.num_layers_unfrozen,
+            gradient_checkpointing=s.gradient_checkpointing,
+            experience_batch_size=s.experience_batch_size,
+            update_timesteps=s.update_timesteps,
+            train_batch_size=s.train_batch_size,
+            max_tokens_per_batch=s.max_tokens_per_batch,
+            max_prompt_tokens=s.prompt_length,
+            max_new_tokens=s.response_length,
+            stream_blocks=stream_blocks,
+        )
+    )
 
 
 # ---------------------------------------------------------------------- the run
@@ -200,7 +228,10 @@ def run(settings: DummyRun, ladder: str, rung: str, *, ready: Callable[[Any], No
     if precision == 'auto':
         precision = 'bf16' if on_cuda or settings.is_gemini else 'fp32'
     config = ladders.config(ladder, rung, settings.max_length)
-    with _group_of_one(settings.strategy), make_strategy(settings.strategy, seed=settings.seed, precision=precision) as strategy:
+    with (
+        _group_of_one(settings.strategy),
+        make_strategy(settings.strategy, seed=settings.seed, precision=precision) as strategy,
+    ):
         peak = matmul_peak(strategy.device, strategy.dtype)
         _warm_up(ladder)
         if ready is not None:
@@ -216,16 +247,28 @@ def run(settings: DummyRun, ladder: str, rung: str, *, ready: Callable[[Any], No
         for number, phase in enumerate(phases):
             phase['seconds'] = {part: max(rank[number][part] for rank in everyone) for part in PARTS}
             phase['flop'] = phase_flop(
-                models, sequences=phase['samples'], prompt=settings.prompt_length, response=settings.response_length,
-                passes=phase['passes'], actor_scores=precision != 'fp32' or settings.critic == 'shared',
-                checkpointing=settings.gradient_checkpointing, head_again=head_again,
-            )  # fmt: skip
+                models,
+                sequences=phase['samples'],
+                prompt=settings.prompt_length,
+                response=settings.response_length,
+                passes=phase['passes'],
+                actor_scores=precision != 'fp32' or settings.critic == 'shared',
+                checkpointing=settings.gradient_checkpointing,
+                head_again=head_again,
+            )
         plan = plan_for(settings, config, strategy.world_size, strategy.device.type == 'cuda', precision)
         return {
-            'model': rung, 'ladder': ladder, 'world_size': strategy.world_size, 'settings': asdict(settings) | {'precision': precision},
-            'parameters': size, 'phases': phases, 'wall_s': wall, **averages(phases, settings.ignore_phases, strategy.world_size, peak),
-            'memory': memory | planned(plan, memory['peak'], strategy.device.type == 'cuda'), 'machine': machine(strategy.device),
-        }  # fmt: skip
+            'model': rung,
+            'ladder': ladder,
+            'world_size': strategy.world_size,
+            'settings': asdict(settings) | {'precision': precision},
+            'parameters': size,
+            'phases': phases,
+            'wall_s': wall,
+            **averages(phases, settings.ignore_phases, strategy.world_size, peak),
+            'memory': memory | planned(plan, memory['peak'], strategy.device.type == 'cuda'),
+            'machine': machine(strategy.device),
+        }
 
 
 def _group_of_one(name: str) -> AbstractContextManager[None]:
@@ -252,7 +295,9 @@ def _warm_up(ladder: str) -> None:
     optimizer.step()
 
 
-def _train(s: DummyRun, ladder: str, config: Any, strategy: Any) -> tuple[list[dict[str, Any]], Models, dict[str, int], bool]:
+def _train(
+    s: DummyRun, ladder: str, config: Any, strategy: Any
+) -> tuple[list[dict[str, Any]], Models, dict[str, int], bool]:
     import torch
 
     from chatgpt.functional.logprobs import CHUNK_ELEMENTS_ACCELERATOR, CHUNK_ELEMENTS_CPU
@@ -272,11 +317,23 @@ def _train(s: DummyRun, ladder: str, config: Any, strategy: Any) -> tuple[list[d
     (actor, actor_optim), (critic, critic_optim) = prepared[0], prepared[1] if critic is not None else (None, None)
     recorder = Recorder()
     trainer = PPOTrainer(
-        strategy, actor, critic, prepared[-2] or reward, prepared[-1], actor_optim, critic_optim,
+        strategy,
+        actor,
+        critic,
+        prepared[-2] or reward,
+        prepared[-1],
+        actor_optim,
+        critic_optim,
         callbacks=[recorder, ProgressBar(enabled=False)],
-        experience_batch_size=s.experience_batch_size, train_batch_size=s.train_batch_size, max_epochs=s.max_epochs,
-        max_tokens_per_batch=s.max_tokens_per_batch, max_length=s.max_length, do_sample=True, temperature=1.0, top_k=50,
-    )  # fmt: skip
+        experience_batch_size=s.experience_batch_size,
+        train_batch_size=s.train_batch_size,
+        max_epochs=s.max_epochs,
+        max_tokens_per_batch=s.max_tokens_per_batch,
+        max_length=s.max_length,
+        do_sample=True,
+        temperature=1.0,
+        top_k=50,
+    )
     count_of_prompts = s.num_episodes * s.max_timesteps * s.experience_batch_size
     generator = torch.Generator().manual_seed(s.seed)
     prompts = list(torch.randint(config.vocab_size, (count_of_prompts, s.prompt_length), generator=generator))
@@ -297,10 +354,14 @@ def script(ladder: str, doc: str | None, *, shown: Sequence[str]) -> Callable[[]
 
     def main() -> None:
         parser = Parser(description=doc)
-        parser.add_argument('--model', choices=models, default=next(m for m in models if m != 'tiny'), help='rung of the ladder')
+        parser.add_argument(
+            '--model', choices=models, default=next(m for m in models if m != 'tiny'), help='rung of the ladder'
+        )
         parser.add_argument('--json', type=Path, metavar='FILE', help='write the numbers there as well')
         hidden = [f.name for f in fields(DummyRun) if f.name not in shown and f.name != 'strategy']
-        parser.add_argument('--strategy', type=strategy_flag, default='naive', help='what prepares and shards the models')
+        parser.add_argument(
+            '--strategy', type=strategy_flag, default='naive', help='what prepares and shards the models'
+        )
         add_settings(parser, DummyRun, skip=[*hidden, 'strategy'])
         args = parser.parse_args()
         result = run(replace(DummyRun(), **settings_from(args, DummyRun)), ladder, args.model)
@@ -314,6 +375,17 @@ def script(ladder: str, doc: str | None, *, shown: Sequence[str]) -> Callable[[]
 
 
 COMMON_FLAGS = (
-    'precision', 'num_episodes', 'max_timesteps', 'update_timesteps', 'max_epochs', 'train_batch_size', 'experience_batch_size',
-    'max_tokens_per_batch', 'prompt_length', 'max_length', 'gradient_checkpointing', 'ignore_phases', 'seed',
-)  # fmt: skip
+    'precision',
+    'num_episodes',
+    'max_timesteps',
+    'update_timesteps',
+    'max_epochs',
+    'train_batch_size',
+    'experience_batch_size',
+    'max_tokens_per_batch',
+    'prompt_length',
+    'max_length',
+    'gradient_checkpointing',
+    'ignore_phases',
+    'seed',
+)

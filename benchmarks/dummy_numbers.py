@@ -1,4 +1,5 @@
-"""Numbers of a run of dummy.py: rates from what its phases did, the planner's error, the machine, a table, and the file."""
+"""Numbers of a run of dummy.py: rates from what its phases did, the planner's error, the machine, a table, and the
+file."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def averages(phases: list[dict[str, Any]], ignore_phases: int, world_size: int, 
 
 
 def planned(plan: Any, measured: int, on_cuda: bool) -> dict[str, Any]:
-    """The planner's peak of what was measured (on a CPU host and device are one), and its error: planned / measured - 1."""
+    """The planner's peak of what was measured (on a CPU host and device are one), and its error: planned / measured -
+    1."""
     guess = plan.peak if on_cuda else max(sum(m.device.values()) + sum(m.host.values()) for m in plan.phases.values())
     return {
         'planned_peak': guess,
@@ -52,10 +54,16 @@ def machine(device: Any) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if device.type == 'cuda' else _cpu_name()
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == 'cuda' else None
     return {
-        'device': name, 'device_type': device.type, 'device_memory': memory, 'cpu_count': os.cpu_count(),
-        'threads': torch.get_num_threads(), 'python': platform.python_version(), 'torch': torch.__version__,
-        'transformers': transformers.__version__, 'date': time.strftime('%Y-%m-%d'),
-    }  # fmt: skip
+        'device': name,
+        'device_type': device.type,
+        'device_memory': memory,
+        'cpu_count': os.cpu_count(),
+        'threads': torch.get_num_threads(),
+        'python': platform.python_version(),
+        'torch': torch.__version__,
+        'transformers': transformers.__version__,
+        'date': time.strftime('%Y-%m-%d'),
+    }
 
 
 def _cpu_name() -> str:
@@ -79,17 +87,26 @@ def table(result: dict[str, Any]) -> str:
         '|---|---|---|---|---|',
     ]
     for part in (*PARTS, 'total'):
-        numbers = r['seconds_per_phase'][part], r['flop_per_phase'][part] / 1e12, r['tflops_per_device'][part], r['share_of_peak'][part]
+        numbers = (
+            r['seconds_per_phase'][part],
+            r['flop_per_phase'][part] / 1e12,
+            r['tflops_per_device'][part],
+            r['share_of_peak'][part],
+        )
         lines.append(f'| {part} | {numbers[0]:.3f} | {numbers[1]:.4g} | {numbers[2]:.4g} | {numbers[3]:.1%} |')
     error = f' ({m["planner_error"]:+.0%})' if m['planner_error'] is not None else ''
-    return '\n'.join([
-        *lines,
-        '',
-        f'samples/s {r["samples_per_s"]:.4g} ({r["samples_per_s_per_device"]:.4g} per device), new tokens/s {r["new_tokens_per_s"]:.4g}, '
-        f'over {r["phases_counted"]} of {len(r["phases"])} phases',
-        f'matmul peak, measured here: {r["matmul_peak_tflops"]:.4g} TFLOPS per device',
-        f'peak memory: {show_bytes(m["peak"])}, planned {show_bytes(m["planned_peak"])}{error}; host {show_bytes(m["host_peak"])}',
-    ])  # fmt: skip
+    return '\n'.join(
+        [
+            *lines,
+            '',
+            f'samples/s {r["samples_per_s"]:.4g} ({r["samples_per_s_per_device"]:.4g} per device), new tokens/s '
+            f'{r["new_tokens_per_s"]:.4g}, '
+            f'over {r["phases_counted"]} of {len(r["phases"])} phases',
+            f'matmul peak, measured here: {r["matmul_peak_tflops"]:.4g} TFLOPS per device',
+            f'peak memory: {show_bytes(m["peak"])}, planned {show_bytes(m["planned_peak"])}{error}; host '
+            f'{show_bytes(m["host_peak"])}',
+        ]
+    )
 
 
 def write_json(path: Path, content: Any) -> None:

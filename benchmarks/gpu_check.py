@@ -1,13 +1,16 @@
-"""One command for a machine with a GPU: marked tests, benchmarks, capacity, the planner's error; one JSON file. `make gpu-check` runs it.
+"""One command for a machine with a GPU: marked tests, benchmarks, capacity, the planner's error; one JSON file. `make
+gpu-check` runs it.
 
     python benchmarks/gpu_check.py [--wheels FOLDER] [--parts tests gpt-s-bf16] [--out FOLDER]
-    python benchmarks/gpu_check.py --device cpu        # the same at tiny sizes, to see that it works; measures nothing of interest
+    python benchmarks/gpu_check.py --device cpu        # the same at tiny sizes, to see that it works; measures nothing
+    of interest
 
-Every part is a process with a budget of seconds and is ended with all that it started when it passes it. Everything, from installing
-wheels on, ends within --budget_s; parts that no time is left for are reported as such. The file, <device>-<date>.json, is written
-anew after each part, so what was measured outlives an interruption. Exit code 0: every part passed or needs something optional that is
-not installed; 1: a part failed, ran out of time or was not reached; 2: the machine lacks what nothing here can do without. No network is
-used. Left out: several GPUs; start the benchmarks with torchrun for those.
+Every part is a process with a budget of seconds and is ended with all that it started when it passes it. Everything,
+from installing wheels on, ends within --budget_s; parts that no time is left for are reported as such. The file,
+<device>-<date>.json, is written anew after each part, so what was measured outlives an interruption. Exit code 0: every
+part passed or needs something optional that is not installed; 1: a part failed, ran out of time or was not reached; 2:
+the machine lacks what nothing here can do without. No network is used. Left out: several GPUs; start the benchmarks
+with torchrun for those.
 """
 
 from __future__ import annotations
@@ -65,37 +68,87 @@ def cuda_parts() -> list[Part]:
         Part('device', ('benchmarks/gpu_check.py', '--measure_device', '{out}'), 40),
         Part('tests', ('-m', 'pytest', '-m', 'gpu', '-q', '-p', 'no:cacheprovider', '--junitxml={out}'), 110),
         benchmark('gpt-s-bf16', 'gpt', 50, '--model=s', *short, *wide),
-        decoding(70, '--device=cuda', '--precision=bf16', '--rungs', 's', 'xl', '--batch=32', '--prompt=64', '--new=64', '--rounds=3'),
+        decoding(
+            70,
+            '--device=cuda',
+            '--precision=bf16',
+            '--rungs',
+            's',
+            'xl',
+            '--batch=32',
+            '--prompt=64',
+            '--new=64',
+            '--rounds=3',
+        ),
         benchmark('gpt-xl-bf16', 'gpt', 90, '--model=xl', *large),
         benchmark('opt-1.3b-lora', 'opt_lora', 70, '--model=1.3b', '--lora_rank=16', *large),
         benchmark('gpt-s-fp32', 'gpt', 50, '--model=s', '--precision=fp32', *short, *wide),
         benchmark('gpt-s-fsdp_cpu', 'gpt', 60, '--model=s', '--strategy=fsdp_cpu', *short),
-        Part('capacity-8GiB', (
-            'benchmarks/capacity.py', '--memory=8GiB', '--host_memory=32GiB', '--strategies', 'naive', '--options', 'micro', 'lean',
-            '--smallest', '--json', '{out}',
-        ), 150),
+        Part(
+            'capacity-8GiB',
+            (
+                'benchmarks/capacity.py',
+                '--memory=8GiB',
+                '--host_memory=32GiB',
+                '--strategies',
+                'naive',
+                '--options',
+                'micro',
+                'lean',
+                '--smallest',
+                '--json',
+                '{out}',
+            ),
+            150,
+        ),
         benchmark('gpt-s-zero2', 'gpt', 50, '--model=s', '--strategy=colossalai_zero2', *short, needs=COLOSSALAI),
-        benchmark('gpt-s-gemini_cpu', 'gpt', 60, '--model=s', '--strategy=colossalai_gemini_cpu', *short, needs=COLOSSALAI),
+        benchmark(
+            'gpt-s-gemini_cpu', 'gpt', 60, '--model=s', '--strategy=colossalai_gemini_cpu', *short, needs=COLOSSALAI
+        ),
         benchmark('gpt-s-ddp', 'gpt', 50, '--model=s', '--strategy=ddp', *short),
-    ]  # fmt: skip
+    ]
 
 
 def cpu_parts() -> list[Part]:
     """The same kinds of part in seconds each."""
-    tiny = ('--model=tiny', '--num_episodes=2', '--max_timesteps=1', '--update_timesteps=1', '--max_epochs=1', '--prompt_length=8',
-            '--max_length=12')  # fmt: skip
+    tiny = (
+        '--model=tiny',
+        '--num_episodes=2',
+        '--max_timesteps=1',
+        '--update_timesteps=1',
+        '--max_epochs=1',
+        '--prompt_length=8',
+        '--max_length=12',
+    )
     return [
         Part('device', ('benchmarks/gpu_check.py', '--measure_device', '{out}'), 60),
-        Part('tests', ('-m', 'pytest', '-m', 'gpu', '-q', '-p', 'no:cacheprovider', 'tests/gpu', '--junitxml={out}'), 60),
+        Part(
+            'tests', ('-m', 'pytest', '-m', 'gpu', '-q', '-p', 'no:cacheprovider', 'tests/gpu', '--junitxml={out}'), 60
+        ),
         benchmark('gpt-tiny', 'gpt', 60, *tiny),
         decoding(60, '--device=cpu', '--rungs', 'tiny', '--batch=4', '--prompt=8', '--new=8', '--rounds=2'),
         benchmark('opt-tiny-lora', 'opt_lora', 60, '--lora_rank=2', '--strategy=fsdp_cpu', *tiny),
-        Part('capacity', (
-            'benchmarks/capacity.py', '--memory=160MiB', '--ladder=tiny', '--strategies', 'naive', '--options', 'full',
-            '--prompt_length=8', '--max_length=16', '--batch_size=2', '--hopeless=1.2', '--json', '{out}',
-        ), 200),
+        Part(
+            'capacity',
+            (
+                'benchmarks/capacity.py',
+                '--memory=160MiB',
+                '--ladder=tiny',
+                '--strategies',
+                'naive',
+                '--options',
+                'full',
+                '--prompt_length=8',
+                '--max_length=16',
+                '--batch_size=2',
+                '--hopeless=1.2',
+                '--json',
+                '{out}',
+            ),
+            200,
+        ),
         benchmark('gpt-tiny-zero2', 'gpt', 60, '--strategy=colossalai_zero2', *tiny, needs=COLOSSALAI),
-    ]  # fmt: skip
+    ]
 
 
 # ---------------------------------------------------------------------- one part
@@ -111,14 +164,25 @@ def run_part(part: Part, timeout_s: float, env: dict[str, str], device: str) -> 
     """Status, seconds, the end of the output, and the numbers that it wrote."""
     lacking = [name for name in part.needs if not installed(name, env)]
     if lacking:
-        return {'name': part.name, 'status': 'left out', 'reason': f'not installed: {", ".join(lacking)}; WHEELS=folder brings them'}
+        return {
+            'name': part.name,
+            'status': 'left out',
+            'reason': f'not installed: {", ".join(lacking)}; WHEELS=folder brings them',
+        }
     with tempfile.TemporaryDirectory(prefix='gpu-check-') as folder:
         out, log = Path(folder, 'out'), Path(folder, 'log')
         command = [sys.executable, *(word.replace('{out}', str(out)) for word in part.command)]
         start = time.monotonic()
         with log.open('w') as sink:
-            child = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT,
-                                     start_new_session=True)  # fmt: skip
+            child = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             try:
                 code: int | None = child.wait(timeout_s)
             except subprocess.TimeoutExpired:
@@ -126,9 +190,13 @@ def run_part(part: Part, timeout_s: float, env: dict[str, str], device: str) -> 
             finally:
                 end_group(child)
         record: dict[str, Any] = {
-            'name': part.name, 'command': ' '.join(['python', *part.command]), 'status': 'passed' if code == 0 else 'failed',
-            'seconds': round(time.monotonic() - start, 1), 'budget_s': part.budget_s, 'exit_code': code,
-        }  # fmt: skip
+            'name': part.name,
+            'command': ' '.join(['python', *part.command]),
+            'status': 'passed' if code == 0 else 'failed',
+            'seconds': round(time.monotonic() - start, 1),
+            'budget_s': part.budget_s,
+            'exit_code': code,
+        }
         if code is None:
             record |= {'status': 'out of time', 'reason': f'ended after {timeout_s:.0f} s'}
         if record['status'] != 'passed':
@@ -163,7 +231,9 @@ def read_result(path: Path) -> Any:
         suites = list(ElementTree.fromstring(text).iter('testsuite'))
     except (ValueError, ElementTree.ParseError):
         return None
-    counts = {name: sum(int(suite.get(name, 0)) for suite in suites) for name in ('tests', 'failures', 'errors', 'skipped')}
+    counts = {
+        name: sum(int(suite.get(name, 0)) for suite in suites) for name in ('tests', 'failures', 'errors', 'skipped')
+    }
     return counts | {'passed': counts['tests'] - counts['failures'] - counts['errors'] - counts['skipped']}
 
 
@@ -175,7 +245,12 @@ def installed(name: str, env: dict[str, str]) -> bool:
 def answers(code: str, env: dict[str, str], left_s: float) -> bool:
     """Whether a Python in this environment ends with 0, within the time that is left and two minutes."""
     try:
-        return subprocess.run([sys.executable, '-c', code], env=env, cwd=ROOT, timeout=max(min(left_s, 120.0), 0.1)).returncode == 0
+        return (
+            subprocess.run(
+                [sys.executable, '-c', code], env=env, cwd=ROOT, timeout=max(min(left_s, 120.0), 0.1)
+            ).returncode
+            == 0
+        )
     except subprocess.TimeoutExpired:
         return False
 
@@ -189,8 +264,20 @@ def install_wheels(folder: Path, site: str, timeout_s: float = 300.0) -> None:
     wheels = sorted(map(str, folder.glob('*.whl')))
     if not wheels:
         raise ValueError(f'{folder} holds no wheels (*.whl)')
-    command = [sys.executable, '-m', 'pip', 'install', '--quiet', '--disable-pip-version-check', '--no-index', '--no-deps', '--no-compile',
-               '--target', site, *wheels]  # fmt: skip
+    command = [
+        sys.executable,
+        '-m',
+        'pip',
+        'install',
+        '--quiet',
+        '--disable-pip-version-check',
+        '--no-index',
+        '--no-deps',
+        '--no-compile',
+        '--target',
+        site,
+        *wheels,
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -209,8 +296,14 @@ def measure_device(out: Path) -> None:
     from dummy_numbers import machine, write_json
 
     device = torch.device('cuda:0' if torch.cuda.is_available() else 'cpu')
-    found: dict[str, Any] = {'machine': machine(device), 'cuda': torch.version.cuda, 'tf32': torch.backends.cuda.matmul.allow_tf32}
-    dtypes = {'fp32': torch.float32, 'bf16': torch.bfloat16} | ({'fp16': torch.float16} if device.type == 'cuda' else {})
+    found: dict[str, Any] = {
+        'machine': machine(device),
+        'cuda': torch.version.cuda,
+        'tf32': torch.backends.cuda.matmul.allow_tf32,
+    }
+    dtypes = {'fp32': torch.float32, 'bf16': torch.bfloat16} | (
+        {'fp16': torch.float16} if device.type == 'cuda' else {}
+    )
     found['matmul_tflops'] = {name: matmul_peak(device, dtype) / 1e12 for name, dtype in dtypes.items()}
     size = (1 << 30) if device.type == 'cuda' else (1 << 26)
     host, there = torch.ones(size // 4), torch.empty(size // 4, device=device)
@@ -245,13 +338,17 @@ def planner_errors(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         m = result.get('memory')
         if isinstance(m, dict) and 'planned_peak' in m:
-            found.append({'run': part['name'], 'planned': m['planned_peak'], 'measured': m['peak'], 'error': m['planner_error']})
+            found.append(
+                {'run': part['name'], 'planned': m['planned_peak'], 'measured': m['peak'], 'error': m['planner_error']}
+            )
         for row in result.get('rows', ()):
             for rung, outcome in row['tried'].items():
                 if outcome['trained'] and outcome['planned'] is not None:
                     name = f'{part["name"]} {row["strategy"]} {row["option"]} {rung}'
                     error = outcome['planned'] / outcome['peak'] - 1
-                    found.append({'run': name, 'planned': outcome['planned'], 'measured': outcome['peak'], 'error': error})
+                    found.append(
+                        {'run': name, 'planned': outcome['planned'], 'measured': outcome['peak'], 'error': error}
+                    )
     return found
 
 
@@ -278,21 +375,34 @@ def file_name(device: str | None) -> str:
 def check(
     parts: list[Part], *, device: str, out: Path, budget_s: float, site: str | None, begun: float | None = None
 ) -> dict[str, Any]:
-    """Run the parts one after another; the file is written after each. `begun`, of time.monotonic, is when the budget began: now."""
+    """Run the parts one after another; the file is written after each. `begun`, of time.monotonic, is when the budget
+    began: now."""
     env, done = environment(device, site), []
     begun = time.monotonic() if begun is None else begun
     content: dict[str, Any] = {
-        'device': None, 'device_type': device, 'date': time.strftime('%Y-%m-%d'), 'commit': commit(), 'budget_s': budget_s, 'passed': False,
-    }  # fmt: skip
+        'device': None,
+        'device_type': device,
+        'date': time.strftime('%Y-%m-%d'),
+        'commit': commit(),
+        'budget_s': budget_s,
+        'passed': False,
+    }
     path: Path | None = None
     for part in parts:
         left = budget_s - (time.monotonic() - begun)
         if left < LEAST_S:
-            record: dict[str, Any] = {'name': part.name, 'status': 'not reached', 'reason': f'{left:.0f} s of {budget_s:.0f} were left'}
+            record: dict[str, Any] = {
+                'name': part.name,
+                'status': 'not reached',
+                'reason': f'{left:.0f} s of {budget_s:.0f} were left',
+            }
         else:
             record = run_part(part, min(part.budget_s, left), env, device)
         done.append(record)
-        print(f'{part.name}: {record["status"]}, {record.get("seconds", 0)} s {record.get("reason", "")}'.rstrip(), flush=True)
+        print(
+            f'{part.name}: {record["status"]}, {record.get("seconds", 0)} s {record.get("reason", "")}'.rstrip(),
+            flush=True,
+        )
         if part.name == 'device' and 'result' in record:
             content |= {'device': record['result']['machine']['device'], 'machine': record['result']['machine']}
         content |= {'passed': all(r['status'] in ('passed', 'left out') for r in done) and len(done) == len(parts)}
@@ -306,12 +416,18 @@ def check(
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument('--device', choices=('cuda', 'cpu'), default='cuda', help='cpu: tiny sizes, without a GPU')
     parser.add_argument('--parts', nargs='+', metavar='NAME', help='only these')
     parser.add_argument('--wheels', type=Path, metavar='FOLDER', help='wheels of what the machine lacks')
-    parser.add_argument('--out', type=Path, metavar='FOLDER', help='default: benchmarks/results/gpu; outputs/gpu_check for --device cpu')
-    parser.add_argument('--budget_s', type=float, default=530.0, help='for everything together, installing wheels included')
+    parser.add_argument(
+        '--out', type=Path, metavar='FOLDER', help='default: benchmarks/results/gpu; outputs/gpu_check for --device cpu'
+    )
+    parser.add_argument(
+        '--budget_s', type=float, default=530.0, help='for everything together, installing wheels included'
+    )
     parser.add_argument('--measure_device', type=Path, metavar='FILE', help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -333,13 +449,19 @@ def main() -> int:
         env = environment(args.device, site)
         lacking = [name for name in REQUIRED if not installed(name, env)]
         if lacking:
-            raise ValueError(f'not installed: {", ".join(lacking)}; give a folder with their wheels: make gpu-check WHEELS=folder')
+            raise ValueError(
+                f'not installed: {", ".join(lacking)}; give a folder with their wheels: make gpu-check WHEELS=folder'
+            )
         sees = 'import sys, torch; sys.exit(not torch.cuda.is_available())'
         if args.device == 'cuda' and not answers(sees, env, args.budget_s - (time.monotonic() - begun)):
             raise ValueError('torch sees no CUDA device; --device cpu runs the same at tiny sizes')
         out = args.out or (ROOT / 'benchmarks/results/gpu' if args.device == 'cuda' else ROOT / 'outputs/gpu_check')
         chosen = [p for p in parts if not args.parts or p.name in args.parts]
-        return 0 if check(chosen, device=args.device, out=out, budget_s=args.budget_s, site=site, begun=begun)['passed'] else 1
+        return (
+            0
+            if check(chosen, device=args.device, out=out, budget_s=args.budget_s, site=site, begun=begun)['passed']
+            else 1
+        )
     except ValueError as error:
         print(f'error: {error}', file=sys.stderr)
         return 2

@@ -1,7 +1,9 @@
-"""Ladders of model sizes, as configs without weights: the GPT-2 and OPT ladders of ColossalAI's ChatGPT benchmarks, and a tiny one.
+"""Ladders of model sizes, as configs without weights: the GPT-2 and OPT ladders of ColossalAI's ChatGPT benchmarks, and
+a tiny one.
 
-A rung is a name and the numbers of its config. The rung `tiny` of both is for tests. The tiny ladder is for machines without a GPU;
-its vocabulary is small, so that what is measured there grows with the blocks. Left out: building the modules.
+A rung is a name and the numbers of its config. The rung `tiny` of both is for tests. The tiny ladder is for machines
+without a GPU; its vocabulary is small, so that what is measured there grows with the blocks. Left out: building the
+modules.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ OPT: dict[str, tuple[int, int, int]] = {
     '125m': (768, 12, 12), '350m': (1024, 24, 16), '700m': (1280, 36, 20), '1.3b': (2048, 24, 32), '2.7b': (2560, 32, 32),
     '3.5b': (3072, 32, 32), '5.5b': (3840, 32, 32), '6.7b': (4096, 32, 32), '10b': (5120, 32, 32), '13b': (5120, 40, 40),
 }  # fmt: skip
-"""name -> (hidden_size, num_hidden_layers, num_attention_heads); ffn_dim is four times the width, and the embeddings are as wide as
-the blocks (the released 350m projects from 512 and norms after its blocks; the ladder's does neither)"""
+"""name -> (hidden_size, num_hidden_layers, num_attention_heads); ffn_dim is four times the width, and the embeddings
+are as wide as the blocks (the released 350m projects from 512 and norms after its blocks; the ladder's does neither)"""
 TINY: dict[str, tuple[int, int, int]] = {
     '1m': (128, 4, 4), '2m': (192, 4, 4), '3m': (256, 4, 4), '5m': (256, 6, 4), '7m': (256, 8, 4), '11m': (384, 6, 6), '15m': (384, 8, 6),
     '20m': (512, 6, 8), '26m': (512, 8, 8), '39m': (512, 12, 8), '58m': (768, 8, 12), '86m': (768, 12, 12), '114m': (768, 16, 12),
@@ -32,7 +34,11 @@ TINY: dict[str, tuple[int, int, int]] = {
 }  # fmt: skip
 """name -> (n_embd, n_layer, n_head) of GPT-2 with a vocabulary of 1,024"""
 
-FAMILIES: dict[str, tuple[str, dict[str, tuple[int, int, int]]]] = {'gpt': ('GPT', GPT), 'opt': ('OPT', OPT), 'tiny': ('GPT', TINY)}
+FAMILIES: dict[str, tuple[str, dict[str, tuple[int, int, int]]]] = {
+    'gpt': ('GPT', GPT),
+    'opt': ('OPT', OPT),
+    'tiny': ('GPT', TINY),
+}
 """ladder -> (how its classes begin, its rungs)"""
 
 
@@ -60,16 +66,33 @@ def _gpt(width: int, layers: int, heads: int, vocab: int, positions: int) -> Any
     from transformers import GPT2Config
 
     return GPT2Config(
-        vocab_size=vocab, n_positions=positions, n_embd=width, n_layer=layers, n_head=heads, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=vocab,
+        n_positions=positions,
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
 
 
 def _opt(width: int, layers: int, heads: int, vocab: int, positions: int) -> Any:
     from transformers import OPTConfig
 
     return OPTConfig(
-        vocab_size=vocab, max_position_embeddings=positions, hidden_size=width, word_embed_proj_dim=width, ffn_dim=4 * width,
-        num_hidden_layers=layers, num_attention_heads=heads, dropout=0.0, attention_dropout=0.0, pad_token_id=None, bos_token_id=None,
+        vocab_size=vocab,
+        max_position_embeddings=positions,
+        hidden_size=width,
+        word_embed_proj_dim=width,
+        ffn_dim=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        dropout=0.0,
+        attention_dropout=0.0,
+        pad_token_id=None,
+        bos_token_id=None,
         eos_token_id=None,
-    )  # fmt: skip
+    )

@@ -1,10 +1,12 @@
-"""What a launcher costs: seconds from the command to the first learning phase, and from a SIGKILL to the next one; equal results.
+"""What a launcher costs: seconds from the command to the first learning phase, and from a SIGKILL to the next one;
+equal results.
 
     python benchmarks/launch.py [--repeats 3] [--out docs/results/launch.md]
 
-examples/train_prompts.py under DDP on two CPU processes, with the small GPT-2 of the embedded world, a checkpoint after every phase. Phases
-are counted in metrics.jsonl. One process is killed after phase 3; the next step is the first phase that had not been there. Every
-run ends by itself, and its actor is hashed. Ray's cluster is up before the clock starts, but for the row that says so.
+examples/train_prompts.py under DDP on two CPU processes, with the small GPT-2 of the embedded world, a checkpoint after
+every phase. Phases are counted in metrics.jsonl. One process is killed after phase 3; the next step is the first phase
+that had not been there. Every run ends by itself, and its actor is hashed. Ray's cluster is up before the clock starts,
+but for the row that says so.
 """
 
 from __future__ import annotations
@@ -28,9 +30,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PHASES = 10
 KILL_AFTER = 3
 FLAGS = [
-    '--num_episodes=1', f'--max_timesteps={PHASES}', '--update_timesteps=1', '--experience_batch_size=4', '--train_batch_size=4',
-    '--max_epochs=1', '--max_new_tokens=4', '--lr=1e-3', '--checkpoint_interval=1', '--strategy=ddp',
-]  # fmt: skip
+    '--num_episodes=1',
+    f'--max_timesteps={PHASES}',
+    '--update_timesteps=1',
+    '--experience_batch_size=4',
+    '--train_batch_size=4',
+    '--max_epochs=1',
+    '--max_new_tokens=4',
+    '--lr=1e-3',
+    '--checkpoint_interval=1',
+    '--strategy=ddp',
+]
 LAUNCH = [sys.executable, '-m', 'chatgpt.launch']
 TWO = '--num_workers=2'
 
@@ -48,9 +58,14 @@ been finished when SIGKILL was sent, so it includes noticing, starting new proce
 
 def environment(folder: Path) -> dict[str, str]:
     return os.environ | {
-        'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1', 'RAY_TMPDIR': str(folder), 'RAY_AUTH_MODE': 'token',
-        'RAY_AUTH_TOKEN_PATH': str(folder / 'token'), 'RAY_USAGE_STATS_ENABLED': '0',
-    }  # fmt: skip
+        'PYTHONPATH': str(ROOT),
+        'OMP_NUM_THREADS': '1',
+        'HF_HUB_OFFLINE': '1',
+        'RAY_TMPDIR': str(folder),
+        'RAY_AUTH_MODE': 'token',
+        'RAY_AUTH_TOKEN_PATH': str(folder / 'token'),
+        'RAY_USAGE_STATS_ENABLED': '0',
+    }
 
 
 @contextmanager
@@ -65,9 +80,13 @@ def cluster(folder: Path) -> Iterator[str]:
     )
     (folder / 'token').write_text(os.urandom(20).hex())
     process = subprocess.Popen(
-        [sys.executable, '-c', code], env=environment(folder), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, '-c', code],
+        env=environment(folder),
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
     assert process.stdout is not None
     try:
         yield process.stdout.readline().strip()
@@ -114,7 +133,8 @@ def measure(
     script = ['examples/train_prompts.py', *FLAGS, f'--pretrain={model}', f'--save_path={run}']
     start = time.monotonic()
     processes = [
-        subprocess.Popen([*c, *script], cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for c in commands
+        subprocess.Popen([*c, *script], cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for c in commands
     ]
     try:
         first = wait_until(lambda: phases(run) >= 1, processes) - start
@@ -149,7 +169,8 @@ def main() -> None:
 
     load = ', '.join(f'{v:.1f}' for v in os.getloadavg())
     where = (
-        f'\n{os.cpu_count()} cores of {platform.machine()}, load average at the end {load}, Python {platform.python_version()}, '
+        f'\n{os.cpu_count()} cores of {platform.machine()}, load average at the end {load}, Python '
+        f'{platform.python_version()}, '
         f'torch {torch.__version__}, Ray {ray.__version__}.\n'
     )
     args.out.write_text(TITLE.format(repeats=args.repeats) + '\n'.join(lines) + '\n' + where)
@@ -167,7 +188,11 @@ def table(repeats: int, folder: Path, address: str) -> list[str]:
     local = [*LAUNCH, '--launcher=ray', '--address=local', TWO]
 
     def agents(number: int) -> list[list[str]]:
-        meet = ['--num_nodes=2', f'--rdzv_endpoint=127.0.0.2:{29600 + number}', f'--run_id=bench-{os.getpid()}-{number}']
+        meet = [
+            '--num_nodes=2',
+            f'--rdzv_endpoint=127.0.0.2:{29600 + number}',
+            f'--run_id=bench-{os.getpid()}-{number}',
+        ]
         return [[*LAUNCH, TWO, *meet, f'--local_addr=127.0.0.{n}'] for n in (2, 3)]
 
     rows: list[tuple[str, str, Callable[[int], list[list[str]]], Callable[[int], int] | None]] = [
@@ -181,7 +206,9 @@ def table(repeats: int, folder: Path, address: str) -> list[str]:
     ]
     found: dict[int, list[tuple[float, float, str]]] = {i: [] for i in range(len(rows))}
     for number in range(repeats):
-        for i, (name, killed, commands, victim) in enumerate(rows):  # in turns, so that what else the machine does meets all
+        for i, (name, killed, commands, victim) in enumerate(
+            rows
+        ):  # in turns, so that what else the machine does meets all
             found[i].append(measure(commands(number), folder, model, env, victim))
             print(name, killed, *found[i][-1], flush=True)
     lines = []

@@ -2,18 +2,18 @@
 
     python benchmarks/layouts.py [--out docs/results/layouts.md]
 
-Row: the layout that began the run and wrote the checkpoint; column: the one that went on. A number is the largest difference of a
-weight to six straight phases under Naive, in learning rates per optimizer step (0.05 is allowed); sampled tokens are the same and
-losses agree within 1e-4. 'bits': the same layout went on, and weights, optimizer states, metrics and tokens are those of its own six
-straight phases to the last bit. 'edge, phase n': equal up to phase n, where a draw lay within 1e-5 of the edge between two tokens.
-Gemini computes in bf16: its row is compared with Naive going on from its checkpoint, its column (in italics, within the tolerance of
-bf16) with ZeRO-2 in bf16 going on from the same checkpoint, its phases counted from there: 'edge, phase 2' says that samples, scores
-and losses of one phase agree and that the second has a draw within 2^-7 of an edge, after which neither tokens nor weights are
-compared.
+Row: the layout that began the run and wrote the checkpoint; column: the one that went on. A number is the largest
+difference of a weight to six straight phases under Naive, in learning rates per optimizer step (0.05 is allowed);
+sampled tokens are the same and losses agree within 1e-4. 'bits': the same layout went on, and weights, optimizer
+states, metrics and tokens are those of its own six straight phases to the last bit. 'edge, phase n': equal up to phase
+n, where a draw lay within 1e-5 of the edge between two tokens. Gemini computes in bf16: its row is compared with Naive
+going on from its checkpoint, its column (in italics, within the tolerance of bf16) with ZeRO-2 in bf16 going on from
+the same checkpoint, its phases counted from there: 'edge, phase 2' says that samples, scores and losses of one phase
+agree and that the second has a draw within 2^-7 of an edge, after which neither tokens nor weights are compared.
 
-Starting processes and importing colossalai takes far longer than a leg, so legs of one world size run one after another in the
-same processes. What a leg leaves is its checkpoint: weights, optimizer states and counters are compared there, by name.
-Left out: more than one machine, and devices other than the CPU.
+Starting processes and importing colossalai takes far longer than a leg, so legs of one world size run one after another
+in the same processes. What a leg leaves is its checkpoint: weights, optimizer states and counters are compared there,
+by name. Left out: more than one machine, and devices other than the CPU.
 """
 
 from __future__ import annotations
@@ -115,10 +115,24 @@ def run_leg(leg: Leg) -> Log:
         if leg.every is not None:
             callbacks.append(SaveCheckpoint(leg.target, interval=leg.every))
         trainer = PPOTrainer(
-            strategy, actor, critic, reward, initial, actor_optim, critic_optim, tokenizer=char_tokenizer(), callbacks=callbacks,
-            experience_batch_size=8, train_batch_size=4, max_epochs=2, max_new_tokens=8, max_tokens_per_batch=48,
-            score_scaling='running', kl_target=2.0, lr_schedule='cosine',
-        )  # fmt: skip
+            strategy,
+            actor,
+            critic,
+            reward,
+            initial,
+            actor_optim,
+            critic_optim,
+            tokenizer=char_tokenizer(),
+            callbacks=callbacks,
+            experience_batch_size=8,
+            train_batch_size=4,
+            max_epochs=2,
+            max_new_tokens=8,
+            max_tokens_per_batch=48,
+            score_scaling='running',
+            kl_target=2.0,
+            lr_schedule='cosine',
+        )
         if leg.source is not None:
             trainer.load_checkpoint(leg.source)
         trainer.fit([f'a {w}' for w in 'one two three four five six seven'.split()], 1, leg.total, 1)
@@ -139,21 +153,32 @@ def run_legs(legs: list[Leg], timeout_s: float = 400.0) -> list[Log]:
         rest = legs[len(logs) :]
         world_size = LAYOUTS[rest[0].layout][1]
         group = rest[: next((i for i, leg in enumerate(rest) if LAYOUTS[leg.layout][1] != world_size), len(rest))]
-        logs += _run(group) if world_size == 1 else run_distributed(_run, world_size, group, timeout_s=timeout_s, init_group=True)[0]
+        logs += (
+            _run(group)
+            if world_size == 1
+            else run_distributed(_run, world_size, group, timeout_s=timeout_s, init_group=True)[0]
+        )
     return logs
 
 
 # ---------------------------------------------------------------------- comparisons
 
-LOSSES = ('ppo/policy_loss', 'ppo/value_loss', 'ppo/actor_grad_norm', 'ppo/critic_grad_norm', 'rollout/kl_mean', 'rollout/score_mean')
+LOSSES = (
+    'ppo/policy_loss',
+    'ppo/value_loss',
+    'ppo/actor_grad_norm',
+    'ppo/critic_grad_norm',
+    'rollout/kl_mean',
+    'rollout/score_mean',
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
     """How far two layouts may be apart.
 
-    A policy loss and a KL are sums of terms that cancel, so they have an absolute tolerance besides the relative one. Weights are
-    measured in learning rates per optimizer step.
+    A policy loss and a KL are sums of terms that cancel, so they have an absolute tolerance besides the relative one.
+    Weights are measured in learning rates per optimizer step.
     """
 
     relative: float = 1e-4
@@ -165,17 +190,17 @@ class Tolerance:
 
 FP32 = Tolerance()
 BF16 = Tolerance(relative=2**-6, absolute=2**-5, edge=2**-7, weight=2.0, weight_mean=0.032)
-"""Two engines in bf16, each number off by u = 2^-9 of itself. A gradient passes about eight roundings: 8 u = 2^-6. A response's log-prob
-is a sum over 8 tokens of logits of size 4, each off by u: 32 u / 2 = 2^-5. A cumulative probability moves by no more than the largest
-error of a logit, 4 u = 2^-7. Adam moves a weight whose gradient is below its error by lr either way, so two may be 2 lr apart per step;
-that is 8 u of the weights, 0.032 lr in the mean."""
+"""Two engines in bf16, each number off by u = 2^-9 of itself. A gradient passes about eight roundings: 8 u = 2^-6. A
+response's log-prob is a sum over 8 tokens of logits of size 4, each off by u: 32 u / 2 = 2^-5. A cumulative probability
+moves by no more than the largest error of a logit, 4 u = 2^-7. Adam moves a weight whose gradient is below its error by
+lr either way, so two may be 2 lr apart per step; that is 8 u of the weights, 0.032 lr in the mean."""
 
 
 def compare_logs(want: Log, got: Log, *, first: int = 0, tolerance: Tolerance = FP32) -> str | None:
     """Compare the phases of `got` with those of `want` from number `first` on (0: its first).
 
-    Samples are equal and losses agree: None. Where a draw lies so close to an edge that rounding explains another token, the comparison
-    ends, and that is reported. Any other difference is an AssertionError.
+    Samples are equal and losses agree: None. Where a draw lies so close to an edge that rounding explains another
+    token, the comparison ends, and that is reported. Any other difference is an AssertionError.
     """
     for number, (metrics, samples) in enumerate(zip(got.metrics, got.samples, strict=True), start=first):
         comparison = compare_samples(want.samples[number], samples, tolerance.edge)
@@ -280,7 +305,10 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix='layouts-') as folder:
         cells = every_pair(Path(folder), args.layouts)
-    rows = ['| began under ↓, went on under → | ' + ' | '.join(args.layouts) + ' |', '|---' * (len(args.layouts) + 1) + '|']
+    rows = [
+        '| began under ↓, went on under → | ' + ' | '.join(args.layouts) + ' |',
+        '|---' * (len(args.layouts) + 1) + '|',
+    ]
     rows += [f'| {a} | ' + ' | '.join(cells[a, b] for b in args.layouts) + ' |' for a in args.layouts]
     legend = ' '.join((__doc__ or '').split('\n\n')[2].split())
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -2,12 +2,13 @@
 
     python benchmarks/memory_per_rank.py [--out docs/results/memory_per_rank.md] [--world_sizes 1 2 4]
 
-A GPT-2 of 18 layers x 512, two AdamW steps on the CPU with gloo, one sequence of 32 tokens per rank. Held: bytes of the tensors
-(weights, gradients, optimizer states) that live after the second backward pass, on the rank that holds most. Peak: the most resident
-anonymous memory from before the model is built to the end of the second step, sampled every millisecond, above the level at the start,
-on the rank that has most. A tiny model has trained in the same process before, so imports and what is allocated once do not count, and
-glibc gives freed blocks of 64 KiB and more back at once (`MALLOC_MMAP_THRESHOLD_`). Within a table all compute in one precision; masters
-and states are fp32 in both. FSDP and Gemini are built on the meta device.
+A GPT-2 of 18 layers x 512, two AdamW steps on the CPU with gloo, one sequence of 32 tokens per rank. Held: bytes of the
+tensors (weights, gradients, optimizer states) that live after the second backward pass, on the rank that holds most.
+Peak: the most resident anonymous memory from before the model is built to the end of the second step, sampled every
+millisecond, above the level at the start, on the rank that has most. A tiny model has trained in the same process
+before, so imports and what is allocated once do not count, and glibc gives freed blocks of 64 KiB and more back at once
+(`MALLOC_MMAP_THRESHOLD_`). Within a table all compute in one precision; masters and states are fp32 in both. FSDP and
+Gemini are built on the meta device.
 """
 
 from __future__ import annotations
@@ -77,7 +78,14 @@ def two_steps(strategy: Any, layers: int, width: int) -> dict[str, float]:
     from chatgpt.types import Sequence
 
     config = GPT2Config(
-        vocab_size=2048, n_positions=64, n_embd=width, n_layer=layers, n_head=8, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        vocab_size=2048,
+        n_positions=64,
+        n_embd=width,
+        n_layer=layers,
+        n_head=8,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
     )
     with strategy.model_init_context():
         actor = GPTActor(config=config)
@@ -95,7 +103,9 @@ def two_steps(strategy: Any, layers: int, width: int) -> dict[str, float]:
             strategy.optimizer_step(optimizer)
     del loss
     gc.collect()
-    tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.device.type == 'cpu' and t.is_floating_point()]
+    tensors = [
+        t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.device.type == 'cpu' and t.is_floating_point()
+    ]
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
     held = local_bytes(tensors) / 2**20
     del tensors
@@ -129,7 +139,9 @@ def table(names: tuple[str, ...], precision: str, world_sizes: list[int]) -> tup
         kind, options = STRATEGIES[name]
         cells = []
         for world_size in world_sizes:
-            ranks = run_distributed(measure, world_size, kind, options | {'precision': precision}, timeout_s=300.0, fresh=True)
+            ranks = run_distributed(
+                measure, world_size, kind, options | {'precision': precision}, timeout_s=300.0, fresh=True
+            )
             cells.append(f'{max(r["held_mib"] for r in ranks):.0f}, {max(r["peak_mib"] for r in ranks):.0f}')
             parameters = ranks[0]['parameters']
         lines.append(f'| {name} | ' + ' | '.join(cells) + ' |')
@@ -143,11 +155,21 @@ def main() -> None:
     parser.add_argument('--world_sizes', type=int, nargs='+', default=[1, 2, 4])
     args = parser.parse_args()
     os.environ['MALLOC_MMAP_THRESHOLD_'] = '65536'  # read by glibc in each new process
-    lines = ['# Memory per rank', '', '`python benchmarks/memory_per_rank.py`. ' + ' '.join((__doc__ or '').split('\n\n')[2].split())]
+    lines = [
+        '# Memory per rank',
+        '',
+        '`python benchmarks/memory_per_rank.py`. ' + ' '.join((__doc__ or '').split('\n\n')[2].split()),
+    ]
     for precision, names in (('fp32', IN_FP32), ('bf16', IN_BF16)):
         rows, parameters = table(names, precision, args.world_sizes)
-        lines += ['', f'## Computing in {precision}: {parameters / 1e6:.0f} million parameters, {parameters * 16 / 2**20:.0f} MiB of '
-                  'weights, gradients and two states in fp32', '', *rows]  # fmt: skip
+        lines += [
+            '',
+            f'## Computing in {precision}: {parameters / 1e6:.0f} million parameters, {parameters * 16 / 2**20:.0f} '
+            'MiB of '
+            'weights, gradients and two states in fp32',
+            '',
+            *rows,
+        ]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text('\n'.join(lines) + '\n')
 

@@ -1,11 +1,13 @@
-"""A reward model from labelled sentences: pairs of a positive and a negative one, on an eval tenth, beside a bag of words.
+"""A reward model from labelled sentences: pairs of a positive and a negative one, on an eval tenth, beside a bag of
+words.
 
     python benchmarks/movie_reviews.py movie_reviews.jsonl [--seeds 1 2 3] [--out docs/results/reward_model.md]
 
-Rows are {"text", "label"}. Of both labels a tenth is for evaluation; each of its positives is paired with 5 random ones of its negatives.
-The model is a GPT-2 of 2 layers x 128 with new weights over the 6,000 most frequent words of the training part, trained by
-`RewardModelTrainer` on random pairs of training sentences. The bag of words is a logistic regression on which of the same words are in a
-sentence. Seconds are of one thread. Every finished seed is kept in `--results`, and the table is written again after each.
+Rows are {"text", "label"}. Of both labels a tenth is for evaluation; each of its positives is paired with 5 random ones
+of its negatives. The model is a GPT-2 of 2 layers x 128 with new weights over the 6,000 most frequent words of the
+training part, trained by `RewardModelTrainer` on random pairs of training sentences. The bag of words is a logistic
+regression on which of the same words are in a sentence. Seconds are of one thread. Every finished seed is kept in
+`--results`, and the table is written again after each.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def read(path: Path) -> dict[bool, list[list[str]]]:
     return found
 
 
-def split(data: dict[bool, list[list[str]]], seed: int) -> tuple[dict[bool, list[list[str]]], dict[bool, list[list[str]]]]:
+def split(
+    data: dict[bool, list[list[str]]], seed: int
+) -> tuple[dict[bool, list[list[str]]], dict[bool, list[list[str]]]]:
     train, eval_texts = {}, {}
     for label, texts in data.items():
         mixed = random.Random(seed).sample(texts, len(texts))
@@ -100,15 +104,31 @@ def reward_model(train: Any, eval_texts: Any, words: dict[str, int], seed: int) 
     count = PAIRS_PER_SENTENCE * len(train[True])
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
         config = GPT2Config(
-            vocab_size=NUM_WORDS + 4, n_positions=MAX_LENGTH, n_embd=128, n_layer=2, n_head=4, resid_pdrop=0.3, embd_pdrop=0.5,
-            attn_pdrop=0.1, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-        )  # fmt: skip
+            vocab_size=NUM_WORDS + 4,
+            n_positions=MAX_LENGTH,
+            n_embd=128,
+            n_layer=2,
+            n_head=4,
+            resid_pdrop=0.3,
+            embd_pdrop=0.5,
+            attn_pdrop=0.1,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=0,
+        )
         model = RewardModel(GPT2Model(config))
         model, optim = strategy.prepare((model, torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.1)))
         trainer = RewardModelTrainer(
-            strategy, model, optim, [record(p) for p in pairs(train, count, seed)], callbacks=[ProgressBar(enabled=False)],
-            train_batch_size=64, max_epochs=1, warmup_steps=50, log_interval=100,
-        )  # fmt: skip
+            strategy,
+            model,
+            optim,
+            [record(p) for p in pairs(train, count, seed)],
+            callbacks=[ProgressBar(enabled=False)],
+            train_batch_size=64,
+            max_epochs=1,
+            warmup_steps=50,
+            log_interval=100,
+        )
         trainer.fit()
         compared = [record(p) for p in pairs(eval_texts, 5 * len(eval_texts[True]), seed)]
         return trainer.evaluate(compared)['accuracy']
@@ -126,9 +146,15 @@ def measure(data: dict[bool, list[list[str]]], seed: int) -> dict[str, float]:
 
 
 def table(results: list[dict[str, float]]) -> list[str]:
-    lines = ['| seed (split and weights) | reward model, pair accuracy | bag of words | wall s | CPU s |', '|---|---|---|---|---|']
+    lines = [
+        '| seed (split and weights) | reward model, pair accuracy | bag of words | wall s | CPU s |',
+        '|---|---|---|---|---|',
+    ]
     for r in results:
-        lines.append(f'| {r["seed"]} | {r["reward_model"]:.3f} | {r["bag_of_words"]:.3f} | {r["wall_s"]:.0f} | {r["cpu_s"]:.0f} |')
+        lines.append(
+            f'| {r["seed"]} | {r["reward_model"]:.3f} | {r["bag_of_words"]:.3f} | {r["wall_s"]:.0f} | {r["cpu_s"]:.0f} '
+            '|'
+        )
     if len(results) > 1:
         model, bag = (sum(r[name] for r in results) / len(results) for name in ('reward_model', 'bag_of_words'))
         lines.append(f'| mean | {model:.3f} | {bag:.3f} | | |')
@@ -141,7 +167,12 @@ def write_page(folder: Path, out: Path) -> None:
     legend = ' '.join(' '.join((__doc__ or '').split('\n\n')[2:]).split())
     count = f'{len(results)} seed{"s" if len(results) != 1 else ""}.'
     notes = folder / 'notes.md'  # what a reader must know about these runs and the script cannot
-    lines = ['# Reward model on movie reviews', '', f'`python benchmarks/movie_reviews.py movie_reviews.jsonl`. {legend} {count}', '']
+    lines = [
+        '# Reward model on movie reviews',
+        '',
+        f'`python benchmarks/movie_reviews.py movie_reviews.jsonl`. {legend} {count}',
+        '',
+    ]
     lines += [*table(results), *(['', notes.read_text().strip()] if notes.is_file() else [])]
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text('\n'.join(lines) + '\n')

@@ -2,9 +2,9 @@
 
     python benchmarks/packing.py [--repeats 7]
 
-GPT-2 of 4 layers x 256 (vocabulary 512), 32 sequences of 16 prompt tokens and up to 48 response tokens, one thread: all 48 ('fixed'), or
-geometric with a mean of a third of them ('eos'). Printed: the ratio padded / packed as least, median and greatest, and the share of the
-padded batch that is real tokens, which is the bound.
+GPT-2 of 4 layers x 256 (vocabulary 512), 32 sequences of 16 prompt tokens and up to 48 response tokens, one thread: all
+48 ('fixed'), or geometric with a mean of a third of them ('eos'). Printed: the ratio padded / packed as least, median
+and greatest, and the share of the padded batch that is real tokens, which is the bound.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def sequences(kind: str) -> list[Sequence]:
         drawn = 1 + int(torch.empty(1).exponential_(3 / NEW_TOKENS, generator=generator))
         length = NEW_TOKENS if kind == 'fixed' else min(drawn, NEW_TOKENS)
         prompt, response = (torch.randint(2, VOCAB, (n,), generator=generator) for n in (PROMPT_TOKENS, length))
-        found.append(Sequence(prompt_ids=prompt, response_ids=response, response_mask=torch.ones(length, dtype=torch.bool)))
+        found.append(
+            Sequence(prompt_ids=prompt, response_ids=response, response_mask=torch.ones(length, dtype=torch.bool))
+        )
     return found
 
 
@@ -45,7 +47,9 @@ def measure(precision: str, kind: str, repeats: int) -> str:
     from transformers import GPT2Config
 
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=VOCAB, n_embd=256, n_layer=4, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2)
+    config = GPT2Config(
+        vocab_size=VOCAB, n_embd=256, n_layer=4, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2
+    )
     actor = GPTActor(config=config).eval()
     items = sequences(kind)
     batches = {name: collate(items, pack=name == 'packed') for name in ('padded', 'packed')}

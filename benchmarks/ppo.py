@@ -2,10 +2,10 @@
 
     python benchmarks/ppo.py [--out FILE.json] [--repeats 5] [--epochs 1 4]
 
-The work: GPT-2 of 4 layers x 256 (vocabulary 512), 32 prompts of 16 tokens, 48 new tokens each, fp32, one thread, in two arrangements:
-four networks (actor, critic, reward model, initial model) and a shared trunk with a value head. The bare costs are measured in the
-same run: a forward, a forward with backward, an AdamW step, and `model.generate`. Their sum is the floor that PPO cannot go below
-with this arithmetic; `overhead` is the ratio to it.
+The work: GPT-2 of 4 layers x 256 (vocabulary 512), 32 prompts of 16 tokens, 48 new tokens each, fp32, one thread, in
+two arrangements: four networks (actor, critic, reward model, initial model) and a shared trunk with a value head. The
+bare costs are measured in the same run: a forward, a forward with backward, an AdamW step, and `model.generate`. Their
+sum is the floor that PPO cannot go below with this arithmetic; `overhead` is the ratio to it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,18 @@ def model_config() -> Any:
     from transformers import GPT2Config
 
     return GPT2Config(
-        vocab_size=VOCAB, n_embd=256, n_layer=4, n_head=4, n_positions=128,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        n_embd=256,
+        n_layer=4,
+        n_head=4,
+        n_positions=128,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
 
 
 def cpu_seconds(act: Callable[[], Any]) -> float:
@@ -66,10 +75,21 @@ def make_trainer(arrangement: str, epochs: int, engine: Any = None) -> Any:
     (actor, actor_optim), *rest = prepared
     critic, critic_optim = rest.pop(0) if critic is not None else (None, None)
     return PPOTrainer(
-        strategy, actor, critic, rest[0], rest[1], actor_optim, critic_optim,
-        experience_batch_size=PROMPTS, train_batch_size=PROMPTS, max_epochs=epochs, max_new_tokens=NEW_TOKENS,
-        max_tokens_per_batch=PROMPTS * (PROMPT_TOKENS + NEW_TOKENS), callbacks=[ProgressBar(enabled=False)], engine=engine,
-    )  # fmt: skip
+        strategy,
+        actor,
+        critic,
+        rest[0],
+        rest[1],
+        actor_optim,
+        critic_optim,
+        experience_batch_size=PROMPTS,
+        train_batch_size=PROMPTS,
+        max_epochs=epochs,
+        max_new_tokens=NEW_TOKENS,
+        max_tokens_per_batch=PROMPTS * (PROMPT_TOKENS + NEW_TOKENS),
+        callbacks=[ProgressBar(enabled=False)],
+        engine=engine,
+    )
 
 
 def one_phase(trainer: Any) -> dict[str, float]:
@@ -96,16 +116,25 @@ def bare_costs() -> dict[str, float]:
     def generate() -> None:
         with torch.no_grad():
             model.generate(
-                prompts, attention_mask=torch.ones_like(prompts), do_sample=True, max_new_tokens=NEW_TOKENS,
-                min_new_tokens=NEW_TOKENS, pad_token_id=0,
-            )  # fmt: skip
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                do_sample=True,
+                max_new_tokens=NEW_TOKENS,
+                min_new_tokens=NEW_TOKENS,
+                pad_token_id=0,
+            )
 
     def step() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
     costs = {}
-    for name, act in (('forward', forward), ('forward_backward', backward), ('optimizer_step', step), ('generate', generate)):
+    for name, act in (
+        ('forward', forward),
+        ('forward_backward', backward),
+        ('optimizer_step', step),
+        ('generate', generate),
+    ):
         if name == 'optimizer_step':
             backward()
         act()  # warm-up
@@ -116,7 +145,8 @@ def bare_costs() -> dict[str, float]:
 
 
 def floor_of(bare: dict[str, float], arrangement: str, epochs: int) -> dict[str, float]:
-    """What the same arithmetic costs bare. Scoring: reference and critic (and reward) forwards; the decode gives the old log-probs."""
+    """What the same arithmetic costs bare. Scoring: reference and critic (and reward) forwards; the decode gives the
+    old log-probs."""
     trained = 1 if arrangement == 'shared trunk' else 2
     scored = 2 if arrangement == 'shared trunk' else 3
     return {
@@ -167,12 +197,17 @@ def main() -> None:
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     print(
-        '| arrangement | epochs | new tokens / CPU s | collect s (x bare) | score s (x bare) | learn s (x bare) | total s (x bare) |'
+        '| arrangement | epochs | new tokens / CPU s | collect s (x bare) | score s (x bare) | learn s (x bare) | '
+        'total s (x bare) |'
     )
     print('|---|---|---|---|---|---|---|')
     for row in rows:
         cells = [f'{row["cpu_s"][p]:.2f} ({row["overhead"][p]:.2f})' for p in ('collect', 'score', 'learn', 'total')]
-        print(f'| {row["arrangement"]} | {row["epochs"]} | {row["new_tokens_per_cpu_s"]:.0f} | ' + ' | '.join(cells) + ' |')
+        print(
+            f'| {row["arrangement"]} | {row["epochs"]} | {row["new_tokens_per_cpu_s"]:.0f} | '
+            + ' | '.join(cells)
+            + ' |'
+        )
 
 
 if __name__ == '__main__':

@@ -1,11 +1,12 @@
-"""Preference optimisation where the truth is known: win rate over the SFT model before and after, for each loss on the same budget.
+"""Preference optimisation where the truth is known: win rate over the SFT model before and after, for each loss on the
+same budget.
 
     python benchmarks/preference.py [--seeds 1 2 3] [--results FOLDER] [--out docs/results/preference.md]
 
-The world is `chatgpt.dataset.embedded`. One SFT model per seed; each loss then makes 2 passes over the same 1,500 pairs of stories of the
-world, ordered by their true value, in batches of 32 (KTO: 64 answers), with lr 1e-4. Win rate: on 200 new prompts, responses sampled with
-the same draws, by the true value, ties counted half. Before is the SFT model against itself with other draws. Seconds are of one thread, on
-a shared machine: wall seconds contain waiting.
+The world is `chatgpt.dataset.embedded`. One SFT model per seed; each loss then makes 2 passes over the same 1,500 pairs
+of stories of the world, ordered by their true value, in batches of 32 (KTO: 64 answers), with lr 1e-4. Win rate: on 200
+new prompts, responses sampled with the same draws, by the true value, ties counted half. Before is the SFT model
+against itself with other draws. Seconds are of one thread, on a shared machine: wall seconds contain waiting.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ def values(actor: Any, tokenizer: Any, seed: int) -> list[float]:
     prompts = load_prompts(embedded.demo_prompts(NUM_PROMPTS, seed=99), tokenizer)
     engine = LocalEngine()
     engine.begin(actor)
-    sampling = SamplingParams(max_new_tokens=32, eos_token_ids=(tokenizer.eos_token_id,), pad_token_id=tokenizer.pad_token_id)
+    sampling = SamplingParams(
+        max_new_tokens=32, eos_token_ids=(tokenizer.eos_token_id,), pad_token_id=tokenizer.pad_token_id
+    )
     samples = engine.generate(list(prompts), sampling, seed=seed, indices=range(NUM_PROMPTS))
     engine.end()
     texts = [tokenizer.decode(s.response_ids, skip_special_tokens=True) for s in samples]
@@ -130,7 +133,10 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
         of = [r['losses'][name] for r in runs]
         after = [r['after'] for r in of]
         spread = f'{mean(after):.3f} ({min(after):.3f}, {max(after):.3f})'
-        rows.append(f'| {name} | {before:.3f} | {spread} | {mean(r["wall"] for r in of):.0f} | {mean(r["cpu"] for r in of):.0f} |')
+        rows.append(
+            f'| {name} | {before:.3f} | {spread} | {mean(r["wall"] for r in of):.0f} | '
+            f'{mean(r["cpu"] for r in of):.0f} |'
+        )
     return rows
 
 
@@ -148,7 +154,13 @@ def main() -> None:
     for seed, path in zip(args.seeds, paths, strict=True):
         measure(seed, path, tokenizer)
     legend = ' '.join(' '.join((__doc__ or '').split('\n\n')[2:]).split())
-    lines = ['# Preference optimisation', '', f'`python benchmarks/preference.py`. {legend}', f'{len(paths)} seeds.', '']
+    lines = [
+        '# Preference optimisation',
+        '',
+        f'`python benchmarks/preference.py`. {legend}',
+        f'{len(paths)} seeds.',
+        '',
+    ]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text('\n'.join([*lines, *table([json.loads(path.read_text()) for path in paths])]) + '\n')
 

@@ -1,14 +1,15 @@
-"""Learning curves on the randomwalks task: ILQL from scratch, PPO and the critic-free methods from a model trained on the walks.
+"""Learning curves on the randomwalks task: ILQL from scratch, PPO and the critic-free methods from a model trained on
+the walks.
 
-    python benchmarks/randomwalks.py --method ilql|ppo|a2c|grpo|rloo|reinforce++ --graph_seed 1000 --seed 1 --out FILE.json
-    python benchmarks/randomwalks.py --report FOLDER [--out docs/results/randomwalks.md]
+    python benchmarks/randomwalks.py --method ilql|ppo|a2c|grpo|rloo|reinforce++ --graph_seed 1000 --seed 1 --out
+    FILE.json python benchmarks/randomwalks.py --report FOLDER [--out docs/results/randomwalks.md]
 
-The task is `randomwalks_task`. A file holds `optimality`, the mean over 32 samples from each of the 20 starts at every evaluation, and the
-settings and seconds. ILQL: GPT-2 of 6 layers x 144, 200 optimizer steps of batch 100, target heads synced at each, lr from 2e-4 to 0; the
-values of the one β of 0, 1, 100 that is best at the last of these evaluations. Online: the same model first trained 300 steps on the
-walks (SFT), then 160 optimizer steps of batch 100, each on 100 fresh responses, with lr 3e-4 and no KL; the critic of PPO and A2C is a
-network of its own with new weights and lr 1e-3. --times 3 trains three times as long.
-Seconds include the SFT; wall seconds also what shared the cores.
+The task is `randomwalks_task`. A file holds `optimality`, the mean over 32 samples from each of the 20 starts at every
+evaluation, and the settings and seconds. ILQL: GPT-2 of 6 layers x 144, 200 optimizer steps of batch 100, target heads
+synced at each, lr from 2e-4 to 0; the values of the one β of 0, 1, 100 that is best at the last of these evaluations.
+Online: the same model first trained 300 steps on the walks (SFT), then 160 optimizer steps of batch 100, each on 100
+fresh responses, with lr 3e-4 and no KL; the critic of PPO and A2C is a network of its own with new weights and lr 1e-3.
+--times 3 trains three times as long. Seconds include the SFT; wall seconds also what shared the cores.
 """
 
 from __future__ import annotations
@@ -78,16 +79,30 @@ def run_ilql(graph_seed: int, seed: int, times: int = 1, *, every: int = 20) -> 
     records = rewarded(rw.sequences(task.walks), [task.optimality(w) for w in task.walks])
     curve = Curve(BetaEvaluation(evaluation(task, tokenizer, top_k=10), BETAS))
     settings: dict[str, Any] = {
-        'tau': 0.8, 'cql_scale': 0.1, 'awac_scale': 1.0, 'alpha': 0.1, 'beta': 0.0, 'gamma': 0.99, 'target_sync_interval': 1,
+        'tau': 0.8,
+        'cql_scale': 0.1,
+        'awac_scale': 1.0,
+        'alpha': 0.1,
+        'beta': 0.0,
+        'gamma': 0.99,
+        'target_sync_interval': 1,
         'lr_schedule': 'linear',
-    }  # fmt: skip
+    }
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
         model = ILQLModel(GPT2LMHeadModel(rw.config()))
         model, optim = strategy.prepare((model, torch.optim.AdamW(model.parameters(), lr=2e-4)))
         trainer = ILQLTrainer(
-            strategy, model, optim, records, tokenizer=tokenizer, train_batch_size=BATCH, max_epochs=20 * times, log_interval=every,
-            callbacks=[Evaluator(curve, 1), ProgressBar(enabled=False)], **settings,
-        )  # fmt: skip
+            strategy,
+            model,
+            optim,
+            records,
+            tokenizer=tokenizer,
+            train_batch_size=BATCH,
+            max_epochs=20 * times,
+            log_interval=every,
+            callbacks=[Evaluator(curve, 1), ProgressBar(enabled=False)],
+            **settings,
+        )
         trainer.fit()
     by_beta = {f'{b:g}': [row[f'score_mean@beta={b:g}'] for row in curve.rows] for b in BETAS}
     best = max(by_beta, key=lambda b: by_beta[b][-1])
@@ -95,7 +110,8 @@ def run_ilql(graph_seed: int, seed: int, times: int = 1, *, every: int = 20) -> 
 
 
 def sft_model(task: rw.Task, graph_seed: int, seed: int, cache: Path | None = None) -> tuple[Any, dict[str, float]]:
-    """The model that has learned the walks (300 steps of batch 100) and its seconds; kept in `cache` for the other methods."""
+    """The model that has learned the walks (300 steps of batch 100) and its seconds; kept in `cache` for the other
+    methods."""
     from chatgpt.nn import GPTActor
     from chatgpt.trainer import SFTTrainer
     from chatgpt.trainer.callbacks import ProgressBar
@@ -112,9 +128,15 @@ def sft_model(task: rw.Task, graph_seed: int, seed: int, cache: Path | None = No
         actor = GPTActor(config=rw.config())
         actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=3e-4)))
         SFTTrainer(
-            strategy, actor, optim, rw.sequences(task.walks), train_batch_size=BATCH, max_epochs=1000, max_steps=SFT_STEPS,
+            strategy,
+            actor,
+            optim,
+            rw.sequences(task.walks),
+            train_batch_size=BATCH,
+            max_epochs=1000,
+            max_steps=SFT_STEPS,
             callbacks=[ProgressBar(enabled=False)],
-        ).fit()  # fmt: skip
+        ).fit()
         bare = strategy.unwrap(actor)
     seconds = {'sft_wall_s': time.perf_counter() - wall, 'sft_cpu_s': time.process_time() - cpu}
     if file is not None:
@@ -126,7 +148,14 @@ def sft_model(task: rw.Task, graph_seed: int, seed: int, cache: Path | None = No
 
 
 def run_online(
-    method: str, graph_seed: int, seed: int, times: int = 1, cache: Path | None = None, *, every: int = 10, **changes: Any
+    method: str,
+    graph_seed: int,
+    seed: int,
+    times: int = 1,
+    cache: Path | None = None,
+    *,
+    every: int = 10,
+    **changes: Any,
 ) -> dict[str, Any]:
     from chatgpt.nn import GPTCritic
     from chatgpt.trainer import PPOTrainer
@@ -142,22 +171,37 @@ def run_online(
     lr, critic_lr = settings.pop('lr'), settings.pop('critic_lr')
     group = settings.get('num_samples_per_prompt', 1)
     with NaiveStrategy(seed=seed, device='cpu') as strategy:
-        actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=lr, eps=1e-5, weight_decay=0.0)))
+        actor, optim = strategy.prepare(
+            (actor, torch.optim.AdamW(actor.parameters(), lr=lr, eps=1e-5, weight_decay=0.0))
+        )
         critic = critic_optim = None
         if ESTIMATORS[settings['advantage_estimator']].needs_values:
             critic = GPTCritic(config=rw.config())
             critic_optim = torch.optim.AdamW(critic.parameters(), lr=critic_lr, eps=1e-5, weight_decay=0.0)
             critic, critic_optim = strategy.prepare((critic, critic_optim))
         trainer = PPOTrainer(
-            strategy, actor, critic, reward_of(task), None, optim, critic_optim, tokenizer=tokenizer, experience_batch_size=BATCH // group,
-            train_batch_size=BATCH, max_new_tokens=rw.MAX_LENGTH - 1, callbacks=[Evaluator(curve, every), ProgressBar(enabled=False)],
+            strategy,
+            actor,
+            critic,
+            reward_of(task),
+            None,
+            optim,
+            critic_optim,
+            tokenizer=tokenizer,
+            experience_batch_size=BATCH // group,
+            train_batch_size=BATCH,
+            max_new_tokens=rw.MAX_LENGTH - 1,
+            callbacks=[Evaluator(curve, every), ProgressBar(enabled=False)],
             **settings,
-        )  # fmt: skip
+        )
         trainer.fit(task.starts, 1, STEPS * times // settings['max_epochs'], 1)
     return {
-        'optimality': [row['score_mean'] for row in curve.rows], 'settings': settings | {'lr': lr, 'critic_lr': critic_lr},
-        'wall_s': seconds['sft_wall_s'] + time.perf_counter() - wall, 'cpu_s': seconds['sft_cpu_s'] + time.process_time() - cpu, **seconds,
-    }  # fmt: skip
+        'optimality': [row['score_mean'] for row in curve.rows],
+        'settings': settings | {'lr': lr, 'critic_lr': critic_lr},
+        'wall_s': seconds['sft_wall_s'] + time.perf_counter() - wall,
+        'cpu_s': seconds['sft_cpu_s'] + time.process_time() - cpu,
+        **seconds,
+    }
 
 
 def run(method: str, graph_seed: int, seed: int, times: int, out: Path, cache: Path | None = None) -> None:
@@ -169,12 +213,17 @@ def run(method: str, graph_seed: int, seed: int, times: int, out: Path, cache: P
     else:
         result = run_online(method, graph_seed, seed, times, cache)
     result |= {
-        'method': method, 'graph_seed': graph_seed, 'seed': seed, 'times': times, 'last_four': sum(result['optimality'][-4:]) / 4,
-    }  # fmt: skip
+        'method': method,
+        'graph_seed': graph_seed,
+        'seed': seed,
+        'times': times,
+        'last_four': sum(result['optimality'][-4:]) / 4,
+    }
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result) + '\n')
     print(
-        f'{method} graph {graph_seed} seed {seed}: last four {result["last_four"]:.3f}, {result["cpu_s"]:.0f} CPU s', flush=True
+        f'{method} graph {graph_seed} seed {seed}: last four {result["last_four"]:.3f}, {result["cpu_s"]:.0f} CPU s',
+        flush=True,
     )
 
 
@@ -183,8 +232,14 @@ def betas_chosen(runs: Iterable[list[dict[str, Any]]]) -> str:
     counts = Counter(r['beta'] for found in runs for r in found if 'beta' in r)
     if not counts:
         return ''
-    of_each = ', '.join(f'{beta} in {number}' for beta, number in sorted(counts.items(), key=lambda item: float(item[0])))
-    return f', which is {next(iter(counts))} in all {counts.total()} files' if len(counts) == 1 else f', which is {of_each} files'
+    of_each = ', '.join(
+        f'{beta} in {number}' for beta, number in sorted(counts.items(), key=lambda item: float(item[0]))
+    )
+    return (
+        f', which is {next(iter(counts))} in all {counts.total()} files'
+        if len(counts) == 1
+        else f', which is {of_each} files'
+    )
 
 
 def report(folder: Path, out: Path) -> None:
@@ -228,7 +283,9 @@ def report(folder: Path, out: Path) -> None:
             label = METHODS[number] if i == 0 else None
             axes[0][min(times, 2) - 1].plot(x, values, color=f'C{number}', alpha=0.8, label=label)
     for axis, title in zip(axes[0], titles, strict=True):
-        axis.set(xlabel='optimizer steps of batch 100', ylabel='optimality', title=f'graph 1000, {title}', ylim=(0, 1.02))
+        axis.set(
+            xlabel='optimizer steps of batch 100', ylabel='optimality', title=f'graph 1000, {title}', ylim=(0, 1.02)
+        )
         axis.grid(alpha=0.3)
         if axis.lines:
             axis.legend(loc='lower right')
@@ -242,7 +299,9 @@ def main() -> None:
     parser.add_argument('--graph_seed', type=int, default=1000)
     parser.add_argument('--seed', type=int, default=1)
     parser.add_argument('--times', type=int, default=1)
-    parser.add_argument('--cache', type=Path, default=ROOT / 'outputs' / 'randomwalks', help='where the models of the SFT stay')
+    parser.add_argument(
+        '--cache', type=Path, default=ROOT / 'outputs' / 'randomwalks', help='where the models of the SFT stay'
+    )
     parser.add_argument('--report', type=Path)
     parser.add_argument('--out', type=Path)
     args = parser.parse_args()

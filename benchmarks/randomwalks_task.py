@@ -1,9 +1,10 @@
 """The randomwalks task of trlX: find short ways to node 'a' in a small directed graph, from random walks.
 
-A graph of 21 nodes is drawn from numpy's RandomState(graph seed): an edge where rand(21, 21) > 0.9, none from a node to itself, drawn again
-until every node has a way out; 'a' is the goal and leads only to itself. A walk starts anywhere else, makes up to 9 uniform moves and
-stops at 'a'. A text is the letters of its nodes. Optimality of a walk from a start: (10 − length) / (10 − shortest), where length counts
-nodes up to the first 'a' (10 if it is never reached or a move is no edge) and shortest those of the shortest way.
+A graph of 21 nodes is drawn from numpy's RandomState(graph seed): an edge where rand(21, 21) > 0.9, none from a node to
+itself, drawn again until every node has a way out; 'a' is the goal and leads only to itself. A walk starts anywhere
+else, makes up to 9 uniform moves and stops at 'a'. A text is the letters of its nodes. Optimality of a walk from a
+start: (10 − length) / (10 − shortest), where length counts nodes up to the first 'a' (10 if it is never reached or a
+move is no edge) and shortest those of the shortest way.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Task:
         return list(LETTERS[1:])
 
     def length(self, walk: str) -> int:
-        """Nodes up to the first 'a'; 10 for a walk that breaks off the graph, leaves the alphabet or does not arrive."""
+        """Nodes up to the first 'a'; 10 for a walk that breaks off the graph, leaves the alphabet or does not
+        arrive."""
         for i, letter in enumerate(walk[:MAX_LENGTH]):
             if letter not in LETTERS:
                 return MAX_LENGTH
@@ -76,7 +78,9 @@ def make_task(graph_seed: int) -> Task:
     shortest = {LETTERS[start]: _shortest(edges, start) for start in range(1, NUM_NODES)}
     far = [letter for letter, length in shortest.items() if length >= MAX_LENGTH]
     if far:
-        raise ValueError(f"graph seed {graph_seed}: 'a' is too far from {', '.join(far)}; seeds 1000, 1002 and 1004 have a way from all")
+        raise ValueError(
+            f"graph seed {graph_seed}: 'a' is too far from {', '.join(far)}; seeds 1000, 1002 and 1004 have a way from all"
+        )
     return Task(edges, tuple(walks), shortest)
 
 
@@ -111,9 +115,18 @@ def config() -> Any:
     from transformers import GPT2Config
 
     return GPT2Config(
-        vocab_size=len(LETTERS) + 3, n_positions=16, n_embd=144, n_layer=6, n_head=12, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=len(LETTERS) + 3,
+        n_positions=16,
+        n_embd=144,
+        n_layer=6,
+        n_head=12,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
 
 
 def sequences(walks: Any) -> list[Any]:

@@ -1,10 +1,11 @@
 """Collecting with the local engine against `model.generate`, on the same model, prompts and limits, in one run.
 
-Two cases: fixed lengths (no end token, every response runs to the limit) and varying lengths (a bias on the end token makes
-response lengths geometric with a mean of a third of the limit, the same distribution on both sides). Both sides sample at
-temperature 1 on one thread; rounds alternate A B A B, and the ratio of each round's times is reported as min, median and max.
-For varying lengths the ratio is of times per generated token as well, since the two sides draw different lengths. The file's `decode`
-is the other way round: how many times `generate`'s new tokens per second (of wall time) the engine's are.
+Two cases: fixed lengths (no end token, every response runs to the limit) and varying lengths (a bias on the end token
+makes response lengths geometric with a mean of a third of the limit, the same distribution on both sides). Both sides
+sample at temperature 1 on one thread; rounds alternate A B A B, and the ratio of each round's times is reported as min,
+median and max. For varying lengths the ratio is of times per generated token as well, since the two sides draw
+different lengths. The file's `decode` is the other way round: how many times `generate`'s new tokens per second (of
+wall time) the engine's are.
 
     python benchmarks/rollout.py
     python benchmarks/rollout.py --layers 2 --width 64 --rounds 3 --json out.json
@@ -40,9 +41,16 @@ def build_model(args: argparse.Namespace, end_prob: float) -> Any:
     """A random GPT-2 whose end token has this probability at every step (0: never); other tokens are equally likely."""
     torch.manual_seed(args.seed)
     config = GPT2Config(
-        n_layer=args.layers, n_embd=args.width, n_head=args.heads, vocab_size=args.vocab, n_positions=args.prompt + args.new,
-        bos_token_id=None, eos_token_id=None, pad_token_id=None, tie_word_embeddings=False,
-    )  # fmt: skip
+        n_layer=args.layers,
+        n_embd=args.width,
+        n_head=args.heads,
+        vocab_size=args.vocab,
+        n_positions=args.prompt + args.new,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        tie_word_embeddings=False,
+    )
     with torch.device(args.device):
         model = GPT2LMHeadModel(config).eval()
         head = nn.Linear(args.width, args.vocab)
@@ -60,9 +68,15 @@ def compare(args: argparse.Namespace, end_prob: float) -> dict[str, Any]:
     eos = (END,) if end_prob > 0 else ()
     sampling = SamplingParams(max_new_tokens=args.new, eos_token_ids=eos)
     generation = GenerationConfig(
-        max_new_tokens=args.new, do_sample=True, top_k=0, top_p=1.0, temperature=1.0, eos_token_id=END if eos else None, pad_token_id=0,
+        max_new_tokens=args.new,
+        do_sample=True,
+        top_k=0,
+        top_p=1.0,
+        temperature=1.0,
+        eos_token_id=END if eos else None,
+        pad_token_id=0,
         use_cache=True,
-    )  # fmt: skip
+    )
     engine = LocalEngine()
     engine.begin(Actor(model))
     mask = torch.ones_like(input_ids)
@@ -134,7 +148,9 @@ def main() -> None:
         ('new', 48),
     ):
         parser.add_argument(f'--{name}', type=int, default=default)
-    parser.add_argument('--rungs', nargs='+', choices=tuple(ladders.GPT), help='sizes of the GPT-2 ladder instead of the four above')
+    parser.add_argument(
+        '--rungs', nargs='+', choices=tuple(ladders.GPT), help='sizes of the GPT-2 ladder instead of the four above'
+    )
     parser.add_argument('--device', choices=('cpu', 'cuda'), default='cpu')
     parser.add_argument('--precision', choices=tuple(PRECISIONS), default='fp32', help='of the weights, on both sides')
     parser.add_argument('--rounds', type=int, default=15)
@@ -149,12 +165,23 @@ def main() -> None:
         show(name, sized, results[name])
     if args.json:
         decode = [
-            {'model': name, 'lengths': case, 'times': result['times'],
-             'tokens_per_s': {side: result[side]['tokens'] / result[side]['wall_s'] for side in ('local', 'generate')}}
-            for name, cases in results.items() for case, result in cases.items()
-        ]  # fmt: skip
+            {
+                'model': name,
+                'lengths': case,
+                'times': result['times'],
+                'tokens_per_s': {
+                    side: result[side]['tokens'] / result[side]['wall_s'] for side in ('local', 'generate')
+                },
+            }
+            for name, cases in results.items()
+            for case, result in cases.items()
+        ]
         with open(args.json, 'w') as file:
-            json.dump({'settings': vars(args), 'torch': torch.__version__, 'decode': decode, 'results': results}, file, indent=1)
+            json.dump(
+                {'settings': vars(args), 'torch': torch.__version__, 'decode': decode, 'results': results},
+                file,
+                indent=1,
+            )
 
 
 def sizes(args: argparse.Namespace) -> dict[str, argparse.Namespace]:
@@ -165,19 +192,26 @@ def sizes(args: argparse.Namespace) -> dict[str, argparse.Namespace]:
     for rung in args.rungs:
         width, layers, heads = ladders.GPT[rung]
         vocab = ladders.TINY_VOCAB if rung == 'tiny' else ladders.GPT_VOCAB
-        found[rung] = argparse.Namespace(**vars(args) | {'width': width, 'layers': layers, 'heads': heads, 'vocab': vocab})
+        found[rung] = argparse.Namespace(
+            **vars(args) | {'width': width, 'layers': layers, 'heads': heads, 'vocab': vocab}
+        )
     return found
 
 
 def show(name: str, args: argparse.Namespace, cases: dict[str, Any]) -> None:
-    print(f'GPT-2 {name}, vocabulary {args.vocab}, {args.batch} prompts x {args.prompt} + {args.new} new tokens, {args.precision} on '
-          f'{args.device}, {args.threads} thread(s), torch {torch.__version__}; local engine / model.generate')  # fmt: skip
+    print(
+        f'GPT-2 {name}, vocabulary {args.vocab}, {args.batch} prompts x {args.prompt} + {args.new} new tokens, '
+        f'{args.precision} on '
+        f'{args.device}, {args.threads} thread(s), torch {torch.__version__}; local engine / model.generate'
+    )
     print(f'{"lengths":10}{"measure":22}{"min":>8}{"median":>8}{"max":>8}{"local":>12}{"generate":>12}')
     for case, result in cases.items():
         for key, unit in (('ratio_cpu', 'cpu_s'), ('ratio_wall', 'wall_s'), ('ratio_cpu_per_token', 'tokens')):
             ratio = result[key]
-            print(f'{case:10}{key:22}{ratio["min"]:8.3f}{ratio["median"]:8.3f}{ratio["max"]:8.3f}'
-                  f'{result["local"][unit]:12.4g}{result["generate"][unit]:12.4g} {unit}')  # fmt: skip
+            print(
+                f'{case:10}{key:22}{ratio["min"]:8.3f}{ratio["median"]:8.3f}{ratio["max"]:8.3f}'
+                f'{result["local"][unit]:12.4g}{result["generate"][unit]:12.4g} {unit}'
+            )
 
 
 if __name__ == '__main__':

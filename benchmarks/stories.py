@@ -1,9 +1,11 @@
 """PPO on a real pretrained model: words of joy in the stories of stories260K, under Naive and DDP, three seeds each.
 
-    python benchmarks/stories.py --model FOLDER --prompts FILE.jsonl [--out docs/results/stories] [--strategies naive ddp] [--seeds 1 2 3]
+    python benchmarks/stories.py --model FOLDER --prompts FILE.jsonl [--out docs/results/stories] [--strategies naive
+    ddp] [--seeds 1 2 3]
 
-40 learning phases of 32 samples, at least 64 new tokens, through examples/train_prompts.py. Writes OUT.json, OUT.png and OUT.md:
-score and KL per phase, the ratio of the last five phases to the first three, and samples of the first and last phase.
+40 learning phases of 32 samples, at least 64 new tokens, through examples/train_prompts.py. Writes OUT.json, OUT.png
+and OUT.md: score and KL per phase, the ratio of the last five phases to the first three, and samples of the first and
+last phase.
 """
 
 from __future__ import annotations
@@ -22,10 +24,20 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PHASES, SAMPLES = 40, 32
 SETTINGS = {
-    'num_episodes': 1, 'max_timesteps': PHASES, 'update_timesteps': 1, 'experience_batch_size': SAMPLES, 'train_batch_size': 16,
-    'max_epochs': 4, 'lr': 2e-4, 'critic_lr': 2e-3, 'kl_coef': 0.27, 'warmup_steps': 40,
-    'max_new_tokens': 64, 'min_new_tokens': 64, 'sample_interval': PHASES - 1,
-}  # fmt: skip
+    'num_episodes': 1,
+    'max_timesteps': PHASES,
+    'update_timesteps': 1,
+    'experience_batch_size': SAMPLES,
+    'train_batch_size': 16,
+    'max_epochs': 4,
+    'lr': 2e-4,
+    'critic_lr': 2e-3,
+    'kl_coef': 0.27,
+    'warmup_steps': 40,
+    'max_new_tokens': 64,
+    'min_new_tokens': 64,
+    'sample_interval': PHASES - 1,
+}
 
 
 def run(model: str, prompts: str, strategy: str, seed: int, folder: Path) -> dict[str, Any]:
@@ -37,10 +49,21 @@ def run(model: str, prompts: str, strategy: str, seed: int, folder: Path) -> dic
     )
     flags = [f'--{k}={v}' for k, v in SETTINGS.items()]
     command = [
-        *launcher, str(ROOT / 'examples' / 'train_prompts.py'), prompts, '--pretrain', model,
-        '--reward_fn', f'{ROOT / "examples" / "rewards.py"}:joy',
-        '--strategy', strategy, '--seed', str(seed), '--save_path', str(folder), *flags,
-    ]  # fmt: skip
+        *launcher,
+        str(ROOT / 'examples' / 'train_prompts.py'),
+        prompts,
+        '--pretrain',
+        model,
+        '--reward_fn',
+        f'{ROOT / "examples" / "rewards.py"}:joy',
+        '--strategy',
+        strategy,
+        '--seed',
+        str(seed),
+        '--save_path',
+        str(folder),
+        *flags,
+    ]
     env = os.environ | {'OMP_NUM_THREADS': '1', 'PYTHONPATH': f'{ROOT}{os.pathsep}{os.environ.get("PYTHONPATH", "")}'}
     start = time.perf_counter()
     subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
@@ -49,9 +72,17 @@ def run(model: str, prompts: str, strategy: str, seed: int, folder: Path) -> dic
     scores, kls = [row['rollout/score_mean'] for row in rows], [row['rollout/kl_mean'] for row in rows]
     first, last = mean(scores[:3]), mean(scores[-5:])
     return {
-        'strategy': strategy, 'seed': seed, 'score': scores, 'kl': kls, 'first3': first, 'last5': last, 'ratio': last / first,
-        'kl_max': max(kls), 'wall_s': time.perf_counter() - start, 'samples': samples,
-    }  # fmt: skip
+        'strategy': strategy,
+        'seed': seed,
+        'score': scores,
+        'kl': kls,
+        'first3': first,
+        'last5': last,
+        'ratio': last / first,
+        'kl_max': max(kls),
+        'wall_s': time.perf_counter() - start,
+        'samples': samples,
+    }
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
@@ -78,26 +109,33 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
 
 def write_page(results: list[dict[str, Any]], path: Path) -> None:
     lines = [
-        '# Words of joy: PPO on stories260K', '',
+        '# Words of joy: PPO on stories260K',
+        '',
         f'`python benchmarks/stories.py`: {PHASES} learning phases of {SAMPLES} samples of at least 64 new tokens, '
-        'reward `examples/rewards.py:joy`. Settings: '
-        + ', '.join(f'{k} {v}' for k, v in SETTINGS.items()) + '.', '',
-        f'![score and KL]({path.with_suffix(".png").name})', '',
+        'reward `examples/rewards.py:joy`. Settings: ' + ', '.join(f'{k} {v}' for k, v in SETTINGS.items()) + '.',
+        '',
+        f'![score and KL]({path.with_suffix(".png").name})',
+        '',
         '| strategy | seed | first 3 phases | last 5 phases | ratio | highest KL (nats per response) | wall s |',
         '|---|---|---|---|---|---|---|',
         *(
-            f'| {r["strategy"]} | {r["seed"]} | {r["first3"]:.2f} | {r["last5"]:.2f} | {r["ratio"]:.1f} | {r["kl_max"]:.1f} '
+            f'| {r["strategy"]} | {r["seed"]} | {r["first3"]:.2f} | {r["last5"]:.2f} | {r["ratio"]:.1f} | '
+            f'{r["kl_max"]:.1f} '
             f'| {r["wall_s"]:.0f} |'
             for r in results
         ),
-        '', '## Samples of one run', '',
-    ]  # fmt: skip
+        '',
+        '## Samples of one run',
+        '',
+    ]
     rows = results[0]['samples']
     steps = sorted({row['step'] for row in rows})
     for step in (steps[0], steps[-1]):
         lines += [f'Phase {step}:', '']
         lines += [
-            f'- ({row["score"]:g}) **{row["prompt"]}** {" ".join(row["response"].split())}' for row in rows if row['step'] == step
+            f'- ({row["score"]:g}) **{row["prompt"]}** {" ".join(row["response"].split())}'
+            for row in rows
+            if row['step'] == step
         ]
         lines += ['']
     path.write_text('\n'.join(lines))
@@ -117,12 +155,12 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 results.append(run(args.model, args.prompts, strategy, seed, Path(folder) / 'run'))
             r = results[-1]
-            summary = (
-                f'{r["first3"]:.2f} -> {r["last5"]:.2f} ({r["ratio"]:.1f}x), highest KL {r["kl_max"]:.1f}, {r["wall_s"]:.0f} s'
-            )
+            summary = f'{r["first3"]:.2f} -> {r["last5"]:.2f} ({r["ratio"]:.1f}x), highest KL {r["kl_max"]:.1f}, {r["wall_s"]:.0f} s'
             print(f'{strategy} seed {seed}: {summary}', flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.with_suffix('.json').write_text(json.dumps([{k: v for k, v in r.items() if k != 'samples'} for r in results]) + '\n')
+    args.out.with_suffix('.json').write_text(
+        json.dumps([{k: v for k, v in r.items() if k != 'samples'} for r in results]) + '\n'
+    )
     plot(results, args.out.with_suffix('.png'))
     write_page(results, args.out.with_suffix('.md'))
 

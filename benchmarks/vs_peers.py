@@ -1,13 +1,14 @@
 """The same work in TRL and here, A B A B in one run: how many times the new tokens per CPU-second of a whole update.
 
-    python benchmarks/vs_peers.py --page docs/results/peers.md     # everything; makes the peers' environments on first use
-    python benchmarks/vs_peers.py --only trl_ppo fp32              # the cases whose names hold all of these words
+    python benchmarks/vs_peers.py --page docs/results/peers.md     # everything; makes the peers' environments on first
+    use python benchmarks/vs_peers.py --only trl_ppo fp32              # the cases whose names hold all of these words
     python benchmarks/vs_peers.py --profile docs/results/peers_profile.md
 
-The work: GPT-2 of 4 layers x 256 (vocabulary 512), 32 sequences of 16 prompt tokens and up to 48 new ones per update (PPO: 32 prompts;
-GRPO and RLOO: 4 prompts x 8), one optimizer step per epoch over all 32, AdamW (fused), one thread. Both sides load the same saved
-folder. 'fixed' runs every response to the limit; 'eos' rigs the model's end token so that lengths are geometric with a mean of a third
-of the limit. Each peer runs in a process and an environment of its own (`benchmarks/peers/`), and does one update when told to.
+The work: GPT-2 of 4 layers x 256 (vocabulary 512), 32 sequences of 16 prompt tokens and up to 48 new ones per update
+(PPO: 32 prompts; GRPO and RLOO: 4 prompts x 8), one optimizer step per epoch over all 32, AdamW (fused), one thread.
+Both sides load the same saved folder. 'fixed' runs every response to the limit; 'eos' rigs the model's end token so
+that lengths are geometric with a mean of a third of the limit. Each peer runs in a process and an environment of its
+own (`benchmarks/peers/`), and does one update when told to.
 
 Peers: PPO with four networks in TRL 1.12.0, classic PPO with a value head in 0.11.4, GRPO and RLOO in 1.16.0.
 """
@@ -32,7 +33,8 @@ sys.path.insert(0, str(HERE / 'peers'))
 
 from work import EOS, NEW_TOKENS, PAD, VOCAB, Case, prompt_ids  # noqa: E402
 
-# torch comes first and pinned, from the same place as the library's: trl asks for any torch, which may bring gigabytes of CUDA.
+# torch comes first and pinned, from the same place as the library's: trl asks for any torch, which may bring gigabytes
+# of CUDA.
 ENVIRONMENTS: dict[str, list[str]] = {
     'trl_ppo': ['trl==1.12.0', 'transformers==5.23.0', 'accelerate==1.15.0'],
     'trl_classic': ['trl==0.11.4', 'transformers==4.46.3', 'accelerate==1.15.0', 'rich==15.0.0'],
@@ -49,7 +51,10 @@ def all_cases() -> list[Case]:
     for precision in ('fp32', 'bf16', 'bf16 weights'):
         for peer in ('trl_ppo', 'trl_classic'):
             for lengths in ('fixed', 'eos'):
-                cases += [Case(peer, 'ppo', lengths, precision, epochs) for epochs in ((1,) if 'weights' in precision else (1, 4))]
+                cases += [
+                    Case(peer, 'ppo', lengths, precision, epochs)
+                    for epochs in ((1,) if 'weights' in precision else (1, 4))
+                ]
         for method in ('grpo', 'rloo') if 'weights' not in precision else ():
             for lengths in ('fixed', 'eos'):
                 cases += [Case('trl_now', method, lengths, precision, kl=kl) for kl in (False, True)]
@@ -76,17 +81,26 @@ def environment(name: str, folder: Path) -> Path:
 def save_model(folder: Path, lengths: str) -> str:
     """A random GPT-2 whose end token has one probability everywhere, as a Hugging Face folder.
 
-    The final norm gives 1 in the last dimension whatever the input, and only the end token's embedding reads it, so its logit is a
-    constant; the padding token is never drawn.
+    The final norm gives 1 in the last dimension whatever the input, and only the end token's embedding reads it, so its
+    logit is a constant; the padding token is never drawn.
     """
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=VOCAB, n_embd=256, n_layer=4, n_head=4, n_positions=128, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        bos_token_id=EOS, eos_token_id=EOS, pad_token_id=PAD,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        n_embd=256,
+        n_layer=4,
+        n_head=4,
+        n_positions=128,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=EOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
     model = GPT2LMHeadModel(config).eval()
     words, norm = model.transformer.wte.weight, model.transformer.ln_f
     with torch.no_grad():
@@ -123,12 +137,21 @@ class Worker:
         self.log = log
         paths = os.pathsep.join([str(HERE.parent), str(HERE / 'peers')])
         env = os.environ | {
-            'OMP_NUM_THREADS': '1', 'MKL_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1', 'TOKENIZERS_PARALLELISM': 'false',
-            'TRL_EXPERIMENTAL_SILENCE': '1', 'PYTHONPATH': paths,
-        }  # fmt: skip
+            'OMP_NUM_THREADS': '1',
+            'MKL_NUM_THREADS': '1',
+            'HF_HUB_OFFLINE': '1',
+            'TOKENIZERS_PARALLELISM': 'false',
+            'TRL_EXPERIMENTAL_SILENCE': '1',
+            'PYTHONPATH': paths,
+        }
         with log.open('w') as errors:
             self.process = subprocess.Popen(
-                list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=env
+                list(map(str, command)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=env,
             )
         self.about: dict[str, Any] = self._hear()['ready']
 
@@ -162,7 +185,8 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def summary(rounds: Sequence[tuple[dict[str, float], dict[str, float]]]) -> dict[str, Any]:
-    """Of (ours, theirs) pairs: ratios of new tokens per CPU-second (and per second) of neighbours, and each side's own numbers."""
+    """Of (ours, theirs) pairs: ratios of new tokens per CPU-second (and per second) of neighbours, and each side's own
+    numbers."""
 
     def rate(side: dict[str, float], clock: str) -> float:
         return side['new_tokens'] / side[clock]
@@ -190,7 +214,9 @@ def _total_rate(rounds: Sequence[tuple[dict[str, float], dict[str, float]]], whi
     return sum(pair[which]['new_tokens'] for pair in rounds) / sum(pair[which]['cpu_s'] for pair in rounds)
 
 
-def compare(case: Case, ours: Sequence[str], theirs: Sequence[str], *, rounds: int, warmup: int, logs: Path) -> dict[str, Any]:
+def compare(
+    case: Case, ours: Sequence[str], theirs: Sequence[str], *, rounds: int, warmup: int, logs: Path
+) -> dict[str, Any]:
     """A B A B ...: an update here, an update there."""
     sides: list[Worker] = []
     try:
@@ -223,12 +249,18 @@ def machine() -> dict[str, Any]:
                 flags = set(value.split())
             elif key.strip() == 'model name':
                 model = value.strip()
-    return {'cpu': model, 'cores': os.cpu_count(), 'avx512_bf16': 'avx512_bf16' in flags, 'amx_bf16': 'amx_bf16' in flags}
+    return {
+        'cpu': model,
+        'cores': os.cpu_count(),
+        'avx512_bf16': 'avx512_bf16' in flags,
+        'amx_bf16': 'amx_bf16' in flags,
+    }
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     head = (
-        '| case | ratio min | median | max | all rounds | target | of wall | ours CPU s | theirs | ours tokens / CPU s | theirs | '
+        '| case | ratio min | median | max | all rounds | target | of wall | ours CPU s | theirs | ours tokens / CPU s '
+        '| theirs | '
         'mean lengths |\n'
         '|---|---|---|---|---|---|---|---|---|---|---|---|\n'
     )
@@ -237,8 +269,10 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         ratio, ours, theirs = r['ratio'], r['ours'], r['theirs']
         mark = '' if r['target'] is None else f'{r["target"]:g} {"met" if ratio["median"] >= r["target"] else "missed"}'
         rows.append(
-            f'| {r["name"]} | {ratio["min"]:.2f} | **{ratio["median"]:.2f}** | {ratio["max"]:.2f} | {r["ratio_total"]:.2f} | {mark} | '
-            f'{r["ratio_wall"]["median"]:.2f} | {ours["cpu_s"]:.2f} | {theirs["cpu_s"]:.2f} | {ours["new_tokens_per_cpu_s"]:.0f} | '
+            f'| {r["name"]} | {ratio["min"]:.2f} | **{ratio["median"]:.2f}** | {ratio["max"]:.2f} | '
+            f'{r["ratio_total"]:.2f} | {mark} | '
+            f'{r["ratio_wall"]["median"]:.2f} | {ours["cpu_s"]:.2f} | {theirs["cpu_s"]:.2f} | '
+            f'{ours["new_tokens_per_cpu_s"]:.0f} | '
             f'{theirs["new_tokens_per_cpu_s"]:.0f} | {ours["mean_length"]:.1f} / {theirs["mean_length"]:.1f} |\n'
         )
     return head + ''.join(rows)
@@ -257,7 +291,9 @@ def main() -> None:
     parser.add_argument('--warmup', type=int, default=1)
     parser.add_argument('--without', nargs='+', default=[], help='words that a case name must not hold')
     parser.add_argument('--work-dir', type=Path, default=Path('outputs/peers'), help='environments, models and logs')
-    parser.add_argument('--out', type=Path, default=Path('benchmarks/results/peers'), help='folder of one JSON per case')
+    parser.add_argument(
+        '--out', type=Path, default=Path('benchmarks/results/peers'), help='folder of one JSON per case'
+    )
     parser.add_argument('--page', type=Path, help='write the page from every JSON in --out')
     parser.add_argument('--page-only', action='store_true', help='measure nothing')
     parser.add_argument('--profile', type=Path, help='instead of comparing, write where our time goes to this page')
@@ -268,7 +304,9 @@ def main() -> None:
     if args.profile is not None:
         from profile_ours import write_profile
 
-        ours = [Case(**{**vars(case), 'model': folders[case.lengths]}) for case in chosen if 'weights' not in case.precision]
+        ours = [
+            Case(**{**vars(case), 'model': folders[case.lengths]}) for case in chosen if 'weights' not in case.precision
+        ]
         write_profile(args.profile, ours, args.out)
         return
     args.out.mkdir(parents=True, exist_ok=True)

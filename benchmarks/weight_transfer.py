@@ -2,8 +2,9 @@
 
     python benchmarks/weight_transfer.py [--size small] [--repeats 5] [--out docs/results/weight_transfer.md]
 
-All processes are Ray actors on this machine, with one thread each. Time runs from the trainer's first touch of a weight until every worker
-has them in its model. The ways take turns, and a ratio is taken inside one round, because other work on the machine moves every number.
+All processes are Ray actors on this machine, with one thread each. Time runs from the trainer's first touch of a weight
+until every worker has them in its model. The ways take turns, and a ratio is taken inside one round, because other work
+on the machine moves every number.
 """
 
 from __future__ import annotations
@@ -139,7 +140,9 @@ def rows(num_bytes: int, seconds: dict[str, list[float]]) -> list[str]:
     for name, times in seconds.items():
         rates = sorted(num_bytes / 1e6 / t for t in times)
         ratio = statistics.median(b / t for b, t in zip(seconds['broadcast'], times, strict=True))
-        lines.append(f'| {name} | {statistics.median(rates):,.0f} | {rates[0]:,.0f} to {rates[-1]:,.0f} | {ratio:.2f} |')
+        lines.append(
+            f'| {name} | {statistics.median(rates):,.0f} | {rates[0]:,.0f} to {rates[-1]:,.0f} | {ratio:.2f} |'
+        )
     return lines
 
 
@@ -158,7 +161,11 @@ def main() -> None:
         for num_workers in args.workers:
             num_bytes, seconds = measure(args.size, num_workers, args.repeats)
             lines += ['', f'To {num_workers} worker{"s" * (num_workers > 1)}, {num_bytes / 1e6:,.0f} MB of fp32:', '']
-            lines += ['| way | MB/s, median | range | speed against the broadcast |', '|---|---|---|---|', *rows(num_bytes, seconds)]
+            lines += [
+                '| way | MB/s, median | range | speed against the broadcast |',
+                '|---|---|---|---|',
+                *rows(num_bytes, seconds),
+            ]
             print('\n'.join(lines[-4 - len(seconds) :]), json.dumps(seconds), sep='\n', flush=True)
     finally:
         ray.shutdown()

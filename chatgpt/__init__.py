@@ -1,6 +1,7 @@
 """`chatgpt`: RLHF on Hugging Face models. The algorithm is written once and the hardware is a plug.
 
-Importing it loads nothing heavy: `chatgpt.nn`, `chatgpt.trainer` and the other packages are loaded when first asked for.
+Importing it loads nothing heavy: `chatgpt.nn`, `chatgpt.trainer` and the other packages are loaded when first asked
+for.
 """
 
 from __future__ import annotations
@@ -11,9 +12,20 @@ from typing import Any
 __version__ = '0.1.0'
 
 _PACKAGES = (
-    'batching', 'checkpoint', 'dataset', 'experience', 'functional', 'launch', 'nn', 'plan', 'rewards', 'rollout', 'testing', 'trainer',
+    'batching',
+    'checkpoint',
+    'dataset',
+    'experience',
+    'functional',
+    'launch',
+    'nn',
+    'plan',
+    'rewards',
+    'rollout',
+    'testing',
+    'trainer',
     'types',
-)  # fmt: skip
+)
 
 __all__ = ['__version__', 'train', *_PACKAGES]
 

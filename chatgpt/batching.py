@@ -1,9 +1,9 @@
 """From single sequences to batches: the one place where padding exists.
 
-`collate` pads just before a model's forward, and says how to leave the padding out again (`packing_of`). `cut_by_tokens` makes
-micro-batches under a token budget; `split_over_ranks` splits a global batch by cost. `align` gives every rank the same number of
-micro-batches by adding empty ones, and `collate` turns an empty one into a dummy batch that weighs nothing. All are pure functions of
-lengths, so every rank computes the whole assignment alone.
+`collate` pads just before a model's forward, and says how to leave the padding out again (`packing_of`).
+`cut_by_tokens` makes micro-batches under a token budget; `split_over_ranks` splits a global batch by cost. `align`
+gives every rank the same number of micro-batches by adding empty ones, and `collate` turns an empty one into a dummy
+batch that weighs nothing. All are pure functions of lengths, so every rank computes the whole assignment alone.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def collate(
 ) -> Batch:
     """Pad sequences on the right into a `Batch`. `pad_id` can be any valid token: padded states are never read.
 
-    An empty list gives a dummy batch, with which a rank without data takes part in a sharded forward: `num_dummies` sequences of a
-    prompt and a response token, of which none counts, and every column is 0. So a loss whose terms carry a mask or a weight is 0 there.
+    An empty list gives a dummy batch, with which a rank without data takes part in a sharded forward: `num_dummies`
+    sequences of a prompt and a response token, of which none counts, and every column is 0. So a loss whose terms carry
+    a mask or a weight is 0 there.
 
     Args:
         pack: also say how to run the batch without its padding, where it has some.
@@ -41,7 +42,8 @@ def collate(
         totals: what a loss divides by; see `Batch.totals`.
 
     Raises:
-        ValueError: an empty prompt (its first response token would have no state to be predicted from) or an empty response.
+        ValueError: an empty prompt (its first response token would have no state to be predicted from) or an empty
+            response.
     """
     columns = dict(columns or {})
     sequence_mask = torch.ones(len(sequences), dtype=torch.bool)
@@ -89,7 +91,8 @@ def token_columns(records: SequenceOf[Any], names: Iterable[str]) -> dict[str, T
 
 
 def packing_of(lengths: SequenceOf[int], width: int) -> Packing | None:
-    """How rows of `lengths` real tokens, padded to `width`, are run without padding; None where all are equally long."""
+    """How rows of `lengths` real tokens, padded to `width`, are run without padding; None where all are equally
+    long."""
     if min(lengths) == width:
         return None
     rows = [torch.arange(i * width, i * width + n) for i, n in enumerate(lengths)]
@@ -109,7 +112,9 @@ def packing_of(lengths: SequenceOf[int], width: int) -> Packing | None:
     return Packing(token_index=torch.cat(rows), cu_seqlens=ends, max_length=max(lengths), groups=tuple(groups))
 
 
-def cut_by_tokens(lengths: SequenceOf[int], max_tokens: int | None, *, max_sequences: int | None = None) -> list[list[int]]:
+def cut_by_tokens(
+    lengths: SequenceOf[int], max_tokens: int | None, *, max_sequences: int | None = None
+) -> list[list[int]]:
     """Cut items into micro-batches whose padded size, rows x longest row, stays within `max_tokens`.
 
     Items are taken longest first, so a micro-batch holds similar lengths; one item longer than the budget gets a
@@ -145,15 +150,22 @@ def split_over_ranks(lengths: SequenceOf[int], world_size: int) -> list[list[int
 
 
 def micro_batches(lengths: SequenceOf[int], world_size: int, max_tokens: int | None) -> list[list[list[int]]]:
-    """A list that all ranks hold, split over them and cut: for each rank its micro-batches, equally many, as positions in `lengths`."""
+    """A list that all ranks hold, split over them and cut: for each rank its micro-batches, equally many, as positions
+    in `lengths`."""
     shares = split_over_ranks(lengths, world_size)
-    return align([[[share[j] for j in cut] for cut in cut_by_tokens([lengths[i] for i in share], max_tokens)] for share in shares])
+    return align(
+        [
+            [[share[j] for j in cut] for cut in cut_by_tokens([lengths[i] for i in share], max_tokens)]
+            for share in shares
+        ]
+    )
 
 
 def align(cuts: list[list[list[int]]]) -> list[list[list[int]]]:
     """Give every rank as many micro-batches as the rank with most, by adding empty ones.
 
-    A sharded forward is a collective: a rank with less data must still take part. `collate` makes a dummy batch of an empty list.
+    A sharded forward is a collective: a rank with less data must still take part. `collate` makes a dummy batch of an
+    empty list.
     """
     most = max((len(c) for c in cuts), default=0)
     return [c + [[] for _ in range(most - len(c))] for c in cuts]

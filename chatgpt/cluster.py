@@ -13,7 +13,8 @@ INSTALL = "pip install 'ray>=2.10', or from a checkout pip install -r requiremen
 
 
 def import_ray(who: str) -> Any:
-    """The ray package with the parts of it that are used here. Its usage reports are off, unless the environment has them on.
+    """The ray package with the parts of it that are used here. Its usage reports are off, unless the environment has
+    them on.
 
     Raises:
         ImportError: it cannot be imported; says that `who` needs it, and the command that installs it.
@@ -34,7 +35,10 @@ def request(number: int, noun: str, each: Mapping[str, float]) -> str:
     >>> request(2, 'worker', {'CPU': 4, 'GPU': 0.5})
     '2 workers with 4 CPU and 0.5 GPU each'
     """
-    return f'{number} {noun}{"s" if number > 1 else ""} with {" and ".join(f"{n:g} {name}" for name, n in each.items() if n)} each'
+    return (
+        f'{number} {noun}{"s" if number > 1 else ""} with '
+        f'{" and ".join(f"{n:g} {name}" for name, n in each.items() if n)} each'
+    )
 
 
 def amounts(resources: Mapping[str, float], names: Iterable[str] = ()) -> str:
@@ -43,7 +47,8 @@ def amounts(resources: Mapping[str, float], names: Iterable[str] = ()) -> str:
 
 
 def lack_of_room(ray: Any, number: int, noun: str, each: Mapping[str, float]) -> str | None:
-    """Why the nodes of the cluster cannot hold so many of these, each whole on one node, whoever uses the nodes now; None if they can."""
+    """Why the nodes of the cluster cannot hold so many of these, each whole on one node, whoever uses the nodes now;
+    None if they can."""
     wanted = {name: n for name, n in each.items() if n}
     nodes = [n for n in ray.nodes() if n['Alive']]
     if not wanted:

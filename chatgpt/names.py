@@ -1,7 +1,7 @@
 """What other systems call our settings: one table, for flags, config files and keywords alike.
 
-A name of the table that means exactly the same is taken for ours on command lines and in config files; one that means something near is
-named in the error. Imports nothing of ours.
+A name of the table that means exactly the same is taken for ours on command lines and in config files; one that means
+something near is named in the error. Imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -37,8 +37,14 @@ THEIRS: dict[str, tuple[Ours, ...]] = {
     'save_steps': (Ours('checkpoint_interval', 'in learning phases'),),
     'save_total_limit': (Ours('keep_last'),),
     'resume_from_checkpoint': (Ours('resume'),),
-    'report_to': (Ours('tensorboard', 'and metrics.jsonl is always written'), Ours('callbacks', 'such as TensorBoard() or WandB()')),
-    'log_with': (Ours('tensorboard', 'and metrics.jsonl is always written'), Ours('callbacks', 'such as TensorBoard() or WandB()')),
+    'report_to': (
+        Ours('tensorboard', 'and metrics.jsonl is always written'),
+        Ours('callbacks', 'such as TensorBoard() or WandB()'),
+    ),
+    'log_with': (
+        Ours('tensorboard', 'and metrics.jsonl is always written'),
+        Ours('callbacks', 'such as TensorBoard() or WandB()'),
+    ),
     'bf16': (Ours('precision', 'bf16'), Ours('', 'the precision is that of the strategy')),
     'fp16': (Ours('precision', 'fp16'), Ours('', 'the precision is that of the strategy')),
     'max_seq_length': (Ours('max_len'), Ours('max_length')),
@@ -87,7 +93,8 @@ def ours(name: str, known: Collection[str]) -> str:
 
 
 def hint(name: str, known: Collection[str], prefix: str = '') -> str:
-    """'; here it is lr' for another system's name, '; did you mean lr, lam?' for a misspelt one, or '' when nothing is near."""
+    """'; here it is lr' for another system's name, '; did you mean lr, lam?' for a misspelt one, or '' when nothing is
+    near."""
     for there in THEIRS.get(name, ()):
         if there.name in known:
             return f'; here it is {prefix}{there.name}' + (f', {there.remark}' if there.remark else '')

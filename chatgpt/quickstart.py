@@ -1,4 +1,5 @@
-"""One verb for the impatient: `chatgpt.train`. It makes the `Inputs` of a run, which is built as one of a command line is.
+"""One verb for the impatient: `chatgpt.train`. It makes the `Inputs` of a run, which is built as one of a command line
+is.
 
 | what is given | what runs |
 |---|---|
@@ -36,7 +37,12 @@ from chatgpt.trainer.strategies.named import as_strategy
 
 OWN: dict[str, dict[str, Any]] = {
     'ppo': {
-        'lr': 1e-5, 'critic_lr': 1e-5, 'critic_from': 'reward_model', 'num_timesteps': 100, 'lora_rank': 0, 'eval_interval': 10,
+        'lr': 1e-5,
+        'critic_lr': 1e-5,
+        'critic_from': 'reward_model',
+        'num_timesteps': 100,
+        'lora_rank': 0,
+        'eval_interval': 10,
     },
     'ilql': {'lr': 1e-5, 'eval_interval': 10, 'max_length': None},
     'sft': {'lr': 1e-5, 'lora_rank': 0, 'eval_interval': 10, 'max_length': None},
@@ -66,41 +72,51 @@ def train(
 ) -> Any:
     """Train a model and return its trainer, whose `models()` are the trained ones.
 
-    >>> trainer = chatgpt.train('gpt2', reward_fn=score, prompts=prompts, num_timesteps=50, max_new_tokens=32)   # doctest: +SKIP
-    >>> trainer.save_pretrained('outputs/actor')                                                               # doctest: +SKIP
+    >>> trainer = chatgpt.train('gpt2', reward_fn=score, prompts=prompts, num_timesteps=50)   # doctest: +SKIP
+    >>> trainer.save_pretrained('outputs/actor')   # doctest: +SKIP
 
     Args:
         model: hub name or folder, or a transformers causal LM, which is trained in place.
-        reward_fn: `fn(prompts, responses, **columns)`, or trlX's `fn(samples, prompts, outputs, **metadata)`, told apart by the names of
-            its arguments; a `RewardModel`; or a list of (weight, one of these). One number per sample, or a list of numbers per token.
-        prompts: texts, dicts with a 'prompt' (other keys reach the functions by name), or anything `PPOTrainer.fit` takes.
+        reward_fn: `fn(prompts, responses, **columns)`, or trlX's `fn(samples, prompts, outputs, **metadata)`, told
+            apart by the names of its arguments; a `RewardModel`; or a list of (weight, one of these). One number per
+            sample, or a list of numbers per token.
+        prompts: texts, dicts with a 'prompt' (other keys reach the functions by name), or anything `PPOTrainer.fit`
+            takes.
         samples: texts, (prompt, output) pairs, or what `chatgpt.dataset.load_demonstrations` takes.
         rewards: one number per sample.
         preferences: what `chatgpt.dataset.load_preferences` takes.
-        eval_prompts: evaluated on before, during and after; with `reward_fn` their scores, with `metric_fn` its metrics.
+        eval_prompts: evaluated on before, during and after; with `reward_fn` their scores, with `metric_fn` its
+            metrics.
         metric_fn: a function in either convention → {name: one number per sample}, logged as `eval/metrics/<name>`.
         stop_sequences: a response ends where one of these appears.
-        config: settings by name, in sections or with dotted names (`method.gamma`) where one likes; a YAML or JSON file of them; or the
-            trainer's config dataclass. `settings` win over it.
+        config: settings by name, in sections or with dotted names (`method.gamma`) where one likes; a YAML or JSON file
+            of them; or the trainer's config dataclass. `settings` win over it.
         tokenizer: None takes the model's own.
         strategy: a strategy, or one by name: naive, ddp, fsdp, ... (None is naive).
         run_dir: folder of the run: metrics, and checkpoints every quarter of an hour, at the end and when it fails.
-        save_path: a new folder, where the trained model is written with its tokenizer, as `trainer.save_pretrained(save_path)` does.
-        **settings: fields of the trainer's config, generation keywords, and `lr`, `eval_interval`, `lora_rank` (not ILQL), `critic_lr`,
-            `critic_from` ('actor', or 'reward_model', which holds where the reward is one) and `num_timesteps` (PPO), `max_length` (tokens
-            of a sample; with PPO of prompt and response).
+        save_path: a new folder, where the trained model is written with its tokenizer, as
+            `trainer.save_pretrained(save_path)` does.
+        **settings: fields of the trainer's config, generation keywords, and `lr`, `eval_interval`, `lora_rank` (not
+            ILQL), `critic_lr`, `critic_from` ('actor', or 'reward_model', which holds where the reward is one) and
+            `num_timesteps` (PPO), `max_length` (tokens of a sample; with PPO of prompt and response).
 
     Raises:
-        ValueError: not exactly one kind of data, lists of different lengths, an unknown setting or a value out of range, something that
-            belongs to `eval_prompts` without them; before any weight is loaded.
+        ValueError: not exactly one kind of data, lists of different lengths, an unknown setting or a value out of
+            range, something that belongs to `eval_prompts` without them; before any weight is loaded.
     """
     kind = _kind(reward_fn, prompts, samples, rewards, preferences)
     chosen = _read_config(config, kind) | settings
     _check_settings(kind, chosen)
     if eval_prompts is None:
         _check_nothing_to_evaluate(kind, chosen, metric_fn, stop_sequences)
-    if save_path is not None and Path(save_path).exists() and (not Path(save_path).is_dir() or any(Path(save_path).iterdir())):
-        raise ValueError(f'train: save_path={str(save_path)!r} is there already and would be overwritten; give a new folder')
+    if (
+        save_path is not None
+        and Path(save_path).exists()
+        and (not Path(save_path).is_dir() or any(Path(save_path).iterdir()))
+    ):
+        raise ValueError(
+            f'train: save_path={str(save_path)!r} is there already and would be overwritten; give a new folder'
+        )
     strategy = as_strategy('naive' if strategy is None else strategy)
     own = {name: chosen.pop(name, default) for name, default in OWN[kind].items()}
     if kind == 'ppo' and own['critic_from'] not in CRITIC_STARTS:
@@ -108,16 +124,22 @@ def train(
     run, trainer_settings = _run(kind, own), _config_class(kind)(**_of_config(kind, chosen))
     trainer_settings.validate(getattr(strategy, 'world_size', 1))
     inputs = Inputs(
-        run=run, settings=trainer_settings, model=model, tokenizer=tokenizer or _tokenizer_of(model), run_dir=run_dir,
+        run=run,
+        settings=trainer_settings,
+        model=model,
+        tokenizer=tokenizer or _tokenizer_of(model),
+        run_dir=run_dir,
         callbacks=list(callbacks),
-    )  # fmt: skip
+    )
     generation = _generation(chosen, stop_sequences)
     if kind == 'ppo':
         inputs.train, inputs.reward, inputs.generation = prompts, as_reward(reward_fn), generation
     else:
         inputs.train = _records(kind, samples, rewards, preferences, inputs.tokenizer, own['max_length'])
     if eval_prompts is not None:
-        inputs.callbacks.append(_evaluator(kind, eval_prompts, inputs.tokenizer, metric_fn, own['eval_interval'], generation))
+        inputs.callbacks.append(
+            _evaluator(kind, eval_prompts, inputs.tokenizer, metric_fn, own['eval_interval'], generation)
+        )
     trainer = make_trainer(inputs, strategy)
     fit(inputs, trainer)
     if save_path is not None:
@@ -126,10 +148,14 @@ def train(
 
 
 def _kind(reward_fn: Any, prompts: Any, samples: Any, rewards: Any, preferences: Any) -> str:
-    given = [n for n, v in (('reward_fn', reward_fn), ('samples', samples), ('preferences', preferences)) if v is not None]
+    given = [
+        n for n, v in (('reward_fn', reward_fn), ('samples', samples), ('preferences', preferences)) if v is not None
+    ]
     if len(given) != 1:
         what = ' and '.join(given) if given else 'none of them'
-        raise ValueError(f'train: give one of reward_fn (with prompts), samples (with or without rewards), preferences; got {what}')
+        raise ValueError(
+            f'train: give one of reward_fn (with prompts), samples (with or without rewards), preferences; got {what}'
+        )
     if rewards is not None and samples is None:
         raise ValueError('train: rewards belong to samples; give samples=..., rewards=...')
     if reward_fn is not None:
@@ -153,11 +179,16 @@ def _read_config(config: Any, kind: str) -> dict[str, Any]:
     if isinstance(config, Settings):
         wanted = _config_class(kind)
         if not isinstance(config, wanted):
-            raise ValueError(f'train: config is a {type(config).__name__}, but what is given trains with a {wanted.__name__}')
+            raise ValueError(
+                f'train: config is a {type(config).__name__}, but what is given trains with a {wanted.__name__}'
+            )
         return config.to_dict()
     content = read_file(config) if isinstance(config, (str, Path)) else config
     if not isinstance(content, Mapping):
-        raise ValueError(f'train: config must be names with values, a file of them, or a config dataclass; got {type(content).__name__}')
+        raise ValueError(
+            'train: config must be names with values, a file of them, or a config dataclass; got '
+            f'{type(content).__name__}'
+        )
     found: dict[str, Any] = {}
     places: dict[str, str] = {}
     for place, value in _leaves(content, _known(kind)):
@@ -192,7 +223,9 @@ def _check_settings(kind: str, chosen: Mapping[str, Any]) -> None:
             raise ValueError(f'train: {name!r} is not a setting of {kind}{hint(name, known)}')
 
 
-def _check_nothing_to_evaluate(kind: str, chosen: Mapping[str, Any], metric_fn: Any, stop_sequences: SequenceOf[str]) -> None:
+def _check_nothing_to_evaluate(
+    kind: str, chosen: Mapping[str, Any], metric_fn: Any, stop_sequences: SequenceOf[str]
+) -> None:
     """What would have no effect without `eval_prompts` is a mistake."""
     if metric_fn is not None:
         raise ValueError('train: metric_fn measures what is said to eval_prompts; give eval_prompts too')
@@ -201,7 +234,10 @@ def _check_nothing_to_evaluate(kind: str, chosen: Mapping[str, Any], metric_fn: 
     config_and_own = {*_config_class(kind).field_names(), *OWN[kind]}
     idle = [*(['stop_sequences'] if stop_sequences else []), *(name for name in chosen if name not in config_and_own)]
     if idle:
-        raise ValueError(f'train: {", ".join(idle)} would change nothing, for {kind} generates only to evaluate; give eval_prompts too')
+        raise ValueError(
+            f'train: {", ".join(idle)} would change nothing, for {kind} generates only to evaluate; give eval_prompts '
+            'too'
+        )
 
 
 def _tokenizer_of(model: Any) -> Any:
@@ -214,12 +250,14 @@ def _tokenizer_of(model: Any) -> Any:
 def as_reward(reward_fn: Any) -> Any:
     """A function in our convention, `fn(prompts, responses, **columns)`, of one in either; anything else as it is.
 
-    A function with an argument `samples` or `outputs`, and none called `responses`, is in trlX's: it gets those of `samples`, `prompts`,
-    `outputs` and the columns that it names, or all of them if it takes any keyword. Weighted lists are gone through.
+    A function with an argument `samples` or `outputs`, and none called `responses`, is in trlX's: it gets those of
+    `samples`, `prompts`, `outputs` and the columns that it names, or all of them if it takes any keyword. Weighted
+    lists are gone through.
     """
     if isinstance(reward_fn, (list, tuple)):
         return type(reward_fn)(
-            (item[0], as_reward(item[1])) if isinstance(item, (list, tuple)) and len(item) == 2 else item for item in reward_fn
+            (item[0], as_reward(item[1])) if isinstance(item, (list, tuple)) and len(item) == 2 else item
+            for item in reward_fn
         )
     reward_fn = made(reward_fn)
     names = _names_of_trlx(reward_fn)
@@ -253,7 +291,9 @@ def as_metric(metric_fn: Callable[..., Any] | None) -> Callable[..., Any] | None
         return None
     names = _names_of_trlx(metric_fn)
     if names is not None:
-        return lambda **given: metric_fn(**{name: value for name, value in given.items() if '**' in names or name in names})
+        return lambda **given: metric_fn(
+            **{name: value for name, value in given.items() if '**' in names or name in names}
+        )
 
     def metric(*, samples: list[str], prompts: list[str], outputs: list[str], **columns: Any) -> Any:
         parameters = inspect.signature(metric_fn).parameters
@@ -293,12 +333,19 @@ def _texts(samples: Any) -> Any:
     """Pairs and texts as rows that the loaders know."""
     if isinstance(samples, (list, tuple)) and samples and isinstance(samples[0], str):
         return [{'text': text} for text in samples]
-    if isinstance(samples, (list, tuple)) and samples and isinstance(samples[0], (list, tuple)) and len(samples[0]) == 2:
+    if (
+        isinstance(samples, (list, tuple))
+        and samples
+        and isinstance(samples[0], (list, tuple))
+        and len(samples[0]) == 2
+    ):
         return [{'prompt': prompt, 'completion': output} for prompt, output in samples]
     return samples
 
 
-def _evaluator(kind: str, prompts: Any, tokenizer: Any, metric_fn: Any, interval: int, generation: Mapping[str, Any]) -> Evaluator:
+def _evaluator(
+    kind: str, prompts: Any, tokenizer: Any, metric_fn: Any, interval: int, generation: Mapping[str, Any]
+) -> Evaluator:
     # no reward of its own: the trainer's scorer holds the reward model that the strategy has prepared
     evaluation: Any = PromptEvaluation(prompts, tokenizer, metric_fn=as_metric(metric_fn), **generation)
     if kind == 'ilql':

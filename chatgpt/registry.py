@@ -1,4 +1,5 @@
-"""Things chosen by name: advantage estimators, policy losses, strategies. A user's own are added, or named as `module:name`.
+"""Things chosen by name: advantage estimators, policy losses, strategies. A user's own are added, or named as
+`module:name`.
 
 Left out: the entries themselves, which stand beside what they are.
 """
@@ -39,14 +40,19 @@ class Registry(dict[str, T]):
         if name in self:
             return self[name]
         if not isinstance(name, str) or ':' not in name:
-            raise ValueError(f'{self.what}={name!r} is not known; choose one of {", ".join(self)}, or module:name{hint(str(name), self)}')
+            raise ValueError(
+                f'{self.what}={name!r} is not known; choose one of {", ".join(self)}, or '
+                f'module:name{hint(str(name), self)}'
+            )
         self[name] = self.admit(name, load_object(name))
         return self[name]
 
     def admit(self, name: str, found: Any) -> T:
         """The entry that an object named `module:name` is."""
         if not isinstance(found, self.kind):
-            raise ValueError(f'{name!r} is a {type(found).__name__}, not a {self.kind.__name__}, which {self.what} needs')
+            raise ValueError(
+                f'{name!r} is a {type(found).__name__}, not a {self.kind.__name__}, which {self.what} needs'
+            )
         return found
 
 
@@ -82,6 +88,8 @@ def _import(name: str, spec: str) -> types.ModuleType:
         module_spec.loader.exec_module(module)
         return module
     except Exception as error:
-        raise ValueError(f'{spec!r}: importing it raised {type(error).__name__}: {" ".join(str(error).split())}') from error
+        raise ValueError(
+            f'{spec!r}: importing it raised {type(error).__name__}: {" ".join(str(error).split())}'
+        ) from error
     finally:
         sys.path.remove(folder)

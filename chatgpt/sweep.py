@@ -1,7 +1,7 @@
 """A model over many sequences without gradients: one loop for scoring, references, evaluation and calibration.
 
-Every rank runs equally many forwards, because a sharded forward is a collective; `collate` makes a dummy batch where a rank has no data
-left. Left out: learning (`chatgpt.trainer.step`), which cuts its batches by the same functions.
+Every rank runs equally many forwards, because a sharded forward is a collective; `collate` makes a dummy batch where a
+rank has no data left. Left out: learning (`chatgpt.trainer.step`), which cuts its batches by the same functions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Communicator(Protocol):
 
 
 def cuts_of_own(strategy: Communicator, lengths: SequenceOf[int], max_tokens: int | None) -> list[list[int]]:
-    """Micro-batches of a list that is this rank's alone, as positions; as many as on the rank with most. A collective."""
+    """Micro-batches of a list that is this rank's alone, as positions; as many as on the rank with most. A
+    collective."""
     cuts = cut_by_tokens(lengths, max_tokens)
     most = len(cuts)
     if strategy.world_size > 1:
@@ -51,7 +52,10 @@ def cuts_of_share(strategy: Communicator, lengths: SequenceOf[int], max_tokens: 
 
 @torch.no_grad()
 def sweep(
-    strategy: Communicator, cuts: SequenceOf[list[int]], make_batch: Callable[[list[int]], Batch], forward: Callable[[Batch], T]
+    strategy: Communicator,
+    cuts: SequenceOf[list[int]],
+    make_batch: Callable[[list[int]], Batch],
+    forward: Callable[[Batch], T],
 ) -> Iterator[tuple[list[int], T]]:
     """(positions, what `forward` gave) of every micro-batch; positions are empty for a dummy batch."""
     for positions in cuts:

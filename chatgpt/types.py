@@ -1,7 +1,7 @@
 """The records that travel between packages.
 
-A sequence travels alone and unpadded: 1-D tensors, prompt and response apart. `Batch` is the only padded thing; `chatgpt.batching.collate`
-makes it just before a model's forward. Shape letters: B sequences, S tokens of a padded row,
+A sequence travels alone and unpadded: 1-D tensors, prompt and response apart. `Batch` is the only padded thing;
+`chatgpt.batching.collate` makes it just before a model's forward. Shape letters: B sequences, S tokens of a padded row,
 P prompt tokens, A actions (response tokens) of one sequence, N actions of a whole batch.
 
 Left out: anything that computes. Imports torch only.
@@ -36,7 +36,10 @@ class Prompt:
 class Sequence:
     """Prompt and response tokens with a mask: what a model needs to score or to learn from.
 
-    >>> sequence = Sequence(prompt_ids=torch.tensor([5, 6]), response_ids=torch.tensor([7, 1]), response_mask=torch.tensor([True, True]))
+    >>> prompt_ids, response_ids = torch.tensor([5, 6]), torch.tensor([7, 1])
+    >>> sequence = Sequence(
+    ...     prompt_ids=prompt_ids, response_ids=response_ids, response_mask=torch.tensor([True, True])
+    ... )
     """
 
     prompt_ids: Tensor
@@ -74,7 +77,8 @@ class Sample(Sequence):
     filtered_logprobs: Tensor
     """(A,) fp32, the same after top-k / top-p renormalisation"""
     edge_distances: Tensor
-    """(A,) fp32, distance of the uniform draw to the nearest edge of its token's cumulative interval; 1 where nothing was drawn"""
+    """(A,) fp32, distance of the uniform draw to the nearest edge of its token's cumulative interval; 1 where nothing
+    was drawn"""
     finish_reason: FinishReason
     temperature: float = 1.0
     version: int = 0
@@ -180,7 +184,8 @@ class Batch:
     packing: Packing | None = None
     """how to run it without its padding, for models that can; the indices above hold either way"""
     columns: dict[str, Tensor] = field(default_factory=dict)
-    """what a loss needs beside tokens, by name: (N,) per action, (B,) per sequence, or (P,) per pair; 0 in a dummy batch"""
+    """what a loss needs beside tokens, by name: (N,) per action, (B,) per sequence, or (P,) per pair; 0 in a dummy
+    batch"""
     totals: dict[str, float] = field(default_factory=dict)
     """sums over the whole train batch, all ranks and micro-batches together, which a loss divides by"""
 
@@ -194,4 +199,6 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         columns = {name: column.to(device) for name, column in self.columns.items()}
-        return replace(tensors_to(self, device), packing=None if self.packing is None else self.packing.to(device), columns=columns)
+        return replace(
+            tensors_to(self, device), packing=None if self.packing is None else self.packing.to(device), columns=columns
+        )

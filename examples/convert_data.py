@@ -42,15 +42,25 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument('--split', default='train')
     parser.add_argument('--subset')
     parser.add_argument('--max_examples', type=int)
-    parser.add_argument('--text_separator', default='\n\n', help='what separates the texts of a .txt file (default: blank lines)')
-    parser.add_argument('--skip_bad_records', action='store_true', help='leave out and count what cannot be read or converted')
+    parser.add_argument(
+        '--text_separator', default='\n\n', help='what separates the texts of a .txt file (default: blank lines)'
+    )
+    parser.add_argument(
+        '--skip_bad_records', action='store_true', help='leave out and count what cannot be read or converted'
+    )
     parser.add_argument('--overwrite', action='store_true')
     args = parser.parse_args(argv)
     bad = BadRecords(args.skip_bad_records)
     examples = load_examples(
-        args.source, columns=parse_columns(args.columns), bad=bad, split=args.split, subset=args.subset,
-        max_examples=args.max_examples, streaming=args.max_examples is not None, text_separator=args.text_separator,
-    )  # fmt: skip
+        args.source,
+        columns=parse_columns(args.columns),
+        bad=bad,
+        split=args.split,
+        subset=args.subset,
+        max_examples=args.max_examples,
+        streaming=args.max_examples is not None,
+        text_separator=args.text_separator,
+    )
     count = write_records(convert(examples, args.to, bad), args.target, overwrite=args.overwrite)
     print(f'{args.target}: {count} records written, {bad.num_skipped} skipped')
     for reason in bad.reasons:

@@ -1,10 +1,12 @@
-"""The demo: the three stages of RLHF, from nothing and offline. SFT, a reward model from preferences, PPO against that reward model.
+"""The demo: the three stages of RLHF, from nothing and offline. SFT, a reward model from preferences, PPO against that
+reward model.
 
     python examples/demo.py [--out outputs/demo] [--seed 0]
 
-The world is `chatgpt.dataset.embedded`. It knows what a response is worth; the policy never sees that, only the reward model that learned
-it from pairs, and the win rate at the end is by the truth. Leaves in --out: sft/, reward_model/ and ppo/ (Hugging Face folders),
-metrics.jsonl of the three runs, curves.png, and before_after.txt, the table that it prints at the end.
+The world is `chatgpt.dataset.embedded`. It knows what a response is worth; the policy never sees that, only the reward
+model that learned it from pairs, and the win rate at the end is by the truth. Leaves in --out: sft/, reward_model/ and
+ppo/ (Hugging Face folders), metrics.jsonl of the three runs, curves.png, and before_after.txt, the table that it prints
+at the end.
 """
 
 from __future__ import annotations
@@ -35,9 +37,17 @@ def run_sft(strategy: Any, tokenizer: Any, out: Path) -> Any:
     actor, optim = strategy.prepare((actor, AdamW(actor.parameters(), lr=2e-3)))
     train, validation = load_demonstrations(embedded.demo_corpus(2200, seed=0), tokenizer, validation_percentage=9)
     trainer = SFTTrainer(
-        strategy, actor, optim, train, validation, train_batch_size=32, max_epochs=3, log_interval=20, tokenizer=tokenizer,
+        strategy,
+        actor,
+        optim,
+        train,
+        validation,
+        train_batch_size=32,
+        max_epochs=3,
+        log_interval=20,
+        tokenizer=tokenizer,
         run_dir=out / 'sft_run',
-    )  # fmt: skip
+    )
     trainer.fit()
     save_pretrained(strategy, actor, out / 'sft', tokenizer=tokenizer)
     return actor
@@ -49,9 +59,17 @@ def run_reward_model(strategy: Any, tokenizer: Any, out: Path) -> RewardModelTra
     model, optim = strategy.prepare((model, AdamW(model.parameters(), lr=1e-3)))
     train, validation = load_preferences(embedded.demo_preferences(6600, seed=0), tokenizer, validation_percentage=9)
     trainer = RewardModelTrainer(
-        strategy, model, optim, train, validation, train_batch_size=64, max_epochs=2, log_interval=20, tokenizer=tokenizer,
+        strategy,
+        model,
+        optim,
+        train,
+        validation,
+        train_batch_size=64,
+        max_epochs=2,
+        log_interval=20,
+        tokenizer=tokenizer,
         run_dir=out / 'reward_model_run',
-    )  # fmt: skip
+    )
     trainer.fit()
     save_pretrained(strategy, model, out / 'reward_model', tokenizer=tokenizer)
     return trainer
@@ -69,9 +87,21 @@ def run_ppo(strategy: Any, actor: Any, tokenizer: Any, out: Path) -> PPOTrainer:
         initial_model,
     )
     trainer = PPOTrainer(
-        strategy, actor, critic, reward_model, initial_model, actor_optim, critic_optim, tokenizer=tokenizer, run_dir=out / 'ppo_run',
-        experience_batch_size=64, train_batch_size=32, max_epochs=4, kl_coef=0.05, max_new_tokens=32,
-    )  # fmt: skip
+        strategy,
+        actor,
+        critic,
+        reward_model,
+        initial_model,
+        actor_optim,
+        critic_optim,
+        tokenizer=tokenizer,
+        run_dir=out / 'ppo_run',
+        experience_batch_size=64,
+        train_batch_size=32,
+        max_epochs=4,
+        kl_coef=0.05,
+        max_new_tokens=32,
+    )
     trainer.fit(embedded.demo_prompts(200, seed=0), num_episodes=1, max_timesteps=40, update_timesteps=1)
     save_pretrained(strategy, actor, out / 'ppo', tokenizer=tokenizer)
     return trainer
@@ -139,7 +169,9 @@ def report(out: Path, accuracy: float) -> None:
     """SFT against PPO on new prompts, by the truth."""
     prompts = [row['prompt'] for row in embedded.demo_prompts(NUM_JUDGED, seed=1)]
     before, after = answers(out / 'sft', prompts, 0), answers(out / 'ppo', prompts, 0)
-    values = [(embedded.true_score(p, b), embedded.true_score(p, a)) for p, b, a in zip(prompts, before, after, strict=True)]
+    values = [
+        (embedded.true_score(p, b), embedded.true_score(p, a)) for p, b, a in zip(prompts, before, after, strict=True)
+    ]
     wins, ties = sum(a > b for b, a in values), sum(a == b for b, a in values)
     rows = []
     for i in range(NUM_SHOWN):
@@ -151,8 +183,10 @@ def report(out: Path, accuracy: float) -> None:
     count = len(prompts)
     summary = [
         f'reward model: {accuracy:.1%} of eval pairs in the right order',
-        f'true value on {count} new prompts: SFT {sum(b for b, _ in values) / count:+z.2f}, PPO {sum(a for _, a in values) / count:+z.2f}',
-        f'win rate of PPO over SFT by the truth: {(wins + ties / 2) / count:.1%} ({wins} wins, {ties} ties counted half, of {count})',
+        f'true value on {count} new prompts: SFT {sum(b for b, _ in values) / count:+z.2f}, PPO '
+        f'{sum(a for _, a in values) / count:+z.2f}',
+        f'win rate of PPO over SFT by the truth: {(wins + ties / 2) / count:.1%} ({wins} wins, {ties} ties counted '
+        f'half, of {count})',
     ]
     text = '\n'.join([format_table(rows, ['', 'truth', 'text'], width=110), *summary])
     (out / 'before_after.txt').write_text(text + '\n')

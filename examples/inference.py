@@ -2,12 +2,14 @@
 
     python examples/inference.py --pretrain outputs/run/actor --input "Once upon a time"
     python examples/inference.py --pretrain outputs/run/actor --input prompts.jsonl --output answers.jsonl
-    python examples/inference.py --pretrain outputs/run/actor            # chat, in one process: Ctrl-C ends an answer, Ctrl-D the chat
-    torchrun --nproc-per-node=2 examples/inference.py --strategy fsdp --pretrain outputs/run/actor --input prompts.jsonl
+    python examples/inference.py --pretrain outputs/run/actor            # chat, in one process: Ctrl-C ends an answer,
+    Ctrl-D the chat torchrun --nproc-per-node=2 examples/inference.py --strategy fsdp --pretrain outputs/run/actor
+    --input prompts.jsonl
 
---model_path takes a weights file or folder that `strategy.save_model` wrote, or a PEFT adapter, on top of --pretrain. Chats, and
-conversations in a file, use the tokenizer's chat template, which training writes for a model that had none. A prompt in text is given as it
-is, or with --apply_chat_template as one turn of the user. A chat with a model that has no template goes on with the text so far.
+--model_path takes a weights file or folder that `strategy.save_model` wrote, or a PEFT adapter, on top of --pretrain.
+Chats, and conversations in a file, use the tokenizer's chat template, which training writes for a model that had none.
+A prompt in text is given as it is, or with --apply_chat_template as one turn of the user. A chat with a model that has
+no template goes on with the text so far.
 """
 
 from __future__ import annotations
@@ -32,17 +34,35 @@ def parse_args() -> Any:
     parser.add_argument('--model', choices=families, default='auto', help='family; auto reads it from the config')
     parser.add_argument('--model_path', help='weights of strategy.save_model, or a PEFT adapter folder')
     parser.add_argument('--tokenizer', help='hub name or folder; default: --pretrain')
-    parser.add_argument('--input', help='a prompt, or a file of prompts (csv, json, jsonl, parquet, or .txt: one a line); default: chat')
-    parser.add_argument('--apply_chat_template', action='store_true', help='prompts in text are turns of the user, as in a chat')
+    parser.add_argument(
+        '--input', help='a prompt, or a file of prompts (csv, json, jsonl, parquet, or .txt: one a line); default: chat'
+    )
+    parser.add_argument(
+        '--apply_chat_template', action='store_true', help='prompts in text are turns of the user, as in a chat'
+    )
     parser.add_argument('--output', help='write prompts and responses as jsonl')
     parser.add_argument('--max_new_tokens', type=int, help='(default: 128, or what the context leaves)')
     parser.add_argument('--min_new_tokens', type=int, default=0, help='no end before so many (default: 0)')
     parser.add_argument('--temperature', type=number, default=1.0, help='below 1 sharper, above 1 flatter (default: 1)')
-    parser.add_argument('--top_k', type=whole_number, default=0, help='draw from so many of the likeliest tokens; 0: from all (default: 0)')
-    parser.add_argument('--top_p', type=number, default=1.0, help='draw from the likeliest tokens that share this probability (default: 1)')
+    parser.add_argument(
+        '--top_k',
+        type=whole_number,
+        default=0,
+        help='draw from so many of the likeliest tokens; 0: from all (default: 0)',
+    )
+    parser.add_argument(
+        '--top_p',
+        type=number,
+        default=1.0,
+        help='draw from the likeliest tokens that share this probability (default: 1)',
+    )
     parser.add_argument('--greedy', action='store_true', help='always the likeliest token')
-    parser.add_argument('--stop_string', action='append', help='end a response where this text appears; may be given several times')
-    parser.add_argument('--best_of', type=int, default=1, help='draw so many responses and keep the best by --reward_model')
+    parser.add_argument(
+        '--stop_string', action='append', help='end a response where this text appears; may be given several times'
+    )
+    parser.add_argument(
+        '--best_of', type=int, default=1, help='draw so many responses and keep the best by --reward_model'
+    )
     parser.add_argument('--reward_model', help='folder of the reward model for --best_of')
     add_strategy(parser)
     parser.add_argument('--trust_remote_code', action='store_true', help='allow a hub model to bring code of its own')
@@ -63,9 +83,12 @@ def main() -> None:
     if args.temperature == 0:
         raise ValueError('--temperature 0 is --greedy: give that instead')
     SamplingParams(
-        max_new_tokens=args.max_new_tokens or sys.maxsize, min_new_tokens=args.min_new_tokens, temperature=args.temperature,
-        top_k=args.top_k, top_p=args.top_p,
-    )  # fmt: skip
+        max_new_tokens=args.max_new_tokens or sys.maxsize,
+        min_new_tokens=args.min_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+    )
     quiet_transformers()
     tokenizer = load_tokenizer(args.tokenizer or args.pretrain, trust_remote_code=args.trust_remote_code)
     prompts = read_prompts(args.input, tokenizer, args.apply_chat_template or None) if args.input else None
@@ -75,10 +98,14 @@ def main() -> None:
         actor = strategy.prepare(load_actor(args, strategy))
         bare = strategy.unwrap(actor)
         keywords = {
-            'max_new_tokens': args.max_new_tokens or room(bare.config, prompts), 'min_new_tokens': args.min_new_tokens,
-            'temperature': args.temperature, 'top_k': args.top_k, 'top_p': args.top_p, 'do_sample': not args.greedy,
+            'max_new_tokens': args.max_new_tokens or room(bare.config, prompts),
+            'min_new_tokens': args.min_new_tokens,
+            'temperature': args.temperature,
+            'top_k': args.top_k,
+            'top_p': args.top_p,
+            'do_sample': not args.greedy,
             'stop_strings': args.stop_string,
-        }  # fmt: skip
+        }
         sampling, stops = sampling_for(bare, tokenizer, keywords)
         with strategy.full_model(actor) as policy:
             if prompts is None:
@@ -88,7 +115,8 @@ def main() -> None:
 
 
 def room(config: Any, prompts: Any) -> int:
-    """New tokens where none are asked for: 128, or half of the context in a chat, or what the longest prompt leaves of it."""
+    """New tokens where none are asked for: 128, or half of the context in a chat, or what the longest prompt leaves of
+    it."""
     from chatgpt.launch.inputs import context_of
 
     limit = context_of(config)
@@ -102,7 +130,9 @@ def load_actor(args: Any, strategy: Any) -> Any:
     from chatgpt.launch.models import FAMILIES
     from chatgpt.nn.peft_format import CONFIG_FILE, import_peft
 
-    actor = getattr(nn, FAMILIES[args.model] + 'Actor')(pretrained=args.pretrain, trust_remote_code=args.trust_remote_code)
+    actor = getattr(nn, FAMILIES[args.model] + 'Actor')(
+        pretrained=args.pretrain, trust_remote_code=args.trust_remote_code
+    )
     if args.model_path and Path(args.model_path, CONFIG_FILE).is_file():
         import_peft(actor, args.model_path)
     elif args.model_path:
@@ -148,7 +178,9 @@ def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, 
         size = min(BATCH, len(prompts) - start)
         share = -(-size // strategy.world_size)
         mine = range(start + min(strategy.rank * share, size), start + min((strategy.rank + 1) * share, size))
-        found = best([prompts[i] for i in mine], sampling, seed=args.seed, first_index=mine.start * args.best_of, decode=decode)
+        found = best(
+            [prompts[i] for i in mine], sampling, seed=args.seed, first_index=mine.start * args.best_of, decode=decode
+        )
         rows = []
         for i, (first,) in zip(mine, found, strict=True):
             row = {'prompt': prompts[i].text or first.sample.prompt_text, 'response': first.sample.response_text}
@@ -215,7 +247,11 @@ def chat(policy: Any, tokenizer: Any, sampling: Any, stops: Any, args: Any) -> N
         if not said.strip():
             continue
         turns.append({'role': 'user', 'content': said})
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) if templated else text + said
+        text = (
+            tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            if templated
+            else text + said
+        )
         reply = speak(policy, tokenizer, text, sampling, stops, args.seed, number, add_special_tokens=not templated)
         number += 1
         turns.append({'role': 'assistant', 'content': reply})
@@ -223,7 +259,15 @@ def chat(policy: Any, tokenizer: Any, sampling: Any, stops: Any, args: Any) -> N
 
 
 def speak(
-    policy: Any, tokenizer: Any, text: str, sampling: Any, stops: Any, seed: int, index: int, *, add_special_tokens: bool
+    policy: Any,
+    tokenizer: Any,
+    text: str,
+    sampling: Any,
+    stops: Any,
+    seed: int,
+    index: int,
+    *,
+    add_special_tokens: bool,
 ) -> str:
     """Print a response as it comes; what was said until its end, or until Ctrl-C."""
     import torch
@@ -242,7 +286,9 @@ def speak(
             said.append(token)
             whole = tokenizer.decode(said, skip_special_tokens=True)
             sure = whole if stops is None else stops.settled(whole, stops.start(said))
-            if not whole.endswith('\ufffd') and len(sure) > len(shown):  # half of a character, or of a stop string: wait for the rest
+            if not whole.endswith('\ufffd') and len(sure) > len(
+                shown
+            ):  # half of a character, or of a stop string: wait for the rest
                 sys.stdout.write(sure[len(shown) :])
                 sys.stdout.flush()
                 shown = sure

@@ -1,4 +1,5 @@
-"""PPO on random prompts with a random reward, to see that a machine, a strategy and a model fit together, and how fast they are.
+"""PPO on random prompts with a random reward, to see that a machine, a strategy and a model fit together, and how fast
+they are.
 
     torchrun --nproc-per-node=2 examples/train_dummy.py --strategy ddp
     python examples/train_dummy.py --pretrain gpt2 --lora_rank 4
@@ -27,7 +28,9 @@ from chatgpt.trainer.config import PPOConfig
 def parse_args() -> Any:
     parser = Parser(description=__doc__)
     add_strategy(parser)
-    parser.add_argument('--model', choices=tuple(FAMILIES), default='auto', help='family; auto reads it from the config')
+    parser.add_argument(
+        '--model', choices=tuple(FAMILIES), default='auto', help='family; auto reads it from the config'
+    )
     parser.add_argument('--pretrain', help='hub name or folder; default: a GPT-2 of 2 layers x 64 with new weights')
     parser.add_argument('--lora_rank', type=int, default=0)
     parser.add_argument('--num_episodes', type=int, default=3)
@@ -49,23 +52,44 @@ def main() -> None:
 
 def train(args: Any, strategy: Any) -> None:
     quiet_transformers()
-    small = GPT2Config(vocab_size=512, n_positions=max(64, args.prompt_tokens + args.max_new_tokens), n_embd=64, n_layer=2, n_head=2,
-                       resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)  # fmt: skip
+    small = GPT2Config(
+        vocab_size=512,
+        n_positions=max(64, args.prompt_tokens + args.max_new_tokens),
+        n_embd=64,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     config = load_config(args.pretrain) if args.pretrain else small
     limit = context_of(config)
     if limit is not None and args.prompt_tokens + args.max_new_tokens > limit:
-        raise ValueError(f'--prompt_tokens and --max_new_tokens make {args.prompt_tokens + args.max_new_tokens}, the context is {limit}')
+        raise ValueError(
+            f'--prompt_tokens and --max_new_tokens make {args.prompt_tokens + args.max_new_tokens}, the context is '
+            f'{limit}'
+        )
     length = {name: getattr(args, name) for name in ('num_episodes', 'max_timesteps', 'update_timesteps')}
     run = PPORun(model=args.model, lora_rank=args.lora_rank, lr=1e-5, critic_lr=1e-5, **length)
     settings = PPOConfig(
-        experience_batch_size=args.experience_batch_size, train_batch_size=args.train_batch_size, max_epochs=args.max_epochs
+        experience_batch_size=args.experience_batch_size,
+        train_batch_size=args.train_batch_size,
+        max_epochs=args.max_epochs,
     )
     generator = torch.Generator().manual_seed(args.seed)
     prompts = list(torch.randint(config.get_text_config().vocab_size, (64, args.prompt_tokens), generator=generator))
     inputs = Inputs(
-        run=run, settings=settings, tokenizer=None, train=prompts, model=args.pretrain, config=config, reward=RandomScores(args.seed),
+        run=run,
+        settings=settings,
+        tokenizer=None,
+        train=prompts,
+        model=args.pretrain,
+        config=config,
+        reward=RandomScores(args.seed),
         generation={'max_new_tokens': args.max_new_tokens},
-    )  # fmt: skip
+    )
     with strategy.model_init_context():
         models = build_ppo_models(inputs)
     sizes = [num_parameters(m) if m is not None else 0 for m in (models.actor, models.critic, models.initial_model)]
@@ -77,7 +101,10 @@ def train(args: Any, strategy: Any) -> None:
     samples = args.num_episodes * args.max_timesteps * args.experience_batch_size
     if strategy.is_rank_0:
         seconds = time.perf_counter() - start
-        print(f'{samples} samples in {seconds:.1f} s, {samples / seconds:.2f} samples/s on {strategy.world_size} process(es)')
+        print(
+            f'{samples} samples in {seconds:.1f} s, {samples / seconds:.2f} samples/s on {strategy.world_size} '
+            'process(es)'
+        )
 
 
 class RandomScores:
@@ -87,7 +114,10 @@ class RandomScores:
         self.seed = seed
 
     def score(self, samples: list[Any], strategy: Any) -> list[float]:
-        return [float(torch.randn((), generator=torch.Generator().manual_seed(self.seed * 1_000_003 + s.index))) for s in samples]
+        return [
+            float(torch.randn((), generator=torch.Generator().manual_seed(self.seed * 1_000_003 + s.index)))
+            for s in samples
+        ]
 
 
 if __name__ == '__main__':

@@ -1,11 +1,14 @@
-"""PPO on prompts: `python examples/train_prompts.py`, or `torchrun --nproc_per_node 2 examples/train_prompts.py --strategy ddp`.
+"""PPO on prompts: `python examples/train_prompts.py`, or `torchrun --nproc_per_node 2 examples/train_prompts.py
+--strategy ddp`.
 
     python examples/train_prompts.py prompts.csv --pretrain gpt2 --reward_fn my_rewards.py:score --save_path outputs/run
 
-With `--rollout_workers 2 --max_staleness 1 --tis_cap 2` two Ray actors generate while this process learns (docs/rollout.md).
+With `--rollout_workers 2 --max_staleness 1 --tis_cap 2` two Ray actors generate while this process learns
+(docs/rollout.md).
 
-Without arguments it trains a small model on the embedded story world, after it has learned to write there. Under --save_path it
-leaves metrics.jsonl, samples.jsonl, settings.json, checkpoints/ and actor/, a Hugging Face folder with the tokenizer.
+Without arguments it trains a small model on the embedded story world, after it has learned to write there. Under
+--save_path it leaves metrics.jsonl, samples.jsonl, settings.json, checkpoints/ and actor/, a Hugging Face folder with
+the tokenizer.
 """
 
 from __future__ import annotations

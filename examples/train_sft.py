@@ -3,9 +3,9 @@
     python examples/train_sft.py alpaca.json --pretrain gpt2 --save_path outputs/sft
     torchrun --nproc-per-node=2 examples/train_sft.py chats.jsonl --pretrain gpt2 --strategy fsdp
 
-Takes Alpaca rows, chats (with the tokenizer's chat template), prompt and response, or plain text; only what the assistant says is
-learned. Without arguments a small model learns the language of the embedded story world. Under --save_path it leaves metrics.jsonl,
-config.yaml, checkpoints/ and actor/, a Hugging Face folder with the tokenizer.
+Takes Alpaca rows, chats (with the tokenizer's chat template), prompt and response, or plain text; only what the
+assistant says is learned. Without arguments a small model learns the language of the embedded story world. Under
+--save_path it leaves metrics.jsonl, config.yaml, checkpoints/ and actor/, a Hugging Face folder with the tokenizer.
 """
 
 from __future__ import annotations

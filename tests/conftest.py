@@ -1,4 +1,5 @@
-"""Fixtures for every test: nothing may leak, and a model for whole runs. `run_distributed` is in `chatgpt.testing.processes`."""
+"""Fixtures for every test: nothing may leak, and a model for whole runs. `run_distributed` is in
+`chatgpt.testing.processes`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,19 @@ import pytest
 
 pytest.register_assert_rewrite('killed_runs', 'layout_runs')
 
-_OURS = ('RANK', 'WORLD_SIZE', 'LOCAL_', 'MASTER_', 'OMP_', 'MKL_', 'CUDA_VISIBLE', 'GROUP_', 'TORCHELASTIC', 'PYTORCH_CUDA', 'CHATGPT')
+_OURS = (
+    'RANK',
+    'WORLD_SIZE',
+    'LOCAL_',
+    'MASTER_',
+    'OMP_',
+    'MKL_',
+    'CUDA_VISIBLE',
+    'GROUP_',
+    'TORCHELASTIC',
+    'PYTORCH_CUDA',
+    'CHATGPT',
+)
 """beginnings of the variables that our code could set; third parties set others while they are imported"""
 
 

@@ -1,4 +1,5 @@
-"""Rollout workers in this process: no Ray, no threads, deaths on command. For tests of what is built on `RemoteEngine`."""
+"""Rollout workers in this process: no Ray, no threads, deaths on command. For tests of what is built on
+`RemoteEngine`."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from chatgpt.rollout.worker import RolloutWorker
 class InProcessWorkers:
     """`RolloutWorkers` that work when they are waited for.
 
-    A request is answered at `wait`, by the worker it was given to, so the weights that are newest by then would show. `kill(worker)`
-    loses what that worker holds; `die_on[index]` is how many times a worker dies of the request that holds this sample index.
+    A request is answered at `wait`, by the worker it was given to, so the weights that are newest by then would show.
+    `kill(worker)` loses what that worker holds; `die_on[index]` is how many times a worker dies of the request that
+    holds this sample index.
     """
 
     def __init__(self, num_workers: int = 1) -> None:

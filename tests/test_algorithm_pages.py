@@ -1,4 +1,5 @@
-"""Every page under docs/algorithms has the same five parts, none of them empty, and names metrics that docs/metrics.md knows."""
+"""Every page under docs/algorithms has the same five parts, none of them empty, and names metrics that docs/metrics.md
+knows."""
 
 from __future__ import annotations
 
@@ -20,7 +21,18 @@ from chatgpt.trainer.objectives.reward_model import RewardModelConfig
 
 DOCS = Path(__file__).resolve().parents[1] / 'docs'
 PAGES = sorted((DOCS / 'algorithms').glob('*.md'))
-CONFIGS = (PPOConfig, SFTConfig, RFTConfig, ILQLConfig, KTOConfig, DPOConfig, ORPOConfig, SimPOConfig, RewardModelConfig, PPORun)
+CONFIGS = (
+    PPOConfig,
+    SFTConfig,
+    RFTConfig,
+    ILQLConfig,
+    KTOConfig,
+    DPOConfig,
+    ORPOConfig,
+    SimPOConfig,
+    RewardModelConfig,
+    PPORun,
+)
 PARTS = ('Formula', 'Source', 'Defaults', 'What we do differently', 'Metrics')
 
 
@@ -41,7 +53,9 @@ def test_a_page_has_its_five_parts(page):
     assert not missing(text)
     parts = parts_of(text)
     assert re.search(r'^\| `\w+`.*\|$', parts['Defaults'], re.MULTILINE), 'a table of settings is missing'
-    names = set(re.findall(r'`((?:rollout|ppo|sft|rm|dpo|orpo|simpo|kto|ilql|rft|perf)/[a-z_0-9.]+)`', parts['Metrics']))
+    names = set(
+        re.findall(r'`((?:rollout|ppo|sft|rm|dpo|orpo|simpo|kto|ilql|rft|perf)/[a-z_0-9.]+)`', parts['Metrics'])
+    )
     known = (DOCS / 'metrics.md').read_text()
     assert all(f'`{name.removesuffix("...")}' in known for name in names)
     for name in PARTS:  # negative control: a page without one of them is found out
@@ -50,9 +64,26 @@ def test_a_page_has_its_five_parts(page):
 
 def test_there_is_a_page_for_every_estimator_and_trainer():
     assert {p.stem for p in PAGES} >= {
-        'a2c', 'cispo', 'dapo', 'dpo', 'gdpo', 'grpo', 'gspo', 'ilql', 'kto', 'nlpo', 'off_policy', 'orpo', 'ppo', 'reinforce++',
-        'reward_model', 'rft', 'rloo', 'sft', 'simpo',
-    }  # fmt: skip
+        'a2c',
+        'cispo',
+        'dapo',
+        'dpo',
+        'gdpo',
+        'grpo',
+        'gspo',
+        'ilql',
+        'kto',
+        'nlpo',
+        'off_policy',
+        'orpo',
+        'ppo',
+        'reinforce++',
+        'reward_model',
+        'rft',
+        'rloo',
+        'sft',
+        'simpo',
+    }
 
 
 @pytest.mark.parametrize('page', PAGES, ids=lambda p: p.stem)
@@ -70,10 +101,16 @@ def test_every_name_of_the_tables_is_on_a_page():
 def files_that_are_missing(page: Path, text: str) -> list[str]:
     """Python files that a page names by path and that stand neither there nor in a folder that pages leave out."""
     bases = (DOCS.parent, DOCS.parent / 'chatgpt', DOCS.parent / 'chatgpt' / 'trainer', page.parent)
-    return [name for name in re.findall(r'`([\w+.-]+(?:/[\w+.-]+)+\.py)`', text) if not any((base / name).is_file() for base in bases)]
+    return [
+        name
+        for name in re.findall(r'`([\w+.-]+(?:/[\w+.-]+)+\.py)`', text)
+        if not any((base / name).is_file() for base in bases)
+    ]
 
 
 def test_the_files_that_pages_name_are_there():
     pages = [DOCS.parent / 'README.md', DOCS.parent / 'CONTRIBUTING.md', *DOCS.rglob('*.md')]
     assert {str(p): missing for p in pages if (missing := files_that_are_missing(p, p.read_text()))} == {}
-    assert files_that_are_missing(DOCS, '`trainer/losses.py` and `trainer/ppo_loss.py`') == ['trainer/ppo_loss.py']  # negative control
+    assert files_that_are_missing(DOCS, '`trainer/losses.py` and `trainer/ppo_loss.py`') == [
+        'trainer/ppo_loss.py'
+    ]  # negative control

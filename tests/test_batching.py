@@ -80,7 +80,10 @@ def test_a_dummy_batch_weighs_nothing():
     batch = collate([], columns=columns, totals={'tokens': 7}, num_dummies=2)
     assert batch.num_sequences == batch.num_actions == 2
     assert not batch.action_mask.any() and not batch.sequence_mask.any()
-    assert {name: column.tolist() for name, column in batch.columns.items()} == {'advantages': [0.0, 0.0], 'better': [0, 0]}
+    assert {name: column.tolist() for name, column in batch.columns.items()} == {
+        'advantages': [0.0, 0.0],
+        'better': [0, 0],
+    }
     assert batch.columns['better'].dtype is torch.int64 and batch.totals == {'tokens': 7}
     real = collate([sequence([1], [2, 3])], columns={'advantages': torch.tensor([1.0, 2.0])})
     assert real.sequence_mask.tolist() == [True] and real.columns['advantages'].tolist() == [1.0, 2.0]
@@ -92,4 +95,7 @@ def test_micro_batches_hold_everything_once_and_are_equally_many(world_size, max
     ranks = micro_batches(lengths, world_size, max_tokens)
     assert len({len(cuts) for cuts in ranks}) == 1
     assert sorted(i for cuts in ranks for cut in cuts for i in cut) == list(range(5))
-    assert all(len(cut) * max(lengths[i] for i in cut) <= 12 for cuts in ranks for cut in cuts if cut) or max_tokens is None
+    assert (
+        all(len(cut) * max(lengths[i] for i in cut) <= 12 for cuts in ranks for cut in cuts if cut)
+        or max_tokens is None
+    )

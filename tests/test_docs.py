@@ -16,18 +16,22 @@ ROOT = Path(__file__).resolve().parents[1]
 TRL_KEYS = """
 objective/kl objective/kl_dist objective/logprobs objective/ref_logprobs objective/kl_coef objective/entropy
 ppo/mean_non_score_reward ppo/mean_scores ppo/std_scores ppo/learning_rate ppo/loss/policy ppo/loss/value ppo/loss/total
-ppo/policy/entropy ppo/policy/approxkl ppo/policy/policykl ppo/policy/clipfrac ppo/policy/advantages ppo/policy/advantages_mean
-ppo/policy/ratio ppo/returns/mean ppo/returns/var ppo/val/vpred ppo/val/error ppo/val/clipfrac ppo/val/mean ppo/val/var
+ppo/policy/entropy ppo/policy/approxkl ppo/policy/policykl ppo/policy/clipfrac ppo/policy/advantages
+ppo/policy/advantages_mean ppo/policy/ratio ppo/returns/mean ppo/returns/var ppo/val/vpred ppo/val/error ppo/val/clipfrac ppo/val/mean ppo/val/var
 ppo/val/var_explained tokens/queries_len_mean tokens/queries_len_std tokens/queries_dist tokens/responses_len_mean
-tokens/responses_len_std tokens/responses_dist time/ppo/forward_pass time/ppo/compute_rewards time/ppo/compute_advantages
-time/ppo/optimize_step time/ppo/calc_stats time/ppo/total
+tokens/responses_len_std tokens/responses_dist time/ppo/forward_pass time/ppo/compute_rewards
+time/ppo/compute_advantages time/ppo/optimize_step time/ppo/calc_stats time/ppo/total
 """.split()
 
 
 RECORDS = {
-    'losses.py': ('ppo',), 'sft.py': ('sft',), 'reward_model.py': ('rm',), 'ilql.py': ('ilql',), 'kto.py': ('kto',),
+    'losses.py': ('ppo',),
+    'sft.py': ('sft',),
+    'reward_model.py': ('rm',),
+    'ilql.py': ('ilql',),
+    'kto.py': ('kto',),
     'pairs.py': ('dpo', 'orpo', 'simpo'),
-}  # fmt: skip
+}
 """The files with losses, and before which word the metrics of each stand."""
 
 
@@ -48,23 +52,32 @@ def names_in_code() -> set[str]:
         names |= set(re.findall(r"'((?:rollout|ppo|sft|perf|rft)/[a-z_0-9]+)'", text))
         for prefix in RECORDS.get(path.name, ()):
             names |= {f'{prefix}/{n}' for n in recorded(text) | set(re.findall(r"\{prefix\}/([a-z_]+)'", text))}
-    return names | {f'rm/val_{n}' for n in recorded((ROOT / 'chatgpt' / 'trainer' / 'objectives' / 'reward_model.py').read_text())}
+    return names | {
+        f'rm/val_{n}' for n in recorded((ROOT / 'chatgpt' / 'trainer' / 'objectives' / 'reward_model.py').read_text())
+    }
 
 
 def recorded(source: str) -> set[str]:
-    """The names under which a file gives a `Mean`, `Highest` or `Lowest`, and those that an objective's `derived` adds."""
+    """The names under which a file gives a `Mean`, `Highest` or `Lowest`, and those that an objective's `derived`
+    adds."""
     names: set[str] = set()
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Dict):
-            names |= {k.value for k, v in zip(node.keys, node.values, strict=True) if isinstance(k, ast.Constant) and is_metric(v)}
+            names |= {
+                k.value
+                for k, v in zip(node.keys, node.values, strict=True)
+                if isinstance(k, ast.Constant) and is_metric(v)
+            }
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript) and is_metric(node.value):
             names.add(ast.literal_eval(node.targets[0].slice))
         elif isinstance(node, ast.DictComp) and is_metric(node.value):  # over the items of a dict of the same function
             names |= looped_names(tree, ast.unparse(node.generators[0].iter))
         elif isinstance(node, ast.FunctionDef) and node.name == 'derived':
             returned = [r.value for r in ast.walk(node) if isinstance(r, ast.Return)]
-            names |= {k.value for r in returned if isinstance(r, ast.Dict) for k in r.keys if isinstance(k, ast.Constant)}
+            names |= {
+                k.value for r in returned if isinstance(r, ast.Dict) for k in r.keys if isinstance(k, ast.Constant)
+            }
     return names - INTERNAL
 
 
@@ -74,15 +87,32 @@ def is_metric(node: ast.expr) -> bool:
 
 def looped_names(tree: ast.AST, iterated: str) -> set[str]:
     """The keys of the dict literal that `name.items()` runs over."""
-    found = [n for n in ast.walk(tree) if isinstance(n, ast.Assign) and f'{ast.unparse(n.targets[0])}.items()' == iterated]
+    found = [
+        n for n in ast.walk(tree) if isinstance(n, ast.Assign) and f'{ast.unparse(n.targets[0])}.items()' == iterated
+    ]
     assert found, f'{iterated}: where do its names come from?'
     return {ast.literal_eval(key) for node in found for key in node.value.keys}  # type: ignore[attr-defined]
 
 
 def test_every_metric_has_its_formula():
     names = names_in_code()
-    assert {'ppo/policy_loss', 'ppo/ratio_min', 'rollout/kl_mean', 'perf/total_s', 'sft/loss'} <= names  # the search finds them
-    assert {'rm/accuracy', 'rm/val_loss', 'dpo/logp_chosen', 'orpo/margin', 'simpo/loss', 'kto/kl', 'kto/margin', 'ilql/td_loss'} <= names
+    assert {
+        'ppo/policy_loss',
+        'ppo/ratio_min',
+        'rollout/kl_mean',
+        'perf/total_s',
+        'sft/loss',
+    } <= names  # the search finds them
+    assert {
+        'rm/accuracy',
+        'rm/val_loss',
+        'dpo/logp_chosen',
+        'orpo/margin',
+        'simpo/loss',
+        'kto/kl',
+        'kto/margin',
+        'ilql/td_loss',
+    } <= names
     assert not names - documented()
 
 

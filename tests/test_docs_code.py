@@ -1,7 +1,8 @@
 """Code on the pages and in docstrings runs as it is printed, offline, with tiny models in place of the hub's.
 
-A page's Python blocks run in their order, in one namespace that holds what the text around them takes for granted. A block that cannot run
-here is in `CANNOT_RUN`, with the reason; a doctest that cannot is marked `+SKIP` where it stands, and counted here.
+A page's Python blocks run in their order, in one namespace that holds what the text around them takes for granted. A
+block that cannot run here is in `CANNOT_RUN`, with the reason; a doctest that cannot is marked `+SKIP` where it stands,
+and counted here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 EXTEND = ROOT / 'docs' / 'extend'  # whole files, which tests/test_extend.py runs
 PAGES = ['README.md', *sorted(str(p.relative_to(ROOT)) for p in (ROOT / 'docs').rglob('*.md') if p.parent != EXTEND)]
 CANNOT_RUN = {
-    'docs/rollout.md: from chatgpt.rollout import RemoteEngine': 'starts Ray, as tests/trainer/test_remote_rollouts.py does',
+    'docs/rollout.md: from chatgpt.rollout import RemoteEngine': 'starts Ray, as tests/trainer/test_remote_rollouts.py '
+    'does',
     'docs/strategies.md: # my_strategy.py': 'runs in tests/strategies/test_third_party.py, with the block after it',
     'docs/strategies.md: # check_my_strategy.py': 'needs two processes; runs in tests/strategies/test_third_party.py',
 }
@@ -85,8 +87,11 @@ def assumed() -> dict[str, Any]:
 def tiny(block: str, model: Path) -> str:
     """The block with a folder for a hub name, and shorter."""
     block = re.sub(r"'(gpt2|facebook/opt-\w+|EleutherAI/[\w.-]+)'", repr(str(model)), block)
-    return re.sub(r'num_timesteps=\d+', 'num_timesteps=1, experience_batch_size=8, train_batch_size=8', re.sub(
-        r'max_new_tokens=\d+', 'max_new_tokens=4', block))  # fmt: skip
+    return re.sub(
+        r'num_timesteps=\d+',
+        'num_timesteps=1, experience_batch_size=8, train_batch_size=8',
+        re.sub(r'max_new_tokens=\d+', 'max_new_tokens=4', block),
+    )
 
 
 @pytest.mark.parametrize('page', runnable())
@@ -103,13 +108,18 @@ def test_the_code_of_a_page_runs(page, model, tmp_path, monkeypatch):
 
 MODULES = [
     str(p.relative_to(ROOT).with_suffix('')).replace('/', '.').removesuffix('.__init__')
-    for p in sorted((ROOT / 'chatgpt').rglob('*.py')) if '>>> ' in p.read_text()
-]  # fmt: skip
+    for p in sorted((ROOT / 'chatgpt').rglob('*.py'))
+    if '>>> ' in p.read_text()
+]
 SKIPPED = {
-    'chatgpt.quickstart': 2, 'chatgpt.rollout.best_of_n': 3, 'chatgpt.rollout.local.engine': 4, 'chatgpt.rollout.remote': 1,
+    'chatgpt.quickstart': 2,
+    'chatgpt.rollout.best_of_n': 3,
+    'chatgpt.rollout.local.engine': 4,
+    'chatgpt.rollout.remote': 1,
     'chatgpt.rollout.stop': 4,
-}  # fmt: skip
-"""examples marked `+SKIP`: each needs a loaded model or Ray, and its class has tests of its own. quickstart's run below"""
+}
+"""examples marked `+SKIP`: each needs a loaded model or Ray, and its class has tests of its own. quickstart's run
+below"""
 
 
 def examples(module: Any) -> list[doctest.DocTest]:

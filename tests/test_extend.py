@@ -1,4 +1,5 @@
-"""Each page of docs/extend shows a whole file of at most 40 lines. Written outside of the package, as by a user, it does what is said."""
+"""Each page of docs/extend shows a whole file of at most 40 lines. Written outside of the package, as by a user, it
+does what is said."""
 
 from __future__ import annotations
 
@@ -86,7 +87,9 @@ class Log(ProgressBar):
         self.phases.append(metrics)
 
 
-def ppo(*, critic: Any = None, actor: Any = None, reward: Any = None, callbacks: Any = (), **settings: Any) -> PPOTrainer:
+def ppo(
+    *, critic: Any = None, actor: Any = None, reward: Any = None, callbacks: Any = (), **settings: Any
+) -> PPOTrainer:
     """A small trainer on ids; critic-free unless one is given."""
     strategy = NaiveStrategy(seed=3)
     actor = actor or GPTActor(config=tiny_config('gpt2', vocab_size=VOCAB, hidden=16, positions=32))
@@ -96,10 +99,17 @@ def ppo(*, critic: Any = None, actor: Any = None, reward: Any = None, callbacks:
     critic, critic_optim = rest[0] if rest else (None, None)
     reward = strategy.prepare(CountGood()) if reward is None else reward
     defaults: dict[str, Any] = {
-        'experience_batch_size': 4, 'train_batch_size': 8, 'max_epochs': 2, 'kl_coef': 0.01, 'max_new_tokens': 6, 'eos_token_id': 2,
+        'experience_batch_size': 4,
+        'train_batch_size': 8,
+        'max_epochs': 2,
+        'kl_coef': 0.01,
+        'max_new_tokens': 6,
+        'eos_token_id': 2,
         'callbacks': [ProgressBar(enabled=False), *callbacks],
-    } | ({} if critic is not None else {'advantage_estimator': 'rloo', 'num_samples_per_prompt': 4})  # fmt: skip
-    return PPOTrainer(strategy, actor, critic, reward, strategy.prepare(initial), actor_optim, critic_optim, **defaults | settings)
+    } | ({} if critic is not None else {'advantage_estimator': 'rloo', 'num_samples_per_prompt': 4})
+    return PPOTrainer(
+        strategy, actor, critic, reward, strategy.prepare(initial), actor_optim, critic_optim, **defaults | settings
+    )
 
 
 def prompts() -> list[Tensor]:
@@ -123,8 +133,16 @@ def test_a_page_shows_one_whole_file_of_at_most_forty_lines(page):
 
 
 def experience(group: int, rewards: list[float], mask: list[bool]) -> Any:
-    return type('E', (), {'group': group, 'rewards': torch.tensor(rewards), 'response_mask': torch.tensor(mask),
-                          'num_actions': len(mask)})()  # fmt: skip
+    return type(
+        'E',
+        (),
+        {
+            'group': group,
+            'rewards': torch.tensor(rewards),
+            'response_mask': torch.tensor(mask),
+            'num_actions': len(mask),
+        },
+    )()
 
 
 def test_an_estimator_and_a_policy_loss_by_their_formulas():
@@ -132,12 +150,21 @@ def test_an_estimator_and_a_policy_loss_by_their_formulas():
     es = [experience(0, [1.0, 9.0], [True, False]), experience(0, [3.0], [True]), experience(0, [2.0], [True])]
     advantages, returns = module.above_median([*es, experience(1, [5.0], [True])], None)
     assert [a.tolist() for a in advantages] == [[-1, -1], [1], [0], [0]] and returns == advantages
-    x = PolicyInputs(torch.tensor([0.5]).log(), torch.tensor([0.4]).log(), torch.tensor([-2.0]), torch.tensor([True]), torch.tensor([0]), 1)
+    x = PolicyInputs(
+        torch.tensor([0.5]).log(),
+        torch.tensor([0.4]).log(),
+        torch.tensor([-2.0]),
+        torch.tensor([True]),
+        torch.tensor([0]),
+        1,
+    )
     loss = module.simple_policy(x, PPOConfig(eps_clip=0.25))
     assert loss.item() == pytest.approx(2 * 1.25 + 2 * 0.25**2 / (2 * 0.25), rel=1e-5)
     high = torch.tensor(1.25, requires_grad=True)  # the minimum is at ρ = 1 + ε where A > 0
-    module.simple_policy(x._replace(logprobs=high.log(), old_logprobs=torch.tensor(0.0), advantages=torch.tensor(2.0)),
-                         PPOConfig(eps_clip=0.25)).backward()  # fmt: skip
+    module.simple_policy(
+        x._replace(logprobs=high.log(), old_logprobs=torch.tensor(0.0), advantages=torch.tensor(2.0)),
+        PPOConfig(eps_clip=0.25),
+    ).backward()
     assert abs(high.grad.item()) < 1e-6
 
 
@@ -166,7 +193,9 @@ def test_it_is_checked_like_those_of_the_table():
 def test_the_command_line_takes_it():
     load('algorithm')
     flags = ['--num_samples_per_prompt=2', '--save_path=run']
-    run = parse_run(PPORun, description='', argv=[*flags, '--advantage_estimator', 'my_method.py:median', '--policy_loss', 'spo'])
+    run = parse_run(
+        PPORun, description='', argv=[*flags, '--advantage_estimator', 'my_method.py:median', '--policy_loss', 'spo']
+    )
     run.validate()
     config = PPOConfig(**{name: getattr(run, name) for name in PPOConfig.field_names()})
     assert config.estimator.needs_groups and not config.whitens_advantages
@@ -200,7 +229,9 @@ def test_an_objective_trains_and_its_loss_is_its_formula():
     log, settings = Log(), {'beta': 0.5, 'train_batch_size': 3, 'log_interval': 1, 'max_epochs': 6}
     trainer = module.RWRTrainer(strategy, actor, optim, data, data, callbacks=[log], run_dir='run', **settings)
     assert trainer.evaluate(data)['loss'] == pytest.approx(expected, rel=1e-5)
-    assert module.RWRTrainer(strategy, actor, optim, data, beta=5.0).evaluate(data)['loss'] != pytest.approx(expected, rel=1e-2)
+    assert module.RWRTrainer(strategy, actor, optim, data, beta=5.0).evaluate(data)['loss'] != pytest.approx(
+        expected, rel=1e-2
+    )
     trainer.fit()
     assert log.phases[-1]['rwr/val_loss'] < expected and log.phases[0]['rwr/grad_norm'] > 0
     assert json.loads(Path('run/metrics.jsonl').read_text().splitlines()[-1])['rwr/epoch'] == 6
@@ -216,7 +247,9 @@ def test_micro_batches_do_not_enter_its_numbers():
         torch.manual_seed(0)
         actor = GPTActor(config=tiny_config('gpt2', vocab_size=VOCAB, hidden=16, positions=32))
         actor, optim = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=1e-2)))
-        module.RWRTrainer(strategy, actor, optim, data, callbacks=[Log()], train_batch_size=6, max_epochs=1, **settings).fit()
+        module.RWRTrainer(
+            strategy, actor, optim, data, callbacks=[Log()], train_batch_size=6, max_epochs=1, **settings
+        ).fit()
         return torch.cat([p.detach().flatten() for p in actor.parameters()])
 
     torch.testing.assert_close(weights(), weights(max_tokens_per_batch=8), rtol=1e-4, atol=1e-6)
@@ -235,15 +268,26 @@ def answers(engine: Any, **sampling: Any) -> list[Sample]:
     return found
 
 
-@pytest.mark.parametrize('sampling', [
-    {}, {'do_sample': False}, {'temperature': 0.7, 'top_k': 5}, {'min_new_tokens': 8}, {'stop': lambda ids: len(ids) == 3},
-], ids=['sampled', 'greedy', 'filtered', 'min', 'stop'])  # fmt: skip
+@pytest.mark.parametrize(
+    'sampling',
+    [
+        {},
+        {'do_sample': False},
+        {'temperature': 0.7, 'top_k': 5},
+        {'min_new_tokens': 8},
+        {'stop': lambda ids: len(ids) == 3},
+    ],
+    ids=['sampled', 'greedy', 'filtered', 'min', 'stop'],
+)
 def test_an_engine_draws_what_the_local_one_draws(sampling):
     module = load('engine')
     ours, theirs = answers(module.PlainEngine(), **sampling), answers(LocalEngine(), **sampling)
     assert any(s.num_actions < 8 for s in ours) or 'min_new_tokens' in sampling or not sampling.get('do_sample', True)
     for a, b in zip(ours, theirs, strict=True):
-        assert a.response_ids.tolist() == b.response_ids.tolist() and (a.index, a.finish_reason) == (b.index, b.finish_reason)
+        assert a.response_ids.tolist() == b.response_ids.tolist() and (a.index, a.finish_reason) == (
+            b.index,
+            b.finish_reason,
+        )
         torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(a.filtered_logprobs, b.filtered_logprobs, atol=1e-4, rtol=1e-4)
 
@@ -265,7 +309,15 @@ def test_a_command_line_finds_it(monkeypatch, model_folder, tmp_path):
     found = []
     monkeypatch.setattr(PPOTrainer, 'fit', lambda self, *_: found.append(type(self.engine).__name__))
     for number, name in enumerate(('plain', 'my_engine.py:plain', 'local')):
-        flags = ['--pretrain', str(model_folder), '--save_path', str(tmp_path / str(number)), '--engine', name, '--max_new_tokens=4']
+        flags = [
+            '--pretrain',
+            str(model_folder),
+            '--save_path',
+            str(tmp_path / str(number)),
+            '--engine',
+            name,
+            '--max_new_tokens=4',
+        ]
         execute(parse_run(PPORun, description='', argv=flags))
     assert found == ['PlainEngine', 'PlainEngine', 'LocalEngine']
     with pytest.raises(ValueError, match="engine='plan' is not known; choose one of local, hf, vllm, plain"):
@@ -278,7 +330,9 @@ def test_a_command_line_finds_it(monkeypatch, model_folder, tmp_path):
 def test_a_function_with_a_column_and_a_scorer_of_ids_give_their_scores():
     module = load('reward')
     tokenizer = byte_tokenizer()
-    actor = GPTActor(config=tiny_config('gpt2', vocab_size=259, hidden=16, positions=32, pad_token_id=256, eos_token_id=258))
+    actor = GPTActor(
+        config=tiny_config('gpt2', vocab_size=259, hidden=16, positions=32, pad_token_id=256, eos_token_id=258)
+    )
     seen: list[Experience] = []
 
     class Keep(Callback):
@@ -287,7 +341,9 @@ def test_a_function_with_a_column_and_a_scorer_of_ids_give_their_scores():
 
     rows = [{'prompt': f'{i} and', 'answer': chr(97 + i)} for i in range(4)]
     reward = [(2.0, module.right_answer), (0.5, module.NoRepeats())]
-    trainer = ppo(actor=actor, reward=reward, tokenizer=tokenizer, eos_token_id=258, callbacks=[Keep()], num_samples_per_prompt=8)
+    trainer = ppo(
+        actor=actor, reward=reward, tokenizer=tokenizer, eos_token_id=258, callbacks=[Keep()], num_samples_per_prompt=8
+    )
     trainer.fit(rows, num_episodes=1, max_timesteps=1, update_timesteps=1)
     assert len(seen) == 32
     for e in seen:
@@ -342,7 +398,13 @@ def test_a_family_and_a_head_train(tmp_path):
     from transformers import Qwen2Config
 
     module = load('model')
-    sizes = {'vocab_size': VOCAB, 'hidden_size': 16, 'intermediate_size': 32, 'num_hidden_layers': 1, 'num_attention_heads': 2}
+    sizes = {
+        'vocab_size': VOCAB,
+        'hidden_size': 16,
+        'intermediate_size': 32,
+        'num_hidden_layers': 1,
+        'num_attention_heads': 2,
+    }
     config = Qwen2Config(**sizes, num_key_value_heads=2, max_position_embeddings=32)
     actor = module.Qwen2Actor(config=config)
     critic = module.Qwen2Critic(config=config, value_head=module.DeepHead(16))
@@ -356,7 +418,9 @@ def test_a_family_and_a_head_train(tmp_path):
     again = module.Qwen2Actor(pretrained=tmp_path / 'qwen')
     assert all(torch.equal(a, b) for a, b in zip(actor.state_dict().values(), again.state_dict().values(), strict=True))
     tiny_causal_lm('gpt2').save_pretrained(tmp_path / 'gpt2')
-    with pytest.raises(ValueError, match="Qwen2Actor takes models of the family 'qwen2', but .* is of the family 'gpt2'; use AutoActor"):
+    with pytest.raises(
+        ValueError, match="Qwen2Actor takes models of the family 'qwen2', but .* is of the family 'gpt2'; use AutoActor"
+    ):
         module.Qwen2Actor(pretrained=tmp_path / 'gpt2')
 
 

@@ -1,4 +1,5 @@
-"""The package's imports: arrows between packages point down, no circle, optional packages stay optional, `import chatgpt` light."""
+"""The package's imports: arrows between packages point down, no circle, optional packages stay optional, `import
+chatgpt` light."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# What each package may import, as docs/design.md draws it. `chatgpt` itself (its version) and `names` may be imported by all.
+# What each package may import, as docs/design.md draws it. `chatgpt` itself (its version) and `names` may be imported
+# by all.
 MATHS = {'types', 'functional'}
 MODELS = MATHS | {'batching', 'sweep', 'nn'}
 ALLOWED: dict[str, set[str]] = {
@@ -32,15 +34,27 @@ ALLOWED: dict[str, set[str]] = {
     'checkpoint': set(),
     'trainer.strategies': MODELS | {'checkpoint', 'registry'},
     'trainer.callbacks': MATHS | {'checkpoint', 'plan', 'trainer.strategies'},
-    'trainer': MODELS | {'registry', 'rollout', 'experience', 'dataset', 'checkpoint', 'trainer.strategies', 'trainer.callbacks'},
+    'trainer': MODELS
+    | {'registry', 'rollout', 'experience', 'dataset', 'checkpoint', 'trainer.strategies', 'trainer.callbacks'},
     'launch': MODELS
     | {'cluster', 'plan', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
     | {'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'plan': MODELS | {'trainer.strategies'},  # a strategy says what it keeps in memory, and finds a model's blocks
     'rewards': set(),
     'quickstart': MODELS
-    | {'rollout', 'rewards', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks', 'launch'},
-    'testing': MODELS | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
+    | {
+        'rollout',
+        'rewards',
+        'experience',
+        'dataset',
+        'checkpoint',
+        'trainer',
+        'trainer.strategies',
+        'trainer.callbacks',
+        'launch',
+    },
+    'testing': MODELS
+    | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'chatgpt': {'quickstart'},
 }
 
@@ -64,7 +78,8 @@ PROCESS_GROUPS = ('trainer/strategies/', 'launch/', 'testing/')
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module, and when it is imported: with its file ('module'), when a function runs, or only for type checkers."""
+    """One imported module, and when it is imported: with its file ('module'), when a function runs, or only for type
+    checkers."""
 
     file: str
     line: int
@@ -101,7 +116,8 @@ def module_name(path: Path, root: Path) -> str:
 
 
 def walk(root: Path) -> tuple[set[str], list[Import]]:
-    """The modules of `root`/chatgpt and all their imports, `from package import submodule` resolved to the submodule."""
+    """The modules of `root`/chatgpt and all their imports, `from package import submodule` resolved to the
+    submodule."""
     files = {module_name(p, root): p for p in sorted((root / 'chatgpt').rglob('*.py'))}
     found = []
     for path in files.values():
@@ -111,7 +127,9 @@ def walk(root: Path) -> tuple[set[str], list[Import]]:
             else:
                 assert node.level == 0, f'{path}:{node.lineno}: relative import; write it in full'
                 base = node.module or ''
-                targets = [f'{base}.{a.name}' if f'{base}.{a.name}' in files or base == 'torch' else base for a in node.names]
+                targets = [
+                    f'{base}.{a.name}' if f'{base}.{a.name}' in files or base == 'torch' else base for a in node.names
+                ]
             found += [Import(path.relative_to(root).as_posix(), node.lineno, t, when) for t in dict.fromkeys(targets)]
     return set(files), found
 
@@ -146,7 +164,8 @@ def wrong_arrows(imports: list[Import]) -> list[str]:
 
 
 def circles(modules: set[str], imports: list[Import]) -> list[list[str]]:
-    """Groups of modules that reach one another by imports, each sorted: the strongly connected components (Tarjan, 1972)."""
+    """Groups of modules that reach one another by imports, each sorted: the strongly connected components (Tarjan,
+    1972)."""
     edges: dict[str, set[str]] = {m: set() for m in modules}
     for i in imports:
         if i.target in modules:
@@ -183,14 +202,17 @@ def matches(target: str, package: str) -> bool:
 
 
 def eager_or_misplaced(imports: list[Import]) -> list[str]:
-    """Optional packages imported with a file, or outside the file that is theirs; process groups outside the strategies."""
+    """Optional packages imported with a file, or outside the file that is theirs; process groups outside the
+    strategies."""
     wrong = []
     for i in imports:
         file = i.file.removeprefix('chatgpt/')
         for package, home in OPTIONAL.items():
             if matches(i.target, package) and i.when != 'types':
                 if i.when == 'module':
-                    wrong.append(f'{i.file}:{i.line}: {package} is optional; import it inside the function that needs it')
+                    wrong.append(
+                        f'{i.file}:{i.line}: {package} is optional; import it inside the function that needs it'
+                    )
                 if home is not None and not file.startswith(home):
                     wrong.append(f'{i.file}:{i.line}: {package} is imported outside {home}')
         if matches(i.target, 'torch.distributed') and i.when != 'types' and not file.startswith(PROCESS_GROUPS):
@@ -202,7 +224,10 @@ def rows_of_the_page() -> dict[str, set[str]]:
     """Which packages each may import, by the table of docs/design.md."""
     words = {'maths': MATHS, 'models': MODELS}
     rows = re.findall(r'^\| `([\w.]+)` \| [^|]+ \| ([^|]*)\|$', (ROOT / 'docs' / 'design.md').read_text(), re.MULTILINE)
-    return {name: set().union(*(words.get(w.strip(), {w.strip()}) for w in may.split(',') if w.strip())) for name, may in rows}
+    return {
+        name: set().union(*(words.get(w.strip(), {w.strip()}) for w in may.split(',') if w.strip()))
+        for name, may in rows
+    }
 
 
 def test_the_page_of_the_design_and_this_table_agree():
@@ -245,7 +270,8 @@ def shared_between_tests(root: Path) -> list[str]:
             if isinstance(node, ast.ImportFrom):
                 names = [f'{node.module or ""}.{a.name}' for a in node.names]
             wrong += [
-                f'{path.relative_to(root)}:{node.lineno}: imports {name}; what both need belongs into a module beside them'
+                f'{path.relative_to(root)}:{node.lineno}: imports {name}; what both need belongs into a module beside '
+                'them'
                 for name in names
                 if any(part.startswith('test_') for part in name.split('.'))
             ]
@@ -256,7 +282,9 @@ def test_no_test_file_imports_another():
     assert shared_between_tests(ROOT / 'tests') == []
 
 
-@pytest.mark.parametrize('source', ['import test_a\n', 'from test_a import f\n', 'def g():\n    from tests.test_a import f\n'])
+@pytest.mark.parametrize(
+    'source', ['import test_a\n', 'from test_a import f\n', 'def g():\n    from tests.test_a import f\n']
+)
 def test_a_test_file_that_imports_another_is_caught(tmp_path, source):
     (tmp_path / 'test_a.py').write_text('def f(): ...\n')
     (tmp_path / 'runs.py').write_text('import testing_things\n')
@@ -276,8 +304,10 @@ def write_package(root: Path, files: dict[str, str]) -> tuple[set[str], list[Imp
 UPWARD = {
     'at the top': 'from chatgpt.trainer.ppo import PPOTrainer\n',
     'in a function': 'def f():\n    import chatgpt.trainer.ppo\n',
-    'in a method, in a branch': 'class A:\n def f(self):\n  try:\n   pass\n  except E:\n   from chatgpt.trainer import ppo\n',
-    'for types': 'from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from chatgpt.trainer.ppo import PPOTrainer\n',
+    'in a method, in a branch': 'class A:\n def f(self):\n  try:\n   pass\n  except E:\n   from chatgpt.trainer import '
+    'ppo\n',
+    'for types': 'from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from chatgpt.trainer.ppo import '
+    'PPOTrainer\n',
 }
 
 
@@ -295,7 +325,11 @@ def test_a_strategy_must_not_know_its_trainer_nor_an_unknown_package_slip_in(tmp
     }
     _, imports = write_package(tmp_path, files)
     wrong = wrong_arrows(imports)
-    assert len(wrong) == 2 and "package 'attic' is unknown" in wrong[0] and 'trainer.strategies imports trainer' in wrong[1]
+    assert (
+        len(wrong) == 2
+        and "package 'attic' is unknown" in wrong[0]
+        and 'trainer.strategies imports trainer' in wrong[1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -325,10 +359,18 @@ def test_a_circle_is_caught_at_whatever_time_it_closes(tmp_path, closing):
     [
         ('trainer/strategies/colossalai/strategy.py', 'import colossalai\n', 'inside the function'),
         ('nn/actor.py', 'def f():\n    import colossalai.zero\n', 'outside trainer/strategies/colossalai/'),
-        ('trainer/callbacks/tensorboard.py', 'from torch.utils.tensorboard import SummaryWriter\n', 'inside the function'),
+        (
+            'trainer/callbacks/tensorboard.py',
+            'from torch.utils.tensorboard import SummaryWriter\n',
+            'inside the function',
+        ),
         ('nn/actor.py', 'import torch.distributed as dist\n', 'belongs to the strategies'),
         ('nn/actor.py', 'from torch import distributed\n', 'belongs to the strategies'),
-        ('experience/maker.py', 'def f():\n    from torch.distributed import all_reduce\n', 'belongs to the strategies'),
+        (
+            'experience/maker.py',
+            'def f():\n    from torch.distributed import all_reduce\n',
+            'belongs to the strategies',
+        ),
     ],
 )
 def test_a_misplaced_import_is_caught(tmp_path, name, source, complaint):

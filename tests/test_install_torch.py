@@ -22,7 +22,7 @@ def script():
 def nvidia_smi(folder: Path, text: str, code: int = 0) -> dict[str, str]:
     """An environment whose nvidia-smi says this."""
     tool = folder / 'nvidia-smi'
-    tool.write_text(f"#!/bin/sh\n[ \"$1\" = -L ] && printf '{text}'\nexit {code}\n")
+    tool.write_text(f'#!/bin/sh\n[ "$1" = -L ] && printf \'{text}\'\nexit {code}\n')
     tool.chmod(0o755)
     return {**os.environ, 'PATH': f'{folder}{os.pathsep}{os.environ["PATH"]}'}
 
@@ -31,14 +31,20 @@ def test_a_machine_with_gpus_gets_the_default_build_and_says_so(script, tmp_path
     env = nvidia_smi(tmp_path, r'GPU 0: NVIDIA H200 (UUID: a)\nGPU 1: NVIDIA H200 (UUID: b)\n')
     env.pop('TORCH_INDEX', None)
     done = subprocess.run(
-        [sys.executable, str(ROOT / 'install_torch.py'), '--dry-run'], env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, str(ROOT / 'install_torch.py'), '--dry-run'],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     (said, command), pin = done.stdout.splitlines(), script['pinned']()
     assert said == f'{pin}: the default build, which has CUDA on Linux, for nvidia-smi shows 2 GPUs'
     assert command.endswith(pin) and 'index' not in command
 
 
-@pytest.mark.parametrize(('text', 'code', 'number'), [('GPU 0: A\\n', 0, 1), ('No devices were found\\n', 6, 0), ('', 0, 0)])
+@pytest.mark.parametrize(
+    ('text', 'code', 'number'), [('GPU 0: A\\n', 0, 1), ('No devices were found\\n', 6, 0), ('', 0, 0)]
+)
 def test_only_listed_gpus_count(script, text, code, number, tmp_path, monkeypatch):
     monkeypatch.setenv('PATH', nvidia_smi(tmp_path, text, code)['PATH'])
     assert script['gpus']() == number
@@ -60,7 +66,9 @@ def test_an_index_that_does_not_answer_is_no_error(script):
 
 
 @pytest.mark.parametrize(('cuda', 'number', 'warned'), [('', 1, True), ('13.0', 1, False), ('', 0, False)])
-def test_what_was_installed_is_said_and_a_gpu_without_cuda_is_warned_of(script, cuda, number, warned, tmp_path, monkeypatch, capsys):
+def test_what_was_installed_is_said_and_a_gpu_without_cuda_is_warned_of(
+    script, cuda, number, warned, tmp_path, monkeypatch, capsys
+):
     calls = []
 
     def run(command, **_):

@@ -1,4 +1,5 @@
-"""Other systems' names: taken for ours where they mean the same, named where they mean something near, in Python and in flags."""
+"""Other systems' names: taken for ours where they mean the same, named where they mean something near, in Python and in
+flags."""
 
 from __future__ import annotations
 
@@ -27,7 +28,14 @@ def run(cls: Any, *argv: str) -> Any:
 def test_every_name_of_the_table_leads_somewhere():
     known = {f.name for cls in (PPORun, SFTRun, RewardRun, PreferenceRun) for f in fields(cls)}
     known |= {*OF_ALL, *OF_PPO, *OF_DATA}
-    known |= {'run_dir', 'callbacks', 'max_length', 'num_workers', 'num_nodes', 'max_failures'}  # of trainers, data and the launcher
+    known |= {
+        'run_dir',
+        'callbacks',
+        'max_length',
+        'num_workers',
+        'num_nodes',
+        'max_failures',
+    }  # of trainers, data and the launcher
     for name, entries in THEIRS.items():
         assert entries
         for entry in entries:
@@ -37,13 +45,38 @@ def test_every_name_of_the_table_leads_somewhere():
 
 def test_what_means_the_same_is_taken():
     sft = run(
-        SFTRun, '--model_name_or_path', 'gpt2', '--output_dir=out', '--learning_rate', '1e-3', '--per_device_train_batch_size', '2',
-        '--num_train_epochs=3', '--max_seq_length=99', '--lr_scheduler_type=cosine', '--logging_steps=7',
-    )  # fmt: skip
+        SFTRun,
+        '--model_name_or_path',
+        'gpt2',
+        '--output_dir=out',
+        '--learning_rate',
+        '1e-3',
+        '--per_device_train_batch_size',
+        '2',
+        '--num_train_epochs=3',
+        '--max_seq_length=99',
+        '--lr_scheduler_type=cosine',
+        '--logging_steps=7',
+    )
     assert (sft.pretrain, sft.save_path, sft.lr, sft.train_batch_size) == ('gpt2', 'out', 1e-3, 2)
     assert (sft.max_epochs, sft.max_len, sft.lr_schedule, sft.log_interval) == (3, 99, 'cosine', 7)
-    ppo = run(PPORun, '--init_kl_coef=0.3', '--cliprange=0.1', '--num_ppo_epochs=2', '--response_length=9', '--top_k=0.0', 'vf_coef=0.5')
-    assert (ppo.kl_coef, ppo.eps_clip, ppo.max_epochs, ppo.max_new_tokens, ppo.top_k, ppo.value_coef) == (0.3, 0.1, 2, 9, 0, 0.5)
+    ppo = run(
+        PPORun,
+        '--init_kl_coef=0.3',
+        '--cliprange=0.1',
+        '--num_ppo_epochs=2',
+        '--response_length=9',
+        '--top_k=0.0',
+        'vf_coef=0.5',
+    )
+    assert (ppo.kl_coef, ppo.eps_clip, ppo.max_epochs, ppo.max_new_tokens, ppo.top_k, ppo.value_coef) == (
+        0.3,
+        0.1,
+        2,
+        9,
+        0,
+        0.5,
+    )
     assert run(PPORun, '--num_train_epochs=2').num_episodes == 2
     assert peek(['--output_dir', 'out']) == peek(['--save_path=out']) == {'save_path': 'out'}
 
@@ -54,19 +87,43 @@ def test_ours_stays_ours():
     assert hint('lrr', ['lr', 'x']) == '; did you mean lr?' and hint('quite_other', ['lr']) == ''
 
 
-@pytest.mark.parametrize(('call', 'message'), [
-    (lambda: chatgpt.train('gpt2', samples=['a'], learning_rate=1e-5), "train: 'learning_rate' is not a setting of sft; here it is lr"),
-    (lambda: PPOConfig(mini_batch_size=4), "no setting 'mini_batch_size'; here it is train_batch_size, of one optimizer step"),
-    (lambda: PPOConfig(learning_rate=4), "'learning_rate'; the learning rate is that of the optimizer that the trainer is given"),
-    (lambda: SFTConfig(train_batch_sise=4), "SFTConfig has no setting 'train_batch_sise'; did you mean train_batch_size"),
-    (lambda: PPOTrainer(NOTHING, NOTHING, None, None, None, NOTHING, cliprange=0.1), "unknown keyword 'cliprange'; here it is eps_clip"),
-    (lambda: RFTTrainer(NOTHING, NOTHING, NOTHING, [], None, response_length=3), "'response_length'; here it is max_new_tokens"),
-    (lambda: SFTTrainer(NOTHING, NOTHING, NOTHING, [], per_device_train_batch_size=3), 'here it is train_batch_size, of one optimizer'),
-    (lambda: Actor(pretrained='gpt2'), r'to load one: AutoActor\(pretrained=NAME_OR_FOLDER\)'),
-    (lambda: Actor('gpt2'), r'to load one: AutoActor\(pretrained=NAME_OR_FOLDER\)'),
-    (lambda: Critic(pretrained='gpt2'), r'to load one: AutoCritic\(pretrained=NAME_OR_FOLDER\)'),
-    (lambda: RewardModel(pretrained='gpt2'), r'to load one: AutoRM\(pretrained=NAME_OR_FOLDER\)'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('call', 'message'),
+    [
+        (
+            lambda: chatgpt.train('gpt2', samples=['a'], learning_rate=1e-5),
+            "train: 'learning_rate' is not a setting of sft; here it is lr",
+        ),
+        (
+            lambda: PPOConfig(mini_batch_size=4),
+            "no setting 'mini_batch_size'; here it is train_batch_size, of one optimizer step",
+        ),
+        (
+            lambda: PPOConfig(learning_rate=4),
+            "'learning_rate'; the learning rate is that of the optimizer that the trainer is given",
+        ),
+        (
+            lambda: SFTConfig(train_batch_sise=4),
+            "SFTConfig has no setting 'train_batch_sise'; did you mean train_batch_size",
+        ),
+        (
+            lambda: PPOTrainer(NOTHING, NOTHING, None, None, None, NOTHING, cliprange=0.1),
+            "unknown keyword 'cliprange'; here it is eps_clip",
+        ),
+        (
+            lambda: RFTTrainer(NOTHING, NOTHING, NOTHING, [], None, response_length=3),
+            "'response_length'; here it is max_new_tokens",
+        ),
+        (
+            lambda: SFTTrainer(NOTHING, NOTHING, NOTHING, [], per_device_train_batch_size=3),
+            'here it is train_batch_size, of one optimizer',
+        ),
+        (lambda: Actor(pretrained='gpt2'), r'to load one: AutoActor\(pretrained=NAME_OR_FOLDER\)'),
+        (lambda: Actor('gpt2'), r'to load one: AutoActor\(pretrained=NAME_OR_FOLDER\)'),
+        (lambda: Critic(pretrained='gpt2'), r'to load one: AutoCritic\(pretrained=NAME_OR_FOLDER\)'),
+        (lambda: RewardModel(pretrained='gpt2'), r'to load one: AutoRM\(pretrained=NAME_OR_FOLDER\)'),
+    ],
+)
 def test_in_python(call, message):
     with pytest.raises(ValueError, match=message):
         call()
@@ -75,17 +132,28 @@ def test_in_python(call, message):
 def test_generation_keywords_of_trls_documentation():
     trl = {'min_length': -1, 'top_k': 0.0, 'top_p': 1.0, 'do_sample': True, 'pad_token_id': 1, 'max_new_tokens': 32}
     sampling = SamplingParams.from_generation_kwargs(**trl)
-    assert sampling == SamplingParams(top_k=0, top_p=1.0, do_sample=True, pad_token_id=1, max_new_tokens=32) and type(sampling.top_k) is int
+    assert (
+        sampling == SamplingParams(top_k=0, top_p=1.0, do_sample=True, pad_token_id=1, max_new_tokens=32)
+        and type(sampling.top_k) is int
+    )
     with pytest.raises(ValueError, match=r'top_k=0.5; give an integer'):
         SamplingParams.from_generation_kwargs(top_k=0.5, max_new_tokens=1)
     assert SamplingParams.from_generation_kwargs(min_length=5, max_new_tokens=1).extra == {'min_length': 5}
 
 
-@pytest.mark.parametrize(('cls', 'shown'), [
-    (SFTRun, 'learning rate (default: 2e-05; 0.003 without --pretrain)'), (RewardRun, 'learning rate (default: 1e-05; 0.001 without'),
-    (PPORun, '(default: 64; 32 without --pretrain)'),
-    (PreferenceRun, 'learning rate (default: 1e-06 for dpo, 1e-06 for simpo, 5e-06 for kto, 5e-06 for orpo; 0.0001 without --pretrain)'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('cls', 'shown'),
+    [
+        (SFTRun, 'learning rate (default: 2e-05; 0.003 without --pretrain)'),
+        (RewardRun, 'learning rate (default: 1e-05; 0.001 without'),
+        (PPORun, '(default: 64; 32 without --pretrain)'),
+        (
+            PreferenceRun,
+            'learning rate (default: 1e-06 for dpo, 1e-06 for simpo, 5e-06 for kto, 5e-06 for orpo; 0.0001 without '
+            '--pretrain)',
+        ),
+    ],
+)
 def test_help_shows_real_defaults(cls, shown, capsys):
     with pytest.raises(SystemExit):
         run(cls, '--help')
@@ -93,7 +161,12 @@ def test_help_shows_real_defaults(cls, shown, capsys):
 
 
 def test_the_defaults_that_help_shows_are_used():
-    for cls, with_model, without in ((SFTRun, 2e-5, 3e-3), (RewardRun, 1e-5, 1e-3), (PPORun, 1e-5, 3e-4), (PreferenceRun, 1e-6, 1e-4)):
+    for cls, with_model, without in (
+        (SFTRun, 2e-5, 3e-3),
+        (RewardRun, 1e-5, 1e-3),
+        (PPORun, 1e-5, 3e-4),
+        (PreferenceRun, 1e-6, 1e-4),
+    ):
         for argv, lr in ((['--pretrain=x'], with_model), ([], without), (['--lr=7'], 7.0)):
             found = run(cls, *argv)
             found.fill_defaults()

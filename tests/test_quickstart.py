@@ -1,4 +1,5 @@
-"""`chatgpt.train`: each route on a tiny model, both conventions of functions, and what is refused before anything is loaded."""
+"""`chatgpt.train`: each route on a tiny model, both conventions of functions, and what is refused before anything is
+loaded."""
 
 from __future__ import annotations
 
@@ -44,9 +45,17 @@ def test_a_reward_function_means_ppo(folder, tmp_path):
 
     prompts = [{'prompt': f'a{i}', 'place': 'x'} for i in range(4)]
     trainer = chatgpt.train(
-        str(folder), reward_fn=reward, prompts=prompts, eval_prompts=prompts[:2], metric_fn=metric, run_dir=tmp_path, eval_interval=1,
-        lr=1e-3, **PPO, **QUIET,
-    )  # fmt: skip
+        str(folder),
+        reward_fn=reward,
+        prompts=prompts,
+        eval_prompts=prompts[:2],
+        metric_fn=metric,
+        run_dir=tmp_path,
+        eval_interval=1,
+        lr=1e-3,
+        **PPO,
+        **QUIET,
+    )
     assert isinstance(trainer, PPOTrainer)
     assert trainer.timestep == 2
     samples, said, outputs, place = seen[0]
@@ -61,9 +70,15 @@ def test_a_reward_function_means_ppo(folder, tmp_path):
 
 def test_the_same_with_adapters_and_without_a_critic(folder):
     trainer = chatgpt.train(
-        folder, reward_fn=lambda prompts, responses: [1.0 * len(r) for r in responses], prompts=['a', 'b'], lora_rank=2,
-        config={'method.advantage_estimator': 'rloo', 'num_samples_per_prompt': 2}, stop_sequences=['z'], **PPO, **QUIET,
-    )  # fmt: skip
+        folder,
+        reward_fn=lambda prompts, responses: [1.0 * len(r) for r in responses],
+        prompts=['a', 'b'],
+        lora_rank=2,
+        config={'method.advantage_estimator': 'rloo', 'num_samples_per_prompt': 2},
+        stop_sequences=['z'],
+        **PPO,
+        **QUIET,
+    )
     assert trainer.critic is None
     assert trainer.maker.initial_model is None
     assert trainer.collector.stop_strings is not None
@@ -71,15 +86,26 @@ def test_the_same_with_adapters_and_without_a_critic(folder):
 
 def test_samples_with_rewards_mean_ilql(folder, tmp_path):
     trainer = chatgpt.train(
-        str(folder), samples=[('a', 'bc'), ('a', 'bd')] * 4, rewards=[1.0, 0.0] * 4, eval_prompts=['a'], run_dir=tmp_path, eval_interval=1,
-        metric_fn=lambda samples, **_: {'length': [len(s) for s in samples]}, max_epochs=1, train_batch_size=4, max_new_tokens=3, **QUIET,
-    )  # fmt: skip
+        str(folder),
+        samples=[('a', 'bc'), ('a', 'bd')] * 4,
+        rewards=[1.0, 0.0] * 4,
+        eval_prompts=['a'],
+        run_dir=tmp_path,
+        eval_interval=1,
+        metric_fn=lambda samples, **_: {'length': [len(s) for s in samples]},
+        max_epochs=1,
+        train_batch_size=4,
+        max_new_tokens=3,
+        **QUIET,
+    )
     assert isinstance(trainer, ILQLTrainer)
     assert isinstance(trainer.model, ILQLModel)
     assert 'eval/metrics/length@beta=100' in metrics(tmp_path)[-1]
 
 
-@pytest.mark.parametrize('samples', [['ab', 'cd'] * 4, [('a', 'b'), ('c', 'd')] * 4, [{'instruction': 'a', 'output': 'b'}] * 8])
+@pytest.mark.parametrize(
+    'samples', [['ab', 'cd'] * 4, [('a', 'b'), ('c', 'd')] * 4, [{'instruction': 'a', 'output': 'b'}] * 8]
+)
 def test_samples_alone_mean_sft(folder, samples):
     trainer = chatgpt.train(folder, samples=samples, max_epochs=1, lr=1e-3, **QUIET)
     assert isinstance(trainer, SFTTrainer)
@@ -95,12 +121,15 @@ def test_preferences_mean_dpo(folder, tmp_path):
     assert trainer.optim.param_groups[0]['lr'] == 1e-4
 
 
-@pytest.mark.parametrize('given', [
-    {'samples': ['ab', 'cd'] * 2},
-    {'samples': ['ab', 'cd'] * 2, 'rewards': [1.0, 0.0] * 2},
-    {'preferences': [{'prompt': 'a', 'chosen': 'bc', 'rejected': 'd'}] * 2},
-    {'reward_fn': lambda prompts, responses: [1.0] * len(prompts), 'prompts': ['a', 'b', 'c', 'd'], **PPO},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    'given',
+    [
+        {'samples': ['ab', 'cd'] * 2},
+        {'samples': ['ab', 'cd'] * 2, 'rewards': [1.0, 0.0] * 2},
+        {'preferences': [{'prompt': 'a', 'chosen': 'bc', 'rejected': 'd'}] * 2},
+        {'reward_fn': lambda prompts, responses: [1.0] * len(prompts), 'prompts': ['a', 'b', 'c', 'd'], **PPO},
+    ],
+)
 def test_every_route_writes_its_model_with_the_tokenizer(folder, tmp_path, given):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -116,33 +145,53 @@ def test_every_route_writes_its_model_with_the_tokenizer(folder, tmp_path, given
 def test_a_model_in_memory_needs_a_tokenizer(folder):
     from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
-    assert chatgpt.train(AutoModelForCausalLM.from_pretrained(folder), samples=['ab'] * 4, max_epochs=1, **QUIET).num_updates == 1
+    assert (
+        chatgpt.train(
+            AutoModelForCausalLM.from_pretrained(folder), samples=['ab'] * 4, max_epochs=1, **QUIET
+        ).num_updates
+        == 1
+    )
     fresh = GPT2LMHeadModel(tiny_config('gpt2', positions=48))
     with pytest.raises(ValueError, match='give tokenizer='):
         chatgpt.train(fresh, samples=['ab'])
     assert chatgpt.train(fresh, samples=['ab'] * 4, tokenizer=char_tokenizer(), max_epochs=1, **QUIET).num_updates == 1
 
 
-@pytest.mark.parametrize(('given', 'sentence'), [
-    ({}, 'give one of reward_fn .* got none of them'),
-    ({'reward_fn': len, 'samples': ['a']}, 'got reward_fn and samples'),
-    ({'reward_fn': len}, 'a reward_fn needs prompts'),
-    ({'rewards': [1.0], 'preferences': []}, 'rewards belong to samples'),
-    ({'samples': ['a'], 'prompts': ['b']}, 'prompts go with reward_fn'),
-    ({'samples': ['a'], 'rewards': [1.0, 2.0]}, '1 samples but 2 rewards'),
-    ({'samples': ['a'], 'max_epoch': 3}, "'max_epoch' is not a setting of sft; did you mean max_epochs"),
-    ({'samples': ['a'], 'metric_fn': len}, 'metric_fn measures .* give eval_prompts too'),
-    ({'samples': ['a'], 'stop_sequences': ['x'], 'max_new_tokens': 3}, 'stop_sequences, max_new_tokens would change nothing'),
-    ({'samples': ['a'], 'rewards': [1.0], 'lora_rank': 2}, "'lora_rank' is not a setting of ilql"),
-    ({'samples': ['a'], 'num_timesteps': 2}, "'num_timesteps' is not a setting of sft"),
-    ({'reward_fn': len, 'prompts': ['a'], 'eps_clip': -1.0}, 'eps_clip=-1.0'),
-    ({'reward_fn': len, 'prompts': ['a'], 'critic_from': 'thin air'}, "critic_from='thin air' is not one of reward_model, actor"),
-    ({'preferences': [], 'loss_type': 'square'}, "loss_type='square' is not known"),
-    ({'samples': ['a'], 'config': {'train': {'lr': 1e-3}, 'optimizer.lr': 1e-4}}, 'lr twice, as train.lr and as optimizer.lr'),
-    ({'samples': ['a'], 'config': {'method': {'gama': 1.0}}}, "'gama' is not a setting of sft"),
-    ({'samples': ['a'], 'config': SFTConfig(), 'rewards': [1.0]}, 'config is a SFTConfig, .* trains with a ILQLConfig'),
-    ({'samples': ['a'], 'config': 'nowhere.yaml'}, 'there is no such file'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('given', 'sentence'),
+    [
+        ({}, 'give one of reward_fn .* got none of them'),
+        ({'reward_fn': len, 'samples': ['a']}, 'got reward_fn and samples'),
+        ({'reward_fn': len}, 'a reward_fn needs prompts'),
+        ({'rewards': [1.0], 'preferences': []}, 'rewards belong to samples'),
+        ({'samples': ['a'], 'prompts': ['b']}, 'prompts go with reward_fn'),
+        ({'samples': ['a'], 'rewards': [1.0, 2.0]}, '1 samples but 2 rewards'),
+        ({'samples': ['a'], 'max_epoch': 3}, "'max_epoch' is not a setting of sft; did you mean max_epochs"),
+        ({'samples': ['a'], 'metric_fn': len}, 'metric_fn measures .* give eval_prompts too'),
+        (
+            {'samples': ['a'], 'stop_sequences': ['x'], 'max_new_tokens': 3},
+            'stop_sequences, max_new_tokens would change nothing',
+        ),
+        ({'samples': ['a'], 'rewards': [1.0], 'lora_rank': 2}, "'lora_rank' is not a setting of ilql"),
+        ({'samples': ['a'], 'num_timesteps': 2}, "'num_timesteps' is not a setting of sft"),
+        ({'reward_fn': len, 'prompts': ['a'], 'eps_clip': -1.0}, 'eps_clip=-1.0'),
+        (
+            {'reward_fn': len, 'prompts': ['a'], 'critic_from': 'thin air'},
+            "critic_from='thin air' is not one of reward_model, actor",
+        ),
+        ({'preferences': [], 'loss_type': 'square'}, "loss_type='square' is not known"),
+        (
+            {'samples': ['a'], 'config': {'train': {'lr': 1e-3}, 'optimizer.lr': 1e-4}},
+            'lr twice, as train.lr and as optimizer.lr',
+        ),
+        ({'samples': ['a'], 'config': {'method': {'gama': 1.0}}}, "'gama' is not a setting of sft"),
+        (
+            {'samples': ['a'], 'config': SFTConfig(), 'rewards': [1.0]},
+            'config is a SFTConfig, .* trains with a ILQLConfig',
+        ),
+        ({'samples': ['a'], 'config': 'nowhere.yaml'}, 'there is no such file'),
+    ],
+)
 def test_mistakes_before_anything_is_loaded(given, sentence):
     with pytest.raises(ValueError, match=sentence):
         chatgpt.train('no/such-model', **given)
@@ -153,7 +202,9 @@ def test_both_conventions():
     assert as_reward(lambda samples, **kw: samples)(['a'], ['b']) == ['ab']
     assert as_reward(lambda outputs: outputs)(['a'], ['b'], other=[1]) == ['b']  # gets what it names
     assert as_reward(lambda samples, prompts, outputs, other: other)(['a'], ['b'], other=[1], more=[2]) == [1]
-    assert as_reward(lambda prompts, responses, samples: samples)(['a'], ['b'], samples=[7]) == [7]  # ours, with a column called samples
+    assert as_reward(lambda prompts, responses, samples: samples)(['a'], ['b'], samples=[7]) == [
+        7
+    ]  # ours, with a column called samples
     weighted = as_reward([(0.5, lambda samples: samples), (1.0, len)])
     assert weighted[0][0] == 0.5 and weighted[0][1](['a'], ['b']) == ['ab'] and weighted[1] == (1.0, len)
     assert as_reward(None) is None
@@ -173,16 +224,27 @@ def test_a_reward_model_in_memory_is_prepared_and_scores_the_evaluation(folder, 
 
     torch.manual_seed(1)
     reward = RewardModel(GPTActor(config=tiny_config('gpt2', positions=48)).model)
-    chatgpt.train(folder, reward_fn=reward, prompts=['a', 'b'], eval_prompts=['c'], run_dir=tmp_path, eval_interval=1, **PPO, **QUIET)
+    chatgpt.train(
+        folder,
+        reward_fn=reward,
+        prompts=['a', 'b'],
+        eval_prompts=['c'],
+        run_dir=tmp_path,
+        eval_interval=1,
+        **PPO,
+        **QUIET,
+    )
     assert all(not p.requires_grad for p in reward.parameters())
     assert 'eval/score_mean' in metrics(tmp_path)[-1]
 
 
 @pytest.mark.parametrize(
-    ('critic_from', 'frozen', 'is_scorer'), [('reward_model', False, True), ('reward_model', True, True), ('actor', True, False)]
+    ('critic_from', 'frozen', 'is_scorer'),
+    [('reward_model', False, True), ('reward_model', True, True), ('actor', True, False)],
 )
 def test_the_critic_starts_from_the_reward_model(folder, critic_from, frozen, is_scorer):
-    """V of a whole sequence is its score (arXiv 2403.17031), and a reward model that was frozen before gives a critic that learns."""
+    """V of a whole sequence is its score (arXiv 2403.17031), and a reward model that was frozen before gives a critic
+    that learns."""
     from chatgpt.nn import RewardModel
 
     torch.manual_seed(1)
@@ -202,7 +264,9 @@ def test_the_critic_of_a_reward_function_starts_from_the_actor(folder):
     from transformers import AutoModelForCausalLM
 
     given = {**PPO, 'num_timesteps': 1, 'critic_lr': 0.0}
-    trainer = chatgpt.train(folder, reward_fn=lambda prompts, responses: [0.0] * len(prompts), prompts=['a'], **given, **QUIET)
+    trainer = chatgpt.train(
+        folder, reward_fn=lambda prompts, responses: [0.0] * len(prompts), prompts=['a'], **given, **QUIET
+    )
     start = AutoModelForCausalLM.from_pretrained(folder).transformer.state_dict()
     critic = trainer.strategy.unwrap(trainer.critic).model.state_dict()
     assert all(torch.equal(critic[name], tensor) for name, tensor in start.items())
@@ -212,7 +276,9 @@ def test_adapters_of_actor_and_critic_are_apart_for_a_model_in_memory(folder):
     from transformers import AutoModelForCausalLM
 
     given = AutoModelForCausalLM.from_pretrained(folder)
-    trainer = chatgpt.train(given, reward_fn=lambda prompts, responses: [1.0] * len(responses), prompts=['a'], lora_rank=2, **PPO, **QUIET)
+    trainer = chatgpt.train(
+        given, reward_fn=lambda prompts, responses: [1.0] * len(responses), prompts=['a'], lora_rank=2, **PPO, **QUIET
+    )
     actor, critic = ({id(p) for p in m.parameters()} for m in trainer.models().values())
     assert trainer.critic is not None and not actor & critic
 
@@ -247,8 +313,15 @@ def test_prompts_and_samples_from_files(folder, tmp_path):
 
 
 def test_sft_and_dpo_are_evaluated_on_prompts(folder, tmp_path):
-    given = {'eval_prompts': ['a', 'b'], 'metric_fn': lambda prompts, responses: {'n': [len(r) for r in responses]}, 'max_new_tokens': 3}
-    data = {'sft': {'samples': ['ab'] * 4}, 'dpo': {'preferences': [{'prompt': 'a', 'chosen': 'bc', 'rejected': 'd'}] * 4, 'lora_rank': 2}}
+    given = {
+        'eval_prompts': ['a', 'b'],
+        'metric_fn': lambda prompts, responses: {'n': [len(r) for r in responses]},
+        'max_new_tokens': 3,
+    }
+    data = {
+        'sft': {'samples': ['ab'] * 4},
+        'dpo': {'preferences': [{'prompt': 'a', 'chosen': 'bc', 'rejected': 'd'}] * 4, 'lora_rank': 2},
+    }
     for kind, source in data.items():
         chatgpt.train(folder, **source, **given, run_dir=tmp_path / kind, max_epochs=1, **QUIET)
         steps = [json.loads(line) for line in (tmp_path / kind / 'eval.jsonl').read_text().splitlines()]
@@ -257,7 +330,9 @@ def test_sft_and_dpo_are_evaluated_on_prompts(folder, tmp_path):
 
 def test_a_config_object_and_sections(folder):
     pairs = [{'prompt': 'a', 'chosen': 'bc', 'rejected': 'd'}] * 4
-    trainer = chatgpt.train(folder, preferences=pairs, config=DPOConfig(beta=0.7, max_epochs=1), loss_type='ipo', **QUIET)
+    trainer = chatgpt.train(
+        folder, preferences=pairs, config=DPOConfig(beta=0.7, max_epochs=1), loss_type='ipo', **QUIET
+    )
     assert (trainer.config.beta, trainer.config.loss_type, trainer.config.max_epochs) == (0.7, 'ipo', 1)
     trainer = chatgpt.train(folder, preferences=pairs, config={'method': {'beta': 0.6}, 'train.max_epochs': 1}, **QUIET)
     assert (trainer.config.beta, trainer.config.max_epochs) == (0.6, 1)
@@ -272,9 +347,18 @@ def run_on_ranks(folder: str, out: str) -> None:
 
 def run(folder: str, out: str, strategy) -> None:
     chatgpt.train(
-        folder, reward_fn=lambda samples, **_: [float(len(s)) for s in samples], prompts=['a', 'bc', 'd'], eval_prompts=['c', 'ab', 'd'],
-        strategy=strategy, run_dir=out, eval_interval=1, lr=1e-3, critic_lr=1e-3, **PPO, **QUIET,
-    )  # fmt: skip
+        folder,
+        reward_fn=lambda samples, **_: [float(len(s)) for s in samples],
+        prompts=['a', 'bc', 'd'],
+        eval_prompts=['c', 'ab', 'd'],
+        strategy=strategy,
+        run_dir=out,
+        eval_interval=1,
+        lr=1e-3,
+        critic_lr=1e-3,
+        **PPO,
+        **QUIET,
+    )
 
 
 def test_two_ranks_report_what_one_does(folder, tmp_path):

@@ -43,15 +43,31 @@ def test_setup_reads_the_version_of_the_package(metadata):
 
 def test_the_distribution_has_a_name_of_its_own_and_no_page_or_message_says_another(metadata):
     assert metadata['NAME'] == 'chatgpt-rlhf'  # 'chatgpt' on PyPI is a stranger's
-    wrong = re.compile(r"""(pip|uv|uvx|pipx) (install|add|download) [^\n`]*?(?<![\w./-])chatgpt(?![\w./-])|(?<![\w./-])chatgpt\[""")
-    for text in ("pip install 'chatgpt[ray]'", 'pip install chatgpt', 'pip install -U "chatgpt"', 'needs chatgpt[peft]'):
+    wrong = re.compile(
+        r"""(pip|uv|uvx|pipx) (install|add|download) [^\n`]*?(?<![\w./-])chatgpt(?![\w./-])|(?<![\w./-])chatgpt\["""
+    )
+    for text in (
+        "pip install 'chatgpt[ray]'",
+        'pip install chatgpt',
+        'pip install -U "chatgpt"',
+        'needs chatgpt[peft]',
+    ):
         assert wrong.search(text), text
-    for text in ("pip install '.[ray]'", 'git clone ... chatgpt', 'pip install -e chatgpt/', "pip install 'chatgpt-rlhf[ray]'"):
+    for text in (
+        "pip install '.[ray]'",
+        'git clone ... chatgpt',
+        'pip install -e chatgpt/',
+        "pip install 'chatgpt-rlhf[ray]'",
+    ):
         assert not wrong.search(text), text
-    pages = [p for folder in ('docs', 'chatgpt', 'examples', 'benchmarks') for p in (ROOT / folder).rglob('*') if p.is_file()]
+    pages = [
+        p for folder in ('docs', 'chatgpt', 'examples', 'benchmarks') for p in (ROOT / folder).rglob('*') if p.is_file()
+    ]
     pages = [p for p in [*pages, *ROOT.glob('*.*'), ROOT / 'Makefile'] if p.is_file() and p.suffix != '.pyc']
     assert {ROOT / 'README.md', ROOT / 'setup.py', ROOT / 'docs/launch.md', ROOT / 'chatgpt/cluster.py'} <= set(pages)
-    said = {f'{p.relative_to(ROOT)}: {found[0]}' for p in pages if (found := wrong.search(p.read_text(errors='ignore')))}
+    said = {
+        f'{p.relative_to(ROOT)}: {found[0]}' for p in pages if (found := wrong.search(p.read_text(errors='ignore')))
+    }
     assert not said
 
 
@@ -84,12 +100,18 @@ def test_requirement_files_do_not_contradict_each_other():
     both = core | dev
     for file in ('requirements-colossalai.txt', 'requirements-ray.txt'):
         extra = pins(file)
-        assert {name: both[name] for name in extra if name in both} == {name: extra[name] for name in extra if name in both}
+        assert {name: both[name] for name in extra if name in both} == {
+            name: extra[name] for name in extra if name in both
+        }
 
 
 def test_every_import_of_the_package_is_a_requirement(metadata):
     """A third-party module that the package imports on loading has to be installed with it."""
-    known = {canonicalize_name(Requirement(r).name) for r in metadata['INSTALL_REQUIRES']} | {'pyyaml', 'yaml', 'chatgpt'}
+    known = {canonicalize_name(Requirement(r).name) for r in metadata['INSTALL_REQUIRES']} | {
+        'pyyaml',
+        'yaml',
+        'chatgpt',
+    }
     missing = set()
     for path in (ROOT / 'chatgpt').rglob('*.py'):
         for node in ast.parse(path.read_text()).body:
@@ -97,7 +119,9 @@ def test_every_import_of_the_package_is_a_requirement(metadata):
             names += [node.module or ''] if isinstance(node, ast.ImportFrom) else []
             top = {n.split('.')[0] for n in names}
             missing |= {
-                f'{path.name}: {n}' for n in top if n not in sys.stdlib_module_names and canonicalize_name(n) not in known
+                f'{path.name}: {n}'
+                for n in top
+                if n not in sys.stdlib_module_names and canonicalize_name(n) not in known
             }
     assert not missing
 
@@ -110,9 +134,13 @@ def test_make_installs_torch_pinned_before_anything_else(tmp_path):
     """In a machine without the environment: a venv, then torch alone at its pin, then the rest."""
     done = make('--dry-run', 'demo', f'VENV={tmp_path}/venv', 'PYTHON=some-python')
     assert done.returncode == 0, done.stderr
-    steps = [line for line in done.stdout.splitlines() if ' -m venv ' in line or ' install ' in line or line.endswith('.py')]
+    steps = [
+        line for line in done.stdout.splitlines() if ' -m venv ' in line or ' install ' in line or line.endswith('.py')
+    ]
     assert 'some-python -m venv' in steps[0]
-    assert steps[1].endswith('install_torch.py') and '-r requirements.txt' in steps[2] and 'examples/demo.py' in steps[-1]
+    assert (
+        steps[1].endswith('install_torch.py') and '-r requirements.txt' in steps[2] and 'examples/demo.py' in steps[-1]
+    )
     assert not any('colossalai' in step for step in steps)
 
 
@@ -127,7 +155,9 @@ def test_make_does_not_install_again_while_requirements_stay(tmp_path):
 
 def test_make_refuses_an_old_python_in_one_line(tmp_path):
     old = tmp_path / 'python3'
-    old.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.version_info = (3, 9, 1); ${{2#import sys; }}"\n')
+    old.write_text(
+        f'#!/bin/sh\nexec {sys.executable} -c "import sys; sys.version_info = (3, 9, 1); ${{2#import sys; }}"\n'
+    )
     old.chmod(0o755)
     done = make('venv', f'VENV={tmp_path}/venv', f'PYTHON={old}')
     assert done.returncode != 0 and 'Python 3.11 or newer is needed, PYTHON is 3.9' in done.stderr

@@ -39,12 +39,26 @@ def make_trainer(case: Case):
     if case.method == 'grpo':
         method['kl_in'] = 'loss'
     trainer = PPOTrainer(
-        strategy, actor, critic, score, initial, actor_optim, critic_optim, tokenizer=tokenizer() if groups else None,
-        experience_batch_size=case.num_prompts, train_batch_size=SEQUENCES, max_epochs=case.epochs, max_new_tokens=NEW_TOKENS,
-        kl_coef=KL_COEF if case.kl else 0.0, max_tokens_per_batch=MAX_TOKENS[case.lengths],
-        max_grad_norm=1.0 if groups else None, eos_token_id=EOS if case.lengths == 'eos' else None, pad_token_id=PAD,
-        callbacks=[ProgressBar(enabled=False)], **method,
-    )  # fmt: skip
+        strategy,
+        actor,
+        critic,
+        score,
+        initial,
+        actor_optim,
+        critic_optim,
+        tokenizer=tokenizer() if groups else None,
+        experience_batch_size=case.num_prompts,
+        train_batch_size=SEQUENCES,
+        max_epochs=case.epochs,
+        max_new_tokens=NEW_TOKENS,
+        kl_coef=KL_COEF if case.kl else 0.0,
+        max_tokens_per_batch=MAX_TOKENS[case.lengths],
+        max_grad_norm=1.0 if groups else None,
+        eos_token_id=EOS if case.lengths == 'eos' else None,
+        pad_token_id=PAD,
+        callbacks=[ProgressBar(enabled=False)],
+        **method,
+    )
     trainer.set_prompts(list(prompt_ids(SEQUENCES)))
     return trainer
 

@@ -14,7 +14,14 @@ from work import PROMPT_TOKENS, SEQUENCES, VOCAB, Case
 
 LAYERS, WIDTH = 4, 256
 GROUPS: dict[str, tuple[str, ...]] = {
-    'matrix products': ('aten::addmm', 'aten::mm', 'aten::bmm', 'aten::baddbmm', 'mkldnn::_linear_pointwise', 'aten::mkldnn_linear'),
+    'matrix products': (
+        'aten::addmm',
+        'aten::mm',
+        'aten::bmm',
+        'aten::baddbmm',
+        'mkldnn::_linear_pointwise',
+        'aten::mkldnn_linear',
+    ),
     'attention': ('scaled_dot_product',),
     'GELU': ('_NewGELU', 'aten::gelu', 'aten::tanh', 'aten::pow'),
     'layer norm': ('layer_norm',),
@@ -43,9 +50,11 @@ def products_per_s(dtype: Any) -> float:
 
 
 def product_flop(case: Case, new_tokens: float, recompute: bool) -> float:
-    """Of one update: products only, no padding, no head on prompt positions, the prompt of a group once in the decode."""
+    """Of one update: products only, no padding, no head on prompt positions, the prompt of a group once in the
+    decode."""
     tokens, trunk, head = SEQUENCES * PROMPT_TOKENS + new_tokens, 2 * 12 * LAYERS * WIDTH**2, 2 * WIDTH * VOCAB
-    # Value network and reward model of four; of a shared trunk the policy's pass for the values, which gives old log-probs as well.
+    # Value network and reward model of four; of a shared trunk the policy's pass for the values, which gives old
+    # log-probs as well.
     scored = 2 if case.peer == 'trl_ppo' else 1 if case.peer == 'trl_classic' else 0
     scored += (recompute and case.peer != 'trl_classic') + case.kl
     networks = 2 if case.peer == 'trl_ppo' else 1
@@ -139,7 +148,8 @@ def spend(case: Case, results: Path, updates: int = 3) -> Spent:
 
 
 def write_profile(path: Path, cases: Iterable[Case], results: Path) -> None:
-    """A row for every case in which our side computes in `fp32` or `bf16`, and torch's own table for those of one epoch with a KL."""
+    """A row for every case in which our side computes in `fp32` or `bf16`, and torch's own table for those of one epoch
+    with a KL."""
     import torch
 
     torch.set_num_threads(1)

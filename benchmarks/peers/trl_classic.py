@@ -1,6 +1,8 @@
-"""Worker: classic PPO in TRL 0.11.4, a value head on the policy's trunk and the user's own loop of `generate` and `step`.
+"""Worker: classic PPO in TRL 0.11.4, a value head on the policy's trunk and the user's own loop of `generate` and
+`step`.
 
-`bf16` is `accelerator_kwargs={'mixed_precision': 'bf16'}`, `bf16 weights` loads both models in bfloat16. Scores are zeros, as in ours.
+`bf16` is `accelerator_kwargs={'mixed_precision': 'bf16'}`, `bf16 weights` loads both models in bfloat16. Scores are
+zeros, as in ours.
 """
 
 from __future__ import annotations
@@ -21,17 +23,31 @@ def load():
 model = load()
 trainer = PPOTrainer(
     PPOConfig(
-        batch_size=SEQUENCES, mini_batch_size=SEQUENCES, gradient_accumulation_steps=1, ppo_epochs=case.epochs, init_kl_coef=KL_COEF,
-        adap_kl_ctrl=False, learning_rate=ADAMW['lr'], seed=0,
+        batch_size=SEQUENCES,
+        mini_batch_size=SEQUENCES,
+        gradient_accumulation_steps=1,
+        ppo_epochs=case.epochs,
+        init_kl_coef=KL_COEF,
+        adap_kl_ctrl=False,
+        learning_rate=ADAMW['lr'],
+        seed=0,
         accelerator_kwargs={'cpu': True} | ({'mixed_precision': 'bf16'} if case.precision == 'bf16' else {}),
     ),
-    model, load(), tokenizer(), optimizer=torch.optim.AdamW(model.parameters(), **ADAMW),
-)  # fmt: skip
+    model,
+    load(),
+    tokenizer(),
+    optimizer=torch.optim.AdamW(model.parameters(), **ADAMW),
+)
 prompts = list(prompt_ids(SEQUENCES))
 generation = {
-    'max_new_tokens': NEW_TOKENS, 'min_length': -1, 'do_sample': True, 'top_k': 0, 'top_p': 1.0, 'pad_token_id': PAD,
+    'max_new_tokens': NEW_TOKENS,
+    'min_length': -1,
+    'do_sample': True,
+    'top_k': 0,
+    'top_p': 1.0,
+    'pad_token_id': PAD,
     'eos_token_id': EOS if case.lengths == 'eos' else None,
-}  # fmt: skip
+}
 
 line.ready(**versions('trl', 'accelerate'), networks=2)
 while line.wait():

@@ -10,7 +10,20 @@ import tempfile
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from work import ADAMW, EOS, GROUP, KL_COEF, NEW_TOKENS, SEQUENCES, ServeUpdates, begin, prompt_ids, text_of, tokenizer, versions
+from work import (
+    ADAMW,
+    EOS,
+    GROUP,
+    KL_COEF,
+    NEW_TOKENS,
+    SEQUENCES,
+    ServeUpdates,
+    begin,
+    prompt_ids,
+    text_of,
+    tokenizer,
+    versions,
+)
 
 case, line = begin()
 counted = [0, 0]
@@ -39,17 +52,37 @@ grpo = case.method == 'grpo'
 with tempfile.TemporaryDirectory() as folder:
     loss = {'loss_type': 'grpo'} if grpo else {}
     config = (GRPOConfig if grpo else RLOOConfig)(
-        output_dir=folder, per_device_train_batch_size=SEQUENCES, gradient_accumulation_steps=1, steps_per_generation=1,
-        num_generations=GROUP, num_iterations=case.epochs, max_completion_length=NEW_TOKENS, temperature=1.0,
-        beta=KL_COEF if case.kl else 0.0, max_steps=10**6, learning_rate=ADAMW['lr'], lr_scheduler_type='constant',
-        optim='adamw_torch_fused', weight_decay=0.0, bf16=case.precision == 'bf16', gradient_checkpointing=False, use_cpu=True,
-        report_to='none', save_strategy='no', disable_tqdm=True, seed=0, **loss,
-    )  # fmt: skip
+        output_dir=folder,
+        per_device_train_batch_size=SEQUENCES,
+        gradient_accumulation_steps=1,
+        steps_per_generation=1,
+        num_generations=GROUP,
+        num_iterations=case.epochs,
+        max_completion_length=NEW_TOKENS,
+        temperature=1.0,
+        beta=KL_COEF if case.kl else 0.0,
+        max_steps=10**6,
+        learning_rate=ADAMW['lr'],
+        lr_scheduler_type='constant',
+        optim='adamw_torch_fused',
+        weight_decay=0.0,
+        bf16=case.precision == 'bf16',
+        gradient_checkpointing=False,
+        use_cpu=True,
+        report_to='none',
+        save_strategy='no',
+        disable_tqdm=True,
+        seed=0,
+        **loss,
+    )
     trainer = (GRPOTrainer if grpo else RLOOTrainer)(
-        model=model, reward_funcs=score, args=config, processing_class=words,
+        model=model,
+        reward_funcs=score,
+        args=config,
+        processing_class=words,
         train_dataset=Dataset.from_dict({'prompt': [text_of(ids) for ids in prompt_ids(SEQUENCES)]}),
         callbacks=[Serve(line, count, steps=case.epochs)],
-    )  # fmt: skip
+    )
     line.ready(**versions('trl', 'accelerate'), networks=1 + case.kl)
     if line.wait():
         trainer.train()

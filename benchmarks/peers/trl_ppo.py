@@ -1,7 +1,8 @@
 """Worker: PPO with four networks in TRL 1.12, the last version that has it (trl.experimental.ppo).
 
-`bf16` is what `accelerate launch --mixed_precision bf16` sets: autocast around the trained pair's forward. (`PPOConfig(bf16=True)`
-reaches nothing: this trainer builds its own Accelerator.) `bf16 weights` loads the models in bfloat16.
+`bf16` is what `accelerate launch --mixed_precision bf16` sets: autocast around the trained pair's forward.
+(`PPOConfig(bf16=True)` reaches nothing: this trainer builds its own Accelerator.) `bf16 weights` loads the models in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -9,7 +10,19 @@ from __future__ import annotations
 import os
 import tempfile
 
-from work import ADAMW, EOS, KL_COEF, NEW_TOKENS, PROMPT_TOKENS, SEQUENCES, ServeUpdates, begin, prompt_ids, tokenizer, versions
+from work import (
+    ADAMW,
+    EOS,
+    KL_COEF,
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    SEQUENCES,
+    ServeUpdates,
+    begin,
+    prompt_ids,
+    tokenizer,
+    versions,
+)
 
 case, line = begin()
 if case.precision == 'bf16':
@@ -54,16 +67,35 @@ scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 with tempfile.TemporaryDirectory() as folder:
     trainer = PPOTrainer(
         PPOConfig(
-            output_dir=folder, per_device_train_batch_size=SEQUENCES, gradient_accumulation_steps=1, num_mini_batches=1,
-            num_ppo_epochs=case.epochs, local_rollout_forward_batch_size=SEQUENCES, response_length=NEW_TOKENS, temperature=1.0,
-            stop_token_id=EOS if case.lengths == 'eos' else None, total_episodes=10**6 * SEQUENCES, kl_coef=KL_COEF,
-            num_sample_generations=0, gradient_checkpointing=False, bf16=False, use_cpu=True, report_to='none', save_strategy='no',
-            disable_tqdm=True, seed=0,
+            output_dir=folder,
+            per_device_train_batch_size=SEQUENCES,
+            gradient_accumulation_steps=1,
+            num_mini_batches=1,
+            num_ppo_epochs=case.epochs,
+            local_rollout_forward_batch_size=SEQUENCES,
+            response_length=NEW_TOKENS,
+            temperature=1.0,
+            stop_token_id=EOS if case.lengths == 'eos' else None,
+            total_episodes=10**6 * SEQUENCES,
+            kl_coef=KL_COEF,
+            num_sample_generations=0,
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            report_to='none',
+            save_strategy='no',
+            disable_tqdm=True,
+            seed=0,
         ),
-        processing_class=words, model=policy, ref_model=reference, reward_model=reward, value_model=value,
-        train_dataset=Dataset.from_dict({'input_ids': prompt_ids(SEQUENCES).tolist()}), optimizers=(optimizer, scheduler),
+        processing_class=words,
+        model=policy,
+        ref_model=reference,
+        reward_model=reward,
+        value_model=value,
+        train_dataset=Dataset.from_dict({'input_ids': prompt_ids(SEQUENCES).tolist()}),
+        optimizers=(optimizer, scheduler),
         callbacks=[Serve(line, count)],
-    )  # fmt: skip
+    )
     line.ready(**versions('trl', 'accelerate'), networks=4)
     if line.wait():
         trainer.train()

@@ -2,8 +2,9 @@
 
 Runs in the library's environment and in each peer's, so it imports nothing of either, and torch only inside functions.
 
-The protocol, one line each way: the worker says `{"ready": {...}}`; to each `go` it does one whole update (collect, score,
-learn) and answers `{"cpu_s", "wall_s", "new_tokens", "sequences"}`; end of input ends it. CPU seconds are the process's own, all threads.
+The protocol, one line each way: the worker says `{"ready": {...}}`; to each `go` it does one whole update (collect,
+score, learn) and answers `{"cpu_s", "wall_s", "new_tokens", "sequences"}`; end of input ends it. CPU seconds are the
+process's own, all threads.
 """
 
 from __future__ import annotations
@@ -137,7 +138,8 @@ def versions(*names: str) -> dict[str, str]:
 
 
 class ServeUpdates:
-    """A callback for trainers that own their loop: lets `steps` optimizer steps pass per `go`. Mixed into TrainerCallback.
+    """A callback for trainers that own their loop: lets `steps` optimizer steps pass per `go`. Mixed into
+    TrainerCallback.
 
     `count` returns new tokens and sequences since it was last asked.
     """

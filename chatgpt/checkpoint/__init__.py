@@ -1,4 +1,5 @@
-"""Bytes on disk: the format, atomic writing, safe reading, a run's folder. Knows no process group, trainer or strategy."""
+"""Bytes on disk: the format, atomic writing, safe reading, a run's folder. Knows no process group, trainer or
+strategy."""
 
 from chatgpt.checkpoint.files import load_object, load_tensors, save_object, save_tensors, write_atomically
 from chatgpt.checkpoint.folder import (

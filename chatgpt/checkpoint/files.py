@@ -27,7 +27,8 @@ def fsync_folder(folder: Path) -> None:
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:
-    """Write a file under a temporary name, fsync it, and rename it to `path`. On failure the file at `path` is as before."""
+    """Write a file under a temporary name, fsync it, and rename it to `path`. On failure the file at `path` is as
+    before."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
@@ -42,7 +43,9 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], o
         fsync_folder(path.parent)
     except OSError as error:
         reason = error.strerror or error
-        raise CheckpointError(f'{path}: could not be written ({reason}); the file there, if any, is unchanged') from error
+        raise CheckpointError(
+            f'{path}: could not be written ({reason}); the file there, if any, is unchanged'
+        ) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -66,7 +69,8 @@ class _Counted(io.RawIOBase):
 
 
 def save_object(content: Any, path: str | os.PathLike[str]) -> None:
-    """`torch.save`, atomically. Give it only plain containers, numbers, strings and tensors: `load_object` reads nothing else."""
+    """`torch.save`, atomically. Give it only plain containers, numbers, strings and tensors: `load_object` reads
+    nothing else."""
 
     def write(file: BinaryIO) -> None:
         counted = _Counted(file)
@@ -83,7 +87,8 @@ def save_object(content: Any, path: str | os.PathLike[str]) -> None:
 def save_tensors(tensors: Mapping[str, Tensor], path: str | os.PathLike[str]) -> None:
     """A plain dict of tensors that `torch.load(path, weights_only=True)` reads, or safetensors when the path ends so.
 
-    Safetensors holds each tensor once: a second name of the same storage (tied weights) is left out, as transformers does.
+    Safetensors holds each tensor once: a second name of the same storage (tied weights) is left out, as transformers
+    does.
     """
     if str(path).endswith('.safetensors'):
         from safetensors.torch import save_file
@@ -102,7 +107,8 @@ def save_tensors(tensors: Mapping[str, Tensor], path: str | os.PathLike[str]) ->
 
 
 def load_object(path: str | os.PathLike[str], *, mmap: bool = True) -> Any:
-    """`torch.load(weights_only=True)` onto the CPU. A file that holds anything but data is refused by name and runs nothing."""
+    """`torch.load(weights_only=True)` onto the CPU. A file that holds anything but data is refused by name and runs
+    nothing."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f'{path}: no such file')
@@ -128,6 +134,8 @@ def load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise CheckpointError(f'{path}: not a safetensors file, or damaged ({error})') from error
     content = load_object(path)
-    if not isinstance(content, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in content.items()):
+    if not isinstance(content, dict) or not all(
+        isinstance(k, str) and isinstance(v, Tensor) for k, v in content.items()
+    ):
         raise CheckpointError(f'{path}: expected a dict from names to tensors')
     return content

@@ -19,7 +19,8 @@ from chatgpt.checkpoint.layout import MANIFEST, CheckpointError
 
 LOCK = '.lock'
 CUT_SHORT = 'cut-short'
-"""name of the checkpoint of a phase that an exception ended in its middle; it stands beside those of whole phases, and there is one"""
+"""name of the checkpoint of a phase that an exception ended in its middle; it stands beside those of whole phases, and
+there is one"""
 _STEP = re.compile(r'step-(\d{8,})')
 
 
@@ -51,7 +52,9 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[Path]:
     root = Path(root)
     if not root.is_dir():
         return []
-    found = [(step, path) for path in root.iterdir() if (step := step_of(path)) is not None and (path / MANIFEST).is_file()]
+    found = [
+        (step, path) for path in root.iterdir() if (step := step_of(path)) is not None and (path / MANIFEST).is_file()
+    ]
     return [path for _, path in sorted(found)]
 
 
@@ -77,8 +80,9 @@ def prune(
 ) -> list[Path]:
     """Remove checkpoints that are neither the last `keep_last` nor the `keep_best` of the highest scores.
 
-    Returns those removed; `keep_last=None` keeps all. Scores are `meta['score']` of the manifests; of equal ones the later counts
-    as better. Those of steps after `up_to` are left alone: a run that went back to an earlier checkpoint must not lose its own to them.
+    Returns those removed; `keep_last=None` keeps all. Scores are `meta['score']` of the manifests; of equal ones the
+    later counts as better. Those of steps after `up_to` are left alone: a run that went back to an earlier checkpoint
+    must not lose its own to them.
     """
     if keep_last is None:
         return []
@@ -103,7 +107,8 @@ def remove(folder: Path) -> None:
 
 
 def recover(root: str | os.PathLike[str]) -> list[Path]:
-    """Clean up after a killed process: finish interrupted replacements, remove unfinished checkpoints. Returns what was removed.
+    """Clean up after a killed process: finish interrupted replacements, remove unfinished checkpoints. Returns what was
+    removed.
 
     Only for the run that owns the folder (`claim_folder`): another's unfinished checkpoint looks the same.
     """
@@ -143,7 +148,8 @@ class FolderClaim:
 
 
 def claim_folder(root: str | os.PathLike[str]) -> FolderClaim:
-    """Create `root` if need be and lock it for this run. `CheckpointError` naming process and host when another run holds it.
+    """Create `root` if need be and lock it for this run. `CheckpointError` naming process and host when another run
+    holds it.
 
     The lock is the kernel's (flock), so it ends with the process, however that ends. One rank claims for its run.
     """
@@ -156,7 +162,9 @@ def claim_folder(root: str | os.PathLike[str]) -> FolderClaim:
         file.seek(0)
         holder = file.read().strip() or 'another process'
         file.close()
-        raise CheckpointError(f'{root}: {holder} is writing here; wait for it to end or choose another folder') from None
+        raise CheckpointError(
+            f'{root}: {holder} is writing here; wait for it to end or choose another folder'
+        ) from None
     file.seek(0)
     file.truncate()
     file.write(f'process {os.getpid()} on {socket.gethostname()}\n')

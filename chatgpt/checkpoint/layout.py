@@ -1,7 +1,7 @@
 """The words of the checkpoint format: pieces, readers, the manifest and its checks.
 
-A checkpoint names parameters, not ranks. Its unit is a piece: a flat, row-major range of one named tensor. Left out: reading
-and writing bytes (`reader`, `writer`), and where folders live (`folder`).
+A checkpoint names parameters, not ranks. Its unit is a piece: a flat, row-major range of one named tensor. Left out:
+reading and writing bytes (`reader`, `writer`), and where folders live (`folder`).
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ class Manifest:
         return manifest
 
     def check(self, where: Path | str) -> None:
-        """Every file name stays in the folder, every piece lies in a listed file, and pieces cover each tensor exactly once."""
+        """Every file name stays in the folder, every piece lies in a listed file, and pieces cover each tensor exactly
+        once."""
         for name in self.files:
             check_file_name(name, where)
         for name, tensor in self.tensors.items():
@@ -168,14 +169,17 @@ class Manifest:
                 raise CheckpointError(f'{where}: tensor {name!r} has the unknown dtype {tensor.dtype!r}')
             for piece in tensor.pieces:
                 if piece.file not in self.files:
-                    raise CheckpointError(f'{where}: tensor {name!r} lies in {piece.file!r}, which is not among the files')
+                    raise CheckpointError(
+                        f'{where}: tensor {name!r} lies in {piece.file!r}, which is not among the files'
+                    )
             fault = coverage_fault([(p.start, p.stop) for p in tensor.pieces], tensor.numel)
             if fault:
                 raise CheckpointError(f'{where}: tensor {name!r} of shape {tensor.shape} {fault}')
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """A manifest's JSON with `crc32`, the CRC-32 of all else in it: it guards the other files, and nothing else guards it.
+    """A manifest's JSON with `crc32`, the CRC-32 of all else in it: it guards the other files, and nothing else guards
+    it.
 
     Order of keys and white space do not count.
     """
@@ -206,7 +210,9 @@ def check_file_name(name: str, where: Path | str) -> None:
     """A file of a checkpoint is a plain relative path inside its folder."""
     path = PurePosixPath(name)
     if not name or '\\' in name or '\0' in name or path.is_absolute() or '..' in path.parts or name != str(path):
-        raise CheckpointError(f'{where}: the path {name!r} leaves the checkpoint folder; only plain relative paths are allowed')
+        raise CheckpointError(
+            f'{where}: the path {name!r} leaves the checkpoint folder; only plain relative paths are allowed'
+        )
 
 
 def coverage_fault(ranges: Sequence[tuple[int, int]], numel: int) -> str | None:

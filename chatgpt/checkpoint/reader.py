@@ -23,8 +23,8 @@ BLOCK = 1 << 22
 class CheckpointReader:
     """A `TensorReader` over a checkpoint folder.
 
-    Opening checks the manifest, that every file is there, in the folder and of its size, and with `verify=True` every checksum.
-    Many ranks can share that work: open with `verify=False` and call `verify(rank, world_size)` on each.
+    Opening checks the manifest, that every file is there, in the folder and of its size, and with `verify=True` every
+    checksum. Many ranks can share that work: open with `verify=False` and call `verify(rank, world_size)` on each.
 
     Raises `CheckpointError` naming the file or tensor at fault, `FileNotFoundError` when there is no such folder.
     """
@@ -35,7 +35,9 @@ class CheckpointReader:
             raise FileNotFoundError(f'{self.folder}: no such checkpoint folder')
         path = self.folder / MANIFEST
         if not path.is_file():
-            raise CheckpointError(f'{self.folder}: no {MANIFEST}, so this is not a checkpoint, or its writing did not finish')
+            raise CheckpointError(
+                f'{self.folder}: no {MANIFEST}, so this is not a checkpoint, or its writing did not finish'
+            )
         try:
             content = json.loads(path.read_bytes())
         except (ValueError, OSError) as error:
@@ -61,7 +63,9 @@ class CheckpointReader:
                 raise CheckpointError(f'{path}: leads out of the checkpoint folder')
             size = path.stat().st_size
             if size != entry.bytes:
-                raise CheckpointError(f'{path}: {size} bytes instead of {entry.bytes}; the file is truncated or was changed')
+                raise CheckpointError(
+                    f'{path}: {size} bytes instead of {entry.bytes}; the file is truncated or was changed'
+                )
 
     def verify(self, rank: int = 0, world_size: int = 1) -> None:
         """Check the sums of every `world_size`-th file, beginning with number `rank`."""
@@ -72,7 +76,9 @@ class CheckpointReader:
                 while block := file.read(BLOCK):
                     crc = zlib.crc32(block, crc)
             if crc != self.manifest.files[name].crc32:
-                raise CheckpointError(f'{path}: checksum {crc} instead of {self.manifest.files[name].crc32}; the file is damaged')
+                raise CheckpointError(
+                    f'{path}: checksum {crc} instead of {self.manifest.files[name].crc32}; the file is damaged'
+                )
 
     def names(self) -> set[str]:
         return set(self.manifest.tensors)
@@ -91,7 +97,8 @@ class CheckpointReader:
         return self.manifest.tensors[name]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the row-major tensor: (stop - start,), CPU. Touches only the bytes of that range."""
+        """Elements [start, stop) of the row-major tensor: (stop - start,), CPU. Touches only the bytes of that
+        range."""
         tensor = self._tensor(name)
         if not 0 <= start <= stop <= tensor.numel:
             raise ValueError(f'read: [{start}, {stop}) is not within the {tensor.numel} elements of {name!r}')
@@ -103,7 +110,9 @@ class CheckpointReader:
             try:
                 stored = self._file(piece.file).get_slice(piece.key)
                 if list(stored.get_shape()) != [piece.stop - piece.start]:
-                    raise CheckpointError(f'{self.folder / piece.file}: {piece.key!r} is not as long as the manifest says')
+                    raise CheckpointError(
+                        f'{self.folder / piece.file}: {piece.key!r} is not as long as the manifest says'
+                    )
                 parts.append(stored[low - piece.start : high - piece.start])
             except SafetensorError as error:
                 raise CheckpointError(f'{self.folder / piece.file}: damaged ({error})') from error
@@ -111,7 +120,9 @@ class CheckpointReader:
             return torch.empty(0, dtype=self.dtype(name))
         data = parts[0] if len(parts) == 1 else torch.cat(parts)
         if data.dtype != self.dtype(name):
-            raise CheckpointError(f'{self.folder}: {name!r} is {data.dtype} in its file and {self.dtype(name)} in the manifest')
+            raise CheckpointError(
+                f'{self.folder}: {name!r} is {data.dtype} in its file and {self.dtype(name)} in the manifest'
+            )
         return data
 
     def _file(self, name: str) -> Any:

@@ -1,7 +1,8 @@
 """Writing a checkpoint folder: in parallel, and whole or not at all.
 
-Every rank writes its own pieces into safetensors files of bounded size under a temporary folder; rank 0 merges the lists, writes
-the manifest last and renames. Knows no process group: it is given `all_gather_object`. Left out: which folder (`folder`).
+Every rank writes its own pieces into safetensors files of bounded size under a temporary folder; rank 0 merges the
+lists, writes the manifest last and renames. Knows no process group: it is given `all_gather_object`. Left out: which
+folder (`folder`).
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class CheckpointWriter:
             writer.commit(meta={'step': 12})
 
     Until `commit` returns, a checkpoint already at `folder` is untouched. Any rank's failure (a full disk) removes the
-    temporary folder and raises `CheckpointError` with the reason on every rank, after every rank has gone through its pieces, for
-    making pieces may itself be collective.
+    temporary folder and raises `CheckpointError` with the reason on every rank, after every rank has gone through its
+    pieces, for making pieces may itself be collective.
     """
 
     def __init__(
@@ -87,7 +88,9 @@ class CheckpointWriter:
         if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):
             raise CheckpointError(f'{self.folder}: a file of this name is in the way')
         if self.folder.is_dir() and any(self.folder.iterdir()) and not (self.folder / MANIFEST).exists():
-            raise CheckpointError(f'{self.folder}: the folder holds other files and will not be replaced by a checkpoint')
+            raise CheckpointError(
+                f'{self.folder}: the folder holds other files and will not be replaced by a checkpoint'
+            )
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         if self.temporary.exists():
             shutil.rmtree(self.temporary)
@@ -97,7 +100,9 @@ class CheckpointWriter:
         """Write this rank's pieces, under names that begin with `prefix` ('actor/')."""
         group = prefix.strip('/').replace('/', '-') or 'tensors'
         try:
-            for piece in pieces:  # goes on to the end after a failure to write: other ranks may be waiting in the iterator
+            for (
+                piece
+            ) in pieces:  # goes on to the end after a failure to write: other ranks may be waiting in the iterator
                 self._attempt(functools.partial(self._add, prefix + piece.name, piece, group))
         except Exception as error:
             self.error = self.error or error
@@ -105,11 +110,15 @@ class CheckpointWriter:
 
     def _add(self, name: str, piece: Piece, group: str) -> None:
         if piece.data.dim() != 1 or len(piece.data) != piece.stop - piece.start:
-            raise ValueError(f'piece {name!r} [{piece.start}, {piece.stop}) has data of shape {tuple(piece.data.shape)}')
+            raise ValueError(
+                f'piece {name!r} [{piece.start}, {piece.stop}) has data of shape {tuple(piece.data.shape)}'
+            )
         dtype = dtype_name(piece.data.dtype)
         stored = self.manifest.tensors.setdefault(name, StoredTensor(tuple(piece.shape), dtype, []))
         if stored.shape != tuple(piece.shape) or stored.dtype != dtype:
-            raise ValueError(f'pieces of {name!r} disagree: {stored.shape} {stored.dtype} and {tuple(piece.shape)} {dtype}')
+            raise ValueError(
+                f'pieces of {name!r} disagree: {stored.shape} {stored.dtype} and {tuple(piece.shape)} {dtype}'
+            )
         size = piece.data.element_size()
         start = piece.start
         while start < piece.stop:
@@ -238,7 +247,9 @@ def write_checkpoint(
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """One call for a whole checkpoint: {prefix: pieces}, and rank 0's `state` as state.json."""
-    with CheckpointWriter(folder, rank=rank, all_gather_object=all_gather_object, max_file_bytes=max_file_bytes) as writer:
+    with CheckpointWriter(
+        folder, rank=rank, all_gather_object=all_gather_object, max_file_bytes=max_file_bytes
+    ) as writer:
         for prefix, pieces in groups.items():
             writer.add(prefix, pieces)
         if state is not None:

@@ -1,7 +1,8 @@
 """From canonical examples back to records of a chosen shape, and to a file.
 
-What a shape cannot hold is an error, not silently lost: a prompt has no answer to give, a labelled text is no preference. Conversations
-become plain text where the shape knows only text (`formats.plain_prompt`), and text becomes one turn where it knows only turns.
+What a shape cannot hold is an error, not silently lost: a prompt has no answer to give, a labelled text is no
+preference. Conversations become plain text where the shape knows only text (`formats.plain_prompt`), and text becomes
+one turn where it knows only turns.
 """
 
 from __future__ import annotations
@@ -119,7 +120,10 @@ def _labelled(example: Example) -> list[dict[str, Any]]:
     if example.prompt == '':
         raise BadRecord('a text without a prompt, where a conversation is needed')
     asked = prompt_turns(example.prompt)
-    return [{'messages': [t._asdict() for t in (*asked, *response_turns(response))], 'label': label} for response, label in given]
+    return [
+        {'messages': [t._asdict() for t in (*asked, *response_turns(response))], 'label': label}
+        for response, label in given
+    ]
 
 
 def _text_label(example: Example) -> list[dict[str, Any]]:
@@ -166,9 +170,11 @@ def _sharegpt_turn(turn: Message) -> dict[str, str]:
 
 
 def write_records(records: Iterable[dict[str, Any]], path: str | Path, *, overwrite: bool = False) -> int:
-    """Write records to a .jsonl, .json, .csv or .parquet file and return their number. Lists stand in a csv cell as JSON text.
+    """Write records to a .jsonl, .json, .csv or .parquet file and return their number. Lists stand in a csv cell as
+    JSON text.
 
-    The file appears whole or not at all. Raises ValueError: unknown suffix, an existing file without `overwrite`, no records.
+    The file appears whole or not at all. Raises ValueError: unknown suffix, an existing file without `overwrite`, no
+    records.
     """
     path = Path(path)
     if path.suffix not in OUTPUT_SUFFIXES:

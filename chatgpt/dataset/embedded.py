@@ -2,10 +2,10 @@
 
     one day a small fox went to the river .  it found a flower . it felt glad . it played with a duck .
 
-The prompt is the first sentence; the response is what follows. `true_score` reads a response by the world's grammar: every well-formed
-cheerful sentence counts +1, every gloomy one −1, once each; what is no sentence counts −1. So preferences can be generated, a reward model
-trained on them, and a policy scored by the truth instead of by that reward model. Everything follows from a seed, and the
-tokenizer and the model config come with it.
+The prompt is the first sentence; the response is what follows. `true_score` reads a response by the world's grammar:
+every well-formed cheerful sentence counts +1, every gloomy one −1, once each; what is no sentence counts −1. So
+preferences can be generated, a reward model trained on them, and a policy scored by the truth instead of by that reward
+model. Everything follows from a seed, and the tokenizer and the model config come with it.
 
 Left out: `datasets`, and anything that reads files.
 """
@@ -19,7 +19,11 @@ from typing import Any
 ANIMALS = ('cat', 'dog', 'fox', 'bear', 'bird', 'frog', 'fish', 'duck', 'mouse', 'horse')
 SIZES = ('small', 'big', 'young', 'old', 'white', 'brown')
 PLACES = ('river', 'forest', 'garden', 'hill', 'lake', 'farm')
-THINGS = {1: ('flower', 'cake', 'gift', 'song'), 0: ('leaf', 'stone', 'stick', 'path'), -1: ('thorn', 'storm', 'trap', 'hole')}
+THINGS = {
+    1: ('flower', 'cake', 'gift', 'song'),
+    0: ('leaf', 'stone', 'stick', 'path'),
+    -1: ('thorn', 'storm', 'trap', 'hole'),
+}
 MOODS = {
     1: ('glad', 'happy', 'merry', 'proud'),
     0: ('calm', 'hungry', 'quiet', 'sleepy'),
@@ -58,7 +62,8 @@ def _response(rng: random.Random) -> str:
 
 
 def _spoilt(rng: random.Random, response: str) -> str:
-    """A response with a fault that a policy could fall into: words out of order, one word over and over, a broken end, a refrain."""
+    """A response with a fault that a policy could fall into: words out of order, one word over and over, a broken end,
+    a refrain."""
     words = response.split()
     fault = rng.randrange(4)
     if fault == 0:
@@ -104,8 +109,8 @@ def demo_preferences(num: int, seed: int = 0) -> list[dict[str, str]]:
 def true_score(prompt: str, response: str) -> float:
     """What a response is worth, in [−1.25, 1]: the sum over its first four sentences / 4.
 
-    A well-formed sentence counts its word's value (+1 cheerful, 0, −1 gloomy), the same sentence only once; any other counts −1. A
-    response that breaks off within a sentence, or says nothing, loses 1/4.
+    A well-formed sentence counts its word's value (+1 cheerful, 0, −1 gloomy), the same sentence only once; any other
+    counts −1. A response that breaks off within a sentence, or says nothing, loses 1/4.
     """
     *sentences, rest = [s.strip() for s in response.strip().split('.')]
     total, seen = 0.0, set()
@@ -125,7 +130,8 @@ def _sentence_value(sentence: str) -> float:
 
 
 def demo_tokenizer() -> Any:
-    """A word-level tokenizer of the world's words: a `PreTrainedTokenizerFast` with distinct pad, begin and end tokens."""
+    """A word-level tokenizer of the world's words: a `PreTrainedTokenizerFast` with distinct pad, begin and end
+    tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -149,6 +155,15 @@ def demo_config() -> Any:
 
     tokenizer = demo_tokenizer()
     return GPT2Config(
-        vocab_size=len(tokenizer), n_positions=64, n_embd=64, n_layer=4, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        n_positions=64,
+        n_embd=64,
+        n_layer=4,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )

@@ -1,7 +1,7 @@
 """The canonical examples in text form, and what one kind of them can stand in for.
 
-Four kinds: `PromptExample`, `Demonstration`, `Preference`, `Labelled`. Conversations stay lists of messages, and nothing is
-tokenized here. How records of a file become examples is told in `shapes`.
+Four kinds: `PromptExample`, `Demonstration`, `Preference`, `Labelled`. Conversations stay lists of messages, and
+nothing is tokenized here. How records of a file become examples is told in `shapes`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Demonstration:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preference:
-    """A prompt and two or more answers, best first; '' as prompt where whole texts are compared. Real data holds equal answers too."""
+    """A prompt and two or more answers, best first; '' as prompt where whole texts are compared. Real data holds equal
+    answers too."""
 
     prompt: PromptText
     responses: tuple[ResponseText, ...]
@@ -81,7 +82,8 @@ def check_order(scores: Sequence[float]) -> None:
     """Raises BadRecord for scores of answers, best first, of which one is higher than the one before it."""
     if any(worse > better for better, worse in pairwise(scores)):
         raise BadRecord(
-            f'scores {tuple(scores)} contradict the order of the answers, which is best first (chosen, then rejected); mend one of them, '
+            f'scores {tuple(scores)} contradict the order of the answers, which is best first (chosen, then rejected); '
+            'mend one of them, '
             'or leave the scores out'
         )
 
@@ -104,7 +106,8 @@ def shorten(turns: tuple[Message, ...]) -> ResponseText:
 
 
 def split_turns(turns: Sequence[Message], *, last: bool = False) -> tuple[tuple[Message, ...], ResponseText]:
-    """Cut a conversation before its first answer (or its last one). A single answer becomes its text. Raises BadRecord."""
+    """Cut a conversation before its first answer (or its last one). A single answer becomes its text. Raises
+    BadRecord."""
     answers = [i for i, turn in enumerate(turns) if turn.role == 'assistant']
     if not answers:
         raise BadRecord('the conversation has no turn of the assistant')
@@ -117,8 +120,8 @@ def split_turns(turns: Sequence[Message], *, last: bool = False) -> tuple[tuple[
 def as_kind(example: Example, kind: Kind) -> Example:
     """The same example as another kind. Raises BadRecord where nothing sensible comes out.
 
-    A preference or labelled example gives its prompt, a preference its best answer as a demonstration, a conversation the turns
-    before its last answer as a prompt. What is labelled undesirable (False) is no demonstration.
+    A preference or labelled example gives its prompt, a preference its best answer as a demonstration, a conversation
+    the turns before its last answer as a prompt. What is labelled undesirable (False) is no demonstration.
     """
     if isinstance(example, _CLASSES[kind]):
         return example
@@ -126,7 +129,11 @@ def as_kind(example: Example, kind: Kind) -> Example:
     if kind == 'prompt' and not isinstance(example, PromptExample):
         if example.prompt == '':
             raise BadRecord('a text without a prompt, where a prompt is needed')
-        if isinstance(example, Demonstration) and isinstance(example.response, tuple) and isinstance(example.prompt, tuple):
+        if (
+            isinstance(example, Demonstration)
+            and isinstance(example.response, tuple)
+            and isinstance(example.prompt, tuple)
+        ):
             prompt, _ = split_turns((*example.prompt, *example.response), last=True)
             return PromptExample(prompt=prompt, columns=columns, where=where)
         return PromptExample(prompt=example.prompt, columns=columns, where=where)

@@ -1,13 +1,14 @@
 """How examples read as text, before they become ids.
 
-Plain text is used as it is. Conversations and instructions go through the tokenizer's chat template. A tokenizer that has none is given
-`default_template` by the loaders (`adopt_template`), so that the saved tokenizer, and whoever asks it, formats as training did:
+Plain text is used as it is. Conversations and instructions go through the tokenizer's chat template. A tokenizer that
+has none is given `default_template` by the loaders (`adopt_template`), so that the saved tokenizer, and whoever asks
+it, formats as training did:
 
     \\n\\nHuman: ...\\n\\nAssistant: ...<end token>
 
-which is the form of Anthropic's HH data; a system message stands in front, a tool's answer reads `\\n\\nTool: ...`, and every turn of
-the assistant ends with the end token. With apply_chat_template=False conversations read like that, without end tokens in the
-prompt, and instructions read
+which is the form of Anthropic's HH data; a system message stands in front, a tool's answer reads `\\n\\nTool: ...`, and
+every turn of the assistant ends with the end token. With apply_chat_template=False conversations read like that,
+without end tokens in the prompt, and instructions read
 
     ### Instruction:
     ...
@@ -28,12 +29,12 @@ from typing import Any, NamedTuple
 from chatgpt.dataset.examples import BadRecord, Instruction, Message, PromptText, ResponseText, instruction_text
 
 _TEMPLATE = (
-    "{% for message in messages %}"
+    '{% for message in messages %}'
     "{% if message['role'] == 'system' %}{{ message['content'] | trim }}"
     "{% elif message['role'] == 'user' %}{{ '\\n\\nHuman: ' + message['content'] | trim }}"
     "{% elif message['role'] == 'tool' %}{{ '\\n\\nTool: ' + message['content'] | trim }}"
     "{% else %}{{ '\\n\\nAssistant: ' + message['content'] | trim }}{{ eos_token }}{% endif %}"
-    "{% endfor %}"
+    '{% endfor %}'
     "{% if add_generation_prompt %}{{ '\\n\\nAssistant:' }}{% endif %}"
 )
 _SPEAKERS = {'user': 'Human', 'assistant': 'Assistant', 'tool': 'Tool'}
@@ -49,7 +50,8 @@ class Piece(NamedTuple):
 def use_template(prompt: PromptText, tokenizer: Any, apply_chat_template: bool | None) -> bool:
     """Whether a prompt goes through the tokenizer's chat template.
 
-    apply_chat_template: None: conversations and instructions do, plain text does not; True: all do, plain text as one turn of the
+    apply_chat_template: None: conversations and instructions do, plain text does not; True: all do, plain text as one
+    turn of the
         user; False: none does. '' (text without a prompt) never does.
     """
     if prompt == '':
@@ -58,12 +60,14 @@ def use_template(prompt: PromptText, tokenizer: Any, apply_chat_template: bool |
 
 
 def default_template(tokenizer: Any) -> str:
-    """The chat template of a tokenizer that has none. It writes the begin token where the tokenizer adds one by itself."""
+    """The chat template of a tokenizer that has none. It writes the begin token where the tokenizer adds one by
+    itself."""
     return ('{{ bos_token }}' if begin_ids(tokenizer) else '') + _TEMPLATE
 
 
 def adopt_template(prompt: PromptText, tokenizer: Any, apply_chat_template: bool | None) -> bool:
-    """`use_template`; a tokenizer that has no template and needs one now has `default_template`, and is saved with it."""
+    """`use_template`; a tokenizer that has no template and needs one now has `default_template`, and is saved with
+    it."""
     used = use_template(prompt, tokenizer, apply_chat_template)
     if used and not tokenizer.chat_template:
         tokenizer.chat_template = default_template(tokenizer)
@@ -72,7 +76,11 @@ def adopt_template(prompt: PromptText, tokenizer: Any, apply_chat_template: bool
 
 def shown_format(tokenizer: Any) -> str:
     """How a short conversation reads, for people."""
-    return repr(_templated((Message('user', 'QUESTION'), Message('assistant', 'ANSWER')), tokenizer, add_generation_prompt=False))
+    return repr(
+        _templated(
+            (Message('user', 'QUESTION'), Message('assistant', 'ANSWER')), tokenizer, add_generation_prompt=False
+        )
+    )
 
 
 def begin_ids(tokenizer: Any) -> list[int]:
@@ -95,7 +103,8 @@ def response_turns(response: ResponseText) -> tuple[Message, ...]:
 
 
 def render_prompt(prompt: PromptText, tokenizer: Any, apply_chat_template: bool | None = None) -> str:
-    """The text that the model is given; it ends where the answer begins. Raises BadRecord when the template refuses the turns."""
+    """The text that the model is given; it ends where the answer begins. Raises BadRecord when the template refuses the
+    turns."""
     if use_template(prompt, tokenizer, apply_chat_template):
         return _templated(prompt_turns(prompt), tokenizer, add_generation_prompt=True)
     return plain_prompt(prompt)
@@ -115,11 +124,15 @@ def plain_prompt(prompt: PromptText) -> str:
     return ''.join(map(_plain_turn, prompt)) + '\n\nAssistant:'
 
 
-def render(prompt: PromptText, response: ResponseText, tokenizer: Any, apply_chat_template: bool | None = None) -> list[Piece]:
-    """Prompt and answer as pieces: the prompt first (not trained), then turns of the assistant (trained) and of others (not).
+def render(
+    prompt: PromptText, response: ResponseText, tokenizer: Any, apply_chat_template: bool | None = None
+) -> list[Piece]:
+    """Prompt and answer as pieces: the prompt first (not trained), then turns of the assistant (trained) and of others
+    (not).
 
-    The pieces of a chat template end with what the template puts after a turn, its end token included. The plain form has no
-    end token; it comes with the ids, after every trained piece. Raises BadRecord when the template cannot be cut at the turns.
+    The pieces of a chat template end with what the template puts after a turn, its end token included. The plain form
+    has no end token; it comes with the ids, after every trained piece. Raises BadRecord when the template cannot be cut
+    at the turns.
     """
     if use_template(prompt, tokenizer, apply_chat_template):
         return _template_pieces(prompt_turns(prompt), response_turns(response), tokenizer)
@@ -153,7 +166,9 @@ def _templated(turns: Sequence[Message], tokenizer: Any, *, add_generation_promp
     except ImportError:
         raise
     except Exception as error:  # a template may refuse an order of roles in any way it likes
-        raise BadRecord(f"the tokenizer's chat template refuses the turns: {' '.join(str(error).split())[:200]}") from error
+        raise BadRecord(
+            f"the tokenizer's chat template refuses the turns: {' '.join(str(error).split())[:200]}"
+        ) from error
 
 
 def _template_pieces(asked: tuple[Message, ...], answered: tuple[Message, ...], tokenizer: Any) -> list[Piece]:
@@ -166,7 +181,8 @@ def _template_pieces(asked: tuple[Message, ...], answered: tuple[Message, ...], 
         after = _templated(turns[: i + 1], tokenizer, add_generation_prompt=False)
         if not before.startswith(done) or not after.startswith(before):
             raise BadRecord(
-                f"the tokenizer's chat template rewrites earlier turns when turn {i + 1} is added, so answers cannot be told apart; "
+                f"the tokenizer's chat template rewrites earlier turns when turn {i + 1} is added, so answers cannot "
+                'be told apart; '
                 'use apply_chat_template=False'
             )
         pieces += [Piece(before[len(done) :], False), Piece(after[len(before) :], True)]

@@ -15,7 +15,16 @@ from collections.abc import Sequence as SequenceOf
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
-from chatgpt.dataset.examples import BadRecord, Demonstration, Example, Kind, Labelled, Preference, PromptExample, as_kind
+from chatgpt.dataset.examples import (
+    BadRecord,
+    Demonstration,
+    Example,
+    Kind,
+    Labelled,
+    Preference,
+    PromptExample,
+    as_kind,
+)
 from chatgpt.dataset.formats import adopt_template, begin_ids
 from chatgpt.dataset.reading import BadRecords, read_records
 from chatgpt.dataset.shapes import to_example
@@ -78,7 +87,8 @@ def stream_examples(
 
 
 def left_out(data: Any) -> str:
-    """What was skipped while `data` (a `Loaded` or a `PromptSet`) was read, as words to end a sentence with; empty for nothing."""
+    """What was skipped while `data` (a `Loaded` or a `PromptSet`) was read, as words to end a sentence with; empty for
+    nothing."""
     if not data.num_skipped:
         return ''
     return f', {data.num_skipped} bad ones left out ({data.reasons[0]}{", ..." if data.num_skipped > 1 else ""})'
@@ -107,10 +117,13 @@ def load_examples(
         streaming: do not download a hub data set; with `max_examples` only its beginning is read.
         bad: counts in place of `skip_bad_records`, for a caller that goes on counting.
 
-    Raises ValueError: missing, empty or unreadable source; a bad record, as `file, line n: reason`; no usable record at all.
+    Raises ValueError: missing, empty or unreadable source; a bad record, as `file, line n: reason`; no usable record at
+        all.
     """
     bad = bad or BadRecords(skip_bad_records)
-    found = _examples(source, kind, columns, bad, split=split, subset=subset, streaming=streaming, text_separator=text_separator)
+    found = _examples(
+        source, kind, columns, bad, split=split, subset=subset, streaming=streaming, text_separator=text_separator
+    )
     return Loaded(islice(found, max_examples), bad)
 
 
@@ -129,8 +142,8 @@ def load_demonstrations(
 ) -> tuple[Loaded[Sequence], Loaded[Sequence]]:
     """Training and validation sequences for SFT, or plain text for PPO-ptx.
 
-    The validation part is read from `validation_source`, else split off the source (`split_examples`), else empty. Lengths and templates:
-    see `tokenize`. `reading` goes to `load_examples`. Raises ValueError.
+    The validation part is read from `validation_source`, else split off the source (`split_examples`), else empty.
+    Lengths and templates: see `tokenize`. `reading` goes to `load_examples`. Raises ValueError.
     """
     options = _options(tokenizer, max_length, overflow, apply_chat_template)
     split = (skip_bad_records, validation_source, validation_percentage, seed)
@@ -150,7 +163,8 @@ def load_preferences(
     seed: int = 0,
     **reading: Any,
 ) -> tuple[Loaded[TokenizedPreference], Loaded[TokenizedPreference]]:
-    """Training and validation preferences, for reward models and the DPO family. Arguments as for `load_demonstrations`."""
+    """Training and validation preferences, for reward models and the DPO family. Arguments as for
+    `load_demonstrations`."""
     options = _options(tokenizer, max_length, overflow, apply_chat_template)
     split = (skip_bad_records, validation_source, validation_percentage, seed)
     return _load_tokenized(source, 'preference', tokenize_preference, tokenizer, options, *split, reading)
@@ -169,17 +183,19 @@ def load_labelled(
     seed: int = 0,
     **reading: Any,
 ) -> tuple[Loaded[TokenizedLabelled], Loaded[TokenizedLabelled]]:
-    """Training and validation sequences with labels: classes, KTO's desirable or not, rewards. Arguments as for `load_demonstrations`."""
+    """Training and validation sequences with labels: classes, KTO's desirable or not, rewards. Arguments as for
+    `load_demonstrations`."""
     options = _options(tokenizer, max_length, overflow, apply_chat_template)
     split = (skip_bad_records, validation_source, validation_percentage, seed)
     return _load_tokenized(source, 'labelled', tokenize_labelled, tokenizer, options, *split, reading)
 
 
 def split_examples(examples: SequenceOf[T], percentage: float, *, seed: int = 0) -> tuple[list[T], list[T]]:
-    """Training and validation examples, each in the order given; `percentage` of them (rounded, at least one) are for validation.
+    """Training and validation examples, each in the order given; `percentage` of them (rounded, at least one) are for
+    validation.
 
-    Which ones is decided by a hash of (seed, position), so no library version can change it. 0 gives an empty validation part. Raises
-    ValueError for a percentage outside 0 to 100, or when nothing would be left to train on.
+    Which ones is decided by a hash of (seed, position), so no library version can change it. 0 gives an empty
+    validation part. Raises ValueError for a percentage outside 0 to 100, or when nothing would be left to train on.
 
     >>> train, validation = split_examples(list(range(10)), 20, seed=1)
     >>> len(train), len(validation), sorted(train + validation) == list(range(10))
@@ -191,15 +207,23 @@ def split_examples(examples: SequenceOf[T], percentage: float, *, seed: int = 0)
         return list(examples), []
     count = max(1, round(len(examples) * percentage / 100))
     if count >= len(examples):
-        raise ValueError(f'{len(examples)} examples cannot be split: {percentage} % for validation would leave none to train on')
-    ranked = sorted(range(len(examples)), key=lambda i: hashlib.blake2b(f'{seed} {i}'.encode(), digest_size=16).digest())
+        raise ValueError(
+            f'{len(examples)} examples cannot be split: {percentage} % for validation would leave none to train on'
+        )
+    ranked = sorted(
+        range(len(examples)), key=lambda i: hashlib.blake2b(f'{seed} {i}'.encode(), digest_size=16).digest()
+    )
     chosen = set(ranked[:count])
     return [e for i, e in enumerate(examples) if i not in chosen], [e for i, e in enumerate(examples) if i in chosen]
 
 
-def _options(tokenizer: Any, max_length: int | None, overflow: Overflow, apply_chat_template: bool | None) -> TokenizerOptions:
+def _options(
+    tokenizer: Any, max_length: int | None, overflow: Overflow, apply_chat_template: bool | None
+) -> TokenizerOptions:
     begin = tuple(begin_ids(tokenizer))
-    return TokenizerOptions(max_length=max_length, overflow=overflow, apply_chat_template=apply_chat_template, begin=begin, cuts=[])
+    return TokenizerOptions(
+        max_length=max_length, overflow=overflow, apply_chat_template=apply_chat_template, begin=begin, cuts=[]
+    )
 
 
 def _load_tokenized(
@@ -231,7 +255,11 @@ def _load_tokenized(
 
 
 def _tokenized(
-    examples: Iterable[Any], tokenize: Callable[[Any, Any, TokenizerOptions], T], tokenizer: Any, options: TokenizerOptions, bad: BadRecords
+    examples: Iterable[Any],
+    tokenize: Callable[[Any, Any, TokenizerOptions], T],
+    tokenizer: Any,
+    options: TokenizerOptions,
+    bad: BadRecords,
 ) -> Iterator[T]:
     cuts = options.cuts if options.cuts is not None else []
     cuts.clear()  # of this source
@@ -254,21 +282,27 @@ def _warn(bad: BadRecords, options: TokenizerOptions, count: int) -> None:
     """Say what is trained on otherwise than one may think."""
     if places := bad.noticed.get('cut'):
         cuts, limit = options.cuts or [], options.max_length
-        length, where = max(((sum(cut), place) for cut, place in zip(cuts, places, strict=True)), key=lambda cut: cut[0])
+        length, where = max(
+            ((sum(cut), place) for cut, place in zip(cuts, places, strict=True)), key=lambda cut: cut[0]
+        )
         warnings.warn(
-            f'{len(places)} of {count} records are longer than {limit} tokens and were cut: the prompt loses its beginning, then the '
-            f'response its end. The longest has {length} tokens ({where}). Raise max_length (--max_len), or leave such records out',
+            f'{len(places)} of {count} records are longer than {limit} tokens and were cut: the prompt loses its '
+            'beginning, then the '
+            f'response its end. The longest has {length} tokens ({where}). Raise max_length (--max_len), or leave such '
+            'records out',
             stacklevel=4,
         )
     if places := bad.noticed.get('equal'):
         warnings.warn(
-            f'{len(places)} of {count} preferences have answers that do not differ (the same tokens, or equal scores) and teach nothing; '
+            f'{len(places)} of {count} preferences have answers that do not differ (the same tokens, or equal scores) '
+            'and teach nothing; '
             f'the first: {places[0]}',
             stacklevel=4,
         )
     if places := bad.noticed.get('preference'):
         warnings.warn(
-            f'{len(places)} of {count} records are preferences, the first: {places[0]}; only the best answer of each is learned here. DPO '
+            f'{len(places)} of {count} records are preferences, the first: {places[0]}; only the best answer of each '
+            'is learned here. DPO '
             'and reward models learn from the others too (load_preferences, examples/train_preference.py)',
             stacklevel=4,
         )
@@ -304,6 +338,8 @@ def _renamed(data: dict[str, Any], columns: Mapping[str, str] | None) -> dict[st
         return data
     for ours, theirs in columns.items():
         if theirs not in data:
-            raise BadRecord(f'there is no column {theirs!r} (given for {ours}); the columns are {", ".join(map(repr, data))}')
+            raise BadRecord(
+                f'there is no column {theirs!r} (given for {ours}); the columns are {", ".join(map(repr, data))}'
+            )
     back = {theirs: ours for ours, theirs in columns.items()}
     return {back.get(name, name): value for name, value in data.items() if name in back or name not in columns}

@@ -1,7 +1,7 @@
 """Prompts: from a source to `Prompt` records, and the order in which a run draws them.
 
-The order is a function of the seed: a new permutation every epoch, without replacement within one. Its whole state is the
-number of prompts drawn so far, so it resumes exactly and knows nothing of ranks.
+The order is a function of the seed: a new permutation every epoch, without replacement within one. Its whole state is
+the number of prompts drawn so far, so it resumes exactly and knows nothing of ranks.
 """
 
 from __future__ import annotations
@@ -37,14 +37,17 @@ def _without_reserved(prompt: Prompt) -> Prompt:
 class PromptSet(SequenceOf[Prompt]):
     """A fixed list of prompts."""
 
-    def __init__(self, prompts: SequenceOf[Prompt], num_skipped: int = 0, reasons: SequenceOf[str] = (), has_turns: bool = False) -> None:
+    def __init__(
+        self, prompts: SequenceOf[Prompt], num_skipped: int = 0, reasons: SequenceOf[str] = (), has_turns: bool = False
+    ) -> None:
         if not prompts:
             raise ValueError('there are no prompts')
         self._prompts = [_without_reserved(prompt) for prompt in prompts]
         taken = sorted({name for prompt in prompts for name in RESERVED if name in prompt.columns})
         if taken:
             warnings.warn(
-                f'the prompts have columns called {", ".join(taken)}, which is what functions call their own arguments; they are not '
+                f'the prompts have columns called {", ".join(taken)}, which is what functions call their own '
+                'arguments; they are not '
                 'handed to functions. Rename such a column to use it in one',
                 stacklevel=2,
             )
@@ -114,11 +117,14 @@ def load_prompts(
     Args:
         source: anything `reading.read_records` takes; a .txt file holds one prompt a line.
         tokenizer: turns a prompt into ids, with the begin token where it adds one by itself, and no end token.
-        column: holds the prompt, as text or as turns; the other columns go to reward functions. Where records have no column
-            'prompt', the prompt of any shape that `shapes` knows is taken (question and answer, Alpaca, conversations, ...).
-        max_prompt_tokens: longer prompts lose their left end (overflow='truncate') or are bad records (overflow='refuse').
-        apply_chat_template: None: conversations and instructions go through the tokenizer's chat template (one without is given
-            `formats.default_template`), and text is used as it is; True: text too, as one turn of the user; False: nothing does.
+        column: holds the prompt, as text or as turns; the other columns go to reward functions. Where records have no
+            column 'prompt', the prompt of any shape that `shapes` knows is taken (question and answer, Alpaca,
+            conversations, ...).
+        max_prompt_tokens: longer prompts lose their left end (overflow='truncate') or are bad records
+            (overflow='refuse').
+        apply_chat_template: None: conversations and instructions go through the tokenizer's chat template (one without
+            is given `formats.default_template`), and text is used as it is; True: text too, as one turn of the user;
+            False: nothing does.
         skip_bad_records: leave bad records out and count them, instead of stopping at the first.
         split, subset: of a hub data set.
         max_prompts: stop after so many.
@@ -175,7 +181,8 @@ def _prompt_example(record: Record, column: str) -> PromptExample:
 
 
 def _all_but_prompt(data: dict[str, Any]) -> dict[str, Any]:
-    """The columns of a recognised record for reward functions: the reference answer stays, what the prompt was made of goes."""
+    """The columns of a recognised record for reward functions: the reference answer stays, what the prompt was made of
+    goes."""
     try:
         _, used = prompt_of(data)
     except BadRecord:  # whole dialogues, where prompt and answers share columns
@@ -184,7 +191,8 @@ def _all_but_prompt(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_prompts(prompts: Any, tokenizer: Any = None) -> PromptSet:
-    """A `PromptSet` from what a trainer is given: one already, `Prompt` records, id tensors, texts, dicts with a 'prompt', or a file.
+    """A `PromptSet` from what a trainer is given: one already, `Prompt` records, id tensors, texts, dicts with a
+    'prompt', or a file.
 
     Raises:
         ValueError: texts without a tokenizer, or something that is no prompt.
@@ -209,7 +217,9 @@ def as_prompts(prompts: Any, tokenizer: Any = None) -> PromptSet:
         if isinstance(item, Tensor):
             item = Prompt(ids=item.to(torch.int64).cpu())
         if not isinstance(item, Prompt) or item.ids.dim() != 1:
-            raise ValueError(f'prompt {i} is a {type(item).__name__}; give texts, dicts, Prompt records or 1-D id tensors')
+            raise ValueError(
+                f'prompt {i} is a {type(item).__name__}; give texts, dicts, Prompt records or 1-D id tensors'
+            )
         if len(item.ids) == 0:
             raise ValueError(f'prompt {i} is empty; give it at least a begin token')
         records.append(item)

@@ -1,8 +1,8 @@
 """From bytes to records: csv, json, jsonl, parquet, plain text, folders, hub names, `datasets` objects, lists.
 
-Every record knows the file and line it came from, so that a bad one can be named. What the columns of a record mean is not
-known here (see `shapes`). Files are read lazily, except a JSON array, whose text is held in memory while its elements are
-decoded one by one.
+Every record knows the file and line it came from, so that a bad one can be named. What the columns of a record mean is
+not known here (see `shapes`). Files are read lazily, except a JSON array, whose text is held in memory while its
+elements are decoded one by one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class BadRecords:
 
     def report(self, where: str, reason: str) -> None:
         if not self.skip:
-            raise BadRecordError(f'{where}: {reason}. Bad records are left out with --skip_bad_records (Python: skip_bad_records=True)')
+            raise BadRecordError(
+                f'{where}: {reason}. Bad records are left out with --skip_bad_records (Python: skip_bad_records=True)'
+            )
         self.num_skipped += 1
         if len(self.reasons) < self._keep:
             self.reasons.append(f'{where}: {reason}')
@@ -74,7 +76,8 @@ def read_records(
 ) -> Iterator[Record]:
     """Records of a source, in order.
 
-    source: a path (file; folder of files; folder written by `Dataset.save_to_disk`), a hub name, a `datasets` object, or any
+    source: a path (file; folder of files; folder written by `Dataset.save_to_disk`), a hub name, a `datasets` object,
+    or any
         iterable of dicts, of strings (each becomes `{'text': ...}`) or of `Path`s. A file may carry a further `.gz`.
     split, subset: which part of a hub data set or `DatasetDict`; elsewhere without effect.
     streaming: a hub data set is read over the network as it is needed, not downloaded first.
@@ -109,11 +112,15 @@ def _open_source(
             raise ValueError(f'{source}: no such file or folder')
         return source, _rows(_load_hub(source, split, subset, streaming), f'data set {source}', bad)
     if isinstance(source, Mapping):
-        if split not in source or not all(isinstance(key, str) and isinstance(value, Iterable) for key, value in source.items()):
+        if split not in source or not all(
+            isinstance(key, str) and isinstance(value, Iterable) for key, value in source.items()
+        ):
             raise ValueError(f'data: no split {split!r} among {sorted(map(str, source))}; name one with split=')
         return f'split {split}', _rows(source[split], f'split {split}', bad)
     if not isinstance(source, Iterable) and not (hasattr(source, '__getitem__') and hasattr(source, '__len__')):
-        raise ValueError(f'data: cannot read a {type(source).__name__}; give a path, a hub name, a data set or a list of dicts')
+        raise ValueError(
+            f'data: cannot read a {type(source).__name__}; give a path, a hub name, a data set or a list of dicts'
+        )
     if isinstance(source, (list, tuple)) and source and all(isinstance(item, Path) for item in source):
         opened = [_open_path(path.expanduser(), bad, split, separator) for path in source]
         return ', '.join(str(path) for path in source), (record for _, records in opened for record in records)
@@ -127,7 +134,9 @@ def _open_path(path: Path, bad: BadRecords, split: str, separator: str) -> tuple
         return str(path), _folder(path, bad, split, separator)
     suffix = Path(path.name[:-3] if path.name.endswith('.gz') else path.name).suffix.lower()
     if suffix not in SUFFIXES:
-        raise ValueError(f'{path}: unknown kind of file {suffix!r}; known are {", ".join(SUFFIXES)} (each also with .gz)')
+        raise ValueError(
+            f'{path}: unknown kind of file {suffix!r}; known are {", ".join(SUFFIXES)} (each also with .gz)'
+        )
     if path.stat().st_size == 0:
         raise ValueError(f'{path}: the file is empty')
     if suffix in ('.csv', '.tsv'):
@@ -162,7 +171,9 @@ def _load_hub(name: str, split: str, subset: str | None, streaming: bool) -> Any
         return datasets.load_dataset(name, subset, split=split, streaming=streaming)
     except Exception as error:  # the hub client raises many kinds; each means that this name cannot be read
         reason = ' '.join(str(error).split())[:300]
-        raise ValueError(f'{name}: no such file, and no data set from the hub: {type(error).__name__}: {reason}') from error
+        raise ValueError(
+            f'{name}: no such file, and no data set from the hub: {type(error).__name__}: {reason}'
+        ) from error
 
 
 def _rows(rows: Any, name: str, bad: BadRecords) -> Iterator[Record]:
@@ -227,10 +238,11 @@ def _is_utf8(text: str) -> bool:
 
 
 def _json(path: Path, bad: BadRecords, split: str) -> Iterator[Record]:
-    """Records of an array, of one object a line, or of objects spread over several lines back to back: the content decides, not the suffix.
+    """Records of an array, of one object a line, or of objects spread over several lines back to back: the content
+    decides, not the suffix.
 
-    A broken object costs only itself where its end can be told. `split` is one of the keys under which a .json file of one object may hold
-    its rows.
+    A broken object costs only itself where its end can be told. `split` is one of the keys under which a .json file of
+    one object may hold its rows.
     """
     with open_bytes(path) as file:
         start = b''
@@ -314,9 +326,9 @@ def _until_brace(lines: Iterator[tuple[int, str]], again: deque[tuple[int, str]]
 def _objects(path: Path, bad: BadRecords) -> Iterator[Record]:
     """Objects of a file that is not an array.
 
-    A line that is a whole object is a record. A line that is a correct beginning is joined with the lines after it, up to the
-    next line with a brace in its first column. If more lines show that the beginning was broken, only it is reported, and
-    reading goes on at that next line.
+    A line that is a whole object is a record. A line that is a correct beginning is joined with the lines after it, up
+    to the next line with a brace in its first column. If more lines show that the beginning was broken, only it is
+    reported, and reading goes on at that next line.
     """
     lines, again = _lines(path, bad), deque[tuple[int, str]]()
     while True:
@@ -366,8 +378,8 @@ def _emit(
 
 
 def _array(path: Path, bad: BadRecords) -> Iterator[Record]:
-    """The elements of a JSON array. A syntax error ends the file even when bad records are skipped: where the next element
-    begins is not known."""
+    """The elements of a JSON array. A syntax error ends the file even when bad records are skipped: where the next
+    element begins is not known."""
     with open_bytes(path) as file:
         raw = file.read().removeprefix(_BOM)
     try:
@@ -432,7 +444,9 @@ def _text(path: Path, separator: str) -> Iterator[Record]:
         except UnicodeDecodeError as error:
             raise ValueError(f'{path}: not UTF-8 (byte {error.start} of a block)') from None
     # several blank lines in a row separate once, and a blank line may hold spaces
-    pattern = re.compile(r'\n[ \t]*\n\s*') if separator == '\n\n' else re.compile(re.escape(separator)) if separator else None
+    pattern = (
+        re.compile(r'\n[ \t]*\n\s*') if separator == '\n\n' else re.compile(re.escape(separator)) if separator else None
+    )
     starts = [0, *(m.end() for m in pattern.finditer(text))] if pattern else [0]
     ends = [*(m.start() for m in pattern.finditer(text)), len(text)] if pattern else [len(text)]
     line, counted = 1, 0

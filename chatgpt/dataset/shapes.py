@@ -1,8 +1,8 @@
 """From records to examples: which columns mean what.
 
-`to_example` recognises the shape of a record by its columns (`SHAPES` lists the known ones) and returns the canonical example.
-Whole dialogues that are compared are cut at their first difference, which must be the assistant's; what follows it stays, as turns.
-Where the record came from, and what is done when it is bad, is not decided here.
+`to_example` recognises the shape of a record by its columns (`SHAPES` lists the known ones) and returns the canonical
+example. Whole dialogues that are compared are cut at their first difference, which must be the assistant's; what
+follows it stays, as turns. Where the record came from, and what is done when it is bad, is not decided here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from chatgpt.dataset.examples import (
     instruction_text,
     shorten,
     split_turns,
-)  # fmt: skip
+)
 
 # names under which a column is known, the usual one first
 PROMPT = ('prompt', 'query', 'question')
@@ -43,7 +43,8 @@ SHAPES = {
     'preference': 'prompt | instruction [input] | question | messages | context, with chosen and rejected',
     'dialogues': 'chosen and rejected as whole dialogues or texts',
     'ranked': 'prompt and responses (best first, or with scores or ranks)',
-    'compared': 'prompt | instruction [input], response1 and response2 with annotator1, annotator2, ... (1, 2, or 0 for a tie)',
+    'compared': 'prompt | instruction [input], response1 and response2 with annotator1, annotator2, ... (1, 2, or 0 '
+    'for a tie)',
     'messages': 'messages | conversations, optionally with label',
     'instruction': 'instruction [input | context] and output | response',
     'completion': 'prompt | question and completion | response | answer, optionally with label or reward',
@@ -52,12 +53,21 @@ SHAPES = {
 }
 _USER, _ASSISTANT = 'user', 'assistant'
 _ROLES = {
-    'system': 'system', 'developer': 'system',
-    'user': _USER, 'human': _USER, 'prompter': _USER,
-    'assistant': _ASSISTANT, 'gpt': _ASSISTANT, 'chatgpt': _ASSISTANT, 'bot': _ASSISTANT, 'model': _ASSISTANT,
+    'system': 'system',
+    'developer': 'system',
+    'user': _USER,
+    'human': _USER,
+    'prompter': _USER,
+    'assistant': _ASSISTANT,
+    'gpt': _ASSISTANT,
+    'chatgpt': _ASSISTANT,
+    'bot': _ASSISTANT,
+    'model': _ASSISTANT,
     'function_call': _ASSISTANT,
-    'tool': 'tool', 'function': 'tool', 'observation': 'tool',
-}  # fmt: skip
+    'tool': 'tool',
+    'function': 'tool',
+    'observation': 'tool',
+}
 _HH_ASSISTANT = '\n\nAssistant:'
 
 
@@ -86,7 +96,8 @@ def shape_of(data: Mapping[str, Any]) -> str:
 
 
 def to_example(data: Mapping[str, Any], where: str = 'data') -> Example:
-    """The canonical example of a record. Raises BadRecord with the reason when it has no known shape or a part is missing.
+    """The canonical example of a record. Raises BadRecord with the reason when it has no known shape or a part is
+    missing.
 
     >>> to_example({'question': '2 + 3?', 'answer': '5'})
     Demonstration(prompt='2 + 3?', response='5', columns={}, where='data')
@@ -155,7 +166,8 @@ def _hh_answer(text: str) -> ResponseText:
 
 
 def _check_who_parts(pair: tuple[ResponseText, ResponseText], better: str, worse: str) -> None:
-    """Dialogues are compared where two answers to the same words differ, so the first difference must be the assistant's."""
+    """Dialogues are compared where two answers to the same words differ, so the first difference must be the
+    assistant's."""
     first = [response if isinstance(response, str) else response[0].content for response in pair]
     if pair[0] != pair[1] and first[0].strip() == first[1].strip():
         raise BadRecord(f'{better} and {worse} first differ in what the human says, so their answers do not compare')
@@ -169,12 +181,15 @@ def _compared(data: Mapping[str, Any], where: str) -> Example:
     if not given or any(verdict not in (0, 1, 2) for verdict in given):
         found = f'{verdicts}' if verdicts else 'none of them'
         raise BadRecord(
-            'response1 and response2 need verdicts to say which is better, in annotator1, annotator2, ... as 1, 2, or 0 for a tie; '
+            'response1 and response2 need verdicts to say which is better, in annotator1, annotator2, ... as 1, 2, or '
+            '0 for a tie; '
             f'found {found}'
         )
     answers = [(float(given.count(i)), _answer(data[key], key)) for i, key in enumerate(COMPARED, 1)]
     (more, better), (fewer, worse) = sorted(answers, key=lambda answer: -answer[0])
-    return _checked_preference(prompt, (better, worse), (more, fewer), _rest(data, {*used, *COMPARED, *verdicts}), where)
+    return _checked_preference(
+        prompt, (better, worse), (more, fewer), _rest(data, {*used, *COMPARED, *verdicts}), where
+    )
 
 
 def _ranked(data: Mapping[str, Any], where: str) -> Example:
@@ -189,8 +204,14 @@ def _ranked(data: Mapping[str, Any], where: str) -> Example:
         if data.get(name) is None:
             continue
         given = _from_json(data[name])
-        if not isinstance(given, (list, tuple)) or len(given) != len(responses) or not all(_is_number(x) for x in given):
-            raise BadRecord(f'{name} is {_short(given)}, where {len(responses)} numbers are needed, one for each of {key}')
+        if (
+            not isinstance(given, (list, tuple))
+            or len(given) != len(responses)
+            or not all(_is_number(x) for x in given)
+        ):
+            raise BadRecord(
+                f'{name} is {_short(given)}, where {len(responses)} numbers are needed, one for each of {key}'
+            )
         order = sorted(range(len(given)), key=lambda i: sign * given[i])
         responses = [responses[i] for i in order]
         scores = tuple(float(given[i]) for i in order) if name == 'scores' else None
@@ -205,7 +226,9 @@ def _messages(data: Mapping[str, Any], where: str) -> Example:
     columns = _rest(data, {key, 'system', label})
     if label:
         prompt, answer = split_turns(turns, last=True)
-        return Labelled(prompt=prompt, response=answer, label=label_of(data[label], label), columns=columns, where=where)
+        return Labelled(
+            prompt=prompt, response=answer, label=label_of(data[label], label), columns=columns, where=where
+        )
     if turns[-1].role == _ASSISTANT:
         prompt, answer = split_turns(turns)
         return Demonstration(prompt=prompt, response=answer, columns=columns, where=where)
@@ -224,7 +247,9 @@ def _completion(data: Mapping[str, Any], where: str) -> Example:
     label = _first_given(data, LABEL, missing='')
     columns = _rest(data, {*used, key, label})
     if label:
-        return Labelled(prompt=prompt, response=response, label=label_of(data[label], label), columns=columns, where=where)
+        return Labelled(
+            prompt=prompt, response=response, label=label_of(data[label], label), columns=columns, where=where
+        )
     return Demonstration(prompt=prompt, response=response, columns=columns, where=where)
 
 
@@ -244,9 +269,16 @@ def _text(data: Mapping[str, Any], where: str) -> Example:
 
 
 _BUILDERS: dict[str, Callable[[Mapping[str, Any], str], Example]] = {
-    'preference': _preference, 'dialogues': _dialogues, 'ranked': _ranked, 'compared': _compared, 'messages': _messages,
-    'instruction': _completion, 'completion': _completion, 'prompt': _prompt_only, 'text': _text,
-}  # fmt: skip
+    'preference': _preference,
+    'dialogues': _dialogues,
+    'ranked': _ranked,
+    'compared': _compared,
+    'messages': _messages,
+    'instruction': _completion,
+    'completion': _completion,
+    'prompt': _prompt_only,
+    'text': _text,
+}
 
 
 # --- parts ---------------------------------------------------------------------------------------------------------
@@ -266,7 +298,12 @@ def prompt_of(data: Mapping[str, Any]) -> tuple[PromptText, set[str]]:
             raise BadRecord('history is not a list of pairs, each a question and its answer')
         pairs = (zip((_USER, _ASSISTANT), pair, strict=True) for pair in history)
         turns = [Message(role, _string(text, 'history')) for pair in pairs for role, text in pair]
-        return _with_system((*turns, Message(_USER, instruction_text(prompt))), data), {'instruction', key, 'history', 'system'}
+        return _with_system((*turns, Message(_USER, instruction_text(prompt))), data), {
+            'instruction',
+            key,
+            'history',
+            'system',
+        }
     key = _first_given(data, TURNS, missing='')
     if key or _holds_turns(data.get('prompt')):
         key = key or 'prompt'
@@ -287,7 +324,8 @@ def prompt_of(data: Mapping[str, Any]) -> tuple[PromptText, set[str]]:
 
 
 def messages_of(value: Any, column: str) -> tuple[Message, ...]:
-    """Turns in OpenAI's form (role, content) or ShareGPT's (from, value): one or a list, or their JSON text. Raises BadRecord."""
+    """Turns in OpenAI's form (role, content) or ShareGPT's (from, value): one or a list, or their JSON text. Raises
+    BadRecord."""
     value = _from_json(value)
     if isinstance(value, Mapping):
         value = [value]
@@ -299,11 +337,15 @@ def messages_of(value: Any, column: str) -> tuple[Message, ...]:
             turns.append(turn)
             continue
         if not isinstance(turn, Mapping):
-            raise BadRecord(f'turn {i} of {column} is {_short(turn)}, where role and content (or from and value) are needed')
+            raise BadRecord(
+                f'turn {i} of {column} is {_short(turn)}, where role and content (or from and value) are needed'
+            )
         role, content = turn.get('role', turn.get('from')), turn.get('content', turn.get('value'))
         if not isinstance(role, str) or role.lower() not in _ROLES:
             raise BadRecord(f'turn {i} of {column} has the role {role!r}; known are {", ".join(_ROLES)}')
-        if isinstance(content, list) and all(isinstance(part, Mapping) and isinstance(part.get('text'), str) for part in content):
+        if isinstance(content, list) and all(
+            isinstance(part, Mapping) and isinstance(part.get('text'), str) for part in content
+        ):
             content = ''.join(part['text'] for part in content)
         if not isinstance(content, str) or not content.strip():
             raise BadRecord(f'turn {i} of {column} has no text')
@@ -331,7 +373,11 @@ def label_of(value: Any, column: str = 'label') -> bool | int | float | str:
 
 
 def _checked_preference(
-    prompt: PromptText, responses: tuple[ResponseText, ...], scores: tuple[float, ...] | None, columns: dict[str, Any], where: str
+    prompt: PromptText,
+    responses: tuple[ResponseText, ...],
+    scores: tuple[float, ...] | None,
+    columns: dict[str, Any],
+    where: str,
 ) -> Preference:
     for number, response in enumerate(responses, 1):
         _not_blank(response, f'answer {number} of {len(responses)}')

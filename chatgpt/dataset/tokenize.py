@@ -2,18 +2,20 @@
 
 Rules that hold for all of them:
 
-- The prompt's ids are the same in training as in generation: tokenized on their own, with the begin token where the tokenizer
-  adds one by itself. The end of the prompt is always an edge between tokens: the answer's ids are what the tokenizer appends
-  when it sees both, or, where it would change the prompt's ids, those of the answer alone.
-- A response ends with the end token, which is trained on. Only a response that was cut for length has none. Of several turns of the
-  assistant each ends with it, except that a tokenizer's own chat template closes turns as it likes; the last has the end token anyway.
-- Only turns of the assistant are in the loss (`response_mask`). What a chat template writes after the special token that closes a turn,
-  such as ChatML's newline, is not, and it is left out at the very end.
+- The prompt's ids are the same in training as in generation: tokenized on their own, with the begin token where the
+  tokenizer adds one by itself. The end of the prompt is always an edge between tokens: the answer's ids are what the
+  tokenizer appends when it sees both, or, where it would change the prompt's ids, those of the answer alone.
+- A response ends with the end token, which is trained on. Only a response that was cut for length has none. Of several
+  turns of the assistant each ends with it, except that a tokenizer's own chat template closes turns as it likes; the
+  last has the end token anyway.
+- Only turns of the assistant are in the loss (`response_mask`). What a chat template writes after the special token
+  that closes a turn, such as ChatML's newline, is not, and it is left out at the very end.
 - Text without a prompt has the begin token as its prompt; its first token, where the tokenizer has no begin token.
 - Too long, with overflow='truncate': the prompt loses its left end (its begin token stays), but never below half of
   `max_length`; then the response loses its right end. With overflow='refuse' it is a BadRecord.
 
-`pack` puts short sequences into blocks of one length, and `check_tokenizer` refuses a tokenizer that does not belong to a model.
+`pack` puts short sequences into blocks of one length, and `check_tokenizer` refuses a tokenizer that does not belong to
+a model.
 
 Left out: reading and shapes of data (`reading`, `shapes`), padding (`chatgpt.batching`).
 """
@@ -62,13 +64,15 @@ class TokenizedPreference:
             check_order(self.scores)
 
     def ranks(self) -> list[int | None]:
-        """One per answer, 0 the best: two answers make a pair where they differ. Answers of equal score share a rank; one whose very
-        tokens stand before it has None and makes no pair, its place being the better one."""
+        """One per answer, 0 the best: two answers make a pair where they differ. Answers of equal score share a rank;
+        one whose very tokens stand before it has None and makes no pair, its place being the better one."""
         ranks: list[int | None] = []
         seen: set[tuple[int, ...]] = set()
         for place, response in enumerate(self.responses):
             tokens = tuple(response.tolist())
-            ranks.append(None if tokens in seen else place if self.scores is None else self.scores.index(self.scores[place]))
+            ranks.append(
+                None if tokens in seen else place if self.scores is None else self.scores.index(self.scores[place])
+            )
             seen.add(tokens)
         return ranks
 
@@ -146,8 +150,11 @@ def tokenize_prompt(
     return Prompt(ids=_ids(ids), text=text, columns=dict(example.columns))
 
 
-def tokenize_demonstration(example: Demonstration | Labelled, tokenizer: Any, options: TokenizerOptions = DEFAULT) -> Sequence:
-    """A demonstration to learn from, prompt masked out of the loss. Raises BadRecord, ValueError for a tokenizer without end token."""
+def tokenize_demonstration(
+    example: Demonstration | Labelled, tokenizer: Any, options: TokenizerOptions = DEFAULT
+) -> Sequence:
+    """A demonstration to learn from, prompt masked out of the loss. Raises BadRecord, ValueError for a tokenizer
+    without end token."""
     prompt, (answer,) = _encode_answers(example.prompt, (example.response,), tokenizer, options)
     return Sequence(
         prompt_ids=_ids(prompt), response_ids=_ids(answer[0]), response_mask=torch.tensor(answer[1], dtype=torch.bool)
@@ -158,7 +165,9 @@ def tokenize_labelled(example: Labelled, tokenizer: Any, options: TokenizerOptio
     return TokenizedLabelled(sequence=tokenize_demonstration(example, tokenizer, options), label=example.label)
 
 
-def tokenize_preference(example: Preference, tokenizer: Any, options: TokenizerOptions = DEFAULT) -> TokenizedPreference:
+def tokenize_preference(
+    example: Preference, tokenizer: Any, options: TokenizerOptions = DEFAULT
+) -> TokenizedPreference:
     """A preference: the same prompt ids for all its answers. Raises BadRecord."""
     prompt, answers = _encode_answers(example.prompt, example.responses, tokenizer, options)
     return TokenizedPreference(
@@ -216,7 +225,8 @@ def _encode_answers(
 def _encode_texts(
     texts: tuple[ResponseText, ...], tokenizer: Any, end: int, options: TokenizerOptions
 ) -> tuple[list[int], list[tuple[list[int], list[bool]]]]:
-    """Texts without a prompt. Several of them need the same prompt, hence a begin token, or the end token in its place."""
+    """Texts without a prompt. Several of them need the same prompt, hence a begin token, or the end token in its
+    place."""
     bodies = [[*encode(text if isinstance(text, str) else '', tokenizer), end] for text in texts]
     if any(len(body) < 2 for body in bodies):
         raise BadRecord('the text has no tokens')
@@ -234,7 +244,9 @@ def _encode_pieces(
         ids = encode_after(so_far, all_ids, piece.text, tokenizer)
         counts = _turn_length(ids, end, tokenizer) if piece.trained else 0
         is_last = number == len(pieces) - 1
-        closed = piece.trained and end not in ids and (is_last or not templated)  # a template's own turns stay as it writes them
+        closed = (
+            piece.trained and end not in ids and (is_last or not templated)
+        )  # a template's own turns stay as it writes them
         if closed:
             ids = [*ids[:counts], end]
             counts = len(ids)
@@ -247,11 +259,13 @@ def _encode_pieces(
 
 
 def _turn_length(ids: list[int], end: int, tokenizer: Any) -> int:
-    """How much of a turn of the assistant counts: up to its end token, or to the special token that the template closes it with
-    (such as ChatML's) where only white space follows that."""
+    """How much of a turn of the assistant counts: up to its end token, or to the special token that the template closes
+    it with (such as ChatML's) where only white space follows that."""
     if end in ids:
         return ids.index(end) + 1
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}.union(tokenizer.all_special_ids)
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}.union(
+        tokenizer.all_special_ids
+    )
     last = next((i for i in reversed(range(len(ids))) if ids[i] in special), None)
     return last + 1 if last is not None and not tokenizer.decode(ids[last + 1 :]).strip() else len(ids)
 
@@ -263,7 +277,9 @@ def _fit(
     if limit is None or len(prompt) + longest <= limit:
         return prompt, answers
     if options.overflow == 'refuse':
-        raise BadRecord(f'{len(prompt)} tokens of prompt and {longest} of response, together more than max_length={limit}')
+        raise BadRecord(
+            f'{len(prompt)} tokens of prompt and {longest} of response, together more than max_length={limit}'
+        )
     whole = (len(prompt), longest)
     room = max(limit - longest, limit // 2)
     if len(prompt) > room:
@@ -290,13 +306,15 @@ def _ids(ids: list[int]) -> Tensor:
 def pack(documents: Iterable[Sequence], block_length: int) -> list[Sequence]:
     """Documents one after the other, cut into blocks of `block_length` tokens; only the last block may be shorter.
 
-    Each document should end with the end token (as `tokenize_demonstration` leaves it), the only thing that tells the model where
-    a new one begins: attention is *not* stopped at the border, so a document sees those before it in its block, as in the
-    pretraining of most language models. Neighbouring blocks share one token, the first of a block being the last of the one
-    before: there it is the state and not a target, so every token but the very first is a target exactly once.
+    Each document should end with the end token (as `tokenize_demonstration` leaves it), the only thing that tells the
+    model where a new one begins: attention is *not* stopped at the border, so a document sees those before it in its
+    block, as in the pretraining of most language models. Neighbouring blocks share one token, the first of a block
+    being the last of the one before: there it is the state and not a target, so every token but the very first is a
+    target exactly once.
 
     A block's mask holds what the documents' masks say (prompts are False); a block in which nothing counts is left out.
-    Documents are taken in the order given; shuffle before. Raises ValueError for a block_length under 2 or no documents.
+    Documents are taken in the order given; shuffle before. Raises ValueError for a block_length under 2 or no
+    documents.
     """
     if block_length < 2:
         raise ValueError(f'block_length={block_length}; give at least 2, the state and one token to predict')
@@ -311,7 +329,9 @@ def pack(documents: Iterable[Sequence], block_length: int) -> list[Sequence]:
     for start in range(0, len(all_ids) - 1, block_length - 1):
         block, counts = all_ids[start : start + block_length], all_mask[start + 1 : start + block_length]
         if counts.any():
-            blocks.append(Sequence(prompt_ids=block[:1].clone(), response_ids=block[1:].clone(), response_mask=counts.clone()))
+            blocks.append(
+                Sequence(prompt_ids=block[:1].clone(), response_ids=block[1:].clone(), response_mask=counts.clone())
+            )
     return blocks
 
 
@@ -327,13 +347,15 @@ def check_tokenizer(tokenizer: Any, config: Any) -> None:
     if largest >= config.vocab_size:
         token = next(t for t, i in vocab.items() if i == largest)
         raise ValueError(
-            f'the tokenizer does not match the model: its token {token!r} has id {largest}, but the model has a vocabulary of '
+            f'the tokenizer does not match the model: its token {token!r} has id {largest}, but the model has a '
+            'vocabulary of '
             f'{config.vocab_size}; use the tokenizer the model was trained with, or resize its embeddings'
         )
     ends = _known_ends(config)
     if ends and not any(end in vocab.values() for end in ends):
         raise ValueError(
-            f"the tokenizer does not match the model: the model's end token has id {ends[0]}, but the tokenizer has {len(vocab)} tokens "
+            f"the tokenizer does not match the model: the model's end token has id {ends[0]}, but the tokenizer has "
+            f'{len(vocab)} tokens '
             'and no such id; use the tokenizer the model was trained with'
         )
     if tokenizer.eos_token_id is None:

@@ -1,8 +1,9 @@
 """From samples to experience: scores, reference log-probs, values, rewards per token, advantages.
 
-`make` has a local half and a global half. Local: each rank scores its own samples and runs the models over them, in micro-batches.
-Global: the records of all ranks are gathered, ordered by sample index, and everything that looks across sequences
-(score scaling, groups, whitening) is computed from that one list on every rank, so the result does not depend on the world size.
+`make` has a local half and a global half. Local: each rank scores its own samples and runs the models over them, in
+micro-batches. Global: the records of all ranks are gathered, ordered by sample index, and everything that looks across
+sequences (score scaling, groups, whitening) is computed from that one list on every rank, so the result does not depend
+on the world size.
 
 Left out: generation (`chatgpt.rollout`) and losses.
 """
@@ -54,9 +55,11 @@ class ExperienceMaker:
         shaper: scaling, clipping and penalties of scores.
         settings: see `ExperienceSettings`.
         estimate: fills `advantages` and `returns` of the gathered, ordered list in place (rewards are there already).
-        reference_context: within it the actor computes the reference; None with `initial_model=None` means no reference.
+        reference_context: within it the actor computes the reference; None with `initial_model=None` means no
+            reference.
         actor_has_values: the actor carries a value head.
-        reference_with_policy: one forward of the actor gives both (a hydra); used where the policy has to be run anyway.
+        reference_with_policy: one forward of the actor gives both (a hydra); used where the policy has to be run
+            anyway.
     """
 
     def __init__(
@@ -132,10 +135,14 @@ class ExperienceMaker:
                 policy = self.actor(batch, temperature=s.temperature, with_logits=full_kl, **both)
                 reference = policy.reference
             if reference is None and (self.initial_model is not None or self.reference_context is not None):
-                with self.reference_context() if self.initial_model is None and self.reference_context else nullcontext():
+                with (
+                    self.reference_context() if self.initial_model is None and self.reference_context else nullcontext()
+                ):
                     model = self.actor if self.initial_model is None else self.initial_model
                     reference = model(batch, temperature=s.temperature, with_logits=full_kl)
-            values = self.critic(batch) if self.critic is not None else (policy.values if self.actor_has_values else None)
+            values = (
+                self.critic(batch) if self.critic is not None else (policy.values if self.actor_has_values else None)
+            )
             return policy, reference, values
 
         cuts = cuts_of_own(self.strategy, [e.num_tokens for e in experiences], s.max_tokens_per_batch)

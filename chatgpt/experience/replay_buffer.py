@@ -1,7 +1,7 @@
 """Where experience waits between collect and learn: single sequences, unpadded, in the order of their sample index.
 
-Every rank holds the same buffer (see docs/design.md), so batch order needs no communication. Left out: padding, batching and
-anything that knows a model.
+Every rank holds the same buffer (see docs/design.md), so batch order needs no communication. Left out: padding,
+batching and anything that knows a model.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""What gives a response its score: a reward model, a Python function, a `transformers` pipeline, or a weighted list of them.
+"""What gives a response its score: a reward model, a Python function, a `transformers` pipeline, or a weighted list of
+them.
 
 A scorer returns, for each sample, a float (one score for the sequence) or a 1-D tensor (dense: one per response token).
-Two kinds differ in who does the work. A *model* scorer runs on every rank over that rank's own samples. A *function* scorer
-runs once, on rank 0, over the whole batch of a timestep, so a function that compares responses or calls a service sees
-them all, whatever the number of processes.
+Two kinds differ in who does the work. A *model* scorer runs on every rank over that rank's own samples. A *function*
+scorer runs once, on rank 0, over the whole batch of a timestep, so a function that compares responses or calls a
+service sees them all, whatever the number of processes.
 
 Left out: what happens to a score afterwards (clipping, scaling, KL); see `chatgpt.experience.shaping`.
 """
@@ -33,7 +34,8 @@ Score = float | Tensor
 @runtime_checkable
 class Scorer(Protocol):
     def score(self, samples: list[Sample], strategy: Communicator) -> list[Score]:
-        """Scores of this rank's `samples`, in their order. Every rank calls it, possibly with different numbers of samples."""
+        """Scores of this rank's `samples`, in their order. Every rank calls it, possibly with different numbers of
+        samples."""
         ...
 
 
@@ -47,8 +49,9 @@ class RewardModelScorer:
     Args:
         model: the prepared reward model.
         tokenizer: the reward model's tokenizer when it differs from the policy's. Then texts, not ids, are handed over:
-            prompt and response are joined and tokenized again for the reward model only, by the rules of its training data
-            (`chatgpt.dataset.tokenize`): no special token but a begin token where the tokenizer adds one, and the end token of a
+            prompt and response are joined and tokenized again for the reward model only, by the rules of its training
+            data (`chatgpt.dataset.tokenize`): no special token but a begin token where the tokenizer adds one, and the
+                end token of a
             response that ended.
         max_tokens_per_batch: padded tokens of one forward; None puts all of a rank's samples in one.
         max_length: longest sequence the reward model takes; longer ones lose tokens on the left. Only with `tokenizer`.
@@ -56,9 +59,14 @@ class RewardModelScorer:
     """
 
     def __init__(
-        self, model: nn.Module, *, tokenizer: Any = None, max_tokens_per_batch: int | None = None, max_length: int | None = None,
+        self,
+        model: nn.Module,
+        *,
+        tokenizer: Any = None,
+        max_tokens_per_batch: int | None = None,
+        max_length: int | None = None,
         packing: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.packing = packing
         self.model = model
         self.tokenizer = tokenizer
@@ -73,14 +81,17 @@ class RewardModelScorer:
             response = [*response, end]
         first = begin_ids(self.tokenizer)
         prompt = body if first and body[:1] == first else [*first, *body]  # a template may have written its own
-        # An empty side would leave collate nothing to stand on; text without a prompt follows the begin token, as in training.
+        # An empty side would leave collate nothing to stand on; text without a prompt follows the begin token, as in
+        # training.
         stand_in = end if end is not None else 0
         prompt, response = prompt or [stand_in if begin is None else begin], response or [stand_in]
         if self.max_length is not None:
             response = response[-max(self.max_length - 1, 1) :]
             prompt = prompt[-max(self.max_length - len(response), 1) :]
         ids = torch.tensor(response)
-        return Sequence(prompt_ids=torch.tensor(prompt), response_ids=ids, response_mask=torch.ones_like(ids, dtype=torch.bool))
+        return Sequence(
+            prompt_ids=torch.tensor(prompt), response_ids=ids, response_mask=torch.ones_like(ids, dtype=torch.bool)
+        )
 
     @torch.no_grad()
     def score(self, samples: list[Sample], strategy: Communicator) -> list[Score]:
@@ -110,7 +121,8 @@ def models_of(scorer: Scorer | None) -> list[nn.Module]:
 
 
 def described(scorer: Scorer | None) -> Any:
-    """A scorer as JSON, for telling whether a run goes on with another: of functions name and a checksum of the source."""
+    """A scorer as JSON, for telling whether a run goes on with another: of functions name and a checksum of the
+    source."""
     if isinstance(scorer, WeightedScorer):
         return [[weight, described(inner)] for weight, inner in scorer.weighted]
     if not isinstance(scorer, FunctionScorer):
@@ -126,9 +138,9 @@ class FunctionScorer:
     """Scores with a Python function that sees the whole batch of a timestep once, on rank 0.
 
     Args:
-        fn: `fn(prompts, responses, **columns) -> list`, one number per response or one list of numbers per response (one
-            per response token); a coroutine function is awaited, all calls in one event loop. `columns` are the other columns of
-            the prompts' data rows as keyword lists; a function without `**kwargs` gets those it names.
+        fn: `fn(prompts, responses, **columns) -> list`, one number per response or one list of numbers per response
+            (one per response token); a coroutine function is awaited, all calls in one event loop. `columns` are the
+            other columns of the prompts' data rows as keyword lists; a function without `**kwargs` gets those it names.
         timeout_s: seconds after which the run stops with an error instead of waiting for ever. None waits.
     """
 
@@ -189,7 +201,8 @@ class PipelineScorer:
         labels = list(getattr(getattr(getattr(pipeline, 'model', None), 'config', None), 'id2label', {}).values())
         if label is None and len(labels) > 1:
             raise ValueError(
-                f'the pipeline has labels {labels}; say whose score counts, for example PipelineScorer(pipe, label={labels[-1]!r})'
+                f'the pipeline has labels {labels}; say whose score counts, for example PipelineScorer(pipe, '
+                f'label={labels[-1]!r})'
             )
         if label is not None and labels and label not in labels:
             raise ValueError(f'the pipeline has no label {label!r}; it has {labels}')
@@ -208,7 +221,8 @@ class PipelineScorer:
 
 
 class WeightedScorer:
-    """Weighted sum of scorers. Dense and sequence scores mix: the sequence part is added at the last action that counts."""
+    """Weighted sum of scorers. Dense and sequence scores mix: the sequence part is added at the last action that
+    counts."""
 
     def __init__(self, weighted: SequenceOf[tuple[float, Scorer]]) -> None:
         if not weighted:
@@ -238,7 +252,8 @@ def combine(parts: SequenceOf[tuple[float, Score]], sample: Sequence) -> Score:
 
 
 def as_score(value: Any, sample: Sample, source: str) -> Score:
-    """A float or a (A,) tensor out of what a scorer returned; anything not finite or of the wrong length is refused by name."""
+    """A float or a (A,) tensor out of what a scorer returned; anything not finite or of the wrong length is refused by
+    name."""
     if isinstance(value, Tensor):
         value = value.tolist()
     elif hasattr(value, 'tolist'):  # numpy scalars and arrays
@@ -247,7 +262,8 @@ def as_score(value: Any, sample: Sample, source: str) -> Score:
         dense = torch.tensor([_number(v, sample, source) for v in value])
         if len(dense) != sample.num_actions:
             raise RewardFunctionError(
-                f'{source} returned {len(dense)} token scores for sample {sample.index}, whose response has {sample.num_actions} tokens'
+                f'{source} returned {len(dense)} token scores for sample {sample.index}, whose response has '
+                f'{sample.num_actions} tokens'
             )
         if not torch.isfinite(dense).all():
             raise RewardFunctionError(f'{source} returned a score that is not finite for sample {sample.index}')
@@ -269,7 +285,8 @@ def _number(value: Any, sample: Sample, source: str) -> float:
 
 
 def call_with_timeout(fn: Callable[[], Any], timeout_s: float | None, what: str) -> Any:
-    """`fn()`, or RewardFunctionError after `timeout_s`. The call runs in a daemon thread, so a hung one cannot keep the process alive."""
+    """`fn()`, or RewardFunctionError after `timeout_s`. The call runs in a daemon thread, so a hung one cannot keep the
+    process alive."""
     if timeout_s is None:
         return fn()
     outcome: dict[str, Any] = {}
@@ -291,10 +308,15 @@ def call_with_timeout(fn: Callable[[], Any], timeout_s: float | None, what: str)
 
 
 def as_scorer(
-    reward: Any, *, max_tokens_per_batch: int | None = None, timeout_s: float | None = None, reward_tokenizer: Any = None,
+    reward: Any,
+    *,
+    max_tokens_per_batch: int | None = None,
+    timeout_s: float | None = None,
+    reward_tokenizer: Any = None,
     packing: bool = True,
-) -> Scorer | None:  # fmt: skip
-    """A `Scorer` from anything that scores text: a module, a pipeline, a function, a scorer, or a list of (weight, one of these).
+) -> Scorer | None:
+    """A `Scorer` from anything that scores text: a module, a pipeline, a function, a scorer, or a list of (weight, one
+    of these).
 
     A class is made first, without arguments. None stays None: every batch then comes with its scores.
     """
@@ -302,7 +324,9 @@ def as_scorer(
         return None
     reward = made(reward)
     if isinstance(reward, nn.Module):
-        return RewardModelScorer(reward, tokenizer=reward_tokenizer, max_tokens_per_batch=max_tokens_per_batch, packing=packing)
+        return RewardModelScorer(
+            reward, tokenizer=reward_tokenizer, max_tokens_per_batch=max_tokens_per_batch, packing=packing
+        )
     if isinstance(reward, Scorer):
         return reward
     if isinstance(reward, (list, tuple)):
@@ -311,7 +335,10 @@ def as_scorer(
             if not (isinstance(item, (list, tuple)) and len(item) == 2 and isinstance(item[0], (int, float))):
                 raise ValueError(f'a list of rewards holds (weight, reward) pairs; got {item!r}')
             inner = as_scorer(
-                item[1], max_tokens_per_batch=max_tokens_per_batch, timeout_s=timeout_s, reward_tokenizer=reward_tokenizer,
+                item[1],
+                max_tokens_per_batch=max_tokens_per_batch,
+                timeout_s=timeout_s,
+                reward_tokenizer=reward_tokenizer,
                 packing=packing,
             )
             if inner is None:
@@ -323,6 +350,7 @@ def as_scorer(
     if callable(reward):
         return FunctionScorer(reward, timeout_s=timeout_s)
     raise ValueError(
-        f'reward_model must be a RewardModel, a function fn(prompts, responses, **columns), a pipeline, a Scorer, or a list of '
+        'reward_model must be a RewardModel, a function fn(prompts, responses, **columns), a pipeline, a Scorer, or a '
+        'list of '
         f'(weight, reward) pairs; got {type(reward).__name__}'
     )

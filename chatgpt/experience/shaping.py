@@ -1,10 +1,11 @@
 """From a raw score to the number that enters the reward: scaling by running moments, clipping, penalties.
 
-Order, each step optional: scale or normalise by running moments, clip to ±c, replace for a response that did not end, subtract a
-length penalty. Everything is computed from the scores of all ranks, in sample order, so world size cannot enter.
+Order, each step optional: scale or normalise by running moments, clip to ±c, replace for a response that did not end,
+subtract a length penalty. Everything is computed from the scores of all ranks, in sample order, so world size cannot
+enter.
 
-Dense scores (one per token) are shaped so that their sum becomes what one score of the same sum would: factors act on every token, and what
-is added or replaced is paid once, at the last token that counts.
+Dense scores (one per token) are shaped so that their sum becomes what one score of the same sum would: factors act on
+every token, and what is added or replaced is paid once, at the last token that counts.
 """
 
 from __future__ import annotations
@@ -63,14 +64,16 @@ class ScoreShaper:
     """Turns raw scores into the ones that enter the reward.
 
     Args:
-        scaling: 'running' divides by the running standard deviation, 'norm' also subtracts the running mean, 'ref' divides by
-            the standard deviation of the first batch, 'none' leaves scores alone (trlX `scale_reward`, TRL `use_score_scaling`
-            and `use_score_norm`). While all scores so far are equal nothing is divided, and 'ref' goes on to the next batch.
+        scaling: 'running' divides by the running standard deviation, 'norm' also subtracts the running mean, 'ref'
+            divides by the standard deviation of the first batch, 'none' leaves scores alone (trlX `scale_reward`, TRL
+            `use_score_scaling` and `use_score_norm`). While all scores so far are equal nothing is divided, and 'ref'
+            goes on to the next batch.
         clip: shaped scores stay within ±clip.
-        missing_eos_score: score of a response that ran out of room instead of ending (−1 in arXiv 2403.17031). It replaces.
+        missing_eos_score: score of a response that ran out of room instead of ending (−1 in arXiv 2403.17031). It
+            replaces.
         token_penalty: subtracted per response token that counts.
-        overlong: (room, buffer): the last `buffer` tokens before the limit cost up to 1 (Yu et al. 2025, equation 13). `room` gives
-            the limit of new tokens after a prompt of so many, such as `SamplingParams.room`.
+        overlong: (room, buffer): the last `buffer` tokens before the limit cost up to 1 (Yu et al. 2025, equation 13).
+            `room` gives the limit of new tokens after a prompt of so many, such as `SamplingParams.room`.
     """
 
     def __init__(

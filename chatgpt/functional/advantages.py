@@ -1,14 +1,15 @@
 """Rewards per token, and advantages from rewards, values or scores.
 
-Per-token quantities of a phase are lists: one 1-D tensor per sequence, each of its own length A. Work is vectorised over
-sequences by elementwise operations only, so a sequence's numbers are the same bits whatever else is in the list.
+Per-token quantities of a phase are lists: one 1-D tensor per sequence, each of its own length A. Work is vectorised
+over sequences by elementwise operations only, so a sequence's numbers are the same bits whatever else is in the list.
 
-Masks: a token whose mask is False (tool output inside a response) is no step. The next token that counts is the successor
-of the one before; rewards and values at such tokens are never read, advantages and returns there are 0. `masks=None`
-means that all count.
+Masks: a token whose mask is False (tool output inside a response) is no step. The next token that counts is the
+successor of the one before; rewards and values at such tokens are never read, advantages and returns there are 0.
+`masks=None` means that all count.
 
-Two sorts of estimator: over the tokens of a response (`gae`, `a2c`, `reinforce_pp`, `reinforce_pp_baseline`) and over the
-responses to one prompt, one number per response (`grpo`, `dr_grpo`, `rloo`, `gdpo`), which `spread` puts on its tokens.
+Two sorts of estimator: over the tokens of a response (`gae`, `a2c`, `reinforce_pp`, `reinforce_pp_baseline`) and over
+the responses to one prompt, one number per response (`grpo`, `dr_grpo`, `rloo`, `gdpo`), which `spread` puts on its
+tokens.
 
 Left out: KL estimates (`kl.py`), scaling and clipping of scores, which estimator a run uses.
 """
@@ -26,7 +27,9 @@ from chatgpt.functional.masking import Reduce, segment_count, segment_mean, segm
 Lists = Sequence[Tensor]
 
 
-def token_rewards(kl: Tensor, beta: float, score: float | Tensor, mask: Tensor, *, token_scores: Tensor | None = None) -> Tensor:
+def token_rewards(
+    kl: Tensor, beta: float, score: float | Tensor, mask: Tensor, *, token_scores: Tensor | None = None
+) -> Tensor:
     """reward[t] = −beta · kl[t] (+ token_scores[t]), and the score added once, at the last token that counts.
 
     Source: Ziegler et al. 2019, equation 2 (the score minus β log(π / ρ)), per token as in Stiennon et al. 2020 and
@@ -91,7 +94,8 @@ def gae(
 
 
 def monte_carlo_returns(rewards: Lists, masks: Lists | None = None, *, gamma: float = 1.0) -> list[Tensor]:
-    """R[t] = r[t] + γ R[t+1] over the tokens that count, 0 after the last (Williams 1992; Sutton & Barto 2018, equation 3.9)."""
+    """R[t] = r[t] + γ R[t+1] over the tokens that count, 0 after the last (Williams 1992; Sutton & Barto 2018, equation
+    3.9)."""
     masks = _all_count(rewards) if masks is None else masks
     _check_lists('masks', rewards, masks)
     if not rewards:
@@ -105,7 +109,9 @@ def monte_carlo_returns(rewards: Lists, masks: Lists | None = None, *, gamma: fl
     return _cut(returns, rewards)
 
 
-def a2c(rewards: Lists, values: Lists, masks: Lists | None = None, *, gamma: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
+def a2c(
+    rewards: Lists, values: Lists, masks: Lists | None = None, *, gamma: float = 1.0
+) -> tuple[list[Tensor], list[Tensor]]:
     """A[t] = R[t] − V[t] with Monte-Carlo returns: advantage actor-critic whose steps reach to the end of the response.
 
     Source: Mnih et al. 2016, section 4 and algorithm S3. Equals `gae` with λ = 1. Returns advantages and returns.
@@ -113,15 +119,17 @@ def a2c(rewards: Lists, values: Lists, masks: Lists | None = None, *, gamma: flo
     _check_lists('values', rewards, values)
     masks = _all_count(rewards) if masks is None else masks
     returns = monte_carlo_returns(rewards, masks, gamma=gamma)
-    advantages = [torch.where(m, ret - v, torch.zeros_like(ret)) for ret, v, m in zip(returns, values, masks, strict=True)]
+    advantages = [
+        torch.where(m, ret - v, torch.zeros_like(ret)) for ret, v, m in zip(returns, values, masks, strict=True)
+    ]
     return advantages, returns
 
 
 def grpo(scores: Tensor, groups: Tensor, *, eps: float = 1e-4) -> Tensor:
     """(score − group mean) / (group std + eps), one number per response.
 
-    Source: DeepSeekMath, Shao et al. 2024, section 4.1.2 (outcome supervision). std is the unbiased one and eps 1e-4, as
-    in TRL; the paper names neither. A response alone in its group gets 0: it has nothing to be compared with.
+    Source: DeepSeekMath, Shao et al. 2024, section 4.1.2 (outcome supervision). std is the unbiased one and eps 1e-4,
+    as in TRL; the paper names neither. A response alone in its group gets 0: it has nothing to be compared with.
 
     Args:
         scores: (M,) floating point.
@@ -148,8 +156,10 @@ def dr_grpo(scores: Tensor, groups: Tensor) -> Tensor:
 def rloo(scores: Tensor, groups: Tensor) -> Tensor:
     """score − mean of the other scores in the group, (M,).
 
-    Source: REINFORCE leave-one-out, Kool et al. 2019; for language models Ahmadian et al. 2024, "Back to Basics", section
-    2. The paper's score is already KL-penalised: pass score − β · (sum of kl over the response). Arguments as in `grpo`.
+    Source: REINFORCE leave-one-out, Kool et al. 2019; for language models Ahmadian et al. 2024, "Back to Basics",
+    section
+    2. The paper's score is already KL-penalised: pass score − β · (sum of kl over the response). Arguments as in
+       `grpo`.
 
     Raises:
         ValueError: a group with one response, which has no others.
@@ -158,18 +168,22 @@ def rloo(scores: Tensor, groups: Tensor) -> Tensor:
     wide = scores.double()
     if len(counts) and int(counts.min()) < 2:
         alone = int(groups[counts[index] == 1][0])
-        raise ValueError(f'rloo: group {alone} has one response; leave-one-out needs num_samples_per_prompt of 2 or more')
+        raise ValueError(
+            f'rloo: group {alone} has one response; leave-one-out needs num_samples_per_prompt of 2 or more'
+        )
     total = segment_sum(wide, index, len(counts))
     others = (total[index] - wide) / (counts[index] - 1)
     return (wide - others).to(scores.dtype)
 
 
 def gdpo(scores: Tensor, weights: Tensor, groups: Tensor, *, eps: float = 1e-4) -> Tensor:
-    """Σ_k w_k (score_k − group mean) / (group std + eps), one number per response: every reward is normalised apart, then added.
+    """Σ_k w_k (score_k − group mean) / (group std + eps), one number per response: every reward is normalised apart,
+    then added.
 
-    A sum that is normalised as a whole makes one advantage of different mixtures of rewards with one sum, and lets the reward that varies
-    most decide. Source: GDPO, Liu et al. 2026, "Group reward-Decoupled Normalization Policy Optimization", arXiv 2601.05242, section 3.1;
-    its last step is `normalised`. std and eps as in `grpo`. A response alone in its group gets 0.
+    A sum that is normalised as a whole makes one advantage of different mixtures of rewards with one sum, and lets the
+    reward that varies most decide. Source: GDPO, Liu et al. 2026, "Group reward-Decoupled Normalization Policy
+    Optimization", arXiv 2601.05242, section 3.1; its last step is `normalised`. std and eps as in `grpo`. A response
+    alone in its group gets 0.
 
     Args:
         scores: (M, K) floating point, of K rewards.
@@ -180,15 +194,22 @@ def gdpo(scores: Tensor, weights: Tensor, groups: Tensor, *, eps: float = 1e-4) 
         (M,) of scores' dtype.
     """
     if scores.dim() != 2 or weights.shape != scores.shape[1:]:
-        raise ValueError(f'scores must be (M, K) and weights (K,); got {tuple(scores.shape)} and {tuple(weights.shape)}')
-    parts = [weight * grpo(column, groups, eps=eps) for weight, column in zip(weights.double(), scores.double().T, strict=True)]
+        raise ValueError(
+            f'scores must be (M, K) and weights (K,); got {tuple(scores.shape)} and {tuple(weights.shape)}'
+        )
+    parts = [
+        weight * grpo(column, groups, eps=eps)
+        for weight, column in zip(weights.double(), scores.double().T, strict=True)
+    ]
     return torch.stack(parts).sum(0).to(scores.dtype)
 
 
 def normalised(per_sequence: Tensor, *, eps: float = 1e-4) -> Tensor:
-    """(x − mean) / (std + eps) over responses, (M,): GDPO's last step (arXiv 2601.05242, section 3.1), over the batch of all groups.
+    """(x − mean) / (std + eps) over responses, (M,): GDPO's last step (arXiv 2601.05242, section 3.1), over the batch
+    of all groups.
 
-    It keeps the size of the advantages whatever the number of rewards. std is the unbiased one; a single response gives 0.
+    It keeps the size of the advantages whatever the number of rewards. std is the unbiased one; a single response gives
+    0.
     """
     wide = per_sequence.double()
     if len(wide) < 2:
@@ -204,7 +225,12 @@ def spread(per_sequence: Tensor, masks: Lists) -> list[Tensor]:
 
 
 def reinforce_pp(
-    rewards: Lists, masks: Lists | None = None, *, gamma: float = 1.0, whiten_all: bool = True, reduce: Reduce | None = None
+    rewards: Lists,
+    masks: Lists | None = None,
+    *,
+    gamma: float = 1.0,
+    whiten_all: bool = True,
+    reduce: Reduce | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """REINFORCE++: discounted returns of the KL-penalised token rewards, whitened over all tokens of the phase.
 
@@ -260,7 +286,9 @@ def reinforce_pp_baseline(
 def _centred(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """fp64 scores minus their group's mean, the group index of each (0, 1, ...), and the size of each group."""
     if scores.dim() != 1 or scores.shape != groups.shape:
-        raise ValueError(f'scores and groups must be 1-D and of one length; got {tuple(scores.shape)} and {tuple(groups.shape)}')
+        raise ValueError(
+            f'scores and groups must be 1-D and of one length; got {tuple(scores.shape)} and {tuple(groups.shape)}'
+        )
     wide = scores.double()
     index = groups.unique(return_inverse=True)[1]
     num_groups = int(index.max()) + 1 if len(index) else 0

@@ -1,15 +1,17 @@
-"""Implicit language Q-learning (ILQL): losses of Q heads, V head and policy, and the logits to decode with. All unreduced, (N,).
+"""Implicit language Q-learning (ILQL): losses of Q heads, V head and policy, and the logits to decode with. All
+unreduced, (N,).
 
-Source of all: Snell et al. 2022, "Offline RL for natural language generation with implicit language Q learning", sections
-4 and 5; the expectile is that of IQL, Kostrikov et al. 2021, equation 5; the conservative term that of CQL, Kumar et al.
+Source of all: Snell et al. 2022, "Offline RL for natural language generation with implicit language Q learning",
+sections 4 and 5; the expectile is that of IQL, Kostrikov et al. 2021, equation 5; the conservative term that of CQL,
+Kumar et al.
 2020.
 
 The state before an action has a value V; taking a token has a value Q. The full loss is
 
     Σ_heads td_loss + expectile_value_loss + cql_scale · Σ_heads cql_loss + awac_scale · awac_loss
 
-with Q of the actions taken, target Qs from slowly moving copies of the heads, and rewards that are standardised over the
-data set and placed on the last token that counts.
+with Q of the actions taken, target Qs from slowly moving copies of the heads, and rewards that are standardised over
+the data set and placed on the last token that counts.
 
 Left out: the heads, Polyak averaging of the targets, sampling.
 """
@@ -23,7 +25,8 @@ from torch import Tensor
 
 
 def next_values(values: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
-    """V at the successor of each action: the next one of its sequence that counts; 0 after the last, and where the mask is False.
+    """V at the successor of each action: the next one of its sequence that counts; 0 after the last, and where the mask
+    is False.
 
     Args:
         values: (N,) V at the state before each action.
@@ -81,9 +84,11 @@ def expectile_value_loss(values: Tensor, target_q: Tensor, *, tau: float = 0.7) 
 
 
 def cql_loss(q_all: Tensor, ids: Tensor) -> Tensor:
-    """log Σ_v exp Q(s, v) − Q(s, a): cross-entropy of the action taken under softmax(Q), which keeps unseen tokens' Q low.
+    """log Σ_v exp Q(s, v) − Q(s, a): cross-entropy of the action taken under softmax(Q), which keeps unseen tokens' Q
+    low.
 
-    It is −log softmax(Q)[a], so that `logprobs.chunked_logprobs(hidden, q_head, ids)` gives it without (N, V) ever existing.
+    It is −log softmax(Q)[a], so that `logprobs.chunked_logprobs(hidden, q_head, ids)` gives it without (N, V) ever
+    existing.
 
     Args:
         q_all: (N, V) of one head.
@@ -96,7 +101,8 @@ def cql_loss(q_all: Tensor, ids: Tensor) -> Tensor:
 def awac_loss(
     logprobs: Tensor, target_q: Tensor, values: Tensor, *, beta: float = 0.0, max_weight: float | None = None
 ) -> Tensor:
-    """−exp(β (Q − V)) log π(a), with the weight as a constant: next-token loss, weighted by advantage (AWAC, Nair et al. 2020).
+    """−exp(β (Q − V)) log π(a), with the weight as a constant: next-token loss, weighted by advantage (AWAC, Nair et
+    al. 2020).
 
     Args:
         logprobs: (N,) of the policy at the actions taken.

@@ -1,7 +1,8 @@
-"""Kullback-Leibler divergence per token: estimators from log-probs, the exact sum over the vocabulary, coefficient controllers.
+"""Kullback-Leibler divergence per token: estimators from log-probs, the exact sum over the vocabulary, coefficient
+controllers.
 
-Direction, everywhere: the token was drawn from the policy q, and the number estimates KL(q || p) = E_q[log q − log p] to
-the reference p. With r = p / q, log r = ref_logprobs − logprobs.
+Direction, everywhere: the token was drawn from the policy q, and the number estimates KL(q || p) = E_q[log q − log p]
+to the reference p. With r = p / q, log r = ref_logprobs − logprobs.
 
 Left out: where the number goes. In the reward it is a constant; as a loss its gradient matters, see `kl_penalty`.
 """
@@ -18,7 +19,8 @@ KLKind = Literal['k1', 'k2', 'k3', 'abs', 'full']
 _KINDS = ('k1', 'k2', 'k3', 'abs')
 
 MAX_LOG_RATIO = 20.0
-"""log-ratios are cut to this before exp: far outside any clip range, and an infinite ratio would make NaN of a masked gradient"""
+"""log-ratios are cut to this before exp: far outside any clip range, and an infinite ratio would make NaN of a masked
+gradient"""
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = 'k1') -> Tensor:
@@ -29,7 +31,8 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = 'k1') -> T
         k3 = (r − 1) − log r    unbiased, never negative; log r above MAX_LOG_RATIO counts as that, without gradient
         abs = |log r|
 
-    Source: Schulman 2020, "Approximating KL divergence"; 'abs' and k2 (there called 'mse') are also TRL's `kl_penalty` choices.
+    Source: Schulman 2020, "Approximating KL divergence"; 'abs' and k2 (there called 'mse') are also TRL's `kl_penalty`
+    choices.
 
     As a loss on tokens drawn from the policy itself, the expected gradient of k1 is 0 and that of k2 is the gradient of
     the KL; k3, the choice of GRPO (Shao et al. 2024, equation 4), agrees with it to first order in log r.
@@ -69,8 +72,8 @@ def kl_full(logits: Tensor, ref_logits: Tensor) -> Tensor:
         ref_logits: (..., V) of the reference, likewise.
 
     Returns:
-        (...) fp32 (fp64 for fp64 logits). Tokens that the policy cannot draw (−inf) add 0; a token that only the reference cannot
-        draw counts as if its log-prob were the lowest finite number.
+        (...) fp32 (fp64 for fp64 logits). Tokens that the policy cannot draw (−inf) add 0; a token that only the
+        reference cannot draw counts as if its log-prob were the lowest finite number.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     lowest = torch.finfo(dtype).min
@@ -140,6 +143,7 @@ class AdaptiveKLController:
 def _value_of(state: dict[str, Any], kind: str) -> float:
     if state.get('kind') != kind:
         raise ValueError(
-            f'the saved state belongs to a {state.get("kind")!r} KL controller, this one is {kind!r}; use the same kl_target setting'
+            f'the saved state belongs to a {state.get("kind")!r} KL controller, this one is {kind!r}; use the same '
+            'kl_target setting'
         )
     return float(state['value'])

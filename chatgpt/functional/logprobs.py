@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 CHUNK_ELEMENTS_CPU = 2**22
 """C · V of a chunk on a CPU: 16 MiB in fp32, which stays near the caches"""
 CHUNK_ELEMENTS_ACCELERATOR = 2**26
-"""C · V of a chunk on an accelerator: 256 MiB in fp32, enough rows that the head's weight is not read for a handful of them"""
+"""C · V of a chunk on an accelerator: 256 MiB in fp32, enough rows that the head's weight is not read for a handful of
+them"""
 
 
 def logprobs_of(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
@@ -62,7 +63,8 @@ def chunked_logprobs(
         ids: (N,) int64.
         temperature: divides the logits.
         chunk_size: rows of a chunk; None bounds C · V by `CHUNK_ELEMENTS_CPU` or `CHUNK_ELEMENTS_ACCELERATOR`.
-        vocab_size: V. None takes `head.out_features`, or sends one row through the head to see; needed only without `chunk_size`.
+        vocab_size: V. None takes `head.out_features`, or sends one row through the head to see; needed only without
+            `chunk_size`.
         with_entropy: also compute the entropy.
 
     Returns:

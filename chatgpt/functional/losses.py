@@ -24,7 +24,12 @@ _AGGREGATIONS = ('token', 'sequence', 'sequence_sum')
 
 
 def aggregate(
-    loss: Tensor, mask: Tensor, rows: Tensor, num_sequences: int, mode: Aggregation = 'token', normalizer: float | Tensor = 1.0
+    loss: Tensor,
+    mask: Tensor,
+    rows: Tensor,
+    num_sequences: int,
+    mode: Aggregation = 'token',
+    normalizer: float | Tensor = 1.0,
 ) -> Tensor:
     """This micro-batch's share of a loss.
 
@@ -32,15 +37,16 @@ def aggregate(
         'sequence'      Σ_b mean_{t in b} loss / normalizer    normalizer: sequences
         'sequence_sum'  Σ_b Σ_{t in b} loss / normalizer       normalizer: sequences × a constant length
 
-    Sources: 'token' is PPO's and DAPO's (Yu et al. 2025, section 3.3), 'sequence' GRPO's (Shao et al. 2024, equation 3),
-    'sequence_sum' Dr. GRPO's (Liu et al. 2025, section 3).
+    Sources: 'token' is PPO's and DAPO's (Yu et al. 2025, section 3.3), 'sequence' GRPO's (Shao et al. 2024, equation
+    3), 'sequence_sum' Dr. GRPO's (Liu et al. 2025, section 3).
 
     Args:
         loss: (N,) per token.
         mask: (N,) bool, True = counts.
         rows: (N,) int64, the sequence of each token.
         num_sequences: B of this micro-batch.
-        normalizer: over the whole train batch, all ranks and micro-batches; `aggregation_count` gives a part's share of it.
+        normalizer: over the whole train batch, all ranks and micro-batches; `aggregation_count` gives a part's share of
+            it.
 
     Returns:
         scalar; 0 where nothing counts. A sequence without tokens that count adds 0.
@@ -56,7 +62,8 @@ def aggregate(
 def aggregation_count(
     mask: Tensor, rows: Tensor, num_sequences: int, mode: Aggregation = 'token', constant_length: int | None = None
 ) -> int:
-    """What a part of the train batch adds to `aggregate`'s normalizer: tokens, sequences, or sequences × `constant_length`.
+    """What a part of the train batch adds to `aggregate`'s normalizer: tokens, sequences, or sequences ×
+    `constant_length`.
 
     Only tokens whose mask is True, and sequences with at least one of them, are counted.
     """
@@ -68,7 +75,8 @@ def aggregation_count(
         return sequences
     if constant_length is None or constant_length < 1:
         raise ValueError(
-            f"mode 'sequence_sum' divides by a constant length of at least 1; got {constant_length!r}, give max_new_tokens"
+            f"mode 'sequence_sum' divides by a constant length of at least 1; got {constant_length!r}, give "
+            'max_new_tokens'
         )
     return sequences * constant_length
 
@@ -85,8 +93,8 @@ def clipped_policy_loss(
     """max(−A ρ, −A clip(ρ, 1 − eps_low, 1 + eps_high)) with ρ = π / π_old = exp(logprobs − old_logprobs).
 
     Sources: Schulman et al. 2017, equation 7 (with the sign of a loss); eps_high ≠ eps_low is DAPO's clip-higher, Yu et
-    al. 2025, section 3.1. With `dual_clip` c the loss of a negative advantage is at most −c A (Ye et al. 2020, "Mastering
-    complex control in MOBA games with deep reinforcement learning").
+    al. 2025, section 3.1. With `dual_clip` c the loss of a negative advantage is at most −c A (Ye et al. 2020,
+    "Mastering complex control in MOBA games with deep reinforcement learning").
 
     Args:
         logprobs: (N,) or any shape, of the policy that learns.
@@ -133,10 +141,11 @@ def gspo_policy_loss(
 
 
 def cispo_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, eps_high: float = 0.2) -> Tensor:
-    """−A · sg(min(ρ, 1 + eps_high)) · log π with ρ = π / π_old: the weight is clipped, not the update, so every token keeps a gradient.
+    """−A · sg(min(ρ, 1 + eps_high)) · log π with ρ = π / π_old: the weight is clipped, not the update, so every token
+    keeps a gradient.
 
-    Source: CISPO, MiniMax-M1, arXiv 2506.13585, section 3.1, equations 4 and 5. The paper's weight may have a lower bound as well, which
-    its runs left out; so does this. Its objective is `aggregate` in mode 'token'.
+    Source: CISPO, MiniMax-M1, arXiv 2506.13585, section 3.1, equations 4 and 5. The paper's weight may have a lower
+    bound as well, which its runs left out; so does this. Its objective is `aggregate` in mode 'token'.
 
     Args:
         logprobs: (N,) or any shape, of the policy that learns.
@@ -151,7 +160,9 @@ def cispo_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor
     return -advantages * _ratio(logprobs.detach() - old_logprobs).clamp_max(1 + eps_high) * logprobs
 
 
-def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, rows: Tensor, num_sequences: int) -> Tensor:
+def sequence_log_ratio(
+    logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, rows: Tensor, num_sequences: int
+) -> Tensor:
     """mean over a sequence's tokens of logprobs − old_logprobs, on each of its tokens: (N,). See `gspo_policy_loss`."""
     return segment_mean(logprobs - old_logprobs, rows, num_sequences, mask=mask)[rows]
 
@@ -204,8 +215,8 @@ def pairwise_log_sigmoid_loss(chosen: Tensor, rejected: Tensor, margin: Tensor |
 def pairwise_log_exp_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
     """log(1 + exp(rejected − chosen)), per pair: the log-exp form of the pairwise loss, equal to the log-sigmoid one.
 
-    Source: Askell et al. 2021, "A general language assistant as a laboratory for alignment". Computed as logaddexp, which
-    neither overflows nor rounds a large difference.
+    Source: Askell et al. 2021, "A general language assistant as a laboratory for alignment". Computed as logaddexp,
+    which neither overflows nor rounds a large difference.
     """
     difference = rejected - chosen
     return torch.logaddexp(torch.zeros_like(difference), difference)
@@ -223,9 +234,9 @@ class RankedPairs(NamedTuple):
 def ranked_pairs(groups: Tensor, ranks: Tensor) -> RankedPairs:
     """All pairs of answers to one prompt that differ in rank: C(K, 2) of K answers without ties.
 
-    With s = scores, Σ weights · pairwise loss(s[better], s[worse]) / prompts is Ouyang et al. 2022, equation 1. All pairs
-    of a prompt belong into one batch, or answers are seen several times per epoch and the model overfits (section 3.5
-    there).
+    With s = scores, Σ weights · pairwise loss(s[better], s[worse]) / prompts is Ouyang et al. 2022, equation 1. All
+    pairs of a prompt belong into one batch, or answers are seen several times per epoch and the model overfits (section
+    3.5 there).
 
     Args:
         groups: (M,) int64, equal for answers to one prompt.
@@ -239,9 +250,9 @@ def ranked_pairs(groups: Tensor, ranks: Tensor) -> RankedPairs:
 def importance_weighted(estimate: Tensor, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """ρ · estimate with ρ = exp(logprobs − old_logprobs), per token; the gradient goes through both.
 
-    A KL estimator is an expectation under the policy that learns, its tokens were drawn by the one that collected: ρ makes the value
-    unbiased, and the gradient of ρ · k3 is that of the KL, which the gradient of k3 alone is not. Source: DeepSeek-V3.2,
-    arXiv 2512.02556, section 3.1, "Unbiased KL estimate"; TRL's `use_bias_correction_kl`.
+    A KL estimator is an expectation under the policy that learns, its tokens were drawn by the one that collected: ρ
+    makes the value unbiased, and the gradient of ρ · k3 is that of the KL, which the gradient of k3 alone is not.
+    Source: DeepSeek-V3.2, arXiv 2512.02556, section 3.1, "Unbiased KL estimate"; TRL's `use_bias_correction_kl`.
 
     Args:
         estimate: (N,) or any shape, as `kl_penalty` gives it.
@@ -256,8 +267,8 @@ def truncated_importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, c
 
     For engines whose log-probs differ from the trainer's: `logprobs` are the trainer's for the very weights that
     generated (the old ones), `behaviour_logprobs` the engine's. Multiply the policy loss by it. Sources: Ionides 2008,
-    "Truncated importance sampling"; for language models Yao et al. 2025, "Your efficient RL framework secretly brings you
-    off-policy RL training".
+    "Truncated importance sampling"; for language models Yao et al. 2025, "Your efficient RL framework secretly brings
+    you off-policy RL training".
     """
     if not cap > 0:
         raise ValueError(f'cap={cap!r} must be positive')
@@ -265,7 +276,8 @@ def truncated_importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, c
 
 
 class PolicyStats(NamedTuple):
-    """Sums over the tokens that count, so that micro-batches and ranks add up; divide by `num_tokens`. fp64 scalars without gradient."""
+    """Sums over the tokens that count, so that micro-batches and ranks add up; divide by `num_tokens`. fp64 scalars
+    without gradient."""
 
     num_tokens: Tensor
     approx_kl: Tensor
@@ -287,8 +299,8 @@ def policy_stats(
 ) -> PolicyStats:
     """How far the policy has moved from the one that collected; ρ = exp(logprobs − old_logprobs), all (N,).
 
-    Sources: "The 37 implementation details of PPO", detail 12 (clip fraction: |ρ − 1| beyond the range, approximate KL);
-    Schulman 2020 for k1, k3.
+    Sources: "The 37 implementation details of PPO", detail 12 (clip fraction: |ρ − 1| beyond the range, approximate
+    KL); Schulman 2020 for k1, k3.
     """
     new, old = logprobs.double(), old_logprobs.double()
     ratio = _ratio(new - old)
@@ -301,20 +313,26 @@ def policy_stats(
         clipped=(outside & mask).sum().double(),
         ratio=masked_sum(ratio, mask),
         ratio_min=torch.cat([ratio.masked_fill(~mask, float('inf')).flatten(), ratio.new_tensor([float('inf')])]).min(),
-        ratio_max=torch.cat([ratio.masked_fill(~mask, -float('inf')).flatten(), ratio.new_tensor([-float('inf')])]).max(),
+        ratio_max=torch.cat(
+            [ratio.masked_fill(~mask, -float('inf')).flatten(), ratio.new_tensor([-float('inf')])]
+        ).max(),
     )
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> Tensor:
-    """1 − Var(R − V) / Var(R) over the tokens that count: 1 is perfect, 0 no better than a constant; 0 where R does not vary."""
+    """1 − Var(R − V) / Var(R) over the tokens that count: 1 is perfect, 0 no better than a constant; 0 where R does not
+    vary."""
     total = masked_var(returns.double(), mask, unbiased=False, reduce=reduce)
     rest = masked_var(returns.double() - values.double(), mask, unbiased=False, reduce=reduce)
     safe = torch.where(total > 0, total, torch.ones_like(total))
     return torch.where(total > 0, 1.0 - rest / safe, torch.zeros_like(total))
 
 
-def sequence_logprobs(logprobs: Tensor, mask: Tensor, rows: Tensor, num_sequences: int, *, average: bool = False) -> Tensor:
-    """log π(response | prompt) of each sequence, (B,): the sum over its tokens that count, or their mean with `average`."""
+def sequence_logprobs(
+    logprobs: Tensor, mask: Tensor, rows: Tensor, num_sequences: int, *, average: bool = False
+) -> Tensor:
+    """log π(response | prompt) of each sequence, (B,): the sum over its tokens that count, or their mean with
+    `average`."""
     fold = segment_mean if average else segment_sum
     return fold(logprobs, rows, num_sequences, mask=mask)
 
@@ -328,7 +346,9 @@ def _clipped_surrogate(
 ) -> Tensor:
     high = eps_low if eps_high is None else eps_high
     if not 0 <= eps_low < 1 or not high >= 0:
-        raise ValueError(f'clip range eps_low={eps_low!r}, eps_high={high!r} is not allowed; 0 <= eps_low < 1 and eps_high >= 0')
+        raise ValueError(
+            f'clip range eps_low={eps_low!r}, eps_high={high!r} is not allowed; 0 <= eps_low < 1 and eps_high >= 0'
+        )
     ratio = _ratio(log_ratio)
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - eps_low, 1 + high))
     if dual_clip is None:

@@ -1,11 +1,11 @@
 """Sums, means, variances and whitening over the tokens that count, and sums per sequence.
 
 Every statistic takes an optional `reduce`: a function that sums a tensor over ranks (for example a strategy's
-all-reduce). With it, a mean or a variance is that of the tokens of all ranks, whatever each of them holds. A result made
-with `reduce` must be treated as a constant: gradients do not flow through the other ranks.
+all-reduce). With it, a mean or a variance is that of the tokens of all ranks, whatever each of them holds. A result
+made with `reduce` must be treated as a constant: gradients do not flow through the other ranks.
 
-Sums are accumulated in float64, so that neither the order nor the cut of a batch shows in a float32 result. Values where
-the mask is False are never read: they may be NaN or infinite.
+Sums are accumulated in float64, so that neither the order nor the cut of a batch shows in a float32 result. Values
+where the mask is False are never read: they may be NaN or infinite.
 
 Left out: losses (`losses.aggregate` divides by counts), and who reduces.
 """
@@ -47,7 +47,8 @@ def masked_mean(x: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> Ten
 
 
 def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True, reduce: Reduce | None = None) -> Tensor:
-    """Variance of x where mask is True, scalar of x's dtype, in two passes: Σ (x − mean)² / (n − 1), or / n when not `unbiased`.
+    """Variance of x where mask is True, scalar of x's dtype, in two passes: Σ (x − mean)² / (n − 1), or / n when not
+    `unbiased`.
 
     0 for no or one token that counts. Arguments as in `masked_sum`.
     """
@@ -78,8 +79,8 @@ def whiten(
         reduce: sums over ranks.
 
     Returns:
-        x's shape and dtype, 0 where the mask is False. A constant, a single token included, has no scale and is not divided: it
-        becomes 0 with `shift_mean` and stays itself without.
+        x's shape and dtype, 0 where the mask is False. A constant, a single token included, has no scale and is not
+        divided: it becomes 0 with `shift_mean` and stays itself without.
     """
     _check(x, mask)
     count, mean = _moments(x, mask, reduce)
@@ -101,8 +102,8 @@ def segment_sum(x: Tensor, rows: Tensor, num_segments: int, *, mask: Tensor | No
         mask: (N,) bool, True = counts; None counts all.
 
     Returns:
-        (B,) of x's dtype, 0 for a sequence without tokens that count. Differentiable. The same inputs give the same bits
-        on CUDA too.
+        (B,) of x's dtype, 0 for a sequence without tokens that count. Differentiable. The same inputs give the same
+        bits on CUDA too.
     """
     if x.dim() != 1 or x.shape != rows.shape:
         raise ValueError(f'x and rows must be 1-D and of one length; got {tuple(x.shape)} and {tuple(rows.shape)}')

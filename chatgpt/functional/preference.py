@@ -1,8 +1,8 @@
 """Preference losses: the DPO family, KTO, ORPO, SimPO. One number per pair, or per response for KTO, unreduced.
 
 Inputs are log-probs of whole responses, (B,): sums over their tokens, or means where a method says so
-(`losses.sequence_logprobs` makes both). "Margin" is the difference of log-ratios that `dpo_margin` computes; the implicit
-reward of a response is β (log π − log π_ref), so β · margin is chosen reward − rejected reward.
+(`losses.sequence_logprobs` makes both). "Margin" is the difference of log-ratios that `dpo_margin` computes; the
+implicit reward of a response is β (log π − log π_ref), so β · margin is chosen reward − rejected reward.
 
 Left out: models and pairing.
 """
@@ -36,7 +36,8 @@ def ipo_loss(margin: Tensor, *, beta: float = 0.1) -> Tensor:
 def cdpo_loss(margin: Tensor, *, beta: float = 0.1, label_smoothing: float = 0.1) -> Tensor:
     """−(1 − ε) log σ(β margin) − ε log σ(−β margin): labels are flipped with probability ε.
 
-    Source: conservative DPO, Mitchell 2023, "A note on DPO with noisy preferences". Its minimum lies at σ(β margin) = 1 − ε.
+    Source: conservative DPO, Mitchell 2023, "A note on DPO with noisy preferences". Its minimum lies at σ(β margin) = 1
+    − ε.
     """
     _check_beta(beta)
     _check_smoothing(label_smoothing)
@@ -53,7 +54,9 @@ def robust_dpo_loss(margin: Tensor, *, beta: float = 0.1, label_smoothing: float
     _check_beta(beta)
     _check_smoothing(label_smoothing)
     z = beta * margin
-    return (-(1.0 - label_smoothing) * F.logsigmoid(z) + label_smoothing * F.logsigmoid(-z)) / (1.0 - 2.0 * label_smoothing)
+    return (-(1.0 - label_smoothing) * F.logsigmoid(z) + label_smoothing * F.logsigmoid(-z)) / (
+        1.0 - 2.0 * label_smoothing
+    )
 
 
 def hinge_loss(margin: Tensor, *, beta: float = 0.1) -> Tensor:
@@ -63,7 +66,8 @@ def hinge_loss(margin: Tensor, *, beta: float = 0.1) -> Tensor:
 
 
 def kto_reference_point(log_ratios: Tensor, *, reduce: Reduce | None = None) -> Tensor:
-    """z0 = max(0, mean of log π(y') − log π_ref(y')) over mismatched responses y': a constant that estimates KL(π || π_ref).
+    """z0 = max(0, mean of log π(y') − log π_ref(y')) over mismatched responses y': a constant that estimates KL(π ||
+    π_ref).
 
     y' is the response to another prompt of the batch. Source: KTO, Ethayarajh et al. 2024, section 4.
 
@@ -87,7 +91,8 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """λ_D (1 − σ(β (r − z0))) for a desirable response, λ_U (1 − σ(β (z0 − r))) for an undesirable one; r = log π − log π_ref.
+    """λ_D (1 − σ(β (r − z0))) for a desirable response, λ_U (1 − σ(β (z0 − r))) for an undesirable one; r = log π − log
+    π_ref.
 
     Source: KTO, Ethayarajh et al. 2024, section 4 (loss and value function).
 

@@ -1,11 +1,12 @@
 """Start a script on several processes, with torchrun or on a Ray cluster.
 
     python -m chatgpt.launch --num_workers 2 examples/train_prompts.py --strategy ddp
-    python -m chatgpt.launch --launcher ray --num_workers 4 --cpus_per_worker 2 --gpus_per_worker 1 examples/train_sft.py --strategy fsdp
-    python -m chatgpt.launch --launcher ray examples/train_prompts.py --config_file run.yaml
+    python -m chatgpt.launch --launcher ray --num_workers 4 --cpus_per_worker 2 --gpus_per_worker 1
+    examples/train_sft.py --strategy fsdp python -m chatgpt.launch --launcher ray examples/train_prompts.py
+    --config_file run.yaml
 
-What follows the script is the script's own. Its settings num_training_workers and resources_per_worker, from a config file or flags, are
-the number and resources of workers where the flags here do not say them. docs/launch.md.
+What follows the script is the script's own. Its settings num_training_workers and resources_per_worker, from a config
+file or flags, are the number and resources of workers where the flags here do not say them. docs/launch.md.
 """
 
 from __future__ import annotations
@@ -27,20 +28,44 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog='python -m chatgpt.launch', description=__doc__)
     add = parser.add_argument
     add('--launcher', choices=('torchrun', 'ray'), default='torchrun')
-    add('--num_workers', type=int, help='processes in all, one per rank (default: num_training_workers of the script, or 1)')
-    add('--cpus_per_worker', type=float, help='cores of a worker, and its threads unless OMP_NUM_THREADS is set (default: 1)')
+    add(
+        '--num_workers',
+        type=int,
+        help='processes in all, one per rank (default: num_training_workers of the script, or 1)',
+    )
+    add(
+        '--cpus_per_worker',
+        type=float,
+        help='cores of a worker, and its threads unless OMP_NUM_THREADS is set (default: 1)',
+    )
     add('--max_failures', type=int, default=3, help='how many times failed workers are replaced (default: 3)')
     ray = parser.add_argument_group('ray')
     ray.add_argument('--gpus_per_worker', type=int, help='devices of a worker (default: 0)')
-    ray.add_argument('--address', help='HOST:PORT of the cluster, or local for a new one; default: RAY_ADDRESS, or found, or local')
+    ray.add_argument(
+        '--address', help='HOST:PORT of the cluster, or local for a new one; default: RAY_ADDRESS, or found, or local'
+    )
     ray.add_argument('--placement', choices=('pack', 'spread'), help='workers on few nodes or on many (default: pack)')
-    ray.add_argument('--wait_s', type=float, help='longest wait for resources in use, or for a node in place of a dead one (default: 300)')
-    ray.add_argument('--env', action='append', default=[], metavar='NAME=VALUE', help='variable of the script; may be given several times')
+    ray.add_argument(
+        '--wait_s',
+        type=float,
+        help='longest wait for resources in use, or for a node in place of a dead one (default: 300)',
+    )
+    ray.add_argument(
+        '--env',
+        action='append',
+        default=[],
+        metavar='NAME=VALUE',
+        help='variable of the script; may be given several times',
+    )
     torchrun = parser.add_argument_group('torchrun, started with the same command on every node')
     torchrun.add_argument('--num_nodes', type=int, help='(default: 1)')
     torchrun.add_argument('--rdzv_endpoint', metavar='HOST:PORT', help='one of the nodes, where they meet')
-    torchrun.add_argument('--run_id', metavar='NAME', help='of this launch, the same on every node; a later one of that name goes on')
-    torchrun.add_argument('--local_addr', metavar='HOST', help='this node as the others reach it; default: by its host name')
+    torchrun.add_argument(
+        '--run_id', metavar='NAME', help='of this launch, the same on every node; a later one of that name goes on'
+    )
+    torchrun.add_argument(
+        '--local_addr', metavar='HOST', help='this node as the others reach it; default: by its host name'
+    )
     add('script')
     add('script_args', nargs=argparse.REMAINDER)
     return parser.parse_args(argv)
@@ -64,7 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from chatgpt.launch.ray import run_on_ray
     from chatgpt.launch.ray_request import RayLaunch
 
-    return run_on_ray(RayLaunch(**options, variables=variables(args.env), shared_path=peek(args.script_args).get('save_path')))
+    return run_on_ray(
+        RayLaunch(**options, variables=variables(args.env), shared_path=peek(args.script_args).get('save_path'))
+    )
 
 
 def workers(args: argparse.Namespace) -> dict[str, Any]:
@@ -86,7 +113,9 @@ def workers(args: argparse.Namespace) -> dict[str, Any]:
     ):
         here = getattr(args, name)
         if None not in (here, asked) and here != asked:
-            raise ValueError(f"--{name} {here:g} and the script's {setting} {asked:g} differ; give one, before or after the script")
+            raise ValueError(
+                f"--{name} {here:g} and the script's {setting} {asked:g} differ; give one, before or after the script"
+            )
         if (here, asked) != (None, None):
             found[name] = asked if here is None else here
     return found

@@ -1,7 +1,7 @@
 """Command lines of the examples: flags out of settings dataclasses, strategies and functions by name, one-line errors.
 
-Every field of a settings class becomes a flag with the field's default and docstring, so a script and the Python API cannot
-drift apart. Left out: what a script does with its arguments.
+Every field of a settings class becomes a flag with the field's default and docstring, so a script and the Python API
+cannot drift apart. Left out: what a script does with its arguments.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ from chatgpt.trainer.strategies.registry import STRATEGIES, strategy_flag
 NOBODYS_FAULT = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EISDIR))
 """what an operating system says of a path that a user can mend"""
 OTHER_RANKS_WAIT_S = 1.0
-"""the ranks but the first wait this long before they say what went wrong: torchrun ends them as soon as the first has said it"""
+"""the ranks but the first wait this long before they say what went wrong: torchrun ends them as soon as the first has
+said it"""
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` whose mistakes are one line, `error: ...`. Flags are written out; an unknown one is met with the nearest."""
+    """An `ArgumentParser` whose mistakes are one line, `error: ...`. Flags are written out; an unknown one is met with
+    the nearest."""
 
     def __init__(self, **options: Any) -> None:
         options.setdefault('formatter_class', argparse.RawDescriptionHelpFormatter)
@@ -74,7 +76,8 @@ def field_docs(cls: type) -> dict[str, str]:
 def add_flag(
     group: Any, name: str, kind: Any, text: str, default: Any = argparse.SUPPRESS, *, choices: Iterable[str] = ()
 ) -> None:
-    """A flag with a value of the annotated type; that of a list may be given several times. `choices`: see `metavar_of`."""
+    """A flag with a value of the annotated type; that of a list may be given several times. `choices`: see
+    `metavar_of`."""
     options = {'default': default, 'help': text.replace('%', '%%'), 'metavar': metavar_of(kind, choices), 'dest': name}
     if 'list[' in str(kind):
         group.add_argument(f'--{name}', action='append', type=str, **options)
@@ -101,12 +104,20 @@ def settings_from(args: argparse.Namespace, cls: type) -> dict[str, Any]:
 def add_strategy(parser: argparse.ArgumentParser) -> None:
     names = ', '.join(STRATEGIES)
     parser.add_argument(
-        '--strategy', type=strategy_flag, default='naive', help=f'what prepares and shards the models: {names}, or module:Class'
+        '--strategy',
+        type=strategy_flag,
+        default='naive',
+        help=f'what prepares and shards the models: {names}, or module:Class',
     )
-    parser.add_argument('--precision', choices=('fp32', 'bf16', 'fp16'), default='fp32', help='compute dtype; weights stay fp32')
+    parser.add_argument(
+        '--precision', choices=('fp32', 'bf16', 'fp16'), default='fp32', help='compute dtype; weights stay fp32'
+    )
     parser.add_argument('--seed', type=int, default=42, help='decides every draw, whatever the layout')
     parser.add_argument(
-        '--rank_timeout_s', type=float, default=1800.0, help='a rank that keeps the others waiting for longer ends the run, and is named'
+        '--rank_timeout_s',
+        type=float,
+        default=1800.0,
+        help='a rank that keeps the others waiting for longer ends the run, and is named',
     )
 
 
@@ -122,14 +133,18 @@ def processes_here() -> int:
 def check_precision(strategy: str, precision: str) -> None:
     """Raises ValueError, in the words of the command line, for a precision that a strategy does not compute in."""
     if STRATEGIES.find(strategy).only_16_bits and precision == 'fp32':
-        raise ValueError(f'--strategy {strategy} computes in 16 bits, and --precision is fp32: give --precision bf16 (or fp16) with it')
+        raise ValueError(
+            f'--strategy {strategy} computes in 16 bits, and --precision is fp32: give --precision bf16 (or fp16) with '
+            'it'
+        )
 
 
 def make_strategy(name: str, *, seed: int, precision: Any, remote_code: bool = False, timeout_s: float = 1800.0) -> Any:
-    """A strategy by its command-line name. `timeout_s`: a rank that keeps the others waiting longer ends the run, by name.
+    """A strategy by its command-line name. `timeout_s`: a rank that keeps the others waiting longer ends the run, by
+    name.
 
-    FSDP builds on the meta device, so no rank holds a whole model; not with `remote_code`, since a model whose code came from a hub may
-    compute buffers in its constructor, and on the meta device those would be lost.
+    FSDP builds on the meta device, so no rank holds a whole model; not with `remote_code`, since a model whose code
+    came from a hub may compute buffers in its constructor, and on the meta device those would be lost.
     """
     from chatgpt.trainer.strategies.named import strategy_by_name
 
@@ -167,7 +182,9 @@ def load_function(spec: str) -> Callable[..., Any]:
     try:
         return made(function)
     except ValueError as error:
-        raise ValueError(f'{spec!r}: {_one_line(error)}; name a function or object of your own file that does') from None
+        raise ValueError(
+            f'{spec!r}: {_one_line(error)}; name a function or object of your own file that does'
+        ) from None
 
 
 def _import(name: str, spec: str) -> types.ModuleType:
@@ -198,13 +215,16 @@ def check_reward_function(function: Callable[..., Any], spec: str) -> None:
         inspect.signature(function).bind([], [])
     except TypeError as error:
         name = spec.rpartition(':')[2]
-        raise ValueError(f'{spec!r}: {error}; it is called as {name}(prompts, responses), with the other columns by name') from None
+        raise ValueError(
+            f'{spec!r}: {error}; it is called as {name}(prompts, responses), with the other columns by name'
+        ) from None
     except ValueError:  # a builtin without a signature
         return
 
 
 def check_run_folder(path: str | os.PathLike[str]) -> None:
-    """Find out before any weight is loaded that a run can write its folder. Only rank 0 looks, which is the one that writes.
+    """Find out before any weight is loaded that a run can write its folder. Only rank 0 looks, which is the one that
+    writes.
 
     Raises:
         ValueError: it cannot be made or written; CheckpointError: another run holds it, with its process and host.
@@ -227,10 +247,11 @@ def check_run_folder(path: str | os.PathLike[str]) -> None:
 
 
 def run_main(main: Callable[[], Any]) -> None:
-    """Run a script's main. A mistake of the user's is one line on stderr and exit code 2, not a traceback; so is a warning of ours.
+    """Run a script's main. A mistake of the user's is one line on stderr and exit code 2, not a traceback; so is a
+    warning of ours.
 
-    An error inside the user's reward function is one line too, with exit code 1: the same call may succeed, so a launcher tries it again.
-    With CHATGPT_TRACEBACK=1 in the environment everything is raised as it is.
+    An error inside the user's reward function is one line too, with exit code 1: the same call may succeed, so a
+    launcher tries it again. With CHATGPT_TRACEBACK=1 in the environment everything is raised as it is.
     """
     try:
         with _short_warnings():
@@ -279,10 +300,13 @@ def _short_warnings() -> Iterator[None]:
 
 
 def _is_explained(error: Exception, main: Callable[[], Any]) -> bool:
-    """Whether the error's text says all that its reader needs: one of this package's own, or an error of the kinds below raised by it."""
+    """Whether the error's text says all that its reader needs: one of this package's own, or an error of the kinds
+    below raised by it."""
     if type(error).__module__.startswith('chatgpt.'):
         return True
-    if os.environ.get('RANK', '0') != '0' and str(error).startswith('rank 0: '):  # the first rank shows where it came from
+    if os.environ.get('RANK', '0') != '0' and str(error).startswith(
+        'rank 0: '
+    ):  # the first rank shows where it came from
         return True
     if isinstance(error, OSError) and error.errno in NOBODYS_FAULT and error.filename:
         return True

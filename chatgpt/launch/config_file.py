@@ -1,7 +1,7 @@
 """Runs from config files: YAML, JSON, or a `.conf` that holds one Python literal; with overrides and flags on top.
 
-Precedence: the dataclass's defaults, the file, `key=value` words, flags. A file may be flat, or have the sections General, Dataset and
-Training; keys are the run's own names or those of llm-on-ray. Nothing in a file is ever evaluated.
+Precedence: the dataclass's defaults, the file, `key=value` words, flags. A file may be flat, or have the sections
+General, Dataset and Training; keys are the run's own names or those of llm-on-ray. Nothing in a file is ever evaluated.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def values_of(
         below: what the source that these entries override says, by its own keys.
 
     Raises:
-        ValueError: an unknown key (with the nearest), two keys for one field, a value of another type, a key that cannot be honoured.
+        ValueError: an unknown key (with the nearest), two keys for one field, a value of another type, a key that
+            cannot be honoured.
     """
     hints, found, places = typing.get_type_hints(cls) | their_settings(cls), dict[str, Any](), dict[str, str]()
     entries = list(entries)
@@ -97,7 +98,8 @@ def parse_run(
         positional: the field that a word without `=` sets.
 
     Raises:
-        ValueError: what `values_of` raises. `SystemExit` after --print_config, which writes the resolved config as YAML.
+        ValueError: what `values_of` raises. `SystemExit` after --print_config, which writes the resolved config as
+            YAML.
     """
     parser = _parser(cls, description, positional)
     flags, words = _sorted(list(sys.argv[1:] if argv is None else argv), cls)
@@ -134,10 +136,18 @@ def _parser(cls: type[Run], description: str | None, positional: str | None) -> 
     hints, docs = typing.get_type_hints(cls), field_docs(cls)
     what = f'{docs[positional]}; ' if positional else ''
     parser.add_argument(
-        'words', nargs='*', metavar=positional or 'key=value', default=argparse.SUPPRESS, help=f'{what}key=value words override the file'
+        'words',
+        nargs='*',
+        metavar=positional or 'key=value',
+        default=argparse.SUPPRESS,
+        help=f'{what}key=value words override the file',
     )
-    parser.add_argument('--config_file', help='YAML, JSON or .conf; flags and key=value words win over it', default=argparse.SUPPRESS)
-    parser.add_argument('--print_config', action='store_true', default=argparse.SUPPRESS, help='write the full resolved config and stop')
+    parser.add_argument(
+        '--config_file', help='YAML, JSON or .conf; flags and key=value words win over it', default=argparse.SUPPRESS
+    )
+    parser.add_argument(
+        '--print_config', action='store_true', default=argparse.SUPPRESS, help='write the full resolved config and stop'
+    )
     for base in (b for b in cls.__mro__ if '__annotations__' in vars(b)):
         group = parser.add_argument_group(base.__name__)
         for f in fields(cls):
@@ -153,8 +163,8 @@ def _parser(cls: type[Run], description: str | None, positional: str | None) -> 
 def _sorted(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:
     """Flags and plain words as argparse takes them, and the `key=value` words, which may stand anywhere.
 
-    `--tensorboard` alone becomes `--tensorboard=true`, `--no_packing` `--packing=false`, and `--learning_rate` `--lr`. What follows
-    `--tensorboard` and looks neither like a file nor like a data set is taken for its value, and refused.
+    `--tensorboard` alone becomes `--tensorboard=true`, `--no_packing` `--packing=false`, and `--learning_rate` `--lr`.
+    What follows `--tensorboard` and looks neither like a file nor like a data set is taken for its value, and refused.
     """
     argv = [_renamed(word, cls) for word in argv]
     hints = typing.get_type_hints(cls)
@@ -164,7 +174,9 @@ def _sorted(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:
     for i, word in enumerate(argv):
         following = argv[i + 1] if i + 1 < len(argv) else ''
         before = argv[i - 1] if i else ''
-        is_value = before.startswith('--') and '=' not in before and before not in switches and before != '--print_config'
+        is_value = (
+            before.startswith('--') and '=' not in before and before not in switches and before != '--print_config'
+        )
         if word in switches and _is_a_value(following):
             flags.append(f'{word}={argv.pop(i + 1)}')
         elif word in switches and following.lower() not in BOOLEANS:
@@ -196,7 +208,8 @@ def to_yaml(run: Run) -> str:
 
 
 def write_resolved(run: Run, folder: str | Path) -> None:
-    """In the run's folder: `config.yaml`, every setting; and `said.yaml`, those that the user gave, in this start or an earlier one."""
+    """In the run's folder: `config.yaml`, every setting; and `said.yaml`, those that the user gave, in this start or an
+    earlier one."""
     import yaml
 
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -213,7 +226,8 @@ OF_ONE_START = ('resume', 'save_path', 'plan', 'strategy')
 
 
 def said_before(cls: type[Run], values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the user said of the run that `resume` goes on with: its last word stands until there is another. Empty without a resume."""
+    """What the user said of the run that `resume` goes on with: its last word stands until there is another. Empty
+    without a resume."""
     from chatgpt.checkpoint import latest
 
     if not values.get('resume'):
@@ -234,7 +248,9 @@ def said_before(cls: type[Run], values: Mapping[str, Any]) -> dict[str, Any]:
 def report_said(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Say which settings this start changes, and which it takes over."""
     now = {name: value for name, value in now.items() if name not in OF_ONE_START}
-    changed = [f'{n} {before[n]!r} → {v!r}' if n in before else f'{n} → {v!r}' for n, v in now.items() if before.get(n) != v]
+    changed = [
+        f'{n} {before[n]!r} → {v!r}' if n in before else f'{n} → {v!r}' for n, v in now.items() if before.get(n) != v
+    ]
     kept = [f'{name} {value!r}' for name, value in before.items() if name not in now]
     if changed:
         print(f'settings changed in this resume: {", ".join(changed)}', flush=True)

@@ -1,7 +1,7 @@
 """Values out of flags, config files and `key=value` words, before it is known what run they are for.
 
-Nothing in a file is ever evaluated. Imports neither torch nor the settings of runs, so that a launcher can look here first (`peek`).
-Left out: which keys a run has (`config_file`).
+Nothing in a file is ever evaluated. Imports neither torch nor the settings of runs, so that a launcher can look here
+first (`peek`). Left out: which keys a run has (`config_file`).
 """
 
 from __future__ import annotations
@@ -192,16 +192,24 @@ def overrides(words: SequenceOf[str]) -> Iterator[tuple[str, str, Any]]:
             where, _, text = word.partition('=')
             *sections, key = where.split('.')
             if any(s.lower() not in SECTIONS for s in sections):
-                raise ValueError(f'command line: {where}: {".".join(sections)} is no section; there are General, Dataset and Training')
+                raise ValueError(
+                    f'command line: {where}: {".".join(sections)} is no section; there are General, Dataset and '
+                    'Training'
+                )
             yield where, key, yaml.load(text, Loader=yaml_loader())
 
 
-LAUNCH_SETTINGS: dict[str, Any] = {'num_training_workers': int | None, 'resources_per_worker': dict[str, float] | None, 'save_path': str}
+LAUNCH_SETTINGS: dict[str, Any] = {
+    'num_training_workers': int | None,
+    'resources_per_worker': dict[str, float] | None,
+    'save_path': str,
+}
 """settings of every run that concern its launcher too"""
 
 
 def peek(argv: SequenceOf[str]) -> dict[str, Any]:
-    """The `LAUNCH_SETTINGS` that a script called with `argv` will have, where its command line or config file names them.
+    """The `LAUNCH_SETTINGS` that a script called with `argv` will have, where its command line or config file names
+    them.
 
     Raises:
         ValueError: the config file cannot be read, or a value is of another type.
@@ -216,7 +224,10 @@ def peek(argv: SequenceOf[str]) -> dict[str, Any]:
             words.append(word)
     path = texts.pop('config_file', None)
     found: dict[str, Any] = {}
-    for source, entries in ((f'config_file {path}', flat(read_file(path)) if path else ()), ('command line', overrides(words))):
+    for source, entries in (
+        (f'config_file {path}', flat(read_file(path)) if path else ()),
+        ('command line', overrides(words)),
+    ):
         for where, key, value in entries:
             if _own(key) in LAUNCH_SETTINGS:
                 try:

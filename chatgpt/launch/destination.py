@@ -1,4 +1,5 @@
-"""Where a run leaves its checkpoints and its trained model, tried before any weight is loaded: what is there, rights, and room.
+"""Where a run leaves its checkpoints and its trained model, tried before any weight is loaded: what is there, rights,
+and room.
 
 Left out: writing it (`recipes.finish`).
 """
@@ -36,27 +37,34 @@ def check_resume(args: Run) -> None:
         args.resume = 'auto'
     if not args.resume and found is not None:
         raise ValueError(
-            f'{args.save_path} holds checkpoints of an earlier run, up to {found.name}: go on with --resume auto, or choose another '
+            f'{args.save_path} holds checkpoints of an earlier run, up to {found.name}: go on with --resume auto, or '
+            'choose another '
             '--save_path'
         )
     check_not_replaced(args)
 
 
 def check_not_replaced(run: Run) -> None:
-    """Raises ValueError where the trained model would replace one that is there. A run that goes on may replace its own."""
+    """Raises ValueError where the trained model would replace one that is there. A run that goes on may replace its
+    own."""
     for name in ('actor', 'reward_model'):
         place = final_folder(run, name)
         for flag in ('pretrain', 'reward_model', 'tokenizer'):
             source = getattr(run, flag, None)
             if source and Path(source).is_dir() and Path(source).resolve() == place.resolve():
-                raise ValueError(f'the trained model would replace --{flag} {source}: choose another --save_path or --model_path')
+                raise ValueError(
+                    f'the trained model would replace --{flag} {source}: choose another --save_path or --model_path'
+                )
         found = _model_file(place)
         if found is None or run.resume:
             continue
         if run.model_path:
-            raise ValueError(f'--model_path {place} holds a model already ({found}): choose another folder, or remove it')
+            raise ValueError(
+                f'--model_path {place} holds a model already ({found}): choose another folder, or remove it'
+            )
         raise ValueError(
-            f'{run.save_path} holds the trained model of an earlier run, {place.name}/, and no checkpoints to go on from: choose '
+            f'{run.save_path} holds the trained model of an earlier run, {place.name}/, and no checkpoints to go on '
+            'from: choose '
             f'another --save_path, or remove {place}'
         )
 
@@ -80,7 +88,8 @@ def check_destination(run: Run, config: Any, name: str) -> None:
     free = shutil.disk_usage(next(p for p in (place.absolute(), *place.absolute().parents) if p.is_dir())).free
     if free < needed:
         raise ValueError(
-            f'the trained model takes {needed / MIB:.1f} MiB, and {place} has {free / MIB:.1f} MiB free; free some, or choose another '
+            f'the trained model takes {needed / MIB:.1f} MiB, and {place} has {free / MIB:.1f} MiB free; free some, or '
+            'choose another '
             '--save_path or --model_path'
         )
 

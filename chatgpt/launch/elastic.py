@@ -1,7 +1,7 @@
 """torchrun as a module that ends in good order: `python -m chatgpt.launch.elastic ARGUMENTS OF TORCHRUN`.
 
-torchrun itself ends with a traceback where a script failed, and where it was told to stop; and it starts a script again that was called
-wrongly.
+torchrun itself ends with a traceback where a script failed, and where it was told to stop; and it starts a script again
+that was called wrongly.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def main() -> None:
 
 
 def _end_at_mistakes() -> None:
-    """Take a script that ends with `MISTAKE` as the end of the launch, and say in a line why workers are started again."""
+    """Take a script that ends with `MISTAKE` as the end of the launch, and say in a line why workers are started
+    again."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.launcher import api
 
@@ -46,14 +47,18 @@ def _end_at_mistakes() -> None:
                 rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
                 most = worker_group.spec.max_restarts
                 print(
-                    f'[launch] rank {rank} {_ending(failure.exitcode)}; restart {most - self._remaining_restarts + 1} of {most}',
-                    file=sys.stderr, flush=True,
-                )  # fmt: skip
+                    f'[launch] rank {rank} {_ending(failure.exitcode)}; restart {most - self._remaining_restarts + 1} '
+                    f'of {most}',
+                    file=sys.stderr,
+                    flush=True,
+                )
             return result
 
     api.LocalElasticAgent = Agent  # type: ignore[misc]
     remarks = ('Sending process', 'failed (exitcode')
-    logging.getLogger('torch.distributed.elastic.multiprocessing.api').addFilter(lambda record: not str(record.msg).startswith(remarks))
+    logging.getLogger('torch.distributed.elastic.multiprocessing.api').addFilter(
+        lambda record: not str(record.msg).startswith(remarks)
+    )
 
 
 def _ending(code: int) -> str:

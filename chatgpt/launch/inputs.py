@@ -1,6 +1,8 @@
-"""From the settings of a run to what it starts from: tokenizer, data, reward and the model's config, checked against each other.
+"""From the settings of a run to what it starts from: tokenizer, data, reward and the model's config, checked against
+each other.
 
-Everything that can be wrong is found here, before any weight is loaded. Left out: models (`models`), and what runs (`recipes`).
+Everything that can be wrong is found here, before any weight is loaded. Left out: models (`models`), and what runs
+(`recipes`).
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class Inputs:
     validation: Any = None
     """prompts or records to evaluate on, where there are any"""
     model: Any = None
-    """to start from: a hub name, a folder, or a transformers model, which is trained in place; none: new weights by `config`"""
+    """to start from: a hub name, a folder, or a transformers model, which is trained in place; none: new weights by
+    `config`"""
     config: Any = None
     """of the model"""
     reward: Any = None
@@ -80,7 +83,8 @@ def read_inputs(run: Run) -> Inputs:
     """Check the settings of a run, fill those that depend on the model, and read its data.
 
     Raises:
-        ValueError: settings that are out of range or do not fit together, a bad file, a tokenizer that is not the model's, ...
+        ValueError: settings that are out of range or do not fit together, a bad file, a tokenizer that is not the
+            model's, ...
     """
     check_run(run, world_size_from_env())
     config, tokenizer = read_config(run)
@@ -93,7 +97,8 @@ def read_inputs(run: Run) -> Inputs:
 
 
 def check_run(run: Run, world_size: int) -> None:
-    """Everything that can be wrong in the settings alone and in the run's folder; fills the defaults that depend on the model."""
+    """Everything that can be wrong in the settings alone and in the run's folder; fills the defaults that depend on the
+    model."""
     run.fill_defaults()
     run.validate(world_size)
     if isinstance(run, PPORun):
@@ -150,7 +155,9 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
     if run.reward_model and inputs.reward_tokenizer is None:
         _check_lengths(inputs.train, inputs.reward_context, run.max_new_tokens or 0, "the reward model's context")
     if run.ptx_data:
-        inputs.pretrain_data = load_demonstrations(run.ptx_data, tokenizer, max_length=context, skip_bad_records=skip)[0]
+        inputs.pretrain_data = load_demonstrations(run.ptx_data, tokenizer, max_length=context, skip_bad_records=skip)[
+            0
+        ]
         read.append((run.ptx_data, 'texts', inputs.pretrain_data))
     if run.validation_file:
         read.append((run.validation_file, 'eval prompts', inputs.validation))
@@ -167,7 +174,11 @@ def _chat_format(tokenizer: Any) -> str:
 def _own_prompts(run: PPORun, path: str, tokenizer: Any) -> Any:
     """The prompts of a file of the user's, read as the run says."""
     return load_prompts(
-        path, tokenizer, column=run.prompt_column, max_prompt_tokens=run.max_prompt_tokens, skip_bad_records=run.skip_bad_records
+        path,
+        tokenizer,
+        column=run.prompt_column,
+        max_prompt_tokens=run.max_prompt_tokens,
+        skip_bad_records=run.skip_bad_records,
     )
 
 
@@ -193,7 +204,8 @@ def _check_lengths(prompts: Any, limit: int | None, max_new_tokens: int, what: s
         length = len(prompts[i].ids)
         if length + max_new_tokens > limit:
             raise ValueError(
-                f'prompt {i} has {length} tokens; with max_new_tokens={max_new_tokens} it passes {what} of {limit}. Use '
+                f'prompt {i} has {length} tokens; with max_new_tokens={max_new_tokens} it passes {what} of {limit}. '
+                'Use '
                 '--max_prompt_tokens to cut prompts, or fewer new tokens'
             )
 
@@ -250,37 +262,48 @@ def read_preferences(run: RewardRun | PreferenceRun, inputs: Inputs) -> None:
 
 
 READERS: dict[type[Run], Callable[[Any, Inputs], None]] = {
-    PPORun: read_ppo, SFTRun: read_sft, RewardRun: read_preferences, PreferenceRun: read_preferences
-}  # fmt: skip
+    PPORun: read_ppo,
+    SFTRun: read_sft,
+    RewardRun: read_preferences,
+    PreferenceRun: read_preferences,
+}
 
 
 def _reading_options(run: DataRun, inputs: Inputs) -> dict[str, Any]:
     """Keywords of the `load_` functions of `chatgpt.dataset`.
 
-    Without `max_len` sequences are cut to the model's context where that is less than 512. Raises ValueError where `max_len` is beyond it.
+    Without `max_len` sequences are cut to the model's context where that is less than 512. Raises ValueError where
+    `max_len` is beyond it.
     """
     limit = context_of(inputs.config)
     if limit is not None and run.max_len is not None and run.max_len > limit:
         raise ValueError(
-            f'max_len={run.max_len} is beyond the context of {run.pretrain or "the embedded model"}, {limit} tokens; give at most {limit}, '
+            f'max_len={run.max_len} is beyond the context of {run.pretrain or "the embedded model"}, {limit} tokens; '
+            f'give at most {limit}, '
             'or leave it out'
         )
     run.max_len = run.max_tokens if limit is None else min(run.max_tokens, limit)
     percentage = run.validation_percentage if run.dataset else run.validation_percentage or 5.0
     return {
-        'max_length': run.max_len, 'skip_bad_records': run.skip_bad_records, 'validation_source': run.validation_file,
-        'validation_percentage': 0 if run.validation_file else percentage, 'seed': run.seed,
-    }  # fmt: skip
+        'max_length': run.max_len,
+        'skip_bad_records': run.skip_bad_records,
+        'validation_source': run.validation_file,
+        'validation_percentage': 0 if run.validation_file else percentage,
+        'seed': run.seed,
+    }
 
 
 def _take(inputs: Inputs, train: Any, validation: Any) -> None:
     inputs.train, inputs.validation = train, validation
     inputs.notes = [_chat_format(inputs.tokenizer)] if train.has_turns else []
-    inputs.notes.append(f'{len(train)} examples to learn from{left_out(train)}, {len(validation)} to evaluate on{left_out(validation)}')
+    inputs.notes.append(
+        f'{len(train)} examples to learn from{left_out(train)}, {len(validation)} to evaluate on{left_out(validation)}'
+    )
 
 
 def _check_labels(source: Any, labels: Iterable[Any], positive_label: str | None) -> None:
-    """Raises ValueError for a label that does not say good or bad: rewards, or names of classes without `positive_label`."""
+    """Raises ValueError for a label that does not say good or bad: rewards, or names of classes without
+    `positive_label`."""
     for label in labels:
         try:
             is_success(label, positive_label)
@@ -291,6 +314,8 @@ def _check_labels(source: Any, labels: Iterable[Any], positive_label: str | None
 def _what_kto_needs(source: Any, fault: str) -> str:
     columns = ', '.join(next(read_records(source, BadRecords(skip=True))).data)
     return (
-        f'{source}: KTO needs the columns prompt, response and label (or text and label), where label is true or false, 1 or 0, good or '
-        f'bad, or a name with --positive_label NAME; or prompt, chosen and rejected. Found the columns {columns}, and {fault}'
+        f'{source}: KTO needs the columns prompt, response and label (or text and label), where label is true or '
+        'false, 1 or 0, good or '
+        f'bad, or a name with --positive_label NAME; or prompt, chosen and rejected. Found the columns {columns}, and '
+        f'{fault}'
     )

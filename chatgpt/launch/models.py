@@ -1,4 +1,5 @@
-"""The models that a run starts from: loaded by name, built from a config, or the caller's own; and the small one of the embedded world."""
+"""The models that a run starts from: loaded by name, built from a config, or the caller's own; and the small one of the
+embedded world."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ NUM_STORIES = 1600
 def build_model(inputs: Inputs, kind: str, **options: Any) -> Any:
     """An 'Actor', 'Critic', 'RM' or 'ILQLModel' of the run's, to be called inside the strategy's `model_init_context`.
 
-    It is loaded where `inputs.model` is a name or folder, built on that model where it is one, and made from `inputs.config` with new
-    weights where it is None.
+    It is loaded where `inputs.model` is a name or folder, built on that model where it is one, and made from
+    `inputs.config` with new weights where it is None.
     """
     run, source = inputs.run, inputs.model
     named = isinstance(source, (str, Path))
@@ -57,9 +58,9 @@ def build_ppo_models(inputs: Inputs) -> PPOModels:
     """The models of a PPO run.
 
     The critic starts from the reward model where there is one that reads the policy's tokens (arXiv 2403.17031), unless
-    critic_from='actor'; else from the actor's weights with a new head. With critic='shared' it is a new value head on the actor: one
-    forward of its trunk gives policy and values. With LoRA the actor with its adapter off is the reference, and there is no initial
-    model, unless biases are trained.
+    critic_from='actor'; else from the actor's weights with a new head. With critic='shared' it is a new value head on
+    the actor: one forward of its trunk gives policy and values. With LoRA the actor with its adapter off is the
+    reference, and there is no initial model, unless biases are trained.
     """
     run, settings = inputs.run, inputs.settings
     assert isinstance(run, PPORun) and isinstance(settings, PPOConfig)
@@ -78,7 +79,9 @@ def build_ppo_models(inputs: Inputs) -> PPOModels:
         critic = nn.Critic.from_reward_model(reward, **run.lora_keywords())
     elif own_critic:
         critic = build_model(for_critic, 'Critic')
-    shared = unfrozen or (run.lora_rank and run.lora_train_bias == 'none')  # with trained biases the trunk is no longer the reference
+    shared = unfrozen or (
+        run.lora_rank and run.lora_train_bias == 'none'
+    )  # with trained biases the trunk is no longer the reference
     return PPOModels(actor, critic, reward, None if shared else deepcopy(actor))
 
 
@@ -88,10 +91,11 @@ def _has_head(reward: Any) -> bool:
 
 
 def write_embedded_model(folder: str | Path, seed: int) -> None:
-    """A Hugging Face folder with a small GPT-2 that has learned the language of the story world (SFT), and its tokenizer.
+    """A Hugging Face folder with a small GPT-2 that has learned the language of the story world (SFT), and its
+    tokenizer.
 
-    A policy that cannot write one sentence earns the same for everything it says, and has nothing to learn from. One process is
-    enough, and the weights do not depend on how many there are.
+    A policy that cannot write one sentence earns the same for everything it says, and has nothing to learn from. One
+    process is enough, and the weights do not depend on how many there are.
     """
     tokenizer = embedded.demo_tokenizer()
     stories = load_demonstrations(embedded.demo_corpus(NUM_STORIES, seed=0), tokenizer)[0]
@@ -99,7 +103,9 @@ def write_embedded_model(folder: str | Path, seed: int) -> None:
     with torch.random.fork_rng(), NaiveStrategy(seed=seed) as strategy:
         actor = nn.GPTActor(config=embedded.demo_config())
         model, optimizer = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=3e-3)))
-        SFTTrainer(strategy, model, optimizer, stories, train_batch_size=32, max_epochs=2, log_interval=25, tokenizer=tokenizer).fit()
+        SFTTrainer(
+            strategy, model, optimizer, stories, train_batch_size=32, max_epochs=2, log_interval=25, tokenizer=tokenizer
+        ).fit()
         unfinished = Path(folder).with_name(f'.{Path(folder).name}.tmp')
         for old in (unfinished, Path(folder)):
             shutil.rmtree(old, ignore_errors=True)

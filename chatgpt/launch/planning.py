@@ -33,9 +33,12 @@ def setup_of(inputs: Inputs) -> Setup:
     }
     if isinstance(run, (SFTRun, RewardRun)):
         return Setup(
-            task='reward_model' if isinstance(run, RewardRun) else 'sft', train_batch_size=run.train_batch_size, max_prompt_tokens=1,
-            max_new_tokens=max(run.max_tokens - 1, 1), **common,
-        )  # fmt: skip
+            task='reward_model' if isinstance(run, RewardRun) else 'sft',
+            train_batch_size=run.train_batch_size,
+            max_prompt_tokens=1,
+            max_new_tokens=max(run.max_tokens - 1, 1),
+            **common,
+        )
     if not isinstance(run, PPORun):
         raise ValueError(NO_PLAN)
     reward = load_config(run.reward_model, trust_remote_code=run.trust_remote_code) if run.reward_model else None

@@ -1,10 +1,12 @@
-"""A script on a Ray cluster: one actor per rank, torchrun's environment variables, a new group of workers when one dies.
+"""A script on a Ray cluster: one actor per rank, torchrun's environment variables, a new group of workers when one
+dies.
 
     run_on_ray(RayLaunch(script='examples/train_prompts.py', script_args=['--strategy', 'ddp'], num_workers=2))
 
-Every rank is `python script args` in a child process of its actor, so the script is the one that torchrun runs and knows nothing of Ray.
-Rank 0's output is the launcher's. Weights never pass through here: ranks talk over their own process group, and what outlives a
-worker are checkpoints on a path that all nodes share. Left out: what the script does after a restart (`relaunch`).
+Every rank is `python script args` in a child process of its actor, so the script is the one that torchrun runs and
+knows nothing of Ray. Rank 0's output is the launcher's. Weights never pass through here: ranks talk over their own
+process group, and what outlives a worker are checkpoints on a path that all nodes share. Left out: what the script does
+after a restart (`relaunch`).
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ STOP_S = 90.0
 """how long ranks have to save and leave after SIGINT or SIGTERM"""
 POLL_S = 0.5
 READ_S = 5.0
+
 
 @dataclass
 class Rank:
@@ -120,7 +123,14 @@ def run_on_ray(launch: RayLaunch) -> int:
                 if first.rank:
                     say(what)
                 return MISTAKE
-            say(f'{what}; ' + (f'restart {failures + 1} of {launch.max_failures}' if failures < launch.max_failures else 'giving up'))
+            say(
+                f'{what}; '
+                + (
+                    f'restart {failures + 1} of {launch.max_failures}'
+                    if failures < launch.max_failures
+                    else 'giving up'
+                )
+            )
         return 1
 
 
@@ -138,7 +148,10 @@ def connected(launch: RayLaunch, ray: Any) -> Iterator[None]:
     except NoCluster:
         if named:
             raise
-        say('there is no Ray cluster: starting one on this machine, which ends with this run (--address HOST:PORT joins another)')
+        say(
+            'there is no Ray cluster: starting one on this machine, which ends with this run (--address HOST:PORT '
+            'joins another)'
+        )
         join('local', ray)
     try:
         yield
@@ -152,7 +165,9 @@ def join(address: str, ray: Any) -> None:
     with stderr_aside() as said:
         try:
             ray.init(address=address, log_to_driver=False, logging_level='ERROR', **options)
-        except Exception as error:  # ConnectionError, RuntimeError, ValueError, ray's own: its kind depends on how far it came
+        except (
+            Exception
+        ) as error:  # ConnectionError, RuntimeError, ValueError, ray's own: its kind depends on how far it came
             said.seek(0)
             kind = NoCluster if is_no_cluster(error) else ValueError
             raise kind(explained(address, error, said.read().decode(errors='replace'))) from None
@@ -171,7 +186,8 @@ def check_fits(launch: RayLaunch, ray: Any, *, wait_s: float) -> None:
             return
         if time.monotonic() >= end:
             raise ValueError(
-                f'{text}; ask for less with --num_workers, --cpus_per_worker, --gpus_per_worker, or add nodes with ray start --address'
+                f'{text}; ask for less with --num_workers, --cpus_per_worker, --gpus_per_worker, or add nodes with ray '
+                'start --address'
             )
         if not told:
             say(f'{text}; waiting {wait_s:g} s for nodes')
@@ -217,13 +233,19 @@ class Group:
         """Reserve, start the actors, and number them node by node."""
         ray, launch = self.ray, self.launch
         ray.cloudpickle.register_pickle_by_value(worker)
-        self._placement = ray.util.placement_group([launch.bundle] * launch.num_workers, strategy=launch.placement.upper())
+        self._placement = ray.util.placement_group(
+            [launch.bundle] * launch.num_workers, strategy=launch.placement.upper()
+        )
         ready = self._placement.ready()
         if not ray.wait([ready], timeout=2)[0]:
-            say(f'{launch}: waiting up to {launch.wait_s:g} s for others to leave ({amounts(ray.available_resources())} free)')
+            say(
+                f'{launch}: waiting up to {launch.wait_s:g} s for others to leave '
+                f'({amounts(ray.available_resources())} free)'
+            )
             if not ray.wait([ready], timeout=launch.wait_s)[0]:
                 raise ValueError(
-                    f'{launch} fit the Ray cluster, but for {launch.wait_s:g} s others have used it ({amounts(ray.available_resources())} '
+                    f'{launch} fit the Ray cluster, but for {launch.wait_s:g} s others have used it '
+                    f'({amounts(ray.available_resources())} '
                     'free now); wait for them (ray status shows what runs), raise --wait_s, or ask for less'
                 )
         where = self._nodes_of_bundles()
@@ -258,17 +280,21 @@ class Group:
                     rank.found = found
             except self.ray.exceptions.RayError as error:
                 raise GroupLost(f'a worker could not be started: {" ".join(str(error).split())[:1000]}') from None
-        if any(self._nodes_of_bundles().get(r.bundle) != r.node['NodeID'] for r in self.ranks):  # Ray has moved them meanwhile
+        if any(
+            self._nodes_of_bundles().get(r.bundle) != r.node['NodeID'] for r in self.ranks
+        ):  # Ray has moved them meanwhile
             raise GroupLost('a node has died while its workers were started')
         for rank in self.ranks:
             check_node(rank.address, rank.found, os.path.dirname(token))
 
     def run(self, shared: dict[str, str]) -> End | None:
-        """The script on all ranks; None if it ended well everywhere, or who failed first. `signalled` is what the user sent meanwhile."""
+        """The script on all ranks; None if it ended well everywhere, or who failed first. `signalled` is what the user
+        sent meanwhile."""
         ray, ranks = self.ray, self.ranks
         command = [os.path.abspath(self.launch.script), *self.launch.script_args]
         waiting = {
-            r.actor.run.remote(command, os.getcwd(), self._variables(r) | shared, n == 0): n for n, r in enumerate(ranks)
+            r.actor.run.remote(command, os.getcwd(), self._variables(r) | shared, n == 0): n
+            for n, r in enumerate(ranks)
         }
         self._reading = ranks[0].actor.read.remote(READ_S)
         first: End | None = None
@@ -277,13 +303,17 @@ class Group:
             while waiting and time.monotonic() < deadline:
                 for number in signals.take():
                     deadline = self._pass_on(number, again=self.signalled is not None)
-                ready, _ = ray.wait([*waiting, *([self._reading] if self._reading else [])], num_returns=1, timeout=POLL_S)
+                ready, _ = ray.wait(
+                    [*waiting, *([self._reading] if self._reading else [])], num_returns=1, timeout=POLL_S
+                )
                 for reference in ready:
                     if reference not in waiting:
                         self._show()
                         continue
                     end = self._end(reference, waiting.pop(reference))
-                    if end.code != 0 and (first is None or (end.died and not first.died)):  # complaints may come before the news of a death
+                    if end.code != 0 and (
+                        first is None or (end.died and not first.died)
+                    ):  # complaints may come before the news of a death
                         first = end
                         if self.signalled is None:
                             deadline = min(deadline, time.monotonic() + (0 if end.died else GRACE_S))
@@ -297,7 +327,11 @@ class Group:
     def _pass_on(self, number: int, *, again: bool) -> float:
         """Give a signal to all scripts; until when they have to end."""
         self.signalled = number
-        say(f'{signal.Signals(number).name} again: ending' if again else f'{signal.Signals(number).name}: passed on to all workers')
+        say(
+            f'{signal.Signals(number).name} again: ending'
+            if again
+            else f'{signal.Signals(number).name}: passed on to all workers'
+        )
         for rank in self.ranks:
             rank.actor.signal.remote(number)
         return time.monotonic() + (0 if again else STOP_S)
@@ -329,7 +363,9 @@ class Group:
             return f'{where} was lost: {end.tail}'
         if end.code < 0:
             return f'{where} was ended by {signal.Signals(-end.code).name}'
-        said = f', its last words:\n{end.tail.rstrip()}\n' if end.rank and end.tail else ''  # rank 0's are on the screen
+        said = (
+            f', its last words:\n{end.tail.rstrip()}\n' if end.rank and end.tail else ''
+        )  # rank 0's are on the screen
         return f'{where} ended with exit code {end.code}{said}'
 
     def _variables(self, rank: Rank) -> dict[str, str]:
@@ -350,7 +386,8 @@ class Group:
 
 
 class Signals:
-    """SIGINT and SIGTERM are kept for `take` while active, not acted on. Outside the main thread nothing is installed."""
+    """SIGINT and SIGTERM are kept for `take` while active, not acted on. Outside the main thread nothing is
+    installed."""
 
     def __init__(self) -> None:
         self._new: list[int] = []

@@ -1,4 +1,5 @@
-"""What a launch on Ray asks for, and what can be wrong with it: address, token, shared paths, packages. Does not import Ray."""
+"""What a launch on Ray asks for, and what can be wrong with it: address, token, shared paths, packages. Does not import
+Ray."""
 
 from __future__ import annotations
 
@@ -20,9 +21,20 @@ WITNESS = '.chatgpt-shared-'
 _HTTP2 = b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n' + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """how a gRPC connection begins; the other side answers with a frame of the same kind, 4"""
 FORWARDED = (
-    'CHATGPT_', 'CUBLAS_', 'GLOO_', 'HF_', 'MKL_', 'NCCL_', 'OMP_', 'PYTHONHASHSEED', 'PYTHONPATH', 'TOKENIZERS_', 'TORCH_',
-    'TRANSFORMERS_', 'WANDB_',
-)  # fmt: skip
+    'CHATGPT_',
+    'CUBLAS_',
+    'GLOO_',
+    'HF_',
+    'MKL_',
+    'NCCL_',
+    'OMP_',
+    'PYTHONHASHSEED',
+    'PYTHONPATH',
+    'TOKENIZERS_',
+    'TORCH_',
+    'TRANSFORMERS_',
+    'WANDB_',
+)
 """beginnings of the environment variables that go with the script to every worker"""
 
 
@@ -39,8 +51,8 @@ class RayLaunch:
     max_failures: int = 3
     """how many times the workers are replaced"""
     address: str | None = None
-    """host:port of the cluster; none: RAY_ADDRESS, or the one this node belongs to, or a local one; 'local': one on this machine that lives
-    as long as this run; 'auto': the one this node belongs to"""
+    """host:port of the cluster; none: RAY_ADDRESS, or the one this node belongs to, or a local one; 'local': one on
+    this machine that lives as long as this run; 'auto': the one this node belongs to"""
     placement: str = 'pack'
     """'pack' puts workers on few nodes, 'spread' on many"""
     wait_s: float = 300.0
@@ -55,10 +67,13 @@ class RayLaunch:
             raise ValueError(f'num_workers={self.num_workers} must be at least 1')
         if self.cpus_per_worker < 0 or self.gpus_per_worker < 0 or self.cpus_per_worker + self.gpus_per_worker == 0:
             raise ValueError(
-                f'cpus_per_worker={self.cpus_per_worker:g} and gpus_per_worker={self.gpus_per_worker:g}: give at least one above 0'
+                f'cpus_per_worker={self.cpus_per_worker:g} and gpus_per_worker={self.gpus_per_worker:g}: give at least '
+                'one above 0'
             )
         if self.gpus_per_worker != int(self.gpus_per_worker):
-            raise ValueError(f'gpus_per_worker={self.gpus_per_worker:g}: a rank has devices of its own; give a whole number')
+            raise ValueError(
+                f'gpus_per_worker={self.gpus_per_worker:g}: a rank has devices of its own; give a whole number'
+            )
         if self.max_failures < 0:
             raise ValueError(f'max_failures={self.max_failures} must not be negative')
         if self.placement not in ('pack', 'spread'):
@@ -79,7 +94,9 @@ def environment(launch: RayLaunch, run_id: str, failures: int) -> dict[str, str]
     forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
     root = Path(chatgpt.__file__).resolve().parents[1]
     if 'site-packages' not in root.parts:  # a checkout, which workers find on the shared path
-        forwarded['PYTHONPATH'] = os.pathsep.join(dict.fromkeys([str(root), *filter(None, [forwarded.get('PYTHONPATH')])]))
+        forwarded['PYTHONPATH'] = os.pathsep.join(
+            dict.fromkeys([str(root), *filter(None, [forwarded.get('PYTHONPATH')])])
+        )
     return {
         'OMP_NUM_THREADS': str(max(1, int(launch.cpus_per_worker))),
         'PYTHONUNBUFFERED': '1',
@@ -96,7 +113,8 @@ def check_address(address: str) -> None:
     """Raises ValueError for an address that nobody answers at, long before Ray itself would give up."""
     if address.startswith('ray://'):
         raise ValueError(
-            f'address {address}: the launcher passes paths of its own machine to the workers, so it has to run on a node of the '
+            f'address {address}: the launcher passes paths of its own machine to the workers, so it has to run on a '
+            'node of the '
             'cluster; log in there, or send the command with: ray job submit -- python -m chatgpt.launch ...'
         )
     if address in ('auto', 'local'):
@@ -111,7 +129,8 @@ def check_address(address: str) -> None:
                 raise OSError('what listens there is not Ray')
     except OSError as error:
         raise ValueError(
-            f'no Ray cluster answers at {address} ({error.strerror or error}); look up the address with ray status on its head node, '
+            f'no Ray cluster answers at {address} ({error.strerror or error}); look up the address with ray status on '
+            'its head node, '
             'or start one there with: ray start --head --port=6379'
         ) from None
 
@@ -141,50 +160,65 @@ def explained(address: str, error: Exception, said: str = '') -> str:
     if 'InvalidAuthToken' in text + said or 'auth_token' in text.lower():
         why = text[:200] if 'oken' in text else 'it is missing or another one'
         return (
-            f'the Ray cluster at {address} does not accept the token of this process ({why}): every node and this command need the same '
-            'RAY_AUTH_MODE (token or disabled) and the same token; copy ~/.ray/auth_token of the head node, or set RAY_AUTH_TOKEN'
+            f'the Ray cluster at {address} does not accept the token of this process ({why}): every node and this '
+            'command need the same '
+            'RAY_AUTH_MODE (token or disabled) and the same token; copy ~/.ray/auth_token of the head node, or set '
+            'RAY_AUTH_TOKEN'
         )
     if is_no_cluster(error):
         return (
-            'there is no Ray cluster: start one with ray start --head (and ray start --address=HEAD:6379 on further nodes), name one with '
+            'there is no Ray cluster: start one with ray start --head (and ray start --address=HEAD:6379 on further '
+            'nodes), name one with '
             '--address HOST:PORT or RAY_ADDRESS, or use this machine alone with --address local'
         )
     if 'ersion mismatch' in text:
-        return f'the Ray cluster at {address} runs other versions: {text}; install the same Ray and Python here as there'
+        return (
+            f'the Ray cluster at {address} runs other versions: {text}; install the same Ray and Python here as there'
+        )
     return f'cannot join the Ray cluster at {address}: {type(error).__name__}: {text}'
 
 
 def check_node(address: str, found: Mapping[str, Any], shared: str) -> None:
-    """Raises ValueError when a worker's node, in which `Worker.look` has found this, lacks something; says what to do about it."""
+    """Raises ValueError when a worker's node, in which `Worker.look` has found this, lacks something; says what to do
+    about it."""
     where = f'node {address} ({found["host"]})'
     for path in found['missing']:
         if Path(path).name.startswith(WITNESS):
             path = os.path.dirname(path)
         raise ValueError(
-            f'{path} is not shared: {where} does not have it as it is here. Script, working directory and {shared} have to lie on a file '
+            f'{path} is not shared: {where} does not have it as it is here. Script, working directory and {shared} '
+            'have to lie on a file '
             'system that all nodes mount at the same place; run the command from there and give --save_path there'
         )
     packages = found['packages']
     if packages.get('error'):
-        raise ValueError(f'{where}: {packages["python"]} cannot import chatgpt: {packages["error"].strip().splitlines()[-1]}')
+        raise ValueError(
+            f'{where}: {packages["python"]} cannot import chatgpt: {packages["error"].strip().splitlines()[-1]}'
+        )
     if packages['missing']:
         raise ValueError(
-            f'{where}: {packages["python"]} has no package {", ".join(packages["missing"])}; install it there (pip install .), or put '
+            f'{where}: {packages["python"]} has no package {", ".join(packages["missing"])}; install it there (pip '
+            'install .), or put '
             'a checkout on the shared file system into PYTHONPATH'
         )
     if packages['version'] != chatgpt.__version__:
-        raise ValueError(f'{where} has chatgpt {packages["version"]}, here is {chatgpt.__version__}; install the same on every node')
+        raise ValueError(
+            f'{where} has chatgpt {packages["version"]}, here is {chatgpt.__version__}; install the same on every node'
+        )
 
 
 @contextmanager
 def witness(folder: str) -> Iterator[str]:
-    """A file in `folder`, or in the nearest folder above it that exists, which a node sees only if it sees the same folder."""
+    """A file in `folder`, or in the nearest folder above it that exists, which a node sees only if it sees the same
+    folder."""
     place = next(p for p in (Path(folder).absolute(), *Path(folder).absolute().parents) if p.is_dir())
     path = place / f'{WITNESS}{uuid.uuid4().hex}'
     try:
         path.write_text(path.name)
     except OSError as error:
-        raise ValueError(f'cannot write to {place}: {error.strerror}; every node needs a folder that it can write for this run') from None
+        raise ValueError(
+            f'cannot write to {place}: {error.strerror}; every node needs a folder that it can write for this run'
+        ) from None
     try:
         yield str(path)
     finally:

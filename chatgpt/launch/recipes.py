@@ -1,7 +1,7 @@
 """How a run is built: checked inputs, models, a trainer with its callbacks, fit, and what is written at the end.
 
-Command lines and config files go through `execute`, under any launcher; `chatgpt.train` makes its `Inputs` of objects and calls
-`make_trainer` and `fit`. Left out: settings (`runs`), data (`inputs`), models (`models`).
+Command lines and config files go through `execute`, under any launcher; `chatgpt.train` makes its `Inputs` of objects
+and calls `make_trainer` and `fit`. Left out: settings (`runs`), data (`inputs`), models (`models`).
 """
 
 from __future__ import annotations
@@ -46,10 +46,14 @@ from chatgpt.trainer.ppo import PPOTrainer
 from chatgpt.trainer.prompt_evaluation import PromptEvaluation
 
 OFFLINE: dict[type, tuple[Any, str]] = {
-    SFTConfig: (SFTTrainer, 'Actor'), RewardModelConfig: (RewardModelTrainer, 'RM'), ILQLConfig: (ILQLTrainer, 'ILQLModel'),
-    DPOConfig: (DPOTrainer, 'Actor'), KTOConfig: (KTOTrainer, 'Actor'), ORPOConfig: (ORPOTrainer, 'Actor'),
+    SFTConfig: (SFTTrainer, 'Actor'),
+    RewardModelConfig: (RewardModelTrainer, 'RM'),
+    ILQLConfig: (ILQLTrainer, 'ILQLModel'),
+    DPOConfig: (DPOTrainer, 'Actor'),
+    KTOConfig: (KTOTrainer, 'Actor'),
+    ORPOConfig: (ORPOTrainer, 'Actor'),
     SimPOConfig: (SimPOTrainer, 'Actor'),
-}  # fmt: skip
+}
 """the trainer of settings, and the kind of model that it trains"""
 
 
@@ -75,7 +79,8 @@ def execute(run: Run) -> None:
 
 
 def start_of(run: Run, strategy: Any) -> str | None:
-    """The model to start from: the run's, or a small one that has learned the embedded world's language; none for SFT, which teaches it."""
+    """The model to start from: the run's, or a small one that has learned the embedded world's language; none for SFT,
+    which teaches it."""
     if run.pretrain or isinstance(run, SFTRun):
         return run.pretrain
     folder = Path(run.save_path, 'initial')
@@ -101,7 +106,9 @@ def make_optimizer(run: Run, strategy: Any, model: Any, lr: float | None = None)
 def make_callbacks(run: Run, inputs: Inputs) -> list[Any]:
     """What a run of a command line asks for: checkpoints, TensorBoard, samples, evaluation, ..."""
     minutes = run.checkpoint_minutes or None
-    callbacks: list[Any] = [SaveCheckpoint(interval=run.checkpoint_interval or None, minutes=minutes, keep_last=run.keep_last)]
+    callbacks: list[Any] = [
+        SaveCheckpoint(interval=run.checkpoint_interval or None, minutes=minutes, keep_last=run.keep_last)
+    ]
     if run.tensorboard:
         callbacks.append(TensorBoard())
     if isinstance(run, SFTRun) and run.early_stopping_patience is not None:
@@ -119,7 +126,8 @@ def make_callbacks(run: Run, inputs: Inputs) -> list[Any]:
 
 
 def make_trainer(inputs: Inputs, strategy: Any, engine: Any = None) -> Any:
-    """Models, prepared with their optimizers, and the trainer that the inputs' settings are of. `engine`: None is the run's own."""
+    """Models, prepared with their optimizers, and the trainer that the inputs' settings are of. `engine`: None is the
+    run's own."""
     if not isinstance(inputs.settings, PPOConfig):
         return offline_trainer(inputs, strategy)
     with strategy.model_init_context():
@@ -134,18 +142,34 @@ def ppo_trainer(inputs: Inputs, strategy: Any, models: PPOModels, engine: Any = 
     actor_optim = make_optimizer(run, strategy, actor)
     critic_optim = make_optimizer(run, strategy, critic, run.critic_lr) if critic is not None else None
     scorer = reward if hasattr(reward, 'score') else None  # with nothing in it that the strategy could prepare
-    (actor, actor_optim), reward, initial_model = strategy.prepare((actor, actor_optim), None if scorer else reward, initial_model)
+    (actor, actor_optim), reward, initial_model = strategy.prepare(
+        (actor, actor_optim), None if scorer else reward, initial_model
+    )
     if critic is not None:
         critic, critic_optim = strategy.prepare((critic, critic_optim))
     if inputs.reward_tokenizer is not None:  # a model that reads other tokens than the policy gets its tokenizer along
         reward = RewardModelScorer(
-            reward, tokenizer=inputs.reward_tokenizer, max_tokens_per_batch=settings.max_tokens_per_batch, max_length=inputs.reward_context
+            reward,
+            tokenizer=inputs.reward_tokenizer,
+            max_tokens_per_batch=settings.max_tokens_per_batch,
+            max_length=inputs.reward_context,
         )
     return PPOTrainer(
-        strategy, actor, critic, scorer or reward, initial_model, actor_optim, critic_optim, config=settings, tokenizer=inputs.tokenizer,
-        pretrain_data=inputs.pretrain_data, engine=engine or ENGINES.find(run.engine).make(inputs.model), callbacks=inputs.callbacks,
-        run_dir=inputs.run_dir, **inputs.generation,
-    )  # fmt: skip
+        strategy,
+        actor,
+        critic,
+        scorer or reward,
+        initial_model,
+        actor_optim,
+        critic_optim,
+        config=settings,
+        tokenizer=inputs.tokenizer,
+        pretrain_data=inputs.pretrain_data,
+        engine=engine or ENGINES.find(run.engine).make(inputs.model),
+        callbacks=inputs.callbacks,
+        run_dir=inputs.run_dir,
+        **inputs.generation,
+    )
 
 
 def offline_trainer(inputs: Inputs, strategy: Any) -> Any:
@@ -158,9 +182,17 @@ def offline_trainer(inputs: Inputs, strategy: Any) -> Any:
     model, optimizer = strategy.prepare((model, make_optimizer(run, strategy, model)))
     reference = {} if initial is None else {'initial_model': strategy.prepare(initial)}
     return trainer_class(
-        strategy, model, optimizer, inputs.train, inputs.validation, config=settings, callbacks=inputs.callbacks,
-        tokenizer=inputs.tokenizer, run_dir=inputs.run_dir, **reference,
-    )  # fmt: skip
+        strategy,
+        model,
+        optimizer,
+        inputs.train,
+        inputs.validation,
+        config=settings,
+        callbacks=inputs.callbacks,
+        tokenizer=inputs.tokenizer,
+        run_dir=inputs.run_dir,
+        **reference,
+    )
 
 
 def fit(inputs: Inputs, trainer: Any) -> None:
@@ -183,18 +215,29 @@ def resume(run: Run, trainer: Any) -> None:
     if run.resume:
         found = trainer.load_checkpoint(run.resume)
         if strategy.is_rank_0:
-            text = f'going on from {trainer.resumed_from}' if found else 'nothing to resume yet: starting from the beginning'
+            text = (
+                f'going on from {trainer.resumed_from}'
+                if found
+                else 'nothing to resume yet: starting from the beginning'
+            )
             print(text, flush=True)
     lines = Path(run.save_path, 'metrics.jsonl')
     if trainer.phase == 0 and strategy.is_rank_0 and lines.is_file() and lines.stat().st_size:
-        print(f'{run.save_path} holds an earlier run without checkpoints: its lines are kept in *.previous.jsonl', flush=True)
+        print(
+            f'{run.save_path} holds an earlier run without checkpoints: its lines are kept in *.previous.jsonl',
+            flush=True,
+        )
     strategy.run_on_rank0(lambda: write_resolved(run, run.save_path))
 
 
 def short_step(run: Run, trainer: Any) -> str | None:
-    """What to say where the last step of a pass learns from a quarter of a batch or less: it weighs as much as a whole one's."""
+    """What to say where the last step of a pass learns from a quarter of a batch or less: it weighs as much as a whole
+    one's."""
     if isinstance(run, PPORun):
-        what, count = 'samples of a learning phase', run.update_timesteps * run.experience_batch_size * run.num_samples_per_prompt
+        what, count = (
+            'samples of a learning phase',
+            run.update_timesteps * run.experience_batch_size * run.num_samples_per_prompt,
+        )
         if run.buffer_limit:
             count = min(count, run.buffer_limit)
         if run.sample_replay_buffer:
@@ -205,7 +248,8 @@ def short_step(run: Run, trainer: Any) -> str | None:
     if count < size or not 0 < rest <= size / 4:
         return None
     return (
-        f'{count} {what} in batches of train_batch_size={size}: the last step of each pass learns from {rest} alone, and counts as much as '
+        f'{count} {what} in batches of train_batch_size={size}: the last step of each pass learns from {rest} alone, '
+        'and counts as much as '
         f'one of {size}'
     )
 

@@ -1,8 +1,8 @@
 """Going on after a launcher has started the processes of a run anew.
 
-A launch has a name, TORCHELASTIC_RUN_ID, the same before and after a restart: torchrun sets it (`--rdzv_id`, or a new one with
-`--standalone`), and so does `chatgpt.launch.ray`. A run writes it into its folder once nothing is wrong with its command line;
-a process of the same launch that finds it there resumes, whether --resume was given or not.
+A launch has a name, TORCHELASTIC_RUN_ID, the same before and after a restart: torchrun sets it (`--rdzv_id`, or a new
+one with `--standalone`), and so does `chatgpt.launch.ray`. A run writes it into its folder once nothing is wrong with
+its command line; a process of the same launch that finds it there resumes, whether --resume was given or not.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import Any
 
 FILE = '.launch'
 MISTAKE = 2
-"""exit code of a script that was called wrongly (`run_main`, argparse, python itself): the same call would fail again"""
+"""exit code of a script that was called wrongly (`run_main`, argparse, python itself): the same call would fail
+again"""
 TOLD = 'CHATGPT_LAUNCH_TOLD'
-"""names a file that a rank leaves when it has said what went wrong, for the other ranks, which would say the same; one per restart"""
+"""names a file that a rank leaves when it has said what went wrong, for the other ranks, which would say the same; one
+per restart"""
 
 
 def was_told() -> bool:
@@ -50,7 +52,8 @@ def sign(save_path: str | os.PathLike[str], strategy: Any) -> None:
     """Write the launch's name, seen by all ranks.
 
     Raises:
-        ValueError: a rank does not see the folder that rank 0 writes: what is saved there could not be put together again.
+        ValueError: a rank does not see the folder that rank 0 writes: what is saved there could not be put together
+            again.
     """
     if strategy.world_size == 1 and launch_name() is None:
         return
@@ -59,7 +62,8 @@ def sign(save_path: str | os.PathLike[str], strategy: Any) -> None:
     blind = [f'{rank} on {host}' for rank, (sees, host) in enumerate(seen) if not sees]
     if blind:
         raise ValueError(
-            f'{Path(save_path).absolute()} is not shared: what rank 0 on {seen[0][1]} writes there is not seen by rank {", ".join(blind)}; '
+            f'{Path(save_path).absolute()} is not shared: what rank 0 on {seen[0][1]} writes there is not seen by rank '
+            f'{", ".join(blind)}; '
             'give a --save_path on a file system that all nodes mount at the same place'
         )
 

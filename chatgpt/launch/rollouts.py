@@ -9,7 +9,8 @@ from typing import Any
 from chatgpt.launch.runs import PPORun, Run
 
 PATIENCE = 0.8
-"""share of `rank_timeout_s` that an actor has to answer; ranks that wait for this one give up after 0.9, and cannot name the actor"""
+"""share of `rank_timeout_s` that an actor has to answer; ranks that wait for this one give up after 0.9, and cannot
+name the actor"""
 
 
 def _workers(args: PPORun) -> Any:
@@ -25,14 +26,20 @@ def check_rollout_args(args: PPORun) -> None:
     if not args.rollout_workers:
         for name in ('max_staleness', 'rollout_chunk_size', 'rollout_resources'):
             if getattr(args, name):
-                raise ValueError(f'{name}={getattr(args, name)} is about rollout workers, and there are none: give --rollout_workers')
+                raise ValueError(
+                    f'{name}={getattr(args, name)} is about rollout workers, and there are none: give --rollout_workers'
+                )
         return
     if args.rollout_chunk_size is not None and args.rollout_chunk_size < 1:
         raise ValueError(f'rollout_chunk_size={args.rollout_chunk_size} must be at least 1')
     if args.engine != 'local':
-        raise ValueError(f'rollout workers generate with the local engine: --engine {args.engine} does not fit --rollout_workers')
+        raise ValueError(
+            f'rollout workers generate with the local engine: --engine {args.engine} does not fit --rollout_workers'
+        )
     if args.nlpo_top_p is not None:
-        raise ValueError('NLPO draws from two models at once, which rollout workers cannot: leave --rollout_workers out')
+        raise ValueError(
+            'NLPO draws from two models at once, which rollout workers cannot: leave --rollout_workers out'
+        )
     _workers(args)  # for its errors; starts nothing
 
 

@@ -1,7 +1,8 @@
-"""What a script's run is made of: one dataclass each for PPO, SFT, reward models and preferences, behind flags and config files alike.
+"""What a script's run is made of: one dataclass each for PPO, SFT, reward models and preferences, behind flags and
+config files alike.
 
-A run has the settings of its trainer, and beside them where models and data are and what is written. Left out: reading flags and
-files (`config_file`), and building the objects (`recipes`).
+A run has the settings of its trainer, and beside them where models and data are and what is written. Left out: reading
+flags and files (`config_file`), and building the objects (`recipes`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from typing import Any, ClassVar, Literal, cast, get_args
 from chatgpt.launch.arguments import check_precision
 from chatgpt.rollout import SamplingParams
 from chatgpt.rollout.registry import ENGINES
-from chatgpt.trainer.config import CHECKPOINT_MINUTES, LearningSettings, PPOConfig, Settings, SFTConfig, SupervisedConfig
+from chatgpt.trainer.config import (
+    CHECKPOINT_MINUTES,
+    LearningSettings,
+    PPOConfig,
+    Settings,
+    SFTConfig,
+    SupervisedConfig,
+)
 from chatgpt.trainer.objectives.kto import KTOConfig
 from chatgpt.trainer.objectives.pairs import DPOConfig, DPOLoss, ORPOConfig, PreferenceConfig, SimPOConfig
 from chatgpt.trainer.objectives.reward_model import RewardModelConfig
@@ -80,14 +88,15 @@ class Run(LearningSettings):
     rank_timeout_s: float = 1800.0
     """a rank that keeps the others waiting for longer ends the run, with a message that names it"""
     plan: bool = False
-    """print what memory each phase takes, whether it fits here and what would make it fit, and stop; no weight is loaded"""
+    """print what memory each phase takes, whether it fits here and what would make it fit, and stop; no weight is
+    loaded"""
     resume: str | None = None
     """a checkpoint folder, or auto for the newest of save_path"""
     checkpoint_interval: int = 0
     """phases between checkpoints; 0 goes by checkpoint_minutes alone"""
     checkpoint_minutes: float = CHECKPOINT_MINUTES
-    """also after a phase that ends so long after the last one, and at the end of the run; 0, without checkpoint_interval, writes one only
-    when the run is interrupted or fails"""
+    """also after a phase that ends so long after the last one, and at the end of the run; 0, without
+    checkpoint_interval, writes one only when the run is interrupted or fails"""
     keep_last: int = 2
     """checkpoints to keep, the one of an interruption among them"""
     tensorboard: bool = False
@@ -123,7 +132,9 @@ class Run(LearningSettings):
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
         for name in ('precision', 'model', 'optimizer', 'lora_train_bias'):
-            hint = {'precision': Precision, 'model': Family, 'lora_train_bias': BiasMode}.get(name, Literal['adamw', 'sgd'])
+            hint = {'precision': Precision, 'model': Family, 'lora_train_bias': BiasMode}.get(
+                name, Literal['adamw', 'sgd']
+            )
             self._one_of(name, get_args(hint))
         check_precision(self.strategy, self.precision)
         self._positive('keep_last', 'lora_alpha', 'rank_timeout_s')
@@ -132,9 +143,12 @@ class Run(LearningSettings):
             raise ValueError(f'lr={self.lr} must be a number of at least 0')
         if not self.lora_rank:
             for name, unset in (
-                ('lora_alpha', None), ('lora_dropout', 0.0), ('lora_target_modules', None), ('lora_train_bias', 'none'),
+                ('lora_alpha', None),
+                ('lora_dropout', 0.0),
+                ('lora_target_modules', None),
+                ('lora_train_bias', 'none'),
                 ('save_adapter', False),
-            ):  # fmt: skip
+            ):
                 if getattr(self, name) != unset:
                     raise ValueError(f'{name} is about adapters, and there are none: give lora_rank too')
         if self.validation_file and self.validation_percentage:
@@ -142,12 +156,15 @@ class Run(LearningSettings):
         if 0 < self.validation_percentage < 1:
             percent = self.validation_percentage
             raise ValueError(
-                f'validation_percentage={percent:g} may mean {100 * percent:g} % or {percent:g} %: give {100 * percent:g} for the first; '
+                f'validation_percentage={percent:g} may mean {100 * percent:g} % or {percent:g} %: give '
+                f'{100 * percent:g} for the first; '
                 'for the second keep records back yourself, with --validation_file'
             )
         data = self.data_source()
         if data and self.validation_file and same_file(data, self.validation_file):
-            raise ValueError(f'validation_file={self.validation_file} is the training data: give another, or --validation_percentage')
+            raise ValueError(
+                f'validation_file={self.validation_file} is the training data: give another, or --validation_percentage'
+            )
 
     def data_source(self) -> str | None:
         """File or hub name of the training data."""
@@ -186,8 +203,8 @@ class PPORun(Run, PPOConfig):
     critic: Literal['own', 'shared'] = 'own'
     """own: a model of its own; shared: a value head on the actor's trunk, with num_layers_unfrozen on the frozen one"""
     critic_from: CriticStart = 'reward_model'
-    """what a critic of its own starts from: the reward model, where there is one that reads the policy's tokens and has a head; or the
-    actor's weights with a new head"""
+    """what a critic of its own starts from: the reward model, where there is one that reads the policy's tokens and has
+    a head; or the actor's weights with a new head"""
     critic_lr: float | None = None
     num_layers_unfrozen: int = -1
     """hydra: train only the top blocks, whose frozen copies are the reference; -1 trains all"""
@@ -202,11 +219,13 @@ class PPORun(Run, PPOConfig):
     stop_string: list[str] | None = None
     """end a response where this text appears; may be given several times"""
     engine: str = field(default='local', metadata={'choices': ENGINES})
-    """who generates: the local engine, model.generate, or vLLM in this process; module:name is an `EngineEntry` of your own"""
+    """who generates: the local engine, model.generate, or vLLM in this process; module:name is an `EngineEntry` of your
+    own"""
     ema_decay: float | None = None
     """also keep a moving average of the actor's weights, written as actor_ema/; 0.992 is DeepSpeed-Chat's"""
     rollout_workers: int = 0
-    """generate on so many Ray actors for each training process (RAY_ADDRESS names a cluster); 0 generates in the process itself"""
+    """generate on so many Ray actors for each training process (RAY_ADDRESS names a cluster); 0 generates in the
+    process itself"""
     rollout_chunk_size: int | None = None
     """prompts that go to an actor together; none: those of a timestep"""
     rollout_resources: dict[str, float] | None = None
@@ -232,8 +251,14 @@ class PPORun(Run, PPOConfig):
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
-        for name in ('num_episodes', 'max_timesteps', 'update_timesteps', 'max_prompt_tokens', 'sample_interval',
-                     'eval_interval'):  # fmt: skip
+        for name in (
+            'num_episodes',
+            'max_timesteps',
+            'update_timesteps',
+            'max_prompt_tokens',
+            'sample_interval',
+            'eval_interval',
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f'{name}={value} must be at least 1')
@@ -244,16 +269,23 @@ class PPORun(Run, PPOConfig):
                 raise ValueError(f'{name}={getattr(self, name)!r} is not one of {", ".join(known)}')
         ENGINES.find(self.engine)
         if self.critic == 'shared' and not self.estimator.needs_values:
-            raise ValueError(f"critic='shared', but advantage_estimator={self.advantage_estimator!r} takes no critic; leave one out")
+            raise ValueError(
+                f"critic='shared', but advantage_estimator={self.advantage_estimator!r} takes no critic; leave one out"
+            )
         if self.lora_rank and self.num_layers_unfrozen > 0:
-            raise ValueError('lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one')
+            raise ValueError(
+                'lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one'
+            )
         if self.temperature == 0:
-            raise ValueError('temperature=0 draws nothing, and a policy learns from what it draws: give a number above 0')
+            raise ValueError(
+                'temperature=0 draws nothing, and a policy learns from what it draws: give a number above 0'
+            )
         sampling = self.generation() | {'max_new_tokens': 1 if self.max_new_tokens is None else self.max_new_tokens}
         SamplingParams(**{name: value for name, value in sampling.items() if name != 'stop_strings'})
         if self.advantage_estimator == 'gdpo':
             raise ValueError(
-                "advantage_estimator='gdpo' takes a list of rewards, which the command line cannot give; use PPOTrainer or chatgpt.train"
+                "advantage_estimator='gdpo' takes a list of rewards, which the command line cannot give; use "
+                'PPOTrainer or chatgpt.train'
             )
         if self.reward_model and self.reward_fn:
             raise ValueError('give --reward_model or --reward_fn, not both')
@@ -267,9 +299,13 @@ class PPORun(Run, PPOConfig):
     def generation(self) -> dict[str, Any]:
         """Generation keywords of the trainer."""
         return {
-            'max_new_tokens': self.max_new_tokens, 'min_new_tokens': self.min_new_tokens, 'temperature': self.temperature,
-            'top_k': self.top_k, 'top_p': self.top_p, 'stop_strings': self.stop_string,
-        }  # fmt: skip
+            'max_new_tokens': self.max_new_tokens,
+            'min_new_tokens': self.min_new_tokens,
+            'temperature': self.temperature,
+            'top_k': self.top_k,
+            'top_p': self.top_p,
+            'stop_strings': self.stop_string,
+        }
 
 
 @dataclass(kw_only=True)
@@ -279,8 +315,8 @@ class DataRun(Run, SupervisedConfig):
     dataset: str | None = None
     """file or hub name; none: embedded"""
     max_len: int | None = None
-    """tokens of prompt and response, at most the model's context; longer ones are cut, and counted; none: 512, or the context where that is
-    less"""
+    """tokens of prompt and response, at most the model's context; longer ones are cut, and counted; none: 512, or the
+    context where that is less"""
 
     def data_source(self) -> str | None:
         return self.dataset
@@ -313,7 +349,8 @@ class SFTRun(DataRun, SFTConfig):
 
 @dataclass(kw_only=True)
 class RewardRun(DataRun, RewardModelConfig):
-    """A run of examples/train_reward_model.py: preferences (prompt, chosen, rejected, or ranked answers) or labelled text."""
+    """A run of examples/train_reward_model.py: preferences (prompt, chosen, rejected, or ranked answers) or labelled
+    text."""
 
     save_path: str = 'outputs/train_reward_model'
 
@@ -324,12 +361,23 @@ class RewardRun(DataRun, RewardModelConfig):
 
 
 Method = Literal['dpo', 'kto', 'orpo', 'simpo']
-METHODS: dict[str, type[PreferenceConfig]] = {'dpo': DPOConfig, 'kto': KTOConfig, 'orpo': ORPOConfig, 'simpo': SimPOConfig}
+METHODS: dict[str, type[PreferenceConfig]] = {
+    'dpo': DPOConfig,
+    'kto': KTOConfig,
+    'orpo': ORPOConfig,
+    'simpo': SimPOConfig,
+}
 OPTIONS = {
-    'loss': 'loss_type', 'beta': 'beta', 'label_smoothing': 'label_smoothing', 'precompute_ref_logprobs': 'precompute_ref_logprobs',
-    'desirable_weight': 'desirable_weight', 'undesirable_weight': 'undesirable_weight', 'positive_label': 'positive_label',
-    'weight': 'weight', 'gamma': 'gamma',
-}  # fmt: skip
+    'loss': 'loss_type',
+    'beta': 'beta',
+    'label_smoothing': 'label_smoothing',
+    'precompute_ref_logprobs': 'precompute_ref_logprobs',
+    'desirable_weight': 'desirable_weight',
+    'undesirable_weight': 'undesirable_weight',
+    'positive_label': 'positive_label',
+    'weight': 'weight',
+    'gamma': 'gamma',
+}
 """settings that only some methods have, and what their configs call them"""
 NO_PLAN = '--plan knows PPO, SFT and reward models; python -m chatgpt.plan CONFIG --task sft comes nearest'
 LR = {'dpo': 1e-6, 'simpo': 1e-6, 'kto': 5e-6, 'orpo': 5e-6}
@@ -337,7 +385,8 @@ LR = {'dpo': 1e-6, 'simpo': 1e-6, 'kto': 5e-6, 'orpo': 5e-6}
 
 @dataclass(kw_only=True)
 class PreferenceRun(DataRun):
-    """A run of examples/train_preference.py: preferences (prompt, chosen, rejected, or ranked answers); for KTO also text and label.
+    """A run of examples/train_preference.py: preferences (prompt, chosen, rejected, or ranked answers); for KTO also
+    text and label.
 
     A setting of some methods only is None until it is given: then the method's own default holds.
     """
@@ -374,7 +423,10 @@ class PreferenceRun(DataRun):
     @classmethod
     def shown_default(cls, name: str, default: Any) -> str:
         if name == 'lr':
-            return f'{", ".join(f"{lr} for {method}" for method, lr in LR.items())}; {cls.embedded_defaults["lr"]} without --pretrain'
+            return (
+                f'{", ".join(f"{lr} for {method}" for method, lr in LR.items())}; {cls.embedded_defaults["lr"]} '
+                'without --pretrain'
+            )
         return 'none' if default is None else str(default)
 
     def validate(self, world_size: int = 1) -> None:
@@ -385,7 +437,9 @@ class PreferenceRun(DataRun):
         for name, setting in OPTIONS.items():
             if getattr(self, name) is not None and setting not in own:
                 who = ' or '.join(m for m, config in METHODS.items() if setting in config.field_names())
-                raise ValueError(f'{name}={getattr(self, name)} is a setting of {who}, not of {self.method}; leave it out')
+                raise ValueError(
+                    f'{name}={getattr(self, name)} is a setting of {who}, not of {self.method}; leave it out'
+                )
         super().validate(world_size)
         self.config().validate(world_size)
 

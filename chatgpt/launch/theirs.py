@@ -1,7 +1,8 @@
-"""What llm-on-ray's configs say and no setting here says by itself, in our words: how many workers, how long, how large a batch.
+"""What llm-on-ray's configs say and no setting here says by itself, in our words: how many workers, how long, how large
+a batch.
 
-Other names for the same thing are in `chatgpt.names`. Left out: where the words come from (`config_file`), and the launchers, which look
-for the workers themselves (`config_values.peek`).
+Other names for the same thing are in `chatgpt.names`. Left out: where the words come from (`config_file`), and the
+launchers, which look for the workers themselves (`config_values.peek`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ import torch
 from chatgpt.launch.arguments import processes_here, world_size_from_env
 from chatgpt.launch.runs import DataRun, PPORun, Run
 
-OF_ALL = {'preprocessing_num_workers': int, 'num_training_workers': int | None, 'resources_per_worker': dict[str, float] | None}
+OF_ALL = {
+    'preprocessing_num_workers': int,
+    'num_training_workers': int | None,
+    'resources_per_worker': dict[str, float] | None,
+}
 OF_PPO = {'epochs': int | None, 'training_iteration': int | None}
 OF_DATA = {'batch_size': int | None, 'gradient_accumulation_steps': int}
 
@@ -57,7 +62,8 @@ def _length(theirs: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any
 
 
 def _batch(theirs: Mapping[str, Any], said: Mapping[str, Any], cls: type[Run]) -> dict[str, Any]:
-    """The batch of all processes from that of one, whose `gradient_accumulation_steps` forwards hold `batch_size` records each."""
+    """The batch of all processes from that of one, whose `gradient_accumulation_steps` forwards hold `batch_size`
+    records each."""
     steps = theirs.get('gradient_accumulation_steps', 1)
     if 'batch_size' not in theirs:
         if steps > 1:
@@ -78,14 +84,18 @@ def meet(num_training_workers: int | None = None, resources_per_worker: Mapping[
     wanted, world_size, resources = num_training_workers, world_size_from_env(), resources_per_worker or {}
     if wanted is not None and wanted != world_size:
         raise ValueError(
-            f'num_training_workers={wanted}, but {world_size} process{"es were" if world_size > 1 else " was"} started; '
-            f'launch with: torchrun --nproc-per-node={wanted} script.py ..., or python -m chatgpt.launch script.py ..., or leave it out'
+            f'num_training_workers={wanted}, but {world_size} process{"es were" if world_size > 1 else " was"} '
+            'started; '
+            f'launch with: torchrun --nproc-per-node={wanted} script.py ..., or python -m chatgpt.launch script.py '
+            '..., or leave it out'
         )
     for name in resources:
         if name not in ('CPU', 'GPU'):
             raise ValueError(f'resources_per_worker: {name!r} is not known; there are CPU and GPU')
     if resources.get('GPU', 0) > 0 and not torch.cuda.is_available():
-        raise ValueError(f'resources_per_worker asks for {resources["GPU"]:g} GPU, and this machine has none; leave GPU out')
+        raise ValueError(
+            f'resources_per_worker asks for {resources["GPU"]:g} GPU, and this machine has none; leave GPU out'
+        )
     if 'CPU' in resources:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
         torch.set_num_threads(max(1, min(int(resources['CPU']), cores // processes_here())))

@@ -1,4 +1,5 @@
-"""A script under torchrun, with the names of this package's launcher. Left out: all that `torchrun --help` has beyond them."""
+"""A script under torchrun, with the names of this package's launcher. Left out: all that `torchrun --help` has beyond
+them."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class TorchrunLaunch:
     rdzv_endpoint: str | None = None
     """host:port of one of the nodes, where they meet; none: a free port of this one"""
     run_id: str | None = None
-    """name of the launch, the same on every node; a later launch of the same name goes on with its run. None: a new one"""
+    """name of the launch, the same on every node; a later launch of the same name goes on with its run. None: a new
+    one"""
     local_addr: str | None = None
     """this node's address as the others reach it; none: found by the host name"""
 
@@ -41,9 +43,15 @@ class TorchrunLaunch:
         if self.max_failures < 0:
             raise ValueError(f'max_failures={self.max_failures} must not be negative')
         if self.num_nodes > 1 and not (self.rdzv_endpoint and self.run_id):
-            raise ValueError('several nodes have to find each other: give --rdzv_endpoint HOST:PORT of one of them, and --run_id NAME')
+            raise ValueError(
+                'several nodes have to find each other: give --rdzv_endpoint HOST:PORT of one of them, and --run_id '
+                'NAME'
+            )
         if self.rdzv_endpoint and not self.run_id:
-            raise ValueError(f'rdzv_endpoint={self.rdzv_endpoint} is where the launch of a --run_id NAME meets: give both, or neither')
+            raise ValueError(
+                f'rdzv_endpoint={self.rdzv_endpoint} is where the launch of a --run_id NAME meets: give both, or '
+                'neither'
+            )
         if not Path(self.script).is_file():
             raise ValueError(f'{self.script}: there is no such script')
 
@@ -52,28 +60,43 @@ class TorchrunLaunch:
         meet = ['--standalone']
         if self.run_id:
             endpoint = self.rdzv_endpoint or 'localhost:0'
-            meet = ['--rdzv_backend=c10d', f'--rdzv_endpoint={endpoint}', f'--rdzv_id={self.run_id}', f'--nnodes={self.num_nodes}']
+            meet = [
+                '--rdzv_backend=c10d',
+                f'--rdzv_endpoint={endpoint}',
+                f'--rdzv_id={self.run_id}',
+                f'--nnodes={self.num_nodes}',
+            ]
         if self.local_addr:
             meet.append(f'--local_addr={self.local_addr}')
         return [
-            sys.executable, '-m', 'chatgpt.launch.elastic', *meet, f'--nproc_per_node={self.num_workers // self.num_nodes}',
-            f'--max_restarts={self.max_failures}', self.script, *self.script_args,
-        ]  # fmt: skip
+            sys.executable,
+            '-m',
+            'chatgpt.launch.elastic',
+            *meet,
+            f'--nproc_per_node={self.num_workers // self.num_nodes}',
+            f'--max_restarts={self.max_failures}',
+            self.script,
+            *self.script_args,
+        ]
 
 
 def run_on_torchrun(launch: TorchrunLaunch) -> None:
     """Become torchrun.
 
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE makes every restart begin with an empty store. Otherwise the agent's store serves the new
-    processes too (torch 2.13), and some of them connect to the addresses of dead ones that they find there.
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE makes every restart begin with an empty store. Otherwise the agent's store serves
+    the new processes too (torch 2.13), and some of them connect to the addresses of dead ones that they find there.
     """
     command = launch.command()
     os.environ.setdefault('TORCH_DISABLE_SHARE_RDZV_TCP_STORE', '1')
-    if launch.cpus_per_worker is not None or launch.num_workers > launch.num_nodes:  # torchrun would say this in four lines
+    if (
+        launch.cpus_per_worker is not None or launch.num_workers > launch.num_nodes
+    ):  # torchrun would say this in four lines
         os.environ.setdefault('OMP_NUM_THREADS', str(max(1, int(launch.cpus_per_worker or 1))))
     root = Path(chatgpt.__file__).resolve().parents[1]
     if 'site-packages' not in root.parts:
-        os.environ['PYTHONPATH'] = os.pathsep.join(dict.fromkeys([str(root), *filter(None, [os.environ.get('PYTHONPATH')])]))
+        os.environ['PYTHONPATH'] = os.pathsep.join(
+            dict.fromkeys([str(root), *filter(None, [os.environ.get('PYTHONPATH')])])
+        )
     os.environ[TOLD] = str(Path(tempfile.mkdtemp(prefix='chatgpt-launch-'), 'told'))
     sys.stdout.flush()
     sys.stderr.flush()

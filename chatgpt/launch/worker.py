@@ -28,7 +28,8 @@ END = 'end'
 _CHUNK = 65536
 _SIOCGIFADDR = 0x8915
 
-# Replaced by the script at once; before that it asks the kernel for its own end when this worker ends, however that ends.
+# Replaced by the script at once; before that it asks the kernel for its own end when this worker ends, however that
+# ends.
 _EXEC = """
 import os, signal, sys
 try:
@@ -91,7 +92,8 @@ class Worker:
             seen: path → SHA-256 of files that must be the same here.
 
         Returns:
-            port (free now), interface, missing (paths that are not here or differ), packages (python, missing, version).
+            port (free now), interface, missing (paths that are not here or differ), packages (python, missing,
+            version).
         """
         with socket.socket() as probe:
             probe.bind(('', 0))
@@ -99,13 +101,22 @@ class Worker:
         missing = [path for path, expected in seen.items() if digest(path) != expected]
         if not Path(folder).is_dir():
             missing.insert(0, folder)
-        found: dict[str, Any] = {'port': port, 'interface': interface_of(address), 'missing': missing, 'host': socket.gethostname()}
+        found: dict[str, Any] = {
+            'port': port,
+            'interface': interface_of(address),
+            'missing': missing,
+            'host': socket.gethostname(),
+        }
         done = subprocess.run(
             [sys.executable, '-P', '-c', _PACKAGES, 'chatgpt', 'torch', 'transformers'],
-            env={**os.environ, **variables}, capture_output=True, text=True,
-        )  # fmt: skip
+            env={**os.environ, **variables},
+            capture_output=True,
+            text=True,
+        )
         found['packages'] = (
-            json.loads(done.stdout) if done.returncode == 0 else {'python': sys.executable, 'missing': [], 'error': done.stderr[-1000:]}
+            json.loads(done.stdout)
+            if done.returncode == 0
+            else {'python': sys.executable, 'missing': [], 'error': done.stderr[-1000:]}
         )
         return found
 
@@ -119,12 +130,18 @@ class Worker:
             if self._ended:
                 return -int(signal.SIGKILL), ''
             self._process = subprocess.Popen(
-                [sys.executable, '-I', '-S', '-c', _EXEC, str(os.getpid()), *command], cwd=folder, env={**os.environ, **variables},
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, '-I', '-S', '-c', _EXEC, str(os.getpid()), *command],
+                cwd=folder,
+                env={**os.environ, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
         process = self._process
         pumps = [
-            threading.Thread(target=self._pump, args=(name, getattr(process, name), stream), daemon=True) for name in ('stdout', 'stderr')
+            threading.Thread(target=self._pump, args=(name, getattr(process, name), stream), daemon=True)
+            for name in ('stdout', 'stderr')
         ]
         for pump in pumps:
             pump.start()

@@ -1,7 +1,7 @@
 """The policy: any Hugging Face causal LM, asked for log-probs of given tokens.
 
-Hidden states of the response positions go through the head in chunks, so logits of a whole batch never exist, and prompt
-positions never see the head. Everything that needs gradients or sharded weights happens inside `forward`.
+Hidden states of the response positions go through the head in chunks, so logits of a whole batch never exist, and
+prompt positions never see the head. Everything that needs gradients or sharded weights happens inside `forward`.
 
 Left out: generation (`chatgpt.rollout`), losses.
 """
@@ -43,9 +43,11 @@ class Actor(TakesModel, nn.Module):
         model: a transformers causal LM.
         lora_rank: adapters of this rank on the blocks' linear layers; only they are trained. 0 trains everything.
         lora_train_bias: 'none', 'all' or 'lora_only'.
-        value_head: None; True for a new linear head; or a module (..., D) → (..., 1). Values then come with the log-probs, from one trunk.
+        value_head: None; True for a new linear head; or a module (..., D) → (..., 1). Values then come with the
+            log-probs, from one trunk.
         lora_options: alpha, dropout and targets of `chatgpt.nn.lora.convert_to_lora`.
-        num_layers_unfrozen: hydra: train only the top blocks; their frozen copies are the reference. None or −1 trains everything.
+        num_layers_unfrozen: hydra: train only the top blocks; their frozen copies are the reference. None or −1 trains
+            everything.
 
     Raises:
         ValueError: `model` is no causal LM, or its logits do not follow from its last hidden state.
@@ -72,7 +74,9 @@ class Actor(TakesModel, nn.Module):
             value_head = critic_head(hidden_size(model))
         self.value_head: nn.Module | None = value_head or None
         if lora_rank and num_layers_unfrozen not in (None, -1):
-            raise ValueError('lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one')
+            raise ValueError(
+                'lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one'
+            )
         self._linear_head: bool | None = None
         self.check_head()
         enable_packing(base_model(model))
@@ -89,20 +93,28 @@ class Actor(TakesModel, nn.Module):
     # ------------------------------------------------------------------ forward
 
     def forward(
-        self, batch: Batch, *, temperature: float = 1.0, with_entropy: bool = False, with_logits: bool = False,
+        self,
+        batch: Batch,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        with_logits: bool = False,
         with_reference: bool = False,
-    ) -> PolicyOutput:  # fmt: skip
+    ) -> PolicyOutput:
         """Log-probs of a batch's actions.
 
         Args:
             temperature: divides the logits; the one the tokens were sampled with.
             with_entropy: also the entropy of each action's distribution.
             with_logits: also the (N, V) logits, not divided by the temperature; memory for them is not bounded.
-            with_reference: also the output of a hydra's reference, from the same pass through the trunk, without gradients.
+            with_reference: also the output of a hydra's reference, from the same pass through the trunk, without
+                gradients.
         """
         base = base_model(self.model)
         if not with_reference:
-            return self._output(flat_hidden(base, batch)[batch.action_index], batch, temperature, with_entropy, with_logits)
+            return self._output(
+                flat_hidden(base, batch)[batch.action_index], batch, temperature, with_entropy, with_logits
+            )
         with hydra.recorded_trunk(self) as record:
             states = flat_hidden(base, batch)[batch.action_index]
         out = self._output(states, batch, temperature, with_entropy, with_logits)
@@ -114,7 +126,13 @@ class Actor(TakesModel, nn.Module):
         return out._replace(reference=reference)
 
     def _output(
-        self, states: Tensor, batch: Batch, temperature: float, with_entropy: bool, with_logits: bool, with_values: bool = True
+        self,
+        states: Tensor,
+        batch: Batch,
+        temperature: float,
+        with_entropy: bool,
+        with_logits: bool,
+        with_values: bool = True,
     ) -> PolicyOutput:
         """From the (N, D) states before each action."""
         values = in_fp32(self.value_head, states) if with_values and self.value_head is not None else None
@@ -128,9 +146,13 @@ class Actor(TakesModel, nn.Module):
         )
         return PolicyOutput(logprobs, entropy, values)
 
-    def trunk(self, input_ids: Tensor, *, position_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+    def trunk(
+        self, input_ids: Tensor, *, position_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
         """Hidden states (B, S, D); `past_key_values` and the like go to the model."""
-        return run_trunk(base_model(self.model), input_ids, position_ids=position_ids, attention_mask=attention_mask, **kwargs)
+        return run_trunk(
+            base_model(self.model), input_ids, position_ids=position_ids, attention_mask=attention_mask, **kwargs
+        )
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., D)."""
@@ -138,7 +160,8 @@ class Actor(TakesModel, nn.Module):
         return self.model.get_output_embeddings()(hidden) if self._linear_head else own_logits(self.model, hidden)
 
     def check_head(self) -> None:
-        """Find out whether the output layer alone gives the model's logits; else its own head is used. Part of construction.
+        """Find out whether the output layer alone gives the model's logits; else its own head is used. Part of
+        construction.
 
         Done on a few tokens; on the meta device, on random states and a small output layer.
         """
@@ -152,7 +175,8 @@ class Actor(TakesModel, nn.Module):
         return lora.has_lora(self) or hydra.has_hydra(self)
 
     def reference(self) -> AbstractContextManager[Any]:
-        """Inside, the actor computes the reference: adapter off, or the frozen top blocks in place of the trained ones."""
+        """Inside, the actor computes the reference: adapter off, or the frozen top blocks in place of the trained
+        ones."""
         if lora.has_lora(self):
             return lora.adapter_disabled(self)
         if hydra.has_hydra(self):
@@ -166,7 +190,9 @@ class Actor(TakesModel, nn.Module):
     # ------------------------------------------------------------------ files
 
     @torch.no_grad()
-    def save_pretrained(self, folder: str | Path, tokenizer: Any = None, *, state_dict: dict[str, Tensor] | None = None) -> None:
+    def save_pretrained(
+        self, folder: str | Path, tokenizer: Any = None, *, state_dict: dict[str, Tensor] | None = None
+    ) -> None:
         """A Hugging Face folder that `AutoModelForCausalLM` loads; adapters folded in, the value head beside it.
 
         Args:
@@ -180,22 +206,40 @@ class Actor(TakesModel, nn.Module):
         write_folder(self.model, folder, weights)
         if self.value_head is not None:
             full = state_dict or self.state_dict()
-            save_head({k.removeprefix('value_head.'): v for k, v in full.items() if k.startswith('value_head.')}, folder)
+            save_head(
+                {k.removeprefix('value_head.'): v for k, v in full.items() if k.startswith('value_head.')}, folder
+            )
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, *, lora_rank: int = 0, lora_train_bias: str = 'none', value_head: Any = None,
-                        num_layers_unfrozen: int | None = None, lora_options: Mapping[str, Any] | None = None,
-                        **options: Any) -> Actor:  # fmt: skip
-        """An actor from a folder that `save_pretrained` wrote, with its value head if it has one, or from any causal LM.
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        lora_rank: int = 0,
+        lora_train_bias: str = 'none',
+        value_head: Any = None,
+        num_layers_unfrozen: int | None = None,
+        lora_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Actor:
+        """An actor from a folder that `save_pretrained` wrote, with its value head if it has one, or from any causal
+        LM.
 
         `options` are those of `chatgpt.nn.loading.load_model`.
         """
         actor = cls.__new__(cls)
         value_head = load_head(folder) if value_head is None else value_head
-        Actor.__init__(actor, cls._load_pretrained(folder, **options), lora_rank, lora_train_bias,
-                       value_head=value_head, num_layers_unfrozen=num_layers_unfrozen, lora_options=lora_options)  # fmt: skip
+        Actor.__init__(
+            actor,
+            cls._load_pretrained(folder, **options),
+            lora_rank,
+            lora_train_bias,
+            value_head=value_head,
+            num_layers_unfrozen=num_layers_unfrozen,
+            lora_options=lora_options,
+        )
         return actor
 
     @classmethod
@@ -210,4 +254,7 @@ def _check_causal(model: Any) -> None:
     if is_encoder_decoder(model):
         raise ValueError(f'an Actor needs a causal language model; {name} is an encoder-decoder')
     if looks_ahead(model):
-        raise ValueError(f'an Actor needs a causal language model; {name} looks ahead (for BERT-like models set is_decoder in the config)')
+        raise ValueError(
+            f'an Actor needs a causal language model; {name} looks ahead (for BERT-like models set is_decoder in the '
+            'config)'
+        )

@@ -26,7 +26,8 @@ class Critic(TakesModel, nn.Module):
     """A transformers base model with a value head.
 
     Args:
-        model: a base model; of a causal LM the trunk is taken. A DeBERTa-v2 is run with its attention cut to earlier tokens.
+        model: a base model; of a causal LM the trunk is taken. A DeBERTa-v2 is run with its attention cut to earlier
+            tokens.
         value_head: (..., D) → (..., 1); None makes a linear one that starts near zero.
         lora_rank, lora_train_bias, lora_options: as for `Actor`; the value head is always trained.
 
@@ -38,9 +39,14 @@ class Critic(TakesModel, nn.Module):
     model: Any  # transformers' PreTrainedModel, whose attributes nn.Module does not know
 
     def __init__(
-        self, model: nn.Module, value_head: nn.Module | None = None, lora_rank: int = 0, lora_train_bias: str = 'none',
-        *, lora_options: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        value_head: nn.Module | None = None,
+        lora_rank: int = 0,
+        lora_train_bias: str = 'none',
+        *,
+        lora_options: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__()
         self.model = trunk_of(model)
         use_fused_gelu(self.model)
@@ -63,14 +69,23 @@ class Critic(TakesModel, nn.Module):
         return in_fp32(self.value_head, hidden[batch.action_index])
 
     @classmethod
-    def from_reward_model(cls, reward_model: RewardModel, lora_rank: int = 0, lora_train_bias: str = 'none', *,
-                          lora_options: Mapping[str, Any] | None = None) -> Critic:  # fmt: skip
+    def from_reward_model(
+        cls,
+        reward_model: RewardModel,
+        lora_rank: int = 0,
+        lora_train_bias: str = 'none',
+        *,
+        lora_options: Mapping[str, Any] | None = None,
+    ) -> Critic:
         """A critic that starts from a copy of a reward model, so V of a whole sequence is its score (arXiv 2403.17031).
 
-        The reward model's normalising bias goes into the head. Raises ValueError for a whole classifier, which has no head of its own.
+        The reward model's normalising bias goes into the head. Raises ValueError for a whole classifier, which has no
+        head of its own.
         """
         if reward_model.value_head is None:
-            raise ValueError('from_reward_model: this reward model is a whole classifier without a value head; build a new Critic')
+            raise ValueError(
+                'from_reward_model: this reward model is a whole classifier without a value head; build a new Critic'
+            )
         head: Any = deepcopy(reward_model.value_head).requires_grad_(True)
         last: Any = list(head)[-1] if isinstance(head, nn.Sequential) else head
         kept: dict[str, Tensor] = getattr(reward_model, 'initial_state', {})
@@ -93,14 +108,26 @@ class Critic(TakesModel, nn.Module):
             tokenizer.save_pretrained(folder)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, *, value_head: nn.Module | None = None, lora_rank: int = 0,
-                        lora_train_bias: str = 'none', lora_options: Mapping[str, Any] | None = None,
-                        **options: Any) -> Critic:  # fmt: skip
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        value_head: nn.Module | None = None,
+        lora_rank: int = 0,
+        lora_train_bias: str = 'none',
+        lora_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Critic:
         """A critic from a folder that `save_pretrained` wrote, or from any model with a new value head."""
         critic = cls.__new__(cls)
         value_head = load_head(folder) if value_head is None else value_head
         Critic.__init__(
-            critic, cls._load_pretrained(folder, **options), value_head, lora_rank, lora_train_bias, lora_options=lora_options
+            critic,
+            cls._load_pretrained(folder, **options),
+            value_head,
+            lora_rank,
+            lora_train_bias,
+            lora_options=lora_options,
         )
         return critic
 

@@ -1,6 +1,7 @@
 """Dropout off: with gradient checkpointing still on, or in eval mode for a while.
 
-`eval()` alone would also switch gradient checkpointing off, because transformers' layers checkpoint only while training.
+`eval()` alone would also switch gradient checkpointing off, because transformers' layers checkpoint only while
+training.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from torch import nn
 
 
 def dropout_off(module: nn.Module) -> None:
-    """Put `module` in eval mode, but leave layers that checkpoint in train mode with every dropout probability of theirs at 0."""
+    """Put `module` in eval mode, but leave layers that checkpoint in train mode with every dropout probability of
+    theirs at 0."""
     module.eval()
     for layer in module.modules():
         if getattr(layer, 'gradient_checkpointing', False):

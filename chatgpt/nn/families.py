@@ -1,7 +1,8 @@
-"""Actors, critics and reward models by family: GPT-2, OPT, BLOOM, Llama, DeBERTa (critic and reward model), or whatever a config says.
+"""Actors, critics and reward models by family: GPT-2, OPT, BLOOM, Llama, DeBERTa (critic and reward model), or whatever
+a config says.
 
-Each is a few lines on a common base; all take the ancestor's arguments (`pretrained`, `config`, `checkpoint`, `lora_rank`,
-`lora_train_bias`).
+Each is a few lines on a common base; all take the ancestor's arguments (`pretrained`, `config`, `checkpoint`,
+`lora_rank`, `lora_train_bias`).
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ from chatgpt.nn.reward_model import BIAS_KEY, RewardModel, ScorerParts, load_sco
 
 
 class _Family:
-    """Where a family's model comes from. `pretrained` is a hub name or folder; neither that nor `config` means the family's default."""
+    """Where a family's model comes from. `pretrained` is a hub name or folder; neither that nor `config` means the
+    family's default."""
 
     model_type: ClassVar[str | None] = None
     config_class: ClassVar[str | None] = None
 
     @classmethod
     def check_family(cls, pretrained: Any, config: Any, options: dict[str, Any]) -> Any:
-        """The config to build from, or None with `pretrained`. ValueError when there is neither, both, or another family's."""
+        """The config to build from, or None with `pretrained`. ValueError when there is neither, both, or another
+        family's."""
         if pretrained is None and config is None:
             if cls.config_class is None:
                 raise ValueError(f'{cls.__name__} needs pretrained=NAME_OR_FOLDER or a config')
@@ -44,7 +47,8 @@ class _Family:
             where = repr(os.fspath(pretrained)) if pretrained is not None else 'the config'
             kind = next(k for k in ('Actor', 'Critic', 'RM') if cls.__name__.endswith(k))
             raise ValueError(
-                f'{cls.__name__} takes models of the family {cls.model_type!r}, but {where} is of the family {found!r}; '
+                f'{cls.__name__} takes models of the family {cls.model_type!r}, but {where} is of the family '
+                f'{found!r}; '
                 f'use Auto{kind}, which takes any'
             )
         return config
@@ -93,11 +97,19 @@ class _FamilyActor(_Family, Actor):
         lora_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """See `Actor`; `checkpoint` turns gradient checkpointing on, `options` are those of `chatgpt.nn.loading.load_model`."""
+        """See `Actor`; `checkpoint` turns gradient checkpointing on, `options` are those of
+        `chatgpt.nn.loading.load_model`."""
         config = self.check_family(pretrained, config, options)
         model = load_causal_lm(pretrained, config, checkpoint=checkpoint, **options)
-        Actor.__init__(self, model, lora_rank, lora_train_bias, value_head=value_head,
-                       num_layers_unfrozen=num_layers_unfrozen, lora_options=lora_options)  # fmt: skip
+        Actor.__init__(
+            self,
+            model,
+            lora_rank,
+            lora_train_bias,
+            value_head=value_head,
+            num_layers_unfrozen=num_layers_unfrozen,
+            lora_options=lora_options,
+        )
 
 
 class _FamilyCritic(_Family, Critic):
@@ -113,7 +125,8 @@ class _FamilyCritic(_Family, Critic):
         lora_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """See `Critic`; `checkpoint` turns gradient checkpointing on, `options` are those of `chatgpt.nn.loading.load_model`."""
+        """See `Critic`; `checkpoint` turns gradient checkpointing on, `options` are those of
+        `chatgpt.nn.loading.load_model`."""
         config = self.check_family(pretrained, config, options)
         model = load_base_model(pretrained, config, checkpoint=checkpoint, **options)
         Critic.__init__(self, model, value_head, lora_rank, lora_train_bias, lora_options=lora_options)
@@ -132,7 +145,8 @@ class _FamilyRM(_Family, RewardModel):
         lora_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """See `RewardModel`. `pretrained` may be a reward model, whose head is taken over, or a model without one, which gets a new head.
+        """See `RewardModel`. `pretrained` may be a reward model, whose head is taken over, or a model without one,
+        which gets a new head.
 
         `checkpoint` turns gradient checkpointing on, `options` are those of `chatgpt.nn.loading.load_model`.
         """
@@ -141,7 +155,9 @@ class _FamilyRM(_Family, RewardModel):
             parts = ScorerParts(load_base_model(None, config, checkpoint=checkpoint, **options), None, 0.0)
         else:
             parts = load_scorer(pretrained, checkpoint=checkpoint, **options)  # type: ignore[arg-type]
-        RewardModel.__init__(self, parts.model, value_head or parts.head, lora_rank, lora_train_bias, lora_options=lora_options)
+        RewardModel.__init__(
+            self, parts.model, value_head or parts.head, lora_rank, lora_train_bias, lora_options=lora_options
+        )
         if value_head is None:
             set_state(self, {BIAS_KEY: torch.tensor(parts.bias, device='cpu')})
 

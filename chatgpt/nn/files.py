@@ -1,7 +1,7 @@
 """Weights on disk with the rights of any other file.
 
-safetensors writes a temporary file of its own and renames it, and only its owner may read that. Left out: checkpoints, which
-`chatgpt.checkpoint` writes.
+safetensors writes a temporary file of its own and renames it, and only its owner may read that. Left out: checkpoints,
+which `chatgpt.checkpoint` writes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """GPT-2's GELU as torch's one kernel instead of transformers' eight.
 
-`NewGELUActivation` is the tanh approximation (Hendrycks & Gimpel 2016), 0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³))), written as eight
-passes over a tensor, and its backward as ten more: a tenth of an update. `gelu(approximate='tanh')` is the same function; results
-differ by rounding (in 16 bits it rounds once instead of eight times).
+`NewGELUActivation` is the tanh approximation (Hendrycks & Gimpel 2016), 0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³))),
+written as eight passes over a tensor, and its backward as ten more: a tenth of an update. `gelu(approximate='tanh')` is
+the same function; results differ by rounding (in 16 bits it rounds once instead of eight times).
 
 Left out: every other activation.
 """

@@ -1,6 +1,7 @@
 """Heads that turn a hidden state into one number, always computed in fp32.
 
-A head remembers the seed of its first weights, so that the same numbers can be drawn again when it was built on the meta device.
+A head remembers the seed of its first weights, so that the same numbers can be drawn again when it was built on the
+meta device.
 
 Left out: the language-model head, which belongs to the Hugging Face model, and Q heads over the vocabulary.
 """
@@ -45,7 +46,8 @@ def critic_head(width: int) -> SeededLinear:
 def reward_head(width: int) -> SeededLinear:
     """Linear(width, 1), weights N(0, 1 / (width + 1)), bias 0.
 
-    Source: standard deviation 1/sqrt(d + 1), Stiennon et al. 2020; "The N implementation details of RLHF with PPO"; arXiv 2403.17031.
+    Source: standard deviation 1/sqrt(d + 1), Stiennon et al. 2020; "The N implementation details of RLHF with PPO";
+    arXiv 2403.17031.
     """
     return SeededLinear(width, 1, 1.0 / math.sqrt(width + 1))
 
@@ -58,9 +60,11 @@ def mlp_head(width: int) -> nn.Sequential:
 
 
 def in_fp32(head: nn.Module, hidden: Tensor) -> Tensor:
-    """`head(hidden)` in fp32 (fp64 stays fp64) whatever autocast says, without its last dimension of size 1: (..., D) → (...).
+    """`head(hidden)` in fp32 (fp64 stays fp64) whatever autocast says, without its last dimension of size 1: (..., D) →
+    (...).
 
-    A bf16 value has 8 bits of mantissa, too few for a difference of values. Raises ValueError for a head that gives several numbers.
+    A bf16 value has 8 bits of mantissa, too few for a difference of values. Raises ValueError for a head that gives
+    several numbers.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     with torch.autocast(device_type=hidden.device.type, enabled=False):
@@ -73,11 +77,16 @@ def in_fp32(head: nn.Module, hidden: Tensor) -> Tensor:
             out = hidden.to(wide) if simple else head(hidden.to(weight.dtype))
             for layer in layers if simple else ():
                 if isinstance(layer, nn.Linear):
-                    out = nn.functional.linear(out, layer.weight.to(wide), None if layer.bias is None else layer.bias.to(wide))
+                    out = nn.functional.linear(
+                        out, layer.weight.to(wide), None if layer.bias is None else layer.bias.to(wide)
+                    )
                 else:
                     out = layer(out)
     if out.shape != (*hidden.shape[:-1], 1):
-        raise ValueError(f'value head: it gives {tuple(out.shape)} for states {tuple(hidden.shape)}; it must give one number per state')
+        raise ValueError(
+            f'value head: it gives {tuple(out.shape)} for states {tuple(hidden.shape)}; it must give one number per '
+            'state'
+        )
     return out.squeeze(-1).to(wide)
 
 
@@ -110,10 +119,15 @@ def load_head(folder: str | Path) -> nn.Module | None:
 
 
 def set_state(module: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Copy parameters and buffers into `module`. Those on the meta device are kept as `initial_state`, for when it is materialised."""
+    """Copy parameters and buffers into `module`. Those on the meta device are kept as `initial_state`, for when it is
+    materialised."""
     for name, child in module.named_modules():
         prefix = f'{name}.' if name else ''
-        own = {n: t for n, t in [*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)] if prefix + n in tensors}
+        own = {
+            n: t
+            for n, t in [*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)]
+            if prefix + n in tensors
+        }
         kept = {n: tensors[prefix + n].detach().to('cpu', t.dtype, copy=True) for n, t in own.items()}
         if any(t.is_meta for t in own.values()):
             child.initial_state = getattr(child, 'initial_state', {}) | kept  # type: ignore[assignment]

@@ -1,17 +1,19 @@
 """Hydra: policy and reference share one frozen trunk and differ only in their top k blocks.
 
-`make_hydra(owner, k)` freezes a causal LM below its top k blocks and keeps a frozen copy of what stays trainable above: the
-k blocks, the final norm and, when it is not tied to the embeddings, the output head. Memory is one model and k extra blocks.
-Inside `reference_branch(owner)` the copy stands in the model's own module tree in place of the trained part, and the trained
-part where the copy was, so the model's own forward computes the reference: no forward is written anew, and every module stays
-registered under the same root. `adapter_disabled` of `chatgpt.nn.lora` is the same contract for LoRA.
+`make_hydra(owner, k)` freezes a causal LM below its top k blocks and keeps a frozen copy of what stays trainable above:
+the k blocks, the final norm and, when it is not tied to the embeddings, the output head. Memory is one model and k
+extra blocks. Inside `reference_branch(owner)` the copy stands in the model's own module tree in place of the trained
+part, and the trained part where the copy was, so the model's own forward computes the reference: no forward is written
+anew, and every module stays registered under the same root. `adapter_disabled` of `chatgpt.nn.lora` is the same
+contract for LoRA.
 
-`recorded_trunk(owner)` notes what enters the top blocks during an ordinary forward, so that the reference is computed from it
-without a second pass through the trunk. A critic shares the trunk, and the trained top blocks, as a value head of the actor
-(`Actor(value_head=True, num_layers_unfrozen=k)`), as in trlX.
+`recorded_trunk(owner)` notes what enters the top blocks during an ordinary forward, so that the reference is computed
+from it without a second pass through the trunk. A critic shares the trunk, and the trained top blocks, as a value head
+of the actor (`Actor(value_head=True, num_layers_unfrozen=k)`), as in trlX.
 
-The idea is the hydra of trlX (Havrilla et al. 2023, "trlX: A Framework for Large Scale RLHF"). It works in a single process,
-under DDP and FSDP2, and under ColossalAI's ZeRO and Gemini, with the branch registered inside the wrapped module.
+The idea is the hydra of trlX (Havrilla et al. 2023, "trlX: A Framework for Large Scale RLHF"). It works in a single
+process, under DDP and FSDP2, and under ColossalAI's ZeRO and Gemini, with the branch registered inside the wrapped
+module.
 
 Left out: encoder-decoder models, and LoRA at the same time.
 """
@@ -32,7 +34,8 @@ from chatgpt.nn.dropout import in_eval_mode
 from chatgpt.nn.lora import has_lora
 
 SUPPORTED = (
-    'GPT-2, GPT-J, GPT-NeoX, OPT, BLOOM and Llama-like models (Llama, Mistral, Qwen2, Qwen3, Gemma and others of their build)'
+    'GPT-2, GPT-J, GPT-NeoX, OPT, BLOOM and Llama-like models (Llama, Mistral, Qwen2, Qwen3, Gemma and others of their '
+    'build)'
 )
 
 
@@ -64,7 +67,8 @@ class _Slot(NamedTuple):
 
 @dataclass
 class RecordedTrunk:
-    """What entered each of the top blocks in the last forward: positional and keyword arguments, the hidden state first."""
+    """What entered each of the top blocks in the last forward: positional and keyword arguments, the hidden state
+    first."""
 
     num_blocks: int
     calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
@@ -83,7 +87,8 @@ class TopBranch(nn.Module):
         parts = _parts(model, num_blocks)
         self.num_blocks = num_blocks
         self.first_block = len(parts.blocks) - num_blocks
-        # One deepcopy, so that what blocks share stays shared; the config stays the model's own, with its attention setting.
+        # One deepcopy, so that what blocks share stays shared; the config stays the model's own, with its attention
+        # setting.
         tops = list(parts.blocks)[self.first_block :]
         originals = [*tops, parts.norm, parts.head]
         copied: list[Any] = copy.deepcopy(originals, {id(model.config): model.config})
@@ -92,7 +97,10 @@ class TopBranch(nn.Module):
         # Links into the model, in tuples so that they are not registered a second time below this module.
         self._shared: tuple[nn.ModuleList, nn.Module | None] = (parts.blocks, parts.after_norm)
         self._slots = [_Slot(parts.blocks, str(self.first_block + i), self.blocks, str(i)) for i in range(num_blocks)]
-        for name, parent, child in (('norm', parts.norm_parent, parts.norm_name), ('head', parts.head_parent, parts.head_name)):
+        for name, parent, child in (
+            ('norm', parts.norm_parent, parts.norm_name),
+            ('head', parts.head_parent, parts.head_name),
+        ):
             if getattr(self, name) is not None and parent is not None:
                 self._slots.append(_Slot(parent, child, self, name))
         self.depth = 0
@@ -134,7 +142,8 @@ class TopBranch(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         if self.depth:
             raise RuntimeError(
-                'hydra: load_state_dict inside reference_branch would mix up policy and reference; leave the context first'
+                'hydra: load_state_dict inside reference_branch would mix up policy and reference; leave the context '
+                'first'
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -155,19 +164,22 @@ class _Parts(NamedTuple):
 
 
 def make_hydra(owner: nn.Module, num_layers_unfrozen: int) -> None:
-    """Give `owner` a frozen reference branch; train only the top `num_layers_unfrozen` blocks, the final norm and an untied head.
+    """Give `owner` a frozen reference branch; train only the top `num_layers_unfrozen` blocks, the final norm and an
+    untied head.
 
-    `owner` is a module that keeps the transformers causal LM as `.model` (then files of the model stay as they were), or that
-    model itself. The copy becomes `owner.ref_branch`. -1 means no hydra: nothing is changed and everything is trained.
-    Parameters of `owner` outside the model (a value head, the critic on the same trunk) are left as they are. On the meta device
-    the exactness check waits for `check_hydra`.
+    `owner` is a module that keeps the transformers causal LM as `.model` (then files of the model stay as they were),
+    or that model itself. The copy becomes `owner.ref_branch`. -1 means no hydra: nothing is changed and everything is
+    trained. Parameters of `owner` outside the model (a value head, the critic on the same trunk) are left as they are.
+    On the meta device the exactness check waits for `check_hydra`.
 
     Raises ValueError for a number that is neither -1 nor in 1..number of blocks, an unsupported architecture, adapters
     in the model, or a reference that does not agree exactly with the policy on a few tokens.
     """
     k = num_layers_unfrozen
     if isinstance(k, bool) or not isinstance(k, int) or k < -1 or k == 0:
-        raise ValueError(f'num_layers_unfrozen: {k!r} given; give -1 (train everything) or the number of top blocks to train')
+        raise ValueError(
+            f'num_layers_unfrozen: {k!r} given; give -1 (train everything) or the number of top blocks to train'
+        )
     if k == -1:
         return
     model = _model_of(owner)
@@ -212,7 +224,9 @@ def _parts(model: PreTrainedModel, num_blocks: int) -> _Parts:
     else:
         raise ValueError(f'num_layers_unfrozen: {type(model).__name__} is not supported; supported are {SUPPORTED}')
     if num_blocks > len(blocks):
-        raise ValueError(f'num_layers_unfrozen: {num_blocks} given, but {type(model).__name__} has {len(blocks)} blocks')
+        raise ValueError(
+            f'num_layers_unfrozen: {num_blocks} given, but {type(model).__name__} has {len(blocks)} blocks'
+        )
     head = model.get_output_embeddings()
     embeddings = model.get_input_embeddings()
     if head is not None and embeddings is not None and head.weight is embeddings.weight:
@@ -220,8 +234,16 @@ def _parts(model: PreTrainedModel, num_blocks: int) -> _Parts:
     head_path = next((name for name, module in model.named_modules() if module is head), '') if head is not None else ''
     head_parent = model.get_submodule(head_path.rpartition('.')[0]) if head_path else None
     after_norm = _get(base, layout.after_norm) if layout.after_norm else None
-    return _Parts(blocks=blocks, norm=getattr(norm_parent, norm_name), norm_parent=norm_parent, norm_name=norm_name,
-                  after_norm=after_norm, head=head, head_parent=head_parent, head_name=head_path.rpartition('.')[2])  # fmt: skip
+    return _Parts(
+        blocks=blocks,
+        norm=getattr(norm_parent, norm_name),
+        norm_parent=norm_parent,
+        norm_name=norm_name,
+        after_norm=after_norm,
+        head=head,
+        head_parent=head_parent,
+        head_name=head_path.rpartition('.')[2],
+    )
 
 
 def _get(module: nn.Module, path: str) -> Any:
@@ -251,9 +273,11 @@ def _reference_of(module: nn.Module) -> TopBranch:
 
 @contextmanager
 def reference_branch(module: nn.Module) -> Iterator[None]:
-    """Inside, the forward of the model in `module` is the reference's. Contexts may be nested. Not for training or saving inside.
+    """Inside, the forward of the model in `module` is the reference's. Contexts may be nested. Not for training or
+    saving inside.
 
-    `module` may be wrapped (DDP, FSDP2). The copies are in eval mode; whether the shared trunk drops out is the model's own mode.
+    `module` may be wrapped (DDP, FSDP2). The copies are in eval mode; whether the shared trunk drops out is the model's
+    own mode.
     """
     branch = _reference_of(module)
     if branch.depth == 0:
@@ -269,7 +293,8 @@ def reference_branch(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def recorded_trunk(module: nn.Module) -> Iterator[RecordedTrunk]:
-    """Record what enters the top blocks in a forward inside the context, for `branch(record)` afterwards, inside it or outside.
+    """Record what enters the top blocks in a forward inside the context, for `branch(record)` afterwards, inside it or
+    outside.
 
     Run the model without a key-value cache: a branch would append to it a second time. ValueError otherwise.
     """
@@ -294,9 +319,11 @@ def recorded_trunk(module: nn.Module) -> Iterator[RecordedTrunk]:
 
 
 def reference_sources(module: nn.Module) -> dict[str, str]:
-    """For each parameter and buffer of the branches in `module`, the name of the tensor in `module` that it was copied from.
+    """For each parameter and buffer of the branches in `module`, the name of the tensor in `module` that it was copied
+    from.
 
-    For loaders that fill a module built on the meta device from a pretrained file: a branch starts as what the file holds.
+    For loaders that fill a module built on the meta device from a pretrained file: a branch starts as what the file
+    holds.
     """
     names = {id(m): name for name, m in module.named_modules()}
     sources = {}
@@ -340,9 +367,15 @@ def check_hydra(owner: nn.Module) -> None:
             handle.remove()
     name = type(model).__name__
     if used_by_policy or sorted(map(id, used_by_reference)) != sorted(map(id, copies)):  # each copy exactly once
-        raise ValueError(f'num_layers_unfrozen: {name} does not run its blocks from its module tree; supported are {SUPPORTED}')
+        raise ValueError(
+            f'num_layers_unfrozen: {name} does not run its blocks from its module tree; supported are {SUPPORTED}'
+        )
     if not torch.equal(policy, reference):
         worst = (policy - reference).abs().max().item()
-        raise ValueError(f'num_layers_unfrozen: policy and reference of {name} differ by {worst:g}; supported are {SUPPORTED}')
+        raise ValueError(
+            f'num_layers_unfrozen: policy and reference of {name} differ by {worst:g}; supported are {SUPPORTED}'
+        )
     if not torch.equal(hidden, from_trunk):
-        raise ValueError(f'num_layers_unfrozen: {name} does more above its blocks than a norm; supported are {SUPPORTED}')
+        raise ValueError(
+            f'num_layers_unfrozen: {name} does more above its blocks than a norm; supported are {SUPPORTED}'
+        )

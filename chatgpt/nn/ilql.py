@@ -5,7 +5,8 @@
                   ├ Q heads ──▶ Q(s, ·)
                   └ target Q ─▶ Q̂(s, ·)    moved by `sync_targets`, never by an optimizer
 
-Source: Snell et al. 2022, section 4; head shapes as in trlX (D → 2D → ReLU → out). Left out: losses (`chatgpt.functional.ilql`).
+Source: Snell et al. 2022, section 4; head shapes as in trlX (D → 2D → ReLU → out). Left out: losses
+(`chatgpt.functional.ilql`).
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class ILQLModel(Actor):
         found = [map_row_chunks(of_chunk(head), states, batch.action_ids, chunk_size=chunk) for head in self.q_heads]
         with torch.no_grad():
             targets = [
-                map_row_chunks(of_chunk(h), states.detach(), batch.action_ids, chunk_size=chunk)[0] for h in self.target_q_heads
+                map_row_chunks(of_chunk(h), states.detach(), batch.action_ids, chunk_size=chunk)[0]
+                for h in self.target_q_heads
             ]
         return ILQLOutput(
             logprobs, in_fp32(self.v_head, states), [q for q, _ in found], [loss for _, loss in found], min_q(targets)
@@ -107,12 +109,14 @@ class ILQLModel(Actor):
 
     @property
     def changes_logits(self) -> bool:
-        """Whether `head` now differs from the head of `model`, so that `model.generate` would draw from another policy."""
+        """Whether `head` now differs from the head of `model`, so that `model.generate` would draw from another
+        policy."""
         return self.decoding_beta is not None
 
     @contextmanager
     def decoding(self, beta: float) -> Iterator[None]:
-        """Inside, `head` gives what ILQL decodes from (Snell et al. 2022, section 5); top-k and temperature are the engine's."""
+        """Inside, `head` gives what ILQL decodes from (Snell et al. 2022, section 5); top-k and temperature are the
+        engine's."""
         before, self.decoding_beta = self.decoding_beta, beta
         try:
             yield
@@ -126,7 +130,9 @@ class ILQLModel(Actor):
             _local(target).lerp_(_local(source).to(_local(target).dtype), alpha)
 
     @torch.no_grad()
-    def save_pretrained(self, folder: str | Path, tokenizer: Any = None, *, state_dict: dict[str, Tensor] | None = None) -> None:
+    def save_pretrained(
+        self, folder: str | Path, tokenizer: Any = None, *, state_dict: dict[str, Tensor] | None = None
+    ) -> None:
         """A Hugging Face folder of the policy, with the heads in a file beside it."""
         super().save_pretrained(folder, tokenizer, state_dict=state_dict)
         full = self.state_dict() if state_dict is None else state_dict

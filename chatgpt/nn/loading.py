@@ -1,7 +1,8 @@
-"""Loading Hugging Face models, configs and tokenizers: one-line errors, no pickled weights, no remote code unless asked for.
+"""Loading Hugging Face models, configs and tokenizers: one-line errors, no pickled weights, no remote code unless asked
+for.
 
-On the meta device (inside a sharded strategy's `model_init_context`) nothing is read: the model carries a `WeightsSource`, and the
-strategy fills its shards from it.
+On the meta device (inside a sharded strategy's `model_init_context`) nothing is read: the model carries a
+`WeightsSource`, and the strategy fills its shards from it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from chatgpt.nn.unfit import candidates, check_finite, check_fit, open_weights
 
 HUB_OPTIONS = ('revision', 'subfolder', 'cache_dir', 'local_files_only', 'token')
 """where a pretrained model comes from; all but `token` are kept in its `WeightsSource`"""
-OTHER_TOKENIZER = "; give the hub name or folder of the model's tokenizer with --tokenizer (in Python: load_tokenizer, or tokenizer=)"
+OTHER_TOKENIZER = (
+    "; give the hub name or folder of the model's tokenizer with --tokenizer (in Python: load_tokenizer, or tokenizer=)"
+)
 TOKENIZER_FILES = ('tokenizer*', 'vocab*', 'merges.txt', '*.model', '*.tiktoken', 'tekken.json')
 LOAD_OPTIONS = ('trust_remote_code', 'attn_implementation', *HUB_OPTIONS)
 
@@ -44,10 +47,12 @@ def check_options(options: dict[str, Any]) -> None:
 
 
 def checked_path(pretrained: Any) -> str:
-    """`pretrained` as text. Raises ValueError for something else than a name, and for a path where there is no model folder."""
+    """`pretrained` as text. Raises ValueError for something else than a name, and for a path where there is no model
+    folder."""
     if not isinstance(pretrained, (str, os.PathLike)):
         raise ValueError(
-            f'pretrained: a {type(pretrained).__name__} given; it must be a hub name or a folder (for a model that you have: Actor(model))'
+            f'pretrained: a {type(pretrained).__name__} given; it must be a hub name or a folder (for a model that you '
+            'have: Actor(model))'
         )
     name = os.fspath(pretrained)
     if name and Path(name).is_dir():
@@ -55,13 +60,17 @@ def checked_path(pretrained: Any) -> str:
     if name and Path(name).exists():
         raise ValueError(f'pretrained={name!r} is a file; give the folder that save_pretrained wrote')
     if name.startswith(('/', '.', '~')) or name.count('/') > 1 or '\\' in name or not name.strip('/'):
-        raise ValueError(f'pretrained={name!r}: there is no such folder, and it cannot be a hub name (name or owner/name)')
+        raise ValueError(
+            f'pretrained={name!r}: there is no such folder, and it cannot be a hub name (name or owner/name)'
+        )
     return name
 
 
 def _explained(what: str, name: str, error: Exception) -> ValueError:
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    reason = ' '.join(' '.join(lines).split()) if lines[0].rstrip().endswith(':') else lines[0]  # a list follows a colon
+    reason = (
+        ' '.join(' '.join(lines).split()) if lines[0].rstrip().endswith(':') else lines[0]
+    )  # a list follows a colon
     where = 'folder' if Path(name).is_dir() else 'hub name (there is no such folder)'
     return ValueError(f'cannot load {what} from the {where} {name!r}: {reason}')
 
@@ -72,9 +81,15 @@ def _models_inside(name: str) -> str:
     inside = sorted(str(path.parent) for path in root.glob('*/config.json') if path.parent.name != 'initial')
     if inside:
         is_run = any((root / file).exists() for file in ('metrics.jsonl', 'config.yaml', 'checkpoints'))
-        return f'; {"it is the folder of a training run, and the model" if is_run else "one"} is in {" or ".join(inside[:3])}'
+        return (
+            f'; {"it is the folder of a training run, and the model" if is_run else "one"} is in '
+            f'{" or ".join(inside[:3])}'
+        )
     if (root / 'checkpoints').is_dir():
-        return '; it is the folder of a training run that has not ended, and the model is written at its end: go on with --resume auto'
+        return (
+            '; it is the folder of a training run that has not ended, and the model is written at its end: go on with '
+            '--resume auto'
+        )
     return ''
 
 
@@ -93,7 +108,8 @@ def load_config(pretrained: str | os.PathLike[str], *, trust_remote_code: bool =
 
 
 def load_tokenizer(pretrained: str | os.PathLike[str], *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a hub name or folder. Without a padding token it gets the end token's, which the masks tell apart.
+    """The tokenizer of a hub name or folder. Without a padding token it gets the end token's, which the masks tell
+    apart.
 
     An adapter's folder without one gives its base's. Raises ValueError where there is none.
     """
@@ -146,8 +162,13 @@ def load_model(
         name = checked_path(pretrained)
         adapter = name if (base := adapter_base(name)) is not None else ''
         name = checked_path(base or name)
-        source = WeightsSource(kind='pretrained', path=name, adapter=adapter, seed=draw_seed(),
-                               **{k: v for k, v in hub.items() if k != 'token'})  # fmt: skip
+        source = WeightsSource(
+            kind='pretrained',
+            path=name,
+            adapter=adapter,
+            seed=draw_seed(),
+            **{k: v for k, v in hub.items() if k != 'token'},
+        )
         if on_meta():
             config = load_config(name, trust_remote_code=options.get('trust_remote_code', False), **hub)
             model = _from_config(cls, config, source, build)
@@ -162,7 +183,8 @@ def load_model(
 
 
 def _from_files(cls: Any, source: WeightsSource, options: dict[str, Any]) -> Any:
-    """`from_pretrained`, refusing what it only reports: a layer that it would draw at random, one that it would leave out, NaN."""
+    """`from_pretrained`, refusing what it only reports: a layer that it would draw at random, one that it would leave
+    out, NaN."""
     from safetensors import SafetensorError
 
     if Path(source.path).is_dir():  # of a hub name, transformers finds and downloads the files
@@ -171,7 +193,12 @@ def _from_files(cls: Any, source: WeightsSource, options: dict[str, Any]) -> Any
     try:
         with _without_report():
             model, info = cls.from_pretrained(
-                source.path, use_safetensors=True, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **options
+                source.path,
+                use_safetensors=True,
+                dtype=torch.float32,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **options,
             )
     except (OSError, ValueError, SafetensorError) as error:
         raise _explained('a model', source.path, error) from None
@@ -197,7 +224,8 @@ def _from_files(cls: Any, source: WeightsSource, options: dict[str, Any]) -> Any
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Inside, transformers does not print its table of missing and unexpected tensors: what matters of it is an error here."""
+    """Inside, transformers does not print its table of missing and unexpected tensors: what matters of it is an error
+    here."""
     logger = logging.getLogger('transformers.modeling_utils')
 
     def is_other(record: logging.LogRecord) -> bool:
@@ -232,7 +260,8 @@ def _from_config(cls: Any, config: Any, source: WeightsSource, build: dict[str, 
 
 
 def add_lora(model: Any, rank: int, bias: str, options: Mapping[str, Any] | None = None) -> None:
-    """Adapters on `model`, drawn from the seed of its `WeightsSource`, or a new one. `options`: alpha, dropout, targets."""
+    """Adapters on `model`, drawn from the seed of its `WeightsSource`, or a new one. `options`: alpha, dropout,
+    targets."""
     unknown = set(options or ()) - {'alpha', 'dropout', 'targets'}
     if unknown:
         raise ValueError(f'lora_options: {sorted(unknown)[0]!r} is not known; there are alpha, dropout and targets')
@@ -244,7 +273,8 @@ def add_lora(model: Any, rank: int, bias: str, options: Mapping[str, Any] | None
 
 
 def trunk_of(model: Any) -> Any:
-    """The base model of `model`, with the record of where its weights come from. Raises ValueError for no transformers model."""
+    """The base model of `model`, with the record of where its weights come from. Raises ValueError for no transformers
+    model."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f'model: a {type(model).__name__} given; it must be a transformers PreTrainedModel')
     base, source = base_model(model), getattr(model, 'weights_source', None)
@@ -260,9 +290,13 @@ class TakesModel:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         takes = inspect.signature(cls.__init__).parameters
-        named = kwargs.keys() & {'pretrained', 'config'} or isinstance(args[0] if args else kwargs.get('model'), (str, os.PathLike))
+        named = kwargs.keys() & {'pretrained', 'config'} or isinstance(
+            args[0] if args else kwargs.get('model'), (str, os.PathLike)
+        )
         if named and 'pretrained' not in takes and not any(p.kind == p.VAR_KEYWORD for p in takes.values()):
-            raise ValueError(f'{cls.__name__} is built from a model that you have, {cls.__name__}(model); to load one: {cls.by_name}')
+            raise ValueError(
+                f'{cls.__name__} is built from a model that you have, {cls.__name__}(model); to load one: {cls.by_name}'
+            )
         return super().__new__(cls)
 
 

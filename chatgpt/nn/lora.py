@@ -1,9 +1,10 @@
 """Low-rank adapters (LoRA) on linear layers, on loralib's `LoRALayer` base.
 
-An adapted layer computes y = x W^T + b + (alpha / r) x A^T B^T (Hu et al. 2021, "LoRA", equation 3), A (r, in), B (out, r).
-`convert_to_lora` replaces `nn.Linear` and GPT-2's `Conv1D` in place. `weight` and `bias` stay the same parameters under the
-same names, with `lora_A` and `lora_B` beside them. loralib's own layers fold the adapter into the weight on `eval()` and
-subtract it on `train()`, which rounds; these never do. Folding is `merge_lora`, and `unmerge_lora` puts the saved bits back.
+An adapted layer computes y = x W^T + b + (alpha / r) x A^T B^T (Hu et al. 2021, "LoRA", equation 3), A (r, in), B (out,
+r). `convert_to_lora` replaces `nn.Linear` and GPT-2's `Conv1D` in place. `weight` and `bias` stay the same parameters
+under the same names, with `lora_A` and `lora_B` beside them. loralib's own layers fold the adapter into the weight on
+`eval()` and subtract it on `train()`, which rounds; these never do. Folding is `merge_lora`, and `unmerge_lora` puts
+the saved bits back.
 
 While an adapter is folded, `state_dict()` still writes the base weight, so a saved file never holds the adapter twice.
 
@@ -83,7 +84,8 @@ class _Adapter(loralib.LoRALayer):
 
     @torch.no_grad()
     def fold(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> Tensor:
-        """W + scaling * B A of given tensors in the layout and dtype of `weight`; summed in fp32 or wider, rounded once."""
+        """W + scaling * B A of given tensors in the layout and dtype of `weight`; summed in fp32 or wider, rounded
+        once."""
         wide = torch.promote_types(weight.dtype, torch.float32)
         with torch.autocast(device_type=weight.device.type, enabled=False):
             delta = (lora_B.to(wide) @ lora_A.to(wide)) * self.scaling
@@ -112,8 +114,16 @@ class _Adapter(loralib.LoRALayer):
         if self.saved is not None:
             destination[prefix + 'weight'] = self.saved.tensor
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str],
-                              unexpected: list[str], errors: list[str]) -> None:  # fmt: skip
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
         if self.merged:
             errors.append(f'{prefix[:-1]}: its adapter is merged; call unmerge_lora before load_state_dict')
             return
@@ -126,7 +136,9 @@ class _Adapter(loralib.LoRALayer):
 class LoRALinear(_Adapter, nn.Linear):
     """An `nn.Linear` with an adapter. Input (..., in), output (..., out)."""
 
-    def __init__(self, base: nn.Linear, rank: int, *, alpha: float, dropout: float = 0.0, bias_mode: BiasMode = 'none') -> None:
+    def __init__(
+        self, base: nn.Linear, rank: int, *, alpha: float, dropout: float = 0.0, bias_mode: BiasMode = 'none'
+    ) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self._adopt(base, rank, alpha, dropout, bias_mode)
@@ -144,7 +156,9 @@ class LoRAConv1D(_Adapter, Conv1D):
 
     weight_is_transposed = True
 
-    def __init__(self, base: Conv1D, rank: int, *, alpha: float, dropout: float = 0.0, bias_mode: BiasMode = 'none') -> None:
+    def __init__(
+        self, base: Conv1D, rank: int, *, alpha: float, dropout: float = 0.0, bias_mode: BiasMode = 'none'
+    ) -> None:
         nn.Module.__init__(self)
         self.nx, self.nf = base.nx, base.nf
         self.in_features, self.out_features = base.nx, base.nf
@@ -160,18 +174,27 @@ _REPLACED_BY: dict[type[nn.Module], Any] = {nn.Linear: LoRALinear, Conv1D: LoRAC
 # --- conversion -----------------------------------------------------------------------------------------------------
 
 
-def convert_to_lora(module: nn.Module, rank: int, *, alpha: float | None = None, dropout: float = 0.0,
-                    targets: str | Iterable[str] | None = None, bias: BiasMode = 'none') -> None:  # fmt: skip
+def convert_to_lora(
+    module: nn.Module,
+    rank: int,
+    *,
+    alpha: float | None = None,
+    dropout: float = 0.0,
+    targets: str | Iterable[str] | None = None,
+    bias: BiasMode = 'none',
+) -> None:
     """Replace linear layers by adapted ones, in place, and leave only the adapters trainable.
 
-    `targets` names the layers: one or more patterns, each matching by its full module name, by the end of it after a dot
-    (`'q_proj'`), as a glob (`'*.attn.*'`) or as a regular expression for the whole name. `None` takes every linear layer
-    inside the transformer blocks (below an `nn.ModuleList`), so no output or value head. `alpha=None` means alpha = rank, a
-    scaling of 1. `bias` trains no bias, every bias of `module`, or those of the adapted layers. Parameters outside `module` are
-    not touched, so a value head kept beside it goes on training. B starts at zero: outputs do not change.
+    `targets` names the layers: one or more patterns, each matching by its full module name, by the end of it after a
+    dot (`'q_proj'`), as a glob (`'*.attn.*'`) or as a regular expression for the whole name. `None` takes every linear
+    layer inside the transformer blocks (below an `nn.ModuleList`), so no output or value head. `alpha=None` means alpha
+    = rank, a scaling of 1. `bias` trains no bias, every bias of `module`, or those of the adapted layers. Parameters
+    outside `module` are not touched, so a value head kept beside it goes on training. B starts at zero: outputs do not
+    change.
 
-    Raises ValueError, before anything is changed, for a rank outside 1..min(in, out), a pattern that matches no linear layer, a
-    layer whose weight is shared with another module (folding would change both), an unknown bias mode, or a second conversion.
+    Raises ValueError, before anything is changed, for a rank outside 1..min(in, out), a pattern that matches no linear
+    layer, a layer whose weight is shared with another module (folding would change both), an unknown bias mode, or a
+    second conversion.
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f'LoRA rank: {rank!r} given; it must be a positive integer')
@@ -184,13 +207,16 @@ def convert_to_lora(module: nn.Module, rank: int, *, alpha: float | None = None,
     if has_lora(module):
         raise ValueError('convert_to_lora: the module already has adapters; convert a module once')
     if any(getattr(m, 'is_reference_branch', False) for m in module.modules()):
-        raise ValueError('convert_to_lora: the module has a hydra reference branch; use LoRA or num_layers_unfrozen, not both')
+        raise ValueError(
+            'convert_to_lora: the module has a hydra reference branch; use LoRA or num_layers_unfrozen, not both'
+        )
     chosen = _target_layers(module, targets)
     for name, layer in chosen.items():
         smaller = min(layer.weight.shape)
         if rank > smaller:
             raise ValueError(
-                f'LoRA rank: {rank} given, but {name} is {tuple(layer.weight.shape)}; the rank must be at most {smaller}'
+                f'LoRA rank: {rank} given, but {name} is {tuple(layer.weight.shape)}; the rank must be at most '
+                f'{smaller}'
             )
     for name, layer in chosen.items():
         parent, _, child = name.rpartition('.')
@@ -205,8 +231,10 @@ def _target_layers(module: nn.Module, targets: str | Iterable[str] | None) -> di
         lists = [n for n, m in module.named_modules() if isinstance(m, nn.ModuleList)]
         chosen = {n: m for n, m in linear.items() if any(n.startswith(f'{p}.' if p else '') for p in lists)}
         if not chosen:
-            raise ValueError(f'convert_to_lora: no transformer blocks with linear layers in {type(module).__name__}; '
-                             f'name the layers with targets=; linear layers: {_some(linear)}')  # fmt: skip
+            raise ValueError(
+                f'convert_to_lora: no transformer blocks with linear layers in {type(module).__name__}; '
+                f'name the layers with targets=; linear layers: {_some(linear)}'
+            )
     else:
         chosen = {}
         patterns = [targets] if isinstance(targets, str) else list(targets)
@@ -268,7 +296,8 @@ def reset_lora(module: nn.Module) -> None:
 
 
 def merge_lora(module: nn.Module) -> None:
-    """Fold every adapter into its weight, W + scaling * B A, keeping the base weights' bits. Merging twice is merging once."""
+    """Fold every adapter into its weight, W + scaling * B A, keeping the base weights' bits. Merging twice is merging
+    once."""
     layers = _require_lora(module, 'merge_lora')
     if not all(layer.adapter_on for layer in layers.values()):
         raise ValueError('merge_lora: the adapter is switched off; leave adapter_disabled first')
@@ -304,8 +333,10 @@ def adapter_disabled(module: nn.Module) -> Iterator[None]:
     layers = list(_require_lora(module, 'adapter_disabled').values())
     mode = layers[0].bias_mode
     if mode != 'none':
-        raise ValueError(f'adapter_disabled: biases are trained (bias={mode!r}), so without adapters this is not the initial '
-                         "model; use bias='none' or keep a copy as initial_model")  # fmt: skip
+        raise ValueError(
+            f'adapter_disabled: biases are trained (bias={mode!r}), so without adapters this is not the initial '
+            "model; use bias='none' or keep a copy as initial_model"
+        )
     before = [(layer, layer.adapter_on, layer.merged) for layer in layers]
     try:
         for layer in layers:
@@ -339,8 +370,10 @@ def load_lora_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None
         raise ValueError(f'load_lora_state_dict: missing {_some(missing, 3)}; unexpected {_some(unexpected, 3)}')
     for name, tensor in own.items():
         if tensor.shape != state[name].shape:
-            raise ValueError(f'load_lora_state_dict: {name} is {tuple(state[name].shape)}, the module has {tuple(tensor.shape)}; '
-                             'convert with the same rank and targets')  # fmt: skip
+            raise ValueError(
+                f'load_lora_state_dict: {name} is {tuple(state[name].shape)}, the module has {tuple(tensor.shape)}; '
+                'convert with the same rank and targets'
+            )
     if any(layer.merged for layer in lora_layers(module).values()):
         raise ValueError('load_lora_state_dict: the adapters are merged; call unmerge_lora first')
     module.load_state_dict(dict(state), strict=False)

@@ -1,9 +1,10 @@
 """NLPO's masked policy: the policy restricted, at every state, to the tokens that a slower copy of it holds likely.
 
-    π_masked(v | s) = π(v | s) / Σ_{u in M(s)} π(u | s) for v in M(s), else 0;   M(s): smallest set of tokens with mask-policy mass >= top_p
+    π_masked(v | s) = π(v | s) / Σ_{u in M(s)} π(u | s) for v in M(s), else 0;   M(s): smallest set of tokens with
+    mask-policy mass >= top_p
 
-Source: Ramamurthy et al. 2022, "Is reinforcement learning (not) for natural language processing?", section 4.2 and algorithm 1. Left out:
-when the mask policy takes over the policy's weights (`PPOTrainer`).
+Source: Ramamurthy et al. 2022, "Is reinforcement learning (not) for natural language processing?", section 4.2 and
+algorithm 1. Left out: when the mask policy takes over the policy's weights (`PPOTrainer`).
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class MaskedPolicy(nn.Module):
         """(B, S, 2 D): hidden states of the policy and of the mask policy."""
         first = self.actor.trunk(input_ids, past_key_values=past_key_values, **kwargs)
         shifted = (
-            None if past_key_values is None else _Shifted(past_key_values, self.actor.config.get_text_config().num_hidden_layers)
+            None
+            if past_key_values is None
+            else _Shifted(past_key_values, self.actor.config.get_text_config().num_hidden_layers)
         )
         return torch.cat([first, self.mask_actor.trunk(input_ids, past_key_values=shifted, **kwargs)], dim=-1)
 

@@ -1,7 +1,7 @@
 """Logits from hidden states through a causal LM's own forward, for heads that are more than a linear map.
 
-Gemma 2 caps its logits, Cohere scales them. Their forward runs as it is while the base model is made to return given states,
-so any row of states can be turned into logits without the trunk, and in chunks.
+Gemma 2 caps its logits, Cohere scales them. Their forward runs as it is while the base model is made to return given
+states, so any row of states can be turned into logits without the trunk, and in chunks.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def own_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 def head_is_linear(model: PreTrainedModel) -> bool:
     """Whether the model's logits are its output embeddings applied to the last hidden state.
 
-    Compared on a few tokens, on random states with logits of about 100, and on a state of zeros. Raises ValueError when not even the
-    model's own forward gives its logits from the last hidden state.
+    Compared on a few tokens, on random states with logits of about 100, and on a state of zeros. Raises ValueError when
+    not even the model's own forward gives its logits from the last hidden state.
     """
     base, linear = base_model(model), model.get_output_embeddings()
     with in_eval_mode(model):
@@ -86,7 +86,8 @@ def head_is_linear(model: PreTrainedModel) -> bool:
         tolerance = TOLERANCE.get(hidden.dtype, 1e-2)
         if not _close(own_logits(model, hidden), whole, tolerance):
             raise ValueError(
-                f'{type(model).__name__}: its logits do not follow from its last hidden state, so log-probs cannot be computed from it; '
+                f'{type(model).__name__}: its logits do not follow from its last hidden state, so log-probs cannot be '
+                'computed from it; '
                 'use a model whose head follows its base model'
             )
         if linear is None:
@@ -103,7 +104,8 @@ def head_is_linear(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def head_is_linear_by_form(model: PreTrainedModel) -> bool | None:
-    """`head_is_linear` for a model on the meta device: its forward is run with a small linear layer in place of the output layer.
+    """`head_is_linear` for a model on the meta device: its forward is run with a small linear layer in place of the
+    output layer.
 
     None when that cannot be done.
     """

@@ -1,16 +1,20 @@
-"""The padding-free forward: the real tokens of a padded batch in one row, attention cut at the borders of the sequences.
+"""The padding-free forward: the real tokens of a padded batch in one row, attention cut at the borders of the
+sequences.
 
-Everything but attention works token by token, so there padding is left out simply by not being there. Attention is asked for by
-transformers under a name of ours, which is the model's 'sdpa' for every ordinary call; a call that carries a `Packing` takes
+Everything but attention works token by token, so there padding is left out simply by not being there. Attention is
+asked for by transformers under a name of ours, which is the model's 'sdpa' for every ordinary call; a call that carries
+a `Packing` takes
 
-- FlashAttention for variable lengths (`torch.nn.attention.varlen`) on CUDA in 16 bits, autocast's included, where torch has it;
+- FlashAttention for variable lengths (`torch.nn.attention.varlen`) on CUDA in 16 bits, autocast's included, where torch
+  has it;
 - elsewhere `scaled_dot_product_attention` over groups of sequences of similar length, padded within their group.
 
-On a CPU attention over few keys is computed in fp32, also in 16-bit models: torch's 16-bit kernel is the slower one there.
+On a CPU attention over few keys is computed in fp32, also in 16-bit models: torch's 16-bit kernel is the slower one
+there.
 
-A model takes part when it asks transformers for its attention and every layer attends to all earlier tokens. On real weights that is
-compared with the plain forward on a few tokens when an `Actor`, `Critic` or `RewardModel` is built; the others keep the padded
-forward, which gives the same numbers up to rounding.
+A model takes part when it asks transformers for its attention and every layer attends to all earlier tokens. On real
+weights that is compared with the plain forward on a few tokens when an `Actor`, `Critic` or `RewardModel` is built; the
+others keep the padded forward, which gives the same numbers up to rounding.
 
 Left out: attention windows shorter than the batch, position biases (ALiBi), encoders: those run padded.
 """
@@ -69,7 +73,9 @@ def rows_joined(model: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
     if not _runs_packed(model, batch):
         return hidden.flatten(0, 1)
     assert batch.packing is not None
-    return hidden.new_zeros(batch.input_ids.numel(), hidden.shape[-1]).index_copy(0, batch.packing.token_index, hidden[0])
+    return hidden.new_zeros(batch.input_ids.numel(), hidden.shape[-1]).index_copy(
+        0, batch.packing.token_index, hidden[0]
+    )
 
 
 def _packed_hidden(model: nn.Module, input_ids: Tensor, position_ids: Tensor, packing: Any) -> Tensor:
@@ -100,9 +106,16 @@ def window_of(model: nn.Module) -> int | None:
 
 
 def packed_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    dropout: float = 0.0, scaling: float | None = None, packing: Packing | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    packing: Packing | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """Attention as transformers asks for it: query (B, H, S, d), key and value (B, H_kv, S, d) → (B, S, H, d).
 
     With a `packing`, B is 1 and S the number of real tokens; causal within each sequence.
@@ -119,11 +132,20 @@ def packed_attention(
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    dropout: float, scaling: float | None, packing: Packing | None, **kwargs: Any,
-) -> Tensor:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    packing: Packing | None,
+    **kwargs: Any,
+) -> Tensor:
     if packing is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)[0]
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )[0]
     if kwargs.get('softcap') is not None or kwargs.get('position_bias') is not None:
         raise ValueError('packed attention knows neither soft caps nor position biases; train with packing=False')
     kind = query.device.type
@@ -139,7 +161,9 @@ def _attend(
     return torch.cat(parts)[None]
 
 
-def _group_attention(q: Tensor, k: Tensor, v: Tensor, group: PackedGroup, dropout: float, scaling: float | None) -> Tensor:
+def _group_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: PackedGroup, dropout: float, scaling: float | None
+) -> Tensor:
     """Sequences of one group: (T', H, d) of its tokens."""
     rows, width, index = group.rows, group.width, group.index
 
@@ -150,7 +174,9 @@ def _group_attention(q: Tensor, k: Tensor, v: Tensor, group: PackedGroup, dropou
         return own.unflatten(0, (rows, width)).transpose(1, 2)  # (rows, H, width, d)
 
     # Padding stands behind the real tokens of its row, so the causal rule hides it.
-    out = scaled_dot_product_attention(padded(q), padded(k), padded(v), dropout_p=dropout, scale=scaling, is_causal=True)
+    out = scaled_dot_product_attention(
+        padded(q), padded(k), padded(v), dropout_p=dropout, scale=scaling, is_causal=True
+    )
     flat = out.transpose(1, 2).flatten(0, 1)
     return flat if index is None else flat.index_select(0, index)
 
@@ -194,7 +220,9 @@ def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling
         else:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     cu = packing.cu_seqlens
-    return attend(q.contiguous(), k.contiguous(), v.contiguous(), cu, cu, packing.max_length, packing.max_length, **keywords)
+    return attend(
+        q.contiguous(), k.contiguous(), v.contiguous(), cu, cu, packing.max_length, packing.max_length, **keywords
+    )
 
 
 AttentionInterface.register(ATTENTION, packed_attention)
@@ -205,7 +233,8 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 def enable_packing(model: nn.Module) -> bool:
-    """Let `model` (a base model) run packed batches if it can. Returns whether it does. Its ordinary calls are not changed."""
+    """Let `model` (a base model) run packed batches if it can. Returns whether it does. Its ordinary calls are not
+    changed."""
     config: Any = model.config
     if packs(model):
         return True

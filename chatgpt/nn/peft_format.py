@@ -1,11 +1,12 @@
 """LoRA adapters in PEFT's file format: `adapter_config.json` beside `adapter_model.safetensors`.
 
-`export_peft` writes a folder that `peft.PeftModel.from_pretrained(base, folder)` loads; `import_peft` reads such a folder into a
-Hugging Face model, and `MergedAdapter` adds it to the weights of its base. peft itself is not needed. In that format a tensor is
-called `base_model.model.<layer>.lora_A.weight`, and a trained bias of an adapted layer `base_model.model.<layer>.base_layer.bias`.
+`export_peft` writes a folder that `peft.PeftModel.from_pretrained(base, folder)` loads; `import_peft` reads such a
+folder into a Hugging Face model, and `MergedAdapter` adds it to the weights of its base. peft itself is not needed. In
+that format a tensor is called `base_model.model.<layer>.lora_A.weight`, and a trained bias of an adapted layer
+`base_model.model.<layer>.base_layer.bias`.
 
-Left out: what plain LoRA on linear layers cannot express (DoRA, per-layer ranks, trained embeddings, extra saved modules);
-both readers refuse these by name.
+Left out: what plain LoRA on linear layers cannot express (DoRA, per-layer ranks, trained embeddings, extra saved
+modules); both readers refuse these by name.
 """
 
 from __future__ import annotations
@@ -62,14 +63,20 @@ def _hf_model(module: nn.Module) -> nn.Module:
     return inner if not isinstance(module, PreTrainedModel) and isinstance(inner, PreTrainedModel) else module
 
 
-def export_peft(module: nn.Module, folder: str | os.PathLike[str], *, base_model: str | None = None,
-                task_type: str | None = None, state: Mapping[str, Tensor] | None = None) -> None:  # fmt: skip
+def export_peft(
+    module: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    base_model: str | None = None,
+    task_type: str | None = None,
+    state: Mapping[str, Tensor] | None = None,
+) -> None:
     """Write the adapters of `module` to `folder`, which is made if absent.
 
     `module` is a transformers model, or a wrapper that holds one as `.model`; a value head beside it is not written.
-    `base_model` is the name or path that peft should load the base from (default: what the model was loaded from). `task_type`
-    is peft's (default: CAUSAL_LM with an output head, else FEATURE_EXTRACTION). `state` are full weights by the names of `module`, when
-    they do not lie in the module itself.
+    `base_model` is the name or path that peft should load the base from (default: what the model was loaded from).
+    `task_type` is peft's (default: CAUSAL_LM with an output head, else FEATURE_EXTRACTION). `state` are full weights by
+    the names of `module`, when they do not lie in the module itself.
 
     Raises ValueError without adapters, or when `folder` is a file.
     """
@@ -106,7 +113,8 @@ def export_peft(module: nn.Module, folder: str | os.PathLike[str], *, base_model
 
 
 def _target_names(model: nn.Module, layers: Iterable[str]) -> list[str]:
-    """Short names ('q_proj') when they pick exactly the adapted layers, as peft matches by the end of a name; else full names."""
+    """Short names ('q_proj') when they pick exactly the adapted layers, as peft matches by the end of a name; else full
+    names."""
     adapted = set(layers)
     short = {name.rpartition('.')[2] for name in adapted}
     picked = {name for name, _ in model.named_modules() if name.rpartition('.')[2] in short}
@@ -126,24 +134,33 @@ def _from_peft(name: str) -> str:
 
 
 def import_peft(module: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Load an adapter that peft or `export_peft` wrote. A model without adapters is converted first, as the config says.
+    """Load an adapter that peft or `export_peft` wrote. A model without adapters is converted first, as the config
+    says.
 
     Which layers are adapted is read from the tensor names, so any way of naming targets works.
 
-    Raises ValueError for a folder without the two files, an adapter that is not plain LoRA, adapters already in place with
-    another rank or scaling, or names and shapes that do not fit the model.
+    Raises ValueError for a folder without the two files, an adapter that is not plain LoRA, adapters already in place
+    with another rank or scaling, or names and shapes that do not fit the model.
     """
     model = _hf_model(module)
     config, alpha, state = _read(Path(folder))
     rank, targets = config['r'], _targets(state)
     if not has_lora(model):
         _check_fit(model, rank, targets, state)
-        convert_to_lora(model, rank, alpha=alpha, dropout=config.get('lora_dropout', 0.0), bias=config.get('bias', 'none'),
-                        targets=_exactly(targets))  # fmt: skip
+        convert_to_lora(
+            model,
+            rank,
+            alpha=alpha,
+            dropout=config.get('lora_dropout', 0.0),
+            bias=config.get('bias', 'none'),
+            targets=_exactly(targets),
+        )
     first = next(iter(lora_layers(model).values()))
     if first.r != rank or not math.isclose(first.scaling, alpha / rank):
-        raise ValueError(f'import_peft: the adapter has rank {rank} and scaling {alpha / rank:g}, the model rank {first.r} '
-                         f'and scaling {first.scaling:g}; convert with rank={rank}, alpha={alpha:g}')  # fmt: skip
+        raise ValueError(
+            f'import_peft: the adapter has rank {rank} and scaling {alpha / rank:g}, the model rank {first.r} '
+            f'and scaling {first.scaling:g}; convert with rank={rank}, alpha={alpha:g}'
+        )
     load_lora_state_dict(model, state)
 
 
@@ -153,13 +170,17 @@ def _check_fit(model: nn.Module, rank: int, targets: Iterable[str], state: dict[
     for name in targets:
         weight = getattr(modules.get(name), 'weight', None)
         if not isinstance(weight, Tensor) or weight.dim() != 2:
-            raise ValueError(f'import_peft: the adapter is for a layer {name}, which {type(model).__name__} does not have')
+            raise ValueError(
+                f'import_peft: the adapter is for a layer {name}, which {type(model).__name__} does not have'
+            )
         fan_out, fan_in = weight.T.shape if isinstance(modules[name], Conv1D) else weight.shape
         for key, shape in ((f'{name}.lora_A', (rank, fan_in)), (f'{name}.lora_B', (fan_out, rank))):
             if key not in state:
                 raise ValueError(f'import_peft: missing {key} in {WEIGHTS_FILE}')
             if tuple(state[key].shape) != shape:
-                raise ValueError(f'import_peft: {key} is {tuple(state[key].shape)}, but {type(model).__name__} needs {shape}')
+                raise ValueError(
+                    f'import_peft: {key} is {tuple(state[key].shape)}, but {type(model).__name__} needs {shape}'
+                )
 
 
 def _exactly(names: Iterable[str]) -> list[str]:
@@ -200,23 +221,29 @@ def _read(folder: Path) -> tuple[dict[str, Any], float, dict[str, Tensor]]:
 
 
 def adapter_base(folder: str | os.PathLike[str]) -> str | None:
-    """The base of an adapter's folder: what a model is loaded from when that folder is given. None for any other folder or hub name.
+    """The base of an adapter's folder: what a model is loaded from when that folder is given. None for any other folder
+    or hub name.
 
     Raises ValueError when the adapter does not say what it was trained on.
     """
     path = Path(folder, CONFIG_FILE)
-    if not path.is_file() or any(Path(folder, name).is_file() for name in ('model.safetensors', 'model.safetensors.index.json')):
+    if not path.is_file() or any(
+        Path(folder, name).is_file() for name in ('model.safetensors', 'model.safetensors.index.json')
+    ):
         return None
     base = json.loads(path.read_text(encoding='utf-8')).get('base_model_name_or_path')
     if not isinstance(base, str) or not base:
-        raise ValueError(f'{path}: it names no base_model_name_or_path; add the hub name or folder of the model that it adapts')
+        raise ValueError(
+            f'{path}: it names no base_model_name_or_path; add the hub name or folder of the model that it adapts'
+        )
     return base
 
 
 class MergedAdapter:
     """An adapter in PEFT's format that is added to a model's own weights, one tensor at a time: W + scaling * B A.
 
-    Raises ValueError for an adapter that does not fit `model`. Its tensors for a head that a bare trunk lacks are passed over.
+    Raises ValueError for an adapter that does not fit `model`. Its tensors for a head that a bare trunk lacks are
+    passed over.
     """
 
     def __init__(self, model: PreTrainedModel, folder: str) -> None:
@@ -235,7 +262,10 @@ class MergedAdapter:
             if mine is None:
                 if self._is_of_a_head(model, parameter):
                     continue
-                raise ValueError(f'{self.file}: it adapts {parameter}, which {type(model).__name__} does not have as a weight of its own')
+                raise ValueError(
+                    f'{self.file}: it adapts {parameter}, which {type(model).__name__} does not have as a weight of '
+                    'its own'
+                )
             if part != 'lora_A':
                 self.replaced[mine] = tensor
                 shape = tuple(tensor.shape)
@@ -246,7 +276,10 @@ class MergedAdapter:
                 fan = state[f'{layer}.lora_B'].shape[0], tensor.shape[1]
                 shape = fan[::-1] if mine in self.conv1d else fan
             if shape != tuple(own[mine]):
-                raise ValueError(f"{self.file}: {name} is for a tensor {shape}, {mine} is {tuple(own[mine])}; is this the adapter's base?")
+                raise ValueError(
+                    f"{self.file}: {name} is for a tensor {shape}, {mine} is {tuple(own[mine])}; is this the adapter's "
+                    'base?'
+                )
 
     @staticmethod
     def _is_of_a_head(model: PreTrainedModel, name: str) -> bool:

@@ -1,6 +1,7 @@
 """The reward model: one score per sequence, read at its last real token.
 
-A normalising bias (the mean score of reference answers, which is subtracted) is stored with the weights. Left out: training it.
+A normalising bias (the mean score of reference answers, which is subtracted) is stored with the weights. Left out:
+training it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from chatgpt.nn import lora
 from chatgpt.nn.gelu import use_fused_gelu
 from chatgpt.nn.heads import HEAD_FILE, SeededLinear, in_fp32, load_head, reward_head, save_head, set_state
-from chatgpt.nn.loading import TakesModel, add_lora, load_base_model, load_classifier, load_config, trunk_of, write_folder
+from chatgpt.nn.loading import (
+    TakesModel,
+    add_lora,
+    load_base_model,
+    load_classifier,
+    load_config,
+    trunk_of,
+    write_folder,
+)
 from chatgpt.nn.packing import enable_packing, flat_hidden
 from chatgpt.nn.sources import WeightsSource, read_source_tensor
 from chatgpt.nn.trunk import base_model, hidden_size, looks_ahead
@@ -33,9 +42,11 @@ class RewardModel(TakesModel, nn.Module):
     """A transformers base model with a head that scores a sequence.
 
     Args:
-        model: a base model; of a causal LM the trunk is taken. Or a whole sequence-classification model, without `value_head`: its own
-            logit is the score (of two labels, logit 1 minus logit 0). `from_pretrained` gives one for encoders with a pooler.
-        value_head: (..., D) → (..., 1); None makes a linear one, weights N(0, 1/(D + 1)), unless `model` is a whole classifier.
+        model: a base model; of a causal LM the trunk is taken. Or a whole sequence-classification model, without
+            `value_head`: its own logit is the score (of two labels, logit 1 minus logit 0). `from_pretrained` gives one
+                for encoders with a pooler.
+        value_head: (..., D) → (..., 1); None makes a linear one, weights N(0, 1/(D + 1)), unless `model` is a whole
+            classifier.
         lora_rank, lora_train_bias, lora_options: as for `Actor`; the head is always trained.
     """
 
@@ -45,9 +56,14 @@ class RewardModel(TakesModel, nn.Module):
     score_bias: Tensor
 
     def __init__(
-        self, model: nn.Module, value_head: nn.Module | None = None, lora_rank: int = 0, lora_train_bias: str = 'none',
-        *, lora_options: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        value_head: nn.Module | None = None,
+        lora_rank: int = 0,
+        lora_train_bias: str = 'none',
+        *,
+        lora_options: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__()
         whole = value_head is None and _is_classifier(model)
         self.model = model if whole else trunk_of(model)
@@ -66,38 +82,50 @@ class RewardModel(TakesModel, nn.Module):
                 _unfreeze_head(self.model)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Scores (B,) fp32: the head at the last real token of each sequence (an encoder's at its first), minus `score_bias`."""
+        """Scores (B,) fp32: the head at the last real token of each sequence (an encoder's at its first), minus
+        `score_bias`."""
         if self.value_head is None:
             return self._classifier_scores(batch) - self.score_bias
         states = flat_hidden(self.model, batch)
         width = batch.input_ids.shape[1]
-        where = torch.arange(batch.num_sequences, device=states.device) * width if looks_ahead(self.model) else batch.last_index
+        where = (
+            torch.arange(batch.num_sequences, device=states.device) * width
+            if looks_ahead(self.model)
+            else batch.last_index
+        )
         return in_fp32(self.value_head, states[where]) - self.score_bias
 
     def _classifier_scores(self, batch: Batch) -> Tensor:
         pad = self.model.config.get_text_config().pad_token_id
         if pad is None and batch.num_sequences > 1:
             name = type(self.model).__name__
-            raise ValueError(f'{name} has no pad_token_id, so it can score one sequence at a time; set config.pad_token_id')
+            raise ValueError(
+                f'{name} has no pad_token_id, so it can score one sequence at a time; set config.pad_token_id'
+            )
         ids = batch.input_ids.masked_fill(~batch.attention_mask, 0 if pad is None else pad)
         logits = self.model(input_ids=ids, attention_mask=batch.attention_mask.long()).logits.float()
         return logits[:, 0] if logits.shape[-1] == 1 else logits[:, 1] - logits[:, 0]
 
     @torch.no_grad()
     def calibrate(self, mean: float) -> None:
-        """Make the mean score of reference answers 0: `mean` is theirs as scored now (arXiv 2403.17031). Adds to `score_bias`."""
+        """Make the mean score of reference answers 0: `mean` is theirs as scored now (arXiv 2403.17031). Adds to
+        `score_bias`."""
         self.score_bias += mean
 
     # ------------------------------------------------------------------ files
 
     @torch.no_grad()
-    def save_pretrained(self, folder: str | Path, tokenizer: Any = None, *, state_dict: dict[str, Tensor] | None = None) -> None:
-        """A folder for `from_pretrained`; where it can be, one that `transformers.AutoModelForSequenceClassification` loads too.
+    def save_pretrained(
+        self, folder: str | Path, tokenizer: Any = None, *, state_dict: dict[str, Tensor] | None = None
+    ) -> None:
+        """A folder for `from_pretrained`; where it can be, one that `transformers.AutoModelForSequenceClassification`
+        loads too.
 
-        It can be with a linear head on a causal architecture that has such a class (GPT-2, OPT, BLOOM, Llama and others). There a
-        score is the one here plus `score_bias` as config.json has it: a bias of the head, which such models do not have, is
-        folded into it. Such a model finds the last token by the padding id, which is taken from `tokenizer` or the config; without one
-        a warning says so. Elsewhere the folder holds the base model and the head beside it.
+        It can be with a linear head on a causal architecture that has such a class (GPT-2, OPT, BLOOM, Llama and
+        others). There a score is the one here plus `score_bias` as config.json has it: a bias of the head, which such
+        models do not have, is folded into it. Such a model finds the last token by the padding id, which is taken from
+        `tokenizer` or the config; without one a warning says so. Elsewhere the folder holds the base model and the head
+        beside it.
 
         Args:
             state_dict: full weights by this module's parameter names, when they do not lie in the module itself.
@@ -142,10 +170,17 @@ class RewardModel(TakesModel, nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, *, value_head: nn.Module | None = None, lora_rank: int = 0, lora_train_bias: str = 'none',
-        lora_options: Mapping[str, Any] | None = None, **options: Any,
+        cls,
+        folder: str | Path,
+        *,
+        value_head: nn.Module | None = None,
+        lora_rank: int = 0,
+        lora_train_bias: str = 'none',
+        lora_options: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> RewardModel:
-        """A reward model from a folder of `save_pretrained`, or from any sequence-classification model with one label or two.
+        """A reward model from a folder of `save_pretrained`, or from any sequence-classification model with one label
+        or two.
 
         With one label its logit is the score; with two it is logit 1 minus logit 0. `options` are those of
         `chatgpt.nn.loading.load_model`.
@@ -156,11 +191,14 @@ class RewardModel(TakesModel, nn.Module):
         parts = cls._load_pretrained(folder, **options)
         if value_head is None and parts.head is None and not _is_classifier(parts.model):
             raise ValueError(
-                f'{str(folder)!r} holds a {type(parts.model).__name__} without a trained score head; for a new head use '
+                f'{str(folder)!r} holds a {type(parts.model).__name__} without a trained score head; for a new head '
+                'use '
                 'AutoRM(pretrained=...), or give value_head'
             )
         model = cls.__new__(cls)
-        RewardModel.__init__(model, parts.model, value_head or parts.head, lora_rank, lora_train_bias, lora_options=lora_options)
+        RewardModel.__init__(
+            model, parts.model, value_head or parts.head, lora_rank, lora_train_bias, lora_options=lora_options
+        )
         set_state(model, {BIAS_KEY: torch.tensor(parts.bias, device='cpu')})
         return model
 
@@ -201,7 +239,9 @@ def _is_classifier(model: nn.Module) -> bool:
 
 def _check_labels(number: int, source: str) -> None:
     if number not in (1, 2):
-        raise ValueError(f'{source} has {number} labels; a reward model has 1, or 2 whose logit difference is the score')
+        raise ValueError(
+            f'{source} has {number} labels; a reward model has 1, or 2 whose logit difference is the score'
+        )
 
 
 def _single_output(score: nn.Linear, source: WeightsSource) -> SeededLinear:
@@ -237,11 +277,13 @@ def _set_pad_token(config: Any, tokenizer: Any) -> None:
     eos = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     if pad is None:
         warnings.warn(
-            'save_pretrained: no padding id known, so transformers will score one sequence at a time; pass tokenizer=', stacklevel=3
+            'save_pretrained: no padding id known, so transformers will score one sequence at a time; pass tokenizer=',
+            stacklevel=3,
         )
     elif pad in eos:
         warnings.warn(
-            f'save_pretrained: the padding id {pad} is an end token too, so transformers will read the score of an ended sequence one '
+            f'save_pretrained: the padding id {pad} is an end token too, so transformers will read the score of an '
+            'ended sequence one '
             'token early; RewardModel.from_pretrained does not',
             stacklevel=3,
         )

@@ -1,9 +1,9 @@
 """Where a module's first weights come from, and how to get them one tensor at a time.
 
-A model built on the meta device has shapes and no numbers. It carries a `WeightsSource`: a folder or hub name with safetensors files, or
-the seed of a fresh model. `initial_tensors` yields its tensors by name, holding no more than one transformer block at a time, so that
-a sharded strategy can fill its shards. A fresh model's numbers come from (seed, block name), so they are the same whether the
-whole model is built at once or one block after another.
+A model built on the meta device has shapes and no numbers. It carries a `WeightsSource`: a folder or hub name with
+safetensors files, or the seed of a fresh model. `initial_tensors` yields its tensors by name, holding no more than one
+transformer block at a time, so that a sharded strategy can fill its shards. A fresh model's numbers come from (seed,
+block name), so they are the same whether the whole model is built at once or one block after another.
 
 Left out: pickled weight files, which are never read, and deciding who keeps which shard.
 """
@@ -151,7 +151,9 @@ def read_source_tensors(source: WeightsSource) -> Iterator[tuple[str, Tensor]]:
     Raises ValueError for a source that has no files.
     """
     if source.kind != 'pretrained':
-        raise ValueError('read_source_tensors: the model was made from a config, so it has no files; use initial_tensors')
+        raise ValueError(
+            'read_source_tensors: the model was made from a config, so it has no files; use initial_tensors'
+        )
     files = _TensorFiles(source)
     for name in files.where:
         yield name, files.get(name)
@@ -196,7 +198,9 @@ class _Filler:
 
     def __init__(self, model: PreTrainedModel, source: WeightsSource) -> None:
         if not type(model).__module__.startswith('transformers.'):
-            raise ValueError(f'{type(model).__name__} comes with code of its own; it cannot be built on the meta device')
+            raise ValueError(
+                f'{type(model).__name__} comes with code of its own; it cannot be built on the meta device'
+            )
         self.model, self.source = model, source
         self.files = _TensorFiles(source) if source.kind == 'pretrained' else None
         self.aliases: dict[int, list[str]] = {}
@@ -262,7 +266,9 @@ class _Filler:
         """Let the memory of the unit's tensors go."""
         for _, module in unit.modules:
             for name, parameter in module._parameters.items():
-                if parameter is not None and not parameter.is_meta:  # the very one it had, so that tied weights stay tied
+                if (
+                    parameter is not None and not parameter.is_meta
+                ):  # the very one it had, so that tied weights stay tied
                     module._parameters[name] = self.metas[id(parameter)]
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -321,11 +327,12 @@ _Named = Iterator[tuple[str, Tensor]]
 
 
 def initial_tensors(module: nn.Module) -> _Named:
-    """(name, CPU tensor) for every parameter and buffer of `module`, as it starts life. Tied parameters come once, under their first name.
+    """(name, CPU tensor) for every parameter and buffer of `module`, as it starts life. Tied parameters come once,
+    under their first name.
 
-    `module` is an Actor, Critic, RewardModel or transformers model; it is not changed, and may be sharded or filled while the
-    iterator runs: call this while it is still whole. Tensors that are not on the meta device are yielded as they are. Buffers come too,
-    non-persistent ones included. Tensors keep the dtype that the module gives them.
+    `module` is an Actor, Critic, RewardModel or transformers model; it is not changed, and may be sharded or filled
+    while the iterator runs: call this while it is still whole. Tensors that are not on the meta device are yielded as
+    they are. Buffers come too, non-persistent ones included. Tensors keep the dtype that the module gives them.
 
     Raises ValueError at once for a module on the meta device whose numbers come from nowhere.
     """
@@ -356,7 +363,8 @@ def _plan(module: nn.Module, name: str, steps: list[Callable[[], _Named]], names
     draws = hasattr(module, 'reset_parameters') and not kept
     if any(tensor.is_meta and n not in kept for n, tensor in own) and not draws:
         raise ValueError(
-            f'{name or type(module).__name__}: it is on the meta device and has no record of where its weights come from; '
+            f'{name or type(module).__name__}: it is on the meta device and has no record of where its weights come '
+            'from; '
             'load it through chatgpt.nn (pretrained= or config=), or build it outside of the meta device'
         )
     if own or draws:

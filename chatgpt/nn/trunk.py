@@ -1,8 +1,8 @@
 """Reaching into a Hugging Face model: its trunk, its head, its width, and calling it on a right-padded batch.
 
-A causal model on a right-padded batch needs no attention mask: no real token comes after padding, and position ids 0, 1, 2, ... are
-right for every row. So padding cannot change a number, and attention takes its fast path. A model that looks ahead (an encoder used
-as a reward model) gets the mask. Whole `Batch`es go through `chatgpt.nn.packing`.
+A causal model on a right-padded batch needs no attention mask: no real token comes after padding, and position ids 0,
+1, 2, ... are right for every row. So padding cannot change a number, and attention takes its fast path. A model that
+looks ahead (an encoder used as a reward model) gets the mask. Whole `Batch`es go through `chatgpt.nn.packing`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from chatgpt.types import Batch
 
 
 class _NoPaddingWarning(logging.Filter):
-    """Drops transformers' advice to pass an attention mask: on right-padded input a causal model needs none (see above)."""
+    """Drops transformers' advice to pass an attention mask: on right-padded input a causal model needs none (see
+    above)."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return 'We strongly recommend passing in an `attention_mask`' not in str(record.msg)
@@ -30,7 +31,8 @@ logging.getLogger('transformers.modeling_utils').addFilter(_NoPaddingWarning())
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """The trunk of a causal LM: the part that returns hidden states. A model that is a trunk itself is returned as it is."""
+    """The trunk of a causal LM: the part that returns hidden states. A model that is a trunk itself is returned as it
+    is."""
     prefix = getattr(model, 'base_model_prefix', '')
     return getattr(model, prefix, model) if prefix else model
 
@@ -50,9 +52,13 @@ def text_config(model: nn.Module) -> Any:
 
 
 def looks_ahead(model: nn.Module) -> bool:
-    """Whether a token's hidden state depends on later tokens: an encoder, or a decoder type told to attend both ways."""
+    """Whether a token's hidden state depends on later tokens: an encoder, or a decoder type told to attend both
+    ways."""
     config = text_config(model)
-    if getattr(config, 'is_causal', None) is False or getattr(config, 'use_bidirectional_attention', None) in (True, 'all'):
+    if getattr(config, 'is_causal', None) is False or getattr(config, 'use_bidirectional_attention', None) in (
+        True,
+        'all',
+    ):
         return True
     encoder = config.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES or config.model_type == 'xlnet'
     return encoder and not getattr(config, 'is_decoder', False)

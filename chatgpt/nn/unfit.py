@@ -1,7 +1,8 @@
-"""Weights that should not be trained on: damaged files, NaN, and names or shapes that do not fit the model of the config.
+"""Weights that should not be trained on: damaged files, NaN, and names or shapes that do not fit the model of the
+config.
 
-Files and tensors are named in each error. What a model may lack or leave unread is known here too: heads that belong to another use of
-the same trunk, and buffers that older versions of transformers saved.
+Files and tensors are named in each error. What a model may lack or leave unread is known here too: heads that belong to
+another use of the same trunk, and buffers that older versions of transformers saved.
 
 Left out: where files come from (`sources`).
 """
@@ -18,9 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-HEADS = re.compile(r'(\w*head\w*|score|classifier|cls|pooler|embed_out|qa_outputs|summary|mtp|visual|vision\w*|audio\w*|multi_modal\w*)\.')
+HEADS = re.compile(
+    r'(\w*head\w*|score|classifier|cls|pooler|embed_out|qa_outputs|summary|mtp|visual|vision\w*|audio\w*|multi_modal\w*)\.'
+)
 """first part of a name beside the trunk: another use's head, or another sense of a multimodal model"""
-BUFFERS = re.compile(r'(^|\.)((attn|attention|self_attention)\.(bias|masked_bias)|rotary_emb\.inv_freq|position_ids|version)$')
+BUFFERS = re.compile(
+    r'(^|\.)((attn|attention|self_attention)\.(bias|masked_bias)|rotary_emb\.inv_freq|position_ids|version)$'
+)
 """what older files hold and is computed today"""
 PICKLED = ('pytorch_model.bin', 'pytorch_model.bin.index.json')
 
@@ -33,7 +38,9 @@ def open_weights(file: str | Path) -> Any:
         return safe_open(file, framework='pt', device='cpu')
     except SafetensorError as error:
         size = Path(file).stat().st_size
-        raise ValueError(f'{file}: a damaged safetensors file of {size} bytes ({error}); copy or download it again') from None
+        raise ValueError(
+            f'{file}: a damaged safetensors file of {size} bytes ({error}); copy or download it again'
+        ) from None
 
 
 def read_weights(file: str | Path) -> dict[str, Tensor]:
@@ -55,7 +62,10 @@ def check_finite(tensor: Tensor, name: str, file_of: Callable[[str], Any]) -> No
     low, high = (float(x) for x in torch.aminmax(tensor.detach()))
     if not (math.isfinite(low) and math.isfinite(high)):
         what = 'NaN' if math.isnan(low) or math.isnan(high) else 'infinite numbers'
-        raise ValueError(f'{file_of(name)}: {name} holds {what}; these weights are broken, take an earlier checkpoint or the original')
+        raise ValueError(
+            f'{file_of(name)}: {name} holds {what}; these weights are broken, take an earlier checkpoint or the '
+            'original'
+        )
 
 
 def no_weights(folder: str, subfolder: str = '') -> ValueError:
@@ -65,10 +75,13 @@ def no_weights(folder: str, subfolder: str = '') -> ValueError:
     if pickled is None:
         return ValueError(f'{folder}: no model.safetensors there; weights are read from safetensors files only')
     config = where / 'config.json'
-    kind = (json.loads(config.read_text()).get('architectures') if config.is_file() else None) or ['AutoModelForCausalLM']
+    kind = (json.loads(config.read_text()).get('architectures') if config.is_file() else None) or [
+        'AutoModelForCausalLM'
+    ]
     command = f'from transformers import {kind[0]} as M; p = {str(where)!r}; M.from_pretrained(p).save_pretrained(p)'
     return ValueError(
-        f'{folder}: it holds only pickled weights ({pickled}), which are never read because a pickle can run code; if you trust it, '
+        f'{folder}: it holds only pickled weights ({pickled}), which are never read because a pickle can run code; if '
+        'you trust it, '
         f'convert them once: python -c "{command}"'
     )
 
@@ -86,17 +99,24 @@ def may_lack(name: str) -> bool:
 
 def is_known(model: Any, name: str) -> bool:
     """Whether a file may hold that tensor although the model has no place for it."""
-    ignored = (getattr(model, '_keys_to_ignore_on_load_unexpected', None) or ())
+    ignored = getattr(model, '_keys_to_ignore_on_load_unexpected', None) or ()
     beside = name.removeprefix(f'{model.base_model_prefix}.')
     return bool(HEADS.match(beside) or BUFFERS.search(name)) or any(re.search(pattern, name) for pattern in ignored)
 
 
 def check_fit(
-    model: nn.Module, file_of: Callable[[str], Any], missing: Iterable[str], unexpected: Iterable[str],
+    model: nn.Module,
+    file_of: Callable[[str], Any],
+    missing: Iterable[str],
+    unexpected: Iterable[str],
     misshaped: Iterable[tuple[str, Any, Any]],
-) -> None:  # fmt: skip
-    """ValueError for the first misfit, wrong shapes before missing and unexpected names. `file_of` says where a tensor is or should be."""
-    kind, advice = type(model).__name__, 'config.json and the weights are of different models, or the weights are incomplete'
+) -> None:
+    """ValueError for the first misfit, wrong shapes before missing and unexpected names. `file_of` says where a tensor
+    is or should be."""
+    kind, advice = (
+        type(model).__name__,
+        'config.json and the weights are of different models, or the weights are incomplete',
+    )
     for name, found, wanted in sorted(misshaped):
         raise ValueError(f'{file_of(name)}: {name} is {tuple(found)}, the model wants {tuple(wanted)}; {advice}')
     if lacking := sorted(name for name in missing if not may_lack(name)):

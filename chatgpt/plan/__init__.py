@@ -2,9 +2,9 @@
 
     python -m chatgpt.plan config.json --strategy fsdp --num_processes 8 --memory 24GiB
 
-`make_plan(Setup(...))` is the same from Python. Weights, gradients and optimizer states are counted from the very modules, built
-without memory; activations from a forward and backward of theirs on tensors without memory. Left out: memory of the CUDA
-context and of fragmentation (a margin stands for both), models that are not causal language models.
+`make_plan(Setup(...))` is the same from Python. Weights, gradients and optimizer states are counted from the very
+modules, built without memory; activations from a forward and backward of theirs on tensors without memory. Left out:
+memory of the CUDA context and of fragmentation (a margin stands for both), models that are not causal language models.
 """
 
 from chatgpt.plan.advice import cheapest_change, explain_out_of_memory

@@ -1,4 +1,5 @@
-"""`python -m chatgpt.plan config.json ...`: exit code 0 where the run fits (or no limit was given), 1 where it does not."""
+"""`python -m chatgpt.plan config.json ...`: exit code 0 where the run fits (or no limit was given), 1 where it does
+not."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument('config', help='config.json of the policy, its folder, or a hub name')
     out.add_argument('--task', choices=get_args(Task), default='ppo')
     out.add_argument('--reward_config', help='the same of a reward model; default: a reward function')
-    out.add_argument('--strategy', type=strategy_flag, default='naive', help=f'{", ".join(STRATEGIES)}, or module:Class')
+    out.add_argument(
+        '--strategy', type=strategy_flag, default='naive', help=f'{", ".join(STRATEGIES)}, or module:Class'
+    )
     out.add_argument('--memory', type=memory, help='of one device, such as 24GiB')
     out.add_argument('--host_memory', type=memory, help='of one machine, such as 64GiB')
     out.add_argument('--cpu', action='store_true', help='no GPU: devices are host memory')
@@ -44,9 +47,17 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument('--offload', choices=('none', 'idle'), default='none')
     out.add_argument('--no_kl', action='store_true', help='no reference')
     for name in (
-        'num_processes', 'processes_per_machine', 'lora_rank', 'num_layers_unfrozen', 'experience_batch_size', 'num_samples_per_prompt',
-        'train_batch_size', 'max_tokens_per_batch', 'max_prompt_tokens', 'max_new_tokens',
-    ):  # fmt: skip
+        'num_processes',
+        'processes_per_machine',
+        'lora_rank',
+        'num_layers_unfrozen',
+        'experience_batch_size',
+        'num_samples_per_prompt',
+        'train_batch_size',
+        'max_tokens_per_batch',
+        'max_prompt_tokens',
+        'max_new_tokens',
+    ):
         out.add_argument(f'--{name}', type=int, default=Setup.__dataclass_fields__[name].default)
     out.add_argument('--json', action='store_true', help='print numbers of bytes as JSON')
     return out
@@ -63,7 +74,17 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if as_json:
         phases = {name: {'device': m.device, 'host': m.host} for name, m in plan.phases.items()}
-        print(json.dumps({'phases': phases, 'peak': plan.peak, 'host_peak': plan.host_peak, 'fits': plan.fits, 'limit': plan.limit}))
+        print(
+            json.dumps(
+                {
+                    'phases': phases,
+                    'peak': plan.peak,
+                    'host_peak': plan.host_peak,
+                    'fits': plan.fits,
+                    'limit': plan.limit,
+                }
+            )
+        )
     else:
         print(plan.table())
         print()

@@ -12,7 +12,8 @@ from chatgpt.trainer.strategies.registry import FRUGAL, SHARDED
 
 
 def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
-    """Single changes, those that cost least time or change least first; later ones build on the earlier ones of their kind."""
+    """Single changes, those that cost least time or change least first; later ones build on the earlier ones of their
+    kind."""
     tokens = setup.max_prompt_tokens + setup.max_new_tokens
     collected = setup.experience_batch_size * setup.num_samples_per_prompt if setup.task == 'ppo' else 0
     share = max(setup.train_batch_size * (2 if setup.task == 'reward_model' else 1), collected) // setup.num_processes
@@ -69,7 +70,10 @@ def advice(setup: Setup) -> str:
     """One line: what to change."""
     found = cheapest_change(setup)
     if found is None:
-        return 'no single change of those known here makes it fit; take a smaller model, more processes (fsdp), or a larger device'
+        return (
+            'no single change of those known here makes it fit; take a smaller model, more processes (fsdp), or a '
+            'larger device'
+        )
     text, plan = found
     host = f', {show_bytes(plan.host_peak)} of host memory' if plan.host_peak >= 2**20 else ''
     return f'it fits with {text}: {show_bytes(plan.peak)} per device{host}'

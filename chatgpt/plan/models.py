@@ -1,7 +1,9 @@
-"""Models without memory: the modules of a run as meta tensors, counted, and run on fake tensors to see what a pass leaves behind.
+"""Models without memory: the modules of a run as meta tensors, counted, and run on fake tensors to see what a pass
+leaves behind.
 
-The trace counts bytes of every storage that an operation makes until it is freed, so saved activations, chunked heads and
-recomputation are what the code really does. Two small depths are traced and the rest is linear in the number of layers.
+The trace counts bytes of every storage that an operation makes until it is freed, so saved activations, chunked heads
+and recomputation are what the code really does. Two small depths are traced and the rest is linear in the number of
+layers.
 """
 
 from __future__ import annotations
@@ -123,8 +125,8 @@ class LiveBytes(TorchDispatchMode):
 def faked(model: nn.Module) -> Iterator[Any]:
     """Inside, a meta module has fake CPU tensors, which run every operation's shapes and none of its numbers.
 
-    transformers looks for sequences in one row in the numbers of the positions, and where it cannot look, as here, makes a mask in
-    case. The rows of `batch_of` hold one sequence each, for which a run makes none.
+    transformers looks for sequences in one row in the numbers of the positions, and where it cannot look, as here,
+    makes a mask in case. The rows of `batch_of` hold one sequence each, for which a run makes none.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import masking_utils
@@ -190,8 +192,8 @@ def cast(model: nn.Module, setup: Setup) -> nn.Module:
 def learning_bytes(kind: str, config: Any, setup: Setup, rows: int, *, keep_gradients: bool) -> int:
     """Peak of forward and backward of one micro-batch.
 
-    keep_gradients: with the parameters' own gradients, which grow as activations shrink; otherwise each is gone once it is whole, as
-    where it is sharded over ranks, or where it was there before.
+    keep_gradients: with the parameters' own gradients, which grow as activations shrink; otherwise each is gone once it
+    is whole, as where it is sharded over ranks, or where it was there before.
     """
     batch = batch_of(rows, setup.max_prompt_tokens, setup.max_new_tokens)
 

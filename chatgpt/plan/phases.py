@@ -1,4 +1,5 @@
-"""The phases of a run, and what each needs at its peak: load, collect, score, learn; load and learn where nothing is collected."""
+"""The phases of a run, and what each needs at its peak: load, collect, score, learn; load and learn where nothing is
+collected."""
 
 from __future__ import annotations
 
@@ -69,20 +70,32 @@ class Plan:
         if hosted:
             rows.append(['host, one rank', *(show_bytes(sum(m.host.values())) for m in self.phases.values())])
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ['  '.join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]) for row in rows]
+        lines = [
+            '  '.join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+            for row in rows
+        ]
         return '\n'.join(line.rstrip() for line in lines)
 
     def verdict(self) -> str:
         """One line: what is needed, what there is, and whether that fits."""
         s = self.setup
-        need = f'{s.strategy} on {s.num_processes} process{"es" * (s.num_processes > 1)} needs {show_bytes(self.peak)} per device'
+        need = (
+            f'{s.strategy} on {s.num_processes} process{"es" * (s.num_processes > 1)} needs {show_bytes(self.peak)} '
+            'per device'
+        )
         need += f' (at its peak, {self.peak_phase})'
         need += f' and {show_bytes(self.host_peak)} of host memory per machine' if self.host_peak >= 2**20 else ''
-        have = [f'{show_bytes(s.memory)} per device, of which {s.margin:.0%} are kept free'] if s.memory is not None and s.on_cuda else []
+        have = (
+            [f'{show_bytes(s.memory)} per device, of which {s.margin:.0%} are kept free']
+            if s.memory is not None and s.on_cuda
+            else []
+        )
         have += [f'{show_bytes(s.host_memory)} of host memory'] if s.host_memory is not None else []
         if not have:
             return need
-        return f'{need}. There is {" and ".join(have)}: ' + ('it fits' if self.fits else f'it does not fit, {self.limit} is too small')
+        return f'{need}. There is {" and ".join(have)}: ' + (
+            'it fits' if self.fits else f'it does not fit, {self.limit} is too small'
+        )
 
 
 def make_plan(setup: Setup) -> Plan:
@@ -172,10 +185,16 @@ def _score(setup: Setup, trained: dict[str, Any], frozen: dict[str, Any]) -> Mem
     memory = Memory()
     rows = rows_per_forward(setup, setup.experience_batch_size * setup.num_samples_per_prompt)
     work: list[tuple[int, int]] = []
-    scoring = [(n, m) for n, m in (*trained.items(), *frozen.items()) if n != 'actor' or setup.kl and not setup.has_initial_model]
+    scoring = [
+        (n, m)
+        for n, m in (*trained.items(), *frozen.items())
+        if n != 'actor' or setup.kl and not setup.has_initial_model
+    ]
     for name, (size, config) in scoring:
         kind = _KINDS.get(name, name)
-        work.append((models.scoring_bytes(kind, config, setup, rows), setup.memory_model.gathered(size, setup, backward=False)))
+        work.append(
+            (models.scoring_bytes(kind, config, setup, rows), setup.memory_model.gathered(size, setup, backward=False))
+        )
     if work:
         activations, whole = max(work, key=sum)
         memory.add('activations', activations)
@@ -188,7 +207,8 @@ def _learn(setup: Setup, trained: dict[str, Any]) -> Memory:
     memory = Memory()
     sequences = setup.train_batch_size * (2 if setup.task == 'reward_model' else 1)
     rows = rows_per_forward(setup, sequences)
-    # Gradients as large as the weights are being made while activations go; with a second micro-batch they are there already.
+    # Gradients as large as the weights are being made while activations go; with a second micro-batch they are there
+    # already.
     grow = setup.memory_model.whole and rows * setup.num_processes >= sequences
     to_come, work, steps = 0, [], []
     for name, (size, config) in reversed(trained.items()):
@@ -206,5 +226,7 @@ def _learn(setup: Setup, trained: dict[str, Any]) -> Memory:
     activations, whole_weights = max(work, key=sum)
     memory.add('activations', activations)
     memory.add('gathered weights', whole_weights)
-    memory.add('optimizer step', max(max(steps) - activations - whole_weights, 0))  # it comes when the activations are gone
+    memory.add(
+        'optimizer step', max(max(steps) - activations - whole_weights, 0)
+    )  # it comes when the activations are gone
     return memory

@@ -42,10 +42,12 @@ def show_bytes(size: float) -> str:
 class Setup(Layout):
     """A run to be planned. Batch sizes are global, as in `PPOConfig`; lengths are in tokens.
 
-    With task 'sft' or 'reward_model' there is one model that learns and nothing to collect: of the fields, those of PPO's other models and
-    of collecting say nothing then. A train batch of a reward model holds pairs, two sequences each.
+    With task 'sft' or 'reward_model' there is one model that learns and nothing to collect: of the fields, those of
+    PPO's other models and of collecting say nothing then. A train batch of a reward model holds pairs, two sequences
+    each.
 
-    `config` and `reward_config` are transformers configs, or config.json files or folders or hub names to read them from.
+    `config` and `reward_config` are transformers configs, or config.json files or folders or hub names to read them
+    from.
     """
 
     config: Any
@@ -83,9 +85,12 @@ class Setup(Layout):
 
     def __post_init__(self) -> None:
         for name, choices in (
-            ('precision', ('fp32', 'bf16', 'fp16')), ('critic', ('own', 'shared', 'none')),
-            ('optimizer', ('adamw', 'sgd')), ('offload', ('none', 'idle')), ('task', get_args(Task)),
-        ):  # fmt: skip
+            ('precision', ('fp32', 'bf16', 'fp16')),
+            ('critic', ('own', 'shared', 'none')),
+            ('optimizer', ('adamw', 'sgd')),
+            ('offload', ('none', 'idle')),
+            ('task', get_args(Task)),
+        ):
             if getattr(self, name) not in choices:
                 raise ValueError(f'{name}={getattr(self, name)!r} is not one of {", ".join(choices)}')
         for f in fields(self):
@@ -97,11 +102,15 @@ class Setup(Layout):
             raise ValueError(f'margin={self.margin} must lie in [0, 1)')
         if self.entry.one_process and self.num_processes > 1:
             others = [name for name, entry in STRATEGIES.items() if not entry.one_process]
-            raise ValueError(f'strategy={self.strategy!r} is one process, not {self.num_processes}; use one of {", ".join(others)}')
+            raise ValueError(
+                f'strategy={self.strategy!r} is one process, not {self.num_processes}; use one of {", ".join(others)}'
+            )
         if self.entry.only_16_bits and self.precision == 'fp32':
             raise ValueError(f"strategy={self.strategy!r} computes in 16 bits; use precision='bf16' or 'fp16'")
         if self.lora_rank and self.num_layers_unfrozen > 0:
-            raise ValueError('lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one')
+            raise ValueError(
+                'lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one'
+            )
         if self.critic == 'shared' and self.num_layers_unfrozen > 0:
             raise ValueError("critic='shared' with num_layers_unfrozen is not planned; use critic='own'")
         for name in ('experience_batch_size', 'train_batch_size') if self.task == 'ppo' else ():

@@ -18,7 +18,9 @@ def column_of(columns: dict[str, Any], name: str, count: int) -> Sequence[Any]:
         ValueError: it is not there, or not one value per response.
     """
     if name not in columns:
-        raise ValueError(f'the reward needs a column {name!r} beside the prompts; there are {", ".join(sorted(columns)) or "none"}')
+        raise ValueError(
+            f'the reward needs a column {name!r} beside the prompts; there are {", ".join(sorted(columns)) or "none"}'
+        )
     values = columns[name]
     if len(values) != count:
         raise ValueError(f'column {name!r} has {len(values)} values for {count} responses')
@@ -31,7 +33,8 @@ class ExactAnswer:
 
     Args:
         column: which column of the data holds the answer.
-        after: only what follows the last of this text in the response counts, such as 'Answer:'; a response without it is wrong.
+        after: only what follows the last of this text in the response counts, such as 'Answer:'; a response without it
+            is wrong.
     """
 
     column: str = 'answer'
@@ -73,7 +76,8 @@ def last_number(text: str) -> Decimal | None:
 
 @dataclass(frozen=True)
 class NumberAtEnd:
-    """GSM8K's check: the last number of the response against that of the answer (Cobbe et al. 2021, where it stands after '####').
+    """GSM8K's check: the last number of the response against that of the answer (Cobbe et al. 2021, where it stands
+    after '####').
 
     Args:
         column: which column holds the answer: a number, or a text whose last number it is.

@@ -33,7 +33,9 @@ def made(reward: Any) -> Any:
     try:
         inspect.signature(reward).bind()
     except TypeError as error:
-        raise ValueError(f'{reward.__qualname__} is a class with arguments of its own ({error}); give an object made of it') from None
+        raise ValueError(
+            f'{reward.__qualname__} is a class with arguments of its own ({error}); give an object made of it'
+        ) from None
     except ValueError:  # a class without a signature
         pass
     try:
@@ -64,7 +66,8 @@ def awaited(value: Any) -> Any:
 
 
 def one_each(values: Any, count: int, source: str, error: Callable[[str], Exception] = ValueError) -> list[Any]:
-    """The list that a reward function returned, one value per response. A text, a dict or a set is none: it raises `error`."""
+    """The list that a reward function returned, one value per response. A text, a dict or a set is none: it raises
+    `error`."""
     if hasattr(values, 'tolist'):  # tensors and arrays
         values = values.tolist()
     kind = type(values).__name__
@@ -80,7 +83,8 @@ def one_each(values: Any, count: int, source: str, error: Callable[[str], Except
 
 
 def told(error: BaseException) -> str:
-    """'KeyError: 'x', at rewards.py:12': an exception and the innermost line of the user's own code that it came through."""
+    """'KeyError: 'x', at rewards.py:12': an exception and the innermost line of the user's own code that it came
+    through."""
     text = f'{type(error).__name__}: {error}' if str(error) else type(error).__name__
     installed = (sysconfig.get_path(name) for name in ('stdlib', 'platstdlib', 'purelib', 'platlib'))
     not_theirs = (*(f'{folder}{os.sep}' for folder in (Path(__file__).parents[1], *installed)), '<frozen')

@@ -37,7 +37,8 @@ class Pattern:
 class Format:
     """Share of sections that stand in the response as <tag>...</tag>, each once, not empty, and in this order.
 
-    `Format(('think', 'answer'))` is DeepSeek-R1's format reward (Guo et al. 2025); with `only` nothing may stand outside of them.
+    `Format(('think', 'answer'))` is DeepSeek-R1's format reward (Guo et al. 2025); with `only` nothing may stand
+    outside of them.
     """
 
     tags: tuple[str, ...] = ('think', 'answer')
@@ -54,7 +55,12 @@ class Format:
         good, position, outside = 0, 0, response
         for tag in self.tags:
             found = re.search(rf'<{re.escape(tag)}>(.*?)</{re.escape(tag)}>', response[position:], re.DOTALL)
-            if found is None or not found[1].strip() or response.count(f'<{tag}>') != 1 or response.count(f'</{tag}>') != 1:
+            if (
+                found is None
+                or not found[1].strip()
+                or response.count(f'<{tag}>') != 1
+                or response.count(f'</{tag}>') != 1
+            ):
                 continue
             good += 1
             position += found.end()

@@ -1,4 +1,5 @@
-"""Sentiment by a lexicon: VADER's compound score (Hutto & Gilbert 2014), through the optional package vaderSentiment."""
+"""Sentiment by a lexicon: VADER's compound score (Hutto & Gilbert 2014), through the optional package
+vaderSentiment."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Sentiment:
-    """VADER's compound score of the response, in [−1, 1]; `negative=True` turns the sign around. `with_prompt` scores both together.
+    """VADER's compound score of the response, in [−1, 1]; `negative=True` turns the sign around. `with_prompt` scores
+    both together.
 
     Raises:
         ImportError: vaderSentiment is not installed; says how to install it.
@@ -33,5 +35,7 @@ def _analyzer() -> Any:
     try:
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
     except ImportError:
-        raise ImportError('Sentiment needs vaderSentiment, which is not installed; run: pip install vaderSentiment') from None
+        raise ImportError(
+            'Sentiment needs vaderSentiment, which is not installed; run: pip install vaderSentiment'
+        ) from None
     return SentimentIntensityAnalyzer()

@@ -1,4 +1,5 @@
-"""Who generates: the engine protocol, the local engine, remote workers, the engine around `model.generate`, sampling and its randomness."""
+"""Who generates: the engine protocol, the local engine, remote workers, the engine around `model.generate`, sampling
+and its randomness."""
 
 from chatgpt.rollout.best_of_n import BestOfN, Candidate, kl_bound
 from chatgpt.rollout.compare import Comparison, Difference, compare_samples

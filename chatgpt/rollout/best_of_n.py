@@ -1,7 +1,7 @@
 """Best of n: several responses to a prompt, and those that a scorer likes best.
 
-The distribution of the best of n is at most log n − (n − 1)/n nats away from the policy (Stiennon et al. 2020, appendix G.3; Beirami et al.
-2024 show that it is a bound). Left out: training on the result (`chatgpt.trainer.rft`).
+The distribution of the best of n is at most log n − (n − 1)/n nats away from the policy (Stiennon et al. 2020, appendix
+G.3; Beirami et al. 2024 show that it is a bound). Left out: training on the result (`chatgpt.trainer.rft`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,12 @@ class BestOfN:
     """
 
     def __init__(
-        self, engine: RolloutEngine, score: Callable[[list[Sample]], SequenceOf[float]], *, sample_size: int = 4, n_candidates: int = 1
+        self,
+        engine: RolloutEngine,
+        score: Callable[[list[Sample]], SequenceOf[float]],
+        *,
+        sample_size: int = 4,
+        n_candidates: int = 1,
     ) -> None:
         if not 1 <= n_candidates <= sample_size:
             raise ValueError(f'n_candidates={n_candidates} must lie between 1 and sample_size={sample_size}')
@@ -60,8 +65,8 @@ class BestOfN:
     ) -> list[list[Candidate]]:
         """For each prompt its best candidates, best first; of equal ones the one sampled first.
 
-        `decode` may fill a sample's texts before it is scored. Raises ValueError for greedy sampling with more than one response, and for
-        scores that are not one finite number each.
+        `decode` may fill a sample's texts before it is scored. Raises ValueError for greedy sampling with more than one
+        response, and for scores that are not one finite number each.
         """
         n = self.sample_size
         if n > 1 and not sampling.do_sample:
@@ -69,13 +74,18 @@ class BestOfN:
         repeated = [prompt for prompt in prompts for _ in range(n)]
         indices = range(first_index, first_index + len(repeated))
         groups = [first_index + i // n for i in range(len(repeated))]
-        samples = self.engine.generate(repeated, sampling, seed=seed, indices=indices, groups=groups) if repeated else []
+        samples = (
+            self.engine.generate(repeated, sampling, seed=seed, indices=indices, groups=groups) if repeated else []
+        )
         for sample in samples if decode is not None else ():
             assert decode is not None
             decode(sample)
         scores = [float(s) for s in self.score(samples)]
         if len(scores) != len(samples) or not all(math.isfinite(s) for s in scores):
-            raise ValueError(f'best of {n}: the score gave {len(scores)} numbers for {len(samples)} samples, all of which must be finite')
+            raise ValueError(
+                f'best of {n}: the score gave {len(scores)} numbers for {len(samples)} samples, all of which must be '
+                'finite'
+            )
         candidates = [Candidate(sample, score) for sample, score in zip(samples, scores, strict=True)]
         of_prompt = [candidates[i : i + n] for i in range(0, len(candidates), n)]
         return [sorted(group, key=lambda c: -c.score)[: self.n_candidates] for group in of_prompt]

@@ -1,4 +1,5 @@
-"""Comparison of two sets of samples that should be the same draws: which differ, where first, and whether rounding explains it.
+"""Comparison of two sets of samples that should be the same draws: which differ, where first, and whether rounding
+explains it.
 
 Floating-point sums depend on batch shape and device, so two runs may disagree on a token whose uniform number lies
 next to an edge of the cumulative distribution. After such a token the two texts are different sequences, so the
@@ -70,12 +71,17 @@ def _first_difference(a: Sample, b: Sample, tolerance: float) -> tuple[int, Diff
     token_a = ids_a[position] if position < len(ids_a) else None
     token_b = ids_b[position] if position < len(ids_b) else None
     return position, Difference(
-        index=a.index, position=position, tokens=(token_a, token_b), edge_distance=edge, explained=both and edge <= tolerance
+        index=a.index,
+        position=position,
+        tokens=(token_a, token_b),
+        edge_distance=edge,
+        explained=both and edge <= tolerance,
     )
 
 
 def compare_samples(a: Iterable[Sample], b: Iterable[Sample], tolerance: float = 1e-5) -> Comparison:
-    """Compare samples by index, in any order. Raises ValueError when the two sides do not hold the same indices or prompts."""
+    """Compare samples by index, in any order. Raises ValueError when the two sides do not hold the same indices or
+    prompts."""
     left, right = {s.index: s for s in a}, {s.index: s for s in b}
     if left.keys() != right.keys():
         odd = sorted(left.keys() ^ right.keys())

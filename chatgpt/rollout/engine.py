@@ -1,7 +1,8 @@
-"""The protocol of a rollout engine: prompts as ids in, samples out. No tokenizer inside. And what engines share: a checked call,
-and a base for those that generate in this process.
+"""The protocol of a rollout engine: prompts as ids in, samples out. No tokenizer inside. And what engines share: a
+checked call, and a base for those that generate in this process.
 
-Left out: who scores the samples, and where the weights come from (a strategy yields the full model for a collect phase).
+Left out: who scores the samples, and where the weights come from (a strategy yields the full model for a collect
+phase).
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class RolloutEngine(Protocol):
 
 
 class AheadEngine(RolloutEngine, Protocol):
-    """An engine that can be asked now and answer later, with the weights of now: it generates while the trainer learns."""
+    """An engine that can be asked now and answer later, with the weights of now: it generates while the trainer
+    learns."""
 
     def submit(
         self,
@@ -64,8 +66,8 @@ class AheadEngine(RolloutEngine, Protocol):
         indices: Sequence[int],
         groups: Sequence[int] | None = None,
     ) -> Any:
-        """A ticket for what `generate` would give, with the weights of the latest `begin`; returns at once, and raises what `generate`
-        raises before any work. `end`, and a `begin` with newer weights, do not touch it.
+        """A ticket for what `generate` would give, with the weights of the latest `begin`; returns at once, and raises
+        what `generate` raises before any work. `end`, and a `begin` with newer weights, do not touch it.
         """
         ...
 
@@ -92,7 +94,9 @@ def check_prompts(
     max_positions: the model's context limit, None where it has none.
     """
     if len(indices) != len(prompts):
-        raise ValueError(f'generate: {len(prompts)} prompts but {len(indices)} sample indices; give one index per prompt')
+        raise ValueError(
+            f'generate: {len(prompts)} prompts but {len(indices)} sample indices; give one index per prompt'
+        )
     if groups is not None and len(groups) != len(prompts):
         raise ValueError(f'generate: {len(prompts)} prompts but {len(groups)} groups; give one group per prompt')
     if vocab_size is not None:
@@ -106,17 +110,20 @@ def check_prompts(
             raise ValueError(f'generate: prompt {i} is empty; give it at least a begin token')
         if vocab_size is not None and (int(prompt.ids.min()) < 0 or int(prompt.ids.max()) >= vocab_size):
             raise ValueError(
-                f'generate: prompt {i} holds token ids outside the vocabulary of {vocab_size}; does the tokenizer match the model?'
+                f'generate: prompt {i} holds token ids outside the vocabulary of {vocab_size}; does the tokenizer '
+                'match the model?'
             )
         limit = sampling.room(length)
         if limit < 1:
             raise ValueError(
-                f'generate: prompt {i} has {length} tokens and max_length={sampling.max_length} leaves no room for a response; '
+                f'generate: prompt {i} has {length} tokens and max_length={sampling.max_length} leaves no room for a '
+                'response; '
                 f'shorten the prompt or raise max_length'
             )
         if max_positions is not None and length + limit > max_positions:
             raise ValueError(
-                f"generate: prompt {i} has {length} tokens and may grow by {limit}, past the model's {max_positions} positions; "
+                f"generate: prompt {i} has {length} tokens and may grow by {limit}, past the model's {max_positions} "
+                'positions; '
                 f'shorten the prompt or lower max_new_tokens or max_length'
             )
         limits.append(limit)
@@ -141,12 +148,18 @@ class Call:
 
     @classmethod
     def of(
-        cls, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int, indices: Sequence[int], groups: Sequence[int] | None
+        cls,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        seed: int,
+        indices: Sequence[int],
+        groups: Sequence[int] | None,
     ) -> Call:
         return cls(prompts, sampling, seed, list(indices), list(indices if groups is None else groups))
 
     def limits(self, config: Any) -> list[int]:
-        """What every engine checks before any work, with the text model's config. Returns the most new tokens of each prompt."""
+        """What every engine checks before any work, with the text model's config. Returns the most new tokens of each
+        prompt."""
         return check_prompts(
             self.prompts,
             self.sampling,
@@ -161,7 +174,13 @@ class Call:
         return replace(self, prompts=self.prompts[where], indices=self.indices[where], groups=self.groups[where])
 
     def sample(
-        self, i: int, response_ids: Tensor, logprobs: Tensor, filtered_logprobs: Tensor, edge_distances: Tensor, reason: FinishReason
+        self,
+        i: int,
+        response_ids: Tensor,
+        logprobs: Tensor,
+        filtered_logprobs: Tensor,
+        edge_distances: Tensor,
+        reason: FinishReason,
     ) -> Sample:
         """The record of prompt `i`'s response, from (A,) tensors on the CPU."""
         prompt = self.prompts[i]
@@ -182,7 +201,8 @@ class Call:
 
 
 class InProcessEngine(ABC):
-    """Base of the engines that generate in this process: they have the actor from `begin` to `end`, and answer checked calls."""
+    """Base of the engines that generate in this process: they have the actor from `begin` to `end`, and answer checked
+    calls."""
 
     def __init__(self) -> None:
         self._actor: Any = None

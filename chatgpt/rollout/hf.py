@@ -1,8 +1,8 @@
 """The engine around `model.generate`, for models and settings that the local engine does not do.
 
-Prompts are padded on the left inside, with an attention mask. Any GenerationConfig field may come along (`SamplingParams.extra`).
-Its draws come from a torch generator seeded per batch, so the same call gives the same samples, but another batch order or
-size gives others: `reproducible` is False.
+Prompts are padded on the left inside, with an attention mask. Any GenerationConfig field may come along
+(`SamplingParams.extra`). Its draws come from a torch generator seeded per batch, so the same call gives the same
+samples, but another batch order or size gives others: `reproducible` is False.
 
 Left out: several sequences per prompt (give the prompt several times).
 """
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 class _StopCallback(StoppingCriteria):
     """Asks `sampling.stop` per row and remembers after how many response tokens each row stopped."""
 
-    def __init__(self, stop: Callable[[Sequence[int]], bool], prompt_width: int, min_new_tokens: int, rows: int) -> None:
+    def __init__(
+        self, stop: Callable[[Sequence[int]], bool], prompt_width: int, min_new_tokens: int, rows: int
+    ) -> None:
         self.stop, self.prompt_width, self.min_new_tokens = stop, prompt_width, min_new_tokens
         self.stopped_at: list[int | None] = [None] * rows
 
@@ -59,14 +61,18 @@ class HFEngine(InProcessEngine):
         self.max_batch_size = max_batch_size
 
     def begin(self, actor: Actor) -> None:
-        """Take the actor, dropout off. Raises ValueError for a model without `generate`, and for an actor whose head is not the model's."""
+        """Take the actor, dropout off. Raises ValueError for a model without `generate`, and for an actor whose head is
+        not the model's."""
         if self._actor is not None:
             self.end()
         if not hasattr(actor.model, 'generate'):
-            raise ValueError(f'HFEngine: {type(actor.model).__name__} has no generate method; give a causal language model')
+            raise ValueError(
+                f'HFEngine: {type(actor.model).__name__} has no generate method; give a causal language model'
+            )
         if getattr(actor, 'changes_logits', False):
             raise ValueError(
-                f"HFEngine: {type(actor).__name__} changes the model's logits, which model.generate would not see; use LocalEngine"
+                f"HFEngine: {type(actor).__name__} changes the model's logits, which model.generate would not see; use "
+                'LocalEngine'
             )
         self.hold(actor)
 
@@ -105,7 +111,9 @@ class HFEngine(InProcessEngine):
         samples = []
         for row in range(len(prompts)):
             ids = responses[row].tolist()
-            length, reason = _response_length(ids, sampling.eos_token_ids, stop.stopped_at[row] if stop else None, limits[row])
+            length, reason = _response_length(
+                ids, sampling.eos_token_ids, stop.stopped_at[row] if stop else None, limits[row]
+            )
             samples.append(
                 call.sample(
                     row,
@@ -120,7 +128,8 @@ class HFEngine(InProcessEngine):
 
     @staticmethod
     def _logprobs(output: Any, responses: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-        """(rows, T) fp32 on the CPU: temperature-scaled and unfiltered from the raw logits, and as transformers drew."""
+        """(rows, T) fp32 on the CPU: temperature-scaled and unfiltered from the raw logits, and as transformers
+        drew."""
         sampler = TokenSampler(sampling, responses.device)
         beams = getattr(output, 'beam_indices', None)
         plain, drawn = [], []
@@ -137,7 +146,9 @@ class HFEngine(InProcessEngine):
         return torch.cat(plain, dim=1).cpu(), torch.cat(drawn, dim=1).cpu()
 
 
-def _response_length(ids: list[int], eos: tuple[int, ...], stopped_at: int | None, limit: int) -> tuple[int, FinishReason]:
+def _response_length(
+    ids: list[int], eos: tuple[int, ...], stopped_at: int | None, limit: int
+) -> tuple[int, FinishReason]:
     end = next((t + 1 for t, token in enumerate(ids) if token in eos), None)
     if end is not None and end <= limit and (stopped_at is None or end <= stopped_at):
         return end, 'eos'

@@ -23,7 +23,8 @@ _GAMMA = _signed(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = _signed(0x94D049BB133111EB)
 
-# 52 bits, not 53: then u * total < total in float64 for every total, so a draw never falls off the end of a cumulative sum
+# 52 bits, not 53: then u * total < total in float64 for every total, so a draw never falls off the end of a cumulative
+# sum
 UNIFORM_BITS = 52
 
 
@@ -55,7 +56,8 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """The token whose cumulative interval holds the uniform number, and how far the uniform is below the interval's end.
+    """The token whose cumulative interval holds the uniform number, and how far the uniform is below the interval's
+    end.
 
     probs: (n, V) fp32, rows sum to 1 up to rounding, zeros allowed. uniform: (n, 1) float64 in [0, 1). Returns token
     (n, 1) int64 and room (n, 1) float64, the interval's upper edge minus the uniform. The lower edge is

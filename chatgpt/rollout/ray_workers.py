@@ -1,8 +1,8 @@
 """Rollout workers as Ray actors.
 
-A bucket is put into the object store of the trainer's node as one array; every node fetches it once, and its workers read it from shared
-memory without a copy of their own. Replacing a dead actor is left to `RemoteEngine`, so Ray neither restarts actors nor retries calls.
-Left out: launching the trainer itself.
+A bucket is put into the object store of the trainer's node as one array; every node fetches it once, and its workers
+read it from shared memory without a copy of their own. Replacing a dead actor is left to `RemoteEngine`, so Ray neither
+restarts actors nor retries calls. Left out: launching the trainer itself.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ class RayWorkers:
 
     Args:
         num_workers: of this process; under several ranks each rank has its own.
-        resources: of each worker: {'CPU': 2, 'GPU': 1, 'any label': 1}. CPU is also the number of its threads; unless given it is this
-            process's own, because the number of threads enters the last bits of a log-prob, or 1 for workers with a GPU.
-        address: of a running cluster, such as 'auto'. None uses the Ray that this process has initialised, or RAY_ADDRESS, or starts one on
-            this machine that ends with `close`.
-        timeout_s: a worker that has been waited for so long counts as dead and is ended; None waits for ever. A replacement's start counts
-            too, and what it has to do before. The first start has at least START_S.
+        resources: of each worker: {'CPU': 2, 'GPU': 1, 'any label': 1}. CPU is also the number of its threads; unless
+            given it is this process's own, because the number of threads enters the last bits of a log-prob, or 1 for
+            workers with a GPU.
+        address: of a running cluster, such as 'auto'. None uses the Ray that this process has initialised, or
+            RAY_ADDRESS, or starts one on this machine that ends with `close`.
+        timeout_s: a worker that has been waited for so long counts as dead and is ended; None waits for ever. A
+            replacement's start counts too, and what it has to do before. The first start has at least START_S.
 
     Raises:
         ImportError: ray is not installed.
@@ -82,7 +83,11 @@ class RayWorkers:
             raise ValueError(f'{lack}; ask for fewer workers or less for each, or add nodes with ray start --address')
         custom = {k: v for k, v in self.resources.items() if k not in ('CPU', 'GPU')}
         self._actor_class = ray.remote(_Actor).options(
-            num_cpus=self.resources['CPU'], num_gpus=self.resources.get('GPU', 0), resources=custom, max_restarts=0, max_task_retries=0
+            num_cpus=self.resources['CPU'],
+            num_gpus=self.resources.get('GPU', 0),
+            resources=custom,
+            max_restarts=0,
+            max_task_retries=0,
         )
         # in the store once; held here for the replacements
         device = 'cuda' if self.resources.get('GPU') else 'cpu'
@@ -96,7 +101,8 @@ class RayWorkers:
         if late:
             self.close()
             raise RuntimeError(
-                f'rollout workers {late} have not started within {max(START_S, self.timeout_s or 0):g} s: they wait for {self.resources} '
+                f'rollout workers {late} have not started within {max(START_S, self.timeout_s or 0):g} s: they wait '
+                f'for {self.resources} '
                 'each (ray status shows who uses the cluster), or hang (ray list actors)'
             )
         try:
@@ -142,16 +148,21 @@ class RayWorkers:
         try:
             return self.ray.get(handle.answer, timeout=self.timeout_s)
         except (
-            exceptions.RayActorError, exceptions.ObjectLostError, exceptions.WorkerCrashedError, exceptions.NodeDiedError,
+            exceptions.RayActorError,
+            exceptions.ObjectLostError,
+            exceptions.WorkerCrashedError,
+            exceptions.NodeDiedError,
             exceptions.OutOfMemoryError,
-        ) as error:  # fmt: skip
+        ) as error:
             raise WorkerDied(_reason(error)) from None
         except exceptions.GetTimeoutError:
             started = self.ray.wait([handle.place], timeout=0)[0]
             where = self.ray.get(handle.place) if started else 'an actor that has not started'
             raise WorkerDied(f'no answer within {self.timeout_s:g} s from {where}') from None
         except exceptions.RayTaskError as error:
-            if isinstance(error.cause, (exceptions.ObjectLostError, exceptions.RayActorError)):  # a node that held what it needed is gone
+            if isinstance(
+                error.cause, (exceptions.ObjectLostError, exceptions.RayActorError)
+            ):  # a node that held what it needed is gone
                 raise WorkerDied(_reason(error.cause)) from None
             raise error.cause or error from error
 

@@ -1,5 +1,5 @@
-"""Rollout engines by name: `ENGINES['mine'] = EngineEntry(lambda pretrained: MyEngine())` adds one, which command lines and config files
-then know; `my_file.py:name` of an entry needs no line at all.
+"""Rollout engines by name: `ENGINES['mine'] = EngineEntry(lambda pretrained: MyEngine())` adds one, which command lines
+and config files then know; `my_file.py:name` of an entry needs no line at all.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ class EngineEntry:
     """from the policy's folder or hub name"""
 
 
-ENGINES: Registry[EngineEntry] = Registry('engine', EngineEntry, {
-    'local': EngineEntry(lambda pretrained: LocalEngine()),
-    'hf': EngineEntry(lambda pretrained: HFEngine()),
-    'vllm': EngineEntry(VLLMEngine),
-})  # fmt: skip
+ENGINES: Registry[EngineEntry] = Registry(
+    'engine',
+    EngineEntry,
+    {
+        'local': EngineEntry(lambda pretrained: LocalEngine()),
+        'hf': EngineEntry(lambda pretrained: HFEngine()),
+        'vllm': EngineEntry(VLLMEngine),
+    },
+)

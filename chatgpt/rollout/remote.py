@@ -1,12 +1,14 @@
-"""The engine whose workers live elsewhere: it sends weights and prompts out and takes samples back, in order, each exactly once.
+"""The engine whose workers live elsewhere: it sends weights and prompts out and takes samples back, in order, each
+exactly once.
 
     begin(actor) ─▶ buckets of weights, version v, put where every worker can read them
     submit(...)  ─▶ chunks of prompts, each a request that names its weights ─▶ the least loaded worker
     take(ticket) ◀─ samples in the order of the prompts; what a dead worker held is generated again by its replacement
 
-`generate` is `submit` and `take`. What is submitted is worked on while the trainer learns. As a request names its weights, and draws
-follow (seed, sample index, position), neither the number of workers nor a death can change a sample. Left out: the transport, which is
-a `RolloutWorkers` (`chatgpt.rollout.ray_workers`), and how old samples may be (the trainer's `max_staleness`).
+`generate` is `submit` and `take`. What is submitted is worked on while the trainer learns. As a request names its
+weights, and draws follow (seed, sample index, position), neither the number of workers nor a death can change a sample.
+Left out: the transport, which is a `RolloutWorkers` (`chatgpt.rollout.ray_workers`), and how old samples may be (the
+trainer's `max_staleness`).
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class RolloutWorkers(Protocol):
         ...
 
     def put(self, bucket: Tensor) -> Any:
-        """Copy a (bytes,) uint8 CPU tensor to where every worker can read it; kept as long as the returned handle is."""
+        """Copy a (bytes,) uint8 CPU tensor to where every worker can read it; kept as long as the returned handle
+        is."""
         ...
 
     def submit(self, worker: int, request: Request) -> Any:
@@ -115,9 +118,10 @@ class RemoteEngine:
 
     Args:
         workers: not started yet; this engine starts and closes them.
-        chunk_size: cut a request into chunks of at most so many prompts, each for one worker. None sends a request whole, which computes
-            exactly what a `LocalEngine` here would, to the bit; then only several requests at a time keep several workers busy. Cut, tokens
-            are the same but at the edge between two, and log-probs agree up to rounding; the chunks, not the number of workers, decide.
+        chunk_size: cut a request into chunks of at most so many prompts, each for one worker. None sends a request
+            whole, which computes exactly what a `LocalEngine` here would, to the bit; then only several requests at a
+            time keep several workers busy. Cut, tokens are the same but at the edge between two, and log-probs agree up
+            to rounding; the chunks, not the number of workers, decide.
         bucket_bytes: most bytes of one bucket of weights.
         max_restarts: deaths of one worker in a row, without an answer in between, before the engine gives up.
         engine_options: keywords of the workers' `LocalEngine`s.
@@ -140,7 +144,8 @@ class RemoteEngine:
     ) -> None:
         if (chunk_size is not None and chunk_size < 1) or bucket_bytes < 8 or max_restarts < 0:
             raise ValueError(
-                f'RemoteEngine: chunk_size={chunk_size}, bucket_bytes={bucket_bytes}, max_restarts={max_restarts}; give at least 1 prompt, '
+                f'RemoteEngine: chunk_size={chunk_size}, bucket_bytes={bucket_bytes}, max_restarts={max_restarts}; '
+                'give at least 1 prompt, '
                 '8 bytes and 0 restarts'
             )
         self.engine_options = dict(engine_options or {})
@@ -165,7 +170,8 @@ class RemoteEngine:
         """Send the actor's weights as a new version. The first call starts the workers.
 
         Raises:
-            ValueError: a policy whose logits are not its model's alone, weights that are not whole, or another model than before.
+            ValueError: a policy whose logits are not its model's alone, weights that are not whole, or another model
+                than before.
         """
         if self._closed:
             raise ValueError('RemoteEngine.begin: the engine is closed; make a new one')
@@ -177,7 +183,8 @@ class RemoteEngine:
             self.spec = spec
         elif not self.spec.same_as(spec):
             raise ValueError(
-                f'RemoteEngine: its workers hold a {self.spec.model_class.__name__} of another configuration; make an engine for this model'
+                f'RemoteEngine: its workers hold a {self.spec.model_class.__name__} of another configuration; make an '
+                'engine for this model'
             )
         self._sweep()
         with merged(model):
@@ -218,7 +225,8 @@ class RemoteEngine:
         indices: SequenceOf[int],
         groups: SequenceOf[int] | None = None,
     ) -> Ticket:
-        """Ask for samples with the weights of the latest `begin`; returns at once. Raises what `generate` raises before any work."""
+        """Ask for samples with the weights of the latest `begin`; returns at once. Raises what `generate` raises before
+        any work."""
         if self._weights is None or self.spec is None:
             raise ValueError('RemoteEngine.submit: no actor; call begin(actor) first')
         call = Call.of(prompts, sampling, seed, indices, groups)
@@ -243,7 +251,8 @@ class RemoteEngine:
         return ticket
 
     def take(self, ticket: Ticket) -> list[Sample]:
-        """The samples of a ticket, once; waits for them. Raises what a worker raised, RuntimeError when workers die again and again."""
+        """The samples of a ticket, once; waits for them. Raises what a worker raised, RuntimeError when workers die
+        again and again."""
         if ticket.taken:
             raise ValueError('RemoteEngine.take: this ticket was taken already; its samples count once')
         self._check_idle()
@@ -289,10 +298,13 @@ class RemoteEngine:
             return
         if packed.version != chunk.request.manifest.version or len(packed.lengths) != len(chunk.prompts):
             raise RuntimeError(
-                f'rollout worker {chunk.worker} answered with {len(packed.lengths)} samples of weights {packed.version}; asked for '
+                f'rollout worker {chunk.worker} answered with {len(packed.lengths)} samples of weights '
+                f'{packed.version}; asked for '
                 f'{len(chunk.prompts)} of weights {chunk.request.manifest.version}'
             )
-        chunk.samples = unpack_samples(packed, chunk.prompts, chunk.indices, chunk.groups, chunk.request.sampling.temperature)
+        chunk.samples = unpack_samples(
+            packed, chunk.prompts, chunk.indices, chunk.groups, chunk.request.sampling.temperature
+        )
         chunk.request = chunk.handle = None
         self._queues[chunk.worker].remove(chunk)
         self._deaths[chunk.worker] = 0
@@ -303,11 +315,13 @@ class RemoteEngine:
         first, last = lost[0].indices[0], lost[0].indices[-1]
         if self._deaths[worker] > self.max_restarts:
             raise RuntimeError(
-                f'rollout worker {worker} died {self._deaths[worker]} times in a row on samples {first} to {last}: {error}'
+                f'rollout worker {worker} died {self._deaths[worker]} times in a row on samples {first} to {last}: '
+                f'{error}'
             ) from error
         num_prompts = sum(len(c.prompts) for c in lost)
         warnings.warn(
-            f'rollout worker {worker} died ({error}); a new one generates its {num_prompts} prompts again, from sample {first} on',
+            f'rollout worker {worker} died ({error}); a new one generates its {num_prompts} prompts again, from sample '
+            f'{first} on',
             stacklevel=4,
         )
         self.num_replaced += 1
@@ -330,7 +344,8 @@ class RemoteEngine:
         self._num_taken += 1
         if self._num_taken == _FEW and self._most_busy < len(self._queues):
             warnings.warn(
-                f'only {self._most_busy} of {len(self._queues)} rollout workers had something to do at a time: requests go out whole. Set '
+                f'only {self._most_busy} of {len(self._queues)} rollout workers had something to do at a time: '
+                'requests go out whole. Set '
                 'chunk_size to cut them, or keep more of them in flight',
                 stacklevel=4,
             )

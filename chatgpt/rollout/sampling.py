@@ -1,7 +1,8 @@
 """How responses are sampled: the settings, and the step from logits to tokens with their log-probs.
 
-The order of the steps is transformers': end tokens barred by `min_new_tokens`, temperature, top-k, top-p. Beam search and
-penalties are not here; `from_generation_kwargs` keeps such settings apart for the engine that wraps `model.generate`.
+The order of the steps is transformers': end tokens barred by `min_new_tokens`, temperature, top-k, top-p. Beam search
+and penalties are not here; `from_generation_kwargs` keeps such settings apart for the engine that wraps
+`model.generate`.
 """
 
 from __future__ import annotations
@@ -23,17 +24,34 @@ DEFAULT_NEW_TOKENS = 64
 
 # GenerationConfig fields that change nothing at these values, so they are no reason for a refusal
 _NEUTRAL: dict[str, Any] = {
-    'num_beams': 1, 'num_beam_groups': 1, 'num_return_sequences': 1, 'repetition_penalty': 1.0, 'encoder_repetition_penalty': 1.0,
-    'no_repeat_ngram_size': 0, 'encoder_no_repeat_ngram_size': 0, 'min_length': 0, 'min_p': 0.0, 'typical_p': 1.0,
-    'epsilon_cutoff': 0.0, 'eta_cutoff': 0.0, 'length_penalty': 1.0, 'diversity_penalty': 0.0, 'guidance_scale': 1.0,
+    'num_beams': 1,
+    'num_beam_groups': 1,
+    'num_return_sequences': 1,
+    'repetition_penalty': 1.0,
+    'encoder_repetition_penalty': 1.0,
+    'no_repeat_ngram_size': 0,
+    'encoder_no_repeat_ngram_size': 0,
+    'min_length': 0,
+    'min_p': 0.0,
+    'typical_p': 1.0,
+    'epsilon_cutoff': 0.0,
+    'eta_cutoff': 0.0,
+    'length_penalty': 1.0,
+    'diversity_penalty': 0.0,
+    'guidance_scale': 1.0,
     'use_cache': True,
-}  # fmt: skip
+}
 # fields that say nothing about sampling a response to a given prompt
 _WITHOUT_EFFECT = {'bos_token_id', 'transformers_version'}
 # fields that would change the shape of what an engine returns
 _OWNED_BY_ENGINE = {
-    'num_return_sequences', 'return_dict_in_generate', 'output_scores', 'output_logits', 'output_attentions', 'output_hidden_states',
-}  # fmt: skip
+    'num_return_sequences',
+    'return_dict_in_generate',
+    'output_scores',
+    'output_logits',
+    'output_attentions',
+    'output_hidden_states',
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +66,8 @@ class SamplingParams:
     max_length: int | None = None
     """prompt + response; at least one of the two"""
     min_new_tokens: int = 0
-    """end tokens are barred, and `stop` is not asked, before so many tokens; a stop string that ends before does not count"""
+    """end tokens are barred, and `stop` is not asked, before so many tokens; a stop string that ends before does not
+    count"""
     do_sample: bool = True
     """False: the most likely token; temperature and filters then only enter the recorded log-probs"""
     temperature: float = 1.0
@@ -67,7 +86,13 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_new_tokens is None and self.max_length is None:
             raise ValueError('sampling: neither max_new_tokens nor max_length is given; give at least one')
-        for name, low in (('max_new_tokens', 1), ('max_length', 2), ('min_new_tokens', 0), ('top_k', 0), ('pad_token_id', 0)):
+        for name, low in (
+            ('max_new_tokens', 1),
+            ('max_length', 2),
+            ('min_new_tokens', 0),
+            ('top_k', 0),
+            ('pad_token_id', 0),
+        ):
             value = getattr(self, name)
             if value is None and name.startswith('max_'):
                 continue
@@ -75,19 +100,24 @@ class SamplingParams:
                 raise ValueError(f'sampling: {name}={value!r}; give an integer of at least {low}')
         if not _is_number(self.temperature) or not 0 < self.temperature < math.inf:
             raise ValueError(
-                f'sampling: temperature={self.temperature!r}; give a number above 0, or do_sample=False for greedy decoding'
+                f'sampling: temperature={self.temperature!r}; give a number above 0, or do_sample=False for greedy '
+                'decoding'
             )
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise ValueError(f'sampling: top_p={self.top_p!r}; give a number above 0 and at most 1 (1 is no filter)')
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
-                f'sampling: min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}; lower it'
+                f'sampling: min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}; lower '
+                'it'
             )
-        if not isinstance(self.eos_token_ids, tuple) or not all(isinstance(t, int) and t >= 0 for t in self.eos_token_ids):
+        if not isinstance(self.eos_token_ids, tuple) or not all(
+            isinstance(t, int) and t >= 0 for t in self.eos_token_ids
+        ):
             raise ValueError(f'sampling: eos_token_ids={self.eos_token_ids!r}; give a tuple of token ids')
         if self.stop is not None and not callable(self.stop):
             raise ValueError(
-                f'sampling: stop={self.stop!r}; give a function of the response ids, such as StopStrings(tokenizer, strings)'
+                f'sampling: stop={self.stop!r}; give a function of the response ids, such as StopStrings(tokenizer, '
+                'strings)'
             )
         if isinstance(self.stop, StopStrings):
             object.__setattr__(self, 'stop', self.stop.not_before(self.min_new_tokens))
@@ -156,7 +186,9 @@ def _generation_config_fields() -> frozenset[str]:
 
 def _stop_strings(tokenizer: Any, strings: Any) -> Callable[[Sequence[int]], bool]:
     if tokenizer is None:
-        raise ValueError(f'generation setting stop_strings={strings!r} needs a tokenizer; give one, or stop=<function of ids>')
+        raise ValueError(
+            f'generation setting stop_strings={strings!r} needs a tokenizer; give one, or stop=<function of ids>'
+        )
     return StopStrings(tokenizer, strings)
 
 
@@ -176,8 +208,8 @@ class Draw(NamedTuple):
 class TokenSampler:
     """From logits to tokens. Holds a call's settings on its device; the same for every row and step.
 
-    With a filter, `edge_distance` is also at most the distance to the filter's own threshold (the probability gap at the k-th
-    token, the cumulative mass around `top_p`), because a token crossing it would move the edges of all others.
+    With a filter, `edge_distance` is also at most the distance to the filter's own threshold (the probability gap at
+    the k-th token, the cumulative mass around `top_p`), because a token crossing it would move the edges of all others.
     """
 
     def __init__(self, sampling: SamplingParams, device: torch.device | str) -> None:
@@ -192,7 +224,8 @@ class TokenSampler:
         return (token[:, None] == self.end_ids).any(dim=1)
 
     def __call__(self, logits: Tensor, uniform: Tensor | None, no_end_mask: Tensor | None = None) -> Draw:
-        """logits (n, V), any float dtype; uniform (n, 1) float64, None for greedy; no_end_mask (n,) bool: rows too short to end."""
+        """logits (n, V), any float dtype; uniform (n, 1) float64, None for greedy; no_end_mask (n,) bool: rows too
+        short to end."""
         scaled = logits.float()
         if self.sampling.temperature != 1.0:
             scaled = scaled / self.sampling.temperature
@@ -215,7 +248,8 @@ class TokenSampler:
         return Draw(token.squeeze(1), unfiltered, chosen, edge)
 
     def filter(self, logprobs: Tensor, no_end_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """(n, V) log-probs to the log-probs of the filtered distribution (-inf where filtered out) and the (n,) threshold margin."""
+        """(n, V) log-probs to the log-probs of the filtered distribution (-inf where filtered out) and the (n,)
+        threshold margin."""
         kept, margin = logprobs, None
         if no_end_mask is not None and len(self.end_ids) > 0:
             kept = kept.index_fill(1, self.end_ids, -math.inf)
@@ -224,7 +258,8 @@ class TokenSampler:
             top = kept.topk(self.sampling.top_k + 1, dim=-1).values
             last, next_one = top[:, -2], top[:, -1]
             margin = (last.exp() - next_one.exp()).float()
-            # every token as likely as the k-th stays, as in transformers: a choice among equals would depend on the device
+            # every token as likely as the k-th stays, as in transformers: a choice among equals would depend on the
+            # device
             kept = kept.masked_fill(kept < last[:, None], -math.inf)
         kept = torch.log_softmax(kept, dim=-1)
         if self.sampling.top_p < 1.0:
@@ -233,7 +268,8 @@ class TokenSampler:
         return kept, margin
 
     def _nucleus(self, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        """The smallest set of most likely tokens whose mass reaches top_p (Holtzman et al. 2019, section 3.1), renormalised."""
+        """The smallest set of most likely tokens whose mass reaches top_p (Holtzman et al. 2019, section 3.1),
+        renormalised."""
         top_p = self.sampling.top_p
         ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
         mass = ordered.exp().cumsum(dim=-1, dtype=torch.float64)
@@ -252,8 +288,11 @@ class TokenSampler:
         return torch.log_softmax(logprobs.masked_fill(~kept_mask, -math.inf), dim=-1), margin
 
 
-def sampling_for(actor: nn.Module, tokenizer: Any, kwargs: Mapping[str, Any]) -> tuple[SamplingParams, StopStrings | None]:
-    """Sampling parameters from generation keywords, with the end and padding tokens of the tokenizer or the model filled in."""
+def sampling_for(
+    actor: nn.Module, tokenizer: Any, kwargs: Mapping[str, Any]
+) -> tuple[SamplingParams, StopStrings | None]:
+    """Sampling parameters from generation keywords, with the end and padding tokens of the tokenizer or the model
+    filled in."""
     given = dict(kwargs)
     stop_strings = given.pop('stop_strings', None)
     generation_config = getattr(getattr(actor, 'model', None), 'generation_config', None)

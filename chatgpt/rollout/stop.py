@@ -14,8 +14,9 @@ from typing import Any
 class StopStrings:
     """True once the response contains one of the strings; an engine asks after every token.
 
-    A stop string may span several tokens and begin or end inside one, and a token may hold part of a UTF-8 character. One that ends
-    before token `min_new_tokens` does not count: it neither ends the response nor cuts its text. `SamplingParams` sets that number.
+    A stop string may span several tokens and begin or end inside one, and a token may hold part of a UTF-8 character.
+    One that ends before token `min_new_tokens` does not count: it neither ends the response nor cuts its text.
+    `SamplingParams` sets that number.
 
     >>> stop = StopStrings(tokenizer, ['###', '\\n\\n'])            # doctest: +SKIP
     >>> SamplingParams(max_new_tokens=64, stop=stop)                # doctest: +SKIP
@@ -30,7 +31,8 @@ class StopStrings:
     MARGIN = 8
 
     def __init__(self, tokenizer: Any, strings: str | Sequence[str]) -> None:
-        """tokenizer: anything with `decode(ids, skip_special_tokens=...)`. Raises ValueError for no or empty strings."""
+        """tokenizer: anything with `decode(ids, skip_special_tokens=...)`. Raises ValueError for no or empty
+        strings."""
         self.strings = (strings,) if isinstance(strings, str) else tuple(strings)
         if not self.strings or not all(isinstance(s, str) and s for s in self.strings):
             raise ValueError(f'StopStrings: got {strings!r}; give one or more non-empty strings')
@@ -40,7 +42,8 @@ class StopStrings:
         self.window = max(len(s.encode('utf-8')) for s in self.strings) + self.MARGIN
 
     def __call__(self, response_ids: Sequence[int]) -> bool:
-        """Whether a stop string ends within the last few tokens: those that a string ending at the newest token can span."""
+        """Whether a stop string ends within the last few tokens: those that a string ending at the newest token can
+        span."""
         tail = list(response_ids[-self.window :])
         text = self.tokenizer.decode(tail, skip_special_tokens=False)
         if not any(s in text for s in self.strings):
@@ -62,7 +65,8 @@ class StopStrings:
         return self.cut(text, self.start(response_ids))
 
     def start(self, response_ids: Sequence[int]) -> int:
-        """Characters of the response's text in which no stop string may end: those of the tokens before `min_new_tokens`."""
+        """Characters of the response's text in which no stop string may end: those of the tokens before
+        `min_new_tokens`."""
         return self._length(response_ids[: max(self.min_new_tokens - 1, 0)], skip_special_tokens=True)
 
     def cut(self, text: str, start: int = 0) -> str:
@@ -70,7 +74,8 @@ class StopStrings:
         return text[: self._first(text, start)]
 
     def settled(self, text: str, start: int = 0) -> str:
-        """What of an unfinished response is sure to stay: up to the first stop string, or up to an ending that may grow into one."""
+        """What of an unfinished response is sure to stay: up to the first stop string, or up to an ending that may grow
+        into one."""
         cut = self.cut(text, start)
         if len(cut) < len(text):
             return cut
@@ -85,4 +90,6 @@ class StopStrings:
 
     def _length(self, ids: Sequence[int], *, skip_special_tokens: bool) -> int:
         """Characters of the text of these tokens; half a character at the end is the next token's."""
-        return len(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens).rstrip('\ufffd')) if len(ids) else 0
+        return (
+            len(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens).rstrip('\ufffd')) if len(ids) else 0
+        )

@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from chatgpt.nn import Actor
 
 
-def stream_tokens(actor: Actor, prompt_ids: Tensor, sampling: SamplingParams, *, seed: int, index: int = 0) -> Iterator[int]:
-    """The ids of one response as they are drawn, the end token included. Draws are those of the engines for (seed, index).
+def stream_tokens(
+    actor: Actor, prompt_ids: Tensor, sampling: SamplingParams, *, seed: int, index: int = 0
+) -> Iterator[int]:
+    """The ids of one response as they are drawn, the end token included. Draws are those of the engines for (seed,
+    index).
 
     Dropout is off until the response ends or the generator is closed.
 
@@ -35,7 +38,9 @@ def stream_tokens(actor: Actor, prompt_ids: Tensor, sampling: SamplingParams, *,
 
 
 @torch.inference_mode()
-def _decode(actor: Actor, prompt_ids: Tensor, sampling: SamplingParams, limit: int, seed: int, index: int) -> Iterator[int]:
+def _decode(
+    actor: Actor, prompt_ids: Tensor, sampling: SamplingParams, limit: int, seed: int, index: int
+) -> Iterator[int]:
     from transformers import DynamicCache
 
     device = next(actor.parameters()).device
@@ -49,7 +54,9 @@ def _decode(actor: Actor, prompt_ids: Tensor, sampling: SamplingParams, limit: i
         hidden = actor.trunk(ids, position_ids=positions, past_key_values=cache, use_cache=True)
         position = torch.tensor([len(past)], device=device)
         uniform = uniforms(key[:, None], position).view(1, 1) if sampling.do_sample else None
-        too_short = torch.tensor([len(past) < sampling.min_new_tokens], device=device) if sampling.eos_token_ids else None
+        too_short = (
+            torch.tensor([len(past) < sampling.min_new_tokens], device=device) if sampling.eos_token_ids else None
+        )
         token = int(sampler(actor.head(hidden[:, -1]), uniform, too_short).token)
         past.append(token)
         yield token

@@ -1,12 +1,14 @@
-"""The engine around vLLM, in this process: the policy's weights are handed over at `begin`, its memory is given back at `end`.
+"""The engine around vLLM, in this process: the policy's weights are handed over at `begin`, its memory is given back at
+`end`.
 
-vLLM reads the architecture from a model folder or hub name and its weights from the actor, in every collect phase anew; between the
-phases it sleeps (level 2: neither weights nor cache stay on the device). Its draws come from its own generators, one seed per sample from
-(seed, sample index), so a sample does not depend on its company by design, but kernels that see another batch may round otherwise:
-`reproducible` is False, and its log-probs are recomputed by the trainer.
+vLLM reads the architecture from a model folder or hub name and its weights from the actor, in every collect phase anew;
+between the phases it sleeps (level 2: neither weights nor cache stay on the device). Its draws come from its own
+generators, one seed per sample from (seed, sample index), so a sample does not depend on its company by design, but
+kernels that see another batch may round otherwise: `reproducible` is False, and its log-probs are recomputed by the
+trainer.
 
-vLLM reports log-probs after temperature and filters, so top_k, top_p and min_new_tokens are refused: with them the policy's own
-log-probs would be unknown.
+vLLM reports log-probs after temperature and filters, so top_k, top_p and min_new_tokens are refused: with them the
+policy's own log-probs would be unknown.
 
 Left out: servers, LoRA adapters as such (a strategy merges them for the phase), several GPUs for one engine.
 """
@@ -45,7 +47,15 @@ class VLLMEngine(InProcessEngine):
     reproducible = False
     recompute_logprobs = True
     """a trainer takes its old log-probs from a forward of its own"""
-    OWN = ('model', 'load_format', 'enable_sleep_mode', 'skip_tokenizer_init', 'logprobs_mode', 'gpu_memory_utilization', 'seed')
+    OWN = (
+        'model',
+        'load_format',
+        'enable_sleep_mode',
+        'skip_tokenizer_init',
+        'logprobs_mode',
+        'gpu_memory_utilization',
+        'seed',
+    )
 
     def __init__(self, pretrained: str | os.PathLike[str], *, memory_share: float = 0.4, **options: Any) -> None:
         super().__init__()
@@ -65,7 +75,9 @@ class VLLMEngine(InProcessEngine):
             'seed': 0,
             **options,
         }
-        if int(os.environ.get('WORLD_SIZE', '1')) > 1:  # every rank has an engine of its own, within the run's process group
+        if (
+            int(os.environ.get('WORLD_SIZE', '1')) > 1
+        ):  # every rank has an engine of its own, within the run's process group
             self.settings.setdefault('distributed_executor_backend', 'external_launcher')
         self._llm: Any = None
 
@@ -119,7 +131,9 @@ def _import() -> Any:
 def _check(sampling: SamplingParams) -> None:
     for name, neutral in (('top_k', 0), ('top_p', 1.0), ('min_new_tokens', 0), ('stop', None)):
         if getattr(sampling, name) != neutral:
-            raise ValueError(f"VLLMEngine cannot do {name}={getattr(sampling, name)!r}; leave it out or use engine='local'")
+            raise ValueError(
+                f"VLLMEngine cannot do {name}={getattr(sampling, name)!r}; leave it out or use engine='local'"
+            )
     if sampling.extra:
         names = ', '.join(f'{k}={v!r}' for k, v in sampling.extra.items())
         raise ValueError(f"VLLMEngine cannot do {names}; leave it out or use engine='hf'")

@@ -1,8 +1,9 @@
-"""What travels between a trainer and its rollout workers, in a form that is cheap to send: weights in flat buckets, prompts, samples.
+"""What travels between a trainer and its rollout workers, in a form that is cheap to send: weights in flat buckets,
+prompts, samples.
 
-Weights go as a few flat byte buffers of bounded size instead of hundreds of tensors; a `Manifest` says what lies where. A bucket holds one
-dtype, a tensor larger than a bucket is cut, tied tensors go once. Nothing is converted, so bits arrive as they left. Left out: the
-transport (`RolloutWorkers`) and who generates (`RolloutWorker`).
+Weights go as a few flat byte buffers of bounded size instead of hundreds of tensors; a `Manifest` says what lies where.
+A bucket holds one dtype, a tensor larger than a bucket is cut, tied tensors go once. Nothing is converted, so bits
+arrive as they left. Left out: the transport (`RolloutWorkers`) and who generates (`RolloutWorker`).
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Manifest:
 
 
 def policy_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of a transformers model by name, each once, without adapters: those must be folded in.
+    """Parameters and persistent buffers of a transformers model by name, each once, without adapters: those must be
+    folded in.
 
     Raises:
         ValueError: weights that are not whole in memory.
@@ -64,22 +66,29 @@ def policy_tensors(model: nn.Module) -> dict[str, Tensor]:
         )
     adapters = {f'{name}.{factor}' for name in lora.lora_layers(model) for factor in ('lora_A', 'lora_B')}
     tensors: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if name not in adapters}
-    persistent = {name for module_name, module in model.named_modules() for name in _persistent_buffers(module_name, module)}
+    persistent = {
+        name for module_name, module in model.named_modules() for name in _persistent_buffers(module_name, module)
+    }
     tensors |= {name: b for name, b in model.named_buffers() if name in persistent}
     for name, tensor in tensors.items():
         if tensor.is_meta or hasattr(tensor, 'to_local'):
-            raise ValueError(f'an engine of its own needs whole weights, and {name} is not here; begin inside strategy.full_model(actor)')
+            raise ValueError(
+                f'an engine of its own needs whole weights, and {name} is not here; begin inside '
+                'strategy.full_model(actor)'
+            )
     return tensors
 
 
 def check_policy(actor: Any, engine: str) -> None:
-    """An engine with a model of its own knows the model alone, so nothing but the model may decide the logits. ValueError otherwise."""
+    """An engine with a model of its own knows the model alone, so nothing but the model may decide the logits.
+    ValueError otherwise."""
     from chatgpt.nn import Actor
 
     own = any(getattr(type(actor), name, None) is not getattr(Actor, name) for name in ('trunk', 'head'))
     if getattr(actor, 'changes_logits', own):  # a class that overrides one of them may say when it matters
         raise ValueError(
-            f"{engine}: {type(actor).__name__} changes the model's logits, as NLPO's and ILQL's policies do, and this engine "
+            f"{engine}: {type(actor).__name__} changes the model's logits, as NLPO's and ILQL's policies do, and this "
+            'engine '
             'knows the model alone; use LocalEngine'
         )
 
@@ -91,7 +100,8 @@ def _persistent_buffers(prefix: str, module: nn.Module) -> Iterator[str]:
 
 
 def plan_buckets(tensors: Mapping[str, Tensor], *, version: int, bucket_bytes: int = BUCKET_BYTES) -> Manifest:
-    """Cut tensors into buckets of one dtype and at most `bucket_bytes` (at least one element). Empty tensors need no bucket."""
+    """Cut tensors into buckets of one dtype and at most `bucket_bytes` (at least one element). Empty tensors need no
+    bucket."""
     if bucket_bytes < 1:
         raise ValueError(f'bucket_bytes={bucket_bytes} must be positive')
     buckets: list[tuple[Piece, ...]] = []
@@ -116,7 +126,8 @@ def plan_buckets(tensors: Mapping[str, Tensor], *, version: int, bucket_bytes: i
 
 @torch.no_grad()
 def fill_buckets(manifest: Manifest, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    """The buckets one after another: (bytes,) uint8 on the CPU. One buffer is used again and again, so copy what is to stay."""
+    """The buckets one after another: (bytes,) uint8 on the CPU. One buffer is used again and again, so copy what is to
+    stay."""
     buffer = torch.empty(0, dtype=torch.uint8)
     for pieces in manifest.buckets:
         dtype = manifest.tensors[pieces[0].name][1]
@@ -137,7 +148,8 @@ def apply_buckets(manifest: Manifest, buckets: Iterable[Tensor], model: nn.Modul
     """Write buckets into a model's own tensors, in place; dtypes follow the manifest.
 
     Args:
-        buckets: one (bytes,) uint8 CPU tensor for each of `manifest.buckets`, in this order; each is let go before the next is asked for.
+        buckets: one (bytes,) uint8 CPU tensor for each of `manifest.buckets`, in this order; each is let go before the
+            next is asked for.
 
     Raises:
         ValueError: names or shapes that are not the model's.
@@ -163,11 +175,14 @@ def _check_names(manifest: Manifest, model: nn.Module, named: Mapping[str, Tenso
     missing = sorted(name for name, tensor in policy_tensors(model).items() if id(tensor) not in filled)
     if unknown or missing:
         raise ValueError(
-            f'the weights do not fit the {type(model).__name__} of this rollout worker: missing {missing[:3]}, unknown {unknown[:3]}'
+            f'the weights do not fit the {type(model).__name__} of this rollout worker: missing {missing[:3]}, unknown '
+            f'{unknown[:3]}'
         )
     for name, (shape, _) in manifest.tensors.items():
         if tuple(named[name].shape) != shape:
-            raise ValueError(f'the weights do not fit this rollout worker: {name} is {shape}, here {tuple(named[name].shape)}')
+            raise ValueError(
+                f'the weights do not fit this rollout worker: {name} is {shape}, here {tuple(named[name].shape)}'
+            )
 
 
 def merged(model: nn.Module) -> Any:
@@ -238,7 +253,8 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedSamples:
-    """Samples of one request with their tokens behind one another: a handful of arrays instead of several per sample."""
+    """Samples of one request with their tokens behind one another: a handful of arrays instead of several per
+    sample."""
 
     version: int
     """of the weights that drew them"""
@@ -272,7 +288,11 @@ def pack_samples(samples: SequenceOf[Sample], version: int) -> PackedSamples:
 
 
 def unpack_samples(
-    packed: PackedSamples, prompts: SequenceOf[Prompt], indices: SequenceOf[int], groups: SequenceOf[int], temperature: float
+    packed: PackedSamples,
+    prompts: SequenceOf[Prompt],
+    indices: SequenceOf[int],
+    groups: SequenceOf[int],
+    temperature: float,
 ) -> list[Sample]:
     """The samples again, each with tensors of its own."""
     samples, start = [], 0

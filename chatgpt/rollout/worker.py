@@ -43,7 +43,8 @@ class RolloutWorker:
         self._actor: Any = None
 
     def generate(self, request: Request) -> PackedSamples:
-        """The samples of a request, drawn with the weights it names; weights that this worker does not hold yet are fetched.
+        """The samples of a request, drawn with the weights it names; weights that this worker does not hold yet are
+        fetched.
 
         Raises what `LocalEngine.generate` raises, and ValueError for weights that do not fit the model.
         """

@@ -1,9 +1,9 @@
 """One call that any `Strategy`, ours or a third party's, can be put through.
 
-Call `run_conformance(make_strategy)` in every process of a running group (or in the only process). Each check makes a strategy
-of its own, trains a tiny policy, and compares with plain torch or with `NaiveStrategy`. The checks are functions in a table
-(`all_checks`), so that a test can be made of each. A strategy that cannot do something must refuse it by name; that is
-reported, not failed.
+Call `run_conformance(make_strategy)` in every process of a running group (or in the only process). Each check makes a
+strategy of its own, trains a tiny policy, and compares with plain torch or with `NaiveStrategy`. The checks are
+functions in a table (`all_checks`), so that a test can be made of each. A strategy that cannot do something must refuse
+it by name; that is reported, not failed.
 
 Left out: speed and memory, and real architectures.
 """
@@ -45,8 +45,8 @@ def run_conformance(
 ) -> dict[str, str]:
     """Put a strategy through every check (or those named). Call it on every rank, inside a running process group.
 
-    Returns {check: 'passed' or 'refused: <the strategy's words>'}. Raises `ConformanceError` on every rank, listing each failed
-    check with each rank's message. `folder` must be shared by all ranks; by default it is a temporary one.
+    Returns {check: 'passed' or 'refused: <the strategy's words>'}. Raises `ConformanceError` on every rank, listing
+    each failed check with each rank's message. `folder` must be shared by all ranks; by default it is a temporary one.
 
     >>> from chatgpt.trainer.strategies import NaiveStrategy
     >>> run_conformance(lambda: NaiveStrategy(device='cpu'), checks=['frozen'])
@@ -75,7 +75,9 @@ def run_conformance(
                 strategy.run_on_rank0(functools.partial(bench.folder.mkdir, parents=True))
                 outcomes = strategy.all_gather_object(run_check(table[name], bench))
                 results[name] = outcomes[0]
-                failures += [f'{name}, rank {rank}: {text}' for rank, text in enumerate(outcomes) if text.startswith('failed')]
+                failures += [
+                    f'{name}, rank {rank}: {text}' for rank, text in enumerate(outcomes) if text.startswith('failed')
+                ]
             strategy.barrier()
     if failures:
         raise ConformanceError('\n'.join(failures))

@@ -1,4 +1,5 @@
-"""What a conformance check works with: a bench that makes and trains tiny models, tolerances, and words for what must hold.
+"""What a conformance check works with: a bench that makes and trains tiny models, tolerances, and words for what must
+hold.
 
 Left out: the checks (`conformance_training`, `conformance_saving`) and who runs them (`conformance`).
 """
@@ -38,9 +39,9 @@ class Tolerance:
 
 FP32 = Tolerance()
 BF16 = Tolerance(parameter_max=2.0, parameter_mean=0.2, loss=2e-2, norm=5e-2)
-"""Adam's first steps are close to lr * sign(gradient). A gradient below bf16's rounding noise (2**-8 relative to its largest
-terms) may have either sign, which puts a single weight up to 2 lr per step apart; the mean shows whether most agree. Losses
-are sums of terms rounded to 2**-8."""
+"""Adam's first steps are close to lr * sign(gradient). A gradient below bf16's rounding noise (2**-8 relative to its
+largest terms) may have either sign, which puts a single weight up to 2 lr per step apart; the mean shows whether most
+agree. Losses are sums of terms rounded to 2**-8."""
 
 
 class ConformanceError(AssertionError):
@@ -123,7 +124,8 @@ class Bench:
         largest, mean = float(distances.max()) / (LR * steps), float(distances.mean()) / (LR * steps)
         expect(
             largest <= self.tolerance.parameter_max and mean <= self.tolerance.parameter_mean,
-            f'{what}: weights differ by up to {largest:.3g}, on average {mean:.3g} learning rates per step; allowed are '
+            f'{what}: weights differ by up to {largest:.3g}, on average {mean:.3g} learning rates per step; allowed '
+            'are '
             f'{self.tolerance.parameter_max} and {self.tolerance.parameter_mean}',
         )
 

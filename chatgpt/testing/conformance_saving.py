@@ -76,7 +76,8 @@ def _only_a_stranger(tensors: dict[str, Tensor]) -> None:
 
 
 def check_wrong_files(bench: Bench) -> None:
-    """A wrong file is an error that names the first keys; `strict=False` warns, and still refuses wrong shapes and strangers."""
+    """A wrong file is an error that names the first keys; `strict=False` warns, and still refuses wrong shapes and
+    strangers."""
     errors = (ValueError, RuntimeError)
     with bench.make_strategy() as strategy:
         model, _ = bench.pair(strategy)
@@ -105,7 +106,9 @@ def check_wrong_files(bench: Bench) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter('always')
             strategy.load_model(model, lacking, strict=False)
-        expect(any(name in str(w.message) for w in caught), 'load_model(strict=False) does not warn with the missing name')
+        expect(
+            any(name in str(w.message) for w in caught), 'load_model(strict=False) does not warn with the missing name'
+        )
         with raises(FileNotFoundError, 'nowhere', 'load_model of a path that is not there'):
             strategy.load_model(model, bench.folder / 'nowhere.pt')
 
@@ -149,7 +152,8 @@ def _load(strategy: Strategy, folder: Path, model: nn.Module, optimizer: torch.o
 
 
 def check_pieces(bench: Bench) -> None:
-    """Pieces cover weights and states exactly once, under the names of the module the user built, and go on bit for bit."""
+    """Pieces cover weights and states exactly once, under the names of the module the user built, and go on bit for
+    bit."""
     with bench.make_strategy() as strategy:
         model, optimizer = bench.pair(strategy)
         bench.train(strategy, model, optimizer, steps=2)
@@ -168,7 +172,10 @@ def check_pieces(bench: Bench) -> None:
         end = bench.weights(strategy, model)
         model, optimizer = bench.pair(strategy)
         _load(strategy, folder, model, optimizer)
-        expect(bench.train(strategy, model, optimizer, steps=2, first=2) == straight, 'pieces: resumed losses and norms differ')
+        expect(
+            bench.train(strategy, model, optimizer, steps=2, first=2) == straight,
+            'pieces: resumed losses and norms differ',
+        )
         identical(bench.weights(strategy, model), end, 'resumed from pieces')
 
 
@@ -184,13 +191,17 @@ def check_pieces_to_naive(bench: Bench) -> None:
         identical({n: t.cpu() for n, t in want.state_dict().items()}, bench.weights(strategy, model), 'loaded by Naive')
         want_results = bench.train(naive, want, want_optimizer, steps=1, first=2)
         bench.compare_results(bench.train(strategy, model, optimizer, steps=1, first=2), want_results, 'Naive goes on')
-        bench.compare(bench.weights(strategy, model), {n: t.cpu() for n, t in want.state_dict().items()}, 1, 'Naive goes on')
+        bench.compare(
+            bench.weights(strategy, model), {n: t.cpu() for n, t in want.state_dict().items()}, 1, 'Naive goes on'
+        )
         strategy.run_on_rank0(lambda: _write(naive, back, want, want_optimizer))
         model, optimizer = bench.pair(strategy)
         _load(strategy, back, model, optimizer)
         want_results = bench.train(naive, want, want_optimizer, steps=1, first=3)
         bench.compare_results(bench.train(strategy, model, optimizer, steps=1, first=3), want_results, 'from Naive')
-        bench.compare(bench.weights(strategy, model), {n: t.cpu() for n, t in want.state_dict().items()}, 1, 'from Naive')
+        bench.compare(
+            bench.weights(strategy, model), {n: t.cpu() for n, t in want.state_dict().items()}, 1, 'from Naive'
+        )
 
 
 def check_full_model(bench: Bench) -> None:
@@ -207,14 +218,18 @@ def check_full_model(bench: Bench) -> None:
         with context as full:
             expect(not any(m.training for m in full.modules()), 'full_model: not in eval mode')
             for name, parameter in full.named_parameters():
-                expect(parameter.dtype == strategy.dtype, f'full_model: {name} is {parameter.dtype}, not {strategy.dtype}')
+                expect(
+                    parameter.dtype == strategy.dtype, f'full_model: {name} is {parameter.dtype}, not {strategy.dtype}'
+                )
                 same = torch.equal(parameter.detach().cpu(), weights[name].to(strategy.dtype))
                 expect(same, f'full_model: {name} has other values')
             batch = tiny_micro_batches(tiny_sequences())[0][0].to(strategy.device)
             with torch.no_grad(), strategy.autocast():
                 logprobs = full(batch)
             expect(bool(torch.isfinite(logprobs).all()), 'full_model: the model does not compute')
-        expect(all(m.training for m in strategy.unwrap(model).modules()), 'full_model: training flags were not restored')
+        expect(
+            all(m.training for m in strategy.unwrap(model).modules()), 'full_model: training flags were not restored'
+        )
         identical(bench.weights(strategy, model), weights, 'weights after full_model')
 
 

@@ -1,4 +1,5 @@
-"""Conformance checks of preparing and training: order and nesting, frozen modules, equality with Naive, accumulation, clipping.
+"""Conformance checks of preparing and training: order and nesting, frozen modules, equality with Naive, accumulation,
+clipping.
 
 Left out: weights and optimizer states in files (`conformance_saving`).
 """
@@ -10,7 +11,17 @@ import math
 import torch
 from torch import Tensor, nn
 
-from chatgpt.testing.conformance_bench import LR, Bench, Check, ConformanceError, Refused, close, expect, identical, raises
+from chatgpt.testing.conformance_bench import (
+    LR,
+    Bench,
+    Check,
+    ConformanceError,
+    Refused,
+    close,
+    expect,
+    identical,
+    raises,
+)
 from chatgpt.testing.tiny import tiny_loss, tiny_micro_batches, tiny_sequences
 
 
@@ -27,12 +38,17 @@ def check_prepare(bench: Bench) -> None:
         out = strategy.prepare((a, a_optim), [c, [(b, b_optim)]], None, reward, c)
         expect(isinstance(out, tuple) and len(out) == 5, f'prepare: five items came back as {type(out).__name__}')
         (a2, _), nested, none, same_reward, c_again = out
-        expect(isinstance(nested, list) and isinstance(nested[1], list) and len(nested[1][0]) == 2, 'prepare: nesting was lost')
+        expect(
+            isinstance(nested, list) and isinstance(nested[1], list) and len(nested[1][0]) == 2,
+            'prepare: nesting was lost',
+        )
         expect(none is None and same_reward is reward, 'prepare: None and functions must pass through untouched')
         expect(nested[0] is c_again, 'prepare: a module given twice must be prepared once')
         for got, built in ((a2, a), (nested[1][0][0], b), (nested[0], c)):
             expect(strategy.unwrap(got) is built, 'unwrap: not the module the user built, or out of order')
-        expect(isinstance(strategy.prepare(bench.make_model()), nn.Module), 'prepare: a single item must come back bare')
+        expect(
+            isinstance(strategy.prepare(bench.make_model()), nn.Module), 'prepare: a single item must come back bare'
+        )
         with raises(ValueError, 'model', 'prepare of an optimizer alone'):
             strategy.prepare(b_optim)
         with raises(ValueError, 'prepare', 'optimizer_step of an optimizer that was not prepared'):
@@ -53,7 +69,10 @@ def check_frozen(bench: Bench) -> None:
         with torch.no_grad(), strategy.autocast():
             got, want = frozen(batch).float(), plain(batch).float()
         distance = float((got - want).abs().max() / want.abs().max())
-        expect(distance <= bench.tolerance.loss, f'a frozen module gives other numbers than before: {distance:.3g} relative')
+        expect(
+            distance <= bench.tolerance.loss,
+            f'a frozen module gives other numbers than before: {distance:.3g} relative',
+        )
         before = bench.weights(strategy, frozen)
         model, optimizer = bench.pair(strategy)
         bench.train(strategy, model, optimizer, steps=1)
@@ -107,7 +126,9 @@ def check_accumulation(bench: Bench) -> None:
     for max_tokens in (None, 12):
         with bench.make_strategy() as strategy:
             model, optimizer = bench.pair(strategy)
-            ends.append((bench.train(strategy, model, optimizer, max_tokens=max_tokens), bench.weights(strategy, model)))
+            ends.append(
+                (bench.train(strategy, model, optimizer, max_tokens=max_tokens), bench.weights(strategy, model))
+            )
             num = len(tiny_micro_batches(tiny_sequences(), strategy.rank, strategy.world_size, max_tokens))
     expect(num > 1, 'the batch was not cut')
     bench.compare_results(ends[1][0], ends[0][0], 'micro-batches against one batch')
@@ -178,7 +199,9 @@ def check_discard(bench: Bench) -> None:
         model, optimizer = bench.pair(strategy)
         batch, weights = tiny_micro_batches(tiny_sequences(seed=5), strategy.rank, strategy.world_size)[0]
         with strategy.accumulate(model, last=True), strategy.autocast():
-            strategy.backward(tiny_loss(model(batch.to(strategy.device)), weights.to(strategy.device)), model, optimizer)
+            strategy.backward(
+                tiny_loss(model(batch.to(strategy.device)), weights.to(strategy.device)), model, optimizer
+            )
         strategy.discard_gradients(optimizer)
         after = bench.train(strategy, model, optimizer, steps=2)
         clean_model, clean_optimizer = bench.pair(strategy)
@@ -195,7 +218,9 @@ def check_partly_frozen(bench: Bench) -> None:
                 model = bench.make_model()
             some = next(iter(model.children()))
             some.requires_grad_(False)
-            pairs.append(owner.prepare((model, bench.optimizer(owner, (p for p in model.parameters() if p.requires_grad)))))
+            pairs.append(
+                owner.prepare((model, bench.optimizer(owner, (p for p in model.parameters() if p.requires_grad))))
+            )
         (model, optimizer), (want, want_optimizer) = pairs
         before = bench.weights(strategy, model)
         results = bench.train(strategy, model, optimizer)

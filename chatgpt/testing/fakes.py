@@ -32,14 +32,20 @@ def tiny_config(
 ) -> PreTrainedConfig:
     """A config of a few thousand parameters; `kw` goes to the config class.
 
-    Pad, begin and end tokens are 0, 1 and 2 unless `kw` says otherwise. Llama has grouped queries when `heads` is even. BLOOM
-    has no position limit. Raises ValueError for an unknown family.
+    Pad, begin and end tokens are 0, 1 and 2 unless `kw` says otherwise. Llama has grouped queries when `heads` is even.
+    BLOOM has no position limit. Raises ValueError for an unknown family.
     """
     import transformers
 
     common: dict[str, Any] = {'vocab_size': vocab_size, 'pad_token_id': 0, 'bos_token_id': 1, 'eos_token_id': 2}
     if family == 'gpt2':
-        sizes = {'n_embd': hidden, 'n_layer': layers, 'n_head': heads, 'n_positions': positions, 'initializer_range': 0.1}
+        sizes = {
+            'n_embd': hidden,
+            'n_layer': layers,
+            'n_head': heads,
+            'n_positions': positions,
+            'initializer_range': 0.1,
+        }
         drops = {'resid_pdrop': dropout, 'embd_pdrop': dropout, 'attn_pdrop': dropout}
         return transformers.GPT2Config(**{**common, **sizes, **drops, **kw})
     if family == 'opt':
@@ -84,7 +90,8 @@ def tiny_causal_lm(family: str = 'gpt2', seed: int = 0, **kw: Any) -> PreTrained
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A fast tokenizer of 259 tokens: id b is the byte b, then pad 256, begin 257, end 258. Any text survives the round trip.
+    """A fast tokenizer of 259 tokens: id b is the byte b, then pad 256, begin 257, end 258. Any text survives the round
+    trip.
 
     Adds no special tokens by itself; loads back with `AutoTokenizer.from_pretrained` from the folder that
     `save_pretrained` writes.
@@ -100,7 +107,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def char_tokenizer() -> PreTrainedTokenizerFast:
-    """A fast tokenizer of 57 tokens, which fits the 64 of `tiny_config`: pad 0, begin 1, end 2, unknown 3, then characters.
+    """A fast tokenizer of 57 tokens, which fits the 64 of `tiny_config`: pad 0, begin 1, end 2, unknown 3, then
+    characters.
 
     Lower-case letters, digits, space, newline and common marks; anything else becomes the unknown token.
     """

@@ -1,8 +1,9 @@
 """Run a function on several local processes, as torchrun would, and bring its results or its traceback back.
 
-A new interpreter needs seconds to import torch and transformers. Where that is safe, ranks are forked from one that has done so: a
-server of `multiprocessing`, started at the first call, in which nothing but imports ever runs. Every rank is still a process of its own
-that joins a group of its own and ends, whatever its job did. Left out: more than one machine.
+A new interpreter needs seconds to import torch and transformers. Where that is safe, ranks are forked from one that has
+done so: a server of `multiprocessing`, started at the first call, in which nothing but imports ever runs. Every rank is
+still a process of its own that joins a group of its own and ends, whatever its job did. Left out: more than one
+machine.
 """
 
 from __future__ import annotations
@@ -23,9 +24,15 @@ from typing import Any
 
 _THREADS = {'OMP_NUM_THREADS': '1', 'MKL_NUM_THREADS': '1'}
 _WARM = [
-    'torch._dynamo', 'torch.distributed.fsdp', 'torch.distributed.checkpoint.state_dict', 'transformers.models.gpt2.modeling_gpt2',
-    'transformers.models.llama.modeling_llama', 'chatgpt.trainer', 'chatgpt.trainer.strategies', 'chatgpt.testing.conformance',
-]  # fmt: skip
+    'torch._dynamo',
+    'torch.distributed.fsdp',
+    'torch.distributed.checkpoint.state_dict',
+    'transformers.models.gpt2.modeling_gpt2',
+    'transformers.models.llama.modeling_llama',
+    'chatgpt.trainer',
+    'chatgpt.trainer.strategies',
+    'chatgpt.testing.conformance',
+]
 """what the server imports: what most jobs would"""
 
 
@@ -64,13 +71,19 @@ def environment(**variables: str) -> Iterator[None]:
 
 
 def run_distributed(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 100.0, init_group: bool = False, fresh: bool = False
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 100.0,
+    init_group: bool = False,
+    fresh: bool = False,
 ) -> list[Any]:
     """`fn(*args)` in `world_size` new processes with torchrun's environment; what each returned, in rank order.
 
-    `fn` must be importable (a module's own function) and its results picklable. With `init_group=True` a gloo group is running
-    while it is called, with `fresh=True` each rank is an interpreter of its own, with its own order of sets and its own memory.
-    A child's exception is raised here with its traceback; after `timeout_s` all are killed and TimeoutError is raised.
+    `fn` must be importable (a module's own function) and its results picklable. With `init_group=True` a gloo group is
+    running while it is called, with `fresh=True` each rank is an interpreter of its own, with its own order of sets and
+    its own memory. A child's exception is raised here with its traceback; after `timeout_s` all are killed and
+    TimeoutError is raised.
     """
     import torch.multiprocessing as mp
 
@@ -89,7 +102,8 @@ def run_distributed(
 
 
 def run_source(text: str, world_size: int = 2, timeout_s: float = 90.0) -> list[tuple[int, str]]:
-    """`text` as a script on every rank; each rank's exit code and output. The interpreter's own start and end are left out."""
+    """`text` as a script on every rank; each rank's exit code and output. The interpreter's own start and end are left
+    out."""
     with tempfile.TemporaryDirectory(prefix='run-source-') as folder, _start_method() as method:
         job, context = (_variables(), world_size, free_port(), folder, text), multiprocessing.get_context(method)
         ranks = [context.Process(target=_source_child, args=(rank, *job)) for rank in range(world_size)]  # type: ignore[attr-defined]
@@ -109,13 +123,19 @@ def run_source(text: str, world_size: int = 2, timeout_s: float = 90.0) -> list[
 def run_script(
     arguments: Sequence[str], world_size: int = 2, timeout_s: float = 90.0, folder: str | Path | None = None
 ) -> list[tuple[int, str]]:
-    """`python ARGUMENTS` on every rank, from its first import to the interpreter's end; each rank's exit code and output."""
+    """`python ARGUMENTS` on every rank, from its first import to the interpreter's end; each rank's exit code and
+    output."""
     port, children = free_port(), []
     paths = os.pathsep.join(path for path in (str(Path(__file__).parents[2]), os.environ.get('PYTHONPATH')) if path)
     for rank in range(world_size):
         variables = {**os.environ, **_THREADS, **torchrun_environment(rank, world_size, port), 'PYTHONPATH': paths}
         child = subprocess.Popen(
-            [sys.executable, *arguments], env=variables, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [sys.executable, *arguments],
+            env=variables,
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         children.append(child)
     try:
@@ -134,7 +154,8 @@ def _variables() -> dict[str, str]:
 def _start_method(fresh: bool = False) -> Iterator[str]:
     """How to start ranks, with the server running if they come from it.
 
-    A fork of a process that has used a GPU cannot use it, and macOS does not forgive a fork: there each rank is a new interpreter.
+    A fork of a process that has used a GPU cannot use it, and macOS does not forgive a fork: there each rank is a new
+    interpreter.
     """
     import torch
 
@@ -165,9 +186,15 @@ def _become_rank(rank: int, variables: dict[str, str], world_size: int, port: in
 
 
 def _child(
-    rank: int, variables: dict[str, str], world_size: int, port: int, folder: str, init_group: bool, fn: Callable[..., Any],
+    rank: int,
+    variables: dict[str, str],
+    world_size: int,
+    port: int,
+    folder: str,
+    init_group: bool,
+    fn: Callable[..., Any],
     args: tuple[Any, ...],
-) -> None:  # fmt: skip
+) -> None:
     _become_rank(rank, variables, world_size, port)
     if init_group:
         from chatgpt.trainer.strategies.processes import ProcessGroupStrategy

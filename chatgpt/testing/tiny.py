@@ -28,9 +28,11 @@ class TinyBlock(nn.Module):
 
 
 class TinyPolicy(nn.Module):
-    """`forward(batch)` gives log-probabilities of the actions, (N,) fp32. Tied input and output weights, a persistent buffer.
+    """`forward(batch)` gives log-probabilities of the actions, (N,) fp32. Tied input and output weights, a persistent
+    buffer.
 
-    An odd width, so that no tensor divides evenly over two ranks. Each state sees its own token and the mean of all before it.
+    An odd width, so that no tensor divides evenly over two ranks. Each state sees its own token and the mean of all
+    before it.
     """
 
     def __init__(self, width: int = 7, num_blocks: int = 2, seed: int = 0) -> None:

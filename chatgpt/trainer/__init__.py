@@ -10,7 +10,14 @@ if TYPE_CHECKING:
     from chatgpt.trainer.config import PPOConfig, SFTConfig, SupervisedConfig
     from chatgpt.trainer.objectives.ilql import BetaEvaluation, ILQLConfig, ILQLTrainer, rewarded
     from chatgpt.trainer.objectives.kto import KTOConfig, KTOTrainer
-    from chatgpt.trainer.objectives.pairs import DPOConfig, DPOTrainer, ORPOConfig, ORPOTrainer, SimPOConfig, SimPOTrainer
+    from chatgpt.trainer.objectives.pairs import (
+        DPOConfig,
+        DPOTrainer,
+        ORPOConfig,
+        ORPOTrainer,
+        SimPOConfig,
+        SimPOTrainer,
+    )
     from chatgpt.trainer.objectives.reward_model import RewardModelConfig, RewardModelTrainer
     from chatgpt.trainer.objectives.sft import SFTTrainer
     from chatgpt.trainer.offline import Objective, OfflineTrainer

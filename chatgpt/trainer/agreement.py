@@ -1,7 +1,8 @@
-"""Do all ranks run the same run? Compared at every phase boundary: settings, data, counters. A difference is named, and ends all.
+"""Do all ranks run the same run? Compared at every phase boundary: settings, data, counters. A difference is named, and
+ends all.
 
-Ranks that disagree do not fail by themselves: they wait for each other in different collectives, or learn from different batches. A rank
-that does not come at all is the failure guard's (`chatgpt.trainer.strategies.guard`).
+Ranks that disagree do not fail by themselves: they wait for each other in different collectives, or learn from
+different batches. A rank that does not come at all is the failure guard's (`chatgpt.trainer.strategies.guard`).
 """
 
 from __future__ import annotations
@@ -34,8 +35,12 @@ def check_ranks(strategy: Strategy, facts: Mapping[str, Any], where: str) -> Non
     for rank, theirs in enumerate(everyone):
         keys = [k for k in {**first, **theirs} if first.get(k) != theirs.get(k)]
         if keys:
-            shown = ', '.join(f'{k} is {theirs.get(k, "not there")} instead of {first.get(k, "not there")}' for k in keys[:MOST_SHOWN])
-            found.append(f'on rank {rank} {shown}' + (f' and {len(keys) - MOST_SHOWN} more' if len(keys) > MOST_SHOWN else ''))
+            shown = ', '.join(
+                f'{k} is {theirs.get(k, "not there")} instead of {first.get(k, "not there")}' for k in keys[:MOST_SHOWN]
+            )
+            found.append(
+                f'on rank {rank} {shown}' + (f' and {len(keys) - MOST_SHOWN} more' if len(keys) > MOST_SHOWN else '')
+            )
     if found:
         raise RankMismatchError(f'the ranks do not run the same run, seen {where}: {"; ".join(found)} (as on rank 0)')
 

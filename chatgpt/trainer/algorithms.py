@@ -5,8 +5,8 @@ A method of the literature is an entry of each and a few settings (docs/algorith
     ESTIMATORS['mine'] = Estimator(lambda experiences, settings: (advantages, returns))
     POLICY_LOSSES['mine'] = PolicyLoss(lambda inputs, settings: -inputs.advantages * inputs.logprobs)
 
-and is then known by its name to `PPOConfig`, config files and flags; `--advantage_estimator my_file.py:mine` needs no line more.
-The formulas are in `chatgpt.functional`; here their inputs are laid out.
+and is then known by its name to `PPOConfig`, config files and flags; `--advantage_estimator my_file.py:mine` needs no
+line more. The formulas are in `chatgpt.functional`; here their inputs are laid out.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class Estimator:
     """How advantages and returns follow from rewards, values and groups.
 
     Args:
-        fn: (experiences of a phase, whole groups, ordered by sample index; settings) -> `Estimates`. Rewards hold score and KL.
+        fn: (experiences of a phase, whole groups, ordered by sample index; settings) -> `Estimates`. Rewards hold score
+            and KL.
         needs_values: there must be a critic, or an actor with a value head.
         needs_groups: responses to one prompt are compared, so there must be several.
         rewards_apart: reads each of several rewards (`Experience.weighted_scores`) and never their sum.
@@ -102,7 +103,9 @@ def _reinforce_pp_baseline(experiences: list[Experience], s: AlgorithmSettings) 
     return estimators.reinforce_pp_baseline(totals, groups, masks, gamma=s.gamma, whiten_all=False)
 
 
-def _per_response(estimator: Callable[[Tensor, Tensor], Tensor]) -> Callable[[list[Experience], AlgorithmSettings], Estimates]:
+def _per_response(
+    estimator: Callable[[Tensor, Tensor], Tensor],
+) -> Callable[[list[Experience], AlgorithmSettings], Estimates]:
     """An estimator of one number per response, spread over its tokens."""
 
     def fn(experiences: list[Experience], s: AlgorithmSettings) -> Estimates:
@@ -125,28 +128,38 @@ def _rewards_values_masks(experiences: list[Experience]) -> tuple[list[Tensor], 
 
 
 def _totals_groups_masks(experiences: list[Experience]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Group-relative estimators compare KL-penalised sums of rewards, Σ_t r[t] = score − β Σ_t kl[t] (Ahmadian et al. 2024)."""
+    """Group-relative estimators compare KL-penalised sums of rewards, Σ_t r[t] = score − β Σ_t kl[t] (Ahmadian et al.
+    2024)."""
     totals = torch.stack([_total(e) for e in experiences])
     return totals, torch.tensor([e.group for e in experiences]), [e.response_mask for e in experiences]
 
 
 def _total(e: Experience) -> Tensor:
-    """Σ_t r[t]. A response without a token that counts has no rewards; its score stands in its group's baseline all the same."""
+    """Σ_t r[t]. A response without a token that counts has no rewards; its score stands in its group's baseline all the
+    same."""
     if not e.response_mask.any():
         return torch.tensor(e.shaped_score, dtype=torch.float64, device=e.rewards.device)
     return (e.rewards * e.response_mask).double().sum()
 
 
-ESTIMATORS: Registry[Estimator] = Registry('advantage_estimator', Estimator, {
-    'gae': Estimator(fn=_gae, needs_values=True),
-    'a2c': Estimator(fn=_a2c, needs_values=True),
-    'grpo': Estimator(fn=_per_response(estimators.grpo), needs_groups=True, whitens=False, aggregation='sequence'),
-    'dr_grpo': Estimator(fn=_per_response(estimators.dr_grpo), needs_groups=True, whitens=False, aggregation='sequence_sum'),
-    'rloo': Estimator(fn=_per_response(estimators.rloo), needs_groups=True, whitens=False),
-    'gdpo': Estimator(fn=_gdpo, needs_groups=True, rewards_apart=True, whiten=whiten_responses, aggregation='sequence'),
-    'reinforce++': Estimator(fn=_reinforce_pp),
-    'reinforce++_baseline': Estimator(fn=_reinforce_pp_baseline, needs_groups=True),
-})  # fmt: skip
+ESTIMATORS: Registry[Estimator] = Registry(
+    'advantage_estimator',
+    Estimator,
+    {
+        'gae': Estimator(fn=_gae, needs_values=True),
+        'a2c': Estimator(fn=_a2c, needs_values=True),
+        'grpo': Estimator(fn=_per_response(estimators.grpo), needs_groups=True, whitens=False, aggregation='sequence'),
+        'dr_grpo': Estimator(
+            fn=_per_response(estimators.dr_grpo), needs_groups=True, whitens=False, aggregation='sequence_sum'
+        ),
+        'rloo': Estimator(fn=_per_response(estimators.rloo), needs_groups=True, whitens=False),
+        'gdpo': Estimator(
+            fn=_gdpo, needs_groups=True, rewards_apart=True, whiten=whiten_responses, aggregation='sequence'
+        ),
+        'reinforce++': Estimator(fn=_reinforce_pp),
+        'reinforce++_baseline': Estimator(fn=_reinforce_pp_baseline, needs_groups=True),
+    },
+)
 
 
 def estimate_advantages(experiences: list[Experience], estimator: Estimator, settings: AlgorithmSettings) -> None:
@@ -183,7 +196,8 @@ class PolicyLoss:
 
     Args:
         fn: (inputs, settings) -> (N,) losses; those of tokens that do not count are left out by the caller.
-        clip: which sides of a ratio are clipped: 'both' (`eps_clip`, `eps_clip_high`, `dual_clip`), 'upper', or 'none', without a ratio.
+        clip: which sides of a ratio are clipped: 'both' (`eps_clip`, `eps_clip_high`, `dual_clip`), 'upper', or 'none',
+            without a ratio.
         per_sequence: has one ratio per sequence, and so the aggregation 'sequence'.
         aggregation: of its paper, in place of the estimator's.
     """
@@ -217,9 +231,13 @@ def _reinforce(x: PolicyInputs, s: AlgorithmSettings) -> Tensor:
     return -x.advantages * x.logprobs
 
 
-POLICY_LOSSES: Registry[PolicyLoss] = Registry('policy_loss', PolicyLoss, {
-    'ppo': PolicyLoss(fn=_ppo),
-    'gspo': PolicyLoss(fn=_gspo, per_sequence=True, aggregation='sequence'),
-    'cispo': PolicyLoss(fn=_cispo, clip='upper', aggregation='token'),
-    'reinforce': PolicyLoss(fn=_reinforce, clip='none'),
-})  # fmt: skip
+POLICY_LOSSES: Registry[PolicyLoss] = Registry(
+    'policy_loss',
+    PolicyLoss,
+    {
+        'ppo': PolicyLoss(fn=_ppo),
+        'gspo': PolicyLoss(fn=_gspo, per_sequence=True, aggregation='sequence'),
+        'cispo': PolicyLoss(fn=_cispo, clip='upper', aggregation='token'),
+        'reinforce': PolicyLoss(fn=_reinforce, clip='none'),
+    },
+)

@@ -1,9 +1,11 @@
-"""What every trainer is: a strategy, some models and optimizers, counters, callbacks, and a run that can stop and go on.
+"""What every trainer is: a strategy, some models and optimizers, counters, callbacks, and a run that can stop and go
+on.
 
-A trainer alternates two verbs, collect and learn; those that have nothing to collect only learn. One learning phase is the unit
-of everything else: metrics are logged, checkpoints fall and signals are obeyed between phases.
+A trainer alternates two verbs, collect and learn; those that have nothing to collect only learn. One learning phase is
+the unit of everything else: metrics are logged, checkpoints fall and signals are obeyed between phases.
 
-Left out: losses and data, which are the subclasses', and everything that depends on the hardware, which is the strategy's.
+Left out: losses and data, which are the subclasses', and everything that depends on the hardware, which is the
+strategy's.
 """
 
 from __future__ import annotations
@@ -41,10 +43,12 @@ class Trainer:
         config: settings, checked here against the world size.
         models: the trained models by name, as prepared.
         optimizers: their optimizers, by the name of the model.
-        callbacks: see `chatgpt.trainer.callbacks`. A progress bar and `MemoryAdvice` are added unless given; where there is a `run_dir`
-            also a `MetricsWriter`, and a `SaveCheckpoint` every `CHECKPOINT_MINUTES` and at the end, of which the last two are kept.
+        callbacks: see `chatgpt.trainer.callbacks`. A progress bar and `MemoryAdvice` are added unless given; where
+            there is a `run_dir` also a `MetricsWriter`, and a `SaveCheckpoint` every `CHECKPOINT_MINUTES` and at the
+            end, of which the last two are kept.
         tokenizer: only for texts; None where everything is given as ids.
-        run_dir: folder of this run (metrics.jsonl, samples, checkpoints). One run at a time holds it. None writes nothing.
+        run_dir: folder of this run (metrics.jsonl, samples, checkpoints). One run at a time holds it. None writes
+            nothing.
     """
 
     def __init__(
@@ -138,13 +142,15 @@ class Trainer:
         return {'config': self.config.to_dict(), 'seed': self.strategy.seed, 'optimizers': optimizers}
 
     def check_ranks(self, where: str) -> None:
-        """Every rank runs the same run and stands at the same place, or all end; see `chatgpt.trainer.agreement`. A collective."""
+        """Every rank runs the same run and stands at the same place, or all end; see `chatgpt.trainer.agreement`. A
+        collective."""
         self.strategy.note_progress(f'{where} of phase {self.phase + 1}')
         state = {k: v for k, v in self.state_dict().items() if k not in LEFT_OUT}
         check_ranks(self.strategy, self.fingerprint() | state, f'{where} of phase {self.phase + 1}')
 
     def planned_sizes(self) -> dict[str, Any] | None:
-        """The fields of `chatgpt.plan.Setup` that only this kind of trainer knows, for `MemoryAdvice`; None where it is not planned."""
+        """The fields of `chatgpt.plan.Setup` that only this kind of trainer knows, for `MemoryAdvice`; None where it is
+        not planned."""
         return None
 
     # ------------------------------------------------------------------ checkpoints
@@ -202,7 +208,8 @@ class Trainer:
         return self.steps.done == steps
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write the trained model (of several the first, the actor) as a Hugging Face folder, with the tokenizer when there is one.
+        """Write the trained model (of several the first, the actor) as a Hugging Face folder, with the tokenizer when
+        there is one.
 
         Adapters are folded in. Call it on every rank.
 
@@ -223,7 +230,8 @@ class Trainer:
 
     @contextmanager
     def running(self, num_phases: int | None) -> Iterator[None]:
-        """Everything around the loop of `fit`: the folder's lock, signals, callbacks, and one rank's failure ending all."""
+        """Everything around the loop of `fit`: the folder's lock, signals, callbacks, and one rank's failure ending
+        all."""
         self.num_phases = num_phases
         self._stop_requested = False
         checkpointing.report_changes(self)

@@ -1,18 +1,21 @@
-"""A training checkpoint: everything that determines the future of a run, in one folder that any strategy and world size can read.
+"""A training checkpoint: everything that determines the future of a run, in one folder that any strategy and world size
+can read.
 
     actor/<parameter>              weights, fp32 masters
     actor_optim/<parameter>/<slot> optimizer states
-    rng/<rank>/<generator>         torch's, CUDA's, Python's and numpy's global ones, for user code and dropout; the library's own draws
+    rng/<rank>/<generator>         torch's, CUDA's, Python's and numpy's global ones, for user code and dropout; the
+    library's own draws
                                    need only counters
     <group>/...                    what callbacks keep, under the name that the callback gives it
-    state.json                     counters, KL controller, running moments, hyperparameters, settings, callbacks' states
+    state.json                     counters, KL controller, running moments, hyperparameters, settings, callbacks'
+    states
 
-The manifest's meta records who owns each group of pieces (`owners`): MODELS, OPTIMIZERS, RNG, or a callback by class and number among
-its likes ('EMA.0'). A group goes back to its owner, whatever it is called. Two owners' groups of one name are told apart by the owner's
-name at the end, `<group>@<owner>`.
+The manifest's meta records who owns each group of pieces (`owners`): MODELS, OPTIMIZERS, RNG, or a callback by class
+and number among its likes ('EMA.0'). A group goes back to its owner, whatever it is called. Two owners' groups of one
+name are told apart by the owner's name at the end, `<group>@<owner>`.
 
-Checkpoints fall between phases, when the replay buffer is empty, so no experience is in them; samples that were generated ahead
-(`max_staleness`) are, in state.json. Left out: the format (`chatgpt.checkpoint`).
+Checkpoints fall between phases, when the replay buffer is empty, so no experience is in them; samples that were
+generated ahead (`max_staleness`) are, in state.json. Left out: the format (`chatgpt.checkpoint`).
 """
 
 from __future__ import annotations
@@ -92,11 +95,14 @@ def load_checkpoint(trainer: TrainerView, path: str | Path) -> tuple[Path, dict[
     reasons = [reason for reason in strategy.all_gather_object(fault) if reason]
     if reasons:
         earlier = strategy.run_on_rank0(lambda: _whole_before(folder))
-        raise CheckpointError(reasons[0] + (f'; the newest whole one before it is taken with --resume {earlier}' if earlier else ''))
+        raise CheckpointError(
+            reasons[0] + (f'; the newest whole one before it is taken with --resume {earlier}' if earlier else '')
+        )
     assert reader is not None
     if reader.meta.get('kind') != 'training':
         raise CheckpointError(
-            f'{folder}: holds {reader.meta.get("kind")!r}, not a training checkpoint; use strategy.load_model for weights'
+            f'{folder}: holds {reader.meta.get("kind")!r}, not a training checkpoint; use strategy.load_model for '
+            'weights'
         )
     state = reader.json()
     owners = _owners(reader)
@@ -107,15 +113,22 @@ def load_checkpoint(trainer: TrainerView, path: str | Path) -> tuple[Path, dict[
         chosen = [hyperparameters(group) for group in optimizer.param_groups]
         strategy.load_optimizer_meta(optimizer, state['optimizers'][name])
         for settings, values in zip(optimizer.param_groups, chosen, strict=True):
-            settings.update(values)  # the last word on a setting is this run's, not the checkpoint's; `report_changes` says what changed
+            settings.update(
+                values
+            )  # the last word on a setting is this run's, not the checkpoint's; `report_changes` says what changed
         strategy.load_optimizer_pieces(optimizer, reader.sub(f'{name}_optim/'))
     for name, owner in sorted(owners.items()):
         if owner in (MODELS, OPTIMIZERS, RNG):
             continue
         group = name.removesuffix(f'@{owner}')
-        if not trainer.callbacks.load_owned_pieces(trainer, owner or None, group, reader.sub(f'{name}/')) and strategy.is_rank_0:
+        if (
+            not trainer.callbacks.load_owned_pieces(trainer, owner or None, group, reader.sub(f'{name}/'))
+            and strategy.is_rank_0
+        ):
             kind = f', {owner.partition(".")[0]}' if owner else ''
-            warnings.warn(f'{folder}: {group} is of a callback that this run does not have{kind}; it is left out', stacklevel=3)
+            warnings.warn(
+                f'{folder}: {group} is of a callback that this run does not have{kind}; it is left out', stacklevel=3
+            )
     trainer.load_state_dict(state['trainer'])
     if layout_of(trainer) == state['layout']:
         _restore_rng(reader, strategy.rank, state.get('python_rng'))
@@ -123,7 +136,8 @@ def load_checkpoint(trainer: TrainerView, path: str | Path) -> tuple[Path, dict[
 
 
 def report_changes(trainer: TrainerView) -> None:
-    """Say which settings and data differ from those of the checkpoint that was loaded. Called when the run's data are known."""
+    """Say which settings and data differ from those of the checkpoint that was loaded. Called when the run's data are
+    known."""
     if trainer.saved_fingerprint is None or not trainer.strategy.is_rank_0:
         return
     changes = list(differences(trainer.saved_fingerprint, as_json(trainer.fingerprint())))
@@ -134,7 +148,9 @@ def report_changes(trainer: TrainerView) -> None:
 def differences(old: Any, new: Any, where: str = '') -> Iterator[str]:
     """'config.kl_coef 0.1 → 0.2' for every leaf that differs."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        for key in sorted(set(old) & set(new) if not where else set(old) | set(new)):  # a checkpoint may not record a whole part
+        for key in sorted(
+            set(old) & set(new) if not where else set(old) | set(new)
+        ):  # a checkpoint may not record a whole part
             yield from differences(old.get(key), new.get(key), f'{where}.{key}' if where else str(key))
     elif old != new:
         yield f'{where} {old!r} → {new!r}'
@@ -177,13 +193,17 @@ def _find(trainer: TrainerView, path: str | Path) -> Path | None:
 def _check_members(trainer: TrainerView, owners: Mapping[str, str], folder: Path) -> None:
     stored = {name for name, owner in owners.items() if owner in (MODELS, OPTIMIZERS)}
     models = set(trainer.models())
-    missing, unexpected = sorted(models - stored), sorted(stored - models - {f'{name}_optim' for name in trainer.optimizers()})
+    missing, unexpected = (
+        sorted(models - stored),
+        sorted(stored - models - {f'{name}_optim' for name in trainer.optimizers()}),
+    )
     if missing or unexpected:
         raise CheckpointError(f'{folder}: belongs to another kind of run: missing {missing}, unexpected {unexpected}')
 
 
 def _owners(reader: CheckpointReader) -> dict[str, str]:
-    """Who owns each group. A checkpoint that does not record it has an average's groups at most, whose owner is then ''."""
+    """Who owns each group. A checkpoint that does not record it has an average's groups at most, whose owner is then
+    ''."""
     recorded: dict[str, str] | None = reader.meta.get('owners')
     if recorded is not None:
         return recorded

@@ -1,13 +1,15 @@
-"""Collecting: prompts in an order that is a function of the seed, responses, texts. One object that PPO, RFT and evaluation hold.
+"""Collecting: prompts in an order that is a function of the seed, responses, texts. One object that PPO, RFT and
+evaluation hold.
 
     collector = Collector(strategy, engine, sampling, policy=..., tokenizer=...)
     samples = collector.generate(prompts, indices=collector.number(len(prompts)))        # these prompts, now
 
     collector.set_prompts(prompts)
-    timesteps = collector.collect(4, version=phase, stop=stop_agreed)                    # the next prompts; None: asked to stop
+    timesteps = collector.collect(4, version=phase, stop=stop_agreed)                    # the next prompts; None: asked
+    to stop
 
-The collector owns what it changes: how many prompts and samples were given out, and what was asked of an engine that answers later.
-Left out: what is measured on a sample (`chatgpt.experience`), and who generates (`chatgpt.rollout`).
+The collector owns what it changes: how many prompts and samples were given out, and what was asked of an engine that
+answers later. Left out: what is measured on a sample (`chatgpt.experience`), and who generates (`chatgpt.rollout`).
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class Collector:
         tokenizer: writes prompt and response texts into the samples; None where nobody reads text.
         batch_size: prompts of one timestep, all ranks together.
         num_samples_per_prompt: responses to each prompt.
-        max_staleness: learning phases that the weights behind a sample may be old; more than 0 needs an engine that answers later.
+        max_staleness: learning phases that the weights behind a sample may be old; more than 0 needs an engine that
+            answers later.
 
     Raises:
         ValueError: `max_staleness` with an engine that does not answer later.
@@ -66,11 +69,16 @@ class Collector:
     ) -> None:
         self.strategy, self.engine, self.sampling, self.policy = strategy, engine, sampling, policy
         self.tokenizer, self.stop_strings = tokenizer, stop_strings
-        self.batch_size, self.num_samples_per_prompt, self.max_staleness = batch_size, num_samples_per_prompt, max_staleness
+        self.batch_size, self.num_samples_per_prompt, self.max_staleness = (
+            batch_size,
+            num_samples_per_prompt,
+            max_staleness,
+        )
         self.pipeline = Pipeline(cast(AheadEngine, engine)) if callable(getattr(engine, 'submit', None)) else None
         if max_staleness and self.pipeline is None:
             raise ValueError(
-                f'max_staleness={max_staleness} needs an engine that generates while the trainer learns, such as RemoteEngine; '
+                f'max_staleness={max_staleness} needs an engine that generates while the trainer learns, such as '
+                'RemoteEngine; '
                 f'{type(engine).__name__} does not'
             )
         self.prompts: PromptSet | None = None
@@ -146,10 +154,13 @@ class Collector:
                 self.engine.end()
 
     def decode(self, samples: list[Sample]) -> list[Sample]:
-        """Write the texts that reward functions and tables read. The ids stay the sampled ones; text is never tokenized again."""
+        """Write the texts that reward functions and tables read. The ids stay the sampled ones; text is never tokenized
+        again."""
         for sample in samples if self.tokenizer is not None else ():
             ids, stops = sample.response_ids, self.stop_strings
-            sample.response_text = self.tokenizer.decode(ids, skip_special_tokens=True) if stops is None else stops.text_of(ids.tolist())
+            sample.response_text = (
+                self.tokenizer.decode(ids, skip_special_tokens=True) if stops is None else stops.text_of(ids.tolist())
+            )
             if not sample.prompt_text:
                 sample.prompt_text = self.tokenizer.decode(sample.prompt_ids, skip_special_tokens=True)
         return samples
@@ -207,12 +218,19 @@ class Collector:
         self.prompts_drawn += n
         self.samples_drawn += n * k
         return Timestep(
-            first_prompt=first_prompt, first_sample=first_index, prompts=prompts, indices=indices, groups=groups, version=version
+            first_prompt=first_prompt,
+            first_sample=first_index,
+            prompts=prompts,
+            indices=indices,
+            groups=groups,
+            version=version,
         )
 
     def _rollout(self, version: int) -> list[Sample]:
         t = self._draw(version)
-        samples = self.engine.generate(t.prompts, self.sampling, seed=self.strategy.seed, indices=t.indices, groups=t.groups)
+        samples = self.engine.generate(
+            t.prompts, self.sampling, seed=self.strategy.seed, indices=t.indices, groups=t.groups
+        )
         for sample in samples:
             sample.version = t.version
         return self.decode(samples)
@@ -239,7 +257,8 @@ class Collector:
         timestep = self.pipeline.take()
         if version - timestep.version > self.max_staleness:
             raise RuntimeError(
-                f'samples of phase {timestep.version + 1} came to phase {version + 1}, with max_staleness={self.max_staleness}'
+                f'samples of phase {timestep.version + 1} came to phase {version + 1}, with '
+                f'max_staleness={self.max_staleness}'
             )
         assert timestep.samples is not None
         return self.decode(timestep.samples)
@@ -257,7 +276,8 @@ class Collector:
         self._recorded = ()
 
     def give_up(self, version: int) -> list[Timestep]:
-        """Forget a phase that was only partly collected, but for what older weights have generated: for `put_back`, in order."""
+        """Forget a phase that was only partly collected, but for what older weights have generated: for `put_back`, in
+        order."""
         return self.pipeline.give_up(version) if self.pipeline is not None else []
 
     def put_back(self, timesteps: SequenceOf[Timestep]) -> None:
@@ -269,13 +289,16 @@ class Collector:
             self.samples_drawn += self.batch_size * self.num_samples_per_prompt
 
     def _restore(self, sizes: SequenceOf[int], version: int) -> None:
-        """Take up what was in flight in a checkpoint, unless settings or data have changed: then those prompts are asked for again."""
+        """Take up what was in flight in a checkpoint, unless settings or data have changed: then those prompts are
+        asked for again."""
         records, self._recorded = self._recorded, ()
         if not records:
             return
         assert self.pipeline is not None
         due = [phase for phase, size in enumerate(sizes, version) for _ in range(size)]
-        fits = len(records) <= len(due) and self._recorded_from == as_json(self.fingerprint() | {'seed': self.strategy.seed})
+        fits = len(records) <= len(due) and self._recorded_from == as_json(
+            self.fingerprint() | {'seed': self.strategy.seed}
+        )
         fits = fits and all(at - r['version'] <= self.max_staleness for at, r in zip(due, records, strict=False))
         before = self.prompts_drawn, self.samples_drawn
         timesteps = [self._draw(version) for _ in records]
@@ -284,7 +307,10 @@ class Collector:
             return
         self.prompts_drawn, self.samples_drawn = before
         if self.strategy.is_rank_0:
-            told = f'{len(records)} timesteps in flight in the checkpoint do not fit this run; their prompts are asked for again'
+            told = (
+                f'{len(records)} timesteps in flight in the checkpoint do not fit this run; their prompts are asked '
+                'for again'
+            )
             warnings.warn(told, stacklevel=2)
 
     # ------------------------------------------------------------------ state
@@ -339,12 +365,13 @@ def replace_uninformative(
     apart: bool,
     tell: bool,
 ) -> tuple[list[Experience], dict[str, float]] | None:
-    """DAPO's dynamic sampling: `wanted` groups whose scores differ, drawing further prompts for the others (Yu et al. 2025, section 3.2).
+    """DAPO's dynamic sampling: `wanted` groups whose scores differ, drawing further prompts for the others (Yu et al.
+    2025, section 3.2).
 
     Args:
         rounds: most further rounds.
-        more: draws and scores so many timesteps of `batch_size` prompts; None when a stop was asked for on the way. Then None is
-            returned, since a phase of fewer groups would not be the one that an undisturbed run has.
+        more: draws and scores so many timesteps of `batch_size` prompts; None when a stop was asked for on the way.
+            Then None is returned, since a phase of fewer groups would not be the one that an undisturbed run has.
         apart: see `informative_groups`.
         tell: warn when too few are found; one rank does.
 
@@ -363,7 +390,8 @@ def replace_uninformative(
         kept += informative_groups(further, apart=apart)
     if not kept:
         raise NothingToLearn(
-            f'dynamic sampling: after {done} further round{"s" * (done != 1)} all {drawn} groups have equal scores within; the '
+            f'dynamic sampling: after {done} further round{"s" * (done != 1)} all {drawn} groups have equal scores '
+            'within; the '
             'task is too easy or too hard for this policy, or num_samples_per_prompt too small'
         )
     if len(kept) < wanted and tell:

@@ -1,8 +1,8 @@
 """Settings of the trainers as validated dataclasses.
 
-Every keyword argument of a trainer is a field here. An unknown keyword is a ValueError that lists the nearest known ones. Each number is
-checked against its range when an object is made (`ranges`), and `validate` checks all settings together, before any weight is loaded. Left
-out: paths and models, which are arguments of their own.
+Every keyword argument of a trainer is a field here. An unknown keyword is a ValueError that lists the nearest known
+ones. Each number is checked against its range when an object is made (`ranges`), and `validate` checks all settings
+together, before any weight is loaded. Left out: paths and models, which are arguments of their own.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class Settings:
             if name not in settings and name not in generation:
                 raise ValueError(f'{owner} got an unknown keyword {name!r}{hint(name, [*settings, *generation])}')
         own = {k: v for k, v in kwargs.items() if k in settings}
-        return replace(config, **own) if config is not None else cls(**own), {k: v for k, v in kwargs.items() if k not in settings}
+        return replace(config, **own) if config is not None else cls(**own), {
+            k: v for k, v in kwargs.items() if k not in settings
+        }
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -96,7 +98,9 @@ def check_cut(name: str, value: int, world_size: int) -> None:
     if value % world_size:
         lower = value // world_size * world_size
         near = f'{lower} or {lower + world_size}' if lower else str(world_size)
-        raise ValueError(f'{name}={value} cannot be split over {world_size} ranks; use a multiple of {world_size}, such as {near}')
+        raise ValueError(
+            f'{name}={value} cannot be split over {world_size} ranks; use a multiple of {world_size}, such as {near}'
+        )
 
 
 @dataclass(kw_only=True)
@@ -106,7 +110,8 @@ class LearningSettings(Settings):
     max_tokens_per_batch: int | None = None
     """padded tokens of one forward on one rank; None puts a rank's share of a train batch into one forward"""
     packing: bool = True
-    """forwards leave padding out where the model can (`chatgpt.nn.packing`); False runs every row of a batch at full width"""
+    """forwards leave padding out where the model can (`chatgpt.nn.packing`); False runs every row of a batch at full
+    width"""
     max_grad_norm: float | None = 1.0
     """clip the global gradient norm of each model to this; None only measures it"""
     lr_schedule: Schedule = 'constant'
@@ -125,7 +130,8 @@ class LearningSettings(Settings):
 class PPOConfig(LearningSettings):
     """Every setting of `PPOTrainer`.
 
-    Sources: [Z] Ziegler et al. 2019, [S] Stiennon et al. 2020, [T] arXiv 2403.17031, [37] "The 37 implementation details of PPO".
+    Sources: [Z] Ziegler et al. 2019, [S] Stiennon et al. 2020, [T] arXiv 2403.17031, [37] "The 37 implementation
+    details of PPO".
     """
 
     # collect
@@ -142,13 +148,13 @@ class PPOConfig(LearningSettings):
     sample_replay_buffer: bool = False
     """each epoch takes one random train batch instead of a pass over the buffer"""
     recompute_logprobs: Literal['auto', True, False] = 'auto'
-    """take the old log-probs from a forward pass instead of the decode; 'auto' does so unless computing in fp32, where both agree, and
-    always with `tis_cap`, which compares the two, and with vLLM, which rounds otherwise"""
+    """take the old log-probs from a forward pass instead of the decode; 'auto' does so unless computing in fp32, where
+    both agree, and always with `tis_cap`, which compares the two, and with vLLM, which rounds otherwise"""
     score_timeout_s: float | None = None
     """a reward function that takes longer stops the run; None waits"""
     max_staleness: int = 0
-    """learning phases that the weights behind a sample may be old: while the trainer learns, an engine with workers of its own generates
-    for so many phases ahead. 0 waits for samples of the newest weights; more needs `tis_cap`"""
+    """learning phases that the weights behind a sample may be old: while the trainer learns, an engine with workers of
+    its own generates for so many phases ahead. 0 waits for samples of the newest weights; more needs `tis_cap`"""
     ratio_check: bool = True
     """warn when the first micro-batch after a rollout does not have ratio 1"""
 
@@ -158,12 +164,13 @@ class PPOConfig(LearningSettings):
     kl_kind: KLKind = 'k1'
     """estimator in the reward; 'full' sums over the vocabulary and holds (N, V) logits of a micro-batch"""
     kl_in: Literal['reward', 'loss'] = 'reward'
-    """where the KL to the initial model is paid: in each token's reward [Z], or as a term of the loss (GRPO, Shao et al. 2024)"""
+    """where the KL to the initial model is paid: in each token's reward [Z], or as a term of the loss (GRPO, Shao et
+    al. 2024)"""
     kl_loss_kind: KLLossKind = 'k3'
     """estimator in the loss; k3 is GRPO's. The gradient of k1 is 0 in expectation, so it only adds noise"""
     kl_importance: bool = False
-    """multiply the KL in the loss by each token's ratio to the policy that collected, which makes it unbiased once the policy has moved
-    (DeepSeek-V3.2); False takes it as it is, as GRPO does"""
+    """multiply the KL in the loss by each token's ratio to the policy that collected, which makes it unbiased once the
+    policy has moved (DeepSeek-V3.2); False takes it as it is, as GRPO does"""
     kl_target: float | None = None
     """adapt kl_coef towards this mean KL per response, in nats [Z]; None keeps it fixed"""
     kl_horizon: float = 10000.0
@@ -175,7 +182,8 @@ class PPOConfig(LearningSettings):
     missing_eos_score: float | None = None
     """score of a response that did not end (−1 in [T]); None leaves its score alone"""
     overlong_buffer: int | None = None
-    """the last so many tokens before max_new_tokens or max_length cost up to 1, linearly (DAPO, Yu et al. 2025, equation 13)"""
+    """the last so many tokens before max_new_tokens or max_length cost up to 1, linearly (DAPO, Yu et al. 2025,
+    equation 13)"""
     overlong_filter: bool = False
     """responses that ran out of room are left out of the loss (DAPO, section 3.4)"""
     token_penalty: float = 0.0
@@ -185,32 +193,35 @@ class PPOConfig(LearningSettings):
 
     # advantages
     advantage_estimator: str = field(default='gae', metadata={'choices': ESTIMATORS})
-    """how advantages follow from rewards (docs/algorithms); module:name is an `Estimator` of your own (docs/extend/algorithm.md)"""
+    """how advantages follow from rewards (docs/algorithms); module:name is an `Estimator` of your own
+    (docs/extend/algorithm.md)"""
     dynamic_sampling_rounds: int = 0
-    """DAPO's dynamic sampling: groups whose scores are all equal teach nothing and are replaced by newly drawn ones, in at most so many
-    further rounds; 0 keeps every group"""
+    """DAPO's dynamic sampling: groups whose scores are all equal teach nothing and are replaced by newly drawn ones, in
+    at most so many further rounds; 0 keeps every group"""
     gamma: float = 1.0
     lam: float = 0.95
     """λ of GAE (Schulman et al. 2016)"""
     whiten_advantages: bool | None = None
-    """whiten advantages over all tokens of a learning phase; None does so for all but grpo, dr_grpo and rloo. With gdpo it is its last
-    step, over responses"""
+    """whiten advantages over all tokens of a learning phase; None does so for all but grpo, dr_grpo and rloo. With gdpo
+    it is its last step, over responses"""
 
     # learn
     policy_loss: str = field(default='ppo', metadata={'choices': POLICY_LOSSES})
-    """'ppo' clips each token's ratio, 'gspo' one ratio per sequence (Zheng et al. 2025), 'cispo' the weight of −A log π from above
-    (MiniMax-M1, arXiv 2506.13585), 'reinforce' is −A log π without a ratio; module:name is a `PolicyLoss` of your own"""
+    """'ppo' clips each token's ratio, 'gspo' one ratio per sequence (Zheng et al. 2025), 'cispo' the weight of −A log π
+    from above (MiniMax-M1, arXiv 2506.13585), 'reinforce' is −A log π without a ratio; module:name is a `PolicyLoss` of
+    your own"""
     loss_aggregation: Aggregation | None = None
-    """'token' is a mean over all tokens of a train batch, 'sequence' a mean over sequences of their means, 'sequence_sum' divides by
-    sequences x max_new_tokens; None takes each paper's: 'sequence' for gspo, 'token' for cispo, else 'sequence' for grpo and gdpo,
-    'sequence_sum' for dr_grpo and 'token' for the rest"""
+    """'token' is a mean over all tokens of a train batch, 'sequence' a mean over sequences of their means,
+    'sequence_sum' divides by sequences x max_new_tokens; None takes each paper's: 'sequence' for gspo, 'token' for
+    cispo, else 'sequence' for grpo and gdpo, 'sequence_sum' for dr_grpo and 'token' for the rest"""
     tis_cap: float | None = None
-    """weight each token by min(π_old / π_engine, cap), for engines whose log-probs differ from the trainer's (Yao et al. 2025), or whose
-    weights are older (`max_staleness`)"""
+    """weight each token by min(π_old / π_engine, cap), for engines whose log-probs differ from the trainer's (Yao et
+    al. 2025), or whose weights are older (`max_staleness`)"""
     dual_clip: float | None = None
     """bound of the loss of a negative advantage, in multiples of it, above 1 (Ye et al. 2020)"""
     nlpo_top_p: float | None = None
-    """NLPO: draw from and learn the policy restricted to what a mask policy holds likely (Ramamurthy et al. 2022, who have 0.9)"""
+    """NLPO: draw from and learn the policy restricted to what a mask policy holds likely (Ramamurthy et al. 2022, who
+    have 0.9)"""
     nlpo_update_interval: int = 1
     """learning phases after which the mask policy takes over the policy's weights"""
     train_batch_size: int = 8
@@ -224,7 +235,8 @@ class PPOConfig(LearningSettings):
     value_clip: float | None = 0.4
     """new values are clipped to old ± this; None does not clip"""
     value_coef: float = 0.1
-    """weight of the value loss where actor and critic share a trunk ([T] has 0.1); separate critics have their own optimizer"""
+    """weight of the value loss where actor and critic share a trunk ([T] has 0.1); separate critics have their own
+    optimizer"""
     entropy_coef: float = 0.0
     """weight of the entropy bonus"""
     ptx_coef: float = 0.0
@@ -232,7 +244,8 @@ class PPOConfig(LearningSettings):
     ratio_threshold: float | None = 10.0
     """a train batch whose mean ratio exceeds this is skipped (TRL); None never skips"""
     target_kl: float | None = None
-    """leave the epochs of a phase when the approximate KL of a train batch exceeds 1.5 times this (TRL early_stopping)"""
+    """leave the epochs of a phase when the approximate KL of a train batch exceeds 1.5 times this (TRL
+    early_stopping)"""
 
     @property
     def estimator(self) -> Estimator:
@@ -254,10 +267,13 @@ class PPOConfig(LearningSettings):
         policy_loss = POLICY_LOSSES.find(self.policy_loss)
         if policy_loss.per_sequence and self.aggregation != 'sequence':
             raise ValueError(
-                f'policy_loss={self.policy_loss!r} has one ratio per sequence: loss_aggregation={self.loss_aggregation!r} does not fit it'
+                f'policy_loss={self.policy_loss!r} has one ratio per sequence: '
+                f'loss_aggregation={self.loss_aggregation!r} does not fit it'
             )
         if policy_loss.clip == 'none' and (self.dual_clip is not None or self.eps_clip_high is not None):
-            raise ValueError(f'policy_loss={self.policy_loss!r} has no ratio to clip: leave dual_clip and eps_clip_high out')
+            raise ValueError(
+                f'policy_loss={self.policy_loss!r} has no ratio to clip: leave dual_clip and eps_clip_high out'
+            )
         if policy_loss.clip == 'upper' and self.dual_clip is not None:
             raise ValueError(f'policy_loss={self.policy_loss!r} has no clipped surrogate to bound: leave dual_clip out')
         if self.kl_in == 'loss' and self.kl_kind == 'full':
@@ -268,7 +284,8 @@ class PPOConfig(LearningSettings):
             raise ValueError("kl_importance weighs the KL in the loss: it needs kl_in='loss'")
         if self.dynamic_sampling_rounds and not self.estimator.needs_groups:
             raise ValueError(
-                f'dynamic_sampling_rounds compares the scores of a group; advantage_estimator={self.advantage_estimator!r} has none, '
+                'dynamic_sampling_rounds compares the scores of a group; '
+                f'advantage_estimator={self.advantage_estimator!r} has none, '
                 f'use one of {", ".join(name for name, entry in ESTIMATORS.items() if entry.needs_groups)}'
             )
         if self.nlpo_top_p is not None and self.recompute_logprobs is True:
@@ -283,7 +300,8 @@ class PPOConfig(LearningSettings):
             )
         if self.max_staleness and self.tis_cap is None:
             raise ValueError(
-                f'max_staleness={self.max_staleness} learns from samples of older weights, which tis_cap weighs: give it (2.0, for example)'
+                f'max_staleness={self.max_staleness} learns from samples of older weights, which tis_cap weighs: give '
+                'it (2.0, for example)'
             )
         if self.overlong_filter and self.missing_eos_score is not None:
             raise ValueError(
@@ -294,16 +312,24 @@ class PPOConfig(LearningSettings):
         """What acts on the sum of the rewards, which such an estimator never forms."""
         if self.kl_in == 'reward' and self.kl_coef:
             raise ValueError(
-                f'advantage_estimator={self.advantage_estimator!r} has no sum of rewards that a KL could be taken from: set '
+                f'advantage_estimator={self.advantage_estimator!r} has no sum of rewards that a KL could be taken '
+                'from: set '
                 "kl_in='loss', or kl_coef=0"
             )
-        neutral = {'score_scaling': 'none', 'score_clip': None, 'missing_eos_score': None, 'overlong_buffer': None, 'token_penalty': 0.0,
-                   'whiten_rewards': False}  # fmt: skip
+        neutral = {
+            'score_scaling': 'none',
+            'score_clip': None,
+            'missing_eos_score': None,
+            'overlong_buffer': None,
+            'token_penalty': 0.0,
+            'whiten_rewards': False,
+        }
         for name, value in neutral.items():
             if getattr(self, name) != value:
                 raise ValueError(
                     f'{name}={getattr(self, name)!r} acts on the sum of the rewards, which '
-                    f'advantage_estimator={self.advantage_estimator!r} never forms: leave it out, or make it a reward of the list'
+                    f'advantage_estimator={self.advantage_estimator!r} never forms: leave it out, or make it a reward '
+                    'of the list'
                 )
 
     def validate(self, world_size: int = 1) -> None:

@@ -1,18 +1,22 @@
-"""What is kept of a run that an exception ends: a checkpoint wherever the weights are whole, and one line that says where it is.
+"""What is kept of a run that an exception ends: a checkpoint wherever the weights are whole, and one line that says
+where it is.
 
 Weights move only inside optimizer steps. So there are four cases:
 
-- *Since the last phase no optimizer has stepped* (a reward function raised, the first loss was not finite): the counters go back to
-  that phase, and its checkpoint is the one that an undisturbed run would have written. A resume continues it bit for bit.
-- *Some have, and the trainer's counters can tell which* (supervised training, whose data position counts batches): the same, from the
-  last finished step.
-- *Some have, in the middle of a phase of collected experience*, which no checkpoint holds: the counters go back to the last phase, the
-  weights stay as they are, and the checkpoint is `checkpoints/cut-short`. A resume collects that phase anew with them, so that nothing is
-  lost, but it is not the undisturbed run. The newest checkpoint of a whole phase stays beside it, and `--resume auto` prefers that.
+- *Since the last phase no optimizer has stepped* (a reward function raised, the first loss was not finite): the
+  counters go back to that phase, and its checkpoint is the one that an undisturbed run would have written. A resume
+  continues it bit for bit.
+- *Some have, and the trainer's counters can tell which* (supervised training, whose data position counts batches): the
+  same, from the last finished step.
+- *Some have, in the middle of a phase of collected experience*, which no checkpoint holds: the counters go back to the
+  last phase, the weights stay as they are, and the checkpoint is `checkpoints/cut-short`. A resume collects that phase
+  anew with them, so that nothing is lost, but it is not the undisturbed run. The newest checkpoint of a whole phase
+  stays beside it, and `--resume auto` prefers that.
 - *The exception came from inside a step*, or the ranks differ: nothing is written.
 
-On several ranks saving is a collective. It is done only where all ranks fail at the same place (`Strategy.fails_together`), as they do
-for a reward function or a loss that is not finite; when one rank fails alone the earlier checkpoint is named.
+On several ranks saving is a collective. It is done only where all ranks fail at the same place
+(`Strategy.fails_together`), as they do for a reward function or a loss that is not finite; when one rank fails alone
+the earlier checkpoint is named.
 """
 
 from __future__ import annotations
@@ -51,7 +55,10 @@ def _keep(trainer: TrainerView, steps: Steps, root: Path, error: BaseException) 
     if trainer.phase == 0 and steps.done == 0 and not steps.within:
         return ''  # nothing has been learned
     if not trainer.strategy.fails_together(f'phase {trainer.phase}, {steps.done} steps'):
-        told = f'saving takes all ranks, and they did not all fail here with rank {trainer.strategy.rank}: nothing was saved'
+        told = (
+            f'saving takes all ranks, and they did not all fail here with rank {trainer.strategy.rank}: nothing was '
+            'saved'
+        )
         return f'{told}; {_standing(root)}'
     if steps.within or isinstance(error, RankMismatchError):
         why = 'the ranks differ' if isinstance(error, RankMismatchError) else 'some weights had moved and others not'
@@ -65,8 +72,13 @@ def _keep(trainer: TrainerView, steps: Steps, root: Path, error: BaseException) 
     if exact:
         return f'the state after phase {trainer.phase} is kept in {path}: continue with {resume_words(path)}'
     whole = latest(root)
-    rest = f'; the last whole phase is in {whole}, which {resume_words(whole)} takes' if whole not in (None, path) else ''
-    return f'the weights after its last optimizer step are kept in {path}: continue with --resume {path}, which collects it anew{rest}'
+    rest = (
+        f'; the last whole phase is in {whole}, which {resume_words(whole)} takes' if whole not in (None, path) else ''
+    )
+    return (
+        f'the weights after its last optimizer step are kept in {path}: continue with --resume {path}, which collects '
+        f'it anew{rest}'
+    )
 
 
 def resume_words(path: Path) -> str:
@@ -76,4 +88,8 @@ def resume_words(path: Path) -> str:
 
 def _standing(root: Path) -> str:
     newest = latest(root)
-    return f'the newest checkpoint is {newest}: continue with {resume_words(newest)}' if newest else 'there is no checkpoint of this run'
+    return (
+        f'the newest checkpoint is {newest}: continue with {resume_words(newest)}'
+        if newest
+        else 'there is no checkpoint of this run'
+    )

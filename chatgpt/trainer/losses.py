@@ -1,7 +1,8 @@
-"""The losses of PPO's models over one micro-batch: `loss(model, batch) -> (total, metrics)`, with what they read in the batch's columns.
+"""The losses of PPO's models over one micro-batch: `loss(model, batch) -> (total, metrics)`, with what they read in the
+batch's columns.
 
-A total is this rank's share of a sum: divided by what counts in the whole train batch, all ranks and micro-batches together
-(`Batch.totals`), never by what happens to lie in this micro-batch.
+A total is this rank's share of a sum: divided by what counts in the whole train batch, all ranks and micro-batches
+together (`Batch.totals`), never by what happens to lie in this micro-batch.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ COLUMNS = ('old_logprobs', 'logprobs', 'ref_logprobs', 'advantages', 'values', '
 """fields of `Experience` that the losses below read, each (N,)"""
 
 
-def experience_totals(records: SequenceOf[Experience], config: PPOConfig, max_new_tokens: int | None) -> dict[str, float]:
+def experience_totals(
+    records: SequenceOf[Experience], config: PPOConfig, max_new_tokens: int | None
+) -> dict[str, float]:
     """What the losses of a train batch divide by. `max_new_tokens` is the constant length of Dr. GRPO."""
     masks = [r.response_mask for r in records]
     tokens = max(sum(int(m.sum()) for m in masks), 1)
@@ -78,7 +81,9 @@ class ActorLoss:
         old, high, entry = columns['old_logprobs'], clip_high(c), POLICY_LOSSES.find(c.policy_loss)
         tokens, divisor = batch.totals['tokens'], batch.totals['policy']
         metrics: dict[str, Mean | Highest | Lowest] = {}
-        losses = entry.fn(PolicyInputs(logprobs, old, columns['advantages'], mask, batch.action_rows, batch.num_sequences), c)
+        losses = entry.fn(
+            PolicyInputs(logprobs, old, columns['advantages'], mask, batch.action_rows, batch.num_sequences), c
+        )
         if c.tis_cap is not None:
             weights = truncated_importance_weights(old, columns['logprobs'], c.tis_cap)
             losses = losses * weights
@@ -132,8 +137,9 @@ class ValueLoss:
         count = mask.sum()
         with torch.no_grad():
             metrics: dict[str, Mean | Highest | Lowest] = {
-                'value_loss': Mean(loss, count), 'value_mean': Mean(masked_sum(values, mask), count)
-            }  # fmt: skip
+                'value_loss': Mean(loss, count),
+                'value_mean': Mean(masked_sum(values, mask), count),
+            }
             if clip is not None:
                 metrics['value_clip_fraction'] = Mean(masked_sum(((values - old).abs() > clip).float(), mask), count)
         return loss / batch.totals['tokens'], metrics

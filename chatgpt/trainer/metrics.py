@@ -1,4 +1,5 @@
-"""Numbers of a learning phase: what a loss gives, how it adds up over micro-batches, ranks and train batches, and numbers about rollouts.
+"""Numbers of a learning phase: what a loss gives, how it adds up over micro-batches, ranks and train batches, and
+numbers about rollouts.
 
 docs/metrics.md gives the formula of each. Left out: where they are logged (`callbacks`).
 """
@@ -43,7 +44,8 @@ Metrics = Mapping[str, Mean | Highest | Lowest]
 
 
 class BatchStats:
-    """Adds the metrics of micro-batches up. Tensors stay on the device until `reduced`, which is the one place that waits for it."""
+    """Adds the metrics of micro-batches up. Tensors stay on the device until `reduced`, which is the one place that
+    waits for it."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Tensor, Tensor]] = {}
@@ -115,7 +117,8 @@ def _spread(values: Tensor) -> float:
 def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float, *, in_reward: bool = True) -> dict[str, float]:
     """`rollout/...`: scores, KL to the initial model, lengths. The list must not be empty.
 
-    Without `in_reward` the KL is paid in the loss and no part of the reward. A response without a token that counts has no KL.
+    Without `in_reward` the KL is paid in the loss and no part of the reward. A response without a token that counts has
+    no KL.
     """
     scores = torch.tensor([e.score for e in experiences], dtype=torch.float64)
     lengths = torch.tensor([e.num_actions for e in experiences], dtype=torch.float64)
@@ -152,7 +155,8 @@ def scaling_metrics(shaper: ScoreShaper) -> dict[str, float]:
 
 
 def value_metrics(experiences: SequenceOf[Experience]) -> dict[str, float]:
-    """`ppo/...` numbers that belong to the whole phase and not to an update: returns, advantages, explained variance."""
+    """`ppo/...` numbers that belong to the whole phase and not to an update: returns, advantages, explained
+    variance."""
     mask = torch.cat([e.response_mask for e in experiences])
     if not mask.any():
         return {}
@@ -174,7 +178,9 @@ def first_batch_metrics(metrics: dict[str, float]) -> dict[str, float]:
     return {'first_ratio_error': error, 'first_approx_kl': metrics['approx_kl']}
 
 
-def performance_metrics(experiences: SequenceOf[Experience], seconds: dict[str, float], max_epochs: int) -> dict[str, float]:
+def performance_metrics(
+    experiences: SequenceOf[Experience], seconds: dict[str, float], max_epochs: int
+) -> dict[str, float]:
     """`perf/...`: seconds of each part, as given, and tokens per second, all ranks together."""
     new_tokens = sum(e.num_actions for e in experiences)
     tokens = sum(e.num_tokens for e in experiences)

@@ -1,7 +1,8 @@
 """What generates and learns: the actor, or under NLPO the actor restricted by a slower copy of it.
 
-`PPOTrainer` asks a `Policy` for the model that an engine generates with, for the forward that is learned, and tells it when a phase
-has ended. NLPO (Ramamurthy et al. 2022, algorithm 1) is the one other kind; its maths are in `chatgpt.nn.nlpo`.
+`PPOTrainer` asks a `Policy` for the model that an engine generates with, for the forward that is learned, and tells it
+when a phase has ended. NLPO (Ramamurthy et al. 2022, algorithm 1) is the one other kind; its maths are in
+`chatgpt.nn.nlpo`.
 """
 
 from __future__ import annotations
@@ -62,21 +63,32 @@ class NLPOPolicy(Policy):
     """
 
     def __init__(
-        self, strategy: Strategy, actor: nn.Module, temperature: float, *, mask_model: nn.Module, top_p: float, interval: int, engine: Any
+        self,
+        strategy: Strategy,
+        actor: nn.Module,
+        temperature: float,
+        *,
+        mask_model: nn.Module,
+        top_p: float,
+        interval: int,
+        engine: Any,
     ) -> None:
         super().__init__(strategy, actor, temperature)
         self.mask_model, self.top_p, self.interval = mask_model, top_p, interval
         if engine is not None and not isinstance(engine, LocalEngine):
             raise ValueError(
-                f'NLPO draws from two models at once, which only LocalEngine does: {type(engine).__name__} would ignore the mask'
+                f'NLPO draws from two models at once, which only LocalEngine does: {type(engine).__name__} would '
+                'ignore the mask'
             )
         if strategy.dtype != torch.float32:
             raise ValueError(
-                'NLPO takes the old log-probs from the decode, which agree with the trainer in fp32 only: use precision=fp32'
+                'NLPO takes the old log-probs from the decode, which agree with the trainer in fp32 only: use '
+                'precision=fp32'
             )
         if not strategy.weights_in_place:
             raise ValueError(
-                f'NLPO does not run under {type(strategy).__name__}, whose weights cannot be copied between models; use ddp or fsdp'
+                f'NLPO does not run under {type(strategy).__name__}, whose weights cannot be copied between models; '
+                'use ddp or fsdp'
             )
         if has_reference(strategy.unwrap(actor)):
             raise ValueError('NLPO copies the actor as a whole: use an actor without LoRA and num_layers_unfrozen')
@@ -97,7 +109,11 @@ class NLPOPolicy(Policy):
         """Copy the actor's weights, on whatever part of them this rank holds."""
         if phase % self.interval:
             return
-        pairs = zip(self.strategy.unwrap(self.mask_model).parameters(), self.strategy.unwrap(self.actor).parameters(), strict=True)
+        pairs = zip(
+            self.strategy.unwrap(self.mask_model).parameters(),
+            self.strategy.unwrap(self.actor).parameters(),
+            strict=True,
+        )
         for mine, given in pairs:
             target, source = (t.to_local() if hasattr(t, 'to_local') else t for t in (mine, given))
             target.copy_(source)

@@ -1,7 +1,8 @@
-"""Trainers that only learn: passes over a fixed list of records. What is learned is an `Objective`, one for each method.
+"""Trainers that only learn: passes over a fixed list of records. What is learned is an `Objective`, one for each
+method.
 
-Order, split over ranks, micro-batches, schedules, logging, evaluation, stopping and resuming are here, once. One logged phase is
-`log_interval` optimizer steps. Left out: the methods themselves (`chatgpt.trainer.objectives`).
+Order, split over ranks, micro-batches, schedules, logging, evaluation, stopping and resuming are here, once. One logged
+phase is `log_interval` optimizer steps. Left out: the methods themselves (`chatgpt.trainer.objectives`).
 """
 
 from __future__ import annotations
@@ -59,12 +60,15 @@ class Objective(ABC):
             ValueError: data of another kind.
         """
 
-    def accept(self, train_data: SequenceOf[Any], eval_data: SequenceOf[Any] | None) -> tuple[list[Any], list[Any] | None]:
+    def accept(
+        self, train_data: SequenceOf[Any], eval_data: SequenceOf[Any] | None
+    ) -> tuple[list[Any], list[Any] | None]:
         """The records to train and to evaluate on."""
         return self.records(train_data), self.records(eval_data) if eval_data else None
 
     def prepare(self, records: list[Any]) -> None:
-        """Before the first step, and before an evaluation: what is computed once for each record. The same list on every rank."""
+        """Before the first step, and before an evaluation: what is computed once for each record. The same list on
+        every rank."""
 
     def sequences(self, record: Any) -> list[Sequence]:
         """What of a record goes through one forward together."""
@@ -99,7 +103,9 @@ class Objective(ABC):
 
     def batch(self, records: list[Any], totals: Mapping[str, float], *, packing: bool = True) -> Batch:
         sequences = [s for record in records for s in self.sequences(record)]
-        return collate(sequences, columns=self.columns(records), totals=totals, pack=packing, num_dummies=self.num_dummies)
+        return collate(
+            sequences, columns=self.columns(records), totals=totals, pack=packing, num_dummies=self.num_dummies
+        )
 
 
 def merged(cls: type[C], config: C | None, settings: Mapping[str, Any]) -> C:
@@ -113,7 +119,8 @@ class OfflineTrainer(Trainer):
     Args:
         strategy, model, optim: as prepared.
         objective: what is learned.
-        train_data, eval_data: what the objective takes, the same lists on every rank. `train_data` is None where the trainer makes it.
+        train_data, eval_data: what the objective takes, the same lists on every rank. `train_data` is None where the
+            trainer makes it.
         config: see `SupervisedConfig`.
         callbacks, tokenizer, run_dir: see `Trainer`.
     """
@@ -139,7 +146,9 @@ class OfflineTrainer(Trainer):
         if train_data is not None and not train:
             raise ValueError(f'{type(self).__name__} got no training data')
         name = objective.model_name
-        super().__init__(strategy, config, {name: model}, {name: optim}, callbacks=callbacks, tokenizer=tokenizer, run_dir=run_dir)
+        super().__init__(
+            strategy, config, {name: model}, {name: optim}, callbacks=callbacks, tokenizer=tokenizer, run_dir=run_dir
+        )
         self.model, self.optim, self.objective = model, optim, objective
         self.train_data: SequenceOf[Any] = train
         self.eval_data: SequenceOf[Any] | None = held_out
@@ -165,13 +174,19 @@ class OfflineTrainer(Trainer):
         return super().fingerprint() | {'num_records': len(self.train_data)}
 
     def put_back(self) -> bool:
-        """`batches_done` follows every optimizer step, so a run goes on from any. A phase that only lacked its report counts as done."""
-        if self._clean is not None and self.steps.done != self._clean[1] and self.batches_done % self.config.log_interval == 0:
+        """`batches_done` follows every optimizer step, so a run goes on from any. A phase that only lacked its report
+        counts as done."""
+        if (
+            self._clean is not None
+            and self.steps.done != self._clean[1]
+            and self.batches_done % self.config.log_interval == 0
+        ):
             self.phase += 1
         return True
 
     def fit(self) -> None:
-        """Run `max_epochs` passes. After `load_checkpoint` it goes on where it was; a second call adds as many again."""
+        """Run `max_epochs` passes. After `load_checkpoint` it goes on where it was; a second call adds as many
+        again."""
         c = self.config
         for data in (self.train_data, self.eval_data or []):
             self.objective.prepare(list(data))
@@ -187,12 +202,20 @@ class OfflineTrainer(Trainer):
         self.total_updates = self.fit_updates + total
         with self.running(num_phases=self.phase + -(-total // c.log_interval) - self.batches_done // c.log_interval):
             while self.batches_done < total and not self.stop_agreed():
-                rest = c.log_interval - self.batches_done % c.log_interval  # a phase that an exception cut short is ended first
+                rest = (
+                    c.log_interval - self.batches_done % c.log_interval
+                )  # a phase that an exception cut short is ended first
                 self.learn_phase(min(rest, total - self.batches_done), per_epoch, total)
 
     def learn_phase(self, num_batches: int, per_epoch: int, total: int) -> None:
         """`num_batches` optimizer steps, evaluated where an epoch or the run (of `total` steps) ends, and logged."""
-        c, name, prefix, phase, tokens = self.config, self.objective.model_name, self.objective.prefix, PhaseMetrics(), 0
+        c, name, prefix, phase, tokens = (
+            self.config,
+            self.objective.model_name,
+            self.objective.prefix,
+            PhaseMetrics(),
+            0,
+        )
         self._training_mode()
         with self.clock.measure('learn'):
             for _ in range(num_batches):
@@ -246,7 +269,8 @@ class OfflineTrainer(Trainer):
         return Work(records, [learner], make_batch, self.objective.num_tokens)
 
     def _training_mode(self) -> None:
-        """Dropout as the model's config says, or off. It draws from torch's generator, so that is seeded per optimizer step and rank."""
+        """Dropout as the model's config says, or off. It draws from torch's generator, so that is seeded per optimizer
+        step and rank."""
         bare = self.strategy.unwrap(self.model)
         if self.objective.uses_dropout:
             bare.train()
@@ -255,14 +279,17 @@ class OfflineTrainer(Trainer):
 
     @torch.no_grad()
     def evaluate(self, data: SequenceOf[Any]) -> dict[str, float]:
-        """Means over anything that the objective takes, the same list on every rank: what its loss measures, and what derives from it."""
+        """Means over anything that the objective takes, the same list on every rank: what its loss measures, and what
+        derives from it."""
         objective, records = self.objective, self.objective.records(data)
         objective.prepare(records)
         bare = self.strategy.unwrap(self.model)
         was_training = bare.training
         bare.eval()
         totals, stats = objective.totals(records), BatchStats()
-        cuts = cuts_of_share(self.strategy, [*map(objective.num_tokens, records)], self.config.max_tokens_per_batch or SWEEP_TOKENS)
+        cuts = cuts_of_share(
+            self.strategy, [*map(objective.num_tokens, records)], self.config.max_tokens_per_batch or SWEEP_TOKENS
+        )
 
         def make_batch(positions: list[int]) -> Batch:
             return objective.batch([records[i] for i in positions], totals, packing=self.config.packing)

@@ -1,4 +1,5 @@
-"""Orders and seeds as functions of counters, so that a resume needs counters and no generator's state. Left out: sampling of tokens."""
+"""Orders and seeds as functions of counters, so that a resume needs counters and no generator's state. Left out:
+sampling of tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import torch
 
 
 def seed_for(*key: int) -> int:
-    """A 63-bit seed from a tuple of integers, such as (seed, phase, epoch); near keys give unrelated seeds (splitmix64)."""
+    """A 63-bit seed from a tuple of integers, such as (seed, phase, epoch); near keys give unrelated seeds
+    (splitmix64)."""
     word = 0xFFFFFFFFFFFFFFFF
     state = 0x9E3779B97F4A7C15
     for part in key:
@@ -29,8 +31,11 @@ def permutation(num_items: int, *key: int) -> list[int]:
     return torch.randperm(num_items, generator=generator_for(*key)).tolist()
 
 
-def train_batches(num_items: int, batch_size: int, *, key: tuple[int, ...], shuffle: bool = True) -> Iterator[list[int]]:
-    """Positions of each global train batch of one epoch; the last may be short. The order is a function of `key` alone."""
+def train_batches(
+    num_items: int, batch_size: int, *, key: tuple[int, ...], shuffle: bool = True
+) -> Iterator[list[int]]:
+    """Positions of each global train batch of one epoch; the last may be short. The order is a function of `key`
+    alone."""
     order = permutation(num_items, *key) if shuffle else list(range(num_items))
     for start in range(0, num_items, batch_size):
         yield order[start : start + batch_size]

@@ -1,10 +1,12 @@
-"""Timesteps that were asked of a rollout engine and not learned from yet: a queue, and what a checkpoint needs to know of it.
+"""Timesteps that were asked of a rollout engine and not learned from yet: a queue, and what a checkpoint needs to know
+of it.
 
     phase v:  ask ─▶ [v .. v + n] are now in flight, the newest with this phase's weights    (n = `max_staleness`)
               take ◀─ the oldest, for this phase; the others go on while the trainer scores and learns
 
-So a sample is at most n phases older than the weights it teaches, and never more than n + 1 phases' timesteps are in flight. The
-order is that of the prompts, so which weights draw which sample follows from the settings alone. Left out: the engine, and scoring.
+So a sample is at most n phases older than the weights it teaches, and never more than n + 1 phases' timesteps are in
+flight. The order is that of the prompts, so which weights draw which sample follows from the settings alone. Left out:
+the engine, and scoring.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ class Pipeline:
         return timestep.samples
 
     def give_up(self, phase: int) -> list[Timestep]:
-        """End a phase that is not to be learned from: its timesteps, taken or not, that were asked of older weights than its own.
+        """End a phase that is not to be learned from: its timesteps, taken or not, that were asked of older weights
+        than its own.
 
         The others are forgotten, for the same weights will generate them again.
         """
@@ -101,8 +104,11 @@ class Pipeline:
         return records
 
 
-def restored(records: SequenceOf[Mapping[str, Any]], timesteps: SequenceOf[Timestep], rank: int, world_size: int) -> bool:
-    """Fill timesteps that were drawn again with the samples of a checkpoint; False when they are not the same timesteps."""
+def restored(
+    records: SequenceOf[Mapping[str, Any]], timesteps: SequenceOf[Timestep], rank: int, world_size: int
+) -> bool:
+    """Fill timesteps that were drawn again with the samples of a checkpoint; False when they are not the same
+    timesteps."""
     for record, timestep in zip(records, timesteps, strict=True):
         num_samples, first = len(timestep.prompts) * world_size, len(timestep.prompts) * rank
         where = record['first_prompt'], record['first_sample'], len(record['lengths'])
@@ -110,11 +116,19 @@ def restored(records: SequenceOf[Mapping[str, Any]], timesteps: SequenceOf[Times
             return False
         packed = _share(record, first, first + len(timestep.prompts))
         timestep.version = packed.version
-        timestep.samples = unpack_samples(packed, timestep.prompts, timestep.indices, timestep.groups, record['temperature'])
+        timestep.samples = unpack_samples(
+            packed, timestep.prompts, timestep.indices, timestep.groups, record['temperature']
+        )
     return True
 
 
-_ARRAYS = {'lengths': np.int64, 'ids': np.int64, 'logprobs': np.float32, 'filtered_logprobs': np.float32, 'edge_distances': np.float32}
+_ARRAYS = {
+    'lengths': np.int64,
+    'ids': np.int64,
+    'logprobs': np.float32,
+    'filtered_logprobs': np.float32,
+    'edge_distances': np.float32,
+}
 
 
 def _to_json(packed: PackedSamples) -> dict[str, list[Any]]:

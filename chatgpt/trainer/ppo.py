@@ -6,8 +6,8 @@
 
 The same two verbs can be driven by hand: `generate`, then `step(queries, responses, scores)`.
 
-Left out: how text becomes ids (`chatgpt.dataset`), how a response is scored (`chatgpt.experience`), what tells one method from another
-(`algorithms`), and the hardware.
+Left out: how text becomes ids (`chatgpt.dataset`), how a response is scored (`chatgpt.experience`), what tells one
+method from another (`algorithms`), and the hardware.
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ from torch.optim import Optimizer
 
 from chatgpt.batching import collate
 from chatgpt.dataset.prompts import PromptSet, as_prompts
-from chatgpt.experience import ExperienceMaker, ExperienceSettings, ReplayBuffer, RewardModelScorer, ScoreShaper, as_scorer
+from chatgpt.experience import (
+    ExperienceMaker,
+    ExperienceSettings,
+    ReplayBuffer,
+    RewardModelScorer,
+    ScoreShaper,
+    as_scorer,
+)
 from chatgpt.experience.scorers import described, models_of
 from chatgpt.functional.kl import AdaptiveKLController, FixedKLController
 from chatgpt.nn.dropout import dropout_off
@@ -71,21 +78,23 @@ class PPOTrainer(Trainer):
     Args:
         strategy: has prepared the models below; or a name, such as 'ddp', whose strategy prepares them here.
         actor: the policy, as prepared.
-        critic: the value model, as prepared; None when the actor carries a value head or the estimator needs none. A value head that
-            the estimator does not need stays as it is, with a warning.
-        reward_model: a prepared `RewardModel`, a function `fn(prompts, responses, **columns)`, a `transformers` pipeline, or
-            a list of (weight, one of these).
+        critic: the value model, as prepared; None when the actor carries a value head or the estimator needs none. A
+            value head that the estimator does not need stays as it is, with a warning.
+        reward_model: a prepared `RewardModel`, a function `fn(prompts, responses, **columns)`, a `transformers`
+            pipeline, or a list of (weight, one of these).
         initial_model: the frozen reference, as prepared. None means the actor itself with its adapter off (LoRA) or its
             frozen branch (hydra); without either, kl_coef must be 0.
         actor_optim, critic_optim: as prepared.
         config: all settings as a `PPOConfig`; its fields are also accepted as keyword arguments here.
         tokenizer: needed for prompts given as text, for reward functions and for stop strings.
         callbacks, run_dir: see `Trainer`.
-        engine: who generates; a `LocalEngine` by default. With `max_staleness` one that answers later, such as `RemoteEngine`.
+        engine: who generates; a `LocalEngine` by default. With `max_staleness` one that answers later, such as
+            `RemoteEngine`.
         reward_tokenizer: the reward model's tokenizer when it is not the policy's.
         pretrain_data: sequences for PPO-ptx (`ptx_coef`).
         mask_model: NLPO's mask policy (`nlpo_top_p`): a copy of the actor, prepared as a frozen model.
-        **kwargs: fields of `PPOConfig`, and fields of transformers' GenerationConfig (`max_length` is prompt + response).
+        **kwargs: fields of `PPOConfig`, and fields of transformers' GenerationConfig (`max_length` is prompt +
+            response).
 
     Raises:
         ValueError: an unknown keyword (the nearest known ones are listed), settings that do not fit together.
@@ -142,7 +151,13 @@ class PPOTrainer(Trainer):
         optimizers = {'actor': actor_optim} | ({'critic': critic_optim} if critic_optim is not None else {})
         own_callbacks: list[Callback] = [RatioCheck()] if config.ratio_check else []
         super().__init__(
-            strategy, config, models, optimizers, callbacks=[*own_callbacks, *callbacks], tokenizer=tokenizer, run_dir=run_dir
+            strategy,
+            config,
+            models,
+            optimizers,
+            callbacks=[*own_callbacks, *callbacks],
+            tokenizer=tokenizer,
+            run_dir=run_dir,
         )
         self.engine: RolloutEngine = engine if engine is not None else LocalEngine()
         self.collector = Collector(
@@ -166,7 +181,8 @@ class PPOTrainer(Trainer):
         self.maker = self._maker(reward_model, reward_tokenizer, initial_model)
         if config.estimator.rewards_apart and len(getattr(self.maker.scorer, 'weighted', ())) < 2:
             raise ValueError(
-                f'advantage_estimator={config.advantage_estimator!r} normalises several rewards apart: give reward_model as a list of two '
+                f'advantage_estimator={config.advantage_estimator!r} normalises several rewards apart: give '
+                'reward_model as a list of two '
                 'or more (weight, reward) pairs'
             )
         if config.offload == 'idle':
@@ -179,17 +195,24 @@ class PPOTrainer(Trainer):
         """timestep at which the current `fit` began"""
         self.update_timesteps = 1
         self._generated_with: SamplingParams | None = None
-        """of the latest `generate`, whose end tokens and stop strings `step` knows the end of a response by, beside the trainer's own"""
+        """of the latest `generate`, whose end tokens and stop strings `step` knows the end of a response by, beside the
+        trainer's own"""
         self.sampling_metrics: dict[str, float] = {}
         """of the latest `collect`: what dynamic sampling and filtering did"""
 
     def _check(
-        self, config: PPOConfig, actor: nn.Module, initial_model: nn.Module | None, mask_model: nn.Module | None, pretrain_data: Any
+        self,
+        config: PPOConfig,
+        actor: nn.Module,
+        initial_model: nn.Module | None,
+        mask_model: nn.Module | None,
+        pretrain_data: Any,
     ) -> None:
         """What does not fit together among models, data and settings."""
         if config.estimator.needs_values and self.critic is None and not self.shares_trunk:
             raise ValueError(
-                f'advantage_estimator={config.advantage_estimator!r} needs values: pass a critic, or an actor with value_head=True'
+                f'advantage_estimator={config.advantage_estimator!r} needs values: pass a critic, or an actor with '
+                'value_head=True'
             )
         if (config.nlpo_top_p is None) != (mask_model is None):
             raise ValueError('NLPO needs both: nlpo_top_p, and mask_model, a prepared copy of the actor')
@@ -197,13 +220,16 @@ class PPOTrainer(Trainer):
             raise ValueError('a critic needs critic_optim')
         if initial_model is None and config.kl_coef and not has_reference(actor):
             raise ValueError(
-                f'kl_coef={config.kl_coef} needs a reference: pass initial_model, use an actor with lora_rank > 0, or set kl_coef=0'
+                f'kl_coef={config.kl_coef} needs a reference: pass initial_model, use an actor with lora_rank > 0, or '
+                'set kl_coef=0'
             )
         if config.overlong_buffer is not None:
             limits = [(name, v) for name in ('max_new_tokens', 'max_length') if (v := getattr(self.sampling, name))]
             name, limit = min(limits, key=lambda pair: pair[1])
             if config.overlong_buffer > limit:
-                raise ValueError(f'overlong_buffer={config.overlong_buffer} is a part of {name}={limit}; it must not be larger')
+                raise ValueError(
+                    f'overlong_buffer={config.overlong_buffer} is a part of {name}={limit}; it must not be larger'
+                )
         if config.aggregation == 'sequence_sum' and self.sampling.max_new_tokens is None:
             raise ValueError("loss_aggregation='sequence_sum' divides by max_new_tokens: give it")
         if config.ptx_coef and not pretrain_data:
@@ -301,11 +327,13 @@ class PPOTrainer(Trainer):
         """Alternate collect and learn.
 
         Args:
-            prompts: a `PromptSet`, or anything `as_prompts` takes: texts, dicts with a 'prompt', `Prompt` records, id tensors.
-            num_episodes: the run has num_episodes x max_timesteps timesteps. After `load_checkpoint` it goes on where it was; a
-                second call adds as many again.
+            prompts: a `PromptSet`, or anything `as_prompts` takes: texts, dicts with a 'prompt', `Prompt` records, id
+                tensors.
+            num_episodes: the run has num_episodes x max_timesteps timesteps. After `load_checkpoint` it goes on where
+                it was; a second call adds as many again.
             max_timesteps: timesteps of an episode.
-            update_timesteps: timesteps collected before one learning phase; a remainder at the end is learned from as well.
+            update_timesteps: timesteps collected before one learning phase; a remainder at the end is learned from as
+                well.
         """
         for name, value in (
             ('num_episodes', num_episodes),
@@ -369,7 +397,9 @@ class PPOTrainer(Trainer):
         """
         c = self.config
         self.callbacks.on_make_experience_start(self)
-        experiences = self._experience(num_timesteps, later, partial(self._episode, episode_length or 1, bool(episode_length)))
+        experiences = self._experience(
+            num_timesteps, later, partial(self._episode, episode_length or 1, bool(episode_length))
+        )
         if experiences is None:
             return False
         self.sampling_metrics = {}
@@ -408,7 +438,11 @@ class PPOTrainer(Trainer):
         """Scored timesteps of all ranks. A KL that is paid in the loss is not paid in the rewards as well."""
         with self.clock.measure('collect'):
             timesteps = self.collector.collect(
-                num_timesteps, version=self.phase, later=later, stop=self.stop_agreed, **({'around': around} if around else {})
+                num_timesteps,
+                version=self.phase,
+                later=later,
+                stop=self.stop_agreed,
+                **({'around': around} if around else {}),
             )
         if timesteps is None:
             return None
@@ -417,7 +451,8 @@ class PPOTrainer(Trainer):
             return [e for samples in timesteps for e in self.maker.make(samples, kl_coef=kl_coef)]
 
     def _filter_overlong(self, experiences: list[Experience]) -> dict[str, float]:
-        """With `overlong_filter`, no token of a response that ran out of room counts; its score stays in its group's baseline."""
+        """With `overlong_filter`, no token of a response that ran out of room counts; its score stays in its group's
+        baseline."""
         if not self.config.overlong_filter:
             return {}
         cut = [e for e in experiences if not e.ended]
@@ -445,7 +480,9 @@ class PPOTrainer(Trainer):
         self.kl_controller.update(rollouts['rollout/kl_mean'], len(experiences))
         self.policy.end_phase(self.phase + 1)
         self.buffer.clear()
-        metrics = rollouts | scaling_metrics(self.maker.shaper) | value_metrics(experiences) | self.sampling_metrics | metrics
+        metrics = (
+            rollouts | scaling_metrics(self.maker.shaper) | value_metrics(experiences) | self.sampling_metrics | metrics
+        )
         metrics |= performance_metrics(experiences, self.clock.metrics(), self.config.max_epochs)
         self.end_phase(metrics)
         return metrics
@@ -480,7 +517,11 @@ class PPOTrainer(Trainer):
                     first = False
                 self.num_updates += result.stepped
                 skipped += not result.stepped
-                phase.add(result.metrics | {'lr': rates['actor']} | ({'critic_lr': rates['critic']} if 'critic' in rates else {}))
+                phase.add(
+                    result.metrics
+                    | {'lr': rates['actor']}
+                    | ({'critic_lr': rates['critic']} if 'critic' in rates else {})
+                )
                 self.callbacks.on_learn_batch_end(self, result.metrics)
                 if guard.early_stop:
                     stopped = True
@@ -512,19 +553,34 @@ class PPOTrainer(Trainer):
         return learners
 
     def _work(self, records: list[Experience], learners: list[Learner]) -> list[Work]:
-        """What one train batch trains: actor and critic on experience and, with PPO-ptx, the actor on pretraining text."""
+        """What one train batch trains: actor and critic on experience and, with PPO-ptx, the actor on pretraining
+        text."""
         c = self.config
         totals = experience_totals(records, c, self.sampling.max_new_tokens)
-        work = [Work(records, learners, partial(collate_experience, totals=totals, packing=c.packing), lambda r: r.num_tokens)]
+        work = [
+            Work(
+                records, learners, partial(collate_experience, totals=totals, packing=c.packing), lambda r: r.num_tokens
+            )
+        ]
         if c.ptx_coef:
             text = self._pretrain_batch(len(records))
             learner = Learner('actor', self.actor, self.actor_optim, PtxLoss(c.ptx_coef))
-            work.append(Work(text, [learner], partial(collate, totals=sequence_totals(text), pack=c.packing), lambda s: s.num_tokens))
+            work.append(
+                Work(
+                    text,
+                    [learner],
+                    partial(collate, totals=sequence_totals(text), pack=c.packing),
+                    lambda s: s.num_tokens,
+                )
+            )
         return work
 
     def _pretrain_batch(self, size: int) -> list[Sequence]:
-        """As many pretraining sequences as the train batch has; drawn from (seed, optimizer step), so a resume draws the same."""
-        draw = torch.randint(len(self.pretrain_data), (size,), generator=generator_for(self.strategy.seed, -1, self.num_updates))
+        """As many pretraining sequences as the train batch has; drawn from (seed, optimizer step), so a resume draws
+        the same."""
+        draw = torch.randint(
+            len(self.pretrain_data), (size,), generator=generator_for(self.strategy.seed, -1, self.num_updates)
+        )
         return [self.pretrain_data[i] for i in draw.tolist()]
 
     # ------------------------------------------------------------------ driven by hand
@@ -538,7 +594,8 @@ class PPOTrainer(Trainer):
         generate_ref_response: bool = False,
         **generate_kwargs: Any,
     ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
-        """Responses of the current policy: a list of (A,) int64 tensors. On several ranks each gives and gets its own share.
+        """Responses of the current policy: a list of (A,) int64 tensors. On several ranks each gives and gets its own
+        share.
 
         Args:
             queries: (P,) id tensors, or texts when the trainer has a tokenizer; one tensor counts as a list of one.
@@ -573,7 +630,9 @@ class PPOTrainer(Trainer):
                     sampling=sampling,
                     policy=partial(self.strategy.full_model, model),
                 )
-            answers.append([torch.cat([s.prompt_ids, s.response_ids]) if return_prompt else s.response_ids for s in samples])
+            answers.append(
+                [torch.cat([s.prompt_ids, s.response_ids]) if return_prompt else s.response_ids for s in samples]
+            )
         return (answers[0], answers[1]) if generate_ref_response else answers[0]
 
     def step(
@@ -586,8 +645,8 @@ class PPOTrainer(Trainer):
         """One learning phase on responses scored by the caller: this rank's share, all lists equally long.
 
         Args:
-            queries: (P,) id tensors or texts. Under an estimator that compares responses, each query stands `num_samples_per_prompt`
-                times in a row.
+            queries: (P,) id tensors or texts. Under an estimator that compares responses, each query stands
+                `num_samples_per_prompt` times in a row.
             responses: (A,) int64 tensors, the sampled tokens themselves.
             scores: a number per response, or (A,) scores per token.
             response_masks: (A,) bool, True = a token of the model's own; tool output and other turns are False.
@@ -596,8 +655,8 @@ class PPOTrainer(Trainer):
             The metrics of the phase, named as in metrics.jsonl.
 
         Raises:
-            ValueError: lists of different lengths, an empty response, a token id outside of the vocabulary, a score that is not finite,
-                queries that do not make groups, a setting that only `fit` can follow.
+            ValueError: lists of different lengths, an empty response, a token id outside of the vocabulary, a score
+                that is not finite, queries that do not make groups, a setting that only `fit` can follow.
         """
         check_by_hand(self.config)
         prompts = list(as_prompts(list(queries), self.tokenizer))
@@ -645,12 +704,14 @@ def _trains_value_head(strategy: Strategy, actor: Any, config: PPOConfig) -> boo
         return True
     if not strategy.supports_unused:
         raise ValueError(
-            f'advantage_estimator={config.advantage_estimator!r} takes no values, and {type(strategy).__name__} cannot leave the '
+            f'advantage_estimator={config.advantage_estimator!r} takes no values, and {type(strategy).__name__} cannot '
+            'leave the '
             "actor's value head untrained: build the actor without value_head"
         )
     if strategy.is_rank_0:
         warnings.warn(
-            f"the actor's value head is not trained: advantage_estimator={config.advantage_estimator!r} takes no values; build the actor "
+            f"the actor's value head is not trained: advantage_estimator={config.advantage_estimator!r} takes no "
+            'values; build the actor '
             'without value_head to silence this',
             stacklevel=3,
         )
@@ -660,8 +721,8 @@ def _trains_value_head(strategy: Strategy, actor: Any, config: PPOConfig) -> boo
 class RatioGuard:
     """Decides, before a step, whether a train batch may change the weights.
 
-    A batch whose mean ratio exceeds `ratio_threshold` is skipped; one whose approximate KL exceeds 1.5 · `target_kl` is skipped
-    and ends the phase (TRL's semantics for both).
+    A batch whose mean ratio exceeds `ratio_threshold` is skipped; one whose approximate KL exceeds 1.5 · `target_kl` is
+    skipped and ends the phase (TRL's semantics for both).
     """
 
     def __init__(self, config: PPOConfig) -> None:

@@ -2,8 +2,8 @@
 
     Evaluator(PromptEvaluation(prompts, tokenizer, reward_fn), interval=10, metric='score_mean')
 
-The same prompts get the same draws at every evaluation, so that two evaluations differ by the policy alone. Left out: when to
-evaluate and which is the best (`callbacks.Evaluator`, `callbacks.SaveCheckpoint`).
+The same prompts get the same draws at every evaluation, so that two evaluations differ by the policy alone. Left out:
+when to evaluate and which is the best (`callbacks.Evaluator`, `callbacks.SaveCheckpoint`).
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ FIRST_INDEX = 1 << 40
 class PromptEvaluation:
     """Call it with a trainer, on every rank; {name: number}, the same on every rank.
 
-    Returns `score_mean`, `score_std` where there is a reward, `length_mean`, `ended` (share), and the mean of every list of `metric_fn`
-    as `metrics/<name>`.
+    Returns `score_mean`, `score_std` where there is a reward, `length_mean`, `ended` (share), and the mean of every
+    list of `metric_fn` as `metrics/<name>`.
 
     Args:
         prompts: what `PPOTrainer.fit` takes.
         tokenizer: decodes responses, and ends them; None takes the trainer's.
-        reward: a reward model (prepared), a function `fn(prompts, responses, **columns)`, or a scorer; None takes the trainer's, if any.
-        metric_fn: `fn(prompts=..., outputs=..., samples=..., **columns)` → {name: one number per sample}; runs on rank 0. `samples` are
-            prompt and output joined.
+        reward: a reward model (prepared), a function `fn(prompts, responses, **columns)`, or a scorer; None takes the
+            trainer's, if any.
+        metric_fn: `fn(prompts=..., outputs=..., samples=..., **columns)` → {name: one number per sample}; runs on rank
+            0. `samples` are prompt and output joined.
         model: name of the model that speaks in `trainer.models()`; None takes 'actor', else the only one.
         engine: who generates.
         num_rows: rows of the table that is shown and written to `run_dir/eval_samples.jsonl`; 0 for none.
@@ -85,9 +86,16 @@ class PromptEvaluation:
         sampling, stops = sampling_for(strategy.unwrap(actor), tokenizer, self.generate)
         mine = range(strategy.rank, len(prompts), strategy.world_size)
         collector = Collector(
-            strategy, self.engine, sampling, policy=lambda: self._policy(strategy, actor), tokenizer=tokenizer, stop_strings=stops
+            strategy,
+            self.engine,
+            sampling,
+            policy=lambda: self._policy(strategy, actor),
+            tokenizer=tokenizer,
+            stop_strings=stops,
         )
-        samples = collector.generate([prompts[i] for i in mine], indices=[FIRST_INDEX + i for i in mine], seed=self.seed)
+        samples = collector.generate(
+            [prompts[i] for i in mine], indices=[FIRST_INDEX + i for i in mine], seed=self.seed
+        )
         scorer = self.scorer or getattr(getattr(trainer, 'maker', None), 'scorer', None)
         scores = scorer.score(samples, strategy) if scorer is not None else [None] * len(samples)
         numbers = [None if s is None else float(s.sum()) if hasattr(s, 'sum') else float(s) for s in scores]
@@ -128,7 +136,9 @@ class PromptEvaluation:
             result['score_std'] = (sum((x - mean) ** 2 for x in scores) / count) ** 0.5
         return result | {f'metrics/{name}': sum(values) / count for name, values in metrics.items()}
 
-    def _show(self, trainer: TrainerView, pairs: list[tuple[Sample, float | None]], metrics: dict[str, list[float]]) -> None:
+    def _show(
+        self, trainer: TrainerView, pairs: list[tuple[Sample, float | None]], metrics: dict[str, list[float]]
+    ) -> None:
         if not trainer.strategy.is_rank_0:
             return
         self.last = [
@@ -141,7 +151,8 @@ class PromptEvaluation:
         if not rows:
             return
         if self._begun[0] != id(trainer) or trainer.phase < self._begun[1]:
-            self._file.forget()  # another run, or one taken back to an earlier phase: later lines are cut off at the next write
+            # another run, or one taken back to an earlier phase: later lines are cut off at the next write
+            self._file.forget()
         self._begun = id(trainer), trainer.phase
         self._file.write(trainer, trainer.phase, rows)
         names = [n for n in rows[0] if n not in ('prompt', 'response')]

@@ -1,4 +1,5 @@
-"""The range of every numeric setting of the trainers, and the check of a settings object against it, done when it is made.
+"""The range of every numeric setting of the trainers, and the check of a settings object against it, done when it is
+made.
 
 Left out: which settings go together (`validate` of each class), and sampling (`chatgpt.rollout.SamplingParams`).
 """
@@ -43,7 +44,8 @@ RANGES: dict[str, dict[str, str]] = {
         'end_quantile': SHARE,
     },
 }  # fmt: skip
-"""Of each class and those derived from it: setting → interval, round brackets without the end, and why, where that is not plain."""
+"""Of each class and those derived from it: setting → interval, round brackets without the end, and why, where that is
+not plain."""
 
 
 def range_of(cls: type, name: str) -> str | None:

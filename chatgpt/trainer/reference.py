@@ -41,7 +41,8 @@ class ReferenceModel:
         return sequence_logprobs(out.logprobs, batch.action_mask, batch.action_rows, batch.num_sequences)
 
     def of(self, sequences: list[Sequence], max_tokens: int) -> list[float]:
-        """Of any number of sequences, the same list on every rank; computed in shares, and once where one object stands several times."""
+        """Of any number of sequences, the same list on every rank; computed in shares, and once where one object stands
+        several times."""
         first = {id(s): i for i, s in reversed(list(enumerate(sequences)))}
         once = sorted(first.values())
         cuts = cuts_of_share(self.strategy, [sequences[i].num_tokens for i in once], max_tokens)

@@ -1,8 +1,9 @@
 """Rejection-sampling fine-tuning (RFT): generate, keep what is good, learn it by SFT, again.
 
-Each round draws `num_samples_per_prompt` responses to every prompt, and keeps of each prompt those at or above a quantile of its
-scores but never the worst, each text once (Dong et al. 2023, "RAFT"; Yuan et al. 2023; trlX's RFT, whose quantile rises from round to
-round). What is kept is learned for `max_epochs` passes. Left out: a KL penalty; the quantile and few epochs keep the policy near.
+Each round draws `num_samples_per_prompt` responses to every prompt, and keeps of each prompt those at or above a
+quantile of its scores but never the worst, each text once (Dong et al. 2023, "RAFT"; Yuan et al. 2023; trlX's RFT,
+whose quantile rises from round to round). What is kept is learned for `max_epochs` passes. Left out: a KL penalty; the
+quantile and few epochs keep the policy near.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class RFTConfig(SFTConfig):
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
         if self.max_steps is not None:
-            raise ValueError(f'max_steps={self.max_steps} does not end an RFT run, whose rounds are learned whole; set num_rounds')
+            raise ValueError(
+                f'max_steps={self.max_steps} does not end an RFT run, whose rounds are learned whole; set num_rounds'
+            )
 
     def quantile(self, round_number: int) -> float:
         """Of round 0 .. num_rounds − 1, linear between the two."""
@@ -62,8 +65,9 @@ class RFTConfig(SFTConfig):
 def select(samples: SequenceOf[Sample], scores: SequenceOf[float], quantile: float) -> list[int]:
     """Positions of the samples to keep: in each group those at or above its quantile, equal texts once.
 
-    A group whose scores are all equal has none. The quantile is the 'higher' one, a score that was really given. Where it is the
-    lowest of its group, as with a reward of 0 or 1 and few successes, only what is better is kept; a quantile of 0 keeps all.
+    A group whose scores are all equal has none. The quantile is the 'higher' one, a score that was really given. Where
+    it is the lowest of its group, as with a reward of 0 or 1 and few successes, only what is better is kept; a quantile
+    of 0 keeps all.
     """
     groups: dict[int, list[int]] = {}
     for i, sample in enumerate(samples):
@@ -88,9 +92,10 @@ def select(samples: SequenceOf[Sample], scores: SequenceOf[float], quantile: flo
 class RFTTrainer(OfflineTrainer):
     """Rounds of sampling and SFT on an actor.
 
-    Metrics, beside `sft/...`: `rft/score_mean` and `rft/kept_score_mean` of the round that is being learned, `rft/kept` (share of
-    samples), `rft/quantile`, `rft/round`. One logged phase is one round, whatever `log_interval` says. A decaying learning rate reaches
-    its end with the last round, taking the rounds that are left to be as long as the present one.
+    Metrics, beside `sft/...`: `rft/score_mean` and `rft/kept_score_mean` of the round that is being learned, `rft/kept`
+    (share of samples), `rft/quantile`, `rft/round`. One logged phase is one round, whatever `log_interval` says. A
+    decaying learning rate reaches its end with the last round, taking the rounds that are left to be as long as the
+    present one.
 
     Args:
         prompts: what `PPOTrainer.fit` takes.
@@ -123,10 +128,21 @@ class RFTTrainer(OfflineTrainer):
         self.prompts = as_prompts(prompts, tokenizer)
         scorer = as_scorer(reward)
         if scorer is None:
-            raise ValueError('RFTTrainer chooses by a reward, and got None; give a reward model or fn(prompts, responses, **columns)')
+            raise ValueError(
+                'RFTTrainer chooses by a reward, and got None; give a reward model or fn(prompts, responses, **columns)'
+            )
         self.scorer = scorer
         super().__init__(
-            strategy, actor, optim, _OfRounds(), None, eval_data, config=config, callbacks=callbacks, tokenizer=tokenizer, run_dir=run_dir
+            strategy,
+            actor,
+            optim,
+            _OfRounds(),
+            None,
+            eval_data,
+            config=config,
+            callbacks=callbacks,
+            tokenizer=tokenizer,
+            run_dir=run_dir,
         )
         sampling, stop_strings = sampling_for(strategy.unwrap(actor), tokenizer, generation)
         if not sampling.do_sample:
@@ -168,7 +184,9 @@ class RFTTrainer(OfflineTrainer):
                 else:
                     self.round += 1
                     if self.strategy.is_rank_0:
-                        told = f'RFT round {self.round}: no prompt has responses of different scores; nothing is learned'
+                        told = (
+                            f'RFT round {self.round}: no prompt has responses of different scores; nothing is learned'
+                        )
                         warnings.warn(told, stacklevel=2)
 
     def _learn_round(self) -> None:

@@ -1,7 +1,7 @@
 """Stopping in good order: signals, and a clock for the phases.
 
-The first SIGINT or SIGTERM asks the run to stop at the next safe point, where it saves and leaves; a second SIGINT stops at once.
-All ranks agree on the safe point. Left out: what is saved.
+The first SIGINT or SIGTERM asks the run to stop at the next safe point, where it saves and leaves; a second SIGINT
+stops at once. All ranks agree on the safe point. Left out: what is saved.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ HANDLED = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-    """Remembers the first signal while active. Outside the main thread signals cannot be handled, and nothing is installed."""
+    """Remembers the first signal while active. Outside the main thread signals cannot be handled, and nothing is
+    installed."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None

@@ -1,4 +1,5 @@
-"""Writing a prepared model as a Hugging Face folder, whatever strategy holds its weights; and what is done when that fails.
+"""Writing a prepared model as a Hugging Face folder, whatever strategy holds its weights; and what is done when that
+fails.
 
 Left out: training checkpoints (`checkpointing`).
 """
@@ -30,13 +31,16 @@ def save_trained(trainer: TrainerView, path: str | Path) -> None:
     """Write a trainer's first model with its tokenizer. Call it on every rank.
 
     Raises:
-        SaveError: it could not be written. Its weights are then in the checkpoint of the run's end, or in another folder; says which.
+        SaveError: it could not be written. Its weights are then in the checkpoint of the run's end, or in another
+            folder; says which.
     """
     try:
         _write(trainer, path)
     except Exception as error:
         reason = ' '.join(str(error).split()) or type(error).__name__
-        raise SaveError(f'{path}: the trained model could not be written ({reason}); {_rescued(trainer, Path(path))}') from error
+        raise SaveError(
+            f'{path}: the trained model could not be written ({reason}); {_rescued(trainer, Path(path))}'
+        ) from error
 
 
 def _write(trainer: TrainerView, path: str | Path) -> None:
@@ -48,7 +52,10 @@ def _rescued(trainer: TrainerView, path: Path) -> str:
     strategy = trainer.strategy
     standing = strategy.run_on_rank0(trainer.standing_checkpoint)
     if standing is not None:
-        return f'its weights are in the checkpoint {standing}: going on from there (--resume {standing}) writes it without further training'
+        return (
+            f'its weights are in the checkpoint {standing}: going on from there (--resume {standing}) writes it '
+            'without further training'
+        )
     problems = []
     for make in (lambda: trainer.run_dir, lambda: Path(tempfile.mkdtemp(prefix='chatgpt-'))):
         try:

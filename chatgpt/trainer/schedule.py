@@ -1,6 +1,7 @@
 """Learning-rate schedules as pure functions of the number of optimizer steps taken.
 
-State is a counter, which the trainer owns, so nothing here needs to be checkpointed and any optimizer with param groups works.
+State is a counter, which the trainer owns, so nothing here needs to be checkpointed and any optimizer with param groups
+works.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from chatgpt.trainer.strategies.states import MACHINERY, plain
 def lr_factor(schedule: str, step: int, *, total_steps: int | None, warmup_steps: int = 0) -> float:
     """Factor on the base learning rate for the optimizer step number `step` (0 for the first).
 
-    Warm-up: (step + 1) / warmup_steps. Then with progress p = (step − warmup) / (total − warmup): constant 1; linear 1 − p
-    (decay to 0, arXiv 2403.17031); cosine ½(1 + cos πp) (Loshchilov & Hutter 2017). Past `total_steps` the last value holds.
+    Warm-up: (step + 1) / warmup_steps. Then with progress p = (step − warmup) / (total − warmup): constant 1; linear 1
+    − p (decay to 0, arXiv 2403.17031); cosine ½(1 + cos πp) (Loshchilov & Hutter 2017). Past `total_steps` the last
+    value holds.
 
     Raises:
         ValueError: a decaying schedule without `total_steps`.
@@ -29,7 +31,9 @@ def lr_factor(schedule: str, step: int, *, total_steps: int | None, warmup_steps
     if schedule == 'constant':
         return 1.0
     if not total_steps:
-        raise ValueError(f'lr_schedule={schedule!r} needs the total number of steps; use fit(), or lr_schedule="constant"')
+        raise ValueError(
+            f'lr_schedule={schedule!r} needs the total number of steps; use fit(), or lr_schedule="constant"'
+        )
     progress = min(max((step - warmup_steps) / max(total_steps - warmup_steps, 1), 0.0), 1.0)
     if schedule == 'linear':
         return 1.0 - progress
@@ -57,7 +61,9 @@ class LearningRate:
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """What the user chose for a parameter group, but for the learning rate, which the schedule moves."""
-    values = {name: plain(value) for name, value in group.items() if name not in {*MACHINERY, 'lr', 'initial_lr', 'step'}}
+    values = {
+        name: plain(value) for name, value in group.items() if name not in {*MACHINERY, 'lr', 'initial_lr', 'step'}
+    }
     return {name: value for name, value in values.items() if value is not NotImplemented}
 
 

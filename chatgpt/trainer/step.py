@@ -1,7 +1,8 @@
 """One optimizer step over a global train batch: split over ranks, cut into micro-batches, accumulate, check, step.
 
-A loss is `loss(model, batch) -> (total, metrics)`. `total` is this rank's share of a sum, divided by what counts in the whole train
-batch (`Batch.totals`), so neither the cut into micro-batches nor the number of ranks changes a gradient beyond the order of additions.
+A loss is `loss(model, batch) -> (total, metrics)`. `total` is this rank's share of a sum, divided by what counts in the
+whole train batch (`Batch.totals`), so neither the cut into micro-batches nor the number of ranks changes a gradient
+beyond the order of additions.
 
 Left out: where the records come from, and when to stop.
 """
@@ -135,7 +136,8 @@ def learn_batch(
         if not math.isfinite(norm):
             if not strategy.uses_loss_scaling:
                 raise NonFiniteError(
-                    f'the gradient norm of the {learner.name} is {norm} {where}; its weights are those before this step. '
+                    f'the gradient norm of the {learner.name} is {norm} {where}; its weights are those before this '
+                    'step. '
                     'Lower the learning rate, or compute in bf16 or fp32'
                 )
             stepped = False
@@ -149,7 +151,9 @@ def _to_device(batch: Batch, device: torch.device, pin_memory: bool) -> Batch:
         for name in Batch.__slots__:
             if isinstance(value := getattr(batch, name), Tensor):
                 setattr(batch, name, value.pin_memory().to(device, non_blocking=True))
-        batch.columns = {name: column.pin_memory().to(device, non_blocking=True) for name, column in batch.columns.items()}
+        batch.columns = {
+            name: column.pin_memory().to(device, non_blocking=True) for name, column in batch.columns.items()
+        }
     return batch.to(device)
 
 
@@ -167,5 +171,3 @@ def _describe(strategy: Strategy, losses: list[tuple[Tensor, list[Any]]], where:
     everyone = [name for names in strategy.all_gather_object(sorted(set(bad))) for name in names]
     samples = f'; samples in it: {", ".join(everyone[:16])}' if everyone else ''
     return f'the loss is not finite {where}{samples}. The weights are those before this step'
-
-

@@ -21,7 +21,9 @@ def check_by_hand(config: PPOConfig) -> None:
         raise ValueError("tis_cap needs the engine's log-probs, which step is not given: use fit, or leave tis_cap out")
     if config.estimator.rewards_apart:
         name = config.advantage_estimator
-        raise ValueError(f'advantage_estimator={name!r} needs the scores of each reward, which step is not given: use fit')
+        raise ValueError(
+            f'advantage_estimator={name!r} needs the scores of each reward, which step is not given: use fit'
+        )
     if config.dynamic_sampling_rounds:
         raise ValueError('dynamic_sampling_rounds draws further prompts, which step does not have: use fit')
 
@@ -29,7 +31,8 @@ def check_by_hand(config: PPOConfig) -> None:
 def given_groups(prompts: SequenceOf[Prompt], config: PPOConfig) -> list[int]:
     """Position of the first response of each response's group, counted in one list of `step`.
 
-    Under an estimator that compares responses, every `num_samples_per_prompt` that follow one another are a group; else each is alone.
+    Under an estimator that compares responses, every `num_samples_per_prompt` that follow one another are a group; else
+    each is alone.
 
     Raises:
         ValueError: a list that does not divide into groups, or a group with different prompts.
@@ -39,13 +42,15 @@ def given_groups(prompts: SequenceOf[Prompt], config: PPOConfig) -> list[int]:
     size, name = config.num_samples_per_prompt, config.advantage_estimator
     if len(prompts) % size:
         raise ValueError(
-            f'step: {name} compares groups of num_samples_per_prompt={size}; {len(prompts)} responses do not divide into them'
+            f'step: {name} compares groups of num_samples_per_prompt={size}; {len(prompts)} responses do not divide '
+            'into them'
         )
     starts = [i // size * size for i in range(len(prompts))]
     for i, start in enumerate(starts):
         if not torch.equal(prompts[i].ids, prompts[start].ids):
             raise ValueError(
-                f'step: queries {start} to {start + size - 1} are one group of {name} and must be equal; query {i} is not'
+                f'step: queries {start} to {start + size - 1} are one group of {name} and must be equal; query {i} is '
+                'not'
             )
     return starts
 
@@ -59,7 +64,8 @@ def given_samples(
 ) -> tuple[list[Sample], list[float | Tensor]]:
     """Samples and scores out of what the caller of `step` brings.
 
-    A response has ended where its last token is an end token, or a stop string is at its end, under one of the settings `sampled`.
+    A response has ended where its last token is an end token, or a stop string is at its end, under one of the settings
+    `sampled`.
 
     Raises:
         ValueError: lists of different lengths, an empty response, a mask of the wrong length.
@@ -72,7 +78,11 @@ def given_samples(
     samples, checked = [], []
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         ids = torch.as_tensor(response, dtype=torch.int64).flatten().cpu()
-        mask = torch.ones_like(ids, dtype=torch.bool) if masks is None else torch.as_tensor(masks[i]).bool().flatten().cpu()
+        mask = (
+            torch.ones_like(ids, dtype=torch.bool)
+            if masks is None
+            else torch.as_tensor(masks[i]).bool().flatten().cpu()
+        )
         score = torch.as_tensor(scores[i], dtype=torch.float32).cpu()
         dense = score.dim() > 0 and score.numel() > 1
         if len(ids) == 0:
@@ -117,4 +127,7 @@ def check_ids(what: str, ids: SequenceOf[Tensor], actor: nn.Module) -> None:
     for i, given in enumerate(ids):
         outside = [] if size is None else [t for t in torch.as_tensor(given).flatten().tolist() if not 0 <= t < size]
         if outside:
-            raise ValueError(f'{what} {i} has the token id {outside[0]}, outside of the vocabulary of {size} tokens; use its tokenizer')
+            raise ValueError(
+                f'{what} {i} has the token id {outside[0]}, outside of the vocabulary of {size} tokens; use its '
+                'tokenizer'
+            )

@@ -41,15 +41,24 @@ class Machine(capacity.Sweep):
             return {'trained': False, 'limit': None, 'message': 'a\nValueError: broken'}
         if NEEDS[rung] > self.cap.memory:
             return {'trained': False, 'limit': 'memory', 'message': 'm'}
-        return {'trained': True, 'limit': None, 'peak': NEEDS[rung], 'parameters': {'actor': NEEDS[rung] // 4}, 'seconds': 1.0}
+        return {
+            'trained': True,
+            'limit': None,
+            'peak': NEEDS[rung],
+            'parameters': {'actor': NEEDS[rung] // 4},
+            'seconds': 1.0,
+        }
 
 
-@pytest.mark.parametrize(('factor', 'measured', 'wrong'), [
-    (1.0, ['c', 'd'], []),
-    (0.7, ['e', 'd', 'c'], ['e', 'd']),   # 350 and 280 MiB planned, 500 and 400 needed
-    (2.0, ['a', 'b'], ['b']),             # c is planned at 600 MiB: hopeless
-    (10.0, ['a'], ['a']),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('factor', 'measured', 'wrong'),
+    [
+        (1.0, ['c', 'd'], []),
+        (0.7, ['e', 'd', 'c'], ['e', 'd']),  # 350 and 280 MiB planned, 500 and 400 needed
+        (2.0, ['a', 'b'], ['b']),  # c is planned at 600 MiB: hopeless
+        (10.0, ['a'], ['a']),
+    ],
+)
 def test_the_sweep_finds_the_largest_rung(factor, measured, wrong):
     machine = Machine(350 * MIB, factor)
     row = machine.row('naive', 'full')
@@ -83,9 +92,17 @@ def test_what_the_planner_says_alone():
 
 
 def test_options_of_a_run():
-    sweep = capacity.Sweep(DummyRun(prompt_length=32, max_length=64), 'tiny', RUNGS, capacity.Cap(MIB, None, False, 1.5, 10.0))
+    sweep = capacity.Sweep(
+        DummyRun(prompt_length=32, max_length=64), 'tiny', RUNGS, capacity.Cap(MIB, None, False, 1.5, 10.0)
+    )
     lean = sweep.settings('fsdp', 'lean')
-    assert (lean.strategy, lean.lora_rank, lean.critic, lean.reward, lean.max_tokens_per_batch) == ('fsdp', 16, 'shared', 'function', 64)
+    assert (lean.strategy, lean.lora_rank, lean.critic, lean.reward, lean.max_tokens_per_batch) == (
+        'fsdp',
+        16,
+        'shared',
+        'function',
+        64,
+    )
     for option in capacity.OPTIONS:
         sweep.settings('naive', option).check(1)
 
@@ -95,14 +112,18 @@ def test_the_command_is_shown_without_files():
     assert capacity.shown_command(given) == 'python benchmarks/capacity.py --memory 1GiB --options full lora'
 
 
-@pytest.mark.parametrize(('error', 'on_cuda', 'limit'), [
-    (torch.OutOfMemoryError('CUDA out of memory. Tried ...'), True, 'device memory'),
-    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), True, 'host memory'),
-    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), False, 'memory'),
-    (MemoryError(), False, 'memory'),
-    (OSError(12, 'Cannot allocate memory'), False, 'memory'),
-    (ValueError('prompt 3 is too long'), False, None),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ('error', 'on_cuda', 'limit'),
+    [
+        (torch.OutOfMemoryError('CUDA out of memory. Tried ...'), True, 'device memory'),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), True, 'host memory'),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), False, 'memory'),
+        (MemoryError(), False, 'memory'),
+        (OSError(12, 'Cannot allocate memory'), False, 'memory'),
+        (ValueError('prompt 3 is too long'), False, None),
+    ],
+    ids=str,
+)
 def test_what_an_error_means(error, on_cuda, limit):
     assert capacity_rung.outcome_of(error, on_cuda)['limit'] == limit
 
@@ -110,13 +131,35 @@ def test_what_an_error_means(error, on_cuda, limit):
 @pytest.mark.system
 def test_children_under_a_cap(monkeypatch, capsys, tmp_path):
     """The smallest rung (1 million, four networks: 37 MiB and more) trains under 400 MiB and not under 24."""
-    flags = ['--ladder=tiny', '--device=cpu', '--strategies', 'naive', '--options', 'full', '--prompt_length=4', '--max_length=8',
-             '--batch_size=2', '--hopeless=0.001']  # fmt: skip
+    flags = [
+        '--ladder=tiny',
+        '--device=cpu',
+        '--strategies',
+        'naive',
+        '--options',
+        'full',
+        '--prompt_length=4',
+        '--max_length=8',
+        '--batch_size=2',
+        '--hopeless=0.001',
+    ]
     monkeypatch.setitem(capacity.ladders.FAMILIES, 'tiny', ('GPT', {'1m': (128, 4, 4)}))
     contents = []
     for memory in ('24MiB', '400MiB'):
-        monkeypatch.setattr(sys, 'argv', ['capacity.py', '--memory', memory, *flags, '--json', str(tmp_path / 'out.json'),
-                                          '--page', str(tmp_path / 'page.md')])  # fmt: skip
+        monkeypatch.setattr(
+            sys,
+            'argv',
+            [
+                'capacity.py',
+                '--memory',
+                memory,
+                *flags,
+                '--json',
+                str(tmp_path / 'out.json'),
+                '--page',
+                str(tmp_path / 'page.md'),
+            ],
+        )
         run_main(capacity.main)
         contents.append(json.loads((tmp_path / 'out.json').read_text()))
     short, enough = (c['rows'][0] for c in contents)
@@ -129,7 +172,9 @@ def test_children_under_a_cap(monkeypatch, capsys, tmp_path):
     assert outcome['planned'] > 37 * MIB
     page = (tmp_path / 'page.md').read_text()
     assert 'Measured on a CPU' in page and 'not on a GPU' in page and '| naive | full | 1m | 1.1 M |' in page
-    monkeypatch.setattr(sys, 'argv', ['capacity.py', '--report', str(tmp_path / 'out.json'), '--page', str(tmp_path / 'again.md')])
+    monkeypatch.setattr(
+        sys, 'argv', ['capacity.py', '--report', str(tmp_path / 'out.json'), '--page', str(tmp_path / 'again.md')]
+    )
     run_main(capacity.main)
     assert (tmp_path / 'again.md').read_text() == page
 
@@ -139,8 +184,17 @@ def test_the_page_says_what_went_wrong(tmp_path):
     for machine in (Machine(350 * MIB, 0.7), Machine(350 * MIB, broken=('c',))):
         row = machine.row('naive', 'full')
         rows.append(capacity.asdict(row) | {'disagreements': row.disagreements()})
-    content = {'rows': rows, 'smallest': 'a', 'memory': MIB, 'host_memory': None, 'device_type': 'cpu', 'ladder': 'tiny', 'machine': None,
-               'command': 'the command', 'settings': capacity.asdict(DummyRun())}  # fmt: skip
+    content = {
+        'rows': rows,
+        'smallest': 'a',
+        'memory': MIB,
+        'host_memory': None,
+        'device_type': 'cpu',
+        'ladder': 'tiny',
+        'machine': None,
+        'command': 'the command',
+        'settings': capacity.asdict(DummyRun()),
+    }
     capacity_page.write(tmp_path / 'page.md', content)
     page = (tmp_path / 'page.md').read_text()
     assert '- naive, full: e was to fit and did not (planned 350 MiB); d was' in page
@@ -149,12 +203,15 @@ def test_the_page_says_what_went_wrong(tmp_path):
     assert '| does not train |' in page
 
 
-@pytest.mark.parametrize(('flags', 'sentence'), [
-    (['--memory', 'lots'], 'invalid parse_bytes value'),
-    (['--device', 'cuda'], 'torch sees none'),
-    (['--prompt_length', '512'], 'must be above prompt_length=512'),
-    (['--option', 'full'], 'did you mean --options'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('flags', 'sentence'),
+    [
+        (['--memory', 'lots'], 'invalid parse_bytes value'),
+        (['--device', 'cuda'], 'torch sees none'),
+        (['--prompt_length', '512'], 'must be above prompt_length=512'),
+        (['--option', 'full'], 'did you mean --options'),
+    ],
+)
 def test_mistakes(monkeypatch, capsys, flags, sentence):
     if flags == ['--device', 'cuda'] and torch.cuda.is_available():
         pytest.skip('there is one')

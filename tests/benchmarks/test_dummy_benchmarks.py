@@ -21,7 +21,14 @@ import dummy
 import ladders
 
 ROOT = Path(__file__).resolve().parents[2]
-SHORT = ('--prompt_length=12', '--max_length=20', '--num_episodes=2', '--max_timesteps=2', '--update_timesteps=2', '--max_epochs=3')
+SHORT = (
+    '--prompt_length=12',
+    '--max_length=20',
+    '--num_episodes=2',
+    '--max_timesteps=2',
+    '--update_timesteps=2',
+    '--max_epochs=3',
+)
 
 
 def on_meta(ladder: str, rung: str, **options):
@@ -41,8 +48,16 @@ def opt_parameters(width: int, layers: int, vocab: int, positions: int) -> int:
     return (vocab + positions + 2) * width + layers * block + 2 * width
 
 
-@pytest.mark.parametrize(('ladder', 'rung', 'millions'), [('gpt', 's', 124.44), ('gpt', 'xl', 1557.61), ('opt', '125m', 125.24),
-                                                         ('opt', '1.3b', 1315.76), ('tiny', '26m', 26.27)])  # fmt: skip
+@pytest.mark.parametrize(
+    ('ladder', 'rung', 'millions'),
+    [
+        ('gpt', 's', 124.44),
+        ('gpt', 'xl', 1557.61),
+        ('opt', '125m', 125.24),
+        ('opt', '1.3b', 1315.76),
+        ('tiny', '26m', 26.27),
+    ],
+)
 def test_sizes_of_rungs(ladder, rung, millions):
     """124.44, 1557.61, 125.24 and 1315.76 million are the published models'."""
     width, layers, _ = ladders.FAMILIES[ladder][1][rung]
@@ -82,7 +97,9 @@ def test_matrices_are_counted_by_hand():
     # OPT has six matrices a block, four d x d and two d x 4d; each gets A (r x in) and B (out x r)
     adapters = layers * (4 * 2 * d * r + 2 * 5 * d * r)
     lora = arithmetic_done.matrices(AutoActor(config=ladders.config('opt', 'tiny'), lora_rank=r))
-    assert lora == arithmetic_done.Matrices(blocks + adapters, adapters, blocks + adapters, adapters, layers * d * r, vocab * d, False)
+    assert lora == arithmetic_done.Matrices(
+        blocks + adapters, adapters, blocks + adapters, adapters, layers * d * r, vocab * d, False
+    )
     hydra = arithmetic_done.matrices(AutoActor(config=ladders.config('gpt', 'tiny'), num_layers_unfrozen=1))
     # without the frozen copy of the top block
     assert (hydra.blocks, hydra.through, hydra.trained, hydra.spared) == (blocks, blocks // 2, blocks // 2, 4 * d * d)
@@ -104,21 +121,27 @@ def test_flop_of_a_phase_by_hand():
     assert again['learn'] == 3 * 2 * (2 * 2 * (1000 * 4 - 300) * 5 + 2 * 70 * 4 * 2)
     assert again['score'] == 2 * (4 * 2 * 1000 * 5 + 2 * 2 * 70 * 2)
     # LoRA, no critic: adapters of 100; the reference is the actor without them
-    lora = arithmetic_done.Models(arithmetic_done.Matrices(1100, 100, 1100, 100, 30, 70, False), None, None, None, reference_is_actor=True)
+    lora = arithmetic_done.Models(
+        arithmetic_done.Matrices(1100, 100, 1100, 100, 30, 70, False), None, None, None, reference_is_actor=True
+    )
     flop = arithmetic_done.phase_flop(lora, **size)
     assert flop['collect'] == 2 * (2 * 1000 * 4 + 2 * 70 * 2)
     assert flop['score'] == 2 * (2 * 1000 * 5 + 2 * 70 * 2)
     assert flop['learn'] == 3 * 2 * (2 * (1100 + 1100 + 100) * 5 + 2 * 70 * 2 * 2)
 
 
-@pytest.mark.parametrize(('ladder', 'changed', 'tolerance'), [
-    ('gpt', {}, 1e-3),  # what differs are heads with one output
-    ('gpt', {'gradient_checkpointing': True}, 1e-3),
-    ('opt', {'gradient_checkpointing': True}, 1e-3),
-    ('gpt', {'num_layers_unfrozen': 1, 'critic': 'shared'}, 1e-3),
-    ('gpt', {'lora_rank': 2, 'critic': 'shared', 'reward': 'function', 'gradient_checkpointing': True}, 1e-3),
-    ('opt', {'lora_rank': 4}, 0.06),  # three of twelve d x d, in one of two layers, get no gradient of their input
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ('ladder', 'changed', 'tolerance'),
+    [
+        ('gpt', {}, 1e-3),  # what differs are heads with one output
+        ('gpt', {'gradient_checkpointing': True}, 1e-3),
+        ('opt', {'gradient_checkpointing': True}, 1e-3),
+        ('gpt', {'num_layers_unfrozen': 1, 'critic': 'shared'}, 1e-3),
+        ('gpt', {'lora_rank': 2, 'critic': 'shared', 'reward': 'function', 'gradient_checkpointing': True}, 1e-3),
+        ('opt', {'lora_rank': 4}, 0.06),  # three of twelve d x d, in one of two layers, get no gradient of their input
+    ],
+    ids=str,
+)
 def test_flop_are_those_that_torch_counts(monkeypatch, ladder, changed, tolerance):
     from chatgpt.experience import ExperienceMaker
     from chatgpt.rollout import LocalEngine, local
@@ -145,7 +168,9 @@ def test_flop_are_those_that_torch_counts(monkeypatch, ladder, changed, toleranc
     watch(LocalEngine, 'generate', 'collect')
     watch(ExperienceMaker, 'make', 'score')
     watch(PPOTrainer, 'learn', 'learn')
-    settings = dummy.DummyRun(num_episodes=1, max_timesteps=1, update_timesteps=1, max_epochs=2, prompt_length=12, max_length=20, **changed)
+    settings = dummy.DummyRun(
+        num_episodes=1, max_timesteps=1, update_timesteps=1, max_epochs=2, prompt_length=12, max_length=20, **changed
+    )
     claimed = dummy.run(settings, ladder, 'tiny')['phases'][0]['flop']
     assert counted['collect'] == claimed['collect']
     assert counted['score'] == pytest.approx(claimed['score'], rel=1e-3)
@@ -165,7 +190,9 @@ def gpt_script(monkeypatch, *flags: str) -> None:
 def test_gpt_run(monkeypatch, capsys, tmp_path):
     gpt_script(monkeypatch, '--model=tiny', '--json', str(tmp_path / 'out.json'), *SHORT)
     result = json.loads((tmp_path / 'out.json').read_text())
-    assert {'collect', 'score', 'learn', 'total'} == set(result['seconds_per_phase']) == set(result['tflops_per_device'])
+    assert (
+        {'collect', 'score', 'learn', 'total'} == set(result['seconds_per_phase']) == set(result['tflops_per_device'])
+    )
     assert set(result['share_of_peak']) == set(result['tflops_per_device'])
     assert [p['samples'] for p in result['phases']] == [16, 16]
     assert [p['new_tokens'] for p in result['phases']] == [16 * 8, 16 * 8]  # nothing ended a response
@@ -181,7 +208,9 @@ def test_gpt_run(monkeypatch, capsys, tmp_path):
     assert result['tflops_per_device']['total'] == pytest.approx(result['flop_per_phase']['total'] / total / 1e12)
     assert result['parameters']['actor'] == gpt_parameters(32, 2, 1024, 1024)
     assert result['parameters']['critic'] == result['parameters']['actor'] + 33
-    assert result['memory']['planned_peak'] > 2**20  # in a process that has run other tests, memory kept from them hides the peak
+    assert (
+        result['memory']['planned_peak'] > 2**20
+    )  # in a process that has run other tests, memory kept from them hides the peak
     shown = capsys.readouterr().out
     assert '| learn |' in shown and 'share of matmul peak' in shown
 
@@ -189,10 +218,21 @@ def test_gpt_run(monkeypatch, capsys, tmp_path):
 @pytest.mark.system
 def test_opt_lora_run_under_torchrun(tmp_path):
     command = [
-        sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2',
-        str(ROOT / 'benchmarks' / 'benchmark_opt_lora_dummy.py'), '--model=tiny', '--lora_rank=4', '--strategy=fsdp',
-        '--json', str(tmp_path / 'out.json'), *SHORT, '--num_episodes=1', '--max_epochs=1',
-    ]  # fmt: skip
+        sys.executable,
+        '-m',
+        'torch.distributed.run',
+        '--standalone',
+        '--nproc-per-node=2',
+        str(ROOT / 'benchmarks' / 'benchmark_opt_lora_dummy.py'),
+        '--model=tiny',
+        '--lora_rank=4',
+        '--strategy=fsdp',
+        '--json',
+        str(tmp_path / 'out.json'),
+        *SHORT,
+        '--num_episodes=1',
+        '--max_epochs=1',
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / 'out.json').read_text())
@@ -200,7 +240,9 @@ def test_opt_lora_run_under_torchrun(tmp_path):
     assert result['memory']['peak'] > 2**20 and result['memory']['planned_peak'] > 2**19
     assert result['samples_per_s'] == pytest.approx(2 * result['samples_per_s_per_device'])
     assert 'initial model' not in result['parameters']
-    assert result['parameters']['trained'] == 2 * 2 * (4 * 2 * 32 * 4 + 2 * 5 * 32 * 4) + 33  # adapters of both, and the value head
+    assert (
+        result['parameters']['trained'] == 2 * 2 * (4 * 2 * 32 * 4 + 2 * 5 * 32 * 4) + 33
+    )  # adapters of both, and the value head
     assert done.stdout.count('| learn |') == 1  # the first rank prints
 
 
@@ -209,13 +251,16 @@ def test_a_strategy_of_processes_without_torchrun(monkeypatch, capsys):
     assert 'gpt tiny, ddp x 1, fp32' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(('flags', 'sentence'), [
-    (['--model=huge'], 'invalid choice'),
-    (['--max_length=400'], 'must be above prompt_length=400'),
-    (['--num_episode=2'], "unknown argument '--num_episode'; did you mean --num_episodes"),
-    (['--strategy=colossalai_gemini', '--precision=fp32'], 'Gemini computes in 16 bits'),
-    (['--max_epochs=0'], 'max_epochs=0 must be at least 1'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('flags', 'sentence'),
+    [
+        (['--model=huge'], 'invalid choice'),
+        (['--max_length=400'], 'must be above prompt_length=400'),
+        (['--num_episode=2'], "unknown argument '--num_episode'; did you mean --num_episodes"),
+        (['--strategy=colossalai_gemini', '--precision=fp32'], 'Gemini computes in 16 bits'),
+        (['--max_epochs=0'], 'max_epochs=0 must be at least 1'),
+    ],
+)
 def test_mistakes_are_one_line(monkeypatch, capsys, flags, sentence):
     with pytest.raises(SystemExit) as ended:
         gpt_script(monkeypatch, *flags)
@@ -232,12 +277,20 @@ def test_settings_that_do_not_go_together():
         dummy.DummyRun(lora_rank=2, num_layers_unfrozen=1).check(1)
 
 
-@pytest.mark.parametrize('changed', [
-    {'critic': 'shared'}, {'lora_rank': 2, 'critic': 'shared', 'reward': 'function'}, {'num_layers_unfrozen': 1, 'critic': 'shared'},
-    {'gradient_checkpointing': True, 'max_tokens_per_batch': 20, 'lora_rank': 2},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    'changed',
+    [
+        {'critic': 'shared'},
+        {'lora_rank': 2, 'critic': 'shared', 'reward': 'function'},
+        {'num_layers_unfrozen': 1, 'critic': 'shared'},
+        {'gradient_checkpointing': True, 'max_tokens_per_batch': 20, 'lora_rank': 2},
+    ],
+    ids=str,
+)
 def test_arrangements(changed):
-    settings = dummy.DummyRun(num_episodes=1, max_timesteps=1, update_timesteps=1, max_epochs=1, prompt_length=6, max_length=10, **changed)
+    settings = dummy.DummyRun(
+        num_episodes=1, max_timesteps=1, update_timesteps=1, max_epochs=1, prompt_length=6, max_length=10, **changed
+    )
     result = dummy.run(settings, 'gpt', 'tiny')
     assert result['phases'][0]['updates'] == 1
     assert ('critic' in result['parameters']) == (settings.critic == 'own')

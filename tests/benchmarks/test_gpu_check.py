@@ -32,7 +32,9 @@ def run(parts: list[Part], tmp_path: Path, budget_s: float = 100.0, site: str | 
 
 def test_parts_that_pass(tmp_path):
     memory = {'planned_peak': 90, 'peak': 100, 'planner_error': -0.1}
-    content = run([writes('device', {'machine': {'device': 'Some GPU (8 GB)'}}), writes('one', {'memory': memory})], tmp_path)
+    content = run(
+        [writes('device', {'machine': {'device': 'Some GPU (8 GB)'}}), writes('one', {'memory': memory})], tmp_path
+    )
     assert content['passed'] and content['device'] == 'Some GPU (8 GB)'
     assert (tmp_path / f'some-gpu-8-gb-{time.strftime("%Y-%m-%d")}.json').is_file()
     assert content['planner'] == [{'run': 'one', 'planned': 90, 'measured': 100, 'error': -0.1}]
@@ -51,7 +53,8 @@ def test_a_part_over_its_budget_is_ended_with_its_children(tmp_path):
     child = tmp_path / 'child'
     code = (
         'import os, subprocess, sys, time; '
-        f'p = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]); open({str(child)!r}, "w").write(str(p.pid)); '
+        f'p = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]); open({str(child)!r}, '
+        '"w").write(str(p.pid)); '
         'time.sleep(100)'
     )
     start = time.monotonic()
@@ -78,13 +81,17 @@ def test_what_no_time_is_left_for_is_said(tmp_path):
 
 
 def test_what_came_before_the_parts_counts(tmp_path):
-    content = gpu_check.check([writes('a', 1)], device='cpu', out=tmp_path, budget_s=100.0, site=None, begun=time.monotonic() - 90.0)
+    content = gpu_check.check(
+        [writes('a', 1)], device='cpu', out=tmp_path, budget_s=100.0, site=None, begun=time.monotonic() - 90.0
+    )
     assert content['parts'][0]['status'] == 'not reached' and content['wall_s'] >= 90.0
 
 
 def test_setting_up_ends_in_time(tmp_path, monkeypatch):
     env = gpu_check.environment('cpu', None)
-    assert gpu_check.answers('raise SystemExit(0)', env, 60.0) and not gpu_check.answers('raise SystemExit(1)', env, 60.0)
+    assert gpu_check.answers('raise SystemExit(0)', env, 60.0) and not gpu_check.answers(
+        'raise SystemExit(1)', env, 60.0
+    )
     start = time.monotonic()
     assert not gpu_check.answers('import time; time.sleep(60)', env, 0.5)
     (tmp_path / 'a.whl').touch()
@@ -107,14 +114,19 @@ def test_marked_tests_have_to_run_where_there_is_a_gpu(tmp_path):
     xml = '<testsuites><testsuite tests="5" failures="0" errors="0" skipped="{}"/></testsuites>'
     for skipped, status in ((5, 'failed'), (1, 'passed')):
         code = f'import sys; open(sys.argv[1], "w").write({xml.format(skipped)!r})'
-        record = gpu_check.run_part(Part('tests', ('-c', code, '{out}'), 30), 30.0, gpu_check.environment('cpu', None), 'cuda')
+        record = gpu_check.run_part(
+            Part('tests', ('-c', code, '{out}'), 30), 30.0, gpu_check.environment('cpu', None), 'cuda'
+        )
         assert record['status'] == status
         assert record['result'] == {'tests': 5, 'failures': 0, 'errors': 0, 'skipped': skipped, 'passed': 5 - skipped}
 
 
 def test_planner_errors_of_a_sweep():
     tried = {'s': {'trained': True, 'planned': 150, 'peak': 100}, 'm': {'trained': False, 'planned': 300}}
-    sweep = {'name': 'capacity', 'result': {'memory': 7, 'rows': [{'strategy': 'naive', 'option': 'full', 'tried': tried}]}}
+    sweep = {
+        'name': 'capacity',
+        'result': {'memory': 7, 'rows': [{'strategy': 'naive', 'option': 'full', 'tried': tried}]},
+    }
     found = gpu_check.planner_errors([sweep, {'name': 'failed'}])
     assert found == [{'run': 'capacity naive full s', 'planned': 150, 'measured': 100, 'error': 0.5}]
 
@@ -126,7 +138,9 @@ def test_wheels_are_there_for_the_parts_alone(tmp_path):
         file.writestr('tiny_wheel_of_ours.py', 'answer = 42\n')
         info = 'tiny_wheel_of_ours-1.0.dist-info'
         file.writestr(f'{info}/METADATA', 'Metadata-Version: 2.1\nName: tiny-wheel-of-ours\nVersion: 1.0\n')
-        file.writestr(f'{info}/WHEEL', 'Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n')
+        file.writestr(
+            f'{info}/WHEEL', 'Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n'
+        )
         file.writestr(f'{info}/RECORD', '')
     gpu_check.install_wheels(wheels, str(site))
     code = 'import tiny_wheel_of_ours as t, sys, json; json.dump(t.answer, open(sys.argv[1], "w"))'
@@ -137,7 +151,9 @@ def test_wheels_are_there_for_the_parts_alone(tmp_path):
 
 
 def command(*flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(ROOT / 'benchmarks' / 'gpu_check.py'), *flags], capture_output=True, text=True, timeout=110)
+    return subprocess.run(
+        [sys.executable, str(ROOT / 'benchmarks' / 'gpu_check.py'), *flags], capture_output=True, text=True, timeout=110
+    )
 
 
 @pytest.mark.system
@@ -155,10 +171,13 @@ def test_the_command_on_a_cpu(tmp_path):
     assert f'passed: {path}' in done.stdout
 
 
-@pytest.mark.parametrize(('flags', 'sentence'), [
-    (['--parts', 'everything'], "there is no part 'everything'; there are device, tests"),
-    (['--device', 'cpu', '--wheels', 'nowhere'], 'nowhere holds no wheels'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('flags', 'sentence'),
+    [
+        (['--parts', 'everything'], "there is no part 'everything'; there are device, tests"),
+        (['--device', 'cpu', '--wheels', 'nowhere'], 'nowhere holds no wheels'),
+    ],
+)
 def test_mistakes_of_the_command(flags, sentence):
     done = command(*flags)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
@@ -172,7 +191,8 @@ def test_budgets_and_names():
         for part in parts:
             assert part.command[0] == '-m' or (ROOT / part.command[0]).is_file()
             assert any('{out}' in word for word in part.command)
-    # What the targets are measured by comes first, and is reached even where every part takes all it may and setting up takes a minute.
+    # What the targets are measured by comes first, and is reached even where every part takes all it may and setting up
+    # takes a minute.
     targets = ('device', 'tests', 'gpt-s-bf16', 'decode', 'gpt-xl-bf16', 'opt-1.3b-lora')
     first = gpu_check.cuda_parts()[: len(targets)]
     assert tuple(p.name for p in first) == targets and not any(p.needs for p in first)

@@ -68,7 +68,10 @@ def test_records_are_the_walks():
     tokenizer = rw.tokenizer()
     task = rw.make_task(1000)
     for walk, record in zip(task.walks[:20], rw.sequences(task.walks[:20]), strict=True):
-        assert tokenizer.decode(record.prompt_ids) + tokenizer.decode(record.response_ids, skip_special_tokens=True) == walk
+        assert (
+            tokenizer.decode(record.prompt_ids) + tokenizer.decode(record.response_ids, skip_special_tokens=True)
+            == walk
+        )
         assert record.prompt_ids.tolist() == tokenizer(walk[0])['input_ids']
 
 
@@ -96,6 +99,12 @@ def test_short_runs(monkeypatch, tmp_path, method):
 
 
 def test_the_page_says_which_beta_the_files_have():
-    assert randomwalks.betas_chosen([[{'beta': '100'}] * 6, [{'beta': '100'}] * 3, [{}]]) == ', which is 100 in all 9 files'
-    assert randomwalks.betas_chosen([[{'beta': '100'}, {'beta': '1'}, {'beta': '100'}]]) == ', which is 1 in 1, 100 in 2 files'
+    assert (
+        randomwalks.betas_chosen([[{'beta': '100'}] * 6, [{'beta': '100'}] * 3, [{}]])
+        == ', which is 100 in all 9 files'
+    )
+    assert (
+        randomwalks.betas_chosen([[{'beta': '100'}, {'beta': '1'}, {'beta': '100'}]])
+        == ', which is 1 in 1, 100 in 2 files'
+    )
     assert randomwalks.betas_chosen([[{}]]) == ''

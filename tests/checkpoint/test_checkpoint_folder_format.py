@@ -1,4 +1,5 @@
-"""Checkpoint folders: what is written is read, whatever ranges; what is damaged, partial or malicious is refused by name."""
+"""Checkpoint folders: what is written is read, whatever ranges; what is damaged, partial or malicious is refused by
+name."""
 
 from __future__ import annotations
 
@@ -192,7 +193,10 @@ def test_a_manifest_of_other_values_is_damaged(folder):
         (lambda p: p['pieces'][0].update(start=1), r'lacks elements \[0, 1\)'),
         (lambda p: p['pieces'].append(dict(p['pieces'][0])), r'holds elements \[0, 35\) twice'),
         (lambda p: p['pieces'][0].update(stop=36), 'past its end'),
-        (lambda p: p['pieces'][0].update(file='other.safetensors'), "'other.safetensors', which is not among the files"),
+        (
+            lambda p: p['pieces'][0].update(file='other.safetensors'),
+            "'other.safetensors', which is not among the files",
+        ),
         (lambda p: p.update(shape=[-5, -7]), 'negative size'),
     ],
 )
@@ -210,7 +214,9 @@ def test_coverage_by_hand():
     assert coverage_fault([(0, 2), (2, 2), (2, 5)], 5) == 'has an empty piece [2, 2)'
 
 
-@pytest.mark.parametrize('name', ['../secret', '/etc/passwd', 'a/../../secret', '..', '', 'a//b', './a', 'a\\b', 'a\0b'])
+@pytest.mark.parametrize(
+    'name', ['../secret', '/etc/passwd', 'a/../../secret', '..', '', 'a//b', './a', 'a\\b', 'a\0b']
+)
 def test_paths_out_of_the_folder_are_refused(folder, name):
     (folder.parent / 'secret').write_bytes(b'12345678')
 
@@ -236,7 +242,9 @@ def test_links_out_of_the_folder_are_refused(folder):
 
 def test_a_file_that_does_not_hold_what_the_manifest_says(folder):
     edit(folder, lambda m: m['tensors']['actor/weight'].update(dtype='float64'))
-    with pytest.raises(CheckpointError, match=r"'actor/weight' is torch.float32 in its file and torch.float64 in the manifest"):
+    with pytest.raises(
+        CheckpointError, match=r"'actor/weight' is torch.float32 in its file and torch.float64 in the manifest"
+    ):
         CheckpointReader(folder).read('actor/weight', 0, 3)
 
 
@@ -289,7 +297,9 @@ def halves(rank):
 
 def test_two_ranks_write_one_checkpoint(tmp_path):
     def act(rank, gather):
-        write_checkpoint(tmp_path / 'c', {'a/': halves(rank)}, state={'rank': rank}, rank=rank, all_gather_object=gather)
+        write_checkpoint(
+            tmp_path / 'c', {'a/': halves(rank)}, state={'rank': rank}, rank=rank, all_gather_object=gather
+        )
 
     assert on_ranks(2, act) == [None, None]
     reader = CheckpointReader(tmp_path / 'c')
@@ -301,9 +311,13 @@ def test_two_ranks_write_one_checkpoint(tmp_path):
 
 def test_ranks_that_do_not_fit_together(tmp_path):
     faults = {
-        r"tensor 'x' of shape \(4,\) lacks elements \[2, 4\)": lambda rank: [Piece('x', (4,), 0, 2, torch.zeros(2))][rank:],
+        r"tensor 'x' of shape \(4,\) lacks elements \[2, 4\)": lambda rank: [Piece('x', (4,), 0, 2, torch.zeros(2))][
+            rank:
+        ],
         r'holds elements \[0, 4\) twice': lambda rank: [Piece('x', (4,), 0, 4, torch.zeros(4))],
-        "disagree about the shape or dtype of 'x'": lambda rank: [Piece('x', (4 + rank,), rank, 2 + rank, torch.zeros(2))],
+        "disagree about the shape or dtype of 'x'": lambda rank: [
+            Piece('x', (4 + rank,), rank, 2 + rank, torch.zeros(2))
+        ],
         'has data of shape': lambda rank: [Piece('x', (4,), 0, 4, torch.zeros(2, 2))],
     }
     for message, pieces in faults.items():
@@ -317,7 +331,8 @@ def test_ranks_that_do_not_fit_together(tmp_path):
 
 
 def test_a_full_disk_at_any_write_leaves_the_old_checkpoint(tmp_path, monkeypatch):
-    """The n-th fsync of rank 1, or of rank 0, fails: every rank learns the reason, nothing but the old checkpoint is left."""
+    """The n-th fsync of rank 1, or of rank 0, fails: every rank learns the reason, nothing but the old checkpoint is
+    left."""
     folder = tmp_path / 'c'
     write_checkpoint(folder, {'': pieces_of({'old': torch.ones(1)})})
     real = os.fsync
@@ -347,9 +362,14 @@ def test_a_full_disk_at_any_write_leaves_the_old_checkpoint(tmp_path, monkeypatc
             break
         failures += 1
         for error in errors:
-            with pytest.raises(CheckpointError, match=r'rank [01]: .*No space left on device.*the earlier checkpoint there is untouched'):
+            with pytest.raises(
+                CheckpointError,
+                match=r'rank [01]: .*No space left on device.*the earlier checkpoint there is untouched',
+            ):
                 raise error
-        if CheckpointReader(folder).names() != {'old'}:  # only the last fsync, of the parent folder, comes after the rename
+        if CheckpointReader(folder).names() != {
+            'old'
+        }:  # only the last fsync, of the parent folder, comes after the rename
             assert CheckpointReader(folder).names() == {'a/weight', 'a/step'}
             break
         assert [p.name for p in tmp_path.iterdir()] == ['c']
@@ -398,7 +418,10 @@ def test_other_peoples_folders_are_not_replaced(tmp_path):
     assert (tmp_path / 'photos' / 'cat.jpg').read_bytes() == b'meow'
     (tmp_path / 'empty').mkdir()
     write_checkpoint(tmp_path / 'empty', {'': pieces_of(TENSORS)})
-    with pytest.raises(CheckpointError, match='leaves the checkpoint folder'), CheckpointWriter(tmp_path / 'c') as writer:
+    with (
+        pytest.raises(CheckpointError, match='leaves the checkpoint folder'),
+        CheckpointWriter(tmp_path / 'c') as writer,
+    ):
         writer.add_json('../state.json', {})
 
 

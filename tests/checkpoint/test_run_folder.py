@@ -38,7 +38,11 @@ def write(root, step, **meta):
 
 def test_names(tmp_path):
     assert step_folder('runs/a', 12) == Path('runs/a/step-00000012')
-    assert step_of('runs/a/step-00000012') == 12 and step_of('runs/step-12') is None and step_of('.step-00000012.tmp') is None
+    assert (
+        step_of('runs/a/step-00000012') == 12
+        and step_of('runs/step-12') is None
+        and step_of('.step-00000012.tmp') is None
+    )
     assert step_of(step_folder('x', 123456789)) == 123456789
     with pytest.raises(ValueError, match='step=-1'):
         step_folder('runs', -1)
@@ -103,14 +107,18 @@ time.sleep(60)
 
 def test_two_runs_cannot_write_one_folder(tmp_path):
     with claim_folder(tmp_path / 'run'):
-        with pytest.raises(CheckpointError, match=rf'run: process {os.getpid()} on .* is writing here; .*choose another folder'):
+        with pytest.raises(
+            CheckpointError, match=rf'run: process {os.getpid()} on .* is writing here; .*choose another folder'
+        ):
             claim_folder(tmp_path / 'run')
     claim_folder(tmp_path / 'run').release()
 
 
 def test_the_claim_ends_with_its_process(tmp_path):
     variables = {**os.environ, 'PYTHONPATH': str(ROOT)}
-    holder = subprocess.Popen([sys.executable, '-c', HOLDER, str(tmp_path)], env=variables, stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, '-c', HOLDER, str(tmp_path)], env=variables, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert holder.stdout is not None and holder.stdout.readline() == 'claimed\n'
         with pytest.raises(CheckpointError, match=f'process {holder.pid} on'):
@@ -145,7 +153,9 @@ def test_killed_at_random_moments(tmp_path):
     before = 0
     for _ in range(3):
         variables = {**os.environ, 'PYTHONPATH': str(ROOT)}
-        saver = subprocess.Popen([sys.executable, '-c', SAVER, str(tmp_path)], env=variables, stdout=subprocess.PIPE, text=True)
+        saver = subprocess.Popen(
+            [sys.executable, '-c', SAVER, str(tmp_path)], env=variables, stdout=subprocess.PIPE, text=True
+        )
         assert saver.stdout is not None and saver.stdout.readline() == 'ready\n'
         time.sleep(0.3 + 0.2 * rng.random())
         saver.send_signal(signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""One chat format: what training sees is what the saved tokenizer's chat template writes, for tokenizers without one and with their own."""
+"""One chat format: what training sees is what the saved tokenizer's chat template writes, for tokenizers without one
+and with their own."""
 
 from __future__ import annotations
 
@@ -74,9 +75,9 @@ def test_the_saved_tokenizer_gives_the_ids_that_training_saw(name, tmp_path):
 def test_of_preferences_and_instructions_too():
     tokenizer = byte_tokenizer()
     load_preferences([{'instruction': 'i', 'chosen': 'c', 'rejected': 'r'}], tokenizer)
-    assert tokenizer.apply_chat_template([{'role': 'user', 'content': 'i'}], tokenize=False, add_generation_prompt=True) == (
-        '\n\nHuman: i\n\nAssistant:'
-    )
+    assert tokenizer.apply_chat_template(
+        [{'role': 'user', 'content': 'i'}], tokenize=False, add_generation_prompt=True
+    ) == ('\n\nHuman: i\n\nAssistant:')
     assert shown_format(tokenizer) == repr('\n\nHuman: QUESTION\n\nAssistant: ANSWER<eos>')
 
 

@@ -117,7 +117,8 @@ def test_what_stands_in_the_real_files():
 def test_bad_records_are_named_or_counted(tmp_path, tokenizer):
     path = tmp_path / 'a.jsonl'
     path.write_text(
-        '{"prompt": "p", "chosen": "c", "rejected": "r"}\n{"prompt": "p", "chosen": "c", "rejected": ""}\n{"x": 1}\nno\n'
+        '{"prompt": "p", "chosen": "c", "rejected": "r"}\n{"prompt": "p", "chosen": "c", "rejected": ""}\n{"x": '
+        '1}\nno\n'
     )
     with pytest.raises(ValueError, match=r'a.jsonl, line 2: answer 2 of 2 is empty\. Bad records'):
         load_examples(path)
@@ -137,7 +138,9 @@ def test_bad_records_are_named_or_counted(tmp_path, tokenizer):
 
 def test_what_cannot_be_tokenized_is_a_bad_record_too(tokenizer):
     rows = [{'prompt': 'p', 'completion': 'x' * n} for n in (3, 30, 4)]
-    with pytest.raises(ValueError, match='data, row 2: 1 tokens of prompt and 31 of response, together more than max_length=10'):
+    with pytest.raises(
+        ValueError, match='data, row 2: 1 tokens of prompt and 31 of response, together more than max_length=10'
+    ):
         load_demonstrations(rows, tokenizer, max_length=10, overflow='refuse')
     train, _ = load_demonstrations(rows, tokenizer, max_length=10, overflow='refuse', skip_bad_records=True)
     assert [s.num_tokens for s in train] == [5, 6] and train.num_skipped == 1
@@ -203,22 +206,36 @@ U, A = (lambda text, role=role: Message(role, text) for role in ('user', 'assist
     [
         (PromptExample(prompt='p'), 'prompt', PromptExample(prompt='p')),
         (Demonstration(prompt='p', response='r'), 'prompt_completion', Demonstration(prompt='p', response='r')),
-        (Demonstration(prompt=Instruction('i', 'x'), response='o'), 'alpaca', Demonstration(prompt=Instruction('i', 'x'), response='o')),
-        (Demonstration(prompt=Instruction('i', 'x'), response='o'), 'messages', Demonstration(prompt=(U('i\n\nx'),), response='o')),
+        (
+            Demonstration(prompt=Instruction('i', 'x'), response='o'),
+            'alpaca',
+            Demonstration(prompt=Instruction('i', 'x'), response='o'),
+        ),
+        (
+            Demonstration(prompt=Instruction('i', 'x'), response='o'),
+            'messages',
+            Demonstration(prompt=(U('i\n\nx'),), response='o'),
+        ),
         (Demonstration(prompt=(U('a'),), response=(A('b'), U('c'), A('d'))), 'sharegpt', None),
         (Demonstration(prompt=(U('a'),), response=(A('b'), U('c'), A('d'))), 'messages', None),
         (Preference(prompt='p', responses=('a', 'b')), 'preference', None),
-        (Preference(prompt=(U('a'),), responses=('b', 'c')), 'dialogues',
-         Preference(prompt='\n\nHuman: a\n\nAssistant:', responses=(' b', ' c'))),
-        (Preference(prompt='p', responses=('a', 'b')), 'dialogues',
-         Preference(prompt='\n\nHuman: p\n\nAssistant:', responses=(' a', ' b'))),
+        (
+            Preference(prompt=(U('a'),), responses=('b', 'c')),
+            'dialogues',
+            Preference(prompt='\n\nHuman: a\n\nAssistant:', responses=(' b', ' c')),
+        ),
+        (
+            Preference(prompt='p', responses=('a', 'b')),
+            'dialogues',
+            Preference(prompt='\n\nHuman: p\n\nAssistant:', responses=(' a', ' b')),
+        ),
         (Preference(prompt='', responses=('a', 'b')), 'dialogues', None),
         (Preference(prompt='p', responses=('a', 'b', 'c'), scores=(3.0, 2.0, 1.0)), 'ranked', None),
         (Labelled(prompt=(U('a'),), response='b', label=False), 'kto', None),
         (Labelled(prompt='', response='b', label=0.5), 'text_label', None),
         (Demonstration(prompt='a', response='b'), 'text', Demonstration(prompt='', response='ab')),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize('suffix', ['.jsonl', '.json', '.csv', '.parquet'])
 def test_conversion_there_and_back(tmp_path, example, shape, back, suffix):
     path = tmp_path / f'a{suffix}'
@@ -232,8 +249,15 @@ def test_conversion_there_and_back(tmp_path, example, shape, back, suffix):
 
 def test_conversion_to_several_records():
     ranked = Preference(prompt='p', responses=('a', 'b', 'c'))
-    assert [(r['chosen'], r['rejected']) for r in to_records(ranked, 'preference')] == [('a', 'b'), ('a', 'c'), ('b', 'c')]
-    assert [(r['messages'][-1]['content'], r['label']) for r in to_records(ranked, 'kto')] == [('a', True), ('c', False)]
+    assert [(r['chosen'], r['rejected']) for r in to_records(ranked, 'preference')] == [
+        ('a', 'b'),
+        ('a', 'c'),
+        ('b', 'c'),
+    ]
+    assert [(r['messages'][-1]['content'], r['label']) for r in to_records(ranked, 'kto')] == [
+        ('a', True),
+        ('c', False),
+    ]
 
 
 @pytest.mark.parametrize(

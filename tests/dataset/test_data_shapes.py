@@ -6,7 +6,16 @@ import json
 
 import pytest
 
-from chatgpt.dataset.examples import BadRecord, Demonstration, Instruction, Labelled, Message, Preference, PromptExample, as_kind
+from chatgpt.dataset.examples import (
+    BadRecord,
+    Demonstration,
+    Instruction,
+    Labelled,
+    Message,
+    Preference,
+    PromptExample,
+    as_kind,
+)
 from chatgpt.dataset.shapes import to_example
 
 U, A, S = (lambda text, role=role: Message(role, text) for role in ('user', 'assistant', 'system'))
@@ -28,14 +37,22 @@ CASES = {
     'pair': ({'prompt': 'p', 'chosen': 'c', 'rejected': 'r'}, Preference(prompt='p', responses=('c', 'r'))),
     'pair with scores': (
         {'prompt': 'p', 'chosen': 'c', 'rejected': 'r', 'score_chosen': 2, 'score_rejected': 0.5},
-        Preference(prompt='p', responses=('c', 'r'), scores=(2.0, 0.5), columns={'score_chosen': 2, 'score_rejected': 0.5}),
+        Preference(
+            prompt='p', responses=('c', 'r'), scores=(2.0, 0.5), columns={'score_chosen': 2, 'score_rejected': 0.5}
+        ),
     ),
     'instruction pair': (
         {'instruction': 'i', 'input': 'x', 'chosen': 'c', 'rejected': 'r'},
         Preference(prompt=Instruction('i', 'x'), responses=('c', 'r')),
     ),
-    'stack exchange': ({'question': 'q', 'response_j': 'c', 'response_k': 'r'}, Preference(prompt='q', responses=('c', 'r'))),
-    'hh': ({'chosen': HH + ' see you', 'rejected': HH + ' so what'}, Preference(prompt=HH, responses=(' see you', ' so what'))),
+    'stack exchange': (
+        {'question': 'q', 'response_j': 'c', 'response_k': 'r'},
+        Preference(prompt='q', responses=('c', 'r')),
+    ),
+    'hh': (
+        {'chosen': HH + ' see you', 'rejected': HH + ' so what'},
+        Preference(prompt=HH, responses=(' see you', ' so what')),
+    ),
     'plain texts compared': (
         {'chosen': 'good film', 'rejected': 'bad film'},
         Preference(prompt='', responses=('good film', 'bad film')),
@@ -61,15 +78,27 @@ CASES = {
         {'prompt': 'p', 'responses': ['a', 'b', 'c'], 'scores': [0, 2, 1]},
         Preference(prompt='p', responses=('b', 'c', 'a'), scores=(2.0, 1.0, 0.0)),
     ),
-    'ranked by ranks': ({'prompt': 'p', 'responses': ['a', 'b'], 'ranks': [2, 1]}, Preference(prompt='p', responses=('b', 'a'))),
+    'ranked by ranks': (
+        {'prompt': 'p', 'responses': ['a', 'b'], 'ranks': [2, 1]},
+        Preference(prompt='p', responses=('b', 'a')),
+    ),
     'completion': ({'prompt': 'p', 'completion': 'c'}, Demonstration(prompt='p', response='c')),
     'response': ({'prompt': 'p', 'response': 'c', 'id': 4}, Demonstration(prompt='p', response='c', columns={'id': 4})),
-    'json as an answer': ({'prompt': 'p', 'completion': '[{"a": 1}]'}, Demonstration(prompt='p', response='[{"a": 1}]')),
+    'json as an answer': (
+        {'prompt': 'p', 'completion': '[{"a": 1}]'},
+        Demonstration(prompt='p', response='[{"a": 1}]'),
+    ),
     'a list in the prompt': ({'prompt': '[1, 2]', 'completion': 'x'}, Demonstration(prompt='[1, 2]', response='x')),
     'question': ({'question': 'q', 'answer': 'a'}, Demonstration(prompt='q', response='a')),
-    'alpaca': ({'instruction': 'i', 'input': 'x', 'output': 'o'}, Demonstration(prompt=Instruction('i', 'x'), response='o')),
+    'alpaca': (
+        {'instruction': 'i', 'input': 'x', 'output': 'o'},
+        Demonstration(prompt=Instruction('i', 'x'), response='o'),
+    ),
     'alpaca without input': ({'instruction': 'i', 'output': 'o'}, Demonstration(prompt=Instruction('i'), response='o')),
-    'dolly': ({'instruction': 'i', 'context': 'x', 'response': 'o'}, Demonstration(prompt=Instruction('i', 'x'), response='o')),
+    'dolly': (
+        {'instruction': 'i', 'context': 'x', 'response': 'o'},
+        Demonstration(prompt=Instruction('i', 'x'), response='o'),
+    ),
     'alpaca with history': (
         {'instruction': 'i', 'input': '', 'output': 'o', 'history': [['a', 'b']], 'system': 's'},
         Demonstration(prompt=(S('s'), U('a'), A('b'), U('i')), response='o'),
@@ -87,7 +116,10 @@ CASES = {
         {'messages': openai(U('a'), A('b'), U('c'), A('d')), 'label': False},
         Labelled(prompt=(U('a'), A('b'), U('c')), response='d', label=False),
     ),
-    'kto in text': ({'prompt': 'p', 'completion': 'c', 'label': 'True'}, Labelled(prompt='p', response='c', label=True)),
+    'kto in text': (
+        {'prompt': 'p', 'completion': 'c', 'label': 'True'},
+        Labelled(prompt='p', response='c', label=True),
+    ),
     'reward': ({'prompt': 'p', 'response': 'c', 'reward': -0.5}, Labelled(prompt='p', response='c', label=-0.5)),
     'text and label': ({'text': 't', 'label': '1'}, Labelled(prompt='', response='t', label=1)),
     'text and class': ({'text': 't', 'label': 'good'}, Labelled(prompt='', response='t', label='good')),
@@ -128,8 +160,14 @@ def test_dialogues_that_part_earlier_keep_their_later_turns():
         ({'prompt': float('nan')}, r'prompt is a float \(nan\), where text is needed'),
         ({'prompt': 'p', 'completion': ''}, 'the completion is empty'),
         ({'prompt': 'p', 'chosen': 'c', 'rejected': ' '}, 'answer 2 of 2 is empty'),
-        ({'prompt': 'p', 'responses': ['a']}, r"responses is a list \(\['a'\]\), where a list of two or more answers is needed"),
-        ({'prompt': 'p', 'responses': ['a', 'b'], 'scores': [1]}, 'where 2 numbers are needed, one for each of responses'),
+        (
+            {'prompt': 'p', 'responses': ['a']},
+            r"responses is a list \(\['a'\]\), where a list of two or more answers is needed",
+        ),
+        (
+            {'prompt': 'p', 'responses': ['a', 'b'], 'scores': [1]},
+            'where 2 numbers are needed, one for each of responses',
+        ),
         ({'chosen': HH + 'a', 'rejected': '\n\nHuman: other\n\nAssistant: b'}, 'share no beginning that ends with'),
         ({'chosen': openai(U('a'), A('b')), 'rejected': openai(U('x'), A('b'))}, 'share no turns before an answer'),
         ({'messages': []}, r'messages is a list \(\[\]\), where a list of turns is needed'),
@@ -157,7 +195,9 @@ def test_one_kind_for_another():
     assert as_kind(chat, 'prompt') == PromptExample(prompt=(U('a'), A('b'), U('c')))
     asked = PromptExample(prompt=(U('a'), A('b'), U('c')))
     assert as_kind(asked, 'demonstration') == Demonstration(prompt=(U('a'),), response='b')
-    assert as_kind(Labelled(prompt='p', response='r', label=True), 'demonstration') == Demonstration(prompt='p', response='r')
+    assert as_kind(Labelled(prompt='p', response='r', label=True), 'demonstration') == Demonstration(
+        prompt='p', response='r'
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from chatgpt.dataset import check_tokenizer, load_demonstrations, load_preferences, load_prompts
-from chatgpt.dataset.embedded import demo_config, demo_corpus, demo_preferences, demo_prompts, demo_tokenizer, true_score
+from chatgpt.dataset.embedded import (
+    demo_config,
+    demo_corpus,
+    demo_preferences,
+    demo_prompts,
+    demo_tokenizer,
+    true_score,
+)
 
 PROMPT = 'one day a small fox went to the river .'
 
@@ -68,7 +75,8 @@ def test_the_world_goes_through_the_loaders():
     row = demo_corpus(40)[0]
     first = load_demonstrations([row], tokenizer)[0][0]
     assert (
-        tokenizer.decode(first.prompt_ids) == row['prompt'] and tokenizer.decode(first.response_ids) == row['response'] + ' <eos>'
+        tokenizer.decode(first.prompt_ids) == row['prompt']
+        and tokenizer.decode(first.response_ids) == row['response'] + ' <eos>'
     )
     assert len(load_preferences(demo_preferences(30), tokenizer)[0]) == 30
     assert load_prompts(demo_prompts(3), tokenizer)[0].text.endswith(' .')

@@ -1,4 +1,5 @@
-"""What nobody should train on, or lose, without a word: cut rows, pairs that do not differ, rows of another kind, odd columns."""
+"""What nobody should train on, or lose, without a word: cut rows, pairs that do not differ, rows of another kind, odd
+columns."""
 
 from __future__ import annotations
 
@@ -22,10 +23,16 @@ def silent():
 
 def test_rows_that_are_cut_are_counted_and_the_longest_is_named():
     tokenizer = byte_tokenizer()
-    rows = [{'prompt': 'ab', 'response': 'cd'}, {'prompt': 'abcdef', 'response': 'ghi'}, {'prompt': 'a' * 20, 'response': 'b'}]
+    rows = [
+        {'prompt': 'ab', 'response': 'cd'},
+        {'prompt': 'abcdef', 'response': 'ghi'},
+        {'prompt': 'a' * 20, 'response': 'b'},
+    ]
     lengths = [len(r['prompt']) + len(r['response']) + 1 for r in rows]  # and an end token
     longest = max(lengths) + len(tokenizer('a')['input_ids']) - 1  # and a begin token, where there is one
-    with pytest.warns(UserWarning, match=rf'2 of 3 records are longer than 8 tokens.*The longest has {longest} tokens \(.*3\)'):
+    with pytest.warns(
+        UserWarning, match=rf'2 of 3 records are longer than 8 tokens.*The longest has {longest} tokens \(.*3\)'
+    ):
         load_demonstrations(rows, tokenizer, max_length=8)
     with silent():
         load_demonstrations(rows, tokenizer, max_length=longest)
@@ -35,7 +42,10 @@ def test_each_source_is_counted_by_itself():
     tokenizer = byte_tokenizer()
     with pytest.warns(UserWarning, match='1 of 2 records') as seen:
         load_demonstrations(
-            [{'text': 'abc'}, {'text': 'a' * 30}], tokenizer, max_length=10, validation_source=[{'text': 'b' * 40}, {'text': 'c' * 12}]
+            [{'text': 'abc'}, {'text': 'a' * 30}],
+            tokenizer,
+            max_length=10,
+            validation_source=[{'text': 'b' * 40}, {'text': 'c' * 12}],
         )
     assert [str(w.message).split(' records')[0] for w in seen] == ['1 of 2', '2 of 2']
 
@@ -44,16 +54,26 @@ def test_answers_that_do_not_differ_are_counted():
     pair = {'prompt': 'p', 'chosen': 'a', 'rejected': 'b'}
     tokenizer = byte_tokenizer()
     with pytest.warns(UserWarning, match=r'2 of 4 preferences have answers that do not differ.*first: .*2'):
-        load_preferences([pair, pair | {'rejected': 'a'}, pair, pair | {'score_chosen': 1, 'score_rejected': 1}], tokenizer)
+        load_preferences(
+            [pair, pair | {'rejected': 'a'}, pair, pair | {'score_chosen': 1, 'score_rejected': 1}], tokenizer
+        )
     with silent():
         load_preferences([pair, pair], tokenizer)
-    with pytest.warns(UserWarning, match='1 of 1 preferences have answers that do not differ'), pytest.warns(UserWarning, match='were cut'):
-        load_preferences([{'prompt': 'p', 'chosen': 'a' * 20 + 'b', 'rejected': 'a' * 20 + 'c'}], tokenizer, max_length=8)
+    with (
+        pytest.warns(UserWarning, match='1 of 1 preferences have answers that do not differ'),
+        pytest.warns(UserWarning, match='were cut'),
+    ):
+        load_preferences(
+            [{'prompt': 'p', 'chosen': 'a' * 20 + 'b', 'rejected': 'a' * 20 + 'c'}], tokenizer, max_length=8
+        )
 
 
 def test_preferences_given_to_sft_are_named():
     pair = {'prompt': 'p', 'chosen': 'a', 'rejected': 'b'}
-    with pytest.warns(UserWarning, match='1 of 2 records are preferences, the first: .*2; only the best answer of each is learned here'):
+    with pytest.warns(
+        UserWarning,
+        match='1 of 2 records are preferences, the first: .*2; only the best answer of each is learned here',
+    ):
         train, _ = load_demonstrations([{'prompt': 'p', 'response': 'r'}, pair], byte_tokenizer())
     assert len(train) == 2
 
@@ -66,7 +86,9 @@ def test_scores_that_contradict_chosen_and_rejected_are_a_bad_record():
 
 
 def test_a_bad_record_says_how_to_leave_it_out():
-    with pytest.raises(ValueError, match=r'2: the prompt is empty\. .*--skip_bad_records \(Python: skip_bad_records=True\)'):
+    with pytest.raises(
+        ValueError, match=r'2: the prompt is empty\. .*--skip_bad_records \(Python: skip_bad_records=True\)'
+    ):
         load_examples([{'prompt': 'p'}, {'prompt': ''}])
 
 
@@ -75,7 +97,11 @@ def test_a_bad_record_says_how_to_leave_it_out():
 
 def test_context_chosen_rejected():
     context = [{'from': 'human', 'content': 'q'}]
-    row = {'context': context, 'chosen': {'from': 'assistant', 'content': 'c'}, 'rejected': {'from': 'assistant', 'content': 'r'}}
+    row = {
+        'context': context,
+        'chosen': {'from': 'assistant', 'content': 'c'},
+        'rejected': {'from': 'assistant', 'content': 'r'},
+    }
     assert to_example(row) == Preference(prompt=(Message('user', 'q'),), responses=('c', 'r'))
     assert to_example({'context': 'q', 'chosen': 'c', 'rejected': 'r'}) == Preference(prompt='q', responses=('c', 'r'))
     assert load_prompts([row], byte_tokenizer())[0].columns.keys() == {'chosen', 'rejected'}
@@ -102,7 +128,10 @@ def test_pandalm():
 
 def test_dialogues_in_text_that_part_early_do_not_train_on_the_human():
     tokenizer = byte_tokenizer()
-    row = {'chosen': HH + ' yes\n\nHuman: more\n\nAssistant: fine', 'rejected': HH + ' no\n\nHuman: why\n\nAssistant: so\n\nHuman: bye'}
+    row = {
+        'chosen': HH + ' yes\n\nHuman: more\n\nAssistant: fine',
+        'rejected': HH + ' no\n\nHuman: why\n\nAssistant: so\n\nHuman: bye',
+    }
     (pair,), _ = load_preferences([row], tokenizer)
     texts = [tokenizer.decode(r.tolist(), skip_special_tokens=True) for r in pair.responses]
     assert texts == [' yes\n\nHuman: more\n\nAssistant: fine', ' no\n\nHuman: why\n\nAssistant: so']

@@ -52,7 +52,10 @@ def test_prompts_of_other_shapes(tmp_path, tokenizer):
         ('act,prompt\nx,y\nx,"  "\n', 'a.csv, line 3: the prompt is empty'),
         ('', 'a.csv: the file is empty'),
         ('act,prompt\n', 'a.csv: there is no record in it'),
-        ('prompt\nhello\n' + 'x' * 9, 'a.csv, line 3: the prompt has 9 tokens, more than 5; shorten it, or allow cutting'),
+        (
+            'prompt\nhello\n' + 'x' * 9,
+            'a.csv, line 3: the prompt has 9 tokens, more than 5; shorten it, or allow cutting',
+        ),
     ],
 )
 def test_bad_prompt_files(tmp_path, tokenizer, text, reason):
@@ -70,7 +73,8 @@ def test_bad_prompts_can_be_skipped(tmp_path, tokenizer):
     assert texts(found) == ['one', 'two'] and found.num_skipped == 4
     (tmp_path / 'b.csv').write_text('act\nx\ny\n')
     with pytest.raises(
-        ValueError, match="none of 2 records has a usable prompt; the first: .*b.csv, line 2: there is no column 'prompt'"
+        ValueError,
+        match="none of 2 records has a usable prompt; the first: .*b.csv, line 2: there is no column 'prompt'",
     ):
         load_prompts(tmp_path / 'b.csv', tokenizer, skip_bad_records=True)
 
@@ -85,7 +89,11 @@ def test_long_prompts_lose_their_left_end(tokenizer):
 
 def test_as_prompts(tokenizer):
     record = Prompt(ids=torch.tensor([1, 2]))
-    assert [p.ids.tolist() for p in as_prompts([record, torch.tensor([3]), torch.tensor([[4, 5]])])] == [[1, 2], [3], [4, 5]]
+    assert [p.ids.tolist() for p in as_prompts([record, torch.tensor([3]), torch.tensor([[4, 5]])])] == [
+        [1, 2],
+        [3],
+        [4, 5],
+    ]
     assert texts(as_prompts(['a', {'prompt': 'b'}], tokenizer)) == ['a', 'b']
     refused = [
         ([], 'there are no prompts'),
@@ -99,7 +107,9 @@ def test_as_prompts(tokenizer):
 
 
 def test_fingerprint_follows_the_ids(tokenizer):
-    one, same, other = (load_prompts(given, tokenizer).fingerprint() for given in (['ab', 'c'], ['ab', 'c'], ['a', 'bc']))
+    one, same, other = (
+        load_prompts(given, tokenizer).fingerprint() for given in (['ab', 'c'], ['ab', 'c'], ['a', 'bc'])
+    )
     assert one == same != other
 
 

@@ -39,7 +39,9 @@ def test_csv_with_bom_quoted_newlines_and_crlf(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(('name', 'text'), [('a.csv', 'a;b\n1;2,5\n'), ('a.tsv', 'a\tb\n1\t2,5\n'), ('a.csv', 'a\tb\n1\t2,5\n')])
+@pytest.mark.parametrize(
+    ('name', 'text'), [('a.csv', 'a;b\n1;2,5\n'), ('a.tsv', 'a\tb\n1\t2,5\n'), ('a.csv', 'a\tb\n1\t2,5\n')]
+)
 def test_other_delimiters(tmp_path, name, text):
     assert read(write(tmp_path / name, text))[0][0] == {'a': '1', 'b': '2,5'}
 
@@ -90,7 +92,9 @@ ROWS = [{'a': 1, 'b': {'c': [{'d': 'x}{'}]}}, {'a': 2, 'b': 'line\nbreak "and qu
         '\ufeff' + '\n'.join(json.dumps(r) for r in ROWS),
         '\n'.join('  ' + json.dumps(r) for r in ROWS),
     ],
-    ids='lines blank-lines pretty pretty-no-indent crlf one-line touching array pretty-array bom-array bom-lines indented'.split(),
+    ids=(
+        'lines blank-lines pretty pretty-no-indent crlf one-line touching array pretty-array bom-array bom-lines indented'
+    ).split(),
 )
 def test_every_layout_of_json_gives_the_same_rows(tmp_path, suffix, text):
     assert [r[0] for r in read(write(tmp_path / f'a{suffix}', text))] == ROWS
@@ -164,7 +168,9 @@ def test_a_broken_array_stops_even_when_skipping(tmp_path, text, reason):
 def test_array_elements_that_are_no_objects(tmp_path):
     path = write(tmp_path / 'a.json', '[{"a": 1},\n 7,\n "a text"]')
     rows, bad = skipping(path)
-    assert rows == [{'a': 1}, {'text': 'a text'}] and bad.reasons == [f'{path}, line 2: a JSON int, where an object is needed']
+    assert rows == [{'a': 1}, {'text': 'a text'}] and bad.reasons == [
+        f'{path}, line 2: a JSON int, where an object is needed'
+    ]
 
 
 @pytest.mark.parametrize('indent', [None, 0, 2], ids=['rows-a-line', 'indent-0', 'indent-2'])
@@ -193,7 +199,10 @@ def test_parquet_gz_and_folder(tmp_path):
 
     rows = [{'a': 1, 'turns': [{'role': 'user', 'content': 'hi'}]}, {'a': 2, 'turns': []}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / 'b.parquet')
-    assert read(tmp_path / 'b.parquet') == [(rows[0], f'{tmp_path}/b.parquet, row 1'), (rows[1], f'{tmp_path}/b.parquet, row 2')]
+    assert read(tmp_path / 'b.parquet') == [
+        (rows[0], f'{tmp_path}/b.parquet, row 1'),
+        (rows[1], f'{tmp_path}/b.parquet, row 2'),
+    ]
     with gzip.open(tmp_path / 'a.jsonl.gz', 'wt') as file:
         file.write('{"a": 0}\n')
     assert [r['a'] for r, _ in read(tmp_path)] == [0, 1, 2]  # the folder's files in the order of their names
@@ -236,7 +245,9 @@ def test_hub_names_go_through_datasets(monkeypatch):
         return [{'prompt': 'x'}]
 
     monkeypatch.setattr(datasets, 'load_dataset', load_dataset)
-    assert read('some/data', split='test', subset='en', streaming=True) == [({'prompt': 'x'}, 'data set some/data, row 1')]
+    assert read('some/data', split='test', subset='en', streaming=True) == [
+        ({'prompt': 'x'}, 'data set some/data, row 1')
+    ]
     assert calls == [(('some/data', 'en'), {'split': 'test', 'streaming': True})]
     with pytest.raises(
         ValueError, match='^nobody/nothing: no such file, and no data set from the hub: ConnectionError: no network$'
@@ -290,7 +301,8 @@ def test_large_files_are_read_as_they_are_used(tmp_path):
 
 def test_datasets_is_imported_only_for_the_hub():
     code = (
-        'import sys, chatgpt.dataset, chatgpt.dataset.embedded as e; list(chatgpt.dataset.load_examples(e.demo_corpus(3))); '
+        'import sys, chatgpt.dataset, chatgpt.dataset.embedded as e; '
+        'list(chatgpt.dataset.load_examples(e.demo_corpus(3))); '
         "sys.exit('datasets' in sys.modules)"
     )
     assert subprocess.run([sys.executable, '-c', code], cwd=Path(__file__).parents[2]).returncode == 0

@@ -1,4 +1,5 @@
-"""Text to ids: edges between prompt and response, end tokens, masks of turns, cutting, packing. Expected ids are written by hand."""
+"""Text to ids: edges between prompt and response, end tokens, masks of turns, cutting, packing. Expected ids are
+written by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from chatgpt.types import Sequence
 BOS, EOS = 257, 258
 U, A, S = (lambda text, role=role: Message(role, text) for role in ('user', 'assistant', 'system'))
 CHAT = (
-    '{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% if m.role == "assistant" %}<eos>{% endif %}{{ "\\n" }}{% endfor %}'
+    '{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% if m.role == "assistant" %}<eos>{% endif %}{{ "\\n" '
+    '}}{% endfor %}'
     '{% if add_generation_prompt %}<a>{% endif %}'
 )
 MODELS = Path(__file__).resolve().parents[3] / 'shared' / 'models'
@@ -52,7 +54,8 @@ def with_begin():
 
 
 def merging_tokenizer():
-    """Byte-pair merges 'ab' = 3 and 'bc' = 4 over single letters a, b, c = 0, 1, 2: a response can change the prompt's last token."""
+    """Byte-pair merges 'ab' = 3 and 'bc' = 4 over single letters a, b, c = 0, 1, 2: a response can change the prompt's
+    last token."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -161,7 +164,10 @@ def test_shifting_the_mask_by_one_trains_on_others(plain):
 def test_instructions_without_and_with_template(plain, chat):
     given = Demonstration(prompt=Instruction('do', 'this'), response='done')
     options = TokenizerOptions(apply_chat_template=False)
-    assert whole(tokenize_demonstration(given, plain, options)) == '### Instruction:\ndo\n\n### Input:\nthis\n\n### Response:\ndone$'
+    assert (
+        whole(tokenize_demonstration(given, plain, options))
+        == '### Instruction:\ndo\n\n### Input:\nthis\n\n### Response:\ndone$'
+    )
     assert whole(tokenize_demonstration(given, plain)) == '\n\nHuman: do\n\nthis\n\nAssistant: done$'
     assert whole(tokenize_demonstration(given, chat)) == '<u>do\n\nthis\n<a>done$'
     assert plain_prompt(Instruction('do')) == '### Instruction:\ndo\n\n### Response:\n'
@@ -173,9 +179,13 @@ def test_plain_text_goes_through_the_template_only_when_asked(plain, chat):
     assert tokenize_prompt(PromptExample(prompt='hi'), chat, apply_chat_template=True).text == '<u>hi\n<a>'
     assert tokenize_prompt(PromptExample(prompt=(U('hi'),)), chat).text == '<u>hi\n<a>'
     assert (
-        tokenize_prompt(PromptExample(prompt=(U('hi'),)), chat, apply_chat_template=False).text == '\n\nHuman: hi\n\nAssistant:'
+        tokenize_prompt(PromptExample(prompt=(U('hi'),)), chat, apply_chat_template=False).text
+        == '\n\nHuman: hi\n\nAssistant:'
     )
-    assert tokenize_prompt(PromptExample(prompt='hi'), plain, apply_chat_template=True).text == '\n\nHuman: hi\n\nAssistant:'
+    assert (
+        tokenize_prompt(PromptExample(prompt='hi'), plain, apply_chat_template=True).text
+        == '\n\nHuman: hi\n\nAssistant:'
+    )
 
 
 def test_a_template_that_refuses_or_rewrites_turns_is_a_bad_record():
@@ -229,23 +239,31 @@ def test_cutting(plain, max_length, expected):
     prompt, response = expected.split('|')
     assert whole(found) == prompt + response and len(found.prompt_ids) == len(prompt)
     if max_length < 10:
-        with pytest.raises(BadRecord, match=f'6 tokens of prompt and 4 of response, together more than max_length={max_length}'):
+        with pytest.raises(
+            BadRecord, match=f'6 tokens of prompt and 4 of response, together more than max_length={max_length}'
+        ):
             tokenize_demonstration(given, plain, TokenizerOptions(max_length=max_length, overflow='refuse'))
 
 
 def test_cutting_keeps_the_begin_token_and_short_prompts(with_begin, plain):
-    found = tokenize_demonstration(Demonstration(prompt='abcdef', response='ghi'), with_begin, TokenizerOptions(max_length=8))
+    found = tokenize_demonstration(
+        Demonstration(prompt='abcdef', response='ghi'), with_begin, TokenizerOptions(max_length=8)
+    )
     assert whole(found) == '^defghi$'
     found = tokenize_demonstration(Demonstration(prompt='a', response='ghijkl'), plain, TokenizerOptions(max_length=5))
     assert whole(found) == 'aghij'
     prompt = tokenize_prompt(PromptExample(prompt='abcdef'), with_begin, max_tokens=3, overflow='truncate')
     assert prompt.ids.tolist() == [BOS, *ids('ef')]
-    with pytest.raises(BadRecord, match='the prompt has 7 tokens, more than 3; shorten it, or allow cutting it on the left'):
+    with pytest.raises(
+        BadRecord, match='the prompt has 7 tokens, more than 3; shorten it, or allow cutting it on the left'
+    ):
         tokenize_prompt(PromptExample(prompt='abcdef'), with_begin, max_tokens=3)
 
 
 def test_preferences_are_cut_at_the_same_place(plain):
-    found = tokenize_preference(Preference(prompt='abcdef', responses=('gh', 'ijklm')), plain, TokenizerOptions(max_length=8))
+    found = tokenize_preference(
+        Preference(prompt='abcdef', responses=('gh', 'ijklm')), plain, TokenizerOptions(max_length=8)
+    )
     assert [whole(s) for s in found.sequences()] == ['cdefgh$', 'cdefijkl']
 
 
@@ -272,7 +290,9 @@ def test_packing_by_hand():
 
 @pytest.mark.parametrize('length', [2, 3, 5, 7, 100])
 def test_packing_learns_every_token_that_counts_once(length):
-    documents = [document([10 * i, 10 * i + 1], list(range(10 * i + 2, 10 * i + 2 + n))) for i, n in enumerate([1, 5, 3, 4], 1)]
+    documents = [
+        document([10 * i, 10 * i + 1], list(range(10 * i + 2, 10 * i + 2 + n))) for i, n in enumerate([1, 5, 3, 4], 1)
+    ]
     blocks = pack(documents, length)
     targets = sorted(t for b in blocks for t in b.response_ids[b.response_mask].tolist())
     assert targets == sorted(t for d in documents for t in d.response_ids.tolist())

@@ -23,11 +23,26 @@ def test_bad_records_of_every_source_are_counted_and_named(monkeypatch, capsys, 
     (tmp_path / 'ptx.jsonl').write_text('{"text": "a fox ."}\n{"text": 3}\n')
     sources = {n: str(tmp_path / f'{n}.jsonl') for n in ('prompts', 'validation', 'ptx')}
     flags = [
-        sources['prompts'], '--validation_file', sources['validation'], '--ptx_data', sources['ptx'], '--ptx_coef=0.5',
-        '--pretrain', str(tmp_path / 'model'), '--reward_fn', f'{ROOT / "examples" / "rewards.py"}:joy',
-        '--num_episodes=1', '--max_timesteps=1', '--update_timesteps=1', '--experience_batch_size=2', '--train_batch_size=2',
-        '--max_epochs=1', '--max_new_tokens=2', '--save_path', str(tmp_path / 'run'),
-    ]  # fmt: skip
+        sources['prompts'],
+        '--validation_file',
+        sources['validation'],
+        '--ptx_data',
+        sources['ptx'],
+        '--ptx_coef=0.5',
+        '--pretrain',
+        str(tmp_path / 'model'),
+        '--reward_fn',
+        f'{ROOT / "examples" / "rewards.py"}:joy',
+        '--num_episodes=1',
+        '--max_timesteps=1',
+        '--update_timesteps=1',
+        '--experience_batch_size=2',
+        '--train_batch_size=2',
+        '--max_epochs=1',
+        '--max_new_tokens=2',
+        '--save_path',
+        str(tmp_path / 'run'),
+    ]
     main = runpy.run_path(str(ROOT / 'examples' / 'train_prompts.py'))['main']
     monkeypatch.setattr(sys, 'argv', ['train_prompts.py', *flags])
     with pytest.raises(SystemExit):

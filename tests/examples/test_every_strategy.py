@@ -1,4 +1,5 @@
-"""Every script of examples/ under torchrun with two processes and every strategy; one of them in the ordinary suite, all of them slow."""
+"""Every script of examples/ under torchrun with two processes and every strategy; one of them in the ordinary suite,
+all of them slow."""
 
 from __future__ import annotations
 
@@ -22,14 +23,33 @@ ROOT = Path(__file__).resolve().parents[2]
 PARALLEL = [s for s in STRATEGIES if s != 'naive']
 SCRIPTS = {
     'train_sft': ['{data}/sft.jsonl', '--train_batch_size=4', '--max_steps=2', '--log_interval=1'],
-    'train_reward_model': ['{data}/pairs.jsonl', '--train_batch_size=4', '--max_steps=2', '--log_interval=1', '--max_len=48'],
-    'train_prompts': [
-        '{data}/prompts.jsonl', '--reward_model={data}/rm', '--num_episodes=1', '--max_timesteps=2', '--update_timesteps=1',
-        '--experience_batch_size=2', '--train_batch_size=2', '--max_epochs=1', '--max_new_tokens=3',
+    'train_reward_model': [
+        '{data}/pairs.jsonl',
+        '--train_batch_size=4',
+        '--max_steps=2',
+        '--log_interval=1',
+        '--max_len=48',
     ],
-    'train_dummy': ['--num_episodes=1', '--max_timesteps=1', '--update_timesteps=1', '--prompt_tokens=4', '--max_new_tokens=3'],
+    'train_prompts': [
+        '{data}/prompts.jsonl',
+        '--reward_model={data}/rm',
+        '--num_episodes=1',
+        '--max_timesteps=2',
+        '--update_timesteps=1',
+        '--experience_batch_size=2',
+        '--train_batch_size=2',
+        '--max_epochs=1',
+        '--max_new_tokens=3',
+    ],
+    'train_dummy': [
+        '--num_episodes=1',
+        '--max_timesteps=1',
+        '--update_timesteps=1',
+        '--prompt_tokens=4',
+        '--max_new_tokens=3',
+    ],
     'inference': ['--input={data}/prompts.jsonl', '--output={out}/answers.jsonl', '--max_new_tokens=3'],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope='module')
@@ -48,9 +68,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def torchrun(script: str, strategy: str, *flags: str, timeout_s: int) -> subprocess.CompletedProcess[str]:
     command = [
-        sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node=2', f'--master-port={free_port()}',
-        str(ROOT / 'examples' / f'{script}.py'), f'--strategy={strategy}', *flags,
-    ]  # fmt: skip
+        sys.executable,
+        '-m',
+        'torch.distributed.run',
+        '--nproc-per-node=2',
+        f'--master-port={free_port()}',
+        str(ROOT / 'examples' / f'{script}.py'),
+        f'--strategy={strategy}',
+        *flags,
+    ]
     env = os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=env)
 

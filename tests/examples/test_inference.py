@@ -42,7 +42,9 @@ def test_one_prompt(monkeypatch, capsys, folder):
     assert capsys.readouterr().out != first
 
 
-@pytest.mark.parametrize(('name', 'flags'), [('inference', ['--pretrain', 'm', '--trust_remote_code']), ('train_dummy', [])])
+@pytest.mark.parametrize(
+    ('name', 'flags'), [('inference', ['--pretrain', 'm', '--trust_remote_code']), ('train_dummy', [])]
+)
 def test_the_strategy_is_that_of_the_flags(monkeypatch, name, flags):
     from chatgpt.launch import arguments
     from chatgpt.nn import loading
@@ -62,11 +64,22 @@ def test_the_strategy_is_that_of_the_flags(monkeypatch, name, flags):
 def test_a_file_of_prompts(monkeypatch, capsys, folder, tmp_path, ending):
     prompts = [row['prompt'] for row in embedded.demo_prompts(5)]
     text = {
-        'jsonl': '\n'.join(json.dumps({'prompt': p}) for p in prompts), 'txt': '\n'.join(prompts), 'csv': '\n'.join(['prompt', *prompts]),
-    }  # fmt: skip
+        'jsonl': '\n'.join(json.dumps({'prompt': p}) for p in prompts),
+        'txt': '\n'.join(prompts),
+        'csv': '\n'.join(['prompt', *prompts]),
+    }
     (tmp_path / f'in.{ending}').write_text(text[ending] + '\n')
     out = tmp_path / 'deep' / 'out.jsonl'
-    script('inference', monkeypatch, '--pretrain', str(folder / 'actor'), '--input', str(tmp_path / f'in.{ending}'), '--output', str(out))
+    script(
+        'inference',
+        monkeypatch,
+        '--pretrain',
+        str(folder / 'actor'),
+        '--input',
+        str(tmp_path / f'in.{ending}'),
+        '--output',
+        str(out),
+    )
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row['prompt'] for row in rows] == prompts
     assert sum(bool(row['response']) for row in rows) >= 3  # a model without training may end at once
@@ -79,7 +92,17 @@ def test_the_best_of_several(monkeypatch, folder, tmp_path):
         rm = ['--reward_model', str(folder / 'rm'), f'--best_of={n}'] if n > 1 else []
         path = tmp_path / 'in.txt'
         path.write_text('\n'.join(row['prompt'] for row in embedded.demo_prompts(12)))
-        script('inference', monkeypatch, '--pretrain', str(folder / 'actor'), '--input', str(path), '--output', str(out), *rm)
+        script(
+            'inference',
+            monkeypatch,
+            '--pretrain',
+            str(folder / 'actor'),
+            '--input',
+            str(path),
+            '--output',
+            str(out),
+            *rm,
+        )
         rows = [json.loads(line) for line in out.read_text().splitlines()]
         return sum(row['score'] for row in rows) / len(rows)
 
@@ -94,7 +117,9 @@ def test_a_chat(monkeypatch, capsys, folder):
     assert out.count('> ') == 5  # two questions, an empty line, /new, and the end
 
 
-def chat_with(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path, said: str, *flags: str) -> list[str]:
+def chat_with(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path, said: str, *flags: str
+) -> list[str]:
     monkeypatch.setattr(sys, 'stdin', io.StringIO(said))
     script('inference', monkeypatch, '--pretrain', str(folder / 'actor'), '--seed=3', *flags)
     return capsys.readouterr().out.split('> ')[1:]
@@ -133,8 +158,12 @@ def test_a_chat_template_sees_the_whole_dialogue(monkeypatch, capsys, folder, tm
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
     tokenizer.save_pretrained(tmp_path)
     seen = []
-    monkeypatch.setattr(type(tokenizer), '__call__', lambda self, text, **kw: seen.append((text, kw)) or {'input_ids': [3, 4]})
-    first, _, _ = chat_with(monkeypatch, capsys, folder, 'a fox\na bear\n', '--tokenizer', str(tmp_path), '--max_new_tokens=4')
+    monkeypatch.setattr(
+        type(tokenizer), '__call__', lambda self, text, **kw: seen.append((text, kw)) or {'input_ids': [3, 4]}
+    )
+    first, _, _ = chat_with(
+        monkeypatch, capsys, folder, 'a fox\na bear\n', '--tokenizer', str(tmp_path), '--max_new_tokens=4'
+    )
     assert [kw['add_special_tokens'] for _, kw in seen] == [False, False]
     assert seen[0][0] == 'user a fox '
     assert seen[1][0] == f'user a fox assistant {first[:-1]} user a bear '
@@ -165,11 +194,14 @@ def test_weights_and_adapters(monkeypatch, capsys, folder, tmp_path):
     assert len(set(outputs)) == 3
 
 
-@pytest.mark.parametrize(('flags', 'sentence'), [
-    (['--input', 'x', '--best_of=4'], '--best_of above 1 and --reward_model belong together'),
-    (['--output', 'x.jsonl'], '--output needs --input'),
-    (['--input', 'nowhere.jsonl'], 'nowhere.jsonl'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('flags', 'sentence'),
+    [
+        (['--input', 'x', '--best_of=4'], '--best_of above 1 and --reward_model belong together'),
+        (['--output', 'x.jsonl'], '--output needs --input'),
+        (['--input', 'nowhere.jsonl'], 'nowhere.jsonl'),
+    ],
+)
 def test_mistakes(monkeypatch, capsys, folder, flags, sentence):
     with pytest.raises(SystemExit) as stop:
         script('inference', monkeypatch, '--pretrain', str(folder / 'actor'), *flags)
@@ -187,12 +219,22 @@ def test_inference_under_torchrun(monkeypatch, capsys, folder, tmp_path):
     flags += ['--best_of=2', '--reward_model', str(folder / 'rm')]
     script('inference', monkeypatch, *flags, '--output', str(tmp_path / 'one.jsonl'))
     command = [
-        sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node=2', f'--master-port={free_port()}',
-        str(ROOT / 'examples' / 'inference.py'), *flags, '--strategy=fsdp', '--output', str(tmp_path / 'two.jsonl'),
-    ]  # fmt: skip
+        sys.executable,
+        '-m',
+        'torch.distributed.run',
+        '--nproc-per-node=2',
+        f'--master-port={free_port()}',
+        str(ROOT / 'examples' / 'inference.py'),
+        *flags,
+        '--strategy=fsdp',
+        '--output',
+        str(tmp_path / 'two.jsonl'),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    one, two = ([json.loads(line) for line in (tmp_path / f'{n}.jsonl').read_text().splitlines()] for n in ('one', 'two'))
+    one, two = (
+        [json.loads(line) for line in (tmp_path / f'{n}.jsonl').read_text().splitlines()] for n in ('one', 'two')
+    )
     assert [(r['prompt'], r['response']) for r in one] == [(r['prompt'], r['response']) for r in two]
     assert done.stdout.count('5 responses written to') == 1
 
@@ -207,10 +249,19 @@ def test_dummy_runs(monkeypatch, capsys, flags):
 @pytest.mark.system
 def test_dummy_under_torchrun():
     command = [
-        sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node=2', f'--master-port={free_port()}',
-        str(ROOT / 'examples' / 'train_dummy.py'), '--strategy=fsdp', '--num_episodes=1', '--max_timesteps=1', '--update_timesteps=1',
-        '--prompt_tokens=4', '--max_new_tokens=4',
-    ]  # fmt: skip
+        sys.executable,
+        '-m',
+        'torch.distributed.run',
+        '--nproc-per-node=2',
+        f'--master-port={free_port()}',
+        str(ROOT / 'examples' / 'train_dummy.py'),
+        '--strategy=fsdp',
+        '--num_episodes=1',
+        '--max_timesteps=1',
+        '--update_timesteps=1',
+        '--prompt_tokens=4',
+        '--max_new_tokens=4',
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert '8 samples in ' in done.stdout

@@ -33,7 +33,7 @@ def no_generation(monkeypatch):
         (['--input=in.txt', '--max_length=20'], "unknown argument '--max_length'"),
         (['--input=in.txt', '--num_beams=4'], "unknown argument '--num_beams'"),
     ],
-)  # fmt: skip
+)
 def test_one_line(monkeypatch, capsys, tmp_path, model_folder: Path, flags, message):
     (tmp_path / 'in.txt').write_text('one day\n')
     (tmp_path / 'file').touch()

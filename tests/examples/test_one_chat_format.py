@@ -27,15 +27,32 @@ def trained(tmp_path_factory):
     actor.save_pretrained(folder / 'base', tokenizer=byte_tokenizer())
     (folder / 'chats.jsonl').write_text((json.dumps({'messages': TALK}) + '\n') * 4)
     with pytest.MonkeyPatch.context() as patch:
-        script('train_sft', patch, str(folder / 'chats.jsonl'), '--pretrain', str(folder / 'base'), '--max_steps=1', '--log_interval=1',
-               '--save_path', str(folder / 'run'))  # fmt: skip
+        script(
+            'train_sft',
+            patch,
+            str(folder / 'chats.jsonl'),
+            '--pretrain',
+            str(folder / 'base'),
+            '--max_steps=1',
+            '--log_interval=1',
+            '--save_path',
+            str(folder / 'run'),
+        )
     return folder / 'run' / 'actor'
 
 
 def test_training_says_which_format(trained, capsys, monkeypatch, tmp_path):
     base = trained.parents[1] / 'base'
-    script('train_sft', monkeypatch, str(base.parent / 'chats.jsonl'), '--pretrain', str(base), '--max_steps=1', '--save_path',
-           str(tmp_path / 'run'))  # fmt: skip
+    script(
+        'train_sft',
+        monkeypatch,
+        str(base.parent / 'chats.jsonl'),
+        '--pretrain',
+        str(base),
+        '--max_steps=1',
+        '--save_path',
+        str(tmp_path / 'run'),
+    )
     assert repr('\n\nHuman: QUESTION\n\nAssistant: ANSWER<eos>') in capsys.readouterr().out
 
 

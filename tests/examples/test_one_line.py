@@ -13,12 +13,18 @@ from chatgpt.launch.arguments import run_main
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(('flags', 'message'), [
-    (['in.jsonl', 'out.jsonl', '--to=nope'], "argument --to: invalid choice: 'nope' (choose from"),
-    (['in.jsonl', 'out.jsonl'], 'the following arguments are required: --to'),
-    (['in.jsonl', 'out.jsonl', '--to=alpaca', '--overwrit'], "unknown argument '--overwrit'; did you mean --overwrite?"),
-    (['in.jsonl', 'out.jsonl', '--to=alpaca'], 'line 1: not valid JSON'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('flags', 'message'),
+    [
+        (['in.jsonl', 'out.jsonl', '--to=nope'], "argument --to: invalid choice: 'nope' (choose from"),
+        (['in.jsonl', 'out.jsonl'], 'the following arguments are required: --to'),
+        (
+            ['in.jsonl', 'out.jsonl', '--to=alpaca', '--overwrit'],
+            "unknown argument '--overwrit'; did you mean --overwrite?",
+        ),
+        (['in.jsonl', 'out.jsonl', '--to=alpaca'], 'line 1: not valid JSON'),
+    ],
+)
 def test_convert_data(monkeypatch, capsys, tmp_path, flags, message):
     (tmp_path / 'in.jsonl').write_text('nonsense\n')
     monkeypatch.chdir(tmp_path)
@@ -31,10 +37,19 @@ def test_convert_data(monkeypatch, capsys, tmp_path, flags, message):
     assert ('--skip_bad_records' in lines[0]) == ('JSON' in message)
 
 
-@pytest.mark.parametrize(('flags', 'message'), [
-    (['model', '--memory=24Gibberish'], "error: argument --memory: '24Gibberish' is not an amount of memory; write it like 24GiB or 80GB"),
-    (['model', '--strategy=magic'], "error: argument --strategy: strategy='magic' is not known; choose one of naive, ddp, "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('flags', 'message'),
+    [
+        (
+            ['model', '--memory=24Gibberish'],
+            "error: argument --memory: '24Gibberish' is not an amount of memory; write it like 24GiB or 80GB",
+        ),
+        (
+            ['model', '--strategy=magic'],
+            "error: argument --strategy: strategy='magic' is not known; choose one of naive, ddp, ",
+        ),
+    ],
+)
 def test_plan(capsys, flags, message):
     from chatgpt.plan.__main__ import main
 

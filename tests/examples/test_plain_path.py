@@ -19,9 +19,14 @@ from chatgpt.rollout import HFEngine, LocalEngine
 EXAMPLES = Path(__file__).resolve().parents[2] / 'examples'
 SCRIPT = EXAMPLES / 'train_prompts.py'
 QUICK = [
-    '--num_episodes=1', '--max_timesteps=1', '--update_timesteps=1', '--experience_batch_size=4', '--train_batch_size=4', '--max_epochs=1',
+    '--num_episodes=1',
+    '--max_timesteps=1',
+    '--update_timesteps=1',
+    '--experience_batch_size=4',
+    '--train_batch_size=4',
+    '--max_epochs=1',
     '--max_new_tokens=4',
-]  # fmt: skip
+]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *flags: str) -> tuple[dict[str, Any], dict[str, int]]:
@@ -50,7 +55,15 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *flags: str) -> tuple[dic
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     out = folder / 'run'
-    given = [str(prompts), '--pretrain', str(folder / 'model'), '--reward_fn', f'{EXAMPLES / "rewards.py"}:joy', '--save_path', str(out)]
+    given = [
+        str(prompts),
+        '--pretrain',
+        str(folder / 'model'),
+        '--reward_fn',
+        f'{EXAMPLES / "rewards.py"}:joy',
+        '--save_path',
+        str(out),
+    ]
     monkeypatch.setattr(sys, 'argv', [str(SCRIPT), *given, *QUICK, *flags])
     run_main(module.main)
     return json.loads((out / 'metrics.jsonl').read_text().splitlines()[0]), counts

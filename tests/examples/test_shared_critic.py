@@ -1,4 +1,5 @@
-"""--critic shared: the critic is a value head on the actor; with hydra, on the trunk that actor and reference share and never move."""
+"""--critic shared: the critic is a value head on the actor; with hydra, on the trunk that actor and reference share and
+never move."""
 
 from __future__ import annotations
 
@@ -19,9 +20,15 @@ from chatgpt.nn.heads import load_head
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = [
-    '--num_episodes=1', '--max_timesteps=2', '--update_timesteps=1', '--experience_batch_size=2', '--train_batch_size=2', '--max_epochs=1',
-    '--max_new_tokens=4', '--lr=1e-3',
-]  # fmt: skip
+    '--num_episodes=1',
+    '--max_timesteps=2',
+    '--update_timesteps=1',
+    '--experience_batch_size=2',
+    '--train_batch_size=2',
+    '--max_epochs=1',
+    '--max_new_tokens=4',
+    '--lr=1e-3',
+]
 
 
 @pytest.fixture(scope='module')
@@ -33,7 +40,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(monkeypatch: pytest.MonkeyPatch, model: Path, out: Path, *flags: str) -> list[dict[str, Any]]:
     main = runpy.run_path(str(ROOT / 'examples' / 'train_prompts.py'))['main']
-    monkeypatch.setattr(sys, 'argv', ['train_prompts.py', *QUICK, '--pretrain', str(model), '--save_path', str(out), *flags])
+    monkeypatch.setattr(
+        sys, 'argv', ['train_prompts.py', *QUICK, '--pretrain', str(model), '--save_path', str(out), *flags]
+    )
     run_main(main)
     return [json.loads(line) for line in (out / 'metrics.jsonl').read_text().splitlines()]
 
@@ -47,8 +56,12 @@ def test_hydra_with_the_critic_on_the_same_trunk(monkeypatch, tmp_path, model):
     lines = run(monkeypatch, model, tmp_path, '--critic=shared', '--num_layers_unfrozen=1', '--need_optim_ckpt')
     assert len(lines) == 2
     assert all(line['ppo/value_loss'] > 0 for line in lines)
-    assert 'ppo/critic_grad_norm' not in lines[0] and not (tmp_path / 'critic_optim.pt').exists()  # there is no second model
-    assert abs(lines[0]['rollout/kl_mean']) < 1e-6 < abs(lines[1]['rollout/kl_mean'])  # the reference stays where the policy was
+    assert (
+        'ppo/critic_grad_norm' not in lines[0] and not (tmp_path / 'critic_optim.pt').exists()
+    )  # there is no second model
+    assert (
+        abs(lines[0]['rollout/kl_mean']) < 1e-6 < abs(lines[1]['rollout/kl_mean'])
+    )  # the reference stays where the policy was
     top = f'h.{embedded.demo_config().n_layer - 1}.'
     changed = moved(model, tmp_path)
     assert changed
@@ -70,11 +83,17 @@ def test_the_own_critic_is_the_default_and_leaves_no_head_in_the_actor(monkeypat
     assert 'ppo/critic_grad_norm' in lines[0] and load_head(tmp_path / 'actor') is None
 
 
-@pytest.mark.parametrize(('flags', 'sentence'), [
-    (['--critic=shared', '--critic_lr=1e-3'], "with critic='shared' leave it out"),
-    (['--critic=shared', '--advantage_estimator=rloo', '--num_samples_per_prompt=2'], "'rloo' takes no critic; leave one out"),
-    (['--critic=both'], "'both' is none of: own, shared"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('flags', 'sentence'),
+    [
+        (['--critic=shared', '--critic_lr=1e-3'], "with critic='shared' leave it out"),
+        (
+            ['--critic=shared', '--advantage_estimator=rloo', '--num_samples_per_prompt=2'],
+            "'rloo' takes no critic; leave one out",
+        ),
+        (['--critic=both'], "'both' is none of: own, shared"),
+    ],
+)
 def test_mistakes(monkeypatch, capsys, tmp_path, model, flags, sentence):
     with pytest.raises(SystemExit):
         run(monkeypatch, model, tmp_path / 'run', *flags)

@@ -1,4 +1,5 @@
-"""The public names that stay: the first users' script, as they wrote it, with a local folder in place of the hub's gpt2."""
+"""The public names that stay: the first users' script, as they wrote it, with a local folder in place of the hub's
+gpt2."""
 
 from __future__ import annotations
 

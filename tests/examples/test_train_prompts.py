@@ -31,13 +31,28 @@ def test_without_arguments_a_model_of_its_own_learns_stories_first(monkeypatch, 
     assert shown.err == ''  # no bars of libraries, no warnings
     folder = tmp_path / 'outputs' / 'train_prompts'
     line = metrics_of(folder)[0]
-    assert {'step', 'rollout/score_mean', 'ppo/approx_kl', 'perf/collect_s', 'perf/score_s', 'perf/learn_s'} <= line.keys()
+    assert {
+        'step',
+        'rollout/score_mean',
+        'ppo/approx_kl',
+        'perf/collect_s',
+        'perf/score_s',
+        'perf/learn_s',
+    } <= line.keys()
     assert line['ppo/first_ratio_error'] < 1e-4
     settings = json.loads((folder / 'settings.json').read_text())
-    assert (settings['lr'], settings['max_new_tokens'], settings['model'], settings['world_size']) == (3e-4, 32, 'gpt2', 1)
+    assert (settings['lr'], settings['max_new_tokens'], settings['model'], settings['world_size']) == (
+        3e-4,
+        32,
+        'gpt2',
+        1,
+    )
     assert len((folder / 'samples.jsonl').read_text().splitlines()) == 4
     assert list((folder / 'tensorboard').iterdir())
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder / 'actor'), AutoTokenizer.from_pretrained(folder / 'actor')
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder / 'actor'),
+        AutoTokenizer.from_pretrained(folder / 'actor'),
+    )
     ids = tokenizer('one day a small fox', return_tensors='pt')['input_ids']
     assert model.generate(ids, max_new_tokens=4, do_sample=False).shape[1] <= ids.shape[1] + 4
 
@@ -78,7 +93,9 @@ def test_options_run(monkeypatch, tmp_path, model_folder, flags):
     weights, start = load_file(tmp_path / 'actor' / 'model.safetensors'), load_file(model_folder / 'model.safetensors')
     assert weights.keys() == start.keys()  # adapters are folded in
     assert all(tensor.dtype == torch.float32 for tensor in weights.values())
-    assert ('ppo/value_loss' in metrics_of(tmp_path)[0]) == ('--advantage_estimator=rloo' not in flags)  # which needs no critic
+    assert ('ppo/value_loss' in metrics_of(tmp_path)[0]) == (
+        '--advantage_estimator=rloo' not in flags
+    )  # which needs no critic
     assert (tmp_path / 'critic_optim.pt').exists() == ('--need_optim_ckpt' in flags)
 
 
@@ -96,7 +113,17 @@ def test_prompts_of_every_kind_are_the_same_run(monkeypatch, tmp_path, model_fol
     elif kind == 'parquet':
         pyarrow = pytest.importorskip('pyarrow')
         pytest.importorskip('pyarrow.parquet').write_table(pyarrow.Table.from_pylist(rows), path)
-    run(monkeypatch, str(path), '--pretrain', str(model_folder), *REWARD, *QUICK, '--max_timesteps=1', '--save_path', str(tmp_path / 'run'))
+    run(
+        monkeypatch,
+        str(path),
+        '--pretrain',
+        str(model_folder),
+        *REWARD,
+        *QUICK,
+        '--max_timesteps=1',
+        '--save_path',
+        str(tmp_path / 'run'),
+    )
     seen = [json.loads(line)['prompt'] for line in (tmp_path / 'run' / 'samples.jsonl').read_text().splitlines()]
     assert len(seen) == 4
     assert set(seen) <= {row['prompt'] for row in rows}
@@ -122,7 +149,9 @@ def test_a_reward_model_with_another_tokenizer_and_a_shorter_context(monkeypatch
     from chatgpt.testing.fakes import byte_tokenizer
 
     tokenizer = byte_tokenizer()
-    config = GPT2Config(vocab_size=len(tokenizer), n_positions=24, n_embd=16, n_layer=1, n_head=2)  # prompts alone have more bytes
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=24, n_embd=16, n_layer=1, n_head=2
+    )  # prompts alone have more bytes
     RewardModel(GPT2Model(config)).save_pretrained(tmp_path / 'rm', tokenizer=tokenizer)
     flags = [str(prompt_file), '--pretrain', str(model_folder), '--reward_model', str(tmp_path / 'rm'), *QUICK]
     run(monkeypatch, *flags, '--max_timesteps=1', '--save_path', str(tmp_path / 'run'))
@@ -131,7 +160,15 @@ def test_a_reward_model_with_another_tokenizer_and_a_shorter_context(monkeypatch
 
 def test_ptx(monkeypatch, tmp_path, model_folder):
     (tmp_path / 'text.txt').write_text('one day a fox went to the hill . it felt glad .\n\nit found a cake .\n')
-    flags = ['--pretrain', str(model_folder), '--ptx_data', str(tmp_path / 'text.txt'), '--ptx_coef=0.5', *QUICK, '--max_timesteps=1']
+    flags = [
+        '--pretrain',
+        str(model_folder),
+        '--ptx_data',
+        str(tmp_path / 'text.txt'),
+        '--ptx_coef=0.5',
+        *QUICK,
+        '--max_timesteps=1',
+    ]
     run(monkeypatch, *flags, '--save_path', str(tmp_path / 'run'))
     assert metrics_of(tmp_path / 'run')[0]['ppo/ptx_loss'] > 1.0  # an untrained model: about log of the vocabulary
 
@@ -139,7 +176,15 @@ def test_ptx(monkeypatch, tmp_path, model_folder):
 def test_ema(monkeypatch, tmp_path, model_folder):
     from safetensors.torch import load_file
 
-    flags = ['--pretrain', str(model_folder), '--ema_decay=0.9', '--lora_rank=2', '--lr=0.1', *QUICK, '--max_timesteps=1']
+    flags = [
+        '--pretrain',
+        str(model_folder),
+        '--ema_decay=0.9',
+        '--lora_rank=2',
+        '--lr=0.1',
+        *QUICK,
+        '--max_timesteps=1',
+    ]
     run(monkeypatch, *flags, '--save_path', str(tmp_path / 'run'))
     folders = (model_folder, tmp_path / 'run' / 'actor_ema', tmp_path / 'run' / 'actor')
     start, average, end = (load_file(folder / 'model.safetensors') for folder in folders)
@@ -168,15 +213,25 @@ def test_rollout_workers_on_ray_are_the_same_run(monkeypatch, tmp_path, model_fo
         '    assert "StopSignals" in repr(signal.getsignal(signal.SIGTERM))  # Ray has its own, which would not save\n'
         '    return [float(len(r)) for r in responses]\n'
     )
-    flags = ['--pretrain', str(model_folder), *QUICK, '--max_timesteps=4', '--update_timesteps=2', '--lr=1e-3', '--stop_string=.',
-             '--reward_fn', f'{tmp_path / "reward.py"}:score']  # fmt: skip
+    flags = [
+        '--pretrain',
+        str(model_folder),
+        *QUICK,
+        '--max_timesteps=4',
+        '--update_timesteps=2',
+        '--lr=1e-3',
+        '--stop_string=.',
+        '--reward_fn',
+        f'{tmp_path / "reward.py"}:score',
+    ]
     run(monkeypatch, *flags, '--save_path', str(tmp_path / 'here'))
     run(monkeypatch, *flags, '--rollout_workers=1', '--save_path', str(tmp_path / 'there'))
     assert not ray.is_initialized()  # it ended with the run
     for variable in set(os.environ) - before:
         del os.environ[variable]
     here, there = (
-        [{k: v for k, v in line.items() if 'perf/' not in k} for line in metrics_of(tmp_path / name)] for name in ('here', 'there')
+        [{k: v for k, v in line.items() if 'perf/' not in k} for line in metrics_of(tmp_path / name)]
+        for name in ('here', 'there')
     )
     assert here == there and len(here) == 2
     ends = [(tmp_path / name / 'actor' / 'model.safetensors').read_bytes() for name in ('here', 'there')]
@@ -195,7 +250,9 @@ def test_resume_auto_goes_on_where_the_run_stopped(monkeypatch, capsys, tmp_path
     whole, resumed = metrics_of(tmp_path / 'whole'), metrics_of(tmp_path / 'stopped')
     assert [line['step'] for line in resumed] == [1, 2, 3]
     for one, other in zip(whole, resumed, strict=True):
-        assert {k: v for k, v in one.items() if 'perf/' not in k} == {k: v for k, v in other.items() if 'perf/' not in k}
+        assert {k: v for k, v in one.items() if 'perf/' not in k} == {
+            k: v for k, v in other.items() if 'perf/' not in k
+        }
     ends = [(tmp_path / name / 'actor' / 'model.safetensors').read_bytes() for name in ('whole', 'stopped')]
     assert ends[0] == ends[1]
 
@@ -218,7 +275,9 @@ def test_torchrun_ddp_is_the_same_run(monkeypatch, tmp_path, model_folder):
     assert output.count('actor written to') == 1
     assert (tmp_path / 'two' / 'actor_optim.pt').exists()
     samples = [(tmp_path / name / 'samples.jsonl').read_text().splitlines() for name in ('one', 'two')]
-    assert [json.loads(line)['response'] for line in samples[0]] == [json.loads(line)['response'] for line in samples[1]]
+    assert [json.loads(line)['response'] for line in samples[0]] == [
+        json.loads(line)['response'] for line in samples[1]
+    ]
     one, two = metrics_of(tmp_path / 'one'), metrics_of(tmp_path / 'two')
     for name in ('rollout/score_mean', 'rollout/kl_mean', 'ppo/value_loss', 'ppo/actor_grad_norm'):
         assert [line[name] for line in two] == pytest.approx([line[name] for line in one], rel=1e-3, abs=1e-6)
@@ -227,7 +286,9 @@ def test_torchrun_ddp_is_the_same_run(monkeypatch, tmp_path, model_folder):
 @pytest.mark.system
 def test_torchrun_ends_all_ranks_with_the_first_ones_line(tmp_path, model_folder):
     (tmp_path / 'bad.py').write_text("def score(prompts, responses):\n    raise KeyError('x')\n")
-    process = start(tmp_path / 'run', model_folder, '--strategy=ddp', '--reward_fn', f'{tmp_path / "bad.py"}:score', ranks=2)
+    process = start(
+        tmp_path / 'run', model_folder, '--strategy=ddp', '--reward_fn', f'{tmp_path / "bad.py"}:score', ranks=2
+    )
     output, _ = process.communicate(timeout=110)
     assert process.returncode != 0
     ours = output.split('torch/distributed/elastic')[0]  # what torchrun itself has to say comes after

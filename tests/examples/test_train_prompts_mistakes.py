@@ -34,62 +34,112 @@ def no_weights(monkeypatch):
         (['--num_episodes=0'], 'num_episodes=0 must be at least 1'),
         (['--sample_interval=0'], 'sample_interval=0 must be at least 1'),
         (['--lr=-1'], 'lr=-1.0 must not be negative'),
-        (['--temperature=0'], 'temperature=0 draws nothing, and a policy learns from what it draws: give a number above 0'),
+        (
+            ['--temperature=0'],
+            'temperature=0 draws nothing, and a policy learns from what it draws: give a number above 0',
+        ),
         (['--temperature=-1'], 'temperature=-1.0; give a number above 0'),
         (['--lr=nan'], "argument --lr: 'nan' is no number"),
         (['--critic_lr=nan'], "argument --critic_lr: 'nan' is no number"),
-        (['--epochs=2', '--num_episodes=3', '{prompts}', '--pretrain={model}', *REWARD],
-         'epochs=2 and num_episodes=3 both say how long to train; give one'),
-        (['--training_iteration=2', '--max_timesteps=3', '{prompts}', '--pretrain={model}', *REWARD],
-         'training_iteration=2 and num_episodes=1 both say how long'),
-        (['{prompts}', '--validation_file={prompts}', '--pretrain={model}', *REWARD], 'is the training data: give another, or'),
-        (['--validation_percentage=0.1'],
-         'validation_percentage=0.1 may mean 10 % or 0.1 %: give 10 for the first; for the second keep records back yourself'),
-        (['--model_path={model}', '{prompts}', '--pretrain={model}', *REWARD], 'the trained model would replace --pretrain '),
+        (
+            ['--epochs=2', '--num_episodes=3', '{prompts}', '--pretrain={model}', *REWARD],
+            'epochs=2 and num_episodes=3 both say how long to train; give one',
+        ),
+        (
+            ['--training_iteration=2', '--max_timesteps=3', '{prompts}', '--pretrain={model}', *REWARD],
+            'training_iteration=2 and num_episodes=1 both say how long',
+        ),
+        (
+            ['{prompts}', '--validation_file={prompts}', '--pretrain={model}', *REWARD],
+            'is the training data: give another, or',
+        ),
+        (
+            ['--validation_percentage=0.1'],
+            'validation_percentage=0.1 may mean 10 % or 0.1 %: give 10 for the first; for the second keep records back '
+            'yourself',
+        ),
+        (
+            ['--model_path={model}', '{prompts}', '--pretrain={model}', *REWARD],
+            'the trained model would replace --pretrain ',
+        ),
         (['--save_adapter'], 'save_adapter is about adapters, and there are none: give lora_rank too'),
-        (['--mini_batch_size=3'],
-         "unknown argument '--mini_batch_size'; here it is --train_batch_size, of one optimizer step, all processes"),
-        (['--per_device_train_batch_size=3'], "'--per_device_train_batch_size'; here it is --train_batch_size, of one optimizer step"),
-        (['--report_to=wandb'], "unknown argument '--report_to'; here it is --tensorboard, and metrics.jsonl is always written"),
+        (
+            ['--mini_batch_size=3'],
+            "unknown argument '--mini_batch_size'; here it is --train_batch_size, of one optimizer step, all processes",
+        ),
+        (
+            ['--per_device_train_batch_size=3'],
+            "'--per_device_train_batch_size'; here it is --train_batch_size, of one optimizer step",
+        ),
+        (
+            ['--report_to=wandb'],
+            "unknown argument '--report_to'; here it is --tensorboard, and metrics.jsonl is always written",
+        ),
         (['--tensorboard', 'maybe'], "argument --tensorboard: 'maybe' is not a boolean; use true or false"),
         (['--top_p=1.5'], 'top_p=1.5; give a number above 0 and at most 1'),
         (['--advantage_estimator=rloo'], 'set num_samples_per_prompt to 2 or more'),
         (['--ptx_coef=0.5'], '--ptx_data FILE'),
         (['--max_staleness=1', '--rollout_workers=2'], 'which tis_cap weighs: give it'),
-        (['--max_staleness=1', '--tis_cap=2'], 'max_staleness=1 is about rollout workers, and there are none: give --rollout_workers'),
+        (
+            ['--max_staleness=1', '--tis_cap=2'],
+            'max_staleness=1 is about rollout workers, and there are none: give --rollout_workers',
+        ),
         (['--rollout_workers=2', '--engine=hf'], '--engine hf does not fit --rollout_workers'),
         (['--rollout_workers=-1'], 'rollout_workers=-1 must not be negative'),
         (['--rollout_workers=2', '--rollout_resources={CPU: -1}'], 'CPU=-1'),
         (['--resume=/no/such/checkpoint'], '--resume /no/such/checkpoint: there is no such folder'),
         (['{prompts}', '--pretrain={model}'], 'give --reward_model FOLDER or --reward_fn module:function'),
         (['{prompts}', *REWARD], 'give --pretrain NAME_OR_FOLDER'),
-        (['{prompts}', '--pretrain={model}', *REWARD, '--reward_model={model}'], 'give --reward_model or --reward_fn, not both'),
+        (
+            ['{prompts}', '--pretrain={model}', *REWARD, '--reward_model={model}'],
+            'give --reward_model or --reward_fn, not both',
+        ),
         (['/no/such/file.csv', '--pretrain={model}', *REWARD], '/no/such/file.csv: no such file'),
         (['{prompts}', '--pretrain=/no/such/model', *REWARD], "'/no/such/model': there is no such folder"),
         (['{prompts}', '--pretrain={model}', '--reward_model=/no/such/rm'], "'/no/such/rm': there is no such folder"),
         (['{prompts}', '--pretrain={model}', '--model=opt', *REWARD], "--model opt: the model is of the family 'gpt2'"),
         (['{prompts}', '--pretrain={model}', '--reward_fn=nowhere:joy'], "No module named 'nowhere'"),
         (['{prompts}', '--pretrain={model}', '--reward_fn=joy'], 'write module:function or path/to/file.py:function'),
-        (['{prompts}', '--pretrain={model}', '--reward_fn={broken}:joy'], 'importing it raised ZeroDivisionError: division by zero'),
+        (
+            ['{prompts}', '--pretrain={model}', '--reward_fn={broken}:joy'],
+            'importing it raised ZeroDivisionError: division by zero',
+        ),
         (['{prompts}', '--pretrain={model}', '--reward_fn={narrow}:joy'], 'it is called as joy(prompts, responses)'),
         (['{prompts}', '--pretrain={model}', '--reward_fn', REWARD[1].replace('joy', 'jox')], "has no function 'jox'"),
-        (['{nocolumn}', '--pretrain={model}', *REWARD], "no column 'prompt' for the prompt; the columns are 'act', 'words'"),
-        (['{empty}', '--pretrain={model}', *REWARD],
-         'empty.jsonl, line 2: the prompt is empty. Bad records are left out with --skip_bad_records'),
+        (
+            ['{nocolumn}', '--pretrain={model}', *REWARD],
+            "no column 'prompt' for the prompt; the columns are 'act', 'words'",
+        ),
+        (
+            ['{empty}', '--pretrain={model}', *REWARD],
+            'empty.jsonl, line 2: the prompt is empty. Bad records are left out with --skip_bad_records',
+        ),
         (['{prompts}', '--pretrain={model}', '--max_new_tokens=60', *REWARD], 'passes the context of 64'),
-        (['{long}', '--pretrain={model}', *REWARD], 'prompt 1 has 70 tokens; with max_new_tokens=4 it passes the context of 64'),
+        (
+            ['{long}', '--pretrain={model}', *REWARD],
+            'prompt 1 has 70 tokens; with max_new_tokens=4 it passes the context of 64',
+        ),
     ],
     ids=lambda value: value.split(':')[0][:40] if isinstance(value, str) else '',
 )
 def test_mistakes(monkeypatch, capsys, tmp_path, model_folder, prompt_file, flags, message):
     (tmp_path / 'nocolumn.csv').write_text('act,words\nx,y\n')
     (tmp_path / 'empty.jsonl').write_text('{"prompt": "one day"}\n{"prompt": ""}\n')
-    (tmp_path / 'long.jsonl').write_text(json.dumps({'prompt': 'one day'}) + '\n' + json.dumps({'prompt': 'fox ' * 70}) + '\n')
+    (tmp_path / 'long.jsonl').write_text(
+        json.dumps({'prompt': 'one day'}) + '\n' + json.dumps({'prompt': 'fox ' * 70}) + '\n'
+    )
     (tmp_path / 'broken.py').write_text('1 / 0\n')
     (tmp_path / 'narrow.py').write_text('def joy(texts):\n    return [0.0] * len(texts)\n')
-    names = {name: tmp_path / file for name, file in (
-        ('nocolumn', 'nocolumn.csv'), ('empty', 'empty.jsonl'), ('long', 'long.jsonl'), ('broken', 'broken.py'), ('narrow', 'narrow.py'),
-    )}  # fmt: skip
+    names = {
+        name: tmp_path / file
+        for name, file in (
+            ('nocolumn', 'nocolumn.csv'),
+            ('empty', 'empty.jsonl'),
+            ('long', 'long.jsonl'),
+            ('broken', 'broken.py'),
+            ('narrow', 'narrow.py'),
+        )
+    }
     names |= {'prompts': prompt_file, 'model': model_folder}
     filled = [re.sub(r'\{(\w+)\}', lambda match: str(names[match[1]]), flag) for flag in flags]
     error = fails(monkeypatch, capsys, *QUICK, '--save_path', str(tmp_path / 'run'), *filled)
@@ -139,7 +189,10 @@ def test_a_folder_that_cannot_be_written_or_that_another_run_holds(monkeypatch, 
         ("raise KeyError('x')", "raised KeyError: 'x', at {file}:2"),
         ('raise SystemExit(3)', 'raised SystemExit: 3, at {file}:2'),
         ("return '1234'", 'returned a str; return a list with one score per response'),
-        ("return __import__('json').loads('')", 'raised JSONDecodeError: Expecting value: line 1 column 1 (char 0), at {file}:2'),
+        (
+            "return __import__('json').loads('')",
+            'raised JSONDecodeError: Expecting value: line 1 column 1 (char 0), at {file}:2',
+        ),
         ('import time; time.sleep(30)', 'did not return within 0.3 s'),
         ('return [1.0]', 'returned 1 scores for 4 responses'),
         ("return [float('nan')] * len(responses)", 'returned nan for sample 0'),
@@ -152,7 +205,9 @@ def test_a_reward_function_that_misbehaves(monkeypatch, capsys, tmp_path, model_
     assert message.replace('{file}', str(tmp_path / 'bad.py')) in error
 
 
-def test_weights_that_are_not_finite_end_the_run_and_leave_the_checkpoint_whole(monkeypatch, capsys, tmp_path, model_folder):
+def test_weights_that_are_not_finite_end_the_run_and_leave_the_checkpoint_whole(
+    monkeypatch, capsys, tmp_path, model_folder
+):
     from chatgpt.checkpoint import CheckpointReader, list_checkpoints
     from chatgpt.trainer.losses import ActorLoss
 
@@ -169,14 +224,24 @@ def test_weights_that_are_not_finite_end_the_run_and_leave_the_checkpoint_whole(
         run(monkeypatch, *flags)
     kept, error = capsys.readouterr().err.strip().splitlines()
     assert 'the run failed in phase 2; the state after phase 1 is kept in' in kept
-    assert error.startswith('error: the loss is not finite in phase 2, epoch 1, train batch 1; samples in it: 4, 5, 6, 7')
+    assert error.startswith(
+        'error: the loss is not finite in phase 2, epoch 1, train batch 1; samples in it: 4, 5, 6, 7'
+    )
     (checkpoint,) = list_checkpoints(tmp_path / 'checkpoints')
     CheckpointReader(checkpoint)  # reads and verifies every file
     assert checkpoint.name == 'step-00000001'
 
 
 def test_a_damaged_checkpoint_is_one_line(monkeypatch, capsys, tmp_path, model_folder):
-    flags = [*QUICK, '--pretrain', str(model_folder), '--save_path', str(tmp_path), '--checkpoint_interval=1', '--max_timesteps=1']
+    flags = [
+        *QUICK,
+        '--pretrain',
+        str(model_folder),
+        '--save_path',
+        str(tmp_path),
+        '--checkpoint_interval=1',
+        '--max_timesteps=1',
+    ]
     run(monkeypatch, *flags)
     capsys.readouterr()
     part = next((tmp_path / 'checkpoints' / 'step-00000001').glob('actor-*.safetensors'))

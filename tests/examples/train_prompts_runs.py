@@ -18,9 +18,15 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / 'examples' / 'train_prompts.py'
 SHARED = ROOT.parent / 'shared'
 QUICK = [
-    '--num_episodes=1', '--max_timesteps=2', '--update_timesteps=1', '--experience_batch_size=4', '--train_batch_size=4', '--max_epochs=1',
-    '--max_new_tokens=4', '--sample_interval=1',
-]  # fmt: skip
+    '--num_episodes=1',
+    '--max_timesteps=2',
+    '--update_timesteps=1',
+    '--experience_batch_size=4',
+    '--train_batch_size=4',
+    '--max_epochs=1',
+    '--max_new_tokens=4',
+    '--sample_interval=1',
+]
 REWARD = ['--reward_fn', f'{ROOT / "examples" / "rewards.py"}:joy']
 
 
@@ -52,5 +58,15 @@ def metrics_of(folder: Path) -> list[dict[str, float]]:
 def start(folder: Path, model: Path, *flags: str, ranks: int = 1) -> subprocess.Popen[str]:
     env = os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1'}
     launcher = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launcher, str(SCRIPT), *QUICK, '--pretrain', str(model), '--save_path', str(folder), *flags]
+    command = [
+        sys.executable,
+        *launcher,
+        str(SCRIPT),
+        *QUICK,
+        '--pretrain',
+        str(model),
+        '--save_path',
+        str(folder),
+        *flags,
+    ]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

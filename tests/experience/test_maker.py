@@ -20,10 +20,17 @@ from chatgpt.types import Experience, Sample
 def sample(index: int, response: list[int], mask: list[bool] | None = None) -> Sample:
     n = len(response)
     return Sample(
-        index=index, group=index // 2, prompt_ids=torch.tensor([3, 4 + index]), response_ids=torch.tensor(response),
-        response_mask=torch.tensor(mask or [True] * n), logprobs=torch.full((n,), -1.0), filtered_logprobs=torch.zeros(n),
-        edge_distances=torch.ones(n), finish_reason='eos', response_text='x' * n,
-    )  # fmt: skip
+        index=index,
+        group=index // 2,
+        prompt_ids=torch.tensor([3, 4 + index]),
+        response_ids=torch.tensor(response),
+        response_mask=torch.tensor(mask or [True] * n),
+        logprobs=torch.full((n,), -1.0),
+        filtered_logprobs=torch.zeros(n),
+        edge_distances=torch.ones(n),
+        finish_reason='eos',
+        response_text='x' * n,
+    )
 
 
 def estimated(experiences: list[Experience], config: PPOConfig) -> None:
@@ -37,10 +44,15 @@ def make(scores: list[Any], *, reference: bool = True, **settings: Any) -> Exper
     other = GPTActor(config=tiny_config('gpt2'))
     actor, critic, other = strategy.prepare(actor, GPTCritic(config=tiny_config('gpt2')), other)
     return ExperienceMaker(
-        strategy, actor, critic, other if reference else None, FunctionScorer(lambda p, r: scores), ScoreShaper(),
+        strategy,
+        actor,
+        critic,
+        other if reference else None,
+        FunctionScorer(lambda p, r: scores),
+        ScoreShaper(),
         ExperienceSettings(**settings),
         estimate=lambda experiences: estimated(experiences, PPOConfig(gamma=0.9, lam=0.8)),
-    )  # fmt: skip
+    )
 
 
 SAMPLES = [sample(0, [5, 6, 2]), sample(1, [7, 2])]

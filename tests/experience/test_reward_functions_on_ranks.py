@@ -29,11 +29,19 @@ def scored() -> tuple[list[float], str]:
         zeros = torch.zeros(1)
         samples = [
             Sample(
-                index=i, group=i, prompt_ids=torch.tensor([1]), response_ids=torch.tensor([2]), response_mask=torch.tensor([True]),
-                logprobs=zeros, filtered_logprobs=zeros, edge_distances=zeros, finish_reason='eos', response_text='x' * i,
+                index=i,
+                group=i,
+                prompt_ids=torch.tensor([1]),
+                response_ids=torch.tensor([2]),
+                response_mask=torch.tensor([True]),
+                logprobs=zeros,
+                filtered_logprobs=zeros,
+                edge_distances=zeros,
+                finish_reason='eos',
+                response_text='x' * i,
             )
             for i in (strategy.rank, strategy.rank + 2)
-        ]  # fmt: skip
+        ]
         numbers = [float(s) for _ in range(2) for s in FunctionScorer(lengths).score(samples, strategy)]
         try:
             FunctionScorer(leaves).score(samples, strategy)

@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from chatgpt.experience import FunctionScorer, PipelineScorer, RewardFunctionError, RewardModelScorer, WeightedScorer, as_scorer
+from chatgpt.experience import (
+    FunctionScorer,
+    PipelineScorer,
+    RewardFunctionError,
+    RewardModelScorer,
+    WeightedScorer,
+    as_scorer,
+)
 from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Batch, Sample
 
@@ -127,7 +134,11 @@ def line_of(text: str) -> str:
         (leaves_later, 'leaves_later raised SystemExit: 3', 'sys.exit(3)'),
         (LeavesWithoutAWord(), 'LeavesWithoutAWord raised SystemExit', 'raise SystemExit'),
         (raises, "raises raised KeyError: 'no such answer'", "raise KeyError('no such answer')"),
-        (lambda p, r: [torch.zeros(2) @ torch.zeros(3)], 'RuntimeError: ', '(lambda p, r: [torch.zeros(2) @ torch.zeros(3)],'),
+        (
+            lambda p, r: [torch.zeros(2) @ torch.zeros(3)],
+            'RuntimeError: ',
+            '(lambda p, r: [torch.zeros(2) @ torch.zeros(3)],',
+        ),
     ],
 )
 def test_an_error_or_an_exit_in_a_function_names_its_line(fn, what, line, timeout, strategy):
@@ -210,11 +221,17 @@ def test_a_reward_model_with_another_tokenizer_reads_text(strategy):
 
 
 def ended_twice() -> Any:
-    """A tokenizer that writes a begin token before every text and an end token after it, and a space before its first word."""
+    """A tokenizer that writes a begin token before every text and an end token after it, and a space before its first
+    word."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    words = {w: i for i, w in enumerate(['<pad>', '<s>', '</s>', '\u2581', *(f'\u2581{w}' for w in ('one', 'day', 'fox')), *'onedayfx,.'])}
+    words = {
+        w: i
+        for i, w in enumerate(
+            ['<pad>', '<s>', '</s>', '\u2581', *(f'\u2581{w}' for w in ('one', 'day', 'fox')), *'onedayfx,.']
+        )
+    }
     tokenizer = Tokenizer(models.BPE(vocab=dict.fromkeys(words, 0) | {w: i for i, w in enumerate(words)}, merges=[]))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend('\u2581'), normalizers.Replace(' ', '\u2581')])
     tokenizer.pre_tokenizer = pre_tokenizers.Split('\u2581', 'merged_with_next')
@@ -240,7 +257,14 @@ def test_a_reward_model_with_another_tokenizer_is_scored_on_the_tokens_of_its_tr
 
     tokenizer = ended_twice() if which == 'ends by itself' else shared_tokenizer(which)
     scorer = RewardModelScorer(LastId(), tokenizer=tokenizer)
-    pairs = [('one day', ' fox.'), ('one day', 'fox.'), ('one day ', 'fox'), ('one day, one', 'day fox'), ('', 'one fox.'), ('one', 'ed')]
+    pairs = [
+        ('one day', ' fox.'),
+        ('one day', 'fox.'),
+        ('one day ', 'fox'),
+        ('one day, one', 'day fox'),
+        ('', 'one fox.'),
+        ('one', 'ed'),
+    ]
     for prompt, response in pairs:
         sample = make(0, response)
         sample.prompt_text = prompt
@@ -254,7 +278,11 @@ def test_a_reward_model_with_another_tokenizer_is_scored_on_the_tokens_of_its_tr
             whole = tokenizer(prompt + response, add_special_tokens=False)['input_ids']
             assert ids == [*begin, *whole, tokenizer.eos_token_id]  # one text
         # Negative control: the parts apart, each with what the tokenizer adds.
-        apart = [*tokenizer(prompt)['input_ids'], *tokenizer(response, add_special_tokens=False)['input_ids'], tokenizer.eos_token_id]
+        apart = [
+            *tokenizer(prompt)['input_ids'],
+            *tokenizer(response, add_special_tokens=False)['input_ids'],
+            tokenizer.eos_token_id,
+        ]
         if which == 'ends by itself':
             assert ids != apart
     sample.finish_reason = 'length'
@@ -284,7 +312,9 @@ class FakePipeline:
 
 
 def test_pipeline(strategy):
-    assert PipelineScorer(FakePipeline(), label='POSITIVE').score([make(0, 'ab')], strategy) == [len('prompt 0ab') / 100]
+    assert PipelineScorer(FakePipeline(), label='POSITIVE').score([make(0, 'ab')], strategy) == [
+        len('prompt 0ab') / 100
+    ]
     with pytest.raises(ValueError, match='has labels .* say whose score counts'):
         PipelineScorer(FakePipeline())
     with pytest.raises(ValueError, match="no label 'JOY'"):
@@ -305,7 +335,11 @@ def test_weighted_list_adds_and_puts_sequence_scores_at_the_last_token_that_coun
         (3, 'reward_model must be'),
         ([lambda p, r: [1.0]], r'holds \(weight, reward\) pairs'),
         ([], 'at least one'),
-        (nn.Bilinear, r"^Bilinear is a class with arguments of its own \(missing a required argument: 'in1_features'\); give an object"),
+        (
+            nn.Bilinear,
+            r"^Bilinear is a class with arguments of its own \(missing a required argument: 'in1_features'\); give an "
+            r'object',
+        ),
         (list, '^list is a class whose objects cannot be called as fn'),
     ],
 )

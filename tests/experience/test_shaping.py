@@ -56,7 +56,11 @@ def test_running_moments_resume_to_the_bit():
 
 @pytest.mark.parametrize(
     ('scaling', 'expected'),
-    [('none', [1.0, 3.0]), ('running', [1 / math.sqrt(2), 3 / math.sqrt(2)]), ('norm', [-1 / math.sqrt(2), 1 / math.sqrt(2)])],
+    [
+        ('none', [1.0, 3.0]),
+        ('running', [1 / math.sqrt(2), 3 / math.sqrt(2)]),
+        ('norm', [-1 / math.sqrt(2), 1 / math.sqrt(2)]),
+    ],
 )
 def test_scaling(scaling, expected):
     shaper = ScoreShaper(scaling=scaling)
@@ -71,7 +75,9 @@ def test_ref_scaling_keeps_the_first_batch():
 
 def test_clip_then_missing_end_then_length():
     shaper = ScoreShaper(clip=2.0, missing_eos_score=-1.0, token_penalty=0.1)
-    assert shaper([5.0, 5.0], [sample(tokens=3), sample(ended=False, tokens=4)]) == pytest.approx([2.0 - 0.3, -1.0 - 0.4])
+    assert shaper([5.0, 5.0], [sample(tokens=3), sample(ended=False, tokens=4)]) == pytest.approx(
+        [2.0 - 0.3, -1.0 - 0.4]
+    )
 
 
 @pytest.mark.parametrize('scaling', ['running', 'ref', 'norm'])
@@ -84,7 +90,8 @@ def test_equal_scores_are_not_divided(scaling, value):
         assert shaper.is_idle
     shaper([value, value + 2.0], [sample()] * 2)
     assert not shaper.is_idle
-    # By hand: seven equal scores and one that is 2 above them; mean +0.25, squared deviations 7 * 0.0625 + 3.0625 = 3.5 over 7.
+    # By hand: seven equal scores and one that is 2 above them; mean +0.25, squared deviations 7 * 0.0625 + 3.0625 = 3.5
+    # over 7.
     assert shaper.scale()[1] == pytest.approx(1 / math.sqrt(0.5))
     assert not ScoreShaper().is_idle
 
@@ -130,7 +137,11 @@ MASK = [True, True, True, False]
         # The scores seen are 6 and 2: mean 4, deviation sqrt(8).
         ({'scaling': 'running'}, True, [x / math.sqrt(8) for x in (2.0, -1.0, 5.0)]),
         ({'scaling': 'norm'}, True, [x / math.sqrt(8) for x in (2.0, -1.0, 5.0 - 4.0)]),
-        ({'scaling': 'norm', 'clip': 0.5}, True, [x / 4 for x in (2.0, -1.0, 5.0 - 4.0)]),  # 2 / sqrt(8) is cut to a half
+        (
+            {'scaling': 'norm', 'clip': 0.5},
+            True,
+            [x / 4 for x in (2.0, -1.0, 5.0 - 4.0)],
+        ),  # 2 / sqrt(8) is cut to a half
     ],
 )
 def test_scores_per_token_by_hand_and_their_sum_is_what_one_score_becomes(settings, ended, expected):

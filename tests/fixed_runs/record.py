@@ -1,7 +1,7 @@
 """Records the fixed runs of `runs.py`, each alone and on two ranks, or compares them with a recording; bit for bit.
 
-    python tests/fixed_runs/record.py --root ../before --out before.json     # the package of another checkout, these runs
-    python tests/fixed_runs/record.py --against before.json                  # exit code 1 where a run differs
+    python tests/fixed_runs/record.py --root ../before --out before.json     # the package of another checkout, these
+    runs python tests/fixed_runs/record.py --against before.json                  # exit code 1 where a run differs
 
 Numbers are those of one machine: both recordings are made on it. `make fixed-runs BASE=<commit>` does both.
 """
@@ -29,11 +29,15 @@ VARIABLES = {'OMP_NUM_THREADS': '1', 'MKL_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--root', type=Path, default=HERE.parents[1], help='checkout whose package is used; default: this one')
+    parser.add_argument(
+        '--root', type=Path, default=HERE.parents[1], help='checkout whose package is used; default: this one'
+    )
     parser.add_argument('--out', type=Path, help='write the recording to this JSON file')
     parser.add_argument('--against', type=Path, help='compare with this recording')
     parser.add_argument('--only', default='*', help="runs whose name matches, such as 'ppo*' or 'ranks/*'")
-    parser.add_argument('--rank-folder', type=Path, help=argparse.SUPPRESS)  # this process is a rank; where it leaves its record
+    parser.add_argument(
+        '--rank-folder', type=Path, help=argparse.SUPPRESS
+    )  # this process is a rank; where it leaves its record
     args = parser.parse_args()
     root = args.root.resolve()
     if not (root / 'chatgpt' / '__init__.py').is_file():
@@ -106,10 +110,26 @@ def run_ranks(root: Path, folder: Path, only: str) -> None:
     with socket.socket() as probe:
         probe.bind(('127.0.0.1', 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, str(HERE / 'record.py'), '--root', str(root), '--rank-folder', str(folder), '--only', only]
-    sizes = {'WORLD_SIZE': str(WORLD_SIZE), 'LOCAL_WORLD_SIZE': str(WORLD_SIZE), 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}
+    command = [
+        sys.executable,
+        str(HERE / 'record.py'),
+        '--root',
+        str(root),
+        '--rank-folder',
+        str(folder),
+        '--only',
+        only,
+    ]
+    sizes = {
+        'WORLD_SIZE': str(WORLD_SIZE),
+        'LOCAL_WORLD_SIZE': str(WORLD_SIZE),
+        'MASTER_ADDR': '127.0.0.1',
+        'MASTER_PORT': str(port),
+    }
     ranks = [
-        subprocess.Popen(command, env={**os.environ, **sizes, 'RANK': str(rank), 'LOCAL_RANK': str(rank)}, stdout=subprocess.DEVNULL)
+        subprocess.Popen(
+            command, env={**os.environ, **sizes, 'RANK': str(rank), 'LOCAL_RANK': str(rank)}, stdout=subprocess.DEVNULL
+        )
         for rank in range(WORLD_SIZE)
     ]
     end = time.monotonic() + LIMIT_S
@@ -152,7 +172,10 @@ def compare(before: dict[str, Any], machine: dict[str, str], records: dict[str, 
 
     for name, value in machine.items():
         if before['machine'].get(name) != value:
-            print(f'recorded with {name} {before["machine"].get(name)!r}, this is {value!r}: numbers of two machines are not comparable')
+            print(
+                f'recorded with {name} {before["machine"].get(name)!r}, this is {value!r}: numbers of two machines are '
+                'not comparable'
+            )
             return 1
     recorded = {name: r for name, r in before['runs'].items() if fnmatch(name.split('@')[0], only)}
     differing = 0
@@ -163,11 +186,17 @@ def compare(before: dict[str, Any], machine: dict[str, str], records: dict[str, 
             found = runs.first_difference(recorded[name], records[name])
             if found is None:
                 continue
-            count = sum(recorded[name].get(k) != records[name].get(k) for k in recorded[name].keys() | records[name].keys())
+            count = sum(
+                recorded[name].get(k) != records[name].get(k) for k in recorded[name].keys() | records[name].keys()
+            )
             told = f'{count} of {len(recorded[name])} entries, first {found}'
         differing += 1
         print(f'{name} differs: {told}')
-    print(f'{differing} of {len(records)} runs differ' if differing else f'all {len(records)} runs are the same to the bit')
+    print(
+        f'{differing} of {len(records)} runs differ'
+        if differing
+        else f'all {len(records)} runs are the same to the bit'
+    )
     return 1 if differing else 0
 
 

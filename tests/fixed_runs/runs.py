@@ -1,7 +1,9 @@
-"""Short runs of every kind, and everything they came to: all metrics of every phase, and hashes of weights and optimizer states.
+"""Short runs of every kind, and everything they came to: all metrics of every phase, and hashes of weights and
+optimizer states.
 
-`RUNS` is the table. `record.py` writes it to a file and compares two files, so that a change that should alter no number can show that it
-altered none. Only names that users have are used here, for the same file runs on the commits before and after such a change.
+`RUNS` is the table. `record.py` writes it to a file and compares two files, so that a change that should alter no
+number can show that it altered none. Only names that users have are used here, for the same file runs on the commits
+before and after such a change.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ class Run:
             self.note_tensors(f'weights of {name}', self.strategy.unwrap(model).state_dict())
         for name, optimizer in trainer.optimizers().items():
             state = optimizer.state_dict()['state']
-            self.note_tensors(f'optimizer of {name}', {f'{i} {slot}': v for i, slots in state.items() for slot, v in slots.items()})
+            self.note_tensors(
+                f'optimizer of {name}', {f'{i} {slot}': v for i, slots in state.items() for slot, v in slots.items()}
+            )
 
     def note_folder(self, name: str, folder: Path) -> None:
         """The weights that were written there."""
@@ -128,9 +132,15 @@ def rarely(prompts: list[str], responses: list[str]) -> list[float]:
 
 
 def online(
-    run: Run, *callbacks: Any, critic: bool = True, reference: bool = True, reward: Any = vowels, mask: bool = False,
-    actor: dict[str, Any] | None = None, **settings: Any,
-) -> PPOTrainer:  # fmt: skip
+    run: Run,
+    *callbacks: Any,
+    critic: bool = True,
+    reference: bool = True,
+    reward: Any = vowels,
+    mask: bool = False,
+    actor: dict[str, Any] | None = None,
+    **settings: Any,
+) -> PPOTrainer:
     torch.manual_seed(1)
     policy = GPTActor(config=tiny_config('gpt2', **WIDTH), **(actor or {}))
     if mask:
@@ -139,11 +149,26 @@ def online(
     frozen = [run.strategy.prepare(deepcopy(policy)) if wanted else None for wanted in (reference, mask)]
     values, value_optim = run.trained(GPTCritic(config=tiny_config('gpt2', **WIDTH))) if critic else (None, None)
     policy, optim = run.trained(policy)
-    sizes = {'experience_batch_size': 4, 'train_batch_size': 4, 'max_new_tokens': 6, 'max_tokens_per_batch': 24, 'max_epochs': 2}
+    sizes = {
+        'experience_batch_size': 4,
+        'train_batch_size': 4,
+        'max_new_tokens': 6,
+        'max_tokens_per_batch': 24,
+        'max_epochs': 2,
+    }
     return PPOTrainer(
-        run.strategy, policy, values, reward, frozen[0], optim, value_optim, mask_model=frozen[1], tokenizer=char_tokenizer(),
-        callbacks=run.callbacks(*callbacks), **(sizes | settings),
-    )  # fmt: skip
+        run.strategy,
+        policy,
+        values,
+        reward,
+        frozen[0],
+        optim,
+        value_optim,
+        mask_model=frozen[1],
+        tokenizer=char_tokenizer(),
+        callbacks=run.callbacks(*callbacks),
+        **(sizes | settings),
+    )
 
 
 def fitted(run: Run, trainer: PPOTrainer, phases: int = 2, update: int = 1) -> None:
@@ -152,8 +177,16 @@ def fitted(run: Run, trainer: PPOTrainer, phases: int = 2, update: int = 1) -> N
 
 
 def ppo(run: Run) -> None:
-    settings = {'kl_target': 3.0, 'kl_horizon': 50.0, 'score_scaling': 'running', 'score_clip': 2.0, 'entropy_coef': 0.01,
-                'lr_schedule': 'linear', 'missing_eos_score': -1.0, 'whiten_rewards': True}  # fmt: skip
+    settings = {
+        'kl_target': 3.0,
+        'kl_horizon': 50.0,
+        'score_scaling': 'running',
+        'score_clip': 2.0,
+        'entropy_coef': 0.01,
+        'lr_schedule': 'linear',
+        'missing_eos_score': -1.0,
+        'whiten_rewards': True,
+    }
     fitted(run, online(run, EMA(0.9, path=run.folder / 'average'), **settings), update=2)
     run.note_folder('average', run.folder / 'average')
 
@@ -165,8 +198,16 @@ def ppo_bf16(run: Run) -> None:
 def ppo_sampling(run: Run) -> None:
     """Temperature, stop strings and the small settings of collecting and learning."""
     sampling = {'temperature': 0.8, 'top_k': 20, 'top_p': 0.9, 'stop_strings': ['e']}
-    settings = {'buffer_limit': 7, 'sample_replay_buffer': True, 'max_epochs': 3, 'token_penalty': 0.01, 'overlong_buffer': 3,
-                'packing': False, 'advantage_estimator': 'a2c', 'kl_kind': 'full'}  # fmt: skip
+    settings = {
+        'buffer_limit': 7,
+        'sample_replay_buffer': True,
+        'max_epochs': 3,
+        'token_penalty': 0.01,
+        'overlong_buffer': 3,
+        'packing': False,
+        'advantage_estimator': 'a2c',
+        'kl_kind': 'full',
+    }
     fitted(run, online(run, **sampling, **settings), update=2)
 
 
@@ -193,11 +234,22 @@ def grpo(run: Run) -> None:
 
 
 def gspo(run: Run) -> None:
-    fitted(run, online(run, critic=False, reference=False, advantage_estimator='grpo', policy_loss='gspo', kl_coef=0.0, **GROUPS))
+    fitted(
+        run,
+        online(
+            run, critic=False, reference=False, advantage_estimator='grpo', policy_loss='gspo', kl_coef=0.0, **GROUPS
+        ),
+    )
 
 
 def dr_grpo(run: Run) -> None:
-    settings = {'advantage_estimator': 'dr_grpo', 'kl_coef': 0.0, 'dual_clip': 3.0, 'eps_clip_high': 0.3, 'overlong_filter': True}
+    settings = {
+        'advantage_estimator': 'dr_grpo',
+        'kl_coef': 0.0,
+        'dual_clip': 3.0,
+        'eps_clip_high': 0.3,
+        'overlong_filter': True,
+    }
     fitted(run, online(run, critic=False, reference=False, **settings, **GROUPS))
 
 
@@ -299,9 +351,16 @@ def demonstrations() -> list[Sequence]:
 def preferences(answers: int = 2) -> list[TokenizedPreference]:
     found = []
     for i in range(10):
-        responses = [torch.tensor([6 + (i * (k + 1) + j) % 11 for j in range(2 + (i + k) % 3)] + [20 + k, 2]) for k in range(answers)]
+        responses = [
+            torch.tensor([6 + (i * (k + 1) + j) % 11 for j in range(2 + (i + k) % 3)] + [20 + k, 2])
+            for k in range(answers)
+        ]
         masks = [torch.ones_like(r, dtype=torch.bool) for r in responses]
-        found.append(TokenizedPreference(prompt_ids=torch.tensor([4 + i % 4]), responses=responses, response_masks=masks, scores=None))
+        found.append(
+            TokenizedPreference(
+                prompt_ids=torch.tensor([4 + i % 4]), responses=responses, response_masks=masks, scores=None
+            )
+        )
     return found
 
 
@@ -320,7 +379,9 @@ OFFLINE: dict[str, Any] = {'train_batch_size': 4, 'max_epochs': 1, 'log_interval
 
 def learned(run: Run, kind: Any, model: Any, data: Any, eval_data: Any = None, *callbacks: Any, **settings: Any) -> Any:
     model, optim = run.trained(model)
-    return kind(run.strategy, model, optim, data, eval_data, callbacks=run.callbacks(*callbacks), **(OFFLINE | settings))
+    return kind(
+        run.strategy, model, optim, data, eval_data, callbacks=run.callbacks(*callbacks), **(OFFLINE | settings)
+    )
 
 
 def completed(run: Run, trainer: Any) -> None:
@@ -331,9 +392,14 @@ def completed(run: Run, trainer: Any) -> None:
 def evaluator(run: Run) -> Evaluator:
     """Notes the table of the last evaluation too, where the answers stand."""
     evaluation = PromptEvaluation(
-        PROMPTS[:5], char_tokenizer(), vowels, max_new_tokens=5, do_sample=True, num_rows=0,
+        PROMPTS[:5],
+        char_tokenizer(),
+        vowels,
+        max_new_tokens=5,
+        do_sample=True,
+        num_rows=0,
         metric_fn=lambda samples, prompts, outputs: {'length': [float(len(o)) for o in outputs]},
-    )  # fmt: skip
+    )
 
     def evaluate(trainer: Any) -> dict[str, float]:
         found = evaluation(trainer)
@@ -368,27 +434,47 @@ def sft_resumed(run: Run) -> None:
 
 
 def sft_evaluated(run: Run) -> None:
-    completed(run, learned(run, SFTTrainer, policy(), demonstrations(), None, evaluator(run), tokenizer=char_tokenizer()))
+    completed(
+        run, learned(run, SFTTrainer, policy(), demonstrations(), None, evaluator(run), tokenizer=char_tokenizer())
+    )
 
 
 def rft(run: Run) -> None:
     model, optim = run.trained(policy())
-    settings = {'num_rounds': 2, 'num_samples_per_prompt': 4, 'max_epochs': 2, 'train_batch_size': 4, 'max_new_tokens': 6}
+    settings = {
+        'num_rounds': 2,
+        'num_samples_per_prompt': 4,
+        'max_epochs': 2,
+        'train_batch_size': 4,
+        'max_new_tokens': 6,
+    }
     trainer = RFTTrainer(
-        run.strategy, model, optim, PROMPTS[:5], vowels, tokenizer=char_tokenizer(), callbacks=run.callbacks(), **settings
-    )  # fmt: skip
+        run.strategy,
+        model,
+        optim,
+        PROMPTS[:5],
+        vowels,
+        tokenizer=char_tokenizer(),
+        callbacks=run.callbacks(),
+        **settings,
+    )
     completed(run, trainer)
 
 
 def reward_model(run: Run) -> None:
     torch.manual_seed(1)
     model = RewardModel(tiny_causal_lm('gpt2', **WIDTH))
-    completed(run, learned(run, RewardModelTrainer, model, preferences(3), preferences(2)[:3], center_rewards_coefficient=0.01))
+    completed(
+        run,
+        learned(run, RewardModelTrainer, model, preferences(3), preferences(2)[:3], center_rewards_coefficient=0.01),
+    )
 
 
 def reward_model_labels(run: Run) -> None:
     torch.manual_seed(1)
-    completed(run, learned(run, RewardModelTrainer, RewardModel(tiny_causal_lm('gpt2', **WIDTH)), labelled(), labelled()[:3]))
+    completed(
+        run, learned(run, RewardModelTrainer, RewardModel(tiny_causal_lm('gpt2', **WIDTH)), labelled(), labelled()[:3])
+    )
 
 
 def with_reference(run: Run, kind: Any, data: Any, **settings: Any) -> None:
@@ -427,8 +513,18 @@ def ilql(run: Run) -> None:
     data = demonstrations()
     records = rewarded(data, [float(i % 3) for i in range(len(data))])
     prompts = PromptEvaluation(PROMPTS[:3], char_tokenizer(), vowels, max_new_tokens=4, num_rows=0)
-    trainer = learned(run, ILQLTrainer, model, records, records[:3], Evaluator(BetaEvaluation(prompts, (0.0, 4.0)), 1),
-                      alpha=0.3, target_sync_interval=2, max_epochs=2, tokenizer=char_tokenizer())  # fmt: skip
+    trainer = learned(
+        run,
+        ILQLTrainer,
+        model,
+        records,
+        records[:3],
+        Evaluator(BetaEvaluation(prompts, (0.0, 4.0)), 1),
+        alpha=0.3,
+        target_sync_interval=2,
+        max_epochs=2,
+        tokenizer=char_tokenizer(),
+    )
     completed(run, trainer)
 
 
@@ -437,11 +533,44 @@ def ilql(run: Run) -> None:
 RUNS: dict[str, Callable[[Run], None]] = {
     fn.__name__: fn
     for fn in (
-        ppo, ppo_bf16, ppo_sampling, shared_trunk, hydra, lora, reward_model_scores, grpo, gspo, dr_grpo, rloo, reinforce_pp,
-        reinforce_pp_baseline, nlpo, ptx, dynamic_sampling, stale, stale_workers, stepwise, ppo_resumed, stale_resumed, ppo_evaluated,
-        sft, sft_llama, sft_resumed, sft_evaluated, rft, reward_model, reward_model_labels, dpo, dpo_ipo, dpo_lora, kto, orpo, simpo, ilql,
+        ppo,
+        ppo_bf16,
+        ppo_sampling,
+        shared_trunk,
+        hydra,
+        lora,
+        reward_model_scores,
+        grpo,
+        gspo,
+        dr_grpo,
+        rloo,
+        reinforce_pp,
+        reinforce_pp_baseline,
+        nlpo,
+        ptx,
+        dynamic_sampling,
+        stale,
+        stale_workers,
+        stepwise,
+        ppo_resumed,
+        stale_resumed,
+        ppo_evaluated,
+        sft,
+        sft_llama,
+        sft_resumed,
+        sft_evaluated,
+        rft,
+        reward_model,
+        reward_model_labels,
+        dpo,
+        dpo_ipo,
+        dpo_lora,
+        kto,
+        orpo,
+        simpo,
+        ilql,
     )
-}  # fmt: skip
+}
 BF16 = {'ppo_bf16'}
 
 
@@ -456,7 +585,11 @@ def record_run(name: str, *, ranks: bool = False, folder: Path | None = None, lr
     precision = 'bf16' if name in BF16 else 'fp32'
     kind = DDPStrategy if ranks else NaiveStrategy
     record: Record = {}
-    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as own, kind(seed=3, precision=precision, device='cpu') as strategy:
+    with (
+        warnings.catch_warnings(),
+        tempfile.TemporaryDirectory() as own,
+        kind(seed=3, precision=precision, device='cpu') as strategy,
+    ):
         warnings.simplefilter('ignore')
         RUNS[name](Run(strategy, folder or Path(own), lr_scale, record))
     assert any(key.startswith('sha256 weights') for key in record), f'{name} recorded no weights'

@@ -42,13 +42,20 @@ def test_the_run_before_does_not_matter():
     assert runs.first_difference(before, runs.record_run('dpo')) is None
 
 
-@pytest.mark.parametrize(('a', 'b', 'want'), [
-    ({'x': '0x1.8p+0'}, {'x': '0x1.8p+0'}, None),
-    ({'x': '0x1.8p+0'}, {'x': '0x1.8000000000001p+0'}, 'x: 0x1.8p+0 (1.5) against 0x1.8000000000001p+0 (1.5000000000000002)'),
-    ({'x': 'nan'}, {'x': 'nan'}, None),
-    ({'x': '0x0.0p+0'}, {}, 'x: 0x0.0p+0 (0.0) against nothing'),
-    ({}, {'sha256 w': 'zz'}, 'sha256 w: nothing against zz'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('a', 'b', 'want'),
+    [
+        ({'x': '0x1.8p+0'}, {'x': '0x1.8p+0'}, None),
+        (
+            {'x': '0x1.8p+0'},
+            {'x': '0x1.8000000000001p+0'},
+            'x: 0x1.8p+0 (1.5) against 0x1.8000000000001p+0 (1.5000000000000002)',
+        ),
+        ({'x': 'nan'}, {'x': 'nan'}, None),
+        ({'x': '0x0.0p+0'}, {}, 'x: 0x0.0p+0 (0.0) against nothing'),
+        ({}, {'sha256 w': 'zz'}, 'sha256 w: nothing against zz'),
+    ],
+)
 def test_the_first_difference(a, b, want):
     assert runs.first_difference(a, b) == want
 
@@ -82,12 +89,15 @@ def test_the_command_records_and_compares(tmp_path, monkeypatch, capsys):
     assert "recorded with vectors 'SVE'" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(('arguments', 'sentence'), [
-    ([], 'give --out FILE to record'),
-    (['--root', '/', '--out', 'x'], 'has no package chatgpt'),
-    (['--against', 'missing.json'], 'missing.json is no recording'),
-    (['--only', 'pppo', '--out', 'x'], '--only pppo matches no run'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('arguments', 'sentence'),
+    [
+        ([], 'give --out FILE to record'),
+        (['--root', '/', '--out', 'x'], 'has no package chatgpt'),
+        (['--against', 'missing.json'], 'missing.json is no recording'),
+        (['--only', 'pppo', '--out', 'x'], '--only pppo matches no run'),
+    ],
+)
 def test_mistakes_of_the_command(arguments, sentence, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):

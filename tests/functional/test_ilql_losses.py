@@ -71,7 +71,9 @@ def test_cql_is_cross_entropy_and_equals_the_chunked_path():
     torch.manual_seed(0)
     hidden, weight = torch.randn(5, 3, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
     q_all, ids = hidden @ weight.T, torch.tensor([0, 6, 3, 3, 1])
-    slow = [math.log(sum(math.exp(x) for x in row)) - row[a] for row, a in zip(q_all.tolist(), ids.tolist(), strict=True)]
+    slow = [
+        math.log(sum(math.exp(x) for x in row)) - row[a] for row, a in zip(q_all.tolist(), ids.tolist(), strict=True)
+    ]
     assert cql_loss(q_all, ids).tolist() == pytest.approx(slow)
     chunked, _ = chunked_logprobs(hidden, lambda h: h @ weight.T, ids, chunk_size=2)
     assert (-chunked).tolist() == pytest.approx(slow)

@@ -89,7 +89,9 @@ def test_reinforce_pp_baseline_with_penalties_by_a_slow_loop():
         expected.append(result)
     masks = [bools(*c) for c in counts]
     rows = [tensor(*p) for p in penalties]
-    advantages, returns = reinforce_pp_baseline(tensor(*scores), torch.tensor(groups), masks, penalties=rows, gamma=gamma)
+    advantages, returns = reinforce_pp_baseline(
+        tensor(*scores), torch.tensor(groups), masks, penalties=rows, gamma=gamma
+    )
     assert [r.tolist() for r in returns] == [pytest.approx(e) for e in expected]
     flat = [x for e, c in zip(expected, counts, strict=True) for x, counted in zip(e, c, strict=True) if counted]
     mean = sum(flat) / len(flat)
@@ -135,9 +137,15 @@ def test_shares_of_micro_batches_add_up_to_the_loss_of_the_batch(mode):
     slow = {'token': sum(sums) / 6, 'sequence_sum': sum(sums) / 24}
     slow['sequence'] = sum(s / c for s, c in zip(sums, counted, strict=True) if c) / 3
     assert aggregate(loss, mask, rows, 4, mode, total).item() == pytest.approx(slow[mode])
-    parts = [aggregate(loss[:4], mask[:4], rows[:4], 2, mode, total), aggregate(loss[4:], mask[4:], rows[4:] - 2, 2, mode, total)]
+    parts = [
+        aggregate(loss[:4], mask[:4], rows[:4], 2, mode, total),
+        aggregate(loss[4:], mask[4:], rows[4:] - 2, 2, mode, total),
+    ]
     assert sum(p.item() for p in parts) == pytest.approx(slow[mode])
-    assert aggregation_count(mask[:4], rows[:4], 2, mode, 8) + aggregation_count(mask[4:], rows[4:] - 2, 2, mode, 8) == total
+    assert (
+        aggregation_count(mask[:4], rows[:4], 2, mode, 8) + aggregation_count(mask[4:], rows[4:] - 2, 2, mode, 8)
+        == total
+    )
     # Negative control: the mask shifted by one.
     assert aggregate(loss, mask.roll(1), rows, 4, mode, total).item() != pytest.approx(slow[mode])
 
@@ -157,7 +165,8 @@ def test_an_exploding_kl_of_a_token_that_does_not_count_leaves_gradients_finite(
     assert torch.isfinite(penalty).all()
     masked_sum(penalty, bools(1, 0, 0)).backward()
     assert new.grad.tolist() == pytest.approx([1 - math.exp(0.5), 0.0, 0.0])
-    # A token far less likely under the reference than under the policy is no such case: value and gradient are the formula's.
+    # A token far less likely under the reference than under the policy is no such case: value and gradient are the
+    # formula's.
     likely = torch.tensor([-0.5]).requires_grad_()
     far = kl_penalty(likely, torch.tensor([-300.0]), 'k3')
     far.sum().backward()
@@ -196,7 +205,10 @@ def test_policy_stats_add_up_over_micro_batches():
     torch.manual_seed(0)
     new, old, mask = torch.randn(6), torch.randn(6), bools(1, 0, 1, 1, 1, 0)
     whole = policy_stats(new, old, mask, eps_low=0.2, eps_high=0.5)
-    parts = [policy_stats(new[s], old[s], mask[s], eps_low=0.2, eps_high=0.5) for s in (slice(0, 2), slice(2, 5), slice(5, 6))]
+    parts = [
+        policy_stats(new[s], old[s], mask[s], eps_low=0.2, eps_high=0.5)
+        for s in (slice(0, 2), slice(2, 5), slice(5, 6))
+    ]
     for i in range(5):
         assert sum(p[i].item() for p in parts) == pytest.approx(whole[i].item())
     assert min(p.ratio_min.item() for p in parts) == whole.ratio_min.item()

@@ -171,7 +171,8 @@ def test_full_kl_by_a_slow_loop_in_its_direction_and_with_impossible_tokens():
 
 
 def test_expected_gradients_of_the_estimators():
-    """Over tokens drawn from the policy itself: k1's is 0, k2's is that of the KL. Exact expectations over three tokens."""
+    """Over tokens drawn from the policy itself: k1's is 0, k2's is that of the KL. Exact expectations over three
+    tokens."""
     logits, ref = tensor(0.3, -0.2, 0.9), tensor(-0.5, 0.4, 0.1).log_softmax(-1)
 
     def expected_gradient(kind: str) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Slow float64 loops of the estimators and losses of PPO's family, each with negative controls: the same loop with one planted mistake.
+"""Slow float64 loops of the estimators and losses of PPO's family, each with negative controls: the same loop with one
+planted mistake.
 
 Our function must equal the loop and differ from every negative control, so a mistake of that sort in it would be seen.
 """
@@ -135,7 +136,9 @@ def test_a2c(given):
     advantages, returns = a2c(lists(REWARDS), lists(VALUES), None if given is None else masks(given), gamma=gamma)
     holds(flat(advantages), slow, 'gamma forgotten', 'one step and the next value', 'no value', 'sign of the value')
     counts = given or [[True] * len(r) for r in REWARDS]
-    assert flat(returns) == pytest.approx([x for r, c in zip(REWARDS, counts, strict=True) for x in slow_returns(r, c, gamma)])
+    assert flat(returns) == pytest.approx(
+        [x for r, c in zip(REWARDS, counts, strict=True) for x in slow_returns(r, c, gamma)]
+    )
 
 
 def peers(i: int, *, itself: bool) -> Numbers:
@@ -162,15 +165,25 @@ def test_gdpo():
 
     def group_normalised(column: Numbers) -> Numbers:
         groups = [[s for s, g in zip(column, GROUPS, strict=True) if g == group] for group in GROUPS]
-        return [(s - mean(group)) / (math.sqrt(variance(group)) + 1e-4) for s, group in zip(column, groups, strict=True)]
+        return [
+            (s - mean(group)) / (math.sqrt(variance(group)) + 1e-4) for s, group in zip(column, groups, strict=True)
+        ]
 
     def slow(mistake: str = '') -> Numbers:
         if mistake == 'summed, then normalised':
-            return group_normalised([sum(w * s for w, s in zip(weights, row, strict=True)) for row in zip(*columns, strict=True)])
+            return group_normalised(
+                [sum(w * s for w, s in zip(weights, row, strict=True)) for row in zip(*columns, strict=True)]
+            )
         if mistake == 'weights before the normalisation':
-            parts, own = [group_normalised([w * s for s in c]) for w, c in zip(weights, columns, strict=True)], [1.0, 1.0]
+            parts, own = (
+                [group_normalised([w * s for s in c]) for w, c in zip(weights, columns, strict=True)],
+                [1.0, 1.0],
+            )
         else:
-            parts, own = [group_normalised(c) for c in columns], weights[::-1] if mistake == 'weights swapped' else weights
+            parts, own = (
+                [group_normalised(c) for c in columns],
+                weights[::-1] if mistake == 'weights swapped' else weights,
+            )
         return [sum(w * a for w, a in zip(own, row, strict=True)) for row in zip(*parts, strict=True)]
 
     ours = gdpo(f64(columns[0] + columns[1]).view(2, 6).T, f64(weights), torch.tensor(GROUPS))
@@ -218,10 +231,17 @@ def test_rloo():
 
 
 def slow_whitened(returns: list[Numbers], counts: list[list[bool]], mistake: str) -> Numbers:
-    counted = [[x for x, c in zip(r, m, strict=True) if c or mistake == 'masked tokens too'] for r, m in zip(returns, counts, strict=True)]
+    counted = [
+        [x for x, c in zip(r, m, strict=True) if c or mistake == 'masked tokens too']
+        for r, m in zip(returns, counts, strict=True)
+    ]
     out = []
     for i, (r, m) in enumerate(zip(returns, counts, strict=True)):
-        pool = counted[i] if mistake == 'each sequence alone' and len(counted[i]) > 1 else [x for part in counted for x in part]
+        pool = (
+            counted[i]
+            if mistake == 'each sequence alone' and len(counted[i]) > 1
+            else [x for part in counted for x in part]
+        )
         scale = math.sqrt(variance(pool, 0 if mistake == 'biased std' else 1) + 1e-8)
         shift = 0.0 if mistake == 'not centred' else mean(pool)
         out += [(x - shift) / scale if c else 0.0 for x, c in zip(r, m, strict=True)]
@@ -245,7 +265,11 @@ def test_reinforce_pp_baseline():
     def slow(mistake: str = '') -> Numbers:
         returns = []
         for i, counts in enumerate(MASKS):
-            group = [s for j, s in enumerate(scores) if groups[j] == groups[i] and not (mistake == 'leave one out' and j == i)]
+            group = [
+                s
+                for j, s in enumerate(scores)
+                if groups[j] == groups[i] and not (mistake == 'leave one out' and j == i)
+            ]
             rewards = [-0.1 * k for k in VALUES[i]]
             last = max(t for t, c in enumerate(counts) if c)
             rewards[last] += scores[i] - (0.0 if mistake == 'no baseline' else mean(group or [0.0]))
@@ -260,7 +284,9 @@ def test_reinforce_pp_baseline():
 # ---------------------------------------------------------------------- policy losses
 
 
-def surrogate(ratio: float, advantage: float, low: float, high: float, mistake: str = '', dual: float | None = None) -> float:
+def surrogate(
+    ratio: float, advantage: float, low: float, high: float, mistake: str = '', dual: float | None = None
+) -> float:
     if mistake == 'lower clip for the upper':
         high = low
     if mistake == 'upper clip for the lower':
@@ -288,7 +314,10 @@ def test_asymmetric_clip():
 def test_dual_clip():
     def slow(mistake: str = '') -> Numbers:
         ratios = [math.exp(n - o) for n, o in zip(NEW, OLD, strict=True)]
-        return [surrogate(r, a, 0.2, 0.2, mistake, None if mistake == 'off' else 1.5) for r, a in zip(ratios, signed, strict=True)]
+        return [
+            surrogate(r, a, 0.2, 0.2, mistake, None if mistake == 'off' else 1.5)
+            for r, a in zip(ratios, signed, strict=True)
+        ]
 
     signed = [-a for a in ADVANTAGES]
     ours = clipped_policy_loss(f64(NEW), f64(OLD), f64(signed), eps_low=0.2, dual_clip=1.5)
@@ -301,7 +330,9 @@ def test_gspo():
     def slow(mistake: str = '') -> Numbers:
         out = []
         for t, row in enumerate(ROWS):
-            of_row = [NEW[k] - OLD[k] for k in range(7) if ROWS[k] == row and (MASK[k] or mistake == 'masked tokens too')]
+            of_row = [
+                NEW[k] - OLD[k] for k in range(7) if ROWS[k] == row and (MASK[k] or mistake == 'masked tokens too')
+            ]
             if mistake == 'a ratio per token':
                 of_row = [NEW[t] - OLD[t]]
             total = sum(of_row) if mistake == 'sum for mean' else mean(of_row)
@@ -347,7 +378,11 @@ def test_truncated_importance_weights():
         return out
 
     holds(
-        truncated_importance_weights(f64(OLD), f64(NEW), cap=2.0).tolist(), slow, 'engine over trainer', 'no cap', 'at least the cap'
+        truncated_importance_weights(f64(OLD), f64(NEW), cap=2.0).tolist(),
+        slow,
+        'engine over trainer',
+        'no cap',
+        'at least the cap',
     )
 
 

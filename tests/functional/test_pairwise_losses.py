@@ -26,7 +26,9 @@ def test_both_forms_equal_the_slow_formula():
 def test_margin_asks_for_more_difference():
     slow = [-math.log(1 / (1 + math.exp(-(c - r - 0.7)))) for c, r in zip(CHOSEN, REJECTED, strict=True)]
     assert pairwise_log_sigmoid_loss(tensor(*CHOSEN), tensor(*REJECTED), 0.7).tolist() == pytest.approx(slow)
-    assert pairwise_log_sigmoid_loss(tensor(*CHOSEN), tensor(*REJECTED), tensor(0.7, 0.7, 0.7)).tolist() == pytest.approx(slow)
+    assert pairwise_log_sigmoid_loss(
+        tensor(*CHOSEN), tensor(*REJECTED), tensor(0.7, 0.7, 0.7)
+    ).tolist() == pytest.approx(slow)
     assert pairwise_log_sigmoid_loss(tensor(*CHOSEN), tensor(*REJECTED), -0.7).tolist() != pytest.approx(slow)
 
 

@@ -1,4 +1,5 @@
-"""PPO's formulas against numbers by hand and slow float64 loops. Negative controls are here and in test_negative_controls.py."""
+"""PPO's formulas against numbers by hand and slow float64 loops. Negative controls are here and in
+test_negative_controls.py."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def test_logprobs_and_entropy_by_hand():
     logits = tensor(0.0, math.log(3.0))[None]  # probabilities 1/4 and 3/4
     assert logprobs_of(logits, torch.tensor([1])).item() == pytest.approx(math.log(0.75))
     assert entropy_of(logits).item() == pytest.approx(-(0.25 * math.log(0.25) + 0.75 * math.log(0.75)))
-    # At temperature 1/2 the odds are squared: 1 to 9. Negative control: forgetting the temperature gives the first number.
+    # At temperature 1/2 the odds are squared: 1 to 9. Negative control: forgetting the temperature gives the first
+    # number.
     assert logprobs_of(logits, torch.tensor([1]), 0.5).item() == pytest.approx(math.log(0.9))
 
 
@@ -160,7 +162,9 @@ def test_adaptive_controller_by_the_published_rule():
 # ---------------------------------------------------------------------- advantages
 
 
-def slow_gae(rewards: list[float], values: list[float], counts: list[bool], gamma: float, lam: float) -> tuple[list[float], list[float]]:
+def slow_gae(
+    rewards: list[float], values: list[float], counts: list[bool], gamma: float, lam: float
+) -> tuple[list[float], list[float]]:
     steps = [t for t, c in enumerate(counts) if c]
     advantages, returns = [0.0] * len(rewards), [0.0] * len(rewards)
     for i, t in enumerate(steps):
@@ -177,7 +181,11 @@ def test_gae_equals_the_sum_of_the_definition_with_and_without_masks():
     lengths = [1, 3, 6]
     rewards = [torch.randn(n, generator=generator, dtype=F64) for n in lengths]
     values = [torch.randn(n, generator=generator, dtype=F64) for n in lengths]
-    masks = [torch.tensor([True]), torch.tensor([True, False, True]), torch.tensor([False, True, True, False, True, False])]
+    masks = [
+        torch.tensor([True]),
+        torch.tensor([True, False, True]),
+        torch.tensor([False, True, True, False, True, False]),
+    ]
     for given in (None, masks):
         advantages, returns = gae(rewards, values, given, gamma=0.9, lam=0.8)
         for i in range(3):
@@ -212,7 +220,10 @@ def test_group_estimators_by_hand():
     assert rloo(scores, groups).tolist() == pytest.approx([-2, 2, 5, -2.5, -2.5])
     with pytest.raises(ValueError, match='group 3 has one response'):
         rloo(tensor(1, 2, 3), torch.tensor([3, 4, 4]))
-    assert [t.tolist() for t in spread(tensor(2, 3), [torch.tensor([True, False]), torch.tensor([True])])] == [[2, 0], [3]]
+    assert [t.tolist() for t in spread(tensor(2, 3), [torch.tensor([True, False]), torch.tensor([True])])] == [
+        [2, 0],
+        [3],
+    ]
 
 
 def test_reinforce_pp_whitens_returns_over_all_tokens():
@@ -248,8 +259,12 @@ def test_clipped_policy_loss_by_hand(ratio, advantage, expected):
 
 def test_asymmetric_clip_and_dual_clip():
     old = tensor(0.0)
-    assert clipped_policy_loss(tensor(math.log(1.5)), old, tensor(1.0), eps_low=0.2, eps_high=0.28).item() == pytest.approx(-1.28)
-    assert clipped_policy_loss(tensor(math.log(9.0)), old, tensor(-1.0), eps_low=0.2, dual_clip=3.0).item() == pytest.approx(3.0)
+    assert clipped_policy_loss(
+        tensor(math.log(1.5)), old, tensor(1.0), eps_low=0.2, eps_high=0.28
+    ).item() == pytest.approx(-1.28)
+    assert clipped_policy_loss(
+        tensor(math.log(9.0)), old, tensor(-1.0), eps_low=0.2, dual_clip=3.0
+    ).item() == pytest.approx(3.0)
 
 
 def test_gspo_has_one_ratio_per_sequence():

@@ -22,7 +22,9 @@ class ShareOfGood(torch.nn.Module):
     def forward(self, batch: Any) -> torch.Tensor:
         hits = ((batch.action_ids == GOOD) & batch.action_mask).float()
         zeros = torch.zeros(batch.num_sequences, device=hits.device)
-        return zeros.index_add(0, batch.action_rows, hits) / zeros.index_add(0, batch.action_rows, batch.action_mask.float()).clamp(min=1)
+        return zeros.index_add(0, batch.action_rows, hits) / zeros.index_add(
+            0, batch.action_rows, batch.action_mask.float()
+        ).clamp(min=1)
 
 
 class Log(ProgressBar):
@@ -53,9 +55,21 @@ def run(device: str, precision: str, phases: int) -> Log:
     )
     log = Log()
     trainer = PPOTrainer(
-        strategy, actor, critic, reward, initial, actor_optim, critic_optim, callbacks=[log], experience_batch_size=16,
-        train_batch_size=16, max_epochs=4, kl_coef=0.01, max_new_tokens=6, eos_token_id=2,
-    )  # fmt: skip
+        strategy,
+        actor,
+        critic,
+        reward,
+        initial,
+        actor_optim,
+        critic_optim,
+        callbacks=[log],
+        experience_batch_size=16,
+        train_batch_size=16,
+        max_epochs=4,
+        kl_coef=0.01,
+        max_new_tokens=6,
+        eos_token_id=2,
+    )
     generator = torch.Generator().manual_seed(1)
     trainer.fit([torch.randint(3, 16, (1 + i % 4,), generator=generator) for i in range(16)], 1, phases, 1)
     return log

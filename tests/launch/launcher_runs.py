@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Nodes:
-    """Three nodes with one core each, on this machine, that ask for a token. They belong to a process of their own, since Ray reads its
-    environment once, when it is imported."""
+    """Three nodes with one core each, on this machine, that ask for a token. They belong to a process of their own,
+    since Ray reads its environment once, when it is imported."""
 
     SCRIPT = """
 import os, sys
@@ -40,12 +40,19 @@ finally:
     def __init__(self, folder: str) -> None:
         Path(folder, 'token').write_text('a' * 40)
         self.variables = {
-            'RAY_TMPDIR': folder, 'RAY_AUTH_MODE': 'token', 'RAY_AUTH_TOKEN_PATH': f'{folder}/token', 'RAY_USAGE_STATS_ENABLED': '0',
-        }  # fmt: skip
+            'RAY_TMPDIR': folder,
+            'RAY_AUTH_MODE': 'token',
+            'RAY_AUTH_TOKEN_PATH': f'{folder}/token',
+            'RAY_USAGE_STATS_ENABLED': '0',
+        }
         self.process = subprocess.Popen(
-            [sys.executable, '-c', self.SCRIPT], env=os.environ | self.variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
+            [sys.executable, '-c', self.SCRIPT],
+            env=os.environ | self.variables,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().strip()
 
@@ -59,9 +66,13 @@ finally:
 
 def command(*arguments: str, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, '-m', 'chatgpt.launch', *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [sys.executable, '-m', 'chatgpt.launch', *arguments],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         env=os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'} | variables,
-    )  # fmt: skip
+    )
 
 
 def on(cluster: Nodes, *arguments: str, **variables: str) -> subprocess.Popen[str]:

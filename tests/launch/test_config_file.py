@@ -20,16 +20,36 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / 'examples' / 'configs'
 REWARD = {
     'General': {'base_model': 'opt', 'output_dir': 'logs', 'checkpoint_dir': 'model'},
-    'Dataset': {'train_file': 'a.jsonl', 'validation_file': None, 'validation_split_percentage': 5, 'preprocessing_num_workers': 1},
-    'Training': {
-        'optimizer': 'AdamW', 'batch_size': 2, 'epochs': 3, 'learning_rate': 1e-5, 'lr_scheduler': 'linear', 'weight_decay': 0.1,
-        'gradient_accumulation_steps': 4, 'seed': 7, 'max_train_steps': 100, 'num_training_workers': 1, 'resources_per_worker': {'CPU': 2},
+    'Dataset': {
+        'train_file': 'a.jsonl',
+        'validation_file': None,
+        'validation_split_percentage': 5,
+        'preprocessing_num_workers': 1,
     },
-}  # fmt: skip
+    'Training': {
+        'optimizer': 'AdamW',
+        'batch_size': 2,
+        'epochs': 3,
+        'learning_rate': 1e-5,
+        'lr_scheduler': 'linear',
+        'weight_decay': 0.1,
+        'gradient_accumulation_steps': 4,
+        'seed': 7,
+        'max_train_steps': 100,
+        'num_training_workers': 1,
+        'resources_per_worker': {'CPU': 2},
+    },
+}
 PPO = {
     'General': {'model_name': 'gpt2', 'model_pretrain': None, 'rm_name': 'gpt2', 'rm_pretrain': 'rm'},
     'Dataset': {'train_file': 'p.jsonl', 'validation_file': 'v.jsonl'},
-    'Training': {'experience_batch_size': 2, 'epochs': 3, 'learning_rate': 2e-5, 'kl_coeff': 0.2, 'num_training_workers': 1},
+    'Training': {
+        'experience_batch_size': 2,
+        'epochs': 3,
+        'learning_rate': 2e-5,
+        'kl_coeff': 0.2,
+        'num_training_workers': 1,
+    },
 }
 
 
@@ -49,8 +69,20 @@ def file(tmp_path: Path, content, ending: str = 'json') -> str:
 def test_every_key_of_a_reward_config(tmp_path, ending):
     r = run(RewardRun, '--config_file', file(tmp_path, REWARD, ending))
     r.validate(1)
-    assert (r.pretrain, r.save_path, r.model_path, r.dataset, r.validation_file) == ('opt', 'logs', 'model', 'a.jsonl', None)
-    assert (r.validation_percentage, r.optimizer, r.max_epochs, r.lr, r.lr_schedule) == (5.0, 'adamw', 3, 1e-5, 'linear')
+    assert (r.pretrain, r.save_path, r.model_path, r.dataset, r.validation_file) == (
+        'opt',
+        'logs',
+        'model',
+        'a.jsonl',
+        None,
+    )
+    assert (r.validation_percentage, r.optimizer, r.max_epochs, r.lr, r.lr_schedule) == (
+        5.0,
+        'adamw',
+        3,
+        1e-5,
+        'linear',
+    )
     assert (r.weight_decay, r.seed, r.max_steps) == (0.1, 7, 100)
     assert (r.train_batch_size, r.max_tokens_per_batch) == (8, 2 * r.max_tokens)  # 2 records in each of 4 forwards
 
@@ -67,7 +99,9 @@ def test_every_key_of_a_ppo_config(tmp_path):
 
 def test_workers_are_asked_for_by_number(tmp_path, monkeypatch, capsys):
     argv = ['--config_file', file(tmp_path, {**REWARD, 'Training': {'num_training_workers': 2, 'batch_size': 2}})]
-    with pytest.raises(ValueError, match=r'num_training_workers=2, but 1 process was started; launch with: torchrun --nproc-per-node=2'):
+    with pytest.raises(
+        ValueError, match=r'num_training_workers=2, but 1 process was started; launch with: torchrun --nproc-per-node=2'
+    ):
         run(RewardRun, *argv)
     with pytest.raises(SystemExit):
         run(RewardRun, *argv, '--print_config')  # which may be asked for where the run will not be
@@ -111,27 +145,50 @@ def test_what_wins(tmp_path):
     assert run(SFTRun, '--config_file', path).lr == 1e-5
     assert run(SFTRun, '--config_file', path, 'Training.learning_rate=3e-4').lr == 3e-4
     assert run(SFTRun, '--config_file', path, 'lr=3e-4', '--lr', '7').lr == 7.0
-    both = run(SFTRun, 'data.jsonl', 'max_epochs=5', '--tensorboard', '--lora_target_modules', 'q', '--lora_target_modules', 'v')
-    assert (both.dataset, both.max_epochs, both.tensorboard, both.lora_target_modules) == ('data.jsonl', 5, True, ['q', 'v'])
+    both = run(
+        SFTRun,
+        'data.jsonl',
+        'max_epochs=5',
+        '--tensorboard',
+        '--lora_target_modules',
+        'q',
+        '--lora_target_modules',
+        'v',
+    )
+    assert (both.dataset, both.max_epochs, both.tensorboard, both.lora_target_modules) == (
+        'data.jsonl',
+        5,
+        True,
+        ['q', 'v'],
+    )
 
 
-@pytest.mark.parametrize(('content', 'ending', 'sentence'), [
-    ({'Training': {'learning_rat': 1}}, 'json', r'Training.learning_rat is not a setting of this run; did you mean learning_rate'),
-    ({'lr': 1, 'Training': {'learning_rate': 2}}, 'json', r'lr and Training.learning_rate both set lr; give one'),
-    ({'Training': {'learning_rate': 'fast'}}, 'json', r"Training.learning_rate: 'fast' is no number"),
-    ({'Training': {'batch_size': [1, 2]}}, 'json', r'Training.batch_size: \[1, 2\] is not expected here'),
-    ({'Training': 3}, 'json', r'section Training: names with values are expected'),
-    ('[1, 2]', 'json', r'it holds a list, not names with values'),
-    ('{"a": ', 'json', r'config.json: '),
-    ('lr: [1', 'yaml', r'config.yaml: '),
-    ('lr=1', 'toml', r"the ending '.toml' is not known"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('content', 'ending', 'sentence'),
+    [
+        (
+            {'Training': {'learning_rat': 1}},
+            'json',
+            r'Training.learning_rat is not a setting of this run; did you mean learning_rate',
+        ),
+        ({'lr': 1, 'Training': {'learning_rate': 2}}, 'json', r'lr and Training.learning_rate both set lr; give one'),
+        ({'Training': {'learning_rate': 'fast'}}, 'json', r"Training.learning_rate: 'fast' is no number"),
+        ({'Training': {'batch_size': [1, 2]}}, 'json', r'Training.batch_size: \[1, 2\] is not expected here'),
+        ({'Training': 3}, 'json', r'section Training: names with values are expected'),
+        ('[1, 2]', 'json', r'it holds a list, not names with values'),
+        ('{"a": ', 'json', r'config.json: '),
+        ('lr: [1', 'yaml', r'config.yaml: '),
+        ('lr=1', 'toml', r"the ending '.toml' is not known"),
+    ],
+)
 def test_mistakes(tmp_path, content, ending, sentence):
     with pytest.raises(ValueError, match=sentence):
         run(RewardRun, '--config_file', file(tmp_path, content, ending))
 
 
-@pytest.mark.parametrize('content', ['__import__("os").mkdir("executed")', '{"a": open("executed", "w")}', '[].append(1)'])
+@pytest.mark.parametrize(
+    'content', ['__import__("os").mkdir("executed")', '{"a": open("executed", "w")}', '[].append(1)']
+)
 def test_a_conf_file_is_never_evaluated(tmp_path, monkeypatch, content):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match='a .conf file is one Python literal'):
@@ -144,19 +201,22 @@ def test_a_yaml_file_makes_no_objects(tmp_path):
         run(RewardRun, '--config_file', file(tmp_path, 'lr: !!python/object/apply:os.getcwd []', 'yaml'))
 
 
-@pytest.mark.parametrize(('argv', 'sentence'), [
-    (['--preprocessing_num_workers=4'], 'preprocessing_num_workers=4 cannot be honoured'),
-    (['--batch_size=0'], 'batch_size=0 must be at least 1'),
-    (['--batch_size=2', '--gradient_accumulation_steps=many'], "'many' is no whole number"),
-    (['--batch_siz=2'], 'did you mean --batch_size'),
-    (['--optimizer=adafactor'], "'adafactor' is none of: adamw, sgd"),
-    (['--lora_alpha=3'], 'lora_alpha is about adapters, and there are none'),
-    (['--validation_file=a', '--validation_percentage=3'], 'give one'),
-    (['--gradient_accumulation_steps=3'], 'give batch_size too'),
-    (['--resources_per_worker={TPU: 1}'], "'TPU' is not known; there are CPU and GPU"),
-    (['Trainin.lr=3'], 'Trainin is no section'),
-    (['a.jsonl', 'b.jsonl'], "'b.jsonl' is one word too many"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('argv', 'sentence'),
+    [
+        (['--preprocessing_num_workers=4'], 'preprocessing_num_workers=4 cannot be honoured'),
+        (['--batch_size=0'], 'batch_size=0 must be at least 1'),
+        (['--batch_size=2', '--gradient_accumulation_steps=many'], "'many' is no whole number"),
+        (['--batch_siz=2'], 'did you mean --batch_size'),
+        (['--optimizer=adafactor'], "'adafactor' is none of: adamw, sgd"),
+        (['--lora_alpha=3'], 'lora_alpha is about adapters, and there are none'),
+        (['--validation_file=a', '--validation_percentage=3'], 'give one'),
+        (['--gradient_accumulation_steps=3'], 'give batch_size too'),
+        (['--resources_per_worker={TPU: 1}'], "'TPU' is not known; there are CPU and GPU"),
+        (['Trainin.lr=3'], 'Trainin is no section'),
+        (['a.jsonl', 'b.jsonl'], "'b.jsonl' is one word too many"),
+    ],
+)
 def test_what_cannot_be_honoured(argv, sentence, capsys):
     with pytest.raises((ValueError, SystemExit)) as stop:
         run(RewardRun, *argv).validate(1)
@@ -175,9 +235,16 @@ def test_the_resolved_config_reads_back_as_the_same_run(tmp_path, cls, capsys):
     assert (tmp_path / 'out' / 'config.yaml').read_text() == to_yaml(original)
 
 
-@pytest.mark.parametrize(('name', 'cls'), [
-    ('ppo.yaml', PPORun), ('ppo.conf', PPORun), ('reward.yaml', RewardRun), ('reward.conf', RewardRun), ('sft.yaml', SFTRun),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('name', 'cls'),
+    [
+        ('ppo.yaml', PPORun),
+        ('ppo.conf', PPORun),
+        ('reward.yaml', RewardRun),
+        ('reward.conf', RewardRun),
+        ('sft.yaml', SFTRun),
+    ],
+)
 def test_the_examples_are_good(name, cls):
     r = run(cls, '--config_file', str(CONFIGS / name))
     r.validate(1)
@@ -185,10 +252,20 @@ def test_the_examples_are_good(name, cls):
     assert (ROOT / (r.prompt_path if cls is PPORun else r.dataset)).is_file()
 
 
-@pytest.mark.parametrize(('hint', 'shown'), [
-    (int, 'N'), (float | None, 'X'), (str | None, 'TEXT'), (bool, 'true|false'), (list[str] | None, 'TEXT'), (Literal['a', 'b'], '{a,b}'),
-    (Literal['a'] | None, '{a}'), (dict[str, float] | None, '{KEY:X}'), (Literal['low', 'high'] | int, '{low,high}|N'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('hint', 'shown'),
+    [
+        (int, 'N'),
+        (float | None, 'X'),
+        (str | None, 'TEXT'),
+        (bool, 'true|false'),
+        (list[str] | None, 'TEXT'),
+        (Literal['a', 'b'], '{a,b}'),
+        (Literal['a'] | None, '{a}'),
+        (dict[str, float] | None, '{KEY:X}'),
+        (Literal['low', 'high'] | int, '{low,high}|N'),
+    ],
+)
 def test_a_flags_value_is_shown_by_its_type(hint, shown):
     assert metavar_of(hint) == shown
 
@@ -223,7 +300,9 @@ def test_help_lists_the_names_of_the_tables_also_those_added_from_outside(capsys
 
 @pytest.mark.parametrize('strategy', ['colossalai_gemini', 'colossalai_gemini_cpu'])
 def test_gemini_in_fp32_is_told_by_its_flags(strategy):
-    with pytest.raises(ValueError, match=f'--strategy {strategy} computes in 16 bits, and --precision is fp32: give --precision bf16'):
+    with pytest.raises(
+        ValueError, match=f'--strategy {strategy} computes in 16 bits, and --precision is fp32: give --precision bf16'
+    ):
         SFTRun(strategy=strategy).validate()
     with pytest.raises(ValueError, match=f'--strategy {strategy} computes in 16 bits'):
         make_strategy(strategy, seed=0, precision='fp32')

@@ -1,4 +1,5 @@
-"""llm-on-ray's two keys for one model: trained weights where there are any, else the name; decided by value, never by presence."""
+"""llm-on-ray's two keys for one model: trained weights where there are any, else the name; decided by value, never by
+presence."""
 
 from __future__ import annotations
 
@@ -19,9 +20,15 @@ def run(tmp_path, general: dict[str, str | None], *words: str) -> PPORun:
 
 
 @pytest.mark.parametrize('turned', [False, True], ids=['name_first', 'weights_first'])
-@pytest.mark.parametrize(('name', 'weights', 'expected'), [
-    (None, None, None), ('x', None, 'x'), (None, 'folder', 'folder'), ('x', 'folder', 'folder'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('name', 'weights', 'expected'),
+    [
+        (None, None, None),
+        ('x', None, 'x'),
+        (None, 'folder', 'folder'),
+        ('x', 'folder', 'folder'),
+    ],
+)
 @pytest.mark.parametrize(('name_key', 'weights_key', 'field'), PAIRS)
 def test_weights_win_and_null_means_the_name(tmp_path, name_key, weights_key, field, name, weights, expected, turned):
     items = [(name_key, name), (weights_key, weights)]

@@ -25,7 +25,9 @@ def run(folder: Path, **settings: str) -> SFTRun:
 def test_a_model_at_model_path_is_not_replaced(tmp_path, file):
     (tmp_path / 'model').mkdir()
     (tmp_path / 'model' / file).touch()
-    with pytest.raises(ValueError, match=rf'--model_path {tmp_path}/model holds a model already \({file}\): choose another'):
+    with pytest.raises(
+        ValueError, match=rf'--model_path {tmp_path}/model holds a model already \({file}\): choose another'
+    ):
         check_resume(run(tmp_path, model_path=str(tmp_path / 'model')))
     check_resume(run(tmp_path, model_path=str(tmp_path / 'model'), resume='auto'))  # its own, of a run that goes on
     (tmp_path / 'empty').mkdir()
@@ -73,7 +75,10 @@ def test_room_for_the_whole_model(tmp_path, monkeypatch):
     monkeypatch.setattr(destination.shutil, 'disk_usage', lambda path: Usage(0, 0, needed))
     check_destination(check, config, 'actor')
     monkeypatch.setattr(destination.shutil, 'disk_usage', lambda path: Usage(0, 0, needed - 1))
-    with pytest.raises(ValueError, match=rf'the trained model takes [0-9.]+ MiB, and {tmp_path}/model has [0-9.]+ MiB free; free some, or'):
+    with pytest.raises(
+        ValueError,
+        match=rf'the trained model takes [0-9.]+ MiB, and {tmp_path}/model has [0-9.]+ MiB free; free some, or',
+    ):
         check_destination(check, config, 'actor')
 
 

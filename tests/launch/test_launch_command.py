@@ -1,4 +1,5 @@
-"""python -m chatgpt.launch: what its flags and the script's config file come to, and the marks by which a restarted launch goes on."""
+"""python -m chatgpt.launch: what its flags and the script's config file come to, and the marks by which a restarted
+launch goes on."""
 
 from __future__ import annotations
 
@@ -43,25 +44,56 @@ def launched(monkeypatch):
 
 def test_flags_before_the_script_are_the_launchers_and_those_after_it_the_scripts(launched):
     launch = launched(
-        '--launcher', 'ray', '--num_workers', '4', '--cpus_per_worker=2', '--gpus_per_worker=1', '--max_failures=7', '--address=a:1',
-        '--env', 'A=1', '--env=B=x=y', SCRIPT, 'data.csv', '--num_workers', '9', '--save_path', 'out', 'a=b',
-    )  # fmt: skip
+        '--launcher',
+        'ray',
+        '--num_workers',
+        '4',
+        '--cpus_per_worker=2',
+        '--gpus_per_worker=1',
+        '--max_failures=7',
+        '--address=a:1',
+        '--env',
+        'A=1',
+        '--env=B=x=y',
+        SCRIPT,
+        'data.csv',
+        '--num_workers',
+        '9',
+        '--save_path',
+        'out',
+        'a=b',
+    )
     assert launch == RayLaunch(
-        script=SCRIPT, script_args=['data.csv', '--num_workers', '9', '--save_path', 'out', 'a=b'], num_workers=4, cpus_per_worker=2,
-        gpus_per_worker=1, max_failures=7, address='a:1', variables={'A': '1', 'B': 'x=y'}, shared_path='out',
-    )  # fmt: skip
+        script=SCRIPT,
+        script_args=['data.csv', '--num_workers', '9', '--save_path', 'out', 'a=b'],
+        num_workers=4,
+        cpus_per_worker=2,
+        gpus_per_worker=1,
+        max_failures=7,
+        address='a:1',
+        variables={'A': '1', 'B': 'x=y'},
+        shared_path='out',
+    )
     assert str(launch) == '4 workers with 2 CPU and 1 GPU each'
     assert launched(SCRIPT, '--x') == TorchrunLaunch(script=SCRIPT, script_args=['--x'])
 
 
 def test_a_config_file_says_number_and_resources_of_workers(launched, tmp_path):
     path = tmp_path / 'run.yaml'
-    path.write_text('General: {output_dir: logs}\nTraining: {num_training_workers: 2, resources_per_worker: {CPU: 3, GPU: 1}}\n')
+    path.write_text(
+        'General: {output_dir: logs}\nTraining: {num_training_workers: 2, resources_per_worker: {CPU: 3, GPU: 1}}\n'
+    )
     launch = launched('--launcher=ray', SCRIPT, '--config_file', str(path))
     assert (launch.num_workers, launch.cpus_per_worker, launch.gpus_per_worker, launch.shared_path) == (2, 3, 1, 'logs')
     file = f'--config_file={path}'
-    launch = launched('--launcher=ray', SCRIPT, file, 'Training.num_training_workers=5', '--resources_per_worker={CPU: 4}')
-    assert (launch.num_workers, launch.cpus_per_worker, launch.gpus_per_worker) == (5, 4, 0)  # words win over the file, flags over words
+    launch = launched(
+        '--launcher=ray', SCRIPT, file, 'Training.num_training_workers=5', '--resources_per_worker={CPU: 4}'
+    )
+    assert (launch.num_workers, launch.cpus_per_worker, launch.gpus_per_worker) == (
+        5,
+        4,
+        0,
+    )  # words win over the file, flags over words
     launch = launched('--launcher=ray', '--num_workers=2', '--cpus_per_worker=3', SCRIPT, f'--config_file={path}')
     assert (launch.num_workers, launch.gpus_per_worker) == (2, 1)
     launch = launched(SCRIPT, f'--config_file={path}')
@@ -75,13 +107,19 @@ def test_peek_sees_what_the_script_will_see(tmp_path):
     assert peek(['--config_file', str(path)]) == {'num_training_workers': 2, 'save_path': 'a'}
     words = ['General.output_dir=b', 'lr=1', 'elsewhere.x=2']
     assert peek([f'--config_file={path}', *words]) == {'num_training_workers': 2, 'save_path': 'b'}
-    assert peek(['output_dir=b', '--save_path', 'c', '--num_training_workers=none']) == {'save_path': 'c', 'num_training_workers': None}
+    assert peek(['output_dir=b', '--save_path', 'c', '--num_training_workers=none']) == {
+        'save_path': 'c',
+        'num_training_workers': None,
+    }
 
 
 @pytest.mark.parametrize(
     ('argv', 'message'),
     [
-        (['--launcher=ray', '--num_workers=2', SCRIPT, '--num_training_workers=3'], '--num_workers 2 .* num_training_workers 3 differ'),
+        (
+            ['--launcher=ray', '--num_workers=2', SCRIPT, '--num_training_workers=3'],
+            '--num_workers 2 .* num_training_workers 3 differ',
+        ),
         (['--launcher=ray', SCRIPT, '--resources_per_worker={TPU: 1}'], "'TPU' is not known; there are CPU and GPU"),
         (['--launcher=ray', SCRIPT, '--num_training_workers=some'], '--num_training_workers: .*some'),
         (['--launcher=ray', SCRIPT, '--config_file=/no/such.yaml'], 'config_file /no/such.yaml: there is no such file'),
@@ -90,13 +128,22 @@ def test_peek_sees_what_the_script_will_see(tmp_path):
         (['--launcher=ray', '--env=x', SCRIPT], "--env 'x' is not NAME=VALUE"),
         (['--launcher=ray', '--num_workers=0', SCRIPT], 'num_workers=0 must be at least 1'),
         (['--num_workers=0', SCRIPT], 'num_workers=0 must be at least 1'),
-        (['--launcher=ray', '--cpus_per_worker=0', SCRIPT], 'cpus_per_worker=0 and gpus_per_worker=0: give at least one above 0'),
-        (['--launcher=ray', SCRIPT, '--resources_per_worker={GPU: 0.5}'], 'gpus_per_worker=0.5: a rank has devices of its own'),
+        (
+            ['--launcher=ray', '--cpus_per_worker=0', SCRIPT],
+            'cpus_per_worker=0 and gpus_per_worker=0: give at least one above 0',
+        ),
+        (
+            ['--launcher=ray', SCRIPT, '--resources_per_worker={GPU: 0.5}'],
+            'gpus_per_worker=0.5: a rank has devices of its own',
+        ),
         (['--launcher=ray', '--max_failures=-1', SCRIPT], 'max_failures=-1 must not be negative'),
         (['--launcher=ray', '/no/script.py'], '/no/script.py: there is no such script'),
         (['/no/script.py'], '/no/script.py: there is no such script'),
         (['--num_workers=3', '--num_nodes=2', SCRIPT], 'num_workers=3 cannot be split over num_nodes=2'),
-        (['--num_workers=4', '--num_nodes=2', SCRIPT], 'give --rdzv_endpoint HOST:PORT of one of them, and --run_id NAME'),
+        (
+            ['--num_workers=4', '--num_nodes=2', SCRIPT],
+            'give --rdzv_endpoint HOST:PORT of one of them, and --run_id NAME',
+        ),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else '',
 )
@@ -108,18 +155,35 @@ def test_mistakes_of_a_launch(argv, message):
 def test_the_torchrun_command():
     one = TorchrunLaunch(script=SCRIPT, script_args=['--a', 'b'], num_workers=2)
     assert one.command()[1:] == [
-        '-m', 'chatgpt.launch.elastic', '--standalone', '--nproc_per_node=2', '--max_restarts=3', SCRIPT, '--a', 'b',
-    ]  # fmt: skip
-    two = TorchrunLaunch(script=SCRIPT, num_workers=4, num_nodes=2, rdzv_endpoint='n0:29400', run_id='j', local_addr='n1', max_failures=0)
+        '-m',
+        'chatgpt.launch.elastic',
+        '--standalone',
+        '--nproc_per_node=2',
+        '--max_restarts=3',
+        SCRIPT,
+        '--a',
+        'b',
+    ]
+    two = TorchrunLaunch(
+        script=SCRIPT, num_workers=4, num_nodes=2, rdzv_endpoint='n0:29400', run_id='j', local_addr='n1', max_failures=0
+    )
     assert two.command()[3:] == [
-        '--rdzv_backend=c10d', '--rdzv_endpoint=n0:29400', '--rdzv_id=j', '--nnodes=2', '--local_addr=n1', '--nproc_per_node=2',
-        '--max_restarts=0', SCRIPT,
-    ]  # fmt: skip
+        '--rdzv_backend=c10d',
+        '--rdzv_endpoint=n0:29400',
+        '--rdzv_id=j',
+        '--nnodes=2',
+        '--local_addr=n1',
+        '--nproc_per_node=2',
+        '--max_restarts=0',
+        SCRIPT,
+    ]
 
 
 def test_ray_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, 'ray', None)
-    with pytest.raises(ImportError, match=r"the launcher ray needs Ray, which cannot be imported here .*; pip install 'ray>=2.10'"):
+    with pytest.raises(
+        ImportError, match=r"the launcher ray needs Ray, which cannot be imported here .*; pip install 'ray>=2.10'"
+    ):
         ray.run_on_ray(RayLaunch(script=SCRIPT))
 
 
@@ -128,7 +192,9 @@ def test_a_script_gets_the_packages_place_and_the_users_variables_but_not_all(mo
     monkeypatch.setenv('PYTHONPATH', '/mine')
     monkeypatch.setenv('HF_TOKEN', 't')
     monkeypatch.setenv('UNRELATED', 'u')
-    found = environment(RayLaunch(script=SCRIPT, num_workers=2, cpus_per_worker=3, variables={'HF_HOME': '/h'}), 'name', 1)
+    found = environment(
+        RayLaunch(script=SCRIPT, num_workers=2, cpus_per_worker=3, variables={'HF_HOME': '/h'}), 'name', 1
+    )
     monkeypatch.setenv('OMP_NUM_THREADS', '5')
     assert environment(RayLaunch(script=SCRIPT, cpus_per_worker=3), 'name', 1)['OMP_NUM_THREADS'] == '5'
     monkeypatch.undo()
@@ -167,7 +233,9 @@ class TwoHosts(NaiveStrategy):
 
 
 def test_a_folder_that_not_all_ranks_see(tmp_path):
-    with pytest.raises(ValueError, match=rf'{tmp_path} is not shared: .* is not seen by rank 1 on other; give a --save_path on'):
+    with pytest.raises(
+        ValueError, match=rf'{tmp_path} is not shared: .* is not seen by rank 1 on other; give a --save_path on'
+    ):
         relaunch.sign(tmp_path, TwoHosts())
 
 
@@ -186,9 +254,12 @@ def test_a_slurm_job_starts_the_launcher(tmp_path, name):
         (tmp_path / command_name).write_text(f'#!/bin/bash\n{text}\n')
         (tmp_path / command_name).chmod(0o755)
     env = {
-        'PATH': f'{tmp_path}:{os.environ["PATH"]}', 'PYTHON': 'python', 'SLURM_JOB_ID': '1234', 'SLURM_JOB_NUM_NODES': '2',
+        'PATH': f'{tmp_path}:{os.environ["PATH"]}',
+        'PYTHON': 'python',
+        'SLURM_JOB_ID': '1234',
+        'SLURM_JOB_NUM_NODES': '2',
         'SLURM_JOB_NODELIST': 'node-[a-b]',
-    }  # fmt: skip
+    }
     job = Path(__file__).resolve().parents[2] / 'examples' / 'slurm' / f'{name}.sbatch'
     command_line = ['bash', str(job), 'p.csv', '--pretrain', 'a b']
     done = subprocess.run(command_line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
@@ -247,7 +318,8 @@ def test_a_signal_ends_it_without_a_traceback(tmp_path):
 def test_a_mistake_is_told_once(tmp_path):
     script = tmp_path / 'mistaken.py'
     script.write_text(
-        'from chatgpt.launch.arguments import run_main\n\ndef main():\n    raise ValueError("no such thing")\n\nrun_main(main)\n'
+        'from chatgpt.launch.arguments import run_main\n\ndef main():\n    raise ValueError("no such '
+        'thing")\n\nrun_main(main)\n'
     )
     process = under_torchrun(script, '--max_failures=1')
     output, _ = process.communicate(timeout=110)
@@ -257,7 +329,8 @@ def test_a_mistake_is_told_once(tmp_path):
 def test_an_error_in_a_reward_function_is_told_and_tried_again(tmp_path):
     script = tmp_path / 'unlucky.py'
     script.write_text(
-        'import os\nfrom chatgpt.experience.scorers import RewardFunctionError\nfrom chatgpt.launch.arguments import run_main\n\n'
+        'import os\nfrom chatgpt.experience.scorers import RewardFunctionError\nfrom chatgpt.launch.arguments import '
+        'run_main\n\n'
         'def main():\n    raise RewardFunctionError("it broke")\n\nrun_main(main)\n'
     )
     process = under_torchrun(script, '--max_failures=1')

@@ -1,4 +1,5 @@
-"""The launchers on real processes: one run under torchrun and Ray, its continuation after kills, and what goes wrong on a cluster."""
+"""The launchers on real processes: one run under torchrun and Ray, its continuation after kills, and what goes wrong on
+a cluster."""
 
 from __future__ import annotations
 
@@ -27,9 +28,17 @@ pytestmark = pytest.mark.system
 
 SCRIPT = ROOT / 'examples' / 'train_prompts.py'
 QUICK = [
-    '--strategy=ddp', '--num_episodes=1', '--max_timesteps=8', '--update_timesteps=1', '--experience_batch_size=4', '--train_batch_size=4',
-    '--max_epochs=1', '--max_new_tokens=4', '--checkpoint_interval=1', '--lr=1e-3',
-]  # fmt: skip
+    '--strategy=ddp',
+    '--num_episodes=1',
+    '--max_timesteps=8',
+    '--update_timesteps=1',
+    '--experience_batch_size=4',
+    '--train_batch_size=4',
+    '--max_epochs=1',
+    '--max_new_tokens=4',
+    '--checkpoint_interval=1',
+    '--lr=1e-3',
+]
 
 
 # ---------------------------------------------------------------------- the same run, whatever happens
@@ -39,7 +48,9 @@ QUICK = [
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
     """The folder of a run on two processes under torchrun that nobody has killed."""
     folder = tmp_path_factory.mktemp('undisturbed')
-    process = command('--num_workers=2', str(SCRIPT), *QUICK, '--pretrain', str(model_folder), '--save_path', str(folder))
+    process = command(
+        '--num_workers=2', str(SCRIPT), *QUICK, '--pretrain', str(model_folder), '--save_path', str(folder)
+    )
     output, _ = process.communicate(timeout=100)
     assert process.returncode == 0, output
     return folder
@@ -112,7 +123,11 @@ def test_a_script_finds_what_torchrun_would_have_set(cluster, tmp_path, monkeypa
     found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(4)]
     for rank, one in enumerate(found):
         assert (one['RANK'], one['WORLD_SIZE'], one['OMP_NUM_THREADS']) == (str(rank), '4', '1')
-        assert (one['HF_HUB_OFFLINE'], one['NOTE'], one['argv']) == ('1', 'a=b c', [str(tmp_path), '--flag=x y', '--', 'z'])
+        assert (one['HF_HUB_OFFLINE'], one['NOTE'], one['argv']) == (
+            '1',
+            'a=b c',
+            [str(tmp_path), '--flag=x y', '--', 'z'],
+        )
         assert (one['path'], one['name']) == (str(tmp_path), '__main__')
         assert (one['MASTER_ADDR'], one['MASTER_PORT']) == (found[0]['MASTER_ADDR'], found[0]['MASTER_PORT'])
     nodes = list(dict.fromkeys(one['raylet'] for one in found))
@@ -137,7 +152,9 @@ time.sleep(1)
 
 
 def test_a_script_that_fails_is_started_again_as_often_as_allowed(cluster, tmp_path):
-    code, output = launch(cluster, tmp_path, FAIL, '--num_workers=2', '--max_failures=1', args=[str(tmp_path / 'log'), '1'])
+    code, output = launch(
+        cluster, tmp_path, FAIL, '--num_workers=2', '--max_failures=1', args=[str(tmp_path / 'log'), '1']
+    )
     assert code == 1
     lines = [line.split() for line in (tmp_path / 'log').read_text().splitlines()]
     assert sorted(line[:2] for line in lines) == [['0', '0'], ['0', '1'], ['1', '0'], ['1', '1']]
@@ -178,7 +195,10 @@ def test_a_busy_cluster_is_an_error_and_a_signal_reaches_the_script(cluster, tmp
     try:
         wait_for(lambda: started(tmp_path, 0, 3))
         error = fails(cluster, tmp_path, '--num_workers=2', '--wait_s=0.1')
-        assert '2 workers with 1 CPU each fit the Ray cluster, but for 0.1 s others have used it (0 CPU, 0 GPU free now)' in error
+        assert (
+            '2 workers with 1 CPU each fit the Ray cluster, but for 0.1 s others have used it (0 CPU, 0 GPU free now)'
+            in error
+        )
         process.send_signal(signum)
         output, _ = process.communicate(timeout=30)
     finally:
@@ -230,7 +250,9 @@ def test_a_request_that_no_node_can_hold_names_request_and_cluster(cluster, tmp_
     error = fails(cluster, tmp_path, '--num_workers=2', '--cpus_per_worker=2')
     assert error.startswith('2 workers with 2 CPU each do not fit the Ray cluster, which has room for 0 (node ')
     assert error.count(': 1 CPU, 0 GPU') == 3
-    assert '4 workers with 1 CPU each do not fit the Ray cluster, which has room for 3' in fails(cluster, tmp_path, '--num_workers=4')
+    assert '4 workers with 1 CPU each do not fit the Ray cluster, which has room for 3' in fails(
+        cluster, tmp_path, '--num_workers=4'
+    )
     assert '1 worker with 1 CPU and 1 GPU each do not fit' in fails(cluster, tmp_path, '--gpus_per_worker=1')
 
 
@@ -257,22 +279,32 @@ def test_no_cluster(tmp_path):
         'runpy.run_module("chatgpt.launch", run_name="__main__")\n'
     )
     folder = tempfile.mkdtemp(prefix='ray-', dir='/tmp')  # Ray's sockets need a short path
-    env = {k: v for k, v in os.environ.items() if not k.startswith('RAY_')} | {'RAY_TMPDIR': folder, 'PYTHONPATH': str(ROOT)}
+    env = {k: v for k, v in os.environ.items() if not k.startswith('RAY_')} | {
+        'RAY_TMPDIR': folder,
+        'PYTHONPATH': str(ROOT),
+    }
     done = subprocess.run([sys.executable, '-c', text], env=env, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (0, 'the script ran\n'), done.stderr
     assert done.stderr == (
-        '[launch] there is no Ray cluster: starting one on this machine, which ends with this run (--address HOST:PORT joins another)\n'
+        '[launch] there is no Ray cluster: starting one on this machine, which ends with this run (--address HOST:PORT '
+        'joins another)\n'
     )
-    done = subprocess.run([sys.executable, '-c', text, '--address=auto'], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, '-c', text, '--address=auto'], env=env, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 2
-    assert re.fullmatch(r'error: there is no Ray cluster: start one with ray start --head .*, or .* --address local\n', done.stderr)
+    assert re.fullmatch(
+        r'error: there is no Ray cluster: start one with ray start --head .*, or .* --address local\n', done.stderr
+    )
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_a_wrong_address(tmp_path):
     with socket.create_server(('127.0.0.1', 0)) as closed:
         address = f'127.0.0.1:{closed.getsockname()[1]}'
-    with pytest.raises(ValueError, match=rf'no Ray cluster answers at {address} \(Connection refused\); look up the address with'):
+    with pytest.raises(
+        ValueError, match=rf'no Ray cluster answers at {address} \(Connection refused\); look up the address with'
+    ):
         check_address(address)
     with socket.create_server(('127.0.0.1', 0)) as server:
         other = threading.Thread(target=lambda: server.accept()[0].sendall(b'HTTP/1.1 400 Bad Request\r\n'))
@@ -292,7 +324,9 @@ def test_another_package_on_a_worker(cluster, tmp_path):
     elsewhere = f'--env=PYTHONPATH={tmp_path}'
     assert f'has chatgpt 0.0.0, here is {chatgpt.__version__}; install the same' in fails(cluster, tmp_path, elsewhere)
     (tmp_path / 'chatgpt' / '__init__.py').write_text('import nothing_of_that_name\n')
-    assert "cannot import chatgpt: ModuleNotFoundError: No module named 'nothing_of_that_name'" in fails(cluster, tmp_path, elsewhere)
+    assert "cannot import chatgpt: ModuleNotFoundError: No module named 'nothing_of_that_name'" in fails(
+        cluster, tmp_path, elsewhere
+    )
 
 
 def test_a_worker_without_the_package(monkeypatch, tmp_path):
@@ -301,7 +335,9 @@ def test_a_worker_without_the_package(monkeypatch, tmp_path):
     bare.chmod(0o755)
     monkeypatch.setattr(sys, 'executable', str(bare))
     found = Worker().look('127.0.0.1', str(tmp_path), {}, {'PYTHONPATH': ''})
-    with pytest.raises(ValueError, match=r'^node 10.0.0.2 .*python has no package chatgpt, torch, transformers; install it there'):
+    with pytest.raises(
+        ValueError, match=r'^node 10.0.0.2 .*python has no package chatgpt, torch, transformers; install it there'
+    ):
         check_node('10.0.0.2', found, 'x')
 
 
@@ -311,10 +347,22 @@ def test_a_node_that_does_not_see_the_same_files(cluster, tmp_path):
     if subprocess.run([*own, 'true'], capture_output=True).returncode:
         pytest.skip('needs unshare --mount, with the right to mount')
     (tmp_path.parent / 'script.py').write_text('')
-    start = [sys.executable, '-m', 'ray.scripts.scripts', 'start', f'--address={cluster.address}', '--num-cpus=1', '--block']
+    start = [
+        sys.executable,
+        '-m',
+        'ray.scripts.scripts',
+        'start',
+        f'--address={cluster.address}',
+        '--num-cpus=1',
+        '--block',
+    ]
     start += [f'--object-store-memory={80 * 2**20}']
     node = subprocess.Popen(
-        [*own, *start], env=os.environ | cluster.variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        [*own, *start],
+        env=os.environ | cluster.variables,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
     try:
         error = 'do not fit'

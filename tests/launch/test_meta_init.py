@@ -1,4 +1,5 @@
-"""`--strategy fsdp` builds on the meta device: every script, with every kind of model it can start from, learns what one process learns."""
+"""`--strategy fsdp` builds on the meta device: every script, with every kind of model it can start from, learns what
+one process learns."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from chatgpt.trainer.strategies import FSDPStrategy
 
 EXAMPLES = Path(__file__).resolve().parents[2] / 'examples'
 LORA = ['--lora_rank=2', '--lora_alpha=4', '--lora_train_bias=lora_only']
-PPO = ['{prompts}', '--max_new_tokens=4', 'training_iteration=1', '--experience_batch_size=4', '--train_batch_size=4', '--lr=1e-3']
+PPO = [
+    '{prompts}',
+    '--max_new_tokens=4',
+    'training_iteration=1',
+    '--experience_batch_size=4',
+    '--train_batch_size=4',
+    '--lr=1e-3',
+]
 LEARN = ['--train_batch_size=4', '--max_steps=2', '--lr=1e-2', '--log_interval=1']
 RUNS = {
     'sft': ('train_sft', ['{demonstrations}', *LEARN]),
@@ -30,7 +38,10 @@ RUNS = {
     'ppo, adapters': ('train_prompts', [*PPO, *LORA, '--reward_model={rm}']),
     'ppo, hydra': ('train_prompts', [*PPO, '--num_layers_unfrozen=1', '--reward_model={rm}']),
     'ppo, function': ('train_prompts', [*PPO, '--reward_fn={reward}']),
-    'grpo': ('train_prompts', [*PPO, '--advantage_estimator=grpo', '--num_samples_per_prompt=2', '--reward_model={classifier}']),
+    'grpo': (
+        'train_prompts',
+        [*PPO, '--advantage_estimator=grpo', '--num_samples_per_prompt=2', '--reward_model={classifier}'],
+    ),
 }
 
 
@@ -50,7 +61,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     classifier = GPT2ForSequenceClassification(config)
     torch.nn.init.normal_(classifier.score.weight)
     classifier.save_pretrained(folder / 'classifier')
-    (folder / 'reward.py').write_text('def score(prompts, responses):\n    return [float(len(r)) / 10 for r in responses]\n')
+    (folder / 'reward.py').write_text(
+        'def score(prompts, responses):\n    return [float(len(r)) / 10 for r in responses]\n'
+    )
     for name, rows in (
         ('demonstrations', [{'prompt': r['prompt'], 'completion': r['response']} for r in embedded.demo_corpus(8)]),
         ('pairs', embedded.demo_preferences(8)),
@@ -73,7 +86,9 @@ def learned(script: str, monkeypatch: pytest.MonkeyPatch, flags: list[str], fold
     monkeypatch.setattr(sys, 'argv', [script, *flags, '--save_path', str(folder)])
     monkeypatch.setenv('CHATGPT_TRACEBACK', '1')
     run_main(module.main)
-    return AutoModel.from_pretrained(folder / ('reward_model' if script == 'train_reward_model' else 'actor')).state_dict()
+    return AutoModel.from_pretrained(
+        folder / ('reward_model' if script == 'train_reward_model' else 'actor')
+    ).state_dict()
 
 
 @pytest.mark.parametrize('kind', RUNS)

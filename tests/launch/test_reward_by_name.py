@@ -1,4 +1,5 @@
-"""`--reward_fn module:name` where the name is a function, a coroutine function or a class; and names that cannot be a reward."""
+"""`--reward_fn module:name` where the name is a function, a coroutine function or a class; and names that cannot be a
+reward."""
 
 from __future__ import annotations
 

@@ -25,7 +25,9 @@ def finish(name: str, base: str, folder: str) -> None:
     run.fill_defaults()
     run.validate(int(os.environ.get('WORLD_SIZE', '1')))
     with strategy_by_name(name) as strategy:
-        sequence = Sequence(prompt_ids=torch.tensor([2]), response_ids=torch.tensor([3]), response_mask=torch.tensor([True]))
+        sequence = Sequence(
+            prompt_ids=torch.tensor([2]), response_ids=torch.tensor([3]), response_mask=torch.tensor([True])
+        )
         inputs = Inputs(run=run, settings=run.config(), tokenizer=None, train=[sequence], model=base)
         trainer = make_trainer(inputs, strategy)
         with torch.no_grad():  # as if trained: B is no longer zero

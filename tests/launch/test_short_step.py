@@ -10,16 +10,28 @@ from chatgpt.launch.recipes import short_step
 from chatgpt.launch.runs import PPORun, SFTRun
 
 
-@pytest.mark.parametrize(('count', 'size', 'rest'), [
-    (25, 8, 1), (26, 8, 2), (27, 8, None), (24, 8, None), (5, 4, 1), (3, 2, None), (1, 8, None), (7, 8, None), (9, 1, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('count', 'size', 'rest'),
+    [
+        (25, 8, 1),
+        (26, 8, 2),
+        (27, 8, None),
+        (24, 8, None),
+        (5, 4, 1),
+        (3, 2, None),
+        (1, 8, None),
+        (7, 8, None),
+        (9, 1, None),
+    ],
+)
 def test_records(count, size, rest):
     text = short_step(SFTRun(train_batch_size=size), SimpleNamespace(train_data=[0] * count))
     if rest is None:
         assert text is None
     else:
         assert text == (
-            f'{count} records in batches of train_batch_size={size}: the last step of each pass learns from {rest} alone, '
+            f'{count} records in batches of train_batch_size={size}: the last step of each pass learns from {rest} '
+            'alone, '
             f'and counts as much as one of {size}'
         )
 

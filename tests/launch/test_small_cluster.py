@@ -1,4 +1,5 @@
-"""A Ray cluster with small nodes: what fits it, ranks and rollout workers by one rule, and a sharded run across its nodes."""
+"""A Ray cluster with small nodes: what fits it, ranks and rollout workers by one rule, and a sharded run across its
+nodes."""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ def test_rollout_workers_that_no_node_can_hold_name_request_and_cluster(cluster)
     env = os.environ | cluster.variables | {'PYTHONPATH': str(ROOT), 'RAY_ADDRESS': cluster.address}
     done = subprocess.run([sys.executable, '-c', START], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith('1 rollout worker with 2 CPU each do not fit the Ray cluster, which has room for 0 (node '), done.stdout
+    assert done.stdout.startswith(
+        '1 rollout worker with 2 CPU each do not fit the Ray cluster, which has room for 0 (node '
+    ), done.stdout
     assert done.stdout.count(': 1 CPU, 0 GPU') == 3
 
 
@@ -77,16 +80,28 @@ def test_rollout_workers_that_no_node_can_hold_name_request_and_cluster(cluster)
 def test_a_sharded_run_on_ray_writes_a_whole_model(cluster, tmp_path, model_folder):
     """FSDP over two nodes, whose shards are put together again at the end."""
     flags = [
-        '--strategy=fsdp', '--num_episodes=1', '--max_timesteps=1', '--update_timesteps=1', '--experience_batch_size=2', '--max_epochs=1',
-        '--train_batch_size=2', '--max_new_tokens=2', '--checkpoint_interval=1', '--pretrain', str(model_folder),
-        '--save_path', str(tmp_path),
-    ]  # fmt: skip
+        '--strategy=fsdp',
+        '--num_episodes=1',
+        '--max_timesteps=1',
+        '--update_timesteps=1',
+        '--experience_batch_size=2',
+        '--max_epochs=1',
+        '--train_batch_size=2',
+        '--max_new_tokens=2',
+        '--checkpoint_interval=1',
+        '--pretrain',
+        str(model_folder),
+        '--save_path',
+        str(tmp_path),
+    ]
     process = on(cluster, '--num_workers=2', '--max_failures=0', str(ROOT / 'examples' / 'train_prompts.py'), *flags)
     output, _ = process.communicate(timeout=100)
     assert process.returncode == 0, output
     assert [line['step'] for line in metrics_of(tmp_path)] == [1]
     before, after = (load_file(folder / 'model.safetensors') for folder in (model_folder, tmp_path / 'actor'))
-    assert {name: weight.shape for name, weight in before.items()} == {name: weight.shape for name, weight in after.items()}
+    assert {name: weight.shape for name, weight in before.items()} == {
+        name: weight.shape for name, weight in after.items()
+    }
     assert any(not torch.equal(before[name], after[name]) for name in before)
     folder = latest(tmp_path / 'checkpoints')
     assert folder is not None and len(list(folder.rglob('*.safetensors'))) >= 2

@@ -10,8 +10,16 @@ from chatgpt.testing import tiny_causal_lm
 from chatgpt.types import Sequence
 
 VOCAB = 64
-SIZES = {'vocab_size': VOCAB, 'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 4, 'intermediate_size': 64,
-         'max_position_embeddings': 64, 'bos_token_id': 1, 'eos_token_id': 2}  # fmt: skip
+SIZES = {
+    'vocab_size': VOCAB,
+    'hidden_size': 32,
+    'num_hidden_layers': 2,
+    'num_attention_heads': 4,
+    'intermediate_size': 64,
+    'max_position_embeddings': 64,
+    'bos_token_id': 1,
+    'eos_token_id': 2,
+}
 OTHERS = {
     'mistral': MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=64),
     'qwen3': Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8),

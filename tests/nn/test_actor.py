@@ -35,11 +35,15 @@ def sequences(lengths=LENGTHS, seed=0, vocab=64):
     def draw(n):
         return torch.randint(3, vocab, (n,), generator=generator)
 
-    return [Sequence(prompt_ids=draw(p), response_ids=draw(a), response_mask=torch.ones(a, dtype=torch.bool)) for p, a in lengths]
+    return [
+        Sequence(prompt_ids=draw(p), response_ids=draw(a), response_mask=torch.ones(a, dtype=torch.bool))
+        for p, a in lengths
+    ]
 
 
 def slow_logprobs(model, seqs, temperature=1.0, shift=0):
-    """log-probs and entropies, one token after another, from unpadded forwards in float64. `shift=1` reads one state too late."""
+    """log-probs and entropies, one token after another, from unpadded forwards in float64. `shift=1` reads one state
+    too late."""
     model = copy.deepcopy(model).double().eval()
     logprobs, entropies = [], []
     for s in seqs:
@@ -115,7 +119,8 @@ def test_decoding_with_a_cache_sees_the_same_states(family):
     whole = actor.trunk(ids, position_ids=torch.arange(5)[None])
     cache = DynamicCache(config=actor.config)
     parts = [
-        actor.trunk(ids[:, a:b], position_ids=torch.arange(a, b)[None], past_key_values=cache) for a, b in ((0, 3), (3, 4), (4, 5))
+        actor.trunk(ids[:, a:b], position_ids=torch.arange(a, b)[None], past_key_values=cache)
+        for a, b in ((0, 3), (3, 4), (4, 5))
     ]
     assert close(torch.cat(parts, 1), whole, 1e-5)
     assert close(actor.head(whole), actor.model(ids).logits, 1e-5)
@@ -150,28 +155,55 @@ def test_gradients_reach_every_parameter_and_equal_those_of_whole_logits():
 def capped():
     torch.manual_seed(0)
     config = Gemma2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=16, max_position_embeddings=64, final_logit_softcapping=2.0, attn_logit_softcapping=None, pad_token_id=0,
-        sliding_window=16, initializer_range=0.3,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+        final_logit_softcapping=2.0,
+        attn_logit_softcapping=None,
+        pad_token_id=0,
+        sliding_window=16,
+        initializer_range=0.3,
+    )
     return AutoModelForCausalLM.from_config(config, attn_implementation='eager').eval()
 
 
 def scaled():
     torch.manual_seed(0)
     config = CohereConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        max_position_embeddings=64, logit_scale=0.25, pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.3,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        logit_scale=0.25,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.3,
+    )
     return AutoModelForCausalLM.from_config(config).eval()
 
 
 def biased():
     torch.manual_seed(0)
     config = PhiConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=64,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     model = AutoModelForCausalLM.from_config(config).eval()
     nn.init.normal_(model.lm_head.bias)
     return model
@@ -276,7 +308,13 @@ def test_lora_starts_as_the_model_and_its_reference_is_the_model():
 
 
 def test_what_is_no_causal_model_is_refused():
-    small = {'hidden_size': 16, 'num_hidden_layers': 1, 'num_attention_heads': 2, 'intermediate_size': 16, 'vocab_size': 32}
+    small = {
+        'hidden_size': 16,
+        'num_hidden_layers': 1,
+        'num_attention_heads': 2,
+        'intermediate_size': 16,
+        'vocab_size': 32,
+    }
     with pytest.raises(ValueError, match='GPT2Model has none'):
         Actor(tiny_causal_lm('gpt2').transformer)
     with pytest.raises(ValueError, match='looks ahead'):
@@ -302,7 +340,9 @@ def test_a_saved_actor_loads_in_transformers_and_here(family, tmp_path):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     weights = theirs.state_dict()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in actor.model.state_dict().items())
-    torch.testing.assert_close(theirs(ids).logits, actor.model(ids).logits)  # GPT-2's GELU is another kernel here (nn/gelu.py)
+    torch.testing.assert_close(
+        theirs(ids).logits, actor.model(ids).logits
+    )  # GPT-2's GELU is another kernel here (nn/gelu.py)
     batch = collate(sequences(vocab=259))
     assert torch.equal(Actor.from_pretrained(tmp_path).eval()(batch).logprobs, actor(batch).logprobs)
     from transformers import AutoTokenizer

@@ -1,4 +1,5 @@
-"""LoRA and hydra under DDP and FSDP2 on two gloo processes: same numbers as on one, and the reference stays the initial model."""
+"""LoRA and hydra under DDP and FSDP2 on two gloo processes: same numbers as on one, and the reference stays the initial
+model."""
 
 from __future__ import annotations
 

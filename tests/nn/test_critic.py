@@ -25,7 +25,10 @@ def sequences(lengths=((1, 1), (3, 2), (2, 7)), seed=0):
     def draw(n):
         return torch.randint(3, 64, (n,), generator=generator)
 
-    return [Sequence(prompt_ids=draw(p), response_ids=draw(a), response_mask=torch.ones(a, dtype=torch.bool)) for p, a in lengths]
+    return [
+        Sequence(prompt_ids=draw(p), response_ids=draw(a), response_mask=torch.ones(a, dtype=torch.bool))
+        for p, a in lengths
+    ]
 
 
 def slow_values(critic, seqs, shift=0):
@@ -62,8 +65,17 @@ def test_a_causal_lm_gives_its_trunk():
 
 
 def test_opt_with_a_projection_has_the_projected_width():
-    config = OPTConfig(vocab_size=64, hidden_size=32, word_embed_proj_dim=16, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2,
-                       max_position_embeddings=64, do_layer_norm_before=False, pad_token_id=0)  # fmt: skip
+    config = OPTConfig(
+        vocab_size=64,
+        hidden_size=32,
+        word_embed_proj_dim=16,
+        ffn_dim=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        do_layer_norm_before=False,
+        pad_token_id=0,
+    )
     critic = OPTCritic(config=config)
     assert critic.value_head.in_features == 16
     assert critic(collate(sequences())).shape == (10,)
@@ -92,7 +104,9 @@ def test_heads_follow_the_global_seed():
     assert not torch.equal(drawn(1)[0] * 1e3, drawn(1)[2]), 'two heads drew the same numbers'
 
 
-@pytest.mark.parametrize('head', [critic_head(16), mlp_head(16), nn.Sequential(nn.Linear(16, 4), nn.Tanh(), nn.Linear(4, 1))])
+@pytest.mark.parametrize(
+    'head', [critic_head(16), mlp_head(16), nn.Sequential(nn.Linear(16, 4), nn.Tanh(), nn.Linear(4, 1))]
+)
 def test_a_head_cast_to_bf16_still_multiplies_in_fp32(head):
     head = head.to(torch.bfloat16)
     for parameter in head.parameters():
@@ -107,7 +121,9 @@ def test_a_head_cast_to_bf16_still_multiplies_in_fp32(head):
 def test_lora_trains_adapters_and_the_head():
     critic, plain = GPTCritic(config=tiny_config('gpt2'), lora_rank=2), None
     trained = {n for n, p in critic.named_parameters() if p.requires_grad}
-    assert {'value_head.weight', 'value_head.bias'} < trained and all('lora_' in n or 'value_head' in n for n in trained)
+    assert {'value_head.weight', 'value_head.bias'} < trained and all(
+        'lora_' in n or 'value_head' in n for n in trained
+    )
     plain = critic(collate(sequences()))
     for layer in lora_layers(critic).values():
         nn.init.normal_(layer.lora_B)
@@ -131,7 +147,9 @@ def test_a_deberta_critic_sees_no_later_token():
 
 
 def test_encoders_that_cannot_be_cut_are_refused():
-    bert = BertModel(BertConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16))
+    bert = BertModel(
+        BertConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    )
     with pytest.raises(ValueError, match='must not look ahead, and BertModel does'):
         Critic(bert)
     with pytest.raises(ValueError, match='must not look ahead'):

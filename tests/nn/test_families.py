@@ -24,8 +24,12 @@ PREFIXES = {'gpt2': 'GPT', 'opt': 'OPT', 'bloom': 'BLOOM', 'llama': 'Llama'}
 def batch():
     ids = torch.tensor
     ones = torch.ones(3, dtype=torch.bool)
-    return collate([Sequence(prompt_ids=ids([5, 6]), response_ids=ids([7, 8, 9]), response_mask=ones),
-                    Sequence(prompt_ids=ids([4]), response_ids=ids([3]), response_mask=ones[:1])])  # fmt: skip
+    return collate(
+        [
+            Sequence(prompt_ids=ids([5, 6]), response_ids=ids([7, 8, 9]), response_mask=ones),
+            Sequence(prompt_ids=ids([4]), response_ids=ids([3]), response_mask=ones[:1]),
+        ]
+    )
 
 
 @pytest.mark.parametrize(('prefix', 'family'), [(p, f) for f in FAMILIES for p in (PREFIXES[f], 'Auto')])
@@ -105,9 +109,14 @@ def test_the_wrong_family_is_named_with_the_right_one(tmp_path):
     tiny_causal_lm('gpt2').save_pretrained(tmp_path)
     with pytest.raises(ValueError) as error:
         LlamaActor(pretrained=tmp_path)
-    want = f"LlamaActor takes models of the family 'llama', but '{tmp_path}' is of the family 'gpt2'; use AutoActor, which takes any"
+    want = (
+        f"LlamaActor takes models of the family 'llama', but '{tmp_path}' is of the family 'gpt2'; use AutoActor, "
+        'which takes any'
+    )
     assert str(error.value) == want
-    with pytest.raises(ValueError, match="OPTActor takes .* 'opt', but the config is of the family 'bloom'; use AutoActor"):
+    with pytest.raises(
+        ValueError, match="OPTActor takes .* 'opt', but the config is of the family 'bloom'; use AutoActor"
+    ):
         OPTActor(config=tiny_config('bloom'))
     from encoder_models import deberta_config
 
@@ -132,13 +141,23 @@ def test_a_path_that_is_no_model(given, message):
     assert '\n' not in str(error.value)
 
 
-@pytest.mark.parametrize(('cls', 'right'), [
-    (chatgpt_nn.Actor, 'AutoActor(pretrained=NAME_OR_FOLDER)'), (chatgpt_nn.Critic, 'AutoCritic(pretrained=NAME_OR_FOLDER)'),
-    (chatgpt_nn.RewardModel, 'AutoRM(pretrained=NAME_OR_FOLDER)'), (chatgpt_nn.ILQLModel, 'ILQLModel.from_pretrained(NAME_OR_FOLDER)'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('cls', 'right'),
+    [
+        (chatgpt_nn.Actor, 'AutoActor(pretrained=NAME_OR_FOLDER)'),
+        (chatgpt_nn.Critic, 'AutoCritic(pretrained=NAME_OR_FOLDER)'),
+        (chatgpt_nn.RewardModel, 'AutoRM(pretrained=NAME_OR_FOLDER)'),
+        (chatgpt_nn.ILQLModel, 'ILQLModel.from_pretrained(NAME_OR_FOLDER)'),
+    ],
+)
 def test_a_class_that_takes_a_model_names_the_one_that_loads_it(cls, right):
     want = f'{cls.__name__} is built from a model that you have, {cls.__name__}(model); to load one: {right}'
-    for args, kwargs in (((), {'pretrained': 'gpt2'}), (('gpt2',), {}), ((), {'model': 'gpt2'}), ((), {'config': tiny_config('gpt2')})):
+    for args, kwargs in (
+        ((), {'pretrained': 'gpt2'}),
+        (('gpt2',), {}),
+        ((), {'model': 'gpt2'}),
+        ((), {'config': tiny_config('gpt2')}),
+    ):
         with pytest.raises(ValueError) as told:
             cls(*args, **kwargs)
         assert str(told.value) == want
@@ -170,13 +189,18 @@ def test_folders_that_hold_no_model(tmp_path):
     run = tmp_path / 'run'
     (run / 'checkpoints').mkdir(parents=True)
     for load in (load_config, load_tokenizer):
-        with pytest.raises(ValueError, match='a training run that has not ended, and the model is written at its end: go on with --resume'):
+        with pytest.raises(
+            ValueError,
+            match='a training run that has not ended, and the model is written at its end: go on with --resume',
+        ):
             load(run)
     for name in ('initial', 'actor'):
         (run / name).mkdir()
         (run / name / 'config.json').write_text('{}')
     for load, what in ((load_config, 'so it holds no model'), (load_tokenizer, 'holds no tokenizer')):
-        with pytest.raises(ValueError, match=rf'{what}; it is the folder of a training run, and the model is in {run}/actor$'):
+        with pytest.raises(
+            ValueError, match=rf'{what}; it is the folder of a training run, and the model is in {run}/actor$'
+        ):
             load(run)
     (run / 'actor' / 'tokenizer_config.json').write_text('{}')
     with pytest.raises(ValueError, match='cannot load a tokenizer from the folder .*: .*[^:]$') as told:
@@ -212,8 +236,9 @@ def test_arguments_that_contradict_or_are_unknown():
 
 def test_code_in_a_folder_is_not_run_unasked(tmp_path):
     config = tiny_config('gpt2').to_dict() | {
-        'model_type': 'homemade', 'auto_map': {'AutoConfig': 'code.Config', 'AutoModelForCausalLM': 'code.Model'},
-    }  # fmt: skip
+        'model_type': 'homemade',
+        'auto_map': {'AutoConfig': 'code.Config', 'AutoModelForCausalLM': 'code.Model'},
+    }
     (tmp_path / 'config.json').write_text(json.dumps(config))
     marker = tmp_path / 'ran'
     (tmp_path / 'code.py').write_text(f'open({str(marker)!r}, "w").close()\n')
@@ -235,7 +260,10 @@ def test_a_tokenizer_always_has_a_padding_token(tmp_path):
 
 
 def test_importing_the_package_is_light():
-    code = 'import sys, chatgpt; print(chatgpt.__version__, sorted({"torch", "transformers", "datasets", "colossalai"} & set(sys.modules)))'
+    code = (
+        'import sys, chatgpt; print(chatgpt.__version__, sorted({"torch", "transformers", "datasets", "colossalai"} & '
+        'set(sys.modules)))'
+    )
     out = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == f'{chatgpt.__version__} []'
 
@@ -249,4 +277,6 @@ def test_rooms_are_found_by_attribute():
 def test_public_names_exist():
     assert all(hasattr(chatgpt_nn, name) for name in chatgpt_nn.__all__)
     kinds = {f'{p}{k}' for p in (*PREFIXES.values(), 'Auto') for k in ('Actor', 'Critic', 'RM')}
-    assert kinds | {'Actor', 'Critic', 'RewardModel', 'PolicyOutput', 'DebertaRM', 'DebertaCritic'} <= set(chatgpt_nn.__all__)
+    assert kinds | {'Actor', 'Critic', 'RewardModel', 'PolicyOutput', 'DebertaRM', 'DebertaCritic'} <= set(
+        chatgpt_nn.__all__
+    )

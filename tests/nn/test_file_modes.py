@@ -43,8 +43,13 @@ def test_models(umask, tmp_path):
 def test_checkpoints_and_single_files(umask, tmp_path):
     strategy, model = NaiveStrategy(), torch.nn.Linear(3, 2)
     prepared = strategy.prepare(model)
-    write_checkpoint(tmp_path / 'checkpoint', {'': strategy.model_pieces(prepared)}, meta={'kind': 'model'}, rank=0,
-                     all_gather_object=strategy.all_gather_object)  # fmt: skip
+    write_checkpoint(
+        tmp_path / 'checkpoint',
+        {'': strategy.model_pieces(prepared)},
+        meta={'kind': 'model'},
+        rank=0,
+        all_gather_object=strategy.all_gather_object,
+    )
     save_tensors(model.state_dict(), tmp_path / 'weights.safetensors')
     save_tensors(model.state_dict(), tmp_path / 'weights.pt')
     found = modes(tmp_path)

@@ -24,11 +24,28 @@ from chatgpt.testing.fakes import tiny_causal_lm
 IDS = torch.tensor([[5, 9, 3, 17, 40], [8, 8, 21, 2, 33]])
 LAYERS = 3
 
-NEOX_LIKE = {'vocab_size': 64, 'hidden_size': 16, 'intermediate_size': 24, 'num_hidden_layers': LAYERS, 'num_attention_heads': 2,
-             'max_position_embeddings': 32, 'initializer_range': 0.1, 'bos_token_id': 1, 'eos_token_id': 2,
-             'pad_token_id': 0}  # fmt: skip
-GPT_LIKE = {'vocab_size': 64, 'n_embd': 16, 'n_layer': LAYERS, 'n_head': 2, 'n_positions': 32, 'initializer_range': 0.1,
-            'bos_token_id': 1, 'eos_token_id': 2}  # fmt: skip
+NEOX_LIKE = {
+    'vocab_size': 64,
+    'hidden_size': 16,
+    'intermediate_size': 24,
+    'num_hidden_layers': LAYERS,
+    'num_attention_heads': 2,
+    'max_position_embeddings': 32,
+    'initializer_range': 0.1,
+    'bos_token_id': 1,
+    'eos_token_id': 2,
+    'pad_token_id': 0,
+}
+GPT_LIKE = {
+    'vocab_size': 64,
+    'n_embd': 16,
+    'n_layer': LAYERS,
+    'n_head': 2,
+    'n_positions': 32,
+    'initializer_range': 0.1,
+    'bos_token_id': 1,
+    'eos_token_id': 2,
+}
 
 
 def causal_lm(family: str, **kw: Any) -> Any:
@@ -41,9 +58,17 @@ def causal_lm(family: str, **kw: Any) -> Any:
         'qwen2': lambda: transformers.Qwen2Config(num_key_value_heads=2, **NEOX_LIKE),
         'gemma2': lambda: transformers.Gemma2Config(num_key_value_heads=1, head_dim=8, **NEOX_LIKE),
         'opt_post_norm': lambda: transformers.OPTConfig(
-            vocab_size=64, hidden_size=16, ffn_dim=24, num_hidden_layers=LAYERS, num_attention_heads=2, word_embed_proj_dim=8,
-            do_layer_norm_before=False, max_position_embeddings=32, init_std=0.1),
-    }[family]()  # fmt: skip
+            vocab_size=64,
+            hidden_size=16,
+            ffn_dim=24,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=2,
+            word_embed_proj_dim=8,
+            do_layer_norm_before=False,
+            max_position_embeddings=32,
+            init_std=0.1,
+        ),
+    }[family]()
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
@@ -131,15 +156,20 @@ def test_recorded_trunk_gives_the_reference_without_a_second_pass(family: str) -
     assert len(bottom_calls) == 1
 
 
-@pytest.mark.parametrize(('family', 'tied', 'expected'), [
-    ('gpt2', True, ('h.1.', 'h.2.', 'ln_f.')),
-    ('bloom', True, ('h.1.', 'h.2.', 'ln_f.')),
-    ('opt', True, ('layers.1.', 'layers.2.', 'decoder.final_layer_norm.')),
-    ('gpt_neox', False, ('layers.1.', 'layers.2.', 'final_layer_norm.', 'embed_out.', 'lm_head.')),
-    ('gptj', False, ('h.1.', 'h.2.', 'ln_f.', 'lm_head.')),
-    ('llama', False, ('layers.1.', 'layers.2.', 'model.norm.', 'lm_head.')),
-])  # fmt: skip
-def test_gradient_only_above_the_trunk_and_memory_is_model_plus_top(family: str, tied: bool, expected: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ('family', 'tied', 'expected'),
+    [
+        ('gpt2', True, ('h.1.', 'h.2.', 'ln_f.')),
+        ('bloom', True, ('h.1.', 'h.2.', 'ln_f.')),
+        ('opt', True, ('layers.1.', 'layers.2.', 'decoder.final_layer_norm.')),
+        ('gpt_neox', False, ('layers.1.', 'layers.2.', 'final_layer_norm.', 'embed_out.', 'lm_head.')),
+        ('gptj', False, ('h.1.', 'h.2.', 'ln_f.', 'lm_head.')),
+        ('llama', False, ('layers.1.', 'layers.2.', 'model.norm.', 'lm_head.')),
+    ],
+)
+def test_gradient_only_above_the_trunk_and_memory_is_model_plus_top(
+    family: str, tied: bool, expected: tuple[str, ...]
+) -> None:
     plain = causal_lm(family)
     owner = hydra(family)
     evaluate(owner)

@@ -115,9 +115,16 @@ def test_default_targets_are_all_linear_layers_in_the_blocks(family: str) -> Non
 
 @pytest.mark.parametrize(
     ('targets', 'count'),
-    [('c_attn', 2), ('*.attn.*', 4), (r'transformer\.h\.1\..*', 4), ('transformer.h.0.mlp.c_fc', 1), (['c_fc', 'c_attn'], 4),
-     ('lm_head', 1), (('c_attn', '*.c_attn'), 2)],
-)  # fmt: skip
+    [
+        ('c_attn', 2),
+        ('*.attn.*', 4),
+        (r'transformer\.h\.1\..*', 4),
+        ('transformer.h.0.mlp.c_fc', 1),
+        (['c_fc', 'c_attn'], 4),
+        ('lm_head', 1),
+        (('c_attn', '*.c_attn'), 2),
+    ],
+)
 def test_target_patterns(targets: object, count: int) -> None:
     model = tiny_causal_lm('gpt2', hidden=16, tie_word_embeddings=False)
     convert_to_lora(model, 2, targets=targets)  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""The padding-free forward: the same numbers as the padded one, in every family that takes part, and no trace of its neighbours."""
+"""The padding-free forward: the same numbers as the padded one, in every family that takes part, and no trace of its
+neighbours."""
 
 from __future__ import annotations
 
@@ -92,7 +93,8 @@ def test_bf16_against_fp32():
 
 
 def test_a_neighbour_changes_nothing():
-    """Each sequence alone, and with another one's ids exchanged: equal to the last bit but for the matmuls' own rounding."""
+    """Each sequence alone, and with another one's ids exchanged: equal to the last bit but for the matmuls' own
+    rounding."""
     actor = Actor(tiny_causal_lm('gpt2')).eval()
     items = sequences()
     with torch.no_grad():
@@ -190,7 +192,9 @@ def test_on_the_meta_device_the_form_decides():
 # ---------------------------------------------------------------- one pass for policy and reference
 
 
-@pytest.mark.parametrize(('name', 'pack'), [('gpt2', True), ('gpt2', False), ('llama', True), ('opt', True), ('bloom', True)])
+@pytest.mark.parametrize(
+    ('name', 'pack'), [('gpt2', True), ('gpt2', False), ('llama', True), ('opt', True), ('bloom', True)]
+)
 def test_a_hydras_reference_comes_with_the_policy(name, pack):
     actor = Actor(model_of(name), num_layers_unfrozen=1, value_head=True).eval()
     optimizer = torch.optim.SGD([p for p in actor.parameters() if p.requires_grad], lr=0.1)

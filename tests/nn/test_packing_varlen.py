@@ -23,13 +23,19 @@ from chatgpt.nn.trunk import base_model
 def per_sequence(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale=None, enable_gqa=False, borders=True):
     """What `varlen_attn` promises, one sequence after another: (T, H, d)."""
     assert all(x.is_contiguous() for x in (q, k, v)) and q.dtype == k.dtype == v.dtype
-    assert cu_q.dtype == cu_k.dtype == torch.int32 and cu_q.tolist() == cu_k.tolist() and cu_q[-1] == len(q) == len(k) == len(v)
+    assert (
+        cu_q.dtype == cu_k.dtype == torch.int32
+        and cu_q.tolist() == cu_k.tolist()
+        and cu_q[-1] == len(q) == len(k) == len(v)
+    )
     assert enable_gqa or q.shape == k.shape
     assert max_q == max_k == max(b - a for a, b in pairwise(cu_q.tolist()))
     parts = []
     for start, end in pairwise(cu_q.tolist() if borders else [0, len(q)]):
         own = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
-        parts.append(scaled_dot_product_attention(*own, is_causal=causal, scale=scale, enable_gqa=enable_gqa)[0].transpose(0, 1))
+        parts.append(
+            scaled_dot_product_attention(*own, is_causal=causal, scale=scale, enable_gqa=enable_gqa)[0].transpose(0, 1)
+        )
     return torch.cat(parts)
 
 
@@ -39,7 +45,18 @@ def first_form(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=Fa
 
 
 def later_form(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1), enable_gqa=False
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    return_aux=None,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
 ):
     """torch 2.13's, but for those of paged caches"""
     return per_sequence(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size == (-1, 0), scale, enable_gqa)
@@ -87,7 +104,10 @@ def attention_of(device, dtype, kv_heads) -> list[torch.Tensor]:
 def test_the_call_for_variable_lengths(monkeypatch, form, kv_heads):
     plain = attention_of('cpu', torch.float64, kv_heads)
     calls = stand_in(monkeypatch, form)
-    assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(attention_of('cpu', torch.float64, kv_heads), plain, strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-9)
+        for a, b in zip(attention_of('cpu', torch.float64, kv_heads), plain, strict=True)
+    )
     assert calls == [(torch.float64, 4, 4 if form is first_form else kv_heads)]
 
 
@@ -108,7 +128,9 @@ def test_models_through_variable_lengths(monkeypatch, form, name):
 def errors_in_bf16(device: str, kv_heads: int, autocast: bool) -> list[list[float]]:
     """Relative errors against fp32 of log-probs and gradients in bf16: packed, and padded."""
     torch.manual_seed(0)
-    config = LlamaConfig(**SIZES | {'hidden_size': 64}, num_key_value_heads=kv_heads, initializer_range=0.2)  # heads of 16
+    config = LlamaConfig(
+        **SIZES | {'hidden_size': 64}, num_key_value_heads=kv_heads, initializer_range=0.2
+    )  # heads of 16
     actor = Actor(AutoModelForCausalLM.from_config(config).to(device)).eval()
     assert packs(base_model(actor.model))
     half = actor if autocast else deepcopy(actor).bfloat16()
@@ -121,7 +143,10 @@ def errors_in_bf16(device: str, kv_heads: int, autocast: bool) -> list[list[floa
         return logprobs.detach(), gradients(module, (logprobs * weights).sum()).float()
 
     want = numbers(actor, padded, False)
-    return [[float((g - w).norm() / w.norm()) for g, w in zip(numbers(half, b, True), want, strict=True)] for b in (packed, padded)]
+    return [
+        [float((g - w).norm() / w.norm()) for g, w in zip(numbers(half, b, True), want, strict=True)]
+        for b in (packed, padded)
+    ]
 
 
 def check_errors_in_bf16(device: str, kv_heads: int, autocast: bool) -> None:
@@ -148,7 +173,8 @@ def test_bf16_errors_tell_a_wrong_attention(monkeypatch):
 
 
 on_flash_attention = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason='needs a CUDA device from sm80 on'
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
+    reason='needs a CUDA device from sm80 on',
 )
 
 

@@ -70,8 +70,15 @@ def test_peft_loads_a_partial_adapter_onto_the_same_layers(peft: Any, tmp_path: 
 )
 def test_we_load_what_peft_writes(peft: Any, family: str, targets: Any, rslora: bool, tmp_path: Path) -> None:
     base = tiny_causal_lm(family, hidden=16)
-    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=targets, use_rslora=rslora, bias='lora_only',
-                             task_type='CAUSAL_LM', fan_in_fan_out=family == 'gpt2')  # fmt: skip
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=12,
+        target_modules=targets,
+        use_rslora=rslora,
+        bias='lora_only',
+        task_type='CAUSAL_LM',
+        fan_in_fan_out=family == 'gpt2',
+    )
     theirs = peft.get_peft_model(copy.deepcopy(base), config).eval()
     disturb(theirs)
     theirs.save_pretrained(tmp_path)
@@ -95,7 +102,9 @@ def test_round_trip_through_a_wrapper_keeps_the_bits(tmp_path: Path) -> None:
     config = json.loads((tmp_path / 'new' / 'folder' / CONFIG_FILE).read_text())
     assert (config['r'], config['lora_alpha'], config['lora_dropout'], config['bias']) == (2, 6, 0.25, 'none')
     assert config['base_model_name_or_path'] == 'some/base' and config['task_type'] == 'CAUSAL_LM'
-    assert all(n.startswith('base_model.model.model.layers.') for n in load_file(tmp_path / 'new' / 'folder' / WEIGHTS_FILE))
+    assert all(
+        n.startswith('base_model.model.model.layers.') for n in load_file(tmp_path / 'new' / 'folder' / WEIGHTS_FILE)
+    )
     other = Wrapper(copy.deepcopy(base))
     import_peft(other, tmp_path / 'new' / 'folder')
     assert torch.equal(logits(other.model), logits(model.model))
@@ -157,7 +166,9 @@ def adapter_folder(tmp_path: Path, family: str, **kw: Any) -> tuple[Path, nn.Mod
 
 @pytest.mark.parametrize('mode', ['none', 'lora_only'])
 @pytest.mark.parametrize('family', ['gpt2', 'llama', 'opt', 'bloom'])
-def test_an_adapters_folder_loads_as_its_base_with_the_adapter_folded_in(family: str, mode: str, tmp_path: Path) -> None:
+def test_an_adapters_folder_loads_as_its_base_with_the_adapter_folded_in(
+    family: str, mode: str, tmp_path: Path
+) -> None:
     folder, base, model = adapter_folder(tmp_path, family, bias=mode)
     merged = AutoActor(pretrained=folder).eval()
     torch.testing.assert_close(logits(merged.model), logits(model), rtol=1e-4, atol=2e-5)  # W + BA is rounded

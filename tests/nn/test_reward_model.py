@@ -35,7 +35,10 @@ def sequences(lengths=LENGTHS, seed=0):
     def draw(n):
         return torch.randint(4, 60, (n,), generator=generator)
 
-    return [Sequence(prompt_ids=draw(p), response_ids=draw(a), response_mask=torch.ones(a, dtype=torch.bool)) for p, a in lengths]
+    return [
+        Sequence(prompt_ids=draw(p), response_ids=draw(a), response_mask=torch.ones(a, dtype=torch.bool))
+        for p, a in lengths
+    ]
 
 
 def whole(s):
@@ -151,8 +154,18 @@ def test_what_transformers_has_no_class_for_still_survives_a_folder(head, tmp_pa
     from transformers import CohereConfig
 
     torch.manual_seed(0)
-    config = CohereConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-                          num_key_value_heads=1, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
+    config = CohereConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     model = RewardModel(AutoModelForCausalLM.from_config(config), head).eval()
     for parameter in model.value_head.parameters():
         nn.init.normal_(parameter)
@@ -187,9 +200,13 @@ def test_a_causal_classifier_of_one_label_or_two(family, labels, tmp_path):
     assert labels == 1 or not close(model(collate(seqs)), -want, 1e-2)
 
 
-SMALL = {'vocab_size': 64, 'hidden_size': 16, 'num_hidden_layers': 1, 'num_attention_heads': 2, 'intermediate_size': 16} | {
-    'initializer_range': 0.5
-}
+SMALL = {
+    'vocab_size': 64,
+    'hidden_size': 16,
+    'num_hidden_layers': 1,
+    'num_attention_heads': 2,
+    'intermediate_size': 16,
+} | {'initializer_range': 0.5}
 
 
 @pytest.mark.parametrize('labels', [1, 2])
@@ -198,7 +215,10 @@ SMALL = {'vocab_size': 64, 'hidden_size': 16, 'num_hidden_layers': 1, 'num_atten
     [
         (BertForSequenceClassification, BertConfig(**SMALL, pad_token_id=0)),
         (RobertaForSequenceClassification, RobertaConfig(**SMALL, pad_token_id=1, max_position_embeddings=40)),
-        (DistilBertForSequenceClassification, DistilBertConfig(vocab_size=64, dim=16, n_layers=1, n_heads=2, hidden_dim=16)),
+        (
+            DistilBertForSequenceClassification,
+            DistilBertConfig(vocab_size=64, dim=16, n_layers=1, n_heads=2, hidden_dim=16),
+        ),
     ],
 )
 def test_an_encoder_scores_as_its_own_classifier_does(cls, config, labels, tmp_path):
@@ -250,6 +270,8 @@ def test_folders_without_a_usable_head_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r'GPT2Model without a trained score head; for a new head use AutoRM'):
         RewardModel.from_pretrained(tmp_path / 'lm')
     assert GPTRM(pretrained=tmp_path / 'lm')(collate(sequences())).shape == (3,)
-    AutoModelForSequenceClassification.from_config(tiny_config('gpt2', num_labels=3)).save_pretrained(tmp_path / 'three')
+    AutoModelForSequenceClassification.from_config(tiny_config('gpt2', num_labels=3)).save_pretrained(
+        tmp_path / 'three'
+    )
     with pytest.raises(ValueError, match='has 3 labels; a reward model has 1, or 2'):
         RewardModel.from_pretrained(tmp_path / 'three')

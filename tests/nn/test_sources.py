@@ -52,7 +52,9 @@ def assert_same(real, meta):
         assert got[name].device.type == 'cpu' and torch.equal(got[name], tensor), name
 
 
-@pytest.mark.parametrize('kw', [{}, {'value_head': True}, {'value_head': 'mlp'}, {'lora_rank': 2}, {'num_layers_unfrozen': 1}])
+@pytest.mark.parametrize(
+    'kw', [{}, {'value_head': True}, {'value_head': 'mlp'}, {'lora_rank': 2}, {'num_layers_unfrozen': 1}]
+)
 @pytest.mark.parametrize('family', FAMILIES)
 def test_a_fresh_actor_is_the_same_tensor_by_tensor(family, kw):
     config = tiny_config(family, **({'tie_word_embeddings': False} if family == 'opt' else {}))
@@ -64,14 +66,19 @@ def test_a_fresh_actor_is_the_same_tensor_by_tensor(family, kw):
     real, meta = both_ways(build)
     assert_same(real, meta)
     assert meta._linear_head is True and real._linear_head is True
-    assert {n for n, p in meta.named_parameters() if p.requires_grad} == {n for n, p in real.named_parameters() if p.requires_grad}
+    assert {n for n, p in meta.named_parameters() if p.requires_grad} == {
+        n for n, p in real.named_parameters() if p.requires_grad
+    }
 
 
-@pytest.mark.parametrize('build', [
-    lambda: GPTCritic(config=tiny_config('gpt2'), lora_rank=2),
-    lambda: GPTRM(config=tiny_config('gpt2')),
-    lambda: Critic(GPTActor(config=tiny_config('gpt2')).model),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    'build',
+    [
+        lambda: GPTCritic(config=tiny_config('gpt2'), lora_rank=2),
+        lambda: GPTRM(config=tiny_config('gpt2')),
+        lambda: Critic(GPTActor(config=tiny_config('gpt2')).model),
+    ],
+)
 def test_fresh_critics_and_reward_models_too(build):
     assert_same(*both_ways(build))
 
@@ -190,7 +197,9 @@ def test_meta_modules_without_a_record_are_refused():
         model = tiny_causal_lm('gpt2')
         head = nn.Module()
         head.weight = nn.Parameter(torch.empty(1, 32))
-    with pytest.raises(ValueError, match='model.*: it is on the meta device and has no record of where its weights come from'):
+    with pytest.raises(
+        ValueError, match='model.*: it is on the meta device and has no record of where its weights come from'
+    ):
         initial_tensors(Actor(model))
     with torch.device('meta'):
         actor = GPTActor(config=tiny_config('gpt2'), value_head=head)

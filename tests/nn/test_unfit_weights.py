@@ -1,4 +1,5 @@
-"""Weights that do not belong to their config, or are damaged, are refused by file and tensor, whole and on the meta device."""
+"""Weights that do not belong to their config, or are damaged, are refused by file and tensor, whole and on the meta
+device."""
 
 from __future__ import annotations
 
@@ -76,15 +77,23 @@ def stranger(tensors):
 
 
 @WAYS
-@pytest.mark.parametrize(('cls', 'family'), [(AutoActor, 'gpt2'), (AutoActor, 'bloom'), (AutoCritic, 'llama'), (AutoRM, 'opt')])
-@pytest.mark.parametrize(('edit', 'said'), [
-    (drop_a_layer, r'model.safetensors: it holds no tensor for \S*\.1\.\S+ \(and \d+ more\) of \w+; .*config.json'),
-    (add_a_layer, r'model.safetensors: it holds \S*\.2\.\S+ \(and \d+ more\), for which \w+ has no place; .*config.json'),
-    (stranger, 'model.safetensors: it holds stranger.weight, for which'),
-    (misshaped, r'model.safetensors: \S*\.1\.\S+ is \(3, 5\), the model wants \(\d'),
-    (nan, r'model.safetensors: \S*\.1\.\S+weight holds NaN'),
-    (infinite, r'model.safetensors: \S*\.1\.\S+ holds infinite'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('cls', 'family'), [(AutoActor, 'gpt2'), (AutoActor, 'bloom'), (AutoCritic, 'llama'), (AutoRM, 'opt')]
+)
+@pytest.mark.parametrize(
+    ('edit', 'said'),
+    [
+        (drop_a_layer, r'model.safetensors: it holds no tensor for \S*\.1\.\S+ \(and \d+ more\) of \w+; .*config.json'),
+        (
+            add_a_layer,
+            r'model.safetensors: it holds \S*\.2\.\S+ \(and \d+ more\), for which \w+ has no place; .*config.json',
+        ),
+        (stranger, 'model.safetensors: it holds stranger.weight, for which'),
+        (misshaped, r'model.safetensors: \S*\.1\.\S+ is \(3, 5\), the model wants \(\d'),
+        (nan, r'model.safetensors: \S*\.1\.\S+weight holds NaN'),
+        (infinite, r'model.safetensors: \S*\.1\.\S+ holds infinite'),
+    ],
+)
 def test_weights_that_do_not_fit_are_refused_by_name(load, cls, family, edit, said, tmp_path):
     with pytest.raises(ValueError, match=said) as told:
         load(cls, edited(tmp_path, edit, family))
@@ -112,7 +121,9 @@ def test_truncated_files_are_refused_by_name(load, left, tmp_path):
     tiny_causal_lm('gpt2').save_pretrained(tmp_path)
     path = tmp_path / 'model.safetensors'
     path.write_bytes(path.read_bytes()[:left])
-    with pytest.raises(ValueError, match=rf'{path}: a damaged safetensors file of \d+ bytes .*copy or download it again') as told:
+    with pytest.raises(
+        ValueError, match=rf'{path}: a damaged safetensors file of \d+ bytes .*copy or download it again'
+    ) as told:
         load(AutoActor, tmp_path)
     assert '\n' not in str(told.value)
 
@@ -123,7 +134,9 @@ def test_pickled_weights_are_refused_with_the_command_that_converts_them(load, t
     model.save_pretrained(tmp_path)
     (tmp_path / 'model.safetensors').unlink()
     torch.save(model.state_dict(), tmp_path / 'pytorch_model.bin')
-    with pytest.raises(ValueError, match=r'only pickled weights \(pytorch_model.bin\).*convert them once: python -c') as told:
+    with pytest.raises(
+        ValueError, match=r'only pickled weights \(pytorch_model.bin\).*convert them once: python -c'
+    ) as told:
         load(AutoActor, tmp_path)
     assert '\n' not in str(told.value)
     if load is at_once:  # what it says works
@@ -137,8 +150,11 @@ def test_pickled_weights_are_refused_with_the_command_that_converts_them(load, t
 @pytest.mark.parametrize('family', FAMILIES)
 def test_what_belongs_to_other_heads_may_lack_or_be_there(load, family, tmp_path):
     def heads(tensors):
-        tensors |= {'score.weight': torch.zeros(1, 32), 'v_head.summary.weight': torch.zeros(1, 32),
-                    'classifier.out_proj.bias': torch.zeros(1)}  # fmt: skip
+        tensors |= {
+            'score.weight': torch.zeros(1, 32),
+            'v_head.summary.weight': torch.zeros(1, 32),
+            'classifier.out_proj.bias': torch.zeros(1),
+        }
 
     for base in (False, True):
         folder = edited(tmp_path / str(base), heads, family, base)
@@ -154,7 +170,10 @@ def test_what_belongs_to_other_heads_may_lack_or_be_there(load, family, tmp_path
 @WAYS
 def test_buffers_of_older_files_are_passed_over(load, tmp_path):
     def older(tensors):
-        tensors |= {'transformer.h.0.attn.bias': torch.ones(1, 1, 8, 8), 'transformer.h.0.attn.masked_bias': torch.tensor(-1e4)}
+        tensors |= {
+            'transformer.h.0.attn.bias': torch.ones(1, 1, 8, 8),
+            'transformer.h.0.attn.masked_bias': torch.tensor(-1e4),
+        }
 
     assert load(AutoActor, edited(tmp_path / 'gpt2', older))
 
@@ -175,11 +194,14 @@ def test_a_pooler_that_nothing_reads_may_lack(load, tmp_path):
     assert load(AutoRM, tmp_path)
 
 
-@pytest.mark.parametrize('build', [
-    lambda: Actor(tiny_causal_lm('gpt2'), value_head=True),
-    lambda: RewardModel(tiny_causal_lm('opt'), value_head=mlp_head(32)),
-    lambda: ILQLModel(tiny_causal_lm('gpt2')),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    'build',
+    [
+        lambda: Actor(tiny_causal_lm('gpt2'), value_head=True),
+        lambda: RewardModel(tiny_causal_lm('opt'), value_head=mlp_head(32)),
+        lambda: ILQLModel(tiny_causal_lm('gpt2')),
+    ],
+)
 def test_heads_beside_the_model_are_read_as_carefully(build, tmp_path):
     module = build()
     module.save_pretrained(tmp_path)

@@ -1,4 +1,5 @@
-"""The planner against what really happens on a CPU: bytes of tensors that exist, and of storages that operations made."""
+"""The planner against what really happens on a CPU: bytes of tensors that exist, and of storages that operations
+made."""
 
 from __future__ import annotations
 
@@ -22,8 +23,11 @@ from chatgpt.trainer import strategies as s
 
 CONFIG = tiny_config('gpt2', positions=64, layers=3)
 LAYOUTS = {
-    'naive': ('NaiveStrategy', 1), 'ddp': ('DDPStrategy', 2), 'fsdp': ('FSDPStrategy', 2), 'fsdp_cpu': ('FSDPStrategy', 2),
-}  # fmt: skip
+    'naive': ('NaiveStrategy', 1),
+    'ddp': ('DDPStrategy', 2),
+    'fsdp': ('FSDPStrategy', 2),
+    'fsdp_cpu': ('FSDPStrategy', 2),
+}
 VARIANTS = {'full': {}, 'lora': {'lora_rank': 2}, 'hydra': {'num_layers_unfrozen': 1}}
 
 
@@ -62,12 +66,17 @@ def held_by_all(names: list[str]) -> dict[tuple[str, str], tuple[int, int, int]]
 
 def test_static_parts_are_exact():
     two = run_distributed(held_by_all, 2, [n for n, (_, w) in LAYOUTS.items() if w == 2], init_group=True)
-    measured = {key: [ranks[key] for ranks in two] for key in two[0]} | {k: [m] for k, m in held_by_all(['naive']).items()}
+    measured = {key: [ranks[key] for ranks in two] for key in two[0]} | {
+        k: [m] for k, m in held_by_all(['naive']).items()
+    }
     assert len(measured) == 12
     for (name, variant), ranks in measured.items():
         setup = Setup(config=CONFIG, strategy=name, num_processes=LAYOUTS[name][1], **VARIANTS[variant])
         memory = setup.memory_model.trained('actor', models.measure(models.build('actor', CONFIG, setup)), setup)
-        planned = [memory.device.get(f'actor {n}', 0) + memory.host.get(f'actor {n}', 0) for n in ('weights', 'gradients', 'optimizer')]
+        planned = [
+            memory.device.get(f'actor {n}', 0) + memory.host.get(f'actor {n}', 0)
+            for n in ('weights', 'gradients', 'optimizer')
+        ]
         assert planned == list(map(max, zip(*ranks, strict=True))), (name, variant)
 
 
@@ -91,7 +100,9 @@ def held_by_zero(stage: int, precision: str, variant: str) -> dict[str, int]:
         return {
             'actor weights': size(own.module.parameters()),
             'actor masters': size(own.optimizer.working_to_master_param.values()),
-            'actor optimizer': size(v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)),
+            'actor optimizer': size(
+                v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)
+            ),
             'actor exact values': size(own._kept.values()),
             'initial model weights': size(its.module.parameters()),
             'initial model exact values': size(its._kept.values()),
@@ -110,19 +121,30 @@ def test_static_parts_of_zero_are_exact():
         pytest.skip('colossalai is not installed')
     ranks = run_distributed(held_by_zeros, 2)
     for number, (stage, precision, variant) in enumerate(ZERO):
-        setup = Setup(config=CONFIG, strategy=f'colossalai_zero{stage}', num_processes=2, precision=precision, **VARIANTS[variant])
+        setup = Setup(
+            config=CONFIG, strategy=f'colossalai_zero{stage}', num_processes=2, precision=precision, **VARIANTS[variant]
+        )
         trained = setup.memory_model.trained('actor', models.measure(models.build('actor', CONFIG, setup)), setup)
-        frozen = setup.memory_model.frozen('initial model', models.measure(models.build('initial', CONFIG, setup)), setup)
+        frozen = setup.memory_model.frozen(
+            'initial model', models.measure(models.build('initial', CONFIG, setup)), setup
+        )
         planned = {**trained.device, **trained.host, **frozen.device, **frozen.host}
         for name, size in ranks[0][number].items():
-            assert planned.get(name, 0) == pytest.approx(size, rel=0.002), (stage, precision, variant, name)  # rows are padded to the ranks
+            assert planned.get(name, 0) == pytest.approx(size, rel=0.002), (
+                stage,
+                precision,
+                variant,
+                name,
+            )  # rows are padded to the ranks
 
 
 @pytest.mark.parametrize('precision', ['fp32', 'bf16'])
 @pytest.mark.parametrize('checkpointing', [False, True])
 @pytest.mark.parametrize('kind', ['actor', 'critic'])
 def test_activations_are_those_of_a_real_pass(kind, checkpointing, precision):
-    setup = Setup(config=CONFIG, gradient_checkpointing=checkpointing, precision=precision, max_prompt_tokens=9, max_new_tokens=15)
+    setup = Setup(
+        config=CONFIG, gradient_checkpointing=checkpointing, precision=precision, max_prompt_tokens=9, max_new_tokens=15
+    )
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -201,7 +223,9 @@ def test_what_options_save():
     streamed = make_plan(replace(setup, stream_blocks=True))
     assert streamed.phases['collect'].device['full copy'] < full.phases['collect'].device['full copy']
     assert streamed.host_peak > full.host_peak
-    assert sum(make_plan(replace(setup, num_processes=4)).phases['load'].device.values()) < sum(full.phases['load'].device.values())
+    assert sum(make_plan(replace(setup, num_processes=4)).phases['load'].device.values()) < sum(
+        full.phases['load'].device.values()
+    )
 
 
 def test_the_cheapest_change_fits_and_those_before_it_do_not():
@@ -220,20 +244,25 @@ def test_the_cheapest_change_fits_and_those_before_it_do_not():
     assert 'larger device' in explain_out_of_memory(replace(setup, memory=1000), MemoryError())
 
 
-@pytest.mark.parametrize(('given', 'sentence'), [
-    ({'strategy': 'deepspeed'}, "strategy='deepspeed' is not known; choose one of naive, ddp"),
-    ({'num_processes': 2}, "strategy='naive' is one process"),
-    ({'strategy': 'colossalai_gemini'}, 'computes in 16 bits'),
-    ({'train_batch_size': 0}, 'train_batch_size=0 must be at least 1'),
-    ({'strategy': 'ddp', 'num_processes': 3}, 'cannot be split over 3 ranks'),
-    ({'lora_rank': 2, 'num_layers_unfrozen': 2}, 'choose one'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('given', 'sentence'),
+    [
+        ({'strategy': 'deepspeed'}, "strategy='deepspeed' is not known; choose one of naive, ddp"),
+        ({'num_processes': 2}, "strategy='naive' is one process"),
+        ({'strategy': 'colossalai_gemini'}, 'computes in 16 bits'),
+        ({'train_batch_size': 0}, 'train_batch_size=0 must be at least 1'),
+        ({'strategy': 'ddp', 'num_processes': 3}, 'cannot be split over 3 ranks'),
+        ({'lora_rank': 2, 'num_layers_unfrozen': 2}, 'choose one'),
+    ],
+)
 def test_setups_that_cannot_be(given, sentence):
     with pytest.raises(ValueError, match=sentence):
         Setup(config=CONFIG, **given)
 
 
-@pytest.mark.parametrize(('text', 'size'), [('24GiB', 24 * 2**30), ('1.5 GB', 1_500_000_000), ('512', 512), (7, 7), ('2mib', 2**21)])
+@pytest.mark.parametrize(
+    ('text', 'size'), [('24GiB', 24 * 2**30), ('1.5 GB', 1_500_000_000), ('512', 512), (7, 7), ('2mib', 2**21)]
+)
 def test_amounts_of_memory(text, size):
     assert parse_bytes(text) == size
 
@@ -263,7 +292,9 @@ def test_the_command(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [path]  # nothing was written, and there were no weights to read
 
 
-@pytest.mark.parametrize(('content', 'sentence'), [('not json', 'not the config.json'), ('{}', 'not the config.json'), (None, 'nowhere')])
+@pytest.mark.parametrize(
+    ('content', 'sentence'), [('not json', 'not the config.json'), ('{}', 'not the config.json'), (None, 'nowhere')]
+)
 def test_what_is_no_config(tmp_path, capsys, content, sentence):
     path = tmp_path / 'nowhere.json'
     if content is not None:
@@ -279,7 +310,9 @@ def test_a_plan_of_a_large_model_takes_no_memory():
     from transformers import LlamaConfig
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    config = LlamaConfig(hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, intermediate_size=28672)
+    config = LlamaConfig(
+        hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, intermediate_size=28672
+    )
     sizes = {'experience_batch_size': 64, 'train_batch_size': 64}
     plan = make_plan(Setup(config=config, strategy='fsdp', num_processes=64, precision='bf16', **sizes))
     assert sum(plan.phases['load'].device.values()) > 5 * 2**30

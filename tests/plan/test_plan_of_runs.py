@@ -48,9 +48,20 @@ def test_train_prompts_plans_without_weights(monkeypatch, capsys, tmp_path, no_w
     (tmp_path / 'prompts.csv').write_text('prompt\nhello\n')
     (tmp_path / 'reward.py').write_text('def score(prompts, responses):\n    return [0.0] * len(prompts)\n')
     code, out = run_script(
-        monkeypatch, capsys, 'train_prompts.py', str(tmp_path / 'prompts.csv'), '--pretrain', str(no_weights), '--reward_fn',
-        f'{tmp_path / "reward.py"}:score', '--plan', '--max_new_tokens', '8', '--save_path', str(tmp_path / 'run'),
-    )  # fmt: skip
+        monkeypatch,
+        capsys,
+        'train_prompts.py',
+        str(tmp_path / 'prompts.csv'),
+        '--pretrain',
+        str(no_weights),
+        '--reward_fn',
+        f'{tmp_path / "reward.py"}:score',
+        '--plan',
+        '--max_new_tokens',
+        '8',
+        '--save_path',
+        str(tmp_path / 'run'),
+    )
     assert code == 0, out
     for word in ('load', 'collect', 'score', 'learn', 'actor weights', 'critic optimizer', 'it fits'):
         assert word in out
@@ -66,7 +77,14 @@ def test_train_prompts_plans_without_weights(monkeypatch, capsys, tmp_path, no_w
 )
 def test_the_other_scripts_plan_one_model(monkeypatch, capsys, tmp_path, no_weights, name, rows, model):
     (tmp_path / 'data.jsonl').write_text(rows * 4)
-    flags = [str(tmp_path / 'data.jsonl'), '--pretrain', str(no_weights), '--plan', '--save_path', str(tmp_path / 'run')]
+    flags = [
+        str(tmp_path / 'data.jsonl'),
+        '--pretrain',
+        str(no_weights),
+        '--plan',
+        '--save_path',
+        str(tmp_path / 'run'),
+    ]
     code, out = run_script(monkeypatch, capsys, name, *flags)
     assert code == 0, out
     assert f'{model} weights' in out and f'{model} optimizer' in out and 'collect' not in out
@@ -87,13 +105,21 @@ def test_a_run_that_does_not_fit_is_told_what_would(monkeypatch, capsys, tmp_pat
 
 def test_weights_and_optimizer_of_one_model_are_counted_by_hand():
     config = tiny_config('gpt2')
-    plan = make_plan(Setup(config=config, task='sft', on_cuda=False, train_batch_size=2, max_prompt_tokens=1, max_new_tokens=7))
+    plan = make_plan(
+        Setup(config=config, task='sft', on_cuda=False, train_batch_size=2, max_prompt_tokens=1, max_new_tokens=7)
+    )
     number = sum(p.numel() for p in tiny_causal_lm('gpt2').parameters())
     assert list(plan.phases) == ['load', 'learn']
     assert plan.phases['load'].device == {'actor weights': 4 * number}
     learn = plan.phases['learn'].device
-    assert (learn['actor weights'], learn['actor optimizer'], learn['actor gradients']) == (4 * number, 8 * number, 4 * number)
-    more = make_plan(Setup(config=config, task='sft', on_cuda=False, train_batch_size=4, max_prompt_tokens=1, max_new_tokens=7))
+    assert (learn['actor weights'], learn['actor optimizer'], learn['actor gradients']) == (
+        4 * number,
+        8 * number,
+        4 * number,
+    )
+    more = make_plan(
+        Setup(config=config, task='sft', on_cuda=False, train_batch_size=4, max_prompt_tokens=1, max_new_tokens=7)
+    )
     assert more.phases['learn'].device['activations'] > 1.5 * learn['activations'] > 0
 
 
@@ -117,9 +143,18 @@ def ppo_trainer(strategy, **kwargs):
         (actor, AdamW(actor.parameters())), (critic, AdamW(critic.parameters())), reward, initial
     )
     return PPOTrainer(
-        strategy, actor, critic, reward, initial, actor_optim, critic_optim, experience_batch_size=2, train_batch_size=2,
-        max_new_tokens=3, **kwargs,
-    )  # fmt: skip
+        strategy,
+        actor,
+        critic,
+        reward,
+        initial,
+        actor_optim,
+        critic_optim,
+        experience_batch_size=2,
+        train_batch_size=2,
+        max_new_tokens=3,
+        **kwargs,
+    )
 
 
 def test_a_trainer_knows_its_plan():
@@ -130,7 +165,13 @@ def test_a_trainer_knows_its_plan():
     assert setup.config.model_type == 'gpt2' and setup.reward_config.model_type == 'llama'
     assert (setup.max_prompt_tokens, setup.max_new_tokens, setup.train_batch_size) == (3, 3, 2)
     assert (setup.optimizer, setup.update_timesteps) == ('adamw', 1)
-    assert (setup.strategy, setup.precision, setup.critic, setup.kl, setup.lora_rank) == ('naive', 'fp32', 'own', True, 0)
+    assert (setup.strategy, setup.precision, setup.critic, setup.kl, setup.lora_rank) == (
+        'naive',
+        'fp32',
+        'own',
+        True,
+        0,
+    )
 
 
 def test_the_plan_is_of_the_run_as_it_was_asked_for():
@@ -139,16 +180,28 @@ def test_the_plan_is_of_the_run_as_it_was_asked_for():
         actor = Actor(tiny_causal_lm('gpt2'))
         actor, optim = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=0.1)))
         trainer = PPOTrainer(
-            strategy, actor, None, lambda prompts, responses: [0.0] * len(prompts), None, optim, kl_coef=0.0, max_length=12,
-            advantage_estimator='reinforce++', experience_batch_size=2, train_batch_size=2,
-        )  # fmt: skip
+            strategy,
+            actor,
+            None,
+            lambda prompts, responses: [0.0] * len(prompts),
+            None,
+            optim,
+            kl_coef=0.0,
+            max_length=12,
+            advantage_estimator='reinforce++',
+            experience_batch_size=2,
+            train_batch_size=2,
+        )
         trainer.fit([torch.tensor([5, 6, 7]), torch.tensor([5])], max_timesteps=2, update_timesteps=2)
         setup = setup_of(trainer)
     assert (setup.optimizer, setup.update_timesteps, setup.max_prompt_tokens, setup.max_new_tokens) == ('sgd', 2, 3, 9)
     assert not setup.kl and setup.critic == 'none'
 
 
-OUT_OF_MEMORY = [torch.OutOfMemoryError('CUDA out of memory'), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError('CUDA out of memory'),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+]
 
 
 @pytest.mark.parametrize('error', OUT_OF_MEMORY)
@@ -191,5 +244,7 @@ def test_advice_never_hides_the_error():
         raise KeyError('nothing known')
 
     note_on_memory(error, broken)
-    assert error.__notes__ == ['python -m chatgpt.plan tells what a run needs and the cheapest change that makes it fit']
+    assert error.__notes__ == [
+        'python -m chatgpt.plan tells what a run needs and the cheapest change that makes it fit'
+    ]
     assert not is_out_of_memory(ValueError('full'))

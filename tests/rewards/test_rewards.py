@@ -20,11 +20,28 @@ def test_exact_answer():
     assert after([''] * 3, given, capital=['Paris'] * 3) == [1, 0, 0]
 
 
-@pytest.mark.parametrize(('text', 'want'), [
-    ('72', '72'), ('#### 1,234', '1234'), ('it is -3.5.', '-3.5'), ('1 then 2, then 3', '3'), ('$.50', '.50'), ('none', None), ('', None),
-    ('12,34', '34'), ('costs 2,000,000.25 dollars', '2000000.25'), ('x=-7', '-7'),
-    ('48-24', '24'), ('48 - 24', '24'), ('(5)-3', '3'), ('10 to -12', '-12'), ('it is \u22127', '-7'), ('1+1=2', '2'), ('+4', '4'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('text', 'want'),
+    [
+        ('72', '72'),
+        ('#### 1,234', '1234'),
+        ('it is -3.5.', '-3.5'),
+        ('1 then 2, then 3', '3'),
+        ('$.50', '.50'),
+        ('none', None),
+        ('', None),
+        ('12,34', '34'),
+        ('costs 2,000,000.25 dollars', '2000000.25'),
+        ('x=-7', '-7'),
+        ('48-24', '24'),
+        ('48 - 24', '24'),
+        ('(5)-3', '3'),
+        ('10 to -12', '-12'),
+        ('it is \u22127', '-7'),
+        ('1+1=2', '2'),
+        ('+4', '4'),
+    ],
+)
 def test_last_number(text, want):
     assert last_number(text) == (None if want is None else Decimal(want))
 
@@ -32,7 +49,12 @@ def test_last_number(text, want):
 def test_number_at_end():
     reward = NumberAtEnd(unanswered=-0.5)
     answers = ['She sold 48/2 = 24 clips.\n#### 72'] * 4
-    assert reward([''] * 4, ['The answer is 72.', '72.0', 'It is 71', 'I do not know'], answer=answers) == [1, 1, 0, -0.5]
+    assert reward([''] * 4, ['The answer is 72.', '72.0', 'It is 71', 'I do not know'], answer=answers) == [
+        1,
+        1,
+        0,
+        -0.5,
+    ]
     assert NumberAtEnd(tolerance=0.1)([''], ['3.14'], answer=[3.1]) == [1]
     with pytest.raises(ValueError, match='has no number'):
         reward([''], ['1'], answer=['many'])
@@ -53,11 +75,18 @@ def test_pattern():
         Pattern('(')
 
 
-@pytest.mark.parametrize(('response', 'loose', 'strict'), [
-    ('<think>a b</think><answer>3</answer>', 1.0, 1.0), ('<think>a</think> so <answer>3</answer>', 1.0, 0.0),
-    ('<answer>3</answer><think>a</think>', 0.5, 0.0), ('<think>a</think>', 0.5, 0.5), ('<think> </think><answer>3</answer>', 0.5, 0.0),
-    ('<answer>1</answer><answer>2</answer>', 0.0, 0.0), ('3', 0.0, 0.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('response', 'loose', 'strict'),
+    [
+        ('<think>a b</think><answer>3</answer>', 1.0, 1.0),
+        ('<think>a</think> so <answer>3</answer>', 1.0, 0.0),
+        ('<answer>3</answer><think>a</think>', 0.5, 0.0),
+        ('<think>a</think>', 0.5, 0.5),
+        ('<think> </think><answer>3</answer>', 0.5, 0.0),
+        ('<answer>1</answer><answer>2</answer>', 0.0, 0.0),
+        ('3', 0.0, 0.0),
+    ],
+)
 def test_format(response, loose, strict):
     assert Format()([''], [response]) == [loose]
     assert Format(only=True)([''], [response]) == [strict]
@@ -90,7 +119,9 @@ def test_combine_makes_classes_and_awaits_coroutines():
     assert combine((2.0, NumberAtEnd), (0.5, one))([''] * 2, ['4', '5'], answer=[4, 4]) == [2.5, 0.5]
 
 
-@pytest.mark.parametrize('reward', [ExactAnswer(), NumberAtEnd(), Pattern('x'), Format(), Length(3), combine((1.0, Length(2)))])
+@pytest.mark.parametrize(
+    'reward', [ExactAnswer(), NumberAtEnd(), Pattern('x'), Format(), Length(3), combine((1.0, Length(2)))]
+)
 def test_they_can_be_pickled_and_scored_by_a_trainer(reward):
     from chatgpt.experience.scorers import as_scorer
 

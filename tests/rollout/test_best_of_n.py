@@ -37,7 +37,9 @@ def test_the_best_are_found_and_in_order(engine):
     sampling = SamplingParams(max_new_tokens=6)
     found = BestOfN(engine, score, sample_size=5, n_candidates=2)(PROMPTS, sampling, seed=3, first_index=10)
     for number, candidates in enumerate(found):
-        plain = engine.generate([PROMPTS[number]] * 5, sampling, seed=3, indices=range(10 + 5 * number, 15 + 5 * number))
+        plain = engine.generate(
+            [PROMPTS[number]] * 5, sampling, seed=3, indices=range(10 + 5 * number, 15 + 5 * number)
+        )
         want = sorted((int(s.response_ids.sum()) for s in plain), reverse=True)[:2]
         assert [c.score for c in candidates] == want
         assert [int(c.sample.response_ids.sum()) for c in candidates] == want
@@ -63,10 +65,13 @@ def test_the_bound_of_the_divergence():
     assert float((density * density.log()).mean()) == pytest.approx(kl_bound(n), abs=1e-6)
 
 
-@pytest.mark.parametrize(('settings', 'sampling', 'sentence'), [
-    ({'sample_size': 2, 'n_candidates': 3}, {}, 'n_candidates=3 must lie between 1 and sample_size=2'),
-    ({'sample_size': 2}, {'do_sample': False}, 'greedy decoding gives 2 times the same response'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('settings', 'sampling', 'sentence'),
+    [
+        ({'sample_size': 2, 'n_candidates': 3}, {}, 'n_candidates=3 must lie between 1 and sample_size=2'),
+        ({'sample_size': 2}, {'do_sample': False}, 'greedy decoding gives 2 times the same response'),
+    ],
+)
 def test_mistakes(engine, settings, sampling, sentence):
     with pytest.raises(ValueError, match=sentence):
         BestOfN(engine, score, **settings)(PROMPTS, SamplingParams(max_new_tokens=2, **sampling), seed=0)
@@ -78,10 +83,19 @@ def test_a_score_that_is_none(engine, scores):
         BestOfN(engine, lambda samples: scores, sample_size=2)(PROMPTS, SamplingParams(max_new_tokens=2), seed=0)
 
 
-@pytest.mark.parametrize('settings', [
-    {}, {'do_sample': False}, {'temperature': 0.7, 'top_k': 5}, {'top_p': 0.8}, {'min_new_tokens': 6, 'eos_token_ids': tuple(range(12))},
-    {'eos_token_ids': tuple(range(8))}, {'stop': lambda ids: len(ids) > 3}, {'stop': lambda ids: True, 'min_new_tokens': 5},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    'settings',
+    [
+        {},
+        {'do_sample': False},
+        {'temperature': 0.7, 'top_k': 5},
+        {'top_p': 0.8},
+        {'min_new_tokens': 6, 'eos_token_ids': tuple(range(12))},
+        {'eos_token_ids': tuple(range(8))},
+        {'stop': lambda ids: len(ids) > 3},
+        {'stop': lambda ids: True, 'min_new_tokens': 5},
+    ],
+)
 def test_a_stream_gives_the_engines_tokens(actor, engine, settings):
     sampling = SamplingParams(max_new_tokens=12, **settings)
     for index, prompt in enumerate(PROMPTS):
@@ -96,9 +110,14 @@ def test_a_stream_comes_token_by_token(actor):
     assert len(first) == 2
 
 
-@pytest.mark.parametrize(('ids', 'tokens', 'sentence'), [
-    ([], 3, 'prompt 0 is empty'), ([3] * 40, 9, "past the model's 48 positions"), ([24], 3, 'outside the vocabulary of 24'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('ids', 'tokens', 'sentence'),
+    [
+        ([], 3, 'prompt 0 is empty'),
+        ([3] * 40, 9, "past the model's 48 positions"),
+        ([24], 3, 'outside the vocabulary of 24'),
+    ],
+)
 def test_a_stream_that_cannot_be(actor, ids, tokens, sentence):
     with pytest.raises(ValueError, match=sentence):
         next(stream_tokens(actor, torch.tensor(ids, dtype=torch.int64), SamplingParams(max_new_tokens=tokens), seed=0))
@@ -109,7 +128,9 @@ def test_a_stream_has_no_dropout_and_leaves_it_as_it_was():
     actor = GPTActor(config=tiny_config('gpt2', vocab_size=24, positions=48, dropout=0.5)).train()
     actor.model.transformer.h[0].eval()  # a mix, which must come back as it was
     modes = [m.training for m in actor.modules()]
-    first, second = (list(stream_tokens(actor, PROMPTS[0].ids, SamplingParams(max_new_tokens=20), seed=1)) for _ in range(2))
+    first, second = (
+        list(stream_tokens(actor, PROMPTS[0].ids, SamplingParams(max_new_tokens=20), seed=1)) for _ in range(2)
+    )
     assert first == second
     stream = stream_tokens(actor, PROMPTS[0].ids, SamplingParams(max_new_tokens=20), seed=1)
     next(stream)

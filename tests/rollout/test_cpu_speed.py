@@ -42,7 +42,9 @@ def test_written_weights_are_packed_again():
     plain, fast, _ = plain_and_packed(model, packed)
     torch.testing.assert_close(fast, plain, atol=1e-4, rtol=1e-4)
     assert float((fast - before).abs().max()) > 1e-2
-    model.transformer.h[0].mlp.c_fc.weight = torch.nn.Parameter(torch.zeros_like(model.transformer.h[0].mlp.c_fc.weight))
+    model.transformer.h[0].mlp.c_fc.weight = torch.nn.Parameter(
+        torch.zeros_like(model.transformer.h[0].mlp.c_fc.weight)
+    )
     plain, fast, _ = plain_and_packed(model, packed)
     torch.testing.assert_close(fast, plain, atol=1e-4, rtol=1e-4)
 

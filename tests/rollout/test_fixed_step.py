@@ -1,4 +1,5 @@
-"""Decoding at fixed shapes: the tokens of the ordinary decode, whatever lives and dies, and graphs where there is a GPU."""
+"""Decoding at fixed shapes: the tokens of the ordinary decode, whatever lives and dies, and graphs where there is a
+GPU."""
 
 from __future__ import annotations
 
@@ -43,7 +44,19 @@ def assert_same(one, other):
 
 
 def test_buckets_by_hand():
-    assert [row_bucket(n, 200) for n in (1, 2, 3, 5, 9, 17, 32, 33, 64, 65, 199)] == [1, 2, 4, 8, 16, 32, 32, 64, 64, 96, 200]
+    assert [row_bucket(n, 200) for n in (1, 2, 3, 5, 9, 17, 32, 33, 64, 65, 199)] == [
+        1,
+        2,
+        4,
+        8,
+        16,
+        32,
+        32,
+        64,
+        64,
+        96,
+        200,
+    ]
     assert [row_bucket(n, 5) for n in (1, 3, 5)] == [1, 4, 5]
     assert [slot_bucket(w, 600) for w in (1, 256, 257, 599)] == [256, 256, 512, 600]
 
@@ -68,7 +81,9 @@ def test_another_call_of_the_phase_reuses_the_steps():
     made = []
     original = engine.fixed
     engine.fixed = lambda *args, **kwargs: made.append(original(*args, **kwargs)) or made[-1]
-    assert_same(collect(LocalEngine(fixed_steps=False), model, sampling, calls=3), collect(engine, model, sampling, calls=3))
+    assert_same(
+        collect(LocalEngine(fixed_steps=False), model, sampling, calls=3), collect(engine, model, sampling, calls=3)
+    )
     assert len(made) == 3 and made[0] is made[1] is made[2]
     assert engine._fixed is None
 
@@ -77,7 +92,8 @@ def test_a_stop_function_is_asked():
     model = tiny_causal_lm('gpt2')
     sampling = SamplingParams(max_new_tokens=12, stop=lambda ids: len(ids) >= 2 and sum(ids[-2:]) % 5 == 0)
     assert_same(
-        collect(LocalEngine(fixed_steps=False), model, sampling), collect(LocalEngine(fixed_steps=True), model, sampling)
+        collect(LocalEngine(fixed_steps=False), model, sampling),
+        collect(LocalEngine(fixed_steps=True), model, sampling),
     )
 
 

@@ -1,4 +1,5 @@
-"""The engine around `model.generate`: the same records, the same greedy tokens, right log-probs, and the settings only it takes."""
+"""The engine around `model.generate`: the same records, the same greedy tokens, right log-probs, and the settings only
+it takes."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def test_sampled_logprobs_are_those_of_a_plain_forward():
     for s in collect(HFEngine(), model, prompts_of(), sampling):
         chosen = s.response_ids[:, None]
         scaled = slow_logits(model, s) / 0.7
-        torch.testing.assert_close(s.logprobs.double(), torch.log_softmax(scaled, -1).gather(1, chosen)[:, 0], atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            s.logprobs.double(), torch.log_softmax(scaled, -1).gather(1, chosen)[:, 0], atol=1e-4, rtol=0
+        )
         scaled[scaled < scaled.topk(7, dim=-1).values[:, -1:]] = -torch.inf
         filtered = torch.log_softmax(scaled, -1).gather(1, chosen)[:, 0]
         torch.testing.assert_close(s.filtered_logprobs.double(), filtered, atol=1e-4, rtol=0)
@@ -94,7 +97,9 @@ def test_stop_agrees_with_the_local_engine():
     pairs = {tuple(free[i].response_ids[2:4].tolist()) for i in (0, 3)}
     sampling = SamplingParams(max_new_tokens=8, do_sample=False, stop=lambda ids: tuple(ids[-2:]) in pairs)
     local, hf = (collect(engine, model, prompts_of(), sampling) for engine in (LocalEngine(), HFEngine()))
-    assert [(s.response_ids.tolist(), s.finish_reason) for s in local] == [(s.response_ids.tolist(), s.finish_reason) for s in hf]
+    assert [(s.response_ids.tolist(), s.finish_reason) for s in local] == [
+        (s.response_ids.tolist(), s.finish_reason) for s in hf
+    ]
     assert 'stop' in {s.finish_reason for s in hf}
 
 

@@ -55,9 +55,13 @@ def test_greedy_agrees_with_generate_token_for_token(family, max_batch_size):
             # one row at a time, so that no padding enters the expectation
             with torch.no_grad():
                 want = model.generate(
-                    prompt.ids[None], attention_mask=torch.ones_like(prompt.ids[None]), max_new_tokens=10, do_sample=False,
-                    eos_token_id=list(eos) or -1, pad_token_id=0,
-                )[0, len(prompt.ids) :].tolist()  # fmt: skip
+                    prompt.ids[None],
+                    attention_mask=torch.ones_like(prompt.ids[None]),
+                    max_new_tokens=10,
+                    do_sample=False,
+                    eos_token_id=list(eos) or -1,
+                    pad_token_id=0,
+                )[0, len(prompt.ids) :].tolist()
             assert sample.response_ids.tolist() == want
             assert sample.finish_reason == ('eos' if want[-1] in eos else 'length')
 
@@ -149,7 +153,9 @@ def test_the_sampled_distribution_is_the_models():
     with torch.no_grad():
         logits = model(torch.cat([prompt.ids, torch.tensor([first])])[None]).logits[0, -1].double()
     logits[logits < logits.topk(6).values[-1]] = -torch.inf
-    second = torch.bincount(torch.stack([s.response_ids[1] for s in samples if int(s.response_ids[0]) == first]), minlength=8)
+    second = torch.bincount(
+        torch.stack([s.response_ids[1] for s in samples if int(s.response_ids[0]) == first]), minlength=8
+    )
     want = logits.softmax(-1)[logits > -torch.inf] * second.sum()
     assert float(((second[logits > -torch.inf] - want) ** 2 / want).sum()) < 26
 
@@ -226,7 +232,9 @@ def test_a_cache_that_has_to_grow():
 
 def test_samples_carry_what_came_with_the_prompts():
     prompt = Prompt(ids=torch.tensor([5, 6]), text='a b', columns={'answer': '12'})
-    (s,) = collect(tiny_causal_lm(), [prompt], SamplingParams(max_new_tokens=3, temperature=0.5), indices=[70], groups=[9])
+    (s,) = collect(
+        tiny_causal_lm(), [prompt], SamplingParams(max_new_tokens=3, temperature=0.5), indices=[70], groups=[9]
+    )
     assert (s.index, s.group, s.prompt_text, s.columns, s.temperature) == (70, 9, 'a b', {'answer': '12'}, 0.5)
     assert s.prompt_ids.tolist() == [5, 6] and s.response_mask.tolist() == [True] * 3
     assert s.response_ids.dtype == torch.int64
@@ -285,10 +293,18 @@ class TestRefusals:
         [
             ([(5,), ()], {'max_new_tokens': 4}, 'prompt 1 is empty'),
             ([(5,), (5, 6, 7)], {'max_length': 3}, 'prompt 1 has 3 tokens and max_length=3 leaves no room'),
-            ([(5,) * 20], {'max_new_tokens': 13}, "prompt 0 has 20 tokens and may grow by 13, past the model's 32 positions"),
+            (
+                [(5,) * 20],
+                {'max_new_tokens': 13},
+                "prompt 0 has 20 tokens and may grow by 13, past the model's 32 positions",
+            ),
             ([(5, 64)], {'max_new_tokens': 4}, 'prompt 0 holds token ids outside the vocabulary of 64'),
             ([(5,)], {'max_new_tokens': 4, 'eos_token_ids': (64,)}, 'end token 64 is outside the vocabulary'),
-            ([(5,)], {'max_new_tokens': 4, 'extra': {'num_beams': 4}}, "LocalEngine cannot do num_beams=4; .* engine='hf'"),
+            (
+                [(5,)],
+                {'max_new_tokens': 4, 'extra': {'num_beams': 4}},
+                "LocalEngine cannot do num_beams=4; .* engine='hf'",
+            ),
         ],
     )
     def test_before_any_work(self, prompts, settings, message):
@@ -315,9 +331,17 @@ class TestRefusals:
         from transformers import MistralConfig, MistralForCausalLM
 
         config = MistralConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-            sliding_window=16, max_position_embeddings=64, pad_token_id=0, initializer_range=0.1,
-        )  # fmt: skip
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            sliding_window=16,
+            max_position_embeddings=64,
+            pad_token_id=0,
+            initializer_range=0.1,
+        )
         torch.manual_seed(0)
         model = MistralForCausalLM(config).eval()
         with pytest.raises(ValueError, match="attention window of 16; use engine='hf'"):

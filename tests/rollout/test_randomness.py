@@ -1,4 +1,5 @@
-"""The hash behind every draw, against plain Python integers; inverse cumulative distribution, against a loop in float64."""
+"""The hash behind every draw, against plain Python integers; inverse cumulative distribution, against a loop in
+float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""RemoteEngine on real Ray actors: the bits of a LocalEngine, a worker that is killed, errors that arrive as they were raised."""
+"""RemoteEngine on real Ray actors: the bits of a LocalEngine, a worker that is killed, errors that arrive as they were
+raised."""
 
 from __future__ import annotations
 
@@ -29,9 +30,13 @@ def cluster() -> Iterator[Any]:
     ray = pytest.importorskip('ray')
     before = dict(os.environ)
     ray.init(
-        'local', num_cpus=3 * torch.get_num_threads(), include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False,
+        'local',
+        num_cpus=3 * torch.get_num_threads(),
+        include_dashboard=False,
+        object_store_memory=80 << 20,
+        log_to_driver=False,
         logging_level='error',
-    )  # fmt: skip
+    )
     yield ray
     ray.shutdown()
     for name in os.environ.keys() - before.keys():
@@ -53,7 +58,9 @@ def halves(engine: Any, actor: Any, sampling: SamplingParams = SAMPLING, wait_fo
     """Eight samples in two requests, so that two workers are busy."""
     engine.begin(actor)
     if isinstance(engine, LocalEngine):
-        return [s for a in (0, 4) for s in engine.generate(prompts()[a : a + 4], sampling, seed=5, indices=range(a, a + 4))]
+        return [
+            s for a in (0, 4) for s in engine.generate(prompts()[a : a + 4], sampling, seed=5, indices=range(a, a + 4))
+        ]
     tickets = [engine.submit(prompts()[a : a + 4], sampling, seed=5, indices=range(a, a + 4)) for a in (0, 4)]
     engine.end()
     if wait_for is not None:
@@ -76,7 +83,8 @@ def test_actors_draw_what_a_local_engine_draws_with_each_version_of_the_weights(
 
 
 def slow(seconds: float) -> Any:
-    """A stop condition that gives a test time to strike; it stops nothing. A closure, because workers cannot import a test."""
+    """A stop condition that gives a test time to strike; it stops nothing. A closure, because workers cannot import a
+    test."""
 
     def stop(ids: Any) -> bool:
         time.sleep(seconds)
@@ -96,7 +104,9 @@ def test_a_killed_actor_is_replaced_and_its_prompts_are_generated_again(cluster,
         os.kill(victim, signal.SIGKILL)
 
     before = engine.num_replaced
-    with pytest.warns(UserWarning, match='rollout worker 1 died .*; a new one generates its 4 prompts again, from sample 4 on'):
+    with pytest.warns(
+        UserWarning, match='rollout worker 1 died .*; a new one generates its 4 prompts again, from sample 4 on'
+    ):
         got = halves(engine, actor, SamplingParams(max_new_tokens=10, eos_token_ids=(2,), stop=slow(0.02)), strike)
     assert_same(want, got)
     assert engine.num_replaced == before + 1
@@ -131,10 +141,23 @@ def test_ppo_with_a_killed_actor_is_the_undisturbed_run(cluster, engine):
         actor, optimizer = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=3e-3)))
         log = Log(kill_at)
         trainer = PPOTrainer(
-            strategy, actor, None, lambda prompts, responses: [float(r.count('a')) for r in responses], None, optimizer,
-            kl_coef=0.0, advantage_estimator='reinforce++', experience_batch_size=4, train_batch_size=4, max_new_tokens=6, max_staleness=1,
-            tis_cap=2.0, tokenizer=char_tokenizer(), callbacks=[log], engine=engine,
-        )  # fmt: skip
+            strategy,
+            actor,
+            None,
+            lambda prompts, responses: [float(r.count('a')) for r in responses],
+            None,
+            optimizer,
+            kl_coef=0.0,
+            advantage_estimator='reinforce++',
+            experience_batch_size=4,
+            train_batch_size=4,
+            max_new_tokens=6,
+            max_staleness=1,
+            tis_cap=2.0,
+            tokenizer=char_tokenizer(),
+            callbacks=[log],
+            engine=engine,
+        )
         trainer.fit(['one', 'two', 'three', 'four', 'five'], 1, 10, 2)
         return log
 
@@ -166,7 +189,9 @@ def test_old_weights_leave_the_object_store_and_an_actor_that_hangs_counts_as_de
         assert big.version == 20
         big.begin(actor)
         where = rf'process {cluster.get(big.workers.actors[0].pid.remote())} on \d+\.\d+\.\d+\.\d+$'
-        with pytest.raises(RuntimeError, match=f'worker 0 died 1 times in a row on samples 0 to 7: no answer within 8 s from {where}'):
+        with pytest.raises(
+            RuntimeError, match=f'worker 0 died 1 times in a row on samples 0 to 7: no answer within 8 s from {where}'
+        ):
             big.generate(prompts(), SamplingParams(max_new_tokens=4, stop=slow(60)), seed=5, indices=range(8))
     from ray._private.internal_api import memory_summary
 
@@ -192,7 +217,9 @@ def test_what_cannot_be_is_refused(cluster, monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             RayWorkers(**kw)
-    with pytest.raises(ValueError, match=r'2 rollout workers with 1 CPU and 1 GPU each do not fit .* room for 0 \(node .*0 GPU'):
+    with pytest.raises(
+        ValueError, match=r'2 rollout workers with 1 CPU and 1 GPU each do not fit .* room for 0 \(node .*0 GPU'
+    ):
         RemoteEngine(RayWorkers(2, resources={'GPU': 1})).begin(Actor(tiny_causal_lm('gpt2')))
     monkeypatch.setitem(sys.modules, 'ray', None)
     with pytest.raises(ImportError, match=r"a rollout worker needs Ray, .*; pip install 'ray>=2.10'"):

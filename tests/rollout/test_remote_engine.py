@@ -1,4 +1,5 @@
-"""RemoteEngine over workers in this process: the samples of a LocalEngine to the bit, whatever dies; weights that arrive as they left."""
+"""RemoteEngine over workers in this process: the samples of a LocalEngine to the bit, whatever dies; weights that
+arrive as they left."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def local(actor: Any, given: list[Prompt], sampling: SamplingParams = SAMPLING, 
     return engine.generate(given, sampling, seed=5, indices=range(len(given)), **kw)
 
 
-def remote(engine: RemoteEngine, actor: Any, given: list[Prompt], sampling: SamplingParams = SAMPLING, **kw: Any) -> list[Sample]:
+def remote(
+    engine: RemoteEngine, actor: Any, given: list[Prompt], sampling: SamplingParams = SAMPLING, **kw: Any
+) -> list[Sample]:
     engine.begin(actor)
     samples = engine.generate(given, sampling, seed=5, indices=range(len(given)), **kw)
     engine.end()
@@ -58,7 +61,9 @@ def nudge(model: nn.Module) -> None:
     """A step of training, as far as an engine can tell."""
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
+            parameter.add_(
+                0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
+            )
 
 
 # ---------------------------------------------------------------------- samples
@@ -73,7 +78,9 @@ def test_samples_are_those_of_the_local_engine_to_the_bit_and_follow_the_weights
         nudge(actor)
         second = remote(engine, actor, prompts())
         assert_same(second, local(actor, prompts()))
-    assert [s.response_ids.tolist() for s in first] != [s.response_ids.tolist() for s in second]  # negative control: the weights matter
+    assert [s.response_ids.tolist() for s in first] != [
+        s.response_ids.tolist() for s in second
+    ]  # negative control: the weights matter
     assert {s.version for s in first} == {1} and {s.version for s in second} == {2}
 
 
@@ -81,7 +88,12 @@ def test_adapters_a_hydra_branch_and_bf16_reach_the_workers():
     from chatgpt.trainer.strategies import NaiveStrategy
 
     config = tiny_config('gpt2')
-    for kwargs, precision in (({'lora_rank': 2}, 'fp32'), ({'num_layers_unfrozen': 1}, 'fp32'), ({}, 'bf16'), ({'lora_rank': 2}, 'bf16')):
+    for kwargs, precision in (
+        ({'lora_rank': 2}, 'fp32'),
+        ({'num_layers_unfrozen': 1}, 'fp32'),
+        ({}, 'bf16'),
+        ({'lora_rank': 2}, 'bf16'),
+    ):
         torch.manual_seed(0)
         strategy = NaiveStrategy(precision=precision, device='cpu')
         actor = GPTActor(config=config, value_head=True, **kwargs)
@@ -92,7 +104,9 @@ def test_adapters_a_hydra_branch_and_bf16_reach_the_workers():
             here = local(full, prompts())
             assert_same(remote(engine, full, prompts()), here)
             assert {t.dtype for t in policy_tensors(full.model).values()} == {strategy.dtype}
-        if kwargs.get('lora_rank') and precision == 'fp32':  # outside of full_model the engine folds for itself, and unfolds
+        if (
+            kwargs.get('lora_rank') and precision == 'fp32'
+        ):  # outside of full_model the engine folds for itself, and unfolds
             with RemoteEngine(InProcessWorkers()) as engine:
                 assert_same(remote(engine, actor, prompts()), here)
             assert not any(layer.merged for layer in actor.modules() if hasattr(layer, 'merged'))
@@ -171,7 +185,10 @@ def test_a_dead_worker_is_replaced_and_every_prompt_counted_once():
         pool.die_on = {6: 2}  # dies of it twice, then lives
         engine.begin(actor)
         ticket = engine.submit(prompts(), SAMPLING, seed=5, indices=range(12))
-        with pytest.warns(UserWarning, match='rollout worker 1 died .of sample 6.; a new one generates its 4 prompts again, from sample 6'):
+        with pytest.warns(
+            UserWarning,
+            match='rollout worker 1 died .of sample 6.; a new one generates its 4 prompts again, from sample 6',
+        ):
             got = engine.take(ticket)
         assert_same(got, want)
         assert sorted(i for _, indices in pool.answered for i in indices) == list(range(12))
@@ -194,7 +211,10 @@ def test_a_death_between_two_phases_is_noticed_when_the_next_begins():
 def test_a_worker_that_dies_of_the_same_prompts_for_ever_ends_the_run_by_name():
     pool = InProcessWorkers()
     pool.die_on = {3: 99}
-    with RemoteEngine(pool, max_restarts=2) as engine, pytest.raises(RuntimeError, match='died 3 times in a row on samples 0 to 11'):
+    with (
+        RemoteEngine(pool, max_restarts=2) as engine,
+        pytest.raises(RuntimeError, match='died 3 times in a row on samples 0 to 11'),
+    ):
         with pytest.warns(UserWarning, match='died'):
             remote(engine, actor_of(), prompts())
 
@@ -234,7 +254,9 @@ def test_weights_arrive_as_they_left(dtype, bucket_bytes):
         held.append(bucket.clone())
     apply_buckets(manifest, held, other)
     assert max(sizes) <= bucket_bytes
-    assert sum(sizes) == manifest.num_bytes == sum(p.numel() * p.element_size() for p in model.parameters())  # tied ones once
+    assert (
+        sum(sizes) == manifest.num_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
+    )  # tied ones once
     assert other.lm_head.weight is other.transformer.wte.weight
     mine, theirs = dict(model.named_parameters()), dict(other.named_parameters())
     assert mine.keys() == theirs.keys()
@@ -244,7 +266,12 @@ def test_weights_arrive_as_they_left(dtype, bucket_bytes):
 
 
 def test_pieces_fill_buckets_without_gaps():
-    tensors = {'a': torch.zeros(2, 3), 'b': torch.zeros(4), 'c': torch.zeros(3, dtype=torch.bfloat16), 'empty': torch.zeros(0)}
+    tensors = {
+        'a': torch.zeros(2, 3),
+        'b': torch.zeros(4),
+        'c': torch.zeros(3, dtype=torch.bfloat16),
+        'empty': torch.zeros(0),
+    }
     manifest = plan_buckets(tensors, version=1, bucket_bytes=32)
     got = [[tuple(p) for p in pieces] for pieces in manifest.buckets]
     assert got == [[('a', 0, 6), ('b', 0, 2)], [('b', 2, 4)], [('c', 0, 3)]]
@@ -321,7 +348,10 @@ def test_the_callers_mistakes_are_found_before_any_work():
 
 def test_idle_workers_are_reported_once():
     def four_times(num_workers: int, chunk_size: int | None) -> list[str]:
-        with RemoteEngine(InProcessWorkers(num_workers), chunk_size=chunk_size) as engine, warnings.catch_warnings(record=True) as seen:
+        with (
+            RemoteEngine(InProcessWorkers(num_workers), chunk_size=chunk_size) as engine,
+            warnings.catch_warnings(record=True) as seen,
+        ):
             warnings.simplefilter('always')
             for _ in range(6):
                 remote(engine, actor_of(), prompts(3))

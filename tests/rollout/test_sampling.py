@@ -74,7 +74,12 @@ def test_filters_equal_a_slow_loop(temperature, top_k, top_p, barred):
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(30, 12, generator=generator) * 2
     sampling = SamplingParams(
-        max_new_tokens=9, min_new_tokens=2, temperature=temperature, top_k=top_k, top_p=top_p, eos_token_ids=tuple(sorted(barred))
+        max_new_tokens=9,
+        min_new_tokens=2,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        eos_token_ids=tuple(sorted(barred)),
     )
     u = torch.rand(30, 1, generator=generator, dtype=torch.float64)
     mask = torch.arange(30) % 2 == 0 if barred else None  # every second row is too short to end

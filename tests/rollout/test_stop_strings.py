@@ -140,9 +140,20 @@ def test_the_engine_goes_on_past_an_early_string():
         assert stopping.stop.text_of(sample.response_ids.tolist()) == text[: length - 1]
 
 
-@pytest.mark.parametrize(('text', 'sure'), [
-    ('Paris', 'Paris'), ('Paris\n', 'Paris'), ('Paris\nH', 'Paris'), ('Paris\nHe', 'Paris\nHe'), ('Paris\nHuman: what', 'Paris'),
-    ('a#', 'a'), ('a##', 'a'), ('##', ''), ('', ''), ('#a', '#a'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('text', 'sure'),
+    [
+        ('Paris', 'Paris'),
+        ('Paris\n', 'Paris'),
+        ('Paris\nH', 'Paris'),
+        ('Paris\nHe', 'Paris\nHe'),
+        ('Paris\nHuman: what', 'Paris'),
+        ('a#', 'a'),
+        ('a##', 'a'),
+        ('##', ''),
+        ('', ''),
+        ('#a', '#a'),
+    ],
+)
 def test_what_is_sure_to_stay_of_an_unfinished_text(text, sure):
     assert StopStrings(byte_tokenizer(), ['\nHuman:', '##!']).settled(text) == sure

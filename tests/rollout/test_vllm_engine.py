@@ -1,6 +1,8 @@
-"""The engine around vLLM, on a stand-in for it that really generates, and on vLLM itself where that is installed on a GPU.
+"""The engine around vLLM, on a stand-in for it that really generates, and on vLLM itself where that is installed on a
+GPU.
 
-The stand-in has the part of the interface that the engine uses, knows only the weights loaded into it, and refuses to work asleep.
+The stand-in has the part of the interface that the engine uses, knows only the weights loaded into it, and refuses to
+work asleep.
 """
 
 from __future__ import annotations
@@ -41,7 +43,11 @@ class LLM:
     def __init__(self, **settings: Any) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        assert settings['load_format'] == 'dummy' and settings['enable_sleep_mode'] and settings['logprobs_mode'] == 'processed_logprobs'
+        assert (
+            settings['load_format'] == 'dummy'
+            and settings['enable_sleep_mode']
+            and settings['logprobs_mode'] == 'processed_logprobs'
+        )
         self.settings, self.events = settings, []
         self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(settings['model'])).eval()
         self.awake = {'weights', 'kv_cache'}
@@ -88,7 +94,11 @@ class LLM:
             while len(ids) - start < p.max_tokens:
                 logits = self.model(torch.tensor([ids])).logits[0, -1].float()
                 logp = torch.log_softmax(logits / (p.temperature or 1.0), -1)
-                token = int(logp.argmax()) if p.temperature == 0 else int(torch.multinomial(logp.exp(), 1, generator=generator))
+                token = (
+                    int(logp.argmax())
+                    if p.temperature == 0
+                    else int(torch.multinomial(logp.exp(), 1, generator=generator))
+                )
                 ids.append(token)
                 steps.append({token: Logprob(float(logp[token]))})
                 if token in p.stop_token_ids:
@@ -139,7 +149,8 @@ def test_greedy_agrees_with_the_local_engine(fake_vllm, folder):
 
 
 def test_samples_of_every_engine_have_the_models_distribution(fake_vllm, folder):
-    """The first token of 600 samples each: chi-squared over the likeliest tokens, below the 99.9 % quantile of 8 degrees of freedom."""
+    """The first token of 600 samples each: chi-squared over the likeliest tokens, below the 99.9 % quantile of 8
+    degrees of freedom."""
     model = tiny_causal_lm('gpt2')
     prompt = Prompt(ids=torch.tensor([5, 9, 3]))
     number = 600
@@ -169,7 +180,9 @@ def test_every_phase_has_the_policys_weights_and_leaves_none(fake_vllm, folder):
         for p in model.parameters():
             p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
     after = collect(engine, model, sampling)
-    assert [s.response_ids.tolist() for s in after] == [s.response_ids.tolist() for s in collect(LocalEngine(), model, sampling)]
+    assert [s.response_ids.tolist() for s in after] == [
+        s.response_ids.tolist() for s in collect(LocalEngine(), model, sampling)
+    ]
     (llm,) = fake_vllm.made
     phase = ['wake weights', 'load', 'wake kv_cache', 'forget', 'sleep 2']
     assert llm.events == ['sleep 2', *phase, *phase]
@@ -188,9 +201,19 @@ def test_ppo_recomputes_its_log_probs(fake_vllm, folder):
             (actor, AdamW(actor.parameters(), lr=1e-3)), (critic, AdamW(critic.parameters(), lr=1e-3))
         )
         trainer = PPOTrainer(
-            strategy, actor, critic, lambda prompts, responses: [1.0] * len(prompts), None, actor_optim, critic_optim, kl_coef=0.0,
-            engine=VLLMEngine(folder), experience_batch_size=2, train_batch_size=2, max_new_tokens=4,
-        )  # fmt: skip
+            strategy,
+            actor,
+            critic,
+            lambda prompts, responses: [1.0] * len(prompts),
+            None,
+            actor_optim,
+            critic_optim,
+            kl_coef=0.0,
+            engine=VLLMEngine(folder),
+            experience_batch_size=2,
+            train_batch_size=2,
+            max_new_tokens=4,
+        )
         assert trainer.maker.settings.recompute_logprobs is True
         trainer.fit([torch.tensor([5, 6, 7])] * 2, max_timesteps=1, update_timesteps=1)
         assert trainer.num_updates == 1

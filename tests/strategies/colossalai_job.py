@@ -31,20 +31,39 @@ TWO = {
     **{f'agreement, {name}': (check_agreement, *config) for name, config in {**ZERO, **GEMINI}.items()},
     'clipped, zero1 cpu hybrid': (check_agreement, *ZERO['zero1 cpu hybrid'], None, 0.3),
     'clipped, gemini cpu cut': (check_agreement, *GEMINI['gemini cpu cut'], None, 0.3),
-    **{f'micro-batches, {name}': (check_agreement, *ZERO[name], 12) for name in ('zero1 cuda adamw', 'zero2 cpu cpuadam')},
+    **{
+        f'micro-batches, {name}': (check_agreement, *ZERO[name], 12)
+        for name in ('zero1 cuda adamw', 'zero2 cpu cpuadam')
+    },
     'gemini is zero': (check_gemini_is_zero,),
-    **{f'accumulation, {name}': (check_accumulation, GEMINI[name][0]) for name in ('gemini cuda whole', 'gemini cpu cut')},
+    **{
+        f'accumulation, {name}': (check_accumulation, GEMINI[name][0])
+        for name in ('gemini cuda whole', 'gemini cpu cut')
+    },
     'accumulation, forgetful': (check_accumulation, GEMINI['gemini cuda cut'][0], True),
     'order of calls': (check_order_of_calls,),
     'outputs': (check_outputs,),
     'unequal rows': (check_unequal_rows,),
     'families': (check_families,),
     'layouts': (check_layouts,),
-    'resume, zero2 bf16': (check_bits_of_resume, {'stage': 2, 'precision': 'bf16', 'placement_policy': 'cpu'}, 'cpuadam'),
+    'resume, zero2 bf16': (
+        check_bits_of_resume,
+        {'stage': 2, 'precision': 'bf16', 'placement_policy': 'cpu'},
+        'cpuadam',
+    ),
     'resume, gemini bf16': (check_bits_of_resume, *GEMINI['gemini cuda cut']),
-    'resume, gemini fp16': (check_bits_of_resume, {**FP16, 'placement_policy': 'cpu', 'initial_scale': 2.0**10}, 'hybrid'),
+    'resume, gemini fp16': (
+        check_bits_of_resume,
+        {**FP16, 'placement_policy': 'cpu', 'initial_scale': 2.0**10},
+        'hybrid',
+    ),
     'full model, zero gpt2': (check_full_model, {'stage': 1, 'precision': 'bf16'}, 'adamw', 'gpt2'),
-    'full model, zero lora': (partial(check_full_model, lora_rank=2), {'stage': 2, 'precision': 'bf16'}, 'adamw', 'llama'),
+    'full model, zero lora': (
+        partial(check_full_model, lora_rank=2),
+        {'stage': 2, 'precision': 'bf16'},
+        'adamw',
+        'llama',
+    ),
     'full model, gemini llama': (check_full_model, *GEMINI['gemini cpu cut'], 'llama'),
     'full model, gemini lora': (partial(check_full_model, lora_rank=2), *GEMINI['gemini cuda cut'], 'gpt2'),
     'files, zero2': (check_whole_files, {'stage': 2, 'precision': 'bf16'}, 'adamw'),

@@ -36,7 +36,8 @@ def check_agreement(folder, options, kind, max_tokens=None, max_norm=None):
 
 
 def check_gemini_is_zero(folder):
-    """Gemini against ZeRO-2 in bf16: the same module in the same dtype, so no tolerance for bf16 arithmetic is needed."""
+    """Gemini against ZeRO-2 in bf16: the same module in the same dtype, so no tolerance for bf16 arithmetic is
+    needed."""
     out = []
     for options in ({'stage': 2, 'precision': 'bf16'}, GEMINI['gemini cuda cut'][0]):
         with ColossalAIStrategy(**options) as strategy:
@@ -46,7 +47,8 @@ def check_gemini_is_zero(folder):
 
 
 def check_accumulation(folder, options, forgetful=False):
-    """Micro-batches and one batch; `forgetful`: without setting gradients aside, a negative control that must disagree."""
+    """Micro-batches and one batch; `forgetful`: without setting gradients aside, a negative control that must
+    disagree."""
     out = []
     for max_tokens in (None, 12):
         with ColossalAIStrategy(**options) as strategy:
@@ -58,7 +60,8 @@ def check_accumulation(folder, options, forgetful=False):
 
 
 def check_order_of_calls(folder):
-    """Gemini: forwards without gradients anywhere, two forwards before two backwards, a forward whose backward never comes."""
+    """Gemini: forwards without gradients anywhere, two forwards before two backwards, a forward whose backward never
+    comes."""
     ends = []
     for disturbed in (False, True):
         with ColossalAIStrategy(**GEMINI['gemini auto cut'][0]) as strategy:
@@ -84,10 +87,13 @@ def check_order_of_calls(folder):
 
 
 def check_outputs(folder):
-    """Outputs are plain tensors in the module's own kind of tuple; in-place operations on them work; fp32 on request."""
+    """Outputs are plain tensors in the module's own kind of tuple; in-place operations on them work; fp32 on
+    request."""
     facts = {}
     for stage in (2, 3):
-        with ColossalAIStrategy(stage, 'bf16', force_outputs_fp32=stage == 3, **(SMALL if stage == 3 else {})) as strategy:
+        with ColossalAIStrategy(
+            stage, 'bf16', force_outputs_fp32=stage == 3, **(SMALL if stage == 3 else {})
+        ) as strategy:
             model, _ = pair_of(strategy, 'hybrid')
             out = model(batches_of(strategy, 0)[0][0], with_logits=True)
             values = out.values.detach().clone()
@@ -101,7 +107,8 @@ def check_outputs(folder):
 
 
 def check_unequal_rows(folder):
-    """Log-probs in chunks of rows, recomputed in the backward: ranks run unequally many operations, and nobody waits for ever."""
+    """Log-probs in chunks of rows, recomputed in the backward: ranks run unequally many operations, and nobody waits
+    for ever."""
     import chatgpt.functional.logprobs as logprobs
 
     out, before = [], logprobs.CHUNK_ELEMENTS_CPU
@@ -121,7 +128,8 @@ def check_unequal_rows(folder):
 
 
 def check_families(folder):
-    """First losses of LoRA, hydra and the other families under Gemini against ZeRO-2 in bf16; references stay where they are."""
+    """First losses of LoRA, hydra and the other families under Gemini against ZeRO-2 in bf16; references stay where
+    they are."""
     facts = {}
     for what in ('lora', 'hydra', 'opt', 'bloom', 'llama'):
         kw = {'hydra': {'num_layers_unfrozen': 1}, 'lora': {'lora_rank': 2}}.get(what, {})

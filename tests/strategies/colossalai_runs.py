@@ -14,17 +14,25 @@ from chatgpt.testing.tiny import tiny_micro_batches, tiny_sequences
 from chatgpt.trainer.strategies import NaiveStrategy
 
 needs_colossalai = pytest.mark.skipif(
-    importlib.util.find_spec('colossalai') is None, reason='colossalai is not installed; see requirements-colossalai.txt'
+    importlib.util.find_spec('colossalai') is None,
+    reason='colossalai is not installed; see requirements-colossalai.txt',
 )
 LR, STEPS = 1e-3, 4
 SMALL = {'min_chunk_size_mb': 0.001, 'search_range_mb': 0.001, 'hidden_dim': 32}
 """chunks of about a thousand elements, so that a tiny model is cut into many"""
 ZERO = {
-    f'zero{stage} {placement} {optimizer}': ({'stage': stage, 'precision': 'fp32', 'placement_policy': placement}, optimizer)
-    for stage, placement, optimizer in (
-        (1, 'cuda', 'adamw'), (1, 'cpu', 'hybrid'), (2, 'cuda', 'hybrid'), (2, 'cpu', 'cpuadam'), (2, 'auto', 'adamw'),
+    f'zero{stage} {placement} {optimizer}': (
+        {'stage': stage, 'precision': 'fp32', 'placement_policy': placement},
+        optimizer,
     )
-}  # fmt: skip
+    for stage, placement, optimizer in (
+        (1, 'cuda', 'adamw'),
+        (1, 'cpu', 'hybrid'),
+        (2, 'cuda', 'hybrid'),
+        (2, 'cpu', 'cpuadam'),
+        (2, 'auto', 'adamw'),
+    )
+}
 GEMINI = {
     f'gemini {placement} {size}': ({'stage': 3, 'precision': 'bf16', 'placement_policy': placement, **chunks}, 'hybrid')
     for placement in ('cuda', 'cpu', 'auto')

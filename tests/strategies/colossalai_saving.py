@@ -1,4 +1,5 @@
-"""Checks of weights and states that leave `ColossalAIStrategy`. All ranks run them; each gets a folder and returns what it found."""
+"""Checks of weights and states that leave `ColossalAIStrategy`. All ranks run them; each gets a folder and returns what
+it found."""
 
 from __future__ import annotations
 
@@ -35,8 +36,10 @@ def check_layouts(folder):
         optimizer.param_groups[0]['lr'] = 7e-4
         write(strategy, folder / 'zero2', model, optimizer)
     for name, (options, kind) in {
-        'gemini': GEMINI['gemini cpu cut'], 'whole': GEMINI['gemini cuda whole'], 'zero1': ZERO['zero1 cpu hybrid'],
-    }.items():  # fmt: skip
+        'gemini': GEMINI['gemini cpu cut'],
+        'whole': GEMINI['gemini cuda whole'],
+        'zero1': ZERO['zero1 cpu hybrid'],
+    }.items():
         with ColossalAIStrategy(**options) as strategy:
             model, optimizer = pair_of(strategy, kind)
             load(strategy, folder / 'zero2', model, optimizer)
@@ -50,12 +53,16 @@ def check_layouts(folder):
     steps = {float(s['step']) for s in optimizer.state.values()}
     return {
         **{name: same_bits(contents(folder / name), stored) for name in ('gemini', 'whole', 'zero1')},
-        'naive': in_naive, 'steps': steps, 'lr': lr, 'num': len(stored),
-    }  # fmt: skip
+        'naive': in_naive,
+        'steps': steps,
+        'lr': lr,
+        'num': len(stored),
+    }
 
 
 def check_bits_of_resume(folder, options, kind):
-    """Saved after two steps and loaded into a new strategy: the next steps give the same bits, states and loss scale included."""
+    """Saved after two steps and loaded into a new strategy: the next steps give the same bits, states and loss scale
+    included."""
     with ColossalAIStrategy(**options) as strategy:
         model, optimizer = pair_of(strategy, kind)
         train(strategy, model, optimizer, steps=2, max_tokens=12)
@@ -69,7 +76,11 @@ def check_bits_of_resume(folder, options, kind):
         resumed = train(strategy, model, optimizer, steps=2, first=2, max_norm=0.5)
         write(strategy, folder / 'resumed', model, optimizer)
     meta = [CheckpointReader(folder / name).meta['optimizer'] for name in ('straight', 'resumed')]
-    return straight == resumed, same_bits(contents(folder / 'straight'), contents(folder / 'resumed')), meta[0] == meta[1]
+    return (
+        straight == resumed,
+        same_bits(contents(folder / 'straight'), contents(folder / 'resumed')),
+        meta[0] == meta[1],
+    )
 
 
 def check_full_model(folder, options, kind, family, **kw):
@@ -127,7 +138,8 @@ def check_whole_files(folder, options, kind):
 
 
 def check_shard_init(folder):
-    """Built on the meta device and filled in `prepare`: the weights that a model built whole has, trained and frozen."""
+    """Built on the meta device and filled in `prepare`: the weights that a model built whole has, trained and
+    frozen."""
     from chatgpt.nn import GPTActor
 
     ends = []
@@ -145,4 +157,9 @@ def check_shard_init(folder):
             strategy.backward(-(actor(batch).logprobs * weights).sum(), actor, optimizer)
             norm = strategy.optimizer_step(optimizer)
             ends.append((was_meta, start, norm, weights_of(strategy, actor)))
-    return [e[0] for e in ends], same_bits(ends[0][1], ends[1][1]), ends[0][2] == ends[1][2], same_bits(ends[0][3], ends[1][3])
+    return (
+        [e[0] for e in ends],
+        same_bits(ends[0][1], ends[1][1]),
+        ends[0][2] == ends[1][2],
+        same_bits(ends[0][3], ends[1][3]),
+    )

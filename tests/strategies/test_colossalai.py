@@ -31,14 +31,15 @@ def test_zero_agrees_with_naive_in_fp32(colossalai_checks, name):
 @needs_colossalai
 @pytest.mark.parametrize('name', [n for n in TWO if n.startswith(PAIRWISE) and 'gemini' in n])
 def test_gemini_agrees_with_naive_in_bf16(colossalai_checks, name):
-    """Tolerances. A bf16 number is off by up to u = 2^-9 of itself. Naive keeps residual streams in fp32 (autocast), Gemini not.
+    """Tolerances. A bf16 number is off by up to u = 2^-9 of itself. Naive keeps residual streams in fp32 (autocast),
+    Gemini not.
 
-    Loss: with two blocks a state is rounded 2 + 2 + 1 times more under Gemini, each time with a random sign, so a logit differs
-    by about sqrt(5) u of itself. Logits and the loss are of one size (4), and the mean over some 40 tokens makes it smaller:
-    2u = 2^-8 covers it. Norm: a gradient passes the same roundings backwards, once more per matrix: 8u = 2^-6.
-    Weights: Adam moves a weight by at most about lr a step whatever the size of its gradient g. Where |g| is below its error
-    (8u of the typical gradient) the sign is open, and the two may be 2 lr apart; that is 8u = 1.6 % of the weights if gradients
-    were uniform, so the mean is 2 * 1.6 % = 0.032 lr per step.
+    Loss: with two blocks a state is rounded 2 + 2 + 1 times more under Gemini, each time with a random sign, so a logit
+    differs by about sqrt(5) u of itself. Logits and the loss are of one size (4), and the mean over some 40 tokens
+    makes it smaller: 2u = 2^-8 covers it. Norm: a gradient passes the same roundings backwards, once more per matrix:
+    8u = 2^-6. Weights: Adam moves a weight by at most about lr a step whatever the size of its gradient g. Where |g| is
+    below its error (8u of the typical gradient) the sign is open, and the two may be 2 lr apart; that is 8u = 1.6 % of
+    the weights if gradients were uniform, so the mean is 2 * 1.6 % = 0.032 lr per step.
     """
     facts = outcome(colossalai_checks, name)
     for (loss, norm), (want_loss, want_norm) in zip(facts['results'], facts['want'], strict=True):
@@ -50,7 +51,8 @@ def test_gemini_agrees_with_naive_in_bf16(colossalai_checks, name):
 
 @needs_colossalai
 def test_tolerance_for_gemini_tells_wrong_from_right(colossalai_checks):
-    """Negative control: clipped against unclipped, and one step's data against the next one's, lie outside of the tolerances."""
+    """Negative control: clipped against unclipped, and one step's data against the next one's, lie outside of the
+    tolerances."""
     clipped = outcome(colossalai_checks, 'clipped, gemini cpu cut')['results']
     free = outcome(colossalai_checks, 'agreement, gemini cpu cut')['results']
     assert all(abs(a - b) > 2**-8 * b for (a, _), (b, _) in zip(free[1:], free[:-1], strict=True))
@@ -64,7 +66,8 @@ def test_tolerance_for_gemini_tells_wrong_from_right(colossalai_checks):
 
 @needs_colossalai
 def test_gemini_is_zero_in_bf16(colossalai_checks):
-    """The same module in the same dtype on the same data: what is left is the order of fp32 operations in two Adam kernels."""
+    """The same module in the same dtype on the same data: what is left is the order of fp32 operations in two Adam
+    kernels."""
     facts = outcome(colossalai_checks, 'gemini is zero')
     for (loss, norm), (want_loss, want_norm) in zip(facts['gemini'], facts['zero'], strict=True):
         assert loss == pytest.approx(want_loss, rel=1e-4)

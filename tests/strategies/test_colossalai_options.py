@@ -31,8 +31,14 @@ from chatgpt.trainer.strategies.colossalai.states import UpstreamScaler
         ({'stage': 1, 'min_chunk_size_mb': 1}, 'min_chunk_size_mb=1 is an option of Gemini'),
         ({'reduce_bucket_size': 1024}, 'reduce_bucket_size=1024 is an option of stages 1 and 2'),
         ({'gpu_margin_mem_ratio': 0.5}, "gpu_margin_mem_ratio=0.5 needs placement_policy='auto', not 'cuda'"),
-        ({'gpu_margin_mem_ratio': 1.5, 'placement_policy': 'auto'}, 'gpu_margin_mem_ratio=1.5 must lie between 0 and 1'),
-        ({'precision': 'bf16', 'initial_scale': 8}, "initial_scale=8 scales the loss under precision='fp16', not 'bf16'"),
+        (
+            {'gpu_margin_mem_ratio': 1.5, 'placement_policy': 'auto'},
+            'gpu_margin_mem_ratio=1.5 must lie between 0 and 1',
+        ),
+        (
+            {'precision': 'bf16', 'initial_scale': 8},
+            "initial_scale=8 scales the loss under precision='fp16', not 'bf16'",
+        ),
         ({'max_norm': -1.0}, 'max_norm=-1.0 must not be negative'),
     ],
 )
@@ -44,13 +50,17 @@ def test_options_that_cannot_be_honoured(options, text):
 
 def test_not_installed(monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, 'find_spec', lambda name, *args: None if name == 'colossalai' else find(name, *args))
+    monkeypatch.setattr(
+        importlib.util, 'find_spec', lambda name, *args: None if name == 'colossalai' else find(name, *args)
+    )
     with pytest.raises(ImportError, match='not installed; run: pip install .*--no-deps -r requirements-colossalai.txt'):
         ColossalAIStrategy()
 
 
 def test_nothing_is_imported_before_a_strategy_is_built():
-    code = 'import sys; from chatgpt.trainer.strategies import ColossalAIStrategy; sys.exit("colossalai" in sys.modules)'
+    code = (
+        'import sys; from chatgpt.trainer.strategies import ColossalAIStrategy; sys.exit("colossalai" in sys.modules)'
+    )
     assert subprocess.run([sys.executable, '-c', code], timeout=60).returncode == 0
 
 

@@ -17,7 +17,15 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]  # the first test wa
 @needs_colossalai
 def test_pieces_move_between_layouts(colossalai_checks):
     facts = outcome(colossalai_checks, 'layouts')
-    assert facts == {'gemini': True, 'whole': True, 'zero1': True, 'naive': True, 'steps': {2.0}, 'lr': 7e-4, 'num': facts['num']}
+    assert facts == {
+        'gemini': True,
+        'whole': True,
+        'zero1': True,
+        'naive': True,
+        'steps': {2.0},
+        'lr': 7e-4,
+        'num': facts['num'],
+    }
     model = make_actor()
     assert facts['num'] == 4 * len(list(model.parameters())), 'a weight, two moments and a step for every parameter'
 

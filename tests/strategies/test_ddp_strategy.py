@@ -16,7 +16,9 @@ from chatgpt.trainer.strategies.ddp import DDPStrategy, buckets
 def test_without_torchrun(monkeypatch):
     for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ValueError, match='RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set; launch with: torchrun'):
+    with pytest.raises(
+        ValueError, match='RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set; launch with: torchrun'
+    ):
         DDPStrategy()
 
 
@@ -113,7 +115,8 @@ def _raise(error: Exception) -> None:
 def test_two_processes():
     results = run_distributed(_several, 2)
     for found in results:
-        # sum for a: 1 + 10 + 100 = 111, 2 + 20 + 200 = 222; for b: 7, 8; c has no gradient and so no weight decay either
+        # sum for a: 1 + 10 + 100 = 111, 2 + 20 + 200 = 222; for b: 7, 8; c has no gradient and so no weight decay
+        # either
         assert found['norm'] == pytest.approx((111**2 + 222**2 + 49 + 64) ** 0.5, rel=1e-6)
         assert found['weights'] == {'a': [1 - 111.5, 1 - 222.5], 'b': [1 - 7.5, 1 - 8.5], 'c': [1.0, 1.0]}
         assert found['start'] == [[[5.0, 5.0], [5.0, 5.0]], [True, True, False], 40]

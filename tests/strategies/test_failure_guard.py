@@ -20,7 +20,7 @@ strategy = DDPStrategy(device='cpu')
 rank = strategy.rank
 """
 HOURS = """
-# The clock by which the guard is patient: it stands still until rank 1 has said that it will not come, then an hour passes in a second.
+# The guard's clock: it stands still until rank 1 has said that it will not come, then an hour passes in a second.
 began, asleep = time.monotonic(), dist.distributed_c10d._get_default_store().clone()
 strategy.whereabouts.clock = lambda: 3600 * (time.monotonic() - began) if asleep.check(['asleep']) else 0.0
 strategy.whereabouts.note('before the run')
@@ -122,7 +122,8 @@ def test_one_process_has_nothing_to_guard():
 
 
 def guard_at_hand(waits: bool) -> tuple[FailureGuard, Whereabouts, list[float]]:
-    """A guard with a timeout of 100 s, where its main thread seems to be, and [the clock, its processor time] to be set."""
+    """A guard with a timeout of 100 s, where its main thread seems to be, and [the clock, its processor time] to be
+    set."""
     time_and_use = [0.0, 0.0]
     here = Whereabouts(clock=lambda: time_and_use[0])
     here.is_waiting = lambda: waits  # type: ignore[method-assign]
@@ -256,7 +257,8 @@ def test_a_slow_rank_that_comes_in_time_is_let_be():
 
 
 def test_ranks_that_get_on_are_let_be():
-    """Collectives of a library one after another, for longer than the timeout, and nothing said of it: as a sharded model scores."""
+    """Collectives of a library one after another, for longer than the timeout, and nothing said of it: as a sharded
+    model scores."""
     codes, texts, _ = launch("""
         strategy.timeout_s = 2
         with strategy.failure_guard():

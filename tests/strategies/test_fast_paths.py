@@ -1,4 +1,5 @@
-"""The padding-free forward and the joined hydra pass under every strategy that shards or wraps: the numbers of the plain way."""
+"""The padding-free forward and the joined hydra pass under every strategy that shards or wraps: the numbers of the
+plain way."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def compare_all(kind: str, options: dict[str, Any]) -> list[dict[str, float]]:
 
 
 def compare(kind: str, options: dict[str, Any], with_hydra: bool) -> dict[str, float]:
-    """Largest difference of log-probs and gradients, packed against padded and joined against separate, on this rank."""
+    """Largest difference of log-probs and gradients, packed against padded and joined against separate, on this
+    rank."""
     from chatgpt.batching import collate
     from chatgpt.nn import GPTActor
     from chatgpt.testing.fakes import tiny_config
@@ -35,10 +37,13 @@ def compare(kind: str, options: dict[str, Any], with_hydra: bool) -> dict[str, f
         actor, optimizer = strategy.prepare((actor, optimizer))
         g = torch.Generator().manual_seed(strategy.rank)
         items = [
-            Sequence(prompt_ids=torch.randint(3, 60, (p,), generator=g), response_ids=torch.randint(3, 60, (a,), generator=g),
-                     response_mask=torch.ones(a, dtype=torch.bool))
+            Sequence(
+                prompt_ids=torch.randint(3, 60, (p,), generator=g),
+                response_ids=torch.randint(3, 60, (a,), generator=g),
+                response_mask=torch.ones(a, dtype=torch.bool),
+            )
             for p, a in LENGTHS
-        ]  # fmt: skip
+        ]
         packed, padded = (collate(items, pack=p).to(strategy.device) for p in (True, False))
         norms = {}
         for name, batch in (('packed', packed), ('padded', padded)):
@@ -46,7 +51,9 @@ def compare(kind: str, options: dict[str, Any], with_hydra: bool) -> dict[str, f
                 with strategy.autocast():
                     loss = -actor(batch).logprobs.float().sum() / 50
                 strategy.backward(loss, actor, optimizer)
-            norms[name] = strategy.optimizer_step(optimizer) if name == 'padded' else _norm_without_step(strategy, optimizer)
+            norms[name] = (
+                strategy.optimizer_step(optimizer) if name == 'padded' else _norm_without_step(strategy, optimizer)
+            )
         with torch.no_grad(), strategy.autocast():
             one, other = actor(packed).logprobs, actor(padded).logprobs
             facts = {'logprobs': float((one - other).abs().max()), 'norm': abs(norms['packed'] / norms['padded'] - 1)}

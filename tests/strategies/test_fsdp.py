@@ -13,12 +13,15 @@ def conform(folder: str, precision: str, cpu_offload: bool) -> dict[str, str]:
 
     tolerance = FP32 if precision == 'fp32' else BF16
     return run_conformance(
-        lambda: FSDPStrategy(precision=precision, cpu_offload=cpu_offload, device='cpu'), tolerance=tolerance, folder=folder
+        lambda: FSDPStrategy(precision=precision, cpu_offload=cpu_offload, device='cpu'),
+        tolerance=tolerance,
+        folder=folder,
     )
 
 
 @pytest.mark.parametrize(
-    ('world_size', 'precision', 'cpu_offload'), [(1, 'fp32', False), (2, 'fp32', False), (2, 'fp32', True), (2, 'bf16', False)]
+    ('world_size', 'precision', 'cpu_offload'),
+    [(1, 'fp32', False), (2, 'fp32', False), (2, 'fp32', True), (2, 'bf16', False)],
 )
 def test_conformance(world_size, precision, cpu_offload, tmp_path):
     fresh = (world_size, precision, cpu_offload) == (2, 'fp32', False)  # each rank with an order of sets of its own

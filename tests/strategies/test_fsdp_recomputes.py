@@ -1,4 +1,5 @@
-"""Activation checkpointing under FSDP computes each block again in the backward pass, and is refused where nothing can."""
+"""Activation checkpointing under FSDP computes each block again in the backward pass, and is refused where nothing
+can."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from chatgpt.trainer.strategies import FSDPStrategy
 
 
 def block_forwards(world_size: int) -> dict[bool, tuple[int, float]]:
-    """By `activation_checkpointing`: how often a block's MLP computes in one forward and backward, and the gradient norm."""
+    """By `activation_checkpointing`: how often a block's MLP computes in one forward and backward, and the gradient
+    norm."""
     from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
     from chatgpt.batching import collate
@@ -66,4 +68,7 @@ def refusal() -> tuple[str, str]:
 
 def test_a_model_that_cannot_recompute_is_refused():
     (said,) = run_distributed(refusal, 1)
-    assert said == ('ValueError', 'activation_checkpointing: Sequential has no model that can recompute its activations')
+    assert said == (
+        'ValueError',
+        'activation_checkpointing: Sequential has no model that can recompute its activations',
+    )

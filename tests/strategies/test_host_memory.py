@@ -1,4 +1,5 @@
-"""Freed memory stays with a CPU process, unless the user has a setting of their own. Each case in a process of its own."""
+"""Freed memory stays with a CPU process, unless the user has a setting of their own. Each case in a process of its
+own."""
 
 from __future__ import annotations
 

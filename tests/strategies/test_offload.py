@@ -73,9 +73,18 @@ def run(strategy, offload):
         (actor, AdamW(actor.parameters(), lr=1e-2)), (critic, AdamW(critic.parameters(), lr=1e-2)), reward, initial
     )
     trainer = PPOTrainer(
-        strategy, actor, critic, [(0.5, reward), (1.0, lambda prompts, responses: [0.0] * len(prompts))], initial, actor_optim,
-        critic_optim, experience_batch_size=2, train_batch_size=2, max_new_tokens=3, offload=offload,
-    )  # fmt: skip
+        strategy,
+        actor,
+        critic,
+        [(0.5, reward), (1.0, lambda prompts, responses: [0.0] * len(prompts))],
+        initial,
+        actor_optim,
+        critic_optim,
+        experience_batch_size=2,
+        train_batch_size=2,
+        max_new_tokens=3,
+        offload=offload,
+    )
     trainer.fit([torch.tensor([5, 6, 7]), torch.tensor([9, 4])], max_timesteps=2, update_timesteps=1)
     return {k: v.clone() for k, v in actor.state_dict().items()}
 
@@ -89,7 +98,8 @@ def test_reward_and_initial_model_are_there_only_while_scoring():
 
 
 class Poisoned(NaiveStrategy):
-    """As on a device with memory of its own: an offloaded model has nothing but NaN, and comes back with its numbers."""
+    """As on a device with memory of its own: an offloaded model has nothing but NaN, and comes back with its
+    numbers."""
 
     def offload(self, model):
         class Away(Apart):
@@ -114,9 +124,18 @@ def test_the_references_responses_come_from_its_weights():
             (actor, AdamW(actor.parameters())), (critic, AdamW(critic.parameters())), initial
         )
         trainer = PPOTrainer(
-            strategy, actor, critic, None, initial, actor_optim, critic_optim, experience_batch_size=2, train_batch_size=2,
-            max_new_tokens=3, offload='idle',
-        )  # fmt: skip
+            strategy,
+            actor,
+            critic,
+            None,
+            initial,
+            actor_optim,
+            critic_optim,
+            experience_batch_size=2,
+            train_batch_size=2,
+            max_new_tokens=3,
+            offload='idle',
+        )
         ours, reference = trainer.generate([torch.tensor([5, 6, 7])], generate_ref_response=True)
         assert torch.equal(ours[0], reference[0])  # the same draws of the same weights
 

@@ -1,4 +1,5 @@
-"""Strategies of a third party: registered, or named `file.py:Class`; planned by what they say; and those that are their own `Ranks`."""
+"""Strategies of a third party: registered, or named `file.py:Class`; planned by what they say; and those that are their
+own `Ranks`."""
 
 from __future__ import annotations
 
@@ -125,7 +126,9 @@ def test_it_is_planned_by_what_it_says(file):
     assert 'initial model weights' not in mine.phases['collect'].device
     assert Setup(config=config, strategy='mine').memory_model.bucket_bytes == 3000
     with strategy_by_name('mine') as strategy:  # an instance, as a trainer has it
-        fields = common_fields(strategy, Settings(), Holder(tiny_causal_lm('gpt2')), torch.optim.SGD([torch.zeros(1)], lr=0.1))
+        fields = common_fields(
+            strategy, Settings(), Holder(tiny_causal_lm('gpt2')), torch.optim.SGD([torch.zeros(1)], lr=0.1)
+        )
     assert fields['strategy'] == 'mine'
 
 
@@ -160,14 +163,18 @@ def test_an_instance_has_the_name_that_keeps_the_same_in_memory():
         f'{__name__}:Unregistered': instance(Unregistered),
     }
     assert [name_of(strategy) for strategy in names.values()] == list(names)
-    plans = [make_plan(Setup(config=tiny_config('gpt2'), strategy=n, task='sft')).peak for n in (f'{__name__}:Unregistered', 'naive')]
+    plans = [
+        make_plan(Setup(config=tiny_config('gpt2'), strategy=n, task='sft')).peak
+        for n in (f'{__name__}:Unregistered', 'naive')
+    ]
     assert plans[0] == plans[1]
     own = Setup(config=None, strategy='ddp', strategy_options={'bucket_bytes': 1}).memory_model
     assert own.bucket_bytes == 1 and Setup(config=None, strategy='ddp').memory_model.bucket_bytes == 32 * 2**20
 
 
 def test_a_memory_model_by_hand():
-    """Two parameters of 6 and 10 numbers, the first trained, each fp32; Adam has two moments, and a step count on the host."""
+    """Two parameters of 6 and 10 numbers, the first trained, each fp32; Adam has two moments, and a step count on the
+    host."""
     from chatgpt.trainer.strategies.memory import ParameterSize
 
     size = ModelSize((ParameterSize('a', (2, 3), True, 0), ParameterSize('b', (5, 2), False, None)))
@@ -204,7 +211,9 @@ def test_without_ranks_it_is_refused():
     class Silent(Strategy):
         rank = 1
 
-    with pytest.raises(ValueError, match=r'Silent does not say which processes it runs on: .* write class Silent\(Ranks, Strategy\)'):
+    with pytest.raises(
+        ValueError, match=r'Silent does not say which processes it runs on: .* write class Silent\(Ranks, Strategy\)'
+    ):
         Silent()
 
 

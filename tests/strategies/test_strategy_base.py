@@ -1,4 +1,5 @@
-"""What every strategy inherits, on one process: prepare, clipping by hand, loss scaling, LoRA, files, names of states."""
+"""What every strategy inherits, on one process: prepare, clipping by hand, loss scaling, LoRA, files, names of
+states."""
 
 from __future__ import annotations
 
@@ -275,7 +276,9 @@ def test_optimizer_states_are_found_by_name_whatever_the_order(strategy, tmp_pat
     take_step(strategy, model, optimizer, 2.0)
     strategy.save_optimizer(optimizer, tmp_path / 'o.pt')
     content = torch.load(tmp_path / 'o.pt', weights_only=True)
-    assert set(content['state']) == {f'{n}/{s}' for n, _ in model.named_parameters() for s in ('exp_avg', 'exp_avg_sq', 'step')}
+    assert set(content['state']) == {
+        f'{n}/{s}' for n, _ in model.named_parameters() for s in ('exp_avg', 'exp_avg_sq', 'step')
+    }
     other = TinyPolicy(seed=1)
     reordered = list(reversed(list(other.parameters())))
     other, other_optimizer = strategy.prepare((other, torch.optim.AdamW(reordered, lr=9.0)))
@@ -315,7 +318,9 @@ def test_optimizer_of_another_model_is_refused(strategy, tmp_path):
         strategy.load_optimizer(small_optimizer, tmp_path / 'o.pt')
     narrow = TinyPolicy(width=5)
     narrow, narrow_optimizer = strategy.prepare((narrow, torch.optim.AdamW(narrow.parameters())))
-    with pytest.raises(CheckpointMismatch, match=r'embed.weight/exp_avg: wrong shape: checkpoint \(13, 7\), parameter \(13, 5\)'):
+    with pytest.raises(
+        CheckpointMismatch, match=r'embed.weight/exp_avg: wrong shape: checkpoint \(13, 7\), parameter \(13, 5\)'
+    ):
         strategy.load_optimizer(narrow_optimizer, tmp_path / 'o.pt')
     strategy.save_model(model, tmp_path / 'm.pt')
     with pytest.raises(CheckpointMismatch, match='m.pt: expected a saved optimizer'):
@@ -338,7 +343,9 @@ def test_other_optimizers_states(strategy, tmp_path):
         strategy.load_optimizer(other_optimizer, tmp_path / 'o.pt')
         take_step(strategy, model, optimizer)
         take_step(strategy, other, other_optimizer)
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)), type(optimizer)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)), type(
+            optimizer
+        )
 
 
 def test_a_strided_parameter_loads(strategy):

@@ -27,11 +27,15 @@ def test_naive_in_16_bits(precision, tmp_path):
 @pytest.mark.parametrize('precision', ['fp32', 'bf16', 'fp16'])
 def test_on_cuda(precision, tmp_path):
     tolerance = FP32 if precision == 'fp32' else BF16
-    results = run_conformance(lambda: NaiveStrategy(precision=precision), tolerance=tolerance, folder=tmp_path / 'naive')
+    results = run_conformance(
+        lambda: NaiveStrategy(precision=precision), tolerance=tolerance, folder=tmp_path / 'naive'
+    )
     assert NaiveStrategy().device.type == 'cuda' and set(results.values()) == {'passed'}
     with environment(**torchrun_environment(0, 1, free_port())), DDPStrategy() as group:
         assert group.device == torch.device('cuda', 0)
-        results = run_conformance(lambda: DDPStrategy(precision=precision), tolerance=tolerance, folder=tmp_path / 'ddp')
+        results = run_conformance(
+            lambda: DDPStrategy(precision=precision), tolerance=tolerance, folder=tmp_path / 'ddp'
+        )
         assert set(results.values()) == {'passed'}
 
 
@@ -39,7 +43,11 @@ def test_naive_in_bf16_is_not_naive_in_fp32(tmp_path):
     def against_fp32(strategy):
         return NaiveStrategy(device='cpu')
 
-    bench = Bench(make_strategy=lambda: NaiveStrategy(precision='bf16', device='cpu'), folder=tmp_path, make_reference=against_fp32)
+    bench = Bench(
+        make_strategy=lambda: NaiveStrategy(precision='bf16', device='cpu'),
+        folder=tmp_path,
+        make_reference=against_fp32,
+    )
     with pytest.raises(ConformanceError, match='against Naive'):
         all_checks()['equals_naive'](bench)
 
@@ -87,7 +95,11 @@ class LosesTheMoments(DDPStrategy):
 class FlatPrepare(DDPStrategy):
     def prepare(self, *items):
         out = super().prepare(*items)
-        return tuple(x for item in out for x in (item if isinstance(item, list) else [item])) if isinstance(out, tuple) else out
+        return (
+            tuple(x for item in out for x in (item if isinstance(item, list) else [item]))
+            if isinstance(out, tuple)
+            else out
+        )
 
 
 class LeavesEvalMode(DDPStrategy):
@@ -129,8 +141,12 @@ def _ddp_and_faults():
     torch.set_num_threads(1)
     found = {}
     for precision, tolerance in (('fp32', FP32), ('bf16', BF16)):
-        found[precision] = run_conformance(lambda p=precision: DDPStrategy(precision=p, device='cpu'), tolerance=tolerance)
-    found['small buckets'] = run_conformance(lambda: DDPStrategy(device='cpu', bucket_bytes=64), checks=['equals_naive', 'unequal'])
+        found[precision] = run_conformance(
+            lambda p=precision: DDPStrategy(precision=p, device='cpu'), tolerance=tolerance
+        )
+    found['small buckets'] = run_conformance(
+        lambda: DDPStrategy(device='cpu', bucket_bytes=64), checks=['equals_naive', 'unequal']
+    )
     for strategy, checks in FAULTS.items():
         for check in checks:
             try:
@@ -148,4 +164,8 @@ def test_ddp_on_two_processes_and_planted_faults():
         assert set(found['small buckets'].values()) == {'passed'}
         for strategy, checks in FAULTS.items():
             for check in checks:
-                assert found[strategy.__name__, check].startswith(('ConformanceError', 'CheckpointError')), (strategy, check, found)
+                assert found[strategy.__name__, check].startswith(('ConformanceError', 'CheckpointError')), (
+                    strategy,
+                    check,
+                    found,
+                )

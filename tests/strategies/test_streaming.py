@@ -23,7 +23,8 @@ from chatgpt.types import Prompt
 
 FAMILIES = {'gpt2': {}, 'llama': {}, 'lora': {'lora_rank': 2}}
 needs_colossalai = pytest.mark.skipif(
-    importlib.util.find_spec('colossalai') is None, reason='colossalai is not installed; see requirements-colossalai.txt'
+    importlib.util.find_spec('colossalai') is None,
+    reason='colossalai is not installed; see requirements-colossalai.txt',
 )
 
 
@@ -79,8 +80,12 @@ def stream_fsdp(family: str, precision: str):
 
 
 def stream_gemini(family: str):
-    return tokens_of(ColossalAIStrategy(stage=3, precision='bf16', stream_blocks=True, min_chunk_size_mb=0.001, search_range_mb=0.001,
-                                        hidden_dim=32), family)  # fmt: skip
+    return tokens_of(
+        ColossalAIStrategy(
+            stage=3, precision='bf16', stream_blocks=True, min_chunk_size_mb=0.001, search_range_mb=0.001, hidden_dim=32
+        ),
+        family,
+    )
 
 
 def all_fsdp():
@@ -149,7 +154,12 @@ def test_adapters_are_folded_in_and_off():
 
 
 def test_mapped_tensors_leave_no_file(tmp_path):
-    shapes = {'a': ((2, 3), torch.float32), 'empty': ((0,), torch.float32), 'b': ((), torch.int64), 'c': ((5,), torch.bfloat16)}
+    shapes = {
+        'a': ((2, 3), torch.float32),
+        'empty': ((0,), torch.float32),
+        'b': ((), torch.int64),
+        'c': ((5,), torch.bfloat16),
+    }
     mapped = MappedTensors(shapes, tmp_path)
     assert list(tmp_path.iterdir()) == []
     for name, (shape, dtype) in shapes.items():
@@ -165,15 +175,22 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(streaming.os, 'posix_fallocate', full)
-    with pytest.raises(OSError, match=f'whole weights in {tmp_path}: No space left on device; free some, or point TMPDIR'):
+    with pytest.raises(
+        OSError, match=f'whole weights in {tmp_path}: No space left on device; free some, or point TMPDIR'
+    ):
         MappedTensors({'a': ((2,), torch.float32)}, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(('kind', 'options', 'sentence'), [
-    (FSDPStrategy, {'stream_blocks': 'yes'}, "stream_blocks='yes' must be True, False or 'auto'"),
-    pytest.param(ColossalAIStrategy, {'stage': 2, 'stream_blocks': True}, 'only stage=3 can stream', marks=needs_colossalai),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('kind', 'options', 'sentence'),
+    [
+        (FSDPStrategy, {'stream_blocks': 'yes'}, "stream_blocks='yes' must be True, False or 'auto'"),
+        pytest.param(
+            ColossalAIStrategy, {'stage': 2, 'stream_blocks': True}, 'only stage=3 can stream', marks=needs_colossalai
+        ),
+    ],
+)
 def test_options_that_cannot_be_honoured(kind, options, sentence):
     with pytest.raises(ValueError, match=sentence):
         kind(**options)
@@ -216,7 +233,9 @@ def notices() -> float:
 def write_and_read(folder: str, kind: str) -> tuple[float, dict[str, float]]:
     from transformers import GPT2Config
 
-    os.environ.setdefault('GLIBC_TUNABLES', '')  # freed memory goes back to the kernel, so that what is resident is held
+    os.environ.setdefault(
+        'GLIBC_TUNABLES', ''
+    )  # freed memory goes back to the kernel, so that what is resident is held
     config = GPT2Config(vocab_size=64, n_positions=16, n_embd=512, n_layer=8, n_head=8)
     strategy = FSDPStrategy(device='cpu', meta_init=True) if kind == 'fsdp' else DDPStrategy(device='cpu')
     with strategy:

@@ -43,4 +43,6 @@ def test_a_wrong_one_does_not(tmp_path):
     files['check_my_strategy.py'] = files['check_my_strategy.py'].replace('seed=1)', "seed=1), checks=['equals_naive']")
     results = run_on_two(tmp_path, files)
     assert all(code != 0 for code, _ in results)
-    assert all('equals_naive, rank 0: failed: against Naive: gradient norm of step 0' in text for _, text in results), results
+    assert all('equals_naive, rank 0: failed: against Naive: gradient norm of step 0' in text for _, text in results), (
+        results
+    )

@@ -1,4 +1,5 @@
-"""Ranks forked from a warm interpreter are processes of their own: what the caller has set, they have; what a job does, ends with it."""
+"""Ranks forked from a warm interpreter are processes of their own: what the caller has set, they have; what a job does,
+ends with it."""
 
 from __future__ import annotations
 
@@ -21,10 +22,17 @@ def place() -> dict[str, object]:
     total = torch.ones(1)
     dist.all_reduce(total)
     found = {
-        'pid': os.getpid(), 'sum': total.item(), 'marks': list(MARKS), 'word': os.environ.get('WORD'), 'left': os.environ.get('LEFT'),
-        'folder': os.getcwd(), 'paths': list(sys.path), 'threads': torch.get_num_threads(), 'draw': torch.rand(1).item(),
+        'pid': os.getpid(),
+        'sum': total.item(),
+        'marks': list(MARKS),
+        'word': os.environ.get('WORD'),
+        'left': os.environ.get('LEFT'),
+        'folder': os.getcwd(),
+        'paths': list(sys.path),
+        'threads': torch.get_num_threads(),
+        'draw': torch.rand(1).item(),
         'rank': (os.environ['RANK'], dist.get_rank(), dist.get_world_size()),
-    }  # fmt: skip
+    }
     MARKS.append('here')
     os.environ['LEFT'] = 'something'
     torch.set_default_dtype(torch.float64)

@@ -13,17 +13,32 @@ from chatgpt.trainer import callbacks as cb
 from chatgpt.types import Experience
 
 
-def experience(index: int, prompt: list[int], response: list[int], score: float, gap: float = 0.5, **more) -> Experience:
+def experience(
+    index: int, prompt: list[int], response: list[int], score: float, gap: float = 0.5, **more
+) -> Experience:
     """One record whose per-token KL to the initial model is `gap`."""
     n = len(response)
     zeros, ones = torch.zeros(n), torch.ones(n, dtype=torch.bool)
     return Experience(
-        index=index, group=index, prompt_ids=torch.tensor(prompt), response_ids=torch.tensor(response), response_mask=ones,
-        logprobs=zeros, filtered_logprobs=zeros, edge_distances=ones.float(), finish_reason='eos', score=score,
-        old_logprobs=zeros, ref_logprobs=zeros - gap, values=zeros, kl=zeros + gap, rewards=zeros, advantages=zeros,
+        index=index,
+        group=index,
+        prompt_ids=torch.tensor(prompt),
+        response_ids=torch.tensor(response),
+        response_mask=ones,
+        logprobs=zeros,
+        filtered_logprobs=zeros,
+        edge_distances=ones.float(),
+        finish_reason='eos',
+        score=score,
+        old_logprobs=zeros,
+        ref_logprobs=zeros - gap,
+        values=zeros,
+        kl=zeros + gap,
+        rewards=zeros,
+        advantages=zeros,
         returns=zeros,
         **more,
-    )  # fmt: skip
+    )
 
 
 class FakeTrainer:

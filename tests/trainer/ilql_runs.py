@@ -33,14 +33,29 @@ def model(seed: int = 5, two_qs: bool = True, vocab: int = VOCAB) -> ILQLModel:
 
 
 def make(
-    data: Any, eval_data: Any = None, *, strategy: Any = None, more: Any = (), lr: float = 3e-3, two_qs: bool = True, **kw: Any
+    data: Any,
+    eval_data: Any = None,
+    *,
+    strategy: Any = None,
+    more: Any = (),
+    lr: float = 3e-3,
+    two_qs: bool = True,
+    **kw: Any,
 ) -> Any:
     strategy = strategy or NaiveStrategy(seed=5, device='cpu')
     net = model(two_qs=two_qs)
-    net, optim = strategy.prepare((net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=lr, eps=1e-4)))
+    net, optim = strategy.prepare(
+        (net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=lr, eps=1e-4))
+    )
     log = Log()
     trainer = ILQLTrainer(
-        strategy, net, optim, data, eval_data, callbacks=[log, *more], **({'train_batch_size': 4, 'log_interval': 1} | kw)
+        strategy,
+        net,
+        optim,
+        data,
+        eval_data,
+        callbacks=[log, *more],
+        **({'train_batch_size': 4, 'log_interval': 1} | kw),
     )
     trainer.log = log
     return trainer

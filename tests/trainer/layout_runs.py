@@ -49,8 +49,11 @@ class Runs:
             for i in range(first, last)
         }
 
-    def compare(self, want: str, got: str, *, first: int, phases: int, at: str = '', tolerance: Tolerance = FP32) -> None:
-        """Samples, losses and weights; a draw next to an edge is reported and ends the comparison, but not in the first phase."""
+    def compare(
+        self, want: str, got: str, *, first: int, phases: int, at: str = '', tolerance: Tolerance = FP32
+    ) -> None:
+        """Samples, losses and weights; a draw next to an edge is reported and ends the comparison, but not in the first
+        phase."""
         report = compare_logs(self.logs[want], self.logs[got], first=first, tolerance=tolerance)
         if report is not None:
             warnings.warn(f'{got} was compared with {want} up to a draw next to an edge: {report}', stacklevel=2)
@@ -70,7 +73,10 @@ class Runs:
         key = layout.split('(')[0]
         whole, half, rest = (self.logs[f'{key}_{name}'] for name in ('whole', 'half', 'rest'))
         assert half.metrics + rest.metrics == whole.metrics
-        texts = [[[(s.index, s.prompt_text, s.response_text) for s in phase] for phase in log.samples] for log in (whole, half, rest)]
+        texts = [
+            [[(s.index, s.prompt_text, s.response_text) for s in phase] for phase in log.samples]
+            for log in (whole, half, rest)
+        ]
         assert texts[1] + texts[2] == texts[0]
         assert any(text for phase in texts[0] for _, _, text in phase)
         assert differing(self.folder / f'{key}_whole', self.folder / f'{key}_rest') == []

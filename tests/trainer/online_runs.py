@@ -31,8 +31,15 @@ def vowels(prompts: list[str], responses: list[str]) -> list[float]:
     return [float(sum(c in 'aeiou' for c in r)) for r in responses]
 
 
-def make(strategy: Any = None, reward: Any = vowels, more: Any = (), engine: Any = None, lr: float = 1e-3,
-         value_head: bool = False, **kw: Any) -> Any:  # fmt: skip
+def make(
+    strategy: Any = None,
+    reward: Any = vowels,
+    more: Any = (),
+    engine: Any = None,
+    lr: float = 1e-3,
+    value_head: bool = False,
+    **kw: Any,
+) -> Any:
     strategy = strategy or NaiveStrategy(seed=3, device='cpu')
     torch.manual_seed(3)
     config = tiny_config('gpt2', positions=48)
@@ -40,15 +47,28 @@ def make(strategy: Any = None, reward: Any = vowels, more: Any = (), engine: Any
     initial = deepcopy(actor)
     if value_head:
         actor.value_head = critic_head(config.n_embd)
-    critic = GPTCritic(config=config) if not value_head and kw.get('advantage_estimator', 'gae') in ('gae', 'a2c') else None
+    critic = (
+        GPTCritic(config=config) if not value_head and kw.get('advantage_estimator', 'gae') in ('gae', 'a2c') else None
+    )
     actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=lr, eps=1e-5)))
     critic_optim = None
     if critic is not None:
         critic, critic_optim = strategy.prepare((critic, torch.optim.AdamW(critic.parameters(), lr=1e-3, eps=1e-5)))
     log = ExperienceLog()
     settings = {'experience_batch_size': 4, 'train_batch_size': 8, 'max_new_tokens': 8} | kw
-    trainer = PPOTrainer(strategy, actor, critic, reward, strategy.prepare(initial), optim, critic_optim, tokenizer=char_tokenizer(),
-                         callbacks=[log, *more], engine=engine, **settings)  # fmt: skip
+    trainer = PPOTrainer(
+        strategy,
+        actor,
+        critic,
+        reward,
+        strategy.prepare(initial),
+        optim,
+        critic_optim,
+        tokenizer=char_tokenizer(),
+        callbacks=[log, *more],
+        engine=engine,
+        **settings,
+    )
     trainer.log = log
     return trainer
 

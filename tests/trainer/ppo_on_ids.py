@@ -29,7 +29,9 @@ class CountGood(nn.Module):
     def forward(self, batch: Any) -> torch.Tensor:
         hits = ((batch.action_ids == GOOD) & batch.action_mask).float()
         total = torch.zeros(batch.num_sequences).index_add(0, batch.action_rows, hits)
-        return total / torch.zeros(batch.num_sequences).index_add(0, batch.action_rows, batch.action_mask.float()).clamp(min=1)
+        return total / torch.zeros(batch.num_sequences).index_add(
+            0, batch.action_rows, batch.action_mask.float()
+        ).clamp(min=1)
 
 
 def make(
@@ -46,9 +48,14 @@ def make(
     if critic is not None:
         critic, critic_optim = strategy.prepare((critic, critic_optim))
     defaults: dict[str, Any] = {
-        'experience_batch_size': 16, 'train_batch_size': 8, 'max_epochs': 2, 'kl_coef': 0.01, 'max_new_tokens': 6, 'eos_token_id': 2,
+        'experience_batch_size': 16,
+        'train_batch_size': 8,
+        'max_epochs': 2,
+        'kl_coef': 0.01,
+        'max_new_tokens': 6,
+        'eos_token_id': 2,
         'callbacks': [ProgressBar(enabled=False)],
-    }  # fmt: skip
+    }
     return PPOTrainer(strategy, actor, critic, reward, initial, actor_optim, critic_optim, **defaults | kwargs)
 
 

@@ -21,11 +21,25 @@ def make(strategy: Any = None, callbacks: Any = (), **kw: Any) -> SFTTrainer:
     optim = strategy.make_optimizer(actor.parameters(), lr=1e-2, eps=1e-4)
     actor, optim = strategy.prepare((actor, optim))
     data = [
-        Sequence(prompt_ids=torch.tensor([3 + i % 5]), response_ids=torch.tensor([4 + i % 7, 2]), response_mask=torch.tensor([True, True]))
+        Sequence(
+            prompt_ids=torch.tensor([3 + i % 5]),
+            response_ids=torch.tensor([4 + i % 7, 2]),
+            response_mask=torch.tensor([True, True]),
+        )
         for i in range(16)
     ]
     quiet = ProgressBar(enabled=False)
-    return SFTTrainer(strategy, actor, optim, data, callbacks=[quiet, *callbacks], train_batch_size=4, max_epochs=2, log_interval=1, **kw)
+    return SFTTrainer(
+        strategy,
+        actor,
+        optim,
+        data,
+        callbacks=[quiet, *callbacks],
+        train_batch_size=4,
+        max_epochs=2,
+        log_interval=1,
+        **kw,
+    )
 
 
 def averages(ema: EMA) -> dict[str, torch.Tensor]:

@@ -26,9 +26,19 @@ def run(difference: str | None) -> str:
             (actor, AdamW(actor.parameters(), lr=1e-3)), (critic, AdamW(critic.parameters(), lr=1e-3))
         )
         trainer = PPOTrainer(
-            strategy, actor, critic, lambda prompts, responses: [1.0] * len(prompts), None, actor_optim, critic_optim,
-            kl_coef=0.0, experience_batch_size=2, train_batch_size=2, max_new_tokens=3, gamma=0.9 if difference == 'gamma' and odd else 1.0,
-        )  # fmt: skip
+            strategy,
+            actor,
+            critic,
+            lambda prompts, responses: [1.0] * len(prompts),
+            None,
+            actor_optim,
+            critic_optim,
+            kl_coef=0.0,
+            experience_batch_size=2,
+            train_batch_size=2,
+            max_new_tokens=3,
+            gamma=0.9 if difference == 'gamma' and odd else 1.0,
+        )
         if difference == 'position':
             trainer.on_position = trainer.learn
 

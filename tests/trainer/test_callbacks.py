@@ -22,11 +22,18 @@ class Recorder(cb.Callback):
 
 HOOKS = {name: getattr(cb.Callback, name) for name in vars(cb.Callback) if name.startswith('on_')}
 ARGUMENTS = {
-    'on_episode_start': (3,), 'on_episode_end': (3,), 'on_make_experience_end': ([],), 'on_learn_epoch_start': (1,),
-    'on_learn_epoch_end': (1,), 'on_learn_batch_end': ({'a': 1.0},), 'on_phase_end': (2, {'b': 1.0}),
-    'on_log': ({}, {}, [1.0], ['query']), 'on_checkpoint': (Path('x'),), 'on_resume': (Path('x'),),
+    'on_episode_start': (3,),
+    'on_episode_end': (3,),
+    'on_make_experience_end': ([],),
+    'on_learn_epoch_start': (1,),
+    'on_learn_epoch_end': (1,),
+    'on_learn_batch_end': ({'a': 1.0},),
+    'on_phase_end': (2, {'b': 1.0}),
+    'on_log': ({}, {}, [1.0], ['query']),
+    'on_checkpoint': (Path('x'),),
+    'on_resume': (Path('x'),),
     'on_exception': (KeyError('k'),),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize('hook', HOOKS)
@@ -57,7 +64,11 @@ def test_order_puts_what_adds_metrics_first_and_what_saves_last(tmp_path):
 
 def test_states_find_their_callback_again_and_strangers_are_left_alone():
     def make():
-        return [cb.EarlyStopping('a', above=1, patience=9), cb.MetricsWriter(), cb.EarlyStopping('b', above=1, patience=9)]
+        return [
+            cb.EarlyStopping('a', above=1, patience=9),
+            cb.MetricsWriter(),
+            cb.EarlyStopping('b', above=1, patience=9),
+        ]
 
     old = cb.CallbackList(make())
     old.callbacks[0].num_crossed, old.callbacks[2].num_crossed = 3, 5

@@ -70,13 +70,16 @@ def test_a_run_that_went_back_keeps_its_own_beside_later_ones(tmp_path):
 SCORES = [{'rollout/score_mean': s} for s in (5.0, 9.0, 1.0, 2.0, 3.0)]
 
 
-@pytest.mark.parametrize(('settings', 'kept'), [
-    ({'keep_last': 2}, [4, 5]),
-    ({'keep_last': 2, 'keep_best': 1}, [2, 4, 5]),
-    ({'keep_last': 2, 'keep_best': 1, 'mode': 'min'}, [3, 4, 5]),
-    ({'keep_last': 1, 'keep_best': 2}, [1, 2, 5]),
-    ({}, [1, 2, 3, 4, 5]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('settings', 'kept'),
+    [
+        ({'keep_last': 2}, [4, 5]),
+        ({'keep_last': 2, 'keep_best': 1}, [2, 4, 5]),
+        ({'keep_last': 2, 'keep_best': 1, 'mode': 'min'}, [3, 4, 5]),
+        ({'keep_last': 1, 'keep_best': 2}, [1, 2, 5]),
+        ({}, [1, 2, 3, 4, 5]),
+    ],
+)
 def test_the_last_and_the_best_are_kept(tmp_path, settings, kept):
     FakeTrainer([cb.SaveCheckpoint(**settings)], tmp_path).fit(SCORES)
     assert saved(tmp_path / 'checkpoints') == kept

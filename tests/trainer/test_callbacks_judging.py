@@ -50,7 +50,12 @@ def test_the_check_repeats_itself_only_when_it_gets_much_worse_and_counts_at_the
         FakeTrainer([cb.RatioCheck()]).fit([ratio(0.01), ratio(0.02), ratio(0.0), ratio(0.5)])
         FakeTrainer([cb.RatioCheck()], rank=1).fit([ratio(0.01)])
     texts = [str(w.message) for w in caught]
-    assert len(texts) == 3 and texts[0].startswith('phase 1:') and texts[1].startswith('phase 4:') and '3 of 4 phases' in texts[2]
+    assert (
+        len(texts) == 3
+        and texts[0].startswith('phase 1:')
+        and texts[1].startswith('phase 4:')
+        and '3 of 4 phases' in texts[2]
+    )
 
 
 # ---------------------------------------------------------------- evaluation and stopping

@@ -67,7 +67,11 @@ def test_sample_table_is_printed_and_written_every_n_phases_the_first_and_the_la
         'num_tokens': 3,
         'ended': True,
     }
-    assert (rows[1]['prompt'], rows[1]['response'], rows[1]['score']) == ('3', '9 1', -1.0)  # ids where there is no tokenizer
+    assert (rows[1]['prompt'], rows[1]['response'], rows[1]['score']) == (
+        '3',
+        '9 1',
+        -1.0,
+    )  # ids where there is no tokenizer
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == 'samples of phase 1' and lines[1].split() == ['score', 'kl', 'prompt', 'response']
     assert lines[3].split() == ['2.000', '1.500', 'a', 'b', 'c⏎d']
@@ -80,7 +84,11 @@ def test_table_cuts_long_texts_and_keeps_columns_aligned():
 
 
 def test_a_small_negative_number_is_no_negative_zero(capsys):
-    assert cb.format_table([{'a': -0.0002}, {'a': -0.0}, {'a': -0.0006}], ('a',)).splitlines()[2:] == ['0.000', '0.000', '-0.001']
+    assert cb.format_table([{'a': -0.0002}, {'a': -0.0}, {'a': -0.0006}], ('a',)).splitlines()[2:] == [
+        '0.000',
+        '0.000',
+        '-0.001',
+    ]
     FakeTrainer([cb.ProgressBar(bars=False)]).fit([{'rollout/kl_mean': -0.0}])
     assert 'kl 0' in capsys.readouterr().out
 

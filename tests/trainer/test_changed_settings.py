@@ -108,4 +108,7 @@ def test_a_run_from_the_beginning_takes_nothing_over(tmp_path):
     start(tmp_path, '--lr', '1e-4')
     assert start(tmp_path, '--max_epochs', '3').lr is None
     (tmp_path / 'checkpoints' / 'step-00000001' / 'manifest.json').unlink()
-    assert parse_run(SFTRun, description='', argv=['--save_path', str(tmp_path), '--resume', 'auto']).max_epochs == SFTRun().max_epochs
+    assert (
+        parse_run(SFTRun, description='', argv=['--save_path', str(tmp_path), '--resume', 'auto']).max_epochs
+        == SFTRun().max_epochs
+    )

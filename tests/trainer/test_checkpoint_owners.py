@@ -61,7 +61,9 @@ def test_the_checkpoint_records_the_owners_and_a_run_without_one_says_whose_is_l
     path = make(callbacks=[Keeper('statistics', 3.0)]).save_checkpoint(tmp_path / 'saved')
     owners = json.loads((path / 'manifest.json').read_text())['meta']['owners']
     assert owners == {'actor': 'models', 'actor_optim': 'optimizers', 'statistics': 'Keeper.0', 'rng': 'rng'}
-    with pytest.warns(UserWarning, match='statistics is of a callback that this run does not have, Keeper; it is left out'):
+    with pytest.warns(
+        UserWarning, match='statistics is of a callback that this run does not have, Keeper; it is left out'
+    ):
         make().load_checkpoint(path)
 
 

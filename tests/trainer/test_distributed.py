@@ -48,10 +48,23 @@ def train(kind: str, options: dict[str, Any]) -> dict[str, Any]:
             initial,
         )
         trainer = PPOTrainer(
-            strategy, actor, critic, reward, initial, actor_optim, critic_optim, tokenizer=char_tokenizer(),
-            callbacks=[Log(), ProgressBar(enabled=False)], experience_batch_size=8, train_batch_size=4, max_epochs=EPOCHS,
-            max_new_tokens=8, max_tokens_per_batch=48, score_scaling='running', whiten_rewards=True,
-        )  # fmt: skip
+            strategy,
+            actor,
+            critic,
+            reward,
+            initial,
+            actor_optim,
+            critic_optim,
+            tokenizer=char_tokenizer(),
+            callbacks=[Log(), ProgressBar(enabled=False)],
+            experience_batch_size=8,
+            train_batch_size=4,
+            max_epochs=EPOCHS,
+            max_new_tokens=8,
+            max_tokens_per_batch=48,
+            score_scaling='running',
+            whiten_rewards=True,
+        )
         trainer.fit([f'a {w}' for w in 'one two three four five six seven'.split()], 1, PHASES, 1)
         log['weights'] = {n: strategy.full_state_dict(m) for n, m in trainer.models().items()}
     return log
@@ -73,7 +86,13 @@ def test_two_processes_equal_one(kind, options, naive):
     assert [s[2] for s in two['samples']] == [s[2] for s in naive['samples']]
     for a, b in zip(naive['metrics'], two['metrics'], strict=True):
         assert a.keys() == b.keys()
-        for name in ('ppo/policy_loss', 'ppo/value_loss', 'ppo/actor_grad_norm', 'ppo/critic_grad_norm', 'rollout/kl_mean'):
+        for name in (
+            'ppo/policy_loss',
+            'ppo/value_loss',
+            'ppo/actor_grad_norm',
+            'ppo/critic_grad_norm',
+            'rollout/kl_mean',
+        ):
             assert math.isclose(a[name], b[name], rel_tol=1e-4, abs_tol=2e-6), (name, a[name], b[name])
     steps = PHASES * EPOCHS * 2
     for model, weights in naive['weights'].items():

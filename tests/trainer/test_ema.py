@@ -46,7 +46,9 @@ def test_against_a_loop(tmp_path):
     for name, want in loop.average.items():
         assert torch.allclose(mine[name].double().view(want.shape), want, atol=1e-6), name
     current = Loop.weights(trainer)
-    assert any(not torch.allclose(mine[n].double().view(current[n].shape), current[n], atol=1e-3) for n in current)  # they do differ
+    assert any(
+        not torch.allclose(mine[n].double().view(current[n].shape), current[n], atol=1e-3) for n in current
+    )  # they do differ
     del before_end
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / 'actor_ema').state_dict()
     for name, want in loop.average.items():

@@ -76,7 +76,10 @@ def test_a_reward_that_raises_in_phase_three_loses_nothing(tmp_path, capsys):
         fit(make(run_dir=tmp_path / 'broken', reward=BreaksIn(3)))
     assert saved(tmp_path / 'broken') == ['step-00000002']
     path = tmp_path / 'broken' / 'checkpoints' / 'step-00000002'
-    told = f'the run failed in phase 3; the state after phase 2 is kept in {path}: continue with --resume auto or --resume {path}\n'
+    told = (
+        f'the run failed in phase 3; the state after phase 2 is kept in {path}: continue with --resume auto or '
+        f'--resume {path}\n'
+    )
     assert told in capsys.readouterr().err
     again = make(run_dir=tmp_path / 'broken')
     assert again.load_checkpoint('auto') and (again.phase, again.timestep, again.collector.samples_drawn) == (2, 2, 32)
@@ -116,7 +119,10 @@ def test_learning_that_is_cut_short_keeps_its_weights_apart_from_whole_phases(tm
     cut, whole = (tmp_path / 'checkpoints' / name for name in ('cut-short', 'step-00000002'))
     assert saved(tmp_path) == [cut.name, whole.name]
     told = capsys.readouterr().err
-    assert f'the run failed in phase 3; the weights after its last optimizer step are kept in {cut}: continue with --resume {cut}' in told
+    assert (
+        f'the run failed in phase 3; the weights after its last optimizer step are kept in {cut}: continue with '
+        f'--resume {cut}' in told
+    )
     assert f'the last whole phase is in {whole}, which --resume auto or --resume {whole} takes' in told
     again = make(run_dir=tmp_path)
     again.load_checkpoint(cut)
@@ -148,7 +154,9 @@ def test_half_a_step_is_not_saved(tmp_path, capsys, monkeypatch):
     with pytest.raises(Broken):
         fit(trainer)
     told = capsys.readouterr().err
-    assert 'nothing was saved, because some weights had moved and others not; there is no checkpoint of this run\n' in told
+    assert (
+        'nothing was saved, because some weights had moved and others not; there is no checkpoint of this run\n' in told
+    )
     assert saved(tmp_path) == []
 
 
@@ -171,7 +179,11 @@ def test_a_run_that_has_learned_nothing_keeps_and_says_nothing(tmp_path, capsys)
 
 def test_a_failure_right_after_a_checkpoint_names_it_and_writes_none(tmp_path, capsys):
     with pytest.raises(Broken):
-        fit(make(run_dir=tmp_path, reward=BreaksIn(3), callbacks=[SaveCheckpoint(interval=2), ProgressBar(enabled=False)]))
+        fit(
+            make(
+                run_dir=tmp_path, reward=BreaksIn(3), callbacks=[SaveCheckpoint(interval=2), ProgressBar(enabled=False)]
+            )
+        )
     assert saved(tmp_path) == ['step-00000002']
     again = make(run_dir=tmp_path, reward=BreaksIn(1))
     again.load_checkpoint('auto')
@@ -206,7 +218,9 @@ def test_supervised_training_goes_on_from_its_last_step_to_the_same_bits(tmp_pat
     broken = sft('broken', RaiseAt(1, batch, after))
     with pytest.raises(Broken):
         broken.fit()
-    assert saved(tmp_path / 'broken') == ['step-00000001' if batch < 2 else 'step-00000002']  # of the third batch only the report lacked
+    assert saved(tmp_path / 'broken') == [
+        'step-00000001' if batch < 2 else 'step-00000002'
+    ]  # of the third batch only the report lacked
     again = sft('broken')
     again.load_checkpoint('auto')
     assert again.batches_done == broken.batches_done == 3 + batch + after
@@ -216,7 +230,9 @@ def test_supervised_training_goes_on_from_its_last_step_to_the_same_bits(tmp_pat
     assert (again.batches_done, again.num_updates, again.phase) == (8, 8, 3)
     ours, theirs = ([json.loads(x) for x in (tmp_path / n / 'metrics.jsonl').open()] for n in ('broken', 'straight'))
     assert (ours[0]['sft/loss'], ours[-1]['sft/loss']) == (theirs[0]['sft/loss'], theirs[-1]['sft/loss'])
-    assert [m['step'] for m in ours] == ([1, 2, 3] if batch < 2 else [1, 3])  # the one cut short lacks its first batches, or all
+    assert [m['step'] for m in ours] == (
+        [1, 2, 3] if batch < 2 else [1, 3]
+    )  # the one cut short lacks its first batches, or all
 
 
 def test_a_run_with_a_folder_saves_by_the_clock_and_at_the_end(tmp_path, monkeypatch):
@@ -232,7 +248,12 @@ def test_a_run_with_a_folder_saves_by_the_clock_and_at_the_end(tmp_path, monkeyp
 
     trainer = make(run_dir=tmp_path, callbacks=[Slow(enabled=False)])
     fit(trainer)
-    assert Slow.seen == [[], [], ['step-00000002'], ['step-00000002']]  # after 16 minutes, then after 32, which is the end
+    assert Slow.seen == [
+        [],
+        [],
+        ['step-00000002'],
+        ['step-00000002'],
+    ]  # after 16 minutes, then after 32, which is the end
     assert saved(tmp_path) == ['step-00000002', 'step-00000004']
     assert make().callbacks is not None and not any(isinstance(c, SaveCheckpoint) for c in make().callbacks)
 
@@ -251,7 +272,10 @@ def in_the_way(tmp_path):
 def test_a_model_that_cannot_be_written_is_in_the_checkpoint_of_the_end(tmp_path, in_the_way):
     trainer = fit(make(run_dir=tmp_path / 'run'))
     end = tmp_path / 'run' / 'checkpoints' / f'step-{PHASES:08d}'
-    with pytest.raises(SaveError, match=rf'{in_the_way}: the trained model could not be written .*weights are in the checkpoint {end}: '):
+    with pytest.raises(
+        SaveError,
+        match=rf'{in_the_way}: the trained model could not be written .*weights are in the checkpoint {end}: ',
+    ):
         trainer.save_pretrained(in_the_way)
     again = make(run_dir=tmp_path / 'run')
     again.load_checkpoint(end)
@@ -264,7 +288,9 @@ def test_without_a_checkpoint_the_model_is_written_elsewhere(tmp_path, in_the_wa
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setattr('tempfile.tempdir', str(tmp_path))
-    trainer = make(run_dir=tmp_path / 'run' if with_folder else None, callbacks=[SaveCheckpoint(tmp_path / 'c', interval=None)])
+    trainer = make(
+        run_dir=tmp_path / 'run' if with_folder else None, callbacks=[SaveCheckpoint(tmp_path / 'c', interval=None)]
+    )
     fit(trainer)
     with pytest.raises(SaveError, match='it was written to .*rescued-model instead') as caught:
         trainer.save_pretrained(in_the_way)
@@ -312,7 +338,8 @@ with getattr(s, kind)(seed=3, device='cpu') as strategy:
     (actor, a), (critic, c), initial = strategy.prepare(
         (actor, torch.optim.AdamW(actor.parameters())), (critic, torch.optim.AdamW(critic.parameters())), initial)
     trainer = PPOTrainer(strategy, actor, critic, reward, initial, a, c, tokenizer=char_tokenizer(), run_dir=folder,
-                         experience_batch_size=4, train_batch_size=4, max_new_tokens=4, callbacks=[Alone(enabled=False)])
+                         experience_batch_size=4, train_batch_size=4, max_new_tokens=4,
+                         callbacks=[Alone(enabled=False)])
     trainer.fit(['a one', 'a two', 'a three', 'a four'], 1, 4, 1)
 """
 
@@ -334,7 +361,10 @@ def test_a_rank_that_fails_alone_says_what_stands(tmp_path):
     script.write_text(RANKS)
     alone = run_script([str(script), 'DDPStrategy', 'alone', str(tmp_path / 'alone')])
     assert all(code != 0 for code, _ in alone)
-    told = 'saving takes all ranks, and they did not all fail here with rank 1: nothing was saved; there is no checkpoint of this run'
+    told = (
+        'saving takes all ranks, and they did not all fail here with rank 1: nothing was saved; there is no checkpoint '
+        'of this run'
+    )
     assert f'the run failed in phase 3; {told}' in alone[1][1]
     assert 'only here' in alone[0][1]
     assert saved(tmp_path / 'alone') == []

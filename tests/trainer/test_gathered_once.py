@@ -18,7 +18,8 @@ from chatgpt.trainer.strategies import FSDPStrategy, NaiveStrategy, fsdp
 
 
 class Watch(ProgressBar):
-    """At the end of each collect phase: entries of `full_model`, tensors made whole, copies and weights of theirs still alive."""
+    """At the end of each collect phase: entries of `full_model`, tensors made whole, copies and weights of theirs still
+    alive."""
 
     def __init__(self, strategy: Any, whole: list[int]) -> None:
         super().__init__(enabled=False)
@@ -43,7 +44,9 @@ class Watch(ProgressBar):
 
     def on_make_experience_end(self, trainer: Any, experiences: Any) -> None:
         alive = sum(ref() is not None for ref in self.copies)
-        self.phases.append({'entries': self.entries, 'whole': len(self.whole), 'copies': len(self.copies), 'alive': alive})
+        self.phases.append(
+            {'entries': self.entries, 'whole': len(self.whole), 'copies': len(self.copies), 'alive': alive}
+        )
 
 
 def watched(strategy: Any, reward: Any, timesteps: int, whole: list[int] | None = None, **settings: Any) -> Watch:

@@ -1,4 +1,5 @@
-"""GDPO in whole runs: the scores of a weighted list stay apart as far as the advantages, which a slow loop makes of them again."""
+"""GDPO in whole runs: the scores of a weighted list stay apart as far as the advantages, which a slow loop makes of
+them again."""
 
 from __future__ import annotations
 
@@ -52,7 +53,10 @@ def slow(experiences: list[Experience], mistake: str = '') -> dict[int, float]:
     ]
     weights = [1.0, 0.5, 0.25]
     if mistake == 'summed, then normalised':
-        columns, weights = [[sum(w * c for w, c in zip(weights, row, strict=True)) for row in zip(*columns, strict=True)]], [1.0]
+        columns, weights = (
+            [[sum(w * c for w, c in zip(weights, row, strict=True)) for row in zip(*columns, strict=True)]],
+            [1.0],
+        )
     for weight, column in zip(weights, columns, strict=True):
         for group in {e.group for e in experiences}:
             places = [i for i, e in enumerate(experiences) if mistake == 'over the batch' or e.group == group]
@@ -82,7 +86,9 @@ def test_advantages_by_a_slow_loop():
         assert ours != pytest.approx(slow(experiences, mistake), abs=1e-3), mistake
     phase = trainer.log.phases[0]
     assert phase['rollout/score_2_mean'] == pytest.approx(sum(e.weighted_scores[1][1] for e in experiences) / 32)
-    assert phase['rollout/score_3_std'] == pytest.approx(torch.tensor([1.0 + e.index % 3 for e in experiences]).std().item())
+    assert phase['rollout/score_3_std'] == pytest.approx(
+        torch.tensor([1.0 + e.index % 3 for e in experiences]).std().item()
+    )
 
 
 def test_responses_without_a_token_that_counts_do_not_enter_the_batch():
@@ -110,7 +116,9 @@ def test_ranks_do_not_enter():
     alone.fit(PROMPTS, 1, 2, 1)
     for phases in run_distributed(two_ranks, 2):
         for got, want in zip(phases, alone.log.phases, strict=True):
-            assert all(got[k] == pytest.approx(want[k], rel=2e-3, abs=2e-5) for k in want), [(k, got[k], want[k]) for k in want]
+            assert all(got[k] == pytest.approx(want[k], rel=2e-3, abs=2e-5) for k in want), [
+                (k, got[k], want[k]) for k in want
+            ]
 
 
 def two_ranks() -> list[dict[str, float]]:
@@ -137,13 +145,21 @@ def test_dynamic_sampling_looks_at_each_reward():
     assert trainer.log.phases[0]['rollout/score_std'] == 0.0
 
 
-@pytest.mark.parametrize(('settings', 'sentence'), [
-    ({'reward': vowels}, 'give reward_model as a list of two or more'), ({'reward': [(1.0, vowels)]}, 'give reward_model as a list of two'),
-    ({'kl_coef': 0.1}, "set kl_in='loss', or kl_coef=0"), ({'num_samples_per_prompt': 1}, 'set num_samples_per_prompt to 2 or more'),
-    ({'score_scaling': 'running'}, "score_scaling='running' acts on the sum"), ({'score_clip': 1.0}, 'score_clip=1.0 acts on the sum'),
-    ({'missing_eos_score': -1.0}, 'missing_eos_score=-1.0 acts'), ({'overlong_buffer': 2}, 'overlong_buffer=2 acts'),
-    ({'token_penalty': 0.1}, 'token_penalty=0.1 acts'), ({'whiten_rewards': True}, 'whiten_rewards=True acts'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('settings', 'sentence'),
+    [
+        ({'reward': vowels}, 'give reward_model as a list of two or more'),
+        ({'reward': [(1.0, vowels)]}, 'give reward_model as a list of two'),
+        ({'kl_coef': 0.1}, "set kl_in='loss', or kl_coef=0"),
+        ({'num_samples_per_prompt': 1}, 'set num_samples_per_prompt to 2 or more'),
+        ({'score_scaling': 'running'}, "score_scaling='running' acts on the sum"),
+        ({'score_clip': 1.0}, 'score_clip=1.0 acts on the sum'),
+        ({'missing_eos_score': -1.0}, 'missing_eos_score=-1.0 acts'),
+        ({'overlong_buffer': 2}, 'overlong_buffer=2 acts'),
+        ({'token_penalty': 0.1}, 'token_penalty=0.1 acts'),
+        ({'whiten_rewards': True}, 'whiten_rewards=True acts'),
+    ],
+)
 def test_what_gdpo_refuses(settings, sentence):
     with pytest.raises(ValueError, match=sentence):
         make(**(GDPO | {'reward': REWARDS} | settings))

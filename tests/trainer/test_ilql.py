@@ -57,7 +57,8 @@ def by_hand(net: ILQLModel, data: list[Any], c: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    'settings', [{}, {'beta': 2.0, 'tau': 0.9, 'gamma': 0.5}, {'cql_scale': 0.0, 'awac_scale': 2.0, 'max_tokens_per_batch': 8}]
+    'settings',
+    [{}, {'beta': 2.0, 'tau': 0.9, 'gamma': 0.5}, {'cql_scale': 0.0, 'awac_scale': 2.0, 'max_tokens_per_batch': 8}],
 )
 @pytest.mark.parametrize('two_qs', [True, False])
 def test_the_loss_by_hand(settings, two_qs):
@@ -70,10 +71,14 @@ def test_the_loss_by_hand(settings, two_qs):
         assert seen[f'ilql/{name}'] == pytest.approx(value, rel=1e-4, abs=1e-6), name
     assert seen['ilql/loss'] == pytest.approx(sum(want.values()), rel=1e-4)
     shifted = [
-        type(r)(**{n: getattr(r, n) for n in ('prompt_ids', 'response_ids', 'response_mask')}, rewards=r.rewards.roll(1))
+        type(r)(
+            **{n: getattr(r, n) for n in ('prompt_ids', 'response_ids', 'response_mask')}, rewards=r.rewards.roll(1)
+        )
         for r in data
     ]
-    assert abs(by_hand(model(two_qs=two_qs), shifted, trainer.config)['td_loss'] - want['td_loss']) > 1e-3  # negative control
+    assert (
+        abs(by_hand(model(two_qs=two_qs), shifted, trainer.config)['td_loss'] - want['td_loss']) > 1e-3
+    )  # negative control
 
 
 def test_rewards_stand_on_the_last_token_that_counts():
@@ -99,7 +104,9 @@ def test_rewards_are_standardised_over_the_data_set():
     assert float(sums.std()) == pytest.approx(1.0, abs=1e-6)  # divided by n − 1, as in trlX
     assert sums.tolist() == pytest.approx([-0.907265, 1.072222, -0.164957], abs=1e-5)  # (x − 2.5 / 3) / √(8.1667 / 2)
     shown = standardized(rewarded(DIALOGUES[:1], [9.0]), like=rewarded(DIALOGUES, REWARDS))
-    assert float(shown[0].rewards.sum()) == pytest.approx((9.0 - 2.5 / 3) / 2.020726, rel=1e-5)  # by the training moments
+    assert float(shown[0].rewards.sum()) == pytest.approx(
+        (9.0 - 2.5 / 3) / 2.020726, rel=1e-5
+    )  # by the training moments
     assert standardized(rewarded(DIALOGUES[:1], [9.0]))[0].rewards.sum() == 0.0
     for r in records:
         assert not r.rewards[~r.response_mask].any()
@@ -110,7 +117,11 @@ def test_rewards_are_standardised_over_the_data_set():
 @pytest.mark.parametrize('interval', [1, 3])
 def test_targets_move_every_so_many_steps(interval):
     trainer = make(
-        rewarded(DIALOGUES * 4, REWARDS * 4), train_batch_size=3, max_epochs=1, target_sync_interval=interval, alpha=0.25
+        rewarded(DIALOGUES * 4, REWARDS * 4),
+        train_batch_size=3,
+        max_epochs=1,
+        target_sync_interval=interval,
+        alpha=0.25,
     )
     net = trainer.model
     expected = [p.clone() for p in net.target_q_heads.parameters()]
@@ -145,15 +156,17 @@ def test_decoding_is_the_papers_policy():
         with net.decoding(beta):
             engine.begin(net)
             texts.append(
-                engine.generate(prompts, SamplingParams(max_new_tokens=6, do_sample=False), seed=0, indices=[0])[0].response_ids
+                engine.generate(prompts, SamplingParams(max_new_tokens=6, do_sample=False), seed=0, indices=[0])[
+                    0
+                ].response_ids
             )
             engine.end()
     ids = torch.tensor([[3, 4]])
     for t in range(6):  # greedily by hand
         state = net.model.transformer(ids).last_hidden_state[:, -1]
-        best = (net.model.lm_head(state).log_softmax(-1) + 100.0 * torch.minimum(*(h(state) for h in net.target_q_heads))).argmax(
-            -1
-        )
+        best = (
+            net.model.lm_head(state).log_softmax(-1) + 100.0 * torch.minimum(*(h(state) for h in net.target_q_heads))
+        ).argmax(-1)
         assert int(best) == int(texts[1][t])
         ids = torch.cat([ids, best[None]], dim=1)
     assert texts[0].tolist() != texts[1].tolist()
@@ -187,7 +200,9 @@ def test_evaluation_over_betas():
     net = model(vocab=len(tokenizer))
     strategy = NaiveStrategy(seed=5, device='cpu')
     net, optim = strategy.prepare((net, torch.optim.AdamW(net.parameters(), lr=1e-3)))
-    evaluation = PromptEvaluation(['a', 'b'], tokenizer, lambda p, r: [float(len(x)) for x in r], max_new_tokens=4, num_rows=0)
+    evaluation = PromptEvaluation(
+        ['a', 'b'], tokenizer, lambda p, r: [float(len(x)) for x in r], max_new_tokens=4, num_rows=0
+    )
     data = [
         TokenizedLabelled(sequence=sequence([3], [4, 5]), label=1.0),
         TokenizedLabelled(sequence=sequence([3], [6, 5]), label=0),
@@ -219,9 +234,14 @@ def beta_evaluation(strategy: Any) -> dict[str, float]:
     data = rewarded([sequence([3], [4, 5]), sequence([3], [6, 5])], [1.0, 0.0])
     trainer = ILQLTrainer(strategy, net, optim, data, tokenizer=tokenizer, train_batch_size=2, callbacks=[Log()])
     evaluation = PromptEvaluation(
-        ['a', 'b', 'c'], tokenizer, lambda p, r: [sum(map(ord, x)) / 100 for x in r], max_new_tokens=5, num_rows=0, top_k=4,
+        ['a', 'b', 'c'],
+        tokenizer,
+        lambda p, r: [sum(map(ord, x)) / 100 for x in r],
+        max_new_tokens=5,
+        num_rows=0,
+        top_k=4,
         do_sample=True,
-    )  # fmt: skip
+    )
     return BetaEvaluation(evaluation, (0.0, 1.0, 20.0))(trainer)
 
 
@@ -255,7 +275,9 @@ def runs() -> dict[str, Any]:
     found = {}
     for name, kind in (('ddp', DDPStrategy), ('fsdp', FSDPStrategy)):
         with kind(seed=5, device='cpu') as strategy:
-            trainer = make(learnable()[:10], learnable()[:3], strategy=strategy, max_epochs=1, target_sync_interval=1, alpha=0.3)
+            trainer = make(
+                learnable()[:10], learnable()[:3], strategy=strategy, max_epochs=1, target_sync_interval=1, alpha=0.3
+            )
             trainer.fit()
             found[name] = trainer.log.phases, strategy.broadcast_object(strategy.full_state_dict(trainer.model))
     return found
@@ -284,23 +306,30 @@ def test_the_folder_has_policy_and_heads(tmp_path):
     assert len(fresh.q_heads) == 2
 
 
-@pytest.mark.parametrize(('data', 'settings', 'sentence'), [
-    ([sequence([3], [4])], {}, 'record 0 is a Sequence without rewards'),
-    ([TokenizedLabelled(sequence=sequence([3], [4]), label='good')], {}, 'a label is no reward'),
-    (None, {'tau': 1.0}, r'tau=1.0 must lie in \(0, 1\)'),
-    (None, {'alpha': 0.0}, r'alpha=0.0 must lie in \(0, 1\]'),
-    (None, {'gamma': 2.0}, 'gamma=2.0'),
-    (None, {'target_sync_interval': 0}, 'target_sync_interval=0 must be positive'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('data', 'settings', 'sentence'),
+    [
+        ([sequence([3], [4])], {}, 'record 0 is a Sequence without rewards'),
+        ([TokenizedLabelled(sequence=sequence([3], [4]), label='good')], {}, 'a label is no reward'),
+        (None, {'tau': 1.0}, r'tau=1.0 must lie in \(0, 1\)'),
+        (None, {'alpha': 0.0}, r'alpha=0.0 must lie in \(0, 1\]'),
+        (None, {'gamma': 2.0}, 'gamma=2.0'),
+        (None, {'target_sync_interval': 0}, 'target_sync_interval=0 must be positive'),
+    ],
+)
 def test_mistakes(data, settings, sentence):
     with pytest.raises(ValueError, match=sentence):
         make(rewarded(DIALOGUES, REWARDS) if data is None else data, **settings)
 
 
-@pytest.mark.parametrize(('rewards', 'sentence'), [
-    ([1.0, 2.0], '3 sequences but 2 rewards'), ([[1.0, 2.0, 3.0], 1.0, 1.0], 'one for each of its 2 turns'),
-    ([float('nan'), 1.0, 1.0], 'not finite'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('rewards', 'sentence'),
+    [
+        ([1.0, 2.0], '3 sequences but 2 rewards'),
+        ([[1.0, 2.0, 3.0], 1.0, 1.0], 'one for each of its 2 turns'),
+        ([float('nan'), 1.0, 1.0], 'not finite'),
+    ],
+)
 def test_rewards_that_do_not_fit(rewards, sentence):
     with pytest.raises(ValueError, match=sentence):
         rewarded(DIALOGUES, rewards)

@@ -15,8 +15,11 @@ from chatgpt.checkpoint import CheckpointReader, latest
 pytestmark = pytest.mark.system
 
 
-def killed_many_times(folder: Path, kills: int, phases: int, seed: int, kind: str = 'NaiveStrategy', ranks: int = 1) -> None:
-    """Kill all ranks of a run at random moments of its saves and phases; every restart goes on from the newest whole checkpoint.
+def killed_many_times(
+    folder: Path, kills: int, phases: int, seed: int, kind: str = 'NaiveStrategy', ranks: int = 1
+) -> None:
+    """Kill all ranks of a run at random moments of its saves and phases; every restart goes on from the newest whole
+    checkpoint.
 
     A kill that came after the run's end counts for nothing: it is another attempt.
     """

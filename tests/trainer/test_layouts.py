@@ -1,4 +1,5 @@
-"""A checkpoint outlives its layout: runs that move between strategies and world sizes, and runs that go on under the same one.
+"""A checkpoint outlives its layout: runs that move between strategies and world sizes, and runs that go on under the
+same one.
 
 All legs on two processes run in one job, and those that need colossalai in another; each test looks at what they left.
 """
@@ -25,7 +26,8 @@ from benchmarks.layouts import (
 )
 
 needs_colossalai = pytest.mark.skipif(
-    importlib.util.find_spec('colossalai') is None, reason='colossalai is not installed; see requirements-colossalai.txt'
+    importlib.util.find_spec('colossalai') is None,
+    reason='colossalai is not installed; see requirements-colossalai.txt',
 )
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]  # the first test waits for all legs
 
@@ -49,11 +51,17 @@ def colossal(plain: Runs) -> Runs:
     on = Leg(layout='zero2(2) bf16', until=4, total=4, source=plain.folder / 'gemini_half')
     into = Leg(layout='gemini(2) bf16', until=4, total=4, source=plain.folder / 'zero1_half')
     plain.run(
-        **plain.ring(4, 6), **plain.same_layout('zero1(2)'), **gemini,
-        zero1_to_gemini=into, zero1_to_zero2_bf16=replace(into, layout='zero2(2) bf16'),
-        gemini_to_zero2_bf16=on, gemini_to_zero2=replace(on, layout='zero2(2)'), gemini_to_fsdp=replace(on, layout='fsdp(2)'),
-        gemini_to_naive=replace(on, layout='naive'), **plain.ring(6, 7),
-    )  # fmt: skip
+        **plain.ring(4, 6),
+        **plain.same_layout('zero1(2)'),
+        **gemini,
+        zero1_to_gemini=into,
+        zero1_to_zero2_bf16=replace(into, layout='zero2(2) bf16'),
+        gemini_to_zero2_bf16=on,
+        gemini_to_zero2=replace(on, layout='zero2(2)'),
+        gemini_to_fsdp=replace(on, layout='fsdp(2)'),
+        gemini_to_naive=replace(on, layout='naive'),
+        **plain.ring(6, 7),
+    )
     return plain
 
 
@@ -112,7 +120,9 @@ def test_from_gemini_into_fp32(colossal, to):
 
 
 @needs_colossalai
-@pytest.mark.parametrize(('gemini', 'zero'), [('gemini_rest', 'gemini_to_zero2_bf16'), ('zero1_to_gemini', 'zero1_to_zero2_bf16')])
+@pytest.mark.parametrize(
+    ('gemini', 'zero'), [('gemini_rest', 'gemini_to_zero2_bf16'), ('zero1_to_gemini', 'zero1_to_zero2_bf16')]
+)
 def test_gemini_goes_on_as_zero_in_bf16(colossal, gemini, zero):
     """From Gemini's own checkpoint and from that of another layout in fp32."""
     colossal.compare(gemini, zero, first=0, phases=2, tolerance=BF16)

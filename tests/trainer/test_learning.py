@@ -1,4 +1,5 @@
-"""The parts of one optimizer step: statistics over micro-batches, orders from keys, schedules, batch sizes over ranks."""
+"""The parts of one optimizer step: statistics over micro-batches, orders from keys, schedules, batch sizes over
+ranks."""
 
 from __future__ import annotations
 
@@ -18,9 +19,14 @@ def test_batch_stats_weigh_micro_batches_by_what_counts():
     stats = BatchStats()
     for values in ([1.0, 2.0, 3.0], [10.0]):
         v = torch.tensor(values)
-        stats.add({
-            'mean': Mean(v.sum(), len(values)), 'sum': Mean(v.sum(), 0.0), 'ratio_max': Highest(v.max()), 'ratio_min': Lowest(v.min()),
-        })  # fmt: skip
+        stats.add(
+            {
+                'mean': Mean(v.sum(), len(values)),
+                'sum': Mean(v.sum(), 0.0),
+                'ratio_max': Highest(v.max()),
+                'ratio_min': Lowest(v.min()),
+            }
+        )
     reduced = stats.reduced(NaiveStrategy())
     assert reduced == {'mean': 4.0, 'sum': 16.0, 'ratio_max': 10.0, 'ratio_min': 1.0}
     assert reduced['mean'] != (2.0 + 10.0) / 2  # negative control: a mean of means
@@ -60,9 +66,13 @@ def test_a_decaying_schedule_needs_an_end():
 
 
 def test_batch_sizes_that_cannot_be_cut_name_one_that_can():
-    with pytest.raises(ValueError, match=r'train_batch_size=6 cannot be split over 4 ranks; use a multiple of 4, such as 4 or 8'):
+    with pytest.raises(
+        ValueError, match=r'train_batch_size=6 cannot be split over 4 ranks; use a multiple of 4, such as 4 or 8'
+    ):
         check_cut('train_batch_size', 6, 4)
-    with pytest.raises(ValueError, match=r'experience_batch_size=2 cannot be split over 3 ranks; use a multiple of 3, such as 3'):
+    with pytest.raises(
+        ValueError, match=r'experience_batch_size=2 cannot be split over 3 ranks; use a multiple of 3, such as 3'
+    ):
         PPOConfig(experience_batch_size=2, train_batch_size=3).validate(3)
     PPOConfig(experience_batch_size=8, train_batch_size=4).validate(4)
 

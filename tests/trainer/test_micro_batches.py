@@ -32,7 +32,8 @@ def sequence(length: int) -> Sequence:
 
 def test_ranks_get_equal_costs_by_hand():
     cuts = [[[LENGTHS[i] for i in cut] for cut in cuts] for cuts in micro_batches(LENGTHS, 2, 20)]
-    # Longest first, each to the rank with fewer sequences, then with fewer tokens, then to rank 0; forwards of up to 20 padded tokens.
+    # Longest first, each to the rank with fewer sequences, then with fewer tokens, then to rank 0; forwards of up to 20
+    # padded tokens.
     assert cuts == [[[10, 8], [3, 2]], [[9, 9], [3, 2]]]
 
 
@@ -48,8 +49,11 @@ def learn() -> tuple[list[int], int]:
         actor = GPTActor(config=tiny_config('gpt2'))
         actor, optimizer = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=0.1)))
         work = Work(
-            [sequence(n) for n in LENGTHS], [Learner('actor', actor, optimizer, loss)], collate, lambda r: r.num_tokens,
-        )  # fmt: skip
+            [sequence(n) for n in LENGTHS],
+            [Learner('actor', actor, optimizer, loss)],
+            collate,
+            lambda r: r.num_tokens,
+        )
         learn_batch(strategy, [work], max_tokens=20)
     return sorted(n for records in seen for n in records), len(seen)
 
@@ -93,9 +97,22 @@ def fit(packing: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Recorder, int]:
     monkeypatch.setattr(packing_module, '_packed_hidden', lambda *args: calls.append(1) or original(*args))
     recorder = Recorder()
     trainer = PPOTrainer(
-        strategy, actor, critic, reward, initial, actor_optim, critic_optim, packing=packing, callbacks=[recorder],
-        experience_batch_size=16, train_batch_size=8, max_epochs=2, kl_coef=0.01, max_new_tokens=6, eos_token_id=2,
-    )  # fmt: skip
+        strategy,
+        actor,
+        critic,
+        reward,
+        initial,
+        actor_optim,
+        critic_optim,
+        packing=packing,
+        callbacks=[recorder],
+        experience_batch_size=16,
+        train_batch_size=8,
+        max_epochs=2,
+        kl_coef=0.01,
+        max_new_tokens=6,
+        eos_token_id=2,
+    )
     generator = torch.Generator().manual_seed(1)
     trainer.fit([torch.randint(3, 16, (1 + i % 4,), generator=generator) for i in range(16)], 1, 3, 1)
     monkeypatch.undo()
@@ -108,5 +125,12 @@ def test_packed_and_plain_ppo_have_the_same_losses(monkeypatch):
     assert num_packed >= 3 * (2 * 2 * 2 + 2) and num_plain == 0
     assert packed.samples == plain.samples and len({len(s) for s in packed.samples}) > 2
     for a, b in zip(packed.phases, plain.phases, strict=True):
-        for name in ('ppo/policy_loss', 'ppo/value_loss', 'ppo/actor_grad_norm', 'ppo/critic_grad_norm', 'ppo/entropy', 'rollout/kl_mean'):
+        for name in (
+            'ppo/policy_loss',
+            'ppo/value_loss',
+            'ppo/actor_grad_norm',
+            'ppo/critic_grad_norm',
+            'ppo/entropy',
+            'rollout/kl_mean',
+        ):
             assert a[name] == pytest.approx(b[name], rel=1e-4, abs=1e-6), name

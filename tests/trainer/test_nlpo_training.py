@@ -29,8 +29,18 @@ def nlpo(strategy: Any = None, more: Any = (), **kw: Any) -> Any:
     log = ExperienceLog()
     sizes = {'experience_batch_size': 4, 'train_batch_size': 4, 'max_new_tokens': 6}
     settings = sizes | {'advantage_estimator': 'reinforce++', 'nlpo_top_p': 0.6}
-    trainer = PPOTrainer(strategy, actor, None, vowels, strategy.prepare(initial), optim, tokenizer=char_tokenizer(),
-                         callbacks=[log, *more], mask_model=strategy.prepare(mask), **(settings | kw))  # fmt: skip
+    trainer = PPOTrainer(
+        strategy,
+        actor,
+        None,
+        vowels,
+        strategy.prepare(initial),
+        optim,
+        tokenizer=char_tokenizer(),
+        callbacks=[log, *more],
+        mask_model=strategy.prepare(mask),
+        **(settings | kw),
+    )
     trainer.log = log
     return trainer
 
@@ -125,12 +135,17 @@ def test_nlpo_on_two_ranks():
             assert all(got[k] == pytest.approx(want[k], rel=2e-3, abs=2e-5) for k in want)
 
 
-@pytest.mark.parametrize(('settings', 'sentence'), [
-    ({'nlpo_top_p': None}, 'NLPO needs both'), ({'nlpo_top_p': 1.5}, r'nlpo_top_p=1.5 must lie in \(0, 1\]'),
-    ({'recompute_logprobs': True}, 'leave recompute_logprobs out'),
-    ({'strategy': NaiveStrategy(precision='bf16', device='cpu')}, 'use precision=fp32'),
-    ({'engine': HFEngine()}, 'HFEngine would ignore the mask'), ({'tis_cap': 2.0}, 'leave tis_cap out'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('settings', 'sentence'),
+    [
+        ({'nlpo_top_p': None}, 'NLPO needs both'),
+        ({'nlpo_top_p': 1.5}, r'nlpo_top_p=1.5 must lie in \(0, 1\]'),
+        ({'recompute_logprobs': True}, 'leave recompute_logprobs out'),
+        ({'strategy': NaiveStrategy(precision='bf16', device='cpu')}, 'use precision=fp32'),
+        ({'engine': HFEngine()}, 'HFEngine would ignore the mask'),
+        ({'tis_cap': 2.0}, 'leave tis_cap out'),
+    ],
+)
 def test_what_nlpo_needs(settings, sentence):
     with pytest.raises(ValueError, match=sentence):
         nlpo(**settings)

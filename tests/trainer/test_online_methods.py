@@ -15,16 +15,35 @@ from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy
 
 METHODS = {
     'grpo': {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 4, 'kl_in': 'loss', 'kl_coef': 0.04},
-    'dapo': {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 4, 'eps_clip_high': 0.28, 'loss_aggregation': 'token', 'kl_coef': 0.0,
-             'dynamic_sampling_rounds': 2, 'overlong_buffer': 3},
-    'gspo': {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 4, 'policy_loss': 'gspo', 'eps_clip': 3e-4, 'eps_clip_high': 4e-4},
-    'cispo': {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 4, 'policy_loss': 'cispo', 'eps_clip_high': 4.0, 'kl_coef': 0.0},
+    'dapo': {
+        'advantage_estimator': 'grpo',
+        'num_samples_per_prompt': 4,
+        'eps_clip_high': 0.28,
+        'loss_aggregation': 'token',
+        'kl_coef': 0.0,
+        'dynamic_sampling_rounds': 2,
+        'overlong_buffer': 3,
+    },
+    'gspo': {
+        'advantage_estimator': 'grpo',
+        'num_samples_per_prompt': 4,
+        'policy_loss': 'gspo',
+        'eps_clip': 3e-4,
+        'eps_clip_high': 4e-4,
+    },
+    'cispo': {
+        'advantage_estimator': 'grpo',
+        'num_samples_per_prompt': 4,
+        'policy_loss': 'cispo',
+        'eps_clip_high': 4.0,
+        'kl_coef': 0.0,
+    },
     'dr_grpo': {'advantage_estimator': 'dr_grpo', 'num_samples_per_prompt': 4, 'kl_coef': 0.0},
     'rloo': {'advantage_estimator': 'rloo', 'num_samples_per_prompt': 4},
     'reinforce++': {'advantage_estimator': 'reinforce++'},
     'reinforce++_baseline': {'advantage_estimator': 'reinforce++_baseline', 'num_samples_per_prompt': 4},
     'a2c': {'advantage_estimator': 'a2c', 'policy_loss': 'reinforce'},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize('name', METHODS)
@@ -43,7 +62,9 @@ def test_ranks_do_not_enter():
     for phases in run_distributed(two_ranks, 2, settings):
         for got, want in zip(phases, alone.log.phases, strict=True):
             assert got.keys() == want.keys()
-            assert all(got[k] == pytest.approx(want[k], rel=2e-3, abs=2e-5) for k in want), [(k, got[k], want[k]) for k in want]
+            assert all(got[k] == pytest.approx(want[k], rel=2e-3, abs=2e-5) for k in want), [
+                (k, got[k], want[k]) for k in want
+            ]
 
 
 def two_ranks(settings: dict[str, Any]) -> list[dict[str, float]]:
@@ -89,9 +110,13 @@ def test_step_compares_responses_that_follow_one_another():
         trainer.step(QUERIES[:3], RESPONSES[:3], [0.0] * 3)
 
 
-@pytest.mark.parametrize(('settings', 'sentence'), [
-    ({'tis_cap': 2.0}, 'which step is not given'), (DYNAMIC | {'dynamic_sampling_rounds': 1}, 'draws further prompts'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('settings', 'sentence'),
+    [
+        ({'tis_cap': 2.0}, 'which step is not given'),
+        (DYNAMIC | {'dynamic_sampling_rounds': 1}, 'draws further prompts'),
+    ],
+)
 def test_step_refuses_what_only_fit_can_do(settings, sentence):
     trainer = make(**settings)
     with pytest.raises(ValueError, match=sentence):
@@ -138,22 +163,25 @@ def test_a_kl_in_the_loss_is_not_in_the_reward():
     assert near.log.phases[-1]['rollout/kl_mean'] < 0.7 * far.log.phases[-1]['rollout/kl_mean']
 
 
-@pytest.mark.parametrize(('settings', 'sentence'), [
-    ({'policy_loss': 'gspo', 'loss_aggregation': 'token'}, "policy_loss='gspo' has one ratio per sequence"),
-    ({'policy_loss': 'reinforce', 'dual_clip': 3.0}, "policy_loss='reinforce' has no ratio to clip"),
-    ({'policy_loss': 'trpo'}, "policy_loss='trpo' is not known; choose one of"),
-    ({'loss_aggregation': 'mean'}, "loss_aggregation='mean' is not known"),
-    ({'kl_in': 'loss', 'kl_kind': 'full'}, 'set kl_loss_kind'),
-    ({'policy_loss': 'cispo', 'dual_clip': 3.0}, "policy_loss='cispo' has no clipped surrogate to bound"),
-    ({'kl_importance': True}, "kl_importance weighs the KL in the loss: it needs kl_in='loss'"),
-    ({'dynamic_sampling_rounds': 2}, "advantage_estimator='gae' has none"),
-    ({'dual_clip': 0.5}, 'dual_clip=0.5 must be above 1'),
-    ({'overlong_filter': True, 'missing_eos_score': -1.0}, 'missing_eos_score would do nothing'),
-    ({'overlong_buffer': 9}, 'overlong_buffer=9 is a part of max_new_tokens=8'),
-    ({'loss_aggregation': 'sequence_sum', 'max_length': 20, 'max_new_tokens': None}, 'divides by max_new_tokens'),
-    ({'tis_cap': 0.0}, 'tis_cap=0.0 must be positive'),
-    ({'tis_cap': 2.0, 'recompute_logprobs': False}, 'recompute_logprobs=False does not fit it'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('settings', 'sentence'),
+    [
+        ({'policy_loss': 'gspo', 'loss_aggregation': 'token'}, "policy_loss='gspo' has one ratio per sequence"),
+        ({'policy_loss': 'reinforce', 'dual_clip': 3.0}, "policy_loss='reinforce' has no ratio to clip"),
+        ({'policy_loss': 'trpo'}, "policy_loss='trpo' is not known; choose one of"),
+        ({'loss_aggregation': 'mean'}, "loss_aggregation='mean' is not known"),
+        ({'kl_in': 'loss', 'kl_kind': 'full'}, 'set kl_loss_kind'),
+        ({'policy_loss': 'cispo', 'dual_clip': 3.0}, "policy_loss='cispo' has no clipped surrogate to bound"),
+        ({'kl_importance': True}, "kl_importance weighs the KL in the loss: it needs kl_in='loss'"),
+        ({'dynamic_sampling_rounds': 2}, "advantage_estimator='gae' has none"),
+        ({'dual_clip': 0.5}, 'dual_clip=0.5 must be above 1'),
+        ({'overlong_filter': True, 'missing_eos_score': -1.0}, 'missing_eos_score would do nothing'),
+        ({'overlong_buffer': 9}, 'overlong_buffer=9 is a part of max_new_tokens=8'),
+        ({'loss_aggregation': 'sequence_sum', 'max_length': 20, 'max_new_tokens': None}, 'divides by max_new_tokens'),
+        ({'tis_cap': 0.0}, 'tis_cap=0.0 must be positive'),
+        ({'tis_cap': 2.0, 'recompute_logprobs': False}, 'recompute_logprobs=False does not fit it'),
+    ],
+)
 def test_what_does_not_go_together(settings, sentence):
     with pytest.raises(ValueError, match=sentence):
         make(**settings)
@@ -179,7 +207,9 @@ def test_a_strategy_that_cannot_leave_a_head_alone_refuses_it():
     class NeedsEveryGradient(NaiveStrategy):
         supports_unused = False
 
-    with pytest.raises(ValueError, match="'grpo' takes no values, and NeedsEveryGradient cannot leave the actor's value head untrained"):
+    with pytest.raises(
+        ValueError, match="'grpo' takes no values, and NeedsEveryGradient cannot leave the actor's value head untrained"
+    ):
         make(NeedsEveryGradient(seed=3, device='cpu'), value_head=True, **METHODS['grpo'])
 
 

@@ -25,7 +25,6 @@ def actor_loss(actor, config, kl_coef=0.0):
     return ActorLoss(config, Policy(strategy, actor, temperature=1.0).forward, kl_coef)
 
 
-
 def experience(index: int, generator: torch.Generator) -> Experience:
     n = 2 + index % 4
 
@@ -37,10 +36,24 @@ def experience(index: int, generator: torch.Generator) -> Experience:
     mask[0] = index % 3 != 1  # a token of another's turn
     ids = torch.randint(3, 16, (n,), generator=generator)
     return Experience(
-        index=index, group=index // 2, prompt_ids=torch.tensor([3, 4 + index]), response_ids=ids, response_mask=mask, score=0.0,
-        logprobs=old + 0.5 * rand(), filtered_logprobs=old, edge_distances=torch.ones(n), finish_reason='eos', old_logprobs=old,
-        ref_logprobs=old + 0.3 * rand(), values=rand(), kl=rand(), rewards=rand(), advantages=rand(), returns=rand(),
-    )  # fmt: skip
+        index=index,
+        group=index // 2,
+        prompt_ids=torch.tensor([3, 4 + index]),
+        response_ids=ids,
+        response_mask=mask,
+        score=0.0,
+        logprobs=old + 0.5 * rand(),
+        filtered_logprobs=old,
+        edge_distances=torch.ones(n),
+        finish_reason='eos',
+        old_logprobs=old,
+        ref_logprobs=old + 0.3 * rand(),
+        values=rand(),
+        kl=rand(),
+        rewards=rand(),
+        advantages=rand(),
+        returns=rand(),
+    )
 
 
 def by_hand(
@@ -53,7 +66,9 @@ def by_hand(
         counted = [t for t in range(len(logp)) if r.response_mask[t]]
         if not counted:
             continue
-        old, adv, ref, engine = (x.double().tolist() for x in (r.old_logprobs, r.advantages, r.ref_logprobs, r.logprobs))
+        old, adv, ref, engine = (
+            x.double().tolist() for x in (r.old_logprobs, r.advantages, r.ref_logprobs, r.logprobs)
+        )
         mean_ratio = math.exp(sum(logp[t] - old[t] for t in counted) / len(counted))
         of_sequence = 0.0
         for t in counted:
@@ -82,13 +97,22 @@ def by_hand(
 
 
 CHOICES = [
-    {}, {'eps_clip_high': 0.28}, {'dual_clip': 1.5}, {'loss_aggregation': 'sequence'}, {'loss_aggregation': 'sequence_sum'},
-    {'policy_loss': 'gspo', 'eps_clip': 0.01, 'eps_clip_high': 0.02}, {'policy_loss': 'reinforce'}, {'tis_cap': 1.2},
-    {'policy_loss': 'cispo'}, {'policy_loss': 'cispo', 'eps_clip_high': 0.02, 'loss_aggregation': 'sequence', 'tis_cap': 0.9},
-    {'kl_in': 'loss'}, {'kl_in': 'loss', 'kl_importance': True},
-    {'kl_in': 'loss', 'kl_loss_kind': 'k1'}, {'kl_in': 'loss', 'kl_loss_kind': 'k2', 'loss_aggregation': 'sequence'},
+    {},
+    {'eps_clip_high': 0.28},
+    {'dual_clip': 1.5},
+    {'loss_aggregation': 'sequence'},
+    {'loss_aggregation': 'sequence_sum'},
+    {'policy_loss': 'gspo', 'eps_clip': 0.01, 'eps_clip_high': 0.02},
+    {'policy_loss': 'reinforce'},
+    {'tis_cap': 1.2},
+    {'policy_loss': 'cispo'},
+    {'policy_loss': 'cispo', 'eps_clip_high': 0.02, 'loss_aggregation': 'sequence', 'tis_cap': 0.9},
+    {'kl_in': 'loss'},
+    {'kl_in': 'loss', 'kl_importance': True},
+    {'kl_in': 'loss', 'kl_loss_kind': 'k1'},
+    {'kl_in': 'loss', 'kl_loss_kind': 'k2', 'loss_aggregation': 'sequence'},
     {'entropy_coef': 0.3, 'loss_aggregation': 'sequence', 'tis_cap': 0.9, 'kl_in': 'loss', 'dual_clip': 2.0},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize('choices', CHOICES, ids=lambda c: ','.join(map(str, c.values())) or 'default')
@@ -116,13 +140,24 @@ def test_the_loss_by_hand(choices):
     assert dummy.item() == 0.0
     others = [other for other in CHOICES if other != choices]
     wrong = [by_hand(records, logprobs, entropies, PPOConfig(**({'eps_clip': 0.1} | o)), 0.7) for o in others]
-    assert sum(abs(w - want) > 1e-5 for w in wrong) >= len(wrong) - 1  # the negative control: other choices are other numbers
+    assert (
+        sum(abs(w - want) > 1e-5 for w in wrong) >= len(wrong) - 1
+    )  # the negative control: other choices are other numbers
 
 
-@pytest.mark.parametrize(('estimator', 'loss', 'want'), [
-    ('gae', 'ppo', 'token'), ('grpo', 'ppo', 'sequence'), ('dr_grpo', 'ppo', 'sequence_sum'), ('rloo', 'ppo', 'token'),
-    ('reinforce++', 'ppo', 'token'), ('grpo', 'gspo', 'sequence'), ('grpo', 'cispo', 'token'), ('gdpo', 'ppo', 'sequence'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('estimator', 'loss', 'want'),
+    [
+        ('gae', 'ppo', 'token'),
+        ('grpo', 'ppo', 'sequence'),
+        ('dr_grpo', 'ppo', 'sequence_sum'),
+        ('rloo', 'ppo', 'token'),
+        ('reinforce++', 'ppo', 'token'),
+        ('grpo', 'gspo', 'sequence'),
+        ('grpo', 'cispo', 'token'),
+        ('gdpo', 'ppo', 'sequence'),
+    ],
+)
 def test_each_papers_aggregation(estimator, loss, want):
     assert PPOConfig(advantage_estimator=estimator, policy_loss=loss, num_samples_per_prompt=2).aggregation == want
 
@@ -135,7 +170,8 @@ def test_filtered_responses_do_not_thin_the_kl():
         r.response_mask = torch.zeros_like(r.response_mask)
     assert rollout_metrics(records, 0.1)['rollout/kl_mean'] == alone
     by_hand = [
-        sum(float(r.old_logprobs[t] - r.ref_logprobs[t]) for t in range(r.num_actions) if r.response_mask[t]) for r in records[:2]
+        sum(float(r.old_logprobs[t] - r.ref_logprobs[t]) for t in range(r.num_actions) if r.response_mask[t])
+        for r in records[:2]
     ]
     assert alone == pytest.approx(sum(by_hand) / 2, abs=1e-6)
     assert alone != pytest.approx(sum(by_hand) / 4, abs=1e-6)
@@ -149,7 +185,11 @@ def test_cispo_counts_a_weight_as_clipped_only_from_above():
     shares = {}
     for name in ('cispo', 'ppo'):
         config, stats = PPOConfig(policy_loss=name, eps_clip=0.1), BatchStats()
-        stats.add(actor_loss(actor, config)(actor, collate_experience(records, experience_totals(records, config, MAX_NEW)))[1])
+        stats.add(
+            actor_loss(actor, config)(actor, collate_experience(records, experience_totals(records, config, MAX_NEW)))[
+                1
+            ]
+        )
         shares[name] = stats.reduced(NaiveStrategy(device='cpu'))['clip_fraction']
     with torch.no_grad():
         diffs = [(actor(collate([r])).logprobs - r.old_logprobs).double()[r.response_mask] for r in records]
@@ -167,15 +207,23 @@ def test_gspo_measures_the_ratio_that_it_clips():
     for name in ('gspo', 'ppo'):
         config = PPOConfig(policy_loss=name, eps_clip=0.1, loss_aggregation='sequence')
         stats = BatchStats()
-        stats.add(actor_loss(actor, config)(actor, collate_experience(records, experience_totals(records, config, MAX_NEW)))[1])
+        stats.add(
+            actor_loss(actor, config)(actor, collate_experience(records, experience_totals(records, config, MAX_NEW)))[
+                1
+            ]
+        )
         found[name] = stats.reduced(NaiveStrategy(device='cpu'))
     ratios = []
     for r in records:
         with torch.no_grad():
             diff = (actor(collate([r])).logprobs - r.old_logprobs).double()[r.response_mask].tolist()
         ratios += [math.exp(sum(diff) / len(diff))] * len(diff)
-    want = {'ratio_mean': sum(ratios) / len(ratios), 'ratio_max': max(ratios), 'ratio_min': min(ratios),
-            'clip_fraction': sum(abs(x - 1) > 0.1 for x in ratios) / len(ratios)}  # fmt: skip
+    want = {
+        'ratio_mean': sum(ratios) / len(ratios),
+        'ratio_max': max(ratios),
+        'ratio_min': min(ratios),
+        'clip_fraction': sum(abs(x - 1) > 0.1 for x in ratios) / len(ratios),
+    }
     for key, value in want.items():
         assert found['gspo'][key] == pytest.approx(value, rel=1e-4)
     assert found['ppo']['ratio_max'] != pytest.approx(want['ratio_max'], rel=1e-3)

@@ -1,4 +1,5 @@
-"""PPO as a whole: it learns, it repeats itself to the bit, and neither micro-batches, padding nor dropout can change it."""
+"""PPO as a whole: it learns, it repeats itself to the bit, and neither micro-batches, padding nor dropout can change
+it."""
 
 from __future__ import annotations
 
@@ -54,9 +55,20 @@ def test_micro_batches_change_nothing_but_rounding():
 def test_metrics_of_every_phase_are_there_and_finite():
     _, phases = run(1)
     names = [
-        'rollout/score_mean', 'rollout/kl_mean', 'rollout/response_len_mean', 'rollout/ended_share', 'ppo/approx_kl', 'ppo/clip_fraction',
-        'ppo/entropy', 'ppo/explained_variance', 'ppo/ratio_min', 'ppo/ratio_max', 'ppo/actor_grad_norm', 'ppo/critic_grad_norm', 'ppo/lr',
-    ]  # fmt: skip
+        'rollout/score_mean',
+        'rollout/kl_mean',
+        'rollout/response_len_mean',
+        'rollout/ended_share',
+        'ppo/approx_kl',
+        'ppo/clip_fraction',
+        'ppo/entropy',
+        'ppo/explained_variance',
+        'ppo/ratio_min',
+        'ppo/ratio_max',
+        'ppo/actor_grad_norm',
+        'ppo/critic_grad_norm',
+        'ppo/lr',
+    ]
     for name in names:
         assert name in phases[0]
         assert torch.isfinite(torch.tensor(phases[0][name]))
@@ -134,9 +146,13 @@ def test_generate_takes_lengths_prompts_and_the_reference():
     trainer = make()
     queries = prompts(4)
     lengths = iter([1, 3, 2, 3])
-    own, ref = trainer.generate(queries, length_sampler=lambda: next(lengths), generate_ref_response=True, eos_token_id=[])
+    own, ref = trainer.generate(
+        queries, length_sampler=lambda: next(lengths), generate_ref_response=True, eos_token_id=[]
+    )
     assert [len(r) for r in own] == [1, 3, 2, 3]
-    assert all(torch.equal(a, b) for a, b in zip(own, ref, strict=True))  # nothing was learned yet, and the draws are the same
+    assert all(
+        torch.equal(a, b) for a, b in zip(own, ref, strict=True)
+    )  # nothing was learned yet, and the draws are the same
     whole = trainer.generate(queries[1], return_prompt=True)[0]
     assert torch.equal(whole[: len(queries[1])], queries[1])
     with pytest.raises(ValueError, match='unknown'):
@@ -166,7 +182,10 @@ def test_tokens_outside_the_response_mask_count_nowhere():
         ({'scores': [float('nan')]}, r'scores\[0\] is not finite'),
         ({'scores': [torch.tensor([1.0, 2.0])]}, r'scores\[0\] has 2 entries for 3 tokens'),
         ({'responses': [torch.tensor([], dtype=torch.int64)]}, 'response 0 is empty'),
-        ({'responses': [torch.tensor([4, VOCAB, 6])]}, '^step: response 0 has the token id 16, outside of the vocabulary of 16 tokens'),
+        (
+            {'responses': [torch.tensor([4, VOCAB, 6])]},
+            '^step: response 0 has the token id 16, outside of the vocabulary of 16 tokens',
+        ),
         ({'responses': [torch.tensor([4, -1, 6])]}, '^step: response 0 has the token id -1'),
         ({'queries': [torch.tensor([3, 99])]}, '^step: query 0 has the token id 99'),
         ({'response_masks': [torch.tensor([True])]}, r'response_masks\[0\] has 1 entries for 3 tokens'),
@@ -231,7 +250,10 @@ def test_the_overlong_penalty_knows_max_length():
         ({'ptx_coef': 0.1}, 'needs pretrain_data'),
         ({'top_p': 0.0}, 'top_p'),
         ({'overlong_buffer': 7}, 'overlong_buffer=7 is a part of max_new_tokens=6'),
-        ({'overlong_buffer': 7, 'max_new_tokens': None, 'max_length': 5}, 'overlong_buffer=7 is a part of max_length=5'),
+        (
+            {'overlong_buffer': 7, 'max_new_tokens': None, 'max_length': 5},
+            'overlong_buffer=7 is a part of max_length=5',
+        ),
         ({'stop_strings': ['x']}, 'needs a tokenizer'),
     ],
 )
@@ -258,7 +280,9 @@ def test_a_loss_that_is_not_finite_stops_names_the_samples_and_leaves_the_weight
     saved = trainer.save_checkpoint()
     before = weights(trainer).clone()
     list(trainer.buffer)[3].advantages[0] = float('nan')
-    with pytest.raises(NonFiniteError, match=r'loss is not finite in phase 1, epoch 1, train batch 1; samples in it: 3\.'):
+    with pytest.raises(
+        NonFiniteError, match=r'loss is not finite in phase 1, epoch 1, train batch 1; samples in it: 3\.'
+    ):
         trainer.learn(list(trainer.buffer))
     assert torch.isnan(weights(trainer)).sum() == 0
     assert torch.equal(before, weights(trainer))

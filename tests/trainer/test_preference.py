@@ -28,7 +28,9 @@ def sequence(prompt: list[int], response: list[int]) -> Sequence:
     return Sequence(prompt_ids=torch.tensor(prompt), response_ids=torch.tensor(response), response_mask=mask)
 
 
-def preference(prompt: list[int], *responses: list[int], scores: tuple[float, ...] | None = None) -> TokenizedPreference:
+def preference(
+    prompt: list[int], *responses: list[int], scores: tuple[float, ...] | None = None
+) -> TokenizedPreference:
     tensors = [torch.tensor(r) for r in responses]
     masks = [torch.ones_like(t, dtype=torch.bool) for t in tensors]
     return TokenizedPreference(prompt_ids=torch.tensor(prompt), responses=tensors, response_masks=masks, scores=scores)
@@ -42,11 +44,24 @@ def data(count: int = 12) -> list[TokenizedPreference]:
 KINDS: dict[str, Any] = {'dpo': DPOTrainer, 'kto': KTOTrainer, 'orpo': ORPOTrainer, 'simpo': SimPOTrainer}
 
 
-def make(kind: str, records: Any = None, eval_data: Any = None, *, strategy: Any = None, lora: int = 0, more: Any = (), lr: float = 3e-3,
-         moved: bool = False, dropout: float = 0.0, **kw: Any) -> Any:  # fmt: skip
+def make(
+    kind: str,
+    records: Any = None,
+    eval_data: Any = None,
+    *,
+    strategy: Any = None,
+    lora: int = 0,
+    more: Any = (),
+    lr: float = 3e-3,
+    moved: bool = False,
+    dropout: float = 0.0,
+    **kw: Any,
+) -> Any:
     strategy = strategy or NaiveStrategy(seed=5, device='cpu')
     torch.manual_seed(5)
-    actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, hidden=16, positions=32, dropout=dropout), lora_rank=lora)
+    actor = GPTActor(
+        config=tiny_config('gpt2', vocab_size=16, hidden=16, positions=32, dropout=dropout), lora_rank=lora
+    )
     initial = deepcopy(actor)
     if moved:  # so that policy and reference differ from the first step on
         with torch.no_grad():
@@ -60,7 +75,9 @@ def make(kind: str, records: Any = None, eval_data: Any = None, *, strategy: Any
     log = Log()
     settings = {'train_batch_size': 4, 'log_interval': 1} | kw
     records = data() if records is None else records
-    trainer = KINDS[kind](strategy, actor, optim, records, eval_data, initial_model=reference, callbacks=[log, *more], **settings)
+    trainer = KINDS[kind](
+        strategy, actor, optim, records, eval_data, initial_model=reference, callbacks=[log, *more], **settings
+    )
     trainer.log, trainer.initial = log, initial
     return trainer
 
@@ -109,7 +126,9 @@ def test_dpo_by_hand(loss_type, precompute):
     assert seen['dpo/accuracy'] == sum(right) / 4
     assert seen['dpo/margin'] == pytest.approx(sum(margins) / 4, rel=1e-3, abs=1e-5)
     flipped = [dpo(loss_type, -m / 0.3, 0.3, 0.2) for m in margins]
-    assert abs(sum(flipped) / 4 - sum(wants) / 4) > 1e-3  # negative control: chosen and rejected exchanged is another loss
+    assert (
+        abs(sum(flipped) / 4 - sum(wants) / 4) > 1e-3
+    )  # negative control: chosen and rejected exchanged is another loss
 
 
 @pytest.mark.parametrize('kind', ['orpo', 'simpo'])
@@ -131,7 +150,8 @@ def test_orpo_and_simpo_by_hand(kind):
 @pytest.mark.parametrize('precompute', [True, False])
 def test_kto_by_hand(precompute):
     records = [
-        TokenizedLabelled(sequence=sequence([3 + i], [5 + i, 6, 2]), label=label) for i, label in enumerate([True, False, 'good', 0])
+        TokenizedLabelled(sequence=sequence([3 + i], [5 + i, 6, 2]), label=label)
+        for i, label in enumerate([True, False, 'good', 0])
     ]
     settings = {'beta': 0.4, 'desirable_weight': 1.5, 'undesirable_weight': 0.5, 'precompute_ref_logprobs': precompute}
     trainer = make('kto', records, shuffle=False, moved=True, max_tokens_per_batch=9, **settings)
@@ -176,7 +196,8 @@ def test_the_reference_is_the_adapter_off_model():
 
 @pytest.mark.parametrize('kind', ['dpo', 'kto'])
 def test_evaluation_of_other_records(kind):
-    """Before and after `fit`, of records that the trainer has not seen: the same as when the reference is computed with the batch."""
+    """Before and after `fit`, of records that the trainer has not seen: the same as when the reference is computed with
+    the batch."""
     seen = []
     for precompute in (True, False):
         trainer = make(kind, data(4), lr=2e-2, precompute_ref_logprobs=precompute)
@@ -191,7 +212,10 @@ def test_evaluation_of_other_records(kind):
 def test_ranked_answers_are_all_pairs():
     record = preference([3], [5], [6], [7], [6], scores=(3.0, 2.0, 2.0, 1.0))
     found = [(p.chosen.response_ids.item(), p.rejected.response_ids.item()) for p in pairs_of([record])]
-    assert found == [(5, 6), (5, 7)]  # 6 and 7 are tied; the last 6 is the text of the second, whose place is the better one
+    assert found == [
+        (5, 6),
+        (5, 7),
+    ]  # 6 and 7 are tied; the last 6 is the text of the second, whose place is the better one
 
 
 def test_the_reward_trainer_and_dpo_learn_the_same_pairs():
@@ -203,13 +227,17 @@ def test_the_reward_trainer_and_dpo_learn_the_same_pairs():
     for record in records:
         columns = PairwiseObjective(RewardModelConfig()).columns([record])
         answers = [r.item() for r in record.responses]
-        learned = [(answers[b], answers[w]) for b, w in zip(columns['better'].tolist(), columns['worse'].tolist(), strict=True)]
+        learned = [
+            (answers[b], answers[w]) for b, w in zip(columns['better'].tolist(), columns['worse'].tolist(), strict=True)
+        ]
         assert learned == [(p.chosen.response_ids.item(), p.rejected.response_ids.item()) for p in pairs_of([record])]
     assert learned == [(5, 6), (5, 7), (6, 7)]
 
 
 def test_scores_that_contradict_the_order_are_refused():
-    with pytest.raises(ValueError, match=r'scores \(1.0, 2.0\) contradict the order of the answers, which is best first'):
+    with pytest.raises(
+        ValueError, match=r'scores \(1.0, 2.0\) contradict the order of the answers, which is best first'
+    ):
         preference([3], [5], [6], scores=(1.0, 2.0))
 
 
@@ -218,8 +246,16 @@ def test_scores_that_contradict_the_order_are_refused():
 def test_dpo_of_three_ranked_answers_by_hand(loss_type, precompute):
     """Pairs of one prompt share their answers, each of which the reference scores once."""
     records = [preference([3], [5, 2], [6, 7, 2], [8, 2]), preference([4], [9, 2], [5, 6, 2], [7, 2])]
-    trainer = make('dpo', records, shuffle=False, moved=True, train_batch_size=6, loss_type=loss_type, beta=0.3,
-                   precompute_ref_logprobs=precompute)  # fmt: skip
+    trainer = make(
+        'dpo',
+        records,
+        shuffle=False,
+        moved=True,
+        train_batch_size=6,
+        loss_type=loss_type,
+        beta=0.3,
+        precompute_ref_logprobs=precompute,
+    )
     policy, reference = trainer.strategy.unwrap(trainer.model), trainer.initial
     wants = []
     for record in records:
@@ -233,7 +269,9 @@ def test_the_reference_scores_a_shared_answer_once(monkeypatch):
     trainer = make('dpo', [preference([3], [5], [6], [7])])
     seen = []
     score = ReferenceModel.__call__
-    monkeypatch.setattr(ReferenceModel, '__call__', lambda self, batch: seen.append(batch.num_sequences) or score(self, batch))
+    monkeypatch.setattr(
+        ReferenceModel, '__call__', lambda self, batch: seen.append(batch.num_sequences) or score(self, batch)
+    )
     trainer.fit()
     assert sum(seen) == 3
 
@@ -246,7 +284,11 @@ def test_kto_of_pairs_and_of_a_sequence_given_twice():
         trainer.fit()
         found = {id(r.sequence): r.ref_logp for r in trainer.train_data}
         for record in trainer.train_data:
-            assert record.ref_logp == found[id(record.sequence)] == pytest.approx(sum(logp(trainer.initial, record.sequence)), abs=1e-4)
+            assert (
+                record.ref_logp
+                == found[id(record.sequence)]
+                == pytest.approx(sum(logp(trainer.initial, record.sequence)), abs=1e-4)
+            )
 
 
 def z0_by_hand(trainer: Any, crossed: list[Sequence]) -> float:
@@ -260,7 +302,10 @@ def test_z0_of_a_last_batch_of_one_record_takes_another_prompt(last):
     records = [TokenizedLabelled(sequence=s, label=True) for s in (one, two, three)]
     trainer = make('kto', records, shuffle=False, moved=True, train_batch_size=2, lr=0.0)
     trainer.fit()
-    want = z0_by_hand(trainer, [Sequence(prompt_ids=one.prompt_ids, response_ids=three.response_ids, response_mask=three.response_mask)])
+    want = z0_by_hand(
+        trainer,
+        [Sequence(prompt_ids=one.prompt_ids, response_ids=three.response_ids, response_mask=three.response_mask)],
+    )
     own = z0_by_hand(trainer, [three])
     assert abs(want - own) > 1e-3  # the negative control: under its own prompt
     assert trainer.log.phases[1]['kto/kl'] == pytest.approx(want, rel=1e-3, abs=1e-6)
@@ -279,17 +324,32 @@ def test_z0_of_pairs_takes_answers_under_another_prompt():
     assert trainer.log.phases[0]['kto/kl'] == pytest.approx(want, rel=1e-3, abs=1e-6)
 
 
-@pytest.mark.parametrize(('kind', 'settings', 'sentence'), [
-    ('dpo', {'initial_model': None}, 'DPOTrainer compares with a reference: pass initial_model, or an actor with lora_rank > 0'),
-    ('dpo', {'loss_type': 'sigmod'}, "loss_type='sigmod' is not known; choose one of"),
-    ('dpo', {'label_smoothing': 0.5, 'loss_type': 'cdpo'}, r'label_smoothing=0.5 must lie in \[0, 0.5\)'),
-    ('dpo', {'label_smoothing': 0.2}, "label_smoothing=0.2 belongs to the losses cdpo and robust, not to 'sigmoid'"),
-    ('dpo', {'label_smoothing': 0.2, 'loss_type': 'hinge'}, "label_smoothing=0.2 belongs to the losses cdpo and robust, not to 'hinge'"),
-    ('dpo', {'train_data': [preference([3], [5], [5])]}, 'no record has two answers that differ'),
-    ('kto', {'train_batch_size': 1}, 'use 2 or more'),
-    ('kto', {'train_data': [sequence([3], [4])]}, 'not from a Sequence'),
-    ('simpo', {'beta': 0.0}, 'beta=0.0 must be positive'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('kind', 'settings', 'sentence'),
+    [
+        (
+            'dpo',
+            {'initial_model': None},
+            'DPOTrainer compares with a reference: pass initial_model, or an actor with lora_rank > 0',
+        ),
+        ('dpo', {'loss_type': 'sigmod'}, "loss_type='sigmod' is not known; choose one of"),
+        ('dpo', {'label_smoothing': 0.5, 'loss_type': 'cdpo'}, r'label_smoothing=0.5 must lie in \[0, 0.5\)'),
+        (
+            'dpo',
+            {'label_smoothing': 0.2},
+            "label_smoothing=0.2 belongs to the losses cdpo and robust, not to 'sigmoid'",
+        ),
+        (
+            'dpo',
+            {'label_smoothing': 0.2, 'loss_type': 'hinge'},
+            "label_smoothing=0.2 belongs to the losses cdpo and robust, not to 'hinge'",
+        ),
+        ('dpo', {'train_data': [preference([3], [5], [5])]}, 'no record has two answers that differ'),
+        ('kto', {'train_batch_size': 1}, 'use 2 or more'),
+        ('kto', {'train_data': [sequence([3], [4])]}, 'not from a Sequence'),
+        ('simpo', {'beta': 0.0}, 'beta=0.0 must be positive'),
+    ],
+)
 def test_mistakes(kind, settings, sentence):
     strategy = NaiveStrategy(device='cpu')
     actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, hidden=16, positions=32))

@@ -1,4 +1,5 @@
-"""Evaluation on eval prompts: numbers by hand, the same draws, no trace in the training, files, ranks, the best checkpoint."""
+"""Evaluation on eval prompts: numbers by hand, the same draws, no trace in the training, files, ranks, the best
+checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def metric(samples: list[str], prompts: list[str], outputs: list[str], want: lis
 
 def sequence(prompt: list[int], response: list[int]) -> Sequence:
     return Sequence(
-        prompt_ids=torch.tensor(prompt), response_ids=torch.tensor(response), response_mask=torch.ones(len(response), dtype=torch.bool)
+        prompt_ids=torch.tensor(prompt),
+        response_ids=torch.tensor(response),
+        response_mask=torch.ones(len(response), dtype=torch.bool),
     )
 
 
@@ -44,14 +47,18 @@ def an_actor(dropout: float = 0.0) -> GPTActor:
     return GPTActor(config=tiny_config('gpt2', vocab_size=len(TOKENIZER), positions=32, dropout=dropout))
 
 
-def sft(callbacks: list[Any], *, strategy: Any = None, dropout: float = 0.0, run_dir: Path | None = None, **kw: Any) -> SFTTrainer:
+def sft(
+    callbacks: list[Any], *, strategy: Any = None, dropout: float = 0.0, run_dir: Path | None = None, **kw: Any
+) -> SFTTrainer:
     strategy = strategy or NaiveStrategy(seed=5, device='cpu')
     actor = an_actor(dropout)
     actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=1e-2, eps=1e-5)))
     data = [sequence([4 + i % 5], [6, 7 + i % 3, 2]) for i in range(8)]
     given: dict[str, Any] = {'train_batch_size': 4, 'max_epochs': 2, 'log_interval': 1} | kw
     quiet = ProgressBar(enabled=False)
-    return SFTTrainer(strategy, actor, optim, data, tokenizer=TOKENIZER, callbacks=[quiet, *callbacks], run_dir=run_dir, **given)
+    return SFTTrainer(
+        strategy, actor, optim, data, tokenizer=TOKENIZER, callbacks=[quiet, *callbacks], run_dir=run_dir, **given
+    )
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -151,7 +158,12 @@ def test_before_during_and_after_with_a_table_for_each(tmp_path, capsys):
     rows = lines(tmp_path / 'eval_samples.jsonl')
     assert [(r['step'], r['prompt']) for r in rows] == [(s, p) for s in (0, 3, 4) for p in ('a', 'bc')]
     assert all(r['missing'] == {'a': 3, 'bc': 1}[r['prompt']] - r['score'] for r in rows)
-    assert [name in r for r in lines(tmp_path / 'metrics.jsonl') for name in ('eval/score_mean',)] == [False, False, True, False]
+    assert [name in r for r in lines(tmp_path / 'metrics.jsonl') for name in ('eval/score_mean',)] == [
+        False,
+        False,
+        True,
+        False,
+    ]
     assert 'eval prompts at phase 3' in capsys.readouterr().out
 
 
@@ -208,19 +220,40 @@ def test_dpo_and_ppo_speak_through_their_actor():
     initial = strategy.prepare(an_actor())
     quiet = ProgressBar(enabled=False)
     DPOTrainer(
-        strategy, actor, optim, pairs, initial_model=initial, tokenizer=TOKENIZER, callbacks=[quiet, evaluator], max_epochs=1
+        strategy,
+        actor,
+        optim,
+        pairs,
+        initial_model=initial,
+        tokenizer=TOKENIZER,
+        callbacks=[quiet, evaluator],
+        max_epochs=1,
     ).fit()
     assert {'eval/score_mean', 'eval/length_mean'} <= evaluator.last.keys()
 
     actor, critic = an_actor(), GPTCritic(config=tiny_config('gpt2', vocab_size=len(TOKENIZER), positions=32))
     (actor, optim), (critic, critic_optim), initial = strategy.prepare(
-        (actor, torch.optim.AdamW(actor.parameters(), lr=1e-3)), (critic, torch.optim.AdamW(critic.parameters(), lr=1e-3)), an_actor()
+        (actor, torch.optim.AdamW(actor.parameters(), lr=1e-3)),
+        (critic, torch.optim.AdamW(critic.parameters(), lr=1e-3)),
+        an_actor(),
     )
-    evaluator = Evaluator(PromptEvaluation(PROMPTS, max_new_tokens=3, num_rows=0), 1)  # the trainer's tokenizer and reward
+    evaluator = Evaluator(
+        PromptEvaluation(PROMPTS, max_new_tokens=3, num_rows=0), 1
+    )  # the trainer's tokenizer and reward
     PPOTrainer(
-        strategy, actor, critic, length, initial, optim, critic_optim, tokenizer=TOKENIZER, callbacks=[quiet, evaluator],
-        experience_batch_size=4, train_batch_size=4, max_new_tokens=3,
-    ).fit(['a', 'b'], 1, 1, 1)  # fmt: skip
+        strategy,
+        actor,
+        critic,
+        length,
+        initial,
+        optim,
+        critic_optim,
+        tokenizer=TOKENIZER,
+        callbacks=[quiet, evaluator],
+        experience_batch_size=4,
+        train_batch_size=4,
+        max_new_tokens=3,
+    ).fit(['a', 'b'], 1, 1, 1)
     assert 0 <= evaluator.last['eval/score_mean'] <= 3
 
 
@@ -260,4 +293,6 @@ def test_the_number_of_ranks_does_not_enter():
     for results in run_distributed(on_two_ranks, 2, init_group=True):
         for name, (last, calls, rank) in results.items():
             assert last == pytest.approx(alone[int(name[-1])]), name
-            assert calls == (3 if rank == 0 else 0), name  # before, phase 2, phase 4: a metric function runs once, on rank 0
+            assert calls == (3 if rank == 0 else 0), (
+                name
+            )  # before, phase 2, phase 4: a metric function runs once, on rank 0

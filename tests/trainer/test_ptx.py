@@ -1,4 +1,5 @@
-"""PPO-ptx: where PPO itself has nothing to say, one step moves the actor along ptx_coef · the mean next-token loss, and nothing else."""
+"""PPO-ptx: where PPO itself has nothing to say, one step moves the actor along ptx_coef · the mean next-token loss, and
+nothing else."""
 
 from __future__ import annotations
 
@@ -32,17 +33,34 @@ def texts() -> list[Sequence]:
 
 
 def stepped(coef: float) -> tuple[torch.nn.Module, Gradient, list[Sequence]]:
-    """The actor before one SGD step of length 1 on groups of equal scores, what it moved by (negated), and the text it saw."""
+    """The actor before one SGD step of length 1 on groups of equal scores, what it moved by (negated), and the text it
+    saw."""
     torch.manual_seed(0)
     strategy = NaiveStrategy(seed=0)
     actor = GPTActor(config=tiny_config('gpt2', vocab_size=VOCAB, hidden=16, positions=32))
     before = deepcopy(actor)
     model, optimizer = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=1.0)))
     trainer = PPOTrainer(
-        strategy, model, None, None, deepcopy(before), optimizer, advantage_estimator='rloo', num_samples_per_prompt=2, kl_coef=0.0,
-        train_batch_size=6, experience_batch_size=6, max_epochs=1, max_grad_norm=None, max_tokens_per_batch=BUDGET, ptx_coef=coef,
-        pretrain_data=texts() if coef else None, max_new_tokens=4, eos_token_id=2, callbacks=[ProgressBar(enabled=False)],
-    )  # fmt: skip
+        strategy,
+        model,
+        None,
+        None,
+        deepcopy(before),
+        optimizer,
+        advantage_estimator='rloo',
+        num_samples_per_prompt=2,
+        kl_coef=0.0,
+        train_batch_size=6,
+        experience_batch_size=6,
+        max_epochs=1,
+        max_grad_norm=None,
+        max_tokens_per_batch=BUDGET,
+        ptx_coef=coef,
+        pretrain_data=texts() if coef else None,
+        max_new_tokens=4,
+        eos_token_id=2,
+        callbacks=[ProgressBar(enabled=False)],
+    )
     seen = trainer._pretrain_batch(6) if coef else []
     generator = torch.Generator().manual_seed(5)
     queries = [q for q in torch.randint(3, VOCAB, (3, 2), generator=generator) for _ in range(2)]
@@ -83,7 +101,9 @@ def test_the_step_is_the_gradient_of_the_mean_next_token_loss():
     cuts = cut_by_tokens([s.num_tokens for s in seen], BUDGET)
     assert len(cuts) > 1
     assert distance(moved, gradient_of(before, [seen], 2 * COEF)) > 0.4
-    assert distance(moved, gradient_of(before, [[seen[i] for i in cut] for cut in cuts], COEF)) > 0.1  # each one's own divisor
+    assert (
+        distance(moved, gradient_of(before, [[seen[i] for i in cut] for cut in cuts], COEF)) > 0.1
+    )  # each one's own divisor
 
 
 def test_without_ptx_that_step_moves_nothing():

@@ -62,7 +62,12 @@ def test_the_classes_are_found_and_every_numeric_setting_has_a_range():
 
 def test_no_range_is_left_over():
     names = {cls.__name__: cls for cls in CLASSES}
-    assert [f'{c}.{n}' for c, ranges in RANGES.items() for n in ranges if c not in names or n not in numeric_fields(names[c])] == []
+    assert [
+        f'{c}.{n}'
+        for c, ranges in RANGES.items()
+        for n in ranges
+        if c not in names or n not in numeric_fields(names[c])
+    ] == []
 
 
 @pytest.mark.parametrize(('cls', 'name'), EVERY, ids=lambda value: value if isinstance(value, str) else value.__name__)
@@ -87,8 +92,12 @@ def test_a_value_outside_is_refused_in_one_line_and_one_inside_is_not(cls, name)
         (PPOConfig, {'train_batch_size': 8.5}, 'train_batch_size=8.5 must be a whole number'),
         (PPOConfig, {'warmup_steps': -1}, 'warmup_steps=-1 must not be negative'),
         (PPOConfig, {'dual_clip': 1.0}, 'dual_clip=1.0 must be above 1'),
-        (KTOConfig, {'train_batch_size': 1}, 'train_batch_size=1 must be at least 2: KTO compares each answer with another '
-         'prompt of its batch; use 2 or more'),
+        (
+            KTOConfig,
+            {'train_batch_size': 1},
+            'train_batch_size=1 must be at least 2: KTO compares each answer with another '
+            'prompt of its batch; use 2 or more',
+        ),
         (SimPOConfig, {'gamma': 1.6}, None),
         (ILQLConfig, {'gamma': 1.6}, 'gamma=1.6 must lie in [0, 1]'),
     ],

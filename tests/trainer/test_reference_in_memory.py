@@ -47,13 +47,24 @@ def kl_by_hand(folder: Path, run_dir: Path, initial: Any, actor: Any) -> float:
     strategy = NaiveStrategy(seed=3)
     critic = GPTCritic(config=tiny_config('gpt2', positions=48))
     prepared = strategy.prepare(
-        (actor, torch.optim.AdamW(actor.parameters(), lr=1e-3)), (critic, torch.optim.AdamW(critic.parameters(), lr=1e-3)), initial
+        (actor, torch.optim.AdamW(actor.parameters(), lr=1e-3)),
+        (critic, torch.optim.AdamW(critic.parameters(), lr=1e-3)),
+        initial,
     )
     (actor, actor_optim), (critic, critic_optim), initial = prepared
     trainer = PPOTrainer(
-        strategy, actor, critic, lambda prompts, responses: [1.0] * len(responses), initial, actor_optim, critic_optim,
-        tokenizer=char_tokenizer(), run_dir=run_dir, callbacks=[ProgressBar(enabled=False)], **PHASE,
-    )  # fmt: skip
+        strategy,
+        actor,
+        critic,
+        lambda prompts, responses: [1.0] * len(responses),
+        initial,
+        actor_optim,
+        critic_optim,
+        tokenizer=char_tokenizer(),
+        run_dir=run_dir,
+        callbacks=[ProgressBar(enabled=False)],
+        **PHASE,
+    )
     trainer.fit(['a', 'b', 'c', 'd'], num_episodes=1, max_timesteps=1, update_timesteps=1)
     return first_phase(run_dir)['rollout/kl_mean']
 
@@ -70,9 +81,16 @@ def test_train_starts_at_no_divergence_from_a_model_changed_in_memory(folder, tm
     model = changed(AutoModelForCausalLM.from_pretrained(folder))
     assert model.config.name_or_path == str(folder)  # it could be read again
     chatgpt.train(
-        model, reward_fn=lambda prompts, responses: [float(len(r)) for r in responses], prompts=['a', 'b', 'c', 'd'], run_dir=tmp_path,
-        num_timesteps=1, advantage_estimator=estimator, num_samples_per_prompt=2, callbacks=[ProgressBar(enabled=False)], **PHASE,
-    )  # fmt: skip
+        model,
+        reward_fn=lambda prompts, responses: [float(len(r)) for r in responses],
+        prompts=['a', 'b', 'c', 'd'],
+        run_dir=tmp_path,
+        num_timesteps=1,
+        advantage_estimator=estimator,
+        num_samples_per_prompt=2,
+        callbacks=[ProgressBar(enabled=False)],
+        **PHASE,
+    )
     seen = first_phase(tmp_path)
     assert seen['rollout/kl_mean'] == pytest.approx(0.0, abs=1e-4)
     assert seen['rollout/kl_k3_mean'] == pytest.approx(0.0, abs=1e-4)
@@ -83,9 +101,15 @@ def test_dpo_starts_at_no_reward_of_a_model_changed_in_memory(folder, tmp_path, 
     model = changed(AutoModelForCausalLM.from_pretrained(folder))
     pairs = [{'prompt': 'a', 'chosen': 'bc', 'rejected': 'd'}, {'prompt': 'b', 'chosen': 'c', 'rejected': 'de'}]
     chatgpt.train(
-        model, preferences=pairs, run_dir=tmp_path, max_epochs=1, train_batch_size=2, log_interval=1, precompute_ref_logprobs=precompute,
+        model,
+        preferences=pairs,
+        run_dir=tmp_path,
+        max_epochs=1,
+        train_batch_size=2,
+        log_interval=1,
+        precompute_ref_logprobs=precompute,
         callbacks=[ProgressBar(enabled=False)],
-    )  # fmt: skip
+    )
     seen = first_phase(tmp_path)
     assert seen['dpo/reward_chosen'] == pytest.approx(0.0, abs=1e-4)
     assert seen['dpo/reward_rejected'] == pytest.approx(0.0, abs=1e-4)

@@ -1,4 +1,5 @@
-"""PPO whose samples come from workers: the colocated run to the bit, or samples of weights that are old by as much as was allowed."""
+"""PPO whose samples come from workers: the colocated run to the bit, or samples of weights that are old by as much as
+was allowed."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class SampleLog(Log):
         self.ages: list[list[int]] = []
 
     def on_make_experience_end(self, trainer: Any, experiences: list[Experience]) -> None:
-        self.samples.append([(e.index, e.group, e.prompt_text, e.response_ids.tolist(), e.logprobs.tolist()) for e in experiences])
+        self.samples.append(
+            [(e.index, e.group, e.prompt_text, e.response_ids.tolist(), e.logprobs.tolist()) for e in experiences]
+        )
         self.ages.append([trainer.phase - e.version for e in experiences])
 
     def indices(self) -> list[int]:
@@ -44,18 +47,28 @@ def vowels(prompts: list[str], responses: list[str]) -> list[float]:
     return [float(sum(c in 'aeiou' for c in r)) for r in responses]
 
 
-def make(engine: Any = None, *, strategy: Any = None, more: Any = (), lora_rank: int = 0, **kw: Any) -> tuple[PPOTrainer, SampleLog]:
+def make(
+    engine: Any = None, *, strategy: Any = None, more: Any = (), lora_rank: int = 0, **kw: Any
+) -> tuple[PPOTrainer, SampleLog]:
     strategy = strategy or NaiveStrategy(seed=3, device='cpu')
     config = tiny_config('gpt2', positions=48)
     actor, critic = GPTActor(config=config, lora_rank=lora_rank), GPTCritic(config=config)
     initial = None if lora_rank else deepcopy(actor)
-    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=3e-3, eps=1e-5) for m in (actor, critic)]
+    optimizers = [
+        torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=3e-3, eps=1e-5) for m in (actor, critic)
+    ]
     (actor, a), (critic, c), initial = strategy.prepare((actor, optimizers[0]), (critic, optimizers[1]), initial)
     log = SampleLog()
     settings: dict[str, Any] = {
-        'experience_batch_size': 4, 'train_batch_size': 4, 'max_new_tokens': 6, 'kl_target': 3.0, 'score_scaling': 'running',
-        'tokenizer': char_tokenizer(), 'callbacks': [log, *more], 'engine': engine,
-    }  # fmt: skip
+        'experience_batch_size': 4,
+        'train_batch_size': 4,
+        'max_new_tokens': 6,
+        'kl_target': 3.0,
+        'score_scaling': 'running',
+        'tokenizer': char_tokenizer(),
+        'callbacks': [log, *more],
+        'engine': engine,
+    }
     return PPOTrainer(strategy, actor, critic, vowels, initial, a, c, **settings | kw), log
 
 
@@ -69,10 +82,24 @@ STALE: dict[str, Any] = {'tis_cap': 2.0}
 # ---------------------------------------------------------------------- staleness 0
 
 
-@pytest.mark.parametrize(('workers', 'update', 'kw'), [
-    (1, 1, {}), (2, 2, {}), (3, 2, {'lora_rank': 2}),
-    (2, 2, {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 4, 'dynamic_sampling_rounds': 2, 'max_new_tokens': 2}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('workers', 'update', 'kw'),
+    [
+        (1, 1, {}),
+        (2, 2, {}),
+        (3, 2, {'lora_rank': 2}),
+        (
+            2,
+            2,
+            {
+                'advantage_estimator': 'grpo',
+                'num_samples_per_prompt': 4,
+                'dynamic_sampling_rounds': 2,
+                'max_new_tokens': 2,
+            },
+        ),
+    ],
+)
 def test_without_staleness_it_is_the_colocated_run_to_the_bit(tmp_path, workers, update, kw):
     files = []
     for name, engine in (('local', None), ('remote', RemoteEngine(InProcessWorkers(workers)))):
@@ -131,7 +158,9 @@ def test_a_stale_run_repeats_itself_and_differs_from_a_fresh_one_after_the_first
     assert a.samples[1] != fresh.samples[1]
     assert fresh.phases[1]['ppo/tis_weight'] == pytest.approx(1.0, abs=1e-5)
     assert abs(a.phases[1]['ppo/tis_weight'] - 1.0) > 1e-4
-    assert all(m['ppo/first_ratio_error'] < 1e-4 for m in a.phases)  # the ratio is to the weights that learning began with
+    assert all(
+        m['ppo/first_ratio_error'] < 1e-4 for m in a.phases
+    )  # the ratio is to the weights that learning began with
 
 
 def test_dynamic_sampling_draws_on_what_is_in_flight():
@@ -191,7 +220,9 @@ def resumed(folder: Path, n: int, update: int, total: int, stop: Any, **kw: Any)
     del log.samples[first.phase :], log.ages[first.phase :]  # of a phase that was dropped
     second, more = make(**{'engine': RemoteEngine(InProcessWorkers(2)), 'max_staleness': n, **STALE} | kw)
     second.load_checkpoint(folder)
-    again = second.checkpoint_state()  # saved before it went on, it is the same checkpoint, but for an engine that has nothing in flight
+    again = (
+        second.checkpoint_state()
+    )  # saved before it went on, it is the same checkpoint, but for an engine that has nothing in flight
     assert again.get('in_flight', []) == ([] if second.collector.pipeline is None else held)
     second.fit(WORDS, total, 1, update)
     assert 'in_flight' not in second.checkpoint_state()
@@ -224,8 +255,11 @@ def test_a_resumed_run_continues_to_the_bit_with_what_was_in_flight(tmp_path, n,
     assert torch.equal(at_end, weights(straight))
 
 
-@pytest.mark.parametrize('kw', [{'max_staleness': 0}, {'temperature': 0.5}, {'engine': LocalEngine(), 'max_staleness': 0}],
-                         ids=['no staleness', 'another temperature', 'a local engine'])  # fmt: skip
+@pytest.mark.parametrize(
+    'kw',
+    [{'max_staleness': 0}, {'temperature': 0.5}, {'engine': LocalEngine(), 'max_staleness': 0}],
+    ids=['no staleness', 'another temperature', 'a local engine'],
+)
 def test_under_other_settings_the_prompts_in_flight_are_asked_for_again(tmp_path, kw):
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
@@ -235,9 +269,13 @@ def test_under_other_settings_the_prompts_in_flight_are_asked_for_again(tmp_path
 
 
 def test_what_a_checkpoint_holds_of_samples_in_flight(tmp_path):
-    trainer, _ = make(RemoteEngine(InProcessWorkers()), max_staleness=1, run_dir=tmp_path, more=[SaveCheckpoint(interval=1)], **STALE)
+    trainer, _ = make(
+        RemoteEngine(InProcessWorkers()), max_staleness=1, run_dir=tmp_path, more=[SaveCheckpoint(interval=1)], **STALE
+    )
     trainer.fit(WORDS, 3, 1, 1)
-    states = [json.loads((p / 'state.json').read_text())['trainer'] for p in sorted((tmp_path / 'checkpoints').glob('step-*'))]
+    states = [
+        json.loads((p / 'state.json').read_text())['trainer'] for p in sorted((tmp_path / 'checkpoints').glob('step-*'))
+    ]
     assert states
     for state in states:
         ahead = state.get('in_flight', [])
@@ -260,7 +298,9 @@ def test_a_second_fit_begins_with_nothing_in_flight():
 
 def on_two_ranks(folder: str) -> tuple[list[dict[str, float]], list[int], list[float]]:
     with DDPStrategy(seed=3, device='cpu') as strategy:
-        trainer, log = make(RemoteEngine(InProcessWorkers(2)), strategy=strategy, max_staleness=1, more=[StopAfter(2)], **STALE)
+        trainer, log = make(
+            RemoteEngine(InProcessWorkers(2)), strategy=strategy, max_staleness=1, more=[StopAfter(2)], **STALE
+        )
         trainer.fit(WORDS, 4, 1, 1)
         trainer.save_checkpoint(folder)
         return log.phases, log.indices(), weights(trainer).tolist()
@@ -291,5 +331,7 @@ def test_what_staleness_needs_is_named():
     with pytest.raises(ValueError, match='max_staleness=-1 must not be negative'):
         PPOConfig(max_staleness=-1).validate(1)
     for engine in (None, LocalEngine(), HFEngine()):
-        with pytest.raises(ValueError, match='needs an engine that generates while the trainer learns, such as RemoteEngine'):
+        with pytest.raises(
+            ValueError, match='needs an engine that generates while the trainer learns, such as RemoteEngine'
+        ):
             make(engine, max_staleness=1, **STALE)

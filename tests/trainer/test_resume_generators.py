@@ -24,7 +24,13 @@ def seed_all(seed: int) -> None:
 
 def draws() -> list[float]:
     """`gauss` and `normal` draw pairs and keep the second for the next call, which is part of the state."""
-    return [random.random(), random.gauss(0, 1), float(numpy.random.rand()), float(numpy.random.normal()), float(torch.rand(()))]
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        float(numpy.random.rand()),
+        float(numpy.random.normal()),
+        float(torch.rand(())),
+    ]
 
 
 class Noisy(torch.nn.Module):
@@ -40,7 +46,9 @@ class Noisy(torch.nn.Module):
         return torch.tensor(scores)
 
 
-def phases(count: int, source: Path | None = None, target: Path | None = None) -> tuple[list[list[float]], torch.Tensor]:
+def phases(
+    count: int, source: Path | None = None, target: Path | None = None
+) -> tuple[list[list[float]], torch.Tensor]:
     trainer = make(reward=(reward := Noisy()), callbacks=[ProgressBar(enabled=False)])
     seed_all(99 if source else 7)
     if source is not None:
@@ -96,7 +104,9 @@ def test_a_checkpoint_with_pythons_state_in_its_json_loads(tmp_path, monkeypatch
     monkeypatch.setattr(checkpointing, '_rng_pieces', only_torch)
     seed_all(5)
     state = json.loads(json.dumps(random.getstate()))
-    monkeypatch.setattr(checkpointing.CheckpointReader, 'json', with_python_rng(checkpointing.CheckpointReader.json, state))
+    monkeypatch.setattr(
+        checkpointing.CheckpointReader, 'json', with_python_rng(checkpointing.CheckpointReader.json, state)
+    )
     trainer.save_checkpoint(tmp_path / 'old')
     want = random.random()
     seed_all(6)

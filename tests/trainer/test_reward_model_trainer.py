@@ -25,7 +25,9 @@ from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 from chatgpt.types import Sequence
 
 
-def preference(*responses: list[int], prompt: tuple[int, ...] = (3, 4), scores: tuple[float, ...] | None = None) -> TokenizedPreference:
+def preference(
+    *responses: list[int], prompt: tuple[int, ...] = (3, 4), scores: tuple[float, ...] | None = None
+) -> TokenizedPreference:
     tensors = [torch.tensor(r) for r in responses]
     masks = [torch.ones_like(t, dtype=torch.bool) for t in tensors]
     return TokenizedPreference(prompt_ids=torch.tensor(prompt), responses=tensors, response_masks=masks, scores=scores)
@@ -34,12 +36,24 @@ def preference(*responses: list[int], prompt: tuple[int, ...] = (3, 4), scores: 
 def labelled(ids: list[int], label: Any) -> TokenizedLabelled:
     response = torch.tensor(ids)
     return TokenizedLabelled(
-        sequence=Sequence(prompt_ids=torch.tensor([3]), response_ids=response, response_mask=torch.ones_like(response, dtype=torch.bool)),
+        sequence=Sequence(
+            prompt_ids=torch.tensor([3]),
+            response_ids=response,
+            response_mask=torch.ones_like(response, dtype=torch.bool),
+        ),
         label=label,
     )
 
 
-def make(data: list[Any], eval_data: list[Any] | None = None, *, strategy: Any = None, lr: float = 3e-3, more: Any = (), **kw: Any) -> Any:
+def make(
+    data: list[Any],
+    eval_data: list[Any] | None = None,
+    *,
+    strategy: Any = None,
+    lr: float = 3e-3,
+    more: Any = (),
+    **kw: Any,
+) -> Any:
     strategy = strategy or NaiveStrategy(seed=5)
     torch.manual_seed(5)
     from transformers import GPT2Model
@@ -71,14 +85,18 @@ MIXED = [
 ]
 
 
-def by_hand(trainer: Any, records: list[TokenizedPreference], *, margin: bool = False, center: float = 0.0) -> tuple[float, float, float]:
+def by_hand(
+    trainer: Any, records: list[TokenizedPreference], *, margin: bool = False, center: float = 0.0
+) -> tuple[float, float, float]:
     """Loss (mean over prompts with a pair), accuracy and margin, pair by pair."""
     losses, right, margins = [], [], []
     for r in records:
         of_prompt = []
         s = [score(trainer, x) for x in r.sequences()]
         for i, j in combinations(range(len(s)), 2):
-            if r.responses[i].tolist() == r.responses[j].tolist() or (r.scores is not None and r.scores[i] == r.scores[j]):
+            if r.responses[i].tolist() == r.responses[j].tolist() or (
+                r.scores is not None and r.scores[i] == r.scores[j]
+            ):
                 continue
             gap = r.scores[i] - r.scores[j] if margin and r.scores is not None else 0.0
             of_prompt.append(math.log1p(math.exp(-(s[i] - s[j] - gap))) + center * (s[i] + s[j]) ** 2)
@@ -89,7 +107,9 @@ def by_hand(trainer: Any, records: list[TokenizedPreference], *, margin: bool = 
     return sum(losses) / len(losses), sum(right) / len(right), sum(margins) / len(margins)
 
 
-@pytest.mark.parametrize('settings', [{}, {'loss_fn': 'log_exp'}, {'center_rewards_coefficient': 0.3}, {'max_tokens_per_batch': 12}])
+@pytest.mark.parametrize(
+    'settings', [{}, {'loss_fn': 'log_exp'}, {'center_rewards_coefficient': 0.3}, {'max_tokens_per_batch': 12}]
+)
 def test_the_loss_by_hand(settings):
     trainer = make(MIXED, shuffle=False, calibrate=False, **settings)
     loss, accuracy, margin = by_hand(trainer, MIXED, center=settings.get('center_rewards_coefficient', 0.0))
@@ -167,10 +187,19 @@ def test_labelled_text_by_hand_and_learnt():
     assert trainer.log.phases[-1]['rm/accuracy'] == 1.0
 
 
-@pytest.mark.parametrize(('label', 'named', 'expected'), [
-    (1, None, True), (0, None, False), (-1, None, False), (True, None, True), ('NEG', None, False), (1.0, None, True),
-    ('joy', 'joy', True), ('anger', 'joy', False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('label', 'named', 'expected'),
+    [
+        (1, None, True),
+        (0, None, False),
+        (-1, None, False),
+        (True, None, True),
+        ('NEG', None, False),
+        (1.0, None, True),
+        ('joy', 'joy', True),
+        ('anger', 'joy', False),
+    ],
+)
 def test_labels(label, named, expected):
     assert is_success(label, named) is expected
 
@@ -182,14 +211,21 @@ def test_early_stopping_on_eval_data():
     assert trainer.phase < 20
 
 
-@pytest.mark.parametrize(('data', 'settings', 'sentence'), [
-    ([preference([5], [6]), labelled([5], 1)], {}, 'record 1 is a TokenizedLabelled among TokenizedPreferences'),
-    ([labelled([5], 'blue')], {}, "label 'blue' is neither a success nor a failure; say which one is with positive_label"),
-    ([preference([5], [6])], {'use_margins': True}, 'record 0 has no scores'),
-    ([preference([5], [6])], {'loss_fn': 'mse'}, "loss_fn='mse'"),
-    ([preference([5], [6])], {'use_margins': True, 'loss_fn': 'log_exp'}, 'the log-exp form has no margin'),
-    ([preference([5], [6])], {'early_stopping_patience': 2}, 'early_stopping_patience needs eval_data'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('data', 'settings', 'sentence'),
+    [
+        ([preference([5], [6]), labelled([5], 1)], {}, 'record 1 is a TokenizedLabelled among TokenizedPreferences'),
+        (
+            [labelled([5], 'blue')],
+            {},
+            "label 'blue' is neither a success nor a failure; say which one is with positive_label",
+        ),
+        ([preference([5], [6])], {'use_margins': True}, 'record 0 has no scores'),
+        ([preference([5], [6])], {'loss_fn': 'mse'}, "loss_fn='mse'"),
+        ([preference([5], [6])], {'use_margins': True, 'loss_fn': 'log_exp'}, 'the log-exp form has no margin'),
+        ([preference([5], [6])], {'early_stopping_patience': 2}, 'early_stopping_patience needs eval_data'),
+    ],
+)
 def test_mistakes(data, settings, sentence):
     with pytest.raises(ValueError, match=sentence):
         make(data, **settings)
@@ -214,7 +250,9 @@ def test_the_folder_loads_here_and_in_transformers(tmp_path, family):
         want = model.eval()(batch)
         assert torch.allclose(loaded.eval()(batch), want, atol=1e-6)
         ids = batch.input_ids.masked_fill(~batch.attention_mask, 0)
-        plain = theirs(input_ids=ids, attention_mask=batch.attention_mask.long()).logits[:, 0] - theirs.config.score_bias
+        plain = (
+            theirs(input_ids=ids, attention_mask=batch.attention_mask.long()).logits[:, 0] - theirs.config.score_bias
+        )
     assert torch.allclose(plain, want, atol=1e-5)
     assert abs(theirs.config.score_bias) > 1e-4
 

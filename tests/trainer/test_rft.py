@@ -23,29 +23,48 @@ from chatgpt.types import Sample
 def sample(group: int, ids: list[int]) -> Sample:
     n = len(ids)
     return Sample(
-        index=0, group=group, prompt_ids=torch.tensor([1]), response_ids=torch.tensor(ids), response_mask=torch.ones(n, dtype=torch.bool),
-        logprobs=torch.zeros(n), filtered_logprobs=torch.zeros(n), edge_distances=torch.ones(n), finish_reason='eos',
-    )  # fmt: skip
+        index=0,
+        group=group,
+        prompt_ids=torch.tensor([1]),
+        response_ids=torch.tensor(ids),
+        response_mask=torch.ones(n, dtype=torch.bool),
+        logprobs=torch.zeros(n),
+        filtered_logprobs=torch.zeros(n),
+        edge_distances=torch.ones(n),
+        finish_reason='eos',
+    )
 
 
-@pytest.mark.parametrize(('quantile', 'want'), [(0.0, [0, 1, 2, 3]), (0.3, [1, 2, 3]), (0.5, [2, 3]), (0.7, [3]), (1.0, [3])])
+@pytest.mark.parametrize(
+    ('quantile', 'want'), [(0.0, [0, 1, 2, 3]), (0.3, [1, 2, 3]), (0.5, [2, 3]), (0.7, [3]), (1.0, [3])]
+)
 def test_what_is_kept_of_a_group(quantile, want):
     scores = [1.0, 2.0, 3.0, 4.0]
     assert select([sample(0, [i]) for i in range(4)], scores, quantile) == want
 
 
 def test_groups_are_apart_texts_come_once_and_equal_scores_teach_nothing():
-    samples = [sample(0, [1]), sample(0, [1]), sample(0, [2]), sample(1, [3]), sample(1, [4]), sample(2, [5]), sample(2, [6])]
+    samples = [
+        sample(0, [1]),
+        sample(0, [1]),
+        sample(0, [2]),
+        sample(1, [3]),
+        sample(1, [4]),
+        sample(2, [5]),
+        sample(2, [6]),
+    ]
     assert select(samples, [9.0, 9.0, 1.0, -5.0, -9.0, 3.0, 3.0], 0.9) == [0, 3]
 
 
-
-@pytest.mark.parametrize(('scores', 'quantile', 'want'), [
-    ([0, 0, 0, 0, 0, 0, 0, 1], 0.7, [7]),  # the quantile is 0 here, and a failure is no lesson
-    ([0, 1, 1, 1], 0.7, [1, 2, 3]),
-    ([0, 0, 0, 1, 2, 0, 0, 0], 0.5, [3, 4]),
-    ([0, 0, 0, 1], 0.0, [0, 1, 2, 3]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('scores', 'quantile', 'want'),
+    [
+        ([0, 0, 0, 0, 0, 0, 0, 1], 0.7, [7]),  # the quantile is 0 here, and a failure is no lesson
+        ([0, 1, 1, 1], 0.7, [1, 2, 3]),
+        ([0, 0, 0, 1, 2, 0, 0, 0], 0.5, [3, 4]),
+        ([0, 0, 0, 1], 0.0, [0, 1, 2, 3]),
+    ],
+)
 def test_the_worst_of_a_group_are_not_kept(scores, quantile, want):
     assert select([sample(0, [i]) for i in range(len(scores))], scores, quantile) == want
 
@@ -68,7 +87,9 @@ def make(strategy: Any = None, more: Any = (), reward: Any = vowels, **kw: Any) 
     log = Log()
     settings = {'num_rounds': 4, 'num_samples_per_prompt': 8, 'train_batch_size': 8, 'max_new_tokens': 8} | kw
     tokenizer, prompts = char_tokenizer(), ['a', 'b', 'c', 'd']
-    trainer = RFTTrainer(strategy, actor, optim, prompts, reward, tokenizer=tokenizer, callbacks=[log, *more], **settings)
+    trainer = RFTTrainer(
+        strategy, actor, optim, prompts, reward, tokenizer=tokenizer, callbacks=[log, *more], **settings
+    )
     trainer.log = log
     return trainer
 
@@ -106,18 +127,20 @@ def test_a_reward_without_differences_teaches_nothing():
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize(('settings', 'sentence'), [
-    ({'num_samples_per_prompt': 1}, 'RFT keeps some and drops some'),
-    ({'end_quantile': 1.5}, r'end_quantile=1.5 must lie in \[0, 1\]'),
-    ({'do_sample': False}, 'do_sample=False gives only one'),
-    ({'max_steps': 3}, 'max_steps=3 does not end an RFT run'),
-    ({'reward': None}, 'chooses by a reward, and got None'),
-    ({'num_round': 3}, "unknown keyword 'num_round'; did you mean num_rounds"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('settings', 'sentence'),
+    [
+        ({'num_samples_per_prompt': 1}, 'RFT keeps some and drops some'),
+        ({'end_quantile': 1.5}, r'end_quantile=1.5 must lie in \[0, 1\]'),
+        ({'do_sample': False}, 'do_sample=False gives only one'),
+        ({'max_steps': 3}, 'max_steps=3 does not end an RFT run'),
+        ({'reward': None}, 'chooses by a reward, and got None'),
+        ({'num_round': 3}, "unknown keyword 'num_round'; did you mean num_rounds"),
+    ],
+)
 def test_mistakes(settings, sentence):
     with pytest.raises(ValueError, match=sentence):
         make(**settings)
-
 
 
 def test_a_score_that_is_not_finite_is_refused():

@@ -25,7 +25,12 @@ def sequence(prompt: list[int], response: list[int], mask: list[bool] | None = N
 
 
 def make(
-    data: list[Sequence], eval_data: list[Sequence] | None = None, *, dropout: float = 0.0, lr: float = 3e-3, **kwargs: Any
+    data: list[Sequence],
+    eval_data: list[Sequence] | None = None,
+    *,
+    dropout: float = 0.0,
+    lr: float = 3e-3,
+    **kwargs: Any,
 ) -> tuple[SFTTrainer, Log]:
     strategy = NaiveStrategy(seed=5)
     actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, hidden=16, positions=32, dropout=dropout))
@@ -78,7 +83,9 @@ def test_learns_and_evaluates_on_eval_data():
 
 def test_micro_batches_do_not_change_the_step():
     def run(max_tokens: int | None) -> tuple[list[dict[str, float]], torch.Tensor]:
-        trainer, log = make(counting(), train_batch_size=16, max_epochs=1, log_interval=1, max_tokens_per_batch=max_tokens)
+        trainer, log = make(
+            counting(), train_batch_size=16, max_epochs=1, log_interval=1, max_tokens_per_batch=max_tokens
+        )
         trainer.fit()
         return log.phases, torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
@@ -124,7 +131,13 @@ def test_resume_to_the_bit_with_dropout(tmp_path):
 def test_linear_schedule_decays_to_zero_and_warms_up():
     _, log = (
         pair := make(
-            counting(), train_batch_size=8, max_epochs=2, log_interval=1, lr=1.0e-3, lr_schedule='linear', warmup_steps=2
+            counting(),
+            train_batch_size=8,
+            max_epochs=2,
+            log_interval=1,
+            lr=1.0e-3,
+            lr_schedule='linear',
+            warmup_steps=2,
         )
     )
     pair[0].fit()

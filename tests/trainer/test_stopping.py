@@ -1,4 +1,5 @@
-"""A run that is asked to stop, that meets a full disk, or that finds its folder taken; and what it goes on from afterwards."""
+"""A run that is asked to stop, that meets a full disk, or that finds its folder taken; and what it goes on from
+afterwards."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def refused_beside(holder: subprocess.Popen[str], folder: Path) -> None:
 
 @pytest.mark.system
 def test_stopped_by_signals_and_resumed_to_the_same_bits(undisturbed, tmp_path):
-    """SIGTERM, then SIGINT, each in the middle of a run; every time it ends between phases, with the code of the signal.
+    """SIGTERM, then SIGINT, each in the middle of a run; every time it ends between phases, with the code of the
+    signal.
 
     Meanwhile another run tries to write into the same folder.
     """
@@ -105,7 +107,8 @@ def test_a_stop_while_collecting_drops_the_phase(tmp_path):
 @pytest.mark.system
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason='limits the size of files of a child process')
 def test_a_disk_that_is_full_for_a_while(undisturbed, tmp_path):
-    """Files cannot grow beyond 4 KiB while phases 3 to 5 are saved: warnings, no checkpoint of those, and a run that is not changed."""
+    """Files cannot grow beyond 4 KiB while phases 3 to 5 are saved: warnings, no checkpoint of those, and a run that is
+    not changed."""
     full = """
 import resource, signal
 from chatgpt.trainer import base
@@ -159,7 +162,9 @@ def test_a_checkpoint_of_another_architecture_names_the_first_tensors(tmp_path):
         lora.load_checkpoint(path)
 
 
-@pytest.mark.parametrize('part', ['manifest.json', 'state.json', 'actor', 'actor_optim', 'critic', 'critic_optim', 'rng'])
+@pytest.mark.parametrize(
+    'part', ['manifest.json', 'state.json', 'actor', 'actor_optim', 'critic', 'critic_optim', 'rng']
+)
 def test_every_file_is_guarded(tmp_path, part):
     """A flipped bit, a missing end, a missing file: refused by the file's name, before any weight is touched."""
     trainer = make(run_dir=tmp_path)
@@ -199,7 +204,9 @@ def test_a_damaged_newest_checkpoint_names_the_newest_whole_one_before_it(tmp_pa
     with pytest.raises(SystemExit):
         back.fit(prompts(), num_episodes=1, max_timesteps=4, update_timesteps=1)
     written = tmp_path / 'checkpoints' / 'step-00000003'
-    assert f'stopped after phase 3; continue with --resume {written}\n' in capsys.readouterr().out  # auto would take the damaged fourth
+    assert (
+        f'stopped after phase 3; continue with --resume {written}\n' in capsys.readouterr().out
+    )  # auto would take the damaged fourth
 
 
 class StopAtOnce(ProgressBar):

@@ -46,7 +46,9 @@ def nlpo(strategy: Any) -> None:
 
 
 @pytest.mark.parametrize('kind', [Hidden, Renamed])
-@pytest.mark.parametrize(('method', 'reason'), [(ilql, 'masters hide the target heads'), (nlpo, 'cannot be copied between models')])
+@pytest.mark.parametrize(
+    ('method', 'reason'), [(ilql, 'masters hide the target heads'), (nlpo, 'cannot be copied between models')]
+)
 def test_masters_elsewhere_are_refused(kind, method, reason):
     sentence = f'{method.__name__.upper()} does not run under {kind.__name__}, whose .*{reason}; use ddp or fsdp'
     with pytest.raises(ValueError, match=sentence):
@@ -59,4 +61,9 @@ def test_a_name_refuses_nothing(method):
 
 
 def test_who_keeps_weights_in_place():
-    assert [kind.weights_in_place for kind in (NaiveStrategy, DDPStrategy, FSDPStrategy, ColossalAIStrategy)] == [True, True, True, False]
+    assert [kind.weights_in_place for kind in (NaiveStrategy, DDPStrategy, FSDPStrategy, ColossalAIStrategy)] == [
+        True,
+        True,
+        True,
+        False,
+    ]

@@ -48,8 +48,19 @@ def test_the_same_as_a_strategy_of_ones_own():
 def test_every_kind_of_trainer():
     config, tokenizer = embedded.demo_config(), embedded.demo_tokenizer()
     actor, critic, rm = GPTActor(config=config), GPTCritic(config=config), GPTRM(config=config)
-    ppo = PPOTrainer('naive', actor, critic, rm, deepcopy(actor), pair(actor)[1], pair(critic)[1], tokenizer=tokenizer,
-                     max_new_tokens=2, experience_batch_size=2, train_batch_size=2)  # fmt: skip
+    ppo = PPOTrainer(
+        'naive',
+        actor,
+        critic,
+        rm,
+        deepcopy(actor),
+        pair(actor)[1],
+        pair(critic)[1],
+        tokenizer=tokenizer,
+        max_new_tokens=2,
+        experience_batch_size=2,
+        train_batch_size=2,
+    )
     ppo.fit([row['prompt'] for row in embedded.demo_prompts(2)], 1, 1, 1)
     assert ppo.num_updates == 1 and not any(p.requires_grad for p in rm.parameters())
     records = load_preferences(embedded.demo_preferences(4), tokenizer)[0]

@@ -1,10 +1,10 @@
 """The local engine: prefill and decode with a slot cache in this process, on the policy's own modules.
 
-`LocalEngine` holds what lives for a collect phase: the actor, the cache and the steps of fixed shape. `LocalRun` is one call: prompts
-are prefilled into cache rows, and rows are decoded together until each has ended. Live sequences stand in rows 0 .. n-1 of the batch.
-A finished one leaves at once (the last live row takes its place), and waiting prompts take the free rows. Position t of sample i is
-drawn with the uniform number of (seed, i, t), so none of this can change a token. All per-token work is on tensors; Python looks at
-single rows only when one ends.
+`LocalEngine` holds what lives for a collect phase: the actor, the cache and the steps of fixed shape. `LocalRun` is one
+call: prompts are prefilled into cache rows, and rows are decoded together until each has ended. Live sequences stand in
+rows 0 .. n-1 of the batch. A finished one leaves at once (the last live row takes its place), and waiting prompts take
+the free rows. Position t of sample i is drawn with the uniform number of (seed, i, t), so none of this can change a
+token. All per-token work is on tensors; Python looks at single rows only when one ends.
 
 Left out: beam search, penalties and other GenerationConfig extras, and models whose decode is more than full attention
 over a key/value cache: those go through `chatgpt.rollout.hf`.
@@ -34,7 +34,8 @@ _CAPACITY_STEP = 64
 
 
 def check_local(config: Any, call: Call) -> list[int]:
-    """What a `LocalEngine` checks before any work, with the text model's config. Returns the most new tokens of each prompt."""
+    """What a `LocalEngine` checks before any work, with the text model's config. Returns the most new tokens of each
+    prompt."""
     if call.sampling.extra:
         names = ', '.join(f'{k}={v!r}' for k, v in call.sampling.extra.items())
         raise ValueError(f"LocalEngine cannot do {names}; leave it out or use engine='hf'")
@@ -43,7 +44,8 @@ def check_local(config: Any, call: Call) -> list[int]:
     longest = max((len(p.ids) + limit for p, limit in zip(call.prompts, limits, strict=True)), default=0)
     if window is not None and longest > window:
         raise ValueError(
-            f"LocalEngine: sequences of up to {longest} tokens exceed the model's attention window of {window}; use engine='hf'"
+            f"LocalEngine: sequences of up to {longest} tokens exceed the model's attention window of {window}; use "
+            "engine='hf'"
         )
     return limits
 
@@ -52,21 +54,27 @@ class LocalEngine(InProcessEngine):
     """Generates with the actor's own `trunk` and `head`. Draws are reproducible.
 
     max_batch_size: most sequences decoded at once; further prompts wait. max_prefill_tokens: padded size of one prefill
-    forward. refill_fraction: waiting prompts enter when this share of the rows is free. fixed_steps: decode at fixed shapes, on CUDA
-    as captured graphs (`chatgpt.rollout.local.fixed_step`); 'auto' does so on CUDA, where launching kernels costs more than idle rows.
+    forward. refill_fraction: waiting prompts enter when this share of the rows is free. fixed_steps: decode at fixed
+    shapes, on CUDA as captured graphs (`chatgpt.rollout.local.fixed_step`); 'auto' does so on CUDA, where launching
+    kernels costs more than idle rows.
 
     >>> engine = LocalEngine()                                                                    # doctest: +SKIP
     >>> engine.begin(actor)                                                                       # doctest: +SKIP
-    >>> samples = engine.generate(prompts, SamplingParams(max_new_tokens=48), seed=1, indices=range(len(prompts)))  # doctest: +SKIP
+    >>> sampling = SamplingParams(max_new_tokens=48)                                              # doctest: +SKIP
+    >>> samples = engine.generate(prompts, sampling, seed=1, indices=range(len(prompts)))         # doctest: +SKIP
     >>> engine.end()                                                                              # doctest: +SKIP
     """
 
     reproducible = True
 
     def __init__(
-        self, *, max_batch_size: int = 256, max_prefill_tokens: int = 16384, refill_fraction: float = 0.125,
+        self,
+        *,
+        max_batch_size: int = 256,
+        max_prefill_tokens: int = 16384,
+        refill_fraction: float = 0.125,
         fixed_steps: bool | Literal['auto'] = 'auto',
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         if max_batch_size < 1 or max_prefill_tokens < 1 or not 0 <= refill_fraction <= 1:
             raise ValueError(
@@ -95,7 +103,13 @@ class LocalEngine(InProcessEngine):
         self.hold(actor)
         # a 16-bit policy is a new copy in every phase: what matters is the architecture
         parameter, config = next(actor.parameters()), actor.model.config
-        kind = (type(actor.model), config._attn_implementation, parameter.dtype, parameter.device, str(config.to_dict()))
+        kind = (
+            type(actor.model),
+            config._attn_implementation,
+            parameter.dtype,
+            parameter.device,
+            str(config.to_dict()),
+        )
         if self._checked == kind:
             return
         try:
@@ -134,15 +148,24 @@ class LocalEngine(InProcessEngine):
         self._cache.reserve(rows, capacity)
         return self._cache
 
-    def fixed(self, cache: SlotCache, sampler: TokenSampler, uniforms: Tensor | None, size: int, *, capture: bool) -> FixedSteps:
+    def fixed(
+        self, cache: SlotCache, sampler: TokenSampler, uniforms: Tensor | None, size: int, *, capture: bool
+    ) -> FixedSteps:
         """This phase's steps of fixed shape; those of an earlier call where they fit, with their graphs."""
         key = (cache.rows, cache.capacity, size, sampler.sampling)
         if self._fixed is None or self._fixed[0] != key:
             device, sampling = sampler.end_ids.device, sampler.sampling
             steps = FixedSteps(
-                self._actor, sampler, cache, self._mask_form, uniforms, size, device, capture=capture and device.type == 'cuda',
+                self._actor,
+                sampler,
+                cache,
+                self._mask_form,
+                uniforms,
+                size,
+                device,
+                capture=capture and device.type == 'cuda',
                 no_end_until=sampling.min_new_tokens > 0 and len(sampling.eos_token_ids) > 0,
-            )  # fmt: skip
+            )
             self._fixed = key, steps
         self._fixed[1].renew(uniforms)
         return self._fixed[1]
@@ -151,9 +174,10 @@ class LocalEngine(InProcessEngine):
 class LocalRun:
     """The rows of one call, from the first prompt that enters to the last response that ends.
 
-    What was drawn lies in a flat (samples x max_new) table. On the device, `state` (3, n) int64 says of each live row where in the table
-    its next token goes, how many tokens its cache row holds, and from which place in the table on it may end. On the host, each live row
-    has its sample number, an `offset` and a `deadline`; both are relative to the step count, so that no step has to touch them.
+    What was drawn lies in a flat (samples x max_new) table. On the device, `state` (3, n) int64 says of each live row
+    where in the table its next token goes, how many tokens its cache row holds, and from which place in the table on it
+    may end. On the host, each live row has its sample number, an `offset` and a `deadline`; both are relative to the
+    step count, so that no step has to touch them.
     """
 
     def __init__(self, engine: LocalEngine, call: Call, limits: list[int]) -> None:
@@ -180,7 +204,9 @@ class LocalRun:
         self.cache = engine.cache(self.max_rows, capacity)
         self.fixed: FixedSteps | None = None
         if fixed:
-            self.fixed = engine.fixed(self.cache, self.sampler, self.uniforms, len(prompts) * self.max_new, capture=not streams)
+            self.fixed = engine.fixed(
+                self.cache, self.sampler, self.uniforms, len(prompts) * self.max_new, capture=not streams
+            )
         self.fixed_loaded = False
         # live rows
         self.row_sample: list[int] = []
@@ -210,7 +236,8 @@ class LocalRun:
                 self.decode()
 
     def admit(self, free: int) -> None:
-        """Prefill the next waiting prompts into free rows and draw their first tokens. Equal prompts are computed once."""
+        """Prefill the next waiting prompts into free rows and draw their first tokens. Equal prompts are computed
+        once."""
         takers: dict[tuple[int, ...], list[int]] = {}
         for _ in range(min(free, len(self.queue))):
             sample = self.queue.popleft()
@@ -242,7 +269,8 @@ class LocalRun:
         self.retire(ended, first_new=len(ended) - sum(map(len, takers.values())))
 
     def prefill(self, distinct: list[tuple[int, ...]], copies: list[int]) -> Tensor:
-        """Prompts through the model into the next cache rows, each `copies[i]` times. Returns their last logits, (rows, V)."""
+        """Prompts through the model into the next cache rows, each `copies[i]` times. Returns their last logits, (rows,
+        V)."""
         first, num_rows = len(self.row_sample), sum(copies)
         width = max(map(len, distinct))
         # filled up with each prompt's own first token: a causal model never looks ahead, and no padding id is needed
@@ -292,7 +320,8 @@ class LocalRun:
         return self.cache.layers[0].keys.dtype
 
     def emit(self, logits: Tensor, state: Tensor) -> tuple[Tensor, list[bool] | None]:
-        """Draw and record one token per row. Returns tokens (n,) and which of them are end tokens, None where none can be."""
+        """Draw and record one token per row. Returns tokens (n,) and which of them are end tokens, None where none can
+        be."""
         flat = state[0]
         uniform = None if self.uniforms is None else self.uniforms[flat]
         can_end = len(self.sampling.eos_token_ids) > 0
@@ -368,7 +397,8 @@ class LocalRun:
         shape = (len(self.prompts), self.max_new)
 
         def table(name: str, dtype: torch.dtype) -> Tensor:
-            # a new tensor on the CPU: slices of it are cut out with clone, so that a sample does not hold all others in memory
+            # a new tensor on the CPU: slices of it are cut out with clone, so that a sample does not hold all others in
+            # memory
             values = torch.zeros(shape[0] * shape[1], dtype=dtype, device=self.device)
             if self.fixed is not None:
                 values.copy_(getattr(self.fixed.tables, name)[:-1])
@@ -382,7 +412,8 @@ class LocalRun:
         if len(bad):
             sample, position = bad[0].tolist()
             raise FloatingPointError(
-                f'LocalEngine: the logits of sample {self.indices[sample]} are not finite at response position {position}; '
+                f'LocalEngine: the logits of sample {self.indices[sample]} are not finite at response position '
+                f'{position}; '
                 f"check the policy's weights and precision"
             )
         return [

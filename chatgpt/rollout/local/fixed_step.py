@@ -1,9 +1,9 @@
 """One decode step at a fixed number of rows and slots, on tensors that stay where they are: what a CUDA graph can hold.
 
-A step runs trunk, head, draw, record and bookkeeping for `rows` rows, of which those beyond the live ones are idle: they write
-into a slot of the tables that nobody reads, and into the first slot of cache rows that nobody uses. Rows and slots come in
-buckets, one graph for each pair, captured at its second use; replaying it is all the Python that a token costs. Without CUDA the same
-step is an ordinary call, which is how it is tested.
+A step runs trunk, head, draw, record and bookkeeping for `rows` rows, of which those beyond the live ones are idle:
+they write into a slot of the tables that nobody reads, and into the first slot of cache rows that nobody uses. Rows and
+slots come in buckets, one graph for each pair, captured at its second use; replaying it is all the Python that a token
+costs. Without CUDA the same step is an ordinary call, which is how it is tested.
 
 Left out: prefill, and which rows live (`chatgpt.rollout.local.engine`).
 """
@@ -61,9 +61,18 @@ class FixedSteps:
     """
 
     def __init__(
-        self, actor: Any, sampler: TokenSampler, cache: SlotCache, mask_form: MaskForm, uniforms: Tensor | None, size: int,
-        device: torch.device, *, no_end_until: bool, capture: bool,
-    ) -> None:  # fmt: skip
+        self,
+        actor: Any,
+        sampler: TokenSampler,
+        cache: SlotCache,
+        mask_form: MaskForm,
+        uniforms: Tensor | None,
+        size: int,
+        device: torch.device,
+        *,
+        no_end_until: bool,
+        capture: bool,
+    ) -> None:
         self.actor, self.sampler, self.cache, self.mask_form = actor, sampler, cache, mask_form
         self.capture = capture
         self.no_end_until = no_end_until
@@ -115,7 +124,10 @@ class FixedSteps:
         """Record the step and run it. A model that cannot be captured goes on without graphs."""
         graph = torch.cuda.CUDAGraph()
         before = self.token.clone(), self.state.clone()
-        stream, generator = torch.cuda.current_stream(self.device), torch.cuda.default_generators[self.device.index or 0]
+        stream, generator = (
+            torch.cuda.current_stream(self.device),
+            torch.cuda.default_generators[self.device.index or 0],
+        )
         fresh = generator.clone_state()
         try:
             with torch.cuda.graph(graph, pool=self._pool):
@@ -141,7 +153,9 @@ class FixedSteps:
         flat, lengths = state[0], state[1]
         self.cache.decode(self.row_index[:rows], lengths, slots, same_length=False)
         mask = decode_mask(lengths, slots, self.mask_form, self.cache.layers[0].keys.dtype)
-        hidden = self.actor.trunk(token[:, None], position_ids=lengths[:, None], attention_mask=mask, past_key_values=self.cache)
+        hidden = self.actor.trunk(
+            token[:, None], position_ids=lengths[:, None], attention_mask=mask, past_key_values=self.cache
+        )
         uniform = None if self.uniforms is None else self.uniforms[flat]
         draw = self.sampler(self.actor.head(hidden[:, -1]), uniform, flat < state[2] if self.no_end_until else None)
         self.tables.token.index_copy_(0, flat, draw.token)

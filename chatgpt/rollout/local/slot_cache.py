@@ -5,11 +5,12 @@ exchanged. Here memory is allocated once, a new token is written into its own sl
 longest live row, and a finished row is replaced by overwriting it. What lies behind a row's length is old but finite,
 and masked.
 
-`find_mask_form` finds out on a few tokens whether a model's cached decode agrees with its plain forward, and in which form the model takes
-the mask of valid slots: as an additive (n, 1, 1, K) tensor, which costs least, or as a boolean (n, K) one, which models that derive
-positions from it (ALiBi) and flash kernels need.
+`find_mask_form` finds out on a few tokens whether a model's cached decode agrees with its plain forward, and in which
+form the model takes the mask of valid slots: as an additive (n, 1, 1, K) tensor, which costs least, or as a boolean (n,
+K) one, which models that derive positions from it (ALiBi) and flash kernels need.
 
-Left out: sliding windows, linear attention, quantisation, offload; `find_mask_form` and `attention_window` refuse models that need them.
+Left out: sliding windows, linear attention, quantisation, offload; `find_mask_form` and `attention_window` refuse
+models that need them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class SlotLayer:
 
 
 def _resized(store: Tensor | None, like: Tensor, rows: int, capacity: int) -> Tensor:
-    """A store of at least this size that keeps what the old one holds. `like`: (n, H, P, D), for shape, dtype and device."""
+    """A store of at least this size that keeps what the old one holds. `like`: (n, H, P, D), for shape, dtype and
+    device."""
     heads, width = like.shape[1], like.shape[3]
     # zeros, not empty: a masked slot gets weight 0, and 0 * NaN would be NaN
     new = like.new_zeros(rows, heads, capacity, width)
@@ -82,15 +84,16 @@ class SlotCache(Cache):
             layer.values = _resized(layer.values, layer.values, self.rows, self.capacity)
 
     def prefill(self, rows: Tensor, source: Tensor | None) -> None:
-        """The next forward's row `source[i]` is the prompt of cache row `rows[i]`; None: row i itself. Both (n,) int64."""
+        """The next forward's row `source[i]` is the prompt of cache row `rows[i]`; None: row i itself. Both (n,)
+        int64."""
         self._past = 0
         self._prefill_rows, self._prefill_source = rows, source
 
     def decode(self, row_index: Tensor, lengths: Tensor, width: int, *, same_length: bool) -> None:
         """The next forward's token i is number `lengths[i]` of cache row i.
 
-        row_index: (n,) int64, 0 .. n-1; lengths: (n,) int64, tokens already stored; width: the longest of them + 1, which is
-        what attention will see. With `same_length` all are width - 1 long, and one slice is written.
+        row_index: (n,) int64, 0 .. n-1; lengths: (n,) int64, tokens already stored; width: the longest of them + 1,
+        which is what attention will see. With `same_length` all are width - 1 long, and one slice is written.
         """
         self._past, self._width = width - 1, width
         self._prefill_rows = self._prefill_source = None
@@ -155,7 +158,8 @@ class SlotCache(Cache):
 
 
 def decode_mask(lengths: Tensor, width: int, form: MaskForm, dtype: torch.dtype) -> Tensor:
-    """Slots 0 .. lengths[i] of row i are valid: the stored tokens and the one being written. (n, 1, 1, width) or (n, width)."""
+    """Slots 0 .. lengths[i] of row i are valid: the stored tokens and the one being written. (n, 1, 1, width) or (n,
+    width)."""
     beyond = torch.arange(width, device=lengths.device) > lengths[:, None]
     if form == 'boolean':
         return ~beyond
@@ -172,7 +176,8 @@ def attention_window(config: Any) -> int | None:
     if kinds is not None and all(kind == 'full_attention' for kind in kinds):
         return None
     windows = [
-        getattr(config, name, None) for name in ('sliding_window', 'window_size', 'attention_window', 'attention_chunk_size')
+        getattr(config, name, None)
+        for name in ('sliding_window', 'window_size', 'attention_window', 'attention_chunk_size')
     ]
     return min((w for w in windows if isinstance(w, int) and w > 0), default=None)
 
@@ -213,7 +218,8 @@ def find_mask_form(actor: Any) -> MaskForm:
     """The first mask form under which cached decode and plain forward agree. Raises ValueError where none does,
     FloatingPointError where the plain forward is not finite.
 
-    The tolerance is relative to the largest hidden state: 1e-3 in fp32, 5e-2 in 16 bits; a wrong mask or position is off by far more.
+    The tolerance is relative to the largest hidden state: 1e-3 in fp32, 5e-2 in 16 bits; a wrong mask or position is
+    off by far more.
     """
     config = model_config(actor)
     sequences = _example(config.vocab_size, next(actor.parameters()).device)
@@ -223,7 +229,9 @@ def find_mask_form(actor: Any) -> MaskForm:
         plain.append(actor.trunk(ids[None], position_ids=positions)[0, length - 1 :].float())
     scale = max(float(p.abs().max()) for p in plain)
     if not math.isfinite(scale):
-        raise FloatingPointError('LocalEngine: the hidden states of the policy are not finite; check its weights and precision')
+        raise FloatingPointError(
+            'LocalEngine: the hidden states of the policy are not finite; check its weights and precision'
+        )
     tolerance = 1e-3 if next(actor.parameters()).dtype == torch.float32 else 5e-2
     found = []
     for form in ('additive', 'boolean'):
@@ -231,7 +239,15 @@ def find_mask_form(actor: Any) -> MaskForm:
             cached = _cached_states(actor, sequences, form)
         except torch.OutOfMemoryError:
             raise
-        except (ValueError, TypeError, RuntimeError, IndexError, AttributeError, NotImplementedError, KeyError) as error:
+        except (
+            ValueError,
+            TypeError,
+            RuntimeError,
+            IndexError,
+            AttributeError,
+            NotImplementedError,
+            KeyError,
+        ) as error:
             found.append(f'{form} mask: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ""}')
             continue
         difference = max(float((c.float() - p).abs().max()) for c, p in zip(cached, plain, strict=True))
@@ -240,5 +256,6 @@ def find_mask_form(actor: Any) -> MaskForm:
         found.append(f'{form} mask: hidden states differ by {difference:.1e} of {scale:.1e}')
     name = type(actor.model).__name__
     raise ValueError(
-        f"LocalEngine: cached decode of {name} does not agree with its plain forward ({'; '.join(found)}); use engine='hf'"
+        f'LocalEngine: cached decode of {name} does not agree with its plain forward ({"; ".join(found)}); use '
+        "engine='hf'"
     )

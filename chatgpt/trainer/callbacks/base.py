@@ -1,7 +1,7 @@
 """What a callback is: hooks that a trainer calls as it goes, and state that travels in checkpoints.
 
-Every hook runs on every rank, in step, so a callback may do collective work (save, evaluate); what writes or prints does so on
-rank 0 only. Left out: the callbacks themselves, one file each.
+Every hook runs on every rank, in step, so a callback may do collective work (save, evaluate); what writes or prints
+does so on rank 0 only. Left out: the callbacks themselves, one file each.
 """
 
 from __future__ import annotations
@@ -42,12 +42,15 @@ class TrainerView(Protocol):
     @property
     def phase(self) -> int:
         """Learning phases done."""
+
     @property
     def num_phases(self) -> int | None:
         """Number of the last phase of this `fit`, where it is known."""
+
     @property
     def num_updates(self) -> int:
         """Optimizer steps done."""
+
     @property
     def total_updates(self) -> int | None: ...
     @property
@@ -71,11 +74,12 @@ class TrainerView(Protocol):
 class Callback:
     """Subclass it and override the hooks you need; all of them do nothing by default.
 
-    A run is: fit start, then phases, then fit end. A phase of an online trainer collects (make-experience hooks, with the episode
-    hooks of the timesteps inside) and learns (epoch and batch hooks); others only learn. `on_phase_end` closes it.
+    A run is: fit start, then phases, then fit end. A phase of an online trainer collects (make-experience hooks, with
+    the episode hooks of the timesteps inside) and learns (epoch and batch hooks); others only learn. `on_phase_end`
+    closes it.
 
-    `order` sorts the callbacks of a run, low first; of equal ones the first given comes first. Below 0: adds metrics that others
-    log. 0: logs. Above 0: saves what the others have become.
+    `order` sorts the callbacks of a run, low first; of equal ones the first given comes first. Below 0: adds metrics
+    that others log. 0: logs. Above 0: saves what the others have become.
     """
 
     order: ClassVar[int] = 0
@@ -136,12 +140,13 @@ class Callback:
         """The run is ending with `error`. Other ranks may be elsewhere: no collective work here."""
 
     def checkpoint_pieces(self, trainer: TrainerView) -> dict[str, list[Piece]]:
-        """Tensors that a resumed run needs: {group: this rank's pieces}, the same groups on every rank. A group may have any name."""
+        """Tensors that a resumed run needs: {group: this rank's pieces}, the same groups on every rank. A group may
+        have any name."""
         return {}
 
     def load_checkpoint_pieces(self, trainer: TrainerView, name: str, reader: TensorReader) -> bool:
-        """Take up a group that `checkpoint_pieces` gave; False when it is not taken up. Only this callback's own are offered, unless the
-        checkpoint is of a format that does not record whose a group is."""
+        """Take up a group that `checkpoint_pieces` gave; False when it is not taken up. Only this callback's own are
+        offered, unless the checkpoint is of a format that does not record whose a group is."""
         return False
 
     def state_dict(self) -> dict[str, Any]:
@@ -175,7 +180,8 @@ class CallbackList(Callback):
         for i, callback in enumerate(given):
             if isinstance(callback, type):
                 raise ValueError(
-                    f'callbacks[{i}] is the class {callback.__name__}, not an object of it; write {callback.__name__}(...)'
+                    f'callbacks[{i}] is the class {callback.__name__}, not an object of it; write '
+                    f'{callback.__name__}(...)'
                 )
             if not isinstance(callback, Callback):
                 raise ValueError(
@@ -201,7 +207,8 @@ class CallbackList(Callback):
         return {name: state for name, callback in self._named() if (state := callback.state_dict())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Callbacks that the checkpoint does not know keep their fresh state; states without a callback are left alone."""
+        """Callbacks that the checkpoint does not know keep their fresh state; states without a callback are left
+        alone."""
         for name, callback in self._named():
             if name in state:
                 callback.load_state_dict(state[name])
@@ -213,7 +220,8 @@ class CallbackList(Callback):
                 yield owner, group, pieces
 
     def load_owned_pieces(self, trainer: TrainerView, owner: str | None, group: str, reader: TensorReader) -> bool:
-        """Hand a group to its owner, or to whoever takes it where the checkpoint names none; False when nobody here does."""
+        """Hand a group to its owner, or to whoever takes it where the checkpoint names none; False when nobody here
+        does."""
         return any(
             callback.load_checkpoint_pieces(trainer, group, reader)
             for name, callback in self._named()
@@ -241,7 +249,9 @@ class CallbackList(Callback):
             try:
                 callback.on_exception(trainer, error)
             except Exception as second:
-                warnings.warn(f'{type(callback).__name__}.on_exception failed: {type(second).__name__}: {second}', stacklevel=2)
+                warnings.warn(
+                    f'{type(callback).__name__}.on_exception failed: {type(second).__name__}: {second}', stacklevel=2
+                )
 
 
 def say(text: str) -> None:

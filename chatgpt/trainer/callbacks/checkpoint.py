@@ -1,4 +1,5 @@
-"""Training checkpoints at intervals, and which of them to keep. Left out: what is in one (`Trainer.save_checkpoint`)."""
+"""Training checkpoints at intervals, and which of them to keep. Left out: what is in one
+(`Trainer.save_checkpoint`)."""
 
 from __future__ import annotations
 
@@ -16,15 +17,16 @@ from chatgpt.trainer.callbacks.evaluation import Evaluator
 class SaveCheckpoint(Callback):
     """Saves a checkpoint every `interval` learning phases, or so many minutes, and one at the end of the run.
 
-    A save that fails (a full disk) is a warning: the run goes on, and earlier checkpoints stay. It comes after all other
-    callbacks, so their states in a checkpoint are those after the phase.
+    A save that fails (a full disk) is a warning: the run goes on, and earlier checkpoints stay. It comes after all
+    other callbacks, so their states in a checkpoint are those after the phase.
 
     Args:
         path: folder of the checkpoints, `path/step-00000012`; None means the trainer's `run_dir/checkpoints`.
         interval: learning phases between checkpoints; None goes by `minutes` alone.
-        minutes: after the phase in which the last one is this old, by the clock of rank 0; None goes by `interval` alone. With neither,
-            none is saved, and only those of an interrupted run are counted and removed.
-        keep_last: how many of the newest to keep, what a signal or an exception made the trainer save among them; None keeps all.
+        minutes: after the phase in which the last one is this old, by the clock of rank 0; None goes by `interval`
+            alone. With neither, none is saved, and only those of an interrupted run are counted and removed.
+        keep_last: how many of the newest to keep, what a signal or an exception made the trainer save among them; None
+            keeps all.
         keep_best: how many to keep besides, by the value of `metric` in their phase.
         metric, mode: what is best; an `eval/` metric counts in the phases that measured it, and at the end of the run.
     """
@@ -51,7 +53,9 @@ class SaveCheckpoint(Callback):
         if keep_best < 0:
             raise ValueError(f'keep_best={keep_best} must not be negative')
         if keep_best and keep_last is None:
-            raise ValueError(f'keep_best={keep_best} means nothing while keep_last=None keeps all; give keep_last as well')
+            raise ValueError(
+                f'keep_best={keep_best} means nothing while keep_last=None keeps all; give keep_last as well'
+            )
         check_mode(mode)
         self.keep_last, self.keep_best, self.metric, self.mode = keep_last, keep_best, metric, mode
         self.minutes = minutes

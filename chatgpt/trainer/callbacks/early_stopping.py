@@ -9,7 +9,8 @@ from chatgpt.trainer.callbacks.base import Callback, TrainerView, check_interval
 
 
 class EarlyStopping(Callback):
-    """Asks the run to stop when `metric` is above (or below) a bound in `patience` phases in a row. NaN is out of bounds.
+    """Asks the run to stop when `metric` is above (or below) a bound in `patience` phases in a row. NaN is out of
+    bounds.
 
     `EarlyStopping('rollout/kl_mean', above=15.0, patience=3)` stops a policy that runs away;
     `EarlyStopping('rollout/score_mean', above=0.9)` one that has arrived. Phases that did not measure an `eval/` metric
@@ -20,7 +21,9 @@ class EarlyStopping(Callback):
         patience: phases in a row.
     """
 
-    def __init__(self, metric: str, *, above: float | None = None, below: float | None = None, patience: int = 1) -> None:
+    def __init__(
+        self, metric: str, *, above: float | None = None, below: float | None = None, patience: int = 1
+    ) -> None:
         if above is None and below is None:
             raise ValueError(f'EarlyStopping({metric!r}) has no bound: give above= or below=')
         if above is not None and below is not None and not below < above:
@@ -49,7 +52,10 @@ class EarlyStopping(Callback):
                 bounds = ' or '.join(
                     f'{word} {b:g}' for word, b in (('above', self.above), ('below', self.below)) if b is not None
                 )
-                say(f'stopping after phase {step}: {self.metric} is {value:.4g}, {bounds} in {self.num_crossed} phases in a row')
+                say(
+                    f'stopping after phase {step}: {self.metric} is {value:.4g}, {bounds} in {self.num_crossed} phases '
+                    'in a row'
+                )
 
 
 class StopOnPlateau(Callback):
@@ -94,4 +100,7 @@ class StopOnPlateau(Callback):
             trainer.request_stop()
             if trainer.strategy.is_rank_0:
                 best = 'never a number' if self.best is None else f'best {self.best:.4g}'
-                say(f'stopping after phase {step}: {self.metric} has not become better for {self.num_without} times ({best})')
+                say(
+                    f'stopping after phase {step}: {self.metric} has not become better for {self.num_without} times '
+                    f'({best})'
+                )

@@ -1,9 +1,10 @@
 """An exponential moving average of the actor's weights, kept in fp32 and spread over the ranks.
 
-    average ← decay · average + (1 − decay) · weights        after every optimizer step (Polyak & Juditsky 1992; DeepSpeed-Chat's actor EMA)
+    average ← decay · average + (1 − decay) · weights        after every optimizer step (Polyak & Juditsky 1992;
+    DeepSpeed-Chat's actor EMA)
 
-Each rank averages the pieces it would write into a checkpoint, so that any strategy and world size works and may change on a
-resume. Left out: evaluating or generating with the average while the run goes on.
+Each rank averages the pieces it would write into a checkpoint, so that any strategy and world size works and may change
+on a resume. Left out: evaluating or generating with the average while the run goes on.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from chatgpt.trainer.callbacks.base import Callback, TrainerView
 class EMA(Callback):
     """Averages a model's weights and, at the end, writes them as a Hugging Face folder.
 
-    The average is in training checkpoints as `<model>_ema/`. One that has none (EMA was turned on later) starts it anew, with a warning.
+    The average is in training checkpoints as `<model>_ema/`. One that has none (EMA was turned on later) starts it
+    anew, with a warning.
 
     Args:
         decay: share of the old average that stays, in [0, 1); 0.992 is DeepSpeed-Chat's.
@@ -93,7 +95,9 @@ class EMA(Callback):
 
     def on_resume(self, trainer: TrainerView, path: Path) -> None:
         if not self._pieces and trainer.strategy.is_rank_0:
-            warnings.warn(f'{path} has no average of the {self._name(trainer)}: EMA starts from its weights', stacklevel=2)
+            warnings.warn(
+                f'{path} has no average of the {self._name(trainer)}: EMA starts from its weights', stacklevel=2
+            )
 
     # ------------------------------------------------------------------ as a model
 
@@ -107,7 +111,11 @@ class EMA(Callback):
         scratch = Path(scratch)
         for part, pieces in (('weights', list(self._own(trainer))), ('average', list(self._pieces.values()))):
             write_checkpoint(
-                scratch / part, {'': pieces}, meta={'kind': 'model'}, rank=strategy.rank, all_gather_object=strategy.all_gather_object
+                scratch / part,
+                {'': pieces},
+                meta={'kind': 'model'},
+                rank=strategy.rank,
+                all_gather_object=strategy.all_gather_object,
             )
         try:
             strategy.load_model(model, scratch / 'average')

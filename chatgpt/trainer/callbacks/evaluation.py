@@ -1,4 +1,5 @@
-"""Evaluation before, during and after training, with the best value so far. Left out: what is evaluated, which is a function."""
+"""Evaluation before, during and after training, with the best value so far. Left out: what is evaluated, which is a
+function."""
 
 from __future__ import annotations
 
@@ -82,7 +83,9 @@ class Evaluator(Callback):
         result = {_named(name): float(value) for name, value in given.items()}
         if self.metric is not None:
             if self.metric not in result:
-                raise ValueError(f'evaluate returned no {self.metric!r}; it returned {", ".join(sorted(result)) or "nothing"}')
+                raise ValueError(
+                    f'evaluate returned no {self.metric!r}; it returned {", ".join(sorted(result)) or "nothing"}'
+                )
             self._note(result[self.metric], step)
             if self.best is not None:
                 result[f'{self.metric}_best'] = self.best

@@ -1,8 +1,8 @@
 """metrics.jsonl: one JSON object per learning phase, with `step` and every metric of the phase.
 
-Each line is flushed and fsynced, so a killed run keeps all it has written. A resumed run cuts the file back to the step of its
-checkpoint. JSON has no NaN and no infinity: a value that is not finite is written as null, which every reader of JSON takes, and
-pandas reads as NaN. Left out: what the metrics mean (docs/metrics.md).
+Each line is flushed and fsynced, so a killed run keeps all it has written. A resumed run cuts the file back to the step
+of its checkpoint. JSON has no NaN and no infinity: a value that is not finite is written as null, which every reader of
+JSON takes, and pandas reads as NaN. Left out: what the metrics mean (docs/metrics.md).
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class JsonLines:
             os.replace(self.path, self.path.with_name(f'{self.path.stem}.previous{self.path.suffix}'))
 
     def truncate_to(self, step: int) -> int:
-        """Cut the file before its first line with a later step; a torn line, as a kill leaves it, goes too. Returns bytes cut."""
+        """Cut the file before its first line with a later step; a torn line, as a kill leaves it, goes too. Returns
+        bytes cut."""
         if not self.path.exists():
             return 0
         keep = 0
@@ -95,7 +96,8 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 class RunFile:
-    """A JsonLines file in the trainer's run folder, written by rank 0 and opened where the run stands when first written to."""
+    """A JsonLines file in the trainer's run folder, written by rank 0 and opened where the run stands when first
+    written to."""
 
     def __init__(self, filename: str) -> None:
         self.filename = filename
@@ -109,7 +111,8 @@ class RunFile:
             self.file.begin(step)
 
     def write(self, trainer: TrainerView, step: int, records: Iterable[Mapping[str, Any]]) -> None:
-        """Append records of `step`. A write that fails is a warning: a full disk must not end a run for a line of its log."""
+        """Append records of `step`. A write that fails is a warning: a full disk must not end a run for a line of its
+        log."""
         if self.file is None:
             if trainer.run_dir is None or not trainer.strategy.is_rank_0:
                 return
@@ -118,7 +121,9 @@ class RunFile:
         try:
             self.file.append({'step': step, **r} for r in records)
         except OSError as error:
-            warnings.warn(f'{self.file.path}: step {step} could not be written ({error.strerror or error})', stacklevel=2)
+            warnings.warn(
+                f'{self.file.path}: step {step} could not be written ({error.strerror or error})', stacklevel=2
+            )
 
     def forget(self) -> None:
         """The run's step may have changed: begin anew at the next write."""

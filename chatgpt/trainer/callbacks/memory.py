@@ -1,6 +1,7 @@
 """`MemoryAdvice`: an out-of-memory error ends with what the run needs and the cheapest change that makes it fit.
 
-Left out: the plan itself (`chatgpt.plan`), and errors while models are loaded, before there is a trainer (`chatgpt.launch.planning`).
+Left out: the plan itself (`chatgpt.plan`), and errors while models are loaded, before there is a trainer
+(`chatgpt.launch.planning`).
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Throughput and TFLOPS of an online trainer, counting the arithmetic that is really done.
 
-A token that goes forward through N parameters costs 2N FLOP (a multiplication and an addition each), and the backward pass as
-much again for the gradient of the activations and again for that of the weights (Kaplan et al. 2020, section 2.1; Narayanan et
-al. 2021, section 5.1, for recomputation). With P prompt and A response tokens per sequence, E passes really made and N_a, N_c,
-N_i, N_r parameters of actor, critic, initial and reward model:
+A token that goes forward through N parameters costs 2N FLOP (a multiplication and an addition each), and the backward
+pass as much again for the gradient of the activations and again for that of the weights (Kaplan et al. 2020, section
+2.1; Narayanan et al. 2021, section 5.1, for recomputation). With P prompt and A response tokens per sequence, E passes
+really made and N_a, N_c, N_i, N_r parameters of actor, critic, initial and reward model:
 
     collect  Σ 2 N_a (P + A − 1)              KV cache: every token goes through once; the last one is never fed
     score    Σ 2 (N_c + N_i + N_r [+ N_a]) (P + A)     the actor only where log-probs are recomputed
     learn    E Σ (2 + 2 + 2 (1 − frozen)) (N_a + N_c) (P + A), and + 2 (N_a + N_c) with gradient checkpointing
 
-Left out, so that the figures are a lower bound of the work: attention scores (they grow with the length, not with N), the
-optimizer, padding, and a reward that is a function. Embedding tables cost a lookup and not 2N: count them only where they are
-also the head.
+Left out, so that the figures are a lower bound of the work: attention scores (they grow with the length, not with N),
+the optimizer, padding, and a reward that is a function. Embedding tables cost a lookup and not 2N: count them only
+where they are also the head.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ PARTS = ('collect', 'score', 'learn')
 
 
 def num_parameters(module: nn.Module) -> int:
-    """Parameters of a module as built, shared ones once. Call it before `prepare`: a sharded module holds only its part."""
+    """Parameters of a module as built, shared ones once. Call it before `prepare`: a sharded module holds only its
+    part."""
     return sum(p.numel() for p in module.parameters())
 
 
@@ -38,8 +39,8 @@ class PerformanceEvaluator(Callback):
     `perf/samples_per_s` to each phase's metrics, and prints their averages at the end.
 
     Args:
-        actor_num_params, critic_num_params, initial_model_num_params, reward_model_num_params: see `num_parameters`; 0 for what
-            the run does not have (a critic on the actor's trunk, a reward that is a function).
+        actor_num_params, critic_num_params, initial_model_num_params, reward_model_num_params: see `num_parameters`; 0
+            for what the run does not have (a critic on the actor's trunk, a reward that is a function).
         enable_grad_checkpoint: activations are recomputed in the backward pass.
         ignore_phases: first phases left out of the averages (warming up).
         frozen_share: part of actor and critic whose weights get no gradient (LoRA: close to 1).
@@ -83,7 +84,9 @@ class PerformanceEvaluator(Callback):
             return
         settings = getattr(getattr(trainer, 'maker', None), 'settings', None)
         recomputes = bool(getattr(settings, 'recompute_logprobs', False))
-        flop = self.phase_flop(experiences, passes=_passes(trainer, len(experiences), batches), recompute_logprobs=recomputes)
+        flop = self.phase_flop(
+            experiences, passes=_passes(trainer, len(experiences), batches), recompute_logprobs=recomputes
+        )
         seconds = {part: metrics.get(f'perf/{part}_s', 0.0) for part in PARTS}
         world = trainer.strategy.world_size
         for part in PARTS:
@@ -122,7 +125,9 @@ class PerformanceEvaluator(Callback):
             return
         world = trainer.strategy.world_size
         parts = ', '.join(
-            f'{part} {self._flop[part] / self._seconds[part] / world / 1e12:.4g}' for part in PARTS if self._seconds[part] > 0
+            f'{part} {self._flop[part] / self._seconds[part] / world / 1e12:.4g}'
+            for part in PARTS
+            if self._seconds[part] > 0
         )
         whole = sum(self._flop.values()) / total / world / 1e12
         say(f'performance: {self._samples / total:.4g} samples/s, {whole:.4g} TFLOPS per device ({parts})')
@@ -135,6 +140,8 @@ def _passes(trainer: TrainerView, collected: int, batches: int) -> float:
     if not size:
         return 0.0
     held = min(collected, getattr(config, 'buffer_limit', 0) or collected)
-    whole_batches = getattr(config, 'sample_replay_buffer', False)  # each epoch draws one full batch instead of passing over all
+    whole_batches = getattr(
+        config, 'sample_replay_buffer', False
+    )  # each epoch draws one full batch instead of passing over all
     per_pass = max(held / size, 1.0) if whole_batches else math.ceil(held / size)
     return batches / per_pass * held / collected

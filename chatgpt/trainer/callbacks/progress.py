@@ -39,7 +39,8 @@ SHOWN: dict[str, str] = {
 
 
 class ProgressBar(Callback):
-    """One bar over the phases, with transient ones for collecting and learning; plain lines where stderr is no terminal.
+    """One bar over the phases, with transient ones for collecting and learning; plain lines where stderr is no
+    terminal.
 
     Args:
         enabled: False shows nothing at all.
@@ -47,7 +48,9 @@ class ProgressBar(Callback):
         shown: label → metric name, instead of `SHOWN`.
     """
 
-    def __init__(self, enabled: bool = True, *, bars: bool | None = None, shown: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, enabled: bool = True, *, bars: bool | None = None, shown: Mapping[str, str] | None = None
+    ) -> None:
         self.enabled = enabled
         self.bars = bars
         self.shown = dict(SHOWN if shown is None else shown)

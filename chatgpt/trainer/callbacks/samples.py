@@ -1,7 +1,7 @@
 """A table of sample texts with their scores: on the terminal, and in run_dir/samples.jsonl.
 
-Left out: which prompts are shown. They are the first of the phase, so they change with the data order; a fixed set is an
-`Evaluator`'s business.
+Left out: which prompts are shown. They are the first of the phase, so they change with the data order; a fixed set is
+an `Evaluator`'s business.
 """
 
 from __future__ import annotations
@@ -36,14 +36,19 @@ def rows_of(experiences: SequenceOf[Experience], num_rows: int, tokenizer: Any =
 
 def _text(ids: Any, tokenizer: Any) -> str:
     """Decoded, or the ids themselves where there is no tokenizer."""
-    return tokenizer.decode(ids, skip_special_tokens=True) if tokenizer is not None else ' '.join(map(str, ids.tolist()))
+    return (
+        tokenizer.decode(ids, skip_special_tokens=True) if tokenizer is not None else ' '.join(map(str, ids.tolist()))
+    )
 
 
 def format_table(rows: SequenceOf[Mapping[str, Any]], columns: SequenceOf[str], *, width: int = 60) -> str:
-    """Rows as aligned text under their column names. Line breaks show as ⏎; texts longer than `width` are cut with …."""
+    """Rows as aligned text under their column names. Line breaks show as ⏎; texts longer than `width` are cut with
+    …."""
     cells = [[_cell(row.get(c, ''), width) for c in columns] for row in rows]
     widths = [max(len(line[i]) for line in [list(columns), *cells]) for i in range(len(columns))]
-    lines = ['  '.join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in [list(columns), *cells]]
+    lines = [
+        '  '.join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in [list(columns), *cells]
+    ]
     lines.insert(1, '  '.join('-' * w for w in widths))
     return '\n'.join(lines)
 
@@ -83,7 +88,10 @@ class SampleTable(RunFileWriter):
         rows = rows_of(trainer.last_experiences, self.num_rows, trainer.tokenizer)
         self._file.write(trainer, step, rows)
         if self.show:
-            say(f'samples of phase {step}\n{format_table(rows, ("score", "kl", "prompt", "response"), width=self.width)}')
+            say(
+                'samples of phase '
+                f'{step}\n{format_table(rows, ("score", "kl", "prompt", "response"), width=self.width)}'
+            )
 
     def on_log(
         self,

@@ -1,7 +1,9 @@
-"""A check that every PPO run makes of itself: right after a rollout, before any step, the policy is the one that collected.
+"""A check that every PPO run makes of itself: right after a rollout, before any step, the policy is the one that
+collected.
 
-So on the first train batch of a phase the ratio π/π_old is 1 and the approximate KL is 0, up to rounding. More than that
-means that something differs between collecting and learning, and every gradient of the run is computed against the wrong policy.
+So on the first train batch of a phase the ratio π/π_old is 1 and the approximate KL is 0, up to rounding. More than
+that means that something differs between collecting and learning, and every gradient of the run is computed against the
+wrong policy.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import torch
 from chatgpt.trainer.callbacks.base import Callback, TrainerView
 
 CAUSES = (
-    'a model in train mode or with dropout while collecting or learning; weights or autocast of another dtype; a mask or a '
+    'a model in train mode or with dropout while collecting or learning; weights or autocast of another dtype; a mask '
+    'or a '
     'position shifted by a token; another temperature in learning than in sampling; an engine with stale weights'
 )
 
@@ -21,7 +24,8 @@ LIMITS: dict[torch.dtype, tuple[float, float]] = {torch.float32: (1e-4, 1e-4), t
 """compute dtype → (limit of |ratio − 1|, limit of |approximate KL|)"""
 
 HALF_LIMITS = (0.5, 0.05)
-"""bf16 and fp16: decode and scoring differ in log-probability by .02 on average, .33 at most (small model); e^.33 − 1 = .39"""
+"""bf16 and fp16: decode and scoring differ in log-probability by .02 on average, .33 at most (small model); e^.33 − 1 =
+.39"""
 
 
 class RatioWarning(UserWarning):
@@ -29,10 +33,11 @@ class RatioWarning(UserWarning):
 
 
 class RatioCheck(Callback):
-    """Warns when `ppo/first_ratio_error` or `ppo/first_approx_kl` is larger than rounding explains; NaN counts as larger.
+    """Warns when `ppo/first_ratio_error` or `ppo/first_approx_kl` is larger than rounding explains; NaN counts as
+    larger.
 
-    The first offence warns with the likely causes, an offence ten times worse than the last warned of warns again, and the end
-    of the run says how many phases offended.
+    The first offence warns with the likely causes, an offence ten times worse than the last warned of warns again, and
+    the end of the run says how many phases offended.
 
     Args:
         max_ratio_error, max_approx_kl: limits; None takes those of the strategy's compute dtype.
@@ -66,7 +71,8 @@ class RatioCheck(Callback):
             self._warned_at = excess
             warnings.warn(
                 f'phase {step}: on the first train batch after the rollout |ratio - 1| is {error:.2g} (expected: '
-                f'{error_limit:g} at most) and the approximate KL {kl:.2g} (at most {kl_limit:g}). Likely causes: {CAUSES}',
+                f'{error_limit:g} at most) and the approximate KL {kl:.2g} (at most {kl_limit:g}). Likely causes: '
+                f'{CAUSES}',
                 RatioWarning,
                 stacklevel=2,
             )

@@ -37,7 +37,9 @@ class TensorBoard(Callback):
 
     def _open(self, trainer: TrainerView) -> None:
         self._close()
-        folder = self.log_dir if self.log_dir is not None else trainer.run_dir / 'tensorboard' if trainer.run_dir else None
+        folder = (
+            self.log_dir if self.log_dir is not None else trainer.run_dir / 'tensorboard' if trainer.run_dir else None
+        )
         if folder is None or not trainer.strategy.is_rank_0:
             return
         from torch.utils.tensorboard import SummaryWriter

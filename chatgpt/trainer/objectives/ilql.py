@@ -1,7 +1,8 @@
 """Offline reinforcement learning from texts with rewards: implicit language Q-learning (ILQL).
 
-Rewards are standardised over the data set and stand on the last token that counts, never on padding; target Q heads are synced
-every so many optimizer steps. Left out: decoding (`ILQLModel.decoding` inside an engine) and how text becomes ids (`chatgpt.dataset`).
+Rewards are standardised over the data set and stand on the last token that counts, never on padding; target Q heads are
+synced every so many optimizer steps. Left out: decoding (`ILQLModel.decoding` inside an engine) and how text becomes
+ids (`chatgpt.dataset`).
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class ILQLConfig(SupervisedConfig):
     target_sync_interval: int = 5
     """optimizer steps between two of them"""
     standardize_rewards: bool = True
-    """rewards have mean 0 and standard deviation 1 over the training data, by whose moments those of the eval data go too
-    (per-token rewards: divided by the deviation of their sums)"""
+    """rewards have mean 0 and standard deviation 1 over the training data, by whose moments those of the eval data go
+    too (per-token rewards: divided by the deviation of their sums)"""
 
 
 @dataclass(kw_only=True)
@@ -63,12 +64,14 @@ class Rewarded(Sequence):
     """(A,) fp32; 0 where the mask is False"""
 
 
-def rewarded(sequences: SequenceOf[Sequence], rewards: SequenceOf[float | Tensor | SequenceOf[float]]) -> list[Rewarded]:
+def rewarded(
+    sequences: SequenceOf[Sequence], rewards: SequenceOf[float | Tensor | SequenceOf[float]]
+) -> list[Rewarded]:
     """Records from sequences and rewards.
 
     Args:
-        rewards: one per sequence: a number, on the last action that counts; one number per turn (a run of actions that count), on the last
-            action of each; or (A,), one per action.
+        rewards: one per sequence: a number, on the last action that counts; one number per turn (a run of actions that
+            count), on the last action of each; or (A,), one per action.
 
     Raises:
         ValueError: other lengths, a reward that is not finite, a sequence without an action that counts.
@@ -92,7 +95,8 @@ def rewarded(sequences: SequenceOf[Sequence], rewards: SequenceOf[float | Tensor
             dense[torch.tensor(ends)] = given
         else:
             raise ValueError(
-                f'sequence {i} has {given.numel()} rewards; give one, one for each of its {len(ends)} turns, or one for each of its '
+                f'sequence {i} has {given.numel()} rewards; give one, one for each of its {len(ends)} turns, or one '
+                'for each of its '
                 f'{s.num_actions} tokens'
             )
         records.append(
@@ -108,7 +112,8 @@ def turn_ends(mask: Tensor) -> list[int]:
 
 
 def standardized(records: SequenceOf[Rewarded], like: SequenceOf[Rewarded] | None = None) -> list[Rewarded]:
-    """Rewards with mean 0 and deviation 1 over the data set, the deviation being that of the sums. The mean is taken off the last action.
+    """Rewards with mean 0 and deviation 1 over the data set, the deviation being that of the sums. The mean is taken
+    off the last action.
 
     The variance is divided by n − 1, as in trlX. Nothing but a shift happens where all sums are equal.
 
@@ -138,7 +143,9 @@ class ILQLObjective(Objective):
     def records(self, data: SequenceOf[Any]) -> list[Rewarded]:
         return _with_rewards(data)
 
-    def accept(self, train_data: SequenceOf[Any], eval_data: SequenceOf[Any] | None) -> tuple[list[Any], list[Any] | None]:
+    def accept(
+        self, train_data: SequenceOf[Any], eval_data: SequenceOf[Any] | None
+    ) -> tuple[list[Any], list[Any] | None]:
         train, held_out = super().accept(train_data, eval_data)
         if self.config.standardize_rewards and train:
             held_out = standardized(held_out, like=train) if held_out else None
@@ -157,7 +164,9 @@ class ILQLObjective(Objective):
         successors = next_values(out.values, mask, batch.action_rows)
         rewards = batch.columns['rewards']
         parts = {
-            'td_loss': sum((td_loss(q, rewards, successors, gamma=c.gamma) for q in out.qs), torch.zeros_like(out.values)),
+            'td_loss': sum(
+                (td_loss(q, rewards, successors, gamma=c.gamma) for q in out.qs), torch.zeros_like(out.values)
+            ),
             'value_loss': expectile_value_loss(out.values, out.target_q, tau=c.tau),
             'cql_loss': c.cql_scale * sum(out.q_losses, torch.zeros_like(out.values)),
             'awac_loss': c.awac_scale * awac_loss(out.logprobs, out.target_q, out.values, beta=c.beta),
@@ -174,10 +183,12 @@ class ILQLObjective(Objective):
 class ILQLTrainer(OfflineTrainer):
     """Trains an `ILQLModel`.
 
-    Metrics `ilql/...`: `loss`, `td_loss`, `value_loss`, `cql_loss`, `awac_loss`, `q_mean`, `value_mean`; on eval data with `val_`.
+    Metrics `ilql/...`: `loss`, `td_loss`, `value_loss`, `cql_loss`, `awac_loss`, `q_mean`, `value_mean`; on eval data
+    with `val_`.
 
     Args:
-        train_data, eval_data: `Rewarded` records (see `rewarded`), or `TokenizedLabelled` ones whose label is the reward.
+        train_data, eval_data: `Rewarded` records (see `rewarded`), or `TokenizedLabelled` ones whose label is the
+            reward.
 
     Raises:
         ValueError: a model without ILQL's heads, a strategy that cannot move target heads, records without rewards.
@@ -204,12 +215,23 @@ class ILQLTrainer(OfflineTrainer):
         if not isinstance(strategy.unwrap(model), ILQLModel):
             raise ValueError(f'ILQLTrainer trains an ILQLModel, not a {type(strategy.unwrap(model)).__name__}')
         if not strategy.weights_in_place:
-            raise ValueError(f'ILQL does not run under {type(strategy).__name__}, whose masters hide the target heads; use ddp or fsdp')
+            raise ValueError(
+                f'ILQL does not run under {type(strategy).__name__}, whose masters hide the target heads; use ddp or '
+                'fsdp'
+            )
         config = merged(ILQLConfig, config, settings)
         super().__init__(
-            strategy, model, optim, ILQLObjective(config), train_data, eval_data, config=config, callbacks=[_TargetSync(), *callbacks],
-            tokenizer=tokenizer, run_dir=run_dir,
-        )  # fmt: skip
+            strategy,
+            model,
+            optim,
+            ILQLObjective(config),
+            train_data,
+            eval_data,
+            config=config,
+            callbacks=[_TargetSync(), *callbacks],
+            tokenizer=tokenizer,
+            run_dir=run_dir,
+        )
 
 
 def _with_rewards(data: SequenceOf[Any]) -> list[Rewarded]:

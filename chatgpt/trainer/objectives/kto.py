@@ -55,7 +55,8 @@ class LabelledAnswer:
 
 
 class KTOObjective(Objective):
-    """z0 is estimated in every train batch from answers put under another prompt, over all ranks, and is a constant of its loss."""
+    """z0 is estimated in every train batch from answers put under another prompt, over all ranks, and is a constant of
+    its loss."""
 
     prefix = 'kto'
     uses_dropout = False
@@ -83,10 +84,14 @@ class KTOObjective(Objective):
                 records.append(LabelledAnswer(sequence=record.chosen, is_desirable=True))
                 records.append(LabelledAnswer(sequence=record.rejected, is_desirable=False))
             else:
-                raise ValueError(f'KTOTrainer learns from labelled answers or preferences, not from a {type(record).__name__}')
+                raise ValueError(
+                    f'KTOTrainer learns from labelled answers or preferences, not from a {type(record).__name__}'
+                )
         return records
 
-    def accept(self, train_data: SequenceOf[Any], eval_data: SequenceOf[Any] | None) -> tuple[list[Any], list[Any] | None]:
+    def accept(
+        self, train_data: SequenceOf[Any], eval_data: SequenceOf[Any] | None
+    ) -> tuple[list[Any], list[Any] | None]:
         train, held_out = super().accept(train_data, eval_data)
         self.prompts = [r.sequence.prompt_ids for r in train]
         return train, held_out
@@ -129,7 +134,8 @@ class KTOObjective(Objective):
         return max(stats.reduced(self.strategy)['log_ratio'], 0.0)
 
     def _other_prompts(self, records: list[LabelledAnswer]) -> list[Tensor]:
-        """For each record the next prompt that is not its own: of these records, else of the training data. All have one prompt: that."""
+        """For each record the next prompt that is not its own: of these records, else of the training data. All have
+        one prompt: that."""
         prompts = [r.sequence.prompt_ids for r in records]
         if all(torch.equal(prompts[0], p) for p in prompts):
             return [next((p for p in self.prompts if not torch.equal(p, prompts[0])), prompts[0])] * len(prompts)
@@ -146,7 +152,12 @@ class KTOObjective(Objective):
         logps = _logps(model, batch)
         desirable = batch.columns['desirable']
         per_answer = kto_loss(
-            logps - reference, desirable, z0, beta=c.beta, desirable_weight=c.desirable_weight, undesirable_weight=c.undesirable_weight
+            logps - reference,
+            desirable,
+            z0,
+            beta=c.beta,
+            desirable_weight=c.desirable_weight,
+            undesirable_weight=c.undesirable_weight,
         )
         total, count = (per_answer * mask).sum(), mask.sum()
         rewards = c.beta * (logps - reference).detach()
@@ -170,12 +181,12 @@ def _logps(model: nn.Module, batch: Batch) -> Tensor:
 
 
 class KTOTrainer(OfflineTrainer):
-    """Metrics `kto/...`: `loss`, `reward_chosen` and `reward_rejected` (mean implicit reward β (log π − log π_ref) of desirable and
-    undesirable answers), `margin` (their difference over the batch), `kl` (z0, nats).
+    """Metrics `kto/...`: `loss`, `reward_chosen` and `reward_rejected` (mean implicit reward β (log π − log π_ref) of
+    desirable and undesirable answers), `margin` (their difference over the batch), `kl` (z0, nats).
 
     Args:
-        train_data, eval_data: `TokenizedLabelled` or `LabelledAnswer` records, or preferences, whose best answer is desirable and whose
-            others are not.
+        train_data, eval_data: `TokenizedLabelled` or `LabelledAnswer` records, or preferences, whose best answer is
+            desirable and whose others are not.
         initial_model: the frozen reference, as prepared; None where the actor is its own with its adapter off.
     """
 
@@ -201,6 +212,14 @@ class KTOTrainer(OfflineTrainer):
         assert not isinstance(strategy, str)
         objective = KTOObjective(config, ReferenceModel(strategy, actor, initial_model, 'KTOTrainer'))
         super().__init__(
-            strategy, actor, optim, objective, train_data, eval_data, config=config, callbacks=callbacks, tokenizer=tokenizer,
+            strategy,
+            actor,
+            optim,
+            objective,
+            train_data,
+            eval_data,
+            config=config,
+            callbacks=callbacks,
+            tokenizer=tokenizer,
             run_dir=run_dir,
-        )  # fmt: skip
+        )

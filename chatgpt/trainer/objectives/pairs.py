@@ -1,7 +1,8 @@
 """Preference optimisation without rollouts: DPO and its relatives, ORPO, SimPO. KTO, which needs no pairs, is in `kto`.
 
-Each method is a loss over the log-probs of a pair's two answers, which go through one forward. Where a loss compares with a
-reference, that is the frozen copy given, or the actor with its adapter off. Left out: how text becomes records (`chatgpt.dataset`).
+Each method is a loss over the log-probs of a pair's two answers, which go through one forward. Where a loss compares
+with a reference, that is the frozen copy given, or the actor with its adapter off. Left out: how text becomes records
+(`chatgpt.dataset`).
 """
 
 from __future__ import annotations
@@ -49,13 +50,16 @@ class Pair:
 
 
 def pairs_of(records: SequenceOf[TokenizedPreference | Pair]) -> list[Pair]:
-    """Every pair of answers that differ in rank (`TokenizedPreference.ranks`), of each prompt. Pairs share the answers' `Sequence`s."""
+    """Every pair of answers that differ in rank (`TokenizedPreference.ranks`), of each prompt. Pairs share the answers'
+    `Sequence`s."""
     pairs: list[Pair] = []
     for record in records:
         if isinstance(record, Pair):
             pairs.append(record)
             continue
-        ranked = [(rank, answer) for rank, answer in zip(record.ranks(), record.sequences(), strict=True) if rank is not None]
+        ranked = [
+            (rank, answer) for rank, answer in zip(record.ranks(), record.sequences(), strict=True) if rank is not None
+        ]
         pairs += [Pair(chosen=a, rejected=b) for (better, a), (worse, b) in combinations(ranked, 2) if better != worse]
     return pairs
 
@@ -82,8 +86,8 @@ class DPOConfig(ReferenceConfig):
     """Every setting of `DPOTrainer`."""
 
     loss_type: DPOLoss = 'sigmoid'
-    """'sigmoid' is DPO (Rafailov et al. 2023), 'ipo' Azar et al. 2023, 'cdpo' Mitchell 2023, 'robust' Chowdhury et al. 2024, 'hinge'
-    Zhao et al. 2023"""
+    """'sigmoid' is DPO (Rafailov et al. 2023), 'ipo' Azar et al. 2023, 'cdpo' Mitchell 2023, 'robust' Chowdhury et al.
+    2024, 'hinge' Zhao et al. 2023"""
     label_smoothing: float | None = None
     """share of labels assumed to be flipped, of 'cdpo' and 'robust' (None: 0.1); the other losses have none"""
 
@@ -96,7 +100,8 @@ class DPOConfig(ReferenceConfig):
         self._one_of('loss_type', get_args(DPOLoss))
         if self.label_smoothing is not None and self.loss_type not in ('cdpo', 'robust'):
             raise ValueError(
-                f'label_smoothing={self.label_smoothing} belongs to the losses cdpo and robust, not to {self.loss_type!r}; choose one of '
+                f'label_smoothing={self.label_smoothing} belongs to the losses cdpo and robust, not to '
+                f'{self.loss_type!r}; choose one of '
                 'them, or leave it out'
             )
 
@@ -120,8 +125,8 @@ class SimPOConfig(PreferenceConfig):
 
 
 PairLoss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""(chosen, rejected, ref_chosen, ref_rejected), log-probs (B,); without a reference those are zeros -> the loss of each pair, and implicit
-rewards of chosen and rejected, (B,) each"""
+"""(chosen, rejected, ref_chosen, ref_rejected), log-probs (B,); without a reference those are zeros -> the loss of each
+pair, and implicit rewards of chosen and rejected, (B,) each"""
 
 
 class AgainstReference:
@@ -160,8 +165,9 @@ class AgainstReference:
 
 
 class PairObjective(Objective):
-    """A loss over pairs. Metrics: `loss`; `accuracy` (share of pairs whose chosen answer has the higher implicit reward), `margin`,
-    `reward_chosen`, `reward_rejected` (implicit rewards); `logp_chosen`, `logp_rejected` (nats per answer).
+    """A loss over pairs. Metrics: `loss`; `accuracy` (share of pairs whose chosen answer has the higher implicit
+    reward), `margin`, `reward_chosen`, `reward_rejected` (implicit rewards); `logp_chosen`, `logp_rejected` (nats per
+    answer).
 
     Args:
         prefix: of the metrics.
@@ -201,7 +207,9 @@ class PairObjective(Objective):
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
         reference = self.reference.logps(batch)
         out = model(batch)
-        logps = sequence_logprobs(out.logprobs, batch.action_mask, batch.action_rows, batch.num_sequences, average=self.average)
+        logps = sequence_logprobs(
+            out.logprobs, batch.action_mask, batch.action_rows, batch.num_sequences, average=self.average
+        )
         chosen, rejected, mask = logps[::2], logps[1::2], batch.sequence_mask[::2]
         per_pair, reward_chosen, reward_rejected = self.pair_loss(chosen, rejected, reference[::2], reference[1::2])
         total, count = (per_pair * mask).sum(), mask.sum()
@@ -283,13 +291,22 @@ class DPOTrainer(OfflineTrainer):
         )
         objective = PairObjective('dpo', partial(dpo_pair_loss, config), reference)
         super().__init__(
-            strategy, actor, optim, objective, train_data, eval_data, config=config, callbacks=callbacks, tokenizer=tokenizer,
+            strategy,
+            actor,
+            optim,
+            objective,
+            train_data,
+            eval_data,
+            config=config,
+            callbacks=callbacks,
+            tokenizer=tokenizer,
             run_dir=run_dir,
-        )  # fmt: skip
+        )
 
 
 class ORPOTrainer(OfflineTrainer):
-    """Odds-ratio preference optimisation (Hong et al. 2024), which has no reference. Metrics `orpo/...`, see `PairObjective`.
+    """Odds-ratio preference optimisation (Hong et al. 2024), which has no reference. Metrics `orpo/...`, see
+    `PairObjective`.
 
     Args:
         train_data, eval_data: as in `DPOTrainer`.
@@ -318,9 +335,17 @@ class ORPOTrainer(OfflineTrainer):
         assert not isinstance(strategy, str)
         objective = PairObjective('orpo', partial(orpo_pair_loss, config), NO_REFERENCE, average=True)
         super().__init__(
-            strategy, actor, optim, objective, train_data, eval_data, config=config, callbacks=callbacks, tokenizer=tokenizer,
+            strategy,
+            actor,
+            optim,
+            objective,
+            train_data,
+            eval_data,
+            config=config,
+            callbacks=callbacks,
+            tokenizer=tokenizer,
             run_dir=run_dir,
-        )  # fmt: skip
+        )
 
 
 class SimPOTrainer(OfflineTrainer):
@@ -353,9 +378,17 @@ class SimPOTrainer(OfflineTrainer):
         assert not isinstance(strategy, str)
         objective = PairObjective('simpo', partial(simpo_pair_loss, config), NO_REFERENCE, average=True)
         super().__init__(
-            strategy, actor, optim, objective, train_data, eval_data, config=config, callbacks=callbacks, tokenizer=tokenizer,
+            strategy,
+            actor,
+            optim,
+            objective,
+            train_data,
+            eval_data,
+            config=config,
+            callbacks=callbacks,
+            tokenizer=tokenizer,
             run_dir=run_dir,
-        )  # fmt: skip
+        )
 
 
 def _without_reference(name: str, initial_model: Any) -> None:

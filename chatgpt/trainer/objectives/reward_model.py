@@ -1,7 +1,8 @@
 """Reward models from preferences (pairs, or several ranked answers to a prompt) or from labelled text.
 
-All answers to a prompt are scored in one forward, each once, and all their pairs count together as one prompt (Ouyang et al. 2022,
-equation 1 and section 3.5). Left out: how text becomes records (`chatgpt.dataset`), and the model itself (`chatgpt.nn.RewardModel`).
+All answers to a prompt are scored in one forward, each once, and all their pairs count together as one prompt (Ouyang
+et al. 2022, equation 1 and section 3.5). Left out: how text becomes records (`chatgpt.dataset`), and the model itself
+(`chatgpt.nn.RewardModel`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from chatgpt.trainer.strategies.named import prepared_by
 from chatgpt.types import Batch, Sequence
 
 LossName = Literal['log_sig', 'log_exp']
-_TRUE, _FALSE = ('1', 'true', 'yes', 'pos', 'positive', 'good', 'like'), ('0', '-1', 'false', 'no', 'neg', 'negative', 'bad', 'dislike')
+_TRUE, _FALSE = (
+    ('1', 'true', 'yes', 'pos', 'positive', 'good', 'like'),
+    ('0', '-1', 'false', 'no', 'neg', 'negative', 'bad', 'dislike'),
+)
 
 
 @dataclass(kw_only=True)
@@ -44,11 +48,14 @@ class RewardModelConfig(SupervisedConfig):
     use_margins: bool = False
     """subtract the difference of the data's own scores from that of the model's (Touvron et al. 2023, equation 2)"""
     center_rewards_coefficient: float = 0.0
-    """weight of the mean of (better + worse)², which keeps scores near 0 (Eisenstein et al. 2023, equation 2); TRL suggests 0.01"""
+    """weight of the mean of (better + worse)², which keeps scores near 0 (Eisenstein et al. 2023, equation 2); TRL
+    suggests 0.01"""
     positive_label: str | None = None
-    """which label of labelled text is a success; None knows 1, true, yes, pos, positive, good, like and their opposites"""
+    """which label of labelled text is a success; None knows 1, true, yes, pos, positive, good, like and their
+    opposites"""
     calibrate: bool = True
-    """at the end make the mean score of reference answers 0 (arXiv 2403.17031); they are the best answers where none are given"""
+    """at the end make the mean score of reference answers 0 (arXiv 2403.17031); they are the best answers where none
+    are given"""
     early_stopping_patience: int | None = None
     """stop after so many evaluations in a row without a better loss on the eval data"""
 
@@ -60,7 +67,8 @@ class RewardModelConfig(SupervisedConfig):
 
 
 class PairwiseObjective(Objective):
-    """−log σ of the difference of scores, over all pairs of a prompt's answers. A record is a prompt with its answers."""
+    """−log σ of the difference of scores, over all pairs of a prompt's answers. A record is a prompt with its
+    answers."""
 
     prefix = 'rm'
     model_name = 'reward_model'
@@ -84,8 +92,8 @@ class PairwiseObjective(Objective):
         return int(record.has_pair)
 
     def columns(self, records: list[TokenizedPreference]) -> dict[str, Tensor]:
-        """Per pair: positions `better` and `worse`, `pair_weight`, `margin` by the data's scores (0 without). Per sequence: `prompt`, 1 at
-        the first answer of a prompt that has pairs."""
+        """Per pair: positions `better` and `worse`, `pair_weight`, `margin` by the data's scores (0 without). Per
+        sequence: `prompt`, 1 at the first answer of a prompt that has pairs."""
         groups: list[int] = []
         ranks: list[float] = []
         scores: list[float] = []
@@ -167,17 +175,19 @@ class LabelledObjective(Objective):
 class RewardModelTrainer(OfflineTrainer):
     """Trains a `RewardModel`.
 
-    Metrics: `rm/loss`; of pairs `rm/accuracy` (share of pairs in the right order), `rm/margin` (mean of better − worse) and
-    `rm/score_mean`; of labelled text `rm/accuracy` (score above 0 where the label is a success). On eval data they are called
-    `rm/val_...`.
+    Metrics: `rm/loss`; of pairs `rm/accuracy` (share of pairs in the right order), `rm/margin` (mean of better − worse)
+    and `rm/score_mean`; of labelled text `rm/accuracy` (score above 0 where the label is a success). On eval data they
+    are called `rm/val_...`.
 
     Args:
-        train_data, eval_data: `TokenizedPreference` or `TokenizedLabelled` records, all of one kind; the same lists on every rank.
-        reference_data: sequences whose mean score becomes 0, such as demonstrations; None takes the best answer to each training prompt.
+        train_data, eval_data: `TokenizedPreference` or `TokenizedLabelled` records, all of one kind; the same lists on
+            every rank.
+        reference_data: sequences whose mean score becomes 0, such as demonstrations; None takes the best answer to each
+            training prompt.
 
     Raises:
-        ValueError: records of two kinds, a label that is neither success nor failure, margins without scores, or early stopping
-            without eval data.
+        ValueError: records of two kinds, a label that is neither success nor failure, margins without scores, or early
+            stopping without eval data.
     """
 
     config: RewardModelConfig
@@ -207,9 +217,17 @@ class RewardModelTrainer(OfflineTrainer):
         is_labelled = len(train_data) > 0 and isinstance(train_data[0], TokenizedLabelled)
         objective = LabelledObjective(config) if is_labelled else PairwiseObjective(config)
         super().__init__(
-            strategy, model, optim, objective, train_data, eval_data, config=config, callbacks=callbacks, tokenizer=tokenizer,
+            strategy,
+            model,
+            optim,
+            objective,
+            train_data,
+            eval_data,
+            config=config,
+            callbacks=callbacks,
+            tokenizer=tokenizer,
             run_dir=run_dir,
-        )  # fmt: skip
+        )
         self.reference_data = reference_data
         if not any(map(objective.weight, self.train_data)):
             raise ValueError('RewardModelTrainer: no record has two answers that differ')
@@ -232,7 +250,9 @@ class RewardModelTrainer(OfflineTrainer):
         was_training = bare.training
         bare.eval()
         stats = BatchStats()
-        cuts = cuts_of_share(self.strategy, [s.num_tokens for s in chosen], self.config.max_tokens_per_batch or SWEEP_TOKENS)
+        cuts = cuts_of_share(
+            self.strategy, [s.num_tokens for s in chosen], self.config.max_tokens_per_batch or SWEEP_TOKENS
+        )
         for positions, scores in sweep(self.strategy, cuts, lambda p: collate([chosen[i] for i in p]), self.model):
             stats.add({'score_mean': Mean(scores[: len(positions)].sum(), float(len(positions)))})
         bare.train(was_training)

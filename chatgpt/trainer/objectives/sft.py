@@ -1,7 +1,7 @@
 """Supervised fine-tuning: next-token loss on the response tokens of demonstrations.
 
-Prompts, padding and turns of other speakers are masked out by the records' `response_mask`; plain text counts from its second
-token. Left out: how text becomes records (`chatgpt.dataset`).
+Prompts, padding and turns of other speakers are masked out by the records' `response_mask`; plain text counts from its
+second token. Left out: how text becomes records (`chatgpt.dataset`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class SFTTrainer(OfflineTrainer):
     Metrics: `sft/loss` in nats per token, `sft/perplexity` = exp(loss), the same on `eval_data` as `sft/val_...`.
 
     Args:
-        strategy, model, optim: as prepared; or a strategy's name, such as 'ddp', and a model and optimizer that it prepares here.
+        strategy, model, optim: as prepared; or a strategy's name, such as 'ddp', and a model and optimizer that it
+            prepares here.
         train_data, eval_data: records, the same lists on every rank.
         config: see `SFTConfig`; its fields are also accepted as keyword arguments.
         callbacks, tokenizer, run_dir: see `Trainer`.
@@ -74,6 +75,14 @@ class SFTTrainer(OfflineTrainer):
         strategy, (model, optim) = prepared_by(strategy, (model, optim))
         assert not isinstance(strategy, str)
         super().__init__(
-            strategy, model, optim, SFTObjective(), train_data, eval_data, config=merged(SFTConfig, config, settings),
-            callbacks=callbacks, tokenizer=tokenizer, run_dir=run_dir,
-        )  # fmt: skip
+            strategy,
+            model,
+            optim,
+            SFTObjective(),
+            train_data,
+            eval_data,
+            config=merged(SFTConfig, config, settings),
+            callbacks=callbacks,
+            tokenizer=tokenizer,
+            run_dir=run_dir,
+        )

@@ -1,9 +1,10 @@
 """`Strategy`: everything that depends on how many processes there are and where weights live.
 
-Where this process stands and how it talks to the others is an object, `strategy.ranks`. Every body here works as it is for models that
-are whole on each rank; a sharded strategy overrides what sharding changes: `setup_model`, `setup_optimizer`, `backward` or
-`reduce_gradients`, `gradient_norm`, `full_model`, `full_state_dict`, the pieces, and `memory_model` for the planner.
-Left out: what is computed with all this (trainers), and bytes on disk (`chatgpt.checkpoint`).
+Where this process stands and how it talks to the others is an object, `strategy.ranks`. Every body here works as it is
+for models that are whole on each rank; a sharded strategy overrides what sharding changes: `setup_model`,
+`setup_optimizer`, `backward` or `reduce_gradients`, `gradient_norm`, `full_model`, `full_state_dict`, the pieces, and
+`memory_model` for the planner. Left out: what is computed with all this (trainers), and bytes on disk
+(`chatgpt.checkpoint`).
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Strategy:
     supports_unused: bool = True
     """False: every trained parameter must get a gradient in every step"""
     weights_in_place: ClassVar[bool] = True
-    """False: what a trainer writes into a prepared module's parameters does not last, because masters elsewhere replace it"""
+    """False: what a trainer writes into a prepared module's parameters does not last, because masters elsewhere replace
+    it"""
 
     ranks: Ranks
     """where this process stands among the others, and how it talks to them"""
@@ -72,8 +74,10 @@ class Strategy:
             if not isinstance(self, Ranks):
                 name = type(self).__name__
                 raise ValueError(
-                    f'{name} does not say which processes it runs on: give Strategy.__init__ ranks=OneProcess(), ProcessGroup() or your '
-                    f'own Ranks; where rank, all_reduce and the like are members of {name}, write class {name}(Ranks, Strategy)'
+                    f'{name} does not say which processes it runs on: give Strategy.__init__ ranks=OneProcess(), '
+                    'ProcessGroup() or your '
+                    f'own Ranks; where rank, all_reduce and the like are members of {name}, write class {name}(Ranks, '
+                    'Strategy)'
                 )
             ranks = self
         self.ranks = ranks
@@ -153,11 +157,13 @@ class Strategy:
 
     @classmethod
     def memory_model(cls, **options: Any) -> MemoryModel:
-        """What a strategy that is built with these options keeps, for `chatgpt.plan`. Here: whole copies on each rank."""
+        """What a strategy that is built with these options keeps, for `chatgpt.plan`. Here: whole copies on each
+        rank."""
         return MemoryModel()
 
     def offload(self, model: nn.Module) -> None:
-        """From now on a frozen model's weights wait in host memory, and are on the device inside `onload`. On a CPU nothing moves.
+        """From now on a frozen model's weights wait in host memory, and are on the device inside `onload`. On a CPU
+        nothing moves.
 
         Raises:
             ValueError: this strategy places frozen weights itself.
@@ -194,9 +200,9 @@ class Strategy:
     def prepare(self, *items: Any) -> Any:
         """Make models and optimizers ready: same things, same order, same nesting; a single item comes back bare.
 
-        A (model, optimizer) pair is trained. A bare module is frozen, in eval mode and moved. None and callables that are not
-        modules (a reward function, a pipeline) pass through. A module given twice is prepared once, and trained if any pair
-        holds it.
+        A (model, optimizer) pair is trained. A bare module is frozen, in eval mode and moved. None and callables that
+        are not modules (a reward function, a pipeline) pass through. A module given twice is prepared once, and trained
+        if any pair holds it.
         """
         pairs: list[tuple[nn.Module, Optimizer]] = []
         check_items(items, pairs)
@@ -235,7 +241,8 @@ class Strategy:
         self._prepared[id(user_model)] = self._prepared[id(model)] = (user_model, model)
 
     def setup_pair(self, model: nn.Module, optimizer: Optimizer, names: list[list[str]]) -> tuple[nn.Module, Optimizer]:
-        """Make a trained pair ready: `setup_model`, then `setup_optimizer`. `names` are the parameter names of each group."""
+        """Make a trained pair ready: `setup_model`, then `setup_optimizer`. `names` are the parameter names of each
+        group."""
         if id(model) in self._prepared:
             model = self._prepared[id(model)][1]
         else:
@@ -247,7 +254,8 @@ class Strategy:
         return model.to(self.device)
 
     def setup_optimizer(self, optimizer: Optimizer, model: nn.Module, names: list[list[str]]) -> Optimizer:
-        """Make an optimizer fit the prepared model. Here: state it already has follows its parameters to their device."""
+        """Make an optimizer fit the prepared model. Here: state it already has follows its parameters to their
+        device."""
         for parameter, state in optimizer.state.items():
             for slot, value in state.items():
                 if isinstance(value, Tensor) and value.dim() > 0:
@@ -271,11 +279,12 @@ class Strategy:
     def full_model(
         self, model: nn.Module, dtype: torch.dtype | None = None, *, on_disk: str | os.PathLike[str] | None = None
     ) -> Iterator[nn.Module]:
-        """The unwrapped module with full weights, LoRA merged, in eval mode: for generation, and for writing it as a whole.
+        """The unwrapped module with full weights, LoRA merged, in eval mode: for generation, and for writing it as a
+        whole.
 
         `dtype=None` means the compute dtype. In fp32 it is the very module, whose exact bits are restored after. In 16
-        bits it is a copy that is freed after. `on_disk` names a folder in which a sharded strategy keeps the whole weights of its copy,
-        so that no rank holds them in memory: such a copy is for writing, on rank 0.
+        bits it is a copy that is freed after. `on_disk` names a folder in which a sharded strategy keeps the whole
+        weights of its copy, so that no rank holds them in memory: such a copy is for writing, on rank 0.
         """
         module, dtype = self.unwrap(model), dtype or self._dtype
         if dtype is torch.float32:
@@ -299,7 +308,8 @@ class Strategy:
         return nullcontext()
 
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
-        """Add this rank's share of the gradient. `loss` is a share of a sum: already divided by what counts on all ranks."""
+        """Add this rank's share of the gradient. `loss` is a share of a sum: already divided by what counts on all
+        ranks."""
         scaler = self.trained(optimizer).scaler
         (loss if scaler is None else loss * scaler.scale).backward()
 
@@ -367,14 +377,16 @@ class Strategy:
     def load_model(self, model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
         """Load what `save_model` wrote (file or folder, any strategy), before or after `prepare`. Unpickles nothing.
 
-        Raises `CheckpointMismatch` naming the first missing, unexpected and wrongly shaped tensors. `strict=False` loads what
-        is in both and warns with the names of the rest; wrong shapes, or nothing in common, are still an error.
+        Raises `CheckpointMismatch` naming the first missing, unexpected and wrongly shaped tensors. `strict=False`
+        loads what is in both and warns with the names of the rest; wrong shapes, or nothing in common, are still an
+        error.
         """
         reader, _ = open_saved(path, 'model')
         self.load_model_pieces(model, reader, strict=strict)
 
     def save_optimizer(self, optimizer: Optimizer, path: str | os.PathLike[str], only_rank0: bool = False) -> None:
-        """States by parameter name and hyperparameters: one file, or under a sharded strategy a folder written in parallel."""
+        """States by parameter name and hyperparameters: one file, or under a sharded strategy a folder written in
+        parallel."""
         meta = {'kind': 'optimizer', **self.optimizer_meta(optimizer)}
         if self.sharded:
             if only_rank0:
@@ -410,7 +422,9 @@ class Strategy:
         full = {n: (t.detach().float() if t.is_floating_point() else t.detach()).cpu() for n, t in tensors.items()}
         return full | {alias: full[name] for alias, name in aliases.items()}
 
-    def _save_folder(self, path: str | os.PathLike[str], groups: Mapping[str, Iterable[Piece]], meta: dict[str, Any]) -> None:
+    def _save_folder(
+        self, path: str | os.PathLike[str], groups: Mapping[str, Iterable[Piece]], meta: dict[str, Any]
+    ) -> None:
         from chatgpt.checkpoint.writer import write_checkpoint
 
         write_checkpoint(path, groups, meta=meta, rank=self.rank, all_gather_object=self.all_gather_object)
@@ -420,7 +434,8 @@ class Strategy:
     def model_pieces(self, model: nn.Module) -> Iterable[Piece]:
         """The pieces of weights and persistent buffers that this rank writes; over all ranks each tensor exactly once.
 
-        Names are those of the module the user built; tied tensors come once. May be collective: every rank iterates to the end.
+        Names are those of the module the user built; tied tensors come once. May be collective: every rank iterates to
+        the end.
         """
         tensors, _ = states.named_tensors(self.unwrap(model))
         return self._dealt(tensors)
@@ -433,7 +448,8 @@ class Strategy:
             states.copy_from(reader, stored, tensors[name])
 
     def optimizer_pieces(self, optimizer: Optimizer) -> Iterable[Piece]:
-        """The pieces '<parameter>/<slot>' of optimizer states that this rank writes; numbers are tensors of shape ()."""
+        """The pieces '<parameter>/<slot>' of optimizer states that this rank writes; numbers are tensors of shape
+        ()."""
         pair = self.trained(optimizer)
         return self._dealt(states.slots_of(pair.optimizer, pair.named_parameters()))
 
@@ -449,7 +465,8 @@ class Strategy:
         return meta if pair.scaler is None else {**meta, 'scaler': pair.scaler.to_json()}
 
     def load_optimizer_meta(self, optimizer: Optimizer, meta: Mapping[str, Any]) -> None:
-        """Take over hyperparameters and loss scale from `optimizer_meta`; groups are matched by their parameters' names."""
+        """Take over hyperparameters and loss scale from `optimizer_meta`; groups are matched by their parameters'
+        names."""
         pair = self.trained(optimizer)
         states.groups_from_json(pair.optimizer, pair.names, meta['groups'])
         if pair.scaler is not None and 'scaler' in meta:
@@ -458,7 +475,11 @@ class Strategy:
     def _dealt(self, tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
         """This rank's share of replicated tensors, so that all ranks write at once."""
         owner = states.deal({n: t.numel() * t.element_size() for n, t in tensors.items()}, self.world_size)
-        return (states.whole(name, tensor) for name, tensor in tensors.items() if owner[name] == self.rank and tensor.numel())
+        return (
+            states.whole(name, tensor)
+            for name, tensor in tensors.items()
+            if owner[name] == self.rank and tensor.numel()
+        )
 
     # ------------------------------------------------------------------ end
 

@@ -1,10 +1,10 @@
 """`DDPStrategy`: a whole copy of every model on each process; gradients are summed.
 
 Gradients are summed once per optimizer step, in buckets whose layout depends on the parameters alone. torch's own
-`DistributedDataParallel` lays its buckets out anew after the first step, in the order in which gradients arrived; a resumed run
-would then add in another order than the run it continues, and lose bit-equality. It also leaves gradients unsummed for a
-parameter that only an earlier micro-batch used. Modules are not wrapped, so any method of theirs can be called. Left out:
-overlap of the sum with the backward pass.
+`DistributedDataParallel` lays its buckets out anew after the first step, in the order in which gradients arrived; a
+resumed run would then add in another order than the run it continues, and lose bit-equality. It also leaves gradients
+unsummed for a parameter that only an earlier micro-batch used. Modules are not wrapped, so any method of theirs can be
+called. Left out: overlap of the sum with the backward pass.
 """
 
 from __future__ import annotations

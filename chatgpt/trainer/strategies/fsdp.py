@@ -1,8 +1,9 @@
-"""`FSDPStrategy`: parameters, gradients and optimizer states sharded over processes by torch's own `fully_shard` (FSDP2).
+"""`FSDPStrategy`: parameters, gradients and optimizer states sharded over processes by torch's own `fully_shard`
+(FSDP2).
 
-Every transformer block is gathered for its forward and backward and freed again; what lies outside the blocks belongs to the
-root. Modules are sharded in place, so any method of theirs can still be called, and an optimizer is pointed at the sharded parameters. Left
-out: hybrid sharding and tensor parallelism.
+Every transformer block is gathered for its forward and backward and freed again; what lies outside the blocks belongs
+to the root. Modules are sharded in place, so any method of theirs can still be called, and an optimizer is pointed at
+the sharded parameters. Left out: hybrid sharding and tensor parallelism.
 """
 
 from __future__ import annotations
@@ -48,11 +49,12 @@ class FSDPStrategy(ProcessGroupStrategy):
         precision: dtype in which blocks are gathered and computed; shards, gradients and optimizer states stay fp32.
         cpu_offload: shards and optimizer states live in host memory, and the optimizer steps there.
         activation_checkpointing: recompute activations in the backward pass, in models that can.
-        meta_init: models built inside `model_init_context` stay on the meta device, and `prepare` fills their shards from the files or
-            seeds that they carry a record of (`chatgpt.nn` models do), one block at a time. So no rank ever holds a whole model while
-            building it. A module without such a record is refused by name.
-        stream_blocks: while generating, bring blocks one after another from a copy in host memory (a file that all ranks of a
-            machine map) instead of holding a full copy on the device; 'auto' does so on a GPU whose free memory is too small for it.
+        meta_init: models built inside `model_init_context` stay on the meta device, and `prepare` fills their shards
+            from the files or seeds that they carry a record of (`chatgpt.nn` models do), one block at a time. So no
+            rank ever holds a whole model while building it. A module without such a record is refused by name.
+        stream_blocks: while generating, bring blocks one after another from a copy in host memory (a file that all
+            ranks of a machine map) instead of holding a full copy on the device; 'auto' does so on a GPU whose free
+            memory is too small for it.
     """
 
     sharded: ClassVar[bool] = True
@@ -80,7 +82,9 @@ class FSDPStrategy(ProcessGroupStrategy):
         warnings.filterwarnings('ignore', message=r'FSDP2-wrapped module \(.*\) returned a view tensor')
         self._mesh = init_device_mesh(self.device.type, (self.world_size,))
         self._policy = MixedPrecisionPolicy(
-            param_dtype=None if self.dtype is torch.float32 else self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            param_dtype=None if self.dtype is torch.float32 else self.dtype,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
         )
         self._skeletons: dict[int, nn.Module] = {}
         """id of a sharded module -> the same module with meta parameters: what a full copy is made from"""
@@ -96,7 +100,9 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def offloaded(self, module: nn.Module) -> OffloadedWeights | None:
         if self.cpu_offload:
-            raise ValueError("offload='idle': with cpu_offload=True frozen models wait in host memory already; leave one of them out")
+            raise ValueError(
+                "offload='idle': with cpu_offload=True frozen models wait in host memory already; leave one of them out"
+            )
         return OffloadedShards(module, self.device) if self.device.type != 'cpu' else None
 
     def setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
@@ -122,7 +128,8 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     @torch.no_grad()
     def _materialise(self, model: nn.Module, stream: Iterator[tuple[str, Tensor]]) -> None:
-        """Give a sharded meta module its numbers: every rank goes through the same tensors and keeps its part of each."""
+        """Give a sharded meta module its numbers: every rank goes through the same tensors and keeps its part of
+        each."""
         model.to_empty(device='cpu' if self.cpu_offload else self.device)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         filled: set[int] = set()
@@ -138,7 +145,9 @@ class FSDPStrategy(ProcessGroupStrategy):
             local.view(-1).copy_(tensor.reshape(-1)[start:stop])
         missing = [name for name, parameter in parameters.items() if id(parameter) not in filled]
         if missing:
-            raise ValueError(f'{type(model).__name__}: nothing says what these parameters start as: {", ".join(missing[:5])}')
+            raise ValueError(
+                f'{type(model).__name__}: nothing says what these parameters start as: {", ".join(missing[:5])}'
+            )
 
     def _same_weights(self, model: nn.Module) -> None:
         """Every rank's shards come from rank 0's weights, one tensor at a time."""
@@ -150,7 +159,8 @@ class FSDPStrategy(ProcessGroupStrategy):
     def setup_optimizer(self, optimizer: Optimizer, model: nn.Module, names: list[list[str]]) -> Optimizer:
         if optimizer.state:
             raise ValueError(
-                f'{type(self).__name__} shards parameters, and this {type(optimizer).__name__} already has states of whole ones; '
+                f'{type(self).__name__} shards parameters, and this {type(optimizer).__name__} already has states of '
+                'whole ones; '
                 'prepare it before its first step, then load_optimizer'
             )
         parameters = dict(model.named_parameters())
@@ -164,7 +174,8 @@ class FSDPStrategy(ProcessGroupStrategy):
     ) -> Iterator[nn.Module]:
         """A plain copy with full weights, gathered tensor by tensor in the compute dtype, LoRA merged, freed after.
 
-        On the device; or streamed there block by block (`stream_blocks`); or in a mapped file in the folder `on_disk`, for writing.
+        On the device; or streamed there block by block (`stream_blocks`); or in a mapped file in the folder `on_disk`,
+        for writing.
         """
         module, dtype = self.unwrap(model), dtype or self.dtype
         if on_disk is not None or streams(self, self.stream_blocks, module, dtype):
@@ -230,10 +241,13 @@ class FSDPStrategy(ProcessGroupStrategy):
         return full | {alias: full[name] for alias, name in aliases.items() if self.is_rank_0}
 
     def fails_together(self, state: str) -> bool:
-        # An exception inside a forward leaves a block's weights gathered in the compute dtype: they are not what a checkpoint holds.
+        # An exception inside a forward leaves a block's weights gathered in the compute dtype: they are not what a
+        # checkpoint holds.
         trained = [(pair.user_model, pair.optimizer) for pair in self._trained.values()]
         owned = {id(parameter) for model, _ in trained for parameter in model.parameters()}
-        sharded = all(id(p) in owned for _, optimizer in trained for group in optimizer.param_groups for p in group['params'])
+        sharded = all(
+            id(p) in owned for _, optimizer in trained for group in optimizer.param_groups for p in group['params']
+        )
         return super().fails_together(f'{state}, {sharded}') and sharded
 
     def model_pieces(self, model: nn.Module) -> Iterable[Piece]:
@@ -268,7 +282,9 @@ class FSDPStrategy(ProcessGroupStrategy):
         slots = states.slots_by_parameter(reader.names())
         unexpected = sorted(set(slots) - set(parameters))
         if unexpected:
-            raise CheckpointMismatch(f'the optimizer state does not fit: unexpected parameters {", ".join(unexpected[:5])}')
+            raise CheckpointMismatch(
+                f'the optimizer state does not fit: unexpected parameters {", ".join(unexpected[:5])}'
+            )
         pair.optimizer.state.clear()
         for name, parameter in parameters.items():
             for slot in slots.get(name, []):
@@ -337,10 +353,14 @@ def _set_buffers(copied: nn.Module, module: nn.Module) -> None:
 def _checkpoint_activations(model: nn.Module) -> None:
     module: Any
     for module in model.modules():
-        if getattr(module, 'supports_gradient_checkpointing', False) and hasattr(module, 'gradient_checkpointing_enable'):
+        if getattr(module, 'supports_gradient_checkpointing', False) and hasattr(
+            module, 'gradient_checkpointing_enable'
+        ):
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
             return
-    raise ValueError(f'activation_checkpointing: {type(model).__name__} has no model that can recompute its activations')
+    raise ValueError(
+        f'activation_checkpointing: {type(model).__name__} has no model that can recompute its activations'
+    )
 
 
 def _with_parameters(module: nn.Module, weights: dict[int, Tensor]) -> nn.Module:

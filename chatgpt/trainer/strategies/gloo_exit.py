@@ -1,9 +1,9 @@
 """The end of a process that has used gloo: its threads finish while the interpreter is still whole.
 
-A gloo thread drops the tensors of a finished collective a moment after the caller has gone on, and needs the interpreter's lock for
-it. If the interpreter is already being taken down, Python ends that thread in the middle of a C++ destructor, and the process dies
-with "terminate called without an active exception" (SIGABRT) after its work is done. Leaving the group is not enough: torch keeps it,
-threads and all, once DistributedDataParallel has used it (2.13).
+A gloo thread drops the tensors of a finished collective a moment after the caller has gone on, and needs the
+interpreter's lock for it. If the interpreter is already being taken down, Python ends that thread in the middle of a
+C++ destructor, and the process dies with "terminate called without an active exception" (SIGABRT) after its work is
+done. Leaving the group is not enough: torch keeps it, threads and all, once DistributedDataParallel has used it (2.13).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 QUIET_S = 0.1
-"""how long the threads must not have moved: a busy machine leaves one that could run waiting for some tens of milliseconds"""
+"""how long the threads must not have moved: a busy machine leaves one that could run waiting for some tens of
+milliseconds"""
 LIMIT_S = 5.0
 """how long a thread that does not come to rest is waited for"""
 THREAD = 'pt_gloo_runloop'
@@ -23,7 +24,8 @@ FIELDS = ('Pid', 'State', 'voluntary_ctxt_switches', 'nonvoluntary_ctxt_switches
 
 
 def finish_gloo_at_exit() -> None:
-    """Leave the gloo group before the interpreter is taken down, and let its threads end. May be called more than once."""
+    """Leave the gloo group before the interpreter is taken down, and let its threads end. May be called more than
+    once."""
     atexit.unregister(_finish)
     atexit.register(_finish)
 
@@ -42,7 +44,8 @@ def _finish() -> None:
 
 
 def _activity() -> list[str]:
-    """For each of gloo's threads in this process: whether it sleeps, and how often it has been put on and taken off a processor.
+    """For each of gloo's threads in this process: whether it sleeps, and how often it has been put on and taken off a
+    processor.
 
     Empty where the system has no /proc, or where the group ended with its threads.
     """

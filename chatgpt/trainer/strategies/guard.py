@@ -1,16 +1,18 @@
-"""`FailureGuard`: one rank's exception ends all ranks within seconds, with that rank's message; a rank that hangs is named.
+"""`FailureGuard`: one rank's exception ends all ranks within seconds, with that rank's message; a rank that hangs is
+named.
 
-The failing rank writes its message into the process group's store. A thread on every rank looks there several times a second; when it
-finds another rank's message it gives the process a moment to fail by itself (the same mistake, a broken connection), then prints the
-message and ends the process, which may be stuck in a collective that will never finish.
+The failing rank writes its message into the process group's store. A thread on every rank looks there several times a
+second; when it finds another rank's message it gives the process a moment to fail by itself (the same mistake, a broken
+connection), then prints the message and ends the process, which may be stuck in a collective that will never finish.
 
-A rank that has waited for the others almost as long as a collective may last asks every rank where it is: every rank's thread answers with where its
-main thread is, and all end with a message that names the ranks which are somewhere else, or which do not answer. That a rank waits is
-known of a strategy's own collectives; of others, such as a sharded forward runs, it is seen by a main thread that uses no processor.
+A rank that has waited for the others almost as long as a collective may last asks every rank where it is: every rank's
+thread answers with where its main thread is, and all end with a message that names the ranks which are somewhere else,
+or which do not answer. That a rank waits is known of a strategy's own collectives; of others, such as a sharded forward
+runs, it is seen by a main thread that uses no processor.
 
 Leaving the guard without an exception waits for the other ranks, so that the store outlives everyone who looks into it.
-Left out: processes that die without a word (SIGKILL); their launcher ends the others. And a rank that waits on a GPU for a result behind
-another library's collective: NCCL's own watchdog ends it, without a name.
+Left out: processes that die without a word (SIGKILL); their launcher ends the others. And a rank that waits on a GPU
+for a result behind another library's collective: NCCL's own watchdog ends it, without a name.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ TOGETHER_S = 3.0
 LEAVE_S = 1.0
 """how long a process has to fail by itself once another has failed"""
 PATIENCE = 0.9
-"""share of the timeout after which a waiting rank asks the others where they are: a collective that has timed out would not say who was late"""
+"""share of the timeout after which a waiting rank asks the others where they are: a collective that has timed out would
+not say who was late"""
 STILL_S = 0.001
 """so little processor time is no progress"""
 NUM_FRAMES = 3
@@ -104,9 +107,9 @@ class RankFailure(RuntimeError):
 class FailureGuard(AbstractContextManager[None]):
     """Enter and leave on every rank together. A guard inside another does nothing.
 
-    Keys in the store: `failure` (the first message), `seen` (how many ranks have read it), `done` and `gone` (how many left well, and how
-    many know that all did), `asked` (somebody asks) and `at/RANK` (the answers); `failing/RANK` (where a rank failed) and `together`
-    (whether all did so at one place).
+    Keys in the store: `failure` (the first message), `seen` (how many ranks have read it), `done` and `gone` (how many
+    left well, and how many know that all did), `asked` (somebody asks) and `at/RANK` (the answers); `failing/RANK`
+    (where a rank failed) and `together` (whether all did so at one place).
     """
 
     _active: ClassVar[FailureGuard | None] = None
@@ -127,7 +130,8 @@ class FailureGuard(AbstractContextManager[None]):
     def __enter__(self) -> None:
         if FailureGuard._active is not None or self.world_size == 1:
             return
-        # a name of its own for the keys: a launcher's store may outlive a restart, and hold the failure that was its reason
+        # a name of its own for the keys: a launcher's store may outlive a restart, and hold the failure that was its
+        # reason
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name, src=0)
         prefix = f'chatgpt/guard/{name[0]}'
@@ -138,7 +142,9 @@ class FailureGuard(AbstractContextManager[None]):
         self._thread = threading.Thread(target=self._watch, name='chatgpt-failure-guard', daemon=True)
         self._thread.start()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._thread is None:
             return
         self._stop.set()
@@ -170,7 +176,8 @@ class FailureGuard(AbstractContextManager[None]):
         while time.monotonic() < end and not self._store.check(keys):
             time.sleep(POLL_S / 10)
         together = self._store.check(keys) and all(self._store.get(key).decode() == state for key in keys)
-        # The first to decide decides for all: a rank that comes too late must not find everyone there and wait for those who have left.
+        # The first to decide decides for all: a rank that comes too late must not find everyone there and wait for
+        # those who have left.
         return self._store.compare_set('together', '', 'yes' if together else 'no') == b'yes'
 
     def _report(self, error: BaseException) -> None:
@@ -217,7 +224,8 @@ class FailureGuard(AbstractContextManager[None]):
             self._used, self._still_since = used, now
         if now - self._still_since <= patience:
             return False
-        # Frames of a running thread are looked at only here and when another asks: that has brought down an interpreter (3.11).
+        # Frames of a running thread are looked at only here and when another asks: that has brought down an interpreter
+        # (3.11).
         if not here.is_waiting():
             self._still_since = now
             return False
@@ -246,7 +254,9 @@ class FailureGuard(AbstractContextManager[None]):
     def _ask_everyone(self) -> None:
         self._store.set('asked', '1')
         self._answer_the_roll()
-        end = time.monotonic() + min(GRACE_S, (1 - PATIENCE) * self.timeout_s / 2 + POLL_S)  # before the collective itself gives up
+        end = time.monotonic() + min(
+            GRACE_S, (1 - PATIENCE) * self.timeout_s / 2 + POLL_S
+        )  # before the collective itself gives up
         keys = {rank: f'at/{rank}' for rank in range(self.world_size)}
         while time.monotonic() < end and not self._store.check(list(keys.values())):
             time.sleep(POLL_S / 2)
@@ -258,8 +268,10 @@ class FailureGuard(AbstractContextManager[None]):
         everyone = '; '.join(f'rank {rank} in {text[2:]}' for rank, text in found.items())
         who = '; '.join(late) or f'all ranks wait, in different collectives: {everyone}'
         text = (
-            f'rank {self.rank} failed: no progress for {PATIENCE * self.timeout_s:.0f} s ({self.whereabouts.where}): {who}. '
-            f'Waiting: {", ".join(waiting) or "none"}. A rank that needs longer needs more than timeout_s={self.timeout_s:g}'
+            f'rank {self.rank} failed: no progress for {PATIENCE * self.timeout_s:.0f} s ({self.whereabouts.where}): '
+            f'{who}. '
+            f'Waiting: {", ".join(waiting) or "none"}. A rank that needs longer needs more than '
+            f'timeout_s={self.timeout_s:g}'
         )
         first = self._store.compare_set('failure', '', text).decode()
         if first == text:

@@ -1,7 +1,7 @@
 """Freed host memory stays with the process: on a CPU, activations are allocated and freed all the time.
 
-glibc gives large freed blocks back to the kernel, which hands them out again page by page and zeroed; that is a twentieth of a PPO
-update and more. A setting of the user's own (`MALLOC_...` or `GLIBC_TUNABLES`) is left alone.
+glibc gives large freed blocks back to the kernel, which hands them out again page by page and zeroed; that is a
+twentieth of a PPO update and more. A setting of the user's own (`MALLOC_...` or `GLIBC_TUNABLES`) is left alone.
 """
 
 from __future__ import annotations

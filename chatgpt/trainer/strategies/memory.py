@@ -1,5 +1,5 @@
-"""How much a strategy keeps in memory: the words (`ModelSize`, `Memory`), the run it is asked about (`Layout`), and `MemoryModel`,
-which a strategy gives of itself (`Strategy.memory_model`) so that `chatgpt.plan` can plan any.
+"""How much a strategy keeps in memory: the words (`ModelSize`, `Memory`), the run it is asked about (`Layout`), and
+`MemoryModel`, which a strategy gives of itself (`Strategy.memory_model`) so that `chatgpt.plan` can plan any.
 
 Numbers are bytes of the rank that holds most. Left out: activations and the key/value cache, which are the planner's.
 """
@@ -114,8 +114,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Of whole fp32 weights, gradients and optimizer states on each rank, computed with under autocast. A strategy that shards or
-    offloads gives a subclass with the methods that differ.
+    """Of whole fp32 weights, gradients and optimizer states on each rank, computed with under autocast. A strategy that
+    shards or offloads gives a subclass with the methods that differ.
     """
 
     offloads: bool = False
@@ -134,7 +134,8 @@ class MemoryModel:
         return self.offloads
 
     def trained(self, name: str, size: ModelSize, run: Layout) -> Memory:
-        """Of a model that learns, while its gradients are there: '<name> weights', '<name> gradients', '<name> optimizer', ..."""
+        """Of a model that learns, while its gradients are there: '<name> weights', '<name> gradients', '<name>
+        optimizer', ..."""
         return self._trained(name, run, size.total, size.trained, size.num_trained)
 
     def _trained(self, name: str, run: Layout, weights: int, trained: int, num_trained: int) -> Memory:
@@ -158,7 +159,8 @@ class MemoryModel:
         return 0
 
     def step(self, size: ModelSize, run: Layout) -> int:
-        """What an optimizer step needs beside its states: one temporary as large as the weights (torch's foreach Adam), or a bucket."""
+        """What an optimizer step needs beside its states: one temporary as large as the weights (torch's foreach Adam),
+        or a bucket."""
         return (4 * size.trained if run.on_cuda else 0) + self.bucket_bytes
 
     def full_copy(self, size: ModelSize, run: Layout) -> Memory:
@@ -172,7 +174,8 @@ class MemoryModel:
 
 
 def gathered_copy(size: ModelSize, run: Layout, itemsize: int) -> Memory:
-    """A full copy under a strategy that shards weights: on the device, or streamed there from a file that a machine's ranks share."""
+    """A full copy under a strategy that shards weights: on the device, or streamed there from a file that a machine's
+    ranks share."""
     memory = Memory()
     if run.stream_blocks:
         memory.add('full copy', run.itemsize * size.two_blocks)

@@ -17,5 +17,7 @@ class NaiveStrategy(Strategy):
     (1, 'cpu')
     """
 
-    def __init__(self, seed: int = 42, precision: Precision = 'fp32', *, device: str | torch.device | None = None) -> None:
+    def __init__(
+        self, seed: int = 42, precision: Precision = 'fp32', *, device: str | torch.device | None = None
+    ) -> None:
         super().__init__(seed, precision, ranks=OneProcess(device))

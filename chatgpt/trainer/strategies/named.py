@@ -47,10 +47,12 @@ def as_strategy(strategy: Any) -> Any:
 
 
 def prepared_by(strategy: Any, *items: Any) -> tuple[Any, ...]:
-    """Strategy and items as they are; for a name a new strategy, and models and (model, optimizer) pairs as it prepares them."""
+    """Strategy and items as they are; for a name a new strategy, and models and (model, optimizer) pairs as it prepares
+    them."""
     if not isinstance(strategy, str):
         return strategy, *items
     strategy = as_strategy(strategy)
     return strategy, *(
-        strategy.prepare(item) if isinstance(item[0] if isinstance(item, tuple) else item, nn.Module) else item for item in items
+        strategy.prepare(item) if isinstance(item[0] if isinstance(item, tuple) else item, nn.Module) else item
+        for item in items
     )

@@ -7,9 +7,11 @@ from torch import Tensor, nn
 
 
 class OffloadedWeights:
-    """Moves a frozen module's weights and buffers, keeping its parameters the same objects. `with` this, they are on the device.
+    """Moves a frozen module's weights and buffers, keeping its parameters the same objects. `with` this, they are on
+    the device.
 
-    The host copy stays for good, page-locked where the device is a CUDA one: frozen weights never change, so offloading copies nothing.
+    The host copy stays for good, page-locked where the device is a CUDA one: frozen weights never change, so offloading
+    copies nothing.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:

@@ -41,7 +41,8 @@ class Trained:
 
 
 def open_saved(path: str | os.PathLike[str], kind: str) -> tuple[TensorReader, dict[str, Any]]:
-    """Tensors and meta of what `save_model` (kind 'model') or `save_optimizer` (kind 'optimizer') wrote, file or folder.
+    """Tensors and meta of what `save_model` (kind 'model') or `save_optimizer` (kind 'optimizer') wrote, file or
+    folder.
 
     Raises FileNotFoundError, `CheckpointError` for a damaged file, `CheckpointMismatch` for one of the other kind.
     """

@@ -27,8 +27,8 @@ def check_precision(precision: str) -> torch.dtype:
 class LossScaler:
     """Dynamic loss scaling for fp16 on any device (Micikevicius et al. 2018, section 3.2; constants as in torch.amp).
 
-    The loss is multiplied by `scale`; gradients are divided by it before use. A non-finite norm halves the scale, 2000 finite
-    ones in a row double it.
+    The loss is multiplied by `scale`; gradients are divided by it before use. A non-finite norm halves the scale, 2000
+    finite ones in a row double it.
     """
 
     def __init__(self, scale: float = 65536.0, *, growth_interval: int = 2000) -> None:
@@ -56,7 +56,8 @@ class LossScaler:
 
 @contextmanager
 def lora_merged(module: nn.Module) -> Iterator[None]:
-    """Adapters folded into the weights inside; the weights' exact bits restored after. Nothing happens without adapters."""
+    """Adapters folded into the weights inside; the weights' exact bits restored after. Nothing happens without
+    adapters."""
     from chatgpt.nn import lora
 
     with lora.merged(module) if lora.has_lora(module) else nullcontext():

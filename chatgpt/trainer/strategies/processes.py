@@ -1,6 +1,8 @@
-"""`ProcessGroup`: joining torchrun's processes, devices, collectives, leaving; and `ProcessGroupStrategy`, which runs on one.
+"""`ProcessGroup`: joining torchrun's processes, devices, collectives, leaving; and `ProcessGroupStrategy`, which runs
+on one.
 
-One process per device, started by torchrun or anything that sets its environment variables. Left out: what is done with weights.
+One process per device, started by torchrun or anything that sets its environment variables. Left out: what is done with
+weights.
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ from chatgpt.trainer.strategies.ranks import Ranks
 
 T = TypeVar('T')
 
-_OPS: dict[str, Any] = {'sum': dist.ReduceOp.SUM, 'mean': dist.ReduceOp.SUM, 'max': dist.ReduceOp.MAX, 'min': dist.ReduceOp.MIN}
+_OPS: dict[str, Any] = {
+    'sum': dist.ReduceOp.SUM,
+    'mean': dist.ReduceOp.SUM,
+    'max': dist.ReduceOp.MAX,
+    'min': dist.ReduceOp.MIN,
+}
 _NEEDED = ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
 
 
@@ -35,8 +42,8 @@ _meeting_points: dict[tuple[str, ...], tuple[Any, Iterator[int]]] = {}
 def _join(backend: str, timeout: timedelta) -> None:
     """Join torchrun's process group, under keys of its own: processes that have left one may join another.
 
-    The store of the first one is kept for those after it. What a group wrote into a store stays there, and the addresses of a group
-    that is gone would be taken for those of the new one.
+    The store of the first one is kept for those after it. What a group wrote into a store stays there, and the
+    addresses of a group that is gone would be taken for those of the new one.
     """
     where = tuple(os.environ[name] for name in _NEEDED)
     if where not in _meeting_points:
@@ -50,10 +57,11 @@ def _join(backend: str, timeout: timedelta) -> None:
 
 
 class ProcessGroup(Ranks):
-    """Joins torchrun's process group: NCCL on CUDA, gloo on the CPU. A group that is already there is used and left alone.
+    """Joins torchrun's process group: NCCL on CUDA, gloo on the CPU. A group that is already there is used and left
+    alone.
 
-    `timeout_s` bounds every collective: a rank that keeps the others waiting longer is named by the failure guard, and all end.
-    `device='cpu'` stays off the GPU; `what` runs on it, in the words of an error message.
+    `timeout_s` bounds every collective: a rank that keeps the others waiting longer is named by the failure guard, and
+    all end. `device='cpu'` stays off the GPU; `what` runs on it, in the words of an error message.
     """
 
     def __init__(self, device: str | torch.device | None = None, timeout_s: float = 1800.0, what: str = 'this') -> None:
@@ -118,7 +126,9 @@ class ProcessGroup(Ranks):
         with self.whereabouts.waiting():
             dist.all_reduce(reduced, _OPS[op])
             if self._device.type == 'cuda':
-                torch.cuda.current_stream(self._device).synchronize()  # NCCL has only queued it; its result is read at once anyway
+                torch.cuda.current_stream(
+                    self._device
+                ).synchronize()  # NCCL has only queued it; its result is read at once anyway
         if op == 'mean':
             reduced = reduced / self.world_size
         return reduced.to(tensor.device)

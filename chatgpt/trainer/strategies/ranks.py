@@ -59,7 +59,8 @@ class Ranks(ABC):
         """Rank `src`'s `obj` on every rank."""
 
     def note_progress(self, where: str) -> None:
-        """Say where the run is, for the message that names a rank which keeps the others waiting. Nothing on one process."""
+        """Say where the run is, for the message that names a rank which keeps the others waiting. Nothing on one
+        process."""
         return
 
     def barrier(self) -> None:
@@ -84,12 +85,14 @@ class Ranks(ABC):
         return value
 
     def failure_guard(self) -> AbstractContextManager[None]:
-        """Around a whole run: one rank's exception ends all ranks within seconds with its message. Nothing on one process."""
+        """Around a whole run: one rank's exception ends all ranks within seconds with its message. Nothing on one
+        process."""
         return nullcontext()
 
     def fails_together(self, state: str) -> bool:
-        """Whether every rank is ending with an exception at the same place, so that they may still work together: to save. `state` must
-        be equal on all. Inside `failure_guard`; another rank that goes on, or waits in a collective, makes it False after a moment.
+        """Whether every rank is ending with an exception at the same place, so that they may still work together: to
+        save. `state` must be equal on all. Inside `failure_guard`; another rank that goes on, or waits in a collective,
+        makes it False after a moment.
         """
         return self.world_size == 1
 

@@ -1,5 +1,6 @@
-"""Strategies by name: `STRATEGIES['mine'] = StrategyEntry('my_package.my_file:MyStrategy', {'option': 1})` adds one, which command lines,
-config files, `chatgpt.train`, every trainer and the planner then know. `my_file.py:MyStrategy` needs no line at all.
+"""Strategies by name: `STRATEGIES['mine'] = StrategyEntry('my_package.my_file:MyStrategy', {'option': 1})` adds one,
+which command lines, config files, `chatgpt.train`, every trainer and the planner then know. `my_file.py:MyStrategy`
+needs no line at all.
 
 Classes are imported when they are asked for. Left out: making one (`named`).
 """
@@ -24,7 +25,8 @@ class StrategyEntry:
     """A class and how to build it, and what has to be known of it before."""
 
     target: str | type[Strategy]
-    """the class, or module:Class, or path/to/file.py:Class. It is built with `seed`, `precision`, and `timeout_s` where it takes that"""
+    """the class, or module:Class, or path/to/file.py:Class. It is built with `seed`, `precision`, and `timeout_s` where
+    it takes that"""
     options: Mapping[str, Any] = field(default_factory=dict)
     """further arguments of its constructor"""
     one_process: bool = False
@@ -72,7 +74,9 @@ _HERE = 'chatgpt.trainer.strategies'
 
 def _colossalai(stage: int, placement: str, offloaded: str | None = None) -> StrategyEntry:
     options = {'stage': stage, 'placement_policy': placement}
-    return StrategyEntry(f'{_HERE}.colossalai:ColossalAIStrategy', options, only_16_bits=stage == 3, offloaded=offloaded)
+    return StrategyEntry(
+        f'{_HERE}.colossalai:ColossalAIStrategy', options, only_16_bits=stage == 3, offloaded=offloaded
+    )
 
 
 STRATEGIES = StrategyRegistry(
@@ -105,7 +109,8 @@ def strategy_flag(text: str) -> str:
 
 
 def name_of(strategy: Strategy) -> str:
-    """The name of an instance: of the entry that keeps the same in memory, else of any of its class, else module:Class, which is added."""
+    """The name of an instance: of the entry that keeps the same in memory, else of any of its class, else module:Class,
+    which is added."""
     cls = type(strategy)
     own = {name: entry for name, entry in STRATEGIES.items() if entry.load() is cls}
     model = cls.memory_model(**strategy.options)

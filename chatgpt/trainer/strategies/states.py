@@ -28,7 +28,8 @@ MACHINERY = {'params', 'foreach', 'fused', 'capturable', 'differentiable'}
 
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Parameters and persistent buffers, each once, and the further names of tied ones: ({name: tensor}, {alias: name})."""
+    """Parameters and persistent buffers, each once, and the further names of tied ones: ({name: tensor}, {alias:
+    name})."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
@@ -48,9 +49,9 @@ def match_names(
 ) -> dict[str, str]:
     """Which name of the reader fills which wanted tensor: {wanted name: reader's name}.
 
-    A tied tensor may be stored under any of its names. Raises `CheckpointMismatch` naming the first missing, unexpected and
-    wrongly shaped tensors; with `strict=False` missing and unexpected ones are only warned about, but wrong shapes, or
-    nothing in common, are still an error.
+    A tied tensor may be stored under any of its names. Raises `CheckpointMismatch` naming the first missing, unexpected
+    and wrongly shaped tensors; with `strict=False` missing and unexpected ones are only warned about, but wrong shapes,
+    or nothing in common, are still an error.
     """
     found = reader.names()
     source = {name: name for name in wanted if name in found}
@@ -66,7 +67,11 @@ def match_names(
     ]
     faults = [
         text
-        for text in (_listed('missing', missing), _listed('unexpected', unexpected), _listed('wrong shape', wrong, sep='; '))
+        for text in (
+            _listed('missing', missing),
+            _listed('unexpected', unexpected),
+            _listed('wrong shape', wrong, sep='; '),
+        )
         if text
     ]
     if wrong or (strict and faults):
@@ -156,7 +161,9 @@ def load_slots(optimizer: Optimizer, parameters: Mapping[str, Tensor], reader: T
         for slot in slots.get(name, []):
             shape = tuple(reader.shape(f'{name}/{slot}'))
             if slot in _ELEMENTWISE and shape != tuple(parameter.shape):
-                raise CheckpointMismatch(f'{name}/{slot}: wrong shape: checkpoint {shape}, parameter {tuple(parameter.shape)}')
+                raise CheckpointMismatch(
+                    f'{name}/{slot}: wrong shape: checkpoint {shape}, parameter {tuple(parameter.shape)}'
+                )
     optimizer.state.clear()
     for name, parameter in parameters.items():
         for slot in slots.get(name, []):
@@ -205,7 +212,9 @@ def groups_from_json(optimizer: Optimizer, names: list[list[str]], groups: list[
         sources = {stored[name] for name in members}
         if len(sources) > 1:
             where = ', '.join(map(str, sorted(sources)))
-            raise CheckpointMismatch(f'the optimizer state does not fit: parameters of group {number} are spread over {where}')
+            raise CheckpointMismatch(
+                f'the optimizer state does not fit: parameters of group {number} are spread over {where}'
+            )
         for source in sources:
             for key, value in groups[source].items():
                 if key in group and key not in MACHINERY:

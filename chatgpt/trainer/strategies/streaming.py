@@ -1,9 +1,9 @@
 """Whole weights of a sharded model outside of the device: in a file mapped into memory, one for all ranks of a machine.
 
-Two uses. Writing a model: the copy's parameters are the mapped file, so no rank holds the whole model in memory of its own.
-Generating with a model whose full copy does not fit on the device: `streamed` brings one block after another into two buffers, the next
-while the present one computes. Weights are gathered once, and no rank waits for another while it generates, so ranks may take
-different numbers of steps. Left out: what a whole tensor is made of (each strategy's own).
+Two uses. Writing a model: the copy's parameters are the mapped file, so no rank holds the whole model in memory of its
+own. Generating with a model whose full copy does not fit on the device: `streamed` brings one block after another into
+two buffers, the next while the present one computes. Weights are gathered once, and no rank waits for another while it
+generates, so ranks may take different numbers of steps. Left out: what a whole tensor is made of (each strategy's own).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 StreamBlocks = bool | Literal['auto']
 FREE_SHARE = 0.6
-"""'auto' streams a model whose full copy would take more than this share of the device's free memory: the cache needs the rest"""
+"""'auto' streams a model whose full copy would take more than this share of the device's free memory: the cache needs
+the rest"""
 _ALIGNMENT = 256
 
 
@@ -69,9 +70,11 @@ class MappedTensors:
     """
 
     def __init__(
-        self, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], folder: str | os.PathLike[str] | None = None,
+        self,
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]],
+        folder: str | os.PathLike[str] | None = None,
         strategy: Strategy | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.ranges: dict[str, tuple[int, int]] = {}
         end = 0
         for name, (shape, dtype) in shapes.items():
@@ -96,7 +99,10 @@ class MappedTensors:
             try:
                 path = self._reserved(size, folder)
             except OSError as error:
-                failure = f'rank {rank}: {size} bytes for whole weights in {folder or tempfile.gettempdir()}: {error.strerror}'
+                failure = (
+                    f'rank {rank}: {size} bytes for whole weights in {folder or tempfile.gettempdir()}: '
+                    f'{error.strerror}'
+                )
         answers = gather((path, failure))
         paths, failures = [p for p, _ in answers], [f for _, f in answers if f]
         mapped = None
@@ -107,7 +113,9 @@ class MappedTensors:
                 failure = f'rank {rank}: {error}'
             failures = [f for f in gather(failure) if f]
         if path:
-            os.unlink(path)  # everybody has mapped it: it lives as long as its last user, and a killed run leaves nothing
+            os.unlink(
+                path
+            )  # everybody has mapped it: it lives as long as its last user, and a killed run leaves nothing
         if failures or mapped is None:
             raise OSError(f'{failures[0]}; free some, or point TMPDIR to another disk')
         return mapped
@@ -149,8 +157,8 @@ def mapped_copy(
 
     Args:
         module: parameters may be meta tensors or shards' stand-ins; only their names, shapes and dtypes count.
-        whole: every parameter's full value by name, in any order; collective, so it is exhausted on every rank. A value is valid
-            until the next one is asked for.
+        whole: every parameter's full value by name, in any order; collective, so it is exhausted on every rank. A value
+            is valid until the next one is asked for.
     """
     from chatgpt.nn import lora
 
@@ -184,7 +192,8 @@ def mapped_copy(
 
 @contextmanager
 def streamed(model: nn.Module, mapped: MappedTensors, device: torch.device) -> Iterator[nn.Module]:
-    """Inside, `model` (a `mapped_copy`) computes on `device`: its blocks pass through two buffers, all else is there."""
+    """Inside, `model` (a `mapped_copy`) computes on `device`: its blocks pass through two buffers, all else is
+    there."""
     stream = BlockStream(model, mapped, device)
     try:
         yield model
@@ -209,7 +218,11 @@ class BlockStream:
         self.spans: list[tuple[int, int]] = []
         members: list[list[nn.Parameter]] = []
         for block in self.blocks:
-            own = [p for p in {id(p): p for p in block.parameters()}.values() if holders[id(p)] == 1 and names[id(p)] in mapped.ranges]
+            own = [
+                p
+                for p in {id(p): p for p in block.parameters()}.values()
+                if holders[id(p)] == 1 and names[id(p)] in mapped.ranges
+            ]
             ranges = [mapped.ranges[names[id(p)]] for p in own]
             self.spans.append((min((a for a, _ in ranges), default=0), max((b for _, b in ranges), default=0)))
             members.append(own)
@@ -242,7 +255,8 @@ class BlockStream:
             self.handles.append(block.register_forward_hook(lambda *_, i=i: self.leave(i), always_call=True))
 
     def _pin(self) -> None:
-        """Page-lock the file's pages, so that copies to a GPU run beside the computation; where that is refused they run before it."""
+        """Page-lock the file's pages, so that copies to a GPU run beside the computation; where that is refused they
+        run before it."""
         self.pinned = False
         if self.device.type == 'cuda':
             status = torch.cuda.cudart().cudaHostRegister(self.mapped.bytes.data_ptr(), self.mapped.bytes.numel(), 0)  # type: ignore[attr-defined]
@@ -263,7 +277,8 @@ class BlockStream:
             torch.cuda.current_stream(self.device).wait_event(self.copied[slot])
 
     def leave(self, i: int) -> None:
-        """After block i: its buffer takes the next block that uses it, which on the last is the first one, for the next token."""
+        """After block i: its buffer takes the next block that uses it, which on the last is the first one, for the next
+        token."""
         if self.side is None:
             return  # a CPU has nothing to copy beside its computation
         slot, following = i % len(self.buffers), i + len(self.buffers)

@@ -1,8 +1,9 @@
 """What ColossalAI 0.5.0 needs to run on a machine without an accelerator.
 
-Upstream writes CUDA into a few places. `bridge()` fills exactly those, so that the real Booster, LowLevelZero and Gemini run
-on CPU with gloo: in CI and on a laptop. It does nothing when CUDA is there, and it refuses a ColossalAI whose version it
-was not written for. Every patch below says why it is needed and where upstream stands (all: colossalai 0.5.0).
+Upstream writes CUDA into a few places. `bridge()` fills exactly those, so that the real Booster, LowLevelZero and
+Gemini run on CPU with gloo: in CI and on a laptop. It does nothing when CUDA is there, and it refuses a ColossalAI
+whose version it was not written for. Every patch below says why it is needed and where upstream stands (all: colossalai
+0.5.0).
 
 Left out: tensor and pipeline parallelism (HybridParallelPlugin), quantisation and fp8, which stay CUDA only.
 """
@@ -48,9 +49,11 @@ class _NoStream:
 
 
 def bridge() -> bool:
-    """Let ColossalAI run on CPU. Returns False, and changes nothing, when CUDA is available. A second call does nothing.
+    """Let ColossalAI run on CPU. Returns False, and changes nothing, when CUDA is available. A second call does
+    nothing.
 
-    Raises RuntimeError for any ColossalAI but the known version: patches written for other sources could be silently wrong.
+    Raises RuntimeError for any ColossalAI but the known version: patches written for other sources could be silently
+    wrong.
     """
     global _bridged
     if torch.cuda.is_available():
@@ -139,9 +142,12 @@ def _set_accelerator() -> None:
 
 
 class _TorchCPUAdam:
-    """Adam with upstream's kernel interface, in plain torch (Kingma & Ba 2015, alg. 1; Loshchilov & Hutter 2019, alg. 2)."""
+    """Adam with upstream's kernel interface, in plain torch (Kingma & Ba 2015, alg. 1; Loshchilov & Hutter 2019, alg.
+    2)."""
 
-    def __init__(self, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, adamw_mode: bool) -> None:
+    def __init__(
+        self, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, adamw_mode: bool
+    ) -> None:
         self.adamw_mode = adamw_mode
 
     def step(
@@ -199,7 +205,8 @@ def _register_cpu_adam() -> None:
 
 
 def _patch_low_level_zero() -> None:
-    """`LowLevelZeroOptimizer._sanity_checks` asserts an accelerator named cuda or npu; its check of one dtype is kept."""
+    """`LowLevelZeroOptimizer._sanity_checks` asserts an accelerator named cuda or npu; its check of one dtype is
+    kept."""
     from colossalai.zero.low_level import LowLevelZeroOptimizer
 
     def sanity_checks(self: Any) -> None:
@@ -212,7 +219,8 @@ def _patch_low_level_zero() -> None:
 
 
 def _patch_record_stream() -> None:
-    """LowLevelZero records its gradient buckets on a communication stream; for CPU tensors, which have none, torch raises."""
+    """LowLevelZero records its gradient buckets on a communication stream; for CPU tensors, which have none, torch
+    raises."""
     original = Tensor.record_stream
 
     def record_stream(self: Tensor, stream: Any) -> None:
@@ -230,8 +238,8 @@ def _slot(device: torch.device) -> str:
 def _patch_gemini_chunks() -> None:
     """Gemini names the place of a chunk by `device.type`, which is 'cpu' for both places here.
 
-    `Chunk.device_type` asks the accelerator for its name, `Chunk.close_chunk` and `Chunk.shard_move` compare with 'cpu', 'cuda'
-    and 'npu', and `ChunkManager.move_chunk` compares the two: all go by slot instead.
+    `Chunk.device_type` asks the accelerator for its name, `Chunk.close_chunk` and `Chunk.shard_move` compare with
+    'cpu', 'cuda' and 'npu', and `ChunkManager.move_chunk` compares the two: all go by slot instead.
     """
     from colossalai.zero.gemini.chunk import Chunk, ChunkManager
 
@@ -279,7 +287,8 @@ def _patch_gemini_chunks() -> None:
 
 
 def _patch_gemini_memory() -> None:
-    """Placement 'auto' measures with `torch.cuda` and asks for the device's capacity, which for a CPU comes out negative.
+    """Placement 'auto' measures with `torch.cuda` and asks for the device's capacity, which for a CPU comes out
+    negative.
 
     The monitor reports 0 bytes, and the capacity is the machine's memory, so that 'auto' finds room and evicts nothing.
     """

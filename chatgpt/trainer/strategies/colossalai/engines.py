@@ -1,9 +1,9 @@
 """One model under ColossalAI's LowLevelZero (ZeRO stage 1, 2), or Gemini (`gemini`), behind one small interface.
 
-An engine owns a boosted model, with its optimizer when it is trained: backward with accumulation, the exact gradient norm, the
-step, and where this rank's part of every parameter and optimizer state lives. Upstream rounds fp32 weights to the compute dtype
-before it makes its fp32 masters, and keeps no exact copy of weights that are not trained. An engine puts the exact values in and
-keeps them, so a run starts and resumes on the same bits as under any other strategy.
+An engine owns a boosted model, with its optimizer when it is trained: backward with accumulation, the exact gradient
+norm, the step, and where this rank's part of every parameter and optimizer state lives. Upstream rounds fp32 weights to
+the compute dtype before it makes its fp32 masters, and keeps no exact copy of weights that are not trained. An engine
+puts the exact values in and keeps them, so a run starts and resumes on the same bits as under any other strategy.
 
 Left out: options (`options`), files, running without CUDA (`cpu`). colossalai is never imported here: the
 boosted objects are handed in.
@@ -90,7 +90,8 @@ class Engine:
 
     @torch.no_grad()
     def fill(self, tensors: Iterable[tuple[str, Tensor]], fresh: bool = False) -> None:
-        """Take exact whole values by name. `fresh`: the model was boosted without them, so set its weights and buffers too."""
+        """Take exact whole values by name. `fresh`: the model was boosted without them, so set its weights and buffers
+        too."""
         shards = {shard.name: shard for shard in self.trained_shards()}
         untrained = {self.names[id(p)]: p for p in self.untrained()}
         buffers = dict(self.module.named_buffers())
@@ -131,7 +132,8 @@ class Engine:
 
     @torch.no_grad()
     def gather(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter whole, in `dtype`, on the device, one bounded buffer at a time. A collective: exhaust it on every rank.
+        """Every parameter whole, in `dtype`, on the device, one bounded buffer at a time. A collective: exhaust it on
+        every rank.
 
         A tensor is valid until the next one is asked for.
         """
@@ -200,7 +202,8 @@ class TrainedEngine(Engine, ABC):
 
     @abstractmethod
     def step(self, norm: float, max_norm: float | None) -> None:
-        """Step with the gradients clipped to `max_norm`, and clear them. `norm` is what `norm()` returned, and finite."""
+        """Step with the gradients clipped to `max_norm`, and clear them. `norm` is what `norm()` returned, and
+        finite."""
 
     @abstractmethod
     def discard(self) -> None:
@@ -218,7 +221,8 @@ class TrainedEngine(Engine, ABC):
 
 
 class ZeroEngine(TrainedEngine):
-    """LowLevelZeroOptimizer: full weights in the compute dtype on every rank, masters and optimizer state sharded over ranks."""
+    """LowLevelZeroOptimizer: full weights in the compute dtype on every rank, masters and optimizer state sharded over
+    ranks."""
 
     def trained(self) -> list[nn.Parameter]:
         return [p for p in self.module.parameters() if id(p) in self.optimizer.working_to_master_param]
@@ -233,7 +237,9 @@ class ZeroEngine(TrainedEngine):
             start, stop = rank_range(parameter.numel(), self.rank, self.world_size)
             if stop > start:
                 name = self.names[id(parameter)]
-                yield Shard(name, tuple(parameter.shape), start, stop, master.detach()[: stop - start], master, start, stop)
+                yield Shard(
+                    name, tuple(parameter.shape), start, stop, master.detach()[: stop - start], master, start, stop
+                )
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -286,7 +292,8 @@ class ZeroEngine(TrainedEngine):
 def wire(wrapped: nn.Module, engine: Engine, force_fp32: bool) -> None:
     """Hooks around every forward of a boosted model, and a `train` that reaches the module inside.
 
-    Gemini returns a tensor class of its own, which turns in-place operations such as `add_` into ones that change nothing.
+    Gemini returns a tensor class of its own, which turns in-place operations such as `add_` into ones that change
+    nothing.
     """
 
     def before(module: nn.Module, args: Any) -> None:

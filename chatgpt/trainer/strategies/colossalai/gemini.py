@@ -1,4 +1,5 @@
-"""One model under ColossalAI's Gemini (ZeRO stage 3): weights, masters, gradients and states sharded over ranks in chunks.
+"""One model under ColossalAI's Gemini (ZeRO stage 3): weights, masters, gradients and states sharded over ranks in
+chunks.
 
 Left out: the interface (`engines`). colossalai is never imported here: the boosted objects are handed in.
 """
@@ -19,7 +20,8 @@ from chatgpt.trainer.strategies.colossalai.engines import Engine, Shard, Trained
 
 
 class GeminiFrozen(Engine):
-    """GeminiDDP without an optimizer: 16-bit weights sharded over ranks in chunks, gathered one chunk at a time in a forward."""
+    """GeminiDDP without an optimizer: 16-bit weights sharded over ranks in chunks, gathered one chunk at a time in a
+    forward."""
 
     def _keep(self, name: str, parameter: nn.Parameter, values: Tensor) -> None:
         start, stop = rank_range(values.numel(), self.rank, self.world_size)
@@ -29,7 +31,9 @@ class GeminiFrozen(Engine):
         chunk = self.model.chunk_manager.get_chunk(parameter)  # type: ignore[operator, union-attr]
         for begin, end, start in _overlap(chunk, parameter):
             chunk.payload[begin:end].copy_(values[start : start + end - begin])
-            chunk.cpu_vis_flag = chunk.device_type == 'cpu'  # a pinned host copy of a chunk on the device is now out of date
+            chunk.cpu_vis_flag = (
+                chunk.device_type == 'cpu'
+            )  # a pinned host copy of a chunk on the device is now out of date
 
     def before_forward(self) -> None:
         forget_layouts(self.model.gemini_manager)
@@ -43,8 +47,9 @@ class GeminiEngine(TrainedEngine):
     """GeminiDDP: weights, masters and optimizer state sharded over ranks in chunks.
 
     After a backward a chunk's memory holds its reduced gradient instead of its weights. Before anything else needs the
-    weights, that gradient is added to an fp32 sum and the weights are made again from the masters; the step adds the sum.
-    So micro-batches accumulate exactly, which upstream's own accumulation does not do for replicated chunks on two ranks.
+    weights, that gradient is added to an fp32 sum and the weights are made again from the masters; the step adds the
+    sum. So micro-batches accumulate exactly, which upstream's own accumulation does not do for replicated chunks on two
+    ranks.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, device: torch.device) -> None:
@@ -81,14 +86,18 @@ class GeminiEngine(TrainedEngine):
             chunk = self._manager.get_chunk(master)
             for begin, end, start in _overlap(chunk, master):
                 stop = start + end - begin
-                written = rank_range(parameter.numel(), self.rank, self.world_size) if chunk.keep_gathered else (start, stop)
+                written = (
+                    rank_range(parameter.numel(), self.rank, self.world_size) if chunk.keep_gathered else (start, stop)
+                )
                 name, key = self.names[id(parameter)], fakes.get(id(parameter))
                 yield Shard(name, tuple(parameter.shape), start, stop, chunk.payload[begin:end], key, *written)
 
     def refresh(self) -> None:
         for chunk in self.chunks:
             chunk.payload.copy_(chunk.paired_chunk.payload)
-            chunk.cpu_vis_flag = chunk.device_type == 'cpu'  # a pinned host copy of a chunk on the device is now out of date
+            chunk.cpu_vis_flag = (
+                chunk.device_type == 'cpu'
+            )  # a pinned host copy of a chunk on the device is now out of date
 
     def _gather_trained(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         masters = {id(master): self.names[id(parameter)] for parameter, master in self._with_masters()}
@@ -105,8 +114,8 @@ class GeminiEngine(TrainedEngine):
         self._set_aside()
         forget_layouts(self._gemini)
         if not torch.is_grad_enabled() and self._gemini.need_warmup and self._gemini.is_warmup():
-            # Placement 'auto' refuses to infer before its first training iteration, because it records the order of that one.
-            # Scoring comes first in RLHF: let it pass, and take out again what it recorded.
+            # Placement 'auto' refuses to infer before its first training iteration, because it records the order of
+            # that one. Scoring comes first in RLHF: let it pass, and take out again what it recorded.
             self._recorded, self._gemini.policy_name = len(self._gemini.compute_list), 'static'
 
     def after_forward(self) -> None:
@@ -179,14 +188,15 @@ class GeminiEngine(TrainedEngine):
 def forget_layouts(manager: Any) -> None:
     """Drop what upstream remembers of which chunks could be evicted at the n-th operation of an iteration.
 
-    It takes every iteration to run the same operations. Log-probs computed in chunks of rows run more of them on the rank with
-    more rows: ranks would then evict, and gather again, different chunks, and wait for each other for ever.
+    It takes every iteration to run the same operations. Log-probs computed in chunks of rows run more of them on the
+    rank with more rows: ranks would then evict, and gather again, different chunks, and wait for each other for ever.
     """
     type(manager)._get_layout_info.cache_clear()
 
 
 def _overlap(chunk: Any, tensor: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Where this rank's part of a chunk holds the tensor: (begin, end) in the payload, first element of it; or nothing."""
+    """Where this rank's part of a chunk holds the tensor: (begin, end) in the payload, first element of it; or
+    nothing."""
     info = chunk.tensors_info[tensor]
     base, length = (0, chunk.chunk_size) if chunk.is_gathered else (chunk.shard_begin, chunk.shard_size)
     base, length = int(base), int(length)  # upstream's search for a chunk size leaves numpy integers

@@ -1,6 +1,6 @@
-"""What `ColossalAIStrategy` keeps in memory, from the layouts of ColossalAI 0.5.0: 16-bit working weights, fp32 masters, Adam's two
-moments (Rajbhandari et al. 2020, section 3, without the residual states), and the exact values that the strategy keeps of what has no
-master. Left out: Gemini's rounding up to chunks.
+"""What `ColossalAIStrategy` keeps in memory, from the layouts of ColossalAI 0.5.0: 16-bit working weights, fp32
+masters, Adam's two moments (Rajbhandari et al. 2020, section 3, without the residual states), and the exact values that
+the strategy keeps of what has no master. Left out: Gemini's rounding up to chunks.
 """
 
 from __future__ import annotations
@@ -99,4 +99,6 @@ class GeminiMemory(_Masters):
         return 0
 
     def full_copy(self, size: ModelSize, run: Layout) -> Memory:
-        return gathered_copy(size, run, 4 if size.adapted else run.itemsize)  # adapters are folded in fp32, then the copy is rounded
+        return gathered_copy(
+            size, run, 4 if size.adapted else run.itemsize
+        )  # adapters are folded in fp32, then the copy is rounded

@@ -1,4 +1,5 @@
-"""The options of `ColossalAIStrategy`: which fit together, and the import of colossalai. Left out: what the options do."""
+"""The options of `ColossalAIStrategy`: which fit together, and the import of colossalai. Left out: what the options
+do."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ Placement = Literal['cuda', 'cpu', 'auto']
 
 INSTALL = 'pip install psutil rich einops && pip install --no-deps -r requirements-colossalai.txt'
 _GEMINI_ONLY = ('shard_init', 'search_range_mb', 'hidden_dim', 'min_chunk_size_mb', 'gpu_margin_mem_ratio')
-FP16_ONLY = ('initial_scale', 'growth_factor', 'backoff_factor', 'growth_interval', 'hysteresis', 'min_scale', 'max_scale')
+FP16_ONLY = (
+    'initial_scale',
+    'growth_factor',
+    'backoff_factor',
+    'growth_interval',
+    'hysteresis',
+    'min_scale',
+    'max_scale',
+)
 
 
 def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -32,7 +41,9 @@ def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
     for name, values in allowed.items():
         if options[name] not in values:
             where = f' under stage={stage}' if name == 'precision' else ''
-            raise ValueError(f'{name}={options[name]!r}{where} is not one of {", ".join(map(repr, dict.fromkeys(values)))}')
+            raise ValueError(
+                f'{name}={options[name]!r}{where} is not one of {", ".join(map(repr, dict.fromkeys(values)))}'
+            )
     changed = {name for name, value in options.items() if value != defaults[name]}
 
     def refuse(names: Iterable[str], reason: str) -> None:
@@ -43,7 +54,9 @@ def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
     check_stream_blocks(options['stream_blocks'])
     if stage < 3:
         if options['stream_blocks'] is True:
-            raise ValueError(f'stream_blocks=True: stage={stage} keeps whole weights on the device; only stage=3 can stream them')
+            raise ValueError(
+                f'stream_blocks=True: stage={stage} keeps whole weights on the device; only stage=3 can stream them'
+            )
         refuse(_GEMINI_ONLY, f'is an option of Gemini (stage=3) and stage={stage} cannot honour it')
     else:
         refuse(('reduce_bucket_size',), 'is an option of stages 1 and 2; Gemini reduces chunk by chunk')

@@ -1,7 +1,7 @@
 """Weights and optimizer states of a ColossalAI engine as pieces, and back.
 
-Every piece is read into this rank's own shard, a bounded part at a time, so a checkpoint of any layout fills any other. Left out:
-files (`chatgpt.checkpoint`), and where a shard lies (`engines`).
+Every piece is read into this rank's own shard, a bounded part at a time, so a checkpoint of any layout fills any other.
+Left out: files (`chatgpt.checkpoint`), and where a shard lies (`engines`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def model_pieces(engine: Engine) -> Iterator[Piece]:
-    """This rank's pieces of all parameters: fp32 masters, and exact values of what is not trained. Buffers are not among them."""
+    """This rank's pieces of all parameters: fp32 masters, and exact values of what is not trained. Buffers are not
+    among them."""
     for shard in (*engine.trained_shards(), *engine.untrained_shards()):
         if shard.write_stop > shard.write_start:
             yield _piece(shard, shard.name, shard.data)
@@ -54,7 +55,8 @@ def load_model_pieces(engine: Engine, reader: TensorReader, strict: bool) -> Non
 
 
 def optimizer_pieces(engine: TrainedEngine) -> Iterator[Piece]:
-    """This rank's pieces '<parameter>/<slot>'. A number is written by the rank that holds the parameter's first element."""
+    """This rank's pieces '<parameter>/<slot>'. A number is written by the rank that holds the parameter's first
+    element."""
     for shard in engine.trained_shards():
         if shard.state_key is None or shard.write_stop == shard.write_start:
             continue
@@ -86,7 +88,9 @@ def load_optimizer_pieces(engine: TrainedEngine, members: set[str], reader: Tens
             engine.inner.state[shard.state_key][slot] = value
 
 
-def _check_slots(engine: TrainedEngine, members: set[str], slots: Mapping[str, list[str]], reader: TensorReader) -> None:
+def _check_slots(
+    engine: TrainedEngine, members: set[str], slots: Mapping[str, list[str]], reader: TensorReader
+) -> None:
     unexpected = sorted(set(slots) - members)
     if unexpected:
         raise CheckpointMismatch(f'the optimizer state does not fit: parameters unexpected {", ".join(unexpected[:5])}')
@@ -98,7 +102,9 @@ def _check_slots(engine: TrainedEngine, members: set[str], slots: Mapping[str, l
             if shape not in ((), shapes[parameter]):
                 raise CheckpointMismatch(f'{name}: wrong shape: checkpoint {shape}, parameter {shapes[parameter]}')
             if ours and slot not in _ADAM_SLOTS:
-                raise CheckpointMismatch(f'{name}: {type(engine.inner).__name__} has no {slot!r}, only {", ".join(_ADAM_SLOTS)}')
+                raise CheckpointMismatch(
+                    f'{name}: {type(engine.inner).__name__} has no {slot!r}, only {", ".join(_ADAM_SLOTS)}'
+                )
 
 
 def _is_colossalai(optimizer: Optimizer) -> bool:

@@ -1,16 +1,18 @@
-"""`ColossalAIStrategy`: ZeRO stages 1 and 2 (LowLevelZero) and 3 (Gemini) of ColossalAI, with offload, on CUDA and on the CPU.
+"""`ColossalAIStrategy`: ZeRO stages 1 and 2 (LowLevelZero) and 3 (Gemini) of ColossalAI, with offload, on CUDA and on
+the CPU.
 
 | what | stage 1, 2 | stage 3 |
 |---|---|---|
 | precision | fp32, bf16, fp16 | bf16, fp16 |
-| a trained model | 16-bit weights whole on each rank; masters, states (stage 2: gradients) sharded over ranks | all sharded over ranks |
+| a trained model | 16-bit weights whole on each rank; masters, states (stage 2: gradients) sharded | all sharded |
 | a frozen model | whole, in the compute dtype | sharded over ranks, in the compute dtype |
 | placement 'cuda' | all on the device | all on the device |
 | placement 'cpu' | masters and states in host memory | all in host memory, one chunk at a time on the device |
-| placement 'auto' | 'cpu' where masters and states would take over half of the free device memory | Gemini decides as it runs |
+| placement 'auto' | 'cpu' where masters and states exceed half of the free device memory | Gemini decides as it runs |
 | optimizers | element-wise ones of torch or ColossalAI | HybridAdam, CPUAdam, FusedAdam |
 
-colossalai is imported when a strategy is built. Left out: tensor and pipeline parallelism, and ColossalAI's own checkpoint files.
+colossalai is imported when a strategy is built. Left out: tensor and pipeline parallelism, and ColossalAI's own
+checkpoint files.
 """
 
 from __future__ import annotations
@@ -60,8 +62,8 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         placement_policy: 'cuda', 'cpu' (offload) or 'auto'; see the table above.
         pin_memory: host memory of chunks is pinned (stage 3, CUDA).
         force_outputs_fp32: floating outputs of a forward are cast to fp32.
-        search_range_mb, hidden_dim, min_chunk_size_mb: Gemini's search for a chunk size, in 2^20 elements; a model smaller
-            than `min_chunk_size_mb` is kept whole on every rank.
+        search_range_mb, hidden_dim, min_chunk_size_mb: Gemini's search for a chunk size, in 2^20 elements; a model
+            smaller than `min_chunk_size_mb` is kept whole on every rank.
         gpu_margin_mem_ratio: stage 3 with 'auto': share of the free device memory given to masters and states.
         reduce_bucket_size: stage 1, 2: elements per reduction.
         overlap_communication: reduce gradients while the backward runs.
@@ -112,7 +114,9 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         self.options = {name: given[name] for name in signature}
         check_options(self.options, {name: parameter.default for name, parameter in signature.items()})
         if device is not None and torch.device(device).type == 'cpu' and torch.cuda.is_available():
-            raise ValueError(f'device={device!r}: ColossalAI takes a GPU where there is one; hide it with CUDA_VISIBLE_DEVICES=')
+            raise ValueError(
+                f'device={device!r}: ColossalAI takes a GPU where there is one; hide it with CUDA_VISIBLE_DEVICES='
+            )
         import_colossalai()
         super().__init__(seed, precision, device=device, timeout_s=timeout_s)
         bridge()
@@ -149,7 +153,9 @@ class ColossalAIStrategy(ProcessGroupStrategy):
 
     def setup_pair(self, model: nn.Module, optimizer: Optimizer, names: list[list[str]]) -> tuple[nn.Module, Optimizer]:
         if id(model) in self._prepared:
-            raise ValueError('prepare: ColossalAI trains a model with one optimizer; use parameter groups for different settings')
+            raise ValueError(
+                'prepare: ColossalAI trains a model with one optimizer; use parameter groups for different settings'
+            )
         self._check_optimizer(optimizer)
         return self._boost(model, optimizer)
 
@@ -161,7 +167,9 @@ class ColossalAIStrategy(ProcessGroupStrategy):
 
     def offloaded(self, module: nn.Module) -> OffloadedWeights | None:
         if self.stage == 3:
-            raise ValueError("offload='idle': Gemini places frozen weights itself; use placement_policy='cpu' or 'auto'")
+            raise ValueError(
+                "offload='idle': Gemini places frozen weights itself; use placement_policy='cpu' or 'auto'"
+            )
         return super().offloaded(module)
 
     def setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
@@ -170,7 +178,8 @@ class ColossalAIStrategy(ProcessGroupStrategy):
     def _boost(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Any]:
         """Wrap a module, with its optimizer when it is trained, and put the exact weights and buffers in.
 
-        The optimizer that comes back is the user's own, stepped through upstream's, so that a learning-rate schedule can hold it.
+        The optimizer that comes back is the user's own, stepped through upstream's, so that a learning-rate schedule
+        can hold it.
         """
         from colossalai.booster import Booster
 
@@ -180,7 +189,12 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         else:
             self._same_on_all_ranks(model)
             tensors = [(name, parameter.data) for name, parameter in model.named_parameters()]
-        buffers = [(m, key, buffer.detach()) for m in model.modules() for key, buffer in m._buffers.items() if buffer is not None]
+        buffers = [
+            (m, key, buffer.detach())
+            for m in model.modules()
+            for key, buffer in m._buffers.items()
+            if buffer is not None
+        ]
         frozen_by_gemini = optimizer is None and self.stage == 3
         if frozen_by_gemini:
             model.requires_grad_(True)  # Gemini cuts only what requires a gradient over ranks
@@ -188,7 +202,11 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         wrapped, boosted, *_ = Booster(plugin=plugin).boost(model, optimizer)
         if frozen_by_gemini:
             model.requires_grad_(False)
-        for module, key, buffer in buffers:  # upstream rounds them; rotary frequencies and the like lose their meaning in 16 bits
+        for (
+            module,
+            key,
+            buffer,
+        ) in buffers:  # upstream rounds them; rotary frequencies and the like lose their meaning in 16 bits
             module._buffers[key] = buffer.to(self.device)
         engine: Engine
         if optimizer is None:
@@ -259,7 +277,8 @@ class ColossalAIStrategy(ProcessGroupStrategy):
     def _check_optimizer(self, optimizer: Optimizer) -> None:
         if optimizer.state:
             raise ValueError(
-                f'prepare: this {type(optimizer).__name__} has already stepped; prepare a new optimizer, then load its state'
+                f'prepare: this {type(optimizer).__name__} has already stepped; prepare a new optimizer, then load its '
+                'state'
             )
         if self.stage < 3:
             return
@@ -272,10 +291,14 @@ class ColossalAIStrategy(ProcessGroupStrategy):
                 'use HybridAdam of colossalai.nn.optimizer, or strategy.make_optimizer(parameters, lr)'
             )
         if kind is FusedAdam and self.placement_policy != 'cuda':
-            raise ValueError(f'prepare: FusedAdam cannot step under placement_policy={self.placement_policy!r}; use HybridAdam')
+            raise ValueError(
+                f'prepare: FusedAdam cannot step under placement_policy={self.placement_policy!r}; use HybridAdam'
+            )
         on_gpu = self.placement_policy == 'cuda' and self.device.type == 'cuda'
         if kind is CPUAdam and on_gpu and self.uses_loss_scaling:
-            raise ValueError("prepare: CPUAdam cannot unscale fp16 gradients on a GPU; use HybridAdam, or placement_policy='cpu'")
+            raise ValueError(
+                "prepare: CPUAdam cannot unscale fp16 gradients on a GPU; use HybridAdam, or placement_policy='cpu'"
+            )
 
     def _engine(self, optimizer: Optimizer) -> TrainedEngine:
         engine = self._engines[id(self.trained(optimizer).user_model)]
@@ -286,7 +309,8 @@ class ColossalAIStrategy(ProcessGroupStrategy):
     def full_model(
         self, model: nn.Module, dtype: torch.dtype | None = None, *, on_disk: str | os.PathLike[str] | None = None
     ) -> Iterator[nn.Module]:
-        """As in the base. Stages 1 and 2 without LoRA lend the module itself; otherwise a copy is gathered and freed after."""
+        """As in the base. Stages 1 and 2 without LoRA lend the module itself; otherwise a copy is gathered and freed
+        after."""
         from chatgpt.nn import lora
         from chatgpt.nn.dropout import in_eval_mode
 
@@ -321,7 +345,9 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         memo: dict[int, Any] = {}
         for name, parameter in module.named_parameters():
             kind = dtype if parameter.is_floating_point() else parameter.dtype
-            plain[name] = nn.Parameter(torch.empty(parameter.shape, dtype=kind, device=self.device), requires_grad=False)
+            plain[name] = nn.Parameter(
+                torch.empty(parameter.shape, dtype=kind, device=self.device), requires_grad=False
+            )
             memo[id(parameter)] = plain[name]
         copied = copy.deepcopy(module, memo)
         for name, tensor in engine.gather(dtype):
@@ -393,7 +419,9 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         return optimizer_pieces(self._engine(optimizer))
 
     def load_optimizer_pieces(self, optimizer: Optimizer, reader: TensorReader) -> None:
-        load_optimizer_pieces(self._engine(optimizer), {n for names in self.trained(optimizer).names for n in names}, reader)
+        load_optimizer_pieces(
+            self._engine(optimizer), {n for names in self.trained(optimizer).names for n in names}, reader
+        )
 
     def close(self) -> None:
         self._engines.clear()
@@ -401,7 +429,8 @@ class ColossalAIStrategy(ProcessGroupStrategy):
 
 
 def _on_demand(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
-    """Turn a model on the meta device into one whose tensors take no memory yet; its first weights, one after another."""
+    """Turn a model on the meta device into one whose tensors take no memory yet; its first weights, one after
+    another."""
     from chatgpt.nn.sources import initial_tensors
 
     tensors = initial_tensors(model)
