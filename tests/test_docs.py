@@ -17,7 +17,8 @@ TRL_KEYS = """
 objective/kl objective/kl_dist objective/logprobs objective/ref_logprobs objective/kl_coef objective/entropy
 ppo/mean_non_score_reward ppo/mean_scores ppo/std_scores ppo/learning_rate ppo/loss/policy ppo/loss/value ppo/loss/total
 ppo/policy/entropy ppo/policy/approxkl ppo/policy/policykl ppo/policy/clipfrac ppo/policy/advantages
-ppo/policy/advantages_mean ppo/policy/ratio ppo/returns/mean ppo/returns/var ppo/val/vpred ppo/val/error ppo/val/clipfrac ppo/val/mean ppo/val/var
+ppo/policy/advantages_mean ppo/policy/ratio ppo/returns/mean ppo/returns/var ppo/val/vpred
+ppo/val/error ppo/val/clipfrac ppo/val/mean ppo/val/var
 ppo/val/var_explained tokens/queries_len_mean tokens/queries_len_std tokens/queries_dist tokens/responses_len_mean
 tokens/responses_len_std tokens/responses_dist time/ppo/forward_pass time/ppo/compute_rewards
 time/ppo/compute_advantages time/ppo/optimize_step time/ppo/calc_stats time/ppo/total

@@ -93,7 +93,8 @@ ROWS = [{'a': 1, 'b': {'c': [{'d': 'x}{'}]}}, {'a': 2, 'b': 'line\nbreak "and qu
         '\n'.join('  ' + json.dumps(r) for r in ROWS),
     ],
     ids=(
-        'lines blank-lines pretty pretty-no-indent crlf one-line touching array pretty-array bom-array bom-lines indented'
+        'lines blank-lines pretty pretty-no-indent crlf one-line touching array pretty-array '
+        'bom-array bom-lines indented'
     ).split(),
 )
 def test_every_layout_of_json_gives_the_same_rows(tmp_path, suffix, text):
