@@ -282,10 +282,10 @@ class PPORun(Run, PPOConfig):
             )
         sampling = self.generation() | {'max_new_tokens': 1 if self.max_new_tokens is None else self.max_new_tokens}
         SamplingParams(**{name: value for name, value in sampling.items() if name != 'stop_strings'})
-        if self.advantage_estimator == 'gdpo':
+        if self.estimator.rewards_apart:
             raise ValueError(
-                "advantage_estimator='gdpo' takes a list of rewards, which the command line cannot give; use "
-                'PPOTrainer or chatgpt.train'
+                f'advantage_estimator={self.advantage_estimator!r} takes a list of rewards, which the command line cannot '
+                'give; use PPOTrainer or chatgpt.train'
             )
         if self.reward_model and self.reward_fn:
             raise ValueError('give --reward_model or --reward_fn, not both')

@@ -144,7 +144,8 @@ def test_flop_of_a_phase_by_hand():
 )
 def test_flop_are_those_that_torch_counts(monkeypatch, ladder, changed, tolerance):
     from chatgpt.experience import ExperienceMaker
-    from chatgpt.rollout import LocalEngine, local
+    from chatgpt.rollout import LocalEngine
+    from chatgpt.rollout.local import engine as local
     from chatgpt.trainer import PPOTrainer
 
     counted: dict[str, int] = {}

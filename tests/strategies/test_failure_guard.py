@@ -22,8 +22,8 @@ rank = strategy.rank
 HOURS = """
 # The guard's clock: it stands still until rank 1 has said that it will not come, then an hour passes in a second.
 began, asleep = time.monotonic(), dist.distributed_c10d._get_default_store().clone()
-strategy.whereabouts.clock = lambda: 3600 * (time.monotonic() - began) if asleep.check(['asleep']) else 0.0
-strategy.whereabouts.note('before the run')
+strategy.ranks.whereabouts.clock = lambda: 3600 * (time.monotonic() - began) if asleep.check(['asleep']) else 0.0
+strategy.ranks.whereabouts.note('before the run')
 """
 
 
@@ -242,7 +242,7 @@ def test_a_frozen_rank_is_named_too():
 def test_a_slow_rank_that_comes_in_time_is_let_be():
     codes, texts, _ = launch(
         """
-        strategy.whereabouts.clock = lambda: 0.89 * strategy.timeout_s if asleep.check(['asleep']) else 0.0
+        strategy.ranks.whereabouts.clock = lambda: 0.89 * strategy.timeout_s if asleep.check(['asleep']) else 0.0
         with strategy.failure_guard():
             print('ready', time.time(), flush=True)
             if rank == 1:

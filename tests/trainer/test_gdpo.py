@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from chatgpt.launch.build import check_ppo_args
 from online_runs import PROMPTS, QUERIES, RESPONSES, make, vowels
 
 from chatgpt.launch.runs import PPORun
@@ -174,4 +173,4 @@ def test_step_has_one_score_and_is_refused():
 def test_the_command_line_has_one_reward():
     run = PPORun(**GDPO)
     with pytest.raises(ValueError, match='takes a list of rewards, which the command line cannot give'):
-        check_ppo_args(run, 1)
+        run.validate(1)
