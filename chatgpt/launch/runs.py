@@ -284,8 +284,8 @@ class PPORun(Run, PPOConfig):
         SamplingParams(**{name: value for name, value in sampling.items() if name != 'stop_strings'})
         if self.estimator.rewards_apart:
             raise ValueError(
-                f'advantage_estimator={self.advantage_estimator!r} takes a list of rewards, which the command line cannot '
-                'give; use PPOTrainer or chatgpt.train'
+                f'advantage_estimator={self.advantage_estimator!r} takes a list of rewards, which the command line '
+                'cannot give; use PPOTrainer or chatgpt.train'
             )
         if self.reward_model and self.reward_fn:
             raise ValueError('give --reward_model or --reward_fn, not both')
