@@ -51,7 +51,7 @@ class Registry(dict[str, T]):
         """The entry that an object named `module:name` is."""
         if not isinstance(found, self.kind):
             raise ValueError(
-                f'{name!r} is a {type(found).__name__}, not a {self.kind.__name__}, which {self.what} needs'
+                f'{name!r} is a {type(found).__name__}, no {self.kind.__name__}, which {self.what} needs'
             )
         return found
 
@@ -65,14 +65,18 @@ def load_object(spec: str) -> Any:
     module_name, _, name = spec.rpartition(':')
     if not module_name or not name:
         raise ValueError(f'{spec!r} names nothing; write module:name or path/to/file.py:name')
-    module = _import(module_name, spec)
+    module = load_module(module_name, spec)
     if not hasattr(module, name):
         raise ValueError(f'{spec!r}: {module_name} has no {name!r}')
     return getattr(module, name)
 
 
-def _import(name: str, spec: str) -> types.ModuleType:
-    """The module of a dotted name, looked for in the working directory too, or of a path that ends in .py."""
+def load_module(name: str, spec: str) -> types.ModuleType:
+    """The module of a dotted name, looked for in the working directory too, or of a path that ends in .py.
+
+    Raises:
+        ValueError: there is no such file, or importing it raised; begins with `spec`.
+    """
     path = Path(name) if name.endswith('.py') else None
     if path is not None and not path.is_file():
         raise ValueError(f'{spec!r}: there is no file {path}')
@@ -87,7 +91,7 @@ def _import(name: str, spec: str) -> types.ModuleType:
         sys.modules[path.stem] = module
         module_spec.loader.exec_module(module)
         return module
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f'{spec!r}: importing it raised {type(error).__name__}: {" ".join(str(error).split())}'
         ) from error

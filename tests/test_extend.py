@@ -186,7 +186,7 @@ def test_it_is_checked_like_those_of_the_table():
     load('algorithm')
     with pytest.raises(ValueError, match='set num_samples_per_prompt to 2 or more'):
         ppo(advantage_estimator='median', num_samples_per_prompt=1)
-    with pytest.raises(ValueError, match="'my_method.py:above_median' is a function, not a Estimator"):
+    with pytest.raises(ValueError, match="'my_method.py:above_median' is a function, no Estimator"):
         ppo(advantage_estimator='my_method.py:above_median')
 
 

@@ -9,14 +9,11 @@ from __future__ import annotations
 import argparse
 import ast
 import errno
-import importlib
-import importlib.util
 import inspect
 import os
 import sys
 import textwrap
 import time
-import types
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +26,7 @@ from typing import Any, NoReturn
 from chatgpt.launch.config_values import metavar_of, typed_text, value_parser
 from chatgpt.launch.relaunch import mark_told, was_told
 from chatgpt.names import hint
+from chatgpt.registry import load_module
 from chatgpt.rewards.calling import made
 from chatgpt.trainer.strategies.registry import STRATEGIES, strategy_flag
 
@@ -175,7 +173,7 @@ def load_function(spec: str) -> Callable[..., Any]:
     module_name, _, function_name = spec.rpartition(':')
     if not module_name or not function_name:
         raise ValueError(f'{spec!r} does not name a function; write module:function or path/to/file.py:function')
-    module = _import(module_name, spec)
+    module = load_module(module_name, spec)
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ValueError(f'{spec!r}: {module_name} has no function {function_name!r}')
@@ -185,28 +183,6 @@ def load_function(spec: str) -> Callable[..., Any]:
         raise ValueError(
             f'{spec!r}: {_one_line(error)}; name a function or object of your own file that does'
         ) from None
-
-
-def _import(name: str, spec: str) -> types.ModuleType:
-    """The module of a dotted name, looked for in the working directory too, or of a path that ends in .py."""
-    path = Path(name) if name.endswith('.py') else None
-    if path is not None and not path.is_file():
-        raise ValueError(f'{spec!r}: there is no file {path}')
-    folder = str(path.resolve().parent) if path is not None else os.getcwd()
-    sys.path.insert(0, folder)  # what stands beside the file can be imported by it
-    try:
-        if path is None:
-            return importlib.import_module(name)
-        module_spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert module_spec is not None and module_spec.loader is not None
-        module = importlib.util.module_from_spec(module_spec)
-        sys.modules[path.stem] = module
-        module_spec.loader.exec_module(module)
-        return module
-    except (Exception, SystemExit) as error:
-        raise ValueError(f'{spec!r}: importing it raised {type(error).__name__}: {_one_line(error)}') from error
-    finally:
-        sys.path.remove(folder)
 
 
 def check_reward_function(function: Callable[..., Any], spec: str) -> None:
