@@ -87,9 +87,8 @@ def main() -> None:
     print(f'torch {version} is installed: {f"CUDA {cuda[0]}" if cuda else "a CPU build"}')
     if number and not cuda:
         print(
-            f'warning: the GPU stays idle, for the package index in use gave a CPU build of {pinned()}; give the index '
-            'of a CUDA build, '
-            'as in: make clean demo TORCH_INDEX=https://download.pytorch.org/whl/cu130',
+            f'warning: the GPU stays idle, for the package index in use gave a CPU build of {pinned()}; give the '
+            'index of a CUDA build, as in: make clean demo TORCH_INDEX=https://download.pytorch.org/whl/cu130',
             file=sys.stderr,
         )
 

@@ -100,8 +100,7 @@ def table(result: dict[str, Any]) -> str:
             *lines,
             '',
             f'samples/s {r["samples_per_s"]:.4g} ({r["samples_per_s_per_device"]:.4g} per device), new tokens/s '
-            f'{r["new_tokens_per_s"]:.4g}, '
-            f'over {r["phases_counted"]} of {len(r["phases"])} phases',
+            f'{r["new_tokens_per_s"]:.4g}, over {r["phases_counted"]} of {len(r["phases"])} phases',
             f'matmul peak, measured here: {r["matmul_peak_tflops"]:.4g} TFLOPS per device',
             f'peak memory: {show_bytes(m["peak"])}, planned {show_bytes(m["planned_peak"])}{error}; host '
             f'{show_bytes(m["host_peak"])}',

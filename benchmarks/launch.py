@@ -170,8 +170,7 @@ def main() -> None:
     load = ', '.join(f'{v:.1f}' for v in os.getloadavg())
     where = (
         f'\n{os.cpu_count()} cores of {platform.machine()}, load average at the end {load}, Python '
-        f'{platform.python_version()}, '
-        f'torch {torch.__version__}, Ray {ray.__version__}.\n'
+        f'{platform.python_version()}, torch {torch.__version__}, Ray {ray.__version__}.\n'
     )
     args.out.write_text(TITLE.format(repeats=args.repeats) + '\n'.join(lines) + '\n' + where)
     print(args.out.read_text())

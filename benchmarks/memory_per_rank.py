@@ -165,8 +165,7 @@ def main() -> None:
         lines += [
             '',
             f'## Computing in {precision}: {parameters / 1e6:.0f} million parameters, {parameters * 16 / 2**20:.0f} '
-            'MiB of '
-            'weights, gradients and two states in fp32',
+            'MiB of weights, gradients and two states in fp32',
             '',
             *rows,
         ]

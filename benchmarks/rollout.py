@@ -201,8 +201,8 @@ def sizes(args: argparse.Namespace) -> dict[str, argparse.Namespace]:
 def show(name: str, args: argparse.Namespace, cases: dict[str, Any]) -> None:
     print(
         f'GPT-2 {name}, vocabulary {args.vocab}, {args.batch} prompts x {args.prompt} + {args.new} new tokens, '
-        f'{args.precision} on '
-        f'{args.device}, {args.threads} thread(s), torch {torch.__version__}; local engine / model.generate'
+        f'{args.precision} on {args.device}, {args.threads} thread(s), torch {torch.__version__}; local engine / '
+        'model.generate'
     )
     print(f'{"lengths":10}{"measure":22}{"min":>8}{"median":>8}{"max":>8}{"local":>12}{"generate":>12}')
     for case, result in cases.items():

@@ -120,8 +120,7 @@ def write_page(results: list[dict[str, Any]], path: Path) -> None:
         '|---|---|---|---|---|---|---|',
         *(
             f'| {r["strategy"]} | {r["seed"]} | {r["first3"]:.2f} | {r["last5"]:.2f} | {r["ratio"]:.1f} | '
-            f'{r["kl_max"]:.1f} '
-            f'| {r["wall_s"]:.0f} |'
+            f'{r["kl_max"]:.1f} | {r["wall_s"]:.0f} |'
             for r in results
         ),
         '',

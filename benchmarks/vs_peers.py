@@ -259,10 +259,8 @@ def machine() -> dict[str, Any]:
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     head = (
-        '| case | ratio min | median | max | all rounds | target | of wall | ours CPU s | theirs | ours tokens / CPU s '
-        '| theirs | '
-        'mean lengths |\n'
-        '|---|---|---|---|---|---|---|---|---|---|---|---|\n'
+        '| case | ratio min | median | max | all rounds | target | of wall | ours CPU s | theirs | ours tokens / CPU '
+        's | theirs | mean lengths |\n|---|---|---|---|---|---|---|---|---|---|---|---|\n'
     )
     rows = []
     for r in results:

@@ -50,9 +50,7 @@ class Registry(dict[str, T]):
     def admit(self, name: str, found: Any) -> T:
         """The entry that an object named `module:name` is."""
         if not isinstance(found, self.kind):
-            raise ValueError(
-                f'{name!r} is a {type(found).__name__}, no {self.kind.__name__}, which {self.what} needs'
-            )
+            raise ValueError(f'{name!r} is a {type(found).__name__}, no {self.kind.__name__}, which {self.what} needs')
         return found
 
 

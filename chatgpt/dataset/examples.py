@@ -83,8 +83,7 @@ def check_order(scores: Sequence[float]) -> None:
     if any(worse > better for better, worse in pairwise(scores)):
         raise BadRecord(
             f'scores {tuple(scores)} contradict the order of the answers, which is best first (chosen, then rejected); '
-            'mend one of them, '
-            'or leave the scores out'
+            'mend one of them, or leave the scores out'
         )
 
 

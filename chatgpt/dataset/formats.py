@@ -182,8 +182,7 @@ def _template_pieces(asked: tuple[Message, ...], answered: tuple[Message, ...], 
         if not before.startswith(done) or not after.startswith(before):
             raise BadRecord(
                 f"the tokenizer's chat template rewrites earlier turns when turn {i + 1} is added, so answers cannot "
-                'be told apart; '
-                'use apply_chat_template=False'
+                'be told apart; use apply_chat_template=False'
             )
         pieces += [Piece(before[len(done) :], False), Piece(after[len(before) :], True)]
         done = after

@@ -287,23 +287,21 @@ def _warn(bad: BadRecords, options: TokenizerOptions, count: int) -> None:
         )
         warnings.warn(
             f'{len(places)} of {count} records are longer than {limit} tokens and were cut: the prompt loses its '
-            'beginning, then the '
-            f'response its end. The longest has {length} tokens ({where}). Raise max_length (--max_len), or leave such '
-            'records out',
+            f'beginning, then the response its end. The longest has {length} tokens ({where}). Raise max_length '
+            '(--max_len), or leave such records out',
             stacklevel=4,
         )
     if places := bad.noticed.get('equal'):
         warnings.warn(
             f'{len(places)} of {count} preferences have answers that do not differ (the same tokens, or equal scores) '
-            'and teach nothing; '
-            f'the first: {places[0]}',
+            f'and teach nothing; the first: {places[0]}',
             stacklevel=4,
         )
     if places := bad.noticed.get('preference'):
         warnings.warn(
             f'{len(places)} of {count} records are preferences, the first: {places[0]}; only the best answer of each '
-            'is learned here. DPO '
-            'and reward models learn from the others too (load_preferences, examples/train_preference.py)',
+            'is learned here. DPO and reward models learn from the others too (load_preferences, '
+            'examples/train_preference.py)',
             stacklevel=4,
         )
 

@@ -47,8 +47,7 @@ class PromptSet(SequenceOf[Prompt]):
         if taken:
             warnings.warn(
                 f'the prompts have columns called {", ".join(taken)}, which is what functions call their own '
-                'arguments; they are not '
-                'handed to functions. Rename such a column to use it in one',
+                'arguments; they are not handed to functions. Rename such a column to use it in one',
                 stacklevel=2,
             )
         self.num_skipped = num_skipped

@@ -182,8 +182,7 @@ def _compared(data: Mapping[str, Any], where: str) -> Example:
         found = f'{verdicts}' if verdicts else 'none of them'
         raise BadRecord(
             'response1 and response2 need verdicts to say which is better, in annotator1, annotator2, ... as 1, 2, or '
-            '0 for a tie; '
-            f'found {found}'
+            f'0 for a tie; found {found}'
         )
     answers = [(float(given.count(i)), _answer(data[key], key)) for i, key in enumerate(COMPARED, 1)]
     (more, better), (fewer, worse) = sorted(answers, key=lambda answer: -answer[0])

@@ -348,15 +348,13 @@ def check_tokenizer(tokenizer: Any, config: Any) -> None:
         token = next(t for t, i in vocab.items() if i == largest)
         raise ValueError(
             f'the tokenizer does not match the model: its token {token!r} has id {largest}, but the model has a '
-            'vocabulary of '
-            f'{config.vocab_size}; use the tokenizer the model was trained with, or resize its embeddings'
+            f'vocabulary of {config.vocab_size}; use the tokenizer the model was trained with, or resize its embeddings'
         )
     ends = _known_ends(config)
     if ends and not any(end in vocab.values() for end in ends):
         raise ValueError(
             f"the tokenizer does not match the model: the model's end token has id {ends[0]}, but the tokenizer has "
-            f'{len(vocab)} tokens '
-            'and no such id; use the tokenizer the model was trained with'
+            f'{len(vocab)} tokens and no such id; use the tokenizer the model was trained with'
         )
     if tokenizer.eos_token_id is None:
         raise ValueError('the tokenizer has no end token, so no response could end; set tokenizer.eos_token')

@@ -351,6 +351,5 @@ def as_scorer(
         return FunctionScorer(reward, timeout_s=timeout_s)
     raise ValueError(
         'reward_model must be a RewardModel, a function fn(prompts, responses, **columns), a pipeline, a Scorer, or a '
-        'list of '
-        f'(weight, reward) pairs; got {type(reward).__name__}'
+        f'list of (weight, reward) pairs; got {type(reward).__name__}'
     )

@@ -38,8 +38,7 @@ def check_resume(args: Run) -> None:
     if not args.resume and found is not None:
         raise ValueError(
             f'{args.save_path} holds checkpoints of an earlier run, up to {found.name}: go on with --resume auto, or '
-            'choose another '
-            '--save_path'
+            'choose another --save_path'
         )
     check_not_replaced(args)
 
@@ -64,8 +63,7 @@ def check_not_replaced(run: Run) -> None:
             )
         raise ValueError(
             f'{run.save_path} holds the trained model of an earlier run, {place.name}/, and no checkpoints to go on '
-            'from: choose '
-            f'another --save_path, or remove {place}'
+            f'from: choose another --save_path, or remove {place}'
         )
 
 
@@ -89,8 +87,7 @@ def check_destination(run: Run, config: Any, name: str) -> None:
     if free < needed:
         raise ValueError(
             f'the trained model takes {needed / MIB:.1f} MiB, and {place} has {free / MIB:.1f} MiB free; free some, or '
-            'choose another '
-            '--save_path or --model_path'
+            'choose another --save_path or --model_path'
         )
 
 

@@ -205,8 +205,7 @@ def _check_lengths(prompts: Any, limit: int | None, max_new_tokens: int, what: s
         if length + max_new_tokens > limit:
             raise ValueError(
                 f'prompt {i} has {length} tokens; with max_new_tokens={max_new_tokens} it passes {what} of {limit}. '
-                'Use '
-                '--max_prompt_tokens to cut prompts, or fewer new tokens'
+                'Use --max_prompt_tokens to cut prompts, or fewer new tokens'
             )
 
 
@@ -279,8 +278,7 @@ def _reading_options(run: DataRun, inputs: Inputs) -> dict[str, Any]:
     if limit is not None and run.max_len is not None and run.max_len > limit:
         raise ValueError(
             f'max_len={run.max_len} is beyond the context of {run.pretrain or "the embedded model"}, {limit} tokens; '
-            f'give at most {limit}, '
-            'or leave it out'
+            f'give at most {limit}, or leave it out'
         )
     run.max_len = run.max_tokens if limit is None else min(run.max_tokens, limit)
     percentage = run.validation_percentage if run.dataset else run.validation_percentage or 5.0
@@ -315,7 +313,6 @@ def _what_kto_needs(source: Any, fault: str) -> str:
     columns = ', '.join(next(read_records(source, BadRecords(skip=True))).data)
     return (
         f'{source}: KTO needs the columns prompt, response and label (or text and label), where label is true or '
-        'false, 1 or 0, good or '
-        f'bad, or a name with --positive_label NAME; or prompt, chosen and rejected. Found the columns {columns}, and '
-        f'{fault}'
+        'false, 1 or 0, good or bad, or a name with --positive_label NAME; or prompt, chosen and rejected. Found the '
+        f'columns {columns}, and {fault}'
     )

@@ -114,8 +114,8 @@ def check_address(address: str) -> None:
     if address.startswith('ray://'):
         raise ValueError(
             f'address {address}: the launcher passes paths of its own machine to the workers, so it has to run on a '
-            'node of the '
-            'cluster; log in there, or send the command with: ray job submit -- python -m chatgpt.launch ...'
+            'node of the cluster; log in there, or send the command with: ray job submit -- python -m chatgpt.launch '
+            '...'
         )
     if address in ('auto', 'local'):
         return
@@ -130,8 +130,7 @@ def check_address(address: str) -> None:
     except OSError as error:
         raise ValueError(
             f'no Ray cluster answers at {address} ({error.strerror or error}); look up the address with ray status on '
-            'its head node, '
-            'or start one there with: ray start --head --port=6379'
+            'its head node, or start one there with: ray start --head --port=6379'
         ) from None
 
 
@@ -161,15 +160,13 @@ def explained(address: str, error: Exception, said: str = '') -> str:
         why = text[:200] if 'oken' in text else 'it is missing or another one'
         return (
             f'the Ray cluster at {address} does not accept the token of this process ({why}): every node and this '
-            'command need the same '
-            'RAY_AUTH_MODE (token or disabled) and the same token; copy ~/.ray/auth_token of the head node, or set '
-            'RAY_AUTH_TOKEN'
+            'command need the same RAY_AUTH_MODE (token or disabled) and the same token; copy ~/.ray/auth_token of '
+            'the head node, or set RAY_AUTH_TOKEN'
         )
     if is_no_cluster(error):
         return (
             'there is no Ray cluster: start one with ray start --head (and ray start --address=HEAD:6379 on further '
-            'nodes), name one with '
-            '--address HOST:PORT or RAY_ADDRESS, or use this machine alone with --address local'
+            'nodes), name one with --address HOST:PORT or RAY_ADDRESS, or use this machine alone with --address local'
         )
     if 'ersion mismatch' in text:
         return (
@@ -187,8 +184,8 @@ def check_node(address: str, found: Mapping[str, Any], shared: str) -> None:
             path = os.path.dirname(path)
         raise ValueError(
             f'{path} is not shared: {where} does not have it as it is here. Script, working directory and {shared} '
-            'have to lie on a file '
-            'system that all nodes mount at the same place; run the command from there and give --save_path there'
+            'have to lie on a file system that all nodes mount at the same place; run the command from there and give '
+            '--save_path there'
         )
     packages = found['packages']
     if packages.get('error'):
@@ -198,8 +195,7 @@ def check_node(address: str, found: Mapping[str, Any], shared: str) -> None:
     if packages['missing']:
         raise ValueError(
             f'{where}: {packages["python"]} has no package {", ".join(packages["missing"])}; install it there (pip '
-            'install .), or put '
-            'a checkout on the shared file system into PYTHONPATH'
+            'install .), or put a checkout on the shared file system into PYTHONPATH'
         )
     if packages['version'] != chatgpt.__version__:
         raise ValueError(

@@ -249,8 +249,7 @@ def short_step(run: Run, trainer: Any) -> str | None:
         return None
     return (
         f'{count} {what} in batches of train_batch_size={size}: the last step of each pass learns from {rest} alone, '
-        'and counts as much as '
-        f'one of {size}'
+        f'and counts as much as one of {size}'
     )
 
 

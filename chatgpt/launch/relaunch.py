@@ -63,8 +63,7 @@ def sign(save_path: str | os.PathLike[str], strategy: Any) -> None:
     if blind:
         raise ValueError(
             f'{Path(save_path).absolute()} is not shared: what rank 0 on {seen[0][1]} writes there is not seen by rank '
-            f'{", ".join(blind)}; '
-            'give a --save_path on a file system that all nodes mount at the same place'
+            f'{", ".join(blind)}; give a --save_path on a file system that all nodes mount at the same place'
         )
 
 

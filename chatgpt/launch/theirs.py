@@ -85,9 +85,8 @@ def meet(num_training_workers: int | None = None, resources_per_worker: Mapping[
     if wanted is not None and wanted != world_size:
         raise ValueError(
             f'num_training_workers={wanted}, but {world_size} process{"es were" if world_size > 1 else " was"} '
-            'started; '
-            f'launch with: torchrun --nproc-per-node={wanted} script.py ..., or python -m chatgpt.launch script.py '
-            '..., or leave it out'
+            f'started; launch with: torchrun --nproc-per-node={wanted} script.py ..., or python -m chatgpt.launch '
+            'script.py ..., or leave it out'
         )
     for name in resources:
         if name not in ('CPU', 'GPU'):

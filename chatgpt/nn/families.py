@@ -48,8 +48,7 @@ class _Family:
             kind = next(k for k in ('Actor', 'Critic', 'RM') if cls.__name__.endswith(k))
             raise ValueError(
                 f'{cls.__name__} takes models of the family {cls.model_type!r}, but {where} is of the family '
-                f'{found!r}; '
-                f'use Auto{kind}, which takes any'
+                f'{found!r}; use Auto{kind}, which takes any'
             )
         return config
 

@@ -87,8 +87,7 @@ def head_is_linear(model: PreTrainedModel) -> bool:
         if not _close(own_logits(model, hidden), whole, tolerance):
             raise ValueError(
                 f'{type(model).__name__}: its logits do not follow from its last hidden state, so log-probs cannot be '
-                'computed from it; '
-                'use a model whose head follows its base model'
+                'computed from it; use a model whose head follows its base model'
             )
         if linear is None:
             return False

@@ -192,8 +192,7 @@ class RewardModel(TakesModel, nn.Module):
         if value_head is None and parts.head is None and not _is_classifier(parts.model):
             raise ValueError(
                 f'{str(folder)!r} holds a {type(parts.model).__name__} without a trained score head; for a new head '
-                'use '
-                'AutoRM(pretrained=...), or give value_head'
+                'use AutoRM(pretrained=...), or give value_head'
             )
         model = cls.__new__(cls)
         RewardModel.__init__(
@@ -283,7 +282,6 @@ def _set_pad_token(config: Any, tokenizer: Any) -> None:
     elif pad in eos:
         warnings.warn(
             f'save_pretrained: the padding id {pad} is an end token too, so transformers will read the score of an '
-            'ended sequence one '
-            'token early; RewardModel.from_pretrained does not',
+            'ended sequence one token early; RewardModel.from_pretrained does not',
             stacklevel=3,
         )

@@ -364,8 +364,7 @@ def _plan(module: nn.Module, name: str, steps: list[Callable[[], _Named]], names
     if any(tensor.is_meta and n not in kept for n, tensor in own) and not draws:
         raise ValueError(
             f'{name or type(module).__name__}: it is on the meta device and has no record of where its weights come '
-            'from; '
-            'load it through chatgpt.nn (pretrained= or config=), or build it outside of the meta device'
+            'from; load it through chatgpt.nn (pretrained= or config=), or build it outside of the meta device'
         )
     if own or draws:
         steps.append(lambda: _small(module, name, draws))

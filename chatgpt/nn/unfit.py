@@ -81,8 +81,7 @@ def no_weights(folder: str, subfolder: str = '') -> ValueError:
     command = f'from transformers import {kind[0]} as M; p = {str(where)!r}; M.from_pretrained(p).save_pretrained(p)'
     return ValueError(
         f'{folder}: it holds only pickled weights ({pickled}), which are never read because a pickle can run code; if '
-        'you trust it, '
-        f'convert them once: python -c "{command}"'
+        f'you trust it, convert them once: python -c "{command}"'
     )
 
 

@@ -117,14 +117,12 @@ def check_prompts(
         if limit < 1:
             raise ValueError(
                 f'generate: prompt {i} has {length} tokens and max_length={sampling.max_length} leaves no room for a '
-                'response; '
-                f'shorten the prompt or raise max_length'
+                'response; shorten the prompt or raise max_length'
             )
         if max_positions is not None and length + limit > max_positions:
             raise ValueError(
                 f"generate: prompt {i} has {length} tokens and may grow by {limit}, past the model's {max_positions} "
-                'positions; '
-                f'shorten the prompt or lower max_new_tokens or max_length'
+                'positions; shorten the prompt or lower max_new_tokens or max_length'
             )
         limits.append(limit)
     return limits

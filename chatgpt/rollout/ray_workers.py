@@ -102,8 +102,7 @@ class RayWorkers:
             self.close()
             raise RuntimeError(
                 f'rollout workers {late} have not started within {max(START_S, self.timeout_s or 0):g} s: they wait '
-                f'for {self.resources} '
-                'each (ray status shows who uses the cluster), or hang (ray list actors)'
+                f'for {self.resources} each (ray status shows who uses the cluster), or hang (ray list actors)'
             )
         try:
             ray.get(self._places)

@@ -145,8 +145,7 @@ class RemoteEngine:
         if (chunk_size is not None and chunk_size < 1) or bucket_bytes < 8 or max_restarts < 0:
             raise ValueError(
                 f'RemoteEngine: chunk_size={chunk_size}, bucket_bytes={bucket_bytes}, max_restarts={max_restarts}; '
-                'give at least 1 prompt, '
-                '8 bytes and 0 restarts'
+                'give at least 1 prompt, 8 bytes and 0 restarts'
             )
         self.engine_options = dict(engine_options or {})
         LocalEngine(**self.engine_options)  # for its errors
@@ -299,8 +298,7 @@ class RemoteEngine:
         if packed.version != chunk.request.manifest.version or len(packed.lengths) != len(chunk.prompts):
             raise RuntimeError(
                 f'rollout worker {chunk.worker} answered with {len(packed.lengths)} samples of weights '
-                f'{packed.version}; asked for '
-                f'{len(chunk.prompts)} of weights {chunk.request.manifest.version}'
+                f'{packed.version}; asked for {len(chunk.prompts)} of weights {chunk.request.manifest.version}'
             )
         chunk.samples = unpack_samples(
             packed, chunk.prompts, chunk.indices, chunk.groups, chunk.request.sampling.temperature
@@ -345,8 +343,7 @@ class RemoteEngine:
         if self._num_taken == _FEW and self._most_busy < len(self._queues):
             warnings.warn(
                 f'only {self._most_busy} of {len(self._queues)} rollout workers had something to do at a time: '
-                'requests go out whole. Set '
-                'chunk_size to cut them, or keep more of them in flight',
+                'requests go out whole. Set chunk_size to cut them, or keep more of them in flight',
                 stacklevel=4,
             )
 

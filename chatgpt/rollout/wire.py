@@ -88,8 +88,7 @@ def check_policy(actor: Any, engine: str) -> None:
     if getattr(actor, 'changes_logits', own):  # a class that overrides one of them may say when it matters
         raise ValueError(
             f"{engine}: {type(actor).__name__} changes the model's logits, as NLPO's and ILQL's policies do, and this "
-            'engine '
-            'knows the model alone; use LocalEngine'
+            'engine knows the model alone; use LocalEngine'
         )
 
 

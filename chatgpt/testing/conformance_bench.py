@@ -125,8 +125,7 @@ class Bench:
         expect(
             largest <= self.tolerance.parameter_max and mean <= self.tolerance.parameter_mean,
             f'{what}: weights differ by up to {largest:.3g}, on average {mean:.3g} learning rates per step; allowed '
-            'are '
-            f'{self.tolerance.parameter_max} and {self.tolerance.parameter_mean}',
+            f'are {self.tolerance.parameter_max} and {self.tolerance.parameter_mean}',
         )
 
     def compare_results(self, got: list[tuple[float, float]], want: list[tuple[float, float]], what: str) -> None:

@@ -78,8 +78,7 @@ class Collector:
         if max_staleness and self.pipeline is None:
             raise ValueError(
                 f'max_staleness={max_staleness} needs an engine that generates while the trainer learns, such as '
-                'RemoteEngine; '
-                f'{type(engine).__name__} does not'
+                f'RemoteEngine; {type(engine).__name__} does not'
             )
         self.prompts: PromptSet | None = None
         self.prompts_drawn = 0
@@ -391,8 +390,7 @@ def replace_uninformative(
     if not kept:
         raise NothingToLearn(
             f'dynamic sampling: after {done} further round{"s" * (done != 1)} all {drawn} groups have equal scores '
-            'within; the '
-            'task is too easy or too hard for this policy, or num_samples_per_prompt too small'
+            'within; the task is too easy or too hard for this policy, or num_samples_per_prompt too small'
         )
     if len(kept) < wanted and tell:
         warnings.warn(f'dynamic sampling gave up after {done} rounds with {len(kept)} of {wanted} groups', stacklevel=2)

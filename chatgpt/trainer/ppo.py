@@ -711,8 +711,7 @@ def _trains_value_head(strategy: Strategy, actor: Any, config: PPOConfig) -> boo
     if strategy.is_rank_0:
         warnings.warn(
             f"the actor's value head is not trained: advantage_estimator={config.advantage_estimator!r} takes no "
-            'values; build the actor '
-            'without value_head to silence this',
+            'values; build the actor without value_head to silence this',
             stacklevel=3,
         )
     return False

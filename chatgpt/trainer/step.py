@@ -137,8 +137,7 @@ def learn_batch(
             if not strategy.uses_loss_scaling:
                 raise NonFiniteError(
                     f'the gradient norm of the {learner.name} is {norm} {where}; its weights are those before this '
-                    'step. '
-                    'Lower the learning rate, or compute in bf16 or fp32'
+                    'step. Lower the learning rate, or compute in bf16 or fp32'
                 )
             stepped = False
         else:

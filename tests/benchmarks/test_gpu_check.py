@@ -52,10 +52,8 @@ def test_a_part_that_fails_is_told_and_the_others_go_on(tmp_path):
 def test_a_part_over_its_budget_is_ended_with_its_children(tmp_path):
     child = tmp_path / 'child'
     code = (
-        'import os, subprocess, sys, time; '
-        f'p = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]); open({str(child)!r}, '
-        '"w").write(str(p.pid)); '
-        'time.sleep(100)'
+        'import os, subprocess, sys, time; p = subprocess.Popen([sys.executable, "-c", "import time; '
+        f'time.sleep(100)"]); open({str(child)!r}, "w").write(str(p.pid)); time.sleep(100)'
     )
     start = time.monotonic()
     content = run([Part('slow', ('-c', code), 3)], tmp_path / 'out')

@@ -24,9 +24,8 @@ from chatgpt.types import Sequence
 BOS, EOS = 257, 258
 U, A, S = (lambda text, role=role: Message(role, text) for role in ('user', 'assistant', 'system'))
 CHAT = (
-    '{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% if m.role == "assistant" %}<eos>{% endif %}{{ "\\n" '
-    '}}{% endfor %}'
-    '{% if add_generation_prompt %}<a>{% endif %}'
+    '{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% if m.role == "assistant" %}<eos>{% endif '
+    '%}{{ "\\n" }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}'
 )
 MODELS = Path(__file__).resolve().parents[3] / 'shared' / 'models'
 

@@ -177,9 +177,8 @@ def test_settings_reach_the_method(method, flags, expected):
         (
             ['{rewards}', '--method=kto'],
             'rewards.jsonl: KTO needs the columns prompt, response and label (or text and label), where label is '
-            'true or false, 1 or 0, good or bad, or a name with --positive_label NAME; or prompt, chosen and rejected. '
-            'Found the columns prompt, '
-            'response, reward, and 0.73 where a label is needed',
+            'true or false, 1 or 0, good or bad, or a name with --positive_label NAME; or prompt, chosen and '
+            'rejected. Found the columns prompt, response, reward, and 0.73 where a label is needed',
         ),
         (['{stories}', '--method=kto'], 'Found the columns prompt, response, and no label'),
         (['{labels}'], 'dpo learns from pairs, and these are labelled answers; use --method kto'),

@@ -330,8 +330,7 @@ def test_an_error_in_a_reward_function_is_told_and_tried_again(tmp_path):
     script = tmp_path / 'unlucky.py'
     script.write_text(
         'import os\nfrom chatgpt.experience.scorers import RewardFunctionError\nfrom chatgpt.launch.arguments import '
-        'run_main\n\n'
-        'def main():\n    raise RewardFunctionError("it broke")\n\nrun_main(main)\n'
+        'run_main\n\ndef main():\n    raise RewardFunctionError("it broke")\n\nrun_main(main)\n'
     )
     process = under_torchrun(script, '--max_failures=1')
     output, _ = process.communicate(timeout=110)

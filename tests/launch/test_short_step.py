@@ -31,8 +31,7 @@ def test_records(count, size, rest):
     else:
         assert text == (
             f'{count} records in batches of train_batch_size={size}: the last step of each pass learns from {rest} '
-            'alone, '
-            f'and counts as much as one of {size}'
+            f'alone, and counts as much as one of {size}'
         )
 
 

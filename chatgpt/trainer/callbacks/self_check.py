@@ -16,8 +16,7 @@ from chatgpt.trainer.callbacks.base import Callback, TrainerView
 
 CAUSES = (
     'a model in train mode or with dropout while collecting or learning; weights or autocast of another dtype; a mask '
-    'or a '
-    'position shifted by a token; another temperature in learning than in sampling; an engine with stale weights'
+    'or a position shifted by a token; another temperature in learning than in sampling; an engine with stale weights'
 )
 
 LIMITS: dict[torch.dtype, tuple[float, float]] = {torch.float32: (1e-4, 1e-4), torch.float64: (1e-4, 1e-4)}

@@ -96,8 +96,7 @@ def rewarded(
         else:
             raise ValueError(
                 f'sequence {i} has {given.numel()} rewards; give one, one for each of its {len(ends)} turns, or one '
-                'for each of its '
-                f'{s.num_actions} tokens'
+                f'for each of its {s.num_actions} tokens'
             )
         records.append(
             Rewarded(prompt_ids=s.prompt_ids, response_ids=s.response_ids, response_mask=s.response_mask, rewards=dense)

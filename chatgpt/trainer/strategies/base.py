@@ -75,9 +75,8 @@ class Strategy:
                 name = type(self).__name__
                 raise ValueError(
                     f'{name} does not say which processes it runs on: give Strategy.__init__ ranks=OneProcess(), '
-                    'ProcessGroup() or your '
-                    f'own Ranks; where rank, all_reduce and the like are members of {name}, write class {name}(Ranks, '
-                    'Strategy)'
+                    f'ProcessGroup() or your own Ranks; where rank, all_reduce and the like are members of {name}, '
+                    f'write class {name}(Ranks, Strategy)'
                 )
             ranks = self
         self.ranks = ranks

@@ -160,8 +160,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         if optimizer.state:
             raise ValueError(
                 f'{type(self).__name__} shards parameters, and this {type(optimizer).__name__} already has states of '
-                'whole ones; '
-                'prepare it before its first step, then load_optimizer'
+                'whole ones; prepare it before its first step, then load_optimizer'
             )
         parameters = dict(model.named_parameters())
         for group, group_names in zip(optimizer.param_groups, names, strict=True):

@@ -269,8 +269,7 @@ class FailureGuard(AbstractContextManager[None]):
         who = '; '.join(late) or f'all ranks wait, in different collectives: {everyone}'
         text = (
             f'rank {self.rank} failed: no progress for {PATIENCE * self.timeout_s:.0f} s ({self.whereabouts.where}): '
-            f'{who}. '
-            f'Waiting: {", ".join(waiting) or "none"}. A rank that needs longer needs more than '
+            f'{who}. Waiting: {", ".join(waiting) or "none"}. A rank that needs longer needs more than '
             f'timeout_s={self.timeout_s:g}'
         )
         first = self._store.compare_set('failure', '', text).decode()

@@ -31,8 +31,7 @@ def check_items(items: Iterable[Any], pairs: list[tuple[nn.Module, Optimizer]]) 
         elif not (item is None or callable(item)):
             raise ValueError(
                 f'prepare: cannot prepare a {type(item).__name__}; give modules, (model, optimizer) pairs, functions, '
-                'None, '
-                'or lists and tuples of them'
+                'None, or lists and tuples of them'
             )
 
 
