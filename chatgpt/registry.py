@@ -83,10 +83,12 @@ def load_module(name: str, spec: str) -> types.ModuleType:
     try:
         if path is None:
             return importlib.import_module(name)
-        module_spec = importlib.util.spec_from_file_location(path.stem, path)
+        known = sys.modules.get(path.stem)  # a file called like a module that is loaded must not take its place
+        taken = known is not None and getattr(known, '__file__', None) != str(path)
+        module_spec = importlib.util.spec_from_file_location(f'_user_{path.stem}' if taken else path.stem, path)
         assert module_spec is not None and module_spec.loader is not None
         module = importlib.util.module_from_spec(module_spec)
-        sys.modules[path.stem] = module
+        sys.modules[module_spec.name] = module
         module_spec.loader.exec_module(module)
         return module
     except (Exception, SystemExit) as error:

@@ -368,3 +368,20 @@ def test_two_ranks_report_what_one_does(folder, tmp_path):
     assert len(one) == len(two) == 2
     for name in ('eval/score_mean', 'rollout/score_mean', 'ppo/policy_loss'):
         assert [m[name] for m in two] == pytest.approx([m[name] for m in one], rel=1e-3, abs=1e-5), name
+
+
+def test_a_weighted_list_of_rewards_reaches_the_trainer(folder):
+    lists = {'list': [(1.0, lambda prompts, responses: [0.5] * len(responses))]}
+    lists['strategy by name'] = [(0.5, lambda prompts, responses: [1.0] * len(responses))]
+    for strategy, reward in zip((None, 'naive'), lists.values(), strict=True):
+        trainer = chatgpt.train(
+            folder,
+            reward_fn=reward,
+            prompts=['a', 'b'],
+            num_timesteps=1,
+            max_new_tokens=2,
+            strategy=strategy,
+            experience_batch_size=2,
+            train_batch_size=2,
+        )
+        assert [e.score for e in trainer.last_experiences] == [0.5, 0.5]

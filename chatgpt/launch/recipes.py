@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-from chatgpt.experience.scorers import RewardModelScorer
+from chatgpt.experience.scorers import RewardModelScorer, Scorer
 from chatgpt.launch.arguments import strategy_of
 from chatgpt.launch.config_file import write_resolved
 from chatgpt.launch.destination import check_destination, final_folder
@@ -141,7 +141,9 @@ def ppo_trainer(inputs: Inputs, strategy: Any, models: PPOModels, engine: Any = 
     actor, critic, reward, initial_model = models
     actor_optim = make_optimizer(run, strategy, actor)
     critic_optim = make_optimizer(run, strategy, critic, run.critic_lr) if critic is not None else None
-    scorer = reward if hasattr(reward, 'score') else None  # with nothing in it that the strategy could prepare
+    scorer = (
+        reward if isinstance(reward, Scorer) and not isinstance(reward, torch.nn.Module) else None
+    )  # with nothing in it that the strategy could prepare
     (actor, actor_optim), reward, initial_model = strategy.prepare(
         (actor, actor_optim), None if scorer else reward, initial_model
     )

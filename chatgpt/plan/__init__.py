@@ -1,4 +1,4 @@
-"""Does it fit? Memory per rank and phase of a PPO run, from a config.json alone, before any weight is loaded.
+"""Does it fit? Memory per rank and phase of a run, from a config.json alone, before any weight is loaded.
 
     python -m chatgpt.plan config.json --strategy fsdp --num_processes 8 --memory 24GiB
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from chatgpt.trainer.base import Trainer
     from chatgpt.trainer.config import PPOConfig, SFTConfig, SupervisedConfig
     from chatgpt.trainer.objectives.ilql import BetaEvaluation, ILQLConfig, ILQLTrainer, rewarded
-    from chatgpt.trainer.objectives.kto import KTOConfig, KTOTrainer
+    from chatgpt.trainer.objectives.kto import KTOConfig, KTOTrainer, LabelledAnswer
     from chatgpt.trainer.objectives.pairs import (
         DPOConfig,
         DPOTrainer,
@@ -35,6 +35,7 @@ _HOME = {
     'SimPOTrainer': 'objectives.pairs',
     'KTOConfig': 'objectives.kto',
     'KTOTrainer': 'objectives.kto',
+    'LabelledAnswer': 'objectives.kto',
     'BetaEvaluation': 'objectives.ilql',
     'ILQLConfig': 'objectives.ilql',
     'ILQLTrainer': 'objectives.ilql',
@@ -62,6 +63,7 @@ __all__ = [
     'ILQLConfig',
     'BetaEvaluation',
     'KTOTrainer',
+    'LabelledAnswer',
     'KTOConfig',
     'SimPOTrainer',
     'SimPOConfig',

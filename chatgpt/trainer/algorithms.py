@@ -2,8 +2,8 @@
 
 A method of the literature is an entry of each and a few settings (docs/algorithms). A user's own stands beside them:
 
-    ESTIMATORS['mine'] = Estimator(lambda experiences, settings: (advantages, returns))
-    POLICY_LOSSES['mine'] = PolicyLoss(lambda inputs, settings: -inputs.advantages * inputs.logprobs)
+    ESTIMATORS['mine'] = Estimator(fn=lambda experiences, settings: (advantages, returns))
+    POLICY_LOSSES['mine'] = PolicyLoss(fn=lambda inputs, settings: -inputs.advantages * inputs.logprobs)
 
 and is then known by its name to `PPOConfig`, config files and flags; `--advantage_estimator my_file.py:mine` needs no
 line more. The formulas are in `chatgpt.functional`; here their inputs are laid out.

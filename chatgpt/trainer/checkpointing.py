@@ -3,12 +3,11 @@ can read.
 
     actor/<parameter>              weights, fp32 masters
     actor_optim/<parameter>/<slot> optimizer states
-    rng/<rank>/<generator>         torch's, CUDA's, Python's and numpy's global ones, for user code and dropout; the
-    library's own draws
-                                   need only counters
+    rng/<rank>/<generator>         torch's, CUDA's, Python's and numpy's global ones, for user code and dropout;
+                                   the library's own draws need only counters
     <group>/...                    what callbacks keep, under the name that the callback gives it
-    state.json                     counters, KL controller, running moments, hyperparameters, settings, callbacks'
-    states
+    state.json                     counters, KL controller, running moments, hyperparameters, settings,
+                                   callbacks' states
 
 The manifest's meta records who owns each group of pieces (`owners`): MODELS, OPTIMIZERS, RNG, or a callback by class
 and number among its likes ('EMA.0'). A group goes back to its owner, whatever it is called. Two owners' groups of one

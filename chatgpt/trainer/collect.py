@@ -2,11 +2,10 @@
 evaluation hold.
 
     collector = Collector(strategy, engine, sampling, policy=..., tokenizer=...)
-    samples = collector.generate(prompts, indices=collector.number(len(prompts)))        # these prompts, now
+    samples = collector.generate(prompts, indices=range(first, first + len(prompts)))    # these prompts, now
 
     collector.set_prompts(prompts)
-    timesteps = collector.collect(4, version=phase, stop=stop_agreed)                    # the next prompts; None: asked
-    to stop
+    timesteps = collector.collect(4, version=phase, stop=stop_agreed)      # the next prompts; None: asked to stop
 
 The collector owns what it changes: how many prompts and samples were given out, and what was asked of an engine that
 answers later. Left out: what is measured on a sample (`chatgpt.experience`), and who generates (`chatgpt.rollout`).

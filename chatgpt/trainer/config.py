@@ -202,8 +202,8 @@ class PPOConfig(LearningSettings):
     lam: float = 0.95
     """λ of GAE (Schulman et al. 2016)"""
     whiten_advantages: bool | None = None
-    """whiten advantages over all tokens of a learning phase; None does so for all but grpo, dr_grpo and rloo. With gdpo
-    it is its last step, over responses"""
+    """whiten advantages over all tokens of a learning phase (gdpo: over responses); None does what the estimator's
+    entry in `chatgpt.trainer.algorithms` says: all of ours but grpo, dr_grpo and rloo do"""
 
     # learn
     policy_loss: str = field(default='ppo', metadata={'choices': POLICY_LOSSES})

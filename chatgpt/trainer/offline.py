@@ -153,6 +153,8 @@ class OfflineTrainer(Trainer):
         self.train_data: SequenceOf[Any] = train
         self.eval_data: SequenceOf[Any] | None = held_out
         self.batches_done = 0
+        self._last_batch = 0
+        """train batches of the current `fit`"""
         self.epochs_before = 0
         """passes of earlier calls of `fit`, whose orders are not repeated"""
 
@@ -179,7 +181,7 @@ class OfflineTrainer(Trainer):
         if (
             self._clean is not None
             and self.steps.done != self._clean[1]
-            and self.batches_done % self.config.log_interval == 0
+            and (self.batches_done % self.config.log_interval == 0 or self.batches_done == self._last_batch)
         ):
             self.phase += 1
         return True
@@ -199,7 +201,7 @@ class OfflineTrainer(Trainer):
             self.batches_done = 0
             self.fit_updates = self.num_updates
         self.is_resuming = False
-        self.total_updates = self.fit_updates + total
+        self.total_updates, self._last_batch = self.fit_updates + total, total
         with self.running(num_phases=self.phase + -(-total // c.log_interval) - self.batches_done // c.log_interval):
             while self.batches_done < total and not self.stop_agreed():
                 rest = (

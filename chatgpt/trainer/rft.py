@@ -155,6 +155,7 @@ class RFTTrainer(OfflineTrainer):
             tokenizer=tokenizer,
             stop_strings=stop_strings,
         )
+        self.collector.set_prompts(self.prompts)
         self.round = 0
         """rounds done"""
         self.round_metrics: dict[str, float] = {}
@@ -170,7 +171,11 @@ class RFTTrainer(OfflineTrainer):
         return Trainer.put_back(self)  # which samples a round kept is in no checkpoint
 
     def fingerprint(self) -> dict[str, Any]:
-        return super().fingerprint() | {'num_records': len(self.prompts), 'reward': described(self.scorer)}
+        return (
+            super().fingerprint()
+            | self.collector.fingerprint()
+            | {'num_records': len(self.prompts), 'reward': described(self.scorer)}
+        )
 
     def fit(self) -> None:
         """Run `num_rounds` rounds. After `load_checkpoint` it goes on with the next one."""

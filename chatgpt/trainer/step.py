@@ -119,7 +119,7 @@ def learn_batch(
             losses.append((loss.detach(), records))
             stats.add(metrics)
             stats.add({'loss_sum': Mean(loss, 0.0)})
-    trained = {id(learner.optimizer): learner for w in reversed(work) for learner in reversed(w.learners)}
+    trained = {id(learner.optimizer): learner for w in work for learner in w.learners}
     reduced = stats.reduced(strategy)
     if not math.isfinite(reduced.pop('loss_sum')):
         _discard(strategy, trained.values())
@@ -127,14 +127,15 @@ def learn_batch(
     if veto is not None and veto(reduced):
         _discard(strategy, trained.values())
         return BatchResult(reduced, stepped=False)
-    stepped, steps = True, steps or Steps()
-    for learner in reversed(trained.values()):
+    stepped, moved, steps = True, False, steps or Steps()
+    for learner in trained.values():
         steps.within = True
         norm = strategy.optimizer_step(learner.optimizer, max_norm=max_grad_norm)
         steps.within = False
         reduced[f'{learner.name}_grad_norm'] = norm
         if not math.isfinite(norm):
             if not strategy.uses_loss_scaling:
+                steps.within = moved  # another model of this batch has stepped
                 raise NonFiniteError(
                     f'the gradient norm of the {learner.name} is {norm} {where}; its weights are those before this '
                     'step. Lower the learning rate, or compute in bf16 or fp32'
@@ -142,6 +143,7 @@ def learn_batch(
             stepped = False
         else:
             steps.done += 1
+            moved = True
     return BatchResult(reduced, stepped)
 
 

@@ -72,7 +72,7 @@ def test_a_class_in_a_file_is_a_strategy(file):
         assert type(strategy).__name__ == 'Mine' and strategy.seed == 7
         assert type(strategy) is STRATEGIES.find(f'{file}:Mine').load()  # executed once
     for name, message in (
-        ('something', 'is a int, not a StrategyEntry'),
+        ('something', 'is a int, no StrategyEntry'),
         ('Nothing', "has no 'Nothing'"),
         ('NotMadeByName', 'NotMadeByName cannot be made by name: its constructor must take seed and precision'),
     ):
@@ -112,7 +112,7 @@ def test_one_process_and_16_bits_are_the_entrys(file, monkeypatch):
     with pytest.raises(ValueError, match="strategy='mine' is one process, not 2; use one of ddp, fsdp"):
         Setup(config=None, strategy='mine', precision='bf16', num_processes=2)
     monkeypatch.setenv('WORLD_SIZE', '2')
-    with pytest.raises(ValueError, match='--strategy mine is one process; under torchrun use one of ddp, fsdp'):
+    with pytest.raises(ValueError, match='strategy mine is one process; under torchrun use one of ddp, fsdp'):
         strategy_by_name('mine', precision='bf16')
 
 

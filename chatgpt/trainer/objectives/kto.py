@@ -20,7 +20,7 @@ from chatgpt.sweep import cuts_of_share, sweep
 from chatgpt.trainer.metrics import BatchStats, Mean, Metrics
 from chatgpt.trainer.objectives.pairs import AgainstReference, Pair, ReferenceConfig
 from chatgpt.trainer.objectives.reward_model import is_success
-from chatgpt.trainer.offline import Objective, OfflineTrainer, merged
+from chatgpt.trainer.offline import SWEEP_TOKENS, Objective, OfflineTrainer, merged
 from chatgpt.trainer.reference import ReferenceModel
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.trainer.strategies.named import prepared_by
@@ -123,7 +123,9 @@ class KTOObjective(Objective):
             for r, other in zip(records, self._other_prompts(records), strict=True)
         ]
         stats = BatchStats()
-        cuts = cuts_of_share(self.strategy, [s.num_tokens for s in crossed], self.config.max_tokens_per_batch)
+        cuts = cuts_of_share(
+            self.strategy, [s.num_tokens for s in crossed], self.config.max_tokens_per_batch or SWEEP_TOKENS
+        )
 
         def log_ratios(batch: Batch) -> Tensor:
             reference = self.reference_model(batch)

@@ -28,7 +28,7 @@ def check_items(items: Iterable[Any], pairs: list[tuple[nn.Module, Optimizer]]) 
             raise ValueError('prepare: an optimizer came without its model; give them as a pair (model, optimizer)')
         elif isinstance(item, (tuple, list)):
             check_items(item, pairs)
-        elif not (item is None or callable(item)):
+        elif not (item is None or callable(item) or isinstance(item, (int, float))):  # a weight, of a list of rewards
             raise ValueError(
                 f'prepare: cannot prepare a {type(item).__name__}; give modules, (model, optimizer) pairs, functions, '
                 'None, or lists and tuples of them'

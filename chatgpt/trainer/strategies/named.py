@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.trainer.strategies.items import is_pair
 from chatgpt.trainer.strategies.registry import STRATEGIES
 
 
@@ -28,7 +29,7 @@ def strategy_by_name(
     entry = STRATEGIES.find(name)
     if entry.one_process and int(os.environ.get('WORLD_SIZE', '1')) > 1:
         others = [other for other, e in STRATEGIES.items() if not e.one_process]
-        raise ValueError(f'--strategy {name} is one process; under torchrun use one of {", ".join(others)}')
+        raise ValueError(f'strategy {name} is one process; under torchrun use one of {", ".join(others)}')
     cls = entry.load()
     taken = inspect.signature(cls).parameters
     if not {'seed', 'precision'} <= set(taken):
@@ -53,6 +54,5 @@ def prepared_by(strategy: Any, *items: Any) -> tuple[Any, ...]:
         return strategy, *items
     strategy = as_strategy(strategy)
     return strategy, *(
-        strategy.prepare(item) if isinstance(item[0] if isinstance(item, tuple) else item, nn.Module) else item
-        for item in items
+        strategy.prepare(item) if isinstance(item, (nn.Module, list)) or is_pair(item) else item for item in items
     )

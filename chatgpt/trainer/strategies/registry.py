@@ -25,8 +25,8 @@ class StrategyEntry:
     """A class and how to build it, and what has to be known of it before."""
 
     target: str | type[Strategy]
-    """the class, or module:Class, or path/to/file.py:Class. It is built with `seed`, `precision`, and `timeout_s` where
-    it takes that"""
+    """the class, or module:Class, or path/to/file.py:Class. It is built with `seed`, `precision`, and `timeout_s` and
+    `meta_init` where it takes them"""
     options: Mapping[str, Any] = field(default_factory=dict)
     """further arguments of its constructor"""
     one_process: bool = False
@@ -108,11 +108,18 @@ def strategy_flag(text: str) -> str:
     return text
 
 
+def _is_of(entry: StrategyEntry, cls: type[Strategy]) -> bool:
+    try:
+        return entry.load() is cls
+    except ValueError:  # another's, which cannot be imported here
+        return False
+
+
 def name_of(strategy: Strategy) -> str:
     """The name of an instance: of the entry that keeps the same in memory, else of any of its class, else module:Class,
     which is added."""
     cls = type(strategy)
-    own = {name: entry for name, entry in STRATEGIES.items() if entry.load() is cls}
+    own = {name: entry for name, entry in STRATEGIES.items() if _is_of(entry, cls)}
     model = cls.memory_model(**strategy.options)
     same = [name for name, entry in own.items() if entry.memory_model() == model]
     if not own:
