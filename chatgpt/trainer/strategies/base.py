@@ -201,7 +201,7 @@ class Strategy:
 
         A (model, optimizer) pair is trained. A bare module is frozen, in eval mode and moved. None and callables that
         are not modules (a reward function, a pipeline) pass through. A module given twice is prepared once, and trained
-        if any pair holds it.
+        if any pair holds it. A number may stand as the weight of a (weight, reward) pair.
         """
         pairs: list[tuple[nn.Module, Optimizer]] = []
         check_items(items, pairs)

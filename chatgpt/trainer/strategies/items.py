@@ -27,8 +27,9 @@ def check_items(items: Iterable[Any], pairs: list[tuple[nn.Module, Optimizer]]) 
         elif isinstance(item, Optimizer):
             raise ValueError('prepare: an optimizer came without its model; give them as a pair (model, optimizer)')
         elif isinstance(item, (tuple, list)):
-            check_items(item, pairs)
-        elif not (item is None or callable(item) or isinstance(item, (int, float))):  # a weight, of a list of rewards
+            weighted = len(item) == 2 and isinstance(item[0], (int, float)) and callable(item[1])  # a reward's weight
+            check_items(item[1:] if weighted else item, pairs)
+        elif not (item is None or callable(item)):
             raise ValueError(
                 f'prepare: cannot prepare a {type(item).__name__}; give modules, (model, optimizer) pairs, functions, '
                 'None, or lists and tuples of them'
