@@ -209,7 +209,7 @@ def _patch_low_level_zero() -> None:
     kept."""
     from colossalai.zero.low_level import LowLevelZeroOptimizer
 
-    def sanity_checks(self: Any) -> None:
+    def sanity_checks(self: LowLevelZeroOptimizer) -> None:
         for group in self.optim.param_groups:
             for param in group['params']:
                 if not getattr(param, 'skip_zero_check', False) and param.dtype != self._dtype:
@@ -245,16 +245,16 @@ def _patch_gemini_chunks() -> None:
 
     close_chunk = Chunk.close_chunk
 
-    def close_in_slot(self: Any) -> None:
+    def close_in_slot(self: Chunk) -> None:
         self.shard_device = types.SimpleNamespace(type=_slot(self.shard_device))
         close_chunk(self)
 
-    def device_type(self: Any) -> str:
+    def device_type(self: Chunk) -> str:
         if self.chunk_temp is not None:
             return _slot(self.chunk_temp.device)
         return 'cuda' if self.is_gathered or self.cuda_shard is not None else 'cpu'
 
-    def shard_move(self: Any, device: torch.device, force_copy: bool = False, non_blocking: bool = False) -> None:
+    def shard_move(self: Chunk, device: torch.device, force_copy: bool = False, non_blocking: bool = False) -> None:
         if self.is_gathered:
             raise RuntimeError('a gathered chunk cannot be moved')
         to_accelerator = _slot(device) == 'cuda'
@@ -272,7 +272,7 @@ def _patch_gemini_chunks() -> None:
             self.cpu_vis_flag = True
 
     def move_chunk(
-        self: Any, chunk: Any, device: torch.device, force_copy: bool = False, async_move: bool = False
+        self: ChunkManager, chunk: Chunk, device: torch.device, force_copy: bool = False, async_move: bool = False
     ) -> None:
         if not chunk.can_move or chunk.device_type == _slot(device):
             return
@@ -296,10 +296,10 @@ def _patch_gemini_memory() -> None:
     from colossalai.legacy.utils import memory
     from colossalai.zero.gemini.memory_tracer.memory_monitor import SyncCudaMemoryMonitor
 
-    def start(self: Any) -> None:
+    def start(self: SyncCudaMemoryMonitor) -> None:
         pass
 
-    def finish(self: Any) -> int:
+    def finish(self: SyncCudaMemoryMonitor) -> int:
         self.time_stamps.append(0.0)
         self.mem_stats.append(0)
         return 0

@@ -6,6 +6,7 @@ the strategy keeps of what has no master. Left out: Gemini's rounding up to chun
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,17 +18,18 @@ def _share(size: ModelSize, run: Layout, *, trained_only: bool = False) -> int:
     return sum(math.ceil(p.numel / run.num_processes) for p in size.parameters if p.trained or not trained_only)
 
 
-class _Masters(MemoryModel):
+class _Masters(MemoryModel, ABC):
     """Weights in the compute dtype, with masters and states of what is trained split over ranks."""
 
     whole: ClassVar[bool] = False
 
+    @abstractmethod
     def weights(self, size: ModelSize, run: Layout) -> int:
         """Bytes of the working weights."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gradients(self, size: ModelSize, run: Layout) -> int:
-        raise NotImplementedError
+        """Bytes of the gradients, in the compute dtype."""
 
     @property
     def weights_on_host(self) -> bool:
@@ -99,6 +101,5 @@ class GeminiMemory(_Masters):
         return 0
 
     def full_copy(self, size: ModelSize, run: Layout) -> Memory:
-        return gathered_copy(
-            size, run, 4 if size.adapted else run.itemsize
-        )  # adapters are folded in fp32, then the copy is rounded
+        itemsize = 4 if size.adapted else run.itemsize  # adapters are folded in fp32, then the copy is rounded
+        return gathered_copy(size, run, itemsize)
