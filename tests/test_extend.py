@@ -23,7 +23,7 @@ from chatgpt.rollout import LocalEngine, SamplingParams
 from chatgpt.rollout.registry import ENGINES
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 from chatgpt.testing.fakes import tiny_config
-from chatgpt.trainer import PPOConfig, PPOTrainer
+from chatgpt.trainer import OfflineTrainer, PPOConfig, PPOTrainer
 from chatgpt.trainer.algorithms import ESTIMATORS, POLICY_LOSSES, PolicyInputs
 from chatgpt.trainer.callbacks import Callback, ProgressBar
 from chatgpt.trainer.strategies import NaiveStrategy
@@ -227,16 +227,16 @@ def test_an_objective_trains_and_its_loss_is_its_formula():
         expected -= math.exp(reward / 0.5) * float(logps[sequence.response_mask].sum()) / len(data)
     actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=3e-3)))
     log, settings = Log(), {'beta': 0.5, 'train_batch_size': 3, 'log_interval': 1, 'max_epochs': 6}
-    trainer = module.RWRTrainer(strategy, actor, optim, data, data, callbacks=[log], run_dir='run', **settings)
+    method = {'method': module.RWR}
+    trainer = OfflineTrainer(strategy, actor, optim, data, data, callbacks=[log], run_dir='run', **method, **settings)
     assert trainer.evaluate(data)['loss'] == pytest.approx(expected, rel=1e-5)
-    assert module.RWRTrainer(strategy, actor, optim, data, beta=5.0).evaluate(data)['loss'] != pytest.approx(
-        expected, rel=1e-2
-    )
+    other = OfflineTrainer(strategy, actor, optim, data, beta=5.0, **method)
+    assert other.evaluate(data)['loss'] != pytest.approx(expected, rel=1e-2)
     trainer.fit()
     assert log.phases[-1]['rwr/val_loss'] < expected and log.phases[0]['rwr/grad_norm'] > 0
     assert json.loads(Path('run/metrics.jsonl').read_text().splitlines()[-1])['rwr/epoch'] == 6
     with pytest.raises(ValueError, match="RWRConfig has no setting 'bta'.*beta"):
-        module.RWRTrainer(strategy, actor, optim, data, bta=1.0)
+        OfflineTrainer(strategy, actor, optim, data, bta=1.0, **method)
 
 
 def test_micro_batches_do_not_enter_its_numbers():
@@ -247,9 +247,8 @@ def test_micro_batches_do_not_enter_its_numbers():
         torch.manual_seed(0)
         actor = GPTActor(config=tiny_config('gpt2', vocab_size=VOCAB, hidden=16, positions=32))
         actor, optim = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=1e-2)))
-        module.RWRTrainer(
-            strategy, actor, optim, data, callbacks=[Log()], train_batch_size=6, max_epochs=1, **settings
-        ).fit()
+        settings |= {'method': module.RWR, 'train_batch_size': 6, 'max_epochs': 1}
+        OfflineTrainer(strategy, actor, optim, data, callbacks=[Log()], **settings).fit()
         return torch.cat([p.detach().flatten() for p in actor.parameters()])
 
     torch.testing.assert_close(weights(), weights(max_tokens_per_batch=8), rtol=1e-4, atol=1e-6)

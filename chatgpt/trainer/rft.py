@@ -29,7 +29,7 @@ from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.collect import Collector
 from chatgpt.trainer.config import SFTConfig
 from chatgpt.trainer.objectives.sft import SFTObjective
-from chatgpt.trainer.offline import OfflineTrainer
+from chatgpt.trainer.offline import Method, OfflineTrainer
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.trainer.strategies.named import prepared_by
 from chatgpt.types import Prompt, Sample, Sequence
@@ -136,9 +136,9 @@ class RFTTrainer(OfflineTrainer):
             strategy,
             actor,
             optim,
-            _OfRounds(),
             None,
             eval_data,
+            method=ROUNDS,
             config=config,
             callbacks=callbacks,
             tokenizer=tokenizer,
@@ -243,3 +243,6 @@ class RFTTrainer(OfflineTrainer):
 
 class _OfRounds(SFTObjective):
     planned_as: ClassVar[str | None] = None  # rounds collect too
+
+
+ROUNDS = Method(RFTConfig, lambda config: _OfRounds())
