@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.runs import PPORun
 from chatgpt.nn import Actor, GPTActor
+from chatgpt.nn.families import MODELS
 from chatgpt.rollout import LocalEngine, SamplingParams
 from chatgpt.rollout.registry import ENGINES
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
@@ -57,7 +58,7 @@ def load(page: str, change: tuple[str, str] = ('', '')) -> Any:
 def elsewhere(tmp_path, monkeypatch):
     """A working directory of the test's own, tables as they were, and nothing of a page among the modules."""
     monkeypatch.chdir(tmp_path)
-    tables, modules = [(table, dict(table)) for table in (ESTIMATORS, POLICY_LOSSES, ENGINES)], set(sys.modules)
+    tables, modules = [(table, dict(table)) for table in (ESTIMATORS, POLICY_LOSSES, ENGINES, MODELS)], set(sys.modules)
     yield
     for table, before in tables:
         table.clear()
@@ -421,6 +422,23 @@ def test_a_family_and_a_head_train(tmp_path):
         ValueError, match="Qwen2Actor takes models of the family 'qwen2', but .* is of the family 'gpt2'; use AutoActor"
     ):
         module.Qwen2Actor(pretrained=tmp_path / 'gpt2')
+
+
+def test_a_command_line_finds_the_family(monkeypatch, model_folder):
+    from chatgpt.launch.recipes import execute
+
+    load('model')
+    found = []
+    monkeypatch.setattr(PPOTrainer, 'fit', lambda self, *_: found.append(type(self.actor).__name__))
+    flags = ['--pretrain', str(model_folder), '--max_new_tokens=4']
+    execute(parse_run(PPORun, description='', argv=[*flags, '--model', 'gpt2', '--save_path', 'named']))
+    with pytest.raises(
+        ValueError, match="--model my_model.py:QWEN2: the model is of the family 'gpt2'; use --model auto"
+    ):
+        execute(parse_run(PPORun, description='', argv=[*flags, '--model', 'my_model.py:QWEN2', '--save_path', 'own']))
+    assert found == ['GPTActor']
+    with pytest.raises(ValueError, match="model='gpt3' is not known; choose one of auto, gpt2, .*did you mean gpt2"):
+        parse_run(PPORun, description='', argv=['--model', 'gpt3']).validate()
 
 
 # ------------------------------------------------------------------ data

@@ -307,6 +307,7 @@ class PPOTrainer(Trainer):
             'critic': 'own' if self.critic is not None else 'shared' if self.shares_trunk else 'none',
             'num_layers_unfrozen': actor.ref_branch.num_blocks if hasattr(actor, 'ref_branch') else -1,
             'kl': self.maker.initial_model is not None or self.maker.reference_context is not None,
+            'own_reference': self.maker.initial_model is not None,
             'experience_batch_size': c.experience_batch_size,
             'num_samples_per_prompt': c.num_samples_per_prompt,
             'offload': c.offload,
