@@ -150,6 +150,8 @@ class OfflineTrainer(Trainer):
     """
 
     config: SupervisedConfig
+    resumes_any_step: ClassVar[bool] = True
+    """False: a run that failed amid a phase goes on from the phase's start"""
 
     def __init__(
         self,
@@ -214,6 +216,8 @@ class OfflineTrainer(Trainer):
     def put_back(self) -> bool:
         """`batches_done` follows every optimizer step, so a run goes on from any. A phase that only lacked its report
         counts as done."""
+        if not self.resumes_any_step:
+            return super().put_back()
         if (
             self._clean is not None
             and self.steps.done != self._clean[1]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -233,10 +232,6 @@ def _with_rewards(data: SequenceOf[Any]) -> list[Rewarded]:
     return list(data)
 
 
-def _decoding(model: ILQLModel, beta: float) -> AbstractContextManager[None]:
-    return model.decoding(beta)
-
-
 class _TargetSync(Callback):
     """Moves the target heads after every `target_sync_interval` optimizer steps."""
 
@@ -255,13 +250,9 @@ class BetaEvaluation:
 
     def __call__(self, trainer: Any) -> dict[str, float]:
         found: dict[str, float] = {}
-        before = self.evaluation.decoding
-        try:
-            for beta in self.betas:
-                self.evaluation.decoding = partial(_decoding, beta=beta)
-                found |= {f'{name}@beta={beta:g}': value for name, value in self.evaluation(trainer).items()}
-        finally:
-            self.evaluation.decoding = before
+        for beta in self.betas:
+            metrics = self.evaluation(trainer, decoding=partial(ILQLModel.decoding, beta=beta))
+            found |= {f'{name}@beta={beta:g}': value for name, value in metrics.items()}
         return found
 
 
