@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chatgpt.functional.kl import MAX_LOG_RATIO, kl_penalty
-from chatgpt.functional.masking import Reduce, masked_sum, masked_var, segment_count, segment_mean, segment_sum
+from chatgpt.functional.masking import masked_sum, masked_var, segment_count, segment_mean, segment_sum
 
 Aggregation = Literal['token', 'sequence', 'sequence_sum']
 
@@ -314,11 +314,11 @@ def policy_stats(
     )
 
 
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> Tensor:
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """1 − Var(R − V) / Var(R) over the tokens that count: 1 is perfect, 0 no better than a constant; 0 where R does not
     vary."""
-    total = masked_var(returns.double(), mask, unbiased=False, reduce=reduce)
-    rest = masked_var(returns.double() - values.double(), mask, unbiased=False, reduce=reduce)
+    total = masked_var(returns.double(), mask, unbiased=False)
+    rest = masked_var(returns.double() - values.double(), mask, unbiased=False)
     safe = torch.where(total > 0, total, torch.ones_like(total))
     return torch.where(total > 0, 1.0 - rest / safe, torch.zeros_like(total))
 
