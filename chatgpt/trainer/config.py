@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, Self, TypeVar
 
 from chatgpt.experience.shaping import ScoreScaling
+from chatgpt.functional.kl import KLKind
 from chatgpt.functional.losses import Aggregation
 from chatgpt.names import hint
 from chatgpt.rollout.sampling import generation_fields
 from chatgpt.trainer.algorithms import ESTIMATORS, POLICY_LOSSES, Estimator
 from chatgpt.trainer.ranges import check_values
 
-KLKind = Literal['k1', 'k2', 'k3', 'abs', 'full']
 KLLossKind = Literal['k1', 'k2', 'k3']
 Schedule = Literal['constant', 'linear', 'cosine']
 
@@ -311,8 +311,8 @@ class PPOConfig(LearningSettings):
         """What acts on the sum of the rewards, which such an estimator never forms."""
         if self.kl_in == 'reward' and self.kl_coef:
             raise ValueError(
-                f'advantage_estimator={self.advantage_estimator!r} has no sum of rewards that a KL could be taken from: '
-                "set kl_in='loss', or kl_coef=0"
+                f'advantage_estimator={self.advantage_estimator!r} has no sum of rewards that a KL could be taken '
+                "from: set kl_in='loss', or kl_coef=0"
             )
         neutral = {
             'score_scaling': 'none',
