@@ -183,7 +183,8 @@ class ExperienceMaker:
 
 
 def _start(sample: Sample, score: Score, parts: list[tuple[float, Score]]) -> Experience:
-    """A record with the sample's fields, its score and what it is the sum of, and zeros where models will write."""
+    """An Experience with the sample's fields, its score and the score's parts, and zeros where model outputs will
+    go."""
     dense = score if isinstance(score, Tensor) else None
     zeros = torch.zeros(sample.num_actions)
     return Experience(

@@ -245,9 +245,9 @@ def ranked_pairs(groups: Tensor, ranks: Tensor) -> RankedPairs:
 def importance_weighted(estimate: Tensor, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """ρ · estimate with ρ = exp(logprobs − old_logprobs), per token; the gradient goes through both.
 
-    A KL estimator is an expectation under the policy that learns, its tokens were drawn by the one that collected: ρ
-    makes the value unbiased, and the gradient of ρ · k3 is that of the KL, which the gradient of k3 alone is not.
-    Source: DeepSeek-V3.2, arXiv 2512.02556, section 3.1, "Unbiased KL estimate"; TRL's `use_bias_correction_kl`.
+    KL estimators assume tokens drawn from the policy being trained; these came from π_old. The weight ρ removes that
+    bias, and makes the gradient of ρ · k3 the gradient of the KL, which that of k3 alone is not. Source: DeepSeek-V3.2,
+    arXiv 2512.02556, section 3.1, "Unbiased KL estimate"; TRL's `use_bias_correction_kl`.
 
     Args:
         estimate: (N,) or any shape, as `kl_penalty` gives it.

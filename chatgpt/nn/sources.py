@@ -252,9 +252,8 @@ class _Materializer:
         """Let the memory of the unit's tensors go."""
         for _, module in unit.modules:
             for name, parameter in module._parameters.items():
-                if (
-                    parameter is not None and not parameter.is_meta
-                ):  # the very one it had, so that tied weights stay tied
+                # The very one it had, so that tied weights stay tied.
+                if parameter is not None and not parameter.is_meta:
                     module._parameters[name] = self.metas[id(parameter)]
             for name, buffer in module._buffers.items():
                 if buffer is not None:

@@ -195,8 +195,7 @@ class PPOTrainer(Trainer):
         """timestep at which the current `fit` began"""
         self.update_timesteps = 1
         self._generated_with: SamplingParams | None = None
-        """of the latest `generate`, whose end tokens and stop strings `step` knows the end of a response by, beside the
-        trainer's own"""
+        """Sampling of the latest `generate`: `step` treats its end tokens and stop strings as ends of responses too."""
         self.sampling_metrics: dict[str, float] = {}
         """of the latest `collect`: what dynamic sampling and filtering did"""
 
