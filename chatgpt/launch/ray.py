@@ -244,8 +244,8 @@ class Group:
             if not ray.wait([ready], timeout=launch.wait_s)[0]:
                 raise ValueError(
                     f'{launch} fit the Ray cluster, but for {launch.wait_s:g} s others have used it '
-                    f'({amounts(ray.available_resources())} '
-                    'free now); wait for them (ray status shows what runs), raise --wait_s, or ask for less'
+                    f'({amounts(ray.available_resources())} free now); wait for them (ray status shows what runs), '
+                    'raise --wait_s, or ask for less'
                 )
         where = self._nodes_of_bundles()
         nodes = {n['NodeID']: n for n in ray.nodes()}

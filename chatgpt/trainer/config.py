@@ -282,10 +282,10 @@ class PPOConfig(LearningSettings):
         if self.kl_importance and self.kl_in != 'loss':
             raise ValueError("kl_importance weighs the KL in the loss: it needs kl_in='loss'")
         if self.dynamic_sampling_rounds and not self.estimator.needs_groups:
+            grouping = ', '.join(name for name, entry in ESTIMATORS.items() if entry.needs_groups)
             raise ValueError(
                 'dynamic_sampling_rounds compares the scores of a group; '
-                f'advantage_estimator={self.advantage_estimator!r} has none, '
-                f'use one of {", ".join(name for name, entry in ESTIMATORS.items() if entry.needs_groups)}'
+                f'advantage_estimator={self.advantage_estimator!r} has none, use one of {grouping}'
             )
         if self.nlpo_top_p is not None and self.recompute_logprobs is True:
             raise ValueError('nlpo_top_p takes the old log-probs from the decode: leave recompute_logprobs out')

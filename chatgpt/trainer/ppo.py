@@ -181,9 +181,8 @@ class PPOTrainer(Trainer):
         self.maker = self._maker(reward_model, reward_tokenizer, initial_model)
         if config.estimator.rewards_apart and len(getattr(self.maker.scorer, 'weighted', ())) < 2:
             raise ValueError(
-                f'advantage_estimator={config.advantage_estimator!r} normalises several rewards apart: give '
-                'reward_model as a list of two '
-                'or more (weight, reward) pairs'
+                f'advantage_estimator={config.advantage_estimator!r} normalises several rewards apart: '
+                'give reward_model as a list of two or more (weight, reward) pairs'
             )
         if config.offload == 'idle':
             for frozen in [*models_of(self.maker.scorer), *([initial_model] if initial_model is not None else [])]:
@@ -705,8 +704,7 @@ def _trains_value_head(strategy: Strategy, actor: Any, config: PPOConfig) -> boo
     if not strategy.supports_unused:
         raise ValueError(
             f'advantage_estimator={config.advantage_estimator!r} takes no values, and {type(strategy).__name__} cannot '
-            'leave the '
-            "actor's value head untrained: build the actor without value_head"
+            "leave the actor's value head untrained: build the actor without value_head"
         )
     if strategy.is_rank_0:
         warnings.warn(

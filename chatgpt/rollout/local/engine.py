@@ -413,8 +413,7 @@ class LocalRun:
             sample, position = bad[0].tolist()
             raise FloatingPointError(
                 f'LocalEngine: the logits of sample {self.indices[sample]} are not finite at response position '
-                f'{position}; '
-                f"check the policy's weights and precision"
+                f"{position}; check the policy's weights and precision"
             )
         return [
             self.call.sample(
