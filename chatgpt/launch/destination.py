@@ -127,5 +127,5 @@ def _bytes_of(config: Any, trust_remote_code: bool) -> int:
         with torch.device('meta'):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except Exception:
-        return 0  # such as an encoder's: loading it says what is wrong, or that nothing is
+        return 0  # not buildable as a causal LM, for example an encoder; loading it will report any error
     return sum(4 * p.numel() for p in model.parameters())
