@@ -216,7 +216,7 @@ def test_a_failure_right_after_a_checkpoint_names_it_and_writes_none(tmp_path, c
 
 def test_an_evaluation_that_raises_after_the_last_phase_leaves_the_trained_state(tmp_path):
     def evaluate(trainer: Any) -> dict[str, float]:
-        raise Broken('no judge')
+        raise Broken('no score')
 
     with pytest.raises(Broken):
         fit(make(run_dir=tmp_path, callbacks=[Evaluator(evaluate, 100, before=False), ProgressBar(enabled=False)]))
