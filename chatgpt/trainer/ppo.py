@@ -35,8 +35,7 @@ from chatgpt.experience import (
     ScoreShaper,
     as_scorer,
 )
-from chatgpt.experience.described import described
-from chatgpt.experience.scorers import models_of
+from chatgpt.experience.scorers import described, models_of
 from chatgpt.functional.kl import AdaptiveKLController, FixedKLController
 from chatgpt.nn.dropout import dropout_off
 from chatgpt.rollout import LocalEngine, RolloutEngine, SamplingParams
