@@ -56,10 +56,8 @@ def absent(why: str) -> Entry:
 
 
 def given(config: Any, name: str) -> bool:
-    """Whether a field is not at its default."""
-    field = next(f for f in dataclasses.fields(config) if f.name == name)
-    default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-    return getattr(config, '_asked', {}).get(name, getattr(config, name)) != default
+    """Whether a field was given another value than its default."""
+    return name in config._given
 
 
 def check_given(config: Any, table: Mapping[str, Entry]) -> None:
@@ -75,6 +73,10 @@ def check_given(config: Any, table: Mapping[str, Entry]) -> None:
         if entry.kind == 'refused':
             raise ValueError(f'{text}cannot be honoured: {entry.note}')
         warnings.warn(f'{text}has no effect here: {entry.note}', stacklevel=4)
+
+
+def _default(field: dataclasses.Field) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 @dataclass(kw_only=True)
@@ -161,7 +163,7 @@ class TrainingArguments:
     logging_first_step: bool = False
     log_level: str = 'passive'
     disable_tqdm: bool | None = None
-    report_to: str | list[str] | None = None
+    report_to: None | str | list[str] = None
     eval_strategy: str = 'no'
     evaluation_strategy: str | None = None
     eval_steps: float | None = None
@@ -194,6 +196,10 @@ class TrainingArguments:
                     f'{cls.__name__}({name}=...): TRL has no such argument, or it is not served here{near}'
                 )
         return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        # Before anything is filled in.
+        self._given = {f.name for f in dataclasses.fields(self) if getattr(self, f.name) != _default(f)}
 
     def to_dict(self) -> dict[str, Any]:
         """All arguments by name."""

@@ -330,6 +330,7 @@ class PPOConfig(TrainingArguments):
     local_mini_batch_size: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.kl_penalty not in ('kl', 'abs', 'mse', 'full'):
             raise ValueError(f"kl_penalty={self.kl_penalty!r} is not known; choose one of 'kl', 'abs', 'mse', 'full'")
         for name, other in TWINS.items():
@@ -340,18 +341,13 @@ class PPOConfig(TrainingArguments):
         if self.evaluation_strategy is not None:
             self.eval_strategy = self.evaluation_strategy
         # As given, so that a trainer of the other era can fill in its own defaults.
-        self._asked = {name: getattr(self, name) for name in (*DEFAULTS['classic'], *TWINS, *_BATCHES)}
+        self._asked = {name: getattr(self, name) for name in {*DEFAULTS['classic'], *TWINS, *_BATCHES}}
         self.resolve(self.era)
 
     @property
     def era(self) -> Era:
         """That of the arguments given: the second, where some are only of the second and none only of the classic."""
-        from chatgpt.compat.trl.arguments import given
-
-        def any_of(names: Any) -> bool:
-            return any(given(self, name) for name in names)
-
-        return 'second' if any_of(_ONLY_SECOND) and not any_of(_ONLY_CLASSIC) else 'classic'
+        return 'second' if self._given & _ONLY_SECOND and not self._given & _ONLY_CLASSIC else 'classic'
 
     def resolve(self, era: Era) -> None:
         """Fill in what was not given with this era's defaults.
@@ -397,12 +393,12 @@ class PPOConfig(TrainingArguments):
 
 
 _BATCHES = ('batch_size', 'mini_batch_size', 'backward_batch_size')
-_ONLY_CLASSIC = [
+_ONLY_CLASSIC = {
     *('adap_kl_ctrl', 'init_kl_coef', 'ppo_epochs', 'batch_size', 'mini_batch_size', 'forward_batch_size'),
     *('target', 'horizon', 'kl_penalty', 'early_stopping', 'steps', 'log_with', 'use_score_scaling', 'model_name'),
-]
-_ONLY_SECOND = [
+}
+_ONLY_SECOND = {
     *('output_dir', 'per_device_train_batch_size', 'num_mini_batches', 'total_episodes', 'response_length'),
     *('stop_token', 'stop_token_id', 'missing_eos_penalty', 'num_ppo_epochs', 'kl_coef', 'kl_estimator'),
     *('reward_model_path', 'sft_model_path', 'num_sample_generations', 'local_rollout_forward_batch_size'),
-]
+}
