@@ -13,15 +13,49 @@ from typing import Any
 
 _HERE = 'chatgpt.compat.trl'
 
+_CORE = (
+    *('LengthSampler', 'respond_to_batch', 'set_seed', 'logprobs_from_logits', 'entropy_from_logits', 'masked_mean'),
+    *('masked_var', 'masked_whiten', 'whiten', 'clip_by_value', 'top_k_top_p_filtering', 'flatten_dict'),
+    *('stack_dicts', 'convert_to_scalar', 'stats_to_np', 'PPODecorators', 'WANDB_PADDING'),
+)
+_MODELS = (
+    *('AutoModelForCausalLMWithValueHead', 'AutoModelForSeq2SeqLMWithValueHead', 'PreTrainedModelWrapper'),
+    'create_reference_model',
+)
+
 SERVED: dict[str, str] = {
     'PPOConfig': f'{_HERE}.config:PPOConfig',
     'PPOv2Config': f'{_HERE}.config:PPOConfig',
     'trainer.PPOConfig': f'{_HERE}.config:PPOConfig',
     'trainer.ppo_config.PPOConfig': f'{_HERE}.config:PPOConfig',
+    'PPOTrainer': f'{_HERE}.dispatch:PPOTrainer',
+    'trainer.PPOTrainer': f'{_HERE}.dispatch:PPOTrainer',
+    'trainer.ppo_trainer.PPOTrainer': f'{_HERE}.dispatch:PPOTrainer',
+    **{name: f'{_HERE}.models:{name}' for name in _MODELS},
+    **{f'models.{name}': f'{_HERE}.models:{name}' for name in _MODELS},
+    'models.modeling_value_head.AutoModelForCausalLMWithValueHead': f'{_HERE}.models:AutoModelForCausalLMWithValueHead',
+    'models.modeling_value_head.ValueHead': f'{_HERE}.models:ValueHead',
+    'models.modeling_base.create_reference_model': f'{_HERE}.models:create_reference_model',
+    'set_seed': f'{_HERE}.core:set_seed',
+    **{f'core.{name}': f'{_HERE}.core:{name}' for name in _CORE},
+    **{
+        f'import_utils.{name}': f'{_HERE}.core:{name}'
+        for name in ('is_npu_available', 'is_xpu_available', 'is_peft_available')
+    },
 }
 """name below `trl`: where it is, 'module:attribute'"""
 
-INSTEAD: dict[str, str] = {}
+INSTEAD: dict[str, str] = {
+    'TextEnvironment': 'chatgpt.rollout.environment: tools and turns in a rollout (docs/rollout.md)',
+    'environment.TextEnvironment': 'chatgpt.rollout.environment: tools and turns in a rollout (docs/rollout.md)',
+    'TextHistory': 'chatgpt.rollout.environment: tools and turns in a rollout (docs/rollout.md)',
+    'BestOfNSampler': 'trainer.generate several times and keep the best by score; chatgpt.trainer.RFTTrainer trains on it',
+    'extras.BestOfNSampler': 'trainer.generate several times and keep the best by score',
+    'IterativeSFTTrainer': 'chatgpt.trainer.RFTTrainer: sample, keep the best, SFT on them',
+    'DDPOTrainer': 'nothing: diffusion models are not trained here',
+    'AlignPropTrainer': 'nothing: diffusion models are not trained here',
+    'GPT2HeadWithValueModel': 'AutoModelForCausalLMWithValueHead, its name from 0.2 on',
+}
 """name below `trl` that is not served: what to write instead"""
 
 
