@@ -18,6 +18,12 @@ SERVED: dict[str, str] = {
     'PPOv2Config': f'{_HERE}.config:PPOConfig',
     'trainer.PPOConfig': f'{_HERE}.config:PPOConfig',
     'trainer.ppo_config.PPOConfig': f'{_HERE}.config:PPOConfig',
+    'DPOConfig': f'{_HERE}.dpo:DPOConfig',
+    'DPOTrainer': f'{_HERE}.dpo:DPOTrainer',
+    'SFTConfig': f'{_HERE}.sft:SFTConfig',
+    'SFTTrainer': f'{_HERE}.sft:SFTTrainer',
+    'RewardConfig': f'{_HERE}.reward:RewardConfig',
+    'RewardTrainer': f'{_HERE}.reward:RewardTrainer',
 }
 """name below `trl`: where it is, 'module:attribute'"""
 

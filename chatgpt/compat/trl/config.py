@@ -22,6 +22,7 @@ from chatgpt.compat.trl.arguments import (
     refused,
     warned,
 )
+from chatgpt.compat.trl.later import ARGUMENTS
 
 Era = Literal['classic', 'second']
 
@@ -88,7 +89,12 @@ FIELDS: dict[str, tuple[Entry, Entry]] = {
     'lam': (ours('lam'), ours('lam')),
     'cliprange': (ours('eps_clip'), ours('eps_clip')),
     'cliprange_value': (ours('value_clip'), ours('value_clip')),
-    'vf_coef': (ours('value_coef'), ours('value_coef')),
+    'vf_coef': (
+        ours('value_coef'),
+        converted(
+            "factor on the value model's loss, whose optimizer is its own; Adam takes the same step for any factor"
+        ),
+    ),
     'whiten_rewards': (ours('whiten_rewards'), ours('whiten_rewards')),
     'gradient_checkpointing': (
         converted("the model's own gradient_checkpointing_enable()"),
@@ -138,7 +144,10 @@ FIELDS: dict[str, tuple[Entry, Entry]] = {
     'use_score_scaling': (ours("score_scaling='running'"), ours("score_scaling='running'")),
     'use_score_norm': (ours("score_scaling='norm'"), ours("score_scaling='norm'")),
     'score_clip': (ours('score_clip'), ours('score_clip')),
-    'is_encoder_decoder': (refused('there are no encoder-decoders here'), refused('there are no encoder-decoders here')),
+    'is_encoder_decoder': (
+        refused('there are no encoder-decoders here'),
+        refused('there are no encoder-decoders here'),
+    ),
     'is_peft_model': (label('filled in by the trainer'), label()),
     'backward_batch_size': (label('filled in: mini_batch_size x gradient_accumulation_steps'), label()),
     'global_backward_batch_size': (label('filled in by the trainer'), label()),
@@ -242,9 +251,11 @@ def fates(era: Era) -> dict[str, Entry]:
     """Each argument of `PPOConfig`, and what becomes of it in the trainer of this era."""
     position = 0 if era == 'classic' else 1
     table = {name: entries[position] for name, entries in FIELDS.items()} | _REST
+    if era == 'second':
+        return ARGUMENTS | {name: entries[1] for name, entries in FIELDS.items()}
     for name in PPOConfig.__dataclass_fields__:
         if name not in table:
-            table[name] = _LATER_CLASSIC.get(name, _LOOP) if era == 'classic' else warned('not served by train() here')
+            table[name] = _LATER_CLASSIC.get(name, _LOOP)
     return table
 
 
