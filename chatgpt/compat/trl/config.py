@@ -95,7 +95,10 @@ FIELDS: dict[str, tuple[Entry, Entry]] = {
             "factor on the value model's loss, whose optimizer is its own; Adam takes the same step for any factor"
         ),
     ),
-    'whiten_rewards': (ours('whiten_rewards'), ours('whiten_rewards')),
+    'whiten_rewards': (
+        ours('whiten_rewards'),
+        converted('whiten_rewards: rewards are divided by their deviation; TRL then adds back what is left of the mean'),
+    ),
     'gradient_checkpointing': (
         converted("the model's own gradient_checkpointing_enable()"),
         converted("the model's own gradient_checkpointing_enable()"),
@@ -140,7 +143,7 @@ FIELDS: dict[str, tuple[Entry, Entry]] = {
         absent(_CLASSIC),
     ),
     'target_kl': (ours('target_kl'), absent(_CLASSIC)),
-    'ratio_threshold': (ours('ratio_threshold'), ours('ratio_threshold')),
+    'ratio_threshold': (ours('ratio_threshold'), converted('ratio_threshold where it is given, else None')),
     'use_score_scaling': (ours("score_scaling='running'"), ours("score_scaling='running'")),
     'use_score_norm': (ours("score_scaling='norm'"), ours("score_scaling='norm'")),
     'score_clip': (ours('score_clip'), ours('score_clip')),
@@ -185,6 +188,15 @@ FIELDS: dict[str, tuple[Entry, Entry]] = {
     'local_batch_size': (label(), label('computed')),
     'local_mini_batch_size': (label(), label('computed')),
     # transformers' TrainingArguments
+    'max_steps': (_LOOP, warned('total_episodes, or num_train_epochs, says how long')),
+    'num_train_epochs': (_LOOP, converted('of the dataset, where total_episodes is not given')),
+    'logging_steps': (_LOOP, label('every update is logged, as in TRL')),
+    'logging_strategy': (_LOOP, label('every update is logged, as in TRL')),
+    'eval_strategy': (_LOOP, label('generate_completions runs num_sample_generations times, as in TRL')),
+    'eval_steps': (_LOOP, label('see eval_strategy')),
+    'eval_on_start': (_LOOP, label('see eval_strategy')),
+    'save_strategy': (_LOOP, converted('SaveCheckpoint every save_steps updates, or every pass over the dataset')),
+    'optim_args': (_OPTIM, refused('there are no further arguments of AdamW or SGD here')),
     'output_dir': (absent('the script calls save_pretrained'), converted('where train() and save_model write')),
     'per_device_train_batch_size': (
         converted('batch_size = this x gradient_accumulation_steps, where batch_size is not given'),

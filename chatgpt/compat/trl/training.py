@@ -6,6 +6,7 @@ Left out: what each learns (`ppo_train`, `dpo`, `sft`, `reward`), and what argum
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import time
@@ -85,7 +86,9 @@ def _from_transformers(args: Any, config_class: type) -> Any:
 def strategy_of(args: Any) -> Any:
     """The strategy of a run: data-parallel under torchrun or accelerate, else one process."""
     seed = args.data_seed if args.data_seed is not None else 42 if args.seed is None else args.seed
-    return strategy_by_name(later.strategy_name(), seed=seed, precision=later.precision(args))
+    strategy = strategy_by_name(later.strategy_name(), seed=seed, precision=later.precision(args))
+    atexit.register(strategy.close)
+    return strategy
 
 
 def tokenizer_of(processing_class: Any, tokenizer: Any, model: Any) -> Any:
@@ -192,13 +195,13 @@ class Bridge(Callback):
         self.tell('on_train_end')
 
     def on_learn_epoch_start(self, trainer: TrainerView, epoch: int) -> None:
-        self.tell('on_epoch_begin')
+        self.owner.around_epoch('on_epoch_begin')
 
     def on_learn_epoch_end(self, trainer: TrainerView, epoch: int) -> None:
-        self.tell('on_epoch_end')
+        self.owner.around_epoch('on_epoch_end')
 
     def on_learn_batch_start(self, trainer: TrainerView) -> None:
-        self.tell('on_step_begin')
+        self.owner.before_batch()
 
     def on_learn_batch_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
         self.owner.after_batch(metrics)
@@ -329,8 +332,14 @@ class LaterTrainer:
     def before_training(self) -> None:
         """After `on_train_begin`."""
 
+    def around_epoch(self, event: str) -> None:
+        """Where a pass over the data begins or ends."""
+
+    def before_batch(self) -> None:
+        """Before an optimizer step."""
+
     def after_batch(self, metrics: Mapping[str, float]) -> None:
-        """After an optimizer step."""
+        """After it."""
 
     def after_phase(self, metrics: dict[str, float]) -> None:
         """After a learning phase; may add metrics."""
@@ -415,7 +424,7 @@ class OfflineLaterTrainer(LaterTrainer):
             max_epochs=max(math.ceil(plan.total / plan.per_epoch), 1),
             max_steps=plan.total,
             log_interval=plan.log_interval,
-            max_grad_norm=_positive(args.max_grad_norm, 1.0),
+            max_grad_norm=clipping(args),
             dataloader_pin_memory=args.dataloader_pin_memory,
             **later.schedule(args, plan.total),
             **settings,
@@ -473,6 +482,12 @@ class OfflineLaterTrainer(LaterTrainer):
     def before_training(self) -> None:
         if self.args.eval_on_start and self.eval_dataset is not None:
             self.evaluate()
+
+    def around_epoch(self, event: str) -> None:
+        self.bridge.tell(event)
+
+    def before_batch(self) -> None:
+        self.bridge.tell('on_step_begin')
 
     def after_batch(self, metrics: Mapping[str, float]) -> None:
         self.state.global_step, self.state.epoch = self.inner.batches_done, self._epoch()
@@ -540,9 +555,9 @@ class OfflineLaterTrainer(LaterTrainer):
         return result
 
 
-def _positive(value: float | None, default: float) -> float | None:
+def clipping(args: Any) -> float | None:
     """`max_grad_norm`: None is transformers' default, 0 no clipping."""
-    value = default if value is None else value
+    value = 1.0 if args.max_grad_norm is None else args.max_grad_norm
     return value if value > 0 else None
 
 
