@@ -491,7 +491,7 @@ class PPOTrainer(Trainer):
         """`max_epochs` passes over the experience in train batches. Returns `ppo/...` metrics."""
         c, phase = self.config, PhaseMetrics()
         items = c.estimator.whiten(experiences) if c.whitens_advantages else experiences
-        learners = self._learners()
+        learners = self.learners()
         skipped, stopped, first = 0, False, True
         for epoch in range(c.max_epochs):
             self.callbacks.on_learn_epoch_start(self, epoch)
@@ -542,7 +542,7 @@ class PPOTrainer(Trainer):
             return [[items[i] for i in order]]
         return ([items[i] for i in positions] for positions in train_batches(len(items), c.train_batch_size, key=key))
 
-    def _learners(self) -> list[Learner]:
+    def learners(self) -> list[Learner]:
         """The models that learn from experience in this phase, with their losses."""
         actor = ActorLoss(self.config, self.policy.forward, self.kl_controller.value)
         if self.shares_trunk:

@@ -21,7 +21,10 @@ class Accelerator:
     """
 
     def __init__(
-        self, strategy: Strategy, log: Callable[[dict[str, Any], int | None], None], end: Callable[[], None]
+        self,
+        strategy: Strategy,
+        log: Callable[[dict[str, Any], int | None], None] | None = None,
+        end: Callable[[], None] | None = None,
     ) -> None:
         self._strategy, self._log, self._end = strategy, log, end
         self.sync_gradients = True
@@ -55,12 +58,17 @@ class Accelerator:
     def is_last_process(self) -> bool:
         return self._strategy.rank == self._strategy.world_size - 1
 
+    @property
+    def mixed_precision(self) -> str:
+        return {'fp32': 'no'}.get(self._strategy.precision, self._strategy.precision)
+
     def wait_for_everyone(self) -> None:
         self._strategy.barrier()
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True) -> Any:
-        """The model itself: `trainer.model` is never wrapped here."""
-        return self._strategy.unwrap(model) if isinstance(model, nn.Module) else model
+        """The model without what a strategy wrapped around it."""
+        bare: Any = self._strategy.unwrap(model) if isinstance(model, nn.Module) else model
+        return bare if hasattr(bare, 'v_head') else getattr(bare, 'model', bare)
 
     def prepare(self, *items: Any, **_: Any) -> Any:
         """Modules on the device, in place; everything else as it is."""
@@ -93,12 +101,13 @@ class Accelerator:
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
         """To the trackers of `log_with`."""
-        if self.is_main_process:
+        if self.is_main_process and self._log is not None:
             self._log(values, step)
 
     def end_training(self) -> None:
         """Close the trackers."""
-        self._end()
+        if self._end is not None:
+            self._end()
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ from chatgpt.compat.trl.arguments import (
     refused,
     warned,
 )
+from chatgpt.compat.trl.later import ARGUMENTS
 
 Era = Literal['classic', 'second']
 
@@ -88,8 +89,16 @@ FIELDS: dict[str, tuple[Entry, Entry]] = {
     'lam': (ours('lam'), ours('lam')),
     'cliprange': (ours('eps_clip'), ours('eps_clip')),
     'cliprange_value': (ours('value_clip'), ours('value_clip')),
-    'vf_coef': (ours('value_coef'), ours('value_coef')),
-    'whiten_rewards': (ours('whiten_rewards'), ours('whiten_rewards')),
+    'vf_coef': (
+        ours('value_coef'),
+        converted(
+            "factor on the value model's loss, whose optimizer is its own; Adam takes the same step for any factor"
+        ),
+    ),
+    'whiten_rewards': (
+        converted("TRL's formula in an estimator of its own, which adds the mean back; whiten_rewards here scales it"),
+        converted('whiten_rewards: rewards are divided by their deviation; TRL then adds back what is left of the mean'),
+    ),
     'gradient_checkpointing': (
         converted("the model's own gradient_checkpointing_enable()"),
         converted("the model's own gradient_checkpointing_enable()"),
@@ -134,11 +143,14 @@ FIELDS: dict[str, tuple[Entry, Entry]] = {
         absent(_CLASSIC),
     ),
     'target_kl': (ours('target_kl'), absent(_CLASSIC)),
-    'ratio_threshold': (ours('ratio_threshold'), ours('ratio_threshold')),
+    'ratio_threshold': (ours('ratio_threshold'), converted('ratio_threshold where it is given, else None')),
     'use_score_scaling': (ours("score_scaling='running'"), ours("score_scaling='running'")),
     'use_score_norm': (ours("score_scaling='norm'"), ours("score_scaling='norm'")),
     'score_clip': (ours('score_clip'), ours('score_clip')),
-    'is_encoder_decoder': (refused('there are no encoder-decoders here'), refused('there are no encoder-decoders here')),
+    'is_encoder_decoder': (
+        refused('there are no encoder-decoders here'),
+        refused('there are no encoder-decoders here'),
+    ),
     'is_peft_model': (label('filled in by the trainer'), label()),
     'backward_batch_size': (label('filled in: mini_batch_size x gradient_accumulation_steps'), label()),
     'global_backward_batch_size': (label('filled in by the trainer'), label()),
@@ -176,6 +188,15 @@ FIELDS: dict[str, tuple[Entry, Entry]] = {
     'local_batch_size': (label(), label('computed')),
     'local_mini_batch_size': (label(), label('computed')),
     # transformers' TrainingArguments
+    'max_steps': (_LOOP, warned('total_episodes, or num_train_epochs, says how long')),
+    'num_train_epochs': (_LOOP, converted('of the dataset, where total_episodes is not given')),
+    'logging_steps': (_LOOP, label('every update is logged, as in TRL')),
+    'logging_strategy': (_LOOP, label('every update is logged, as in TRL')),
+    'eval_strategy': (_LOOP, label('generate_completions runs num_sample_generations times, as in TRL')),
+    'eval_steps': (_LOOP, label('see eval_strategy')),
+    'eval_on_start': (_LOOP, label('see eval_strategy')),
+    'save_strategy': (_LOOP, converted('SaveCheckpoint every save_steps updates, or every pass over the dataset')),
+    'optim_args': (_OPTIM, refused('there are no further arguments of AdamW or SGD here')),
     'output_dir': (absent('the script calls save_pretrained'), converted('where train() and save_model write')),
     'per_device_train_batch_size': (
         converted('batch_size = this x gradient_accumulation_steps, where batch_size is not given'),
@@ -242,9 +263,11 @@ def fates(era: Era) -> dict[str, Entry]:
     """Each argument of `PPOConfig`, and what becomes of it in the trainer of this era."""
     position = 0 if era == 'classic' else 1
     table = {name: entries[position] for name, entries in FIELDS.items()} | _REST
+    if era == 'second':
+        return ARGUMENTS | {name: entries[1] for name, entries in FIELDS.items()}
     for name in PPOConfig.__dataclass_fields__:
         if name not in table:
-            table[name] = _LATER_CLASSIC.get(name, _LOOP) if era == 'classic' else warned('not served by train() here')
+            table[name] = _LATER_CLASSIC.get(name, _LOOP)
     return table
 
 
@@ -333,15 +356,9 @@ class PPOConfig(TrainingArguments):
         super().__post_init__()
         if self.kl_penalty not in ('kl', 'abs', 'mse', 'full'):
             raise ValueError(f"kl_penalty={self.kl_penalty!r} is not known; choose one of 'kl', 'abs', 'mse', 'full'")
-        for name, other in TWINS.items():
-            one, two = getattr(self, name), getattr(self, other)
-            if one is not None and two is not None and one != two:
-                raise ValueError(f'{name}={one!r} and {other}={two!r} mean the same setting: give one of them')
-            setattr(self, other, one if two is None else two)
         if self.evaluation_strategy is not None:
             self.eval_strategy = self.evaluation_strategy
-        # As given, so that a trainer of the other era can fill in its own defaults.
-        self._asked = {name: getattr(self, name) for name in {*DEFAULTS['classic'], *TWINS, *_BATCHES}}
+        self._filled: dict[str, Any] = {}
         self.resolve(self.era)
 
     @property
@@ -355,15 +372,32 @@ class PPOConfig(TrainingArguments):
         Raises:
             ValueError: batch sizes that do not divide.
         """
-        for name, value in self._asked.items():
-            setattr(self, name, value)
+        for name, value in self._filled.items():
+            if getattr(self, name) == value:  # else the script has set it since
+                setattr(self, name, None)
+        self._follow_twins()
+        before = {name: getattr(self, name) for name in _DEPEND}
         for name, value in DEFAULTS[era].items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        for name, other in TWINS.items():
-            setattr(self, name, getattr(self, other))
+        self._follow_twins()
         if era == 'classic':
             self._classic_batches()
+        self._filled = {name: getattr(self, name) for name, value in before.items() if value is None}
+
+    def _follow_twins(self) -> None:
+        """Two names of one thing hold one value.
+
+        Raises:
+            ValueError: both were given, with two values.
+        """
+        for name, other in TWINS.items():
+            one, two = getattr(self, name), getattr(self, other)
+            if one is not None and two is not None and one != two:
+                raise ValueError(f'{name}={one!r} and {other}={two!r} mean the same setting: give one of them')
+            value = one if two is None else two
+            setattr(self, name, value)
+            setattr(self, other, value)
 
     def _classic_batches(self) -> None:
         if self.batch_size is None:
@@ -392,7 +426,8 @@ class PPOConfig(TrainingArguments):
         check_given(self, fates(era))
 
 
-_BATCHES = ('batch_size', 'mini_batch_size', 'backward_batch_size')
+_DEPEND = (*DEFAULTS['classic'], *TWINS, 'batch_size', 'mini_batch_size', 'backward_batch_size')
+"""what is filled in where it was not given"""
 _ONLY_CLASSIC = {
     *('adap_kl_ctrl', 'init_kl_coef', 'ppo_epochs', 'batch_size', 'mini_batch_size', 'forward_batch_size'),
     *('target', 'horizon', 'kl_penalty', 'early_stopping', 'steps', 'log_with', 'use_score_scaling', 'model_name'),

@@ -7,10 +7,8 @@ the library does not have yet.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import logging
-import math
 import tempfile
 import warnings
 from collections.abc import Mapping
@@ -21,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from chatgpt.compat.trl.peft import adapted
 from chatgpt.nn.heads import HEAD_FILE, save_head
 from chatgpt.nn.loading import HUB_OPTIONS, LOAD_OPTIONS, load_causal_lm, load_config, on_meta, write_folder
-from chatgpt.nn.lora import convert_to_lora, has_lora
+from chatgpt.nn.lora import has_lora
 from chatgpt.nn.peft_format import adapter_base, export_peft, import_peft
 from chatgpt.nn.trunk import hidden_size, is_encoder_decoder
 from chatgpt.nn.unfit import open_weights
@@ -176,7 +175,7 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
             if has_lora(model):
                 warnings.warn('peft_config has no effect: the folder holds an adapter already', stacklevel=2)
             else:
-                add_adapter(model, peft_config)
+                adapted(model, peft_config)
         wrapper = cls(model, **own)
         if head is not None:
             wrapper._fill_head(head, pretrained_model_name_or_path)
@@ -319,7 +318,9 @@ def _precision(dtype: Any) -> str:
 def _load(source: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Tensor] | None]:
     """The causal LM, and the tensors of a value head beside it."""
     if isinstance(source, nn.Module):
-        return (source if isinstance(source, PreTrainedModel) else _from_peft_model(source)), None
+        if not isinstance(source, PreTrainedModel) and not hasattr(source, 'peft_config'):
+            raise ValueError(f'a {type(source).__name__} given; it must be a hub name, a folder or a transformers model')
+        return adapted(source, None), None
     name, adapter = str(source), adapter_base(source)
     hub = {k: v for k, v in options.items() if k in HUB_OPTIONS}
     if adapter is not None:
@@ -351,17 +352,6 @@ def _from_pickle(name: str, options: dict[str, Any]) -> Any:
         )
     finally:
         logger.setLevel(level)
-
-
-def _from_peft_model(model: Any) -> Any:
-    """The base of a `peft.PeftModel`, with this library's adapters of the same numbers."""
-    if not hasattr(model, 'peft_config') or not hasattr(model, 'unload'):
-        raise ValueError(f'a {type(model).__name__} given; it must be a hub name, a folder or a transformers model')
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        base = model.unload()
-        import_peft(base, folder)
-    return base
 
 
 def read_head(name: str, hub: Mapping[str, Any] | None = None) -> dict[str, Tensor] | None:
@@ -426,58 +416,6 @@ def _head_in(path: Path) -> dict[str, Tensor]:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f'{path}: not a file of tensors, and nothing else is unpickled ({reason})') from None
     return {name.removeprefix(HEAD): tensor for name, tensor in state.items() if name.startswith(HEAD)}
-
-
-# ---------------------------------------------------------------- adapters
-
-_LORA = ('r', 'lora_alpha', 'lora_dropout', 'bias', 'target_modules', 'use_rslora')
-_OF_PEFT = (
-    *('peft_type', 'task_type', 'inference_mode', 'base_model_name_or_path', 'revision', 'auto_mapping'),
-    *('fan_in_fan_out', 'peft_version', 'runtime_config', 'loftq_config', 'megatron_core', 'eva_config'),
-    *('corda_config', 'lora_ga_config', 'layers_pattern', 'ensure_weight_tying'),
-)
-"""fields of peft's config that say nothing about the numbers of plain LoRA, or act only beside another one"""
-
-
-def add_adapter(model: Any, peft_config: Any) -> None:
-    """Adapters as a `peft.LoraConfig` says, with this library's layers: W + alpha / r · B A, B zero at first.
-
-    Raises:
-        ValueError: a method that is not LoRA, or a setting of it that is not plain LoRA.
-    """
-    given = dict(peft_config) if isinstance(peft_config, Mapping) else dict(vars(peft_config))
-    plain = {f.name: f.default for f in dataclasses.fields(peft_config)} if dataclasses.is_dataclass(peft_config) else {}
-    kind = getattr(given.get('peft_type', 'LORA'), 'value', given.get('peft_type', 'LORA'))
-    if kind != 'LORA':
-        raise ValueError(f'peft_config: {kind} is not served here; use LoraConfig')
-    if given.pop('init_lora_weights', True) is not True:
-        raise ValueError("peft_config: init_lora_weights has one value here, True: A as peft's own, B zero")
-    for name, value in given.items():
-        if name not in _LORA and name not in _OF_PEFT and value and value != plain.get(name):
-            raise ValueError(f'peft_config: {name}={value!r} is not plain LoRA and is not served here; leave it out')
-    rank = given.get('r', 8)
-    alpha = float(given.get('lora_alpha', 8))
-    convert_to_lora(
-        model,
-        rank,
-        alpha=alpha * math.sqrt(rank) if given.get('use_rslora') else alpha,
-        dropout=given.get('lora_dropout', 0.0),
-        targets=_targets(model, given.get('target_modules')),
-        bias=given.get('bias', 'none'),
-    )
-
-
-def _targets(model: Any, targets: Any) -> str | list[str] | None:
-    if targets == 'all-linear':
-        return None
-    if targets is not None:
-        return targets if isinstance(targets, str) else sorted(targets)
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS  # noqa: N811
-
-    kind = model.config.model_type
-    if kind not in DEFAULTS:
-        raise ValueError(f'peft_config: target_modules is needed, since peft has no default for {kind!r}')
-    return sorted(DEFAULTS[kind])
 
 
 # ---------------------------------------------------------------- the reference
