@@ -97,7 +97,9 @@ FIELDS: dict[str, tuple[Entry, Entry]] = {
     ),
     'whiten_rewards': (
         converted("TRL's formula in an estimator of its own, which adds the mean back; whiten_rewards here scales it"),
-        converted('whiten_rewards: rewards are divided by their deviation; TRL then adds back what is left of the mean'),
+        converted(
+            'whiten_rewards: rewards are divided by their deviation; TRL then adds back what is left of the mean'
+        ),
     ),
     'gradient_checkpointing': (
         converted("the model's own gradient_checkpointing_enable()"),

@@ -396,7 +396,10 @@ class PPOTrainer(LaterTrainer):
         args, world_size = self.args, self.strategy.world_size
         args.world_size, args.num_total_batches = world_size, self.sizes.updates
         args.batch_size, args.mini_batch_size = self.sizes.batch, self.sizes.mini_batch
-        args.local_batch_size, args.local_mini_batch_size = args.batch_size // world_size, args.mini_batch_size // world_size
+        args.local_batch_size, args.local_mini_batch_size = (
+            args.batch_size // world_size,
+            args.mini_batch_size // world_size,
+        )
         args.micro_batch_size = args.per_device_train_batch_size * world_size
         if args.total_episodes is None:
             args.total_episodes = int(args.num_train_epochs * len(self.prompts))
