@@ -43,6 +43,8 @@ SERVED: dict[str, str] = {
     'models.modeling_value_head.AutoModelForCausalLMWithValueHead': f'{_HERE}.models:AutoModelForCausalLMWithValueHead',
     'models.modeling_value_head.ValueHead': f'{_HERE}.models:ValueHead',
     'models.modeling_base.create_reference_model': f'{_HERE}.models:create_reference_model',
+    'trainer.ppo_trainer.PPODecorators': f'{_HERE}.core:PPODecorators',
+    'trainer.ppo_trainer.logprobs_from_logits': f'{_HERE}.core:logprobs_from_logits',
     'set_seed': f'{_HERE}.core:set_seed',
     **{f'core.{name}': f'{_HERE}.core:{name}' for name in _CORE},
     **{
@@ -53,11 +55,11 @@ SERVED: dict[str, str] = {
 """name below `trl`: where it is, 'module:attribute'"""
 
 INSTEAD: dict[str, str] = {
-    'TextEnvironment': 'chatgpt.rollout.environment: tools and turns in a rollout (docs/rollout.md)',
-    'environment.TextEnvironment': 'chatgpt.rollout.environment: tools and turns in a rollout (docs/rollout.md)',
-    'TextHistory': 'chatgpt.rollout.environment: tools and turns in a rollout (docs/rollout.md)',
-    'BestOfNSampler': 'trainer.generate several times and keep the best by score; chatgpt.trainer.RFTTrainer trains on it',
-    'extras.BestOfNSampler': 'trainer.generate several times and keep the best by score',
+    'TextEnvironment': "generate turn by turn, and give step the tools' output with response_masks of 0",
+    'environment.TextEnvironment': "generate turn by turn, and give step the tools' output with response_masks of 0",
+    'TextHistory': "generate turn by turn, and give step the tools' output with response_masks of 0",
+    'BestOfNSampler': 'chatgpt.rollout.best_of_n.best_of_n',
+    'extras.BestOfNSampler': 'chatgpt.rollout.best_of_n.best_of_n',
     'IterativeSFTTrainer': 'chatgpt.trainer.RFTTrainer: sample, keep the best, SFT on them',
     'DDPOTrainer': 'nothing: diffusion models are not trained here',
     'AlignPropTrainer': 'nothing: diffusion models are not trained here',

@@ -186,12 +186,13 @@ class PPODecorators:
 
 def is_npu_available() -> bool:
     """Whether torch sees an Ascend NPU."""
-    return bool(getattr(torch, 'npu', None) and torch.npu.is_available())
+    npu = getattr(torch, 'npu', None)
+    return npu is not None and bool(npu.is_available())
 
 
 def is_xpu_available() -> bool:
     """Whether torch sees an Intel GPU."""
-    return bool(getattr(torch, 'xpu', None) and torch.xpu.is_available())
+    return bool(torch.xpu.is_available())
 
 
 def is_peft_available() -> bool:

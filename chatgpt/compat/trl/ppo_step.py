@@ -168,8 +168,8 @@ class ClassicPPOTrainer:
     Args:
         config: a `PPOConfig` of either era.
         model: with a value head; trained in place, so `model` is the trained one at any time.
-        ref_model: the frozen reference. None copies the model as it is, sharing `num_shared_layers` blocks; a model with
-            an adapter is its own reference, without it.
+        ref_model: the frozen reference. None copies the model as it is, sharing `num_shared_layers` blocks; a model
+            with an adapter is its own reference, without it.
         tokenizer: of the model.
         dataset: rows for `dataloader`; None where the script has its own.
         optimizer: of the model's parameters; Adam with config.learning_rate by default.
@@ -286,7 +286,7 @@ class ClassicPPOTrainer:
         names = getattr(dataset, 'column_names', None)
         if self.config.remove_unused_columns and isinstance(names, list) and hasattr(dataset, 'remove_columns'):
             dataset = dataset.remove_columns([name for name in names if name not in kept])
-        sampler = None
+        sampler: DistributedSampler | None = None
         if self.is_distributed:
             n, rank = self._strategy.world_size, self._strategy.rank
             sampler = DistributedSampler(dataset, n, rank, seed=self.config.seed or 0, drop_last=True)
@@ -327,7 +327,8 @@ class ClassicPPOTrainer:
         if isinstance(query_tensor, Tensor) and query_tensor.dim() != 1:
             raise ValueError(f'generate: query_tensor is {tuple(query_tensor.shape)}; give (P,), or a list of (P,)')
         single = isinstance(query_tensor, Tensor)
-        queries = [q.detach().cpu() for q in ([query_tensor] if single else query_tensor)]
+        given = [query_tensor] if isinstance(query_tensor, Tensor) else list(query_tensor)
+        queries = [q.detach().cpu() for q in given]
         settings = self._settings(generation_kwargs, bool(length_sampler))
 
         def answered(generate: Callable[[list[int] | None], list[Tensor]]) -> Any:
@@ -468,7 +469,7 @@ class ClassicPPOTrainer:
             ValueError: a column that the batch does not have.
         """
         given = rewards if isinstance(rewards, Tensor) else torch.tensor([float(r) for r in rewards])
-        rewards = self.accelerator.gather(given.detach().float().to(self.current_device)).flatten().cpu()
+        scores = self.accelerator.gather(given.detach().float().to(self.current_device)).flatten().cpu()
         logs = dict(stats)
         if self.config.log_with == 'wandb':
             missing = [name for name in columns_to_log if name not in batch]
@@ -476,11 +477,12 @@ class ClassicPPOTrainer:
                 raise ValueError(f'log_stats: the batch has no {missing[0]!r}; give it, or other columns_to_log')
             texts = [self._strategy.all_gather_object(list(batch[name])) for name in columns_to_log]
             columns = [[text for part in parts for text in part] for parts in texts]
-            logs['game_log'] = {'columns': [*columns_to_log, 'reward'], 'data': [*zip(*columns, rewards.tolist())]}
+            rows = zip(*columns, scores.tolist(), strict=True)
+            logs['game_log'] = {'columns': [*columns_to_log, 'reward'], 'data': [list(row) for row in rows]}
         logs |= {
-            'env/reward_mean': float(rewards.mean()),
-            'env/reward_std': float(rewards.std()) if len(rewards) > 1 else 0.0,
-            'env/reward_dist': rewards.numpy(),
+            'env/reward_mean': float(scores.mean()),
+            'env/reward_std': float(scores.std()) if len(scores) > 1 else 0.0,
+            'env/reward_dist': scores.numpy(),
         }
         self.current_step += 1
         self.accelerator.log(logs, step=self.current_step)
@@ -537,8 +539,8 @@ class ClassicPPOTrainer:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f'PPOTrainer.{name} is not served here; docs/coming_from/trl.md lists what is, and chatgpt.trainer.PPOTrainer '
-            'is the trainer behind this one'
+            f'PPOTrainer.{name} is not served here; docs/coming_from/trl.md lists what is, and `trainer.inner` is the '
+            'PPOTrainer of this library behind it'
         )
 
 
@@ -593,7 +595,9 @@ def _trackers(config: PPOConfig) -> list[Any]:
                 raise ValueError("log_with='tensorboard' needs project_kwargs={'logging_dir': FOLDER}")
             made.append(TensorBoard(Path(folder, config.tracker_project_name), num_rows=0))
         elif name == 'wandb':
-            init = {'project': config.tracker_project_name} | dict(config.tracker_kwargs.get('wandb', {}))
+            init: dict[str, Any] = {'project': config.tracker_project_name} | dict(
+                config.tracker_kwargs.get('wandb', {})
+            )
             made.append(WandB(**init, num_rows=0))
         elif name not in ('none', None):
             raise ValueError(f"log_with={name!r} is not served here; use 'tensorboard' or 'wandb', or None")
