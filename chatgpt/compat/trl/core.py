@@ -161,6 +161,7 @@ def convert_to_scalar(stats: Mapping[str, Any]) -> dict[str, Any]:
 def stats_to_np(stats_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors as numpy arrays (bfloat16 as float32), numbers as floats."""
     found: dict[str, Any] = {}
+    value: Any
     for name, value in stats_dict.items():
         if isinstance(value, Tensor):
             value = value.detach().cpu()
