@@ -1,4 +1,4 @@
-"""Programs in the style of TRL 0.4 to 0.11, run as they are where `trl` means this library: what each should come to."""
+"""Programs in the style of TRL 0.4 to 0.11, run as they are where `trl` means this library: what each comes to."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from chatgpt.compat.trl.peft import adapted
 from chatgpt.nn.heads import HEAD_FILE, save_head
-from chatgpt.nn.loading import HUB_OPTIONS, LOAD_OPTIONS, load_causal_lm, load_config, on_meta, write_folder
+from chatgpt.nn.loading import HUB_OPTIONS, LOAD_OPTIONS, checked_path, load_causal_lm, load_config, on_meta, write_folder
 from chatgpt.nn.lora import has_lora
 from chatgpt.nn.peft_format import adapter_base, export_peft, import_peft
 from chatgpt.nn.trunk import hidden_size, is_encoder_decoder
@@ -326,7 +326,8 @@ def _load(source: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Tensor] 
                 f'a {type(source).__name__} given; it must be a hub name, a folder or a transformers model'
             )
         return adapted(source, None), None
-    name, adapter = str(source), adapter_base(source)
+    name = checked_path(source)
+    adapter = adapter_base(name)
     hub = {k: v for k, v in options.items() if k in HUB_OPTIONS}
     if adapter is not None:
         model = load_causal_lm(adapter, **options)

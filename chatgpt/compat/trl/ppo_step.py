@@ -260,7 +260,6 @@ class ClassicPPOTrainer:
             tokenizer=self.tokenizer,
             callbacks=[ProgressBar(enabled=False)],
             engine=_Engine(),
-            max_new_tokens=1,  # every call of generate says its own
         )
 
     @property
@@ -313,8 +312,8 @@ class ClassicPPOTrainer:
     ) -> Any:
         """Responses: (1, L) of one (P,) query, a list of (L,) of a list of queries; int64, on the device.
 
-        What `generation_kwargs` leave open is transformers' default: greedy, 20 tokens with the prompt, and, where it
-        samples, top_k=50. Settings that only `model.generate` has (beams, penalties) go there.
+        What `generation_kwargs` leave open is transformers' default: greedy, 20 new tokens, and, where it samples,
+        top_k=50. Settings that only `model.generate` has (beams, penalties) go there.
 
         Args:
             length_sampler: new tokens; asked once per `batch_size` queries, as TRL does.
@@ -369,8 +368,8 @@ class ClassicPPOTrainer:
         if has_lengths or settings.get('max_new_tokens') is not None:
             settings.pop('max_length', None)
         elif settings.get('max_length') is None:
-            limits = own.max_new_tokens, own.max_length
-            settings |= {'max_new_tokens': limits[0]} if limits[0] else {'max_length': limits[1] or 20}
+            limits = {'max_new_tokens': own.max_new_tokens, 'max_length': own.max_length}
+            settings |= {name: limit for name, limit in limits.items() if limit} or {'max_new_tokens': 20}
         if not settings['do_sample']:  # transformers filters draws only
             settings |= {'temperature': 1.0, 'top_k': 0, 'top_p': 1.0}
         if (end := settings['eos_token_id']) is not None:

@@ -1,4 +1,4 @@
-"""A learning rate that is far too high, with the two brakes: early stopping by KL, and batches of high ratio skipped."""
+"""A learning rate that is far too high, with two brakes: early stopping by KL, batches of high ratio skipped."""
 
 import sys
 
@@ -19,7 +19,7 @@ def train(**brakes):
     )
     stats = ppo_trainer.step(queries, responses, [torch.tensor(float(i % 3)) for i in range(8)])
     return stats, sum(
-        float((p - q).abs().sum()) for p, q in zip(model.parameters(), ppo_trainer.ref_model.parameters())
+        float((p - q).abs().sum()) for p, q in zip(model.parameters(), ppo_trainer.ref_model.parameters(), strict=True)
     )
 
 

@@ -17,9 +17,12 @@ generation_kwargs = {'do_sample': True, 'top_k': 0, 'top_p': 1.0, 'max_new_token
 tool = tokenizer.encode(' tool says 4. ', return_tensors='pt')[0]
 query_tensors = [tokenizer.encode(f'2 + {i} = ', return_tensors='pt')[0] for i in range(4)]
 first = ppo_trainer.generate(query_tensors, return_prompt=False, **generation_kwargs)
-contexts = [torch.cat([q, r, tool]) for q, r in zip(query_tensors, first)]
+contexts = [torch.cat([q, r, tool]) for q, r in zip(query_tensors, first, strict=True)]
 second = ppo_trainer.generate(contexts, return_prompt=False, **generation_kwargs)
-response_tensors = [torch.cat([a, tool, b]) for a, b in zip(first, second)]
-masks = [torch.cat([torch.ones_like(a), torch.zeros_like(tool), torch.ones_like(b)]) for a, b in zip(first, second)]
+response_tensors = [torch.cat([a, tool, b]) for a, b in zip(first, second, strict=True)]
+masks = [
+    torch.cat([torch.ones_like(a), torch.zeros_like(tool), torch.ones_like(b)])
+    for a, b in zip(first, second, strict=True)
+]
 scores = [torch.tensor(float(i)) for i in range(4)]
 stats = ppo_trainer.step(query_tensors, response_tensors, scores, response_masks=masks)

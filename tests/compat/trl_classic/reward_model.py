@@ -61,8 +61,8 @@ for _ in range(2):
         )
         batch['response'] = tokenizer.batch_decode(response_tensors)
         batch['ref_response'] = tokenizer.batch_decode(ref_response_tensors)
-        rewards = score([q + r for q, r in zip(batch['query'], batch['response'])])
-        batch['ref_rewards'] = score([q + r for q, r in zip(batch['query'], batch['ref_response'])])
+        rewards = score([q + r for q, r in zip(batch['query'], batch['response'], strict=True)])
+        batch['ref_rewards'] = score([q + r for q, r in zip(batch['query'], batch['ref_response'], strict=True)])
         stats = ppo_trainer.step(query_tensors, response_tensors, rewards)
         ppo_trainer.log_stats(
             stats, batch, rewards, columns_to_log=['query', 'response', 'ref_response', 'ref_rewards']

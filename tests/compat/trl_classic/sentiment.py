@@ -85,7 +85,7 @@ for _epoch, batch in enumerate(ppo_trainer.dataloader):
         lengths.append((gen_len, len(response_tensors[-1])))
     batch['response'] = [tokenizer.decode(r.squeeze()) for r in response_tensors]
 
-    texts = [q + r for q, r in zip(batch['query'], batch['response'])]
+    texts = [q + r for q, r in zip(batch['query'], batch['response'], strict=True)]
     pipe_outputs = sentiment_pipe(texts, **sent_kwargs)
     rewards = [torch.tensor(next(o['score'] for o in out if o['label'] == 'LABEL_1')) for out in pipe_outputs]
 
