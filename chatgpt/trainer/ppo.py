@@ -504,7 +504,7 @@ class PPOTrainer(Trainer):
                 guard = RatioGuard(c)
                 result = learn_batch(
                     self.strategy,
-                    self._work(records, learners),
+                    self.work(records, learners),
                     max_tokens=c.max_tokens_per_batch,
                     max_grad_norm=c.max_grad_norm,
                     veto=guard,
@@ -552,9 +552,9 @@ class PPOTrainer(Trainer):
             learners.append(Learner('critic', self.critic, self.critic_optim, ValueLoss(self.config)))
         return learners
 
-    def _work(self, records: list[Experience], learners: list[Learner]) -> list[Work]:
+    def work(self, records: list[Experience], learners: list[Learner]) -> list[Work]:
         """What one train batch trains: actor and critic on experience and, with PPO-ptx, the actor on pretraining
-        text."""
+        text. A subclass that measures more wraps the learners' losses."""
         c = self.config
         totals = experience_totals(records, c, self.sampling.max_new_tokens)
         work = [

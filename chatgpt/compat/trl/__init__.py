@@ -13,82 +13,69 @@ from typing import Any
 
 _HERE = 'chatgpt.compat.trl'
 
+_CORE = (
+    *('LengthSampler', 'respond_to_batch', 'set_seed', 'logprobs_from_logits', 'entropy_from_logits', 'masked_mean'),
+    *('masked_var', 'masked_whiten', 'whiten', 'clip_by_value', 'top_k_top_p_filtering', 'flatten_dict'),
+    *('stack_dicts', 'convert_to_scalar', 'stats_to_np', 'PPODecorators', 'WANDB_PADDING'),
+)
+_MODELS = (
+    *('AutoModelForCausalLMWithValueHead', 'AutoModelForSeq2SeqLMWithValueHead', 'PreTrainedModelWrapper'),
+    'create_reference_model',
+)
+
+_LATER = {
+    'config:PPOConfig': 'experimental.ppo.PPOConfig experimental.ppo.ppo_config.PPOConfig '
+    'trainer.ppov2_config.PPOv2Config trainer.ppov2_trainer.PPOv2Config',
+    'ppo_train:PPOTrainer': 'PPOv2Trainer experimental.ppo.PPOTrainer experimental.ppo.ppo_trainer.PPOTrainer '
+    'trainer.ppov2_trainer.PPOv2Trainer',
+    'dpo:DPOConfig': 'DPOConfig trainer.DPOConfig trainer.dpo_config.DPOConfig',
+    'dpo:DPOTrainer': 'DPOTrainer trainer.DPOTrainer trainer.dpo_trainer.DPOTrainer',
+    'sft:SFTConfig': 'SFTConfig trainer.SFTConfig trainer.sft_config.SFTConfig',
+    'sft:SFTTrainer': 'SFTTrainer trainer.SFTTrainer trainer.sft_trainer.SFTTrainer',
+    'reward:RewardConfig': 'RewardConfig trainer.RewardConfig trainer.reward_config.RewardConfig',
+    'reward:RewardTrainer': 'RewardTrainer trainer.RewardTrainer trainer.reward_trainer.RewardTrainer',
+    'scripts:ModelConfig': 'ModelConfig trainer.ModelConfig trainer.model_config.ModelConfig',
+    'scripts:ScriptArguments': 'ScriptArguments utils.ScriptArguments scripts.ScriptArguments '
+    'scripts.utils.ScriptArguments DPOScriptArguments SFTScriptArguments commands.cli_utils.DPOScriptArguments '
+    'commands.cli_utils.SFTScriptArguments',
+    'scripts:TrlParser': 'TrlParser scripts.TrlParser scripts.utils.TrlParser commands.cli_utils.TrlParser',
+    'scripts:init_zero_verbose': 'init_zero_verbose scripts.init_zero_verbose commands.cli_utils.init_zero_verbose',
+    'chat:setup_chat_format': 'setup_chat_format models.setup_chat_format models.utils.setup_chat_format',
+    'chat:SIMPLE_CHAT_TEMPLATE': 'trainer.utils.SIMPLE_CHAT_TEMPLATE trainer.utils.SIMPLE_QUERY_CHAT_TEMPLATE',
+    **{
+        f'scripts:{name}': f'{name} trainer.{name} trainer.utils.{name}'
+        for name in ('get_peft_config', 'get_quantization_config', 'get_kbit_device_map')
+    },
+    **{
+        f'chat:{name}': f'{name} data_utils.{name}'
+        for name in (
+            *('apply_chat_template', 'maybe_apply_chat_template', 'extract_prompt', 'maybe_extract_prompt'),
+            *('is_conversational', 'unpair_preference_dataset', 'maybe_unpair_preference_dataset'),
+        )
+    },
+}
+"""of 0.12 to 1.12: 'module:attribute' → the names under which scripts import it"""
+
 SERVED: dict[str, str] = {
     'PPOConfig': f'{_HERE}.config:PPOConfig',
     'PPOv2Config': f'{_HERE}.config:PPOConfig',
     'trainer.PPOConfig': f'{_HERE}.config:PPOConfig',
     'trainer.ppo_config.PPOConfig': f'{_HERE}.config:PPOConfig',
-    'DPOConfig': f'{_HERE}.dpo:DPOConfig',
-    'trainer.DPOConfig': f'{_HERE}.dpo:DPOConfig',
-    'trainer.dpo_config.DPOConfig': f'{_HERE}.dpo:DPOConfig',
-    'DPOTrainer': f'{_HERE}.dpo:DPOTrainer',
-    'trainer.DPOTrainer': f'{_HERE}.dpo:DPOTrainer',
-    'trainer.dpo_trainer.DPOTrainer': f'{_HERE}.dpo:DPOTrainer',
-    'SFTConfig': f'{_HERE}.sft:SFTConfig',
-    'trainer.SFTConfig': f'{_HERE}.sft:SFTConfig',
-    'trainer.sft_config.SFTConfig': f'{_HERE}.sft:SFTConfig',
-    'SFTTrainer': f'{_HERE}.sft:SFTTrainer',
-    'trainer.SFTTrainer': f'{_HERE}.sft:SFTTrainer',
-    'trainer.sft_trainer.SFTTrainer': f'{_HERE}.sft:SFTTrainer',
-    'RewardConfig': f'{_HERE}.reward:RewardConfig',
-    'trainer.RewardConfig': f'{_HERE}.reward:RewardConfig',
-    'trainer.reward_config.RewardConfig': f'{_HERE}.reward:RewardConfig',
-    'RewardTrainer': f'{_HERE}.reward:RewardTrainer',
-    'trainer.RewardTrainer': f'{_HERE}.reward:RewardTrainer',
-    'trainer.reward_trainer.RewardTrainer': f'{_HERE}.reward:RewardTrainer',
-    'experimental.ppo.PPOConfig': f'{_HERE}.config:PPOConfig',
-    'experimental.ppo.ppo_config.PPOConfig': f'{_HERE}.config:PPOConfig',
-    'trainer.ppov2_config.PPOv2Config': f'{_HERE}.config:PPOConfig',
-    'trainer.ppov2_trainer.PPOv2Config': f'{_HERE}.config:PPOConfig',
-    'PPOv2Trainer': f'{_HERE}.ppo_train:PPOTrainer',
-    'experimental.ppo.PPOTrainer': f'{_HERE}.ppo_train:PPOTrainer',
-    'experimental.ppo.ppo_trainer.PPOTrainer': f'{_HERE}.ppo_train:PPOTrainer',
-    'trainer.ppov2_trainer.PPOv2Trainer': f'{_HERE}.ppo_train:PPOTrainer',
-    'ModelConfig': f'{_HERE}.scripts:ModelConfig',
-    'trainer.ModelConfig': f'{_HERE}.scripts:ModelConfig',
-    'trainer.model_config.ModelConfig': f'{_HERE}.scripts:ModelConfig',
-    'ScriptArguments': f'{_HERE}.scripts:ScriptArguments',
-    'utils.ScriptArguments': f'{_HERE}.scripts:ScriptArguments',
-    'scripts.ScriptArguments': f'{_HERE}.scripts:ScriptArguments',
-    'scripts.utils.ScriptArguments': f'{_HERE}.scripts:ScriptArguments',
-    'commands.cli_utils.DPOScriptArguments': f'{_HERE}.scripts:ScriptArguments',
-    'commands.cli_utils.SFTScriptArguments': f'{_HERE}.scripts:ScriptArguments',
-    'DPOScriptArguments': f'{_HERE}.scripts:ScriptArguments',
-    'SFTScriptArguments': f'{_HERE}.scripts:ScriptArguments',
-    'TrlParser': f'{_HERE}.scripts:TrlParser',
-    'scripts.TrlParser': f'{_HERE}.scripts:TrlParser',
-    'scripts.utils.TrlParser': f'{_HERE}.scripts:TrlParser',
-    'commands.cli_utils.TrlParser': f'{_HERE}.scripts:TrlParser',
-    'get_peft_config': f'{_HERE}.scripts:get_peft_config',
-    'trainer.get_peft_config': f'{_HERE}.scripts:get_peft_config',
-    'trainer.utils.get_peft_config': f'{_HERE}.scripts:get_peft_config',
-    'get_quantization_config': f'{_HERE}.scripts:get_quantization_config',
-    'trainer.get_quantization_config': f'{_HERE}.scripts:get_quantization_config',
-    'trainer.utils.get_quantization_config': f'{_HERE}.scripts:get_quantization_config',
-    'get_kbit_device_map': f'{_HERE}.scripts:get_kbit_device_map',
-    'trainer.get_kbit_device_map': f'{_HERE}.scripts:get_kbit_device_map',
-    'trainer.utils.get_kbit_device_map': f'{_HERE}.scripts:get_kbit_device_map',
-    'init_zero_verbose': f'{_HERE}.scripts:init_zero_verbose',
-    'commands.cli_utils.init_zero_verbose': f'{_HERE}.scripts:init_zero_verbose',
-    'scripts.init_zero_verbose': f'{_HERE}.scripts:init_zero_verbose',
-    'setup_chat_format': f'{_HERE}.chat:setup_chat_format',
-    'models.setup_chat_format': f'{_HERE}.chat:setup_chat_format',
-    'apply_chat_template': f'{_HERE}.chat:apply_chat_template',
-    'data_utils.apply_chat_template': f'{_HERE}.chat:apply_chat_template',
-    'maybe_apply_chat_template': f'{_HERE}.chat:maybe_apply_chat_template',
-    'data_utils.maybe_apply_chat_template': f'{_HERE}.chat:maybe_apply_chat_template',
-    'extract_prompt': f'{_HERE}.chat:extract_prompt',
-    'data_utils.extract_prompt': f'{_HERE}.chat:extract_prompt',
-    'maybe_extract_prompt': f'{_HERE}.chat:maybe_extract_prompt',
-    'data_utils.maybe_extract_prompt': f'{_HERE}.chat:maybe_extract_prompt',
-    'is_conversational': f'{_HERE}.chat:is_conversational',
-    'data_utils.is_conversational': f'{_HERE}.chat:is_conversational',
-    'unpair_preference_dataset': f'{_HERE}.chat:unpair_preference_dataset',
-    'data_utils.unpair_preference_dataset': f'{_HERE}.chat:unpair_preference_dataset',
-    'maybe_unpair_preference_dataset': f'{_HERE}.chat:maybe_unpair_preference_dataset',
-    'data_utils.maybe_unpair_preference_dataset': f'{_HERE}.chat:maybe_unpair_preference_dataset',
-    'trainer.utils.SIMPLE_CHAT_TEMPLATE': f'{_HERE}.chat:SIMPLE_CHAT_TEMPLATE',
-    'trainer.utils.SIMPLE_QUERY_CHAT_TEMPLATE': f'{_HERE}.chat:SIMPLE_CHAT_TEMPLATE',
+    'PPOTrainer': f'{_HERE}.dispatch:PPOTrainer',
+    'trainer.PPOTrainer': f'{_HERE}.dispatch:PPOTrainer',
+    'trainer.ppo_trainer.PPOTrainer': f'{_HERE}.dispatch:PPOTrainer',
+    **{name: f'{_HERE}.models:{name}' for name in _MODELS},
+    **{f'models.{name}': f'{_HERE}.models:{name}' for name in _MODELS},
+    'models.modeling_value_head.AutoModelForCausalLMWithValueHead': f'{_HERE}.models:AutoModelForCausalLMWithValueHead',
+    'models.modeling_value_head.ValueHead': f'{_HERE}.models:ValueHead',
+    'models.modeling_base.create_reference_model': f'{_HERE}.models:create_reference_model',
+    'set_seed': f'{_HERE}.core:set_seed',
+    **{f'core.{name}': f'{_HERE}.core:{name}' for name in _CORE},
+    **{
+        f'import_utils.{name}': f'{_HERE}.core:{name}'
+        for name in ('is_npu_available', 'is_xpu_available', 'is_peft_available')
+    },
+    **{name: f'{_HERE}.{target}' for target, names in _LATER.items() for name in names.split()},
 }
 """name below `trl`: where it is, 'module:attribute'"""
 
@@ -105,10 +92,8 @@ INSTEAD: dict[str, str] = {
     'CPOTrainer': "chatgpt.trainer.SimPOTrainer, which is its loss_type='simpo' without the term on chosen answers",
     'CPOConfig': 'chatgpt.trainer.SimPOConfig: beta, and gamma for simpo_gamma',
     'OnlineDPOTrainer': 'chatgpt.trainer.PPOTrainer, which learns from a reward of its own samples as well',
-    'IterativeSFTTrainer': 'chatgpt.trainer.RFTTrainer, which learns from the best of its own samples',
     'DataCollatorForCompletionOnlyLM': 'rows of prompt and completion, of which SFTTrainer counts the completion alone',
     'DataCollatorForChatML': 'rows of messages and SFTConfig(assistant_only_loss=True)',
-    'BestOfNSampler': 'chatgpt.rollout.best_of_n',
     'RichProgressCallback': 'nothing: a progress bar is shown already (disable_tqdm=True hides it)',
     'LogCompletionsCallback': 'chatgpt.trainer.callbacks.SampleTable, or generate_completions()',
     'SyncRefModelCallback': 'nothing here moves the reference during a run',
@@ -118,6 +103,15 @@ INSTEAD: dict[str, str] = {
     'get_dataset': 'datasets.load_dataset',
     'DatasetMixtureConfig': 'datasets.concatenate_datasets',
     'pack_dataset': 'SFTConfig(packing=True)',
+    'TextEnvironment': 'chatgpt.rollout.environment: tools and turns in a rollout (docs/rollout.md)',
+    'environment.TextEnvironment': 'chatgpt.rollout.environment: tools and turns in a rollout (docs/rollout.md)',
+    'TextHistory': 'chatgpt.rollout.environment: tools and turns in a rollout (docs/rollout.md)',
+    'BestOfNSampler': 'trainer.generate several times and keep the best by score; chatgpt.trainer.RFTTrainer trains on it',
+    'extras.BestOfNSampler': 'trainer.generate several times and keep the best by score',
+    'IterativeSFTTrainer': 'chatgpt.trainer.RFTTrainer: sample, keep the best, SFT on them',
+    'DDPOTrainer': 'nothing: diffusion models are not trained here',
+    'AlignPropTrainer': 'nothing: diffusion models are not trained here',
+    'GPT2HeadWithValueModel': 'AutoModelForCausalLMWithValueHead, its name from 0.2 on',
 }
 """name below `trl` that is not served: what to write instead"""
 

@@ -96,7 +96,7 @@ FIELDS: dict[str, tuple[Entry, Entry]] = {
         ),
     ),
     'whiten_rewards': (
-        ours('whiten_rewards'),
+        converted("TRL's formula in an estimator of its own, which adds the mean back; whiten_rewards here scales it"),
         converted('whiten_rewards: rewards are divided by their deviation; TRL then adds back what is left of the mean'),
     ),
     'gradient_checkpointing': (
@@ -356,15 +356,9 @@ class PPOConfig(TrainingArguments):
         super().__post_init__()
         if self.kl_penalty not in ('kl', 'abs', 'mse', 'full'):
             raise ValueError(f"kl_penalty={self.kl_penalty!r} is not known; choose one of 'kl', 'abs', 'mse', 'full'")
-        for name, other in TWINS.items():
-            one, two = getattr(self, name), getattr(self, other)
-            if one is not None and two is not None and one != two:
-                raise ValueError(f'{name}={one!r} and {other}={two!r} mean the same setting: give one of them')
-            setattr(self, other, one if two is None else two)
         if self.evaluation_strategy is not None:
             self.eval_strategy = self.evaluation_strategy
-        # As given, so that a trainer of the other era can fill in its own defaults.
-        self._asked = {name: getattr(self, name) for name in {*DEFAULTS['classic'], *TWINS, *_BATCHES}}
+        self._filled: dict[str, Any] = {}
         self.resolve(self.era)
 
     @property
@@ -378,15 +372,32 @@ class PPOConfig(TrainingArguments):
         Raises:
             ValueError: batch sizes that do not divide.
         """
-        for name, value in self._asked.items():
-            setattr(self, name, value)
+        for name, value in self._filled.items():
+            if getattr(self, name) == value:  # else the script has set it since
+                setattr(self, name, None)
+        self._follow_twins()
+        before = {name: getattr(self, name) for name in _DEPEND}
         for name, value in DEFAULTS[era].items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        for name, other in TWINS.items():
-            setattr(self, name, getattr(self, other))
+        self._follow_twins()
         if era == 'classic':
             self._classic_batches()
+        self._filled = {name: getattr(self, name) for name, value in before.items() if value is None}
+
+    def _follow_twins(self) -> None:
+        """Two names of one thing hold one value.
+
+        Raises:
+            ValueError: both were given, with two values.
+        """
+        for name, other in TWINS.items():
+            one, two = getattr(self, name), getattr(self, other)
+            if one is not None and two is not None and one != two:
+                raise ValueError(f'{name}={one!r} and {other}={two!r} mean the same setting: give one of them')
+            value = one if two is None else two
+            setattr(self, name, value)
+            setattr(self, other, value)
 
     def _classic_batches(self) -> None:
         if self.batch_size is None:
@@ -415,7 +426,8 @@ class PPOConfig(TrainingArguments):
         check_given(self, fates(era))
 
 
-_BATCHES = ('batch_size', 'mini_batch_size', 'backward_batch_size')
+_DEPEND = (*DEFAULTS['classic'], *TWINS, 'batch_size', 'mini_batch_size', 'backward_batch_size')
+"""what is filled in where it was not given"""
 _ONLY_CLASSIC = {
     *('adap_kl_ctrl', 'init_kl_coef', 'ppo_epochs', 'batch_size', 'mini_batch_size', 'forward_batch_size'),
     *('target', 'horizon', 'kl_penalty', 'early_stopping', 'steps', 'log_with', 'use_score_scaling', 'model_name'),
