@@ -97,7 +97,9 @@ FIELDS: dict[str, tuple[Entry, Entry]] = {
     ),
     'whiten_rewards': (
         converted("TRL's formula in an estimator of its own, which adds the mean back; whiten_rewards here scales it"),
-        converted('whiten_rewards: rewards are divided by their deviation; TRL then adds back what is left of the mean'),
+        converted(
+            'whiten_rewards: rewards are divided by their deviation; TRL then adds back what is left of the mean'
+        ),
     ),
     'gradient_checkpointing': (
         converted("the model's own gradient_checkpointing_enable()"),
@@ -242,21 +244,7 @@ _REST: dict[str, Entry] = {
 }
 """further arguments of transformers' class that both trainers treat alike"""
 
-_LATER_CLASSIC = {
-    name: _OPTIM
-    for name in (
-        'optim',
-        'optim_args',
-        'weight_decay',
-        'adam_beta1',
-        'adam_beta2',
-        'adam_epsilon',
-        'lr_scheduler_type',
-        'lr_scheduler_kwargs',
-        'warmup_steps',
-        'warmup_ratio',
-    )
-} | {name: _HUB for name in ('push_to_hub', 'hub_model_id', 'hub_strategy', 'hub_token', 'hub_private_repo')}
+_LATER_CLASSIC = dict.fromkeys(('optim', 'optim_args', 'weight_decay', 'adam_beta1', 'adam_beta2', 'adam_epsilon', 'lr_scheduler_type', 'lr_scheduler_kwargs', 'warmup_steps', 'warmup_ratio'), _OPTIM) | dict.fromkeys(('push_to_hub', 'hub_model_id', 'hub_strategy', 'hub_token', 'hub_private_repo'), _HUB)
 
 
 def fates(era: Era) -> dict[str, Entry]:

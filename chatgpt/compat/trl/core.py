@@ -24,7 +24,9 @@ class LengthSampler:
 
     def __init__(self, min_value: int, max_value: int) -> None:
         if not min_value < max_value:
-            raise ValueError(f'LengthSampler({min_value}, {max_value}): the second number is excluded and must be above')
+            raise ValueError(
+                f'LengthSampler({min_value}, {max_value}): the second number is excluded and must be above'
+            )
         self.values = list(range(min_value, max_value))
 
     def __call__(self) -> int:

@@ -11,7 +11,7 @@ _SECOND = {
 }
 
 
-def PPOTrainer(*args: Any, **kwargs: Any) -> Any:  # noqa: N802
+def PPOTrainer(*args: Any, **kwargs: Any) -> Any:
     """TRL's `PPOTrainer`: the classic one, or that of 0.12 to 1.12.
 
     Classic is (config, model, ref_model, tokenizer, dataset, optimizer, data_collator, num_shared_layers,

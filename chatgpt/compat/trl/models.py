@@ -272,8 +272,7 @@ class _WithShards:
 
 
 _NO_SEQ2SEQ = (
-    'encoder-decoder models (T5, BART) are not trained here yet; use a causal LM with '
-    'AutoModelForCausalLMWithValueHead'
+    'encoder-decoder models (T5, BART) are not trained here yet; use a causal LM with AutoModelForCausalLMWithValueHead'
 )
 
 
@@ -319,7 +318,9 @@ def _load(source: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Tensor] 
     """The causal LM, and the tensors of a value head beside it."""
     if isinstance(source, nn.Module):
         if not isinstance(source, PreTrainedModel) and not hasattr(source, 'peft_config'):
-            raise ValueError(f'a {type(source).__name__} given; it must be a hub name, a folder or a transformers model')
+            raise ValueError(
+                f'a {type(source).__name__} given; it must be a hub name, a folder or a transformers model'
+            )
         return adapted(source, None), None
     name, adapter = str(source), adapter_base(source)
     hub = {k: v for k, v in options.items() if k in HUB_OPTIONS}

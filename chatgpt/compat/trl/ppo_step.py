@@ -208,11 +208,11 @@ class ClassicPPOTrainer:
         if ref_model is None and not self.is_peft_model:
             ref_model = create_reference_model(model, num_shared_layers)
         elif num_shared_layers is not None:
-            warnings.warn('num_shared_layers has no effect here: the reference is given or the model itself', stacklevel=3)
+            warnings.warn(
+                'num_shared_layers has no effect here: the reference is given or the model itself', stacklevel=3
+            )
         self.ref_model = ref_model
-        self.optimizer = optimizer or Adam(
-            [p for p in model.parameters() if p.requires_grad], lr=config.learning_rate
-        )  # type: ignore[arg-type]
+        self.optimizer = optimizer or Adam([p for p in model.parameters() if p.requires_grad], lr=config.learning_rate)  # type: ignore[arg-type]
         self._strategy = strategy_by_name(
             'ddp' if int(os.environ.get('WORLD_SIZE', '1')) > 1 else 'naive',
             seed=config.seed,  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import torch
 
 from chatgpt.compat.trl import later
 from chatgpt.compat.trl.arguments import Entry, TrainingArguments, converted, label, ours, refused, warned
-from chatgpt.compat.trl.peft import adapted
+from chatgpt.compat.trl.peft import HEADS, adapted
 from chatgpt.compat.trl.training import (
     OfflineLaterTrainer,
     loading_options,
@@ -119,8 +119,9 @@ class RewardTrainer(OfflineLaterTrainer):
             options = {'trust_remote_code': True} if args.trust_remote_code else {}
             scorer = AutoRM(pretrained=model, **options | loading_options(args.model_init_kwargs))
         else:
+            model = adapted(model, None, heads=HEADS)  # of a PEFT model its adapters
             scorer = RewardModel.from_classifier(model)
-        adapted(trainable(scorer.model, args), peft_config, heads=('score', 'classifier'))
+        adapted(trainable(scorer.model, args), peft_config, heads=HEADS)
         if args.disable_dropout:
             for module in scorer.modules():
                 if isinstance(module, torch.nn.Dropout):

@@ -1,5 +1,5 @@
-"""What scripts of TRL 0.12 to 1.12 read their command line with: `ModelConfig`, `ScriptArguments`, `TrlParser`, and what
-they make of a `ModelConfig`."""
+"""What scripts of TRL 0.12 to 1.12 read their command line with: `ModelConfig`, `ScriptArguments`, `TrlParser`, and
+what they make of a `ModelConfig`."""
 
 from __future__ import annotations
 
