@@ -143,7 +143,10 @@ def findings(script_uses: Sequence[Use]) -> Iterator[Finding]:
     for use in script_uses:
         system, name = use.system, use.name
         target = system.served.get(name)
-        if target is not None:
+        if not system.replaces and (target is not None or not name) and installed(system.package) is not None:
+            if not use.keywords:
+                yield Finding(use.line, use.full, True, f'the installed {system.package} has it')
+        elif target is not None:
             if not use.keywords:
                 yield Finding(use.line, use.full, True, f'served by {target}')
             yield from _keywords(use, target)
