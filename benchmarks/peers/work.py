@@ -133,8 +133,9 @@ def begin() -> tuple[Case, Line]:
 
 def versions(*names: str) -> dict[str, str]:
     from importlib.metadata import version
+    from importlib.util import find_spec
 
-    return {name: version(name) for name in ('torch', 'transformers', *names)}
+    return {name: version(name) for name in ('torch', 'transformers', *names) if find_spec(name) is not None}
 
 
 class ServeUpdates:

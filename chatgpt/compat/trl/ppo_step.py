@@ -220,7 +220,7 @@ class ClassicPPOTrainer:
         )
         atexit.register(self._strategy.close)
         self._note_processes()
-        self._inner = self._make_trainer()
+        self.inner = self._make_trainer()
         self.is_distributed = self._strategy.world_size > 1
         self.is_encoder_decoder = False
         self.current_device = self._strategy.device
@@ -266,13 +266,13 @@ class ClassicPPOTrainer:
     @property
     def optional_peft_ctx(self) -> Callable[[], Any]:
         """Within `optional_peft_ctx()` the model computes the reference where that is the model without its adapter."""
-        bare: Any = self._strategy.unwrap(self._inner.actor)
+        bare: Any = self._strategy.unwrap(self.inner.actor)
         return bare.reference if self.is_peft_model else nullcontext
 
     @property
     def kl_ctl(self) -> Any:
         """The KL controller; `.value` is the coefficient."""
-        return self._inner.kl_controller
+        return self.inner.kl_controller
 
     # ------------------------------------------------------------------ data
 
@@ -342,12 +342,12 @@ class ClassicPPOTrainer:
 
         def of_policy(limits: list[int] | None) -> list[Tensor]:
             sampler = None if limits is None else partial(next, iter(limits))
-            return self._inner.generate(queries, length_sampler=sampler, **settings)  # type: ignore[return-value]
+            return self.inner.generate(queries, length_sampler=sampler, **settings)  # type: ignore[return-value]
 
         responses = answered(of_policy)
         if not generate_ref_response:
             return responses
-        return responses, answered(lambda limits: self._inner.generate_reference(queries, limits, settings))
+        return responses, answered(lambda limits: self.inner.generate_reference(queries, limits, settings))
 
     def _settings(self, given: dict[str, Any], has_lengths: bool) -> dict[str, Any]:
         """Our generation keywords for transformers'."""
@@ -403,7 +403,7 @@ class ClassicPPOTrainer:
         """
         start = time.perf_counter()
         self._check_lists(queries=queries, responses=responses, scores=scores)
-        inner, kl_coef = self._inner, self.kl_ctl.value
+        inner, kl_coef = self.inner, self.kl_ctl.value
         inner.take_learning_rates()  # of a scheduler, or set by hand
         inner.recorder = Recorder()
         metrics = inner.step(
@@ -490,15 +490,15 @@ class ClassicPPOTrainer:
         if self._trackers and not self._tracking:
             self._tracking = True
             for tracker in self._trackers:
-                tracker.on_fit_start(self._inner)
+                tracker.on_fit_start(self.inner)
         step = self.current_step if step is None else step
         numbers = {k: float(v) for k, v in values.items() if np.ndim(v) == 0 and not isinstance(v, (str, dict))}
         for tracker in self._trackers:
-            tracker.on_phase_end(self._inner, step, numbers if isinstance(tracker, TensorBoard) else _for_wandb(values))
+            tracker.on_phase_end(self.inner, step, numbers if isinstance(tracker, TensorBoard) else _for_wandb(values))
 
     def _end_tracking(self) -> None:
         for tracker in self._trackers if self._tracking else ():
-            tracker.on_fit_end(self._inner)
+            tracker.on_fit_end(self.inner)
         self._tracking = False
 
     # ------------------------------------------------------------------ files
