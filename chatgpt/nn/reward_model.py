@@ -203,8 +203,8 @@ class RewardModel(TakesModel, nn.Module):
 
     @classmethod
     def from_classifier(cls, classifier: Any) -> RewardModel:
-        """A reward model over a sequence classifier of transformers that you have: its logit is the score, of two labels
-        logit 1 minus logit 0.
+        """A reward model over a sequence classifier of transformers: its logit is the score, of two labels logit 1 minus
+        logit 0.
 
         Trunk and head are the classifier's own, which is trained with it; of two labels the head is a new one. An
         encoder with a pooler is kept whole.

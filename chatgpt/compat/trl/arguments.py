@@ -8,6 +8,7 @@ that one would take seconds and accelerate.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,8 +57,11 @@ def absent(why: str) -> Entry:
 
 
 def given(config: Any, name: str) -> bool:
-    """Whether a field was given another value than its default."""
-    return name in config._given
+    """Whether a field was given another value than its default, when the config was made or since."""
+    if name in config._given:
+        return True
+    value, default = getattr(config, name), _default(config.__dataclass_fields__[name])
+    return value != default and value != getattr(config, '_filled', {}).get(name, default)
 
 
 def check_given(config: Any, table: Mapping[str, Entry]) -> None:
@@ -188,7 +192,7 @@ class TrainingArguments:
     include_num_input_tokens_seen: bool = False
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
-        known = [f.name for f in dataclasses.fields(cls)]
+        known = [name for name in inspect.signature(cls.__init__).parameters if name != 'self']
         for name in values:
             if name not in known:
                 near = hint(name, known)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -81,7 +81,7 @@ class DPOConfig(TrainingArguments):
     output_dir: str | None = field(default=None, kw_only=False)
     learning_rate: float = 1e-6
     beta: float = 0.1
-    loss_type: str | list[str] = 'sigmoid'
+    loss_type: str | list[str] = field(default_factory=lambda: ['sigmoid'])  # a flag takes one or more
     label_smoothing: float = 0.0
     max_length: int | None = 1024
     max_prompt_length: int | None = None
@@ -116,9 +116,13 @@ class DPOConfig(TrainingArguments):
     discopop_tau: float = 0.05
     rpo_alpha: float | None = None
     router_aux_loss_coef: float = 0.0
-    trust_remote_code: bool = False
     activation_offloading: bool = False
     tools: str | None = None
+    trust_remote_code: InitVar[bool] = False  # no flag of a command line, where it is ModelConfig's
+
+    def __post_init__(self, trust_remote_code: bool) -> None:  # type: ignore[override]
+        super().__post_init__()
+        self.trust_remote_code = trust_remote_code
 
 
 def _loss(args: Any) -> dict[str, Any]:

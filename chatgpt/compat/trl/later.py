@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from typing import Any
 
 from chatgpt.compat.trl.arguments import Entry, converted, label, ours, refused, warned
@@ -45,7 +46,7 @@ ARGUMENTS: dict[str, Entry] = {
     'label_names': label('of datasets that are tokenized by the script'),
     'auto_find_batch_size': warned('python -m chatgpt.plan says which batch fits before a run'),
     'learning_rate': ours('lr'),
-    'optim': converted('adamw (any of its spellings) or sgd; another is an error'),
+    'optim': converted('AdamW or SGD; of the paged and 8-bit kinds of AdamW the plain one, with a warning'),
     'optim_args': refused('there are no further arguments of AdamW or SGD here'),
     'weight_decay': converted('of weights, not of biases and norms, as in transformers'),
     'adam_beta1': ours('betas'),
@@ -116,6 +117,12 @@ ARGUMENTS: dict[str, Entry] = {
 """argument of transformers' class: what becomes of it"""
 
 _ADAMW = ('adamw_torch', 'adamw_torch_fused', 'adamw_hf', 'adamw')
+_SMALL_ADAMW = (
+    *('paged_adamw_32bit', 'paged_adamw_8bit', 'paged_adamw', 'adamw_bnb_8bit', 'adamw_8bit', 'adamw_torch_8bit'),
+    *('adamw_torch_4bit', 'adamw_apex_fused', 'adamw_anyprecision'),
+)
+"""AdamW with its states elsewhere or in fewer bits"""
+_OPTIMIZERS = (*_ADAMW, 'sgd', *_SMALL_ADAMW)
 _SCHEDULES = {'linear': 'linear', 'cosine': 'cosine', 'constant': 'constant', 'constant_with_warmup': 'constant'}
 _EPOCH = 'epoch'
 
@@ -132,13 +139,17 @@ def one_of(args: Any, name: str, known: Any) -> str:
 def check_choices(args: Any) -> None:
     """The arguments with a choice of values. Raises ValueError."""
     for name, known in (
-        ('optim', (*_ADAMW, 'sgd')),
+        ('optim', _OPTIMIZERS),
         ('lr_scheduler_type', _SCHEDULES),
         ('logging_strategy', ('steps', _EPOCH, 'no')),
         ('eval_strategy', ('steps', _EPOCH, 'no')),
         ('save_strategy', ('steps', _EPOCH, 'no')),
     ):
         one_of(args, name, known)
+    if (name := one_of(args, 'optim', _OPTIMIZERS)) in _SMALL_ADAMW:
+        warnings.warn(
+            f'{type(args).__name__}: optim={name!r} is plain AdamW here, with states in 32 bits', stacklevel=4
+        )
     if args.bf16 and args.fp16:
         raise ValueError(f'{type(args).__name__}: bf16=True and fp16=True; give one of them')
     trackers(args)
@@ -175,7 +186,7 @@ def make_optimizer(args: Any, strategy: Any, model: Any) -> Any:
             {'params': apart, 'weight_decay': 0.0},
         ]
         groups = [group for group in groups if group['params']]
-    if one_of(args, 'optim', (*_ADAMW, 'sgd')) == 'sgd':
+    if one_of(args, 'optim', _OPTIMIZERS) == 'sgd':
         return torch.optim.SGD(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
     betas = (args.adam_beta1, args.adam_beta2)
     return strategy.make_optimizer(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)

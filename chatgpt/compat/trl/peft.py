@@ -5,13 +5,20 @@ PEFT is imported only for the layers it adapts by default, and its objects come 
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from chatgpt.nn.files import save_tensors
 from chatgpt.nn.loading import add_lora
-from chatgpt.nn.peft_format import PLAIN_LORA, import_peft
+from chatgpt.nn.peft_format import CONFIG_FILE, PLAIN_LORA, WEIGHTS_FILE, import_peft
+from chatgpt.nn.unfit import read_weights
+
+HEADS = ('score', 'classifier')
+"""of sequence classifiers, trained in full here as `modules_to_save` asks of PEFT"""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = PLAIN_LORA | {
     'init_lora_weights': (True, 'gaussian'),
@@ -44,12 +51,26 @@ def adapted(model: Any, peft_config: Any, *, heads: Sequence[str] = ()) -> Any:
             raise ValueError(f'model: a PEFT model with the adapters {", ".join(model.peft_config)}; it must have one')
         with tempfile.TemporaryDirectory(prefix='chatgpt-adapter-') as folder:
             model.save_pretrained(folder)
+            _leave_heads_out(Path(folder), heads)
             model = model.unload()
             import_peft(model, folder)
         return model
     if peft_config is not None:
         add_lora(model, **lora_arguments(peft_config, model, heads=heads))
     return model
+
+
+def _leave_heads_out(folder: Path, heads: Sequence[str]) -> None:
+    """Of a saved adapter, the heads that PEFT trains in full: `unload` leaves them in the model."""
+    path = folder / CONFIG_FILE
+    config = json.loads(path.read_text())
+    saved = config.get('modules_to_save') or []
+    if not saved or not set(saved) <= set(heads):
+        return
+    path.write_text(json.dumps(config | {'modules_to_save': None}))
+    tensors = read_weights(folder / WEIGHTS_FILE)
+    kept = {name: t for name, t in tensors.items() if not any(f'.{head}.' in name for head in saved)}
+    save_tensors(kept, folder / WEIGHTS_FILE, metadata={'format': 'pt'})
 
 
 def lora_arguments(peft_config: Any, model: Any, *, heads: Sequence[str] = ()) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
@@ -23,7 +24,7 @@ from transformers.trainer_utils import TrainOutput
 from chatgpt.compat.trl import later
 from chatgpt.compat.trl.arguments import given
 from chatgpt.compat.trl.config import PPOConfig, fates
-from chatgpt.compat.trl.peft import adapted
+from chatgpt.compat.trl.peft import HEADS, adapted
 from chatgpt.compat.trl.training import (
     LaterTrainer,
     causal_lm,
@@ -150,20 +151,26 @@ class Sizes(NamedTuple):
 
 def sizes_of(args: Any, num_prompts: int, world_size: int) -> Sizes:
     """Raises ValueError for batch sizes that do not divide."""
-    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size
-    if args.batch_size is not None and given(args, 'batch_size'):
-        batch = args.batch_size * world_size
-    if batch % (args.num_mini_batches * world_size):
+    local = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    local = args.batch_size if args.batch_size is not None else local
+    mini = args.mini_batch_size if args.mini_batch_size is not None else local // args.num_mini_batches
+    if mini < 1 or local % mini or (args.mini_batch_size is None and local % args.num_mini_batches):
         raise ValueError(
-            f'PPOConfig: a batch of {batch} (per_device_train_batch_size x gradient_accumulation_steps x processes) '
-            f'must be a multiple of num_mini_batches={args.num_mini_batches} on each of {world_size} processes'
+            f'PPOConfig: a batch of {local} on each process (batch_size, else per_device_train_batch_size x '
+            f'gradient_accumulation_steps) must be a multiple of '
+            + (
+                f'num_mini_batches={args.num_mini_batches}'
+                if args.mini_batch_size is None
+                else f'mini_batch_size={mini}'
+            )
         )
+    batch = local * world_size
     episodes = args.total_episodes
     if episodes is None:
         episodes = int(args.num_train_epochs * num_prompts)
     if episodes < 1:
         raise ValueError(f'PPOConfig: total_episodes={episodes} must be at least 1')
-    return Sizes(batch, batch // args.num_mini_batches, math.ceil(episodes / batch))
+    return Sizes(batch, mini * world_size, math.ceil(episodes / batch))
 
 
 def stop_id_of(args: Any, tokenizer: Any) -> int | None:
@@ -228,13 +235,55 @@ def prompts_of(dataset: Any, tokenizer: Any) -> PromptSet:
     return as_prompts(prompts)
 
 
+class BackboneScore(nn.Module):
+    """Scores by a module of the script's own, in TRL's protocol: the backbone that `base_model_prefix` names gives
+    hidden states, `score` makes logits of them, and the one at the last token is the score."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> Tensor:
+        """(B,) fp32."""
+        mask = batch.attention_mask
+        model: Any = self.model
+        out = getattr(model, model.base_model_prefix)(
+            input_ids=batch.input_ids.masked_fill(~mask, 0),
+            attention_mask=mask,
+            position_ids=mask.cumsum(1) - mask.long(),
+            return_dict=True,
+            output_hidden_states=True,
+            use_cache=False,
+        )
+        return model.score(out.hidden_states[-1]).flatten(0, 1)[batch.last_index].float().reshape(-1)
+
+
 def reward_of(reward_model: Any) -> Any:
-    """A `RewardModel` of a classifier or its folder; a function as it is, in one of our conventions."""
+    """A `RewardModel` of a classifier or its folder, a module with TRL's protocol of backbone and score, or a function
+    as it is, in one of our conventions.
+
+    Raises:
+        ValueError: a module that is none of these.
+    """
     if isinstance(reward_model, (str, Path)):
         return RewardModel.from_pretrained(reward_model)
-    if isinstance(reward_model, nn.Module) and not isinstance(reward_model, RewardModel):
+    if not isinstance(reward_model, nn.Module):
+        return as_reward(reward_model)
+    if isinstance(reward_model, RewardModel):
+        return reward_model
+    if type(reward_model).__name__.endswith('ForSequenceClassification'):
         return RewardModel.from_classifier(reward_model)
-    return reward_model if isinstance(reward_model, RewardModel) else as_reward(reward_model)
+    if hasattr(reward_model, 'base_model_prefix') and hasattr(reward_model, 'score'):
+        return BackboneScore(reward_model)
+    raise ValueError(
+        f'PPOTrainer: reward_model is a {type(reward_model).__name__}; give a sequence classifier with one label, a '
+        'module with base_model_prefix and score, or a function of prompts and responses'
+    )
+
+
+def policy_of(model: Any, args: Any) -> Any:
+    """The causal LM, also of a model with a value head, whose head has no part in this trainer."""
+    return causal_lm(getattr(model, 'pretrained_model', model), args)
 
 
 def critic_of(value_model: Any, reward: Any, policy: Any, args: Any) -> Critic:
@@ -246,6 +295,18 @@ def critic_of(value_model: Any, reward: Any, policy: Any, args: Any) -> Critic:
         if isinstance(reward, RewardModel) and reward.value_head is not None:
             return Critic.from_reward_model(reward)
         return Critic(deepcopy(policy))
+    if isinstance(value_model, nn.Module):
+        theirs = {id(p) for p in policy.parameters()}
+        if any(id(p) in theirs for p in value_model.parameters()):
+            warnings.warn(
+                'PPOTrainer: value_model shares weights with the policy; it is copied here, for each is trained by its '
+                'own optimizer',
+                stacklevel=3,
+            )
+            value_model = deepcopy(value_model)
+        if hasattr(value_model, 'pretrained_model') and hasattr(value_model, 'v_head'):
+            return Critic(trainable(value_model.pretrained_model, args), _last_linear(value_model.v_head))
+        value_model = adapted(value_model, None, heads=HEADS)
     if isinstance(value_model, (str, Path)):
         parts = RewardModel.from_pretrained(value_model)
     elif type(value_model).__name__.endswith('ForSequenceClassification'):
@@ -255,6 +316,11 @@ def critic_of(value_model: Any, reward: Any, policy: Any, args: Any) -> Critic:
     if parts.value_head is None:
         raise ValueError(f'value_model: {type(parts.model).__name__} has no head of its own; use a causal classifier')
     return Critic(trainable(parts.model, args), parts.value_head.float())
+
+
+def _last_linear(v_head: nn.Module) -> nn.Module:
+    """The linear layer of a value head of TRL's, whose dropout PPO does not use."""
+    return getattr(v_head, 'summary', v_head)
 
 
 # ---------------------------------------------------------------------- the trainer
@@ -308,7 +374,10 @@ class PPOTrainer(LaterTrainer):
         refuse(
             'PPOTrainer',
             {
-                'data_collator': (data_collator, 'prompts are batched here, without padding; leave it out'),
+                'data_collator': (
+                    None if _only_pads(data_collator) else data_collator,
+                    'prompts are batched here, without padding; leave it out',
+                ),
                 'optimizers': (
                     None if tuple(optimizers) == (None, None) else optimizers,
                     'policy and value model have one each; set learning_rate, optim and lr_scheduler_type',
@@ -335,7 +404,7 @@ class PPOTrainer(LaterTrainer):
         self.sizes = sizes_of(args, len(self.prompts), self.strategy.world_size)
         self._note_sizes()
 
-        model = causal_lm(model, args)
+        model = policy_of(model, args)
         reward = reward_of(reward_model)
         if value_model is not None and value_model is reward_model:
             value_model = deepcopy(value_model)  # one is trained, the other is not
@@ -344,7 +413,7 @@ class PPOTrainer(LaterTrainer):
         self.is_peft_model = has_lora(model)
         if ref_model is None and not self.is_peft_model:
             ref_model = deepcopy(model)
-        actor, initial = Actor(model), None if ref_model is None else Actor(causal_lm(ref_model, args))
+        actor, initial = Actor(model), None if ref_model is None else Actor(policy_of(ref_model, args))
         self.policy_model, self.ref_model = model, ref_model
         self.reward_model, self.value_model = reward_model, value_model if value_model is not None else critic.model
 
@@ -362,6 +431,7 @@ class PPOTrainer(LaterTrainer):
             if words.eos_token_id is None:
                 raise ValueError('PPOConfig: missing_eos_penalty needs a tokenizer with an end token')
             scorer = EndPenalty(scorer, args.missing_eos_penalty, words.eos_token_id)
+        pad = words.pad_token_id
         self.generation = {
             'max_new_tokens': args.response_length,
             'do_sample': True,
@@ -369,6 +439,8 @@ class PPOTrainer(LaterTrainer):
             'top_k': 0,
             'top_p': 1.0,
             'eos_token_id': [] if stop_id is None else stop_id,
+            # Scripts add a padding token that the model has no embedding for; here nothing reads it.
+            'pad_token_id': pad if pad is not None and pad < model.get_input_embeddings().num_embeddings else 0,
         }
         self.inner = MeasuredPPOTrainer(
             strategy,
@@ -497,6 +569,11 @@ class PPOTrainer(LaterTrainer):
         evaluation(self.inner)
         names = {'prompt': 'query', 'response': 'model response'}
         return [{names.get(k, k): v for k, v in row.items()} for row in evaluation.last]
+
+
+def _only_pads(data_collator: Any) -> bool:
+    """Whether a collator does no more than pad, of which there is nothing to do here."""
+    return type(data_collator).__name__ in ('DataCollatorWithPadding', 'NoneType')
 
 
 def _either(name: str, value: Any, other: str, older: Any) -> Any:

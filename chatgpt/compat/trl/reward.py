@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ import torch
 
 from chatgpt.compat.trl import later
 from chatgpt.compat.trl.arguments import Entry, TrainingArguments, converted, label, ours, refused, warned
-from chatgpt.compat.trl.peft import adapted
+from chatgpt.compat.trl.peft import HEADS, adapted
 from chatgpt.compat.trl.training import (
     OfflineLaterTrainer,
     loading_options,
@@ -53,13 +53,17 @@ class RewardConfig(TrainingArguments):
     center_rewards_coefficient: float | None = None
     disable_dropout: bool = True
     model_init_kwargs: dict | str | None = None
-    trust_remote_code: bool = False
     dataset_num_proc: int | None = None
     pad_to_multiple_of: int | None = None
     pad_token: str | None = None
     eos_token: str | None = None
     chat_template_path: str | None = None
     activation_offloading: bool = False
+    trust_remote_code: InitVar[bool] = False  # no flag of a command line, where it is ModelConfig's
+
+    def __post_init__(self, trust_remote_code: bool) -> None:  # type: ignore[override]
+        super().__post_init__()
+        self.trust_remote_code = trust_remote_code
 
 
 class RewardTrainer(OfflineLaterTrainer):
@@ -119,8 +123,9 @@ class RewardTrainer(OfflineLaterTrainer):
             options = {'trust_remote_code': True} if args.trust_remote_code else {}
             scorer = AutoRM(pretrained=model, **options | loading_options(args.model_init_kwargs))
         else:
+            model = adapted(model, None, heads=HEADS)  # of a PEFT model its adapters
             scorer = RewardModel.from_classifier(model)
-        adapted(trainable(scorer.model, args), peft_config, heads=('score', 'classifier'))
+        adapted(trainable(scorer.model, args), peft_config, heads=HEADS)
         if args.disable_dropout:
             for module in scorer.modules():
                 if isinstance(module, torch.nn.Dropout):

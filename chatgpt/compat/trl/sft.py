@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -74,7 +74,6 @@ class SFTConfig(TrainingArguments):
     completion_only_loss: bool | None = None
     assistant_only_loss: bool = False
     model_init_kwargs: dict | str | None = None
-    trust_remote_code: bool = False
     loss_type: str | None = None
     truncation_mode: str | None = None
     shuffle_dataset: bool = False
@@ -91,6 +90,11 @@ class SFTConfig(TrainingArguments):
     use_liger: bool = False
     router_aux_loss_coef: float = 0.0
     activation_offloading: bool = False
+    trust_remote_code: InitVar[bool] = False  # no flag of a command line, where it is ModelConfig's
+
+    def __post_init__(self, trust_remote_code: bool) -> None:  # type: ignore[override]
+        super().__post_init__()
+        self.trust_remote_code = trust_remote_code
 
 
 class SFTTrainer(OfflineLaterTrainer):
