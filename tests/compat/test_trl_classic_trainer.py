@@ -337,9 +337,9 @@ def test_wandb_gets_arrays_and_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer.log_stats(stats, batch, [torch.tensor(float(i)) for i in range(4)])
     trainer.accelerator.end_training()
     assert made['project'] == 'project' and made['name'] == 'mine'
-    (values, number), end = logged
-    assert number == 1 and end == 'finished'
-    assert values['game_log'] == (
+    (values, number), (table, same), end = logged
+    assert number == same == 1 and end == 'finished'
+    assert table['game_log'] == (
         ['query', 'response', 'reward'],
         [list(r) for r in zip('abcd', 'efgh', range(4), strict=True)],
     )

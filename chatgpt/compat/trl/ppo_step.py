@@ -238,7 +238,7 @@ class ClassicPPOTrainer:
         """What TRL writes into the config for scripts to read."""
         c, n = self.config, self._strategy.world_size
         assert c.backward_batch_size is not None and c.batch_size is not None
-        c.world_size, c.is_peft_model, c.is_encoder_decoder = n, self.is_peft_model, False
+        c.world_size, c.is_peft_model = n, self.is_peft_model
         c.global_backward_batch_size, c.global_batch_size = c.backward_batch_size * n, c.batch_size * n
 
     def _make_trainer(self) -> _Trainer:
@@ -469,33 +469,34 @@ class ClassicPPOTrainer:
         """
         given = rewards if isinstance(rewards, Tensor) else torch.tensor([float(r) for r in rewards])
         scores = self.accelerator.gather(given.detach().float().to(self.current_device)).flatten().cpu()
-        logs = dict(stats)
+        rows: dict[str, list[Any]] = {}
         if self.config.log_with == 'wandb':
             missing = [name for name in columns_to_log if name not in batch]
             if missing:
                 raise ValueError(f'log_stats: the batch has no {missing[0]!r}; give it, or other columns_to_log')
-            texts = [self._strategy.all_gather_object(list(batch[name])) for name in columns_to_log]
-            columns = [[text for part in parts for text in part] for parts in texts]
-            rows = zip(*columns, scores.tolist(), strict=True)
-            logs['game_log'] = {'columns': [*columns_to_log, 'reward'], 'data': [list(row) for row in rows]}
+            for name in columns_to_log:
+                rows[name] = [text for part in self._strategy.all_gather_object(list(batch[name])) for text in part]
+        logs = dict(stats)
         logs |= {
             'env/reward_mean': float(scores.mean()),
             'env/reward_std': float(scores.std()) if len(scores) > 1 else 0.0,
             'env/reward_dist': scores.numpy(),
         }
         self.current_step += 1
-        self.accelerator.log(logs, step=self.current_step)
+        self.accelerator.log(logs, step=self.inner.phase)
+        for tracker in self._trackers if rows and self.accelerator.is_main_process else ():
+            tracker.on_log(self.inner, {}, rows, scores.tolist(), list(columns_to_log))
 
     def _track(self, values: dict[str, Any], step: int | None) -> None:
-        """Numbers go to every tracker; arrays and tables to W&B."""
+        """Numbers go to every tracker; arrays to W&B."""
         if self._trackers and not self._tracking:
             self._tracking = True
             for tracker in self._trackers:
                 tracker.on_fit_start(self.inner)
-        step = self.current_step if step is None else step
-        numbers = {k: float(v) for k, v in values.items() if np.ndim(v) == 0 and not isinstance(v, (str, dict))}
+        step = self.inner.phase if step is None else step
+        numbers = {k: float(v) for k, v in values.items() if np.ndim(v) == 0 and not isinstance(v, str)}
         for tracker in self._trackers:
-            tracker.on_phase_end(self.inner, step, numbers if isinstance(tracker, TensorBoard) else _for_wandb(values))
+            tracker.on_phase_end(self.inner, step, numbers if isinstance(tracker, TensorBoard) else values)
 
     def _end_tracking(self) -> None:
         for tracker in self._trackers if self._tracking else ():
@@ -604,9 +605,3 @@ def _trackers(config: PPOConfig) -> list[Any]:
         if name != 'wandb':
             warnings.warn(f'tracker_kwargs[{name!r}] has no effect here', stacklevel=4)
     return made
-
-
-def _for_wandb(values: dict[str, Any]) -> dict[str, Any]:
-    import wandb
-
-    return {k: wandb.Table(**v) if k == 'game_log' else v for k, v in values.items()}
