@@ -145,6 +145,23 @@ def test_which_trainer_is_meant() -> None:
         is_second((config,), {})
 
 
+def test_a_trainer_of_ones_own() -> None:
+    class Mine(trl.PPOTrainer):
+        def step(self, *args: Any) -> Any:
+            return super().step(*args) | {'mine': 1.0}
+
+        def compute_rewards(self, *args: Any) -> Any:
+            raise AssertionError
+
+    model = trl.AutoModelForCausalLMWithValueHead.from_pretrained(tiny_causal_lm('gpt2'))
+    config = PPOConfig(batch_size=4, mini_batch_size=4, ppo_epochs=1)
+    with pytest.warns(UserWarning, match='Mine.compute_rewards is never called here: give step the scores'):
+        trainer = Mine(config, model, None, char_tokenizer())
+    assert isinstance(trainer, trl.PPOTrainer) and not isinstance(config, trl.PPOTrainer)
+    responses = trainer.generate(QUERIES, return_prompt=False, max_new_tokens=5, **SAMPLED)
+    assert trainer.step(QUERIES, responses, [torch.tensor(1.0)] * 4)['mine'] == 1.0
+
+
 def test_mistakes_in_the_arguments() -> None:
     with pytest.raises(ValueError, match='AutoModelForCausalLMWithValueHead.from_pretrained'):
         make(tiny_causal_lm('gpt2'))

@@ -50,6 +50,23 @@ _POSITIONS = 1024
 """tokens of a row that a micro-batch is planned for, where the model takes more"""
 
 
+_POLICY_LOSS = 'a loss of your own is a policy_loss of chatgpt.trainer.PPOTrainer (docs/extend/algorithm.md)'
+_ESTIMATOR = 'an estimator of your own is advantage_estimator of chatgpt.trainer.PPOTrainer (docs/extend/algorithm.md)'
+_REWARD = 'give step the scores that you want paid, one per response or one per token'
+_INNER = {
+    'compute_rewards': _REWARD,
+    '_kl_penalty': 'kl_penalty has the choices',
+    'compute_advantages': _ESTIMATOR,
+    'loss': _POLICY_LOSS,
+    'train_minibatch': _POLICY_LOSS,
+    'batched_forward_pass': "forwards are the library's, without padding",
+    'prepare_model_inputs': "forwards are the library's, without padding",
+    'record_step_stats': 'change what step returns',
+    '_generate_batched': 'override generate',
+}
+"""methods of TRL's trainer that its subclasses override, and what to do here"""
+
+
 # ------------------------------------------------------------------ the trainer of this library, with TRL's measures
 
 
@@ -193,6 +210,8 @@ class ClassicPPOTrainer:
         lr_scheduler: Any = None,
         training_data_collator: Any = None,
     ) -> None:
+        if type(self) is not ClassicPPOTrainer:
+            _tell_of_overridden(type(self))
         config = PPOConfig() if config is None else config
         _check(config, model, ref_model, tokenizer)
         if training_data_collator is not None:
@@ -577,6 +596,13 @@ def _check(config: Any, model: Any, ref_model: Any, tokenizer: Any) -> None:
         raise ValueError(f'PPOTrainer: ref_model must be a model or None; got {_kind(ref_model)}')
     if not hasattr(tokenizer, 'decode'):
         raise ValueError(f'PPOTrainer: tokenizer must be a transformers tokenizer; got {_kind(tokenizer)}')
+
+
+def _tell_of_overridden(cls: type) -> None:
+    """A warning for each of TRL's inner steps that a subclass has of its own, which nothing here calls."""
+    for name in _INNER:
+        if any(name in vars(c) for c in cls.__mro__):
+            warnings.warn(f'{cls.__name__}.{name} is never called here: {_INNER[name]}', stacklevel=4)
 
 
 def _kind(value: Any) -> str:
