@@ -276,6 +276,38 @@ def test_the_given_optimizer_scheduler_and_reference_are_used() -> None:
         make(ref_model=tiny_causal_lm('gpt2'), trainer={'num_shared_layers': 1})
 
 
+def test_dropout_is_off_whatever_the_script_calls() -> None:
+    """As in TRL, whose forwards are in eval mode: the ratio of the first update is 1."""
+    model = trl.AutoModelForCausalLMWithValueHead.from_pretrained(tiny_causal_lm('gpt2', dropout=0.5))
+    trainer = make(model)
+    responses = trainer.generate(QUERIES, return_prompt=False, max_new_tokens=5, **SAMPLED)
+    model.train()
+    stats = trainer.step(QUERIES, responses, [torch.tensor(1.0)] * 4)
+    assert stats['ppo/policy/approxkl'] < 1e-10 and stats['objective/kl'] == 0.0
+    np.testing.assert_allclose(stats['ppo/policy/ratio'], 1.0, atol=1e-5)
+
+
+def test_gradient_checkpointing_changes_no_number() -> None:
+    def stats(**settings: Any) -> dict[str, Any]:
+        torch.manual_seed(0)
+        found = step(make(**settings))
+        return {k: v for k, v in found.items() if isinstance(v, float) and not k.startswith('time/')}
+
+    assert stats(gradient_checkpointing=True) == pytest.approx(stats(), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize('bits', ['bfloat16', 'float16'])
+def test_a_step_in_16_bits(bits: str, tmp_path: Path) -> None:
+    tiny_causal_lm('gpt2').save_pretrained(tmp_path)
+    model = trl.AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path, torch_dtype=bits)
+    trainer = make(model, learning_rate=1e-2)
+    before = model.v_head.summary.weight.detach().clone()
+    stats = step(trainer)
+    assert stats['objective/kl'] == pytest.approx(0.0, abs=0.01)
+    assert not torch.equal(before, model.v_head.summary.weight)
+    assert model.pretrained_model.dtype == torch.float32
+
+
 def test_best_is_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make(push_to_hub_if_best_kwargs={'repo_id': 'me/best'}, compare_steps=2)
     pushed: list[str] = []

@@ -33,7 +33,7 @@ from chatgpt.compat.trl.statistics import MeasuredLoss, Recorder, statistics
 from chatgpt.dataset.prompts import as_prompts
 from chatgpt.functional.advantages import gae
 from chatgpt.nn import Actor
-from chatgpt.nn.dropout import in_eval_mode
+from chatgpt.nn.dropout import dropout_off, in_eval_mode
 from chatgpt.rollout import LocalEngine, SamplingParams
 from chatgpt.rollout.hf import HFEngine
 from chatgpt.rollout.sampling import sampling_for
@@ -424,6 +424,7 @@ class ClassicPPOTrainer:
         self._check_lists(queries=queries, responses=responses, scores=scores)
         inner, kl_coef = self.inner, self.kl_ctl.value
         inner.take_learning_rates()  # of a scheduler, or set by hand
+        dropout_off(self._strategy.unwrap(inner.actor))  # the script may have called model.train()
         inner.recorder = Recorder()
         metrics = inner.step(
             [q.detach().cpu().flatten() for q in queries],
@@ -617,6 +618,7 @@ def _trackers(config: PPOConfig) -> list[Any]:
     for name in names:
         if name == 'tensorboard':
             folder = config.project_kwargs.get('logging_dir') or config.logging_dir
+            folder = folder or config.accelerator_kwargs.get('logging_dir')  # up to 0.4
             if folder is None:
                 raise ValueError("log_with='tensorboard' needs project_kwargs={'logging_dir': FOLDER}")
             made.append(TensorBoard(Path(folder, config.tracker_project_name), num_rows=0))
