@@ -244,7 +244,21 @@ _REST: dict[str, Entry] = {
 }
 """further arguments of transformers' class that both trainers treat alike"""
 
-_LATER_CLASSIC = dict.fromkeys(('optim', 'optim_args', 'weight_decay', 'adam_beta1', 'adam_beta2', 'adam_epsilon', 'lr_scheduler_type', 'lr_scheduler_kwargs', 'warmup_steps', 'warmup_ratio'), _OPTIM) | dict.fromkeys(('push_to_hub', 'hub_model_id', 'hub_strategy', 'hub_token', 'hub_private_repo'), _HUB)
+_LATER_CLASSIC = dict.fromkeys(
+    (
+        'optim',
+        'optim_args',
+        'weight_decay',
+        'adam_beta1',
+        'adam_beta2',
+        'adam_epsilon',
+        'lr_scheduler_type',
+        'lr_scheduler_kwargs',
+        'warmup_steps',
+        'warmup_ratio',
+    ),
+    _OPTIM,
+) | dict.fromkeys(('push_to_hub', 'hub_model_id', 'hub_strategy', 'hub_token', 'hub_private_repo'), _HUB)
 
 
 def fates(era: Era) -> dict[str, Entry]:

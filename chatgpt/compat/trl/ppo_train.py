@@ -323,6 +323,24 @@ def _last_linear(v_head: nn.Module) -> nn.Module:
     return getattr(v_head, 'summary', v_head)
 
 
+def optimizer_of(name: str, model: Any, given_one: Any, args: Any, strategy: Any) -> Any:
+    """The optimizer of one of the two models: by the arguments, or of the script's optimizer what is of this model.
+
+    Raises:
+        ValueError: the script's optimizer has no parameter of it.
+    """
+    if given_one is None:
+        return later.make_optimizer(args, strategy, model)
+    own = {id(p) for p in model.parameters() if p.requires_grad}
+    groups = [group | {'params': [p for p in group['params'] if id(p) in own]} for group in given_one.param_groups]
+    groups = [group for group in groups if group['params']]
+    if not groups:
+        raise ValueError(
+            f'optimizers: the optimizer has no parameter of the {name} that is trained; give optim instead'
+        )
+    return type(given_one)(groups)
+
+
 # ---------------------------------------------------------------------- the trainer
 
 
@@ -339,7 +357,8 @@ class PPOTrainer(LaterTrainer):
         value_model: a sequence classifier with one label, trained in place; None starts from the reward model.
         train_dataset: rows with input_ids, or with a prompt.
         eval_dataset: the same, for `generate_completions`.
-        optimizers, data_collator: cannot be honoured.
+        optimizers: (an optimizer over the parameters of policy and value model, None); each model gets one of its kind.
+        data_collator: cannot be honoured, but for one that only pads.
         peft_config: a LoraConfig for the policy.
         config, tokenizer, policy, ref_policy: names that 0.12 to 0.15 have for args, processing_class, model,
             ref_model.
@@ -378,10 +397,7 @@ class PPOTrainer(LaterTrainer):
                     None if _only_pads(data_collator) else data_collator,
                     'prompts are batched here, without padding; leave it out',
                 ),
-                'optimizers': (
-                    None if tuple(optimizers) == (None, None) else optimizers,
-                    'policy and value model have one each; set learning_rate, optim and lr_scheduler_type',
-                ),
+                'optimizers': (optimizers[1], 'a scheduler cannot be taken over; give lr_scheduler_type'),
             },
         )
         for name, value in (('args', args), ('model', model), ('reward_model', reward_model)):
@@ -418,7 +434,10 @@ class PPOTrainer(LaterTrainer):
         self.reward_model, self.value_model = reward_model, value_model if value_model is not None else critic.model
 
         strategy = self.strategy
-        pairs = [(m, later.make_optimizer(args, strategy, m)) for m in (actor, critic)]
+        pairs = [
+            (m, optimizer_of(name, m, optimizers[0], args, strategy))
+            for name, m in (('policy', actor), ('value model', critic))
+        ]
         (actor, actor_optim), (critic, critic_optim), initial = strategy.prepare(*pairs, initial)
         longest = max(len(p.ids) for p in self.prompts) + args.response_length
         config = ppo_settings(args, self.sizes, longest)
