@@ -62,7 +62,9 @@ def speed(work: Path, rounds: int) -> dict[str, Any]:
         result = compare(case, mine, peer, rounds=rounds, warmup=1, logs=work / 'logs')
         found[case.name] = {k: result[k] for k in ('ratio', 'ratio_wall', 'ratio_total', 'ours', 'theirs', 'about')}
         ours, theirs = result['ours']['cpu_s'], result['theirs']['cpu_s']
-        print(f'{case.name}: {ours:.2f} s here, {theirs:.2f} s there, {result["ratio"]["median"]:.2f} times', flush=True)
+        print(
+            f'{case.name}: {ours:.2f} s here, {theirs:.2f} s there, {result["ratio"]["median"]:.2f} times', flush=True
+        )
     return found
 
 

@@ -20,7 +20,7 @@ def watch(trainer: Any) -> Any:
     rewards_of, advantages_of = trainer.compute_rewards, trainer.compute_advantages
 
     def rows(matrix: Any, mask: Any) -> list[list[float]]:
-        return [row[kept.bool()].tolist() for row, kept in zip(matrix, mask)]
+        return [row[kept.bool()].tolist() for row, kept in zip(matrix, mask, strict=True)]
 
     def compute_rewards(scores: Any, logprobs: Any, ref_logprobs: Any, masks: Any) -> Any:
         rewards, non_score, kls = rewards_of(scores, logprobs, ref_logprobs, masks)

@@ -132,10 +132,11 @@ def begin() -> tuple[Case, Line]:
 
 
 def versions(*names: str) -> dict[str, str]:
-    from importlib.metadata import version
-    from importlib.util import find_spec
+    """Of the packages that are installed here."""
+    from importlib.metadata import distributions
 
-    return {name: version(name) for name in ('torch', 'transformers', *names) if find_spec(name) is not None}
+    found = {d.metadata['Name']: d.version for d in distributions()}
+    return {name: found[name] for name in ('torch', 'transformers', *names) if name in found}
 
 
 class ServeUpdates:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class Accelerator:
     ) -> None:
         self._strategy, self._log, self._end = strategy, log, end
         self.sync_gradients = True
+        self.state = SimpleNamespace(deepspeed_plugin=None, num_processes=strategy.world_size)
         self.distributed_type = 'MULTI_GPU' if strategy.world_size > 1 else 'NO'
 
     @property

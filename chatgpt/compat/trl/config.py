@@ -244,21 +244,12 @@ _REST: dict[str, Entry] = {
 }
 """further arguments of transformers' class that both trainers treat alike"""
 
-_LATER_CLASSIC = dict.fromkeys(
-    (
-        'optim',
-        'optim_args',
-        'weight_decay',
-        'adam_beta1',
-        'adam_beta2',
-        'adam_epsilon',
-        'lr_scheduler_type',
-        'lr_scheduler_kwargs',
-        'warmup_steps',
-        'warmup_ratio',
-    ),
-    _OPTIM,
-) | dict.fromkeys(('push_to_hub', 'hub_model_id', 'hub_strategy', 'hub_token', 'hub_private_repo'), _HUB)
+_OPTIMIZER = (
+    *('optim', 'optim_args', 'weight_decay', 'adam_beta1', 'adam_beta2', 'adam_epsilon'),
+    *('lr_scheduler_type', 'lr_scheduler_kwargs', 'warmup_steps', 'warmup_ratio'),
+)
+_HUB_NAMES = ('push_to_hub', 'hub_model_id', 'hub_strategy', 'hub_token', 'hub_private_repo')
+_LATER_CLASSIC = dict.fromkeys(_OPTIMIZER, _OPTIM) | dict.fromkeys(_HUB_NAMES, _HUB)
 
 
 def fates(era: Era) -> dict[str, Entry]:
@@ -286,7 +277,7 @@ class PPOConfig(TrainingArguments):
 
     # both eras
     exp_name: str = 'ppo'
-    reward_model: str | None = None
+    reward_model: str = 'sentiment-analysis:lvwerra/distilbert-imdb'
     dataset_num_proc: int | None = None
     batch_size: int | None = None
     mini_batch_size: int | None = None

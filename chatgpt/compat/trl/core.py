@@ -161,6 +161,7 @@ def convert_to_scalar(stats: Mapping[str, Any]) -> dict[str, Any]:
 def stats_to_np(stats_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors as numpy arrays (bfloat16 as float32), numbers as floats."""
     found: dict[str, Any] = {}
+    value: Any
     for name, value in stats_dict.items():
         if isinstance(value, Tensor):
             value = value.detach().cpu()
@@ -186,12 +187,13 @@ class PPODecorators:
 
 def is_npu_available() -> bool:
     """Whether torch sees an Ascend NPU."""
-    return bool(getattr(torch, 'npu', None) and torch.npu.is_available())
+    npu = getattr(torch, 'npu', None)
+    return npu is not None and bool(npu.is_available())
 
 
 def is_xpu_available() -> bool:
     """Whether torch sees an Intel GPU."""
-    return bool(getattr(torch, 'xpu', None) and torch.xpu.is_available())
+    return bool(torch.xpu.is_available())
 
 
 def is_peft_available() -> bool:

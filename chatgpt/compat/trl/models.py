@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from chatgpt.compat.trl.peft import adapted
 from chatgpt.nn.heads import HEAD_FILE, save_head
-from chatgpt.nn.loading import HUB_OPTIONS, LOAD_OPTIONS, load_causal_lm, load_config, on_meta, write_folder
+from chatgpt.nn.loading import HUB_OPTIONS, LOAD_OPTIONS, checked_path, load_causal_lm, load_config, on_meta, write_folder
 from chatgpt.nn.lora import has_lora
 from chatgpt.nn.peft_format import adapter_base, export_peft, import_peft
 from chatgpt.nn.trunk import hidden_size, is_encoder_decoder
@@ -76,8 +76,10 @@ class PreTrainedModelWrapper(nn.Module):
         super().__init__()
         self.pretrained_model = pretrained_model
         self.is_peft_model = has_lora(pretrained_model)
-        self.precision = 'fp32'
+        self.precision = _precision(next(pretrained_model.parameters()).dtype)
         """that the trainer computes in: 'bf16' or 'fp16' where such a dtype was asked for"""
+        if self.precision != 'fp32':
+            pretrained_model.float()  # an update is smaller than what 16 bits of a weight can tell apart
         self.is_sequential_parallel = self.is_loaded_in_8bit = self.is_loaded_in_4bit = False
 
     @property
@@ -179,7 +181,8 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
         wrapper = cls(model, **own)
         if head is not None:
             wrapper._fill_head(head, pretrained_model_name_or_path)
-        wrapper.precision = _precision(torch_dtype if dtype is None else dtype)
+        if (asked := torch_dtype if dtype is None else dtype) not in (None, 'auto'):
+            wrapper.precision = _precision(asked)
         return wrapper
 
     def _fill_head(self, head: Mapping[str, Tensor], where: Any) -> None:
@@ -213,11 +216,12 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`generate` of the transformers model."""
-        return self.pretrained_model.generate(*args, **kwargs)
+        model: Any = self.pretrained_model
+        return model.generate(*args, **kwargs)
 
     # ------------------------------------------------------------------ files
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
         """By TRL's names: the model's own without a prefix, `v_head.summary.*`; with adapters the head alone."""
         state = {} if self.is_peft_model else dict(self.pretrained_model.state_dict(*args, **kwargs))
         return state | {f'v_head.{name}': tensor for name, tensor in self.v_head.state_dict().items()}
@@ -322,7 +326,8 @@ def _load(source: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Tensor] 
                 f'a {type(source).__name__} given; it must be a hub name, a folder or a transformers model'
             )
         return adapted(source, None), None
-    name, adapter = str(source), adapter_base(source)
+    name = checked_path(source)
+    adapter = adapter_base(name)
     hub = {k: v for k, v in options.items() if k in HUB_OPTIONS}
     if adapter is not None:
         model = load_causal_lm(adapter, **options)

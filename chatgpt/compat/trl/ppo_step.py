@@ -168,8 +168,8 @@ class ClassicPPOTrainer:
     Args:
         config: a `PPOConfig` of either era.
         model: with a value head; trained in place, so `model` is the trained one at any time.
-        ref_model: the frozen reference. None copies the model as it is, sharing `num_shared_layers` blocks; a model with
-            an adapter is its own reference, without it.
+        ref_model: the frozen reference. None copies the model as it is, sharing `num_shared_layers` blocks; a model
+            with an adapter is its own reference, without it.
         tokenizer: of the model.
         dataset: rows for `dataloader`; None where the script has its own.
         optimizer: of the model's parameters; Adam with config.learning_rate by default.
@@ -260,7 +260,6 @@ class ClassicPPOTrainer:
             tokenizer=self.tokenizer,
             callbacks=[ProgressBar(enabled=False)],
             engine=_Engine(),
-            max_new_tokens=1,  # every call of generate says its own
         )
 
     @property
@@ -286,7 +285,7 @@ class ClassicPPOTrainer:
         names = getattr(dataset, 'column_names', None)
         if self.config.remove_unused_columns and isinstance(names, list) and hasattr(dataset, 'remove_columns'):
             dataset = dataset.remove_columns([name for name in names if name not in kept])
-        sampler = None
+        sampler: DistributedSampler | None = None
         if self.is_distributed:
             n, rank = self._strategy.world_size, self._strategy.rank
             sampler = DistributedSampler(dataset, n, rank, seed=self.config.seed or 0, drop_last=True)
@@ -313,8 +312,8 @@ class ClassicPPOTrainer:
     ) -> Any:
         """Responses: (1, L) of one (P,) query, a list of (L,) of a list of queries; int64, on the device.
 
-        What `generation_kwargs` leave open is transformers' default: greedy, 20 tokens with the prompt, and, where it
-        samples, top_k=50. Settings that only `model.generate` has (beams, penalties) go there.
+        What `generation_kwargs` leave open is transformers' default: greedy, 20 new tokens, and, where it samples,
+        top_k=50. Settings that only `model.generate` has (beams, penalties) go there.
 
         Args:
             length_sampler: new tokens; asked once per `batch_size` queries, as TRL does.
@@ -327,7 +326,8 @@ class ClassicPPOTrainer:
         if isinstance(query_tensor, Tensor) and query_tensor.dim() != 1:
             raise ValueError(f'generate: query_tensor is {tuple(query_tensor.shape)}; give (P,), or a list of (P,)')
         single = isinstance(query_tensor, Tensor)
-        queries = [q.detach().cpu() for q in ([query_tensor] if single else query_tensor)]
+        given = [query_tensor] if isinstance(query_tensor, Tensor) else list(query_tensor)
+        queries = [q.detach().cpu() for q in given]
         settings = self._settings(generation_kwargs, bool(length_sampler))
 
         def answered(generate: Callable[[list[int] | None], list[Tensor]]) -> Any:
@@ -368,8 +368,8 @@ class ClassicPPOTrainer:
         if has_lengths or settings.get('max_new_tokens') is not None:
             settings.pop('max_length', None)
         elif settings.get('max_length') is None:
-            limits = own.max_new_tokens, own.max_length
-            settings |= {'max_new_tokens': limits[0]} if limits[0] else {'max_length': limits[1] or 20}
+            limits = {'max_new_tokens': own.max_new_tokens, 'max_length': own.max_length}
+            settings |= {name: limit for name, limit in limits.items() if limit} or {'max_new_tokens': 20}
         if not settings['do_sample']:  # transformers filters draws only
             settings |= {'temperature': 1.0, 'top_k': 0, 'top_p': 1.0}
         if (end := settings['eos_token_id']) is not None:
@@ -468,7 +468,7 @@ class ClassicPPOTrainer:
             ValueError: a column that the batch does not have.
         """
         given = rewards if isinstance(rewards, Tensor) else torch.tensor([float(r) for r in rewards])
-        rewards = self.accelerator.gather(given.detach().float().to(self.current_device)).flatten().cpu()
+        scores = self.accelerator.gather(given.detach().float().to(self.current_device)).flatten().cpu()
         logs = dict(stats)
         if self.config.log_with == 'wandb':
             missing = [name for name in columns_to_log if name not in batch]
@@ -476,11 +476,12 @@ class ClassicPPOTrainer:
                 raise ValueError(f'log_stats: the batch has no {missing[0]!r}; give it, or other columns_to_log')
             texts = [self._strategy.all_gather_object(list(batch[name])) for name in columns_to_log]
             columns = [[text for part in parts for text in part] for parts in texts]
-            logs['game_log'] = {'columns': [*columns_to_log, 'reward'], 'data': [*zip(*columns, rewards.tolist())]}
+            rows = zip(*columns, scores.tolist(), strict=True)
+            logs['game_log'] = {'columns': [*columns_to_log, 'reward'], 'data': [list(row) for row in rows]}
         logs |= {
-            'env/reward_mean': float(rewards.mean()),
-            'env/reward_std': float(rewards.std()) if len(rewards) > 1 else 0.0,
-            'env/reward_dist': rewards.numpy(),
+            'env/reward_mean': float(scores.mean()),
+            'env/reward_std': float(scores.std()) if len(scores) > 1 else 0.0,
+            'env/reward_dist': scores.numpy(),
         }
         self.current_step += 1
         self.accelerator.log(logs, step=self.current_step)
@@ -537,8 +538,8 @@ class ClassicPPOTrainer:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f'PPOTrainer.{name} is not served here; docs/coming_from/trl.md lists what is, and chatgpt.trainer.PPOTrainer '
-            'is the trainer behind this one'
+            f'PPOTrainer.{name} is not served here; docs/coming_from/trl.md lists what is, and `trainer.inner` is the '
+            'PPOTrainer of this library behind it'
         )
 
 
@@ -593,7 +594,9 @@ def _trackers(config: PPOConfig) -> list[Any]:
                 raise ValueError("log_with='tensorboard' needs project_kwargs={'logging_dir': FOLDER}")
             made.append(TensorBoard(Path(folder, config.tracker_project_name), num_rows=0))
         elif name == 'wandb':
-            init = {'project': config.tracker_project_name} | dict(config.tracker_kwargs.get('wandb', {}))
+            init: dict[str, Any] = {'project': config.tracker_project_name} | dict(
+                config.tracker_kwargs.get('wandb', {})
+            )
             made.append(WandB(**init, num_rows=0))
         elif name not in ('none', None):
             raise ValueError(f"log_with={name!r} is not served here; use 'tensorboard' or 'wandb', or None")
