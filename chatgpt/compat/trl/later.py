@@ -177,7 +177,7 @@ def make_optimizer(args: Any, strategy: Any, model: Any) -> Any:
     import torch
 
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    groups = [{'params': [p for _, p in named]}]
+    groups: list[dict[str, Any]] = [{'params': [p for _, p in named]}]
     if args.weight_decay:
         apart = [p for name, p in named if p.dim() < 2 or name.endswith('bias')]
         kept = {id(p) for p in apart}

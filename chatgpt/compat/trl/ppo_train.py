@@ -54,6 +54,29 @@ COMPLETION_TEMPERATURE = 0.01
 """of `generate_completions`"""
 
 
+_TOKENS = 'over the tokens that count; theirs is over padding too'
+KEYS: dict[str, str] = {
+    'eps': 'the same: episodes per second',
+    'objective/kl': 'the same: mean over responses of Σ KL, by kl_estimator',
+    'objective/entropy': 'the same: mean over responses of −Σ log π',
+    'objective/non_score_reward': 'the same: mean over responses of −β Σ KL',
+    'objective/rlhf_reward': 'the same: the sum of objective/non_score_reward and objective/scores',
+    'objective/scores': 'the same: mean score, missing_eos_penalty taken off',
+    'policy/approxkl_avg': f'converted: ½ (log ρ)², {_TOKENS}',
+    'policy/clipfrac_avg': 'the same: where the clipped loss is the larger',
+    'loss/policy_avg': 'the same; mean of the train batches',
+    'loss/value_avg': 'converted: theirs counts one position after the end of a short response',
+    'val/clipfrac_avg': 'converted: see loss/value_avg',
+    'policy/entropy_avg': f'converted: entropy of the distribution, {_TOKENS}',
+    'val/ratio': f'converted: ρ, {_TOKENS}',
+    'val/ratio_var': 'converted: of the means of train batches, theirs of micro-batches; 0 of a single one, theirs NaN',
+    'val/num_eos_tokens': 'the same where nothing follows the end; theirs also counts what was generated after it',
+    'lr': 'converted: mean of the update, whose steps move along the schedule; theirs moves once an update',
+    'episode': 'the same',
+}
+"""TRL's key: the same number by the same formula, or converted, and how"""
+
+
 class Models(NamedTuple):
     """What TRL's `model` is: the two that are trained."""
 
@@ -111,7 +134,7 @@ class MeasuredPPOTrainer(ppo.PPOTrainer):
     vf_coef = 1.0
 
     def learners(self) -> list[Learner]:
-        losses = {
+        losses: dict[str, Any] = {
             'actor': MeasuredActorLoss(self.config, self.policy.forward, self.kl_controller.value),
             'critic': MeasuredValueLoss(self.config, self.vf_coef),
         }
@@ -192,7 +215,7 @@ def ppo_settings(args: Any, sizes: Sizes, longest: int) -> settings.PPOConfig:
         raise ValueError(f'PPOConfig: kl_estimator={args.kl_estimator!r} is not known; use k1 or k3')
     steps = sizes.batch // sizes.mini_batch * args.num_ppo_epochs
     schedule = later.schedule(args, sizes.updates)
-    scaling = 'none' if not args.use_score_scaling else 'norm' if args.use_score_norm else 'running'
+    scaling: Any = 'none' if not args.use_score_scaling else 'norm' if args.use_score_norm else 'running'
     return settings.PPOConfig(
         experience_batch_size=sizes.batch,
         train_batch_size=sizes.mini_batch,
@@ -323,6 +346,24 @@ def _last_linear(v_head: nn.Module) -> nn.Module:
     return getattr(v_head, 'summary', v_head)
 
 
+def optimizer_of(name: str, model: Any, given_one: Any, args: Any, strategy: Any) -> Any:
+    """The optimizer of one of the two models: by the arguments, or of the script's optimizer what is of this model.
+
+    Raises:
+        ValueError: the script's optimizer has no parameter of it.
+    """
+    if given_one is None:
+        return later.make_optimizer(args, strategy, model)
+    own = {id(p) for p in model.parameters() if p.requires_grad}
+    groups = [group | {'params': [p for p in group['params'] if id(p) in own]} for group in given_one.param_groups]
+    groups = [group for group in groups if group['params']]
+    if not groups:
+        raise ValueError(
+            f'optimizers: the optimizer has no parameter of the {name} that is trained; give optim instead'
+        )
+    return type(given_one)(groups)
+
+
 # ---------------------------------------------------------------------- the trainer
 
 
@@ -339,7 +380,8 @@ class PPOTrainer(LaterTrainer):
         value_model: a sequence classifier with one label, trained in place; None starts from the reward model.
         train_dataset: rows with input_ids, or with a prompt.
         eval_dataset: the same, for `generate_completions`.
-        optimizers, data_collator: cannot be honoured.
+        optimizers: (an optimizer over the parameters of policy and value model, None); each model gets one of its kind.
+        data_collator: cannot be honoured, but for one that only pads.
         peft_config: a LoraConfig for the policy.
         config, tokenizer, policy, ref_policy: names that 0.12 to 0.15 have for args, processing_class, model,
             ref_model.
@@ -378,10 +420,7 @@ class PPOTrainer(LaterTrainer):
                     None if _only_pads(data_collator) else data_collator,
                     'prompts are batched here, without padding; leave it out',
                 ),
-                'optimizers': (
-                    None if tuple(optimizers) == (None, None) else optimizers,
-                    'policy and value model have one each; set learning_rate, optim and lr_scheduler_type',
-                ),
+                'optimizers': (optimizers[1], 'a scheduler cannot be taken over; give lr_scheduler_type'),
             },
         )
         for name, value in (('args', args), ('model', model), ('reward_model', reward_model)):
@@ -418,7 +457,10 @@ class PPOTrainer(LaterTrainer):
         self.reward_model, self.value_model = reward_model, value_model if value_model is not None else critic.model
 
         strategy = self.strategy
-        pairs = [(m, later.make_optimizer(args, strategy, m)) for m in (actor, critic)]
+        pairs = [
+            (m, optimizer_of(name, m, optimizers[0], args, strategy))
+            for name, m in (('policy', actor), ('value model', critic))
+        ]
         (actor, actor_optim), (critic, critic_optim), initial = strategy.prepare(*pairs, initial)
         longest = max(len(p.ids) for p in self.prompts) + args.response_length
         config = ppo_settings(args, self.sizes, longest)

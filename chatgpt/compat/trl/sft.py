@@ -94,7 +94,7 @@ class SFTConfig(TrainingArguments):
 
     def __post_init__(self, trust_remote_code: bool) -> None:  # type: ignore[override]
         super().__post_init__()
-        self.trust_remote_code = trust_remote_code
+        self.trust_remote_code = trust_remote_code  # type: ignore[attr-defined]
 
 
 class SFTTrainer(OfflineLaterTrainer):
