@@ -21,7 +21,15 @@ from transformers import PreTrainedModel
 
 from chatgpt.compat.trl.peft import adapted
 from chatgpt.nn.heads import HEAD_FILE, save_head
-from chatgpt.nn.loading import HUB_OPTIONS, LOAD_OPTIONS, checked_path, load_causal_lm, load_config, on_meta, write_folder
+from chatgpt.nn.loading import (
+    HUB_OPTIONS,
+    LOAD_OPTIONS,
+    checked_path,
+    load_causal_lm,
+    load_config,
+    on_meta,
+    write_folder,
+)
 from chatgpt.nn.lora import has_lora
 from chatgpt.nn.peft_format import adapter_base, export_peft, import_peft
 from chatgpt.nn.trunk import hidden_size, is_encoder_decoder
@@ -50,7 +58,10 @@ _WITHOUT_EFFECT = {
     'load_in_4bit': _WHOLE,
     'quantization_config': _WHOLE,
 }
-_NO_MATTER = ('low_cpu_mem_usage', 'use_safetensors', 'is_trainable', 'reward_adapter_name', 'offload_state_dict')
+_NO_MATTER = (
+    *('low_cpu_mem_usage', 'use_safetensors', 'is_trainable', 'reward_adapter_name', 'offload_state_dict'),
+    *('use_cache', 'return_dict'),
+)
 
 
 class ValueHead(nn.Module):
