@@ -85,13 +85,17 @@ def test_a_command_line_is_read_into_each_config(name, tmp_path):
         ({'optim': 'adafactor'}, "optim='adafactor' is not served here"),
         ({'lr_scheduler_type': 'polynomial'}, "lr_scheduler_type='polynomial'"),
         ({'save_strategy': 'best'}, "save_strategy='best'"),
-        ({'report_to': 'neptune'}, "report_to='neptune'"),
         ({'bf16': True, 'fp16': True}, 'bf16=True and fp16=True'),
     ],
 )
 def test_values_that_are_not_served(given, text):
     with pytest.raises(ValueError, match=text):
         later.check_choices(dpo.DPOConfig(**given))
+
+
+def test_a_tracker_that_is_not_there_is_named():
+    with pytest.warns(UserWarning, match="report_to='neptune' has no effect here"):
+        assert later.trackers(sft.SFTConfig(report_to=['none', 'neptune'])) == []
 
 
 def test_small_kinds_of_adamw_are_plain_ones_with_a_warning():

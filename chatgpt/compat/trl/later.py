@@ -90,7 +90,7 @@ ARGUMENTS: dict[str, Entry] = {
     'logging_first_step': warned('the first line comes after logging_steps'),
     'log_level': label('what is shown is set by disable_tqdm'),
     'disable_tqdm': converted('ProgressBar(enabled=False)'),
-    'report_to': converted('tensorboard and wandb are callbacks; None and none log to output_dir alone'),
+    'report_to': converted('tensorboard and wandb; another is a warning. metrics.jsonl is always in output_dir'),
     'eval_strategy': converted('evaluation every eval_steps steps, or at the end of each epoch'),
     'evaluation_strategy': converted('the older name of eval_strategy'),
     'eval_steps': converted('see eval_strategy; None is logging_steps'),
@@ -152,7 +152,6 @@ def check_choices(args: Any) -> None:
         )
     if args.bf16 and args.fp16:
         raise ValueError(f'{type(args).__name__}: bf16=True and fp16=True; give one of them')
-    trackers(args)
 
 
 def precision(args: Any) -> str:
@@ -199,7 +198,7 @@ def every(value: float | None, default: float, total_steps: int) -> int:
 
 
 def trackers(args: Any) -> list[Any]:
-    """The callbacks of `report_to`. Raises ValueError for a tracker there is no callback of."""
+    """The callbacks of `report_to`; a warning names a tracker there is none of."""
     given = args.report_to if isinstance(args.report_to, (list, tuple)) else [args.report_to]
     made: list[Any] = []
     for name in given:
@@ -211,9 +210,10 @@ def trackers(args: Any) -> list[Any]:
             project = os.environ.get('WANDB_PROJECT', 'huggingface')
             made.append(WandB(project, **({'name': args.run_name} if args.run_name else {})))
         else:
-            raise ValueError(
-                f'{type(args).__name__}: report_to={name!r} is not served here; use tensorboard, wandb or none '
-                '(metrics.jsonl is always written to output_dir)'
+            warnings.warn(
+                f'{type(args).__name__}: report_to={name!r} has no effect here; there are tensorboard and wandb, and '
+                'metrics.jsonl is always written to output_dir',
+                stacklevel=4,
             )
     return made
 
