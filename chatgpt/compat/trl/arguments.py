@@ -134,12 +134,12 @@ class TrainingArguments:
     neftune_noise_alpha: float | None = None
 
     # precision, memory and processes
-    bf16: bool | None = None
+    bf16: bool = False
     fp16: bool = False
     bf16_full_eval: bool = False
     fp16_full_eval: bool = False
     tf32: bool | None = None
-    gradient_checkpointing: bool | None = None
+    gradient_checkpointing: bool = False
     gradient_checkpointing_kwargs: dict | str | None = None
     torch_compile: bool = False
     torch_compile_backend: str | None = None
