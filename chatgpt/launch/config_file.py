@@ -16,7 +16,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from chatgpt.launch.arguments import Parser, add_flag, field_docs
+from chatgpt.launch.arguments import Parser, add_flag, choices_of, field_docs
 from chatgpt.launch.config_values import OVERRIDE, flat, overrides, read_file, typed
 from chatgpt.launch.runs import PPORun, Run
 from chatgpt.launch.theirs import in_our_words, meet, their_settings
@@ -154,7 +154,7 @@ def _parser(cls: type[Run], description: str | None, positional: str | None) -> 
             if f.name in base.__annotations__ and f.name not in {a.dest for a in parser._actions}:
                 default = cls.shown_default(f.name, f.default) if f.default is not MISSING else ''
                 text = f'{docs.get(f.name, "")} (default: {default})'
-                add_flag(group, f.name, hints[f.name], text, choices=f.metadata.get('choices', ()))
+                add_flag(group, f.name, hints[f.name], text, choices=choices_of(f))
     for name, kind in their_settings(cls).items():
         add_flag(parser, name, kind, argparse.SUPPRESS)
     return parser

@@ -33,7 +33,7 @@ from chatgpt.dataset.tokenize import check_tokenizer
 from chatgpt.launch.arguments import check_reward_function, load_function, world_size_from_env
 from chatgpt.launch.destination import check_resume
 from chatgpt.launch.rollouts import check_rollout_args
-from chatgpt.launch.runs import DataRun, PPORun, PreferenceRun, RewardRun, Run, SFTRun
+from chatgpt.launch.runs import DataRun, ILQLRun, PPORun, PreferenceRun, RewardRun, Run, SFTRun
 from chatgpt.nn.loading import load_config, load_tokenizer
 from chatgpt.trainer.config import Settings
 from chatgpt.trainer.objectives.reward_model import is_success
@@ -88,7 +88,7 @@ def read_inputs(run: Run) -> Inputs:
     """
     check_run(run, world_size_from_env())
     config, tokenizer = read_config(run)
-    read = next(read for kind, read in READERS.items() if isinstance(run, kind))
+    read = run.entry().part('reader')
     inputs = Inputs(
         run=run, settings=run.config(), tokenizer=tokenizer, model=run.pretrain, config=config, run_dir=run.save_path
     )
@@ -260,12 +260,26 @@ def read_preferences(run: RewardRun | PreferenceRun, inputs: Inputs) -> None:
     _take(inputs, train, validation)
 
 
-READERS: dict[type[Run], Callable[[Any, Inputs], None]] = {
-    PPORun: read_ppo,
-    SFTRun: read_sft,
-    RewardRun: read_preferences,
-    PreferenceRun: read_preferences,
-}
+def read_rewarded(run: ILQLRun, inputs: Inputs) -> None:
+    """Texts with a number each, for ILQL.
+
+    Raises:
+        ValueError: preferences, or a label that is no number.
+    """
+    source = run.dataset or _rewarded_stories()
+    first = load_examples(source, max_examples=1, skip_bad_records=run.skip_bad_records)[0]
+    if not isinstance(first, Labelled):
+        raise ValueError(f'{run.dataset}: ILQL needs the columns prompt, response and reward (or text and reward)')
+    train, validation = load_labelled(source, inputs.tokenizer, **_reading_options(run, inputs))
+    for record in (*train, *validation):
+        if isinstance(record.label, (bool, str)):
+            raise ValueError(f'{run.dataset}: the reward {record.label!r} is no number, which ILQL needs')
+    _take(inputs, train, validation)
+
+
+def _rewarded_stories() -> list[dict[str, Any]]:
+    stories = embedded.demo_corpus(EMBEDDED_EXAMPLES, seed=0)
+    return [row | {'reward': embedded.true_score(row['prompt'], row['response'])} for row in stories]
 
 
 def _reading_options(run: DataRun, inputs: Inputs) -> dict[str, Any]:

@@ -28,33 +28,10 @@ from chatgpt.launch.runs import PPORun, Run, SFTRun
 from chatgpt.nn.peft_format import export_peft
 from chatgpt.rollout.registry import ENGINES
 from chatgpt.trainer.callbacks import EMA, Evaluator, SampleTable, SaveCheckpoint, StopOnPlateau, TensorBoard
-from chatgpt.trainer.config import PPOConfig, SFTConfig
-from chatgpt.trainer.objectives.ilql import ILQLConfig, ILQLTrainer
-from chatgpt.trainer.objectives.kto import KTOConfig, KTOTrainer
-from chatgpt.trainer.objectives.pairs import (
-    DPOConfig,
-    DPOTrainer,
-    ORPOConfig,
-    ORPOTrainer,
-    ReferenceConfig,
-    SimPOConfig,
-    SimPOTrainer,
-)
-from chatgpt.trainer.objectives.reward_model import RewardModelConfig, RewardModelTrainer
-from chatgpt.trainer.objectives.sft import SFTTrainer
+from chatgpt.trainer.config import PPOConfig
+from chatgpt.trainer.objectives.pairs import ReferenceConfig
 from chatgpt.trainer.ppo import PPOTrainer
 from chatgpt.trainer.prompt_evaluation import PromptEvaluation
-
-OFFLINE: dict[type, tuple[Any, str]] = {
-    SFTConfig: (SFTTrainer, 'Actor'),
-    RewardModelConfig: (RewardModelTrainer, 'RM'),
-    ILQLConfig: (ILQLTrainer, 'ILQLModel'),
-    DPOConfig: (DPOTrainer, 'Actor'),
-    KTOConfig: (KTOTrainer, 'Actor'),
-    ORPOConfig: (ORPOTrainer, 'Actor'),
-    SimPOConfig: (SimPOTrainer, 'Actor'),
-}
-"""the trainer of settings, and the kind of model that it trains"""
 
 
 def execute(run: Run) -> None:
@@ -177,13 +154,13 @@ def ppo_trainer(inputs: Inputs, strategy: Any, models: PPOModels, engine: Any = 
 def offline_trainer(inputs: Inputs, strategy: Any) -> Any:
     """The trainer of a run that only learns. Under LoRA the actor with its adapter off is the reference."""
     run, settings = inputs.run, inputs.settings
-    trainer_class, kind = OFFLINE[type(settings)]
+    method = run.entry()
     with strategy.model_init_context():
-        model = build_model(inputs, kind)
+        model = build_model(inputs, method.model)
         initial = deepcopy(model) if isinstance(settings, ReferenceConfig) and not run.lora_rank else None
     model, optimizer = strategy.prepare((model, make_optimizer(run, strategy, model)))
     reference = {} if initial is None else {'initial_model': strategy.prepare(initial)}
-    return trainer_class(
+    return method.part('trainer')(
         strategy,
         model,
         optimizer,

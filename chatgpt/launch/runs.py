@@ -14,6 +14,8 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, cast, get_args
 
 from chatgpt.launch.arguments import check_precision
+from chatgpt.launch.methods import METHODS, PREFERENCE_RUN, Method, methods_of
+from chatgpt.names import hint
 from chatgpt.rollout import SamplingParams
 from chatgpt.rollout.registry import ENGINES
 from chatgpt.trainer.config import (
@@ -24,8 +26,8 @@ from chatgpt.trainer.config import (
     SFTConfig,
     SupervisedConfig,
 )
-from chatgpt.trainer.objectives.kto import KTOConfig
-from chatgpt.trainer.objectives.pairs import DPOConfig, DPOLoss, ORPOConfig, PreferenceConfig, SimPOConfig
+from chatgpt.trainer.objectives.ilql import ILQLConfig
+from chatgpt.trainer.objectives.pairs import DPOLoss, PreferenceConfig
 from chatgpt.trainer.objectives.reward_model import RewardModelConfig
 from chatgpt.trainer.strategies.registry import STRATEGIES
 
@@ -108,25 +110,30 @@ class Run(LearningSettings):
     validation_percentage: float = 0.0
     """keep back this share of the data instead of a file"""
 
-    own_defaults: ClassVar[Mapping[str, Any]] = {}
-    """of settings that are None until then"""
-    embedded_defaults: ClassVar[Mapping[str, Any]] = {}
-    """the same for the small model of the embedded world, which is there without `pretrain`"""
+    method = ''  # no annotation: a setting of preference runs alone
+    """name in `METHODS`"""
     trained: ClassVar[str] = 'actor'
     """the model that is trained, and the name of its folder"""
     config_class: ClassVar[type[Settings]] = LearningSettings
     """the trainer's settings"""
 
     def fill_defaults(self) -> None:
-        for name, value in (self.own_defaults if self.pretrain else self.embedded_defaults).items():
+        entry = self.entry()
+        for name, value in (entry.defaults if self.pretrain else entry.embedded_defaults).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
 
+    def entry(self) -> Method:
+        """How it trains."""
+        return METHODS.find(self.method)
+
     @classmethod
-    def shown_default(cls, name: str, default: Any) -> str:
-        """What --help says."""
-        if default is None and name in cls.own_defaults:
-            return f'{cls.own_defaults[name]}; {cls.embedded_defaults[name]} without --pretrain'
+    def shown_default(cls, name: str, default: Any, method: str | None = None) -> str:
+        """What --help says of a run, or of a run with that method."""
+        entry = METHODS.find(method or cls.method)
+        default = entry.settings.get(name, default)
+        if default is None and entry.defaults.get(name) is not None:
+            return f'{entry.defaults[name]}; {entry.embedded_defaults[name]} without --pretrain'
         return 'none' if default is None else str(default)
 
     def validate(self, world_size: int = 1) -> None:
@@ -237,8 +244,7 @@ class PPORun(Run, PPOConfig):
     eval_interval: int = 5
     """learning phases between evaluations on eval prompts, where there are any"""
 
-    own_defaults: ClassVar[Mapping[str, Any]] = {'lr': 1e-5, 'critic_lr': 1e-5, 'max_new_tokens': 64}
-    embedded_defaults: ClassVar[Mapping[str, Any]] = {'lr': 3e-4, 'critic_lr': 1e-3, 'max_new_tokens': 32}
+    method = 'ppo'
     config_class = PPOConfig
 
     def data_source(self) -> str | None:
@@ -332,6 +338,18 @@ class DataRun(Run, SupervisedConfig):
             raise ValueError('data of your own needs a model: give --pretrain NAME_OR_FOLDER')
 
 
+def run_class(name: str) -> type[Run]:
+    """The settings of a command line of the method of that name."""
+    method = METHODS.find(name)
+    found, config = method.part('run'), method.part('config')
+    if found is not None:
+        return found
+    if issubclass(config, PreferenceConfig):
+        return PreferenceRun
+    own = {'__doc__': method.about, 'method': name, 'config_class': config}
+    return dataclass(kw_only=True)(type(f'{config.__name__}Run', (DataRun, config), own))
+
+
 @dataclass(kw_only=True)
 class SFTRun(DataRun, SFTConfig):
     """A run of examples/train_sft.py: Alpaca, messages, prompt and response, or plain text."""
@@ -342,8 +360,7 @@ class SFTRun(DataRun, SFTConfig):
     early_stopping_patience: int | None = None
     """stop after so many evaluations in a row without a better loss on the eval data"""
 
-    own_defaults: ClassVar[Mapping[str, Any]] = {'lr': 2e-5}
-    embedded_defaults: ClassVar[Mapping[str, Any]] = {'lr': 3e-3}
+    method = 'sft'
     config_class = SFTConfig
 
 
@@ -354,19 +371,26 @@ class RewardRun(DataRun, RewardModelConfig):
 
     save_path: str = 'outputs/train_reward_model'
 
-    own_defaults: ClassVar[Mapping[str, Any]] = {'lr': 1e-5}
-    embedded_defaults: ClassVar[Mapping[str, Any]] = {'lr': 1e-3}
+    method = 'reward-model'
     trained = 'reward_model'
     config_class = RewardModelConfig
 
 
-Method = Literal['dpo', 'kto', 'orpo', 'simpo']
-METHODS: dict[str, type[PreferenceConfig]] = {
-    'dpo': DPOConfig,
-    'kto': KTOConfig,
-    'orpo': ORPOConfig,
-    'simpo': SimPOConfig,
-}
+@dataclass(kw_only=True)
+class ILQLRun(DataRun, ILQLConfig):
+    """A run of ILQL: prompt, response and reward, or text and reward."""
+
+    save_path: str = 'outputs/train_ilql'
+
+    method = 'ilql'
+    config_class = ILQLConfig
+
+    def validate(self, world_size: int = 1) -> None:
+        super().validate(world_size)
+        if self.lora_rank:
+            raise ValueError('lora_rank: ILQL trains all weights; leave it out')
+
+
 OPTIONS = {
     'loss': 'loss_type',
     'beta': 'beta',
@@ -380,7 +404,6 @@ OPTIONS = {
 }
 """settings that only some methods have, and what their configs call them"""
 NO_PLAN = '--plan knows PPO, SFT and reward models; python -m chatgpt.plan CONFIG --task sft comes nearest'
-LR = {'dpo': 1e-6, 'simpo': 1e-6, 'kto': 5e-6, 'orpo': 5e-6}
 
 
 @dataclass(kw_only=True)
@@ -392,8 +415,8 @@ class PreferenceRun(DataRun):
     """
 
     save_path: str = 'outputs/train_preference'
-    method: Method = 'dpo'
-    """dpo, kto, orpo or simpo"""
+    method: str = field(default='dpo', metadata={'choices': lambda: methods_of(PREFERENCE_RUN)})
+    """dpo, kto, orpo or simpo; module:name is a `Method` of your own with a `PreferenceConfig`"""
     max_epochs: int = 1
     loss: DPOLoss | None = None
     """dpo: sigmoid, ipo, cdpo, robust or hinge; none: sigmoid"""
@@ -414,29 +437,32 @@ class PreferenceRun(DataRun):
     gamma: float | None = None
     """simpo: target margin; none: 1"""
 
-    embedded_defaults: ClassVar[Mapping[str, Any]] = {'lr': 1e-4}
-
-    @property
-    def own_defaults(self) -> Mapping[str, Any]:  # type: ignore[override]
-        return {'lr': LR.get(self.method, LR['dpo'])}
+    def entry(self) -> Method:
+        known = methods_of(PREFERENCE_RUN)
+        entry = METHODS.find(self.method) if ':' in self.method else known.get(self.method)
+        if entry is None or not issubclass(entry.part('config'), PreferenceConfig):
+            raise ValueError(
+                f'method={self.method!r} is not one of {", ".join(known)}, nor module:name of a method with a '
+                f'PreferenceConfig{hint(self.method, known)}'
+            )
+        return entry
 
     @classmethod
-    def shown_default(cls, name: str, default: Any) -> str:
-        if name == 'lr':
-            return (
-                f'{", ".join(f"{lr} for {method}" for method, lr in LR.items())}; {cls.embedded_defaults["lr"]} '
-                'without --pretrain'
-            )
-        return 'none' if default is None else str(default)
+    def shown_default(cls, name: str, default: Any, method: str | None = None) -> str:
+        if name == 'lr' and method is None:
+            known = sorted(methods_of(PREFERENCE_RUN).items(), key=lambda item: item[1].defaults['lr'])
+            rates = ', '.join(f'{entry.defaults["lr"]} for {other}' for other, entry in known)
+            return f'{rates}; {METHODS[cls.method].embedded_defaults["lr"]} without --pretrain'
+        return super().shown_default(name, default, method)
 
     def validate(self, world_size: int = 1) -> None:
         if self.plan:
             raise ValueError(NO_PLAN)
-        self._one_of('method', get_args(Method))
-        own = METHODS[self.method].field_names()
+        own = self.entry().part('config').field_names()
         for name, setting in OPTIONS.items():
             if getattr(self, name) is not None and setting not in own:
-                who = ' or '.join(m for m, config in METHODS.items() if setting in config.field_names())
+                known = methods_of(PREFERENCE_RUN)
+                who = ' or '.join(m for m, entry in known.items() if setting in entry.part('config').field_names())
                 raise ValueError(
                     f'{name}={getattr(self, name)} is a setting of {who}, not of {self.method}; leave it out'
                 )
@@ -445,7 +471,7 @@ class PreferenceRun(DataRun):
 
     def config(self) -> PreferenceConfig:
         """The settings of this run's trainer."""
-        cls = METHODS[self.method]
+        cls = self.entry().part('config')
         shared = {f.name for f in fields(PreferenceConfig)}
         values: dict[str, Any] = {name: getattr(self, name) for name in shared}
         for name, setting in OPTIONS.items():
