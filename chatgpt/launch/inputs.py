@@ -90,7 +90,7 @@ def read_inputs(run: Run) -> Inputs:
     config, tokenizer = read_config(run)
     read = run.entry().part('reader')
     inputs = Inputs(
-        run=run, settings=run.config(), tokenizer=tokenizer, model=run.pretrain, config=config, run_dir=run.save_path
+        run=run, settings=run.config(), tokenizer=tokenizer, model=run.base, config=config, run_dir=run.save_path
     )
     read(run, inputs)
     return inputs
@@ -114,9 +114,9 @@ def quiet_transformers() -> None:
 def read_config(run: Run) -> tuple[Any, Any]:
     """The config and tokenizer that a run starts from, checked against each other."""
     quiet_transformers()
-    if run.pretrain:
-        config = load_config(run.pretrain, trust_remote_code=run.trust_remote_code)
-        tokenizer = load_tokenizer(run.tokenizer or run.pretrain, trust_remote_code=run.trust_remote_code)
+    if run.base:
+        config = load_config(run.base, trust_remote_code=run.trust_remote_code)
+        tokenizer = load_tokenizer(run.tokenizer or run.base, trust_remote_code=run.trust_remote_code)
     else:
         config, tokenizer = embedded.demo_config(), embedded.demo_tokenizer()
     if run.model != 'auto' and config.model_type != run.model:
@@ -141,7 +141,9 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
         check_reward_function(inputs.reward, run.reward_fn)
     if run.reward_model:
         inputs.reward = run.reward_model
-        inputs.reward_tokenizer, inputs.reward_context = _reward_model_inputs(run, run.reward_model, tokenizer)
+        inputs.reward_tokenizer, inputs.reward_context = reward_model_inputs(
+            run.reward_model, tokenizer, trust_remote_code=run.trust_remote_code
+        )
     if run.prompt_path:
         prompts = _own_prompts(run, run.prompt_path, tokenizer)
     else:
@@ -209,12 +211,12 @@ def _check_lengths(prompts: Any, limit: int | None, max_new_tokens: int, what: s
             )
 
 
-def _reward_model_inputs(run: PPORun, folder: str, tokenizer: Any) -> tuple[Any, int | None]:
+def reward_model_inputs(folder: str, tokenizer: Any, *, trust_remote_code: bool = False) -> tuple[Any, int | None]:
     """The reward model's tokenizer when its folder has one that differs from the policy's, and its context."""
-    config = load_config(folder, trust_remote_code=run.trust_remote_code)
+    config = load_config(folder, trust_remote_code=trust_remote_code)
     own = None
     if not Path(folder).is_dir() or Path(folder, 'tokenizer_config.json').is_file():
-        own = load_tokenizer(folder, trust_remote_code=run.trust_remote_code)
+        own = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     if own is not None and own.get_vocab() != tokenizer.get_vocab():
         return own, context_of(config)
     size = (config.get_text_config() if hasattr(config, 'get_text_config') else config).vocab_size
@@ -291,7 +293,7 @@ def _reading_options(run: DataRun, inputs: Inputs) -> dict[str, Any]:
     limit = context_of(inputs.config)
     if limit is not None and run.max_len is not None and run.max_len > limit:
         raise ValueError(
-            f'max_len={run.max_len} is beyond the context of {run.pretrain or "the embedded model"}, {limit} tokens; '
+            f'max_len={run.max_len} is beyond the context of {run.base or "the embedded model"}, {limit} tokens; '
             f'give at most {limit}, or leave it out'
         )
     run.max_len = run.max_tokens if limit is None else min(run.max_tokens, limit)

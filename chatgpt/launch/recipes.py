@@ -58,8 +58,8 @@ def execute(run: Run) -> None:
 def start_of(run: Run, strategy: Any) -> str | None:
     """The model to start from: the run's, or a small one that has learned the embedded world's language; none for SFT,
     which teaches it."""
-    if run.pretrain or isinstance(run, SFTRun):
-        return run.pretrain
+    if run.base or isinstance(run, SFTRun):
+        return run.base
     folder = Path(run.save_path, 'initial')
     if not (run.resume and strategy.run_on_rank0(folder.is_dir)):
         if strategy.is_rank_0 and isinstance(run, PPORun):
@@ -237,7 +237,7 @@ def write_settings(inputs: Inputs, strategy: Any) -> None:
     run = inputs.run
     settings = run.to_dict() | {
         'model': inputs.config.model_type,
-        'tokenizer': run.tokenizer or run.pretrain,
+        'tokenizer': run.tokenizer or run.base,
         'num_prompts': len(inputs.train),
         'world_size': strategy.world_size,
         'device': str(strategy.device),
@@ -267,6 +267,6 @@ def write_adapter(run: Run, strategy: Any, model: Any) -> None:
     """The adapters alone as `save_path`/adapter, which PEFT loads onto `pretrain`."""
     path = Path(run.save_path, 'adapter')
     weights = strategy.full_state_dict(model, run.save_path)
-    strategy.run_on_rank0(lambda: export_peft(strategy.unwrap(model), path, base_model=run.pretrain, state=weights))
+    strategy.run_on_rank0(lambda: export_peft(strategy.unwrap(model), path, base_model=run.base, state=weights))
     if strategy.is_rank_0:
         print(f'adapter written to {path}', flush=True)

@@ -36,6 +36,11 @@ Precision = Literal['fp32', 'bf16', 'fp16']
 BiasMode = Literal['none', 'all', 'lora_only']
 CriticStart = Literal['reward_model', 'actor']
 CRITIC_STARTS = get_args(CriticStart)
+EMBEDDED = 'embedded'
+"""the name of the small model that comes with the package"""
+Groups = dict[str, tuple[str, ...]]
+MODEL = ('pretrain', 'tokenizer', 'lora_rank', 'gradient_checkpointing')
+RUN = ('save_path', 'model_path', 'resume', 'strategy', 'precision', 'seed', 'plan')
 
 
 def same_file(a: str, b: str) -> bool:
@@ -57,7 +62,8 @@ class Run(LearningSettings):
     model: Family = 'auto'
     """family; auto reads it from the config"""
     pretrain: str | None = None
-    """hub name or folder of the model to start from"""
+    """hub name or folder of the model to start from; embedded: a small one for trials, which knows some
+    words of stories"""
     tokenizer: str | None = None
     """hub name or folder; none: that of pretrain"""
     save_path: str = 'outputs/run'
@@ -112,14 +118,21 @@ class Run(LearningSettings):
 
     method = ''  # no annotation: a setting of preference runs alone
     """name in `METHODS`"""
+    common: ClassVar[Groups] = {'the model': MODEL, 'the run': RUN}
+    """what --help and `init` show, by what it is about; the others stand behind --help-all"""
     trained: ClassVar[str] = 'actor'
     """the model that is trained, and the name of its folder"""
     config_class: ClassVar[type[Settings]] = LearningSettings
     """the trainer's settings"""
 
+    @property
+    def base(self) -> str | None:
+        """The model to start from; None: the small one of the embedded world."""
+        return None if self.pretrain == EMBEDDED else self.pretrain
+
     def fill_defaults(self) -> None:
         entry = self.entry()
-        for name, value in (entry.defaults if self.pretrain else entry.embedded_defaults).items():
+        for name, value in (entry.defaults if self.base else entry.embedded_defaults).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
 
@@ -245,6 +258,20 @@ class PPORun(Run, PPOConfig):
     """learning phases between evaluations on eval prompts, where there are any"""
 
     method = 'ppo'
+    common = {
+        'data and reward': ('prompt_path', 'prompt_column', 'reward_fn', 'reward_model', 'validation_file'),
+        'the model': (*MODEL, 'critic'),
+        'responses': ('max_new_tokens', 'max_prompt_tokens', 'temperature', 'top_p', 'stop_string'),
+        'how long, how much': (
+            *('num_episodes', 'max_timesteps', 'update_timesteps', 'experience_batch_size', 'num_samples_per_prompt'),
+            *('train_batch_size', 'max_epochs', 'max_tokens_per_batch'),
+        ),
+        'the method': (
+            *('lr', 'critic_lr', 'lr_schedule', 'advantage_estimator', 'policy_loss', 'kl_coef', 'eps_clip'),
+            *('gamma', 'lam'),
+        ),
+        'the run': RUN,
+    }
     config_class = PPOConfig
 
     def data_source(self) -> str | None:
@@ -314,6 +341,10 @@ class PPORun(Run, PPOConfig):
         }
 
 
+DATA = ('dataset', 'max_len', 'validation_file', 'validation_percentage', 'skip_bad_records')
+LENGTH = ('max_epochs', 'max_steps', 'train_batch_size', 'max_tokens_per_batch', 'lr', 'lr_schedule', 'warmup_steps')
+
+
 @dataclass(kw_only=True)
 class DataRun(Run, SupervisedConfig):
     """What the runs that only learn have in common."""
@@ -323,6 +354,13 @@ class DataRun(Run, SupervisedConfig):
     max_len: int | None = None
     """tokens of prompt and response, at most the model's context; longer ones are cut, and counted; none: 512, or the
     context where that is less"""
+
+    common = {
+        'data': DATA,
+        'the model': MODEL,
+        'how long, how much': LENGTH,
+        'the run': RUN,
+    }
 
     def data_source(self) -> str | None:
         return self.dataset
@@ -361,6 +399,7 @@ class SFTRun(DataRun, SFTConfig):
     """stop after so many evaluations in a row without a better loss on the eval data"""
 
     method = 'sft'
+    common = DataRun.common | {'data': (*DATA, 'pack_examples')}
     config_class = SFTConfig
 
 
@@ -372,6 +411,7 @@ class RewardRun(DataRun, RewardModelConfig):
     save_path: str = 'outputs/train_reward_model'
 
     method = 'reward-model'
+    common = DataRun.common | {'the method': ('loss_fn',)}
     trained = 'reward_model'
     config_class = RewardModelConfig
 
@@ -383,6 +423,7 @@ class ILQLRun(DataRun, ILQLConfig):
     save_path: str = 'outputs/train_ilql'
 
     method = 'ilql'
+    common = DataRun.common | {'the method': ('tau', 'gamma', 'cql_scale', 'awac_scale', 'beta', 'standardize_rewards')}
     config_class = ILQLConfig
 
     def validate(self, world_size: int = 1) -> None:
@@ -446,6 +487,8 @@ class PreferenceRun(DataRun):
                 f'PreferenceConfig{hint(self.method, known)}'
             )
         return entry
+
+    common = DataRun.common | {'the method': ('method', *OPTIONS)}
 
     @classmethod
     def shown_default(cls, name: str, default: Any, method: str | None = None) -> str:
