@@ -12,7 +12,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from chatgpt import __version__
 from chatgpt.launch.arguments import run_main
@@ -23,28 +23,32 @@ NAME = 'chatgpt-rlhf'
 
 
 class Subcommand(NamedTuple):
-    main: str
-    """module:function, which reads `sys.argv` and may return an exit code"""
+    module: str
     about: str
+    main: str = 'main'
+    """a function of the module that reads `sys.argv` and may return an exit code"""
+    parser: str = 'parser'
+    """one that gives its flags, for completion; '' where there are none to complete"""
+
+    def load(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.module), name)
 
 
 GROUPS: dict[str, dict[str, Subcommand]] = {
     'use a model': {
-        'generate': Subcommand('chatgpt.cli.generate:main', 'responses to one prompt, or to a file of them'),
-        'chat': Subcommand('chatgpt.cli.generate:chat_main', 'a dialogue in the terminal'),
-        'evaluate': Subcommand('chatgpt.cli.evaluate:main', 'score the responses of a model to a file of prompts'),
+        'generate': Subcommand('chatgpt.cli.generate', 'responses to one prompt, or to a file of them'),
+        'chat': Subcommand('chatgpt.cli.generate', 'a dialogue in the terminal', 'chat_main', 'chat_parser'),
+        'evaluate': Subcommand('chatgpt.cli.evaluate', 'score the responses of a model to a file of prompts'),
     },
     'around a run': {
-        'init': Subcommand('chatgpt.cli.init:main', 'write a commented config, data and a reward to start from'),
-        'plan': Subcommand('chatgpt.plan.__main__:main', 'what memory each phase of a run takes, and whether it fits'),
-        'launch': Subcommand('chatgpt.launch.__main__:main', 'several processes, by torchrun or on Ray'),
-        'sweep': Subcommand('chatgpt.search.__main__:main', 'many runs in search of settings'),
-        'convert': Subcommand('chatgpt.cli.convert:main', 'a data file in another shape'),
-        'compat': Subcommand(
-            'chatgpt.compat.__main__:main', 'run or check a script written for TRL, trlX or ColossalAI'
-        ),
-        'completion': Subcommand('chatgpt.cli.completion:main', 'what makes a shell complete this command'),
-        'version': Subcommand('', 'the version of the package'),
+        'init': Subcommand('chatgpt.cli.init', 'write a commented config, data and a reward to start from'),
+        'plan': Subcommand('chatgpt.plan.__main__', 'what memory each phase of a run takes, and whether it fits'),
+        'launch': Subcommand('chatgpt.launch.__main__', 'several processes, by torchrun or on Ray'),
+        'sweep': Subcommand('chatgpt.search.__main__', 'many runs in search of settings', parser=''),
+        'convert': Subcommand('chatgpt.cli.convert', 'a data file in another shape'),
+        'compat': Subcommand('chatgpt.compat.__main__', 'run or check a script written for TRL, trlX, ...', parser=''),
+        'completion': Subcommand('chatgpt.cli.completion', 'what makes a shell complete this command'),
+        'version': Subcommand('', 'the version of the package', parser=''),
     },
 }
 SUBCOMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
@@ -92,8 +96,7 @@ def run(words: Sequence[str]) -> int | None:
         train(name, rest, prog)
     elif name in SUBCOMMANDS:
         sys.argv = [prog, *rest]
-        module, _, function = SUBCOMMANDS[name].main.partition(':')
-        return getattr(importlib.import_module(module), function)()
+        return SUBCOMMANDS[name].load(SUBCOMMANDS[name].main)()
     else:
         raise ValueError(f'{name!r} is no command{hint(name, [*METHODS, *SUBCOMMANDS])} (--help lists what there is)')
     return None

@@ -31,25 +31,29 @@ def convert(examples: list[Any], shape: str, bad: BadRecords) -> Iterator[dict[s
             bad.report(example.where, str(reason))
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument('source', help='a file, a folder or a hub name')
-    parser.add_argument('target', help=f'the file to write: {", ".join(OUTPUT_SUFFIXES)}')
-    parser.add_argument('--to', required=True, choices=TARGETS, metavar='SHAPE', help=', '.join(TARGETS))
-    parser.add_argument(
+def parser() -> Parser:
+    out = Parser(description=__doc__)
+    out.add_argument('source', help='a file, a folder or a hub name')
+    out.add_argument('target', help=f'the file to write: {", ".join(OUTPUT_SUFFIXES)}')
+    out.add_argument('--to', required=True, choices=TARGETS, metavar='SHAPE', help=', '.join(TARGETS))
+    out.add_argument(
         '--columns', nargs='*', default=[], metavar='KNOWN=NAME', help='names of columns that the shapes do not know'
     )
-    parser.add_argument('--split', default='train')
-    parser.add_argument('--subset')
-    parser.add_argument('--max_examples', type=int)
-    parser.add_argument(
+    out.add_argument('--split', default='train')
+    out.add_argument('--subset')
+    out.add_argument('--max_examples', type=int)
+    out.add_argument(
         '--text_separator', default='\n\n', help='what separates the texts of a .txt file (default: blank lines)'
     )
-    parser.add_argument(
+    out.add_argument(
         '--skip_bad_records', action='store_true', help='leave out and count what cannot be read or converted'
     )
-    parser.add_argument('--overwrite', action='store_true')
-    args = parser.parse_args(argv)
+    out.add_argument('--overwrite', action='store_true')
+    return out
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
     bad = BadRecords(args.skip_bad_records)
     examples = load_examples(
         args.source,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from chatgpt.cli.generate import add_model, in_our_words, load_actor, output_file, read_prompts, room, take_words
 from chatgpt.launch.arguments import (
@@ -25,7 +25,7 @@ from chatgpt.launch.arguments import (
 from chatgpt.launch.config_values import number
 
 
-def parse_args() -> Any:
+def parser() -> Parser:
     out = Parser(description=__doc__, usage='%(prog)s MODEL PROMPTS --reward_fn FILE:FUNCTION [--name value ...]')
     out.add_argument('words', nargs='*', metavar='MODEL', help='hub name or folder of the model; then the prompts')
     model, reward, drawing, run = map(out.add_argument_group, ('the model', 'the reward', 'responses', 'the run'))
@@ -40,6 +40,11 @@ def parse_args() -> Any:
     run.add_argument('--num_rows', type=int, default=4, help='samples to show (default: 4)')
     run.add_argument('--output', help='write prompts, responses and scores as jsonl')
     add_strategy(run)
+    return out
+
+
+def parse_args() -> Any:
+    out = parser()
     args = take_words(out, out.parse_args(in_our_words(sys.argv[1:], out)), 'input')
     if args.input is None:
         out.error('give a file of prompts')
@@ -66,6 +71,7 @@ def main() -> None:
     args = parse_args()
     from chatgpt.launch.inputs import quiet_transformers
     from chatgpt.nn.loading import load_tokenizer
+    from chatgpt.trainer.callbacks.base import TrainerView
     from chatgpt.trainer.prompt_evaluation import PromptEvaluation
 
     if args.temperature == 0:
@@ -87,7 +93,7 @@ def main() -> None:
             stop_strings=args.stop_string,
             **drawing,
         )
-        numbers = evaluation(Model(strategy, tokenizer, actor))
+        numbers = evaluation(cast(TrainerView, Model(strategy, tokenizer, actor)))
     if strategy.is_rank_0:
         print(json.dumps({name: round(value, 6) for name, value in numbers.items()}))
         if output is not None:

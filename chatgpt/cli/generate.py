@@ -29,9 +29,9 @@ BATCH = 64
 FAMILIES = ('auto', 'gpt2', 'opt', 'bloom', 'llama')
 
 
-def parser(prog: str | None = None, *, chats: bool | None = False) -> Parser:
+def parser(*, chats: bool | None = False) -> Parser:
     """`chats`: True takes no prompts, False only prompts, None is a chat where there are none."""
-    out = Parser(prog=prog, description=__doc__, usage='%(prog)s MODEL [--name value ...]')
+    out = Parser(description=__doc__, usage='%(prog)s MODEL [--name value ...]')
     if chats is False:
         out.usage = '%(prog)s MODEL PROMPT_OR_FILE [--name value ...]'
     out.add_argument('words', nargs='*', metavar='MODEL', help='hub name or folder of the model; then the input')
@@ -111,6 +111,10 @@ def in_our_words(argv: Sequence[str], out: Parser) -> list[str]:
             word = f'--{ours(name, known)}{equals}{value}'
         words.append(word)
     return words
+
+
+def chat_parser() -> Parser:
+    return parser(chats=True)
 
 
 def chat_main() -> None:

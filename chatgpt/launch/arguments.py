@@ -105,7 +105,7 @@ def settings_from(args: argparse.Namespace, cls: type) -> dict[str, Any]:
     return {f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}
 
 
-def add_strategy(parser: argparse.ArgumentParser) -> None:
+def add_strategy(parser: argparse._ActionsContainer) -> None:
     names = ', '.join(STRATEGIES)
     parser.add_argument(
         '--strategy',

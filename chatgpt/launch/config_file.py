@@ -136,7 +136,7 @@ def parse_run(
     presets = presets_of(cls, method)
     if values.get('method', presets.get('method')) != presets.get('method') and 'method' in presets:
         raise ValueError(f'method={values["method"]} is another command than {method}: give that one')
-    before = said_before(cls, values)
+    before = said_before(cls, presets | values)
     run = cls.from_dict(presets | before | values)
     run.said = presets | before | values
     if method is not None:
@@ -156,7 +156,8 @@ def presets_of(cls: type[Run], method: str | None) -> dict[str, Any]:
     """What a method sets unless the user says otherwise."""
     if method is None:
         return {}
-    return dict(METHODS.find(method).settings) | ({'method': method} if 'method' in cls.field_names() else {})
+    own = {'save_path': f'outputs/{method.rpartition(":")[2]}'} | dict(METHODS.find(method).settings)
+    return own | ({'method': method} if 'method' in cls.field_names() else {})
 
 
 def run_parser(
@@ -174,11 +175,11 @@ def run_parser(
     parser.usage = f'%(prog)s {word}[--name value ...] [key=value ...]'
     hints, docs, all_fields = typing.get_type_hints(cls), field_docs(cls), {f.name: f for f in fields(cls)}
     common = {name: title for title, names in cls.common.items() for name in names}
-    hidden = {'method', *_settings_of_others(cls, method)} if method is not None else set()
+    hidden, presets = hidden_settings(cls, method), presets_of(cls, method)
 
     def add(group: Any, name: str, shown: bool) -> None:
         f = all_fields[name]
-        default = cls.shown_default(name, f.default, method) if f.default is not MISSING else ''
+        default = '' if f.default is MISSING else cls.shown_default(name, presets.get(name, f.default), method)
         told = default == 'none' and 'none:' in docs.get(name, '')
         text = docs.get(name, '') + ('' if told else f' (default: {default})')
         add_flag(group, name, hints[name], text if shown else argparse.SUPPRESS, choices=choices_of(f))
@@ -218,12 +219,12 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
     return argparse.RawDescriptionHelpFormatter(prog, max_help_position=30)
 
 
-def _settings_of_others(cls: type[Run], method: str | None) -> set[str]:
-    """Flags that a method of several has no use for."""
+def hidden_settings(cls: type[Run], method: str | None) -> set[str]:
+    """What a chosen method has no use for: the choice itself, and settings of its relatives."""
     if method is None or not issubclass(cls, PreferenceRun):
         return set()
     own = METHODS.find(method).part('config').field_names()
-    return {name for name, setting in OPTIONS.items() if setting not in own}
+    return {'method'} | {name for name, setting in OPTIONS.items() if setting not in own}
 
 
 def _sorted(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:

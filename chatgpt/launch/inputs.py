@@ -268,7 +268,7 @@ def read_rewarded(run: ILQLRun, inputs: Inputs) -> None:
     Raises:
         ValueError: preferences, or a label that is no number.
     """
-    source = run.dataset or _rewarded_stories()
+    source = run.dataset or rewarded_stories(EMBEDDED_EXAMPLES)
     first = load_examples(source, max_examples=1, skip_bad_records=run.skip_bad_records)[0]
     if not isinstance(first, Labelled):
         raise ValueError(f'{run.dataset}: ILQL needs the columns prompt, response and reward (or text and reward)')
@@ -279,8 +279,9 @@ def read_rewarded(run: ILQLRun, inputs: Inputs) -> None:
     _take(inputs, train, validation)
 
 
-def _rewarded_stories() -> list[dict[str, Any]]:
-    stories = embedded.demo_corpus(EMBEDDED_EXAMPLES, seed=0)
+def rewarded_stories(num: int) -> list[dict[str, Any]]:
+    """Stories of the embedded world with what they are worth."""
+    stories = embedded.demo_corpus(num, seed=0)
     return [row | {'reward': embedded.true_score(row['prompt'], row['response'])} for row in stories]
 
 

@@ -144,7 +144,6 @@ class Run(LearningSettings):
     def shown_default(cls, name: str, default: Any, method: str | None = None) -> str:
         """What --help says of a run, or of a run with that method."""
         entry = METHODS.find(method or cls.method)
-        default = entry.settings.get(name, default)
         if default is None and entry.defaults.get(name) is not None:
             return f'{entry.defaults[name]}; {entry.embedded_defaults[name]} without --pretrain'
         return 'none' if default is None else str(default)
@@ -210,32 +209,40 @@ class PPORun(Run, PPOConfig):
     prompt_path: str | None = None
     """csv, json, jsonl, parquet or hub data set with a prompt column; none: embedded"""
     prompt_column: str = 'prompt'
+    """its name"""
     reward_model: str | None = None
     """folder of a reward model, or of any sequence-classification model"""
     reward_fn: str | None = None
     """module:function or file.py:function, fn(prompts, responses, **columns) -> scores"""
     num_episodes: int = 10
+    """of max_timesteps each"""
     max_timesteps: int | None = 10
     """timesteps of an episode; none: as many as visit every prompt once"""
     update_timesteps: int = 10
     """timesteps between learning phases"""
     max_epochs: int = 5
+    """passes over the buffer in one learning phase"""
     critic: Literal['own', 'shared'] = 'own'
     """own: a model of its own; shared: a value head on the actor's trunk, with num_layers_unfrozen on the frozen one"""
     critic_from: CriticStart = 'reward_model'
     """what a critic of its own starts from: the reward model, where there is one that reads the policy's tokens and has
     a head; or the actor's weights with a new head"""
     critic_lr: float | None = None
+    """learning rate of a critic of its own"""
     num_layers_unfrozen: int = -1
     """hydra: train only the top blocks, whose frozen copies are the reference; -1 trains all"""
     max_new_tokens: int | None = None
-    """of a response"""
+    """most tokens of a response"""
     max_prompt_tokens: int | None = None
     """cut longer prompts on the left"""
     temperature: float = 1.0
+    """of drawing a response"""
     top_k: int = 0
+    """draw from so many of the likeliest tokens; 0: from all"""
     top_p: float = 1.0
+    """draw from the likeliest tokens that share this probability"""
     min_new_tokens: int = 0
+    """a response does not end before"""
     stop_string: list[str] | None = None
     """end a response where this text appears; may be given several times"""
     engine: str = field(default='local', metadata={'choices': ENGINES})
