@@ -30,10 +30,8 @@ def parser() -> Parser:
 
 def main() -> None:
     shell = parser().parse_args().shell
-    try:
-        import shtab
-    except ImportError:
-        raise ValueError('completion needs shtab: pip install shtab') from None
+    import shtab
+
     print(shtab.complete(whole_parser(), shell))
 
 

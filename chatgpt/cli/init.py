@@ -72,8 +72,11 @@ def example(method: str) -> tuple[dict[str, str], dict[str, Any]]:
     own: dict[str, Any] = {'pretrain': EMBEDDED}
     if issubclass(cls, PPORun):
         files = {'prompts.jsonl': _lines(embedded.demo_prompts(64)), 'rewards.py': REWARD}
-        own |= {'prompt_path': 'prompts.jsonl', 'reward_fn': 'rewards.py:score', 'num_episodes': 20}
-        return files, own | {'max_timesteps': 1, 'update_timesteps': 1, 'experience_batch_size': 16}
+        own |= {'prompt_path': 'prompts.jsonl', 'reward_fn': 'rewards.py:score', 'max_new_tokens': 32}
+        own |= {'num_episodes': 20, 'max_timesteps': 1, 'update_timesteps': 1, 'experience_batch_size': 32}
+        return files, own | (
+            {'num_samples_per_prompt': 4} if 'num_samples_per_prompt' in METHODS[method].settings else {}
+        )
     if issubclass(cls, (PreferenceRun, RewardRun)):
         data, rows = 'preferences.jsonl', embedded.demo_preferences(NUM_ROWS)
     elif issubclass(cls, ILQLRun):
@@ -89,7 +92,7 @@ def _lines(rows: list[dict[str, Any]]) -> str:
 
 def config_text(method: str, own: dict[str, Any], start: str) -> str:
     """YAML with every common option of a method, as `own`, the method or the class sets it; comments from the class."""
-    from chatgpt.launch.config_file import hidden_settings, presets_of
+    from chatgpt.launch.config_file import hidden_settings, option_text, presets_of
     from chatgpt.launch.runs import run_class
 
     cls = run_class(method)
@@ -110,9 +113,8 @@ def config_text(method: str, own: dict[str, Any], start: str) -> str:
         for name in names:
             if name in hidden:
                 continue
-            shown = cls.shown_default(name, defaults[name], method)
-            text = ' '.join([docs.get(name, ''), f'(default: {shown})']).strip()
-            lines += ['', *textwrap.wrap(text, WIDTH, initial_indent='# ', subsequent_indent='# ')]
+            text = option_text(cls, name, docs.get(name, ''), defaults[name], method)
+            lines += ['', *textwrap.wrap(f'# {text}', WIDTH, subsequent_indent='# ', break_on_hyphens=False)]
             lines.append(_entry(name, own.get(name, defaults[name])))
     return '\n'.join(lines) + '\n'
 

@@ -179,9 +179,7 @@ def run_parser(
 
     def add(group: Any, name: str, shown: bool) -> None:
         f = all_fields[name]
-        default = '' if f.default is MISSING else cls.shown_default(name, presets.get(name, f.default), method)
-        told = default == 'none' and 'none:' in docs.get(name, '')
-        text = docs.get(name, '') + ('' if told else f' (default: {default})')
+        text = option_text(cls, name, docs.get(name, ''), presets.get(name, f.default), method)
         add_flag(group, name, hints[name], text if shown else argparse.SUPPRESS, choices=choices_of(f))
 
     what = f'{docs[positional]}; ' if positional else ''
@@ -217,6 +215,12 @@ def run_parser(
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
     return argparse.RawDescriptionHelpFormatter(prog, max_help_position=30)
+
+
+def option_text(cls: type[Run], name: str, doc: str, default: Any, method: str | None) -> str:
+    """What a setting means, and its default where that does not say it already."""
+    shown = '' if default is MISSING else cls.shown_default(name, default, method)
+    return doc if shown == 'none' and 'none:' in doc else f'{doc} (default: {shown})'.strip()
 
 
 def hidden_settings(cls: type[Run], method: str | None) -> set[str]:
