@@ -26,7 +26,6 @@ from chatgpt.launch.config_values import number, whole_number
 from chatgpt.names import ours
 
 BATCH = 64
-FAMILIES = ('auto', 'gpt2', 'opt', 'bloom', 'llama')
 
 
 def parser(*, chats: bool | None = False) -> Parser:
@@ -80,7 +79,9 @@ def add_model(group: Any) -> None:
     group.add_argument('--pretrain', help='the model, in place of the first word')
     group.add_argument('--weights', help='weights of strategy.save_model, or a PEFT adapter folder')
     group.add_argument('--tokenizer', help='hub name or folder; default: that of the model')
-    group.add_argument('--model', choices=FAMILIES, default='auto', help='family; auto reads it from the config')
+    group.add_argument(
+        '--model', default='auto', help='family: gpt2, opt, bloom, llama, module:name, or auto: read it from the config'
+    )
     group.add_argument('--trust_remote_code', action='store_true', help='allow a hub model to bring code of its own')
 
 
@@ -185,13 +186,11 @@ def room(config: Any, prompts: Any) -> int:
 
 
 def load_actor(args: Any, strategy: Any) -> Any:
-    from chatgpt import nn
-    from chatgpt.launch.models import FAMILIES
+    from chatgpt.nn.families import MODELS
     from chatgpt.nn.peft_format import CONFIG_FILE, import_peft
 
-    actor = getattr(nn, FAMILIES[args.model] + 'Actor')(
-        pretrained=args.pretrain, trust_remote_code=args.trust_remote_code
-    )
+    actor: Any = MODELS.find(args.model).actor
+    actor = actor(pretrained=args.pretrain, trust_remote_code=args.trust_remote_code)
     if args.weights and Path(args.weights, CONFIG_FILE).is_file():
         import_peft(actor, args.weights)
     elif args.weights:

@@ -2,7 +2,7 @@
 
 Flags, config files, recipes and the command read it. A user's own method is one line more:
 
-    METHODS['mine'] = Method(about='...', config=MyConfig, trainer=MyTrainer, reader=read_mine)
+    METHODS['mine'] = Recipe(about='...', config=MyConfig, trainer=MyTrainer, reader=read_mine)
 
 and `module:name` of such an object needs none. Entries of the library name their parts as 'module:name', which are
 imported when they are first used, so that a list of methods waits for nothing. Left out: the settings of a run
@@ -23,7 +23,7 @@ PAIRS, OBJECTIVES = 'chatgpt.trainer.objectives.pairs', 'chatgpt.trainer.objecti
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class Recipe:
     """How one method trains.
 
     Args:
@@ -60,8 +60,8 @@ class Method:
         return getattr(importlib.import_module(module), attribute)
 
 
-def _online(about: str, *, buffer: int | None = None, embedded_buffer: int | None = None, **settings: Any) -> Method:
-    return Method(
+def _online(about: str, *, buffer: int | None = None, embedded_buffer: int | None = None, **settings: Any) -> Recipe:
+    return Recipe(
         about=about,
         run=PPO_RUN,
         config='chatgpt.trainer.config:PPOConfig',
@@ -74,8 +74,8 @@ def _online(about: str, *, buffer: int | None = None, embedded_buffer: int | Non
     )
 
 
-def _preference(about: str, config: str, trainer: str, lr: float) -> Method:
-    return Method(
+def _preference(about: str, config: str, trainer: str, lr: float) -> Recipe:
+    return Recipe(
         about=about,
         run=PREFERENCE_RUN,
         config=config,
@@ -86,11 +86,11 @@ def _preference(about: str, config: str, trainer: str, lr: float) -> Method:
 
 
 _GROUP: dict[str, Any] = {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 8}
-METHODS: Registry[Method] = Registry(
+METHODS: Registry[Recipe] = Registry(
     'method',
-    Method,
+    Recipe,
     {
-        'sft': Method(
+        'sft': Recipe(
             about='supervised fine-tuning on demonstrations, chats or text',
             run='chatgpt.launch.runs:SFTRun',
             config='chatgpt.trainer.config:SFTConfig',
@@ -98,7 +98,7 @@ METHODS: Registry[Method] = Registry(
             defaults={'lr': 2e-5},
             embedded_defaults={'lr': 3e-3},
         ),
-        'reward-model': Method(
+        'reward-model': Recipe(
             about='a reward model from preferences or labelled text',
             run='chatgpt.launch.runs:RewardRun',
             config=f'{OBJECTIVES}.reward_model:RewardModelConfig',
@@ -159,7 +159,7 @@ METHODS: Registry[Method] = Registry(
         ),
         'orpo': _preference('ORPO: SFT and odds ratio in one', f'{PAIRS}:ORPOConfig', f'{PAIRS}:ORPOTrainer', 5e-6),
         'simpo': _preference('SimPO: without a reference', f'{PAIRS}:SimPOConfig', f'{PAIRS}:SimPOTrainer', 1e-6),
-        'ilql': Method(
+        'ilql': Recipe(
             about='ILQL: offline, from responses with rewards',
             run='chatgpt.launch.runs:ILQLRun',
             config=f'{OBJECTIVES}.ilql:ILQLConfig',
@@ -171,6 +171,6 @@ METHODS: Registry[Method] = Registry(
 )
 
 
-def methods_of(run: str) -> dict[str, Method]:
+def methods_of(run: str) -> dict[str, Recipe]:
     """The entries with that run."""
     return {name: method for name, method in METHODS.items() if method.run == run}

@@ -14,8 +14,9 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, cast, get_args
 
 from chatgpt.launch.arguments import check_precision
-from chatgpt.launch.methods import METHODS, PREFERENCE_RUN, Method, methods_of
+from chatgpt.launch.methods import METHODS, PREFERENCE_RUN, Recipe, methods_of
 from chatgpt.names import hint
+from chatgpt.nn.families import MODELS
 from chatgpt.rollout import SamplingParams
 from chatgpt.rollout.registry import ENGINES
 from chatgpt.trainer.config import (
@@ -31,8 +32,8 @@ from chatgpt.trainer.objectives.pairs import DPOLoss, PreferenceConfig
 from chatgpt.trainer.objectives.reward_model import RewardModelConfig
 from chatgpt.trainer.strategies.registry import STRATEGIES
 
-Family = Literal['auto', 'gpt2', 'opt', 'bloom', 'llama']
 Precision = Literal['fp32', 'bf16', 'fp16']
+Optimizer = Literal['adamw', 'sgd']
 BiasMode = Literal['none', 'all', 'lora_only']
 CriticStart = Literal['reward_model', 'actor']
 CRITIC_STARTS = get_args(CriticStart)
@@ -59,8 +60,8 @@ class Run(LearningSettings):
     """compute dtype; weights stay fp32"""
     seed: int = 42
     """decides every draw, whatever the layout"""
-    model: Family = 'auto'
-    """family; auto reads it from the config"""
+    model: str = field(default='auto', metadata={'choices': MODELS})
+    """family; auto reads it from the config; module:name is a `ModelKind` of your own"""
     pretrain: str | None = None
     """hub name or folder of the model to start from; embedded: a small one for trials, which knows some
     words of stories"""
@@ -76,7 +77,7 @@ class Run(LearningSettings):
     """learning rate"""
     weight_decay: float = 0.0
     """decoupled, on all trained weights"""
-    optimizer: Literal['adamw', 'sgd'] = 'adamw'
+    optimizer: Optimizer = 'adamw'
     lora_rank: int = 0
     """adapters of this rank instead of all weights; 0: all weights"""
     lora_alpha: float | None = None
@@ -136,7 +137,7 @@ class Run(LearningSettings):
             if getattr(self, name) is None:
                 setattr(self, name, value)
 
-    def entry(self) -> Method:
+    def entry(self) -> Recipe:
         """How it trains."""
         return METHODS.find(self.method)
 
@@ -150,11 +151,9 @@ class Run(LearningSettings):
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
-        for name in ('precision', 'model', 'optimizer', 'lora_train_bias'):
-            hint = {'precision': Precision, 'model': Family, 'lora_train_bias': BiasMode}.get(
-                name, Literal['adamw', 'sgd']
-            )
+        for name, hint in (('precision', Precision), ('optimizer', Optimizer), ('lora_train_bias', BiasMode)):
             self._one_of(name, get_args(hint))
+        MODELS.find(self.model)
         check_precision(self.strategy, self.precision)
         self._positive('keep_last', 'lora_alpha', 'rank_timeout_s')
         self._not_negative('checkpoint_interval', 'checkpoint_minutes', 'lora_rank', 'weight_decay', 'lr')
@@ -336,6 +335,11 @@ class PPORun(Run, PPOConfig):
         if bool(self.ptx_coef) != bool(self.ptx_data):
             raise ValueError('PPO-ptx needs both: --ptx_data FILE with text, and --ptx_coef above 0')
 
+    @property
+    def reference_in_actor(self) -> bool:
+        """Whether the actor is its own reference: under hydra, and under LoRA unless biases move with the adapters."""
+        return self.num_layers_unfrozen > 0 or (self.lora_rank > 0 and self.lora_train_bias == 'none')
+
     def generation(self) -> dict[str, Any]:
         """Generation keywords of the trainer."""
         return {
@@ -464,7 +468,7 @@ class PreferenceRun(DataRun):
 
     save_path: str = 'outputs/train_preference'
     method: str = field(default='dpo', metadata={'choices': lambda: methods_of(PREFERENCE_RUN)})
-    """dpo, kto, orpo or simpo; module:name is a `Method` of your own with a `PreferenceConfig`"""
+    """dpo, kto, orpo or simpo; module:name is a `Recipe` of your own, with a `PreferenceConfig`"""
     max_epochs: int = 1
     loss: DPOLoss | None = None
     """dpo: sigmoid, ipo, cdpo, robust or hinge; none: sigmoid"""
@@ -485,7 +489,7 @@ class PreferenceRun(DataRun):
     gamma: float | None = None
     """simpo: target margin; none: 1"""
 
-    def entry(self) -> Method:
+    def entry(self) -> Recipe:
         known = methods_of(PREFERENCE_RUN)
         entry = METHODS.find(self.method) if ':' in self.method else known.get(self.method)
         if entry is None or not issubclass(entry.part('config'), PreferenceConfig):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from chatgpt.launch.config_file import parse_run
-from chatgpt.launch.methods import METHODS, Method
+from chatgpt.launch.methods import METHODS, Recipe
 from chatgpt.launch.recipes import execute
 from chatgpt.launch.runs import DataRun, PPORun, PreferenceRun, Run, run_class
 from chatgpt.trainer.config import SFTConfig
@@ -86,7 +86,7 @@ def read(run, inputs):
 
 def test_a_method_of_ones_own_is_one_line(monkeypatch, tmp_path, model_folder, capsys):
     monkeypatch.setitem(
-        METHODS, 'mine', Method(about='mine', config=MyConfig, trainer=MyTrainer, reader=read, defaults={'lr': 0.125})
+        METHODS, 'mine', Recipe(about='mine', config=MyConfig, trainer=MyTrainer, reader=read, defaults={'lr': 0.125})
     )
     cls = run_class('mine')
     assert issubclass(cls, DataRun) and 'strength' in {f.name for f in fields(cls)}
@@ -99,7 +99,7 @@ def test_a_method_of_ones_own_is_one_line(monkeypatch, tmp_path, model_folder, c
     assert (tmp_path / 'run' / 'actor' / 'config.json').is_file()
 
 
-mine = Method(about='DPO with another margin', config=DPOConfig, trainer=DPOTrainer, defaults={'lr': 0.25})
+mine = Recipe(about='DPO with another margin', config=DPOConfig, trainer=DPOTrainer, defaults={'lr': 0.25})
 
 
 def test_a_preference_method_of_ones_own_is_named(model_folder):
