@@ -151,8 +151,8 @@ class Run(LearningSettings):
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
-        for name, hint in (('precision', Precision), ('optimizer', Optimizer), ('lora_train_bias', BiasMode)):
-            self._one_of(name, get_args(hint))
+        for name, kind in (('precision', Precision), ('optimizer', Optimizer), ('lora_train_bias', BiasMode)):
+            self._one_of(name, get_args(kind))
         MODELS.find(self.model)
         check_precision(self.strategy, self.precision)
         self._positive('keep_last', 'lora_alpha', 'rank_timeout_s')
