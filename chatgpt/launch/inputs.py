@@ -232,12 +232,13 @@ def reward_model_inputs(folder: str, tokenizer: Any, *, trust_remote_code: bool 
 # ---------------------------------------------------------------------- runs that only learn
 
 
-def read_sft(run: SFTRun, inputs: Inputs) -> None:
+def read_sft(run: DataRun, inputs: Inputs) -> None:
+    """Demonstrations, or plain text."""
     source = run.dataset or embedded.demo_corpus(EMBEDDED_EXAMPLES, seed=0)
     train, validation = load_demonstrations(source, inputs.tokenizer, **_reading_options(run, inputs))
-    if run.pack_examples:
+    if isinstance(run, SFTRun) and run.pack_examples:
         train[:] = pack(train, run.max_tokens)
-    if run.early_stopping_patience is not None and not validation:
+    if isinstance(run, SFTRun) and run.early_stopping_patience is not None and not validation:
         raise ValueError('early_stopping_patience needs eval data: give --validation_file or --validation_percentage')
     _take(inputs, train, validation)
 

@@ -276,7 +276,9 @@ def test_help_names_the_value_of_every_flag(capsys):
             run(cls, '--help-all')
         text = capsys.readouterr().out
         assert '--lr X ' in text and '--optimizer {adamw,sgd}' in text and '--tensorboard true|false' in text
-        assert re.findall(r'^ +--(\w+)(?:   |$)', text, re.MULTILINE) == ['print_config']  # the only one without a value
+        assert re.findall(r'^ +--(\w+)(?:   |$)', text, re.MULTILINE) == [
+            'print_config'
+        ]  # the only one without a value
 
 
 def test_help_lists_the_names_of_the_tables_also_those_added_from_outside(capsys, monkeypatch):
