@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, HfArgumentParser
+from transformers import AutoTokenizer, DataCollatorWithPadding, HfArgumentParser
 
 from chatgpt.compat.trl import chat, dpo, later, ppo_train, reward, sft
 from chatgpt.compat.trl.arguments import check_given
@@ -189,6 +189,7 @@ def test_the_scripts_optimizer_is_cut_in_two():
         ({'args': PPOConfig(output_dir='x', kl_estimator='k2')}, "kl_estimator='k2'"),
         ({'args': PPOConfig(output_dir='x', missing_eos_penalty=-1.0)}, 'missing_eos_penalty=-1.0 must be positive'),
         ({'reward_model': torch.nn.Linear(1, 1)}, 'reward_model is a Linear'),
+        ({'args': PPOConfig(output_dir='x', response_length=99)}, "passes the policy's context of 64"),
     ],
 )
 def test_calls_of_ppo_that_cannot_be_honoured(folder, tmp_path, given, text):
@@ -208,6 +209,29 @@ def test_calls_of_ppo_that_cannot_be_honoured(folder, tmp_path, given, text):
         given['args'].output_dir = str(tmp_path)
     with pytest.raises(ValueError, match=text):
         ppo_train.PPOTrainer(**call)
+
+
+def test_models_with_a_value_head_are_taken_apart(folder, tmp_path):
+    from chatgpt.compat.trl import AutoModelForCausalLMWithValueHead
+
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(folder)
+    head = model.v_head.summary.weight.detach().clone()
+    with pytest.warns(UserWarning, match='value_model shares weights with the policy'):
+        trainer = ppo_train.PPOTrainer(
+            args=PPOConfig(
+                output_dir=str(tmp_path), per_device_train_batch_size=2, total_episodes=2, response_length=3
+            ),
+            processing_class=AutoTokenizer.from_pretrained(folder),
+            model=model,
+            value_model=model,
+            reward_model=lambda prompts, responses: [0.0 for _ in prompts],
+            train_dataset=[{'input_ids': [4, 5]}] * 2,
+            data_collator=DataCollatorWithPadding(AutoTokenizer.from_pretrained(folder)),
+        )
+    assert trainer.policy_model is model.pretrained_model
+    assert torch.equal(trainer.inner.critic.value_head.weight, head)
+    own = {id(p) for p in trainer.policy_model.parameters()}
+    assert not own & {id(p) for p in trainer.inner.critic.parameters()}
 
 
 def test_prompts_leave_padding_out_and_keep_columns(folder):
