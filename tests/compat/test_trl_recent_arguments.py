@@ -260,6 +260,21 @@ def test_a_collator_is_refused_by_name(trainer):
         trainer(model='x', train_dataset=[], data_collator=lambda rows: rows)
 
 
+def test_an_inner_step_that_a_script_overrides_is_named():
+    with pytest.warns(UserWarning, match='Mine overrides compute_loss, which nothing calls here'):
+
+        class Mine(sft.SFTTrainer):
+            def compute_loss(self, model, inputs, return_outputs=False):
+                return 0.0
+
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+
+        class Fine(sft.SFTTrainer):
+            def log(self, logs, *more):
+                super().log(logs, *more)
+
+
 def test_older_arguments_of_a_constructor(folder, tmp_path):
     rows = embedded.demo_preferences(4)
     with pytest.warns(UserWarning, match='max_prompt_length=8'):
