@@ -319,6 +319,22 @@ def test_which_tokens_count_in_sft(folder):
     assert counted({'text': 'one day a cat went', 'id': 3}) == [*cat[1:], *went, *end]
 
 
+def test_what_a_formatting_function_may_be(folder):
+    tokenizer, row = AutoTokenizer.from_pretrained(folder), {'a': 'a cat', 'b': 'went'}
+
+    def text(formatting_func: Any) -> str:
+        (record,) = sft.sequences_of([row], tokenizer, sft.SFTConfig(), 16, formatting_func)
+        return tokenizer.decode(torch.cat([record.prompt_ids, record.response_ids]), skip_special_tokens=True)
+
+    assert text(lambda row: f'{row["a"]} {row["b"]}') == text(
+        lambda columns: [f'{a} {b}' for a, b in zip(columns['a'], columns['b'], strict=True)]
+    )
+    with pytest.raises(KeyError, match='missing'):
+        text(lambda row: row['missing'])
+    with pytest.raises(ValueError, match='it must give a text'):
+        text(lambda row: 3)
+
+
 def test_nothing_is_uploaded(folder, tmp_path):
     with pytest.warns(UserWarning, match='push_to_hub=True'):
         trainer = sft.SFTTrainer(
