@@ -276,6 +276,21 @@ def test_the_given_optimizer_scheduler_and_reference_are_used() -> None:
         make(ref_model=tiny_causal_lm('gpt2'), trainer={'num_shared_layers': 1})
 
 
+def test_what_the_script_sets_in_the_config_later() -> None:
+    trainer = make(ppo_epochs=1, mini_batch_size=2)
+    assert len(step(trainer)['ppo/policy/ratio']) == 4 * 5
+    trainer.config.ppo_epochs, trainer.config.cliprange = 3, 0.05
+    assert len(step(trainer)['ppo/policy/ratio']) == 3 * 4 * 5
+    assert trainer.inner.config.eps_clip == 0.05
+    trainer.config.batch_size = 2  # a last batch that is smaller
+    responses = trainer.generate(QUERIES[:2], return_prompt=False, max_new_tokens=5, **SAMPLED)
+    stats = trainer.step(QUERIES[:2], responses, [torch.tensor(1.0)] * 2)
+    assert len(stats['objective/kl_dist']) == 2
+    trainer.config.kl_penalty, trainer.config.batch_size = 'abs', 4
+    with pytest.warns(UserWarning, match="kl_kind='abs' has no effect now"):
+        step(trainer)
+
+
 def test_dropout_is_off_whatever_the_script_calls() -> None:
     """As in TRL, whose forwards are in eval mode: the ratio of the first update is 1."""
     model = trl.AutoModelForCausalLMWithValueHead.from_pretrained(tiny_causal_lm('gpt2', dropout=0.5))

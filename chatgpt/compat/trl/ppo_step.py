@@ -46,6 +46,19 @@ from chatgpt.trainer.strategies.named import strategy_by_name
 from chatgpt.types import Experience, Prompt, Sample
 
 KL_KINDS = {'kl': 'k1', 'abs': 'abs', 'mse': 'k2', 'full': 'full'}
+_FOLLOWED = {
+    *(
+        'experience_batch_size',
+        'train_batch_size',
+        'max_epochs',
+        'max_tokens_per_batch',
+        'max_grad_norm',
+        'gamma',
+        'lam',
+    ),
+    *('eps_clip', 'value_clip', 'value_coef', 'ratio_threshold', 'target_kl'),
+}
+"""settings that our trainer reads in every step"""
 _POSITIONS = 1024
 """tokens of a row that a micro-batch is planned for, where the model takes more"""
 
@@ -267,7 +280,8 @@ class ClassicPPOTrainer:
         if self.ref_model is not None:
             initial = Actor(getattr(self.ref_model, 'pretrained_model', self.ref_model))
         (actor, optimizer), initial = strategy.prepare((actor, self.optimizer), initial)
-        positions = getattr(self.model.config, 'max_position_embeddings', None) or _POSITIONS
+        self._positions: int = getattr(self.model.config, 'max_position_embeddings', None) or _POSITIONS
+        self._told: set[str] = set()
         return _Trainer(
             strategy,
             actor,
@@ -275,7 +289,7 @@ class ClassicPPOTrainer:
             None,
             initial,
             optimizer,
-            config=our_config(self.config, strategy.world_size, positions),
+            config=our_config(self.config, strategy.world_size, self._positions),
             tokenizer=self.tokenizer,
             callbacks=[ProgressBar(enabled=False)],
             engine=_Engine(),
@@ -423,6 +437,7 @@ class ClassicPPOTrainer:
         start = time.perf_counter()
         self._check_lists(queries=queries, responses=responses, scores=scores)
         inner, kl_coef = self.inner, self.kl_ctl.value
+        self._follow_config()
         inner.take_learning_rates()  # of a scheduler, or set by hand
         dropout_off(self._strategy.unwrap(inner.actor))  # the script may have called model.train()
         inner.recorder = Recorder()
@@ -456,6 +471,21 @@ class ClassicPPOTrainer:
             'time/ppo/calc_stats': now - begin,
             'time/ppo/total': now - start,
         }
+
+    def _follow_config(self) -> None:
+        """What the script has set in `config` since the trainer was made counts from this step on, as in TRL; a warning
+        where it cannot."""
+        wanted = our_config(self.config, self._strategy.world_size, self._positions)
+        for name, value in vars(wanted).items():
+            if value == getattr(self.inner.config, name) or name in self._told:
+                continue
+            if name in _FOLLOWED:
+                setattr(self.inner.config, name, value)
+            else:
+                self._told.add(name)
+                warnings.warn(
+                    f'config: {name}={value!r} has no effect now: it is read when the trainer is made', stacklevel=3
+                )
 
     def _check_lists(self, **lists: Any) -> None:
         for name, given in lists.items():
