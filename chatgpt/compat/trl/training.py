@@ -226,8 +226,8 @@ THEIR_STEPS = {
 class LaterTrainer:
     """Base of the trainers: everything but the learning, which is `inner`'s.
 
-    `inner` is the trainer of `chatgpt.trainer` that runs; its metrics and files are there as well. A subclass of a script
-    may override what is here; an inner step of TRL's trainers that it overrides is named in a warning.
+    `inner` is the trainer of `chatgpt.trainer` that runs; its metrics and files are there as well. A subclass of a
+    script may override what is here; an inner step of TRL's trainers that it overrides is named in a warning.
     """
 
     inner: Any
