@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from chatgpt.compat.trl import INSTEAD, SERVED, dpo, later, ppo_train, reward, sft
 from chatgpt.compat.trl.config import FIELDS
 
-PAGE = '\n'.join(p.read_text() for p in (Path(__file__).parents[2] / 'docs' / 'coming_from').glob('trl*.md'))
+ROOT = Path(__file__).parents[2]
+PAGE = '\n'.join(p.read_text() for p in (ROOT / 'docs' / 'coming_from').glob('trl*.md'))
 
 
 @pytest.mark.parametrize(
@@ -37,3 +39,14 @@ def test_the_programs_are_those_that_the_page_names():
 
 def test_served_names_and_those_that_are_not_are_apart():
     assert not set(SERVED) & set(INSTEAD)
+
+
+def test_the_numbers_of_the_page_are_those_measured():
+    found = json.loads((ROOT / 'benchmarks' / 'results' / 'compat_trl_recent.json').read_text())
+    for name, row in found['speed'].items():
+        if name != 'machine':
+            seconds = f'{row["ours"]["cpu_s"]:.2f} | {row["theirs"]["cpu_s"]:.2f} | {row["ratio"]["median"]:.2f}'
+            assert f'| {name.removeprefix("trl_ppo ppo, ")} | {seconds} |' in PAGE
+    for name, row in found['numbers'].items():
+        assert f'| {name} | {row["scores"]:.0e} |' in PAGE if 'scores' in row else f'| {name} | ' in PAGE
+        assert max(row.values()) < 1e-5
