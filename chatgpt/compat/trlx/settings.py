@@ -133,7 +133,7 @@ def check(config: TRLConfig) -> None:
         )
     if model.num_layers_unfrozen == 0:
         raise ValueError(
-            'trlx: num_layers_unfrozen=0 leaves no block to train; give -1 (all), a number of top blocks, or peft_config'
+            'trlx: num_layers_unfrozen=0 leaves no block to train; give -1 (all), how many top blocks, or peft_config'
         )
     if train.minibatch_size and train.batch_size % train.minibatch_size:
         raise ValueError(
@@ -311,15 +311,13 @@ def longest(config: TRLConfig) -> int:
 def longest_prompt(config: TRLConfig) -> int:
     """Tokens that a prompt may have, so that a response fits behind it."""
     train, gen = config.train, generation(config)
-    if train.input_size:
-        return int(train.input_size)
     room = longest(config) - gen['max_new_tokens'] if 'max_new_tokens' in gen else gen.get('max_length', 2) - 1
     if room < 1:
         raise ValueError(
             f'trlx: seq_length={longest(config)} leaves no token for a prompt with '
             f'max_new_tokens={gen.get("max_new_tokens")}; give a longer one'
         )
-    return int(room)
+    return int(min(room, train.input_size or room))
 
 
 # ---------------------------------------------------------------------- generation
