@@ -484,6 +484,13 @@ class _OfflineTrainer(AccelerateRLTrainer):
 
     data: Any = None
 
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run."""
+        train = self.config.train
+        per_epoch = -(-len(self.data) // (train.batch_size * settings.processes()))
+        return int(min(train.epochs * per_epoch, train.total_steps))
+
     def _checked_data(self) -> Any:
         if self.data is None:
             raise ValueError(
@@ -520,7 +527,7 @@ class AccelerateILQLTrainer(_OfflineTrainer):
     def build(self) -> ILQLTrainer:
         ilql, data = settings.ilql_settings(self.config), self._checked_data()
         model, optim = self.strategy.prepare(self.with_optimizer(self.actor))
-        return ILQLTrainer(self.strategy, model, optim, data, config=ilql, **self.common(ilql.max_steps or 1))
+        return ILQLTrainer(self.strategy, model, optim, data, config=ilql, **self.common(self.total_steps))
 
     def _one_evaluation(self, prompts: PromptSet, gen: Mapping[str, Any]) -> Any:
         evaluation, beta = super()._one_evaluation(prompts, gen), float(gen['beta'])
@@ -546,7 +553,7 @@ class AccelerateSFTTrainer(_OfflineTrainer):
     def build(self) -> SFTTrainer:
         sft, data = SFTConfig(**settings.sft_settings(self.config)), self._checked_data()
         actor, optim = self.strategy.prepare(self.with_optimizer(self.actor))
-        return SFTTrainer(self.strategy, actor, optim, data, config=sft, **self.common(sft.max_steps or 1))
+        return SFTTrainer(self.strategy, actor, optim, data, config=sft, **self.common(self.total_steps))
 
 
 @register_trainer
