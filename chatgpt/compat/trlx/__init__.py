@@ -35,7 +35,7 @@ _PLACES: dict[str, dict[str, tuple[str, ...]]] = {
         'model.nn.ppo_models': ('PPOConfig',),
         'model.nn.ilql_models': ('ILQLConfig',),
     },
-    'train': {'': ('train',), 'trlx': ('train',)},
+    'entry': {'': ('train',), 'trlx': ('train',)},
     'trainers': {
         'trainer': ('AccelerateRLTrainer', 'register_trainer'),
         'trainer.accelerate_base_trainer': ('AccelerateRLTrainer',),

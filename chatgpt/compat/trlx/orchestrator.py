@@ -7,7 +7,7 @@ from typing import Any
 
 from chatgpt.compat.trlx.config import unknown
 from chatgpt.compat.trlx.pipeline import BasePipeline, register_datapipeline
-from chatgpt.compat.trlx.train import split
+from chatgpt.compat.trlx.entry import split
 from chatgpt.compat.trlx.trainers import (
     AccelerateILQLTrainer,
     AcceleratePPOTrainer,
