@@ -110,7 +110,8 @@ class RewardFunction(FunctionScorer):
 
 
 def metric_function(metric_fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """A metric function of trlX's in this library's convention: a number stands for every sample."""
+    """A metric function of trlX's in this library's convention: a number stands for every sample. Lists of texts, which
+    scripts show in trlX's tables, are left out."""
     if metric_fn is None:
         return None
 
@@ -118,6 +119,7 @@ def metric_function(metric_fn: Callable[..., Any] | None) -> Callable[..., Any] 
         found = call(metric_fn, given)
         count = len(given['samples'])
         listed = {name: value.tolist() if hasattr(value, 'tolist') else value for name, value in found.items()}
-        return {name: v if isinstance(v, (list, tuple)) else [float(v)] * count for name, v in listed.items()}
+        lists = {name: v if isinstance(v, (list, tuple)) else [float(v)] * count for name, v in listed.items()}
+        return {name: v for name, v in lists.items() if not any(isinstance(x, str) for x in v)}
 
     return metrics

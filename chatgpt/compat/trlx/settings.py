@@ -291,8 +291,6 @@ def _cosine(lr: float, end: float, length: float) -> dict[str, Any]:
     """From `lr` to `end` in `length` steps; one so long that no run reaches it is no decay."""
     if end == lr or length >= 1e9:
         return {'lr_schedule': 'constant'}
-    if not 0 <= end <= lr:
-        raise ValueError(f'trlx: the learning rate would rise from {lr:g} to {end:g}; give an end of at most {lr:g}')
     return {'lr_schedule': 'cosine', 'lr_end_factor': end / lr, 'lr_decay_steps': int(length)}
 
 

@@ -1,5 +1,5 @@
-"""Rollouts, losses and gradients from trlX's config objects, against what trlX 0.7's own code gave for the same weights,
-prompts, responses and scores (trlx_numbers.json, written by benchmarks/compat_trlx.py)."""
+"""Rollouts, losses and gradients from trlX's config objects, against what trlX 0.7's own code gave for the same
+weights, prompts, responses and scores (trlx_numbers.json, written by benchmarks/compat_trlx.py)."""
 
 from __future__ import annotations
 
