@@ -121,7 +121,8 @@ def train(
     own = {name: chosen.pop(name, default) for name, default in OWN[kind].items()}
     if kind == 'ppo' and own['critic_from'] not in CRITIC_STARTS:
         raise ValueError(f'train: critic_from={own["critic_from"]!r} is not one of {", ".join(CRITIC_STARTS)}')
-    run, trainer_settings = _run(kind, own), _config_class(kind)(**_of_config(kind, chosen))
+    run = _run(kind, own)
+    trainer_settings, generation = _config_class(kind).split('train', None, chosen)
     trainer_settings.validate(getattr(strategy, 'world_size', 1))
     inputs = Inputs(
         run=run,
@@ -131,7 +132,8 @@ def train(
         run_dir=run_dir,
         callbacks=list(callbacks),
     )
-    generation = _generation(chosen, stop_sequences)
+    if stop_sequences:
+        generation['stop_strings'] = list(stop_sequences)
     if kind == 'ppo':
         inputs.train, inputs.reward, inputs.generation = prompts, as_reward(reward_fn), generation
     else:
@@ -301,16 +303,6 @@ def as_metric(metric_fn: Callable[..., Any] | None) -> Callable[..., Any] | None
         return metric_fn(prompts, outputs, **{k: v for k, v in columns.items() if any_keyword or k in parameters})
 
     return metric
-
-
-def _generation(chosen: Mapping[str, Any], stop_sequences: SequenceOf[str]) -> dict[str, Any]:
-    stop = {'stop_strings': list(stop_sequences)} if stop_sequences else {}
-    return {name: value for name, value in chosen.items() if name in generation_fields()} | stop
-
-
-def _of_config(kind: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    names = _config_class(kind).field_names()
-    return {k: v for k, v in chosen.items() if k in names}
 
 
 def _run(kind: str, own: Mapping[str, Any]) -> Run:

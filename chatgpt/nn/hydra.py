@@ -225,9 +225,8 @@ def _parts(model: PreTrainedModel, num_blocks: int) -> _Parts:
         blocks = _get(base, layout.blocks)
         parent_path, _, norm_name = layout.norm.rpartition('.')
         norm_parent = _get(base, parent_path) if parent_path else base
-        if isinstance(blocks, nn.ModuleList) and hasattr(
-            norm_parent, norm_name
-        ):  # None in an OPT that normalises after its blocks
+        # An OPT that normalises after its blocks has the name, with None.
+        if isinstance(blocks, nn.ModuleList) and hasattr(norm_parent, norm_name):
             break
     else:
         raise ValueError(f'num_layers_unfrozen: {type(model).__name__} is not supported; supported are {SUPPORTED}')
@@ -324,26 +323,6 @@ def recorded_trunk(module: nn.Module) -> Iterator[RecordedTrunk]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def reference_sources(module: nn.Module) -> dict[str, str]:
-    """For each parameter and buffer of the branches in `module`, the name of the tensor in `module` that it was copied
-    from.
-
-    For loaders that fill a module built on the meta device from a pretrained file: a branch starts as what the file
-    holds.
-    """
-    names = {id(m): name for name, m in module.named_modules()}
-    sources = {}
-    for branch in module.modules():
-        if not isinstance(branch, TopBranch):
-            continue
-        for parent, name, own, own_name in branch._slots:
-            copied, original = own._modules[own_name], parent._modules[name]
-            assert copied is not None and original is not None
-            for key in copied.state_dict():
-                sources[f'{names[id(copied)]}.{key}'] = f'{names[id(original)]}.{key}'
-    return sources
 
 
 @torch.no_grad()

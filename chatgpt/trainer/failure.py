@@ -10,8 +10,8 @@ Weights move only inside optimizer steps. So there are four cases:
   same, from the last finished step.
 - *Some have, in the middle of a phase of collected experience*, which no checkpoint holds: the counters go back to the
   last phase, the weights stay as they are, and the checkpoint is `checkpoints/cut-short`. A resume collects that phase
-  anew with them, so that nothing is lost, but it is not the undisturbed run. The newest checkpoint of a whole phase
-  stays beside it, and `--resume auto` prefers that.
+  again with these weights: nothing is lost, but the run differs from an uninterrupted one. The newest checkpoint of a
+  whole phase stays beside it, and `--resume auto` prefers that.
 - *The exception came from inside a step*, or the ranks differ: nothing is written.
 
 On several ranks saving is a collective. It is done only where all ranks fail at the same place

@@ -12,7 +12,7 @@ the engine, and scoring.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
@@ -49,13 +49,14 @@ class Pipeline:
         """asked and not taken, oldest first"""
         self.taken: list[Timestep] = []
         """taken in this phase"""
-        self.most_in_flight = 0
-        """greatest length of `waiting` so far"""
 
     def ask(self, timestep: Timestep, submit: Callable[..., Any]) -> None:
         timestep.ticket = submit(timestep.prompts, timestep.indices, timestep.groups)
         self.waiting.append(timestep)
-        self.most_in_flight = max(self.most_in_flight, len(self.waiting))
+
+    def put_back(self, timesteps: Iterable[Timestep]) -> None:
+        """Timesteps that were asked for before, in order."""
+        self.waiting.extend(timesteps)
 
     def take(self) -> Timestep:
         """The oldest timestep, with its samples; waits for them."""
@@ -73,16 +74,20 @@ class Pipeline:
         return timestep.samples
 
     def give_up(self, phase: int) -> list[Timestep]:
-        """End a phase that is not to be learned from: its timesteps, taken or not, that were asked of older weights
-        than its own.
+        """End a phase without learning from it.
 
-        The others are forgotten, for the same weights will generate them again.
+        Returns the timesteps, taken or not, that were asked of older weights than the phase's own. The others are
+        dropped, because the same weights will generate them again.
         """
         everything = [*self.taken, *self.waiting]
         kept = [t for t in everything if t.version < phase]
         self.waiting = deque(t for t in everything if t.version >= phase)
         self.clear()
         return kept
+
+    def learned(self) -> None:
+        """What was taken will not be given up any more."""
+        self.taken.clear()
 
     def clear(self) -> None:
         """Forget everything; nobody generates for it any more."""

@@ -531,8 +531,7 @@ class AccelerateILQLTrainer(_OfflineTrainer):
 
     def _one_evaluation(self, prompts: PromptSet, gen: Mapping[str, Any]) -> Any:
         evaluation, beta = super()._one_evaluation(prompts, gen), float(gen['beta'])
-        evaluation.decoding = lambda model: model.decoding(beta)
-        return evaluation
+        return lambda trainer: evaluation(trainer, lambda model: model.decoding(beta))
 
     @contextmanager
     def policy(self, actor: Any, gen: Mapping[str, Any]) -> Iterator[Any]:
