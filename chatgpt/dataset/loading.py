@@ -257,7 +257,7 @@ def _warn(bad: BadRecords, options: TokenizerOptions, count: int) -> None:
         warnings.warn(
             f'{len(places)} of {count} records are longer than {limit} tokens and were cut: the prompt loses its '
             f'beginning, then the response its end. The longest has {length} tokens ({where}). Raise max_length '
-            '(--max_len), or leave such records out',
+            "(--max_len) where the model's context allows it, or leave such records out",
             stacklevel=4,
         )
     if places := bad.noticed.get('equal'):

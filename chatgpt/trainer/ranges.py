@@ -69,11 +69,13 @@ def numeric_fields(cls: type) -> dict[str, tuple[bool, bool]]:
 
 @cache
 def choices(cls: type) -> dict[str, list[Any]]:
-    """Setting → the values it may have, of the settings whose type is a `Literal`."""
+    """Setting → the values it may have, of those whose type is a `Literal` or bool."""
     found = {}
     for name, hint in typing.get_type_hints(cls).items():
-        kinds = typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,)
+        kinds = (hint, *typing.get_args(hint))
         values = [v for kind in kinds if typing.get_origin(kind) is typing.Literal for v in typing.get_args(kind)]
+        if bool in kinds:
+            values += [True, False]
         if values:
             found[name] = [None, *values] if type(None) in kinds else values
     return found
