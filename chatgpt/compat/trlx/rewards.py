@@ -41,6 +41,19 @@ def _first_argument(function: Callable[..., Any]) -> str | None:
     return first.name if first is not None and plain and first.default is first.empty else None
 
 
+class OnRank0:
+    """A reward function that only rank 0 has, as in scripts whose other ranks say `reward_fn = True`; described alike
+    on every rank."""
+
+    __slots__ = ('fn',)  # no attribute that a description of the reward could see
+
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn
+
+    def __call__(self, **given: Any) -> Any:
+        return call(self.fn, given)
+
+
 class RewardFunction(FunctionScorer):
     """A reward function of trlX's.
 

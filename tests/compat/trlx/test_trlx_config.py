@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -194,13 +193,9 @@ def test_train_says_what_it_needs():
 )
 def test_values_that_cannot_be_followed(names, message):
     chosen = TRLConfig.update(default_ppo_config(), names)
-    with pytest.raises(ValueError, match=message), warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        settings.ppo_settings(chosen)
-        settings.score_scaling(chosen)
-        settings.lora_keywords(chosen)
-        settings.sweep_of(settings.generation(chosen))
-        settings.longest_prompt(chosen)
+    chosen.model.model_path = '/nowhere'
+    with pytest.raises(ValueError, match=message):
+        trlx.train(reward_fn=lambda samples, **_: [0.0], prompts=['a'], config=chosen)
 
 
 def test_peft_config_becomes_adapters():
