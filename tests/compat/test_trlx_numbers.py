@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PEERS = Path(__file__).resolve().parents[3] / 'benchmarks' / 'peers'
+PEERS = Path(__file__).resolve().parents[2] / 'benchmarks' / 'peers'
 sys.path.insert(0, str(PEERS))
 from compat_trlx_ours import differences, is_padded, run  # noqa: E402
 from compat_trlx_work import CASES, UNEQUAL  # noqa: E402

@@ -33,7 +33,7 @@ from chatgpt.testing.fakes import char_tokenizer
 from chatgpt.trainer.schedule import lr_factor
 from chatgpt.types import Sample
 
-PAGE = Path(__file__).resolve().parents[3] / 'docs' / 'coming_from' / 'trlx.md'
+PAGE = Path(__file__).resolve().parents[2] / 'docs' / 'coming_from' / 'trlx.md'
 
 
 def test_update_takes_dotted_names_sections_and_bare_names():
