@@ -53,11 +53,14 @@ ALLOWED: dict[str, set[str]] = {
         'trainer.callbacks',
         'launch',
     },
+    'compat': MODELS
+    | {'registry', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
+    | {'trainer', 'trainer.strategies', 'trainer.callbacks', 'launch', 'quickstart'},
     'testing': MODELS
     | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
-    'compat': MODELS
-    | {'rollout', 'rewards', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies'}
-    | {'trainer.callbacks', 'launch', 'quickstart'},
+    'cli': MODELS
+    | {'rollout', 'experience', 'dataset', 'launch', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
+    '__main__': {'cli'},
     'chatgpt': {'quickstart'},
 }
 

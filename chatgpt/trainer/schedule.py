@@ -66,6 +66,10 @@ class LearningRate:
         self.end_factor, self.decay_steps = end_factor, decay_steps
         self.base = [group.get('initial_lr', group['lr']) for group in optimizer.param_groups]
 
+    def take_base(self) -> None:
+        """What the groups have now is their base from here on."""
+        self.base = [group['lr'] for group in self.optimizer.param_groups]
+
     def set(self, step: int, total_steps: int | None) -> float:
         """Apply the schedule for this step; returns the first group's learning rate."""
         end = total_steps if self.decay_steps is None else self.decay_steps
