@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-NO_OPERATION = ('set_device', 'synchronize', 'empty_cache', 'reset_peak_memory_stats')
+NO_OPERATION = (
+    'set_device',
+    'synchronize',
+    'empty_cache',
+    'reset_peak_memory_stats',
+    'set_per_process_memory_fraction',
+)
 ZERO = ('current_device', 'memory_allocated', 'max_memory_allocated', 'memory_reserved', 'max_memory_reserved')
 
 

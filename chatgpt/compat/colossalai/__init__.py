@@ -65,9 +65,7 @@ SERVED: dict[str, str] = {
     **_at(('trainer.ppo',), f'{_HERE}.trainers', 'PPOTrainer'),
     **_at(('trainer.rm',), f'{_HERE}.trainers', 'RewardModelTrainer'),
     **_at(('trainer.sft',), f'{_HERE}.trainers', 'SFTTrainer'),
-    **_at(
-        ('trainer.callbacks',), f'{_HERE}.callbacks', 'Callback SaveCheckpoint PerformanceEvaluator'
-    ),
+    **_at(('trainer.callbacks',), f'{_HERE}.callbacks', 'Callback SaveCheckpoint PerformanceEvaluator'),
     **_at(('trainer.callbacks.base',), f'{_HERE}.callbacks', 'Callback'),
     **_at(('trainer.callbacks.save_checkpoint',), f'{_HERE}.callbacks', 'SaveCheckpoint'),
     **_at(('trainer.callbacks.performance_evaluator',), f'{_HERE}.callbacks', 'PerformanceEvaluator'),

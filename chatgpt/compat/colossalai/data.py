@@ -79,7 +79,8 @@ class _Demonstrations(Dataset[dict[str, Tensor]]):
     """Ids of prompt and completion; the prompt, where it is known apart, is not learned."""
 
     def __init__(self, pairs: Iterable[tuple[str, str]], tokenizer: Any, max_length: int | None) -> None:
-        limit = {'truncation': True, 'max_length': max_length or tokenizer.model_max_length}
+        length = max_length or tokenizer.model_max_length
+        limit = {'truncation': True, 'max_length': length} if length < 2**31 else {}  # transformers' word for no limit
         self.input_ids, self.labels = [], []
         for prompt, completion in pairs:
             ids = tokenizer(prompt + completion, return_tensors='pt', **limit)['input_ids'][0]

@@ -71,7 +71,9 @@ class PPOTrainer(OurPPOTrainer):
         **kwargs: Any,
     ) -> None:
         if len(settings) > len(PPO_ORDER):
-            raise ValueError(f'PPOTrainer takes {7 + len(PPO_ORDER)} arguments without a name, {7 + len(settings)} given')
+            raise ValueError(
+                f'PPOTrainer takes {7 + len(PPO_ORDER)} arguments without a name, {7 + len(settings)} given'
+            )
         named = dict(zip(PPO_ORDER, settings, strict=False))
         if twice := named.keys() & kwargs.keys():
             raise ValueError(f'PPOTrainer got {sorted(twice)[0]} twice')
