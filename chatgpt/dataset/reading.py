@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 SUFFIXES = ('.csv', '.tsv', '.json', '.jsonl', '.ndjson', '.parquet', '.txt')
-_HUB_NAME = re.compile(r'\w[\w.-]*(/\w[\w.-]*)?')
+_HUB_NAME = re.compile(r'\w[\w.-]*(/\w[\w.-]*(/\w[\w.-]*)*)?')
 _WRAPPER_KEYS = ('data', 'instances', 'rows', 'examples')
 _OBJECT_END = re.compile(r'\}\s*(\{|$)')
 _BOM = b'\xef\xbb\xbf'
@@ -168,7 +168,9 @@ def _load_hub(name: str, split: str, subset: str | None, streaming: bool) -> Any
     except ImportError as error:
         raise ImportError(f'{name}: reading from the hub needs the package datasets: pip install datasets') from error
     try:
-        return datasets.load_dataset(name, subset, split=split, streaming=streaming)
+        owner, *rest = name.split('/')
+        name, folder = '/'.join((owner, *rest[:1])), '/'.join(rest[1:]) or None
+        return datasets.load_dataset(name, subset, data_dir=folder, split=split, streaming=streaming)
     except Exception as error:  # the hub client raises many kinds; each means that this name cannot be read
         reason = ' '.join(str(error).split())[:300]
         raise ValueError(

@@ -21,7 +21,7 @@ from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.objectives.sft import SFTTrainer
 from chatgpt.trainer.strategies import NaiveStrategy
 
-FAMILIES = {'gpt2': 'GPT', 'opt': 'OPT', 'bloom': 'BLOOM', 'llama': 'Llama', 'auto': 'Auto'}
+FAMILIES = {'gpt2': 'GPT', 'opt': 'OPT', 'bloom': 'BLOOM', 'llama': 'Llama', 'deberta': 'Deberta', 'auto': 'Auto'}
 NUM_STORIES = 1600
 """that the embedded model learns its language from, twice"""
 

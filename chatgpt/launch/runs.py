@@ -29,7 +29,7 @@ from chatgpt.trainer.objectives.pairs import DPOConfig, DPOLoss, ORPOConfig, Pre
 from chatgpt.trainer.objectives.reward_model import RewardModelConfig
 from chatgpt.trainer.strategies.registry import STRATEGIES
 
-Family = Literal['auto', 'gpt2', 'opt', 'bloom', 'llama']
+Family = Literal['auto', 'gpt2', 'opt', 'bloom', 'llama', 'deberta']
 Precision = Literal['fp32', 'bf16', 'fp16']
 BiasMode = Literal['none', 'all', 'lora_only']
 CriticStart = Literal['reward_model', 'actor']
@@ -136,6 +136,8 @@ class Run(LearningSettings):
                 name, Literal['adamw', 'sgd']
             )
             self._one_of(name, get_args(hint))
+        if self.model == 'deberta' and self.trained != 'reward_model':
+            raise ValueError("model='deberta' is a family of reward models; it cannot write")
         check_precision(self.strategy, self.precision)
         self._positive('keep_last', 'lora_alpha', 'rank_timeout_s')
         self._not_negative('checkpoint_interval', 'checkpoint_minutes', 'lora_rank', 'weight_decay', 'lr')
