@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,7 +87,8 @@ def _part(theirs: Mapping[str, Any], said: Mapping[str, Any], cls: type[Run]) ->
     if theirs.get('subset'):
         if not said.get('dataset'):
             raise ValueError(f'subset={theirs["subset"]} is a folder of a data set: give dataset too')
-        part['dataset'] = f'{said["dataset"]}/{theirs["subset"]}'
+        between = '/' if Path(said['dataset']).is_dir() else ':'
+        part['dataset'] = f'{said["dataset"]}{between}{theirs["subset"]}'
     if theirs.get('test'):
         if said.get('max_steps') is not None:
             raise ValueError(f'test and max_steps={said["max_steps"]} both say how long to train; give one')

@@ -70,7 +70,7 @@ def test_a_part_of_a_data_set_and_a_trial():
         return parse_run(RewardRun, description=None, positional='dataset', argv=list(argv))
 
     part = run('--dataset', 'Anthropic/hh-rlhf', '--subset', 'harmless-base')
-    assert part.dataset == 'Anthropic/hh-rlhf/harmless-base'
+    assert part.dataset == 'Anthropic/hh-rlhf:harmless-base'
     assert run('--test', 'True', '--batch_size', '8').max_steps == 13  # 100 records in batches of 8
     assert run('--test', 'False').max_steps is None
     for argv, sentence in (
@@ -89,11 +89,11 @@ def test_a_part_of_a_data_set_of_the_hub_is_its_folder(monkeypatch):
     asked = []
 
     def load_dataset(name: str, subset: Any = None, **options: Any) -> Any:
-        asked.append((name, subset, options['data_dir'], options['split']))
+        asked.append((name, subset, options.get('data_dir'), options['split']))
         return datasets.Dataset.from_list([{'prompt': 'a', 'chosen': 'b', 'rejected': 'c'}])
 
     monkeypatch.setattr(datasets, 'load_dataset', load_dataset)
-    for name in ('Anthropic/hh-rlhf', 'Anthropic/hh-rlhf/harmless-base', 'Anthropic/hh-rlhf/a/b'):
+    for name in ('Anthropic/hh-rlhf', 'Anthropic/hh-rlhf:harmless-base', 'Anthropic/hh-rlhf:a/b'):
         load_preferences(name, char_tokenizer())
     folders = [None, 'harmless-base', 'a/b']
     assert asked == [('Anthropic/hh-rlhf', None, folder, 'train') for folder in folders]
