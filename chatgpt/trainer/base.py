@@ -274,6 +274,12 @@ class Trainer:
         """Apply the schedules for the next optimizer step; the learning rate of each model."""
         return {name: s.set(self.num_updates, self.total_updates) for name, s in self._schedules.items()}
 
+    def take_learning_rates(self) -> None:
+        """The learning rates that the optimizers have now are the base of the schedules: for a caller who moves them
+        himself."""
+        for schedule in self._schedules.values():
+            schedule.take_base()
+
     def end_phase(self, metrics: dict[str, float]) -> None:
         """Count the phase and log its metrics."""
         self.phase += 1
