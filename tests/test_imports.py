@@ -56,8 +56,8 @@ ALLOWED: dict[str, set[str]] = {
     'testing': MODELS
     | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'compat': MODELS
-    | {'registry', 'cluster', 'plan', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint', 'trainer'}
-    | {'trainer.strategies', 'trainer.callbacks', 'launch', 'quickstart', 'testing'},
+    | {'rollout', 'rewards', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies'}
+    | {'trainer.callbacks', 'launch', 'quickstart'},
     'chatgpt': {'quickstart'},
 }
 

@@ -187,12 +187,8 @@ def make_hydra(owner: nn.Module, num_layers_unfrozen: int) -> None:
         raise ValueError('make_hydra: the module already has a reference branch; call it once')
     if has_lora(model):
         raise ValueError('make_hydra: the model has adapters; use LoRA or num_layers_unfrozen, not both')
-    parts = _parts(model, k)
     trainable = {p: p.requires_grad for p in model.parameters()}
-    model.requires_grad_(False)
-    for part in (*list(parts.blocks)[-k:], parts.norm, parts.head):
-        if part is not None:
-            part.requires_grad_(True)
+    freeze_below(model, k)
     owner.ref_branch = TopBranch(model, k)
     try:
         if not any(p.is_meta for p in model.parameters()):
@@ -202,6 +198,18 @@ def make_hydra(owner: nn.Module, num_layers_unfrozen: int) -> None:
         for parameter, flag in trainable.items():
             parameter.requires_grad_(flag)
         raise
+
+
+def freeze_below(model: PreTrainedModel, num_layers_unfrozen: int) -> None:
+    """Of a causal LM train only the top blocks, the final norm and an untied head.
+
+    Raises ValueError for more blocks than there are, and for an unsupported architecture.
+    """
+    parts = _parts(model, num_layers_unfrozen)
+    model.requires_grad_(False)
+    for part in (*list(parts.blocks)[-num_layers_unfrozen:], parts.norm, parts.head):
+        if part is not None:
+            part.requires_grad_(True)
 
 
 def _model_of(owner: nn.Module) -> PreTrainedModel:

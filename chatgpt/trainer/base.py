@@ -101,7 +101,13 @@ class Trainer:
             chosen.append(SaveCheckpoint(interval=None, minutes=CHECKPOINT_MINUTES, keep_last=2))
         self.callbacks = CallbackList(chosen)
         self._schedules = {
-            name: LearningRate(optimizer, config.lr_schedule, config.warmup_steps)
+            name: LearningRate(
+                optimizer,
+                config.lr_schedule,
+                config.warmup_steps,
+                end_factor=config.lr_end_factor,
+                decay_steps=config.lr_decay_steps,
+            )
             for name, optimizer in optimizers.items()
         }
 

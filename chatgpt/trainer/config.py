@@ -116,6 +116,10 @@ class LearningSettings(Settings):
     """clip the global gradient norm of each model to this; None only measures it"""
     lr_schedule: Schedule = 'constant'
     """'linear' and 'cosine' decay to 0 over the run, after the warm-up"""
+    lr_end_factor: float = 0.0
+    """they decay to this share of the learning rate instead"""
+    lr_decay_steps: int | None = None
+    """and are there at this optimizer step, after which the rate holds; None is the end of the run"""
     warmup_steps: int = 0
     """optimizer steps over which the learning rate rises from 0"""
     dataloader_pin_memory: bool = True
@@ -124,6 +128,11 @@ class LearningSettings(Settings):
     def validate(self, world_size: int = 1) -> None:
         check_ranges(self)  # again: fields may have been set since
         self._one_of('lr_schedule', get_args(Schedule))
+        if self.lr_schedule == 'constant' and (self.lr_end_factor or self.lr_decay_steps is not None):
+            raise ValueError(
+                "lr_end_factor and lr_decay_steps are of a rate that decays, and lr_schedule is 'constant': give "
+                "'linear' or 'cosine'"
+            )
 
 
 @dataclass(kw_only=True)

@@ -15,7 +15,10 @@ from typing import Any
 POSITIVE, NOT_NEGATIVE, COUNT, SHARE = '(0, inf)', '[0, inf)', '[1, inf)', '[0, 1]'
 
 RANGES: dict[str, dict[str, str]] = {
-    'LearningSettings': {'max_tokens_per_batch': COUNT, 'max_grad_norm': '(0, inf]', 'warmup_steps': NOT_NEGATIVE},
+    'LearningSettings': {
+        'max_tokens_per_batch': COUNT, 'max_grad_norm': '(0, inf]', 'lr_end_factor': SHARE, 'lr_decay_steps': COUNT,
+        'warmup_steps': NOT_NEGATIVE,
+    },
     'PPOConfig': {
         'experience_batch_size': COUNT, 'num_samples_per_prompt': COUNT, 'buffer_limit': NOT_NEGATIVE, 'score_timeout_s': POSITIVE,
         'max_staleness': NOT_NEGATIVE, 'kl_coef': NOT_NEGATIVE, 'kl_target': POSITIVE, 'kl_horizon': POSITIVE, 'score_clip': POSITIVE,

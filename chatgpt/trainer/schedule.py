@@ -16,12 +16,14 @@ from torch.optim import Optimizer
 from chatgpt.trainer.strategies.states import MACHINERY, plain
 
 
-def lr_factor(schedule: str, step: int, *, total_steps: int | None, warmup_steps: int = 0) -> float:
+def lr_factor(
+    schedule: str, step: int, *, total_steps: int | None, warmup_steps: int = 0, end_factor: float = 0.0
+) -> float:
     """Factor on the base learning rate for the optimizer step number `step` (0 for the first).
 
     Warm-up: (step + 1) / warmup_steps. Then with progress p = (step − warmup) / (total − warmup): constant 1; linear 1
-    − p (decay to 0, arXiv 2403.17031); cosine ½(1 + cos πp) (Loshchilov & Hutter 2017). Past `total_steps` the last
-    value holds.
+    − p (decay to 0, arXiv 2403.17031); cosine ½(1 + cos πp) (Loshchilov & Hutter 2017). With an end factor e a decay d
+    becomes e + (1 − e) d. Past `total_steps` the last value holds.
 
     Raises:
         ValueError: a decaying schedule without `total_steps`.
@@ -36,19 +38,32 @@ def lr_factor(schedule: str, step: int, *, total_steps: int | None, warmup_steps
         )
     progress = min(max((step - warmup_steps) / max(total_steps - warmup_steps, 1), 0.0), 1.0)
     if schedule == 'linear':
-        return 1.0 - progress
+        return end_factor + (1.0 - end_factor) * (1.0 - progress)
     if schedule == 'cosine':
-        return 0.5 * (1.0 + math.cos(math.pi * progress))
+        return end_factor + (1.0 - end_factor) * 0.5 * (1.0 + math.cos(math.pi * progress))
     raise ValueError(f'lr_schedule={schedule!r} is not known; choose constant, linear or cosine')
 
 
 class LearningRate:
-    """Sets the learning rate of an optimizer's groups to base x factor; remembers each group's base."""
+    """Sets the learning rate of an optimizer's groups to base x factor; remembers each group's base.
 
-    def __init__(self, optimizer: Optimizer, schedule: str, warmup_steps: int) -> None:
+    Args:
+        decay_steps: where the decay ends, in place of the end of the run.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        schedule: str,
+        warmup_steps: int,
+        *,
+        end_factor: float = 0.0,
+        decay_steps: int | None = None,
+    ) -> None:
         self.optimizer = optimizer
         self.schedule = schedule
         self.warmup_steps = warmup_steps
+        self.end_factor, self.decay_steps = end_factor, decay_steps
         self.base = [group.get('initial_lr', group['lr']) for group in optimizer.param_groups]
 
     def take_base(self) -> None:
@@ -57,7 +72,10 @@ class LearningRate:
 
     def set(self, step: int, total_steps: int | None) -> float:
         """Apply the schedule for this step; returns the first group's learning rate."""
-        factor = lr_factor(self.schedule, step, total_steps=total_steps, warmup_steps=self.warmup_steps)
+        end = total_steps if self.decay_steps is None else self.decay_steps
+        factor = lr_factor(
+            self.schedule, step, total_steps=end, warmup_steps=self.warmup_steps, end_factor=self.end_factor
+        )
         for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
             group['lr'] = base * factor
         return float(self.optimizer.param_groups[0]['lr'])
