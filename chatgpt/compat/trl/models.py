@@ -21,7 +21,15 @@ from transformers import PreTrainedModel
 
 from chatgpt.compat.trl.peft import adapted
 from chatgpt.nn.heads import HEAD_FILE, save_head
-from chatgpt.nn.loading import HUB_OPTIONS, LOAD_OPTIONS, checked_path, load_causal_lm, load_config, on_meta, write_folder
+from chatgpt.nn.loading import (
+    HUB_OPTIONS,
+    LOAD_OPTIONS,
+    checked_path,
+    load_causal_lm,
+    load_config,
+    on_meta,
+    write_folder,
+)
 from chatgpt.nn.lora import has_lora
 from chatgpt.nn.peft_format import adapter_base, export_peft, import_peft
 from chatgpt.nn.trunk import hidden_size, is_encoder_decoder
