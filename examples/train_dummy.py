@@ -20,10 +20,11 @@ from transformers import GPT2Config
 from chatgpt.launch.arguments import Parser, add_strategy, run_main, strategy_of
 from chatgpt.launch.config_values import parse_bool
 from chatgpt.launch.inputs import Inputs, context_of, quiet_transformers
-from chatgpt.launch.models import FAMILIES, build_ppo_models
+from chatgpt.launch.models import build_ppo_models
 from chatgpt.launch.recipes import fit, ppo_trainer
 from chatgpt.launch.runs import PPORun
 from chatgpt.nn import load_config
+from chatgpt.nn.families import MODELS
 from chatgpt.trainer.callbacks import PerformanceEvaluator, ProgressBar, SaveCheckpoint, num_parameters
 from chatgpt.trainer.config import PPOConfig
 
@@ -31,9 +32,8 @@ from chatgpt.trainer.config import PPOConfig
 def parse_args() -> Any:
     parser = Parser(description=__doc__)
     add_strategy(parser)
-    parser.add_argument(
-        '--model', choices=[name for name in FAMILIES if name != 'deberta'], default='auto', help='family; auto reads it from the config'
-    )
+    families = [name for name, kind in MODELS.items() if kind.actor is not None]
+    parser.add_argument('--model', choices=families, default='auto', help='family; auto reads it from the config')
     parser.add_argument('--pretrain', help='hub name or folder; default: a GPT-2 of 2 layers x 64 with new weights')
     parser.add_argument('--lora_rank', type=int, default=0)
     parser.add_argument('--num_episodes', type=int, default=3)
@@ -46,7 +46,11 @@ def parse_args() -> Any:
     parser.add_argument('--max_new_tokens', type=int, default=16)
     parser.add_argument('--save_path', help="a file for the actor's weights")
     parser.add_argument(
-        '--need_optim_ckpt', type=parse_bool, default=False, metavar='true|false', help='with --save_path, also optim_*.pt'
+        '--need_optim_ckpt',
+        type=parse_bool,
+        default=False,
+        metavar='true|false',
+        help='with --save_path, also optim_*.pt',
     )
     parser.add_argument('--save_ckpt_path', help='a folder for checkpoints, from which nothing here resumes')
     parser.add_argument('--save_ckpt_interval', type=int, default=1, help='episodes between them')

@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     'batching': MATHS,
     'sweep': MATHS | {'batching'},
     'cluster': set(),
-    'nn': MATHS | {'batching'},
+    'nn': MATHS | {'batching', 'registry'},
     'rollout': MODELS | {'cluster', 'registry'},
     'dataset': {'types'},
     'experience': MODELS | {'rollout', 'rewards', 'dataset'},
@@ -58,6 +58,9 @@ ALLOWED: dict[str, set[str]] = {
     'compat': MODELS
     | {'rollout', 'rewards', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies'}
     | {'trainer.callbacks', 'launch', 'quickstart'},
+    'cli': MODELS
+    | {'rollout', 'experience', 'dataset', 'launch', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
+    '__main__': {'cli'},
     'chatgpt': {'quickstart'},
 }
 
