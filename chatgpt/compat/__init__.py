@@ -1,1 +1,2 @@
-"""Other systems' programs on this library: `trl`, `trlx`, ColossalAI's `chatgpt`; `python -m chatgpt.compat run|check`."""
+"""Other systems' programs on this library: `trl`, `trlx`, ColossalAI's `chatgpt`; `python -m chatgpt.compat
+run|check`."""

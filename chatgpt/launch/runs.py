@@ -151,8 +151,8 @@ class Run(LearningSettings):
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
-        for name, hint in (('precision', Precision), ('optimizer', Optimizer), ('lora_train_bias', BiasMode)):
-            self._one_of(name, get_args(hint))
+        for name, kind in (('precision', Precision), ('optimizer', Optimizer), ('lora_train_bias', BiasMode)):
+            self._one_of(name, get_args(kind))
         if MODELS.find(self.model).actor is None and self.trained != 'reward_model':
             raise ValueError(f'model={self.model!r} is a family of reward models; it cannot write')
         check_precision(self.strategy, self.precision)

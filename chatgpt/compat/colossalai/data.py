@@ -27,8 +27,8 @@ _ALPACA = {
     True: _INTRO
     + ', paired with an input that provides further context. Write a response that appropriately completes the request.'
     '\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:',
-    False: _INTRO
-    + '. Write a response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Response:',
+    False: _INTRO + '. Write a response that appropriately completes the request.'
+    '\n\n### Instruction:\n{instruction}\n\n### Response:',
 }
 """Alpaca's prompt, with and without an input"""
 

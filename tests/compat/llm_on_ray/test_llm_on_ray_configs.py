@@ -201,7 +201,8 @@ def ppo_conf(training: str, **general: str) -> str:
     names |= {'rm_pretrain': '"rm"'} | general
     lines = ',\n'.join(f'        "{name}": {value}' for name, value in names.items())
     return (
-        f'{{\n    "General": {{\n{lines}\n    }},\n    "Dataset": {{"train_file": "ppo.jsonl", "validation_file": None,\n'
+        f'{{\n    "General": {{\n{lines}\n    }},\n'
+        '    "Dataset": {"train_file": "ppo.jsonl", "validation_file": None,\n'
         f'        "validation_split_percentage": 0}},\n    "Training": {{"optimizer": "AdamW", {training}}},\n}}\n'
     )
 

@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 from chatgpt.models.base import RewardModel
 from chatgpt.models.opt import OPTActor, OPTCritic
+from torch.optim import Adam
+from transformers.models.opt.configuration_opt import OPTConfig
+
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.callbacks import PerformanceEvaluator
 from chatgpt.trainer.strategies import ColossalAIStrategy, DDPStrategy, NaiveStrategy, Strategy
-from torch.optim import Adam
-from transformers.models.opt.configuration_opt import OPTConfig
 
 
 def get_model_numel(model, strategy: Strategy):

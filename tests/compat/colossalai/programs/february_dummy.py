@@ -5,12 +5,13 @@ import argparse
 from copy import deepcopy
 
 import torch
-from chatgpt.nn import GPTActor, GPTCritic, RewardModel
 from chatgpt.nn.generation_utils import gpt_prepare_inputs_fn, update_model_kwargs_fn
-from chatgpt.trainer import PPOTrainer
-from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy
 from torch.optim import Adam
 from transformers import AutoTokenizer
+
+from chatgpt.nn import GPTActor, GPTCritic, RewardModel
+from chatgpt.trainer import PPOTrainer
+from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy
 
 
 def preprocess_batch(samples):

@@ -3,12 +3,13 @@
 import json
 import sys
 
+from torch.optim import Adam
+from transformers import AutoTokenizer
+
 from chatgpt.dataset import RewardDataset
 from chatgpt.nn import GPTRM, PairWiseLoss
 from chatgpt.trainer import RewardModelTrainer
 from chatgpt.trainer.strategies import NaiveStrategy
-from torch.optim import Adam
-from transformers import AutoTokenizer
 
 pretrain, path = sys.argv[1:]
 strategy = NaiveStrategy()

@@ -3,8 +3,9 @@
 import argparse
 
 import torch
-from chatgpt.nn import GPTActor
 from transformers import AutoTokenizer
+
+from chatgpt.nn import GPTActor
 
 
 def eval(args):

@@ -8,12 +8,13 @@ import pandas as pd
 import torch
 from chatgpt.models.base import RewardModel
 from chatgpt.models.gpt import GPTActor, GPTCritic
-from chatgpt.trainer import PPOTrainer
-from chatgpt.trainer.callbacks import SaveCheckpoint
-from chatgpt.trainer.strategies import ColossalAIStrategy, DDPStrategy, NaiveStrategy
 from colossalai.nn.optimizer import HybridAdam
 from torch.optim import Adam
 from transformers import AutoTokenizer
+
+from chatgpt.trainer import PPOTrainer
+from chatgpt.trainer.callbacks import SaveCheckpoint
+from chatgpt.trainer.strategies import ColossalAIStrategy, DDPStrategy, NaiveStrategy
 
 
 def main(args):

@@ -4,13 +4,14 @@ import argparse
 import json
 
 import torch
-from chatgpt.dataset import HhRlhfDataset, RmStaticDataset
 from chatgpt.models import LogExpLoss, LogSigLoss
 from chatgpt.models.gpt import GPTRM
-from chatgpt.trainer import RewardModelTrainer
-from chatgpt.trainer.strategies import NaiveStrategy
 from torch.optim import Adam
 from transformers import AutoTokenizer
+
+from chatgpt.dataset import HhRlhfDataset, RmStaticDataset
+from chatgpt.trainer import RewardModelTrainer
+from chatgpt.trainer.strategies import NaiveStrategy
 
 
 def train(args):

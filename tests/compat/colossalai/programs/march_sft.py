@@ -2,15 +2,16 @@
 
 import argparse
 
-from chatgpt.dataset import AlpacaDataCollator, AlpacaDataset
 from chatgpt.models.gpt import GPTLM
-from chatgpt.trainer import SFTTrainer
-from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.utils import prepare_llama_tokenizer_and_embedding  # noqa: F401
 from colossalai.logging import get_dist_logger
 from torch.optim import Adam
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
+
+from chatgpt.dataset import AlpacaDataCollator, AlpacaDataset
+from chatgpt.trainer import SFTTrainer
+from chatgpt.trainer.strategies import NaiveStrategy
 
 
 def train(args):

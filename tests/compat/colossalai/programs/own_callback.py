@@ -4,11 +4,12 @@ import sys
 from copy import deepcopy
 
 import torch
+from torch.optim import Adam
+
 from chatgpt.nn import GPTActor, GPTCritic, RewardModel
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.callbacks import Callback
 from chatgpt.trainer.strategies import NaiveStrategy
-from torch.optim import Adam
 
 
 class Diary(Callback):

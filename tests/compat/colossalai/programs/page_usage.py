@@ -3,10 +3,11 @@
 from copy import deepcopy
 
 import torch
+from colossalai.nn.optimizer import HybridAdam
+
 from chatgpt.nn import GPTActor, GPTCritic, RewardModel
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.strategies import ColossalAIStrategy
-from colossalai.nn.optimizer import HybridAdam
 
 strategy = ColossalAIStrategy()
 
