@@ -34,6 +34,7 @@ SHORT = ['--num_episodes=2', '--max_timesteps=2', '--update_timesteps=2', '--max
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model's folder, called as on the hub."""
     folder = tmp_path_factory.mktemp('hub') / 'gpt2'
+    torch.manual_seed(0)
     GPTActor(config=tiny_config('gpt2', positions=512)).save_pretrained(folder, tokenizer=char_tokenizer())
     return folder
 
@@ -125,11 +126,11 @@ def test_reward_model_of_march(program, gpt2, tmp_path, flags):
     rows = preferences(tmp_path / 'rows.jsonl')
     with pytest.warns(UserWarning, match='valid_dataset is not read: eval_dataset is evaluated'):
         out = program(
-            'march_reward_model', rows, '--pretrain', gpt2, '--batch_size=4', '--max_epochs=12', '--max_len=64', *flags
+            'march_reward_model', rows, '--pretrain', gpt2, '--batch_size=4', '--max_epochs=20', '--max_len=64', *flags
         )
     assert out.splitlines()[-1].startswith('items 8 ids 1 phases')
-    start = '' if 'hh-rlhf' in flags[-1] else 'q 3: '
-    good, bad = last_scores(gpt2, tmp_path / 'rm_ckpt.pt', [f'{start}good 3</s>', f'{start}bad 3</s>'])
+    start, end = '' if 'hh-rlhf' in flags[-1] else 'q 3: ', char_tokenizer().eos_token
+    good, bad = last_scores(gpt2, tmp_path / 'rm_ckpt.pt', [f'{start}good 3{end}', f'{start}bad 3{end}'])
     assert good > bad + 0.5
 
 
