@@ -1,5 +1,5 @@
-"""llm-on-ray's configs and data as its workflow has them, run unchanged by the function that every command line of ours
-calls; each asserts what it should leave behind."""
+"""llm-on-ray's configs and data as its workflow has them, run unchanged as `python -m chatgpt reward-model`, `ppo` and
+`sft` run them; each asserts what it should leave behind."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ import transformers
 
 from chatgpt.dataset import embedded
 from chatgpt.launch.config_file import parse_run
+from chatgpt.launch.methods import METHODS
 from chatgpt.launch.recipes import execute
-from chatgpt.launch.runs import PPORun, RewardRun, SFTRun
+from chatgpt.launch.runs import RewardRun, run_class
 from chatgpt.nn import GPTActor, RewardModel
 
 ROOT = Path(__file__).resolve().parents[3]
-KINDS = {'reward': (RewardRun, 'dataset'), 'ppo': (PPORun, 'prompt_path'), 'sft': (SFTRun, 'dataset')}
-COMMANDS = {'reward': 'examples/train_reward_model.py', 'ppo': 'examples/train_prompts.py'}
+METHOD_OF = {'reward': 'reward-model', 'ppo': 'ppo', 'sft': 'sft'}
+SCRIPTS = {'reward': 'examples/train_reward_model.py', 'ppo': 'examples/train_prompts.py'}
 
 
 def longer() -> Any:
@@ -57,8 +58,10 @@ def conf(path: Path, text: str) -> str:
 
 
 def run(kind: str, config: str) -> Any:
-    cls, positional = KINDS[kind]
-    found = parse_run(cls, description=None, positional=positional, argv=['--config_file', config])
+    name = METHOD_OF[kind]
+    positional = METHODS.find(name).positional
+    argv = ['--config_file', config]
+    found = parse_run(run_class(name), description=None, positional=positional, argv=argv, method=name)
     execute(found)
     return found
 
@@ -337,6 +340,23 @@ def test_what_is_not_honoured_is_refused_by_name(here, old, new, sentence):
 
 @pytest.mark.system
 @pytest.mark.timeout(300)
+def test_the_command(here):
+    """`python -m chatgpt` with one worker."""
+    pairs(here / 'rm_data.jsonl', 8)
+    prompts(here / 'ppo.jsonl', 4)
+    conf(here / 'reward.conf', REWARD_CONF.replace('"model"', '"rm"'))
+    training = '"experience_batch_size": 2, "epochs": 1, "learning_rate": 1e-5, "kl_coeff": 0.2'
+    conf(here / 'ppo.conf', ppo_conf(training))
+    env = os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1'}
+    for kind in ('reward', 'ppo'):
+        command = [sys.executable, '-m', 'chatgpt', METHOD_OF[kind], '--config_file', f'{kind}.conf']
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=140)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert Path('rm/config.json').exists() and len(metrics('outputs/ppo')) == 2
+
+
+@pytest.mark.system
+@pytest.mark.timeout(300)
 def test_two_workers_really_work(here):
     """Both commands, started as docs/launch.md says; two processes share each step."""
     pairs(here / 'rm_data.jsonl', 8)
@@ -351,7 +371,7 @@ def test_two_workers_really_work(here):
     conf(here / 'ppo.conf', ppo_conf(training))
     env = os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1'}
     for kind, more in (('reward', []), ('ppo', ['--save_path=ppo'])):
-        command = [sys.executable, '-m', 'chatgpt.launch', str(ROOT / COMMANDS[kind]), '--config_file', f'{kind}.conf']
+        command = [sys.executable, '-m', 'chatgpt.launch', str(ROOT / SCRIPTS[kind]), '--config_file', f'{kind}.conf']
         done = subprocess.run([*command, '--strategy=ddp', *more], env=env, capture_output=True, text=True, timeout=140)
         assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(Path('ppo/settings.json').read_text())['world_size'] == 2
