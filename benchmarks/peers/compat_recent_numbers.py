@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,8 +75,7 @@ def main() -> None:
     folders = {name: f'{folder}/{name}' for name in ('policy', 'reference', 'reward', 'value')}
     names = SimpleNamespace(
         **{
-            cls.__name__: (lambda cls: lambda **settings: cls(use_cpu=True, **settings))(cls)
-            for cls in (PPOConfig, DPOConfig, SFTConfig, RewardConfig)
+            config.__name__: partial(config, use_cpu=True) for config in (PPOConfig, DPOConfig, SFTConfig, RewardConfig)
         },
         PPOTrainer=PPOTrainer,
         DPOTrainer=DPOTrainer,

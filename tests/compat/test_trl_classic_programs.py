@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import runpy
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from chatgpt.compat.trl import SERVED
+from chatgpt.compat.modules import serving
 from chatgpt.compat.trl.statistics import KEYS
 from chatgpt.nn import Actor
 from chatgpt.testing.fakes import char_tokenizer, tiny_causal_lm, tiny_config
@@ -47,32 +44,13 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.fixture(autouse=True)
-def trl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`import trl` means this library for the names that it serves."""
-    modules: dict[str, ModuleType] = {'trl': ModuleType('trl')}
-    for name, place in SERVED.items():
-        above, _, own = f'trl.{name}'.rpartition('.')
-        parts = above.split('.')
-        for i in range(1, len(parts)):
-            child = '.'.join(parts[: i + 1])
-            modules.setdefault(child, ModuleType(child))
-            setattr(modules['.'.join(parts[:i])], parts[i], modules[child])
-        module, _, attribute = place.partition(':')
-        setattr(modules[above], own, getattr(importlib.import_module(module), attribute))
-    for name, module in modules.items():
-        module.__path__ = []  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, name, module)
-    yield
-
-
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a program with arguments; its names at the end."""
 
     def program(name: str, *arguments: str) -> dict[str, Any]:
         monkeypatch.setattr(sys, 'argv', [name, *arguments])
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught, serving():
             warnings.simplefilter('always')
             found = runpy.run_path(str(PROGRAMS / f'{name}.py'))
         return found | {'warned': [str(w.message) for w in caught]}

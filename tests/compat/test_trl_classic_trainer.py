@@ -145,6 +145,23 @@ def test_which_trainer_is_meant() -> None:
         is_second((config,), {})
 
 
+def test_a_trainer_of_ones_own() -> None:
+    class Mine(trl.PPOTrainer):
+        def step(self, *args: Any) -> Any:
+            return super().step(*args) | {'mine': 1.0}
+
+        def compute_rewards(self, *args: Any) -> Any:
+            raise AssertionError
+
+    model = trl.AutoModelForCausalLMWithValueHead.from_pretrained(tiny_causal_lm('gpt2'))
+    config = PPOConfig(batch_size=4, mini_batch_size=4, ppo_epochs=1)
+    with pytest.warns(UserWarning, match='Mine.compute_rewards is never called here: give step the scores'):
+        trainer = Mine(config, model, None, char_tokenizer())
+    assert isinstance(trainer, trl.PPOTrainer) and not isinstance(config, trl.PPOTrainer)
+    responses = trainer.generate(QUERIES, return_prompt=False, max_new_tokens=5, **SAMPLED)
+    assert trainer.step(QUERIES, responses, [torch.tensor(1.0)] * 4)['mine'] == 1.0
+
+
 def test_mistakes_in_the_arguments() -> None:
     with pytest.raises(ValueError, match='AutoModelForCausalLMWithValueHead.from_pretrained'):
         make(tiny_causal_lm('gpt2'))
@@ -259,6 +276,53 @@ def test_the_given_optimizer_scheduler_and_reference_are_used() -> None:
         make(ref_model=tiny_causal_lm('gpt2'), trainer={'num_shared_layers': 1})
 
 
+def test_what_the_script_sets_in_the_config_later() -> None:
+    trainer = make(ppo_epochs=1, mini_batch_size=2)
+    assert len(step(trainer)['ppo/policy/ratio']) == 4 * 5
+    trainer.config.ppo_epochs, trainer.config.cliprange = 3, 0.05
+    assert len(step(trainer)['ppo/policy/ratio']) == 3 * 4 * 5
+    assert trainer.inner.config.eps_clip == 0.05
+    trainer.config.batch_size = 2  # a last batch that is smaller
+    responses = trainer.generate(QUERIES[:2], return_prompt=False, max_new_tokens=5, **SAMPLED)
+    stats = trainer.step(QUERIES[:2], responses, [torch.tensor(1.0)] * 2)
+    assert len(stats['objective/kl_dist']) == 2
+    trainer.config.kl_penalty, trainer.config.batch_size = 'abs', 4
+    with pytest.warns(UserWarning, match="kl_kind='abs' has no effect now"):
+        step(trainer)
+
+
+def test_dropout_is_off_whatever_the_script_calls() -> None:
+    """As in TRL, whose forwards are in eval mode: the ratio of the first update is 1."""
+    model = trl.AutoModelForCausalLMWithValueHead.from_pretrained(tiny_causal_lm('gpt2', dropout=0.5))
+    trainer = make(model)
+    responses = trainer.generate(QUERIES, return_prompt=False, max_new_tokens=5, **SAMPLED)
+    model.train()
+    stats = trainer.step(QUERIES, responses, [torch.tensor(1.0)] * 4)
+    assert stats['ppo/policy/approxkl'] < 1e-10 and stats['objective/kl'] == 0.0
+    np.testing.assert_allclose(stats['ppo/policy/ratio'], 1.0, atol=1e-5)
+
+
+def test_gradient_checkpointing_changes_no_number() -> None:
+    def stats(**settings: Any) -> dict[str, Any]:
+        torch.manual_seed(0)
+        found = step(make(**settings))
+        return {k: v for k, v in found.items() if isinstance(v, float) and not k.startswith('time/')}
+
+    assert stats(gradient_checkpointing=True) == pytest.approx(stats(), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize('bits', ['bfloat16', 'float16'])
+def test_a_step_in_16_bits(bits: str, tmp_path: Path) -> None:
+    tiny_causal_lm('gpt2').save_pretrained(tmp_path)
+    model = trl.AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path, torch_dtype=bits)
+    trainer = make(model, learning_rate=1e-2)
+    before = model.v_head.summary.weight.detach().clone()
+    stats = step(trainer)
+    assert stats['objective/kl'] == pytest.approx(0.0, abs=0.01)
+    assert not torch.equal(before, model.v_head.summary.weight)
+    assert model.pretrained_model.dtype == torch.float32
+
+
 def test_best_is_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make(push_to_hub_if_best_kwargs={'repo_id': 'me/best'}, compare_steps=2)
     pushed: list[str] = []
@@ -337,9 +401,9 @@ def test_wandb_gets_arrays_and_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer.log_stats(stats, batch, [torch.tensor(float(i)) for i in range(4)])
     trainer.accelerator.end_training()
     assert made['project'] == 'project' and made['name'] == 'mine'
-    (values, number), end = logged
-    assert number == 1 and end == 'finished'
-    assert values['game_log'] == (
+    (values, number), (table, same), end = logged
+    assert number == same == 1 and end == 'finished'
+    assert table['game_log'] == (
         ['query', 'response', 'reward'],
         [list(r) for r in zip('abcd', 'efgh', range(4), strict=True)],
     )

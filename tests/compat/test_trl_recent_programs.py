@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from chatgpt.compat.modules import serving
+from chatgpt.compat.trl.ppo_train import KEYS
 from chatgpt.dataset import embedded
 from chatgpt.nn import GPTActor
 
@@ -99,6 +100,7 @@ def test_ppo_of_four_folders_with_end_token_and_penalty(monkeypatch, model_folde
     )  # fmt: skip
     trainer, history = found['trainer'], found['trainer'].state.log_history
     assert [set(line) for line in history] == [PPO_KEYS] * 2
+    assert set(KEYS) == PPO_KEYS - {'epoch', 'step'}
     assert [line['episode'] for line in history] == [8, 16]
     assert [line['step'] for line in history] == [1, 2]
     assert abs(history[0]['objective/kl']) < 1e-5  # the policy is the reference

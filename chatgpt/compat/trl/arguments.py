@@ -64,7 +64,7 @@ def given(config: Any, name: str) -> bool:
     return value != default and value != getattr(config, '_filled', {}).get(name, default)
 
 
-def check_given(config: Any, table: Mapping[str, Entry]) -> None:
+def check_given(config: Any, table: Mapping[str, Entry], *, stacklevel: int = 4) -> None:
     """An error for each argument that is not at its default and refused; a warning for one without effect.
 
     Raises:
@@ -76,7 +76,7 @@ def check_given(config: Any, table: Mapping[str, Entry]) -> None:
         text = f'{type(config).__name__}: {name}={getattr(config, name)!r} '
         if entry.kind == 'refused':
             raise ValueError(f'{text}cannot be honoured: {entry.note}')
-        warnings.warn(f'{text}has no effect here: {entry.note}', stacklevel=4)
+        warnings.warn(f'{text}has no effect here: {entry.note}', stacklevel=stacklevel)
 
 
 def _default(field: dataclasses.Field) -> Any:
@@ -134,12 +134,12 @@ class TrainingArguments:
     neftune_noise_alpha: float | None = None
 
     # precision, memory and processes
-    bf16: bool | None = None
+    bf16: bool = False
     fp16: bool = False
     bf16_full_eval: bool = False
     fp16_full_eval: bool = False
     tf32: bool | None = None
-    gradient_checkpointing: bool | None = None
+    gradient_checkpointing: bool = False
     gradient_checkpointing_kwargs: dict | str | None = None
     torch_compile: bool = False
     torch_compile_backend: str | None = None

@@ -14,7 +14,8 @@ SIMPLE_CHAT_TEMPLATE = (
 """roles in capitals, each turn a paragraph of its own"""
 
 _CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    '{% for message in messages %}'
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _TURNS = ('prompt', 'chosen', 'rejected', 'completion', 'messages')

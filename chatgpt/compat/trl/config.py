@@ -125,7 +125,7 @@ FIELDS: dict[str, tuple[Entry, Entry]] = {
         absent(_CLASSIC),
     ),
     'accelerator_kwargs': (
-        warned('there is no accelerate here; precision and processes are those of the strategy'),
+        warned('but for logging_dir: there is no accelerate; precision and processes are those of the strategy'),
         absent(_CLASSIC),
     ),
     'project_kwargs': (converted("'logging_dir' is the folder of TensorBoard's files"), absent(_CLASSIC)),
@@ -416,7 +416,7 @@ class PPOConfig(TrainingArguments):
 
     def check(self, era: Era) -> None:
         """Errors and warnings for what the trainer of this era cannot honour; see `check_given`."""
-        check_given(self, fates(era))
+        check_given(self, fates(era), stacklevel=5)  # the line that makes the trainer
 
 
 _DEPEND = (*DEFAULTS['classic'], *TWINS, 'batch_size', 'mini_batch_size', 'backward_batch_size')

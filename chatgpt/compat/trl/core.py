@@ -166,7 +166,7 @@ def stats_to_np(stats_dict: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Tensor):
             value = value.detach().cpu()
             value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
-        found[name] = float(value) if np.isscalar(value) else value
+        found[name] = float(value) if isinstance(value, (int, float, np.number)) else value
     return found
 
 

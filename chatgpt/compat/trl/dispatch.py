@@ -11,16 +11,30 @@ _SECOND = {
 }
 
 
-def PPOTrainer(*args: Any, **kwargs: Any) -> Any:
-    """TRL's `PPOTrainer`: the classic one, or that of 0.12 to 1.12.
+class _PPOTrainer:
+    """TRL's `PPOTrainer`: the classic one, or that of 0.12 to 1.12, as the call says.
 
     Classic is (config, model, ref_model, tokenizer, dataset, optimizer, data_collator, num_shared_layers,
     lr_scheduler), the second (args, processing_class, model, ref_model, reward_model, train_dataset, value_model, ...).
+    A class that has it as a base has the classic one.
 
     Raises:
         ValueError: a call that fits neither.
     """
-    return (_second() if is_second(args, kwargs) else _classic())(*args, **kwargs)
+
+    __name__ = 'PPOTrainer'
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (_second() if is_second(args, kwargs) else _classic())(*args, **kwargs)
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        return (_classic(),)
+
+    def __instancecheck__(self, trainer: Any) -> bool:
+        return isinstance(trainer, (_classic(), _second()))
+
+
+PPOTrainer = _PPOTrainer()
 
 
 def is_second(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

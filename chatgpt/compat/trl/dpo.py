@@ -122,7 +122,7 @@ class DPOConfig(TrainingArguments):
 
     def __post_init__(self, trust_remote_code: bool) -> None:  # type: ignore[override]
         super().__post_init__()
-        self.trust_remote_code = trust_remote_code
+        self.trust_remote_code = trust_remote_code  # type: ignore[attr-defined]
 
 
 def _loss(args: Any) -> dict[str, Any]:

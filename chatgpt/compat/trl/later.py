@@ -59,12 +59,12 @@ ARGUMENTS: dict[str, Entry] = {
     'warmup_ratio': converted('warmup_steps, a share of the run'),
     'label_smoothing_factor': refused('SFT has no label smoothing here'),
     'neftune_noise_alpha': refused('there is no noise on embeddings here'),
-    'bf16': converted("precision='bf16' of the strategy; None is fp32"),
+    'bf16': converted("precision='bf16' of the strategy; by default fp32, also where 1.x has bf16"),
     'fp16': converted("precision='fp16' of the strategy"),
     'bf16_full_eval': label('evaluation runs in the precision of the training'),
     'fp16_full_eval': label('evaluation runs in the precision of the training'),
     'tf32': _MEMORY,
-    'gradient_checkpointing': converted("the model's own gradient_checkpointing_enable(); None is off"),
+    'gradient_checkpointing': converted("the model's own gradient_checkpointing_enable(); off by default"),
     'gradient_checkpointing_kwargs': label('use_reentrant is always False'),
     'torch_compile': _MEMORY,
     'torch_compile_backend': _MEMORY,
@@ -90,7 +90,7 @@ ARGUMENTS: dict[str, Entry] = {
     'logging_first_step': warned('the first line comes after logging_steps'),
     'log_level': label('what is shown is set by disable_tqdm'),
     'disable_tqdm': converted('ProgressBar(enabled=False)'),
-    'report_to': converted('tensorboard and wandb are callbacks; None and none log to output_dir alone'),
+    'report_to': converted('tensorboard and wandb; another is a warning. metrics.jsonl is always in output_dir'),
     'eval_strategy': converted('evaluation every eval_steps steps, or at the end of each epoch'),
     'evaluation_strategy': converted('the older name of eval_strategy'),
     'eval_steps': converted('see eval_strategy; None is logging_steps'),
@@ -152,7 +152,6 @@ def check_choices(args: Any) -> None:
         )
     if args.bf16 and args.fp16:
         raise ValueError(f'{type(args).__name__}: bf16=True and fp16=True; give one of them')
-    trackers(args)
 
 
 def precision(args: Any) -> str:
@@ -177,7 +176,7 @@ def make_optimizer(args: Any, strategy: Any, model: Any) -> Any:
     import torch
 
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    groups = [{'params': [p for _, p in named]}]
+    groups: list[dict[str, Any]] = [{'params': [p for _, p in named]}]
     if args.weight_decay:
         apart = [p for name, p in named if p.dim() < 2 or name.endswith('bias')]
         kept = {id(p) for p in apart}
@@ -199,7 +198,7 @@ def every(value: float | None, default: float, total_steps: int) -> int:
 
 
 def trackers(args: Any) -> list[Any]:
-    """The callbacks of `report_to`. Raises ValueError for a tracker there is no callback of."""
+    """The callbacks of `report_to`; a warning names a tracker there is none of."""
     given = args.report_to if isinstance(args.report_to, (list, tuple)) else [args.report_to]
     made: list[Any] = []
     for name in given:
@@ -211,9 +210,10 @@ def trackers(args: Any) -> list[Any]:
             project = os.environ.get('WANDB_PROJECT', 'huggingface')
             made.append(WandB(project, **({'name': args.run_name} if args.run_name else {})))
         else:
-            raise ValueError(
-                f'{type(args).__name__}: report_to={name!r} is not served here; use tensorboard, wandb or none '
-                '(metrics.jsonl is always written to output_dir)'
+            warnings.warn(
+                f'{type(args).__name__}: report_to={name!r} has no effect here; there are tensorboard and wandb, and '
+                'metrics.jsonl is always written to output_dir',
+                stacklevel=4,
             )
     return made
 

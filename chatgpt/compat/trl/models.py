@@ -58,7 +58,10 @@ _WITHOUT_EFFECT = {
     'load_in_4bit': _WHOLE,
     'quantization_config': _WHOLE,
 }
-_NO_MATTER = ('low_cpu_mem_usage', 'use_safetensors', 'is_trainable', 'reward_adapter_name', 'offload_state_dict')
+_NO_MATTER = (
+    *('low_cpu_mem_usage', 'use_safetensors', 'is_trainable', 'reward_adapter_name', 'offload_state_dict'),
+    *('use_cache', 'return_dict'),
+)
 
 
 class ValueHead(nn.Module):

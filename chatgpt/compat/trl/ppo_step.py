@@ -33,7 +33,7 @@ from chatgpt.compat.trl.statistics import MeasuredLoss, Recorder, statistics
 from chatgpt.dataset.prompts import as_prompts
 from chatgpt.functional.advantages import gae
 from chatgpt.nn import Actor
-from chatgpt.nn.dropout import in_eval_mode
+from chatgpt.nn.dropout import dropout_off, in_eval_mode
 from chatgpt.rollout import LocalEngine, SamplingParams
 from chatgpt.rollout.hf import HFEngine
 from chatgpt.rollout.sampling import sampling_for
@@ -46,8 +46,38 @@ from chatgpt.trainer.strategies.named import strategy_by_name
 from chatgpt.types import Experience, Prompt, Sample
 
 KL_KINDS = {'kl': 'k1', 'abs': 'abs', 'mse': 'k2', 'full': 'full'}
+_FOLLOWED = {
+    *(
+        'experience_batch_size',
+        'train_batch_size',
+        'max_epochs',
+        'max_tokens_per_batch',
+        'max_grad_norm',
+        'gamma',
+        'lam',
+    ),
+    *('eps_clip', 'value_clip', 'value_coef', 'ratio_threshold', 'target_kl'),
+}
+"""settings that our trainer reads in every step"""
 _POSITIONS = 1024
 """tokens of a row that a micro-batch is planned for, where the model takes more"""
+
+
+_POLICY_LOSS = 'a loss of your own is a policy_loss of chatgpt.trainer.PPOTrainer (docs/extend/algorithm.md)'
+_ESTIMATOR = 'an estimator of your own is advantage_estimator of chatgpt.trainer.PPOTrainer (docs/extend/algorithm.md)'
+_REWARD = 'give step the scores that you want paid, one per response or one per token'
+_INNER = {
+    'compute_rewards': _REWARD,
+    '_kl_penalty': 'kl_penalty has the choices',
+    'compute_advantages': _ESTIMATOR,
+    'loss': _POLICY_LOSS,
+    'train_minibatch': _POLICY_LOSS,
+    'batched_forward_pass': "forwards are the library's, without padding",
+    'prepare_model_inputs': "forwards are the library's, without padding",
+    'record_step_stats': 'change what step returns',
+    '_generate_batched': 'override generate',
+}
+"""methods of TRL's trainer that its subclasses override, and what to do here"""
 
 
 # ------------------------------------------------------------------ the trainer of this library, with TRL's measures
@@ -193,6 +223,8 @@ class ClassicPPOTrainer:
         lr_scheduler: Any = None,
         training_data_collator: Any = None,
     ) -> None:
+        if type(self) is not ClassicPPOTrainer:
+            _tell_of_overridden(type(self))
         config = PPOConfig() if config is None else config
         _check(config, model, ref_model, tokenizer)
         if training_data_collator is not None:
@@ -238,7 +270,7 @@ class ClassicPPOTrainer:
         """What TRL writes into the config for scripts to read."""
         c, n = self.config, self._strategy.world_size
         assert c.backward_batch_size is not None and c.batch_size is not None
-        c.world_size, c.is_peft_model, c.is_encoder_decoder = n, self.is_peft_model, False
+        c.world_size, c.is_peft_model = n, self.is_peft_model
         c.global_backward_batch_size, c.global_batch_size = c.backward_batch_size * n, c.batch_size * n
 
     def _make_trainer(self) -> _Trainer:
@@ -248,7 +280,8 @@ class ClassicPPOTrainer:
         if self.ref_model is not None:
             initial = Actor(getattr(self.ref_model, 'pretrained_model', self.ref_model))
         (actor, optimizer), initial = strategy.prepare((actor, self.optimizer), initial)
-        positions = getattr(self.model.config, 'max_position_embeddings', None) or _POSITIONS
+        self._positions: int = getattr(self.model.config, 'max_position_embeddings', None) or _POSITIONS
+        self._told: set[str] = set()
         return _Trainer(
             strategy,
             actor,
@@ -256,7 +289,7 @@ class ClassicPPOTrainer:
             None,
             initial,
             optimizer,
-            config=our_config(self.config, strategy.world_size, positions),
+            config=our_config(self.config, strategy.world_size, self._positions),
             tokenizer=self.tokenizer,
             callbacks=[ProgressBar(enabled=False)],
             engine=_Engine(),
@@ -404,7 +437,9 @@ class ClassicPPOTrainer:
         start = time.perf_counter()
         self._check_lists(queries=queries, responses=responses, scores=scores)
         inner, kl_coef = self.inner, self.kl_ctl.value
+        self._follow_config()
         inner.take_learning_rates()  # of a scheduler, or set by hand
+        dropout_off(self._strategy.unwrap(inner.actor))  # the script may have called model.train()
         inner.recorder = Recorder()
         metrics = inner.step(
             [q.detach().cpu().flatten() for q in queries],
@@ -436,6 +471,21 @@ class ClassicPPOTrainer:
             'time/ppo/calc_stats': now - begin,
             'time/ppo/total': now - start,
         }
+
+    def _follow_config(self) -> None:
+        """What the script has set in `config` since the trainer was made counts from this step on, as in TRL; a warning
+        where it cannot."""
+        wanted = our_config(self.config, self._strategy.world_size, self._positions)
+        for name, value in vars(wanted).items():
+            if value == getattr(self.inner.config, name) or name in self._told:
+                continue
+            if name in _FOLLOWED:
+                setattr(self.inner.config, name, value)
+            else:
+                self._told.add(name)
+                warnings.warn(
+                    f'config: {name}={value!r} has no effect now: it is read when the trainer is made', stacklevel=3
+                )
 
     def _check_lists(self, **lists: Any) -> None:
         for name, given in lists.items():
@@ -469,33 +519,34 @@ class ClassicPPOTrainer:
         """
         given = rewards if isinstance(rewards, Tensor) else torch.tensor([float(r) for r in rewards])
         scores = self.accelerator.gather(given.detach().float().to(self.current_device)).flatten().cpu()
-        logs = dict(stats)
+        rows: dict[str, list[Any]] = {}
         if self.config.log_with == 'wandb':
             missing = [name for name in columns_to_log if name not in batch]
             if missing:
                 raise ValueError(f'log_stats: the batch has no {missing[0]!r}; give it, or other columns_to_log')
-            texts = [self._strategy.all_gather_object(list(batch[name])) for name in columns_to_log]
-            columns = [[text for part in parts for text in part] for parts in texts]
-            rows = zip(*columns, scores.tolist(), strict=True)
-            logs['game_log'] = {'columns': [*columns_to_log, 'reward'], 'data': [list(row) for row in rows]}
+            for name in columns_to_log:
+                rows[name] = [text for part in self._strategy.all_gather_object(list(batch[name])) for text in part]
+        logs = dict(stats)
         logs |= {
             'env/reward_mean': float(scores.mean()),
             'env/reward_std': float(scores.std()) if len(scores) > 1 else 0.0,
             'env/reward_dist': scores.numpy(),
         }
         self.current_step += 1
-        self.accelerator.log(logs, step=self.current_step)
+        self.accelerator.log(logs, step=self.inner.phase)
+        for tracker in self._trackers if rows and self.accelerator.is_main_process else ():
+            tracker.on_log(self.inner, {}, rows, scores.tolist(), list(columns_to_log))
 
     def _track(self, values: dict[str, Any], step: int | None) -> None:
-        """Numbers go to every tracker; arrays and tables to W&B."""
+        """Numbers go to every tracker; arrays to W&B."""
         if self._trackers and not self._tracking:
             self._tracking = True
             for tracker in self._trackers:
                 tracker.on_fit_start(self.inner)
-        step = self.current_step if step is None else step
-        numbers = {k: float(v) for k, v in values.items() if np.ndim(v) == 0 and not isinstance(v, (str, dict))}
+        step = self.inner.phase if step is None else step
+        numbers = {k: float(v) for k, v in values.items() if np.ndim(v) == 0 and not isinstance(v, str)}
         for tracker in self._trackers:
-            tracker.on_phase_end(self.inner, step, numbers if isinstance(tracker, TensorBoard) else _for_wandb(values))
+            tracker.on_phase_end(self.inner, step, numbers if isinstance(tracker, TensorBoard) else values)
 
     def _end_tracking(self) -> None:
         for tracker in self._trackers if self._tracking else ():
@@ -578,6 +629,13 @@ def _check(config: Any, model: Any, ref_model: Any, tokenizer: Any) -> None:
         raise ValueError(f'PPOTrainer: tokenizer must be a transformers tokenizer; got {_kind(tokenizer)}')
 
 
+def _tell_of_overridden(cls: type) -> None:
+    """A warning for each of TRL's inner steps that a subclass has of its own, which nothing here calls."""
+    for name in _INNER:
+        if any(name in vars(c) for c in cls.__mro__):
+            warnings.warn(f'{cls.__name__}.{name} is never called here: {_INNER[name]}', stacklevel=4)
+
+
 def _kind(value: Any) -> str:
     return 'None' if value is None else f'a {type(value).__name__}'
 
@@ -590,6 +648,7 @@ def _trackers(config: PPOConfig) -> list[Any]:
     for name in names:
         if name == 'tensorboard':
             folder = config.project_kwargs.get('logging_dir') or config.logging_dir
+            folder = folder or config.accelerator_kwargs.get('logging_dir')  # up to 0.4
             if folder is None:
                 raise ValueError("log_with='tensorboard' needs project_kwargs={'logging_dir': FOLDER}")
             made.append(TensorBoard(Path(folder, config.tracker_project_name), num_rows=0))
@@ -604,9 +663,3 @@ def _trackers(config: PPOConfig) -> list[Any]:
         if name != 'wandb':
             warnings.warn(f'tracker_kwargs[{name!r}] has no effect here', stacklevel=4)
     return made
-
-
-def _for_wandb(values: dict[str, Any]) -> dict[str, Any]:
-    import wandb
-
-    return {k: wandb.Table(**v) if k == 'game_log' else v for k, v in values.items()}

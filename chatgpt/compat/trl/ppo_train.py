@@ -54,6 +54,29 @@ COMPLETION_TEMPERATURE = 0.01
 """of `generate_completions`"""
 
 
+_TOKENS = 'over the tokens that count; theirs is over padding too'
+KEYS: dict[str, str] = {
+    'eps': 'the same: episodes per second',
+    'objective/kl': 'the same: mean over responses of Σ KL, by kl_estimator',
+    'objective/entropy': 'the same: mean over responses of −Σ log π',
+    'objective/non_score_reward': 'the same: mean over responses of −β Σ KL',
+    'objective/rlhf_reward': 'the same: the sum of objective/non_score_reward and objective/scores',
+    'objective/scores': 'the same: mean score, missing_eos_penalty taken off',
+    'policy/approxkl_avg': f'converted: ½ (log ρ)², {_TOKENS}',
+    'policy/clipfrac_avg': 'the same: where the clipped loss is the larger',
+    'loss/policy_avg': 'the same; mean of the train batches',
+    'loss/value_avg': 'converted: theirs counts one position after the end of a short response',
+    'val/clipfrac_avg': 'converted: see loss/value_avg',
+    'policy/entropy_avg': f'converted: entropy of the distribution, {_TOKENS}',
+    'val/ratio': f'converted: ρ, {_TOKENS}',
+    'val/ratio_var': 'converted: of the means of train batches, theirs of micro-batches; 0 of a single one, theirs NaN',
+    'val/num_eos_tokens': 'the same where nothing follows the end; theirs also counts what was generated after it',
+    'lr': 'converted: mean of the update, whose steps move along the schedule; theirs moves once an update',
+    'episode': 'the same',
+}
+"""TRL's key: the same number by the same formula, or converted, and how"""
+
+
 class Models(NamedTuple):
     """What TRL's `model` is: the two that are trained."""
 
@@ -111,7 +134,7 @@ class MeasuredPPOTrainer(ppo.PPOTrainer):
     vf_coef = 1.0
 
     def learners(self) -> list[Learner]:
-        losses = {
+        losses: dict[str, Any] = {
             'actor': MeasuredActorLoss(self.config, self.policy.forward, self.kl_controller.value),
             'critic': MeasuredValueLoss(self.config, self.vf_coef),
         }
@@ -192,7 +215,7 @@ def ppo_settings(args: Any, sizes: Sizes, longest: int) -> settings.PPOConfig:
         raise ValueError(f'PPOConfig: kl_estimator={args.kl_estimator!r} is not known; use k1 or k3')
     steps = sizes.batch // sizes.mini_batch * args.num_ppo_epochs
     schedule = later.schedule(args, sizes.updates)
-    scaling = 'none' if not args.use_score_scaling else 'norm' if args.use_score_norm else 'running'
+    scaling: Any = 'none' if not args.use_score_scaling else 'norm' if args.use_score_norm else 'running'
     return settings.PPOConfig(
         experience_batch_size=sizes.batch,
         train_batch_size=sizes.mini_batch,

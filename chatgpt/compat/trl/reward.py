@@ -63,7 +63,7 @@ class RewardConfig(TrainingArguments):
 
     def __post_init__(self, trust_remote_code: bool) -> None:  # type: ignore[override]
         super().__post_init__()
-        self.trust_remote_code = trust_remote_code
+        self.trust_remote_code = trust_remote_code  # type: ignore[attr-defined]
 
 
 class RewardTrainer(OfflineLaterTrainer):
@@ -121,7 +121,7 @@ class RewardTrainer(OfflineLaterTrainer):
         super().__init__(args, words, callbacks, strategy_of(args))
         if isinstance(model, (str, Path)):
             options = {'trust_remote_code': True} if args.trust_remote_code else {}
-            scorer = AutoRM(pretrained=model, **options | loading_options(args.model_init_kwargs))
+            scorer: RewardModel = AutoRM(pretrained=model, **options | loading_options(args.model_init_kwargs))
         else:
             model = adapted(model, None, heads=HEADS)  # of a PEFT model its adapters
             scorer = RewardModel.from_classifier(model)

@@ -94,7 +94,7 @@ class SFTConfig(TrainingArguments):
 
     def __post_init__(self, trust_remote_code: bool) -> None:  # type: ignore[override]
         super().__post_init__()
-        self.trust_remote_code = trust_remote_code
+        self.trust_remote_code = trust_remote_code  # type: ignore[attr-defined]
 
 
 class SFTTrainer(OfflineLaterTrainer):
@@ -207,10 +207,9 @@ def sequences_of(
     if {'prompt', 'completion'} <= set(first):
         found = load_demonstrations(rows, tokenizer, max_length=limit)[0]
         return [every_token(s) for s in found] if args.completion_only_loss is False else list(found)
-    if args.dataset_text_field != 'text' and args.dataset_text_field in first:
-        rows = [{'text': row[args.dataset_text_field]} for row in rows]
-    elif 'text' in first:
-        rows = [{'text': row['text']} for row in rows]
+    column = args.dataset_text_field if args.dataset_text_field in first else 'text'
+    if column in first:
+        return [_of_text(row[column], tokenizer, limit) for row in rows]
     found = load_demonstrations(rows, tokenizer, max_length=limit)[0]
     return list(found)
 
@@ -242,6 +241,14 @@ def _of_ids(row: Mapping[str, Any], limit: int | None) -> Sequence:
         if row.get(name) is not None:
             mask &= torch.as_tensor(row[name])[:limit].bool()
     return _counted(ids, mask)
+
+
+def _of_text(text: str, tokenizer: Any, limit: int | None) -> Sequence:
+    """Every token of a text, and the end token."""
+    ids, end = list(tokenizer(text)['input_ids']), tokenizer.eos_token_id
+    if end is not None and ids[-1:] != [end]:
+        ids.append(end)
+    return _counted(torch.tensor(ids[:limit]), torch.ones(len(ids[:limit]), dtype=torch.bool))
 
 
 def _whole_dialogue(messages: Any, tokenizer: Any, limit: int | None) -> Sequence:

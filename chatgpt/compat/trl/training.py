@@ -72,7 +72,8 @@ def _from_transformers(args: Any, config_class: type) -> Any:
     if not dataclasses.is_dataclass(args):
         raise ValueError(f'args: a {type(args).__name__} given; it must be a {config_class.__name__}')
     known = {f.name for f in dataclasses.fields(config_class)}
-    fresh = type(args)(output_dir=args.output_dir)  # type: ignore[call-arg, misc]
+    theirs: Any = args
+    fresh = type(theirs)(output_dir=theirs.output_dir)
     changed = {
         f.name: getattr(args, f.name)
         for f in dataclasses.fields(args)
@@ -80,7 +81,7 @@ def _from_transformers(args: Any, config_class: type) -> Any:
     }
     if unknown := sorted(set(changed) - known):
         warnings.warn(f'args: {", ".join(unknown)} of {type(args).__name__} have no effect here', stacklevel=3)
-    return config_class(output_dir=args.output_dir, **{k: v for k, v in changed.items() if k in known})
+    return config_class(output_dir=theirs.output_dir, **{k: v for k, v in changed.items() if k in known})
 
 
 def strategy_of(args: Any) -> Any:
@@ -442,7 +443,8 @@ class OfflineLaterTrainer(LaterTrainer):
             run_dir=args.output_dir,
             **{name: self.strategy.prepare(frozen) for name, frozen in models.items() if frozen is not None},
         )
-        self.eval_dataset, self._eval_records = eval_dataset, {}
+        self.eval_dataset = eval_dataset
+        self._eval_records: dict[int, tuple[Any, list[Any]]] = {}
         self.state.max_steps, self.state.num_train_epochs = plan.total, config.max_epochs
         self._waiting: list[tuple[int, dict[str, float]]] = []
         self._losses: list[tuple[int, float]] = []

@@ -1,4 +1,4 @@
-"""SFT four ways: text in blocks, prompt and completion, turns with a chat format, and a function that writes the text."""
+"""SFT four ways: text in blocks, prompt and completion, turns with a chat format, and a function that writes text."""
 
 import sys
 
@@ -36,7 +36,7 @@ chat.train()
 
 
 def formatting_func(example):
-    return [f'{q} {a}' for q, a in zip(example['question'], example['answer'])]
+    return [f'{q} {a}' for q, a in zip(example['question'], example['answer'], strict=True)]
 
 
 rows = Dataset.from_dict({'question': ['one day a cat'] * 8, 'answer': ['went to the hill .'] * 8})
