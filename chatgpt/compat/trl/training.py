@@ -214,13 +214,32 @@ class Bridge(Callback):
         self.tell('on_save')
 
 
+THEIR_STEPS = {
+    *('compute_loss', 'training_step', 'prediction_step', 'evaluation_loop', '_prepare_dataset', 'tokenize_row'),
+    *('get_batch_loss_metrics', 'concatenated_forward', 'concatenated_inputs', 'dpo_loss', 'get_batch_logps'),
+    *('create_optimizer', 'create_scheduler', 'create_optimizer_and_scheduler', 'get_train_dataloader'),
+    *('get_eval_dataloader', '_save', '_save_checkpoint', '_inner_training_loop', 'visualize_samples'),
+}
+"""of TRL's and transformers' trainers, which scripts override"""
+
+
 class LaterTrainer:
     """Base of the trainers: everything but the learning, which is `inner`'s.
 
-    `inner` is the trainer of `chatgpt.trainer` that runs; its metrics and files are there as well.
+    `inner` is the trainer of `chatgpt.trainer` that runs; its metrics and files are there as well. A subclass of a
+    script may override what is here; an inner step of TRL's trainers that it overrides is named in a warning.
     """
 
     inner: Any
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if vain := sorted(THEIR_STEPS & vars(cls).keys()):
+            warnings.warn(
+                f'{cls.__name__} overrides {", ".join(vain)}, which nothing calls here: the steps within are this '
+                "library's (docs/extend/objective.md says how to write one's own)",
+                stacklevel=2,
+            )
 
     def __init__(
         self,
