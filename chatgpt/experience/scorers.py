@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 import math
 import threading
-import zlib
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol, cast, runtime_checkable
@@ -24,8 +23,9 @@ from torch import Tensor, nn
 
 from chatgpt.batching import collate
 from chatgpt.dataset.tokenize import begin_ids, encode, encode_after
-from chatgpt.rewards.calling import awaited, made, one_each, told
-from chatgpt.sweep import Communicator, cuts_of_own, sweep
+from chatgpt.experience.described import checksum
+from chatgpt.rewards.calling import awaited, made, one_each, place_of, told
+from chatgpt.sweep import Communicator, cuts_of_own, gathered, sweep
 from chatgpt.types import Sample, Sequence
 
 Score = float | Tensor
@@ -43,6 +43,10 @@ class RewardFunctionError(RuntimeError):
     """A reward function raised, took too long, or returned something that is not one finite score per response."""
 
 
+class RewardValueError(RewardFunctionError):
+    """A reward function returned something that is no list of scores; it would again."""
+
+
 class RewardModelScorer:
     """Scores with a `RewardModel` (any module that maps a `Batch` to (B,) scores).
 
@@ -51,8 +55,7 @@ class RewardModelScorer:
         tokenizer: the reward model's tokenizer when it differs from the policy's. Then texts, not ids, are handed over:
             prompt and response are joined and tokenized again for the reward model only, by the rules of its training
             data (`chatgpt.dataset.tokenize`): no special token but a begin token where the tokenizer adds one, and the
-                end token of a
-            response that ended.
+            end token of a response that ended.
         max_tokens_per_batch: padded tokens of one forward; None puts all of a rank's samples in one.
         max_length: longest sequence the reward model takes; longer ones lose tokens on the left. Only with `tokenizer`.
         packing: leave padding out where the model can.
@@ -121,17 +124,16 @@ def models_of(scorer: Scorer | None) -> list[nn.Module]:
 
 
 def described(scorer: Scorer | None) -> Any:
-    """A scorer as JSON, for telling whether a run goes on with another: of functions name and a checksum of the
-    source."""
+    """A scorer as JSON, for telling whether a run goes on with another: of a function its name and a checksum, of a
+    reward model the folder that it came from."""
     if isinstance(scorer, WeightedScorer):
         return [[weight, described(inner)] for weight, inner in scorer.weighted]
-    if not isinstance(scorer, FunctionScorer):
-        return type(scorer).__name__
-    try:
-        source = inspect.getsource(scorer.fn if inspect.isroutine(scorer.fn) else type(scorer.fn))
-    except (OSError, TypeError):
-        return scorer.name
-    return f'{scorer.name}, source {zlib.crc32(source.encode()):08x}'
+    name, detail = type(scorer).__name__, ''
+    if isinstance(scorer, RewardModelScorer):
+        detail = str(getattr(getattr(getattr(scorer.model, 'model', None), 'config', None), 'name_or_path', ''))
+    elif isinstance(scorer, FunctionScorer):
+        name, detail = scorer.name, f'source {scorer.checksum}' if scorer.checksum else ''
+    return f'{name}, {detail}' if detail else name
 
 
 class FunctionScorer:
@@ -148,6 +150,7 @@ class FunctionScorer:
         self.fn = fn
         self.timeout_s = timeout_s
         self.name = getattr(fn, '__qualname__', None) or type(fn).__name__
+        self.checksum = checksum(fn)
         try:
             parameters = inspect.signature(fn).parameters.values()
         except (TypeError, ValueError):
@@ -175,14 +178,16 @@ class FunctionScorer:
             raise
         except (Exception, SystemExit) as error:  # an exit inside would end one rank in silence
             raise RewardFunctionError(f'{source} raised {told(error)}') from error
-        values = one_each(values, len(samples), source, RewardFunctionError)
-        return [as_score(value, sample, source) for value, sample in zip(values, samples, strict=True)]
+        try:
+            values = one_each(values, len(samples), source, RewardValueError)
+            return [as_score(value, sample, source) for value, sample in zip(values, samples, strict=True)]
+        except RewardValueError as error:
+            raise RewardValueError(f'{error}; it is defined {place_of(self.fn)}') from None
 
     def score(self, samples: list[Sample], strategy: Communicator) -> list[Score]:
-        everyone = strategy.all_gather_object(samples)
-        flat = sorted((s for rank in everyone for s in rank), key=lambda s: s.index)
-        scores: list[Score] = strategy.run_on_rank0(lambda: self._checked(flat))
-        by_index = {s.index: score for s, score in zip(flat, scores, strict=True)}
+        everyone = gathered(strategy, samples, lambda s: s.index)
+        scores: list[Score] = strategy.run_on_rank0(lambda: self._checked(everyone))
+        by_index = {s.index: score for s, score in zip(everyone, scores, strict=True)}
         return [by_index[s.index] for s in samples]
 
 
@@ -261,7 +266,7 @@ def as_score(value: Any, sample: Sample, source: str) -> Score:
     if isinstance(value, (list, tuple)):
         dense = torch.tensor([_number(v, sample, source) for v in value])
         if len(dense) != sample.num_actions:
-            raise RewardFunctionError(
+            raise RewardValueError(
                 f'{source} returned {len(dense)} token scores for sample {sample.index}, whose response has '
                 f'{sample.num_actions} tokens'
             )
@@ -281,7 +286,7 @@ def _number(value: Any, sample: Sample, source: str) -> float:
             return float(value)
     except (TypeError, ValueError):
         pass
-    raise RewardFunctionError(f'{source} returned {value!r} for sample {sample.index}; return a number')
+    raise RewardValueError(f'{source} returned {value!r} for sample {sample.index}; return a number')
 
 
 def call_with_timeout(fn: Callable[[], Any], timeout_s: float | None, what: str) -> Any:

@@ -75,9 +75,14 @@ def parser() -> Parser:
     return out
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser().parse_args(argv)
     args.script, args.script_args = script_of(args.script, args.script_args)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
     given = {name: getattr(args, name) for name in (RAY_ONLY | TORCHRUN_ONLY)}
     wrong = TORCHRUN_ONLY if args.launcher == 'ray' else RAY_ONLY
     for name, unset in wrong.items():

@@ -13,6 +13,7 @@ from typing import Any
 
 from chatgpt.checkpoint import latest
 from chatgpt.launch.arguments import check_run_folder
+from chatgpt.launch.config_values import read_file
 from chatgpt.launch.relaunch import is_restart
 from chatgpt.launch.runs import Run
 
@@ -40,12 +41,13 @@ def check_resume(args: Run) -> None:
             f'{args.save_path} holds checkpoints of an earlier run, up to {found.name}: go on with --resume auto, or '
             'choose another --save_path'
         )
-    check_not_replaced(args)
+    check_not_replaced(args, goes_on=bool(args.resume) and (found is not None or is_restart(args.save_path)))
 
 
-def check_not_replaced(run: Run) -> None:
+def check_not_replaced(run: Run, *, goes_on: bool) -> None:
     """Raises ValueError where the trained model would replace one that is there. A run that goes on may replace its
     own."""
+    own = goes_on and recorded_destination(run) == run.model_path
     for name in ('actor', 'reward_model'):
         place = final_folder(run, name)
         for flag in ('pretrain', 'reward_model', 'tokenizer'):
@@ -55,7 +57,7 @@ def check_not_replaced(run: Run) -> None:
                     f'the trained model would replace --{flag} {source}: choose another --save_path or --model_path'
                 )
         found = _model_file(place)
-        if found is None or run.resume:
+        if found is None or own:
             continue
         if run.model_path:
             raise ValueError(
@@ -65,6 +67,12 @@ def check_not_replaced(run: Run) -> None:
             f'{run.save_path} holds the trained model of an earlier run, {place.name}/, and no checkpoints to go on '
             f'from: choose another --save_path, or remove {place}'
         )
+
+
+def recorded_destination(run: Run) -> str | None:
+    """The model_path that this run's folder says it was started with."""
+    record = Path(run.save_path, 'config.yaml')
+    return (read_file(record) or {}).get('model_path') if record.is_file() else None
 
 
 def _model_file(folder: Path) -> str | None:
@@ -78,11 +86,19 @@ def check_destination(run: Run, config: Any, name: str) -> None:
         ValueError: one cannot be made or written, or has no room for the whole model.
     """
     check_run_folder(run.save_path)
+    try_model_folder(final_folder(run, name), config, trust_remote_code=run.trust_remote_code)
+
+
+def try_model_folder(place: Path, config: Any, *, trust_remote_code: bool = False) -> None:
+    """Find out on rank 0 whether a model of `config` can be written to a folder. Nothing new is left there.
+
+    Raises:
+        ValueError: it cannot be made or written, or has no room for the whole model.
+    """
     if os.environ.get('RANK', '0') != '0':
         return
-    place = final_folder(run, name)
     _try_to_write(place)
-    needed = _bytes_of(config, run.trust_remote_code)
+    needed = _bytes_of(config, trust_remote_code)
     free = shutil.disk_usage(next(p for p in (place.absolute(), *place.absolute().parents) if p.is_dir())).free
     if free < needed:
         raise ValueError(
@@ -119,5 +135,5 @@ def _bytes_of(config: Any, trust_remote_code: bool) -> int:
         with torch.device('meta'):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except Exception:
-        return 0  # such as an encoder's: loading it says what is wrong, or that nothing is
+        return 0  # not buildable as a causal LM, for example an encoder; loading it will report any error
     return sum(4 * p.numel() for p in model.parameters())

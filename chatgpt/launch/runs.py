@@ -40,7 +40,7 @@ CRITIC_STARTS = get_args(CriticStart)
 EMBEDDED = 'embedded'
 """the name of the small model that comes with the package"""
 Groups = dict[str, tuple[str, ...]]
-MODEL = ('pretrain', 'tokenizer', 'lora_rank', 'gradient_checkpointing')
+MODEL = ('pretrain', 'lora_rank', 'gradient_checkpointing')
 RUN = ('save_path', 'model_path', 'resume', 'strategy', 'precision', 'seed', 'plan')
 
 
@@ -274,7 +274,7 @@ class PPORun(Run, PPOConfig):
             *('train_batch_size', 'max_epochs', 'max_tokens_per_batch'),
         ),
         'the method': (
-            *('lr', 'critic_lr', 'lr_schedule', 'advantage_estimator', 'policy_loss', 'kl_coef', 'eps_clip'),
+            *('lr', 'critic_lr', 'advantage_estimator', 'policy_loss', 'kl_coef', 'eps_clip'),
             *('gamma', 'lam'),
         ),
         'the run': RUN,
@@ -396,7 +396,8 @@ def run_class(name: str) -> type[Run]:
         return found
     if issubclass(config, PreferenceConfig):
         return PreferenceRun
-    own = {'__doc__': method.about, 'method': name, 'config_class': config}
+    common = DataRun.common | {'the method': tuple(n for n in config.field_names() if n not in DataRun.field_names())}
+    own = {'__doc__': method.about, 'method': name, 'config_class': config, 'common': common}
     return dataclass(kw_only=True)(type(f'{config.__name__}Run', (DataRun, config), own))
 
 

@@ -1,5 +1,5 @@
-"""What llm-on-ray's configs and ColossalAI's flags say and no setting here says by itself, in our words: how many
-workers, how long, how large a batch, which part of a data set.
+"""Settings of llm-on-ray and ColossalAI without a single counterpart here (workers, length of training, batch per
+worker, part of a data set), translated into ours.
 
 Other names for the same thing are in `chatgpt.names`. Left out: where the words come from (`config_file`), and the
 launchers, which look for the workers themselves (`config_values.peek`).

@@ -154,8 +154,8 @@ class Trainer:
         """Every rank runs the same run and stands at the same place, or all end; see `chatgpt.trainer.agreement`. A
         collective."""
         self.strategy.note_progress(f'{where} of phase {self.phase + 1}')
-        state = {k: v for k, v in self.state_dict().items() if k not in LEFT_OUT}
-        check_ranks(self.strategy, self.fingerprint() | state, f'{where} of phase {self.phase + 1}')
+        state = {k: v for k, v in (self.fingerprint() | self.state_dict()).items() if k not in LEFT_OUT}
+        check_ranks(self.strategy, state, f'{where} of phase {self.phase + 1}')
 
     def planned_sizes(self) -> dict[str, Any] | None:
         """The fields of `chatgpt.plan.Setup` that only this kind of trainer knows, for `MemoryAdvice`; None where it is

@@ -1,5 +1,5 @@
-"""The range of every numeric setting of the trainers, and the check of a settings object against it, done when it is
-made.
+"""The range of every numeric setting of the trainers, and the check of a settings object against it and against its
+`Literal` types, done when it is made.
 
 Left out: which settings go together (`validate` of each class), and sampling (`chatgpt.rollout.SamplingParams`).
 """
@@ -26,7 +26,7 @@ RANGES: dict[str, dict[str, str]] = {
         'dynamic_sampling_rounds': NOT_NEGATIVE, 'gamma': SHARE, 'lam': SHARE, 'tis_cap': POSITIVE, 'dual_clip': '(1, inf)',
         'nlpo_top_p': '(0, 1]', 'nlpo_update_interval': COUNT, 'train_batch_size': COUNT, 'max_epochs': COUNT, 'eps_clip': '(0, 1)',
         'eps_clip_high': POSITIVE, 'value_clip': POSITIVE, 'value_coef': NOT_NEGATIVE, 'entropy_coef': '(-inf, inf)',
-        'ptx_coef': NOT_NEGATIVE, 'ratio_threshold': POSITIVE, 'target_kl': POSITIVE,
+        'ptx_coef': NOT_NEGATIVE, 'ratio_threshold': '(1, inf)', 'target_kl': POSITIVE,
     },
     'SupervisedConfig': {'train_batch_size': COUNT, 'max_epochs': COUNT, 'max_steps': COUNT, 'log_interval': COUNT},
     'RewardModelConfig': {'center_rewards_coefficient': NOT_NEGATIVE, 'early_stopping_patience': COUNT},
@@ -46,6 +46,10 @@ RANGES: dict[str, dict[str, str]] = {
         'num_rounds': COUNT, 'num_samples_per_prompt': '[2, inf): RFT keeps some and drops some', 'start_quantile': SHARE,
         'end_quantile': SHARE,
     },
+    'Run': {'lora_dropout': '[0, 1)'},
+    'PPORun': {
+        'num_layers_unfrozen': '[-1, inf)', 'ema_decay': '(0, 1)', 'rollout_workers': NOT_NEGATIVE, 'rollout_chunk_size': COUNT,
+    },
 }  # fmt: skip
 """Of each class and those derived from it: setting → interval, round brackets without the end, and why, where that is
 not plain."""
@@ -63,12 +67,30 @@ def numeric_fields(cls: type) -> dict[str, tuple[bool, bool]]:
     return {name: (float not in kinds, type(None) in kinds) for name, kinds in hints.items() if kinds & {int, float}}
 
 
-def check_ranges(settings: Any) -> None:
-    """Raises ValueError for the first setting that is not a number, not finite, or out of its range."""
+@cache
+def choices(cls: type) -> dict[str, list[Any]]:
+    """Setting → the values it may have, of those whose type is a `Literal` or bool."""
+    found = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        kinds = (hint, *typing.get_args(hint))
+        values = [v for kind in kinds if typing.get_origin(kind) is typing.Literal for v in typing.get_args(kind)]
+        if bool in kinds:
+            values += [True, False]
+        if values:
+            found[name] = [None, *values] if type(None) in kinds else values
+    return found
+
+
+def check_values(settings: Any) -> None:
+    """Raises ValueError for the first setting that is not a number, not finite, or out of its range; then for the first
+    that is none of its choices."""
     for name, (whole, optional) in numeric_fields(type(settings)).items():  # type: ignore[arg-type]
         spec, value = range_of(type(settings), name), getattr(settings, name)
         if spec is not None and not (optional and value is None) and (wrong := _wrong(value, spec, whole)):
             raise ValueError(f'{name}={value!r} must {wrong}')
+    for name, allowed in choices(type(settings)).items():  # type: ignore[arg-type]
+        if getattr(settings, name) not in allowed:
+            raise ValueError(f'{name}={getattr(settings, name)!r} is not known; choose one of {allowed}')
 
 
 def _wrong(value: Any, spec: str, whole: bool) -> str:

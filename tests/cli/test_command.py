@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import runpy
 import subprocess
 import sys
 from dataclasses import fields
@@ -53,6 +54,15 @@ def test_help_fits_two_screens(monkeypatch, capsys, name):
     lines = capsys.readouterr().out.splitlines()
     assert 5 < len(lines) <= 100
     assert lines[0].startswith('usage: ')
+
+
+@pytest.mark.parametrize('name', sorted(p.stem for p in (ROOT / 'examples').glob('*.py') if p.stem != 'rewards'))
+def test_help_of_the_scripts_fits_two_screens(monkeypatch, capsys, name):
+    monkeypatch.setenv('COLUMNS', '100')
+    monkeypatch.setattr(sys, 'argv', [f'{name}.py', '--help'])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / 'examples' / f'{name}.py'))['main']()
+    assert 5 < len(capsys.readouterr().out.splitlines()) <= 100
 
 
 @pytest.mark.parametrize('name', METHODS)

@@ -78,7 +78,7 @@ class MyTrainer(SFTTrainer):
         super().__init__(*args, config=plain, **options)
 
 
-def read(run, inputs):
+def read_plainly(run, inputs):
     from chatgpt.dataset import load_demonstrations
 
     inputs.train = load_demonstrations(run.dataset, inputs.tokenizer)[0]
@@ -86,7 +86,9 @@ def read(run, inputs):
 
 def test_a_method_of_ones_own_is_one_line(monkeypatch, tmp_path, model_folder, capsys):
     monkeypatch.setitem(
-        METHODS, 'mine', Recipe(about='mine', config=MyConfig, trainer=MyTrainer, reader=read, defaults={'lr': 0.125})
+        METHODS,
+        'mine',
+        Recipe(about='mine', config=MyConfig, trainer=MyTrainer, reader=read_plainly, defaults={'lr': 0.125}),
     )
     cls = run_class('mine')
     assert issubclass(cls, DataRun) and 'strength' in {f.name for f in fields(cls)}
