@@ -30,7 +30,7 @@ from compat_trlx_work import CASES  # noqa: E402
 from vs_peers import ENVIRONMENTS, compare, environment, machine, save_model  # noqa: E402
 from work import Case  # noqa: E402
 
-GOLDEN = HERE.parent / 'tests' / 'compat' / 'trlx' / 'trlx_numbers.json'
+GOLDEN = HERE.parent / 'tests' / 'compat' / 'trlx_numbers.json'
 RESULTS = HERE / 'results' / 'compat_trlx.json'
 ENVIRONMENTS['trlx'] = ['transformers==4.32.0', 'accelerate==0.22.0', 'peft==0.5.0', 'numpy<2', 'rich==15.0.0']
 SPEED = [Case('trlx', 'ppo', 'fixed', 'fp32', epochs) for epochs in (1, 4)]

@@ -27,11 +27,17 @@ else:
 
 folder = tempfile.mkdtemp()
 tokenizer().save_pretrained(folder)
+model_path = case.model
+if source:  # trlX reads pickled weights alone
+    from transformers import AutoModelForCausalLM
+
+    model_path = f'{folder}/model'
+    AutoModelForCausalLM.from_pretrained(case.model).save_pretrained(model_path, safe_serialization=False)
 config = default_ppo_config()
 config.train.tracker, config.train.checkpoint_dir = None, f'{folder}/checkpoints'
 config.train.batch_size, config.train.total_steps, config.train.epochs = SEQUENCES, 10**6, 10**6
 config.train.seq_length, config.train.eval_interval, config.train.checkpoint_interval = 100, 10**9, 10**9
-config.model.model_path, config.model.num_layers_unfrozen = case.model, 2
+config.model.model_path, config.model.num_layers_unfrozen = model_path, 2
 config.tokenizer.tokenizer_path = folder
 config.optimizer.kwargs = {k: v for k, v in ADAMW.items() if k != 'fused'}
 config.scheduler.kwargs = {'T_max': 1e12, 'eta_min': ADAMW['lr']}

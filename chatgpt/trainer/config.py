@@ -117,7 +117,7 @@ class LearningSettings(Settings):
     lr_schedule: Schedule = 'constant'
     """'linear' and 'cosine' decay to 0 over the run, after the warm-up"""
     lr_end_factor: float = 0.0
-    """they decay to this share of the learning rate instead"""
+    """they end at this multiple of the learning rate instead"""
     lr_decay_steps: int | None = None
     """and are there at this optimizer step, after which the rate holds; None is the end of the run"""
     warmup_steps: int = 0

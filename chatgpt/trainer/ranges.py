@@ -16,7 +16,7 @@ POSITIVE, NOT_NEGATIVE, COUNT, SHARE = '(0, inf)', '[0, inf)', '[1, inf)', '[0, 
 
 RANGES: dict[str, dict[str, str]] = {
     'LearningSettings': {
-        'max_tokens_per_batch': COUNT, 'max_grad_norm': '(0, inf]', 'lr_end_factor': SHARE, 'lr_decay_steps': COUNT,
+        'max_tokens_per_batch': COUNT, 'max_grad_norm': '(0, inf]', 'lr_end_factor': NOT_NEGATIVE, 'lr_decay_steps': COUNT,
         'warmup_steps': NOT_NEGATIVE,
     },
     'PPOConfig': {

@@ -10,11 +10,14 @@ import json
 import shutil
 import time
 import uuid
+import warnings
 from pathlib import Path
 from typing import Any, ClassVar
 
+from chatgpt.checkpoint import CheckpointError
 from chatgpt.compat.trlx.statistics import evaluated
 from chatgpt.trainer.callbacks import Callback, Evaluator, SaveCheckpoint
+from chatgpt.trainer.saving import SaveError
 
 
 class Steps:
@@ -105,9 +108,13 @@ class Checkpoints(SaveCheckpoint):
 
     def _write(self, trainer: Any, folder: Path) -> None:
         trainer.strategy.run_on_rank0(lambda: shutil.rmtree(folder, ignore_errors=True))
-        if self.save_optimizer:
-            trainer.save_checkpoint(folder)
-        trainer.save_pretrained(folder / 'hf_model')
+        try:
+            if self.save_optimizer:
+                trainer.save_checkpoint(folder)
+            trainer.save_pretrained(folder / 'hf_model')
+        except (CheckpointError, SaveError) as error:
+            if trainer.strategy.is_rank_0:
+                warnings.warn(f'{folder} was not written, the run goes on: {error}', stacklevel=2)
 
 
 class RolloutFiles(Callback):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
@@ -48,7 +49,12 @@ class Section:
                 raise unknown(cls.__name__, name, cls.names())
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self.check_names([name])
+        """A name near one of the fields is a mistake; scripts also keep notes of their own in a section."""
+        if name not in self.names():
+            if difflib.get_close_matches(name.lower(), self.names(), n=1, cutoff=0.7):
+                raise unknown(type(self).__name__, name, self.names())
+            text = f'trlx: {type(self).__name__}.{name} is kept as a note of yours: nothing here reads it'
+            warnings.warn(text, stacklevel=2)
         super().__setattr__(name, value)
 
     @classmethod

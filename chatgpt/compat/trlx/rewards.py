@@ -41,6 +41,19 @@ def _first_argument(function: Callable[..., Any]) -> str | None:
     return first.name if first is not None and plain and first.default is first.empty else None
 
 
+class OnRank0:
+    """A reward function that only rank 0 has, as in scripts whose other ranks say `reward_fn = True`; described alike
+    on every rank."""
+
+    __slots__ = ('fn',)  # no attribute that a description of the reward could see
+
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn
+
+    def __call__(self, **given: Any) -> Any:
+        return call(self.fn, given)
+
+
 class RewardFunction(FunctionScorer):
     """A reward function of trlX's.
 
@@ -110,7 +123,8 @@ class RewardFunction(FunctionScorer):
 
 
 def metric_function(metric_fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """A metric function of trlX's in this library's convention: a number stands for every sample."""
+    """A metric function of trlX's in this library's convention: a number stands for every sample. Lists of texts, which
+    scripts show in trlX's tables, are left out."""
     if metric_fn is None:
         return None
 
@@ -118,6 +132,7 @@ def metric_function(metric_fn: Callable[..., Any] | None) -> Callable[..., Any] 
         found = call(metric_fn, given)
         count = len(given['samples'])
         listed = {name: value.tolist() if hasattr(value, 'tolist') else value for name, value in found.items()}
-        return {name: v if isinstance(v, (list, tuple)) else [float(v)] * count for name, v in listed.items()}
+        lists = {name: v if isinstance(v, (list, tuple)) else [float(v)] * count for name, v in listed.items()}
+        return {name: v for name, v in lists.items() if not any(isinstance(x, str) for x in v)}
 
     return metrics

@@ -124,7 +124,7 @@ def warn(text: str) -> None:
 
 
 def check(config: TRLConfig) -> None:
-    """What is not served, and numbers without meaning, before anything is loaded."""
+    """What is not served, and values without meaning, before anything is loaded."""
     model, train = config.model, config.train
     if model.model_arch_type != 'causal':
         raise ValueError(
@@ -145,6 +145,16 @@ def check(config: TRLConfig) -> None:
     if train.tracker not in ('wandb', 'tensorboard', None):
         raise ValueError(f"trlx: train.tracker={train.tracker!r} is not known; choose 'wandb', 'tensorboard' or None")
     tokenizer_path(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # what is converted is said when it is used
+        lora_keywords(config)
+        learning(config)
+        if hasattr(config.method, 'gen_kwargs'):
+            sweep_of(generation(config))
+            longest_prompt(config)
+        if hasattr(config.method, 'ppo_epochs'):
+            score_scaling(config)
+            ppo_settings(config)
 
 
 def processes() -> int:
@@ -291,8 +301,6 @@ def _cosine(lr: float, end: float, length: float) -> dict[str, Any]:
     """From `lr` to `end` in `length` steps; one so long that no run reaches it is no decay."""
     if end == lr or length >= 1e9:
         return {'lr_schedule': 'constant'}
-    if not 0 <= end <= lr:
-        raise ValueError(f'trlx: the learning rate would rise from {lr:g} to {end:g}; give an end of at most {lr:g}')
     return {'lr_schedule': 'cosine', 'lr_end_factor': end / lr, 'lr_decay_steps': int(length)}
 
 

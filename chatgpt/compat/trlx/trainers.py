@@ -24,7 +24,7 @@ from chatgpt.compat.trlx.callbacks import Checkpoints, RolloutFiles, StepEvaluat
 from chatgpt.compat.trlx.config import TRLConfig, unknown
 from chatgpt.compat.trlx.model import ModelView
 from chatgpt.compat.trlx.pipeline import First, prompts_of, text_sequence, tokenize_dialogue
-from chatgpt.compat.trlx.rewards import RewardFunction, metric_function
+from chatgpt.compat.trlx.rewards import OnRank0, RewardFunction, metric_function
 from chatgpt.compat.trlx.settings import Sweep
 from chatgpt.compat.trlx.statistics import Statistics, evaluated
 from chatgpt.dataset.prompts import PromptSet
@@ -238,6 +238,18 @@ class AccelerateRLTrainer:
 
     # ------------------------------------------------------------------ evaluation
 
+    @cached_property
+    def reward(self) -> Any:
+        """The reward function, also where only rank 0 has one. A collective at the first time.
+
+        Raises:
+            ValueError: rank 0 has none that can be called.
+        """
+        can_be_called = self.strategy.all_gather_object(callable(self.reward_fn))
+        if not can_be_called[0]:
+            raise ValueError(f'trlx: there is no reward_fn that can be called; got {self.reward_fn!r}')
+        return self.reward_fn if all(can_be_called) else OnRank0(self.reward_fn)
+
     @property
     def _sweep(self) -> Sweep | None:
         return settings.sweep_of(self.generate_kwargs)
@@ -266,7 +278,7 @@ class AccelerateRLTrainer:
         keywords = settings.sampling_keywords(gen, self.stop_sequences)
         reward = None
         if self.evaluates_reward:
-            reward = RewardFunction(self.reward_fn, self.tokenizer, with_end=False)
+            reward = RewardFunction(self.reward, self.tokenizer, with_end=False)
         return PromptEvaluation(
             prompts,
             self.tokenizer,
@@ -439,8 +451,6 @@ class AcceleratePPOTrainer(AccelerateRLTrainer):
 
     def build(self) -> PPOTrainer:
         config, strategy, method = self.config, self.strategy, self.config.method
-        if not callable(self.reward_fn) and strategy.is_rank_0:
-            raise ValueError(f'PPO needs a reward_fn that can be called; got {self.reward_fn!r}')
         ppo, length = settings.ppo_settings(config), settings.ppo_length(config)
         actor, critic, initial = self.actor, self.critic, self.initial
         actor_pair, critic_pair, initial = strategy.prepare(
@@ -449,7 +459,7 @@ class AcceleratePPOTrainer(AccelerateRLTrainer):
         critic, critic_optim = critic_pair or (None, None)
         gen = settings.generation(config, experience=True)
         reward = RewardFunction(
-            self.reward_fn,
+            self.reward,
             self.tokenizer,
             clip=method.cliprange_reward or None,
             divisor=settings.score_scaling(config)[1],
@@ -531,8 +541,7 @@ class AccelerateILQLTrainer(_OfflineTrainer):
 
     def _one_evaluation(self, prompts: PromptSet, gen: Mapping[str, Any]) -> Any:
         evaluation, beta = super()._one_evaluation(prompts, gen), float(gen['beta'])
-        evaluation.decoding = lambda model: model.decoding(beta)
-        return evaluation
+        return lambda trainer: evaluation(trainer, lambda model: model.decoding(beta))
 
     @contextmanager
     def policy(self, actor: Any, gen: Mapping[str, Any]) -> Iterator[Any]:
@@ -581,7 +590,7 @@ class AccelerateRFTTrainer(AcceleratePPOTrainer):
             actor,
             optim,
             PromptSet(prompts_of(self.prompt_pipeline, self.tokenizer)),
-            RewardFunction(self.reward_fn, self.tokenizer),
+            RewardFunction(self.reward, self.tokenizer),
             config=rft,
             engine=engine_for(gen),
             **settings.sampling_keywords(gen, self.stop_sequences),

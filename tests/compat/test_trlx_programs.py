@@ -3,19 +3,91 @@ outside."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import runpy
+import sys
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from chatgpt.compat.trlx import SERVED
 from chatgpt.compat.trlx.pipeline import tokenize_dialogue
-from chatgpt.nn import ILQLModel
-from chatgpt.testing.fakes import char_tokenizer
+from chatgpt.nn import GPTActor, ILQLModel
+from chatgpt.testing.fakes import char_tokenizer, tiny_config
+from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import ILQLTrainer, PPOTrainer, RFTTrainer, SFTTrainer
+
+PROGRAMS = Path(__file__).parent / 'trlx_programs'
+
+
+def _modules() -> dict[str, ModuleType]:
+    """The modules of the table, as the compatibility runner makes them."""
+    modules: dict[str, ModuleType] = {'trlx': ModuleType('trlx')}
+    modules['trlx'].__path__ = []  # type: ignore[attr-defined]
+    for key, target in SERVED.items():
+        *place, name = key.split('.')
+        parent = modules['trlx']
+        for i, part in enumerate(place):
+            full = '.'.join(['trlx', *place[: i + 1]])
+            if full not in modules:
+                modules[full] = ModuleType(full)
+                modules[full].__path__ = []  # type: ignore[attr-defined]
+                setattr(parent, part, modules[full])
+            parent = modules[full]
+        module, _, attribute = target.partition(':')
+        setattr(parent, name, getattr(importlib.import_module(module), attribute))
+    return modules
+
+
+@pytest.fixture
+def trlx(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The package, importable by its name."""
+    for name, module in _modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    yield sys.modules['trlx']
+
+
+@pytest.fixture
+def run(trlx: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Runs a program of the folder in an empty directory; its globals. A dict becomes JSON."""
+
+    def run_program(name: str, *args: Any) -> dict[str, Any]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.syspath_prepend(str(PROGRAMS))
+        texts = [json.dumps(arg) if isinstance(arg, dict) else str(arg) for arg in args]
+        monkeypatch.setattr(sys, 'argv', [f'{name}.py', *texts])
+        return runpy.run_path(str(PROGRAMS / f'{name}.py'), run_name='__main__')
+
+    return run_program
+
+
+@pytest.fixture(scope='session')
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 of three small blocks with a tokenizer of characters."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp('model')
+    GPTActor(config=tiny_config('gpt2', layers=3, positions=64)).save_pretrained(folder, tokenizer=char_tokenizer())
+    return folder
+
+
+@pytest.fixture(scope='session')
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A classifier of two labels over the same characters."""
+    from transformers import GPT2ForSequenceClassification
+
+    torch.manual_seed(1)
+    folder = tmp_path_factory.mktemp('classifier')
+    labels = {'id2label': {0: 'NEGATIVE', 1: 'POSITIVE'}, 'label2id': {'NEGATIVE': 0, 'POSITIVE': 1}, 'num_labels': 2}
+    GPT2ForSequenceClassification(tiny_config('gpt2', **labels)).save_pretrained(folder)
+    char_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def small(folder: Path, **more: Any) -> dict[str, Any]:
@@ -259,9 +331,9 @@ def test_the_first_page(run, folder, tmp_path):
 FLAT_ILQL = """
 model: {model_path: "gpt2", tokenizer_path: "gpt2", model_type: "AccelerateILQLModel", num_layers_unfrozen: -1}
 train:
-  {seq_length: 64, batch_size: 2, epochs: 2, total_steps: 10000, lr_init: 1.0e-3, lr_target: 1.0e-3, opt_betas: [0.9, 0.95],
-   opt_eps: 1.0e-8, weight_decay: 1e-6, checkpoint_interval: 1000, eval_interval: 2, tracker: null,
-   pipeline: "OfflinePipeline", orchestrator: "OfflineOrchestrator", seed: 1000}
+  {seq_length: 64, batch_size: 2, epochs: 2, total_steps: 10000, lr_init: 1.0e-3, lr_target: 1.0e-3,
+   opt_betas: [0.9, 0.95], opt_eps: 1.0e-8, weight_decay: 1e-6, checkpoint_interval: 1000, eval_interval: 2,
+   tracker: null, pipeline: "OfflinePipeline", orchestrator: "OfflineOrchestrator", seed: 1000}
 method: {name: "ilqlconfig", tau: 0.7, gamma: 0.99, cql_scale: 0.1, awac_scale: 1, alpha: 0.005,
   steps_for_target_q_sync: 1, betas: [16], two_qs: true}
 """
@@ -316,6 +388,60 @@ def test_rollouts_as_files_and_a_sweep_of_temperatures(trlx, folder, tmp_path, m
     rows = json.loads(files[-1].read_text())
     assert len(files) == 2 and len(rows) == 8
     assert rows[0]['response_tensor'] == found.store[0].response_ids.tolist()
+
+
+def on_a_rank(folder: str, out: str) -> dict[str, Any]:
+    """A PPO run whose reward only rank 0 has, as in ppo_hh.py of trlX."""
+    import os
+
+    from chatgpt.compat import trlx
+    from chatgpt.compat.trlx.config import TRLConfig, default_ppo_config
+
+    names = small(Path(folder), **{'train.checkpoint_dir': out, 'train.batch_size': 2, 'method.num_rollouts': 4})
+    names |= {'method.chunk_size': 2, 'method.ppo_epochs': 1, 'method.gen_kwargs.max_new_tokens': 6}
+    count = (lambda samples, **_: [s.count('a') for s in samples]) if os.environ.get('RANK', '0') == '0' else True
+    config = TRLConfig.update(default_ppo_config(), names)
+    found = trlx.train(reward_fn=count, prompts=['abc', 'de', 'fgh', 'ij'], config=config)
+    return {
+        'strategy': type(found.strategy).__name__,
+        'batch': found.trainer.config.train_batch_size,
+        'steps': found.iter_count,
+        'main': found.accelerator.is_main_process,
+        'weights': {n: float(p.double().sum()) for n, p in found.actor.named_parameters() if 'h.2.' in n},
+    }
+
+
+def test_two_processes(folder, tmp_path):
+    first, second = run_distributed(on_a_rank, 2, str(folder), str(tmp_path / 'out'))
+    assert (first['strategy'], first['batch'], first['steps'], first['main']) == ('DDPStrategy', 4, 4, True)
+    assert first['weights'] == second['weights'] and not second['main']
+    assert {'checkpoint_4', 'best_checkpoint', 'metrics.jsonl'} <= {p.name for p in (tmp_path / 'out').iterdir()}
+
+
+@pytest.mark.parametrize('tracker', ['tensorboard', 'wandb'])
+def test_trackers_are_given_trlx_s_names(trlx, folder, tmp_path, monkeypatch, tracker):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv('WANDB_MODE', 'offline')
+    monkeypatch.setenv('WANDB_SILENT', 'true')
+    from chatgpt.compat.trlx.config import TRLConfig, default_ppo_config
+
+    seen: dict[str, float] = {}
+    if tracker == 'tensorboard':
+        module = pytest.importorskip('torch.utils.tensorboard', reason='tensorboard is not installed')
+        monkeypatch.setattr(
+            module.SummaryWriter, 'add_scalar', lambda self, name, value, step=None, **_: seen.update({name: value})
+        )
+    else:
+        module = pytest.importorskip('wandb', reason='wandb is not installed')
+        run = type(
+            'Run', (), {'id': 'x', 'log': lambda self, row, step: seen.update(row), 'finish': lambda *a, **k: None}
+        )
+        monkeypatch.setattr(module, 'init', lambda **given: seen.update(project=given['project']) or run())
+    config = TRLConfig.update(default_ppo_config(), small(folder) | PPO | {'train.tracker': tracker})
+    trlx.train(reward_fn=lambda samples, **_: [1.0] * len(samples), prompts=['a', 'b'], config=config)
+    assert {'reward/mean', 'losses/total_loss', 'policy/sqrt_kl', 'learning_rate_group_0'} <= set(seen)
+    assert seen['reward/mean'] == 1.0
+    assert seen.get('project', 'trlx') == 'trlx'
 
 
 def test_a_truncated_dialogue_begins_with_a_prompt():

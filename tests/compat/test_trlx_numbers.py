@@ -1,5 +1,5 @@
-"""Rollouts, losses and gradients from trlX's config objects, against what trlX 0.7's own code gave for the same weights,
-prompts, responses and scores (trlx_numbers.json, written by benchmarks/compat_trlx.py)."""
+"""Rollouts, losses and gradients from trlX's config objects, against what trlX 0.7's own code gave for the same
+weights, prompts, responses and scores (trlx_numbers.json, written by benchmarks/compat_trlx.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PEERS = Path(__file__).resolve().parents[3] / 'benchmarks' / 'peers'
+PEERS = Path(__file__).resolve().parents[2] / 'benchmarks' / 'peers'
 sys.path.insert(0, str(PEERS))
 from compat_trlx_ours import differences, is_padded, run  # noqa: E402
 from compat_trlx_work import CASES, UNEQUAL  # noqa: E402
