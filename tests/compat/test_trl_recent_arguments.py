@@ -335,6 +335,22 @@ def test_what_a_formatting_function_may_be(folder):
         text(lambda row: 3)
 
 
+def test_a_model_in_16_bits_is_trained_in_32(folder, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    args = {'output_dir': str(tmp_path), 'max_steps': 1, 'save_strategy': 'no'}
+    rows = [{'text': 'one day a cat'}] * 2
+    with pytest.warns(UserWarning, match='its weights are torch.bfloat16'):
+        trainer = sft.SFTTrainer(model, sft.SFTConfig(**args), train_dataset=rows)
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        trainer = sft.SFTTrainer(model, sft.SFTConfig(bf16=True, **args), train_dataset=rows)
+    assert trainer.accelerator.mixed_precision == 'bf16'
+
+
 def test_nothing_is_uploaded(folder, tmp_path):
     with pytest.warns(UserWarning, match='push_to_hub=True'):
         trainer = sft.SFTTrainer(

@@ -145,8 +145,14 @@ def trainable(model: Any, args: Any) -> Any:
     """The model with fp32 weights, recomputing activations where `args` ask for it."""
     if getattr(model, 'is_quantized', False):
         raise ValueError('model: it is quantised; models are trained in whole weights here: load it without')
-    if any(p.is_floating_point() and p.dtype != torch.float32 for p in model.parameters()):
-        model.float()  # masters are fp32; bf16=True computes in bf16
+    narrow = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32), None)
+    if narrow is not None:
+        if not (args.bf16 or args.fp16):
+            warnings.warn(
+                f'model: its weights are {narrow}; they are kept in fp32 here, and computed in fp32 unless bf16=True',
+                stacklevel=3,
+            )
+        model.float()
     if args.gradient_checkpointing:
         enable = getattr(model, 'activation_checkpointing_enable', None) or model.gradient_checkpointing_enable
         enable({'use_reentrant': False})
