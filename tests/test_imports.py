@@ -58,9 +58,6 @@ ALLOWED: dict[str, set[str]] = {
     | {'trainer', 'trainer.strategies', 'trainer.callbacks', 'launch', 'quickstart'},
     'testing': MODELS
     | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
-    'compat': MODELS
-    | {'rollout', 'rewards', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies'}
-    | {'trainer.callbacks', 'launch', 'quickstart'},
     'cli': MODELS
     | {'rollout', 'experience', 'dataset', 'launch', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
     '__main__': {'cli'},
