@@ -32,7 +32,7 @@ INSTALL_REQUIRES = [
     'numpy>=1.26',
     'PyYAML>=6.0',
     'tqdm>=4.66',
-    'shtab>=1.8',
+    'shtab>=1.13',
 ]
 
 # There is no extra for ColossalAI: the metadata of its newest release asks for torch <= 2.5.1 and transformers 4.51.3,

@@ -23,9 +23,9 @@ OTHERS = [name for name, entry in SUBCOMMANDS.items() if entry.module]
 
 def module_of(name: str) -> object:
     """Of a subcommand; skips where its part of the package is not in this checkout."""
-    path = ROOT / Path(*SUBCOMMANDS[name].module.split('.')[:2])
-    if not path.is_dir():
-        pytest.skip(f'there is no {path.name} in this checkout')
+    path = Path(*SUBCOMMANDS[name].module.split('.')).with_suffix('.py')
+    if not (ROOT / path).is_file():
+        pytest.skip(f'there is no {path} in this checkout')
     return importlib.import_module(SUBCOMMANDS[name].module)
 
 
