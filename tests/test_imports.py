@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     'experience': MODELS | {'rollout', 'rewards', 'dataset'},
     'checkpoint': set(),
     'trainer.strategies': MODELS | {'checkpoint', 'registry'},
-    'trainer.callbacks': MATHS | {'checkpoint', 'plan', 'trainer.strategies'},
+    'trainer.callbacks': MATHS | {'checkpoint', 'plan', 'registry', 'trainer.strategies'},
     'trainer': MODELS
     | {'registry', 'rollout', 'experience', 'dataset', 'checkpoint', 'trainer.strategies', 'trainer.callbacks'},
     'launch': MODELS
@@ -64,6 +64,8 @@ OPTIONAL: dict[str, str | None] = {
     'vllm': 'rollout/vllm',
     'ray': 'cluster.py',
     'wandb': 'trainer/callbacks/wandb',
+    'trackio': 'trainer/callbacks/trackio',
+    'mlflow': 'trainer/callbacks/mlflow',
     'tensorboard': 'trainer/callbacks/tensorboard',
     'torch.utils.tensorboard': 'trainer/callbacks/tensorboard',
     'datasets': 'dataset/',
