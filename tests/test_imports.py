@@ -40,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     | {'registry', 'cluster', 'plan', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
     | {'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'plan': MODELS | {'trainer.strategies'},  # a strategy says what it keeps in memory, and finds a model's blocks
+    'search': {'checkpoint', 'launch', 'trainer.callbacks'},
     'rewards': set(),
     'quickstart': MODELS
     | {
@@ -70,6 +71,7 @@ OPTIONAL: dict[str, str | None] = {
     'torch.utils.tensorboard': 'trainer/callbacks/tensorboard',
     'datasets': 'dataset/',
     'matplotlib': None,
+    'optuna': 'search/study',
     'vaderSentiment': 'rewards/sentiment',
     'peft': None,
     'pandas': None,

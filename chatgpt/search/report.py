@@ -94,6 +94,7 @@ def _curves(place: Any, sweep: Sweep, rows: Sequence[Row]) -> None:
         place.plot(steps, [row.curve[s] for s in steps], marker='.', markersize=4, label=label, **look)
         if row.state == 'pruned':
             place.plot(steps[-1], row.curve[steps[-1]], 'x', color='0.3', zorder=4)
+    place.xaxis.get_major_locator().set_params(integer=True)
     place.set_xlabel('learning phase')
     place.set_ylabel(sweep.metric)
     if best is not None:
@@ -120,4 +121,5 @@ def _against(place: Any, sweep: Sweep, rows: Sequence[Row], name: str, space: Ch
         place.set_xscale('log')
     place.set_xlabel(name)
     place.set_ylabel(sweep.metric)
-    place.legend(fontsize=8)
+    if place.get_legend_handles_labels()[0]:
+        place.legend(fontsize=8)
