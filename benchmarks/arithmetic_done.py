@@ -7,14 +7,13 @@ recomputation another 2n (Narayanan et al. 2021, section 5.1). N is the sum over
 vocabulary x width is the output head, which prompt positions never see. For each sequence of P prompt and A response
 tokens:
 
-    collect   2 N (P + A - 1) + 2 H A                     with a KV cache every token goes through once, the last one is
-    never fed score     2 (N_critic + N_initial + N_reward) (P + A) + 2 H A      and + 2 N (P + A) + 2 H A where the
-    actor scores as well:
-                                                          old log-probs are recomputed (16 bits), or it carries the
-                                                          values
-    learn     E [2 N 3 (P + A) + 2 H 3 A] for the actor, E 2 N 3 (P + A) for a critic of its own; 4 in place of 3 with
-    gradient
-              checkpointing (for H: where its chunks are recomputed)
+    collect   2 N (P + A - 1) + 2 H A                             each token once, with a KV cache; the last is never fed
+    score     2 (N_critic + N_initial + N_reward) (P + A) + 2 H A
+              + 2 N (P + A) + 2 H A                               where the actor scores as well: its old log-probs are
+                                                                  recomputed (16 bits), or it carries the values
+    learn     E [2 N 3 (P + A) + 2 H 3 A]                         the actor
+              + E 2 N 3 (P + A)                                   a critic of its own
+              4 in place of 3 with gradient checkpointing (for H: where its chunks are recomputed)
 
 E are the passes over the phase. torch ends a block's recomputation at the last tensor that its backward pass needs, so
 the block's last matrix is not multiplied a fourth time. With frozen weights (LoRA, hydra) the 3 falls apart: 1 forward

@@ -1,8 +1,8 @@
 """The largest model that trains under a cap on memory, per strategy and option, and the limit that stops the next one.
 
     python benchmarks/capacity.py --memory 24GiB --host_memory 64GiB --ladder gpt --json gpt-24GiB.json
-    python benchmarks/capacity.py --memory 512MiB --ladder tiny --prompt_length 32 --max_length 64 --page
-    docs/results/capacity.md
+    python benchmarks/capacity.py --memory 512MiB --ladder tiny --prompt_length 32 --max_length 64 \\
+        --page docs/results/capacity.md
 
 A rung counts when one PPO phase of two passes ends: rollout, scoring, and optimizer steps with states, gradients and
 activations in memory at once. Every rung is a process of its own (capacity_rung.py), and the cap is enforced, so that a

@@ -1,7 +1,7 @@
 """The child of capacity.py: one rung of a ladder trains one PPO phase under a cap on memory, in a process of its own.
 
-    python benchmarks/capacity_rung.py '{"settings": {...}, "ladder": "gpt", "rung": "s", "memory": N, "host_memory": M,
-    "out": FILE}'
+    python benchmarks/capacity_rung.py \\
+        '{"settings": {...}, "ladder": "gpt", "rung": "s", "memory": N, "host_memory": M, "out": FILE}'
 
 On CUDA the device's cap is the limit of torch's allocator, so memory that it does not manage (the CUDA context, NCCL's
 buffers) is not counted; what asks the device for its free memory is told of the cap. The host's is RLIMIT_DATA, and

@@ -2,8 +2,7 @@
 gpu-check` runs it.
 
     python benchmarks/gpu_check.py [--wheels FOLDER] [--parts tests gpt-s-bf16] [--out FOLDER]
-    python benchmarks/gpu_check.py --device cpu        # the same at tiny sizes, to see that it works; measures nothing
-    of interest
+    python benchmarks/gpu_check.py --device cpu    # a rehearsal at tiny sizes, whose measurements mean nothing
 
 Every part is a process with a budget of seconds and is ended with all that it started when it passes it. Everything,
 from installing wheels on, ends within --budget_s; parts that no time is left for are reported as such. The file,

@@ -1,8 +1,10 @@
 """Learning curves on the randomwalks task: ILQL from scratch, PPO and the critic-free methods from a model trained on
 the walks.
 
-    python benchmarks/randomwalks.py --method ilql|ppo|a2c|grpo|rloo|reinforce++ --graph_seed 1000 --seed 1 --out
-    FILE.json python benchmarks/randomwalks.py --report FOLDER [--out docs/results/randomwalks.md]
+    python benchmarks/randomwalks.py --method ppo --graph_seed 1000 --seed 1 --out FILE.json
+    python benchmarks/randomwalks.py --report FOLDER [--out docs/results/randomwalks.md]
+
+Methods are ilql, ppo, a2c, grpo, rloo and reinforce++.
 
 The task is `randomwalks_task`. A file holds `optimality`, the mean over 32 samples from each of the 20 starts at every
 evaluation, and the settings and seconds. ILQL: GPT-2 of 6 layers x 144, 200 optimizer steps of batch 100, target heads

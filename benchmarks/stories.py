@@ -1,7 +1,7 @@
 """PPO on a real pretrained model: words of joy in the stories of stories260K, under Naive and DDP, three seeds each.
 
-    python benchmarks/stories.py --model FOLDER --prompts FILE.jsonl [--out docs/results/stories] [--strategies naive
-    ddp] [--seeds 1 2 3]
+    python benchmarks/stories.py --model FOLDER --prompts FILE.jsonl [--out docs/results/stories] \\
+        [--strategies naive ddp] [--seeds 1 2 3]
 
 40 learning phases of 32 samples, at least 64 new tokens, through examples/train_prompts.py. Writes OUT.json, OUT.png
 and OUT.md: score and KL per phase, the ratio of the last five phases to the first three, and samples of the first and

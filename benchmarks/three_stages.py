@@ -1,8 +1,8 @@
 """The three stages on a real small model, with the scripts that users run: SFT, a reward model from review labels, PPO
 against it.
 
-    python benchmarks/three_stages.py --model stories260K --stories stories.txt --reviews movie_reviews.jsonl --prompts
-    prompts.jsonl
+    python benchmarks/three_stages.py --model stories260K --stories stories.txt \\
+        --reviews movie_reviews.jsonl --prompts prompts.jsonl
 
 1. train_sft.py: the model (Llama architecture, 260 thousand parameters) on about 1,000 stories, 2 epochs.
 2. train_reward_model.py: the same trunk on the labels of the reviews, one epoch, a tenth for evaluation.

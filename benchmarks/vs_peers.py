@@ -1,7 +1,7 @@
 """The same work in TRL and here, A B A B in one run: how many times the new tokens per CPU-second of a whole update.
 
-    python benchmarks/vs_peers.py --page docs/results/peers.md     # everything; makes the peers' environments on first
-    use python benchmarks/vs_peers.py --only trl_ppo fp32              # the cases whose names hold all of these words
+    python benchmarks/vs_peers.py --page docs/results/peers.md    # everything; the peers' environments are made first
+    python benchmarks/vs_peers.py --only trl_ppo fp32             # the cases whose names hold all of these words
     python benchmarks/vs_peers.py --profile docs/results/peers_profile.md
 
 The work: GPT-2 of 4 layers x 256 (vocabulary 512), 32 sequences of 16 prompt tokens and up to 48 new ones per update

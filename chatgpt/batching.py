@@ -112,9 +112,7 @@ def packing_of(lengths: SequenceOf[int], width: int) -> Packing | None:
     return Packing(token_index=torch.cat(rows), cu_seqlens=ends, max_length=max(lengths), groups=tuple(groups))
 
 
-def cut_by_tokens(
-    lengths: SequenceOf[int], max_tokens: int | None, *, max_sequences: int | None = None
-) -> list[list[int]]:
+def cut_by_tokens(lengths: SequenceOf[int], max_tokens: int | None) -> list[list[int]]:
     """Cut items into micro-batches whose padded size, rows x longest row, stays within `max_tokens`.
 
     Items are taken longest first, so a micro-batch holds similar lengths; one item longer than the budget gets a
@@ -125,10 +123,7 @@ def cut_by_tokens(
     for i in order:
         if batches:
             current = batches[-1]
-            padded = lengths[current[0]] * (len(current) + 1)
-            fits_tokens = max_tokens is None or padded <= max_tokens
-            fits_rows = max_sequences is None or len(current) < max_sequences
-            if fits_tokens and fits_rows:
+            if max_tokens is None or lengths[current[0]] * (len(current) + 1) <= max_tokens:
                 current.append(i)
                 continue
         batches.append([i])

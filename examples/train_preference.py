@@ -1,8 +1,8 @@
 """Preference optimisation of a Hugging Face model, without rollouts: DPO and its relatives, KTO, ORPO, SimPO.
 
-    python examples/train_preference.py pairs.jsonl --pretrain outputs/sft/actor --method dpo --loss ipo --save_path
-    outputs/dpo torchrun --nproc-per-node=2 examples/train_preference.py answers.jsonl --pretrain outputs/sft/actor
-    --method kto --strategy fsdp
+    python examples/train_preference.py pairs.jsonl --pretrain outputs/sft/actor --method dpo --loss ipo
+    torchrun --nproc-per-node=2 examples/train_preference.py answers.jsonl --pretrain outputs/sft/actor \\
+        --method kto --strategy fsdp
 
 Takes prompt, chosen and rejected (or several ranked answers); KTO also takes text and label. The reference of DPO and
 KTO is the model as given, or under --lora_rank the model with its adapter off. The learning rate is 1e-6 (dpo, simpo)

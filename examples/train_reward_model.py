@@ -1,8 +1,7 @@
 """A reward model from preferences, or from labelled text.
 
     python examples/train_reward_model.py pairs.jsonl --pretrain gpt2 --save_path outputs/rm
-    torchrun --nproc-per-node=2 examples/train_reward_model.py pairs.jsonl --pretrain gpt2 --strategy ddp --loss_fn
-    log_exp
+    torchrun --nproc-per-node=2 examples/train_reward_model.py pairs.jsonl --pretrain gpt2 --strategy ddp
 
 Takes prompt, chosen and rejected (or several ranked answers), or text and label. Without arguments a small model learns
 the preferences of the embedded story world. Under --save_path it leaves metrics.jsonl, config.yaml, checkpoints/ and

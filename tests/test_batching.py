@@ -49,7 +49,6 @@ def test_cut_by_tokens_counts_padded_tokens():
     # Padded size is rows x longest: 5+4 would be 2 x 5 = 10 > 9, so the 5 stands alone.
     assert cut_by_tokens([4, 5, 1, 4], 9) == [[1], [0, 3], [2]]
     assert cut_by_tokens([4, 5, 1, 4], None) == [[1, 0, 3, 2]]
-    assert cut_by_tokens([4, 5, 1, 4], 100, max_sequences=2) == [[1, 0], [3, 2]]
 
 
 def test_cut_by_tokens_gives_one_too_long_a_micro_batch_of_its_own():

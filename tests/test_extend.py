@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from chatgpt.launch.config_file import parse_run
 from chatgpt.launch.runs import PPORun
 from chatgpt.nn import Actor, GPTActor
+from chatgpt.nn.families import MODELS
 from chatgpt.rollout import LocalEngine, SamplingParams
 from chatgpt.rollout.registry import ENGINES
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 from chatgpt.testing.fakes import tiny_config
-from chatgpt.trainer import PPOConfig, PPOTrainer
+from chatgpt.trainer import OfflineTrainer, PPOConfig, PPOTrainer
 from chatgpt.trainer.algorithms import ESTIMATORS, POLICY_LOSSES, PolicyInputs
 from chatgpt.trainer.callbacks import Callback, ProgressBar
 from chatgpt.trainer.strategies import NaiveStrategy
@@ -57,7 +58,7 @@ def load(page: str, change: tuple[str, str] = ('', '')) -> Any:
 def elsewhere(tmp_path, monkeypatch):
     """A working directory of the test's own, tables as they were, and nothing of a page among the modules."""
     monkeypatch.chdir(tmp_path)
-    tables, modules = [(table, dict(table)) for table in (ESTIMATORS, POLICY_LOSSES, ENGINES)], set(sys.modules)
+    tables, modules = [(table, dict(table)) for table in (ESTIMATORS, POLICY_LOSSES, ENGINES, MODELS)], set(sys.modules)
     yield
     for table, before in tables:
         table.clear()
@@ -227,16 +228,16 @@ def test_an_objective_trains_and_its_loss_is_its_formula():
         expected -= math.exp(reward / 0.5) * float(logps[sequence.response_mask].sum()) / len(data)
     actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=3e-3)))
     log, settings = Log(), {'beta': 0.5, 'train_batch_size': 3, 'log_interval': 1, 'max_epochs': 6}
-    trainer = module.RWRTrainer(strategy, actor, optim, data, data, callbacks=[log], run_dir='run', **settings)
+    method = {'method': module.RWR}
+    trainer = OfflineTrainer(strategy, actor, optim, data, data, callbacks=[log], run_dir='run', **method, **settings)
     assert trainer.evaluate(data)['loss'] == pytest.approx(expected, rel=1e-5)
-    assert module.RWRTrainer(strategy, actor, optim, data, beta=5.0).evaluate(data)['loss'] != pytest.approx(
-        expected, rel=1e-2
-    )
+    other = OfflineTrainer(strategy, actor, optim, data, beta=5.0, **method)
+    assert other.evaluate(data)['loss'] != pytest.approx(expected, rel=1e-2)
     trainer.fit()
     assert log.phases[-1]['rwr/val_loss'] < expected and log.phases[0]['rwr/grad_norm'] > 0
     assert json.loads(Path('run/metrics.jsonl').read_text().splitlines()[-1])['rwr/epoch'] == 6
     with pytest.raises(ValueError, match="RWRConfig has no setting 'bta'.*beta"):
-        module.RWRTrainer(strategy, actor, optim, data, bta=1.0)
+        OfflineTrainer(strategy, actor, optim, data, bta=1.0, **method)
 
 
 def test_micro_batches_do_not_enter_its_numbers():
@@ -247,9 +248,8 @@ def test_micro_batches_do_not_enter_its_numbers():
         torch.manual_seed(0)
         actor = GPTActor(config=tiny_config('gpt2', vocab_size=VOCAB, hidden=16, positions=32))
         actor, optim = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=1e-2)))
-        module.RWRTrainer(
-            strategy, actor, optim, data, callbacks=[Log()], train_batch_size=6, max_epochs=1, **settings
-        ).fit()
+        settings |= {'method': module.RWR, 'train_batch_size': 6, 'max_epochs': 1}
+        OfflineTrainer(strategy, actor, optim, data, callbacks=[Log()], **settings).fit()
         return torch.cat([p.detach().flatten() for p in actor.parameters()])
 
     torch.testing.assert_close(weights(), weights(max_tokens_per_batch=8), rtol=1e-4, atol=1e-6)
@@ -422,6 +422,23 @@ def test_a_family_and_a_head_train(tmp_path):
         ValueError, match="Qwen2Actor takes models of the family 'qwen2', but .* is of the family 'gpt2'; use AutoActor"
     ):
         module.Qwen2Actor(pretrained=tmp_path / 'gpt2')
+
+
+def test_a_command_line_finds_the_family(monkeypatch, model_folder):
+    from chatgpt.launch.recipes import execute
+
+    load('model')
+    found = []
+    monkeypatch.setattr(PPOTrainer, 'fit', lambda self, *_: found.append(type(self.actor).__name__))
+    flags = ['--pretrain', str(model_folder), '--max_new_tokens=4']
+    execute(parse_run(PPORun, description='', argv=[*flags, '--model', 'gpt2', '--save_path', 'named']))
+    with pytest.raises(
+        ValueError, match="--model my_model.py:QWEN2: the model is of the family 'gpt2'; use --model auto"
+    ):
+        execute(parse_run(PPORun, description='', argv=[*flags, '--model', 'my_model.py:QWEN2', '--save_path', 'own']))
+    assert found == ['GPTActor']
+    with pytest.raises(ValueError, match="model='gpt3' is not known; choose one of auto, gpt2, .*did you mean gpt2"):
+        parse_run(PPORun, description='', argv=['--model', 'gpt3']).validate()
 
 
 # ------------------------------------------------------------------ data

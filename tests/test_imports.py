@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     'batching': MATHS,
     'sweep': MATHS | {'batching'},
     'cluster': set(),
-    'nn': MATHS | {'batching'},
+    'nn': MATHS | {'batching', 'registry'},
     'rollout': MODELS | {'cluster', 'registry'},
     'dataset': {'types'},
     'experience': MODELS | {'rollout', 'rewards', 'dataset'},

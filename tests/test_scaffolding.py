@@ -71,7 +71,7 @@ def test_the_distribution_has_a_name_of_its_own_and_no_page_or_message_says_anot
     assert not said
 
 
-def test_setup_finds_every_room():
+def test_setup_finds_every_package():
     from setuptools import find_packages
 
     found = set(find_packages(str(ROOT), include=['chatgpt', 'chatgpt.*']))
@@ -182,3 +182,29 @@ def test_the_slowest_tests_are_listed_by_names_that_exist():
         assert len(reason) > 10
     seconds = [int(row[2]) for row in rows]
     assert seconds == sorted(seconds, reverse=True)
+
+
+COMMAND = re.compile(r'(?<![\w./-])(?:python|torchrun)(?= )')
+
+
+def wrong_commands(text: str) -> list[str]:
+    """Indented lines of a docstring that cannot be pasted: two commands in one, or a command that goes on without a
+    backslash."""
+    found, before = [], ''
+    for line in (line.strip() for line in text.splitlines() if line.startswith('    ') or not line.strip()):
+        goes_on = COMMAND.match(before) is not None and '#' not in before and bool(line) and not COMMAND.match(line)
+        if len(COMMAND.findall(line.split('#')[0])) > 1 or (goes_on and not before.endswith('\\')):
+            found.append(line)
+        before = line
+    return found
+
+
+def test_commands_in_module_docstrings_can_be_pasted():
+    assert wrong_commands('A.\n\n    python a.py --b\n    c\n') == ['c']
+    assert wrong_commands('A.\n\n    python a.py --b torchrun c.py\n') and not wrong_commands(
+        'A.\n\n    python a.py \\\n        --b\n    python c.py    # d\n\nThen python and torchrun.'
+    )
+    files = [p for folder in ('chatgpt', 'examples', 'benchmarks', 'tests') for p in (ROOT / folder).rglob('*.py')]
+    texts = {p: ast.get_docstring(ast.parse(p.read_text())) or '' for p in files}
+    assert sum(bool(COMMAND.search(text)) for text in texts.values()) > 20
+    assert not {p.name: lines for p, text in texts.items() if (lines := wrong_commands(text))}

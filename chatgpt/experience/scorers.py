@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 import math
 import threading
-import zlib
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol, cast, runtime_checkable
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 from chatgpt.batching import collate
 from chatgpt.dataset.tokenize import begin_ids, encode, encode_after
-from chatgpt.rewards.calling import awaited, made, one_each, told
+from chatgpt.rewards.calling import awaited, made, one_each, place_of, told
 from chatgpt.sweep import Communicator, cuts_of_own, sweep
 from chatgpt.types import Sample, Sequence
 
@@ -41,6 +40,10 @@ class Scorer(Protocol):
 
 class RewardFunctionError(RuntimeError):
     """A reward function raised, took too long, or returned something that is not one finite score per response."""
+
+
+class RewardValueError(RewardFunctionError):
+    """A reward function returned something that is no list of scores; it would again."""
 
 
 class RewardModelScorer:
@@ -120,20 +123,6 @@ def models_of(scorer: Scorer | None) -> list[nn.Module]:
     return []
 
 
-def described(scorer: Scorer | None) -> Any:
-    """A scorer as JSON, for telling whether a run goes on with another: of functions name and a checksum of the
-    source."""
-    if isinstance(scorer, WeightedScorer):
-        return [[weight, described(inner)] for weight, inner in scorer.weighted]
-    if not isinstance(scorer, FunctionScorer):
-        return type(scorer).__name__
-    try:
-        source = inspect.getsource(scorer.fn if inspect.isroutine(scorer.fn) else type(scorer.fn))
-    except (OSError, TypeError):
-        return scorer.name
-    return f'{scorer.name}, source {zlib.crc32(source.encode()):08x}'
-
-
 class FunctionScorer:
     """Scores with a Python function that sees the whole batch of a timestep once, on rank 0.
 
@@ -175,8 +164,11 @@ class FunctionScorer:
             raise
         except (Exception, SystemExit) as error:  # an exit inside would end one rank in silence
             raise RewardFunctionError(f'{source} raised {told(error)}') from error
-        values = one_each(values, len(samples), source, RewardFunctionError)
-        return [as_score(value, sample, source) for value, sample in zip(values, samples, strict=True)]
+        try:
+            values = one_each(values, len(samples), source, RewardValueError)
+            return [as_score(value, sample, source) for value, sample in zip(values, samples, strict=True)]
+        except RewardValueError as error:
+            raise RewardValueError(f'{error}; it is defined {place_of(self.fn)}') from None
 
     def score(self, samples: list[Sample], strategy: Communicator) -> list[Score]:
         everyone = strategy.all_gather_object(samples)
@@ -261,7 +253,7 @@ def as_score(value: Any, sample: Sample, source: str) -> Score:
     if isinstance(value, (list, tuple)):
         dense = torch.tensor([_number(v, sample, source) for v in value])
         if len(dense) != sample.num_actions:
-            raise RewardFunctionError(
+            raise RewardValueError(
                 f'{source} returned {len(dense)} token scores for sample {sample.index}, whose response has '
                 f'{sample.num_actions} tokens'
             )
@@ -281,7 +273,7 @@ def _number(value: Any, sample: Sample, source: str) -> float:
             return float(value)
     except (TypeError, ValueError):
         pass
-    raise RewardFunctionError(f'{source} returned {value!r} for sample {sample.index}; return a number')
+    raise RewardValueError(f'{source} returned {value!r} for sample {sample.index}; return a number')
 
 
 def call_with_timeout(fn: Callable[[], Any], timeout_s: float | None, what: str) -> Any:

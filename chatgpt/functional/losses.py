@@ -193,11 +193,6 @@ def next_token_loss(logprobs: Tensor) -> Tensor:
     return -logprobs
 
 
-def entropy_loss(entropy: Tensor) -> Tensor:
-    """−H: an entropy bonus as a loss, to be weighted (Mnih et al. 2016, section 4). Same shape."""
-    return -entropy
-
-
 def pairwise_log_sigmoid_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float | None = None) -> Tensor:
     """−log σ(chosen − rejected − margin), per pair.
 

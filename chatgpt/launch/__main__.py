@@ -1,9 +1,9 @@
 """Start a script on several processes, with torchrun or on a Ray cluster.
 
     python -m chatgpt.launch --num_workers 2 examples/train_prompts.py --strategy ddp
-    python -m chatgpt.launch --launcher ray --num_workers 4 --cpus_per_worker 2 --gpus_per_worker 1
-    examples/train_sft.py --strategy fsdp python -m chatgpt.launch --launcher ray examples/train_prompts.py
-    --config_file run.yaml
+    python -m chatgpt.launch --launcher ray --num_workers 4 --cpus_per_worker 2 --gpus_per_worker 1 \\
+        examples/train_sft.py --strategy fsdp
+    python -m chatgpt.launch --launcher ray examples/train_prompts.py --config_file run.yaml
 
 What follows the script is the script's own. Its settings num_training_workers and resources_per_worker, from a config
 file or flags, are the number and resources of workers where the flags here do not say them. docs/launch.md.

@@ -13,6 +13,7 @@ from typing import Any
 
 from chatgpt.checkpoint import latest
 from chatgpt.launch.arguments import check_run_folder
+from chatgpt.launch.config_values import read_file
 from chatgpt.launch.relaunch import is_restart
 from chatgpt.launch.runs import Run
 
@@ -40,12 +41,13 @@ def check_resume(args: Run) -> None:
             f'{args.save_path} holds checkpoints of an earlier run, up to {found.name}: go on with --resume auto, or '
             'choose another --save_path'
         )
-    check_not_replaced(args)
+    check_not_replaced(args, goes_on=bool(args.resume) and (found is not None or is_restart(args.save_path)))
 
 
-def check_not_replaced(run: Run) -> None:
+def check_not_replaced(run: Run, *, goes_on: bool) -> None:
     """Raises ValueError where the trained model would replace one that is there. A run that goes on may replace its
     own."""
+    own = goes_on and recorded_destination(run) == run.model_path
     for name in ('actor', 'reward_model'):
         place = final_folder(run, name)
         for flag in ('pretrain', 'reward_model', 'tokenizer'):
@@ -55,7 +57,7 @@ def check_not_replaced(run: Run) -> None:
                     f'the trained model would replace --{flag} {source}: choose another --save_path or --model_path'
                 )
         found = _model_file(place)
-        if found is None or run.resume:
+        if found is None or own:
             continue
         if run.model_path:
             raise ValueError(
@@ -65,6 +67,12 @@ def check_not_replaced(run: Run) -> None:
             f'{run.save_path} holds the trained model of an earlier run, {place.name}/, and no checkpoints to go on '
             f'from: choose another --save_path, or remove {place}'
         )
+
+
+def recorded_destination(run: Run) -> str | None:
+    """The model_path that this run's folder says it was started with."""
+    record = Path(run.save_path, 'config.yaml')
+    return (read_file(record) or {}).get('model_path') if record.is_file() else None
 
 
 def _model_file(folder: Path) -> str | None:

@@ -34,6 +34,7 @@ from chatgpt.launch.arguments import check_reward_function, load_function, world
 from chatgpt.launch.destination import check_resume
 from chatgpt.launch.rollouts import check_rollout_args
 from chatgpt.launch.runs import DataRun, PPORun, PreferenceRun, RewardRun, Run, SFTRun
+from chatgpt.nn.families import MODELS
 from chatgpt.nn.loading import load_config, load_tokenizer
 from chatgpt.trainer.config import Settings
 from chatgpt.trainer.objectives.reward_model import is_success
@@ -119,7 +120,7 @@ def read_config(run: Run) -> tuple[Any, Any]:
         tokenizer = load_tokenizer(run.tokenizer or run.pretrain, trust_remote_code=run.trust_remote_code)
     else:
         config, tokenizer = embedded.demo_config(), embedded.demo_tokenizer()
-    if run.model != 'auto' and config.model_type != run.model:
+    if (getattr(MODELS.find(run.model).actor, 'model_type', None) or config.model_type) != config.model_type:
         raise ValueError(f'--model {run.model}: the model is of the family {config.model_type!r}; use --model auto')
     check_tokenizer(tokenizer, config)
     return config, tokenizer

@@ -15,13 +15,13 @@ from chatgpt import nn
 from chatgpt.dataset import embedded, load_demonstrations
 from chatgpt.launch.inputs import Inputs
 from chatgpt.launch.runs import PPORun
+from chatgpt.nn.families import MODELS
 from chatgpt.nn.loading import load_causal_lm
 from chatgpt.nn.lora import has_lora
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.objectives.sft import SFTTrainer
 from chatgpt.trainer.strategies import NaiveStrategy
 
-FAMILIES = {'gpt2': 'GPT', 'opt': 'OPT', 'bloom': 'BLOOM', 'llama': 'Llama', 'auto': 'Auto'}
 NUM_STORIES = 1600
 """that the embedded model learns its language from, twice"""
 
@@ -43,7 +43,9 @@ def build_model(inputs: Inputs, kind: str, **options: Any) -> Any:
         options['config'] = inputs.config
     else:
         return {'Actor': nn.Actor, 'Critic': nn.Critic, 'RM': nn.RewardModel}[kind](source, **options)
-    return getattr(nn, FAMILIES[run.model] + kind)(checkpoint=run.gradient_checkpointing, **options)
+    model = MODELS.find(run.model)
+    family: Any = {'Actor': model.actor, 'Critic': model.critic, 'RM': model.reward_model}[kind]
+    return family(checkpoint=run.gradient_checkpointing, **options)
 
 
 class PPOModels(NamedTuple):
@@ -79,10 +81,7 @@ def build_ppo_models(inputs: Inputs) -> PPOModels:
         critic = nn.Critic.from_reward_model(reward, **run.lora_keywords())
     elif own_critic:
         critic = build_model(for_critic, 'Critic')
-    shared = unfrozen or (
-        run.lora_rank and run.lora_train_bias == 'none'
-    )  # with trained biases the trunk is no longer the reference
-    return PPOModels(actor, critic, reward, None if shared else deepcopy(actor))
+    return PPOModels(actor, critic, reward, None if run.reference_in_actor else deepcopy(actor))
 
 
 def _has_head(reward: Any) -> bool:

@@ -46,7 +46,7 @@ def setup_of(inputs: Inputs) -> Setup:
         reward_config=reward,
         critic=run.critic if run.estimator.needs_values else 'none',
         num_layers_unfrozen=run.num_layers_unfrozen,
-        kl=run.kl_coef > 0,
+        own_reference=not run.reference_in_actor,
         experience_batch_size=run.experience_batch_size,
         num_samples_per_prompt=run.num_samples_per_prompt,
         offload=run.offload,

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, cast, get_args
 
 from chatgpt.launch.arguments import check_precision
+from chatgpt.nn.families import MODELS
 from chatgpt.rollout import SamplingParams
 from chatgpt.rollout.registry import ENGINES
 from chatgpt.trainer.callbacks.trackers import TRACKERS, tracker_names
@@ -30,8 +31,8 @@ from chatgpt.trainer.objectives.pairs import DPOConfig, DPOLoss, ORPOConfig, Pre
 from chatgpt.trainer.objectives.reward_model import RewardModelConfig
 from chatgpt.trainer.strategies.registry import STRATEGIES
 
-Family = Literal['auto', 'gpt2', 'opt', 'bloom', 'llama']
 Precision = Literal['fp32', 'bf16', 'fp16']
+Optimizer = Literal['adamw', 'sgd']
 BiasMode = Literal['none', 'all', 'lora_only']
 CriticStart = Literal['reward_model', 'actor']
 CRITIC_STARTS = get_args(CriticStart)
@@ -53,8 +54,8 @@ class Run(LearningSettings):
     """compute dtype; weights stay fp32"""
     seed: int = 42
     """decides every draw, whatever the layout"""
-    model: Family = 'auto'
-    """family; auto reads it from the config"""
+    model: str = field(default='auto', metadata={'choices': MODELS})
+    """family; auto reads it from the config; module:name is a `ModelKind` of your own"""
     pretrain: str | None = None
     """hub name or folder of the model to start from"""
     tokenizer: str | None = None
@@ -69,7 +70,7 @@ class Run(LearningSettings):
     """learning rate"""
     weight_decay: float = 0.0
     """decoupled, on all trained weights"""
-    optimizer: Literal['adamw', 'sgd'] = 'adamw'
+    optimizer: Optimizer = 'adamw'
     lora_rank: int = 0
     """adapters of this rank instead of all weights; 0: all weights"""
     lora_alpha: float | None = None
@@ -134,11 +135,9 @@ class Run(LearningSettings):
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
-        for name in ('precision', 'model', 'optimizer', 'lora_train_bias'):
-            hint = {'precision': Precision, 'model': Family, 'lora_train_bias': BiasMode}.get(
-                name, Literal['adamw', 'sgd']
-            )
+        for name, hint in (('precision', Precision), ('optimizer', Optimizer), ('lora_train_bias', BiasMode)):
             self._one_of(name, get_args(hint))
+        MODELS.find(self.model)
         check_precision(self.strategy, self.precision)
         self._positive('keep_last', 'lora_alpha', 'rank_timeout_s')
         self.trackers()
@@ -303,6 +302,11 @@ class PPORun(Run, PPOConfig):
             raise ValueError('prompts of your own need a model: give --pretrain NAME_OR_FOLDER')
         if bool(self.ptx_coef) != bool(self.ptx_data):
             raise ValueError('PPO-ptx needs both: --ptx_data FILE with text, and --ptx_coef above 0')
+
+    @property
+    def reference_in_actor(self) -> bool:
+        """Whether the actor is its own reference: under hydra, and under LoRA unless biases move with the adapters."""
+        return self.num_layers_unfrozen > 0 or (self.lora_rank > 0 and self.lora_train_bias == 'none')
 
     def generation(self) -> dict[str, Any]:
         """Generation keywords of the trainer."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ from chatgpt.nn.critic import Critic
 from chatgpt.nn.heads import set_state
 from chatgpt.nn.loading import check_options, load_base_model, load_causal_lm, load_config
 from chatgpt.nn.reward_model import BIAS_KEY, RewardModel, ScorerParts, load_scorer
+from chatgpt.registry import Registry
 
 
 class _Family:
@@ -227,3 +229,26 @@ class AutoCritic(_Auto, _FamilyCritic):
 
 class AutoRM(_Auto, _FamilyRM):
     """Reward model of the family that the config names."""
+
+
+@dataclass(frozen=True)
+class ModelKind:
+    """The classes of a family. Each is called with `pretrained` or `config`, `checkpoint`, and the keywords of its
+    base."""
+
+    actor: type[Actor]
+    critic: type[Critic]
+    reward_model: type[RewardModel]
+
+
+MODELS: Registry[ModelKind] = Registry(
+    'model',
+    ModelKind,
+    {
+        'auto': ModelKind(AutoActor, AutoCritic, AutoRM),
+        'gpt2': ModelKind(GPTActor, GPTCritic, GPTRM),
+        'opt': ModelKind(OPTActor, OPTCritic, OPTRM),
+        'bloom': ModelKind(BLOOMActor, BLOOMCritic, BLOOMRM),
+        'llama': ModelKind(LlamaActor, LlamaCritic, LlamaRM),
+    },
+)

@@ -318,26 +318,6 @@ def recorded_trunk(module: nn.Module) -> Iterator[RecordedTrunk]:
             handle.remove()
 
 
-def reference_sources(module: nn.Module) -> dict[str, str]:
-    """For each parameter and buffer of the branches in `module`, the name of the tensor in `module` that it was copied
-    from.
-
-    For loaders that fill a module built on the meta device from a pretrained file: a branch starts as what the file
-    holds.
-    """
-    names = {id(m): name for name, m in module.named_modules()}
-    sources = {}
-    for branch in module.modules():
-        if not isinstance(branch, TopBranch):
-            continue
-        for parent, name, own, own_name in branch._slots:
-            copied, original = own._modules[own_name], parent._modules[name]
-            assert copied is not None and original is not None
-            for key in copied.state_dict():
-                sources[f'{names[id(copied)]}.{key}'] = f'{names[id(original)]}.{key}'
-    return sources
-
-
 @torch.no_grad()
 def check_hydra(owner: nn.Module) -> None:
     """Prove on a few tokens that the reference is used and equals the policy bit for bit, in both ways of computing it.

@@ -1,7 +1,7 @@
 """NLPO's masked policy: the policy restricted, at every state, to the tokens that a slower copy of it holds likely.
 
-    π_masked(v | s) = π(v | s) / Σ_{u in M(s)} π(u | s) for v in M(s), else 0;   M(s): smallest set of tokens with
-    mask-policy mass >= top_p
+    π_masked(v | s) = π(v | s) / Σ_{u in M(s)} π(u | s) for v in M(s), else 0
+    M(s): smallest set of tokens with mask-policy mass >= top_p
 
 Source: Ramamurthy et al. 2022, "Is reinforcement learning (not) for natural language processing?", section 4.2 and
 algorithm 1. Left out: when the mask policy takes over the policy's weights (`PPOTrainer`).

@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from chatgpt.nn.unfit import candidates, read_weights
 
 CONFIG_FILE = 'adapter_config.json'
 WEIGHTS_FILE = 'adapter_model.safetensors'
+PICKLED_FILE = 'adapter_model.bin'
 _PREFIX = 'base_model.model.'
 
 # Settings under which the tensors mean something else than W + scaling * B A, with the values that leave plain LoRA.
@@ -194,6 +196,12 @@ def _targets(state: dict[str, Tensor]) -> list[str]:
 
 def _read(folder: Path) -> tuple[dict[str, Any], float, dict[str, Tensor]]:
     """The config, alpha and the tensors by our names."""
+    if not (folder / WEIGHTS_FILE).is_file() and (folder / PICKLED_FILE).is_file():
+        raise ValueError(
+            f'{folder}: it holds only pickled weights ({PICKLED_FILE}), which are never read because a pickle can run '
+            'code; if you trust the file, convert it once: python -c "import torch, safetensors.torch as st; '
+            f"st.save_file(torch.load('{folder / PICKLED_FILE}', weights_only=True), '{folder / WEIGHTS_FILE}')\""
+        )
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
             raise ValueError(f'{folder}: it has no {name}; give a folder that peft or export_peft wrote')
@@ -212,9 +220,32 @@ def _read(folder: Path) -> tuple[dict[str, Any], float, dict[str, Tensor]]:
     if config.get('use_rslora'):
         alpha *= math.sqrt(rank)  # rsLoRA (Kalajdzievski 2023) scales by alpha / sqrt(r)
     state = {_from_peft(name): tensor for name, tensor in read_weights(folder / WEIGHTS_FILE).items()}
+    for name in state:
+        other = name[:-1] + {'A': 'B', 'B': 'A'}.get(name[-1], '')
+        if name.endswith(('.lora_A', '.lora_B')) and other not in state:
+            raise ValueError(f'{folder / WEIGHTS_FILE}: it holds no tensor for {other}, which {name} needs')
     if not _targets(state):
         raise ValueError(f'{folder / WEIGHTS_FILE}: it holds no lora_A tensors; is this a LoRA adapter?')
     return config, alpha, state
+
+
+def _targeted(model: nn.Module, config: Mapping[str, Any]) -> Iterator[str]:
+    """The linear layers that an adapter's config names, by PEFT's rules: the whole name matches the expression, or the
+    name ends with one of the list, in the blocks of `layers_to_transform`."""
+    targets, excluded, blocks = (config.get(k) for k in ('target_modules', 'exclude_modules', 'layers_to_transform'))
+    blocks = [blocks] if isinstance(blocks, int) else blocks
+
+    def matches(name: str, wanted: Any) -> bool:
+        if isinstance(wanted, str):
+            return re.fullmatch(wanted, name) is not None
+        return any(name == end or name.endswith(f'.{end}') for end in wanted or ())
+
+    for name, module in model.named_modules():
+        numbers = [int(part) for part in name.split('.') if part.isdigit()]
+        if not isinstance(module, (nn.Linear, Conv1D)) or matches(name, excluded) or targets == 'all-linear':
+            continue
+        if matches(name, targets) and (blocks is None or (numbers and numbers[0] in blocks)):
+            yield name
 
 
 # --- an adapter in place of a model ---------------------------------------------------------------------------------
@@ -270,8 +301,6 @@ class MergedAdapter:
                 self.replaced[mine] = tensor
                 shape = tuple(tensor.shape)
             else:
-                if f'{layer}.lora_B' not in state:
-                    raise ValueError(f'{self.file}: it holds no tensor for {layer}.lora_B')
                 self.low_rank[mine] = tensor, state[f'{layer}.lora_B']
                 fan = state[f'{layer}.lora_B'].shape[0], tensor.shape[1]
                 shape = fan[::-1] if mine in self.conv1d else fan
@@ -280,6 +309,14 @@ class MergedAdapter:
                     f"{self.file}: {name} is for a tensor {shape}, {mine} is {tuple(own[mine])}; is this the adapter's "
                     'base?'
                 )
+
+        missing = sorted({f'{name}.weight' for name in _targeted(model, config)} - set(self.low_rank))
+        if missing:
+            more = f' (and {len(missing) - 1} more)' if len(missing) > 1 else ''
+            raise ValueError(
+                f'{self.file}: it holds no tensors for {missing[0].removesuffix(".weight")}{more}, which '
+                f'target_modules of {CONFIG_FILE} names; is the file whole?'
+            )
 
     @staticmethod
     def _is_of_a_head(model: PreTrainedModel, name: str) -> bool:

@@ -69,6 +69,8 @@ class Setup(Layout):
     gradient_checkpointing: bool = False
     kl: bool = True
     """whether there is a reference"""
+    own_reference: bool | None = None
+    """whether the reference is a copy of its own; None: unless LoRA or hydra keep it in the actor"""
     experience_batch_size: int = 8
     num_samples_per_prompt: int = 1
     update_timesteps: int = 10
@@ -129,7 +131,8 @@ class Setup(Layout):
     @property
     def has_initial_model(self) -> bool:
         """Whether the reference is a copy of its own."""
-        return self.kl and not self.lora_rank and self.num_layers_unfrozen < 1
+        in_actor = self.lora_rank > 0 or self.num_layers_unfrozen > 0
+        return self.kl and (not in_actor if self.own_reference is None else self.own_reference)
 
 
 def read_config(source: Any) -> Any:

@@ -6,6 +6,7 @@ Left out: what a value may be (`chatgpt.experience.scorers`).
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import os
 import sysconfig
@@ -92,3 +93,13 @@ def told(error: BaseException) -> str:
         if not frame.filename.startswith(not_theirs):
             return f'{text}, at {frame.filename}:{frame.lineno}'
     return text
+
+
+def place_of(function: Any) -> str:
+    """'at rewards.py:12', where a function or the class of an object is defined."""
+    function = function.func if isinstance(function, functools.partial) else function
+    thing = inspect.unwrap(function) if inspect.isroutine(function) else type(function)
+    try:
+        return f'at {inspect.getsourcefile(thing)}:{inspect.getsourcelines(thing)[1]}'
+    except (OSError, TypeError):
+        return f'in {getattr(thing, "__module__", "an unknown place")}'

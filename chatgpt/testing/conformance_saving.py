@@ -5,6 +5,7 @@ Left out: training checkpoints as a whole, which are the trainer's.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from chatgpt.checkpoint import CheckpointReader, write_checkpoint
+from chatgpt.checkpoint import CheckpointReader, DictReader, write_checkpoint
 from chatgpt.testing.conformance_bench import Bench, Check, Refused, expect, identical, raises
 from chatgpt.testing.tiny import tiny_micro_batches, tiny_sequences
 from chatgpt.trainer.strategies.base import Strategy
@@ -138,6 +139,28 @@ def check_optimizer_save_load(bench: Bench) -> None:
         identical(bench.weights(strategy, model), weights, 'resumed from model and optimizer files')
 
 
+def check_wrong_optimizer_state(bench: Bench) -> None:
+    """A state that does not fit is refused with the name of what differs, and leaves the optimizer as it was."""
+
+    def trained(refuses: bool) -> dict[str, Tensor]:
+        with bench.make_strategy() as strategy:
+            model, optimizer = bench.pair(strategy)
+            bench.train(strategy, model, optimizer, steps=2)
+            if refuses:
+                folder = bench.path()
+                _write(strategy, folder, model, optimizer)
+                reader = CheckpointReader(folder).sub('optim/')
+                shapes = {name: reader.shape(name) for name in reader.names()}
+                stored = {name: reader.read(name, 0, math.prod(shape)).reshape(shape) for name, shape in shapes.items()}
+                name = max(name for name, shape in shapes.items() if shape)
+                with raises((ValueError, RuntimeError), name, 'load_optimizer_pieces of a wrong shape'):
+                    strategy.load_optimizer_pieces(optimizer, DictReader(stored | {name: torch.ones(1, 2, 3)}))
+            bench.train(strategy, model, optimizer, steps=1, first=2)
+            return bench.weights(strategy, model)
+
+    identical(trained(True), trained(False), 'weights after a refused optimizer state')
+
+
 def _write(strategy: Strategy, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     groups = {'model/': strategy.model_pieces(model), 'optim/': strategy.optimizer_pieces(optimizer)}
     meta = {'optimizer': strategy.optimizer_meta(optimizer)}
@@ -238,6 +261,7 @@ CHECKS: dict[str, Check] = {
     'sharded_save': check_sharded_save,
     'wrong_files': check_wrong_files,
     'optimizer_save_load': check_optimizer_save_load,
+    'wrong_optimizer_state': check_wrong_optimizer_state,
     'pieces': check_pieces,
     'pieces_to_naive': check_pieces_to_naive,
     'full_model': check_full_model,

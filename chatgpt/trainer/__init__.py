@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     )
     from chatgpt.trainer.objectives.reward_model import RewardModelConfig, RewardModelTrainer
     from chatgpt.trainer.objectives.sft import SFTTrainer
-    from chatgpt.trainer.offline import Objective, OfflineTrainer
+    from chatgpt.trainer.offline import Method, Objective, OfflineTrainer
     from chatgpt.trainer.ppo import PPOTrainer
     from chatgpt.trainer.prompt_evaluation import PromptEvaluation
     from chatgpt.trainer.rft import RFTConfig, RFTTrainer
@@ -51,6 +51,7 @@ _HOME = {
     'SFTConfig': 'config',
     'SFTTrainer': 'objectives.sft',
     'SupervisedConfig': 'config',
+    'Method': 'offline',
     'Objective': 'offline',
     'OfflineTrainer': 'offline',
     'Trainer': 'base',
@@ -71,6 +72,7 @@ __all__ = [
     'ORPOConfig',
     'DPOTrainer',
     'DPOConfig',
+    'Method',
     'NonFiniteError',
     'PPOConfig',
     'PPOTrainer',

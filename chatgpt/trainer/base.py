@@ -51,6 +51,9 @@ class Trainer:
             nothing.
     """
 
+    scorer: Any = None
+    """what scores responses; None where nothing does"""
+
     def __init__(
         self,
         strategy: Strategy,

@@ -264,7 +264,7 @@ class Collector:
     def learned(self) -> None:
         """The timesteps that were taken are in a replay buffer; they will not be put back."""
         if self.pipeline is not None:
-            self.pipeline.taken.clear()
+            self.pipeline.learned()
 
     def forget_in_flight(self) -> None:
         """Their prompts are drawn again."""
@@ -280,11 +280,10 @@ class Collector:
 
     def put_back(self, timesteps: SequenceOf[Timestep]) -> None:
         """After `load_state_dict` of the given-up phase's start."""
-        for timestep in timesteps:
-            assert self.pipeline is not None
-            self.pipeline.waiting.append(timestep)
-            self.prompts_drawn += self.batch_size
-            self.samples_drawn += self.batch_size * self.num_samples_per_prompt
+        if self.pipeline is not None:
+            self.pipeline.put_back(timesteps)
+        self.prompts_drawn += len(timesteps) * self.batch_size
+        self.samples_drawn += len(timesteps) * self.batch_size * self.num_samples_per_prompt
 
     def _restore(self, sizes: SequenceOf[int], version: int) -> None:
         """Take up what was in flight in a checkpoint, unless settings or data have changed: then those prompts are
@@ -301,7 +300,7 @@ class Collector:
         before = self.prompts_drawn, self.samples_drawn
         timesteps = [self._draw(version) for _ in records]
         if fits and restored(records, timesteps, self.strategy.rank, self.strategy.world_size):
-            self.pipeline.waiting.extend(timesteps)
+            self.pipeline.put_back(timesteps)
             return
         self.prompts_drawn, self.samples_drawn = before
         if self.strategy.is_rank_0:

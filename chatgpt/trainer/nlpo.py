@@ -1,9 +1,5 @@
-"""What generates and learns: the actor, or under NLPO the actor restricted by a slower copy of it.
-
-`PPOTrainer` asks a `Policy` for the model that an engine generates with, for the forward that is learned, and tells it
-when a phase has ended. NLPO (Ramamurthy et al. 2022, algorithm 1) is the one other kind; its maths are in
-`chatgpt.nn.nlpo`.
-"""
+"""NLPO's policy (Ramamurthy et al. 2022, algorithm 1): the actor restricted by a slower copy of it. Its maths are in
+`chatgpt.nn.nlpo`."""
 
 from __future__ import annotations
 
@@ -16,38 +12,11 @@ from torch import nn
 
 from chatgpt.nn.nlpo import MaskedPolicy, masked_output
 from chatgpt.rollout import LocalEngine
+from chatgpt.trainer.config import PPOConfig
+from chatgpt.trainer.policy import Policy
 from chatgpt.trainer.reference import has_reference
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Batch
-
-
-class Policy:
-    """The actor as it is.
-
-    Args:
-        actor: as prepared.
-        temperature: of the sampling, which log-probs are taken at.
-    """
-
-    def __init__(self, strategy: Strategy, actor: nn.Module, temperature: float) -> None:
-        self.strategy, self.actor, self.temperature = strategy, actor, temperature
-
-    @contextmanager
-    def generating(self) -> Iterator[Any]:
-        """What an engine generates with: whole weights, for one collect phase."""
-        with self.strategy.full_model(self.actor) as full:
-            yield full
-
-    def forward(self, model: nn.Module, batch: Batch) -> Any:
-        """The output that is learned, with entropy. `model` is the actor."""
-        return model(batch, temperature=self.temperature, with_entropy=True)
-
-    def models(self) -> Mapping[str, nn.Module]:
-        """Further models whose weights belong to a checkpoint."""
-        return {}
-
-    def end_phase(self, phase: int) -> None:
-        """Learning phase number `phase`, counted from 1, is done."""
 
 
 class NLPOPolicy(Policy):
@@ -117,3 +86,26 @@ class NLPOPolicy(Policy):
         for mine, given in pairs:
             target, source = (t.to_local() if hasattr(t, 'to_local') else t for t in (mine, given))
             target.copy_(source)
+
+
+def policy_for(
+    strategy: Strategy,
+    actor: nn.Module,
+    config: PPOConfig,
+    temperature: float,
+    mask_model: nn.Module | None,
+    engine: Any,
+) -> Policy:
+    """The actor as it is, or NLPO's policy where `nlpo_top_p` is set.
+
+    Raises:
+        ValueError: `nlpo_top_p` without a mask model or the other way round, and what `NLPOPolicy` raises.
+    """
+    if (config.nlpo_top_p is None) != (mask_model is None):
+        raise ValueError('NLPO needs both: nlpo_top_p, and mask_model, a prepared copy of the actor')
+    if config.nlpo_top_p is None or mask_model is None:
+        return Policy(strategy, actor, temperature)
+    top_p, interval = config.nlpo_top_p, config.nlpo_update_interval
+    return NLPOPolicy(
+        strategy, actor, temperature, mask_model=mask_model, top_p=top_p, interval=interval, engine=engine
+    )

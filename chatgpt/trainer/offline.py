@@ -8,11 +8,12 @@ phase is `log_interval` optimizer steps. Left out: the methods themselves (`chat
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +26,11 @@ from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.config import SupervisedConfig
 from chatgpt.trainer.metrics import BatchStats, Metrics, PhaseMetrics
 from chatgpt.trainer.order import permutation, seed_for
+from chatgpt.trainer.reference import ReferenceModel
 from chatgpt.trainer.step import Learner, Work, learn_batch
 from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.trainer.strategies.named import prepared_by
 from chatgpt.types import Batch, Sequence
-
-C = TypeVar('C', bound=SupervisedConfig)
 
 SWEEP_TOKENS = 16384
 """padded tokens of a forward without gradients, where `max_tokens_per_batch` does not say"""
@@ -51,6 +52,13 @@ class Objective(ABC):
     """sequences of a dummy batch"""
     uses_dropout: ClassVar[bool] = True
     """False: dropout is off, because two models are compared"""
+
+    def check(self, strategy: Strategy, model: nn.Module) -> None:
+        """Raises ValueError for a strategy or a (prepared) model that this method cannot train."""
+
+    def callbacks(self) -> list[Any]:
+        """What the method itself does between steps."""
+        return []
 
     @abstractmethod
     def records(self, data: SequenceOf[Any]) -> list[Any]:
@@ -108,50 +116,80 @@ class Objective(ABC):
         )
 
 
-def merged(cls: type[C], config: C | None, settings: Mapping[str, Any]) -> C:
-    """A config with keyword arguments on top; an unknown one is a ValueError with the nearest names."""
-    return cls.from_dict((config.to_dict() if config is not None else {}) | dict(settings))
+@dataclass(frozen=True)
+class Method:
+    """A method of offline training: its settings, and the objective that is made from them.
+
+    Args:
+        config: class of the settings.
+        objective: called with the settings and, where the method compares with a reference, a `ReferenceModel`.
+        compares: with an initial model, or with the actor while its adapter is off.
+    """
+
+    config: type[SupervisedConfig]
+    objective: Callable[..., Objective]
+    compares: bool = False
 
 
 class OfflineTrainer(Trainer):
-    """Passes over `train_data`, evaluated on `eval_data` at the end of every epoch.
+    """Passes over `train_data` by a `Method`, evaluated on `eval_data` at the end of every epoch.
 
     Args:
-        strategy, model, optim: as prepared.
-        objective: what is learned.
+        strategy, model, optim: as prepared; or a strategy's name, such as 'ddp', and what it prepares here.
         train_data, eval_data: what the objective takes, the same lists on every rank. `train_data` is None where the
             trainer makes it.
-        config: see `SupervisedConfig`.
+        method: what is learned.
+        initial_model: the reference of a method that compares with one, as prepared; None where the actor is its own
+            with its adapter off.
+        config: see the method's class of settings, whose fields are also accepted as keyword arguments.
         callbacks, tokenizer, run_dir: see `Trainer`.
+
+    Raises:
+        ValueError: an unknown setting, data that the objective does not take, no data, an initial model that the method
+            does not use, or none that it needs.
     """
 
     config: SupervisedConfig
+    resumes_any_step: ClassVar[bool] = True
+    """False: a run that failed amid a phase goes on from the phase's start"""
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Strategy | str,
         model: nn.Module,
         optim: Optimizer,
-        objective: Objective,
         train_data: SequenceOf[Any] | None,
-        eval_data: SequenceOf[Any] | None,
+        eval_data: SequenceOf[Any] | None = None,
         *,
-        config: SupervisedConfig,
+        method: Method,
+        initial_model: nn.Module | None = None,
+        config: SupervisedConfig | None = None,
         callbacks: SequenceOf[Any] = (),
         tokenizer: Any = None,
         run_dir: str | Path | None = None,
+        **settings: Any,
     ) -> None:
+        owner = type(self).__name__
+        config = method.config.from_dict((config.to_dict() if config is not None else {}) | settings)
+        if initial_model is not None and not method.compares:
+            raise ValueError(f'{owner} has no reference: leave initial_model out')
+        strategy, (model, optim), initial_model = prepared_by(strategy, (model, optim), initial_model)
+        assert not isinstance(strategy, str)
         config.validate(strategy.world_size)
-        train, held_out = objective.accept(train_data or [], eval_data)
+        reference = (ReferenceModel(strategy, model, initial_model, owner),) if method.compares else ()
+        objective = method.objective(config, *reference)
+        objective.check(strategy, model)
+        train, for_eval = objective.accept(train_data or [], eval_data)
         if train_data is not None and not train:
-            raise ValueError(f'{type(self).__name__} got no training data')
+            raise ValueError(f'{owner} got no training data')
         name = objective.model_name
+        callbacks = [*objective.callbacks(), *callbacks]
         super().__init__(
             strategy, config, {name: model}, {name: optim}, callbacks=callbacks, tokenizer=tokenizer, run_dir=run_dir
         )
         self.model, self.optim, self.objective = model, optim, objective
         self.train_data: SequenceOf[Any] = train
-        self.eval_data: SequenceOf[Any] | None = held_out
+        self.eval_data: SequenceOf[Any] | None = for_eval
         self.batches_done = 0
         self._last_batch = 0
         """train batches of the current `fit`"""
@@ -178,6 +216,8 @@ class OfflineTrainer(Trainer):
     def put_back(self) -> bool:
         """`batches_done` follows every optimizer step, so a run goes on from any. A phase that only lacked its report
         counts as done."""
+        if not self.resumes_any_step:
+            return super().put_back()
         if (
             self._clean is not None
             and self.steps.done != self._clean[1]

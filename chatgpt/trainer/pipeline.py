@@ -12,7 +12,7 @@ the engine, and scoring.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +57,10 @@ class Pipeline:
         self.waiting.append(timestep)
         self.most_in_flight = max(self.most_in_flight, len(self.waiting))
 
+    def put_back(self, timesteps: Iterable[Timestep]) -> None:
+        """Timesteps that were asked for before, in order."""
+        self.waiting.extend(timesteps)
+
     def take(self) -> Timestep:
         """The oldest timestep, with its samples; waits for them."""
         timestep = self.waiting[0]
@@ -83,6 +87,10 @@ class Pipeline:
         self.waiting = deque(t for t in everything if t.version >= phase)
         self.clear()
         return kept
+
+    def learned(self) -> None:
+        """What was taken will not be given up any more."""
+        self.taken.clear()
 
     def clear(self) -> None:
         """Forget everything; nobody generates for it any more."""

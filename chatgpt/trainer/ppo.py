@@ -35,7 +35,8 @@ from chatgpt.experience import (
     ScoreShaper,
     as_scorer,
 )
-from chatgpt.experience.scorers import described, models_of
+from chatgpt.experience.described import described
+from chatgpt.experience.scorers import models_of
 from chatgpt.functional.kl import AdaptiveKLController, FixedKLController
 from chatgpt.nn.dropout import dropout_off
 from chatgpt.rollout import LocalEngine, RolloutEngine, SamplingParams
@@ -62,7 +63,7 @@ from chatgpt.trainer.metrics import (
     scaling_metrics,
     value_metrics,
 )
-from chatgpt.trainer.nlpo import NLPOPolicy, Policy
+from chatgpt.trainer.nlpo import policy_for
 from chatgpt.trainer.order import generator_for, train_batches
 from chatgpt.trainer.reference import has_reference
 from chatgpt.trainer.step import Learner, Work, learn_batch
@@ -133,20 +134,8 @@ class PPOTrainer(Trainer):
         self.actor_optim, self.critic_optim = actor_optim, critic_optim
         self.shares_trunk = critic is None and _trains_value_head(strategy, bare, config)
         self.sampling, stop_strings = sampling_for(bare, tokenizer, self.generate_kwargs)
-        self._check(config, bare, initial_model, mask_model, pretrain_data)
-        self.policy = (
-            Policy(strategy, actor, self.sampling.temperature)
-            if mask_model is None or config.nlpo_top_p is None
-            else NLPOPolicy(
-                strategy,
-                actor,
-                self.sampling.temperature,
-                mask_model=mask_model,
-                top_p=config.nlpo_top_p,
-                interval=config.nlpo_update_interval,
-                engine=engine,
-            )
-        )
+        self._check(config, bare, initial_model, pretrain_data)
+        self.policy = policy_for(strategy, actor, config, self.sampling.temperature, mask_model, engine)
         models = {'actor': actor} | ({'critic': critic} if critic is not None else {}) | dict(self.policy.models())
         optimizers = {'actor': actor_optim} | ({'critic': critic_optim} if critic_optim is not None else {})
         own_callbacks: list[Callback] = [RatioCheck()] if config.ratio_check else []
@@ -179,14 +168,15 @@ class PPOTrainer(Trainer):
         )
         self.pretrain_data = list(pretrain_data or ())
         self.maker = self._maker(reward_model, reward_tokenizer, initial_model)
-        if config.estimator.rewards_apart and len(getattr(self.maker.scorer, 'weighted', ())) < 2:
+        self.scorer = self.maker.scorer
+        if config.estimator.rewards_apart and len(getattr(self.scorer, 'weighted', ())) < 2:
             raise ValueError(
                 f'advantage_estimator={config.advantage_estimator!r} normalises several rewards apart: give '
                 'reward_model as a list of two '
                 'or more (weight, reward) pairs'
             )
         if config.offload == 'idle':
-            for frozen in [*models_of(self.maker.scorer), *([initial_model] if initial_model is not None else [])]:
+            for frozen in [*models_of(self.scorer), *([initial_model] if initial_model is not None else [])]:
                 strategy.offload(frozen)
         for model in models.values():
             dropout_off(strategy.unwrap(model))
@@ -205,7 +195,6 @@ class PPOTrainer(Trainer):
         config: PPOConfig,
         actor: nn.Module,
         initial_model: nn.Module | None,
-        mask_model: nn.Module | None,
         pretrain_data: Any,
     ) -> None:
         """What does not fit together among models, data and settings."""
@@ -214,8 +203,6 @@ class PPOTrainer(Trainer):
                 f'advantage_estimator={config.advantage_estimator!r} needs values: pass a critic, or an actor with '
                 'value_head=True'
             )
-        if (config.nlpo_top_p is None) != (mask_model is None):
-            raise ValueError('NLPO needs both: nlpo_top_p, and mask_model, a prepared copy of the actor')
         if self.critic is not None and self.critic_optim is None:
             raise ValueError('a critic needs critic_optim')
         if initial_model is None and config.kl_coef and not has_reference(actor):
@@ -294,11 +281,11 @@ class PPOTrainer(Trainer):
         self.maker.shaper.moments.load_state_dict(state['score_moments'])
 
     def fingerprint(self) -> dict[str, Any]:
-        return super().fingerprint() | self.collector.fingerprint() | {'reward': described(self.maker.scorer)}
+        return super().fingerprint() | self.collector.fingerprint() | {'reward': described(self.scorer)}
 
     def planned_sizes(self) -> dict[str, Any]:
         """With the longest prompt."""
-        c, actor, scorer = self.config, cast(Any, self.strategy.unwrap(self.actor)), self.maker.scorer
+        c, actor, scorer = self.config, cast(Any, self.strategy.unwrap(self.actor)), self.scorer
         reward: Any = self.strategy.unwrap(scorer.model) if isinstance(scorer, RewardModelScorer) else None
         longest = max((len(prompt.ids) for prompt in self.collector.prompts or ()), default=1)
         return {
@@ -307,6 +294,7 @@ class PPOTrainer(Trainer):
             'critic': 'own' if self.critic is not None else 'shared' if self.shares_trunk else 'none',
             'num_layers_unfrozen': actor.ref_branch.num_blocks if hasattr(actor, 'ref_branch') else -1,
             'kl': self.maker.initial_model is not None or self.maker.reference_context is not None,
+            'own_reference': self.maker.initial_model is not None,
             'experience_batch_size': c.experience_batch_size,
             'num_samples_per_prompt': c.num_samples_per_prompt,
             'offload': c.offload,

@@ -26,6 +26,8 @@ from chatgpt.trainer.collect import Collector
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Sample
 
+Decoding = Callable[[Any], AbstractContextManager[Any]]
+"""a context around generation, given the whole model"""
 MetricFn = Callable[..., Mapping[str, SequenceOf[float]]]
 FIRST_INDEX = 1 << 40
 """sample numbers of evaluations begin here, apart from those of the training"""
@@ -73,10 +75,8 @@ class PromptEvaluation:
         self._file = RunFile('eval_samples.jsonl')
         self._begun: tuple[int, int] = (0, -1)
         self._tokenized: tuple[int, Any] | None = None
-        self.decoding: Callable[[Any], AbstractContextManager[Any]] = lambda model: nullcontext()
-        """a context around generation, given the whole model"""
 
-    def __call__(self, trainer: TrainerView) -> dict[str, float]:
+    def __call__(self, trainer: TrainerView, decoding: Decoding = nullcontext) -> dict[str, float]:
         strategy, tokenizer = trainer.strategy, self.tokenizer or trainer.tokenizer
         if self._tokenized is None or self._tokenized[0] != id(tokenizer):
             self._tokenized = id(tokenizer), as_prompts(self.prompts, tokenizer)
@@ -89,14 +89,14 @@ class PromptEvaluation:
             strategy,
             self.engine,
             sampling,
-            policy=lambda: self._policy(strategy, actor),
+            policy=lambda: _policy(strategy, actor, decoding),
             tokenizer=tokenizer,
             stop_strings=stops,
         )
         samples = collector.generate(
             [prompts[i] for i in mine], indices=[FIRST_INDEX + i for i in mine], seed=self.seed
         )
-        scorer = self.scorer or getattr(getattr(trainer, 'maker', None), 'scorer', None)
+        scorer = self.scorer or trainer.scorer
         scores = scorer.score(samples, strategy) if scorer is not None else [None] * len(samples)
         numbers = [None if s is None else float(s.sum()) if hasattr(s, 'sum') else float(s) for s in scores]
         gathered = strategy.all_gather_object(list(zip(samples, numbers, strict=True)))
@@ -104,11 +104,6 @@ class PromptEvaluation:
         metrics = strategy.run_on_rank0(lambda: self._metrics([s for s, _ in everyone]))
         self._show(trainer, everyone, metrics)
         return self._summary(everyone, metrics)
-
-    @contextmanager
-    def _policy(self, strategy: Strategy, actor: nn.Module) -> Iterator[Any]:
-        with strategy.full_model(actor) as full, self.decoding(full):
-            yield full
 
     def _metrics(self, samples: list[Sample]) -> dict[str, list[float]]:
         if self.metric_fn is None:
@@ -157,3 +152,9 @@ class PromptEvaluation:
         self._file.write(trainer, trainer.phase, rows)
         names = [n for n in rows[0] if n not in ('prompt', 'response')]
         say(f'eval prompts at phase {trainer.phase}\n{format_table(rows, [*names, "prompt", "response"])}')
+
+
+@contextmanager
+def _policy(strategy: Strategy, actor: nn.Module, decoding: Decoding) -> Iterator[Any]:
+    with strategy.full_model(actor) as full, decoding(full):
+        yield full

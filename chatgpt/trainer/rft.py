@@ -22,14 +22,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from chatgpt.dataset.prompts import as_prompts
-from chatgpt.experience.scorers import as_score, as_scorer, described
+from chatgpt.experience.described import described
+from chatgpt.experience.scorers import as_score, as_scorer
 from chatgpt.rollout import LocalEngine, RolloutEngine
 from chatgpt.rollout.sampling import sampling_for
-from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.collect import Collector
 from chatgpt.trainer.config import SFTConfig
 from chatgpt.trainer.objectives.sft import SFTObjective
-from chatgpt.trainer.offline import OfflineTrainer
+from chatgpt.trainer.offline import Method, OfflineTrainer
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.trainer.strategies.named import prepared_by
 from chatgpt.types import Prompt, Sample, Sequence
@@ -105,6 +105,7 @@ class RFTTrainer(OfflineTrainer):
     """
 
     config: RFTConfig
+    resumes_any_step = False  # which samples a round kept is in no checkpoint
 
     def __init__(
         self,
@@ -136,9 +137,9 @@ class RFTTrainer(OfflineTrainer):
             strategy,
             actor,
             optim,
-            _OfRounds(),
             None,
             eval_data,
+            method=ROUNDS,
             config=config,
             callbacks=callbacks,
             tokenizer=tokenizer,
@@ -166,9 +167,6 @@ class RFTTrainer(OfflineTrainer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.round, self.round_metrics = int(state['round']), dict(state['round_metrics'])
-
-    def put_back(self) -> bool:
-        return Trainer.put_back(self)  # which samples a round kept is in no checkpoint
 
     def fingerprint(self) -> dict[str, Any]:
         return (
@@ -243,3 +241,6 @@ class RFTTrainer(OfflineTrainer):
 
 class _OfRounds(SFTObjective):
     planned_as: ClassVar[str | None] = None  # rounds collect too
+
+
+ROUNDS = Method(RFTConfig, lambda config: _OfRounds())

@@ -1,7 +1,7 @@
 """Records the fixed runs of `runs.py`, each alone and on two ranks, or compares them with a recording; bit for bit.
 
-    python tests/fixed_runs/record.py --root ../before --out before.json     # the package of another checkout, these
-    runs python tests/fixed_runs/record.py --against before.json                  # exit code 1 where a run differs
+    python tests/fixed_runs/record.py --root ../before --out before.json    # another checkout's package, these runs
+    python tests/fixed_runs/record.py --against before.json                 # exit code 1 where a run differs
 
 Numbers are those of one machine: both recordings are made on it. `make fixed-runs BASE=<commit>` does both.
 """

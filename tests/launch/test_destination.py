@@ -11,6 +11,7 @@ import pytest
 
 from chatgpt.dataset import embedded
 from chatgpt.launch import destination
+from chatgpt.launch.config_file import write_resolved
 from chatgpt.launch.destination import check_destination, check_resume
 from chatgpt.launch.runs import SFTRun
 
@@ -29,9 +30,25 @@ def test_a_model_at_model_path_is_not_replaced(tmp_path, file):
         ValueError, match=rf'--model_path {tmp_path}/model holds a model already \({file}\): choose another'
     ):
         check_resume(run(tmp_path, model_path=str(tmp_path / 'model')))
-    check_resume(run(tmp_path, model_path=str(tmp_path / 'model'), resume='auto'))  # its own, of a run that goes on
+    with pytest.raises(ValueError, match='holds a model already'):  # nothing to go on from, so it is not this run's
+        check_resume(run(tmp_path, model_path=str(tmp_path / 'model'), resume='auto'))
     (tmp_path / 'empty').mkdir()
     check_resume(run(tmp_path, model_path=str(tmp_path / 'empty')))
+
+
+def test_a_run_that_goes_on_replaces_its_own_model_and_no_other(tmp_path, monkeypatch):
+    for folder in ('run/actor', 'model', 'other'):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / 'config.json').touch()
+    own = run(tmp_path, model_path=str(tmp_path / 'model'), resume='auto')
+    with pytest.raises(ValueError, match='run holds the trained model of an earlier run, actor/'):
+        check_resume(run(tmp_path, resume='auto'))  # without checkpoints
+    monkeypatch.setattr(destination, 'latest', lambda folder: tmp_path / 'run' / 'checkpoints' / 'step-00000001')
+    write_resolved(own, own.save_path)
+    check_resume(own)
+    for path in (str(tmp_path / 'other'), None):
+        with pytest.raises(ValueError, match='holds a model already|holds the trained model of an earlier run'):
+            check_resume(run(tmp_path, model_path=path, resume='auto'))
 
 
 @pytest.mark.parametrize('resume', [None, 'auto'])

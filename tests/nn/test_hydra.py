@@ -16,7 +16,6 @@ from chatgpt.nn.hydra import (
     make_hydra,
     recorded_trunk,
     reference_branch,
-    reference_sources,
 )
 from chatgpt.nn.lora import convert_to_lora
 from chatgpt.testing.fakes import tiny_causal_lm
@@ -371,21 +370,3 @@ def test_reference_with_gradient_checkpointing() -> None:
     with reference_branch(owner):
         assert torch.equal(evaluate(owner), reference)
     assert not torch.allclose(evaluate(owner), reference, atol=1e-2)
-
-
-@pytest.mark.parametrize('family', ['gpt2', 'llama'])
-def test_meta_device_is_filled_by_the_sources_and_checked_later(family: str) -> None:
-    source = causal_lm(family)
-    with torch.device('meta'):
-        owner = Owner(causal_lm(family))
-        make_hydra(owner, 2)
-    sources = reference_sources(owner)
-    assert set(sources) == {n for n in owner.state_dict() if n.startswith('ref_branch.')}
-    owner.to_empty(device='cpu')
-    file = {f'model.{n}': t for n, t in source.state_dict().items()}
-    buffers = dict(source.named_buffers())
-    for name, buffer in owner.model.named_buffers():  # not in a file: rotary frequencies and the like
-        buffer.copy_(buffers[name])
-    owner.load_state_dict({**file, **{name: file[origin] for name, origin in sources.items()}}, strict=False)
-    check_hydra(owner)
-    torch.testing.assert_close(evaluate(owner), source(input_ids=IDS, use_cache=False).logits.detach(), rtol=0, atol=0)

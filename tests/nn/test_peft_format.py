@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +146,7 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
     first = next(n for n in tensors if 'lora_B' in n)
     save_file({n: t for n, t in tensors.items() if n != first}, folder / WEIGHTS_FILE)
     for model in (base, adapted(base)):
-        with pytest.raises(ValueError, match='missing .*lora_B'):
+        with pytest.raises(ValueError, match='holds no tensor for .*lora_B'):
             import_peft(model, folder)
     save_file({**tensors, first: tensors[first][:-1].contiguous()}, folder / WEIGHTS_FILE)
     with pytest.raises(ValueError, match='lora_B is'):
@@ -234,3 +236,46 @@ def test_adapters_that_cannot_be_folded_in_are_refused(tmp_path: Path) -> None:
     refused('it holds no tensor for .*lora_B')
     (folder / WEIGHTS_FILE).write_bytes(b'')
     refused(f'{WEIGHTS_FILE}: a damaged safetensors file')
+
+
+def half(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors[next(n for n in tensors if 'lora_A' in n)]
+
+
+def a_layer(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [n for n in tensors if '.1.' in n]:
+        del tensors[name]
+
+
+@pytest.mark.parametrize(
+    ('edit', 'said'),
+    [
+        (half, r'it holds no tensor for \S+\.lora_A, which \S+\.lora_B needs'),
+        (a_layer, r'it holds no tensors for \S+\.1\.\S+ \(and \d+ more\), which target_modules of adapter_config.json'),
+    ],
+)
+def test_an_adapter_that_misses_tensors_is_refused(tmp_path: Path, edit: Any, said: str) -> None:
+    folder, _, _ = adapter_folder(tmp_path, 'gpt2')
+    config = json.loads((folder / 'adapter_config.json').read_text())
+    config['target_modules'] = ['c_attn', 'c_fc', 'c_proj']  # as peft writes it
+    (folder / 'adapter_config.json').write_text(json.dumps(config))
+    AutoActor(pretrained=folder)
+    tensors = load_file(folder / 'adapter_model.safetensors')
+    edit(tensors)
+    save_file(tensors, folder / 'adapter_model.safetensors')
+    for cls in (AutoActor, AutoCritic):
+        with pytest.raises(ValueError, match=said):
+            cls(pretrained=folder)
+
+
+def test_a_pickled_adapter_says_how_it_is_converted(tmp_path: Path) -> None:
+    folder, _, _ = adapter_folder(tmp_path, 'gpt2')
+    tensors = load_file(folder / 'adapter_model.safetensors')
+    torch.save(tensors, folder / 'adapter_model.bin')
+    (folder / 'adapter_model.safetensors').unlink()
+    with pytest.raises(ValueError, match='holds only pickled weights .adapter_model.bin.*convert it once') as told:
+        AutoActor(pretrained=folder)
+    command = str(told.value).partition('python -c ')[2].strip('"')
+    subprocess.run([sys.executable, '-c', command], check=True)
+    assert load_file(folder / 'adapter_model.safetensors').keys() == tensors.keys()
+    AutoActor(pretrained=folder)

@@ -1,7 +1,8 @@
 """An exponential moving average of the actor's weights, kept in fp32 and spread over the ranks.
 
-    average ← decay · average + (1 − decay) · weights        after every optimizer step (Polyak & Juditsky 1992;
-    DeepSpeed-Chat's actor EMA)
+    average ← decay · average + (1 − decay) · weights        after every optimizer step
+
+Sources: Polyak & Juditsky 1992; DeepSpeed-Chat's actor EMA.
 
 Each rank averages the pieces it would write into a checkpoint, so that any strategy and world size works and may change
 on a resume. Left out: evaluating or generating with the average while the run goes on.

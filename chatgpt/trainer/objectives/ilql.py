@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,10 +25,9 @@ from chatgpt.nn.ilql import ILQLModel
 from chatgpt.trainer.callbacks.base import Callback
 from chatgpt.trainer.config import SupervisedConfig
 from chatgpt.trainer.metrics import Mean, Metrics
-from chatgpt.trainer.offline import Objective, OfflineTrainer, merged
+from chatgpt.trainer.offline import Method, Objective, OfflineTrainer
 from chatgpt.trainer.prompt_evaluation import PromptEvaluation
 from chatgpt.trainer.strategies.base import Strategy
-from chatgpt.trainer.strategies.named import prepared_by
 from chatgpt.types import Batch, Sequence
 
 
@@ -139,17 +136,29 @@ class ILQLObjective(Objective):
     def __init__(self, config: ILQLConfig) -> None:
         self.config = config
 
+    def check(self, strategy: Strategy, model: nn.Module) -> None:
+        if not isinstance(strategy.unwrap(model), ILQLModel):
+            raise ValueError(f'ILQLTrainer trains an ILQLModel, not a {type(strategy.unwrap(model)).__name__}')
+        if not strategy.weights_in_place:
+            raise ValueError(
+                f'ILQL does not run under {type(strategy).__name__}, whose masters hide the target heads; use ddp or '
+                'fsdp'
+            )
+
+    def callbacks(self) -> list[Any]:
+        return [_TargetSync()]
+
     def records(self, data: SequenceOf[Any]) -> list[Rewarded]:
         return _with_rewards(data)
 
     def accept(
         self, train_data: SequenceOf[Any], eval_data: SequenceOf[Any] | None
     ) -> tuple[list[Any], list[Any] | None]:
-        train, held_out = super().accept(train_data, eval_data)
+        train, for_eval = super().accept(train_data, eval_data)
         if self.config.standardize_rewards and train:
-            held_out = standardized(held_out, like=train) if held_out else None
+            for_eval = standardized(for_eval, like=train) if for_eval else None
             train = standardized(train)
-        return train, held_out
+        return train, for_eval
 
     def weight(self, record: Rewarded) -> int:
         return int(record.response_mask.sum())
@@ -188,6 +197,7 @@ class ILQLTrainer(OfflineTrainer):
     Args:
         train_data, eval_data: `Rewarded` records (see `rewarded`), or `TokenizedLabelled` ones whose label is the
             reward.
+        options: `config`, `callbacks`, `tokenizer`, `run_dir` of `OfflineTrainer`, and fields of `ILQLConfig`.
 
     Raises:
         ValueError: a model without ILQL's heads, a strategy that cannot move target heads, records without rewards.
@@ -202,35 +212,9 @@ class ILQLTrainer(OfflineTrainer):
         optim: Optimizer,
         train_data: SequenceOf[Any],
         eval_data: SequenceOf[Any] | None = None,
-        *,
-        config: ILQLConfig | None = None,
-        callbacks: SequenceOf[Any] = (),
-        tokenizer: Any = None,
-        run_dir: str | Path | None = None,
-        **settings: Any,
+        **options: Any,
     ) -> None:
-        strategy, (model, optim) = prepared_by(strategy, (model, optim))
-        assert not isinstance(strategy, str)
-        if not isinstance(strategy.unwrap(model), ILQLModel):
-            raise ValueError(f'ILQLTrainer trains an ILQLModel, not a {type(strategy.unwrap(model)).__name__}')
-        if not strategy.weights_in_place:
-            raise ValueError(
-                f'ILQL does not run under {type(strategy).__name__}, whose masters hide the target heads; use ddp or '
-                'fsdp'
-            )
-        config = merged(ILQLConfig, config, settings)
-        super().__init__(
-            strategy,
-            model,
-            optim,
-            ILQLObjective(config),
-            train_data,
-            eval_data,
-            config=config,
-            callbacks=[_TargetSync(), *callbacks],
-            tokenizer=tokenizer,
-            run_dir=run_dir,
-        )
+        super().__init__(strategy, model, optim, train_data, eval_data, method=ILQL, **options)
 
 
 def _with_rewards(data: SequenceOf[Any]) -> list[Rewarded]:
@@ -246,10 +230,6 @@ def _with_rewards(data: SequenceOf[Any]) -> list[Rewarded]:
                 f'ILQLTrainer: record {i} is a {type(record).__name__} without rewards; see chatgpt.trainer.rewarded'
             )
     return list(data)
-
-
-def _decoding(model: ILQLModel, beta: float) -> AbstractContextManager[None]:
-    return model.decoding(beta)
 
 
 class _TargetSync(Callback):
@@ -270,11 +250,10 @@ class BetaEvaluation:
 
     def __call__(self, trainer: Any) -> dict[str, float]:
         found: dict[str, float] = {}
-        before = self.evaluation.decoding
-        try:
-            for beta in self.betas:
-                self.evaluation.decoding = partial(_decoding, beta=beta)
-                found |= {f'{name}@beta={beta:g}': value for name, value in self.evaluation(trainer).items()}
-        finally:
-            self.evaluation.decoding = before
+        for beta in self.betas:
+            metrics = self.evaluation(trainer, decoding=partial(ILQLModel.decoding, beta=beta))
+            found |= {f'{name}@beta={beta:g}': value for name, value in metrics.items()}
         return found
+
+
+ILQL = Method(ILQLConfig, ILQLObjective)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +19,9 @@ from chatgpt.sweep import cuts_of_share, sweep
 from chatgpt.trainer.metrics import BatchStats, Mean, Metrics
 from chatgpt.trainer.objectives.pairs import AgainstReference, Pair, ReferenceConfig
 from chatgpt.trainer.objectives.reward_model import is_success
-from chatgpt.trainer.offline import SWEEP_TOKENS, Objective, OfflineTrainer, merged
+from chatgpt.trainer.offline import SWEEP_TOKENS, Method, Objective, OfflineTrainer
 from chatgpt.trainer.reference import ReferenceModel
 from chatgpt.trainer.strategies.base import Strategy
-from chatgpt.trainer.strategies.named import prepared_by
 from chatgpt.types import Batch, Sequence
 
 
@@ -64,9 +62,7 @@ class KTOObjective(Objective):
     def __init__(self, config: KTOConfig, reference: ReferenceModel) -> None:
         self.config = config
         self.model, self.strategy, self.reference_model = reference.actor, reference.strategy, reference
-        self.reference = AgainstReference(
-            reference, precompute=config.precompute_ref_logprobs, max_tokens=config.max_tokens_per_batch
-        )
+        self.reference = AgainstReference(reference, config)
         self.prompts: list[Tensor] = []
         """of the training data, for a batch whose answers have one prompt"""
 
@@ -92,9 +88,9 @@ class KTOObjective(Objective):
     def accept(
         self, train_data: SequenceOf[Any], eval_data: SequenceOf[Any] | None
     ) -> tuple[list[Any], list[Any] | None]:
-        train, held_out = super().accept(train_data, eval_data)
+        train, for_eval = super().accept(train_data, eval_data)
         self.prompts = [r.sequence.prompt_ids for r in train]
-        return train, held_out
+        return train, for_eval
 
     def prepare(self, records: list[LabelledAnswer]) -> None:
         todo = [r for r in records if r.ref_logp is None] if self.reference.precomputes else []
@@ -189,7 +185,7 @@ class KTOTrainer(OfflineTrainer):
     Args:
         train_data, eval_data: `TokenizedLabelled` or `LabelledAnswer` records, or preferences, whose best answer is
             desirable and whose others are not.
-        initial_model: the frozen reference, as prepared; None where the actor is its own with its adapter off.
+        options: as of `DPOTrainer`, with the fields of `KTOConfig`.
     """
 
     config: KTOConfig
@@ -201,27 +197,9 @@ class KTOTrainer(OfflineTrainer):
         optim: Optimizer,
         train_data: SequenceOf[Any],
         eval_data: SequenceOf[Any] | None = None,
-        *,
-        initial_model: nn.Module | None = None,
-        config: KTOConfig | None = None,
-        callbacks: SequenceOf[Any] = (),
-        tokenizer: Any = None,
-        run_dir: str | Path | None = None,
-        **settings: Any,
+        **options: Any,
     ) -> None:
-        config = merged(KTOConfig, config, settings)
-        strategy, (actor, optim), initial_model = prepared_by(strategy, (actor, optim), initial_model)
-        assert not isinstance(strategy, str)
-        objective = KTOObjective(config, ReferenceModel(strategy, actor, initial_model, 'KTOTrainer'))
-        super().__init__(
-            strategy,
-            actor,
-            optim,
-            objective,
-            train_data,
-            eval_data,
-            config=config,
-            callbacks=callbacks,
-            tokenizer=tokenizer,
-            run_dir=run_dir,
-        )
+        super().__init__(strategy, actor, optim, train_data, eval_data, method=KTO, **options)
+
+
+KTO = Method(KTOConfig, KTOObjective, compares=True)

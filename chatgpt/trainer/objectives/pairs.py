@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,10 +24,9 @@ from chatgpt.functional.losses import sequence_logprobs
 from chatgpt.nn.dropout import dropout_off
 from chatgpt.trainer.config import SupervisedConfig
 from chatgpt.trainer.metrics import Mean, Metrics
-from chatgpt.trainer.offline import SWEEP_TOKENS, Objective, OfflineTrainer, merged
+from chatgpt.trainer.offline import SWEEP_TOKENS, Method, Objective, OfflineTrainer
 from chatgpt.trainer.reference import ReferenceModel
 from chatgpt.trainer.strategies.base import Strategy
-from chatgpt.trainer.strategies.named import prepared_by
 from chatgpt.types import Batch, Sequence
 
 DPOLoss = Literal['sigmoid', 'ipo', 'cdpo', 'robust', 'hinge']
@@ -124,26 +122,21 @@ class SimPOConfig(PreferenceConfig):
     """target margin (Meng et al. 2024: 0.3 to 1.6)"""
 
 
-PairLoss = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""(chosen, rejected, ref_chosen, ref_rejected), log-probs (B,); without a reference those are zeros -> the loss of each
-pair, and implicit rewards of chosen and rejected, (B,) each"""
+PairLoss = Callable[..., tuple[Tensor, Tensor, Tensor]]
+"""log-probs (B,) of chosen and rejected and, with a reference, its log-probs of both -> the loss of each pair, and
+implicit rewards of chosen and rejected, (B,) each"""
 
 
 class AgainstReference:
-    """The reference's log-probs of a method's records: once for each record before the first step, or with every batch.
+    """The reference's log-probs of a method's records: once for each record before the first step, or with every
+    batch."""
 
-    Args:
-        reference: None where the method has none.
-        precompute: once.
-    """
-
-    def __init__(self, reference: ReferenceModel | None, *, precompute: bool, max_tokens: int | None) -> None:
-        self.reference, self.max_tokens = reference, max_tokens or SWEEP_TOKENS
-        self.precomputes = reference is not None and precompute
+    def __init__(self, reference: ReferenceModel, config: ReferenceConfig) -> None:
+        self.reference, self.max_tokens = reference, config.max_tokens_per_batch or SWEEP_TOKENS
+        self.precomputes = config.precompute_ref_logprobs
 
     def of(self, sequences: list[Sequence]) -> list[float]:
         """Of sequences that all ranks hold."""
-        assert self.reference is not None
         bare = self.reference.strategy.unwrap(self.reference.actor)
         was_training = bare.training
         dropout_off(bare)  # under LoRA the reference is this very model
@@ -156,12 +149,8 @@ class AgainstReference:
         return {'ref_logps': torch.tensor(values, dtype=torch.float32)} if self.precomputes else {}
 
     def logps(self, batch: Batch) -> Tensor:
-        """(B,), zeros without a reference."""
-        if self.precomputes:
-            return batch.columns['ref_logps']
-        if self.reference is None:
-            return torch.zeros(batch.num_sequences, device=batch.input_ids.device)
-        return self.reference(batch)
+        """(B,)."""
+        return batch.columns['ref_logps'] if self.precomputes else self.reference(batch)
 
 
 class PairObjective(Objective):
@@ -172,13 +161,16 @@ class PairObjective(Objective):
     Args:
         prefix: of the metrics.
         pair_loss: see `PairLoss`.
+        reference: None where the method has none.
         average: log-probs are means per token instead of sums.
     """
 
     num_dummies = 2
     uses_dropout = False
 
-    def __init__(self, prefix: str, pair_loss: PairLoss, reference: AgainstReference, *, average: bool = False) -> None:
+    def __init__(
+        self, prefix: str, pair_loss: PairLoss, reference: AgainstReference | None = None, *, average: bool = False
+    ) -> None:
         self.prefix = prefix  # type: ignore[misc]
         self.pair_loss, self.reference, self.average = pair_loss, reference, average
 
@@ -189,8 +181,8 @@ class PairObjective(Objective):
         return pairs
 
     def prepare(self, records: list[Pair]) -> None:
-        todo = [pair for pair in records if pair.ref_chosen is None] if self.reference.precomputes else []
-        if todo:
+        todo = [pair for pair in records if pair.ref_chosen is None]
+        if todo and self.reference is not None and self.reference.precomputes:
             values = self.reference.of([s for pair in todo for s in (pair.chosen, pair.rejected)])
             for pair, chosen, rejected in zip(todo, values[::2], values[1::2], strict=True):
                 pair.ref_chosen, pair.ref_rejected = chosen, rejected
@@ -202,16 +194,19 @@ class PairObjective(Objective):
         return 1
 
     def columns(self, records: list[Pair]) -> dict[str, Tensor]:
+        if self.reference is None:
+            return {}
         return self.reference.column([v for pair in records for v in (pair.ref_chosen, pair.ref_rejected)])
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
-        reference = self.reference.logps(batch)
+        reference = self.reference.logps(batch) if self.reference is not None else None
         out = model(batch)
         logps = sequence_logprobs(
             out.logprobs, batch.action_mask, batch.action_rows, batch.num_sequences, average=self.average
         )
         chosen, rejected, mask = logps[::2], logps[1::2], batch.sequence_mask[::2]
-        per_pair, reward_chosen, reward_rejected = self.pair_loss(chosen, rejected, reference[::2], reference[1::2])
+        of_reference = () if reference is None else (reference[::2], reference[1::2])
+        per_pair, reward_chosen, reward_rejected = self.pair_loss(chosen, rejected, *of_reference)
         total, count = (per_pair * mask).sum(), mask.sum()
         metrics = {
             'loss': Mean(total, count),
@@ -241,19 +236,16 @@ def dpo_pair_loss(
     return table[config.loss_type](), beta * (chosen - ref_chosen).detach(), beta * (rejected - ref_rejected).detach()
 
 
-def orpo_pair_loss(config: ORPOConfig, chosen: Tensor, rejected: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def orpo_pair_loss(config: ORPOConfig, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """SFT on the chosen answer and a term on the odds. Implicit reward: λ log P."""
     weight = config.weight
     return losses.orpo_loss(chosen, rejected, weight=weight), weight * chosen.detach(), weight * rejected.detach()
 
 
-def simpo_pair_loss(config: SimPOConfig, chosen: Tensor, rejected: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def simpo_pair_loss(config: SimPOConfig, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The mean log-prob per token as reward, with a target margin. Implicit reward: β · log P."""
     beta, gamma = config.beta, config.gamma
     return losses.simpo_loss(chosen, rejected, beta=beta, gamma=gamma), beta * chosen.detach(), beta * rejected.detach()
-
-
-NO_REFERENCE = AgainstReference(None, precompute=False, max_tokens=None)
 
 
 class DPOTrainer(OfflineTrainer):
@@ -261,7 +253,8 @@ class DPOTrainer(OfflineTrainer):
 
     Args:
         train_data, eval_data: `TokenizedPreference` records or `Pair`s, the same lists on every rank.
-        initial_model: the frozen reference, as prepared; None where the actor is its own with its adapter off.
+        options: `initial_model`, `config`, `callbacks`, `tokenizer`, `run_dir` of `OfflineTrainer`, and fields of
+            `DPOConfig`.
     """
 
     config: DPOConfig
@@ -273,44 +266,14 @@ class DPOTrainer(OfflineTrainer):
         optim: Optimizer,
         train_data: SequenceOf[Any],
         eval_data: SequenceOf[Any] | None = None,
-        *,
-        initial_model: nn.Module | None = None,
-        config: DPOConfig | None = None,
-        callbacks: SequenceOf[Any] = (),
-        tokenizer: Any = None,
-        run_dir: str | Path | None = None,
-        **settings: Any,
+        **options: Any,
     ) -> None:
-        config = merged(DPOConfig, config, settings)
-        strategy, (actor, optim), initial_model = prepared_by(strategy, (actor, optim), initial_model)
-        assert not isinstance(strategy, str)
-        reference = AgainstReference(
-            ReferenceModel(strategy, actor, initial_model, 'DPOTrainer'),
-            precompute=config.precompute_ref_logprobs,
-            max_tokens=config.max_tokens_per_batch,
-        )
-        objective = PairObjective('dpo', partial(dpo_pair_loss, config), reference)
-        super().__init__(
-            strategy,
-            actor,
-            optim,
-            objective,
-            train_data,
-            eval_data,
-            config=config,
-            callbacks=callbacks,
-            tokenizer=tokenizer,
-            run_dir=run_dir,
-        )
+        super().__init__(strategy, actor, optim, train_data, eval_data, method=DPO, **options)
 
 
 class ORPOTrainer(OfflineTrainer):
     """Odds-ratio preference optimisation (Hong et al. 2024), which has no reference. Metrics `orpo/...`, see
-    `PairObjective`.
-
-    Args:
-        train_data, eval_data: as in `DPOTrainer`.
-    """
+    `PairObjective`. Arguments as of `DPOTrainer`, with the fields of `ORPOConfig`."""
 
     config: ORPOConfig
 
@@ -321,39 +284,14 @@ class ORPOTrainer(OfflineTrainer):
         optim: Optimizer,
         train_data: SequenceOf[Any],
         eval_data: SequenceOf[Any] | None = None,
-        *,
-        initial_model: None = None,
-        config: ORPOConfig | None = None,
-        callbacks: SequenceOf[Any] = (),
-        tokenizer: Any = None,
-        run_dir: str | Path | None = None,
-        **settings: Any,
+        **options: Any,
     ) -> None:
-        _without_reference('ORPOTrainer', initial_model)
-        config = merged(ORPOConfig, config, settings)
-        strategy, (actor, optim) = prepared_by(strategy, (actor, optim))
-        assert not isinstance(strategy, str)
-        objective = PairObjective('orpo', partial(orpo_pair_loss, config), NO_REFERENCE, average=True)
-        super().__init__(
-            strategy,
-            actor,
-            optim,
-            objective,
-            train_data,
-            eval_data,
-            config=config,
-            callbacks=callbacks,
-            tokenizer=tokenizer,
-            run_dir=run_dir,
-        )
+        super().__init__(strategy, actor, optim, train_data, eval_data, method=ORPO, **options)
 
 
 class SimPOTrainer(OfflineTrainer):
-    """SimPO (Meng et al. 2024), which has no reference. Metrics `simpo/...`, see `PairObjective`.
-
-    Args:
-        train_data, eval_data: as in `DPOTrainer`.
-    """
+    """SimPO (Meng et al. 2024), which has no reference. Metrics `simpo/...`, see `PairObjective`. Arguments as of
+    `DPOTrainer`, with the fields of `SimPOConfig`."""
 
     config: SimPOConfig
 
@@ -364,38 +302,23 @@ class SimPOTrainer(OfflineTrainer):
         optim: Optimizer,
         train_data: SequenceOf[Any],
         eval_data: SequenceOf[Any] | None = None,
-        *,
-        initial_model: None = None,
-        config: SimPOConfig | None = None,
-        callbacks: SequenceOf[Any] = (),
-        tokenizer: Any = None,
-        run_dir: str | Path | None = None,
-        **settings: Any,
+        **options: Any,
     ) -> None:
-        _without_reference('SimPOTrainer', initial_model)
-        config = merged(SimPOConfig, config, settings)
-        strategy, (actor, optim) = prepared_by(strategy, (actor, optim))
-        assert not isinstance(strategy, str)
-        objective = PairObjective('simpo', partial(simpo_pair_loss, config), NO_REFERENCE, average=True)
-        super().__init__(
-            strategy,
-            actor,
-            optim,
-            objective,
-            train_data,
-            eval_data,
-            config=config,
-            callbacks=callbacks,
-            tokenizer=tokenizer,
-            run_dir=run_dir,
-        )
+        super().__init__(strategy, actor, optim, train_data, eval_data, method=SIMPO, **options)
 
 
-def _without_reference(name: str, initial_model: Any) -> None:
-    if initial_model is not None:
-        raise ValueError(f'{name} has no reference: leave initial_model out')
+def _dpo_objective(config: DPOConfig, reference: ReferenceModel) -> PairObjective:
+    return PairObjective('dpo', partial(dpo_pair_loss, config), AgainstReference(reference, config))
 
 
-def without_reference(pairs: SequenceOf[Pair]) -> list[Pair]:
-    """Copies that forget the reference's log-probs: for a second run with another reference."""
-    return [replace(pair, ref_chosen=None, ref_rejected=None) for pair in pairs]
+def _orpo_objective(config: ORPOConfig) -> PairObjective:
+    return PairObjective('orpo', partial(orpo_pair_loss, config), average=True)
+
+
+def _simpo_objective(config: SimPOConfig) -> PairObjective:
+    return PairObjective('simpo', partial(simpo_pair_loss, config), average=True)
+
+
+DPO = Method(DPOConfig, _dpo_objective, compares=True)
+ORPO = Method(ORPOConfig, _orpo_objective)
+SIMPO = Method(SimPOConfig, _simpo_objective)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -24,9 +23,8 @@ from chatgpt.sweep import cuts_of_share, sweep
 from chatgpt.trainer.callbacks.early_stopping import StopOnPlateau
 from chatgpt.trainer.config import Schedule, SupervisedConfig
 from chatgpt.trainer.metrics import BatchStats, Mean, Metrics
-from chatgpt.trainer.offline import SWEEP_TOKENS, Objective, OfflineTrainer, merged
+from chatgpt.trainer.offline import SWEEP_TOKENS, Method, Objective, OfflineTrainer
 from chatgpt.trainer.strategies.base import Strategy
-from chatgpt.trainer.strategies.named import prepared_by
 from chatgpt.types import Batch, Sequence
 
 LossName = Literal['log_sig', 'log_exp']
@@ -66,16 +64,32 @@ class RewardModelConfig(SupervisedConfig):
             raise ValueError("use_margins=True needs loss_fn='log_sig'; the log-exp form has no margin")
 
 
-class PairwiseObjective(Objective):
-    """−log σ of the difference of scores, over all pairs of a prompt's answers. A record is a prompt with its
-    answers."""
-
+class _RewardObjective(Objective):
     prefix = 'rm'
     model_name = 'reward_model'
     planned_as: ClassVar[str | None] = 'reward_model'
 
     def __init__(self, config: RewardModelConfig) -> None:
         self.config = config
+
+    def callbacks(self) -> list[Any]:
+        patience = self.config.early_stopping_patience
+        return [] if patience is None else [StopOnPlateau('rm/val_loss', mode='min', patience=patience)]
+
+    def accept(
+        self, train_data: SequenceOf[Any], eval_data: SequenceOf[Any] | None
+    ) -> tuple[list[Any], list[Any] | None]:
+        if self.config.early_stopping_patience is not None and not eval_data:
+            raise ValueError('early_stopping_patience needs eval_data to measure on')
+        train, for_eval = super().accept(train_data, eval_data)
+        if train and not any(map(self.weight, train)):
+            raise ValueError('RewardModelTrainer: no record has two answers that differ')
+        return train, for_eval
+
+
+class PairwiseObjective(_RewardObjective):
+    """−log σ of the difference of scores, over all pairs of a prompt's answers. A record is a prompt with its
+    answers."""
 
     def records(self, data: SequenceOf[Any]) -> list[TokenizedPreference]:
         records = of_kind(data, TokenizedPreference)
@@ -135,15 +149,8 @@ class PairwiseObjective(Objective):
         return total / batch.totals['weight'], metrics
 
 
-class LabelledObjective(Objective):
+class LabelledObjective(_RewardObjective):
     """Binary cross-entropy with σ(score) as the probability of a success. A record is one labelled text."""
-
-    prefix = 'rm'
-    model_name = 'reward_model'
-    planned_as: ClassVar[str | None] = 'reward_model'
-
-    def __init__(self, config: RewardModelConfig) -> None:
-        self.config = config
 
     def records(self, data: SequenceOf[Any]) -> list[TokenizedLabelled]:
         records = of_kind(data, TokenizedLabelled)
@@ -184,6 +191,7 @@ class RewardModelTrainer(OfflineTrainer):
             every rank.
         reference_data: sequences whose mean score becomes 0, such as demonstrations; None takes the best answer to each
             training prompt.
+        options: `config`, `callbacks`, `tokenizer`, `run_dir` of `OfflineTrainer`, and fields of `RewardModelConfig`.
 
     Raises:
         ValueError: records of two kinds, a label that is neither success nor failure, margins without scores, or early
@@ -201,36 +209,12 @@ class RewardModelTrainer(OfflineTrainer):
         eval_data: SequenceOf[Any] | None = None,
         *,
         reference_data: SequenceOf[Sequence] | None = None,
-        config: RewardModelConfig | None = None,
-        callbacks: SequenceOf[Any] = (),
-        tokenizer: Any = None,
-        run_dir: str | Path | None = None,
-        **settings: Any,
+        **options: Any,
     ) -> None:
-        config = merged(RewardModelConfig, config, settings)
-        strategy, (model, optim) = prepared_by(strategy, (model, optim))
-        assert not isinstance(strategy, str)
-        if config.early_stopping_patience is not None:
-            if not eval_data:
-                raise ValueError('early_stopping_patience needs eval_data to measure on')
-            callbacks = [*callbacks, StopOnPlateau('rm/val_loss', mode='min', patience=config.early_stopping_patience)]
         is_labelled = len(train_data) > 0 and isinstance(train_data[0], TokenizedLabelled)
-        objective = LabelledObjective(config) if is_labelled else PairwiseObjective(config)
-        super().__init__(
-            strategy,
-            model,
-            optim,
-            objective,
-            train_data,
-            eval_data,
-            config=config,
-            callbacks=callbacks,
-            tokenizer=tokenizer,
-            run_dir=run_dir,
-        )
+        method = LABELLED if is_labelled else PAIRWISE
+        super().__init__(strategy, model, optim, train_data, eval_data, method=method, **options)
         self.reference_data = reference_data
-        if not any(map(objective.weight, self.train_data)):
-            raise ValueError('RewardModelTrainer: no record has two answers that differ')
 
     def fit(self) -> None:
         """As in the base; then calibrates, where that is asked for."""
@@ -282,3 +266,7 @@ def is_success(label: bool | int | float | str, positive_label: str | None = Non
     if text in _TRUE or text in _FALSE:
         return text in _TRUE
     raise ValueError(f'label {label!r} is neither a success nor a failure; say which one is with positive_label')
+
+
+PAIRWISE = Method(RewardModelConfig, PairwiseObjective)
+LABELLED = Method(RewardModelConfig, LabelledObjective)

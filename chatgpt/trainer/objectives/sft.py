@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -19,9 +18,8 @@ from chatgpt.functional.losses import next_token_loss
 from chatgpt.functional.masking import masked_sum
 from chatgpt.trainer.config import SFTConfig
 from chatgpt.trainer.metrics import Mean, Metrics
-from chatgpt.trainer.offline import Objective, OfflineTrainer, merged
+from chatgpt.trainer.offline import Method, Objective, OfflineTrainer
 from chatgpt.trainer.strategies.base import Strategy
-from chatgpt.trainer.strategies.named import prepared_by
 from chatgpt.types import Batch, Sequence
 
 
@@ -51,11 +49,8 @@ class SFTTrainer(OfflineTrainer):
     Metrics: `sft/loss` in nats per token, `sft/perplexity` = exp(loss), the same on `eval_data` as `sft/val_...`.
 
     Args:
-        strategy, model, optim: as prepared; or a strategy's name, such as 'ddp', and a model and optimizer that it
-            prepares here.
         train_data, eval_data: records, the same lists on every rank.
-        config: see `SFTConfig`; its fields are also accepted as keyword arguments.
-        callbacks, tokenizer, run_dir: see `Trainer`.
+        options: `config`, `callbacks`, `tokenizer`, `run_dir` of `OfflineTrainer`, and fields of `SFTConfig`.
     """
 
     def __init__(
@@ -65,24 +60,9 @@ class SFTTrainer(OfflineTrainer):
         optim: Optimizer,
         train_data: SequenceOf[Any],
         eval_data: SequenceOf[Any] | None = None,
-        *,
-        config: SFTConfig | None = None,
-        callbacks: SequenceOf[Any] = (),
-        tokenizer: Any = None,
-        run_dir: str | Path | None = None,
-        **settings: Any,
+        **options: Any,
     ) -> None:
-        strategy, (model, optim) = prepared_by(strategy, (model, optim))
-        assert not isinstance(strategy, str)
-        super().__init__(
-            strategy,
-            model,
-            optim,
-            SFTObjective(),
-            train_data,
-            eval_data,
-            config=merged(SFTConfig, config, settings),
-            callbacks=callbacks,
-            tokenizer=tokenizer,
-            run_dir=run_dir,
-        )
+        super().__init__(strategy, model, optim, train_data, eval_data, method=SFT, **options)
+
+
+SFT = Method(SFTConfig, lambda config: SFTObjective())

@@ -28,7 +28,7 @@ from chatgpt.checkpoint.layout import Piece, TensorReader
 from chatgpt.trainer.strategies import states
 from chatgpt.trainer.strategies.items import check_items, is_pair, rebuilt
 from chatgpt.trainer.strategies.memory import MemoryModel
-from chatgpt.trainer.strategies.offload import OffloadedWeights
+from chatgpt.trainer.strategies.offload import Offloaded, OffloadedWeights
 from chatgpt.trainer.strategies.pairs import Trained, open_saved
 from chatgpt.trainer.strategies.precision import LossScaler, Precision, cast_copy, check_precision, lora_merged
 from chatgpt.trainer.strategies.ranks import Ranks
@@ -91,7 +91,7 @@ class Strategy:
         self._trained: dict[int, Trained] = {}
         """id of the user's and of the prepared optimizer -> its pair"""
         self._keep: list[Any] = []  # objects whose ids are keys above must not be freed
-        self._offloaded: dict[int, OffloadedWeights] = {}
+        self._offloaded: dict[int, Offloaded] = {}
         """by id of the user's module"""
 
     # ------------------------------------------------------------------ processes: what `ranks` says
@@ -175,7 +175,7 @@ class Strategy:
         """Inside, a model given to `offload` is on the device; nothing for any other."""
         return self._offloaded.get(id(self.unwrap(model)), nullcontext())
 
-    def offloaded(self, module: nn.Module) -> OffloadedWeights | None:
+    def offloaded(self, module: nn.Module) -> Offloaded | None:
         """What moves a frozen module, None on a CPU; ValueError where it cannot be moved."""
         return None if self.device.type == 'cpu' else OffloadedWeights(module, self.device)
 

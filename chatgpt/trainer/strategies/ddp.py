@@ -9,17 +9,16 @@ called. Left out: overlap of the sum with the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from chatgpt.trainer.strategies.base import Trained
 from chatgpt.trainer.strategies.memory import MemoryModel
 from chatgpt.trainer.strategies.precision import Precision
-from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
+from chatgpt.trainer.strategies.processes import ProcessGroupStrategy, buckets
 
 BUCKET_BYTES = 32 << 20
 
@@ -51,13 +50,7 @@ class DDPStrategy(ProcessGroupStrategy):
 
     def setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
         model = super().setup_model(model, trained)
-        tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.numel()]
-        for bucket in buckets(tensors, self.bucket_bytes):
-            flat = torch.cat([t.reshape(-1) for t in bucket])
-            with self.ranks.whereabouts.waiting():
-                dist.broadcast(flat.view(torch.uint8), src=0)  # as bytes: not every backend knows every dtype
-            for tensor, values in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-                tensor.copy_(values.view(tensor.shape))
+        self.take_weights_of_rank_0(model, self.bucket_bytes)
         return model
 
     def reduce_gradients(self, pair: Trained) -> None:
@@ -79,18 +72,3 @@ class DDPStrategy(ProcessGroupStrategy):
                 dist.all_reduce(flat)
             for gradient, values in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 gradient.copy_(values.view(gradient.shape))
-
-
-def buckets(tensors: Iterable[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
-    """Neighbours of one dtype, up to `max_bytes` together; a larger tensor stands alone."""
-    bucket: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        num_bytes = tensor.numel() * tensor.element_size()
-        if bucket and (size + num_bytes > max_bytes or tensor.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += num_bytes
-    if bucket:
-        yield bucket

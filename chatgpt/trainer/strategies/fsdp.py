@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from chatgpt.checkpoint.layout import CheckpointMismatch, Piece, TensorReader
+from chatgpt.checkpoint.layout import Piece, TensorReader
 from chatgpt.trainer.strategies import states
 from chatgpt.trainer.strategies.base import lora_merged
 from chatgpt.trainer.strategies.memory import Layout, Memory, MemoryModel, ModelSize, gathered_copy
-from chatgpt.trainer.strategies.offload import OffloadedShards, OffloadedWeights
+from chatgpt.trainer.strategies.offload import Offloaded, OffloadedShards
 from chatgpt.trainer.strategies.precision import Precision
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
 from chatgpt.trainer.strategies.streaming import (
@@ -98,7 +98,7 @@ class FSDPStrategy(ProcessGroupStrategy):
     def model_init_context(self) -> AbstractContextManager[Any]:
         return torch.device('meta') if self.meta_init else nullcontext()
 
-    def offloaded(self, module: nn.Module) -> OffloadedWeights | None:
+    def offloaded(self, module: nn.Module) -> Offloaded | None:
         if self.cpu_offload:
             raise ValueError(
                 "offload='idle': with cpu_offload=True frozen models wait in host memory already; leave one of them out"
@@ -111,7 +111,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         skeleton = _with_parameters(model, {id(p): p.to('meta') for p in model.parameters()})
         stream = _initial_tensors(model)
         if stream is None:
-            self._same_weights(model)
+            self.take_weights_of_rank_0(model)
             model.to(torch.device('cpu') if self.cpu_offload else self.device)
             for owner in model.modules():  # buffers compute, and so never wait in host memory
                 for name, buffer in list(owner._buffers.items()):
@@ -148,13 +148,6 @@ class FSDPStrategy(ProcessGroupStrategy):
             raise ValueError(
                 f'{type(model).__name__}: nothing says what these parameters start as: {", ".join(missing[:5])}'
             )
-
-    def _same_weights(self, model: nn.Module) -> None:
-        """Every rank's shards come from rank 0's weights, one tensor at a time."""
-        for tensor in (*model.parameters(), *model.buffers()):
-            moved = tensor.detach().to(self.device)
-            torch.distributed.broadcast(moved, src=0)
-            tensor.detach().copy_(moved)
 
     def setup_optimizer(self, optimizer: Optimizer, model: nn.Module, names: list[list[str]]) -> Optimizer:
         if optimizer.state:
@@ -277,26 +270,7 @@ class FSDPStrategy(ProcessGroupStrategy):
     @torch.no_grad()
     def load_optimizer_pieces(self, optimizer: Optimizer, reader: TensorReader) -> None:
         pair = self.trained(optimizer)
-        parameters = dict(pair.named_parameters())
-        slots = states.slots_by_parameter(reader.names())
-        unexpected = sorted(set(slots) - set(parameters))
-        if unexpected:
-            raise CheckpointMismatch(
-                f'the optimizer state does not fit: unexpected parameters {", ".join(unexpected[:5])}'
-            )
-        pair.optimizer.state.clear()
-        for name, parameter in parameters.items():
-            for slot in slots.get(name, []):
-                stored = f'{name}/{slot}'
-                shape = tuple(reader.shape(stored))
-                if shape == ():
-                    pair.optimizer.state[parameter][slot] = reader.read(stored, 0, 1).reshape(()).clone()
-                    continue
-                if shape != tuple(parameter.shape):
-                    raise CheckpointMismatch(f'{stored}: checkpoint {shape}, parameter {tuple(parameter.shape)}')
-                state = torch.zeros_like(parameter, requires_grad=False)
-                _fill(reader, stored, state)
-                pair.optimizer.state[parameter][slot] = state
+        states.load_slots(pair.optimizer, dict(pair.named_parameters()), reader, fill=_fill)
 
     def close(self) -> None:
         self._skeletons.clear()

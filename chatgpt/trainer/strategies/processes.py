@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.trainer.strategies.gloo_exit import finish_gloo_at_exit
@@ -54,6 +54,21 @@ def _join(backend: str, timeout: timedelta) -> None:
     rank, world_size = (int(os.environ[name]) for name in ('RANK', 'WORLD_SIZE'))
     own = dist.PrefixStore(f'group/{next(joined)}', store)
     dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def buckets(tensors: Iterable[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
+    """Neighbours of one dtype, up to `max_bytes` together; a larger tensor stands alone."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if bucket and (size + num_bytes > max_bytes or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += num_bytes
+    if bucket:
+        yield bucket
 
 
 class ProcessGroup(Ranks):
@@ -191,3 +206,14 @@ class ProcessGroupStrategy(Strategy):
     @timeout_s.setter
     def timeout_s(self, seconds: float) -> None:
         self.ranks.timeout_s = seconds
+
+    @torch.no_grad()
+    def take_weights_of_rank_0(self, model: nn.Module, bucket_bytes: int = 0) -> None:
+        """Every rank's weights and buffers become rank 0's, `bucket_bytes` at a time, or one tensor at a time."""
+        tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if t.numel()]
+        for bucket in buckets(tensors, bucket_bytes):
+            flat = torch.cat([t.reshape(-1).to(self.device) for t in bucket])
+            with self.ranks.whereabouts.waiting():
+                dist.broadcast(flat.view(torch.uint8), src=0)  # as bytes: not every backend knows every dtype
+            for tensor, values in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                tensor.copy_(values.view(tensor.shape))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -151,8 +151,18 @@ def slot_device(optimizer: Optimizer, parameter: Tensor, shape: tuple[int, ...])
     return parameter.device if shape or group.get('fused') or group.get('capturable') else torch.device('cpu')
 
 
-def load_slots(optimizer: Optimizer, parameters: Mapping[str, Tensor], reader: TensorReader) -> None:
-    """Replace the optimizer's state by the reader's '<parameter>/<slot>' tensors. Checks all before it changes any."""
+Fill = Callable[[TensorReader, str, Tensor], None]
+
+
+def load_slots(
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], reader: TensorReader, fill: Fill | None = None
+) -> None:
+    """Replace the optimizer's state by the reader's '<parameter>/<slot>' tensors. Checks all before it changes any.
+
+    Args:
+        fill: of sharded parameters: reads this rank's part of a named tensor into one that is sharded alike. Every slot
+            is then a number or of its parameter's shape.
+    """
     slots = slots_by_parameter(reader.names())
     strange = _listed('unexpected', sorted(set(slots) - set(parameters)))
     if strange:
@@ -160,7 +170,8 @@ def load_slots(optimizer: Optimizer, parameters: Mapping[str, Tensor], reader: T
     for name, parameter in parameters.items():
         for slot in slots.get(name, []):
             shape = tuple(reader.shape(f'{name}/{slot}'))
-            if slot in _ELEMENTWISE and shape != tuple(parameter.shape):
+            elementwise = slot in _ELEMENTWISE if fill is None else shape != ()
+            if elementwise and shape != tuple(parameter.shape):
                 raise CheckpointMismatch(
                     f'{name}/{slot}: wrong shape: checkpoint {shape}, parameter {tuple(parameter.shape)}'
                 )
@@ -168,8 +179,13 @@ def load_slots(optimizer: Optimizer, parameters: Mapping[str, Tensor], reader: T
     for name, parameter in parameters.items():
         for slot in slots.get(name, []):
             shape = tuple(reader.shape(f'{name}/{slot}'))
-            value = reader.read(f'{name}/{slot}', 0, math.prod(shape)).reshape(shape)
-            optimizer.state[parameter][slot] = value.to(slot_device(optimizer, parameter, shape), copy=True)
+            if fill is not None and shape:
+                value = torch.zeros_like(parameter, requires_grad=False)
+                fill(reader, f'{name}/{slot}', value)
+            else:
+                value = reader.read(f'{name}/{slot}', 0, math.prod(shape)).reshape(shape)
+                value = value.to(slot_device(optimizer, parameter, shape), copy=True)
+            optimizer.state[parameter][slot] = value
 
 
 def slots_by_parameter(names: Iterable[str]) -> dict[str, list[str]]:

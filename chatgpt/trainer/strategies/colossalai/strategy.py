@@ -26,7 +26,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -46,7 +45,7 @@ from chatgpt.trainer.strategies.colossalai.states import (
     optimizer_pieces,
 )
 from chatgpt.trainer.strategies.memory import MemoryModel
-from chatgpt.trainer.strategies.offload import OffloadedWeights
+from chatgpt.trainer.strategies.offload import Offloaded
 from chatgpt.trainer.strategies.precision import Precision, lora_merged
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
 from chatgpt.trainer.strategies.streaming import StreamBlocks, mapped_copy, mapped_floats, streamed, streams
@@ -165,7 +164,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         if pair.scaler is not None:
             pair.scaler = UpstreamScaler(self._engine(optimizer).scaler)
 
-    def offloaded(self, module: nn.Module) -> OffloadedWeights | None:
+    def offloaded(self, module: nn.Module) -> Offloaded | None:
         if self.stage == 3:
             raise ValueError(
                 "offload='idle': Gemini places frozen weights itself; use placement_policy='cpu' or 'auto'"
@@ -187,7 +186,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         if fresh:
             tensors: Iterable[tuple[str, Tensor]] = _on_demand(model, optimizer)
         else:
-            self._same_on_all_ranks(model)
+            self.take_weights_of_rank_0(model)
             tensors = [(name, parameter.data) for name, parameter in model.named_parameters()]
         buffers = [
             (m, key, buffer.detach())
@@ -265,14 +264,6 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         needed = 16 * num_trained / self.world_size  # master, gradient and two moments in fp32
         tight = torch.tensor(float(needed > torch.cuda.mem_get_info(self.device)[0] / 2))
         return bool(self.all_reduce(tight, 'max'))
-
-    def _same_on_all_ranks(self, model: nn.Module) -> None:
-        """Every rank starts from rank 0's weights."""
-        if self.world_size > 1:
-            for tensor in (*model.parameters(), *model.buffers()):
-                values = tensor.detach().to(self.device, copy=True).contiguous()
-                dist.broadcast(values, src=0)
-                tensor.detach().copy_(values)
 
     def _check_optimizer(self, optimizer: Optimizer) -> None:
         if optimizer.state:

@@ -1,0 +1,120 @@
+"""What a reward is, as JSON, for telling whether a resumed run goes on with another one.
+
+Of a function: its name, and a checksum of its source, of the user's functions, classes and constants that it refers to,
+and of the values that it holds (arguments of a `partial`, attributes of an object, variables of a closure). Left out:
+what it reads elsewhere, such as a file or a service, and the weights of a reward model, of which only the folder is
+known.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sysconfig
+import types
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from chatgpt.experience.scorers import FunctionScorer, RewardModelScorer, Scorer, WeightedScorer
+
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ('stdlib', 'purelib', 'platlib')})
+
+
+def described(scorer: Scorer | None) -> Any:
+    """A scorer as JSON; equal for what scores alike, as far as can be seen without calling it."""
+    if isinstance(scorer, WeightedScorer):
+        return [[weight, described(inner)] for weight, inner in scorer.weighted]
+    if isinstance(scorer, RewardModelScorer):
+        config = getattr(getattr(scorer.model, 'model', None), 'config', None)
+        folder = getattr(config, 'name_or_path', '')
+        return f'{type(scorer).__name__}, {folder}' if folder else type(scorer).__name__
+    if not isinstance(scorer, FunctionScorer):
+        return type(scorer).__name__
+    parts = '\n'.join(_parts(scorer.fn, set()))
+    return f'{scorer.name}, source {zlib.crc32(parts.encode()):08x}' if parts else scorer.name
+
+
+def _parts(thing: Any, seen: set[int]) -> Iterator[str]:
+    """Sources and values behind a callable, each once, in an order that its code decides."""
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, functools.partial):
+        yield from _parts(thing.func, seen)
+        yield from _values({'args': thing.args, **thing.keywords}, seen)
+    elif inspect.ismethod(thing):
+        yield from _parts(thing.__func__, seen)
+        yield from _parts(thing.__self__, seen)
+    elif inspect.isfunction(thing):
+        yield _source(thing)
+        yield from _values(_referred(thing), seen)
+    elif isinstance(thing, type):
+        yield _source(thing)
+        for base in thing.__bases__:
+            if _is_of_a_user(base):
+                yield from _parts(base, seen)
+        for member in vars(thing).values():
+            if inspect.isfunction(member) and _is_of_a_user(thing):
+                yield from _values(_referred(member), seen)
+    elif not isinstance(thing, types.BuiltinFunctionType):
+        yield from _parts(type(thing), seen)
+        yield from _values(getattr(thing, '__dict__', {}), seen)
+
+
+def _referred(function: types.FunctionType) -> dict[str, Any]:
+    """What a function, with the lambdas and comprehensions inside it, takes from its module and its closure."""
+    codes, names = [function.__code__], set[str]()
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    found = {name: function.__globals__[name] for name in names if name in function.__globals__}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    return found
+
+
+def _values(values: Mapping[str, Any], seen: set[int]) -> Iterator[str]:
+    for name, value in sorted(values.items()):
+        if callable(value) and not inspect.isbuiltin(value):
+            if _is_of_a_user(value):
+                yield from _parts(value, seen)
+        elif (text := _plain(value)) is not None:
+            yield f'{name}={text}'
+
+
+def _plain(value: Any) -> str | None:
+    """Of a value whose text says what it is; of any other None, for an address in memory says nothing."""
+    if value is None or isinstance(value, (str, bytes, bool, int, float)):
+        return repr(value)
+    if isinstance(value, re.Pattern):
+        return f'{value.pattern!r}, {value.flags}'
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = [_plain(v) for v in value]
+        return str(sorted(map(str, items)) if isinstance(value, (set, frozenset)) else items)
+    if isinstance(value, Mapping):
+        return str(sorted((str(k), _plain(v)) for k, v in value.items()))
+    return None
+
+
+def _source(thing: Any) -> str:
+    try:
+        return inspect.getsource(thing)
+    except (OSError, TypeError):
+        return str(getattr(thing, '__qualname__', ''))
+
+
+def _is_of_a_user(thing: Any) -> bool:
+    """Whether it comes neither with Python, nor with this package or an installed one."""
+    if str(getattr(thing, '__module__', '')).partition('.')[0] == 'chatgpt':
+        return False
+    try:
+        file = inspect.getsourcefile(thing if inspect.isroutine(thing) or isinstance(thing, type) else type(thing))
+    except TypeError:
+        return False
+    return file is not None and not file.startswith(_INSTALLED)

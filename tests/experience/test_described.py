@@ -1,0 +1,79 @@
+"""Two rewards have one description where they score alike, as far as can be seen without calling them."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chatgpt.experience.described import described
+from chatgpt.experience.scorers import as_scorer
+from chatgpt.quickstart import as_reward
+from chatgpt.rewards import Pattern
+
+FILE = """
+WEIGHT = {weight}
+def h(text):
+    return {body}
+class Base:
+    def one(self, text):
+        return h(text)
+class Reward(Base):
+    def __init__(self, scale=1.0):
+        self.scale, self.calls = scale, object()
+    def __call__(self, prompts, responses):
+        return [self.scale * self.one(r) for r in responses]
+def score(prompts, responses):
+    return [WEIGHT * h(r) for r in responses]
+def scaled(prompts, responses, k):
+    return [k * h(r) for r in responses]
+def unused():
+    return {unused}
+"""
+
+
+def reward_file(path: Path, weight: float = 1.0, body: str = 'len(text)', unused: int = 0) -> Any:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(FILE.format(weight=weight, body=body, unused=unused))
+    spec = importlib.util.spec_from_file_location(f'{path.parent.name}_{path.stem}', path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where inspect looks for a class
+    spec.loader.exec_module(module)
+    return module
+
+
+def told(reward: Any) -> Any:
+    return described(as_scorer(reward))
+
+
+@pytest.mark.parametrize(
+    'reward',
+    [
+        lambda module: module.score,
+        lambda module: module.Reward(),
+        lambda module: functools.partial(module.scaled, k=1),
+        lambda module: as_reward(module.score),
+        lambda module: [(0.5, module.score), (1.0, module.Reward())],
+    ],
+)
+def test_a_helper_that_changes_is_seen_and_what_is_not_used_is_not(tmp_path, reward):
+    first = told(reward(reward_file(tmp_path / 'a' / 'r.py')))
+    assert told(reward(reward_file(tmp_path / 'b' / 'r.py', unused=1))) == first
+    assert told(reward(reward_file(tmp_path / 'c' / 'r.py', body='-len(text)'))) != first
+
+
+def test_constants_arguments_and_attributes_are_seen(tmp_path):
+    module = reward_file(tmp_path / 'a' / 'r.py')
+    assert told(module.score) != told(reward_file(tmp_path / 'b' / 'r.py', weight=2.0).score)
+    assert told(functools.partial(module.scaled, k=1)) != told(functools.partial(module.scaled, k=2))
+    assert told(module.Reward(1.0)) == told(module.Reward(1.0)) != told(module.Reward(2.0))
+    assert told(Pattern('a')) == told(Pattern('a')) != told(Pattern('b'))
+
+    def closed(k: float) -> Any:
+        return lambda prompts, responses: [k * len(r) for r in responses]
+
+    assert told(closed(1.0)) == told(closed(1.0)) != told(closed(2.0))
