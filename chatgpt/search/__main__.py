@@ -1,6 +1,6 @@
 """Try settings of a method: trials that Optuna proposes, each a run of its own, side by side.
 
-    python -m chatgpt.search sweep.yaml --jobs 2
+    python -m chatgpt sweep sweep.yaml --jobs 2
 
 The same command goes on where an earlier one was stopped. docs/sweep.md.
 """
@@ -14,7 +14,7 @@ from chatgpt.launch.arguments import Parser, run_main
 
 
 def parser() -> Parser:
-    out = Parser(prog='python -m chatgpt.search', description=__doc__)
+    out = Parser(prog='python -m chatgpt sweep', description=__doc__)
     out.add_argument('file', help='YAML, JSON or .conf: method, config, parameters, metric, direction, ...')
     out.add_argument('--jobs', type=int, default=1, metavar='N', help='trials at a time (default: 1)')
     out.add_argument(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from chatgpt.launch.__main__ import parse_args
 from chatgpt.launch.config_file import values_of
 from chatgpt.launch.config_values import flat, read_file
 from chatgpt.launch.runs import Run
@@ -43,8 +44,6 @@ LAUNCH = (
     'wait_s',
     'max_failures',
 )
-FIXED = ('method', 'config', 'parameters', 'metric', 'direction', 'seed', 'sampler')
-"""what a sweep that goes on cannot change"""
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,8 @@ class Sweep:
     pruner: Named
     launch: Mapping[str, Any]
     save_path: Path
-    given: Mapping[str, Any]
-    """as the file has it"""
+    given_parameters: Mapping[str, Any]
+    """as the file has them"""
 
     @property
     def run_class(self) -> type[Run]:
@@ -95,10 +94,18 @@ class Sweep:
 
     def fixed(self) -> dict[str, Any]:
         """What must be the same when the sweep goes on."""
-        return {name: self.config if name == 'config' else self.given.get(name) for name in FIXED}
+        return {
+            'method': self.method,
+            'config': self.config,
+            'parameters': self.given_parameters,
+            'metric': self.metric,
+            'direction': self.direction,
+            'seed': self.seed,
+            'sampler': {'name': self.sampler.name, **self.sampler.options},
+        }
 
 
-KEYS = tuple(f.name for f in fields(Sweep) if f.name != 'given')
+KEYS = tuple(f.name for f in fields(Sweep) if f.name != 'given_parameters')
 
 
 def read_sweep(path: str | Path, *, launcher: str | None = None) -> Sweep:
@@ -153,7 +160,7 @@ def _sweep(content: Mapping[str, Any], launcher: str | None) -> Sweep:
         pruner=_named('pruner', content.get('pruner', 'none'), PRUNERS),
         launch=launch,
         save_path=Path(str(content.get('save_path') or 'outputs/sweep')),
-        given=content,
+        given_parameters=content['parameters'],
     )
     size = len(sweep.grid()) if sweep.sampler.name == 'grid' else None
     sweep = replace(sweep, trials=min(sweep.trials or size or NUM_TRIALS, size or sweep.trials or NUM_TRIALS))
@@ -225,6 +232,8 @@ def check_runs(sweep: Sweep) -> None:
     Raises:
         ValueError: it does not; names the parameter.
     """
+    flags = [f'--{key}={value}' for key, value in sweep.launch.items()]
+    asked = parse_args([*flags, 'script']).num_workers  # where a flag is wrong this ends with one line too
     settings = list(flat(sweep.config))
     below = {key: value for _, key, value in settings}
     cls = sweep.run_class
@@ -243,6 +252,6 @@ def check_runs(sweep: Sweep) -> None:
                     meet(of_processes.get('num_training_workers'))
                 run = cls.from_dict(values)
                 run.fill_defaults()
-                run.validate(int(sweep.launch.get('num_workers', 1)))
+                run.validate(asked or of_processes.get('num_training_workers') or 1)
             except (ValueError, argparse.ArgumentTypeError) as error:
                 raise ValueError(f'a trial with {name}={value!r} cannot run: {error}') from None

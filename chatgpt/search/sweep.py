@@ -32,7 +32,7 @@ class Running:
     trial: Any
     process: TrialProcess
     slot: int
-    curve: dict[int, float] = field(default_factory=dict)
+    curve: dict[int, float | None] = field(default_factory=dict)
     pruned_at: int | None = None
 
 
@@ -153,24 +153,28 @@ class Loop:
             if step in running.curve:
                 continue
             running.curve[step] = value
-            if self.study.report(running.trial, value, step):
+            if value is not None and self.study.report(running.trial, value, step):
                 running.pruned_at = step
                 return
 
     def end(self, running: Running) -> None:
-        number, seconds = running.trial.number, running.process.seconds
-        metric, curve = self.sweep.metric, running.curve
+        number, process, metric = running.trial.number, running.process, self.sweep.metric
+        last = running.pruned_at or max(running.curve, default=0)
+        value, error = running.curve.get(last), ''
         if running.pruned_at is not None:
-            self.study.end(running.trial, 'pruned', seconds=seconds)
-            say(f'trial {number} pruned at step {running.pruned_at}: {metric} {curve[running.pruned_at]:.6g}')
-        elif running.process.process.returncode or not curve:
-            error = running.process.last_words() if running.process.process.returncode else f'it logged no {metric}'
-            self.study.end(running.trial, 'failed', seconds=seconds, error=error)
+            state = 'pruned'
+            say(f'trial {number} pruned at step {last}: {metric} {value:.6g}')
+        elif process.process.returncode or value is None:
+            state = 'failed'
+            if process.process.returncode:
+                error = process.last_words()
+            else:
+                error = f'{metric} is not finite at step {last}' if last else f'it logged no {metric}'
             say(f'trial {number} failed: {error} (output.log in its folder)')
         else:
-            value = curve[max(curve)]
-            self.study.end(running.trial, 'complete', value, seconds=seconds)
-            say(f'trial {number} complete: {metric} {value:.6g} in {seconds:.0f} s')
+            state = 'complete'
+            say(f'trial {number} complete: {metric} {value:.6g} in {process.seconds:.0f} s')
+        self.study.end(running.trial, state, value, seconds=process.seconds, error=error)
         write_table(self.sweep, self.study.rows())
 
     def stop_all(self, number: int) -> None:

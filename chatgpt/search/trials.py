@@ -98,8 +98,8 @@ class TrialProcess:
     def seconds(self) -> float:
         return time.monotonic() - self.started
 
-    def metrics(self) -> dict[int, float]:
-        """The metric by step, as far as it has come; a value that is not finite is left out.
+    def metrics(self) -> dict[int, float | None]:
+        """The metric by step, as far as it has come; None where it is not finite.
 
         Raises:
             ValueError: the run has no metric of that name; lists the nearest.
@@ -108,12 +108,12 @@ class TrialProcess:
             lines = read_jsonl(self.folder / METRICS)
         except FileNotFoundError:
             return {}
-        found = {}
+        found: dict[int, float | None] = {}
         for line in lines:
             step = line.pop('step')
             if self.metric in line and line[self.metric] is None:
-                continue
-            if (value := metric_value(line, self.metric)) is not None:
+                found[step] = None
+            elif (value := metric_value(line, self.metric)) is not None:
                 found[step] = value
         return found
 

@@ -13,7 +13,7 @@ import fcntl, json, math, os, signal, sys, time
 given = json.loads(sys.argv[1])
 folder, lr, number = given['folder'], given['parameters'].get('lr', 0.01), int(given['folder'][-4:])
 stop = []
-signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
+signal.signal(signal.SIGTERM, lambda *_: stop.extend([True] * (not given.get('stubborn'))))
 lock = open(folder + '/.lock', 'a')
 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 print('begins', given['again'], 'at', time.monotonic(), flush=True)
@@ -27,7 +27,8 @@ with open(folder + '/metrics.jsonl', 'a' if done else 'w') as file:
         if number in given.get('killed', []):
             os.kill(os.getpid(), signal.SIGKILL)
         value = (math.log10(lr) + 2) ** 2 + 1 / step
-        line = {'step': step, 'sft/loss': value, 'sft/accuracy': -value}
+        value = None if [number, step] == given.get('lost') else value
+        line = {'step': step, 'sft/loss': value, 'sft/accuracy': -(value or 0)}
         file.write(json.dumps(line) + chr(10))
         file.flush()
         waits_until = time.monotonic() + given.get('pause', {}).get(str(step), 0)

@@ -86,12 +86,13 @@ def test_a_grid_in_its_order(sweep_of):
 
 
 def test_a_crash_is_one_failed_trial_with_its_last_words(sweep_of, capsys):
-    sweep = sweep_of({'crash': [1], 'killed': [2]}, trials=4)
+    sweep = sweep_of({'crash': [1], 'killed': [2], 'lost': [3, 4]}, trials=5)
     assert run_sweep(sweep) == 0
     rows = table(sweep.save_path)
-    assert [row['state'] for row in rows] == ['complete', 'failed', 'failed', 'complete']
+    assert [row['state'] for row in rows] == ['complete', 'failed', 'failed', 'failed', 'complete']
     assert rows[1]['error'] == f'it broke at {float(rows[1]["lr"]):.3g}' and rows[1]['value'] == ''
     assert rows[2]['error'] == 'ended by SIGKILL'
+    assert rows[3]['error'] == 'sft/loss is not finite at step 4'
     said = capsys.readouterr().out
     assert f'trial 1 failed: {rows[1]["error"]} (output.log in its folder)' in said and 'error' in said
 
@@ -176,6 +177,29 @@ def test_a_signal_stops_all_and_the_next_call_goes_on_as_if_nothing_had_been(swe
     assert 'trial 0 goes on: lr=' in capsys.readouterr().out
     assert table(sweep.save_path) == table(whole.save_path)
     assert [json.loads(line)['step'] for line in first.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_a_second_signal_ends_trials_that_do_not_leave(sweep_of, capsys):
+    sweep = sweep_of({'pause': {'1': 30}, 'stubborn': True})
+    log = sweep.save_path / 'trial-0001' / 'metrics.jsonl'
+    first = signal_when(log.is_file)
+    second = signal_when(lambda: not first.is_alive() and time.sleep(0.5) is None)
+    assert run_sweep(sweep, jobs=2) == 130
+    second.join()
+    assert capsys.readouterr().out.splitlines()[-1] == 'stopped; the same command goes on with trial 0, 1'
+    for number in (0, 1):
+        claim_folder(sweep.save_path / f'trial-000{number}').release()
+
+
+def test_a_pruned_trial_that_does_not_leave_is_killed(sweep_of, monkeypatch):
+    monkeypatch.setattr('chatgpt.search.trials.STOP_S', 0.3)
+    pruner = {'name': 'median', 'n_startup_trials': 1}
+    behaviour = {'pause': {'1': 0.1, '2': 3}, 'stubborn': True}
+    sweep = sweep_of(behaviour, sampler='grid', parameters={'lr': [0.01, 0.1]}, pruner=pruner)
+    started = time.monotonic()
+    assert run_sweep(sweep) == 0
+    assert time.monotonic() - started < 6  # twice 3 s and more if it had been waited for
+    assert [row['state'] for row in table(sweep.save_path)] == ['complete', 'pruned']
 
 
 def test_a_second_call_has_nothing_left_to_do_and_a_longer_sweep_goes_on(sweep_of, tmp_path, capsys):
