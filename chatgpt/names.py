@@ -22,7 +22,7 @@ _STEP = 'of one optimizer step, all processes together'
 THEIRS: dict[str, tuple[Ours, ...]] = {
     # Hugging Face's Trainer and scripts
     'learning_rate': (Ours('lr'), Ours('', 'the learning rate is that of the optimizer that the trainer is given')),
-    'model_name_or_path': (Ours('pretrain'),),
+    'model_name_or_path': (Ours('pretrain'), Ours('model')),
     'tokenizer_name': (Ours('tokenizer'),),
     'output_dir': (Ours('save_path'), Ours('run_dir')),
     'dataset_name': (Ours('dataset'), Ours('prompt_path')),

@@ -12,6 +12,7 @@ is.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
@@ -21,14 +22,15 @@ import torch
 
 from chatgpt.dataset import load_demonstrations, load_preferences
 from chatgpt.launch.config_values import read_file
-from chatgpt.launch.inputs import Inputs
+from chatgpt.launch.destination import try_model_folder
+from chatgpt.launch.inputs import Inputs, within_context
 from chatgpt.launch.recipes import fit, make_trainer
 from chatgpt.launch.runs import CRITIC_STARTS, DataRun, PPORun, Run
 from chatgpt.names import hint
-from chatgpt.nn.loading import load_tokenizer
+from chatgpt.nn.loading import load_config, load_tokenizer
 from chatgpt.rewards.calling import made
 from chatgpt.rollout.sampling import generation_fields
-from chatgpt.trainer.callbacks import Evaluator
+from chatgpt.trainer.callbacks import Callback, Evaluator
 from chatgpt.trainer.config import PPOConfig, Settings, SFTConfig
 from chatgpt.trainer.objectives.ilql import BetaEvaluation, ILQLConfig, rewarded
 from chatgpt.trainer.objectives.pairs import DPOConfig
@@ -45,14 +47,14 @@ OWN: dict[str, dict[str, Any]] = {
         'eval_interval': 10,
     },
     'ilql': {'lr': 1e-5, 'eval_interval': 10, 'max_length': None},
-    'sft': {'lr': 1e-5, 'lora_rank': 0, 'eval_interval': 10, 'max_length': None},
-    'dpo': {'lr': 1e-5, 'lora_rank': 0, 'eval_interval': 10, 'max_length': None},
+    'sft': {'lr': 1e-5, 'lora_rank': 0, 'eval_interval': 10, 'max_length': None, 'skip_bad_records': False},
+    'dpo': {'lr': 1e-5, 'lora_rank': 0, 'eval_interval': 10, 'max_length': None, 'skip_bad_records': False},
 }
 """settings of this verb with their defaults, beside the trainer's own; `max_length` of PPO is the generation keyword"""
 
 
 def train(
-    model: Any,
+    model: Any = None,
     *,
     reward_fn: Callable[..., Any] | None = None,
     prompts: Any = None,
@@ -95,15 +97,22 @@ def train(
         strategy: a strategy, or one by name: naive, ddp, fsdp, ... (None is naive).
         run_dir: folder of the run: metrics, and checkpoints every quarter of an hour, at the end and when it fails.
         save_path: a new folder, where the trained model is written with its tokenizer, as
-            `trainer.save_pretrained(save_path)` does.
+            `trainer.save_pretrained(save_path)` does. Without a `run_dir`, the weights of a run that fails are written
+            to `<save_path>-cut-short`.
         **settings: fields of the trainer's config, generation keywords, and `lr`, `eval_interval`, `lora_rank` (not
             ILQL), `critic_lr`, `critic_from` ('actor', or 'reward_model', which holds where the reward is one) and
-            `num_timesteps` (PPO), `max_length` (tokens of a sample; with PPO of prompt and response).
+            `num_timesteps` (PPO), `max_length` (tokens of a sample, at most the model's context; with PPO of prompt and
+            response), `skip_bad_records` (SFT and DPO).
 
     Raises:
         ValueError: not exactly one kind of data, lists of different lengths, an unknown setting or a value out of
             range, something that belongs to `eval_prompts` without them; before any weight is loaded.
     """
+    if model is None:
+        raise ValueError(
+            'train: give the model first, as a hub name, a folder or a transformers model'
+            f'{next((hint(name, ["model"]) for name in settings if "model" in name), "")}'
+        )
     kind = _kind(reward_fn, prompts, samples, rewards, preferences)
     chosen = _read_config(config, kind) | settings
     _check_settings(kind, chosen)
@@ -121,8 +130,12 @@ def train(
     own = {name: chosen.pop(name, default) for name, default in OWN[kind].items()}
     if kind == 'ppo' and own['critic_from'] not in CRITIC_STARTS:
         raise ValueError(f'train: critic_from={own["critic_from"]!r} is not one of {", ".join(CRITIC_STARTS)}')
-    run, trainer_settings = _run(kind, own), _config_class(kind)(**_of_config(kind, chosen))
+    run = _run(kind, own)
+    trainer_settings, generation = _config_class(kind).split('train', None, chosen)
     trainer_settings.validate(getattr(strategy, 'world_size', 1))
+    model_config = load_config(model) if isinstance(model, (str, Path)) else model.config
+    if save_path is not None:
+        try_model_folder(Path(save_path), model_config)
     inputs = Inputs(
         run=run,
         settings=trainer_settings,
@@ -131,20 +144,43 @@ def train(
         run_dir=run_dir,
         callbacks=list(callbacks),
     )
-    generation = _generation(chosen, stop_sequences)
+    if stop_sequences:
+        generation['stop_strings'] = list(stop_sequences)
     if kind == 'ppo':
         inputs.train, inputs.reward, inputs.generation = prompts, as_reward(reward_fn), generation
     else:
-        inputs.train = _records(kind, samples, rewards, preferences, inputs.tokenizer, own['max_length'])
+        options = {'max_length': within_context('max_length', own['max_length'], model_config, 'the model')}
+        if 'skip_bad_records' in own:
+            options['skip_bad_records'] = own['skip_bad_records']
+        inputs.train = _records(kind, samples, rewards, preferences, inputs.tokenizer, options)
     if eval_prompts is not None:
         inputs.callbacks.append(
             _evaluator(kind, eval_prompts, inputs.tokenizer, metric_fn, own['eval_interval'], generation)
         )
+    if save_path is not None and run_dir is None:
+        inputs.callbacks.append(_KeepWeights(Path(save_path)))
     trainer = make_trainer(inputs, strategy)
     fit(inputs, trainer)
     if save_path is not None:
         trainer.save_pretrained(save_path)
     return trainer
+
+
+class _KeepWeights(Callback):
+    """Of a run that leaves no checkpoints: the weights that an exception leaves whole, beside the place of the trained
+    ones."""
+
+    def __init__(self, save_path: Path) -> None:
+        self.place = save_path.with_name(f'{save_path.name}-cut-short')
+
+    def on_exception(self, trainer: Any, error: BaseException) -> None:
+        failed_together = isinstance(error, Exception) and trainer.strategy.fails_together('keeping weights')
+        if failed_together and trainer.num_updates and not trainer.steps.within and not self.place.exists():
+            trainer.save_pretrained(self.place)
+            if trainer.strategy.is_rank_0:
+                print(
+                    f'the weights after the last optimizer step are kept in {self.place}', file=sys.stderr, flush=True
+                )
 
 
 def _kind(reward_fn: Any, prompts: Any, samples: Any, rewards: Any, preferences: Any) -> str:
@@ -220,7 +256,8 @@ def _check_settings(kind: str, chosen: Mapping[str, Any]) -> None:
     known = _known(kind)
     for name in chosen:
         if name not in known:
-            raise ValueError(f'train: {name!r} is not a setting of {kind}{hint(name, known)}')
+            names = [*known, *inspect.signature(train).parameters]
+            raise ValueError(f'train: {name!r} is not a setting of {kind}{hint(name, names)}')
 
 
 def _check_nothing_to_evaluate(
@@ -303,16 +340,6 @@ def as_metric(metric_fn: Callable[..., Any] | None) -> Callable[..., Any] | None
     return metric
 
 
-def _generation(chosen: Mapping[str, Any], stop_sequences: SequenceOf[str]) -> dict[str, Any]:
-    stop = {'stop_strings': list(stop_sequences)} if stop_sequences else {}
-    return {name: value for name, value in chosen.items() if name in generation_fields()} | stop
-
-
-def _of_config(kind: str, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    names = _config_class(kind).field_names()
-    return {k: v for k, v in chosen.items() if k in names}
-
-
 def _run(kind: str, own: Mapping[str, Any]) -> Run:
     """What is said of models and optimizers, as a command line's settings."""
     common = {'lr': own['lr'], 'lora_rank': own.get('lora_rank', 0)}
@@ -322,10 +349,12 @@ def _run(kind: str, own: Mapping[str, Any]) -> Run:
     return PPORun(critic_lr=own['critic_lr'], critic_from=own['critic_from'], **length, **common)
 
 
-def _records(kind: str, samples: Any, rewards: Any, preferences: Any, tokenizer: Any, max_length: int | None) -> Any:
+def _records(
+    kind: str, samples: Any, rewards: Any, preferences: Any, tokenizer: Any, options: Mapping[str, Any]
+) -> Any:
     if kind == 'dpo':
-        return load_preferences(preferences, tokenizer, max_length=max_length)[0]
-    sequences, _ = load_demonstrations(_texts(samples), tokenizer, max_length=max_length)
+        return load_preferences(preferences, tokenizer, **options)[0]
+    sequences, _ = load_demonstrations(_texts(samples), tokenizer, **options)
     return rewarded(sequences, list(rewards)) if kind == 'ilql' else sequences
 
 

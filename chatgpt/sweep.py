@@ -35,6 +35,11 @@ class Communicator(Protocol):
     def run_on_rank0(self, fn: Callable[[], Any]) -> Any: ...
 
 
+def gathered(strategy: Communicator, items: list[T], index: Callable[[T], int]) -> list[T]:
+    """The items of all ranks, ordered by their sample index, on every rank. A collective."""
+    return sorted((item for rank in strategy.all_gather_object(items) for item in rank), key=index)
+
+
 def cuts_of_own(strategy: Communicator, lengths: SequenceOf[int], max_tokens: int | None) -> list[list[int]]:
     """Micro-batches of a list that is this rank's alone, as positions; as many as on the rank with most. A
     collective."""

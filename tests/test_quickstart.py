@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import chatgpt
-from chatgpt.nn import GPTActor, ILQLModel
+from chatgpt.experience import RewardFunctionError
+from chatgpt.nn import AutoActor, GPTActor, ILQLModel
 from chatgpt.quickstart import as_metric, as_reward
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
@@ -385,3 +387,70 @@ def test_a_weighted_list_of_rewards_reaches_the_trainer(folder):
             train_batch_size=2,
         )
         assert [e.score for e in trainer.last_experiences] == [0.5, 0.5]
+
+
+# ---------------------------------------------------------------------- what is lost, and what is said before
+
+
+def fails_in_phase(number: int) -> Any:
+    calls = []
+
+    def reward(prompts: list[str], responses: list[str]) -> list[float]:
+        calls.append(0)
+        if len(calls) == number:
+            raise KeyError('no answer')
+        return [float(len(r)) for r in responses]
+
+    return reward
+
+
+def test_a_run_that_fails_without_a_run_dir_keeps_its_weights_or_says_that_it_has_none(folder, tmp_path, capfd):
+    options = PPO | QUIET | {'prompts': ['a', 'bc'], 'num_timesteps': 3, 'lr': 1e-3}
+    with pytest.raises(RewardFunctionError):
+        chatgpt.train(folder, reward_fn=fails_in_phase(2), save_path=tmp_path / 'model', **options)
+    told = capfd.readouterr().err
+    assert f'the weights after the last optimizer step are kept in {tmp_path}/model-cut-short' in told
+    assert not (tmp_path / 'model').exists()
+    kept, start = (AutoActor(pretrained=f).state_dict() for f in (tmp_path / 'model-cut-short', folder))
+    assert any(not torch.equal(kept[name], start[name]) for name in start)
+    with pytest.raises(RewardFunctionError):
+        chatgpt.train(folder, reward_fn=fails_in_phase(2), **options)
+    assert 'phase 2; it has no run_dir, so there is no checkpoint of it' in capfd.readouterr().err
+
+
+def test_the_place_of_the_model_is_tried_before_training(folder, tmp_path):
+    (tmp_path / 'file').touch()
+    reward = fails_in_phase(1)
+    for place, reason in ((tmp_path / 'file' / 'x', 'Not a directory'), (tmp_path / 'file', 'there already')):
+        with pytest.raises(ValueError, match=reason):
+            chatgpt.train(folder, reward_fn=reward, prompts=['a'], save_path=place)
+
+
+def test_samples_are_cut_to_the_models_context(folder):
+    with pytest.warns(UserWarning, match='1 of 2 records are longer than 48 tokens and were cut'):
+        trainer = chatgpt.train(folder, samples=['ab ' * 100, 'a b'], max_epochs=1, **QUIET)
+    assert max(r.num_tokens for r in trainer.train_data) == 48
+    with pytest.raises(ValueError, match='max_length=100 is beyond the context of the model, 48 tokens; give at most'):
+        chatgpt.train(folder, samples=['a', 'b'], max_length=100)
+
+
+def test_bad_rows_are_left_out_when_that_is_asked_for(folder):
+    rows = [{'prompt': 'a', 'chosen': 'b', 'rejected': 'c'}] * 2 + [{'prompt': 'a', 'chosen': 'b'}]
+    with pytest.raises(ValueError, match='skip_bad_records=True'):
+        chatgpt.train(folder, preferences=rows, max_epochs=1, **QUIET)
+    trainer = chatgpt.train(folder, preferences=rows, max_epochs=1, skip_bad_records=True, **QUIET)
+    assert len(trainer.train_data) == 2
+
+
+@pytest.mark.parametrize(
+    ('settings', 'said'),
+    [
+        ({'output_dir': 'x'}, "'output_dir' is not a setting of sft; here it is save_path"),
+        ({'report_to': 'wandb'}, "'report_to' is not a setting of sft; here it is callbacks, such as"),
+    ],
+)
+def test_other_systems_words_are_answered(folder, settings, said):
+    with pytest.raises(ValueError, match=said):
+        chatgpt.train(folder, samples=['a'], **settings)
+    with pytest.raises(ValueError, match='give the model first.*; here it is model'):
+        chatgpt.train(model_name_or_path=folder, samples=['a'])

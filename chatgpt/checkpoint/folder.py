@@ -19,8 +19,8 @@ from chatgpt.checkpoint.layout import MANIFEST, CheckpointError
 
 LOCK = '.lock'
 CUT_SHORT = 'cut-short'
-"""name of the checkpoint of a phase that an exception ended in its middle; it stands beside those of whole phases, and
-there is one"""
+"""Folder of the checkpoint written when an exception ends a phase midway. It stands beside step-N; there is at most
+one."""
 _STEP = re.compile(r'step-(\d{8,})')
 
 

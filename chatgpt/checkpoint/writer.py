@@ -100,9 +100,8 @@ class CheckpointWriter:
         """Write this rank's pieces, under names that begin with `prefix` ('actor/')."""
         group = prefix.strip('/').replace('/', '-') or 'tensors'
         try:
-            for (
-                piece
-            ) in pieces:  # goes on to the end after a failure to write: other ranks may be waiting in the iterator
+            # It goes on to the end after a failure to write: other ranks may be waiting in the iterator.
+            for piece in pieces:
                 self._attempt(functools.partial(self._add, prefix + piece.name, piece, group))
         except Exception as error:
             self.error = self.error or error

@@ -13,7 +13,6 @@ from chatgpt.dataset.loading import (
     load_labelled,
     load_preferences,
     split_examples,
-    stream_examples,
 )
 from chatgpt.dataset.prompts import PromptOrder, PromptSet, load_prompts
 from chatgpt.dataset.tokenize import (
@@ -50,7 +49,6 @@ __all__ = [
     'load_prompts',
     'pack',
     'split_examples',
-    'stream_examples',
     'tokenize_demonstration',
     'tokenize_labelled',
     'tokenize_preference',

@@ -79,7 +79,7 @@ class Labelled:
 
 
 def check_order(scores: Sequence[float]) -> None:
-    """Raises BadRecord for scores of answers, best first, of which one is higher than the one before it."""
+    """Answers are given best first. Raises BadRecord where a score is higher than the one before it."""
     if any(worse > better for better, worse in pairwise(scores)):
         raise BadRecord(
             f'scores {tuple(scores)} contradict the order of the answers, which is best first (chosen, then rejected); '

@@ -55,37 +55,6 @@ class Loaded(list[T], Generic[T]):
         """some went through the tokenizer's chat template"""
 
 
-class ExampleStream(Generic[T]):
-    """Examples one at a time, read anew at every pass; `num_skipped` counts the bad records of the latest pass."""
-
-    def __init__(self, start: Callable[[BadRecords], Iterator[T]], skip_bad_records: bool) -> None:
-        self._start, self._skip = start, skip_bad_records
-        self._bad = BadRecords(skip_bad_records)
-
-    @property
-    def num_skipped(self) -> int:
-        return self._bad.num_skipped
-
-    def __iter__(self) -> Iterator[T]:
-        self._bad = BadRecords(self._skip)
-        return self._start(self._bad)
-
-
-def stream_examples(
-    source: Any,
-    *,
-    kind: Kind | None = None,
-    columns: Mapping[str, str] | None = None,
-    skip_bad_records: bool = False,
-    split: str = 'train',
-    subset: str | None = None,
-    text_separator: str = '\n\n',
-) -> ExampleStream[Any]:
-    """As `load_examples`, but read while they are used: a hub data set over the network, a file as far as needed."""
-    where = {'split': split, 'subset': subset, 'text_separator': text_separator}
-    return ExampleStream(lambda bad: _examples(source, kind, columns, bad, streaming=True, **where), skip_bad_records)
-
-
 def left_out(data: Any) -> str:
     """What was skipped while `data` (a `Loaded` or a `PromptSet`) was read, as words to end a sentence with; empty for
     nothing."""
@@ -288,7 +257,7 @@ def _warn(bad: BadRecords, options: TokenizerOptions, count: int) -> None:
         warnings.warn(
             f'{len(places)} of {count} records are longer than {limit} tokens and were cut: the prompt loses its '
             f'beginning, then the response its end. The longest has {length} tokens ({where}). Raise max_length '
-            '(--max_len), or leave such records out',
+            "(--max_len) where the model's context allows it, or leave such records out",
             stacklevel=4,
         )
     if places := bad.noticed.get('equal'):

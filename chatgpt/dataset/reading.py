@@ -77,8 +77,8 @@ def read_records(
     """Records of a source, in order.
 
     source: a path (file; folder of files; folder written by `Dataset.save_to_disk`), a hub name, a `datasets` object,
-    or any
-        iterable of dicts, of strings (each becomes `{'text': ...}`) or of `Path`s. A file may carry a further `.gz`.
+        or any iterable of dicts, of strings (each becomes `{'text': ...}`) or of `Path`s. A file may carry a further
+        `.gz`.
     split, subset: which part of a hub data set or `DatasetDict`; elsewhere without effect.
     streaming: a hub data set is read over the network as it is needed, not downloaded first.
     text_separator: what stands between the pieces of a plain text file; blank lines by default, '\\n' makes each line a

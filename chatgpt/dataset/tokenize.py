@@ -64,8 +64,9 @@ class TokenizedPreference:
             check_order(self.scores)
 
     def ranks(self) -> list[int | None]:
-        """One per answer, 0 the best: two answers make a pair where they differ. Answers of equal score share a rank;
-        one whose very tokens stand before it has None and makes no pair, its place being the better one."""
+        """One per answer, 0 the best: two answers make a pair where they differ. Answers of equal score share a rank.
+        An answer that repeats an earlier one token for token gets None and makes no pair; the earlier one keeps the
+        better rank."""
         ranks: list[int | None] = []
         seen: set[tuple[int, ...]] = set()
         for place, response in enumerate(self.responses):
@@ -244,9 +245,8 @@ def _encode_pieces(
         ids = encode_after(so_far, all_ids, piece.text, tokenizer)
         counts = _turn_length(ids, end, tokenizer) if piece.trained else 0
         is_last = number == len(pieces) - 1
-        closed = (
-            piece.trained and end not in ids and (is_last or not templated)
-        )  # a template's own turns stay as it writes them
+        # A template's own turns stay as it writes them.
+        closed = piece.trained and end not in ids and (is_last or not templated)
         if closed:
             ids = [*ids[:counts], end]
             counts = len(ids)

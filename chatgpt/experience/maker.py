@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,10 @@ from chatgpt.batching import collate
 from chatgpt.experience.scorers import Score, Scorer, WeightedScorer, combine
 from chatgpt.experience.shaping import ScoreShaper
 from chatgpt.functional.advantages import token_rewards
-from chatgpt.functional.kl import kl_full, kl_penalty
+from chatgpt.functional.kl import KLKind, kl_full, kl_penalty
 from chatgpt.functional.masking import whiten
-from chatgpt.sweep import Communicator, cuts_of_own, sweep
+from chatgpt.sweep import Communicator, cuts_of_own, gathered, sweep
 from chatgpt.types import Batch, Experience, Sample
-
-KLKind = Literal['k1', 'k2', 'k3', 'abs', 'full']
 
 
 @dataclass(kw_only=True)
@@ -116,8 +114,7 @@ class ExperienceMaker:
                 scores = self.scorer.score(samples, self.strategy)
         local = [_start(sample, score, parts) for sample, score, parts in zip(samples, scores, apart, strict=True)]
         self._run_models(local, settings)
-        gathered = self.strategy.all_gather_object(local) if self.strategy.world_size > 1 else [local]
-        experiences = sorted((e for rank in gathered for e in rank), key=lambda e: e.index)
+        experiences = gathered(self.strategy, local, lambda e: e.index)
         self._fill_rewards(experiences, kl_coef)
         self.estimate(experiences)
         return experiences
@@ -186,7 +183,8 @@ class ExperienceMaker:
 
 
 def _start(sample: Sample, score: Score, parts: list[tuple[float, Score]]) -> Experience:
-    """A record with the sample's fields, its score and what it is the sum of, and zeros where models will write."""
+    """An Experience with the sample's fields, its score and the score's parts, and zeros where model outputs will
+    go."""
     dense = score if isinstance(score, Tensor) else None
     zeros = torch.zeros(sample.num_actions)
     return Experience(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from chatgpt.batching import collate
 from chatgpt.dataset.tokenize import begin_ids, encode, encode_after
 from chatgpt.rewards.calling import awaited, made, one_each, place_of, told
-from chatgpt.sweep import Communicator, cuts_of_own, sweep
+from chatgpt.sweep import Communicator, cuts_of_own, gathered, sweep
 from chatgpt.types import Sample, Sequence
 
 Score = float | Tensor
@@ -54,8 +54,7 @@ class RewardModelScorer:
         tokenizer: the reward model's tokenizer when it differs from the policy's. Then texts, not ids, are handed over:
             prompt and response are joined and tokenized again for the reward model only, by the rules of its training
             data (`chatgpt.dataset.tokenize`): no special token but a begin token where the tokenizer adds one, and the
-                end token of a
-            response that ended.
+            end token of a response that ended.
         max_tokens_per_batch: padded tokens of one forward; None puts all of a rank's samples in one.
         max_length: longest sequence the reward model takes; longer ones lose tokens on the left. Only with `tokenizer`.
         packing: leave padding out where the model can.
@@ -171,10 +170,9 @@ class FunctionScorer:
             raise RewardValueError(f'{error}; it is defined {place_of(self.fn)}') from None
 
     def score(self, samples: list[Sample], strategy: Communicator) -> list[Score]:
-        everyone = strategy.all_gather_object(samples)
-        flat = sorted((s for rank in everyone for s in rank), key=lambda s: s.index)
-        scores: list[Score] = strategy.run_on_rank0(lambda: self._checked(flat))
-        by_index = {s.index: score for s, score in zip(flat, scores, strict=True)}
+        everyone = gathered(strategy, samples, lambda s: s.index)
+        scores: list[Score] = strategy.run_on_rank0(lambda: self._checked(everyone))
+        by_index = {s.index: score for s, score in zip(everyone, scores, strict=True)}
         return [by_index[s.index] for s in samples]
 
 

@@ -4,8 +4,8 @@ Order, each step optional: scale or normalise by running moments, clip to ±c, r
 subtract a length penalty. Everything is computed from the scores of all ranks, in sample order, so world size cannot
 enter.
 
-Dense scores (one per token) are shaped so that their sum becomes what one score of the same sum would: factors act on
-every token, and what is added or replaced is paid once, at the last token that counts.
+Dense scores (one per token) are shaped so that their sum equals what one score of that sum would become: factors
+multiply every token; amounts added or replaced are paid once, at the last token that counts.
 """
 
 from __future__ import annotations

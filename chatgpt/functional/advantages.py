@@ -5,13 +5,13 @@ over sequences by elementwise operations only, so a sequence's numbers are the s
 
 Masks: a token whose mask is False (tool output inside a response) is no step. The next token that counts is the
 successor of the one before; rewards and values at such tokens are never read, advantages and returns there are 0.
-`masks=None` means that all count.
 
 Two sorts of estimator: over the tokens of a response (`gae`, `a2c`, `reinforce_pp`, `reinforce_pp_baseline`) and over
 the responses to one prompt, one number per response (`grpo`, `dr_grpo`, `rloo`, `gdpo`), which `spread` puts on its
 tokens.
 
-Left out: KL estimates (`kl.py`), scaling and clipping of scores, which estimator a run uses.
+Left out: KL estimates (`kl.py`), scaling and clipping of scores, which estimator a run uses, and whitening over a phase
+(`masking.whiten`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from chatgpt.functional.masking import Reduce, segment_count, segment_mean, segment_sum, whiten
+from chatgpt.functional.masking import segment_count, segment_mean, segment_sum
 
 Lists = Sequence[Tensor]
 
@@ -58,7 +58,7 @@ def token_rewards(
 
 
 def gae(
-    rewards: Lists, values: Lists, masks: Lists | None = None, *, gamma: float = 1.0, lam: float = 0.95
+    rewards: Lists, values: Lists, masks: Lists, *, gamma: float = 1.0, lam: float = 0.95
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Generalised advantage estimation.
 
@@ -75,7 +75,6 @@ def gae(
     Returns:
         advantages and returns, per sequence (A,).
     """
-    masks = _all_count(rewards) if masks is None else masks
     _check_lists('values', rewards, values)
     _check_lists('masks', rewards, masks)
     if not rewards:
@@ -93,10 +92,9 @@ def gae(
     return _cut(advantages, rewards), _cut(returns, rewards)
 
 
-def monte_carlo_returns(rewards: Lists, masks: Lists | None = None, *, gamma: float = 1.0) -> list[Tensor]:
+def monte_carlo_returns(rewards: Lists, masks: Lists, *, gamma: float = 1.0) -> list[Tensor]:
     """R[t] = r[t] + γ R[t+1] over the tokens that count, 0 after the last (Williams 1992; Sutton & Barto 2018, equation
     3.9)."""
-    masks = _all_count(rewards) if masks is None else masks
     _check_lists('masks', rewards, masks)
     if not rewards:
         return []
@@ -109,15 +107,12 @@ def monte_carlo_returns(rewards: Lists, masks: Lists | None = None, *, gamma: fl
     return _cut(returns, rewards)
 
 
-def a2c(
-    rewards: Lists, values: Lists, masks: Lists | None = None, *, gamma: float = 1.0
-) -> tuple[list[Tensor], list[Tensor]]:
+def a2c(rewards: Lists, values: Lists, masks: Lists, *, gamma: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
     """A[t] = R[t] − V[t] with Monte-Carlo returns: advantage actor-critic whose steps reach to the end of the response.
 
     Source: Mnih et al. 2016, section 4 and algorithm S3. Equals `gae` with λ = 1. Returns advantages and returns.
     """
     _check_lists('values', rewards, values)
-    masks = _all_count(rewards) if masks is None else masks
     returns = monte_carlo_returns(rewards, masks, gamma=gamma)
     advantages = [
         torch.where(m, ret - v, torch.zeros_like(ret)) for ret, v, m in zip(returns, values, masks, strict=True)
@@ -156,10 +151,9 @@ def dr_grpo(scores: Tensor, groups: Tensor) -> Tensor:
 def rloo(scores: Tensor, groups: Tensor) -> Tensor:
     """score − mean of the other scores in the group, (M,).
 
-    Source: REINFORCE leave-one-out, Kool et al. 2019; for language models Ahmadian et al. 2024, "Back to Basics",
-    section
-    2. The paper's score is already KL-penalised: pass score − β · (sum of kl over the response). Arguments as in
-       `grpo`.
+    Source: REINFORCE leave-one-out, Kool et al. 2019; for language models section 2 of "Back to Basics", Ahmadian et
+    al. 2024. The paper's score is already KL-penalised: pass score − β · (sum of kl over the response). Arguments as in
+    `grpo`.
 
     Raises:
         ValueError: a group with one response, which has no others.
@@ -224,51 +218,35 @@ def spread(per_sequence: Tensor, masks: Lists) -> list[Tensor]:
     return [torch.where(m, number, torch.zeros_like(number)) for number, m in zip(per_sequence, masks, strict=True)]
 
 
-def reinforce_pp(
-    rewards: Lists,
-    masks: Lists | None = None,
-    *,
-    gamma: float = 1.0,
-    whiten_all: bool = True,
-    reduce: Reduce | None = None,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """REINFORCE++: discounted returns of the KL-penalised token rewards, whitened over all tokens of the phase.
+def reinforce_pp(rewards: Lists, masks: Lists, *, gamma: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
+    """REINFORCE++: discounted returns of the KL-penalised token rewards, which are the advantages too, still to be
+    whitened over all tokens of the phase.
 
     Source: Hu 2025, "REINFORCE++", arXiv 2501.03262. No critic and no groups.
 
     Args:
         rewards: per sequence (A,), as `token_rewards` makes them.
-        whiten_all: False leaves the whitening to the caller.
-        reduce: sums over ranks, when each holds a part of the phase.
+        masks: per sequence (A,) bool.
 
     Returns:
         advantages and returns, per sequence (A,).
     """
-    masks = _all_count(rewards) if masks is None else masks
     returns = monte_carlo_returns(rewards, masks, gamma=gamma)
-    return (_whitened(returns, masks, reduce) if whiten_all else [r.clone() for r in returns]), returns
+    return [r.clone() for r in returns], returns
 
 
 def reinforce_pp_baseline(
-    scores: Tensor,
-    groups: Tensor,
-    masks: Lists,
-    *,
-    penalties: Lists | None = None,
-    gamma: float = 1.0,
-    whiten_all: bool = True,
-    reduce: Reduce | None = None,
+    scores: Tensor, groups: Tensor, masks: Lists, *, gamma: float = 1.0
 ) -> tuple[list[Tensor], list[Tensor]]:
     """REINFORCE++ with a baseline: the group mean is subtracted from the score, then as `reinforce_pp`.
 
-    The std is that of all tokens of the phase, not of the group. Source: Hu 2025, arXiv 2501.03262, the variant for
-    several responses per prompt; there the KL is a loss of its own, here it may also be in the reward.
+    The std of the whitening is that of all tokens of the phase, not of the group. Source: Hu 2025, arXiv 2501.03262,
+    the variant for several responses per prompt; there the KL is a loss of its own, here it may also be in the score.
 
     Args:
         scores: (M,) one per response.
         groups: (M,) int64.
         masks: per sequence (A,) bool.
-        penalties: per sequence (A,), rewards without the score (−β · kl), or None.
 
     Returns:
         advantages and returns, per sequence (A,).
@@ -276,11 +254,9 @@ def reinforce_pp_baseline(
     centred = dr_grpo(scores, groups)
     if len(centred) != len(masks):
         raise ValueError(f'one score per sequence is needed; got {len(centred)} for {len(masks)} masks')
-    if penalties is None:
-        penalties = [torch.zeros(len(m), dtype=centred.dtype, device=centred.device) for m in masks]
-    _check_lists('penalties', masks, penalties)
-    rewards = [token_rewards(p, -1.0, c, m) for p, c, m in zip(penalties, centred, masks, strict=True)]
-    return reinforce_pp(rewards, masks, gamma=gamma, whiten_all=whiten_all, reduce=reduce)
+    no_kl = [centred.new_zeros(len(m)) for m in masks]
+    rewards = [token_rewards(kl, 0.0, c, m) for kl, c, m in zip(no_kl, centred, masks, strict=True)]
+    return reinforce_pp(rewards, masks, gamma=gamma)
 
 
 def _centred(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -294,20 +270,6 @@ def _centred(scores: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     num_groups = int(index.max()) + 1 if len(index) else 0
     mean = segment_mean(wide, index, num_groups)
     return wide - mean[index], index, segment_count(index, num_groups)
-
-
-def _whitened(lists: Lists, masks: Lists, reduce: Reduce | None) -> list[Tensor]:
-    if not lists:
-        # A rank without sequences still has to take part in the reduction.
-        flat, mask = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
-    else:
-        flat, mask = torch.cat(list(lists)), torch.cat(list(masks))
-    whitened = whiten(flat, mask, reduce=reduce)
-    return [part.clone() for part in whitened.split([len(x) for x in lists])] if lists else []
-
-
-def _all_count(like: Lists) -> list[Tensor]:
-    return [torch.ones_like(x, dtype=torch.bool) for x in like]
 
 
 def _time_first(lists: Lists) -> Tensor:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chatgpt.functional.kl import MAX_LOG_RATIO, kl_penalty
-from chatgpt.functional.masking import Reduce, masked_sum, masked_var, segment_count, segment_mean, segment_sum
+from chatgpt.functional.masking import masked_sum, masked_var, segment_count, segment_mean, segment_sum
 
 Aggregation = Literal['token', 'sequence', 'sequence_sum']
 
@@ -245,9 +245,9 @@ def ranked_pairs(groups: Tensor, ranks: Tensor) -> RankedPairs:
 def importance_weighted(estimate: Tensor, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """ρ · estimate with ρ = exp(logprobs − old_logprobs), per token; the gradient goes through both.
 
-    A KL estimator is an expectation under the policy that learns, its tokens were drawn by the one that collected: ρ
-    makes the value unbiased, and the gradient of ρ · k3 is that of the KL, which the gradient of k3 alone is not.
-    Source: DeepSeek-V3.2, arXiv 2512.02556, section 3.1, "Unbiased KL estimate"; TRL's `use_bias_correction_kl`.
+    KL estimators assume tokens drawn from the policy being trained; these came from π_old. The weight ρ removes that
+    bias, and makes the gradient of ρ · k3 the gradient of the KL, which that of k3 alone is not. Source: DeepSeek-V3.2,
+    arXiv 2512.02556, section 3.1, "Unbiased KL estimate"; TRL's `use_bias_correction_kl`.
 
     Args:
         estimate: (N,) or any shape, as `kl_penalty` gives it.
@@ -314,11 +314,11 @@ def policy_stats(
     )
 
 
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> Tensor:
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """1 − Var(R − V) / Var(R) over the tokens that count: 1 is perfect, 0 no better than a constant; 0 where R does not
     vary."""
-    total = masked_var(returns.double(), mask, unbiased=False, reduce=reduce)
-    rest = masked_var(returns.double() - values.double(), mask, unbiased=False, reduce=reduce)
+    total = masked_var(returns.double(), mask, unbiased=False)
+    rest = masked_var(returns.double() - values.double(), mask, unbiased=False)
     safe = torch.where(total > 0, total, torch.ones_like(total))
     return torch.where(total > 0, 1.0 - rest / safe, torch.zeros_like(total))
 

@@ -1,71 +1,52 @@
 """Sums, means, variances and whitening over the tokens that count, and sums per sequence.
 
-Every statistic takes an optional `reduce`: a function that sums a tensor over ranks (for example a strategy's
-all-reduce). With it, a mean or a variance is that of the tokens of all ranks, whatever each of them holds. A result
-made with `reduce` must be treated as a constant: gradients do not flow through the other ranks.
-
 Sums are accumulated in float64, so that neither the order nor the cut of a batch shows in a float32 result. Values
 where the mask is False are never read: they may be NaN or infinite.
 
-Left out: losses (`losses.aggregate` divides by counts), and who reduces.
+Left out: losses (`losses.aggregate` divides by counts), and sums over ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-Reduce = Callable[[Tensor], Tensor]
-"""sums a tensor over ranks and returns it on every rank"""
 
-
-def masked_sum(x: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> Tensor:
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     """Sum of x where mask is True; 0 where nothing counts.
 
     Args:
         x: any shape, floating point.
         mask: same shape, bool, True = counts.
-        reduce: sums over ranks.
 
     Returns:
-        scalar of x's dtype. Differentiable when `reduce` is None.
+        scalar of x's dtype. Differentiable.
 
     Raises:
         ValueError: the mask is not bool, or its shape is not that of x.
     """
     _check(x, mask)
-    total = _kept(x, mask).sum()
-    return (reduce(total) if reduce else total).to(x.dtype)
+    return _kept(x, mask).sum().to(x.dtype)
 
 
-def masked_mean(x: Tensor, mask: Tensor, *, reduce: Reduce | None = None) -> Tensor:
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     """Mean of x where mask is True, scalar of x's dtype; 0 where nothing counts. Arguments as in `masked_sum`."""
     _check(x, mask)
-    return _moments(x, mask, reduce)[1].to(x.dtype)
+    return _moments(x, mask)[1].to(x.dtype)
 
 
-def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True, reduce: Reduce | None = None) -> Tensor:
+def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
     """Variance of x where mask is True, scalar of x's dtype, in two passes: Σ (x − mean)² / (n − 1), or / n when not
     `unbiased`.
 
     0 for no or one token that counts. Arguments as in `masked_sum`.
     """
     _check(x, mask)
-    count, mean = _moments(x, mask, reduce)
-    return _variance(x, mask, count, mean, unbiased, reduce).to(x.dtype)
+    count, mean = _moments(x, mask)
+    return _variance(x, mask, count, mean, unbiased).to(x.dtype)
 
 
-def whiten(
-    x: Tensor,
-    mask: Tensor,
-    *,
-    shift_mean: bool = True,
-    unbiased: bool = True,
-    eps: float = 1e-8,
-    reduce: Reduce | None = None,
-) -> Tensor:
+def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, unbiased: bool = True, eps: float = 1e-8) -> Tensor:
     """(x − mean) / sqrt(var + eps) over the tokens that count; with `shift_mean=False` x / sqrt(var + eps).
 
     Advantages are shifted and scaled, rewards only scaled: a shift of the rewards would pay for every further token
@@ -76,15 +57,14 @@ def whiten(
         x: any shape, floating point.
         mask: same shape, bool, True = counts.
         shift_mean: True subtracts the mean. False leaves the sign of every value as it is.
-        reduce: sums over ranks.
 
     Returns:
         x's shape and dtype, 0 where the mask is False. A constant, a single token included, has no scale and is not
         divided: it becomes 0 with `shift_mean` and stays itself without.
     """
     _check(x, mask)
-    count, mean = _moments(x, mask, reduce)
-    var = _variance(x, mask, count, mean, unbiased, reduce)
+    count, mean = _moments(x, mask)
+    var = _variance(x, mask, count, mean, unbiased)
     # Equal values leave rounding errors of relative size 1e-7 in fp32; dividing by those would make noise of them.
     constant = var <= 1e-12 * mean.square()
     scale = torch.where(constant, torch.ones_like(var), (var + eps).rsqrt())
@@ -148,17 +128,13 @@ def _kept(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, wide, torch.zeros_like(wide))
 
 
-def _moments(x: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[Tensor, Tensor]:
+def _moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Count and mean, as wide scalars."""
     total = _kept(x, mask).sum()
-    sums = torch.stack([mask.sum().to(total.dtype), total])
-    if reduce:
-        sums = reduce(sums)
-    return sums[0], sums[1] / sums[0].clamp_min(1)
+    count = mask.sum().to(total.dtype)
+    return count, total / count.clamp_min(1)
 
 
-def _variance(x: Tensor, mask: Tensor, count: Tensor, mean: Tensor, unbiased: bool, reduce: Reduce | None) -> Tensor:
+def _variance(x: Tensor, mask: Tensor, count: Tensor, mean: Tensor, unbiased: bool) -> Tensor:
     squares = (torch.where(mask, x.to(mean.dtype), mean) - mean).square().sum()
-    if reduce:
-        squares = reduce(squares)
     return squares / (count - 1 if unbiased else count).clamp_min(1)

@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chatgpt.functional.masking import Reduce
-
 
 def dpo_margin(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> Tensor:
     """(log π(y_w) − log π_ref(y_w)) − (log π(y_l) − log π_ref(y_l)), from sums of log-probs, all (B,)."""
@@ -65,23 +63,6 @@ def hinge_loss(margin: Tensor, *, beta: float = 0.1) -> Tensor:
     return torch.relu(1.0 - beta * margin)
 
 
-def kto_reference_point(log_ratios: Tensor, *, reduce: Reduce | None = None) -> Tensor:
-    """z0 = max(0, mean of log π(y') − log π_ref(y')) over mismatched responses y': a constant that estimates KL(π ||
-    π_ref).
-
-    y' is the response to another prompt of the batch. Source: KTO, Ethayarajh et al. 2024, section 4.
-
-    Args:
-        log_ratios: (B,) of this micro-batch or rank.
-        reduce: sums over ranks.
-    """
-    values = log_ratios.detach().double()
-    sums = torch.stack([values.sum(), torch.ones_like(values).sum()])
-    if reduce:
-        sums = reduce(sums)
-    return (sums[0] / sums[1].clamp_min(1)).clamp_min(0).to(log_ratios.dtype)
-
-
 def kto_loss(
     log_ratios: Tensor,
     desirable_mask: Tensor,
@@ -99,7 +80,8 @@ def kto_loss(
     Args:
         log_ratios: (B,) r, from sums of log-probs.
         desirable_mask: (B,) bool, True = desirable.
-        reference_point: z0, see `kto_reference_point`.
+        reference_point: z0 = max(0, mean of log π(y') − log π_ref(y')) over responses y' to other prompts of the batch,
+            a constant that estimates KL(π || π_ref).
     """
     _check_beta(beta)
     if desirable_mask.dtype != torch.bool:

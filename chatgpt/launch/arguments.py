@@ -276,8 +276,8 @@ def _short_warnings() -> Iterator[None]:
 
 
 def _is_explained(error: Exception, main: Callable[[], Any]) -> bool:
-    """Whether the error's text says all that its reader needs: one of this package's own, or an error of the kinds
-    below raised by it."""
+    """Whether the message alone is enough: an error class of this package, or one of the kinds below raised inside
+    it."""
     if type(error).__module__.startswith('chatgpt.'):
         return True
     if os.environ.get('RANK', '0') != '0' and str(error).startswith(

@@ -76,7 +76,8 @@ def _translated(
     if key in names:
         return key, value
     for field, (name, weights) in PAIRS.items() if ppo else ():
-        if key == weights and value is None:  # the name as it is: the one beside it, or the one that is overridden
+        # No weights given: take the model name beside this key, or the one in the file that this overrides.
+        if key == weights and value is None:
             stands_by_itself = known.keys().isdisjoint((name, field))
             return (field, below.get(name)) if stands_by_itself else (None, None)
         if key == name and known.get(weights) is not None:  # whose folder says the family itself

@@ -86,11 +86,19 @@ def check_destination(run: Run, config: Any, name: str) -> None:
         ValueError: one cannot be made or written, or has no room for the whole model.
     """
     check_run_folder(run.save_path)
+    try_model_folder(final_folder(run, name), config, trust_remote_code=run.trust_remote_code)
+
+
+def try_model_folder(place: Path, config: Any, *, trust_remote_code: bool = False) -> None:
+    """Find out on rank 0 whether a model of `config` can be written to a folder. Nothing new is left there.
+
+    Raises:
+        ValueError: it cannot be made or written, or has no room for the whole model.
+    """
     if os.environ.get('RANK', '0') != '0':
         return
-    place = final_folder(run, name)
     _try_to_write(place)
-    needed = _bytes_of(config, run.trust_remote_code)
+    needed = _bytes_of(config, trust_remote_code)
     free = shutil.disk_usage(next(p for p in (place.absolute(), *place.absolute().parents) if p.is_dir())).free
     if free < needed:
         raise ValueError(
@@ -127,5 +135,5 @@ def _bytes_of(config: Any, trust_remote_code: bool) -> int:
         with torch.device('meta'):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except Exception:
-        return 0  # such as an encoder's: loading it says what is wrong, or that nothing is
+        return 0  # not buildable as a causal LM, for example an encoder; loading it will report any error
     return sum(4 * p.numel() for p in model.parameters())

@@ -7,6 +7,7 @@ Everything that can be wrong is found here, before any weight is loaded. Left ou
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from chatgpt.dataset.formats import shown_format
 from chatgpt.dataset.loading import left_out
 from chatgpt.dataset.prompts import load_prompts
 from chatgpt.dataset.reading import BadRecords, read_records
-from chatgpt.dataset.tokenize import check_tokenizer
+from chatgpt.dataset.tokenize import TokenizedPreference, check_tokenizer
 from chatgpt.launch.arguments import check_reward_function, load_function, world_size_from_env
 from chatgpt.launch.destination import check_resume
 from chatgpt.launch.rollouts import check_rollout_args
@@ -130,6 +131,21 @@ def context_of(config: Any) -> int | None:
     """Most tokens of one sequence by a model's config; None where it sets no limit."""
     config = config.get_text_config() if hasattr(config, 'get_text_config') else config
     return getattr(config, 'max_position_embeddings', None) or getattr(config, 'n_positions', None)
+
+
+def within_context(name: str, asked: int | None, config: Any, model: Any, *, default: int | None = None) -> int | None:
+    """Most tokens of a sequence: what is asked for; else `default`, and at most the model's context.
+
+    Raises:
+        ValueError: what is asked for is beyond the context.
+    """
+    limit = context_of(config)
+    if limit is not None and asked is not None and asked > limit:
+        raise ValueError(
+            f'{name}={asked} is beyond the context of {model}, {limit} tokens; give at most {limit}, or leave it out'
+        )
+    known = [n for n in (default if asked is None else asked, limit) if n is not None]
+    return min(known, default=None)
 
 
 # ---------------------------------------------------------------------- PPO
@@ -275,13 +291,8 @@ def _reading_options(run: DataRun, inputs: Inputs) -> dict[str, Any]:
     Without `max_len` sequences are cut to the model's context where that is less than 512. Raises ValueError where
     `max_len` is beyond it.
     """
-    limit = context_of(inputs.config)
-    if limit is not None and run.max_len is not None and run.max_len > limit:
-        raise ValueError(
-            f'max_len={run.max_len} is beyond the context of {run.pretrain or "the embedded model"}, {limit} tokens; '
-            f'give at most {limit}, or leave it out'
-        )
-    run.max_len = run.max_tokens if limit is None else min(run.max_tokens, limit)
+    model = run.pretrain or 'the embedded model'
+    run.max_len = within_context('max_len', run.max_len, inputs.config, model, default=run.max_tokens)
     percentage = run.validation_percentage if run.dataset else run.validation_percentage or 5.0
     return {
         'max_length': run.max_len,
@@ -294,10 +305,28 @@ def _reading_options(run: DataRun, inputs: Inputs) -> dict[str, Any]:
 
 def _take(inputs: Inputs, train: Any, validation: Any) -> None:
     inputs.train, inputs.validation = train, validation
+    trained = set(map(_tokens_of, train))
+    shared = sum(_tokens_of(record) in trained for record in validation)
+    if inputs.run.validation_file and shared and shared == len(validation):
+        raise ValueError(
+            f'validation_file={inputs.run.validation_file}: all of its {shared} records are training data; give '
+            'others, or --validation_percentage'
+        )
+    if shared and inputs.run.data_source():
+        warnings.warn(
+            f'{shared} of {len(validation)} eval records are in the training data too, and say nothing of other data',
+            stacklevel=2,
+        )
     inputs.notes = [_chat_format(inputs.tokenizer)] if train.has_turns else []
     inputs.notes.append(
         f'{len(train)} examples to learn from{left_out(train)}, {len(validation)} to evaluate on{left_out(validation)}'
     )
+
+
+def _tokens_of(record: Any) -> tuple[Any, ...]:
+    """What tells two records apart: prompt and responses, as ids."""
+    sequences = record.sequences() if isinstance(record, TokenizedPreference) else [getattr(record, 'sequence', record)]
+    return tuple((*s.prompt_ids.tolist(), -1, *s.response_ids.tolist()) for s in sequences)
 
 
 def _check_labels(source: Any, labels: Iterable[Any], positive_label: str | None) -> None:

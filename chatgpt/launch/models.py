@@ -23,7 +23,7 @@ from chatgpt.trainer.objectives.sft import SFTTrainer
 from chatgpt.trainer.strategies import NaiveStrategy
 
 NUM_STORIES = 1600
-"""that the embedded model learns its language from, twice"""
+"""stories that the embedded model is trained on, for two epochs"""
 
 
 def build_model(inputs: Inputs, kind: str, **options: Any) -> Any:

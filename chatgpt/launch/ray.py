@@ -165,9 +165,8 @@ def join(address: str, ray: Any) -> None:
     with stderr_aside() as said:
         try:
             ray.init(address=address, log_to_driver=False, logging_level='ERROR', **options)
-        except (
-            Exception
-        ) as error:  # ConnectionError, RuntimeError, ValueError, ray's own: its kind depends on how far it came
+        # ConnectionError, RuntimeError, ValueError, ray's own: its kind depends on how far it came.
+        except Exception as error:
             said.seek(0)
             kind = NoCluster if is_no_cluster(error) else ValueError
             raise kind(explained(address, error, said.read().decode(errors='replace'))) from None
@@ -245,8 +244,8 @@ class Group:
             if not ray.wait([ready], timeout=launch.wait_s)[0]:
                 raise ValueError(
                     f'{launch} fit the Ray cluster, but for {launch.wait_s:g} s others have used it '
-                    f'({amounts(ray.available_resources())} '
-                    'free now); wait for them (ray status shows what runs), raise --wait_s, or ask for less'
+                    f'({amounts(ray.available_resources())} free now); wait for them (ray status shows what runs), '
+                    'raise --wait_s, or ask for less'
                 )
         where = self._nodes_of_bundles()
         nodes = {n['NodeID']: n for n in ray.nodes()}
@@ -280,9 +279,8 @@ class Group:
                     rank.found = found
             except self.ray.exceptions.RayError as error:
                 raise GroupLost(f'a worker could not be started: {" ".join(str(error).split())[:1000]}') from None
-        if any(
-            self._nodes_of_bundles().get(r.bundle) != r.node['NodeID'] for r in self.ranks
-        ):  # Ray has moved them meanwhile
+        # Ray moves the workers of a node that dies.
+        if any(self._nodes_of_bundles().get(r.bundle) != r.node['NodeID'] for r in self.ranks):
             raise GroupLost('a node has died while its workers were started')
         for rank in self.ranks:
             check_node(rank.address, rank.found, os.path.dirname(token))
@@ -311,9 +309,8 @@ class Group:
                         self._show()
                         continue
                     end = self._end(reference, waiting.pop(reference))
-                    if end.code != 0 and (
-                        first is None or (end.died and not first.died)
-                    ):  # complaints may come before the news of a death
+                    # Complaints may come before the news of a death.
+                    if end.code != 0 and (first is None or (end.died and not first.died)):
                         first = end
                         if self.signalled is None:
                             deadline = min(deadline, time.monotonic() + (0 if end.died else GRACE_S))
@@ -363,9 +360,8 @@ class Group:
             return f'{where} was lost: {end.tail}'
         if end.code < 0:
             return f'{where} was ended by {signal.Signals(-end.code).name}'
-        said = (
-            f', its last words:\n{end.tail.rstrip()}\n' if end.rank and end.tail else ''
-        )  # rank 0's are on the screen
+        # Rank 0's are on the screen.
+        said = f', its last words:\n{end.tail.rstrip()}\n' if end.rank and end.tail else ''
         return f'{where} ended with exit code {end.code}{said}'
 
     def _variables(self, rank: Rank) -> dict[str, str]:

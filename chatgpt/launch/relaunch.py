@@ -19,8 +19,8 @@ MISTAKE = 2
 """exit code of a script that was called wrongly (`run_main`, argparse, python itself): the same call would fail
 again"""
 TOLD = 'CHATGPT_LAUNCH_TOLD'
-"""names a file that a rank leaves when it has said what went wrong, for the other ranks, which would say the same; one
-per restart"""
+"""Variable with the path of a file. The rank that reports an error creates it, so that the others do not print the
+same; one file per restart."""
 
 
 def was_told() -> bool:

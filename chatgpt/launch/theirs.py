@@ -1,5 +1,5 @@
-"""What llm-on-ray's configs say and no setting here says by itself, in our words: how many workers, how long, how large
-a batch.
+"""llm-on-ray's settings without a single counterpart here (workers, length of training, batch per worker), translated
+into ours.
 
 Other names for the same thing are in `chatgpt.names`. Left out: where the words come from (`config_file`), and the
 launchers, which look for the workers themselves (`config_values.peek`).

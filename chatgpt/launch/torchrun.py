@@ -88,9 +88,8 @@ def run_on_torchrun(launch: TorchrunLaunch) -> None:
     """
     command = launch.command()
     os.environ.setdefault('TORCH_DISABLE_SHARE_RDZV_TCP_STORE', '1')
-    if (
-        launch.cpus_per_worker is not None or launch.num_workers > launch.num_nodes
-    ):  # torchrun would say this in four lines
+    # Otherwise torchrun sets it to 1 itself, and says so in four lines.
+    if launch.cpus_per_worker is not None or launch.num_workers > launch.num_nodes:
         os.environ.setdefault('OMP_NUM_THREADS', str(max(1, int(launch.cpus_per_worker or 1))))
     root = Path(chatgpt.__file__).resolve().parents[1]
     if 'site-packages' not in root.parts:

@@ -26,7 +26,7 @@ from chatgpt.nn.ilql import ILQLModel
 from chatgpt.nn.loading import load_base_model, load_causal_lm, load_config, load_tokenizer
 from chatgpt.nn.output import PolicyOutput
 from chatgpt.nn.reward_model import RewardModel
-from chatgpt.nn.sources import WeightsSource, initial_tensors, read_source_tensors
+from chatgpt.nn.sources import WeightsSource, initial_tensors
 
 __all__ = [
     'GPTRM',
@@ -59,6 +59,5 @@ __all__ = [
     'load_config',
     'load_tokenizer',
     'mlp_head',
-    'read_source_tensors',
     'reward_head',
 ]

@@ -140,7 +140,7 @@ class Actor(TakesModel, nn.Module):
             logits = self.head(states)
             entropy = entropy_of(logits, temperature) if with_entropy else None
             return PolicyOutput(logprobs_of(logits, batch.action_ids, temperature), entropy, values, logits)
-        vocab = text_config(self.model).vocab_size
+        vocab = text_config(self.model.config).vocab_size
         logprobs, entropy = chunked_logprobs(
             states, self.head, batch.action_ids, temperature=temperature, with_entropy=with_entropy, vocab_size=vocab
         )

@@ -217,9 +217,8 @@ def _parts(model: PreTrainedModel, num_blocks: int) -> _Parts:
         blocks = _get(base, layout.blocks)
         parent_path, _, norm_name = layout.norm.rpartition('.')
         norm_parent = _get(base, parent_path) if parent_path else base
-        if isinstance(blocks, nn.ModuleList) and hasattr(
-            norm_parent, norm_name
-        ):  # None in an OPT that normalises after its blocks
+        # An OPT that normalises after its blocks has the name, with None.
+        if isinstance(blocks, nn.ModuleList) and hasattr(norm_parent, norm_name):
             break
     else:
         raise ValueError(f'num_layers_unfrozen: {type(model).__name__} is not supported; supported are {SUPPORTED}')

@@ -68,7 +68,7 @@ class ILQLModel(Actor):
 
     def __init__(self, model: nn.Module, *, two_qs: bool = True) -> None:
         super().__init__(model)
-        width, vocab = hidden_size(model), text_config(model).vocab_size
+        width, vocab = hidden_size(model), text_config(model.config).vocab_size
         self.v_head = mlp_head(width)
         self.q_heads = nn.ModuleList(q_head(width, vocab) for _ in range(2 if two_qs else 1))
         self.target_q_heads = deepcopy(self.q_heads).requires_grad_(False)
@@ -77,7 +77,7 @@ class ILQLModel(Actor):
     def forward(self, batch: Batch, **_: Any) -> ILQLOutput:  # type: ignore[override]
         """Everything that the losses need, from one pass through the trunk; no (N, V) table outlives its chunk."""
         states = flat_hidden(base_model(self.model), batch)[batch.action_index]
-        vocab = text_config(self.model).vocab_size
+        vocab = text_config(self.model.config).vocab_size
         logprobs = chunked_logprobs(states, super().head, batch.action_ids, vocab_size=vocab)[0]
         chunk = rows_per_chunk(states, self.q_heads[0], vocab)
 

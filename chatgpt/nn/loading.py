@@ -68,9 +68,8 @@ def checked_path(pretrained: Any) -> str:
 
 def _explained(what: str, name: str, error: Exception) -> ValueError:
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    reason = (
-        ' '.join(' '.join(lines).split()) if lines[0].rstrip().endswith(':') else lines[0]
-    )  # a list follows a colon
+    # A list follows a colon.
+    reason = ' '.join(' '.join(lines).split()) if lines[0].rstrip().endswith(':') else lines[0]
     where = 'folder' if Path(name).is_dir() else 'hub name (there is no such folder)'
     return ValueError(f'cannot load {what} from the {where} {name!r}: {reason}')
 

@@ -95,7 +95,7 @@ def packs(model: nn.Module) -> bool:
 
 def window_of(model: nn.Module) -> int | None:
     """The attention window of a model with such layers; a batch longer than it runs padded."""
-    config = text_config(model)
+    config = text_config(model.config)
     kinds = getattr(config, 'layer_types', None)
     if getattr(config, 'use_sliding_window', True) is False or (kinds and 'sliding_attention' not in kinds):
         return None
@@ -248,7 +248,7 @@ def enable_packing(model: nn.Module) -> bool:
 
 
 def _can_by_form(model: nn.Module) -> bool:
-    config = text_config(model)
+    config = text_config(model.config)
     kinds = set(getattr(config, 'layer_types', None) or ['full_attention'])
     parameters = inspect.signature(type(model).forward).parameters.values()
     return (
@@ -269,7 +269,7 @@ def _agrees(model: nn.Module) -> bool:
         with in_eval_mode(model):
             device, width = next(model.parameters()).device, max(CHECK_LENGTHS)
             ids = torch.arange(len(CHECK_LENGTHS) * width, device=device).view(-1, width) * 7919 + 13
-            ids = ids % text_config(model).vocab_size
+            ids = ids % text_config(model.config).vocab_size
             positions = torch.arange(width, device=device).expand_as(ids)
             packing = packing_of(CHECK_LENGTHS, width)
             assert packing is not None

@@ -145,20 +145,6 @@ def read_source_tensor(source: WeightsSource, name: str) -> Tensor:
     return tensor
 
 
-def read_source_tensors(source: WeightsSource) -> Iterator[tuple[str, Tensor]]:
-    """(name, CPU tensor) of every tensor in a pretrained source's files, one at a time, names and dtypes as stored.
-
-    Raises ValueError for a source that has no files.
-    """
-    if source.kind != 'pretrained':
-        raise ValueError(
-            'read_source_tensors: the model was made from a config, so it has no files; use initial_tensors'
-        )
-    files = _TensorFiles(source)
-    for name in files.where:
-        yield name, files.get(name)
-
-
 # --- filling --------------------------------------------------------------------------------------------------------
 
 
@@ -193,7 +179,7 @@ def _children_first(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Modu
     yield name, module
 
 
-class _Filler:
+class _Materializer:
     """Gives the meta tensors of a model their numbers, unit by unit."""
 
     def __init__(self, model: PreTrainedModel, source: WeightsSource) -> None:
@@ -266,9 +252,8 @@ class _Filler:
         """Let the memory of the unit's tensors go."""
         for _, module in unit.modules:
             for name, parameter in module._parameters.items():
-                if (
-                    parameter is not None and not parameter.is_meta
-                ):  # the very one it had, so that tied weights stay tied
+                # The very one it had, so that tied weights stay tied.
+                if parameter is not None and not parameter.is_meta:
                     module._parameters[name] = self.metas[id(parameter)]
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -315,9 +300,9 @@ def reset_adapter(layer: Any, seed: int, name: str) -> None:
 
 def fill_model(model: PreTrainedModel, source: WeightsSource) -> None:
     """Give a model on the meta device its numbers, on the CPU, in place. Tied weights stay tied."""
-    filler = _Filler(model, source)
+    materializer = _Materializer(model, source)
     for unit in _units(model):
-        filler.fill(unit)
+        materializer.fill(unit)
     model.tie_weights()
 
 
@@ -396,13 +381,13 @@ def _stream(model: PreTrainedModel, source: WeightsSource, renamed: dict[str, st
     def wanted(name: str) -> Iterator[str]:
         return (new + name.removeprefix(old) for old, new in renamed.items() if name.startswith(old))
 
-    filler = _Filler(model, source)
+    materializer = _Materializer(model, source)
     for unit in _units(model):
         if any(f'{unit.name}.'.startswith(old) for old in renamed):
-            for name, tensor in filler.fill(unit):
+            for name, tensor in materializer.fill(unit):
                 for new_name in wanted(name):
                     yield new_name, tensor.detach()
-            filler.release(unit)
+            materializer.release(unit)
 
 
 def _branch(branch: Any, names: dict[nn.Module, str]) -> _Named:

@@ -39,22 +39,22 @@ def base_model(model: nn.Module) -> nn.Module:
 
 def hidden_size(model: nn.Module) -> int:
     """Width of the last hidden state (OPT-350m projects to `word_embed_proj_dim`)."""
-    config = text_config(model)
+    config = text_config(model.config)
     for name in ('word_embed_proj_dim', 'hidden_size', 'n_embd', 'd_model'):
         if getattr(config, name, None) is not None:
             return int(getattr(config, name))
     raise ValueError(f'cannot tell the hidden size of {type(model).__name__}: its config has no hidden_size')
 
 
-def text_config(model: nn.Module) -> Any:
-    config: Any = model.config
+def text_config(config: Any) -> Any:
+    """Of a model of texts and images the part about texts; any other config is that itself."""
     return config.get_text_config() if hasattr(config, 'get_text_config') else config
 
 
 def looks_ahead(model: nn.Module) -> bool:
     """Whether a token's hidden state depends on later tokens: an encoder, or a decoder type told to attend both
     ways."""
-    config = text_config(model)
+    config = text_config(model.config)
     if getattr(config, 'is_causal', None) is False or getattr(config, 'use_bidirectional_attention', None) in (
         True,
         'all',
@@ -66,13 +66,13 @@ def looks_ahead(model: nn.Module) -> bool:
 
 def needs_mask(model: nn.Module) -> bool:
     """Whether a right-padded batch needs its attention mask: unless the model is known to be causal."""
-    config = text_config(model)
+    config = text_config(model.config)
     custom = 'AutoModelForCausalLM' in (getattr(config, 'auto_map', None) or {})
     return looks_ahead(model) or not (custom or config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    return bool(getattr(text_config(model), 'is_encoder_decoder', False))
+    return bool(getattr(text_config(model.config), 'is_encoder_decoder', False))
 
 
 @cache

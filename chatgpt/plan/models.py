@@ -192,8 +192,8 @@ def cast(model: nn.Module, setup: Setup) -> nn.Module:
 def learning_bytes(kind: str, config: Any, setup: Setup, rows: int, *, keep_gradients: bool) -> int:
     """Peak of forward and backward of one micro-batch.
 
-    keep_gradients: with the parameters' own gradients, which grow as activations shrink; otherwise each is gone once it
-    is whole, as where it is sharded over ranks, or where it was there before.
+    keep_gradients: the parameters' gradients stay, and grow as activations are freed. Otherwise each is dropped when
+    complete: it is sharded, or its memory is counted already.
     """
     batch = batch_of(rows, setup.max_prompt_tokens, setup.max_new_tokens)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from chatgpt.nn.trunk import text_config
 from chatgpt.rollout.sampling import SamplingParams
 from chatgpt.types import FinishReason, Prompt, Sample
 
@@ -128,12 +129,6 @@ def check_prompts(
     return limits
 
 
-def model_config(actor: Any) -> Any:
-    """The configuration of the text model inside an actor."""
-    config = actor.model.config
-    return config.get_text_config() if hasattr(config, 'get_text_config') else config
-
-
 @dataclass(frozen=True)
 class Call:
     """The arguments of `RolloutEngine.generate`, groups filled in."""
@@ -231,7 +226,7 @@ class InProcessEngine(ABC):
         if self._actor is None:
             raise ValueError(f'{type(self).__name__}.generate: no actor; call begin(actor) first')
         call = Call.of(prompts, sampling, seed, indices, groups)
-        limits = self.check(model_config(self._actor), call)
+        limits = self.check(text_config(self._actor.model.config), call)
         return self.answer(call, limits) if prompts else []
 
     def check(self, config: Any, call: Call) -> list[int]:

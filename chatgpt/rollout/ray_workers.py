@@ -159,9 +159,8 @@ class RayWorkers:
             where = self.ray.get(handle.place) if started else 'an actor that has not started'
             raise WorkerDied(f'no answer within {self.timeout_s:g} s from {where}') from None
         except exceptions.RayTaskError as error:
-            if isinstance(
-                error.cause, (exceptions.ObjectLostError, exceptions.RayActorError)
-            ):  # a node that held what it needed is gone
+            # A node that held what it needed is gone.
+            if isinstance(error.cause, (exceptions.ObjectLostError, exceptions.RayActorError)):
                 raise WorkerDied(_reason(error.cause)) from None
             raise error.cause or error from error
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from chatgpt.nn.dropout import in_eval_mode
-from chatgpt.rollout.engine import Call, model_config
+from chatgpt.nn.trunk import text_config
+from chatgpt.rollout.engine import Call
 from chatgpt.rollout.randomness import sample_keys, uniforms
 from chatgpt.rollout.sampling import SamplingParams, TokenSampler
 from chatgpt.types import Prompt
@@ -32,7 +33,7 @@ def stream_tokens(
     Raises:
         ValueError: an empty prompt, no room for a response, or more tokens than the model has positions.
     """
-    (limit,) = Call([Prompt(ids=prompt_ids)], sampling, seed, [index], [index]).limits(model_config(actor))
+    (limit,) = Call([Prompt(ids=prompt_ids)], sampling, seed, [index], [index]).limits(text_config(actor.model.config))
     with in_eval_mode(actor):
         yield from _decode(actor, prompt_ids, sampling, limit, seed, index)
 

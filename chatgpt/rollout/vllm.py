@@ -75,9 +75,8 @@ class VLLMEngine(InProcessEngine):
             'seed': 0,
             **options,
         }
-        if (
-            int(os.environ.get('WORLD_SIZE', '1')) > 1
-        ):  # every rank has an engine of its own, within the run's process group
+        # Every rank has an engine of its own, within the run's process group.
+        if int(os.environ.get('WORLD_SIZE', '1')) > 1:
             self.settings.setdefault('distributed_executor_backend', 'external_launcher')
         self._llm: Any = None
 

@@ -13,7 +13,6 @@ import multiprocessing.forkserver
 import os
 import pickle
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -87,8 +86,8 @@ def run_distributed(
     """
     import torch.multiprocessing as mp
 
-    with tempfile.TemporaryDirectory(prefix='run-distributed-') as folder, _start_method(fresh) as method:
-        job = (_variables(), world_size, free_port(), folder, init_group, fn, args)
+    with tempfile.TemporaryDirectory(prefix='run-distributed-') as folder, start_method(fresh) as method:
+        job = (own_variables(), world_size, free_port(), folder, init_group, fn, args)
         context = mp.start_processes(_child, job, nprocs=world_size, join=False, start_method=method)
         assert context is not None
         end = time.monotonic() + timeout_s
@@ -97,61 +96,17 @@ def run_distributed(
                 if time.monotonic() > end:
                     raise TimeoutError(f'{fn.__name__} on {world_size} processes did not end within {timeout_s} s')
         finally:
-            _end(context.processes)
+            end_all(context.processes)
         return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(world_size)]
 
 
-def run_source(text: str, world_size: int = 2, timeout_s: float = 90.0) -> list[tuple[int, str]]:
-    """`text` as a script on every rank; each rank's exit code and output. The interpreter's own start and end are left
-    out."""
-    with tempfile.TemporaryDirectory(prefix='run-source-') as folder, _start_method() as method:
-        job, context = (_variables(), world_size, free_port(), folder, text), multiprocessing.get_context(method)
-        ranks = [context.Process(target=_source_child, args=(rank, *job)) for rank in range(world_size)]  # type: ignore[attr-defined]
-        end = time.monotonic() + timeout_s
-        try:
-            for rank in ranks:
-                rank.start()
-            for rank in ranks:
-                rank.join(timeout=max(end - time.monotonic(), 0.0))
-            if any(rank.is_alive() for rank in ranks):
-                raise TimeoutError(f'the script on {world_size} processes did not end within {timeout_s} s')
-        finally:
-            _end(ranks)
-        return [(rank.exitcode, (Path(folder) / str(number)).read_text()) for number, rank in enumerate(ranks)]
-
-
-def run_script(
-    arguments: Sequence[str], world_size: int = 2, timeout_s: float = 90.0, folder: str | Path | None = None
-) -> list[tuple[int, str]]:
-    """`python ARGUMENTS` on every rank, from its first import to the interpreter's end; each rank's exit code and
-    output."""
-    port, children = free_port(), []
-    paths = os.pathsep.join(path for path in (str(Path(__file__).parents[2]), os.environ.get('PYTHONPATH')) if path)
-    for rank in range(world_size):
-        variables = {**os.environ, **_THREADS, **torchrun_environment(rank, world_size, port), 'PYTHONPATH': paths}
-        child = subprocess.Popen(
-            [sys.executable, *arguments],
-            env=variables,
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        children.append(child)
-    try:
-        texts = [child.communicate(timeout=timeout_s)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    return [(child.returncode, text) for child, text in zip(children, texts, strict=True)]
-
-
-def _variables() -> dict[str, str]:
+def own_variables() -> dict[str, str]:
+    """This process's environment, with one thread for each rank."""
     return {**os.environ, **_THREADS}
 
 
 @contextmanager
-def _start_method(fresh: bool = False) -> Iterator[str]:
+def start_method(fresh: bool = False) -> Iterator[str]:
     """How to start ranks, with the server running if they come from it.
 
     A fork of a process that has used a GPU cannot use it, and macOS does not forgive a fork: there each rank is a new
@@ -170,14 +125,16 @@ def _start_method(fresh: bool = False) -> Iterator[str]:
         yield 'forkserver'
 
 
-def _end(processes: Sequence[Any]) -> None:
+def end_all(processes: Sequence[Any]) -> None:
+    """Kill those that have not ended."""
     for process in processes:
         if process.is_alive():
             process.kill()
             process.join()
 
 
-def _become_rank(rank: int, variables: dict[str, str], world_size: int, port: int) -> None:
+def become_rank(rank: int, variables: dict[str, str], world_size: int, port: int) -> None:
+    """Give a process that was just started the environment of a rank."""
     import torch
 
     torch.set_num_threads(1)
@@ -195,7 +152,7 @@ def _child(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    _become_rank(rank, variables, world_size, port)
+    become_rank(rank, variables, world_size, port)
     if init_group:
         from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
 
@@ -207,11 +164,3 @@ def _child(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # the result is written; the interpreter's teardown would take as long as a small test
-
-
-def _source_child(rank: int, variables: dict[str, str], world_size: int, port: int, folder: str, text: str) -> None:
-    _become_rank(rank, variables, world_size, port)
-    with (Path(folder) / str(rank)).open('wb') as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    exec(compile(text, '<string>', 'exec'), {'__name__': '__main__'})

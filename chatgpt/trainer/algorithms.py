@@ -95,12 +95,12 @@ def _a2c(experiences: list[Experience], s: AlgorithmSettings) -> Estimates:
 
 def _reinforce_pp(experiences: list[Experience], s: AlgorithmSettings) -> Estimates:
     rewards, _, masks = _rewards_values_masks(experiences)
-    return estimators.reinforce_pp(rewards, masks, gamma=s.gamma, whiten_all=False)
+    return estimators.reinforce_pp(rewards, masks, gamma=s.gamma)
 
 
 def _reinforce_pp_baseline(experiences: list[Experience], s: AlgorithmSettings) -> Estimates:
     totals, groups, masks = _totals_groups_masks(experiences)
-    return estimators.reinforce_pp_baseline(totals, groups, masks, gamma=s.gamma, whiten_all=False)
+    return estimators.reinforce_pp_baseline(totals, groups, masks, gamma=s.gamma)
 
 
 def _per_response(

@@ -112,9 +112,8 @@ def load_checkpoint(trainer: TrainerView, path: str | Path) -> tuple[Path, dict[
         chosen = [hyperparameters(group) for group in optimizer.param_groups]
         strategy.load_optimizer_meta(optimizer, state['optimizers'][name])
         for settings, values in zip(optimizer.param_groups, chosen, strict=True):
-            settings.update(
-                values
-            )  # the last word on a setting is this run's, not the checkpoint's; `report_changes` says what changed
+            # The last word on a setting is this run's, not the checkpoint's; `report_changes` says what changed.
+            settings.update(values)
         strategy.load_optimizer_pieces(optimizer, reader.sub(f'{name}_optim/'))
     for name, owner in sorted(owners.items()):
         if owner in (MODELS, OPTIMIZERS, RNG):
@@ -147,9 +146,8 @@ def report_changes(trainer: TrainerView) -> None:
 def differences(old: Any, new: Any, where: str = '') -> Iterator[str]:
     """'config.kl_coef 0.1 → 0.2' for every leaf that differs."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        for key in sorted(
-            set(old) & set(new) if not where else set(old) | set(new)
-        ):  # a checkpoint may not record a whole part
+        # A checkpoint may not record a whole part.
+        for key in sorted(set(old) & set(new) if not where else set(old) | set(new)):
             yield from differences(old.get(key), new.get(key), f'{where}.{key}' if where else str(key))
     elif old != new:
         yield f'{where} {old!r} → {new!r}'
@@ -201,8 +199,8 @@ def _check_members(trainer: TrainerView, owners: Mapping[str, str], folder: Path
 
 
 def _owners(reader: CheckpointReader) -> dict[str, str]:
-    """Who owns each group. A checkpoint that does not record it has an average's groups at most, whose owner is then
-    ''."""
+    """Who owns each group. Checkpoints from before owners were recorded hold no callback's groups but an EMA's; their
+    owner is ''."""
     recorded: dict[str, str] | None = reader.meta.get('owners')
     if recorded is not None:
         return recorded

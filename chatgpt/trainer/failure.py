@@ -10,8 +10,8 @@ Weights move only inside optimizer steps. So there are four cases:
   same, from the last finished step.
 - *Some have, in the middle of a phase of collected experience*, which no checkpoint holds: the counters go back to the
   last phase, the weights stay as they are, and the checkpoint is `checkpoints/cut-short`. A resume collects that phase
-  anew with them, so that nothing is lost, but it is not the undisturbed run. The newest checkpoint of a whole phase
-  stays beside it, and `--resume auto` prefers that.
+  again with these weights: nothing is lost, but the run differs from an uninterrupted one. The newest checkpoint of a
+  whole phase stays beside it, and `--resume auto` prefers that.
 - *The exception came from inside a step*, or the ranks differ: nothing is written.
 
 On several ranks saving is a collective. It is done only where all ranks fail at the same place
@@ -24,7 +24,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from chatgpt.checkpoint import CUT_SHORT, latest, step_folder
+from chatgpt.checkpoint import CUT_SHORT, latest, list_checkpoints, step_folder
 from chatgpt.trainer.agreement import RankMismatchError
 from chatgpt.trainer.callbacks import SaveCheckpoint
 from chatgpt.trainer.callbacks.base import TrainerView
@@ -34,9 +34,13 @@ from chatgpt.trainer.step import Steps
 def keep_what_is_whole(trainer: TrainerView, steps: Steps, error: BaseException) -> None:
     """Write a checkpoint if that is possible, and print which one stands. Never raises."""
     root = checkpoint_root(trainer)
-    if root is None or not isinstance(error, (Exception, SystemExit)):
+    if not isinstance(error, (Exception, SystemExit)):
         return
     failed = f'the run failed in phase {trainer.phase + 1}'
+    if root is None:
+        if steps.done and trainer.strategy.is_rank_0:
+            print(f'{failed}; it has no run_dir, so there is no checkpoint of it', file=sys.stderr, flush=True)
+        return
     try:
         text = _keep(trainer, steps, root, error)
     except Exception as second:
@@ -69,6 +73,10 @@ def _keep(trainer: TrainerView, steps: Steps, root: Path, error: BaseException) 
         path = trainer.save_checkpoint(step_folder(root, trainer.phase) if exact else root / CUT_SHORT)
     if not trainer.strategy.is_rank_0:
         return ''  # rank 0 says it for all
+    if isinstance(error, FloatingPointError):  # of the policy's own numbers, which a resume would meet again
+        earlier = [folder for folder in list_checkpoints(root) if folder != path]
+        instead = f'{earlier[-1]}' if earlier else 'the beginning, for there is no earlier checkpoint'
+        return f'its policy does not give finite numbers any more: go on from {instead}, with a lower learning rate'
     if exact:
         return f'the state after phase {trainer.phase} is kept in {path}: continue with {resume_words(path)}'
     whole = latest(root)

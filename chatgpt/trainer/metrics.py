@@ -44,8 +44,7 @@ Metrics = Mapping[str, Mean | Highest | Lowest]
 
 
 class BatchStats:
-    """Adds the metrics of micro-batches up. Tensors stay on the device until `reduced`, which is the one place that
-    waits for it."""
+    """Adds the metrics of micro-batches up. Tensors stay on the device; only `reduced` waits for it."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Tensor, Tensor]] = {}

@@ -244,20 +244,14 @@ class OfflineTrainer(Trainer):
         self.total_updates, self._last_batch = self.fit_updates + total, total
         with self.running(num_phases=self.phase + -(-total // c.log_interval) - self.batches_done // c.log_interval):
             while self.batches_done < total and not self.stop_agreed():
-                rest = (
-                    c.log_interval - self.batches_done % c.log_interval
-                )  # a phase that an exception cut short is ended first
+                # A phase that an exception cut short is ended first.
+                rest = c.log_interval - self.batches_done % c.log_interval
                 self.learn_phase(min(rest, total - self.batches_done), per_epoch, total)
 
     def learn_phase(self, num_batches: int, per_epoch: int, total: int) -> None:
         """`num_batches` optimizer steps, evaluated where an epoch or the run (of `total` steps) ends, and logged."""
-        c, name, prefix, phase, tokens = (
-            self.config,
-            self.objective.model_name,
-            self.objective.prefix,
-            PhaseMetrics(),
-            0,
-        )
+        c, name, prefix = self.config, self.objective.model_name, self.objective.prefix
+        phase, tokens = PhaseMetrics(), 0
         self._training_mode()
         with self.clock.measure('learn'):
             for _ in range(num_batches):

@@ -31,11 +31,9 @@ def permutation(num_items: int, *key: int) -> list[int]:
     return torch.randperm(num_items, generator=generator_for(*key)).tolist()
 
 
-def train_batches(
-    num_items: int, batch_size: int, *, key: tuple[int, ...], shuffle: bool = True
-) -> Iterator[list[int]]:
+def train_batches(num_items: int, batch_size: int, *, key: tuple[int, ...]) -> Iterator[list[int]]:
     """Positions of each global train batch of one epoch; the last may be short. The order is a function of `key`
     alone."""
-    order = permutation(num_items, *key) if shuffle else list(range(num_items))
+    order = permutation(num_items, *key)
     for start in range(0, num_items, batch_size):
         yield order[start : start + batch_size]

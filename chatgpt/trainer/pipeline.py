@@ -49,13 +49,10 @@ class Pipeline:
         """asked and not taken, oldest first"""
         self.taken: list[Timestep] = []
         """taken in this phase"""
-        self.most_in_flight = 0
-        """greatest length of `waiting` so far"""
 
     def ask(self, timestep: Timestep, submit: Callable[..., Any]) -> None:
         timestep.ticket = submit(timestep.prompts, timestep.indices, timestep.groups)
         self.waiting.append(timestep)
-        self.most_in_flight = max(self.most_in_flight, len(self.waiting))
 
     def put_back(self, timesteps: Iterable[Timestep]) -> None:
         """Timesteps that were asked for before, in order."""
@@ -77,10 +74,10 @@ class Pipeline:
         return timestep.samples
 
     def give_up(self, phase: int) -> list[Timestep]:
-        """End a phase that is not to be learned from: its timesteps, taken or not, that were asked of older weights
-        than its own.
+        """End a phase without learning from it.
 
-        The others are forgotten, for the same weights will generate them again.
+        Returns the timesteps, taken or not, that were asked of older weights than the phase's own. The others are
+        dropped, because the same weights will generate them again.
         """
         everything = [*self.taken, *self.waiting]
         kept = [t for t in everything if t.version < phase]

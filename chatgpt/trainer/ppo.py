@@ -171,9 +171,8 @@ class PPOTrainer(Trainer):
         self.scorer = self.maker.scorer
         if config.estimator.rewards_apart and len(getattr(self.scorer, 'weighted', ())) < 2:
             raise ValueError(
-                f'advantage_estimator={config.advantage_estimator!r} normalises several rewards apart: give '
-                'reward_model as a list of two '
-                'or more (weight, reward) pairs'
+                f'advantage_estimator={config.advantage_estimator!r} normalises several rewards apart: '
+                'give reward_model as a list of two or more (weight, reward) pairs'
             )
         if config.offload == 'idle':
             for frozen in [*models_of(self.scorer), *([initial_model] if initial_model is not None else [])]:
@@ -185,8 +184,7 @@ class PPOTrainer(Trainer):
         """timestep at which the current `fit` began"""
         self.update_timesteps = 1
         self._generated_with: SamplingParams | None = None
-        """of the latest `generate`, whose end tokens and stop strings `step` knows the end of a response by, beside the
-        trainer's own"""
+        """Sampling of the latest `generate`: `step` treats its end tokens and stop strings as ends of responses too."""
         self.sampling_metrics: dict[str, float] = {}
         """of the latest `collect`: what dynamic sampling and filtering did"""
 
@@ -693,8 +691,7 @@ def _trains_value_head(strategy: Strategy, actor: Any, config: PPOConfig) -> boo
     if not strategy.supports_unused:
         raise ValueError(
             f'advantage_estimator={config.advantage_estimator!r} takes no values, and {type(strategy).__name__} cannot '
-            'leave the '
-            "actor's value head untrained: build the actor without value_head"
+            "leave the actor's value head untrained: build the actor without value_head"
         )
     if strategy.is_rank_0:
         warnings.warn(

@@ -1,5 +1,5 @@
-"""The range of every numeric setting of the trainers, and the check of a settings object against it, done when it is
-made.
+"""The range of every numeric setting of the trainers, and the check of a settings object against it and against its
+`Literal` types, done when it is made.
 
 Left out: which settings go together (`validate` of each class), and sampling (`chatgpt.rollout.SamplingParams`).
 """
@@ -64,12 +64,30 @@ def numeric_fields(cls: type) -> dict[str, tuple[bool, bool]]:
     return {name: (float not in kinds, type(None) in kinds) for name, kinds in hints.items() if kinds & {int, float}}
 
 
-def check_ranges(settings: Any) -> None:
-    """Raises ValueError for the first setting that is not a number, not finite, or out of its range."""
+@cache
+def choices(cls: type) -> dict[str, list[Any]]:
+    """Setting → the values it may have, of those whose type is a `Literal` or bool."""
+    found = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        kinds = (hint, *typing.get_args(hint))
+        values = [v for kind in kinds if typing.get_origin(kind) is typing.Literal for v in typing.get_args(kind)]
+        if bool in kinds:
+            values += [True, False]
+        if values:
+            found[name] = [None, *values] if type(None) in kinds else values
+    return found
+
+
+def check_values(settings: Any) -> None:
+    """Raises ValueError for the first setting that is not a number, not finite, or out of its range; then for the first
+    that is none of its choices."""
     for name, (whole, optional) in numeric_fields(type(settings)).items():  # type: ignore[arg-type]
         spec, value = range_of(type(settings), name), getattr(settings, name)
         if spec is not None and not (optional and value is None) and (wrong := _wrong(value, spec, whole)):
             raise ValueError(f'{name}={value!r} must {wrong}')
+    for name, allowed in choices(type(settings)).items():  # type: ignore[arg-type]
+        if getattr(settings, name) not in allowed:
+            raise ValueError(f'{name}={getattr(settings, name)!r} is not known; choose one of {allowed}')
 
 
 def _wrong(value: Any, spec: str, whole: bool) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from chatgpt.nn.trunk import text_config
 from chatgpt.rollout import SamplingParams
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.types import FinishReason, Prompt, Sample
@@ -121,9 +121,8 @@ def _finish_reason(ids: list[int], sampled: SequenceOf[SamplingParams]) -> Finis
 
 def check_ids(what: str, ids: SequenceOf[Tensor], actor: nn.Module) -> None:
     """ValueError for a token id that the actor's vocabulary does not have."""
-    config: Any = getattr(getattr(actor, 'model', None), 'config', None)
-    config = config.get_text_config() if hasattr(config, 'get_text_config') else config
-    size = getattr(config, 'vocab_size', None)
+    config = getattr(getattr(actor, 'model', None), 'config', None)
+    size = getattr(text_config(config), 'vocab_size', None)
     for i, given in enumerate(ids):
         outside = [] if size is None else [t for t in torch.as_tensor(given).flatten().tolist() if not 0 <= t < size]
         if outside:

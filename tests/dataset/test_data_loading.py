@@ -15,7 +15,6 @@ from chatgpt.dataset import (
     load_preferences,
     load_prompts,
     split_examples,
-    stream_examples,
 )
 from chatgpt.dataset.convert import TARGETS, to_records, write_records
 from chatgpt.dataset.examples import BadRecord, Demonstration, Instruction, Labelled, Message, Preference, PromptExample
@@ -158,14 +157,14 @@ def test_own_column_names():
         load_examples(['x'], kind='prompts')
 
 
-def test_streams_read_anew_and_only_as_far_as_used(tmp_path):
+def test_only_as_much_is_read_as_is_asked_for(tmp_path):
     path = tmp_path / 'a.jsonl'
     path.write_text('{"prompt": "a"}\n{"prompt": ""}\n{"prompt": "b"}\n')
-    stream = stream_examples(path, kind='prompt', skip_bad_records=True)
-    assert [e.prompt for e in stream] == ['a', 'b'] == [e.prompt for e in stream] and stream.num_skipped == 1
-    assert next(iter(stream_examples(path))).prompt == 'a'  # the bad record is not reached
+    assert [e.prompt for e in load_examples(path, kind='prompt', max_examples=1)] == [
+        'a'
+    ]  # the bad record is not reached
     with pytest.raises(ValueError, match='line 2: the prompt is empty'):
-        list(stream_examples(path))
+        load_examples(path)
 
 
 def test_splits_by_percentage():

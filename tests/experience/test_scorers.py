@@ -15,6 +15,7 @@ from chatgpt.experience import (
     PipelineScorer,
     RewardFunctionError,
     RewardModelScorer,
+    RewardValueError,
     WeightedScorer,
     as_scorer,
 )
@@ -104,6 +105,22 @@ def hangs(prompts, responses):
 def test_a_misbehaving_function_is_named(fn, message, strategy):
     with pytest.raises(RewardFunctionError, match=message):
         FunctionScorer(fn, timeout_s=0.2).score([make(7), make(8)], strategy)
+
+
+def test_a_wrong_value_says_where_the_function_is_defined(strategy):
+    def counts(prompts, responses):
+        return 'ten'
+
+    class Counts:
+        def __call__(self, prompts, responses):
+            return [0.0]
+
+    for fn, line in ((counts, 'def counts(prompts, responses):'), (Counts(), 'class Counts:')):
+        with pytest.raises(RewardValueError, match=f'; it is defined at {line_of(line)}$'):
+            FunctionScorer(fn).score([make(7), make(8)], strategy)
+    with pytest.raises(RewardFunctionError) as told:  # which may pass the next time
+        FunctionScorer(lambda p, r: [float('nan')]).score([make(7)], strategy)
+    assert type(told.value) is RewardFunctionError
 
 
 def leaves(prompts, responses):

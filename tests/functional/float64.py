@@ -13,3 +13,7 @@ def tensor(*values: float) -> torch.Tensor:
 
 def bools(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.bool)
+
+
+def all_count(lists: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.ones_like(x, dtype=torch.bool) for x in lists]

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from float64 import F64, tensor
+from float64 import F64, all_count, tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chatgpt.functional.advantages import (
@@ -57,15 +57,6 @@ def test_whitening_shifts_advantages_and_only_scales_rewards():
     assert whiten(x, mask, shift_mean=False).tolist() == pytest.approx([1, 2, 3, 0])
     # Negative control: whitening that includes padding gives other numbers.
     assert whiten(x, torch.ones(4, dtype=torch.bool)).tolist()[:3] != pytest.approx([-1, 0, 1])
-
-
-def test_whitening_over_two_ranks_is_whitening_of_both_together():
-    x, mask = tensor(1, 2, 10), torch.tensor([True, True, False])
-    # Two ranks with the same part: a sum over ranks doubles what one rank adds.
-    whole = whiten(torch.cat([x, x]), torch.cat([mask, mask]))
-    assert torch.allclose(whiten(x, mask, reduce=lambda t: 2 * t), whole[:3])
-    # Negative control: whitening per rank depends on the number of ranks, through the unbiased variance.
-    assert not torch.allclose(whiten(x, mask), whole[:3])
 
 
 def test_segments():
@@ -186,21 +177,22 @@ def test_gae_equals_the_sum_of_the_definition_with_and_without_masks():
         torch.tensor([True, False, True]),
         torch.tensor([False, True, True, False, True, False]),
     ]
-    for given in (None, masks):
+    for given in (all_count(rewards), masks):
         advantages, returns = gae(rewards, values, given, gamma=0.9, lam=0.8)
         for i in range(3):
-            counts = [True] * lengths[i] if given is None else given[i].tolist()
-            a, r = slow_gae(rewards[i].tolist(), values[i].tolist(), counts, 0.9, 0.8)
+            a, r = slow_gae(rewards[i].tolist(), values[i].tolist(), given[i].tolist(), 0.9, 0.8)
             assert advantages[i].tolist() == pytest.approx(a)
             assert returns[i].tolist() == pytest.approx(r)
     # Negative control: a wrong sign of the value difference.
-    wrong, _ = gae(rewards, [-v for v in values], None, gamma=0.9, lam=0.8)
-    assert wrong[2].tolist() != pytest.approx(gae(rewards, values, None, gamma=0.9, lam=0.8)[0][2].tolist())
+    right, _ = gae(rewards, values, masks, gamma=0.9, lam=0.8)
+    wrong, _ = gae(rewards, [-v for v in values], masks, gamma=0.9, lam=0.8)
+    assert wrong[2].tolist() != pytest.approx(right[2].tolist())
 
 
 def test_gae_of_a_sequence_does_not_depend_on_its_company_to_the_bit():
     r, v = [torch.randn(5), torch.randn(9)], [torch.randn(5), torch.randn(9)]
-    alone, together = gae(r[:1], v[:1])[0][0], gae(r, v)[0][0]
+    m = all_count(r)
+    alone, together = gae(r[:1], v[:1], m[:1])[0][0], gae(r, v, m)[0][0]
     assert torch.equal(alone, together)
 
 
@@ -226,14 +218,12 @@ def test_group_estimators_by_hand():
     ]
 
 
-def test_reinforce_pp_whitens_returns_over_all_tokens():
+def test_reinforce_pp_by_hand():
     rewards = [tensor(0, 1), tensor(2)]
-    advantages, returns = reinforce_pp(rewards, gamma=0.5)
-    assert [r.tolist() for r in returns] == [[0.5, 1], [2]]
-    flat = tensor(0.5, 1, 2)
-    assert torch.allclose(torch.cat(advantages), (flat - flat.mean()) / flat.std())
+    advantages, returns = reinforce_pp(rewards, all_count(rewards), gamma=0.5)
+    assert [r.tolist() for r in returns] == [a.tolist() for a in advantages] == [[0.5, 1], [2]]
     masks = [torch.ones(1, dtype=torch.bool)] * 2
-    _, with_baseline = reinforce_pp_baseline(tensor(1, 3), torch.tensor([0, 0]), masks, whiten_all=False)
+    _, with_baseline = reinforce_pp_baseline(tensor(1, 3), torch.tensor([0, 0]), masks)
     assert [r.tolist() for r in with_baseline] == [[-1], [1]]
 
 

@@ -15,7 +15,6 @@ from chatgpt.functional.preference import (
     hinge_loss,
     ipo_loss,
     kto_loss,
-    kto_reference_point,
     orpo_loss,
     robust_dpo_loss,
     simpo_loss,
@@ -113,16 +112,6 @@ def test_kto_moves_desirable_responses_up_and_undesirable_ones_down():
     r = tensor(0.0, 0.0).requires_grad_()
     kto_loss(r, torch.tensor([True, False]), 0.0).sum().backward()
     assert r.grad[0] < 0 < r.grad[1]
-
-
-def test_kto_reference_point_is_a_mean_over_ranks_at_least_zero_without_gradient():
-    ratios = tensor(1.0, 2.0, -0.6).requires_grad_()
-    point = kto_reference_point(ratios)
-    assert point.item() == pytest.approx(0.8)
-    assert not point.requires_grad
-    assert kto_reference_point(-ratios).item() == 0
-    # The other rank adds a sum of 0.6 from one response: (2.4 + 0.6) / 4.
-    assert kto_reference_point(ratios, reduce=lambda t: t + tensor(0.6, 1.0)).item() == pytest.approx(0.75)
 
 
 def test_orpo_equals_the_definition_by_probabilities():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chatgpt.testing.processes import run_source
+from scripts_on_ranks import run_source
 
 SCRIPT = """
 import time, torch

@@ -127,12 +127,12 @@ def test_idle_models_are_on_the_device_one_at_a_time_by_hand():
     config, reward = tiny_config('gpt2'), tiny_config('llama')
     plans = {o: make_plan(Setup(config=config, reward_config=reward, offload=o)) for o in ('none', 'idle')}
     initial = 4 * sum(p.numel() for p in tiny_causal_lm('gpt2').parameters())
-    judge = 4 * sum(p.numel() for p in RewardModel(tiny_causal_lm('llama')).parameters())
+    scorer = 4 * sum(p.numel() for p in RewardModel(tiny_causal_lm('llama')).parameters())
     saved = {
         phase: sum(plans['none'].phases[phase].device.values()) - sum(plans['idle'].phases[phase].device.values())
         for phase in ('load', 'collect', 'score', 'learn')
     }
-    assert saved == {'load': 0, 'collect': initial + judge, 'score': min(initial, judge), 'learn': initial + judge}
+    assert saved == {'load': 0, 'collect': initial + scorer, 'score': min(initial, scorer), 'learn': initial + scorer}
     assert plans['idle'].phases['learn'].host['initial model weights'] == initial
 
 

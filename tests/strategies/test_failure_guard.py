@@ -7,8 +7,9 @@ import textwrap
 import time
 
 import pytest
+from scripts_on_ranks import run_source
 
-from chatgpt.testing.processes import run_distributed, run_source
+from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.trainer.strategies.guard import PATIENCE, FailureGuard, Whereabouts
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from chatgpt.testing.processes import run_script
+from scripts_on_ranks import run_script
 
 pytestmark = pytest.mark.system
 

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+from scripts_on_ranks import run_script
 
 from chatgpt.testing.conformance import all_checks
-from chatgpt.testing.processes import run_script
 
 pytestmark = pytest.mark.system
 

@@ -11,8 +11,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from scripts_on_ranks import run_source
 
-from chatgpt.testing.processes import run_distributed, run_source
+from chatgpt.testing.processes import run_distributed
 
 MARKS: list[str] = []
 

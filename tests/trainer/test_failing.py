@@ -10,10 +10,10 @@ import pytest
 import torch
 from killed_runs import metrics
 from ppo_on_ids import CountGood, make, prompts, weights
+from scripts_on_ranks import run_script
 from sft_runs import make as make_sft
 
 from chatgpt.checkpoint import CheckpointError, CheckpointReader
-from chatgpt.testing.processes import run_script
 from chatgpt.trainer import NonFiniteError, checkpointing
 from chatgpt.trainer.callbacks import Callback, Evaluator, ProgressBar, SaveCheckpoint
 from chatgpt.trainer.saving import SaveError
@@ -100,6 +100,25 @@ def test_a_loss_that_is_not_finite_keeps_the_phase_before(tmp_path, capsys):
     steps = saved(tmp_path)
     assert len(steps) == 1
     assert f'kept in {tmp_path / "checkpoints" / steps[0]}' in capsys.readouterr().err
+
+
+def test_a_policy_without_finite_numbers_is_not_recommended(tmp_path, capsys):
+    class NotFinite(BreaksIn):
+        def forward(self, batch: Any) -> torch.Tensor:
+            self.left -= 1
+            if self.left == 0:
+                raise FloatingPointError('the logits of sample 3 are not finite')
+            return CountGood.forward(self, batch)
+
+    for name, callbacks, instead in (
+        ('one', [], 'the beginning, for there is no earlier checkpoint'),
+        ('two', [SaveCheckpoint(interval=1)], str(tmp_path / 'two' / 'checkpoints' / 'step-00000001')),
+    ):
+        with pytest.raises(FloatingPointError):
+            fit(make(run_dir=tmp_path / name, reward=NotFinite(3), callbacks=[*callbacks, ProgressBar(enabled=False)]))
+        told = capsys.readouterr().err
+        assert f'does not give finite numbers any more: go on from {instead}, with a lower learning rate' in told
+        assert '--resume' not in told
 
 
 def test_an_exception_before_the_first_step_of_a_phase_is_one_between_phases(tmp_path):
@@ -197,7 +216,7 @@ def test_a_failure_right_after_a_checkpoint_names_it_and_writes_none(tmp_path, c
 
 def test_an_evaluation_that_raises_after_the_last_phase_leaves_the_trained_state(tmp_path):
     def evaluate(trainer: Any) -> dict[str, float]:
-        raise Broken('no judge')
+        raise Broken('no score')
 
     with pytest.raises(Broken):
         fit(make(run_dir=tmp_path, callbacks=[Evaluator(evaluate, 100, before=False), ProgressBar(enabled=False)]))

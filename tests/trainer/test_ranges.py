@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import chatgpt.trainer  # noqa: F401
+from chatgpt.launch.runs import PPORun, Run
 from chatgpt.rollout import SamplingParams
 from chatgpt.trainer.config import PPOConfig, Settings, SFTConfig, SupervisedConfig
 from chatgpt.trainer.objectives.ilql import ILQLConfig
@@ -61,7 +62,7 @@ def test_the_classes_are_found_and_every_numeric_setting_has_a_range():
 
 
 def test_no_range_is_left_over():
-    names = {cls.__name__: cls for cls in CLASSES}
+    names = {cls.__name__: cls for cls in [*CLASSES, Run, PPORun]}
     assert [
         f'{c}.{n}'
         for c, ranges in RANGES.items()
@@ -87,6 +88,12 @@ def test_a_value_outside_is_refused_in_one_line_and_one_inside_is_not(cls, name)
     ('cls', 'settings', 'message'),
     [
         (PPOConfig, {'eps_clip': 1.5}, 'eps_clip=1.5 must lie in (0, 1)'),
+        (PPOConfig, {'ratio_threshold': 0.5}, 'ratio_threshold=0.5 must be above 1'),
+        (PPOConfig, {'whiten_rewards': 'no'}, "whiten_rewards='no' is not known; choose one of [True, False]"),
+        (PPORun, {'lora_dropout': 2.0}, 'lora_dropout=2.0 must lie in [0, 1)'),
+        (PPORun, {'ema_decay': 2.0}, 'ema_decay=2.0 must lie in (0, 1)'),
+        (PPORun, {'num_layers_unfrozen': -5}, 'num_layers_unfrozen=-5 must be at least -1'),
+        (PPORun, {'rollout_chunk_size': 0}, 'rollout_chunk_size=0 must be positive'),
         (PPOConfig, {'kl_coef': math.nan}, 'kl_coef=nan must be a finite number'),
         (PPOConfig, {'train_batch_size': 0}, 'train_batch_size=0 must be positive'),
         (PPOConfig, {'train_batch_size': 8.5}, 'train_batch_size=8.5 must be a whole number'),

@@ -174,10 +174,10 @@ class LocalEngine(InProcessEngine):
 class LocalRun:
     """The rows of one call, from the first prompt that enters to the last response that ends.
 
-    What was drawn lies in a flat (samples x max_new) table. On the device, `state` (3, n) int64 says of each live row
-    where in the table its next token goes, how many tokens its cache row holds, and from which place in the table on it
-    may end. On the host, each live row has its sample number, an `offset` and a `deadline`; both are relative to the
-    step count, so that no step has to touch them.
+    What was drawn lies in a flat (samples x max_new) table. `state` (3, n) int64, on the device, holds for each live
+    row: the table position of its next token, the tokens in its cache row, and the first table position at which it may
+    end. On the host, each live row has its sample number, an `offset` and a `deadline`; both are relative to the step
+    count, so that no step has to touch them.
     """
 
     def __init__(self, engine: LocalEngine, call: Call, limits: list[int]) -> None:
@@ -413,8 +413,7 @@ class LocalRun:
             sample, position = bad[0].tolist()
             raise FloatingPointError(
                 f'LocalEngine: the logits of sample {self.indices[sample]} are not finite at response position '
-                f'{position}; '
-                f"check the policy's weights and precision"
+                f"{position}; check the policy's weights and precision"
             )
         return [
             self.call.sample(

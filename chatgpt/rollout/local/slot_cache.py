@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from chatgpt.rollout.engine import model_config
+from chatgpt.nn.trunk import text_config
 
 MaskForm = Literal['additive', 'boolean']
 
@@ -221,7 +221,7 @@ def find_mask_form(actor: Any) -> MaskForm:
     The tolerance is relative to the largest hidden state: 1e-3 in fp32, 5e-2 in 16 bits; a wrong mask or position is
     off by far more.
     """
-    config = model_config(actor)
+    config = text_config(actor.model.config)
     sequences = _example(config.vocab_size, next(actor.parameters()).device)
     plain = []
     for ids, length in zip(sequences, _PROMPT_LENGTHS, strict=True):

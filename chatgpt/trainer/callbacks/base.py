@@ -225,8 +225,8 @@ class CallbackList(Callback):
                 yield owner, group, pieces
 
     def load_owned_pieces(self, trainer: TrainerView, owner: str | None, group: str, reader: TensorReader) -> bool:
-        """Hand a group to its owner, or to whoever takes it where the checkpoint names none; False when nobody here
-        does."""
+        """Give a group to its owner; where the checkpoint names none, to the first callback that accepts it. False when
+        none does."""
         return any(
             callback.load_checkpoint_pieces(trainer, group, reader)
             for name, callback in self._named()

@@ -31,7 +31,6 @@ class EarlyStopping(Callback):
         self.metric, self.above, self.below = metric, above, below
         self.patience = check_interval('patience', patience)
         self.num_crossed = 0
-        self.stopped_at: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return {'num_crossed': self.num_crossed}
@@ -46,16 +45,9 @@ class EarlyStopping(Callback):
         within = (self.above is None or value <= self.above) and (self.below is None or value >= self.below)
         self.num_crossed = 0 if within else self.num_crossed + 1  # NaN is never within
         if self.num_crossed >= self.patience:
-            self.stopped_at = step
-            trainer.request_stop()
-            if trainer.strategy.is_rank_0:
-                bounds = ' or '.join(
-                    f'{word} {b:g}' for word, b in (('above', self.above), ('below', self.below)) if b is not None
-                )
-                say(
-                    f'stopping after phase {step}: {self.metric} is {value:.4g}, {bounds} in {self.num_crossed} phases '
-                    'in a row'
-                )
+            bounds = [f'{word} {b:g}' for word, b in (('above', self.above), ('below', self.below)) if b is not None]
+            why = f'{self.metric} is {value:.4g}, {" or ".join(bounds)} in {self.num_crossed} phases in a row'
+            _stop(trainer, step, why)
 
 
 class StopOnPlateau(Callback):
@@ -78,7 +70,6 @@ class StopOnPlateau(Callback):
         self.patience = check_interval('patience', patience)
         self.best: float | None = None
         self.num_without = 0
-        self.stopped_at: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return {'best': self.best, 'num_without': self.num_without}
@@ -96,11 +87,11 @@ class StopOnPlateau(Callback):
             return
         self.num_without += 1
         if self.num_without >= self.patience:
-            self.stopped_at = step
-            trainer.request_stop()
-            if trainer.strategy.is_rank_0:
-                best = 'never a number' if self.best is None else f'best {self.best:.4g}'
-                say(
-                    f'stopping after phase {step}: {self.metric} has not become better for {self.num_without} times '
-                    f'({best})'
-                )
+            best = 'never a number' if self.best is None else f'best {self.best:.4g}'
+            _stop(trainer, step, f'{self.metric} has not become better for {self.num_without} times ({best})')
+
+
+def _stop(trainer: TrainerView, step: int, why: str) -> None:
+    trainer.request_stop()
+    if trainer.strategy.is_rank_0:
+        say(f'stopping after phase {step}: {why}')

@@ -140,8 +140,7 @@ def _passes(trainer: TrainerView, collected: int, batches: int) -> float:
     if not size:
         return 0.0
     held = min(collected, getattr(config, 'buffer_limit', 0) or collected)
-    whole_batches = getattr(
-        config, 'sample_replay_buffer', False
-    )  # each epoch draws one full batch instead of passing over all
+    # Each epoch draws one full batch instead of passing over all.
+    whole_batches = getattr(config, 'sample_replay_buffer', False)
     per_pass = max(held / size, 1.0) if whole_batches else math.ceil(held / size)
     return batches / per_pass * held / collected

@@ -88,10 +88,8 @@ class SampleTable(RunFileWriter):
         rows = rows_of(trainer.last_experiences, self.num_rows, trainer.tokenizer)
         self._file.write(trainer, step, rows)
         if self.show:
-            say(
-                'samples of phase '
-                f'{step}\n{format_table(rows, ("score", "kl", "prompt", "response"), width=self.width)}'
-            )
+            table = format_table(rows, ('score', 'kl', 'prompt', 'response'), width=self.width)
+            say(f'samples of phase {step}\n{table}')
 
     def on_log(
         self,

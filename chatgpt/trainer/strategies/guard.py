@@ -5,10 +5,9 @@ The failing rank writes its message into the process group's store. A thread on 
 second; when it finds another rank's message it gives the process a moment to fail by itself (the same mistake, a broken
 connection), then prints the message and ends the process, which may be stuck in a collective that will never finish.
 
-A rank that has waited for the others almost as long as a collective may last asks every rank where it is: every rank's
-thread answers with where its main thread is, and all end with a message that names the ranks which are somewhere else,
-or which do not answer. That a rank waits is known of a strategy's own collectives; of others, such as a sharded forward
-runs, it is seen by a main thread that uses no processor.
+A rank that has waited for almost the whole timeout asks all ranks where their main threads are. All then end with a
+message that names the ranks that are elsewhere or do not answer. That a rank waits is known of a strategy's own
+collectives; of others, such as a sharded forward runs, it is seen by a main thread that uses no processor.
 
 Leaving the guard without an exception waits for the other ranks, so that the store outlives everyone who looks into it.
 Left out: processes that die without a word (SIGKILL); their launcher ends the others. And a rank that waits on a GPU

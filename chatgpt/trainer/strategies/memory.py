@@ -59,7 +59,8 @@ class ModelSize:
 
     @property
     def two_blocks(self) -> int:
-        """Elements on the device where blocks come one after another: what is outside of them, and the two largest."""
+        """Elements on the device while blocks are gathered one at a time: everything outside the blocks, and the two
+        largest blocks."""
         return self.outside + sum(sorted(self.blocks(), reverse=True)[:2])
 
 

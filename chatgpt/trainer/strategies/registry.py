@@ -96,7 +96,7 @@ STRATEGIES = StrategyRegistry(
     },
 )
 SHARDED, FRUGAL = 'fsdp', 'fsdp_cpu'
-"""what advice on memory takes for a strategy that keeps whole copies, and for one that needs least on the device"""
+"""What memory advice suggests: SHARDED in place of whole copies, FRUGAL where device memory must be least."""
 
 
 def strategy_flag(text: str) -> str:
@@ -116,8 +116,8 @@ def _is_of(entry: StrategyEntry, cls: type[Strategy]) -> bool:
 
 
 def name_of(strategy: Strategy) -> str:
-    """The name of an instance: of the entry that keeps the same in memory, else of any of its class, else module:Class,
-    which is added."""
+    """The registered name of a strategy object: the entry with the same memory model, else any entry of its class, else
+    module:Class, which is then registered."""
     cls = type(strategy)
     own = {name: entry for name, entry in STRATEGIES.items() if _is_of(entry, cls)}
     model = cls.memory_model(**strategy.options)

@@ -277,8 +277,8 @@ class BlockStream:
             torch.cuda.current_stream(self.device).wait_event(self.copied[slot])
 
     def leave(self, i: int) -> None:
-        """After block i: its buffer takes the next block that uses it, which on the last is the first one, for the next
-        token."""
+        """After block i, start copying the next block that uses its buffer; after the last block that is the first one,
+        for the next token."""
         if self.side is None:
             return  # a CPU has nothing to copy beside its computation
         slot, following = i % len(self.buffers), i + len(self.buffers)

@@ -1,4 +1,4 @@
-"""Callbacks that judge a run: its first ratio, evaluations, when to stop, performance."""
+"""Callbacks that measure a run: its first ratio, evaluations, when to stop, performance."""
 
 from __future__ import annotations
 
