@@ -104,26 +104,38 @@ class Study:
     # ------------------------------------------------------------------ asking
 
     def unfinished(self) -> list[Any]:
-        """Trials that were started and have no end."""
+        """Trials that were started and have no end. A parameter that was not written down in time is drawn now."""
         import optuna
 
-        state = optuna.trial.TrialState.RUNNING
-        return [optuna.trial.Trial(self._study, t._trial_id) for t in self._study.get_trials(states=(state,))]
+        found = []
+        for t in self._study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
+            self._seed(t.number)
+            trial = optuna.trial.Trial(self._study, t._trial_id)
+            for name, space in self.sweep.parameters.items():
+                trial._suggest(name, distribution(space))
+            found.append(trial)
+        return found
 
     def num_trials(self) -> int:
-        return len(self._study.get_trials(deepcopy=False))
+        """Those that were started."""
+        return sum(t.state.name != 'WAITING' for t in self._study.get_trials(deepcopy=False))
 
     def ask(self) -> Any:
         """A new trial, with its parameters."""
+        number = self.num_trials()
+        self._seed(number)
+        is_new = number == len(self._study.get_trials(deepcopy=False))
+        if self.sweep.sampler.name == 'grid' and is_new:  # else it waits since a call that was killed
+            self._study.enqueue_trial(self.sweep.grid()[number])
+        return self._study.ask({name: distribution(space) for name, space in self.sweep.parameters.items()})
+
+    def _seed(self, number: int) -> None:
+        """Draws from here on are those of this trial."""
         import numpy as np
 
-        number = self.num_trials()
-        seed = int(np.random.SeedSequence([self.sweep.seed, number]).generate_state(1)[0])
-        if self.sweep.sampler.name == 'grid':
-            self._study.enqueue_trial(self.sweep.grid()[number])
-        else:
+        if self.sweep.sampler.name != 'grid':
+            seed = int(np.random.SeedSequence([self.sweep.seed, number]).generate_state(1)[0])
             self._study.sampler = self._made('sampler', SAMPLERS, self.sweep.sampler, seed=seed)
-        return self._study.ask({name: distribution(space) for name, space in self.sweep.parameters.items()})
 
     # ------------------------------------------------------------------ telling
 

@@ -35,7 +35,7 @@ def write_sweep(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def sweep_of(write_sweep: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Sweep]:
-    """A sweep of the program in `fake_trials`; `behaviour` goes to it."""
+    """A sweep of the program in `fake_trials`; `behaviour` goes to it. Without its plot, unless that is asked for."""
 
     def make(behaviour: dict[str, Any] | None = None, **changes: Any) -> Sweep:
         def command(sweep: Sweep, config: Path, folder: Path, parameters: Any, *, again: bool) -> list[str]:
@@ -44,6 +44,8 @@ def sweep_of(write_sweep: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) 
 
         monkeypatch.setattr(loop, 'command', command)
         monkeypatch.setattr(loop, 'POLL_S', 0.02)
+        if not (behaviour or {}).get('plot'):
+            monkeypatch.setattr(loop, 'write_plot', lambda sweep, rows: None)
         return read_sweep(write_sweep(**changes))
 
     return make

@@ -33,7 +33,7 @@ def signal_when(condition, number: int = signal.SIGINT) -> threading.Thread:
 
 
 def test_a_sweep_leaves_a_table_a_plot_and_the_best(sweep_of, capsys):
-    sweep = sweep_of(trials=12)
+    sweep = sweep_of({'plot': True}, trials=12)
     assert run_sweep(sweep) == 0
     rows = table(sweep.save_path)
     assert [row['number'] for row in rows] == [str(n) for n in range(12)]
@@ -225,6 +225,25 @@ def test_what_a_killed_sweep_leaves_of_its_journal_is_mended(sweep_of):
     (sweep.save_path / 'journal.log.lock').symlink_to('nobody')
     assert run_sweep(sweep_of(trials=3)) == 0
     assert journal.read_text().startswith(before) and len(table(sweep.save_path)) == 3
+
+
+@pytest.mark.parametrize('sampler', ['tpe', 'grid'])
+def test_a_sweep_that_was_killed_at_any_line_of_its_journal_goes_on_to_the_same_end(sweep_of, tmp_path, sampler):
+    """The journal is cut after each of its first lines, in the middle of asking and telling."""
+    changes = {
+        'sampler': sampler,
+        'parameters': {'lr': [1e-3, 1e-2], 'warmup_steps': [0, 1]},
+        'trials': 2,
+    }
+    whole = sweep_of({'steps': 1}, save_path=str(tmp_path / 'whole'), **changes)
+    run_sweep(whole)
+    journal = (whole.save_path / 'journal.log').read_text().splitlines(keepends=True)
+    for cut in range(1, len(journal)):
+        sweep = sweep_of({'steps': 1}, save_path=str(tmp_path / f'cut-{cut}'), **changes)
+        sweep.save_path.mkdir()
+        (sweep.save_path / 'journal.log').write_text(''.join(journal[:cut]))
+        assert run_sweep(sweep) == 0
+        assert table(sweep.save_path) == table(whole.save_path)
 
 
 def test_two_sweeps_in_one_folder_at_once(sweep_of):
