@@ -54,6 +54,9 @@ ALLOWED: dict[str, set[str]] = {
         'trainer.callbacks',
         'launch',
     },
+    'compat': MODELS
+    | {'registry', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
+    | {'trainer', 'trainer.strategies', 'trainer.callbacks', 'launch', 'quickstart'},
     'testing': MODELS
     | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'chatgpt': {'quickstart'},

@@ -132,9 +132,11 @@ def begin() -> tuple[Case, Line]:
 
 
 def versions(*names: str) -> dict[str, str]:
-    from importlib.metadata import version
+    """Of the packages that are installed here."""
+    from importlib.metadata import distributions
 
-    return {name: version(name) for name in ('torch', 'transformers', *names)}
+    found = {d.metadata['Name']: d.version for d in distributions()}
+    return {name: found[name] for name in ('torch', 'transformers', *names) if name in found}
 
 
 class ServeUpdates:

@@ -89,6 +89,22 @@ class SubReader:
         return self.reader.read(self.prefix + name, start, stop)
 
 
+class PrefixedReader:
+    """The tensors of another reader, under their names with `prefix` before them."""
+
+    def __init__(self, reader: TensorReader, prefix: str) -> None:
+        self.reader, self.prefix = reader, prefix
+
+    def names(self) -> set[str]:
+        return {self.prefix + name for name in self.reader.names()}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.reader.shape(name.removeprefix(self.prefix))
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        return self.reader.read(name.removeprefix(self.prefix), start, stop)
+
+
 @dataclass(frozen=True)
 class StoredPiece:
     """Where elements [start, stop) of a tensor lie: under `key` of the safetensors file `file`."""

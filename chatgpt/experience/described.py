@@ -1,9 +1,9 @@
-"""What a reward is, as JSON, for telling whether a resumed run goes on with another one.
+"""A checksum of a reward function, for telling whether a resumed run goes on with another one.
 
-Of a function: its name, and a checksum of its source, of the user's functions, classes and constants that it refers to,
-and of the values that it holds (arguments of a `partial`, attributes of an object, variables of a closure). Left out:
-what it reads elsewhere, such as a file or a service, and the weights of a reward model, of which only the folder is
-known.
+It covers the function's source, that of the user's functions and classes that it refers to, constants of their modules
+(by their capitals), and the values that it holds: arguments of a `partial`, attributes of an object, variables of a
+closure. It is taken before the first call, for a function may count its calls. Left out: what it reads elsewhere, such
+as a file or a service.
 """
 
 from __future__ import annotations
@@ -17,23 +17,13 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from chatgpt.experience.scorers import FunctionScorer, RewardModelScorer, Scorer, WeightedScorer
-
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ('stdlib', 'purelib', 'platlib')})
 
 
-def described(scorer: Scorer | None) -> Any:
-    """A scorer as JSON; equal for what scores alike, as far as can be seen without calling it."""
-    if isinstance(scorer, WeightedScorer):
-        return [[weight, described(inner)] for weight, inner in scorer.weighted]
-    if isinstance(scorer, RewardModelScorer):
-        config = getattr(getattr(scorer.model, 'model', None), 'config', None)
-        folder = getattr(config, 'name_or_path', '')
-        return f'{type(scorer).__name__}, {folder}' if folder else type(scorer).__name__
-    if not isinstance(scorer, FunctionScorer):
-        return type(scorer).__name__
-    parts = '\n'.join(_parts(scorer.fn, set()))
-    return f'{scorer.name}, source {zlib.crc32(parts.encode()):08x}' if parts else scorer.name
+def checksum(function: Any) -> str:
+    """Of what scores alike, as far as can be seen without calling it; '' where nothing can be seen."""
+    parts = '\n'.join(_parts(function, set()))
+    return f'{zlib.crc32(parts.encode()):08x}' if parts else ''
 
 
 def _parts(thing: Any, seen: set[int]) -> Iterator[str]:
@@ -70,7 +60,8 @@ def _referred(function: types.FunctionType) -> dict[str, Any]:
         code = codes.pop()
         names.update(code.co_names)
         codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    found = {name: function.__globals__[name] for name in names if name in function.__globals__}
+    found = {name: value for name, value in function.__globals__.items() if name in names}
+    found = {name: value for name, value in found.items() if callable(value) or name.isupper()}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             found[name] = cell.cell_contents

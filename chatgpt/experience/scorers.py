@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from chatgpt.batching import collate
 from chatgpt.dataset.tokenize import begin_ids, encode, encode_after
+from chatgpt.experience.described import checksum
 from chatgpt.rewards.calling import awaited, made, one_each, place_of, told
 from chatgpt.sweep import Communicator, cuts_of_own, gathered, sweep
 from chatgpt.types import Sample, Sequence
@@ -122,6 +123,19 @@ def models_of(scorer: Scorer | None) -> list[nn.Module]:
     return []
 
 
+def described(scorer: Scorer | None) -> Any:
+    """A scorer as JSON, for telling whether a run goes on with another: of a function its name and a checksum, of a
+    reward model the folder that it came from."""
+    if isinstance(scorer, WeightedScorer):
+        return [[weight, described(inner)] for weight, inner in scorer.weighted]
+    name, detail = type(scorer).__name__, ''
+    if isinstance(scorer, RewardModelScorer):
+        detail = str(getattr(getattr(getattr(scorer.model, 'model', None), 'config', None), 'name_or_path', ''))
+    elif isinstance(scorer, FunctionScorer):
+        name, detail = scorer.name, f'source {scorer.checksum}' if scorer.checksum else ''
+    return f'{name}, {detail}' if detail else name
+
+
 class FunctionScorer:
     """Scores with a Python function that sees the whole batch of a timestep once, on rank 0.
 
@@ -136,6 +150,7 @@ class FunctionScorer:
         self.fn = fn
         self.timeout_s = timeout_s
         self.name = getattr(fn, '__qualname__', None) or type(fn).__name__
+        self.checksum = checksum(fn)
         try:
             parameters = inspect.signature(fn).parameters.values()
         except (TypeError, ValueError):

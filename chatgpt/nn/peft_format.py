@@ -41,7 +41,7 @@ PICKLED_FILE = 'adapter_model.bin'
 _PREFIX = 'base_model.model.'
 
 # Settings under which the tensors mean something else than W + scaling * B A, with the values that leave plain LoRA.
-_PLAIN: dict[str, tuple[Any, ...]] = {
+PLAIN_LORA: dict[str, tuple[Any, ...]] = {
     'use_dora': (False, None),
     'lora_bias': (False, None),
     'use_qalora': (False, None),
@@ -208,7 +208,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], float, dict[str, Tensor]]:
     config = json.loads((folder / CONFIG_FILE).read_text(encoding='utf-8'))
     if config.get('peft_type') != 'LORA':
         raise ValueError(f'{folder}: peft_type is {config.get("peft_type")!r}; only LORA can be read')
-    for key, plain in _PLAIN.items():
+    for key, plain in PLAIN_LORA.items():
         if key in config and config[key] not in plain:
             raise ValueError(
                 f'{folder}: {key}={config[key]!r} is not plain LoRA and cannot be read; export the adapter without it'

@@ -202,6 +202,27 @@ class RewardModel(TakesModel, nn.Module):
         return model
 
     @classmethod
+    def from_classifier(cls, classifier: Any) -> RewardModel:
+        """A reward model over a sequence classifier of transformers: its logit is the score; of two labels, logit 1
+        minus logit 0.
+
+        Trunk and head are the classifier's own, which is trained with it; of two labels the head is a new one. An
+        encoder with a pooler is kept whole.
+
+        Raises:
+            ValueError: no sequence classifier, or one with another number of labels.
+        """
+        if not _is_classifier(classifier):
+            raise ValueError(f'from_classifier: a {type(classifier).__name__} given; it must be a sequence classifier')
+        _check_labels(classifier.config.num_labels, type(classifier).__name__)
+        score, base = getattr(classifier, 'score', None), trunk_of(classifier)
+        if not isinstance(score, nn.Linear) or looks_ahead(base):
+            return cls(classifier)
+        if score.out_features == 2:
+            score = _single_output(score, getattr(classifier, 'weights_source', None))
+        return cls(base, score)
+
+    @classmethod
     def _load_pretrained(cls, folder: str | Path, **options: Any) -> ScorerParts:
         return load_scorer(folder, **options)
 
@@ -243,13 +264,13 @@ def _check_labels(number: int, source: str) -> None:
         )
 
 
-def _single_output(score: nn.Linear, source: WeightsSource) -> SeededLinear:
-    """A head with one output: the logit, or the difference of two logits."""
-    meta = score.weight.is_meta
-    weight = (read_source_tensor(source, 'score.weight') if meta else score.weight.detach()).float()
+def _single_output(score: nn.Linear, source: WeightsSource | None) -> SeededLinear:
+    """A head with one output: the logit, or the difference of two logits. `source`: of a head on the meta device."""
+    stored = source if score.weight.is_meta else None
+    weight = (score.weight.detach() if stored is None else read_source_tensor(stored, 'score.weight')).float()
     bias = torch.zeros(score.out_features, device='cpu')
     if score.bias is not None:
-        bias = (read_source_tensor(source, 'score.bias') if meta else score.bias.detach()).float()
+        bias = (score.bias.detach() if stored is None else read_source_tensor(stored, 'score.bias')).float()
     if score.out_features == 2:
         weight, bias = weight[1:] - weight[:1], bias[1:] - bias[:1]
     head = reward_head(score.in_features)

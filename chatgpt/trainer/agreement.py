@@ -12,8 +12,9 @@ from typing import Any
 
 from chatgpt.trainer.strategies.base import Strategy
 
-LEFT_OUT = ('callbacks',)
-"""of a trainer's state: some write files, and count on rank 0 alone"""
+LEFT_OUT = ('callbacks', 'reward')
+"""of a trainer's state: some callbacks write files, and count on rank 0 alone; a reward function is called there alone,
+and may hold a device or a rank"""
 MOST_SHOWN = 4
 
 

@@ -148,8 +148,8 @@ class Trainer:
         """Every rank runs the same run and stands at the same place, or all end; see `chatgpt.trainer.agreement`. A
         collective."""
         self.strategy.note_progress(f'{where} of phase {self.phase + 1}')
-        state = {k: v for k, v in self.state_dict().items() if k not in LEFT_OUT}
-        check_ranks(self.strategy, self.fingerprint() | state, f'{where} of phase {self.phase + 1}')
+        state = {k: v for k, v in (self.fingerprint() | self.state_dict()).items() if k not in LEFT_OUT}
+        check_ranks(self.strategy, state, f'{where} of phase {self.phase + 1}')
 
     def planned_sizes(self) -> dict[str, Any] | None:
         """The fields of `chatgpt.plan.Setup` that only this kind of trainer knows, for `MemoryAdvice`; None where it is
@@ -276,6 +276,12 @@ class Trainer:
     def set_learning_rates(self) -> dict[str, float]:
         """Apply the schedules for the next optimizer step; the learning rate of each model."""
         return {name: s.set(self.num_updates, self.total_updates) for name, s in self._schedules.items()}
+
+    def take_learning_rates(self) -> None:
+        """The learning rates that the optimizers have now are the base of the schedules: for a caller who moves them
+        himself."""
+        for schedule in self._schedules.values():
+            schedule.take_base()
 
     def end_phase(self, metrics: dict[str, float]) -> None:
         """Count the phase and log its metrics."""

@@ -35,8 +35,7 @@ from chatgpt.experience import (
     ScoreShaper,
     as_scorer,
 )
-from chatgpt.experience.described import described
-from chatgpt.experience.scorers import models_of
+from chatgpt.experience.scorers import described, models_of
 from chatgpt.functional.kl import AdaptiveKLController, FixedKLController
 from chatgpt.nn.dropout import dropout_off
 from chatgpt.rollout import LocalEngine, RolloutEngine, SamplingParams
@@ -477,7 +476,7 @@ class PPOTrainer(Trainer):
         """`max_epochs` passes over the experience in train batches. Returns `ppo/...` metrics."""
         c, phase = self.config, PhaseMetrics()
         items = c.estimator.whiten(experiences) if c.whitens_advantages else experiences
-        learners = self._learners()
+        learners = self.learners()
         skipped, stopped, first = 0, False, True
         for epoch in range(c.max_epochs):
             self.callbacks.on_learn_epoch_start(self, epoch)
@@ -490,7 +489,7 @@ class PPOTrainer(Trainer):
                 guard = RatioGuard(c)
                 result = learn_batch(
                     self.strategy,
-                    self._work(records, learners),
+                    self.work(records, learners),
                     max_tokens=c.max_tokens_per_batch,
                     max_grad_norm=c.max_grad_norm,
                     veto=guard,
@@ -528,7 +527,7 @@ class PPOTrainer(Trainer):
             return [[items[i] for i in order]]
         return ([items[i] for i in positions] for positions in train_batches(len(items), c.train_batch_size, key=key))
 
-    def _learners(self) -> list[Learner]:
+    def learners(self) -> list[Learner]:
         """The models that learn from experience in this phase, with their losses."""
         actor = ActorLoss(self.config, self.policy.forward, self.kl_controller.value)
         if self.shares_trunk:
@@ -538,9 +537,9 @@ class PPOTrainer(Trainer):
             learners.append(Learner('critic', self.critic, self.critic_optim, ValueLoss(self.config)))
         return learners
 
-    def _work(self, records: list[Experience], learners: list[Learner]) -> list[Work]:
+    def work(self, records: list[Experience], learners: list[Learner]) -> list[Work]:
         """What one train batch trains: actor and critic on experience and, with PPO-ptx, the actor on pretraining
-        text."""
+        text. A subclass that measures more wraps the learners' losses."""
         c = self.config
         totals = experience_totals(records, c, self.sampling.max_new_tokens)
         work = [

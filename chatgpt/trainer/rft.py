@@ -22,8 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from chatgpt.dataset.prompts import as_prompts
-from chatgpt.experience.described import described
-from chatgpt.experience.scorers import as_score, as_scorer
+from chatgpt.experience.scorers import as_score, as_scorer, described
 from chatgpt.rollout import LocalEngine, RolloutEngine
 from chatgpt.rollout.sampling import sampling_for
 from chatgpt.trainer.collect import Collector

@@ -51,6 +51,10 @@ class LearningRate:
         self.warmup_steps = warmup_steps
         self.base = [group.get('initial_lr', group['lr']) for group in optimizer.param_groups]
 
+    def take_base(self) -> None:
+        """What the groups have now is their base from here on."""
+        self.base = [group['lr'] for group in self.optimizer.param_groups]
+
     def set(self, step: int, total_steps: int | None) -> float:
         """Apply the schedule for this step; returns the first group's learning rate."""
         factor = lr_factor(self.schedule, step, total_steps=total_steps, warmup_steps=self.warmup_steps)

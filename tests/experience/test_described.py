@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from chatgpt.experience.described import described
-from chatgpt.experience.scorers import as_scorer
+from chatgpt.experience.scorers import as_scorer, described
 from chatgpt.quickstart import as_reward
 from chatgpt.rewards import Pattern
 
 FILE = """
 WEIGHT = {weight}
+seen = []
 def h(text):
     return {body}
 class Base:
@@ -24,10 +24,12 @@ class Base:
         return h(text)
 class Reward(Base):
     def __init__(self, scale=1.0):
-        self.scale, self.calls = scale, object()
+        self.scale, self.calls = scale, 0
     def __call__(self, prompts, responses):
+        self.calls += 1
         return [self.scale * self.one(r) for r in responses]
 def score(prompts, responses):
+    seen.append(responses)
     return [WEIGHT * h(r) for r in responses]
 def scaled(prompts, responses, k):
     return [k * h(r) for r in responses]
@@ -77,3 +79,13 @@ def test_constants_arguments_and_attributes_are_seen(tmp_path):
         return lambda prompts, responses: [k * len(r) for r in responses]
 
     assert told(closed(1.0)) == told(closed(1.0)) != told(closed(2.0))
+
+
+def test_what_a_function_notes_while_it_runs_does_not_make_it_another(tmp_path):
+    module = reward_file(tmp_path / 'a' / 'r.py')
+    for reward in (module.score, module.Reward()):
+        scorer = as_scorer(reward)
+        before = described(scorer)
+        scorer.fn(['a'], ['b'])
+        assert described(scorer) == before
+    assert module.seen and told(module.score) == described(as_scorer(module.score))

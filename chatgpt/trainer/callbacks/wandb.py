@@ -50,5 +50,23 @@ class WandB(TrackedRun):
             logged['samples'] = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self._run.log(logged, step=step)
 
+    def on_log(
+        self,
+        trainer: TrainerView,
+        stats: dict[str, float],
+        batch: Mapping[str, SequenceOf[Any]],
+        rewards: list[float],
+        columns_to_log: list[str],
+    ) -> None:
+        """A table `game_log`, as TRL calls it, of every row and its reward."""
+        columns = [c for c in columns_to_log if c in batch]
+        if self._run is None or not columns:
+            return
+        import wandb
+
+        rows = [list(row) for row in zip(*(batch[c] for c in columns), rewards, strict=True)]
+        self._run.log({'game_log': wandb.Table(columns=[*columns, 'reward'], data=rows)}, step=trainer.phase)
+
     def finish(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
+        self._run = None

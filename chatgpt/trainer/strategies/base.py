@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from chatgpt.checkpoint.files import save_object, save_tensors
-from chatgpt.checkpoint.layout import Piece, TensorReader
+from chatgpt.checkpoint.layout import Piece, PrefixedReader, TensorReader
 from chatgpt.trainer.strategies import states
 from chatgpt.trainer.strategies.items import check_items, is_pair, rebuilt
 from chatgpt.trainer.strategies.memory import MemoryModel
@@ -376,11 +376,16 @@ class Strategy:
     def load_model(self, model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
         """Load what `save_model` wrote (file or folder, any strategy), before or after `prepare`. Unpickles nothing.
 
+        A file of the bare `model` of an actor, such as a transformers state dict, is read too.
+
         Raises `CheckpointMismatch` naming the first missing, unexpected and wrongly shaped tensors. `strict=False`
         loads what is in both and warns with the names of the rest; wrong shapes, or nothing in common, are still an
         error.
         """
         reader, _ = open_saved(path, 'model')
+        own, found = set(self.unwrap(model).state_dict(keep_vars=True)), reader.names()
+        if own.isdisjoint(found) and any(f'model.{name}' in own for name in found):
+            reader = PrefixedReader(reader, 'model.')
         self.load_model_pieces(model, reader, strict=strict)
 
     def save_optimizer(self, optimizer: Optimizer, path: str | os.PathLike[str], only_rank0: bool = False) -> None:

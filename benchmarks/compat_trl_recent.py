@@ -1,0 +1,93 @@
+"""Programs of TRL's second era here and in TRL 1.12.0: the same numbers, and CPU seconds side by side.
+
+    python benchmarks/compat_trl_recent.py numbers   # makes TRL's environment on first use; writes what the tests compare with
+    python benchmarks/compat_trl_recent.py speed     # whole updates of PPO, A B A B, as in vs_peers.py
+
+Both sides run the same file for the numbers, `peers/compat_recent_work.py`. Same weights, prompts and responses: scores,
+KL rewards, values, advantages, returns, gradients and what is logged; of DPO, SFT and reward models gradients and what is
+logged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE / 'peers')]
+
+from compat_recent_ours import differences, learner, ppo  # noqa: E402
+from compat_recent_work import LEARNERS, PPO, make_folders  # noqa: E402
+from vs_peers import compare, environment, machine, save_model  # noqa: E402
+from work import Case  # noqa: E402
+
+GOLDEN = HERE.parent / 'tests' / 'compat' / 'trl_recent_numbers.json'
+RESULTS = HERE / 'results' / 'compat_trl_recent.json'
+SPEED = [Case('trl_ppo', 'ppo', lengths, 'fp32', epochs) for lengths in ('fixed', 'eos') for epochs in (1, 4)]
+
+
+def numbers(work: Path) -> dict[str, dict[str, float]]:
+    """Run TRL, write its numbers for the tests, and compare ours with them."""
+    python = environment('trl_ppo', work)
+    with tempfile.TemporaryDirectory() as folder:
+        folders = make_folders(folder)
+        env = os.environ | {'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1', 'TRL_EXPERIMENTAL_SILENCE': '1'}
+        subprocess.run([python, HERE / 'peers' / 'compat_recent_numbers.py', folder, GOLDEN], check=True, env=env)
+        theirs = json.loads(GOLDEN.read_text())
+        found = {}
+        for kind, cases, run in (('ppo', PPO, ppo), ('learners', LEARNERS, learner)):
+            for name, case in cases.items():
+                result = run(name, folders, f'{folder}/out')
+                found[f'ppo, {name}' if kind == 'ppo' else name] = differences(result, theirs[kind][name], case)
+    return found
+
+
+def table(found: dict[str, dict[str, float]]) -> str:
+    """The differences as Markdown."""
+    kinds = list(next(iter(found.values())))
+    lines = ['| case | ' + ' | '.join(kinds) + ' |', '|---' * (len(kinds) + 1) + '|']
+    for name, row in found.items():
+        lines.append(f'| {name} | ' + ' | '.join(f'{row[k]:.0e}' if k in row else '' for k in kinds) + ' |')
+    return '\n'.join(lines)
+
+
+def speed(work: Path, rounds: int) -> dict[str, Any]:
+    """CPU seconds of a whole update, by case."""
+    folders = {lengths: save_model(work, lengths) for lengths in ('fixed', 'eos')}
+    peer = [environment('trl_ppo', work), HERE / 'peers' / 'trl_ppo.py']
+    mine = [sys.executable, HERE / 'peers' / 'compat_recent_speed.py']
+    found = {}
+    for case in SPEED:
+        case = Case(**{**vars(case), 'model': folders[case.lengths]})
+        result = compare(case, mine, peer, rounds=rounds, warmup=1, logs=work / 'logs')
+        found[case.name] = {k: result[k] for k in ('ratio', 'ratio_wall', 'ratio_total', 'ours', 'theirs', 'about')}
+        ours, theirs = result['ours']['cpu_s'], result['theirs']['cpu_s']
+        print(
+            f'{case.name}: {ours:.2f} s here, {theirs:.2f} s there, {result["ratio"]["median"]:.2f} times', flush=True
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('what', choices=('numbers', 'speed'))
+    parser.add_argument('--rounds', type=int, default=5)
+    parser.add_argument('--work-dir', type=Path, default=Path('outputs/peers'), help='environments, models and logs')
+    args = parser.parse_args()
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if args.what == 'numbers':
+        results['numbers'] = numbers(args.work_dir.resolve())
+        print(table(results['numbers']))
+    else:
+        results['speed'] = speed(args.work_dir.resolve(), args.rounds) | {'machine': machine()}
+    RESULTS.write_text(json.dumps(results, indent=1) + '\n')
+
+
+if __name__ == '__main__':
+    main()

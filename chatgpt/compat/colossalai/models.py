@@ -1,0 +1,109 @@
+"""Its models, where a script asks them for more than ours do: `actor.generate`, and what it needs around Llama's tokenizer.
+
+`GPTLM` and the like are the actors: one class has both uses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chatgpt import nn as ours
+
+
+class _Generates:
+    """`generate` and `get_base_model` of its actors."""
+
+    model: Any
+
+    def get_base_model(self) -> Any:
+        return self.model
+
+    @torch.no_grad()
+    def generate(
+        self, input_ids: Tensor, return_action_mask: bool = True, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Responses by transformers' `generate`.
+
+        Args:
+            input_ids: (B, P) int64; padded on the left where `pad_token_id` is given.
+            **kwargs: fields of GenerationConfig; the functions of `generation_utils` are not needed.
+
+        Returns:
+            sequences (B, P + A); attention mask (B, P + A), None without `pad_token_id`; action mask (B, A) bool, True up
+            to the end token and with it.
+        """
+        for name in ('prepare_inputs_fn', 'update_model_kwargs_fn'):
+            kwargs.pop(name, None)
+        pad, end = kwargs.get('pad_token_id'), kwargs.get('eos_token_id')
+        mask = torch.ones_like(input_ids) if pad is None else _not_left_padding(input_ids, pad)
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            sequences = self.model.generate(input_ids, attention_mask=mask, **kwargs)
+        finally:
+            self.model.train(was_training)
+        attention_mask = None if pad is None else sequences.ne(pad).long()
+        if not return_action_mask:
+            return sequences, attention_mask, None
+        actions = sequences[:, input_ids.shape[1] :]
+        ended = torch.zeros_like(actions) if end is None else (actions == end).long()
+        return sequences, attention_mask, ended.cumsum(dim=1) - ended == 0
+
+
+def _not_left_padding(ids: Tensor, pad: int) -> Tensor:
+    """(B, P) int64: 0 before the first token that is not padding."""
+    return (ids.ne(pad).cumsum(dim=1) > 0).long()
+
+
+class Actor(_Generates, ours.Actor):
+    """`chatgpt.nn.Actor` with `generate`."""
+
+
+class GPTActor(_Generates, ours.GPTActor):
+    """`chatgpt.nn.GPTActor` with `generate`."""
+
+
+class OPTActor(_Generates, ours.OPTActor):
+    """`chatgpt.nn.OPTActor` with `generate`."""
+
+
+class BLOOMActor(_Generates, ours.BLOOMActor):
+    """`chatgpt.nn.BLOOMActor` with `generate`."""
+
+
+class LlamaActor(_Generates, ours.LlamaActor):
+    """`chatgpt.nn.LlamaActor` with `generate`."""
+
+
+def smart_tokenizer_and_embedding_resize(tokenizer: Any, model: Any, special_tokens_dict: Any = None) -> None:
+    """Give a tokenizer without a padding token one, and the model a row for it: the mean of the others."""
+    if tokenizer.pad_token is not None:
+        return
+    model = getattr(model, 'model', model) if isinstance(model, ours.Actor) else model
+    if tokenizer.add_special_tokens(special_tokens_dict or {'pad_token': '[PAD]'}):
+        before = model.get_input_embeddings().weight.shape[0]
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        with torch.no_grad():
+            for embeddings in (model.get_input_embeddings(), model.get_output_embeddings()):
+                if embeddings is not None:
+                    embeddings.weight[before:] = embeddings.weight[:before].mean(dim=0, keepdim=True)
+
+
+def prepare_llama_tokenizer_and_embedding(tokenizer: Any, model: Any, special_tokens_dict: Any = None) -> Any:
+    """The tokenizer, with a padding token that the model knows, and </s> as begin, end and unknown token."""
+    smart_tokenizer_and_embedding_resize(tokenizer, model, special_tokens_dict)
+    tokenizer.add_special_tokens({'eos_token': '</s>', 'bos_token': '</s>', 'unk_token': '</s>'})
+    return tokenizer
+
+
+def update_model_kwargs_fn(outputs: Any, **model_kwargs: Any) -> Any:
+    """Handed over by scripts, and never called: our engines keep the cache themselves."""
+    raise NotImplementedError('the engine keeps the cache itself; leave update_model_kwargs_fn out')
+
+
+def prepare_inputs_fn(input_ids: Any, past: Any = None, **kwargs: Any) -> Any:
+    """Handed over by scripts, and never called: our engines keep the cache themselves."""
+    raise NotImplementedError('the engine keeps the cache itself; leave prepare_inputs_fn out')

@@ -1,0 +1,72 @@
+"""`.cuda()`, `.to('cuda')`, `.to(0)` and `device=0` on a machine without a GPU: they stay on the CPU, for the script that
+`chatgpt.compat run` runs and nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+NO_OPERATION = ('set_device', 'synchronize', 'empty_cache', 'reset_peak_memory_stats')
+ZERO = ('current_device', 'memory_allocated', 'max_memory_allocated', 'memory_reserved', 'max_memory_reserved')
+
+
+def _on_cpu(device: Any) -> Any:
+    if isinstance(device, bool):
+        return device
+    is_cuda = isinstance(device, int) or (
+        isinstance(device, (str, torch.device)) and str(device).partition(':')[0] == 'cuda'
+    )
+    return torch.device('cpu') if is_cuda else device
+
+
+class _OnCPU(TorchFunctionMode):
+    """Takes CUDA devices out of every call of torch."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.cuda:
+            return args[0]
+        if func is Tensor.pin_memory:
+            return args[0]
+        if func is Tensor.to and len(args) > 1:
+            args = (args[0], _on_cpu(args[1]), *args[2:])
+        if 'device' in kwargs:
+            kwargs = kwargs | {'device': _on_cpu(kwargs['device'])}
+        return func(*args, **kwargs)
+
+
+def _module_cuda(self: torch.nn.Module, device: Any = None) -> torch.nn.Module:
+    return self
+
+
+@contextmanager
+def without_gpu() -> Iterator[None]:
+    """Inside, in this thread, what is asked of CUDA happens on the CPU. Nothing where there is a GPU."""
+    if torch.cuda.is_available():
+        yield
+        return
+    from contextlib import ExitStack
+
+    to = torch.nn.Module.to
+
+    def module_to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args = (_on_cpu(args[0]), *args[1:]) if args else args
+        return to(self, *args, **({k: _on_cpu(v) if k == 'device' else v for k, v in kwargs.items()}))
+
+    with ExitStack() as stack:
+        for name in NO_OPERATION:
+            stack.enter_context(patch.object(torch.cuda, name, lambda *args, **kwargs: None))
+        for name in ZERO:
+            stack.enter_context(patch.object(torch.cuda, name, lambda *args, **kwargs: 0))
+        stack.enter_context(patch.object(torch.nn.Module, 'cuda', _module_cuda))
+        stack.enter_context(patch.object(torch.nn.Module, 'to', module_to))
+        stack.enter_context(_OnCPU())
+        yield

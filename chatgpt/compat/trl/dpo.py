@@ -1,0 +1,236 @@
+"""`DPOConfig` and `DPOTrainer` as TRL 0.12 to 1.12 have them, over our `DPOTrainer`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from copy import deepcopy
+from dataclasses import InitVar, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from chatgpt.compat.trl import later
+from chatgpt.compat.trl.arguments import Entry, TrainingArguments, converted, label, ours, refused, warned
+from chatgpt.compat.trl.peft import adapted
+from chatgpt.compat.trl.training import (
+    OfflineLaterTrainer,
+    causal_lm,
+    max_length_of,
+    refuse,
+    resolved,
+    strategy_of,
+    tokenizer_of,
+    with_older,
+)
+from chatgpt.dataset import load_preferences
+from chatgpt.nn import Actor
+from chatgpt.nn.lora import has_lora
+from chatgpt.trainer.objectives import pairs
+
+_ONE_LIMIT = warned('a record is cut to max_length as a whole: the prompt loses its beginning, then the answer its end')
+_ADAPTERS = refused('a model has one adapter here; its reference is the model without it')
+_NOT_PLAIN = refused('the losses here are sigmoid, ipo, cdpo, robust and hinge alone (docs/algorithms/dpo.md)')
+
+FIELDS: dict[str, Entry] = later.ARGUMENTS | {
+    'beta': ours('beta'),
+    'loss_type': converted("'sigmoid', 'hinge', 'robust' the same; one name, or a list of one"),
+    'label_smoothing': converted("of 'sigmoid': loss_type='cdpo'; of 'robust': label_smoothing"),
+    'max_length': ours('max_length of load_preferences; no more than the context'),
+    'max_prompt_length': _ONE_LIMIT,
+    'max_completion_length': _ONE_LIMIT,
+    'max_target_length': _ONE_LIMIT,
+    'truncation_mode': _ONE_LIMIT,
+    'precompute_ref_log_probs': converted('always, before the first step: the same numbers from half the forwards'),
+    'precompute_ref_batch_size': label('see precompute_ref_log_probs'),
+    'model_init_kwargs': converted('options of loading; dtype and device_map warn, quantization_config is an error'),
+    'ref_model_init_kwargs': converted('see model_init_kwargs'),
+    'disable_dropout': converted('True is how it is here; False is an error'),
+    'dataset_num_proc': label('records are tokenized in this process'),
+    'padding_free': label('forwards leave padding out anyway'),
+    'pad_to_multiple_of': label('forwards leave padding out anyway'),
+    'label_pad_token_id': label('records carry a mask'),
+    'padding_value': label('records carry a mask'),
+    'pad_token': label('records carry a mask'),
+    'is_encoder_decoder': refused('there are no encoder-decoders here'),
+    'generate_during_eval': warned('evaluation measures the loss; see chatgpt.trainer.prompt_evaluation for texts'),
+    'force_use_ref_model': label('a given ref_model is used beside adapters too'),
+    'model_adapter_name': _ADAPTERS,
+    'ref_adapter_name': _ADAPTERS,
+    'reference_free': refused('use chatgpt.trainer.SimPOTrainer or ORPOTrainer, which have no reference'),
+    'sync_ref_model': refused('the reference stays what it is'),
+    'ref_model_mixup_alpha': label('see sync_ref_model'),
+    'ref_model_sync_steps': label('see sync_ref_model'),
+    'use_weighting': _NOT_PLAIN,
+    'loss_weights': _NOT_PLAIN,
+    'ld_alpha': _NOT_PLAIN,
+    'f_divergence_type': _NOT_PLAIN,
+    'f_alpha_divergence_coef': label('see f_divergence_type'),
+    'discopop_tau': label('of a loss_type that is not served'),
+    'rpo_alpha': refused('there is no SFT term here; chatgpt.trainer.ORPOTrainer has one'),
+    'router_aux_loss_coef': warned('the loss is that of the answers alone'),
+    'trust_remote_code': converted('an option of loading'),
+    'activation_offloading': warned('a matter of memory, without influence on numbers'),
+    'tools': refused('chat templates get no tools here: render them into the prompts'),
+}
+"""argument: what becomes of it"""
+
+
+@dataclass(kw_only=True)
+class DPOConfig(TrainingArguments):
+    """Arguments of `DPOTrainer`. `FIELDS` says what each one does here."""
+
+    output_dir: str | None = field(default=None, kw_only=False)
+    learning_rate: float = 1e-6
+    beta: float = 0.1
+    loss_type: str | list[str] = field(default_factory=lambda: ['sigmoid'])  # a flag takes one or more
+    label_smoothing: float = 0.0
+    max_length: int | None = 1024
+    max_prompt_length: int | None = None
+    max_completion_length: int | None = None
+    max_target_length: int | None = None
+    truncation_mode: str | None = None
+    precompute_ref_log_probs: bool = False
+    precompute_ref_batch_size: int | None = None
+    model_init_kwargs: dict | str | None = None
+    ref_model_init_kwargs: dict | str | None = None
+    disable_dropout: bool = True
+    dataset_num_proc: int | None = None
+    padding_free: bool = False
+    pad_to_multiple_of: int | None = None
+    label_pad_token_id: int = -100
+    padding_value: int | None = None
+    pad_token: str | None = None
+    is_encoder_decoder: bool | None = None
+    generate_during_eval: bool = False
+    force_use_ref_model: bool = False
+    model_adapter_name: str | None = None
+    ref_adapter_name: str | None = None
+    reference_free: bool = False
+    sync_ref_model: bool = False
+    ref_model_mixup_alpha: float = 0.9
+    ref_model_sync_steps: int = 64
+    use_weighting: bool = False
+    loss_weights: list[float] | None = None
+    ld_alpha: float | None = None
+    f_divergence_type: str = 'reverse_kl'
+    f_alpha_divergence_coef: float = 1.0
+    discopop_tau: float = 0.05
+    rpo_alpha: float | None = None
+    router_aux_loss_coef: float = 0.0
+    activation_offloading: bool = False
+    tools: str | None = None
+    trust_remote_code: InitVar[bool] = False  # no flag of a command line, where it is ModelConfig's
+
+    def __post_init__(self, trust_remote_code: bool) -> None:  # type: ignore[override]
+        super().__post_init__()
+        self.trust_remote_code = trust_remote_code  # type: ignore[attr-defined]
+
+
+def _loss(args: Any) -> dict[str, Any]:
+    """`loss_type` and `label_smoothing` of our config."""
+    names = [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
+    if len(names) != 1:
+        raise ValueError(f'DPOConfig: loss_type={args.loss_type!r}; a sum of losses is not served here: give one')
+    (name,) = names
+    if name == 'ipo':
+        raise ValueError(
+            "DPOConfig: loss_type='ipo' is the mean over tokens in TRL and the paper's sum here; use "
+            "chatgpt.trainer.DPOTrainer(loss_type='ipo') for the latter"
+        )
+    if name not in ('sigmoid', 'hinge', 'robust'):
+        raise ValueError(f'DPOConfig: loss_type={name!r} is not served here; use sigmoid, hinge or robust')
+    if not args.label_smoothing:
+        return {'loss_type': name} | ({'label_smoothing': 0.0} if name == 'robust' else {})
+    return {'loss_type': 'cdpo' if name == 'sigmoid' else name, 'label_smoothing': args.label_smoothing}
+
+
+class DPOTrainer(OfflineLaterTrainer):
+    """Direct preference optimisation. Data: rows with prompt, chosen, rejected, as text or turns; or whole dialogues.
+
+    Args:
+        model: a transformers causal LM, trained in place; a PEFT model; or a name or folder.
+        ref_model: the frozen reference; None is a copy, or with adapters the model without them.
+        processing_class: the tokenizer; None is the model's own.
+        optimizers: (an optimizer over the model's parameters, None).
+        **older: arguments of `DPOConfig` that the trainer itself took before 0.12, such as beta.
+
+    Raises:
+        ValueError: what cannot be honoured, by name.
+    """
+
+    NAMES: ClassVar = {
+        'loss': 'loss',
+        'rewards/chosen': 'reward_chosen',
+        'rewards/rejected': 'reward_rejected',
+        'rewards/accuracies': 'accuracy',
+        'logps/chosen': 'logp_chosen',
+        'logps/rejected': 'logp_rejected',
+    }
+
+    def __init__(
+        self,
+        model: Any = None,
+        ref_model: Any = None,
+        args: Any = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Any = None,
+        callbacks: SequenceOf[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        *,
+        tokenizer: Any = None,
+        model_init: Any = None,
+        preprocess_logits_for_metrics: Any = None,
+        **older: Any,
+    ) -> None:
+        refuse(
+            'DPOTrainer',
+            {
+                'data_collator': (data_collator, 'give rows of text; records are batched here'),
+                'compute_metrics': (compute_metrics, 'evaluation measures the loss and its companions'),
+                'preprocess_logits_for_metrics': (preprocess_logits_for_metrics, 'see compute_metrics'),
+                'quantization_config': (quantization_config, 'models are trained in whole weights'),
+                'model_init': (model_init, 'give the model'),
+            },
+        )
+        if model is None or train_dataset is None:
+            raise ValueError(f'DPOTrainer: {"model" if model is None else "train_dataset"} is needed')
+        if ref_model is model and not isinstance(model, (str, Path)):
+            raise ValueError('DPOTrainer: ref_model is the model itself; give a copy of it, or None')
+        args = with_older('DPOTrainer', args, DPOConfig, older)
+        args = resolved(args, DPOConfig, 'trainer_output', FIELDS)
+        if not args.disable_dropout:
+            raise ValueError('DPOConfig: disable_dropout=False cannot be honoured here: two models are compared')
+        loss = _loss(args)
+        words = tokenizer_of(processing_class, tokenizer, model)
+        super().__init__(args, words, callbacks, strategy_of(args))
+        options = {'trust_remote_code': True} if args.trust_remote_code else {}
+        model = causal_lm(model, args, options | dict(args.model_init_kwargs or {}))
+        model = adapted(model, peft_config)
+        if ref_model is None and not has_lora(model):
+            ref_model = deepcopy(model)
+        elif ref_model is not None:
+            ref_model = causal_lm(ref_model, args, options | dict(args.ref_model_init_kwargs or {}))
+        self.model, self.ref_model = model, ref_model
+        self.train_dataset = train_dataset
+        self.start(
+            pairs.DPOTrainer,
+            pairs.DPOConfig,
+            Actor(model),
+            optimizers,
+            self.records(train_dataset),
+            eval_dataset,
+            {'beta': args.beta, **loss},
+            initial_model=None if ref_model is None else Actor(ref_model),
+        )
+
+    def records(self, dataset: Any) -> list[Any]:
+        limit = max_length_of(self.args, 'max_length', self.model)
+        return pairs.pairs_of(load_preferences(dataset, self.processing_class, max_length=limit)[0])
+
+    def _theirs(self, ours: Any, prefix: str = '') -> dict[str, float]:
+        found = super()._theirs(ours, prefix)
+        return found | {'rewards/margins': found['rewards/chosen'] - found['rewards/rejected']}

@@ -1,0 +1,580 @@
+"""What the trainers of TRL 0.12 to 1.12 have in common, over a trainer of ours: `state` and its log history, Hugging
+Face's callbacks, evaluation when it is due, `train`, `evaluate`, `save_model`.
+
+Left out: what each learns (`ppo_train`, `dpo`, `sft`, `reward`), and what arguments become (`later`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import time
+import warnings
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from transformers.trainer_callback import TrainerControl, TrainerState
+from transformers.trainer_utils import TrainOutput
+
+from chatgpt.compat.trl import later
+from chatgpt.compat.trl.accelerator import Accelerator
+from chatgpt.compat.trl.arguments import Entry, TrainingArguments, check_given
+from chatgpt.launch.inputs import context_of
+from chatgpt.names import hint
+from chatgpt.nn.loading import load_causal_lm
+from chatgpt.nn.lora import has_lora
+from chatgpt.nn.peft_format import export_peft
+from chatgpt.trainer.callbacks import Callback, ProgressBar
+from chatgpt.trainer.callbacks.base import TrainerView
+from chatgpt.trainer.strategies.named import strategy_by_name
+
+
+class State(TrainerState):
+    """transformers' state, with the episodes of PPO."""
+
+    episode: int = 0
+
+
+# ---------------------------------------------------------------------- what a trainer is made of
+
+
+def resolved(args: Any, config_class: type, name: str, table: Mapping[str, Entry]) -> Any:
+    """The arguments, checked: errors and warnings for what cannot be honoured.
+
+    Args:
+        args: None makes the defaults; transformers' TrainingArguments give what they have in common with ours.
+        name: of the folder where none is given.
+
+    Raises:
+        ValueError: an argument that cannot be honoured, or a value that is not served.
+    """
+    if args is None:
+        args = config_class()
+    elif not isinstance(args, TrainingArguments):
+        args = _from_transformers(args, config_class)
+    check_given(args, table)
+    later.check_choices(args)
+    if args.evaluation_strategy is not None:
+        args.eval_strategy = args.evaluation_strategy
+    if args.output_dir is None:
+        args.output_dir = name
+    return args
+
+
+def _from_transformers(args: Any, config_class: type) -> Any:
+    """Ours with the values of transformers' TrainingArguments that are not their defaults."""
+    import dataclasses
+
+    if not dataclasses.is_dataclass(args):
+        raise ValueError(f'args: a {type(args).__name__} given; it must be a {config_class.__name__}')
+    known = {f.name for f in dataclasses.fields(config_class)}
+    theirs: Any = args
+    fresh = type(theirs)(output_dir=theirs.output_dir)
+    changed = {
+        f.name: getattr(args, f.name)
+        for f in dataclasses.fields(args)
+        if f.init and getattr(args, f.name) != getattr(fresh, f.name)
+    }
+    if unknown := sorted(set(changed) - known):
+        warnings.warn(f'args: {", ".join(unknown)} of {type(args).__name__} have no effect here', stacklevel=3)
+    return config_class(output_dir=theirs.output_dir, **{k: v for k, v in changed.items() if k in known})
+
+
+def strategy_of(args: Any) -> Any:
+    """The strategy of a run: data-parallel under torchrun or accelerate, else one process."""
+    seed = args.data_seed if args.data_seed is not None else 42 if args.seed is None else args.seed
+    strategy = strategy_by_name(later.strategy_name(), seed=seed, precision=later.precision(args))
+    atexit.register(strategy.close)
+    return strategy
+
+
+def tokenizer_of(processing_class: Any, tokenizer: Any, model: Any) -> Any:
+    """The tokenizer under either of its names, else the model's own.
+
+    Raises:
+        ValueError: two different ones, a processor of images, or none that can be found.
+    """
+    if processing_class is not None and tokenizer is not None and processing_class is not tokenizer:
+        raise ValueError('processing_class and tokenizer are two names of one argument; give one of them')
+    found = processing_class if processing_class is not None else tokenizer
+    if found is None:
+        from chatgpt.nn.loading import load_tokenizer
+
+        name = model if isinstance(model, (str, Path)) else getattr(model, 'name_or_path', '')
+        if not name:
+            raise ValueError('processing_class: this model does not say which tokenizer is its own; give it')
+        found = load_tokenizer(name)
+    if not hasattr(found, 'get_vocab'):
+        raise ValueError(f'processing_class: a {type(found).__name__} given; it must be a tokenizer of text')
+    return found
+
+
+def causal_lm(model: Any, args: Any, init_kwargs: Any = None) -> Any:
+    """The transformers model in fp32, loaded where it is a name, with gradient checkpointing where `args` ask for
+    it."""
+    if isinstance(model, (str, Path)):
+        model = load_causal_lm(model, **loading_options(init_kwargs))
+    return trainable(model, args)
+
+
+def loading_options(init_kwargs: Any) -> dict[str, Any]:
+    """`model_init_kwargs` that our loader takes. Raises ValueError for a quantised model; warns of what has no
+    effect."""
+    given = json.loads(init_kwargs) if isinstance(init_kwargs, str) else dict(init_kwargs or {})
+    if given.pop('quantization_config', None) is not None:
+        raise ValueError(
+            'model_init_kwargs: quantization_config cannot be honoured; models are trained in whole weights'
+        )
+    given.pop('use_cache', None)
+    for name in ('torch_dtype', 'dtype', 'device_map'):
+        value = given.pop(name, None)
+        if value not in (None, 'auto', 'float32', torch.float32):
+            warnings.warn(
+                f'model_init_kwargs: {name}={value!r} has no effect here: weights stay fp32 on the device of the '
+                'strategy; bf16=True computes in bf16',
+                stacklevel=4,
+            )
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def trainable(model: Any, args: Any) -> Any:
+    """The model with fp32 weights, recomputing activations where `args` ask for it."""
+    if getattr(model, 'is_quantized', False):
+        raise ValueError('model: it is quantised; models are trained in whole weights here: load it without')
+    if any(p.is_floating_point() and p.dtype != torch.float32 for p in model.parameters()):
+        model.float()  # masters are fp32; bf16=True computes in bf16
+    if args.gradient_checkpointing:
+        enable = getattr(model, 'activation_checkpointing_enable', None) or model.gradient_checkpointing_enable
+        enable({'use_reentrant': False})
+    return model
+
+
+def max_length_of(args: Any, name: str, model: Any) -> int | None:
+    """Most tokens of a record: as given, but no more than the model's context."""
+    limit, given = context_of(model.config), getattr(args, name)
+    return given if limit is None else limit if given is None else min(given, limit)
+
+
+def refuse(owner: str, what: Mapping[str, tuple[Any, str]]) -> None:
+    """Raises ValueError for the first argument of a constructor that is given and cannot be honoured: {name: (value,
+    why)}."""
+    for name, (value, why) in what.items():
+        if value is not None:
+            raise ValueError(f'{owner}: {name} cannot be honoured here: {why}')
+
+
+# ---------------------------------------------------------------------- Hugging Face's callbacks
+
+
+class Bridge(Callback):
+    """Calls the script's Hugging Face callbacks from our hooks, and has the trainer translate and log its metrics."""
+
+    order: ClassVar[int] = -5
+
+    def __init__(self, owner: LaterTrainer) -> None:
+        self.owner = owner
+
+    def tell(self, event: str, **more: Any) -> None:
+        owner = self.owner
+        for callback in owner.callbacks:
+            changed = getattr(callback, event)(
+                owner.args, owner.state, owner.control, processing_class=owner.processing_class, **more
+            )
+            owner.control = owner.control if changed is None else changed
+        if owner.control.should_training_stop:
+            owner.inner.request_stop()
+
+    def on_fit_start(self, trainer: TrainerView) -> None:
+        self.tell('on_train_begin')
+        self.owner.before_training()
+
+    def on_fit_end(self, trainer: TrainerView) -> None:
+        self.tell('on_train_end')
+
+    def on_learn_epoch_start(self, trainer: TrainerView, epoch: int) -> None:
+        self.owner.around_epoch('on_epoch_begin')
+
+    def on_learn_epoch_end(self, trainer: TrainerView, epoch: int) -> None:
+        self.owner.around_epoch('on_epoch_end')
+
+    def on_learn_batch_start(self, trainer: TrainerView) -> None:
+        self.owner.before_batch()
+
+    def on_learn_batch_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
+        self.owner.after_batch(metrics)
+
+    def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
+        self.owner.after_phase(metrics)
+
+    def on_checkpoint(self, trainer: TrainerView, path: Path) -> None:
+        self.tell('on_save')
+
+
+class LaterTrainer:
+    """Base of the trainers: everything but the learning, which is `inner`'s.
+
+    `inner` is the trainer of `chatgpt.trainer` that runs; its metrics and files are there as well.
+    """
+
+    inner: Any
+
+    def __init__(
+        self,
+        args: Any,
+        processing_class: Any,
+        callbacks: SequenceOf[Any] | None,
+        strategy: Any,
+    ) -> None:
+        self.args, self.processing_class = args, processing_class
+        self.strategy = strategy
+        self.accelerator = Accelerator(strategy)
+        self.state, self.control = State(), TrainerControl()
+        self.state.is_world_process_zero = strategy.is_rank_0
+        self.state.is_local_process_zero = strategy.local_rank == 0
+        self.callbacks: list[Any] = []
+        """the script's, of Hugging Face's kind"""
+        for callback in callbacks or ():
+            self.add_callback(callback)
+        self.bridge = Bridge(self)
+
+    # ------------------------------------------------------------------ what scripts touch
+
+    @property
+    def tokenizer(self) -> Any:
+        """The older name of `processing_class`."""
+        return self.processing_class
+
+    @property
+    def optimizer(self) -> Any:
+        return next(iter(self.inner.optimizers().values()))
+
+    def add_callback(self, callback: Any) -> None:
+        """One more of Hugging Face's callbacks, or a class of one."""
+        self.callbacks.append(callback() if isinstance(callback, type) else callback)
+
+    def is_world_process_zero(self) -> bool:
+        return self.strategy.is_rank_0
+
+    def is_local_process_zero(self) -> bool:
+        return self.strategy.local_rank == 0
+
+    def log(self, logs: dict[str, float], *_: Any) -> None:
+        """Add a line to `state.log_history` and hand it to the callbacks."""
+        self.state.log_history.append({**logs, 'step': self.state.global_step})
+        self.bridge.tell('on_log', logs=dict(logs))
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        if self.strategy.is_rank_0:
+            print(f'***** {split} metrics *****', *(f'  {k} = {v}' for k, v in sorted(metrics.items())), sep='\n')
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """`<output_dir>/<split>_results.json`, and with `combined` the same in all_results.json."""
+        if not self.strategy.is_rank_0:
+            return
+        folder = Path(self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        Path(folder, f'{split}_results.json').write_text(json.dumps(dict(metrics), indent=4, sort_keys=True) + '\n')
+        if combined:
+            path = folder / 'all_results.json'
+            both = (json.loads(path.read_text()) if path.is_file() else {}) | dict(metrics)
+            path.write_text(json.dumps(both, indent=4, sort_keys=True) + '\n')
+
+    def save_state(self) -> None:
+        """`<output_dir>/trainer_state.json`, as transformers writes it."""
+        if self.strategy.is_rank_0:
+            Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+            self.state.save_to_json(str(Path(self.args.output_dir, 'trainer_state.json')))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The trained model as a Hugging Face folder with its tokenizer; of an adapted one the adapter, as PEFT writes
+        it. Call it on every rank."""
+        path = Path(output_dir or self.args.output_dir)
+        model = next(iter(self.inner.models().values()))
+        bare = self.strategy.unwrap(model)
+        if not (has_lora(bare) and self.saves_adapters):
+            self.inner.save_pretrained(path)
+            return
+        weights = self.strategy.full_state_dict(model, path)
+
+        def write() -> None:
+            export_peft(bare, path, state=weights)
+            self.processing_class.save_pretrained(path)
+
+        self.strategy.run_on_rank0(write)
+
+    save_pretrained = save_model
+    saves_adapters: ClassVar[bool] = True
+
+    def push_to_hub(self, *_: Any, **__: Any) -> None:
+        """Writes the model and says how to upload it; nothing is uploaded from here."""
+        self.save_model()
+        if self.strategy.is_rank_0:
+            warnings.warn(
+                'push_to_hub: nothing is uploaded from here; the model is in '
+                f'{self.args.output_dir}: huggingface-cli upload <repository> {self.args.output_dir}',
+                stacklevel=2,
+            )
+
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        if self.strategy.is_rank_0:
+            warnings.warn('create_model_card: no model card is written here', stacklevel=2)
+
+    # ------------------------------------------------------------------ hooks
+
+    def our_callbacks(self, interval: int | None) -> list[Any]:
+        """What `args` ask of our callbacks. `interval`: learning phases between checkpoints."""
+        shown = ProgressBar(enabled=not self.args.disable_tqdm)
+        return [self.bridge, shown, later.saving(self.args, interval), *later.trackers(self.args)]
+
+    def before_training(self) -> None:
+        """After `on_train_begin`."""
+
+    def around_epoch(self, event: str) -> None:
+        """Where a pass over the data begins or ends."""
+
+    def before_batch(self) -> None:
+        """Before an optimizer step."""
+
+    def after_batch(self, metrics: Mapping[str, float]) -> None:
+        """After it."""
+
+    def after_phase(self, metrics: dict[str, float]) -> None:
+        """After a learning phase; may add metrics."""
+        raise NotImplementedError
+
+    def resume(self, resume_from_checkpoint: bool | str | None) -> None:
+        """Take up a checkpoint of this trainer's. True is the newest in `output_dir`, where there is one."""
+        if resume_from_checkpoint:
+            self.inner.load_checkpoint('auto' if resume_from_checkpoint is True else resume_from_checkpoint)
+
+
+# ---------------------------------------------------------------------- those that only learn
+
+
+class Plan(NamedTuple):
+    """Optimizer steps of a run over a list of records: how many, and between what."""
+
+    batch_size: int
+    per_epoch: int
+    total: int
+    log_every: int
+    eval_every: int | None
+    save_every: int | None
+    log_interval: int
+    """of one learning phase, which divides the others"""
+
+
+def plan_of(args: Any, num_records: int, world_size: int) -> Plan:
+    batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size
+    per_epoch = math.ceil(num_records / batch_size)
+    total = args.max_steps if args.max_steps > 0 else max(math.ceil(args.num_train_epochs * per_epoch), 1)
+
+    def when(strategy: str, steps: float | None, default: int) -> int | None:
+        choice = str(getattr(getattr(args, strategy), 'value', getattr(args, strategy)))
+        if choice == 'no':
+            return None
+        return per_epoch if choice == 'epoch' else later.every(steps, default, total)
+
+    log_every = when('logging_strategy', args.logging_steps, 10) or total
+    eval_every = when('eval_strategy', args.eval_steps, log_every)
+    save_every = when('save_strategy', args.save_steps, 500)
+    interval = math.gcd(*(n for n in (log_every, eval_every, save_every) if n is not None))
+    return Plan(batch_size, per_epoch, total, log_every, eval_every, save_every, interval)
+
+
+class OfflineLaterTrainer(LaterTrainer):
+    """DPO, SFT and reward models: `inner` is an `OfflineTrainer`.
+
+    Subclasses say what a dataset's records are (`records`), and how our metrics are called there (`NAMES`).
+    """
+
+    NAMES: ClassVar[Mapping[str, str]]
+    """TRL's name → ours without prefix"""
+
+    def start(
+        self,
+        trainer_class: Any,
+        config_class: Any,
+        model: Any,
+        optimizers: tuple[Any, Any],
+        records: Any,
+        eval_dataset: Any,
+        settings: Mapping[str, Any],
+        **models: Any,
+    ) -> None:
+        """Make `inner`.
+
+        Args:
+            model: an Actor or RewardModel, not prepared.
+            optimizers: those of the script: an optimizer over the model's parameters, or None.
+            settings: fields of `config_class` beside those of every trainer.
+            **models: frozen ones, not prepared.
+        """
+        args = self.args
+        if optimizers[1] is not None:
+            raise ValueError(
+                'optimizers: a scheduler cannot be taken over; give (optimizer, None) and lr_scheduler_type'
+            )
+        self.plan = plan = plan_of(args, len(records), self.strategy.world_size)
+        config = config_class(
+            train_batch_size=plan.batch_size,
+            max_epochs=max(math.ceil(plan.total / plan.per_epoch), 1),
+            max_steps=plan.total,
+            log_interval=plan.log_interval,
+            max_grad_norm=clipping(args),
+            dataloader_pin_memory=args.dataloader_pin_memory,
+            **later.schedule(args, plan.total),
+            **settings,
+        )
+        optimizer = optimizers[0] or later.make_optimizer(args, self.strategy, model)
+        prepared, optimizer = self.strategy.prepare((model, optimizer))
+        self.inner = trainer_class(
+            self.strategy,
+            prepared,
+            optimizer,
+            records,
+            config=config,
+            callbacks=self.our_callbacks(plan.save_every and plan.save_every // plan.log_interval),
+            tokenizer=self.processing_class,
+            run_dir=args.output_dir,
+            **{name: self.strategy.prepare(frozen) for name, frozen in models.items() if frozen is not None},
+        )
+        self.eval_dataset = eval_dataset
+        self._eval_records: dict[int, tuple[Any, list[Any]]] = {}
+        self.state.max_steps, self.state.num_train_epochs = plan.total, config.max_epochs
+        self._waiting: list[tuple[int, dict[str, float]]] = []
+        self._losses: list[tuple[int, float]] = []
+
+    def records(self, dataset: Any) -> list[Any]:
+        """The records of a dataset, as the objective takes them."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ training
+
+    def train(self, resume_from_checkpoint: bool | str | None = None, **unknown: Any) -> TrainOutput:
+        """Train, and return transformers' (global_step, training_loss, metrics).
+
+        Raises:
+            ValueError: an argument of transformers' `train` that cannot be honoured.
+        """
+        if any(value is not None for value in unknown.values()):
+            raise ValueError(f'train: {", ".join(unknown)} cannot be honoured here; leave it out')
+        self.resume(resume_from_checkpoint)
+        start, before = time.perf_counter(), self.inner.batches_done
+        self.inner.fit()
+        seconds, steps = time.perf_counter() - start, self.inner.batches_done - before
+        loss = sum(n * value for n, value in self._losses) / max(sum(n for n, _ in self._losses), 1)
+        metrics = {
+            'train_runtime': seconds,
+            'train_samples_per_second': steps * self.plan.batch_size / seconds,
+            'train_steps_per_second': steps / seconds,
+            'train_loss': loss,
+            'epoch': self._epoch(),
+        }
+        self.state.log_history.append({**metrics, 'step': self.state.global_step})
+        return TrainOutput(self.state.global_step, loss, metrics)
+
+    def _epoch(self) -> float:
+        return self.inner.batches_done / self.plan.per_epoch
+
+    def before_training(self) -> None:
+        if self.args.eval_on_start and self.eval_dataset is not None:
+            self.evaluate()
+
+    def around_epoch(self, event: str) -> None:
+        self.bridge.tell(event)
+
+    def before_batch(self) -> None:
+        self.bridge.tell('on_step_begin')
+
+    def after_batch(self, metrics: Mapping[str, float]) -> None:
+        self.state.global_step, self.state.epoch = self.inner.batches_done, self._epoch()
+        self.bridge.tell('on_step_end')
+
+    def after_phase(self, metrics: dict[str, float]) -> None:
+        """Log where `logging_steps` are full, evaluate where it is due."""
+        step, plan = self.inner.batches_done, self.plan
+        last = step == plan.total
+        count = step % plan.log_interval or plan.log_interval
+        prefix = self.inner.objective.prefix
+        self._losses.append((count, metrics[f'{prefix}/loss']))
+        self._waiting.append((count, self._theirs(metrics, f'{prefix}/')))
+        if step % plan.log_every == 0 or last:
+            total = sum(n for n, _ in self._waiting)
+            means = {k: sum(n * v[k] for n, v in self._waiting) / total for k in self._waiting[0][1]}
+            logs = means | {
+                'grad_norm': metrics[f'{prefix}/grad_norm'],
+                'learning_rate': metrics[f'{prefix}/lr'],
+                'epoch': self._epoch(),
+            }
+            self._waiting.clear()
+            self.log(logs)
+            metrics.update(logs)
+        if self.eval_dataset is not None and plan.eval_every and (step % plan.eval_every == 0 or self._ends(last)):
+            metrics.update(self.evaluate())
+
+    def _ends(self, last: bool) -> bool:
+        """The end of the run is the end of its last epoch."""
+        return last and str(getattr(self.args.eval_strategy, 'value', self.args.eval_strategy)) == 'epoch'
+
+    def _theirs(self, ours: Mapping[str, float], prefix: str = '') -> dict[str, float]:
+        return {name: ours[prefix + own] for name, own in self.NAMES.items() if prefix + own in ours}
+
+    # ------------------------------------------------------------------ evaluation
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = 'eval'
+    ) -> dict[str, float]:
+        """The loss and its companions over a dataset (or a dict of them), as `<prefix>_<name>`; logged.
+
+        Raises:
+            ValueError: there is nothing to evaluate on.
+        """
+        data = self.eval_dataset if eval_dataset is None else eval_dataset
+        if data is None:
+            raise ValueError('evaluate: there is no eval_dataset; give it here or to the trainer')
+        if isinstance(data, Mapping) and not hasattr(data, 'column_names'):
+            results: dict[str, float] = {}
+            for name, part in data.items():
+                results |= self.evaluate(part, metric_key_prefix=f'{metric_key_prefix}_{name}')
+            return results
+        if id(data) not in self._eval_records:  # a dataset keeps its records, which keep what is computed once
+            self._eval_records[id(data)] = (data, self.inner.objective.records(self.records(data)))
+        records = self._eval_records[id(data)][1]
+        start = time.perf_counter()
+        found = self._theirs(self.inner.evaluate(records))
+        seconds = time.perf_counter() - start
+        result = {f'{metric_key_prefix}_{name}': value for name, value in found.items()}
+        result[f'{metric_key_prefix}_runtime'] = seconds
+        result[f'{metric_key_prefix}_samples_per_second'] = len(records) / max(seconds, 1e-9)
+        result['epoch'] = self._epoch()
+        self.log(result)
+        self.bridge.tell('on_evaluate', metrics=result)
+        return result
+
+
+def clipping(args: Any) -> float | None:
+    """`max_grad_norm`: None is transformers' default, 0 no clipping."""
+    value = 1.0 if args.max_grad_norm is None else args.max_grad_norm
+    return value if value > 0 else None
+
+
+def with_older(owner: str, args: Any, config_class: type, older: Mapping[str, Any]) -> Any:
+    """`args` with what older versions took in the constructor. Raises ValueError for a name that is no argument."""
+    import dataclasses
+
+    given = {name: value for name, value in older.items() if value is not None}
+    if not given:
+        return args
+    known = {f.name for f in dataclasses.fields(config_class)}
+    if unknown := [name for name in given if name not in known]:
+        raise ValueError(f'{owner} has no argument {unknown[0]!r}{hint(unknown[0], sorted(known))}')
+    if args is None:
+        return config_class(**given)
+    for name, value in given.items():
+        setattr(args, name, value)
+    return args

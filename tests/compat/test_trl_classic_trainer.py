@@ -1,0 +1,487 @@
+"""TRL's classic trainer around ours: arguments, shapes of what goes in and comes out, logging, processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import chatgpt.compat.trl as trl
+from chatgpt.compat.trl import core
+from chatgpt.compat.trl.config import DEFAULTS, FIELDS, PPOConfig, fates
+from chatgpt.compat.trl.dispatch import is_second
+from chatgpt.compat.trl.statistics import KEYS
+from chatgpt.testing.fakes import char_tokenizer, tiny_causal_lm
+
+QUERIES = [torch.tensor(ids) for ids in ([5, 9, 12], [8, 3], [21, 14, 6, 11], [4, 17, 30])]
+SAMPLED = {'do_sample': True, 'top_k': 0.0, 'top_p': 1.0, 'min_length': -1, 'eos_token_id': -1}
+
+
+def make(model: Any = None, ref_model: Any = None, *, trainer: dict[str, Any] | None = None, **settings: Any) -> Any:
+    if model is None:
+        model = trl.AutoModelForCausalLMWithValueHead.from_pretrained(tiny_causal_lm('gpt2'))
+    config = PPOConfig(**{'batch_size': 4, 'mini_batch_size': 4, 'ppo_epochs': 1} | settings)
+    return trl.PPOTrainer(config, model, ref_model, char_tokenizer(), **trainer or {})
+
+
+def step(trainer: Any, scores: Any = (1.0, 0.0, 2.0, -1.0), **more: Any) -> dict[str, Any]:
+    responses = trainer.generate(QUERIES, return_prompt=False, max_new_tokens=5, **SAMPLED)
+    return trainer.step(QUERIES, responses, [torch.tensor(s) for s in scores], **more)
+
+
+# ---------------------------------------------------------------- config
+
+
+def test_every_argument_has_an_entry_in_both_eras() -> None:
+    names = set(PPOConfig.__dataclass_fields__)
+    assert set(FIELDS) <= names
+    for era in ('classic', 'second'):
+        assert set(fates(era)) >= names  # type: ignore[arg-type]
+
+
+def test_defaults_are_those_of_0_11_4() -> None:
+    """Of trl/trainer/ppo_config.py of that version."""
+    theirs = {
+        'seed': 0,
+        'steps': 20000,
+        'learning_rate': 1.41e-5,
+        'adap_kl_ctrl': True,
+        'init_kl_coef': 0.2,
+        'kl_penalty': 'kl',
+        'target': 6.0,
+        'horizon': 10000.0,
+        'gamma': 1.0,
+        'lam': 0.95,
+        'cliprange': 0.2,
+        'cliprange_value': 0.2,
+        'vf_coef': 0.1,
+        'batch_size': 128,
+        'mini_batch_size': 128,
+        'gradient_accumulation_steps': 1,
+        'ppo_epochs': 4,
+        'max_grad_norm': None,
+        'early_stopping': False,
+        'target_kl': 1.0,
+        'compare_steps': 1,
+        'ratio_threshold': 10.0,
+        'use_score_scaling': False,
+        'use_score_norm': False,
+        'score_clip': None,
+        'whiten_rewards': False,
+        'gradient_checkpointing': False,
+        'remove_unused_columns': True,
+        'tracker_project_name': 'trl',
+        'log_with': None,
+        'model_name': 'gpt2',
+    }
+    config = PPOConfig()
+    assert {name: getattr(config, name) for name in theirs} == theirs
+    assert config.era == 'classic' and config.backward_batch_size == 128 and config.total_ppo_epochs == 157
+
+
+def test_names_of_both_eras_follow_each_other() -> None:
+    config = PPOConfig(num_ppo_epochs=3, kl_coef=0.3)
+    assert config.era == 'second' and config.ppo_epochs == 3 and config.init_kl_coef == 0.3
+    config.resolve('classic')
+    assert (config.ppo_epochs, config.init_kl_coef) == (3, 0.3)
+    assert config.learning_rate == DEFAULTS['classic']['learning_rate'] and config.batch_size == 128
+    config = PPOConfig(output_dir='somewhere')
+    assert config.learning_rate == DEFAULTS['second']['learning_rate']
+    config.learning_rate, config.num_ppo_epochs = 0.5, 2  # set by the script since
+    config.resolve('classic')
+    assert (config.learning_rate, config.ppo_epochs, config.num_ppo_epochs) == (0.5, 2, 2)
+    with pytest.raises(ValueError, match=r'kl_coef=0.1 and init_kl_coef=0.2 mean the same'):
+        PPOConfig(kl_coef=0.1, init_kl_coef=0.2)
+
+
+def test_mistakes_in_the_config() -> None:
+    with pytest.raises(ValueError, match='did you mean batch_size'):
+        PPOConfig(batchsize=3)
+    with pytest.raises(ValueError, match='must be a multiple of mini_batch_size'):
+        PPOConfig(batch_size=6, mini_batch_size=4)
+    with pytest.raises(ValueError, match='kl_penalty'):
+        PPOConfig(kl_penalty='k7')
+    with pytest.raises(ValueError, match='is_encoder_decoder'):
+        make(is_encoder_decoder=True)
+
+
+@pytest.mark.parametrize(
+    'setting',
+    [{'optimize_cuda_cache': True}, {'accelerator_kwargs': {'cpu': True}}, {'output_dir': 'x'}, {'bf16': True}],
+)
+def test_what_has_no_effect_is_named(setting: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match=next(iter(setting))):
+        make(**setting)
+
+
+def test_a_plain_config_is_silent() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        make(learning_rate=1e-4, init_kl_coef=0.1, model_name='mine', steps=100, seed=4)
+
+
+# ---------------------------------------------------------------- the dispatch
+
+
+def test_which_trainer_is_meant() -> None:
+    model, tokenizer, config = SimpleNamespace(parameters=list), SimpleNamespace(decode=str), object()
+    assert not is_second((config, model, model, tokenizer), {})
+    assert not is_second((config,), {'model': model, 'tokenizer': tokenizer})
+    assert not is_second((), {'config': config, 'model': model, 'ref_model': None, 'tokenizer': tokenizer})
+    assert is_second((config, tokenizer, model, model), {})
+    assert is_second((), {'args': config, 'processing_class': tokenizer, 'model': model, 'reward_model': model})
+    assert is_second((), {'config': config, 'tokenizer': tokenizer, 'policy': model, 'train_dataset': []})
+    with pytest.raises(ValueError, match='lr_scheduler is an argument of 0.4 to 0.11, reward_model of 0.12'):
+        is_second((), {'config': config, 'lr_scheduler': 1, 'reward_model': model})
+    with pytest.raises(ValueError, match='give .config, model, ref_model, tokenizer'):
+        is_second((config,), {})
+
+
+def test_a_trainer_of_ones_own() -> None:
+    class Mine(trl.PPOTrainer):
+        def step(self, *args: Any) -> Any:
+            return super().step(*args) | {'mine': 1.0}
+
+        def compute_rewards(self, *args: Any) -> Any:
+            raise AssertionError
+
+    model = trl.AutoModelForCausalLMWithValueHead.from_pretrained(tiny_causal_lm('gpt2'))
+    config = PPOConfig(batch_size=4, mini_batch_size=4, ppo_epochs=1)
+    with pytest.warns(UserWarning, match='Mine.compute_rewards is never called here: give step the scores'):
+        trainer = Mine(config, model, None, char_tokenizer())
+    assert isinstance(trainer, trl.PPOTrainer) and not isinstance(config, trl.PPOTrainer)
+    responses = trainer.generate(QUERIES, return_prompt=False, max_new_tokens=5, **SAMPLED)
+    assert trainer.step(QUERIES, responses, [torch.tensor(1.0)] * 4)['mine'] == 1.0
+
+
+def test_mistakes_in_the_arguments() -> None:
+    with pytest.raises(ValueError, match='AutoModelForCausalLMWithValueHead.from_pretrained'):
+        make(tiny_causal_lm('gpt2'))
+    model = trl.AutoModelForCausalLMWithValueHead.from_pretrained(tiny_causal_lm('gpt2'))
+    with pytest.raises(ValueError, match='tokenizer must be'):
+        trl.PPOTrainer(PPOConfig(), model, None, None)
+    with pytest.raises(AttributeError, match='PPOTrainer.compute_rewards is not served'):
+        make().compute_rewards()
+
+
+# ---------------------------------------------------------------- generate
+
+
+def test_shapes_of_generate() -> None:
+    trainer = make()
+    one = trainer.generate(QUERIES[0], max_new_tokens=4, **SAMPLED)
+    assert one.shape == (1, 7) and torch.equal(one[0, :3], QUERIES[0])  # with the prompt, as in TRL
+    assert trainer.generate(QUERIES[0], return_prompt=False, max_new_tokens=4, **SAMPLED).shape == (1, 4)
+    several = trainer.generate(QUERIES, max_new_tokens=4, **SAMPLED)
+    assert [len(r) for r in several] == [len(q) + 4 for q in QUERIES]
+    assert all(torch.equal(r[: len(q)], q) for r, q in zip(several, QUERIES, strict=True))
+    responses, references = trainer.generate(
+        QUERIES, return_prompt=False, generate_ref_response=True, max_new_tokens=4, **SAMPLED
+    )
+    assert len(responses) == len(references) == 4
+    single = trainer.generate(QUERIES[0], generate_ref_response=True, max_new_tokens=4, **SAMPLED)
+    assert [r.shape for r in single] == [(1, 7), (1, 7)]
+    with pytest.raises(ValueError, match=r'\(1, 3\)'):
+        trainer.generate(QUERIES[0][None])
+
+
+def test_what_is_left_open_is_transformers_default() -> None:
+    """Greedy, 20 new tokens: `model.generate` itself says the same."""
+    model = trl.AutoModelForCausalLMWithValueHead.from_pretrained(tiny_causal_lm('gpt2'))
+    trainer = make(model)
+    for query in QUERIES:
+        expected = model.pretrained_model.generate(query[None], attention_mask=torch.ones_like(query)[None])
+        assert torch.equal(trainer.generate(query), expected)
+
+
+def test_lengths_are_asked_for_once_per_batch() -> None:
+    trainer = make()
+    drawn = iter([3, 6])
+    responses = trainer.generate(
+        QUERIES, length_sampler=lambda: next(drawn), batch_size=3, return_prompt=False, **SAMPLED
+    )
+    assert [len(r) for r in responses] == [3, 3, 3, 6]
+
+
+def test_settings_that_only_transformers_has() -> None:
+    model = trl.AutoModelForCausalLMWithValueHead.from_pretrained(tiny_causal_lm('gpt2'))
+    trainer = make(model)
+    found = trainer.generate(QUERIES[2], num_beams=3, max_new_tokens=5, pad_token_id=0)
+    mask = torch.ones_like(QUERIES[2])[None]
+    expected = model.pretrained_model.generate(
+        QUERIES[2][None], attention_mask=mask, num_beams=3, max_new_tokens=5, pad_token_id=0
+    )
+    assert torch.equal(found, expected)
+    with pytest.raises(ValueError, match='temprature'):
+        trainer.generate(QUERIES[0], temprature=1.0)
+
+
+# ---------------------------------------------------------------- step
+
+
+def test_mistakes_in_step() -> None:
+    trainer = make()
+    scores = [torch.tensor(1.0)] * 4
+    with pytest.raises(ValueError, match='3 queries given, but batch_size=4'):
+        trainer.step(QUERIES[:3], QUERIES, scores)
+    with pytest.raises(ValueError, match='scores must be a list of tensors'):
+        trainer.step(QUERIES, QUERIES, [1.0] * 4)
+    with pytest.raises(ValueError, match='responses must be a list of tensors; got a Tensor'):
+        trainer.step(QUERIES, torch.zeros(4, 2), scores)
+
+
+def test_statistics_of_one_step() -> None:
+    trainer = make(ppo_epochs=2, mini_batch_size=2)
+    stats = step(trainer)
+    assert set(stats) == {name for name, text in KEYS.items() if not text.startswith('left out')}
+    assert len(KEYS) == 40
+    assert stats['objective/logprobs'].shape == (4, 5)
+    assert len(stats['ppo/policy/ratio']) == len(stats['ppo/policy/advantages']) == 2 * 4 * 5
+    assert stats['ppo/mean_scores'] == pytest.approx(0.5)
+    assert stats['ppo/loss/total'] == pytest.approx(stats['ppo/loss/policy'] + 0.1 * stats['ppo/loss/value'])
+    assert trainer.kl_ctl.value != stats['objective/kl_coef'] == 0.2  # adaptive: moved by 4 samples
+    assert trainer.kl_ctl.value == pytest.approx(0.2 * (1 - 0.2 * 4 / 10000))
+
+
+def test_scores_per_token_are_taken_too() -> None:
+    trainer = make()
+    dense = [[0.0, 1.0, 0.0, 0.0, 0.5]] * 4
+    stats = step(trainer, dense)
+    assert stats['ppo/mean_scores'] == pytest.approx(1.5)
+    assert trainer.inner.last_experiences[0].rewards.tolist() == dense[0]  # KL is 0 at first
+
+
+def test_the_given_optimizer_scheduler_and_reference_are_used() -> None:
+    model = trl.AutoModelForCausalLMWithValueHead.from_pretrained(tiny_causal_lm('gpt2'))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.0)
+    trainer = make(model, tiny_causal_lm('gpt2', seed=5), trainer={'optimizer': optimizer, 'lr_scheduler': scheduler})
+    assert trainer.optimizer is optimizer
+    before = [p.detach().clone() for p in model.parameters()]
+    first = step(trainer)
+    assert first['objective/kl'] != 0.0 and first['ppo/learning_rate'] == 0.5
+    moved = [p.detach().clone() for p in model.parameters()]
+    assert any(not torch.equal(p, q) for p, q in zip(before, moved, strict=True))
+    assert step(trainer)['ppo/learning_rate'] == 0.0
+    assert all(torch.equal(p, q) for p, q in zip(moved, model.parameters(), strict=True))
+    with pytest.warns(UserWarning, match='num_shared_layers has no effect'):
+        make(ref_model=tiny_causal_lm('gpt2'), trainer={'num_shared_layers': 1})
+
+
+def test_what_the_script_sets_in_the_config_later() -> None:
+    trainer = make(ppo_epochs=1, mini_batch_size=2)
+    assert len(step(trainer)['ppo/policy/ratio']) == 4 * 5
+    trainer.config.ppo_epochs, trainer.config.cliprange = 3, 0.05
+    assert len(step(trainer)['ppo/policy/ratio']) == 3 * 4 * 5
+    assert trainer.inner.config.eps_clip == 0.05
+    trainer.config.batch_size = 2  # a last batch that is smaller
+    responses = trainer.generate(QUERIES[:2], return_prompt=False, max_new_tokens=5, **SAMPLED)
+    stats = trainer.step(QUERIES[:2], responses, [torch.tensor(1.0)] * 2)
+    assert len(stats['objective/kl_dist']) == 2
+    trainer.config.kl_penalty, trainer.config.batch_size = 'abs', 4
+    with pytest.warns(UserWarning, match="kl_kind='abs' has no effect now"):
+        step(trainer)
+
+
+def test_dropout_is_off_whatever_the_script_calls() -> None:
+    """As in TRL, whose forwards are in eval mode: the ratio of the first update is 1."""
+    model = trl.AutoModelForCausalLMWithValueHead.from_pretrained(tiny_causal_lm('gpt2', dropout=0.5))
+    trainer = make(model)
+    responses = trainer.generate(QUERIES, return_prompt=False, max_new_tokens=5, **SAMPLED)
+    model.train()
+    stats = trainer.step(QUERIES, responses, [torch.tensor(1.0)] * 4)
+    assert stats['ppo/policy/approxkl'] < 1e-10 and stats['objective/kl'] == 0.0
+    np.testing.assert_allclose(stats['ppo/policy/ratio'], 1.0, atol=1e-5)
+
+
+def test_gradient_checkpointing_changes_no_number() -> None:
+    def stats(**settings: Any) -> dict[str, Any]:
+        torch.manual_seed(0)
+        found = step(make(**settings))
+        return {k: v for k, v in found.items() if isinstance(v, float) and not k.startswith('time/')}
+
+    assert stats(gradient_checkpointing=True) == pytest.approx(stats(), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize('bits', ['bfloat16', 'float16'])
+def test_a_step_in_16_bits(bits: str, tmp_path: Path) -> None:
+    tiny_causal_lm('gpt2').save_pretrained(tmp_path)
+    model = trl.AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path, torch_dtype=bits)
+    trainer = make(model, learning_rate=1e-2)
+    before = model.v_head.summary.weight.detach().clone()
+    stats = step(trainer)
+    assert stats['objective/kl'] == pytest.approx(0.0, abs=0.01)
+    assert not torch.equal(before, model.v_head.summary.weight)
+    assert model.pretrained_model.dtype == torch.float32
+
+
+def test_best_is_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(push_to_hub_if_best_kwargs={'repo_id': 'me/best'}, compare_steps=2)
+    pushed: list[str] = []
+    monkeypatch.setattr(trainer, 'push_to_hub', lambda repo_id: pushed.append(repo_id))
+    for score in (1.0, 9.0, 0.5, 9.0, 2.0):  # the first, third and fifth are compared
+        step(trainer, [score] * 4)
+    assert pushed == ['me/best'] * 2
+
+
+def test_push_to_hub_goes_through_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    uploaded: dict[str, Any] = {}
+
+    class Hub:
+        def __init__(self, token: str | None = None) -> None:
+            uploaded['token'] = token
+
+        def create_repo(self, repo_id: str, **_: Any) -> Any:
+            if repo_id == 'nobody/none':
+                raise OSError('no such user\nand more')
+            return SimpleNamespace(repo_id=repo_id)
+
+        def upload_folder(self, *, folder_path: str, **_: Any) -> None:
+            uploaded['files'] = {p.name for p in Path(folder_path).iterdir()}
+
+    monkeypatch.setattr(huggingface_hub, 'HfApi', Hub)
+    trainer = make()
+    trainer.push_to_hub('me/mine', token='t')
+    assert uploaded['token'] == 't' and {'model.safetensors', 'tokenizer.json', 'config.json'} <= uploaded['files']
+    with pytest.raises(RuntimeError, match=r"push_to_hub\('nobody/none'\) failed: no such user$"):
+        trainer.push_to_hub('nobody/none')
+
+
+# ---------------------------------------------------------------- accelerator, logging
+
+
+def test_accelerator_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = make()
+    a = trainer.accelerator
+    assert a.is_main_process and a.is_local_main_process and a.is_last_process
+    assert (a.num_processes, a.process_index, a.local_process_index) == (1, 0, 0)
+    assert a.device == trainer.current_device and not trainer.is_distributed
+    a.wait_for_everyone()
+    a.print('said')
+    assert capsys.readouterr().out == 'said\n'
+    assert a.unwrap_model(trainer.model) is trainer.model
+    layer = torch.nn.Linear(2, 2)
+    assert a.prepare(layer) is layer and a.prepare(layer, [1]) == (layer, [1])
+    assert torch.equal(a.gather(torch.arange(3)), torch.arange(3))
+    with a.main_process_first(), a.autocast():
+        pass
+    with pytest.raises(AttributeError, match='accelerator.backward is not served'):
+        a.backward(None)
+
+
+def test_wandb_gets_arrays_and_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[Any] = []
+
+    class Run:
+        id = 'r'
+
+        def log(self, values: dict[str, Any], step: int) -> None:
+            logged.append((values, step))
+
+        def finish(self, exit_code: int) -> None:
+            logged.append('finished')
+
+    made: dict[str, Any] = {}
+    fake: Any = SimpleNamespace(init=lambda **s: made.update(s) or Run(), Table=lambda columns, data: (columns, data))
+    fake.__spec__ = True
+    monkeypatch.setitem(sys.modules, 'wandb', fake)
+    trainer = make(log_with='wandb', tracker_kwargs={'wandb': {'name': 'mine'}}, tracker_project_name='project')
+    stats = step(trainer)
+    batch = {'query': ['a', 'b', 'c', 'd'], 'response': ['e', 'f', 'g', 'h']}
+    trainer.log_stats(stats, batch, [torch.tensor(float(i)) for i in range(4)])
+    trainer.accelerator.end_training()
+    assert made['project'] == 'project' and made['name'] == 'mine'
+    (values, number), (table, same), end = logged
+    assert number == same == 1 and end == 'finished'
+    assert table['game_log'] == (
+        ['query', 'response', 'reward'],
+        [list(r) for r in zip('abcd', 'efgh', range(4), strict=True)],
+    )
+    assert isinstance(values['env/reward_dist'], np.ndarray) and values['env/reward_mean'] == 1.5
+    with pytest.raises(ValueError, match="no 'ref_response'"):
+        trainer.log_stats(stats, batch, [0.0] * 4, columns_to_log=['ref_response'])
+
+
+def test_trackers_that_are_not_there() -> None:
+    with pytest.raises(ValueError, match="log_with='comet_ml' is not served"):
+        make(log_with='comet_ml')
+    with pytest.raises(ValueError, match='logging_dir'):
+        make(log_with='tensorboard')
+
+
+# ---------------------------------------------------------------- core and the package
+
+
+def test_core_by_hand() -> None:
+    values, mask = torch.tensor([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    assert float(core.masked_mean(values, mask)) == 2.0
+    assert core.masked_mean(values, mask, axis=1).tolist() == [1.5, 3.0]
+    assert float(core.masked_var(values, mask)) == pytest.approx(1.0)  # ((-1)² + 0 + 1) / 2
+    assert float(core.masked_var(values, mask, unbiased=False)) == pytest.approx(2 / 3)
+    whitened = core.masked_whiten(values, mask)
+    assert whitened[0, 0] == pytest.approx(-1.0) and whitened[1, 0] == pytest.approx(1.0)
+    assert core.masked_whiten(values, mask, shift_mean=False)[1, 0] == pytest.approx(3.0)
+    assert core.whiten(torch.tensor([1.0, 2.0, 3.0])).tolist() == pytest.approx([-1.0, 0.0, 1.0])
+    assert core.clip_by_value(torch.tensor([0.0, 5.0]), torch.tensor([1.0, 1.0]), 2.0).tolist() == [1.0, 2.0]
+    logits = torch.log(torch.tensor([[[0.5, 0.25, 0.25]]]))
+    chosen = core.logprobs_from_logits(logits, torch.tensor([[1]]))
+    assert float(chosen) == pytest.approx(np.log(0.25))
+    assert core.logprobs_from_logits(logits, None, gather=False).shape == (1, 1, 3)
+    assert float(core.entropy_from_logits(logits)) == pytest.approx(1.5 * np.log(2))
+    kept = core.top_k_top_p_filtering(logits[0], top_k=1)
+    assert torch.isneginf(kept).tolist() == [[False, True, True]]
+    assert core.flatten_dict({'a': {'b': 1, 'c': {'d': 2}}}) == {'a/b': 1, 'a/c/d': 2}
+    stacked = core.stack_dicts([{'x': torch.tensor([1.0, 2.0])}, {'x': torch.tensor([3.0])}])
+    assert stacked['x'].tolist() == [[1.0, 2.0], [3.0, -1.0]]
+    assert core.convert_to_scalar({'x': torch.tensor([2.0])}) == {'x': 2.0}
+    assert core.stats_to_np({'x': torch.tensor([2.0]).bfloat16()})['x'].dtype == np.float32
+    with pytest.raises(ValueError, match='0 everywhere'):
+        core.masked_var(values, torch.zeros_like(mask))
+
+
+def test_length_sampler_draws_below_the_second_number() -> None:
+    core.set_seed(3)
+    sampler = core.LengthSampler(2, 5)
+    drawn = [sampler() for _ in range(200)]
+    assert set(drawn) == {2, 3, 4}
+    core.set_seed(3)
+    assert [sampler() for _ in range(200)] == drawn
+    with pytest.raises(ValueError, match='excluded'):
+        core.LengthSampler(4, 4)
+
+
+def test_respond_to_batch_follows_the_model() -> None:
+    def successor(ids: Tensor) -> tuple[Tensor]:
+        return (100.0 * torch.nn.functional.one_hot((ids + 1) % 8, 8).float(),)
+
+    found = core.respond_to_batch(successor, torch.tensor([[1, 2], [5, 6]]), txt_len=3)
+    assert found.tolist() == [[3, 4, 5], [7, 0, 1]]
+
+
+def test_every_served_name_is_there() -> None:
+    for name, place in trl.SERVED.items():
+        module, _, attribute = place.partition(':')
+        __import__(module)
+        assert hasattr(sys.modules[module], attribute), name
+    with pytest.raises(AttributeError, match='BestOfN'):
+        trl.BestOfNSampler  # noqa: B018
+    with pytest.raises(AttributeError, match='no attribute'):
+        trl.something  # noqa: B018
+
+
+def test_the_package_is_cheap_to_import() -> None:
+    code = (
+        "import sys, chatgpt.compat.trl as t; t.SERVED; print(*({'torch', 'transformers', 'peft'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ''

@@ -1,0 +1,394 @@
+"""Arguments of TRL 0.12 to 1.12: each is honoured, or named in an error or a warning."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, HfArgumentParser
+
+from chatgpt.compat.trl import chat, dpo, later, ppo_train, reward, sft
+from chatgpt.compat.trl.arguments import check_given
+from chatgpt.compat.trl.config import PPOConfig, fates
+from chatgpt.compat.trl.peft import lora_arguments
+from chatgpt.compat.trl.scripts import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+from chatgpt.compat.trl.training import plan_of
+from chatgpt.dataset import embedded
+from chatgpt.nn import GPTActor
+
+TABLES = {
+    'PPOConfig': (PPOConfig, fates('second')),
+    'DPOConfig': (dpo.DPOConfig, dpo.FIELDS),
+    'SFTConfig': (sft.SFTConfig, sft.FIELDS),
+    'RewardConfig': (reward.RewardConfig, reward.FIELDS),
+}
+ODD = 'something else'
+"""a value that is no argument's default"""
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small policy with its tokenizer."""
+    path = tmp_path_factory.mktemp('model')
+    torch.manual_seed(0)
+    GPTActor(config=embedded.demo_config()).save_pretrained(path, tokenizer=embedded.demo_tokenizer())
+    return path
+
+
+@pytest.mark.parametrize('name', TABLES)
+def test_every_argument_has_an_entry(name):
+    config, table = TABLES[name]
+    fields = {f.name for f in dataclasses.fields(config)}
+    assert fields <= set(table), sorted(fields - set(table))
+    assert all(entry.note for entry in table.values())
+
+
+@pytest.mark.parametrize('name', TABLES)
+def test_what_cannot_be_honoured_is_named(name):
+    config_class, table = TABLES[name]
+    fields = {f.name for f in dataclasses.fields(config_class)}
+    kinds = set()
+    for argument in sorted(fields & set(table)):
+        config = config_class()
+        setattr(config, argument, ODD)
+        kinds.add(table[argument].kind)
+        if table[argument].kind == 'refused':
+            with pytest.raises(ValueError, match=f'{name}: {argument}='):
+                check_given(config, table)
+        elif table[argument].kind in ('warned', 'absent'):
+            with pytest.warns(UserWarning, match=f'{name}: {argument}='):
+                check_given(config, table)
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter('error')
+                check_given(config, table)
+    assert {'ours', 'converted', 'label', 'warned', 'refused'} <= kinds
+
+
+@pytest.mark.parametrize('name', TABLES)
+def test_a_command_line_is_read_into_each_config(name, tmp_path):
+    parser = HfArgumentParser((ScriptArguments, TABLES[name][0], ModelConfig))
+    script, config, model = parser.parse_args_into_dataclasses(
+        ['--dataset_name', 'd', '--output_dir', str(tmp_path), '--learning_rate', '0.5', '--lora_r', '3', '--bf16']
+    )
+    assert (script.dataset_name, config.learning_rate, config.bf16, model.lora_r) == ('d', 0.5, True, 3)
+
+
+@pytest.mark.parametrize(
+    ('given', 'text'),
+    [
+        ({'optim': 'adafactor'}, "optim='adafactor' is not served here"),
+        ({'lr_scheduler_type': 'polynomial'}, "lr_scheduler_type='polynomial'"),
+        ({'save_strategy': 'best'}, "save_strategy='best'"),
+        ({'bf16': True, 'fp16': True}, 'bf16=True and fp16=True'),
+    ],
+)
+def test_values_that_are_not_served(given, text):
+    with pytest.raises(ValueError, match=text):
+        later.check_choices(dpo.DPOConfig(**given))
+
+
+def test_a_tracker_that_is_not_there_is_named():
+    with pytest.warns(UserWarning, match="report_to='neptune' has no effect here"):
+        assert later.trackers(sft.SFTConfig(report_to=['none', 'neptune'])) == []
+
+
+def test_small_kinds_of_adamw_are_plain_ones_with_a_warning():
+    with pytest.warns(UserWarning, match='paged_adamw_32bit'):
+        later.check_choices(sft.SFTConfig(optim='paged_adamw_32bit'))
+
+
+def test_an_unknown_argument_names_the_nearest():
+    with pytest.raises(ValueError, match='DPOConfig.betta=.*beta'):
+        dpo.DPOConfig(betta=0.1)
+
+
+def test_schedules_and_weight_decay():
+    args = sft.SFTConfig(lr_scheduler_type='cosine', warmup_ratio=0.15)
+    assert later.schedule(args, 10) == {'lr_schedule': 'cosine', 'warmup_steps': 2}
+    args = sft.SFTConfig(lr_scheduler_type='constant_with_warmup', warmup_steps=3)
+    assert later.schedule(args, 10) == {'lr_schedule': 'constant', 'warmup_steps': 3}
+    assert (later.every(None, 10, 100), later.every(0.05, 10, 100), later.every(7, 10, 100)) == (10, 5, 7)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+    made = later.make_optimizer(sft.SFTConfig(weight_decay=0.1, optim='sgd'), None, model)
+    assert [(len(g['params']), g['weight_decay']) for g in made.param_groups] == [(1, 0.1), (3, 0.0)]
+
+
+def test_steps_of_a_run_over_a_list():
+    args = dpo.DPOConfig(
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        num_train_epochs=1.5,
+        logging_steps=4,
+        eval_strategy='epoch',
+        save_steps=6,
+    )
+    plan = plan_of(args, num_records=21, world_size=1)  # 6 batches of 4 in an epoch
+    assert (plan.batch_size, plan.per_epoch, plan.total) == (4, 6, 9)
+    assert (plan.log_every, plan.eval_every, plan.save_every, plan.log_interval) == (4, 6, 6, 2)
+
+
+@pytest.mark.parametrize(
+    ('given', 'sizes'),
+    [
+        ({'per_device_train_batch_size': 4, 'gradient_accumulation_steps': 3, 'num_mini_batches': 2}, (24, 12, 5)),
+        ({'batch_size': 6, 'mini_batch_size': 3, 'output_dir': 'x'}, (12, 6, 9)),
+        ({'per_device_train_batch_size': 2, 'num_train_epochs': 2.0, 'total_episodes': None}, (4, 4, 10)),
+    ],
+)
+def test_batch_sizes_of_ppo(given, sizes):
+    config = PPOConfig(**{'total_episodes': 100} | given)
+    config.resolve('second')
+    assert tuple(ppo_train.sizes_of(config, num_prompts=20, world_size=2)) == sizes
+
+
+def test_batch_sizes_that_do_not_divide():
+    config = PPOConfig(per_device_train_batch_size=5, num_mini_batches=2, total_episodes=10)
+    config.resolve('second')
+    with pytest.raises(ValueError, match='must be a multiple of num_mini_batches=2'):
+        ppo_train.sizes_of(config, 8, 1)
+
+
+def test_which_token_ends_a_response():
+    words = SimpleNamespace(eos_token_id=7)
+    assert ppo_train.stop_id_of(PPOConfig(output_dir='x'), words) is None
+    assert ppo_train.stop_id_of(PPOConfig(stop_token='eos'), words) == 7
+    assert ppo_train.stop_id_of(PPOConfig(stop_token_id=0), words) == 0
+    for given, text in (
+        ({'stop_token': 'eos', 'stop_token_id': 0}, 'give one of them'),
+        ({'stop_token': 'end'}, "stop_token='end' is not known"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            ppo_train.stop_id_of(PPOConfig(**given), words)
+
+
+def test_the_scripts_optimizer_is_cut_in_two():
+    policy, value = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+    given = torch.optim.AdamW([{'params': policy.parameters(), 'lr': 0.5}, {'params': value.parameters(), 'lr': 0.25}])
+    for model, rate in ((policy, 0.5), (value, 0.25)):
+        made = ppo_train.optimizer_of('policy', model, given, None, None)
+        assert type(made) is torch.optim.AdamW and [g['lr'] for g in made.param_groups] == [rate]
+        assert made.param_groups[0]['params'] == list(model.parameters())
+    with pytest.raises(ValueError, match='no parameter of the value model'):
+        ppo_train.optimizer_of('value model', value, torch.optim.SGD(policy.parameters()), None, None)
+
+
+@pytest.mark.parametrize(
+    ('given', 'text'),
+    [
+        ({'data_collator': lambda rows: rows}, 'data_collator cannot be honoured'),
+        ({'optimizers': (None, object())}, 'optimizers cannot be honoured here: a scheduler'),
+        ({'reward_model': None}, 'reward_model is needed'),
+        ({'ref_model': 'policy'}, 'ref_model is the model itself'),
+        ({'config': PPOConfig(output_dir='y')}, 'args and config are two names'),
+        ({'args': PPOConfig(output_dir='x', kl_estimator='k2')}, "kl_estimator='k2'"),
+        ({'args': PPOConfig(output_dir='x', missing_eos_penalty=-1.0)}, 'missing_eos_penalty=-1.0 must be positive'),
+        ({'reward_model': torch.nn.Linear(1, 1)}, 'reward_model is a Linear'),
+    ],
+)
+def test_calls_of_ppo_that_cannot_be_honoured(folder, tmp_path, given, text):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    call: dict[str, Any] = {
+        'args': PPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=2, total_episodes=2),
+        'processing_class': AutoTokenizer.from_pretrained(folder),
+        'model': model,
+        'reward_model': lambda prompts, responses: [0.0 for _ in prompts],
+        'train_dataset': [{'input_ids': [4, 5]}] * 2,
+    } | given
+    if given.get('ref_model') == 'policy':
+        call['ref_model'] = model
+    if 'args' in given:
+        given['args'].output_dir = str(tmp_path)
+    with pytest.raises(ValueError, match=text):
+        ppo_train.PPOTrainer(**call)
+
+
+def test_prompts_leave_padding_out_and_keep_columns(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = [{'input_ids': [0, 4, 5], 'attention_mask': [0, 1, 1], 'topic': 'cats'}]
+    (prompt,) = ppo_train.prompts_of(rows, tokenizer)
+    assert prompt.ids.tolist() == [4, 5] and prompt.columns == {'topic': 'cats'}
+    assert prompt.text == tokenizer.decode([4, 5])
+
+
+def test_the_loss_of_dpo():
+    def loss(**given: Any) -> dict[str, Any]:
+        return dpo._loss(dpo.DPOConfig(**given))
+
+    assert loss() == {'loss_type': 'sigmoid'}
+    assert loss(label_smoothing=0.2) == {'loss_type': 'cdpo', 'label_smoothing': 0.2}
+    assert loss(loss_type=['robust'], label_smoothing=0.2) == {'loss_type': 'robust', 'label_smoothing': 0.2}
+    for given in ({'loss_type': 'ipo'}, {'loss_type': 'exo_pair'}, {'loss_type': ['sigmoid', 'sft']}):
+        with pytest.raises(ValueError, match='loss_type='):
+            loss(**given)
+
+
+@pytest.mark.parametrize('trainer', [dpo.DPOTrainer, sft.SFTTrainer, reward.RewardTrainer])
+def test_a_collator_is_refused_by_name(trainer):
+    with pytest.raises(ValueError, match=f'{trainer.__name__}: data_collator cannot be honoured here'):
+        trainer(model='x', train_dataset=[], data_collator=lambda rows: rows)
+
+
+def test_older_arguments_of_a_constructor(folder, tmp_path):
+    rows = embedded.demo_preferences(4)
+    with pytest.warns(UserWarning, match='max_prompt_length=8'):
+        trainer = dpo.DPOTrainer(
+            str(folder),
+            args=dpo.DPOConfig(output_dir=str(tmp_path), save_strategy='no'),
+            train_dataset=rows,
+            beta=0.7,
+            max_prompt_length=8,
+        )
+    assert trainer.inner.config.beta == 0.7
+    with pytest.raises(ValueError, match="DPOTrainer has no argument 'betta'"):
+        dpo.DPOTrainer(str(folder), train_dataset=rows, betta=0.7)
+
+
+def test_arguments_of_transformers_own_class(folder, tmp_path):
+    transformers = pytest.importorskip('transformers')
+    pytest.importorskip('accelerate', reason="transformers' TrainingArguments need accelerate")
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path), learning_rate=0.25, max_steps=1, save_strategy='no', use_cpu=True, report_to=[]
+    )
+    with pytest.warns(UserWarning, match='use_cpu=True'):
+        trainer = sft.SFTTrainer(str(folder), args, train_dataset=[{'text': 'one day a cat'}] * 2)
+    assert type(trainer.args) is sft.SFTConfig and trainer.args.learning_rate == 0.25
+    assert trainer.train().global_step == 1
+
+
+def test_which_tokens_count_in_sft(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def counted(row: dict[str, Any], **given: Any) -> list[int]:
+        (record,) = sft.sequences_of([row], tokenizer, sft.SFTConfig(**given), 16)
+        return record.response_ids[record.response_mask].tolist()
+
+    assert counted({'input_ids': [4, 5, 6]}) == [5, 6]
+    assert counted({'input_ids': [4, 5, 6, 7], 'labels': [-100, -100, 6, 7]}) == [6, 7]
+    assert counted({'input_ids': [4, 5, 6, 7], 'completion_mask': [0, 0, 0, 1]}) == [7]
+    cat, went, end = (tokenizer(w)['input_ids'] for w in ('one day a cat', 'went', tokenizer.eos_token))
+    pair = {'prompt': 'one day a cat', 'completion': ' went'}
+    assert counted(pair) == [*went, *end]
+    assert counted(pair, completion_only_loss=False) == [*cat[1:], *went, *end]
+    assert counted({'text': 'one day a cat went', 'id': 3}) == [*cat[1:], *went, *end]
+
+
+def test_nothing_is_uploaded(folder, tmp_path):
+    with pytest.warns(UserWarning, match='push_to_hub=True'):
+        trainer = sft.SFTTrainer(
+            str(folder),
+            sft.SFTConfig(output_dir=str(tmp_path / 'out'), push_to_hub=True, max_steps=1, save_strategy='no'),
+            train_dataset=[{'text': 'one day a cat'}] * 2,
+        )
+    with pytest.warns(UserWarning, match='huggingface-cli upload'):
+        trainer.push_to_hub(dataset_name='d')
+    assert (tmp_path / 'out' / 'model.safetensors').is_file()
+
+
+def test_a_config_file_under_a_command_line(tmp_path, monkeypatch):
+    monkeypatch.delenv('FROM_THE_FILE', raising=False)
+    monkeypatch.setenv('FROM_THE_FILE', 'before')
+    path = tmp_path / 'c.yaml'
+    path.write_text('dataset_name: d\nlearning_rate: 0.5\nbeta: 0.25\nenv:\n  FROM_THE_FILE: 3\n')
+    parser = TrlParser((ScriptArguments, dpo.DPOConfig))
+    script, config = parser.parse_args_and_config(['--config', str(path), '--beta', '0.75', '--output_dir', 'x'])
+    assert (script.dataset_name, config.learning_rate, config.beta) == ('d', 0.5, 0.75)
+    import os
+
+    assert os.environ['FROM_THE_FILE'] == '3'
+    path.write_text('unknown_thing: 1\n')
+    with pytest.raises(ValueError, match='--unknown_thing 1'):
+        TrlParser((ScriptArguments,)).parse_args_and_config(['--config', str(path)])
+    *_, rest = TrlParser((ScriptArguments,)).parse_args_and_config(['--config', str(path)], True)
+    assert rest == ['--unknown_thing', '1']
+
+
+def test_a_model_config_becomes_adapters():
+    assert get_peft_config(ModelConfig()) is None and get_quantization_config(ModelConfig()) is None
+    assert ModelConfig(dtype='bfloat16').torch_dtype == ModelConfig(torch_dtype='bfloat16').dtype == 'bfloat16'
+    with pytest.raises(ValueError, match='load_in_4bit=True cannot be honoured'):
+        get_quantization_config(ModelConfig(load_in_4bit=True))
+    with pytest.raises(ValueError, match='use_dora'):
+        get_peft_config(ModelConfig(use_peft=True, use_dora=True))
+    pytest.importorskip('peft')
+    config = get_peft_config(ModelConfig(use_peft=True, lora_r=4, lora_alpha=8, lora_target_modules=['c_attn']))
+    model = SimpleNamespace(config=SimpleNamespace(model_type='gpt2'))
+    assert lora_arguments(config, model) == {
+        'rank': 4,
+        'bias': 'none',
+        'options': {'alpha': 8.0, 'dropout': 0.05, 'targets': 'c_attn'},
+    }
+
+
+@pytest.mark.parametrize(
+    ('given', 'text'),
+    [
+        ({'peft_type': 'IA3'}, 'IA3 is not served'),
+        ({'use_dora': True}, 'use_dora=True'),
+        ({'modules_to_save': ['lm_head']}, 'modules_to_save='),
+    ],
+)
+def test_adapters_that_are_no_plain_lora(given, text):
+    with pytest.raises(ValueError, match=f'peft_config: {text}'):
+        lora_arguments({'r': 4, 'target_modules': ['c_attn']} | given, None)
+
+
+def test_rank_stabilised_lora_scales_by_the_root():
+    found = lora_arguments({'r': 16, 'lora_alpha': 8, 'use_rslora': True, 'target_modules': 'all-linear'}, None)
+    assert found['options'] == {'alpha': 32.0, 'dropout': 0.0, 'targets': None}  # 32 / 16 = 8 / √16
+
+
+class Plain:
+    """A tokenizer whose template writes `role: content` and a line break."""
+
+    chat_template = 'there is one'
+
+    def apply_chat_template(self, turns, tokenize=True, add_generation_prompt=False, continue_final_message=False):
+        text = ''.join(f'{t["role"]}: {t["content"]}\n' for t in turns)
+        return text[:-1] if continue_final_message else text + ('assistant: ' if add_generation_prompt else '')
+
+
+def test_rows_of_turns_become_text():
+    asked, good, bad = ([{'role': r, 'content': c}] for r, c in (('user', 'q'), ('assistant', 'a'), ('assistant', 'b')))
+    assert chat.apply_chat_template({'messages': asked + good}, Plain()) == {'text': 'user: q\nassistant: a\n'}
+    row = {'prompt': asked, 'chosen': good, 'rejected': bad}
+    expected = {'prompt': 'user: q\nassistant: ', 'chosen': 'a\n', 'rejected': 'b\n'}
+    assert chat.maybe_apply_chat_template(row, Plain()) == expected
+    text = {'prompt': 'q', 'chosen': 'a', 'rejected': 'b'}
+    assert chat.maybe_apply_chat_template(text, Plain()) is text
+    assert chat.is_conversational(row) and not chat.is_conversational(text)
+    whole = {'chosen': asked + good, 'rejected': asked + bad}
+    assert chat.maybe_extract_prompt(whole) == row | {}
+    assert chat.extract_prompt({'chosen': 'the sky is blue', 'rejected': 'the sky is green'}) == {
+        'prompt': 'the sky is',
+        'chosen': ' blue',
+        'rejected': ' green',
+    }
+
+
+def test_pairs_become_labelled_rows():
+    datasets = pytest.importorskip('datasets')
+    pairs = datasets.Dataset.from_dict({'prompt': ['p', 'q'], 'chosen': ['a', 'b'], 'rejected': ['c', 'd']})
+    found = chat.maybe_unpair_preference_dataset(pairs)
+    assert found['completion'][:] == ['a', 'b', 'c', 'd'] and found['label'][:] == [True, True, False, False]
+    assert found['prompt'][:] == ['p', 'q', 'p', 'q']
+    assert chat.maybe_unpair_preference_dataset(found) is found
+
+
+def test_the_simple_template(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = chat.SIMPLE_CHAT_TEMPLATE
+    turns = [{'role': 'user', 'content': 'one'}, {'role': 'assistant', 'content': 'two'}]
+    assert tokenizer.apply_chat_template(turns, tokenize=False) == 'User: one\n\nAssistant: two\n\n'
+    assert tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True) == (
+        'User: one\n\nAssistant:'
+    )
+    with pytest.raises(ValueError, match='the tokenizer has a chat template'):
+        chat.setup_chat_format(None, tokenizer)
