@@ -32,6 +32,7 @@ INSTALL_REQUIRES = [
     'numpy>=1.26',
     'PyYAML>=6.0',
     'tqdm>=4.66',
+    'shtab>=1.8',
 ]
 
 # There is no extra for ColossalAI: the metadata of its newest release asks for torch <= 2.5.1 and transformers 4.51.3,
@@ -65,6 +66,7 @@ if __name__ == '__main__':
         package_data={'chatgpt': ['py.typed']},
         install_requires=INSTALL_REQUIRES,
         extras_require=EXTRAS_REQUIRE,
+        entry_points={'console_scripts': ['chatgpt-rlhf = chatgpt.cli.command:main']},
         classifiers=[
             'Programming Language :: Python :: 3',
             'Programming Language :: Python :: 3.11',

@@ -41,6 +41,7 @@ THEIRS: dict[str, tuple[Ours, ...]] = {
     'log_with': (Ours('callbacks', 'such as TensorBoard() or WandB()'),),
     'bf16': (Ours('precision', 'bf16'), Ours('', 'the precision is that of the strategy')),
     'fp16': (Ours('precision', 'fp16'), Ours('', 'the precision is that of the strategy')),
+    'model_path': (Ours('weights'),),  # of inference; in training it is where the trained model is written
     'max_seq_length': (Ours('max_len'), Ours('max_length')),
     # TRL
     'mini_batch_size': (Ours('train_batch_size', _STEP),),

@@ -24,6 +24,7 @@ from chatgpt.dataset import load_demonstrations, load_preferences
 from chatgpt.launch.config_values import read_file
 from chatgpt.launch.destination import try_model_folder
 from chatgpt.launch.inputs import Inputs, within_context
+from chatgpt.launch.methods import METHODS
 from chatgpt.launch.recipes import fit, make_trainer
 from chatgpt.launch.runs import CRITIC_STARTS, DataRun, PPORun, Run
 from chatgpt.names import hint
@@ -31,9 +32,8 @@ from chatgpt.nn.loading import load_config, load_tokenizer
 from chatgpt.rewards.calling import made
 from chatgpt.rollout.sampling import generation_fields
 from chatgpt.trainer.callbacks import Callback, Evaluator
-from chatgpt.trainer.config import PPOConfig, Settings, SFTConfig
-from chatgpt.trainer.objectives.ilql import BetaEvaluation, ILQLConfig, rewarded
-from chatgpt.trainer.objectives.pairs import DPOConfig
+from chatgpt.trainer.config import Settings
+from chatgpt.trainer.objectives.ilql import BetaEvaluation, rewarded
 from chatgpt.trainer.prompt_evaluation import PromptEvaluation
 from chatgpt.trainer.strategies.named import as_strategy
 
@@ -245,7 +245,7 @@ def _leaves(content: Mapping[str, Any], known: SequenceOf[str], above: str = '')
 
 
 def _config_class(kind: str) -> Any:
-    return {'ppo': PPOConfig, 'ilql': ILQLConfig, 'sft': SFTConfig, 'dpo': DPOConfig}[kind]
+    return METHODS[kind].part('config')
 
 
 def _known(kind: str) -> list[str]:
@@ -344,7 +344,9 @@ def _run(kind: str, own: Mapping[str, Any]) -> Run:
     """What is said of models and optimizers, as a command line's settings."""
     common = {'lr': own['lr'], 'lora_rank': own.get('lora_rank', 0)}
     if kind != 'ppo':
-        return DataRun(**common)
+        run = DataRun(**common)
+        run.method = kind
+        return run
     length = {'num_episodes': 1, 'max_timesteps': own['num_timesteps'], 'update_timesteps': 1}
     return PPORun(critic_lr=own['critic_lr'], critic_from=own['critic_from'], **length, **common)
 

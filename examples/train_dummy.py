@@ -17,10 +17,11 @@ from transformers import GPT2Config
 
 from chatgpt.launch.arguments import Parser, add_strategy, run_main, strategy_of
 from chatgpt.launch.inputs import Inputs, context_of, quiet_transformers
-from chatgpt.launch.models import FAMILIES, build_ppo_models
+from chatgpt.launch.models import build_ppo_models
 from chatgpt.launch.recipes import fit, ppo_trainer
 from chatgpt.launch.runs import PPORun
 from chatgpt.nn import load_config
+from chatgpt.nn.families import MODELS
 from chatgpt.trainer.callbacks import PerformanceEvaluator, ProgressBar, num_parameters
 from chatgpt.trainer.config import PPOConfig
 
@@ -28,9 +29,7 @@ from chatgpt.trainer.config import PPOConfig
 def parse_args() -> Any:
     parser = Parser(description=__doc__)
     add_strategy(parser)
-    parser.add_argument(
-        '--model', choices=tuple(FAMILIES), default='auto', help='family; auto reads it from the config'
-    )
+    parser.add_argument('--model', choices=tuple(MODELS), default='auto', help='family; auto reads it from the config')
     parser.add_argument('--pretrain', help='hub name or folder; default: a GPT-2 of 2 layers x 64 with new weights')
     parser.add_argument('--lora_rank', type=int, default=0)
     parser.add_argument('--num_episodes', type=int, default=3)

@@ -240,6 +240,39 @@ def test_an_objective_trains_and_its_loss_is_its_formula():
         OfflineTrainer(strategy, actor, optim, data, bta=1.0, **method)
 
 
+def test_the_objective_becomes_a_command_by_the_line_that_is_printed(monkeypatch, capsys):
+    """Its settings are flags, and it learns from the rows of a file."""
+    from functools import partial
+
+    from chatgpt.cli import command
+    from chatgpt.dataset import embedded, load_labelled
+    from chatgpt.launch.methods import METHODS, Recipe
+
+    def read(run: Any, inputs: Any) -> None:
+        rows = load_labelled(run.dataset, inputs.tokenizer)[0]
+        inputs.train = [(row.sequence, float(row.label)) for row in rows]
+
+    (line,) = re.findall(r"^    METHODS\['rwr'\] = .*$", PAGES['objective'].read_text(), re.MULTILINE)
+    given = {name: globals()[name] for name in ('OfflineTrainer',)} | {'METHODS': METHODS, 'Recipe': Recipe}
+    module = load('objective')
+    exec(line.strip(), given | {'partial': partial, 'read': read, 'RWR': module.RWR, 'RWRConfig': module.RWRConfig})
+    GPTActor(config=embedded.demo_config()).save_pretrained('model', tokenizer=embedded.demo_tokenizer())
+    Path('data.jsonl').write_text('{"prompt": "one day", "response": " a fox .", "reward": 0.5}\n' * 4)
+    try:
+        for words, shown in ((['--help'], '--beta X'), (['data.jsonl', '--pretrain=model', '--beta=0.25'], 'rwr/loss')):
+            monkeypatch.setattr(sys, 'argv', ['chatgpt-rlhf', 'rwr', *words])
+            try:
+                command.main()
+            except SystemExit as stop:
+                assert not stop.code, capsys.readouterr().err
+            metrics = Path('outputs/rwr/metrics.jsonl')
+            assert shown in capsys.readouterr().out + (metrics.read_text() if metrics.is_file() else '')
+        assert 'beta: 0.25' in Path('outputs/rwr/config.yaml').read_text()
+        assert Path('outputs/rwr/actor/config.json').is_file()
+    finally:
+        del METHODS['rwr']
+
+
 def test_micro_batches_do_not_enter_its_numbers():
     module, data = load('objective'), records(6)
 

@@ -59,6 +59,9 @@ ALLOWED: dict[str, set[str]] = {
     | {'trainer', 'trainer.strategies', 'trainer.callbacks', 'launch', 'quickstart'},
     'testing': MODELS
     | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
+    'cli': MODELS
+    | {'rollout', 'experience', 'dataset', 'launch', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
+    '__main__': {'cli'},
     'chatgpt': {'quickstart'},
 }
 

@@ -35,7 +35,8 @@ def test_every_name_of_the_table_leads_somewhere():
         'num_workers',
         'num_nodes',
         'max_failures',
-    }  # of trainers, data and the launcher
+        'weights',
+    }  # of trainers, data, the launcher and inference
     for name, entries in THEIRS.items():
         assert entries
         for entry in entries:

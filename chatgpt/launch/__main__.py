@@ -1,6 +1,7 @@
-"""Start a script on several processes, with torchrun or on a Ray cluster.
+"""Start a script, or a command of chatgpt-rlhf, on several processes, with torchrun or on a Ray cluster.
 
     python -m chatgpt.launch --num_workers 2 examples/train_prompts.py --strategy ddp
+    python -m chatgpt.launch --num_workers 2 sft stories.jsonl --pretrain gpt2 --strategy fsdp
     python -m chatgpt.launch --launcher ray --num_workers 4 --cpus_per_worker 2 --gpus_per_worker 1 \\
         examples/train_sft.py --strategy fsdp
     python -m chatgpt.launch --launcher ray examples/train_prompts.py --config_file run.yaml
@@ -15,18 +16,21 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import chatgpt
 from chatgpt.launch.arguments import Parser, run_main
 from chatgpt.launch.config_values import peek
+from chatgpt.launch.methods import METHODS
 
 RAY_ONLY: dict[str, Any] = {'gpus_per_worker': None, 'address': None, 'placement': None, 'wait_s': None, 'env': []}
 TORCHRUN_ONLY: dict[str, Any] = {'num_nodes': None, 'rdzv_endpoint': None, 'run_id': None, 'local_addr': None}
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(prog='python -m chatgpt.launch', description=__doc__)
-    add = parser.add_argument
+def parser() -> Parser:
+    out = Parser(prog='python -m chatgpt.launch', description=__doc__)
+    add = out.add_argument
     add('--launcher', choices=('torchrun', 'ray'), default='torchrun')
     add(
         '--num_workers',
@@ -39,7 +43,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help='cores of a worker, and its threads unless OMP_NUM_THREADS is set (default: 1)',
     )
     add('--max_failures', type=int, default=3, help='how many times failed workers are replaced (default: 3)')
-    ray = parser.add_argument_group('ray')
+    ray = out.add_argument_group('ray')
     ray.add_argument('--gpus_per_worker', type=int, help='devices of a worker (default: 0)')
     ray.add_argument(
         '--address', help='HOST:PORT of the cluster, or local for a new one; default: RAY_ADDRESS, or found, or local'
@@ -57,7 +61,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar='NAME=VALUE',
         help='variable of the script; may be given several times',
     )
-    torchrun = parser.add_argument_group('torchrun, started with the same command on every node')
+    torchrun = out.add_argument_group('torchrun, started with the same command on every node')
     torchrun.add_argument('--num_nodes', type=int, help='(default: 1)')
     torchrun.add_argument('--rdzv_endpoint', metavar='HOST:PORT', help='one of the nodes, where they meet')
     torchrun.add_argument(
@@ -66,9 +70,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     torchrun.add_argument(
         '--local_addr', metavar='HOST', help='this node as the others reach it; default: by its host name'
     )
-    add('script')
+    add('script', help='a file, or a command of chatgpt-rlhf that trains or generates')
     add('script_args', nargs=argparse.REMAINDER)
-    return parser.parse_args(argv)
+    return out
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    args = parser().parse_args(argv)
+    args.script, args.script_args = script_of(args.script, args.script_args)
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,6 +102,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_on_ray(
         RayLaunch(**options, variables=variables(args.env), shared_path=peek(args.script_args).get('save_path'))
     )
+
+
+def script_of(script: str, words: Sequence[str]) -> tuple[str, list[str]]:
+    """A file, and what follows it. A command of `python -m chatgpt` is that module's file, followed by the command."""
+    if not Path(script).is_file() and (script in METHODS or ':' in script or script in ('generate', 'evaluate')):
+        return str(Path(chatgpt.__file__).with_name('__main__.py')), [script, *words]
+    return script, list(words)
 
 
 def workers(args: argparse.Namespace) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import typing
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import Field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
 def field_docs(cls: type) -> dict[str, str]:
     """The docstring under each field of a dataclass and its bases."""
     docs: dict[str, str] = {}
-    for base in reversed(cls.__mro__[:-1]):
+    for base in reversed([b for b in cls.__mro__[:-1] if '__annotations__' in vars(b)]):
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
         assert isinstance(body, ast.ClassDef)
         for item, following in zip(body.body, body.body[1:], strict=False):
@@ -84,6 +84,12 @@ def add_flag(
         group.add_argument(f'--{name}', type=parse, **options)
 
 
+def choices_of(f: Field[Any]) -> Iterable[str]:
+    """Names that the field's metadata has: a registry, or a function that gives one."""
+    choices = f.metadata.get('choices', ())
+    return choices() if callable(choices) else choices
+
+
 def add_settings(parser: argparse.ArgumentParser, cls: type, *, skip: Iterable[str] = ()) -> None:
     """One flag per field of `cls`, with its default."""
     hints, docs = typing.get_type_hints(cls), field_docs(cls)
@@ -91,7 +97,7 @@ def add_settings(parser: argparse.ArgumentParser, cls: type, *, skip: Iterable[s
     for f in fields(cls):
         if f.name not in skip:
             text = f'{docs.get(f.name, "")} (default: {f.default})'
-            add_flag(group, f.name, hints[f.name], text, f.default, choices=f.metadata.get('choices', ()))
+            add_flag(group, f.name, hints[f.name], text, f.default, choices=choices_of(f))
 
 
 def settings_from(args: argparse.Namespace, cls: type) -> dict[str, Any]:
@@ -99,7 +105,7 @@ def settings_from(args: argparse.Namespace, cls: type) -> dict[str, Any]:
     return {f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}
 
 
-def add_strategy(parser: argparse.ArgumentParser) -> None:
+def add_strategy(parser: argparse._ActionsContainer) -> None:
     names = ', '.join(STRATEGIES)
     parser.add_argument(
         '--strategy',

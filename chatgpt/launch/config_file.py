@@ -16,9 +16,10 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from chatgpt.launch.arguments import Parser, add_flag, field_docs
+from chatgpt.launch.arguments import Parser, add_flag, choices_of, field_docs
 from chatgpt.launch.config_values import OVERRIDE, flat, overrides, read_file, typed
-from chatgpt.launch.runs import PPORun, Run
+from chatgpt.launch.methods import METHODS
+from chatgpt.launch.runs import OPTIONS, PPORun, PreferenceRun, Run
 from chatgpt.launch.theirs import in_our_words, meet, their_settings
 from chatgpt.names import THEIRS, hint, ours
 
@@ -91,19 +92,31 @@ def _translated(
 
 
 def parse_run(
-    cls: type[R], *, description: str | None, positional: str | None = None, argv: SequenceOf[str] | None = None
+    cls: type[R],
+    *,
+    description: str | None,
+    positional: str | None = None,
+    argv: SequenceOf[str] | None = None,
+    method: str | None = None,
+    prog: str | None = None,
 ) -> R:
     """A run from the command line: a positional source of data, flags, `--config_file`, `key=value` words.
 
     Args:
         positional: the field that a word without `=` sets.
+        method: name in `METHODS`, whose settings are the defaults; None: the user says it, or the class.
+        prog: what --help calls the command.
 
     Raises:
         ValueError: what `values_of` raises. `SystemExit` after --print_config, which writes the resolved config as
             YAML.
     """
-    parser = _parser(cls, description, positional)
-    flags, words = _sorted(list(sys.argv[1:] if argv is None else argv), cls)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = run_parser(cls, description, positional, method=method, prog=prog, everything=HELP_ALL in argv)
+    if HELP_ALL in argv:
+        parser.print_help()
+        raise SystemExit(0)
+    flags, words = _sorted(argv, cls)
     given = vars(parser.parse_args(flags))
     plain = given.pop('words', [])
     if len(plain) > (positional is not None):
@@ -121,20 +134,55 @@ def parse_run(
     values, of_processes = in_our_words(values | given, cls)
     if not show:
         meet(**of_processes)
-    before = said_before(cls, values)
-    run = cls.from_dict(before | values)
-    run.said = before | values
+    presets = presets_of(cls, method)
+    if values.get('method', presets.get('method')) != presets.get('method') and 'method' in presets:
+        raise ValueError(f'method={values["method"]} is another command than {method}: give that one')
+    before = said_before(cls, presets | values)
+    run = cls.from_dict(presets | before | values)
+    run.said = presets | before | values
+    if method is not None:
+        run.method = method
     if before and os.environ.get('RANK', '0') == '0' and not show:
-        report_said(before, values)
+        report_said({name: value for name, value in before.items() if name not in presets}, values)
     if show:
         print(to_yaml(run), end='')
         raise SystemExit(0)
     return run
 
 
-def _parser(cls: type[Run], description: str | None, positional: str | None) -> Parser:
-    parser = Parser(description=description)
-    hints, docs = typing.get_type_hints(cls), field_docs(cls)
+HELP_ALL = '--help-all'
+
+
+def presets_of(cls: type[Run], method: str | None) -> dict[str, Any]:
+    """What a method sets unless the user says otherwise."""
+    if method is None:
+        return {}
+    own = {'save_path': f'outputs/{method.rpartition(":")[2]}'} | dict(METHODS.find(method).settings)
+    return own | ({'method': method} if 'method' in cls.field_names() else {})
+
+
+def run_parser(
+    cls: type[Run],
+    description: str | None,
+    positional: str | None,
+    *,
+    method: str | None = None,
+    prog: str | None = None,
+    everything: bool = False,
+) -> Parser:
+    """The flags of a run. --help shows the common ones, by what they are about; with `everything` it shows all."""
+    parser = Parser(description=description, prog=prog, formatter_class=_formatter, add_help=False)
+    word = f'[{positional.upper()}] ' if positional else ''
+    parser.usage = f'%(prog)s {word}[--name value ...] [key=value ...]'
+    hints, docs, all_fields = typing.get_type_hints(cls), field_docs(cls), {f.name: f for f in fields(cls)}
+    common = {name: title for title, names in cls.common.items() for name in names}
+    hidden, presets = hidden_settings(cls, method), presets_of(cls, method)
+
+    def add(group: Any, name: str, shown: bool) -> None:
+        f = all_fields[name]
+        text = option_text(cls, name, docs.get(name, ''), presets.get(name, f.default), method)
+        add_flag(group, name, hints[name], text if shown else argparse.SUPPRESS, choices=choices_of(f))
+
     what = f'{docs[positional]}; ' if positional else ''
     parser.add_argument(
         'words',
@@ -143,22 +191,45 @@ def _parser(cls: type[Run], description: str | None, positional: str | None) -> 
         default=argparse.SUPPRESS,
         help=f'{what}key=value words override the file',
     )
-    parser.add_argument(
+    start = parser.add_argument_group('help and config files')
+    start.add_argument('-h', '--help', action='help', help='the common options')
+    start.add_argument(HELP_ALL, action='store_true', default=argparse.SUPPRESS, help='every option there is')
+    start.add_argument(
         '--config_file', help='YAML, JSON or .conf; flags and key=value words win over it', default=argparse.SUPPRESS
     )
-    parser.add_argument(
+    start.add_argument(
         '--print_config', action='store_true', default=argparse.SUPPRESS, help='write the full resolved config and stop'
     )
+    for title, names in cls.common.items():
+        group = parser.add_argument_group(title)
+        for name in names:
+            add(group, name, name not in hidden and name != positional)
     for base in (b for b in cls.__mro__ if '__annotations__' in vars(b)):
-        group = parser.add_argument_group(base.__name__)
-        for f in fields(cls):
-            if f.name in base.__annotations__ and f.name not in {a.dest for a in parser._actions}:
-                default = cls.shown_default(f.name, f.default) if f.default is not MISSING else ''
-                text = f'{docs.get(f.name, "")} (default: {default})'
-                add_flag(group, f.name, hints[f.name], text, choices=f.metadata.get('choices', ()))
+        group = parser.add_argument_group(f'more of {base.__name__}')
+        for name in base.__annotations__:
+            if name in all_fields and name not in common and name not in {a.dest for a in parser._actions}:
+                add(group, name, everything and name not in hidden)
     for name, kind in their_settings(cls).items():
         add_flag(parser, name, kind, argparse.SUPPRESS)
     return parser
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=30)
+
+
+def option_text(cls: type[Run], name: str, doc: str, default: Any, method: str | None) -> str:
+    """What a setting means, and its default where that does not say it already."""
+    shown = '' if default is MISSING else cls.shown_default(name, default, method)
+    return doc if shown == 'none' and 'none:' in doc else f'{doc} (default: {shown})'.strip()
+
+
+def hidden_settings(cls: type[Run], method: str | None) -> set[str]:
+    """What a chosen method has no use for: the choice itself, and settings of its relatives."""
+    if method is None or not issubclass(cls, PreferenceRun):
+        return set()
+    own = METHODS.find(method).part('config').field_names()
+    return {'method'} | {name for name, setting in OPTIONS.items() if setting not in own}
 
 
 def _sorted(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:

@@ -34,7 +34,7 @@ from chatgpt.dataset.tokenize import TokenizedPreference, check_tokenizer
 from chatgpt.launch.arguments import check_reward_function, load_function, world_size_from_env
 from chatgpt.launch.destination import check_resume
 from chatgpt.launch.rollouts import check_rollout_args
-from chatgpt.launch.runs import DataRun, PPORun, PreferenceRun, RewardRun, Run, SFTRun
+from chatgpt.launch.runs import DataRun, ILQLRun, PPORun, PreferenceRun, RewardRun, Run, SFTRun
 from chatgpt.nn.families import MODELS
 from chatgpt.nn.loading import load_config, load_tokenizer
 from chatgpt.trainer.config import Settings
@@ -90,9 +90,9 @@ def read_inputs(run: Run) -> Inputs:
     """
     check_run(run, world_size_from_env())
     config, tokenizer = read_config(run)
-    read = next(read for kind, read in READERS.items() if isinstance(run, kind))
+    read = run.entry().part('reader')
     inputs = Inputs(
-        run=run, settings=run.config(), tokenizer=tokenizer, model=run.pretrain, config=config, run_dir=run.save_path
+        run=run, settings=run.config(), tokenizer=tokenizer, model=run.base, config=config, run_dir=run.save_path
     )
     read(run, inputs)
     return inputs
@@ -116,9 +116,9 @@ def quiet_transformers() -> None:
 def read_config(run: Run) -> tuple[Any, Any]:
     """The config and tokenizer that a run starts from, checked against each other."""
     quiet_transformers()
-    if run.pretrain:
-        config = load_config(run.pretrain, trust_remote_code=run.trust_remote_code)
-        tokenizer = load_tokenizer(run.tokenizer or run.pretrain, trust_remote_code=run.trust_remote_code)
+    if run.base:
+        config = load_config(run.base, trust_remote_code=run.trust_remote_code)
+        tokenizer = load_tokenizer(run.tokenizer or run.base, trust_remote_code=run.trust_remote_code)
     else:
         config, tokenizer = embedded.demo_config(), embedded.demo_tokenizer()
     if (getattr(MODELS.find(run.model).actor, 'model_type', None) or config.model_type) != config.model_type:
@@ -158,7 +158,9 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
         check_reward_function(inputs.reward, run.reward_fn)
     if run.reward_model:
         inputs.reward = run.reward_model
-        inputs.reward_tokenizer, inputs.reward_context = _reward_model_inputs(run, run.reward_model, tokenizer)
+        inputs.reward_tokenizer, inputs.reward_context = reward_model_inputs(
+            run.reward_model, tokenizer, trust_remote_code=run.trust_remote_code
+        )
     if run.prompt_path:
         prompts = _own_prompts(run, run.prompt_path, tokenizer)
     else:
@@ -226,12 +228,12 @@ def _check_lengths(prompts: Any, limit: int | None, max_new_tokens: int, what: s
             )
 
 
-def _reward_model_inputs(run: PPORun, folder: str, tokenizer: Any) -> tuple[Any, int | None]:
+def reward_model_inputs(folder: str, tokenizer: Any, *, trust_remote_code: bool = False) -> tuple[Any, int | None]:
     """The reward model's tokenizer when its folder has one that differs from the policy's, and its context."""
-    config = load_config(folder, trust_remote_code=run.trust_remote_code)
+    config = load_config(folder, trust_remote_code=trust_remote_code)
     own = None
     if not Path(folder).is_dir() or Path(folder, 'tokenizer_config.json').is_file():
-        own = load_tokenizer(folder, trust_remote_code=run.trust_remote_code)
+        own = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     if own is not None and own.get_vocab() != tokenizer.get_vocab():
         return own, context_of(config)
     size = (config.get_text_config() if hasattr(config, 'get_text_config') else config).vocab_size
@@ -246,12 +248,13 @@ def _reward_model_inputs(run: PPORun, folder: str, tokenizer: Any) -> tuple[Any,
 # ---------------------------------------------------------------------- runs that only learn
 
 
-def read_sft(run: SFTRun, inputs: Inputs) -> None:
+def read_sft(run: DataRun, inputs: Inputs) -> None:
+    """Demonstrations, or plain text."""
     source = run.dataset or embedded.demo_corpus(EMBEDDED_EXAMPLES, seed=0)
     train, validation = load_demonstrations(source, inputs.tokenizer, **_reading_options(run, inputs))
-    if run.pack_examples:
+    if isinstance(run, SFTRun) and run.pack_examples:
         train[:] = pack(train, run.max_tokens)
-    if run.early_stopping_patience is not None and not validation:
+    if isinstance(run, SFTRun) and run.early_stopping_patience is not None and not validation:
         raise ValueError('early_stopping_patience needs eval data: give --validation_file or --validation_percentage')
     _take(inputs, train, validation)
 
@@ -277,12 +280,27 @@ def read_preferences(run: RewardRun | PreferenceRun, inputs: Inputs) -> None:
     _take(inputs, train, validation)
 
 
-READERS: dict[type[Run], Callable[[Any, Inputs], None]] = {
-    PPORun: read_ppo,
-    SFTRun: read_sft,
-    RewardRun: read_preferences,
-    PreferenceRun: read_preferences,
-}
+def read_rewarded(run: ILQLRun, inputs: Inputs) -> None:
+    """Texts with a number each, for ILQL.
+
+    Raises:
+        ValueError: preferences, or a label that is no number.
+    """
+    source = run.dataset or rewarded_stories(EMBEDDED_EXAMPLES)
+    first = load_examples(source, max_examples=1, skip_bad_records=run.skip_bad_records)[0]
+    if not isinstance(first, Labelled):
+        raise ValueError(f'{run.dataset}: ILQL needs the columns prompt, response and reward (or text and reward)')
+    train, validation = load_labelled(source, inputs.tokenizer, **_reading_options(run, inputs))
+    for record in (*train, *validation):
+        if isinstance(record.label, (bool, str)):
+            raise ValueError(f'{run.dataset}: the reward {record.label!r} is no number, which ILQL needs')
+    _take(inputs, train, validation)
+
+
+def rewarded_stories(num: int) -> list[dict[str, Any]]:
+    """Stories of the embedded world with what they are worth."""
+    stories = embedded.demo_corpus(num, seed=0)
+    return [row | {'reward': embedded.true_score(row['prompt'], row['response'])} for row in stories]
 
 
 def _reading_options(run: DataRun, inputs: Inputs) -> dict[str, Any]:
@@ -291,7 +309,7 @@ def _reading_options(run: DataRun, inputs: Inputs) -> dict[str, Any]:
     Without `max_len` sequences are cut to the model's context where that is less than 512. Raises ValueError where
     `max_len` is beyond it.
     """
-    model = run.pretrain or 'the embedded model'
+    model = run.base or 'the embedded model'
     run.max_len = within_context('max_len', run.max_len, inputs.config, model, default=run.max_tokens)
     percentage = run.validation_percentage if run.dataset else run.validation_percentage or 5.0
     return {

@@ -28,33 +28,10 @@ from chatgpt.launch.runs import PPORun, Run, SFTRun
 from chatgpt.nn.peft_format import export_peft
 from chatgpt.rollout.registry import ENGINES
 from chatgpt.trainer.callbacks import EMA, TRACKERS, Evaluator, SampleTable, SaveCheckpoint, StopOnPlateau
-from chatgpt.trainer.config import PPOConfig, SFTConfig
-from chatgpt.trainer.objectives.ilql import ILQLConfig, ILQLTrainer
-from chatgpt.trainer.objectives.kto import KTOConfig, KTOTrainer
-from chatgpt.trainer.objectives.pairs import (
-    DPOConfig,
-    DPOTrainer,
-    ORPOConfig,
-    ORPOTrainer,
-    ReferenceConfig,
-    SimPOConfig,
-    SimPOTrainer,
-)
-from chatgpt.trainer.objectives.reward_model import RewardModelConfig, RewardModelTrainer
-from chatgpt.trainer.objectives.sft import SFTTrainer
+from chatgpt.trainer.config import PPOConfig
+from chatgpt.trainer.objectives.pairs import ReferenceConfig
 from chatgpt.trainer.ppo import PPOTrainer
 from chatgpt.trainer.prompt_evaluation import PromptEvaluation
-
-OFFLINE: dict[type, tuple[Any, str]] = {
-    SFTConfig: (SFTTrainer, 'Actor'),
-    RewardModelConfig: (RewardModelTrainer, 'RM'),
-    ILQLConfig: (ILQLTrainer, 'ILQLModel'),
-    DPOConfig: (DPOTrainer, 'Actor'),
-    KTOConfig: (KTOTrainer, 'Actor'),
-    ORPOConfig: (ORPOTrainer, 'Actor'),
-    SimPOConfig: (SimPOTrainer, 'Actor'),
-}
-"""the trainer of settings, and the kind of model that it trains"""
 
 
 def execute(run: Run) -> None:
@@ -81,8 +58,8 @@ def execute(run: Run) -> None:
 def start_of(run: Run, strategy: Any) -> str | None:
     """The model to start from: the run's, or a small one that has learned the embedded world's language; none for SFT,
     which teaches it."""
-    if run.pretrain or isinstance(run, SFTRun):
-        return run.pretrain
+    if run.base or isinstance(run, SFTRun):
+        return run.base
     folder = Path(run.save_path, 'initial')
     if not (run.resume and strategy.run_on_rank0(folder.is_dir)):
         if strategy.is_rank_0 and isinstance(run, PPORun):
@@ -176,13 +153,13 @@ def ppo_trainer(inputs: Inputs, strategy: Any, models: PPOModels, engine: Any = 
 def offline_trainer(inputs: Inputs, strategy: Any) -> Any:
     """The trainer of a run that only learns. Under LoRA the actor with its adapter off is the reference."""
     run, settings = inputs.run, inputs.settings
-    trainer_class, kind = OFFLINE[type(settings)]
+    method = run.entry()
     with strategy.model_init_context():
-        model = build_model(inputs, kind)
+        model = build_model(inputs, method.model)
         initial = deepcopy(model) if isinstance(settings, ReferenceConfig) and not run.lora_rank else None
     model, optimizer = strategy.prepare((model, make_optimizer(run, strategy, model)))
     reference = {} if initial is None else {'initial_model': strategy.prepare(initial)}
-    return trainer_class(
+    return method.part('trainer')(
         strategy,
         model,
         optimizer,
@@ -259,7 +236,7 @@ def write_settings(inputs: Inputs, strategy: Any) -> None:
     run = inputs.run
     settings = run.to_dict() | {
         'model': inputs.config.model_type,
-        'tokenizer': run.tokenizer or run.pretrain,
+        'tokenizer': run.tokenizer or run.base,
         'num_prompts': len(inputs.train),
         'world_size': strategy.world_size,
         'device': str(strategy.device),
@@ -289,6 +266,6 @@ def write_adapter(run: Run, strategy: Any, model: Any) -> None:
     """The adapters alone as `save_path`/adapter, which PEFT loads onto `pretrain`."""
     path = Path(run.save_path, 'adapter')
     weights = strategy.full_state_dict(model, run.save_path)
-    strategy.run_on_rank0(lambda: export_peft(strategy.unwrap(model), path, base_model=run.pretrain, state=weights))
+    strategy.run_on_rank0(lambda: export_peft(strategy.unwrap(model), path, base_model=run.base, state=weights))
     if strategy.is_rank_0:
         print(f'adapter written to {path}', flush=True)

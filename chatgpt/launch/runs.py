@@ -14,6 +14,8 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, cast, get_args
 
 from chatgpt.launch.arguments import check_precision
+from chatgpt.launch.methods import METHODS, PREFERENCE_RUN, Recipe, methods_of
+from chatgpt.names import hint
 from chatgpt.nn.families import MODELS
 from chatgpt.rollout import SamplingParams
 from chatgpt.rollout.registry import ENGINES
@@ -26,8 +28,8 @@ from chatgpt.trainer.config import (
     SFTConfig,
     SupervisedConfig,
 )
-from chatgpt.trainer.objectives.kto import KTOConfig
-from chatgpt.trainer.objectives.pairs import DPOConfig, DPOLoss, ORPOConfig, PreferenceConfig, SimPOConfig
+from chatgpt.trainer.objectives.ilql import ILQLConfig
+from chatgpt.trainer.objectives.pairs import DPOLoss, PreferenceConfig
 from chatgpt.trainer.objectives.reward_model import RewardModelConfig
 from chatgpt.trainer.strategies.registry import STRATEGIES
 
@@ -36,6 +38,11 @@ Optimizer = Literal['adamw', 'sgd']
 BiasMode = Literal['none', 'all', 'lora_only']
 CriticStart = Literal['reward_model', 'actor']
 CRITIC_STARTS = get_args(CriticStart)
+EMBEDDED = 'embedded'
+"""the name of the small model that comes with the package"""
+Groups = dict[str, tuple[str, ...]]
+MODEL = ('pretrain', 'lora_rank', 'gradient_checkpointing')
+RUN = ('save_path', 'model_path', 'resume', 'strategy', 'precision', 'seed', 'plan')
 
 
 def same_file(a: str, b: str) -> bool:
@@ -57,7 +64,8 @@ class Run(LearningSettings):
     model: str = field(default='auto', metadata={'choices': MODELS})
     """family; auto reads it from the config; module:name is a `ModelKind` of your own"""
     pretrain: str | None = None
-    """hub name or folder of the model to start from"""
+    """hub name or folder of the model to start from; embedded: a small one for trials, which knows some
+    words of stories"""
     tokenizer: str | None = None
     """hub name or folder; none: that of pretrain"""
     save_path: str = 'outputs/run'
@@ -112,31 +120,42 @@ class Run(LearningSettings):
     validation_percentage: float = 0.0
     """keep back this share of the data instead of a file"""
 
-    own_defaults: ClassVar[Mapping[str, Any]] = {}
-    """of settings that are None until then"""
-    embedded_defaults: ClassVar[Mapping[str, Any]] = {}
-    """the same for the small model of the embedded world, which is there without `pretrain`"""
+    method = ''  # no annotation: a setting of preference runs alone
+    """name in `METHODS`"""
+    common: ClassVar[Groups] = {'the model': MODEL, 'the run': RUN}
+    """what --help and `init` show, by what it is about; the others stand behind --help-all"""
     trained: ClassVar[str] = 'actor'
     """the model that is trained, and the name of its folder"""
     config_class: ClassVar[type[Settings]] = LearningSettings
     """the trainer's settings"""
 
+    @property
+    def base(self) -> str | None:
+        """The model to start from; None: the small one of the embedded world."""
+        return None if self.pretrain == EMBEDDED else self.pretrain
+
     def fill_defaults(self) -> None:
-        for name, value in (self.own_defaults if self.pretrain else self.embedded_defaults).items():
+        entry = self.entry()
+        for name, value in (entry.defaults if self.base else entry.embedded_defaults).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
 
+    def entry(self) -> Recipe:
+        """How it trains."""
+        return METHODS.find(self.method)
+
     @classmethod
-    def shown_default(cls, name: str, default: Any) -> str:
-        """What --help says."""
-        if default is None and name in cls.own_defaults:
-            return f'{cls.own_defaults[name]}; {cls.embedded_defaults[name]} without --pretrain'
+    def shown_default(cls, name: str, default: Any, method: str | None = None) -> str:
+        """What --help says of a run, or of a run with that method."""
+        entry = METHODS.find(method or cls.method)
+        if default is None and entry.defaults.get(name) is not None:
+            return f'{entry.defaults[name]}; {entry.embedded_defaults[name]} without --pretrain'
         return 'none' if default is None else str(default)
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
-        for name, hint in (('precision', Precision), ('optimizer', Optimizer), ('lora_train_bias', BiasMode)):
-            self._one_of(name, get_args(hint))
+        for name, kind in (('precision', Precision), ('optimizer', Optimizer), ('lora_train_bias', BiasMode)):
+            self._one_of(name, get_args(kind))
         MODELS.find(self.model)
         check_precision(self.strategy, self.precision)
         self._positive('keep_last', 'lora_alpha', 'rank_timeout_s')
@@ -197,32 +216,40 @@ class PPORun(Run, PPOConfig):
     prompt_path: str | None = None
     """csv, json, jsonl, parquet or hub data set with a prompt column; none: embedded"""
     prompt_column: str = 'prompt'
+    """its name"""
     reward_model: str | None = None
     """folder of a reward model, or of any sequence-classification model"""
     reward_fn: str | None = None
     """module:function or file.py:function, fn(prompts, responses, **columns) -> scores"""
     num_episodes: int = 10
+    """of max_timesteps each"""
     max_timesteps: int | None = 10
     """timesteps of an episode; none: as many as visit every prompt once"""
     update_timesteps: int = 10
     """timesteps between learning phases"""
     max_epochs: int = 5
+    """passes over the buffer in one learning phase"""
     critic: Literal['own', 'shared'] = 'own'
     """own: a model of its own; shared: a value head on the actor's trunk, with num_layers_unfrozen on the frozen one"""
     critic_from: CriticStart = 'reward_model'
     """what a critic of its own starts from: the reward model, where there is one that reads the policy's tokens and has
     a head; or the actor's weights with a new head"""
     critic_lr: float | None = None
+    """learning rate of a critic of its own"""
     num_layers_unfrozen: int = -1
     """hydra: train only the top blocks, whose frozen copies are the reference; -1 trains all"""
     max_new_tokens: int | None = None
-    """of a response"""
+    """most tokens of a response"""
     max_prompt_tokens: int | None = None
     """cut longer prompts on the left"""
     temperature: float = 1.0
+    """of drawing a response"""
     top_k: int = 0
+    """draw from so many of the likeliest tokens; 0: from all"""
     top_p: float = 1.0
+    """draw from the likeliest tokens that share this probability"""
     min_new_tokens: int = 0
+    """a response does not end before"""
     stop_string: list[str] | None = None
     """end a response where this text appears; may be given several times"""
     engine: str = field(default='local', metadata={'choices': ENGINES})
@@ -244,8 +271,21 @@ class PPORun(Run, PPOConfig):
     eval_interval: int = 5
     """learning phases between evaluations on eval prompts, where there are any"""
 
-    own_defaults: ClassVar[Mapping[str, Any]] = {'lr': 1e-5, 'critic_lr': 1e-5, 'max_new_tokens': 64}
-    embedded_defaults: ClassVar[Mapping[str, Any]] = {'lr': 3e-4, 'critic_lr': 1e-3, 'max_new_tokens': 32}
+    method = 'ppo'
+    common = {
+        'data and reward': ('prompt_path', 'prompt_column', 'reward_fn', 'reward_model', 'validation_file'),
+        'the model': (*MODEL, 'critic'),
+        'responses': ('max_new_tokens', 'max_prompt_tokens', 'temperature', 'top_p', 'stop_string'),
+        'how long, how much': (
+            *('num_episodes', 'max_timesteps', 'update_timesteps', 'experience_batch_size', 'num_samples_per_prompt'),
+            *('train_batch_size', 'max_epochs', 'max_tokens_per_batch'),
+        ),
+        'the method': (
+            *('lr', 'critic_lr', 'advantage_estimator', 'policy_loss', 'kl_coef', 'eps_clip'),
+            *('gamma', 'lam'),
+        ),
+        'the run': RUN,
+    }
     config_class = PPOConfig
 
     def data_source(self) -> str | None:
@@ -320,6 +360,10 @@ class PPORun(Run, PPOConfig):
         }
 
 
+DATA = ('dataset', 'max_len', 'validation_file', 'validation_percentage', 'skip_bad_records')
+LENGTH = ('max_epochs', 'max_steps', 'train_batch_size', 'max_tokens_per_batch', 'lr', 'lr_schedule', 'warmup_steps')
+
+
 @dataclass(kw_only=True)
 class DataRun(Run, SupervisedConfig):
     """What the runs that only learn have in common."""
@@ -329,6 +373,13 @@ class DataRun(Run, SupervisedConfig):
     max_len: int | None = None
     """tokens of prompt and response, at most the model's context; longer ones are cut, and counted; none: 512, or the
     context where that is less"""
+
+    common = {
+        'data': DATA,
+        'the model': MODEL,
+        'how long, how much': LENGTH,
+        'the run': RUN,
+    }
 
     def data_source(self) -> str | None:
         return self.dataset
@@ -344,6 +395,19 @@ class DataRun(Run, SupervisedConfig):
             raise ValueError('data of your own needs a model: give --pretrain NAME_OR_FOLDER')
 
 
+def run_class(name: str) -> type[Run]:
+    """The settings of a command line of the method of that name."""
+    method = METHODS.find(name)
+    found, config = method.part('run'), method.part('config')
+    if found is not None:
+        return found
+    if issubclass(config, PreferenceConfig):
+        return PreferenceRun
+    common = DataRun.common | {'the method': tuple(n for n in config.field_names() if n not in DataRun.field_names())}
+    own = {'__doc__': method.about, 'method': name, 'config_class': config, 'common': common}
+    return dataclass(kw_only=True)(type(f'{config.__name__}Run', (DataRun, config), own))
+
+
 @dataclass(kw_only=True)
 class SFTRun(DataRun, SFTConfig):
     """A run of examples/train_sft.py: Alpaca, messages, prompt and response, or plain text."""
@@ -354,8 +418,8 @@ class SFTRun(DataRun, SFTConfig):
     early_stopping_patience: int | None = None
     """stop after so many evaluations in a row without a better loss on the eval data"""
 
-    own_defaults: ClassVar[Mapping[str, Any]] = {'lr': 2e-5}
-    embedded_defaults: ClassVar[Mapping[str, Any]] = {'lr': 3e-3}
+    method = 'sft'
+    common = DataRun.common | {'data': (*DATA, 'pack_examples')}
     config_class = SFTConfig
 
 
@@ -366,19 +430,28 @@ class RewardRun(DataRun, RewardModelConfig):
 
     save_path: str = 'outputs/train_reward_model'
 
-    own_defaults: ClassVar[Mapping[str, Any]] = {'lr': 1e-5}
-    embedded_defaults: ClassVar[Mapping[str, Any]] = {'lr': 1e-3}
+    method = 'reward-model'
+    common = DataRun.common | {'the method': ('loss_fn',)}
     trained = 'reward_model'
     config_class = RewardModelConfig
 
 
-Method = Literal['dpo', 'kto', 'orpo', 'simpo']
-METHODS: dict[str, type[PreferenceConfig]] = {
-    'dpo': DPOConfig,
-    'kto': KTOConfig,
-    'orpo': ORPOConfig,
-    'simpo': SimPOConfig,
-}
+@dataclass(kw_only=True)
+class ILQLRun(DataRun, ILQLConfig):
+    """A run of ILQL: prompt, response and reward, or text and reward."""
+
+    save_path: str = 'outputs/train_ilql'
+
+    method = 'ilql'
+    common = DataRun.common | {'the method': ('tau', 'gamma', 'cql_scale', 'awac_scale', 'beta', 'standardize_rewards')}
+    config_class = ILQLConfig
+
+    def validate(self, world_size: int = 1) -> None:
+        super().validate(world_size)
+        if self.lora_rank:
+            raise ValueError('lora_rank: ILQL trains all weights; leave it out')
+
+
 OPTIONS = {
     'loss': 'loss_type',
     'beta': 'beta',
@@ -392,7 +465,6 @@ OPTIONS = {
 }
 """settings that only some methods have, and what their configs call them"""
 NO_PLAN = '--plan knows PPO, SFT and reward models; python -m chatgpt.plan CONFIG --task sft comes nearest'
-LR = {'dpo': 1e-6, 'simpo': 1e-6, 'kto': 5e-6, 'orpo': 5e-6}
 
 
 @dataclass(kw_only=True)
@@ -404,8 +476,8 @@ class PreferenceRun(DataRun):
     """
 
     save_path: str = 'outputs/train_preference'
-    method: Method = 'dpo'
-    """dpo, kto, orpo or simpo"""
+    method: str = field(default='dpo', metadata={'choices': lambda: methods_of(PREFERENCE_RUN)})
+    """dpo, kto, orpo or simpo; module:name is a `Recipe` of your own, with a `PreferenceConfig`"""
     max_epochs: int = 1
     loss: DPOLoss | None = None
     """dpo: sigmoid, ipo, cdpo, robust or hinge; none: sigmoid"""
@@ -426,29 +498,34 @@ class PreferenceRun(DataRun):
     gamma: float | None = None
     """simpo: target margin; none: 1"""
 
-    embedded_defaults: ClassVar[Mapping[str, Any]] = {'lr': 1e-4}
+    def entry(self) -> Recipe:
+        known = methods_of(PREFERENCE_RUN)
+        entry = METHODS.find(self.method) if ':' in self.method else known.get(self.method)
+        if entry is None or not issubclass(entry.part('config'), PreferenceConfig):
+            raise ValueError(
+                f'method={self.method!r} is not one of {", ".join(known)}, nor module:name of a method with a '
+                f'PreferenceConfig{hint(self.method, known)}'
+            )
+        return entry
 
-    @property
-    def own_defaults(self) -> Mapping[str, Any]:  # type: ignore[override]
-        return {'lr': LR.get(self.method, LR['dpo'])}
+    common = DataRun.common | {'the method': ('method', *OPTIONS)}
 
     @classmethod
-    def shown_default(cls, name: str, default: Any) -> str:
-        if name == 'lr':
-            return (
-                f'{", ".join(f"{lr} for {method}" for method, lr in LR.items())}; {cls.embedded_defaults["lr"]} '
-                'without --pretrain'
-            )
-        return 'none' if default is None else str(default)
+    def shown_default(cls, name: str, default: Any, method: str | None = None) -> str:
+        if name == 'lr' and method is None:
+            known = sorted(methods_of(PREFERENCE_RUN).items(), key=lambda item: item[1].defaults['lr'])
+            rates = ', '.join(f'{entry.defaults["lr"]} for {other}' for other, entry in known)
+            return f'{rates}; {METHODS[cls.method].embedded_defaults["lr"]} without --pretrain'
+        return super().shown_default(name, default, method)
 
     def validate(self, world_size: int = 1) -> None:
         if self.plan:
             raise ValueError(NO_PLAN)
-        self._one_of('method', get_args(Method))
-        own = METHODS[self.method].field_names()
+        own = self.entry().part('config').field_names()
         for name, setting in OPTIONS.items():
             if getattr(self, name) is not None and setting not in own:
-                who = ' or '.join(m for m, config in METHODS.items() if setting in config.field_names())
+                known = methods_of(PREFERENCE_RUN)
+                who = ' or '.join(m for m, entry in known.items() if setting in entry.part('config').field_names())
                 raise ValueError(
                     f'{name}={getattr(self, name)} is a setting of {who}, not of {self.method}; leave it out'
                 )
@@ -457,7 +534,7 @@ class PreferenceRun(DataRun):
 
     def config(self) -> PreferenceConfig:
         """The settings of this run's trainer."""
-        cls = METHODS[self.method]
+        cls = self.entry().part('config')
         shared = {f.name for f in fields(PreferenceConfig)}
         values: dict[str, Any] = {name: getattr(self, name) for name in shared}
         for name, setting in OPTIONS.items():

@@ -167,7 +167,7 @@ def test_settings_reach_the_method(method, flags, expected):
 @pytest.mark.parametrize(
     ('flags', 'sentence'),
     [
-        (['{pairs}', '--method=ppo'], "'ppo' is none of: dpo, kto, orpo, simpo"),
+        (['{pairs}', '--method=ppo'], "method='ppo' is not one of dpo, kto, orpo, simpo"),
         (['{pairs}', '--method=simpo', '--loss=ipo'], 'loss=ipo is a setting of dpo, not of simpo; leave it out'),
         (['{pairs}', '--method=orpo', '--beta=1'], 'beta=1.0 is a setting of dpo or kto or simpo, not of orpo'),
         (['{pairs}', '--label_smoothing=0.2'], 'label_smoothing=0.2 belongs to the losses cdpo and robust'),

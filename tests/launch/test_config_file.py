@@ -273,10 +273,12 @@ def test_a_flags_value_is_shown_by_its_type(hint, shown):
 def test_help_names_the_value_of_every_flag(capsys):
     for cls in (PPORun, SFTRun, RewardRun, PreferenceRun):
         with pytest.raises(SystemExit):
-            run(cls, '--help')
+            run(cls, '--help-all')
         text = capsys.readouterr().out
-        assert '[--lr X]' in text and '[--optimizer {adamw,sgd}]' in text and '[--tensorboard true|false]' in text
-        assert re.findall(r'\[--(\w+)\]', text) == ['print_config']  # the only flag without a value
+        assert '--lr X ' in text and '--optimizer {adamw,sgd}' in text and '--tensorboard true|false' in text
+        assert re.findall(r'^ +--(\w+)(?:   |$)', text, re.MULTILINE) == [
+            'print_config'
+        ]  # the only one without a value
 
 
 def test_help_lists_the_names_of_the_tables_also_those_added_from_outside(capsys, monkeypatch):
@@ -284,12 +286,12 @@ def test_help_lists_the_names_of_the_tables_also_those_added_from_outside(capsys
         texts = []
         for each in cls:
             with pytest.raises(SystemExit):
-                run(each, '--help')
+                run(each, '--help-all')
             texts.append(' '.join(capsys.readouterr().out.split()))
         return texts
 
     for text in shown(PPORun, SFTRun, RewardRun, PreferenceRun):
-        assert '[--strategy {' + ','.join(STRATEGIES) + '}|module:name]' in text and 'fsdp_cpu' in text
+        assert '--strategy {' + ','.join(STRATEGIES) + '}|module:name ' in text and 'fsdp_cpu' in text
     (text,) = shown(PPORun)
     assert '--advantage_estimator {gae,a2c,grpo,dr_grpo,rloo,gdpo,reinforce++,reinforce++_baseline}|module:name' in text
     assert '--policy_loss {ppo,gspo,cispo,reinforce}|module:name' in text

@@ -1,0 +1,114 @@
+"""The command's first word: a method to train with, or another subcommand, each imported when it is asked for.
+
+    chatgpt-rlhf ppo prompts.jsonl --pretrain gpt2 --reward_fn rewards.py:score
+    python -m chatgpt ppo --help
+
+Left out: what the subcommands do. Nothing here waits for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from chatgpt import __version__
+from chatgpt.launch.arguments import run_main
+from chatgpt.launch.methods import METHODS
+from chatgpt.names import hint
+
+NAME = 'chatgpt-rlhf'
+
+
+class Subcommand(NamedTuple):
+    module: str
+    about: str
+    main: str = 'main'
+    """a function of the module that reads `sys.argv` and may return an exit code"""
+    parser: str = 'parser'
+    """one that gives its flags, for completion; '' where there are none to complete"""
+
+    def load(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.module), name)
+
+
+GROUPS: dict[str, dict[str, Subcommand]] = {
+    'use a model': {
+        'generate': Subcommand('chatgpt.cli.generate', 'responses to one prompt, or to a file of them'),
+        'chat': Subcommand('chatgpt.cli.generate', 'a dialogue in the terminal', 'chat_main', 'chat_parser'),
+        'evaluate': Subcommand('chatgpt.cli.evaluate', 'score the responses of a model to a file of prompts'),
+    },
+    'around a run': {
+        'init': Subcommand('chatgpt.cli.init', 'write a commented config, data and a reward to start from'),
+        'plan': Subcommand('chatgpt.plan.__main__', 'what memory each phase of a run takes, and whether it fits'),
+        'launch': Subcommand('chatgpt.launch.__main__', 'several processes, by torchrun or on Ray'),
+        'sweep': Subcommand('chatgpt.search.__main__', 'many runs in search of settings', parser=''),
+        'convert': Subcommand('chatgpt.cli.convert', 'a data file in another shape'),
+        'compat': Subcommand('chatgpt.compat.__main__', 'run or check a script written for TRL, trlX, ...', parser=''),
+        'completion': Subcommand('chatgpt.cli.completion', 'what makes a shell complete this command'),
+        'version': Subcommand('', 'the version of the package', parser=''),
+    },
+}
+SUBCOMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
+
+
+def called() -> str:
+    """How the user calls the command."""
+    return NAME if Path(sys.argv[0]).stem.startswith(NAME) else 'python -m chatgpt'
+
+
+def overview() -> str:
+    width = max(map(len, [*METHODS, *SUBCOMMANDS])) + 2
+    groups = {'train': {name: method.about for name, method in METHODS.items()}}
+    groups |= {title: {name: entry.about for name, entry in group.items()} for title, group in GROUPS.items()}
+    lines = [f'usage: {called()} COMMAND ...', '', 'RLHF on Hugging Face models. COMMAND --help says more.']
+    for title, commands in groups.items():
+        lines += ['', f'{title}:', *(f'  {name:{width}}{about}' for name, about in commands.items())]
+    return '\n'.join([*lines, '', 'A method of your own is the command module:name or path/to/file.py:name.'])
+
+
+def train(name: str, argv: Sequence[str], prog: str) -> None:
+    from chatgpt.launch.config_file import parse_run
+    from chatgpt.launch.recipes import execute
+    from chatgpt.launch.runs import run_class
+
+    cls, method = run_class(name), METHODS.find(name)
+    text = (
+        f'{method.about}.\n\nWithout data and --pretrain it trains a small model on embedded stories. Under --save_path'
+        f'\nit leaves metrics.jsonl, config.yaml, checkpoints/ and {cls.trained}/, a Hugging Face folder with its '
+        'tokenizer.'
+    )
+    execute(parse_run(cls, description=text, positional=method.positional, argv=argv, method=name, prog=prog))
+
+
+def run(words: Sequence[str]) -> int | None:
+    """The exit code of what was asked for. Raises ValueError for a word that is no command."""
+    name, *rest = words or ['--help']
+    prog = f'{called()} {name}'
+    if name in ('-h', '--help', 'help'):
+        print(overview())
+    elif name in ('version', '--version'):
+        print(f'{NAME} {__version__}')
+    elif name in METHODS or ':' in name:
+        METHODS.find(name)
+        train(name, rest, prog)
+    elif name in SUBCOMMANDS:
+        sys.argv = [prog, *rest]
+        return SUBCOMMANDS[name].load(SUBCOMMANDS[name].main)()
+    else:
+        raise ValueError(f'{name!r} is no command{hint(name, [*METHODS, *SUBCOMMANDS])} (--help lists what there is)')
+    return None
+
+
+def main() -> None:
+    words, code = sys.argv[1:], 0
+
+    def command() -> None:
+        nonlocal code
+        code = run(words) or 0
+
+    run_main(command)
+    if code:
+        sys.exit(code)

@@ -1,0 +1,279 @@
+"""Text from a trained model: for one prompt, for a file of them, or as a chat in the terminal.
+
+    chatgpt-rlhf generate outputs/run/actor "Once upon a time"
+    chatgpt-rlhf generate outputs/run/actor prompts.jsonl --output answers.jsonl
+    chatgpt-rlhf chat outputs/run/actor
+
+--weights takes a weights file or folder that `strategy.save_model` wrote, or a PEFT adapter, on top of the model.
+In a chat Ctrl-C ends an answer, /new begins anew, Ctrl-D ends. Chats, and conversations in a file, use the tokenizer's
+chat template, which training writes for a model that had none. A prompt in text is given as it is, or with
+--apply_chat_template as one turn of the user. A chat with a model that has no template goes on with the text so far.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from chatgpt.cli.chat import chat
+from chatgpt.launch.arguments import Parser, add_strategy, strategy_of
+from chatgpt.launch.config_values import number, whole_number
+from chatgpt.names import ours
+
+BATCH = 64
+
+
+def parser(*, chats: bool | None = False) -> Parser:
+    """`chats`: True takes no prompts, False only prompts, None is a chat where there are none."""
+    out = Parser(description=__doc__, usage='%(prog)s MODEL [--name value ...]')
+    if chats is False:
+        out.usage = '%(prog)s MODEL PROMPT_OR_FILE [--name value ...]'
+    out.add_argument('words', nargs='*', metavar='MODEL', help='hub name or folder of the model; then the input')
+    model, prompts, drawing, run = map(out.add_argument_group, ('the model', 'the prompts', 'responses', 'the run'))
+    add_model(model)
+    if not chats:
+        prompts.add_argument(
+            '--input', help='a prompt, or a file of prompts (csv, json, jsonl, parquet, or .txt: one a line)'
+        )
+        prompts.add_argument(
+            '--apply_chat_template', action='store_true', help='prompts in text are turns of the user, as in a chat'
+        )
+        run.add_argument('--output', help='write prompts and responses as jsonl')
+    drawing.add_argument('--max_new_tokens', type=int, help='(default: 128, or what the context leaves)')
+    drawing.add_argument('--min_new_tokens', type=int, default=0, help='no end before so many (default: 0)')
+    drawing.add_argument(
+        '--temperature', type=number, default=1.0, help='below 1 sharper, above 1 flatter (default: 1)'
+    )
+    drawing.add_argument(
+        '--top_k',
+        type=whole_number,
+        default=0,
+        help='draw from so many of the likeliest tokens; 0: from all (default: 0)',
+    )
+    drawing.add_argument(
+        '--top_p',
+        type=number,
+        default=1.0,
+        help='draw from the likeliest tokens that share this probability (default: 1)',
+    )
+    drawing.add_argument('--greedy', action='store_true', help='always the likeliest token')
+    drawing.add_argument(
+        '--stop_string', action='append', help='end a response where this text appears; may be given several times'
+    )
+    if not chats:
+        drawing.add_argument(
+            '--best_of', type=int, default=1, help='draw so many responses and keep the best by --reward_model'
+        )
+        drawing.add_argument('--reward_model', help='folder of the reward model for --best_of')
+    add_strategy(run)
+    return out
+
+
+def add_model(group: Any) -> None:
+    """The flags of `load_actor`."""
+    group.add_argument('--pretrain', help='the model, in place of the first word')
+    group.add_argument('--weights', help='weights of strategy.save_model, or a PEFT adapter folder')
+    group.add_argument('--tokenizer', help='hub name or folder; default: that of the model')
+    group.add_argument(
+        '--model', default='auto', help='family: gpt2, opt, bloom, llama, module:name, or auto: read it from the config'
+    )
+    group.add_argument('--trust_remote_code', action='store_true', help='allow a hub model to bring code of its own')
+
+
+def take_words(out: Parser, args: Any, second: str | None) -> Any:
+    """The plain words as the flags that they stand for: --pretrain, then `second`."""
+    for name in ('pretrain', second):
+        if name is None or not args.words:
+            continue
+        if getattr(args, name) is None:
+            setattr(args, name, args.words.pop(0))
+    if args.words:
+        out.error(f'{args.words[0]!r} is one word too many')
+    if args.pretrain is None:
+        out.error('give a model: its hub name or folder')
+    return args
+
+
+def in_our_words(argv: Sequence[str], out: Parser) -> list[str]:
+    """Flags that other programs, and this one before, call otherwise. Says so, for one of them means another thing in
+    training."""
+    known = [name.lstrip('-') for action in out._actions for name in action.option_strings]
+    words = []
+    for word in argv:
+        name, equals, value = word.removeprefix('--').partition('=')
+        if word.startswith('--') and ours(name, known) != name:
+            if os.environ.get('RANK', '0') == '0':
+                print(f'warning: --{name} is called --{ours(name, known)} here', file=sys.stderr, flush=True)
+            word = f'--{ours(name, known)}{equals}{value}'
+        words.append(word)
+    return words
+
+
+def chat_parser() -> Parser:
+    return parser(chats=True)
+
+
+def chat_main() -> None:
+    main(chats=True)
+
+
+def main(chats: bool | None = False) -> None:
+    out = parser(chats=chats)
+    args = take_words(out, out.parse_args(in_our_words(sys.argv[1:], out)), None if chats else 'input')
+    for name in ('input', 'output', 'reward_model') if chats else ():
+        setattr(args, name, None)
+    if chats:
+        args.best_of = 1
+    if chats is False and args.input is None:
+        out.error('give a prompt, or a file of prompts; the command chat needs none')
+    from chatgpt.launch.inputs import quiet_transformers
+    from chatgpt.nn.loading import load_tokenizer
+    from chatgpt.rollout import SamplingParams
+    from chatgpt.rollout.sampling import sampling_for
+
+    if (args.best_of > 1) != bool(args.reward_model):
+        raise ValueError('--best_of above 1 and --reward_model belong together: give both or neither')
+    if args.output and not args.input:
+        raise ValueError('--output needs --input: a chat is not written down')
+    if args.temperature == 0:
+        raise ValueError('--temperature 0 is --greedy: give that instead')
+    SamplingParams(
+        max_new_tokens=args.max_new_tokens or sys.maxsize,
+        min_new_tokens=args.min_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+    )
+    quiet_transformers()
+    tokenizer = load_tokenizer(args.tokenizer or args.pretrain, trust_remote_code=args.trust_remote_code)
+    prompts = read_prompts(args.input, tokenizer, args.apply_chat_template or None) if args.input else None
+    with output_file(args) as output, strategy_of(args) as strategy:
+        if prompts is None and strategy.world_size > 1:
+            raise ValueError('a chat is one process: start it with python, or give --input')
+        actor = strategy.prepare(load_actor(args, strategy))
+        bare = strategy.unwrap(actor)
+        keywords = {
+            'max_new_tokens': args.max_new_tokens or room(bare.config, prompts),
+            'min_new_tokens': args.min_new_tokens,
+            'temperature': args.temperature,
+            'top_k': args.top_k,
+            'top_p': args.top_p,
+            'do_sample': not args.greedy,
+            'stop_strings': args.stop_string,
+        }
+        sampling, stops = sampling_for(bare, tokenizer, keywords)
+        with strategy.full_model(actor) as policy:
+            if prompts is None:
+                chat(policy, tokenizer, sampling, stops, args)
+            else:
+                write(answer(args, strategy, policy, tokenizer, prompts, sampling, stops), output, strategy.is_rank_0)
+
+
+def room(config: Any, prompts: Any) -> int:
+    """New tokens where none are asked for: 128, or half of the context in a chat, or what the longest prompt leaves of
+    it."""
+    from chatgpt.launch.inputs import context_of
+
+    limit = context_of(config)
+    if limit is None:
+        return 128
+    return max(1, min(128, limit // 2 if prompts is None else limit - max(len(p.ids) for p in prompts)))
+
+
+def load_actor(args: Any, strategy: Any) -> Any:
+    from chatgpt.nn.families import MODELS
+    from chatgpt.nn.peft_format import CONFIG_FILE, import_peft
+
+    actor: Any = MODELS.find(args.model).actor
+    actor = actor(pretrained=args.pretrain, trust_remote_code=args.trust_remote_code)
+    if args.weights and Path(args.weights, CONFIG_FILE).is_file():
+        import_peft(actor, args.weights)
+    elif args.weights:
+        strategy.load_model(actor, args.weights)
+    return actor
+
+
+def read_prompts(source: str, tokenizer: Any, apply_chat_template: bool | None = None) -> Any:
+    """A file's prompts, or the text itself as the only one."""
+    from chatgpt.dataset import load_prompts
+
+    path = Path(source)
+    if path.suffix == '.txt':
+        if not path.is_file():
+            raise ValueError(f'--input {source}: there is no such file')
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+        return load_prompts([{'prompt': line} for line in lines], tokenizer, apply_chat_template=apply_chat_template)
+    if path.suffix in ('.csv', '.json', '.jsonl', '.parquet', '.gz'):
+        return load_prompts(source, tokenizer, apply_chat_template=apply_chat_template)
+    return load_prompts([{'prompt': source}], tokenizer, apply_chat_template=apply_chat_template)
+
+
+def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, sampling: Any, stops: Any) -> Any:
+    """Rows of prompt and response, batch after batch; each rank answers its share, and every rank has all rows."""
+    from chatgpt.experience.scorers import as_scorer
+    from chatgpt.nn import RewardModel
+    from chatgpt.rollout import BestOfN, LocalEngine
+
+    scorer = as_scorer(strategy.prepare(RewardModel.from_pretrained(args.reward_model))) if args.reward_model else None
+
+    def decode(sample: Any) -> None:
+        ids = sample.response_ids
+        sample.response_text = tokenizer.decode(ids, skip_special_tokens=True) if stops is None else stops.text_of(ids)
+        sample.prompt_text = tokenizer.decode(sample.prompt_ids, skip_special_tokens=True)
+
+    def score(samples: list[Any]) -> list[float]:
+        return [0.0] * len(samples) if scorer is None else [float(s) for s in scorer.score(samples, strategy)]
+
+    engine = LocalEngine()
+    engine.begin(policy)
+    best = BestOfN(engine, score, sample_size=args.best_of)
+    for start in range(0, len(prompts), BATCH):
+        size = min(BATCH, len(prompts) - start)
+        share = -(-size // strategy.world_size)
+        mine = range(start + min(strategy.rank * share, size), start + min((strategy.rank + 1) * share, size))
+        found = best(
+            [prompts[i] for i in mine], sampling, seed=args.seed, first_index=mine.start * args.best_of, decode=decode
+        )
+        rows = []
+        for i, (first,) in zip(mine, found, strict=True):
+            row = {'prompt': prompts[i].text or first.sample.prompt_text, 'response': first.sample.response_text}
+            rows.append(row | ({'score': first.score} if scorer is not None else {}))
+        for part in strategy.all_gather_object(rows):
+            yield from part
+    engine.end()
+
+
+def output_file(args: Any) -> Any:
+    """The file of --output, opened before anything is generated; None without, and on all ranks but the first."""
+    if not args.output or os.environ.get('RANK', '0') != '0':
+        return nullcontext()
+    path = Path(args.output)
+    if path.exists() and Path(args.input).exists() and path.samefile(args.input):
+        raise ValueError(f'--output {path} is the file of --input: give another')
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path, 'w')
+    except OSError as error:
+        raise ValueError(f'cannot write --output {path}: {error.strerror}') from None
+
+
+def write(rows: Any, output: Any, is_rank_0: bool) -> None:
+    if not is_rank_0:
+        list(rows)
+        return
+    if output is None:
+        for row in rows:
+            score = f'  [{row["score"]:+z.3f}]' if 'score' in row else ''
+            print(f'> {row["prompt"]}{score}\n{row["response"]}\n', flush=True)
+        return
+    count = 0
+    for row in rows:
+        output.write(json.dumps(row, ensure_ascii=False) + '\n')
+        output.flush()
+        count += 1
+    print(f'{count} responses written to {output.name}')

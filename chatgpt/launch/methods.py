@@ -1,0 +1,176 @@
+"""What can be trained, as one table: the settings, trainer, model and reader of every method, by name.
+
+Flags, config files, recipes and the command read it. A user's own method is one line more:
+
+    METHODS['mine'] = Recipe(about='...', config=MyConfig, trainer=MyTrainer, reader=read_mine)
+
+and `module:name` of such an object needs none. Entries of the library name their parts as 'module:name', which are
+imported when they are first used, so that a list of methods waits for nothing. Left out: the settings of a run
+(`runs`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from chatgpt.registry import Registry
+
+PPO_RUN, PREFERENCE_RUN = 'chatgpt.launch.runs:PPORun', 'chatgpt.launch.runs:PreferenceRun'
+PAIRS, OBJECTIVES = 'chatgpt.trainer.objectives.pairs', 'chatgpt.trainer.objectives'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How one method trains.
+
+    Args:
+        about: one line.
+        config: the trainer's settings, a `LearningSettings`.
+        trainer: called as `trainer(strategy, model, optimizer, train, validation, config=..., callbacks=...,
+            tokenizer=..., run_dir=...)`, as those of `chatgpt.trainer.objectives` are; PPO's in its own way.
+        run: the settings of a command line, a `runs.Run`; None is `runs.DataRun` with the fields of `config`.
+        model: what is trained: 'Actor', 'RM' or 'ILQLModel'.
+        reader: (run, inputs) puts the data into `inputs.train` and `inputs.validation`.
+        positional: the setting that a plain word is.
+        defaults: of settings that are None until then.
+        embedded_defaults: the same for the small model of the embedded world, which is there without `pretrain`.
+        settings: what is set unless the user says otherwise, such as the estimator of a relative of PPO.
+    """
+
+    about: str
+    config: type | str
+    trainer: Callable[..., Any] | str
+    run: type | str | None = None
+    model: str = 'Actor'
+    reader: Callable[[Any, Any], None] | str = 'chatgpt.launch.inputs:read_sft'
+    positional: str = 'dataset'
+    defaults: Mapping[str, Any] = field(default_factory=lambda: {'lr': 1e-5})
+    embedded_defaults: Mapping[str, Any] = field(default_factory=lambda: {'lr': 1e-4})
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def part(self, name: str) -> Any:
+        """`config`, `trainer`, `run` or `reader`, imported where it is named."""
+        found = getattr(self, name)
+        if not isinstance(found, str):
+            return found
+        module, _, attribute = found.partition(':')
+        return getattr(importlib.import_module(module), attribute)
+
+
+def _online(about: str, *, buffer: int | None = None, embedded_buffer: int | None = None, **settings: Any) -> Recipe:
+    return Recipe(
+        about=about,
+        run=PPO_RUN,
+        config='chatgpt.trainer.config:PPOConfig',
+        trainer='chatgpt.trainer.ppo:PPOTrainer',
+        reader='chatgpt.launch.inputs:read_ppo',
+        positional='prompt_path',
+        defaults={'lr': 1e-5, 'critic_lr': 1e-5, 'max_new_tokens': 64, 'overlong_buffer': buffer},
+        embedded_defaults={'lr': 3e-4, 'critic_lr': 1e-3, 'max_new_tokens': 32, 'overlong_buffer': embedded_buffer},
+        settings=settings,
+    )
+
+
+def _preference(about: str, config: str, trainer: str, lr: float) -> Recipe:
+    return Recipe(
+        about=about,
+        run=PREFERENCE_RUN,
+        config=config,
+        trainer=trainer,
+        reader='chatgpt.launch.inputs:read_preferences',
+        defaults={'lr': lr},
+    )
+
+
+_GROUP: dict[str, Any] = {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 8}
+METHODS: Registry[Recipe] = Registry(
+    'method',
+    Recipe,
+    {
+        'sft': Recipe(
+            about='supervised fine-tuning on demonstrations, chats or text',
+            run='chatgpt.launch.runs:SFTRun',
+            config='chatgpt.trainer.config:SFTConfig',
+            trainer=f'{OBJECTIVES}.sft:SFTTrainer',
+            defaults={'lr': 2e-5},
+            embedded_defaults={'lr': 3e-3},
+        ),
+        'reward-model': Recipe(
+            about='a reward model from preferences or labelled text',
+            run='chatgpt.launch.runs:RewardRun',
+            config=f'{OBJECTIVES}.reward_model:RewardModelConfig',
+            trainer=f'{OBJECTIVES}.reward_model:RewardModelTrainer',
+            model='RM',
+            reader='chatgpt.launch.inputs:read_preferences',
+            embedded_defaults={'lr': 1e-3},
+        ),
+        'ppo': _online('PPO with a critic, on prompts and a reward'),
+        'grpo': _online('GRPO: advantages within a group, no critic', **_GROUP, kl_in='loss', kl_coef=0.04),
+        'dr_grpo': _online(
+            'Dr. GRPO: the same without its normalisers',
+            advantage_estimator='dr_grpo',
+            num_samples_per_prompt=8,
+            kl_coef=0.0,
+        ),
+        'rloo': _online(
+            'RLOO: the baseline is the mean of the other responses',
+            advantage_estimator='rloo',
+            num_samples_per_prompt=4,
+        ),
+        'reinforce++': _online('REINFORCE++: no critic and no group', advantage_estimator='reinforce++'),
+        'reinforce++_baseline': _online(
+            'REINFORCE++ less the mean of the group',
+            advantage_estimator='reinforce++_baseline',
+            num_samples_per_prompt=4,
+        ),
+        'dapo': _online(
+            'DAPO: GRPO with clip-higher, dynamic sampling, a token mean, an overlong penalty',
+            advantage_estimator='grpo',
+            num_samples_per_prompt=16,
+            eps_clip_high=0.28,
+            loss_aggregation='token',
+            kl_coef=0.0,
+            dynamic_sampling_rounds=4,
+            buffer=64,
+            embedded_buffer=32,
+        ),
+        'gspo': _online(
+            'GSPO: GRPO with one ratio per sequence', **_GROUP, policy_loss='gspo', eps_clip=3e-4, eps_clip_high=4e-4
+        ),
+        'cispo': _online(
+            'CISPO: GRPO with the weight clipped, not the update',
+            **_GROUP,
+            policy_loss='cispo',
+            eps_clip_high=4.0,
+            kl_coef=0.0,
+        ),
+        'a2c': _online('A2C: a critic and no ratio', advantage_estimator='a2c', policy_loss='reinforce', max_epochs=1),
+        'dpo': _preference(
+            'DPO and IPO, cDPO, hinge: from preferences', f'{PAIRS}:DPOConfig', f'{PAIRS}:DPOTrainer', 1e-6
+        ),
+        'kto': _preference(
+            'KTO: from answers that are good or bad',
+            f'{OBJECTIVES}.kto:KTOConfig',
+            f'{OBJECTIVES}.kto:KTOTrainer',
+            5e-6,
+        ),
+        'orpo': _preference('ORPO: SFT and odds ratio in one', f'{PAIRS}:ORPOConfig', f'{PAIRS}:ORPOTrainer', 5e-6),
+        'simpo': _preference('SimPO: without a reference', f'{PAIRS}:SimPOConfig', f'{PAIRS}:SimPOTrainer', 1e-6),
+        'ilql': Recipe(
+            about='ILQL: offline, from responses with rewards',
+            run='chatgpt.launch.runs:ILQLRun',
+            config=f'{OBJECTIVES}.ilql:ILQLConfig',
+            trainer=f'{OBJECTIVES}.ilql:ILQLTrainer',
+            model='ILQLModel',
+            reader='chatgpt.launch.inputs:read_rewarded',
+        ),
+    },
+)
+
+
+def methods_of(run: str) -> dict[str, Recipe]:
+    """The entries with that run."""
+    return {name: method for name, method in METHODS.items() if method.run == run}

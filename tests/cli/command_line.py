@@ -1,0 +1,19 @@
+"""The command in this process."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from chatgpt.cli import command
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """Exit code of `chatgpt-rlhf WORDS`."""
+    monkeypatch.setattr(sys, 'argv', ['/usr/bin/chatgpt-rlhf', *words])
+    try:
+        command.main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0

@@ -1,0 +1,166 @@
+"""The command's words: what is listed is there, help fits two screens, a wrong word is one line with the nearest."""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from command_line import call
+
+import chatgpt
+from chatgpt.cli.command import SUBCOMMANDS
+from chatgpt.launch.methods import METHODS
+from chatgpt.launch.runs import run_class
+
+ROOT = Path(__file__).resolve().parents[2]
+OTHERS = [name for name, entry in SUBCOMMANDS.items() if entry.module]
+
+
+def module_of(name: str) -> object:
+    """Of a subcommand; skips where its part of the package is not in this checkout."""
+    path = ROOT / Path(*SUBCOMMANDS[name].module.split('.')[:2])
+    if not path.is_dir():
+        pytest.skip(f'there is no {path.name} in this checkout')
+    return importlib.import_module(SUBCOMMANDS[name].module)
+
+
+def test_the_list_names_every_command_once(monkeypatch, capsys):
+    assert call(monkeypatch, '--help') == call(monkeypatch) == 0
+    once, twice = capsys.readouterr().out.split('usage: ')[1:]
+    assert once == twice and once.startswith('chatgpt-rlhf COMMAND ...\n')
+    listed = [line.split()[0] for line in once.splitlines() if line.startswith('  ')]
+    assert listed == [*METHODS, *SUBCOMMANDS] and len(set(listed)) == len(listed)
+    assert all(len(line) <= 110 for line in once.splitlines())
+
+
+@pytest.mark.parametrize('name', OTHERS)
+def test_what_is_listed_is_there(name):
+    module, entry = module_of(name), SUBCOMMANDS[name]
+    assert callable(getattr(module, entry.main))
+    assert not entry.parser or getattr(module, entry.parser)().format_help()
+
+
+@pytest.mark.parametrize('name', [*METHODS, *OTHERS])
+def test_help_fits_two_screens(monkeypatch, capsys, name):
+    if name in SUBCOMMANDS:
+        module_of(name)
+    monkeypatch.setenv('COLUMNS', '100')
+    assert call(monkeypatch, name, '--help') == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert 5 < len(lines) <= 100
+    assert lines[0].startswith('usage: ')
+
+
+@pytest.mark.parametrize('name', sorted(p.stem for p in (ROOT / 'examples').glob('*.py') if p.stem != 'rewards'))
+def test_help_of_the_scripts_fits_two_screens(monkeypatch, capsys, name):
+    monkeypatch.setenv('COLUMNS', '100')
+    monkeypatch.setattr(sys, 'argv', [f'{name}.py', '--help'])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / 'examples' / f'{name}.py'))['main']()
+    assert 5 < len(capsys.readouterr().out.splitlines()) <= 100
+
+
+@pytest.mark.parametrize('name', METHODS)
+def test_help_all_has_every_option_and_help_the_common_ones_with_their_defaults(monkeypatch, capsys, name):
+    monkeypatch.setenv('COLUMNS', '100')
+    call(monkeypatch, name, '--help')
+    common = ' '.join(capsys.readouterr().out.split())
+    call(monkeypatch, name, '--help-all')
+    everything = ' '.join(capsys.readouterr().out.split())
+    cls, method = run_class(name), METHODS[name]
+    for f in fields(cls):
+        shown = f' --{f.name} ' in everything
+        assert shown or f.name in (method.positional, 'method') or METHODS[name].run != METHODS['sft'].run, f.name
+    assert len(everything) > 1.4 * len(common)
+    assert f'--save_path TEXT folder of this run (default: outputs/{name})' in common
+    lr = f'--lr X learning rate (default: {method.defaults["lr"]}; {method.embedded_defaults["lr"]} without --pretrain)'
+    assert lr in common
+    for setting, value in method.settings.items():
+        if any(setting in names for names in cls.common.values()):
+            assert f'(default: {value})' in common.split(f' --{setting} ')[1].split(' --')[0], setting
+
+
+def test_common_options_are_settings():
+    for name in METHODS:
+        cls = run_class(name)
+        names = [n for group in cls.common.values() for n in group]
+        assert set(names) <= set(cls.field_names()) and len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ('words', 'message'),
+    [
+        (['stf'], "error: 'stf' is no command; did you mean sft? (--help lists what there is)"),
+        (['reward_model'], "error: 'reward_model' is no command; did you mean reward-model? (--help lists"),
+        (
+            ['sft', '--train_batch_szie=1'],
+            "error: unknown argument '--train_batch_szie'; did you mean --train_batch_size",
+        ),
+        (['generate', 'm', 'hi', '--temprature=1'], "'--temprature'; did you mean --temperature?"),
+        (['dpo', '--method=kto'], 'error: method=kto is another command than dpo: give that one'),
+        (['dpo', '--gamma=1'], 'error: gamma=1.0 is a setting of simpo, not of dpo'),
+        (['init', 'pop'], "error: method='pop' is not known; choose one of sft, "),
+        (['generate'], 'error: give a model: its hub name or folder'),
+        (['generate', 'm'], 'error: give a prompt, or a file of prompts; the command chat needs none'),
+        (['chat', 'm', 'n'], "error: 'n' is one word too many"),
+        (['evaluate', 'm', 'p.jsonl'], 'error: give --reward_fn FILE:FUNCTION or --reward_model FOLDER'),
+        (['missing_file.py:method'], "error: 'missing_file.py:method': there is no file missing_file.py"),
+        (['ilql', '--lora_rank=2'], 'error: lora_rank: ILQL trains all weights; leave it out'),
+        (['sft', 'data.jsonl'], 'error: data of your own needs a model: give --pretrain NAME_OR_FOLDER'),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(monkeypatch, capsys, tmp_path, words, message):
+    monkeypatch.chdir(tmp_path)
+    assert call(monkeypatch, *words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and message in lines[0], lines
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_version(monkeypatch, capsys):
+    assert call(monkeypatch, 'version') == call(monkeypatch, '--version') == 0
+    assert capsys.readouterr().out == f'chatgpt-rlhf {chatgpt.__version__}\n' * 2
+
+
+@pytest.mark.parametrize('word', ['--help', 'version', 'stf'])
+def test_no_word_of_this_kind_waits_for_torch(word):
+    code = (
+        'import sys\nfrom chatgpt.cli import command\n'
+        f'sys.argv = ["chatgpt-rlhf", {word!r}]\n'
+        'try:\n    command.main()\nexcept SystemExit:\n    pass\n'
+        'print("loaded", *sorted({"torch", "transformers", "numpy", "yaml", "datasets"} & set(sys.modules)))'
+    )
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == 'loaded', done.stdout + done.stderr
+
+
+def test_a_relative_of_ppo_is_ppo_with_settings_that_give_way(monkeypatch, capsys, tmp_path):
+    import yaml
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'c.yaml').write_text('kl_coef: 0.5\n')
+    assert call(monkeypatch, 'grpo', '--config_file=c.yaml', '--num_samples_per_prompt=2', '--print_config') == 0
+    found = yaml.safe_load(capsys.readouterr().out)
+    assert (found['advantage_estimator'], found['kl_in']) == ('grpo', 'loss')  # the method's
+    assert (found['kl_coef'], found['num_samples_per_prompt']) == (0.5, 2)  # the file's, the flag's
+    assert (found['save_path'], found['eps_clip']) == ('outputs/grpo', 0.2)
+
+
+def test_the_settings_of_a_method_are_kept_when_it_goes_on(monkeypatch, capsys, tmp_path):
+    """Also those that the user changed."""
+    from chatgpt.launch.config_file import parse_run, write_resolved
+    from chatgpt.launch.runs import PPORun
+
+    first = parse_run(PPORun, description='', argv=['--kl_coef=0.25', f'--save_path={tmp_path}'], method='grpo')
+    write_resolved(first, tmp_path)
+    (tmp_path / 'checkpoints' / 'step_00000001').mkdir(parents=True)
+    again = ['--resume', str(tmp_path), f'--save_path={tmp_path}']
+    for method in ('grpo', None):
+        run = parse_run(PPORun, description='', argv=again, method=method)
+        assert (run.kl_coef, run.advantage_estimator, run.num_samples_per_prompt) == (0.25, 'grpo', 8)
+    assert 'settings changed' not in capsys.readouterr().out

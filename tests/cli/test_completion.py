@@ -1,0 +1,80 @@
+"""The scripts that make shells complete the command, asked as the shells ask."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from command_line import call
+
+from chatgpt.launch.methods import METHODS
+from chatgpt.trainer.strategies.registry import STRATEGIES
+
+CASES = {
+    'reward': {'reward-model'},
+    'gen': {'generate'},
+    'ppo --advantage_est': {'--advantage_estimator'},
+    'ppo --policy_loss ci': {'cispo'},
+    'dapo --overlong_': {'--overlong_buffer', '--overlong_filter'},
+    'dpo --strategy fs': {name for name in STRATEGIES if name.startswith('fs')},
+    'simpo --gam': {'--gamma'},
+    'kto --gam': set(),
+    'chat m --temp': {'--temperature'},
+    'completion b': {'bash'},
+    'sft sto': {'stories.jsonl'},
+    'sft --config_file sto': {'stories.jsonl'},
+    'launch --laun': {'--launcher'},
+    'plan c --task re': {'reward_model'},
+}
+
+
+@pytest.fixture(scope='module')
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import shtab
+
+    from chatgpt.cli.completion import whole_parser
+
+    folder = tmp_path_factory.mktemp('completion')
+    parser = whole_parser()
+    for shell in ('bash', 'zsh', 'fish'):
+        (folder / f'script.{shell}').write_text(shtab.complete(parser, shell))
+    return folder
+
+
+@pytest.mark.parametrize('words', CASES)
+def test_bash_completes(scripts, tmp_path, words):
+    """COMP_WORDS and COMP_CWORD are what bash sets; `complete -p` says which function it calls."""
+    (tmp_path / 'stories.jsonl').touch()
+    code = """
+        source "$1"; shift
+        function=$(complete -p chatgpt-rlhf | sed 's/.*-F \\([^ ]*\\) .*/\\1/')
+        COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}; COMP_TYPE=9
+        "$function" chatgpt-rlhf "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"
+        printf '%s\\n' "${COMPREPLY[@]}"
+    """
+    argv = ['bash', '-c', code, 'bash', str(scripts / 'script.bash'), 'chatgpt-rlhf', *words.split()]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert {line for line in done.stdout.splitlines() if line} == CASES[words], done.stderr
+
+
+@pytest.mark.parametrize('shell', ['zsh', 'fish'])
+def test_the_other_shells_read_their_script(scripts, shell):
+    if shutil.which(shell) is None:
+        pytest.skip(f'there is no {shell} on this machine')
+    done = subprocess.run([shell, '-n', str(scripts / f'script.{shell}')], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize('shell', ['zsh', 'fish'])
+def test_the_other_scripts_name_every_method(scripts, shell):
+    text = (scripts / f'script.{shell}').read_text()
+    assert all(name in text for name in METHODS) and 'overlong_buffer' in text
+
+
+def test_the_command_prints_it(monkeypatch, capsys, scripts):
+    assert call(monkeypatch, 'completion', 'bash') == 0
+    assert capsys.readouterr().out.strip() == (scripts / 'script.bash').read_text().strip()
+    assert call(monkeypatch, 'completion', 'csh') == 2
+    assert "invalid choice: 'csh'" in capsys.readouterr().err

@@ -1,0 +1,116 @@
+"""generate, chat and evaluate as commands: words for flags, --weights, numbers by hand. What they generate is tested in
+tests/examples/test_inference.py."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import call
+from safetensors.torch import save_file
+
+from chatgpt.dataset import embedded
+from chatgpt.nn import GPTRM, GPTActor
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp('models')
+    torch.manual_seed(0)
+    GPTActor(config=embedded.demo_config()).save_pretrained(folder / 'actor', tokenizer=embedded.demo_tokenizer())
+    GPTRM(config=embedded.demo_config()).save_pretrained(folder / 'rm', tokenizer=embedded.demo_tokenizer())
+    rows = [{'prompt': f'one day a {animal}', 'bonus': number} for number, animal in enumerate(('fox', 'cat', 'dog'))]
+    (folder / 'prompts.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    (folder / 'score.py').write_text(
+        'def bonus(prompts, responses, bonus=None):\n    return [2.0 * b for b in bonus]\n\n'
+        'def words(prompts, responses, **columns):\n    return [float(len(r.split())) for r in responses]\n'
+    )
+    return folder
+
+
+def test_words_stand_for_flags(monkeypatch, capsys, folder):
+    model, more = str(folder / 'actor'), ['--max_new_tokens=4', '--seed=1']
+    assert call(monkeypatch, 'generate', model, 'one day a fox', *more) == 0
+    by_words = capsys.readouterr().out
+    assert call(monkeypatch, 'generate', '--pretrain', model, '--input', 'one day a fox', *more) == 0
+    assert capsys.readouterr().out == by_words and by_words.startswith('> one day a fox\n')
+
+
+@pytest.mark.parametrize('flag', ['--weights', '--model_path', '--model_path='])
+def test_weights_on_top_are_read_also_by_the_name_that_they_had(monkeypatch, capsys, folder, tmp_path, flag):
+    """In training --model_path is where the trained model is written, so here it has another name, and says so."""
+    torch.manual_seed(1)
+    other = GPTActor(config=embedded.demo_config())
+    weights = {name: tensor.contiguous().clone() for name, tensor in other.state_dict().items()}
+    save_file(weights, tmp_path / 'other.safetensors')
+    other.save_pretrained(tmp_path / 'other', tokenizer=embedded.demo_tokenizer())
+    more = ['one day a fox', '--seed=1', '--max_new_tokens=8']
+    assert call(monkeypatch, 'generate', str(folder / 'actor'), *more) == 0
+    plain = capsys.readouterr()
+    assert call(monkeypatch, 'generate', str(tmp_path / 'other'), *more) == 0
+    wanted = capsys.readouterr()
+    given = [f'{flag}{tmp_path}/other.safetensors'] if '=' in flag else [flag, f'{tmp_path}/other.safetensors']
+    assert call(monkeypatch, 'generate', str(folder / 'actor'), *more, *given) == 0
+    found = capsys.readouterr()
+    assert found.out == wanted.out != plain.out
+    assert found.err == ('' if flag == '--weights' else 'warning: --model_path is called --weights here\n')
+
+
+def test_model_path_is_where_training_writes(monkeypatch, folder, tmp_path):
+    words = [str(tmp_path / 'data.jsonl'), f'--pretrain={folder}/actor', '--max_steps=1']
+    (tmp_path / 'data.jsonl').write_text('{"prompt": "one day", "response": " a fox"}\n' * 4)
+    assert call(monkeypatch, 'sft', *words, f'--save_path={tmp_path}/run', f'--model_path={tmp_path}/out') == 0
+    assert (tmp_path / 'out' / 'config.json').is_file() and not (tmp_path / 'run' / 'actor').exists()
+
+
+def test_a_chat_is_a_command(monkeypatch, capsys, folder):
+    monkeypatch.setattr('sys.stdin', io.StringIO('one day a fox\n'))
+    assert call(monkeypatch, 'chat', str(folder / 'actor'), '--max_new_tokens=3', '--greedy') == 0
+    shown = capsys.readouterr().out
+    assert f'chatting with {folder}/actor' in shown and len(shown.split('> ')[1].split()) == 3
+
+
+def test_evaluate_scores_every_prompt_with_the_columns_of_its_row(monkeypatch, capsys, folder, tmp_path):
+    out = tmp_path / 'scored.jsonl'
+    words = [str(folder / 'actor'), str(folder / 'prompts.jsonl'), '--max_new_tokens=5', f'--output={out}']
+    assert call(monkeypatch, 'evaluate', *words, f'--reward_fn={folder}/score.py:bonus') == 0
+    shown = capsys.readouterr().out.splitlines()
+    numbers = json.loads(next(line for line in shown if line.startswith('{')))
+    assert numbers['score_mean'] == 2.0  # of 0, 2 and 4
+    assert numbers['score_std'] == pytest.approx((8 / 3) ** 0.5, abs=1e-6)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row['prompt'], row['score']) for row in rows] == [
+        ('one day a fox', 0.0),
+        ('one day a cat', 2.0),
+        ('one day a dog', 4.0),
+    ]
+    assert shown[-1] == f'3 responses written to {out}'
+
+
+def test_evaluate_with_a_reward_model_gives_that_models_scores(monkeypatch, capsys, folder, tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    out = tmp_path / 'scored.jsonl'
+    words = [str(folder / 'actor'), str(folder / 'prompts.jsonl'), '--max_new_tokens=5', '--temperature=1']
+    assert call(monkeypatch, 'evaluate', *words, f'--reward_model={folder}/rm', f'--output={out}') == 0
+    theirs = AutoModelForSequenceClassification.from_pretrained(folder / 'rm').eval()
+    tokenizer = embedded.demo_tokenizer()
+    compared = 0
+    for row in map(json.loads, out.read_text().splitlines()):
+        ids = torch.tensor([tokenizer(f'{row["prompt"]} {row["response"]}')['input_ids']])
+        if ids.shape[1] == 9:  # no end token, which the text does not show
+            compared += 1
+            assert row['score'] == pytest.approx(float(theirs(ids).logits.detach()), rel=1e-4)
+    assert compared
+
+
+def test_evaluate_draws_the_same_every_time(monkeypatch, capsys, folder):
+    words = [str(folder / 'actor'), str(folder / 'prompts.jsonl'), '--max_new_tokens=8']
+    shown = []
+    for more in (['--temperature=1'], ['--temperature=1'], ['--temperature=1', '--seed=7'], []):
+        assert call(monkeypatch, 'evaluate', *words, *more, f'--reward_fn={folder}/score.py:words') == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] and len(set(shown)) == 3

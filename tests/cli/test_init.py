@@ -1,0 +1,119 @@
+"""init: a config that says what every common option is, and runs as it is printed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+from command_line import call
+
+from chatgpt.launch.arguments import field_docs
+from chatgpt.launch.config_file import hidden_settings, parse_run
+from chatgpt.launch.methods import METHODS
+from chatgpt.launch.runs import run_class
+
+ROOT = Path(__file__).resolve().parents[2]
+OF_THE_EXAMPLE = {
+    *('pretrain', 'dataset', 'validation_percentage', 'prompt_path', 'reward_fn', 'num_episodes', 'max_timesteps'),
+    *('update_timesteps', 'experience_batch_size', 'max_new_tokens', 'num_samples_per_prompt'),
+}
+
+
+@pytest.mark.parametrize('name', METHODS)
+def test_the_config_has_every_common_option_with_its_default_and_meaning(monkeypatch, capsys, tmp_path, name):
+    monkeypatch.chdir(tmp_path)
+    assert call(monkeypatch, 'init', name) == 0
+    text = Path(f'{name}.yaml').read_text()
+    content, cls = yaml.safe_load(text), run_class(name)
+    wanted = {n for names in cls.common.values() for n in names} | set(METHODS[name].settings)
+    assert set(content) == wanted - hidden_settings(cls, name)
+    comments = ' '.join(line.removeprefix('# ') for line in text.splitlines() if line.startswith('# '))
+    docs = field_docs(cls)
+    for setting in content:
+        assert docs.get(setting, '') in comments
+    plain = parse_run(cls, description='', argv=[], method=name)
+    read = parse_run(cls, description='', argv=['--config_file', f'{name}.yaml'], method=name)
+    different = {f.name for f in fields(cls) if getattr(plain, f.name) != getattr(read, f.name)}
+    assert different <= OF_THE_EXAMPLE and {'pretrain'} < different
+    assert (read.pretrain, read.base) == ('embedded', None)
+
+
+def test_nothing_is_overwritten(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'new').mkdir()
+    (tmp_path / 'new' / 'rewards.py').write_text('mine')
+    assert call(monkeypatch, 'init', 'ppo', '--to', 'new') == 2
+    assert capsys.readouterr().err == (
+        'error: new/rewards.py is there already: give another folder with --to, or remove it\n'
+    )
+    assert [p.name for p in (tmp_path / 'new').iterdir()] == ['rewards.py']
+    (tmp_path / 'file').touch()
+    assert call(monkeypatch, 'init', 'ppo', '--to', 'file/x') == 2
+    assert capsys.readouterr().err.startswith('error: cannot write to file/x: ')
+
+
+SHORT = {
+    'ppo': ['--num_episodes=1', '--experience_batch_size=4', '--max_epochs=1'],
+    'dapo': ['--num_episodes=1', '--experience_batch_size=2', '--max_epochs=1'],
+    **dict.fromkeys(('sft', 'reward-model', 'dpo', 'kto', 'ilql'), ['--max_steps=1']),
+}
+LEFT = {'ppo': 'actor', 'reward-model': 'reward_model'}
+
+
+@pytest.mark.parametrize('name', SHORT)
+def test_what_is_written_runs(monkeypatch, capsys, tmp_path, name):
+    """With fewer steps than the printed command; the embedded model is not taught its language first."""
+    from chatgpt.dataset import embedded
+    from chatgpt.launch import recipes
+    from chatgpt.nn import GPTActor
+
+    def untaught(folder, seed):
+        GPTActor(config=embedded.demo_config()).save_pretrained(folder, tokenizer=embedded.demo_tokenizer())
+
+    monkeypatch.setattr(recipes, 'write_embedded_model', untaught)
+    monkeypatch.chdir(tmp_path)
+    assert call(monkeypatch, 'init', name, '--to', 'here') == 0
+    *_, printed = capsys.readouterr().out.splitlines()
+    assert printed == f'    cd here && chatgpt-rlhf {name} --config_file {name}.yaml'
+    monkeypatch.chdir(tmp_path / 'here')
+    assert call(monkeypatch, *printed.split()[4:], *SHORT[name]) == 0
+    folder = Path('outputs', name)
+    assert (folder / LEFT.get(name, 'actor') / 'model.safetensors').is_file()
+    if name == 'ilql':
+        assert (folder / 'actor' / 'ilql_heads.safetensors').is_file()
+
+
+@pytest.mark.system
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize('name', ['sft', 'ppo', 'dpo'])
+def test_the_printed_command_runs_as_it_is(tmp_path, name):
+    """In a shell, from any folder, without the network."""
+    bin_folder = tmp_path / 'bin'
+    bin_folder.mkdir()
+    script = bin_folder / 'chatgpt-rlhf'
+    script.write_text(f'#!{sys.executable}\nfrom chatgpt.cli.command import main\nmain()\n')
+    script.chmod(0o755)
+    environment = os.environ | {'PATH': f'{bin_folder}:{os.environ["PATH"]}', 'PYTHONPATH': str(ROOT)}
+    environment |= {'HF_HUB_OFFLINE': '1', 'OMP_NUM_THREADS': '1'}
+
+    def shell(line: str) -> str:
+        done = subprocess.run(
+            [shutil.which('bash') or 'sh', '-c', line], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    (printed,) = re.findall(r'^    (.+)$', shell(f'chatgpt-rlhf init {name} --to "a folder"'), re.MULTILINE)
+    assert printed == f"cd 'a folder' && chatgpt-rlhf {name} --config_file {name}.yaml"
+    shell(printed)
+    model = tmp_path / 'a folder' / 'outputs' / name / 'actor'
+    assert (model / 'model.safetensors').is_file()
+    said = shell(f"chatgpt-rlhf generate '{model}' 'one day a small fox went to the river .' --seed 3")
+    assert said.splitlines()[1].startswith('it ')

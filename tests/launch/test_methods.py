@@ -1,0 +1,124 @@
+"""One table of methods: every entry leads to settings, a trainer, a model and a reader that fit; a user's own is one
+line."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+
+from chatgpt.launch.config_file import parse_run
+from chatgpt.launch.methods import METHODS, Recipe
+from chatgpt.launch.recipes import execute
+from chatgpt.launch.runs import DataRun, PPORun, PreferenceRun, Run, run_class
+from chatgpt.trainer.config import SFTConfig
+from chatgpt.trainer.objectives.pairs import DPOConfig, DPOTrainer
+from chatgpt.trainer.objectives.sft import SFTTrainer
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = {'dr_grpo': 'grpo', 'reinforce++_baseline': 'reinforce++'}
+
+
+@pytest.mark.parametrize('name', METHODS)
+def test_the_parts_of_an_entry_are_there_and_its_settings_are_settings(name):
+    method = METHODS[name]
+    run = run_class(name)
+    assert issubclass(run, Run) and method.positional in run.field_names()
+    assert set(method.part('config').field_names()) <= set(run.field_names()) | {'loss_type', 'gamma', 'weight'}
+    assert callable(method.part('trainer')) and callable(method.part('reader'))
+    assert {*method.settings, *method.defaults, *method.embedded_defaults} <= set(run.field_names())
+    assert method.defaults.keys() == method.embedded_defaults.keys()
+    assert len(method.about) < 90 and '\n' not in method.about
+
+
+def printed_calls(page: str) -> list[dict[str, object]]:
+    """The settings of every `PPOTrainer(...)` on a page of docs/algorithms."""
+    text = (ROOT / 'docs' / 'algorithms' / f'{page}.md').read_text()
+    found = []
+    for call in re.findall(r'^    PPOTrainer\(\.\.\., (.*?)\)$', text, re.MULTILINE | re.DOTALL):
+        call = re.sub(r'reward_model=\[.*?\], ', '', ' '.join(call.split()))
+        found.append({k: v for k, v in eval(f'dict({call})').items() if k not in ('critic', 'mask_model')})
+    return found
+
+
+@pytest.mark.parametrize('name', [n for n, m in METHODS.items() if m.settings])
+def test_a_relative_of_ppo_has_the_settings_that_its_page_prints(name):
+    method = METHODS[name]
+    own = dict(method.settings)
+    if method.defaults.get('overlong_buffer'):
+        own['overlong_buffer'] = method.defaults['overlong_buffer']
+    assert own in printed_calls(PAGE.get(name, name))
+
+
+def test_a_list_of_methods_waits_for_nothing():
+    code = (
+        'import sys\nfrom chatgpt.launch.methods import METHODS\nprint(len(METHODS))\n'
+        "assert not {'torch', 'transformers', 'yaml'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and int(done.stdout) == len(METHODS), done.stderr
+
+
+@dataclass(kw_only=True)
+class MyConfig(SFTConfig):
+    strength: float = 0.5
+    """of what is mine"""
+
+
+class MyTrainer(SFTTrainer):
+    seen: list[object] = []
+
+    def __init__(self, *args, config, **options):
+        self.seen.append(config)
+        plain = SFTConfig(**{name: getattr(config, name) for name in SFTConfig.field_names()})
+        super().__init__(*args, config=plain, **options)
+
+
+def read_plainly(run, inputs):
+    from chatgpt.dataset import load_demonstrations
+
+    inputs.train = load_demonstrations(run.dataset, inputs.tokenizer)[0]
+
+
+def test_a_method_of_ones_own_is_one_line(monkeypatch, tmp_path, model_folder, capsys):
+    monkeypatch.setitem(
+        METHODS,
+        'mine',
+        Recipe(about='mine', config=MyConfig, trainer=MyTrainer, reader=read_plainly, defaults={'lr': 0.125}),
+    )
+    cls = run_class('mine')
+    assert issubclass(cls, DataRun) and 'strength' in {f.name for f in fields(cls)}
+    (tmp_path / 'data.jsonl').write_text('{"prompt": "one day", "response": " a fox"}\n' * 4)
+    words = [str(tmp_path / 'data.jsonl'), f'--pretrain={model_folder}', f'--save_path={tmp_path}/run']
+    run = parse_run(cls, description='', positional='dataset', argv=[*words, '--strength=0.75', '--max_epochs=1'])
+    execute(run)
+    (config,) = MyTrainer.seen
+    assert (config.strength, run.lr) == (0.75, 0.125)
+    assert (tmp_path / 'run' / 'actor' / 'config.json').is_file()
+
+
+mine = Recipe(about='DPO with another margin', config=DPOConfig, trainer=DPOTrainer, defaults={'lr': 0.25})
+
+
+def test_a_preference_method_of_ones_own_is_named(model_folder):
+    name = f'{Path(__file__)}:mine'
+    try:
+        run = PreferenceRun(method=name, pretrain=str(model_folder))
+        run.fill_defaults()
+        assert run.lr == 0.25 and isinstance(run.config(), DPOConfig)
+    finally:
+        METHODS.pop(name, None)
+    with pytest.raises(ValueError, match=r"method='dop' is not one of dpo, kto, orpo, simpo, .*; did you mean dpo\?"):
+        PreferenceRun(method='dop').validate()
+    with pytest.raises(ValueError, match=r"method='ppo' is not one of dpo"):
+        PreferenceRun(method='ppo').validate()
+
+
+def test_the_estimators_of_the_presets_are_those_of_the_table():
+    for name, method in METHODS.items():
+        if run_class(name) is PPORun and name != 'ppo':
+            PPORun(**method.settings).validate()
