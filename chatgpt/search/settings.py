@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from chatgpt.launch.__main__ import parse_args
-from chatgpt.launch.config_file import values_of
+from chatgpt.launch.__main__ import parser
+from chatgpt.launch.config_file import presets_of, values_of
 from chatgpt.launch.config_values import flat, read_file
-from chatgpt.launch.runs import Run
+from chatgpt.launch.methods import METHODS
+from chatgpt.launch.runs import Run, run_class
 from chatgpt.launch.theirs import in_our_words, meet, their_settings
 from chatgpt.names import hint, ours
 from chatgpt.search.space import Space, Value, space_of
-from chatgpt.search.trial_run import METHODS, presets
 
 DIRECTIONS = {'maximize': 'maximize', 'max': 'maximize', 'minimize': 'minimize', 'min': 'minimize'}
 SAMPLERS = {'tpe': 'TPESampler', 'random': 'RandomSampler', 'grid': None}
@@ -81,10 +81,6 @@ class Sweep:
     given_parameters: Mapping[str, Any]
     """as the file has them"""
 
-    @property
-    def run_class(self) -> type[Run]:
-        return METHODS[self.method]
-
     def grid(self) -> list[dict[str, Value]]:
         """Every combination of values; the last parameter changes fastest."""
         return [
@@ -133,15 +129,14 @@ def _sweep(content: Mapping[str, Any], launcher: str | None) -> Sweep:
         if content.get(key) is None:
             raise ValueError(f'{key} is missing')
     method, direction = content['method'], content['direction']
-    _known('method', method, METHODS)
+    METHODS.find(method)
     _known('direction', direction, DIRECTIONS)
-    run_class = METHODS[method]
     config = content.get('config') or {}
     if isinstance(config, str):
         config = read_file(config)
     if not isinstance(config, Mapping):
         raise ValueError(f'config={config!r} is neither a file nor names with values')
-    spaces = _spaces(content['parameters'], run_class)
+    spaces = _spaces(content['parameters'], run_class(method))
     launch = dict(_mapping('launch', content.get('launch')))
     for key in launch:
         if key not in LAUNCH:
@@ -196,8 +191,8 @@ def _named(name: str, value: Any, choices: typing.Collection[str]) -> Named:
     return Named(str(chosen), options)
 
 
-def _spaces(given: Any, run_class: type[Run]) -> dict[str, Space]:
-    hints = typing.get_type_hints(run_class) | their_settings(run_class)
+def _spaces(given: Any, cls: type[Run]) -> dict[str, Space]:
+    hints = typing.get_type_hints(cls) | their_settings(cls)
     if not isinstance(given, Mapping) or not given:
         raise ValueError('parameters holds the settings that vary: names, each with a list of values, or min and max')
     spaces: dict[str, Space] = {}
@@ -233,15 +228,15 @@ def check_runs(sweep: Sweep) -> None:
         ValueError: it does not; names the parameter.
     """
     flags = [f'--{key}={value}' for key, value in sweep.launch.items()]
-    asked = parse_args([*flags, 'script']).num_workers  # where a flag is wrong this ends with one line too
+    asked = parser().parse_args([*flags, 'script']).num_workers  # where a flag is wrong this ends with one line too
     settings = list(flat(sweep.config))
     below = {key: value for _, key, value in settings}
-    cls = sweep.run_class
+    cls = run_class(sweep.method)
     base = values_of(settings, cls, 'config')
     for name in ('model_path', 'resume', 'plan', 'method'):
         if base.get(name):
             raise ValueError(f'config: {name} is of one run, and trials are many; leave it out')
-    base |= dict(word.split('=') for word in presets(sweep.method))
+    base = presets_of(cls, sweep.method) | base
     first = {name: space.extremes()[0] for name, space in sweep.parameters.items()}
     for name, space in sweep.parameters.items():
         for value in space.extremes():

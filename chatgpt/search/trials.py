@@ -21,7 +21,6 @@ from typing import Any
 
 import chatgpt
 from chatgpt.checkpoint import CheckpointError, claim_folder
-from chatgpt.search import trial_run
 from chatgpt.search.settings import Sweep
 from chatgpt.search.space import Value
 from chatgpt.trainer.callbacks import read_jsonl
@@ -35,14 +34,13 @@ METRICS = 'metrics.jsonl'
 
 def command(sweep: Sweep, config: Path, folder: Path, parameters: Mapping[str, Value], *, again: bool) -> list[str]:
     """A trial's command line. `again`: it goes on from its checkpoint, where it has one."""
-    script = str(Path(trial_run.__file__).resolve())
     settings = {**parameters, 'save_path': str(folder), **({'resume': 'auto'} if again else {})}
     words = [sweep.method, f'--config_file={config}', *(f'{key}={json.dumps(v)}' for key, v in settings.items())]
     if not sweep.launch:
-        return [sys.executable, script, *words]
+        return [sys.executable, '-m', 'chatgpt', *words]
     # A failed trial is a result: it is not started again unless the file says so.
     flags = {'max_failures': 0} | dict(sweep.launch)
-    return [sys.executable, '-m', 'chatgpt.launch', *(f'--{key}={v}' for key, v in flags.items()), script, *words]
+    return [sys.executable, '-m', 'chatgpt.launch', *(f'--{key}={v}' for key, v in flags.items()), *words]
 
 
 def share(devices: Sequence[str], slot: int, jobs: int) -> list[str]:

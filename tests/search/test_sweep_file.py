@@ -103,7 +103,10 @@ def test_a_grid_is_as_long_as_its_points_and_may_be_cut(write_sweep):
         ({'metric': None}, 'metric is missing'),
         ({'direction': None}, 'direction is missing'),
         ({'direction': 'up'}, "direction='up' is not known; choose one of maximize, max, minimize, min"),
-        ({'method': 'stf'}, "method='stf' is not known; choose one of sft, reward-model, ppo, .*; did you mean sft"),
+        (
+            {'method': 'stf'},
+            "method='stf' is not known; choose one of sft, reward-model, ppo, grpo, .*; did you mean sft",
+        ),
         ({'trials': 'many'}, "trials='many' must be a whole number"),
         ({'sampler': 'tp'}, "sampler='tp' is not known; choose one of tpe, random, grid; did you mean tpe"),
         ({'pruner': {'name': 'medain'}}, 'did you mean median'),

@@ -28,7 +28,7 @@ TINY = {'max_steps': 4, 'log_interval': 2, 'train_batch_size': 4}
 def start(folder: Path, content: dict[str, Any], *flags: str) -> subprocess.Popen[str]:
     (folder / 'sweep.yaml').write_text(yaml.safe_dump(content))
     return subprocess.Popen(
-        [sys.executable, '-m', 'chatgpt.search', 'sweep.yaml', *flags],
+        [sys.executable, '-m', 'chatgpt', 'sweep', 'sweep.yaml', *flags],
         cwd=folder,
         env=os.environ | {'PYTHONPATH': str(ROOT), 'HF_HUB_OFFLINE': '1', 'OMP_NUM_THREADS': '1'},
         stdout=subprocess.PIPE,
@@ -153,7 +153,7 @@ def test_trials_under_a_launcher(tmp_path, launch, flags):
     if launch.get('launcher') == 'ray':
         pytest.importorskip('ray', reason='Ray is not installed: make ray')
     content = {
-        'method': 'ppo',
+        'method': 'rloo',
         'metric': 'rollout/score_mean',
         'direction': 'maximize',
         'trials': 1,
