@@ -14,4 +14,4 @@ from dummy import COMMON_FLAGS, script
 from chatgpt.launch.arguments import run_main
 
 if __name__ == '__main__':
-    run_main(script('opt', __doc__, shown=(*COMMON_FLAGS, 'lora_rank')))
+    run_main(script('opt', __doc__, shown=(*COMMON_FLAGS, 'lora_rank', 'cuda_mem_frac')))

@@ -60,6 +60,8 @@ class DummyRun:
     reward: Literal['model', 'function'] = 'model'
     """a network of the actor's size, or a function that costs nothing"""
     gradient_checkpointing: bool = False
+    cuda_mem_frac: float = 1.0
+    """share of a GPU's memory that a process may take"""
     ignore_phases: int = 1
     """first learning phases left out of the averages (warming up), where there are more"""
     seed: int = 42
@@ -79,6 +81,8 @@ class DummyRun:
                 raise ValueError(
                     f'{name}={getattr(self, name)} cannot be split over {world_size} processes; give a multiple'
                 )
+        if not 0 < self.cuda_mem_frac <= 1:
+            raise ValueError(f'cuda_mem_frac={self.cuda_mem_frac} is a share: give a number above 0 and at most 1')
         if self.lora_rank and self.num_layers_unfrozen > 0:
             raise ValueError(
                 'lora_rank and num_layers_unfrozen are two ways to share the trunk with the reference; choose one'
@@ -224,6 +228,8 @@ def run(settings: DummyRun, ladder: str, rung: str, *, ready: Callable[[Any], No
     settings.check(world_size_from_env())
     quiet_transformers()
     on_cuda = torch.cuda.is_available()
+    if settings.cuda_mem_frac < 1 and not on_cuda:
+        raise ValueError(f'cuda_mem_frac={settings.cuda_mem_frac} is of a GPU, and there is none here; leave it out')
     precision = settings.precision
     if precision == 'auto':
         precision = 'bf16' if on_cuda or settings.is_gemini else 'fp32'
@@ -232,6 +238,8 @@ def run(settings: DummyRun, ladder: str, rung: str, *, ready: Callable[[Any], No
         _group_of_one(settings.strategy),
         make_strategy(settings.strategy, seed=settings.seed, precision=precision) as strategy,
     ):
+        if settings.cuda_mem_frac < 1:
+            torch.cuda.set_per_process_memory_fraction(settings.cuda_mem_frac, strategy.device)
         peak = matmul_peak(strategy.device, strategy.dtype)
         _warm_up(ladder)
         if ready is not None:

@@ -4,32 +4,36 @@ they are.
     torchrun --nproc-per-node=2 examples/train_dummy.py --strategy ddp
     python examples/train_dummy.py --pretrain gpt2 --lora_rank 4
 
-Prints what every phase cost and the averages at the end. Nothing is written.
+Prints what every phase cost and the averages at the end. Nothing is written but what --save_path or --save_ckpt_path
+asks for.
 """
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GPT2Config
 
 from chatgpt.launch.arguments import Parser, add_strategy, run_main, strategy_of
+from chatgpt.launch.config_values import parse_bool
 from chatgpt.launch.inputs import Inputs, context_of, quiet_transformers
 from chatgpt.launch.models import build_ppo_models
 from chatgpt.launch.recipes import fit, ppo_trainer
 from chatgpt.launch.runs import PPORun
 from chatgpt.nn import load_config
 from chatgpt.nn.families import MODELS
-from chatgpt.trainer.callbacks import PerformanceEvaluator, ProgressBar, num_parameters
+from chatgpt.trainer.callbacks import PerformanceEvaluator, ProgressBar, SaveCheckpoint, num_parameters
 from chatgpt.trainer.config import PPOConfig
 
 
 def parse_args() -> Any:
     parser = Parser(description=__doc__)
     add_strategy(parser)
-    parser.add_argument('--model', choices=tuple(MODELS), default='auto', help='family; auto reads it from the config')
+    families = [name for name, kind in MODELS.items() if kind.actor is not None]
+    parser.add_argument('--model', choices=families, default='auto', help='family; auto reads it from the config')
     parser.add_argument('--pretrain', help='hub name or folder; default: a GPT-2 of 2 layers x 64 with new weights')
     parser.add_argument('--lora_rank', type=int, default=0)
     parser.add_argument('--num_episodes', type=int, default=3)
@@ -40,7 +44,20 @@ def parse_args() -> Any:
     parser.add_argument('--experience_batch_size', type=int, default=8)
     parser.add_argument('--prompt_tokens', type=int, default=16)
     parser.add_argument('--max_new_tokens', type=int, default=16)
-    return parser.parse_args()
+    parser.add_argument('--save_path', help="a file for the actor's weights")
+    parser.add_argument(
+        '--need_optim_ckpt',
+        type=parse_bool,
+        default=False,
+        metavar='true|false',
+        help='with --save_path, also optim_*.pt',
+    )
+    parser.add_argument('--save_ckpt_path', help='a folder for checkpoints, from which nothing here resumes')
+    parser.add_argument('--save_ckpt_interval', type=int, default=1, help='episodes between them')
+    args = parser.parse_args()
+    if args.need_optim_ckpt and not args.save_path:
+        parser.error('--need_optim_ckpt needs --save_path')
+    return args
 
 
 def main() -> None:
@@ -94,9 +111,17 @@ def train(args: Any, strategy: Any) -> None:
     sizes = [num_parameters(m) if m is not None else 0 for m in (models.actor, models.critic, models.initial_model)]
     shown = {'score': 'rollout/score_mean', 'kl': 'rollout/kl_mean'}
     inputs.callbacks = [PerformanceEvaluator(*sizes, 0), ProgressBar(shown=shown)]
+    if args.save_ckpt_path:
+        phases = -(-args.save_ckpt_interval * args.max_timesteps // args.update_timesteps)
+        inputs.callbacks.append(SaveCheckpoint(args.save_ckpt_path, phases))
     trainer = ppo_trainer(inputs, strategy, models)
     start = time.perf_counter()
     fit(inputs, trainer)
+    if args.save_path:
+        strategy.save_model(trainer.actor, args.save_path, only_rank0=True)
+    if args.need_optim_ckpt:
+        for name, optimizer in trainer.optimizers().items():
+            strategy.save_optimizer(optimizer, Path(args.save_path).parent / f'optim_{name}.pt')
     samples = args.num_episodes * args.max_timesteps * args.experience_batch_size
     if strategy.is_rank_0:
         seconds = time.perf_counter() - start

@@ -45,6 +45,7 @@ def parser(*, chats: bool | None = False) -> Parser:
         )
         run.add_argument('--output', help='write prompts and responses as jsonl')
     drawing.add_argument('--max_new_tokens', type=int, help='(default: 128, or what the context leaves)')
+    drawing.add_argument('--max_length', type=int, help='most tokens of prompt and response together')
     drawing.add_argument('--min_new_tokens', type=int, default=0, help='no end before so many (default: 0)')
     drawing.add_argument(
         '--temperature', type=number, default=1.0, help='below 1 sharper, above 1 flatter (default: 1)'
@@ -144,6 +145,7 @@ def main(chats: bool | None = False) -> None:
         raise ValueError('--temperature 0 is --greedy: give that instead')
     SamplingParams(
         max_new_tokens=args.max_new_tokens or sys.maxsize,
+        max_length=args.max_length,
         min_new_tokens=args.min_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
@@ -158,7 +160,8 @@ def main(chats: bool | None = False) -> None:
         actor = strategy.prepare(load_actor(args, strategy))
         bare = strategy.unwrap(actor)
         keywords = {
-            'max_new_tokens': args.max_new_tokens or room(bare.config, prompts),
+            'max_new_tokens': args.max_new_tokens or (None if args.max_length else room(bare.config, prompts)),
+            'max_length': args.max_length,
             'min_new_tokens': args.min_new_tokens,
             'temperature': args.temperature,
             'top_k': args.top_k,

@@ -5,8 +5,9 @@
     torchrun --nproc-per-node=2 -m chatgpt.compat run script.py [ARGUMENTS of the script]
 
 run: `import trl`, `import trlx` and what ColossalAI's `chatgpt` had are served by this library, and the rest by the
-package of that name that is installed, if there is one. check: runs nothing; lists every such name with its line, served
-or not, and what to write instead; exit code 0 if all are served, 1 if not, 2 for a file that is no Python. docs/compat.md.
+package of that name that is installed, if there is one. check: runs nothing; lists every such name with its line,
+served or not, and what to write instead; exit code 0 if all are served, 1 if not, 2 for a file that is no Python.
+docs/compat.md.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ def main() -> int:
     running.add_argument('arguments', nargs='...', help="the script's own")
     checking = verbs.add_parser('check', help='list the names that scripts use')
     checking.add_argument('scripts', nargs='+', metavar='script')
-    # the script's own flags are not ours to read: only what stands before it is
     given = parser.parse_args()
     try:
         if given.verb == 'check':

@@ -1,5 +1,5 @@
-"""What a script uses of other systems, found without running it: imports, attributes through aliases, and the keywords of
-calls.
+"""What a script uses of other systems, found without running it: imports, attributes through aliases, and the keywords
+of calls.
 
 Left out: methods of objects, and names that are put together while the script runs.
 """
@@ -167,7 +167,9 @@ def _keywords(use: Use, target: str) -> Iterator[Finding]:
     if not use.keywords:
         return
     known = parameters(load(target))
-    for line, keyword in use.keywords if known is not None else ():
+    if known is None:
+        return
+    for line, keyword in use.keywords:
         if keyword not in known:
             yield Finding(line, f'{use.full}({keyword}=)', False, f'not a parameter{hint(keyword, known)}')
 

@@ -1,4 +1,5 @@
-"""Other systems' packages as modules: what a table serves is ours, the rest is the installed package's, if there is one.
+"""Other systems' packages as modules: what a table serves is ours, the rest is the installed package's, if there is
+one.
 
 `Finder` goes to the front of `sys.meta_path`. The installed package is not imported before it is asked for a name that
 is not served, so one that cannot be imported here is no hindrance.
@@ -45,7 +46,8 @@ def installed(name: str, path: Sequence[str] | None = None) -> ModuleSpec | None
 
 
 class ServedModule(ModuleType):
-    """A module of another system. A name is looked up when it is asked for: in the table, then in the installed package.
+    """A module of another system. A name is looked up when it is asked for: in the table, then in the installed
+    package.
 
     The installed module is executed in this very object, so that its own parts, which import one another by name, find
     what they expect.
@@ -144,7 +146,7 @@ def serving() -> Iterator[None]:
     roots = [system.root for system in SYSTEMS.values() if system.replaces and system_of(system.package) is not None]
     hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition('.')[0] in roots}
     sys.meta_path.insert(0, finder)
-    builtins.__import__ = import_
+    builtins.__import__ = import_  # type: ignore[assignment]  # its arguments are given by place
     try:
         yield
     finally:

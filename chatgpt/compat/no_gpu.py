@@ -1,10 +1,10 @@
-"""`.cuda()`, `.to('cuda')`, `.to(0)` and `device=0` on a machine without a GPU: they stay on the CPU, for the script that
-`chatgpt.compat run` runs and nobody else."""
+"""`.cuda()`, `.to('cuda')`, `.to(0)` and `device=0` on a machine without a GPU: they stay on the CPU, for the script
+that `chatgpt.compat run` runs and nobody else."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-NO_OPERATION = ('set_device', 'synchronize', 'empty_cache', 'reset_peak_memory_stats')
+NO_OPERATION = (
+    'set_device',
+    'synchronize',
+    'empty_cache',
+    'reset_peak_memory_stats',
+    'set_per_process_memory_fraction',
+)
 ZERO = ('current_device', 'memory_allocated', 'max_memory_allocated', 'memory_reserved', 'max_memory_reserved')
 
 
@@ -53,8 +59,6 @@ def without_gpu() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    from contextlib import ExitStack
-
     to = torch.nn.Module.to
 
     def module_to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

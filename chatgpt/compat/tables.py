@@ -1,7 +1,7 @@
 """Which systems there are, and what their tables say of a name.
 
-Each has a module with two tables: `SERVED`, a name under the system's package → 'our.module:attribute', and `INSTEAD`, a
-name that is not served → what to write instead. The runner, the checker and the docs read these tables and nothing else.
+Each has a module with two tables: `SERVED`, a name under the system's package → 'our.module:attribute', and `INSTEAD`,
+a name that is not served → what to write instead. The runner and the checker read these tables and nothing else.
 """
 
 from __future__ import annotations

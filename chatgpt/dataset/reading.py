@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 SUFFIXES = ('.csv', '.tsv', '.json', '.jsonl', '.ndjson', '.parquet', '.txt')
-_HUB_NAME = re.compile(r'\w[\w.-]*(/\w[\w.-]*)?')
+_HUB_NAME = re.compile(r'\w[\w.-]*(/\w[\w.-]*)?(:\w[\w./-]*)?')
 _WRAPPER_KEYS = ('data', 'instances', 'rows', 'examples')
 _OBJECT_END = re.compile(r'\}\s*(\{|$)')
 _BOM = b'\xef\xbb\xbf'
@@ -76,9 +76,9 @@ def read_records(
 ) -> Iterator[Record]:
     """Records of a source, in order.
 
-    source: a path (file; folder of files; folder written by `Dataset.save_to_disk`), a hub name, a `datasets` object,
-        or any iterable of dicts, of strings (each becomes `{'text': ...}`) or of `Path`s. A file may carry a further
-        `.gz`.
+    source: a path (file; folder of files; folder written by `Dataset.save_to_disk`), a hub name (or name:folder), a
+        `datasets` object, or any iterable of dicts, of strings (each becomes `{'text': ...}`) or of `Path`s. A file may
+        carry a further `.gz`.
     split, subset: which part of a hub data set or `DatasetDict`; elsewhere without effect.
     streaming: a hub data set is read over the network as it is needed, not downloaded first.
     text_separator: what stands between the pieces of a plain text file; blank lines by default, '\\n' makes each line a
@@ -168,7 +168,9 @@ def _load_hub(name: str, split: str, subset: str | None, streaming: bool) -> Any
     except ImportError as error:
         raise ImportError(f'{name}: reading from the hub needs the package datasets: pip install datasets') from error
     try:
-        return datasets.load_dataset(name, subset, split=split, streaming=streaming)
+        name, _, folder = name.partition(':')
+        part = {'data_dir': folder} if folder else {}
+        return datasets.load_dataset(name, subset, split=split, streaming=streaming, **part)
     except Exception as error:  # the hub client raises many kinds; each means that this name cannot be read
         reason = ' '.join(str(error).split())[:300]
         raise ValueError(

@@ -153,7 +153,8 @@ class Run(LearningSettings):
         super().validate(world_size)
         for name, kind in (('precision', Precision), ('optimizer', Optimizer), ('lora_train_bias', BiasMode)):
             self._one_of(name, get_args(kind))
-        MODELS.find(self.model)
+        if MODELS.find(self.model).actor is None and self.trained != 'reward_model':
+            raise ValueError(f'model={self.model!r} is a family of reward models; it cannot write')
         check_precision(self.strategy, self.precision)
         self._positive('keep_last', 'lora_alpha', 'rank_timeout_s')
         self._not_negative('checkpoint_interval', 'checkpoint_minutes', 'lora_rank', 'weight_decay', 'lr')

@@ -1,5 +1,5 @@
-"""llm-on-ray's settings without a single counterpart here (workers, length of training, batch per worker), translated
-into ours.
+"""Settings of llm-on-ray and ColossalAI without a single counterpart here (workers, length of training, batch per
+worker, part of a data set), translated into ours.
 
 Other names for the same thing are in `chatgpt.names`. Left out: where the words come from (`config_file`), and the
 launchers, which look for the workers themselves (`config_values.peek`).
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from chatgpt.launch.arguments import processes_here, world_size_from_env
-from chatgpt.launch.runs import DataRun, PPORun, Run
+from chatgpt.launch.runs import DataRun, PPORun, RewardRun, Run
 
 OF_ALL = {
     'preprocessing_num_workers': int,
@@ -23,11 +24,15 @@ OF_ALL = {
 }
 OF_PPO = {'epochs': int | None, 'training_iteration': int | None}
 OF_DATA = {'batch_size': int | None, 'gradient_accumulation_steps': int}
+OF_REWARD = {'subset': str | None, 'test': bool}
+TRIAL = 100
+"""records of a run with `test`"""
 
 
 def their_settings(cls: type[Run]) -> dict[str, Any]:
     """Names and types, beside the fields of `cls`."""
-    return OF_ALL | (OF_PPO if issubclass(cls, PPORun) else {}) | (OF_DATA if issubclass(cls, DataRun) else {})
+    kinds = ((PPORun, OF_PPO), (DataRun, OF_DATA), (RewardRun, OF_REWARD))
+    return OF_ALL | {name: kind for run, settings in kinds if issubclass(cls, run) for name, kind in settings.items()}
 
 
 def in_our_words(values: Mapping[str, Any], cls: type[Run]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -39,11 +44,12 @@ def in_our_words(values: Mapping[str, Any], cls: type[Run]) -> tuple[dict[str, A
     ours = {name: value for name, value in values.items() if name not in their_settings(cls)}
     theirs = {name: value for name, value in values.items() if name not in ours and value is not None}
     for name, value in theirs.items():
-        if isinstance(value, int) and value < 1:
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
             raise ValueError(f'{name}={value} must be at least 1')
     if (workers := theirs.pop('preprocessing_num_workers', 1)) != 1:
         raise ValueError(f'preprocessing_num_workers={workers} cannot be honoured: data is read by one process')
     ours |= _length(theirs, ours) | _batch(theirs, ours, cls)
+    ours |= _part(theirs, ours, cls)
     return ours, {name: theirs[name] for name in OF_ALL if name in theirs}
 
 
@@ -73,6 +79,22 @@ def _batch(theirs: Mapping[str, Any], said: Mapping[str, Any], cls: type[Run]) -
     if steps > 1:
         size['max_tokens_per_batch'] = theirs['batch_size'] * cls(max_len=said.get('max_len')).max_tokens  # type: ignore[call-arg, attr-defined]
     return size
+
+
+def _part(theirs: Mapping[str, Any], said: Mapping[str, Any], cls: type[Run]) -> dict[str, Any]:
+    """A folder of a data set, and a trial that learns from `TRIAL` records."""
+    part = dict[str, Any]()
+    if theirs.get('subset'):
+        if not said.get('dataset'):
+            raise ValueError(f'subset={theirs["subset"]} is a folder of a data set: give dataset too')
+        between = '/' if Path(said['dataset']).is_dir() else ':'
+        part['dataset'] = f'{said["dataset"]}{between}{theirs["subset"]}'
+    if theirs.get('test'):
+        if said.get('max_steps') is not None:
+            raise ValueError(f'test and max_steps={said["max_steps"]} both say how long to train; give one')
+        size = said.get('train_batch_size') or cls().train_batch_size  # type: ignore[attr-defined]
+        part['max_steps'] = -(-TRIAL // size)
+    return part
 
 
 def meet(num_training_workers: int | None = None, resources_per_worker: Mapping[str, float] | None = None) -> None:

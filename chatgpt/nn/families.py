@@ -236,7 +236,8 @@ class ModelKind:
     """The classes of a family. Each is called with `pretrained` or `config`, `checkpoint`, and the keywords of its
     base."""
 
-    actor: type[Actor]
+    actor: type[Actor] | None
+    """None for a family of encoders, which cannot write"""
     critic: type[Critic]
     reward_model: type[RewardModel]
 
@@ -250,5 +251,6 @@ MODELS: Registry[ModelKind] = Registry(
         'opt': ModelKind(OPTActor, OPTCritic, OPTRM),
         'bloom': ModelKind(BLOOMActor, BLOOMCritic, BLOOMRM),
         'llama': ModelKind(LlamaActor, LlamaCritic, LlamaRM),
+        'deberta': ModelKind(None, DebertaCritic, DebertaRM),
     },
 )

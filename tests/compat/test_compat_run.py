@@ -207,8 +207,6 @@ def test_an_installed_package_that_cannot_be_imported_does_no_harm(folder, capsy
 
 # ---------------------------------------------------------------------- no GPU
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason='about machines without a GPU')
-
 CUDA = """
 import torch
 from torch import nn
@@ -227,6 +225,7 @@ model.double()(torch.ones(1, 2, device='cuda', dtype=torch.float64)).sum().backw
 """
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason='about machines without a GPU')
 def test_what_is_asked_of_cuda_happens_on_the_cpu_and_only_there(folder, capsys):
     assert script(folder, CUDA) == 0, capsys.readouterr().err
     assert capsys.readouterr().out == 'rank_0.pt False 0\n'

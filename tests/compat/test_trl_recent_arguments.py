@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, HfArgumentParser
+from transformers import AutoTokenizer, DataCollatorWithPadding, HfArgumentParser
 
 from chatgpt.compat.trl import chat, dpo, later, ppo_train, reward, sft
 from chatgpt.compat.trl.arguments import check_given
@@ -189,6 +189,7 @@ def test_the_scripts_optimizer_is_cut_in_two():
         ({'args': PPOConfig(output_dir='x', kl_estimator='k2')}, "kl_estimator='k2'"),
         ({'args': PPOConfig(output_dir='x', missing_eos_penalty=-1.0)}, 'missing_eos_penalty=-1.0 must be positive'),
         ({'reward_model': torch.nn.Linear(1, 1)}, 'reward_model is a Linear'),
+        ({'args': PPOConfig(output_dir='x', response_length=99)}, "passes the policy's context of 64"),
     ],
 )
 def test_calls_of_ppo_that_cannot_be_honoured(folder, tmp_path, given, text):
@@ -208,6 +209,29 @@ def test_calls_of_ppo_that_cannot_be_honoured(folder, tmp_path, given, text):
         given['args'].output_dir = str(tmp_path)
     with pytest.raises(ValueError, match=text):
         ppo_train.PPOTrainer(**call)
+
+
+def test_models_with_a_value_head_are_taken_apart(folder, tmp_path):
+    from chatgpt.compat.trl import AutoModelForCausalLMWithValueHead
+
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(folder)
+    head = model.v_head.summary.weight.detach().clone()
+    with pytest.warns(UserWarning, match='value_model shares weights with the policy'):
+        trainer = ppo_train.PPOTrainer(
+            args=PPOConfig(
+                output_dir=str(tmp_path), per_device_train_batch_size=2, total_episodes=2, response_length=3
+            ),
+            processing_class=AutoTokenizer.from_pretrained(folder),
+            model=model,
+            value_model=model,
+            reward_model=lambda prompts, responses: [0.0 for _ in prompts],
+            train_dataset=[{'input_ids': [4, 5]}] * 2,
+            data_collator=DataCollatorWithPadding(AutoTokenizer.from_pretrained(folder)),
+        )
+    assert trainer.policy_model is model.pretrained_model
+    assert torch.equal(trainer.inner.critic.value_head.weight, head)
+    own = {id(p) for p in trainer.policy_model.parameters()}
+    assert not own & {id(p) for p in trainer.inner.critic.parameters()}
 
 
 def test_prompts_leave_padding_out_and_keep_columns(folder):
@@ -234,6 +258,21 @@ def test_the_loss_of_dpo():
 def test_a_collator_is_refused_by_name(trainer):
     with pytest.raises(ValueError, match=f'{trainer.__name__}: data_collator cannot be honoured here'):
         trainer(model='x', train_dataset=[], data_collator=lambda rows: rows)
+
+
+def test_an_inner_step_that_a_script_overrides_is_named():
+    with pytest.warns(UserWarning, match='Mine overrides compute_loss, which nothing calls here'):
+
+        class Mine(sft.SFTTrainer):
+            def compute_loss(self, model, inputs, return_outputs=False):
+                return 0.0
+
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+
+        class Fine(sft.SFTTrainer):
+            def log(self, logs, *more):
+                super().log(logs, *more)
 
 
 def test_older_arguments_of_a_constructor(folder, tmp_path):
@@ -278,6 +317,38 @@ def test_which_tokens_count_in_sft(folder):
     assert counted(pair) == [*went, *end]
     assert counted(pair, completion_only_loss=False) == [*cat[1:], *went, *end]
     assert counted({'text': 'one day a cat went', 'id': 3}) == [*cat[1:], *went, *end]
+
+
+def test_what_a_formatting_function_may_be(folder):
+    tokenizer, row = AutoTokenizer.from_pretrained(folder), {'a': 'a cat', 'b': 'went'}
+
+    def text(formatting_func: Any) -> str:
+        (record,) = sft.sequences_of([row], tokenizer, sft.SFTConfig(), 16, formatting_func)
+        return tokenizer.decode(torch.cat([record.prompt_ids, record.response_ids]), skip_special_tokens=True)
+
+    assert text(lambda row: f'{row["a"]} {row["b"]}') == text(
+        lambda columns: [f'{a} {b}' for a, b in zip(columns['a'], columns['b'], strict=True)]
+    )
+    with pytest.raises(KeyError, match='missing'):
+        text(lambda row: row['missing'])
+    with pytest.raises(ValueError, match='it must give a text'):
+        text(lambda row: 3)
+
+
+def test_a_model_in_16_bits_is_trained_in_32(folder, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    args = {'output_dir': str(tmp_path), 'max_steps': 1, 'save_strategy': 'no'}
+    rows = [{'text': 'one day a cat'}] * 2
+    with pytest.warns(UserWarning, match='its weights are torch.bfloat16'):
+        trainer = sft.SFTTrainer(model, sft.SFTConfig(**args), train_dataset=rows)
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        trainer = sft.SFTTrainer(model, sft.SFTConfig(bf16=True, **args), train_dataset=rows)
+    assert trainer.accelerator.mixed_precision == 'bf16'
 
 
 def test_nothing_is_uploaded(folder, tmp_path):

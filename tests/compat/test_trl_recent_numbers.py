@@ -1,7 +1,7 @@
 """Numbers of TRL 1.12.0, as `benchmarks/compat_trl_recent.py numbers` records them: PPO, DPO, SFT, reward models.
 
-The same weights, prompts and responses; no TRL is needed here. Where TRL's own faults would enter (padding in means, the
-end of a response), the inputs are equally long, or only what they do not touch is compared.
+The same weights, prompts and responses; no TRL is needed here. Where TRL's own faults would enter (padding in means,
+the end of a response), the inputs are equally long, or only what they do not touch is compared.
 """
 
 from __future__ import annotations

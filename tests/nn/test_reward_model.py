@@ -265,6 +265,23 @@ def test_a_whole_classifier_with_lora_trains_its_head():
         Critic.from_reward_model(model)
 
 
+@pytest.mark.parametrize('labels', [1, 2])
+def test_a_classifier_that_one_has_is_built_upon_and_trained_with_it(labels):
+    config = tiny_config('gpt2')
+    config.num_labels, config.pad_token_id = labels, 0
+    torch.manual_seed(labels)
+    classifier = AutoModelForSequenceClassification.from_config(config).eval()
+    model = RewardModel.from_classifier(classifier).eval()
+    (one,) = sequences(((3, 2),))
+    logits = classifier(torch.cat([one.prompt_ids, one.response_ids])[None]).logits[0]
+    expected = logits[0] if labels == 1 else logits[1] - logits[0]
+    torch.testing.assert_close(model(collate([one]))[0], expected)
+    assert model.model is classifier.base_model
+    assert (model.value_head is classifier.score) == (labels == 1)
+    with pytest.raises(ValueError, match='it must be a sequence classifier'):
+        RewardModel.from_classifier(classifier.base_model)
+
+
 def test_folders_without_a_usable_head_are_refused(tmp_path):
     tiny_causal_lm('gpt2').save_pretrained(tmp_path / 'lm')
     with pytest.raises(ValueError, match=r'GPT2Model without a trained score head; for a new head use AutoRM'):

@@ -65,9 +65,7 @@ SERVED: dict[str, str] = {
     **_at(('trainer.ppo',), f'{_HERE}.trainers', 'PPOTrainer'),
     **_at(('trainer.rm',), f'{_HERE}.trainers', 'RewardModelTrainer'),
     **_at(('trainer.sft',), f'{_HERE}.trainers', 'SFTTrainer'),
-    **_at(
-        ('trainer.callbacks',), f'{_HERE}.callbacks', 'Callback SaveCheckpoint PerformanceEvaluator'
-    ),
+    **_at(('trainer.callbacks',), f'{_HERE}.callbacks', 'Callback SaveCheckpoint PerformanceEvaluator'),
     **_at(('trainer.callbacks.base',), f'{_HERE}.callbacks', 'Callback'),
     **_at(('trainer.callbacks.save_checkpoint',), f'{_HERE}.callbacks', 'SaveCheckpoint'),
     **_at(('trainer.callbacks.performance_evaluator',), f'{_HERE}.callbacks', 'PerformanceEvaluator'),
@@ -79,10 +77,10 @@ SERVED: dict[str, str] = {
 """a name under `chatgpt` -> 'our.module:attribute'"""
 
 INSTEAD: dict[str, str] = {
-    'experience_maker': 'chatgpt.experience.ExperienceMaker, whose records are chatgpt.types.Experience: one sequence each, '
-    'without padding (docs/design.md)',
-    'replay_buffer': 'chatgpt.experience.ReplayBuffer: it holds records, not padded batches; chatgpt.batching.collate makes a '
-    'batch of them',
+    'experience_maker': 'chatgpt.experience.ExperienceMaker, whose records are chatgpt.types.Experience: one sequence '
+    'each, without padding (docs/design.md)',
+    'replay_buffer': 'chatgpt.experience.ReplayBuffer: it holds records, not padded batches; chatgpt.batching.collate '
+    'makes a batch of them',
     'models.lora': 'lora_rank= of any actor, critic or reward model; chatgpt.nn.lora for more',
     'nn.lora': 'lora_rank= of any actor, critic or reward model; chatgpt.nn.lora.convert_to_lora for more',
     'nn.utils.convert_to_lora': 'chatgpt.nn.lora.convert_to_lora',

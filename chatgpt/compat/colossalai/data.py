@@ -27,8 +27,8 @@ _ALPACA = {
     True: _INTRO
     + ', paired with an input that provides further context. Write a response that appropriately completes the request.'
     '\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:',
-    False: _INTRO
-    + '. Write a response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Response:',
+    False: _INTRO + '. Write a response that appropriately completes the request.'
+    '\n\n### Instruction:\n{instruction}\n\n### Response:',
 }
 """Alpaca's prompt, with and without an input"""
 
@@ -79,7 +79,8 @@ class _Demonstrations(Dataset[dict[str, Tensor]]):
     """Ids of prompt and completion; the prompt, where it is known apart, is not learned."""
 
     def __init__(self, pairs: Iterable[tuple[str, str]], tokenizer: Any, max_length: int | None) -> None:
-        limit = {'truncation': True, 'max_length': max_length or tokenizer.model_max_length}
+        length = max_length or tokenizer.model_max_length
+        limit = {'truncation': True, 'max_length': length} if length < 2**31 else {}  # transformers' word for no limit
         self.input_ids, self.labels = [], []
         for prompt, completion in pairs:
             ids = tokenizer(prompt + completion, return_tensors='pt', **limit)['input_ids'][0]

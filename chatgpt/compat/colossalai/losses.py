@@ -51,9 +51,7 @@ class ValueLoss(nn.Module):
         super().__init__()
         self.clip_eps = clip_eps
 
-    def forward(
-        self, values: Tensor, old_values: Tensor, reward: Tensor, action_mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, values: Tensor, old_values: Tensor, reward: Tensor, action_mask: Tensor | None = None) -> Tensor:
         """values, old_values, reward (B,) or (B, A); a mask counts where they are per action."""
         loss = 2 * clipped_value_loss(values, old_values, reward, self.clip_eps)
         return _mean(loss, action_mask if loss.dim() > 1 else None)

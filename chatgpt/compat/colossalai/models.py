@@ -1,4 +1,4 @@
-"""Its models, where a script asks them for more than ours do: `actor.generate`, and what it needs around Llama's tokenizer.
+"""Its models, where a script asks them for more than ours do: `actor.generate`, and what Llama's tokenizer needs.
 
 `GPTLM` and the like are the actors: one class has both uses.
 """
@@ -32,8 +32,8 @@ class _Generates:
             **kwargs: fields of GenerationConfig; the functions of `generation_utils` are not needed.
 
         Returns:
-            sequences (B, P + A); attention mask (B, P + A), None without `pad_token_id`; action mask (B, A) bool, True up
-            to the end token and with it.
+            sequences (B, P + A); attention mask (B, P + A), None without `pad_token_id`; action mask (B, A) bool, True
+            up to the end token and with it.
         """
         for name in ('prepare_inputs_fn', 'update_model_kwargs_fn'):
             kwargs.pop(name, None)

@@ -16,7 +16,7 @@ SERVED: dict[str, str] = {
 INSTEAD: dict[str, str] = {
     'launch': 'strategy = DDPStrategy() or FSDPStrategy(), which starts the process group',
     'launch_from_torch': 'strategy = DDPStrategy() or FSDPStrategy(), which starts the process group',
-    'utils': 'torch and the strategy: strategy.device, torch.cuda; or install colossalai (README, requirements-colossalai)',
+    'utils': 'torch and the strategy, such as strategy.device; or install colossalai (README, requirements-colossalai)',
     'nn': 'strategy = ColossalAIStrategy(...), with colossalai installed (README, requirements-colossalai)',
     'tensor': 'strategy = ColossalAIStrategy(...), with colossalai installed (README, requirements-colossalai)',
     'booster': 'strategy = ColossalAIStrategy(...), with colossalai installed (README, requirements-colossalai)',
@@ -37,8 +37,8 @@ def hybrid_adam(
     nvme_offload_dir: str | None = None,
     verbose: bool = False,
 ) -> Any:
-    """torch's Adam in its place, the same update: AdamW, or Adam without `adamw_mode`. It is for the strategies that need
-    no colossalai.
+    """torch's Adam in its place, the same update: AdamW, or Adam without `adamw_mode`. It is for the strategies that
+    need no colossalai.
 
     Raises:
         ValueError: what torch's has not.

@@ -71,7 +71,9 @@ class PPOTrainer(OurPPOTrainer):
         **kwargs: Any,
     ) -> None:
         if len(settings) > len(PPO_ORDER):
-            raise ValueError(f'PPOTrainer takes {7 + len(PPO_ORDER)} arguments without a name, {7 + len(settings)} given')
+            raise ValueError(
+                f'PPOTrainer takes {7 + len(PPO_ORDER)} arguments without a name, {7 + len(settings)} given'
+            )
         named = dict(zip(PPO_ORDER, settings, strict=False))
         if twice := named.keys() & kwargs.keys():
             raise ValueError(f'PPOTrainer got {sorted(twice)[0]} twice')
@@ -117,8 +119,8 @@ class RewardModelTrainer(OurRewardModelTrainer):
     """Its reward-model trainer of both layouts: (model, strategy, optim, [loss_fn,] train_dataset, [valid_dataset,]
     eval_dataset, batch_size, max_epochs), with data sets of (chosen ids, mask, rejected ids, mask).
 
-    `batch_size` is of each process. Scores are left where training put them (`calibrate=False`). The learning rate falls
-    as a cosine over the run, in every step.
+    `batch_size` is of each process. Scores are left where training put them (`calibrate=False`). The learning rate
+    falls as a cosine over the run, in every step.
     """
 
     def __init__(
@@ -155,8 +157,8 @@ class RewardModelTrainer(OurRewardModelTrainer):
         names_of_loss = {LogSigLoss: 'log_sig', LogExpLoss: 'log_exp', type(None): 'log_sig'}
         if type(loss_fn) not in names_of_loss:
             raise ValueError(
-                f'loss_fn is a {type(loss_fn).__name__}; give LogSigLoss() or LogExpLoss(), or write an Objective of your '
-                'own (docs/extend/objective.md)'
+                f'loss_fn is a {type(loss_fn).__name__}; give LogSigLoss() or LogExpLoss(), or write an Objective of '
+                'your own (docs/extend/objective.md)'
             )
         held_out = found['eval_dataset'] if found['eval_dataset'] is not None else found['valid_dataset']
         if found['valid_dataset'] is not None and found['eval_dataset'] is not None:

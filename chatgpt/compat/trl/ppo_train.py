@@ -38,6 +38,7 @@ from chatgpt.compat.trl.training import (
 from chatgpt.dataset.prompts import PromptSet, as_prompts
 from chatgpt.experience.scorers import Score, Scorer, as_scorer
 from chatgpt.functional.masking import masked_sum
+from chatgpt.launch.inputs import context_of
 from chatgpt.nn import Actor, Critic, RewardModel
 from chatgpt.nn.lora import has_lora
 from chatgpt.quickstart import as_reward
@@ -444,6 +445,12 @@ class PPOTrainer(LaterTrainer):
         self._note_sizes()
 
         model = policy_of(model, args)
+        longest = max(len(p.ids) for p in self.prompts) + args.response_length
+        if (limit := context_of(model.config)) is not None and longest > limit:
+            raise ValueError(
+                f'PPOConfig: the longest prompt has {longest - args.response_length} tokens; with response_length='
+                f"{args.response_length} it passes the policy's context of {limit}: lower it, or shorten the prompts"
+            )
         reward = reward_of(reward_model)
         if value_model is not None and value_model is reward_model:
             value_model = deepcopy(value_model)  # one is trained, the other is not
@@ -462,7 +469,6 @@ class PPOTrainer(LaterTrainer):
             for name, m in (('policy', actor), ('value model', critic))
         ]
         (actor, actor_optim), (critic, critic_optim), initial = strategy.prepare(*pairs, initial)
-        longest = max(len(p.ids) for p in self.prompts) + args.response_length
         config = ppo_settings(args, self.sizes, longest)
         self._plain_scorer = as_scorer(
             strategy.prepare(reward) if isinstance(reward, nn.Module) else reward,

@@ -215,13 +215,20 @@ def sequences_of(
 
 
 def _formatted(formatting_func: Callable[..., Any], row: Mapping[str, Any]) -> Iterable[str]:
-    """A function of one row gives a text; one that gives a list is of the older kind, and takes columns."""
-    given = formatting_func(row)
+    """A function of one row gives a text; one that does not is of the older kind, takes columns and gives a list."""
+    error: Exception | None = None
+    try:
+        given = formatting_func(row)
+    except Exception as raised:  # such as for a text where it would go over a list of them
+        given, error = None, raised
     if isinstance(given, str):
         return [given]
-    texts = formatting_func({name: [value] for name, value in row.items()})
+    try:
+        texts = formatting_func({name: [value] for name, value in row.items()})
+    except Exception as raised:
+        raise error or raised from None
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f'formatting_func gave a {type(given).__name__}; it must give a text, or a list of texts')
+        raise ValueError(f'formatting_func gave a {type(texts).__name__}; it must give a text, or a list of texts')
     return texts
 
 

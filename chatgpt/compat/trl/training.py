@@ -145,8 +145,14 @@ def trainable(model: Any, args: Any) -> Any:
     """The model with fp32 weights, recomputing activations where `args` ask for it."""
     if getattr(model, 'is_quantized', False):
         raise ValueError('model: it is quantised; models are trained in whole weights here: load it without')
-    if any(p.is_floating_point() and p.dtype != torch.float32 for p in model.parameters()):
-        model.float()  # masters are fp32; bf16=True computes in bf16
+    narrow = next((p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32), None)
+    if narrow is not None:
+        if not (args.bf16 or args.fp16):
+            warnings.warn(
+                f'model: its weights are {narrow}; they are kept in fp32 here, and computed in fp32 unless bf16=True',
+                stacklevel=3,
+            )
+        model.float()
     if args.gradient_checkpointing:
         enable = getattr(model, 'activation_checkpointing_enable', None) or model.gradient_checkpointing_enable
         enable({'use_reentrant': False})
@@ -214,13 +220,32 @@ class Bridge(Callback):
         self.tell('on_save')
 
 
+THEIR_STEPS = {
+    *('compute_loss', 'training_step', 'prediction_step', 'evaluation_loop', '_prepare_dataset', 'tokenize_row'),
+    *('get_batch_loss_metrics', 'concatenated_forward', 'concatenated_inputs', 'dpo_loss', 'get_batch_logps'),
+    *('create_optimizer', 'create_scheduler', 'create_optimizer_and_scheduler', 'get_train_dataloader'),
+    *('get_eval_dataloader', '_save', '_save_checkpoint', '_inner_training_loop', 'visualize_samples'),
+}
+"""of TRL's and transformers' trainers, which scripts override"""
+
+
 class LaterTrainer:
     """Base of the trainers: everything but the learning, which is `inner`'s.
 
-    `inner` is the trainer of `chatgpt.trainer` that runs; its metrics and files are there as well.
+    `inner` is the trainer of `chatgpt.trainer` that runs; its metrics and files are there as well. A subclass of a
+    script may override what is here; an inner step of TRL's trainers that it overrides is named in a warning.
     """
 
     inner: Any
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if vain := sorted(THEIR_STEPS & vars(cls).keys()):
+            warnings.warn(
+                f'{cls.__name__} overrides {", ".join(vain)}, which nothing calls here: the steps within are this '
+                "library's (docs/extend/objective.md says how to write one's own)",
+                stacklevel=2,
+            )
 
     def __init__(
         self,
