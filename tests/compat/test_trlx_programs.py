@@ -10,14 +10,13 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from chatgpt.compat.trlx import SERVED
+from chatgpt.compat.modules import serving
 from chatgpt.compat.trlx.pipeline import tokenize_dialogue
 from chatgpt.nn import GPTActor, ILQLModel
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
@@ -27,31 +26,11 @@ from chatgpt.trainer import ILQLTrainer, PPOTrainer, RFTTrainer, SFTTrainer
 PROGRAMS = Path(__file__).parent / 'trlx_programs'
 
 
-def _modules() -> dict[str, ModuleType]:
-    """The modules of the table, as the compatibility runner makes them."""
-    modules: dict[str, ModuleType] = {'trlx': ModuleType('trlx')}
-    modules['trlx'].__path__ = []  # type: ignore[attr-defined]
-    for key, target in SERVED.items():
-        *place, name = key.split('.')
-        parent = modules['trlx']
-        for i, part in enumerate(place):
-            full = '.'.join(['trlx', *place[: i + 1]])
-            if full not in modules:
-                modules[full] = ModuleType(full)
-                modules[full].__path__ = []  # type: ignore[attr-defined]
-                setattr(parent, part, modules[full])
-            parent = modules[full]
-        module, _, attribute = target.partition(':')
-        setattr(parent, name, getattr(importlib.import_module(module), attribute))
-    return modules
-
-
 @pytest.fixture
-def trlx(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The package, importable by its name."""
-    for name, module in _modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    yield sys.modules['trlx']
+def trlx() -> Iterator[Any]:
+    """The package, importable by its name, as the runner makes it."""
+    with serving():
+        yield importlib.import_module('trlx')
 
 
 @pytest.fixture
