@@ -70,11 +70,11 @@ def metrics(folder: Path | str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(folder, 'metrics.jsonl').read_text().splitlines()]
 
 
-def pairs(path: Path, count: int, name: str = 'instruction', *, pretty: bool = False) -> None:
+def pairs(path: Path, count: int, name: str = 'instruction', *, pretty: bool = False, seed: int = 0) -> None:
     """Preferences of the embedded world, one a line or pretty-printed back to back as its sample is."""
     rows = [
         {name: row['prompt'], 'chosen': row['chosen'], 'rejected': row['rejected']}
-        for row in embedded.demo_preferences(count)
+        for row in embedded.demo_preferences(count, seed)
     ]
     path.write_text(''.join(json.dumps(row, indent=4 if pretty else None) + '\n' for row in rows))
 
@@ -164,7 +164,7 @@ Training:
 
 def test_a_validation_file_and_a_number_of_steps(here):
     pairs(here / 'train.jsonl', 8)
-    pairs(here / 'held_out.jsonl', 4)
+    pairs(here / 'held_out.jsonl', 4, seed=1)
     config = {
         'General': {'base_model': 'EleutherAI/gpt2', 'output_dir': 'log', 'checkpoint_dir': 'model'},
         'Dataset': {'train_file': 'train.jsonl', 'validation_file': 'held_out.jsonl'},
