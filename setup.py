@@ -42,6 +42,9 @@ INSTALL_REQUIRES = [
 EXTRAS_REQUIRE = {
     'tensorboard': ['tensorboard>=2.15'],
     'wandb': ['wandb>=0.16'],
+    'trackio': ['trackio>=0.30'],
+    'mlflow': ['mlflow>=3.0'],
+    'sweep': ['optuna>=4.0', 'matplotlib>=3.8'],
     'plot': ['matplotlib>=3.8'],
     'peft': ['peft>=0.17'],
     'vllm': ['vllm'],

@@ -37,14 +37,8 @@ THEIRS: dict[str, tuple[Ours, ...]] = {
     'save_steps': (Ours('checkpoint_interval', 'in learning phases'),),
     'save_total_limit': (Ours('keep_last'),),
     'resume_from_checkpoint': (Ours('resume'),),
-    'report_to': (
-        Ours('tensorboard', 'and metrics.jsonl is always written'),
-        Ours('callbacks', 'such as TensorBoard() or WandB()'),
-    ),
-    'log_with': (
-        Ours('tensorboard', 'and metrics.jsonl is always written'),
-        Ours('callbacks', 'such as TensorBoard() or WandB()'),
-    ),
+    'report_to': (Ours('log_with'), Ours('callbacks', 'such as TensorBoard() or WandB()')),
+    'log_with': (Ours('callbacks', 'such as TensorBoard() or WandB()'),),
     'bf16': (Ours('precision', 'bf16'), Ours('', 'the precision is that of the strategy')),
     'fp16': (Ours('precision', 'fp16'), Ours('', 'the precision is that of the strategy')),
     'model_path': (Ours('weights'),),  # of inference; in training it is where the trained model is written

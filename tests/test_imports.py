@@ -33,13 +33,14 @@ ALLOWED: dict[str, set[str]] = {
     'experience': MODELS | {'rollout', 'rewards', 'dataset'},
     'checkpoint': set(),
     'trainer.strategies': MODELS | {'checkpoint', 'registry'},
-    'trainer.callbacks': MATHS | {'checkpoint', 'plan', 'trainer.strategies'},
+    'trainer.callbacks': MATHS | {'checkpoint', 'plan', 'registry', 'trainer.strategies'},
     'trainer': MODELS
     | {'registry', 'rollout', 'experience', 'dataset', 'checkpoint', 'trainer.strategies', 'trainer.callbacks'},
     'launch': MODELS
     | {'registry', 'cluster', 'plan', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
     | {'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'plan': MODELS | {'trainer.strategies'},  # a strategy says what it keeps in memory, and finds a model's blocks
+    'search': {'checkpoint', 'launch', 'trainer.callbacks'},
     'rewards': set(),
     'quickstart': MODELS
     | {
@@ -70,10 +71,13 @@ OPTIONAL: dict[str, str | None] = {
     'vllm': 'rollout/vllm',
     'ray': 'cluster.py',
     'wandb': 'trainer/callbacks/wandb',
+    'trackio': 'trainer/callbacks/trackio',
+    'mlflow': 'trainer/callbacks/mlflow',
     'tensorboard': 'trainer/callbacks/tensorboard',
     'torch.utils.tensorboard': 'trainer/callbacks/tensorboard',
     'datasets': 'dataset/',
     'matplotlib': None,
+    'optuna': 'search/study',
     'vaderSentiment': 'rewards/sentiment',
     'peft': None,
     'pandas': None,

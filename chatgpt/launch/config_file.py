@@ -238,6 +238,7 @@ def _sorted(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:
     `--tensorboard` alone becomes `--tensorboard=true`, `--no_packing` `--packing=false`, and `--learning_rate` `--lr`.
     What follows `--tensorboard` and looks neither like a file nor like a data set is taken for its value, and refused.
     """
+    _check_named_once(argv, cls)
     argv = [_renamed(word, cls) for word in argv]
     hints = typing.get_type_hints(cls)
     switches = {f'--{name}' for name, hint in hints.items() if hint is bool}
@@ -260,6 +261,16 @@ def _sorted(argv: list[str], cls: type[Run]) -> tuple[list[str], list[str]]:
         else:
             flags.append(word)
     return flags, words
+
+
+def _check_named_once(argv: SequenceOf[str], cls: type[Run]) -> None:
+    """Raises ValueError for two flags that are different names of one setting."""
+    names, said = _names(cls), dict[str, str]()
+    for word in argv:
+        flag = word.removeprefix('--').partition('=')[0]
+        name = ours(flag, names)
+        if word.startswith('--') and said.setdefault(name, flag) != flag:
+            raise ValueError(f'--{said[name]} and --{flag} both set {name}; give one')
 
 
 def _renamed(word: str, cls: type[Run]) -> str:

@@ -323,13 +323,13 @@ def _reading_options(run: DataRun, inputs: Inputs) -> dict[str, Any]:
 
 def _take(inputs: Inputs, train: Any, validation: Any) -> None:
     inputs.train, inputs.validation = train, validation
-    trained = set(map(_tokens_of, train))
-    shared = sum(_tokens_of(record) in trained for record in validation)
-    if inputs.run.validation_file and shared and shared == len(validation):
+    trained, evaluated = set(map(_tokens_of, train)), [_tokens_of(record) for record in validation]
+    if inputs.run.validation_file and trained == set(evaluated):
         raise ValueError(
-            f'validation_file={inputs.run.validation_file}: all of its {shared} records are training data; give '
-            'others, or --validation_percentage'
+            f'validation_file={inputs.run.validation_file} holds the records of the training data: give others, or '
+            '--validation_percentage'
         )
+    shared = sum(record in trained for record in evaluated)
     if shared and inputs.run.data_source():
         warnings.warn(
             f'{shared} of {len(validation)} eval records are in the training data too, and say nothing of other data',

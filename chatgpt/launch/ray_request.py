@@ -34,6 +34,8 @@ FORWARDED = (
     'TORCH_',
     'TRANSFORMERS_',
     'WANDB_',
+    'TRACKIO_',
+    'MLFLOW_',
 )
 """beginnings of the environment variables that go with the script to every worker"""
 

@@ -27,7 +27,7 @@ from chatgpt.launch.rollouts import rollout_engine
 from chatgpt.launch.runs import PPORun, Run, SFTRun
 from chatgpt.nn.peft_format import export_peft
 from chatgpt.rollout.registry import ENGINES
-from chatgpt.trainer.callbacks import EMA, Evaluator, SampleTable, SaveCheckpoint, StopOnPlateau, TensorBoard
+from chatgpt.trainer.callbacks import EMA, TRACKERS, Evaluator, SampleTable, SaveCheckpoint, StopOnPlateau
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.objectives.pairs import ReferenceConfig
 from chatgpt.trainer.ppo import PPOTrainer
@@ -81,13 +81,12 @@ def make_optimizer(run: Run, strategy: Any, model: Any, lr: float | None = None)
 
 
 def make_callbacks(run: Run, inputs: Inputs) -> list[Any]:
-    """What a run of a command line asks for: checkpoints, TensorBoard, samples, evaluation, ..."""
+    """What a run of a command line asks for: checkpoints, trackers, samples, evaluation, ..."""
     minutes = run.checkpoint_minutes or None
     callbacks: list[Any] = [
         SaveCheckpoint(interval=run.checkpoint_interval or None, minutes=minutes, keep_last=run.keep_last)
     ]
-    if run.tensorboard:
-        callbacks.append(TensorBoard())
+    callbacks += [TRACKERS.find(name)() for name in run.trackers()]
     if isinstance(run, SFTRun) and run.early_stopping_patience is not None:
         callbacks.append(StopOnPlateau('sft/val_loss', mode='min', patience=run.early_stopping_patience))
     if isinstance(run, PPORun):

@@ -19,6 +19,7 @@ from chatgpt.names import hint
 from chatgpt.nn.families import MODELS
 from chatgpt.rollout import SamplingParams
 from chatgpt.rollout.registry import ENGINES
+from chatgpt.trainer.callbacks.trackers import TRACKERS, tracker_names
 from chatgpt.trainer.config import (
     CHECKPOINT_MINUTES,
     LearningSettings,
@@ -108,8 +109,10 @@ class Run(LearningSettings):
     checkpoint_interval, writes one only when the run is interrupted or fails"""
     keep_last: int = 2
     """checkpoints to keep, the one of an interruption among them"""
+    log_with: list[str] | None = field(default=None, metadata={'choices': TRACKERS})
+    """trackers beside metrics.jsonl, separated by commas or given several times; or none"""
     tensorboard: bool = False
-    """also log for TensorBoard"""
+    """the same as log_with tensorboard"""
     need_optim_ckpt: bool = False
     """also write the optimizers' states with the final model"""
     validation_file: str | None = None
@@ -157,6 +160,7 @@ class Run(LearningSettings):
             raise ValueError(f'model={self.model!r} is a family of reward models; it cannot write')
         check_precision(self.strategy, self.precision)
         self._positive('keep_last', 'lora_alpha', 'rank_timeout_s')
+        self.trackers()
         self._not_negative('checkpoint_interval', 'checkpoint_minutes', 'lora_rank', 'weight_decay', 'lr')
         if self.lr is not None and not self.lr < float('inf'):
             raise ValueError(f'lr={self.lr} must be a number of at least 0')
@@ -184,6 +188,10 @@ class Run(LearningSettings):
             raise ValueError(
                 f'validation_file={self.validation_file} is the training data: give another, or --validation_percentage'
             )
+
+    def trackers(self) -> list[str]:
+        """Names in `TRACKERS`."""
+        return tracker_names([*(self.log_with or ()), *(['tensorboard'] if self.tensorboard else [])])
 
     def data_source(self) -> str | None:
         """File or hub name of the training data."""

@@ -75,6 +75,11 @@ def _batch(theirs: Mapping[str, Any], said: Mapping[str, Any], cls: type[Run]) -
         if steps > 1:
             raise ValueError('gradient_accumulation_steps cuts a step into forwards of batch_size: give batch_size too')
         return {}
+    if 'train_batch_size' in said:
+        raise ValueError(
+            f'batch_size={theirs["batch_size"]} and train_batch_size={said["train_batch_size"]} both say how large a '
+            'batch is; give one'
+        )
     size = {'train_batch_size': theirs['batch_size'] * steps * world_size_from_env()}
     if steps > 1:
         size['max_tokens_per_batch'] = theirs['batch_size'] * cls(max_len=said.get('max_len')).max_tokens  # type: ignore[call-arg, attr-defined]

@@ -72,8 +72,8 @@ def no_weights(monkeypatch):
             "'--per_device_train_batch_size'; here it is --train_batch_size, of one optimizer step",
         ),
         (
-            ['--report_to=wandb'],
-            "unknown argument '--report_to'; here it is --tensorboard, and metrics.jsonl is always written",
+            ['--report_to=comet'],
+            "log_with='comet' is not known; choose one of tensorboard, wandb, trackio, mlflow, or module:name",
         ),
         (['--tensorboard', 'maybe'], "argument --tensorboard: 'maybe' is not a boolean; use true or false"),
         (['--top_p=1.5'], 'top_p=1.5; give a number above 0 and at most 1'),

@@ -127,10 +127,13 @@ def test_tensorboard_needs_somewhere_to_write():
         FakeTrainer([cb.TensorBoard()]).fit([])
 
 
-@pytest.mark.parametrize(('make', 'package'), [(cb.TensorBoard, 'tensorboard'), (cb.WandB, 'wandb')])
+@pytest.mark.parametrize(
+    ('make', 'package'),
+    [(cb.TensorBoard, 'tensorboard'), (cb.WandB, 'wandb'), (cb.Trackio, 'trackio'), (cb.MLflow, 'mlflow')],
+)
 def test_a_missing_package_is_named_with_its_command(make, package, monkeypatch):
-    monkeypatch.setattr(sys.modules[make.__module__], 'find_spec', lambda name: None)
-    with pytest.raises(ImportError, match=f'pip install {package}'):
+    monkeypatch.setattr('chatgpt.trainer.callbacks.base.find_spec', lambda name: None)
+    with pytest.raises(ImportError, match=rf"pip install {package}, or from a checkout pip install '\.\[{package}\]'"):
         make()
 
 

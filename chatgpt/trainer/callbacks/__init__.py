@@ -7,20 +7,25 @@ from chatgpt.trainer.callbacks.ema import EMA
 from chatgpt.trainer.callbacks.evaluation import Evaluator
 from chatgpt.trainer.callbacks.jsonl import JsonLines, MetricsWriter, read_jsonl
 from chatgpt.trainer.callbacks.memory import MemoryAdvice
+from chatgpt.trainer.callbacks.mlflow import MLflow
 from chatgpt.trainer.callbacks.performance import PerformanceEvaluator, num_parameters
 from chatgpt.trainer.callbacks.progress import ProgressBar
 from chatgpt.trainer.callbacks.samples import SampleTable, format_table, rows_of
 from chatgpt.trainer.callbacks.self_check import RatioCheck, RatioWarning
 from chatgpt.trainer.callbacks.tensorboard import TensorBoard
+from chatgpt.trainer.callbacks.trackers import TRACKERS
+from chatgpt.trainer.callbacks.trackio import Trackio
 from chatgpt.trainer.callbacks.wandb import WandB
 
 __all__ = [
     'EMA',
+    'TRACKERS',
     'Callback',
     'CallbackList',
     'EarlyStopping',
     'Evaluator',
     'JsonLines',
+    'MLflow',
     'MemoryAdvice',
     'MetricsWriter',
     'PerformanceEvaluator',
@@ -31,6 +36,7 @@ __all__ = [
     'SaveCheckpoint',
     'StopOnPlateau',
     'TensorBoard',
+    'Trackio',
     'WandB',
     'format_table',
     'num_parameters',

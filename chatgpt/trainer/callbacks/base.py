@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from functools import wraps
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
@@ -263,6 +264,14 @@ def say(text: str) -> None:
     from tqdm import tqdm
 
     tqdm.write(text)
+
+
+def need_package(package: str, who: str) -> None:
+    """ImportError with the command that installs it, unless the package is there. It is not imported."""
+    if find_spec(package) is None:
+        raise ImportError(
+            f"{who} needs the package {package}: pip install {package}, or from a checkout pip install '.[{package}]'"
+        )
 
 
 def check_interval(name: str, value: int) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from chatgpt.trainer.callbacks.base import Callback, TrainerView, check_interval
+from chatgpt.trainer.callbacks.base import Callback, TrainerView, check_interval, need_package
 from chatgpt.trainer.callbacks.samples import format_table, rows_of
 
 
@@ -23,8 +22,7 @@ class TensorBoard(Callback):
     """
 
     def __init__(self, log_dir: str | Path | None = None, *, samples_every: int = 10, num_rows: int = 4) -> None:
-        if find_spec('tensorboard') is None:
-            raise ImportError('TensorBoard() needs the package tensorboard: pip install tensorboard')
+        need_package('tensorboard', 'TensorBoard()')
         self.log_dir = Path(log_dir) if log_dir is not None else None
         self.samples_every = check_interval('samples_every', samples_every)
         self.num_rows = num_rows

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from importlib.util import find_spec
 from typing import Any
 
-from chatgpt.trainer.callbacks.base import Callback, TrainerView, check_interval
-from chatgpt.trainer.callbacks.samples import rows_of
+from chatgpt.trainer.callbacks.base import TrainerView, need_package
+from chatgpt.trainer.callbacks.tracked_run import TrackedRun
 
 
-class WandB(Callback):
+class WandB(TrackedRun):
     """Logs every metric of every learning phase with the phase as step, and a table of samples.
 
     A resumed run goes on in its W&B run.
 
     Args:
-        project: the W&B project.
+        project: the W&B project; None: WANDB_PROJECT, or chatgpt.
         samples_every: learning phases between tables of samples.
         num_rows: rows of a table; 0 logs none.
         **init: further arguments of `wandb.init`, such as name, entity, mode or tags.
@@ -26,40 +26,27 @@ class WandB(Callback):
         ImportError: the package is missing; names the command that installs it.
     """
 
-    def __init__(self, project: str = 'chatgpt', *, samples_every: int = 10, num_rows: int = 4, **init: Any) -> None:
-        if find_spec('wandb') is None:
-            raise ImportError('WandB() needs the package wandb: pip install wandb')
-        self.project = project
-        self.samples_every = check_interval('samples_every', samples_every)
-        self.num_rows = num_rows
+    def __init__(self, project: str | None = None, *, samples_every: int = 10, num_rows: int = 4, **init: Any) -> None:
+        need_package('wandb', 'WandB()')
+        super().__init__(samples_every=samples_every, num_rows=num_rows)
+        self.project = project or os.environ.get('WANDB_PROJECT') or 'chatgpt'
         self.init = init
         self._run: Any = None
-        self._run_id: str | None = None
 
-    def state_dict(self) -> dict[str, Any]:
-        return {'run_id': self._run_id} if self._run_id else {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._run_id = state['run_id']
-
-    def on_fit_start(self, trainer: TrainerView) -> None:
-        if not trainer.strategy.is_rank_0:
-            return
+    def start(self, trainer: TrainerView, run_id: str | None) -> str:
         import wandb
 
-        again = {'id': self._run_id, 'resume': 'allow'} if self._run_id else {}
-        settings = {'project': self.project, 'config': trainer.config.to_dict(), 'dir': _folder(trainer)}
+        again = {'id': run_id, 'resume': 'allow'} if run_id else {}
+        folder = str(trainer.run_dir) if trainer.run_dir is not None else None
+        settings = {'project': self.project, 'config': trainer.config.to_dict(), 'dir': folder}
         self._run = wandb.init(**(settings | again | self.init))
-        self._run_id = self._run.id
+        return self._run.id
 
-    def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
-        if self._run is None:
-            return
+    def log(self, metrics: Mapping[str, float], rows: SequenceOf[Mapping[str, Any]], step: int) -> None:
         logged: dict[str, Any] = dict(metrics)
-        if self.num_rows and trainer.last_experiences and (step == 1 or step % self.samples_every == 0):
+        if rows:
             import wandb
 
-            rows = rows_of(trainer.last_experiences, self.num_rows, trainer.tokenizer)
             logged['samples'] = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self._run.log(logged, step=step)
 
@@ -80,17 +67,6 @@ class WandB(Callback):
         rows = [list(row) for row in zip(*(batch[c] for c in columns), rewards, strict=True)]
         self._run.log({'game_log': wandb.Table(columns=[*columns, 'reward'], data=rows)}, step=trainer.phase)
 
-    def on_fit_end(self, trainer: TrainerView) -> None:
-        self._finish(0)
-
-    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
-        self._finish(1)
-
-    def _finish(self, exit_code: int) -> None:
-        if self._run is not None:
-            self._run.finish(exit_code=exit_code)
-            self._run = None
-
-
-def _folder(trainer: TrainerView) -> str | None:
-    return str(trainer.run_dir) if trainer.run_dir is not None else None
+    def finish(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+        self._run = None

@@ -1,0 +1,46 @@
+"""Try settings of a method: trials that Optuna proposes, each a run of its own, side by side.
+
+    python -m chatgpt sweep sweep.yaml --jobs 2
+
+The same command goes on where an earlier one was stopped. docs/sweep.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from chatgpt.launch.arguments import Parser, run_main
+
+
+def parser() -> Parser:
+    out = Parser(prog='python -m chatgpt sweep', description=__doc__)
+    out.add_argument('file', help='YAML, JSON or .conf: method, config, parameters, metric, direction, ...')
+    out.add_argument('--jobs', type=int, default=1, metavar='N', help='trials at a time (default: 1)')
+    out.add_argument(
+        '--launcher',
+        choices=('torchrun', 'ray'),
+        help='run each trial under it, with the flags that the file has under launch',
+    )
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0; 1 where no trial is complete; 130 or 143 after a signal."""
+    args = parser().parse_args(argv)
+    if args.jobs < 1:
+        raise ValueError(f'--jobs={args.jobs} must be at least 1')
+    from chatgpt.search.settings import read_sweep
+    from chatgpt.search.study import need_optuna
+    from chatgpt.search.sweep import run_sweep
+
+    need_optuna()
+    return run_sweep(read_sweep(args.file, launcher=args.launcher), jobs=args.jobs)
+
+
+def command_line() -> None:
+    sys.exit(main())
+
+
+if __name__ == '__main__':
+    run_main(command_line)

@@ -1,0 +1,270 @@
+"""Trials in their order and side by side: results, failures, pruning, stopping and going on, on a program that trains
+nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+from fake_trials import loss_of, table
+
+pytest.importorskip('optuna', reason='sweeps need optuna: make dev')
+
+from chatgpt.checkpoint import CheckpointError, claim_folder
+from chatgpt.search.sweep import run_sweep
+
+
+def signal_when(condition, number: int = signal.SIGINT) -> threading.Thread:
+    """Send this process a signal once `condition` holds."""
+
+    def wait() -> None:
+        end = time.monotonic() + 20
+        while not condition() and time.monotonic() < end:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def test_a_sweep_leaves_a_table_a_plot_and_the_best(sweep_of, capsys):
+    sweep = sweep_of({'plot': True}, trials=12)
+    assert run_sweep(sweep) == 0
+    rows = table(sweep.save_path)
+    assert [row['number'] for row in rows] == [str(n) for n in range(12)]
+    for row in rows:
+        assert row['state'] == 'complete' and row['step'] == '4' and 1e-4 <= float(row['lr']) <= 1e-1
+        assert float(row['value']) == pytest.approx(loss_of(float(row['lr'])))
+    values = [float(row['value']) for row in rows]
+    best = values.index(min(values))
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2].startswith(f'best: trial {best} with sft/loss {min(values):.6g}: lr=')
+    assert said[-1] == f'its settings: {sweep.save_path}/trial-{best:04d}/config.yaml'
+    header = next(i for i, line in enumerate(said) if line.startswith('number'))
+    assert said[header].split() == ['number', 'state', 'sft/loss', 'step', 'lr', 'seconds']
+    assert [line.split()[0] for line in said[header + 2 : header + 14]] == [
+        str(n) for n in sorted(range(12), key=lambda n: values[n])
+    ]
+    assert (sweep.save_path / 'plot.png').read_bytes().startswith(b'\x89PNG')
+    assert min(values[6:]) < sorted(values[:6])[2]  # it has learned where to look
+
+
+def test_the_same_seed_is_the_same_sweep_and_another_is_not(sweep_of, tmp_path):
+    found = []
+    for name, seed in (('a', 3), ('b', 3), ('c', 4)):
+        sweep = sweep_of(seed=seed, sampler='random', save_path=str(tmp_path / name))
+        run_sweep(sweep)
+        found.append([row['lr'] for row in table(sweep.save_path)])
+    assert found[0] == found[1] != found[2] and len(set(found[0])) == 4
+
+
+def test_maximize(sweep_of, capsys):
+    sweep = sweep_of(metric='sft/accuracy', direction='maximize')
+    assert run_sweep(sweep) == 0
+    best = max(table(sweep.save_path), key=lambda row: float(row['value']))
+    assert f'best: trial {best["number"]} with sft/accuracy {float(best["value"]):.6g}' in capsys.readouterr().out
+
+
+def test_a_grid_in_its_order(sweep_of):
+    parameters = {'lr': [0.1, 0.01], 'lr_schedule': ['constant', 'cosine']}
+    sweep = sweep_of(sampler='grid', trials=None, parameters=parameters)
+    assert run_sweep(sweep, jobs=2) == 0
+    assert [(row['lr'], row['lr_schedule']) for row in table(sweep.save_path)] == [
+        ('0.1', 'constant'),
+        ('0.1', 'cosine'),
+        ('0.01', 'constant'),
+        ('0.01', 'cosine'),
+    ]
+
+
+# ---------------------------------------------------------------------- failures
+
+
+def test_a_crash_is_one_failed_trial_with_its_last_words(sweep_of, capsys):
+    sweep = sweep_of({'crash': [1], 'killed': [2], 'lost': [3, 4]}, trials=5)
+    assert run_sweep(sweep) == 0
+    rows = table(sweep.save_path)
+    assert [row['state'] for row in rows] == ['complete', 'failed', 'failed', 'failed', 'complete']
+    assert rows[1]['error'] == f'it broke at {float(rows[1]["lr"]):.3g}' and rows[1]['value'] == ''
+    assert rows[2]['error'] == 'ended by SIGKILL'
+    assert rows[3]['error'] == 'sft/loss is not finite at step 4'
+    said = capsys.readouterr().out
+    assert f'trial 1 failed: {rows[1]["error"]} (output.log in its folder)' in said and 'error' in said
+
+
+def test_a_sweep_without_a_complete_trial_fails(sweep_of):
+    assert run_sweep(sweep_of({'crash': [0, 1, 2, 3]})) == 1
+
+
+def test_a_metric_that_runs_do_not_have_ends_the_sweep_and_names_the_nearest(sweep_of):
+    sweep = sweep_of({'pause': {'1': 20}}, metric='sft/lss')
+    with pytest.raises(ValueError, match="there is no metric 'sft/lss' in this run; there are sft/loss"):
+        run_sweep(sweep, jobs=2)
+    claim_folder(sweep.save_path / 'trial-0000').release()  # nobody runs any more
+
+
+def test_a_metric_that_is_measured_now_and_then_and_never_was_is_a_failed_trial(sweep_of):
+    sweep = sweep_of(metric='eval/score_mean', trials=1)
+    assert run_sweep(sweep) == 1
+    assert table(sweep.save_path)[0]['error'] == 'it logged no eval/score_mean'
+
+
+# ---------------------------------------------------------------------- pruning
+
+
+@pytest.mark.parametrize(('warmup', 'step'), [(0, '1'), (2, '2'), (9, '4')])
+def test_a_bad_trial_is_stopped(sweep_of, warmup, step):
+    """By hand: the median pruner ends a trial at the first step after `n_warmup_steps` at which its best loss so far is
+    above the median of the complete trials. At every step trial 1 is above trial 0; trial 2 is below; the median of
+    these two, at step 1 (1.49 + 1) / 2 = 1.24 and 0.74, 0.58, 0.49 after it, is above trial 3 with 1.09, 0.59, 0.42,
+    0.34."""
+    pruner = {'name': 'median', 'n_startup_trials': 1, 'n_warmup_steps': warmup}
+    sweep = sweep_of(sampler='grid', parameters={'lr': [0.05, 0.1, 0.01, 0.02]}, pruner=pruner)
+    assert run_sweep(sweep) == 0
+    rows = table(sweep.save_path)
+    assert [row['state'] for row in rows] == [
+        'complete',
+        'complete' if warmup == 9 else 'pruned',
+        'complete',
+        'complete',
+    ]
+    assert [row['step'] for row in rows] == ['4', step, '4', '4']
+    assert float(rows[1]['value']) == pytest.approx(loss_of(0.1, int(step)))
+
+
+def test_a_pruned_trial_gets_sigterm(sweep_of):
+    grid = {'lr': [0.01, 0.1]}
+    pruner = {'name': 'median', 'n_startup_trials': 1}
+    sweep = sweep_of({'pause': {'1': 0.3}}, sampler='grid', parameters=grid, pruner=pruner)
+    assert run_sweep(sweep) == 0
+    saved = sweep.save_path / 'trial-0001' / 'state.json'
+    assert json.loads(saved.read_text()) == 1 and not (sweep.save_path / 'trial-0000' / 'state.json').exists()
+
+
+# ---------------------------------------------------------------------- several at once, stopping, going on
+
+
+def test_jobs_run_side_by_side(sweep_of):
+    sweep = sweep_of({'pause': {'1': 1.0}, 'steps': 1}, trials=4)
+    assert run_sweep(sweep, jobs=2) == 0
+    said = [(sweep.save_path / f'trial-{n:04d}' / 'output.log').read_text().split() for n in range(4)]
+    times = [(float(words[words.index('at') + 1]), float(words[-1])) for words in said]
+    running = [sum(begin <= at < end for begin, end in times) for at, _ in times]
+    assert sorted(running) in ([1, 1, 2, 2], [1, 2, 2, 2])  # two at a time, and never more
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_all_and_the_next_call_goes_on_as_if_nothing_had_been(sweep_of, tmp_path, capsys, number):
+    whole = sweep_of({}, save_path=str(tmp_path / 'whole'))
+    run_sweep(whole)
+    sweep = sweep_of({'pause': {'3': 20}}, save_path=str(tmp_path / 'parts'))
+    first = sweep.save_path / 'trial-0000' / 'metrics.jsonl'
+    waiting = signal_when(lambda: first.is_file() and len(first.read_text().splitlines()) == 3, number)
+    assert run_sweep(sweep) == 128 + number
+    waiting.join()
+    said = capsys.readouterr().out
+    assert f'{signal.Signals(number).name}: passed on to 1 trials' in said
+    assert said.splitlines()[-1] == 'stopped; the same command goes on with trial 0'
+    assert table(sweep.save_path)[0]['state'] == 'unfinished'
+    assert json.loads((sweep.save_path / 'trial-0000' / 'state.json').read_text()) == 3  # it has saved
+    sweep = sweep_of({}, save_path=str(tmp_path / 'parts'))
+    assert run_sweep(sweep) == 0
+    assert 'trial 0 goes on: lr=' in capsys.readouterr().out
+    assert table(sweep.save_path) == table(whole.save_path)
+    assert [json.loads(line)['step'] for line in first.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_a_second_signal_ends_trials_that_do_not_leave(sweep_of, capsys):
+    sweep = sweep_of({'pause': {'1': 30}, 'stubborn': True})
+    log = sweep.save_path / 'trial-0001' / 'metrics.jsonl'
+    first = signal_when(log.is_file)
+    second = signal_when(lambda: not first.is_alive() and time.sleep(0.5) is None)
+    assert run_sweep(sweep, jobs=2) == 130
+    second.join()
+    assert capsys.readouterr().out.splitlines()[-1] == 'stopped; the same command goes on with trial 0, 1'
+    for number in (0, 1):
+        claim_folder(sweep.save_path / f'trial-000{number}').release()
+
+
+def test_a_pruned_trial_that_does_not_leave_is_killed(sweep_of, monkeypatch):
+    monkeypatch.setattr('chatgpt.search.trials.STOP_S', 0.3)
+    pruner = {'name': 'median', 'n_startup_trials': 1}
+    behaviour = {'pause': {'1': 0.1, '2': 3}, 'stubborn': True}
+    sweep = sweep_of(behaviour, sampler='grid', parameters={'lr': [0.01, 0.1]}, pruner=pruner)
+    started = time.monotonic()
+    assert run_sweep(sweep) == 0
+    assert time.monotonic() - started < 6  # twice 3 s and more if it had been waited for
+    assert [row['state'] for row in table(sweep.save_path)] == ['complete', 'pruned']
+
+
+def test_a_second_call_has_nothing_left_to_do_and_a_longer_sweep_goes_on(sweep_of, tmp_path, capsys):
+    sweep = sweep_of(trials=3)
+    run_sweep(sweep)
+    capsys.readouterr()
+    assert run_sweep(sweep) == 0
+    assert 'starts' not in capsys.readouterr().out
+    longer = sweep_of(trials=5)
+    assert run_sweep(longer) == 0
+    assert capsys.readouterr().out.count('starts') == 2
+    whole = sweep_of(trials=5, save_path=str(tmp_path / 'whole'))
+    run_sweep(whole)
+    assert table(longer.save_path) == table(whole.save_path)
+
+
+def test_what_a_killed_sweep_leaves_of_its_journal_is_mended(sweep_of):
+    sweep = sweep_of(trials=2)
+    run_sweep(sweep)
+    journal = sweep.save_path / 'journal.log'
+    before = journal.read_text()
+    journal.write_text(before + '{"op_code": 5, "tri')
+    (sweep.save_path / 'journal.log.lock').symlink_to('nobody')
+    assert run_sweep(sweep_of(trials=3)) == 0
+    assert journal.read_text().startswith(before) and len(table(sweep.save_path)) == 3
+
+
+@pytest.mark.parametrize('sampler', ['tpe', 'grid'])
+def test_a_sweep_that_was_killed_at_any_line_of_its_journal_goes_on_to_the_same_end(sweep_of, tmp_path, sampler):
+    """The journal is cut after each of its first lines, in the middle of asking and telling."""
+    changes = {
+        'sampler': sampler,
+        'parameters': {'lr': [1e-3, 1e-2], 'warmup_steps': [0, 1]},
+        'trials': 2,
+    }
+    whole = sweep_of({'steps': 1}, save_path=str(tmp_path / 'whole'), **changes)
+    run_sweep(whole)
+    journal = (whole.save_path / 'journal.log').read_text().splitlines(keepends=True)
+    for cut in range(1, len(journal)):
+        sweep = sweep_of({'steps': 1}, save_path=str(tmp_path / f'cut-{cut}'), **changes)
+        sweep.save_path.mkdir()
+        (sweep.save_path / 'journal.log').write_text(''.join(journal[:cut]))
+        assert run_sweep(sweep) == 0
+        assert table(sweep.save_path) == table(whole.save_path)
+
+
+def test_two_sweeps_in_one_folder_at_once(sweep_of):
+    sweep = sweep_of()
+    with (
+        claim_folder(sweep.save_path),
+        pytest.raises(CheckpointError, match=rf'process {os.getpid()} on .* is writing'),
+    ):
+        run_sweep(sweep)
+    assert not list(sweep.save_path.glob('trial-*'))
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({'metric': 'sft/accuracy'}, 'a sweep whose metric is "sft/loss", not "sft/accuracy"; give another save_path'),
+        ({'parameters': {'lr': [0.1, 0.2]}}, 'a sweep whose parameters is'),
+        ({'config': {'max_steps': 7}}, r'a sweep whose config is \{\}, not \{"max_steps": 7\}'),
+    ],
+)
+def test_another_sweep_in_the_same_folder_is_refused(sweep_of, changes, message):
+    run_sweep(sweep_of(trials=1))
+    with pytest.raises(ValueError, match=message):
+        run_sweep(sweep_of(**changes))

@@ -1,0 +1,180 @@
+"""Sweeps of real runs: the page's example finds a better learning rate, kills and signals, launchers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from fake_trials import table
+
+from chatgpt.checkpoint import CheckpointError, claim_folder, list_checkpoints
+
+pytest.importorskip('optuna', reason='sweeps need optuna: make dev')
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = {'max_steps': 4, 'log_interval': 2, 'train_batch_size': 4}
+
+
+def start(folder: Path, content: dict[str, Any], *flags: str) -> subprocess.Popen[str]:
+    (folder / 'sweep.yaml').write_text(yaml.safe_dump(content))
+    return subprocess.Popen(
+        [sys.executable, '-m', 'chatgpt.search', 'sweep.yaml', *flags],
+        cwd=folder,
+        env=os.environ | {'PYTHONPATH': str(ROOT), 'HF_HUB_OFFLINE': '1', 'OMP_NUM_THREADS': '1'},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def wait_for(condition: Any, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, 'it did not happen in time'
+        time.sleep(0.05)
+
+
+def is_free(folder: Path) -> bool:
+    try:
+        claim_folder(folder).release()
+    except CheckpointError:
+        return False
+    return True
+
+
+def test_the_example_of_the_page_finds_a_better_learning_rate_than_the_worst(tmp_path):
+    page = (ROOT / 'docs' / 'sweep.md').read_text()
+    (text,) = re.findall(r'```yaml\n(.*?)```', page, re.DOTALL)
+    command = re.search(r'^    python -m chatgpt sweep sweep.yaml (--jobs 2)$', page, re.MULTILINE)
+    content = yaml.safe_load(text)
+    process = start(tmp_path, content, *command[1].split())
+    output, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, output
+    folder = tmp_path / content['save_path']
+    rows = table(folder)
+    assert len(rows) == 6 and {row['state'] for row in rows} <= {'complete', 'pruned'}
+    for row in rows:  # the table says what the runs have logged
+        logged = {
+            line['step']: line['sft/loss'] for line in lines(folder / f'trial-{int(row["number"]):04d}/metrics.jsonl')
+        }
+        assert float(row['value']) == logged[int(row['step'])]
+        config = yaml.safe_load((folder / f'trial-{int(row["number"]):04d}' / 'config.yaml').read_text())
+        assert float(config['lr']) == float(row['lr']) and config['max_steps'] == 30
+    complete = [row for row in rows if row['state'] == 'complete']
+    best, worst = min(complete, key=lambda r: float(r['value'])), max(rows, key=lambda r: float(r['value']))
+    assert f'best: trial {best["number"]} with sft/loss' in output
+    assert float(best['value']) < float(worst['value']) - 0.5  # nats per token, of about 4 at the start
+    assert float(best['lr']) > 10 * float(worst['lr'])  # new weights want a large one
+    assert (folder / 'plot.png').read_bytes().startswith(b'\x89PNG')
+
+
+def test_a_signal_saves_the_trials_and_the_next_call_goes_on_from_their_checkpoints(tmp_path):
+    content = {
+        'method': 'sft',
+        'metric': 'sft/loss',
+        'direction': 'minimize',
+        'sampler': 'grid',
+        'parameters': {'lr': [1e-3, 3e-3]},
+        'config': TINY | {'max_steps': 60},
+        'save_path': 'out',
+    }
+    process = start(tmp_path, content, '--jobs=2')
+    runs = [tmp_path / 'out' / f'trial-000{n}' for n in (0, 1)]
+    wait_for(lambda: all(len(lines(run / 'metrics.jsonl')) >= 1 for run in runs))
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert 'stopped; the same command goes on with trial 0, 1' in output
+    saved = [len(lines(run / 'metrics.jsonl')) for run in runs]
+    assert all(is_free(run) and list_checkpoints(run / 'checkpoints') for run in runs)
+    process = start(tmp_path, content, '--jobs=2')
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    for run, phases in zip(runs, saved, strict=True):
+        assert f'going on from {run}/checkpoints/step-{phases:08d}' in (run / 'output.log').read_text()
+        assert [line['step'] for line in lines(run / 'metrics.jsonl')] == list(range(1, 31))
+    assert [row['state'] for row in table(tmp_path / 'out')] == ['complete', 'complete']
+
+
+def test_of_two_sweeps_in_a_folder_one_runs_and_killed_it_leaves_no_trial_behind_and_goes_on(tmp_path):
+    content = {
+        'method': 'dpo',
+        'metric': 'dpo/loss',
+        'direction': 'min',
+        'trials': 1,
+        'parameters': {'beta': {'min': 0.05, 'max': 0.5}},
+        'config': TINY | {'max_steps': 200},
+        'save_path': 'out',
+    }
+    both = [start(tmp_path, content), start(tmp_path, content)]
+    run = tmp_path / 'out' / 'trial-0000'
+    wait_for(lambda: len(lines(run / 'metrics.jsonl')) >= 1 and any(p.poll() is not None for p in both))
+    (second,) = [p for p in both if p.poll() is not None]
+    (first,) = [p for p in both if p is not second]
+    said, _ = second.communicate()
+    assert second.returncode == 2 and said.count('\n') == 1
+    assert re.match(rf'error: out: process {first.pid} on \S+ is writing here', said)
+    assert not is_free(run)
+    first.kill()
+    first.communicate()
+    wait_for(lambda: is_free(run), 60)
+    phases = len(lines(run / 'metrics.jsonl'))
+    process = start(tmp_path, content)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    assert 'trial 0 goes on' in output and phases < 100
+    assert f'going on from {run}/checkpoints/step-{phases:08d}' in (run / 'output.log').read_text()
+    (row,) = table(tmp_path / 'out')
+    assert row['state'] == 'complete' and row['step'] == '100' and 0.05 <= float(row['beta']) <= 0.5
+
+
+@pytest.mark.parametrize(
+    ('launch', 'flags'),
+    [
+        ({'num_workers': 2}, ['--launcher=torchrun']),
+        ({'launcher': 'ray', 'num_workers': 2, 'address': 'local', 'cpus_per_worker': 0.5}, []),
+    ],
+)
+def test_trials_under_a_launcher(tmp_path, launch, flags):
+    if launch.get('launcher') == 'ray':
+        pytest.importorskip('ray', reason='Ray is not installed: make ray')
+    content = {
+        'method': 'ppo',
+        'metric': 'rollout/score_mean',
+        'direction': 'maximize',
+        'trials': 1,
+        'parameters': {'kl_coef': [0.05, 0.1]},
+        'config': {
+            'strategy': 'ddp',
+            'num_episodes': 1,
+            'max_timesteps': 2,
+            'update_timesteps': 1,
+            'experience_batch_size': 4,
+            'train_batch_size': 4,
+            'max_epochs': 1,
+            'max_new_tokens': 4,
+        },
+        'launch': launch,
+        'save_path': 'out',
+    }
+    process = start(tmp_path, content, *flags)
+    output, _ = process.communicate(timeout=280)
+    log = tmp_path / 'out' / 'trial-0000' / 'output.log'
+    assert process.returncode == 0, output + log.read_text()
+    (row,) = table(tmp_path / 'out')
+    assert (row['state'], row['step']) == ('complete', '2')
+    assert json.loads((tmp_path / 'out' / 'trial-0000' / 'settings.json').read_text())['world_size'] == 2

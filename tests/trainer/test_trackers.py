@@ -1,0 +1,267 @@
+"""Trackers by name: each real package in its offline mode, what is given to a run, and that nothing else is
+imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+from chatgpt.launch.arguments import run_main
+from chatgpt.launch.config_file import parse_run
+from chatgpt.launch.recipes import execute, make_callbacks
+from chatgpt.launch.runs import PPORun, PreferenceRun, RewardRun, Run, SFTRun
+from chatgpt.trainer.callbacks import read_jsonl
+from chatgpt.trainer.callbacks.trackers import TRACKERS, tracker_names
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {
+    'WANDB_MODE': 'offline',
+    'WANDB_PROJECT': 'of-the-test',
+    'TRACKIO_PROJECT': 'of-the-test',
+    'MLFLOW_EXPERIMENT_NAME': 'of-the-test',
+    'MLFLOW_DISABLE_TELEMETRY': 'true',
+    'HF_HUB_OFFLINE': '1',
+}
+
+
+def two_runs(name: str, folder: Path, **variables: str) -> None:
+    """Those of tracker_runs.py, in an interpreter of their own; it loads no other tracker's package."""
+    distribution = {'mlflow': 'mlflow-skinny'}.get(name, name)
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        pytest.skip(f'{distribution} is not installed: make dev')
+    done = subprocess.run(
+        [sys.executable, str(ROOT / 'tests' / 'trainer' / 'tracker_runs.py'), name, str(folder)],
+        cwd=folder,
+        env=os.environ | ENVIRONMENT | {'PYTHONPATH': str(ROOT), 'HOME': str(folder)} | variables,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert loaded & set(TRACKERS) == {name} and 'torch' in loaded
+
+
+# ---------------------------------------------------------------------- the real packages
+
+
+def test_tensorboard(tmp_path):
+    two_runs('tensorboard', tmp_path)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = {}
+    for run in ('mine', 'theirs'):
+        events = EventAccumulator(str(tmp_path / run / 'tensorboard'))
+        events.Reload()
+        found[run] = [(e.step, e.value) for e in events.Scalars('ppo/loss')]
+    assert found == {'mine': [(1, 0.5), (2, 0.25)], 'theirs': [(1, 0.75)]}
+    assert not any((tmp_path / 'other_rank').iterdir())
+
+
+def records_of_wandb(path: Path) -> list:
+    """The records of a .wandb file: after 7 bytes of its own, LevelDB's log format, of protobuf messages. Blocks of
+    32 KiB hold chunks of a checksum, a length, a kind (1 whole, 2 first, 3 middle, 4 last) and the bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, part, found = path.read_bytes(), 7, b'', []
+    while at + 7 <= len(data):
+        if (room := 32768 - at % 32768) < 7:
+            at += room
+            continue
+        _, length, kind = struct.unpack('<IHB', data[at : at + 7])
+        part += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            found.append(Record.FromString(part))
+            part = b''
+    return found
+
+
+def test_wandb_offline(tmp_path):
+    two_runs('wandb', tmp_path)
+    found: dict[str, list] = {}
+    for path in sorted((tmp_path).glob('*/wandb/offline-run-*/*.wandb')):
+        records = {kind: [] for kind in ('run', 'history', 'exit')}
+        for record in records_of_wandb(path):
+            if (kind := record.WhichOneof('record_type')) in records:
+                records[kind].append(getattr(record, kind))
+        (run,), (phase,), (end,) = records.values()
+        config = {item.key: json.loads(item.value_json) for item in run.config.update if item.key != '_wandb'}
+        items = {item.key or '/'.join(item.nested_key): json.loads(item.value_json) for item in phase.item}
+        found.setdefault(path.relative_to(tmp_path).parts[0], []).append(
+            (run.run_id, run.project, config, phase.step.num, items['ppo/loss'], end.exit_code)
+        )
+    (run_id, *_), _ = found['mine']
+    assert sorted(found['mine'], key=lambda run: run[3]) == [
+        (run_id, 'of-the-test', {'lr': 0.125}, 1, 0.5, 0),
+        (run_id, 'of-the-test', {'lr': 0.125}, 2, 0.25, 0),  # `wandb sync` puts what has one id together
+    ]
+    ((other_id, *rest),) = found['theirs']
+    assert other_id != run_id and rest == ['of-the-test', {}, 1, 0.75, 1]
+    (table,) = tmp_path.glob('mine/wandb/offline-run-*/files/media/table/samples*.json')
+    samples = json.loads(table.read_text())
+    assert dict(zip(samples['columns'], samples['data'][0], strict=True))['prompt'] == 'a b'
+    assert set(found) == {'mine', 'theirs'}
+
+
+def test_mlflow_in_a_file(tmp_path):
+    two_runs('mlflow', tmp_path, MLFLOW_TRACKING_URI=f'sqlite:///{tmp_path}/runs.db')
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f'sqlite:///{tmp_path}/runs.db')
+    experiment = client.get_experiment_by_name('of-the-test')
+    runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+    assert set(runs) == {'mine', 'theirs'}  # named by their folders; the resumed run is the same one
+    mine, theirs = runs['mine'], runs['theirs']
+    assert mine.data.params == {'lr': '0.125'}
+    for metric, values in (('ppo/loss', [(1, 0.5), (2, 0.25)]), ('rollout/score_mean', [(1, 1.0), (2, 2.0)])):
+        assert [(m.step, m.value) for m in client.get_metric_history(mine.info.run_id, metric)] == values
+    assert theirs.data.metrics == {'ppo/loss': 0.75}
+    assert (mine.info.status, theirs.info.status) == ('FINISHED', 'FAILED')
+    table = Path(mine.info.artifact_uri, 'samples', 'phase-1.txt').read_text()
+    assert table.splitlines()[0].split() == ['score', 'kl', 'prompt', 'response'] and 'a b' in table
+
+
+def test_trackio_in_local_files(tmp_path):
+    """Without a network, and read with sqlite3 alone."""
+    import sqlite3
+
+    two_runs('trackio', tmp_path, TRACKIO_DIR=str(tmp_path / 'store'))
+    (file,) = (tmp_path / 'store').glob('of-the-test*.db')
+    with sqlite3.connect(file) as store:
+        rows = store.execute('select run_name, step, metrics from metrics order by run_name, step').fetchall()
+        configs = dict(store.execute('select run_name, config from configs').fetchall())
+    found = [(name.rpartition('-')[0], step, json.loads(text)) for name, step, text in rows]
+    assert [(name, step, m['ppo/loss']) for name, step, m in found] == [
+        ('mine', 1, 0.5),
+        ('mine', 2, 0.25),
+        ('theirs', 1, 0.75),
+    ]
+    assert len({name for name, _, _ in rows}) == 2  # the resumed run is the same one
+    assert {json.loads(text).get('lr') for name, text in configs.items() if name.startswith('mine-')} == {0.125}
+    assert found[0][2]['samples']['_value'][0]['prompt'] == 'a b'
+
+
+# ---------------------------------------------------------------------- by name
+
+
+@pytest.mark.parametrize('cls', [PPORun, SFTRun, RewardRun, PreferenceRun])
+@pytest.mark.parametrize(
+    ('argv', 'names'),
+    [
+        ([], []),
+        (['--log_with=none'], []),
+        (['--log_with', 'wandb,tensorboard'], ['wandb', 'tensorboard']),
+        (['--log_with=wandb', '--log_with', 'mlflow, wandb'], ['wandb', 'mlflow']),
+        (['--report_to', 'trackio'], ['trackio']),
+        (['--tensorboard'], ['tensorboard']),
+        (['--tensorboard', '--log_with=tensorboard,wandb'], ['tensorboard', 'wandb']),
+        (['log_with=[mlflow, wandb]'], ['mlflow', 'wandb']),
+        (['Training.report_to=none'], []),
+    ],
+)
+def test_names_on_a_command_line(cls, argv, names):
+    run = parse_run(cls, description=None, argv=argv)
+    assert run.trackers() == names
+
+
+def test_names_in_a_file(tmp_path):
+    path = tmp_path / 'run.yaml'
+    path.write_text('report_to: [tensorboard, mlflow]\n')
+    run = parse_run(SFTRun, description=None, argv=['--config_file', str(path)])
+    assert run.trackers() == ['tensorboard', 'mlflow']
+
+
+@pytest.mark.parametrize(
+    ('given', 'message'),
+    [
+        (['comet'], "log_with='comet' is not known; choose one of tensorboard, wandb, trackio, mlflow, or module:name"),
+        (['wandbb'], 'did you mean wandb'),
+        (['none,wandb'], 'none is no tracker beside others'),
+        (['json:dumps'], "'json:dumps' is no class derived from chatgpt.trainer.callbacks.Callback"),
+        ([''], "log_with='' is not known"),
+    ],
+)
+def test_a_mistake_in_a_name(given, message):
+    with pytest.raises(ValueError, match=message):
+        tracker_names(given)
+    with pytest.raises(ValueError, match=message):
+        Run(log_with=given).validate()
+
+
+def test_a_tracker_of_ones_own(tmp_path):
+    (tmp_path / 'my_tracker.py').write_text(
+        'from chatgpt.trainer.callbacks import Callback\nclass Mine(Callback):\n    pass\n'
+    )
+    run = SFTRun(log_with=[f'{tmp_path}/my_tracker.py:Mine,tensorboard'])
+    made = [type(c).__name__ for c in make_callbacks(run, inputs=None)]
+    assert made == ['SaveCheckpoint', 'Mine', 'TensorBoard']
+
+
+def test_a_tracker_that_is_not_installed_ends_the_run_before_it_trains(monkeypatch):
+    monkeypatch.setattr('chatgpt.trainer.callbacks.base.find_spec', lambda name: None)
+    with pytest.raises(
+        ImportError, match=r'MLflow\(\) needs the package mlflow: pip install mlflow, or from a checkout'
+    ):
+        make_callbacks(SFTRun(log_with=['mlflow']), inputs=None)
+
+
+def test_the_command_says_so_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr('chatgpt.trainer.callbacks.base.find_spec', lambda name: None)
+    argv = ['--log_with=trackio', f'--save_path={tmp_path}/run']
+    with pytest.raises(SystemExit) as end:
+        run_main(lambda: execute(parse_run(SFTRun, description=None, argv=argv)))
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.count('\n') == 1
+    assert said.startswith('error: Trackio() needs the package trackio: pip install trackio')
+    assert not list(tmp_path.glob('run/*'))
+
+
+@pytest.mark.system
+def test_a_run_of_the_command_line_under_two(tmp_path):
+    """Metrics of a real run are those of metrics.jsonl, in both, and the packages of the others stay unloaded."""
+    for package in ('mlflow-skinny', 'tensorboard'):
+        try:
+            version(package)
+        except PackageNotFoundError:
+            pytest.skip(f'{package} is not installed: make dev')
+    script = (
+        'import sys; from chatgpt.launch.config_file import parse_run; from chatgpt.launch.recipes import execute; '
+        'from chatgpt.launch.runs import SFTRun; execute(parse_run(SFTRun, description=None)); '
+        "print('loaded', *sorted({m.split('.')[0] for m in sys.modules}))"
+    )
+    words = ['--log_with', 'mlflow,tensorboard', '--save_path', 'run', '--max_steps', '4', '--log_interval', '2']
+    done = subprocess.run(
+        [sys.executable, '-c', script, *words],
+        cwd=tmp_path,
+        env=os.environ | ENVIRONMENT | {'PYTHONPATH': str(ROOT), 'MLFLOW_TRACKING_URI': 'sqlite:///runs.db'},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert loaded & set(TRACKERS) == {'mlflow', 'tensorboard'}
+    from mlflow import MlflowClient
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    lines = read_jsonl(tmp_path / 'run' / 'metrics.jsonl')
+    expected = [(line['step'], line['sft/loss']) for line in lines]
+    client = MlflowClient(f'sqlite:///{tmp_path}/runs.db')
+    (run,) = client.search_runs([client.get_experiment_by_name('of-the-test').experiment_id])
+    assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, 'sft/loss')] == expected
+    events = EventAccumulator(str(tmp_path / 'run' / 'tensorboard'))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars('sft/loss')] == [
+        (step, pytest.approx(value)) for step, value in expected
+    ]
+    assert len(expected) == 2

@@ -1,0 +1,48 @@
+"""Two runs under a tracker by its name: `mine`, whose second phase comes after a resume, and `theirs`, which fails.
+
+    python tracker_runs.py trackio FOLDER
+
+In an interpreter of its own, since these packages read their environment when they are imported; it then prints the
+packages that are loaded.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+from fake_trainer import FakeTrainer
+
+from chatgpt.trainer.callbacks import TRACKERS, Callback
+
+LOCAL = ('trackio', 'mlflow', 'tensorboard')
+"""those that have no business with a socket; wandb talks with a process of its own on this machine"""
+
+
+def refuse(*args: object, **kwargs: object) -> None:
+    raise AssertionError(f'a connection was asked for: {args}')
+
+
+def main(name: str, folder: Path) -> None:
+    if name in LOCAL:
+        socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse  # type: ignore[assignment]
+    make: type[Callback] = TRACKERS.find(name)
+    for run in ('mine', 'theirs', 'other_rank'):
+        (folder / run).mkdir()
+    first, second = make(), make()
+    FakeTrainer([first], folder / 'mine', lr=0.125).fit([{'ppo/loss': 0.5, 'rollout/score_mean': 1.0}])
+    resumed = FakeTrainer([second], folder / 'mine', lr=0.125)
+    resumed.callbacks.load_state_dict({f'{make.__name__}.0': first.state_dict()})
+    resumed.phase = 1
+    resumed.fit([{'ppo/loss': 0.25, 'rollout/score_mean': 2.0}])
+    failing = FakeTrainer([make()], folder / 'theirs')
+    failing.callbacks.on_fit_start(failing)
+    failing.run_phase({'ppo/loss': 0.75})
+    failing.callbacks.on_exception(failing, RuntimeError())
+    FakeTrainer([make()], folder / 'other_rank', rank=1).fit([{'ppo/loss': 9.0}])
+    print(*sorted({module.split('.')[0] for module in sys.modules}))
+
+
+if __name__ == '__main__':
+    main(sys.argv[1], Path(sys.argv[2]))
