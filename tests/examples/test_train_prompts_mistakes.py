@@ -184,24 +184,25 @@ def test_a_folder_that_cannot_be_written_or_that_another_run_holds(monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    ('body', 'message'),
+    ('body', 'message', 'code'),
     [
-        ("raise KeyError('x')", "raised KeyError: 'x', at {file}:2"),
-        ('raise SystemExit(3)', 'raised SystemExit: 3, at {file}:2'),
-        ("return '1234'", 'returned a str; return a list with one score per response'),
+        ("raise KeyError('x')", "raised KeyError: 'x', at {file}:2", 1),
+        ('raise SystemExit(3)', 'raised SystemExit: 3, at {file}:2', 1),
+        ("return '1234'", 'returned a str; return a list with one score per response; it is defined at {file}:1', 2),
         (
             "return __import__('json').loads('')",
             'raised JSONDecodeError: Expecting value: line 1 column 1 (char 0), at {file}:2',
+            1,
         ),
-        ('import time; time.sleep(30)', 'did not return within 0.3 s'),
-        ('return [1.0]', 'returned 1 scores for 4 responses'),
-        ("return [float('nan')] * len(responses)", 'returned nan for sample 0'),
+        ('import time; time.sleep(30)', 'did not return within 0.3 s', 1),
+        ('return [1.0]', 'returned 1 scores for 4 responses; return one per response; it is defined at {file}:1', 2),
+        ("return [float('nan')] * len(responses)", 'returned nan for sample 0', 1),
     ],
 )
-def test_a_reward_function_that_misbehaves(monkeypatch, capsys, tmp_path, model_folder, body, message):
+def test_a_reward_function_that_misbehaves(monkeypatch, capsys, tmp_path, model_folder, body, message, code):
     (tmp_path / 'bad.py').write_text(f'def score(prompts, responses):\n    {body}\n')
     flags = [*QUICK, '--pretrain', str(model_folder), '--save_path', str(tmp_path / 'run'), '--score_timeout_s=0.3']
-    error = fails(monkeypatch, capsys, *flags, '--reward_fn', f'{tmp_path / "bad.py"}:score', code=1)
+    error = fails(monkeypatch, capsys, *flags, '--reward_fn', f'{tmp_path / "bad.py"}:score', code=code)
     assert message.replace('{file}', str(tmp_path / 'bad.py')) in error
 
 
