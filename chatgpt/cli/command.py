@@ -44,7 +44,7 @@ GROUPS: dict[str, dict[str, Subcommand]] = {
         'init': Subcommand('chatgpt.cli.init', 'write a commented config, data and a reward to start from'),
         'plan': Subcommand('chatgpt.plan.__main__', 'what memory each phase of a run takes, and whether it fits'),
         'launch': Subcommand('chatgpt.launch.__main__', 'several processes, by torchrun or on Ray'),
-        'sweep': Subcommand('chatgpt.search.__main__', 'many runs in search of settings', parser=''),
+        'sweep': Subcommand('chatgpt.search.__main__', 'many runs in search of settings'),
         'convert': Subcommand('chatgpt.cli.convert', 'a data file in another shape'),
         'compat': Subcommand('chatgpt.compat.__main__', 'run or check a script written for TRL, trlX, ...', parser=''),
         'completion': Subcommand('chatgpt.cli.completion', 'what makes a shell complete this command'),
