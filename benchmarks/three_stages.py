@@ -8,7 +8,7 @@ against it.
 2. train_reward_model.py: the same trunk on the labels of the reviews, one epoch, a tenth for evaluation.
 3. train_prompts.py: PPO on story openings against that reward model, 40 phases of 64 responses of 48 tokens.
 
-The reward model is small and judges texts unlike those it has seen; the table says what its score and an independent
+The reward model is small and scores texts unlike those it has seen; the table says what its score and an independent
 count of joyful words do. Writes docs/results/three_stages.md and .png.
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-CONCLUSION = """What a weak judge rewards is not what its labels meant: compare the score with the count of joyful words and with the texts
+CONCLUSION = """What a weak reward model rewards is not what its labels meant: compare the score with the count of joyful words and with the texts
 below. Where the reward measures what is wanted, the same PPO does what it should: [stories](stories.md)."""
 JOY = re.compile(
     r'\b(happy|happily|joy|smile|smiled|smiling|laugh|laughed|laughing|fun|love|loved|glad|great|wonderful|best)\b'

@@ -29,7 +29,7 @@ from chatgpt.trainer.callbacks import format_table, read_jsonl
 from chatgpt.trainer.saving import save_pretrained
 from chatgpt.trainer.strategies import NaiveStrategy
 
-NUM_SHOWN, NUM_JUDGED = 6, 200
+NUM_SHOWN, NUM_COMPARED = 6, 200
 
 
 def run_sft(strategy: Any, tokenizer: Any, out: Path) -> Any:
@@ -157,8 +157,8 @@ def main() -> None:
         print('1. SFT: a new GPT-2 of 0.2 million parameters learns the language of the story world', flush=True)
         actor = run_sft(strategy, tokenizer, args.out)
         print('2. Reward model: which of two stories is better, from 6,000 pairs', flush=True)
-        judge = run_reward_model(strategy, tokenizer, args.out)
-        accuracy = judge.evaluate(judge.eval_data)['accuracy']
+        trainer = run_reward_model(strategy, tokenizer, args.out)
+        accuracy = trainer.evaluate(trainer.eval_data)['accuracy']
         print('3. PPO: the model learns to tell stories that the reward model likes', flush=True)
         run_ppo(strategy, actor, tokenizer, args.out)
     report(args.out, accuracy)
@@ -167,7 +167,7 @@ def main() -> None:
 
 def report(out: Path, accuracy: float) -> None:
     """SFT against PPO on new prompts, by the truth."""
-    prompts = [row['prompt'] for row in embedded.demo_prompts(NUM_JUDGED, seed=1)]
+    prompts = [row['prompt'] for row in embedded.demo_prompts(NUM_COMPARED, seed=1)]
     before, after = answers(out / 'sft', prompts, 0), answers(out / 'ppo', prompts, 0)
     values = [
         (embedded.true_score(p, b), embedded.true_score(p, a)) for p, b, a in zip(prompts, before, after, strict=True)

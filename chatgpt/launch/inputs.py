@@ -37,6 +37,7 @@ from chatgpt.launch.rollouts import check_rollout_args
 from chatgpt.launch.runs import DataRun, ILQLRun, PPORun, PreferenceRun, RewardRun, Run, SFTRun
 from chatgpt.nn.families import MODELS
 from chatgpt.nn.loading import load_config, load_tokenizer
+from chatgpt.nn.trunk import text_config
 from chatgpt.trainer.config import Settings
 from chatgpt.trainer.objectives.reward_model import is_success
 
@@ -129,7 +130,7 @@ def read_config(run: Run) -> tuple[Any, Any]:
 
 def context_of(config: Any) -> int | None:
     """Most tokens of one sequence by a model's config; None where it sets no limit."""
-    config = config.get_text_config() if hasattr(config, 'get_text_config') else config
+    config = text_config(config)
     return getattr(config, 'max_position_embeddings', None) or getattr(config, 'n_positions', None)
 
 
@@ -207,8 +208,10 @@ def _eval_prompts(run: PPORun, prompts: Any, tokenizer: Any) -> tuple[Any, Any]:
         return prompts, _own_prompts(run, run.validation_file, tokenizer)
     if not run.validation_percentage:
         return prompts, None
-    kept, held_out = split_examples([prompts[i] for i in range(len(prompts))], run.validation_percentage, seed=run.seed)
-    return PromptSet(kept), PromptSet(held_out)
+    train, validation = split_examples(
+        [prompts[i] for i in range(len(prompts))], run.validation_percentage, seed=run.seed
+    )
+    return PromptSet(train), PromptSet(validation)
 
 
 def embedded_reward(prompts: list[str], responses: list[str]) -> list[float]:
@@ -236,7 +239,7 @@ def reward_model_inputs(folder: str, tokenizer: Any, *, trust_remote_code: bool 
         own = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     if own is not None and own.get_vocab() != tokenizer.get_vocab():
         return own, context_of(config)
-    size = (config.get_text_config() if hasattr(config, 'get_text_config') else config).vocab_size
+    size = text_config(config).vocab_size
     if size <= max(tokenizer.get_vocab().values()):
         raise ValueError(
             f'the reward model {folder} knows {size} tokens, fewer than the tokenizer of the policy has, and brings no '

@@ -118,7 +118,7 @@ class Run(LearningSettings):
     validation_file: str | None = None
     """eval data"""
     validation_percentage: float = 0.0
-    """keep back this share of the data instead of a file"""
+    """evaluate on this share of the data, in per cent, instead of a file"""
 
     method = ''  # no annotation: a setting of preference runs alone
     """name in `METHODS`"""

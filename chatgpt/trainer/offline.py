@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from chatgpt.batching import collate
-from chatgpt.nn.dropout import dropout_off
+from chatgpt.nn.dropout import dropout_off, in_eval_mode
 from chatgpt.sweep import cuts_of_share, sweep
 from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.config import SupervisedConfig
@@ -319,9 +319,6 @@ class OfflineTrainer(Trainer):
         derives from it."""
         objective, records = self.objective, self.objective.records(data)
         objective.prepare(records)
-        bare = self.strategy.unwrap(self.model)
-        was_training = bare.training
-        bare.eval()
         totals, stats = objective.totals(records), BatchStats()
         cuts = cuts_of_share(
             self.strategy, [*map(objective.num_tokens, records)], self.config.max_tokens_per_batch or SWEEP_TOKENS
@@ -330,8 +327,8 @@ class OfflineTrainer(Trainer):
         def make_batch(positions: list[int]) -> Batch:
             return objective.batch([records[i] for i in positions], totals, packing=self.config.packing)
 
-        for _, (_, metrics) in sweep(self.strategy, cuts, make_batch, lambda batch: objective.loss(self.model, batch)):
-            stats.add(metrics)
-        bare.train(was_training)
+        with in_eval_mode(self.strategy.unwrap(self.model)):
+            for _, (_, metrics) in sweep(self.strategy, cuts, make_batch, lambda b: objective.loss(self.model, b)):
+                stats.add(metrics)
         means = stats.reduced(self.strategy)
         return means | objective.derived(means)

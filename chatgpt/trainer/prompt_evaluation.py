@@ -19,6 +19,7 @@ from chatgpt.dataset.prompts import as_prompts
 from chatgpt.experience.scorers import as_scorer
 from chatgpt.rollout import LocalEngine, RolloutEngine
 from chatgpt.rollout.sampling import sampling_for
+from chatgpt.sweep import gathered
 from chatgpt.trainer.callbacks.base import TrainerView, say
 from chatgpt.trainer.callbacks.jsonl import RunFile
 from chatgpt.trainer.callbacks.samples import format_table
@@ -99,8 +100,7 @@ class PromptEvaluation:
         scorer = self.scorer or trainer.scorer
         scores = scorer.score(samples, strategy) if scorer is not None else [None] * len(samples)
         numbers = [None if s is None else float(s.sum()) if hasattr(s, 'sum') else float(s) for s in scores]
-        gathered = strategy.all_gather_object(list(zip(samples, numbers, strict=True)))
-        everyone = sorted((pair for rank in gathered for pair in rank), key=lambda pair: pair[0].index)
+        everyone = gathered(strategy, list(zip(samples, numbers, strict=True)), lambda pair: pair[0].index)
         metrics = strategy.run_on_rank0(lambda: self._metrics([s for s, _ in everyone]))
         self._show(trainer, everyone, metrics)
         return self._summary(everyone, metrics)

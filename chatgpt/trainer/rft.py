@@ -25,6 +25,7 @@ from chatgpt.dataset.prompts import as_prompts
 from chatgpt.experience.scorers import as_score, as_scorer, described
 from chatgpt.rollout import LocalEngine, RolloutEngine
 from chatgpt.rollout.sampling import sampling_for
+from chatgpt.sweep import gathered
 from chatgpt.trainer.collect import Collector
 from chatgpt.trainer.config import SFTConfig
 from chatgpt.trainer.objectives.sft import SFTObjective
@@ -221,8 +222,7 @@ class RFTTrainer(OfflineTrainer):
             given = self.scorer.score(samples, strategy)
         checked = [as_score(value, sample, 'the reward') for value, sample in zip(given, samples, strict=True)]
         numbers = [float(s.sum()) if isinstance(s, torch.Tensor) else s for s in checked]
-        gathered = strategy.all_gather_object(list(zip(samples, numbers, strict=True)))
-        pairs = sorted((p for rank in gathered for p in rank), key=lambda p: p[0].index)
+        pairs = gathered(strategy, list(zip(samples, numbers, strict=True)), lambda pair: pair[0].index)
         quantile = c.quantile(number)
         kept = select([s for s, _ in pairs], [x for _, x in pairs], quantile)
         self.round_metrics = {

@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +95,6 @@ class DPOConfig(ReferenceConfig):
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
-        self._one_of('loss_type', get_args(DPOLoss))
         if self.label_smoothing is not None and self.loss_type not in ('cdpo', 'robust'):
             raise ValueError(
                 f'label_smoothing={self.label_smoothing} belongs to the losses cdpo and robust, not to '

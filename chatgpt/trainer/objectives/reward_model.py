@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from chatgpt.batching import collate
 from chatgpt.dataset.tokenize import TokenizedLabelled, TokenizedPreference
 from chatgpt.functional.losses import pairwise_log_exp_loss, pairwise_log_sigmoid_loss, ranked_pairs
+from chatgpt.nn.dropout import in_eval_mode
 from chatgpt.sweep import cuts_of_share, sweep
 from chatgpt.trainer.callbacks.early_stopping import StopOnPlateau
 from chatgpt.trainer.config import Schedule, SupervisedConfig
@@ -59,7 +60,6 @@ class RewardModelConfig(SupervisedConfig):
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
-        self._one_of('loss_fn', ('log_sig', 'log_exp'))
         if self.use_margins and self.loss_fn == 'log_exp':
             raise ValueError("use_margins=True needs loss_fn='log_sig'; the log-exp form has no margin")
 
@@ -231,15 +231,13 @@ class RewardModelTrainer(OfflineTrainer):
         """
         chosen = list(sequences or self.reference_data or [self.objective.sequences(r)[0] for r in self.train_data])
         bare: Any = self.strategy.unwrap(self.model)
-        was_training = bare.training
-        bare.eval()
         stats = BatchStats()
         cuts = cuts_of_share(
             self.strategy, [s.num_tokens for s in chosen], self.config.max_tokens_per_batch or SWEEP_TOKENS
         )
-        for positions, scores in sweep(self.strategy, cuts, lambda p: collate([chosen[i] for i in p]), self.model):
-            stats.add({'score_mean': Mean(scores[: len(positions)].sum(), float(len(positions)))})
-        bare.train(was_training)
+        with in_eval_mode(bare):
+            for positions, scores in sweep(self.strategy, cuts, lambda p: collate([chosen[i] for i in p]), self.model):
+                stats.add({'score_mean': Mean(scores[: len(positions)].sum(), float(len(positions)))})
         mean = stats.reduced(self.strategy)['score_mean']
         bare.calibrate(mean)
         return mean
