@@ -13,7 +13,7 @@ import warnings
 from typing import Any
 
 from chatgpt.compat.trl.arguments import Entry, converted, label, ours, refused, warned
-from chatgpt.trainer.callbacks import SaveCheckpoint, TensorBoard, WandB
+from chatgpt.trainer.callbacks import TRACKERS, SaveCheckpoint, TensorBoard, WandB
 
 _PROCESSES = warned('processes and what each holds are decided by the launcher: torchrun runs data-parallel')
 _MEMORY = warned('a matter of memory or speed, without influence on numbers')
@@ -90,7 +90,9 @@ ARGUMENTS: dict[str, Entry] = {
     'logging_first_step': warned('the first line comes after logging_steps'),
     'log_level': label('what is shown is set by disable_tqdm'),
     'disable_tqdm': converted('ProgressBar(enabled=False)'),
-    'report_to': converted('tensorboard and wandb; another is a warning. metrics.jsonl is always in output_dir'),
+    'report_to': converted(
+        'tensorboard, wandb, trackio and mlflow; another is a warning. metrics.jsonl is always in output_dir'
+    ),
     'eval_strategy': converted('evaluation every eval_steps steps, or at the end of each epoch'),
     'evaluation_strategy': converted('the older name of eval_strategy'),
     'eval_steps': converted('see eval_strategy; None is logging_steps'),
@@ -209,9 +211,11 @@ def trackers(args: Any) -> list[Any]:
         elif name == 'wandb':
             project = os.environ.get('WANDB_PROJECT', 'huggingface')
             made.append(WandB(project, **({'name': args.run_name} if args.run_name else {})))
+        elif name in TRACKERS:
+            made.append(TRACKERS.find(name)())
         else:
             warnings.warn(
-                f'{type(args).__name__}: report_to={name!r} has no effect here; there are tensorboard and wandb, and '
+                f'{type(args).__name__}: report_to={name!r} has no effect here; there are {", ".join(TRACKERS)}, and '
                 'metrics.jsonl is always written to output_dir',
                 stacklevel=4,
             )

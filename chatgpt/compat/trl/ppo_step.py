@@ -39,7 +39,7 @@ from chatgpt.rollout.hf import HFEngine
 from chatgpt.rollout.sampling import sampling_for
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.algorithms import AlgorithmSettings, Estimates, Estimator
-from chatgpt.trainer.callbacks import ProgressBar, TensorBoard, WandB
+from chatgpt.trainer.callbacks import TRACKERS, ProgressBar, TensorBoard, WandB
 from chatgpt.trainer.config import PPOConfig as OurConfig
 from chatgpt.trainer.step import Learner, Work
 from chatgpt.trainer.strategies.named import strategy_by_name
@@ -658,7 +658,7 @@ def _trackers(config: PPOConfig) -> list[Any]:
             )
             made.append(WandB(**init, num_rows=0))
         elif name not in ('none', None):
-            raise ValueError(f"log_with={name!r} is not served here; use 'tensorboard' or 'wandb', or None")
+            made.append(TRACKERS.find(name)())
     for name in config.tracker_kwargs:
         if name != 'wandb':
             warnings.warn(f'tracker_kwargs[{name!r}] has no effect here', stacklevel=4)
