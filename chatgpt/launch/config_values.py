@@ -143,7 +143,7 @@ def metavar_of(hint: Any, choices: Iterable[str] = ()) -> str:
 
     Of a field whose metadata has a registry as `choices`, its names.
     """
-    if choices := list(choices):
+    if choices := [name for name in choices if ':' not in name]:  # what module:name named is found there too
         return '{' + ','.join(choices) + '}|module:name'
     options = [o for o in typing.get_args(hint) or (hint,) if o is not type(None)] if _is_union(hint) else [hint]
     words = []

@@ -122,7 +122,9 @@ def read_config(run: Run) -> tuple[Any, Any]:
         tokenizer = load_tokenizer(run.tokenizer or run.base, trust_remote_code=run.trust_remote_code)
     else:
         config, tokenizer = embedded.demo_config(), embedded.demo_tokenizer()
-    if (getattr(MODELS.find(run.model).reward_model, 'model_type', None) or config.model_type) != config.model_type:
+    kind = MODELS.find(run.model)
+    family = getattr(kind.actor or kind.reward_model, 'model_type', None)
+    if family not in (None, config.model_type):
         raise ValueError(f'--model {run.model}: the model is of the family {config.model_type!r}; use --model auto')
     check_tokenizer(tokenizer, config)
     return config, tokenizer

@@ -175,10 +175,10 @@ class OfflineTrainer(Trainer):
             raise ValueError(f'{owner} has no reference: leave initial_model out')
         strategy, (model, optim), initial_model = prepared_by(strategy, (model, optim), initial_model)
         assert not isinstance(strategy, str)
-        config.validate(strategy.world_size)
         reference = (ReferenceModel(strategy, model, initial_model, owner),) if method.compares else ()
         objective = method.objective(config, *reference)
         objective.check(strategy, model)
+        config.validate(strategy.world_size)
         train, for_eval = objective.accept(train_data or [], eval_data)
         if train_data is not None and not train:
             raise ValueError(f'{owner} got no training data')

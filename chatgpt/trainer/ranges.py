@@ -26,7 +26,7 @@ RANGES: dict[str, dict[str, str]] = {
         'dynamic_sampling_rounds': NOT_NEGATIVE, 'gamma': SHARE, 'lam': SHARE, 'tis_cap': POSITIVE, 'dual_clip': '(1, inf)',
         'nlpo_top_p': '(0, 1]', 'nlpo_update_interval': COUNT, 'train_batch_size': COUNT, 'max_epochs': COUNT, 'eps_clip': '(0, 1)',
         'eps_clip_high': POSITIVE, 'value_clip': POSITIVE, 'value_coef': NOT_NEGATIVE, 'entropy_coef': '(-inf, inf)',
-        'ptx_coef': NOT_NEGATIVE, 'ratio_threshold': '(1, inf)', 'target_kl': POSITIVE,
+        'ptx_coef': NOT_NEGATIVE, 'ratio_threshold': POSITIVE, 'target_kl': POSITIVE,
     },
     'SupervisedConfig': {'train_batch_size': COUNT, 'max_epochs': COUNT, 'max_steps': COUNT, 'log_interval': COUNT},
     'RewardModelConfig': {'center_rewards_coefficient': NOT_NEGATIVE, 'early_stopping_patience': COUNT},

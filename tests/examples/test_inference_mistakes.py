@@ -30,7 +30,7 @@ def no_generation(monkeypatch):
         (['--input=in.txt', '--temperature=nan'], "argument --temperature: 'nan' is not a number"),
         (['--input=in.txt', '--temperature=-1'], 'temperature=-1.0; give a number above 0'),
         (['--input=in.txt', '--top_p=2'], 'top_p=2.0; give a number above 0 and at most 1'),
-        (['--input=in.txt', '--max_length=20'], "unknown argument '--max_length'"),
+        (['--input=in.txt', '--max_lenght=20'], "unknown argument '--max_lenght'; did you mean --max_length"),
         (['--input=in.txt', '--num_beams=4'], "unknown argument '--num_beams'"),
     ],
 )
