@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -221,17 +222,14 @@ def answer(args: Any, strategy: Any, policy: Any, tokenizer: Any, prompts: Any, 
     from chatgpt.experience.scorers import as_scorer
     from chatgpt.nn import RewardModel
     from chatgpt.rollout import BestOfN, LocalEngine
+    from chatgpt.rollout.stop import write_texts
 
     scorer = as_scorer(strategy.prepare(RewardModel.from_pretrained(args.reward_model))) if args.reward_model else None
-
-    def decode(sample: Any) -> None:
-        ids = sample.response_ids
-        sample.response_text = tokenizer.decode(ids, skip_special_tokens=True) if stops is None else stops.text_of(ids)
-        sample.prompt_text = tokenizer.decode(sample.prompt_ids, skip_special_tokens=True)
 
     def score(samples: list[Any]) -> list[float]:
         return [0.0] * len(samples) if scorer is None else [float(s) for s in scorer.score(samples, strategy)]
 
+    decode = partial(write_texts, tokenizer=tokenizer, stop_strings=stops)
     engine = LocalEngine()
     engine.begin(policy)
     best = BestOfN(engine, score, sample_size=args.best_of)

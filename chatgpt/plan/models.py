@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from chatgpt.batching import collate
-from chatgpt.nn.trunk import text_config
 from chatgpt.plan.setup import Setup
 from chatgpt.trainer.strategies.memory import ModelSize, ParameterSize
 from chatgpt.types import Batch, Sequence
@@ -61,15 +60,20 @@ def build(kind: str, config: Any, setup: Setup, layers: int | None = None) -> nn
 
 
 def num_layers(config: Any) -> int:
-    return int(text_config(config).num_hidden_layers)
+    return int(_text(config).num_hidden_layers)
 
 
 def vocab_size(config: Any) -> int:
-    return int(text_config(config).vocab_size)
+    return int(_text(config).vocab_size)
+
+
+def _text(config: Any) -> Any:
+    """As `chatgpt.nn.trunk.text_config`, which would load transformers with every callback."""
+    return config.get_text_config() if hasattr(config, 'get_text_config') else config
 
 
 def _set_layers(config: Any, layers: int) -> None:
-    text = text_config(config)
+    text = _text(config)
     text.num_hidden_layers = layers
     kinds = getattr(text, 'layer_types', None)
     if kinds:
@@ -232,7 +236,7 @@ def cache_elements(config: Any) -> int:
     def probe(layers: int) -> int:
         small = copy.deepcopy(config)
         _set_layers(small, layers)
-        text_config(small).pad_token_id = None  # with one, some models look at the tokens
+        _text(small).pad_token_id = None  # with one, some models look at the tokens
         with torch.device('meta'):
             model = AutoModelForCausalLM.from_config(small).eval()
             cache: Any = DynamicCache()

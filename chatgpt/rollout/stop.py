@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
+from chatgpt.types import Sample
+
 
 class StopStrings:
     """True once the response contains one of the strings; an engine asks after every token.
@@ -93,3 +95,15 @@ class StopStrings:
         return (
             len(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens).rstrip('\ufffd')) if len(ids) else 0
         )
+
+
+def write_texts(sample: Sample, tokenizer: Any, stop_strings: StopStrings | None = None) -> None:
+    """Write the texts that reward functions and tables read into a sample: the response's up to its stop string, and
+    the prompt's where it has none. The ids stay the sampled ones; text is never tokenized again."""
+    ids = sample.response_ids
+    text = (
+        tokenizer.decode(ids, skip_special_tokens=True) if stop_strings is None else stop_strings.text_of(ids.tolist())
+    )
+    sample.response_text = text
+    if not sample.prompt_text:
+        sample.prompt_text = tokenizer.decode(sample.prompt_ids, skip_special_tokens=True)

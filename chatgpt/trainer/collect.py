@@ -22,6 +22,7 @@ from typing import Any, cast
 
 from chatgpt.dataset.prompts import PromptOrder, PromptSet
 from chatgpt.rollout import AheadEngine, RolloutEngine, SamplingParams, StopStrings
+from chatgpt.rollout.stop import write_texts
 from chatgpt.trainer.checkpointing import as_json
 from chatgpt.trainer.pipeline import Pipeline, Timestep, restored
 from chatgpt.trainer.strategies.base import Strategy
@@ -152,15 +153,9 @@ class Collector:
                 self.engine.end()
 
     def decode(self, samples: list[Sample]) -> list[Sample]:
-        """Write the texts that reward functions and tables read. The ids stay the sampled ones; text is never tokenized
-        again."""
+        """The samples, with their texts where there is a tokenizer."""
         for sample in samples if self.tokenizer is not None else ():
-            ids, stops = sample.response_ids, self.stop_strings
-            sample.response_text = (
-                self.tokenizer.decode(ids, skip_special_tokens=True) if stops is None else stops.text_of(ids.tolist())
-            )
-            if not sample.prompt_text:
-                sample.prompt_text = self.tokenizer.decode(sample.prompt_ids, skip_special_tokens=True)
+            write_texts(sample, self.tokenizer, self.stop_strings)
         return samples
 
     # ------------------------------------------------------------------ the next prompts
