@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 
+from chatgpt.checkpoint import latest
 from chatgpt.dataset import load_demonstrations, load_preferences
+from chatgpt.dataset.prompts import as_prompts
 from chatgpt.launch.config_values import read_file
 from chatgpt.launch.destination import try_model_folder
 from chatgpt.launch.inputs import Inputs, within_context
@@ -68,6 +70,7 @@ def train(
     tokenizer: Any = None,
     strategy: Any = None,
     run_dir: str | Path | None = None,
+    resume: str | Path | None = None,
     save_path: str | Path | None = None,
     callbacks: SequenceOf[Any] = (),
     **settings: Any,
@@ -96,6 +99,7 @@ def train(
         tokenizer: None takes the model's own.
         strategy: a strategy, or one by name: naive, ddp, fsdp, ... (None is naive).
         run_dir: folder of the run: metrics, and checkpoints every quarter of an hour, at the end and when it fails.
+        resume: 'auto' to go on from the newest checkpoint of `run_dir` where there is one, or a checkpoint's folder.
         save_path: a new folder, where the trained model is written with its tokenizer, as
             `trainer.save_pretrained(save_path)` does. Without a `run_dir`, the weights of a run that fails are written
             to `<save_path>-cut-short`.
@@ -126,6 +130,13 @@ def train(
         raise ValueError(
             f'train: save_path={str(save_path)!r} is there already and would be overwritten; give a new folder'
         )
+    if run_dir is not None and resume is None and (found := latest(Path(run_dir, 'checkpoints'))) is not None:
+        raise ValueError(
+            f'train: run_dir={str(run_dir)!r} holds checkpoints of an earlier run, up to {found.name}: go on with '
+            "resume='auto', or give another run_dir"
+        )
+    if resume == 'auto' and run_dir is None:
+        raise ValueError("train: resume='auto' looks into run_dir; give run_dir=...")
     strategy = as_strategy('naive' if strategy is None else strategy)
     own = {name: chosen.pop(name, default) for name, default in OWN[kind].items()}
     if kind == 'ppo' and own['critic_from'] not in CRITIC_STARTS:
@@ -159,7 +170,17 @@ def train(
         )
     if save_path is not None and run_dir is None:
         inputs.callbacks.append(_KeepWeights(Path(save_path)))
+    if save_path is None and run_dir is None and getattr(strategy, 'is_rank_0', True):
+        told = (
+            'nothing of this run is written; give run_dir=... for checkpoints and metrics, save_path=... for the model'
+        )
+        print(f'train: {told}', file=sys.stderr, flush=True)
     trainer = make_trainer(inputs, strategy)
+    if resume is not None:
+        if kind == 'ppo':  # whose order a checkpoint goes on with
+            inputs.train = as_prompts(prompts, inputs.tokenizer)
+            trainer.set_prompts(inputs.train)
+        trainer.load_checkpoint(resume)
     fit(inputs, trainer)
     if save_path is not None:
         trainer.save_pretrained(save_path)

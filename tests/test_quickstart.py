@@ -454,3 +454,29 @@ def test_other_systems_words_are_answered(folder, settings, said):
         chatgpt.train(folder, samples=['a'], **settings)
     with pytest.raises(ValueError, match='give the model first.*; here it is model'):
         chatgpt.train(model_name_or_path=folder, samples=['a'])
+
+
+def test_a_run_goes_on_where_it_stopped_and_two_runs_are_not_mixed(folder, tmp_path):
+    def train(steps: int, run_dir: str, **options: Any) -> Any:
+        settings = PPO | QUIET | {'num_timesteps': steps, 'lr': 1e-3, 'run_dir': tmp_path / run_dir}
+        return chatgpt.train(
+            folder, reward_fn=lambda p, r: [float(len(x)) for x in r], prompts=['a', 'bc', 'd'], **settings, **options
+        )
+
+    straight = train(3, 'straight')
+    train(2, 'parts')
+    with pytest.raises(
+        ValueError, match="parts' holds checkpoints of an earlier run, up to step-00000002: go on with re"
+    ):
+        train(3, 'parts')
+    with pytest.raises(ValueError, match="resume='auto' looks into run_dir"):
+        chatgpt.train(folder, samples=['a'], resume='auto')
+    again = train(3, 'parts', resume='auto')
+    assert again.phase == straight.phase == 3
+    for mine, theirs in zip(again.actor.parameters(), straight.actor.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_run_that_writes_nothing_says_so(folder, capfd):
+    chatgpt.train(folder, samples=['a b', 'b a'], max_epochs=1, **QUIET)
+    assert 'nothing of this run is written; give run_dir=...' in capfd.readouterr().err

@@ -181,8 +181,8 @@ class FunctionScorer:
         try:
             values = one_each(values, len(samples), source, RewardValueError)
             return [as_score(value, sample, source) for value, sample in zip(values, samples, strict=True)]
-        except RewardValueError as error:
-            raise RewardValueError(f'{error}; it is defined {place_of(self.fn)}') from None
+        except RewardFunctionError as error:
+            raise type(error)(f'{error}; it is defined {place_of(self.fn)}') from None
 
     def score(self, samples: list[Sample], strategy: Communicator) -> list[Score]:
         everyone = gathered(strategy, samples, lambda s: s.index)

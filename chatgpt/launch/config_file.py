@@ -143,7 +143,7 @@ def parse_run(
     if method is not None:
         run.method = method
     if before and os.environ.get('RANK', '0') == '0' and not show:
-        report_said({name: value for name, value in before.items() if name not in presets}, values)
+        report_said({n: v for n, v in before.items() if n not in presets}, values, cls.from_dict({}).to_dict())
     if show:
         print(to_yaml(run), end='')
         raise SystemExit(0)
@@ -328,9 +328,9 @@ def said_before(cls: type[Run], values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in (read_file(found) or {}).items() if name in known}
 
 
-def report_said(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Say which settings this start changes, and which it takes over."""
-    now = {name: value for name, value in now.items() if name not in OF_ONE_START}
+def report_said(before: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Say which settings this start changes, and which it takes over. A default that is spelled out is no change."""
+    now = {n: v for n, v in now.items() if n not in OF_ONE_START and (n in before or v != defaults.get(n))}
     changed = [
         f'{n} {before[n]!r} → {v!r}' if n in before else f'{n} → {v!r}' for n, v in now.items() if before.get(n) != v
     ]

@@ -106,7 +106,8 @@ def check_run(run: Run, world_size: int) -> None:
     run.validate(world_size)
     if isinstance(run, PPORun):
         check_rollout_args(run)
-    check_resume(run)
+    if not run.plan:  # which writes nothing
+        check_resume(run)
 
 
 def quiet_transformers() -> None:
@@ -122,6 +123,12 @@ def read_config(run: Run) -> tuple[Any, Any]:
         tokenizer = load_tokenizer(run.tokenizer or run.base, trust_remote_code=run.trust_remote_code)
     else:
         config, tokenizer = embedded.demo_config(), embedded.demo_tokenizer()
+    heads = [name for name in getattr(config, 'architectures', None) or [] if 'ForSequenceClassification' in name]
+    if heads and run.trained == 'actor':
+        raise ValueError(
+            f'--pretrain {run.pretrain} is a reward model ({heads[0]}), which cannot write: give the model that it was '
+            'made of, and this as --reward_model where there is one'
+        )
     kind = MODELS.find(run.model)
     family = getattr(kind.actor or kind.reward_model, 'model_type', None)
     if family not in (None, config.model_type):
@@ -277,7 +284,7 @@ def read_preferences(run: RewardRun | PreferenceRun, inputs: Inputs) -> None:
     if method == 'kto' and not isinstance(first, (Labelled, Preference)):
         raise ValueError(_what_kto_needs(source, 'no label'))
     if isinstance(first, Labelled) and method not in ('kto', None):
-        raise ValueError(f'{run.dataset}: {method} learns from pairs, and these are labelled answers; use --method kto')
+        raise ValueError(f'{run.dataset}: {method} learns from pairs, and these are labelled answers; use kto')
     load: Callable[..., Any] = load_labelled if isinstance(first, Labelled) else load_preferences
     train, validation = load(source, inputs.tokenizer, **options)
     if isinstance(run, PreferenceRun) and isinstance(first, Labelled):

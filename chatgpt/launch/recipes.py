@@ -208,6 +208,10 @@ def resume(run: Run, trainer: Any) -> None:
     strategy.run_on_rank0(lambda: write_resolved(run, run.save_path))
 
 
+MANY_STEPS = 50
+"""of one pass, among which a short one matters little"""
+
+
 def short_step(run: Run, trainer: Any) -> str | None:
     """What to say where the last step of a pass learns from a quarter of a batch or less: it weighs as much as a whole
     one's."""
@@ -223,7 +227,7 @@ def short_step(run: Run, trainer: Any) -> str | None:
     else:
         what, count = 'records', len(trainer.train_data)
     size, rest = run.train_batch_size, count % run.train_batch_size  # type: ignore[attr-defined]
-    if count < size or not 0 < rest <= size / 4:
+    if not size <= count <= MANY_STEPS * size or not 0 < rest <= size / 4:
         return None
     return (
         f'{count} {what} in batches of train_batch_size={size}: the last step of each pass learns from {rest} alone, '

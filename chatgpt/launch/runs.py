@@ -42,7 +42,7 @@ EMBEDDED = 'embedded'
 """the name of the small model that comes with the package"""
 Groups = dict[str, tuple[str, ...]]
 MODEL = ('pretrain', 'lora_rank', 'gradient_checkpointing')
-RUN = ('save_path', 'model_path', 'resume', 'log_with', 'strategy', 'precision', 'seed', 'plan')
+RUN = ('save_path', 'model_path', 'resume', 'checkpoint_interval', 'log_with', 'strategy', 'precision', 'seed', 'plan')
 
 
 def same_file(a: str, b: str) -> bool:

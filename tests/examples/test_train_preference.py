@@ -181,7 +181,7 @@ def test_settings_reach_the_method(method, flags, expected):
             'rejected. Found the columns prompt, response, reward, and 0.73 where a label is needed',
         ),
         (['{stories}', '--method=kto'], 'Found the columns prompt, response, and no label'),
-        (['{labels}'], 'dpo learns from pairs, and these are labelled answers; use --method kto'),
+        (['{labels}'], 'dpo learns from pairs, and these are labelled answers; use kto'),
     ],
 )
 def test_mistakes(monkeypatch, capsys, data, tmp_path, flags, sentence):
