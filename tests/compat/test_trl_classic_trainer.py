@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import subprocess
 import sys
 import warnings
@@ -100,6 +102,43 @@ def test_names_of_both_eras_follow_each_other() -> None:
     assert (config.learning_rate, config.ppo_epochs, config.num_ppo_epochs) == (0.5, 2, 2)
     with pytest.raises(ValueError, match=r'kl_coef=0.1 and init_kl_coef=0.2 mean the same'):
         PPOConfig(kl_coef=0.1, init_kl_coef=0.2)
+
+
+def test_an_argument_given_at_its_default_is_given() -> None:
+    config = PPOConfig(per_device_train_batch_size=8)
+    config.resolve('classic')
+    assert config.batch_size == 8
+    config = PPOConfig(per_device_train_batch_size=8, gradient_accumulation_steps=3)
+    config.resolve('classic')
+    assert (config.batch_size, config.mini_batch_size) == (24, 8)
+    names = [f.name for f in dataclasses.fields(PPOConfig)]
+    plain = PPOConfig()
+    every = PPOConfig(**{name: PPOConfig.__dataclass_fields__[name].default for name in names} | empty_dicts())
+    assert every._given == plain._given == set() and every.batch_size == 128  # as a parser of command lines makes it
+    assert PPOConfig(log_with=None).era == PPOConfig(output_dir=None).era == 'classic'
+    assert PPOConfig(num_mini_batches=1).era == 'second'
+    assert copy.deepcopy(config)._given == {'per_device_train_batch_size', 'gradient_accumulation_steps'}
+
+
+def empty_dicts() -> dict[str, Any]:
+    return {
+        name: {} for name in ('tracker_kwargs', 'accelerator_kwargs', 'project_kwargs', 'push_to_hub_if_best_kwargs')
+    }
+
+
+@pytest.mark.parametrize('setting', [{'temperature': 0.7}, {'response_length': 53}, {'save_steps': 500}])
+def test_arguments_of_the_other_era_at_their_defaults_are_named(setting: dict[str, Any]) -> None:
+    config = PPOConfig(batch_size=4, mini_batch_size=4, **setting)
+    (name,) = setting
+    with pytest.warns(UserWarning, match=f'PPOConfig: {name}={setting[name]} has no effect here'):
+        config.check('classic')
+
+
+def test_what_is_turned_off_is_not_named() -> None:
+    config = PPOConfig(batch_size=4, mini_batch_size=4, push_to_hub=False, bf16=False, is_encoder_decoder=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        config.check('classic')
 
 
 def test_mistakes_in_the_config() -> None:

@@ -70,6 +70,16 @@ def test_what_cannot_be_honoured_is_named(name):
     assert {'ours', 'converted', 'label', 'warned', 'refused'} <= kinds
 
 
+def test_an_argument_given_at_its_default_is_given():
+    with pytest.warns(UserWarning, match='DPOConfig: ddp_timeout=1800 has no effect here'):
+        check_given(dpo.DPOConfig('out', ddp_timeout=1800), dpo.FIELDS)
+    (parsed,) = HfArgumentParser(dpo.DPOConfig).parse_args_into_dataclasses(['--output_dir', 'out'])
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        check_given(parsed, dpo.FIELDS)  # of a command line every field is passed
+        check_given(dpo.DPOConfig(f_divergence_type='reverse_kl', sync_ref_model=False, eval_delay=0), dpo.FIELDS)
+
+
 @pytest.mark.parametrize('name', TABLES)
 def test_a_command_line_is_read_into_each_config(name, tmp_path):
     parser = HfArgumentParser((ScriptArguments, TABLES[name][0], ModelConfig))
