@@ -232,6 +232,24 @@ def test_shapes_of_generate() -> None:
         trainer.generate(QUERIES[0][None])
 
 
+def test_a_mask_leaves_padding_out_of_a_query() -> None:
+    trainer = make()
+    query, greedy = QUERIES[2], {'max_new_tokens': 5, 'eos_token_id': -1}
+    expected = trainer.generate(query, return_prompt=False, **greedy)
+    padded, mask = torch.tensor([0, *query, 0]), torch.tensor([0, 1, 1, 1, 1, 0])
+    assert not torch.equal(trainer.generate(padded, return_prompt=False, **greedy), expected)
+    for given in (mask, mask[None], mask.tolist()):
+        assert torch.equal(trainer.generate(padded, return_prompt=False, attention_mask=given, **greedy), expected)
+    whole = trainer.generate(padded, attention_mask=mask, **greedy)
+    assert torch.equal(whole, torch.cat([padded, expected[0]])[None])
+    several = trainer.generate(
+        [padded, query], return_prompt=False, attention_mask=[mask, torch.ones(4, dtype=torch.int64)], **greedy
+    )
+    assert all(torch.equal(r, expected[0]) for r in several)
+    with pytest.raises(ValueError, match=r'attention_mask is \[\(4,\)\], of queries \[\(6,\)\]'):
+        trainer.generate(padded, attention_mask=torch.ones(4), **greedy)
+
+
 def test_what_is_left_open_is_transformers_default() -> None:
     """Greedy, 20 new tokens: `model.generate` itself says the same."""
     model = trl.AutoModelForCausalLMWithValueHead.from_pretrained(tiny_causal_lm('gpt2'))
