@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -64,7 +65,15 @@ def given(config: Any, name: str) -> bool:
     return value != default and value != getattr(config, '_filled', {}).get(name, default)
 
 
-def check_given(config: Any, table: Mapping[str, Entry], *, stacklevel: int = 4) -> None:
+def script_level() -> int:
+    """The `stacklevel` with which a warning of the caller's points at the script, however deep in this library."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get('__name__', '').partition('.')[0] == 'chatgpt':
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def check_given(config: Any, table: Mapping[str, Entry]) -> None:
     """An error for each argument that is not at its default and refused; a warning for a given one without effect.
 
     Raises:
@@ -79,7 +88,7 @@ def check_given(config: Any, table: Mapping[str, Entry], *, stacklevel: int = 4)
         text = f'{type(config).__name__}: {name}={value!r} '
         if entry.kind == 'refused':
             raise ValueError(f'{text}cannot be honoured: {entry.note}')
-        warnings.warn(f'{text}has no effect here: {entry.note}', stacklevel=stacklevel)
+        warnings.warn(f'{text}has no effect here: {entry.note}', stacklevel=script_level())
 
 
 def _default(field: dataclasses.Field) -> Any:

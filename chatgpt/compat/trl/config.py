@@ -417,7 +417,7 @@ class PPOConfig(TrainingArguments):
 
     def check(self, era: Era) -> None:
         """Errors and warnings for what the trainer of this era cannot honour; see `check_given`."""
-        check_given(self, fates(era), stacklevel=5)  # the line that makes the trainer
+        check_given(self, fates(era))
 
 
 _DEPEND = (*DEFAULTS['classic'], *TWINS, 'batch_size', 'mini_batch_size', 'backward_batch_size')

@@ -19,6 +19,7 @@ from chatgpt.compat.trl.training import (
     resolved,
     strategy_of,
     tokenizer_of,
+    warn_of_options,
     with_older,
 )
 from chatgpt.dataset import load_preferences
@@ -41,8 +42,10 @@ FIELDS: dict[str, Entry] = later.ARGUMENTS | {
     'truncation_mode': _ONE_LIMIT,
     'precompute_ref_log_probs': converted('always, before the first step: the same numbers from half the forwards'),
     'precompute_ref_batch_size': label('see precompute_ref_log_probs'),
-    'model_init_kwargs': converted('options of loading; dtype and device_map warn, quantization_config is an error'),
-    'ref_model_init_kwargs': converted('see model_init_kwargs'),
+    'model_init_kwargs': converted(
+        'options of loading a named model; dtype and device_map warn, quantization_config is an error'
+    ),
+    'ref_model_init_kwargs': converted('see model_init_kwargs; of a ref_model that is given by name'),
     'disable_dropout': converted('True is how it is here; False is an error'),
     'dataset_num_proc': label('records are tokenized in this process'),
     'padding_free': label('forwards leave padding out anyway'),
@@ -207,13 +210,13 @@ class DPOTrainer(OfflineLaterTrainer):
         loss = _loss(args)
         words = tokenizer_of(processing_class, tokenizer, model)
         super().__init__(args, words, callbacks, strategy_of(args))
-        options = {'trust_remote_code': True} if args.trust_remote_code else {}
-        model = causal_lm(model, args, options | dict(args.model_init_kwargs or {}))
+        model = causal_lm(model, args, 'model_init_kwargs')
         model = adapted(model, peft_config)
-        if ref_model is None and not has_lora(model):
-            ref_model = deepcopy(model)
-        elif ref_model is not None:
-            ref_model = causal_lm(ref_model, args, options | dict(args.ref_model_init_kwargs or {}))
+        if ref_model is not None:
+            ref_model = causal_lm(ref_model, args, 'ref_model_init_kwargs')
+        else:
+            warn_of_options(args, 'ref_model_init_kwargs')
+            ref_model = None if has_lora(model) else deepcopy(model)
         self.model, self.ref_model = model, ref_model
         self.train_dataset = train_dataset
         self.start(
