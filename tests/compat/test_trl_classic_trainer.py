@@ -530,8 +530,10 @@ def test_every_served_name_is_there() -> None:
         module, _, attribute = place.partition(':')
         __import__(module)
         assert hasattr(sys.modules[module], attribute), name
-    with pytest.raises(AttributeError, match='BestOfN'):
-        trl.BestOfNSampler  # noqa: B018
+    with pytest.raises(ImportError, match='trl.BestOfNSampler is not served: chatgpt.rollout.BestOfN'):
+        from chatgpt.compat.trl import BestOfNSampler  # noqa: F401
+    with pytest.raises(ImportError, match='trl.GRPOConfig is not served: .* with advantage_estimator='):
+        from chatgpt.compat.trl import GRPOConfig  # noqa: F401
     with pytest.raises(AttributeError, match='no attribute'):
         trl.something  # noqa: B018
 
