@@ -122,6 +122,14 @@ def test_small_kinds_of_adamw_are_plain_ones_with_a_warning():
         later.check_choices(sft.SFTConfig(optim='paged_adamw_32bit'))
 
 
+def test_the_losses_are_the_same_list_everywhere(folder):
+    with pytest.raises(ValueError, match="loss_type='apo_zero' is not served here; use one of sigmoid, hinge, robust$"):
+        dpo.DPOTrainer(str(folder), args=dpo.DPOConfig(loss_type='apo_zero'), train_dataset=PAIRS)
+    for name in ('loss_type', 'use_weighting', 'loss_weights', 'ld_alpha'):
+        assert 'sigmoid, hinge, robust' in dpo.FIELDS[name].note
+        assert not {'ipo', 'cdpo'} & set(dpo.FIELDS[name].note.replace(',', ' ').split())
+
+
 def test_an_unknown_argument_names_the_nearest():
     with pytest.raises(ValueError, match='DPOConfig.betta=.*beta'):
         dpo.DPOConfig(betta=0.1)

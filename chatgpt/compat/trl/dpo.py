@@ -29,11 +29,13 @@ from chatgpt.trainer.objectives import pairs
 
 _ONE_LIMIT = warned('a record is cut to max_length as a whole: the prompt loses its beginning, then the answer its end')
 _ADAPTERS = refused('a model has one adapter here; its reference is the model without it')
-_NOT_PLAIN = refused('the losses here are sigmoid, ipo, cdpo, robust and hinge alone (docs/algorithms/dpo.md)')
+LOSSES = ('sigmoid', 'hinge', 'robust')
+"""values of loss_type"""
+_NOT_PLAIN = refused(f'the losses of this trainer are {", ".join(LOSSES)} alone (docs/algorithms/dpo.md)')
 
 FIELDS: dict[str, Entry] = later.ARGUMENTS | {
     'beta': ours('beta'),
-    'loss_type': converted("'sigmoid', 'hinge', 'robust' the same; one name, or a list of one"),
+    'loss_type': converted(f'{", ".join(LOSSES)} the same; one name, or a list of one; another is an error'),
     'label_smoothing': converted("of 'sigmoid': loss_type='cdpo'; of 'robust': label_smoothing"),
     'max_length': ours('max_length of load_preferences; no more than the context'),
     'max_prompt_length': _ONE_LIMIT,
@@ -139,8 +141,8 @@ def _loss(args: Any) -> dict[str, Any]:
             "DPOConfig: loss_type='ipo' is the mean over tokens in TRL and the paper's sum here; use "
             "chatgpt.trainer.DPOTrainer(loss_type='ipo') for the latter"
         )
-    if name not in ('sigmoid', 'hinge', 'robust'):
-        raise ValueError(f'DPOConfig: loss_type={name!r} is not served here; use sigmoid, hinge or robust')
+    if name not in LOSSES:
+        raise ValueError(f'DPOConfig: loss_type={name!r} is not served here; use one of {", ".join(LOSSES)}')
     if not args.label_smoothing:
         return {'loss_type': name} | ({'label_smoothing': 0.0} if name == 'robust' else {})
     return {'loss_type': 'cdpo' if name == 'sigmoid' else name, 'label_smoothing': args.label_smoothing}
