@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from chatgpt.compat.trlx import settings
-from chatgpt.compat.trlx.config import TRLConfig, default_ilql_config, default_ppo_config, default_sft_config
+from chatgpt.compat.trlx.config import (
+    TRLConfig,
+    default_ilql_config,
+    default_ppo_config,
+    default_sft_config,
+    unknown,
+)
 from chatgpt.compat.trlx.pipeline import PromptPipeline, begin_id, get_pipeline
 from chatgpt.compat.trlx.trainers import get_trainer
 
@@ -59,9 +65,18 @@ def train(
         config.model.model_path = model_path
     name = config.train.trainer or config.model.model_type or ''
     kwargs = dict(config.train.trainer_kwargs) | ({} if logit_mask is None else {'logit_mask': logit_mask})
-    trainer = get_trainer(name)(
-        config=config, reward_fn=reward_fn or None, metric_fn=metric_fn, stop_sequences=stop_sequences, **kwargs
-    )
+    given = {
+        'config': config,
+        'reward_fn': reward_fn or None,
+        'metric_fn': metric_fn,
+        'stop_sequences': stop_sequences,
+    }
+    trainer_class = get_trainer(name)
+    known = settings.all_arguments(trainer_class)
+    for key in kwargs:
+        if key in given or (known is not None and key not in known):
+            raise unknown('trlx: train.trainer_kwargs', key, (known or set()) - given.keys())
+    trainer = trainer_class(**given, **kwargs)
     _check_fits(trainer, name, online, rewards)
     _add_data(trainer, online, samples, rewards, prompts, eval_prompts, split_token)
     trainer.learn()
