@@ -61,8 +61,8 @@ FIELDS: dict[str, str] = {
     'train.save_optimizer': 'the same; a checkpoint also holds step, KL coefficient and running moments, which trlX '
     'forgets',
     'train.resume_from_checkpoint': 'the same: a folder that `save` wrote',
-    'train.tracker': 'wandb (without a login: offline, with a warning), tensorboard, None; also trackio, mlflow or another '
-    'of TRACKERS, of which project_name alone is followed',
+    'train.tracker': 'wandb (without a login: offline, with a warning), tensorboard, None; also trackio, mlflow or '
+    'another of TRACKERS, of which project_name alone is followed',
     'train.logging_dir': 'the same, of TensorBoard',
     'train.tags': 'the same, of the tracker',
     'train.seed': 'the same; decides every draw, whatever the number of processes',
