@@ -12,8 +12,8 @@ from chatgpt.compat.trlx.config import (
     default_sft_config,
     unknown,
 )
-from chatgpt.compat.trlx.pipeline import PromptPipeline, begin_id, get_pipeline
-from chatgpt.compat.trlx.trainers import get_trainer
+from chatgpt.compat.trlx.orchestrator import get_model
+from chatgpt.compat.trlx.pipeline import PromptPipeline, begin_id, get_pipeline, split
 
 
 def train(
@@ -71,7 +71,7 @@ def train(
         'metric_fn': metric_fn,
         'stop_sequences': stop_sequences,
     }
-    trainer_class = get_trainer(name)
+    trainer_class = get_model(name)  # trainers, and their names of 2022
     known = settings.all_arguments(trainer_class)
     for key in kwargs:
         if key in given or (known is not None and key not in known):
@@ -116,22 +116,3 @@ def _pipeline(config: TRLConfig) -> Any:
     """The config's pipeline; those of 2022 that `train` never used are prompts all the same."""
     known_to_train = config.train.pipeline not in ('PPOPipeline', 'OfflinePipeline')
     return get_pipeline(config.train.pipeline) if known_to_train else PromptPipeline
-
-
-def split(samples: Any, split_token: str | None, tokenizer: Any) -> Any:
-    """Texts as (prompt, output), cut behind the first `split_token`.
-
-    Raises:
-        ValueError: a text without it.
-    """
-    if not split_token:
-        return samples
-    pairs = []
-    begin = tokenizer.decode([begin_id(tokenizer)])
-    for i, text in enumerate(samples):
-        at = text.find(split_token)
-        if at < 0:
-            raise ValueError(f'trlx: sample {i} has no split_token {split_token!r}')
-        at += len(split_token)
-        pairs.append([begin + text[:at], text[at:]])
-    return pairs
