@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import subprocess
 import sys
 import warnings
@@ -102,6 +104,43 @@ def test_names_of_both_eras_follow_each_other() -> None:
         PPOConfig(kl_coef=0.1, init_kl_coef=0.2)
 
 
+def test_an_argument_given_at_its_default_is_given() -> None:
+    config = PPOConfig(per_device_train_batch_size=8)
+    config.resolve('classic')
+    assert config.batch_size == 8
+    config = PPOConfig(per_device_train_batch_size=8, gradient_accumulation_steps=3)
+    config.resolve('classic')
+    assert (config.batch_size, config.mini_batch_size) == (24, 8)
+    names = [f.name for f in dataclasses.fields(PPOConfig)]
+    plain = PPOConfig()
+    every = PPOConfig(**{name: PPOConfig.__dataclass_fields__[name].default for name in names} | empty_dicts())
+    assert every._given == plain._given == set() and every.batch_size == 128  # as a parser of command lines makes it
+    assert PPOConfig(log_with=None).era == PPOConfig(output_dir=None).era == 'classic'
+    assert PPOConfig(num_mini_batches=1).era == 'second'
+    assert copy.deepcopy(config)._given == {'per_device_train_batch_size', 'gradient_accumulation_steps'}
+
+
+def empty_dicts() -> dict[str, Any]:
+    return {
+        name: {} for name in ('tracker_kwargs', 'accelerator_kwargs', 'project_kwargs', 'push_to_hub_if_best_kwargs')
+    }
+
+
+@pytest.mark.parametrize('setting', [{'temperature': 0.7}, {'response_length': 53}, {'save_steps': 500}])
+def test_arguments_of_the_other_era_at_their_defaults_are_named(setting: dict[str, Any]) -> None:
+    config = PPOConfig(batch_size=4, mini_batch_size=4, **setting)
+    (name,) = setting
+    with pytest.warns(UserWarning, match=f'PPOConfig: {name}={setting[name]} has no effect here'):
+        config.check('classic')
+
+
+def test_what_is_turned_off_is_not_named() -> None:
+    config = PPOConfig(batch_size=4, mini_batch_size=4, push_to_hub=False, bf16=False, is_encoder_decoder=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        config.check('classic')
+
+
 def test_mistakes_in_the_config() -> None:
     with pytest.raises(ValueError, match='did you mean batch_size'):
         PPOConfig(batchsize=3)
@@ -191,6 +230,24 @@ def test_shapes_of_generate() -> None:
     assert [r.shape for r in single] == [(1, 7), (1, 7)]
     with pytest.raises(ValueError, match=r'\(1, 3\)'):
         trainer.generate(QUERIES[0][None])
+
+
+def test_a_mask_leaves_padding_out_of_a_query() -> None:
+    trainer = make()
+    query, greedy = QUERIES[2], {'max_new_tokens': 5, 'eos_token_id': -1}
+    expected = trainer.generate(query, return_prompt=False, **greedy)
+    padded, mask = torch.tensor([0, *query, 0]), torch.tensor([0, 1, 1, 1, 1, 0])
+    assert not torch.equal(trainer.generate(padded, return_prompt=False, **greedy), expected)
+    for given in (mask, mask[None], mask.tolist()):
+        assert torch.equal(trainer.generate(padded, return_prompt=False, attention_mask=given, **greedy), expected)
+    whole = trainer.generate(padded, attention_mask=mask, **greedy)
+    assert torch.equal(whole, torch.cat([padded, expected[0]])[None])
+    several = trainer.generate(
+        [padded, query], return_prompt=False, attention_mask=[mask, torch.ones(4, dtype=torch.int64)], **greedy
+    )
+    assert all(torch.equal(r, expected[0]) for r in several)
+    with pytest.raises(ValueError, match=r'attention_mask is \[\(4,\)\], of queries \[\(6,\)\]'):
+        trainer.generate(padded, attention_mask=torch.ones(4), **greedy)
 
 
 def test_what_is_left_open_is_transformers_default() -> None:
@@ -473,8 +530,10 @@ def test_every_served_name_is_there() -> None:
         module, _, attribute = place.partition(':')
         __import__(module)
         assert hasattr(sys.modules[module], attribute), name
-    with pytest.raises(AttributeError, match='BestOfN'):
-        trl.BestOfNSampler  # noqa: B018
+    with pytest.raises(ImportError, match='trl.BestOfNSampler is not served: chatgpt.rollout.BestOfN'):
+        from chatgpt.compat.trl import BestOfNSampler  # noqa: F401
+    with pytest.raises(ImportError, match='trl.GRPOConfig is not served: .* with advantage_estimator='):
+        from chatgpt.compat.trl import GRPOConfig  # noqa: F401
     with pytest.raises(AttributeError, match='no attribute'):
         trl.something  # noqa: B018
 

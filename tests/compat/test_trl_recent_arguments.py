@@ -70,6 +70,16 @@ def test_what_cannot_be_honoured_is_named(name):
     assert {'ours', 'converted', 'label', 'warned', 'refused'} <= kinds
 
 
+def test_an_argument_given_at_its_default_is_given():
+    with pytest.warns(UserWarning, match='DPOConfig: ddp_timeout=1800 has no effect here'):
+        check_given(dpo.DPOConfig('out', ddp_timeout=1800), dpo.FIELDS)
+    (parsed,) = HfArgumentParser(dpo.DPOConfig).parse_args_into_dataclasses(['--output_dir', 'out'])
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        check_given(parsed, dpo.FIELDS)  # of a command line every field is passed
+        check_given(dpo.DPOConfig(f_divergence_type='reverse_kl', sync_ref_model=False, eval_delay=0), dpo.FIELDS)
+
+
 @pytest.mark.parametrize('name', TABLES)
 def test_a_command_line_is_read_into_each_config(name, tmp_path):
     parser = HfArgumentParser((ScriptArguments, TABLES[name][0], ModelConfig))
@@ -98,9 +108,26 @@ def test_a_tracker_that_is_not_there_is_named():
         assert later.trackers(sft.SFTConfig(report_to=['none', 'neptune'])) == []
 
 
+def test_warnings_point_at_the_line_of_the_script(folder, tmp_path):
+    args = sft.SFTConfig(
+        output_dir=str(tmp_path), report_to='neptune', optim='adamw_8bit', model_init_kwargs={'dtype': 'bfloat16'}
+    )
+    with pytest.warns(UserWarning, match='report_to') as told:
+        sft.SFTTrainer(str(folder), args, train_dataset=[{'text': 'one day a cat'}] * 2)
+    assert [w.filename for w in told] == [__file__] * 3
+
+
 def test_small_kinds_of_adamw_are_plain_ones_with_a_warning():
     with pytest.warns(UserWarning, match='paged_adamw_32bit'):
         later.check_choices(sft.SFTConfig(optim='paged_adamw_32bit'))
+
+
+def test_the_losses_are_the_same_list_everywhere(folder):
+    with pytest.raises(ValueError, match="loss_type='apo_zero' is not served here; use one of sigmoid, hinge, robust$"):
+        dpo.DPOTrainer(str(folder), args=dpo.DPOConfig(loss_type='apo_zero'), train_dataset=PAIRS)
+    for name in ('loss_type', 'use_weighting', 'loss_weights', 'ld_alpha'):
+        assert 'sigmoid, hinge, robust' in dpo.FIELDS[name].note
+        assert not {'ipo', 'cdpo'} & set(dpo.FIELDS[name].note.replace(',', ' ').split())
 
 
 def test_an_unknown_argument_names_the_nearest():
@@ -333,6 +360,58 @@ def test_what_a_formatting_function_may_be(folder):
         text(lambda row: row['missing'])
     with pytest.raises(ValueError, match='it must give a text'):
         text(lambda row: 3)
+
+
+PAIRS = [{'prompt': 'one day', 'chosen': ' a cat', 'rejected': ' went'}] * 2
+ONE_STEP = {'max_steps': 1, 'save_strategy': 'no'}
+
+
+@pytest.mark.parametrize('trainer', ['DPOTrainer', 'SFTTrainer', 'RewardTrainer'])
+def test_options_of_loading_from_a_command_line(trainer, folder, tmp_path):
+    """They are a text there, in JSON."""
+    module = {'DPOTrainer': dpo, 'SFTTrainer': sft, 'RewardTrainer': reward}[trainer]
+    config_class = getattr(module, trainer.replace('Trainer', 'Config'))
+
+    def make(options: str) -> Any:
+        (args,) = HfArgumentParser(config_class).parse_args_into_dataclasses(
+            ['--output_dir', str(tmp_path), '--model_init_kwargs', options]
+        )
+        rows = [{'text': 'one day a cat'}] * 2 if trainer == 'SFTTrainer' else PAIRS
+        return getattr(module, trainer)(str(folder), args=args, train_dataset=rows)
+
+    assert make('{"attn_implementation": "eager"}').model.config._attn_implementation == 'eager'
+    with pytest.raises(ValueError, match="model_init_kwargs='{oh}' is not JSON"):
+        make('{oh}')
+    with pytest.raises(ValueError, match='it must hold names with values'):
+        make('[3]')
+
+
+def test_options_of_loading_beside_a_loaded_model_are_named(folder, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    options = {'attn_implementation': 'eager'}
+    args = {'output_dir': str(tmp_path), 'model_init_kwargs': options, **ONE_STEP}
+    load = AutoModelForCausalLM.from_pretrained
+    rows = [{'text': 'one day a cat'}] * 2
+    with pytest.warns(UserWarning, match='SFTConfig: model_init_kwargs=.* the model is loaded already'):
+        sft.SFTTrainer(load(folder), sft.SFTConfig(**args), train_dataset=rows)
+    with pytest.warns(UserWarning, match='RewardConfig: model_init_kwargs=') as told:
+        reward.RewardTrainer(
+            AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1),
+            reward.RewardConfig(**args),
+            train_dataset=PAIRS,
+            processing_class=AutoTokenizer.from_pretrained(folder),
+        )
+    assert [w.filename for w in told] == [__file__]
+    args = args | {'model_init_kwargs': None, 'ref_model_init_kwargs': options}
+    for reference in (None, load(folder)):
+        with pytest.warns(UserWarning, match='DPOConfig: ref_model_init_kwargs=.* a copy or given') as told:
+            dpo.DPOTrainer(str(folder), reference, dpo.DPOConfig(**args), train_dataset=PAIRS)
+        assert [w.filename for w in told] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        trainer = dpo.DPOTrainer(str(folder), str(folder), dpo.DPOConfig(**args), train_dataset=PAIRS)
+    assert trainer.ref_model.config._attn_implementation == 'eager'
 
 
 def test_a_model_in_16_bits_is_trained_in_32(folder, tmp_path):

@@ -142,8 +142,8 @@ def test_every_served_name_is_there():
         module, _, attribute = target.partition(':')
         assert hasattr(importlib.import_module(module), attribute), target
     assert callable(trlx.train)
-    with pytest.raises(AttributeError, match='python -m chatgpt sweep'):
-        trlx.sweep  # noqa: B018
+    with pytest.raises(ImportError, match='trlx.sweep is not served; instead: python -m chatgpt sweep'):
+        from chatgpt.compat.trlx import sweep  # noqa: F401
     assert not set(SERVED) & set(INSTEAD)
 
 
@@ -153,7 +153,9 @@ def test_every_served_name_is_there():
         ({'model.model_arch_type': 'seq2seq'}, 'encoder-decoders'),
         ({'model.num_layers_unfrozen': 0}, 'leaves no block'),
         ({'train.minibatch_size': 3}, 'must divide batch_size=32'),
-        ({'train.tracker': 'mlflw'}, "choose 'wandb', 'tensorboard' or None"),
+        ({'train.tracker': 'mlflw'}, 'choose one of tensorboard, wandb, trackio, mlflow, or None; did you mean mlflow'),
+        ({'train.trainer_kwargs': {'stratgy': 'ddp'}}, "trainer_kwargs has no 'stratgy'; did you mean strategy"),
+        ({'train.trainer_kwargs': {'config': 3}}, "trainer_kwargs has no 'config'"),
         ({'tokenizer.tokenizer_path': ''}, 'no tokenizer_path'),
         ({'train.epochs': 0}, 'at least 1'),
         ({'train.trainer': 'NeMoPPOTrainer'}, 'FSDP or ColossalAI'),
@@ -378,6 +380,25 @@ def test_statistics_from_hand():
     }
     ilql = settings.ilql_settings(default_ilql_config())
     assert theirs({'ilql/cql_loss': 0.3}, ilql)['losses/loss_cql'] == pytest.approx(3.0)
+
+
+def test_other_trackers_of_the_library(monkeypatch):
+    from chatgpt.trainer.callbacks import TRACKERS, Callback, mlflow, trackio
+
+    monkeypatch.setattr(mlflow, 'need_package', lambda *_: None)
+    monkeypatch.setattr(trackio, 'need_package', lambda *_: None)
+    config = default_sft_config().evolve(train={'tracker': 'mlflow', 'project_name': 'mine'})
+    (made,) = settings.tracker(config)
+    assert isinstance(made, mlflow.MLflow) and made.experiment == 'mine'
+    config = config.evolve(train={'tracker': 'trackio', 'run_name': 'first', 'tags': ['a']})
+    with pytest.warns(UserWarning, match="train.run_name, train.tags have no effect with tracker='trackio'"):
+        (made,) = settings.tracker(config)
+    assert isinstance(made, trackio.Trackio) and made.project == 'mine'
+    mine = type('Mine', (Callback,), {})
+    monkeypatch.setitem(TRACKERS, 'mine', mine)
+    config = default_sft_config().evolve(train={'tracker': 'mine'})
+    settings.check(config)
+    assert [type(c) for c in settings.tracker(config)] == [mine]
 
 
 def test_wandb_without_a_login_is_offline(monkeypatch, tmp_path):

@@ -123,7 +123,9 @@ def __getattr__(name: str) -> Any:
         module, _, attribute = SERVED[name].partition(':')
         return getattr(import_module(module), attribute)
     if name in INSTEAD:
-        raise AttributeError(f'trl.{name} is not served: {INSTEAD[name]}')
+        raise ImportError(
+            f'trl.{name} is not served: {INSTEAD[name]}'
+        )  # of an AttributeError `from` would hide the text
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,15 +58,23 @@ def absent(why: str) -> Entry:
 
 
 def given(config: Any, name: str) -> bool:
-    """Whether a field was given another value than its default, when the config was made or since."""
+    """Whether a field was given a value, when the config was made, or another than its default since."""
     if name in config._given:
         return True
     value, default = getattr(config, name), _default(config.__dataclass_fields__[name])
     return value != default and value != getattr(config, '_filled', {}).get(name, default)
 
 
-def check_given(config: Any, table: Mapping[str, Entry], *, stacklevel: int = 4) -> None:
-    """An error for each argument that is not at its default and refused; a warning for one without effect.
+def script_level() -> int:
+    """The `stacklevel` with which a warning of the caller's points at the script, however deep in this library."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get('__name__', '').partition('.')[0] == 'chatgpt':
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def check_given(config: Any, table: Mapping[str, Entry]) -> None:
+    """An error for each argument that is not at its default and refused; a warning for a given one without effect.
 
     Raises:
         ValueError: names the argument and says why, and what to write instead.
@@ -73,10 +82,13 @@ def check_given(config: Any, table: Mapping[str, Entry], *, stacklevel: int = 4)
     for name, entry in table.items():
         if entry.kind not in ('warned', 'refused', 'absent') or not given(config, name):
             continue
-        text = f'{type(config).__name__}: {name}={getattr(config, name)!r} '
+        value = getattr(config, name)
+        if value == _default(config.__dataclass_fields__[name]) and (entry.kind == 'refused' or not value):
+            continue  # what holds here anyway, or something turned off
+        text = f'{type(config).__name__}: {name}={value!r} '
         if entry.kind == 'refused':
             raise ValueError(f'{text}cannot be honoured: {entry.note}')
-        warnings.warn(f'{text}has no effect here: {entry.note}', stacklevel=stacklevel)
+        warnings.warn(f'{text}has no effect here: {entry.note}', stacklevel=script_level())
 
 
 def _default(field: dataclasses.Field) -> Any:
@@ -191,6 +203,9 @@ class TrainingArguments:
     hub_revision: str | None = None
     include_num_input_tokens_seen: bool = False
 
+    _explicit = frozenset[str]()  # no annotation: it is no field
+    """of an object: the names that the call gave"""
+
     def __new__(cls, *args: Any, **values: Any) -> Self:
         known = [name for name in inspect.signature(cls.__init__).parameters if name != 'self']
         for name in values:
@@ -199,11 +214,19 @@ class TrainingArguments:
                 raise ValueError(
                     f'{cls.__name__}({name}=...): TRL has no such argument, or it is not served here{near}'
                 )
-        return super().__new__(cls)
+        self = super().__new__(cls)
+        # A parser of command lines gives every field, so that its names say nothing.
+        everything = {f.name for f in dataclasses.fields(cls) if f.init} <= values.keys()
+        self._explicit = frozenset(() if everything else values)
+        return self
 
     def __post_init__(self) -> None:
-        # Before anything is filled in.
-        self._given = {f.name for f in dataclasses.fields(self) if getattr(self, f.name) != _default(f)}
+        # Before anything is filled in. None is how scripts leave an argument to its default.
+        self._given = {
+            f.name
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != _default(f) or (f.name in self._explicit and getattr(self, f.name) is not None)
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """All arguments by name."""

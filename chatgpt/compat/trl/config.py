@@ -17,6 +17,7 @@ from chatgpt.compat.trl.arguments import (
     absent,
     check_given,
     converted,
+    given,
     label,
     ours,
     refused,
@@ -394,8 +395,8 @@ class PPOConfig(TrainingArguments):
 
     def _classic_batches(self) -> None:
         if self.batch_size is None:
-            per_device = self.per_device_train_batch_size
-            self.batch_size = 128 if per_device == 8 else per_device * self.gradient_accumulation_steps
+            steps = self.per_device_train_batch_size * self.gradient_accumulation_steps
+            self.batch_size = steps if given(self, 'per_device_train_batch_size') else 128
         if self.forward_batch_size is not None:
             self.mini_batch_size = self.forward_batch_size
         if self.mini_batch_size is None and self.num_mini_batches > 1:
@@ -416,7 +417,7 @@ class PPOConfig(TrainingArguments):
 
     def check(self, era: Era) -> None:
         """Errors and warnings for what the trainer of this era cannot honour; see `check_given`."""
-        check_given(self, fates(era), stacklevel=5)  # the line that makes the trainer
+        check_given(self, fates(era))
 
 
 _DEPEND = (*DEFAULTS['classic'], *TWINS, 'batch_size', 'mini_batch_size', 'backward_batch_size')

@@ -19,6 +19,7 @@ from chatgpt.compat.trl.training import (
     resolved,
     strategy_of,
     tokenizer_of,
+    warn_of_options,
     with_older,
 )
 from chatgpt.dataset import load_preferences
@@ -28,11 +29,13 @@ from chatgpt.trainer.objectives import pairs
 
 _ONE_LIMIT = warned('a record is cut to max_length as a whole: the prompt loses its beginning, then the answer its end')
 _ADAPTERS = refused('a model has one adapter here; its reference is the model without it')
-_NOT_PLAIN = refused('the losses here are sigmoid, ipo, cdpo, robust and hinge alone (docs/algorithms/dpo.md)')
+LOSSES = ('sigmoid', 'hinge', 'robust')
+"""values of loss_type"""
+_NOT_PLAIN = refused(f'the losses of this trainer are {", ".join(LOSSES)} alone (docs/algorithms/dpo.md)')
 
 FIELDS: dict[str, Entry] = later.ARGUMENTS | {
     'beta': ours('beta'),
-    'loss_type': converted("'sigmoid', 'hinge', 'robust' the same; one name, or a list of one"),
+    'loss_type': converted(f'{", ".join(LOSSES)} the same; one name, or a list of one; another is an error'),
     'label_smoothing': converted("of 'sigmoid': loss_type='cdpo'; of 'robust': label_smoothing"),
     'max_length': ours('max_length of load_preferences; no more than the context'),
     'max_prompt_length': _ONE_LIMIT,
@@ -41,8 +44,10 @@ FIELDS: dict[str, Entry] = later.ARGUMENTS | {
     'truncation_mode': _ONE_LIMIT,
     'precompute_ref_log_probs': converted('always, before the first step: the same numbers from half the forwards'),
     'precompute_ref_batch_size': label('see precompute_ref_log_probs'),
-    'model_init_kwargs': converted('options of loading; dtype and device_map warn, quantization_config is an error'),
-    'ref_model_init_kwargs': converted('see model_init_kwargs'),
+    'model_init_kwargs': converted(
+        'options of loading a named model; dtype and device_map warn, quantization_config is an error'
+    ),
+    'ref_model_init_kwargs': converted('see model_init_kwargs; of a ref_model that is given by name'),
     'disable_dropout': converted('True is how it is here; False is an error'),
     'dataset_num_proc': label('records are tokenized in this process'),
     'padding_free': label('forwards leave padding out anyway'),
@@ -136,8 +141,8 @@ def _loss(args: Any) -> dict[str, Any]:
             "DPOConfig: loss_type='ipo' is the mean over tokens in TRL and the paper's sum here; use "
             "chatgpt.trainer.DPOTrainer(loss_type='ipo') for the latter"
         )
-    if name not in ('sigmoid', 'hinge', 'robust'):
-        raise ValueError(f'DPOConfig: loss_type={name!r} is not served here; use sigmoid, hinge or robust')
+    if name not in LOSSES:
+        raise ValueError(f'DPOConfig: loss_type={name!r} is not served here; use one of {", ".join(LOSSES)}')
     if not args.label_smoothing:
         return {'loss_type': name} | ({'label_smoothing': 0.0} if name == 'robust' else {})
     return {'loss_type': 'cdpo' if name == 'sigmoid' else name, 'label_smoothing': args.label_smoothing}
@@ -207,13 +212,13 @@ class DPOTrainer(OfflineLaterTrainer):
         loss = _loss(args)
         words = tokenizer_of(processing_class, tokenizer, model)
         super().__init__(args, words, callbacks, strategy_of(args))
-        options = {'trust_remote_code': True} if args.trust_remote_code else {}
-        model = causal_lm(model, args, options | dict(args.model_init_kwargs or {}))
+        model = causal_lm(model, args, 'model_init_kwargs')
         model = adapted(model, peft_config)
-        if ref_model is None and not has_lora(model):
-            ref_model = deepcopy(model)
-        elif ref_model is not None:
-            ref_model = causal_lm(ref_model, args, options | dict(args.ref_model_init_kwargs or {}))
+        if ref_model is not None:
+            ref_model = causal_lm(ref_model, args, 'ref_model_init_kwargs')
+        else:
+            warn_of_options(args, 'ref_model_init_kwargs')
+            ref_model = None if has_lora(model) else deepcopy(model)
         self.model, self.ref_model = model, ref_model
         self.train_dataset = train_dataset
         self.start(

@@ -12,7 +12,7 @@ import os
 import warnings
 from typing import Any
 
-from chatgpt.compat.trl.arguments import Entry, converted, label, ours, refused, warned
+from chatgpt.compat.trl.arguments import Entry, converted, label, ours, refused, script_level, warned
 from chatgpt.trainer.callbacks import TRACKERS, SaveCheckpoint, TensorBoard, WandB
 
 _PROCESSES = warned('processes and what each holds are decided by the launcher: torchrun runs data-parallel')
@@ -150,7 +150,8 @@ def check_choices(args: Any) -> None:
         one_of(args, name, known)
     if (name := one_of(args, 'optim', _OPTIMIZERS)) in _SMALL_ADAMW:
         warnings.warn(
-            f'{type(args).__name__}: optim={name!r} is plain AdamW here, with states in 32 bits', stacklevel=4
+            f'{type(args).__name__}: optim={name!r} is plain AdamW here, with states in 32 bits',
+            stacklevel=script_level(),
         )
     if args.bf16 and args.fp16:
         raise ValueError(f'{type(args).__name__}: bf16=True and fp16=True; give one of them')
@@ -217,7 +218,7 @@ def trackers(args: Any) -> list[Any]:
             warnings.warn(
                 f'{type(args).__name__}: report_to={name!r} has no effect here; there are {", ".join(TRACKERS)}, and '
                 'metrics.jsonl is always written to output_dir',
-                stacklevel=4,
+                stacklevel=script_level(),
             )
     return made
 

@@ -352,15 +352,17 @@ class ClassicPPOTrainer:
             length_sampler: new tokens; asked once per `batch_size` queries, as TRL does.
             return_prompt: the prompt's tokens before the response's.
             generate_ref_response: a pair with the reference's responses.
+            **generation_kwargs: as of `model.generate`. What `attention_mask` pads is left out of a query, though not
+                of the prompt before its response; a mask of one query, (P,) or (1, P), or a list of them.
 
         Raises:
-            ValueError: a query of two dimensions, an unknown setting, a prompt without room.
+            ValueError: a query of two dimensions, a mask of another shape, an unknown setting, a prompt without room.
         """
         if isinstance(query_tensor, Tensor) and query_tensor.dim() != 1:
             raise ValueError(f'generate: query_tensor is {tuple(query_tensor.shape)}; give (P,), or a list of (P,)')
         single = isinstance(query_tensor, Tensor)
         given = [query_tensor] if isinstance(query_tensor, Tensor) else list(query_tensor)
-        queries = [q.detach().cpu() for q in given]
+        queries = _unpadded(given, generation_kwargs.pop('attention_mask', None), single)
         settings = self._settings(generation_kwargs, bool(length_sampler))
 
         def answered(generate: Callable[[list[int] | None], list[Tensor]]) -> Any:
@@ -370,7 +372,7 @@ class ClassicPPOTrainer:
                 limits = [drawn[i // batch_size] for i in range(len(queries))]
             found = [r.to(self.current_device) for r in generate(limits)]
             if return_prompt:
-                found = [torch.cat([q.to(r), r]) for q, r in zip(queries, found, strict=True)]
+                found = [torch.cat([q.to(r), r]) for q, r in zip(given, found, strict=True)]
             return found[0][None] if single else found
 
         def of_policy(limits: list[int] | None) -> list[Tensor]:
@@ -385,8 +387,8 @@ class ClassicPPOTrainer:
     def _settings(self, given: dict[str, Any], has_lengths: bool) -> dict[str, Any]:
         """Our generation keywords for transformers'."""
         given = dict(given)
-        for name in ('remove_padding', 'pad_to_multiple_of', 'attention_mask', 'synced_gpus'):
-            if given.pop(name, None) not in (None, True) and name != 'attention_mask':
+        for name in ('remove_padding', 'pad_to_multiple_of', 'synced_gpus'):
+            if given.pop(name, None) not in (None, True):
                 warnings.warn(f'generate: {name} has no effect here: responses are never padded', stacklevel=3)
         own = self.model.pretrained_model.generation_config
         if (config := given.pop('generation_config', None)) is not None:
@@ -613,6 +615,19 @@ def _to(value: Any, device: torch.device) -> Any:
     if isinstance(value, (list, tuple)) and not hasattr(value, '_fields'):
         return type(value)(_to(part, device) for part in value)
     return value
+
+
+def _unpadded(queries: SequenceOf[Tensor], mask: Any, single: bool) -> list[Tensor]:
+    """The queries on the CPU, without the tokens of which a mask of `generate` is 0."""
+    queries = [q.detach().cpu() for q in queries]
+    if mask is None:
+        return queries
+    masks = [torch.as_tensor(m).detach().cpu().bool() for m in ([mask] if single else mask)]
+    masks = [m[0] if m.dim() == 2 and len(m) == 1 else m for m in masks]
+    shapes, wanted = [tuple(m.shape) for m in masks], [tuple(q.shape) for q in queries]
+    if shapes != wanted:
+        raise ValueError(f'generate: attention_mask is {shapes}, of queries {wanted}; give one of the shape of each')
+    return [q[m] for q, m in zip(queries, masks, strict=True)]
 
 
 def _check(config: Any, model: Any, ref_model: Any, tokenizer: Any) -> None:

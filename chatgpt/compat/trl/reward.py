@@ -21,6 +21,7 @@ from chatgpt.compat.trl.training import (
     strategy_of,
     tokenizer_of,
     trainable,
+    warn_of_options,
     with_older,
 )
 from chatgpt.dataset import load_preferences
@@ -31,7 +32,9 @@ FIELDS: dict[str, Entry] = later.ARGUMENTS | {
     'max_length': ours('max_length of load_preferences; no more than the context'),
     'center_rewards_coefficient': ours('center_rewards_coefficient'),
     'disable_dropout': converted('dropout layers are set to 0, as in TRL'),
-    'model_init_kwargs': converted('options of loading; dtype and device_map warn, quantization_config is an error'),
+    'model_init_kwargs': converted(
+        'options of loading a named model; dtype and device_map warn, quantization_config is an error'
+    ),
     'trust_remote_code': converted('an option of loading'),
     'dataset_num_proc': label('records are tokenized in this process'),
     'pad_to_multiple_of': label('forwards leave padding out anyway'),
@@ -120,9 +123,9 @@ class RewardTrainer(OfflineLaterTrainer):
             words.eos_token = args.eos_token
         super().__init__(args, words, callbacks, strategy_of(args))
         if isinstance(model, (str, Path)):
-            options = {'trust_remote_code': True} if args.trust_remote_code else {}
-            scorer: RewardModel = AutoRM(pretrained=model, **options | loading_options(args.model_init_kwargs))
+            scorer: RewardModel = AutoRM(pretrained=model, **loading_options(args, 'model_init_kwargs'))
         else:
+            warn_of_options(args, 'model_init_kwargs')
             model = adapted(model, None, heads=HEADS)  # of a PEFT model its adapters
             scorer = RewardModel.from_classifier(model)
         adapted(trainable(scorer.model, args), peft_config, heads=HEADS)

@@ -37,7 +37,9 @@ FIELDS: dict[str, Entry] = later.ARGUMENTS | {
     'dataset_text_field': converted('the column that is read as text'),
     'completion_only_loss': converted('of prompt and completion: None and True count the completion alone'),
     'assistant_only_loss': converted('of messages: True counts the turns of the assistant alone, False every token'),
-    'model_init_kwargs': converted('options of loading; dtype and device_map warn, quantization_config is an error'),
+    'model_init_kwargs': converted(
+        'options of loading a named model; dtype and device_map warn, quantization_config is an error'
+    ),
     'trust_remote_code': converted('an option of loading'),
     'loss_type': converted("'nll' and None are the loss here; another is an error"),
     'truncation_mode': warned('the prompt loses its beginning, then the response its end'),
@@ -162,8 +164,7 @@ class SFTTrainer(OfflineLaterTrainer):
         if args.eos_token is not None:
             words.eos_token = args.eos_token
         super().__init__(args, words, callbacks, strategy_of(args))
-        options = {'trust_remote_code': True} if args.trust_remote_code else {}
-        model = causal_lm(model, args, options | dict(args.model_init_kwargs or {}))
+        model = causal_lm(model, args, 'model_init_kwargs')
         self.model = adapted(model, peft_config)
         self.formatting_func = formatting_func
         self.train_dataset = train_dataset

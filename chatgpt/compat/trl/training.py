@@ -22,7 +22,7 @@ from transformers.trainer_utils import TrainOutput
 
 from chatgpt.compat.trl import later
 from chatgpt.compat.trl.accelerator import Accelerator
-from chatgpt.compat.trl.arguments import Entry, TrainingArguments, check_given
+from chatgpt.compat.trl.arguments import Entry, TrainingArguments, check_given, script_level
 from chatgpt.launch.inputs import context_of
 from chatgpt.names import hint
 from chatgpt.nn.loading import load_causal_lm
@@ -80,7 +80,9 @@ def _from_transformers(args: Any, config_class: type) -> Any:
         if f.init and getattr(args, f.name) != getattr(fresh, f.name)
     }
     if unknown := sorted(set(changed) - known):
-        warnings.warn(f'args: {", ".join(unknown)} of {type(args).__name__} have no effect here', stacklevel=3)
+        warnings.warn(
+            f'args: {", ".join(unknown)} of {type(args).__name__} have no effect here', stacklevel=script_level()
+        )
     return config_class(output_dir=theirs.output_dir, **{k: v for k, v in changed.items() if k in known})
 
 
@@ -113,32 +115,58 @@ def tokenizer_of(processing_class: Any, tokenizer: Any, model: Any) -> Any:
     return found
 
 
-def causal_lm(model: Any, args: Any, init_kwargs: Any = None) -> Any:
-    """The transformers model in fp32, loaded where it is a name, with gradient checkpointing where `args` ask for
-    it."""
+def causal_lm(model: Any, args: Any, options: str | None = None) -> Any:
+    """The transformers model in fp32, loaded where it is a name, with gradient checkpointing where `args` ask for it.
+
+    Args:
+        options: the argument with the options of loading.
+    """
     if isinstance(model, (str, Path)):
-        model = load_causal_lm(model, **loading_options(init_kwargs))
+        model = load_causal_lm(model, **({} if options is None else loading_options(args, options)))
+    elif options is not None:
+        warn_of_options(args, options)
     return trainable(model, args)
 
 
-def loading_options(init_kwargs: Any) -> dict[str, Any]:
-    """`model_init_kwargs` that our loader takes. Raises ValueError for a quantised model; warns of what has no
-    effect."""
-    given = json.loads(init_kwargs) if isinstance(init_kwargs, str) else dict(init_kwargs or {})
+def loading_options(args: Any, name: str) -> dict[str, Any]:
+    """What `model_init_kwargs`, or another argument like it, says that our loader takes; a warning of what has no
+    effect.
+
+    Raises:
+        ValueError: a quantised model, or a text that is no JSON object.
+    """
+    given = getattr(args, name) or {}
+    if isinstance(given, str):  # of a command line
+        try:
+            given = json.loads(given)
+        except json.JSONDecodeError as error:
+            raise ValueError(f'{name}={given!r} is not JSON: {error}') from None
+    if not isinstance(given, Mapping):
+        raise ValueError(f'{name}={given!r}: it must hold names with values, such as {{"revision": "main"}}')
+    given = ({'trust_remote_code': True} if args.trust_remote_code else {}) | dict(given)
     if given.pop('quantization_config', None) is not None:
-        raise ValueError(
-            'model_init_kwargs: quantization_config cannot be honoured; models are trained in whole weights'
-        )
+        raise ValueError(f'{name}: quantization_config cannot be honoured; models are trained in whole weights')
     given.pop('use_cache', None)
-    for name in ('torch_dtype', 'dtype', 'device_map'):
-        value = given.pop(name, None)
+    for key in ('torch_dtype', 'dtype', 'device_map'):
+        value = given.pop(key, None)
         if value not in (None, 'auto', 'float32', torch.float32):
             warnings.warn(
-                f'model_init_kwargs: {name}={value!r} has no effect here: weights stay fp32 on the device of the '
-                'strategy; bf16=True computes in bf16',
-                stacklevel=4,
+                f'{name}: {key}={value!r} has no effect here: weights stay fp32 on the device of the strategy; '
+                'bf16=True computes in bf16',
+                stacklevel=script_level(),
             )
-    return {name: value for name, value in given.items() if value is not None}
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def warn_of_options(args: Any, name: str) -> None:
+    """A warning where options of loading are given beside a model that is not loaded here."""
+    if getattr(args, name):
+        which = 'the reference is a copy or given' if name.startswith('ref_') else 'the model is loaded already'
+        warnings.warn(
+            f'{type(args).__name__}: {name}={getattr(args, name)!r} has no effect here: {which}; give its name or '
+            'folder, or load it with these options',
+            stacklevel=script_level(),
+        )
 
 
 def trainable(model: Any, args: Any) -> Any:
@@ -150,7 +178,7 @@ def trainable(model: Any, args: Any) -> Any:
         if not (args.bf16 or args.fp16):
             warnings.warn(
                 f'model: its weights are {narrow}; they are kept in fp32 here, and computed in fp32 unless bf16=True',
-                stacklevel=3,
+                stacklevel=script_level(),
             )
         model.float()
     if args.gradient_checkpointing:

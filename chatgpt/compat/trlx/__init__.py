@@ -125,5 +125,7 @@ def __getattr__(name: str) -> Any:
         module, _, attribute = SERVED[name].partition(':')
         return getattr(importlib.import_module(module), attribute)
     if name in INSTEAD:
-        raise AttributeError(f'trlx.{name} is not served; instead: {INSTEAD[name]}')
+        raise ImportError(
+            f'trlx.{name} is not served; instead: {INSTEAD[name]}'
+        )  # of an AttributeError `from` would hide the text
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -5,9 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from chatgpt.compat.trlx import settings
-from chatgpt.compat.trlx.config import TRLConfig, default_ilql_config, default_ppo_config, default_sft_config
-from chatgpt.compat.trlx.pipeline import PromptPipeline, begin_id, get_pipeline
-from chatgpt.compat.trlx.trainers import get_trainer
+from chatgpt.compat.trlx.config import (
+    TRLConfig,
+    default_ilql_config,
+    default_ppo_config,
+    default_sft_config,
+    unknown,
+)
+from chatgpt.compat.trlx.orchestrator import get_model
+from chatgpt.compat.trlx.pipeline import PromptPipeline, begin_id, get_pipeline, split
 
 
 def train(
@@ -59,9 +65,18 @@ def train(
         config.model.model_path = model_path
     name = config.train.trainer or config.model.model_type or ''
     kwargs = dict(config.train.trainer_kwargs) | ({} if logit_mask is None else {'logit_mask': logit_mask})
-    trainer = get_trainer(name)(
-        config=config, reward_fn=reward_fn or None, metric_fn=metric_fn, stop_sequences=stop_sequences, **kwargs
-    )
+    given = {
+        'config': config,
+        'reward_fn': reward_fn or None,
+        'metric_fn': metric_fn,
+        'stop_sequences': stop_sequences,
+    }
+    trainer_class = get_model(name)  # trainers, and their names of 2022
+    known = settings.all_arguments(trainer_class)
+    for key in kwargs:
+        if key in given or (known is not None and key not in known):
+            raise unknown('trlx: train.trainer_kwargs', key, (known or set()) - given.keys())
+    trainer = trainer_class(**given, **kwargs)
     _check_fits(trainer, name, online, rewards)
     _add_data(trainer, online, samples, rewards, prompts, eval_prompts, split_token)
     trainer.learn()
@@ -101,22 +116,3 @@ def _pipeline(config: TRLConfig) -> Any:
     """The config's pipeline; those of 2022 that `train` never used are prompts all the same."""
     known_to_train = config.train.pipeline not in ('PPOPipeline', 'OfflinePipeline')
     return get_pipeline(config.train.pipeline) if known_to_train else PromptPipeline
-
-
-def split(samples: Any, split_token: str | None, tokenizer: Any) -> Any:
-    """Texts as (prompt, output), cut behind the first `split_token`.
-
-    Raises:
-        ValueError: a text without it.
-    """
-    if not split_token:
-        return samples
-    pairs = []
-    begin = tokenizer.decode([begin_id(tokenizer)])
-    for i, text in enumerate(samples):
-        at = text.find(split_token)
-        if at < 0:
-            raise ValueError(f'trlx: sample {i} has no split_token {split_token!r}')
-        at += len(split_token)
-        pairs.append([begin + text[:at], text[at:]])
-    return pairs

@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from chatgpt.compat.trlx.config import unknown
-from chatgpt.compat.trlx.entry import split
-from chatgpt.compat.trlx.pipeline import BasePipeline, register_datapipeline
+from chatgpt.compat.trlx.pipeline import BasePipeline, register_datapipeline, split
 from chatgpt.compat.trlx.trainers import (
     AccelerateILQLTrainer,
     AcceleratePPOTrainer,

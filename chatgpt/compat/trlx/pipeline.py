@@ -251,3 +251,22 @@ def _ids(text: str, tokenizer: Any, max_length: int | None = None) -> list[int]:
 def _ended(text: str, tokenizer: Any) -> str:
     end = tokenizer.eos_token
     return text if end is None or text.endswith(end) else text + end
+
+
+def split(samples: Any, split_token: str | None, tokenizer: Any) -> Any:
+    """Texts as (prompt, output), cut behind the first `split_token`.
+
+    Raises:
+        ValueError: a text without it.
+    """
+    if not split_token:
+        return samples
+    pairs = []
+    begin = tokenizer.decode([begin_id(tokenizer)])
+    for i, text in enumerate(samples):
+        at = text.find(split_token)
+        if at < 0:
+            raise ValueError(f'trlx: sample {i} has no split_token {split_token!r}')
+        at += len(split_token)
+        pairs.append([begin + text[:at], text[at:]])
+    return pairs

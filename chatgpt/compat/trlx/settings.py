@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from chatgpt.compat.trlx.config import TRLConfig, unknown
+from chatgpt.names import hint
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.objectives.ilql import ILQLConfig
 from chatgpt.trainer.rft import RFTConfig
@@ -60,7 +61,8 @@ FIELDS: dict[str, str] = {
     'train.save_optimizer': 'the same; a checkpoint also holds step, KL coefficient and running moments, which trlX '
     'forgets',
     'train.resume_from_checkpoint': 'the same: a folder that `save` wrote',
-    'train.tracker': 'wandb (without a login: offline, with a warning), tensorboard, None',
+    'train.tracker': 'wandb (without a login: offline, with a warning), tensorboard, None; also trackio, mlflow or '
+    'another of TRACKERS, of which project_name alone is followed',
     'train.logging_dir': 'the same, of TensorBoard',
     'train.tags': 'the same, of the tracker',
     'train.seed': 'the same; decides every draw, whatever the number of processes',
@@ -125,6 +127,8 @@ def warn(text: str) -> None:
 
 def check(config: TRLConfig) -> None:
     """What is not served, and values without meaning, before anything is loaded."""
+    from chatgpt.trainer.callbacks import TRACKERS
+
     model, train = config.model, config.train
     if model.model_arch_type != 'causal':
         raise ValueError(
@@ -142,8 +146,11 @@ def check(config: TRLConfig) -> None:
     for name in ('total_steps', 'epochs', 'batch_size', 'checkpoint_interval', 'eval_interval'):
         if not getattr(train, name) >= 1:
             raise ValueError(f'trlx: train.{name}={getattr(train, name)!r} must be at least 1')
-    if train.tracker not in ('wandb', 'tensorboard', None):
-        raise ValueError(f"trlx: train.tracker={train.tracker!r} is not known; choose 'wandb', 'tensorboard' or None")
+    if train.tracker is not None and train.tracker not in TRACKERS:
+        raise ValueError(
+            f'trlx: train.tracker={train.tracker!r} is not known; choose one of {", ".join(TRACKERS)}, or None'
+            f'{hint(train.tracker, TRACKERS)}'
+        )
     tokenizer_path(config)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # what is converted is said when it is used
@@ -498,7 +505,7 @@ def rft_settings(config: TRLConfig) -> RFTConfig:
 
 def tracker(config: TRLConfig) -> list[Any]:
     """The callbacks of `train.tracker`."""
-    from chatgpt.trainer.callbacks import TensorBoard, WandB
+    from chatgpt.trainer.callbacks import TRACKERS, MLflow, TensorBoard, Trackio, WandB
 
     t = config.train
     if t.tracker == 'tensorboard':
@@ -507,9 +514,16 @@ def tracker(config: TRLConfig) -> list[Any]:
         return []
     init = {'name': t.run_name, 'entity': t.entity_name, 'group': t.group_name, 'tags': t.tags or None}
     try:
+        if t.tracker != 'wandb':
+            if vain := [
+                f'train.{name}' for name in ('run_name', 'entity_name', 'group_name', 'tags') if getattr(t, name)
+            ]:
+                warn(f'{", ".join(vain)} have no effect with tracker={t.tracker!r}')
+            made: Any = TRACKERS.find(t.tracker)
+            return [made(t.project_name) if made in (MLflow, Trackio) else made()]
         return [WandB(t.project_name, mode=_wandb_mode(), **{k: v for k, v in init.items() if v is not None})]
     except ImportError as error:
-        warn(f"tracker 'wandb': {error}; metrics are in {t.checkpoint_dir}/metrics.jsonl")
+        warn(f'tracker {t.tracker!r}: {error}; metrics are in {t.checkpoint_dir}/metrics.jsonl')
         return []
 
 
@@ -538,3 +552,16 @@ def takes(function: Any) -> set[str] | None:
     except (TypeError, ValueError):
         return None
     return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else {p.name for p in parameters}
+
+
+def all_arguments(made: type) -> set[str] | None:
+    """Names of a class's arguments, with those of its bases to which `**kwargs` go; None where any keyword goes."""
+    found: set[str] = set()
+    for base in made.__mro__:
+        if (init := vars(base).get('__init__')) is None:
+            continue
+        parameters = inspect.signature(init).parameters.values()
+        found |= {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name != 'self'}
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return found
+    return None
