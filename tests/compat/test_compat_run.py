@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +14,8 @@ import torch
 from chatgpt.compat import tables
 from chatgpt.compat.runner import run
 from chatgpt.compat.tables import System
+
+ROOT = Path(__file__).resolve().parents[2]
 
 TABLES = """
 SERVED = {
@@ -237,3 +242,25 @@ def test_what_is_asked_of_cuda_happens_on_the_cpu_and_only_there(folder, capsys)
     ):
         with pytest.raises((AssertionError, RuntimeError)):
             wrong()
+
+
+def command(*words: str) -> subprocess.Popen[str]:
+    program = [sys.executable, '-m', *words]
+    return subprocess.Popen(program, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize('program', ['chatgpt.compat', 'chatgpt compat'])
+def test_the_command_is_told_of_mistakes_and_interrupted_in_a_line(tmp_path, program):
+    waiting = tmp_path / 'waiting.py'
+    waiting.write_text('import time, warnings\nwarnings.warn("slowly")\nprint("here", flush=True)\ntime.sleep(60)\n')
+    process = command(*program.split(), 'run', str(waiting))
+    assert process.stdout.readline() == 'here\n'
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.splitlines()[1:] == [f'{waiting}:2: UserWarning: slowly', 'interrupted']
+    process = command(*program.split(), 'run')
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert re.fullmatch(r'error: the following arguments are required: script \(.*\)\n', err)
