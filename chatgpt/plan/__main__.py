@@ -9,6 +9,7 @@ import os
 import sys
 from typing import NoReturn, get_args
 
+from chatgpt.names import choice_hint
 from chatgpt.plan.advice import advice
 from chatgpt.plan.phases import make_plan
 from chatgpt.plan.setup import Setup, Task, parse_bytes
@@ -26,7 +27,7 @@ class Parser(argparse.ArgumentParser):
     """Whose mistakes are one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f'error: {message} (--help lists what there is)\n')
+        self.exit(2, f'error: {message}{choice_hint(message)} (--help lists what there is)\n')
 
 
 def parser() -> argparse.ArgumentParser:
