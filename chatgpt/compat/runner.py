@@ -15,9 +15,11 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from unittest.mock import patch
 
+from chatgpt.compat import modules
 from chatgpt.compat.check import findings, read_script, uses
 from chatgpt.compat.modules import NotServed, serving
 from chatgpt.compat.no_gpu import without_gpu
+from chatgpt.compat.tables import load
 
 
 def run(script: str, arguments: Sequence[str]) -> int:
@@ -37,6 +39,9 @@ def run(script: str, arguments: Sequence[str]) -> int:
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
+        for system in {use.system for use in uses(tree)}:
+            if system.before and modules.installed(system.package) is not None:
+                load(system.before)()
         with patch.object(warnings, 'formatwarning', with_place), serving(), without_gpu():
             exec(code, main.__dict__)
     except NotServed as error:
