@@ -44,6 +44,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         options.setdefault('formatter_class', argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **options)
+        if self.add_help:  # a parser without hides some of its options in --help, and adds both itself
+            self.add_argument('--help-all', action='help', help=argparse.SUPPRESS)
 
     def error(self, message: str) -> NoReturn:
         tell(f'error: {message}{choice_hint(message)} (--help lists what there is)')

@@ -32,6 +32,7 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     out = Parser(prog='python -m chatgpt.plan', description=__doc__, allow_abbrev=False)
+    out.add_argument('--help-all', action='help', help=argparse.SUPPRESS)
     out.add_argument('config', help='config.json of the policy, its folder, or a hub name')
     out.add_argument('--task', choices=get_args(Task), default='ppo')
     out.add_argument('--reward_config', help='the same of a reward model; default: a reward function')

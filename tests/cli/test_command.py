@@ -56,6 +56,15 @@ def test_help_fits_two_screens(monkeypatch, capsys, name):
     assert lines[0].startswith('usage: ')
 
 
+@pytest.mark.parametrize('name', OTHERS)
+def test_help_all_is_help_where_nothing_is_hidden(monkeypatch, capsys, name):
+    monkeypatch.setenv('COLUMNS', '100')
+    assert call(monkeypatch, name, '--help-all') == 0
+    everything = capsys.readouterr().out
+    assert call(monkeypatch, name, '--help') == 0
+    assert everything == capsys.readouterr().out
+
+
 @pytest.mark.parametrize('name', sorted(p.stem for p in (ROOT / 'examples').glob('*.py') if p.stem != 'rewards'))
 def test_help_of_the_scripts_fits_two_screens(monkeypatch, capsys, name):
     monkeypatch.setenv('COLUMNS', '100')
