@@ -46,7 +46,7 @@ GROUPS: dict[str, dict[str, Subcommand]] = {
         'launch': Subcommand('chatgpt.launch.__main__', 'several processes, by torchrun or on Ray'),
         'sweep': Subcommand('chatgpt.search.__main__', 'many runs in search of settings'),
         'convert': Subcommand('chatgpt.cli.convert', 'a data file in another shape'),
-        'compat': Subcommand('chatgpt.compat.__main__', 'run or check a script written for TRL, trlX, ...', parser=''),
+        'compat': Subcommand('chatgpt.compat.__main__', 'run or check a script written for TRL, trlX, ...'),
         'completion': Subcommand('chatgpt.cli.completion', 'what makes a shell complete this command'),
         'version': Subcommand('', 'the version of the package', parser=''),
     },

@@ -109,7 +109,7 @@ class Run(LearningSettings):
     checkpoint_interval, writes one only when the run is interrupted or fails"""
     keep_last: int = 2
     """checkpoints to keep, the one of an interruption among them"""
-    log_with: list[str] | None = field(default=None, metadata={'choices': TRACKERS})
+    log_with: list[str] | None = field(default=None, metadata={'choices': lambda: [*TRACKERS, 'none']})
     """trackers beside metrics.jsonl, separated by commas or given several times; or none"""
     tensorboard: bool = False
     """the same as log_with tensorboard"""
