@@ -7,6 +7,7 @@ something near is named in the error. Imports nothing of ours.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -97,3 +98,9 @@ def hint(name: str, known: Collection[str], prefix: str = '') -> str:
             return f'; {there.remark}'
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
     return f'; did you mean {", ".join(prefix + c for c in close)}?' if close else ''
+
+
+def choice_hint(message: str) -> str:
+    """The hint for a message of argparse about a value that is none of the choices, which it lists; '' for others."""
+    found = re.search(r"invalid choice: '(.+?)' \(choose from (.+)\)$", message)
+    return hint(found[1], [choice.strip("' ") for choice in found[2].split(',')]) if found else ''

@@ -46,7 +46,7 @@ GROUPS: dict[str, dict[str, Subcommand]] = {
         'launch': Subcommand('chatgpt.launch.__main__', 'several processes, by torchrun or on Ray'),
         'sweep': Subcommand('chatgpt.search.__main__', 'many runs in search of settings'),
         'convert': Subcommand('chatgpt.cli.convert', 'a data file in another shape'),
-        'compat': Subcommand('chatgpt.compat.__main__', 'run or check a script written for TRL, trlX, ...', parser=''),
+        'compat': Subcommand('chatgpt.compat.__main__', 'run or check a script written for TRL, trlX, ...'),
         'completion': Subcommand('chatgpt.cli.completion', 'what makes a shell complete this command'),
         'version': Subcommand('', 'the version of the package', parser=''),
     },
@@ -87,9 +87,14 @@ def run(words: Sequence[str]) -> int | None:
     """The exit code of what was asked for. Raises ValueError for a word that is no command."""
     name, *rest = words or ['--help']
     prog = f'{called()} {name}'
-    if name in ('-h', '--help', 'help'):
+    asks_help, asks_version = name in ('-h', '--help', 'help'), name in ('version', '--version')
+    if len(rest) > asks_help and (asks_help or asks_version):
+        raise ValueError(f'{rest[-1]!r} is one word too many')
+    if asks_help and rest:
+        return run([*rest, '--help'])
+    if asks_help:
         print(overview())
-    elif name in ('version', '--version'):
+    elif asks_version:
         print(f'{NAME} {__version__}')
     elif name in METHODS or ':' in name:
         METHODS.find(name)

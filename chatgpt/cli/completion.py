@@ -60,5 +60,7 @@ def _add(tree: Any, name: str, about: str, flags: argparse.ArgumentParser) -> No
         values = re.match(r'{([^}:]+)}', str(action.metavar))  # the one place that words the values of a flag
         if values and not action.choices:
             action.choices = values[1].split(',')
+        elif action.dest == 'method' and not action.choices:
+            action.choices = list(METHODS)
         elif not action.choices and PLACES.fullmatch(action.dest):
             action.complete = shtab.FILE  # type: ignore[attr-defined]

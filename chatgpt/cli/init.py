@@ -3,8 +3,8 @@
     chatgpt-rlhf init ppo --to first
     cd first && chatgpt-rlhf ppo --config_file ppo.yaml
 
-The data are stories of the embedded world, and the model is its small one; what to change for a real run are the lines
-`pretrain` and the data's. Nothing is overwritten.
+The data are stories of the embedded world, and the model is a small GPT-2 that the run makes; what to change for a real
+run are the lines `pretrain` and the data's. Nothing is overwritten.
 """
 
 from __future__ import annotations

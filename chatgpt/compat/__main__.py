@@ -14,30 +14,34 @@ from __future__ import annotations
 
 import sys
 
-from chatgpt.launch.arguments import Parser
+from chatgpt.launch.arguments import Parser, run_main
+
+
+def parser() -> Parser:
+    out = Parser(prog='python -m chatgpt.compat', description=__doc__)
+    verbs = out.add_subparsers(dest='verb', required=True, metavar='run|check')
+    running = verbs.add_parser('run', help='run a script')
+    running.add_argument('script')
+    running.add_argument('arguments', nargs='...', help="the script's own").required = False
+    checking = verbs.add_parser('check', help='list the names that scripts use')
+    checking.add_argument('scripts', nargs='+', metavar='script')
+    return out
 
 
 def main() -> int:
-    parser = Parser(prog='python -m chatgpt.compat', description=__doc__)
-    verbs = parser.add_subparsers(dest='verb', required=True, metavar='run|check')
-    running = verbs.add_parser('run', help='run a script')
-    running.add_argument('script')
-    running.add_argument('arguments', nargs='...', help="the script's own")
-    checking = verbs.add_parser('check', help='list the names that scripts use')
-    checking.add_argument('scripts', nargs='+', metavar='script')
-    given = parser.parse_args()
-    try:
-        if given.verb == 'check':
-            from chatgpt.compat.check import check
+    given = parser().parse_args()
+    if given.verb == 'check':
+        from chatgpt.compat.check import check
 
-            return check(given.scripts)
-        from chatgpt.compat.runner import run
+        return check(given.scripts)
+    from chatgpt.compat.runner import run
 
-        return run(given.script, given.arguments)
-    except ValueError as error:
-        print(f'error: {error}', file=sys.stderr)
-        return 2
+    return run(given.script, given.arguments)
+
+
+def command_line() -> None:
+    sys.exit(main())
 
 
 if __name__ == '__main__':
-    sys.exit(main())
+    run_main(command_line)

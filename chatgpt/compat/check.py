@@ -157,7 +157,8 @@ def findings(script_uses: Sequence[Use]) -> Iterator[Finding]:
                 yield Finding(use.line, use.full, True, 'served by itself')
             yield from _keywords(use, 'chatgpt.{}:{}'.format(*name.rpartition('.')[::2]).replace('.:', ':'))
         elif not use.keywords:
-            other = installed(system.package) if system.replaces else None
+            replaces = system.replaces and system.package != 'chatgpt'  # whose installed package is this library
+            other = installed(system.package) if replaces else None
             there = f' (run takes it from the installed {system.package} if it is there)' if other is not None else ''
             yield Finding(use.line, use.full, False, f'not served{there}; {system.instead(name)}')
 

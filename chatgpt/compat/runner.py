@@ -9,13 +9,17 @@ import ast
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
+from unittest.mock import patch
 
+from chatgpt.compat import modules
 from chatgpt.compat.check import findings, read_script, uses
 from chatgpt.compat.modules import NotServed, serving
 from chatgpt.compat.no_gpu import without_gpu
+from chatgpt.compat.tables import load
 
 
 def run(script: str, arguments: Sequence[str]) -> int:
@@ -35,7 +39,10 @@ def run(script: str, arguments: Sequence[str]) -> int:
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
-        with serving(), without_gpu():
+        for system in {use.system for use in uses(tree)}:
+            if system.before and modules.installed(system.package) is not None:
+                load(system.before)()
+        with patch.object(warnings, 'formatwarning', with_place), serving(), without_gpu():
             exec(code, main.__dict__)
     except NotServed as error:
         print(f'ImportError: {error} ({place(error, script)})', file=sys.stderr, flush=True)
@@ -59,6 +66,11 @@ def report(script: str, tree: ast.Module) -> None:
     width = max(map(len, rows))
     lines = [f'chatgpt.compat: {script} uses', *(f'  {name:{width}}  {what}' for name, what in rows.items())]
     print(*lines, sep='\n', file=sys.stderr, flush=True)
+
+
+def with_place(message: object, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    """A warning with the line that gave it, which is the script's; the command's own warnings have none."""
+    return f'{filename}:{lineno}: {category.__name__}: {message}\n'
 
 
 def from_script(trace: TracebackType | None) -> TracebackType | None:

@@ -24,11 +24,13 @@ class System:
         package: what its scripts import.
         tables: our module with `SERVED` and `INSTEAD`.
         replaces: what is served goes before a package of that name that is installed; else only without one.
+        before: 'our.module:function' to call before a script runs that uses the installed package; '' for none.
     """
 
     package: str
     tables: str
     replaces: bool = True
+    before: str = ''
 
     @property
     def root(self) -> str:
@@ -80,7 +82,12 @@ SYSTEMS: dict[str, System] = {
         System('trl', 'chatgpt.compat.trl'),
         System('trlx', 'chatgpt.compat.trlx'),
         System('chatgpt', 'chatgpt.compat.colossalai'),
-        System('colossalai', 'chatgpt.compat.colossalai.package', replaces=False),
+        System(
+            'colossalai',
+            'chatgpt.compat.colossalai.package',
+            replaces=False,
+            before='chatgpt.compat.colossalai.package:use_without_gpu',
+        ),
     )
 }
 

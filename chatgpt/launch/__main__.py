@@ -23,6 +23,7 @@ import chatgpt
 from chatgpt.launch.arguments import Parser, run_main
 from chatgpt.launch.config_values import peek
 from chatgpt.launch.methods import METHODS
+from chatgpt.names import hint
 
 RAY_ONLY: dict[str, Any] = {'gpus_per_worker': None, 'address': None, 'placement': None, 'wait_s': None, 'env': []}
 TORCHRUN_ONLY: dict[str, Any] = {'num_nodes': None, 'rdzv_endpoint': None, 'run_id': None, 'local_addr': None}
@@ -105,9 +106,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def script_of(script: str, words: Sequence[str]) -> tuple[str, list[str]]:
-    """A file, and what follows it. A command of `python -m chatgpt` is that module's file, followed by the command."""
-    if not Path(script).is_file() and (script in METHODS or ':' in script or script in ('generate', 'evaluate')):
+    """A file, and what follows it. A command of `python -m chatgpt` is that module's file, followed by the command.
+
+    Raises:
+        ValueError: a plain word that is neither, with the nearest command.
+    """
+    commands = [*METHODS, 'generate', 'evaluate']
+    if not Path(script).is_file() and (script in commands or ':' in script):
         return str(Path(chatgpt.__file__).with_name('__main__.py')), [script, *words]
+    if not Path(script).exists() and re.fullmatch(r'[\w+-]+', script):
+        raise ValueError(f'{script!r} is no file, and no command that trains or generates{hint(script, commands)}')
     return script, list(words)
 
 

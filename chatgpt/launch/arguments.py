@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from chatgpt.launch.config_values import metavar_of, typed_text, value_parser
 from chatgpt.launch.relaunch import mark_told, was_told
-from chatgpt.names import hint
+from chatgpt.names import choice_hint, hint
 from chatgpt.registry import load_module
 from chatgpt.rewards.calling import made
 from chatgpt.trainer.strategies.registry import STRATEGIES, strategy_flag
@@ -44,9 +44,11 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         options.setdefault('formatter_class', argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **options)
+        if self.add_help:  # a parser without hides some of its options in --help, and adds both itself
+            self.add_argument('--help-all', action='help', help=argparse.SUPPRESS)
 
     def error(self, message: str) -> NoReturn:
-        tell(f'error: {message} (--help lists what there is)')
+        tell(f'error: {message}{choice_hint(message)} (--help lists what there is)')
         raise SystemExit(2)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
@@ -182,7 +184,8 @@ def load_function(spec: str) -> Callable[..., Any]:
     module = load_module(module_name, spec)
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ValueError(f'{spec!r}: {module_name} has no function {function_name!r}')
+        there = [name for name, value in vars(module).items() if callable(value) and not name.startswith('_')]
+        raise ValueError(f'{spec!r}: {module_name} has no function {function_name!r}{hint(function_name, there)}')
     try:
         return made(function)
     except ValueError as error:

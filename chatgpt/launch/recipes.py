@@ -63,7 +63,8 @@ def start_of(run: Run, strategy: Any) -> str | None:
     folder = Path(run.save_path, 'initial')
     if not (run.resume and strategy.run_on_rank0(folder.is_dir)):
         if strategy.is_rank_0 and isinstance(run, PPORun):
-            print('no --pretrain: a small GPT-2 learns to write stories first (SFT)', flush=True)
+            asked = f'pretrain: {run.pretrain}' if run.pretrain else 'no --pretrain'
+            print(f'{asked}: a small GPT-2 learns to write stories first (SFT)', flush=True)
         strategy.run_on_rank0(lambda: write_embedded_model(folder, run.seed))
     return str(folder)
 

@@ -39,7 +39,7 @@ BiasMode = Literal['none', 'all', 'lora_only']
 CriticStart = Literal['reward_model', 'actor']
 CRITIC_STARTS = get_args(CriticStart)
 EMBEDDED = 'embedded'
-"""the name of the small model that comes with the package"""
+"""the name of the small GPT-2 that a run makes for itself, and teaches the stories first unless it is SFT"""
 Groups = dict[str, tuple[str, ...]]
 MODEL = ('pretrain', 'lora_rank', 'gradient_checkpointing')
 RUN = ('save_path', 'model_path', 'resume', 'checkpoint_interval', 'log_with', 'strategy', 'precision', 'seed', 'plan')
@@ -64,8 +64,8 @@ class Run(LearningSettings):
     model: str = field(default='auto', metadata={'choices': MODELS})
     """family; auto reads it from the config; module:name is a `ModelKind` of your own"""
     pretrain: str | None = None
-    """hub name or folder of the model to start from; embedded: a small one for trials, which knows some
-    words of stories"""
+    """hub name or folder of the model to start from; embedded: a small GPT-2 for trials, which the run makes and,
+    unless it is SFT, teaches to write stories first"""
     tokenizer: str | None = None
     """hub name or folder; none: that of pretrain"""
     save_path: str = 'outputs/run'
@@ -109,7 +109,7 @@ class Run(LearningSettings):
     checkpoint_interval, writes one only when the run is interrupted or fails"""
     keep_last: int = 2
     """checkpoints to keep, the one of an interruption among them"""
-    log_with: list[str] | None = field(default=None, metadata={'choices': TRACKERS})
+    log_with: list[str] | None = field(default=None, metadata={'choices': lambda: [*TRACKERS, 'none']})
     """trackers beside metrics.jsonl, separated by commas or given several times; or none"""
     tensorboard: bool = False
     """the same as log_with tensorboard"""

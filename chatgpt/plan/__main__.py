@@ -9,6 +9,7 @@ import os
 import sys
 from typing import NoReturn, get_args
 
+from chatgpt.names import choice_hint
 from chatgpt.plan.advice import advice
 from chatgpt.plan.phases import make_plan
 from chatgpt.plan.setup import Setup, Task, parse_bytes
@@ -26,11 +27,12 @@ class Parser(argparse.ArgumentParser):
     """Whose mistakes are one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f'error: {message} (--help lists what there is)\n')
+        self.exit(2, f'error: {message}{choice_hint(message)} (--help lists what there is)\n')
 
 
 def parser() -> argparse.ArgumentParser:
     out = Parser(prog='python -m chatgpt.plan', description=__doc__, allow_abbrev=False)
+    out.add_argument('--help-all', action='help', help=argparse.SUPPRESS)
     out.add_argument('config', help='config.json of the policy, its folder, or a hub name')
     out.add_argument('--task', choices=get_args(Task), default='ppo')
     out.add_argument('--reward_config', help='the same of a reward model; default: a reward function')

@@ -9,7 +9,7 @@ from typing import Any
 
 from chatgpt.search.settings import Sweep
 from chatgpt.search.space import Choice, Range, Value
-from chatgpt.search.study import Row
+from chatgpt.search.study import Row, best_first, best_of
 from chatgpt.trainer.callbacks import format_table
 
 COLUMNS = ('number', 'state', 'value', 'step')
@@ -37,12 +37,9 @@ def write_table(sweep: Sweep, rows: Sequence[Row]) -> str:
         writer = csv.DictWriter(file, names)
         writer.writeheader()
         writer.writerows(flat)
-    states = ('complete', 'pruned', 'unfinished', 'failed')
-    sign = -1 if sweep.direction == 'maximize' else 1
-    order = sorted(
-        range(len(rows)), key=lambda i: (states.index(rows[i].state), sign * (rows[i].value or 0.0), rows[i].number)
-    )
-    text = [{name: '' if flat[i][name] is None else _short(flat[i][name]) for name in names} for i in order]
+    by_number = {row['number']: row for row in flat}
+    order = [by_number[row.number] for row in best_first(sweep, rows)]
+    text = [{name: '' if row[name] is None else _short(row[name]) for name in names} for row in order]
     used = [name for name in names if name != 'error' or any(row['error'] for row in text)]
     renamed = [{sweep.metric if name == 'value' else name: row[name] for name in used} for row in text]
     return format_table(renamed, [sweep.metric if name == 'value' else name for name in used], width=100)
@@ -76,14 +73,8 @@ def write_plot(sweep: Sweep, rows: Sequence[Row]) -> None:
     plt.close(figure)
 
 
-def _best(sweep: Sweep, rows: Sequence[Row]) -> Row | None:
-    complete = [row for row in rows if row.state == 'complete' and row.value is not None]
-    choose = max if sweep.direction == 'maximize' else min
-    return choose(complete, key=lambda row: row.value or 0.0, default=None)
-
-
 def _curves(place: Any, sweep: Sweep, rows: Sequence[Row]) -> None:
-    best = _best(sweep, rows)
+    best = best_of(sweep, rows)
     for row in rows:
         if not row.curve:
             continue
@@ -102,7 +93,7 @@ def _curves(place: Any, sweep: Sweep, rows: Sequence[Row]) -> None:
 
 
 def _against(place: Any, sweep: Sweep, rows: Sequence[Row], name: str, space: Choice | Range) -> None:
-    best = _best(sweep, rows)
+    best = best_of(sweep, rows)
     values = [str(value) for value in space.values] if isinstance(space, Choice) else []
     for state, marker, color in (('complete', 'o', 'C0'), ('pruned', 'x', '0.3')):
         some = [row for row in rows if row.state == state and row.value is not None]

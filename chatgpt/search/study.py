@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -175,11 +176,19 @@ class Study:
             )
         return rows
 
-    def best(self) -> Row | None:
-        """The complete trial with the best value."""
-        complete = [row for row in self.rows() if row.state == 'complete']
-        sign = -1 if self.sweep.direction == 'maximize' else 1
-        return min(complete, key=lambda row: sign * (row.value or 0.0), default=None)
+
+STATES = ('complete', 'pruned', 'unfinished', 'failed')
+
+
+def best_first(sweep: Sweep, rows: Sequence[Row]) -> list[Row]:
+    """By state, the complete first, then by value, then by number."""
+    sign = -1 if sweep.direction == 'maximize' else 1
+    return sorted(rows, key=lambda row: (STATES.index(row.state), sign * (row.value or 0.0), row.number))
+
+
+def best_of(sweep: Sweep, rows: Sequence[Row]) -> Row | None:
+    """The complete trial with the best value."""
+    return next((row for row in best_first(sweep, rows) if row.state == 'complete'), None)
 
 
 def distribution(space: Space) -> Any:

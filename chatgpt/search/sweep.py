@@ -17,7 +17,7 @@ from chatgpt.checkpoint import claim_folder
 from chatgpt.launch.ray import Signals
 from chatgpt.search.report import shown, write_plot, write_table
 from chatgpt.search.settings import Sweep
-from chatgpt.search.study import Study
+from chatgpt.search.study import Study, best_of
 from chatgpt.search.trials import TrialProcess, command, environment
 
 POLL_S = 0.2
@@ -57,7 +57,7 @@ def run_sweep(sweep: Sweep, *, jobs: int = 1) -> int:
         rows = study.rows()
         say(write_table(sweep, rows))
         write_plot(sweep, rows)
-        best = study.best()
+        best = best_of(sweep, rows)
         if best is not None:
             say(f'best: trial {best.number} with {sweep.metric} {best.value:.6g}: {shown(best.parameters)}')
             say(f'its settings: {sweep.save_path / best.folder / "config.yaml"}')

@@ -56,6 +56,15 @@ def test_help_fits_two_screens(monkeypatch, capsys, name):
     assert lines[0].startswith('usage: ')
 
 
+@pytest.mark.parametrize('name', OTHERS)
+def test_help_all_is_help_where_nothing_is_hidden(monkeypatch, capsys, name):
+    monkeypatch.setenv('COLUMNS', '100')
+    assert call(monkeypatch, name, '--help-all') == 0
+    everything = capsys.readouterr().out
+    assert call(monkeypatch, name, '--help') == 0
+    assert everything == capsys.readouterr().out
+
+
 @pytest.mark.parametrize('name', sorted(p.stem for p in (ROOT / 'examples').glob('*.py') if p.stem != 'rewards'))
 def test_help_of_the_scripts_fits_two_screens(monkeypatch, capsys, name):
     monkeypatch.setenv('COLUMNS', '100')
@@ -111,6 +120,16 @@ def test_common_options_are_settings():
         (['evaluate', 'm', 'p.jsonl'], 'error: give --reward_fn FILE:FUNCTION or --reward_model FOLDER'),
         (['missing_file.py:method'], "error: 'missing_file.py:method': there is no file missing_file.py"),
         (['ilql', '--lora_rank=2'], 'error: lora_rank: ILQL trains all weights; leave it out'),
+        (['compat', 'runn'], "invalid choice: 'runn' (choose from 'run', 'check'); did you mean run?"),
+        (['convert', 'a', 'b', '--to', 'prompts'], "'text'); did you mean prompt?"),
+        (['plan', 'c', '--task', 'pop'], "invalid choice: 'pop' (choose from"),
+        (['plan', 'c', '--critic', 'shard'], 'did you mean shared?'),
+        (['launch', 'stf'], "'stf' is no file, and no command that trains or generates; did you mean sft?"),
+        (['launch', 'init', 'sft'], "error: 'init' is no file, and no command that trains or generates"),
+        (['version', '--foo'], "error: '--foo' is one word too many"),
+        (['version', 'extra'], "error: 'extra' is one word too many"),
+        (['help', 'ppo', 'sft'], "error: 'sft' is one word too many"),
+        (['help', 'stf'], "error: 'stf' is no command; did you mean sft?"),
         (['sft', 'data.jsonl'], 'error: data of your own needs a model: give --pretrain NAME_OR_FOLDER'),
     ],
 )
@@ -120,6 +139,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(monkeypatch, capsys, tmp_path, wo
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and message in lines[0], lines
     assert not list(tmp_path.iterdir())
+
+
+def test_help_of_a_command_is_that_commands(monkeypatch, capsys):
+    said = []
+    for words in (['ppo', '--help'], ['help', 'ppo'], ['init', '--help'], ['help', 'init']):
+        assert call(monkeypatch, *words) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] and said[2] == said[3] and said[0] != said[2]
 
 
 def test_the_version(monkeypatch, capsys):

@@ -26,6 +26,10 @@ CASES = {
     'sft sto': {'stories.jsonl'},
     'sft --config_file sto': {'stories.jsonl'},
     'launch --laun': {'--launcher'},
+    'compat r': {'run'},
+    'compat c': {'check'},
+    'ppo --log_with no': {'none'},
+    'init sim': {'simpo'},
     'plan c --task re': {'reward_model'},
 }
 

@@ -84,6 +84,7 @@ def test_what_is_written_runs(monkeypatch, capsys, tmp_path, name):
     assert printed == f'    cd here && chatgpt-rlhf {name} --config_file {name}.yaml'
     monkeypatch.chdir(tmp_path / 'here')
     assert call(monkeypatch, *printed.split()[4:], *SHORT[name]) == 0
+    assert ('pretrain: embedded: a small GPT-2 learns' in capsys.readouterr().out) == (name in ('ppo', 'dapo'))
     folder = Path('outputs', name)
     assert (folder / LEFT.get(name, 'actor') / 'model.safetensors').is_file()
     if name == 'ilql':

@@ -117,6 +117,26 @@ def test_our_own_names_of_chatgpt_are_served_as_they_are(script):
     ]
 
 
+def test_no_other_chatgpt_is_promised_where_the_library_lacks_a_name(script):
+    path = script('from chatgpt.nn import Foo\nfrom chatgpt.trainer.callbacks import SaveCheckpointt\n')
+    for finding in findings(uses(read_script(path))):
+        assert not finding.served and finding.what.startswith('not served; '), finding
+
+
+@pytest.mark.parametrize(
+    'line, said',
+    [
+        ('from trl.trainer.utils import disable_dropout_in_model', 'resid_pdrop'),
+        ('from trl.extras.dataset_formatting import get_formatting_func_from_dataset', 'trl.extras'),
+        ('from trl import OnlineDPOConfig', 'chatgpt.trainer.PPOConfig'),
+        ('from trl import KTOTrainer', 'python -m chatgpt kto'),
+    ],
+)
+def test_names_of_trl_that_scripts_ask_for_have_a_sentence(script, line, said):
+    (finding,) = findings(uses(read_script(script(f'{line}\n'))))
+    assert not finding.served and 'instead: ' in finding.what and said in finding.what
+
+
 def test_the_command(tmp_path):
     good, bad, words = tmp_path / 'good.py', tmp_path / 'bad.py', tmp_path / 'words.txt'
     good.write_text('from chatgpt.trainer import PPOTrainer\n')

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +14,10 @@ import torch
 from chatgpt.compat import tables
 from chatgpt.compat.runner import run
 from chatgpt.compat.tables import System
+from chatgpt.dataset import embedded
+from chatgpt.nn import GPTActor
+
+ROOT = Path(__file__).resolve().parents[2]
 
 TABLES = """
 SERVED = {
@@ -237,3 +244,59 @@ def test_what_is_asked_of_cuda_happens_on_the_cpu_and_only_there(folder, capsys)
     ):
         with pytest.raises((AssertionError, RuntimeError)):
             wrong()
+
+
+LOADED = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM, pipeline
+folder = sys.argv[1]
+with torch.cuda.device(0):
+    made = [torch.ones(1, device='cuda')]
+for place in ('cuda', 0, torch.device('cuda', 0), {'cuda:0': 'cuda:1'}, None, 'cpu'):
+    made.append(torch.load(f'{folder}/tensors.pt', map_location=place)['a'])
+made.append(torch.load(f'{folder}/tensors.pt', 'cuda:0')['a'])
+for place in (0, 'cuda', 'auto', {'': 0}, {'': 'cuda:0'}, {'': torch.device('cuda')}, None):
+    made.append(AutoModelForCausalLM.from_pretrained(folder, device_map=place).lm_head.weight)
+say = pipeline('text-generation', model=folder, device='cuda:0')
+assert isinstance(say('a small fox', max_new_tokens=2)[0]['generated_text'], str)
+assert all(t.device.type == 'cpu' for t in [*made, say]), made
+torch.cuda.reset_max_memory_allocated(); torch.cuda.ipc_collect()
+print(torch.cuda.max_memory_cached())
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='about machines without a GPU')
+def test_what_is_loaded_onto_a_gpu_is_loaded_onto_the_cpu(folder, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM
+
+    GPTActor(config=embedded.demo_config()).save_pretrained(tmp_path, tokenizer=embedded.demo_tokenizer())
+    torch.save({'a': torch.ones(2)}, tmp_path / 'tensors.pt')
+    assert script(folder, LOADED, str(tmp_path)) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out == '0\n'
+    with pytest.raises(RuntimeError):
+        torch.load(tmp_path / 'tensors.pt', map_location='cuda')
+    with pytest.raises((AssertionError, RuntimeError)):
+        AutoModelForCausalLM.from_pretrained(tmp_path, device_map='cuda')
+
+
+def command(*words: str) -> subprocess.Popen[str]:
+    program = [sys.executable, '-m', *words]
+    return subprocess.Popen(program, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize('program', ['chatgpt.compat', 'chatgpt compat'])
+def test_the_command_is_told_of_mistakes_and_interrupted_in_a_line(tmp_path, program):
+    waiting = tmp_path / 'waiting.py'
+    waiting.write_text('import time, warnings\nwarnings.warn("slowly")\nprint("here", flush=True)\ntime.sleep(60)\n')
+    process = command(*program.split(), 'run', str(waiting))
+    assert process.stdout.readline() == 'here\n'
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.splitlines()[1:] == [f'{waiting}:2: UserWarning: slowly', 'interrupted']
+    process = command(*program.split(), 'run')
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert re.fullmatch(r'error: the following arguments are required: script \(.*\)\n', err)

@@ -105,7 +105,10 @@ def no_weights(monkeypatch):
             'importing it raised ZeroDivisionError: division by zero',
         ),
         (['{prompts}', '--pretrain={model}', '--reward_fn={narrow}:joy'], 'it is called as joy(prompts, responses)'),
-        (['{prompts}', '--pretrain={model}', '--reward_fn', REWARD[1].replace('joy', 'jox')], "has no function 'jox'"),
+        (
+            ['{prompts}', '--pretrain={model}', '--reward_fn', REWARD[1].replace('joy', 'jox')],
+            "has no function 'jox'; did you mean joy?",
+        ),
         (
             ['{nocolumn}', '--pretrain={model}', *REWARD],
             "no column 'prompt' for the prompt; the columns are 'act', 'words'",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Any
 
 _HERE = 'chatgpt.compat.colossalai.package'
@@ -51,6 +52,20 @@ def hybrid_adam(
         raise ValueError('offload to NVMe needs colossalai itself (README, requirements-colossalai)')
     kind = torch.optim.AdamW if adamw_mode else torch.optim.Adam
     return kind(model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+def use_without_gpu() -> None:
+    """Where there is no GPU: the installed one runs on the CPU, as `ColossalAIStrategy` has it. One that this cannot be
+    done to is left as it is."""
+    import torch
+
+    from chatgpt.trainer.strategies.colossalai.cpu import bridge
+    from chatgpt.trainer.strategies.colossalai.options import import_colossalai
+
+    if not torch.cuda.is_available():
+        with suppress(ImportError, RuntimeError):
+            import_colossalai()
+            bridge()
 
 
 class _Logger:

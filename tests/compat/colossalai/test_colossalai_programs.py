@@ -297,3 +297,34 @@ def test_the_usage_section_of_its_page(gpt2, tmp_path):
     change = max(float((after[name] - before[name]).abs().max()) for name in before)
     assert 0 < change < 1e-2  # a step of a loaded optimizer at 5e-6, after rounding to 16 bits
     assert (tmp_path / 'actor_optim_checkpoint.pt').is_dir()  # of all ranks, as a folder
+
+
+HYBRID_ADAM = """
+import torch
+from colossalai.nn.optimizer import HybridAdam
+from chatgpt.trainer.strategies import NaiveStrategy
+torch.manual_seed(0)
+weights, ours = (torch.nn.Linear(3, 1) for _ in range(2))
+ours.load_state_dict(weights.state_dict())
+strategy = NaiveStrategy()
+theirs = HybridAdam(weights.parameters(), lr=0.1)
+for model, optimizer in (weights, theirs), (ours, torch.optim.AdamW(ours.parameters(), lr=0.1, weight_decay=0)):
+    model, optimizer = strategy.prepare((model, optimizer))
+    for _ in range(3):
+        strategy.backward(model(torch.ones(2, 3)).pow(2).mean(), model, optimizer)
+        strategy.optimizer_step(optimizer)
+        optimizer.zero_grad()
+print('apart', float((weights.weight - ours.weight).abs().max()))
+"""
+
+
+@pytest.mark.system
+@pytest.mark.skipif(torch.cuda.is_available(), reason='about machines without a GPU')
+@pytest.mark.skipif(importlib.util.find_spec('colossalai') is None, reason='colossalai is not installed')
+def test_its_own_hybrid_adam_runs_beside_a_naive_strategy_without_a_gpu(tmp_path):
+    path = tmp_path / 'script.py'
+    path.write_text(HYBRID_ADAM)
+    argv = [sys.executable, '-m', 'chatgpt.compat', 'run', str(path)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1]) < 1e-5
