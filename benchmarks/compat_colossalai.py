@@ -41,7 +41,7 @@ GOLDEN = HERE.parent / 'tests' / 'compat' / 'colossalai' / 'colossalai_numbers.j
 OURS = 'chatgpt.compat.colossalai.losses'
 RESULTS = HERE / 'results' / 'compat_colossalai.json'
 COMMIT = 'd32ef94ad'
-"""of ColossalAI, March 2023: the last days of `applications/ChatGPT` under this name"""
+"""of ColossalAI, the last state that the page was written from"""
 ENVIRONMENTS['colossalai'] = ['transformers==4.25.1', 'loralib==0.1.1', 'tqdm==4.67.1', 'safetensors==0.4.5', 'numpy<2']
 SPEED = [Update('colossalai', 'ppo', 'fixed', 'fp32', epochs) for epochs in (1, 4)]
 
