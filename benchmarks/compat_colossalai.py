@@ -3,10 +3,15 @@
     git clone https://github.com/hpcaitech/ColossalAI && git -C ColossalAI checkout d32ef94ad
     python benchmarks/compat_colossalai.py --source ColossalAI/applications/ChatGPT
     python benchmarks/compat_colossalai.py            # the committed numbers beside ours
+    python benchmarks/compat_colossalai.py speed --source git+https://github.com/hpcaitech/ColossalAI
 
 With --source its files models/loss.py and models/utils.py are executed as they are, and what they give is written to
 tests/compat/colossalai/colossalai_numbers.json with the inputs; `make test` compares ours with that. Only these two files:
 they need nothing but torch and the name loralib.
+
+Speed: one program on both sides (`peers/compat_colossalai_speed.py`), its `PPOTrainer.fit` under `NaiveStrategy`, updates
+in turns, A B A B. The environment of its side is made on first use, with the last transformers under which its generation
+keeps the KV cache.
 """
 
 from __future__ import annotations
@@ -15,6 +20,8 @@ import argparse
 import importlib
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +31,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GOLDEN = Path(__file__).resolve().parents[1] / 'tests' / 'compat' / 'colossalai' / 'colossalai_numbers.json'
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE / 'peers')]
+
+from vs_peers import ENVIRONMENTS, compare, environment, machine, save_model  # noqa: E402
+from work import Case as Update  # noqa: E402
+
+GOLDEN = HERE.parent / 'tests' / 'compat' / 'colossalai' / 'colossalai_numbers.json'
 OURS = 'chatgpt.compat.colossalai.losses'
+RESULTS = HERE / 'results' / 'compat_colossalai.json'
+COMMIT = 'd32ef94ad'
+"""of ColossalAI, the last state that the page was written from"""
+ENVIRONMENTS['colossalai'] = ['transformers==4.25.1', 'loralib==0.1.1', 'tqdm==4.67.1', 'safetensors==0.4.5', 'numpy<2']
+SPEED = [Update('colossalai', 'ppo', 'fixed', 'fp32', epochs) for epochs in (1, 4)]
 
 
 def inputs() -> dict[str, Tensor]:
@@ -114,11 +132,47 @@ DEFECTS: dict[str, tuple[str, Case, str]] = {
 """where a defect of theirs makes another number"""
 
 
+def package(source: str, work: Path) -> Path:
+    """The folder that holds ColossalAI's package `chatgpt`, its `applications/ChatGPT`; git+URL is cloned."""
+    folder = Path(source)
+    if source.startswith('git+'):
+        clone = work / 'colossalai_source'
+        if not clone.is_dir():
+            git = ['git', 'clone', '--quiet', '--filter=blob:none', '--no-checkout', source.removeprefix('git+'), clone]
+            subprocess.run(git, check=True)
+            subprocess.run(
+                ['git', '-C', clone, 'checkout', '--quiet', COMMIT, '--', 'applications/ChatGPT'], check=True
+            )
+        folder = clone / 'applications' / 'ChatGPT'
+    if not (folder / 'chatgpt' / 'models' / 'loss.py').is_file():
+        raise SystemExit(
+            f'error: --source {source}: {folder} has no chatgpt/models/loss.py; give the folder applications/ChatGPT, or '
+            'git+https://...'
+        )
+    return folder.resolve()
+
+
+def speed(source: Path, work: Path, rounds: int) -> dict[str, Any]:
+    """CPU seconds of an update, by case."""
+    folder = save_model(work, 'fixed')
+    worker = HERE / 'peers' / 'compat_colossalai_speed.py'
+    theirs = ['env', f'COLOSSALAI_SOURCE={source}', environment('colossalai', work), worker]
+    found = {}
+    print('| epochs | theirs | here | ratio, median (range) |\n|---|---|---|---|')
+    for case in SPEED:
+        case = Update(**{**vars(case), 'model': folder})
+        result = compare(case, [sys.executable, worker], theirs, rounds=rounds, warmup=1, logs=work / 'logs')
+        found[case.name] = {k: result[k] for k in ('ratio', 'ratio_wall', 'ours', 'theirs', 'about', 'rounds')}
+        cpu = [f'{result[who]["cpu_s"]:.2f}' for who in ('theirs', 'ours')]
+        ratio = result['ratio']
+        spread = f'{ratio["median"]:.2f} ({ratio["min"]:.2f} to {ratio["max"]:.2f})'
+        print(f'| {case.epochs} | {cpu[0]} | {cpu[1]} | {spread} |', flush=True)
+    return found
+
+
 def peer(source: Path) -> Any:
     """Its two files as one namespace."""
     folder = source / 'chatgpt' / 'models'
-    if not (folder / 'loss.py').is_file():
-        raise SystemExit(f'error: {folder / "loss.py"} is not there; --source is the folder applications/ChatGPT')
     package = ModuleType('colossalai_models')
     package.__path__ = [str(folder)]
     sys.modules['colossalai_models'] = package
@@ -154,11 +208,26 @@ def shown(value: Any) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--source', type=Path, help='the folder applications/ChatGPT of a checkout of ColossalAI')
+    parser.add_argument('what', nargs='?', choices=('numbers', 'speed'), default='numbers')
+    parser.add_argument(
+        '--source', help='the folder applications/ChatGPT of a checkout of ColossalAI, or git+https://...'
+    )
+    parser.add_argument('--rounds', type=int, default=3, help='of speed')
+    parser.add_argument('--work-dir', type=Path, default=Path('outputs/peers'), help='environments, models and logs')
     args = parser.parse_args()
+    work = args.work_dir.resolve()
+    if args.what == 'speed':
+        if args.source is None:
+            parser.error('speed needs --source')
+        work.mkdir(parents=True, exist_ok=True)
+        found = speed(package(args.source, work), work, args.rounds)
+        about = {'machine': machine(), 'load': os.getloadavg()[0]}
+        RESULTS.write_text(json.dumps({'speed': found} | about, indent=1) + '\n')
+        return
     if args.source is not None:
-        x = inputs()
-        content = {'inputs': {k: v.tolist() for k, v in x.items()}, 'theirs': numbers(peer(args.source), x)}
+        work.mkdir(parents=True, exist_ok=True)
+        x, source = inputs(), package(args.source, work)
+        content = {'inputs': {k: v.tolist() for k, v in x.items()}, 'theirs': numbers(peer(source), x)}
         text = json.dumps(content, indent=None).replace('Infinity', '"inf"').replace('NaN', '"nan"')
         GOLDEN.write_text(text + '\n')
         print(f'written to {GOLDEN}')

@@ -1,11 +1,15 @@
-"""llm-on-ray's reward loss beside ours, on the same scores.
+"""llm-on-ray's reward loss beside ours, on the same scores; CPU seconds of reward-model training side by side.
 
     git clone https://github.com/intel/llm-on-ray && git -C llm-on-ray checkout 94080a4
     python benchmarks/compat_llm_on_ray.py --source llm-on-ray
     python benchmarks/compat_llm_on_ray.py            # the committed numbers beside ours
+    python benchmarks/compat_llm_on_ray.py speed --source git+https://github.com/intel/llm-on-ray
 
 With --source the method `RMTrainer.compute_loss` of its file llm_on_ray/common/trainer/rm_trainer.py is executed alone, as
 it is, and what it gives is written to tests/compat/llm_on_ray/llm_on_ray_numbers.json with the inputs.
+
+Speed: the reward trainers of both (`peers/compat_llm_on_ray_speed.py`) on the same model and pairs, updates in turns,
+A B A B. The environment of its side is made on first use, with the transformers of its own pyproject.toml.
 """
 
 from __future__ import annotations
@@ -13,6 +17,9 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +29,24 @@ from torch import Tensor
 
 from chatgpt.functional.losses import pairwise_log_sigmoid_loss
 
-GOLDEN = Path(__file__).resolve().parents[1] / 'tests' / 'compat' / 'llm_on_ray' / 'llm_on_ray_numbers.json'
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE / 'peers')]
+
+from vs_peers import ENVIRONMENTS, compare, environment, machine, save_model  # noqa: E402
+from work import Case  # noqa: E402
+
+GOLDEN = HERE.parent / 'tests' / 'compat' / 'llm_on_ray' / 'llm_on_ray_numbers.json'
 FILE = 'llm_on_ray/common/trainer/rm_trainer.py'
+RESULTS = HERE / 'results' / 'compat_llm_on_ray.json'
+COMMIT = '94080a4'
+ENVIRONMENTS['llm_on_ray'] = [
+    'transformers==4.38.1',
+    'accelerate==0.27.2',
+    'datasets==2.18.0',
+    'pyarrow==16.1.0',
+    'tensorboard==2.16.2',
+    'numpy<2',
+]
 
 
 def inputs() -> dict[str, dict[str, Tensor]]:
@@ -40,10 +63,42 @@ def inputs() -> dict[str, dict[str, Tensor]]:
     }
 
 
+def package(source: str, work: Path) -> Path:
+    """A checkout of llm-on-ray; git+URL is cloned."""
+    folder = Path(source)
+    if source.startswith('git+'):
+        folder = work / 'llm_on_ray_source'
+        if not folder.is_dir():
+            git = [
+                'git',
+                'clone',
+                '--quiet',
+                '--filter=blob:none',
+                '--no-checkout',
+                source.removeprefix('git+'),
+                folder,
+            ]
+            subprocess.run(git, check=True)
+            subprocess.run(['git', '-C', folder, 'checkout', '--quiet', COMMIT, '--', 'llm_on_ray'], check=True)
+    if not (folder / FILE).is_file():
+        raise SystemExit(f'error: --source {source}: {folder / FILE} is not there; give a checkout, or git+https://...')
+    return folder.resolve()
+
+
+def speed(source: Path, work: Path, rounds: int) -> dict[str, Any]:
+    """CPU seconds of four optimizer steps."""
+    case = Case('llm_on_ray', 'reward model', 'fixed', 'fp32', model=save_model(work, 'fixed'))
+    worker = HERE / 'peers' / 'compat_llm_on_ray_speed.py'
+    peer = ['env', f'LLM_ON_RAY_SOURCE={source}', environment('llm_on_ray', work), worker]
+    result = compare(case, [sys.executable, worker], peer, rounds=rounds, warmup=1, logs=work / 'logs')
+    ratio, (there, here) = result['ratio'], (result[who]['cpu_s'] for who in ('theirs', 'ours'))
+    print('| theirs | here | ratio, median (range) |\n|---|---|---|')
+    print(f'| {there:.2f} | {here:.2f} | {ratio["median"]:.2f} ({ratio["min"]:.2f} to {ratio["max"]:.2f}) |')
+    return {k: result[k] for k in ('ratio', 'ratio_wall', 'ours', 'theirs', 'about', 'rounds')}
+
+
 def theirs(source: Path, x: dict[str, Tensor]) -> dict[str, Any]:
     path = source / FILE
-    if not path.is_file():
-        raise SystemExit(f'error: {path} is not there; --source is a checkout of llm-on-ray')
     method = next(
         n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef) and n.name == 'compute_loss'
     )
@@ -77,11 +132,24 @@ def ours(x: dict[str, Tensor]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--source', type=Path, help='a checkout of llm-on-ray')
+    parser.add_argument('what', nargs='?', choices=('numbers', 'speed'), default='numbers')
+    parser.add_argument('--source', help='a checkout of llm-on-ray, or git+https://...')
+    parser.add_argument('--rounds', type=int, default=3, help='of speed')
+    parser.add_argument('--work-dir', type=Path, default=Path('outputs/peers'), help='environments, models and logs')
     args = parser.parse_args()
+    work = args.work_dir.resolve()
+    if args.what == 'speed' and args.source is None:
+        parser.error('speed needs --source')
+    if args.source is not None:
+        work.mkdir(parents=True, exist_ok=True)
+        source = package(args.source, work)
+    if args.what == 'speed':
+        results = {'speed': speed(source, work, args.rounds), 'machine': machine(), 'load': os.getloadavg()[0]}
+        RESULTS.write_text(json.dumps(results, indent=1) + '\n')
+        return
     if args.source is not None:
         content = {
-            name: {'inputs': {k: v.tolist() for k, v in x.items()}, 'theirs': theirs(args.source, x)}
+            name: {'inputs': {k: v.tolist() for k, v in x.items()}, 'theirs': theirs(source, x)}
             for name, x in inputs().items()
         }
         GOLDEN.write_text(json.dumps(content) + '\n')
