@@ -3,9 +3,6 @@
 
     python examples/train_prompts.py prompts.csv --pretrain gpt2 --reward_fn my_rewards.py:score --save_path outputs/run
 
-With `--rollout_workers 2 --max_staleness 1 --tis_cap 2` two Ray actors generate while this process learns
-(docs/rollout.md).
-
 Without arguments it trains a small model on the embedded story world, after it has learned to write there. Under
 --save_path it leaves metrics.jsonl, samples.jsonl, settings.json, checkpoints/ and actor/, a Hugging Face folder with
 the tokenizer.
