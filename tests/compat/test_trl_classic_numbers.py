@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from same_numbers import LIMIT
 
 from chatgpt.compat.trl.statistics import KEYS
 
@@ -19,7 +20,7 @@ from compat_ours import differences, run  # noqa: E402
 from compat_work import CASES, make_folder  # noqa: E402
 
 GOLDEN = json.loads((Path(__file__).parent / 'trl_classic_numbers.json').read_text())
-TOLERANCE = 1e-5
+TOLERANCE = LIMIT
 
 
 @pytest.fixture(scope='module')
