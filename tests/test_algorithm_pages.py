@@ -95,7 +95,8 @@ def test_the_settings_that_a_page_lists_are_there(page):
 
 def test_every_name_of_the_tables_is_on_a_page():
     text = ''.join(p.read_text() for p in PAGES)
-    assert [name for name in (*ESTIMATORS, *POLICY_LOSSES) if not re.search(rf"['`]{re.escape(name)}['`]", text)] == []
+    names = [name for name in (*ESTIMATORS, *POLICY_LOSSES) if ':' not in name]  # what module:name has found stays there
+    assert [name for name in names if not re.search(rf"['`]{re.escape(name)}['`]", text)] == []
 
 
 def files_that_are_missing(page: Path, text: str) -> list[str]:
