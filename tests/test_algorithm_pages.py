@@ -95,7 +95,7 @@ def test_the_settings_that_a_page_lists_are_there(page):
 
 def test_every_name_of_the_tables_is_on_a_page():
     text = ''.join(p.read_text() for p in PAGES)
-    names = [name for name in (*ESTIMATORS, *POLICY_LOSSES) if ':' not in name]  # what module:name has found stays there
+    names = [name for name in (*ESTIMATORS, *POLICY_LOSSES) if ':' not in name]  # module:name stays where it was found
     assert [name for name in names if not re.search(rf"['`]{re.escape(name)}['`]", text)] == []
 
 
