@@ -208,3 +208,8 @@ def test_commands_in_module_docstrings_can_be_pasted():
     texts = {p: ast.get_docstring(ast.parse(p.read_text())) or '' for p in files}
     assert sum(bool(COMMAND.search(text)) for text in texts.values()) > 20
     assert not {p.name: lines for p, text in texts.items() if (lines := wrong_commands(text))}
+
+
+def test_the_type_checker_sees_every_self():
+    files = [p for p in (ROOT / 'chatgpt').rglob('*.py') if re.search(r'\bself: Any\b', p.read_text())]
+    assert not files

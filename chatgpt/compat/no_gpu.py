@@ -93,7 +93,7 @@ def without_gpu() -> Iterator[None]:
             kwargs['device_map'] = _map_on_cpu(kwargs['device_map'])
         return from_pretrained(cls, *args, **kwargs)
 
-    def pipeline_on_cpu(self: Any, *args: Any, **kwargs: Any) -> None:
+    def pipeline_on_cpu(self: Pipeline, *args: Any, **kwargs: Any) -> None:
         if 'device' in kwargs:
             kwargs['device'] = _on_cpu(kwargs['device'])
         pipeline(self, *args, **kwargs)

@@ -47,7 +47,7 @@ class Callback(OurCallback):
                 setattr(cls, name, _without_trainer(hook, name))
 
 
-def _nothing(self: Any, *arguments: Any) -> None:
+def _nothing(self: Callback, *arguments: Any) -> None:
     """What a hook does that is not overridden, with whichever arguments a subclass calls it."""
 
 
@@ -61,7 +61,7 @@ def _takes_trainer(hook: Any) -> bool:
 
 def _without_trainer(hook: Any, name: str) -> Any:
     @wraps(hook)
-    def called(self: Any, trainer: TrainerView, *arguments: Any) -> None:
+    def called(self: Callback, trainer: TrainerView, *arguments: Any) -> None:
         if name == 'on_learn_batch_end':
             arguments = (*arguments, trainer.last_experiences)
         hook(self, *arguments)

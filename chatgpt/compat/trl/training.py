@@ -11,6 +11,7 @@ import json
 import math
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
@@ -257,7 +258,7 @@ THEIR_STEPS = {
 """of TRL's and transformers' trainers, which scripts override"""
 
 
-class LaterTrainer:
+class LaterTrainer(ABC):
     """Base of the trainers: everything but the learning, which is `inner`'s.
 
     `inner` is the trainer of `chatgpt.trainer` that runs; its metrics and files are there as well. A subclass of a
@@ -395,9 +396,9 @@ class LaterTrainer:
     def after_batch(self, metrics: Mapping[str, float]) -> None:
         """After it."""
 
+    @abstractmethod
     def after_phase(self, metrics: dict[str, float]) -> None:
         """After a learning phase; may add metrics."""
-        raise NotImplementedError
 
     def resume(self, resume_from_checkpoint: bool | str | None) -> None:
         """Take up a checkpoint of this trainer's. True is the newest in `output_dir`, where there is one."""
@@ -502,9 +503,9 @@ class OfflineLaterTrainer(LaterTrainer):
         self._waiting: list[tuple[int, dict[str, float]]] = []
         self._losses: list[tuple[int, float]] = []
 
+    @abstractmethod
     def records(self, dataset: Any) -> list[Any]:
         """The records of a dataset, as the objective takes them."""
-        raise NotImplementedError
 
     # ------------------------------------------------------------------ training
 

@@ -7,6 +7,7 @@ A trainer of trlX is built at once; here the models are loaded when they are fir
 from __future__ import annotations
 
 import atexit
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -91,7 +92,7 @@ class Process:
             print(*words)
 
 
-class AccelerateRLTrainer:
+class AccelerateRLTrainer(ABC):
     """Base of the four.
 
     Args:
@@ -165,8 +166,9 @@ class AccelerateRLTrainer:
         """This library's trainer, with its models prepared."""
         return self.build()
 
+    @abstractmethod
     def build(self) -> Any:
-        raise NotImplementedError
+        """This library's trainer, over prepared models."""
 
     @property
     def model(self) -> Any:

@@ -6,6 +6,7 @@ Left out: how each of them starts, logs and ends a run (`wandb`, `trackio`, `mlf
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -14,7 +15,7 @@ from chatgpt.trainer.callbacks.base import Callback, TrainerView, check_interval
 from chatgpt.trainer.callbacks.samples import rows_of
 
 
-class TrackedRun(Callback):
+class TrackedRun(Callback, ABC):
     """Logs every metric of every learning phase with the phase as step, and samples every `samples_every` phases.
 
     Args:
@@ -28,17 +29,17 @@ class TrackedRun(Callback):
         self._run_id: str | None = None
         self._is_open = False
 
+    @abstractmethod
     def start(self, trainer: TrainerView, run_id: str | None) -> str:
         """Begin a run with the trainer's settings, or go on with that of `run_id`; its id."""
-        raise NotImplementedError
 
+    @abstractmethod
     def log(self, metrics: Mapping[str, float], rows: SequenceOf[Mapping[str, Any]], step: int) -> None:
         """Metrics of a phase, and rows of samples in some phases; else none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self, *, failed: bool) -> None:
         """End the run."""
-        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         return {'run_id': self._run_id} if self._run_id else {}
