@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,3 +64,27 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp('model')
     GPTActor(config=embedded.demo_config()).save_pretrained(folder, tokenizer=embedded.demo_tokenizer())
     return folder
+
+
+CHROMIUM_FLAGS = (
+    '--no-sandbox',
+    '--disable-gpu',
+    '--disable-quic',
+    '--no-first-run',
+    '--disable-background-networking',
+    '--disable-component-update',
+    '--disable-sync',
+)
+
+
+@pytest.fixture(scope='module')
+def browser() -> Iterator[Any]:
+    """A headless Chromium, as Playwright drives it; a page or a context is the test's own to close."""
+    found = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
+    if found is None:
+        pytest.skip('needs Chromium on the PATH')
+    playwright = pytest.importorskip('playwright.sync_api', reason='needs the package playwright')
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=found, args=list(CHROMIUM_FLAGS))
+        yield started
+        started.close()
