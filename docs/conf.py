@@ -33,6 +33,7 @@ source_suffix = {'.md': 'markdown'}
 extensions = ['myst_parser', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon']
 highlight_language = 'text'
 myst_heading_anchors = 6
+smartquotes = False
 nitpicky = True
 nitpick_ignore_regex = [('py:.*', '.*')]  # names in signatures are no links; those on pages are of another kind
 
@@ -42,10 +43,12 @@ html_static_path = ['_static']
 html_css_files = ['pages.css']
 html_copy_source = False
 html_show_sphinx = False
+html_show_search_summary = False  # it fetches pages, which a browser refuses where the site is opened as files
 html_theme_options = {'navigation_with_keys': True}
 pygments_style = 'friendly'
 pygments_dark_style = 'github-dark'
 
+toc_object_entries_show_parents = 'hide'
 autodoc_member_order = 'bysource'
 autodoc_typehints = 'none'
 python_maximum_signature_line_length = 100
@@ -55,9 +58,10 @@ def contents(text: str) -> str:
     """The tree of contents of index.md: a part per heading, the pages it links to in their order."""
     parts = []
     for section in text.split('\n## ')[1:]:
-        pages = re.findall(r'^\s*- \[[^\]]+\]\(([^)#:]+)\.md\)', section, re.MULTILINE)
+        links = re.findall(r'^- \[([^\]]+)\]\(([^)#:]+)\.md\)', section, re.MULTILINE)
         title = section.partition('\n')[0]
-        parts.append('\n'.join(['```{toctree}', ':hidden:', f':caption: {title}', '', *pages, '```']))
+        entries = [f'{words} <{page}>' for words, page in links]
+        parts.append('\n'.join(['```{toctree}', ':hidden:', f':caption: {title}', '', *entries, '```']))
     return '\n\n'.join(parts)
 
 
@@ -118,6 +122,19 @@ def short_signature(app: Any, what: str, name: str, found: Any, options: Any, si
     return ('(**settings)', None) if dataclasses.is_dataclass(found) and len(dataclasses.fields(found)) > 8 else None
 
 
+def language_of(code: str) -> str:
+    """What to highlight an indented block as."""
+    if re.match(r'(\$ )?(chatgpt-rlhf|python|torchrun|make|pip|ray|git) ', code):
+        return 'console' if code.startswith('$') else 'bash'
+    return 'python' if re.search(r'^(import|from|def|class|with|trainer\w* =|@)\b', code, re.MULTILINE) else 'text'
+
+
+def highlighted(app: Any, tree: nodes.document) -> None:
+    for node in tree.findall(nodes.literal_block):
+        if node.get('language') in (None, 'none', 'default', highlight_language):
+            node['language'] = language_of(node.astext())
+
+
 def links_to_files(app: Any, tree: nodes.document) -> None:
     """What leads to a file or folder that is no page."""
     page = Path(app.env.doc2path(app.env.docname))
@@ -143,5 +160,6 @@ def setup(app: Any) -> None:
     app.connect('source-read', read_source)
     app.connect('autodoc-process-docstring', plain_words, priority=400)  # before napoleon reads Args: and Raises:
     app.connect('autodoc-process-signature', short_signature)
+    app.connect('doctree-read', highlighted)
     app.connect('doctree-read', links_to_files)
     app.connect('build-finished', front_door)
