@@ -32,6 +32,8 @@ PAGES = [
 ]
 PROGRAMS = ('chatgpt-rlhf', 'python', 'torchrun', 'make', 'pip', 'ray', 'git', 'cd', 'bash', 'tensorboard')
 START = re.compile(rf'(?:\$ )?((?:[A-Z_]+=\S* )*)(?:\S*/bin/)?((?:{"|".join(PROGRAMS)}) .*)', re.DOTALL)
+COMING_COMMANDS = ('report', 'doctor', 'rollouts', 'compare')
+"""words of the command that pages name and that are not here yet"""
 MODELS = ('gpt2', 'NAME_OR_FOLDER', 'MODEL')
 """words of the pages that stand for a model of the reader's"""
 
@@ -159,7 +161,7 @@ def _files() -> dict[str, Callable[[], str]]:
         'my_method.py': lambda: _block('docs/extend/algorithm.md', 'my_method.py'),
         'my_objective.py': lambda: _block('docs/extend/objective.md', 'my_objective.py') + RECIPE.format(_recipe()),
         'sweep.yaml': lambda: _block('docs/sweep.md', 'sweep.yaml'),
-        'run.yaml': lambda: 'lr: 1.0e-5\n',
+        'run.yaml': lambda: 'lr: 1.0e-5\nsave_path: outputs/of_run_yaml\n',
         'script.py': lambda: TRL_PROGRAM,
         'old.py': lambda: TRL_PROGRAM,
         'hello.py': lambda: TRL_PROGRAM,
@@ -170,14 +172,16 @@ def _files() -> dict[str, Callable[[], str]]:
     }
 
 
-def tiny_model(folder: Path) -> Path:
-    """A language model that reads bytes."""
+def tiny_models(folder: Path) -> Path:
+    """A language model that reads bytes, as `folder`/model, and a reward model on its trunk, as `folder`/rm."""
+    from chatgpt.nn import AutoRM
     from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 
     model = tiny_causal_lm('gpt2', vocab_size=259, pad_token_id=256, bos_token_id=257, eos_token_id=258)
-    model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    model.save_pretrained(folder / 'model')
+    byte_tokenizer().save_pretrained(folder / 'model')
+    AutoRM(pretrained=str(folder / 'model')).save_pretrained(folder / 'rm', tokenizer=byte_tokenizer())
+    return folder / 'model'
 
 
 def bring(command: Command, folder: Path, model: Path) -> list[str]:
@@ -189,8 +193,9 @@ def bring(command: Command, folder: Path, model: Path) -> list[str]:
     for name in ('examples', 'benchmarks'):
         if not (folder / name).exists():
             (folder / name).symlink_to(ROOT / name)
-    if not (folder / 'model').exists():
-        (folder / 'model').symlink_to(model)
+    for name in ('model', 'rm'):
+        if not (folder / name).exists():
+            (folder / name).symlink_to(model.with_name(name))
     words = ['model' if word in MODELS else word for word in command.words]
     for word in words:
         name = word.partition('=')[2] if word.startswith('--') and '=' in word else word
@@ -200,6 +205,8 @@ def bring(command: Command, folder: Path, model: Path) -> list[str]:
             continue
         if name in files:
             path.write_text(files[name]())
+        elif (ROOT / 'examples' / 'data' / name).is_file():
+            shutil.copy(ROOT / 'examples' / 'data' / name, path)
         elif name == 'config.json':
             shutil.copy(model / 'config.json', path)
         elif name.endswith('.yaml') and name.removesuffix('.yaml') in METHODS:  # what `init` writes
