@@ -74,24 +74,27 @@ export function mountRollouts(element, source) {
   const after = button('›', 'Next phase');
   const prompt = input('search', 'any');
   const text = input('search', 'any');
-  const min = input('number', 'lowest');
-  const max = input('number', 'highest');
+  const min = input('number', 'any');
+  const max = input('number', 'any');
   for (const bound of [min, max]) bound.step = 'any';
   const colour = make('select');
   for (const q of QUANTITIES) colour.append(option(q.key, q.name));
   colour.append(option('', 'Nothing'));
-  const reset = button('Clear filters');
+  const reset = button('Clear');
+  reset.setAttribute('aria-label', 'Clear filters');
   const phaseField = field('Phase', phase);
   const phaseRow = make('span', 'ro-row');
   phaseRow.append(before, phase, after);
   phaseField.append(phaseRow);
-  const scoreField = make('fieldset', 'ro-field');
+  const scoreField = make('div', 'ro-field');
+  scoreField.setAttribute('role', 'group');
+  scoreField.setAttribute('aria-label', 'Score');
   const range = make('span', 'ro-row');
   min.setAttribute('aria-label', 'Lowest score');
   max.setAttribute('aria-label', 'Highest score');
   range.append(min, make('span', '', 'to'), max);
-  scoreField.append(make('legend', '', 'Score'), range);
-  form.append(phaseField, field('Prompt contains', prompt), field('Response contains', text), scoreField);
+  scoreField.append(make('span', 'ro-label', 'Score'), range);
+  form.append(phaseField, scoreField, field('Prompt contains', prompt), field('Response contains', text));
   form.append(field('Colour tokens by', colour), reset);
 
   const legend = make('div', 'ro-legend');
@@ -115,8 +118,8 @@ export function mountRollouts(element, source) {
   let offsets = [0]; // where each page up to this one begins
   let nextOffset = null;
   let asked = 0; // answers to earlier questions are dropped
-  let shown = []; // {row, spans} of the page
-  let places = new WeakMap(); // span -> {entry, at}
+  let shown = []; // {row, body, spans, next: the first token not yet there} of each response on the page
+  let places = new WeakMap(); // span -> {entry, at: its place in spans, from, to: its tokens}
 
   function setPhases(given, chosen = phase.value) {
     phases = [...given];
@@ -268,12 +271,12 @@ export function mountRollouts(element, source) {
     body.dir = 'auto';
     body.setAttribute('role', 'group');
     body.setAttribute('aria-label', `Tokens of response ${row.index}. Arrow keys go from token to token.`);
-    const entry = { row, spans: [], body };
+    const entry = { row, body, spans: [], next: 0 };
     shown.push(entry);
-    addTokens(entry, Math.min(row.tokens.length, FIRST_TOKENS));
+    addTokens(entry, FIRST_TOKENS);
     if (entry.spans.length) entry.spans[0].tabIndex = 0;
     card.append(facts, body);
-    if (row.tokens.length > FIRST_TOKENS) {
+    if (entry.next < row.tokens.length) {
       const more = button(`Show all ${row.tokens.length} tokens`);
       more.addEventListener('click', () => {
         const first = entry.spans.length;
@@ -287,46 +290,52 @@ export function mountRollouts(element, source) {
     return card;
   }
 
+  /* A character of several tokens has no text until the last of them: they share one span. */
   function addTokens(entry, stop) {
     const { row, spans, body } = entry;
-    for (let at = spans.length; at < stop; at++) {
-      const piece = row.tokens[at];
+    const last = row.tokens.length - 1;
+    for (let from = entry.next; from <= last && from < stop; from = entry.next) {
+      let to = from;
+      while (row.tokens[to] === '' && to < last) to++;
       const span = make('span', 'ro-token');
-      if (!row.mask[at]) span.classList.add('ro-masked');
-      if (SPECIAL.test(piece)) span.classList.add('ro-special');
-      if (piece === '') span.classList.add('ro-part');
-      fill(span, piece);
-      places.set(span, { entry, at });
+      if (!row.mask[to]) span.classList.add('ro-masked');
+      if (SPECIAL.test(row.tokens[to])) span.classList.add('ro-special');
+      fill(span, row.tokens[to]);
+      places.set(span, { entry, at: spans.length, from, to });
       spans.push(span);
       body.append(span);
+      entry.next = to + 1;
     }
+  }
+
+  /* Of a span's tokens: numbers, or null where there is none. */
+  function numbersAt({ entry, from, to }, key) {
+    const values = entry.row[key];
+    return values ? values.slice(from, to + 1) : [null];
+  }
+
+  function meanAt(place, key) {
+    const numbers = numbersAt(place, key).filter((x) => typeof x === 'number');
+    return numbers.length && place.entry.row.mask[place.to] ? numbers.reduce((a, b) => a + b, 0) / numbers.length : null;
   }
 
   // ---------------------------------------------------------------- colour
   function paint() {
     const quantity = QUANTITIES.find((q) => q.key === colour.value);
-    const numbers = [];
-    if (quantity) {
-      for (const { row, spans } of shown) {
-        const values = row[quantity.key];
-        if (values) for (let i = 0; i < spans.length; i++) if (row.mask[i] && values[i] !== null) numbers.push(values[i]);
-      }
-    }
+    const spans = shown.flatMap((entry) => entry.spans);
+    const values = spans.map((span) => (quantity ? meanAt(places.get(span), quantity.key) : null));
+    const numbers = values.filter((x) => x !== null);
     const scale = numbers.length ? scaleOf(quantity.scale, numbers) : null;
-    for (const { row, spans } of shown) {
-      const values = quantity && row[quantity.key];
-      spans.forEach((span, i) => {
-        const value = values && row.mask[i] ? values[i] : null;
-        const tint = scale && typeof value === 'number' ? scale.tint(value) : null;
-        if (tint) {
-          span.dataset.tint = tint.kind;
-          span.style.setProperty('--strength', `${(100 * tint.strength).toFixed(1)}%`);
-        } else {
-          delete span.dataset.tint;
-          span.style.removeProperty('--strength');
-        }
-      });
-    }
+    spans.forEach((span, i) => {
+      const tint = scale && values[i] !== null ? scale.tint(values[i]) : null;
+      if (tint) {
+        span.dataset.tint = tint.kind;
+        span.style.setProperty('--strength', `${(100 * tint.strength).toFixed(1)}%`);
+      } else {
+        delete span.dataset.tint;
+        span.style.removeProperty('--strength');
+      }
+    });
     drawLegend(quantity, scale);
   }
 
@@ -352,41 +361,43 @@ export function mountRollouts(element, source) {
   }
 
   // ---------------------------------------------------------------- a token's numbers
-  function numbersOf({ entry, at }) {
-    const { row } = entry;
+  function linesOf(place) {
     const lines = [];
     for (const q of QUANTITIES) {
-      const value = row[q.key] ? row[q.key][at] : null;
-      if (typeof value !== 'number') continue;
-      lines.push({ key: q.key, name: q.name, value: show(value, q.scale === 'diverging') + (q.unit ? ` ${q.unit}` : '') });
+      const numbers = numbersAt(place, q.key);
+      if (!numbers.some((x) => typeof x === 'number')) continue;
+      const value = numbers.map((x) => show(x, q.scale === 'diverging')).join(' / ');
+      lines.push({ key: q.key, name: q.name, value: value + (q.unit ? ` ${q.unit}` : '') });
     }
     return lines;
   }
 
-  function nameOf({ entry, at }) {
-    const piece = entry.row.tokens[at];
-    if (piece === '') return 'part of the next character';
-    return piece.replaceAll('\n', '↵').replaceAll('\t', '⇥');
+  function nameOf({ entry, to }) {
+    return entry.row.tokens[to].replaceAll('\n', '↵').replaceAll('\t', '⇥');
+  }
+
+  function whereOf({ entry, from, to }) {
+    const of = `of ${entry.row.tokens.length}`;
+    return from === to ? `token ${to + 1} ${of}` : `tokens ${from + 1} to ${to + 1} ${of}`;
   }
 
   function showTip(span) {
     const place = places.get(span);
-    const { entry, at } = place;
+    const { row } = place.entry;
     tip.replaceChildren();
-    const name = make('bdi', 'ro-tip-name', nameOf(place));
-    const id = entry.row.token_ids ? `id ${entry.row.token_ids[at]}, ` : '';
-    tip.append(name, make('span', 'muted', `${id}${at + 1} of ${entry.row.tokens.length}`));
-    if (!entry.row.mask[at]) tip.append(make('span', '', 'does not count'));
+    const ids = row.token_ids ? `, id ${row.token_ids.slice(place.from, place.to + 1).join(' ')}` : '';
+    tip.append(make('bdi', 'ro-tip-name', nameOf(place)), make('span', 'muted', whereOf(place) + ids));
+    if (!row.mask[place.to]) tip.append(make('span', '', 'does not count'));
     const table = make('dl');
-    for (const line of numbersOf(place)) {
-      const term = make('dt', line.key === colour.value ? 'ro-now' : '', line.name);
-      table.append(term, make('dd', line.key === colour.value ? 'ro-now' : '', line.value));
+    for (const line of linesOf(place)) {
+      const now = line.key === colour.value ? 'ro-now' : '';
+      table.append(make('dt', now, line.name), make('dd', now, line.value));
     }
     tip.append(table);
     tip.hidden = false;
     const box = span.getClientRects()[0] ?? span.getBoundingClientRect();
     const own = tip.getBoundingClientRect();
-    const left = Math.min(Math.max(8, box.left), document.documentElement.clientWidth - own.width - 8);
+    const left = Math.min(box.left, document.documentElement.clientWidth - own.width - 8);
     const below = box.bottom + 6 + own.height < window.innerHeight;
     tip.style.left = `${Math.max(8, left)}px`;
     tip.style.top = `${below ? box.bottom + 6 : Math.max(8, box.top - own.height - 6)}px`;
@@ -431,8 +442,8 @@ export function mountRollouts(element, source) {
     if (!span) return;
     showTip(span);
     const place = places.get(span);
-    const told = [`token ${place.at + 1}, ${nameOf(place)}`, ...numbersOf(place).map((n) => `${n.name} ${n.value}`)];
-    if (!place.entry.row.mask[place.at]) told.push('does not count');
+    const told = [`${nameOf(place)}, ${whereOf(place)}`, ...linesOf(place).map((line) => `${line.name} ${line.value}`)];
+    if (!place.entry.row.mask[place.to]) told.push('does not count');
     live.textContent = told.join('; ');
   });
   list.addEventListener('focusout', hideTip);
@@ -555,12 +566,8 @@ function lineFrom(spans, at, down) {
   return best === null ? at : best.i;
 }
 
-/* Line breaks stay, with a sign before them; a part of a character is a dot. */
+/* Line breaks stay, with a sign before them. */
 function fill(span, piece) {
-  if (piece === '') {
-    span.textContent = '·';
-    return;
-  }
   const lines = piece.split('\n');
   lines.forEach((line, i) => {
     if (i > 0) {
