@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from chatgpt.run_folder import rollouts
+from chatgpt.run_folder.lines import json_safe
 from chatgpt.trainer.callbacks.base import Callback, TrainerView, check_interval
-from chatgpt.trainer.callbacks.jsonl import json_safe
 from chatgpt.trainer.callbacks.token_texts import token_texts
 from chatgpt.types import Batch, Experience
 
