@@ -1,0 +1,1 @@
+"""A page that shows a run, or several: curves, samples, settings, what the doctor found. One file."""
