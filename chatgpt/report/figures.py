@@ -46,7 +46,7 @@ def curves(runs: Sequence[Run], limit: int, known: frozenset[str] = frozenset())
     for group, drawn in groups.items():
         if not drawn:
             continue
-        parts.append(f'<section id="{_id(group)}"><h2>{safe(group)}</h2><div class="charts">')
+        parts.append(f'<section id="{place_of(group)}"><h2>{safe(group)}</h2><div class="charts">')
         for one in drawn:
             key, number_of = one.chart.key, 2
             while key in used:
@@ -131,10 +131,10 @@ def _table(chart: Chart, lines: Sequence[Line]) -> str:
 
 
 def metric_id(name: str) -> str:
-    return f'metric-{_id(name)}'
+    return f'metric-{place_of(name)}'
 
 
-def _id(text: str) -> str:
+def place_of(text: str) -> str:
     return ''.join(c if c.isalnum() and c.isascii() else '-' for c in text.lower())
 
 
