@@ -1,4 +1,4 @@
-"""A page that shows a run, or several: curves, samples, settings, what the doctor found. One file that opens anywhere."""
+"""A page that shows a run, or several: what the doctor found, curves, samples, settings. One file, opens anywhere."""
 
 from chatgpt.report.page import write_report
 from chatgpt.report.summary import what_improved

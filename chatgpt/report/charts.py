@@ -51,7 +51,9 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
             'Stays where good answers of this task are; a drift to the limit or to nothing is a trick of the policy.',
             ('eval/length_mean',),
         ),
-        Chart('eval-ended', 'Share of evaluation responses that ended', 'Near 1: answers come to an end.', ('eval/ended',)),
+        Chart(
+            'eval-ended', 'Share of evaluation responses that ended', 'Near 1: answers come to an end.', ('eval/ended',)
+        ),
     ),
     'Reward': (
         Chart(
@@ -105,7 +107,7 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
         Chart(
             'loss',
             'Loss',
-            'Falls and levels off; when the loss on eval data (val) turns up while the other falls, stop: it memorises.',
+            'Falls and levels off; if the loss on eval data (val) turns up while the other falls, stop: it memorises.',
             ('*/loss', '*/val_loss'),
         ),
         Chart(
@@ -161,7 +163,9 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
             'ilql-losses',
             'Parts of the loss',
             'Each falls and settles; none dwarfs the others for long.',
-            tuple(f'*/{val}{part}' for val in ('', 'val_') for part in ('td_loss', 'value_loss', 'cql_loss', 'awac_loss')),
+            tuple(
+                f'*/{val}{part}' for val in ('', 'val_') for part in ('td_loss', 'value_loss', 'cql_loss', 'awac_loss')
+            ),
         ),
         Chart(
             'ilql-values',
@@ -240,6 +244,13 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
             stacked=True,
         ),
         Chart(
+            'recorded-ends',
+            'Why recorded responses ended',
+            'Most end by the end token or a stop string; this is of the recorded sequences only.',
+            ('recorded/eos', 'recorded/stop', 'recorded/length'),
+            stacked=True,
+        ),
+        Chart(
             'staleness',
             'Age of the weights that drew the samples',
             'Low: samples come from a policy close to the one that learns.',
@@ -314,6 +325,12 @@ PLANNED = 'plan/peak_gib'
 """memory by plan, a constant: no metric, but what run.json says"""
 CUT = 'rollout/cut_share'
 """1 − rollout/ended_share: no metric either"""
+RECORDED_ENDS = {'recorded/eos': 'eos', 'recorded/stop': 'stop', 'recorded/length': 'length'}
+"""shares of the recorded sequences by finish_reason: the same"""
+DERIVED = {PLANNED: 'plan', CUT: 'ran out of room', 'recorded/eos': 'end token', 'recorded/stop': 'stop string'} | {
+    'recorded/length': 'ran out of room'
+}
+"""what is drawn and no metric, with its label"""
 
 
 def choose(names: Iterable[str]) -> dict[str, list[Drawn]]:
@@ -349,7 +366,7 @@ def one_metric_each(drawn: Sequence[Drawn]) -> list[Drawn]:
         for d in drawn
         for names in [[*d.lines, *d.band]]
         for name in names
-        if name not in (PLANNED, CUT)
+        if name not in DERIVED
     ]
 
 

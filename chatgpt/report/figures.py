@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from chatgpt.report.charts import CUT, PLANNED, Chart, Drawn, choose, one_metric_each, words
+from chatgpt.report.charts import DERIVED, PLANNED, Chart, Drawn, choose, one_metric_each, words
 from chatgpt.report.runs import Run
 from chatgpt.report.series import Column, number, thinned
 from chatgpt.report.text import safe
 
 TABLE_ROWS = 24
-LABELS = {PLANNED: 'plan', CUT: 'ran out of room', 'rollout/ended_share': 'ended'}
+LABELS = DERIVED | {'rollout/ended_share': 'ended'}
 COLORS = 8
 """of page.css: --series-1 to --series-8"""
 
@@ -96,19 +96,24 @@ def _lines(drawn: Drawn, runs: Sequence[Run], limit: int) -> list[Line]:
 
 def _figure(drawn: Drawn, key: str, lines: Sequence[Line], known: frozenset[str]) -> str:
     chart = drawn.chart
-    names = [name for name in [*drawn.lines, *drawn.band] if name not in LABELS or name == 'rollout/ended_share']
+    names = [name for name in [*drawn.lines, *drawn.band] if name not in DERIVED]
     links = ' '.join(
-        f'<a href="#{metric_id(n)}"><code>{safe(n)}</code></a>' if n in known else f'<code>{safe(n)}</code>' for n in names
+        f'<a href="#{metric_id(n)}"><code>{safe(n)}</code></a>' if n in known else f'<code>{safe(n)}</code>'
+        for n in names
     )
-    good = f'<p class="good-looks"><b>Good:</b> {safe(chart.good[0].lower() + chart.good[1:])}</p>' if chart.good else ''
+    title, names = (links, '') if chart.title in names else (safe(chart.title), f'<p class="names">{links}</p>')
+    good = (
+        f'<p class="good-looks"><b>Good:</b> {safe(chart.good[0].lower() + chart.good[1:])}</p>' if chart.good else ''
+    )
     return (
         f'<figure class="card chart" id="chart-{safe(key)}" data-chart="{safe(key)}">'
-        f'<figcaption><h3>{safe(chart.title)}</h3>{good}<p class="names">{links}</p></figcaption>'
+        f'<figcaption><h3>{title}</h3>{good}{names}</figcaption>'
         f'<div class="legend"></div><div class="plot"></div>{_table(chart, lines)}</figure>'
     )
 
 
 def _table(chart: Chart, lines: Sequence[Line]) -> str:
+    lines = sorted(lines, key=lambda line: line.role in ('low', 'high'))
     values = [dict(zip(*line.column, strict=True)) for line in lines]
     phases = sorted({phase for line in lines for phase in line.column[0]})
     count = len(phases)

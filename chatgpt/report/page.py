@@ -17,10 +17,12 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from chatgpt import __version__
 from chatgpt.report import parts
 from chatgpt.report.figures import Curves, curves, place_of
+from chatgpt.report.rollouts import rows_for_page
 from chatgpt.report.runs import Run, names_of, read_run
 from chatgpt.report.text import safe, script_json
 from chatgpt.run_folder.record import write_text_atomically
@@ -30,10 +32,11 @@ FILENAME = 'report.html'
 LIMIT = 3_000_000
 """bytes of a page"""
 FOR_CURVES = 1_500_000
+FOR_ALL_BUT_SEQUENCES = 2_600_000
 POINTS = (1000, 500, 250, 120, 60, 30, 12, 6)
 """of a chart, at most: the first with which the curves fit"""
-TEXTS = (2000, 800, 300, 100)
-"""characters of a sample's text, at most: the same"""
+TEXTS = (2000, 800, 300, 100, 0)
+"""characters of a sample's text, at most: the same; 0 leaves samples out"""
 
 Folder = str | os.PathLike[str]
 
@@ -50,7 +53,7 @@ def write_report(folders: Folder | Sequence[Folder], out: Folder | None = None, 
         The file.
 
     Raises:
-        ValueError: a folder is not that of a run.
+        ValueError: a folder is not that of a run, or its run.json is damaged.
         OSError: the file could not be written; one that was there is untouched.
     """
     paths = [folders] if isinstance(folders, (str, os.PathLike)) else list(folders)
@@ -66,13 +69,21 @@ def write_report(folders: Folder | Sequence[Folder], out: Folder | None = None, 
 
 
 def page(runs: Sequence[Run], title: str) -> str:
-    """The whole page, shortened until it is within the limit."""
+    """The whole page, shortened until it is within the limit. What room is left goes to recorded sequences."""
     drawn = fitting_curves(runs)
     for limit in TEXTS:
         text = _assembled(runs, title, drawn, limit)
-        if len(text.encode()) <= LIMIT:
-            return text
-    return _assembled(runs, title, drawn, 0)
+        if len(text.encode()) <= FOR_ALL_BUT_SEQUENCES:
+            break
+    room = (LIMIT - len(text.encode()) - 20_000 * len(runs)) / max(1, sum(bool(run.recorded) for run in runs))
+    for share in (0.95, 0.7, 0.4, 0.2):  # `<` takes more room in a page than in JSON
+        rows = [rows_for_page(run.recorded, int(share * room)) for run in runs]
+        if not any(rows):
+            break
+        with_rows = _assembled(runs, title, drawn, limit, rows)
+        if len(with_rows.encode()) <= LIMIT:
+            return with_rows
+    return text
 
 
 def fitting_curves(runs: Sequence[Run]) -> Curves:
@@ -95,7 +106,7 @@ def asset(name: str) -> str:
     return (ASSETS / name).read_text(encoding='utf-8')
 
 
-def _assembled(runs: Sequence[Run], title: str, drawn: Curves, texts: int) -> str:
+def _assembled(runs: Sequence[Run], title: str, drawn: Curves, texts: int, rows: Sequence[Sequence[Any]] = ()) -> str:
     sections = [
         parts.failures(runs),
         parts.findings(runs),
@@ -103,16 +114,26 @@ def _assembled(runs: Sequence[Run], title: str, drawn: Curves, texts: int) -> st
         controls() if drawn.html else '',
         drawn.html,
         parts.samples(runs, texts) if texts else '',
+        parts.sequences(runs, rows),
         parts.settings(runs),
         parts.origin(runs),
         parts.names(drawn.names, meanings()),
     ]
-    styles = asset('uPlot.min.css') + asset('page.css') + asset('report.css')
+    styles = (
+        asset('uPlot.min.css') + asset('page.css') + asset('report.css') + (asset('rollouts.css') if any(rows) else '')
+    )
     scripts = [f'/*\n{asset("uPlot.LICENSE")}*/\n{asset("uPlot.iife.min.js")}', asset('report.js')]
+    reader = f'{asset("rollouts.js")}\n{asset("sequences.js")}' if any(rows) else ''
     places = [('Findings', 'findings'), *((group, place_of(group)) for group in drawn.groups)]
     places += [
         (word, place)
-        for word, place in (('Samples', 'samples'), ('Settings', 'settings'), ('Origin', 'origin'), ('Names', 'names'))
+        for word, place in (
+            ('Samples', 'samples'),
+            ('Sequences', 'sequences'),
+            ('Settings', 'settings'),
+            ('Origin', 'origin'),
+            ('Names', 'names'),
+        )
         if any(f'<section id="{place}"' in section for section in sections)
     ]
     links = ''.join(f'<li><a href="#{place}">{safe(word)}</a></li>' for word, place in places)
@@ -120,7 +141,7 @@ def _assembled(runs: Sequence[Run], title: str, drawn: Curves, texts: int) -> st
     return ''.join(
         [
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy(styles, scripts)}">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy(styles, [*scripts, reader])}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark">',
             f'<title>{safe(title)}</title><link rel="icon" href="data:,">',
@@ -134,6 +155,7 @@ def _assembled(runs: Sequence[Run], title: str, drawn: Curves, texts: int) -> st
             '<div id="said" class="visually-hidden" aria-live="polite"></div>',
             f'<script type="application/json" id="curves">{script_json(drawn.data)}</script>',
             *(f'<script>{script}</script>' for script in scripts),
+            f'<script type="module">{reader}</script>' if reader else '',
             '</body></html>\n',
         ]
     )
@@ -146,14 +168,16 @@ def policy(styles: str, scripts: Sequence[str]) -> str:
         return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
     run = ' '.join(digest(script) for script in scripts)
-    return f"default-src 'none'; style-src {digest(styles)}; script-src {run}; img-src data:; base-uri 'none'; form-action 'none'"
+    load = f"default-src 'none'; style-src {digest(styles)}; script-src {run}; img-src data:"
+    return f"{load}; base-uri 'none'; form-action 'none'"
 
 
 def controls() -> str:
     """What acts on all charts."""
     return (
         '<div class="controls" role="group" aria-label="All charts">'
-        '<label class="smoothing">Smoothing <input id="smoothing" type="range" min="0" max="0.99" step="0.01" value="0">'
+        '<label class="smoothing">Smoothing '
+        '<input id="smoothing" type="range" min="0" max="0.99" step="0.01" value="0">'
         '<output id="smoothing-value" for="smoothing">0</output></label>'
         '<span class="zoom"><button type="button" id="zoom-in" aria-label="Zoom in">+</button>'
         '<button type="button" id="zoom-out" aria-label="Zoom out" disabled>−</button>'
@@ -161,7 +185,7 @@ def controls() -> str:
         '<span id="zoom-range" class="muted small"></span></span>'
         '<details class="help"><summary>Help</summary><p>Point at a chart, or tap it, for the values of that phase in '
         'all charts. Drag to zoom in, double click to see all again. With the keyboard: Tab to a chart, ← and → by one '
-        'point, with Shift by ten, Home and End; + and − zoom, 0 shows all. Choose a name above a chart to hide or show '
-        'its line. Smoothing is a moving average; the faint line is what was measured.</p></details></div>'
-        '<noscript><p class="card">The curves need JavaScript; the numbers below each are readable without.</p></noscript>'
+        'point, with Shift by ten, Home and End; + and − zoom, 0 shows all. A name above a chart hides or shows its '
+        'line. Smoothing is a moving average; the faint line is what was measured.</p></details></div>'
+        '<noscript><p class="card">The curves need JavaScript; the numbers below each do not.</p></noscript>'
     )

@@ -10,7 +10,7 @@ from chatgpt.report.figures import COLORS, metric_id
 from chatgpt.report.runs import Run, settings_of
 from chatgpt.report.series import average, number
 from chatgpt.report.summary import what_improved
-from chatgpt.report.text import cut, duration_text, moment_of, safe, time_text, value_text
+from chatgpt.report.text import cut, duration_text, moment_of, safe, script_json, time_text, value_text
 
 STATUS = {
     'ended': ('good', 'ended'),
@@ -41,6 +41,8 @@ TILES = (
 """at a glance: the first eight that a run has"""
 PHASES_SIDE_BY_SIDE = 5
 PROMPTS = 12
+LONG = 400
+"""characters of a text that may have to be scrolled"""
 
 
 # ---------------------------------------------------------------------- head
@@ -106,10 +108,10 @@ def failures(runs: Sequence[Run]) -> str:
         if record is None or record.status != 'failed':
             continue
         which = f'{safe(run.name)}: ' if len(runs) > 1 else ''
+        why = safe(cut(record.error or 'no reason known', 4000))
         parts.append(
             f'<section class="card failure" aria-label="Why the run failed"><p><b>{which}The run failed in phase '
-            f'{record.phase + 1}.</b></p><pre class="text" dir="auto">{safe(cut(record.error or "no reason known", 4000))}'
-            '</pre></section>'
+            f'{record.phase + 1}.</b></p><pre class="text" dir="auto">{why}</pre></section>'
         )
     return ''.join(parts)
 
@@ -148,8 +150,8 @@ def findings(runs: Sequence[Run]) -> str:
         level = 'h4' if len(runs) > 1 else 'h3'
         parts += [
             f'<article class="card finding {LEVELS.get(f.level, "note")}"><{level}><span class="pill '
-            f'{LEVELS.get(f.level, "note")}">{safe(f.level)}</span> {safe(f.title)}</{level}>'
-            f'<p class="evidence">{safe(f.evidence)} <span class="muted">Phase {f.step}.</span></p>'
+            f'{LEVELS.get(f.level, "note")}">{safe(f.level)}</span> {safe(f.title)} '
+            f'<span class="since">phase {f.step}</span></{level}><p class="evidence">{safe(f.evidence)}</p>'
             f'<dl><dt>Likely cause</dt><dd>{safe(f.cause)}</dd><dt>What to change</dt><dd>{safe(f.change)}</dd></dl>'
             f'<p class="muted small">More, with sources: <code>docs/doctor.md#{safe(f.key)}</code></p></article>'
             for f in run.findings
@@ -198,10 +200,15 @@ def _side_by_side(rows: Sequence[Mapping[str, Any]], limit: int, level: str) -> 
         cells = ''.join(_answer(phase, answers[phase], limit) for phase in phases if phase in answers)
         yield (
             f'<article class="card sample"><{level}><span class="muted">Prompt {i}</span></{level}>'
-            f'<p class="text prompt" dir="auto">{safe(cut(prompt, limit))}</p><div class="answers">{cells}</div></article>'
+            f'{_scrolling(cut(prompt, limit), "prompt")}<div class="answers">{cells}</div></article>'
         )
     if len(order) > PROMPTS:
         yield f'<p class="muted small">{PROMPTS} of {len(order)} prompts; all are in the run folder.</p>'
+
+
+def _scrolling(text: str, kind: str) -> str:
+    reach = ' tabindex="0"' if len(text) > LONG else ''  # the keyboard scrolls what it can reach
+    return f'<p class="text long {kind}" dir="auto"{reach}>{safe(text)}</p>'
 
 
 def _answer(phase: int, row: Mapping[str, Any], limit: int) -> str:
@@ -217,8 +224,25 @@ def _answer(phase: int, row: Mapping[str, Any], limit: int) -> str:
     extra = f'<p class="muted small">{safe(", ".join(more).replace("num_tokens", "tokens"))}</p>' if more else ''
     shown = f' <b class="score">{told}</b>' if told else ''
     text = cut(row['response'], limit)
-    said = f'<p class="text" dir="auto">{safe(text)}</p>' if text.strip() else '<p class="muted"><i>empty</i></p>'
+    said = _scrolling(text, '') if text.strip() else '<p class="muted"><i>empty</i></p>'
     return f'<div class="answer"><p class="of"><span>Phase {phase}</span>{shown}</p>{said}{extra}</div>'
+
+
+def sequences(runs: Sequence[Run], rows: Sequence[Sequence[Mapping[str, Any]]]) -> str:
+    """Recorded sequences, for the reader of rollouts.js, which sequences.js puts there."""
+    parts = []
+    for run, of_run in zip(runs, rows, strict=False):
+        if not of_run:
+            continue
+        if len(runs) > 1:
+            parts.append(f'<h3 class="of-run">{safe(run.name)}</h3>')
+        phases = len({row['phase'] for row in of_run})
+        parts.append(
+            f'<p class="muted">{len(of_run)} recorded responses of {phases} phases, token by token; all that was '
+            f'recorded is in the folder <code>rollouts</code> of the run.</p><div class="reader"></div>'
+            f'<script type="application/json" class="rows">{script_json(of_run)}</script>'
+        )
+    return f'<section id="sequences"><h2>Sequences</h2>{"".join(parts)}</section>' if parts else ''
 
 
 # ---------------------------------------------------------------------- settings, starts, names
@@ -308,10 +332,14 @@ def origin(runs: Sequence[Run]) -> str:
         for i, start in enumerate(record.starts):
             what = 'Started' if i == 0 else f'Resumed after phase {start.phase}'
             git = start.git or {}
-            commit = f'{git["commit"]}{", with changes that are not committed" if git.get("dirty") else ""}' if git else ''
+            commit = (
+                f'{git["commit"]}{", with changes that are not committed" if git.get("dirty") else ""}' if git else ''
+            )
             about = {'commit': commit, 'versions': start.versions, 'machine': start.machine}
             rows = ''.join(
-                f'<tr><th scope="row">{name}</th><td>{_facts(value)}</td></tr>' for name, value in about.items() if value
+                f'<tr><th scope="row">{name}</th><td>{_facts(value)}</td></tr>'
+                for name, value in about.items()
+                if value
             )
             words = shlex.join(start.command)
             parts.append(
@@ -347,11 +375,14 @@ def _flat(value: Any) -> str:
 
 def names(used: Sequence[str], meanings: Mapping[str, Sequence[str]]) -> str:
     """What the metrics of the page mean, as docs/metrics.md says."""
+    told: dict[tuple[str, ...], list[str]] = {}
+    for name in used:
+        if name in meanings:
+            told.setdefault(tuple(meanings[name]), []).append(name)
     rows = ''.join(
-        f'<tr id="{metric_id(n)}"><th scope="row"><code>{safe(n)}</code></th><td>{safe(meanings[n][0])}</td>'
-        f'<td>{safe(meanings[n][1])}</td></tr>'
-        for n in used
-        if n in meanings
+        f'<tr><th scope="row">{"<br>".join(_named(name) for name in same)}</th><td>{safe(unit)}</td>'
+        f'<td>{safe(meaning)}</td></tr>'
+        for (unit, meaning), same in told.items()
     )
     if not rows:
         return ''
@@ -359,5 +390,10 @@ def names(used: Sequence[str], meanings: Mapping[str, Sequence[str]]) -> str:
         '<section id="names"><h2>What the names mean</h2><p class="muted">As in docs/metrics.md. π is the policy that '
         'learns, π_old the one that collected, ref the initial model, ρ = π/π_old, β the KL coefficient, R returns, V '
         'values, A advantages.</p><div class="scroll"><table class="meanings"><thead><tr><th scope="col">metric</th>'
-        f'<th scope="col">unit</th><th scope="col">meaning</th></tr></thead><tbody>{rows}</tbody></table></div></section>'
+        f'<th scope="col">unit</th><th scope="col">meaning</th></tr></thead><tbody>{rows}</tbody></table>'
+        '</div></section>'
     )
+
+
+def _named(name: str) -> str:
+    return f'<code id="{metric_id(name)}">{safe(name)}</code>'

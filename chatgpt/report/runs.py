@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from chatgpt.doctor import Finding, diagnose
-from chatgpt.report.charts import CUT, PLANNED
+from chatgpt.report.charts import CUT, PLANNED, RECORDED_ENDS
+from chatgpt.report.rollouts import phases_for_page
 from chatgpt.report.series import Column, columns
 from chatgpt.run_folder import RunFolder
+from chatgpt.run_folder.rollouts import recorded_phases
 
 
 @dataclass
@@ -24,6 +26,8 @@ class Run:
     findings: list[Finding]
     doctor_error: str = ''
     """why the findings are not all there"""
+    recorded: list[dict[str, Any]] = field(default_factory=list)
+    """sequences of phases at equal distances, with their per-token arrays"""
 
     @property
     def status(self) -> str:
@@ -40,11 +44,7 @@ def read_run(path: str | os.PathLike[str], name: str) -> Run:
     Raises:
         ValueError: there is no such folder, or nothing of a run in it.
     """
-    if not Path(path).is_dir():
-        raise ValueError(f'{path} is no folder; give the folder of a run, which --save_path has named')
     folder = RunFolder(path)
-    if folder.record is None and not (folder.metrics or folder.eval or folder.samples or folder.eval_samples):
-        raise ValueError(f'{path} is no run: it has neither run.json nor metrics.jsonl; give the folder that has')
     found = columns([*folder.eval, *folder.metrics])
     if 'rollout/ended_share' in found:
         at, shares = found['rollout/ended_share']
@@ -53,8 +53,24 @@ def read_run(path: str | os.PathLike[str], name: str) -> Run:
     if plan.get('peak_gib') and 'perf/peak_memory_gib' in found:
         at = found['perf/peak_memory_gib'][0]
         found[PLANNED] = (at[0], at[-1]), (plan['peak_gib'], plan['peak_gib'])
+    recorded = folder.rollouts(phases) if (phases := phases_for_page(recorded_phases(folder.path))) else []
+    found |= why_ended(recorded)
     findings, error = _findings(folder)
-    return Run(name, folder, found, findings, error)
+    return Run(name, folder, found, findings, error, recorded)
+
+
+def why_ended(rows: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
+    """Of recorded sequences the shares that ended by an end token, a stop string or for want of room, by phase. Empty
+    where no stop string ended any: `rollout/ended_share`, of all sequences, says the same then."""
+    reasons: dict[int, list[str]] = {}
+    for row in rows:
+        reasons.setdefault(row['phase'], []).append(row['finish_reason'])
+    if not any('stop' in of_phase for of_phase in reasons.values()):
+        return {}
+    return {
+        name: (list(reasons), [of_phase.count(reason) / len(of_phase) for of_phase in reasons.values()])
+        for name, reason in RECORDED_ENDS.items()
+    }
 
 
 def _findings(folder: RunFolder) -> tuple[list[Finding], str]:

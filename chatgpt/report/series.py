@@ -89,7 +89,8 @@ def number(value: float | None) -> str:
         return 'none'
     size = abs(value)
     if size >= 1e6 or (0 < size < 1e-3):
-        return f'{value:.2e}'.replace('e-0', 'e-').replace('e+0', 'e')
+        digits, _, power = f'{value:.2e}'.partition('e')
+        return f'{float(digits):g}e{int(power)}'
     if size >= 1000:
         return f'{value:,.0f}'.replace(',', ' ')
     text = f'{value:.3g}' if size < 100 else f'{value:.0f}'

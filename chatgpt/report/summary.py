@@ -13,7 +13,7 @@ IMPROVED: tuple[tuple[tuple[str, str], ...], ...] = (
     ((r'[^/]+/accuracy', 'accuracy'), (r'[^/]+/val_accuracy', 'eval accuracy')),
     ((r'[^/]+/loss', 'loss'), (r'[^/]+/val_loss', 'eval loss')),
 )
-"""what says how a run goes, by pattern of the metric's name: scores, and where there are none accuracies, else losses"""
+"""what says how a run goes, by pattern of the metric's name: scores, else accuracies, else losses"""
 
 
 def what_improved(run: RunFolder) -> str:

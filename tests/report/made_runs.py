@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +118,7 @@ def record(method: str = 'ppo', **given: Any) -> RunRecord:
     return RunRecord(**(fields | given))
 
 
-def make_run(
-    folder: Path, phases: int = 40, *, seed: int = 0, texts: tuple[str, ...] = (), **given: Any
-) -> Path:
+def make_run(folder: Path, phases: int = 40, *, seed: int = 0, texts: tuple[str, ...] = (), **given: Any) -> Path:
     """A PPO run with evaluations and samples; `texts` take the place of the responses, `given` goes into run.json."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
@@ -174,5 +171,3 @@ def make_offline_run(folder: Path, phases: int = 30, prefix: str = 'sft', **give
     write_lines(folder / 'metrics.jsonl', rows)
     record(prefix, **({'num_phases': phases, 'phase': phases, 'generation': {}} | given)).write(folder)
     return folder
-
-

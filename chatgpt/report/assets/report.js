@@ -27,7 +27,7 @@
     if (value === null || value === undefined) return 'none';
     const size = Math.abs(value);
     if (size === 0) return '0';
-    if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace('e+', 'e');
+    if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace(/\.?0*e\+?/, 'e');
     if (size >= 1000) return Math.round(value).toLocaleString('en').replaceAll(',', '\u202f');
     return String(size < 100 ? Number(value.toPrecision(3)) : Math.round(value));
   }
@@ -35,8 +35,9 @@
   function tick(value, step) {
     if (value === 0) return '0';
     if (Math.abs(value) >= 10000) return new Intl.NumberFormat('en', {notation: 'compact'}).format(value);
-    const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
-    return decimals > 3 && Math.abs(value) < 0.1 ? value.toExponential(1).replace('.0e', 'e') : value.toFixed(Math.min(decimals, 6));
+    let decimals = 0;
+    while (decimals < 9 && Math.abs(step * 10 ** decimals - Math.round(step * 10 ** decimals)) > 1e-6 * step * 10 ** decimals) decimals++;
+    return decimals > 4 && Math.abs(value) < 0.01 ? String(Number(value.toPrecision(4)).toExponential()).replace('e+', 'e') : value.toFixed(decimals);
   }
 
   /** Exponential moving average, free of a bias towards the first value; what is far away weighs less. Gaps stay gaps. */
@@ -102,12 +103,12 @@
       width: Math.max(place.clientWidth, 200),
       height: 200,
       legend: {show: false},
-      padding: [8, 8, 0, 0],
+      padding: [8, 18, 0, 0],
       scales: {
         x: {time: false, range: () => shown},
-        y: chart.stacked ? {range: (u, min, max) => [0, (max || 1) * 1.04]} : {},
+        y: {range: chart.stacked ? (u, min, max) => [0, (max || 1) * 1.04] : roomy},
       },
-      axes: [axis({incrs: [1, 2, 5].flatMap((n) => [0, 1, 2, 3, 4, 5, 6, 7].map((e) => n * 10 ** e)).sort((a, b) => a - b), space: 60, size: 30}),
+      axes: [axis({incrs: [1, 2, 5].flatMap((n) => [0, 1, 2, 3, 4, 5, 6, 7].map((e) => n * 10 ** e)).sort((a, b) => a - b), space: 60, size: 26}),
         axis({size: 54, space: 34})],
       series: [{label: 'phase'}, ...drawnSeries, ...behind],
       // A stack is drawn from its top: each area reaches down to the one below it.
@@ -153,7 +154,9 @@
       });
       return {chip, value};
     });
-    figure.querySelector('.legend').replaceChildren(at, ...chips.map((c) => c.chip));
+    const order = (i) => (lines[i].role === 'line' ? 0 : 1);
+    const inOrder = chips.map((c, i) => i).sort((a, b) => order(a) - order(b) || a - b);
+    figure.querySelector('.legend').replaceChildren(at, ...inOrder.map((i) => chips[i].chip));
 
     /** The place in xs: of the cursor, else of the last phase in sight. */
     function current() {
@@ -192,7 +195,7 @@
 
     function moveTo(i) {
       plot.setCursor({left: plot.valToPos(xs[i], 'x'), top: plot.over.clientHeight / 2}, true, true);
-      byId('said').textContent = `Phase ${xs[i]}: ${lines.map((l, n) => `${l.label} ${words(n, i)}`).join(', ')}`;
+      byId('said').textContent = `Phase ${xs[i]}: ${inOrder.map((n) => `${lines[n].label} ${words(n, i)}`).join(', ')}`;
     }
 
     place.addEventListener('keydown', (event) => {
@@ -246,6 +249,13 @@
     mounted.set(figure, one);
     update();
     return one;
+  }
+
+  /** A y axis with some room; a line that does not move lies in the middle, one at 0 at the bottom. */
+  function roomy(u, min, max) {
+    if (min === null || min === undefined) return [0, 1];
+    if (min === max) return min === 0 ? [0, 1] : [min - Math.abs(min) / 2, min + Math.abs(min) / 2];
+    return uPlot.rangeNum(min, max, 0.1, true);
   }
 
   function axis(options) {
