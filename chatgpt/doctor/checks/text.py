@@ -87,11 +87,10 @@ def length_limit(h: History) -> Finding | None:
     if cut < limit('cut_share') or not ended:
         return None
     drifted = first <= limit('cut_share_start')
-    from_start = limit('chance') <= median(h.values(ENDED)[:NOW])
-    if not (drifted or from_start):
-        return None
     room = h.generation('max_new_tokens')
-    if room is not None and room < limit('short_limit'):
+    matters = _end_matters(h) or room is None or room >= limit('long_limit')
+    from_start = matters and median(h.values(ENDED)[:NOW]) >= limit('chance')
+    if not (drifted or from_start) or (room is not None and room < limit('short_limit')):
         return None
     told = f'max_new_tokens={room}' if room else 'the limit of tokens'
     return Finding(
@@ -113,14 +112,14 @@ def never_ends(h: History) -> Finding | None:
     if room is not None and least >= room:
         return None  # that is how they were asked for
     once = max(h.values(ENDED)) > 0.0
-    told = h.setting('missing_eos_score') is not None or bool(h.setting('overlong_filter', False))
-    pieces = room is not None and room < (limit('short_limit') if once or told else limit('long_limit'))
+    matters = _end_matters(h)
+    pieces = room is not None and room < (limit('short_limit') if once or matters else limit('long_limit'))
     if pieces:
         return None
     return Finding(
         key='never-ends',
         step=h.step,
-        level='warning' if once or told else 'note',
+        level='warning' if once or matters else 'note',
         title='no response ends',
         evidence=f'not one end token in the last {NOW} phases'
         + (f' (max_new_tokens={room})' if room else '')
@@ -134,6 +133,11 @@ def never_ends(h: History) -> Finding | None:
         else 'check that demonstrations end with the end token, that it counts in the loss and is not the padding token; '
         'then eos_token_id of generation',
     )
+
+
+def _end_matters(h: History) -> bool:
+    """The run asks for responses that end."""
+    return h.setting('missing_eos_score') is not None or bool(h.setting('overlong_filter', False))
 
 
 def ends_at_once(h: History) -> Finding | None:
