@@ -24,8 +24,9 @@ from chatgpt.checkpoint import claim_folder
 from chatgpt.checkpoint.layout import MANIFEST
 from chatgpt.trainer import checkpointing
 from chatgpt.trainer.agreement import LEFT_OUT, check_ranks
-from chatgpt.trainer.callbacks import Callback, CallbackList, MemoryAdvice, MetricsWriter, ProgressBar, SaveCheckpoint
-from chatgpt.trainer.config import CHECKPOINT_MINUTES, LearningSettings
+from chatgpt.trainer.callbacks import Callback, CallbackList
+from chatgpt.trainer.callbacks.defaults import with_defaults
+from chatgpt.trainer.config import LearningSettings
 from chatgpt.trainer.failure import keep_what_is_whole, resume_words
 from chatgpt.trainer.run_control import PhaseClock, StopSignals, agreed
 from chatgpt.trainer.saving import save_trained
@@ -43,9 +44,7 @@ class Trainer:
         config: settings, checked here against the world size.
         models: the trained models by name, as prepared.
         optimizers: their optimizers, by the name of the model.
-        callbacks: see `chatgpt.trainer.callbacks`. A progress bar and `MemoryAdvice` are added unless given; where
-            there is a `run_dir` also a `MetricsWriter`, and a `SaveCheckpoint` every `CHECKPOINT_MINUTES` and at the
-            end, of which the last two are kept.
+        callbacks: see `chatgpt.trainer.callbacks`; those that every run has (`with_defaults`) are added unless given.
         tokenizer: only for texts; None where everything is given as ids.
         run_dir: folder of this run (metrics.jsonl, samples, checkpoints). One run at a time holds it. None writes
             nothing.
@@ -93,16 +92,7 @@ class Trainer:
         self._stop_requested = False
         self.is_resuming = False
         """a checkpoint was loaded and `fit` has not gone on from it yet"""
-        chosen = list(callbacks)
-        if not any(isinstance(c, ProgressBar) for c in chosen):
-            chosen.append(ProgressBar())
-        if not any(isinstance(c, MemoryAdvice) for c in chosen):
-            chosen.append(MemoryAdvice())
-        if self.run_dir is not None and not any(isinstance(c, MetricsWriter) for c in chosen):
-            chosen.insert(0, MetricsWriter())
-        if self.run_dir is not None and not any(isinstance(c, SaveCheckpoint) for c in chosen):
-            chosen.append(SaveCheckpoint(interval=None, minutes=CHECKPOINT_MINUTES, keep_last=2))
-        self.callbacks = CallbackList(chosen)
+        self.callbacks = CallbackList(with_defaults(callbacks, self.run_dir))
         self._schedules = {
             name: LearningRate(
                 optimizer,
@@ -149,6 +139,11 @@ class Trainer:
         rates = {name: schedule.base for name, schedule in self._schedules.items()}
         optimizers = {name: describe_groups(optimizer, rates[name]) for name, optimizer in self.optimizers().items()}
         return {'config': self.config.to_dict(), 'seed': self.strategy.seed, 'optimizers': optimizers}
+
+    def facts(self) -> dict[str, Any]:
+        """What run.json says of this kind of run: fields of `RunRecord`, of which `method` and `data` are always
+        there."""
+        return {'method': type(self).__name__, 'data': {}}
 
     def check_ranks(self, where: str) -> None:
         """Every rank runs the same run and stands at the same place, or all end; see `chatgpt.trainer.agreement`. A

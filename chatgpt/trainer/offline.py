@@ -213,6 +213,12 @@ class OfflineTrainer(Trainer):
     def fingerprint(self) -> dict[str, Any]:
         return super().fingerprint() | {'num_records': len(self.train_data)}
 
+    def facts(self) -> dict[str, Any]:
+        return {
+            'method': {'rm': 'reward-model'}.get(self.objective.prefix, self.objective.prefix),
+            'data': {'records': len(self.train_data), 'eval_records': len(self.eval_data or ())},
+        }
+
     def put_back(self) -> bool:
         """`batches_done` follows every optimizer step, so a run goes on from any. A phase that only lacked its report
         counts as done."""
@@ -276,7 +282,7 @@ class OfflineTrainer(Trainer):
                 self.num_updates += result.stepped
                 tokens += sum(map(work.length_of, records))
                 metrics = {k.replace(f'{name}_grad_norm', 'grad_norm'): v for k, v in result.metrics.items()}
-                phase.add(metrics | {'lr': rates[name]})
+                phase.add(metrics | {'grad_norm_max': metrics['grad_norm'], 'lr': rates[name]})
                 self.callbacks.on_learn_batch_end(self, metrics)
                 if number == per_epoch - 1:
                     self.callbacks.on_learn_epoch_end(self, epoch)
