@@ -27,7 +27,8 @@ ALLOWED: dict[str, set[str]] = {
     'batching': MATHS,
     'sweep': MATHS | {'batching'},
     'cluster': set(),
-    'nn': MATHS | {'batching', 'registry'},
+    'publish': {'run_folder', 'dataset'},
+    'nn': MATHS | {'batching', 'registry', 'publish'},
     'rollout': MODELS | {'cluster', 'registry'},
     'dataset': {'types'},
     'experience': MODELS | {'rollout', 'rewards', 'dataset'},
@@ -36,15 +37,17 @@ ALLOWED: dict[str, set[str]] = {
     'trainer.strategies': MODELS | {'checkpoint', 'registry'},
     'trainer.callbacks': MATHS | {'checkpoint', 'run_folder', 'plan', 'registry', 'trainer.strategies'},
     'trainer': MODELS
-    | {'registry', 'rollout', 'experience', 'dataset', 'checkpoint', 'trainer.strategies', 'trainer.callbacks'},
+    | {'run_folder', 'publish', 'registry', 'rollout', 'experience', 'dataset', 'checkpoint'}
+    | {'trainer.strategies', 'trainer.callbacks'},
     'launch': MODELS
-    | {'registry', 'cluster', 'plan', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
+    | {'publish', 'registry', 'cluster', 'plan', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
     | {'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'plan': MODELS | {'trainer.strategies'},  # a strategy says what it keeps in memory, and finds a model's blocks
     'search': {'checkpoint', 'launch', 'trainer.callbacks'},
     'rewards': set(),
     'quickstart': MODELS
     | {
+        'publish',
         'rollout',
         'rewards',
         'experience',
@@ -56,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
         'launch',
     },
     'compat': MODELS
-    | {'registry', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
+    | {'publish', 'registry', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
     | {'trainer', 'trainer.strategies', 'trainer.callbacks', 'launch', 'quickstart'},
     'testing': MODELS
     | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},

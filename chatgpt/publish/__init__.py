@@ -4,8 +4,8 @@
 uploaded, `push_folder` uploads it.
 """
 
-from chatgpt.publish.card import write_card
+from chatgpt.publish.card import NUM_SAMPLES, write_card
 from chatgpt.publish.hub import PushError, check_push, push_folder
 from chatgpt.publish.told import Told
 
-__all__ = ['PushError', 'Told', 'check_push', 'push_folder', 'write_card']
+__all__ = ['NUM_SAMPLES', 'PushError', 'Told', 'check_push', 'push_folder', 'write_card']

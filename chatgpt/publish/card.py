@@ -160,9 +160,7 @@ def base_of(told: Told) -> Base:
 # ---------------------------------------------------------------------- the page
 
 
-def _body(
-    folder: Path, told: Told, title: str, role: Role, samples: SequenceOf[Mapping[str, Any]], drawn: bool
-) -> str:
+def _body(folder: Path, told: Told, title: str, role: Role, samples: SequenceOf[Mapping[str, Any]], drawn: bool) -> str:
     record = told.record
     generation = record.generation if record is not None else {}
     prompt, response = _example(samples)

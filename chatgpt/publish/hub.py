@@ -97,7 +97,9 @@ def _fault(account: Mapping[str, Any], owner: str, repo_id: str) -> str | None:
     orgs = {o.get('name'): o.get('roleInOrg') for o in account.get('orgs') or () if isinstance(o, Mapping)}
     if owner != name and owner not in orgs:
         others = f' or of its organisations {", ".join(map(str, orgs))}' if orgs else ''
-        return f'{owner!r} is not the account of this token, {name!r}{others}; give one of these, or log in as {owner!r}'
+        return (
+            f'{owner!r} is not the account of this token, {name!r}{others}; give one of these, or log in as {owner!r}'
+        )
     if orgs.get(owner) == 'read' and owner != name:
         return f'you may only read in the organisation {owner!r}; ask for the right to write, or give {name}/NAME'
     auth = account.get('auth')

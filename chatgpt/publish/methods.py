@@ -57,7 +57,9 @@ METHODS: dict[str, Method] = {
     'sft': Method(
         'supervised fine-tuning',
         'the model learns to continue as the demonstrations do',
-        Paper('Ouyang, Long', 2022, 'Training language models to follow instructions with human feedback', '2203.02155'),
+        Paper(
+            'Ouyang, Long', 2022, 'Training language models to follow instructions with human feedback', '2203.02155'
+        ),
         'demonstrations',
     ),
     'reward-model': Method(
@@ -166,7 +168,10 @@ METHODS: dict[str, Method] = {
         'rejection-sampling fine-tuning',
         'responses are drawn from the model itself, and it learns to continue as the best-scored of them do',
         Paper(
-            'Dong, Hanze', 2023, 'RAFT: Reward rAnked FineTuning for Generative Foundation Model Alignment', '2304.06767'
+            'Dong, Hanze',
+            2023,
+            'RAFT: Reward rAnked FineTuning for Generative Foundation Model Alignment',
+            '2304.06767',
         ),
         'reward',
     ),

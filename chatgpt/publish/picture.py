@@ -83,9 +83,13 @@ def draw(path: Path, panels: SequenceOf[tuple[str, list[tuple[str, Curve]]]], ti
 
     columns = min(len(panels), 3 if len(panels) != 4 else 2)
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(4.1 * columns, 2.75 * rows + 0.35), facecolor='white', layout='constrained')
+    width, height = 4.1 * columns, 2.6 * rows + 0.7
+    figure = Figure(figsize=(width, height), facecolor='white')
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=12, fontweight='bold', color='#111827')
+    figure.subplots_adjust(
+        left=0.5 / width, right=1 - 0.2 / width, bottom=0.5 / height, top=1 - 0.75 / height, wspace=0.2, hspace=0.32
+    )
+    figure.suptitle(title, fontsize=12, fontweight='bold', color='#111827', y=1 - 0.18 / height, va='top')
     for index, (name, curves) in enumerate(panels):
         axes = figure.add_subplot(rows, columns, index + 1)
         for colour, (label, points) in zip(COLOURS, curves, strict=False):
@@ -120,9 +124,6 @@ def _line(axes: Any, points: Curve, colour: str, label: str) -> None:
 
 def running_mean(values: SequenceOf[float]) -> list[float]:
     """Of up to a tenth of the points around each, fewer at the ends."""
-    half, found = max(len(values) // 20, 1), []
-    for i in range(len(values)):
-        reach = min(half, i, len(values) - 1 - i)
-        window = values[i - reach : i + reach + 1]
-        found.append(sum(window) / len(window))
-    return found
+    half = max(len(values) // 20, 1)
+    windows = [values[max(i - half, 0) : i + half + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]

@@ -28,7 +28,9 @@ def hub_name(source: Any) -> str | None:
     return None if source.endswith(('.git', '.')) or Path(source).exists() or Path(source).suffix in FILES else source
 
 
-FILES = frozenset({'.jsonl', '.json', '.csv', '.tsv', '.parquet', '.txt', '.arrow', '.py', '.gz', '.yaml', '.yml', '.bin'})
+FILES = frozenset(
+    {'.jsonl', '.json', '.csv', '.tsv', '.parquet', '.txt', '.arrow', '.py', '.gz', '.yaml', '.yml', '.bin'}
+)
 
 
 def without_paths(value: Any) -> Any:

@@ -25,6 +25,8 @@ class Told:
     """what the model was loaded from: a hub name or a folder"""
     parameters: int | None = None
     family: str | None = None
+    rank: int | None = None
+    """of the adapters, where the model is these alone"""
     run_name: str | None = None
     more: dict[str, Any] = field(default_factory=dict)
     """further front matter: license, language, datasets, tags"""

@@ -42,8 +42,14 @@ def introduction(told: Told, role: Role, base: str, title: str) -> str:
         'reward_model': 'a reward model: it reads a prompt with an answer and says how good the answer is, as one number',
         'critic': 'a value model: it says of every token of an answer how good the whole will be',
     }[role]
+    if told.rank is not None:
+        what = f'a LoRA adapter of rank {told.rank}, to be loaded onto {base or "the model that it was trained on"}'
+        base = ''
     size = ', '.join(
-        [*([told.family] if told.family else []), *([f'{count(told.parameters)} parameters'] if told.parameters else [])]
+        [
+            *([told.family] if told.family else []),
+            *([f'{count(told.parameters)} parameters'] if told.parameters else []),
+        ]
     )
     origin = f', made of {base}' if base else ''
     sentences = [f'`{title}` is {what}{origin}{f" ({size})" if size else ""}.']
@@ -56,8 +62,8 @@ def introduction(told: Told, role: Role, base: str, title: str) -> str:
         sentences.append(f'It was trained with `{told.record.method}` by {LIBRARY}.')
     else:
         sentences.append(f'It was saved with {LIBRARY}, outside a run, so this card knows nothing of its training.')
-    if told.record is not None and told.settings.get('lora_rank'):
-        sentences.append(f'LoRA adapters of rank {told.settings["lora_rank"]} were trained.')
+    if told.record is not None and told.settings.get('lora_rank') and told.rank is None:
+        sentences.append(f'LoRA adapters of rank {told.settings["lora_rank"]} were trained, and are folded in.')
     return ' '.join(sentences)
 
 
@@ -185,12 +191,20 @@ def reward_shown(told: Told) -> str:
     for key in ('reward_model', 'reward_fn'):
         if told.settings.get(key):
             return code(without_paths(told.settings[key]))
-    found = without_paths(told.record.reward if told.record is not None else None)
-    if isinstance(found, str):
-        return code(found)
-    if isinstance(found, Mapping):
-        return code(next((v for k in ('name', 'function', 'kind') if isinstance(v := found.get(k), str)), 'a function'))
-    return 'the sum of several rewards' if isinstance(found, list) and len(found) > 1 else 'a function of the texts'
+    found = told.record.reward if told.record is not None else None
+    if isinstance(found, list):
+        return 'a weighted sum of rewards: ' + ', '.join(
+            f'{number(weight)} × {_scorer(name)}' for weight, name in found
+        )
+    return _scorer(found)
+
+
+def _scorer(found: Any) -> str:
+    """`name, detail` of a checkpoint, without checksums and folders."""
+    name, _, detail = str(found).partition(', ')
+    if name == 'RewardModelScorer':
+        return f'the reward model {code(without_paths(detail))}' if detail else 'a reward model'
+    return code(name)
 
 
 # ---------------------------------------------------------------------- evaluation
