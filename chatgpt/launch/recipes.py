@@ -256,13 +256,13 @@ def finish(run: Run, trainer: Any) -> Path:
     if strategy.is_rank_0:
         print(f'{run.trained} written to {path}', flush=True)
     if run.push_to_hub:
-        push(run, strategy, path)
+        push(run.push_to_hub, run, strategy, path)
     return path
 
 
-def push(run: Run, strategy: Any, path: Path) -> None:
+def push(repo_id: str, run: Run, strategy: Any, path: Path) -> None:
     """Upload the trained model's folder. Raises `PushError`, which says how to do it later."""
-    address = strategy.run_on_rank0(lambda: push_folder(path, run.push_to_hub, private=run.hub_private or None))
+    address = strategy.run_on_rank0(lambda: push_folder(path, repo_id, private=run.hub_private or None))
     if strategy.is_rank_0:
         print(f'{run.trained} uploaded to {address}', flush=True)
 

@@ -43,8 +43,10 @@ EMBEDDED = 'embedded'
 """the name of the small GPT-2 that a run makes for itself, and teaches the stories first unless it is SFT"""
 Groups = dict[str, tuple[str, ...]]
 MODEL = ('pretrain', 'lora_rank', 'gradient_checkpointing')
-RUN = ('save_path', 'model_path', 'push_to_hub', 'resume', 'checkpoint_interval', 'log_with')
-RUN += ('strategy', 'precision', 'seed', 'plan')
+RUN = (
+    *('save_path', 'model_path', 'push_to_hub', 'resume', 'checkpoint_interval', 'log_with'),
+    *('strategy', 'precision', 'seed', 'plan'),
+)
 
 
 def same_file(a: str, b: str) -> bool:
@@ -75,8 +77,8 @@ class Run(LearningSettings):
     model_path: str | None = None
     """where the trained model is written; none: a folder in save_path"""
     push_to_hub: str | None = None
-    """NAME or ACCOUNT/NAME on the Hugging Face Hub, where the trained model is uploaded at the end; whether it may be is
-    asked before the run"""
+    """NAME or ACCOUNT/NAME on the Hugging Face Hub, where the trained model is uploaded at the end; whether it may be
+    is asked before the run"""
     hub_private: bool = False
     """make that repository private, where it is made"""
     card_samples: int = NUM_SAMPLES

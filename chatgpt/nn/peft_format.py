@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -113,7 +113,7 @@ def export_peft(
     path.mkdir(parents=True, exist_ok=True)
     save_tensors(tensors, path / WEIGHTS_FILE, metadata={'format': 'pt'})
     (path / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + '\n', encoding='utf-8')
-    write_card(path, Told(source=base_model or getattr(model, 'name_or_path', None), rank=first.r))
+    write_card(path, Told(source=base_model or getattr(model, 'name_or_path', None), rank=int(cast(Any, first).r)))
 
 
 def _target_names(model: nn.Module, layers: Iterable[str]) -> list[str]:

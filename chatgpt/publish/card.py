@@ -1,8 +1,8 @@
 """The model card of a trained model: README.md with the hub's front matter, and training_curves.png beside it.
 
-A card says what the run's folder says, or what the trainer knows where there is none. It never shows more of a path than
-its last part, nor the command line, the machine's name or anybody's account. Left out: the sentences' words (`words`),
-the code that uses the model (`use`).
+A card says what the run's folder says, or what the trainer knows where there is none. It never shows more of a path
+than its last part, nor the command line, the machine's name or anybody's account. Left out: the sentences' words
+(`words`), the code that uses the model (`use`).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def front_matter(folder: Path, told: Told, title: str, role: Role) -> str:
         tags=tags,
         datasets=datasets or None,
         license=more.pop('license', None) or base.license,
-        model_name=title,
+        model_name=title if results else None,
         eval_results=results or None,
         **more,
     )

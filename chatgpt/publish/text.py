@@ -82,8 +82,8 @@ def count(value: int) -> str:
 
 
 def block(text: str) -> str:
-    """A text as a fenced block that shows it as it is: nothing in it is Markdown or markup, ends the block, or turns the
-    reading order. Long ones are cut, and say so."""
+    """A text as a fenced block that shows it as it is: nothing in it is Markdown or markup, ends the block, or turns
+    the reading order. Long ones are cut, and say so."""
     cut = len(text) > MOST_CHARACTERS
     text = ''.join(map(_visible, text[:MOST_CHARACTERS] + (' …' if cut else '')))
     fence = '`' * max(3, 1 + max((len(run) for run in re.findall(r'`+', text)), default=0))

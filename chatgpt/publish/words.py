@@ -39,7 +39,7 @@ def introduction(told: Told, role: Role, base: str, title: str) -> str:
     """What it is, in two or three sentences."""
     what = {
         'actor': 'a language model',
-        'reward_model': 'a reward model: it reads a prompt with an answer and says how good the answer is, as one number',
+        'reward_model': 'a reward model: it reads a prompt with an answer and says in one number how good that is',
         'critic': 'a value model: it says of every token of an answer how good the whole will be',
     }[role]
     if told.rank is not None:

@@ -33,8 +33,8 @@ class SaveError(RuntimeError):
 
 
 def save_pretrained(strategy: Strategy, model: nn.Module, path: str | Path, *, tokenizer: Any = None) -> None:
-    """Write the full fp32 weights (adapters folded in) as a folder that `transformers` loads, with a card that says what
-    the model is. Call it on every rank."""
+    """Write the full fp32 weights (adapters folded in) as a folder that `transformers` loads, with a card that says
+    what the model is. Call it on every rank."""
     _write_weights(strategy, model, path, tokenizer)
     strategy.run_on_rank0(lambda: _write_card(path, strategy.unwrap(model), _told_of(strategy.unwrap(model))))
 
@@ -80,7 +80,7 @@ def push_trained(
 
     full, folder = strategy.run_on_rank0(make)
     write(folder)
-    address = strategy.run_on_rank0(lambda: push_folder(folder, full, **options))
+    address: str = strategy.run_on_rank0(lambda: push_folder(folder, full, **options))
     strategy.run_on_rank0(lambda: shutil.rmtree(folder.parent))
     return address
 

@@ -101,7 +101,7 @@ def test_who_may_write_there(hub, monkeypatch):
         (
             'you/words',
             WRITE,
-            r"^push_to_hub='you/words': 'you' is not the account of this token, 'me' or of its organi",
+            r"^push_to_hub='you/words': 'you' is not the account of this token, 'me' or of its",
         ),
         ('library/words', WRITE, "you may only read in the organisation 'library'"),
     ],
@@ -148,9 +148,10 @@ def test_a_hub_that_is_silent(monkeypatch, tmp_path):
 # ---------------------------------------------------------------- after it
 
 
-@pytest.mark.parametrize(
-    'where', ['/api/repos/create', '/api/models/me/words/preupload', '/lfs/', '/api/models/me/words/commit']
-)
+IN_WORDS = '/api/models/me/words'
+
+
+@pytest.mark.parametrize('where', ['/api/repos/create', f'{IN_WORDS}/preupload', '/lfs/', f'{IN_WORDS}/commit'])
 def test_a_hub_that_dies_in_the_middle(hub, folder, where):
     before = content(folder)
     hub.dies_at = where
