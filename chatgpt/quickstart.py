@@ -149,6 +149,8 @@ def train(
     if resume == 'auto' and run_dir is None:
         raise ValueError("train: resume='auto' looks into run_dir; give run_dir=...")
     strategy = as_strategy('naive' if strategy is None else strategy)
+    if push_to_hub is not None and getattr(strategy, 'is_rank_0', True):
+        check_push(push_to_hub)
     own = {name: chosen.pop(name, default) for name, default in OWN[kind].items()}
     if kind == 'ppo' and own['critic_from'] not in CRITIC_STARTS:
         raise ValueError(f'train: critic_from={own["critic_from"]!r} is not one of {", ".join(CRITIC_STARTS)}')
@@ -158,8 +160,6 @@ def train(
     model_config = load_config(model) if isinstance(model, (str, Path)) else model.config
     if save_path is not None:
         try_model_folder(Path(save_path), model_config)
-    if push_to_hub is not None and getattr(strategy, 'is_rank_0', True):
-        check_push(push_to_hub)
     inputs = Inputs(
         run=run,
         settings=trainer_settings,

@@ -3,37 +3,13 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_hub import FINE, NARROW, READ, WRITE, Hub, serving
+from fake_hub import FINE, NARROW, READ, WRITE, use
 
 from chatgpt.publish import PushError, check_push, push_folder
 from chatgpt.publish.hub import later
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    """A hub that huggingface_hub talks to, by LFS, with a token that may write."""
-    with serving() as hub:
-        use(hub.address, monkeypatch, tmp_path)
-        yield hub
-
-
-def use(address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, token: str | None = WRITE) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, 'ENDPOINT', address)
-    monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', False)
-    monkeypatch.setattr(constants, 'HF_HUB_DISABLE_XET', True)
-    monkeypatch.setattr(constants, 'HF_TOKEN_PATH', str(tmp_path / 'no-token'))
-    monkeypatch.setattr('huggingface_hub.utils._http.time.sleep', lambda seconds: None)  # between its tries
-    monkeypatch.delenv('HUGGING_FACE_HUB_TOKEN', raising=False)
-    if token is None:
-        monkeypatch.delenv('HF_TOKEN', raising=False)
-    else:
-        monkeypatch.setenv('HF_TOKEN', token)
 
 
 @pytest.fixture
