@@ -6,6 +6,7 @@ uploaded, `push_folder` uploads it.
 
 from chatgpt.publish.card import NUM_SAMPLES, write_card
 from chatgpt.publish.hub import PushError, check_push, push_folder
+from chatgpt.publish.text import hub_name
 from chatgpt.publish.told import Told
 
-__all__ = ['NUM_SAMPLES', 'PushError', 'Told', 'check_push', 'push_folder', 'write_card']
+__all__ = ['NUM_SAMPLES', 'PushError', 'Told', 'check_push', 'hub_name', 'push_folder', 'write_card']

@@ -70,9 +70,9 @@ def set_name(folder: str | Path, repo_id: str) -> None:
 
 
 def title_of(folder: Path, told: Told) -> str:
-    """The name of the model's folder, or of the run's where the former says nothing."""
+    """What was said, else the name of the model's folder, or of the run's where the former says nothing."""
     name = folder.absolute().name
-    return told.run_name or folder.absolute().parent.name or name if name in RUN_FILES else name
+    return told.title or ((told.run_name or folder.absolute().parent.name) if name in RUN_FILES else name) or 'model'
 
 
 # ---------------------------------------------------------------------- front matter

@@ -28,6 +28,8 @@ class Told:
     rank: int | None = None
     """of the adapters, where the model is these alone"""
     run_name: str | None = None
+    title: str | None = None
+    """None is the name of the model's folder, or of the run's where the former says nothing"""
     more: dict[str, Any] = field(default_factory=dict)
     """further front matter: license, language, datasets, tags"""
 

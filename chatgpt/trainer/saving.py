@@ -100,12 +100,13 @@ def _write_weights(strategy: Strategy, model: nn.Module, path: str | Path, token
 def write_card_of(trainer: TrainerView, path: str | Path, *, card_samples: int = NUM_SAMPLES, **more: Any) -> None:
     """Write the card of a trainer's first model into the folder where that is saved. Call it on every rank. `more`:
     fields of `Told`."""
+    trainer.strategy.run_on_rank0(lambda: write_card_here(trainer, path, card_samples=card_samples, **more))
+
+
+def write_card_here(trainer: TrainerView, path: str | Path, *, card_samples: int = NUM_SAMPLES, **more: Any) -> None:
+    """The same on one rank alone."""
     bare = trainer.strategy.unwrap(next(iter(trainer.models().values())))
-
-    def write() -> None:
-        _write_card(path, bare, replace(_told(trainer, bare), **more), card_samples)
-
-    trainer.strategy.run_on_rank0(write)
+    _write_card(path, bare, replace(_told(trainer, bare), **more), card_samples)
 
 
 def _write_card(path: str | Path, bare: nn.Module, told: Told, num_samples: int = NUM_SAMPLES) -> None:
