@@ -94,10 +94,10 @@ class RunRecorder(Callback):
 def describe(
     trainer: TrainerView, settings: Mapping[str, Any] | None = None, defaults: Mapping[str, Any] | None = None
 ) -> RunRecord:
-    """What a trainer is now, without its starts. `settings` and `defaults`: None are the trainer's own."""
+    """A run as it is now, without its starts; `settings` and `defaults` as of `RunRecorder`."""
     strategy, config, facts = trainer.strategy, trainer.config, trainer.facts()
     return RunRecord(
-        method=facts.pop('method', type(trainer).__name__),
+        method=facts.pop('method'),
         trainer=type(trainer).__name__,
         settings=dict(settings) if settings is not None else config.to_dict(),
         defaults=dict(defaults or {}) if settings is not None else defaults_of(config),
