@@ -77,8 +77,7 @@ class Run(LearningSettings):
     model_path: str | None = None
     """where the trained model is written; none: a folder in save_path"""
     push_to_hub: str | None = None
-    """NAME or ACCOUNT/NAME on the Hugging Face Hub, where the trained model is uploaded at the end; whether it may be
-    is asked before the run"""
+    """name on the Hugging Face Hub to upload the model to"""
     hub_private: bool = False
     """make that repository private, where it is made"""
     card_samples: int = NUM_SAMPLES
