@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import random
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +57,40 @@ def test_a_card_that_is_somebodys_own_stays_there(hub, folder):
     hub.files('me/words')['README.md'] = b'<!-- Written by chatgpt-rlhf. an older one -->'
     push_folder(folder, 'me/words')
     assert hub.files('me/words') == content(folder)
+
+
+PUSH = 'import sys; from chatgpt.publish import push_folder; print(push_folder(sys.argv[1], "words"))'
+
+
+@pytest.mark.parametrize('by', ['lfs', 'xet'])
+def test_a_process_that_has_its_variables_only(hub, tmp_path, by):
+    """HF_ENDPOINT, HF_TOKEN and the way of large files, which is xet where hf_xet is installed. No torch is needed."""
+    if by == 'xet':
+        pytest.importorskip('hf_xet')
+    place = tmp_path / 'stored'
+    place.mkdir()
+    (place / 'model.safetensors').write_bytes(random.Random(0).randbytes(300_000))
+    (place / 'config.json').write_text('{}\n')
+    variables = {
+        'HF_ENDPOINT': hub.address,
+        'HF_HUB_DISABLE_XET': str(int(by == 'lfs')),
+        'HF_HUB_OFFLINE': '0',
+        'HF_HUB_DISABLE_TELEMETRY': '1',
+        'HF_HOME': str(tmp_path / 'home'),
+        'HF_XET_CACHE': str(tmp_path / 'xet'),
+    }
+    code = f'{PUSH}; assert "torch" not in sys.modules'
+    done = subprocess.run(
+        [sys.executable, '-c', code, str(place)],
+        cwd=Path(__file__).resolve().parents[2],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == f'{hub.address}/me/words\n', done.stderr
+    assert hub.files('me/words') == content(place)
+    assert any(path.startswith((f'POST /{by}/', f'PUT /{by}/')) for path in hub.asked)
 
 
 # ---------------------------------------------------------------- before a run
@@ -155,8 +193,6 @@ def test_a_hub_that_refuses_after_all(hub, folder, monkeypatch):
 def test_the_command_that_is_told_is_one_of_hf(folder):
     """Its words are parsed by the command line of huggingface_hub itself."""
     import shlex
-    import subprocess
-    import sys
 
     words = shlex.split(later(folder, 'me/words', private=True, revision='second'))
     assert words[:5] == ['hf', 'upload', 'me/words', str(folder), '.']
