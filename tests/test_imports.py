@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     'batching': MATHS,
     'sweep': MATHS | {'batching'},
     'cluster': set(),
-    'publish': {'run_folder', 'dataset'},
+    'publish': {'run_folder', 'report', 'dataset'},
     'nn': MATHS | {'batching', 'registry', 'publish'},
     'rollout': MODELS | {'cluster', 'registry'},
     'dataset': {'types'},
@@ -35,7 +35,8 @@ ALLOWED: dict[str, set[str]] = {
     'checkpoint': set(),
     'run_folder': set(),
     'trainer.strategies': MODELS | {'checkpoint', 'registry'},
-    'trainer.callbacks': MATHS | {'checkpoint', 'run_folder', 'plan', 'registry', 'trainer.strategies'},
+    'report': {'run_folder', 'doctor'},
+    'trainer.callbacks': MATHS | {'checkpoint', 'run_folder', 'report', 'plan', 'registry', 'trainer.strategies'},
     'trainer': MODELS
     | {'run_folder', 'publish', 'registry', 'rollout', 'experience', 'dataset', 'checkpoint'}
     | {'trainer.strategies', 'trainer.callbacks'},
@@ -64,7 +65,7 @@ ALLOWED: dict[str, set[str]] = {
     'testing': MODELS
     | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'cli': MODELS
-    | {'rollout', 'experience', 'dataset', 'launch', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
+    | {'rollout', 'experience', 'dataset', 'report', 'launch', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
     '__main__': {'cli'},
     'chatgpt': {'quickstart'},
 }

@@ -21,6 +21,8 @@ class Told:
     samples: SequenceOf[Mapping[str, Any]] = ()
     """rows with prompt, response and score, of one phase"""
     findings: SequenceOf[Mapping[str, Any]] = ()
+    improved: str = ''
+    """in a line"""
     source: str | None = None
     """what the model was loaded from: a hub name or a folder"""
     parameters: int | None = None
@@ -36,6 +38,8 @@ class Told:
     @classmethod
     def of(cls, run: RunFolder, **more: Any) -> Told:
         """Of a run's folder."""
+        from chatgpt.report.summary import what_improved
+
         samples = run.eval_samples or run.samples
         last = samples[-1]['step'] if samples else None
         return cls(
@@ -45,6 +49,7 @@ class Told:
             samples=[row for row in samples if row['step'] == last],
             findings=run.findings,
             run_name=run.name,
+            improved=what_improved(run),
             **more,
         )
 

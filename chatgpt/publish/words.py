@@ -114,6 +114,8 @@ def training(told: Told, drawn: bool, picture: str) -> str:
         ends = {'stopped': 'It was stopped before its end.', 'failed': 'The run ended with an error.'}
         if record.status in ends:
             parts[-1] += f' {ends[record.status]}'
+    if told.improved and told.metrics:
+        parts.append(f'{told.improved[0].upper()}{told.improved[1:]}.')
     rows = []
     panels = panels_of(told.metrics, told.eval)
     for title, curves in panels:

@@ -35,14 +35,16 @@ from chatgpt.experience import (
     ScoreShaper,
     as_scorer,
 )
+from chatgpt.experience.rescore import RESCORE_EVERY, rescored
 from chatgpt.experience.scorers import described, models_of
 from chatgpt.functional.kl import AdaptiveKLController, FixedKLController
 from chatgpt.nn.dropout import dropout_off
+from chatgpt.nn.output import PolicyOutput
 from chatgpt.rollout import LocalEngine, RolloutEngine, SamplingParams
 from chatgpt.rollout.sampling import sampling_for
 from chatgpt.trainer.algorithms import estimate_advantages
 from chatgpt.trainer.base import Trainer
-from chatgpt.trainer.callbacks import Callback, RatioCheck
+from chatgpt.trainer.callbacks import Callback, RatioCheck, RolloutRecorder
 from chatgpt.trainer.collect import Collector, replace_uninformative
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.losses import (
@@ -57,7 +59,9 @@ from chatgpt.trainer.losses import (
 from chatgpt.trainer.metrics import (
     PhaseMetrics,
     first_batch_metrics,
+    group_metrics,
     performance_metrics,
+    rank_metrics,
     rollout_metrics,
     scaling_metrics,
     value_metrics,
@@ -69,7 +73,7 @@ from chatgpt.trainer.step import Learner, Work, learn_batch
 from chatgpt.trainer.stepwise import check_by_hand, check_ids, given_groups, given_samples
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.trainer.strategies.named import prepared_by
-from chatgpt.types import Experience, Sequence
+from chatgpt.types import Batch, Experience, Sequence
 
 
 class PPOTrainer(Trainer):
@@ -87,7 +91,7 @@ class PPOTrainer(Trainer):
         actor_optim, critic_optim: as prepared.
         config: all settings as a `PPOConfig`; its fields are also accepted as keyword arguments here.
         tokenizer: needed for prompts given as text, for reward functions and for stop strings.
-        callbacks, run_dir: see `Trainer`.
+        callbacks, run_dir: see `Trainer`. Where there is a `run_dir`, a `RolloutRecorder` is added unless given.
         engine: who generates; a `LocalEngine` by default. With `max_staleness` one that answers later, such as
             `RemoteEngine`.
         reward_tokenizer: the reward model's tokenizer when it is not the policy's.
@@ -138,6 +142,8 @@ class PPOTrainer(Trainer):
         models = {'actor': actor} | ({'critic': critic} if critic is not None else {}) | dict(self.policy.models())
         optimizers = {'actor': actor_optim} | ({'critic': critic_optim} if critic_optim is not None else {})
         own_callbacks: list[Callback] = [RatioCheck()] if config.ratio_check else []
+        if run_dir is not None and not any(isinstance(c, RolloutRecorder) for c in callbacks):
+            own_callbacks.append(RolloutRecorder())
         super().__init__(
             strategy,
             config,
@@ -423,6 +429,7 @@ class PPOTrainer(Trainer):
                 return False
             experiences, self.sampling_metrics = chosen
         self.sampling_metrics |= self._filter_overlong(experiences) | self._staleness(experiences)
+        self.sampling_metrics |= self._rescored(experiences)
         self.collector.learned()
         self.buffer.append(experiences)
         self.last_experiences = experiences
@@ -473,6 +480,13 @@ class PPOTrainer(Trainer):
         ages = [self.phase - e.version for e in experiences]
         return {'rollout/staleness_mean': sum(ages) / len(ages), 'rollout/staleness_max': float(max(ages))}
 
+    def _rescored(self, experiences: list[Experience]) -> dict[str, float]:
+        """Now and then, whether the reward model agrees with itself."""
+        if not isinstance(self.scorer, RewardModelScorer) or self.phase % RESCORE_EVERY:
+            return {}
+        with self.clock.measure('score'):
+            return {'rollout/rescore_error': rescored(self.scorer, experiences, self.strategy)}
+
     # ------------------------------------------------------------------ learn
 
     def learn_phase(self) -> dict[str, float]:
@@ -487,9 +501,15 @@ class PPOTrainer(Trainer):
         self.policy.end_phase(self.phase + 1)
         self.buffer.clear()
         metrics = (
-            rollouts | scaling_metrics(self.maker.shaper) | value_metrics(experiences) | self.sampling_metrics | metrics
+            rollouts
+            | group_metrics(experiences, apart=self.config.estimator.rewards_apart)
+            | scaling_metrics(self.maker.shaper)
+            | value_metrics(experiences)
+            | self.sampling_metrics
+            | metrics
         )
         metrics |= performance_metrics(experiences, self.clock.metrics(), self.config.max_epochs)
+        metrics |= rank_metrics(self.strategy, self.collector.taken_s())
         self.end_phase(metrics)
         return metrics
 
@@ -525,6 +545,7 @@ class PPOTrainer(Trainer):
                 skipped += not result.stepped
                 phase.add(
                     result.metrics
+                    | {f'{k}_max': v for k, v in result.metrics.items() if k.endswith('_grad_norm')}
                     | {'lr': rates['actor']}
                     | ({'critic_lr': rates['critic']} if 'critic' in rates else {})
                 )
@@ -550,13 +571,19 @@ class PPOTrainer(Trainer):
 
     def learners(self) -> list[Learner]:
         """The models that learn from experience in this phase, with their losses."""
-        actor = ActorLoss(self.config, self.policy.forward, self.kl_controller.value)
+        actor = ActorLoss(self.config, self.policy_output, self.kl_controller.value)
         if self.shares_trunk:
             return [Learner('actor', self.actor, self.actor_optim, SharedLoss(actor, ValueLoss(self.config)))]
         learners = [Learner('actor', self.actor, self.actor_optim, actor)]
         if self.critic is not None and self.critic_optim is not None:
             learners.append(Learner('critic', self.critic, self.critic_optim, ValueLoss(self.config)))
         return learners
+
+    def policy_output(self, model: nn.Module, batch: Batch) -> PolicyOutput:
+        """The policy's forward over a micro-batch, which callbacks see too. `model` is the actor."""
+        output = self.policy.forward(model, batch)
+        self.callbacks.on_policy_output(self, batch, output)
+        return output
 
     def work(self, records: list[Experience], learners: list[Learner]) -> list[Work]:
         """What one train batch trains: actor and critic on experience and, with PPO-ptx, the actor on pretraining
