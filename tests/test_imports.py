@@ -27,7 +27,8 @@ ALLOWED: dict[str, set[str]] = {
     'batching': MATHS,
     'sweep': MATHS | {'batching'},
     'cluster': set(),
-    'nn': MATHS | {'batching', 'registry'},
+    'publish': {'run_folder', 'report', 'dataset'},
+    'nn': MATHS | {'batching', 'registry', 'publish'},
     'rollout': MODELS | {'cluster', 'registry'},
     'dataset': {'types'},
     'experience': MODELS | {'rollout', 'rewards', 'dataset'},
@@ -37,15 +38,17 @@ ALLOWED: dict[str, set[str]] = {
     'report': {'run_folder', 'doctor'},
     'trainer.callbacks': MATHS | {'checkpoint', 'run_folder', 'report', 'plan', 'registry', 'trainer.strategies'},
     'trainer': MODELS
-    | {'registry', 'rollout', 'experience', 'dataset', 'checkpoint', 'trainer.strategies', 'trainer.callbacks'},
+    | {'run_folder', 'publish', 'registry', 'rollout', 'experience', 'dataset', 'checkpoint'}
+    | {'trainer.strategies', 'trainer.callbacks'},
     'launch': MODELS
-    | {'registry', 'cluster', 'plan', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
+    | {'publish', 'registry', 'cluster', 'plan', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
     | {'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'plan': MODELS | {'trainer.strategies'},  # a strategy says what it keeps in memory, and finds a model's blocks
     'search': {'checkpoint', 'launch', 'trainer.callbacks'},
     'rewards': set(),
     'quickstart': MODELS
     | {
+        'publish',
         'rollout',
         'rewards',
         'experience',
@@ -57,7 +60,7 @@ ALLOWED: dict[str, set[str]] = {
         'launch',
     },
     'compat': MODELS
-    | {'registry', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
+    | {'publish', 'registry', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
     | {'trainer', 'trainer.strategies', 'trainer.callbacks', 'launch', 'quickstart'},
     'testing': MODELS
     | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
