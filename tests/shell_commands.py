@@ -202,6 +202,7 @@ def bring(command: Command, folder: Path, model: Path) -> list[str]:
     for word in words:
         name = word.partition('=')[2] if word.startswith('--') and '=' in word else word
         name = re.sub(r'(\.py):\w+$', r'\1', name)
+        name = re.sub(r'from (\w+) import .*', r'\1.py', name)
         path = folder / name
         if path.exists():
             continue
@@ -297,6 +298,10 @@ def _parse_python(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         _parse_command(rest[1:], monkeypatch)
     elif rest[0] == 'chatgpt.launch':
         _parse_launch(rest[1:], monkeypatch)
+    elif rest[0] == 'pip':
+        _parse_pip(rest[1:])
+    elif rest[0] == 'venv':
+        assert len(rest) == 2
     elif rest[0] == 'pytest':
         assert all((ROOT / word).exists() for word in rest[1:] if '/' in word)
     else:
