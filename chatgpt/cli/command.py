@@ -39,6 +39,7 @@ GROUPS: dict[str, dict[str, Subcommand]] = {
         'generate': Subcommand('chatgpt.cli.generate', 'responses to one prompt, or to a file of them'),
         'chat': Subcommand('chatgpt.cli.generate', 'a dialogue in the terminal', 'chat_main', 'chat_parser'),
         'evaluate': Subcommand('chatgpt.cli.evaluate', 'score the responses of a model to a file of prompts'),
+        'compare': Subcommand('chatgpt.cli.compare', 'people say in a browser which of two answers is better'),
     },
     'around a run': {
         'init': Subcommand('chatgpt.cli.init', 'write a commented config, data and a reward to start from'),
