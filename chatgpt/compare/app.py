@@ -27,8 +27,7 @@ def compare_app(store: Store) -> Any:
         return templates.TemplateResponse(request, 'compare.html', limits)
 
     async def results(request: Any) -> Any:
-        summary = summarize(store)
-        return templates.TemplateResponse(request, 'results.html', {'summary': summary, 'lines': lines(summary)})
+        return templates.TemplateResponse(request, 'results.html', {'lines': lines(summarize(store))})
 
     def person_of(request: Any) -> int | None:
         number = request.cookies.get(cookie, '')
@@ -65,7 +64,7 @@ def compare_app(store: Store) -> Any:
                 raise ValueError(f'{action} is no action')
         except NotAsked as error:
             return answer(person, 409, str(error))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             return JSONResponse({'error': f'this cannot be read: {error}'}, 400)
         response = answer(person)
         if action == 'join':

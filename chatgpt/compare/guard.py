@@ -14,7 +14,6 @@ import hmac
 import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, MutableMapping
-from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -126,11 +125,9 @@ def _raw(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
 
 
 def _cookie(header: str, name: str) -> str:
-    try:
-        found = SimpleCookie(header).get(name)
-    except CookieError:
-        return ''
-    return '' if found is None else found.value
+    """Read by hand: `http.cookies` gives up at what another server of this machine may have written beside it."""
+    pairs = (part.strip().partition('=') for part in header.split(';'))
+    return next((value for key, _, value in pairs if key == name), '')
 
 
 async def _body(receive: Receive) -> bytes | None:

@@ -47,8 +47,8 @@ CREATE TABLE judgements (
 CREATE INDEX judgements_of_pair ON judgements (pair);
 """
 # Others' places at a pair: judged, or asked so lately that the answer is still to come.
-TAKEN = """(SELECT COUNT(*) FROM judgements j WHERE j.pair = p.id AND j.person != :person AND
-    (j.verdict IN ('a', 'b', 'tie', 'both_bad') OR (j.verdict IS NULL AND j.asked > :since)))"""
+TAKEN = """(SELECT pair, COUNT(*) AS taken FROM judgements WHERE person != :person AND
+    (verdict IN ('a', 'b', 'tie', 'both_bad') OR (verdict IS NULL AND asked > :since)) GROUP BY pair)"""
 
 
 class NotAsked(ValueError):
@@ -227,6 +227,7 @@ class Store:
             self._db.execute('DELETE FROM judgements WHERE person = ? AND verdict IS NULL', (person,))
             if row is None:
                 return None
+            row = self._db.execute('SELECT * FROM pairs WHERE id = ?', (row['id'],)).fetchone()
             a_is_left = draw(row['id'], 'side') < 0.5
             self._db.execute(
                 'INSERT INTO judgements (person, pair, a_is_left, asked, comment) VALUES (?, ?, ?, ?, ?)',
@@ -239,9 +240,9 @@ class Store:
     def _candidates(self, person: int, since: float) -> list[sqlite3.Row]:
         """Pairs that this person may be asked about, where whoever was asked before `since` has lost the place."""
         return self._db.execute(
-            f"""SELECT p.*, {TAKEN} AS taken FROM pairs p WHERE answer_a != answer_b AND taken < :places
-            AND NOT EXISTS (SELECT 1 FROM judgements m WHERE m.pair = p.id AND m.person = :person
-            AND m.verdict IS NOT NULL)""",
+            f"""SELECT id, margin, COALESCE(taken, 0) AS taken FROM pairs LEFT JOIN {TAKEN} t ON t.pair = id
+            WHERE answer_a != answer_b AND COALESCE(taken, 0) < :places AND id NOT IN
+            (SELECT pair FROM judgements WHERE person = :person AND verdict IS NOT NULL)""",
             {'person': person, 'since': since, 'places': self.annotators_per_pair},
         ).fetchall()
 
@@ -269,8 +270,8 @@ class Store:
             raise ValueError(f'a comment has at most {MAX_COMMENT} characters')
         with self._change():
             row = self._db.execute(
-                f"""SELECT m.a_is_left, m.verdict, {TAKEN} AS taken FROM judgements m JOIN pairs p ON p.id = m.pair
-                WHERE m.person = :person AND m.pair = :pair""",
+                f"""SELECT a_is_left, verdict, COALESCE(taken, 0) AS taken FROM judgements m
+                LEFT JOIN {TAKEN} t ON t.pair = m.pair WHERE m.person = :person AND m.pair = :pair""",
                 {'person': person, 'pair': pair, 'since': self.clock() - self.lease_s},
             ).fetchone()
             if row is None:
