@@ -32,8 +32,9 @@ ALLOWED: dict[str, set[str]] = {
     'dataset': {'types'},
     'experience': MODELS | {'rollout', 'rewards', 'dataset'},
     'checkpoint': set(),
+    'run_folder': set(),
     'trainer.strategies': MODELS | {'checkpoint', 'registry'},
-    'trainer.callbacks': MATHS | {'checkpoint', 'plan', 'registry', 'trainer.strategies'},
+    'trainer.callbacks': MATHS | {'checkpoint', 'run_folder', 'plan', 'registry', 'trainer.strategies'},
     'trainer': MODELS
     | {'registry', 'rollout', 'experience', 'dataset', 'checkpoint', 'trainer.strategies', 'trainer.callbacks'},
     'launch': MODELS

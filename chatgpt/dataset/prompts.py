@@ -38,7 +38,12 @@ class PromptSet(SequenceOf[Prompt]):
     """A fixed list of prompts."""
 
     def __init__(
-        self, prompts: SequenceOf[Prompt], num_skipped: int = 0, reasons: SequenceOf[str] = (), has_turns: bool = False
+        self,
+        prompts: SequenceOf[Prompt],
+        num_skipped: int = 0,
+        reasons: SequenceOf[str] = (),
+        has_turns: bool = False,
+        num_cut: int = 0,
     ) -> None:
         if not prompts:
             raise ValueError('there are no prompts')
@@ -56,6 +61,8 @@ class PromptSet(SequenceOf[Prompt]):
         """the first few, `file, line n: reason`"""
         self.has_turns = has_turns
         """some went through the tokenizer's chat template"""
+        self.num_cut = num_cut
+        """prompts that were too long, and lost their left end"""
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -65,6 +72,10 @@ class PromptSet(SequenceOf[Prompt]):
 
     def __iter__(self) -> Iterator[Prompt]:
         return iter(self._prompts)
+
+    def num_distinct(self) -> int:
+        """Prompts that differ in their ids."""
+        return len({prompt.ids.numpy().tobytes() for prompt in self._prompts})
 
     def fingerprint(self) -> str:
         """The number of prompts and a hash of their ids, for telling at a resume whether the data changed."""
@@ -141,6 +152,7 @@ def load_prompts(
     options['begin'] = tuple(begin_ids(tokenizer))
     bad = BadRecords(skip_bad_records)
     prompts: list[Prompt] = []
+    cuts: list[int] = []
     has_turns = False
     for record in read_records(source, bad, split=split, subset=subset, text_separator='\n'):
         if max_prompts is not None and len(prompts) >= max_prompts:
@@ -148,12 +160,12 @@ def load_prompts(
         try:
             example = _prompt_example(record, 'text' if plain else column)
             has_turns = adopt_template(example.prompt, tokenizer, apply_chat_template) or has_turns
-            prompts.append(tokenize_prompt(example, tokenizer, **options))
+            prompts.append(tokenize_prompt(example, tokenizer, cuts=cuts, **options))
         except BadRecord as reason:
             bad.report(record.where, str(reason))
     if not prompts:
         raise ValueError(f'none of {bad.num_skipped} records has a usable prompt; the first: {bad.reasons[0]}')
-    return PromptSet(prompts, bad.num_skipped, bad.reasons, has_turns)
+    return PromptSet(prompts, bad.num_skipped, bad.reasons, has_turns, len(cuts))
 
 
 def _prompt_example(record: Record, column: str) -> PromptExample:

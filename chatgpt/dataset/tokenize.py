@@ -134,9 +134,12 @@ def tokenize_prompt(
     overflow: Overflow = 'refuse',
     apply_chat_template: bool | None = None,
     begin: tuple[int, ...] | None = None,
+    cuts: list[int] | None = None,
 ) -> Prompt:
-    """A prompt as the model is given it. Raises BadRecord when it has no tokens, or more than `max_tokens` unless
-    overflow='truncate', which keeps the begin token and the right end."""
+    """A prompt as the model is given it; to `cuts` the tokens of one that was cut are added.
+
+    Raises BadRecord when it has no tokens, or more than `max_tokens` unless overflow='truncate', which keeps the begin
+    token and the right end."""
     text = render_prompt(example.prompt, tokenizer, apply_chat_template)
     templated = use_template(example.prompt, tokenizer, apply_chat_template)
     ids = [*_begin(begin, templated, tokenizer), *encode(text, tokenizer)]
@@ -147,6 +150,8 @@ def tokenize_prompt(
             raise BadRecord(
                 f'the prompt has {len(ids)} tokens, more than {max_tokens}; shorten it, or allow cutting it on the left'
             )
+        if cuts is not None:
+            cuts.append(len(ids))
         ids = _cut_left(ids, max_tokens, tokenizer)
     return Prompt(ids=_ids(ids), text=text, columns=dict(example.columns))
 

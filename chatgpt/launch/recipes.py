@@ -6,14 +6,12 @@ and calls `make_trainer` and `fit`. Left out: settings (`runs`), data (`inputs`)
 
 from __future__ import annotations
 
-import json
 import warnings
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from chatgpt.experience.scorers import RewardModelScorer, Scorer
 from chatgpt.launch.arguments import strategy_of
@@ -27,7 +25,7 @@ from chatgpt.launch.rollouts import rollout_engine
 from chatgpt.launch.runs import PPORun, Run, SFTRun
 from chatgpt.nn.peft_format import export_peft
 from chatgpt.rollout.registry import ENGINES
-from chatgpt.trainer.callbacks import EMA, TRACKERS, Evaluator, SampleTable, SaveCheckpoint, StopOnPlateau
+from chatgpt.trainer.callbacks import EMA, TRACKERS, Evaluator, RunRecorder, SampleTable, SaveCheckpoint, StopOnPlateau
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.objectives.pairs import ReferenceConfig
 from chatgpt.trainer.ppo import PPOTrainer
@@ -49,8 +47,6 @@ def execute(run: Run) -> None:
         if isinstance(run, PPORun):
             trainer.set_prompts(inputs.train)  # whose order a checkpoint goes on with
         resume(run, trainer)
-        if isinstance(run, PPORun):
-            write_settings(inputs, strategy)
         fit(inputs, trainer)
         finish(run, trainer)
 
@@ -85,7 +81,8 @@ def make_callbacks(run: Run, inputs: Inputs) -> list[Any]:
     """What a run of a command line asks for: checkpoints, trackers, samples, evaluation, ..."""
     minutes = run.checkpoint_minutes or None
     callbacks: list[Any] = [
-        SaveCheckpoint(interval=run.checkpoint_interval or None, minutes=minutes, keep_last=run.keep_last)
+        SaveCheckpoint(interval=run.checkpoint_interval or None, minutes=minutes, keep_last=run.keep_last),
+        RunRecorder(run.to_dict(), run_defaults(run)),
     ]
     callbacks += [TRACKERS.find(name)() for name in run.trackers()]
     if isinstance(run, SFTRun) and run.early_stopping_patience is not None:
@@ -100,6 +97,15 @@ def make_callbacks(run: Run, inputs: Inputs) -> list[Any]:
             )
             callbacks.append(Evaluator(evaluation, run.eval_interval, metric='score_mean'))
     return callbacks
+
+
+def run_defaults(run: Run) -> dict[str, Any]:
+    """The settings of such a run when none is given."""
+    kind: Any = type(run)
+    plain = kind(method=run.method) if 'method' in run.field_names() else kind()
+    plain.pretrain = run.pretrain  # on which some defaults depend
+    plain.fill_defaults()
+    return plain.to_dict() | dict(run.entry().settings) | {'pretrain': None}
 
 
 def make_trainer(inputs: Inputs, strategy: Any, engine: Any = None) -> Any:
@@ -234,23 +240,6 @@ def short_step(run: Run, trainer: Any) -> str | None:
         f'{count} {what} in batches of train_batch_size={size}: the last step of each pass learns from {rest} alone, '
         f'and counts as much as one of {size}'
     )
-
-
-def write_settings(inputs: Inputs, strategy: Any) -> None:
-    """Every flag as it was used, and what it ran on."""
-    run = inputs.run
-    settings = run.to_dict() | {
-        'model': inputs.config.model_type,
-        'tokenizer': run.tokenizer or run.base,
-        'num_prompts': len(inputs.train),
-        'world_size': strategy.world_size,
-        'device': str(strategy.device),
-        'torch': torch.__version__,
-        'transformers': transformers.__version__,
-    }
-    if strategy.is_rank_0:
-        Path(run.save_path).mkdir(parents=True, exist_ok=True)
-        Path(run.save_path, 'settings.json').write_text(json.dumps(settings, indent=1, default=str) + '\n')
 
 
 def finish(run: Run, trainer: Any) -> Path:

@@ -24,7 +24,15 @@ from chatgpt.checkpoint import claim_folder
 from chatgpt.checkpoint.layout import MANIFEST
 from chatgpt.trainer import checkpointing
 from chatgpt.trainer.agreement import LEFT_OUT, check_ranks
-from chatgpt.trainer.callbacks import Callback, CallbackList, MemoryAdvice, MetricsWriter, ProgressBar, SaveCheckpoint
+from chatgpt.trainer.callbacks import (
+    Callback,
+    CallbackList,
+    MemoryAdvice,
+    MetricsWriter,
+    ProgressBar,
+    RunRecorder,
+    SaveCheckpoint,
+)
 from chatgpt.trainer.config import CHECKPOINT_MINUTES, LearningSettings
 from chatgpt.trainer.failure import keep_what_is_whole, resume_words
 from chatgpt.trainer.run_control import PhaseClock, StopSignals, agreed
@@ -44,8 +52,8 @@ class Trainer:
         models: the trained models by name, as prepared.
         optimizers: their optimizers, by the name of the model.
         callbacks: see `chatgpt.trainer.callbacks`. A progress bar and `MemoryAdvice` are added unless given; where
-            there is a `run_dir` also a `MetricsWriter`, and a `SaveCheckpoint` every `CHECKPOINT_MINUTES` and at the
-            end, of which the last two are kept.
+            there is a `run_dir` also a `MetricsWriter`, a `RunRecorder`, and a `SaveCheckpoint` every
+            `CHECKPOINT_MINUTES` and at the end, of which the last two are kept.
         tokenizer: only for texts; None where everything is given as ids.
         run_dir: folder of this run (metrics.jsonl, samples, checkpoints). One run at a time holds it. None writes
             nothing.
@@ -100,6 +108,8 @@ class Trainer:
             chosen.append(MemoryAdvice())
         if self.run_dir is not None and not any(isinstance(c, MetricsWriter) for c in chosen):
             chosen.insert(0, MetricsWriter())
+        if self.run_dir is not None and not any(isinstance(c, RunRecorder) for c in chosen):
+            chosen.append(RunRecorder())
         if self.run_dir is not None and not any(isinstance(c, SaveCheckpoint) for c in chosen):
             chosen.append(SaveCheckpoint(interval=None, minutes=CHECKPOINT_MINUTES, keep_last=2))
         self.callbacks = CallbackList(chosen)
@@ -149,6 +159,11 @@ class Trainer:
         rates = {name: schedule.base for name, schedule in self._schedules.items()}
         optimizers = {name: describe_groups(optimizer, rates[name]) for name, optimizer in self.optimizers().items()}
         return {'config': self.config.to_dict(), 'seed': self.strategy.seed, 'optimizers': optimizers}
+
+    def facts(self) -> dict[str, Any]:
+        """What run.json says of this kind of run: fields of `RunRecord`, of which `method` and `data` are always
+        there."""
+        return {'method': type(self).__name__, 'data': {}}
 
     def check_ranks(self, where: str) -> None:
         """Every rank runs the same run and stands at the same place, or all end; see `chatgpt.trainer.agreement`. A

@@ -213,6 +213,12 @@ class OfflineTrainer(Trainer):
     def fingerprint(self) -> dict[str, Any]:
         return super().fingerprint() | {'num_records': len(self.train_data)}
 
+    def facts(self) -> dict[str, Any]:
+        return {
+            'method': {'rm': 'reward-model'}.get(self.objective.prefix, self.objective.prefix),
+            'data': {'records': len(self.train_data), 'eval_records': len(self.eval_data or ())},
+        }
+
     def put_back(self) -> bool:
         """`batches_done` follows every optimizer step, so a run goes on from any. A phase that only lacked its report
         counts as done."""

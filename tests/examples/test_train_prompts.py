@@ -40,13 +40,10 @@ def test_without_arguments_a_model_of_its_own_learns_stories_first(monkeypatch, 
         'perf/learn_s',
     } <= line.keys()
     assert line['ppo/first_ratio_error'] < 1e-4
-    settings = json.loads((folder / 'settings.json').read_text())
-    assert (settings['lr'], settings['max_new_tokens'], settings['model'], settings['world_size']) == (
-        3e-4,
-        32,
-        'gpt2',
-        1,
-    )
+    record = json.loads((folder / 'run.json').read_text())
+    settings = record['settings']
+    assert (settings['lr'], settings['max_new_tokens'], record['models']['actor']['kind']) == (3e-4, 32, 'gpt2')
+    assert (record['strategy']['world_size'], record['status']) == (1, 'ended')
     assert len((folder / 'samples.jsonl').read_text().splitlines()) == 4
     assert list((folder / 'tensorboard').iterdir())
     model, tokenizer = (
@@ -200,7 +197,7 @@ def test_a_real_model_on_real_prompts(monkeypatch, tmp_path):
         pytest.skip(f'needs {model} and {data}')
     flags = [str(data), '--pretrain', str(model), *REWARD, *QUICK, '--max_new_tokens=8']
     run(monkeypatch, *flags, '--save_path', str(tmp_path))
-    assert json.loads((tmp_path / 'settings.json').read_text())['model'] == 'llama'
+    assert json.loads((tmp_path / 'run.json').read_text())['models']['actor']['kind'] == 'llama'
     assert all(line['ppo/first_ratio_error'] < 1e-4 for line in metrics_of(tmp_path))
 
 

@@ -177,4 +177,5 @@ def test_trials_under_a_launcher(tmp_path, launch, flags):
     assert process.returncode == 0, output + log.read_text()
     (row,) = table(tmp_path / 'out')
     assert (row['state'], row['step']) == ('complete', '2')
-    assert json.loads((tmp_path / 'out' / 'trial-0000' / 'settings.json').read_text())['world_size'] == 2
+    record = json.loads((tmp_path / 'out' / 'trial-0000' / 'run.json').read_text())
+    assert record['strategy']['world_size'] == 2

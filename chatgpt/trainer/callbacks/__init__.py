@@ -10,6 +10,8 @@ from chatgpt.trainer.callbacks.memory import MemoryAdvice
 from chatgpt.trainer.callbacks.mlflow import MLflow
 from chatgpt.trainer.callbacks.performance import PerformanceEvaluator, num_parameters
 from chatgpt.trainer.callbacks.progress import ProgressBar
+from chatgpt.trainer.callbacks.rollouts import RolloutRecorder
+from chatgpt.trainer.callbacks.run_record import RunRecorder
 from chatgpt.trainer.callbacks.samples import SampleTable, format_table, rows_of
 from chatgpt.trainer.callbacks.self_check import RatioCheck, RatioWarning
 from chatgpt.trainer.callbacks.tensorboard import TensorBoard
@@ -32,6 +34,8 @@ __all__ = [
     'ProgressBar',
     'RatioCheck',
     'RatioWarning',
+    'RolloutRecorder',
+    'RunRecorder',
     'SampleTable',
     'SaveCheckpoint',
     'StopOnPlateau',

@@ -221,8 +221,9 @@ def test_ppo_conf_by_epochs_visits_every_prompt(here, reward_model):
     r = run('ppo', conf(here / 'ppo.conf', ppo_conf(training)))
     rows = metrics(r.save_path)
     assert len(rows) == 6  # two passes over six prompts, two at a time
-    settings = json.loads(Path(r.save_path, 'settings.json').read_text())
-    assert (settings['num_prompts'], settings['kl_coef'], settings['lr'], settings['optimizer']) == (
+    record = json.loads(Path(r.save_path, 'run.json').read_text())
+    settings = record['settings']
+    assert (record['data']['prompts'], settings['kl_coef'], settings['lr'], settings['optimizer']) == (
         6,
         0.2,
         1e-5,
@@ -374,5 +375,5 @@ def test_two_workers_really_work(here):
         command = [sys.executable, '-m', 'chatgpt.launch', str(ROOT / SCRIPTS[kind]), '--config_file', f'{kind}.conf']
         done = subprocess.run([*command, '--strategy=ddp', *more], env=env, capture_output=True, text=True, timeout=140)
         assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(Path('ppo/settings.json').read_text())['world_size'] == 2
+    assert json.loads(Path('ppo/run.json').read_text())['strategy']['world_size'] == 2
     assert len(metrics('ppo')) == 2  # four prompts, two at a time, one on each worker

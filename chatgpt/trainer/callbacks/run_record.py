@@ -1,0 +1,237 @@
+"""run.json at the start of a run, at every resume and at its end. Rank 0 writes.
+
+Left out: what is in it (`chatgpt.run_folder.record`), and what only a trainer knows of itself (`Trainer.facts`).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from chatgpt import __version__
+from chatgpt.plan import make_plan
+from chatgpt.run_folder.lines import previous_of
+from chatgpt.run_folder.record import FILENAME, RunRecord, Start, Status
+from chatgpt.trainer.callbacks.base import Callback, TrainerView
+from chatgpt.trainer.callbacks.memory import setup_of
+
+PACKAGES = ('torch', 'transformers', 'datasets', 'tokenizers', 'numpy', 'colossalai', 'peft', 'ray', 'vllm')
+SECRET = re.compile(r'(token|key|secret|password)\b', re.IGNORECASE)
+NO_SECRET = ('tokenizer', 'token_penalty', 'max_tokens', 'max_new_tokens', 'min_new_tokens')
+GIB = 2**30
+PLANNED_AFTER_S = 10.0
+"""a plan takes a quarter of a second, too much for a run of a few"""
+
+
+class RunRecorder(Callback):
+    """A trainer with a `run_dir` has one without being asked.
+
+    Args:
+        settings: all settings of the run, where there are more than the trainer's own.
+        defaults: what they are when nothing is given.
+    """
+
+    order: ClassVar[int] = -20
+
+    def __init__(self, settings: Mapping[str, Any] | None = None, defaults: Mapping[str, Any] | None = None) -> None:
+        self.settings = dict(settings) if settings is not None else None
+        self.defaults = dict(defaults or {})
+        self.record: RunRecord | None = None
+        self._started = 0.0
+
+    def on_fit_start(self, trainer: TrainerView) -> None:
+        self.record = None
+        if trainer.run_dir is None or not trainer.strategy.is_rank_0:
+            return
+        starts = _earlier_starts(trainer.run_dir, trainer.phase)
+        self._started = time.monotonic()
+        self.record = self._describe(trainer)
+        self.record.starts = [*starts, this_start(trainer.phase)]
+        self._write(trainer)
+
+    def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
+        if self.record is not None and self.record.plan is None and time.monotonic() - self._started > PLANNED_AFTER_S:
+            self.record.plan = planned(trainer)
+            self._write(trainer)
+
+    def on_fit_end(self, trainer: TrainerView) -> None:
+        whole = trainer.num_phases is None or trainer.phase >= trainer.num_phases
+        self._end(trainer, 'ended' if whole else 'stopped')
+
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
+        self._end(trainer, 'failed', f'{type(error).__name__}: {error}'.strip().rstrip(':'))
+
+    def _end(self, trainer: TrainerView, status: Status, error: str | None = None) -> None:
+        if self.record is None:
+            return
+        self.record.status, self.record.phase, self.record.error = status, trainer.phase, error
+        self.record.ended = now()
+        self._write(trainer)
+
+    def _describe(self, trainer: TrainerView) -> RunRecord:
+        strategy, config, facts = trainer.strategy, trainer.config, trainer.facts()
+        return RunRecord(
+            method=facts.pop('method', type(trainer).__name__),
+            trainer=type(trainer).__name__,
+            settings=self.settings if self.settings is not None else config.to_dict(),
+            defaults=self.defaults if self.settings is not None else defaults_of(config),
+            strategy={
+                'name': type(strategy).__name__,
+                'world_size': strategy.world_size,
+                'precision': strategy.precision,
+                'device': str(strategy.device),
+                'seed': strategy.seed,
+            },
+            models={name: _model(strategy.unwrap(model)) for name, model in trainer.models().items()},
+            optimizers=trainer.fingerprint()['optimizers'],
+            num_phases=trainer.num_phases,
+            phase=trainer.phase,
+            **facts,
+        )
+
+    def _write(self, trainer: TrainerView) -> None:
+        assert self.record is not None and trainer.run_dir is not None
+        try:
+            self.record.write(trainer.run_dir)
+        except OSError as error:
+            warnings.warn(
+                f'{trainer.run_dir / FILENAME} could not be written ({error.strerror or error})', stacklevel=2
+            )
+
+
+def _earlier_starts(folder: Path, phase: int) -> list[Start]:
+    """Of the run that goes on after `phase`; a run from the beginning moves an earlier one's record aside."""
+    path = folder / FILENAME
+    if phase == 0:
+        if path.is_file():
+            os.replace(path, previous_of(path))
+        return []
+    try:
+        before = RunRecord.read(folder)
+    except ValueError:
+        return []
+    return [start for start in before.starts if start.phase <= phase] if before is not None else []
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec='seconds')
+
+
+def this_start(phase: int) -> Start:
+    return Start(at=now(), phase=phase, command=command_line(), git=_git(), versions=_versions(), machine=_machine())
+
+
+def command_line() -> list[str]:
+    """As it was given, without what looks like a secret."""
+    words = list(getattr(sys, 'orig_argv', sys.argv))
+    shown, hide = [], False
+    for word in words:
+        name, equals, _ = word.partition('=')
+        bare = name.lstrip('-').rpartition('.')[2]
+        secret = SECRET.search(bare) is not None and bare not in NO_SECRET
+        if hide and not word.startswith('-'):
+            shown.append('***')
+        else:
+            shown.append(f'{name}=***' if secret and equals else word)
+        hide = secret and not equals and word.startswith('-')
+    return shown
+
+
+def _git() -> dict[str, Any] | None:
+    def ask(*words: str) -> str:
+        asked = subprocess.run(['git', *words], capture_output=True, text=True, timeout=2, check=True)
+        return asked.stdout.strip()
+
+    try:
+        return {
+            'commit': ask('rev-parse', 'HEAD'),
+            'dirty': bool(ask('status', '--porcelain', '--untracked-files=no')),
+        }
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _versions() -> dict[str, str]:
+    found = {'python': platform.python_version(), 'chatgpt': __version__}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _machine() -> dict[str, Any]:
+    on_cuda = torch.cuda.is_available()
+    pages = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') if hasattr(os, 'sysconf') else None
+    return {
+        'system': f'{platform.system()} {platform.release()}',
+        'processor': _processor(),
+        'cores': len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count(),
+        'threads': torch.get_num_threads(),
+        'memory_gib': round(pages / GIB, 1) if pages else None,
+        'gpus': [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if on_cuda else [],
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path('/proc/cpuinfo').read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(':')[2].strip() for line in lines if line.startswith('model name')]
+    return names[0] if names else platform.machine()
+
+
+def _model(bare: Any) -> dict[str, Any]:
+    config = getattr(getattr(bare, 'model', bare), 'config', None)
+    parameters = list(bare.parameters())
+    return {
+        'kind': getattr(config, 'model_type', None) or type(bare).__name__,
+        'source': getattr(config, '_name_or_path', None) or None,
+        'parameters': sum(p.numel() for p in parameters),
+        'trained': sum(p.numel() for p in parameters if p.requires_grad),
+    }
+
+
+def defaults_of(config: Any) -> dict[str, Any]:
+    """Of a settings dataclass, those that have one."""
+    if not is_dataclass(config):
+        return {}
+    given = {}
+    for f in fields(config):
+        if f.default is not MISSING:
+            given[f.name] = f.default
+        elif f.default_factory is not MISSING:
+            given[f.name] = f.default_factory()
+    return given
+
+
+def planned(trainer: TrainerView) -> dict[str, Any] | None:
+    """Memory of a rank by plan; None where there is no plan for such a run."""
+    try:
+        setup = setup_of(trainer)
+        plan = make_plan(setup) if setup is not None else None
+    except Exception:  # a run must not end for want of a plan
+        return None
+    if plan is None:
+        return None
+    places = ('device',) if plan.setup.on_cuda else ('device', 'host')  # a CPU has one memory for both
+    phases = {
+        name: sum(sum(getattr(memory, place).values()) for place in places) / GIB
+        for name, memory in plan.phases.items()
+    }
+    return {'peak_gib': max(phases.values()), 'phases': phases}

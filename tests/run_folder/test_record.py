@@ -1,0 +1,173 @@
+"""run.json and the reading of a run's folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from chatgpt.run_folder import RunFolder, RunRecord, Start
+from chatgpt.testing import byte_tokenizer, tiny_causal_lm
+from chatgpt.trainer import PPOTrainer
+from chatgpt.trainer.callbacks import Callback, RunRecorder
+from chatgpt.trainer.callbacks.run_record import command_line
+
+
+def trainer(run_dir: Path, callbacks=(), **settings) -> PPOTrainer:
+    from chatgpt.nn import Actor
+    from chatgpt.trainer.strategies import NaiveStrategy
+
+    strategy = NaiveStrategy(seed=3)
+    torch.manual_seed(0)
+    actor = Actor(tiny_causal_lm('gpt2', vocab_size=259, pad_token_id=256, bos_token_id=257, eos_token_id=258))
+    actor, optimizer = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=0.01)))
+    return PPOTrainer(
+        strategy,
+        actor,
+        None,
+        lambda prompts, responses: [float(len(r)) for r in responses],
+        None,
+        optimizer,
+        tokenizer=byte_tokenizer(),
+        run_dir=run_dir,
+        callbacks=callbacks,
+        **{
+            'advantage_estimator': 'rloo',
+            'num_samples_per_prompt': 2,
+            'experience_batch_size': 2,
+            'train_batch_size': 4,
+            'kl_coef': 0.0,
+            'max_new_tokens': 3,
+        }
+        | settings,
+    )
+
+
+def test_a_run_says_what_it_is_and_how_it_ended(tmp_path):
+    t = trainer(tmp_path)
+    t.fit(['a', 'b', 'a'], max_timesteps=2, update_timesteps=1)
+    record = RunFolder(tmp_path).record
+    assert (record.method, record.trainer, record.status, record.phase) == ('rloo', 'PPOTrainer', 'ended', 2)
+    assert record.data == {'prompts': 3, 'distinct': 2, 'cut': 0, 'skipped': 0}
+    assert record.strategy == {
+        'name': 'NaiveStrategy',
+        'world_size': 1,
+        'precision': 'fp32',
+        'device': 'cpu',
+        'seed': 3,
+    }
+    assert record.models['actor']['kind'] == 'gpt2'
+    assert record.models['actor']['trained'] == sum(p.numel() for p in t.actor.parameters())
+    assert record.generation['max_new_tokens'] == 3
+    assert record.changed_settings()['num_samples_per_prompt'] == (2, 1)
+    assert 'eps_clip' not in record.changed_settings()
+    (start,) = record.starts
+    assert start.phase == 0 and start.versions['torch'] == torch.__version__ and start.command == command_line()
+    assert start.machine['cores'] >= 1
+
+
+def test_a_failure_and_a_stop_are_told_apart(tmp_path):
+    class Fails(Callback):
+        def on_phase_end(self, trainer, step, metrics):
+            raise RuntimeError('the reward is gone')
+
+    class Stops(Callback):
+        def on_phase_end(self, trainer, step, metrics):
+            trainer.request_stop()
+
+    with pytest.raises(RuntimeError):
+        trainer(tmp_path / 'a', [Fails()]).fit(['a'], max_timesteps=2, update_timesteps=1)
+    record = RunRecord.read(tmp_path / 'a')
+    assert (record.status, record.error) == ('failed', 'RuntimeError: the reward is gone')
+    trainer(tmp_path / 'b', [Stops()]).fit(['a'], max_timesteps=3, update_timesteps=1)
+    assert RunRecord.read(tmp_path / 'b').status == 'stopped'
+
+
+def test_a_resume_adds_a_start_and_a_new_run_begins_anew(tmp_path):
+    t = trainer(tmp_path)
+    t.fit(['a', 'b'], max_timesteps=2, update_timesteps=1)
+    t.save_checkpoint()
+    again = trainer(tmp_path)
+    again.load_checkpoint('auto')
+    again.fit(['a', 'b'], max_timesteps=3, update_timesteps=1)
+    assert [start.phase for start in RunRecord.read(tmp_path).starts] == [0, 2]
+    trainer(tmp_path).fit(['a', 'b'], max_timesteps=1, update_timesteps=1)
+    assert [start.phase for start in RunRecord.read(tmp_path).starts] == [0]
+    assert len(json.loads((tmp_path / 'run.previous.json').read_text())['starts']) == 2
+
+
+def test_a_plan_is_made_for_runs_that_last(tmp_path, monkeypatch):
+    monkeypatch.setattr('chatgpt.trainer.callbacks.run_record.PLANNED_AFTER_S', 0.0)
+    trainer(tmp_path).fit(['a'], max_timesteps=1, update_timesteps=1)
+    plan = RunRecord.read(tmp_path).plan
+    assert plan['peak_gib'] == max(plan['phases'].values()) > 0 and {'collect', 'learn'} <= plan['phases'].keys()
+
+
+def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch):
+    def full(self, folder):
+        raise OSError(28, 'No space left on device')
+
+    monkeypatch.setattr(RunRecord, 'write', full)
+    with pytest.warns(UserWarning, match='run.json could not be written'):
+        trainer(tmp_path).fit(['a'], max_timesteps=1, update_timesteps=1)
+
+
+def test_secrets_of_a_command_line_are_left_out(monkeypatch):
+    given = ['python', 'x.py', '--hub_token', 'abc', '--api_key=def', 'Training.password=ghi', '--tokenizer', 'gpt2']
+    monkeypatch.setattr(sys, 'orig_argv', given, raising=False)
+    shown = command_line()
+    assert shown == [
+        'python',
+        'x.py',
+        '--hub_token',
+        '***',
+        '--api_key=***',
+        'Training.password=***',
+        '--tokenizer',
+        'gpt2',
+    ]
+
+
+def test_reading_needs_no_torch(tmp_path):
+    (tmp_path / 'metrics.jsonl').write_text('{"step": 1, "ppo/lr": 0.1}\n{"step": 2, "ppo/lr": null}\n{"st')
+    code = f"""
+import sys
+from chatgpt.run_folder import RunFolder
+run = RunFolder({str(tmp_path)!r})
+assert run.record is None and run.phase == 2 and run.curve('ppo/lr') == [(1, 0.1)] and run.samples == []
+assert 'torch' not in sys.modules
+"""
+    subprocess.run([sys.executable, '-c', code], check=True, timeout=60)
+
+
+def test_what_is_no_run_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match='no such folder'):
+        RunFolder(tmp_path / 'none')
+    (tmp_path / 'one').mkdir()
+    (tmp_path / 'one' / 'metrics.jsonl').write_text('')
+    with pytest.raises(ValueError, match=r'is not the folder of a run.*these in it are: .*one'):
+        RunFolder(tmp_path)
+    (tmp_path / 'one' / 'run.json').write_text('[]')
+    with pytest.raises(ValueError, match='not the record of a run'):
+        RunFolder(tmp_path / 'one').record  # noqa: B018
+    (tmp_path / 'one' / 'run.json').write_text('{"format": 99}')
+    with pytest.raises(ValueError, match='format 99'):
+        RunFolder(tmp_path / 'one').record  # noqa: B018
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path):
+    start = Start(at='2026-01-02T03:04:05+00:00', phase=4, command=['a', 'b'])
+    record = RunRecord(method='sft', trainer='SFTTrainer', starts=[start], settings={'lr': float('inf')})
+    record.write(tmp_path)
+    again = RunRecord.read(tmp_path)
+    assert again.starts == [start] and again.settings == {'lr': None} and again.method == 'sft'
+
+
+def test_a_trainers_own_recorder_takes_the_place_of_the_default(tmp_path):
+    given = RunRecorder({'lr': 2, 'seed': 1}, {'lr': 1, 'seed': 1})
+    trainer(tmp_path, [given]).fit(['a'], max_timesteps=1, update_timesteps=1)
+    assert RunRecord.read(tmp_path).changed_settings() == {'lr': (2, 1)}
