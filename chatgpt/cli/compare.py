@@ -137,7 +137,7 @@ def _asked(args: Any) -> tuple[list[dict[str, Any]], dict[str, Any], list[list[s
     if args.answers:
         records, made = read_answers(args.answers, args.apply_chat_template)
         names = args.answers if len(args.answers) == 2 else ['response1', 'response2']
-        bound: dict[str, Any] = {'answers': _digest(made)}
+        bound: dict[str, Any] = {'answers': _digest(list(zip(*made, strict=True)))}
     elif args.model:
         records = read_prompts(args.prompts, args.apply_chat_template)
         names = args.model if len(args.model) == 2 else ['the first sample', 'the second sample']
@@ -154,7 +154,7 @@ def _digest(value: Any) -> str:
 
 
 def _check_same(db: str, there: dict[str, Any], asked: dict[str, Any]) -> None:
-    for name in sorted(asked.keys() | {'models', 'answers'} & there.keys()):
+    for name in sorted((asked.keys() | {'models', 'answers'} & there.keys()) - {'names'}):
         if there.get(name) != asked.get(name):
             raise ValueError(
                 f'{db} was made with {name} {there.get(name)}, and now it is {asked.get(name)}: give another --db, or '
