@@ -44,6 +44,7 @@ GROUPS: dict[str, dict[str, Subcommand]] = {
     'around a run': {
         'init': Subcommand('chatgpt.cli.init', 'write a commented config, data and a reward to start from'),
         'plan': Subcommand('chatgpt.plan.__main__', 'what memory each phase of a run takes, and whether it fits'),
+        'rollouts': Subcommand('chatgpt.cli.rollouts', 'read the recorded sequences of runs in a browser'),
         'launch': Subcommand('chatgpt.launch.__main__', 'several processes, by torchrun or on Ray'),
         'sweep': Subcommand('chatgpt.search.__main__', 'many runs in search of settings'),
         'convert': Subcommand('chatgpt.cli.convert', 'a data file in another shape'),

@@ -21,7 +21,7 @@ from typing import Any
 
 from chatgpt.cli.generate import add_drawing, answer, check_drawing, load_actor, sampling_of
 from chatgpt.compare.app import compare_app
-from chatgpt.compare.server import HOST, PORT, need_server, serve
+from chatgpt.compare.server import add_server, need_server, serve
 from chatgpt.compare.statistics import lines, summarize
 from chatgpt.compare.store import Store
 from chatgpt.launch.arguments import Parser, add_strategy, strategy_of, world_size_from_env
@@ -49,8 +49,7 @@ def parser() -> Parser:
     )
     add_drawing(drawing)
     add_strategy(run)
-    run.add_argument('--host', default=HOST, help=f'where to listen (default: {HOST}, this machine only)')
-    run.add_argument('--port', type=int, default=PORT, help=f'0: any free one (default: {PORT})')
+    add_server(run)
     return out
 
 

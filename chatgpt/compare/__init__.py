@@ -7,6 +7,7 @@ served in the same way. Left out: making the answers (`chatgpt.cli.compare`).
 
 from chatgpt.compare.app import compare_app
 from chatgpt.compare.guard import Guard
+from chatgpt.compare.rollouts import rollouts_app
 from chatgpt.compare.server import Serving, serve
 from chatgpt.compare.statistics import cohen_kappa, krippendorff_alpha, summarize, wilson
 from chatgpt.compare.store import AskedPair, NotAsked, Store
@@ -20,6 +21,7 @@ __all__ = [
     'cohen_kappa',
     'compare_app',
     'krippendorff_alpha',
+    'rollouts_app',
     'serve',
     'summarize',
     'wilson',

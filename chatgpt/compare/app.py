@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from chatgpt.compare.server import ASSETS
+from chatgpt.compare.server import ASSETS, REPORT_ASSETS
 from chatgpt.compare.statistics import lines, summarize
 from chatgpt.compare.store import MAX_COMMENT, MAX_NAME, NotAsked, Store
 
@@ -72,8 +72,9 @@ def compare_app(store: Store) -> Any:
         return response
 
     actions = Route('/api/{action:str}', act, methods=['POST'])
-    assets = Mount('/assets', StaticFiles(directory=ASSETS))
-    return Starlette(routes=[Route('/', page), Route('/results', results), actions, assets])
+    folders = {'/assets': ASSETS, '/report': REPORT_ASSETS}
+    assets = [Mount(path, StaticFiles(directory=folder)) for path, folder in folders.items()]
+    return Starlette(routes=[Route('/', page), Route('/results', results), actions, *assets])
 
 
 def _text(given: Any, name: str) -> str:

@@ -13,6 +13,8 @@ from chatgpt.compare.guard import Guard
 
 HOST, PORT = '127.0.0.1', 8765
 ASSETS = Path(__file__).parent / 'assets'
+REPORT_ASSETS = Path(__file__).parents[1] / 'report' / 'assets'
+"""what every page looks like, and the reader of sequences"""
 CLOSING_S = 2
 """seconds that open requests have to end after Ctrl-C"""
 
@@ -25,6 +27,12 @@ def need_server() -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ValueError(f"{error.name} is not installed: pip install 'chatgpt-rlhf[compare]'") from None
+
+
+def add_server(parser: Any) -> None:
+    """The flags of `serve`."""
+    parser.add_argument('--host', default=HOST, help=f'where to listen (default: {HOST}, this machine only)')
+    parser.add_argument('--port', type=int, default=PORT, help=f'0: any free one (default: {PORT})')
 
 
 class Serving:
