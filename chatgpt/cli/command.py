@@ -42,6 +42,7 @@ GROUPS: dict[str, dict[str, Subcommand]] = {
         'compare': Subcommand('chatgpt.cli.compare', 'people say in a browser which of two answers is better'),
     },
     'around a run': {
+        'doctor': Subcommand('chatgpt.cli.doctor', 'what is wrong with a run, and what to change'),
         'init': Subcommand('chatgpt.cli.init', 'write a commented config, data and a reward to start from'),
         'plan': Subcommand('chatgpt.plan.__main__', 'what memory each phase of a run takes, and whether it fits'),
         'rollouts': Subcommand('chatgpt.cli.rollouts', 'read the recorded sequences of runs in a browser'),

@@ -27,6 +27,7 @@ from chatgpt.trainer.agreement import LEFT_OUT, check_ranks
 from chatgpt.trainer.callbacks import (
     Callback,
     CallbackList,
+    Doctor,
     MemoryAdvice,
     MetricsWriter,
     ProgressBar,
@@ -51,7 +52,7 @@ class Trainer:
         config: settings, checked here against the world size.
         models: the trained models by name, as prepared.
         optimizers: their optimizers, by the name of the model.
-        callbacks: see `chatgpt.trainer.callbacks`. A progress bar and `MemoryAdvice` are added unless given; where
+        callbacks: see `chatgpt.trainer.callbacks`. A progress bar, a `Doctor` and `MemoryAdvice` are added unless given; where
             there is a `run_dir` also a `MetricsWriter`, a `RunRecorder`, and a `SaveCheckpoint` every
             `CHECKPOINT_MINUTES` and at the end, of which the last two are kept.
         tokenizer: only for texts; None where everything is given as ids.
@@ -104,6 +105,8 @@ class Trainer:
         chosen = list(callbacks)
         if not any(isinstance(c, ProgressBar) for c in chosen):
             chosen.append(ProgressBar())
+        if not any(isinstance(c, Doctor) for c in chosen):
+            chosen.append(Doctor())
         if not any(isinstance(c, MemoryAdvice) for c in chosen):
             chosen.append(MemoryAdvice())
         if self.run_dir is not None and not any(isinstance(c, MetricsWriter) for c in chosen):
