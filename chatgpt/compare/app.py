@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from chatgpt.compare.server import ASSETS, REPORT_ASSETS
+from chatgpt.compare.server import ASSETS
 from chatgpt.compare.statistics import lines, summarize
 from chatgpt.compare.store import MAX_COMMENT, MAX_NAME, NotAsked, Store
+from chatgpt.report.page import ASSETS as REPORT_ASSETS
 
 
 def compare_app(store: Store) -> Any:

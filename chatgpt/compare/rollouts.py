@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from chatgpt.compare.server import ASSETS, REPORT_ASSETS
+from chatgpt.compare.server import ASSETS
+from chatgpt.report.page import ASSETS as REPORT_ASSETS
 from chatgpt.report.rollouts import page_row
 from chatgpt.run_folder.rollouts import read_rollouts, recorded_phases
 

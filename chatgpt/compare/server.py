@@ -13,8 +13,6 @@ from chatgpt.compare.guard import Guard
 
 HOST, PORT = '127.0.0.1', 8765
 ASSETS = Path(__file__).parent / 'assets'
-REPORT_ASSETS = Path(__file__).parents[1] / 'report' / 'assets'
-"""what every page looks like, and the reader of sequences"""
 CLOSING_S = 2
 """seconds that open requests have to end after Ctrl-C"""
 
