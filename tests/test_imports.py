@@ -34,7 +34,8 @@ ALLOWED: dict[str, set[str]] = {
     'checkpoint': set(),
     'run_folder': set(),
     'trainer.strategies': MODELS | {'checkpoint', 'registry'},
-    'trainer.callbacks': MATHS | {'checkpoint', 'run_folder', 'plan', 'registry', 'trainer.strategies'},
+    'report': {'run_folder', 'doctor'},
+    'trainer.callbacks': MATHS | {'checkpoint', 'run_folder', 'report', 'plan', 'registry', 'trainer.strategies'},
     'trainer': MODELS
     | {'registry', 'rollout', 'experience', 'dataset', 'checkpoint', 'trainer.strategies', 'trainer.callbacks'},
     'launch': MODELS
@@ -42,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     | {'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'plan': MODELS | {'trainer.strategies'},  # a strategy says what it keeps in memory, and finds a model's blocks
     'search': {'checkpoint', 'launch', 'trainer.callbacks'},
+    'compare': {'run_folder', 'report'},
     'rewards': set(),
     'quickstart': MODELS
     | {
@@ -61,7 +63,8 @@ ALLOWED: dict[str, set[str]] = {
     'testing': MODELS
     | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'cli': MODELS
-    | {'rollout', 'experience', 'dataset', 'launch', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
+    | {'rollout', 'experience', 'dataset', 'report', 'compare', 'launch', 'trainer', 'trainer.strategies'}
+    | {'trainer.callbacks'},
     '__main__': {'cli'},
     'chatgpt': {'quickstart'},
 }
@@ -80,6 +83,9 @@ OPTIONAL: dict[str, str | None] = {
     'matplotlib': None,
     'optuna': 'search/study',
     'vaderSentiment': 'rewards/sentiment',
+    'jinja2': 'compare/',
+    'starlette': 'compare/',
+    'uvicorn': 'compare/',
     'peft': None,
     'pandas': None,
     'pyarrow': None,

@@ -48,6 +48,7 @@ GROUPS: dict[str, dict[str, Subcommand]] = {
         'rollouts': Subcommand('chatgpt.cli.rollouts', 'read the recorded sequences of runs in a browser'),
         'launch': Subcommand('chatgpt.launch.__main__', 'several processes, by torchrun or on Ray'),
         'sweep': Subcommand('chatgpt.search.__main__', 'many runs in search of settings'),
+        'report': Subcommand('chatgpt.cli.report', 'a page that shows a run, or several'),
         'convert': Subcommand('chatgpt.cli.convert', 'a data file in another shape'),
         'compat': Subcommand('chatgpt.compat.__main__', 'run or check a script written for TRL, trlX, ...'),
         'completion': Subcommand('chatgpt.cli.completion', 'what makes a shell complete this command'),

@@ -225,7 +225,7 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
         Chart(
             'skipped',
             'Batches not learned from',
-            '0: every batch is used, and no phase is left early.',
+            'Stays at 0: every batch is used, and no phase is left early.',
             ('ppo/skipped_batches', 'ppo/early_stopped'),
         ),
     ),

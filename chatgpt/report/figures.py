@@ -12,6 +12,7 @@ from chatgpt.report.series import Column, number, thinned
 from chatgpt.report.text import safe
 
 TABLE_ROWS = 24
+PAPER_ROWS = 9
 LABELS = DERIVED | {'rollout/ended_share': 'ended'}
 COLORS = 8
 """of page.css: --series-1 to --series-8"""
@@ -34,9 +35,9 @@ class Curves(NamedTuple):
     """metrics that are drawn"""
 
 
-def curves(runs: Sequence[Run], limit: int, known: frozenset[str] = frozenset()) -> Curves:
-    """Figures of all metrics of the runs, with about `limit` points each; metrics in `known` are linked to their
-    meaning."""
+def curves(runs: Sequence[Run], limit: int, most: int, known: frozenset[str] = frozenset()) -> Curves:
+    """Figures of the metrics of the runs, at most the first `most`, with about `limit` points each; metrics in `known`
+    are linked to their meaning."""
     metrics = dict.fromkeys(name for run in runs for name in run.columns)
     groups = choose(metrics)
     if len(runs) > 1:
@@ -47,7 +48,7 @@ def curves(runs: Sequence[Run], limit: int, known: frozenset[str] = frozenset())
         if not drawn:
             continue
         parts.append(f'<section id="{place_of(group)}"><h2>{safe(group)}</h2><div class="charts">')
-        for one in drawn:
+        for one in drawn[: most - len(used)]:
             key, number_of = one.chart.key, 2
             while key in used:
                 key, number_of = f'{one.chart.key}-{number_of}', number_of + 1
@@ -69,8 +70,10 @@ def curves(runs: Sequence[Run], limit: int, known: frozenset[str] = frozenset())
                     ],
                 }
             )
-            parts.append(_figure(one, key, lines, known))
+            parts.append(_figure(one, key, lines, min(limit, TABLE_ROWS), known))
         parts.append('</div></section>')
+    if (count := sum(map(len, groups.values()))) > most:
+        parts.append(f'<p>{most} of {count} charts; the numbers of all are in metrics.jsonl.</p>')
     data = {'phases': [_short(at) for at in phases], 'charts': charts}
     return Curves(''.join(parts), data, [g for g in groups if groups[g]], list(metrics))
 
@@ -94,7 +97,7 @@ def _lines(drawn: Drawn, runs: Sequence[Run], limit: int) -> list[Line]:
     ]
 
 
-def _figure(drawn: Drawn, key: str, lines: Sequence[Line], known: frozenset[str]) -> str:
+def _figure(drawn: Drawn, key: str, lines: Sequence[Line], rows: int, known: frozenset[str]) -> str:
     chart = drawn.chart
     names = [name for name in [*drawn.lines, *drawn.band] if name not in DERIVED]
     links = ' '.join(
@@ -108,27 +111,31 @@ def _figure(drawn: Drawn, key: str, lines: Sequence[Line], known: frozenset[str]
     return (
         f'<figure class="card chart" id="chart-{safe(key)}" data-chart="{safe(key)}">'
         f'<figcaption><h3>{title}</h3>{good}{names}</figcaption>'
-        f'<div class="legend"></div><div class="plot"></div>{_table(chart, lines)}</figure>'
+        f'<div class="legend"></div><div class="plot"></div>{_table(chart, lines, rows)}</figure>'
     )
 
 
-def _table(chart: Chart, lines: Sequence[Line]) -> str:
+def _table(chart: Chart, lines: Sequence[Line], rows: int) -> str:
     lines = sorted(lines, key=lambda line: line.role in ('low', 'high'))
     values = [dict(zip(*line.column, strict=True)) for line in lines]
     phases = sorted({phase for line in lines for phase in line.column[0]})
     count = len(phases)
-    if count > TABLE_ROWS:
-        phases = [phases[round(i * (count - 1) / (TABLE_ROWS - 1))] for i in range(TABLE_ROWS)]
+    if count > rows:
+        phases = [phases[round(i * (count - 1) / (rows - 1))] for i in range(rows)]
     shown = f'{len(phases)} of {count} points' if count > len(phases) else f'{count} points' if count > 1 else '1 point'
+
+    def fine(i: int) -> str:  # left out on paper
+        return ' class="fine"' if i % 3 and i < len(phases) - 1 and len(phases) > PAPER_ROWS else ''
+
     head = ''.join(f'<th scope="col" class="number">{safe(line.label)}</th>' for line in lines)
     body = ''.join(
-        f'<tr><th scope="row" class="number">{phase}</th>'
+        f'<tr{fine(i)}><th scope="row" class="number">{phase}</th>'
         + ''.join(f'<td class="number">{number(column[phase]) if phase in column else ""}</td>' for column in values)
         + '</tr>'
-        for phase in phases
+        for i, phase in enumerate(phases)
     )
     return (
-        f'<details class="data"><summary>Numbers <span class="visually-hidden">of {safe(chart.title)}</span>'
+        f'<details class="data"><summary>Numbers <span class="visually-hidden">of {safe(chart.title)}</span> '
         f'<span class="muted small">({shown})</span></summary><div class="scroll" tabindex="0" role="region" '
         f'aria-label="Numbers of {safe(chart.title)}"><table><thead><tr>'
         f'<th scope="col" class="number">phase</th>{head}</tr></thead><tbody>{body}</tbody></table></div></details>'

@@ -32,6 +32,8 @@ FILENAME = 'report.html'
 LIMIT = 3_000_000
 """bytes of a page"""
 FOR_CURVES = 1_500_000
+MOST_CHARTS = 1000
+BYTES_OF_A_POINT = 9
 FOR_ALL_BUT_SEQUENCES = 2_600_000
 POINTS = (1000, 500, 250, 120, 60, 30, 12, 6)
 """of a chart, at most: the first with which the curves fit"""
@@ -83,13 +85,20 @@ def page(runs: Sequence[Run], title: str) -> str:
         with_rows = _assembled(runs, title, drawn, limit, rows)
         if len(with_rows.encode()) <= LIMIT:
             return with_rows
+    if len(text.encode()) > LIMIT:
+        raise ValueError(f'a page of these {len(runs)} runs would be larger than {LIMIT // 10**6} MB; give fewer')
     return text
 
 
 def fitting_curves(runs: Sequence[Run]) -> Curves:
-    for points in POINTS:
-        drawn = curves(runs, points, frozenset(meanings()))
-        if len(drawn.html) + len(script_json(drawn.data)) <= FOR_CURVES:
+    """With as many points as fit; of very many metrics only the first have a chart."""
+    lengths = [len(at) for run in runs for at, _ in run.columns.values()]
+    fewest = (points for points in POINTS if BYTES_OF_A_POINT * sum(min(n, points) for n in lengths) <= FOR_CURVES)
+    first = next(fewest, POINTS[-1])
+    tries = [(points, MOST_CHARTS) for points in POINTS if points <= first] + [(POINTS[-1], n) for n in (500, 250, 100)]
+    for points, most in tries:
+        drawn = curves(runs, points, most, frozenset(meanings()))
+        if len(drawn.html.encode()) + len(script_json(drawn.data)) <= FOR_CURVES:
             break
     return drawn
 

@@ -41,6 +41,7 @@ TILES = (
 """at a glance: the first eight that a run has"""
 PHASES_SIDE_BY_SIDE = 5
 PROMPTS = 12
+STARTS = 8
 LONG = 400
 """characters of a text that may have to be scrolled"""
 
@@ -329,8 +330,11 @@ def origin(runs: Sequence[Run]) -> str:
             f'<tr><th scope="row">{name}</th><td>{_facts(value)}</td></tr>' for name, value in facts.items() if value
         )
         parts.append(f'<{level}>Model and data</{level}><div class="scroll"><table><tbody>{rows}</tbody></table></div>')
-        for i, start in enumerate(record.starts):
-            what = 'Started' if i == 0 else f'Resumed after phase {start.phase}'
+        shown = record.starts[:1] + record.starts[1:][1 - STARTS :]
+        if len(shown) < len(record.starts):
+            parts.append(f'<p class="muted">{len(shown)} of {len(record.starts)} starts; all are in run.json.</p>')
+        for start in shown:
+            what = f'Resumed after phase {start.phase}' if start is not record.starts[0] else 'Started'
             git = start.git or {}
             commit = (
                 f'{git["commit"]}{", with changes that are not committed" if git.get("dirty") else ""}' if git else ''

@@ -33,6 +33,7 @@ from chatgpt.trainer.callbacks import (
     ProgressBar,
     RunRecorder,
     SaveCheckpoint,
+    WriteReport,
 )
 from chatgpt.trainer.config import CHECKPOINT_MINUTES, LearningSettings
 from chatgpt.trainer.failure import keep_what_is_whole, resume_words
@@ -53,7 +54,7 @@ class Trainer:
         models: the trained models by name, as prepared.
         optimizers: their optimizers, by the name of the model.
         callbacks: see `chatgpt.trainer.callbacks`. A progress bar, a `Doctor` and `MemoryAdvice` are added unless given; where
-            there is a `run_dir` also a `MetricsWriter`, a `RunRecorder`, and a `SaveCheckpoint` every
+            there is a `run_dir` also a `MetricsWriter`, a `RunRecorder`, a `WriteReport`, and a `SaveCheckpoint` every
             `CHECKPOINT_MINUTES` and at the end, of which the last two are kept.
         tokenizer: only for texts; None where everything is given as ids.
         run_dir: folder of this run (metrics.jsonl, samples, checkpoints). One run at a time holds it. None writes
@@ -113,6 +114,8 @@ class Trainer:
             chosen.insert(0, MetricsWriter())
         if self.run_dir is not None and not any(isinstance(c, RunRecorder) for c in chosen):
             chosen.append(RunRecorder())
+        if self.run_dir is not None and not any(isinstance(c, WriteReport) for c in chosen):
+            chosen.append(WriteReport())
         if self.run_dir is not None and not any(isinstance(c, SaveCheckpoint) for c in chosen):
             chosen.append(SaveCheckpoint(interval=None, minutes=CHECKPOINT_MINUTES, keep_last=2))
         self.callbacks = CallbackList(chosen)
