@@ -1,5 +1,5 @@
-"""The loop with people in it: they compare answers, a reward model learns from that, PPO from the reward model, and they
-are asked about the new policy.
+"""The loop with people in it: they compare answers, a reward model learns from that, PPO from the reward model, and
+they are asked about the new policy.
 
     python examples/human_loop.py prompts.jsonl --pretrain outputs/sft/actor --out outputs/loop
     python examples/human_loop.py --simulated
@@ -81,7 +81,7 @@ def story_world(out: Path) -> tuple[str, str]:
     prompts = out / 'prompts.jsonl'
     if not (out / 'sft' / 'actor' / 'config.json').is_file():
         run(['sft', '--save_path', str(out / 'sft')])
-        prompts.write_text(''.join(json.dumps(row) + '\n' for row in embedded.demo_prompts(NUM_PROMPTS)))
+    prompts.write_text(''.join(json.dumps(row) + '\n' for row in embedded.demo_prompts(NUM_PROMPTS)))
     return str(prompts), str(out / 'sft' / 'actor')
 
 

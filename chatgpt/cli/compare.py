@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,9 @@ def parser() -> Parser:
     said, asked, drawing, run = map(
         out.add_argument_group, ('the file', 'what is compared', 'responses', 'the run and the page')
     )
-    said.add_argument('--db', required=True, metavar='FILE', help='what people say, in SQLite; made where there is none')
+    said.add_argument(
+        '--db', required=True, metavar='FILE', help='what people say, in SQLite; made where there is none'
+    )
     said.add_argument('--export', metavar='FILE', help='write preferences as jsonl, and end')
     asked.add_argument(
         '--model', action='append', default=[], help='hub name or folder; once: two samples of it, twice: two models'
@@ -92,14 +93,14 @@ def prepared(args: Any) -> Store:
     records, settings, made = _asked(args)
     store = Store(args.db)
     try:
-        if not store.num_pairs:
+        if settings and not store.has_answers:
             store.begin(records, list(map(_shown, records)), **settings)
         elif settings:
             _check_same(args.db, store.settings, settings)
         if args.annotators_per_pair:
             store.update_settings(annotators_per_pair=args.annotators_per_pair)
         for number, side in enumerate('ab'):
-            if store.answers(side) is None:
+            if not store.num_pairs or store.answers(side) is None:
                 if not (made or args.model):
                     raise ValueError(f'{args.db} lacks answers: give --model and --prompts again, as before')
                 store.set_answers(side, made[number] if made else _generate(args, number, store.records()))
@@ -107,7 +108,9 @@ def prepared(args: Any) -> Store:
             store.set_margins(margins(args, store))
             store.update_settings(reward_model=args.reward_model)
         if not store.num_asked:
-            raise ValueError(f'all pairs of answers in {args.db} are equal: give another --model, or a --temperature')
+            raise ValueError(
+                f'the two answers in {args.db} are equal for every prompt: compare others, in another --db'
+            )
     except BaseException:
         store.close()
         raise
@@ -241,7 +244,7 @@ def _generate(args: Any, side: int, records: list[dict[str, Any]]) -> list[str]:
 
 
 def margins(args: Any, store: Store) -> list[float | None]:
-    """s_a − s_b of each pair by --reward_model, on tokens as its training would have them; None with an empty answer."""
+    """s_a − s_b of each pair by --reward_model, on tokens as its training has them; None with an empty answer."""
     from chatgpt.dataset import load_preferences
     from chatgpt.experience.scorers import RewardModelScorer
     from chatgpt.launch.inputs import context_of, quiet_transformers

@@ -60,9 +60,7 @@ def add_drawing(group: Any) -> None:
     group.add_argument('--max_new_tokens', type=int, help='(default: 128, or what the context leaves)')
     group.add_argument('--max_length', type=int, help='most tokens of prompt and response together')
     group.add_argument('--min_new_tokens', type=int, default=0, help='no end before so many (default: 0)')
-    group.add_argument(
-        '--temperature', type=number, default=1.0, help='below 1 sharper, above 1 flatter (default: 1)'
-    )
+    group.add_argument('--temperature', type=number, default=1.0, help='below 1 sharper, above 1 flatter (default: 1)')
     group.add_argument(
         '--top_k',
         type=whole_number,

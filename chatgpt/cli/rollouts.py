@@ -3,8 +3,8 @@
     chatgpt-rlhf rollouts outputs/ppo
     chatgpt-rlhf rollouts outputs/ppo outputs/grpo --port 8800
 
-A run records them in rollouts/ of its folder. The page is served on this machine until Ctrl-C, and reads what a run that
-is still going has written so far.
+A run records them in rollouts/ of its folder. The page is served on this machine until Ctrl-C, and reads what a run
+that is still going has written so far.
 """
 
 from __future__ import annotations

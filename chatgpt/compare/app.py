@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from chatgpt.compare.server import ASSETS
+from chatgpt.compare.server import ASSETS, asset_routes
 from chatgpt.compare.statistics import lines, summarize
 from chatgpt.compare.store import MAX_COMMENT, MAX_NAME, NotAsked, Store
-from chatgpt.report.page import ASSETS as REPORT_ASSETS
 
 
 def compare_app(store: Store) -> Any:
@@ -15,8 +14,7 @@ def compare_app(store: Store) -> Any:
     JSON to `/api/...`, and every answer is the state after it: person, pair, progress."""
     from starlette.applications import Starlette
     from starlette.responses import JSONResponse
-    from starlette.routing import Mount, Route
-    from starlette.staticfiles import StaticFiles
+    from starlette.routing import Route
     from starlette.templating import Jinja2Templates
 
     templates = Jinja2Templates(directory=ASSETS)
@@ -73,9 +71,7 @@ def compare_app(store: Store) -> Any:
         return response
 
     actions = Route('/api/{action:str}', act, methods=['POST'])
-    folders = {'/assets': ASSETS, '/report': REPORT_ASSETS}
-    assets = [Mount(path, StaticFiles(directory=folder)) for path, folder in folders.items()]
-    return Starlette(routes=[Route('/', page), Route('/results', results), actions, *assets])
+    return Starlette(routes=[Route('/', page), Route('/results', results), actions, *asset_routes()])
 
 
 def _text(given: Any, name: str) -> str:

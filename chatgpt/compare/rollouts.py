@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from chatgpt.compare.server import ASSETS
-from chatgpt.report.page import ASSETS as REPORT_ASSETS
+from chatgpt.compare.server import ASSETS, asset_routes
 from chatgpt.report.rollouts import page_row
 from chatgpt.run_folder.rollouts import read_rollouts, recorded_phases
 
@@ -27,8 +26,7 @@ def rollouts_app(runs: Sequence[str | Path]) -> Any:
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
     from starlette.responses import JSONResponse
-    from starlette.routing import Mount, Route
-    from starlette.staticfiles import StaticFiles
+    from starlette.routing import Route
     from starlette.templating import Jinja2Templates
 
     folders = list(map(Path, runs))
@@ -52,8 +50,7 @@ def rollouts_app(runs: Sequence[str | Path]) -> Any:
         return JSONResponse([page_row(row) for row in found])
 
     routes = [Route('/', page), Route('/api/runs', told), Route('/api/rollouts', rows)]
-    routes.append(Mount('/assets', StaticFiles(directory=ASSETS)))
-    return Starlette(routes=[*routes, Mount('/report', StaticFiles(directory=REPORT_ASSETS))])
+    return Starlette(routes=[*routes, *asset_routes()])
 
 
 def _name(folder: Path) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chatgpt.compare.guard import Guard
+from chatgpt.report.page import ASSETS as REPORT_ASSETS
 
 HOST, PORT = '127.0.0.1', 8765
 ASSETS = Path(__file__).parent / 'assets'
@@ -25,6 +26,15 @@ def need_server() -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ValueError(f"{error.name} is not installed: pip install 'chatgpt-rlhf[compare]'") from None
+
+
+def asset_routes() -> list[Any]:
+    """Our files, and the report's: what every page looks like, and the reader of sequences."""
+    from starlette.routing import Mount
+    from starlette.staticfiles import StaticFiles
+
+    folders = {'/assets': ASSETS, '/report': REPORT_ASSETS}
+    return [Mount(path, StaticFiles(directory=folder)) for path, folder in folders.items()]
 
 
 def add_server(parser: Any) -> None:

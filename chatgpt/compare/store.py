@@ -1,8 +1,8 @@
 """Pairs of answers and what people said of them, in one SQLite file.
 
 A judgement is durable when `judge` returns: every change is a transaction of its own, in a write-ahead log that is
-synced at each commit (journal_mode=WAL, synchronous=FULL). A pair is asked of `annotators_per_pair` different people. Who
-is shown a pair holds a place at it for `LEASE_S` seconds; a place that was not used by then is given to somebody else.
+synced at each commit (journal_mode=WAL, synchronous=FULL). A pair is asked of `annotators_per_pair` different people.
+Who is shown a pair holds a place at it for `LEASE_S` seconds; a place not used by then is given to somebody else.
 
 Which pair comes next: one that others were asked about already, so that pairs are finished and agreement can be told;
 then the one whose reward model margin |s_a − s_b| is smallest, where there is a reward model: by Bradley and Terry
@@ -161,11 +161,14 @@ class Store:
 
     def begin(self, records: Sequence[dict[str, Any]], shown: Sequence[str], **settings: Any) -> None:
         """The prompts of a new file, as records that the loaders of `chatgpt.dataset` read and as people see them, and
-        the settings, all at once. Raises ValueError for one that has some already."""
+        the settings, all at once; what a start without any answer has left is replaced. Raises ValueError for a file
+        with answers."""
         rows = [(json.dumps(r, ensure_ascii=False), s) for r, s in zip(records, shown, strict=True)]
         with self._change():
-            if self.num_pairs:
-                raise ValueError(f'{self.path} has prompts already')
+            if self.has_answers:
+                raise ValueError(f'{self.path} has answers already')
+            self._db.execute('DELETE FROM pairs')
+            self._db.execute('DELETE FROM settings')
             self._db.executemany('INSERT INTO pairs (prompt, shown) VALUES (?, ?)', rows)
             named = settings | {'id': secrets.token_hex(6)}
             values = [(name, json.dumps(value)) for name, value in named.items()]
@@ -174,6 +177,10 @@ class Store:
     def records(self) -> list[dict[str, Any]]:
         """The prompts, one per pair."""
         return [json.loads(row['prompt']) for row in self._db.execute('SELECT prompt FROM pairs ORDER BY id')]
+
+    @property
+    def has_answers(self) -> bool:
+        return bool(self._value('SELECT COUNT(*) FROM pairs WHERE answer_a IS NOT NULL OR answer_b IS NOT NULL'))
 
     def answers(self, side: str) -> list[str] | None:
         """The answers 'a' or 'b' to all prompts; None before there are any."""

@@ -120,6 +120,14 @@ def test_another_question_in_the_same_file_is_told(compare, capsys, folder, word
     assert complaint in capsys.readouterr().err
 
 
+def test_a_start_without_any_answer_binds_to_nothing(compare, capsys, tmp_path):
+    assert compare('--model=third', *TWO[2:]) == 2
+    assert 'third' in capsys.readouterr().err
+    assert compare() == 2
+    assert 'lacks answers: give --model and --prompts again' in capsys.readouterr().err
+    assert compare(*TWO) == 0 and len(answers(tmp_path)) == 5
+
+
 @pytest.mark.parametrize(
     ('words', 'complaint'),
     [
@@ -150,7 +158,11 @@ def test_without_a_server_package_it_says_what_to_install(compare, monkeypatch, 
 
 
 def test_answers_that_are_made_already(compare, capsys, folder, tmp_path):
-    prompts = [{'prompt': 'say hi'}, {'messages': [{'role': 'user', 'content': 'count'}]}, {'instruction': 'add', 'input': '1 2'}]
+    prompts = [
+        {'prompt': 'say hi'},
+        {'messages': [{'role': 'user', 'content': 'count'}]},
+        {'instruction': 'add', 'input': '1 2'},
+    ]
     left = write(tmp_path / 'left.jsonl', [p | {'response': f'l{i}'} for i, p in enumerate(prompts)])
     right = write(tmp_path / 'right.jsonl', [p | {'response': f'r{i}'} for i, p in enumerate(prompts)])
     assert compare(f'--answers={left}', f'--answers={right}') == 0
@@ -168,7 +180,7 @@ def test_answers_that_are_made_already(compare, capsys, folder, tmp_path):
         ([[{'prompt': 'p', 'response': 'x'}]], 'line 1: response1 is missing, or no text'),
         ([[{'prompt': 'p', 'response': 'x'}], [{'prompt': 'q', 'response': 'y'}]], 'have different prompts'),
         ([[{'prompt': 'p', 'response': 'x'}], [{'prompt': 'p', 'response': 3}]], 'line 1: response is missing'),
-        ([[{'prompt': 'p', 'response1': 'x', 'response2': 'x'}]], 'are equal'),
+        ([[{'prompt': 'p', 'response1': 'x', 'response2': 'x'}]], 'are equal for every prompt'),
     ],
 )
 def test_answers_that_do_not_go_together(compare, capsys, tmp_path, files, complaint):
@@ -212,12 +224,18 @@ def test_what_is_exported_is_what_training_loads(compare, monkeypatch, capsys, t
     assert f'{out}: 5 preferences' in capsys.readouterr().out
     tokenizer = embedded.demo_tokenizer()
     found, _ = load_preferences(str(out), tokenizer)
-    by_prompt = {f'one day a {animal}': pair for animal, pair in zip(('fox', 'cat', 'dog', 'duck', 'bear'), answers(tmp_path), strict=True)}
+    by_prompt = {
+        f'one day a {animal}': pair
+        for animal, pair in zip(('fox', 'cat', 'dog', 'duck', 'bear'), answers(tmp_path), strict=True)
+    }
     assert len(found) == 5
     for pair in found:
         prompt = tokenizer.decode(pair.prompt_ids, skip_special_tokens=True)
         said = [tokenizer.decode(ids, skip_special_tokens=True) for ids in pair.responses]
-        assert set(said) == {text.strip() for text in by_prompt[prompt]} and (len(said[0]), said[0]) > (len(said[1]), said[1])
+        assert set(said) == {text.strip() for text in by_prompt[prompt]} and (len(said[0]), said[0]) > (
+            len(said[1]),
+            said[1],
+        )
     for method, save in (('reward-model', 'reward_model'), ('dpo', 'actor')):
         words = [str(out), '--pretrain=first', '--max_steps=1', f'--save_path={tmp_path}/{method}']
         assert call(monkeypatch, method, *words) == 0

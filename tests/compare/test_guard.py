@@ -28,7 +28,16 @@ def guarded(tmp_path):
 
 def test_nothing_without_the_token(guarded):
     _, stranger, _ = guarded
-    for path in ('/', '/results', '/assets/compare.js', '/api/next', '/nowhere', '/?token=', '/?token=the-toke', '/?token=é'):
+    for path in (
+        '/',
+        '/results',
+        '/assets/compare.js',
+        '/api/next',
+        '/nowhere',
+        '/?token=',
+        '/?token=the-toke',
+        '/?token=é',
+    ):
         assert stranger.get(path).status_code == 403
     assert stranger.get(f'/results?token={TOKEN}').status_code == 403  # only the page itself takes it
     assert stranger.post(f'/api/next?token={TOKEN}', json={}, headers={'Origin': ORIGIN}).status_code == 403
@@ -51,7 +60,9 @@ def test_the_token_becomes_a_cookie_that_only_this_server_is_sent(guarded):
     assert 'HttpOnly' in person and 'SameSite=strict' in person
 
 
-@pytest.mark.parametrize('origin', ['http://evil.example', 'null', 'http://127.0.0.1:9999', 'http://localhost:8765', ''])
+@pytest.mark.parametrize(
+    'origin', ['http://evil.example', 'null', 'http://127.0.0.1:9999', 'http://localhost:8765', '']
+)
 def test_no_other_page_may_post(guarded, origin):
     friend, _, store = guarded
     assert friend.post('/api/join', json={'name': 'Eve'}, headers={'Origin': origin}).status_code == 403
@@ -70,16 +81,20 @@ def test_a_post_says_where_it_comes_from_and_is_json(guarded):
     assert friend.post('/api/join', json={'name': 'Anna'}).status_code == 200
 
 
-@pytest.mark.parametrize('host', ['evil.example', 'evil.example:8765', 'localhost.evil.example', '127.0.0.1.evil.example', '', '[', 'a b'])
+@pytest.mark.parametrize(
+    'host', ['evil.example', 'evil.example:8765', 'localhost.evil.example', '127.0.0.1.evil.example', '', '[', 'a b']
+)
 def test_a_name_that_points_here_is_not_enough(guarded, host):
-    """DNS rebinding: the page of evil.example, whose name now has our address, is of the same origin for its browser."""
+    """DNS rebinding: to its browser the page of evil.example, whose name now has our address, is of our origin."""
     friend, _, _ = guarded
     headers = {'Host': host, 'Origin': f'http://{host}'}
     assert friend.post('/api/join', json={'name': 'Eve'}, headers=headers).status_code == 421
     assert friend.get(f'/?token={TOKEN}', headers=headers).status_code == 421
 
 
-@pytest.mark.parametrize('host', ['localhost:1234', '127.0.0.1', '[::1]:8765', '192.168.1.7:8765', 'LOCALHOST:80', socket.gethostname()])
+@pytest.mark.parametrize(
+    'host', ['localhost:1234', '127.0.0.1', '[::1]:8765', '192.168.1.7:8765', 'LOCALHOST:80', socket.gethostname()]
+)
 def test_names_and_addresses_of_this_machine_at_any_port(guarded, host):
     friend, _, _ = guarded
     headers = {'Host': host, 'Origin': f'http://{host}', 'Cookie': f'{Guard(None, TOKEN).cookie}={TOKEN}'}

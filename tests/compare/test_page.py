@@ -166,6 +166,8 @@ def test_it_fits_a_phone_and_both_schemes(browser, tmp_path, scheme, width):
             shot(page, f'compare-{scheme}-{width}-{number}')
             press(page, 's', 'skipped')
             page.get_by_role('status').evaluate('e => { e.textContent = "" }')
-        ground, ink = (page.evaluate(f'getComputedStyle(document.documentElement).{name}') for name in ('backgroundColor', 'color'))
+        ground, ink = (
+            page.evaluate(f'getComputedStyle(document.documentElement).{name}') for name in ('backgroundColor', 'color')
+        )
         light = [sum(int(part) for part in colour[4:-1].split(',')) for colour in (ground, ink)]
         assert (light[0] > light[1]) == (scheme == 'light') and faults == []

@@ -22,12 +22,25 @@ def row(phase: int, index: int, prompt: str, response: str, score: float, group:
     tokens = [f'{word} ' for word in response.split()]
     numbers = [0.25 * (at + 1) for at in range(len(tokens))]
     return {
-        **{'phase': phase, 'index': index, 'group': group, 'version': phase},
-        **{'prompt': prompt, 'response': response, 'finish_reason': 'eos', 'columns': '{}'},
-        **{'score': score, 'shaped_score': score, 'kl': 0.5, 'weighted_scores': [[1.0, score]]},
-        **{'prompt_ids': [1], 'token_ids': list(range(len(tokens))), 'prompt_tokens': [prompt], 'tokens': tokens},
+        'phase': phase,
+        'index': index,
+        'group': group,
+        'version': phase,
+        'prompt': prompt,
+        'response': response,
+        'finish_reason': 'eos',
+        'columns': '{}',
+        'score': score,
+        'shaped_score': score,
+        'kl': 0.5,
+        'weighted_scores': [[1.0, score]],
+        'prompt_ids': [1],
+        'token_ids': list(range(len(tokens))),
+        'prompt_tokens': [prompt],
+        'tokens': tokens,
         **dict.fromkeys(('old_logprobs', 'values', 'rewards', 'advantages', 'returns', 'entropy'), numbers),
-        **{'mask': [True] * len(tokens), 'ref_logprobs': [0.0] * len(tokens)},
+        'mask': [True] * len(tokens),
+        'ref_logprobs': [0.0] * len(tokens),
     }
 
 
@@ -36,7 +49,14 @@ def runs(tmp_path: Path) -> list[Path]:
     """Two runs: `first` with phases 1 and 3 of four sequences each, `second` with one sequence."""
     for phase in (1, 3):
         rows = [
-            row(phase, 10 * phase + i, f'about {("fox", "cat")[i // 2]}', f'phase {phase} says {i} {MARKUP}', i - 1.0, 10 * phase + i // 2)
+            row(
+                phase,
+                10 * phase + i,
+                f'about {("fox", "cat")[i // 2]}',
+                f'phase {phase} says {i} {MARKUP}',
+                i - 1.0,
+                10 * phase + i // 2,
+            )
             for i in range(4)
         ]
         write_rollouts(tmp_path / 'first' / 'rollouts', phase, rows)
@@ -90,7 +110,9 @@ def test_runs_are_told_apart_and_numbers_are_json(client):
     assert alone['log_ratio'] == [0.25, 0.5]
 
 
-@pytest.mark.parametrize('asked', ['run=2', 'run=-1', 'run=x', 'phase=1.5', 'min=low', 'limit=-1', 'offset=x', 'group=-2'])
+@pytest.mark.parametrize(
+    'asked', ['run=2', 'run=-1', 'run=x', 'phase=1.5', 'min=low', 'limit=-1', 'offset=x', 'group=-2']
+)
 def test_what_is_no_question_is_told(client, asked):
     answer = client.get(f'/api/rollouts?{asked}')
     assert answer.status_code == 400 and 'cannot be read' in answer.json()['error']
@@ -113,5 +135,3 @@ def test_the_reader_filters_and_changes_the_run(browser, runs):
         page.get_by_label('Run', exact=True).select_option(label='second')
         page.get_by_text('שלום').first.wait_for()
         assert faults == [] and page.url == f'{serving.origin}/'
-
-

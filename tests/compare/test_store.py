@@ -241,7 +241,10 @@ def test_preferences_are_majorities(tmp_path):
                 choice = 'left' if verdict == sides[0] else 'right' if verdict == sides[1] else verdict
                 store.judge(person, pair.id, choice, f'by {name}' if (name, pair.id) == ('Ben', 2) else '')
         rows, num_left = store.preferences()
-        about = [(r['prompt'], r['chosen'], r['rejected'], r['votes_chosen'], r['votes_rejected'], r['votes_neither']) for r in rows]
+        about = [
+            (r['prompt'], r['chosen'], r['rejected'], r['votes_chosen'], r['votes_rejected'], r['votes_neither'])
+            for r in rows
+        ]
         assert about == [
             ('prompt 1', 'a1', 'b1', 2, 1, 0),
             ('prompt 2', 'b2', 'a2', 2, 1, 0),
