@@ -181,6 +181,7 @@ def read_answers(
 ) -> tuple[list[dict[str, Any]], list[list[str]]]:
     """Prompts as records, and the answers to each of both sides. Raises ValueError for files that do not go
     together."""
+    from chatgpt.dataset.examples import BadRecord
     from chatgpt.dataset.reading import BadRecords, read_records
     from chatgpt.dataset.shapes import prompt_of
 
@@ -188,12 +189,16 @@ def read_answers(
     prompts: list[list[dict[str, Any]]] = []
     made: list[list[str]] = []
     for path, names in zip(paths, columns, strict=True):
-        rows = list(read_records(path, BadRecords()))
+        rows, asked = list(read_records(path, BadRecords())), []
         for row in rows:
-            for name in names:
-                if not isinstance(row.data.get(name), str):
-                    raise ValueError(f'{row.where}: {name} is missing, or no text')
-        prompts.append([_record(prompt_of(row.data)[0], apply_chat_template) for row in rows])
+            missing = [name for name in names if not isinstance(row.data.get(name), str)]
+            if missing:
+                raise ValueError(f'{row.where}: {missing[0]} is missing, or no text')
+            try:
+                asked.append(_record(prompt_of(row.data)[0], apply_chat_template))
+            except BadRecord as reason:
+                raise ValueError(f'{row.where}: {reason}') from None
+        prompts.append(asked)
         made += [[row.data[name] for row in rows] for name in names]
     if prompts[0] != prompts[-1]:
         raise ValueError(f'{" and ".join(paths)} have different prompts, or in another order')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from typing import Any
 
 from chatgpt.compare.server import ASSETS, asset_routes
@@ -70,8 +71,14 @@ def compare_app(store: Store) -> Any:
             response.set_cookie(cookie, str(person), httponly=True, samesite='strict')
         return response
 
+    async def not_saved(request: Any, error: Exception) -> Any:
+        return JSONResponse({'error': f'this cannot be saved: {error}'}, 503)
+
     actions = Route('/api/{action:str}', act, methods=['POST'])
-    return Starlette(routes=[Route('/', page), Route('/results', results), actions, *asset_routes()])
+    return Starlette(
+        routes=[Route('/', page), Route('/results', results), actions, *asset_routes()],
+        exception_handlers={sqlite3.Error: not_saved},
+    )
 
 
 def _text(given: Any, name: str) -> str:

@@ -31,8 +31,6 @@ VERSION = 1
 APPLICATION = 0x43474350
 """SQLite's application id of such a file"""
 LEASE_S = 900.0
-VERDICTS = ('a', 'b', 'tie', 'both_bad')
-"""what counts as a judgement; 'skip' does not"""
 CHOICES = ('left', 'right', 'tie', 'both_bad', 'skip')
 MAX_NAME, MAX_COMMENT = 60, 4000
 SCHEMA = """
@@ -72,7 +70,7 @@ class Judgement:
     person: str
     pair: int
     verdict: str
-    """of `VERDICTS`, or 'skip'"""
+    """a, b, tie, both_bad, or skip, which is none"""
     a_is_left: bool
     comment: str
 
@@ -88,10 +86,8 @@ class Store:
         ValueError: no such file, no database of this kind, or one of another version.
     """
 
-    def __init__(
-        self, path: str | Path, *, create: bool = True, clock: Callable[[], float] = time.time, lease_s: float = LEASE_S
-    ) -> None:
-        self.path, self.clock, self.lease_s = Path(path), clock, lease_s
+    def __init__(self, path: str | Path, *, create: bool = True, clock: Callable[[], float] = time.time) -> None:
+        self.path, self.clock = Path(path), clock
         if not self.path.is_file() and not create:
             raise ValueError(f'there is no database {path}')
         try:
@@ -134,10 +130,11 @@ class Store:
         self._db.execute('BEGIN IMMEDIATE')
         try:
             yield
+            self._db.execute('COMMIT')
         except BaseException:
-            self._db.execute('ROLLBACK')
+            if self._db.in_transaction:  # a full disk may have ended it already
+                self._db.execute('ROLLBACK')
             raise
-        self._db.execute('COMMIT')
 
     def close(self) -> None:
         self._db.close()
@@ -223,7 +220,7 @@ class Store:
         """The pair that a person has, or a new one; None where nothing is left for this person at this time."""
         draw = self._draws(person)
         with self._change():
-            found = self._candidates(person, self.clock() - self.lease_s)
+            found = self._candidates(person, self.clock() - LEASE_S)
             held = self._db.execute(
                 'SELECT pair, comment FROM judgements WHERE person = ? AND verdict IS NULL', (person,)
             ).fetchone()
@@ -279,7 +276,7 @@ class Store:
             row = self._db.execute(
                 f"""SELECT a_is_left, verdict, COALESCE(taken, 0) AS taken FROM judgements m
                 LEFT JOIN {TAKEN} t ON t.pair = m.pair WHERE m.person = :person AND m.pair = :pair""",
-                {'person': person, 'pair': pair, 'since': self.clock() - self.lease_s},
+                {'person': person, 'pair': pair, 'since': self.clock() - LEASE_S},
             ).fetchone()
             if row is None:
                 raise NotAsked('this pair is not yours to judge any more')

@@ -180,6 +180,7 @@ def test_answers_that_are_made_already(compare, capsys, folder, tmp_path):
         ([[{'prompt': 'p', 'response': 'x'}]], 'line 1: response1 is missing, or no text'),
         ([[{'prompt': 'p', 'response': 'x'}], [{'prompt': 'q', 'response': 'y'}]], 'have different prompts'),
         ([[{'prompt': 'p', 'response': 'x'}], [{'prompt': 'p', 'response': 3}]], 'line 1: response is missing'),
+        ([[{'prompt': '', 'response1': 'x', 'response2': 'y'}]], 'line 1: the prompt is empty'),
         ([[{'prompt': 'p', 'response1': 'x', 'response2': 'x'}]], 'are equal for every prompt'),
     ],
 )

@@ -173,6 +173,20 @@ def test_the_state_does_not_tell_which_model_is_which(guarded):
     assert 'secret' not in friend.get('/').text and 'margin' not in state.text
 
 
+def test_a_full_disk_is_told_and_the_next_try_succeeds(guarded):
+    friend, _, store = guarded
+    friend.post('/api/join', json={'name': 'Anna'})
+    pair = friend.post('/api/next', json={}).json()['pair']['id']
+    said = {'pair': pair, 'choice': 'tie', 'comment': '€' * 4000}
+    store._db.execute(f'PRAGMA max_page_count = {store._value("PRAGMA page_count")}')
+    for _ in range(2):
+        answer = friend.post('/api/judge', json=said)
+        assert answer.status_code == 503 and 'cannot be saved: database or disk is full' in answer.json()['error']
+        assert store.judgements() == []
+    store._db.execute('PRAGMA max_page_count = 100000')
+    assert friend.post('/api/judge', json=said).status_code == 200 and len(store.judgements()) == 1
+
+
 def test_a_port_that_is_taken_is_one_line(tmp_path):
     with socket.create_server(('127.0.0.1', 0)) as taken:
         port = taken.getsockname()[1]
