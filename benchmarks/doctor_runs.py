@@ -67,7 +67,7 @@ def stories(folder: Path, seed: int, files: Files) -> None:
 
 
 def three_stages(folder: Path, seed: int, files: Files) -> None:
-    """SFT for 60 steps of 119, a reward model for 100 of 255, PPO for 20 phases of 40."""
+    """SFT for 60 steps in place of two epochs, the whole epoch of the reward model, PPO for 20 phases of 40."""
     from_seed = f'--seed={seed}'
     example(
         'train_sft', str(files.stories), '--pretrain', str(files.model), '--save_path', str(folder / 'sft'),
@@ -76,8 +76,8 @@ def three_stages(folder: Path, seed: int, files: Files) -> None:
     )  # fmt: skip
     example(
         'train_reward_model', str(files.reviews), '--pretrain', str(folder / 'sft/actor'), '--save_path',
-        str(folder / 'rm'), '--max_steps=100', '--lr=1e-3', '--train_batch_size=32', '--max_len=128',
-        '--validation_percentage=10', '--log_interval=5', from_seed,
+        str(folder / 'rm'), '--max_epochs=1', '--lr=1e-3', '--train_batch_size=32', '--max_len=128',
+        '--validation_percentage=10', from_seed,
     )  # fmt: skip
     example(
         'train_prompts', str(files.prompts), '--pretrain', str(folder / 'sft/actor'), '--reward_model',

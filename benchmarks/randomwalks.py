@@ -100,10 +100,9 @@ def run_ilql(graph_seed: int, seed: int, times: int = 1, *, every: int = 20, **c
             records,
             tokenizer=tokenizer,
             train_batch_size=BATCH,
-            max_epochs=20 * times,
             log_interval=every,
             callbacks=[Evaluator(curve, 1), ProgressBar(enabled=False)],
-            **settings | changes,
+            **{'max_epochs': 20 * times} | settings | changes,
         )
         trainer.fit()
     by_beta = {f'{b:g}': [row[f'score_mean@beta={b:g}'] for row in curve.rows] for b in BETAS}

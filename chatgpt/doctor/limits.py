@@ -27,6 +27,7 @@ LIMITS: dict[str, Limit] = {
         1.0, 'nats: the typical token is e times likelier than under the initial model; published runs end below 0.5'
     ),
     'kl_growth': Limit(1.3, 'times in five phases: it has not settled'),
+    'kl_notable': Limit(0.1, 'nats per token: below that no target is worth an error'),
     'kl_over_target': Limit(3, 'times the target; the adaptive coefficient holds a run within a factor of two of it'),
     'kl_error': Limit(0.2, 'where the adaptive coefficient clips its error (Ziegler et al. 2019, section 2.2)'),
     'kl_error_phases': Limit(20, 'phases in a row on one side of the target without coming nearer'),
@@ -45,7 +46,8 @@ LIMITS: dict[str, Limit] = {
     'saturated_std': Limit(0.05, 'of the standard deviation at the start'),
     'equal_phases': Limit(3, 'phases in a row: one may be chance'),
     'outlier_size': Limit(
-        10, 'robust standard deviations (1.4826 · median absolute deviation): never in a bell curve, rare in any other'
+        10,
+        'robust standard deviations (1.4826 · median absolute deviation, now or at the start): no bell curve has that',
     ),
     'outlier_weight': Limit(2, 'times the robust standard deviation: outliers make up most of the ordinary one'),
     'rescore': Limit(0.01, 'of the standard deviation of scores, in fp32: rounding gives about 1e-6'),
@@ -59,18 +61,20 @@ LIMITS: dict[str, Limit] = {
     'cut_share_start': Limit(0.25, 'of responses at the start: the model does end its responses'),
     'long_limit': Limit(128, 'tokens: below that a run may well be meant to draw pieces of longer texts'),
     'short_limit': Limit(
-        16, 'tokens: a shorter limit, or shorter responses, belong to the task: a number, a word, a way in a small graph'
+        16,
+        'tokens: a shorter limit, or shorter responses, belong to the task: a number, a word, a way in a small graph',
     ),
     'at_once_len': Limit(1.5, 'tokens: the end token, and now and then one more'),
     'equal_groups': Limit(0.5, 'of groups: half of the generating is thrown away'),
     'solved': Limit(
-        0.8, 'of the range of scores so far: what is left are few failures, of which neither a group nor a critic says much'
+        0.8,
+        'of the range of scores so far: what is left are few failures, of which neither a group nor a critic says much',
     ),
     'spike': Limit(10, 'times the median of the twenty phases before'),
     'spike_once': Limit(100, 'times: one is enough'),
     'spikes': Limit(3, 'phases of the last twenty: one odd text may come up in two'),
     'few_prompts': Limit(16, 'different prompts; the smallest benchmark has 20, which is all there is in its world'),
-    'duplicates': Limit(0.2, 'of prompts that stand there twice: they weigh twice'),
+    'duplicates': Limit(0.5, 'of prompts stand there before: chance does not do that to a set of any size'),
     'cut_prompts': Limit(0.1, 'of prompts without their beginning, where instructions stand'),
     'schedule_lr': Limit(0.01, 'of the highest learning rate: such steps are lost in rounding'),
     'schedule_left': Limit(0.1, 'of the run still to come; a cosine is there for the last 6 %'),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from chatgpt.run_folder import RunRecord, Start
+from chatgpt.run_folder.rollouts import FOLDER, write_rollouts
 
 HOSTILE = (
     '</script><script>window.hacked = 1</script>',
@@ -171,3 +172,36 @@ def make_offline_run(folder: Path, phases: int = 30, prefix: str = 'sft', **give
     write_lines(folder / 'metrics.jsonl', rows)
     record(prefix, **({'num_phases': phases, 'phase': phases, 'generation': {}} | given)).write(folder)
     return folder
+
+
+def write_sequences(folder: Path, texts: tuple[str, ...], phases: tuple[int, ...] = (1, 20, 40)) -> None:
+    """Recorded sequences with a token per character of their responses; one of four ended by a stop string."""
+    for phase in phases:
+        rows = []
+        for i, text in enumerate(texts):
+            one = [0.25 * i - 0.5] * len(text)
+            arrays = dict.fromkeys(('old_logprobs', 'values', 'rewards', 'advantages', 'returns', 'entropy'), one)
+            rows.append(
+                {
+                    'phase': phase,
+                    'index': i,
+                    'group': i // 2,
+                    'prompt': f'prompt {i // 2}',
+                    'response': text,
+                    'score': float(i),
+                    'shaped_score': float(i),
+                    'kl': 0.5,
+                    'finish_reason': ('eos', 'stop', 'length', 'eos')[i % 4],
+                    'version': 0,
+                    'prompt_ids': [1],
+                    'token_ids': [2] * len(text),
+                    'prompt_tokens': [f'prompt {i // 2}'],
+                    'tokens': list(text),
+                    'mask': [True] * len(text),
+                    'ref_logprobs': [-0.7] * len(text),
+                    'weighted_scores': [],
+                    'columns': '{}',
+                }
+                | arrays
+            )
+        write_rollouts(folder / FOLDER, phase, rows)

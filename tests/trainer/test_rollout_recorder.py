@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fake_trainer import FakeTrainer, experience
+from phase_log import Log
 
 from chatgpt.nn import GPTActor, GPTCritic
 from chatgpt.run_folder import rollouts
@@ -204,6 +205,21 @@ def test_a_dummy_batch_belongs_to_no_sequence(tmp_path):
     recorder.on_policy_output(trainer, batch, SimpleNamespace(entropy=torch.tensor([7.0, 7.0])))  # a later epoch
     recorder.on_phase_end(trainer, 1, {})
     assert [r['entropy'] for r in read_rollouts(tmp_path)] == [[0.25, 0.75], [0.5]]
+
+
+@pytest.mark.parametrize('kind', ['critic', 'shared'])
+def test_recording_changes_no_number(tmp_path, kind):
+    def run(*given: Any) -> tuple[list[dict[str, float]], torch.Tensor]:
+        log = Log()
+        trainer = make(NaiveStrategy(seed=3), tmp_path / str(len(given)), [log, *given], kind, max_epochs=2)
+        fit(trainer, 3)
+        weights = [p.detach().flatten() for m in trainer.models().values() for p in m.parameters()]
+        metrics = [{k: v for k, v in m.items() if not k.startswith(('perf/', 'time'))} for m in log.phases]
+        return metrics, torch.cat(weights)
+
+    (recorded, weights), (plain, others) = run(), run(RolloutRecorder(num_sequences=0))
+    assert recorded_phases(tmp_path / '0') == [1, 2, 3] and recorded_phases(tmp_path / '1') == []
+    assert recorded == plain and torch.equal(weights, others)
 
 
 # ---------------------------------------------------------------------- the folder

@@ -17,7 +17,7 @@ def kl_runs_away(h: History) -> Finding | None:
     before = median(values[-2 * NOW : -NOW] or values[:1])
     growing = now > limit('kl_growth') * max(before, 0.0)
     target = h.setting('kl_target')
-    above = target is not None and now > limit('kl_over_target') * target
+    above = target is not None and now > limit('kl_over_target') * target and now / length > limit('kl_notable')
     far = now / length > limit('kl_per_token')
     if not ((far or above) and growing):
         return None

@@ -55,14 +55,17 @@ def _supervised(h: History) -> Finding | None:
     if h.count(name) < START + NOW:
         return None
     start, now = h.start(name), h.now(name)
-    fell = (start - now) / abs(start) if start else 0.0
-    if fell > limit('still_loss'):
+    if prefix in AT_CHANCE and h.count(accuracy):
+        # New weights begin with a loss above that of guessing, and lose that much without learning anything.
+        still = at_chance = max(abs(a - 0.5) for a in (h.start(accuracy), h.now(accuracy))) <= limit('chance')
+    else:
+        at_chance = False
+        still = start - now <= limit('still_loss') * abs(start)
+    if not still:
         return None
     rate, rule = _rates(h, f'{prefix}/lr')
     low = rate is not None and rule is not None and rate * limit('low_lr') <= rule
-    at_chance = (
-        prefix in AT_CHANCE and h.count(accuracy) > 0 and abs(h.now(accuracy) - 0.5) <= limit('chance')
-    )  # labels may hold nothing to learn, which shows only in the long run
+    # That the data hold nothing to learn shows only in the long run.
     late = h.num_phases is not None and 2 * h.step >= h.num_phases and h.step >= 2 * limit('min_phases')
     if not (low or (at_chance and late)):
         return None
@@ -88,7 +91,13 @@ def _finding(h: History, lr_name: str, evidence: str) -> Finding:
     else:
         cause = 'the learning rate is too low for a model of this size'
         change = f'raise lr to {rule:.0e}' if rule is not None else 'raise lr tenfold, until the loss or the KL moves'
-        change += f' ({rule / rate:.0f} times as much)' if rule is not None and rate else ''
+        change += f' ({rule / rate:.2g} times as much)' if rule is not None and rate else ''
     return Finding(
-        key=KEY, step=h.step, level='warning', title='nothing moves', evidence=evidence + told, cause=cause, change=change
+        key=KEY,
+        step=h.step,
+        level='warning',
+        title='nothing moves',
+        evidence=evidence + told,
+        cause=cause,
+        change=change,
     )

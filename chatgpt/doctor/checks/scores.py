@@ -14,8 +14,10 @@ def scores_equal(h: History) -> Finding | None:
     low, high = h.last('rollout/score_min', phases), h.last('rollout/score_max', phases)
     if len(low) < phases or low != high:
         return None
-    if len(set(low)) > 1 and h.setting('experience_batch_size', 2) == 1:
+    if len(set(low)) > 1:
         return None  # one response a phase
+    if h.start(STD) > 0.0 and low[-1] >= max(h.values('rollout/score_max')):
+        return None  # they differed and have all become right: the score saturates
     return Finding(
         key='scores-equal',
         step=h.step,
@@ -49,20 +51,22 @@ def score_saturates(h: History) -> Finding | None:
 
 
 def reward_outliers(h: History) -> Finding | None:
+    if not h.count('rollout/score_mad'):
+        return None
+    usual = h.start('rollout/score_mad')  # a policy that does well has few bad responses, far from the many good ones
+
     def size(mean: float, low: float, high: float, std: float, mad: float) -> float:
-        robust = 1.4826 * mad
+        robust = 1.4826 * max(mad, usual)
         if robust <= 0.0 or std <= limit('outlier_weight') * robust:
             return 0.0
         return max(high - mean, mean - low) / robust
 
     names = (MEAN, 'rollout/score_min', 'rollout/score_max', STD, 'rollout/score_mad')
-    if not h.count('rollout/score_mad'):
-        return None
     sizes = [size(*numbers) for numbers in zip(*(h.last(name, 10) for name in names), strict=False)]
     offending = [s for s in sizes if s > limit('outlier_size')]
     if len(offending) < 2:
         return None
-    std, mad = h.values(STD)[-1], h.values('rollout/score_mad')[-1]
+    std, mad = h.values(STD)[-1], max(h.values('rollout/score_mad')[-1], usual)
     return Finding(
         key='reward-outliers',
         step=h.step,

@@ -94,11 +94,10 @@ class RunRecorder(Callback):
 def describe(
     trainer: TrainerView, settings: Mapping[str, Any] | None = None, defaults: Mapping[str, Any] | None = None
 ) -> RunRecord:
-    """What a trainer's run is, without its starts. `settings`: those of the run where there are more than the
-    trainer's own, with their `defaults`."""
+    """A run as it is now, without its starts; `settings` and `defaults` as of `RunRecorder`."""
     strategy, config, facts = trainer.strategy, trainer.config, trainer.facts()
     return RunRecord(
-        method=facts.pop('method', type(trainer).__name__),
+        method=facts.pop('method'),
         trainer=type(trainer).__name__,
         settings=dict(settings) if settings is not None else config.to_dict(),
         defaults=dict(defaults or {}) if settings is not None else defaults_of(config),
