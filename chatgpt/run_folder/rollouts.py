@@ -2,8 +2,9 @@
 
     rollouts/phase-00000012.parquet
 
-A file is written under a temporary name and renamed, so a reader sees whole files only. Left out: which sequences are
-recorded (`trainer.callbacks.rollouts`), and how they are shown (`report`). What the columns mean: docs/reading_rollouts.md.
+A file is written under a temporary name and renamed, so a reader sees whole files only. What the columns mean is in
+docs/reading_rollouts.md. Left out: which sequences are recorded (`trainer.callbacks.rollouts`), and how they are shown
+(`report`).
 """
 
 from __future__ import annotations
@@ -179,7 +180,9 @@ def read_rollouts(
             continue
         found = [
             i
-            for i, row in enumerate(table.select(['phase', 'index', 'group', 'prompt', 'response', 'score']).to_pylist())
+            for i, row in enumerate(
+                table.select(['phase', 'index', 'group', 'prompt', 'response', 'score']).to_pylist()
+            )
             if (wanted is None or row['phase'] in wanted)
             and (group is None or row['group'] == group)
             and _contains(row['prompt'], prompt)
