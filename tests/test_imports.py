@@ -45,6 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     | {'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'plan': MODELS | {'trainer.strategies'},  # a strategy says what it keeps in memory, and finds a model's blocks
     'search': {'checkpoint', 'launch', 'trainer.callbacks'},
+    'compare': {'run_folder', 'report'},
     'rewards': set(),
     'quickstart': MODELS
     | {
@@ -65,7 +66,8 @@ ALLOWED: dict[str, set[str]] = {
     'testing': MODELS
     | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'cli': MODELS
-    | {'rollout', 'experience', 'dataset', 'report', 'launch', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
+    | {'rollout', 'experience', 'dataset', 'report', 'compare', 'launch', 'trainer', 'trainer.strategies'}
+    | {'trainer.callbacks'},
     '__main__': {'cli'},
     'chatgpt': {'quickstart'},
 }
@@ -84,6 +86,9 @@ OPTIONAL: dict[str, str | None] = {
     'matplotlib': None,
     'optuna': 'search/study',
     'vaderSentiment': 'rewards/sentiment',
+    'jinja2': 'compare/',
+    'starlette': 'compare/',
+    'uvicorn': 'compare/',
     'peft': None,
     'pandas': None,
     'pyarrow': None,
