@@ -118,7 +118,8 @@ def failures(runs: Sequence[Run]) -> str:
 
 
 def tiles(run: Run) -> str:
-    shown, labels = [], set()
+    shown: list[str] = []
+    labels: set[str] = set()
     for name, label in TILES:
         if name not in run.columns or label in labels or len(shown) == 8:
             continue

@@ -44,7 +44,7 @@ def read_run(path: str | os.PathLike[str], name: str) -> Run:
     Raises:
         ValueError: there is no such folder, or nothing of a run in it.
     """
-    folder = RunFolder(path)
+    folder = RunFolder(Path(path))
     found = columns([*folder.eval, *folder.metrics])
     if 'rollout/ended_share' in found:
         at, shares = found['rollout/ended_share']
