@@ -415,7 +415,7 @@ export function mountRollouts(element, source) {
   function focusToken(entry, at) {
     const span = entry.spans[at];
     if (!span) return;
-    for (const other of entry.spans) if (other.tabIndex === 0) other.removeAttribute('tabindex');
+    for (const other of entry.spans) if (other !== span && other.tabIndex === 0) other.removeAttribute('tabindex');
     span.tabIndex = 0;
     span.focus({ preventScroll: false });
   }
