@@ -41,6 +41,7 @@ GROUPS: dict[str, dict[str, Subcommand]] = {
         'evaluate': Subcommand('chatgpt.cli.evaluate', 'score the responses of a model to a file of prompts'),
     },
     'around a run': {
+        'doctor': Subcommand('chatgpt.cli.doctor', 'what is wrong with a run, and what to change'),
         'init': Subcommand('chatgpt.cli.init', 'write a commented config, data and a reward to start from'),
         'plan': Subcommand('chatgpt.plan.__main__', 'what memory each phase of a run takes, and whether it fits'),
         'launch': Subcommand('chatgpt.launch.__main__', 'several processes, by torchrun or on Ray'),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chatgpt.doctor import Finding, diagnose
+from chatgpt.doctor import Finding, diagnose, worst_first
 from chatgpt.report.charts import CUT, PLANNED, RECORDED_ENDS
 from chatgpt.report.rollouts import phases_for_page
 from chatgpt.report.series import Column, columns
@@ -76,11 +76,9 @@ def why_ended(rows: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
 def _findings(folder: RunFolder) -> tuple[list[Finding], str]:
     """The worst first. A doctor that fails must not take the page with it."""
     try:
-        found, error = diagnose(folder), ''
+        return worst_first(diagnose(folder)), ''
     except Exception as failure:
-        found, error = [], f'{type(failure).__name__}: {failure}'
-    levels = ('error', 'warning', 'note')
-    return sorted(found, key=lambda f: (levels.index(f.level) if f.level in levels else 3, f.step)), error
+        return [], f'{type(failure).__name__}: {failure}'
 
 
 def names_of(paths: Sequence[str | os.PathLike[str]]) -> list[str]:

@@ -27,6 +27,7 @@ from chatgpt.trainer.agreement import LEFT_OUT, check_ranks
 from chatgpt.trainer.callbacks import (
     Callback,
     CallbackList,
+    Doctor,
     MemoryAdvice,
     MetricsWriter,
     ProgressBar,
@@ -52,8 +53,8 @@ class Trainer:
         config: settings, checked here against the world size.
         models: the trained models by name, as prepared.
         optimizers: their optimizers, by the name of the model.
-        callbacks: see `chatgpt.trainer.callbacks`. A progress bar and `MemoryAdvice` are added unless given; where
-            there is a `run_dir` also a `MetricsWriter`, a `RunRecorder`, a `WriteReport`, and a `SaveCheckpoint` every
+        callbacks: see `chatgpt.trainer.callbacks`. A progress bar, a `Doctor` and `MemoryAdvice` are added unless given;
+            where there is a `run_dir` also a `MetricsWriter`, a `RunRecorder`, a `WriteReport`, and a `SaveCheckpoint` every
             `CHECKPOINT_MINUTES` and at the end, of which the last two are kept.
         tokenizer: only for texts; None where everything is given as ids.
         run_dir: folder of this run (metrics.jsonl, samples, checkpoints). One run at a time holds it. None writes
@@ -105,6 +106,8 @@ class Trainer:
         chosen = list(callbacks)
         if not any(isinstance(c, ProgressBar) for c in chosen):
             chosen.append(ProgressBar())
+        if not any(isinstance(c, Doctor) for c in chosen):
+            chosen.append(Doctor())
         if not any(isinstance(c, MemoryAdvice) for c in chosen):
             chosen.append(MemoryAdvice())
         if self.run_dir is not None and not any(isinstance(c, MetricsWriter) for c in chosen):

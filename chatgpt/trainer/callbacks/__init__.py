@@ -2,6 +2,7 @@
 
 from chatgpt.trainer.callbacks.base import Callback, CallbackList
 from chatgpt.trainer.callbacks.checkpoint import SaveCheckpoint
+from chatgpt.trainer.callbacks.doctor import Doctor
 from chatgpt.trainer.callbacks.early_stopping import EarlyStopping, StopOnPlateau
 from chatgpt.trainer.callbacks.ema import EMA
 from chatgpt.trainer.callbacks.evaluation import Evaluator
@@ -25,6 +26,7 @@ __all__ = [
     'TRACKERS',
     'Callback',
     'CallbackList',
+    'Doctor',
     'EarlyStopping',
     'Evaluator',
     'JsonLines',

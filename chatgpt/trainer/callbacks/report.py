@@ -1,4 +1,4 @@
-"""report.html in the run folder when the run ends, is stopped or fails. Left out: the page itself (`chatgpt.report`)."""
+"""report.html in the run folder when a run ends, is stopped or fails. Left out: the page itself (`chatgpt.report`)."""
 
 from __future__ import annotations
 
