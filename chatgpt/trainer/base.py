@@ -53,9 +53,9 @@ class Trainer:
         config: settings, checked here against the world size.
         models: the trained models by name, as prepared.
         optimizers: their optimizers, by the name of the model.
-        callbacks: see `chatgpt.trainer.callbacks`. A progress bar, a `Doctor` and `MemoryAdvice` are added unless given;
-            where there is a `run_dir` also a `MetricsWriter`, a `RunRecorder`, a `WriteReport`, and a `SaveCheckpoint` every
-            `CHECKPOINT_MINUTES` and at the end, of which the last two are kept.
+        callbacks: see `chatgpt.trainer.callbacks`. A progress bar, a `Doctor` and `MemoryAdvice` are added unless
+            given; where there is a `run_dir` also a `MetricsWriter`, a `RunRecorder`, a `WriteReport`, and a
+            `SaveCheckpoint` every `CHECKPOINT_MINUTES` and at the end, of which the last two are kept.
         tokenizer: only for texts; None where everything is given as ids.
         run_dir: folder of this run (metrics.jsonl, samples, checkpoints). One run at a time holds it. None writes
             nothing.
