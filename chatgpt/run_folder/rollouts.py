@@ -179,7 +179,9 @@ def read_rollouts(
             continue
         found = [
             i
-            for i, row in enumerate(table.select(['phase', 'index', 'group', 'prompt', 'response', 'score']).to_pylist())
+            for i, row in enumerate(
+                table.select(['phase', 'index', 'group', 'prompt', 'response', 'score']).to_pylist()
+            )
             if (wanted is None or row['phase'] in wanted)
             and (group is None or row['group'] == group)
             and _contains(row['prompt'], prompt)

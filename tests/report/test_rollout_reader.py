@@ -227,9 +227,7 @@ def test_colours_are_those_of_the_numbers(reader):
     # 'plain words' and its end token: advantages −2 .. 9, of which number 1 does not count. The longest text of the
     # page has more tokens, so the limit is one of its numbers, from the outermost 2 % on.
     assert reader.page.locator('.ro-legend').inner_text().startswith('Advantage')
-    counted = [
-        abs(a) for r in reader.rows if r['phase'] == 3 for a, m in zip(character_means(r), counts(r), strict=True) if m
-    ]
+    counted = [abs(a) for r in reader.rows if r['phase'] == 3 for a, m in zip(character_means(r), counts(r), strict=True) if m]
     limit = sorted(counted)[int(0.98 * len(counted))]
     tints = reader.tints(3)
     expected = [abs(i - 2) / limit for i in range(12)]

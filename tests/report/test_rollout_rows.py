@@ -17,13 +17,7 @@ def row(phase: int, index: int, tokens: int = 2, **more: Any) -> dict[str, Any]:
     numbers = {'score': 1.23456, 'shaped_score': 0.5, 'kl': 0.1, 'version': 0}
     lists = {'prompt_ids': [1], 'prompt_tokens': ['p'], 'tokens': ['r'] * tokens, 'token_ids': [7] * tokens}
     return (
-        {
-            'phase': phase,
-            'index': index,
-            'group': index // 2,
-            'mask': [True] * tokens,
-            'weighted_scores': [[0.5, 1 / 3]],
-        }
+        {'phase': phase, 'index': index, 'group': index // 2, 'mask': [True] * tokens, 'weighted_scores': [[0.5, 1 / 3]]}
         | texts
         | numbers
         | lists
