@@ -88,7 +88,7 @@ def names_of(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
         names = ['/'.join(p[-count:]) for p in parts]
         if len(set(names)) == len(names):
             return names
-    return [f'{name} ({i})' for i, name in enumerate(names, 1)]
+    return [f'{p[-1]} ({i})' for i, p in enumerate(parts, 1)]
 
 
 def settings_of(run: Run) -> dict[str, Any]:
