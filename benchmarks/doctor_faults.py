@@ -106,12 +106,13 @@ def online(
     vocab: int = VOCAB,
     callbacks: Any = (),
     ddp: bool = False,
+    quiet: bool = True,
     **settings: Any,
 ) -> None:
     """PPO of a policy of 7 thousand parameters on token ids; the score is the share of one token in a response."""
     config = tiny_config('gpt2', vocab_size=vocab, hidden=16, positions=64)
     with (DDPStrategy if ddp else NaiveStrategy)(seed=0) as ranks, warnings.catch_warnings():
-        warnings.simplefilter('ignore')
+        warnings.simplefilter('ignore' if quiet else 'always')
         actor = GPTActor(config=config, value_head=True if shared else None)
         initial = ranks.prepare(deepcopy(actor))
         values = None if shared or settings.get('advantage_estimator') == 'grpo' else GPTCritic(config=config)
