@@ -63,7 +63,7 @@ if __name__ == '__main__':
         license_files=['LICENSE'],
         python_requires='>=3.11',
         packages=find_packages(include=['chatgpt', 'chatgpt.*']),
-        package_data={'chatgpt': ['py.typed']},
+        package_data={'chatgpt': ['py.typed'], 'chatgpt.report': ['assets/*']},
         install_requires=INSTALL_REQUIRES,
         extras_require=EXTRAS_REQUIRE,
         entry_points={'console_scripts': ['chatgpt-rlhf = chatgpt.cli.command:main']},

@@ -46,6 +46,7 @@ GROUPS: dict[str, dict[str, Subcommand]] = {
         'plan': Subcommand('chatgpt.plan.__main__', 'what memory each phase of a run takes, and whether it fits'),
         'launch': Subcommand('chatgpt.launch.__main__', 'several processes, by torchrun or on Ray'),
         'sweep': Subcommand('chatgpt.search.__main__', 'many runs in search of settings'),
+        'report': Subcommand('chatgpt.cli.report', 'a page that shows a run, or several'),
         'convert': Subcommand('chatgpt.cli.convert', 'a data file in another shape'),
         'compat': Subcommand('chatgpt.compat.__main__', 'run or check a script written for TRL, trlX, ...'),
         'completion': Subcommand('chatgpt.cli.completion', 'what makes a shell complete this command'),

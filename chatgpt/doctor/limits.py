@@ -46,7 +46,8 @@ LIMITS: dict[str, Limit] = {
     'saturated_std': Limit(0.05, 'of the standard deviation at the start'),
     'equal_phases': Limit(3, 'phases in a row: one may be chance'),
     'outlier_size': Limit(
-        10, 'robust standard deviations (1.4826 · median absolute deviation, now or at the start): no bell curve has that'
+        10,
+        'robust standard deviations (1.4826 · median absolute deviation, now or at the start): no bell curve has that',
     ),
     'outlier_weight': Limit(2, 'times the robust standard deviation: outliers make up most of the ordinary one'),
     'rescore': Limit(0.01, 'of the standard deviation of scores, in fp32: rounding gives about 1e-6'),
@@ -60,12 +61,14 @@ LIMITS: dict[str, Limit] = {
     'cut_share_start': Limit(0.25, 'of responses at the start: the model does end its responses'),
     'long_limit': Limit(128, 'tokens: below that a run may well be meant to draw pieces of longer texts'),
     'short_limit': Limit(
-        16, 'tokens: a shorter limit, or shorter responses, belong to the task: a number, a word, a way in a small graph'
+        16,
+        'tokens: a shorter limit, or shorter responses, belong to the task: a number, a word, a way in a small graph',
     ),
     'at_once_len': Limit(1.5, 'tokens: the end token, and now and then one more'),
     'equal_groups': Limit(0.5, 'of groups: half of the generating is thrown away'),
     'solved': Limit(
-        0.8, 'of the range of scores so far: what is left are few failures, of which neither a group nor a critic says much'
+        0.8,
+        'of the range of scores so far: what is left are few failures, of which neither a group nor a critic says much',
     ),
     'spike': Limit(10, 'times the median of the twenty phases before'),
     'spike_once': Limit(100, 'times: one is enough'),

@@ -19,9 +19,9 @@ from chatgpt.names import hint
 from chatgpt.nn.families import MODELS
 from chatgpt.rollout import SamplingParams
 from chatgpt.rollout.registry import ENGINES
+from chatgpt.trainer.callbacks.checkpoint import CHECKPOINT_MINUTES
 from chatgpt.trainer.callbacks.trackers import TRACKERS, tracker_names
 from chatgpt.trainer.config import (
-    CHECKPOINT_MINUTES,
     LearningSettings,
     PPOConfig,
     Settings,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import yaml
 
 from chatgpt.run_folder.lines import read_jsonl
 from chatgpt.run_folder.record import RunRecord
+from chatgpt.run_folder.rollouts import FOLDER, read_rollouts
 
 Row = dict[str, Any]
 
@@ -24,7 +27,7 @@ class RunFolder:
         ValueError: there is no such folder, or it is not that of a run; says which folders below it are.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
             raise ValueError(f'{self.path}: there is no such folder')
@@ -64,6 +67,11 @@ class RunFolder:
     @cached_property
     def findings(self) -> list[Row]:
         return self._rows('findings.jsonl')
+
+    def rollouts(self, phases: Collection[int] | None = None, limit: int | None = None) -> list[Row]:
+        """Recorded sequences with their per-token arrays; `chatgpt.run_folder.rollouts.read_rollouts` finds more
+        narrowly."""
+        return read_rollouts(self.path / FOLDER, phases, limit=limit)
 
     @cached_property
     def config(self) -> dict[str, Any]:

@@ -24,17 +24,9 @@ from chatgpt.checkpoint import claim_folder
 from chatgpt.checkpoint.layout import MANIFEST
 from chatgpt.trainer import checkpointing
 from chatgpt.trainer.agreement import LEFT_OUT, check_ranks
-from chatgpt.trainer.callbacks import (
-    Callback,
-    CallbackList,
-    Doctor,
-    MemoryAdvice,
-    MetricsWriter,
-    ProgressBar,
-    RunRecorder,
-    SaveCheckpoint,
-)
-from chatgpt.trainer.config import CHECKPOINT_MINUTES, LearningSettings
+from chatgpt.trainer.callbacks import Callback, CallbackList
+from chatgpt.trainer.callbacks.defaults import with_defaults
+from chatgpt.trainer.config import LearningSettings
 from chatgpt.trainer.failure import keep_what_is_whole, resume_words
 from chatgpt.trainer.run_control import PhaseClock, StopSignals, agreed
 from chatgpt.trainer.saving import save_trained
@@ -52,9 +44,7 @@ class Trainer:
         config: settings, checked here against the world size.
         models: the trained models by name, as prepared.
         optimizers: their optimizers, by the name of the model.
-        callbacks: see `chatgpt.trainer.callbacks`. A progress bar, a `Doctor` and `MemoryAdvice` are added unless given; where
-            there is a `run_dir` also a `MetricsWriter`, a `RunRecorder`, and a `SaveCheckpoint` every
-            `CHECKPOINT_MINUTES` and at the end, of which the last two are kept.
+        callbacks: see `chatgpt.trainer.callbacks`; those that every run has (`with_defaults`) are added unless given.
         tokenizer: only for texts; None where everything is given as ids.
         run_dir: folder of this run (metrics.jsonl, samples, checkpoints). One run at a time holds it. None writes
             nothing.
@@ -102,20 +92,7 @@ class Trainer:
         self._stop_requested = False
         self.is_resuming = False
         """a checkpoint was loaded and `fit` has not gone on from it yet"""
-        chosen = list(callbacks)
-        if not any(isinstance(c, ProgressBar) for c in chosen):
-            chosen.append(ProgressBar())
-        if not any(isinstance(c, Doctor) for c in chosen):
-            chosen.append(Doctor())
-        if not any(isinstance(c, MemoryAdvice) for c in chosen):
-            chosen.append(MemoryAdvice())
-        if self.run_dir is not None and not any(isinstance(c, MetricsWriter) for c in chosen):
-            chosen.insert(0, MetricsWriter())
-        if self.run_dir is not None and not any(isinstance(c, RunRecorder) for c in chosen):
-            chosen.append(RunRecorder())
-        if self.run_dir is not None and not any(isinstance(c, SaveCheckpoint) for c in chosen):
-            chosen.append(SaveCheckpoint(interval=None, minutes=CHECKPOINT_MINUTES, keep_last=2))
-        self.callbacks = CallbackList(chosen)
+        self.callbacks = CallbackList(with_defaults(callbacks, self.run_dir))
         self._schedules = {
             name: LearningRate(
                 optimizer,

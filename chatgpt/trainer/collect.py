@@ -236,9 +236,7 @@ class Collector:
 
     def _rollout(self, version: int) -> list[Sample]:
         t = self._draw(version)
-        samples = self._timed(
-            t.prompts, self.sampling, seed=self.strategy.seed, indices=t.indices, groups=t.groups
-        )
+        samples = self._timed(t.prompts, self.sampling, seed=self.strategy.seed, indices=t.indices, groups=t.groups)
         for sample in samples:
             sample.version = t.version
         return self.decode(samples)

@@ -34,7 +34,7 @@ from chatgpt.trainer.metrics import Highest, Lowest, Mean, Metrics
 from chatgpt.types import Batch, Experience, Sequence
 
 COLUMNS = ('old_logprobs', 'logprobs', 'ref_logprobs', 'advantages', 'values', 'returns')
-"""fields of `Experience` that the losses below read, each (N,)"""
+"""fields of `Experience` that the losses below read, each (N,); beside them stands `index`, (B,), for callbacks"""
 
 
 def experience_totals(
@@ -51,7 +51,8 @@ def experience_totals(
 
 
 def collate_experience(records: list[Experience], totals: dict[str, float], *, packing: bool = True) -> Batch:
-    return collate(records, columns=token_columns(records, COLUMNS), totals=totals, pack=packing)
+    index = torch.tensor([r.index for r in records], dtype=torch.int64)
+    return collate(records, columns={**token_columns(records, COLUMNS), 'index': index}, totals=totals, pack=packing)
 
 
 def sequence_totals(records: SequenceOf[Sequence]) -> dict[str, float]:

@@ -133,22 +133,26 @@ def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float, *, in_r
     apart = torch.tensor([[score for _, score in e.weighted_scores] for e in experiences], dtype=torch.float64)
     rewards = {f'rollout/score_{k}_mean': float(column.mean()) for k, column in enumerate(apart.T, 1)}
     rewards |= {f'rollout/score_{k}_std': _spread(column) for k, column in enumerate(apart.T, 1)}
-    return rewards | {
-        'rollout/score_mean': float(scores.mean()),
-        'rollout/score_std': _spread(scores),
-        'rollout/score_min': float(scores.min()),
-        'rollout/score_max': float(scores.max()),
-        'rollout/score_mad': float((scores - scores.median()).abs().median()),
-        'rollout/kl_mean': float(kl.mean()),
-        'rollout/kl_k3_mean': float(k3.mean()),
-        'rollout/kl_coef': kl_coef,
-        'rollout/non_score_reward_mean': float(-kl_coef * penalty.mean()) if in_reward else 0.0,
-        'rollout/response_len_mean': float(lengths.mean()),
-        'rollout/response_len_std': _spread(lengths),
-        'rollout/prompt_len_mean': sum(len(e.prompt_ids) for e in experiences) / len(experiences),
-        'rollout/ended_share': sum(e.ended for e in experiences) / len(experiences),
-        'rollout/entropy': surprisal / max(counted, 1),
-    } | repetition([e.response_ids for e in experiences])
+    return (
+        rewards
+        | {
+            'rollout/score_mean': float(scores.mean()),
+            'rollout/score_std': _spread(scores),
+            'rollout/score_min': float(scores.min()),
+            'rollout/score_max': float(scores.max()),
+            'rollout/score_mad': float((scores - scores.median()).abs().median()),
+            'rollout/kl_mean': float(kl.mean()),
+            'rollout/kl_k3_mean': float(k3.mean()),
+            'rollout/kl_coef': kl_coef,
+            'rollout/non_score_reward_mean': float(-kl_coef * penalty.mean()) if in_reward else 0.0,
+            'rollout/response_len_mean': float(lengths.mean()),
+            'rollout/response_len_std': _spread(lengths),
+            'rollout/prompt_len_mean': sum(len(e.prompt_ids) for e in experiences) / len(experiences),
+            'rollout/ended_share': sum(e.ended for e in experiences) / len(experiences),
+            'rollout/entropy': surprisal / max(counted, 1),
+        }
+        | repetition([e.response_ids for e in experiences])
+    )
 
 
 def group_metrics(experiences: SequenceOf[Experience], *, apart: bool = False) -> dict[str, float]:

@@ -15,9 +15,9 @@ from transformers import AutoTokenizer, DataCollatorWithPadding, HfArgumentParse
 from chatgpt.compat.trl import chat, dpo, later, ppo_train, reward, sft
 from chatgpt.compat.trl.arguments import check_given
 from chatgpt.compat.trl.config import PPOConfig, fates
+from chatgpt.compat.trl.offline import plan_of
 from chatgpt.compat.trl.peft import lora_arguments
 from chatgpt.compat.trl.scripts import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
-from chatgpt.compat.trl.training import plan_of
 from chatgpt.dataset import embedded
 from chatgpt.nn import GPTActor
 

@@ -136,7 +136,7 @@ class MeasuredPPOTrainer(ppo.PPOTrainer):
 
     def learners(self) -> list[Learner]:
         losses: dict[str, Any] = {
-            'actor': MeasuredActorLoss(self.config, self.policy.forward, self.kl_controller.value),
+            'actor': MeasuredActorLoss(self.config, self.policy_output, self.kl_controller.value),
             'critic': MeasuredValueLoss(self.config, self.vf_coef),
         }
         return [Learner(x.name, x.model, x.optimizer, losses[x.name]) for x in super().learners()]

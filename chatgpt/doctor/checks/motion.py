@@ -93,5 +93,11 @@ def _finding(h: History, lr_name: str, evidence: str) -> Finding:
         change = f'raise lr to {rule:.0e}' if rule is not None else 'raise lr tenfold, until the loss or the KL moves'
         change += f' ({rule / rate:.2g} times as much)' if rule is not None and rate else ''
     return Finding(
-        key=KEY, step=h.step, level='warning', title='nothing moves', evidence=evidence + told, cause=cause, change=change
+        key=KEY,
+        step=h.step,
+        level='warning',
+        title='nothing moves',
+        evidence=evidence + told,
+        cause=cause,
+        change=change,
     )

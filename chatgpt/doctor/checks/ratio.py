@@ -21,9 +21,7 @@ def ratio_not_one(h: History) -> Finding | None:
         return None
     exact = h.computes_in_fp32
     most, most_kl = (
-        (limit('ratio_error'), limit('ratio_error'))
-        if exact
-        else (limit('ratio_error_half'), limit('ratio_kl_half'))
+        (limit('ratio_error'), limit('ratio_error')) if exact else (limit('ratio_error_half'), limit('ratio_kl_half'))
     )
     if error <= most and abs(kl) <= most_kl:
         return None

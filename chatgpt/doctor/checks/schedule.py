@@ -24,7 +24,9 @@ def schedule_ends_early(h: History) -> Finding | None:
         level='warning',
         title='the learning rate is at its end before the run is',
         evidence=f'{name} {max(rates):.1g} -> {rates[-1]:.1g} with {left} of {phases} phases to come',
-        cause=f'lr_decay_steps={steps} is shorter than the run' if steps else 'a schedule of another length than this run',
+        cause=f'lr_decay_steps={steps} is shorter than the run'
+        if steps
+        else 'a schedule of another length than this run',
         change='leave lr_decay_steps out, which ends the decay with the run'
         + (f', or multiply it by {phases / h.step:.2g}' if steps else '')
         + '; or stop here',

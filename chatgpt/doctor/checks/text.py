@@ -22,7 +22,9 @@ def repetition_within(h: History) -> Finding | None:
         title='responses repeat themselves',
         evidence=f'{found[0]:.0%} -> {found[1]:.0%} of the runs of four tokens in a response stood in it before',
         cause='the reward pays for the same words twice',
-        change=_against_repetition(h, 'count what is repeated once in the reward, or subtract the repeated share from it'),
+        change=_against_repetition(
+            h, 'count what is repeated once in the reward, or subtract the repeated share from it'
+        ),
     )
 
 
@@ -99,7 +101,9 @@ def length_limit(h: History) -> Finding | None:
         level='warning',
         title='responses hit the limit of tokens',
         evidence=f'{cut:.0%} of responses are cut at {told} ({first:.0%} at the start); mean length {h.now(LENGTH):.3g}',
-        cause='responses have grown into the limit' if drifted else 'the limit is shorter than what the model wants to say',
+        cause='responses have grown into the limit'
+        if drifted
+        else 'the limit is shorter than what the model wants to say',
         change=f'max_new_tokens to {2 * room if room else "twice as many"}, or make an end worth it: missing_eos_score one '
         'standard deviation below the mean score, or overlong_filter=True',
     )

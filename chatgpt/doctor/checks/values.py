@@ -25,7 +25,7 @@ def value_loss_dominates(h: History) -> Finding | None:
         title='the value loss dominates',
         evidence=f'value_coef {coef:g} x value loss {loss:.3g} = {term:.3g}, where the policy term is about 0.8; gradient '
         f'norm {norm:.3g} is clipped to {most:g}, so little of the policy is left in it',
-        cause='returns far from 0 with a value head on the policy\'s own trunk',
+        cause="returns far from 0 with a value head on the policy's own trunk",
         change=f"score_scaling='running', which makes returns about 1, or value_coef from {coef:g} to {wanted:.1g}",
     )
 

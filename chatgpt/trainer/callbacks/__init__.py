@@ -11,6 +11,8 @@ from chatgpt.trainer.callbacks.memory import MemoryAdvice
 from chatgpt.trainer.callbacks.mlflow import MLflow
 from chatgpt.trainer.callbacks.performance import PerformanceEvaluator, num_parameters
 from chatgpt.trainer.callbacks.progress import ProgressBar
+from chatgpt.trainer.callbacks.report import WriteReport
+from chatgpt.trainer.callbacks.rollouts import RolloutRecorder
 from chatgpt.trainer.callbacks.run_record import RunRecorder
 from chatgpt.trainer.callbacks.samples import SampleTable, format_table, rows_of
 from chatgpt.trainer.callbacks.self_check import RatioCheck, RatioWarning
@@ -35,6 +37,7 @@ __all__ = [
     'ProgressBar',
     'RatioCheck',
     'RatioWarning',
+    'RolloutRecorder',
     'RunRecorder',
     'SampleTable',
     'SaveCheckpoint',
@@ -42,6 +45,7 @@ __all__ = [
     'TensorBoard',
     'Trackio',
     'WandB',
+    'WriteReport',
     'format_table',
     'num_parameters',
     'read_jsonl',

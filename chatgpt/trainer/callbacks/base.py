@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from chatgpt.checkpoint import Piece, TensorReader
 from chatgpt.trainer.strategies.base import Strategy
-from chatgpt.types import Experience
+from chatgpt.types import Batch, Experience
 
 Mode = Literal['max', 'min']
 
@@ -116,6 +116,13 @@ class Callback:
 
     def on_learn_batch_start(self, trainer: TrainerView) -> None:
         """Before the first forward of a train batch."""
+
+    def on_policy_output(self, trainer: TrainerView, batch: Batch, output: Any) -> None:
+        """After the policy's forward over a micro-batch of experience that is learned, before its loss.
+
+        `output` is a `PolicyOutput` whose tensors still carry gradients: `detach()` what is kept. Under a dummy batch,
+        which `batch.sequence_mask` tells, too. Rows of experience are told by the column `index`.
+        """
 
     def on_learn_batch_end(self, trainer: TrainerView, metrics: dict[str, float]) -> None:
         """After its optimizer step; `metrics` are of this train batch, over all ranks, without a phase prefix."""
@@ -243,6 +250,7 @@ class CallbackList(Callback):
     on_learn_epoch_start = _each(Callback.on_learn_epoch_start)
     on_learn_epoch_end = _each(Callback.on_learn_epoch_end)
     on_learn_batch_start = _each(Callback.on_learn_batch_start)
+    on_policy_output = _each(Callback.on_policy_output)
     on_learn_batch_end = _each(Callback.on_learn_batch_end)
     on_phase_end = _each(Callback.on_phase_end)
     on_log = _each(Callback.on_log)

@@ -1,0 +1,108 @@
+"""The text of every single token, so that the pieces joined are the text of all.
+
+A token is bytes of UTF-8, and a character may take several tokens: it is given to the one that completes it, and those
+before it are ''. Left out: tokenizers that join by rules of their own (WordPiece's ##), whose pieces are found by
+decoding longer and longer beginnings.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+_BYTE = re.compile(r'<0x([0-9A-Fa-f]{2})>')
+MOST_KNOWN = 100_000
+"""pairs of tokens whose text is remembered"""
+_known: WeakKeyDictionary[Any, tuple[str, dict[Any, Any]]] = WeakKeyDictionary()
+"""of each tokenizer: how its tokens are written, and what is known of those seen so far"""
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """One text per id. Special tokens are there, as their names. Without a tokenizer: the numbers, with blanks between.
+
+    The pieces of byte-level tokenizers (GPT-2, Llama 3) and of SentencePiece (Llama) join to the text exactly, but for
+    the blank that SentencePiece's `decode` leaves out at a beginning; bytes that are no UTF-8 show as U+FFFD.
+    """
+    if tokenizer is None:
+        return [str(i) if at == 0 else f' {i}' for at, i in enumerate(ids)]
+    written, table = _of(tokenizer)
+    if written == 'otherwise':
+        return _by_decoding(tokenizer, table, ids)
+    unseen = [i for i in dict.fromkeys(ids) if i not in table]
+    if unseen:
+        apart = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+        for i, token in zip(unseen, tokenizer.convert_ids_to_tokens(unseen), strict=True):
+            table[i] = (token or '').encode('utf-8', 'replace') if i in apart else _bytes(token or '', written)
+    return _joined([table[i] for i in ids])
+
+
+def _joined(pieces: Sequence[bytes]) -> list[str]:
+    decoder = codecs.getincrementaldecoder('utf-8')('replace')
+    return [decoder.decode(piece, at == len(pieces) - 1) for at, piece in enumerate(pieces)]
+
+
+def _of(tokenizer: Any) -> tuple[str, dict[Any, Any]]:
+    try:
+        if tokenizer not in _known:
+            _known[tokenizer] = (_way_of_writing(tokenizer), {})
+        return _known[tokenizer]
+    except TypeError:  # has no hash or no weak reference: found out anew each time
+        return _way_of_writing(tokenizer), {}
+
+
+def _way_of_writing(tokenizer: Any) -> str:
+    """'bytes', 'sentencepiece' or 'otherwise', as its decoder says; where it has none, or tokens of its own kind,
+    'otherwise' is always right."""
+    decoder = repr(getattr(getattr(tokenizer, 'backend_tokenizer', None), 'decoder', None))
+    if decoder.startswith('ByteLevel('):
+        return 'bytes'
+    if 'ByteFallback()' in decoder or decoder.startswith('Metaspace('):
+        return 'sentencepiece'
+    return 'otherwise'
+
+
+def _bytes(token: str, written: str) -> bytes:
+    if written == 'bytes':
+        table = _byte_of_character()
+        return b''.join(bytes([table[c]]) if c in table else c.encode('utf-8', 'replace') for c in token)
+    if found := _BYTE.fullmatch(token):
+        return bytes([int(found[1], 16)])
+    return token.replace('\u2581', ' ').encode('utf-8', 'replace')
+
+
+@cache
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2 writes a byte as the Latin-1 character of that number where that is printable, else as one of U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
+
+
+def _by_decoding(tokenizer: Any, table: dict[tuple[int, ...], str], ids: Sequence[int]) -> list[str]:
+    """What each token adds to the text of the one before it, or of the few before it while a character is not whole."""
+    texts: list[str] = []
+    start = read = 0
+    for at in range(len(ids)):
+        before = _decoded(tokenizer, table, ids[start:read])
+        text = _decoded(tokenizer, table, ids[start : at + 1])
+        if text.endswith('\ufffd') and at + 1 < len(ids) and at - read < 3:  # a character has four bytes at most
+            texts.append('')
+            continue
+        texts.append(text[len(before) :] if text.startswith(before) else text)
+        start, read = read, at + 1
+    return texts
+
+
+def _decoded(tokenizer: Any, table: dict[tuple[int, ...], str], ids: Sequence[int]) -> str:
+    if not ids:
+        return ''
+    key = tuple(ids)
+    if key not in table:
+        if len(table) >= MOST_KNOWN:
+            table.clear()
+        table[key] = tokenizer.decode(list(key), skip_special_tokens=False)
+    return table[key]
