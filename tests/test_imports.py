@@ -34,8 +34,9 @@ ALLOWED: dict[str, set[str]] = {
     'checkpoint': set(),
     'run_folder': set(),
     'trainer.strategies': MODELS | {'checkpoint', 'registry'},
+    'doctor': {'run_folder'},
     'report': {'run_folder', 'doctor'},
-    'trainer.callbacks': MATHS | {'checkpoint', 'run_folder', 'report', 'plan', 'registry', 'trainer.strategies'},
+    'trainer.callbacks': MATHS | {'checkpoint', 'run_folder', 'doctor', 'report', 'plan', 'registry', 'trainer.strategies'},
     'trainer': MODELS
     | {'registry', 'rollout', 'experience', 'dataset', 'checkpoint', 'trainer.strategies', 'trainer.callbacks'},
     'launch': MODELS
@@ -62,7 +63,8 @@ ALLOWED: dict[str, set[str]] = {
     'testing': MODELS
     | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'cli': MODELS
-    | {'rollout', 'experience', 'dataset', 'report', 'launch', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
+    | {'rollout', 'experience', 'dataset', 'run_folder', 'doctor', 'report', 'launch'}
+    | {'trainer', 'trainer.strategies', 'trainer.callbacks'},
     '__main__': {'cli'},
     'chatgpt': {'quickstart'},
 }
