@@ -35,8 +35,9 @@ ALLOWED: dict[str, set[str]] = {
     'checkpoint': set(),
     'run_folder': set(),
     'trainer.strategies': MODELS | {'checkpoint', 'registry'},
+    'doctor': {'run_folder'},
     'report': {'run_folder', 'doctor'},
-    'trainer.callbacks': MATHS | {'checkpoint', 'run_folder', 'report', 'plan', 'registry', 'trainer.strategies'},
+    'trainer.callbacks': MATHS | {'checkpoint', 'run_folder', 'doctor', 'report', 'plan', 'registry', 'trainer.strategies'},
     'trainer': MODELS
     | {'run_folder', 'publish', 'registry', 'rollout', 'experience', 'dataset', 'checkpoint'}
     | {'trainer.strategies', 'trainer.callbacks'},
@@ -66,8 +67,13 @@ ALLOWED: dict[str, set[str]] = {
     'testing': MODELS
     | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'cli': MODELS
+<<<<<<< HEAD
     | {'rollout', 'experience', 'dataset', 'report', 'compare', 'launch', 'trainer', 'trainer.strategies'}
     | {'trainer.callbacks'},
+=======
+    | {'rollout', 'experience', 'dataset', 'run_folder', 'doctor', 'report', 'launch'}
+    | {'trainer', 'trainer.strategies', 'trainer.callbacks'},
+>>>>>>> h15/doctor
     '__main__': {'cli'},
     'chatgpt': {'quickstart'},
 }
