@@ -32,9 +32,7 @@ PAGES = [
 ]
 PROGRAMS = ('chatgpt-rlhf', 'python', 'torchrun', 'make', 'pip', 'ray', 'git', 'cd', 'bash', 'tensorboard')
 START = re.compile(rf'(?:\$ )?((?:[A-Z_]+=\S* )*)(?:\S*/bin/)?((?:{"|".join(PROGRAMS)}) .*)', re.DOTALL)
-COMING_COMMANDS = ('compare',)
-"""words of the command that pages name and that are not here yet"""
-COMING_PAGES = ('docs/doctor.md', 'docs/report.md', 'docs/compare.md', 'docs/results/doctor.md')
+COMING_PAGES = ('docs/results/doctor.md', 'docs/results/rollouts_cost.md')
 """pages that the contents name and that are not here yet"""
 MODELS = ('gpt2', 'NAME_OR_FOLDER', 'MODEL')
 """words of the pages that stand for a model of the reader's"""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from shell_commands import COMING_COMMANDS, PAGES, ROOT, Command, bring, commands, parse, tiny_models
+from shell_commands import PAGES, ROOT, Command, bring, commands, parse, tiny_models
 
 from chatgpt.cli import command
 
@@ -53,10 +53,6 @@ EXIT_CODES = {r'compat check poem\.txt': {2}, r' doctor ': {0, 1}}
 
 def reason(c: Command, patterns: dict[str, str]) -> str | None:
     return next((why for pattern, why in patterns.items() if re.search(pattern, c.text)), None)
-
-
-def is_coming(c: Command) -> bool:
-    return any(re.match(rf'(chatgpt-rlhf|python -m chatgpt) {word}\b', c.text) for word in COMING_COMMANDS)
 
 
 def first_of_each(found: list[Command]) -> list[Command]:
@@ -117,7 +113,7 @@ def test_programs_read_the_commands_of_a_page(page, model, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     wrong = []
     for c in TYPED:
-        if c.page == page and not reason(c, NOT_OURS) and not is_coming(c):
+        if c.page == page and not reason(c, NOT_OURS):
             try:
                 parse(bring(c, tmp_path, model), monkeypatch)
             except (AssertionError, ValueError, SystemExit, OSError) as error:
@@ -194,7 +190,7 @@ def test_the_commands_of_a_page_run(page, model, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     wrong, printed = [], ''
     for c in RUN:
-        if c.page == page and not is_coming(c):
+        if c.page == page:
             code = run(bring(c, tmp_path, model), tmp_path, monkeypatch)
             shown = capfd.readouterr()
             printed += shown.out + shown.err
