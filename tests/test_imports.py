@@ -27,25 +27,30 @@ ALLOWED: dict[str, set[str]] = {
     'batching': MATHS,
     'sweep': MATHS | {'batching'},
     'cluster': set(),
-    'nn': MATHS | {'batching', 'registry'},
+    'publish': {'run_folder', 'report', 'dataset'},
+    'nn': MATHS | {'batching', 'registry', 'publish'},
     'rollout': MODELS | {'cluster', 'registry'},
     'dataset': {'types'},
     'experience': MODELS | {'rollout', 'rewards', 'dataset'},
     'checkpoint': set(),
     'run_folder': set(),
     'trainer.strategies': MODELS | {'checkpoint', 'registry'},
+    'doctor': {'run_folder'},
     'report': {'run_folder', 'doctor'},
-    'trainer.callbacks': MATHS | {'checkpoint', 'run_folder', 'report', 'plan', 'registry', 'trainer.strategies'},
+    'trainer.callbacks': MATHS | {'checkpoint', 'run_folder', 'doctor', 'report', 'plan', 'registry', 'trainer.strategies'},
     'trainer': MODELS
-    | {'registry', 'rollout', 'experience', 'dataset', 'checkpoint', 'trainer.strategies', 'trainer.callbacks'},
+    | {'run_folder', 'publish', 'registry', 'rollout', 'experience', 'dataset', 'checkpoint'}
+    | {'trainer.strategies', 'trainer.callbacks'},
     'launch': MODELS
-    | {'registry', 'cluster', 'plan', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
+    | {'publish', 'registry', 'cluster', 'plan', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
     | {'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'plan': MODELS | {'trainer.strategies'},  # a strategy says what it keeps in memory, and finds a model's blocks
     'search': {'checkpoint', 'launch', 'trainer.callbacks'},
+    'compare': {'run_folder', 'report'},
     'rewards': set(),
     'quickstart': MODELS
     | {
+        'publish',
         'rollout',
         'rewards',
         'experience',
@@ -57,12 +62,18 @@ ALLOWED: dict[str, set[str]] = {
         'launch',
     },
     'compat': MODELS
-    | {'registry', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
+    | {'publish', 'registry', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
     | {'trainer', 'trainer.strategies', 'trainer.callbacks', 'launch', 'quickstart'},
     'testing': MODELS
     | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'cli': MODELS
-    | {'rollout', 'experience', 'dataset', 'report', 'launch', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
+<<<<<<< HEAD
+    | {'rollout', 'experience', 'dataset', 'report', 'compare', 'launch', 'trainer', 'trainer.strategies'}
+    | {'trainer.callbacks'},
+=======
+    | {'rollout', 'experience', 'dataset', 'run_folder', 'doctor', 'report', 'launch'}
+    | {'trainer', 'trainer.strategies', 'trainer.callbacks'},
+>>>>>>> h15/doctor
     '__main__': {'cli'},
     'chatgpt': {'quickstart'},
 }
@@ -81,6 +92,9 @@ OPTIONAL: dict[str, str | None] = {
     'matplotlib': None,
     'optuna': 'search/study',
     'vaderSentiment': 'rewards/sentiment',
+    'jinja2': 'compare/',
+    'starlette': 'compare/',
+    'uvicorn': 'compare/',
     'peft': None,
     'pandas': None,
     'pyarrow': None,
