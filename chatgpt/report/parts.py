@@ -151,7 +151,7 @@ def findings(runs: Sequence[Run]) -> str:
         level = 'h4' if len(runs) > 1 else 'h3'
         parts += [
             f'<article class="card finding {f.level}"><{level}><span class="pill '
-            f'{f.level}">{safe(f.level)}</span> {safe(f.title)} '
+            f'{f.level}">{safe(f.level)}</span> {safe(f.title[:1].upper() + f.title[1:])} '
             f'<span class="since">phase {f.step}</span></{level}><p class="evidence">{safe(f.evidence)}</p>'
             f'<dl><dt>Likely cause</dt><dd>{safe(f.cause)}</dd><dt>What to change</dt><dd>{safe(f.change)}</dd></dl>'
             f'<p class="muted small">More, with sources: <code>{safe(f.link)}</code></p></article>'

@@ -35,9 +35,9 @@ def test_findings_are_shown_the_worst_first_with_all_they_say(tmp_path, monkeypa
     monkeypatch.setattr('chatgpt.report.runs.diagnose', lambda folder: found)
     html = parts.findings([run(make_run(tmp_path))])
     said = texts(html)
-    order = [said.index(f'{key} &amp; co') for key in ('soon', 'late', 'a-note')]
+    order = [said.index(f'{key} &amp; co') for key in ('Soon', 'Late', 'A-note')]
     assert order == sorted(order)
-    assert 'error soon &amp; co phase 3 1 &lt; 2 Likely cause a cause What to change lr to 3e-5' in said
+    assert 'error Soon &amp; co phase 3 1 &lt; 2 Likely cause a cause What to change lr to 3e-5' in said
     assert 'docs/doctor.md#soon' in said
     assert 'nothing wrong' not in said
 
