@@ -11,7 +11,6 @@ import dataclasses
 import importlib
 import inspect
 import re
-import shutil
 import sys
 from pathlib import Path
 from typing import Any

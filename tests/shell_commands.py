@@ -59,7 +59,12 @@ class Command(NamedTuple):
         if any(word == '...' or re.search('[<|]', word) for word in rest):
             return True
         if program == 'python':
-            return rest[:1] == ['-m'] and len(rest) <= 2 + (rest[1] == 'chatgpt') or len(rest) == 1 and rest[0].startswith(('examples/', 'script'))
+            return (
+                rest[:1] == ['-m']
+                and len(rest) <= 2 + (rest[1] == 'chatgpt')
+                or len(rest) == 1
+                and rest[0].startswith(('examples/', 'script'))
+            )
         if program == 'torchrun':
             return not any(word == '-m' or word.endswith('.py') for word in rest)
         return program != 'make' and len(rest) == 1
@@ -68,7 +73,9 @@ class Command(NamedTuple):
 def commands(page: str) -> list[Command]:
     """In the order of the page."""
     text = (ROOT / page).read_text()
-    text = re.sub(r'^```(?:python|yaml)\n.*?^```', lambda m: '\n' * m[0].count('\n'), text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r'^```(?:python|yaml)\n.*?^```', lambda m: '\n' * m[0].count('\n'), text, flags=re.DOTALL | re.MULTILINE
+    )
     found, fenced = [], False
     paragraph: list[str] = []
 
@@ -356,4 +363,3 @@ def _parse_pip(words: list[str]) -> None:
             assert all(f"    '{extra}': [" in known for extra in extras[1].split(',')), name
         elif name.endswith('.txt'):
             assert (ROOT / name).is_file(), name
-

@@ -44,7 +44,7 @@ NOT_RUN = NOT_OURS | {
     r'^python -m chatgpt sweep': 'several runs: tests/search/test_sweep_runs.py runs the one of the page',
 }
 """why a command is not run here, by a pattern"""
-RUN_ELSEWHERE = {page: 'tests/cli/test_command_page.py' for page in ('README.md', 'docs/command.md')}
+RUN_ELSEWHERE = dict.fromkeys(('README.md', 'docs/command.md'), 'tests/cli/test_command_page.py')
 """whose block of chatgpt-rlhf commands another file runs"""
 EXIT_CODES = {'python -m chatgpt.compat check poem.txt': 2}
 
@@ -66,7 +66,8 @@ RUN = first_of_each(
     [
         c
         for c in TYPED
-        if not reason(c, NOT_RUN) and not (c.page in RUN_ELSEWHERE and not c.inline and c.text.startswith('chatgpt-rlhf'))
+        if not reason(c, NOT_RUN)
+        and not (c.page in RUN_ELSEWHERE and not c.inline and c.text.startswith('chatgpt-rlhf'))
     ]
 )
 
@@ -132,7 +133,12 @@ LESS = {
     ],
 }
 """flags that shorten a run, by its positional setting"""
-SCRIPTS = {'train_sft': 'dataset', 'train_reward_model': 'dataset', 'train_preference': 'dataset', 'train_prompts': 'prompt_path'}
+SCRIPTS = {
+    'train_sft': 'dataset',
+    'train_reward_model': 'dataset',
+    'train_preference': 'dataset',
+    'train_prompts': 'prompt_path',
+}
 
 
 def shortened(words: Sequence[str]) -> list[str]:

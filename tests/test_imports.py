@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     'sweep': MATHS | {'batching'},
     'cluster': set(),
     'publish': {'run_folder', 'report', 'dataset'},
-    'nn': MATHS | {'batching', 'registry', 'publish'},
+    'nn': MATHS | {'batching', 'registry'},
     'rollout': MODELS | {'cluster', 'registry'},
     'dataset': {'types'},
     'experience': MODELS | {'rollout', 'rewards', 'dataset'},
@@ -37,7 +37,8 @@ ALLOWED: dict[str, set[str]] = {
     'trainer.strategies': MODELS | {'checkpoint', 'registry'},
     'doctor': {'run_folder'},
     'report': {'run_folder', 'doctor'},
-    'trainer.callbacks': MATHS | {'checkpoint', 'run_folder', 'doctor', 'report', 'plan', 'registry', 'trainer.strategies'},
+    'trainer.callbacks': MATHS
+    | {'checkpoint', 'run_folder', 'doctor', 'report', 'plan', 'registry', 'trainer.strategies'},
     'trainer': MODELS
     | {'run_folder', 'publish', 'registry', 'rollout', 'experience', 'dataset', 'checkpoint'}
     | {'trainer.strategies', 'trainer.callbacks'},
@@ -67,13 +68,8 @@ ALLOWED: dict[str, set[str]] = {
     'testing': MODELS
     | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'cli': MODELS
-<<<<<<< HEAD
-    | {'rollout', 'experience', 'dataset', 'report', 'compare', 'launch', 'trainer', 'trainer.strategies'}
-    | {'trainer.callbacks'},
-=======
-    | {'rollout', 'experience', 'dataset', 'run_folder', 'doctor', 'report', 'launch'}
+    | {'rollout', 'experience', 'dataset', 'run_folder', 'doctor', 'report', 'compare', 'launch'}
     | {'trainer', 'trainer.strategies', 'trainer.callbacks'},
->>>>>>> h15/doctor
     '__main__': {'cli'},
     'chatgpt': {'quickstart'},
 }
