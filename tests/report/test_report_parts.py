@@ -101,6 +101,16 @@ def test_without_evaluations_samples_of_training_are_shown(tmp_path):
     ]
 
 
+def test_of_prompts_seen_once_as_many_of_each_phase_are_shown(tmp_path):
+    folder = make_run(tmp_path)
+    (folder / 'eval_samples.jsonl').unlink()
+    rows = [{'step': s, 'prompt': f'{s}-{i}', 'response': 'r'} for s in (1, 10, 20, 30) for i in range(8)]
+    write_lines(folder / 'samples.jsonl', rows)
+    html = parts.samples([run(folder)], 100)
+    assert re.findall(r'>(\d+-\d)<', html) == [f'{s}-{i}' for s in (1, 10, 20, 30) for i in range(3)]
+    assert '12 of 32 prompts' in html
+
+
 def test_tiles_have_the_means_of_the_ends_of_the_run(tmp_path):
     rows = [{'step': s, 'rollout/score_mean': float(s), 'sft/loss': None} for s in range(1, 41)]
     write_lines(tmp_path / 'metrics.jsonl', rows)
