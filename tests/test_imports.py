@@ -28,15 +28,17 @@ ALLOWED: dict[str, set[str]] = {
     'sweep': MATHS | {'batching'},
     'cluster': set(),
     'publish': {'run_folder', 'report', 'dataset'},
-    'nn': MATHS | {'batching', 'registry', 'publish'},
+    'nn': MATHS | {'batching', 'registry'},
     'rollout': MODELS | {'cluster', 'registry'},
     'dataset': {'types'},
     'experience': MODELS | {'rollout', 'rewards', 'dataset'},
     'checkpoint': set(),
     'run_folder': set(),
     'trainer.strategies': MODELS | {'checkpoint', 'registry'},
+    'doctor': {'run_folder'},
     'report': {'run_folder', 'doctor'},
-    'trainer.callbacks': MATHS | {'checkpoint', 'run_folder', 'report', 'plan', 'registry', 'trainer.strategies'},
+    'trainer.callbacks': MATHS
+    | {'checkpoint', 'run_folder', 'doctor', 'report', 'plan', 'registry', 'trainer.strategies'},
     'trainer': MODELS
     | {'run_folder', 'publish', 'registry', 'rollout', 'experience', 'dataset', 'checkpoint'}
     | {'trainer.strategies', 'trainer.callbacks'},
@@ -45,6 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     | {'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'plan': MODELS | {'trainer.strategies'},  # a strategy says what it keeps in memory, and finds a model's blocks
     'search': {'checkpoint', 'launch', 'trainer.callbacks'},
+    'compare': {'run_folder', 'report'},
     'rewards': set(),
     'quickstart': MODELS
     | {
@@ -65,7 +68,8 @@ ALLOWED: dict[str, set[str]] = {
     'testing': MODELS
     | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'cli': MODELS
-    | {'rollout', 'experience', 'dataset', 'report', 'launch', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
+    | {'rollout', 'experience', 'dataset', 'run_folder', 'doctor', 'report', 'compare', 'launch'}
+    | {'trainer', 'trainer.strategies', 'trainer.callbacks'},
     '__main__': {'cli'},
     'chatgpt': {'quickstart'},
 }
@@ -84,6 +88,9 @@ OPTIONAL: dict[str, str | None] = {
     'matplotlib': None,
     'optuna': 'search/study',
     'vaderSentiment': 'rewards/sentiment',
+    'jinja2': 'compare/',
+    'starlette': 'compare/',
+    'uvicorn': 'compare/',
     'peft': None,
     'pandas': None,
     'pyarrow': None,

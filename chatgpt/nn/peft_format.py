@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ from chatgpt.nn.lora import (
     lora_state_dict,
 )
 from chatgpt.nn.unfit import candidates, read_weights
-from chatgpt.publish import Told, write_card
 
 CONFIG_FILE = 'adapter_config.json'
 WEIGHTS_FILE = 'adapter_model.safetensors'
@@ -74,7 +73,7 @@ def export_peft(
     task_type: str | None = None,
     state: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write the adapters of `module` to `folder`, which is made if absent, with a model card.
+    """Write the adapters of `module` to `folder`, which is made if absent.
 
     `module` is a transformers model, or a wrapper that holds one as `.model`; a value head beside it is not written.
     `base_model` is the name or path that peft should load the base from (default: what the model was loaded from).
@@ -113,7 +112,6 @@ def export_peft(
     path.mkdir(parents=True, exist_ok=True)
     save_tensors(tensors, path / WEIGHTS_FILE, metadata={'format': 'pt'})
     (path / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + '\n', encoding='utf-8')
-    write_card(path, Told(source=base_model or getattr(model, 'name_or_path', None), rank=int(cast(Any, first).r)))
 
 
 def _target_names(model: nn.Module, layers: Iterable[str]) -> list[str]:

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from chatgpt.nn.critic import Critic
+from chatgpt.nn.lora import lora_layers
+from chatgpt.nn.peft_format import export_peft
 from chatgpt.nn.reward_model import RewardModel
 from chatgpt.publish import NUM_SAMPLES, Told, check_push, push_folder, write_card
 from chatgpt.run_folder import RunFolder
@@ -37,6 +39,19 @@ def save_pretrained(strategy: Strategy, model: nn.Module, path: str | Path, *, t
     what the model is. Call it on every rank."""
     _write_weights(strategy, model, path, tokenizer)
     strategy.run_on_rank0(lambda: _write_card(path, strategy.unwrap(model), _told_of(strategy.unwrap(model))))
+
+
+def save_adapter(model: nn.Module, path: str | Path, *, base_model: str | None = None) -> None:
+    """Write the adapters of a model alone, as PEFT reads them, with a card.
+
+    Args:
+        model: whole, not sharded.
+        base_model: name or folder of what they are loaded onto; None: what the model was loaded from.
+    """
+    export_peft(model, path, base_model=base_model)
+    rank = next(iter(lora_layers(model).values())).r
+    told = _told_of(model)
+    _write_card(path, model, replace(told, source=base_model or told.source, rank=int(cast(Any, rank))))
 
 
 def save_trained(trainer: TrainerView, path: str | Path, *, card_samples: int = NUM_SAMPLES) -> None:

@@ -448,18 +448,18 @@ def test_a_reward_model_and_a_critic(tmp_path, monkeypatch, capsys):
 
 
 def test_adapters_alone(tmp_path, monkeypatch, capsys):
-    from chatgpt.nn.peft_format import export_peft
+    from chatgpt.trainer.saving import save_adapter
 
     monkeypatch.chdir(tmp_path)
     trainer = ppo(None, lora_rank=2)
     base = tiny_causal_lm('gpt2', vocab_size=259, pad_token_id=256, bos_token_id=257, eos_token_id=258)
     base.save_pretrained('base')
     byte_tokenizer().save_pretrained('base')
-    export_peft(trainer.actor, tmp_path / 'adapter', base_model=str(tmp_path / 'base'))
+    save_adapter(trainer.actor, tmp_path / 'adapter', base_model=str(tmp_path / 'base'))
     text = Path('adapter', CARD).read_text()
     assert 'library_name: peft' in text and '- lora' in text and str(tmp_path) not in text
     assert 'is a LoRA adapter of rank 2, to be loaded onto the model `base`' in text
-    export_peft(trainer.actor, tmp_path / 'hub', base_model='me/base')
+    save_adapter(trainer.actor, tmp_path / 'hub', base_model='me/base')
     text = Path('hub', CARD).read_text()
     assert 'base_model: me/base\n' in text and 'base_model_relation: adapter' in text and "base = 'me/base'" in text
     pytest.importorskip('peft', reason='the code of this card needs peft')

@@ -32,10 +32,11 @@ from chatgpt.nn.loading import (
     write_folder,
 )
 from chatgpt.nn.lora import has_lora
-from chatgpt.nn.peft_format import adapter_base, export_peft, import_peft
+from chatgpt.nn.peft_format import adapter_base, import_peft
 from chatgpt.nn.trunk import hidden_size, is_encoder_decoder
 from chatgpt.nn.unfit import open_weights
 from chatgpt.publish import push_folder
+from chatgpt.trainer.saving import save_adapter
 
 HEAD = 'v_head.summary.'
 """what TRL's checkpoints call the head"""
@@ -261,7 +262,7 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
         head = {name: tensor.detach().cpu() for name, tensor in self.v_head.summary.state_dict().items()}
         folder.mkdir(parents=True, exist_ok=True)
         if self.is_peft_model:
-            export_peft(self.pretrained_model, folder)
+            save_adapter(self.pretrained_model, folder)
             torch.save({HEAD + name: tensor for name, tensor in head.items()}, folder / 'pytorch_model.bin')
         else:
             state = kwargs.pop('state_dict', None)
