@@ -6,6 +6,7 @@ doctor says of them.
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Callable
@@ -21,9 +22,10 @@ from chatgpt.dataset import embedded, load_preferences, load_prompts
 from chatgpt.nn import AutoRM, GPTActor, GPTCritic
 from chatgpt.rollout import LocalEngine
 from chatgpt.testing import char_tokenizer, tiny_config
+from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import PPOTrainer, RewardModelTrainer, SFTTrainer
 from chatgpt.trainer.callbacks import Callback, Evaluator, ProgressBar
-from chatgpt.trainer.strategies import NaiveStrategy
+from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.types import Sequence
 
 VOCAB, END, GOOD = 16, 2, 7
@@ -103,24 +105,26 @@ def online(
     given: Any = None,
     vocab: int = VOCAB,
     callbacks: Any = (),
+    ddp: bool = False,
+    quiet: bool = True,
     **settings: Any,
 ) -> None:
     """PPO of a policy of 7 thousand parameters on token ids; the score is the share of one token in a response."""
     config = tiny_config('gpt2', vocab_size=vocab, hidden=16, positions=64)
-    with NaiveStrategy(seed=0, device='cpu') as strategy, warnings.catch_warnings():
-        warnings.simplefilter('ignore')
+    with (DDPStrategy if ddp else NaiveStrategy)(seed=0) as ranks, warnings.catch_warnings():
+        warnings.simplefilter('ignore' if quiet else 'always')
         actor = GPTActor(config=config, value_head=True if shared else None)
-        initial = strategy.prepare(deepcopy(actor))
+        initial = ranks.prepare(deepcopy(actor))
         values = None if shared or settings.get('advantage_estimator') == 'grpo' else GPTCritic(config=config)
-        actor, optim = strategy.prepare((actor, AdamW(actor.parameters(), lr=lr, eps=1e-5)))
+        actor, optim = ranks.prepare((actor, AdamW(actor.parameters(), lr=lr, eps=1e-5)))
         critic = critic_optim = None
         if values is not None:
-            critic, critic_optim = strategy.prepare((values, AdamW(values.parameters(), lr=critic_lr, eps=1e-5)))
+            critic, critic_optim = ranks.prepare((values, AdamW(values.parameters(), lr=critic_lr, eps=1e-5)))
         trainer = PPOTrainer(
-            strategy,
+            ranks,
             actor,
             critic,
-            strategy.prepare(reward or OfResponses(score)),
+            ranks.prepare(reward or OfResponses(score)),
             initial,
             optim,
             critic_optim,
@@ -166,12 +170,12 @@ def learned_by_heart(folder: Path, eval_same: bool = False) -> None:
 def reward_model(folder: Path, lr: float) -> None:
     """The demo's reward model, of a quarter of a million parameters, from new weights."""
     tokenizer = embedded.demo_tokenizer()
-    pairs, _ = load_preferences(embedded.demo_preferences(800, seed=0), tokenizer)
+    pairs, _ = load_preferences(embedded.demo_preferences(480, seed=0), tokenizer)
     with NaiveStrategy(seed=0, device='cpu') as strategy:
         model = AutoRM(config=embedded.demo_config())
         model, optim = strategy.prepare((model, AdamW(model.parameters(), lr=lr)))
         RewardModelTrainer(
-            strategy, model, optim, pairs, train_batch_size=32, max_epochs=2, log_interval=4, run_dir=folder,
+            strategy, model, optim, pairs, train_batch_size=32, max_epochs=2, log_interval=3, run_dir=folder,
             callbacks=[ProgressBar(enabled=False)],
         ).fit()  # fmt: skip
 
@@ -190,6 +194,31 @@ class OtherPolicy(LocalEngine):
         for sample in samples:
             sample.logprobs = sample.logprobs - 0.1
         return samples
+
+
+class SlowOn1(LocalEngine):
+    """Rank 1 takes longer for its share."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        samples = super().generate(*args, **kwargs)
+        if self.rank == 1:
+            time.sleep(0.2 + 2 * (time.perf_counter() - start))
+        return samples
+
+
+def as_rank(folder: str, slow: bool) -> None:
+    """Of two processes, under DDP."""
+    rank = int(os.environ['RANK'])
+    online(Path(folder), phases=6, ddp=True, engine=SlowOn1(rank) if slow else None)
+
+
+def on_two_ranks(folder: Path, slow: bool) -> None:
+    run_distributed(as_rank, 2, str(folder), slow)
 
 
 class Sleeps(Callback):
@@ -288,6 +317,9 @@ FAULTS: dict[str, Fault] = {
     'grad-norm-spikes': Fault(run(reward=Bursts(good_share), phases=20), run(phases=20), 'scores x 1000 now and then'),
     'eval-loss-rises': Fault(
         learned_by_heart, lambda folder: learned_by_heart(folder, eval_same=True), '8 random texts, 24 epochs'
+    ),
+    'slow-rank': Fault(
+        lambda folder: on_two_ranks(folder, True), lambda folder: on_two_ranks(folder, False), 'rank 1 of 2 sleeps'
     ),
     'time-elsewhere': Fault(run(callbacks=[Sleeps(1.5)], phases=6), run(phases=6), 'a callback that sleeps'),
 }

@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     'batching': MATHS,
     'sweep': MATHS | {'batching'},
     'cluster': set(),
+    'publish': {'run_folder', 'report', 'dataset'},
     'nn': MATHS | {'batching', 'registry'},
     'rollout': MODELS | {'cluster', 'registry'},
     'dataset': {'types'},
@@ -34,12 +35,15 @@ ALLOWED: dict[str, set[str]] = {
     'checkpoint': set(),
     'run_folder': set(),
     'trainer.strategies': MODELS | {'checkpoint', 'registry'},
+    'doctor': {'run_folder'},
     'report': {'run_folder', 'doctor'},
-    'trainer.callbacks': MATHS | {'checkpoint', 'run_folder', 'report', 'plan', 'registry', 'trainer.strategies'},
+    'trainer.callbacks': MATHS
+    | {'checkpoint', 'run_folder', 'doctor', 'report', 'plan', 'registry', 'trainer.strategies'},
     'trainer': MODELS
-    | {'registry', 'rollout', 'experience', 'dataset', 'checkpoint', 'trainer.strategies', 'trainer.callbacks'},
+    | {'run_folder', 'publish', 'registry', 'rollout', 'experience', 'dataset', 'checkpoint'}
+    | {'trainer.strategies', 'trainer.callbacks'},
     'launch': MODELS
-    | {'registry', 'cluster', 'plan', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
+    | {'publish', 'registry', 'cluster', 'plan', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
     | {'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'plan': MODELS | {'trainer.strategies'},  # a strategy says what it keeps in memory, and finds a model's blocks
     'search': {'checkpoint', 'launch', 'trainer.callbacks'},
@@ -47,6 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     'rewards': set(),
     'quickstart': MODELS
     | {
+        'publish',
         'rollout',
         'rewards',
         'experience',
@@ -58,13 +63,13 @@ ALLOWED: dict[str, set[str]] = {
         'launch',
     },
     'compat': MODELS
-    | {'registry', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
+    | {'publish', 'registry', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
     | {'trainer', 'trainer.strategies', 'trainer.callbacks', 'launch', 'quickstart'},
     'testing': MODELS
     | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'cli': MODELS
-    | {'rollout', 'experience', 'dataset', 'report', 'compare', 'launch', 'trainer', 'trainer.strategies'}
-    | {'trainer.callbacks'},
+    | {'rollout', 'experience', 'dataset', 'run_folder', 'doctor', 'report', 'compare', 'launch'}
+    | {'trainer', 'trainer.strategies', 'trainer.callbacks'},
     '__main__': {'cli'},
     'chatgpt': {'quickstart'},
 }

@@ -67,7 +67,9 @@ class Doctor(Callback):
         try:
             new = self._diagnosis.see({**json_safe(metrics), 'step': step})
         except Exception as error:  # a run must not end for want of a diagnosis
-            warnings.warn(f'the doctor failed at phase {step}: {type(error).__name__}: {error}', stacklevel=2)
+            told = f'the doctor failed at phase {step}, and looks no further: {type(error).__name__}: {error}'
+            warnings.warn(told, stacklevel=2)
+            self.enabled = False
             return
         if new:
             self._file.write(trainer, step, [finding.row() for finding in new])
