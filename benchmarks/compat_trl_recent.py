@@ -10,7 +10,6 @@ logged.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -22,9 +21,10 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE / 'peers')]
 
+from compat_page import arguments, speed, write  # noqa: E402
 from compat_recent_ours import differences, learner, ppo  # noqa: E402
 from compat_recent_work import LEARNERS, PPO, make_folders  # noqa: E402
-from vs_peers import compare, environment, machine, save_model  # noqa: E402
+from vs_peers import environment  # noqa: E402
 from work import Case  # noqa: E402
 
 GOLDEN = HERE.parent / 'tests' / 'compat' / 'trl_recent_numbers.json'
@@ -48,45 +48,15 @@ def numbers(work: Path) -> dict[str, dict[str, float]]:
     return found
 
 
-def table(found: dict[str, dict[str, float]]) -> str:
-    """The differences as Markdown."""
-    kinds = list(next(iter(found.values())))
-    lines = ['| case | ' + ' | '.join(kinds) + ' |', '|---' * (len(kinds) + 1) + '|']
-    for name, row in found.items():
-        lines.append(f'| {name} | ' + ' | '.join(f'{row[k]:.0e}' if k in row else '' for k in kinds) + ' |')
-    return '\n'.join(lines)
-
-
-def speed(work: Path, rounds: int) -> dict[str, Any]:
-    """CPU seconds of a whole update, by case."""
-    folders = {lengths: save_model(work, lengths) for lengths in ('fixed', 'eos')}
-    peer = [environment('trl_ppo', work), HERE / 'peers' / 'trl_ppo.py']
-    mine = [sys.executable, HERE / 'peers' / 'compat_recent_speed.py']
-    found = {}
-    for case in SPEED:
-        case = Case(**{**vars(case), 'model': folders[case.lengths]})
-        result = compare(case, mine, peer, rounds=rounds, warmup=1, logs=work / 'logs')
-        found[case.name] = {k: result[k] for k in ('ratio', 'ratio_wall', 'ratio_total', 'ours', 'theirs', 'about')}
-        ours, theirs = result['ours']['cpu_s'], result['theirs']['cpu_s']
-        print(
-            f'{case.name}: {ours:.2f} s here, {theirs:.2f} s there, {result["ratio"]["median"]:.2f} times', flush=True
-        )
-    return found
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('what', choices=('numbers', 'speed'))
-    parser.add_argument('--rounds', type=int, default=5)
-    parser.add_argument('--work-dir', type=Path, default=Path('outputs/peers'), help='environments, models and logs')
-    args = parser.parse_args()
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if args.what == 'numbers':
-        results['numbers'] = numbers(args.work_dir.resolve())
-        print(table(results['numbers']))
-    else:
-        results['speed'] = speed(args.work_dir.resolve(), args.rounds) | {'machine': machine()}
-    RESULTS.write_text(json.dumps(results, indent=1) + '\n')
+    args = arguments(__doc__).parse_args()
+    work = args.work_dir.resolve()
+    mine = [sys.executable, HERE / 'peers' / 'compat_recent_speed.py']
+
+    def timed() -> dict[str, Any]:
+        return speed(SPEED, mine, [environment('trl_ppo', work), HERE / 'peers' / 'trl_ppo.py'], work, args.rounds)
+
+    write(args.what, RESULTS, lambda: numbers(work), timed)
 
 
 if __name__ == '__main__':

@@ -14,7 +14,6 @@ gradients. Speed: one program on both sides (`peers/compat_trlx_speed.py`), upda
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -25,9 +24,10 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE / 'peers')]
 
+from compat_page import arguments, speed, write  # noqa: E402
 from compat_trlx_ours import differences, is_padded, run  # noqa: E402
 from compat_trlx_work import CASES  # noqa: E402
-from vs_peers import ENVIRONMENTS, compare, environment, machine, save_model  # noqa: E402
+from vs_peers import ENVIRONMENTS, environment  # noqa: E402
 from work import Case  # noqa: E402
 
 GOLDEN = HERE.parent / 'tests' / 'compat' / 'trlx_numbers.json'
@@ -72,40 +72,20 @@ def table(found: dict[str, dict[str, float]]) -> str:
     return '\n'.join(lines)
 
 
-def speed(source: Path, work: Path, rounds: int) -> dict[str, Any]:
-    """CPU seconds of an update, by case."""
-    folder = save_model(work, 'fixed')
-    worker = HERE / 'peers' / 'compat_trlx_speed.py'
-    peer = ['env', f'TRLX_SOURCE={source}', environment('trlx', work), worker]
-    found = {}
-    for case in SPEED:
-        case = Case(**{**vars(case), 'model': folder})
-        result = compare(case, [sys.executable, worker], peer, rounds=rounds, warmup=1, logs=work / 'logs')
-        found[case.name] = {k: result[k] for k in ('ratio', 'ratio_wall', 'ratio_total', 'ours', 'theirs', 'about')}
-        ours, theirs = result['ours']['cpu_s'], result['theirs']['cpu_s']
-        print(
-            f'{case.name}: {ours:.2f} s here, {theirs:.2f} s there, {result["ratio"]["median"]:.2f} times', flush=True
-        )
-    return found
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('what', choices=('numbers', 'speed'))
+    parser = arguments(__doc__)
     parser.add_argument('--source', required=True, help='a folder with the package trlx, or git+https://...')
-    parser.add_argument('--rounds', type=int, default=5)
-    parser.add_argument('--work-dir', type=Path, default=Path('outputs/peers'), help='environments, models and logs')
     args = parser.parse_args()
     work = args.work_dir.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     source = package(args.source, work)
-    if args.what == 'numbers':
-        results['numbers'] = numbers(source, work)
-        print(table(results['numbers']))
-    else:
-        results['speed'] = speed(source, work, args.rounds) | {'machine': machine()}
-    RESULTS.write_text(json.dumps(results, indent=1) + '\n')
+    worker = HERE / 'peers' / 'compat_trlx_speed.py'
+
+    def timed() -> dict[str, Any]:
+        peer = ['env', f'TRLX_SOURCE={source}', environment('trlx', work), worker]
+        return speed(SPEED, [sys.executable, worker], peer, work, args.rounds)
+
+    write(args.what, RESULTS, lambda: numbers(source, work), timed, table)
 
 
 if __name__ == '__main__':

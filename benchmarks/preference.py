@@ -54,7 +54,7 @@ def quiet() -> list[Any]:
     return [ProgressBar(enabled=False)]
 
 
-def sft(seed: int, tokenizer: Any) -> Any:
+def sft(seed: int, tokenizer: Any, run_dir: Path | None = None) -> Any:
     from chatgpt.dataset import embedded, load_demonstrations
     from chatgpt.nn import GPTActor
     from chatgpt.trainer import SFTTrainer
@@ -64,7 +64,9 @@ def sft(seed: int, tokenizer: Any) -> Any:
         actor = GPTActor(config=embedded.demo_config())
         actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=2e-3)))
         data, _ = load_demonstrations(embedded.demo_corpus(2000, seed=seed), tokenizer)
-        SFTTrainer(strategy, actor, optim, data, train_batch_size=32, max_epochs=3, callbacks=quiet()).fit()
+        SFTTrainer(
+            strategy, actor, optim, data, train_batch_size=32, max_epochs=3, callbacks=quiet(), run_dir=run_dir
+        ).fit()
         return strategy.unwrap(actor)
 
 
@@ -89,7 +91,7 @@ def win_rate(new: list[float], old: list[float]) -> float:
     return sum((a > b) + 0.5 * (a == b) for a, b in zip(new, old, strict=True)) / len(new)
 
 
-def optimise(name: str, start: Any, seed: int, tokenizer: Any) -> Any:
+def optimise(name: str, start: Any, seed: int, tokenizer: Any, run_dir: Path | None = None) -> Any:
     from chatgpt import trainer as trainers
     from chatgpt.dataset import load_preferences
     from chatgpt.trainer.strategies import NaiveStrategy
@@ -102,7 +104,7 @@ def optimise(name: str, start: Any, seed: int, tokenizer: Any) -> Any:
         actor, initial = deepcopy(start), deepcopy(start)
         actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=lr)))
         reference = {'initial_model': strategy.prepare(initial)} if kind in ('DPOTrainer', 'KTOTrainer') else {}
-        options = {'train_batch_size': 32, 'max_epochs': 2, **settings}
+        options = {'train_batch_size': 32, 'max_epochs': 2, 'run_dir': run_dir, **settings}
         getattr(trainers, kind)(strategy, actor, optim, pairs, callbacks=quiet(), **reference, **options).fit()
         return strategy.unwrap(actor)
 

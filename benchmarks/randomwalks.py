@@ -69,7 +69,7 @@ def evaluation(task: rw.Task, tokenizer: Any, **generate: Any) -> Any:
     )
 
 
-def run_ilql(graph_seed: int, seed: int, times: int = 1, *, every: int = 20) -> dict[str, Any]:
+def run_ilql(graph_seed: int, seed: int, times: int = 1, *, every: int = 20, **changes: Any) -> dict[str, Any]:
     from transformers import GPT2LMHeadModel
 
     from chatgpt.nn import ILQLModel
@@ -100,10 +100,9 @@ def run_ilql(graph_seed: int, seed: int, times: int = 1, *, every: int = 20) -> 
             records,
             tokenizer=tokenizer,
             train_batch_size=BATCH,
-            max_epochs=20 * times,
             log_interval=every,
             callbacks=[Evaluator(curve, 1), ProgressBar(enabled=False)],
-            **settings,
+            **{'max_epochs': 20 * times} | settings | changes,
         )
         trainer.fit()
     by_beta = {f'{b:g}': [row[f'score_mean@beta={b:g}'] for row in curve.rows] for b in BETAS}

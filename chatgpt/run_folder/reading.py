@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,7 @@ class RunFolder:
         ValueError: there is no such folder, or it is not that of a run; says which folders below it are.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
             raise ValueError(f'{self.path}: there is no such folder')

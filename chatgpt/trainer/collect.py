@@ -13,6 +13,7 @@ answers later. Left out: what is measured on a sample (`chatgpt.experience`), an
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -84,6 +85,8 @@ class Collector:
         self.prompts_drawn = 0
         """prompts given out, all ranks together"""
         self.samples_drawn = 0
+        self.generating_s = 0.0
+        """this rank's own engine, since the last `taken_s`"""
         self._order: PromptOrder | None = None
         self._recorded: SequenceOf[Mapping[str, Any]] = ()
         """timesteps in flight of a checkpoint that was loaded, until `collect` needs them"""
@@ -132,7 +135,7 @@ class Collector:
         with self._begun(policy):
             for limit in sorted(set(limits), key=lambda n: n or 0):
                 at = [i for i, n in enumerate(limits) if n == limit]
-                samples = self.engine.generate(
+                samples = self._timed(
                     [prompts[i] for i in at],
                     replace(sampling, max_new_tokens=limit),
                     seed=self.strategy.seed if seed is None else seed,
@@ -141,6 +144,18 @@ class Collector:
                 )
                 found |= dict(zip(at, samples, strict=True))
         return self.decode([found[i] for i in range(len(prompts))])
+
+    def _timed(self, *args: Any, **kwargs: Any) -> list[Sample]:
+        start = time.perf_counter()
+        samples = self.engine.generate(*args, **kwargs)
+        self.generating_s += time.perf_counter() - start
+        return samples
+
+    def taken_s(self) -> float:
+        """Seconds that this rank's engine has generated since it was last asked; waiting for other ranks is not in
+        them."""
+        seconds, self.generating_s = self.generating_s, 0.0
+        return seconds
 
     @contextmanager
     def _begun(self, policy: Full | None = None) -> Iterator[None]:
@@ -221,9 +236,7 @@ class Collector:
 
     def _rollout(self, version: int) -> list[Sample]:
         t = self._draw(version)
-        samples = self.engine.generate(
-            t.prompts, self.sampling, seed=self.strategy.seed, indices=t.indices, groups=t.groups
-        )
+        samples = self._timed(t.prompts, self.sampling, seed=self.strategy.seed, indices=t.indices, groups=t.groups)
         for sample in samples:
             sample.version = t.version
         return self.decode(samples)

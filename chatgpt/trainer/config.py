@@ -22,8 +22,6 @@ from chatgpt.trainer.ranges import check_values
 KLLossKind = Literal['k1', 'k2', 'k3']
 Schedule = Literal['constant', 'linear', 'cosine']
 
-CHECKPOINT_MINUTES = 15.0
-"""between checkpoints of a run that does not say how often"""
 
 C = TypeVar('C', bound='Settings')
 

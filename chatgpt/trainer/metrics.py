@@ -7,9 +7,10 @@ docs/metrics.md gives the formula of each. Left out: where they are logged (`cal
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from chatgpt.experience import ScoreShaper
 from chatgpt.functional.kl import kl_penalty
 from chatgpt.functional.losses import explained_variance
+from chatgpt.trainer.repetition import repetition
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Experience
 
@@ -131,21 +133,36 @@ def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float, *, in_r
     apart = torch.tensor([[score for _, score in e.weighted_scores] for e in experiences], dtype=torch.float64)
     rewards = {f'rollout/score_{k}_mean': float(column.mean()) for k, column in enumerate(apart.T, 1)}
     rewards |= {f'rollout/score_{k}_std': _spread(column) for k, column in enumerate(apart.T, 1)}
-    return rewards | {
-        'rollout/score_mean': float(scores.mean()),
-        'rollout/score_std': _spread(scores),
-        'rollout/score_min': float(scores.min()),
-        'rollout/score_max': float(scores.max()),
-        'rollout/kl_mean': float(kl.mean()),
-        'rollout/kl_k3_mean': float(k3.mean()),
-        'rollout/kl_coef': kl_coef,
-        'rollout/non_score_reward_mean': float(-kl_coef * penalty.mean()) if in_reward else 0.0,
-        'rollout/response_len_mean': float(lengths.mean()),
-        'rollout/response_len_std': _spread(lengths),
-        'rollout/prompt_len_mean': sum(len(e.prompt_ids) for e in experiences) / len(experiences),
-        'rollout/ended_share': sum(e.ended for e in experiences) / len(experiences),
-        'rollout/entropy': surprisal / max(counted, 1),
-    }
+    return (
+        rewards
+        | {
+            'rollout/score_mean': float(scores.mean()),
+            'rollout/score_std': _spread(scores),
+            'rollout/score_min': float(scores.min()),
+            'rollout/score_max': float(scores.max()),
+            'rollout/score_mad': float((scores - scores.median()).abs().median()),
+            'rollout/kl_mean': float(kl.mean()),
+            'rollout/kl_k3_mean': float(k3.mean()),
+            'rollout/kl_coef': kl_coef,
+            'rollout/non_score_reward_mean': float(-kl_coef * penalty.mean()) if in_reward else 0.0,
+            'rollout/response_len_mean': float(lengths.mean()),
+            'rollout/response_len_std': _spread(lengths),
+            'rollout/prompt_len_mean': sum(len(e.prompt_ids) for e in experiences) / len(experiences),
+            'rollout/ended_share': sum(e.ended for e in experiences) / len(experiences),
+            'rollout/entropy': surprisal / max(counted, 1),
+        }
+        | repetition([e.response_ids for e in experiences])
+    )
+
+
+def group_metrics(experiences: SequenceOf[Experience], *, apart: bool = False) -> dict[str, float]:
+    """`rollout/...`: groups whose scores are all equal; nothing without groups. `apart`: equal in each reward, not in
+    their sum."""
+    groups: dict[int, list[Any]] = {}
+    for e in experiences:
+        groups.setdefault(e.group, []).append(e.weighted_scores if apart else e.score)
+    equal = [all(score == scores[0] for score in scores) for scores in groups.values() if len(scores) > 1]
+    return {'rollout/equal_groups_share': sum(equal) / len(equal)} if equal else {}
 
 
 def scaling_metrics(shaper: ScoreShaper) -> dict[str, float]:
@@ -175,6 +192,21 @@ def first_batch_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """How far the first train batch after a rollout is from ratio 1 and KL 0, as it must be before any step."""
     error = max(metrics['ratio_max'] - 1.0, 1.0 - metrics['ratio_min'])
     return {'first_ratio_error': error, 'first_approx_kl': metrics['approx_kl']}
+
+
+def rank_metrics(strategy: Strategy, seconds: float) -> dict[str, float]:
+    """`perf/...`: which rank took longest over its own `seconds`, and the median of the others. A collective; nothing on
+    one process."""
+    if strategy.world_size == 1:
+        return {}
+    everyone = strategy.all_gather_object(seconds)
+    slowest = max(range(len(everyone)), key=lambda rank: everyone[rank])
+    others = everyone[:slowest] + everyone[slowest + 1 :]
+    return {
+        'perf/slowest_rank': float(slowest),
+        'perf/slowest_rank_s': everyone[slowest],
+        'perf/other_ranks_s': statistics.median(others),
+    }
 
 
 def performance_metrics(

@@ -282,7 +282,7 @@ class OfflineTrainer(Trainer):
                 self.num_updates += result.stepped
                 tokens += sum(map(work.length_of, records))
                 metrics = {k.replace(f'{name}_grad_norm', 'grad_norm'): v for k, v in result.metrics.items()}
-                phase.add(metrics | {'lr': rates[name]})
+                phase.add(metrics | {'grad_norm_max': metrics['grad_norm'], 'lr': rates[name]})
                 self.callbacks.on_learn_batch_end(self, metrics)
                 if number == per_epoch - 1:
                     self.callbacks.on_learn_epoch_end(self, epoch)

@@ -35,6 +35,7 @@ from chatgpt.experience import (
     ScoreShaper,
     as_scorer,
 )
+from chatgpt.experience.rescore import RESCORE_EVERY, rescored
 from chatgpt.experience.scorers import described, models_of
 from chatgpt.functional.kl import AdaptiveKLController, FixedKLController
 from chatgpt.nn.dropout import dropout_off
@@ -58,7 +59,9 @@ from chatgpt.trainer.losses import (
 from chatgpt.trainer.metrics import (
     PhaseMetrics,
     first_batch_metrics,
+    group_metrics,
     performance_metrics,
+    rank_metrics,
     rollout_metrics,
     scaling_metrics,
     value_metrics,
@@ -426,6 +429,7 @@ class PPOTrainer(Trainer):
                 return False
             experiences, self.sampling_metrics = chosen
         self.sampling_metrics |= self._filter_overlong(experiences) | self._staleness(experiences)
+        self.sampling_metrics |= self._rescored(experiences)
         self.collector.learned()
         self.buffer.append(experiences)
         self.last_experiences = experiences
@@ -476,6 +480,13 @@ class PPOTrainer(Trainer):
         ages = [self.phase - e.version for e in experiences]
         return {'rollout/staleness_mean': sum(ages) / len(ages), 'rollout/staleness_max': float(max(ages))}
 
+    def _rescored(self, experiences: list[Experience]) -> dict[str, float]:
+        """Now and then, whether the reward model agrees with itself."""
+        if not isinstance(self.scorer, RewardModelScorer) or self.phase % RESCORE_EVERY:
+            return {}
+        with self.clock.measure('score'):
+            return {'rollout/rescore_error': rescored(self.scorer, experiences, self.strategy)}
+
     # ------------------------------------------------------------------ learn
 
     def learn_phase(self) -> dict[str, float]:
@@ -490,9 +501,15 @@ class PPOTrainer(Trainer):
         self.policy.end_phase(self.phase + 1)
         self.buffer.clear()
         metrics = (
-            rollouts | scaling_metrics(self.maker.shaper) | value_metrics(experiences) | self.sampling_metrics | metrics
+            rollouts
+            | group_metrics(experiences, apart=self.config.estimator.rewards_apart)
+            | scaling_metrics(self.maker.shaper)
+            | value_metrics(experiences)
+            | self.sampling_metrics
+            | metrics
         )
         metrics |= performance_metrics(experiences, self.clock.metrics(), self.config.max_epochs)
+        metrics |= rank_metrics(self.strategy, self.collector.taken_s())
         self.end_phase(metrics)
         return metrics
 
@@ -528,6 +545,7 @@ class PPOTrainer(Trainer):
                 skipped += not result.stepped
                 phase.add(
                     result.metrics
+                    | {f'{k}_max': v for k, v in result.metrics.items() if k.endswith('_grad_norm')}
                     | {'lr': rates['actor']}
                     | ({'critic_lr': rates['critic']} if 'critic' in rates else {})
                 )

@@ -76,11 +76,14 @@ class PhaseClock:
         self.device = device
         self.wall: dict[str, float] = {}
         self.cpu: dict[str, float] = {}
+        self._since: float | None = None
+        """when the measured parts of the phase before had ended, or this run's first part began"""
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
         self._synchronize()
         wall, cpu = time.perf_counter(), time.process_time()
+        self._since = wall if self._since is None else self._since
         try:
             yield
         finally:
@@ -93,10 +96,14 @@ class PhaseClock:
             torch.cuda.synchronize(self.device)
 
     def metrics(self) -> dict[str, float]:
-        """`perf/<part>_s`, `perf/<part>_cpu_s`, `perf/total_s` and the peak memory so far."""
+        """`perf/<part>_s`, `perf/<part>_cpu_s`, `perf/total_s`, `perf/other_s` and the peak memory so far. Once a
+        phase, when its parts are over."""
         result = {f'perf/{part}_s': seconds for part, seconds in self.wall.items()}
         result |= {f'perf/{part}_cpu_s': seconds for part, seconds in self.cpu.items()}
         result['perf/total_s'] = sum(self.wall.values())
+        now = time.perf_counter()
+        result['perf/other_s'] = max(now - (now if self._since is None else self._since) - result['perf/total_s'], 0.0)
+        self._since = now
         if self.device.type == 'cuda':
             result['perf/peak_memory_gib'] = torch.cuda.max_memory_allocated(self.device) / 2**30
         else:

@@ -55,7 +55,7 @@ def test_a_run_without_an_interval_keeps_as_many_of_its_interruptions_as_asked()
     from chatgpt.launch.recipes import make_callbacks
     from chatgpt.launch.runs import SFTRun
 
-    (keeper,) = make_callbacks(SFTRun(checkpoint_interval=0, keep_last=3), None)
+    keeper = make_callbacks(SFTRun(checkpoint_interval=0, keep_last=3), None)[0]
     assert (keeper.interval, keeper.keep_last) == (None, 3)
 
 

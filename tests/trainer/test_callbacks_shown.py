@@ -19,6 +19,23 @@ def test_lines_where_there_is_no_terminal(capsys):
     assert out.err == ''
 
 
+def test_lines_say_how_long_the_rest_takes(capsys, monkeypatch):
+    """Two phases of four in 100 s: as long again. After a resume only what this start has done counts."""
+    clock = iter([0.0, 40.0, 100.0, 150.0, 1000.0, 1007.0])
+    monkeypatch.setattr('chatgpt.trainer.callbacks.progress.time.monotonic', lambda: next(clock))
+    row = {'perf/new_tokens_per_s': 1234.5}
+    FakeTrainer([cb.ProgressBar()], num_phases=4).fit([row, row, row])
+    resumed = FakeTrainer([cb.ProgressBar()], num_phases=1004)
+    resumed.phase = 3
+    resumed.fit([{}])
+    assert capsys.readouterr().out.splitlines() == [
+        'phase 1/4  tokens/s 1234  left 2 min',  # 3 x 40 s
+        'phase 2/4  tokens/s 1234  left 2 min',  # 2 x 50 s
+        'phase 3/4  tokens/s 1234  left 50 s',
+        'phase 4/1004  left 1 h 57 min',  # 1000 x 7 s
+    ]
+
+
 def test_bars_show_phases_with_numbers_and_go_on_where_a_run_was_resumed(capsys):
     trainer = FakeTrainer([cb.ProgressBar(bars=True)], num_phases=5)
     trainer.phase, trainer.total_updates = 3, 10

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from chatgpt.compat.trl import later
-from chatgpt.compat.trl.arguments import Entry, TrainingArguments, converted, label, ours, refused, warned
+from chatgpt.compat.trl.arguments import Entry, converted, label, ours, refused, warned
+from chatgpt.compat.trl.offline import ARGUMENTS, OfflineArguments, OfflineLaterTrainer
 from chatgpt.compat.trl.peft import adapted
-from chatgpt.compat.trl.training import (
-    OfflineLaterTrainer,
-    causal_lm,
-    max_length_of,
-    refuse,
-    resolved,
-    strategy_of,
-    tokenizer_of,
-    warn_of_options,
-    with_older,
-)
+from chatgpt.compat.trl.training import causal_lm, max_length_of, warn_of_options
 from chatgpt.dataset import load_preferences
 from chatgpt.nn import Actor
 from chatgpt.nn.lora import has_lora
@@ -33,7 +23,7 @@ LOSSES = ('sigmoid', 'hinge', 'robust')
 """values of loss_type"""
 _NOT_PLAIN = refused(f'the losses of this trainer are {", ".join(LOSSES)} alone (docs/algorithms/dpo.md)')
 
-FIELDS: dict[str, Entry] = later.ARGUMENTS | {
+FIELDS: dict[str, Entry] = ARGUMENTS | {
     'beta': ours('beta'),
     'loss_type': converted(f'{", ".join(LOSSES)} the same; one name, or a list of one; another is an error'),
     'label_smoothing': converted("of 'sigmoid': loss_type='cdpo'; of 'robust': label_smoothing"),
@@ -44,17 +34,11 @@ FIELDS: dict[str, Entry] = later.ARGUMENTS | {
     'truncation_mode': _ONE_LIMIT,
     'precompute_ref_log_probs': converted('always, before the first step: the same numbers from half the forwards'),
     'precompute_ref_batch_size': label('see precompute_ref_log_probs'),
-    'model_init_kwargs': converted(
-        'options of loading a named model; dtype and device_map warn, quantization_config is an error'
-    ),
     'ref_model_init_kwargs': converted('see model_init_kwargs; of a ref_model that is given by name'),
     'disable_dropout': converted('True is how it is here; False is an error'),
-    'dataset_num_proc': label('records are tokenized in this process'),
     'padding_free': label('forwards leave padding out anyway'),
-    'pad_to_multiple_of': label('forwards leave padding out anyway'),
     'label_pad_token_id': label('records carry a mask'),
     'padding_value': label('records carry a mask'),
-    'pad_token': label('records carry a mask'),
     'is_encoder_decoder': refused('there are no encoder-decoders here'),
     'generate_during_eval': warned('evaluation measures the loss; see chatgpt.trainer.prompt_evaluation for texts'),
     'force_use_ref_model': label('a given ref_model is used beside adapters too'),
@@ -72,38 +56,30 @@ FIELDS: dict[str, Entry] = later.ARGUMENTS | {
     'discopop_tau': label('of a loss_type that is not served'),
     'rpo_alpha': refused('there is no SFT term here; chatgpt.trainer.ORPOTrainer has one'),
     'router_aux_loss_coef': warned('the loss is that of the answers alone'),
-    'trust_remote_code': converted('an option of loading'),
-    'activation_offloading': warned('a matter of memory, without influence on numbers'),
     'tools': refused('chat templates get no tools here: render them into the prompts'),
 }
 """argument: what becomes of it"""
 
 
 @dataclass(kw_only=True)
-class DPOConfig(TrainingArguments):
+class DPOConfig(OfflineArguments):
     """Arguments of `DPOTrainer`. `FIELDS` says what each one does here."""
 
-    output_dir: str | None = field(default=None, kw_only=False)
     learning_rate: float = 1e-6
     beta: float = 0.1
     loss_type: str | list[str] = field(default_factory=lambda: ['sigmoid'])  # a flag takes one or more
     label_smoothing: float = 0.0
-    max_length: int | None = 1024
     max_prompt_length: int | None = None
     max_completion_length: int | None = None
     max_target_length: int | None = None
     truncation_mode: str | None = None
     precompute_ref_log_probs: bool = False
     precompute_ref_batch_size: int | None = None
-    model_init_kwargs: dict | str | None = None
     ref_model_init_kwargs: dict | str | None = None
     disable_dropout: bool = True
-    dataset_num_proc: int | None = None
     padding_free: bool = False
-    pad_to_multiple_of: int | None = None
     label_pad_token_id: int = -100
     padding_value: int | None = None
-    pad_token: str | None = None
     is_encoder_decoder: bool | None = None
     generate_during_eval: bool = False
     force_use_ref_model: bool = False
@@ -121,13 +97,7 @@ class DPOConfig(TrainingArguments):
     discopop_tau: float = 0.05
     rpo_alpha: float | None = None
     router_aux_loss_coef: float = 0.0
-    activation_offloading: bool = False
     tools: str | None = None
-    trust_remote_code: InitVar[bool] = False  # no flag of a command line, where it is ModelConfig's
-
-    def __post_init__(self, trust_remote_code: bool) -> None:  # type: ignore[override]
-        super().__post_init__()
-        self.trust_remote_code = trust_remote_code  # type: ignore[attr-defined]
 
 
 def _loss(args: Any) -> dict[str, Any]:
@@ -170,6 +140,8 @@ class DPOTrainer(OfflineLaterTrainer):
         'logps/chosen': 'logp_chosen',
         'logps/rejected': 'logp_rejected',
     }
+    CONFIG = DPOConfig
+    FIELDS = FIELDS
 
     def __init__(
         self,
@@ -191,27 +163,25 @@ class DPOTrainer(OfflineLaterTrainer):
         preprocess_logits_for_metrics: Any = None,
         **older: Any,
     ) -> None:
-        refuse(
-            'DPOTrainer',
-            {
-                'data_collator': (data_collator, 'give rows of text; records are batched here'),
-                'compute_metrics': (compute_metrics, 'evaluation measures the loss and its companions'),
-                'preprocess_logits_for_metrics': (preprocess_logits_for_metrics, 'see compute_metrics'),
-                'quantization_config': (quantization_config, 'models are trained in whole weights'),
-                'model_init': (model_init, 'give the model'),
+        if ref_model is model and model is not None and not isinstance(model, (str, Path)):
+            raise ValueError('DPOTrainer: ref_model is the model itself; give a copy of it, or None')
+        super().__init__(
+            args,
+            callbacks,
+            model=model,
+            train_dataset=train_dataset,
+            processing_class=processing_class,
+            tokenizer=tokenizer,
+            older=older,
+            unserved={
+                'data_collator': data_collator,
+                'compute_metrics': compute_metrics,
+                'preprocess_logits_for_metrics': preprocess_logits_for_metrics,
+                'quantization_config': quantization_config,
+                'model_init': model_init,
             },
         )
-        if model is None or train_dataset is None:
-            raise ValueError(f'DPOTrainer: {"model" if model is None else "train_dataset"} is needed')
-        if ref_model is model and not isinstance(model, (str, Path)):
-            raise ValueError('DPOTrainer: ref_model is the model itself; give a copy of it, or None')
-        args = with_older('DPOTrainer', args, DPOConfig, older)
-        args = resolved(args, DPOConfig, 'trainer_output', FIELDS)
-        if not args.disable_dropout:
-            raise ValueError('DPOConfig: disable_dropout=False cannot be honoured here: two models are compared')
-        loss = _loss(args)
-        words = tokenizer_of(processing_class, tokenizer, model)
-        super().__init__(args, words, callbacks, strategy_of(args))
+        args = self.args
         model = causal_lm(model, args, 'model_init_kwargs')
         model = adapted(model, peft_config)
         if ref_model is not None:
@@ -220,7 +190,6 @@ class DPOTrainer(OfflineLaterTrainer):
             warn_of_options(args, 'ref_model_init_kwargs')
             ref_model = None if has_lora(model) else deepcopy(model)
         self.model, self.ref_model = model, ref_model
-        self.train_dataset = train_dataset
         self.start(
             pairs.DPOTrainer,
             pairs.DPOConfig,
@@ -228,9 +197,14 @@ class DPOTrainer(OfflineLaterTrainer):
             optimizers,
             self.records(train_dataset),
             eval_dataset,
-            {'beta': args.beta, **loss},
+            {'beta': args.beta, **_loss(args)},
             initial_model=None if ref_model is None else Actor(ref_model),
         )
+
+    def check_arguments(self, args: Any) -> None:
+        if not args.disable_dropout:
+            raise ValueError('DPOConfig: disable_dropout=False cannot be honoured here: two models are compared')
+        _loss(args)
 
     def records(self, dataset: Any) -> list[Any]:
         limit = max_length_of(self.args, 'max_length', self.model)

@@ -3,70 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from chatgpt.compat.trl import later
-from chatgpt.compat.trl.arguments import Entry, TrainingArguments, converted, label, ours, refused, warned
+from chatgpt.compat.trl.arguments import Entry, converted, ours, refused
+from chatgpt.compat.trl.offline import ARGUMENTS, OfflineArguments, OfflineLaterTrainer
 from chatgpt.compat.trl.peft import HEADS, adapted
-from chatgpt.compat.trl.training import (
-    OfflineLaterTrainer,
-    loading_options,
-    max_length_of,
-    refuse,
-    resolved,
-    strategy_of,
-    tokenizer_of,
-    trainable,
-    warn_of_options,
-    with_older,
-)
+from chatgpt.compat.trl.training import loading_options, max_length_of, trainable, warn_of_options
 from chatgpt.dataset import load_preferences
 from chatgpt.nn import AutoRM, RewardModel
 from chatgpt.trainer.objectives import reward_model
 
-FIELDS: dict[str, Entry] = later.ARGUMENTS | {
+FIELDS: dict[str, Entry] = ARGUMENTS | {
     'max_length': ours('max_length of load_preferences; no more than the context'),
     'center_rewards_coefficient': ours('center_rewards_coefficient'),
     'disable_dropout': converted('dropout layers are set to 0, as in TRL'),
-    'model_init_kwargs': converted(
-        'options of loading a named model; dtype and device_map warn, quantization_config is an error'
-    ),
-    'trust_remote_code': converted('an option of loading'),
-    'dataset_num_proc': label('records are tokenized in this process'),
-    'pad_to_multiple_of': label('forwards leave padding out anyway'),
-    'pad_token': label('records carry a mask'),
     'eos_token': converted('the end token of the tokenizer is set to it'),
     'chat_template_path': refused("set the tokenizer's chat_template"),
-    'activation_offloading': warned('a matter of memory, without influence on numbers'),
 }
 """argument: what becomes of it"""
 
 
 @dataclass(kw_only=True)
-class RewardConfig(TrainingArguments):
+class RewardConfig(OfflineArguments):
     """Arguments of `RewardTrainer`. `FIELDS` says what each one does here."""
 
-    output_dir: str | None = field(default=None, kw_only=False)
     learning_rate: float = 1e-4
-    max_length: int | None = 1024
     center_rewards_coefficient: float | None = None
     disable_dropout: bool = True
-    model_init_kwargs: dict | str | None = None
-    dataset_num_proc: int | None = None
-    pad_to_multiple_of: int | None = None
-    pad_token: str | None = None
     eos_token: str | None = None
     chat_template_path: str | None = None
-    activation_offloading: bool = False
-    trust_remote_code: InitVar[bool] = False  # no flag of a command line, where it is ModelConfig's
-
-    def __post_init__(self, trust_remote_code: bool) -> None:  # type: ignore[override]
-        super().__post_init__()
-        self.trust_remote_code = trust_remote_code  # type: ignore[attr-defined]
 
 
 class RewardTrainer(OfflineLaterTrainer):
@@ -82,6 +51,8 @@ class RewardTrainer(OfflineLaterTrainer):
 
     NAMES: ClassVar = {'loss': 'loss', 'accuracy': 'accuracy', 'margin': 'margin', 'mean_reward': 'score_mean'}
     saves_adapters = False
+    CONFIG = RewardConfig
+    FIELDS = FIELDS
 
     def __init__(
         self,
@@ -103,25 +74,24 @@ class RewardTrainer(OfflineLaterTrainer):
         model_init: Any = None,
         **older: Any,
     ) -> None:
-        refuse(
-            'RewardTrainer',
-            {
-                'data_collator': (data_collator, 'give rows of text; records are batched here'),
-                'compute_metrics': (compute_metrics, 'evaluation measures loss, accuracy and margin'),
-                'preprocess_logits_for_metrics': (preprocess_logits_for_metrics, 'see compute_metrics'),
-                'optimizer_cls_and_kwargs': (optimizer_cls_and_kwargs, 'give optimizers=(optimizer, None)'),
-                'quantization_config': (quantization_config, 'models are trained in whole weights'),
-                'model_init': (model_init, 'give the model'),
+        super().__init__(
+            args,
+            callbacks,
+            model=model,
+            train_dataset=train_dataset,
+            processing_class=processing_class,
+            tokenizer=tokenizer,
+            older=older,
+            unserved={
+                'data_collator': data_collator,
+                'compute_metrics': compute_metrics,
+                'preprocess_logits_for_metrics': preprocess_logits_for_metrics,
+                'optimizer_cls_and_kwargs': optimizer_cls_and_kwargs,
+                'quantization_config': quantization_config,
+                'model_init': model_init,
             },
         )
-        if model is None or train_dataset is None:
-            raise ValueError(f'RewardTrainer: {"model" if model is None else "train_dataset"} is needed')
-        args = with_older('RewardTrainer', args, RewardConfig, older)
-        args = resolved(args, RewardConfig, 'trainer_output', FIELDS)
-        words = tokenizer_of(processing_class, tokenizer, model)
-        if args.eos_token is not None:
-            words.eos_token = args.eos_token
-        super().__init__(args, words, callbacks, strategy_of(args))
+        args = self.args
         if isinstance(model, (str, Path)):
             scorer: RewardModel = AutoRM(pretrained=model, **loading_options(args, 'model_init_kwargs'))
         else:
@@ -134,7 +104,6 @@ class RewardTrainer(OfflineLaterTrainer):
                 if isinstance(module, torch.nn.Dropout):
                     module.p = 0.0
         self.model = model if not isinstance(model, (str, Path)) else scorer.model
-        self.train_dataset = train_dataset
         records = self.records(train_dataset)
         self.start(
             reward_model.RewardModelTrainer,

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from chatgpt.compat.trl import later
-from chatgpt.compat.trl.arguments import Entry, TrainingArguments, converted, label, ours, refused, warned
+from chatgpt.compat.trl.arguments import Entry, converted, label, ours, refused, warned
+from chatgpt.compat.trl.offline import ARGUMENTS, OfflineArguments, OfflineLaterTrainer
 from chatgpt.compat.trl.peft import adapted
-from chatgpt.compat.trl.training import (
-    OfflineLaterTrainer,
-    causal_lm,
-    max_length_of,
-    refuse,
-    resolved,
-    strategy_of,
-    tokenizer_of,
-    with_older,
-)
+from chatgpt.compat.trl.training import causal_lm, max_length_of
 from chatgpt.dataset import load_demonstrations, pack
 from chatgpt.nn import Actor
 from chatgpt.trainer.config import SFTConfig as OurConfig
 from chatgpt.trainer.objectives import sft
 from chatgpt.types import Sequence
 
-FIELDS: dict[str, Entry] = later.ARGUMENTS | {
+FIELDS: dict[str, Entry] = ARGUMENTS | {
     'max_length': ours('max_length of load_demonstrations; no more than the context'),
     'max_seq_length': converted('the older name of max_length'),
     'packing': converted('records are put into blocks of max_length, as `chatgpt.dataset.pack` does'),
@@ -37,37 +28,27 @@ FIELDS: dict[str, Entry] = later.ARGUMENTS | {
     'dataset_text_field': converted('the column that is read as text'),
     'completion_only_loss': converted('of prompt and completion: None and True count the completion alone'),
     'assistant_only_loss': converted('of messages: True counts the turns of the assistant alone, False every token'),
-    'model_init_kwargs': converted(
-        'options of loading a named model; dtype and device_map warn, quantization_config is an error'
-    ),
-    'trust_remote_code': converted('an option of loading'),
     'loss_type': converted("'nll' and None are the loss here; another is an error"),
     'truncation_mode': warned('the prompt loses its beginning, then the response its end'),
     'shuffle_dataset': label('the order is a new one in every epoch'),
     'dataset_kwargs': converted('skip_prepare_dataset and add_special_tokens have no effect; others are an error'),
-    'dataset_num_proc': label('records are tokenized in this process'),
     'dataset_batch_size': label('records are tokenized in this process'),
     'num_of_sequences': label('of a way of packing that is gone'),
     'chars_per_token': label('of a way of packing that is gone'),
     'padding_free': label('forwards leave padding out anyway'),
-    'pad_to_multiple_of': label('forwards leave padding out anyway'),
-    'pad_token': label('records carry a mask'),
     'eos_token': converted('the end token of the tokenizer is set to it'),
     'chat_template_path': refused("set the tokenizer's chat_template"),
     'use_liger': warned('a matter of memory or speed, without influence on numbers'),
     'router_aux_loss_coef': warned('the loss is that of the tokens alone'),
-    'activation_offloading': warned('a matter of memory, without influence on numbers'),
 }
 """argument: what becomes of it"""
 
 
 @dataclass(kw_only=True)
-class SFTConfig(TrainingArguments):
+class SFTConfig(OfflineArguments):
     """Arguments of `SFTTrainer`. `FIELDS` says what each one does here."""
 
-    output_dir: str | None = field(default=None, kw_only=False)
     learning_rate: float = 2e-5
-    max_length: int | None = 1024
     max_seq_length: int | None = None
     packing: bool = False
     packing_strategy: str | None = None
@@ -75,28 +56,18 @@ class SFTConfig(TrainingArguments):
     dataset_text_field: str = 'text'
     completion_only_loss: bool | None = None
     assistant_only_loss: bool = False
-    model_init_kwargs: dict | str | None = None
     loss_type: str | None = None
     truncation_mode: str | None = None
     shuffle_dataset: bool = False
     dataset_kwargs: dict | str | None = None
-    dataset_num_proc: int | None = None
     dataset_batch_size: int = 1000
     num_of_sequences: int = 1024
     chars_per_token: float = 3.6
     padding_free: bool = False
-    pad_to_multiple_of: int | None = None
-    pad_token: str | None = None
     eos_token: str | None = None
     chat_template_path: str | None = None
     use_liger: bool = False
     router_aux_loss_coef: float = 0.0
-    activation_offloading: bool = False
-    trust_remote_code: InitVar[bool] = False  # no flag of a command line, where it is ModelConfig's
-
-    def __post_init__(self, trust_remote_code: bool) -> None:  # type: ignore[override]
-        super().__post_init__()
-        self.trust_remote_code = trust_remote_code  # type: ignore[attr-defined]
 
 
 class SFTTrainer(OfflineLaterTrainer):
@@ -114,6 +85,8 @@ class SFTTrainer(OfflineLaterTrainer):
     """
 
     NAMES: ClassVar = {'loss': 'loss'}
+    CONFIG = SFTConfig
+    FIELDS = FIELDS
 
     def __init__(
         self,
@@ -138,38 +111,46 @@ class SFTTrainer(OfflineLaterTrainer):
         infinite: Any = None,
         **older: Any,
     ) -> None:
-        refuse(
-            'SFTTrainer',
-            {
-                'data_collator': (
-                    data_collator,
-                    'records are batched here; rows of prompt and completion count the completion alone, '
-                    'assistant_only_loss=True the answers of messages',
-                ),
-                'compute_loss_func': (compute_loss_func, 'write an Objective (docs/extend/objective.md)'),
-                'compute_metrics': (compute_metrics, 'evaluation measures the loss and its companions'),
-                'preprocess_logits_for_metrics': (preprocess_logits_for_metrics, 'see compute_metrics'),
-                'optimizer_cls_and_kwargs': (optimizer_cls_and_kwargs, 'give optimizers=(optimizer, None)'),
-                'quantization_config': (quantization_config, 'models are trained in whole weights'),
-                'model_init': (model_init, 'give the model'),
-                'infinite': (infinite, 'give max_steps'),
+        super().__init__(
+            args,
+            callbacks,
+            model=model,
+            train_dataset=train_dataset,
+            processing_class=processing_class,
+            tokenizer=tokenizer,
+            older=older,
+            unserved={
+                'data_collator': data_collator,
+                'compute_loss_func': compute_loss_func,
+                'compute_metrics': compute_metrics,
+                'preprocess_logits_for_metrics': preprocess_logits_for_metrics,
+                'optimizer_cls_and_kwargs': optimizer_cls_and_kwargs,
+                'quantization_config': quantization_config,
+                'model_init': model_init,
+                'infinite': infinite,
+            },
+            reasons={
+                'data_collator': 'records are batched here; rows of prompt and completion count the completion alone, '
+                'assistant_only_loss=True the answers of messages'
             },
         )
-        if model is None or train_dataset is None:
-            raise ValueError(f'SFTTrainer: {"model" if model is None else "train_dataset"} is needed')
-        args = with_older('SFTTrainer', args, SFTConfig, older)
-        args = resolved(args, SFTConfig, 'trainer_output', FIELDS)
-        _check(args)
-        words = tokenizer_of(processing_class, tokenizer, model)
-        if args.eos_token is not None:
-            words.eos_token = args.eos_token
-        super().__init__(args, words, callbacks, strategy_of(args))
+        args = self.args
         model = causal_lm(model, args, 'model_init_kwargs')
         self.model = adapted(model, peft_config)
         self.formatting_func = formatting_func
-        self.train_dataset = train_dataset
         records = self.records(train_dataset)
         self.start(sft.SFTTrainer, OurConfig, Actor(self.model), optimizers, records, eval_dataset, {})
+
+    def check_arguments(self, args: Any) -> None:
+        if args.max_seq_length is not None:
+            args.max_length = args.max_seq_length
+        if args.loss_type not in (None, 'nll'):
+            raise ValueError(f"SFTConfig: loss_type={args.loss_type!r} is not served here; use 'nll'")
+        known = {'skip_prepare_dataset', 'add_special_tokens', 'append_concat_token'}
+        if unknown := set(args.dataset_kwargs or ()) - known:
+            raise ValueError(
+                f'SFTConfig: dataset_kwargs has {", ".join(sorted(unknown))}, which cannot be honoured here'
+            )
 
     def records(self, dataset: Any) -> list[Sequence]:
         limit = max_length_of(self.args, 'max_length', self.model)
@@ -179,16 +160,6 @@ class SFTTrainer(OfflineLaterTrainer):
                 raise ValueError('SFTConfig: packing=True needs max_length')
             return pack(found, limit)
         return found
-
-
-def _check(args: Any) -> None:
-    if args.max_seq_length is not None:
-        args.max_length = args.max_seq_length
-    if args.loss_type not in (None, 'nll'):
-        raise ValueError(f"SFTConfig: loss_type={args.loss_type!r} is not served here; use 'nll'")
-    known = {'skip_prepare_dataset', 'add_special_tokens', 'append_concat_token'}
-    if unknown := set(args.dataset_kwargs or ()) - known:
-        raise ValueError(f'SFTConfig: dataset_kwargs has {", ".join(sorted(unknown))}, which cannot be honoured here')
 
 
 def sequences_of(

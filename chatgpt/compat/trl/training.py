@@ -8,29 +8,27 @@ from __future__ import annotations
 
 import atexit
 import json
-import math
-import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, cast
 
 import torch
 from transformers.trainer_callback import TrainerControl, TrainerState
-from transformers.trainer_utils import TrainOutput
 
 from chatgpt.compat.trl import later
 from chatgpt.compat.trl.accelerator import Accelerator
 from chatgpt.compat.trl.arguments import Entry, TrainingArguments, check_given, script_level
 from chatgpt.launch.inputs import context_of
-from chatgpt.names import hint
 from chatgpt.nn.loading import load_causal_lm
-from chatgpt.nn.lora import has_lora
+from chatgpt.nn.lora import has_lora, lora_layers
 from chatgpt.nn.peft_format import export_peft
+from chatgpt.publish import check_push, hub_name
 from chatgpt.trainer.callbacks import Callback, ProgressBar
 from chatgpt.trainer.callbacks.base import TrainerView
+from chatgpt.trainer.saving import push_trained, write_card_here, write_card_of
 from chatgpt.trainer.strategies.named import strategy_by_name
 
 
@@ -194,6 +192,31 @@ def max_length_of(args: Any, name: str, model: Any) -> int | None:
     return given if limit is None else limit if given is None else min(given, limit)
 
 
+CARD_NAMES = ('model_name', 'dataset_name', 'dataset', 'tags', 'license', 'language', 'finetuned_from')
+"""what transformers' and TRL's model cards are told, and ours takes"""
+
+
+def card_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What `create_model_card` is told, as fields of `chatgpt.publish.Told`; a warning of what has no effect."""
+    if unknown := [name for name, value in given.items() if name not in CARD_NAMES and value is not None]:
+        warnings.warn(f'the model card has no place for {", ".join(unknown)}', stacklevel=script_level())
+    known = {name: given[name] for name in CARD_NAMES if given.get(name) is not None}
+    datasets = [*_several(known.get('dataset_name')), *_several(known.get('dataset'))]
+    more = {
+        'datasets': [name for name in dict.fromkeys(datasets) if hub_name(name)],
+        'tags': _several(known.get('tags')),
+        'license': known.get('license'),
+        'language': known.get('language'),
+    }
+    fields = {'title': known.get('model_name'), 'source': known.get('finetuned_from')}
+    fields['more'] = {name: value for name, value in more.items() if value}
+    return {name: value for name, value in fields.items() if value}
+
+
+def _several(value: Any) -> list[Any]:
+    return [] if value is None else [value] if isinstance(value, str) else list(value)
+
+
 def refuse(owner: str, what: Mapping[str, tuple[Any, str]]) -> None:
     """Raises ValueError for the first argument of a constructor that is given and cannot be honoured: {name: (value,
     why)}."""
@@ -294,6 +317,8 @@ class LaterTrainer(ABC):
         for callback in callbacks or ():
             self.add_callback(callback)
         self.bridge = Bridge(self)
+        if args.push_to_hub:
+            strategy.run_on_rank0(lambda: check_push(self.hub_model_id, token=args.hub_token))
 
     # ------------------------------------------------------------------ what scripts touch
 
@@ -344,13 +369,20 @@ class LaterTrainer(ABC):
             self.state.save_to_json(str(Path(self.args.output_dir, 'trainer_state.json')))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The trained model as a Hugging Face folder with its tokenizer; of an adapted one the adapter, as PEFT writes
-        it. Call it on every rank."""
-        path = Path(output_dir or self.args.output_dir)
+        """The trained model as a Hugging Face folder with its tokenizer and a card; of an adapted one the adapter, as
+        PEFT writes it. With `push_to_hub=True` it is uploaded, too. Call it on every rank."""
+        self._write_model(Path(output_dir or self.args.output_dir))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message='Model save')
+
+    def _write_model(self, path: Path, **card: Any) -> None:
+        """`card`: fields of `chatgpt.publish.Told`."""
         model = next(iter(self.inner.models().values()))
         bare = self.strategy.unwrap(model)
         if not (has_lora(bare) and self.saves_adapters):
             self.inner.save_pretrained(path)
+            if card:
+                write_card_of(self.inner, path, **card)
             return
         weights = self.strategy.full_state_dict(model, path)
 
@@ -359,23 +391,53 @@ class LaterTrainer(ABC):
             self.processing_class.save_pretrained(path)
 
         self.strategy.run_on_rank0(write)
+        rank = next(iter(lora_layers(bare).values())).r
+        write_card_of(self.inner, path, **({'rank': int(cast(Any, rank))} | card))
 
     save_pretrained = save_model
     saves_adapters: ClassVar[bool] = True
 
-    def push_to_hub(self, *_: Any, **__: Any) -> None:
-        """Writes the model and says how to upload it; nothing is uploaded from here."""
-        self.save_model()
-        if self.strategy.is_rank_0:
-            warnings.warn(
-                'push_to_hub: nothing is uploaded from here; the model is in '
-                f'{self.args.output_dir}: huggingface-cli upload <repository> {self.args.output_dir}',
-                stacklevel=2,
-            )
+    @property
+    def hub_model_id(self) -> str:
+        """The repository: `hub_model_id`, or the name of `output_dir`."""
+        return self.args.hub_model_id or Path(self.args.output_dir).absolute().name
 
-    def create_model_card(self, *_: Any, **__: Any) -> None:
+    def push_to_hub(
+        self,
+        commit_message: str | None = 'End of training',
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **card: Any,
+    ) -> str:
+        """Write the model to `output_dir` and upload it, with what the arguments of `create_model_card` say, which
+        `card` are; the address. Call it on every rank. It waits for the end, whatever `blocking` says.
+
+        Raises:
+            ValueError: it is clear beforehand that it may not be uploaded.
+            PushError: the upload failed; says how to do it later.
+        """
+        args, told = self.args, card_fields(card)
+        self.save_model(_internal_call=True)
+        return push_trained(
+            self.strategy,
+            lambda folder: self._write_model(folder, **told),
+            self.hub_model_id,
+            near=self.inner.run_dir,
+            private=args.hub_private_repo,
+            commit_message=commit_message,
+            token=token or args.hub_token,
+            revision=revision or args.hub_revision,
+        )
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None, **card: Any
+    ) -> None:
+        """README.md in `output_dir`, unless there is one that somebody has made his own."""
+        told = card_fields({'model_name': model_name, 'dataset_name': dataset_name, 'tags': tags, **card})
         if self.strategy.is_rank_0:
-            warnings.warn('create_model_card: no model card is written here', stacklevel=2)
+            Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+            write_card_here(self.inner, self.args.output_dir, **told)
 
     # ------------------------------------------------------------------ hooks
 
@@ -406,229 +468,7 @@ class LaterTrainer(ABC):
             self.inner.load_checkpoint('auto' if resume_from_checkpoint is True else resume_from_checkpoint)
 
 
-# ---------------------------------------------------------------------- those that only learn
-
-
-class Plan(NamedTuple):
-    """Optimizer steps of a run over a list of records: how many, and between what."""
-
-    batch_size: int
-    per_epoch: int
-    total: int
-    log_every: int
-    eval_every: int | None
-    save_every: int | None
-    log_interval: int
-    """of one learning phase, which divides the others"""
-
-
-def plan_of(args: Any, num_records: int, world_size: int) -> Plan:
-    batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size
-    per_epoch = math.ceil(num_records / batch_size)
-    total = args.max_steps if args.max_steps > 0 else max(math.ceil(args.num_train_epochs * per_epoch), 1)
-
-    def when(strategy: str, steps: float | None, default: int) -> int | None:
-        choice = str(getattr(getattr(args, strategy), 'value', getattr(args, strategy)))
-        if choice == 'no':
-            return None
-        return per_epoch if choice == 'epoch' else later.every(steps, default, total)
-
-    log_every = when('logging_strategy', args.logging_steps, 10) or total
-    eval_every = when('eval_strategy', args.eval_steps, log_every)
-    save_every = when('save_strategy', args.save_steps, 500)
-    interval = math.gcd(*(n for n in (log_every, eval_every, save_every) if n is not None))
-    return Plan(batch_size, per_epoch, total, log_every, eval_every, save_every, interval)
-
-
-class OfflineLaterTrainer(LaterTrainer):
-    """DPO, SFT and reward models: `inner` is an `OfflineTrainer`.
-
-    Subclasses say what a dataset's records are (`records`), and how our metrics are called there (`NAMES`).
-    """
-
-    NAMES: ClassVar[Mapping[str, str]]
-    """TRL's name → ours without prefix"""
-
-    def start(
-        self,
-        trainer_class: Any,
-        config_class: Any,
-        model: Any,
-        optimizers: tuple[Any, Any],
-        records: Any,
-        eval_dataset: Any,
-        settings: Mapping[str, Any],
-        **models: Any,
-    ) -> None:
-        """Make `inner`.
-
-        Args:
-            model: an Actor or RewardModel, not prepared.
-            optimizers: those of the script: an optimizer over the model's parameters, or None.
-            settings: fields of `config_class` beside those of every trainer.
-            **models: frozen ones, not prepared.
-        """
-        args = self.args
-        if optimizers[1] is not None:
-            raise ValueError(
-                'optimizers: a scheduler cannot be taken over; give (optimizer, None) and lr_scheduler_type'
-            )
-        self.plan = plan = plan_of(args, len(records), self.strategy.world_size)
-        config = config_class(
-            train_batch_size=plan.batch_size,
-            max_epochs=max(math.ceil(plan.total / plan.per_epoch), 1),
-            max_steps=plan.total,
-            log_interval=plan.log_interval,
-            max_grad_norm=clipping(args),
-            dataloader_pin_memory=args.dataloader_pin_memory,
-            **later.schedule(args, plan.total),
-            **settings,
-        )
-        optimizer = optimizers[0] or later.make_optimizer(args, self.strategy, model)
-        prepared, optimizer = self.strategy.prepare((model, optimizer))
-        self.inner = trainer_class(
-            self.strategy,
-            prepared,
-            optimizer,
-            records,
-            config=config,
-            callbacks=self.our_callbacks(plan.save_every and plan.save_every // plan.log_interval),
-            tokenizer=self.processing_class,
-            run_dir=args.output_dir,
-            **{name: self.strategy.prepare(frozen) for name, frozen in models.items() if frozen is not None},
-        )
-        self.eval_dataset = eval_dataset
-        self._eval_records: dict[int, tuple[Any, list[Any]]] = {}
-        self.state.max_steps, self.state.num_train_epochs = plan.total, config.max_epochs
-        self._waiting: list[tuple[int, dict[str, float]]] = []
-        self._losses: list[tuple[int, float]] = []
-
-    @abstractmethod
-    def records(self, dataset: Any) -> list[Any]:
-        """The records of a dataset, as the objective takes them."""
-
-    # ------------------------------------------------------------------ training
-
-    def train(self, resume_from_checkpoint: bool | str | None = None, **unknown: Any) -> TrainOutput:
-        """Train, and return transformers' (global_step, training_loss, metrics).
-
-        Raises:
-            ValueError: an argument of transformers' `train` that cannot be honoured.
-        """
-        if any(value is not None for value in unknown.values()):
-            raise ValueError(f'train: {", ".join(unknown)} cannot be honoured here; leave it out')
-        self.resume(resume_from_checkpoint)
-        start, before = time.perf_counter(), self.inner.batches_done
-        self.inner.fit()
-        seconds, steps = time.perf_counter() - start, self.inner.batches_done - before
-        loss = sum(n * value for n, value in self._losses) / max(sum(n for n, _ in self._losses), 1)
-        metrics = {
-            'train_runtime': seconds,
-            'train_samples_per_second': steps * self.plan.batch_size / seconds,
-            'train_steps_per_second': steps / seconds,
-            'train_loss': loss,
-            'epoch': self._epoch(),
-        }
-        self.state.log_history.append({**metrics, 'step': self.state.global_step})
-        return TrainOutput(self.state.global_step, loss, metrics)
-
-    def _epoch(self) -> float:
-        return self.inner.batches_done / self.plan.per_epoch
-
-    def before_training(self) -> None:
-        if self.args.eval_on_start and self.eval_dataset is not None:
-            self.evaluate()
-
-    def around_epoch(self, event: str) -> None:
-        self.bridge.tell(event)
-
-    def before_batch(self) -> None:
-        self.bridge.tell('on_step_begin')
-
-    def after_batch(self, metrics: Mapping[str, float]) -> None:
-        self.state.global_step, self.state.epoch = self.inner.batches_done, self._epoch()
-        self.bridge.tell('on_step_end')
-
-    def after_phase(self, metrics: dict[str, float]) -> None:
-        """Log where `logging_steps` are full, evaluate where it is due."""
-        step, plan = self.inner.batches_done, self.plan
-        last = step == plan.total
-        count = step % plan.log_interval or plan.log_interval
-        prefix = self.inner.objective.prefix
-        self._losses.append((count, metrics[f'{prefix}/loss']))
-        self._waiting.append((count, self._theirs(metrics, f'{prefix}/')))
-        if step % plan.log_every == 0 or last:
-            total = sum(n for n, _ in self._waiting)
-            means = {k: sum(n * v[k] for n, v in self._waiting) / total for k in self._waiting[0][1]}
-            logs = means | {
-                'grad_norm': metrics[f'{prefix}/grad_norm'],
-                'learning_rate': metrics[f'{prefix}/lr'],
-                'epoch': self._epoch(),
-            }
-            self._waiting.clear()
-            self.log(logs)
-            metrics.update(logs)
-        if self.eval_dataset is not None and plan.eval_every and (step % plan.eval_every == 0 or self._ends(last)):
-            metrics.update(self.evaluate())
-
-    def _ends(self, last: bool) -> bool:
-        """The end of the run is the end of its last epoch."""
-        return last and str(getattr(self.args.eval_strategy, 'value', self.args.eval_strategy)) == 'epoch'
-
-    def _theirs(self, ours: Mapping[str, float], prefix: str = '') -> dict[str, float]:
-        return {name: ours[prefix + own] for name, own in self.NAMES.items() if prefix + own in ours}
-
-    # ------------------------------------------------------------------ evaluation
-
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = 'eval'
-    ) -> dict[str, float]:
-        """The loss and its companions over a dataset (or a dict of them), as `<prefix>_<name>`; logged.
-
-        Raises:
-            ValueError: there is nothing to evaluate on.
-        """
-        data = self.eval_dataset if eval_dataset is None else eval_dataset
-        if data is None:
-            raise ValueError('evaluate: there is no eval_dataset; give it here or to the trainer')
-        if isinstance(data, Mapping) and not hasattr(data, 'column_names'):
-            results: dict[str, float] = {}
-            for name, part in data.items():
-                results |= self.evaluate(part, metric_key_prefix=f'{metric_key_prefix}_{name}')
-            return results
-        if id(data) not in self._eval_records:  # a dataset keeps its records, which keep what is computed once
-            self._eval_records[id(data)] = (data, self.inner.objective.records(self.records(data)))
-        records = self._eval_records[id(data)][1]
-        start = time.perf_counter()
-        found = self._theirs(self.inner.evaluate(records))
-        seconds = time.perf_counter() - start
-        result = {f'{metric_key_prefix}_{name}': value for name, value in found.items()}
-        result[f'{metric_key_prefix}_runtime'] = seconds
-        result[f'{metric_key_prefix}_samples_per_second'] = len(records) / max(seconds, 1e-9)
-        result['epoch'] = self._epoch()
-        self.log(result)
-        self.bridge.tell('on_evaluate', metrics=result)
-        return result
-
-
 def clipping(args: Any) -> float | None:
     """`max_grad_norm`: None is transformers' default, 0 no clipping."""
     value = 1.0 if args.max_grad_norm is None else args.max_grad_norm
     return value if value > 0 else None
-
-
-def with_older(owner: str, args: Any, config_class: type, older: Mapping[str, Any]) -> Any:
-    """`args` with what older versions took in the constructor. Raises ValueError for a name that is no argument."""
-    import dataclasses
-
-    given = {name: value for name, value in older.items() if value is not None}
-    if not given:
-        return args
-    known = {f.name for f in dataclasses.fields(config_class)}
-    if unknown := [name for name in given if name not in known]:
-        raise ValueError(f'{owner} has no argument {unknown[0]!r}{hint(unknown[0], sorted(known))}')
-    if args is None:
-        return config_class(**given)
-    for name, value in given.items():
-        setattr(args, name, value)
-    return args

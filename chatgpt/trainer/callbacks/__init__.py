@@ -2,6 +2,7 @@
 
 from chatgpt.trainer.callbacks.base import Callback, CallbackList
 from chatgpt.trainer.callbacks.checkpoint import SaveCheckpoint
+from chatgpt.trainer.callbacks.doctor import Doctor
 from chatgpt.trainer.callbacks.early_stopping import EarlyStopping, StopOnPlateau
 from chatgpt.trainer.callbacks.ema import EMA
 from chatgpt.trainer.callbacks.evaluation import Evaluator
@@ -10,6 +11,7 @@ from chatgpt.trainer.callbacks.memory import MemoryAdvice
 from chatgpt.trainer.callbacks.mlflow import MLflow
 from chatgpt.trainer.callbacks.performance import PerformanceEvaluator, num_parameters
 from chatgpt.trainer.callbacks.progress import ProgressBar
+from chatgpt.trainer.callbacks.report import WriteReport
 from chatgpt.trainer.callbacks.rollouts import RolloutRecorder
 from chatgpt.trainer.callbacks.run_record import RunRecorder
 from chatgpt.trainer.callbacks.samples import SampleTable, format_table, rows_of
@@ -24,6 +26,7 @@ __all__ = [
     'TRACKERS',
     'Callback',
     'CallbackList',
+    'Doctor',
     'EarlyStopping',
     'Evaluator',
     'JsonLines',
@@ -42,6 +45,7 @@ __all__ = [
     'TensorBoard',
     'Trackio',
     'WandB',
+    'WriteReport',
     'format_table',
     'num_parameters',
     'read_jsonl',

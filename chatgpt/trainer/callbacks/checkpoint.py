@@ -13,6 +13,9 @@ from chatgpt.checkpoint import CheckpointError, prune, step_folder
 from chatgpt.trainer.callbacks.base import Callback, Mode, TrainerView, check_interval, check_mode, metric_value
 from chatgpt.trainer.callbacks.evaluation import Evaluator
 
+CHECKPOINT_MINUTES = 15.0
+"""between checkpoints of a run that does not say how often"""
+
 
 class SaveCheckpoint(Callback):
     """Saves a checkpoint every `interval` learning phases, or so many minutes, and one at the end of the run.

@@ -70,6 +70,7 @@ class MetricsWriter(RunFileWriter):
 
     def __init__(self, filename: str = 'metrics.jsonl') -> None:
         super().__init__(filename)
+        self.filename = filename
 
     def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
         self._file.write(trainer, step, [metrics])

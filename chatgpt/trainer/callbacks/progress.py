@@ -6,6 +6,7 @@ Left out: keeping the numbers (`jsonl`).
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,14 +34,31 @@ SHOWN: dict[str, str] = {
     'simpo loss': 'simpo/loss',
     'simpo accuracy': 'simpo/accuracy',
     'ilql loss': 'ilql/loss',
+    'tokens/s': 'perf/new_tokens_per_s',
     'total_s': 'perf/total_s',
 }
 """label → metric; those that a phase has are shown, in this order"""
 
 
+COLLECTING = '{desc} [{elapsed}]'
+"""of a bar whose end is not known"""
+
+
+def duration(seconds: float) -> str:
+    """45 s, 12 min, 3 h 05 min, 2 d 3 h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f'{whole} s'
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f'{minutes} min'
+    hours, minutes = divmod(minutes, 60)
+    return f'{hours} h {minutes:02d} min' if hours < 24 else f'{hours // 24} d {hours % 24} h'
+
+
 class ProgressBar(Callback):
-    """One bar over the phases, with transient ones for collecting and learning; plain lines where stderr is no
-    terminal.
+    """One bar over the phases, with transient ones for collecting and learning; a plain line per phase where stderr is
+    no terminal. Both say how long the rest will take.
 
     Args:
         enabled: False shows nothing at all.
@@ -57,16 +75,18 @@ class ProgressBar(Callback):
         self._use_bars = False
         self._phases: Any = None
         self._inner: Any = None
+        self._began = 0.0, 0
 
     def on_fit_start(self, trainer: TrainerView) -> None:
         self._close()
+        self._began = time.monotonic(), trainer.phase
         self._use_bars = sys.stderr.isatty() if self.bars is None else self.bars
         if self._showing(trainer):
             self._phases = self._bar('phases', total=trainer.num_phases, initial=trainer.phase, position=0, leave=True)
 
     def on_make_experience_start(self, trainer: TrainerView) -> None:
         if self._showing(trainer):
-            self._start('collect', None)
+            self._start('collect', None, bar_format=COLLECTING)
 
     def on_make_experience_end(self, trainer: TrainerView, experiences: list[Experience]) -> None:
         self._stop()
@@ -91,7 +111,10 @@ class ProgressBar(Callback):
             self._phases.refresh()
         elif not self._use_bars:
             of = f'/{trainer.num_phases}' if trainer.num_phases else ''
-            say(f'phase {step}{of}  ' + '  '.join(f'{label} {number}' for label, number in numbers.items()))
+            words = [f'{label} {number}' for label, number in numbers.items()]
+            if left := self._left(trainer, step):
+                words.append(f'left {left}')
+            say(f'phase {step}{of}  ' + '  '.join(words))
             sys.stdout.flush()
 
     def on_fit_end(self, trainer: TrainerView) -> None:
@@ -103,9 +126,17 @@ class ProgressBar(Callback):
     def _showing(self, trainer: TrainerView) -> bool:
         return self.enabled and self._use_bars and trainer.strategy.is_rank_0
 
-    def _start(self, what: str, total: int | None) -> None:
+    def _left(self, trainer: TrainerView, step: int) -> str:
+        """How long the rest takes at the speed so far; '' where that is not known, or less than a second."""
+        start, first = self._began
+        if not trainer.num_phases or step <= first:
+            return ''
+        seconds = (time.monotonic() - start) / (step - first) * (trainer.num_phases - step)
+        return duration(seconds) if seconds >= 1 else ''
+
+    def _start(self, what: str, total: int | None, **look: Any) -> None:
         self._stop()
-        self._inner = self._bar(what, total=total, position=1, leave=False)
+        self._inner = self._bar(what, total=total, position=1, leave=False, **look)
 
     def _stop(self) -> None:
         if self._inner is not None:

@@ -58,7 +58,7 @@ class RunRecorder(Callback):
             return
         starts = _earlier_starts(trainer.run_dir, trainer.phase)
         self._started = time.monotonic()
-        self.record = self._describe(trainer)
+        self.record = describe(trainer, self.settings, self.defaults)
         self.record.starts = [*starts, this_start(trainer.phase)]
         self._write(trainer)
 
@@ -81,27 +81,6 @@ class RunRecorder(Callback):
         self.record.ended = now()
         self._write(trainer)
 
-    def _describe(self, trainer: TrainerView) -> RunRecord:
-        strategy, config, facts = trainer.strategy, trainer.config, trainer.facts()
-        return RunRecord(
-            method=facts.pop('method', type(trainer).__name__),
-            trainer=type(trainer).__name__,
-            settings=self.settings if self.settings is not None else config.to_dict(),
-            defaults=self.defaults if self.settings is not None else defaults_of(config),
-            strategy={
-                'name': type(strategy).__name__,
-                'world_size': strategy.world_size,
-                'precision': strategy.precision,
-                'device': str(strategy.device),
-                'seed': strategy.seed,
-            },
-            models={name: _model(strategy.unwrap(model)) for name, model in trainer.models().items()},
-            optimizers=trainer.fingerprint()['optimizers'],
-            num_phases=trainer.num_phases,
-            phase=trainer.phase,
-            **facts,
-        )
-
     def _write(self, trainer: TrainerView) -> None:
         assert self.record is not None and trainer.run_dir is not None
         try:
@@ -110,6 +89,31 @@ class RunRecorder(Callback):
             warnings.warn(
                 f'{trainer.run_dir / FILENAME} could not be written ({error.strerror or error})', stacklevel=2
             )
+
+
+def describe(
+    trainer: TrainerView, settings: Mapping[str, Any] | None = None, defaults: Mapping[str, Any] | None = None
+) -> RunRecord:
+    """A run as it is now, without its starts; `settings` and `defaults` as of `RunRecorder`."""
+    strategy, config, facts = trainer.strategy, trainer.config, trainer.facts()
+    return RunRecord(
+        method=facts.pop('method'),
+        trainer=type(trainer).__name__,
+        settings=dict(settings) if settings is not None else config.to_dict(),
+        defaults=dict(defaults or {}) if settings is not None else defaults_of(config),
+        strategy={
+            'name': type(strategy).__name__,
+            'world_size': strategy.world_size,
+            'precision': strategy.precision,
+            'device': str(strategy.device),
+            'seed': strategy.seed,
+        },
+        models={name: model_facts(strategy.unwrap(model)) for name, model in trainer.models().items()},
+        optimizers=trainer.fingerprint()['optimizers'],
+        num_phases=trainer.num_phases,
+        phase=trainer.phase,
+        **facts,
+    )
 
 
 def _earlier_starts(folder: Path, phase: int) -> list[Start]:
@@ -196,7 +200,8 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def _model(bare: Any) -> dict[str, Any]:
+def model_facts(bare: Any) -> dict[str, Any]:
+    """Of an unwrapped model: its kind, what it was loaded from, and how many parameters it has and trains."""
     config = getattr(getattr(bare, 'model', bare), 'config', None)
     parameters = list(bare.parameters())
     return {

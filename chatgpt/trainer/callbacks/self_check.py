@@ -12,17 +12,16 @@ import warnings
 
 import torch
 
+from chatgpt.doctor.checks.ratio import CAUSES
+from chatgpt.doctor.limits import limit
 from chatgpt.trainer.callbacks.base import Callback, TrainerView
 
-CAUSES = (
-    'a model in train mode or with dropout while collecting or learning; weights or autocast of another dtype; a mask '
-    'or a position shifted by a token; another temperature in learning than in sampling; an engine with stale weights'
-)
+_EXACT = (limit('ratio_error'), limit('ratio_error'))
 
-LIMITS: dict[torch.dtype, tuple[float, float]] = {torch.float32: (1e-4, 1e-4), torch.float64: (1e-4, 1e-4)}
+LIMITS: dict[torch.dtype, tuple[float, float]] = {torch.float32: _EXACT, torch.float64: _EXACT}
 """compute dtype → (limit of |ratio − 1|, limit of |approximate KL|)"""
 
-HALF_LIMITS = (0.5, 0.05)
+HALF_LIMITS = (limit('ratio_error_half'), limit('ratio_kl_half'))
 """bf16 and fp16: decode and scoring differ in log-probability by .02 on average, .33 at most (small model); e^.33 − 1 =
 .39"""
 

@@ -1,0 +1,330 @@
+"""Planted faults for `doctor.py`: tiny runs, a second or two each, every one with one thing wrong.
+
+`FAULTS` has for each finding of the doctor the run with the fault and the same run without it. Left out: what the
+doctor says of them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from chatgpt.dataset import embedded, load_preferences, load_prompts
+from chatgpt.nn import AutoRM, GPTActor, GPTCritic
+from chatgpt.rollout import LocalEngine
+from chatgpt.testing import char_tokenizer, tiny_config
+from chatgpt.testing.processes import run_distributed
+from chatgpt.trainer import PPOTrainer, RewardModelTrainer, SFTTrainer
+from chatgpt.trainer.callbacks import Callback, Evaluator, ProgressBar
+from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy
+from chatgpt.types import Sequence
+
+VOCAB, END, GOOD = 16, 2, 7
+
+
+class Fault(NamedTuple):
+    planted: Callable[[Path], Any]
+    """makes the run with the fault in a folder"""
+    without: Callable[[Path], Any]
+    """the same run without it, in which the finding must not be"""
+    about: str
+
+
+# ---------------------------------------------------------------------- rewards: modules that need no text
+
+
+class OfResponses(nn.Module):
+    """A reward model of token ids: `score(ids)` of each response, (B,)."""
+
+    def __init__(self, score: Callable[[torch.Tensor], float]) -> None:
+        super().__init__()
+        self.score, self.num_calls = score, 0
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        self.num_calls += 1
+        of_row = [batch.action_ids[batch.action_rows == row] for row in range(batch.num_sequences)]
+        return torch.tensor([self.score(ids) if len(ids) else 0.0 for ids in of_row])
+
+
+def good_share(ids: torch.Tensor) -> float:
+    return float((ids == GOOD).float().mean())
+
+
+def spread(ids: torch.Tensor) -> float:
+    """A score without two equal ones, that nothing can be learned from."""
+    return float((ids.double() * torch.arange(1, len(ids) + 1)).sum().sin())
+
+
+class Company(OfResponses):
+    """Sees how many responses are in a batch."""
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return super().forward(batch) + 0.01 * batch.num_sequences
+
+
+def outlier(ids: torch.Tensor) -> float:
+    """A thousand more where a response begins with a certain token."""
+    return spread(ids) + 1000.0 * float(ids[0] == GOOD)
+
+
+class Bursts(OfResponses):
+    """A thousand times the score in every second phase, from the thirteenth on."""
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        scores = super().forward(batch)
+        return scores * (1000.0 if self.num_calls > 16 and self.num_calls % 2 else 1.0)
+
+
+# ---------------------------------------------------------------------- runs
+
+
+def prompts(num: int = 32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, VOCAB, (1 + i % 4,), generator=generator) for i in range(num)]
+
+
+def online(
+    folder: Path,
+    *,
+    phases: int = 14,
+    score: Callable[[torch.Tensor], float] = good_share,
+    reward: Any = None,
+    lr: float = 1e-3,
+    critic_lr: float = 3e-3,
+    shared: bool = False,
+    engine: Any = None,
+    given: Any = None,
+    vocab: int = VOCAB,
+    callbacks: Any = (),
+    ddp: bool = False,
+    quiet: bool = True,
+    **settings: Any,
+) -> None:
+    """PPO of a policy of 7 thousand parameters on token ids; the score is the share of one token in a response."""
+    config = tiny_config('gpt2', vocab_size=vocab, hidden=16, positions=64)
+    with (DDPStrategy if ddp else NaiveStrategy)(seed=0) as ranks, warnings.catch_warnings():
+        warnings.simplefilter('ignore' if quiet else 'always')
+        actor = GPTActor(config=config, value_head=True if shared else None)
+        initial = ranks.prepare(deepcopy(actor))
+        values = None if shared or settings.get('advantage_estimator') == 'grpo' else GPTCritic(config=config)
+        actor, optim = ranks.prepare((actor, AdamW(actor.parameters(), lr=lr, eps=1e-5)))
+        critic = critic_optim = None
+        if values is not None:
+            critic, critic_optim = ranks.prepare((values, AdamW(values.parameters(), lr=critic_lr, eps=1e-5)))
+        trainer = PPOTrainer(
+            ranks,
+            actor,
+            critic,
+            ranks.prepare(reward or OfResponses(score)),
+            initial,
+            optim,
+            critic_optim,
+            engine=engine,
+            run_dir=folder,
+            callbacks=[ProgressBar(enabled=False), *callbacks],
+            **{
+                'experience_batch_size': 16,
+                'train_batch_size': 8,
+                'max_epochs': 2,
+                'kl_coef': 0.05,
+                'max_new_tokens': 6,
+                'eos_token_id': END,
+                **settings,
+            },
+        )
+        trainer.fit(given if given is not None else prompts(), 1, phases, 1)
+
+
+def learned_by_heart(folder: Path, eval_same: bool = False) -> None:
+    """SFT of random tokens: nothing in them holds for others."""
+    generator = torch.Generator().manual_seed(3)
+
+    def texts(num: int) -> list[Sequence]:
+        found = []
+        for _ in range(num):
+            ids = torch.randint(3, VOCAB, (12,), generator=generator)
+            found.append(
+                Sequence(prompt_ids=ids[:1], response_ids=ids[1:], response_mask=torch.ones(11, dtype=torch.bool))
+            )
+        return found
+
+    train = texts(8)
+    with NaiveStrategy(seed=0, device='cpu') as strategy:
+        actor = GPTActor(config=tiny_config('gpt2', vocab_size=VOCAB, hidden=32, positions=32))
+        actor, optim = strategy.prepare((actor, AdamW(actor.parameters(), lr=3e-3)))
+        SFTTrainer(
+            strategy, actor, optim, train, train if eval_same else texts(32), train_batch_size=8, max_epochs=24,
+            log_interval=1, run_dir=folder, callbacks=[ProgressBar(enabled=False)],
+        ).fit()  # fmt: skip
+
+
+def reward_model(folder: Path, lr: float) -> None:
+    """The demo's reward model, of a quarter of a million parameters, from new weights."""
+    tokenizer = embedded.demo_tokenizer()
+    pairs, _ = load_preferences(embedded.demo_preferences(480, seed=0), tokenizer)
+    with NaiveStrategy(seed=0, device='cpu') as strategy:
+        model = AutoRM(config=embedded.demo_config())
+        model, optim = strategy.prepare((model, AdamW(model.parameters(), lr=lr)))
+        RewardModelTrainer(
+            strategy, model, optim, pairs, train_batch_size=32, max_epochs=2, log_interval=3, run_dir=folder,
+            callbacks=[ProgressBar(enabled=False)],
+        ).fit()  # fmt: skip
+
+
+def text_prompts(room: int | None) -> Any:
+    return load_prompts(
+        [f'tell me of the number {i} and of its friends' for i in range(24)], char_tokenizer(), max_prompt_tokens=room
+    )
+
+
+class OtherPolicy(LocalEngine):
+    """Log-probs as of an engine whose weights are stale."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        samples = super().generate(*args, **kwargs)
+        for sample in samples:
+            sample.logprobs = sample.logprobs - 0.1
+        return samples
+
+
+class SlowOn1(LocalEngine):
+    """Rank 1 takes longer for its share."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        samples = super().generate(*args, **kwargs)
+        if self.rank == 1:
+            time.sleep(0.2 + 2 * (time.perf_counter() - start))
+        return samples
+
+
+def as_rank(folder: str, slow: bool) -> None:
+    """Of two processes, under DDP."""
+    rank = int(os.environ['RANK'])
+    online(Path(folder), phases=6, ddp=True, engine=SlowOn1(rank) if slow else None)
+
+
+def on_two_ranks(folder: Path, slow: bool) -> None:
+    run_distributed(as_rank, 2, str(folder), slow)
+
+
+class Sleeps(Callback):
+    """A callback of the user's that takes its time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_phase_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+        time.sleep(self.seconds)
+
+
+def truth(trainer: Any) -> dict[str, float]:
+    """What is wanted: some of the good token, not only that."""
+    shares = [good_share(e.response_ids) for e in trainer.last_experiences] or [0.0]
+    return {'true_score': sum(s * (0.4 - s) for s in shares) / len(shares)}
+
+
+def wants(trainer: Any) -> dict[str, float]:
+    """What is wanted is what is rewarded."""
+    shares = [good_share(e.response_ids) for e in trainer.last_experiences] or [0.0]
+    return {'true_score': sum(shares) / len(shares)}
+
+
+def measured(evaluate: Any) -> list[Any]:
+    return [Evaluator(evaluate, 2, before=False)]
+
+
+def run(**settings: Any) -> Callable[[Path], None]:
+    return lambda folder: online(folder, **settings)
+
+
+def short(target: float) -> Callable[[torch.Tensor], float]:
+    return lambda ids: -abs(len(ids) - target) / 10
+
+
+GROUPS: dict[str, Any] = {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 4, 'experience_batch_size': 16}
+FAST: dict[str, Any] = {'lr': 1e-2, 'kl_coef': 0.0, 'phases': 20}
+plain = run()
+
+FAULTS: dict[str, Fault] = {
+    'nothing-moves': Fault(run(lr=1e-9), plain, 'lr 1e-9'),
+    'nothing-moves (reward model)': Fault(
+        lambda folder: reward_model(folder, 1e-5), lambda folder: reward_model(folder, 1e-3), 'lr 1e-5'
+    ),
+    'kl-runs-away': Fault(run(**FAST), plain, 'kl_coef 0, lr 1e-2'),
+    'kl-coef-at-limit': Fault(
+        run(kl_target=50.0, phases=26, lr=6e-4),
+        run(kl_target=1.0, phases=26, kl_horizon=200, lr=6e-4),
+        'kl_target 50',
+    ),
+    'clip-fraction-high': Fault(run(lr=3e-2), plain, 'lr 3e-2'),
+    'clip-fraction-zero': Fault(run(lr=6e-5, phases=16), plain, 'lr 6e-5'),
+    'ratio-not-one': Fault(run(engine=OtherPolicy()), plain, "an engine's log-probs 0.1 off"),
+    'entropy-collapses': Fault(run(entropy_coef=-1.0, score=spread, lr=3e-3, phases=22), plain, 'entropy_coef -1'),
+    'value-loss-dominates': Fault(
+        run(shared=True, score=lambda ids: 50 + 50 * good_share(ids)), run(shared=True), 'scores about 50, shared trunk'
+    ),
+    'explained-variance-low': Fault(run(critic_lr=0.3, phases=24), run(phases=24), 'critic_lr 0.3'),
+    'over-optimisation': Fault(
+        run(callbacks=measured(truth), lr=3e-3, phases=20, kl_coef=0.0),
+        run(callbacks=measured(wants), lr=3e-3, phases=20, kl_coef=0.0),
+        'what is wanted falls above a share of 0.2',
+    ),
+    'score-saturates': Fault(
+        run(score=lambda ids: float((ids == GOOD).any()), **FAST), plain, 'one good token is enough'
+    ),
+    'scores-equal': Fault(run(score=lambda ids: 1.0), plain, 'a constant reward'),
+    'groups-without-signal': Fault(
+        run(score=lambda ids: float((ids == GOOD).sum() > 1), **GROUPS), run(**GROUPS), 'a reward hardly ever given'
+    ),
+    'reward-outliers': Fault(run(score=outlier), run(score=spread), '1000 more for one token'),
+    'reward-model-disagrees': Fault(run(reward=Company(good_share), phases=2), run(phases=2), 'sees its batch'),
+    'repetition-within': Fault(run(max_new_tokens=32, **FAST), run(max_new_tokens=32), 'pays for one token only'),
+    'repetition-across': Fault(run(max_new_tokens=32, **FAST), run(max_new_tokens=32), 'pays for one token only'),
+    'ends-at-once': Fault(run(score=short(1), lr=1e-2, phases=24, kl_coef=0.0), plain, 'pays for saying nothing'),
+    'never-ends': Fault(
+        run(eos_token_id=[], missing_eos_score=-1.0, max_new_tokens=20),
+        run(missing_eos_score=-1.0, max_new_tokens=20),
+        'no end token',
+    ),
+    'length-limit': Fault(
+        run(score=lambda ids: len(ids) / 10, max_new_tokens=32, **FAST), run(max_new_tokens=32), 'pays for length'
+    ),
+    'length-drifts': Fault(run(score=short(4), max_new_tokens=40, **FAST), run(max_new_tokens=40), 'pays for brevity'),
+    'few-prompts': Fault(run(given=prompts()[:1], phases=2), run(phases=2), 'one prompt'),
+    'duplicate-prompts': Fault(run(given=prompts() * 3, phases=2), run(phases=2), 'a file joined thrice'),
+    'cut-prompts': Fault(
+        lambda folder: online(folder, given=text_prompts(24), vocab=64, phases=2),
+        lambda folder: online(folder, given=text_prompts(None), vocab=64, phases=2),
+        'max_prompt_tokens 24 of 43',
+    ),
+    'schedule-ends-early': Fault(
+        run(lr_schedule='linear', lr_decay_steps=12), run(lr_schedule='linear'), 'lr_decay_steps 12 of 56'
+    ),
+    'grad-norm-spikes': Fault(run(reward=Bursts(good_share), phases=20), run(phases=20), 'scores x 1000 now and then'),
+    'eval-loss-rises': Fault(
+        learned_by_heart, lambda folder: learned_by_heart(folder, eval_same=True), '8 random texts, 24 epochs'
+    ),
+    'slow-rank': Fault(
+        lambda folder: on_two_ranks(folder, True), lambda folder: on_two_ranks(folder, False), 'rank 1 of 2 sleeps'
+    ),
+    'time-elsewhere': Fault(run(callbacks=[Sleeps(1.5)], phases=6), run(phases=6), 'a callback that sleeps'),
+}
+"""by the key of the finding; a word in brackets tells two runs of one key apart"""
+
+
+def key_of(name: str) -> str:
+    return name.split(' ')[0]

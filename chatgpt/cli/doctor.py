@@ -1,0 +1,45 @@
+"""What is wrong with a run, from the numbers that it left in its folder.
+
+    chatgpt-rlhf doctor outputs/ppo
+    chatgpt-rlhf doctor outputs/* --json
+
+Prints each finding with the phase in which it began, the numbers, the likely cause and what to change; docs/doctor.md
+explains each. A run may still be going on. The exit code is 1 when there is an error or a warning in any of the runs,
+and 0 when there are only notes, or nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from chatgpt.doctor import diagnose, worst_first
+from chatgpt.launch.arguments import Parser
+from chatgpt.run_folder.reading import RunFolder
+
+
+def parser() -> Parser:
+    out = Parser(description=__doc__, usage='%(prog)s RUN [RUN ...] [--json]')
+    out.add_argument('runs', nargs='+', metavar='RUN', help='folder of a run, with metrics.jsonl')
+    out.add_argument('--json', action='store_true', help='one line of JSON per finding, with its run')
+    return out
+
+
+def main() -> int:
+    args = parser().parse_args(sys.argv[1:])
+    runs = [RunFolder(path) for path in args.runs]
+    ill = False
+    for run in runs:
+        findings = worst_first(diagnose(run))
+        ill = ill or any(f.level != 'note' for f in findings)
+        if args.json:
+            for f in findings:
+                print(json.dumps({'run': str(run.path), 'step': f.step, **f.row()}, ensure_ascii=False))
+            continue
+        told = f'{len(findings)} finding{"s" * (len(findings) != 1)}' if findings else 'no findings'
+        print(f'{run.path}: {told} in {run.phase} phase{"s" * (run.phase != 1)}')
+        if run.record is None:
+            print('(there is no run.json: checks that need settings, sizes or data were left out)')
+        for f in findings:
+            print(f'\n{f.text()}')
+    return int(ill)

@@ -1,0 +1,97 @@
+"""The numbers of a run as columns, and fewer of them: a page holds about a thousand points per chart, whatever the run
+holds.
+
+Thinning keeps, of each stretch of phases, the one with the least and the one with the greatest value of every line, and
+gaps; so no spike is lost and no value is made up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Column = tuple[Sequence[int], Sequence[float | None]]
+"""phases, and the value at each; None where the run had none that is finite"""
+
+
+def columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, Column]:
+    """Every metric of the rows, phases ascending. A phase whose row does not name the metric is left out of its column;
+    of two rows of a phase the later counts."""
+    phases: dict[str, list[int]] = {}
+    values: dict[str, list[float | None]] = {}
+    for row in sorted((r for r in rows if _is_number(r.get('step'))), key=lambda r: r['step']):
+        step = int(row['step'])
+        for name, value in row.items():
+            if name == 'step' or not (value is None or _is_number(value)):
+                continue
+            at, ys = phases.setdefault(name, []), values.setdefault(name, [])
+            if at and at[-1] == step:
+                ys[-1] = _finite(value)
+                continue
+            at.append(step)
+            ys.append(_finite(value))
+    return {name: (at, values[name]) for name, at in phases.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def kept(lines: Sequence[Sequence[float | None]], limit: int) -> list[int]:
+    """Which places of lines of equal length to keep, at most about `limit` (but the first and the last, always)."""
+    count = len(lines[0])
+    if count <= limit:
+        return list(range(count))
+    stretches = max(1, limit // (3 * len(lines)))
+    places = {0, count - 1}
+    for i in range(stretches):
+        first, last = i * count // stretches, (i + 1) * count // stretches
+        for line in lines:
+            part = line[first:last]
+            finite = [value for value in part if value is not None]
+            if finite:
+                places.add(first + part.index(min(finite)))
+                places.add(first + part.index(max(finite)))
+            if len(finite) < len(part):
+                places.add(first + part.index(None))
+    return sorted(places)
+
+
+def thinned(lines: Mapping[str, Column], limit: int) -> dict[str, Column]:
+    """The lines of a chart with at most about `limit` points each. Those measured at the same phases keep the same
+    ones."""
+    together: dict[tuple[int, ...], list[str]] = {}
+    for name, (at, _) in lines.items():
+        together.setdefault(tuple(at), []).append(name)
+    result: dict[str, Column] = {}
+    for at, names in together.items():
+        places = kept([lines[name][1] for name in names], limit)
+        short = [at[p] for p in places]
+        for name in names:
+            result[name] = short, [lines[name][1][p] for p in places]
+    return {name: result[name] for name in lines}
+
+
+def average(values: Sequence[float | None]) -> float | None:
+    """Mean of those that are numbers; None of none."""
+    finite = [value for value in values if value is not None]
+    return math.fsum(finite) / len(finite) if finite else None
+
+
+def number(value: float | None) -> str:
+    """As short as it can be read: three digits that say something."""
+    if value is None:
+        return 'none'
+    size = abs(value)
+    if size >= 1e6 or (0 < size < 1e-3):
+        digits, _, power = f'{value:.2e}'.partition('e')
+        return f'{float(digits):g}e{int(power)}'
+    if size >= 1000:
+        return f'{value:,.0f}'.replace(',', ' ')
+    text = f'{value:.3g}' if size < 100 else f'{value:.0f}'
+    return '0' if float(text) == 0 else text

@@ -1,0 +1,107 @@
+"""`Doctor`: says on one line when something goes wrong with a run, and writes it into run_dir/findings.jsonl.
+
+Left out: what is looked for (`chatgpt.doctor`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from chatgpt.doctor import Diagnosis, Finding
+from chatgpt.doctor.checks.ratio import KEY as RATIO
+from chatgpt.run_folder.lines import json_safe, read_jsonl
+from chatgpt.trainer.callbacks.base import Callback, TrainerView, say
+from chatgpt.trainer.callbacks.jsonl import MetricsWriter, RunFile
+from chatgpt.trainer.callbacks.run_record import RunRecorder, describe
+from chatgpt.trainer.callbacks.self_check import RatioCheck
+
+FILENAME = 'findings.jsonl'
+
+
+class Doctor(Callback):
+    """Every trainer has one without being asked; rank 0 speaks.
+
+    A finding is said when it starts, and never again: what an earlier start of the run has said is known from the
+    checkpoint and from the folder. A ratio that is not 1 is said by `RatioCheck` where there is one.
+
+    Args:
+        enabled: False looks at nothing, says nothing and writes nothing.
+    """
+
+    def __init__(self, enabled: bool = True, *, filename: str = FILENAME) -> None:
+        self.enabled = enabled
+        self._file = RunFile(filename)
+        self._diagnosis: Diagnosis | None = None
+        self._found: dict[str, int] = {}
+        """by earlier starts of the run: key → phase"""
+        self._said: set[str] = set()
+        """by a start of the run that was further than the checkpoint; written again when it comes, but not said"""
+
+    @property
+    def found(self) -> dict[str, int]:
+        """Key → phase in which it began, of all findings so far."""
+        return dict(self._diagnosis.found if self._diagnosis is not None else self._found)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'found': self.found} if self.found else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._found, self._diagnosis = dict(state['found']), None
+
+    def on_fit_start(self, trainer: TrainerView) -> None:
+        self._begin(trainer)
+
+    def on_resume(self, trainer: TrainerView, path: Path) -> None:
+        self._diagnosis = None
+        self._file.forget()
+
+    def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
+        if not (self.enabled and trainer.strategy.is_rank_0):
+            return
+        if self._diagnosis is None:
+            self._begin(trainer, before=step - 1)
+        assert self._diagnosis is not None
+        try:
+            new = self._diagnosis.see({**json_safe(metrics), 'step': step})
+        except Exception as error:  # a run must not end for want of a diagnosis
+            told = f'the doctor failed at phase {step}, and looks no further: {type(error).__name__}: {error}'
+            warnings.warn(told, stacklevel=2)
+            self.enabled = False
+            return
+        if new:
+            self._file.write(trainer, step, [finding.row() for finding in new])
+        for finding in new:
+            self._say(trainer, finding)
+
+    def _begin(self, trainer: TrainerView, before: int | None = None) -> None:
+        """Get ready to go on after phase `before`, by default the trainer's."""
+        before = trainer.phase if before is None else before
+        if not (self.enabled and trainer.strategy.is_rank_0):
+            return
+        record = next(
+            (c.record for c in trainer.callbacks if isinstance(c, RunRecorder) and c.record is not None), None
+        ) or describe(trainer)
+        if self._diagnosis is not None and before > 0:  # a second `fit` of one trainer
+            self._diagnosis.history.record = record
+            return
+        self._diagnosis = Diagnosis(record, found=self._found if before else ())
+        self._diagnosis.found |= self._found if before else {}
+        if before and trainer.run_dir is not None:
+            self._said = {row['finding'] for row in _rows(trainer.run_dir / self._file.filename)}
+            writer = next((c for c in trainer.callbacks if isinstance(c, MetricsWriter)), None)
+            for row in _rows(trainer.run_dir / writer.filename) if writer is not None else ():
+                if row['step'] <= before:
+                    self._diagnosis.remember(row)
+        self._file.begin(trainer, before)
+
+    def _say(self, trainer: TrainerView, finding: Finding) -> None:
+        by_itself = finding.key == RATIO and any(isinstance(c, RatioCheck) for c in trainer.callbacks)
+        if finding.key not in self._said and not by_itself:
+            say(finding.line())
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return read_jsonl(path) if path.is_file() else []

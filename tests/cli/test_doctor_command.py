@@ -1,0 +1,85 @@
+"""`doctor RUN`: what it prints and its exit code, without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import call
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def folder(path: Path, **numbers: float) -> Path:
+    """Of a reward model's run of ten phases."""
+    path.mkdir(parents=True)
+    row = {'rm/loss': 0.69, 'rm/accuracy': 0.5, 'rm/lr': 1e-5} | numbers
+    lines = [
+        json.dumps({'step': i, **row, 'rm/loss': row['rm/loss'] - 0.01 * i * row['rm/accuracy']}) for i in range(1, 11)
+    ]
+    (path / 'metrics.jsonl').write_text('\n'.join(lines) + '\n')
+    return path
+
+
+def record(path: Path) -> None:
+    content = {
+        'format': 1,
+        'method': 'reward-model',
+        'trainer': 'RewardModelTrainer',
+        'models': {'model': {'parameters': 260000, 'trained': 260000}},
+        'num_phases': 10,
+        'data': {'prompts': 9, 'distinct': 4},
+    }
+    (path / 'run.json').write_text(json.dumps(content))
+
+
+def test_a_run_with_a_fault(tmp_path, monkeypatch, capsys):
+    run = folder(tmp_path / 'run')
+    record(run)
+    assert call(monkeypatch, 'doctor', str(run)) == 1
+    out = capsys.readouterr().out
+    assert out.startswith(f'{run}: 2 findings in 10 phases\n')
+    assert 'warning, from phase 8: nothing moves\n  seen    in 8 logged phases' in out
+    assert 'change  raise lr to 1e-03' in out and 'more    docs/doctor.md#nothing-moves' in out
+
+
+def test_a_good_run_and_one_without_a_record(tmp_path, monkeypatch, capsys):
+    run = folder(tmp_path / 'run', **{'rm/accuracy': 0.8})
+    assert call(monkeypatch, 'doctor', str(run)) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f'{run}: no findings in 10 phases\n') and 'there is no run.json' in out
+
+
+def test_lines_of_json_of_several_runs(tmp_path, monkeypatch, capsys):
+    good, bad = folder(tmp_path / 'good', **{'rm/accuracy': 0.8}), folder(tmp_path / 'bad')
+    record(bad)
+    assert call(monkeypatch, 'doctor', str(good), str(bad), '--json') == 1
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row['run'], row['finding'], row['step']) for row in rows] == [
+        (str(bad), 'few-prompts', 1),
+        (str(bad), 'nothing-moves', 8),
+    ]
+
+
+def test_a_folder_that_is_no_run(tmp_path, monkeypatch, capsys):
+    folder(tmp_path / 'outputs' / 'run')
+    assert call(monkeypatch, 'doctor', str(tmp_path / 'outputs')) == 2
+    assert f'these in it are: {tmp_path}/outputs/run' in capsys.readouterr().err
+
+
+@pytest.mark.system
+def test_torch_is_not_imported(tmp_path):
+    run = folder(tmp_path / 'run')
+    code = (
+        'import sys, runpy\n'
+        f'sys.argv = ["chatgpt", "doctor", {str(run)!r}]\n'
+        'try:\n    runpy.run_module("chatgpt", run_name="__main__")\n'
+        'except SystemExit as end:\n    assert not end.code, end.code\n'
+        'print(sorted({m.split(".")[0] for m in sys.modules} & {"torch", "transformers", "numpy"}))'
+    )
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith('[]\n') and 'no findings' in done.stdout

@@ -1,0 +1,183 @@
+"""The doctor of a run that goes on: what it says, writes and remembers, and that a folder tells the same afterwards."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / 'benchmarks'))
+import doctor_faults as faults
+
+from chatgpt.doctor import Finding, diagnose
+from chatgpt.nn import GPTActor
+from chatgpt.run_folder.reading import RunFolder
+from chatgpt.testing import tiny_config
+from chatgpt.trainer import SFTTrainer
+from chatgpt.trainer import callbacks as cb
+from chatgpt.trainer.strategies import NaiveStrategy
+from chatgpt.types import Sequence
+
+
+def said(capsys) -> list[str]:
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith('doctor, ')]
+
+
+def keys(run: RunFolder) -> list[tuple[str, int]]:
+    return [(row['finding'], row['step']) for row in run.findings]
+
+
+def sft(
+    folder: Path | None, *, lr: float = 1e-9, epochs: int = 9, callbacks=(), resume: Path | None = None, stop_at=None
+):
+    """Of eight random texts, one optimizer step a phase; with such a learning rate nothing moves from phase 8 on."""
+    ids = torch.randint(3, 16, (8, 6), generator=torch.Generator().manual_seed(1))
+    data = [Sequence(prompt_ids=i[:1], response_ids=i[1:], response_mask=torch.ones(5, dtype=torch.bool)) for i in ids]
+    strategy = NaiveStrategy(seed=0, device='cpu')
+    actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, hidden=16, positions=16))
+    actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=lr)))
+    quiet = [cb.ProgressBar(enabled=False), *callbacks]
+    trainer = SFTTrainer(
+        strategy,
+        actor,
+        optim,
+        data,
+        train_batch_size=8,
+        max_epochs=epochs,
+        log_interval=1,
+        run_dir=folder,
+        callbacks=quiet,
+    )
+    if resume is not None:
+        trainer.load_checkpoint(resume)
+    trainer.fit()
+    return trainer
+
+
+class StopAt(cb.Callback):
+    def __init__(self, phase: int) -> None:
+        self.phase = phase
+
+    def on_phase_end(self, trainer, step, metrics):
+        if step == self.phase:
+            trainer.request_stop()
+
+
+def test_a_finding_is_one_line_with_everything_and_stands_in_the_folder(tmp_path, capsys):
+    sft(tmp_path)
+    (line,) = said(capsys)
+    assert line.startswith('doctor, phase 8: warning: nothing moves: in 8 logged phases sft/loss went from ')
+    assert 'Likely cause: ' in line and 'Change: raise lr to ' in line
+    assert line.endswith('(docs/doctor.md#nothing-moves)')
+    (row,) = RunFolder(tmp_path).findings
+    assert row['step'] == 8 and row['finding'] == 'nothing-moves' and row['level'] == 'warning'
+    assert Finding.of_row(row).line() == line
+
+
+def test_afterwards_the_folder_tells_what_was_said_on_the_way(tmp_path, capsys):
+    sft(tmp_path)
+    run = RunFolder(tmp_path)
+    assert [f.line() for f in diagnose(run)] == said(capsys)
+
+
+def test_a_run_without_a_folder_is_looked_at_too(capsys):
+    trainer = sft(None)
+    assert len(said(capsys)) == 1
+    (doctor,) = [c for c in trainer.callbacks if isinstance(c, cb.Doctor)]
+    assert doctor.found == {'nothing-moves': 8}
+
+
+def test_a_good_run_is_silent(tmp_path, capsys):
+    sft(tmp_path, lr=3e-3)
+    assert said(capsys) == [] and diagnose(RunFolder(tmp_path)) == []
+    assert not (tmp_path / 'findings.jsonl').exists()
+
+
+def test_it_can_be_switched_off(tmp_path, capsys):
+    sft(tmp_path, callbacks=[cb.Doctor(enabled=False)])
+    assert said(capsys) == [] and not (tmp_path / 'findings.jsonl').exists()
+
+
+def test_a_second_fit_does_not_repeat_it(capsys):
+    trainer = sft(None)
+    assert len(said(capsys)) == 1
+    trainer.fit()
+    assert trainer.phase == 18 and said(capsys) == []
+
+
+def test_a_resume_before_it_counts_the_phases_before(tmp_path, capsys):
+    sft(tmp_path, callbacks=[StopAt(5)])
+    assert said(capsys) == []
+    sft(tmp_path, resume=tmp_path / 'checkpoints')
+    assert len(said(capsys)) == 1
+    assert keys(RunFolder(tmp_path)) == [('nothing-moves', 8)]
+
+
+def test_a_resume_after_it_is_silent(tmp_path, capsys):
+    sft(tmp_path, epochs=12, callbacks=[StopAt(10)])
+    assert len(said(capsys)) == 1
+    sft(tmp_path, epochs=12, resume=tmp_path / 'checkpoints')
+    assert said(capsys) == []
+    run = RunFolder(tmp_path)
+    assert run.phase == 12 and keys(run) == [('nothing-moves', 8)] == [(f.key, f.step) for f in diagnose(run)]
+
+
+def test_what_a_killed_run_has_said_is_written_again_but_not_said_again(tmp_path, capsys):
+    """It was at phase 9, its checkpoint at phase 5."""
+    sft(tmp_path, callbacks=[cb.SaveCheckpoint(interval=5)])
+    assert len(said(capsys)) == 1
+    sft(tmp_path, resume=tmp_path / 'checkpoints' / 'step-00000005')
+    assert said(capsys) == []
+    assert keys(RunFolder(tmp_path)) == [('nothing-moves', 8)]
+
+
+def test_a_resume_without_a_folder_remembers_what_was_said(tmp_path, capsys):
+    trainer = sft(None)
+    trainer.save_checkpoint(tmp_path / 'kept')
+    said(capsys)
+    again = sft(None, epochs=20, resume=tmp_path / 'kept')
+    assert again.phase == 20 and said(capsys) == []
+
+
+def test_a_new_run_in_an_old_folder_says_it_anew(tmp_path, capsys):
+    sft(tmp_path)
+    sft(tmp_path)
+    assert len(said(capsys)) == 2 and keys(RunFolder(tmp_path)) == [('nothing-moves', 8)]
+    assert (tmp_path / 'findings.previous.jsonl').exists()
+
+
+def test_the_other_ranks_are_silent(capsys):
+    doctor = cb.Doctor()
+    trainer = SimpleNamespace(strategy=SimpleNamespace(is_rank_0=False), phase=0, callbacks=[])
+    doctor.on_fit_start(trainer)
+    doctor.on_phase_end(trainer, 1, {'rollout/score_mean': 1.0})
+    assert said(capsys) == [] and doctor.state_dict() == {}
+
+
+def test_a_ratio_that_is_not_one_is_said_once(tmp_path, capsys):
+    """By `RatioCheck`, whose warning it has always been, or where that is off by the doctor; it is written both times."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        faults.online(tmp_path / 'checked', phases=1, engine=faults.OtherPolicy(), quiet=False)
+        first = [w for w in caught if issubclass(w.category, cb.RatioWarning)]
+        assert len(first) == 1 and said(capsys) == []
+        faults.online(tmp_path / 'unchecked', phases=1, engine=faults.OtherPolicy(), quiet=False, ratio_check=False)
+        assert len([w for w in caught if issubclass(w.category, cb.RatioWarning)]) == 1
+    (line,) = said(capsys)
+    assert line.startswith('doctor, phase 1: error: the ratio right after a rollout is not 1: |ratio - 1| ')
+    for name in ('checked', 'unchecked'):
+        assert keys(RunFolder(tmp_path / name)) == [('ratio-not-one', 1)]
+
+
+def test_a_doctor_that_fails_costs_a_warning_and_not_the_run(capsys, monkeypatch):
+    import chatgpt.doctor.diagnosis as module
+
+    monkeypatch.setitem(module.CHECKS, 'nothing-moves', lambda history: 1 / 0)
+    with pytest.warns(UserWarning, match='the doctor failed at phase 1, and looks no further: ZeroDiv') as caught:
+        trainer = sft(None)
+    assert len(caught) == 1
+    assert trainer.phase == 9 and said(capsys) == []

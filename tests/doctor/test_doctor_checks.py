@@ -1,0 +1,321 @@
+"""Every check on a history with the fault planted by hand, and on one without it: what is found, from which phase."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+
+from chatgpt.doctor import CHECKS, LIMITS, Diagnosis, Finding
+from chatgpt.run_folder.record import RunRecord
+
+MODEL = {'actor': {'kind': 'gpt2', 'parameters': 260_000, 'trained': 260_000}}
+HEALTHY: dict[str, Any] = {
+    'rollout/score_mean': lambda i: 0.3 + 0.01 * i,
+    'rollout/score_std': 0.4,
+    'rollout/score_min': -1.0,
+    'rollout/score_max': 2.0,
+    'rollout/score_mad': 0.3,
+    'rollout/kl_mean': lambda i: min(0.5 * i, 5.0),
+    'rollout/kl_k3_mean': lambda i: min(0.5 * i, 5.0),
+    'rollout/kl_coef': 0.1,
+    'rollout/response_len_mean': 40.0,
+    'rollout/ended_share': 0.9,
+    'rollout/entropy': 2.0,
+    'rollout/repetition_within': 0.02,
+    'rollout/repetition_across': 0.2,
+    'ppo/entropy': 2.0,
+    'ppo/approx_kl_k3': 0.004,
+    'ppo/clip_fraction': 0.1,
+    'ppo/ratio_max': 1.5,
+    'ppo/ratio_min': 0.6,
+    'ppo/first_ratio_error': 1e-6,
+    'ppo/first_approx_kl': 1e-8,
+    'ppo/value_loss': 0.2,
+    'ppo/explained_variance': 0.4,
+    'ppo/return_var': 0.5,
+    'ppo/actor_grad_norm': 1.0,
+    'ppo/actor_grad_norm_max': 2.0,
+    'ppo/critic_grad_norm': 1.0,
+    'ppo/critic_grad_norm_max': 2.0,
+    'ppo/lr': 3e-4,
+    'ppo/critic_lr': 1e-3,
+    'ppo/num_updates': lambda i: 8.0 * i,
+    'perf/collect_s': 6.0,
+    'perf/score_s': 1.0,
+    'perf/learn_s': 3.0,
+    'perf/total_s': 10.0,
+    'perf/other_s': 0.5,
+}
+RM: dict[str, Any] = {'rm/loss': lambda i: 0.7 - 0.01 * i, 'rm/accuracy': lambda i: 0.5 + 0.01 * i, 'rm/lr': 1e-3}
+SFT: dict[str, Any] = {'sft/loss': lambda i: 2.0 - 0.05 * i, 'sft/lr': 1e-3, 'sft/grad_norm': 1.0}
+
+
+def record(**changes: Any) -> RunRecord:
+    given: dict[str, Any] = {
+        'method': 'ppo',
+        'trainer': 'PPOTrainer',
+        'settings': {'kl_coef': 0.1, 'max_epochs': 4, 'max_grad_norm': 1.0, 'value_coef': 0.1},
+        'generation': {'max_new_tokens': 64, 'min_new_tokens': 0},
+        'strategy': {'precision': 'fp32', 'world_size': 1},
+        'models': MODEL,
+        'data': {'prompts': 500, 'distinct': 480, 'cut': 3},
+        'num_phases': 40,
+        'reward': 'joy, source 1234',
+    }
+    given['settings'] = given['settings'] | changes.pop('settings', {})
+    return RunRecord(**given | changes)
+
+
+def metrics(phases: int, numbers: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of phases 1, 2, ...; None leaves a metric out."""
+    rows = []
+    for i in range(1, phases + 1):
+        values = {name: value(i) if callable(value) else value for name, value in numbers.items()}
+        rows.append({'step': i, **{name: value for name, value in values.items() if value is not None}})
+    return rows
+
+
+def found(phases: int, numbers: dict[str, Any], **about: Any) -> list[Finding]:
+    diagnosis = Diagnosis(record(**about))
+    return [finding for row in metrics(phases, numbers) for finding in diagnosis.see(row)]
+
+
+class Case(NamedTuple):
+    """Numbers that differ from the healthy run's, with and without the fault; the phase in which it shows."""
+
+    planted: dict[str, Any]
+    without: dict[str, Any] = {}
+    step: int = 1
+    phases: int = 24
+    about: dict[str, Any] = {}
+    about_without: dict[str, Any] = {}
+    base: dict[str, Any] = HEALTHY
+
+
+def after(phase: int, value: float, otherwise: float) -> Any:
+    return lambda i: value if i >= phase else otherwise
+
+
+STILL = {'rollout/kl_mean': 0.0, 'rollout/kl_k3_mean': 1e-5, 'ppo/ratio_max': 1.0001, 'ppo/ratio_min': 0.9999}
+SHARED = {'ppo/critic_lr': None, 'ppo/critic_grad_norm': None, 'ppo/critic_grad_norm_max': None}
+# Medians of five, so that a step at phase p shows at p + 2.
+CASES: dict[str, Case] = {
+    'nothing-moves': Case(STILL, {**STILL, 'ppo/ratio_max': 1.1}, step=10),
+    'nothing-moves, a reward model with the default lr': Case(
+        {'rm/loss': 0.69, 'rm/accuracy': 0.51, 'rm/lr': 1e-5}, {'rm/lr': 1e-5}, step=8, base=RM
+    ),
+    'nothing-moves, SFT': Case({'sft/loss': 2.0, 'sft/lr': 1e-7}, {'sft/lr': 1e-7}, step=8, base=SFT),
+    'nothing-moves, labels without signal': Case(
+        {'rm/loss': 0.69, 'rm/accuracy': 0.5}, {'rm/accuracy': lambda i: 0.5 + 0.005 * i}, step=20, base=RM
+    ),
+    'kl-runs-away': Case(  # e^(i/4) nats in 40 tokens: above 40 from phase 15, the median of five two phases later
+        {'rollout/kl_mean': lambda i: 2.718 ** (i / 4)}, {'rollout/kl_mean': lambda i: 1.5 * i}, step=17
+    ),
+    'kl-runs-away, from its target': Case(
+        {'rollout/kl_mean': lambda i: float(i)},
+        {'rollout/kl_mean': 5.0},
+        step=12,
+        about={'settings': {'kl_target': 3.0}},
+    ),
+    'kl-coef-at-limit': Case(
+        {'rollout/kl_mean': 7.0, 'rollout/kl_coef': lambda i: 0.1 * 1.01**i},
+        {'rollout/kl_mean': lambda i: 7.0 - i / 8, 'rollout/kl_coef': lambda i: 0.1 * 1.01**i},
+        step=20,
+        about={'settings': {'kl_target': 3.0}},
+    ),
+    'clip-fraction-high': Case({'ppo/clip_fraction': 0.5}, {'ppo/clip_fraction': 0.3}, step=5),
+    'clip-fraction-zero': Case(
+        {'ppo/clip_fraction': 0.0, 'ppo/ratio_max': 1.01, 'ppo/ratio_min': 0.985},
+        {'ppo/clip_fraction': 0.0, 'ppo/ratio_max': 1.15},
+        step=10,
+    ),
+    'ratio-not-one': Case({'ppo/first_ratio_error': after(3, 1e-2, 1e-6)}, {'ppo/first_ratio_error': 5e-5}, step=3),
+    'ratio-not-one, in bf16': Case(
+        {'ppo/first_approx_kl': 0.2},
+        {'ppo/first_ratio_error': 0.3, 'ppo/first_approx_kl': 0.01},
+        about={'strategy': {'precision': 'bf16'}},
+    ),
+    'entropy-collapses': Case(
+        {'ppo/entropy': after(6, 0.1, 2.0), 'rollout/score_mean': 0.3}, {'ppo/entropy': after(6, 0.3, 2.0)}, step=8
+    ),
+    'value-loss-dominates': Case(
+        {**SHARED, 'ppo/value_loss': 50.0, 'ppo/actor_grad_norm': 9.0, 'ppo/actor_grad_norm_max': 9.0},
+        {'ppo/value_loss': 50.0, 'ppo/actor_grad_norm': 9.0},  # a critic of its own
+        step=5,
+    ),
+    'explained-variance-low': Case(
+        {'ppo/explained_variance': -0.1}, {'ppo/explained_variance': after(12, 0.1, -0.5)}, step=20
+    ),
+    'over-optimisation': Case(
+        {'eval/truth_mean': lambda i: (1.0 - abs(i - 12) / 12) if i % 4 == 0 else None, 'rollout/score_std': 0.2},
+        {'eval/truth_mean': lambda i: i / 24 if i % 4 == 0 else None, 'rollout/score_std': 0.2},
+        step=20,
+    ),
+    'over-optimisation, lower is better': Case(
+        {
+            'eval/cost': lambda i: abs(i - 12) / 12 if i % 4 == 0 else None,
+            'eval/cost_best': lambda i: max(12 - i, 0) / 12 if i % 4 == 0 else None,
+            'rollout/score_std': 0.2,
+        },
+        {'eval/cost': lambda i: abs(i - 12) / 12 if i % 4 == 0 else None},  # which way is better is not known
+        step=20,
+    ),
+    'score-saturates': Case(
+        {'rollout/score_std': after(6, 0.01, 0.4), 'rollout/score_max': 1.0},
+        {'rollout/score_std': after(6, 0.1, 0.4)},
+        step=8,
+    ),
+    'scores-equal': Case(
+        {'rollout/score_min': 1.0, 'rollout/score_max': 1.0, 'rollout/score_std': 0.0},
+        {'rollout/score_min': 1.0, 'rollout/score_max': lambda i: 1.0 + (i % 3 == 0)},
+        step=3,
+    ),
+    'groups-without-signal': Case(
+        {'rollout/equal_groups_share': 0.8, 'rollout/score_mean': 0.1},
+        {'rollout/equal_groups_share': 0.8, 'rollout/score_mean': 1.9},  # they are equal because they are right
+        step=5,
+    ),
+    'reward-outliers': Case(
+        {
+            'rollout/score_max': lambda i: 50.0 if i in (4, 9) else 2.0,
+            'rollout/score_std': lambda i: 9.0 if i in (4, 9) else 0.4,
+        },
+        {'rollout/score_max': lambda i: 50.0 if i == 4 else 2.0, 'rollout/score_std': lambda i: 9.0 if i == 4 else 0.4},
+        step=9,
+    ),
+    'reward-model-disagrees': Case({'rollout/rescore_error': 0.05}, {'rollout/rescore_error': 1e-6}),
+    'repetition-within': Case(
+        {'rollout/repetition_within': after(6, 0.2, 0.02)}, {'rollout/repetition_within': after(6, 0.1, 0.02)}, step=8
+    ),
+    'repetition-across': Case(
+        {'rollout/repetition_across': after(6, 0.6, 0.2)}, {'rollout/repetition_across': after(6, 0.4, 0.2)}, step=8
+    ),
+    'ends-at-once': Case(
+        {'rollout/response_len_mean': 1.0, 'rollout/ended_share': 1.0}, {'rollout/response_len_mean': 3.0}, step=3
+    ),
+    'never-ends': Case(
+        {'rollout/ended_share': after(6, 0.0, 0.9)}, {'rollout/ended_share': after(6, 0.01, 0.9)}, step=10
+    ),
+    'never-ends, from the start': Case(
+        {'rollout/ended_share': 0.0},
+        step=5,
+        about={'generation': {'max_new_tokens': 256}},
+        about_without={'generation': {'max_new_tokens': 256, 'min_new_tokens': 256}},
+    ),
+    'length-limit': Case(
+        {'rollout/ended_share': after(6, 0.2, 0.9)}, {'rollout/ended_share': after(6, 0.6, 0.9)}, step=8
+    ),
+    'length-drifts': Case(
+        {'rollout/response_len_mean': after(6, 120.0, 40.0)},
+        {'rollout/response_len_mean': after(6, 90.0, 40.0)},
+        step=8,
+    ),
+    'few-prompts': Case(
+        {},
+        about={'data': {'prompts': 4, 'distinct': 4, 'cut': 0}},
+        about_without={'data': {'prompts': 20, 'distinct': 20}},
+    ),
+    'duplicate-prompts': Case({}, about={'data': {'prompts': 500, 'distinct': 200, 'cut': 0}}),
+    'cut-prompts': Case({}, about={'data': {'prompts': 500, 'distinct': 500, 'cut': 90}}),
+    'schedule-ends-early': Case(
+        {'ppo/lr': lambda i: 3e-4 * max(1 - i / 10, 0)},
+        {'ppo/lr': lambda i: 3e-4 * (1 - i / 40)},
+        step=11,
+        about={'settings': {'lr_decay_steps': 80}},
+    ),
+    'grad-norm-spikes': Case(
+        {'ppo/actor_grad_norm_max': lambda i: 30.0 if i in (12, 15, 18) else 2.0},
+        {'ppo/actor_grad_norm_max': lambda i: 30.0 if i in (12, 18) else 2.0},
+        step=18,
+    ),
+    'grad-norm-spikes, once': Case(
+        {'ppo/critic_grad_norm_max': lambda i: 500.0 if i == 14 else 2.0},
+        {'ppo/critic_grad_norm_max': lambda i: 50.0 if i == 14 else 2.0},
+        step=14,
+    ),
+    'eval-loss-rises': Case(
+        {'sft/val_loss': lambda i: {5: 1.9, 10: 1.7, 15: 1.8, 20: 1.9}.get(i)},
+        {'sft/val_loss': lambda i: {5: 1.9, 10: 1.7, 15: 1.72, 20: 1.9}.get(i)},
+        step=20,
+        base=SFT,
+    ),
+    'slow-rank': Case(
+        {'perf/slowest_rank': 1.0, 'perf/slowest_rank_s': 9.0, 'perf/other_ranks_s': 5.0},
+        {'perf/slowest_rank': lambda i: float(i % 2), 'perf/slowest_rank_s': 9.0, 'perf/other_ranks_s': 5.0},
+        step=5,
+    ),
+    'time-elsewhere': Case({'perf/other_s': 15.0}, {'perf/other_s': 5.0}, step=5),
+    'time-elsewhere, a slow reward function': Case(
+        {'perf/score_s': 8.0},
+        step=5,
+        about={'reward': 'ask_a_service, source 99'},
+        about_without={'reward': 'RewardModelScorer, outputs/rm'},
+    ),
+}
+
+
+def test_every_check_has_a_case():
+    assert {name.split(',')[0] for name in CASES} == set(CHECKS)
+
+
+@pytest.mark.parametrize('base', [HEALTHY, RM, SFT], ids=['PPO', 'reward model', 'SFT'])
+def test_a_healthy_run_has_no_finding(base):
+    assert found(30, base) == []
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_a_planted_fault_is_found_when_it_begins_and_not_without_it(name):
+    case, key = CASES[name], name.split(',')[0]
+    findings = found(case.phases, case.base | case.planted, **case.about)
+    assert [(f.key, f.step) for f in findings if f.key == key] == [(key, case.step)]
+    (finding,) = [f for f in findings if f.key == key]
+    assert finding.level in ('error', 'warning', 'note')
+    assert any(c.isdigit() for c in finding.evidence)  # in numbers
+    assert finding.title and finding.cause and finding.change and finding.link == f'docs/doctor.md#{key}'
+    assert '\n' not in finding.line() and 'nan' not in finding.line()
+    without = found(
+        case.phases,
+        case.base | case.without,
+        **(case.about_without or case.about if case.without else case.about_without),
+    )
+    assert key not in [f.key for f in without]
+
+
+def test_advice_has_the_numbers_of_the_run():
+    (finding,) = found(24, RM | {'rm/loss': 0.69, 'rm/accuracy': 0.51, 'rm/lr': 1e-5})
+    # 9e-6 * sqrt(6e9 / 260e3) = 1.37e-3
+    assert 'lr 1e-05, 260,000 parameters' in finding.evidence and 'raise lr to 1e-03 (1e+02 times' in finding.change
+    (finding,) = [f for f in found(24, HEALTHY | {'rollout/kl_mean': lambda i: 2.718 ** (i / 4)}) if 'kl' in f.key]
+    assert 'multiply kl_coef by 4 (from 0.1 to 0.4)' in finding.change
+
+
+@pytest.mark.parametrize('noise', [1, 2, 3])
+def test_noise_is_no_finding(noise):
+    """Every healthy number 30 % up or down at random, six hundred phases of it."""
+    import random
+
+    rng = random.Random(noise)
+    steady = {n: v for n, v in HEALTHY.items() if not callable(v) and 'ratio' not in n and n != 'rollout/ended_share'}
+    noisy = {n: (lambda i, v=v: v * rng.uniform(0.7, 1.3)) for n, v in steady.items() if v}
+    assert [f.key for f in found(600, HEALTHY | noisy, num_phases=600)] == []
+
+
+def test_what_is_not_a_number_is_left_out():
+    rows = metrics(30, HEALTHY)
+    for row in rows[::2]:
+        row |= {'ppo/entropy': None, 'rollout/kl_mean': float('nan'), 'ppo/explained_variance': float('-inf')}
+    diagnosis = Diagnosis(record())
+    assert [f for row in rows for f in diagnosis.see(row)] == []
+    assert Diagnosis(None).see({'step': 1}) == []
+
+
+def test_the_same_thing_is_not_said_from_two_sides():
+    numbers = HEALTHY | STILL | {'ppo/clip_fraction': 0.0}
+    assert [f.key for f in found(24, numbers)] == ['nothing-moves']
+    numbers = HEALTHY | {'rollout/score_min': 0.0, 'rollout/score_max': 0.0, 'rollout/score_std': 0.0}
+    assert [f.key for f in found(24, numbers | {'rollout/equal_groups_share': 1.0})] == ['scores-equal']
+
+
+def test_limits_have_reasons():
+    assert all(len(limit.why) > 10 and limit.value > 0 for limit in LIMITS.values())

@@ -1,0 +1,207 @@
+"""Run folders made up for the report: numbers of a formula, texts that try to be markup."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+from chatgpt.run_folder import RunRecord, Start
+from chatgpt.run_folder.rollouts import FOLDER, write_rollouts
+
+HOSTILE = (
+    '</script><script>window.hacked = 1</script>',
+    '<img src=x onerror="window.hacked = 2">',
+    '<!-- <script>',
+    ']]>&lt;b&gt;"\'`${1}',
+    'ends \x00 with \x1b[31m control \u2028 and a lone \ud800 surrogate',
+    'שלום עולם \u202e reversed',
+    '🦊🦊🏽‍🚀 e\u0301',
+    'w' * 5000,
+)
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    # As the library writes them, but for texts that it could not write: a lone surrogate is escaped.
+    path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+
+
+def ppo_row(step: int, phases: int, rng: random.Random) -> dict[str, float | None]:
+    """What PPO logs, of a run that goes well."""
+    t = step / phases
+    rise = 1 - math.exp(-4 * t)
+    score = -1.4 + 4.2 * rise + rng.gauss(0, 0.25)
+    return {
+        'rollout/score_mean': score,
+        'rollout/score_std': 2.2 - rise,
+        'rollout/score_min': score - 4 - rng.random(),
+        'rollout/score_max': score + 3 + rng.random(),
+        'rollout/kl_mean': 6 * rise + rng.gauss(0, 0.2),
+        'rollout/kl_k3_mean': abs(6.4 * rise + rng.gauss(0, 0.2)),
+        'rollout/kl_coef': 0.05 + 0.02 * t,
+        'rollout/non_score_reward_mean': -0.3 * rise,
+        'rollout/response_len_mean': 16 + 3 * rise + rng.gauss(0, 0.5),
+        'rollout/response_len_std': 4.5,
+        'rollout/prompt_len_mean': 10.0,
+        'rollout/ended_share': min(1.0, 0.86 + 0.12 * rise + rng.gauss(0, 0.01)),
+        'rollout/entropy': 0.95 - 0.45 * rise,
+        'ppo/return_mean': -1 + 3 * rise,
+        'ppo/return_var': 9 - 6 * rise,
+        'ppo/advantage_mean': 0.1 * rng.gauss(0, 1),
+        'ppo/advantage_std': 2 - rise,
+        'ppo/explained_variance': -0.6 + 1.3 * rise,
+        'ppo/first_ratio_error': 1e-6,
+        'ppo/first_approx_kl': 1e-8,
+        'ppo/approx_kl': 0.006 + 0.002 * rng.random(),
+        'ppo/approx_kl_k3': 0.0062 + 0.002 * rng.random(),
+        'ppo/clip_fraction': 0.05 + 0.03 * rng.random(),
+        'ppo/entropy': 0.93 - 0.45 * rise,
+        'ppo/policy_loss': -0.01 * rng.random(),
+        'ppo/ratio_mean': 1 + 0.001 * rng.gauss(0, 1),
+        'ppo/ratio_min': 0.4,
+        'ppo/ratio_max': 2 + rng.random(),
+        'ppo/value_clip_fraction': 0.7 * (1 - rise),
+        'ppo/value_loss': 9 * math.exp(-3 * t) + 0.3 * rng.random(),
+        'ppo/value_mean': -2 + 4 * rise,
+        'ppo/actor_grad_norm': 0.4 + 0.1 * rng.random(),
+        'ppo/critic_grad_norm': 12 * math.exp(-2 * t) + rng.random(),
+        'ppo/lr': 3e-4 * (1 - t),
+        'ppo/critic_lr': 1e-3 * (1 - t),
+        'ppo/skipped_batches': 0.0,
+        'ppo/early_stopped': 0.0,
+        'ppo/num_updates': 8.0 * step,
+        'perf/collect_s': 1.2 + 0.1 * rng.random(),
+        'perf/score_s': 0.4 + 0.05 * rng.random(),
+        'perf/learn_s': 2.1 + 0.2 * rng.random(),
+        'perf/collect_cpu_s': 2.2,
+        'perf/score_cpu_s': 0.7,
+        'perf/learn_cpu_s': 4.0,
+        'perf/total_s': 3.9,
+        'perf/peak_memory_gib': 0.5 + 0.2 * (1 - math.exp(-40 * t)),
+        'perf/new_tokens_per_s': 1400 + 40 * rng.random(),
+        'perf/learn_tokens_per_s': 11000 + 400 * rng.random(),
+        'custom/repetition': 0.1 + 0.02 * rng.random(),
+    }
+
+
+def record(method: str = 'ppo', **given: Any) -> RunRecord:
+    """run.json of a run that went as it should, but for what is given."""
+    settings = {'lr': 3e-4, 'critic_lr': 1e-3, 'train_batch_size': 32, 'kl_coef': 0.05, 'max_epochs': 4, 'gamma': 1.0}
+    machine = {'system': 'Linux 6.1', 'processor': 'A processor', 'cores': 2, 'memory_gib': 24.0, 'gpus': []}
+    start = Start(
+        at='2026-11-22T10:00:00+00:00',
+        phase=0,
+        command=['python', '-m', 'chatgpt', method, 'my prompts.jsonl', '--lr', '3e-4'],
+        git={'commit': 'b281334d7cde2c8d9c1a5e0f3b6a7d8e9f001122', 'dirty': True},
+        versions={'python': '3.12.1', 'chatgpt': '0.2.0', 'torch': '2.13.0', 'transformers': '5.23.0'},
+        machine=machine,
+    )
+    fields: dict[str, Any] = {
+        'method': method,
+        'trainer': 'PPOTrainer',
+        'settings': settings,
+        'defaults': {**settings, 'lr': 1e-5, 'critic_lr': 1e-5, 'train_batch_size': 8},
+        'generation': {'max_new_tokens': 24, 'temperature': 1.0},
+        'strategy': {'name': 'NaiveStrategy', 'world_size': 1, 'precision': 'fp32', 'device': 'cpu', 'seed': 42},
+        'models': {'actor': {'kind': 'gpt2', 'source': 'outputs/sft/actor', 'parameters': 209408, 'trained': 209408}},
+        'optimizers': {'actor': [{'kind': 'AdamW', 'lr': 3e-4, 'weight_decay': 0.0}]},
+        'reward': 'rewards.py:score',
+        'data': {'prompts': 200, 'distinct': 180},
+        'plan': {'peak_gib': 0.9, 'phases': {'collect': 0.5, 'learn': 0.9}},
+        'num_phases': 40,
+        'starts': [start],
+        'status': 'ended',
+        'phase': 40,
+        'ended': '2026-11-22T10:12:30+00:00',
+    }
+    return RunRecord(**(fields | given))
+
+
+def make_run(folder: Path, phases: int = 40, *, seed: int = 0, texts: tuple[str, ...] = (), **given: Any) -> Path:
+    """A PPO run with evaluations and samples; `texts` take the place of the responses, `given` goes into run.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(seed)
+    rows: list[dict[str, Any]] = [{'step': step, **ppo_row(step, phases, rng)} for step in range(1, phases + 1)]
+    evaluated = sorted({0, phases, *range(0, phases + 1, max(1, phases // 5))})
+    evals = [{'step': s, 'eval/score_mean': -1.2 + 3 * s / phases, 'eval/length_mean': 17.0} for s in evaluated]
+    for line in evals:
+        if line['step']:
+            rows[int(line['step']) - 1].update({k: v for k, v in line.items() if k != 'step'})
+    write_lines(folder / 'metrics.jsonl', rows)
+    write_lines(folder / 'eval.jsonl', evals)
+    prompts = ['one day a small fox went to the river .', 'the old dog slept near the door and', 'a boy found a kite .']
+    said = [
+        'it was a good day and the fox was happy .',
+        'the fox saw a fish and felt proud . it ran home and told its mother .',
+        'then it rained , and they all laughed .',
+    ]
+    write_lines(
+        folder / 'eval_samples.jsonl',
+        [
+            {
+                'step': s,
+                'prompt': texts[i % len(texts)] + str(i) if texts else prompt,
+                'response': texts[(i + n) % len(texts)] if texts else f'{said[(i + n) % 3]} ' * (1 + n % 2),
+                'score': rng.gauss(s / phases * 3, 0.5),
+            }
+            for n, s in enumerate(evaluated)
+            for i, prompt in enumerate(texts or prompts)
+        ],
+    )
+    record(**({'num_phases': phases, 'phase': phases} | given)).write(folder)
+    return folder
+
+
+def make_offline_run(folder: Path, phases: int = 30, prefix: str = 'sft', **given: Any) -> Path:
+    """An offline run: loss, its own metrics, eval data every fifth phase."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(1)
+    rows: list[dict[str, Any]] = []
+    for step in range(1, phases + 1):
+        loss = 1 + 3 * math.exp(-step / 8) + 0.05 * rng.random()
+        row: dict[str, float] = {f'{prefix}/loss': loss, f'{prefix}/grad_norm': 1.0, f'{prefix}/lr': 1e-3}
+        if prefix == 'sft':
+            row['sft/perplexity'] = math.exp(loss)
+        else:
+            row |= {f'{prefix}/accuracy': 1 - 0.4 * math.exp(-step / 8), f'{prefix}/margin': step / 10}
+        if step % 5 == 0:
+            row |= {f'{prefix}/val_loss': loss + 0.1}
+        rows.append({'step': step, **row, 'perf/learn_s': 0.5, 'perf/total_s': 0.5, 'perf/learn_tokens_per_s': 9000.0})
+    write_lines(folder / 'metrics.jsonl', rows)
+    record(prefix, **({'num_phases': phases, 'phase': phases, 'generation': {}} | given)).write(folder)
+    return folder
+
+
+def write_sequences(folder: Path, texts: tuple[str, ...], phases: tuple[int, ...] = (1, 20, 40)) -> None:
+    """Recorded sequences with a token per character of their responses; one of four ended by a stop string."""
+    for phase in phases:
+        rows = []
+        for i, text in enumerate(texts):
+            one = [0.25 * i - 0.5] * len(text)
+            arrays = dict.fromkeys(('old_logprobs', 'values', 'rewards', 'advantages', 'returns', 'entropy'), one)
+            rows.append(
+                {
+                    'phase': phase,
+                    'index': i,
+                    'group': i // 2,
+                    'prompt': f'prompt {i // 2}',
+                    'response': text,
+                    'score': float(i),
+                    'shaped_score': float(i),
+                    'kl': 0.5,
+                    'finish_reason': ('eos', 'stop', 'length', 'eos')[i % 4],
+                    'version': 0,
+                    'prompt_ids': [1],
+                    'token_ids': [2] * len(text),
+                    'prompt_tokens': [f'prompt {i // 2}'],
+                    'tokens': list(text),
+                    'mask': [True] * len(text),
+                    'ref_logprobs': [-0.7] * len(text),
+                    'weighted_scores': [],
+                    'columns': '{}',
+                }
+                | arrays
+            )
+        write_rollouts(folder / FOLDER, phase, rows)

@@ -1,0 +1,32 @@
+"""chatgpt/report/assets/metrics.json out of docs/metrics.md: python tests/report/metric_names.py"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ASSET = ROOT / 'chatgpt' / 'report' / 'assets' / 'metrics.json'
+
+
+def read_names(page: str) -> dict[str, list[str]]:
+    """{metric: [unit, meaning]} of the tables of the page, but those about other systems' names."""
+    found = {}
+    for line in page.split('\n## For those who come from')[0].splitlines():
+        cells = [cell.strip() for cell in re.split(r'(?<!\\)\|', line.strip().strip('|'))]
+        names = re.findall(r'`([a-z_]+(?:/[a-zA-Z_0-9]+)+)`', cells[0])
+        if not line.startswith('|') or len(cells) != 3 or not names:
+            continue
+        for name in names:
+            found[name] = [cells[1].replace('\\|', '|'), cells[2].replace('\\|', '|').replace('`', '')]
+    return found
+
+
+def text_of(names: dict[str, list[str]]) -> str:
+    lines = (f'{json.dumps(name)}: {json.dumps(told, ensure_ascii=False)}' for name, told in names.items())
+    return '{\n' + ',\n'.join(lines) + '\n}\n'
+
+
+if __name__ == '__main__':
+    ASSET.write_text(text_of(read_names((ROOT / 'docs' / 'metrics.md').read_text())))

@@ -1,0 +1,365 @@
+"""report.html in a real browser without a network: what a reader sees, points at, types and prints."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_runs import HOSTILE, make_offline_run, make_run, write_lines, write_sequences
+
+from chatgpt.report import write_report
+
+
+class Opened:
+    """A page, and all that it said or asked for."""
+
+    def __init__(self, browser: Any, file: Path, **look: Any) -> None:
+        look = {'viewport': {'width': 1280, 'height': 900}, 'color_scheme': 'light'} | look
+        self.context = browser.new_context(**look)
+        self.page = self.context.new_page()
+        self.complaints: list[str] = []
+        self.asked: list[str] = []
+        self.page.on('console', lambda m: self.complaints.append(f'{m.type}: {m.text}'))
+        self.page.on('pageerror', lambda e: self.complaints.append(str(e)))
+        self.page.on('request', lambda r: self.asked.append(r.url))
+        self.page.goto(file.as_uri())
+        self.page.wait_for_selector('.chart .u-over')
+
+    def chart(self, key: str) -> Any:
+        """The figure, in sight and drawn."""
+        figure = self.page.locator(f'#chart-{key}')
+        figure.scroll_into_view_if_needed()
+        figure.locator('.u-over').wait_for()
+        return figure
+
+    def legend(self, key: str) -> str:
+        return ' '.join(self.page.locator(f'#chart-{key} .legend').inner_text().split())
+
+    def point_at(self, key: str, share: float) -> None:
+        """Move the pointer to that share of the width of the axes."""
+        self.chart(key)
+        box = self.page.locator(f'#chart-{key} .u-over').bounding_box()
+        self.page.mouse.move(box['x'] + share * box['width'], box['y'] + box['height'] / 2)
+
+
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Any]:
+    pages: list[Opened] = []
+
+    def open_(*folders: Path, **look: Any) -> Opened:
+        file = write_report(list(folders), out=folders[0] / 'page.html')
+        pages.append(Opened(browser, file, **look))
+        return pages[-1]
+
+    yield open_
+    for one in pages:
+        one.context.close()
+        assert one.complaints == []
+        assert len(one.asked) == 1 and one.asked[0].startswith('file://')
+
+
+@pytest.fixture(scope='module')
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose score is the number of the phase, of 101 phases, with sequences."""
+    folder = make_run(tmp_path_factory.mktemp('runs') / 'words', 101)
+    rows = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+    for row in rows:
+        row |= {'rollout/score_mean': float(row['step']), 'rollout/kl_coef': row['step'] / 1000}
+    rows[49]['rollout/kl_coef'] = None
+    write_lines(folder / 'metrics.jsonl', rows)
+    return folder
+
+
+PIXELS = """canvas => {
+    const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext('2d', {willReadFrequently: true});
+    copy.drawImage(canvas, 0, 0);
+    const {data, width} = copy.getImageData(0, 0, canvas.width, canvas.height);
+    const places = {};
+    for (let i = 0; i < data.length; i += 4) {
+        if (data[i + 3] < 255) continue;
+        (places[data.slice(i, i + 3).join()] ??= []).push([(i / 4) % width, Math.floor(i / 4 / width)]);
+    }
+    return places;
+}"""
+BLUE, ORANGE, PALE_BLUE = '10,92,184', '183,80,0', '108,176,255'
+"""--series-1, --series-2, and --series-1 in the dark, of page.css"""
+
+
+def drawn_in(chart: Any) -> dict[str, list[list[int]]]:
+    """Where (x, y) its canvas has each opaque colour."""
+    return chart.locator('canvas').evaluate(PIXELS)
+
+
+def test_the_values_of_the_phase_under_the_pointer_show_in_every_chart(opened, words):
+    page = opened(words)
+    assert page.legend('score').startswith('phase 101 score mean 101 ')
+    page.chart('kl-coef')
+    page.point_at('score', 0.25)  # of 0 to 101, for there is an evaluation at 0
+    assert page.legend('score').startswith('phase 25 score mean 25 ')
+    assert page.legend('kl-coef') == 'phase 25 kl coef 0.025'
+    page.point_at('score', 50.1 / 101)
+    assert page.legend('kl-coef') == 'phase 50 kl coef none'
+    page.point_at('eval-score', 0.3)  # evaluated at 0, 20, 40, ..
+    assert page.legend('eval-score') == 'phase 40 score mean -0.0119'
+    assert page.legend('score').startswith('phase 30 ')
+
+
+def test_the_curve_is_where_the_values_are(opened, words):
+    """The score rises evenly, so its line runs from the lower left to the upper right."""
+    page = opened(words)
+    chart = page.chart('kl-coef')
+    places = drawn_in(chart)[BLUE]
+    (left, low), (right, high) = min(places), max(places)
+    assert right - left > 300 and low - high > 80
+
+
+def test_dragging_zooms_all_charts_and_a_double_click_shows_all(opened, words):
+    page = opened(words)
+    page.chart('kl-coef')
+    page.point_at('score', 20 / 101)
+    page.page.mouse.down()
+    page.point_at('score', 30 / 101)
+    page.point_at('score', 40 / 101)
+    page.page.mouse.up()
+    assert (
+        page.page.locator('#zoom-range').inner_text() == 'phases 20 to 40'
+        or page.page.locator('#zoom-range').inner_text() == 'phases 20 to 39'
+    )
+    page.point_at('kl-coef', 0.5)
+    assert page.legend('score').startswith('phase 30 score mean 30 ')
+    page.page.mouse.dblclick(*centre(page, 'kl-coef'))
+    assert page.page.locator('#zoom-range').inner_text() == ''
+    page.point_at('kl-coef', 0.8)
+    assert page.legend('score').startswith('phase 81 ')
+
+
+def centre(page: Opened, key: str) -> tuple[float, float]:
+    box = page.page.locator(f'#chart-{key} .u-over').bounding_box()
+    return box['x'] + box['width'] / 2, box['y'] + box['height'] / 2
+
+
+def test_buttons_zoom_too(opened, words):
+    page = opened(words)
+    assert page.page.locator('#zoom-all').is_disabled()
+    page.page.get_by_role('button', name='Zoom in').click()
+    assert page.page.locator('#zoom-range').inner_text() == 'phases 26 to 75'
+    page.page.get_by_role('button', name='Zoom out').click()
+    assert page.page.locator('#zoom-range').inner_text() == '' and page.page.locator('#zoom-all').is_disabled()
+
+
+def test_smoothing_is_a_moving_average_with_what_was_measured_behind(opened, words):
+    """Of 1, 2, 3, ...: after n steps with weight w, sum of w^(n-k) k over sum of w^(n-k), here computed at n = 3."""
+    page = opened(words)
+    page.chart('score')
+    page.page.locator('#smoothing').fill('0.5')
+    page.page.wait_for_timeout(50)
+    page.point_at('score', 3 / 101)
+    expected = (0.25 * 1 + 0.5 * 2 + 3) / 1.75
+    assert page.legend('score').startswith(f'phase 3 score mean 3 (smoothed {expected:.3g})')
+    page.page.locator('#smoothing').fill('0')
+    page.page.wait_for_timeout(50)
+    assert page.legend('score').startswith('phase 3 score mean 3 score min ')
+    assert page.page.locator('#smoothing-value').inner_text() == '0'
+
+
+def test_a_line_can_be_hidden(opened, words):
+    page = opened(words)
+    chart = page.chart('values')
+    assert {BLUE, ORANGE} <= drawn_in(chart).keys()
+    chart.get_by_role('button', name='return mean').click()
+    assert chart.get_by_role('button', name='return mean').get_attribute('aria-pressed') == 'false'
+    assert ORANGE not in drawn_in(chart)
+
+
+def test_the_keyboard_reaches_every_chart_and_speaks_its_values(opened, words):
+    page = opened(words)
+    page.chart('score')
+    plot = page.page.locator('#chart-score .plot')
+    plot.focus()
+    assert plot.get_attribute('role') == 'application'
+    assert plot.get_attribute('aria-label').startswith('Score, score min, score max, score mean, over phases 1 to 101')
+    said = page.page.locator('#said')
+    assert said.get_attribute('aria-live') == 'polite'
+    for key, phase in (('Home', 1), ('ArrowRight', 2), ('Shift+ArrowRight', 12), ('ArrowLeft', 11), ('End', 101)):
+        page.page.keyboard.press(key)
+        assert said.inner_text().startswith(f'Phase {phase}: score mean {phase}, score min ')
+        assert page.legend('score').startswith(f'phase {phase} ')
+    page.page.keyboard.press('Home')
+    page.page.keyboard.press('+')
+    assert page.page.locator('#zoom-range').inner_text().startswith('phases 0 to ')
+    page.page.keyboard.press('0')
+    assert page.page.locator('#zoom-range').inner_text() == ''
+    seen = set()
+    for _ in range(400):  # Tab goes from chart to chart
+        page.page.keyboard.press('Tab')
+        seen.add(at := page.page.evaluate("document.activeElement.closest('.chart, #samples')?.dataset.chart ?? ''"))
+        if not at:
+            break
+    keys = page.page.eval_on_selector_all('.chart', 'all => all.map(c => c.dataset.chart)')
+    assert set(keys[keys.index('score') + 1 :]) <= seen
+
+
+def test_headings_are_in_order_and_names_link_to_their_meaning(opened, words):
+    page = opened(words)
+    levels = page.page.eval_on_selector_all('h1, h2, h3, h4', 'all => all.map(h => Number(h.tagName[1]))')
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(b - a <= 1 for a, b in zip(levels, levels[1:], strict=False))
+    page.page.locator('#chart-score').get_by_role('link', name='rollout/score_mean').click()
+    target = page.page.locator('tr:has(:target)')
+    assert 'mean over responses of the score' in target.inner_text()
+    assert page.page.evaluate('document.documentElement.lang') == 'en'
+    unnamed = page.page.eval_on_selector_all(
+        'button, input, summary',
+        'all => all.filter(e => !(e.textContent.trim() || e.ariaLabel || e.labels?.length)).length',
+    )
+    assert unnamed == 0
+
+
+def luminance(color: str) -> float:
+    channels = [int(v) / 255 for v in re.findall(r'\d+', color)[:3]]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+def test_every_text_stands_out_from_its_ground(opened, words, scheme):
+    """WCAG 2.2 AA: 4.5 to 1, and 3 to 1 for lines of curves."""
+    page = opened(words, color_scheme=scheme)
+    page.page.evaluate('document.querySelectorAll("details").forEach(d => { d.open = true; })')
+    pairs = page.page.evaluate(
+        """() => {
+            const ground = (e) => {
+                for (; e; e = e.parentElement) {
+                    const color = getComputedStyle(e).backgroundColor;
+                    if (!color.endsWith(', 0)')) return color;
+                }
+                return 'rgb(255, 255, 255)';
+            };
+            const path = '//body//text()[normalize-space() and not(ancestor::script)]';
+            const texts = document.evaluate(path, document, null, 7);
+            const pairs = new Map();
+            for (let i = 0; i < texts.snapshotLength; i++) {
+                const e = texts.snapshotItem(i).parentElement;
+                if (e.closest(':disabled, .reader')) continue;
+                pairs.set([getComputedStyle(e).color, ground(e)].join('|'), e.outerHTML.slice(0, 80));
+            }
+            return [...pairs];
+        }"""
+    )
+    assert len(pairs) > 5
+    for pair, where in pairs:
+        a, b = sorted((luminance(c) for c in pair.split('|')), reverse=True)
+        assert (a + 0.05) / (b + 0.05) >= 4.5, (pair, where)
+    surface = page.page.eval_on_selector('.chart', 'c => getComputedStyle(c).backgroundColor')
+    for i in range(1, 9):
+        line = page.page.evaluate(
+            f"""() => {{ const e = document.createElement('i'); e.className = 's{i}'; document.body.append(e);
+                         return getComputedStyle(e).backgroundColor; }}"""
+        )
+        a, b = sorted((luminance(line), luminance(surface)), reverse=True)
+        assert (a + 0.05) / (b + 0.05) >= 3, i
+
+
+def test_a_change_of_colours_redraws_the_charts(opened, words):
+    page = opened(words)
+    chart = page.chart('kl-coef')
+    assert BLUE in drawn_in(chart)
+    page.page.emulate_media(color_scheme='dark')
+    page.page.wait_for_timeout(100)
+    assert PALE_BLUE in drawn_in(chart) and BLUE not in drawn_in(chart)
+
+
+@pytest.mark.parametrize('width', [390, 320])
+def test_a_phone_scrolls_one_way_only(opened, words, width):
+    page = opened(words, viewport={'width': width, 'height': 800}, has_touch=True, is_mobile=True)
+    page.page.evaluate('document.querySelectorAll("details").forEach(d => { d.open = true; })')
+    assert page.page.evaluate('document.documentElement.scrollWidth') <= width
+    page.chart('score')
+    page.page.touchscreen.tap(*centre(page, 'score'))
+    assert re.match(r'phase 5[01] score mean 5[01] ', page.legend('score'))
+    target = page.page.locator('#chart-score .chip').first.bounding_box()
+    assert target['height'] >= 24  # WCAG 2.2, 2.5.8
+
+
+def test_printed_everything_is_there_and_nothing_that_only_a_screen_can_do(opened, words, tmp_path):
+    page = opened(words, color_scheme='dark')
+    assert page.page.locator('.chart canvas').count() < page.page.locator('.chart').count()
+    page.page.evaluate("addEventListener('beforeprint', () => { window.before = true; })")
+    pdf = page.page.pdf(path=str(tmp_path / 'page.pdf'), format='A4')
+    assert pdf.startswith(b'%PDF') and len(pdf) > 100_000
+    assert page.page.evaluate('window.before')
+    assert page.page.locator('.chart canvas').count() == page.page.locator('.chart').count()
+    page.page.emulate_media(media='print', color_scheme='dark')
+    page.page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.page.locator('details:not([open])').count() == 0
+    assert not page.page.locator('.controls').is_visible() and not page.page.locator('nav.places').is_visible()
+    assert page.page.evaluate('getComputedStyle(document.body).color') == 'rgb(0, 0, 0)'
+    assert BLUE in drawn_in(page.page.locator('#chart-kl-coef'))
+    page.page.emulate_media(media='screen', color_scheme='dark')
+    page.page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.page.locator('details:not([open])').count() > 20
+    assert PALE_BLUE in drawn_in(page.page.locator('#chart-kl-coef'))
+
+
+def test_less_motion_where_it_is_asked_for(opened, words):
+    behavior = 'getComputedStyle(document.documentElement).scrollBehavior'
+    assert opened(words).page.evaluate(behavior) == 'smooth'
+    assert opened(words, reduced_motion='reduce').page.evaluate(behavior) == 'auto'
+
+
+def test_without_scripts_the_numbers_are_readable(opened, words, browser):
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(write_report(words).as_uri())
+    page.locator('#chart-score summary').click()
+    assert page.locator('#chart-score table tbody tr').count() == 24
+    assert page.locator('#chart-score table tbody tr').last.inner_text().split()[:2] == ['101', '101']
+    context.close()
+
+
+def test_hostile_texts_do_nothing(opened, tmp_path):
+    page = opened(make_run(tmp_path, texts=HOSTILE, method=HOSTILE[1], status='failed', error=HOSTILE[0]))
+    assert page.page.evaluate('window.hacked') is None
+    assert page.page.locator('img').count() == 0
+    assert page.page.get_by_text(HOSTILE[0]).count() > 1
+    assert page.page.evaluate('document.documentElement.scrollWidth') <= 1280
+
+
+def test_runs_of_several_methods_share_a_page(opened, words, tmp_path):
+    page = opened(words, make_offline_run(tmp_path / 'sft', 30))
+    page.chart('rollout-score-mean')
+    page.chart('sft-loss')
+    assert page.legend('sft-loss').startswith('phase 30 sft ')
+    assert page.legend('rollout-score-mean') == 'phase 101 words 101'
+
+
+def test_one_phase_is_drawn_as_points(opened, tmp_path):
+    page = opened(make_run(tmp_path, 1))
+    assert BLUE in drawn_in(page.chart('kl-coef'))
+    page.chart('time')
+    assert page.legend('time').startswith('phase 1 collect s 1.')
+
+
+def test_a_stack_shows_the_parts_and_not_their_sums(opened, words):
+    page = opened(words)
+    chart = page.chart('time')
+    page.point_at('time', 0.5)
+    values = [float(v) for v in re.findall(r' s (\d\.\d+)', page.legend('time'))]
+    assert len(values) == 3 and 1.2 <= values[0] <= 1.3 and 0.4 <= values[1] <= 0.45 and 2.1 <= values[2] <= 2.3
+    assert len(drawn_in(chart)) > 3
+
+
+def test_recorded_sequences_are_read_in_the_page(opened, tmp_path):
+    folder = make_run(tmp_path)
+    write_sequences(folder, HOSTILE[:4])
+    page = opened(folder)
+    reader = page.page.locator('.reader')
+    reader.scroll_into_view_if_needed()
+    assert reader.get_by_role('search').count() == 1
+    assert page.page.evaluate('window.hacked') is None
+    assert HOSTILE[0] in reader.inner_text()
+    assert page.page.locator('#chart-recorded-ends').count() == 1

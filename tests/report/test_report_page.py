@@ -1,0 +1,424 @@
+"""report.html as text: everything a run holds is in it, in at most 3 MB, whatever is in the folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from html.parser import HTMLParser
+from pathlib import Path
+
+import metric_names
+import pytest
+from made_runs import HOSTILE, make_offline_run, make_run, ppo_row, record, write_lines
+
+from chatgpt.report import page, write_report
+from chatgpt.report.charts import GROUPS, choose
+from chatgpt.report.series import columns, kept, number, thinned
+from chatgpt.run_folder import Start
+
+ROOT = Path(__file__).resolve().parents[2]
+VOID = {'meta', 'link', 'br', 'input', 'img', 'hr'}
+
+
+class Page(HTMLParser):
+    """The elements of a page, with their texts; fails where they are not nested properly."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.found: list[tuple[str, dict[str, str | None], list[str]]] = []
+        self._inside: list[list[str]] = []
+        self.source = path.read_text(encoding='utf-8')
+        self.feed(self.source)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        texts: list[str] = []
+        self.found.append((tag, dict(attrs), texts))
+        if tag not in VOID:
+            self.open.append(tag)
+            self._inside.append(texts)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+        self._inside.pop()
+        if tag in ('td', 'th', 'p', 'code', 'dt', 'dd', 'li', 'h3'):  # which stand apart on the page
+            self.handle_data(' ')
+
+    def handle_data(self, data):
+        for texts in self._inside:
+            texts.append(data)
+
+    def texts(self, tag: str, **attributes: str) -> list[str]:
+        """Of the elements with these attributes; `class_` is one of several classes."""
+        chosen = []
+        for name, has, texts in self.found:
+            wanted = {k.rstrip('_'): v for k, v in attributes.items()}
+            if name == tag and all(v in (has.get(k) or '').split() for k, v in wanted.items()):
+                chosen.append(' '.join(''.join(texts).split()))
+        return chosen
+
+    def curves(self) -> dict:
+        return json.loads(
+            next(''.join(t) for tag, has, t in self.found if tag == 'script' and has.get('id') == 'curves')
+        )
+
+
+def read(*folders: Path, **more) -> Page:
+    return Page(write_report(list(folders), out=folders[0] / 'page.html', **more))
+
+
+def metrics_drawn(found: Page) -> set[str]:
+    return {name for text in found.texts('figcaption') for name in re.findall(r'[a-z]+/[a-z0-9_/]+', text)}
+
+
+def test_a_page_has_everything_of_its_run(tmp_path):
+    folder = make_run(tmp_path / 'words')
+    path = write_report(folder)
+    assert path == folder / 'report.html'
+    found = Page(path)
+    assert found.texts('h1') == ['words ended']
+    logged = {n for row in (folder / 'metrics.jsonl').read_text().splitlines() for n in json.loads(row)} - {'step'}
+    assert metrics_drawn(found) == logged
+    assert found.texts('section', id='samples')[0].count('Phase 40') == 3
+    origin = found.texts('section', id='origin')[0]
+    for told in (
+        "'my prompts.jsonl' --lr 3e-4",
+        'b281334d7cde2c8d',
+        'not committed',
+        'torch 2.13.0',
+        'cores 2',
+        '209 408',
+    ):
+        assert told in origin
+    assert 'distinct 180' in origin and 'peak_gib 0.9' in origin
+
+
+def test_settings_that_differ_are_marked_and_come_first(tmp_path):
+    found = read(make_run(tmp_path))
+    assert found.texts('tr', class_='changed') == [
+        'lr changed 0.0003 1e-05',
+        'critic_lr changed 0.001 1e-05',
+        'train_batch_size changed 32 8',
+    ]
+    assert 'gamma 1.0 1.0' in found.texts('tr')
+
+
+def test_every_metric_is_in_one_chart_and_those_that_no_group_knows_are_in_other():
+    names = [*ppo_row(1, 2, random.Random(0)), 'eval/x', 'eval/x_best', 'mine/a', 'mine/val_a']
+    groups = choose(names)
+    drawn = [n for charts in groups.values() for d in charts for n in [*d.lines, *d.band]]
+    assert sorted(drawn) == sorted(names)
+    other = [d.lines for d in groups['Other']]
+    assert ['mine/a', 'mine/val_a'] in other and ['custom/repetition'] in other
+    assert [d.lines for d in groups['Evaluation']] == [['eval/x', 'eval/x_best']]
+
+
+@pytest.mark.parametrize(
+    ('prefix', 'titles'),
+    [('sft', {'Loss', 'Perplexity'}), ('rm', {'Loss', 'Accuracy'}), ('rwr', {'Loss', 'Accuracy'})],
+)
+def test_other_methods_have_their_own_charts(tmp_path, prefix, titles):
+    found = read(make_offline_run(tmp_path, prefix=prefix))
+    assert titles <= set(found.texts('h3'))
+    lines = {c['key']: c for c in found.curves()['charts']}['loss']['lines']
+    assert [line['label'] for line in lines] == ['loss', 'val loss']
+    phases = found.curves()['phases']
+    assert phases[lines[0]['x']] == {'first': 1, 'count': 30}
+    assert phases[lines[1]['x']] == [5, 10, 15, 20, 25, 30]
+
+
+def test_every_chart_says_what_good_looks_like_in_one_sentence_of_plain_words():
+    for charts in GROUPS.values():
+        for chart in charts:
+            assert 20 < len(chart.good) < 140 and chart.good[0].isupper(), chart.key
+            assert chart.good.endswith('.') and '. ' not in chart.good, chart.key
+    keys = [chart.key for charts in GROUPS.values() for chart in charts]
+    assert len(set(keys)) == len(keys)
+
+
+def test_charts_name_metrics_of_the_page_about_them():
+    """Every name that a chart gives in full is one of docs/metrics.md, but for what is derived."""
+    documented = set(re.findall(r'`([a-z]+/[a-z0-9_]+)`', (ROOT / 'docs' / 'metrics.md').read_text()))
+    named = {n for charts in GROUPS.values() for c in charts for n in [*c.lines, *c.band] if not re.search(r'[*\[]', n)}
+    derived = {n for n in named if n.startswith(('plan/', 'recorded/', 'eval/')) or n == 'rollout/cut_share'}
+    with_val = {n for n in named if '/val_' in n}
+    assert named - derived - with_val <= documented
+
+
+def test_the_meanings_are_those_of_the_page(tmp_path):
+    """After a change of docs/metrics.md: python tests/report/metric_names.py"""
+    text = metric_names.text_of(metric_names.read_names((ROOT / 'docs' / 'metrics.md').read_text()))
+    assert (ROOT / 'chatgpt' / 'report' / 'assets' / 'metrics.json').read_text() == text
+    found = read(make_run(tmp_path))
+    names = found.texts('section', id='names')[0]
+    assert 'mean over responses of the score as the scorer gave it' in names
+    ids = {has['id'] for _, has, _ in found.found if has.get('id')}
+    links = [has['href'] for tag, has, _ in found.found if tag == 'a']
+    assert len(links) > 40 and {link[1:] for link in links} <= ids
+
+
+# ---------------------------------------------------------------------- texts
+
+
+def test_texts_that_try_to_be_markup_stay_texts(tmp_path):
+    command = Start(
+        at='2026-11-22T10:00:00+00:00', phase=0, command=['run', HOSTILE[0]], machine={'gpus': [HOSTILE[1]]}
+    )
+    folder = make_run(
+        tmp_path / '<img src=x>', texts=HOSTILE, settings={'a': HOSTILE[0]}, starts=[command], method=HOSTILE[1],
+        status='failed', error=HOSTILE[0],
+    )  # fmt: skip
+    rows = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+    write_lines(folder / 'metrics.jsonl', [{**row, '</script><img src=x>/a': 1.0} for row in rows])
+    found = read(folder, title=HOSTILE[2])
+    kinds = {(tag, has.get('type')) for tag, has, _ in found.found if tag == 'script'}
+    assert len([1 for tag, *_ in found.found if tag == 'script']) == 3
+    assert kinds == {('script', 'application/json'), ('script', None)}
+    assert not [1 for tag, *_ in found.found if tag == 'img']
+    assert not [name for _, has, _ in found.found for name in has if name.startswith('on') or name == 'style']
+    said = found.texts('p', class_='text')
+    assert '</script><script>window.hacked = 1</script>' in said and HOSTILE[5] in said
+    assert any(text.startswith('ends ␀ with ␛[31m control') and 'a lone ? surrogate' in text for text in said)
+    assert found.texts('section', class_='failure')[0].startswith('The run failed in phase 41.')
+
+
+def test_long_texts_are_cut_with_a_note(tmp_path):
+    found = read(make_run(tmp_path, texts=('w' * 5000,)))
+    assert 'w' * 2000 + ' … (cut: 2000 of 5000 characters)' in found.texts('p', class_='text')
+
+
+def test_nothing_is_asked_of_a_network_and_nothing_else_may_run(tmp_path):
+    found = read(make_run(tmp_path))
+    policy = next(has['content'] for tag, has, _ in found.found if has.get('http-equiv') == 'Content-Security-Policy')
+    assert policy.startswith("default-src 'none'; style-src 'sha256-")
+    assert 'unsafe' not in policy and 'http' not in policy
+    for tag, has, _ in found.found:
+        assert 'src' not in has and not (tag == 'link' and has['rel'] != 'icon')
+        assert not (has.get('href') or '').startswith(('http', '//'))
+    for name in ('report.js', 'rollouts.js', 'sequences.js', 'uPlot.iife.min.js'):
+        assert not re.search(r'\beval\(|new Function\(|innerHTML|document\.write', page.asset(name)), name
+    assert not re.search(
+        r'url\(|@import', page.asset('page.css') + page.asset('report.css') + page.asset('rollouts.css')
+    )
+
+
+def test_the_chart_library_comes_with_its_licence(tmp_path):
+    source = read(make_run(tmp_path)).source
+    assert 'uPlot (v1.6.32)' in source and 'Copyright (c) 2022 Leon Sorokin' in source
+    assert 'uPlot](https://github.com/leeoniya/uPlot) 1.6.32' in page.asset('README.md')
+
+
+# ---------------------------------------------------------------------- sizes
+
+
+def test_a_short_run_is_written_at_once(tmp_path):
+    folder = make_run(tmp_path, 1000)
+    write_report(folder)
+    seconds = []
+    for _ in range(3):
+        began = time.process_time()
+        write_report(folder)
+        seconds.append(time.process_time() - began)
+    assert min(seconds) < 0.5
+
+
+def test_a_run_of_a_hundred_thousand_phases_keeps_its_spikes(tmp_path):
+    rows = [{'step': s, 'rollout/score_mean': float(s % 7), 'ppo/lr': 1e-5} for s in range(1, 100_001)]
+    rows[56_788]['rollout/score_mean'] = 1e6
+    rows[77_776]['rollout/score_mean'] = -1e6
+    rows[12_344]['rollout/score_mean'] = None
+    write_lines(tmp_path / 'metrics.jsonl', rows)
+    found = read(tmp_path)
+    assert len(found.source) < 400_000
+    data = found.curves()
+    (line,) = {c['key']: c for c in data['charts']}['score']['lines']
+    drawn = dict(zip(data['phases'][line['x']], line['y'], strict=True))
+    assert 600 < len(drawn) <= 1100
+    assert drawn[56_789] == 1e6 and drawn[77_777] == -1e6 and drawn[12_345] is None
+    assert {1, 100_000} < drawn.keys()
+    assert all(y == (p % 7) for p, y in drawn.items() if p not in (56_789, 77_777, 12_345))
+
+
+def test_thinning_keeps_the_least_and_the_greatest_of_every_line():
+    lines = {
+        'a': (range(5000), [float((i * 7919) % 1000) for i in range(5000)]),
+        'b': (range(5000), [0.0] * 4999 + [9.0]),
+    }
+    short = thinned(lines, 1000)
+    assert short['a'][0] == short['b'][0] and len(short['a'][0]) <= 1000
+    assert (min(short['a'][1]), max(short['a'][1]), max(short['b'][1])) == (0.0, 999.0, 9.0)
+    assert kept([[1.0, 2.0]], 1000) == [0, 1]
+    assert kept([[None] * 5000], 100)[-1] == 4999
+
+
+@pytest.mark.parametrize(('phases', 'metrics', 'runs'), [(1500, 300, 1), (1200, 30, 6), (2, 6000, 1)])
+def test_a_page_is_at_most_three_megabytes(tmp_path, phases, metrics, runs):
+    folders = []
+    for i in range(runs):
+        folder = tmp_path / f'run-{i}'
+        folder.mkdir()
+        rows = [{'step': s} | {f'm/{n}': s * 1.2345678 + n for n in range(metrics)} for s in range(1, phases + 1)]
+        write_lines(folder / 'metrics.jsonl', rows)
+        texts = [
+            {'step': s, 'prompt': f'{n} {"<" * 9000}', 'response': '&' * 9000}
+            for s in (1, 9, phases)
+            for n in range(40)
+        ]
+        write_lines(folder / 'samples.jsonl', texts)
+        folders.append(folder)
+    path = write_report(folders, out=tmp_path / 'page.html')
+    assert path.stat().st_size <= 3_000_000
+    found = Page(path)
+    assert len(found.curves()['charts']) == min(metrics, 1000)
+    assert ('1000 of 6000 charts' in found.source) == (metrics == 6000)
+    assert found.texts('section', id='samples')
+
+
+# ---------------------------------------------------------------------- folders that lack something
+
+
+def test_a_run_of_one_phase(tmp_path):
+    found = read(make_run(tmp_path, 1))
+    assert 'in 1 phase, KL' in found.texts('p', class_='lead')[0]
+    assert 'Numbers of Score (1 point)' in found.texts('summary')
+
+
+def test_a_folder_without_a_record_is_read_too(tmp_path):
+    write_lines(tmp_path / 'metrics.jsonl', [{'step': 1, 'sft/loss': 2.0}])
+    with open(tmp_path / 'metrics.jsonl', 'a') as file:
+        file.write('{"step": 2, "sft/lo')  # a killed run's last line
+    found = read(tmp_path)
+    assert 'no run.json' in found.texts('section', id='origin')[0]
+    assert found.texts('section', id='settings') == []
+    assert metrics_drawn(found) == {'sft/loss'}
+
+
+def test_a_run_that_failed_before_its_first_phase_has_a_page(tmp_path):
+    record(status='failed', phase=0, error='RuntimeError: out of memory', num_phases=9).write(tmp_path)
+    found = read(tmp_path)
+    assert found.texts('section', class_='failure') == ['The run failed in phase 1. RuntimeError: out of memory']
+    assert found.texts('figure') == []
+    assert 'no learning phase was finished' in found.texts('p', class_='lead')
+
+
+def test_values_that_are_no_numbers_are_gaps(tmp_path):
+    rows = [{'step': 1, 'sft/loss': 3.0}, {'step': 2, 'sft/loss': None}, {'step': 3}, {'step': 4, 'sft/loss': 1.0}]
+    write_lines(tmp_path / 'metrics.jsonl', rows)
+    (tmp_path / 'eval.jsonl').write_text('{"step": 0, "eval/x": NaN, "eval/note": "text", "eval/yes": true}\n')
+    found = read(tmp_path)
+    data = found.curves()
+    by_key = {c['key']: c['lines'][0] for c in data['charts']}
+    assert (data['phases'][by_key['loss']['x']], by_key['loss']['y']) == ([1, 2, 4], [3.0, None, 1.0])
+    assert by_key['eval-x']['y'] == [None]
+    assert set(by_key) == {'loss', 'eval-x'}
+    assert ['1 3', '2 none', '4 1'] == [t for t in found.texts('tr') if re.match(r'\d', t)][-3:]
+
+
+def test_the_doctor_may_fail(tmp_path, monkeypatch):
+    def broken(run):
+        raise RuntimeError('what <b>')
+
+    monkeypatch.setattr('chatgpt.report.runs.diagnose', broken)
+    found = read(make_run(tmp_path))
+    assert 'The doctor could not read this run: RuntimeError: what <b>' in found.texts('section', id='findings')[0]
+
+
+def test_what_is_no_run_is_a_one_line_mistake(tmp_path):
+    with pytest.raises(ValueError, match='there is no such folder'):
+        write_report(tmp_path / 'nothing')
+    with pytest.raises(ValueError, match='is not the folder of a run: it has no metrics.jsonl'):
+        write_report(tmp_path)
+    with pytest.raises(ValueError, match='no run was given'):
+        write_report([])
+    folder = make_run(tmp_path / 'a')
+    with pytest.raises(ValueError, match='is a folder; give the name of a file'):
+        write_report(folder, out=tmp_path)
+
+
+# ---------------------------------------------------------------------- several runs
+
+
+def test_several_runs_share_their_charts(tmp_path):
+    runs = [make_run(tmp_path / 'one' / 'ppo', 40), make_run(tmp_path / 'two' / 'ppo', 20, seed=1)]
+    sft = make_offline_run(tmp_path / 'sft', 10)
+    found = read(*runs, sft, title='three of them')
+    assert found.texts('h1') == ['three of them']
+    assert found.texts('th', scope='row')[:3] == ['one/ppo', 'two/ppo', f'{tmp_path.name}/sft']
+    charts = {c['key']: c for c in found.curves()['charts']}
+    assert [line['label'] for line in charts['rollout-score-mean']['lines']] == ['one/ppo', 'two/ppo']
+    assert [line['color'] for line in charts['rollout-score-mean']['lines']] == [1, 2]
+    assert [(line['label'], line['color']) for line in charts['sft-loss']['lines']] == [(f'{tmp_path.name}/sft', 3)]
+    assert (
+        len([1 for text in found.texts('h3', class_='of-run') if text == 'one/ppo']) == 3
+    )  # findings, samples, origin
+
+
+def test_settings_of_several_runs_are_marked_where_they_differ(tmp_path):
+    a = make_run(tmp_path / 'a', settings={'lr': 1e-3, 'gamma': 1.0})
+    b = make_run(tmp_path / 'b', settings={'lr': 1e-4, 'gamma': 1.0})
+    found = read(a, b)
+    assert found.texts('tr', class_='changed') == ['lr differs 0.001 0.0001']
+
+
+# ---------------------------------------------------------------------- columns and numbers
+
+
+def test_columns_follow_the_phases():
+    rows = [{'step': 2, 'a': 1.0}, {'step': 0, 'a': 5.0, 'b': None}, {'step': 2, 'a': 3.0}, {'a': 9.0}]
+    assert columns(rows) == {'a': ([0, 2], [5.0, 3.0]), 'b': ([0], [None])}
+
+
+@pytest.mark.parametrize(
+    ('value', 'text'),
+    [(0.0, '0'), (-0.0, '0'), (1.0, '1'), (-1.4440, '-1.44'), (123.4, '123'), (12345.6, '12 346'), (1e-5, '1e-5')]
+    + [(0.00012345, '1.23e-4'), (2.5e7, '2.5e7'), (None, 'none'), (0.999999, '1'), (99.96, '100')],
+)
+def test_numbers_are_short(value, text):
+    assert number(value) == text
+
+
+# ---------------------------------------------------------------------- the word, and the installed package
+
+
+def test_the_word_writes_a_page_without_torch(tmp_path):
+    a, b = make_run(tmp_path / 'a'), make_run(tmp_path / 'b')
+    calls = [['report', str(a)], ['report', str(a), str(b), '--out', str(tmp_path / 'both.html')]]
+    code = (
+        f'import sys; from chatgpt.cli.command import run; [run(words) for words in {calls!r}]; '
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.splitlines() == [str(a / 'report.html'), str(tmp_path / 'both.html'), 'False']
+    assert '2 runs' in (tmp_path / 'both.html').read_text()
+
+
+@pytest.mark.system
+def test_an_installed_wheel_has_the_assets(tmp_path):
+    source = tmp_path / 'source'  # building leaves files beside setup.py
+    shutil.copytree(ROOT / 'chatgpt', source / 'chatgpt', ignore=shutil.ignore_patterns('__pycache__'))
+    for name in ('setup.py', 'pyproject.toml', 'README.md', 'LICENSE'):
+        shutil.copy(ROOT / name, source)
+    build = [sys.executable, '-m', 'pip', 'wheel', '-q', '--no-deps', '--no-build-isolation', '-w', str(tmp_path)]
+    subprocess.run([*build, str(source)], check=True, capture_output=True, timeout=110)
+    (wheel,) = tmp_path.glob('*.whl')
+    with zipfile.ZipFile(wheel) as file:
+        names = {Path(n).name for n in file.namelist() if n.startswith('chatgpt/report/assets/')}
+        file.extractall(tmp_path / 'site')
+    assert names == {p.name for p in (ROOT / 'chatgpt' / 'report' / 'assets').iterdir()}
+    code = f'import chatgpt; assert {str(tmp_path)!r} in chatgpt.__file__; from chatgpt.cli.command import run; '
+    folder = make_run(tmp_path / 'run')
+    code += f"run(['report', {str(folder)!r}])"
+    environment = os.environ | {'PYTHONPATH': str(tmp_path / 'site')}
+    subprocess.run([sys.executable, '-c', code], check=True, cwd=tmp_path, env=environment, timeout=60)
+    assert (folder / 'report.html').stat().st_size > 100_000
