@@ -17,7 +17,9 @@ def folder(path: Path, **numbers: float) -> Path:
     """Of a reward model's run of ten phases."""
     path.mkdir(parents=True)
     row = {'rm/loss': 0.69, 'rm/accuracy': 0.5, 'rm/lr': 1e-5} | numbers
-    lines = [json.dumps({'step': i, **row, 'rm/loss': row['rm/loss'] - 0.01 * i * row['rm/accuracy']}) for i in range(1, 11)]
+    lines = [
+        json.dumps({'step': i, **row, 'rm/loss': row['rm/loss'] - 0.01 * i * row['rm/accuracy']}) for i in range(1, 11)
+    ]
     (path / 'metrics.jsonl').write_text('\n'.join(lines) + '\n')
     return path
 

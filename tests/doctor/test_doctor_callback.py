@@ -31,7 +31,9 @@ def keys(run: RunFolder) -> list[tuple[str, int]]:
     return [(row['finding'], row['step']) for row in run.findings]
 
 
-def sft(folder: Path | None, *, lr: float = 1e-9, epochs: int = 9, callbacks=(), resume: Path | None = None, stop_at=None):
+def sft(
+    folder: Path | None, *, lr: float = 1e-9, epochs: int = 9, callbacks=(), resume: Path | None = None, stop_at=None
+):
     """Of eight random texts, one optimizer step a phase; with such a learning rate nothing moves from phase 8 on."""
     ids = torch.randint(3, 16, (8, 6), generator=torch.Generator().manual_seed(1))
     data = [Sequence(prompt_ids=i[:1], response_ids=i[1:], response_mask=torch.ones(5, dtype=torch.bool)) for i in ids]
@@ -40,14 +42,20 @@ def sft(folder: Path | None, *, lr: float = 1e-9, epochs: int = 9, callbacks=(),
     actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=lr)))
     quiet = [cb.ProgressBar(enabled=False), *callbacks]
     trainer = SFTTrainer(
-        strategy, actor, optim, data, train_batch_size=8, max_epochs=epochs, log_interval=1, run_dir=folder, callbacks=quiet
+        strategy,
+        actor,
+        optim,
+        data,
+        train_batch_size=8,
+        max_epochs=epochs,
+        log_interval=1,
+        run_dir=folder,
+        callbacks=quiet,
     )
     if resume is not None:
         trainer.load_checkpoint(resume)
     trainer.fit()
     return trainer
-
-
 
 
 class StopAt(cb.Callback):

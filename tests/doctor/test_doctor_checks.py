@@ -113,7 +113,10 @@ CASES: dict[str, Case] = {
         {'rollout/kl_mean': lambda i: 2.718 ** (i / 4)}, {'rollout/kl_mean': lambda i: 1.5 * i}, step=17
     ),
     'kl-runs-away, from its target': Case(
-        {'rollout/kl_mean': lambda i: float(i)}, {'rollout/kl_mean': 5.0}, step=12, about={'settings': {'kl_target': 3.0}}
+        {'rollout/kl_mean': lambda i: float(i)},
+        {'rollout/kl_mean': 5.0},
+        step=12,
+        about={'settings': {'kl_target': 3.0}},
     ),
     'kl-coef-at-limit': Case(
         {'rollout/kl_mean': 7.0, 'rollout/kl_coef': lambda i: 0.1 * 1.01**i},
@@ -127,9 +130,7 @@ CASES: dict[str, Case] = {
         {'ppo/clip_fraction': 0.0, 'ppo/ratio_max': 1.15},
         step=10,
     ),
-    'ratio-not-one': Case(
-        {'ppo/first_ratio_error': after(3, 1e-2, 1e-6)}, {'ppo/first_ratio_error': 5e-5}, step=3
-    ),
+    'ratio-not-one': Case({'ppo/first_ratio_error': after(3, 1e-2, 1e-6)}, {'ppo/first_ratio_error': 5e-5}, step=3),
     'ratio-not-one, in bf16': Case(
         {'ppo/first_approx_kl': 0.2},
         {'ppo/first_ratio_error': 0.3, 'ppo/first_approx_kl': 0.01},
@@ -161,7 +162,8 @@ CASES: dict[str, Case] = {
         step=20,
     ),
     'score-saturates': Case(
-        {'rollout/score_std': after(6, 0.01, 0.4), 'rollout/score_max': 1.0}, {'rollout/score_std': after(6, 0.1, 0.4)},
+        {'rollout/score_std': after(6, 0.01, 0.4), 'rollout/score_max': 1.0},
+        {'rollout/score_std': after(6, 0.1, 0.4)},
         step=8,
     ),
     'scores-equal': Case(
@@ -175,7 +177,10 @@ CASES: dict[str, Case] = {
         step=5,
     ),
     'reward-outliers': Case(
-        {'rollout/score_max': lambda i: 50.0 if i in (4, 9) else 2.0, 'rollout/score_std': lambda i: 9.0 if i in (4, 9) else 0.4},
+        {
+            'rollout/score_max': lambda i: 50.0 if i in (4, 9) else 2.0,
+            'rollout/score_std': lambda i: 9.0 if i in (4, 9) else 0.4,
+        },
         {'rollout/score_max': lambda i: 50.0 if i == 4 else 2.0, 'rollout/score_std': lambda i: 9.0 if i == 4 else 0.4},
         step=9,
     ),
@@ -202,10 +207,14 @@ CASES: dict[str, Case] = {
         {'rollout/ended_share': after(6, 0.2, 0.9)}, {'rollout/ended_share': after(6, 0.6, 0.9)}, step=8
     ),
     'length-drifts': Case(
-        {'rollout/response_len_mean': after(6, 120.0, 40.0)}, {'rollout/response_len_mean': after(6, 90.0, 40.0)}, step=8
+        {'rollout/response_len_mean': after(6, 120.0, 40.0)},
+        {'rollout/response_len_mean': after(6, 90.0, 40.0)},
+        step=8,
     ),
     'few-prompts': Case(
-        {}, about={'data': {'prompts': 4, 'distinct': 4, 'cut': 0}}, about_without={'data': {'prompts': 20, 'distinct': 20}}
+        {},
+        about={'data': {'prompts': 4, 'distinct': 4, 'cut': 0}},
+        about_without={'data': {'prompts': 20, 'distinct': 20}},
     ),
     'duplicate-prompts': Case({}, about={'data': {'prompts': 500, 'distinct': 200, 'cut': 0}}),
     'cut-prompts': Case({}, about={'data': {'prompts': 500, 'distinct': 500, 'cut': 90}}),
@@ -265,7 +274,11 @@ def test_a_planted_fault_is_found_when_it_begins_and_not_without_it(name):
     assert any(c.isdigit() for c in finding.evidence)  # in numbers
     assert finding.title and finding.cause and finding.change and finding.link == f'docs/doctor.md#{key}'
     assert '\n' not in finding.line() and 'nan' not in finding.line()
-    without = found(case.phases, case.base | case.without, **(case.about_without or case.about if case.without else case.about_without))
+    without = found(
+        case.phases,
+        case.base | case.without,
+        **(case.about_without or case.about if case.without else case.about_without),
+    )
     assert key not in [f.key for f in without]
 
 

@@ -86,7 +86,10 @@ def _finding(h: History, lr_name: str, evidence: str) -> Finding:
     told = f', lr {rate:.1g}' if rate is not None else ''
     told += f', {parameters:,} parameters' if parameters else ''
     if rate is not None and rule is not None and rate * limit('low_lr') > rule:
-        cause = 'the learning rate fits the size, so the data: labels without signal, answers that were cut to the same text, swapped columns'
+        cause = (
+            'the learning rate fits the size, so the data: labels without signal, answers that were cut to the same '
+            'text, swapped columns'
+        )
         change = f'look at some records as the trainer sees them; then try lr {3 * rule:.0e}'
     else:
         cause = 'the learning rate is too low for a model of this size'
