@@ -13,7 +13,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test test-system test-full lint format venv dev colossalai ray install gpu-check clean
+.PHONY: help demo test test-system test-full lint format docs venv dev colossalai ray install gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo 'make test-isa   the tests under older instruction sets than this machine has; ISA_TESTS="tests/nn tests/rollout"'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make format     what ruff can mend'
+	@echo 'make docs       the docs as a site, in build/docs/index.html; a link that leads nowhere is an error'
 	@echo 'make install    the package itself, editable, into $(VENV)'
 	@echo 'make gpu-check  on one GPU, under 9 minutes, with PYTHON as it is: tests, benchmarks, one JSON file (docs/gpu.md)'
 	@echo 'make clean      caches and $(VENV)'
@@ -40,10 +41,10 @@ test: lint colossalai ray
 	$(PYTEST) -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 # One after another: each starts processes of its own, and some of them measure time.
-test-system: dev colossalai ray
+test-system: dev colossalai ray $(VENV)/.stamp-docs
 	$(PYTEST) -m 'system and not slow and not gpu' $(PYTEST_ARGS)
 
-test-full: test
+test-full: test $(VENV)/.stamp-docs
 	$(PYTEST) -m '(system or slow) and not gpu' $(PYTEST_ARGS)
 
 # The recording is made from a temporary checkout of BASE, by the runs of this one; the comparison is with the working tree.
@@ -72,6 +73,11 @@ lint: dev
 format: dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Warnings are errors: a link without its target, a page that the contents do not name, a docstring that cannot be read.
+docs: $(VENV)/.stamp-docs
+	$(BIN)/python -m sphinx -b html -W --keep-going -q -c docs . build/docs
+	@echo 'written: build/docs/index.html'
 
 # Uses PYTHON as it is, for a CUDA machine has a torch of its own. WHEELS: a folder with wheels of what else it lacks (used for this run
 # only). GPU_ARGS: flags of the script, such as --parts or --out.
@@ -113,6 +119,10 @@ $(VENV)/.stamp-colossalai: requirements-colossalai.txt $(VENV)/.stamp-core
 
 $(VENV)/.stamp-ray: requirements-ray.txt $(VENV)/.stamp-core
 	$(PIP) -r requirements-ray.txt
+	@touch $@
+
+$(VENV)/.stamp-docs: requirements-docs.txt $(VENV)/.stamp-core
+	$(PIP) -r requirements-docs.txt
 	@touch $@
 
 clean:

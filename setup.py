@@ -49,6 +49,7 @@ EXTRAS_REQUIRE = {
     'peft': ['peft>=0.17'],
     'vllm': ['vllm'],
     'ray': ['ray>=2.10'],
+    'compare': ['starlette>=0.46', 'uvicorn>=0.34', 'jinja2>=3.1'],
     'dev': ['pytest>=8.0', 'pytest-timeout>=2.3', 'ruff', 'mypy', 'tensorboard>=2.15', 'matplotlib>=3.8'],
 }
 
@@ -63,7 +64,7 @@ if __name__ == '__main__':
         license_files=['LICENSE'],
         python_requires='>=3.11',
         packages=find_packages(include=['chatgpt', 'chatgpt.*']),
-        package_data={'chatgpt': ['py.typed'], 'chatgpt.report': ['assets/*']},
+        package_data={'chatgpt': ['py.typed'], 'chatgpt.report': ['assets/*'], 'chatgpt.compare': ['assets/*']},
         install_requires=INSTALL_REQUIRES,
         extras_require=EXTRAS_REQUIRE,
         entry_points={'console_scripts': ['chatgpt-rlhf = chatgpt.cli.command:main']},

@@ -91,7 +91,7 @@ class Timed(RolloutRecorder):
 
 
 CASES: dict[str, dict[str, Any]] = {
-    'tiny: the demo, 64 responses of 12 tokens': {'experience_batch_size': 64, 'max_new_tokens': 12},
+    'tiny: the demo, 64 responses of 32 tokens': {'experience_batch_size': 64, 'max_new_tokens': 32},
     'small: 4 layers x 128, 32 responses of 64 tokens': {'experience_batch_size': 32, 'max_new_tokens': 64},
     'small, groups: 4 layers x 128, 8 prompts of 4 responses of 128 tokens': {
         'experience_batch_size': 8,
@@ -134,7 +134,9 @@ def run(name: str, phases: int, folder: Path) -> Timed:
         max_epochs=2,
         **CASES[name],
     )
-    trainer.fit([f'it felt {w}' for w in 'good bad slow fast'.split()], max_timesteps=phases + WARM_UP, update_timesteps=1)
+    trainer.fit(
+        [f'it felt {w}' for w in 'good bad slow fast'.split()], max_timesteps=phases + WARM_UP, update_timesteps=1
+    )
     return timed
 
 

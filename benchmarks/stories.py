@@ -111,7 +111,8 @@ def write_page(results: list[dict[str, Any]], path: Path) -> None:
     lines = [
         '# Words of joy: PPO on stories260K',
         '',
-        f'`python benchmarks/stories.py`: {PHASES} learning phases of {SAMPLES} samples of at least 64 new tokens, '
+        '`python benchmarks/stories.py --model stories260K --prompts prompts.jsonl`: '
+        f'{PHASES} learning phases of {SAMPLES} samples of at least 64 new tokens, '
         'reward `examples/rewards.py:joy`. Settings: ' + ', '.join(f'{k} {v}' for k, v in SETTINGS.items()) + '.',
         '',
         f'![score and KL]({path.with_suffix(".png").name})',

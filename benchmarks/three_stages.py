@@ -155,7 +155,11 @@ def main() -> None:
     )
     sft, rm, ppo = (rows(f / stage / 'metrics.jsonl') for stage in ('sft', 'rm', 'ppo'))
     legend = ' '.join(' '.join((__doc__ or '').split('\n\n')[2:]).split())
-    lines = ['# Three stages on a real model', '', '`python benchmarks/three_stages.py ...`. ' + legend, '']
+    command = (
+        'python benchmarks/three_stages.py --model stories260K --stories stories.txt --reviews movie_reviews.jsonl '
+        '--prompts prompts.jsonl'
+    )
+    lines = ['# Three stages on a real model', '', f'`{command}`. {legend}', '']
     lines += ['| stage | measure | before | after | wall s |', '|---|---|---|---|---|']
     losses = [r['sft/val_perplexity'] for r in sft if 'sft/val_perplexity' in r]
     lines.append(

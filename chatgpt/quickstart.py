@@ -31,6 +31,7 @@ from chatgpt.launch.recipes import fit, make_trainer
 from chatgpt.launch.runs import CRITIC_STARTS, DataRun, PPORun, Run
 from chatgpt.names import hint
 from chatgpt.nn.loading import load_config, load_tokenizer
+from chatgpt.publish import check_push, push_folder
 from chatgpt.rewards.calling import made
 from chatgpt.rollout.sampling import generation_fields
 from chatgpt.trainer.callbacks import Callback, Evaluator
@@ -72,6 +73,8 @@ def train(
     run_dir: str | Path | None = None,
     resume: str | Path | None = None,
     save_path: str | Path | None = None,
+    push_to_hub: str | None = None,
+    hub_private: bool | None = None,
     callbacks: SequenceOf[Any] = (),
     **settings: Any,
 ) -> Any:
@@ -103,6 +106,10 @@ def train(
         save_path: a new folder, where the trained model is written with its tokenizer, as
             `trainer.save_pretrained(save_path)` does. Without a `run_dir`, the weights of a run that fails are written
             to `<save_path>-cut-short`.
+        push_to_hub: 'NAME' or 'ACCOUNT/NAME' on the Hugging Face Hub, where the trained model is uploaded at the end;
+            whether it may be is asked before the run. Where that fails after all, the model is in `save_path`, or in a
+            folder that the error names.
+        hub_private: make that repository private, where it is made.
         **settings: fields of the trainer's config, generation keywords, and `lr`, `eval_interval`, `lora_rank` (not
             ILQL), `critic_lr`, `critic_from` ('actor', or 'reward_model', which holds where the reward is one) and
             `num_timesteps` (PPO), `max_length` (tokens of a sample, at most the model's context; with PPO of prompt and
@@ -110,7 +117,9 @@ def train(
 
     Raises:
         ValueError: not exactly one kind of data, lists of different lengths, an unknown setting or a value out of
-            range, something that belongs to `eval_prompts` without them; before any weight is loaded.
+            range, something that belongs to `eval_prompts` without them, no right to upload; before any weight is
+            loaded.
+        PushError: the trained model could not be uploaded; says where it is, and the command that uploads it.
     """
     if model is None:
         raise ValueError(
@@ -135,9 +144,13 @@ def train(
             f'train: run_dir={str(run_dir)!r} holds checkpoints of an earlier run, up to {found.name}: go on with '
             "resume='auto', or give another run_dir"
         )
+    if hub_private is not None and push_to_hub is None:
+        raise ValueError('train: hub_private is about a repository of the hub; give push_to_hub too')
     if resume == 'auto' and run_dir is None:
         raise ValueError("train: resume='auto' looks into run_dir; give run_dir=...")
     strategy = as_strategy('naive' if strategy is None else strategy)
+    if push_to_hub is not None and getattr(strategy, 'is_rank_0', True):
+        check_push(push_to_hub)
     own = {name: chosen.pop(name, default) for name, default in OWN[kind].items()}
     if kind == 'ppo' and own['critic_from'] not in CRITIC_STARTS:
         raise ValueError(f'train: critic_from={own["critic_from"]!r} is not one of {", ".join(CRITIC_STARTS)}')
@@ -170,7 +183,7 @@ def train(
         )
     if save_path is not None and run_dir is None:
         inputs.callbacks.append(_KeepWeights(Path(save_path)))
-    if save_path is None and run_dir is None and getattr(strategy, 'is_rank_0', True):
+    if save_path is None and run_dir is None and push_to_hub is None and getattr(strategy, 'is_rank_0', True):
         told = (
             'nothing of this run is written; give run_dir=... for checkpoints and metrics, save_path=... for the model'
         )
@@ -184,6 +197,11 @@ def train(
     fit(inputs, trainer)
     if save_path is not None:
         trainer.save_pretrained(save_path)
+    if push_to_hub is not None and save_path is not None:
+        place = Path(save_path)
+        trainer.strategy.run_on_rank0(lambda: push_folder(place, push_to_hub, private=hub_private))
+    elif push_to_hub is not None:
+        trainer.push_to_hub(push_to_hub, private=hub_private)
     return trainer
 
 

@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 EXTEND = ROOT / 'docs' / 'extend'  # whole files, which tests/test_extend.py runs
 PAGES = ['README.md', *sorted(str(p.relative_to(ROOT)) for p in (ROOT / 'docs').rglob('*.md') if p.parent != EXTEND)]
 CANNOT_RUN = {
+    "docs/publishing.md: trainer.push_to_hub('my-team/words'": 'uploads; tests/publish/test_push_runs.py does so, to a '
+    'hub on this machine',
     'docs/rollout.md: from chatgpt.rollout import RemoteEngine': 'starts Ray, as tests/trainer/test_remote_rollouts.py '
     'does',
     'docs/strategies.md: # my_strategy.py': 'runs in tests/strategies/test_third_party.py, with the block after it',
@@ -98,6 +100,10 @@ def tiny(block: str, model: Path) -> str:
 def test_the_code_of_a_page_runs(page, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copy(model / 'config.json', tmp_path)
+    for name in ('ppo', 'grpo'):  # runs that a page looks at
+        folder = tmp_path / 'outputs' / name
+        folder.mkdir(parents=True)
+        (folder / 'metrics.jsonl').write_text('{"step": 1, "rollout/score_mean": 0.5}\n')
     names = assumed()
     for (where, _), block in ALL.items():
         if where == page and not name_of(page, block).startswith((*CANNOT_RUN, *RUN_ELSEWHERE)):

@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     'batching': MATHS,
     'sweep': MATHS | {'batching'},
     'cluster': set(),
+    'publish': {'run_folder', 'report', 'dataset'},
     'nn': MATHS | {'batching', 'registry'},
     'rollout': MODELS | {'cluster', 'registry'},
     'dataset': {'types'},
@@ -39,15 +40,18 @@ ALLOWED: dict[str, set[str]] = {
     'trainer.callbacks': MATHS
     | {'checkpoint', 'run_folder', 'doctor', 'report', 'plan', 'registry', 'trainer.strategies'},
     'trainer': MODELS
-    | {'registry', 'rollout', 'experience', 'dataset', 'checkpoint', 'trainer.strategies', 'trainer.callbacks'},
+    | {'run_folder', 'publish', 'registry', 'rollout', 'experience', 'dataset', 'checkpoint'}
+    | {'trainer.strategies', 'trainer.callbacks'},
     'launch': MODELS
-    | {'registry', 'cluster', 'plan', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
+    | {'publish', 'registry', 'cluster', 'plan', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
     | {'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'plan': MODELS | {'trainer.strategies'},  # a strategy says what it keeps in memory, and finds a model's blocks
     'search': {'checkpoint', 'launch', 'trainer.callbacks'},
+    'compare': {'run_folder', 'report'},
     'rewards': set(),
     'quickstart': MODELS
     | {
+        'publish',
         'rollout',
         'rewards',
         'experience',
@@ -59,12 +63,12 @@ ALLOWED: dict[str, set[str]] = {
         'launch',
     },
     'compat': MODELS
-    | {'registry', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
+    | {'publish', 'registry', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
     | {'trainer', 'trainer.strategies', 'trainer.callbacks', 'launch', 'quickstart'},
     'testing': MODELS
     | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'cli': MODELS
-    | {'rollout', 'experience', 'dataset', 'run_folder', 'doctor', 'report', 'launch'}
+    | {'rollout', 'experience', 'dataset', 'run_folder', 'doctor', 'report', 'compare', 'launch'}
     | {'trainer', 'trainer.strategies', 'trainer.callbacks'},
     '__main__': {'cli'},
     'chatgpt': {'quickstart'},
@@ -84,6 +88,9 @@ OPTIONAL: dict[str, str | None] = {
     'matplotlib': None,
     'optuna': 'search/study',
     'vaderSentiment': 'rewards/sentiment',
+    'jinja2': 'compare/',
+    'starlette': 'compare/',
+    'uvicorn': 'compare/',
     'peft': None,
     'pandas': None,
     'pyarrow': None,

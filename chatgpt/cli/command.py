@@ -39,11 +39,13 @@ GROUPS: dict[str, dict[str, Subcommand]] = {
         'generate': Subcommand('chatgpt.cli.generate', 'responses to one prompt, or to a file of them'),
         'chat': Subcommand('chatgpt.cli.generate', 'a dialogue in the terminal', 'chat_main', 'chat_parser'),
         'evaluate': Subcommand('chatgpt.cli.evaluate', 'score the responses of a model to a file of prompts'),
+        'compare': Subcommand('chatgpt.cli.compare', 'people say in a browser which of two answers is better'),
     },
     'around a run': {
         'doctor': Subcommand('chatgpt.cli.doctor', 'what is wrong with a run, and what to change'),
         'init': Subcommand('chatgpt.cli.init', 'write a commented config, data and a reward to start from'),
         'plan': Subcommand('chatgpt.plan.__main__', 'what memory each phase of a run takes, and whether it fits'),
+        'rollouts': Subcommand('chatgpt.cli.rollouts', 'read the recorded sequences of runs in a browser'),
         'launch': Subcommand('chatgpt.launch.__main__', 'several processes, by torchrun or on Ray'),
         'sweep': Subcommand('chatgpt.search.__main__', 'many runs in search of settings'),
         'report': Subcommand('chatgpt.cli.report', 'a page that shows a run, or several'),

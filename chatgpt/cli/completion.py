@@ -18,7 +18,10 @@ from chatgpt.launch.arguments import Parser
 from chatgpt.launch.methods import METHODS
 
 SHELLS = ('bash', 'zsh', 'fish', 'tcsh')
-PLACES = re.compile(r'words|.*(path|file|folder|data|dataset|pretrain|tokenizer|model|weights|input|output|resume|to)$')
+PLACES = re.compile(
+    r'words|.*(path|file|folder|data|dataset|pretrain|tokenizer|model|weights|input|output|resume|to|prompts|answers)$'
+    r'|db|export'
+)
 """flags whose value may be a file or folder"""
 
 

@@ -45,28 +45,7 @@ def parser(*, chats: bool | None = False) -> Parser:
             '--apply_chat_template', action='store_true', help='prompts in text are turns of the user, as in a chat'
         )
         run.add_argument('--output', help='write prompts and responses as jsonl')
-    drawing.add_argument('--max_new_tokens', type=int, help='(default: 128, or what the context leaves)')
-    drawing.add_argument('--max_length', type=int, help='most tokens of prompt and response together')
-    drawing.add_argument('--min_new_tokens', type=int, default=0, help='no end before so many (default: 0)')
-    drawing.add_argument(
-        '--temperature', type=number, default=1.0, help='below 1 sharper, above 1 flatter (default: 1)'
-    )
-    drawing.add_argument(
-        '--top_k',
-        type=whole_number,
-        default=0,
-        help='draw from so many of the likeliest tokens; 0: from all (default: 0)',
-    )
-    drawing.add_argument(
-        '--top_p',
-        type=number,
-        default=1.0,
-        help='draw from the likeliest tokens that share this probability (default: 1)',
-    )
-    drawing.add_argument('--greedy', action='store_true', help='always the likeliest token')
-    drawing.add_argument(
-        '--stop_string', action='append', help='end a response where this text appears; may be given several times'
-    )
+    add_drawing(drawing)
     if not chats:
         drawing.add_argument(
             '--best_of', type=int, default=1, help='draw so many responses and keep the best by --reward_model'
@@ -74,6 +53,30 @@ def parser(*, chats: bool | None = False) -> Parser:
         drawing.add_argument('--reward_model', help='folder of the reward model for --best_of')
     add_strategy(run)
     return out
+
+
+def add_drawing(group: Any) -> None:
+    """The flags of `sampling_of`."""
+    group.add_argument('--max_new_tokens', type=int, help='(default: 128, or what the context leaves)')
+    group.add_argument('--max_length', type=int, help='most tokens of prompt and response together')
+    group.add_argument('--min_new_tokens', type=int, default=0, help='no end before so many (default: 0)')
+    group.add_argument('--temperature', type=number, default=1.0, help='below 1 sharper, above 1 flatter (default: 1)')
+    group.add_argument(
+        '--top_k',
+        type=whole_number,
+        default=0,
+        help='draw from so many of the likeliest tokens; 0: from all (default: 0)',
+    )
+    group.add_argument(
+        '--top_p',
+        type=number,
+        default=1.0,
+        help='draw from the likeliest tokens that share this probability (default: 1)',
+    )
+    group.add_argument('--greedy', action='store_true', help='always the likeliest token')
+    group.add_argument(
+        '--stop_string', action='append', help='end a response where this text appears; may be given several times'
+    )
 
 
 def add_model(group: Any) -> None:
@@ -135,13 +138,31 @@ def main(chats: bool | None = False) -> None:
         out.error('give a prompt, or a file of prompts; the command chat needs none')
     from chatgpt.launch.inputs import quiet_transformers
     from chatgpt.nn.loading import load_tokenizer
-    from chatgpt.rollout import SamplingParams
-    from chatgpt.rollout.sampling import sampling_for
 
     if (args.best_of > 1) != bool(args.reward_model):
         raise ValueError('--best_of above 1 and --reward_model belong together: give both or neither')
     if args.output and not args.input:
         raise ValueError('--output needs --input: a chat is not written down')
+    check_drawing(args)
+    quiet_transformers()
+    tokenizer = load_tokenizer(args.tokenizer or args.pretrain, trust_remote_code=args.trust_remote_code)
+    prompts = read_prompts(args.input, tokenizer, args.apply_chat_template or None) if args.input else None
+    with output_file(args) as output, strategy_of(args) as strategy:
+        if prompts is None and strategy.world_size > 1:
+            raise ValueError('a chat is one process: start it with python, or give --input')
+        actor = strategy.prepare(load_actor(args, strategy))
+        sampling, stops = sampling_of(args, strategy.unwrap(actor), tokenizer, prompts)
+        with strategy.full_model(actor) as policy:
+            if prompts is None:
+                chat(policy, tokenizer, sampling, stops, args)
+            else:
+                write(answer(args, strategy, policy, tokenizer, prompts, sampling, stops), output, strategy.is_rank_0)
+
+
+def check_drawing(args: Any) -> None:
+    """Raises ValueError for flags of `add_drawing` that cannot be, before anything is loaded."""
+    from chatgpt.rollout import SamplingParams
+
     if args.temperature == 0:
         raise ValueError('--temperature 0 is --greedy: give that instead')
     SamplingParams(
@@ -152,30 +173,23 @@ def main(chats: bool | None = False) -> None:
         top_k=args.top_k,
         top_p=args.top_p,
     )
-    quiet_transformers()
-    tokenizer = load_tokenizer(args.tokenizer or args.pretrain, trust_remote_code=args.trust_remote_code)
-    prompts = read_prompts(args.input, tokenizer, args.apply_chat_template or None) if args.input else None
-    with output_file(args) as output, strategy_of(args) as strategy:
-        if prompts is None and strategy.world_size > 1:
-            raise ValueError('a chat is one process: start it with python, or give --input')
-        actor = strategy.prepare(load_actor(args, strategy))
-        bare = strategy.unwrap(actor)
-        keywords = {
-            'max_new_tokens': args.max_new_tokens or (None if args.max_length else room(bare.config, prompts)),
-            'max_length': args.max_length,
-            'min_new_tokens': args.min_new_tokens,
-            'temperature': args.temperature,
-            'top_k': args.top_k,
-            'top_p': args.top_p,
-            'do_sample': not args.greedy,
-            'stop_strings': args.stop_string,
-        }
-        sampling, stops = sampling_for(bare, tokenizer, keywords)
-        with strategy.full_model(actor) as policy:
-            if prompts is None:
-                chat(policy, tokenizer, sampling, stops, args)
-            else:
-                write(answer(args, strategy, policy, tokenizer, prompts, sampling, stops), output, strategy.is_rank_0)
+
+
+def sampling_of(args: Any, actor: Any, tokenizer: Any, prompts: Any) -> Any:
+    """Sampling parameters and stop strings of the flags; `prompts` is None in a chat."""
+    from chatgpt.rollout.sampling import sampling_for
+
+    keywords = {
+        'max_new_tokens': args.max_new_tokens or (None if args.max_length else room(actor.config, prompts)),
+        'max_length': args.max_length,
+        'min_new_tokens': args.min_new_tokens,
+        'temperature': args.temperature,
+        'top_k': args.top_k,
+        'top_p': args.top_p,
+        'do_sample': not args.greedy,
+        'stop_strings': args.stop_string,
+    }
+    return sampling_for(actor, tokenizer, keywords)
 
 
 def room(config: Any, prompts: Any) -> int:

@@ -16,8 +16,11 @@ from chatgpt.launch.arguments import check_run_folder
 from chatgpt.launch.config_values import read_file
 from chatgpt.launch.relaunch import is_restart
 from chatgpt.launch.runs import Run
+from chatgpt.publish import check_push
 
 MODEL_FILES = ('config.json', 'adapter_config.json', '*.safetensors', 'pytorch_model*.bin')
+UPLOADED = ('README.md', 'LICENSE', 'LICENSE.md', 'LICENSE.txt', '.gitattributes')
+"""what may lie in a model's folder before it is written, and is uploaded with it"""
 MIB = 2**20
 
 
@@ -80,13 +83,34 @@ def _model_file(folder: Path) -> str | None:
 
 
 def check_destination(run: Run, config: Any, name: str) -> None:
-    """Try the run's folder and the trained model's. Only rank 0 looks, which is the one that writes.
+    """Try the run's folder and the trained model's, and whether that may be uploaded where this is asked for. Only rank
+    0 looks, which is the one that writes.
 
     Raises:
-        ValueError: one cannot be made or written, or has no room for the whole model.
+        ValueError: one cannot be made or written, or has no room for the whole model; or it may not be uploaded.
     """
     check_run_folder(run.save_path)
     try_model_folder(final_folder(run, name), config, trust_remote_code=run.trust_remote_code)
+    if run.push_to_hub is not None:
+        check_upload(final_folder(run, name), run.push_to_hub, own=recorded_destination(run) == run.model_path)
+
+
+def check_upload(folder: Path, repo_id: str, *, own: bool = False) -> None:
+    """Find out on rank 0 whether a model's folder may be uploaded. `own`: the folder is this run's, from an earlier
+    start.
+
+    Raises:
+        ValueError: it holds files that nobody asked to have uploaded; or see `check_push`.
+    """
+    if os.environ.get('RANK', '0') != '0':
+        return
+    others = [] if own or not folder.is_dir() else sorted(p.name for p in folder.iterdir() if p.name not in UPLOADED)
+    if others:
+        raise ValueError(
+            f'push_to_hub={repo_id!r} uploads the folder of the trained model as a whole, and {folder} holds '
+            f'{others[0]}{f" and {len(others) - 1} more" if others[1:] else ""}: give a new folder'
+        )
+    check_push(repo_id)
 
 
 def try_model_folder(place: Path, config: Any, *, trust_remote_code: bool = False) -> None:

@@ -24,12 +24,14 @@ from chatgpt.launch.relaunch import sign
 from chatgpt.launch.rollouts import rollout_engine
 from chatgpt.launch.runs import PPORun, Run, SFTRun
 from chatgpt.nn.peft_format import export_peft
+from chatgpt.publish import push_folder
 from chatgpt.rollout.registry import ENGINES
 from chatgpt.trainer.callbacks import EMA, TRACKERS, Evaluator, RunRecorder, SampleTable, SaveCheckpoint, StopOnPlateau
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.objectives.pairs import ReferenceConfig
 from chatgpt.trainer.ppo import PPOTrainer
 from chatgpt.trainer.prompt_evaluation import PromptEvaluation
+from chatgpt.trainer.saving import write_card_of
 
 
 def execute(run: Run) -> None:
@@ -245,21 +247,31 @@ def short_step(run: Run, trainer: Any) -> str | None:
 def finish(run: Run, trainer: Any) -> Path:
     """Write the trained model as a Hugging Face folder, and the optimizers' states where that is asked for."""
     strategy, path = trainer.strategy, final_folder(run, run.trained)
-    trainer.save_pretrained(path)
+    trainer.save_pretrained(path, card_samples=run.card_samples)
     if run.save_adapter:
-        write_adapter(run, strategy, trainer.models()[run.trained])
+        write_adapter(run, trainer)
     if run.need_optim_ckpt:
         for name, optimizer in trainer.optimizers().items():
             strategy.save_optimizer(optimizer, Path(run.save_path, f'{name}_optim.pt'), only_rank0=False)
     if strategy.is_rank_0:
         print(f'{run.trained} written to {path}', flush=True)
+    if run.push_to_hub:
+        push(run.push_to_hub, run, strategy, path)
     return path
 
 
-def write_adapter(run: Run, strategy: Any, model: Any) -> None:
+def push(repo_id: str, run: Run, strategy: Any, path: Path) -> None:
+    """Upload the trained model's folder. Raises `PushError`, which says how to do it later."""
+    address = strategy.run_on_rank0(lambda: push_folder(path, repo_id, private=run.hub_private or None))
+    if strategy.is_rank_0:
+        print(f'{run.trained} uploaded to {address}', flush=True)
+
+
+def write_adapter(run: Run, trainer: Any) -> None:
     """The adapters alone as `save_path`/adapter, which PEFT loads onto `pretrain`."""
-    path = Path(run.save_path, 'adapter')
+    path, strategy, model = Path(run.save_path, 'adapter'), trainer.strategy, trainer.models()[run.trained]
     weights = strategy.full_state_dict(model, run.save_path)
     strategy.run_on_rank0(lambda: export_peft(strategy.unwrap(model), path, base_model=run.base, state=weights))
+    write_card_of(trainer, path, card_samples=run.card_samples, source=run.base, rank=run.lora_rank)
     if strategy.is_rank_0:
         print(f'adapter written to {path}', flush=True)

@@ -17,6 +17,7 @@ from chatgpt.launch.arguments import check_precision
 from chatgpt.launch.methods import METHODS, PREFERENCE_RUN, Recipe, methods_of
 from chatgpt.names import hint
 from chatgpt.nn.families import MODELS
+from chatgpt.publish import NUM_SAMPLES
 from chatgpt.rollout import SamplingParams
 from chatgpt.rollout.registry import ENGINES
 from chatgpt.trainer.callbacks.checkpoint import CHECKPOINT_MINUTES
@@ -42,7 +43,10 @@ EMBEDDED = 'embedded'
 """the name of the small GPT-2 that a run makes for itself, and teaches the stories first unless it is SFT"""
 Groups = dict[str, tuple[str, ...]]
 MODEL = ('pretrain', 'lora_rank', 'gradient_checkpointing')
-RUN = ('save_path', 'model_path', 'resume', 'checkpoint_interval', 'log_with', 'strategy', 'precision', 'seed', 'plan')
+RUN = (
+    *('save_path', 'model_path', 'push_to_hub', 'resume', 'checkpoint_interval', 'log_with'),
+    *('strategy', 'precision', 'seed', 'plan'),
+)
 
 
 def same_file(a: str, b: str) -> bool:
@@ -72,6 +76,12 @@ class Run(LearningSettings):
     """folder of this run"""
     model_path: str | None = None
     """where the trained model is written; none: a folder in save_path"""
+    push_to_hub: str | None = None
+    """name on the Hugging Face Hub to upload the model to"""
+    hub_private: bool = False
+    """make that repository private, where it is made"""
+    card_samples: int = NUM_SAMPLES
+    """texts of the run that the model card shows; 0: none"""
     save_adapter: bool = False
     """also write the adapters alone, for PEFT, to adapter/ in save_path; with lora_rank"""
     lr: float | None = None
@@ -161,7 +171,11 @@ class Run(LearningSettings):
         check_precision(self.strategy, self.precision)
         self._positive('keep_last', 'lora_alpha', 'rank_timeout_s')
         self.trackers()
-        self._not_negative('checkpoint_interval', 'checkpoint_minutes', 'lora_rank', 'weight_decay', 'lr')
+        self._not_negative(
+            'checkpoint_interval', 'checkpoint_minutes', 'lora_rank', 'weight_decay', 'lr', 'card_samples'
+        )
+        if self.hub_private and not self.push_to_hub:
+            raise ValueError('hub_private is about a repository of the hub: give push_to_hub too')
         if self.lr is not None and not self.lr < float('inf'):
             raise ValueError(f'lr={self.lr} must be a number of at least 0')
         if not self.lora_rank:

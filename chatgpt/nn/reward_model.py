@@ -44,7 +44,7 @@ class RewardModel(TakesModel, nn.Module):
     Args:
         model: a base model; of a causal LM the trunk is taken. Or a whole sequence-classification model, without
             `value_head`: its own logit is the score (of two labels, logit 1 minus logit 0). `from_pretrained` gives one
-                for encoders with a pooler.
+            for encoders with a pooler.
         value_head: (..., D) → (..., 1); None makes a linear one, weights N(0, 1/(D + 1)), unless `model` is a whole
             classifier.
         lora_rank, lora_train_bias, lora_options: as for `Actor`; the head is always trained.

@@ -67,7 +67,7 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
             'score-spread',
             'Spread of scores',
             'Stays above 0: when all responses get the same score there is nothing left to learn from.',
-            ('rollout/score_std', 'rollout/score_[0-9]+_std'),
+            ('rollout/score_std', 'rollout/score_mad', 'rollout/score_[0-9]+_std'),
         ),
         Chart(
             'scores-apart',
@@ -86,6 +86,18 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
             'Groups with signal',
             'Near 1: most prompts have responses of different scores, which is all that a group can teach.',
             ('rollout/informative_share', 'rollout/filtered_share'),
+        ),
+        Chart(
+            'equal-groups',
+            'Groups without signal',
+            'Low: a group of responses that all have the same score teaches nothing.',
+            ('rollout/equal_groups_share',),
+        ),
+        Chart(
+            'rescore-error',
+            'Difference of a score from itself',
+            'About 0: a response that is scored again gets the same score.',
+            ('rollout/rescore_error',),
         ),
     ),
     'Distance from the initial model': (
@@ -214,7 +226,7 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
             'grad-norm',
             'Gradient norm',
             'Steady within a factor of a few; spikes call for a lower learning rate or a tighter clip.',
-            ('*/grad_norm', '*/actor_grad_norm', '*/critic_grad_norm'),
+            ('*/grad_norm', '*/actor_grad_norm', '*/critic_grad_norm', '*/*grad_norm_max'),
         ),
         Chart(
             'lr',
@@ -249,6 +261,12 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
             'Most end by the end token or a stop string; this is of the recorded sequences only.',
             ('recorded/eos', 'recorded/stop', 'recorded/length'),
             stacked=True,
+        ),
+        Chart(
+            'repetition',
+            'Repetition',
+            'Stays where it was at the start; a rise means that the same words are said again and again.',
+            ('rollout/repetition_within', 'rollout/repetition_across'),
         ),
         Chart(
             'staleness',
@@ -295,7 +313,7 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
             'time',
             'Where time goes',
             'Steady; a part that grows or jumps is worth a look, as is one that takes more than you expect of it.',
-            ('perf/collect_s', 'perf/score_s', 'perf/learn_s'),
+            ('perf/collect_s', 'perf/score_s', 'perf/learn_s', 'perf/other_s'),
             stacked=True,
         ),
         Chart(
@@ -309,6 +327,12 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
             'Memory against the plan',
             'Level soon after the start, below the plan (the dashed line); what climbs phase after phase is a leak.',
             ('perf/peak_memory_gib', 'plan/peak_gib'),
+        ),
+        Chart(
+            'ranks',
+            'The slowest rank and the others',
+            'Close together: all ranks wait for the slowest.',
+            ('perf/slowest_rank_s', 'perf/other_ranks_s'),
         ),
         Chart(
             'cpu-time',
@@ -359,13 +383,13 @@ def one_metric_each(drawn: Sequence[Drawn]) -> list[Drawn]:
     """The same metrics with a chart for each, for the curves of several runs to be told apart by colour."""
     return [
         Drawn(
-            Chart(_key(name), f'{d.chart.title}: {words(name)}' if len(names) > 1 else d.chart.title, d.chart.good, ()),
+            Chart(_key(name), f'{d.chart.title} ({name})' if i else d.chart.title, d.chart.good, ()),
             [name],
             [],
         )
         for d in drawn
         for names in [[*d.lines, *d.band]]
-        for name in names
+        for i, name in enumerate(names)
         if name not in DERIVED
     ]
 

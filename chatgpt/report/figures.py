@@ -43,7 +43,9 @@ def curves(runs: Sequence[Run], limit: int, most: int, known: frozenset[str] = f
     if len(runs) > 1:
         groups = {group: one_metric_each(drawn) for group, drawn in groups.items()}
     phases: dict[tuple[int, ...], int] = {}
-    parts, charts, used = [], [], set()
+    parts: list[str] = []
+    charts: list[dict[str, Any]] = []
+    used: set[str] = set()
     for group, drawn in groups.items():
         if not drawn:
             continue
@@ -104,13 +106,14 @@ def _figure(drawn: Drawn, key: str, lines: Sequence[Line], rows: int, known: fro
         f'<a href="#{metric_id(n)}"><code>{safe(n)}</code></a>' if n in known else f'<code>{safe(n)}</code>'
         for n in names
     )
-    title, names = (links, '') if chart.title in names else (safe(chart.title), f'<p class="names">{links}</p>')
+    own = chart.title in names
+    title, below = (links, '') if own else (safe(chart.title), f'<p class="names">{links}</p>')
     good = (
         f'<p class="good-looks"><b>Good:</b> {safe(chart.good[0].lower() + chart.good[1:])}</p>' if chart.good else ''
     )
     return (
         f'<figure class="card chart" id="chart-{safe(key)}" data-chart="{safe(key)}">'
-        f'<figcaption><h3>{title}</h3>{good}{names}</figcaption>'
+        f'<figcaption><h3>{title}</h3>{good}{below}</figcaption>'
         f'<div class="legend"></div><div class="plot"></div>{_table(chart, lines, rows)}</figure>'
     )
 

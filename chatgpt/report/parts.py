@@ -18,7 +18,6 @@ STATUS = {
     'failed': ('error', 'failed'),
     'running': ('note', 'running, or killed'),
 }
-LEVELS = {'error': 'error', 'warning': 'warning', 'note': 'note'}
 TILES = (
     ('eval/score_mean', 'Eval score'),
     ('rollout/score_mean', 'Score'),
@@ -118,7 +117,8 @@ def failures(runs: Sequence[Run]) -> str:
 
 
 def tiles(run: Run) -> str:
-    shown, labels = [], set()
+    shown: list[str] = []
+    labels: set[str] = set()
     for name, label in TILES:
         if name not in run.columns or label in labels or len(shown) == 8:
             continue
@@ -150,11 +150,11 @@ def findings(runs: Sequence[Run]) -> str:
             parts.append('<p>The doctor has found nothing wrong.</p>')
         level = 'h4' if len(runs) > 1 else 'h3'
         parts += [
-            f'<article class="card finding {LEVELS.get(f.level, "note")}"><{level}><span class="pill '
-            f'{LEVELS.get(f.level, "note")}">{safe(f.level)}</span> {safe(f.title)} '
+            f'<article class="card finding {f.level}"><{level}><span class="pill '
+            f'{f.level}">{safe(f.level)}</span> {safe(f.title)} '
             f'<span class="since">phase {f.step}</span></{level}><p class="evidence">{safe(f.evidence)}</p>'
             f'<dl><dt>Likely cause</dt><dd>{safe(f.cause)}</dd><dt>What to change</dt><dd>{safe(f.change)}</dd></dl>'
-            f'<p class="muted small">More, with sources: <code>docs/doctor.md#{safe(f.key)}</code></p></article>'
+            f'<p class="muted small">More, with sources: <code>{safe(f.link)}</code></p></article>'
             for f in run.findings
         ]
     return ''.join([*parts, '</section>'])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chatgpt.doctor import Finding, diagnose
+from chatgpt.doctor import Finding, diagnose, worst_first
 from chatgpt.report.charts import CUT, PLANNED, RECORDED_ENDS
 from chatgpt.report.rollouts import phases_for_page
 from chatgpt.report.series import Column, columns
@@ -44,7 +44,7 @@ def read_run(path: str | os.PathLike[str], name: str) -> Run:
     Raises:
         ValueError: there is no such folder, or nothing of a run in it.
     """
-    folder = RunFolder(path)
+    folder = RunFolder(Path(path))
     found = columns([*folder.eval, *folder.metrics])
     if 'rollout/ended_share' in found:
         at, shares = found['rollout/ended_share']
@@ -76,11 +76,9 @@ def why_ended(rows: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
 def _findings(folder: RunFolder) -> tuple[list[Finding], str]:
     """The worst first. A doctor that fails must not take the page with it."""
     try:
-        found, error = diagnose(folder), ''
+        return worst_first(diagnose(folder)), ''
     except Exception as failure:
-        found, error = [], f'{type(failure).__name__}: {failure}'
-    levels = ('error', 'warning', 'note')
-    return sorted(found, key=lambda f: (levels.index(f.level) if f.level in levels else 3, f.step)), error
+        return [], f'{type(failure).__name__}: {failure}'
 
 
 def names_of(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
@@ -90,7 +88,7 @@ def names_of(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
         names = ['/'.join(p[-count:]) for p in parts]
         if len(set(names)) == len(names):
             return names
-    return [f'{name} ({i})' for i, name in enumerate(names, 1)]
+    return [f'{p[-1]} ({i})' for i, p in enumerate(parts, 1)]
 
 
 def settings_of(run: Run) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
     rollouts/phase-00000012.parquet
 
-A file is written under a temporary name and renamed, so a reader sees whole files only. Left out: which sequences are
-recorded (`trainer.callbacks.rollouts`), and how they are shown (`report`). What the columns mean: docs/reading_rollouts.md.
+A file is written under a temporary name and renamed, so a reader sees whole files only. What the columns mean is in
+docs/reading_rollouts.md. Left out: which sequences are recorded (`trainer.callbacks.rollouts`), and how they are shown
+(`report`).
 """
 
 from __future__ import annotations

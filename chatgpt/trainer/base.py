@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from chatgpt.checkpoint import claim_folder
 from chatgpt.checkpoint.layout import MANIFEST
+from chatgpt.publish import NUM_SAMPLES
 from chatgpt.trainer import checkpointing
 from chatgpt.trainer.agreement import LEFT_OUT, check_ranks
 from chatgpt.trainer.callbacks import Callback, CallbackList
@@ -29,7 +30,7 @@ from chatgpt.trainer.callbacks.defaults import with_defaults
 from chatgpt.trainer.config import LearningSettings
 from chatgpt.trainer.failure import keep_what_is_whole, resume_words
 from chatgpt.trainer.run_control import PhaseClock, StopSignals, agreed
-from chatgpt.trainer.saving import save_trained
+from chatgpt.trainer.saving import push_trained, save_trained
 from chatgpt.trainer.schedule import LearningRate, describe_groups
 from chatgpt.trainer.step import Steps
 from chatgpt.trainer.strategies.base import Strategy
@@ -211,16 +212,55 @@ class Trainer:
         self.is_resuming = False
         return self.steps.done == steps
 
-    def save_pretrained(self, path: str | Path) -> None:
+    def save_pretrained(self, path: str | Path, *, card_samples: int = NUM_SAMPLES) -> None:
         """Write the trained model (of several the first, the actor) as a Hugging Face folder, with the tokenizer when
-        there is one.
+        there is one, and a model card (README.md) of what `run_dir` or this trainer knows.
 
-        Adapters are folded in. Call it on every rank.
+        Adapters are folded in. A README.md that is not of this library stays. Call it on every rank.
+
+        Args:
+            card_samples: texts of the run that the card shows.
 
         Raises:
             SaveError: it could not be written; says where its weights are instead.
         """
-        save_trained(self, path)
+        save_trained(self, path, card_samples=card_samples)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        commit_message: str | None = None,
+        token: str | None = None,
+        revision: str | None = None,
+        card_samples: int = NUM_SAMPLES,
+    ) -> str:
+        """Upload what `save_pretrained` writes to a model repository of the Hugging Face Hub, which is made if absent;
+        its address. Call it on every rank.
+
+        Args:
+            repo_id: 'NAME', or 'ACCOUNT/NAME'.
+            private: of a repository that is made; None is public, or what the organisation has set.
+            commit_message: None says that a model was uploaded.
+            token: None is that of HF_TOKEN or of `hf auth login`.
+            revision: a branch, which is made if absent, or refs/pr/N; None is main.
+            card_samples: texts of the run that the card shows.
+
+        Raises:
+            ValueError: not logged in, no right to write there, offline, no answer; before anything is written.
+            PushError: the upload failed; says where the model is, and the command that uploads it later.
+        """
+        return push_trained(
+            self.strategy,
+            lambda folder: self.save_pretrained(folder, card_samples=card_samples),
+            repo_id,
+            near=self.run_dir,
+            private=private,
+            commit_message=commit_message,
+            token=token,
+            revision=revision,
+        )
 
     # ------------------------------------------------------------------ the run
 

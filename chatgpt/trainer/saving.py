@@ -1,19 +1,32 @@
-"""Writing a prepared model as a Hugging Face folder, whatever strategy holds its weights; and what is done when that
-fails.
+"""Writing a prepared model as a Hugging Face folder with its card, whatever strategy holds its weights; what is done
+when that fails; and uploading it.
 
-Left out: training checkpoints (`checkpointing`).
+Left out: training checkpoints (`checkpointing`), what a card says and how a folder is uploaded (`chatgpt.publish`).
 """
 
 from __future__ import annotations
 
+import shutil
 import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from chatgpt.nn.critic import Critic
+from chatgpt.nn.lora import lora_layers
+from chatgpt.nn.peft_format import export_peft
+from chatgpt.nn.reward_model import RewardModel
+from chatgpt.publish import NUM_SAMPLES, Told, check_push, push_folder, write_card
+from chatgpt.run_folder import RunFolder
+from chatgpt.run_folder.reading import is_run
+from chatgpt.trainer.callbacks import Evaluator, rows_of
 from chatgpt.trainer.callbacks.base import TrainerView
+from chatgpt.trainer.callbacks.run_record import describe, model_facts
 from chatgpt.trainer.strategies.base import Strategy
 
 
@@ -22,13 +35,30 @@ class SaveError(RuntimeError):
 
 
 def save_pretrained(strategy: Strategy, model: nn.Module, path: str | Path, *, tokenizer: Any = None) -> None:
-    """Write the full fp32 weights (adapters folded in) as a folder that `transformers` loads. Call it on every rank."""
-    with strategy.full_model(model, dtype=torch.float32, on_disk=Path(path).parent) as full:
-        strategy.run_on_rank0(lambda: cast(Any, full).save_pretrained(path, tokenizer=tokenizer))
+    """Write the full fp32 weights (adapters folded in) as a folder that `transformers` loads, with a card that says
+    what the model is. Call it on every rank."""
+    _write_weights(strategy, model, path, tokenizer)
+    strategy.run_on_rank0(lambda: _write_card(path, strategy.unwrap(model), _told_of(strategy.unwrap(model))))
 
 
-def save_trained(trainer: TrainerView, path: str | Path) -> None:
-    """Write a trainer's first model with its tokenizer. Call it on every rank.
+def save_adapter(model: nn.Module, path: str | Path, *, base_model: str | None = None) -> None:
+    """Write the adapters of a model alone, as PEFT reads them, with a card.
+
+    Args:
+        model: whole, not sharded.
+        base_model: name or folder of what they are loaded onto; None: what the model was loaded from.
+    """
+    export_peft(model, path, base_model=base_model)
+    rank = next(iter(lora_layers(model).values())).r
+    told = _told_of(model)
+    _write_card(path, model, replace(told, source=base_model or told.source, rank=int(cast(Any, rank))))
+
+
+def save_trained(trainer: TrainerView, path: str | Path, *, card_samples: int = NUM_SAMPLES) -> None:
+    """Write a trainer's first model with its tokenizer and a card. Call it on every rank.
+
+    Args:
+        card_samples: texts of the run that the card shows.
 
     Raises:
         SaveError: it could not be written. Its weights are then in the checkpoint of the run's end, or in another
@@ -41,10 +71,91 @@ def save_trained(trainer: TrainerView, path: str | Path) -> None:
         raise SaveError(
             f'{path}: the trained model could not be written ({reason}); {_rescued(trainer, Path(path))}'
         ) from error
+    write_card_of(trainer, path, card_samples=card_samples)
+
+
+def push_trained(
+    strategy: Strategy, write: Callable[[Path], None], repo_id: str, *, near: Path | None = None, **options: Any
+) -> str:
+    """Have a model written into a folder of its own and upload that; its address. Call it on every rank.
+
+    Args:
+        write: writes the model's files, on every rank.
+        near: where the folder is made; None: among the system's temporary ones. It stays when the upload fails.
+        options: of `chatgpt.publish.push_folder`.
+
+    Raises:
+        ValueError: it is clear beforehand that it may not be uploaded; nothing is written.
+        PushError: the upload failed; says where the model is, and how to upload it later.
+    """
+
+    def make() -> tuple[str, Path]:
+        full = check_push(repo_id, token=options.get('token'))
+        return full, Path(tempfile.mkdtemp(prefix='upload-', dir=near)) / full.rpartition('/')[2]
+
+    full, folder = strategy.run_on_rank0(make)
+    write(folder)
+    address: str = strategy.run_on_rank0(lambda: push_folder(folder, full, **options))
+    strategy.run_on_rank0(lambda: shutil.rmtree(folder.parent))
+    return address
 
 
 def _write(trainer: TrainerView, path: str | Path) -> None:
-    save_pretrained(trainer.strategy, next(iter(trainer.models().values())), path, tokenizer=trainer.tokenizer)
+    _write_weights(trainer.strategy, next(iter(trainer.models().values())), path, trainer.tokenizer)
+
+
+def _write_weights(strategy: Strategy, model: nn.Module, path: str | Path, tokenizer: Any) -> None:
+    with strategy.full_model(model, dtype=torch.float32, on_disk=Path(path).parent) as full:
+        strategy.run_on_rank0(lambda: cast(Any, full).save_pretrained(path, tokenizer=tokenizer))
+
+
+# ---------------------------------------------------------------------- the card
+
+
+def write_card_of(trainer: TrainerView, path: str | Path, *, card_samples: int = NUM_SAMPLES, **more: Any) -> None:
+    """Write the card of a trainer's first model into the folder where that is saved. Call it on every rank. `more`:
+    fields of `Told`."""
+    trainer.strategy.run_on_rank0(lambda: write_card_here(trainer, path, card_samples=card_samples, **more))
+
+
+def write_card_here(trainer: TrainerView, path: str | Path, *, card_samples: int = NUM_SAMPLES, **more: Any) -> None:
+    """The same on one rank alone."""
+    bare = trainer.strategy.unwrap(next(iter(trainer.models().values())))
+    _write_card(path, bare, replace(_told(trainer, bare), **more), card_samples)
+
+
+def _write_card(path: str | Path, bare: nn.Module, told: Told, num_samples: int = NUM_SAMPLES) -> None:
+    """A card that cannot be written is a warning: the model is there."""
+    role = 'reward_model' if isinstance(bare, RewardModel) else 'critic' if isinstance(bare, Critic) else 'actor'
+    try:
+        write_card(path, told, role=cast(Any, role), num_samples=num_samples)
+    except Exception as error:
+        warnings.warn(f'{path}: the model is saved without a card ({type(error).__name__}: {error})', stacklevel=2)
+
+
+def _told_of(bare: nn.Module) -> Told:
+    facts = model_facts(bare)
+    return Told(source=facts['source'], parameters=facts['parameters'], family=facts['kind'])
+
+
+def _told(trainer: TrainerView, bare: nn.Module) -> Told:
+    """From the run's folder; from the trainer itself where it has none, or has not trained yet."""
+    told = _told_of(bare)
+    if trainer.run_dir is not None and trainer.phase and is_run(trainer.run_dir):
+        told = Told.of(RunFolder(trainer.run_dir), **{k: getattr(told, k) for k in ('source', 'parameters', 'family')})
+        return told if told.record is not None else replace(told, record=describe(trainer))
+    evaluations = [c for c in trainer.callbacks if isinstance(c, Evaluator) and c.last_step is not None]
+    return replace(
+        told,
+        record=describe(trainer) if trainer.phase else None,
+        eval=[{'step': c.last_step, **c.last} for c in evaluations],
+        samples=[
+            {'step': trainer.phase, **row} for row in rows_of(trainer.last_experiences, NUM_SAMPLES, trainer.tokenizer)
+        ],
+    )
+
+
+# ---------------------------------------------------------------------- when it fails
 
 
 def _rescued(trainer: TrainerView, path: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import shutil
 import subprocess
 import sys
 import warnings
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_hub import WRITE, serving, use
 from torch import Tensor
 
 import chatgpt.compat.trl as trl
@@ -389,29 +391,32 @@ def test_best_is_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pushed == ['me/best'] * 2
 
 
-def test_push_to_hub_goes_through_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
+def test_push_to_hub_goes_through_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with serving() as hub:
+        use(hub.address, monkeypatch, tmp_path, token=None)
+        trainer = make()
+        assert trainer.push_to_hub('me/mine', token=WRITE, private=True, branch='draft') == f'{hub.address}/me/mine'
+        assert hub.repos['me/mine']['private']
+        wanted = {'model.safetensors', 'tokenizer.json', 'config.json', 'README.md'}
+        assert wanted <= set(hub.files('me/mine', 'draft'))
+        with pytest.raises(
+            RuntimeError, match=r'the model could not be uploaded to nobody/none \(.*403.*later: hf '
+        ) as e:
+            trainer.push_to_hub('nobody/none', token=WRITE)
+        kept = Path(str(e.value).partition('; it is in ')[2].partition(', and this uploads it later')[0])
+        assert wanted <= {p.name for p in kept.iterdir()}
+        shutil.rmtree(kept.parent)
 
-    uploaded: dict[str, Any] = {}
 
-    class Hub:
-        def __init__(self, token: str | None = None) -> None:
-            uploaded['token'] = token
-
-        def create_repo(self, repo_id: str, **_: Any) -> Any:
-            if repo_id == 'nobody/none':
-                raise OSError('no such user\nand more')
-            return SimpleNamespace(repo_id=repo_id)
-
-        def upload_folder(self, *, folder_path: str, **_: Any) -> None:
-            uploaded['files'] = {p.name for p in Path(folder_path).iterdir()}
-
-    monkeypatch.setattr(huggingface_hub, 'HfApi', Hub)
+def test_a_model_card(tmp_path: Path) -> None:
     trainer = make()
-    trainer.push_to_hub('me/mine', token='t')
-    assert uploaded['token'] == 't' and {'model.safetensors', 'tokenizer.json', 'config.json'} <= uploaded['files']
-    with pytest.raises(RuntimeError, match=r"push_to_hub\('nobody/none'\) failed: no such user$"):
-        trainer.push_to_hub('nobody/none')
+    trainer.save_pretrained(tmp_path / 'mine')
+    assert 'library_name: transformers' in (tmp_path / 'mine' / 'README.md').read_text()
+    trainer.create_model_card(tmp_path / 'mine', 'A model of mine')
+    assert '# A model of mine\n' in (tmp_path / 'mine' / 'README.md').read_text()
+    (tmp_path / 'mine' / 'README.md').write_text('# my own words\n')
+    trainer.save_pretrained(tmp_path / 'mine')
+    assert (tmp_path / 'mine' / 'README.md').read_text() == '# my own words\n'
 
 
 # ---------------------------------------------------------------- accelerator, logging

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_hub import WRITE, serving, use
 from transformers import AutoTokenizer, DataCollatorWithPadding, HfArgumentParser
 
 from chatgpt.compat.trl import chat, dpo, later, ppo_train, reward, sft
@@ -430,16 +431,59 @@ def test_a_model_in_16_bits_is_trained_in_32(folder, tmp_path):
     assert trainer.accelerator.mixed_precision == 'bf16'
 
 
-def test_nothing_is_uploaded(folder, tmp_path):
-    with pytest.warns(UserWarning, match='push_to_hub=True'):
+def uploading(folder, output, **args):
+    return sft.SFTTrainer(
+        str(folder),
+        sft.SFTConfig(output_dir=str(output), max_steps=1, save_strategy='no', push_to_hub=True, **args),
+        train_dataset=[{'text': 'one day a cat'}] * 2,
+    )
+
+
+def test_the_model_is_uploaded_where_the_arguments_say(folder, tmp_path, monkeypatch):
+    with serving() as hub:
+        use(hub.address, monkeypatch, tmp_path, token=None)
+        with pytest.raises(ValueError, match='you are not logged in to the hub'):
+            uploading(folder, tmp_path / 'tales')
+        with pytest.raises(ValueError, match="'you' is not the account of this token"):
+            uploading(folder, tmp_path / 'tales', hub_model_id='you/tales', hub_token=WRITE)
+        trainer = uploading(folder, tmp_path / 'tales', hub_token=WRITE, hub_private_repo=True)
+        assert hub.repos == {}
+        trainer.train()
+        trainer.save_model()
+        assert hub.repos['me/tales']['private'] and 'model.safetensors' in hub.files('me/tales')
+        assert not {'metrics.jsonl', 'run.json', 'checkpoints'} & set(hub.files('me/tales'))
+        told = trainer.push_to_hub(dataset_name='someone/words', tags=['mine'], license='mit', model_name='Tales')
+        assert told == f'{hub.address}/me/tales'
+        card = hub.files('me/tales')['README.md'].decode()
+        assert '# Tales\n' in card and '- someone/words\n' in card and '- mine\n' in card and 'license: mit\n' in card
+        assert hub.repos['me/tales']['messages'] == ['Model save', 'End of training']
+        with pytest.warns(UserWarning, match='the model card has no place for tasks') as warned:
+            trainer.create_model_card('Tales', tasks='text')
+        assert [w.filename for w in warned] == [__file__]
+        other = uploading(folder, tmp_path / 'more', hub_model_id='team/x', hub_revision='draft', hub_token=WRITE)
+        other.push_to_hub(commit_message='once')
+        assert hub.files('team/x') == {} and 'model.safetensors' in hub.files('team/x', 'draft')
+    files = {p.name for p in (tmp_path / 'tales').iterdir()}
+    assert {'model.safetensors', 'README.md', 'metrics.jsonl'} <= files
+    assert not any(name.startswith('upload-') for name in files)
+    assert '# Tales\n' in (tmp_path / 'tales' / 'README.md').read_text()
+
+
+def test_an_adapter_is_uploaded_as_one(folder, tmp_path, monkeypatch):
+    peft = pytest.importorskip('peft')
+    with serving() as hub:
+        use(hub.address, monkeypatch, tmp_path)
         trainer = sft.SFTTrainer(
             str(folder),
-            sft.SFTConfig(output_dir=str(tmp_path / 'out'), push_to_hub=True, max_steps=1, save_strategy='no'),
+            sft.SFTConfig(output_dir=str(tmp_path / 'tales'), max_steps=1, save_strategy='no'),
             train_dataset=[{'text': 'one day a cat'}] * 2,
+            peft_config=peft.LoraConfig(r=2, target_modules=['c_attn'], task_type='CAUSAL_LM'),
         )
-    with pytest.warns(UserWarning, match='huggingface-cli upload'):
-        trainer.push_to_hub(dataset_name='d')
-    assert (tmp_path / 'out' / 'model.safetensors').is_file()
+        trainer.train()
+        trainer.push_to_hub()
+        files = hub.files('me/tales')
+    assert 'adapter_model.safetensors' in files and 'model.safetensors' not in files
+    assert b'library_name: peft' in files['README.md'] and b'a LoRA adapter of rank 2' in files['README.md']
 
 
 def test_a_config_file_under_a_command_line(tmp_path, monkeypatch):

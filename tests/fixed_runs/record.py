@@ -167,7 +167,7 @@ def record_as_rank(folder: Path, only: str) -> None:
 
 
 def compare(before: dict[str, Any], machine: dict[str, str], records: dict[str, dict[str, str]], only: str) -> int:
-    """Print every run that differs; 0 when none does."""
+    """Print every run that differs; 0 when none does. What only this code measures is named, and is no difference."""
     import runs
 
     for name, value in machine.items():
@@ -178,20 +178,23 @@ def compare(before: dict[str, Any], machine: dict[str, str], records: dict[str, 
             )
             return 1
     recorded = {name: r for name, r in before['runs'].items() if fnmatch(name.split('@')[0], only)}
-    differing = 0
+    differing, added = 0, set[str]()
     for name in [*recorded, *(n for n in records if n not in recorded)]:
         if name not in recorded or name not in records:
             told = f'only in {"this code" if name in records else "the recording"}'
         else:
-            found = runs.first_difference(recorded[name], records[name])
+            new = records[name].keys() - recorded[name].keys()
+            added |= {key.split()[-1] for key in new}
+            now = {key: value for key, value in records[name].items() if key not in new}
+            found = runs.first_difference(recorded[name], now)
             if found is None:
                 continue
-            count = sum(
-                recorded[name].get(k) != records[name].get(k) for k in recorded[name].keys() | records[name].keys()
-            )
+            count = sum(recorded[name][k] != now.get(k) for k in recorded[name])
             told = f'{count} of {len(recorded[name])} entries, first {found}'
         differing += 1
         print(f'{name} differs: {told}')
+    if added:
+        print(f'only in this code: {", ".join(sorted(added))}')
     print(
         f'{differing} of {len(records)} runs differ'
         if differing

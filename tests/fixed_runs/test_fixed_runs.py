@@ -74,7 +74,13 @@ def test_the_command_records_and_compares(tmp_path, monkeypatch, capsys):
     assert run_main(monkeypatch, '--only', 'simpo', '--against', str(path)) == 0
     assert 'all 1 runs are the same to the bit' in capsys.readouterr().out
     recording = json.loads(path.read_text())
-    changed = next(key for key in recording['runs']['simpo'] if key.startswith('phase 2'))
+    missing = next(key for key in recording['runs']['simpo'] if key.startswith('phase 2'))
+    value = recording['runs']['simpo'].pop(missing)
+    path.write_text(json.dumps(recording))
+    assert run_main(monkeypatch, '--only', 'simpo', '--against', str(path)) == 0
+    assert f'only in this code: {missing.split()[-1]}\n' in capsys.readouterr().out
+    recording['runs']['simpo'][missing] = value
+    changed = missing
     recording['runs']['simpo'][changed] = '0x1.0p+9'
     recording['runs']['gone'] = {}
     path.write_text(json.dumps(recording))

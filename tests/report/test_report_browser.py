@@ -156,10 +156,12 @@ def test_smoothing_is_a_moving_average_with_what_was_measured_behind(opened, wor
     page = opened(words)
     page.chart('score')
     page.page.locator('#smoothing').fill('0.5')
+    page.page.wait_for_timeout(50)
     page.point_at('score', 3 / 101)
     expected = (0.25 * 1 + 0.5 * 2 + 3) / 1.75
     assert page.legend('score').startswith(f'phase 3 score mean 3 (smoothed {expected:.3g})')
     page.page.locator('#smoothing').fill('0')
+    page.page.wait_for_timeout(50)
     assert page.legend('score').startswith('phase 3 score mean 3 score min ')
     assert page.page.locator('#smoothing-value').inner_text() == '0'
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -403,19 +405,20 @@ def test_the_word_writes_a_page_without_torch(tmp_path):
 
 @pytest.mark.system
 def test_an_installed_wheel_has_the_assets(tmp_path):
-    build = [
-        sys.executable,
-        '-m',
-        'pip',
-        'wheel',
-        '--no-deps',
-        '--no-build-isolation',
-        '-q',
-        '-w',
-        str(tmp_path),
-        str(ROOT),
-    ]
-    subprocess.run(build, check=True, capture_output=True, timeout=110, cwd=tmp_path)
+    source = tmp_path / 'source'  # building leaves files beside setup.py
+    shutil.copytree(ROOT / 'chatgpt', source / 'chatgpt', ignore=shutil.ignore_patterns('__pycache__'))
+    for name in ('setup.py', 'pyproject.toml', 'README.md', 'LICENSE'):
+        shutil.copy(ROOT / name, source)
+    build = [sys.executable, '-m', 'pip', 'wheel', '-q', '--no-deps', '--no-build-isolation', '-w', str(tmp_path)]
+    subprocess.run([*build, str(source)], check=True, capture_output=True, timeout=110)
     (wheel,) = tmp_path.glob('*.whl')
-    names = {Path(n).name for n in zipfile.ZipFile(wheel).namelist() if n.startswith('chatgpt/report/assets/')}
+    with zipfile.ZipFile(wheel) as file:
+        names = {Path(n).name for n in file.namelist() if n.startswith('chatgpt/report/assets/')}
+        file.extractall(tmp_path / 'site')
     assert names == {p.name for p in (ROOT / 'chatgpt' / 'report' / 'assets').iterdir()}
+    code = f'import chatgpt; assert {str(tmp_path)!r} in chatgpt.__file__; from chatgpt.cli.command import run; '
+    folder = make_run(tmp_path / 'run')
+    code += f"run(['report', {str(folder)!r}])"
+    environment = os.environ | {'PYTHONPATH': str(tmp_path / 'site')}
+    subprocess.run([sys.executable, '-c', code], check=True, cwd=tmp_path, env=environment, timeout=60)
+    assert (folder / 'report.html').stat().st_size > 100_000

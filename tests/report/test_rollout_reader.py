@@ -10,8 +10,8 @@ from urllib.parse import parse_qs, urlparse
 
 import pytest
 
-from chatgpt.run_folder.rollouts import read_rollouts, write_rollouts
 from chatgpt.report.rollouts import page_row
+from chatgpt.run_folder.rollouts import read_rollouts, write_rollouts
 from chatgpt.testing import byte_tokenizer
 from chatgpt.trainer.callbacks.token_texts import token_texts
 
@@ -227,7 +227,8 @@ def test_colours_are_those_of_the_numbers(reader):
     # 'plain words' and its end token: advantages −2 .. 9, of which number 1 does not count. The longest text of the
     # page has more tokens, so the limit is one of its numbers, from the outermost 2 % on.
     assert reader.page.locator('.ro-legend').inner_text().startswith('Advantage')
-    counted = [abs(a) for r in reader.rows if r['phase'] == 3 for a, m in zip(character_means(r), counts(r), strict=True) if m]
+    rows = [r for r in reader.rows if r['phase'] == 3]
+    counted = [abs(a) for r in rows for a, m in zip(character_means(r), counts(r), strict=True) if m]
     limit = sorted(counted)[int(0.98 * len(counted))]
     tints = reader.tints(3)
     expected = [abs(i - 2) / limit for i in range(12)]

@@ -16,14 +16,9 @@ def row(phase: int, index: int, tokens: int = 2, **more: Any) -> dict[str, Any]:
     texts = {'prompt': 'p', 'response': 'r' * tokens, 'finish_reason': 'eos', 'columns': '{}'}
     numbers = {'score': 1.23456, 'shaped_score': 0.5, 'kl': 0.1, 'version': 0}
     lists = {'prompt_ids': [1], 'prompt_tokens': ['p'], 'tokens': ['r'] * tokens, 'token_ids': [7] * tokens}
-    return (
-        {'phase': phase, 'index': index, 'group': index // 2, 'mask': [True] * tokens, 'weighted_scores': [[0.5, 1 / 3]]}
-        | texts
-        | numbers
-        | lists
-        | {name: [0.123456] * tokens for name in arrays}
-        | more
-    )
+    known = {'phase': phase, 'index': index, 'group': index // 2, 'weighted_scores': [[0.5, 1 / 3]]}
+    per_token = {name: [0.123456] * tokens for name in arrays} | {'mask': [True] * tokens}
+    return known | texts | numbers | lists | per_token | more
 
 
 def size(rows: list[dict[str, Any]]) -> int:

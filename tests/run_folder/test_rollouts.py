@@ -127,7 +127,7 @@ def test_a_write_that_fails_leaves_the_file_before_and_nothing_else(folder, monk
 def test_going_on_after_a_phase_removes_the_later_ones(folder):
     (folder / 'rollouts' / 'phase-00000009.parquet.tmp').write_text('torn')
     rollouts.begin(folder / 'rollouts', 2)
-    assert sorted(p.name for p in (folder / 'rollouts').iterdir()) == ['phase-00000001.parquet', 'phase-00000002.parquet']
+    assert sorted(p.name for p in (folder / 'rollouts').iterdir()) == [f'phase-0000000{i}.parquet' for i in (1, 2)]
 
 
 def test_a_run_from_the_beginning_moves_the_earlier_ones_aside(folder):

@@ -27,6 +27,7 @@ ARGUMENTS = {
     'on_make_experience_end': ([],),
     'on_learn_epoch_start': (1,),
     'on_learn_epoch_end': (1,),
+    'on_policy_output': ('batch', 'output'),
     'on_learn_batch_end': ({'a': 1.0},),
     'on_phase_end': (2, {'b': 1.0}),
     'on_log': ({}, {}, [1.0], ['query']),

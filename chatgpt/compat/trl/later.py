@@ -17,7 +17,6 @@ from chatgpt.trainer.callbacks import TRACKERS, SaveCheckpoint, TensorBoard, Wan
 
 _PROCESSES = warned('processes and what each holds are decided by the launcher: torchrun runs data-parallel')
 _MEMORY = warned('a matter of memory or speed, without influence on numbers')
-_HUB = warned('nothing is uploaded from here: huggingface-cli upload <repository> <output_dir>')
 _NO_DATALOADER = warned('records are tokenized once and cut into batches in this process; there is no dataloader')
 _FILES = label('weights are always safetensors')
 
@@ -108,12 +107,14 @@ ARGUMENTS: dict[str, Entry] = {
     'greater_is_better': label('see load_best_model_at_end'),
     'resume_from_checkpoint': label('what scripts hand to train()'),
     'ignore_data_skip': warned('a resumed run goes on with the batch it would have had'),
-    'push_to_hub': _HUB,
-    'hub_model_id': label('see push_to_hub'),
-    'hub_strategy': label('see push_to_hub'),
-    'hub_token': label('see push_to_hub'),
-    'hub_private_repo': label('see push_to_hub'),
-    'hub_revision': label('see push_to_hub'),
+    'push_to_hub': converted(
+        'whether one may upload is asked when the trainer is made; save_model and push_to_hub upload the model'
+    ),
+    'hub_model_id': converted("the repository of push_to_hub; None is the name of output_dir, under one's account"),
+    'hub_strategy': converted('the model is uploaded when it is saved; checkpoints stay here, whatever this says'),
+    'hub_token': converted('the token of push_to_hub; None is that of HF_TOKEN or of a login'),
+    'hub_private_repo': converted('of a repository that push_to_hub makes'),
+    'hub_revision': converted('the branch of push_to_hub'),
     'include_num_input_tokens_seen': warned('perf/learn_tokens_per_s in metrics.jsonl counts tokens'),
 }
 """argument of transformers' class: what becomes of it"""

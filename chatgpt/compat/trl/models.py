@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import shutil
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,11 @@ from chatgpt.nn.loading import (
     write_folder,
 )
 from chatgpt.nn.lora import has_lora
-from chatgpt.nn.peft_format import adapter_base, export_peft, import_peft
+from chatgpt.nn.peft_format import adapter_base, import_peft
 from chatgpt.nn.trunk import hidden_size, is_encoder_decoder
 from chatgpt.nn.unfit import open_weights
+from chatgpt.publish import push_folder
+from chatgpt.trainer.saving import save_adapter
 
 HEAD = 'v_head.summary.'
 """what TRL's checkpoints call the head"""
@@ -259,7 +262,7 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
         head = {name: tensor.detach().cpu() for name, tensor in self.v_head.summary.state_dict().items()}
         folder.mkdir(parents=True, exist_ok=True)
         if self.is_peft_model:
-            export_peft(self.pretrained_model, folder)
+            save_adapter(self.pretrained_model, folder)
             torch.save({HEAD + name: tensor for name, tensor in head.items()}, folder / 'pytorch_model.bin')
         else:
             state = kwargs.pop('state_dict', None)
@@ -271,9 +274,7 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:
         """Upload what `save_pretrained` writes, through huggingface_hub; the address."""
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
-            return upload(folder, repo_id, **kwargs)
+        return upload(self.save_pretrained, repo_id, **kwargs)
 
 
 class _WithShards:
@@ -486,26 +487,21 @@ def _pattern(model: nn.Module) -> str:
 # ---------------------------------------------------------------- the hub
 
 
-def upload(
-    folder: str | Path, repo_id: str, *, commit_message: str | None = None, private: bool | None = None, **kwargs: Any
-) -> str:
-    """Upload a folder to a model repository of the hub, which is made if absent; its address.
+def upload(save: Callable[[Path], Any], repo_id: str, **kwargs: Any) -> str:
+    """Upload what `save` writes into a folder to a model repository of the hub, which is made if absent; its address.
+
+    Args:
+        kwargs: `private`, `commit_message`, `token`, and `revision` or `branch`.
 
     Raises:
-        RuntimeError: the hub cannot be reached, or refuses; one line.
+        PushError: the hub cannot be reached, or refuses; says where the files are, and how to upload them later.
     """
-    from huggingface_hub import HfApi
-
-    token, branch = kwargs.pop('token', None), kwargs.pop('branch', None) or kwargs.pop('revision', None)
+    kwargs = {('revision' if name == 'branch' else name): value for name, value in kwargs.items()}
+    known = {name: kwargs.pop(name) for name in ('private', 'commit_message', 'token', 'revision') if name in kwargs}
     for name in kwargs:
         warnings.warn(f'push_to_hub: {name} has no effect here', stacklevel=3)
-    api = HfApi(token=token)
-    try:
-        repo = api.create_repo(repo_id, private=private, exist_ok=True)
-        api.upload_folder(
-            repo_id=repo.repo_id, folder_path=str(folder), commit_message=commit_message or 'Upload', revision=branch
-        )
-    except Exception as error:  # of its HTTP library, which changes from version to version
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise RuntimeError(f'push_to_hub({repo_id!r}) failed: {reason}') from error
-    return str(repo)
+    folder = Path(tempfile.mkdtemp(prefix='upload-')) / repo_id.rpartition('/')[2]
+    save(folder)
+    address = push_folder(folder, repo_id, **known)
+    shutil.rmtree(folder.parent)
+    return address

@@ -41,6 +41,7 @@ from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.algorithms import AlgorithmSettings, Estimates, Estimator
 from chatgpt.trainer.callbacks import TRACKERS, ProgressBar, TensorBoard, WandB
 from chatgpt.trainer.config import PPOConfig as OurConfig
+from chatgpt.trainer.saving import write_card_here
 from chatgpt.trainer.step import Learner, Work
 from chatgpt.trainer.strategies.named import strategy_by_name
 from chatgpt.types import Experience, Prompt, Sample
@@ -558,10 +559,12 @@ class ClassicPPOTrainer:
     # ------------------------------------------------------------------ files
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """The model with its value head, and the tokenizer, as a folder; see the model's `save_pretrained`."""
+        """The model with its value head, the tokenizer and a model card, as a folder; see the model's
+        `save_pretrained`."""
         if self._strategy.is_rank_0:
             self.model.save_pretrained(save_directory, **kwargs)
             self.tokenizer.save_pretrained(save_directory)
+            self._write_card(save_directory)
         self._strategy.barrier()
 
     _save_pretrained = save_pretrained
@@ -570,24 +573,25 @@ class ClassicPPOTrainer:
         """Upload what `save_pretrained` writes, from the main process; the address.
 
         Raises:
-            RuntimeError: the hub cannot be reached, or refuses.
+            PushError: the hub cannot be reached, or refuses; says how to upload the files later.
         """
-        import tempfile
-
         if not self._strategy.is_rank_0:
             return None
-        with tempfile.TemporaryDirectory() as folder:
+
+        def save(folder: Path) -> None:
             self.model.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
-            return upload(folder, repo_id, **kwargs)
+            self._write_card(folder)
+
+        return upload(save, repo_id, **kwargs)
 
     def create_model_card(self, path: str | Path, model_name: str = 'PPO model') -> None:
-        """A README.md of a few lines in a saved folder."""
-        folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        settings = {name: getattr(self.config, name) for name in sorted(self.config._given)}
-        text = f'# {model_name}\n\nA causal language model with a value head, trained with PPO.\n\n'
-        (folder / 'README.md').write_text(text + ''.join(f'- {k}: {v!r}\n' for k, v in settings.items()))
+        """README.md in a saved folder, unless there is one that somebody has made his own."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        self._write_card(path, title=model_name)
+
+    def _write_card(self, path: str | Path, **more: Any) -> None:
+        write_card_here(self.inner, path, **more)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from transformers.trainer_callback import TrainerControl, TrainerState
@@ -23,10 +23,12 @@ from chatgpt.compat.trl.accelerator import Accelerator
 from chatgpt.compat.trl.arguments import Entry, TrainingArguments, check_given, script_level
 from chatgpt.launch.inputs import context_of
 from chatgpt.nn.loading import load_causal_lm
-from chatgpt.nn.lora import has_lora
+from chatgpt.nn.lora import has_lora, lora_layers
 from chatgpt.nn.peft_format import export_peft
+from chatgpt.publish import check_push, hub_name
 from chatgpt.trainer.callbacks import Callback, ProgressBar
 from chatgpt.trainer.callbacks.base import TrainerView
+from chatgpt.trainer.saving import push_trained, write_card_here, write_card_of
 from chatgpt.trainer.strategies.named import strategy_by_name
 
 
@@ -190,6 +192,31 @@ def max_length_of(args: Any, name: str, model: Any) -> int | None:
     return given if limit is None else limit if given is None else min(given, limit)
 
 
+CARD_NAMES = ('model_name', 'dataset_name', 'dataset', 'tags', 'license', 'language', 'finetuned_from')
+"""what transformers' and TRL's model cards are told, and ours takes"""
+
+
+def card_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What `create_model_card` is told, as fields of `chatgpt.publish.Told`; a warning of what has no effect."""
+    if unknown := [name for name, value in given.items() if name not in CARD_NAMES and value is not None]:
+        warnings.warn(f'the model card has no place for {", ".join(unknown)}', stacklevel=script_level())
+    known = {name: given[name] for name in CARD_NAMES if given.get(name) is not None}
+    datasets = [*_several(known.get('dataset_name')), *_several(known.get('dataset'))]
+    more = {
+        'datasets': [name for name in dict.fromkeys(datasets) if hub_name(name)],
+        'tags': _several(known.get('tags')),
+        'license': known.get('license'),
+        'language': known.get('language'),
+    }
+    fields = {'title': known.get('model_name'), 'source': known.get('finetuned_from')}
+    fields['more'] = {name: value for name, value in more.items() if value}
+    return {name: value for name, value in fields.items() if value}
+
+
+def _several(value: Any) -> list[Any]:
+    return [] if value is None else [value] if isinstance(value, str) else list(value)
+
+
 def refuse(owner: str, what: Mapping[str, tuple[Any, str]]) -> None:
     """Raises ValueError for the first argument of a constructor that is given and cannot be honoured: {name: (value,
     why)}."""
@@ -290,6 +317,8 @@ class LaterTrainer(ABC):
         for callback in callbacks or ():
             self.add_callback(callback)
         self.bridge = Bridge(self)
+        if args.push_to_hub:
+            strategy.run_on_rank0(lambda: check_push(self.hub_model_id, token=args.hub_token))
 
     # ------------------------------------------------------------------ what scripts touch
 
@@ -340,13 +369,20 @@ class LaterTrainer(ABC):
             self.state.save_to_json(str(Path(self.args.output_dir, 'trainer_state.json')))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The trained model as a Hugging Face folder with its tokenizer; of an adapted one the adapter, as PEFT writes
-        it. Call it on every rank."""
-        path = Path(output_dir or self.args.output_dir)
+        """The trained model as a Hugging Face folder with its tokenizer and a card; of an adapted one the adapter, as
+        PEFT writes it. With `push_to_hub=True` it is uploaded, too. Call it on every rank."""
+        self._write_model(Path(output_dir or self.args.output_dir))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message='Model save')
+
+    def _write_model(self, path: Path, **card: Any) -> None:
+        """`card`: fields of `chatgpt.publish.Told`."""
         model = next(iter(self.inner.models().values()))
         bare = self.strategy.unwrap(model)
         if not (has_lora(bare) and self.saves_adapters):
             self.inner.save_pretrained(path)
+            if card:
+                write_card_of(self.inner, path, **card)
             return
         weights = self.strategy.full_state_dict(model, path)
 
@@ -355,23 +391,53 @@ class LaterTrainer(ABC):
             self.processing_class.save_pretrained(path)
 
         self.strategy.run_on_rank0(write)
+        rank = next(iter(lora_layers(bare).values())).r
+        write_card_of(self.inner, path, **({'rank': int(cast(Any, rank))} | card))
 
     save_pretrained = save_model
     saves_adapters: ClassVar[bool] = True
 
-    def push_to_hub(self, *_: Any, **__: Any) -> None:
-        """Writes the model and says how to upload it; nothing is uploaded from here."""
-        self.save_model()
-        if self.strategy.is_rank_0:
-            warnings.warn(
-                'push_to_hub: nothing is uploaded from here; the model is in '
-                f'{self.args.output_dir}: huggingface-cli upload <repository> {self.args.output_dir}',
-                stacklevel=2,
-            )
+    @property
+    def hub_model_id(self) -> str:
+        """The repository: `hub_model_id`, or the name of `output_dir`."""
+        return self.args.hub_model_id or Path(self.args.output_dir).absolute().name
 
-    def create_model_card(self, *_: Any, **__: Any) -> None:
+    def push_to_hub(
+        self,
+        commit_message: str | None = 'End of training',
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **card: Any,
+    ) -> str:
+        """Write the model to `output_dir` and upload it, with what the arguments of `create_model_card` say, which
+        `card` are; the address. Call it on every rank. It waits for the end, whatever `blocking` says.
+
+        Raises:
+            ValueError: it is clear beforehand that it may not be uploaded.
+            PushError: the upload failed; says how to do it later.
+        """
+        args, told = self.args, card_fields(card)
+        self.save_model(_internal_call=True)
+        return push_trained(
+            self.strategy,
+            lambda folder: self._write_model(folder, **told),
+            self.hub_model_id,
+            near=self.inner.run_dir,
+            private=args.hub_private_repo,
+            commit_message=commit_message,
+            token=token or args.hub_token,
+            revision=revision or args.hub_revision,
+        )
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None, **card: Any
+    ) -> None:
+        """README.md in `output_dir`, unless there is one that somebody has made his own."""
+        told = card_fields({'model_name': model_name, 'dataset_name': dataset_name, 'tags': tags, **card})
         if self.strategy.is_rank_0:
-            warnings.warn('create_model_card: no model card is written here', stacklevel=2)
+            Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+            write_card_here(self.inner, self.args.output_dir, **told)
 
     # ------------------------------------------------------------------ hooks
 

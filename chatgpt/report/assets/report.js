@@ -17,6 +17,7 @@
   let shown = whole;          // phases on every x axis
   let smoothing = 0;
   let colors = {};
+  let due = 0;                // the frame that will draw a new smoothing
 
   const color = (name) => (colors[name] ??= getComputedStyle(root).getPropertyValue(`--${name}`).trim());
 
@@ -94,7 +95,7 @@
       };
     });
     const behind = chart.stacked || lines.length > 8 ? [] : lines.map((line) => ({
-      label: `${line.label}, measured`, show: false, stroke: faint(line, '59'), width: 1, points: {show: false},
+      label: `${line.label}, measured`, show: false, stroke: faint(line, '80'), width: 1, points: {show: false},
     }));
     const low = lines.findIndex((line) => line.role === 'low');
     const high = lines.findIndex((line) => line.role === 'high');
@@ -303,9 +304,12 @@
       figure.addEventListener('focusin', () => mount(figure));
     });
     byId('smoothing').addEventListener('input', (event) => {
-      smoothing = Number(event.target.value);
-      byId('smoothing-value').textContent = smoothing ? smoothing.toFixed(2) : '0';
-      mounted.forEach((chart) => chart.update());
+      byId('smoothing-value').textContent = Number(event.target.value) ? Number(event.target.value).toFixed(2) : '0';
+      if (!due) due = requestAnimationFrame(() => {  // a slider speaks more often than charts can be drawn
+        due = 0;
+        smoothing = Number(event.target.value);
+        mounted.forEach((chart) => chart.update());
+      });
     });
     byId('zoom-in').addEventListener('click', () => zoomBy(0.5));
     byId('zoom-out').addEventListener('click', () => zoomBy(2));

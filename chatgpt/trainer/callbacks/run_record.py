@@ -108,7 +108,7 @@ def describe(
             'device': str(strategy.device),
             'seed': strategy.seed,
         },
-        models={name: _model(strategy.unwrap(model)) for name, model in trainer.models().items()},
+        models={name: model_facts(strategy.unwrap(model)) for name, model in trainer.models().items()},
         optimizers=trainer.fingerprint()['optimizers'],
         num_phases=trainer.num_phases,
         phase=trainer.phase,
@@ -200,7 +200,8 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def _model(bare: Any) -> dict[str, Any]:
+def model_facts(bare: Any) -> dict[str, Any]:
+    """Of an unwrapped model: its kind, what it was loaded from, and how many parameters it has and trains."""
     config = getattr(getattr(bare, 'model', bare), 'config', None)
     parameters = list(bare.parameters())
     return {

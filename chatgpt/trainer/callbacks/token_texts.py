@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
 _BYTE = re.compile(r'<0x([0-9A-Fa-f]{2})>')
 MOST_KNOWN = 100_000
-"""pairs of tokens whose text is remembered"""
+"""neighbours whose text is remembered"""
 _known: WeakKeyDictionary[Any, tuple[str, dict[Any, Any]]] = WeakKeyDictionary()
 """of each tokenizer: how its tokens are written, and what is known of those seen so far"""
 
@@ -82,27 +82,34 @@ def _byte_of_character() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
 
 
-def _by_decoding(tokenizer: Any, table: dict[tuple[int, ...], str], ids: Sequence[int]) -> list[str]:
+def _by_decoding(tokenizer: Any, table: dict[Any, str], ids: Sequence[int]) -> list[str]:
     """What each token adds to the text of the one before it, or of the few before it while a character is not whole."""
+    decode = _decoder(tokenizer)
+    if len(table) >= MOST_KNOWN:
+        table.clear()
     texts: list[str] = []
     start = read = 0
-    for at in range(len(ids)):
-        before = _decoded(tokenizer, table, ids[start:read])
-        text = _decoded(tokenizer, table, ids[start : at + 1])
+    for at, token in enumerate(ids):
+        pair = (ids[start], token) if read == start + 1 == at else None
+        if pair is not None and pair in table:
+            texts.append(table[pair])
+            start, read = at, at + 1
+            continue
+        before = decode(ids[start:read]) if read > start else ''
+        text = decode(ids[start : at + 1])
         if text.endswith('\ufffd') and at + 1 < len(ids) and at - read < 3:  # a character has four bytes at most
             texts.append('')
             continue
         texts.append(text[len(before) :] if text.startswith(before) else text)
+        if pair is not None and not text.endswith('\ufffd'):
+            table[pair] = texts[-1]
         start, read = read, at + 1
     return texts
 
 
-def _decoded(tokenizer: Any, table: dict[tuple[int, ...], str], ids: Sequence[int]) -> str:
-    if not ids:
-        return ''
-    key = tuple(ids)
-    if key not in table:
-        if len(table) >= MOST_KNOWN:
-            table.clear()
-        table[key] = tokenizer.decode(list(key), skip_special_tokens=False)
-    return table[key]
+def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    """Its `decode` with special tokens; without what transformers wraps around it, where that changes nothing."""
+    inner = getattr(tokenizer, 'backend_tokenizer', None)
+    if inner is not None and not getattr(tokenizer, 'clean_up_tokenization_spaces', True):
+        tokenizer = inner
+    return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)

@@ -1,0 +1,113 @@
+// The page on which a person compares answers. Every text of others goes in by textContent. A choice is shown as made
+// only when the server has answered that it is on disk.
+
+const KEYS = {
+  ArrowLeft: 'left', 1: 'left', ArrowRight: 'right', 2: 'right', t: 'tie', b: 'both_bad', s: 'skip', u: 'undo',
+};
+const SAID = { left: '1 is better', right: '2 is better', tie: 'a tie', both_bad: 'both bad', skip: 'skipped' };
+const LOOK_AGAIN_MS = 10000;
+
+const element = (id) => document.getElementById(id);
+let pair = null;
+let busy = false;
+let timer;
+
+function say(text, isError = false) {
+  element('status').textContent = text;
+  element('status').classList.toggle('error', isError);
+}
+
+async function post(action, body = {}) {
+  const response = await fetch(`/api/${action}`, {
+    method: 'POST', headers: { 'Content-Type': 'application/json' }, body: JSON.stringify(body),
+  });
+  const isJson = response.headers.get('Content-Type') === 'application/json';
+  const state = isJson ? await response.json() : { error: (await response.text()).trim() };
+  return { status: response.status, state };
+}
+
+// One request at a time; `said` is told once it has succeeded.
+async function act(action, body, said) {
+  if (busy) return;
+  setBusy(true);
+  clearTimeout(timer);
+  try {
+    const { status, state } = await post(action, body);
+    if ('person' in state) show(state);
+    if (state.error) say(`Not done: ${state.error}.`, true);
+    else if (status === 200) say(said);
+  } catch {
+    say('Not saved: the server does not answer. Try again.', true);
+  } finally {
+    setBusy(false);
+  }
+}
+
+function setBusy(value) {
+  busy = value;
+  document.querySelector('main').ariaBusy = value; // buttons stay as they are: a disabled one would lose the focus
+}
+
+function show(state) {
+  const isKnown = state.person !== null;
+  element('join').hidden = isKnown;
+  for (const id of ['who', 'progress']) element(id).hidden = !isKnown;
+  element('pair').hidden = state.pair === null;
+  element('done').hidden = !isKnown || state.pair !== null;
+  if (!isKnown) {
+    element('name').focus();
+    return;
+  }
+  element('who').textContent = state.person;
+  showProgress(state.progress);
+  const isNew = pair?.id !== state.pair?.id;
+  pair = state.pair;
+  if (pair !== null && isNew) {
+    for (const id of ['prompt', 'left', 'right']) element(id).textContent = pair[id];
+    element('comment').value = pair.comment;
+    element('comment').blur();
+    window.scrollTo(0, 0);
+  } else if (pair === null) {
+    const waits = state.progress.open > 0;
+    element('done-text').textContent = waits
+      ? `Nothing is left for you now. Others are looking at the last ${state.progress.open}; this page looks again.`
+      : 'All done. Thank you!';
+    if (waits) timer = setTimeout(() => act('next', {}, ''), LOOK_AGAIN_MS);
+  }
+}
+
+function showProgress({ mine, all, wanted }) {
+  const bar = document.querySelector('progress');
+  bar.max = Math.max(wanted, 1);
+  bar.value = all;
+  element('counts').textContent = `${all} of ${wanted} judgements, ${mine} by you`;
+}
+
+function choose(choice) {
+  if (choice === 'undo') act('undo', {}, 'Taken back.');
+  else if (pair !== null) {
+    act('judge', { pair: pair.id, choice, comment: element('comment').value }, `Saved: ${SAID[choice]}.`);
+  }
+}
+
+document.addEventListener('keydown', (event) => {
+  const isTyping = event.target.matches('input, textarea');
+  if (event.key === 'Escape' && isTyping) event.target.blur();
+  if (isTyping || event.repeat || event.ctrlKey || event.metaKey || event.altKey || element('who').hidden) return;
+  const key = event.key.length === 1 ? event.key.toLowerCase() : event.key;
+  if (key === 'c' && pair !== null) element('comment').focus();
+  else if (KEYS[key]) choose(KEYS[key]);
+  else return;
+  event.preventDefault();
+});
+for (const button of document.querySelectorAll('[data-choice]')) {
+  button.addEventListener('click', () => choose(button.dataset.choice));
+}
+for (const id of ['undo', 'undo-last']) element(id).addEventListener('click', () => choose('undo'));
+element('join').addEventListener('submit', (event) => {
+  event.preventDefault();
+  act('join', { name: element('name').value }, '');
+});
+
+history.replaceState(null, '', '/'); // the token has become a cookie
+act('next', {}, '');

@@ -1,0 +1,123 @@
+"""The loop with people in it: they compare answers, a reward model learns from that, PPO from the reward model, and
+they are asked about the new policy.
+
+    python examples/human_loop.py prompts.jsonl --pretrain outputs/sft/actor --out outputs/loop
+    python examples/human_loop.py --simulated
+
+Each question opens a page (docs/compare.md) and waits for Ctrl-C; then the loop goes on with what has been said. The
+first is about two samples of the policy, each later one about the policy before and after a round, so its win rate says
+what the round was worth, and its judgements are data for the next. Started again with the same --out it goes on where
+it was. --simulated: a small model of the embedded story world, and two people who know what a story is worth, and
+sometimes press the wrong key.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from chatgpt.cli.command import run
+from chatgpt.cli.compare import parser as compare_parser
+from chatgpt.cli.compare import prepared
+from chatgpt.compare import Store
+from chatgpt.compare.statistics import lines, summarize
+from chatgpt.dataset import embedded
+from chatgpt.launch.arguments import run_main
+
+# What a model of a real size starts with; more flags as `python -m chatgpt ppo --help` lists them.
+REWARD_MODEL = ['--max_epochs=1']
+PPO = ['--num_episodes=1', '--max_timesteps=50', '--update_timesteps=1', '--kl_coef=0.05']
+COMPARE: list[str] = []
+
+NUM_PROMPTS = 300
+SMALL_REWARD_MODEL = ['--lr=1e-3', '--max_epochs=4', '--train_batch_size=32']
+SMALL_PPO = ['--lr=3e-4', '--critic_lr=1e-3', '--num_episodes=1', '--max_timesteps=25', '--update_timesteps=1']
+SMALL_PPO += ['--experience_batch_size=64', '--train_batch_size=32', '--max_epochs=4', '--kl_coef=0.05']
+SMALL_PPO += ['--max_new_tokens=32']
+SMALL_COMPARE = ['--max_new_tokens=32']
+WRONG_KEY = 0.1
+
+
+def ask(words: list[str], simulated: bool) -> None:
+    """Open the page of `compare WORDS` until Ctrl-C, or have it answered."""
+    if not simulated:
+        run(['compare', *words])
+        return
+    with prepared(compare_parser().parse_args(words)) as store:
+        answer_all(store)
+        print('\n'.join(lines(summarize(store))), flush=True)
+
+
+def answer_all(store: Store) -> None:
+    """Two people judge everything by the truth of the story world."""
+    for name in ('Ada', 'Bo'):
+        person, rng = store.join(name), random.Random(name)
+        while (pair := store.next_pair(person)) is not None:
+            left, right = (embedded.true_score(pair.prompt, text) for text in (pair.left, pair.right))
+            choice = 'tie' if left == right else 'left' if left > right else 'right'
+            wrong = rng.random() < WRONG_KEY
+            store.judge(person, pair.id, rng.choice(('left', 'right')) if wrong else choice)
+
+
+def preferences(databases: list[Path], out: Path) -> Path:
+    """All that was said so far, in one file."""
+    rows: list[dict[str, Any]] = []
+    for path in databases:
+        with Store(path, create=False) as store:
+            rows += store.preferences()[0]
+    if not rows:
+        raise ValueError(f'nobody has preferred an answer yet: judge some pairs of {databases[-1]}')
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows), encoding='utf-8')
+    print(f'{out}: {len(rows)} preferences', flush=True)
+    return out
+
+
+def story_world(out: Path) -> tuple[str, str]:
+    """A policy that has learned the language of the embedded world, and prompts."""
+    prompts = out / 'prompts.jsonl'
+    if not (out / 'sft' / 'actor' / 'config.json').is_file():
+        run(['sft', '--save_path', str(out / 'sft')])
+    prompts.write_text(''.join(json.dumps(row) + '\n' for row in embedded.demo_prompts(NUM_PROMPTS)))
+    return str(prompts), str(out / 'sft' / 'actor')
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('prompts', nargs='?', help='a file of prompts')
+    parser.add_argument('--pretrain', help='the policy to begin with: hub name or folder')
+    parser.add_argument('--out', type=Path, default=Path('outputs/human_loop'))
+    parser.add_argument('--rounds', type=int, default=1)
+    parser.add_argument('--annotators_per_pair', type=int, default=2, metavar='K')
+    parser.add_argument('--simulated', action='store_true')
+    args = parser.parse_args()
+    if args.simulated == bool(args.prompts and args.pretrain):
+        parser.error('give prompts and --pretrain, or --simulated')
+    args.out.mkdir(parents=True, exist_ok=True)
+    prompts, policy = story_world(args.out) if args.simulated else (args.prompts, args.pretrain)
+    judged = [SMALL_REWARD_MODEL, SMALL_PPO, SMALL_COMPARE] if args.simulated else [REWARD_MODEL, PPO, COMPARE]
+    of_reward_model, of_ppo, of_compare = judged
+    asked = ['--prompts', prompts, f'--annotators_per_pair={args.annotators_per_pair}', *of_compare]
+    databases = [args.out / 'round-0.sqlite']
+    ask(['--model', policy, '--db', str(databases[0]), *asked], args.simulated)
+    for number in range(1, args.rounds + 1):
+        folder = args.out / f'round-{number}'
+        reward_model, actor = folder / 'reward_model', folder / 'ppo' / 'actor'
+        if not (actor / 'config.json').is_file():
+            said = preferences(databases, folder / 'preferences.jsonl')
+            words = ['--pretrain', policy, '--save_path', str(folder / 'reward_model_run')]
+            run(['reward-model', str(said), *words, '--model_path', str(reward_model), *of_reward_model])
+            words = ['--pretrain', policy, '--reward_model', str(reward_model), '--save_path', str(folder / 'ppo')]
+            run(['ppo', prompts, *words, *of_ppo])
+        databases.append(args.out / f'round-{number}.sqlite')
+        words = ['--model', policy, '--model', str(actor), '--reward_model', str(reward_model)]
+        ask([*words, '--db', str(databases[-1]), *asked], args.simulated)
+        policy = str(actor)
+    print(f'the policy of the last round: {policy}')
+
+
+if __name__ == '__main__':
+    run_main(main)

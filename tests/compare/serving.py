@@ -1,0 +1,37 @@
+"""A store with pairs, and its pages on a free port, for the tests of this folder."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from chatgpt.compare import Serving, Store, compare_app
+
+
+def filled(path: Path, answers: Sequence[tuple[str, str]], *, margins: Any = None, **settings: Any) -> Store:
+    """A store with these pairs of answers to `prompt 1`, `prompt 2`, ..."""
+    store = Store(path)
+    prompts = [f'prompt {number}' for number in range(1, len(answers) + 1)]
+    store.begin([{'prompt': prompt} for prompt in prompts], prompts, **{'seed': 0, 'names': ['A', 'B']} | settings)
+    for side, texts in zip('ab', zip(*answers, strict=True), strict=True):
+        store.set_answers(side, texts)
+    if margins is not None:
+        store.set_margins(margins)
+    return store
+
+
+@contextmanager
+def served(store: Store) -> Iterator[Serving]:
+    serving = Serving(compare_app(store), port=0)
+    thread = threading.Thread(target=serving.run, daemon=True)
+    thread.start()
+    try:
+        yield serving
+    finally:
+        serving.stop()
+        thread.join(20)
+        assert not thread.is_alive()
+        store.close()

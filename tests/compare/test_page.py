@@ -1,0 +1,173 @@
+"""The page in a real browser: two people at once, hostile and foreign text, keys only, taking back."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from serving import filled, served
+
+MARKUP = '<script>window.hacked = 1</script> & `code` <img src=x onerror="window.hacked = 1"> {{ 7 * 7 }}'
+HEBREW = 'שלום עולם, this is mixed.\nמה שלומך?'
+ARABIC = 'مرحبا بالعالم 123 (نص)'
+EMOJI = '👩‍👩‍👧‍👦 🏳️‍🌈 🇯🇵 👍🏽 \U0001f9d1‍\U0001f680'
+ANSWERS = [(MARKUP, HEBREW), (ARABIC, EMOJI), ('plain  two spaces\n\tand a tab', 'x' * 400), ('', 'one word')]
+
+
+def joined(browser, serving, name: str, **options):
+    """A page of a new context in which somebody has said who they are; and what went wrong in it, as it comes."""
+    page = browser.new_context(**options).new_page()
+    faults: list[str] = []
+    page.on('console', lambda message: faults.append(message.text) if message.type == 'error' else None)
+    page.on('pageerror', lambda error: faults.append(str(error)))
+    page.goto(serving.url)
+    page.get_by_label('Your name').fill(name)
+    page.keyboard.press('Enter')
+    page.locator('#prompt:visible, #done:visible').first.wait_for()
+    return page, faults
+
+
+def progress(page) -> str:
+    return page.locator('#counts').inner_text()
+
+
+def press(page, key: str, then: str) -> None:
+    """Press a key and wait for what the page says."""
+    page.keyboard.press(key)
+    page.get_by_role('status').filter(has_text=then).wait_for()
+
+
+def shot(page, name: str) -> None:
+    """A picture for whoever asks for them: CHATGPT_SCREENSHOTS is a folder."""
+    if folder := os.environ.get('CHATGPT_SCREENSHOTS'):
+        page.screenshot(path=Path(folder, f'{name}.png'), full_page=True)
+
+
+def test_two_people_at_once_see_each_pair_once_each(browser, tmp_path):
+    store = filled(tmp_path / 'said.sqlite', ANSWERS, annotators_per_pair=2)
+    with served(store) as serving:
+        (anna, faults_a), (ben, faults_b) = joined(browser, serving, 'Anna'), joined(browser, serving, 'Ben ✌ <b>')
+        seen: dict[str, list[str]] = {'Anna': [], 'Ben': []}
+        for key in ('1', '2', 't', 'b'):
+            for name, page in (('Anna', anna), ('Ben', ben)):
+                prompt = page.locator('#prompt').inner_text()
+                seen[name].append(prompt)
+                said = {'1': '1 is better', '2': '2 is better', 't': 'a tie', 'b': 'both bad'}[key]
+                press(page, key, f'Saved: {said}.')
+        for name, page in (('Anna', anna), ('Ben', ben)):
+            assert sorted(seen[name]) == [f'prompt {number}' for number in range(1, 5)]
+            page.get_by_text('All done. Thank you!').wait_for()
+        assert progress(ben) == '8 of 8 judgements, 4 by you'
+        ben.get_by_role('link', name='Results').click()
+        ben.get_by_role('heading', name='Results of the comparison').wait_for()
+        assert 'Ben ✌ <b> (4)' in ben.locator('main').inner_text()
+        shot(ben, 'results')
+        assert faults_a == faults_b == []
+        found = store.judgements()
+        assert Counter(j.person for j in found) == {'Anna': 4, 'Ben ✌ <b>': 4}
+        assert set(Counter(j.pair for j in found).values()) == {2}
+
+
+def test_with_one_place_per_pair_two_people_never_share_one(browser, tmp_path):
+    store = filled(tmp_path / 'said.sqlite', [(f'a{i}', f'b{i}') for i in range(3)])
+    with served(store) as serving:
+        (anna, _), (ben, _) = joined(browser, serving, 'Anna'), joined(browser, serving, 'Ben')
+        assert anna.locator('#prompt').inner_text() != ben.locator('#prompt').inner_text()
+        press(anna, 't', 'Saved: a tie.')
+        press(anna, 't', 'Saved: a tie.')
+        anna.get_by_text('Nothing is left for you now. Others are looking at the last 1').wait_for()
+        assert sorted(j.pair for j in store.judgements() if j.person == 'Anna') and len(store.judgements()) == 2
+
+
+def test_any_text_is_shown_as_it_is_and_runs_nothing(browser, tmp_path):
+    store = filled(tmp_path / 'said.sqlite', ANSWERS)
+    with served(store) as serving:
+        page, faults = joined(browser, serving, 'Anna')
+        shown: dict[str, set[str]] = {}
+        for _ in ANSWERS:
+            texts = {page.locator(f'#{side}').evaluate('e => e.textContent') for side in ('left', 'right')}
+            shown[page.locator('#prompt').inner_text()] = texts
+            press(page, 's', 'Saved: skipped.')
+            page.get_by_role('status').evaluate('e => { e.textContent = "" }')
+        assert shown == {f'prompt {number}': set(pair) for number, pair in enumerate(ANSWERS, 1)}
+        assert page.evaluate('window.hacked') is None and faults == []
+        assert page.url == f'{serving.origin}/'  # the token does not stay in the address
+
+
+def test_text_from_right_to_left_begins_on_the_right(browser, tmp_path):
+    store = filled(tmp_path / 'said.sqlite', [(HEBREW, 'plain'), (ARABIC, EMOJI)])
+    with served(store) as serving:
+        page, _ = joined(browser, serving, 'Anna')
+        for _ in range(2):
+            for side in ('left', 'right'):
+                box = page.locator(f'#{side}')
+                is_rtl = box.evaluate('e => e.textContent') in (HEBREW, ARABIC)
+                first = box.evaluate(
+                    """e => { const r = document.createRange(); r.setStart(e.firstChild, 0); r.setEnd(e.firstChild, 1);
+                    const [one, all] = [r.getBoundingClientRect(), e.getBoundingClientRect()];
+                    return (one.left + one.right) / 2 > (all.left + all.right) / 2; }"""
+                )
+                assert first == is_rtl
+            press(page, 's', 'skipped')
+            page.get_by_role('status').evaluate('e => { e.textContent = "" }')
+
+
+def test_keys_alone_suffice_with_a_comment_and_taking_back(browser, tmp_path):
+    store = filled(tmp_path / 'said.sqlite', [('a one', 'b one'), ('a two', 'b two')])
+    with served(store) as serving:
+        page, faults = joined(browser, serving, 'Anna')
+        first = page.locator('#prompt').inner_text()
+        left = page.locator('#left').inner_text()
+        page.keyboard.press('c')
+        page.keyboard.type('stub: 1 tbs ends well 🙂')  # keys of choices, typed
+        assert store.judgements() == []
+        page.keyboard.press('Escape')
+        press(page, 'ArrowLeft', 'Saved: 1 is better.')
+        (said,) = store.judgements()
+        assert said.comment == 'stub: 1 tbs ends well 🙂'
+        assert left.startswith(said.verdict)  # 'a' was on the left where it was chosen, and 'b' likewise
+        assert page.locator('#comment').input_value() == '' and page.locator('#prompt').inner_text() != first
+        press(page, 'u', 'Taken back.')
+        assert store.judgements() == []
+        assert page.locator('#prompt').inner_text() == first and page.locator('#left').inner_text() == left
+        assert page.locator('#comment').input_value() == 'stub: 1 tbs ends well 🙂'
+        press(page, 'ArrowRight', 'Saved: 2 is better.')
+        assert [j.verdict for j in store.judgements()] == ['b' if left.startswith('a') else 'a']
+        press(page, 'b', 'Saved: both bad.')
+        page.get_by_text('All done. Thank you!').wait_for()
+        press(page, 'u', 'Taken back.')
+        press(page, 't', 'Saved: a tie.')
+        assert store.judgements()[-1].verdict == 'tie' and faults == []
+
+
+def test_a_reload_shows_the_same_pair_and_a_dead_server_is_told(browser, tmp_path):
+    store = filled(tmp_path / 'said.sqlite', [(f'a{i}', f'b{i}') for i in range(9)])
+    with served(store) as serving:
+        page, _ = joined(browser, serving, 'Anna')
+        shown = page.locator('#pair').inner_text()
+        page.reload()
+        page.locator('#prompt:visible').wait_for()
+        assert page.locator('#pair').inner_text() == shown and page.locator('#who').inner_text() == 'Anna'
+    page.keyboard.press('1')
+    page.get_by_text('Not saved: the server does not answer. Try again.').wait_for()
+    assert page.locator('#pair').inner_text() == shown
+
+
+@pytest.mark.parametrize(('scheme', 'width'), [('light', 1280), ('dark', 1280), ('light', 390), ('dark', 390)])
+def test_it_fits_a_phone_and_both_schemes(browser, tmp_path, scheme, width):
+    store = filled(tmp_path / 'said.sqlite', ANSWERS)
+    with served(store) as serving:
+        options = {'viewport': {'width': width, 'height': 844}, 'color_scheme': scheme}
+        page, faults = joined(browser, serving, 'Anna', **options)
+        for number in range(len(ANSWERS)):
+            assert page.evaluate('document.documentElement.scrollWidth') <= width
+            shot(page, f'compare-{scheme}-{width}-{number}')
+            press(page, 's', 'skipped')
+            page.get_by_role('status').evaluate('e => { e.textContent = "" }')
+        ground, ink = (
+            page.evaluate(f'getComputedStyle(document.documentElement).{name}') for name in ('backgroundColor', 'color')
+        )
+        light = [sum(int(part) for part in colour[4:-1].split(',')) for colour in (ground, ink)]
+        assert (light[0] > light[1]) == (scheme == 'light') and faults == []

@@ -1,0 +1,137 @@
+"""The recorded sequences of whole runs: what the server answers, and the reader over it in a browser."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chatgpt.compare import Guard, Serving, rollouts_app
+from chatgpt.run_folder.rollouts import write_rollouts
+
+ORIGIN = 'http://127.0.0.1:8765'
+MARKUP = '<img src=x onerror="window.hacked = 1">'
+
+
+def row(phase: int, index: int, prompt: str, response: str, score: float, group: int) -> dict[str, Any]:
+    tokens = [f'{word} ' for word in response.split()]
+    numbers = [0.25 * (at + 1) for at in range(len(tokens))]
+    return {
+        'phase': phase,
+        'index': index,
+        'group': group,
+        'version': phase,
+        'prompt': prompt,
+        'response': response,
+        'finish_reason': 'eos',
+        'columns': '{}',
+        'score': score,
+        'shaped_score': score,
+        'kl': 0.5,
+        'weighted_scores': [[1.0, score]],
+        'prompt_ids': [1],
+        'token_ids': list(range(len(tokens))),
+        'prompt_tokens': [prompt],
+        'tokens': tokens,
+        **dict.fromkeys(('old_logprobs', 'values', 'rewards', 'advantages', 'returns', 'entropy'), numbers),
+        'mask': [True] * len(tokens),
+        'ref_logprobs': [0.0] * len(tokens),
+    }
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    """Two runs: `first` with phases 1 and 3 of four sequences each, `second` with one sequence."""
+    for phase in (1, 3):
+        rows = [
+            row(
+                phase,
+                10 * phase + i,
+                f'about {("fox", "cat")[i // 2]}',
+                f'phase {phase} says {i} {MARKUP}',
+                i - 1.0,
+                10 * phase + i // 2,
+            )
+            for i in range(4)
+        ]
+        write_rollouts(tmp_path / 'first' / 'rollouts', phase, rows)
+    write_rollouts(tmp_path / 'second' / 'rollouts', 7, [row(7, 0, 'alone', 'שלום one', float('nan'), 0)])
+    return [tmp_path / 'first', tmp_path / 'second']
+
+
+@contextmanager
+def served(runs: list[Path]) -> Iterator[Serving]:
+    serving = Serving(rollouts_app(runs), port=0)
+    thread = threading.Thread(target=serving.run, daemon=True)
+    thread.start()
+    yield serving
+    serving.stop()
+    thread.join(20)
+
+
+@pytest.fixture
+def client(runs):
+    testclient = pytest.importorskip('starlette.testclient', reason='needs the package httpx')
+    client = testclient.TestClient(Guard(rollouts_app(runs), 'token'), base_url=ORIGIN)
+    assert client.get('/api/runs').status_code == 403
+    assert client.get('/?token=token').status_code == 200
+    return client
+
+
+@pytest.mark.parametrize(
+    ('asked', 'found'),
+    [
+        ('', [10, 11, 12, 13, 30, 31, 32, 33]),
+        ('phase=3', [30, 31, 32, 33]),
+        ('phase=2', []),
+        ('prompt=FOX', [10, 11, 30, 31]),
+        ('text=says%202', [12, 32]),
+        ('min=1', [12, 13, 32, 33]),
+        ('min=0&max=1', [11, 12, 31, 32]),
+        ('group=31', [32, 33]),
+        ('phase=1&prompt=cat&max=1', [12]),
+        ('offset=3&limit=2', [13, 30]),
+        ('limit=100000', [10, 11, 12, 13, 30, 31, 32, 33]),
+    ],
+)
+def test_what_is_asked_for_is_found(client, asked, found):
+    assert [r['index'] for r in client.get(f'/api/rollouts?run=0&{asked}').json()] == found
+
+
+def test_runs_are_told_apart_and_numbers_are_json(client):
+    assert client.get('/api/runs').json() == [{'name': 'first', 'phases': [1, 3]}, {'name': 'second', 'phases': [7]}]
+    (alone,) = client.get('/api/rollouts?run=1').json()
+    assert alone['response'] == 'שלום one' and alone['score'] is None
+    assert alone['log_ratio'] == [0.25, 0.5]
+
+
+@pytest.mark.parametrize(
+    'asked', ['run=2', 'run=-1', 'run=x', 'phase=1.5', 'min=low', 'limit=-1', 'offset=x', 'group=-2']
+)
+def test_what_is_no_question_is_told(client, asked):
+    answer = client.get(f'/api/rollouts?{asked}')
+    assert answer.status_code == 400 and 'cannot be read' in answer.json()['error']
+
+
+def test_the_reader_filters_and_changes_the_run(browser, runs):
+    with served(runs) as serving:
+        page = browser.new_context().new_page()
+        faults: list[str] = []
+        page.on('console', lambda message: faults.append(message.text) if message.type == 'error' else None)
+        page.on('pageerror', lambda error: faults.append(str(error)))
+        page.goto(serving.url)
+        page.get_by_text('phase 3 says 0').first.wait_for()
+        page.get_by_label('Response contains').fill('says 2')
+        page.get_by_text('phase 3 says 0').first.wait_for(state='detached')
+        assert page.get_by_text('phase 3 says 2').count() >= 1
+        assert MARKUP in page.locator('#reader').inner_text() and page.evaluate('window.hacked') is None
+        if folder := os.environ.get('CHATGPT_SCREENSHOTS'):
+            page.screenshot(path=Path(folder, 'rollouts.png'), full_page=True)
+        page.get_by_label('Run', exact=True).select_option(label='second')
+        page.get_by_text('שלום').first.wait_for()
+        assert faults == [] and page.url == f'{serving.origin}/'

@@ -1,0 +1,278 @@
+"""A small Hugging Face Hub on this machine: accounts, repositories, and files that come by commit, LFS or xet.
+
+It speaks what huggingface_hub says when it asks who one is, makes a repository and uploads a folder, and keeps the
+bytes that arrive.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+XET = 'xet-token'
+"""of the store that files by xet go to"""
+WRITE, READ, FINE, NARROW = 'hf_write', 'hf_read', 'hf_fine', 'hf_narrow'
+"""tokens of the account 'me'; FINE may write to 'me', NARROW to 'me/other' alone"""
+_SCOPES = {
+    FINE: [{'entity': {'type': 'user', 'name': 'me'}, 'permissions': ['repo.content.read', 'repo.write']}],
+    NARROW: [{'entity': {'type': 'model', 'name': 'me/other'}, 'permissions': ['repo.write']}],
+}
+_ROLES = {WRITE: 'write', READ: 'read', FINE: 'fineGrained', NARROW: 'fineGrained'}
+
+
+class Hub:
+    """What the server holds, and what it was asked.
+
+    Args:
+        large: endings of names that go by LFS or xet, and not within a commit.
+    """
+
+    def __init__(self, large: tuple[str, ...] = ('.safetensors', '.png')) -> None:
+        self.large = large
+        self.repos: dict[str, dict[str, Any]] = {}
+        """name: private, and for each revision the files"""
+        self.objects: dict[str, bytes] = {}
+        """by sha256"""
+        self.asked: list[str] = []
+        self.dies_at: str | None = None
+        """beginning of a path, asked for which it falls silent for good, as a server that goes down"""
+        self.refuses: dict[str, int] = {}
+        """beginning of a path: status"""
+        self.address = ''
+
+    def files(self, repo: str, revision: str = 'main') -> dict[str, bytes]:
+        return self.repos[repo]['revisions'][revision]
+
+    def add_repo(self, name: str, private: bool = False) -> None:
+        self.repos[name] = {'private': private, 'revisions': {'main': {}}, 'messages': []}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    protocol_version = 'HTTP/1.1'
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing on the terminal."""
+
+    def handle_one(self) -> None:
+        hub, path = self.hub, unquote(urlsplit(self.path).path)
+        if path != '/api/agent-harnesses':  # which huggingface_hub asks for once in a while
+            hub.asked.append(f'{self.command} {path}')
+        length = int(self.headers.get('Content-Length') or 0)
+        body = self.rfile.read(length) if 'chunked' not in self.headers.get('Transfer-Encoding', '') else self._chunks()
+        if hub.dies_at is not None and path.startswith(hub.dies_at):
+            self.close_connection = True
+            self.server.dead = True  # type: ignore[attr-defined]
+        if getattr(self.server, 'dead', False):
+            self.close_connection = True
+            return
+        for beginning, status in hub.refuses.items():
+            if path.startswith(beginning):
+                return self._answer({'error': 'refused'}, status)
+        token = (self.headers.get('Authorization') or '').removeprefix('Bearer ')
+        if path.startswith('/lfs/'):  # signed addresses need no token
+            hub.objects[path.removeprefix('/lfs/')] = body
+            return self._answer({})
+        if path.startswith('/xet/') and token == XET:
+            return self._xet(path, body)
+        if token not in _ROLES:
+            return self._answer({'error': 'Invalid username or password.'}, 401)
+        self._route(path, token, body)
+
+    do_GET = do_POST = do_PUT = do_HEAD = handle_one
+
+    def _chunks(self) -> bytes:
+        parts = []
+        while size := int(self.rfile.readline().strip() or b'0', 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b''.join(parts)
+
+    def _route(self, path: str, token: str, body: bytes) -> None:
+        hub, words = self.hub, path.strip('/').split('/')
+        if path == '/api/whoami-v2':
+            return self._answer(_account(token))
+        if path == '/api/validate-yaml':
+            faults = _faults(json.loads(body)['content'])
+            return self._answer({'errors': faults, 'warnings': []}, 400 if faults else 200)
+        if path == '/api/repos/create':
+            return self._create(json.loads(body), token)
+        if path.endswith('.git/info/lfs/objects/batch'):
+            return self._batch(json.loads(body))
+        if path.startswith('/verify/'):
+            return self._answer({}, 200 if words[1] in hub.objects else 404)
+        if path.startswith('/api/models/') and len(words) >= 6:
+            repo, what, revision = '/'.join(words[2:4]), words[4], '/'.join(words[5:])
+            if repo not in hub.repos:
+                return self._answer({'error': 'Repository not found'}, 404, {'X-Error-Code': 'RepoNotFound'})
+            if what == 'branch':
+                hub.repos[repo]['revisions'].setdefault(revision, dict(hub.files(repo)))
+                return self._answer({})
+            if token == READ:
+                return self._answer({'error': 'You do not have the right to write'}, 403)
+            if what == 'xet-write-token':
+                store = {'casUrl': f'{hub.address}/xet', 'accessToken': XET, 'exp': 2**32}
+                return self._answer(store)
+            if what == 'preupload':
+                return self._preupload(json.loads(body))
+            if what == 'commit':
+                return self._commit(repo, revision, body)
+        if len(words) >= 5 and words[2] == 'resolve':
+            files = hub.repos.get('/'.join(words[:2]), {'revisions': {}})['revisions'].get('/'.join(words[3:-1]), {})
+            return self._send(files[words[-1]]) if words[-1] in files else self._answer({'error': 'not found'}, 404)
+        self._answer({'error': f'{self.command} {path} is not spoken here'}, 404)
+
+    def _create(self, asked: dict[str, Any], token: str) -> None:
+        name = f'{asked.get("organization") or "me"}/{asked["name"]}'
+        if token == READ or name.partition('/')[0] not in ('me', 'team'):
+            return self._answer({'error': f'You do not have the right to create under {name}'}, 403)
+        address = {'url': f'{self.hub.address}/{name}'}
+        if name in self.hub.repos:
+            return self._answer(address, 409)
+        self.hub.add_repo(name, asked.get('visibility') == 'private' or bool(asked.get('private')))
+        self._answer(address)
+
+    def _preupload(self, asked: dict[str, Any]) -> None:
+        files = [
+            {
+                'path': f['path'],
+                'uploadMode': 'lfs' if f['path'].endswith(self.hub.large) else 'regular',
+                'shouldIgnore': False,
+                'oid': None,
+            }
+            for f in asked['files']
+        ]
+        self._answer({'files': files})
+
+    def _batch(self, asked: dict[str, Any]) -> None:
+        objects = [
+            {
+                **o,
+                'actions': {
+                    'upload': {'href': f'{self.hub.address}/lfs/{o["oid"]}', 'header': {}},
+                    'verify': {'href': f'{self.hub.address}/verify/{o["oid"]}', 'header': {}},
+                },
+            }
+            for o in asked['objects']
+        ]
+        self._answer({'transfer': 'basic', 'objects': objects})
+
+    def _xet(self, path: str, body: bytes) -> None:
+        """The store: packs of chunks, of which each pack here is one file, and the list of what is in them."""
+        if '/xorbs/' in path:
+            data = b''.join(_unpacked(body))
+            self.hub.objects[hashlib.sha256(data).hexdigest()] = data
+            return self._answer({'was_inserted': True})
+        if path.endswith('/v1/shards'):
+            return self._answer({'result': 1})
+        self._answer({'error': 'not known'}, 404)  # chunks that are there already; newer ways to the same end
+
+    def _commit(self, repo: str, revision: str, body: bytes) -> None:
+        changed: dict[str, bytes] = {}
+        for line in body.splitlines():
+            entry = json.loads(line)
+            value = entry['value']
+            if entry['key'] == 'header':
+                self.hub.repos[repo]['messages'].append(value['summary'])
+            elif entry['key'] == 'file':
+                changed[value['path']] = base64.b64decode(value['content'])
+            elif entry['key'] == 'lfsFile':
+                data = self.hub.objects.get(value['oid'])
+                if data is None or hashlib.sha256(data).hexdigest() != value['oid'] or len(data) != value['size']:
+                    return self._answer({'error': f'{value["path"]} has not arrived whole'}, 400)
+                changed[value['path']] = data
+        self.hub.repos[repo]['revisions'][revision].update(changed)
+        oid = hashlib.sha1(body).hexdigest()
+        self._answer({'commitUrl': f'{self.hub.address}/{repo}/commit/{oid}', 'commitOid': oid, 'success': True})
+
+    def _answer(self, content: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        more = headers or {}
+        if status >= 400:
+            more |= {'X-Error-Message': content.get('error', 'refused')}
+        self._send(json.dumps(content).encode(), status, {'Content-Type': 'application/json'} | more)
+
+    def _send(self, data: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in ({'Content-Length': str(len(data))} | (headers or {})).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != 'HEAD':
+            self.wfile.write(data)
+
+
+def _unpacked(pack: bytes) -> Iterator[bytes]:
+    """The chunks of a pack. Each has a head of 8 bytes: version 0, its length there (3 bytes, little-endian), how it is
+    compressed, its own length (3). What is compressed is not read here, so that a file must be of random bytes."""
+    place = 0
+    while place + 8 <= len(pack) and pack[place] == 0:
+        there, own = (int.from_bytes(pack[place + i : place + i + 3], 'little') for i in (1, 5))
+        assert pack[place + 4] == 0 and there == own, 'a compressed chunk'
+        yield pack[place + 8 : place + 8 + own]
+        place += 8 + own
+
+
+def _faults(card: str) -> list[dict[str, str]]:
+    """What the hub has against a card's front matter, of the part that it insists on."""
+    import yaml
+
+    try:
+        data = yaml.safe_load(card.split('---')[1]) if card.startswith('---') else {}
+    except yaml.YAMLError as error:
+        return [{'message': str(error)}]
+    results = [r for model in data.get('model-index') or () for r in model['results']]
+    whole = all(r['task'].get('type') and r['dataset'].get('type') and r['dataset'].get('name') for r in results)
+    whole = whole and all(m.get('type') and isinstance(m.get('value'), float) for r in results for m in r['metrics'])
+    return [] if whole else [{'message': '"model-index" lacks a type, a name or a value'}]
+
+
+def _account(token: str) -> dict[str, Any]:
+    rights: dict[str, Any] = {'displayName': 'a token', 'role': _ROLES[token]}
+    if token in _SCOPES:
+        rights['fineGrained'] = {'canReadGatedRepos': False, 'global': [], 'scoped': _SCOPES[token]}
+    orgs = [{'name': 'team', 'roleInOrg': 'write'}, {'name': 'library', 'roleInOrg': 'read'}]
+    return {'type': 'user', 'name': 'me', 'orgs': orgs, 'auth': {'type': 'access_token', 'accessToken': rights}}
+
+
+@contextmanager
+def serving(hub: Hub | None = None) -> Iterator[Hub]:
+    """A hub at its `address`, until the block is left."""
+    hub = hub or Hub()
+    server = ThreadingHTTPServer(('127.0.0.1', 0), type('Handler', (_Handler,), {'hub': hub}))
+    server.daemon_threads = True
+    hub.address = f'http://127.0.0.1:{server.server_address[1]}'
+    thread = threading.Thread(target=server.serve_forever, kwargs={'poll_interval': 0.02}, name='fake hub')
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def use(address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, token: str | None = WRITE) -> None:
+    """Have huggingface_hub talk to a hub at that address, with that token and no other, without xet and without pauses
+    between its tries."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, 'ENDPOINT', address)
+    monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', False)
+    monkeypatch.setattr(constants, 'HF_HUB_DISABLE_XET', True)
+    monkeypatch.setattr(constants, 'HF_TOKEN_PATH', str(tmp_path / 'no-token'))
+    monkeypatch.setattr('huggingface_hub.utils._http.time.sleep', lambda seconds: None)
+    monkeypatch.delenv('HUGGING_FACE_HUB_TOKEN', raising=False)
+    if token is None:
+        monkeypatch.delenv('HF_TOKEN', raising=False)
+    else:
+        monkeypatch.setenv('HF_TOKEN', token)

@@ -1,0 +1,17 @@
+"""A hub that huggingface_hub talks to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_hub import Hub, serving, use
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """With a token that may write; files go by LFS."""
+    with serving() as hub:
+        use(hub.address, monkeypatch, tmp_path)
+        yield hub

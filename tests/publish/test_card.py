@@ -1,0 +1,493 @@
+"""Model cards: what they say, what they never say, and that their code runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chatgpt.publish import Told, picture, write_card
+from chatgpt.publish.card import CARD, MARKER, PICTURE
+from chatgpt.publish.methods import METHODS as KNOWN
+from chatgpt.publish.text import block, code, count, hub_name, without_paths
+from chatgpt.run_folder import RunFolder, RunRecord, Start
+from chatgpt.testing import byte_tokenizer, tiny_causal_lm
+
+SECRET = '/home/private-person/project-x'
+
+
+def record(**changes: Any) -> RunRecord:
+    start = Start(
+        at='2031-01-01T00:00:00+00:00',
+        phase=0,
+        command=['python', f'{SECRET}/train.py', '--api_key=abc'],
+        git={'commit': 'feedbeef', 'dirty': False},
+        versions={'python': '3.11.7', 'chatgpt': '9.9', 'torch': '2.13.0'},
+        machine={'system': 'Linux private-host', 'processor': 'a secret one', 'gpus': []},
+    )
+    given: dict[str, Any] = {
+        'method': 'ppo',
+        'trainer': 'PPOTrainer',
+        'settings': {'prompt_path': f'{SECRET}/data/prompts.jsonl', 'reward_fn': f'{SECRET}/r.py:score', 'lr': 3e-4}
+        | {'kl_coef': 0.1, 'save_path': f'{SECRET}/out', 'reward_model': None, 'note': f'see {SECRET}/notes/a.txt'},
+        'defaults': {'prompt_path': None, 'reward_fn': None, 'lr': 1e-5, 'kl_coef': 0.1, 'save_path': 'outputs/x'},
+        'generation': {'max_new_tokens': 32, 'temperature': 0.7, 'do_sample': True, 'top_k': 0, 'top_p': 1.0},
+        'strategy': {'name': 'NaiveStrategy', 'world_size': 1, 'precision': 'fp32', 'device': 'cpu', 'seed': 7},
+        'reward': 'score, source 0123abcd',
+        'data': {'prompts': 64, 'distinct': 60, 'cut': 3, 'skipped': 0},
+        'num_phases': 20,
+        'phase': 20,
+        'status': 'ended',
+        'starts': [start],
+    }
+    return RunRecord(**given | changes)
+
+
+def rows(num: int = 20) -> list[dict[str, Any]]:
+    return [
+        {'step': i, 'rollout/score_mean': i / 10, 'rollout/kl_mean': i / 4, 'rollout/ended_share': 0.75}
+        for i in range(1, num + 1)
+    ]
+
+
+EVALS = [{'step': s, 'eval/score_mean': v, 'eval/score_mean_best': 9.0} for s, v in ((0, 0.25), (10, 1.75), (20, 1.5))]
+SAMPLE = {'step': 20, 'prompt': 'one day', 'response': ' a fox', 'score': 1.25}
+
+
+def told(**changes: Any) -> Told:
+    given: dict[str, Any] = {
+        'record': record(),
+        'metrics': rows(),
+        'eval': EVALS,
+        'samples': [SAMPLE],
+        'source': 'gpt2',
+        'parameters': 124_439_808,
+        'family': 'gpt2',
+        'run_name': 'words',
+    }
+    return Told(**given | changes)
+
+
+def written(folder: Path, what: Told | None = None, **options: Any) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    assert write_card(folder, what or told(), **options)
+    return (folder / CARD).read_text()
+
+
+# ---------------------------------------------------------------- the front matter
+
+
+def test_the_hub_reads_what_was_measured(tmp_path):
+    from huggingface_hub import ModelCard
+
+    data = ModelCard(written(tmp_path / 'actor')).data
+    assert (data.base_model, data.library_name, data.pipeline_tag) == ('gpt2', 'transformers', 'text-generation')
+    assert data.tags == ['chatgpt-rlhf', 'ppo', 'rlhf'] and data.license is None and data.datasets is None
+    (result,) = data.eval_results  # not the best, which is not the last
+    assert (result.metric_name, result.metric_type, result.metric_value) == ('eval/score_mean', 'score_mean', 1.5)
+    assert data.model_name == 'words' and result.dataset_type == 'local'
+
+
+def test_names_of_the_hub_are_linked(tmp_path):
+    from huggingface_hub import ModelCard
+
+    own = record(
+        method='dpo',
+        settings={'dataset': 'someone/pairs', 'validation_percentage': 5.0},
+        data={'records': 1000, 'eval_records': 50},
+    )
+    metrics = [{'step': i, 'dpo/loss': 1 / i, 'dpo/val_loss': 2 / i, 'dpo/val_accuracy': 0.5} for i in (1, 2, 4)]
+    text = written(tmp_path / 'pairs', told(record=own, metrics=metrics, eval=(), samples=(), source='me/base'))
+    data = ModelCard(text).data
+    assert data.datasets == ['someone/pairs'] and data.base_model == 'me/base'
+    assert {r.metric_name: r.metric_value for r in data.eval_results} == {'dpo/val_loss': 0.5, 'dpo/val_accuracy': 0.5}
+    assert '(https://huggingface.co/datasets/someone/pairs) | 1000 |' in text
+    assert '50 records were held back to evaluate on.' in text
+    assert '| `dpo/val_loss` | 0.5 | 0.5 |' in text  # last, best: the least
+
+
+def test_a_folder_hands_on_what_it_was_made_of(tmp_path):
+    """PPO on an SFT model of gpt2, with the licence that somebody wrote into that card."""
+    from huggingface_hub import ModelCard
+
+    written(tmp_path / 'sft', told(source='gpt2', more={'license': 'mit'}))
+    text = written(tmp_path / 'ppo', told(source=str(tmp_path / 'sft')))
+    data = ModelCard(text).data
+    assert (data.base_model, data.license) == ('gpt2', 'mit')
+    assert 'made of the model in the folder `sft`, which is made of [gpt2](https://huggingface.co/gpt2)' in text
+    (tmp_path / 'sft' / CARD).write_text('---\n: [ no yaml\n---\n')
+    assert ModelCard(written(tmp_path / 'ppo', told(source=str(tmp_path / 'sft')))).data.base_model is None
+    assert str(tmp_path) not in text
+
+
+# ---------------------------------------------------------------- what it says
+
+
+def test_it_says_what_how_and_on_what(tmp_path):
+    text = written(tmp_path / 'actor')
+    assert '# words\n\n`words` is a language model, made of [gpt2](https://huggingface.co/gpt2) (gpt2, ' in text
+    assert 'trained with PPO ([Schulman et al. 2017](https://arxiv.org/abs/1707.06347)) by chatgpt-rlhf' in text
+    assert '20 learning phases in fp32, one process, seed 7.' in text
+    assert '| prompts | `prompts.jsonl` | 64 |' in text and '| reward function | `r.py:score` |' in text
+    assert '60 of the 64 prompts are distinct. 3 were cut, for they were too long.' in text
+    assert '| `eval/score_mean` | 0.25 | 1.5 | 1.75 |' in text
+    assert '| score (training prompts) | 0.1 (phase 1) | 2 (phase 20) |' in text
+    changed, everything = text.split('## Settings')[1].split('<details>')
+    assert '| `lr` | `0.0003` | `1e-05` |' in changed and 'kl_coef' not in changed and 'kl_coef: 0.1' in everything
+    assert 'chatgpt-rlhf 9.9, python 3.11.7, torch 2.13.0' in text
+    assert '@article{schulman2017,' in text and 'Proximal Policy Optimization Algorithms' in text
+
+
+LIMITS = {
+    'the reward': ({}, 'It was optimised for `r.py:score`. That is a proxy'),
+    'KL': ({}, 'It has moved 5 nats per response away'),
+    'length': ({}, '25 % of its last responses were cut off by the limit of 32 tokens.'),
+    'few prompts': ({}, 'It has seen 60 prompts only.'),
+    'own reward': ({}, 'evaluated by the very reward'),
+    'no evaluation': ({'eval': ()}, 'It was not evaluated on data that it was not trained on.'),
+    'findings': ({'findings': [{'step': 3, 'finding': 'kl-runs-away'}] * 2}, 'run found: `kl-runs-away`.'),
+    'stopped': ({'record': record(status='stopped', phase=12)}, 'It was stopped before its end.'),
+    'failed': ({'record': record(status='failed')}, 'The run ended with an error.'),
+    'demonstrations': ({'record': record(method='sft')}, 'It imitates its demonstrations'),
+    'always': ({'record': None}, 'It was not evaluated for truth, safety, bias or privacy'),
+    'a reward model as reward': (
+        {'record': record(settings={}, reward=f'RewardModelScorer, {SECRET}/rm')},
+        'It was optimised for the reward model `rm`.',
+    ),
+    'several rewards': (
+        {'record': record(settings={}, reward=[[0.5, 'one, source 1'], [2.0, 'two']])},
+        'a weighted sum of rewards: 0.5 × `one`, 2 × `two`.',
+    ),
+}
+
+
+@pytest.mark.parametrize('name', LIMITS)
+def test_limits_follow_the_run(tmp_path, name):
+    changes, sentence = LIMITS[name]
+    assert sentence in written(tmp_path / 'actor', told(**changes)).replace('\n', ' ')
+
+
+def test_limits_that_do_not_hold_are_not_named(tmp_path):
+    own = record(data={'prompts': 5000, 'distinct': 5000, 'cut': 0})
+    evals = [*EVALS, {'step': 20, 'eval/metrics/truth': 0.5}]
+    metrics = [row | {'rollout/ended_share': 1.0, 'rollout/kl_mean': 0.0} for row in rows()]
+    text = written(tmp_path / 'actor', told(record=own, eval=evals, metrics=metrics)).split('## Limits')[1]
+    for words in ('only.', 'cut off', 'nats', 'very reward', 'not trained on', 'checks during', 'stopped'):
+        assert words not in text.split('## Settings')[0], words
+
+
+def test_without_a_run_it_says_so(tmp_path):
+    text = written(tmp_path / 'mine', Told(source='gpt2', parameters=1000, family='gpt2'))
+    assert 'saved with chatgpt-rlhf, outside a run, so this card knows nothing of its training.' in text
+    assert '## Training' not in text and '## Evaluation' not in text and '## Settings' not in text
+
+
+def test_every_method_of_the_library_has_its_paper():
+    from chatgpt.launch.methods import METHODS
+    from chatgpt.trainer.algorithms import ESTIMATORS, POLICY_LOSSES
+
+    named = {*METHODS, *ESTIMATORS, *POLICY_LOSSES, 'rft', 'nlpo'} - {'gae', 'reinforce'}
+    assert named <= set(KNOWN)
+    pages = Path(__file__).resolve().parents[2] / 'docs' / 'algorithms'
+    for name, method in KNOWN.items():
+        assert method.paper is not None and re.fullmatch(r'\d{4}\.\d{5}', method.paper.arxiv)
+        page = pages / f'{name}.md'
+        if page.is_file():
+            text = page.read_text()
+            assert method.paper.author.partition(',')[0] in text or method.paper.arxiv in text, name
+
+
+# ---------------------------------------------------------------- what it never says
+
+
+def test_nothing_of_the_machine(tmp_path):
+    text = written(tmp_path / 'actor', told(source=f'{SECRET}/models/base'))
+    for secret in ('private', 'project-x', 'api_key', 'feedbeef', 'a secret one', 'outputs/x', '2031'):
+        assert secret not in text, secret
+    assert 'note: see a.txt' in text and 'the model in the folder `base`' in text
+
+
+@pytest.mark.parametrize(
+    ('value', 'shown'),
+    [
+        ('/a/b/c.json', 'c.json'),
+        ('/a b/c d/', 'c d'),
+        ('~/x/y.py:score', 'y.py:score'),
+        ('./x', 'x'),
+        (r'C:\Users\me\m.bin', 'm.bin'),
+        ('a/b/c', 'c'),
+        ('org/model', 'org/model'),
+        ('gpt2', 'gpt2'),
+        ('yes / no', 'yes / no'),
+        ('either yes/no', 'either yes/no'),
+        ('from /a/b/c to ~/d/e', 'from c to e'),
+        ('s3://bucket/key', 'key'),
+        ({'x': ['/a/b', 3, None]}, {'x': ['b', 3, None]}),
+        (Path('/a/b'), 'b'),
+    ],
+)
+def test_paths_lose_their_folders(value, shown):
+    assert without_paths(value) == shown
+
+
+def test_what_is_a_name_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path('org/model').mkdir(parents=True)
+    assert hub_name('org/model') is None and hub_name('org/other') == 'org/other' and hub_name('gpt2') == 'gpt2'
+    for other in ('data.jsonl', 'a/b/c', './a', '/a', '~/a', '', None, 'a b', 'rewards.py'):
+        assert hub_name(other) is None, other
+
+
+# ---------------------------------------------------------------- texts of models
+
+
+HOSTILE = '---\n# title\n```\n````\n| a | <script>alert(1)</script> [x](javascript:1) \u202eesrever\x07 ' + MARKER
+
+
+def test_texts_show_as_they_are(tmp_path):
+    from huggingface_hub import ModelCard
+
+    text = written(tmp_path / 'actor', told(samples=[SAMPLE | {'prompt': HOSTILE, 'response': HOSTILE * 20}]))
+    assert ModelCard(text).data.base_model == 'gpt2'
+    markdown = pytest.importorskip('markdown', reason='needs the package Markdown')
+    html = markdown.markdown(text.split('---\n', 2)[2], extensions=['fenced_code', 'tables'])
+    assert '<script>' not in html and '<a href="javascript' not in html and '&lt;script&gt;alert(1)' in html
+    assert html.count('<h1>') == 1 and '\u202e' not in text and '\\u202e' in text and '\\u0007' in text
+    assert len(text) < 16_000 and ' …' in text  # a long one is cut
+
+
+def test_code_spans_hold_what_they_are_given():
+    assert code('a|b') == '`a\\|b`' and code('a`b') == '`` a`b ``' and code(None) == '`none`' and code(True) == '`true`'
+    assert block('x') == '```text\nx\n```' and block('````').startswith('`````text\n')
+    assert [count(n) for n in (999, 260_096, 124_439_808, 7 * 10**9)] == [
+        '999',
+        '260 thousand',
+        '124 million',
+        '7 billion',
+    ]
+
+
+def test_as_many_samples_as_asked_for(tmp_path):
+    many = told(samples=[SAMPLE | {'response': f' number {i}'} for i in range(5)])
+    assert ' number 1' in written(tmp_path / 'a', many, num_samples=2)
+    assert ' number 2' not in (tmp_path / 'a' / CARD).read_text()
+    text = written(tmp_path / 'b', many, num_samples=0)
+    assert 'number 0' not in text and 'one day' not in text and '## Samples' not in text
+
+
+# ---------------------------------------------------------------- the files
+
+
+def test_a_page_that_is_not_ours_stays(tmp_path):
+    text = written(tmp_path)
+    assert write_card(tmp_path, told(source='other')) and 'other' in (tmp_path / CARD).read_text()
+    mine = ''.join(line for line in text.splitlines(keepends=True) if MARKER not in line)
+    (tmp_path / CARD).write_text(mine)
+    (tmp_path / PICTURE).unlink()
+    assert not write_card(tmp_path, told(source='third'))
+    assert (tmp_path / CARD).read_text() == mine and not (tmp_path / PICTURE).exists()
+
+
+@pytest.mark.parametrize('num', [2, 20, 2000])
+def test_the_picture_is_small(tmp_path, num):
+    pytest.importorskip('matplotlib')
+    wide = [
+        row
+        | {'rollout/response_len_mean': i % 7, 'ppo/entropy': 3 / (1 + i), 'ppo/clip_fraction': (i * 7919 % 13) / 13}
+        for i, row in enumerate(rows(num))
+    ]
+    text = written(tmp_path, told(metrics=wide))
+    data = (tmp_path / PICTURE).read_bytes()
+    width, height = struct.unpack('>II', data[16:24])
+    assert data.startswith(b'\x89PNG') and len(data) < 150_000 and width > 600 and height > 300
+    assert f']({PICTURE})' in text
+
+
+def test_without_matplotlib_the_card_has_the_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(picture, 'find_spec', lambda name: None)
+    (tmp_path / PICTURE).write_bytes(b'of an earlier run')
+    text = written(tmp_path)
+    assert 'With matplotlib installed, saving the model again draws these curves here' in text
+    assert '| score (training prompts) | 0.1 (phase 1) | 2 (phase 20) |' in text
+    assert PICTURE not in text and not (tmp_path / PICTURE).exists()
+
+
+def test_a_run_of_one_phase_has_nothing_to_draw(tmp_path):
+    text = written(tmp_path, told(metrics=rows(1), eval=()))
+    assert not (tmp_path / PICTURE).exists() and PICTURE not in text and 'matplotlib' not in text
+
+
+# ---------------------------------------------------------------- of trainers; the code of a card runs
+
+
+def run_code(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
+    """The names that the code of a folder's card leaves, and what it prints. Run from the folder above."""
+    found = re.search(r'^```python\n(.*?)^```', (folder / CARD).read_text(), re.M | re.S)
+    assert found is not None
+    names: dict[str, Any] = {}
+    capsys.readouterr()
+    exec(compile(found[1], CARD, 'exec'), names)
+    return names, capsys.readouterr().out
+
+
+def ppo(run_dir: Path | None, tokenizer: Any = True, callbacks: Any = (), **model: Any) -> Any:
+    from chatgpt.nn import Actor
+    from chatgpt.trainer import PPOTrainer
+    from chatgpt.trainer.strategies import NaiveStrategy
+
+    strategy = NaiveStrategy(seed=3)
+    torch.manual_seed(0)
+    lm = tiny_causal_lm('gpt2', vocab_size=259, pad_token_id=256, bos_token_id=257, eos_token_id=258)
+    actor = Actor(lm, **model)
+    actor, optimizer = strategy.prepare(
+        (actor, torch.optim.SGD([p for p in actor.parameters() if p.requires_grad], 0.1))
+    )
+    return PPOTrainer(
+        strategy,
+        actor,
+        None,
+        lambda prompts, responses: [float(len(r)) for r in responses],
+        None,
+        optimizer,
+        tokenizer=byte_tokenizer() if tokenizer else None,
+        run_dir=run_dir,
+        callbacks=callbacks,
+        advantage_estimator='rloo',
+        num_samples_per_prompt=2,
+        experience_batch_size=2,
+        train_batch_size=4,
+        kl_coef=0.0,
+        max_new_tokens=3,
+    )
+
+
+def test_a_policy_of_a_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    trainer = ppo(tmp_path / 'words')
+    trainer.fit(['a', 'b', 'a'], max_timesteps=2, update_timesteps=1)
+    trainer.save_pretrained('words/actor')
+    text = Path('words/actor', CARD).read_text()
+    assert '# words\n' in text and 'trained with RLOO ([Ahmadian et al. 2024]' in text
+    assert '2 learning phases in fp32, one process, seed 3.' in text and '2 of the 3 prompts are distinct' in text
+    assert str(tmp_path) not in text
+    monkeypatch.chdir(tmp_path / 'words')
+    names, printed = run_code(Path('actor'), capsys)
+    assert names['output'].shape[1] <= names['start'] + 3 and printed.endswith('\n')
+
+
+def test_a_trainer_without_a_folder_tells_what_it_knows(tmp_path, monkeypatch, capsys):
+    from chatgpt.trainer.callbacks import Evaluator
+
+    trainer = ppo(None, callbacks=[Evaluator(lambda trainer: {'truth': 0.5}, interval=1)])
+    trainer.save_pretrained(tmp_path / 'fresh')
+    assert 'knows nothing of its training' in (tmp_path / 'fresh' / CARD).read_text()
+    trainer.fit(['a', 'b', 'c'], max_timesteps=2, update_timesteps=1)
+    trainer.save_pretrained(tmp_path / 'words', card_samples=1)
+    text = (tmp_path / 'words' / CARD).read_text()
+    assert '| `eval/truth` | 0.5 |' in text and text.count('Response, score') == 1 and 'RLOO' in text
+    assert not (tmp_path / 'words' / PICTURE).exists()
+    monkeypatch.chdir(tmp_path)
+    assert run_code(Path('words'), capsys)[0]['name'] == 'words'
+
+
+def test_a_policy_that_reads_ids(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    trainer = ppo(None, tokenizer=False)
+    trainer.fit([torch.tensor([1, 2]), torch.tensor([3])], max_timesteps=1, update_timesteps=1)
+    trainer.save_pretrained('ids')
+    names, printed = run_code(Path('ids'), capsys)
+    assert json.loads(printed) == names['output'][0, 3:].tolist()
+
+
+def test_a_reward_model_and_a_critic(tmp_path, monkeypatch, capsys):
+    """The score that the card's code prints is the model's own."""
+    from chatgpt.batching import collate
+    from chatgpt.nn import Critic, RewardModel
+    from chatgpt.trainer.saving import save_pretrained
+    from chatgpt.trainer.strategies import NaiveStrategy
+    from chatgpt.types import Sequence
+
+    monkeypatch.chdir(tmp_path)
+    tokenizer, strategy = byte_tokenizer(), NaiveStrategy()
+    torch.manual_seed(1)
+    size = {'vocab_size': 259, 'pad_token_id': 256, 'bos_token_id': 257, 'eos_token_id': 258}
+    model = RewardModel(tiny_causal_lm('gpt2', **size).base_model)
+    with torch.no_grad():
+        model.score_bias.fill_(0.5)
+    save_pretrained(strategy, model, tmp_path / 'rm', tokenizer=tokenizer)
+    names, printed = run_code(Path('rm'), capsys)
+    ids = names['inputs']['input_ids'][0]
+    with torch.no_grad():
+        counted = torch.ones(len(ids) - 3, dtype=torch.bool)
+        sequence = Sequence(prompt_ids=ids[:3], response_ids=ids[3:], response_mask=counted)
+        want = model(collate([sequence]))
+    assert float(printed) == pytest.approx(float(want), abs=1e-5)
+    card = Path('rm', CARD).read_text()
+    assert 'pipeline_tag: text-classification' in card and 'Scores of answers to the same prompt' in card
+    save_pretrained(strategy, Critic(tiny_causal_lm('gpt2', **size).base_model), tmp_path / 'critic')
+    assert isinstance(run_code(Path('critic'), capsys)[0]['model'], Critic)
+    assert 'library_name: chatgpt-rlhf' in Path('critic', CARD).read_text()
+
+
+def test_adapters_alone(tmp_path, monkeypatch, capsys):
+    from chatgpt.trainer.saving import save_adapter
+
+    monkeypatch.chdir(tmp_path)
+    trainer = ppo(None, lora_rank=2)
+    base = tiny_causal_lm('gpt2', vocab_size=259, pad_token_id=256, bos_token_id=257, eos_token_id=258)
+    base.save_pretrained('base')
+    byte_tokenizer().save_pretrained('base')
+    save_adapter(trainer.actor, tmp_path / 'adapter', base_model=str(tmp_path / 'base'))
+    text = Path('adapter', CARD).read_text()
+    assert 'library_name: peft' in text and '- lora' in text and str(tmp_path) not in text
+    assert 'is a LoRA adapter of rank 2, to be loaded onto the model in the folder `base`' in text
+    save_adapter(trainer.actor, tmp_path / 'hub', base_model='me/base')
+    text = Path('hub', CARD).read_text()
+    assert 'base_model: me/base\n' in text and 'base_model_relation: adapter' in text and "base = 'me/base'" in text
+    pytest.importorskip('peft', reason='the code of this card needs peft')
+    names, _ = run_code(Path('adapter'), capsys)
+    assert type(names['model']).__name__ == 'PeftModelForCausalLM'
+
+
+def test_a_card_that_fails_does_not_take_the_model_along(tmp_path, monkeypatch):
+    from chatgpt.trainer import saving
+
+    def fails(*args: Any, **options: Any) -> None:
+        raise OSError('the disk is full')
+
+    monkeypatch.setattr(saving, 'write_card', fails)
+    with pytest.warns(UserWarning, match=r'the model is saved without a card \(OSError: the disk is full\)'):
+        ppo(None).save_pretrained(tmp_path / 'actor')
+    assert (tmp_path / 'actor' / 'model.safetensors').is_file() and not (tmp_path / 'actor' / CARD).exists()
+
+
+def test_a_run_of_the_command_line_names_file_rows_and_columns(tmp_path, model_folder, monkeypatch, capsys):
+    from chatgpt.launch.config_file import parse_run
+    from chatgpt.launch.recipes import execute
+    from chatgpt.launch.runs import SFTRun
+
+    data = tmp_path / 'data' / 'stories.jsonl'
+    data.parent.mkdir()
+    lines = [{'prompt': f'one day {i}', 'completion': ' a fox went to the river .'} for i in range(12)]
+    data.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    argv = [str(data), '--pretrain', str(model_folder), '--save_path', str(tmp_path / 'tales'), '--max_epochs', '2']
+    argv += ['--train_batch_size', '4', '--log_interval', '1', '--validation_percentage', '25', '--card_samples', '0']
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        execute(parse_run(SFTRun, description=None, positional='dataset', argv=argv))
+    text = (tmp_path / 'tales' / 'actor' / CARD).read_text()
+    assert '| training data | `stories.jsonl` | 9 | `prompt`, `completion` |' in text
+    assert '3 records were held back to evaluate on.' in text and 'On 25 % of stories.jsonl, held back:' in text
+    assert f'made of the model in the folder `{model_folder.name}`' in text and str(tmp_path) not in text
+    assert str(model_folder) not in text
+    run = RunFolder(tmp_path / 'tales')
+    last = run.curve('sft/val_loss')[-1][1]
+    assert f'value: {last!r}' in text
+    monkeypatch.chdir(tmp_path / 'tales')
+    run_code(Path('actor'), capsys)

@@ -1,0 +1,203 @@
+"""Uploading a folder to a hub on this machine, and what may go wrong before and within."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_hub import FINE, NARROW, READ, WRITE, use
+
+from chatgpt.publish import PushError, check_push, push_folder
+from chatgpt.publish.hub import later
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    place = tmp_path / 'my model'
+    (place / 'sub').mkdir(parents=True)
+    (place / 'model.safetensors').write_bytes(bytes(range(256)) * 700)
+    (place / 'config.json').write_text('{"a": 1}\n')
+    (place / 'empty.txt').write_text('')
+    (place / 'sub' / 'vocab.txt').write_text('ä\nb\n')
+    (place / 'README.md').write_text("---\ntags: []\n---\n\n<!-- Written by chatgpt-rlhf. -->\n\nname = 'my model'\n")
+    return place
+
+
+def content(place: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(place)): p.read_bytes() for p in place.rglob('*') if p.is_file()}
+
+
+def test_the_files_of_the_folder_arrive(hub, folder):
+    assert push_folder(folder, 'words', commit_message='the first') == f'{hub.address}/me/words'
+    assert hub.files('me/words') == content(folder)
+    assert b"name = 'me/words'" in hub.files('me/words')['README.md']
+    assert hub.repos['me/words']['messages'] == ['the first'] and not hub.repos['me/words']['private']
+    assert any(path.startswith('PUT /lfs/') for path in hub.asked)
+    (folder / 'config.json').write_text('{"a": 2}\n')
+    push_folder(folder, 'me/words')  # which is there now
+    assert hub.files('me/words') == content(folder)
+
+
+def test_a_private_repository_and_a_branch(hub, folder):
+    push_folder(folder, 'team/words', private=True, revision='second')
+    assert hub.repos['team/words']['private'] and hub.files('team/words') == {}
+    assert hub.files('team/words', 'second') == content(folder)
+
+
+def test_a_card_that_is_somebodys_own_stays_there(hub, folder):
+    hub.add_repo('me/words')
+    hub.files('me/words')['README.md'] = b'# mine\n'
+    push_folder(folder, 'me/words')
+    assert hub.files('me/words') == content(folder) | {'README.md': b'# mine\n'}
+    hub.files('me/words')['README.md'] = b'<!-- Written by chatgpt-rlhf. an older one -->'
+    push_folder(folder, 'me/words')
+    assert hub.files('me/words') == content(folder)
+
+
+PUSH = 'import sys; from chatgpt.publish import push_folder; print(push_folder(sys.argv[1], "words"))'
+
+
+@pytest.mark.parametrize('by', ['lfs', 'xet'])
+def test_a_process_that_has_its_variables_only(hub, tmp_path, by):
+    """HF_ENDPOINT, HF_TOKEN and the way of large files, which is xet where hf_xet is installed. No torch is needed."""
+    if by == 'xet':
+        pytest.importorskip('hf_xet')
+    place = tmp_path / 'stored'
+    place.mkdir()
+    (place / 'model.safetensors').write_bytes(random.Random(0).randbytes(300_000))
+    (place / 'config.json').write_text('{}\n')
+    variables = {
+        'HF_ENDPOINT': hub.address,
+        'HF_HUB_DISABLE_XET': str(int(by == 'lfs')),
+        'HF_HUB_OFFLINE': '0',
+        'HF_HUB_DISABLE_TELEMETRY': '1',
+        'HF_HOME': str(tmp_path / 'home'),
+        'HF_XET_CACHE': str(tmp_path / 'xet'),
+    }
+    code = f'{PUSH}; assert "torch" not in sys.modules'
+    done = subprocess.run(
+        [sys.executable, '-c', code, str(place)],
+        cwd=Path(__file__).resolve().parents[2],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == f'{hub.address}/me/words\n', done.stderr
+    assert hub.files('me/words') == content(place)
+    assert any(path.startswith((f'POST /{by}/', f'PUT /{by}/')) for path in hub.asked)
+
+
+# ---------------------------------------------------------------- before a run
+
+
+def test_who_may_write_there(hub, monkeypatch):
+    assert check_push('words') == 'me/words' and check_push('team/words') == 'team/words'
+    assert check_push('words', token=FINE) == 'me/words' and check_push('me/other', token=NARROW) == 'me/other'
+    assert hub.asked == ['GET /api/whoami-v2'] * 4 and hub.repos == {}  # nothing is made
+
+
+@pytest.mark.parametrize(
+    ('repo_id', 'token', 'told'),
+    [
+        ('a/b/c', WRITE, r"^push_to_hub='a/b/c' is no name of a repository: give NAME, or ACCOUNT/NAME"),
+        ('with space', WRITE, 'is no name of a repository'),
+        ('', WRITE, 'is no name of a repository'),
+        ('words', 'hf_wrong', 'does not know this token; run `hf auth login` again'),
+        ('words', READ, 'this token may only read; make one that may write'),
+        ('words', NARROW, r'this fine-grained token may not write to me/words'),
+        ('team/words', FINE, r"may not write to team/words; give it .* of 'team'"),
+        (
+            'you/words',
+            WRITE,
+            r"^push_to_hub='you/words': 'you' is not the account of this token, 'me' or of its",
+        ),
+        ('library/words', WRITE, "you may only read in the organisation 'library'"),
+    ],
+)
+def test_what_is_refused_before_a_run(hub, repo_id, token, told):
+    with pytest.raises(ValueError, match=told) as caught:
+        check_push(repo_id, token=token)
+    assert '\n' not in str(caught.value)
+
+
+def test_a_run_without_login_network_or_hub(hub, monkeypatch, tmp_path):
+    hub.refuses['/api/whoami-v2'] = 429
+    with pytest.raises(ValueError, match='answers 429 when asked who you are; try again in a few minutes'):
+        check_push('words')
+    monkeypatch.delenv('HF_TOKEN')
+    with pytest.raises(ValueError, match='you are not logged in to the hub; run `hf auth login`, or set HF_TOKEN'):
+        check_push('words')
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        use(f'http://127.0.0.1:{free.getsockname()[1]}', monkeypatch, tmp_path)
+        with pytest.raises(ValueError, match=r'no answer from http://127.0.0.1:\d+ \(.+\); check the network'):
+            check_push('words')
+
+
+def test_offline_is_an_error_before_a_run(monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
+    with pytest.raises(ValueError, match='HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it, or leave'):
+        check_push('words')
+
+
+def test_a_hub_that_is_silent(monkeypatch, tmp_path):
+    """It takes connections and never answers."""
+    from chatgpt.publish import hub as module
+
+    with socket.create_server(('127.0.0.1', 0)) as silent:
+        use(f'http://127.0.0.1:{silent.getsockname()[1]}', monkeypatch, tmp_path)
+        monkeypatch.setattr(module, 'TIMEOUT_S', 0.3)
+        with pytest.raises(ValueError, match='no answer from'):
+            check_push('words')
+
+
+# ---------------------------------------------------------------- after it
+
+
+IN_WORDS = '/api/models/me/words'
+
+
+@pytest.mark.parametrize('where', ['/api/repos/create', f'{IN_WORDS}/preupload', '/lfs/', f'{IN_WORDS}/commit'])
+def test_a_hub_that_dies_in_the_middle(hub, folder, where):
+    before = content(folder)
+    hub.dies_at = where
+    with pytest.raises(PushError) as caught:
+        push_folder(folder, 'me/words', private=True, revision='second')
+    text = str(caught.value)
+    assert text.startswith('the model could not be uploaded to me/words (') and '\n' not in text
+    assert text.endswith(f"this uploads it later: hf upload me/words '{folder}' . --private --revision second")
+    assert {k: v for k, v in content(folder).items() if k != 'README.md'} == {
+        k: v for k, v in before.items() if k != 'README.md'
+    }
+    assert all(not files for repo in hub.repos.values() for files in repo['revisions'].values())  # no half of a model
+
+
+def test_a_hub_that_refuses_after_all(hub, folder, monkeypatch):
+    monkeypatch.setenv('HF_TOKEN', 'hf_wrong')
+    with pytest.raises(PushError, match=r'401.*it is in .*my model, and this uploads it later: hf upload me/words'):
+        push_folder(folder, 'me/words')
+    monkeypatch.setenv('HF_TOKEN', READ)
+    hub.add_repo('me/words')
+    with pytest.raises(PushError, match='403'):
+        push_folder(folder, 'me/words')
+
+
+def test_the_command_that_is_told_is_one_of_hf(folder):
+    """Its words are parsed by the command line of huggingface_hub itself."""
+    import shlex
+
+    words = shlex.split(later(folder, 'me/words', private=True, revision='second'))
+    assert words[:5] == ['hf', 'upload', 'me/words', str(folder), '.']
+    hf = Path(sys.executable).with_name('hf')
+    if not hf.is_file():
+        pytest.skip('huggingface_hub has no hf command here')
+    shown = subprocess.run([hf, 'upload', '--help'], capture_output=True, text=True, timeout=60).stdout
+    assert '--private' in shown and '--revision' in shown

@@ -1,0 +1,198 @@
+"""The parts of a page: findings, failures, starts, samples, what a run improved, memory against the plan."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from made_runs import make_offline_run, make_run, record, write_lines, write_sequences
+
+from chatgpt.doctor import Finding
+from chatgpt.report import page, parts, what_improved, write_report
+from chatgpt.report.runs import names_of, read_run, why_ended
+from chatgpt.report.text import cut, duration_text, plain, safe, script_json, time_text, value_text
+from chatgpt.run_folder import RunFolder, Start
+
+
+def texts(html: str) -> str:
+    return ' '.join(re.sub(r'<[^>]+>', ' ', html).split())
+
+
+def run(folder: Path):
+    return read_run(folder, 'it')
+
+
+def finding(key: str, level: str, step: int) -> Finding:
+    return Finding(
+        key=key, step=step, level=level, title=f'{key} & co', evidence='1 < 2', cause='a cause', change='lr to 3e-5'
+    )
+
+
+def test_findings_are_shown_the_worst_first_with_all_they_say(tmp_path, monkeypatch):
+    found = [finding('a-note', 'note', 1), finding('late', 'error', 9), finding('soon', 'error', 3)]
+    monkeypatch.setattr('chatgpt.report.runs.diagnose', lambda folder: found)
+    html = parts.findings([run(make_run(tmp_path))])
+    said = texts(html)
+    order = [said.index(f'{key} &amp; co') for key in ('soon', 'late', 'a-note')]
+    assert order == sorted(order)
+    assert 'error soon &amp; co phase 3 1 &lt; 2 Likely cause a cause What to change lr to 3e-5' in said
+    assert 'docs/doctor.md#soon' in said
+    assert 'nothing wrong' not in said
+
+
+def test_a_good_run_has_no_findings(tmp_path, monkeypatch):
+    monkeypatch.setattr('chatgpt.report.runs.diagnose', lambda folder: [])
+    assert 'The doctor has found nothing wrong.' in parts.findings([run(make_run(tmp_path))])
+
+
+def test_why_a_run_failed_comes_before_everything_else(tmp_path):
+    folder = make_run(tmp_path, status='failed', phase=7, error='ValueError: 31 scores for 32 responses')
+    html = write_report(folder).read_text()
+    said = texts(html[html.index('<main') :])
+    assert said.startswith('The run failed in phase 8. ValueError: 31 scores for 32 responses Findings')
+
+
+def test_every_start_is_told_and_of_many_the_first_and_the_last(tmp_path):
+    def start(phase: int) -> Start:
+        return Start(at=f'2026-11-22T10:{phase:02}:00+00:00', phase=phase, command=['run', f'--n={phase}'])
+
+    make_run(tmp_path, starts=[start(0), start(4)])
+    said = texts(parts.origin([run(tmp_path)]))
+    assert 'Started 2026-11-22 10:00 UTC run --n=0' in said
+    assert 'Resumed after phase 4 2026-11-22 10:04 UTC run --n=4' in said
+    assert 'resumed 2026-11-22 10:04 UTC at phase 4' in texts(parts.head([run(tmp_path)], 'title'))
+    make_run(tmp_path, starts=[start(i) for i in range(30)])
+    said = texts(parts.origin([run(tmp_path)]))
+    assert [int(n) for n in re.findall(r'--n=(\d+)', said)] == [0, 23, 24, 25, 26, 27, 28, 29]
+    assert '8 of 30 starts; all are in run.json' in said
+
+
+def test_the_same_prompts_stand_side_by_side(tmp_path):
+    folder = make_run(tmp_path)
+    rows = [
+        {'step': s, 'prompt': p, 'response': f'{p} at {s}', 'score': s / 8} for s in range(0, 41, 4) for p in ('x', 'y')
+    ]
+    write_lines(folder / 'eval_samples.jsonl', rows)
+    html = parts.samples([run(folder)], 100)
+    cards = html.split('<article')[1:]
+    assert len(cards) == 2
+    assert re.findall(r'Phase (\d+)', cards[0]) == ['0', '8', '20', '32', '40']
+    assert re.findall(r'x at (\d+)', cards[0]) == ['0', '8', '20', '32', '40']
+    assert re.findall(r'class="score">([\d.]+)<', cards[1]) == ['0', '1', '2.5', '4', '5']
+
+
+def test_without_evaluations_samples_of_training_are_shown(tmp_path):
+    folder = make_run(tmp_path)
+    (folder / 'eval_samples.jsonl').unlink()
+    assert parts.samples([run(folder)], 100) == ''
+    rows = [
+        {'step': 1, 'prompt': 'only once', 'response': '', 'score': 1.0, 'kl': 0.5, 'num_tokens': 0, 'ended': True},
+        {'step': 1, 'prompt': 'often', 'response': 'a', 'score': 2.0, 'kl': 0.5, 'num_tokens': 3, 'ended': False},
+        {'step': 9, 'prompt': 'often', 'response': 'b', 'score': None},
+        {'step': 9, 'query': 'of a step-wise trainer, other columns', 'reward': 1.0},
+    ]
+    write_lines(folder / 'samples.jsonl', rows)
+    cards = parts.samples([run(folder)], 100).split('<article')[1:]
+    assert [texts('<' + card) for card in cards] == [
+        'Prompt 1 often Phase 1 2 a kl 0.5, tokens 3, cut off Phase 9 b',
+        'Prompt 2 only once Phase 1 1 empty kl 0.5, tokens 0',
+    ]
+
+
+def test_tiles_have_the_means_of_the_ends_of_the_run(tmp_path):
+    rows = [{'step': s, 'rollout/score_mean': float(s), 'sft/loss': None} for s in range(1, 41)]
+    write_lines(tmp_path / 'metrics.jsonl', rows)
+    said = texts(parts.tiles(run(tmp_path)))
+    assert 'Score 38.5 from 2.5' in said  # of 37 to 40, and of 1 to 4
+    assert 'Loss' not in said
+
+
+def test_memory_is_drawn_against_the_plan(tmp_path):
+    found = read_run(make_run(tmp_path), 'it')
+    assert found.columns['plan/peak_gib'] == ((1, 40), (0.9, 0.9))
+    drawn = page.fitting_curves([found])
+    (chart,) = [c for c in drawn.data['charts'] if c['key'] == 'memory']
+    assert [(line['label'], line['role']) for line in chart['lines']] == [('peak memory gib', 'line'), ('plan', 'plan')]
+    record(plan=None).write(tmp_path)
+    assert 'plan/peak_gib' not in run(tmp_path).columns
+
+
+def test_why_responses_ended_adds_up_to_one(tmp_path):
+    folder = make_run(tmp_path)
+    found = run(folder).columns
+    ended, cut_off = found['rollout/ended_share'][1], found['rollout/cut_share'][1]
+    assert [a + b for a, b in zip(ended, cut_off, strict=True)] == pytest.approx([1.0] * 40)
+    write_sequences(folder, ('a', 'b', 'c', 'd'))
+    found = run(folder).columns
+    assert found['recorded/stop'] == ([1, 20, 40], [0.25] * 3) and found['recorded/eos'][1] == [0.5] * 3
+    assert why_ended([{'phase': 1, 'finish_reason': 'eos'}, {'phase': 1, 'finish_reason': 'length'}]) == {}
+
+
+def test_recorded_sequences_fill_what_room_is_left(tmp_path):
+    folder = make_run(tmp_path)
+    write_sequences(folder, tuple(f'{i} ' + '<b>' * 700 for i in range(32)))
+    path = write_report(folder)
+    assert 1_500_000 < path.stat().st_size <= 3_000_000
+    text = path.read_text()
+    rows = json.loads(re.search(r'class="rows">(.*?)</script>', text, re.DOTALL)[1])
+    assert 3 < len(rows) < 96 and {row['phase'] for row in rows} == {1, 20, 40}
+    assert f'{len(rows)} recorded responses of 3 phases' in text
+    assert rows[0]['response'] == '0 ' + '<b>' * 700
+
+
+# ---------------------------------------------------------------------- what improved
+
+
+def improved(folder: Path, rows: list[dict], evals: list[dict] = ()) -> str:  # type: ignore[assignment]
+    write_lines(folder / 'metrics.jsonl', rows)
+    write_lines(folder / 'eval.jsonl', list(evals))
+    return what_improved(RunFolder(folder))
+
+
+def test_what_improved_is_a_line(tmp_path):
+    rows = [
+        {'step': s, 'rollout/score_mean': s / 10, 'rollout/kl_mean': s / 4, 'ppo/value_loss': 1} for s in range(1, 21)
+    ]
+    evals = [{'step': 0, 'eval/score_mean': -1.0}, {'step': 20, 'eval/score_mean': 1.5}]
+    assert improved(tmp_path, rows, evals) == (
+        'score 0.15 → 1.95, eval score -1 → 1.5 in 20 phases, KL 4.88 nats per response'
+    )
+    assert improved(tmp_path, rows[:1]) == 'score 0.1 in 1 phase, KL 0.25 nats per response'
+
+
+def test_what_improved_of_other_methods(tmp_path):
+    sft = [{'step': s, 'sft/loss': 4.0 / s, 'sft/val_loss': 5.0 / s, 'sft/perplexity': 9.0} for s in (1, 2, 4)]
+    assert improved(tmp_path, sft) == 'loss 4 → 1, eval loss 5 → 1.25 in 4 phases'
+    rm = [{'step': s, 'rm/loss': 1 / s, 'rm/accuracy': 0.5 + s / 10} for s in (1, 2, 3)]
+    assert improved(tmp_path, rm) == 'accuracy 0.6 → 0.8 in 3 phases'
+    assert improved(tmp_path, [{'step': 3, 'mine/quality': 1.0}]) == '3 phases'
+    assert improved(tmp_path, [{'step': 2, 'sft/loss': None}]) == '2 phases'
+    assert improved(tmp_path, [], [{'step': 0, 'eval/score_mean': 1.0}]) == 'no learning phase was finished'
+    assert what_improved(RunFolder(make_offline_run(tmp_path / 'b'))).startswith('loss ')
+
+
+# ---------------------------------------------------------------------- texts and numbers
+
+
+def test_texts_are_made_safe_for_a_page():
+    assert safe('<a href="x">&\'') == '&lt;a href=&quot;x&quot;&gt;&amp;&#x27;'
+    assert plain('a\r\nb\x00\x7f\ud800') == 'a\nb␀␡?'
+    assert script_json({'a': '</script><!--'}) == '{"a":"\\u003c/script>\\u003c!--"}'
+    assert json.loads(script_json(['<', '\u2028', '\ud800'])) == ['<', '\u2028', '?']
+    assert cut('abc', 3) == 'abc' and cut('abcd', 3) == 'abc … (cut: 3 of 4 characters)'
+
+
+def test_times_and_values_are_words():
+    assert [duration_text(s) for s in (45, 750, 12000)] == ['45 s', '12 min', '3 h 20 min']
+    assert (
+        time_text('2026-11-22T10:05:59+00:00') == '2026-11-22 10:05 UTC' and time_text('soon') == time_text(None) == ''
+    )
+    assert [value_text(v) for v in (None, '', 1e-5, True, [1, 'a'])] == ['none', "''", '1e-05', 'true', '[1, "a"]']
+
+
+def test_runs_are_told_apart_by_the_end_of_their_paths():
+    assert names_of(['a/x/run', 'a/y/run']) == ['x/run', 'y/run']
+    assert names_of(['/a/x', '/a/y/']) == ['x', 'y']
+    assert names_of(['/b/a', '/b/a']) == ['a (1)', 'a (2)']

@@ -1,0 +1,202 @@
+"""Every shell command on the pages: its program reads it without a complaint, and it runs, or `NOT_RUN` says why not.
+
+The first half reads, in this process, and is part of `make test`. The second runs, shortened and with tiny stand-ins, in a folder for each
+page, in the order of the page.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from shell_commands import COMING_COMMANDS, PAGES, ROOT, Command, bring, commands, parse, tiny_models
+
+from chatgpt.cli import command
+
+TYPED = [c for page in PAGES for c in commands(page) if not c.is_mention]
+
+NOT_OURS = {
+    r'^(git|cd) ': 'gets the repository',
+    r'^ray start': "Ray's own",
+    r'^python rlhf/': "llm-on-ray's own scripts, on the left of an arrow",
+    r'^python -m chatgpt\.launch --launcher ray \.\.\.': 'an ellipsis for what other lines of the page spell out',
+}
+"""not even read"""
+NOT_RUN = NOT_OURS | {
+    r'^pip ': 'asks a package index',
+    r'^make ': 'the targets are those of .ci/run, or take minutes; tests/test_docs_site.py runs make docs',
+    r'^python -m pytest ': 'runs tests',
+    r'\bbenchmarks/': 'takes minutes; what it printed is on the page, and tests/benchmarks has the shortened ones',
+    r'--log_with ': 'starts trackers: tests/trainer/test_trackers.py',
+    r'--launcher ray': 'starts Ray: tests/launch/test_launchers.py',
+    r'--rollout_workers': 'starts Ray: tests/trainer/test_remote_rollouts.py',
+    r'--num_nodes 2': 'two nodes: tests/launch/test_launchers.py',
+    r'launch --num_workers|launch ppo': 'two processes: tests/cli/test_launched_command.py, tests/launch/test_launchers.py',
+    r'^torchrun --standalone': 'two processes: tests/examples/test_train_prompts.py',
+    r'compat run train_prompts\.py': "ColossalAI's script: tests/compat/colossalai/test_colossalai_programs.py runs it and others",
+    r'^python -m chatgpt sweep': 'several runs: tests/search/test_sweep_runs.py runs the one of the page',
+}
+"""why a command is not run here, by a pattern"""
+RUN_ELSEWHERE = dict.fromkeys(('README.md', 'docs/command.md'), 'tests/cli/test_command_page.py')
+"""whose block of chatgpt-rlhf commands another file runs"""
+EXIT_CODES = {'python -m chatgpt.compat check poem.txt': 2}
+
+
+def reason(c: Command, patterns: dict[str, str]) -> str | None:
+    return next((why for pattern, why in patterns.items() if re.search(pattern, c.text)), None)
+
+
+def is_coming(c: Command) -> bool:
+    return any(re.match(rf'(chatgpt-rlhf|python -m chatgpt) {word}\b', c.text) for word in COMING_COMMANDS)
+
+
+def first_of_each(found: list[Command]) -> list[Command]:
+    """Without those that another page has, too."""
+    return list({tuple(c.words): c for c in reversed(found)}.values())[::-1]
+
+
+RUN = first_of_each(
+    [
+        c
+        for c in TYPED
+        if not reason(c, NOT_RUN)
+        and not (c.page in RUN_ELSEWHERE and not c.inline and c.text.startswith('chatgpt-rlhf'))
+    ]
+)
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+    return tiny_models(tmp_path_factory.mktemp('docs'))
+
+
+def test_the_search_finds_commands_and_every_reason_is_needed():
+    texts = {c.text for c in TYPED}
+    assert {'make docs', 'chatgpt-rlhf init sft', 'ray start --head --port=6379'} <= texts
+    assert any(c.inline for c in TYPED) and any(not c.inline for c in TYPED)
+    assert [p for p in NOT_RUN if not any(re.search(p, text) for text in texts)] == []
+    for page, test in RUN_ELSEWHERE.items():
+        assert page in (ROOT / test).read_text()
+    named = re.findall(r'tests/[\w/]+\.py', ' '.join(NOT_RUN.values()))
+    assert named and all((ROOT / name).is_file() for name in named)
+
+
+def test_a_mistake_in_a_command_is_found(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for text in (
+        'chatgpt-rlhf stf chats.jsonl',
+        'chatgpt-rlhf sft chats.jsonl --learning_rat 1',
+        'chatgpt-rlhf sft chats.jsonl --lr fast',
+        'chatgpt-rlhf generate outputs/a/actor --temprature 1',
+        'python examples/train_sft.py --no_such_flag 1',
+        'python examples/no_such_script.py',
+        'python benchmarks/ppo.py --no_such_flag 1',
+        'python -m chatgpt.plan config.json --memry 1GiB',
+        'python -m chatgpt.launch --num_wrkers 2 sft',
+        'python -m chatgpt.launch --num_workers 2 sft --no_such_flag 1',
+        'torchrun --nproc-per-node 2 examples/train_sft.py --no_such_flag 1',
+        'make no_such_target',
+        'make test NO_SUCH=1',
+        "pip install '.[no_such_extra]'",
+    ):
+        with pytest.raises((AssertionError, ValueError, SystemExit)):
+            parse(bring(Command('', text, False), tmp_path, model), monkeypatch)
+
+
+@pytest.mark.parametrize('page', sorted({c.page for c in TYPED}))
+def test_programs_read_the_commands_of_a_page(page, model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    wrong = []
+    for c in TYPED:
+        if c.page == page and not reason(c, NOT_OURS) and not is_coming(c):
+            try:
+                parse(bring(c, tmp_path, model), monkeypatch)
+            except (AssertionError, ValueError, SystemExit, OSError) as error:
+                wrong.append(f'{c.text}: {error} {capsys.readouterr().err}')
+    assert not wrong, '\n'.join(wrong)
+
+
+# ---------------------------------------------------------------------- running them
+
+LESS = {
+    'dataset': ['--max_steps=1'],
+    'prompt_path': [
+        *('--num_episodes=1', '--max_timesteps=1', '--update_timesteps=1', '--experience_batch_size=4'),
+        *('--train_batch_size=4', '--max_epochs=1', '--max_new_tokens=4'),
+    ],
+}
+"""flags that shorten a run, by its positional setting"""
+SCRIPTS = {
+    'train_sft': 'dataset',
+    'train_reward_model': 'dataset',
+    'train_preference': 'dataset',
+    'train_prompts': 'prompt_path',
+}
+
+
+def shortened(words: Sequence[str]) -> list[str]:
+    from chatgpt.launch.methods import METHODS
+
+    asks = {'init', '--help', '--help-all', '--print_config', '--plan', 'compat'}
+    for word in words:
+        if asks & set(words):
+            break
+        kind = METHODS[word].positional if word in METHODS else None
+        kind = SCRIPTS.get(Path(word).stem) if word.startswith('examples/') else kind
+        if kind:
+            configured = '--config_file' in words and not any('run.yaml' in word for word in words)
+            less = ['--max_new_tokens=4', '--reward_model=rm'] if configured and kind == 'prompt_path' else LESS[kind]
+            return [*words, *less, *(['--pretrain=model'] if configured else [])]
+        if word.endswith(':rwr'):
+            return [*words, *LESS['dataset']]
+    return list(words)
+
+
+def run(words: Sequence[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit code. Here, but for what makes processes of its own or puts other systems' names into `sys.modules`."""
+    program, *rest = shortened(words)
+    module = rest[1] if rest[:1] == ['-m'] else None
+    if program == 'torchrun' or module == 'chatgpt.compat':
+        start = ['-m', 'torch.distributed.run'] if program == 'torchrun' else []
+        environment = os.environ | {'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1'}
+        done = subprocess.run([sys.executable, *start, *rest], cwd=folder, env=environment, stdin=subprocess.DEVNULL)
+        return done.returncode
+    with monkeypatch.context() as patched:
+        patched.setattr('sys.stdin', io.StringIO(''))
+        path = folder / rest[0]
+        arguments = rest[2:] if module else rest[1:] if program == 'python' else rest
+        patched.setattr('sys.argv', ['chatgpt-rlhf' if program == 'chatgpt-rlhf' else rest[0], *arguments])
+        try:
+            if program == 'chatgpt-rlhf' or module == 'chatgpt':
+                command.main()
+            elif rest[0] == '-c':
+                exec(compile(rest[1], 'page', 'exec'), {})
+            elif module:
+                runpy.run_module(module, run_name='__main__')
+            else:
+                runpy.run_path(str(path), run_name='__main__')
+        except SystemExit as stop:
+            return int(stop.code or 0)
+    return 0
+
+
+@pytest.mark.system
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize('page', sorted({c.page for c in RUN}))
+def test_the_commands_of_a_page_run(page, model, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    wrong = []
+    for c in RUN:
+        if c.page == page and not is_coming(c):
+            code = run(bring(c, tmp_path, model), tmp_path, monkeypatch)
+            shown = capfd.readouterr()
+            if code != EXIT_CODES.get(c.text, 0):
+                wrong.append(f'{c.text}: exit code {code}\n{shown.out[-300:]}{shown.err[-800:]}')
+    assert not wrong, '\n'.join(wrong)
