@@ -58,7 +58,8 @@ def status_pill(run: Run) -> str:
 def head(runs: Sequence[Run], title: str) -> str:
     if len(runs) > 1:
         rows = ''.join(
-            f'<tr><th scope="row"><span class="swatch s{i % COLORS + 1}"></span>{safe(run.name)}</th>'
+            f'<tr><th scope="row"><span class="swatch s{i % COLORS + 1}{" dashed" * (i >= COLORS)}"></span>'
+            f'{safe(run.name)}</th>'
             f'<td>{safe(_method(run))}</td><td>{status_pill(run)}</td><td>{safe(what_improved(run.folder))}</td></tr>'
             for i, run in enumerate(runs)
         )

@@ -329,6 +329,32 @@ def test_hostile_texts_do_nothing(opened, tmp_path):
     assert page.page.evaluate('document.documentElement.scrollWidth') <= 1280
 
 
+def test_the_page_lets_nothing_run_or_load_but_what_it_was_written_with(opened, words):
+    page = opened(words)
+    tried = page.page.evaluate(
+        """async () => {
+            const script = document.createElement('script');
+            script.textContent = 'window.hacked = 3';
+            document.body.append(script);
+            const image = new Image();
+            image.src = 'http://127.0.0.1:9/pixel.png';
+            const loaded = await new Promise((done) => {
+                image.onload = () => done("loaded");
+                image.onerror = () => done("blocked");
+            });
+            const asked = await fetch('http://127.0.0.1:9/').then(() => 'asked', () => 'blocked');
+            const evaluated = await new Promise((done) => setTimeout(() => {
+                try { done(window.eval('1 + 1')); } catch (error) { done(error.name); }
+            }));
+            return [window.hacked ?? 'blocked', loaded, asked, evaluated];
+        }"""
+    )
+    assert tried == ['blocked', 'blocked', 'blocked', 'EvalError']
+    assert len(page.complaints) == 4 and all('Content Security Policy' in said for said in page.complaints)
+    page.complaints.clear()
+    del page.asked[1:]  # which was blocked
+
+
 def test_runs_of_several_methods_share_a_page(opened, words, tmp_path):
     page = opened(words, make_offline_run(tmp_path / 'sft', 30))
     page.chart('rollout-score-mean')

@@ -202,6 +202,14 @@ def test_times_and_values_are_words():
     assert [value_text(v) for v in (None, '', 1e-5, True, [1, 'a'])] == ['none', "''", '1e-05', 'true', '[1, "a"]']
 
 
+def test_a_ninth_run_has_a_colour_again_but_dashes(tmp_path):
+    for i in range(9):
+        make_offline_run(tmp_path / f'run-{i}', 2)
+    drawn = page.fitting_curves([read_run(tmp_path / f'run-{i}', f'run-{i}') for i in range(9)])
+    lines = [(line['color'], line['role']) for line in drawn.data['charts'][0]['lines']]
+    assert lines == [*((i, 'line') for i in range(1, 9)), (1, 'dashed')]
+
+
 def test_runs_are_told_apart_by_the_end_of_their_paths():
     assert names_of(['a/x/run', 'a/y/run']) == ['x/run', 'y/run']
     assert names_of(['/a/x', '/a/y/']) == ['x', 'y']
