@@ -199,7 +199,7 @@ def test_times_and_values_are_words():
     assert (
         time_text('2026-11-22T10:05:59+00:00') == '2026-11-22 10:05 UTC' and time_text('soon') == time_text(None) == ''
     )
-    assert [value_text(v) for v in (None, '', 1e-5, True, [1, 'a'])] == ['none', "''", '1e-05', 'true', '[1, "a"]']
+    assert [value_text(v) for v in (None, '', 3 * 1e-4, 1.0, True, [1])] == ['none', "''", '0.0003', '1', 'true', '[1]']
 
 
 def test_a_ninth_run_has_a_colour_again_but_dashes(tmp_path):
