@@ -67,8 +67,8 @@ def kl_coef_at_limit(h: History) -> Finding | None:
         step=h.step,
         level='warning',
         title='the adaptive KL coefficient is at its limit',
-        evidence=f'{phases} phases in a row the KL was {side} its target of {target:g} (now {median(values[-NOW:]):.3g}) '
-        f'and came no nearer, while kl_coef went from {first:.3g} to {now:.3g}',
+        evidence=f'{phases} phases in a row the KL was {side} its target of {target:g} (now '
+        f'{median(values[-NOW:]):.3g}) and came no nearer, while kl_coef went from {first:.3g} to {now:.3g}',
         cause=cause,
         change=change,
     )

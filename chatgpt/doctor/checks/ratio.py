@@ -30,7 +30,8 @@ def ratio_not_one(h: History) -> Finding | None:
         step=h.step,
         level='error',
         title='the ratio right after a rollout is not 1',
-        evidence=f'|ratio - 1| {error:.2g} (at most {most:g} is rounding), approximate KL {kl:.2g} (at most {most_kl:g})',
+        evidence=f'|ratio - 1| {error:.2g} (at most {most:g} is rounding), approximate KL {kl:.2g} (at most '
+        f'{most_kl:g})',
         cause=CAUSES,
         change='find which of these it is: every gradient is taken against the wrong policy until then; '
         'recompute_logprobs=True takes the old log-probs from the trainer and hides an inexact engine',
@@ -50,7 +51,8 @@ def clip_fraction_high(h: History) -> Finding | None:
         title='most of a phase is clipped away',
         evidence=f'clip fraction {h.now(name):.2f} over the last {NOW} phases, approximate KL '
         f'{h.now("ppo/approx_kl_k3"):.2g} nats per token',
-        cause='the policy moves too far in one phase: the learning rate is too high, or there are too many updates of it',
+        cause='the policy moves too far in one phase: the learning rate is too high, or there are too many updates of '
+        'it',
         change=f'lr from {rate:.1g} to {rate / 3:.1g}{fewer}; target_kl=0.02 ends a phase in time',
     )
 

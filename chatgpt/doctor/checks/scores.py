@@ -26,8 +26,8 @@ def scores_equal(h: History) -> Finding | None:
         evidence=f'every response of the last {phases} phases scored {low[-1]:.4g}',
         cause='a reward that tells no response of this policy from another: a bug in it, a task far too hard, or one '
         'that is solved',
-        change='print the reward of ten responses by hand; give a part of the score for a part of the answer, or easier '
-        'prompts',
+        change='print the reward of ten responses by hand; give a part of the score for a part of the answer, or '
+        'easier prompts',
     )
 
 
@@ -99,9 +99,10 @@ def reward_model_disagrees(h: History) -> Finding | None:
         step=h.step,
         level='error',
         title='the reward model disagrees with itself',
-        evidence=f'scored again, alone in a batch, a response got a score {error:.2g} away from the first; the standard '
-        f'deviation of scores is {std:.2g}',
-        cause='dropout or batch statistics in the reward model, or padding that it sees: a mask or position ids are lost',
+        evidence=f'scored again, alone in a batch, a response got a score {error:.2g} away from the first; the '
+        f'standard deviation of scores is {std:.2g}',
+        cause='dropout or batch statistics in the reward model, or padding that it sees: a mask or position ids are '
+        'lost',
         change='reward_model.eval(); compare its score of one text alone and beside a longer one: they must agree to '
         f'{1e-5 if h.computes_in_fp32 else 1e-2:g}',
     )
