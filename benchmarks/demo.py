@@ -3,7 +3,8 @@
     python benchmarks/demo.py [--seeds 0 1 2] [--runs FOLDER] [--out docs/results/demo.md]
 
 Each row of `SETTINGS` is the whole of examples/demo.py for each seed, in a folder of its own under --runs; what is
-there already is not run again. Writes the table of the page, between its two marks.
+there already is not run again. Writes the table of the page, what the doctor says of the runs, and stories of both,
+between the page's two marks.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ sys.path.insert(0, str(ROOT / 'examples'))
 import demo  # noqa: E402
 
 from chatgpt.dataset import embedded  # noqa: E402
+from chatgpt.doctor import diagnose  # noqa: E402
 from chatgpt.launch.inputs import quiet_transformers  # noqa: E402
-from chatgpt.trainer.callbacks import read_jsonl  # noqa: E402
+from chatgpt.run_folder import RunFolder  # noqa: E402
 
 CHEAP_KL = {
     'lr': 3e-4,
@@ -57,22 +59,33 @@ COLUMNS = {
 }
 
 
-def measure(folder: Path, name: str, seed: int) -> dict[str, float]:
-    """One run of the demo, or what it left."""
+def measure(folder: Path, name: str, seed: int) -> dict[str, Any]:
+    """One run of the demo, or what it left there."""
     path = folder / 'measured.json'
     if not path.exists():
         preferences, settings = SETTINGS[name]
         began = time.process_time()
         accuracy = demo.train(folder, seed, preferences, settings)
-        numbers, _ = demo.compare(folder)
+        numbers, stories = demo.compare(folder)
         numbers |= {'accuracy': accuracy, 'cpu': time.process_time() - began}
-        kls = [row['rollout/kl_mean'] for row in read_jsonl(folder / 'ppo_run' / 'metrics.jsonl')]
-        path.write_text(json.dumps(numbers | {'kl': mean(kls[-5:])}))
-    found: dict[str, float] = json.loads(path.read_text())
+        kls = [row['rollout/kl_mean'] for row in RunFolder(folder / 'ppo_run').metrics]
+        told = [row['text'] for row in stories if row[''] == 'PPO']
+        path.write_text(json.dumps(numbers | {'kl': mean(kls[-5:]), 'stories': told}))
+    found: dict[str, Any] = json.loads(path.read_text())
     return found
 
 
-def table(runs: dict[str, dict[int, dict[str, float]]]) -> list[str]:
+def findings(folder: Path) -> str:
+    """What the doctor says of the three stages of a run."""
+    found = [
+        f'{stage}: `{one.key}` at phase {one.step}, {one.evidence}'
+        for stage in ('sft', 'reward_model', 'ppo')
+        for one in diagnose(RunFolder(folder / f'{stage}_run'))
+    ]
+    return '; '.join(found) or 'nothing'
+
+
+def table(runs: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
     """A row for each run and, under those of a setting, the mean and the spread of its seeds."""
     lines = ['| settings | seed | ' + ' | '.join(COLUMNS) + ' |', '|---' * (len(COLUMNS) + 2) + '|']
     for name, by_seed in runs.items():
@@ -95,13 +108,18 @@ def main() -> None:
     args = parser.parse_args()
     quiet_transformers()
     torch.set_num_threads(1)
-    runs: dict[str, dict[int, dict[str, float]]] = {}
+    runs: dict[str, dict[int, dict[str, Any]]] = {}
+    told = []
     for name in SETTINGS:
         folder = args.runs / name.replace(',', '').replace(' ', '_')
         runs[name] = {seed: measure(folder / f'seed-{seed}', name, seed) for seed in args.seeds}
+        told += ['', f'**{name}**: stories of PPO to the same prompts, seed {args.seeds[0]}.', '']
+        told += [f'- {story}' for story in runs[name][args.seeds[0]]['stories']]
+        told += ['', 'The doctor says:', '']
+        told += [f'- seed {seed}: {findings(folder / f"seed-{seed}")}' for seed in args.seeds]
     before, rest = args.out.read_text().split(MARKS[0])
     after = rest.split(MARKS[1])[1]
-    args.out.write_text(before + MARKS[0] + '\n'.join(table(runs)) + '\n' + MARKS[1] + after)
+    args.out.write_text(before + MARKS[0] + '\n'.join([*table(runs), *told]) + '\n' + MARKS[1] + after)
 
 
 if __name__ == '__main__':

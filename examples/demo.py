@@ -6,9 +6,10 @@ reward model.
 The world is `chatgpt.dataset.embedded`. It knows what a response is worth; the policy never sees that, only the reward
 model that learned it from pairs, and the win rate at the end is by the truth. Two things keep PPO from answering with
 what merely scores well ("it felt proud . it felt proud . it felt proud ."): the pairs are close and their labellers
-mind repetition, and KL to the SFT model is dear. docs/results/demo.md has the same without either. Leaves in --out: sft/, reward_model/ and
-ppo/ (Hugging Face folders), metrics.jsonl of the three runs, curves.png, and before_after.txt, the table that it prints
-at the end.
+mind repetition, and KL to the SFT model is dear. docs/results/demo.md has the same without either.
+
+Leaves in --out: sft/, reward_model/ and ppo/ (Hugging Face folders), sft_run/, reward_model_run/ and ppo_run/ (metrics
+and report.html of each stage), curves.png, and before_after.txt, the table that it prints at the end.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ PPO: dict[str, Any] = {
     'experience_batch_size': 128,
     'train_batch_size': 64,
     'max_epochs': 3,
-    'kl_coef': 0.8,
+    'kl_coef': 0.55,
 }
 Preferences = Callable[[int, int], list[dict[str, str]]]
 
@@ -171,11 +172,8 @@ def train(
         print('\n2. Reward model: which of two stories do people prefer? It learns that from 6,000 pairs.', flush=True)
         trainer = run_reward_model(strategy, tokenizer, out, preferences)
         accuracy = trainer.evaluate(trainer.eval_data)['accuracy']
-        print(
-            '\n3. PPO: the model tells stories, the reward model scores them, and what scores well becomes likelier, as\n'
-            '   long as it is worth the distance (KL) to the SFT model.',
-            flush=True,
-        )
+        print('\n3. PPO: the model tells stories and the reward model scores them; what scores well becomes likelier.')
+        print('   Each step away (KL) from the SFT model costs, so only what is worth it changes.', flush=True)
         run_ppo(strategy, actor, tokenizer, out, ppo)
     return accuracy
 
@@ -211,15 +209,19 @@ def compare(out: Path, num_prompts: int = NUM_COMPARED) -> tuple[dict[str, float
 def report(out: Path, accuracy: float) -> None:
     """Prints SFT against PPO, and keeps it in before_after.txt."""
     n, rows = compare(out)
-    summary = f"""
-reward model: {accuracy:.1%} of eval pairs in the right order
-true value on {n['count']} new prompts: SFT {n['SFT truth']:+z.2f}, PPO {n['PPO truth']:+z.2f} (from -1.25 to 1)
-win rate of PPO over SFT by the truth: {n['win_rate']:.1%} ({n['wins']} wins, {n['ties']} ties counted half, of {n['count']})
-repeated runs of 4 words within a story: SFT {n['SFT within']:.1%}, PPO {n['PPO within']:.1%}
-runs of 4 words that another of the {n['count']} stories has too: SFT {n['SFT across']:.0%}, PPO {n['PPO across']:.0%}"""
-    text = format_table(rows, ['', 'truth', 'text'], width=110) + '\n' + summary
+    count = n['count']
+    summary = [
+        f'reward model: {accuracy:.1%} of eval pairs in the right order',
+        f'true value on {count} new prompts: SFT {n["SFT truth"]:+z.2f}, PPO {n["PPO truth"]:+z.2f} (at best +1.00)',
+        f'win rate of PPO over SFT by the truth: {n["win_rate"]:.1%} ({n["wins"]} wins, {n["ties"]} ties counted half, '
+        f'of {count})',
+        f'repeated runs of 4 words within a story: SFT {n["SFT within"]:.1%}, PPO {n["PPO within"]:.1%}',
+        f'runs of 4 words that another of the {count} stories has too: SFT {n["SFT across"]:.1%}, PPO '
+        f'{n["PPO across"]:.1%}',
+    ]
+    text = '\n'.join([format_table(rows, ['', 'truth', 'text'], width=110), '', *summary])
     (out / 'before_after.txt').write_text(text + '\n')
-    print(f'\n4. Before and after: the same new prompts, answered by both. What a story is really worth neither has seen.\n')
+    print('\n4. Before and after: both answer the same new prompts; only this table looks at the truth.\n')
     print(text)
 
 

@@ -36,7 +36,7 @@ MAX_SENTENCES = 4
 VALUES = (1, 0, -1)
 RUN = 4
 """words of a run whose second occurrence in a response is repetition"""
-REPETITION_COST = 2.0
+REPETITION_COST = 3.0
 """what a response of nothing but repetition would lose with the labellers of `demo_close_preferences`"""
 
 _VALUE_OF = {word: value for table in (THINGS, MOODS, DEEDS) for value, words in table.items() for word in words}

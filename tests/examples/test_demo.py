@@ -1,4 +1,4 @@
-"""The demo, on a budget of seconds: it leaves what it promises. Whole, marked slow: it wins, and does not repeat itself."""
+"""The demo: on a budget of seconds it leaves what it promises; whole (slow) it wins and does not repeat itself."""
 
 from __future__ import annotations
 
