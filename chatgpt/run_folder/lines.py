@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 
+SURROGATES = 'backslashreplace'
+"""how half of a surrogate pair is encoded, which UTF-8 has no bytes for: as JSON's own escape, which every reader takes"""
+
+
 def json_safe(value: Any) -> Any:
     """The value with NaN and infinities replaced by None, and tensors and numpy numbers by Python's, at any depth."""
     if isinstance(value, Mapping):
@@ -41,7 +45,7 @@ class JsonLines:
         with open(self.path, 'ab') as file:
             before = file.tell()
             try:
-                file.write(text.encode())
+                file.write(text.encode('utf-8', SURROGATES))
                 file.flush()
                 os.fsync(file.fileno())
             except OSError:
