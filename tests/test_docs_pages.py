@@ -110,9 +110,10 @@ def test_a_message_that_does_not_exist_is_found():
     assert occurs('the tokenizer has no end token, so no response could end')
     assert not occurs('the tokenizer has no last token, so no response could end')
     assert not occurs('… cannot be split over … ranks; use a divisor of …')
-    assert strings("raise ValueError(f'{a}: no ' 'such file' f' {b!r}')") == ['…: no such file …', ': no such file '] or (
-        '…: no such file …' in strings("raise ValueError(f'{a}: no ' 'such file' f' {b!r}')")
-    )
+    assert strings("raise ValueError(f'{a}: no ' 'such file' f' {b!r}')") == [
+        '…: no such file …',
+        ': no such file ',
+    ] or ('…: no such file …' in strings("raise ValueError(f'{a}: no ' 'such file' f' {b!r}')"))
 
 
 def test_flags_on_the_pages_for_beginners_exist():

@@ -35,7 +35,9 @@ def site(tmp_path_factory):
         [sys.executable, '-m', 'sphinx', *words], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     names = '|'.join(re.escape(page.removeprefix('docs/').removesuffix('.md')) for page in COMING_PAGES)
-    said = [line for line in done.stderr.splitlines() if 'WARNING' in line and not re.search(f"'(docs/)?({names})", line)]
+    said = [
+        line for line in done.stderr.splitlines() if 'WARNING' in line and not re.search(f"'(docs/)?({names})", line)
+    ]
     assert done.returncode == 0 and not said, done.stderr
     return folder
 
@@ -46,7 +48,10 @@ def pages_of(site: Path) -> list[Path]:
 
 
 def test_every_page_is_in_the_site_and_in_its_navigation(site):
-    names = {str(p.relative_to(ROOT).with_suffix('')) for p in (ROOT / 'docs').rglob('*.md')} | {'README', 'CONTRIBUTING'}
+    names = {str(p.relative_to(ROOT).with_suffix('')) for p in (ROOT / 'docs').rglob('*.md')} | {
+        'README',
+        'CONTRIBUTING',
+    }
     assert all((site / f'{name}.html').is_file() for name in names)
     text = (site / 'docs' / 'train.html').read_text()
     navigation = text[text.index('sidebar-tree') : text.index('sidebar-tree') + 40_000]
@@ -101,7 +106,7 @@ def test_pages_in_a_browser(site, browser, scheme):
             over = page.evaluate('document.documentElement.scrollWidth - document.documentElement.clientWidth')
             if over > 0:
                 wide.append(f'{path.relative_to(site)}: {over} px too wide at {size["width"]}')
-    colour = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0]")
+    colour = page.evaluate('getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0]')
     context.close()
     assert not wide and not said, (wide, said)
     assert {url.partition(':')[0] for url in asked} <= {'file', 'data'}

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-
 SURROGATES = 'backslashreplace'
 """how half of a surrogate pair is encoded, which UTF-8 has no bytes for: as JSON's own escape, which every reader takes"""
 
