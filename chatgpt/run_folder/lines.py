@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 SURROGATES = 'backslashreplace'
-"""how half of a surrogate pair is encoded, which UTF-8 has no bytes for: as JSON's own escape, which every reader takes"""
+"""half of a surrogate pair, which UTF-8 has no bytes for, is written as JSON's own escape"""
 
 
 def json_safe(value: Any) -> Any:
