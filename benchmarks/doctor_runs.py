@@ -49,13 +49,13 @@ def preference(folder: Path, seed: int, files: Files) -> None:
 
 
 def randomwalks(folder: Path, seed: int, files: Files) -> None:
-    """PPO and GRPO from a model that knows the walks, and ILQL: 60 optimizer steps in place of 160, 60 of 200."""
+    """PPO and GRPO from a model that knows the walks, and ILQL: 60 optimizer steps in place of 160, 120 of 200."""
     import randomwalks as task
 
     task.STEPS = 60
     for method in ('ppo', 'grpo'):
         task.run_online(method, 1000, seed, cache=folder, run_dir=folder / method)
-    task.run_ilql(1000, seed, every=5, run_dir=folder / 'ilql', max_epochs=6)
+    task.run_ilql(1000, seed, run_dir=folder / 'ilql', max_epochs=12)
 
 
 def stories(folder: Path, seed: int, files: Files) -> None:

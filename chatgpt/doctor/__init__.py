@@ -1,6 +1,7 @@
 """What is wrong with a run, from its numbers: `diagnose` of a run's folder, `Diagnosis` of a run that goes on.
 
-Each finding says what is seen, the likely cause, and what to change by how much; docs/doctor.md explains each. No torch.
+Each finding says what is seen, the likely cause, and what to change by how much; docs/doctor.md explains each. No
+torch.
 """
 
 from chatgpt.doctor.diagnosis import Diagnosis, diagnose, worst_first

@@ -2,9 +2,10 @@
 
     lr(N) = 9e-6 · (6e9 / N) ** 0.5
 
-Anchor: 9e-6 for a reward model of 6 billion parameters (Ouyang et al. 2022, appendix C). Slope: under Adam the best rate of
-hidden weights goes as 1 / width (Yang et al. 2022, "Tensor Programs V", table 3), and at a given depth the width goes as
-the square root of N. For 260 thousand parameters it gives 1.4e-3, where this package's benchmarks were tuned to 1e-3.
+Anchor: 9e-6 for a reward model of 6 billion parameters (Ouyang et al. 2022, appendix C). Slope: under Adam the best
+rate of hidden weights goes as 1 / width (Yang et al. 2022, "Tensor Programs V", table 3), and at a given depth the
+width goes as the square root of N. For 260 thousand parameters it gives 1.4e-3, where this package's benchmarks were
+tuned to 1e-3.
 
 Policies that are learned online take a fifth of it (3e-6 for 1 billion in arXiv 2403.17031, table of hyperparameters;
 3e-4 for 0.2 million in examples/demo.py), preference losses a fifteenth (1e-6 for 2.8 billion in Rafailov et al. 2023,

@@ -195,8 +195,8 @@ def first_batch_metrics(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def rank_metrics(strategy: Strategy, seconds: float) -> dict[str, float]:
-    """`perf/...`: which rank took longest over its own `seconds`, and the median of the others. A collective; nothing on
-    one process."""
+    """`perf/...`: which rank took longest over its own `seconds`, and the median of the others. A collective; nothing
+    on one process."""
     if strategy.world_size == 1:
         return {}
     everyone = strategy.all_gather_object(seconds)

@@ -159,7 +159,7 @@ def test_the_other_ranks_are_silent(capsys):
 
 
 def test_a_ratio_that_is_not_one_is_said_once(tmp_path, capsys):
-    """By `RatioCheck`, whose warning it has always been, or where that is off by the doctor; it is written both times."""
+    """By `RatioCheck`, whose warning it has always been, or by the doctor where that is off; written both times."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         faults.online(tmp_path / 'checked', phases=1, engine=faults.OtherPolicy(), quiet=False)

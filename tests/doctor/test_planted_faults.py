@@ -1,5 +1,5 @@
-"""Runs with a planted fault, made by the trainers themselves: each is diagnosed, on the way and afterwards, and the same
-run without the fault is not."""
+"""Runs with a planted fault, made by the trainers themselves: each is diagnosed, on the way and afterwards, and the
+same run without the fault is not."""
 
 from __future__ import annotations
 

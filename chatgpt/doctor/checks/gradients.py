@@ -33,14 +33,16 @@ def _of_model(h: History, name: str) -> Finding | None:
         return None
     times, top, usual = max(spikes)
     clip = h.setting('max_grad_norm')
-    rate = max(h.values(f'{name.split("/")[0]}/lr') or [0.0])
+    rate = h.highest(f'{name.split("/")[0]}/lr', 0.0)
     return Finding(
         key='grad-norm-spikes',
         step=h.step,
         level='warning',
         title='the gradient norm spikes',
-        evidence=f'{name} {top:.3g}, {times:.0f} times its usual {usual:.2g}; {len(spikes)} such of the last {WINDOW} phases',
-        cause='a train batch of odd data (one very long or empty text, an extreme score), or a learning rate at the edge',
+        evidence=f'{name} {top:.3g}, {times:.0f} times its usual {usual:.2g}; {len(spikes)} such of the last {WINDOW} '
+        'phases',
+        cause='a train batch of odd data (one very long or empty text, an extreme score), or a learning rate at the '
+        'edge',
         change=(
             f'max_grad_norm from {clip:g} to {min(clip, 2 * usual):.1g}' if clip else f'max_grad_norm={2 * usual:.1g}'
         )

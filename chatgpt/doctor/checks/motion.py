@@ -32,7 +32,7 @@ def _policy(h: History) -> Finding | None:
         return None  # there is nothing to learn from, which is another finding
     seen = []
     length = max(h.now('rollout/response_len_mean'), 1.0)
-    if max(h.values('rollout/kl_k3_mean')) > 0.0:
+    if h.highest('rollout/kl_k3_mean') > 0.0:
         per_token = h.now('rollout/kl_k3_mean') / length
         if per_token > limit('still_kl'):
             return None
@@ -57,7 +57,8 @@ def _supervised(h: History) -> Finding | None:
     start, now = h.start(name), h.now(name)
     if prefix in AT_CHANCE and h.count(accuracy):
         # New weights begin with a loss above that of guessing, and lose that much without learning anything.
-        still = at_chance = max(abs(a - 0.5) for a in (h.start(accuracy), h.now(accuracy))) <= limit('chance')
+        off = max(abs(a - 0.5) for a in (h.start(accuracy), h.now(accuracy)))
+        still, at_chance = off <= limit('chance'), off <= limit('chance_late')
     else:
         at_chance = False
         still = start - now <= limit('still_loss') * abs(start)
@@ -66,7 +67,7 @@ def _supervised(h: History) -> Finding | None:
     rate, rule = _rates(h, f'{prefix}/lr')
     low = rate is not None and rule is not None and rate * limit('low_lr') <= rule
     # That the data hold nothing to learn shows only in the long run.
-    late = h.num_phases is not None and 2 * h.step >= h.num_phases and h.step >= 2 * limit('min_phases')
+    late = h.num_phases is not None and h.step >= max(limit('late') * h.num_phases, 2 * limit('min_phases'))
     if not (low or (at_chance and late)):
         return None
     told = f', accuracy {h.now(accuracy):.2f}' if h.count(accuracy) else ''
@@ -86,7 +87,10 @@ def _finding(h: History, lr_name: str, evidence: str) -> Finding:
     told = f', lr {rate:.1g}' if rate is not None else ''
     told += f', {parameters:,} parameters' if parameters else ''
     if rate is not None and rule is not None and rate * limit('low_lr') > rule:
-        cause = 'the learning rate fits the size, so the data: labels without signal, answers that were cut to the same text, swapped columns'
+        cause = (
+            'the learning rate fits the size, so the data: labels without signal, answers that were cut to the same '
+            'text, swapped columns'
+        )
         change = f'look at some records as the trainer sees them; then try lr {3 * rule:.0e}'
     else:
         cause = 'the learning rate is too low for a model of this size'

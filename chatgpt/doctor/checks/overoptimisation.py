@@ -1,4 +1,5 @@
-"""What is optimised gets better and what is wanted gets worse: reward against evaluation, train loss against eval loss."""
+"""What is optimised gets better and what is wanted gets worse: reward against evaluation, train loss against eval
+loss."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def _of_metric(h: History, name: str) -> Finding | None:
         return None
     at = series[top][0]
     then, now = h.around('rollout/score_mean', at), h.now('rollout/score_mean') if h.is_online else None
-    if then is None or now is None or now - then <= limit('eval_score_gain') * h.around('rollout/score_std', at):  # type: ignore[operator]
+    spread = h.around('rollout/score_std', at)
+    if then is None or now is None or now - then <= limit('eval_score_gain') * (spread or 0.0):
         return None
     kl_then, kl_now = h.around('rollout/kl_mean', at), h.now('rollout/kl_mean')
     coef = h.setting('kl_coef', 0.0)
@@ -62,8 +64,8 @@ def _of_metric(h: History, name: str) -> Finding | None:
         evidence=f'{name} {series[top][1]:.3g} at phase {at} -> {series[-1][1]:.3g}, score {then:.3g} -> {now:.3g}, KL '
         f'{kl_then or 0.0:.3g} -> {kl_now:.3g} nats',
         cause='the policy has gone where the reward no longer measures what is wanted',
-        change=f'take the checkpoint of phase {at}; to go further, kl_target={max(kl_then or 0.0, 1.0):.2g} or kl_coef from '
-        f'{coef:g} to {max(3 * coef, 0.05):g}, and a reward model with pairs of responses of the new policy',
+        change=f'take the checkpoint of phase {at}; to go further, kl_target={max(kl_then or 0.0, 1.0):.2g} or kl_coef '
+        f'from {coef:g} to {max(3 * coef, 0.05):g}, and a reward model with pairs of responses of the new policy',
     )
 
 
@@ -92,6 +94,6 @@ def eval_loss_rises(h: History) -> Finding | None:
         title='the eval loss rises while the train loss falls',
         evidence=f'{val} {best:.4g} at phase {at} -> {series[-1][1]:.4g}, {train} {then:.4g} -> {h.now(train):.4g}',
         cause='the model learns its training records by heart',
-        change=f'take the model of phase {at}{told}: max_epochs={max(round(epochs[0]), 1) if epochs else 1}; or more data, or '
-        'StopOnPlateau on the eval loss',
+        change=f'take the model of phase {at}{told}: max_epochs={max(round(epochs[0]), 1) if epochs else 1}; or more '
+        'data, or StopOnPlateau on the eval loss',
     )

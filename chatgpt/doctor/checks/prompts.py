@@ -33,8 +33,8 @@ def duplicate_prompts(h: History) -> Finding | None:
         level='note',
         title='many prompts stand there more than once',
         evidence=f'{prompts} prompts, {distinct} different ones ({1 - distinct / prompts:.0%} are repetitions)',
-        cause='files joined twice, rows that differ only in columns that the prompt does not show, or prompts cut to the '
-        'same end',
+        cause='files joined twice, rows that differ only in columns that the prompt does not show, or prompts cut to '
+        'the same end',
         change=f'remove the {prompts - distinct} repetitions, unless their weight is meant',
     )
 

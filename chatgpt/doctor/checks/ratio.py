@@ -30,7 +30,8 @@ def ratio_not_one(h: History) -> Finding | None:
         step=h.step,
         level='error',
         title='the ratio right after a rollout is not 1',
-        evidence=f'|ratio - 1| {error:.2g} (at most {most:g} is rounding), approximate KL {kl:.2g} (at most {most_kl:g})',
+        evidence=f'|ratio - 1| {error:.2g} (at most {most:g} is rounding), approximate KL {kl:.2g} (at most '
+        f'{most_kl:g})',
         cause=CAUSES,
         change='find which of these it is: every gradient is taken against the wrong policy until then; '
         'recompute_logprobs=True takes the old log-probs from the trainer and hides an inexact engine',
@@ -41,7 +42,7 @@ def clip_fraction_high(h: History) -> Finding | None:
     name = 'ppo/clip_fraction'
     if h.count(name) < NOW or h.now(name) <= limit('clip_high'):
         return None
-    epochs, rate = h.setting('max_epochs', 1), max(h.values('ppo/lr') or [0.0])
+    epochs, rate = h.setting('max_epochs', 1), h.highest('ppo/lr', 0.0)
     fewer = f', or max_epochs from {epochs} to {epochs // 2}' if epochs > 1 else ''
     return Finding(
         key='clip-fraction-high',
@@ -50,7 +51,8 @@ def clip_fraction_high(h: History) -> Finding | None:
         title='most of a phase is clipped away',
         evidence=f'clip fraction {h.now(name):.2f} over the last {NOW} phases, approximate KL '
         f'{h.now("ppo/approx_kl_k3"):.2g} nats per token',
-        cause='the policy moves too far in one phase: the learning rate is too high, or there are too many updates of it',
+        cause='the policy moves too far in one phase: the learning rate is too high, or there are too many updates of '
+        'it',
         change=f'lr from {rate:.1g} to {rate / 3:.1g}{fewer}; target_kl=0.02 ends a phase in time',
     )
 
@@ -65,7 +67,7 @@ def clip_fraction_zero(h: History) -> Finding | None:
     off = median(max(high - 1.0, 1.0 - low) for high, low in pairs)
     if off > limit('clip_zero_ratio'):
         return None
-    rate = max(h.values('ppo/lr') or [0.0])
+    rate = h.highest('ppo/lr', 0.0)
     return Finding(
         key='clip-fraction-zero',
         step=h.step,

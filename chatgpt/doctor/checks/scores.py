@@ -16,7 +16,7 @@ def scores_equal(h: History) -> Finding | None:
         return None
     if len(set(low)) > 1:
         return None  # one response a phase
-    if h.start(STD) > 0.0 and low[-1] >= max(h.values('rollout/score_max')):
+    if h.start(STD) > 0.0 and low[-1] >= h.highest('rollout/score_max'):
         return None  # they differed and have all become right: the score saturates
     return Finding(
         key='scores-equal',
@@ -26,8 +26,8 @@ def scores_equal(h: History) -> Finding | None:
         evidence=f'every response of the last {phases} phases scored {low[-1]:.4g}',
         cause='a reward that tells no response of this policy from another: a bug in it, a task far too hard, or one '
         'that is solved',
-        change='print the reward of ten responses by hand; give a part of the score for a part of the answer, or easier '
-        'prompts',
+        change='print the reward of ten responses by hand; give a part of the score for a part of the answer, or '
+        'easier prompts',
     )
 
 
@@ -37,7 +37,7 @@ def score_saturates(h: History) -> Finding | None:
     start, now = h.start(STD), h.now(STD)
     if start <= 0.0 or now > limit('saturated_std') * start:
         return None
-    highest = max(h.values('rollout/score_max'))
+    highest = h.highest('rollout/score_max')
     return Finding(
         key='score-saturates',
         step=h.step,
@@ -99,9 +99,10 @@ def reward_model_disagrees(h: History) -> Finding | None:
         step=h.step,
         level='error',
         title='the reward model disagrees with itself',
-        evidence=f'scored again, alone in a batch, a response got a score {error:.2g} away from the first; the standard '
-        f'deviation of scores is {std:.2g}',
-        cause='dropout or batch statistics in the reward model, or padding that it sees: a mask or position ids are lost',
+        evidence=f'scored again, alone in a batch, a response got a score {error:.2g} away from the first; the '
+        f'standard deviation of scores is {std:.2g}',
+        cause='dropout or batch statistics in the reward model, or padding that it sees: a mask or position ids are '
+        'lost',
         change='reward_model.eval(); compare its score of one text alone and beside a longer one: they must agree to '
         f'{1e-5 if h.computes_in_fp32 else 1e-2:g}',
     )
@@ -115,7 +116,7 @@ def groups_without_signal(h: History) -> Finding | None:
         return None
     if h.solved_share >= limit('solved'):
         return None
-    low, high = min(h.values('rollout/score_min')), max(h.values('rollout/score_max'))
+    low, high = h.lowest('rollout/score_min'), h.highest('rollout/score_max')
     size = h.setting('num_samples_per_prompt', 2)
     return Finding(
         key='groups-without-signal',

@@ -74,7 +74,8 @@ def length_drifts(h: History) -> Finding | None:
         + (', or the loss weighs long ones less for each token' if longer else ''),
         change='look at the reward of a good response and of the same '
         + (
-            'with a needless end: they should not differ; token_penalty=0.001 of the usual score per token, or overlong_buffer'
+            'with a needless end: they should not differ; token_penalty=0.001 of the usual score per token, or '
+            'overlong_buffer'
             if longer
             else 'cut in half: the half should score less; min_new_tokens, or missing_eos_score for cut ones'
         ),
@@ -100,12 +101,13 @@ def length_limit(h: History) -> Finding | None:
         step=h.step,
         level='warning',
         title='responses hit the limit of tokens',
-        evidence=f'{cut:.0%} of responses are cut at {told} ({first:.0%} at the start); mean length {h.now(LENGTH):.3g}',
+        evidence=f'{cut:.0%} of responses are cut at {told} ({first:.0%} at the start); mean length '
+        f'{h.now(LENGTH):.3g}',
         cause='responses have grown into the limit'
         if drifted
         else 'the limit is shorter than what the model wants to say',
-        change=f'max_new_tokens to {2 * room if room else "twice as many"}, or make an end worth it: missing_eos_score one '
-        'standard deviation below the mean score, or overlong_filter=True',
+        change=f'max_new_tokens to {2 * room if room else "twice as many"}, or make an end worth it: missing_eos_score '
+        'one standard deviation below the mean score, or overlong_filter=True',
     )
 
 
@@ -115,7 +117,7 @@ def never_ends(h: History) -> Finding | None:
     room, least = h.generation('max_new_tokens'), h.generation('min_new_tokens') or 0
     if room is not None and least >= room:
         return None  # that is how they were asked for
-    once = max(h.values(ENDED)) > 0.0
+    once = h.start(ENDED) >= 1.0 - limit('cut_share')  # where few did, pieces may be what is wanted
     matters = _end_matters(h)
     pieces = room is not None and room < (limit('short_limit') if once or matters else limit('long_limit'))
     if pieces:
@@ -127,15 +129,15 @@ def never_ends(h: History) -> Finding | None:
         title='no response ends',
         evidence=f'not one end token in the last {NOW} phases'
         + (f' (max_new_tokens={room})' if room else '')
-        + (f'; {max(h.values(ENDED)):.0%} of responses ended in the best phase' if once else ''),
+        + f'; {h.start(ENDED):.0%} of responses ended at the start',
         cause='the end token has become unlikely'
         if once
-        else 'a model that never saw the end token in a loss (padding and end token are one id, or data without ends), or '
-        'a limit too short to reach it',
+        else 'a model that never saw the end token in a loss (padding and end token are one id, or data without '
+        'ends), or a limit too short to reach it',
         change='missing_eos_score one standard deviation below the mean score'
         if once
-        else 'check that demonstrations end with the end token, that it counts in the loss and is not the padding token; '
-        'then eos_token_id of generation',
+        else 'check that demonstrations end with the end token, that it counts in the loss and is not the padding '
+        'token; then eos_token_id of generation',
     )
 
 

@@ -23,8 +23,8 @@ def value_loss_dominates(h: History) -> Finding | None:
         step=h.step,
         level='warning',
         title='the value loss dominates',
-        evidence=f'value_coef {coef:g} x value loss {loss:.3g} = {term:.3g}, where the policy term is about 0.8; gradient '
-        f'norm {norm:.3g} is clipped to {most:g}, so little of the policy is left in it',
+        evidence=f'value_coef {coef:g} x value loss {loss:.3g} = {term:.3g}, where the policy term is about 0.8; '
+        f'gradient norm {norm:.3g} is clipped to {most:g}, so little of the policy is left in it',
         cause="returns far from 0 with a value head on the policy's own trunk",
         change=f"score_scaling='running', which makes returns about 1, or value_coef from {coef:g} to {wanted:.1g}",
     )
@@ -37,9 +37,8 @@ def explained_variance_low(h: History) -> Finding | None:
     now = median(h.last(name, phases))
     if now > 0.0 or h.now('ppo/return_var') <= 1e-12 or h.solved_share >= limit('solved'):
         return None
-    own = h.values('ppo/critic_lr')
-    rate = max(own or h.values('ppo/lr') or [0.0])
-    which = 'critic_lr' if own else 'lr'
+    which = 'critic_lr' if h.count('ppo/critic_lr') else 'lr'
+    rate = h.highest(f'ppo/{which}', 0.0)
     parameters = (h.record.models if h.record is not None else {}).get('critic', {}).get('parameters')
     rule = recommended_lr(parameters, 'rm') if parameters else rate
     high = rate > 3 * rule
@@ -52,6 +51,6 @@ def explained_variance_low(h: History) -> Finding | None:
         cause='a learning rate too high for a critic of this size'
         if high
         else 'a critic that learns too slowly, starts too far off, or whose target has no part that the text tells',
-        change=f'{which} from {rate:.1g} to {rule if high else 3 * rate:.1g}; begin it from the reward model (Critic.from_reward_model); or do '
-        "without one: advantage_estimator='rloo', num_samples_per_prompt=4",
+        change=f'{which} from {rate:.1g} to {rule if high else 3 * rate:.1g}; begin it from the reward model '
+        "(Critic.from_reward_model); or do without one: advantage_estimator='rloo', num_samples_per_prompt=4",
     )

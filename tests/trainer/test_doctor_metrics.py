@@ -1,0 +1,190 @@
+"""The numbers that the trainers measure for the doctor, against slow loops; and that measuring changes no run."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import ppo_on_ids
+import pytest
+import torch
+from fake_trainer import experience
+from phase_log import Log
+
+from chatgpt.experience import RewardModelScorer
+from chatgpt.experience.rescore import rescored
+from chatgpt.testing.processes import run_distributed
+from chatgpt.trainer.metrics import group_metrics, rank_metrics, rollout_metrics
+from chatgpt.trainer.repetition import repetition
+from chatgpt.trainer.run_control import PhaseClock
+from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy
+
+
+def slowly(responses: list[list[int]]) -> dict[str, float]:
+    """Runs of four as tuples, response by response."""
+    within, sets = [], []
+    for response in responses:
+        runs = [tuple(response[i : i + 4]) for i in range(len(response) - 3)]
+        if runs:
+            within.append(sum(run in runs[:i] for i, run in enumerate(runs)) / len(runs))
+            sets.append(set(runs))
+    if not sets:
+        return {}
+    return {
+        'rollout/repetition_within': sum(within) / len(within),
+        'rollout/repetition_across': 1 - len(set().union(*sets)) / sum(map(len, sets)),
+    }
+
+
+@pytest.mark.parametrize('vocab', [2, 5, 100_000])
+def test_repetition_is_that_of_a_slow_loop(vocab):
+    rng = np.random.default_rng(vocab)
+    responses = [rng.integers(0, vocab, int(n)).tolist() for n in rng.integers(1, 40, 30)]
+    assert repetition([torch.tensor(r) for r in responses]) == pytest.approx(slowly(responses))
+
+
+def test_repetition_by_hand():
+    told = [1, 2, 3, 4, 1, 2, 3, 4]  # 1234 2341 3412 4123 1234: one of five stood there before
+    assert repetition([torch.tensor(told)]) == pytest.approx(
+        {'rollout/repetition_within': 0.2, 'rollout/repetition_across': 0.0}
+    )
+    both = repetition([torch.tensor(told), torch.tensor([9, 1, 2, 3, 4])])  # 4 and 2 different ones, 5 together
+    assert both == pytest.approx({'rollout/repetition_within': 0.1, 'rollout/repetition_across': 1 - 5 / 6})
+    assert repetition([torch.tensor([1, 2, 3])]) == repetition([]) == {}
+
+
+def test_a_run_that_crosses_two_responses_does_not_count():
+    assert repetition([torch.tensor([1, 1, 1]), torch.tensor([1, 1, 1])]) == {}
+
+
+def test_repetition_takes_less_than_a_hundredth_of_a_phase():
+    """Of 256 responses of 256 tokens; a GPU that generates 50,000 tokens a second takes 1.3 s for them."""
+    responses = [torch.randint(0, 50_000, (256,)) for _ in range(256)]
+    times = []
+    for _ in range(3):
+        start = time.process_time()
+        repetition(responses)
+        times.append(time.process_time() - start)
+    assert min(times) < 0.1
+
+
+def test_the_median_deviation_of_scores():
+    records = [experience(i, [3], [4, 5], score) for i, score in enumerate([1.0, 2.0, 4.0, 100.0, 3.0])]
+    assert rollout_metrics(records, 0.1)['rollout/score_mad'] == 1.0  # around 3: 2, 1, 1, 97, 0
+
+
+def test_groups_with_equal_scores():
+    records = [experience(i, [3], [4], score) for i, score in enumerate([1.0, 1.0, 1.0, 2.0, 5.0, 5.0, 7.0])]
+    for record, group in zip(records, [0, 0, 1, 1, 2, 2, 3], strict=True):
+        record.group = group
+    assert group_metrics(records) == {'rollout/equal_groups_share': 2 / 3}  # one alone is no group
+    assert group_metrics(records[:1]) == {}
+    for record, parts in zip(records[:2], [((1.0, 0.0), (1.0, 1.0)), ((1.0, 1.0), (1.0, 0.0))], strict=True):
+        record.weighted_scores = parts  # equal in their sum, not apart
+    assert group_metrics(records[:2]) == {'rollout/equal_groups_share': 1.0}
+    assert group_metrics(records[:2], apart=True) == {'rollout/equal_groups_share': 0.0}
+
+
+# ---------------------------------------------------------------------- scored again
+
+
+class Scores(torch.nn.Module):
+    """The mean id of a sequence; or also how many stand beside it; or with dropout."""
+
+    def __init__(self, company: float = 0.0, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.company, self.dropout, self.sizes = company, torch.nn.Dropout(dropout), []
+
+    def forward(self, batch):
+        self.sizes.append(batch.num_sequences)
+        sums = torch.zeros(batch.num_sequences).index_add(0, batch.action_rows, batch.action_ids.float())
+        return self.dropout(sums) + self.company * batch.num_sequences
+
+
+@pytest.mark.parametrize(('company', 'error'), [(0.0, 0.0), (0.5, 0.5 * 6)])
+def test_a_response_is_scored_again_alone(company, error):
+    strategy, model = NaiveStrategy(seed=0, device='cpu'), Scores(company)
+    scorer = RewardModelScorer(model)
+    records = [experience(i, [3], [4 + i, 5], 0.0) for i in range(7)]
+    for record, score in zip(records, scorer.score(records, strategy), strict=True):
+        record.score = score
+    assert rescored(scorer, records, strategy) == pytest.approx(error)
+    assert model.sizes == [7, 1, 1, 1, 1]
+
+
+def test_scoring_again_draws_no_random_number_that_the_run_would_miss():
+    strategy = NaiveStrategy(seed=0, device='cpu')
+    scorer = RewardModelScorer(Scores(dropout=0.5))
+    records = [experience(i, [3], [4 + i, 5], 10.0) for i in range(4)]
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    assert rescored(scorer, records, strategy) > 0.0  # dropout is at work
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_it_is_rare(monkeypatch):
+    import chatgpt.trainer.ppo as module
+
+    _, phases = ppo_on_ids.run(2)
+    assert ['rollout/rescore_error' in p for p in phases] == [True, False]
+    monkeypatch.setattr(module, 'RESCORE_EVERY', 2)
+    _, phases = ppo_on_ids.run(3)
+    assert ['rollout/rescore_error' in p for p in phases] == [True, False, True]
+
+
+def test_a_scorer_that_is_no_reward_model_is_asked_once():
+    class Lengths:
+        num_calls = 0
+
+        def score(self, samples, strategy):
+            self.num_calls += 1
+            return [float(s.num_actions) for s in samples]
+
+    log, scorer = Log(), Lengths()
+    trainer = ppo_on_ids.make(callbacks=[log])
+    trainer.scorer = trainer.maker.scorer = scorer
+    trainer.fit(ppo_on_ids.prompts(), 1, 1, 1)
+    assert scorer.num_calls == 1 and 'rollout/rescore_error' not in log.phases[0]
+
+
+# ---------------------------------------------------------------------- seconds
+
+
+def test_time_outside_of_the_parts_of_a_phase(monkeypatch):
+    now = iter([10.0, 12.0, 15.0, 18.0, 30.0, 31.0, 34.0])
+    monkeypatch.setattr(
+        'chatgpt.trainer.run_control.time', SimpleNamespace(perf_counter=lambda: next(now), process_time=lambda: 0.0)
+    )
+    clock = PhaseClock(torch.device('cpu'))
+    with clock.measure('collect'):  # 10 to 12
+        pass
+    with clock.measure('learn'):  # 15 to 18
+        pass
+    first = clock.metrics()  # at 30
+    assert (first['perf/total_s'], first['perf/other_s']) == (5.0, 15.0)
+    clock.reset()
+    now = iter([31.0, 34.0, 40.0])
+    with clock.measure('learn'):  # 31 to 34; callbacks of the first phase ran from 30
+        pass
+    second = clock.metrics()  # at 40
+    assert (second['perf/total_s'], second['perf/other_s']) == (3.0, 7.0)
+
+
+def seconds_of_ranks() -> dict[str, float]:
+    with DDPStrategy(seed=0) as strategy:
+        return rank_metrics(strategy, [2.0, 7.0, 3.0][strategy.rank])
+
+
+def test_the_slowest_rank_is_named():
+    expected = {'perf/slowest_rank': 1.0, 'perf/slowest_rank_s': 7.0, 'perf/other_ranks_s': 2.5}
+    assert run_distributed(seconds_of_ranks, 3) == [expected] * 3
+    assert rank_metrics(NaiveStrategy(seed=0, device='cpu'), 2.0) == {}
+
+
+def test_greatest_gradient_norms_are_logged_beside_their_means():
+    trainer, phases = ppo_on_ids.run(1)
+    for name in ('actor', 'critic'):
+        assert phases[0][f'ppo/{name}_grad_norm_max'] >= phases[0][f'ppo/{name}_grad_norm'] > 0.0
+    assert trainer.collector.taken_s() == 0.0  # asked for at the end of the phase
