@@ -32,7 +32,7 @@ PAGES = [
 ]
 PROGRAMS = ('chatgpt-rlhf', 'python', 'torchrun', 'make', 'pip', 'ray', 'git', 'cd', 'bash', 'tensorboard')
 START = re.compile(rf'(?:\$ )?((?:[A-Z_]+=\S* )*)(?:\S*/bin/)?((?:{"|".join(PROGRAMS)}) .*)', re.DOTALL)
-COMING_PAGES = ('docs/results/doctor.md', 'docs/results/rollouts_cost.md')
+COMING_PAGES = ('docs/results/doctor.md',)
 """pages that the contents name and that are not here yet"""
 MODELS = ('gpt2', 'NAME_OR_FOLDER', 'MODEL')
 """words of the pages that stand for a model of the reader's"""
@@ -370,6 +370,7 @@ def _parse_make(words: list[str]) -> None:
 
 def _parse_pip(words: list[str]) -> None:
     """Options as pip reads them, extras as setup.py has them, files that exist."""
+    import setuptools  # noqa: F401  # before pip, which would bring the distutils that setuptools has replaced
     from pip._internal.commands import create_command
 
     command = create_command(words[0])
