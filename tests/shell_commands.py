@@ -232,7 +232,7 @@ def bring(command: Command, folder: Path, model: Path) -> list[str]:
             path.write_text(config_text(name.removesuffix('.yaml'), own, 'chatgpt-rlhf'))
             for file, text in given.items():
                 (folder / file).write_text(text)
-        elif re.fullmatch(r'outputs/\w+', name) and {'doctor', 'report'} & set(words):
+        elif re.fullmatch(r'outputs/\w+|RUN', name) and {'doctor', 'report'} & set(words):
             write_run(path)
         elif re.fullmatch(r'outputs/\w+/actor', name):
             shutil.copytree(model, path)

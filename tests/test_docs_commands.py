@@ -43,6 +43,7 @@ NOT_RUN = NOT_OURS | {
     r'^torchrun --standalone': 'two processes: tests/examples/test_train_prompts.py',
     r'compat run train_prompts\.py': 'theirs: tests/compat/colossalai/test_colossalai_programs.py',
     r' compare | rollouts outputs': 'a page, or what people said on it: tests/cli/test_compare.py',
+    r'compat run hello\.py': 'the stand-in is that of script.py, which is run',
     r'human_loop\.py': 'asks people: tests/examples/test_human_loop.py',
     r'--push_to_hub ': 'uploads: tests/publish/test_push_runs.py',
     r'^python -m chatgpt sweep': 'several runs: tests/search/test_sweep_runs.py runs the one of the page',
