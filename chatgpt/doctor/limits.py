@@ -22,8 +22,8 @@ LIMITS: dict[str, Limit] = {
     'still_ratio': Limit(0.01, 'a twentieth of the usual clip range of 0.2: no token came near the clip'),
     'still_loss': Limit(0.02, 'share of the loss: the spread of a mean over a few hundred records'),
     'low_lr': Limit(5, 'times below the rule for this size: the rule is no better than a factor of three'),
-    'chance': Limit(0.05, 'around an accuracy of 0.5: two standard errors of 400 pairs'),
-    'chance_late': Limit(0.02, 'around 0.5, with a rate that fits: two standard errors of 2,500 pairs'),
+    'chance': Limit(0.05, 'above an accuracy of 0.5, in the mean of eight phases: two standard errors of 400 pairs'),
+    'chance_late': Limit(0.02, 'above 0.5, with a rate that fits: two standard errors of 2,500 pairs'),
     'late': Limit(0.9, 'of the run: a weak signal shows late'),
     'kl_per_token': Limit(
         1.0, 'nats: the typical token is e times likelier than under the initial model; published runs end below 0.5'

@@ -47,7 +47,7 @@ HEALTHY: dict[str, Any] = {
     'perf/total_s': 10.0,
     'perf/other_s': 0.5,
 }
-RM: dict[str, Any] = {'rm/loss': lambda i: 0.7 - 0.01 * i, 'rm/accuracy': lambda i: 0.5 + 0.01 * i, 'rm/lr': 1e-3}
+RM: dict[str, Any] = {'rm/loss': lambda i: 0.7 - 0.01 * i, 'rm/accuracy': lambda i: 0.5 + 0.02 * i, 'rm/lr': 1e-3}
 SFT: dict[str, Any] = {'sft/loss': lambda i: 2.0 - 0.05 * i, 'sft/lr': 1e-3, 'sft/grad_norm': 1.0}
 
 
@@ -107,7 +107,11 @@ CASES: dict[str, Case] = {
     ),
     'nothing-moves, SFT': Case({'sft/loss': 2.0, 'sft/lr': 1e-7}, {'sft/lr': 1e-7}, step=8, base=SFT),
     'nothing-moves, labels without signal': Case(
-        {'rm/loss': 0.69, 'rm/accuracy': 0.5}, {'rm/accuracy': lambda i: 0.5 + 0.002 * i}, step=22, base=RM, about={'num_phases': 24}
+        {'rm/loss': 0.69, 'rm/accuracy': 0.5},
+        {'rm/accuracy': lambda i: 0.5 + 0.005 * i},
+        step=22,
+        base=RM,
+        about={'num_phases': 24},
     ),
     'kl-runs-away': Case(  # e^(i/4) nats in 40 tokens: above 40 from phase 15, the median of five two phases later
         {'rollout/kl_mean': lambda i: 2.718 ** (i / 4)}, {'rollout/kl_mean': lambda i: 1.5 * i}, step=17
