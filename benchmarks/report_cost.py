@@ -10,6 +10,7 @@ recorder's hooks are timed in addition, by themselves: that share is what the no
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import tempfile
@@ -199,7 +200,7 @@ def page(rows: list[str], phases: int, worst: float) -> str:
             '# What recording sequences costs',
             '',
             f'`python benchmarks/report_cost.py --phases {phases} --out docs/results/rollouts_cost.md`: PPO with a critic, '
-            f'16 sequences recorded in every second of {phases} phases, one thread, torch {torch.__version__}.',
+            f'16 sequences recorded in every second of {phases} phases, one thread on {os.cpu_count()} cores shared with other work, torch {torch.__version__}.',
             '',
             f'| {head} |',
             f'|{"---|" * (head.count("|") + 1)}',

@@ -4,15 +4,19 @@ reward model.
     python examples/demo.py [--out outputs/demo] [--seed 0]
 
 The world is `chatgpt.dataset.embedded`. It knows what a response is worth; the policy never sees that, only the reward
-model that learned it from pairs, and the win rate at the end is by the truth. Leaves in --out: sft/, reward_model/ and
-ppo/ (Hugging Face folders), metrics.jsonl of the three runs, curves.png, and before_after.txt, the table that it prints
-at the end.
+model that learned it from pairs, and the win rate at the end is by the truth. Two things keep PPO from answering with
+what merely scores well ("it felt proud . it felt proud . it felt proud ."): the pairs are close and their labellers
+mind repetition, and KL to the SFT model is dear. docs/results/demo.md has the same without either.
+
+Leaves in --out: sft/, reward_model/ and ppo/ (Hugging Face folders), sft_run/, reward_model_run/ and ppo_run/ (metrics
+and report.html of each stage), curves.png, and before_after.txt, the table that it prints at the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -26,10 +30,21 @@ from chatgpt.launch.inputs import quiet_transformers
 from chatgpt.nn import AutoActor, AutoRM, Critic
 from chatgpt.trainer import PPOTrainer, RewardModelTrainer, SFTTrainer
 from chatgpt.trainer.callbacks import format_table, read_jsonl
+from chatgpt.trainer.repetition import repetition
 from chatgpt.trainer.saving import save_pretrained
 from chatgpt.trainer.strategies import NaiveStrategy
 
-NUM_SHOWN, NUM_COMPARED = 6, 200
+NUM_PAIRS, NUM_SHOWN, NUM_COMPARED = 6600, 6, 200
+PPO: dict[str, Any] = {
+    'lr': 1.5e-3,
+    'lr_schedule': 'linear',
+    'num_phases': 30,
+    'experience_batch_size': 128,
+    'train_batch_size': 64,
+    'max_epochs': 3,
+    'kl_coef': 0.55,
+}
+Preferences = Callable[[int, int], list[dict[str, str]]]
 
 
 def run_sft(strategy: Any, tokenizer: Any, out: Path) -> Any:
@@ -53,11 +68,11 @@ def run_sft(strategy: Any, tokenizer: Any, out: Path) -> Any:
     return actor
 
 
-def run_reward_model(strategy: Any, tokenizer: Any, out: Path) -> RewardModelTrainer:
+def run_reward_model(strategy: Any, tokenizer: Any, out: Path, preferences: Preferences) -> RewardModelTrainer:
     """Begins with what SFT has learned of the language."""
     model = AutoRM(pretrained=out / 'sft')
     model, optim = strategy.prepare((model, AdamW(model.parameters(), lr=1e-3)))
-    train, validation = load_preferences(embedded.demo_preferences(6600, seed=0), tokenizer, validation_percentage=9)
+    train, validation = load_preferences(preferences(NUM_PAIRS, 0), tokenizer, validation_percentage=9)
     trainer = RewardModelTrainer(
         strategy,
         model,
@@ -75,13 +90,15 @@ def run_reward_model(strategy: Any, tokenizer: Any, out: Path) -> RewardModelTra
     return trainer
 
 
-def run_ppo(strategy: Any, actor: Any, tokenizer: Any, out: Path) -> PPOTrainer:
+def run_ppo(strategy: Any, actor: Any, tokenizer: Any, out: Path, settings: dict[str, Any]) -> PPOTrainer:
+    settings = dict(settings)
+    lr, num_phases = settings.pop('lr'), settings.pop('num_phases')
     actor = deepcopy(actor)
     reward_model = AutoRM(pretrained=out / 'reward_model')
     critic = Critic.from_reward_model(reward_model)
     initial_model = deepcopy(actor)
     (actor, actor_optim), (critic, critic_optim), reward_model, initial_model = strategy.prepare(
-        (actor, AdamW(actor.parameters(), lr=3e-4, eps=1e-5, weight_decay=0.0)),
+        (actor, AdamW(actor.parameters(), lr=lr, eps=1e-5, weight_decay=0.0)),
         (critic, AdamW(critic.parameters(), lr=1e-3, eps=1e-5, weight_decay=0.0)),
         reward_model,
         initial_model,
@@ -96,13 +113,10 @@ def run_ppo(strategy: Any, actor: Any, tokenizer: Any, out: Path) -> PPOTrainer:
         critic_optim,
         tokenizer=tokenizer,
         run_dir=out / 'ppo_run',
-        experience_batch_size=64,
-        train_batch_size=32,
-        max_epochs=4,
-        kl_coef=0.05,
         max_new_tokens=32,
+        **settings,
     )
-    trainer.fit(embedded.demo_prompts(200, seed=0), num_episodes=1, max_timesteps=40, update_timesteps=1)
+    trainer.fit(embedded.demo_prompts(200, seed=0), num_episodes=1, max_timesteps=num_phases, update_timesteps=1)
     save_pretrained(strategy, actor, out / 'ppo', tokenizer=tokenizer)
     return trainer
 
@@ -144,6 +158,73 @@ def plot(out: Path) -> Path:
     return out / 'curves.png'
 
 
+def train(
+    out: Path,
+    seed: int,
+    preferences: Preferences = embedded.demo_close_preferences,
+    ppo: dict[str, Any] = PPO,
+) -> float:
+    """The three stages; the share of eval pairs that the reward model puts in the right order."""
+    tokenizer = embedded.demo_tokenizer()
+    with NaiveStrategy(seed=seed) as strategy:
+        print('1. SFT: a new GPT-2 of 0.2 million parameters learns to tell stories from 2,000 of them.', flush=True)
+        actor = run_sft(strategy, tokenizer, out)
+        print('\n2. Reward model: which of two stories do people prefer? It learns that from 6,000 pairs.', flush=True)
+        trainer = run_reward_model(strategy, tokenizer, out, preferences)
+        accuracy = trainer.evaluate(trainer.eval_data)['accuracy']
+        print('\n3. PPO: the model tells stories and the reward model scores them; what scores well becomes likelier.')
+        print('   Each step away (KL) from the SFT model costs, so only what is worth it changes.', flush=True)
+        run_ppo(strategy, actor, tokenizer, out, ppo)
+    return accuracy
+
+
+def compare(out: Path, num_prompts: int = NUM_COMPARED) -> tuple[dict[str, float], list[dict[str, str]]]:
+    """SFT against PPO on new prompts: numbers, and a table of the first stories."""
+    tokenizer = embedded.demo_tokenizer()
+    prompts = [row['prompt'] for row in embedded.demo_prompts(num_prompts, seed=1)]
+    before, after = answers(out / 'sft', prompts, 0), answers(out / 'ppo', prompts, 0)
+    values = [
+        (embedded.true_score(p, b), embedded.true_score(p, a)) for p, b, a in zip(prompts, before, after, strict=True)
+    ]
+    count = len(prompts)
+    wins, ties = sum(a > b for b, a in values), sum(a == b for b, a in values)
+    numbers: dict[str, float] = {'count': count, 'wins': wins, 'ties': ties, 'win_rate': (wins + ties / 2) / count}
+    for name, texts, column in (('SFT', before, 0), ('PPO', after, 1)):
+        found = repetition([tokenizer(text, return_tensors='pt')['input_ids'][0].long() for text in texts])
+        numbers[f'{name} truth'] = sum(pair[column] for pair in values) / count
+        numbers[f'{name} within'] = found['rollout/repetition_within']
+        numbers[f'{name} across'] = found['rollout/repetition_across']
+        numbers[f'{name} words'] = sum(len(text.split()) for text in texts) / count
+    rows = []
+    for i in range(NUM_SHOWN):
+        rows += [
+            {'': 'prompt', 'truth': '', 'text': prompts[i]},
+            {'': 'SFT', 'truth': f'{values[i][0]:+z.2f}', 'text': before[i]},
+            {'': 'PPO', 'truth': f'{values[i][1]:+z.2f}', 'text': after[i]},
+            {'': '', 'truth': '', 'text': ''},
+        ]
+    return numbers, rows[:-1]
+
+
+def report(out: Path, accuracy: float) -> None:
+    """Prints SFT against PPO, and keeps it in before_after.txt."""
+    n, rows = compare(out)
+    count = n['count']
+    summary = [
+        f'reward model: {accuracy:.1%} of eval pairs in the right order',
+        f'true value on {count} new prompts: SFT {n["SFT truth"]:+z.2f}, PPO {n["PPO truth"]:+z.2f} (at best +1.00)',
+        f'win rate of PPO over SFT by the truth: {n["win_rate"]:.1%} ({n["wins"]} wins, {n["ties"]} ties counted half, '
+        f'of {count})',
+        f'repeated runs of 4 words within a story: SFT {n["SFT within"]:.1%}, PPO {n["PPO within"]:.1%}',
+        f'runs of 4 words that another of the {count} stories has too: SFT {n["SFT across"]:.1%}, PPO '
+        f'{n["PPO across"]:.1%}',
+    ]
+    text = '\n'.join([format_table(rows, ['', 'truth', 'text'], width=110), '', *summary])
+    (out / 'before_after.txt').write_text(text + '\n')
+    print('\n4. Before and after: both answer the same new prompts; only this table looks at the truth.\n')
+    print(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out', type=Path, default=Path('outputs/demo'))
@@ -152,45 +233,11 @@ def main() -> None:
     start = time.perf_counter()
     quiet_transformers()
     torch.set_num_threads(1)  # a model this small runs fastest on one
-    tokenizer = embedded.demo_tokenizer()
-    with NaiveStrategy(seed=args.seed) as strategy:
-        print('1. SFT: a new GPT-2 of 0.2 million parameters learns the language of the story world', flush=True)
-        actor = run_sft(strategy, tokenizer, args.out)
-        print('2. Reward model: which of two stories is better, from 6,000 pairs', flush=True)
-        trainer = run_reward_model(strategy, tokenizer, args.out)
-        accuracy = trainer.evaluate(trainer.eval_data)['accuracy']
-        print('3. PPO: the model learns to tell stories that the reward model likes', flush=True)
-        run_ppo(strategy, actor, tokenizer, args.out)
-    report(args.out, accuracy)
-    print(f'models: {args.out}/sft, reward_model, ppo; curves: {plot(args.out)}; {time.perf_counter() - start:.0f} s')
-
-
-def report(out: Path, accuracy: float) -> None:
-    """SFT against PPO on new prompts, by the truth."""
-    prompts = [row['prompt'] for row in embedded.demo_prompts(NUM_COMPARED, seed=1)]
-    before, after = answers(out / 'sft', prompts, 0), answers(out / 'ppo', prompts, 0)
-    values = [
-        (embedded.true_score(p, b), embedded.true_score(p, a)) for p, b, a in zip(prompts, before, after, strict=True)
-    ]
-    wins, ties = sum(a > b for b, a in values), sum(a == b for b, a in values)
-    rows = []
-    for i in range(NUM_SHOWN):
-        rows += [
-            {'': 'prompt', 'truth': '', 'text': prompts[i]},
-            {'': 'SFT', 'truth': f'{values[i][0]:+z.2f}', 'text': before[i]},
-            {'': 'PPO', 'truth': f'{values[i][1]:+z.2f}', 'text': after[i]},
-        ]
-    count = len(prompts)
-    summary = [
-        f'reward model: {accuracy:.1%} of eval pairs in the right order',
-        f'true value on {count} new prompts: SFT {sum(b for b, _ in values) / count:+z.2f}, PPO '
-        f'{sum(a for _, a in values) / count:+z.2f}',
-        f'win rate of PPO over SFT by the truth: {(wins + ties / 2) / count:.1%} ({wins} wins, {ties} ties counted '
-        f'half, of {count})',
-    ]
-    text = '\n'.join([format_table(rows, ['', 'truth', 'text'], width=110), *summary])
-    (out / 'before_after.txt').write_text(text + '\n')
-    print(f'\n4. The same prompts under both\n{text}')
+    report(args.out, train(args.out, args.seed))
+    print(f'\nmodels: {args.out}/sft, reward_model, ppo; curves: {plot(args.out)}; {time.perf_counter() - start:.0f} s')
+    page = args.out / 'ppo_run' / 'report.html'
+    if page.exists():
+        print(f'report: {page}')
 
 
 if __name__ == '__main__':

@@ -30,14 +30,11 @@ from chatgpt.launch.arguments import run_main
 # What a model of a real size starts with; more flags as `python -m chatgpt ppo --help` lists them.
 REWARD_MODEL = ['--max_epochs=1']
 PPO = ['--num_episodes=1', '--max_timesteps=50', '--update_timesteps=1', '--kl_coef=0.05']
-COMPARE: list[str] = []
 
 NUM_PROMPTS = 300
 SMALL_REWARD_MODEL = ['--lr=1e-3', '--max_epochs=4', '--train_batch_size=32']
 SMALL_PPO = ['--lr=3e-4', '--critic_lr=1e-3', '--num_episodes=1', '--max_timesteps=25', '--update_timesteps=1']
 SMALL_PPO += ['--experience_batch_size=64', '--train_batch_size=32', '--max_epochs=4', '--kl_coef=0.05']
-SMALL_PPO += ['--max_new_tokens=32']
-SMALL_COMPARE = ['--max_new_tokens=32']
 WRONG_KEY = 0.1
 
 
@@ -92,15 +89,16 @@ def main() -> None:
     parser.add_argument('--out', type=Path, default=Path('outputs/human_loop'))
     parser.add_argument('--rounds', type=int, default=1)
     parser.add_argument('--annotators_per_pair', type=int, default=2, metavar='K')
+    parser.add_argument('--max_new_tokens', type=int, help='of a response (default: 64, simulated: 32)')
     parser.add_argument('--simulated', action='store_true')
     args = parser.parse_args()
     if args.simulated == bool(args.prompts and args.pretrain):
         parser.error('give prompts and --pretrain, or --simulated')
     args.out.mkdir(parents=True, exist_ok=True)
     prompts, policy = story_world(args.out) if args.simulated else (args.prompts, args.pretrain)
-    judged = [SMALL_REWARD_MODEL, SMALL_PPO, SMALL_COMPARE] if args.simulated else [REWARD_MODEL, PPO, COMPARE]
-    of_reward_model, of_ppo, of_compare = judged
-    asked = ['--prompts', prompts, f'--annotators_per_pair={args.annotators_per_pair}', *of_compare]
+    of_reward_model, of_ppo = (SMALL_REWARD_MODEL, SMALL_PPO) if args.simulated else (REWARD_MODEL, PPO)
+    length = f'--max_new_tokens={args.max_new_tokens or (32 if args.simulated else 64)}'
+    asked = ['--prompts', prompts, f'--annotators_per_pair={args.annotators_per_pair}', length]
     databases = [args.out / 'round-0.sqlite']
     ask(['--model', policy, '--db', str(databases[0]), *asked], args.simulated)
     for number in range(1, args.rounds + 1):
@@ -111,7 +109,7 @@ def main() -> None:
             words = ['--pretrain', policy, '--save_path', str(folder / 'reward_model_run')]
             run(['reward-model', str(said), *words, '--model_path', str(reward_model), *of_reward_model])
             words = ['--pretrain', policy, '--reward_model', str(reward_model), '--save_path', str(folder / 'ppo')]
-            run(['ppo', prompts, *words, *of_ppo])
+            run(['ppo', prompts, *words, length, *of_ppo])
         databases.append(args.out / f'round-{number}.sqlite')
         words = ['--model', policy, '--model', str(actor), '--reward_model', str(reward_model)]
         ask([*words, '--db', str(databases[-1]), *asked], args.simulated)

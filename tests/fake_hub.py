@@ -116,6 +116,10 @@ class _Handler(BaseHTTPRequestHandler):
             repo, what, revision = '/'.join(words[2:4]), words[4], '/'.join(words[5:])
             if repo not in hub.repos:
                 return self._answer({'error': 'Repository not found'}, 404, {'X-Error-Code': 'RepoNotFound'})
+            if what == 'revision':
+                there = revision in hub.repos[repo]['revisions']
+                more = {} if there else {'X-Error-Code': 'RevisionNotFound'}
+                return self._answer({'id': repo, 'error': 'no such revision'}, 200 if there else 404, more)
             if what == 'branch':
                 hub.repos[repo]['revisions'].setdefault(revision, dict(hub.files(repo)))
                 return self._answer({})

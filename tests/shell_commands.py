@@ -32,8 +32,8 @@ PAGES = [
 ]
 PROGRAMS = ('chatgpt-rlhf', 'python', 'torchrun', 'make', 'pip', 'ray', 'git', 'cd', 'bash', 'tensorboard')
 START = re.compile(rf'(?:\$ )?((?:[A-Z_]+=\S* )*)(?:\S*/bin/)?((?:{"|".join(PROGRAMS)}) .*)', re.DOTALL)
-COMING_COMMANDS = ('report', 'doctor', 'rollouts', 'compare')
-"""words of the command that pages name and that are not here yet"""
+COMING_PAGES = ('docs/results/doctor.md', 'docs/results/rollouts_cost.md')
+"""pages that the contents name and that are not here yet"""
 MODELS = ('gpt2', 'NAME_OR_FOLDER', 'MODEL')
 """words of the pages that stand for a model of the reader's"""
 
@@ -207,6 +207,7 @@ def bring(command: Command, folder: Path, model: Path) -> list[str]:
     for word in words:
         name = word.partition('=')[2] if word.startswith('--') and '=' in word else word
         name = re.sub(r'(\.py):\w+$', r'\1', name)
+        name = re.sub(r'from (\w+) import .*', r'\1.py', name)
         path = folder / name
         if path.exists():
             continue
@@ -302,6 +303,10 @@ def _parse_python(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         _parse_command(rest[1:], monkeypatch)
     elif rest[0] == 'chatgpt.launch':
         _parse_launch(rest[1:], monkeypatch)
+    elif rest[0] == 'pip':
+        _parse_pip(rest[1:])
+    elif rest[0] == 'venv':
+        assert len(rest) == 2
     elif rest[0] == 'pytest':
         assert all((ROOT / word).exists() for word in rest[1:] if '/' in word)
     else:

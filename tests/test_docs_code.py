@@ -89,6 +89,7 @@ def assumed() -> dict[str, Any]:
 def tiny(block: str, model: Path) -> str:
     """The block with a folder for a hub name, and shorter."""
     block = re.sub(r"'(gpt2|facebook/opt-\w+|EleutherAI/[\w.-]+)'", repr(str(model)), block)
+    block = re.sub(r"(?<=from_pretrained\()'outputs/[\w/]+'", repr(str(model)), block)
     return re.sub(
         r'num_timesteps=\d+',
         'num_timesteps=1, experience_batch_size=8, train_batch_size=8',

@@ -14,9 +14,12 @@ from chatgpt.report import write_report
 
 def parser() -> Parser:
     out = Parser(description=__doc__)
-    out.add_argument('run', nargs='+', metavar='RUN', help='folder of a run, where metrics.jsonl is')
+    out.add_argument('run_folder', nargs='+', metavar='RUN', help='folder of a run, where metrics.jsonl is')
     out.add_argument(
-        '--out', metavar='FILE', help='default: report.html in the folder of the run; of several, in the current one'
+        '--out',
+        dest='out_file',
+        metavar='FILE',
+        help='default: report.html in the folder of the run; of several, in the current one',
     )
     out.add_argument('--title', help='default: the name of the run')
     return out
@@ -24,4 +27,4 @@ def parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
-    print(write_report(args.run, args.out, args.title))
+    print(write_report(args.run_folder, args.out_file, args.title))

@@ -81,7 +81,7 @@ class Guard:
         headers = {name.decode('latin-1').lower(): value.decode('latin-1') for name, value in scope['headers']}
         host = headers.get('host', '')
         if not self._is_ours(host):
-            return (421, 'this server has another name'), False
+            return (421, 'this is no name of the server: take the address as it was printed, or in digits'), False
         asked = parse_qs(scope['query_string'].decode('latin-1')).get('token', [''])[0]
         in_address = scope['path'] == '/' and scope['method'] == 'GET' and self._is_token(asked)
         if not in_address and not self._is_token(_cookie(headers.get('cookie', ''), self.cookie)):

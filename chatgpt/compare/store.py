@@ -185,6 +185,10 @@ class Store:
         return None if None in found else found
 
     def set_answers(self, side: str, texts: Sequence[str]) -> None:
+        """The answers 'a' or 'b', one per prompt, once. Raises ValueError where there are some: people may have judged
+        them."""
+        if self.num_pairs and self.answers(side) is not None:
+            raise ValueError(f'{self.path} has the answers {side} already')
         self._set_column(f'answer_{_side(side)}', texts)
 
     def set_margins(self, margins: Sequence[float | None]) -> None:

@@ -33,6 +33,11 @@ DEEDS = {1: ('played', 'danced', 'laughed'), 0: ('walked', 'waited', 'talked'), 
 FRAME = ('one', 'day', 'a', 'went', 'to', 'the', 'it', 'found', 'felt', 'with', '.')
 PAD, BOS, EOS = '<pad>', '<bos>', '<eos>'
 MAX_SENTENCES = 4
+VALUES = (1, 0, -1)
+RUN = 4
+"""words of a run whose second occurrence in a response is repetition"""
+REPETITION_COST = 3.0
+"""what a response of nothing but repetition would lose with the labellers of `demo_close_preferences`"""
 
 _VALUE_OF = {word: value for table in (THINGS, MOODS, DEEDS) for value, words in table.items() for word in words}
 _SENTENCES = (
@@ -43,8 +48,8 @@ _SENTENCES = (
 _SLOTS = tuple({w for words in table.values() for w in words} for table in (THINGS, MOODS, DEEDS))
 
 
-def _sentence(rng: random.Random) -> str:
-    value = rng.choice((1, 0, -1))
+def _sentence(rng: random.Random, values: tuple[int, ...] = VALUES) -> str:
+    value = rng.choice(values)
     kind = rng.randrange(3)
     if kind == 0:
         return f'it found a {rng.choice(THINGS[value])} .'
@@ -57,8 +62,12 @@ def _prompt(rng: random.Random) -> str:
     return f'one day a {rng.choice(SIZES)} {rng.choice(ANIMALS)} went to the {rng.choice(PLACES)} .'
 
 
+def _sentences(rng: random.Random, values: tuple[int, ...] = VALUES) -> list[str]:
+    return [_sentence(rng, values) for _ in range(rng.randint(2, MAX_SENTENCES))]
+
+
 def _response(rng: random.Random) -> str:
-    return ' '.join(_sentence(rng) for _ in range(rng.randint(2, MAX_SENTENCES)))
+    return ' '.join(_sentences(rng))
 
 
 def _spoilt(rng: random.Random, response: str) -> str:
@@ -75,6 +84,25 @@ def _spoilt(rng: random.Random, response: str) -> str:
     else:
         return ' '.join([_sentence(rng)] * rng.randint(2, MAX_SENTENCES))
     return ' '.join(words)
+
+
+def _changed(rng: random.Random, sentences: list[str], values: tuple[int, ...]) -> list[str]:
+    """The same story but for one thing, of those that a policy in training does: a sentence said again in the place of
+    another, or once more; a wrong word; another sentence; an end that breaks off."""
+    sentences, at, change = list(sentences), rng.randrange(len(sentences)), rng.randrange(5)
+    if change == 0:
+        sentences[at] = rng.choice(sentences)
+    elif change == 1:
+        sentences.insert(at, rng.choice(sentences))
+    elif change == 2:
+        words = sentences[at].split()
+        words[rng.randrange(len(words) - 1)] = rng.choice([*FRAME, *ANIMALS, *_VALUE_OF])
+        sentences[at] = ' '.join(words)
+    elif change == 3:
+        sentences[at] = _sentence(rng, values)
+    else:
+        sentences[-1] = ' '.join(sentences[-1].split()[: -rng.randint(1, 3)])
+    return sentences
 
 
 def demo_corpus(num: int, seed: int = 0) -> list[dict[str, str]]:
@@ -104,6 +132,43 @@ def demo_preferences(num: int, seed: int = 0) -> list[dict[str, str]]:
             chosen, rejected = (a, b) if score_a > score_b else (b, a)
             pairs.append({'prompt': prompt, 'chosen': chosen, 'rejected': rejected})
     return pairs
+
+
+def demo_close_preferences(num: int, seed: int = 0) -> list[dict[str, str]]:
+    """`num` pairs as {'prompt', 'chosen', 'rejected'} that are as close as answers of one policy: what a reward model
+    must tell apart while PPO presses on it.
+
+    Both stories of a pair are of one mood, mixed to cheerful, and half of the pairs are a story and the same with one
+    thing changed (`_changed`); one second story in five is spoilt besides. The labeller, as people do, also minds being
+    told the same again: a story's worth to them is `true_score` − `REPETITION_COST` · `repeated_share`. Pairs of equal
+    worth are drawn again.
+    """
+    rng = random.Random(f'close preferences {seed}')
+    pairs: list[dict[str, str]] = []
+    while len(pairs) < num:
+        prompt, values = _prompt(rng), rng.choice((VALUES, (1, 1, 0), (1,)))
+        story = _sentences(rng, values)
+        other = _changed(rng, story, values) if rng.random() < 1 / 2 else _sentences(rng, values)
+        a, b = ' '.join(story), ' '.join(other)
+        if rng.random() < 1 / 5:
+            b = _spoilt(rng, b)
+        worth_a, worth_b = (true_score(prompt, r) - REPETITION_COST * repeated_share(r) for r in (a, b))
+        if worth_a != worth_b:
+            chosen, rejected = (a, b) if worth_a > worth_b else (b, a)
+            pairs.append({'prompt': prompt, 'chosen': chosen, 'rejected': rejected})
+    return pairs
+
+
+def repeated_share(response: str) -> float:
+    """Share of a response's runs of `RUN` words that stood in it before (Welleck et al. 2020, seq-rep-4); 0 without
+    such a run.
+
+    >>> repeated_share('it felt glad . it felt glad .')
+    0.2
+    """
+    words = response.split()
+    runs = list(zip(*(words[i:] for i in range(RUN)), strict=False))
+    return 1.0 - len(set(runs)) / len(runs) if runs else 0.0
 
 
 def true_score(prompt: str, response: str) -> float:

@@ -33,6 +33,7 @@ class History:
         self._settings = dict(settings or {})
         self._series: dict[str, list[tuple[int, float]]] = {}
         self._values: dict[str, list[float]] = {}
+        self._range: dict[str, tuple[float, float]] = {}
 
     def add(self, row: Mapping[str, Any]) -> None:
         """The metrics of one more phase, with its `step`. What is no finite number is left out."""
@@ -41,6 +42,8 @@ class History:
             if name != 'step' and isinstance(value, (int, float)) and math.isfinite(value):
                 self._series.setdefault(name, []).append((self.step, float(value)))
                 self._values.setdefault(name, []).append(float(value))
+                low, high = self._range.get(name, (math.inf, -math.inf))
+                self._range[name] = min(low, value), max(high, value)
 
     # ------------------------------------------------------------------ metrics
 
@@ -67,6 +70,14 @@ class History:
         """Of the present phase; None where it was not measured in it."""
         series = self.series(name)
         return series[-1][1] if series and series[-1][0] == self.step else None
+
+    def lowest(self, name: str) -> float:
+        """Of all phases so far. Ask `count` first."""
+        return self._range[name][0]
+
+    def highest(self, name: str, otherwise: float | None = None) -> float:
+        """Of all phases so far. Ask `count` first, or give what it is where nothing was measured."""
+        return self._range[name][1] if otherwise is None or name in self._range else otherwise
 
     def start(self, name: str) -> float:
         """Median of the first phases. Ask `count` first."""
@@ -135,7 +146,7 @@ class History:
     @property
     def solved_share(self) -> float:
         """Where the mean score stands in the range of all scores so far: 0 at the lowest, 1 at the highest."""
-        low, high = min(self.values('rollout/score_min')), max(self.values('rollout/score_max'))
+        low, high = self.lowest('rollout/score_min'), self.highest('rollout/score_max')
         return (self.now('rollout/score_mean') - low) / (high - low) if high > low else 0.0
 
     @property

@@ -92,7 +92,8 @@ def check_destination(run: Run, config: Any, name: str) -> None:
     check_run_folder(run.save_path)
     try_model_folder(final_folder(run, name), config, trust_remote_code=run.trust_remote_code)
     if run.push_to_hub is not None:
-        check_upload(final_folder(run, name), run.push_to_hub, own=recorded_destination(run) == run.model_path)
+        own = bool(run.resume) and recorded_destination(run) == run.model_path
+        check_upload(final_folder(run, name), run.push_to_hub, own=own)
 
 
 def check_upload(folder: Path, repo_id: str, *, own: bool = False) -> None:

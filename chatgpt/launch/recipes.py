@@ -6,6 +6,7 @@ and calls `make_trainer` and `fit`. Left out: settings (`runs`), data (`inputs`)
 
 from __future__ import annotations
 
+import shlex
 import warnings
 from copy import deepcopy
 from pathlib import Path
@@ -254,10 +255,24 @@ def finish(run: Run, trainer: Any) -> Path:
         for name, optimizer in trainer.optimizers().items():
             strategy.save_optimizer(optimizer, Path(run.save_path, f'{name}_optim.pt'), only_rank0=False)
     if strategy.is_rank_0:
-        print(f'{run.trained} written to {path}', flush=True)
+        print(f'{run.trained} written to {path}; use it: {use_of(run, path, trainer.tokenizer)}', flush=True)
     if run.push_to_hub:
         push(run.push_to_hub, run, strategy, path)
     return path
+
+
+def use_of(run: Run, path: Path, tokenizer: Any) -> str:
+    """The command that uses the trained model."""
+    place = shlex.quote(str(path))
+    if run.trained == 'reward_model':
+        return f'python -m chatgpt ppo PROMPTS --pretrain {shlex.quote(run.base or "MODEL")} --reward_model {place}'
+    return (
+        f'python -m chatgpt chat {place}' if chats(tokenizer) else f'python -m chatgpt generate {place} "your prompt"'
+    )
+
+
+def chats(tokenizer: Any) -> bool:
+    return getattr(tokenizer, 'chat_template', None) is not None
 
 
 def push(repo_id: str, run: Run, strategy: Any, path: Path) -> None:

@@ -137,21 +137,23 @@ def base_of(told: Told) -> Base:
         return Base()
     if (name := hub_name(source)) is not None:
         return Base(name, f'[{name}](https://huggingface.co/{name})')
-    card = Path(source, CARD)
+    card, named = Path(source, CARD), Path(source).name
     known: Mapping[str, Any] = {}
     if card.is_file():
         from huggingface_hub import ModelCard
 
+        text = card.read_text(encoding='utf-8', errors='replace')
+        if is_ours(text) and (title := re.search(r'(?m)^# (.+)$', text)):
+            named = title[1]
         try:
-            known = ModelCard(card.read_text(encoding='utf-8'), ignore_metadata_errors=True).data.to_dict()
+            known = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
         except Exception:  # somebody's own, whatever is wrong with it
             known = {}
     base = known.get('base_model')
     base = base[0] if isinstance(base, list) and base else base
     hub = hub_name(base)
     license = known.get('license')
-    folder = Path(source).name
-    shown = f'the model in the folder `{folder}`'
+    shown = f'the model `{named}`'
     if hub:
         shown += f', which is made of [{hub}](https://huggingface.co/{hub})'
     return Base(hub, shown, license if isinstance(license, str) else None)

@@ -60,10 +60,15 @@ def curve(metrics: SequenceOf[Mapping[str, Any]], evals: SequenceOf[Mapping[str,
 def panels_of(
     metrics: SequenceOf[Mapping[str, Any]], evals: SequenceOf[Mapping[str, Any]]
 ) -> list[tuple[str, list[tuple[str, Curve]]]]:
-    """(title, [(label, curve)]) of the frames that the run has numbers for, each title once."""
+    """(title, [(label, curve)]) of the frames that the run has numbers for, each title once. What is 0 throughout, such
+    as the explained variance of a method without a critic, says nothing."""
     found: dict[str, list[tuple[str, Curve]]] = {}
     for panel in PANELS:
-        curves = [(label, points) for name, label in panel.curves if len(points := curve(metrics, evals, name)) > 1]
+        curves = [
+            (label, points)
+            for name, label in panel.curves
+            if len(points := curve(metrics, evals, name)) > 1 and any(value for _, value in points)
+        ]
         if curves and panel.title not in found:
             found[panel.title] = curves
     return list(found.items())[:MOST_PANELS]

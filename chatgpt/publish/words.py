@@ -39,8 +39,8 @@ def introduction(told: Told, role: Role, base: str, title: str) -> str:
     """What it is, in two or three sentences."""
     what = {
         'actor': 'a language model',
-        'reward_model': 'a reward model: it reads a prompt with an answer and says in one number how good that is',
-        'critic': 'a value model: it says of every token of an answer how good the whole will be',
+        'reward_model': 'a reward model',
+        'critic': 'a value model',
     }[role]
     if told.rank is not None:
         what = f'a LoRA adapter of rank {told.rank}, to be loaded onto {base or "the model that it was trained on"}'
@@ -53,6 +53,13 @@ def introduction(told: Told, role: Role, base: str, title: str) -> str:
     )
     origin = f', made of {base}' if base else ''
     sentences = [f'`{title}` is {what}{origin}{f" ({size})" if size else ""}.']
+    if role != 'actor':
+        sentences.append(
+            {
+                'reward_model': 'It reads a prompt with an answer, and says in one number how good the answer is.',
+                'critic': 'It says of every token of an answer how good the whole will be.',
+            }[role]
+        )
     method = method_of(told)
     if method is not None:
         source = f' ({method.paper.shown})' if method.paper is not None else ''
@@ -213,8 +220,8 @@ def _scorer(found: Any) -> str:
 
 
 def measured(metrics: SequenceOf[Mapping[str, Any]], evals: SequenceOf[Mapping[str, Any]]) -> Measured:
-    """(metric, before training, at the end, best of those in between) of everything measured on eval data. The best is
-    that with the largest value, of a loss or perplexity the least."""
+    """(metric, before training, at the end, best) of everything measured on eval data. The best is the greatest, of a
+    loss or perplexity the least; of what is neither better nor worse, such as a length, there is none."""
     names = [name for row in [*evals, *metrics] for name in row if _is_eval(name)]
     found: Measured = []
     for name in dict.fromkeys(names):
@@ -222,10 +229,14 @@ def measured(metrics: SequenceOf[Mapping[str, Any]], evals: SequenceOf[Mapping[s
         if not points:
             continue
         before = points[0][1] if points[0][0] == 0 and len(points) > 1 else None
-        down = re.search(r'loss|perplexity', name) is not None
-        best = (min if down else max)(value for _, value in points) if len(points) > 2 else None
+        best = None
+        if len(points) > 2 and (_UP.search(name) or _DOWN.search(name)):
+            best = (min if _DOWN.search(name) else max)(value for _, value in points)
         found.append((name, before, points[-1][1], best))
     return found
+
+
+_UP, _DOWN = re.compile(r'score_mean$|accuracy|margin|reward|/metrics/'), re.compile(r'loss|perplexity')
 
 
 def _is_eval(name: str) -> bool:
@@ -313,7 +324,7 @@ def _of_rewards(told: Told) -> list[str]:
     room = told.record.generation.get('max_new_tokens') if told.record is not None else None
     if ended and ended[-1][1] < 0.9:
         limit = f' of {room} tokens' if room else ''
-        points.append(f'{number(100 * (1 - ended[-1][1]))} % of its last responses were cut off by the limit{limit}.')
+        points.append(f'{100 * (1 - ended[-1][1]):.0f} % of its last responses were cut off by the limit{limit}.')
     if room:
         points.append(f'It was trained on responses of up to {room} tokens; longer ones were never scored.')
     evals = [name for name, *_ in measured(told.metrics, told.eval)]

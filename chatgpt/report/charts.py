@@ -325,7 +325,7 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
         Chart(
             'memory',
             'Memory against the plan',
-            'Level soon after the start, below the plan (the dashed line); what climbs phase after phase is a leak.',
+            'Level soon, below the plan (dashed; on a CPU the process adds half a GiB); a steady climb is a leak.',
             ('perf/peak_memory_gib', 'plan/peak_gib'),
         ),
         Chart(

@@ -21,7 +21,7 @@ COLORS = 8
 class Line(NamedTuple):
     label: str
     role: str
-    """'line', 'low' and 'high' (the band of the first line), or 'plan'"""
+    """'line', 'low' and 'high' (the band of the first line), 'plan', or 'dashed' (a line whose colour is taken)"""
     color: int
     column: Column
 
@@ -84,7 +84,12 @@ def _lines(drawn: Drawn, runs: Sequence[Run], limit: int) -> list[Line]:
     if len(runs) > 1:
         (name,) = drawn.lines
         return [
-            Line(run.name, 'line', i % COLORS + 1, thinned({name: run.columns[name]}, limit)[name])
+            Line(
+                run.name,
+                'line' if i < COLORS else 'dashed',
+                i % COLORS + 1,
+                thinned({name: run.columns[name]}, limit)[name],
+            )
             for i, run in enumerate(runs)
             if name in run.columns
         ]

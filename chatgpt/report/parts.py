@@ -58,7 +58,8 @@ def status_pill(run: Run) -> str:
 def head(runs: Sequence[Run], title: str) -> str:
     if len(runs) > 1:
         rows = ''.join(
-            f'<tr><th scope="row"><span class="swatch s{i % COLORS + 1}"></span>{safe(run.name)}</th>'
+            f'<tr><th scope="row"><span class="swatch s{i % COLORS + 1}{" dashed" * (i >= COLORS)}"></span>'
+            f'{safe(run.name)}</th>'
             f'<td>{safe(_method(run))}</td><td>{status_pill(run)}</td><td>{safe(what_improved(run.folder))}</td></tr>'
             for i, run in enumerate(runs)
         )
@@ -151,7 +152,7 @@ def findings(runs: Sequence[Run]) -> str:
         level = 'h4' if len(runs) > 1 else 'h3'
         parts += [
             f'<article class="card finding {f.level}"><{level}><span class="pill '
-            f'{f.level}">{safe(f.level)}</span> {safe(f.title)} '
+            f'{f.level}">{safe(f.level)}</span> {safe(f.title[:1].upper() + f.title[1:])} '
             f'<span class="since">phase {f.step}</span></{level}><p class="evidence">{safe(f.evidence)}</p>'
             f'<dl><dt>Likely cause</dt><dd>{safe(f.cause)}</dd><dt>What to change</dt><dd>{safe(f.change)}</dd></dl>'
             f'<p class="muted small">More, with sources: <code>{safe(f.link)}</code></p></article>'
@@ -178,7 +179,8 @@ def samples(runs: Sequence[Run], limit: int) -> str:
             parts.append(f'<h3 class="of-run">{safe(run.name)}</h3>')
         what = 'the evaluation prompts' if same else 'training'
         parts.append(f'<p class="muted">Of {what}, by phase; the number beside the phase is the score.</p>')
-        parts += _side_by_side(rows, limit, 'h4' if len(runs) > 1 else 'h3')
+        cards = _side_by_side(rows, limit, 'h4' if len(runs) > 1 else 'h3')
+        parts.append(f'<div class="samples">{"".join(cards)}</div>')
     return f'<section id="samples"><h2>Samples</h2>{"".join(parts)}</section>' if parts else ''
 
 
@@ -195,9 +197,15 @@ def _side_by_side(rows: Sequence[Mapping[str, Any]], limit: int, level: str) -> 
     for row in rows:
         if row['step'] in phases:
             by_prompt.setdefault(str(row.get('prompt', '')), {}).setdefault(int(row['step']), row)
-    # Prompts seen in most phases first: they are the ones to compare.
-    order = sorted(by_prompt.items(), key=lambda item: -len(item[1]))
-    for i, (prompt, answers) in enumerate(order[:PROMPTS], 1):
+    # Prompts seen in most phases first: they are the ones to compare. Of those seen once, as many of each phase.
+    place: dict[str, int] = {}
+    of_phase = dict.fromkeys(phases, 0)
+    for prompt, answers in by_prompt.items():
+        place[prompt] = of_phase[min(answers)]
+        of_phase[min(answers)] += 1
+    order = sorted(by_prompt.items(), key=lambda item: (-len(item[1]), place[item[0]]))
+    shown = sorted(order[:PROMPTS], key=lambda item: (-len(item[1]), min(item[1])))
+    for i, (prompt, answers) in enumerate(shown, 1):
         cells = ''.join(_answer(phase, answers[phase], limit) for phase in phases if phase in answers)
         yield (
             f'<article class="card sample"><{level}><span class="muted">Prompt {i}</span></{level}>'

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 Column = tuple[Sequence[int], Sequence[float | None]]
@@ -20,26 +21,23 @@ def columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, Column]:
     of two rows of a phase the later counts."""
     phases: dict[str, list[int]] = {}
     values: dict[str, list[float | None]] = {}
-    for row in sorted((r for r in rows if _is_number(r.get('step'))), key=lambda r: r['step']):
-        step = int(row['step'])
+    for row in sorted((r for r in rows if type(r.get('step')) is int), key=lambda r: r['step']):
+        step = row['step']
         for name, value in row.items():
-            if name == 'step' or not (value is None or _is_number(value)):
+            kind = type(value)  # of JSON, where True is no number
+            if kind is float:
+                value = value if isfinite(value) else None
+            elif not (kind is int or value is None) or name == 'step':
                 continue
-            at, ys = phases.setdefault(name, []), values.setdefault(name, [])
+            if name not in phases:
+                phases[name], values[name] = [], []
+            at, ys = phases[name], values[name]
             if at and at[-1] == step:
-                ys[-1] = _finite(value)
-                continue
-            at.append(step)
-            ys.append(_finite(value))
+                ys[-1] = value
+            else:
+                at.append(step)
+                ys.append(value)
     return {name: (at, values[name]) for name, at in phases.items()}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def kept(lines: Sequence[Sequence[float | None]], limit: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 
 from chatgpt.report.series import Column, average, columns, number
 from chatgpt.run_folder import RunFolder
@@ -15,6 +16,8 @@ IMPROVED: tuple[tuple[tuple[str, str], ...], ...] = (
 )
 """what says how a run goes, by pattern of the metric's name: scores, else accuracies, else losses"""
 
+KL = 'rollout/kl_mean'
+
 
 def what_improved(run: RunFolder) -> str:
     """`score -1.44 → 2.31, eval score -1.2 → 2.2 in 40 phases, KL 3.2 nats per response`.
@@ -22,16 +25,22 @@ def what_improved(run: RunFolder) -> str:
     Of training the means of the first and of the last tenth of the phases, for single phases scatter; of an evaluation,
     which has the same prompts each time, the first and the last.
     """
-    found = columns([*run.metrics, *run.eval])
-    last = max((at[-1] for at, _ in found.values()), default=0)
+    rows = [*run.metrics, *run.eval]
+    found = columns({name: value for name, value in row.items() if _tells(name)} for row in rows)
+    last = max((int(row['step']) for row in rows), default=0)
     if not last:
         return 'no learning phase was finished'
     kind = next((kind for kind in IMPROVED if any(_one(found, pattern) for pattern, _ in kind)), ())
     told = [f'{word} {_from_to(column, word)}' for pattern, word in kind if (column := _one(found, pattern))]
     text = f'{", ".join(told)} in ' if told else ''
     text += f'{last} {"phase" if last == 1 else "phases"}'
-    kl = _ends(found['rollout/kl_mean'], last)[1] if 'rollout/kl_mean' in found else None
+    kl = _ends(found[KL], last)[1] if KL in found else None
     return text if kl is None else f'{text}, KL {number(kl)} nats per response'
+
+
+@cache
+def _tells(name: str) -> bool:
+    return name in ('step', KL) or any(re.fullmatch(pattern, name) for kind in IMPROVED for pattern, _ in kind)
 
 
 def _one(found: Mapping[str, Column], pattern: str) -> Column | None:

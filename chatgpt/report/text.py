@@ -42,7 +42,7 @@ def value_text(value: Any) -> str:
     if isinstance(value, str):
         return value or "''"
     if isinstance(value, float):
-        return repr(value)
+        return f'{value:.10g}'
     return json.dumps(value, ensure_ascii=False, default=str)
 
 

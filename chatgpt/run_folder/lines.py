@@ -13,6 +13,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+SURROGATES = 'backslashreplace'
+"""half of a surrogate pair, which UTF-8 has no bytes for, is written as JSON's own escape"""
+
 
 def json_safe(value: Any) -> Any:
     """The value with NaN and infinities replaced by None, and tensors and numpy numbers by Python's, at any depth."""
@@ -41,7 +44,7 @@ class JsonLines:
         with open(self.path, 'ab') as file:
             before = file.tell()
             try:
-                file.write(text.encode())
+                file.write(text.encode('utf-8', SURROGATES))
                 file.flush()
                 os.fsync(file.fileno())
             except OSError:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from chatgpt.run_folder.lines import json_safe
+from chatgpt.run_folder.lines import SURROGATES, json_safe
 
 FORMAT = 1
 FILENAME = 'run.json'
@@ -98,7 +98,7 @@ class RunRecord:
         if not path.is_file():
             return None
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(path.read_text(encoding='utf-8'))
         except ValueError as error:
             raise ValueError(f'{path} is not JSON: {error}') from None
         if not isinstance(content, Mapping) or not isinstance(content.get('format'), int):
@@ -119,14 +119,14 @@ def _known(kind: type, content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """The whole text or nothing, durable.
+    """The whole JSON text or nothing, durable.
 
     Raises:
         OSError: it could not be written; what was there is untouched.
     """
     temporary = path.with_name(f'.{path.name}.tmp-{os.getpid()}')
     try:
-        with open(temporary, 'w', encoding='utf-8') as file:
+        with open(temporary, 'w', encoding='utf-8', errors=SURROGATES) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -169,29 +169,27 @@ def read_rollouts(
     A file that cannot be read, or is no recording, is left out with a warning that names it.
     """
     wanted = None if phases is None else set(phases)
-    rows: list[dict[str, Any]] = []
-    for phase, file in _readable(Path(path)):
-        if wanted is not None and phase is not None and phase not in wanted:
-            continue
-        if limit is not None and len(rows) >= offset + limit:
-            break
-        table = _read(file)
-        if table is None:
-            continue
-        found = [
-            i
-            for i, row in enumerate(
-                table.select(['phase', 'index', 'group', 'prompt', 'response', 'score']).to_pylist()
-            )
-            if (wanted is None or row['phase'] in wanted)
+
+    def matches(row: Mapping[str, Any]) -> bool:
+        return (
+            (wanted is None or row['phase'] in wanted)
             and (group is None or row['group'] == group)
             and _contains(row['prompt'], prompt)
             and _contains(row['response'], text)
             and _within(row['score'], score)
-        ]
-        if found:
-            rows += table.take(found).sort_by('index').to_pylist()
-    return rows[offset : None if limit is None else offset + limit]
+        )
+
+    rows: list[dict[str, Any]] = []
+    for phase, file in _readable(Path(path)):
+        if wanted is not None and phase is not None and phase not in wanted:
+            continue
+        room = None if limit is None else limit - len(rows)
+        if room is not None and room <= 0:
+            break
+        skipped, found = _read(file, matches, offset, room)
+        offset -= skipped
+        rows += found
+    return rows
 
 
 def _readable(path: Path) -> Iterator[tuple[int | None, Path]]:
@@ -208,21 +206,30 @@ def _readable(path: Path) -> Iterator[tuple[int | None, Path]]:
     yield from known
 
 
-def _read(file: Path) -> Any:
-    """Its table, with null columns where it has none of them; None, with a warning, where it is no recording."""
+def _read(
+    file: Path, matches: Callable[[Mapping[str, Any]], bool], offset: int, room: int | None
+) -> tuple[int, list[dict[str, Any]]]:
+    """How many of the matching rows were left out because of the offset, and the next ones, at most `room`; (0, []),
+    with a warning, of a file that is no recording. Arrays are read of files that have something to give."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        table = pq.ParquetFile(file).read()
+        with pq.ParquetFile(file) as opened:
+            missing = [name for name in COLUMNS if name not in opened.schema_arrow.names]
+            if missing:
+                warnings.warn(
+                    f'{file}: is no recording of sequences (no column {missing[0]!r}); left out', stacklevel=4
+                )
+                return 0, []
+            heads = opened.read(columns=['phase', 'index', 'group', 'prompt', 'response', 'score']).to_pylist()
+            found = sorted((i for i, row in enumerate(heads) if matches(row)), key=lambda i: heads[i]['index'])
+            taken = found[offset : None if room is None else offset + room]
+            rows = opened.read(columns=list(COLUMNS)).take(taken).to_pylist() if taken else []
     except (OSError, pa.ArrowException) as error:
         warnings.warn(f'{file}: cannot be read ({str(error).splitlines()[0]}); left out', stacklevel=4)
-        return None
-    missing = [name for name in COLUMNS if name not in table.column_names]
-    if missing:
-        warnings.warn(f'{file}: is no recording of sequences (no column {missing[0]!r}); left out', stacklevel=4)
-        return None
-    return table.select(list(COLUMNS))
+        return 0, []
+    return min(offset, len(found)), rows
 
 
 def _contains(text: str, part: str | None) -> bool:

@@ -32,7 +32,7 @@ PRUNERS = {
 }
 """their classes in Optuna"""
 NUM_TRIALS = 20
-OF_ONE_RUN = ('save_path', 'model_path', 'resume', 'plan', 'method')
+OF_ONE_RUN = ('save_path', 'model_path', 'push_to_hub', 'resume', 'plan', 'method')
 """settings that a sweep decides, or that would be the same place for all trials"""
 LAUNCH = (
     'launcher',
@@ -233,7 +233,7 @@ def check_runs(sweep: Sweep) -> None:
     below = {key: value for _, key, value in settings}
     cls = run_class(sweep.method)
     base = values_of(settings, cls, 'config')
-    for name in ('model_path', 'resume', 'plan', 'method'):
+    for name in ('model_path', 'push_to_hub', 'resume', 'plan', 'method'):
         if base.get(name):
             raise ValueError(f'config: {name} is of one run, and trials are many; leave it out')
     base = presets_of(cls, sweep.method) | base

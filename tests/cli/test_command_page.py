@@ -50,7 +50,7 @@ def test_the_commands_of_a_page_run(monkeypatch, capsys, tmp_path, model_folder,
         if words[0] not in ELSEWHERE:
             assert call(monkeypatch, *fewer(words, model_folder)) == 0, (words, capsys.readouterr().err)
     shown = capsys.readouterr().out
-    assert 'actor written to outputs/ppo/actor\n' in shown
+    assert 'actor written to outputs/ppo/actor; use it: ' in shown
     assert 'score_mean' in json.loads(next(line for line in shown.splitlines() if line.startswith('{"')))
 
 

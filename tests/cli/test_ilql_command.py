@@ -27,7 +27,7 @@ def test_a_run_learns_from_the_rewards_of_its_rows(monkeypatch, capsys, tmp_path
     assert call(monkeypatch, *words, '--max_epochs=1', '--log_interval=1', '--train_batch_size=4') == 0
     lines = [json.loads(line) for line in (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()]
     assert len(lines) == 3 and all(line['ilql/td_loss'] > 0 for line in lines)
-    assert capsys.readouterr().out.endswith(f'actor written to {tmp_path}/run/actor\n')
+    assert capsys.readouterr().out.endswith(f'python -m chatgpt generate {tmp_path}/run/actor "your prompt"\n')
     first = ILQLModel.from_pretrained(tmp_path / 'run' / 'actor')
     assert call(monkeypatch, 'generate', str(tmp_path / 'run' / 'actor'), 'one day a fox', '--max_new_tokens=2') == 0
     write(tmp_path, [row | {'reward': -row['reward']} for row in rows])  # what is learned is the reward

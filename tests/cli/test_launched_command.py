@@ -37,7 +37,9 @@ def test_two_processes_train_and_generate_by_the_command(tmp_path):
 
     done = launched('sft', '--strategy', 'ddp', '--max_steps', '3')
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith('actor written to outputs/sft/actor\n')
+    assert done.stdout.endswith(
+        'actor written to outputs/sft/actor; use it: python -m chatgpt generate outputs/sft/actor "your prompt"\n'
+    )
     done = launched('generate', 'outputs/sft/actor', 'one day a fox', '--strategy', 'ddp', '--max_new_tokens', '3')
     assert done.returncode == 0 and done.stdout.startswith('> one day a fox\n'), done.stderr
     done = launched('sft', '--starategy', 'ddp')
@@ -87,14 +89,16 @@ def test_a_wheel_works_in_an_empty_folder(tmp_path):
     assert where.startswith(str(tmp_path / 'venv'))
     assert command('version').startswith('chatgpt-rlhf ')
     assert 'cd first && chatgpt-rlhf ppo --config_file ppo.yaml' in command('init', 'ppo', '--to', 'first')
-    assert command('sft', '--max_steps', '3').endswith('actor written to outputs/sft/actor\n')
+    assert command('sft', '--max_steps', '3').endswith(
+        'actor written to outputs/sft/actor; use it: python -m chatgpt generate outputs/sft/actor "your prompt"\n'
+    )
     prompts, reward = 'first/prompts.jsonl', 'first/rewards.py:score'
     small = ['--num_episodes=1', '--max_timesteps=1', '--update_timesteps=1', '--max_new_tokens=8']
     of_run = ['--pretrain=outputs/sft/actor', f'--reward_fn={reward}', *small]
-    assert command('ppo', prompts, *of_run).endswith('actor written to outputs/ppo/actor\n')
+    assert command('ppo', prompts, *of_run).endswith('generate outputs/ppo/actor "your prompt"\n')
     assert json.loads((empty / 'outputs/ppo/metrics.jsonl').read_text().splitlines()[0])['step'] == 1
     assert command('generate', 'outputs/ppo/actor', 'one day a fox', '--max_new_tokens=3').startswith('> one day a fox')
     launched = command(
         'launch', '--num_workers', '2', 'sft', '--strategy', 'ddp', '--max_steps', '1', '--save_path=two'
     )
-    assert launched.endswith('actor written to two/actor\n')
+    assert launched.endswith('generate two/actor "your prompt"\n')

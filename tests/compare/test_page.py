@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from serving import filled, served
+
+from chatgpt.compare import Guard
 
 MARKUP = '<script>window.hacked = 1</script> & `code` <img src=x onerror="window.hacked = 1"> {{ 7 * 7 }}'
 HEBREW = 'שלום עולם, this is mixed.\nמה שלומך?'
@@ -153,6 +157,38 @@ def test_a_reload_shows_the_same_pair_and_a_dead_server_is_told(browser, tmp_pat
     page.keyboard.press('1')
     page.get_by_text('Not saved: the server does not answer. Try again.').wait_for()
     assert page.locator('#pair').inner_text() == shown
+
+
+def test_a_page_of_another_port_of_this_machine_cannot_post(browser, monkeypatch, tmp_path):
+    """To a browser it is of the same site, so the cookies go with its requests; what stops them is their Origin."""
+    foreign = ThreadingHTTPServer(('127.0.0.1', 0), SimpleHTTPRequestHandler)
+    thread = threading.Thread(target=foreign.serve_forever, daemon=True)
+    thread.start()
+    store = filled(tmp_path / 'said.sqlite', [('a', 'b')])
+    refused, judge = [], Guard._fault
+
+    def noted(self, scope):
+        fault, in_address = judge(self, scope)
+        if fault is not None:
+            refused.append((scope['method'], b'cookie' in dict(scope['headers']), *fault))
+        return fault, in_address
+
+    monkeypatch.setattr(Guard, '_fault', noted)
+    with served(store) as serving:
+        page, _ = joined(browser, serving, 'Anna')
+        evil = page.context.new_page()
+        evil.goto(f'http://127.0.0.1:{foreign.server_address[1]}/')
+        post = """([url, mode, kind]) => fetch(url, {method: 'POST', mode, credentials: 'include',
+            headers: {'Content-Type': kind}, body: '{"pair": 1, "choice": "left", "comment": ""}'}).catch(() => null)"""
+        evil.evaluate(post, [f'{serving.origin}/api/judge', 'no-cors', 'text/plain'])
+        assert refused == [('POST', True, 403, 'this request comes from another page')]
+        assert evil.evaluate(post, [f'{serving.origin}/api/judge', 'cors', 'application/json']) is None
+        assert store.judgements() == []
+        page.keyboard.press('t')
+        page.get_by_text('All done. Thank you!').wait_for()
+    foreign.shutdown()
+    thread.join(20)
+    foreign.server_close()
 
 
 @pytest.mark.parametrize(('scheme', 'width'), [('light', 1280), ('dark', 1280), ('light', 390), ('dark', 390)])

@@ -134,6 +134,17 @@ def test_the_smallest_margin_comes_first_and_before_it_what_others_began(tmp_pat
         assert drain(store, store.join('Anna')) == [2, 3, 1, 5, 4]
 
 
+def test_answers_are_set_once(tmp_path):
+    with filled(tmp_path / 'db', many(2)) as store:
+        with pytest.raises(ValueError, match='has the answers b already'):
+            store.set_answers('b', ['x', 'y'])
+        with pytest.raises(ValueError, match='has answers already'):
+            store.begin([{'prompt': 'p'}], ['p'])
+        with pytest.raises(ValueError, match="side='c'"):
+            store.set_answers('c', ['x', 'y'])
+        assert store.answers('b') == ['b1', 'b2']
+
+
 def test_equal_answers_are_not_asked(tmp_path):
     with filled(tmp_path / 'db', [('same', 'same'), ('a', 'b')]) as store:
         assert (store.num_pairs, store.num_asked) == (2, 1)

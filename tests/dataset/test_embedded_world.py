@@ -6,11 +6,14 @@ import pytest
 
 from chatgpt.dataset import check_tokenizer, load_demonstrations, load_preferences, load_prompts
 from chatgpt.dataset.embedded import (
+    REPETITION_COST,
+    demo_close_preferences,
     demo_config,
     demo_corpus,
     demo_preferences,
     demo_prompts,
     demo_tokenizer,
+    repeated_share,
     true_score,
 )
 
@@ -38,7 +41,7 @@ def test_truth_by_hand(response, score):
 
 
 def test_data_follows_the_seed():
-    for make in (demo_corpus, demo_prompts, demo_preferences):
+    for make in (demo_corpus, demo_prompts, demo_preferences, demo_close_preferences):
         assert make(20, seed=1) == make(20, seed=1) != make(20, seed=2)
         assert make(20, seed=1)[:5] == make(5, seed=1)
 
@@ -53,6 +56,34 @@ def test_preferences_are_ordered_by_the_truth_and_hold_faulty_text():
     assert all(true_score(p['prompt'], p['chosen']) > true_score(p['prompt'], p['rejected']) for p in pairs)
     wild = [p for p in pairs if not p['rejected'].startswith('it ') or not p['rejected'].endswith(' .')]
     assert 30 < len(wild) < 150
+
+
+@pytest.mark.parametrize(
+    ('response', 'share'),
+    [
+        ('it felt glad .', 0.0),
+        ('it felt glad . it felt glad .', 1 / 5),  # the last of five runs of four words stood first
+        ('glad glad glad glad glad glad', 2 / 3),
+        ('it felt', 0.0),  # no run of four
+        ('', 0.0),
+    ],
+)
+def test_repeated_share_by_hand(response, share):
+    assert repeated_share(response) == pytest.approx(share)
+
+
+def test_close_preferences_are_ordered_by_the_truth_and_by_repetition():
+    pairs = demo_close_preferences(600, seed=0)
+
+    def worth(pair, which):
+        return true_score(pair['prompt'], pair[which]) - REPETITION_COST * repeated_share(pair[which])
+
+    assert all(worth(p, 'chosen') > worth(p, 'rejected') for p in pairs)
+    shares = [(repeated_share(p['chosen']), repeated_share(p['rejected'])) for p in pairs]
+    assert sum(c < r for c, r in shares) > 3 * sum(c > r for c, r in shares)
+    # one thing changed: all but one sentence are the same
+    same = [len(set(p['chosen'].split(' .')) & set(p['rejected'].split(' .')) - {''}) for p in pairs]
+    assert sum(n > 0 for n in same) > 200
 
 
 def test_tokenizer_and_config(tmp_path):

@@ -1,4 +1,4 @@
-"""The demo, on a budget of seconds: it leaves what it promises."""
+"""The demo: on a budget of seconds it leaves what it promises; whole (slow) it wins and does not repeat itself."""
 
 from __future__ import annotations
 
@@ -7,33 +7,73 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_demo_leaves_models_a_table_and_a_plot(monkeypatch, tmp_path, capsys):
+@pytest.fixture
+def demo() -> Any:
+    spec = importlib.util.spec_from_file_location('demo', ROOT / 'examples' / 'demo.py')
+    assert spec is not None and spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_demo_leaves_models_a_table_and_a_plot(demo, monkeypatch, tmp_path, capsys):
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from chatgpt.dataset import embedded
-    from chatgpt.trainer import PPOTrainer
 
-    spec = importlib.util.spec_from_file_location('demo', ROOT / 'examples' / 'demo.py')
-    assert spec is not None and spec.loader is not None
-    demo: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(demo)
-    corpus, pairs, prompts, fit = embedded.demo_corpus, embedded.demo_preferences, embedded.demo_prompts, PPOTrainer.fit
+    corpus, prompts = embedded.demo_corpus, embedded.demo_prompts
     monkeypatch.setattr(embedded, 'demo_corpus', lambda num, seed: corpus(min(num, 264), seed))
-    monkeypatch.setattr(embedded, 'demo_preferences', lambda num, seed: pairs(min(num, 128), seed))
     monkeypatch.setattr(embedded, 'demo_prompts', lambda num, seed: prompts(min(num, 8), seed))
-    monkeypatch.setattr(PPOTrainer, 'fit', lambda self, p, **kw: fit(self, p, **kw | {'max_timesteps': 2}))
+    monkeypatch.setattr(demo, 'NUM_PAIRS', 128)
+    monkeypatch.setitem(demo.PPO, 'num_phases', 2)
     monkeypatch.setattr(sys, 'argv', ['demo.py', '--out', str(tmp_path)])
     demo.main()
     shown = capsys.readouterr().out
     table = (tmp_path / 'before_after.txt').read_text()
     assert 'win rate of PPO over SFT by the truth: ' in table
     assert 'of eval pairs in the right order' in table
+    assert 'repeated runs of 4 words within a story: SFT ' in table
+    assert 'runs of 4 words that another of the 8 stories has too: SFT ' in table
     assert table.count('SFT') >= 6 and table.count('PPO') >= 6
     assert table.strip() in shown
+    assert [line[0] for line in shown.splitlines() if line[:2] in ('1.', '2.', '3.', '4.')] == ['1', '2', '3', '4']
     assert (tmp_path / 'curves.png').read_bytes().startswith(b'\x89PNG')
+    assert (tmp_path / 'ppo_run' / 'report.html').exists()
+    assert shown.splitlines()[-1] == f'report: {tmp_path}/ppo_run/report.html'
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / 'reward_model').config.num_labels == 1
     for name in ('sft', 'ppo'):
         assert AutoModelForCausalLM.from_pretrained(tmp_path / name).config.vocab_size == len(embedded.demo_tokenizer())
+
+
+def test_the_comparison_counts_wins_and_repetition(demo, monkeypatch, tmp_path):
+    """Two answers by hand: PPO wins one and ties one, and says a sentence twice in one of them."""
+    told = {
+        'sft': ['it felt calm .', 'it felt glad . it felt sad .'],
+        'ppo': ['it felt glad . it felt glad .', 'it felt calm . it found a leaf .'],
+    }
+    monkeypatch.setattr(demo, 'answers', lambda folder, prompts, seed: told[folder.name])
+    monkeypatch.setattr(demo, 'NUM_SHOWN', 2)
+    numbers, rows = demo.compare(tmp_path, num_prompts=2)
+    assert (numbers['count'], numbers['wins'], numbers['ties'], numbers['win_rate']) == (2, 1, 1, 0.75)
+    assert numbers['SFT truth'] == 0.0 and numbers['PPO truth'] == pytest.approx(0.25 / 2)
+    assert numbers['SFT within'] == 0.0
+    # of the five runs of 'it felt glad . it felt glad .' the last stood before; the other story has none twice
+    assert numbers['PPO within'] == pytest.approx(1 / 5 / 2)
+    # 'it felt calm .' has one run, which the second of the SFT stories does not have
+    assert numbers['SFT across'] == 0.0
+    assert numbers['PPO words'] == 8.5
+    assert [row['truth'] for row in rows if row['']] == ['', '+0.00', '+0.25', '', '+0.00', '+0.00']
+
+
+@pytest.mark.slow
+def test_the_whole_demo_wins_and_does_not_repeat_itself(demo, tmp_path):
+    """Margins: 600 stories leave a standard error of 0.004 within and 0.005 across; three of the difference of two."""
+    demo.train(tmp_path, seed=0)
+    numbers, _ = demo.compare(tmp_path, num_prompts=600)
+    assert numbers['win_rate'] > 0.9
+    assert numbers['PPO within'] < numbers['SFT within'] + 0.017

@@ -116,13 +116,13 @@ def test_a_folder_hands_on_what_it_was_made_of(tmp_path):
     """PPO on an SFT model of gpt2, with the licence that somebody wrote into that card."""
     from huggingface_hub import ModelCard
 
-    written(tmp_path / 'sft', told(source='gpt2', more={'license': 'mit'}))
-    text = written(tmp_path / 'ppo', told(source=str(tmp_path / 'sft')))
+    written(tmp_path / 'sft' / 'actor', told(source='gpt2', run_name='sft', more={'license': 'mit'}))
+    text = written(tmp_path / 'ppo', told(source=str(tmp_path / 'sft' / 'actor')))
     data = ModelCard(text).data
     assert (data.base_model, data.license) == ('gpt2', 'mit')
-    assert 'made of the model in the folder `sft`, which is made of [gpt2](https://huggingface.co/gpt2)' in text
-    (tmp_path / 'sft' / CARD).write_text('---\n: [ no yaml\n---\n')
-    assert ModelCard(written(tmp_path / 'ppo', told(source=str(tmp_path / 'sft')))).data.base_model is None
+    assert 'made of the model `sft`, which is made of [gpt2](https://huggingface.co/gpt2)' in text
+    (tmp_path / 'sft' / 'actor' / CARD).write_text('---\n: [ no yaml\n---\n')
+    assert ModelCard(written(tmp_path / 'ppo', told(source=str(tmp_path / 'sft' / 'actor')))).data.base_model is None
     assert str(tmp_path) not in text
 
 
@@ -182,6 +182,18 @@ def test_limits_that_do_not_hold_are_not_named(tmp_path):
         assert words not in text.split('## Settings')[0], words
 
 
+def test_what_is_neither_better_nor_worse_has_no_best(tmp_path):
+    evals = [{'step': s, 'eval/length_mean': float(s), 'eval/val_loss': 3.0 - abs(s - 1)} for s in (0, 1, 2)]
+    text = written(tmp_path / 'actor', told(eval=evals))
+    assert '| `eval/length_mean` | 0 | 2 |  |' in text and '| `eval/val_loss` | 2 | 2 | 2 |' in text
+
+
+def test_a_curve_that_is_zero_throughout_is_not_shown(tmp_path):
+    metrics = [row | {'ppo/explained_variance': 0.0, 'ppo/clip_fraction': row['step'] % 2} for row in rows()]
+    text = written(tmp_path / 'actor', told(metrics=metrics))
+    assert 'explained variance' not in text and '| clip fraction | 1 (phase 1) | 0 (phase 20) |' in text
+
+
 def test_without_a_run_it_says_so(tmp_path):
     text = written(tmp_path / 'mine', Told(source='gpt2', parameters=1000, family='gpt2'))
     assert 'saved with chatgpt-rlhf, outside a run, so this card knows nothing of its training.' in text
@@ -210,7 +222,7 @@ def test_nothing_of_the_machine(tmp_path):
     text = written(tmp_path / 'actor', told(source=f'{SECRET}/models/base'))
     for secret in ('private', 'project-x', 'api_key', 'feedbeef', 'a secret one', 'outputs/x', '2031'):
         assert secret not in text, secret
-    assert 'note: see a.txt' in text and 'the model in the folder `base`' in text
+    assert 'note: see a.txt' in text and 'the model `base`' in text
 
 
 @pytest.mark.parametrize(
@@ -446,7 +458,7 @@ def test_adapters_alone(tmp_path, monkeypatch, capsys):
     save_adapter(trainer.actor, tmp_path / 'adapter', base_model=str(tmp_path / 'base'))
     text = Path('adapter', CARD).read_text()
     assert 'library_name: peft' in text and '- lora' in text and str(tmp_path) not in text
-    assert 'is a LoRA adapter of rank 2, to be loaded onto the model in the folder `base`' in text
+    assert 'is a LoRA adapter of rank 2, to be loaded onto the model `base`' in text
     save_adapter(trainer.actor, tmp_path / 'hub', base_model='me/base')
     text = Path('hub', CARD).read_text()
     assert 'base_model: me/base\n' in text and 'base_model_relation: adapter' in text and "base = 'me/base'" in text
@@ -484,7 +496,7 @@ def test_a_run_of_the_command_line_names_file_rows_and_columns(tmp_path, model_f
     text = (tmp_path / 'tales' / 'actor' / CARD).read_text()
     assert '| training data | `stories.jsonl` | 9 | `prompt`, `completion` |' in text
     assert '3 records were held back to evaluate on.' in text and 'On 25 % of stories.jsonl, held back:' in text
-    assert f'made of the model in the folder `{model_folder.name}`' in text and str(tmp_path) not in text
+    assert f'made of the model `{model_folder.name}`' in text and str(tmp_path) not in text
     assert str(model_folder) not in text
     run = RunFolder(tmp_path / 'tales')
     last = run.curve('sft/val_loss')[-1][1]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+import shlex
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from fake_hub import FINE, NARROW, READ, WRITE, use
+from fake_hub import FINE, NARROW, READ, WRITE, serving, use
 
 from chatgpt.publish import PushError, check_push, push_folder
-from chatgpt.publish.hub import later
 
 
 @pytest.fixture
@@ -190,14 +190,19 @@ def test_a_hub_that_refuses_after_all(hub, folder, monkeypatch):
         push_folder(folder, 'me/words')
 
 
-def test_the_command_that_is_told_is_one_of_hf(folder):
-    """Its words are parsed by the command line of huggingface_hub itself."""
-    import shlex
-
-    words = shlex.split(later(folder, 'me/words', private=True, revision='second'))
-    assert words[:5] == ['hf', 'upload', 'me/words', str(folder), '.']
+def test_the_command_that_is_told_uploads_the_folder(hub, folder, tmp_path):
+    """By the command line of huggingface_hub itself."""
+    hub.dies_at = '/lfs/'
+    with pytest.raises(PushError) as caught:
+        push_folder(folder, 'me/words', private=True, revision='second')
+    words = shlex.split(str(caught.value).partition('uploads it later: ')[2])
+    assert words == ['hf', 'upload', 'me/words', str(folder), '.', '--private', '--revision', 'second']
     hf = Path(sys.executable).with_name('hf')
     if not hf.is_file():
         pytest.skip('huggingface_hub has no hf command here')
-    shown = subprocess.run([hf, 'upload', '--help'], capture_output=True, text=True, timeout=60).stdout
-    assert '--private' in shown and '--revision' in shown
+    with serving() as other:
+        variables = {'HF_ENDPOINT': other.address, 'HF_HUB_DISABLE_XET': '1', 'HF_HUB_OFFLINE': '0'}
+        environment = os.environ | variables | {'HF_HOME': str(tmp_path / 'home'), 'HF_HUB_DISABLE_TELEMETRY': '1'}
+        done = subprocess.run([hf, *words[1:]], env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert other.files('me/words', 'second') == content(folder) and other.repos['me/words']['private']

@@ -106,6 +106,11 @@ def test_a_folder_with_other_files_is_not_uploaded(hub, tmp_path, capsys):
     flags = ('--save_path', str(tmp_path / 'run'), '--model_path', str(place), '--push_to_hub', 'tales', *SHORT)
     assert command('sft', *flags) == 2
     assert f'{place} holds .env: give a new folder' in capsys.readouterr().err and hub.asked == []
+    own = tmp_path / 'run' / 'actor'  # where the model goes without --model_path
+    own.mkdir(parents=True)
+    (own / 'notes.txt').write_text('x')
+    assert command('sft', '--save_path', str(tmp_path / 'run'), '--push_to_hub', 'tales', *SHORT) == 2
+    assert f'{own} holds notes.txt: give a new folder' in capsys.readouterr().err and hub.asked == []
     (place / '.env').unlink()
     assert command('sft', *flags) == 0
     assert hub.files('me/tales')['README.md'] == b'# mine\n' and 'training_curves.png' not in hub.files('me/tales')

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_runs import HOSTILE, make_offline_run, make_run, write_lines, write_sequences
+from made_runs import HOSTILE, make_offline_run, make_run, record, write_lines, write_sequences
 
 from chatgpt.report import write_report
 
@@ -17,7 +17,7 @@ from chatgpt.report import write_report
 class Opened:
     """A page, and all that it said or asked for."""
 
-    def __init__(self, browser: Any, file: Path, **look: Any) -> None:
+    def __init__(self, browser: Any, file: Path, awaited: str = '.chart .u-over', **look: Any) -> None:
         look = {'viewport': {'width': 1280, 'height': 900}, 'color_scheme': 'light'} | look
         self.context = browser.new_context(**look)
         self.page = self.context.new_page()
@@ -27,7 +27,7 @@ class Opened:
         self.page.on('pageerror', lambda e: self.complaints.append(str(e)))
         self.page.on('request', lambda r: self.asked.append(r.url))
         self.page.goto(file.as_uri())
-        self.page.wait_for_selector('.chart .u-over')
+        self.page.wait_for_selector(awaited)
 
     def chart(self, key: str) -> Any:
         """The figure, in sight and drawn."""
@@ -329,12 +329,53 @@ def test_hostile_texts_do_nothing(opened, tmp_path):
     assert page.page.evaluate('document.documentElement.scrollWidth') <= 1280
 
 
+def test_the_page_lets_nothing_run_or_load_but_what_it_was_written_with(opened, words):
+    page = opened(words)
+    tried = page.page.evaluate(
+        """async () => {
+            const script = document.createElement('script');
+            script.textContent = 'window.hacked = 3';
+            document.body.append(script);
+            const image = new Image();
+            image.src = 'http://127.0.0.1:9/pixel.png';
+            const loaded = await new Promise((done) => {
+                image.onload = () => done("loaded");
+                image.onerror = () => done("blocked");
+            });
+            const asked = await fetch('http://127.0.0.1:9/').then(() => 'asked', () => 'blocked');
+            const evaluated = await new Promise((done) => setTimeout(() => {
+                try { done(window.eval('1 + 1')); } catch (error) { done(error.name); }
+            }));
+            return [window.hacked ?? 'blocked', loaded, asked, evaluated];
+        }"""
+    )
+    assert tried == ['blocked', 'blocked', 'blocked', 'EvalError']
+    assert len(page.complaints) == 4 and all('Content Security Policy' in said for said in page.complaints)
+    page.complaints.clear()
+    del page.asked[1:]  # which was blocked
+
+
 def test_runs_of_several_methods_share_a_page(opened, words, tmp_path):
     page = opened(words, make_offline_run(tmp_path / 'sft', 30))
     page.chart('rollout-score-mean')
     page.chart('sft-loss')
     assert page.legend('sft-loss').startswith('phase 30 sft ')
     assert page.legend('rollout-score-mean') == 'phase 101 words 101'
+
+
+def test_a_run_without_a_phase_has_a_page_without_charts(opened, tmp_path):
+    record(status='failed', phase=0, error='RuntimeError: out of memory').write(tmp_path)
+    page = opened(tmp_path, awaited='.failure')
+    assert page.page.locator('.chart').count() == 0 and page.page.locator('.controls').count() == 0
+
+
+def test_a_metric_that_never_was_a_number_is_an_empty_chart(opened, tmp_path):
+    write_lines(tmp_path / 'metrics.jsonl', [{'step': s, 'sft/loss': None, 'perf/learn_s': None} for s in (1, 2)])
+    page = opened(tmp_path)
+    page.chart('loss')
+    assert page.legend('loss') == 'phase 2 loss none'
+    page.chart('time')
+    assert page.legend('time') == 'phase 2 learn s none'
 
 
 def test_one_phase_is_drawn_as_points(opened, tmp_path):

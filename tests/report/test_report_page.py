@@ -109,7 +109,7 @@ def test_settings_that_differ_are_marked_and_come_first(tmp_path):
         'critic_lr changed 0.001 1e-05',
         'train_batch_size changed 32 8',
     ]
-    assert 'gamma 1.0 1.0' in found.texts('tr')
+    assert 'gamma 1 1' in found.texts('tr')
 
 
 def test_every_metric_is_in_one_chart_and_those_that_no_group_knows_are_in_other():

@@ -35,9 +35,9 @@ def test_findings_are_shown_the_worst_first_with_all_they_say(tmp_path, monkeypa
     monkeypatch.setattr('chatgpt.report.runs.diagnose', lambda folder: found)
     html = parts.findings([run(make_run(tmp_path))])
     said = texts(html)
-    order = [said.index(f'{key} &amp; co') for key in ('soon', 'late', 'a-note')]
+    order = [said.index(f'{key} &amp; co') for key in ('Soon', 'Late', 'A-note')]
     assert order == sorted(order)
-    assert 'error soon &amp; co phase 3 1 &lt; 2 Likely cause a cause What to change lr to 3e-5' in said
+    assert 'error Soon &amp; co phase 3 1 &lt; 2 Likely cause a cause What to change lr to 3e-5' in said
     assert 'docs/doctor.md#soon' in said
     assert 'nothing wrong' not in said
 
@@ -99,6 +99,16 @@ def test_without_evaluations_samples_of_training_are_shown(tmp_path):
         'Prompt 1 often Phase 1 2 a kl 0.5, tokens 3, cut off Phase 9 b',
         'Prompt 2 only once Phase 1 1 empty kl 0.5, tokens 0',
     ]
+
+
+def test_of_prompts_seen_once_as_many_of_each_phase_are_shown(tmp_path):
+    folder = make_run(tmp_path)
+    (folder / 'eval_samples.jsonl').unlink()
+    rows = [{'step': s, 'prompt': f'{s}-{i}', 'response': 'r'} for s in (1, 10, 20, 30) for i in range(8)]
+    write_lines(folder / 'samples.jsonl', rows)
+    html = parts.samples([run(folder)], 100)
+    assert re.findall(r'>(\d+-\d)<', html) == [f'{s}-{i}' for s in (1, 10, 20, 30) for i in range(3)]
+    assert '12 of 32 prompts' in html
 
 
 def test_tiles_have_the_means_of_the_ends_of_the_run(tmp_path):
@@ -189,7 +199,15 @@ def test_times_and_values_are_words():
     assert (
         time_text('2026-11-22T10:05:59+00:00') == '2026-11-22 10:05 UTC' and time_text('soon') == time_text(None) == ''
     )
-    assert [value_text(v) for v in (None, '', 1e-5, True, [1, 'a'])] == ['none', "''", '1e-05', 'true', '[1, "a"]']
+    assert [value_text(v) for v in (None, '', 3 * 1e-4, 1.0, True, [1])] == ['none', "''", '0.0003', '1', 'true', '[1]']
+
+
+def test_a_ninth_run_has_a_colour_again_but_dashes(tmp_path):
+    for i in range(9):
+        make_offline_run(tmp_path / f'run-{i}', 2)
+    drawn = page.fitting_curves([read_run(tmp_path / f'run-{i}', f'run-{i}') for i in range(9)])
+    lines = [(line['color'], line['role']) for line in drawn.data['charts'][0]['lines']]
+    assert lines == [*((i, 'line') for i in range(1, 9)), (1, 'dashed')]
 
 
 def test_runs_are_told_apart_by_the_end_of_their_paths():

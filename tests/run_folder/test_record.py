@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from chatgpt.run_folder import RunFolder, RunRecord, Start
+from chatgpt.run_folder import JsonLines, RunFolder, RunRecord, Start, read_jsonl
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.callbacks import Callback, RunRecorder
@@ -171,3 +171,11 @@ def test_a_trainers_own_recorder_takes_the_place_of_the_default(tmp_path):
     given = RunRecorder({'lr': 2, 'seed': 1}, {'lr': 1, 'seed': 1})
     trainer(tmp_path, [given]).fit(['a'], max_timesteps=1, update_timesteps=1)
     assert RunRecord.read(tmp_path).changed_settings() == {'lr': (2, 1)}
+
+
+def test_half_a_surrogate_pair_is_kept(tmp_path):
+    """As a tokenizer of bytes may decode a broken emoji."""
+    JsonLines(tmp_path / 'samples.jsonl').append([{'step': 1, 'response': 'a\ud83d b'}])
+    assert read_jsonl(tmp_path / 'samples.jsonl') == [{'step': 1, 'response': 'a\ud83d b'}]
+    RunRecord(method='a\ud83d', trainer='').write(tmp_path)
+    assert RunRecord.read(tmp_path).method == 'a\ud83d'

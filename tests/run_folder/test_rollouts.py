@@ -83,6 +83,9 @@ def test_filters(folder):
     assert read_rollouts(folder, prompt='answer') == []
     assert indices(read_rollouts(folder, limit=5)) == [0, 1, 2, 3, 4]
     assert indices(read_rollouts(folder, offset=3, limit=3)) == [3, 4, 5]
+    assert indices(read_rollouts(folder, offset=9)) == [9, 10, 11]
+    assert indices(read_rollouts(folder, text='1', offset=1, limit=1)) == [10]
+    assert read_rollouts(folder, offset=12) == read_rollouts(folder, limit=0) == []
     assert indices(read_rollouts(folder / 'rollouts' / 'phase-00000002.parquet')) == [4, 5, 6, 7]
     (folder / 'metrics.jsonl').write_text('')
     assert indices(RunFolder(folder).rollouts([2], limit=3)) == [4, 5, 6]

@@ -18,7 +18,7 @@ def entropy_collapses(h: History) -> Finding | None:
     spread = h.start('rollout/score_std')
     if gain > limit('entropy_gain') * spread:
         return None  # sure of the right thing
-    rate, bonus = max(h.values('ppo/lr') or [0.0]), h.setting('entropy_coef', 0.0)
+    rate, bonus = h.highest('ppo/lr', 0.0), h.setting('entropy_coef', 0.0)
     return Finding(
         key='entropy-collapses',
         step=h.step,

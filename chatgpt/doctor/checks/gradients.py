@@ -33,7 +33,7 @@ def _of_model(h: History, name: str) -> Finding | None:
         return None
     times, top, usual = max(spikes)
     clip = h.setting('max_grad_norm')
-    rate = max(h.values(f'{name.split("/")[0]}/lr') or [0.0])
+    rate = h.highest(f'{name.split("/")[0]}/lr', 0.0)
     return Finding(
         key='grad-norm-spikes',
         step=h.step,

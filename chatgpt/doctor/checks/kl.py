@@ -23,7 +23,7 @@ def kl_runs_away(h: History) -> Finding | None:
         return None
     coef = h.values('rollout/kl_coef')[-1] if h.count('rollout/kl_coef') else 0.0
     pulls = f'kl_coef {coef:.3g}' + (f', target {target:g}' if target is not None else '')
-    rate = max(h.values('ppo/lr') or [0.0])
+    rate = h.highest('ppo/lr', 0.0)
     if coef == 0.0 and h.setting('kl_in') != 'loss':
         change = f'set kl_coef to 0.05, or lr from {rate:.1g} to {rate / 3:.1g}'
     elif target is not None:

@@ -42,7 +42,7 @@ def clip_fraction_high(h: History) -> Finding | None:
     name = 'ppo/clip_fraction'
     if h.count(name) < NOW or h.now(name) <= limit('clip_high'):
         return None
-    epochs, rate = h.setting('max_epochs', 1), max(h.values('ppo/lr') or [0.0])
+    epochs, rate = h.setting('max_epochs', 1), h.highest('ppo/lr', 0.0)
     fewer = f', or max_epochs from {epochs} to {epochs // 2}' if epochs > 1 else ''
     return Finding(
         key='clip-fraction-high',
@@ -67,7 +67,7 @@ def clip_fraction_zero(h: History) -> Finding | None:
     off = median(max(high - 1.0, 1.0 - low) for high, low in pairs)
     if off > limit('clip_zero_ratio'):
         return None
-    rate = max(h.values('ppo/lr') or [0.0])
+    rate = h.highest('ppo/lr', 0.0)
     return Finding(
         key='clip-fraction-zero',
         step=h.step,

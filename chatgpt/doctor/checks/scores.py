@@ -16,7 +16,7 @@ def scores_equal(h: History) -> Finding | None:
         return None
     if len(set(low)) > 1:
         return None  # one response a phase
-    if h.start(STD) > 0.0 and low[-1] >= max(h.values('rollout/score_max')):
+    if h.start(STD) > 0.0 and low[-1] >= h.highest('rollout/score_max'):
         return None  # they differed and have all become right: the score saturates
     return Finding(
         key='scores-equal',
@@ -37,7 +37,7 @@ def score_saturates(h: History) -> Finding | None:
     start, now = h.start(STD), h.now(STD)
     if start <= 0.0 or now > limit('saturated_std') * start:
         return None
-    highest = max(h.values('rollout/score_max'))
+    highest = h.highest('rollout/score_max')
     return Finding(
         key='score-saturates',
         step=h.step,
@@ -116,7 +116,7 @@ def groups_without_signal(h: History) -> Finding | None:
         return None
     if h.solved_share >= limit('solved'):
         return None
-    low, high = min(h.values('rollout/score_min')), max(h.values('rollout/score_max'))
+    low, high = h.lowest('rollout/score_min'), h.highest('rollout/score_max')
     size = h.setting('num_samples_per_prompt', 2)
     return Finding(
         key='groups-without-signal',

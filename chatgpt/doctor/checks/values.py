@@ -37,9 +37,8 @@ def explained_variance_low(h: History) -> Finding | None:
     now = median(h.last(name, phases))
     if now > 0.0 or h.now('ppo/return_var') <= 1e-12 or h.solved_share >= limit('solved'):
         return None
-    own = h.values('ppo/critic_lr')
-    rate = max(own or h.values('ppo/lr') or [0.0])
-    which = 'critic_lr' if own else 'lr'
+    which = 'critic_lr' if h.count('ppo/critic_lr') else 'lr'
+    rate = h.highest(f'ppo/{which}', 0.0)
     parameters = (h.record.models if h.record is not None else {}).get('critic', {}).get('parameters')
     rule = recommended_lr(parameters, 'rm') if parameters else rate
     high = rate > 3 * rule

@@ -69,7 +69,7 @@
     // uPlot bridges, while null (a value that was no number) leaves a gap.
     const joined = uPlot.join(lines.map((line) => [phases[line.x], line.y]));
     const xs = joined[0], raw = joined.slice(1);
-    const isSmoothed = (line) => line.role === 'line';
+    const isSmoothed = (line) => line.role === 'line' || line.role === 'dashed';
     const hidden = new Set();
 
     /** [xs, what is drawn of each line, then the measured values behind smoothed ones] */
@@ -89,7 +89,7 @@
         label: line.label,
         stroke: edge ? faint(line, '66') : stroke(line),
         width: edge ? 1 : 2,
-        dash: line.role === 'plan' ? [6, 4] : undefined,
+        dash: {plan: [6, 4], dashed: [8, 3]}[line.role],
         fill: chart.stacked ? faint(line, 'd0') : undefined,
         points: edge || chart.stacked || line.role === 'plan' ? {show: lonely, size: 7} : {size: 5},
       };
@@ -155,7 +155,7 @@
       });
       return {chip, value};
     });
-    const order = (i) => (lines[i].role === 'line' ? 0 : 1);
+    const order = (i) => (lines[i].role === 'low' || lines[i].role === 'high' ? 1 : 0);
     const inOrder = chips.map((c, i) => i).sort((a, b) => order(a) - order(b) || a - b);
     figure.querySelector('.legend').replaceChildren(at, ...inOrder.map((i) => chips[i].chip));
 

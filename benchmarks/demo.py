@@ -1,0 +1,126 @@
+"""The demo with its settings and with those it had before: win rate by the truth, and how much its stories repeat.
+
+    python benchmarks/demo.py [--seeds 0 1 2] [--runs FOLDER] [--out docs/results/demo.md]
+
+Each row of `SETTINGS` is the whole of examples/demo.py for each seed, in a folder of its own under --runs; what is
+there already is not run again. Writes the table of the page, what the doctor says of the runs, and stories of both,
+between the page's two marks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / 'examples'))
+
+import demo  # noqa: E402
+
+from chatgpt.dataset import embedded  # noqa: E402
+from chatgpt.doctor import diagnose  # noqa: E402
+from chatgpt.launch.inputs import quiet_transformers  # noqa: E402
+from chatgpt.run_folder import RunFolder  # noqa: E402
+
+CHEAP_KL = {
+    'lr': 3e-4,
+    'num_phases': 40,
+    'experience_batch_size': 64,
+    'train_batch_size': 32,
+    'max_epochs': 4,
+    'kl_coef': 0.05,
+}
+SETTINGS: dict[str, tuple[demo.Preferences, dict[str, Any]]] = {
+    'far pairs, cheap KL': (embedded.demo_preferences, CHEAP_KL),
+    'the demo': (embedded.demo_close_preferences, demo.PPO),
+}
+"""name: the reward model's pairs, and PPO's settings"""
+MARKS = '<!-- measured -->\n', '<!-- end -->\n'
+COLUMNS = {
+    'win rate': ('win_rate', '{:.1%}'),
+    'truth SFT': ('SFT truth', '{:+z.2f}'),
+    'truth PPO': ('PPO truth', '{:+z.2f}'),
+    'repeated within SFT': ('SFT within', '{:.1%}'),
+    'within PPO': ('PPO within', '{:.1%}'),
+    'across SFT': ('SFT across', '{:.1%}'),
+    'across PPO': ('PPO across', '{:.1%}'),
+    'words SFT': ('SFT words', '{:.1f}'),
+    'words PPO': ('PPO words', '{:.1f}'),
+    'reward model': ('accuracy', '{:.1%}'),
+    'KL': ('kl', '{:.1f}'),
+    'CPU s': ('cpu', '{:.0f}'),
+}
+
+
+def measure(folder: Path, name: str, seed: int) -> dict[str, Any]:
+    """One run of the demo, or what it left there."""
+    path = folder / 'measured.json'
+    if not path.exists():
+        preferences, settings = SETTINGS[name]
+        began = time.process_time()
+        accuracy = demo.train(folder, seed, preferences, settings)
+        numbers, stories = demo.compare(folder)
+        numbers |= {'accuracy': accuracy, 'cpu': time.process_time() - began}
+        kls = [row['rollout/kl_mean'] for row in RunFolder(folder / 'ppo_run').metrics]
+        told = [row['text'] for row in stories if row[''] == 'PPO']
+        path.write_text(json.dumps(numbers | {'kl': mean(kls[-5:]), 'stories': told}))
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def findings(folder: Path) -> str:
+    """What the doctor says of the three stages of a run."""
+    found = [
+        f'{stage}: `{one.key}` at phase {one.step}, {one.evidence}'
+        for stage in ('sft', 'reward_model', 'ppo')
+        for one in diagnose(RunFolder(folder / f'{stage}_run'))
+    ]
+    return '; '.join(found) or 'nothing'
+
+
+def table(runs: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
+    """A row for each run and, under those of a setting, the mean and the spread of its seeds."""
+    lines = ['| settings | seed | ' + ' | '.join(COLUMNS) + ' |', '|---' * (len(COLUMNS) + 2) + '|']
+    for name, by_seed in runs.items():
+        for seed, numbers in by_seed.items():
+            cells = [form.format(numbers[key]) for key, form in COLUMNS.values()]
+            lines.append(f'| {name} | {seed} | ' + ' | '.join(cells) + ' |')
+        cells = []
+        for key, form in COLUMNS.values():
+            of = [numbers[key] for numbers in by_seed.values()]
+            cells.append(f'**{form.format(mean(of))}** ({form.format(min(of))}, {form.format(max(of))})')
+        lines.append(f'| {name} | mean (least, greatest) | ' + ' | '.join(cells) + ' |')
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
+    parser.add_argument('--runs', type=Path, default=Path('outputs/demo_benchmark'))
+    parser.add_argument('--out', type=Path, default=ROOT / 'docs' / 'results' / 'demo.md')
+    args = parser.parse_args()
+    quiet_transformers()
+    torch.set_num_threads(1)
+    runs: dict[str, dict[int, dict[str, Any]]] = {}
+    told = []
+    for name in SETTINGS:
+        folder = args.runs / name.replace(',', '').replace(' ', '_')
+        runs[name] = {seed: measure(folder / f'seed-{seed}', name, seed) for seed in args.seeds}
+        told += ['', f'**{name}**: stories of PPO to the same prompts, seed {args.seeds[0]}.', '']
+        told += [f'- {story}' for story in runs[name][args.seeds[0]]['stories']]
+        told += ['', 'The doctor says:', '']
+        told += [f'- seed {seed}: {findings(folder / f"seed-{seed}")}' for seed in args.seeds]
+    before, rest = args.out.read_text().split(MARKS[0])
+    after = rest.split(MARKS[1])[1]
+    args.out.write_text(before + MARKS[0] + '\n'.join([*table(runs), *told]) + '\n' + MARKS[1] + after)
+
+
+if __name__ == '__main__':
+    main()
