@@ -76,6 +76,7 @@ LIMITS: dict[str, Limit] = {
     'spike_once': Limit(100, 'times: one is enough'),
     'spikes': Limit(3, 'phases of the last twenty: one odd text may come up in two'),
     'few_prompts': Limit(16, 'different prompts; the smallest benchmark has 20, which is all there is in its world'),
+    'prompt_passes': Limit(4, "times that each was drawn: a trial of a phase or two is none of the doctor's business"),
     'duplicates': Limit(0.5, 'of prompts stand there before: chance does not do that to a set of any size'),
     'cut_prompts': Limit(0.1, 'of prompts without their beginning, where instructions stand'),
     'schedule_lr': Limit(0.01, 'of the highest learning rate: such steps are lost in rounding'),

@@ -215,8 +215,9 @@ CASES: dict[str, Case] = {
         {'rollout/response_len_mean': after(6, 90.0, 40.0)},
         step=8,
     ),
-    'few-prompts': Case(
+    'few-prompts': Case(  # 8 draws a phase of 4 prompts
         {},
+        step=2,
         about={'data': {'prompts': 4, 'distinct': 4, 'cut': 0}},
         about_without={'data': {'prompts': 20, 'distinct': 20}},
     ),
