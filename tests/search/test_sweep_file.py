@@ -124,6 +124,7 @@ def test_a_grid_is_as_long_as_its_points_and_may_be_cut(write_sweep):
         ({'config': {'lrr': 1}}, 'config: lrr is not a setting of this run; did you mean lr'),
         ({'config': '/no/such/file.yaml'}, '/no/such/file.yaml: there is no such file'),
         ({'config': {'model_path': 'x'}}, 'config: model_path is of one run, and trials are many'),
+        ({'config': {'push_to_hub': 'x'}}, 'config: push_to_hub is of one run, and trials are many'),
         ({'config': {'num_training_workers': 2}}, 'num_training_workers=2, but 1 process was started'),
         ({'launch': {'workers': 2}}, "launch: 'workers' is not known; .*did you mean"),
         ({'sampler': 'grid'}, 'sampler grid tries every value'),
