@@ -26,8 +26,8 @@ class Broken(RuntimeError):
 
 
 class BreaksIn(CountGood):
-    """A reward model that raises in the n-th phase: when it scores a batch for the n-th time. Scoring again, one response
-    alone, does not count."""
+    """A reward model that raises in the n-th phase: when it scores a batch for the n-th time. Scoring again, one
+    response alone, does not count."""
 
     def __init__(self, call: int) -> None:
         super().__init__()
