@@ -163,7 +163,7 @@ def repeated_share(response: str) -> float:
     """Share of a response's runs of `RUN` words that stood in it before (Welleck et al. 2020, seq-rep-4); 0 without
     such a run.
 
-    >>> repeated_share('it felt glad . it felt glad .')
+    >>> round(repeated_share('it felt glad . it felt glad .'), 3)
     0.2
     """
     words = response.split()
