@@ -62,9 +62,9 @@ def test_preferences_are_ordered_by_the_truth_and_hold_faulty_text():
     ('response', 'share'),
     [
         ('it felt glad .', 0.0),
-        ('it felt glad . it felt glad .', 1 / 5),  # the last of five runs of four words stood first
-        ('glad glad glad glad glad glad', 2 / 3),
-        ('it felt', 0.0),  # no run of four
+        ('it felt glad . it felt glad .', 2 / 6),  # the last two of six runs of three words stood first
+        ('glad glad glad glad glad glad', 3 / 4),
+        ('it felt', 0.0),  # no run of three
         ('', 0.0),
     ],
 )
