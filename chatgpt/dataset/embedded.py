@@ -163,13 +163,8 @@ def repeated_share(response: str) -> float:
     """Share of a response's runs of `RUN` words that stood in it before (seq-rep-n of Welleck et al. 2020); 0 without
     such a run.
 
-<<<<<<< HEAD
-    >>> round(repeated_share('it felt glad . it felt glad .'), 3)
-    0.2
-=======
     >>> repeated_share('it felt glad . it felt sad . it felt glad .')
     0.3
->>>>>>> h15/demo
     """
     words = response.split()
     runs = list(zip(*(words[i:] for i in range(RUN)), strict=False))
