@@ -58,7 +58,11 @@ def found_in(folder: Path) -> tuple[int, list[Finding]]:
 
 
 def told(findings: list[Finding]) -> str:
-    return '; '.join(f'{f.key} ({f.level}, phase {f.step}: {f.evidence})' for f in findings) or 'none'
+    return cell('; '.join(f'{f.key} ({f.level}, phase {f.step}: {f.evidence})' for f in findings)) or 'none'
+
+
+def cell(text: str) -> str:
+    return text.replace('|', '\\|')
 
 
 def good_rows(folder: Path) -> tuple[list[str], int, int]:
@@ -84,7 +88,7 @@ def fault_rows(folder: Path) -> tuple[list[str], int, int, int]:
         of = [f for f in found_in(folder / 'planted' / path)[1] if f.key == key]
         without = [f for f in found_in(folder / 'without' / path)[1] if f.key == key]
         num_found, num_false = num_found + bool(of), num_false + bool(without)
-        seen = f'phase {of[0].step}: {of[0].evidence}' if of else '**not found**'
+        seen = cell(f'phase {of[0].step}: {of[0].evidence}') if of else '**not found**'
         rows.append(f'| {name} | {FAULTS[name].about} | {seen} | {"**found**" if without else "silent"} |')
     return rows, len(made), num_found, num_false
 
