@@ -32,8 +32,6 @@ PAGES = [
 ]
 PROGRAMS = ('chatgpt-rlhf', 'python', 'torchrun', 'make', 'pip', 'ray', 'git', 'cd', 'bash', 'tensorboard')
 START = re.compile(rf'(?:\$ )?((?:[A-Z_]+=\S* )*)(?:\S*/bin/)?((?:{"|".join(PROGRAMS)}) .*)', re.DOTALL)
-COMING_PAGES = ('docs/results/doctor.md',)
-"""pages that the contents name and that are not here yet"""
 MODELS = ('gpt2', 'NAME_OR_FOLDER', 'MODEL')
 """words of the pages that stand for a model of the reader's"""
 
