@@ -120,8 +120,8 @@ def check_writes(config: Any, name: str) -> None:
     heads = [name for name in getattr(config, 'architectures', None) or [] if 'ForSequenceClassification' in name]
     if heads:
         raise ValueError(
-            f'--pretrain {name} is a reward model ({heads[0]}), which cannot write: give the model that it was made of, '
-            'and this as --reward_model where there is one'
+            f'--pretrain {name} is a reward model ({heads[0]}), which cannot write: give the model that it was made '
+            'of, and this as --reward_model where there is one'
         )
 
 
