@@ -1,4 +1,5 @@
-"""`make docs`: the site builds without a warning, its links lead somewhere, it asks no other host, and it can be read on a phone."""
+"""`make docs`: the site builds without a warning, its links lead somewhere, it asks no other host, and it can be read
+on a phone."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def test_the_api_page_has_every_public_name(site):
 
 @pytest.mark.parametrize('scheme', ['light', 'dark'])
 def test_pages_in_a_browser(site, browser, scheme):
-    """No other host is asked, nothing complains, and no page is wider than the screen: wide tables scroll by themselves."""
+    """No other host is asked, nothing complains, and no page is wider than the screen: wide tables scroll by
+    themselves."""
     context = browser.new_context(color_scheme=scheme)
     page = context.new_page()
     asked, said = [], []
