@@ -66,7 +66,7 @@ def set_name(folder: str | Path, repo_id: str) -> None:
     """Where the code of our card reads the model from, once the model has an address."""
     path = Path(folder, CARD)
     if path.is_file() and is_ours(text := path.read_text(encoding='utf-8', errors='replace')):
-        path.write_text(re.sub(r"(?m)^name = '.*'$", f'name = {repo_id!r}', text, count=1), encoding='utf-8')
+        path.write_text(re.sub(r'(?m)^name = .*$', f'name = {repo_id!r}', text, count=1), encoding='utf-8')
 
 
 def title_of(folder: Path, told: Told) -> str:

@@ -193,7 +193,7 @@ def read_rollouts(
 
 
 def _readable(path: Path) -> Iterator[tuple[int | None, Path]]:
-    """(phase, file) in order of phases; files of other names are given first, without a phase."""
+    """(phase, file) in order of phases; of one file that was asked for by itself the phase is not known."""
     if path.is_file():
         yield None, path
         return

@@ -499,7 +499,7 @@ def test_a_run_of_the_command_line_names_file_rows_and_columns(tmp_path, model_f
     assert f'made of the model `{model_folder.name}`' in text and str(tmp_path) not in text
     assert str(model_folder) not in text
     run = RunFolder(tmp_path / 'tales')
-    last = run.curve('sft/val_loss')[-1][1]
+    last = run.metrics[-1]['sft/val_loss']
     assert f'value: {last!r}' in text
     monkeypatch.chdir(tmp_path / 'tales')
     run_code(Path('actor'), capsys)

@@ -29,8 +29,9 @@ from chatgpt.trainer.callbacks.base import Callback, TrainerView
 from chatgpt.trainer.callbacks.memory import setup_of
 
 PACKAGES = ('torch', 'transformers', 'datasets', 'tokenizers', 'numpy', 'colossalai', 'peft', 'ray', 'vllm')
-SECRET = re.compile(r'(token|key|secret|password)\b', re.IGNORECASE)
-NO_SECRET = ('tokenizer', 'token_penalty', 'max_tokens', 'max_new_tokens', 'min_new_tokens')
+SECRET = re.compile(r'(token|keys?|secret|passw(or)?d|credentials?|auth|bearer)\b', re.IGNORECASE)
+SECRET_VALUE = re.compile(r'\bhf_\w{20,}|(?<=://)[^/@\s]+(?=@)')
+"""a token of the hub; who logs in, and with what, in an address"""
 GIB = 2**30
 PLANNED_AFTER_S = 10.0
 """a plan takes a quarter of a second, too much for a run of a few"""
@@ -145,11 +146,11 @@ def command_line() -> list[str]:
     for word in words:
         name, equals, _ = word.partition('=')
         bare = name.lstrip('-').rpartition('.')[2]
-        secret = SECRET.search(bare) is not None and bare not in NO_SECRET
+        secret = SECRET.search(bare) is not None
         if hide and not word.startswith('-'):
             shown.append('***')
         else:
-            shown.append(f'{name}=***' if secret and equals else word)
+            shown.append(f'{name}=***' if secret and equals else SECRET_VALUE.sub('***', word))
         hide = secret and not equals and word.startswith('-')
     return shown
 
