@@ -10,7 +10,7 @@ from chatgpt.report.figures import COLORS, metric_id
 from chatgpt.report.runs import Run, settings_of
 from chatgpt.report.series import average, number
 from chatgpt.report.summary import what_improved
-from chatgpt.report.text import cut, duration_text, moment_of, safe, script_json, time_text, value_text
+from chatgpt.report.text import cut, duration, moment_of, safe, script_json, time_text, value_text
 
 STATUS = {
     'ended': ('good', 'ended'),
@@ -97,7 +97,7 @@ def _when(run: Run) -> list[str]:
         told.append(f'resumed {time_text(last.at)} at phase {last.phase}')
     start, end = moment_of(last.at), moment_of(record.ended)
     if start is not None and end is not None:
-        told.append(f'{"ran" if last is first else "ran since then"} {duration_text((end - start).total_seconds())}')
+        told.append(f'{"ran" if last is first else "ran since then"} {duration((end - start).total_seconds())}')
     return told
 
 
