@@ -205,7 +205,7 @@ def test_nothing_is_asked_of_a_network_and_nothing_else_may_run(tmp_path):
     for tag, has, _ in found.found:
         assert 'src' not in has and not (tag == 'link' and has['rel'] != 'icon')
         assert not (has.get('href') or '').startswith(('http', '//'))
-    for name in ('report.js', 'rollouts.js', 'sequences.js', 'uPlot.iife.min.js'):
+    for name in ('report.js', 'rollouts.js', 'embedded_rollouts.js', 'uPlot.iife.min.js'):
         assert not re.search(r'\beval\(|new Function\(|innerHTML|document\.write', page.asset(name)), name
     assert not re.search(
         r'url\(|@import', page.asset('page.css') + page.asset('report.css') + page.asset('rollouts.css')
