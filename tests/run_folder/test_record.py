@@ -79,12 +79,18 @@ def test_a_failure_and_a_stop_are_told_apart(tmp_path):
         def on_phase_end(self, trainer, step, metrics):
             trainer.request_stop()
 
+    class Quits(Callback):
+        def on_phase_end(self, trainer, step, metrics):
+            raise KeyboardInterrupt
+
     with pytest.raises(RuntimeError):
         trainer(tmp_path / 'a', [Fails()]).fit(['a'], max_timesteps=2, update_timesteps=1)
     record = RunRecord.read(tmp_path / 'a')
     assert (record.status, record.error) == ('failed', 'RuntimeError: the reward is gone')
     trainer(tmp_path / 'b', [Stops()]).fit(['a'], max_timesteps=3, update_timesteps=1)
-    assert RunRecord.read(tmp_path / 'b').status == 'stopped'
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path / 'c', [Quits()]).fit(['a'], max_timesteps=3, update_timesteps=1)
+    assert RunRecord.read(tmp_path / 'b').status == RunRecord.read(tmp_path / 'c').status == 'stopped'
 
 
 def test_a_resume_adds_a_start_and_a_new_run_begins_anew(tmp_path):

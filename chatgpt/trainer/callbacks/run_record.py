@@ -73,7 +73,10 @@ class RunRecorder(Callback):
         self._end(trainer, 'ended' if whole else 'stopped')
 
     def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
-        self._end(trainer, 'failed', f'{type(error).__name__}: {error}'.strip().rstrip(':'))
+        if isinstance(error, KeyboardInterrupt):
+            self._end(trainer, 'stopped')
+        else:
+            self._end(trainer, 'failed', f'{type(error).__name__}: {error}'.strip().rstrip(':'))
 
     def _end(self, trainer: TrainerView, status: Status, error: str | None = None) -> None:
         if self.record is None:
