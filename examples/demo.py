@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -34,17 +33,24 @@ from chatgpt.trainer.repetition import repetition
 from chatgpt.trainer.saving import save_pretrained
 from chatgpt.trainer.strategies import NaiveStrategy
 
-NUM_PAIRS, NUM_SHOWN, NUM_COMPARED = 6600, 6, 200
+NUM_SHOWN, NUM_COMPARED = 6, 200
+PREFERENCES: dict[str, Any] = {
+    'pairs': embedded.demo_close_preferences,
+    'num_pairs': 6600,
+    'lr': 2e-3,
+    'lr_schedule': 'linear',
+    'train_batch_size': 64,
+    'max_epochs': 2,
+}
 PPO: dict[str, Any] = {
     'lr': 1.5e-3,
     'lr_schedule': 'linear',
-    'num_phases': 30,
+    'num_phases': 28,
     'experience_batch_size': 128,
     'train_batch_size': 64,
     'max_epochs': 3,
-    'kl_coef': 0.55,
+    'kl_coef': 0.85,
 }
-Preferences = Callable[[int, int], list[dict[str, str]]]
 
 
 def run_sft(strategy: Any, tokenizer: Any, out: Path) -> Any:
@@ -68,22 +74,23 @@ def run_sft(strategy: Any, tokenizer: Any, out: Path) -> Any:
     return actor
 
 
-def run_reward_model(strategy: Any, tokenizer: Any, out: Path, preferences: Preferences) -> RewardModelTrainer:
+def run_reward_model(strategy: Any, tokenizer: Any, out: Path, settings: dict[str, Any]) -> RewardModelTrainer:
     """Begins with what SFT has learned of the language."""
+    settings = dict(settings)
+    pairs, lr = settings.pop('pairs')(settings.pop('num_pairs'), seed=0), settings.pop('lr')
     model = AutoRM(pretrained=out / 'sft')
-    model, optim = strategy.prepare((model, AdamW(model.parameters(), lr=1e-3)))
-    train, validation = load_preferences(preferences(NUM_PAIRS, 0), tokenizer, validation_percentage=9)
+    model, optim = strategy.prepare((model, AdamW(model.parameters(), lr=lr)))
+    train, validation = load_preferences(pairs, tokenizer, validation_percentage=9)
     trainer = RewardModelTrainer(
         strategy,
         model,
         optim,
         train,
         validation,
-        train_batch_size=64,
-        max_epochs=2,
         log_interval=20,
         tokenizer=tokenizer,
         run_dir=out / 'reward_model_run',
+        **settings,
     )
     trainer.fit()
     save_pretrained(strategy, model, out / 'reward_model', tokenizer=tokenizer)
@@ -158,12 +165,7 @@ def plot(out: Path) -> Path:
     return out / 'curves.png'
 
 
-def train(
-    out: Path,
-    seed: int,
-    preferences: Preferences = embedded.demo_close_preferences,
-    ppo: dict[str, Any] = PPO,
-) -> float:
+def train(out: Path, seed: int, preferences: dict[str, Any] = PREFERENCES, ppo: dict[str, Any] = PPO) -> float:
     """The three stages; the share of eval pairs that the reward model puts in the right order."""
     tokenizer = embedded.demo_tokenizer()
     with NaiveStrategy(seed=seed) as strategy:

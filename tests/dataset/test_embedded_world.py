@@ -62,9 +62,9 @@ def test_preferences_are_ordered_by_the_truth_and_hold_faulty_text():
     ('response', 'share'),
     [
         ('it felt glad .', 0.0),
-        ('it felt glad . it felt glad .', 1 / 5),  # the last of five runs of four words stood first
-        ('glad glad glad glad glad glad', 2 / 3),
-        ('it felt', 0.0),  # no run of four
+        ('it felt glad . it felt glad .', 2 / 6),  # the last two of six runs of three words stood first
+        ('glad glad glad glad glad glad', 3 / 4),
+        ('it felt', 0.0),  # no run of three
         ('', 0.0),
     ],
 )
@@ -80,7 +80,7 @@ def test_close_preferences_are_ordered_by_the_truth_and_by_repetition():
 
     assert all(worth(p, 'chosen') > worth(p, 'rejected') for p in pairs)
     shares = [(repeated_share(p['chosen']), repeated_share(p['rejected'])) for p in pairs]
-    assert sum(c < r for c, r in shares) > 3 * sum(c > r for c, r in shares)
+    assert sum(c < r for c, r in shares) > 2 * sum(c > r for c, r in shares)
     # one thing changed: all but one sentence are the same
     same = [len(set(p['chosen'].split(' .')) & set(p['rejected'].split(' .')) - {''}) for p in pairs]
     assert sum(n > 0 for n in same) > 200
