@@ -17,7 +17,7 @@ from typing import Any
 
 from chatgpt.publish import words
 from chatgpt.publish.facts import ModelFacts
-from chatgpt.publish.methods import LIBRARY, METHODS
+from chatgpt.publish.method_words import LIBRARY, METHOD_WORDS
 from chatgpt.publish.picture import can_draw, draw, panels_of
 from chatgpt.publish.text import block, fenced, hub_name
 from chatgpt.publish.use import Role, is_classifier, snippet
@@ -102,7 +102,7 @@ def front_matter(folder: Path, facts: ModelFacts, title: str, role: Role) -> str
     ]
     datasets = [found for key in ('dataset', 'prompt_path', 'ptx_data') if (found := hub_name(facts.settings.get(key)))]
     more = dict(facts.more)
-    tags = [LIBRARY, *([method] if method in METHODS else []), *(['rlhf'] if method != 'sft' else [])]
+    tags = [LIBRARY, *([method] if method in METHOD_WORDS else []), *(['rlhf'] if method != 'sft' else [])]
     tags += ['lora'] * bool(adapter or facts.settings.get('lora_rank'))
     tags += [tag for tag in more.pop('tags', None) or () if tag not in tags]
     datasets += [name for name in more.pop('datasets', None) or () if name not in datasets]

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from chatgpt.publish.facts import ModelFacts
-from chatgpt.publish.methods import LIBRARY, METHODS, Method
+from chatgpt.publish.method_words import LIBRARY, METHOD_WORDS, MethodWords
 from chatgpt.publish.picture import can_draw, curve, panels_of
 from chatgpt.publish.text import code, count, fenced, hub_name, table, without_paths
 from chatgpt.publish.use import Role, is_classifier
@@ -32,8 +32,8 @@ SOURCES = {
 Measured = list[tuple[str, float | None, float, float | None]]
 
 
-def method_of(facts: ModelFacts) -> Method | None:
-    return METHODS.get(facts.record.method) if facts.record is not None else None
+def method_of(facts: ModelFacts) -> MethodWords | None:
+    return METHOD_WORDS.get(facts.record.method) if facts.record is not None else None
 
 
 def introduction(facts: ModelFacts, role: Role, base: str, title: str) -> str:

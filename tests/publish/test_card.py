@@ -14,7 +14,7 @@ import torch
 
 from chatgpt.publish import ModelFacts, picture, write_card
 from chatgpt.publish.card import CARD, MARKER, PICTURE
-from chatgpt.publish.methods import METHODS as KNOWN
+from chatgpt.publish.method_words import METHOD_WORDS as KNOWN
 from chatgpt.publish.text import block, code, count, hub_name, without_paths
 from chatgpt.run_folder import RunFolder, RunRecord, Start
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
