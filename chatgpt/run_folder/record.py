@@ -119,7 +119,7 @@ def _known(kind: type, content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """The whole JSON text or nothing, durable.
+    """The whole text or nothing, durable.
 
     Raises:
         OSError: it could not be written; what was there is untouched.

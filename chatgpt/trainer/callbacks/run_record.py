@@ -31,8 +31,9 @@ from chatgpt.trainer.callbacks.base import Callback, TrainerView
 from chatgpt.trainer.callbacks.memory import setup_of
 
 PACKAGES = ('torch', 'transformers', 'datasets', 'tokenizers', 'numpy', 'colossalai', 'peft', 'ray', 'vllm')
-SECRET = re.compile(r'(token|key|secret|password)\b', re.IGNORECASE)
-NO_SECRET = ('tokenizer', 'token_penalty', 'max_tokens', 'max_new_tokens', 'min_new_tokens')
+SECRET = re.compile(r'(token|keys?|secret|passw(or)?d|credentials?|auth|bearer)\b', re.IGNORECASE)
+SECRET_VALUE = re.compile(r'\bhf_\w{20,}|(?<=://)[^/@\s]+(?=@)')
+"""a token of the hub; who logs in, and with what, in an address"""
 OTHER_FILES = ('eval.jsonl', 'samples.jsonl', 'eval_samples.jsonl', 'findings.jsonl', 'report.html')
 """of a run's folder, beside run.json and metrics.jsonl, which every run has"""
 GIB = 2**30
@@ -74,8 +75,10 @@ class RunRecorder(Callback):
         self._end(trainer, 'ended' if whole else 'stopped')
 
     def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
-        told = f'{type(error).__name__}: {error}'.strip().rstrip(':')
-        self._end(trainer, 'stopped' if isinstance(error, KeyboardInterrupt) else 'failed', told)
+        if isinstance(error, KeyboardInterrupt):
+            self._end(trainer, 'stopped')
+        else:
+            self._end(trainer, 'failed', f'{type(error).__name__}: {error}'.strip().rstrip(':'))
 
     def _begin(self, trainer: TrainerView, phase: int) -> None:
         """A start of the run after `phase`. On rank 0 only."""
@@ -167,11 +170,11 @@ def command_line() -> list[str]:
     for word in words:
         name, equals, _ = word.partition('=')
         bare = name.lstrip('-').rpartition('.')[2]
-        secret = SECRET.search(bare) is not None and bare not in NO_SECRET
+        secret = SECRET.search(bare) is not None
         if hide and not word.startswith('-'):
             shown.append('***')
         else:
-            shown.append(f'{name}=***' if secret and equals else word)
+            shown.append(f'{name}=***' if secret and equals else SECRET_VALUE.sub('***', word))
         hide = secret and not equals and word.startswith('-')
     return shown
 
