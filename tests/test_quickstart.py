@@ -132,10 +132,12 @@ def test_preferences_mean_dpo(folder, tmp_path):
         {'reward_fn': lambda prompts, responses: [1.0] * len(prompts), 'prompts': ['a', 'b', 'c', 'd'], **PPO},
     ],
 )
-def test_every_route_writes_its_model_with_the_tokenizer(folder, tmp_path, given):
+def test_every_route_writes_its_model_with_the_tokenizer(folder, tmp_path, given, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     trainer = chatgpt.train(folder, save_path=tmp_path / 'model', max_epochs=1, **given, **QUIET)
+    told = capsys.readouterr().out
+    assert f'actor written to {tmp_path / "model"}; use it: python -m chatgpt generate {tmp_path / "model"}' in told
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / 'model')
     bare = next(iter(trainer.models().values()))
     assert torch.equal(loaded.get_input_embeddings().weight, bare.model.get_input_embeddings().weight)
