@@ -108,7 +108,8 @@ def run_defaults(run: Run) -> dict[str, Any]:
     plain = kind(method=run.method) if 'method' in run.field_names() else kind()
     plain.pretrain = run.pretrain  # on which some defaults depend
     plain.fill_defaults()
-    return plain.to_dict() | dict(run.entry().settings) | {'pretrain': None}
+    folder = {} if 'save_path' in run.said else {'save_path': run.save_path}  # which follows the word of the command
+    return plain.to_dict() | dict(run.entry().settings) | {'pretrain': None} | folder
 
 
 def make_trainer(inputs: Inputs, strategy: Any, engine: Any = None) -> Any:
