@@ -37,7 +37,9 @@ def main() -> int:
                 print(json.dumps({'run': str(run.path), 'step': f.step, **f.row()}, ensure_ascii=False))
             continue
         told = f'{len(findings)} finding{"s" * (len(findings) != 1)}' if findings else 'no findings'
-        print(f'{run.path}: {told} in {run.phase} phase{"s" * (run.phase != 1)}')
+        error = (run.record.error or 'no reason known').strip() if run.record and run.record.status == 'failed' else ''
+        failed = f'; the run failed: {error.splitlines()[0]}' if error else ''
+        print(f'{run.path}: {told} in {run.phase} phase{"s" * (run.phase != 1)}{failed}')
         if run.record is None:
             print('(there is no run.json: checks that need settings, sizes or data were left out)')
         for f in findings:

@@ -1,7 +1,7 @@
 """Write the page of a run, or of several with their curves in the same charts.
 
-chatgpt-rlhf report outputs/ppo
-chatgpt-rlhf report outputs/ppo outputs/grpo --out both.html
+    chatgpt-rlhf report outputs/ppo
+    chatgpt-rlhf report outputs/ppo outputs/grpo --out both.html
 
 It is one file that opens anywhere. A run writes its own when it ends; this writes it anew, also while the run goes on.
 """
@@ -13,7 +13,7 @@ from chatgpt.report import write_report
 
 
 def parser() -> Parser:
-    out = Parser(description=__doc__)
+    out = Parser(description=__doc__, usage='%(prog)s RUN [RUN ...] [--out FILE] [--title TITLE]')
     out.add_argument('runs', nargs='+', metavar='RUN', help='folder of a run, where metrics.jsonl is')
     out.add_argument(
         '--out',

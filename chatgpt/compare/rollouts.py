@@ -9,6 +9,7 @@ from typing import Any
 
 from chatgpt.compare.server import ASSETS, asset_routes
 from chatgpt.report.rollouts import page_row
+from chatgpt.run_folder import RunFolder
 from chatgpt.run_folder.rollouts import read_rollouts, recorded_phases
 
 NUM_ROWS = 200
@@ -32,7 +33,11 @@ def rollouts_app(runs: Sequence[str | Path]) -> Any:
     folders = list(map(Path, runs))
     for folder in folders:
         if not recorded_phases(folder):
-            raise ValueError(f'{folder} has no recorded sequences: give the folder of a run that has rollouts/')
+            RunFolder(folder)  # says what is wrong with one that is no run's
+            raise ValueError(
+                f'{folder} has no recorded sequences: give the folder of a run that draws responses (PPO, GRPO, ...), '
+                'with rollouts/'
+            )
     templates = Jinja2Templates(directory=ASSETS)
 
     async def page(request: Any) -> Any:

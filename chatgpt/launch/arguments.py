@@ -11,6 +11,8 @@ import ast
 import errno
 import inspect
 import os
+import select
+import signal
 import sys
 import textwrap
 import time
@@ -241,6 +243,12 @@ def run_main(main: Callable[[], Any]) -> None:
     try:
         with _short_warnings():
             main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        raise SystemExit(128 + signal.SIGPIPE) from None
     except KeyboardInterrupt:
         if os.environ.get('RANK', '0') == '0':
             print('interrupted', file=sys.stderr, flush=True)
@@ -250,6 +258,16 @@ def run_main(main: Callable[[], Any]) -> None:
             raise
         tell(f'error: {_one_line(error)}')
         raise SystemExit(_exit_code(error)) from None
+
+
+def _nobody_reads() -> bool:
+    """Whether it is stdout that is closed, as of `| head`, and not a pipe of the run's own."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)  # errors are told without being asked for
+    except (OSError, ValueError):  # no file of the system
+        return False
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _exit_code(error: Exception) -> int:

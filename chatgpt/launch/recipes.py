@@ -108,7 +108,8 @@ def run_defaults(run: Run) -> dict[str, Any]:
     plain = kind(method=run.method) if 'method' in run.field_names() else kind()
     plain.pretrain = run.pretrain  # on which some defaults depend
     plain.fill_defaults()
-    return plain.to_dict() | dict(run.entry().settings) | {'pretrain': None}
+    folder = {} if 'save_path' in run.said else {'save_path': run.save_path}  # which follows the word of the command
+    return plain.to_dict() | dict(run.entry().settings) | {'pretrain': None} | folder
 
 
 def make_trainer(inputs: Inputs, strategy: Any, engine: Any = None) -> Any:
@@ -271,13 +272,8 @@ def use_of(run: Run, path: Path, tokenizer: Any) -> str:
     place = shlex.quote(str(path))
     if run.trained == 'reward_model':
         return f'python -m chatgpt ppo PROMPTS --pretrain {shlex.quote(run.base or "MODEL")} --reward_model {place}'
-    return (
-        f'python -m chatgpt chat {place}' if chats(tokenizer) else f'python -m chatgpt generate {place} "your prompt"'
-    )
-
-
-def chats(tokenizer: Any) -> bool:
-    return getattr(tokenizer, 'chat_template', None) is not None
+    chats = getattr(tokenizer, 'chat_template', None) is not None
+    return f'python -m chatgpt chat {place}' if chats else f'python -m chatgpt generate {place} "your prompt"'
 
 
 def push(repo_id: str, run: Run, strategy: Any, path: Path) -> None:

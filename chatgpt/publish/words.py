@@ -75,6 +75,14 @@ def introduction(facts: ModelFacts, role: Role, base: str, title: str) -> str:
     return ' '.join(sentences)
 
 
+def _rates(optimizers: Mapping[str, Any]) -> str:
+    """With which learning rates it began."""
+    rates = {name: o['lr'] for name, o in optimizers.items() if isinstance(o, Mapping) and 'lr' in o}
+    if len(rates) < 2:
+        return ''.join(f', learning rate {rate:g}' for rate in rates.values())
+    return f', learning rates {" and ".join(f"{rate:g} ({name})" for name, rate in rates.items())}'
+
+
 def about_use(folder: Path, facts: ModelFacts, role: Role) -> str:
     """What to know beside the code."""
     notes = ['`name` is the folder of the model, or its name on the hub.']
@@ -111,8 +119,9 @@ def training(facts: ModelFacts, drawn: bool, picture: str) -> str:
         phases = max(record.phase, max((int(row['step']) for row in facts.metrics), default=0))
         resumed = f', started {len(record.starts)} times' if len(record.starts) > 1 else ''
         parts.append(
-            f'{phases}{planned} learning phases in {strategy.get("precision", "fp32")}, {where}{on}, seed '
-            f'{strategy.get("seed")}{resumed}.'
+            f'{phases}{planned} learning phase{"s" * (phases != 1 or bool(planned))} in '
+            f'{strategy.get("precision", "fp32")}, {where}{on}, seed '
+            f'{strategy.get("seed")}{_rates(record.optimizers)}{resumed}.'
         )
         ends = {'stopped': 'It was stopped before its end.', 'failed': 'The run ended with an error.'}
         if record.status in ends:

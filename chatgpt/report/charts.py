@@ -226,7 +226,7 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
             'grad-norm',
             'Gradient norm',
             'Steady within a factor of a few; spikes call for a lower learning rate or a tighter clip.',
-            ('*/grad_norm', '*/actor_grad_norm', '*/critic_grad_norm', '*/*grad_norm_max'),
+            ('*/grad_norm', '*/actor_grad_norm', '*/critic_grad_norm', '*/grad_norm_max', '*/*_grad_norm_max'),
         ),
         Chart(
             'lr',
@@ -239,6 +239,13 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
             'Batches not learned from',
             'Stays at 0: every batch is used, and no phase is left early.',
             ('ppo/skipped_batches', 'ppo/early_stopped'),
+        ),
+        Chart('updates', 'Optimizer steps so far', 'Straight: each phase takes as many.', ('ppo/num_updates',)),
+        Chart(
+            'epoch',
+            'Passes over the data so far',
+            'Straight; each pass beyond the first invites memorising.',
+            ('*/epoch',),
         ),
     ),
     'Responses': (
@@ -316,6 +323,7 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
             ('perf/collect_s', 'perf/score_s', 'perf/learn_s', 'perf/other_s'),
             stacked=True,
         ),
+        Chart('total', 'Seconds per phase', 'As above, without what lies between phases.', ('perf/total_s',)),
         Chart(
             'throughput',
             'Throughput',

@@ -65,6 +65,8 @@ def write_report(folders: Folder | Sequence[Folder], out: Folder | None = None, 
     target = Path(out) if out is not None else Path(paths[0] if len(paths) == 1 else '.', FILENAME)
     if target.is_dir():
         raise ValueError(f'{target} is a folder; give the name of a file, such as {target / FILENAME}')
+    if not target.parent.is_dir():
+        raise ValueError(f'{target}: there is no folder {target.parent}; make it, or give another file')
     text = page(runs, title or (runs[0].name if len(runs) == 1 else f'{len(runs)} runs'))
     write_text_atomically(target, text)
     return target
@@ -105,8 +107,16 @@ def fitting_curves(runs: Sequence[Run]) -> Curves:
 
 @cache
 def meanings() -> dict[str, list[str]]:
-    """Unit and meaning of the metrics of docs/metrics.md."""
+    """Unit and meaning of the metrics of docs/metrics.md, those it gives in a sentence too."""
     found: dict[str, list[str]] = json.loads(asset('metrics.json'))
+    for method in ('dpo', 'orpo', 'simpo', 'kto', 'ilql'):
+        of_method = {name: told for name, told in found.items() if name.startswith(f'{method}/')}
+        found |= {f'{method}/{name}': found[f'sft/{name}'] for name in ('grad_norm', 'grad_norm_max', 'lr', 'epoch')}
+        for name, (unit, _) in of_method.items():
+            found[name.replace('/', '/val_')] = [
+                unit,
+                f'{name} on eval data; only in phases that end with an evaluation',
+            ]
     return found
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from chatgpt.report.figures import COLORS, metric_id
 from chatgpt.report.runs import Run, settings_of
-from chatgpt.report.series import average, number
-from chatgpt.report.summary import what_improved
+from chatgpt.report.series import average, nats, number
+from chatgpt.report.summary import KL, what_improved
 from chatgpt.report.text import cut, duration, moment_of, safe, script_json, time_text, value_text
 
 STATUS = {
@@ -21,7 +21,7 @@ STATUS = {
 TILES = (
     ('eval/score_mean', 'Eval score'),
     ('rollout/score_mean', 'Score'),
-    ('rollout/kl_mean', 'KL, nats per response'),
+    (KL, 'KL, nats per response'),
     ('rollout/response_len_mean', 'Response tokens'),
     ('rollout/ended_share', 'Share that ended'),
     ('rm/val_accuracy', 'Eval accuracy'),
@@ -129,8 +129,9 @@ def tiles(run: Run) -> str:
         labels.add(label)
         share = 1 if name.startswith('eval/') else max(1, len(values) // 10)
         first, last = average(values[:share]), average(values[-share:])
-        from_ = f'<div class="from">from {number(first)}</div>' if len(values) > 1 else ''
-        shown.append(f'<div class="tile"><dt>{label}</dt><dd>{number(last)}{from_}</dd></div>')
+        told = nats if name == KL else number
+        from_ = f'<div class="from">from {told(first)}</div>' if len(values) > 1 else ''
+        shown.append(f'<div class="tile"><dt>{label}</dt><dd>{told(last)}{from_}</dd></div>')
     if not shown:
         return ''
     note = '<p class="muted small">Training numbers are means of the last and of the first tenth of the phases.</p>'
@@ -178,7 +179,13 @@ def samples(runs: Sequence[Run], limit: int) -> str:
         if len(runs) > 1:
             parts.append(f'<h3 class="of-run">{safe(run.name)}</h3>')
         what = 'the evaluation prompts' if same else 'training'
-        parts.append(f'<p class="muted">Of {what}, by phase; the number beside the phase is the score.</p>')
+        told = f'Of {what}, by phase; the number beside the phase is the score.'
+        if not _any_again(rows):
+            told += (
+                ' Each phase had other prompts; with evaluation prompts (--validation_file) all answer the same ones, '
+                'side by side.'
+            )
+        parts.append(f'<p class="muted">{safe(told)}</p>')
         cards = _side_by_side(rows, limit, 'h4' if len(runs) > 1 else 'h3')
         parts.append(f'<div class="samples">{"".join(cards)}</div>')
     return f'<section id="samples"><h2>Samples</h2>{"".join(parts)}</section>' if parts else ''
@@ -189,6 +196,14 @@ def spread(items: Sequence[Any], count: int) -> list[Any]:
     if len(items) <= count:
         return list(items)
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)] if count > 1 else [items[-1]]
+
+
+def _any_again(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a prompt was answered in several phases, or there is but one phase."""
+    phases: dict[str, set[int]] = {}
+    for row in rows:
+        phases.setdefault(str(row.get('prompt', '')), set()).add(int(row['step']))
+    return len(set().union(*phases.values())) == 1 or any(len(seen) > 1 for seen in phases.values())
 
 
 def _side_by_side(rows: Sequence[Mapping[str, Any]], limit: int, level: str) -> Iterable[str]:
@@ -224,7 +239,7 @@ def _answer(phase: int, row: Mapping[str, Any], limit: int) -> str:
     score = row.get('score', row.get('reward'))
     told = number(float(score)) if isinstance(score, (int, float)) else ''
     more = [
-        f'{name} {number(float(value)) if isinstance(value, (int, float)) else value}'
+        f'{name} {(nats if name == "kl" else number)(float(value)) if isinstance(value, (int, float)) else value}'
         for name, value in row.items()
         if name in ('kl', 'num_tokens') and value is not None
     ]

@@ -93,3 +93,8 @@ def number(value: float | None) -> str:
         return f'{value:,.0f}'.replace(',', ' ')
     text = f'{value:.3g}' if size < 100 else f'{value:.0f}'
     return '0' if float(text) == 0 else text
+
+
+def nats(value: float | None) -> str:
+    """A KL of responses: what is less than a ten thousandth is the rounding of sums in fp32."""
+    return number(None if value is None else round(value, 4))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 
-from chatgpt.report.series import Column, average, columns, number
+from chatgpt.report.series import Column, average, columns, nats, number
 from chatgpt.run_folder import RunFolder
 
 IMPROVED: tuple[tuple[tuple[str, str], ...], ...] = (
@@ -35,7 +35,7 @@ def what_improved(run: RunFolder) -> str:
     text = f'{", ".join(told)} in ' if told else ''
     text += f'{last} {"phase" if last == 1 else "phases"}'
     kl = _ends(found[KL], last)[1] if KL in found else None
-    return text if kl is None else f'{text}, KL {number(kl)} nats per response'
+    return text if kl is None else f'{text}, KL {nats(kl)} nats per response'
 
 
 @cache

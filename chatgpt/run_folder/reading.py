@@ -32,8 +32,9 @@ class RunFolder:
         if not self.path.is_dir():
             raise ValueError(f'{self.path}: there is no such folder')
         if not is_run(self.path):
-            below = sorted(str(p.parent) for p in self.path.glob('*/metrics.jsonl'))
-            told = f'; these in it are: {", ".join(below[:5])}' if below else ''
+            below = sorted(str(p) for p in self.path.iterdir() if is_run(p))
+            more = f' and {len(below) - 5} more' if len(below) > 5 else ''
+            told = f'; these in it are: {", ".join(below[:5])}{more}' if below else ''
             raise ValueError(f'{self.path} is not the folder of a run: it has no metrics.jsonl and no run.json{told}')
 
     @property

@@ -53,6 +53,23 @@ def test_a_good_run_and_one_without_a_record(tmp_path, monkeypatch, capsys):
     assert out.startswith(f'{run}: no findings in 10 phases\n') and 'there is no run.json' in out
 
 
+def test_a_run_that_failed_is_not_called_good(tmp_path, monkeypatch, capsys):
+    (tmp_path / 'run.json').write_text(
+        json.dumps(
+            {
+                'format': 1,
+                'method': 'ppo',
+                'trainer': 'PPOTrainer',
+                'status': 'failed',
+                'error': 'RewardFunctionError: no\nmore of it',
+            }
+        )
+    )
+    assert call(monkeypatch, 'doctor', str(tmp_path)) == 0
+    told = capsys.readouterr().out
+    assert told == f'{tmp_path}: no findings in 0 phases; the run failed: RewardFunctionError: no\n'
+
+
 def test_lines_of_json_of_several_runs(tmp_path, monkeypatch, capsys):
     good, bad = folder(tmp_path / 'good', **{'rm/accuracy': 0.8}), folder(tmp_path / 'bad')
     record(bad)
@@ -65,9 +82,12 @@ def test_lines_of_json_of_several_runs(tmp_path, monkeypatch, capsys):
 
 
 def test_a_folder_that_is_no_run(tmp_path, monkeypatch, capsys):
-    folder(tmp_path / 'outputs' / 'run')
+    for name in 'abcdef':
+        folder(tmp_path / 'outputs' / name)
+    (tmp_path / 'outputs' / 'a' / 'metrics.jsonl').rename(tmp_path / 'outputs' / 'a' / 'run.json')
     assert call(monkeypatch, 'doctor', str(tmp_path / 'outputs')) == 2
-    assert f'these in it are: {tmp_path}/outputs/run' in capsys.readouterr().err
+    five = ', '.join(f'{tmp_path}/outputs/{name}' for name in 'abcde')
+    assert f'these in it are: {five} and 1 more' in capsys.readouterr().err
 
 
 @pytest.mark.system

@@ -386,7 +386,8 @@ def test_a_policy_of_a_run(tmp_path, monkeypatch, capsys):
     trainer.save_pretrained('words/actor')
     text = Path('words/actor', CARD).read_text()
     assert '# words\n' in text and 'trained with RLOO ([Ahmadian et al. 2024]' in text
-    assert '2 learning phases in fp32, one process, seed 3.' in text and '2 of the 3 prompts are distinct' in text
+    assert '2 learning phases in fp32, one process, seed 3, learning rate 0.1.' in text
+    assert '2 of the 3 prompts are distinct' in text
     assert str(tmp_path) not in text
     monkeypatch.chdir(tmp_path / 'words')
     names, printed = run_code(Path('actor'), capsys)

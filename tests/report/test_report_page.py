@@ -120,6 +120,7 @@ def test_every_metric_is_in_one_chart_and_those_that_no_group_knows_are_in_other
     assert sorted(drawn) == sorted(names)
     other = [d.lines for d in groups['Other']]
     assert ['mine/a', 'mine/val_a'] in other and ['custom/repetition'] in other
+    assert 'Other' not in choose(['ppo/num_updates', 'perf/total_s', 'rm/epoch', 'sft/grad_norm', 'sft/grad_norm_max'])
     assert [d.lines for d in groups['Evaluation']] == [['eval/x', 'eval/x_best']]
 
 
@@ -160,6 +161,13 @@ def test_the_meanings_are_those_of_the_page(tmp_path):
     text = metric_names.text_of(metric_names.read_names((ROOT / 'docs' / 'metrics.md').read_text()))
     assert (ROOT / 'chatgpt' / 'report' / 'assets' / 'metrics.json').read_text() == text
     found = read(make_run(tmp_path))
+    assert 'as above' not in text
+    assert (
+        page.meanings()['dpo/grad_norm']
+        == page.meanings()['sft/grad_norm']
+        == ['', 'global L2 norm of the gradient before clipping']
+    )
+    assert page.meanings()['dpo/val_accuracy'][1].startswith('dpo/accuracy on eval data')
     names = found.texts('section', id='names')[0]
     assert 'mean over responses of the score as the scorer gave it' in names
     ids = {has['id'] for _, has, _ in found.found if has.get('id')}
@@ -343,6 +351,8 @@ def test_what_is_no_run_is_a_one_line_mistake(tmp_path):
     folder = make_run(tmp_path / 'a')
     with pytest.raises(ValueError, match='is a folder; give the name of a file'):
         write_report(folder, out=tmp_path)
+    with pytest.raises(ValueError, match='there is no folder .*nowhere; make it'):
+        write_report(folder, out=tmp_path / 'nowhere' / 'page.html')
 
 
 # ---------------------------------------------------------------------- several runs

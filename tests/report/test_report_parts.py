@@ -94,7 +94,9 @@ def test_without_evaluations_samples_of_training_are_shown(tmp_path):
         {'step': 9, 'query': 'of a step-wise trainer, other columns', 'reward': 1.0},
     ]
     write_lines(folder / 'samples.jsonl', rows)
-    cards = parts.samples([run(folder)], 100).split('<article')[1:]
+    html = parts.samples([run(folder)], 100)
+    assert '--validation_file' not in html
+    cards = html.split('<article')[1:]
     assert [texts('<' + card) for card in cards] == [
         'Prompt 1 often Phase 1 2 a kl 0.5, tokens 3, cut off Phase 9 b',
         'Prompt 2 only once Phase 1 1 empty kl 0.5, tokens 0',
@@ -108,7 +110,7 @@ def test_of_prompts_seen_once_as_many_of_each_phase_are_shown(tmp_path):
     write_lines(folder / 'samples.jsonl', rows)
     html = parts.samples([run(folder)], 100)
     assert re.findall(r'>(\d+-\d)<', html) == [f'{s}-{i}' for s in (1, 10, 20, 30) for i in range(3)]
-    assert '12 of 32 prompts' in html
+    assert '12 of 32 prompts' in html and 'with evaluation prompts (--validation_file) all answer the same ones' in html
 
 
 def test_tiles_have_the_means_of_the_ends_of_the_run(tmp_path):
@@ -117,6 +119,14 @@ def test_tiles_have_the_means_of_the_ends_of_the_run(tmp_path):
     said = texts(parts.tiles(run(tmp_path)))
     assert 'Score 38.5 from 2.5' in said  # of 37 to 40, and of 1 to 4
     assert 'Loss' not in said
+
+
+def test_the_rounding_of_a_kl_is_0(tmp_path):
+    rows = [{'step': 1, 'rollout/kl_mean': -5.5e-7}, {'step': 2, 'rollout/kl_mean': 3.14159}]
+    write_lines(tmp_path / 'metrics.jsonl', rows)
+    assert '3.14 from 0' in texts(parts.tiles(run(tmp_path)))
+    write_lines(tmp_path / 'metrics.jsonl', rows[:1])
+    assert what_improved(RunFolder(tmp_path)) == '1 phase, KL 0 nats per response'
 
 
 def test_memory_is_drawn_against_the_plan(tmp_path):

@@ -201,7 +201,7 @@ def test_a_group_stands_side_by_side_and_its_prompt_is_found_in_all_phases(reade
     first, second = (reader.page.locator('.ro-response').nth(i).bounding_box() for i in (0, 1))
     assert first['y'] == second['y'] and first['x'] + first['width'] <= second['x']
     head = reader.page.locator('.ro-head').first.inner_text()
-    assert 'phase 3 · prompt 4 · 2 responses · scores 0 to 1, mean 0.5' in head
+    assert 'phase 3 · group 4 · 2 responses · scores 0 to 1, mean 0.5' in head
     reader.page.get_by_role('button', name='This prompt in all phases').first.click()
     reader.settle()
     assert reader.page.get_by_label('Prompt contains').input_value() == '<i>Prompt</i> 4'

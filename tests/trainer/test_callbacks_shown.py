@@ -13,9 +13,9 @@ from chatgpt.trainer import callbacks as cb
 
 def test_lines_where_there_is_no_terminal(capsys):
     trainer = FakeTrainer([cb.ProgressBar()], num_phases=2)
-    trainer.fit([{'rollout/score_mean': 0.123456, 'rollout/kl_mean': 2.0}, {'sft/loss': 3.5, 'other': 1.0}])
+    trainer.fit([{'rollout/score_mean': 0.123456, 'rollout/kl_mean': -5.575e-7}, {'sft/loss': 3.5, 'other': 1.0}])
     out = capsys.readouterr()
-    assert out.out.splitlines() == ['phase 1/2  score 0.1235  kl 2', 'phase 2/2  loss 3.5']
+    assert out.out.splitlines() == ['phase 1/2  score 0.1235  kl 0', 'phase 2/2  loss 3.5']
     assert out.err == ''
 
 

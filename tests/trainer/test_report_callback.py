@@ -21,7 +21,17 @@ def test_a_run_that_ends_has_a_page_of_its_last_state(tmp_path):
     assert '>ended</span>' in text and '2 phases' in text and 'rollout/score_mean' in text
 
 
-def test_a_run_that_fails_says_why_on_top(tmp_path):
+def test_a_run_that_fails_at_once_says_where_its_page_is(tmp_path, capsys):
+    with pytest.raises(Exception, match='no reward'):
+        make(run_dir=tmp_path, reward=raises).fit(PROMPTS, max_timesteps=3, update_timesteps=1)
+    assert capsys.readouterr().out.endswith(f'no learning phase was finished\nreport: {tmp_path}/report.html\n')
+
+
+def raises(prompts, responses):
+    raise RuntimeError('no reward')
+
+
+def test_a_run_that_fails_says_why_on_top(tmp_path, capsys):
     calls = []
 
     def reward(prompts, responses):
@@ -35,6 +45,7 @@ def test_a_run_that_fails_says_why_on_top(tmp_path):
     text = (tmp_path / 'report.html').read_text()
     assert '>failed</span>' in text
     main = text[text.index('<main') :]
+    assert f'report: {tmp_path}' in capsys.readouterr().out
     assert main.index('The run failed in phase 2.') < main.index('no &lt;b&gt; today') < main.index('<h2>Findings</h2>')
 
 

@@ -14,9 +14,11 @@ from chatgpt.report.text import duration
 from chatgpt.trainer.callbacks.base import Callback, TrainerView, say
 from chatgpt.types import Experience
 
+KL = 'rollout/kl_mean'
+
 SHOWN: dict[str, str] = {
     'score': 'rollout/score_mean',
-    'kl': 'rollout/kl_mean',
+    'kl': KL,
     'length': 'rollout/response_len_mean',
     'policy': 'ppo/policy_loss',
     'value': 'ppo/value_loss',
@@ -43,6 +45,11 @@ SHOWN: dict[str, str] = {
 
 COLLECTING = '{desc} [{elapsed}]'
 """of a bar whose end is not known"""
+
+
+def _number(name: str, value: float) -> str:
+    """Four digits; of a KL at most four decimals, for what is below them is the rounding of sums in fp32."""
+    return f'{round(value, 4) if name == KL else value:z.4g}'
 
 
 class ProgressBar(Callback):
@@ -93,7 +100,7 @@ class ProgressBar(Callback):
         self._stop()
         if not (self.enabled and trainer.strategy.is_rank_0):
             return
-        numbers = {label: f'{metrics[name]:z.4g}' for label, name in self.shown.items() if name in metrics}
+        numbers = {label: _number(name, metrics[name]) for label, name in self.shown.items() if name in metrics}
         if self._phases is not None:
             self._phases.set_postfix(numbers, refresh=False)
             self._phases.update(step - self._phases.n)

@@ -39,7 +39,7 @@ class WriteReport(Callback):
             return
         try:
             path = write_report(folder)
-            if self.show and trainer.phase:
+            if self.show:
                 say(f'{what_improved(RunFolder(folder))}\nreport: {shortest(path)}')
         except Exception as error:
             warnings.warn(f'no report: {type(error).__name__}: {error}', stacklevel=2)
