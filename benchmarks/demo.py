@@ -29,14 +29,9 @@ from chatgpt.doctor import diagnose  # noqa: E402
 from chatgpt.launch.inputs import quiet_transformers  # noqa: E402
 from chatgpt.run_folder import RunFolder  # noqa: E402
 
-FAR_PAIRS = {
-    'pairs': embedded.demo_preferences,
-    'num_pairs': 6600,
-    'lr': 1e-3,
-    'train_batch_size': 64,
-    'max_epochs': 2,
-}
+FAR_PAIRS = demo.PREFERENCES | {'pairs': embedded.demo_preferences}
 CHEAP_KL = {
+    'repetition_cost': 0.0,
     'lr': 3e-4,
     'num_phases': 40,
     'experience_batch_size': 64,

@@ -4,9 +4,9 @@ reward model.
     python examples/demo.py [--out outputs/demo] [--seed 0]
 
 The world is `chatgpt.dataset.embedded`. It knows what a response is worth; the policy never sees that, only the reward
-model that learned it from pairs, and the win rate at the end is by the truth. Two things keep PPO from answering with
-what merely scores well ("it felt proud . it felt proud . it felt proud ."): the pairs are close and their labellers
-mind repetition, and KL to the SFT model is dear. docs/results/demo.md has the same without either.
+model that learned it from pairs, and the win rate at the end is by the truth. Three things keep PPO from answering with
+what merely scores well ("it felt proud . it felt proud . it felt proud ."): pairs as close as answers of one policy,
+a KL to the SFT model that is dear, and a cost of saying the same again. docs/results/demo.md has the same without them.
 
 Leaves in --out: sft/, reward_model/ and ppo/ (Hugging Face folders), sft_run/, reward_model_run/ and ppo_run/ (metrics
 and report.html of each stage), curves.png, and before_after.txt, the table that it prints at the end.
@@ -37,19 +37,19 @@ NUM_SHOWN, NUM_COMPARED = 6, 200
 PREFERENCES: dict[str, Any] = {
     'pairs': embedded.demo_close_preferences,
     'num_pairs': 6600,
-    'lr': 2e-3,
-    'lr_schedule': 'linear',
+    'lr': 1e-3,
     'train_batch_size': 64,
     'max_epochs': 2,
 }
 PPO: dict[str, Any] = {
-    'lr': 1.5e-3,
+    'repetition_cost': 30.0,
+    'lr': 2e-3,
     'lr_schedule': 'linear',
     'num_phases': 28,
     'experience_batch_size': 128,
     'train_batch_size': 64,
     'max_epochs': 3,
-    'kl_coef': 0.85,
+    'kl_coef': 0.5,
 }
 
 
@@ -97,9 +97,14 @@ def run_reward_model(strategy: Any, tokenizer: Any, out: Path, settings: dict[st
     return trainer
 
 
+def repeated_shares(prompts: list[str], responses: list[str], **columns: Any) -> list[float]:
+    """What PPO pays for besides: the reward model is too small to see that a sentence was there before."""
+    return [embedded.repeated_share(response) for response in responses]
+
+
 def run_ppo(strategy: Any, actor: Any, tokenizer: Any, out: Path, settings: dict[str, Any]) -> PPOTrainer:
     settings = dict(settings)
-    lr, num_phases = settings.pop('lr'), settings.pop('num_phases')
+    lr, num_phases, cost = (settings.pop(name) for name in ('lr', 'num_phases', 'repetition_cost'))
     actor = deepcopy(actor)
     reward_model = AutoRM(pretrained=out / 'reward_model')
     critic = Critic.from_reward_model(reward_model)
@@ -114,7 +119,7 @@ def run_ppo(strategy: Any, actor: Any, tokenizer: Any, out: Path, settings: dict
         strategy,
         actor,
         critic,
-        reward_model,
+        [(1.0, reward_model), (-cost, repeated_shares)] if cost else reward_model,
         initial_model,
         actor_optim,
         critic_optim,
@@ -175,7 +180,7 @@ def train(out: Path, seed: int, preferences: dict[str, Any] = PREFERENCES, ppo: 
         trainer = run_reward_model(strategy, tokenizer, out, preferences)
         accuracy = trainer.evaluate(trainer.eval_data)['accuracy']
         print('\n3. PPO: the model tells stories and the reward model scores them; what scores well becomes likelier.')
-        print('   Each step away (KL) from the SFT model costs, so only what is worth it changes.', flush=True)
+        print('   Words said again cost, and so does each step away from the SFT model (KL).', flush=True)
         run_ppo(strategy, actor, tokenizer, out, ppo)
     return accuracy
 

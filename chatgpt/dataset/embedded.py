@@ -36,8 +36,6 @@ MAX_SENTENCES = 4
 VALUES = (1, 0, -1)
 RUN = 3
 """words of a run whose second occurrence in a response is repetition"""
-REPETITION_COST = 1.5
-"""what a response of nothing but repetition would lose with the labellers of `demo_close_preferences`"""
 
 _VALUE_OF = {word: value for table in (THINGS, MOODS, DEEDS) for value, words in table.items() for word in words}
 _SENTENCES = (
@@ -139,9 +137,8 @@ def demo_close_preferences(num: int, seed: int = 0) -> list[dict[str, str]]:
     must tell apart while PPO presses on it.
 
     Both stories of a pair are of one mood, mixed to cheerful, and half of the pairs are a story and the same with one
-    thing changed (`_changed`); one second story in five is spoilt besides. The labeller, as people do, also minds being
-    told the same again: a story's worth to them is `true_score` − `REPETITION_COST` · `repeated_share`. Pairs of equal
-    worth are drawn again.
+    thing changed (`_changed`); one second story in five is spoilt besides. Ordered by the truth; pairs of equal truth
+    are drawn again.
     """
     rng = random.Random(f'close preferences {seed}')
     pairs: list[dict[str, str]] = []
@@ -152,9 +149,9 @@ def demo_close_preferences(num: int, seed: int = 0) -> list[dict[str, str]]:
         a, b = ' '.join(story), ' '.join(other)
         if rng.random() < 1 / 5:
             b = _spoilt(rng, b)
-        worth_a, worth_b = (true_score(prompt, r) - REPETITION_COST * repeated_share(r) for r in (a, b))
-        if worth_a != worth_b:
-            chosen, rejected = (a, b) if worth_a > worth_b else (b, a)
+        score_a, score_b = true_score(prompt, a), true_score(prompt, b)
+        if score_a != score_b:
+            chosen, rejected = (a, b) if score_a > score_b else (b, a)
             pairs.append({'prompt': prompt, 'chosen': chosen, 'rejected': rejected})
     return pairs
 

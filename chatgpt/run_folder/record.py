@@ -108,7 +108,7 @@ class RunRecord:
         try:
             starts = [Start(**_known(Start, start)) for start in content.get('starts', [])]
             return cls(**{**_known(cls, content), 'starts': starts})
-        except TypeError as error:
+        except (TypeError, AttributeError) as error:
             raise ValueError(f'{path} is not the record of a run: {error}') from None
 
 

@@ -13,7 +13,15 @@ import torch
 from chatgpt.run_folder import JsonLines, RunFolder, RunRecord, Start, read_jsonl
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 from chatgpt.trainer import PPOTrainer
-from chatgpt.trainer.callbacks import Callback, RunRecorder
+from chatgpt.trainer.callbacks import (
+    Callback,
+    Doctor,
+    Evaluator,
+    RolloutRecorder,
+    RunRecorder,
+    SampleTable,
+    WriteReport,
+)
 from chatgpt.trainer.callbacks.run_record import command_line
 
 
@@ -111,6 +119,71 @@ def test_a_plan_is_made_for_runs_that_last(tmp_path, monkeypatch):
     trainer(tmp_path).fit(['a'], max_timesteps=1, update_timesteps=1)
     plan = RunRecord.read(tmp_path).plan
     assert plan['peak_gib'] == max(plan['phases'].values()) > 0 and {'collect', 'learn'} <= plan['phases'].keys()
+
+
+def test_where_there_is_no_plan_it_is_asked_for_once(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr('chatgpt.trainer.callbacks.run_record.PLANNED_AFTER_S', 0.0)
+    monkeypatch.setattr('chatgpt.trainer.callbacks.run_record.planned', asked.append)
+    trainer(tmp_path).fit(['a'], max_timesteps=3, update_timesteps=1)
+    assert len(asked) == 1 and RunRecord.read(tmp_path).plan is None
+
+
+def test_a_trainer_that_is_driven_by_hand_has_a_record_from_its_first_phase(tmp_path):
+    def step(t: PPOTrainer) -> None:
+        queries = [torch.tensor([97])] * 2
+        t.step(queries, t.generate(queries), [1.0, 2.0])
+
+    trainer(tmp_path).fit(['a'], max_timesteps=1, update_timesteps=1)
+    t = trainer(tmp_path)
+    step(t)
+    record = RunRecord.read(tmp_path)
+    assert (record.status, record.data, [start.phase for start in record.starts]) == ('running', {}, [0])
+    assert RunRecord.read(tmp_path).generation['max_new_tokens'] == 3
+    assert json.loads((tmp_path / 'run.previous.json').read_text())['status'] == 'ended'
+    step(t)
+    t.save_checkpoint()
+    again = trainer(tmp_path)
+    again.load_checkpoint('auto')
+    step(again)
+    assert [start.phase for start in RunRecord.read(tmp_path).starts] == [0, 2]
+
+
+def test_a_second_interrupt_stops_a_run_and_is_no_failure(tmp_path):
+    class Interrupts(Callback):
+        def on_phase_end(self, trainer, step, metrics):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path, [Interrupts()]).fit(['a'], max_timesteps=2, update_timesteps=1)
+    assert RunRecord.read(tmp_path).status == 'stopped'
+
+
+def test_what_an_earlier_run_has_left_is_not_of_the_next(tmp_path):
+    def evaluate(trainer):
+        return {'score': 9.0}
+
+    first = [Evaluator(evaluate, interval=1), SampleTable(every=1)]
+    trainer(tmp_path, first).fit(['a', 'b'], max_timesteps=2, update_timesteps=1)
+    (tmp_path / 'findings.jsonl').write_text('{"step": 1, "finding": "few-prompts"}\n')
+    second = [Doctor(enabled=False), RolloutRecorder(num_sequences=0), WriteReport()]
+    trainer(tmp_path, second).fit(['a', 'b'], max_timesteps=1, update_timesteps=1)
+    run = RunFolder(tmp_path)
+    assert (run.eval, run.samples, run.findings, run.rollouts()) == ([], [], [], []) and run.phase == 1
+    kept = {path.name for path in tmp_path.glob('*.previous*')}
+    files = {'run.json', 'metrics.jsonl', 'eval.jsonl', 'samples.jsonl', 'findings.jsonl', 'report.html'}
+    assert kept == {name.replace('.', '.previous.') for name in files} | {'rollouts.previous'}
+
+
+def test_what_is_no_record_is_refused_by_name(tmp_path):
+    for content in ('{"format": 1, "method": ', '[]', '{"format": 1}', '{"format": 1, "starts": [3]}'):
+        (tmp_path / 'run.json').write_text(content)
+        with pytest.raises(ValueError, match='run.json is not'):
+            RunRecord.read(tmp_path)
+    t = trainer(tmp_path)
+    t.phase = 1  # goes on in this folder
+    t.fit(['a'], max_timesteps=1, update_timesteps=1)
+    assert [start.phase for start in RunRecord.read(tmp_path).starts] == [1]
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch):
