@@ -7,6 +7,7 @@ than its last part, nor the command line, the machine's name or anybody's accoun
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
@@ -71,9 +72,12 @@ def set_name(folder: str | Path, repo_id: str) -> None:
 
 
 def title_of(folder: Path, facts: ModelFacts) -> str:
-    """What was said, else the name of the model's folder, or of the run's where the former says nothing."""
-    name = folder.absolute().name
-    return facts.title or ((facts.run_name or folder.absolute().parent.name) if name in RUN_FILES else name) or 'model'
+    """What was said, else the name of the model's folder, or of the run's where the former says nothing. That of a home
+    is its owner's, and is not shown."""
+    place = folder.absolute()
+    is_home = place.parent == Path(os.path.expanduser('~'))
+    run = facts.run_name or ('' if is_home else place.parent.name)
+    return facts.title or (run if place.name in RUN_FILES else '') or place.name or 'model'
 
 
 # ---------------------------------------------------------------------- front matter

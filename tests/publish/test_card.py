@@ -225,6 +225,13 @@ def test_nothing_of_the_machine(tmp_path):
     assert 'note: see a.txt' in text and 'the model `base`' in text
 
 
+def test_a_model_in_somebodys_home_is_not_called_after_them(tmp_path, monkeypatch):
+    monkeypatch.setenv('HOME', str(tmp_path / 'alice'))
+    text = written(tmp_path / 'alice' / 'actor', facts(run_name=None))
+    assert '\n# actor\n' in text and 'alice' not in text
+    assert '\n# words\n' in written(tmp_path / 'alice' / 'words' / 'actor', facts(run_name=None))
+
+
 @pytest.mark.parametrize(
     ('value', 'shown'),
     [
