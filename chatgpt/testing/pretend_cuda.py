@@ -16,8 +16,8 @@ A CUDA graph records operations and does them again at `replay`, on the same ten
 CUDA, and operations on another device than that of the capture's stream are not recorded.
 
 Left out, so that a test here says nothing about it: streams (everything is in order), memory, speed, CUDA's own rounding and
-kernels, autocast (fp32 only), `torch.compile`, operations that change a tensor's shape in place, and the meta device, which
-stands for the pretend one inside. `torch.cuda.is_available()` stays False: the device is asked for by name. One thread.
+kernels, autocast (fp32 only), `torch.compile`, operations that change a tensor's shape in place, and
+the meta device outside of `with torch.device('meta')`. `torch.cuda.is_available()` stays False: the device is asked for by name. One thread.
 """
 
 from __future__ import annotations
@@ -117,6 +117,15 @@ class PretendTensor(Tensor):
     def cuda(self, device: Any = None, non_blocking: bool = False) -> Tensor:  # type: ignore[override]
         return self.to('cuda' if device is None else device, non_blocking=non_blocking)
 
+    def new_tensor(self, data: Any, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        return torch.tensor(data, dtype=dtype or self.dtype, device=device or self.place, **kwargs)
+
+    def untyped_storage(self) -> Any:
+        return self.inner.untyped_storage()
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
     def tolist(self) -> Any:
         _device().note('tolist')
         return self.inner.detach().tolist()
@@ -209,14 +218,15 @@ class _Operations(TorchDispatchMode):
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         device = _asked_device(func, args, kwargs)
         places = {t.place for t in tensors if isinstance(t, PretendTensor)}
-        if not places and (device is None or device.type == 'cpu') and not kwargs.get('pin_memory'):
-            return func(*args, **kwargs)
         name = func._schema.name.split('::')[1]
+        if device is not None and device.type == 'meta' and not _on_meta():
+            # torch's own C++ code asks for a tensor where another one is
+            device = next(iter(places), torch.device('cuda', self.cuda.current))
+        if not places and (device is None or device.type != 'cuda') and not kwargs.get('pin_memory'):
+            return func(*args, **kwargs)
         if places and name not in COPIES:
             _check_places(name, args, tensors, places)
         self._count(name, args, kwargs, tensors, device)
-        if device is not None and device.type == 'meta':  # "as that tensor", asked by torch's own code
-            device = next(iter(places), torch.device('cuda', self.cuda.current))
         if device is not None and device.type == 'cuda':
             device = _indexed(device)
         pin = kwargs.pop('pin_memory', None)
@@ -289,6 +299,12 @@ def _check_places(name: str, args: Any, tensors: list[Tensor], places: set[torch
             'Expected all tensors to be on the same device, but found at least two devices, '
             f'{found[0]} and {found[1]}! ({name}, {_caller()})'
         )
+
+
+def _on_meta() -> bool:
+    """Whether this is inside `with torch.device('meta')`, where a model is built without weights."""
+    device = torch.utils._device.CURRENT_DEVICE
+    return device is not None and device.type == 'meta'
 
 
 def _asked_device(func: Any, args: Any, kwargs: Any) -> torch.device | None:
