@@ -34,6 +34,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -145,6 +146,8 @@ class PretendCuda:
     """how often each line made the host wait"""
     current: int = 0
     """the current device"""
+    on_meta: bool = False
+    """within a call under `with torch.device('meta')`"""
     capturing: PretendGraph | None = None
     pinned: dict[int, Tensor] = field(default_factory=dict)
     """page-locked tensors by address; kept, so that no address comes twice"""
@@ -219,7 +222,7 @@ class _Operations(TorchDispatchMode):
         device = _asked_device(func, args, kwargs)
         places = {t.place for t in tensors if isinstance(t, PretendTensor)}
         name = func._schema.name.split('::')[1]
-        if device is not None and device.type == 'meta' and not _on_meta():
+        if device is not None and device.type == 'meta' and not self.cuda.on_meta:
             # torch's own C++ code asks for a tensor where another one is
             device = next(iter(places), torch.device('cuda', self.cuda.current))
         if not places and (device is None or device.type != 'cuda') and not kwargs.get('pin_memory'):
@@ -301,12 +304,6 @@ def _check_places(name: str, args: Any, tensors: list[Tensor], places: set[torch
         )
 
 
-def _on_meta() -> bool:
-    """Whether this is inside `with torch.device('meta')`, where a model is built without weights."""
-    device = torch.utils._device.CURRENT_DEVICE
-    return device is not None and device.type == 'meta'
-
-
 def _asked_device(func: Any, args: Any, kwargs: Any) -> torch.device | None:
     if kwargs.get('device') is not None:
         return torch.device(kwargs['device'])
@@ -384,6 +381,7 @@ class PretendGraph:
 
 def _replacements(cuda: PretendCuda) -> list[tuple[Any, str, Any]]:
     """(where, name, what stands there inside)."""
+    kept_default = DeviceContext.__torch_function__
     kept_data = torch._C.TensorBase.data  # type: ignore[attr-defined]
 
     @contextmanager
@@ -423,6 +421,13 @@ def _replacements(cuda: PretendCuda) -> list[tuple[Any, str, Any]]:
     def _number(device: Any) -> int:
         return int(_indexed('cuda' if device is None else device).index)
 
+    def by_default(self: DeviceContext, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before, cuda.on_meta = cuda.on_meta, self.device.type == 'meta'
+        try:
+            return kept_default(self, func, types, args, kwargs)
+        finally:
+            cuda.on_meta = before
+
     def synchronize(device: Any = None) -> None:
         cuda.note('synchronize')
 
@@ -431,6 +436,7 @@ def _replacements(cuda: PretendCuda) -> list[tuple[Any, str, Any]]:
         (Tensor, 'pin_memory', lambda self, *_: cuda.pin(self)),
         (Tensor, 'is_pinned', lambda self, *_: cuda.is_pinned(self)),
         (Tensor, 'data', property(data, set_data)),
+        (DeviceContext, '__torch_function__', by_default),
         (torch.cuda, '_lazy_init', lambda: None),
         (torch.cuda, 'current_device', lambda: cuda.current),
         (torch.cuda, 'set_device', lambda device: setattr(cuda, 'current', _number(device))),
