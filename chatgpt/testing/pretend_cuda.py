@@ -146,6 +146,8 @@ class PretendCuda:
     """how often each line made the host wait"""
     current: int = 0
     """the current device"""
+    latest: torch.device = torch.device('cuda', 0)
+    """where the latest operation was"""
     on_meta: bool = False
     """within a call under `with torch.device('meta')`"""
     capturing: PretendGraph | None = None
@@ -223,8 +225,8 @@ class _Operations(TorchDispatchMode):
         places = {t.place for t in tensors if isinstance(t, PretendTensor)}
         name = func._schema.name.split('::')[1]
         if device is not None and device.type == 'meta' and not self.cuda.on_meta:
-            # torch's own C++ code asks for a tensor where another one is
-            device = next(iter(places), torch.device('cuda', self.cuda.current))
+            # torch's own C++ code asks for a tensor where another one is, which is where the operation before it was
+            device = next(iter(places), self.cuda.latest)
         if not places and (device is None or device.type != 'cuda') and not kwargs.get('pin_memory'):
             return func(*args, **kwargs)
         if places and name not in COPIES:
@@ -234,6 +236,8 @@ class _Operations(TorchDispatchMode):
             device = _indexed(device)
         pin = kwargs.pop('pin_memory', None)
         place = device if device is not None else tensors[0].device if name in COPIES else next(iter(places))
+        if place.type == 'cuda':
+            self.cuda.latest = place
         result = self._run(func, args, kwargs, place)
         return self.cuda.pin(result) if pin else result
 

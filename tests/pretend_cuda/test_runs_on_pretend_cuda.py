@@ -121,7 +121,7 @@ def test_experience_may_wait_on_the_device(tmp_path):
         record: runs.Record = {}
         with NaiveStrategy(seed=3, device=device) as strategy:
             run = NumberedRun(strategy, tmp_path, 1.0, record)
-            runs.fitted(run, runs.online(run, buffer_cpu_offload=False))
+            runs.fitted(run, runs.online(run, buffer_cpu_offload=False, run_dir=tmp_path / device))
         return {key: float.fromhex(value) for key, value in record.items()}
 
     want = done('cpu')
