@@ -119,10 +119,17 @@ class Experience(Sample):
     """(weight, score) of each reward, when the scorer is a weighted list; `score` is their sum"""
 
 
-def tensors_to(record: Any, device: torch.device | str) -> Any:
-    """A copy of a record with every tensor field on `device`."""
-    moved = {f.name: value.to(device) for f in fields(record) if isinstance(value := getattr(record, f.name), Tensor)}
-    return replace(record, **moved)
+def tensors_to(record: Any, device: torch.device | str, *, pin_memory: bool = False) -> Any:
+    """A copy of a record with every tensor field on `device`; with `pin_memory`, from page-locked copies of those in host
+    memory, which a CUDA device takes without making the host wait."""
+    values = {f.name: value for f in fields(record) if isinstance(value := getattr(record, f.name), Tensor)}
+    return replace(record, **{name: _moved(value, device, pin_memory) for name, value in values.items()})
+
+
+def _moved(tensor: Tensor, device: torch.device | str, pin_memory: bool) -> Tensor:
+    if pin_memory and tensor.device.type == 'cpu':
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -149,8 +156,9 @@ class Packing:
     max_length: int
     groups: tuple[PackedGroup, ...]
 
-    def to(self, device: torch.device | str) -> Packing:
-        return replace(tensors_to(self, device), groups=tuple(tensors_to(g, device) for g in self.groups))
+    def to(self, device: torch.device | str, *, pin_memory: bool = False) -> Packing:
+        groups = tuple(tensors_to(g, device, pin_memory=pin_memory) for g in self.groups)
+        return replace(tensors_to(self, device, pin_memory=pin_memory), groups=groups)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -197,8 +205,8 @@ class Batch:
     def num_actions(self) -> int:
         return self.action_ids.shape[0]
 
-    def to(self, device: torch.device | str) -> Batch:
-        columns = {name: column.to(device) for name, column in self.columns.items()}
-        return replace(
-            tensors_to(self, device), packing=None if self.packing is None else self.packing.to(device), columns=columns
-        )
+    def to(self, device: torch.device | str, *, pin_memory: bool = False) -> Batch:
+        """As `tensors_to`, packing and columns included."""
+        packing = None if self.packing is None else self.packing.to(device, pin_memory=pin_memory)
+        columns = {name: _moved(column, device, pin_memory) for name, column in self.columns.items()}
+        return replace(tensors_to(self, device, pin_memory=pin_memory), packing=packing, columns=columns)

@@ -36,13 +36,16 @@ def next_values(values: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
     Returns:
         (N,). Differentiable; `td_loss` takes it as a constant.
     """
-    counted = mask.nonzero().squeeze(-1)
-    result = torch.zeros_like(values)
-    if len(counted) < 2:
-        return result
-    here, after = counted[:-1], counted[1:]
-    successor = torch.where(rows[here] == rows[after], values[after], torch.zeros_like(values[after]))
-    return result.index_put((here,), successor)
+    # Without `nonzero`, whose size is the device's to tell: the nearest counted position behind each, or one past the end.
+    num = len(mask)
+    if num == 0:
+        return torch.zeros_like(values)
+    counted = torch.where(mask, torch.arange(num, device=mask.device), num)
+    from_here = counted.flip(0).cummin(0).values.flip(0)
+    after = torch.cat([from_here[1:], from_here.new_full((1,), num)])
+    exists = mask & (after < num)
+    after = after.clamp_max(num - 1)
+    return torch.where(exists & (rows == rows[after]), values[after], torch.zeros_like(values))
 
 
 def min_q(qs: Sequence[Tensor]) -> Tensor:

@@ -101,8 +101,9 @@ def segment_sum(x: Tensor, rows: Tensor, num_segments: int, *, mask: Tensor | No
 
 def segment_count(rows: Tensor, num_segments: int, *, mask: Tensor | None = None) -> Tensor:
     """(B,) int64: tokens that count per sequence. Arguments as in `segment_sum`."""
-    kept = rows if mask is None else rows[mask]
-    return torch.bincount(kept, minlength=num_segments)
+    # Not `bincount`, nor `rows[mask]`: their sizes are the device's to tell, and the host would wait for them.
+    counted = torch.ones_like(rows) if mask is None else mask.to(rows.dtype)
+    return rows.new_zeros(num_segments).index_add(0, rows, counted)
 
 
 def segment_mean(x: Tensor, rows: Tensor, num_segments: int, *, mask: Tensor | None = None) -> Tensor:

@@ -57,6 +57,14 @@ def flat_hidden(model: nn.Module, batch: Batch) -> Tensor:
     """
     if _runs_packed(model, batch):
         return rows_joined(model, _packed_hidden(model, batch.input_ids, batch.position_ids, batch.packing), batch)
+    if packs(model) and not _too_long(model, batch.input_ids.shape[1]):
+        return run_trunk(
+            model,
+            batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=_no_mask(batch.input_ids.device),
+            whole_rows=True,
+        ).flatten(0, 1)
     mask = batch.attention_mask if needs_mask(model) else None
     # An encoder counts positions in its own way (RoBERTa from its padding id on).
     positions = None if looks_ahead(model) else batch.position_ids
@@ -65,7 +73,19 @@ def flat_hidden(model: nn.Module, batch: Batch) -> Tensor:
 
 def _runs_packed(model: nn.Module, batch: Batch) -> bool:
     packing = batch.packing
-    return packing is not None and packs(model) and (window_of(model) or packing.max_length) >= packing.max_length
+    return packing is not None and packs(model) and not _too_long(model, packing.max_length)
+
+
+def _too_long(model: nn.Module, length: int) -> bool:
+    """For the model's attention window."""
+    return length > (window_of(model) or length)
+
+
+def _no_mask(device: torch.device) -> Tensor:
+    """A mask of four dimensions, which transformers hands on as it is and `packed_attention` does not read. Without one, it
+    makes a mask of (T, T), or looks into the positions on the device whether rows hold several sequences, and waits for the
+    answer."""
+    return torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
 def rows_joined(model: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
@@ -82,9 +102,7 @@ def _packed_hidden(model: nn.Module, input_ids: Tensor, position_ids: Tensor, pa
     """Last hidden states (1, T, D) of the real tokens of a (B, S) batch, row after row."""
     ids = input_ids.flatten()[packing.token_index][None]
     positions = position_ids.flatten()[packing.token_index][None]
-    # A mask of four dimensions is handed on as it is, so none of (T, T) is made; `packed_attention` does not read it.
-    no_mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
-    return run_trunk(model, ids, position_ids=positions, attention_mask=no_mask, packing=packing)
+    return run_trunk(model, ids, position_ids=positions, attention_mask=_no_mask(ids.device), packing=packing)
 
 
 def packs(model: nn.Module) -> bool:
@@ -114,12 +132,16 @@ def packed_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     packing: Packing | None = None,
+    whole_rows: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers asks for it: query (B, H, S, d), key and value (B, H_kv, S, d) → (B, S, H, d).
 
-    With a `packing`, B is 1 and S the number of real tokens; causal within each sequence.
+    With a `packing`, B is 1 and S the number of real tokens; causal within each sequence. With `whole_rows`, causal within
+    each row. Neither reads the mask.
     """
+    if whole_rows:
+        attention_mask = None
     dtype = query.dtype
     widest = key.shape[2] if packing is None else packing.max_length
     if query.device.type == 'cpu' and dtype in (torch.float16, torch.bfloat16) and widest <= NARROW:

@@ -63,7 +63,8 @@ class BatchStats:
 
     def _mean(self, name: str, total: Tensor, weight: Tensor | float) -> None:
         total = total.detach().double()
-        weight = torch.as_tensor(weight, dtype=torch.float64, device=total.device)
+        # `new_full` fills on the device; a number would be copied there, and the host would wait.
+        weight = weight.to(total) if isinstance(weight, Tensor) else total.new_full((), weight)
         if name in self._sums:
             old_total, old_weight = self._sums[name]
             total, weight = total + old_total, weight + old_weight

@@ -25,7 +25,7 @@ def repetition(responses: SequenceOf[Tensor]) -> dict[str, float]:
     share of the responses' different runs that another response of the phase has as well, the first of them not
     counted; it grows with the number of responses and is to be compared with itself.
     """
-    ids = np.concatenate([np.zeros(0, dtype=np.int64), *(r.numpy() for r in responses)]).astype(np.uint64)
+    ids = np.concatenate([np.zeros(0, dtype=np.int64), *(r.cpu().numpy() for r in responses)]).astype(np.uint64)
     row = np.repeat(np.arange(len(responses)), [len(r) for r in responses])
     if len(ids) < RUN:
         return {}

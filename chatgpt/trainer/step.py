@@ -109,7 +109,7 @@ def learn_batch(
     forwards = [(w, records) for w in work for records in w.micro_batches(strategy, max_tokens)]
     last_of = {id(learner.model): i for i, (w, _) in enumerate(forwards) for learner in w.learners}
     for i, (w, records) in enumerate(forwards):
-        batch = _to_device(w.make_batch(records), strategy.device, pin_memory)
+        batch = w.make_batch(records).to(strategy.device, pin_memory=pin_memory and strategy.device.type == 'cuda')
         for learner in w.learners:
             with strategy.accumulate(learner.model, last=last_of[id(learner.model)] == i):
                 with strategy.autocast():
@@ -145,17 +145,6 @@ def learn_batch(
             steps.done += 1
             moved = True
     return BatchResult(reduced, stepped)
-
-
-def _to_device(batch: Batch, device: torch.device, pin_memory: bool) -> Batch:
-    if pin_memory and device.type == 'cuda':
-        for name in Batch.__slots__:
-            if isinstance(value := getattr(batch, name), Tensor):
-                setattr(batch, name, value.pin_memory().to(device, non_blocking=True))
-        batch.columns = {
-            name: column.pin_memory().to(device, non_blocking=True) for name, column in batch.columns.items()
-        }
-    return batch.to(device)
 
 
 def _discard(strategy: Strategy, learners: Iterable[Learner]) -> None:

@@ -88,6 +88,7 @@ class FixedSteps:
         self._graphs: dict[tuple[int, int], Any] = {}
         self._uses: dict[tuple[int, int], int] = {}
         self._pool: Any = None
+        self._side_stream: Any = None
 
     def renew(self, uniforms: Tensor | None) -> None:
         """Begin another call, with other draws."""
@@ -116,13 +117,15 @@ class FixedSteps:
             return
         uses = self._uses[key] = self._uses.get(key, 0) + 1
         if self.capture and uses > WARM_UPS:
-            self._capture(key)
+            with torch.cuda.device(self.device):
+                self._capture(key)
         else:
             self._step(rows, slots)
 
     def _capture(self, key: tuple[int, int]) -> None:
         """Record the step and run it. A model that cannot be captured goes on without graphs."""
         graph = torch.cuda.CUDAGraph()
+        self._side_stream = self._side_stream or torch.cuda.Stream(self.device)
         before = self.token.clone(), self.state.clone()
         stream, generator = (
             torch.cuda.current_stream(self.device),
@@ -130,7 +133,8 @@ class FixedSteps:
         )
         fresh = generator.clone_state()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            # torch's own side stream, one for all graphs, is on the device of the first: elsewhere nothing would be recorded.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._side_stream):
                 self._step(*key)
         except RuntimeError as error:
             # A capture that was broken off leaves its side stream current and the generator in capture mode.

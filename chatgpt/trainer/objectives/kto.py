@@ -105,8 +105,14 @@ class KTOObjective(Objective):
         return 1
 
     def columns(self, records: list[LabelledAnswer]) -> dict[str, Tensor]:
-        desirable = torch.tensor([r.is_desirable for r in records], dtype=torch.bool)
-        return {'desirable': desirable} | self.reference.column([r.ref_logp for r in records])
+        """Per sequence: `desirable`. Positions of both kinds, `good` and `bad`: an index that the host knows, where a mask
+        would make it wait for the device."""
+        kinds = [r.is_desirable for r in records]
+        return {
+            'desirable': torch.tensor(kinds, dtype=torch.bool),
+            'good': torch.tensor([i for i, good in enumerate(kinds) if good], dtype=torch.int64),
+            'bad': torch.tensor([i for i, good in enumerate(kinds) if not good], dtype=torch.int64),
+        } | self.reference.column([r.ref_logp for r in records])
 
     def totals(self, records: list[LabelledAnswer]) -> dict[str, float]:
         return super().totals(records) | {'z0': self._reference_point(records)}
@@ -158,12 +164,11 @@ class KTOObjective(Objective):
             undesirable_weight=c.undesirable_weight,
         )
         total, count = (per_answer * mask).sum(), mask.sum()
-        rewards = c.beta * (logps - reference).detach()
-        bad = mask & ~desirable
+        rewards = c.beta * (logps - reference).detach() * mask
         metrics: Metrics = {
             'loss': Mean(total, count),
-            'reward_chosen': Mean(rewards[desirable].sum(), desirable.sum()),
-            'reward_rejected': Mean(rewards[bad].sum(), bad.sum()),
+            'reward_chosen': Mean(rewards[batch.columns['good']].sum(), (mask & desirable).sum()),
+            'reward_rejected': Mean(rewards[batch.columns['bad']].sum(), (mask & ~desirable).sum()),
             'kl': Mean((count.double() * z0).float(), count),
         }
         return total / batch.totals['weight'], metrics

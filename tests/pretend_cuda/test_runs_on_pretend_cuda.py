@@ -1,0 +1,192 @@
+"""Whole small runs on the pretend device: they end, with the numbers of the CPU within rounding, and nothing in a micro-batch
+makes the host wait."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'fixed_runs'))
+import runs
+
+from chatgpt.rollout import LocalEngine, SamplingParams
+from chatgpt.testing.pretend_cuda import PretendGraph, pretend_cuda
+from chatgpt.trainer import offline, ppo, step
+from chatgpt.trainer.callbacks import RolloutRecorder
+from chatgpt.trainer.callbacks.doctor import Doctor
+from chatgpt.trainer.strategies import NaiveStrategy
+from chatgpt.types import Prompt
+
+KINDS = (
+    'ppo',  # with a critic, a reference and an average of the weights (EMA)
+    'shared_trunk',
+    'hydra',
+    'lora',
+    'grpo',
+    'ptx',
+    'reward_model_scores',  # offloaded while idle
+    'stepwise',
+    'ppo_resumed',
+    'ppo_evaluated',
+    'sft',
+    'sft_resumed',
+    'rft',
+    'reward_model',
+    'reward_model_labels',
+    'dpo',
+    'dpo_ipo',
+    'kto',
+    'orpo',
+    'simpo',
+    'ilql',
+)
+"""of tests/fixed_runs; those that are not here differ in what is computed on the host"""
+
+
+class NumberedRun(runs.Run):
+    """Keeps weights and states as numbers, not as hashes, which rounding changes."""
+
+    def note_tensors(self, name: str, tensors: dict[str, Any]) -> None:
+        for key, value in tensors.items():
+            value = torch.as_tensor(value).detach().cpu().double()
+            self.note(f'{name} {key} sum', float(value.sum()))
+            self.note(f'{name} {key} norm', float(value.norm()))
+
+
+def done(kind: str, device: str, folder: Path) -> dict[str, float]:
+    """Everything that the run came to: metrics, and sums and norms of weights and optimizer states."""
+    record: runs.Record = {}
+    with warnings.catch_warnings(), NaiveStrategy(seed=3, device=device) as strategy:
+        warnings.simplefilter('ignore')
+        runs.RUNS[kind](NumberedRun(strategy, folder, 1.0, record))
+    return {key: float.fromhex(value) for key, value in record.items()}
+
+
+def differing(found: dict[str, float], want: dict[str, float]) -> dict[str, tuple[float, float]]:
+    return {
+        key: (found[key], want[key])
+        for key in want
+        if not math.isclose(found[key], want[key], rel_tol=2e-3, abs_tol=2e-4)
+    }
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_run_has_the_numbers_of_the_cpu(kind, tmp_path):
+    (tmp_path / 'cpu').mkdir()
+    (tmp_path / 'cuda').mkdir()
+    want = done(kind, 'cpu', tmp_path / 'cpu')
+    with pretend_cuda():
+        found = done(kind, 'cuda:0', tmp_path / 'cuda')
+    assert found.keys() == want.keys() and len(found) > 20
+    assert all(map(math.isfinite, found.values()))
+    assert not differing(found, want)
+
+
+@pytest.mark.parametrize('kind', ['sft', 'sft_resumed'])
+def test_packed_attention_alone_gives_the_bits_of_the_cpu(kind, tmp_path):
+    """Where nothing is generated and rows are padded, both devices do the same operations."""
+    (tmp_path / 'cpu').mkdir()
+    (tmp_path / 'cuda').mkdir()
+    want = done(kind, 'cpu', tmp_path / 'cpu')
+    with pretend_cuda():
+        assert done(kind, 'cuda:0', tmp_path / 'cuda') == want
+
+
+def test_a_run_with_a_folder_writes_rollouts_and_checkpoints(tmp_path):
+    """The default callbacks: RolloutRecorder and Doctor among them."""
+    with pretend_cuda(), NaiveStrategy(seed=3, device='cuda:0') as strategy:
+        run = runs.Run(strategy, tmp_path, 1.0, {})
+        trainer = runs.online(run, run_dir=tmp_path / 'run')
+        runs.fitted(run, trainer)
+        assert {RolloutRecorder, Doctor} <= {type(c) for c in trainer.callbacks.callbacks}
+    recorded = [row for file in sorted(tmp_path.glob('run/rollouts/*.parquet')) for row in pq.read_table(file).to_pylist()]
+    assert {row['phase'] for row in recorded} == {1, 2}
+    assert all(math.isfinite(row['score']) and row['response'] for row in recorded)
+    assert list(tmp_path.glob('run/checkpoints/step-*/manifest.json'))
+
+
+def test_experience_may_wait_on_the_device(tmp_path):
+    """`buffer_cpu_offload=False`: a batch whose tensors are there already is not page-locked."""
+
+    def done(device: str) -> dict[str, float]:
+        record: runs.Record = {}
+        with NaiveStrategy(seed=3, device=device) as strategy:
+            run = NumberedRun(strategy, tmp_path, 1.0, record)
+            runs.fitted(run, runs.online(run, buffer_cpu_offload=False, run_dir=tmp_path / device))
+        return {key: float.fromhex(value) for key, value in record.items()}
+
+    want = done('cpu')
+    with pretend_cuda():
+        assert not differing(done('cuda:0'), want)
+
+
+@pytest.mark.parametrize('device', ['cuda:0', 'cuda:1'])
+def test_graphs_are_captured_on_the_device_that_was_given(device):
+    actor = runs.policy()
+    prompts = [Prompt(ids=torch.tensor([5, 6 + i])) for i in range(3)]
+    settings = SamplingParams(max_new_tokens=8, min_new_tokens=8)
+
+    def drawn(actor: Any) -> list[list[int]]:
+        engine = LocalEngine()
+        engine.begin(actor)
+        samples = engine.generate(prompts, settings, seed=1, indices=[0, 1, 2])
+        engine.end()
+        return [s.response_ids.tolist() for s in samples]
+
+    want = drawn(actor)
+    with pretend_cuda(2), NaiveStrategy(device=device) as strategy:
+        with patch.object(torch.cuda.CUDAGraph, 'replay', autospec=True, side_effect=PretendGraph.replay) as replay:
+            assert drawn(strategy.prepare(actor)) == want
+    graphs = {id(call.args[0]): call.args[0] for call in replay.call_args_list}
+    assert replay.call_count > len(graphs) >= 1 and all(graph.steps for graph in graphs.values())
+
+
+# ---------------------------------------------------------------- waiting for the device
+
+
+@pytest.mark.parametrize(
+    ('kind', 'want'),
+    [
+        ('ppo', {'tolist': 2, 'item': 2}),  # sums and extremes of metrics; the norm of each model's gradients
+        ('shared_trunk', {'tolist': 2, 'item': 1}),
+        ('hydra', {'tolist': 2, 'item': 2}),
+        ('grpo', {'tolist': 2, 'item': 1}),
+        ('ptx', {'tolist': 2, 'item': 2}),
+        ('sft', {'tolist': 1, 'item': 1}),
+        ('sft_llama', {'tolist': 1, 'item': 1}),
+        ('reward_model', {'tolist': 1, 'item': 1}),
+        ('dpo', {'tolist': 1, 'item': 1}),
+        ('simpo', {'tolist': 1, 'item': 1}),
+        ('kto', {'tolist': 1, 'item': 1}),
+        ('ilql', {'tolist': 1, 'item': 1}),
+    ],
+)
+def test_the_host_waits_in_no_micro_batch(kind, want, tmp_path, monkeypatch):
+    """Once a train batch for the metrics, once an optimizer step for the norm, whatever the number of micro-batches."""
+    waits, num_batches, num_micro_batches = Counter[str](), 0, 0
+
+    def learn_batch(strategy: Any, work: Any, **settings: Any) -> Any:
+        nonlocal num_batches, num_micro_batches
+        before = Counter(cuda.syncs)
+        result = step.learn_batch(strategy, work, **settings)
+        for sync, times in (cuda.syncs - before).items():
+            waits[sync.kind] += times
+        num_batches += 1
+        num_micro_batches += sum(len(w.micro_batches(strategy, settings['max_tokens'])) for w in work)
+        return result
+
+    monkeypatch.setattr(ppo, 'learn_batch', learn_batch)
+    monkeypatch.setattr(offline, 'learn_batch', learn_batch)
+    with pretend_cuda() as cuda:
+        done(kind, 'cuda:0', tmp_path)
+    assert num_micro_batches > num_batches > 1
+    assert waits == {name: times * num_batches for name, times in want.items()}
