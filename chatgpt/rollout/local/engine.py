@@ -92,6 +92,8 @@ class LocalEngine(InProcessEngine):
         self._mask_form: Any = None
         self._checked: Any = None
         self._fixed: tuple[Any, FixedSteps] | None = None
+        self._can_capture = True
+        """False once a model of the kind `_checked` could not be captured"""
 
     def begin(self, actor: Actor) -> None:
         """Take the actor, dropout off. The first time with a model, checks its cached decode against its plain forward.
@@ -118,7 +120,7 @@ class LocalEngine(InProcessEngine):
         except Exception:
             self.end()
             raise
-        self._checked = kind
+        self._checked, self._can_capture = kind, True
 
     def check(self, config: Any, call: Call) -> list[int]:
         return check_local(config, call)
@@ -133,13 +135,23 @@ class LocalEngine(InProcessEngine):
             # outside of inference mode, so that the samples are ordinary tensors that autograd may save
             return run.samples()
         except BaseException:
+            self._note_capture()
             self._cache = self._fixed = None  # it may hold non-finite states, which a mask cannot hide
             raise
 
     def end(self) -> None:
         """Give the actor back with the training flags it came with, and free the cache."""
         super().end()
+        self._note_capture()
         self._cache = self._packed = self._fixed = None
+
+    def captures(self, device: torch.device) -> bool:
+        """Whether steps of fixed shape become CUDA graphs."""
+        return device.type == 'cuda' and self._can_capture
+
+    def _note_capture(self) -> None:
+        """Steps that gave up their graphs speak for the next ones."""
+        self._can_capture = self._can_capture and not (self._fixed is not None and self._fixed[1].gave_up)
 
     def cache(self, rows: int, capacity: int) -> SlotCache:
         """This phase's cache, grown to at least this size."""
@@ -154,6 +166,7 @@ class LocalEngine(InProcessEngine):
         """This phase's steps of fixed shape; those of an earlier call where they fit, with their graphs."""
         key = (cache.rows, cache.capacity, size, sampler.sampling)
         if self._fixed is None or self._fixed[0] != key:
+            self._note_capture()
             device, sampling = sampler.end_ids.device, sampler.sampling
             steps = FixedSteps(
                 self._actor,
@@ -163,7 +176,7 @@ class LocalEngine(InProcessEngine):
                 uniforms,
                 size,
                 device,
-                capture=capture and device.type == 'cuda',
+                capture=capture and self.captures(device),
                 no_end_until=sampling.min_new_tokens > 0 and len(sampling.eos_token_ids) > 0,
             )
             self._fixed = key, steps
