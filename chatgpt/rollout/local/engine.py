@@ -22,7 +22,7 @@ from chatgpt.batching import cut_by_tokens
 from chatgpt.rollout.engine import Call, InProcessEngine
 from chatgpt.rollout.local.cpu_speed import PackedModules
 from chatgpt.rollout.local.fixed_step import FixedSteps
-from chatgpt.rollout.local.slot_cache import SlotCache, attention_window, decode_mask, find_mask_form
+from chatgpt.rollout.local.slot_cache import SlotCache, attention_window, bytes_per_slot, decode_mask, find_mask_form
 from chatgpt.rollout.randomness import sample_keys, uniforms
 from chatgpt.rollout.sampling import Draw, TokenSampler
 from chatgpt.types import FinishReason, Sample
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from chatgpt.nn import Actor
 
 _CAPACITY_STEP = 64
+CACHE_SHARE = 0.6
+"""of a GPU's free memory that the cache may take: activations of a prefill, logits and graphs need the rest"""
 
 
 def check_local(config: Any, call: Call) -> list[int]:
@@ -53,7 +55,8 @@ def check_local(config: Any, call: Call) -> list[int]:
 class LocalEngine(InProcessEngine):
     """Generates with the actor's own `trunk` and `head`. Draws are reproducible.
 
-    max_batch_size: most sequences decoded at once; further prompts wait. max_prefill_tokens: padded size of one prefill
+    max_batch_size: most sequences decoded at once; further prompts wait. On a GPU fewer, if the cache of so many would
+    take more than 60 % of its free memory. max_prefill_tokens: padded size of one prefill
     forward. refill_fraction: waiting prompts enter when this share of the rows is free. fixed_steps: decode at fixed
     shapes, on CUDA as captured graphs (`chatgpt.rollout.local.fixed_step`); 'auto' does so on CUDA, where launching
     kernels costs more than idle rows.
@@ -160,6 +163,25 @@ class LocalEngine(InProcessEngine):
         self._cache.reserve(rows, capacity)
         return self._cache
 
+    def rows_that_fit(self, rows: int, capacity: int) -> int:
+        """How many of `rows` rows of `capacity` slots this phase's cache may have, by `free_bytes`; at least one."""
+        if self._cache is not None and rows <= self._cache.rows and capacity <= self._cache.capacity:
+            return rows
+        device = next(self._actor.parameters()).device
+        free = self.free_bytes(device)
+        if free is None:
+            return rows
+        held = sum(s.nbytes for layer in self._cache.layers for s in (layer.keys, layer.values)) if self._cache else 0
+        per_row = bytes_per_slot(self._actor) * capacity
+        return max(1, min(rows, int(CACHE_SHARE * (free + held) / max(per_row, 1))))
+
+    def free_bytes(self, device: torch.device) -> int | None:
+        """Memory that the cache could have: the device's, and what torch keeps for later. None: no bound (a CPU)."""
+        if device.type != 'cuda':
+            return None
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+
     def fixed(
         self, cache: SlotCache, sampler: TokenSampler, uniforms: Tensor | None, size: int, *, capture: bool
     ) -> FixedSteps:
@@ -205,9 +227,11 @@ class LocalRun:
             keys = sample_keys(call.seed, torch.tensor(self.indices, dtype=torch.int64, device=self.device))
             self.uniforms = uniforms(keys[:, None], torch.arange(self.max_new, device=self.device)).view(-1, 1)
         self.queue = deque(range(len(prompts)))
-        self.max_rows = min(engine.max_batch_size, len(prompts))
         # the last token of a sequence is never fed back, so it needs no slot
         self.max_width = max(len(p.ids) + limit - 1 for p, limit in zip(prompts, limits, strict=True))
+        wanted = min(engine.max_batch_size, len(prompts))
+        self.max_rows = engine.rows_that_fit(wanted, self.max_width)
+        self.min_refill = max(1, engine.min_refill * self.max_rows // wanted)
         longest_prompt = max(len(p.ids) for p in prompts)
         first = -(-(longest_prompt + _CAPACITY_STEP) // _CAPACITY_STEP) * _CAPACITY_STEP
         # Blocks that are streamed come and go: their addresses hold for no graph.
@@ -243,7 +267,7 @@ class LocalRun:
     def loop(self) -> None:
         while self.queue or self.row_sample:
             free = self.max_rows - len(self.row_sample)
-            if self.queue and (not self.row_sample or free >= min(self.engine.min_refill, len(self.queue))):
+            if self.queue and (not self.row_sample or free >= min(self.min_refill, len(self.queue))):
                 self.admit(free)
             else:
                 self.decode()
