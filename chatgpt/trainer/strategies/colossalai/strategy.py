@@ -35,7 +35,13 @@ from chatgpt.trainer.strategies.colossalai.cpu import bridge
 from chatgpt.trainer.strategies.colossalai.engines import Engine, TrainedEngine, ZeroEngine, wire
 from chatgpt.trainer.strategies.colossalai.gemini import GeminiEngine, GeminiFrozen
 from chatgpt.trainer.strategies.colossalai.memory import GeminiMemory, ZeroMemory
-from chatgpt.trainer.strategies.colossalai.options import FP16_ONLY, Placement, check_options, import_colossalai
+from chatgpt.trainer.strategies.colossalai.options import (
+    FP16_ONLY,
+    Placement,
+    check_kernels,
+    check_options,
+    import_colossalai,
+)
 from chatgpt.trainer.strategies.colossalai.states import (
     UpstreamScaler,
     buffers_of,
@@ -116,6 +122,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             raise ValueError(
                 f'device={device!r}: ColossalAI takes a GPU where there is one; hide it with CUDA_VISIBLE_DEVICES='
             )
+        check_kernels(stage)
         import_colossalai()
         super().__init__(seed, precision, device=device, timeout_s=timeout_s)
         bridge()
