@@ -20,7 +20,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
-from chatgpt.rollout.engine import Call, InProcessEngine
+from chatgpt.rollout.engine import Call, InProcessEngine, changing_shapes
 from chatgpt.rollout.randomness import sample_keys
 from chatgpt.rollout.sampling import SamplingParams, TokenSampler
 from chatgpt.types import FinishReason, Sample
@@ -161,7 +161,13 @@ class HFEngine(InProcessEngine):
         else:  # a row's token may come from another row's logits, which is known at the end
             config.output_logits = config.output_scores = True
         held = record.around(model) if record is not None else nullcontext()
-        with _bare_generation_config(model), _own_generator(key, device), torch.no_grad(), held:
+        with (
+            _bare_generation_config(model),
+            _own_generator(key, device),
+            torch.no_grad(),
+            held,
+            changing_shapes(device),
+        ):
             output = model.generate(
                 input_ids.to(device),
                 attention_mask=attention_mask.to(device),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from chatgpt.batching import cut_by_tokens
-from chatgpt.rollout.engine import Call, InProcessEngine
+from chatgpt.rollout.engine import Call, InProcessEngine, changing_shapes
 from chatgpt.rollout.local.cpu_speed import PackedModules
 from chatgpt.rollout.local.fixed_step import FixedSteps
 from chatgpt.rollout.local.slot_cache import SlotCache, attention_window, bytes_per_slot, decode_mask, find_mask_form
@@ -317,7 +317,8 @@ class LocalRun:
             source = torch.repeat_interleave(torch.tensor(copies, device=self.device))
         self.cache.prefill(torch.arange(first, first + num_rows, device=self.device), source)
         positions = torch.arange(width, device=self.device).expand(len(distinct), width)
-        hidden = self.actor.trunk(input_ids, position_ids=positions, past_key_values=self.cache)
+        with changing_shapes(self.device):
+            hidden = self.actor.trunk(input_ids, position_ids=positions, past_key_values=self.cache)
         last = torch.tensor([len(ids) - 1 for ids in distinct], device=self.device)
         logits = self.actor.head(hidden[torch.arange(len(distinct), device=self.device), last])
         return logits if source is None else logits[source]
@@ -335,9 +336,10 @@ class LocalRun:
         same_length = self.longest_offset == self.shortest_offset
         mask = None if same_length else decode_mask(lengths, width, self.engine._mask_form, self.mask_dtype)
         self.cache.decode(self.row_index, lengths, width, same_length=same_length)
-        hidden = self.actor.trunk(
-            self.token[:, None], position_ids=lengths[:, None], attention_mask=mask, past_key_values=self.cache
-        )
+        with changing_shapes(self.device):
+            hidden = self.actor.trunk(
+                self.token[:, None], position_ids=lengths[:, None], attention_mask=mask, past_key_values=self.cache
+            )
         self.token, flags = self.emit(self.actor.head(hidden[:, -1]), self.state)
         self.state = self.state + self.increment
         self.retire(flags)
