@@ -71,9 +71,10 @@ class FSDPStrategy(ProcessGroupStrategy):
         stream_blocks: StreamBlocks = 'auto',
         device: str | torch.device | None = None,
         timeout_s: float = 1800.0,
+        deterministic: bool = False,
     ) -> None:
         check_stream_blocks(stream_blocks)
-        super().__init__(seed, precision, device=device, timeout_s=timeout_s)
+        super().__init__(seed, precision, device=device, timeout_s=timeout_s, deterministic=deterministic)
         self.stream_blocks = stream_blocks
         self.cpu_offload = cpu_offload
         self.options = {'cpu_offload': cpu_offload}

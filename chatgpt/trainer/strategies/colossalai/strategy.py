@@ -113,6 +113,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         stream_blocks: StreamBlocks = 'auto',
         device: str | torch.device | None = None,
         timeout_s: float = 1800.0,
+        deterministic: bool = False,
     ) -> None:
         given = dict(locals())
         signature = inspect.signature(ColossalAIStrategy).parameters
@@ -124,7 +125,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             )
         check_kernels(stage)
         import_colossalai()
-        super().__init__(seed, precision, device=device, timeout_s=timeout_s)
+        super().__init__(seed, precision, device=device, timeout_s=timeout_s, deterministic=deterministic)
         bridge()
         self.stage, self.placement_policy, self.max_norm = stage, placement_policy, max_norm
         self.supports_unused = stage < 3
