@@ -28,7 +28,8 @@ class RolloutEngine(Protocol):
     """Generates responses for one collect phase: `begin`, any number of `generate`, `end`."""
 
     reproducible: bool
-    """draws follow (seed, sample index, position): the same samples in any batch order and on any number of ranks"""
+    """draws follow (seed, sample index, position): the same random numbers in any batch order and on any number of
+    ranks, and the same samples where sums of another batch shape do not round to the other side of a draw"""
 
     def begin(self, actor: Actor) -> None:
         """Take the policy's weights for one collect phase; dropout is off until `end`."""
