@@ -4,7 +4,8 @@
 call: prompts are prefilled into cache rows, and rows are decoded together until each has ended. Live sequences stand in
 rows 0 .. n-1 of the batch. A finished one leaves at once (the last live row takes its place), and waiting prompts take
 the free rows. Position t of sample i is drawn with the uniform number of (seed, i, t), so none of this can change a
-token. All per-token work is on tensors; Python looks at single rows only when one ends.
+draw; only the rounding of sums of another shape can change a token. All per-token work is on tensors; Python looks at
+single rows only when one ends.
 
 Left out: beam search, penalties and other GenerationConfig extras, and models whose decode is more than full attention
 over a key/value cache: those go through `chatgpt.rollout.hf`.
