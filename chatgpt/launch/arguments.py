@@ -147,7 +147,15 @@ def check_precision(strategy: str, precision: str) -> None:
         )
 
 
-def make_strategy(name: str, *, seed: int, precision: Any, remote_code: bool = False, timeout_s: float = 1800.0) -> Any:
+def make_strategy(
+    name: str,
+    *,
+    seed: int,
+    precision: Any,
+    remote_code: bool = False,
+    timeout_s: float = 1800.0,
+    deterministic: bool = False,
+) -> Any:
     """A strategy by its command-line name. `timeout_s`: a rank that keeps the others waiting longer ends the run, by
     name.
 
@@ -157,7 +165,14 @@ def make_strategy(name: str, *, seed: int, precision: Any, remote_code: bool = F
     from chatgpt.trainer.strategies.named import strategy_by_name
 
     check_precision(name, precision)
-    return strategy_by_name(name, seed=seed, precision=precision, meta_init=not remote_code, timeout_s=timeout_s)
+    return strategy_by_name(
+        name,
+        seed=seed,
+        precision=precision,
+        meta_init=not remote_code,
+        timeout_s=timeout_s,
+        deterministic=deterministic,
+    )
 
 
 @contextmanager
@@ -168,7 +183,12 @@ def strategy_of(run: Any) -> Iterator[Any]:
     """
     remote_code = getattr(run, 'trust_remote_code', False)
     strategy = make_strategy(
-        run.strategy, seed=run.seed, precision=run.precision, remote_code=remote_code, timeout_s=run.rank_timeout_s
+        run.strategy,
+        seed=run.seed,
+        precision=run.precision,
+        remote_code=remote_code,
+        timeout_s=run.rank_timeout_s,
+        deterministic=getattr(run, 'deterministic', False),
     )
     with strategy, strategy.failure_guard():
         yield strategy

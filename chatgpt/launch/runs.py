@@ -107,6 +107,8 @@ class Run(LearningSettings):
     """leave bad records out and count them"""
     rank_timeout_s: float = 1800.0
     """a rank that keeps the others waiting for longer ends the run, with a message that names it"""
+    deterministic: bool = False
+    """torch's deterministic algorithms, and only those attention kernels: slower on a GPU (docs/strategies.md)"""
     plan: bool = False
     """print what memory each phase takes, whether it fits here and what would make it fit, and stop; no weight is
     loaded"""

@@ -8,7 +8,8 @@ phase).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,7 +28,8 @@ class RolloutEngine(Protocol):
     """Generates responses for one collect phase: `begin`, any number of `generate`, `end`."""
 
     reproducible: bool
-    """draws follow (seed, sample index, position): the same samples in any batch order and on any number of ranks"""
+    """draws follow (seed, sample index, position): the same random numbers in any batch order and on any number of
+    ranks, and the same samples where sums of another batch shape do not round to the other side of a draw"""
 
     def begin(self, actor: Actor) -> None:
         """Take the policy's weights for one collect phase; dropout is off until `end`."""
@@ -191,6 +193,20 @@ class Call:
             prompt_text=prompt.text,
             columns=prompt.columns,
         )
+
+
+@contextmanager
+def changing_shapes(device: torch.device) -> Iterator[None]:
+    """Around forwards whose shapes change from token to token: on a GPU without cuDNN's attention, which torch prefers
+    on Hopper and which makes a plan for every new shape."""
+    if device.type != 'cuda' or not torch.backends.cuda.cudnn_sdp_enabled():
+        yield
+        return
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 class InProcessEngine(ABC):

@@ -10,15 +10,17 @@ Left out: several sequences per prompt (give the prompt several times).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
-from chatgpt.rollout.engine import Call, InProcessEngine
+from chatgpt.rollout.engine import Call, InProcessEngine, changing_shapes
 from chatgpt.rollout.randomness import sample_keys
 from chatgpt.rollout.sampling import SamplingParams, TokenSampler
 from chatgpt.types import FinishReason, Sample
@@ -44,6 +46,58 @@ class _StopCallback(StoppingCriteria):
             if self.stopped_at[row] is None and len(ids) >= self.min_new_tokens and self.stop(ids):
                 self.stopped_at[row] = len(ids)
         return torch.tensor([at is not None for at in self.stopped_at], device=input_ids.device)
+
+
+class _StepRecord(StoppingCriteria):
+    """Keeps of each step the log-probs of the chosen tokens, and of its (rows, V) logits nothing.
+
+    Its processors stand first and last among transformers' own; as a stopping criterion it is asked once the step's
+    tokens are chosen, and never stops.
+    """
+
+    class _Seen(LogitsProcessor):
+        def __init__(self) -> None:
+            self.scores: Tensor | None = None
+
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            self.scores = scores
+            return scores
+
+    def __init__(self, sampling: SamplingParams, device: torch.device) -> None:
+        self.sampler = TokenSampler(sampling, device)
+        self.logits, self.scores = self._Seen(), self._Seen()
+        self.steps: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        assert self.logits.scores is not None and self.scores.scores is not None
+        self.steps.append(_chosen(self.logits.scores, self.scores.scores, input_ids[:, -1:], self.sampler))
+        self.logits.scores = self.scores.scores = None
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    @contextmanager
+    def around(self, model: Any) -> Iterator[None]:
+        """Inside, `model.generate` goes through the record's processors."""
+        make = model._get_logits_processor
+
+        def ours(*args: Any, **kwargs: Any) -> LogitsProcessorList:
+            return LogitsProcessorList([self.logits, *make(*args, **kwargs), self.scores])
+
+        model._get_logits_processor = ours
+        try:
+            yield
+        finally:
+            del model._get_logits_processor
+
+
+def _chosen(logits: Tensor, scores: Tensor, token: Tensor, sampler: TokenSampler) -> tuple[Tensor, Tensor]:
+    """Two (rows, 1) fp32 log-probs of (rows, 1) tokens: temperature-scaled from the raw (rows, V) logits, and as
+    transformers drew."""
+    sampling = sampler.sampling
+    plain = torch.log_softmax(logits.float() / sampling.temperature, dim=-1).gather(1, token)
+    scores = torch.log_softmax(scores.float(), dim=-1)
+    if not sampling.do_sample:  # transformers leaves temperature and filters out of greedy scores
+        scores = sampler.filter(torch.log_softmax(scores / sampling.temperature, dim=-1))[0]
+    return plain, scores.gather(1, token)
 
 
 class HFEngine(InProcessEngine):
@@ -99,15 +153,29 @@ class HFEngine(InProcessEngine):
             stop = _StopCallback(sampling.stop, width, sampling.min_new_tokens, len(prompts))
             criteria.append(stop)
         key = int(sample_keys(call.seed, torch.tensor([call.indices[0]]))[0])
-        with _bare_generation_config(model), _own_generator(key, device), torch.no_grad():
+        config = _generation_config(sampling, max(limits))
+        record = None
+        if config.get_generation_mode() in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
+            record = _StepRecord(sampling, device)
+            criteria.append(record)
+        else:  # a row's token may come from another row's logits, which is known at the end
+            config.output_logits = config.output_scores = True
+        held = record.around(model) if record is not None else nullcontext()
+        with (
+            _bare_generation_config(model),
+            _own_generator(key, device),
+            torch.no_grad(),
+            held,
+            changing_shapes(device),
+        ):
             output = model.generate(
                 input_ids.to(device),
                 attention_mask=attention_mask.to(device),
-                generation_config=_generation_config(sampling, max(limits)),
+                generation_config=config,
                 stopping_criteria=criteria,
             )
         responses = output.sequences[:, width:]
-        logprobs, filtered = self._logprobs(output, responses, sampling)
+        logprobs, filtered = self._logprobs(output, responses, sampling, record)
         samples = []
         for row in range(len(prompts)):
             ids = responses[row].tolist()
@@ -127,22 +195,20 @@ class HFEngine(InProcessEngine):
         return samples
 
     @staticmethod
-    def _logprobs(output: Any, responses: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+    def _logprobs(
+        output: Any, responses: Tensor, sampling: SamplingParams, record: _StepRecord | None
+    ) -> tuple[Tensor, Tensor]:
         """(rows, T) fp32 on the CPU: temperature-scaled and unfiltered from the raw logits, and as transformers
         drew."""
-        sampler = TokenSampler(sampling, responses.device)
-        beams = getattr(output, 'beam_indices', None)
-        plain, drawn = [], []
-        for t in range(responses.shape[1]):
-            # with beams, row i's token t was chosen from the scores of another row
-            rows = slice(None) if beams is None else beams[:, t].clamp(min=0)
-            token = responses[:, t : t + 1]
-            logits = output.logits[t][rows].float() / sampling.temperature
-            plain.append(torch.log_softmax(logits, dim=-1).gather(1, token))
-            scores = torch.log_softmax(output.scores[t][rows].float(), dim=-1)
-            if not sampling.do_sample:  # transformers leaves temperature and filters out of greedy scores
-                scores = sampler.filter(torch.log_softmax(scores / sampling.temperature, dim=-1))[0]
-            drawn.append(scores.gather(1, token))
+        steps = record.steps if record is not None else []
+        if record is None:
+            sampler = TokenSampler(sampling, responses.device)
+            beams = getattr(output, 'beam_indices', None)
+            for t in range(responses.shape[1]):
+                # with beams, row i's token t was chosen from the scores of another row
+                rows = slice(None) if beams is None else beams[:, t].clamp(min=0)
+                steps.append(_chosen(output.logits[t][rows], output.scores[t][rows], responses[:, t : t + 1], sampler))
+        plain, drawn = zip(*steps, strict=True)
         return torch.cat(plain, dim=1).cpu(), torch.cat(drawn, dim=1).cpu()
 
 
@@ -165,8 +231,6 @@ def _generation_config(sampling: SamplingParams, max_new_tokens: int) -> Generat
         'pad_token_id': sampling.pad_token_id,
         'min_new_tokens': sampling.min_new_tokens or None,
         'return_dict_in_generate': True,
-        'output_logits': True,
-        'output_scores': True,
         'use_cache': True,
     }
     if sampling.do_sample:

@@ -119,9 +119,9 @@ class RemoteEngine:
     Args:
         workers: not started yet; this engine starts and closes them.
         chunk_size: cut a request into chunks of at most so many prompts, each for one worker. None sends a request
-            whole, which computes exactly what a `LocalEngine` here would, to the bit; then only several requests at a
-            time keep several workers busy. Cut, tokens are the same but at the edge between two, and log-probs agree up
-            to rounding; the chunks, not the number of workers, decide.
+            whole, which on a CPU computes exactly what a `LocalEngine` here would, to the bit; then only several
+            requests at a time keep several workers busy. Cut, tokens are the same but at the edge between two, and
+            log-probs agree up to rounding; the chunks, not the number of workers, decide.
         bucket_bytes: most bytes of one bucket of weights.
         max_restarts: deaths of one worker in a row, without an answer in between, before the engine gives up.
         engine_options: keywords of the workers' `LocalEngine`s.

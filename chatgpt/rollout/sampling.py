@@ -275,7 +275,7 @@ class TokenSampler:
         mass = ordered.exp().cumsum(dim=-1, dtype=torch.float64)
         before = mass - ordered.exp()
         keep = before < top_p
-        keep[:, 0] = True
+        keep[:, 0].fill_(True)
         last = keep.sum(dim=-1, keepdim=True) - 1
         first_out = (last + 1).clamp_(max=logprobs.shape[1] - 1)
         # the last token kept leaves when `before` passes top_p, the next enters when `mass` falls below it, and the two

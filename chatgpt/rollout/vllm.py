@@ -2,7 +2,8 @@
 `end`.
 
 vLLM reads the architecture from a model folder or hub name and its weights from the actor, in every collect phase anew;
-between the phases it sleeps (level 2: neither weights nor cache stay on the device). Its draws come from its own
+between the phases it sleeps (level 2: neither weights nor cache stay on the device). Its cache wakes up at the phase's
+first prompts, when the trainer has freed its own copy of the weights. Its draws come from its own
 generators, one seed per sample from (seed, sample index), so a sample does not depend on its company by design, but
 kernels that see another batch may round otherwise: `reproducible` is False, and its log-probs are recomputed by the
 trainer.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,12 +43,14 @@ class VLLMEngine(InProcessEngine):
         options: further keywords of `vllm.LLM`.
 
     Raises:
-        ImportError: vLLM is not installed; ValueError: an option that the engine sets itself.
+        ImportError: vLLM is not installed; ValueError: an option that the engine sets itself, or several GPUs.
     """
 
     reproducible = False
     recompute_logprobs = True
     """a trainer takes its old log-probs from a forward of its own"""
+    copies_weights = True
+    """what `begin` was given may be freed when it returns"""
     OWN = (
         'model',
         'load_format',
@@ -64,6 +68,12 @@ class VLLMEngine(InProcessEngine):
             raise ValueError(f'VLLMEngine sets {taken[0]!r} itself; leave it out')
         if not 0 < memory_share < 1:
             raise ValueError(f'VLLMEngine: memory_share={memory_share} must lie between 0 and 1')
+        for name in ('tensor_parallel_size', 'pipeline_parallel_size', 'data_parallel_size'):
+            if options.get(name, 1) != 1:
+                raise ValueError(
+                    f'VLLMEngine: {name}={options[name]!r}, but it runs within each training process, on its one GPU, '
+                    'with prompts of its own; leave it out'
+                )
         _import()
         self.settings = {
             'model': os.fspath(pretrained),
@@ -79,6 +89,8 @@ class VLLMEngine(InProcessEngine):
         if int(os.environ.get('WORLD_SIZE', '1')) > 1:
             self.settings.setdefault('distributed_executor_backend', 'external_launcher')
         self._llm: Any = None
+        self._asleep: list[str] = []
+        """what of it has no memory; it sleeps only as a whole, and calls after that do nothing"""
 
     def begin(self, actor: Actor) -> None:
         """Wake up with the actor's weights. Raises ValueError for an actor whose head is not its model's."""
@@ -86,37 +98,59 @@ class VLLMEngine(InProcessEngine):
             self.end()
         check_policy(actor, 'VLLMEngine')
         weights = list(policy_tensors(actor.model).items())
+        # vLLM's memory is not torch's: what torch keeps for later would be missing there.
+        torch.cuda.empty_cache()
         if self._llm is None:
             # In a process of its own vLLM could not be given tensors without copying them through the host.
             os.environ.setdefault('VLLM_ENABLE_V1_MULTIPROCESSING', '0')
             self._llm = _import().LLM(**self.settings)
-            self._llm.sleep(level=2)
+            self._sleep()
         try:
-            self._llm.wake_up(tags=['weights'])
+            self._wake_up('weights')
             self._llm.apply_model(_loader(weights))
-            self._llm.wake_up(tags=['kv_cache'])
             self._llm.reset_prefix_cache()  # what an earlier policy made of a prompt must not be found again
         except BaseException:
-            self._llm.sleep(level=2)
+            self._sleep()
             raise
-        self._actor = actor
+        self._actor = _Described(actor.model.config)
 
     def end(self) -> None:
         """Give the device's memory back."""
         if self._actor is not None:
-            self._llm.sleep(level=2)
+            self._sleep()
         self._actor = None
+
+    def _wake_up(self, part: str) -> None:
+        if part in self._asleep:
+            torch.cuda.empty_cache()
+            self._llm.wake_up(tags=[part])
+            self._asleep.remove(part)
+
+    def _sleep(self) -> None:
+        if self._asleep == ['weights', 'kv_cache']:
+            return
+        self._wake_up('kv_cache')  # vLLM takes one that is half awake for asleep
+        self._llm.sleep(level=2)
+        self._asleep = ['weights', 'kv_cache']
 
     def check(self, config: Any, call: Call) -> list[int]:
         _check(call.sampling)
         return super().check(config, call)
 
     def answer(self, call: Call, limits: list[int]) -> list[Sample]:
+        self._wake_up('kv_cache')
         keys = sample_keys(call.seed, torch.tensor(call.indices, dtype=torch.int64)).tolist()
         asked = [_params(call.sampling, limit, key) for limit, key in zip(limits, keys, strict=True)]
         given = [{'prompt_token_ids': p.ids.tolist()} for p in call.prompts]
         answers = self._llm.generate(given, asked, use_tqdm=False)
         return [_sample(call, i, answer.outputs[0]) for i, answer in enumerate(answers)]
+
+
+class _Described:
+    """What is left of an actor once vLLM has its weights: its configuration."""
+
+    def __init__(self, config: Any) -> None:
+        self.model = SimpleNamespace(config=config)
 
 
 def _import() -> Any:

@@ -42,7 +42,17 @@ PACKAGE = str(Path(__file__).resolve().parents[1])
 
 HOST_INDICES = {'index', 'index_put', 'index_put_', '_index_put_impl_', '_unsafe_index', '_unsafe_index_put'}
 """take indices from the host too, which are copied"""
-NO_HOST_SCALARS = {'cat', 'stack', 'gather', 'index_select', 'index_add', 'index_copy', 'index_copy_', 'scatter', 'scatter_add'}
+NO_HOST_SCALARS = {
+    'cat',
+    'stack',
+    'gather',
+    'index_select',
+    'index_add',
+    'index_copy',
+    'index_copy_',
+    'scatter',
+    'scatter_add',
+}
 """refuse a CPU tensor without dimensions, which arithmetic takes as a number"""
 SIZED_BY_DEVICE = {'nonzero', 'masked_select', 'bincount', '_unique2', 'unique_dim', 'unique_consecutive'}
 COPIES = {'_to_copy', 'copy_'}
@@ -277,7 +287,9 @@ class _Operations(TorchDispatchMode):
             if any(i.dtype in (torch.bool, torch.uint8) for i in indices) and not one_number:
                 self.cuda.note('boolean mask')
 
-    def _count_copy(self, name: str, args: Any, kwargs: Any, tensors: list[Tensor], device: torch.device | None) -> None:
+    def _count_copy(
+        self, name: str, args: Any, kwargs: Any, tensors: list[Tensor], device: torch.device | None
+    ) -> None:
         source, target = tensors[-1], tensors[0]
         comes = isinstance(source, PretendTensor)
         if name == 'copy_':

@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -160,8 +160,10 @@ class Collector:
     @contextmanager
     def _begun(self, policy: Full | None = None) -> Iterator[None]:
         """Inside, the engine has the policy's weights."""
-        with (policy or self.policy)() as model:
-            self.engine.begin(model)
+        with ExitStack() as held:
+            self.engine.begin(held.enter_context((policy or self.policy)()))
+            if getattr(self.engine, 'copies_weights', False):
+                held.close()  # a copy in the compute dtype would lie beside the engine's own
             try:
                 yield
             finally:

@@ -28,7 +28,9 @@ def test_tensors_say_where_they_are_and_compute(cuda):
     x = torch.arange(6.0, device='cuda').view(2, 3)
     assert (str(x.device), x.is_cuda, x.is_cpu, x.get_device()) == ('cuda:0', True, False, 0)
     assert (x @ x.T).cpu().tolist() == [[5.0, 14.0], [14.0, 50.0]]
-    assert torch.zeros_like(x).device == x.new_tensor([1]).device == torch.tensor([1], device='cuda:0').device == x.device
+    assert (
+        torch.zeros_like(x).device == x.new_tensor([1]).device == torch.tensor([1], device='cuda:0').device == x.device
+    )
     assert x.cpu().device.type == 'cpu' and x.to('cuda:0') is x and str(x.to('cuda:1').device) == 'cuda:1'
     assert torch.ones(2).to(x).device == x.device
     x[0] = 7.0

@@ -108,7 +108,9 @@ def test_a_run_with_a_folder_writes_rollouts_and_checkpoints(tmp_path):
         trainer = runs.online(run, run_dir=tmp_path / 'run')
         runs.fitted(run, trainer)
         assert {RolloutRecorder, Doctor} <= {type(c) for c in trainer.callbacks.callbacks}
-    recorded = [row for file in sorted(tmp_path.glob('run/rollouts/*.parquet')) for row in pq.read_table(file).to_pylist()]
+    recorded = [
+        row for file in sorted(tmp_path.glob('run/rollouts/*.parquet')) for row in pq.read_table(file).to_pylist()
+    ]
     assert {row['phase'] for row in recorded} == {1, 2}
     assert all(math.isfinite(row['score']) and row['response'] for row in recorded)
     assert list(tmp_path.glob('run/checkpoints/step-*/manifest.json'))

@@ -3,6 +3,8 @@ it takes."""
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -142,3 +144,30 @@ def test_refusals():
     actor = Actor(model)
     with pytest.raises(ValueError, match="MaskedPolicy changes the model's logits.*use LocalEngine"):
         HFEngine().begin(MaskedPolicy(actor, actor, 0.9, 1.0))
+
+
+@pytest.mark.parametrize('settings', [{'do_sample': False, 'temperature': 0.8}, {'temperature': 0.7, 'top_p': 0.9}])
+def test_logits_of_earlier_steps_are_not_kept(settings):
+    """When `generate` returns, there is no (rows, V) tensor of any of the 40 steps."""
+    model = tiny_causal_lm('gpt2')
+    generate, seen = model.generate, []
+
+    def watched(*args, **kwargs):
+        output = generate(*args, **kwargs)
+        shape = (len(output.sequences), model.config.vocab_size)
+        seen.append(sum(isinstance(o, torch.Tensor) and o.shape == shape for o in gc.get_objects()))
+        return output
+
+    model.generate = watched
+    samples = collect(HFEngine(), model, prompts_of(), SamplingParams(max_new_tokens=40, **settings))
+    assert {s.num_actions for s in samples} == {40}
+    assert seen == [0]
+    assert '_get_logits_processor' not in vars(model)
+
+
+def test_beams_still_have_their_own_logits():
+    model = tiny_causal_lm('gpt2')
+    sampling = from_generation_kwargs(max_new_tokens=6, do_sample=False, num_beams=3)
+    for s in collect(HFEngine(), model, prompts_of(), sampling):
+        wanted = slow_logits(model, s).log_softmax(-1).gather(1, s.response_ids[:, None])[:, 0]
+        torch.testing.assert_close(s.logprobs.double(), wanted, atol=1e-4, rtol=0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -35,6 +36,10 @@ class Answer(NamedTuple):
     outputs: list[Any]
 
 
+EMPTIED: list[int] = []
+"""how many events there were when torch's memory cache was emptied"""
+
+
 class LLM:
     """vllm.LLM as far as it is used."""
 
@@ -50,20 +55,25 @@ class LLM:
         )
         self.settings, self.events = settings, []
         self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(settings['model'])).eval()
-        self.awake = {'weights', 'kv_cache'}
+        self.awake, self.asleep = {'weights', 'kv_cache'}, set()
         self.loaded = False
         LLM.made.append(self)
 
     def sleep(self, level: int) -> None:
+        if self.asleep:  # also where only a part is awake, as vllm.v1.executor does
+            return
         self.events.append(f'sleep {level}')
-        self.awake, self.loaded = set(), False
+        self.awake, self.asleep, self.loaded = set(), {'weights', 'kv_cache'}, False
         with torch.no_grad():
             for p in self.model.parameters():
                 p.fill_(float('nan'))
 
     def wake_up(self, tags: list[str]) -> None:
+        assert set(tags) <= self.asleep
+        assert EMPTIED and EMPTIED[-1] == len(self.events), 'memory that torch keeps is missing here'
         self.events.append(f'wake {tags[0]}')
         self.awake |= set(tags)
+        self.asleep -= set(tags)
 
     def apply_model(self, function: Any) -> list[Any]:
         assert 'weights' in self.awake
@@ -113,6 +123,8 @@ def fake_vllm(monkeypatch):
     module.LLM, module.SamplingParams = LLM, Params  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, 'vllm', module)
     monkeypatch.setattr(LLM, 'made', [])
+    monkeypatch.setattr(sys.modules[__name__], 'EMPTIED', [])
+    monkeypatch.setattr(torch.cuda, 'empty_cache', lambda: EMPTIED.append(len(LLM.made[-1].events) if LLM.made else 0))
     return LLM
 
 
@@ -184,8 +196,47 @@ def test_every_phase_has_the_policys_weights_and_leaves_none(fake_vllm, folder):
         s.response_ids.tolist() for s in collect(LocalEngine(), model, sampling)
     ]
     (llm,) = fake_vllm.made
-    phase = ['wake weights', 'load', 'wake kv_cache', 'forget', 'sleep 2']
+    phase = ['wake weights', 'load', 'forget', 'wake kv_cache', 'sleep 2']
     assert llm.events == ['sleep 2', *phase, *phase]
+    engine.begin(Actor(model))  # a phase without prompts, and one that ends in the middle of its begin
+    engine.end()
+    assert llm.events[-5:] == phase
+    llm.reset_prefix_cache = lambda: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        engine.begin(Actor(model))
+    assert llm.events[-4:] == ['wake weights', 'load', 'wake kv_cache', 'sleep 2']
+
+
+def test_the_copy_in_16_bits_is_gone_when_the_cache_wakes_up(fake_vllm, folder, monkeypatch):
+    import weakref
+
+    from chatgpt.trainer.collect import Collector
+    from chatgpt.trainer.policy import Policy
+    from chatgpt.trainer.strategies import NaiveStrategy
+
+    strategy = NaiveStrategy(precision='bf16', device='cpu')
+    actor = strategy.prepare(Actor(tiny_causal_lm('gpt2')))
+    policy, copies, alive = Policy(strategy, actor, 1.0), [], []
+
+    @contextmanager
+    def generating():
+        with policy.generating() as full:
+            copies.extend(weakref.ref(p) for p in full.parameters())
+            yield full
+            del full
+
+    wake_up = fake_vllm.wake_up
+
+    def watched(self, tags):
+        alive.append((tags[0], sum(ref() is not None for ref in copies)))
+        wake_up(self, tags)
+
+    monkeypatch.setattr(fake_vllm, 'wake_up', watched)
+    engine = VLLMEngine(folder)
+    collector = Collector(strategy, engine, SamplingParams(max_new_tokens=3), policy=generating)
+    collector.generate(prompts_of(), indices=range(5))
+    assert alive[0][0] == 'weights' and alive[0][1] == len(copies) > 0
+    assert alive[1] == ('kv_cache', 0)
 
 
 def test_ppo_recomputes_its_log_probs(fake_vllm, folder):
@@ -230,6 +281,8 @@ def test_what_would_hide_the_policys_log_probs_is_refused(fake_vllm, folder, set
 def test_mistakes_are_named(fake_vllm, folder):
     with pytest.raises(ValueError, match="sets 'load_format' itself"):
         VLLMEngine(folder, load_format='auto')
+    with pytest.raises(ValueError, match='tensor_parallel_size=2, but it runs within each training process'):
+        VLLMEngine(folder, tensor_parallel_size=2)
     with pytest.raises(ValueError, match='memory_share'):
         VLLMEngine(folder, memory_share=1.5)
     with pytest.raises(ValueError, match='begin'):

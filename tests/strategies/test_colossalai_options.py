@@ -57,6 +57,25 @@ def test_not_installed(monkeypatch):
         ColossalAIStrategy()
 
 
+@pytest.mark.parametrize('home', [None, 'folder'])
+def test_a_gpu_without_nvcc_is_named_before_anything_is_joined(home, monkeypatch, tmp_path):
+    from torch.utils import cpp_extension
+
+    from chatgpt.trainer.strategies.colossalai.options import check_kernels
+
+    home = home and str(tmp_path)
+    monkeypatch.setattr(cpp_extension, 'CUDA_HOME', home)
+    check_kernels(3)  # on a CPU nothing is compiled
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    with pytest.raises(ImportError, match=r'compiled by nvcc, and there is none \(CUDA_HOME: .*or use stage=2'):
+        ColossalAIStrategy()
+    check_kernels(2)
+    if home:
+        (tmp_path / 'bin').mkdir()
+        (tmp_path / 'bin/nvcc').touch(mode=0o755)
+        check_kernels(3)
+
+
 def test_nothing_is_imported_before_a_strategy_is_built():
     code = (
         'import sys; from chatgpt.trainer.strategies import ColossalAIStrategy; sys.exit("colossalai" in sys.modules)'

@@ -271,3 +271,32 @@ def test_no_rank_holds_the_whole_model_to_save_or_load_it(tmp_path):
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / 'exported').state_dict()
     assert all(torch.equal(exported[n], state[f'model.{n}']) for n in exported)
     assert list(tmp_path.glob('.*')) == []
+
+
+class Cudart:
+    """Of torch.cuda.cudart() what page-locking uses, and CUDA's memory of its last error."""
+
+    def __init__(self, status: int, monkeypatch) -> None:
+        self.status, self.pending = status, 0
+        ones = torch.ones
+
+        def launch(*args, device=None, **kwargs):
+            error, self.pending = self.pending, 0
+            if error:
+                raise RuntimeError('CUDA error: operation not supported')
+            return ones(*args, **kwargs)
+
+        monkeypatch.setattr(torch.cuda, 'cudart', lambda: self)
+        monkeypatch.setattr(torch, 'ones', launch)
+
+    def cudaHostRegister(self, pointer, size, flags):
+        self.registered, self.pending = (pointer, size), self.status
+        return self.status
+
+
+@pytest.mark.parametrize('status', [0, 801])
+def test_a_refused_page_lock_is_not_reported_by_the_next_kernel(status, monkeypatch):
+    memory, cudart = torch.zeros(5, dtype=torch.int16), Cudart(status, monkeypatch)
+    assert streaming.page_locked(memory, torch.device('cuda', 0)) is (status == 0)
+    assert cudart.registered == (memory.data_ptr(), 10)
+    assert torch.ones(1, device='cuda').item() == 1

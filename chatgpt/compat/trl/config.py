@@ -231,7 +231,9 @@ _REST: dict[str, Entry] = {
     'accelerator_config': _PROCESSES,
     'use_cpu': _PROCESSES,
     'no_cuda': _PROCESSES,
-    'full_determinism': label('runs repeat bit for bit on the same layout anyway'),
+    'full_determinism': label(
+        'on a CPU runs repeat bit for bit on the same layout; for a GPU give deterministic=True to the strategy'
+    ),
     'dataloader_num_workers': _MEMORY,
     'dataloader_persistent_workers': _MEMORY,
     'dataloader_prefetch_factor': _MEMORY,

@@ -82,7 +82,9 @@ ARGUMENTS: dict[str, Entry] = {
     'use_cpu': warned('the strategy takes the accelerator where there is one; hide it with CUDA_VISIBLE_DEVICES='),
     'no_cuda': warned('the strategy takes the accelerator where there is one; hide it with CUDA_VISIBLE_DEVICES='),
     'accelerator_config': _PROCESSES,
-    'full_determinism': label('runs repeat bit for bit on the same layout anyway'),
+    'full_determinism': label(
+        'on a CPU runs repeat bit for bit on the same layout; for a GPU give deterministic=True to the strategy'
+    ),
     'logging_dir': converted("the folder of TensorBoard's files"),
     'logging_strategy': converted('steps, epoch or no'),
     'logging_steps': converted('log_interval; None is 10, below 1 a share of the run'),

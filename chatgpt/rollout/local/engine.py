@@ -4,7 +4,8 @@
 call: prompts are prefilled into cache rows, and rows are decoded together until each has ended. Live sequences stand in
 rows 0 .. n-1 of the batch. A finished one leaves at once (the last live row takes its place), and waiting prompts take
 the free rows. Position t of sample i is drawn with the uniform number of (seed, i, t), so none of this can change a
-token. All per-token work is on tensors; Python looks at single rows only when one ends.
+draw; only the rounding of sums of another shape can change a token. All per-token work is on tensors; Python looks at
+single rows only when one ends.
 
 Left out: beam search, penalties and other GenerationConfig extras, and models whose decode is more than full attention
 over a key/value cache: those go through `chatgpt.rollout.hf`.
@@ -19,10 +20,10 @@ import torch
 from torch import Tensor
 
 from chatgpt.batching import cut_by_tokens
-from chatgpt.rollout.engine import Call, InProcessEngine
+from chatgpt.rollout.engine import Call, InProcessEngine, changing_shapes
 from chatgpt.rollout.local.cpu_speed import PackedModules
 from chatgpt.rollout.local.fixed_step import FixedSteps
-from chatgpt.rollout.local.slot_cache import SlotCache, attention_window, decode_mask, find_mask_form
+from chatgpt.rollout.local.slot_cache import SlotCache, attention_window, bytes_per_slot, decode_mask, find_mask_form
 from chatgpt.rollout.randomness import sample_keys, uniforms
 from chatgpt.rollout.sampling import Draw, TokenSampler
 from chatgpt.types import FinishReason, Sample
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from chatgpt.nn import Actor
 
 _CAPACITY_STEP = 64
+CACHE_SHARE = 0.6
+"""of a GPU's free memory that the cache may take: activations of a prefill, logits and graphs need the rest"""
 
 
 def check_local(config: Any, call: Call) -> list[int]:
@@ -53,7 +56,8 @@ def check_local(config: Any, call: Call) -> list[int]:
 class LocalEngine(InProcessEngine):
     """Generates with the actor's own `trunk` and `head`. Draws are reproducible.
 
-    max_batch_size: most sequences decoded at once; further prompts wait. max_prefill_tokens: padded size of one prefill
+    max_batch_size: most sequences decoded at once; further prompts wait. On a GPU fewer, if the cache of so many would
+    take more than 60 % of its free memory. max_prefill_tokens: padded size of one prefill
     forward. refill_fraction: waiting prompts enter when this share of the rows is free. fixed_steps: decode at fixed
     shapes, on CUDA as captured graphs (`chatgpt.rollout.local.fixed_step`); 'auto' does so on CUDA, where launching
     kernels costs more than idle rows.
@@ -92,6 +96,8 @@ class LocalEngine(InProcessEngine):
         self._mask_form: Any = None
         self._checked: Any = None
         self._fixed: tuple[Any, FixedSteps] | None = None
+        self._can_capture = True
+        """False once a model of the kind `_checked` could not be captured"""
 
     def begin(self, actor: Actor) -> None:
         """Take the actor, dropout off. The first time with a model, checks its cached decode against its plain forward.
@@ -118,7 +124,7 @@ class LocalEngine(InProcessEngine):
         except Exception:
             self.end()
             raise
-        self._checked = kind
+        self._checked, self._can_capture = kind, True
 
     def check(self, config: Any, call: Call) -> list[int]:
         return check_local(config, call)
@@ -133,13 +139,23 @@ class LocalEngine(InProcessEngine):
             # outside of inference mode, so that the samples are ordinary tensors that autograd may save
             return run.samples()
         except BaseException:
+            self._note_capture()
             self._cache = self._fixed = None  # it may hold non-finite states, which a mask cannot hide
             raise
 
     def end(self) -> None:
         """Give the actor back with the training flags it came with, and free the cache."""
         super().end()
+        self._note_capture()
         self._cache = self._packed = self._fixed = None
+
+    def captures(self, device: torch.device) -> bool:
+        """Whether steps of fixed shape become CUDA graphs."""
+        return device.type == 'cuda' and self._can_capture
+
+    def _note_capture(self) -> None:
+        """Steps that gave up their graphs speak for the next ones."""
+        self._can_capture = self._can_capture and not (self._fixed is not None and self._fixed[1].gave_up)
 
     def cache(self, rows: int, capacity: int) -> SlotCache:
         """This phase's cache, grown to at least this size."""
@@ -148,12 +164,32 @@ class LocalEngine(InProcessEngine):
         self._cache.reserve(rows, capacity)
         return self._cache
 
+    def rows_that_fit(self, rows: int, capacity: int) -> int:
+        """How many of `rows` rows of `capacity` slots this phase's cache may have, by `free_bytes`; at least one."""
+        if self._cache is not None and rows <= self._cache.rows and capacity <= self._cache.capacity:
+            return rows
+        device = next(self._actor.parameters()).device
+        free = self.free_bytes(device)
+        if free is None:
+            return rows
+        held = sum(s.nbytes for layer in self._cache.layers for s in (layer.keys, layer.values)) if self._cache else 0
+        per_row = bytes_per_slot(self._actor) * capacity
+        return max(1, min(rows, int(CACHE_SHARE * (free + held) / max(per_row, 1))))
+
+    def free_bytes(self, device: torch.device) -> int | None:
+        """Memory that the cache could have: the device's, and what torch keeps for later. None: no bound (a CPU)."""
+        if device.type != 'cuda':
+            return None
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+
     def fixed(
         self, cache: SlotCache, sampler: TokenSampler, uniforms: Tensor | None, size: int, *, capture: bool
     ) -> FixedSteps:
         """This phase's steps of fixed shape; those of an earlier call where they fit, with their graphs."""
         key = (cache.rows, cache.capacity, size, sampler.sampling)
         if self._fixed is None or self._fixed[0] != key:
+            self._note_capture()
             device, sampling = sampler.end_ids.device, sampler.sampling
             steps = FixedSteps(
                 self._actor,
@@ -163,7 +199,7 @@ class LocalEngine(InProcessEngine):
                 uniforms,
                 size,
                 device,
-                capture=capture and device.type == 'cuda',
+                capture=capture and self.captures(device),
                 no_end_until=sampling.min_new_tokens > 0 and len(sampling.eos_token_ids) > 0,
             )
             self._fixed = key, steps
@@ -192,9 +228,11 @@ class LocalRun:
             keys = sample_keys(call.seed, torch.tensor(self.indices, dtype=torch.int64, device=self.device))
             self.uniforms = uniforms(keys[:, None], torch.arange(self.max_new, device=self.device)).view(-1, 1)
         self.queue = deque(range(len(prompts)))
-        self.max_rows = min(engine.max_batch_size, len(prompts))
         # the last token of a sequence is never fed back, so it needs no slot
         self.max_width = max(len(p.ids) + limit - 1 for p, limit in zip(prompts, limits, strict=True))
+        wanted = min(engine.max_batch_size, len(prompts))
+        self.max_rows = engine.rows_that_fit(wanted, self.max_width)
+        self.min_refill = max(1, engine.min_refill * self.max_rows // wanted)
         longest_prompt = max(len(p.ids) for p in prompts)
         first = -(-(longest_prompt + _CAPACITY_STEP) // _CAPACITY_STEP) * _CAPACITY_STEP
         # Blocks that are streamed come and go: their addresses hold for no graph.
@@ -230,7 +268,7 @@ class LocalRun:
     def loop(self) -> None:
         while self.queue or self.row_sample:
             free = self.max_rows - len(self.row_sample)
-            if self.queue and (not self.row_sample or free >= min(self.engine.min_refill, len(self.queue))):
+            if self.queue and (not self.row_sample or free >= min(self.min_refill, len(self.queue))):
                 self.admit(free)
             else:
                 self.decode()
@@ -280,7 +318,8 @@ class LocalRun:
             source = torch.repeat_interleave(torch.tensor(copies, device=self.device))
         self.cache.prefill(torch.arange(first, first + num_rows, device=self.device), source)
         positions = torch.arange(width, device=self.device).expand(len(distinct), width)
-        hidden = self.actor.trunk(input_ids, position_ids=positions, past_key_values=self.cache)
+        with changing_shapes(self.device):
+            hidden = self.actor.trunk(input_ids, position_ids=positions, past_key_values=self.cache)
         last = torch.tensor([len(ids) - 1 for ids in distinct], device=self.device)
         logits = self.actor.head(hidden[torch.arange(len(distinct), device=self.device), last])
         return logits if source is None else logits[source]
@@ -298,9 +337,10 @@ class LocalRun:
         same_length = self.longest_offset == self.shortest_offset
         mask = None if same_length else decode_mask(lengths, width, self.engine._mask_form, self.mask_dtype)
         self.cache.decode(self.row_index, lengths, width, same_length=same_length)
-        hidden = self.actor.trunk(
-            self.token[:, None], position_ids=lengths[:, None], attention_mask=mask, past_key_values=self.cache
-        )
+        with changing_shapes(self.device):
+            hidden = self.actor.trunk(
+                self.token[:, None], position_ids=lengths[:, None], attention_mask=mask, past_key_values=self.cache
+            )
         self.token, flags = self.emit(self.actor.head(hidden[:, -1]), self.state)
         self.state = self.state + self.increment
         self.retire(flags)

@@ -3,7 +3,8 @@
 A step runs trunk, head, draw, record and bookkeeping for `rows` rows, of which those beyond the live ones are idle:
 they write into a slot of the tables that nobody reads, and into the first slot of cache rows that nobody uses. Rows and
 slots come in buckets, one graph for each pair, captured at its second use; replaying it is all the Python that a token
-costs. Without CUDA the same step is an ordinary call, which is how it is tested.
+costs. The first use is an ordinary call that is watched: a model that makes tensors from numbers of the host, or waits
+for the device, gets no graphs. Without CUDA the same step is an ordinary call, which is how it is tested.
 
 Left out: prefill, and which rows live (`chatgpt.rollout.local.engine`).
 """
@@ -11,10 +12,14 @@ Left out: prefill, and which rows live (`chatgpt.rollout.local.engine`).
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from chatgpt.rollout.local.slot_cache import MaskForm, SlotCache, decode_mask
 from chatgpt.rollout.sampling import TokenSampler
@@ -48,6 +53,51 @@ class Tables:
         self.edge_distance = torch.full((size + 1,), 0.0 if draws else 1.0, device=device)
 
 
+_WAIT = frozenset(
+    'item _local_scalar_dense is_nonzero nonzero masked_select equal allclose _unique _unique2 unique_dim '
+    'unique_consecutive unique_dim_consecutive bincount'.split()
+)
+"""operators that wait for numbers of the device"""
+_FROM_VALUES = frozenset(('lift_fresh', 'lift_fresh_copy', 'lift', 'detach_'))
+"""what `torch.tensor` ends with: the copy from the host before it is not seen"""
+
+
+class HostWatch(TorchDispatchMode):
+    """Inside, `found` becomes the first operator that takes numbers from the host to `device`, or waits for numbers of
+    the device: a capture allows neither."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.kind = device.type
+        self.found: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.found is None and self._needs_host(func, args, kwargs or {}, result):
+            self.found = str(func)
+        return result
+
+    def _needs_host(self, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        if not any(t.device.type == self.kind for t in (*given, *made)):
+            return False
+        name, _, overload = func.name().removeprefix('aten::').partition('.')
+        if name in _WAIT or name in _FROM_VALUES:
+            return True
+        if name == 'where':
+            return len(given) == 1
+        if name == 'repeat_interleave':
+            return overload == 'Tensor' and kwargs.get('output_size') is None
+        if name.startswith('index') and any(
+            t.dtype == torch.bool for t in tree_leaves(args[1]) if isinstance(t, Tensor)
+        ):
+            return True
+        # A number of the CPU may stand among tensors of the device, but nothing may be copied from one to the other.
+        copies = name in ('to', '_to_copy', 'copy_', 'cpu', 'cuda')
+        return len({t.device.type for t in (*given, *made) if copies or t.dim() > 0}) > 1
+
+
 class FixedSteps:
     """The steps of `generate` calls of one collect phase that have the same settings and sizes.
 
@@ -74,7 +124,7 @@ class FixedSteps:
         capture: bool,
     ) -> None:
         self.actor, self.sampler, self.cache, self.mask_form = actor, sampler, cache, mask_form
-        self.capture = capture
+        self.capture, self.gave_up = capture, False
         self.no_end_until = no_end_until
         self.size, self.device = size, device
         self.tables = Tables(size, device, draws=uniforms is not None)
@@ -116,39 +166,53 @@ class FixedSteps:
             graph.replay()
             return
         uses = self._uses[key] = self._uses.get(key, 0) + 1
-        if self.capture and uses > WARM_UPS:
+        if not self.capture:
+            self._step(rows, slots)
+        elif uses <= WARM_UPS:
+            self._watched(key)
+        else:
             with torch.cuda.device(self.device):
                 self._capture(key)
-        else:
-            self._step(rows, slots)
+
+    def _watched(self, key: tuple[int, int]) -> None:
+        """An ordinary call, as a capture would see it, that finds out whether one is possible: a capture that breaks
+        off leaves torch's allocator in its middle."""
+        with HostWatch(self.device) as watch, _as_if_capturing():
+            self._step(*key)
+        if watch.found is not None:
+            self._without_graphs(f'it needs the host: {watch.found}')
+
+    def _without_graphs(self, why: str) -> None:
+        self.capture, self.gave_up = False, True
+        warnings.warn(f'LocalEngine: no CUDA graph of this model ({why}); decoding without', stacklevel=2)
 
     def _capture(self, key: tuple[int, int]) -> None:
         """Record the step and run it. A model that cannot be captured goes on without graphs."""
         graph = torch.cuda.CUDAGraph()
         self._side_stream = self._side_stream or torch.cuda.Stream(self.device)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         before = self.token.clone(), self.state.clone()
-        stream, generator = (
-            torch.cuda.current_stream(self.device),
-            torch.cuda.default_generators[self.device.index or 0],
-        )
+        index = self.device.index or 0
+        stream, generator = torch.cuda.current_stream(self.device), torch.cuda.default_generators[index]
         fresh = generator.clone_state()
         try:
             # torch's own side stream, one for all graphs, is on the device of the first: elsewhere nothing would be recorded.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._side_stream):
                 self._step(*key)
         except RuntimeError as error:
-            # A capture that was broken off leaves its side stream current and the generator in capture mode.
+            # A capture that was broken off leaves its side stream current, the generator in capture mode, and (torch
+            # before 2.12, where the end of the capture fails too) the allocator serving a graph that there is not.
             torch.cuda.set_stream(stream)
             generator.graphsafe_set_state(fresh)
-            self.capture = False
+            with suppress(RuntimeError):  # it has ended, as it should
+                torch._C._cuda_endAllocateToPool(index, self._pool)
             torch.cuda.synchronize(self.device)
-            why = next(iter(str(error).splitlines()), type(error).__name__)
-            warnings.warn(f'LocalEngine: no CUDA graph of this model ({why}); decoding without', stacklevel=2)
+            self._without_graphs(_first_cause(error))
             self.token.copy_(before[0])
             self.state.copy_(before[1])
             self._step(*key)
             return
-        self._pool = self._pool or graph.pool()
         self._graphs[key] = graph
         graph.replay()  # capturing computes nothing
 
@@ -170,3 +234,21 @@ class FixedSteps:
         self.ended[:rows] = self.sampler.is_end(draw.token)
         token.copy_(draw.token)
         state.add_(self.increment[:, :rows])
+
+
+def _first_cause(error: BaseException) -> str:
+    """In a line: the error of ending a capture hides the one that broke it off."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+@contextmanager
+def _as_if_capturing() -> Iterator[None]:
+    """torch says that a capture is underway: transformers leaves out there what would wait for the device."""
+    asked = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: True
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = asked

@@ -157,6 +157,15 @@ class SlotCache(Cache):
         return self.capacity
 
 
+def bytes_per_slot(actor: Any) -> int:
+    """Memory of one token of one row, in all layers; found out by the forward of one token."""
+    device = next(actor.parameters()).device
+    cache, first = SlotCache(1, 1), torch.zeros(1, 1, dtype=torch.int64, device=device)
+    cache.prefill(first[0], None)
+    actor.trunk(first, position_ids=first, past_key_values=cache)
+    return sum(store.nbytes for layer in cache.layers for store in (layer.keys, layer.values) if store is not None)
+
+
 def decode_mask(lengths: Tensor, width: int, form: MaskForm, dtype: torch.dtype) -> Tensor:
     """Slots 0 .. lengths[i] of row i are valid: the stored tokens and the one being written. (n, 1, 1, width) or (n,
     width)."""

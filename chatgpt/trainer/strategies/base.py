@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from chatgpt.checkpoint.files import save_object, save_tensors
 from chatgpt.checkpoint.layout import Piece, PrefixedReader, TensorReader
 from chatgpt.trainer.strategies import states
+from chatgpt.trainer.strategies.deterministic import Deterministic
 from chatgpt.trainer.strategies.items import check_items, is_pair, rebuilt
 from chatgpt.trainer.strategies.memory import MemoryModel
 from chatgpt.trainer.strategies.offload import Offloaded, OffloadedWeights
@@ -69,7 +70,14 @@ class Strategy:
     options: Mapping[str, Any] = MappingProxyType({})
     """what this was built with and `memory_model` asks for"""
 
-    def __init__(self, seed: int = 42, precision: Precision = 'fp32', *, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        seed: int = 42,
+        precision: Precision = 'fp32',
+        *,
+        ranks: Ranks | None = None,
+        deterministic: bool = False,
+    ) -> None:
         if ranks is None:
             if not isinstance(self, Ranks):
                 name = type(self).__name__
@@ -81,6 +89,7 @@ class Strategy:
             ranks = self
         self.ranks = ranks
         self.seed, self.precision = seed, precision
+        self._deterministic = Deterministic() if deterministic else None
         self._dtype = check_precision(precision)
         random.seed(seed)
         if (numpy := sys.modules.get('numpy')) is not None:
@@ -493,6 +502,9 @@ class Strategy:
         self._trained.clear()
         self._keep.clear()
         self._offloaded.clear()
+        if self._deterministic is not None:
+            self._deterministic.restore()
+            self._deterministic = None
         self.ranks.leave()
 
     def __enter__(self) -> Self:

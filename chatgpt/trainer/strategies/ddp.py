@@ -37,10 +37,11 @@ class DDPStrategy(ProcessGroupStrategy):
         device: str | torch.device | None = None,
         timeout_s: float = 1800.0,
         bucket_bytes: int = BUCKET_BYTES,
+        deterministic: bool = False,
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f'bucket_bytes={bucket_bytes} must be positive')
-        super().__init__(seed, precision, device=device, timeout_s=timeout_s)
+        super().__init__(seed, precision, device=device, timeout_s=timeout_s, deterministic=deterministic)
         self.bucket_bytes = bucket_bytes
         self.options = {'bucket_bytes': bucket_bytes}
 

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -70,9 +71,10 @@ class FSDPStrategy(ProcessGroupStrategy):
         stream_blocks: StreamBlocks = 'auto',
         device: str | torch.device | None = None,
         timeout_s: float = 1800.0,
+        deterministic: bool = False,
     ) -> None:
         check_stream_blocks(stream_blocks)
-        super().__init__(seed, precision, device=device, timeout_s=timeout_s)
+        super().__init__(seed, precision, device=device, timeout_s=timeout_s, deterministic=deterministic)
         self.stream_blocks = stream_blocks
         self.cpu_offload = cpu_offload
         self.options = {'cpu_offload': cpu_offload}
@@ -183,7 +185,7 @@ class FSDPStrategy(ProcessGroupStrategy):
     def _whole(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, in fp32, one at a time. A collective: exhaust it on every rank."""
         for name, parameter in module.named_parameters():
-            yield name, _full(parameter.detach())
+            yield name, _full(parameter.detach(), self.device)
 
     @torch.no_grad()
     def _gathered(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -191,7 +193,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         sharded = dict(module.named_parameters())
         weights: dict[int, Tensor] = {}
         for name, parameter in skeleton.named_parameters():
-            weights[id(parameter)] = _full(sharded[name]).to(self.device, dtype)
+            weights[id(parameter)] = _full(sharded[name].detach(), self.device).to(self.device, dtype)
         full = _with_parameters(skeleton, weights)
         _set_buffers(full, module)
         return full.to(self.device)
@@ -227,7 +229,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         tensors, aliases = states.named_tensors(self.unwrap(model))
         full = mapped_floats(tensors, folder) if self.is_rank_0 else {}
         for name, tensor in tensors.items():
-            value = _full(tensor.detach())
+            value = _full(tensor.detach(), self.device)
             if self.is_rank_0:
                 full[name].copy_(value)
         return full | {alias: full[name] for alias, name in aliases.items() if self.is_rank_0}
@@ -344,9 +346,33 @@ def _with_parameters(module: nn.Module, weights: dict[int, Tensor]) -> nn.Module
     return copy.deepcopy(module, replaced)
 
 
-def _full(tensor: Tensor) -> Tensor:
-    """The whole tensor; a collective when it is sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _full(tensor: Tensor, device: torch.device) -> Tensor:
+    """The whole tensor, where its shards are; a collective when it is sharded.
+
+    Shards that wait in host memory pass through `device` a bounded piece at a time: NCCL takes no tensor of the CPU.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor.to_local()
+    if local.device.type == device.type:
+        return tensor.full_tensor()
+    ranks = tensor.device_mesh.size()
+    longest = -(-tensor.shape[0] // ranks) * math.prod(tensor.shape[1:])  # of any rank's shard, as torch.chunk cuts
+    whole = local.new_empty(tensor.shape)
+    mine, flat = local.reshape(-1), whole.view(-1)
+    most = max(1, states.CHUNK // ranks)
+    for at in range(0, longest, most):
+        width = min(most, longest - at)
+        piece = torch.zeros(width, dtype=local.dtype, device=device)
+        own = mine[at : at + width]
+        piece[: len(own)].copy_(own)
+        pieces = torch.empty(ranks * width, dtype=local.dtype, device=device)
+        dist.all_gather_into_tensor(pieces, piece, group=tensor.device_mesh.get_group())
+        for rank, values in enumerate(pieces.split(width)):
+            start, end = rank * longest, min((rank + 1) * longest, len(flat))
+            target = flat[start + at : max(start + at, min(start + at + width, end))]
+            target.copy_(values[: len(target)])
+    return whole
 
 
 def _range(tensor: DTensor) -> tuple[int, int]:

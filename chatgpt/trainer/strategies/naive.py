@@ -18,6 +18,11 @@ class NaiveStrategy(Strategy):
     """
 
     def __init__(
-        self, seed: int = 42, precision: Precision = 'fp32', *, device: str | torch.device | None = None
+        self,
+        seed: int = 42,
+        precision: Precision = 'fp32',
+        *,
+        device: str | torch.device | None = None,
+        deterministic: bool = False,
     ) -> None:
-        super().__init__(seed, precision, ranks=OneProcess(device))
+        super().__init__(seed, precision, ranks=OneProcess(device), deterministic=deterministic)

@@ -15,13 +15,20 @@ from chatgpt.trainer.strategies.registry import STRATEGIES
 
 
 def strategy_by_name(
-    name: str, *, seed: int = 42, precision: Any = 'fp32', meta_init: bool = True, timeout_s: float = 1800.0
+    name: str,
+    *,
+    seed: int = 42,
+    precision: Any = 'fp32',
+    meta_init: bool = True,
+    timeout_s: float = 1800.0,
+    deterministic: bool = False,
 ) -> Strategy:
     """A new strategy of a registered name, or of `module:Class`.
 
     Args:
         meta_init: where the strategy can, models are built on the meta device, so no rank holds a whole model.
         timeout_s: a rank that keeps the others waiting longer ends the run, by name.
+        deterministic: repeat a run on a GPU more exactly, at a price (docs/strategies.md).
 
     Raises:
         ValueError: a name that is not known, or one that does not fit the processes that were started.
@@ -34,7 +41,9 @@ def strategy_by_name(
     taken = inspect.signature(cls).parameters
     if not {'seed', 'precision'} <= set(taken):
         raise ValueError(f'{cls.__name__} cannot be made by name: its constructor must take seed and precision')
-    further = {'meta_init': meta_init, 'timeout_s': timeout_s}
+    if deterministic and 'deterministic' not in taken:
+        raise ValueError(f'deterministic: {cls.__name__} takes no such option; leave it out')
+    further = {'meta_init': meta_init, 'timeout_s': timeout_s, 'deterministic': deterministic}
     return cls(seed=seed, precision=precision, **{k: v for k, v in further.items() if k in taken} | dict(entry.options))
 
 

@@ -207,9 +207,11 @@ class ProcessGroupStrategy(Strategy):
         *,
         device: str | torch.device | None = None,
         timeout_s: float = 1800.0,
+        deterministic: bool = False,
     ) -> None:
         check_precision(precision)  # before anything is joined
-        super().__init__(seed, precision, ranks=ProcessGroup(device, timeout_s, type(self).__name__))
+        ranks = ProcessGroup(device, timeout_s, type(self).__name__)
+        super().__init__(seed, precision, ranks=ranks, deterministic=deterministic)
 
     @property
     def timeout_s(self) -> float:

@@ -14,7 +14,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -244,8 +244,8 @@ class BlockStream:
             for key, buffer in list(owner._buffers.items()):
                 if buffer is not None:
                     owner._buffers[key] = buffer.to(device)
-        self._pin()
         cuda = device.type == 'cuda'
+        self.pinned = cuda and page_locked(mapped.bytes, device)
         self.side = torch.cuda.Stream(device) if cuda else None
         self.copied = [torch.cuda.Event() for _ in self.buffers] if cuda else []
         self.handles = []
@@ -253,14 +253,6 @@ class BlockStream:
             block.is_streamed = True  # type: ignore[assignment]
             self.handles.append(block.register_forward_pre_hook(lambda *_, i=i: self.arrive(i), prepend=True))
             self.handles.append(block.register_forward_hook(lambda *_, i=i: self.leave(i), always_call=True))
-
-    def _pin(self) -> None:
-        """Page-lock the file's pages, so that copies to a GPU run beside the computation; where that is refused they
-        run before it."""
-        self.pinned = False
-        if self.device.type == 'cuda':
-            status = torch.cuda.cudart().cudaHostRegister(self.mapped.bytes.data_ptr(), self.mapped.bytes.numel(), 0)  # type: ignore[attr-defined]
-            self.pinned = int(status) == 0
 
     def _copy(self, i: int) -> None:
         start, stop = self.spans[i]
@@ -297,3 +289,15 @@ class BlockStream:
         if self.pinned:
             torch.cuda.cudart().cudaHostUnregister(self.mapped.bytes.data_ptr())  # type: ignore[attr-defined]
         self.buffers = []
+
+
+def page_locked(memory: Tensor, device: torch.device) -> bool:
+    """Page-lock host memory that is there already, so that copies to a GPU run beside the computation; where that is
+    refused (False) they run before it."""
+    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel() * memory.element_size(), 0)  # type: ignore[attr-defined]
+    if int(status) == 0:
+        return True
+    # The refusal stays CUDA's last error, and the next kernel that is launched reports it as its own: this one does.
+    with suppress(RuntimeError):
+        torch.ones(1, device=device)
+    return False

@@ -84,3 +84,17 @@ def import_colossalai() -> None:
             raise ImportError(f'ColossalAIStrategy cannot import colossalai ({error}); run: {INSTALL}') from error
     if not torch.cuda.is_available() and before is None:
         os.environ.pop(name, None)  # upstream sets it on import; without CUDA it means nothing
+
+
+def check_kernels(stage: int) -> None:
+    """Gemini's optimizers are CUDA kernels that upstream compiles when the first one is made, and it asks for the
+    toolkit even where they are compiled already. ImportError without it, before anything is joined or loaded."""
+    if stage < 3 or not torch.cuda.is_available():
+        return
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if CUDA_HOME is None or not os.access(os.path.join(CUDA_HOME, 'bin', 'nvcc'), os.X_OK):
+        raise ImportError(
+            f'ColossalAIStrategy(stage=3): HybridAdam is compiled by nvcc, and there is none (CUDA_HOME: {CUDA_HOME}); '
+            f'install the CUDA {torch.version.cuda} toolkit and set CUDA_HOME, or use stage=2 or FSDPStrategy'
+        )

@@ -35,7 +35,13 @@ from chatgpt.trainer.strategies.colossalai.cpu import bridge
 from chatgpt.trainer.strategies.colossalai.engines import Engine, TrainedEngine, ZeroEngine, wire
 from chatgpt.trainer.strategies.colossalai.gemini import GeminiEngine, GeminiFrozen
 from chatgpt.trainer.strategies.colossalai.memory import GeminiMemory, ZeroMemory
-from chatgpt.trainer.strategies.colossalai.options import FP16_ONLY, Placement, check_options, import_colossalai
+from chatgpt.trainer.strategies.colossalai.options import (
+    FP16_ONLY,
+    Placement,
+    check_kernels,
+    check_options,
+    import_colossalai,
+)
 from chatgpt.trainer.strategies.colossalai.states import (
     UpstreamScaler,
     buffers_of,
@@ -107,6 +113,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         stream_blocks: StreamBlocks = 'auto',
         device: str | torch.device | None = None,
         timeout_s: float = 1800.0,
+        deterministic: bool = False,
     ) -> None:
         given = dict(locals())
         signature = inspect.signature(ColossalAIStrategy).parameters
@@ -116,8 +123,9 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             raise ValueError(
                 f'device={device!r}: ColossalAI takes a GPU where there is one; hide it with CUDA_VISIBLE_DEVICES='
             )
+        check_kernels(stage)
         import_colossalai()
-        super().__init__(seed, precision, device=device, timeout_s=timeout_s)
+        super().__init__(seed, precision, device=device, timeout_s=timeout_s, deterministic=deterministic)
         bridge()
         self.stage, self.placement_policy, self.max_norm = stage, placement_policy, max_norm
         self.supports_unused = stage < 3
