@@ -307,7 +307,9 @@ def policy_stats(
         approx_kl_k3=masked_sum(kl_penalty(old, new, 'k3'), mask),
         clipped=(outside & mask).sum().double(),
         ratio=masked_sum(ratio, mask),
-        ratio_min=torch.cat([ratio.masked_fill(~mask, float('inf')).flatten(), ratio.new_full((1,), float('inf'))]).min(),
+        ratio_min=torch.cat(
+            [ratio.masked_fill(~mask, float('inf')).flatten(), ratio.new_full((1,), float('inf'))]
+        ).min(),
         ratio_max=torch.cat(
             [ratio.masked_fill(~mask, -float('inf')).flatten(), ratio.new_full((1,), -float('inf'))]
         ).max(),

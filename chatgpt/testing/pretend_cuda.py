@@ -16,8 +16,8 @@ A CUDA graph records operations and does them again at `replay`, on the same ten
 CUDA, and operations on another device than that of the capture's stream are not recorded.
 
 Left out, so that a test here says nothing about it: streams (everything is in order), memory, speed, CUDA's own rounding and
-kernels, autocast (fp32 only), `torch.compile`, operations that change a tensor's shape in place, and
-the meta device outside of `with torch.device('meta')`. `torch.cuda.is_available()` stays False: the device is asked for by name. One thread.
+kernels, autocast (fp32 only), `torch.compile`, operations that change a tensor's shape in place, a device that
+torch's C++ code takes from another tensor when there are several (the latest operation's is taken), and the meta device outside of `with torch.device('meta')`. `torch.cuda.is_available()` stays False: the device is asked for by name. One thread.
 """
 
 from __future__ import annotations
@@ -42,7 +42,17 @@ PACKAGE = str(Path(__file__).resolve().parents[1])
 
 HOST_INDICES = {'index', 'index_put', 'index_put_', '_index_put_impl_', '_unsafe_index', '_unsafe_index_put'}
 """take indices from the host too, which are copied"""
-NO_HOST_SCALARS = {'cat', 'stack', 'gather', 'index_select', 'index_add', 'index_copy', 'index_copy_', 'scatter', 'scatter_add'}
+NO_HOST_SCALARS = {
+    'cat',
+    'stack',
+    'gather',
+    'index_select',
+    'index_add',
+    'index_copy',
+    'index_copy_',
+    'scatter',
+    'scatter_add',
+}
 """refuse a CPU tensor without dimensions, which arithmetic takes as a number"""
 SIZED_BY_DEVICE = {'nonzero', 'masked_select', 'bincount', '_unique2', 'unique_dim', 'unique_consecutive'}
 COPIES = {'_to_copy', 'copy_'}
@@ -118,6 +128,12 @@ class PretendTensor(Tensor):
     def cuda(self, device: Any = None, non_blocking: bool = False) -> Tensor:  # type: ignore[override]
         return self.to('cuda' if device is None else device, non_blocking=non_blocking)
 
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(_without_lists(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(_without_lists(index), value)
+
     def new_tensor(self, data: Any, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:  # type: ignore[override]
         return torch.tensor(data, dtype=dtype or self.dtype, device=device or self.place, **kwargs)
 
@@ -135,6 +151,13 @@ class PretendTensor(Tensor):
         raise TypeError(f"can't convert {self.place} device type tensor to numpy; use Tensor.cpu() first")
 
     __array__ = numpy  # type: ignore[assignment]
+
+
+def _without_lists(index: Any) -> Any:
+    """Lists as tensors of the host: torch would make them where the tensor is, on the meta device, without numbers."""
+    if isinstance(index, tuple):
+        return tuple(map(_without_lists, index))
+    return torch.tensor(index, dtype=None if index else torch.int64) if isinstance(index, list) else index
 
 
 @dataclass
@@ -277,7 +300,9 @@ class _Operations(TorchDispatchMode):
             if any(i.dtype in (torch.bool, torch.uint8) for i in indices) and not one_number:
                 self.cuda.note('boolean mask')
 
-    def _count_copy(self, name: str, args: Any, kwargs: Any, tensors: list[Tensor], device: torch.device | None) -> None:
+    def _count_copy(
+        self, name: str, args: Any, kwargs: Any, tensors: list[Tensor], device: torch.device | None
+    ) -> None:
         source, target = tensors[-1], tensors[0]
         comes = isinstance(source, PretendTensor)
         if name == 'copy_':
