@@ -1,5 +1,5 @@
-"""Whole small runs on the pretend device: they end, with the numbers of the CPU within rounding, and nothing in a micro-batch
-makes the host wait."""
+"""Whole small runs on the pretend device: they end, with the numbers of the CPU within rounding, and nothing in a
+micro-batch makes the host wait."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Prompt
 
 KINDS: dict[str, dict[str, int]] = {
-    # with a critic, a reference and an average of the weights (EMA). Waits: for sums of metrics, for extremes of metrics; for
-    # the norm of each model's gradients
+    # with a critic, a reference and an average of the weights (EMA). Waits: for sums and for extremes of metrics; for the
+    # norm of each model's gradients
     'ppo': {'tolist': 2, 'item': 2},
     'shared_trunk': {'tolist': 2, 'item': 1},
     'hydra': {'tolist': 2, 'item': 2},
