@@ -27,7 +27,7 @@ from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Prompt
 
 KINDS: dict[str, dict[str, int]] = {
-    # with a critic, a reference and an average of the weights (EMA). Waits: for sums and for extremes of metrics; for the
+    # with a critic, a reference and an average of the weights (EMA). Waits: for sums and extremes of metrics; for the
     # norm of each model's gradients
     'ppo': {'tolist': 2, 'item': 2},
     'shared_trunk': {'tolist': 2, 'item': 1},
