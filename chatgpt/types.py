@@ -120,8 +120,8 @@ class Experience(Sample):
 
 
 def tensors_to(record: Any, device: torch.device | str, *, pin_memory: bool = False) -> Any:
-    """A copy of a record with every tensor field on `device`; with `pin_memory`, from page-locked copies of those in host
-    memory, which a CUDA device takes without making the host wait."""
+    """A copy of a record with every tensor field on `device`; with `pin_memory`, from page-locked copies of those in
+    host memory, which a CUDA device takes without making the host wait."""
     values = {f.name: value for f in fields(record) if isinstance(value := getattr(record, f.name), Tensor)}
     return replace(record, **{name: _moved(value, device, pin_memory) for name, value in values.items()})
 

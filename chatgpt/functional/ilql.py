@@ -36,7 +36,8 @@ def next_values(values: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
     Returns:
         (N,). Differentiable; `td_loss` takes it as a constant.
     """
-    # Without `nonzero`, whose size is the device's to tell: the nearest counted position behind each, or one past the end.
+    # Not by `nonzero`, whose size is the device's to tell: the nearest counted position behind each, or one past the
+    # end.
     num = len(mask)
     if num == 0:
         return torch.zeros_like(values)

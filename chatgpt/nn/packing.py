@@ -82,9 +82,9 @@ def _too_long(model: nn.Module, length: int) -> bool:
 
 
 def _no_mask(device: torch.device) -> Tensor:
-    """A mask of four dimensions, which transformers hands on as it is and `packed_attention` does not read. Without one, it
-    makes a mask of (T, T), or looks into the positions on the device whether rows hold several sequences, and waits for the
-    answer."""
+    """A mask of four dimensions, which transformers hands on as it is and `packed_attention` does not read. Without
+    one, it makes a mask of (T, T), or looks into the positions on the device whether rows hold several sequences, and
+    waits for the answer."""
     return torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
@@ -137,8 +137,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention as transformers asks for it: query (B, H, S, d), key and value (B, H_kv, S, d) → (B, S, H, d).
 
-    With a `packing`, B is 1 and S the number of real tokens; causal within each sequence. With `whole_rows`, causal within
-    each row. Neither reads the mask.
+    With a `packing`, B is 1 and S the number of real tokens; causal within each sequence. With `whole_rows`, causal
+    within each row. Neither reads the mask.
     """
     if whole_rows:
         attention_mask = None

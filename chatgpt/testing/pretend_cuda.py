@@ -9,15 +9,17 @@ count what makes the host wait for a GPU.
         print(cuda.syncs)  # Counter({Sync(kind='item', where='chatgpt/trainer/step.py:131'): 3})
 
 Counted, by the line of chatgpt that asked: `item` and what calls it (`float`, `bool`, `if`), `tolist`, boolean masks as
-indices, `nonzero` and other results whose size the device decides, `torch.cuda.synchronize`, and copies between host and
-device, except page-locked ones with `non_blocking`. A copy from ordinary memory counts even with it, for CUDA may wait.
+indices, `nonzero` and other results whose size the device decides, `torch.cuda.synchronize`, and copies between host
+and device, except page-locked ones with `non_blocking`. A copy from ordinary memory counts even with it: CUDA may wait.
 
-A CUDA graph records operations and does them again at `replay`, on the same tensors; a wait inside a capture is an error, as on
-CUDA, and operations on another device than that of the capture's stream are not recorded.
+A CUDA graph records operations and does them again at `replay`, on the same tensors; a wait inside a capture is an
+error, as on CUDA, and operations on another device than that of the capture's stream are not recorded.
 
-Left out, so that a test here says nothing about it: streams (everything is in order), memory, speed, CUDA's own rounding and
-kernels, autocast (fp32 only), `torch.compile`, operations that change a tensor's shape in place, and
-the meta device outside of `with torch.device('meta')`. `torch.cuda.is_available()` stays False: the device is asked for by name. One thread.
+Left out, so that a test here says nothing about it: streams (everything is in order), memory, speed, CUDA's own
+rounding and kernels, autocast (fp32 only), `torch.compile`, operations that change a tensor's shape in place, a device
+that torch's C++ code takes from another tensor when there are several (the latest operation's is taken), and the meta
+device outside of `with torch.device('meta')`. `torch.cuda.is_available()` stays False: the device is asked for by name.
+One thread.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class Sync(NamedTuple):
 class PretendTensor(Tensor):
     """A tensor on the pretend device. Its numbers are in `inner`, on the CPU."""
 
-    inner: Tensor
+    inner: Tensor  # type: ignore[assignment]
     place: torch.device
 
     @staticmethod
@@ -80,15 +82,15 @@ class PretendTensor(Tensor):
             strides=inner.stride(),
             storage_offset=inner.storage_offset(),
             dtype=inner.dtype,
-            device='meta',  # torch asks nothing of the hardware for it
+            device=torch.device('meta'),  # torch asks nothing of the hardware for it
         )
         made.inner, made.place = inner, place
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise RuntimeError(f'{func}: the pretend device of this tensor has been closed')
 
     @property
@@ -101,7 +103,7 @@ class PretendTensor(Tensor):
     def get_device(self) -> int:
         return int(self.place.index)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f'{self.inner!r} on {self.place}'
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -128,6 +130,12 @@ class PretendTensor(Tensor):
     def cuda(self, device: Any = None, non_blocking: bool = False) -> Tensor:  # type: ignore[override]
         return self.to('cuda' if device is None else device, non_blocking=non_blocking)
 
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(_without_lists(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(_without_lists(index), value)
+
     def new_tensor(self, data: Any, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:  # type: ignore[override]
         return torch.tensor(data, dtype=dtype or self.dtype, device=device or self.place, **kwargs)
 
@@ -145,6 +153,13 @@ class PretendTensor(Tensor):
         raise TypeError(f"can't convert {self.place} device type tensor to numpy; use Tensor.cpu() first")
 
     __array__ = numpy  # type: ignore[assignment]
+
+
+def _without_lists(index: Any) -> Any:
+    """Lists as tensors of the host: torch would make them where the tensor is, on the meta device, without numbers."""
+    if isinstance(index, tuple):
+        return tuple(map(_without_lists, index))
+    return torch.tensor(index, dtype=None if index else torch.int64) if isinstance(index, list) else index
 
 
 @dataclass
@@ -423,7 +438,7 @@ def _replacements(cuda: PretendCuda) -> list[tuple[Any, str, Any]]:
         return SimpleNamespace(device=place, synchronize=lambda: cuda.note('synchronize'))
 
     def data(self: Tensor) -> Any:
-        return self.detach() if isinstance(self, PretendTensor) else kept_data.__get__(self)
+        return self.detach() if isinstance(self, PretendTensor) else kept_data.__get__(self)  # type: ignore[attr-defined]
 
     def set_data(self: Tensor, value: Tensor) -> None:
         if isinstance(self, PretendTensor) or isinstance(value, PretendTensor):
@@ -432,7 +447,7 @@ def _replacements(cuda: PretendCuda) -> list[tuple[Any, str, Any]]:
                 self, nn.Parameter(made, self.requires_grad) if isinstance(self, nn.Parameter) else made
             )
         else:
-            kept_data.__set__(self, value)
+            kept_data.__set__(self, value)  # type: ignore[attr-defined]
 
     def _number(device: Any) -> int:
         return int(_indexed('cuda' if device is None else device).index)

@@ -197,7 +197,7 @@ class FixedSteps:
         stream, generator = torch.cuda.current_stream(self.device), torch.cuda.default_generators[index]
         fresh = generator.clone_state()
         try:
-            # torch's own side stream, one for all graphs, is on the device of the first: elsewhere nothing would be recorded.
+            # torch's own side stream is on the device of the first graph: elsewhere nothing would be recorded.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._side_stream):
                 self._step(*key)
         except RuntimeError as error:

@@ -105,8 +105,8 @@ class KTOObjective(Objective):
         return 1
 
     def columns(self, records: list[LabelledAnswer]) -> dict[str, Tensor]:
-        """Per sequence: `desirable`. Positions of both kinds, `good` and `bad`: an index that the host knows, where a mask
-        would make it wait for the device."""
+        """Per sequence: `desirable`. Positions of both kinds, `good` and `bad`: an index that the host knows, where a
+        mask would make it wait for the device."""
         kinds = [r.is_desirable for r in records]
         return {
             'desirable': torch.tensor(kinds, dtype=torch.bool),
