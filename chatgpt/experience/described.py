@@ -12,6 +12,7 @@ import functools
 import inspect
 import re
 import sysconfig
+import tokenize
 import types
 import zlib
 from collections.abc import Iterator, Mapping
@@ -96,7 +97,7 @@ def _plain(value: Any) -> str | None:
 def _source(thing: Any) -> str:
     try:
         return inspect.getsource(thing)
-    except (OSError, TypeError):
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # none, or a file that is not its source
         return str(getattr(thing, '__qualname__', ''))
 
 

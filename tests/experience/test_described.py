@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from chatgpt.experience.described import checksum
 from chatgpt.experience.scorers import as_scorer, described
 from chatgpt.quickstart import as_reward
 from chatgpt.rewards import Pattern
@@ -89,3 +90,12 @@ def test_what_a_function_notes_while_it_runs_does_not_make_it_another(tmp_path):
         scorer.fn(['a'], ['b'])
         assert described(scorer) == before
     assert module.seen and told(module.score) == described(as_scorer(module.score))
+
+
+def test_a_function_whose_file_is_not_its_source(tmp_path, monkeypatch):
+    """As code of a page that is executed under the page's name."""
+    (tmp_path / 'page.md').write_text('a (bracket that\nnever ends\n')
+    monkeypatch.chdir(tmp_path)
+    names: dict = {'__name__': 'page'}
+    exec(compile('score = lambda prompts, responses: [1.0]', 'page.md', 'exec'), names)
+    assert checksum(names['score'])  # by its name

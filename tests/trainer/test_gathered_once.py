@@ -80,7 +80,7 @@ REINFORCE = {'advantage_estimator': 'reinforce++'}
 def under_fsdp(precision: str) -> tuple[list[dict[str, int]], int]:
     with FSDPStrategy(device='cpu', precision=precision) as strategy:
         original, whole = fsdp._full, list[int]()
-        fsdp._full = lambda tensor: whole.append(1) or original(tensor)  # type: ignore[func-returns-value]
+        fsdp._full = lambda *args: whole.append(1) or original(*args)  # type: ignore[func-returns-value]
         try:
             watch = watched(strategy, Distinct(), 3, whole, **REINFORCE)
         finally:
