@@ -29,7 +29,9 @@ from chatgpt.doctor import diagnose  # noqa: E402
 from chatgpt.launch.inputs import quiet_transformers  # noqa: E402
 from chatgpt.run_folder import RunFolder  # noqa: E402
 
+FAR_PAIRS = demo.PREFERENCES | {'pairs': embedded.demo_preferences}
 CHEAP_KL = {
+    'repetition_cost': 0.0,
     'lr': 3e-4,
     'num_phases': 40,
     'experience_batch_size': 64,
@@ -37,9 +39,9 @@ CHEAP_KL = {
     'max_epochs': 4,
     'kl_coef': 0.05,
 }
-SETTINGS: dict[str, tuple[demo.Preferences, dict[str, Any]]] = {
-    'far pairs, cheap KL': (embedded.demo_preferences, CHEAP_KL),
-    'the demo': (embedded.demo_close_preferences, demo.PPO),
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    'far pairs, cheap KL': (FAR_PAIRS, CHEAP_KL),
+    'the demo': (demo.PREFERENCES, demo.PPO),
 }
 """name: the reward model's pairs, and PPO's settings"""
 MARKS = '<!-- measured -->\n', '<!-- end -->\n'

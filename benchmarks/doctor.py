@@ -25,6 +25,7 @@ from chatgpt.run_folder.reading import RunFolder
 ROOT = Path(__file__).resolve().parent.parent
 FAULTY = 'faults'
 DONE = 'done'
+SEEDS = (1, 2, 3)
 
 
 def make_good(folder: Path, name: str, seed: int, files: Files) -> None:
@@ -58,7 +59,11 @@ def found_in(folder: Path) -> tuple[int, list[Finding]]:
 
 
 def told(findings: list[Finding]) -> str:
-    return '; '.join(f'{f.key} ({f.level}, phase {f.step}: {f.evidence})' for f in findings) or 'none'
+    return cell('; '.join(f'{f.key} ({f.level}, phase {f.step}: {f.evidence})' for f in findings)) or 'none'
+
+
+def cell(text: str) -> str:
+    return text.replace('|', '\\|')
 
 
 def good_rows(folder: Path) -> tuple[list[str], int, int]:
@@ -84,7 +89,7 @@ def fault_rows(folder: Path) -> tuple[list[str], int, int, int]:
         of = [f for f in found_in(folder / 'planted' / path)[1] if f.key == key]
         without = [f for f in found_in(folder / 'without' / path)[1] if f.key == key]
         num_found, num_false = num_found + bool(of), num_false + bool(without)
-        seen = f'phase {of[0].step}: {of[0].evidence}' if of else '**not found**'
+        seen = cell(f'phase {of[0].step}: {of[0].evidence}') if of else '**not found**'
         rows.append(f'| {name} | {FAULTS[name].about} | {seen} | {"**found**" if without else "silent"} |')
     return rows, len(made), num_found, num_false
 
@@ -92,6 +97,7 @@ def fault_rows(folder: Path) -> tuple[list[str], int, int, int]:
 def write_page(runs: Path, out: Path) -> None:
     good, num_runs, num_findings = good_rows(runs)
     faulty, num_faults, num_found, num_false = fault_rows(runs / FAULTY)
+    missing = ', '.join(f'{name} {s}' for name in GOOD for s in SEEDS if not (runs / name / str(s) / DONE).exists())
     lines = [
         '# What the doctor finds',
         '',
@@ -101,6 +107,7 @@ def write_page(runs: Path, out: Path) -> None:
         'without the fault.',
         f'- **{num_findings} findings in {num_runs} good runs.** These are the tasks of the other benchmarks with their '
         'settings, shortened (`benchmarks/doctor_runs.py`).',
+        *([f'- Not made yet, of three seeds each: {missing}.'] if missing else []),
         '',
         '## Good runs',
         '',
@@ -129,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ('model', 'stories', 'reviews', 'prompts'):
         parser.add_argument(f'--{name}', type=Path)
-    parser.add_argument('--seeds', type=int, nargs='+', default=[1, 2, 3])
+    parser.add_argument('--seeds', type=int, nargs='+', default=list(SEEDS))
     parser.add_argument('--runs', type=Path, default=ROOT / 'outputs' / 'doctor')
     parser.add_argument('--only', nargs='+', choices=[*GOOD, FAULTY], default=[FAULTY, *GOOD])
     parser.add_argument('--page', action='store_true', help='make no runs')

@@ -27,7 +27,7 @@ from chatgpt.launch.config_values import read_file
 from chatgpt.launch.destination import try_model_folder
 from chatgpt.launch.inputs import Inputs, within_context
 from chatgpt.launch.methods import METHODS
-from chatgpt.launch.recipes import fit, make_trainer, use_of
+from chatgpt.launch.recipes import fit, make_trainer, say_use
 from chatgpt.launch.runs import CRITIC_STARTS, DataRun, PPORun, Run
 from chatgpt.names import hint
 from chatgpt.nn.loading import load_config, load_tokenizer
@@ -197,10 +197,7 @@ def train(
     fit(inputs, trainer)
     if save_path is not None:
         trainer.save_pretrained(save_path)
-        if trainer.strategy.is_rank_0:
-            print(
-                f'actor written to {save_path}; use it: {use_of(run, Path(save_path), trainer.tokenizer)}', flush=True
-            )
+        say_use(run, trainer, Path(save_path))
     if push_to_hub is not None and save_path is not None:
         place = Path(save_path)
         trainer.strategy.run_on_rank0(lambda: push_folder(place, push_to_hub, private=hub_private))

@@ -1,8 +1,9 @@
 """The docs site: `make docs` writes the pages of this repository, as they stand, to build/docs.
 
-The source folder is the repository's root, so that a relative link means the same here as where the repository is browsed. What only a site needs is
-added while a page is read: the tree of contents, out of the links of index.md, and docstrings, under the headings of api.md. A link to a file that
-is no page leads to `REPOSITORY`, and is plain text while there is none. Nothing is fetched, and no page asks another host for anything.
+The source folder is the repository's root, so that a relative link means the same here as where the repository is
+browsed. What only a site needs is added while a page is read: the tree of contents, out of the links of index.md, and
+docstrings, under the headings of api.md. A link to a file that is no page leads to `REPOSITORY`, and is plain text
+while there is none. Nothing is fetched, and no page asks another host for anything.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def read_source(app: Any, page: str, source: list[str]) -> None:
 
 
 def plain_words(app: Any, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
-    """A docstring as reST: `code` in backticks is code, an indented example is a literal block, and all else is text."""
+    """A docstring as reST: `code` in backticks is code, an indented example is a literal block, and all else is
+    text."""
     lines[:] = '\n'.join(lines).split('\n')
     text = re.sub(r'(?<!`)`([^`]+)`(?!`)(?=(\w)?)', lambda m: f'``{m[1]}``' + '\\ ' * bool(m[2]), '\n'.join(lines))
     parts = re.split(r'(``.+?``(?:\\ )?)', text, flags=re.DOTALL)

@@ -4,9 +4,9 @@ reward model.
     python examples/demo.py [--out outputs/demo] [--seed 0]
 
 The world is `chatgpt.dataset.embedded`. It knows what a response is worth; the policy never sees that, only the reward
-model that learned it from pairs, and the win rate at the end is by the truth. Two things keep PPO from answering with
-what merely scores well ("it felt proud . it felt proud . it felt proud ."): the pairs are close and their labellers
-mind repetition, and KL to the SFT model is dear. docs/results/demo.md has the same without either.
+model that learned it from pairs, and the win rate at the end is by the truth. Three things keep PPO from answering with
+what merely scores well ("it felt proud . it felt proud . it felt proud ."): pairs as close as answers of one policy,
+a KL to the SFT model that is dear, and a cost of saying the same again. docs/results/demo.md has the same without them.
 
 Leaves in --out: sft/, reward_model/ and ppo/ (Hugging Face folders), sft_run/, reward_model_run/ and ppo_run/ (metrics
 and report.html of each stage), curves.png, and before_after.txt, the table that it prints at the end.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -34,17 +33,24 @@ from chatgpt.trainer.repetition import repetition
 from chatgpt.trainer.saving import save_pretrained
 from chatgpt.trainer.strategies import NaiveStrategy
 
-NUM_PAIRS, NUM_SHOWN, NUM_COMPARED = 6600, 6, 200
+NUM_SHOWN, NUM_COMPARED = 6, 200
+PREFERENCES: dict[str, Any] = {
+    'pairs': embedded.demo_close_preferences,
+    'num_pairs': 6600,
+    'lr': 1e-3,
+    'train_batch_size': 64,
+    'max_epochs': 2,
+}
 PPO: dict[str, Any] = {
-    'lr': 1.5e-3,
+    'repetition_cost': 30.0,
+    'lr': 2e-3,
     'lr_schedule': 'linear',
-    'num_phases': 30,
+    'num_phases': 28,
     'experience_batch_size': 128,
     'train_batch_size': 64,
     'max_epochs': 3,
-    'kl_coef': 0.55,
+    'kl_coef': 0.5,
 }
-Preferences = Callable[[int, int], list[dict[str, str]]]
 
 
 def run_sft(strategy: Any, tokenizer: Any, out: Path) -> Any:
@@ -68,31 +74,37 @@ def run_sft(strategy: Any, tokenizer: Any, out: Path) -> Any:
     return actor
 
 
-def run_reward_model(strategy: Any, tokenizer: Any, out: Path, preferences: Preferences) -> RewardModelTrainer:
+def run_reward_model(strategy: Any, tokenizer: Any, out: Path, settings: dict[str, Any]) -> RewardModelTrainer:
     """Begins with what SFT has learned of the language."""
+    settings = dict(settings)
+    pairs, lr = settings.pop('pairs')(settings.pop('num_pairs'), seed=0), settings.pop('lr')
     model = AutoRM(pretrained=out / 'sft')
-    model, optim = strategy.prepare((model, AdamW(model.parameters(), lr=1e-3)))
-    train, validation = load_preferences(preferences(NUM_PAIRS, 0), tokenizer, validation_percentage=9)
+    model, optim = strategy.prepare((model, AdamW(model.parameters(), lr=lr)))
+    train, validation = load_preferences(pairs, tokenizer, validation_percentage=9)
     trainer = RewardModelTrainer(
         strategy,
         model,
         optim,
         train,
         validation,
-        train_batch_size=64,
-        max_epochs=2,
         log_interval=20,
         tokenizer=tokenizer,
         run_dir=out / 'reward_model_run',
+        **settings,
     )
     trainer.fit()
     save_pretrained(strategy, model, out / 'reward_model', tokenizer=tokenizer)
     return trainer
 
 
+def repeated_shares(prompts: list[str], responses: list[str], **columns: Any) -> list[float]:
+    """What PPO pays for besides: the reward model is too small to see that a sentence was there before."""
+    return [embedded.repeated_share(response) for response in responses]
+
+
 def run_ppo(strategy: Any, actor: Any, tokenizer: Any, out: Path, settings: dict[str, Any]) -> PPOTrainer:
     settings = dict(settings)
-    lr, num_phases = settings.pop('lr'), settings.pop('num_phases')
+    lr, num_phases, cost = (settings.pop(name) for name in ('lr', 'num_phases', 'repetition_cost'))
     actor = deepcopy(actor)
     reward_model = AutoRM(pretrained=out / 'reward_model')
     critic = Critic.from_reward_model(reward_model)
@@ -107,7 +119,7 @@ def run_ppo(strategy: Any, actor: Any, tokenizer: Any, out: Path, settings: dict
         strategy,
         actor,
         critic,
-        reward_model,
+        [(1.0, reward_model), (-cost, repeated_shares)] if cost else reward_model,
         initial_model,
         actor_optim,
         critic_optim,
@@ -158,12 +170,7 @@ def plot(out: Path) -> Path:
     return out / 'curves.png'
 
 
-def train(
-    out: Path,
-    seed: int,
-    preferences: Preferences = embedded.demo_close_preferences,
-    ppo: dict[str, Any] = PPO,
-) -> float:
+def train(out: Path, seed: int, preferences: dict[str, Any] = PREFERENCES, ppo: dict[str, Any] = PPO) -> float:
     """The three stages; the share of eval pairs that the reward model puts in the right order."""
     tokenizer = embedded.demo_tokenizer()
     with NaiveStrategy(seed=seed) as strategy:
@@ -173,7 +180,7 @@ def train(
         trainer = run_reward_model(strategy, tokenizer, out, preferences)
         accuracy = trainer.evaluate(trainer.eval_data)['accuracy']
         print('\n3. PPO: the model tells stories and the reward model scores them; what scores well becomes likelier.')
-        print('   Each step away (KL) from the SFT model costs, so only what is worth it changes.', flush=True)
+        print('   Words said again cost, and so does each step away from the SFT model (KL).', flush=True)
         run_ppo(strategy, actor, tokenizer, out, ppo)
     return accuracy
 

@@ -1,8 +1,8 @@
 """The shell commands that the pages print, and a folder with what they take for granted.
 
-A command is a line of an indented or fenced block, or a piece of inline code, that begins with a program of `PROGRAMS`. `bring` writes tiny
-stand-ins for the files and models that it names, and `parse` reads it as the program would and stops there. Left out: running it, and which
-commands need not run (tests/test_docs_commands.py).
+A command is a line of an indented or fenced block, or a piece of inline code, that begins with a program of `PROGRAMS`.
+`bring` writes tiny stand-ins for the files and models that it names, and `parse` reads it as the program would and
+stops there. Left out: running it, and which commands need not run (tests/test_docs_commands.py).
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ PAGES = [
 ]
 PROGRAMS = ('chatgpt-rlhf', 'python', 'torchrun', 'make', 'pip', 'ray', 'git', 'cd', 'bash', 'tensorboard')
 START = re.compile(rf'(?:\$ )?((?:[A-Z_]+=\S* )*)(?:\S*/bin/)?((?:{"|".join(PROGRAMS)}) .*)', re.DOTALL)
-COMING_PAGES = ('docs/results/doctor.md', 'docs/results/rollouts_cost.md')
-"""pages that the contents name and that are not here yet"""
 MODELS = ('gpt2', 'NAME_OR_FOLDER', 'MODEL')
 """words of the pages that stand for a model of the reader's"""
 
@@ -48,7 +46,7 @@ class Command(NamedTuple):
     def words(self) -> list[str]:
         """As a shell gives them to the program. Of `[--flag value]` the flag is taken, of `[other words]` nothing."""
         text = re.sub(r'\[(--[^\]]*)\]', r'\1', self.text)
-        return shlex.split(re.sub(r'(?<=\s)\[[^\]]*\]', '', text))
+        return shlex.split(re.sub(r"(?<=\s)\[[^\]']*\]", '', text))
 
     @property
     def is_mention(self) -> bool:
@@ -161,6 +159,7 @@ def _files() -> dict[str, Callable[[], str]]:
         'prompts.jsonl': lambda: _lines([{'prompt': f'a {w}'} for w in WORDS]),
         'pairs.jsonl': lambda: _lines(pairs),
         'chats.jsonl': lambda: _lines(chats),
+        'preferences.jsonl': lambda: _lines(pairs),
         'stories.jsonl': lambda: _lines([{'text': f'a {w}'} for w in WORDS]),
         'data.jsonl': lambda: _lines([{'prompt': f'a {w}', 'response': ' b', 'reward': 1.0} for w in WORDS]),
         'rewards.py': lambda: REWARD,
@@ -191,8 +190,17 @@ def tiny_models(folder: Path) -> Path:
     return folder / 'model'
 
 
+def write_run(folder: Path) -> None:
+    """What a PPO run of three phases leaves of numbers."""
+    folder.mkdir(parents=True)
+    names = ('rollout/score_mean', 'rollout/kl_mean', 'ppo/policy_loss', 'ppo/value_loss', 'perf/total_s')
+    rows = [{'step': step} | dict.fromkeys(names, step / 10) for step in (1, 2, 3)]
+    (folder / 'metrics.jsonl').write_text(_lines(rows))
+
+
 def bring(command: Command, folder: Path, model: Path) -> list[str]:
-    """The command's words for this folder, and in the folder whatever they name that an earlier command has not left there."""
+    """The command's words for this folder, and in the folder whatever they name that an earlier command has not left
+    there."""
     from chatgpt.cli.init import config_text, example
     from chatgpt.launch.methods import METHODS
 
@@ -222,6 +230,8 @@ def bring(command: Command, folder: Path, model: Path) -> list[str]:
             path.write_text(config_text(name.removesuffix('.yaml'), own, 'chatgpt-rlhf'))
             for file, text in given.items():
                 (folder / file).write_text(text)
+        elif re.fullmatch(r'outputs/\w+|RUN', name) and {'doctor', 'report'} & set(words):
+            write_run(path)
         elif re.fullmatch(r'outputs/\w+/actor', name):
             shutil.copytree(model, path)
     return words
@@ -235,7 +245,8 @@ class Parsed(BaseException):
 
 
 def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read the words as their program does, in this process and in the working directory. A mistake is an AssertionError, ValueError or SystemExit(2)."""
+    """Read the words as their program does, in this process and in the working directory. A mistake is an
+    AssertionError, ValueError or SystemExit(2)."""
     program, *rest = words
     if program == 'chatgpt-rlhf':
         _parse_command(rest, monkeypatch)
@@ -357,6 +368,7 @@ def _parse_make(words: list[str]) -> None:
 
 def _parse_pip(words: list[str]) -> None:
     """Options as pip reads them, extras as setup.py has them, files that exist."""
+    import setuptools  # noqa: F401  # before pip, which would bring the distutils that setuptools has replaced
     from pip._internal.commands import create_command
 
     command = create_command(words[0])

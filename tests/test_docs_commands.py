@@ -1,7 +1,7 @@
 """Every shell command on the pages: its program reads it without a complaint, and it runs, or `NOT_RUN` says why not.
 
-The first half reads, in this process, and is part of `make test`. The second runs, shortened and with tiny stand-ins, in a folder for each
-page, in the order of the page.
+The first half reads, in this process, and is part of `make test`. The second runs, shortened and with tiny stand-ins,
+in a folder for each page, in the order of the page.
 """
 
 from __future__ import annotations
@@ -39,9 +39,13 @@ NOT_RUN = NOT_OURS | {
     r'--launcher ray': 'starts Ray: tests/launch/test_launchers.py',
     r'--rollout_workers': 'starts Ray: tests/trainer/test_remote_rollouts.py',
     r'--num_nodes 2': 'two nodes: tests/launch/test_launchers.py',
-    r'launch --num_workers|launch ppo': 'two processes: tests/cli/test_launched_command.py, tests/launch/test_launchers.py',
+    r'launch --num_workers|launch ppo': 'two processes: tests/cli/test_launched_command.py',
     r'^torchrun --standalone': 'two processes: tests/examples/test_train_prompts.py',
-    r'compat run train_prompts\.py': "ColossalAI's script: tests/compat/colossalai/test_colossalai_programs.py runs it and others",
+    r'compat run train_prompts\.py': 'theirs: tests/compat/colossalai/test_colossalai_programs.py',
+    r' compare | rollouts outputs': 'a page, or what people said on it: tests/cli/test_compare.py',
+    r'compat run hello\.py': 'the stand-in is that of script.py, which is run',
+    r'human_loop\.py': 'asks people: tests/examples/test_human_loop.py',
+    r'--push_to_hub ': 'uploads: tests/publish/test_push_runs.py',
     r'^python -m chatgpt sweep': 'several runs: tests/search/test_sweep_runs.py runs the one of the page',
 }
 """why a command is not run here, by a pattern"""
@@ -55,9 +59,12 @@ def reason(c: Command, patterns: dict[str, str]) -> str | None:
     return next((why for pattern, why in patterns.items() if re.search(pattern, c.text)), None)
 
 
+FIRST_HOUR = 'docs/first_hour.md'
+
+
 def first_of_each(found: list[Command]) -> list[Command]:
-    """Without those that another page has, too."""
-    return list({tuple(c.words): c for c in reversed(found)}.values())[::-1]
+    """Without those that another page has, too; the first hour is run whole."""
+    return list({(c.page == FIRST_HOUR, *c.words): c for c in reversed(found)}.values())[::-1]
 
 
 RUN = first_of_each(
@@ -72,6 +79,7 @@ RUN = first_of_each(
 
 @pytest.fixture(scope='module')
 def model(tmp_path_factory):
+    """One that writes; beside it stand one that scores, and a run's folder."""
     return tiny_models(tmp_path_factory.mktemp('docs'))
 
 
@@ -158,7 +166,8 @@ def shortened(words: Sequence[str]) -> list[str]:
 
 
 def run(words: Sequence[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The exit code. In this process, but for what makes processes of its own, or imports what nobody else here should."""
+    """The exit code. In this process, but for what makes processes of its own, or imports what nobody else here
+    should."""
     program, *rest = shortened(words)
     module = rest[1] if rest[:1] == ['-m'] else None
     if program == 'torchrun' or module == 'chatgpt.compat' or rest[0] == '-c':
@@ -202,7 +211,6 @@ def test_the_commands_of_a_page_run(page, model, tmp_path, monkeypatch, capfd):
         check_outputs(printed)
 
 
-FIRST_HOUR = 'docs/first_hour.md'
 OUTPUT = r'^    ((?:\d+ examples|phase|loss|accuracy|score -|report|actor|reward_model|samples|\{"length|naive on).*)$'
 """lines of output on that page that any run prints, with numbers of its own"""
 
@@ -217,6 +225,7 @@ def check_outputs(printed: str) -> None:
 
 
 def skeleton(line: str) -> frozenset[str]:
-    """The words of a line. How long the rest takes stands in all but the last phase, and shares of bytes in any unit."""
+    """The words of a line. How long the rest takes stands in all but the last phase, and shares of bytes in any
+    unit."""
     line = re.sub(r'left \S+ \S+$|left \S+ s$|(?<=[\d.]) [KMG]iB|val \S+', '', line)
     return frozenset(re.findall(r'[A-Za-z_/]{2,}', re.sub(r'\d\S*', '', line)))

@@ -136,8 +136,9 @@ def test_every_route_writes_its_model_with_the_tokenizer(folder, tmp_path, given
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     trainer = chatgpt.train(folder, save_path=tmp_path / 'model', max_epochs=1, **given, **QUIET)
-    told = capsys.readouterr().out
-    assert f'actor written to {tmp_path / "model"}; use it: python -m chatgpt generate {tmp_path / "model"}' in told
+    place = tmp_path / 'model'
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f'actor written to {place}; use it: python -m chatgpt generate {place} "your prompt"'
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / 'model')
     bare = next(iter(trainer.models().values()))
     assert torch.equal(loaded.get_input_embeddings().weight, bare.model.get_input_embeddings().weight)

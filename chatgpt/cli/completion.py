@@ -20,7 +20,7 @@ from chatgpt.launch.methods import METHODS
 SHELLS = ('bash', 'zsh', 'fish', 'tcsh')
 PLACES = re.compile(
     r'words|.*(path|file|folder|data|dataset|pretrain|tokenizer|model|weights|input|output|resume|to|prompts|answers)$'
-    r'|db|export'
+    r'|runs|out|db|export'
 )
 """flags whose value may be a file or folder"""
 

@@ -204,9 +204,12 @@ def room(config: Any, prompts: Any) -> int:
 
 
 def load_actor(args: Any, strategy: Any) -> Any:
+    from chatgpt.launch.inputs import check_writes
     from chatgpt.nn.families import MODELS
+    from chatgpt.nn.loading import load_config
     from chatgpt.nn.peft_format import CONFIG_FILE, import_peft
 
+    check_writes(load_config(args.pretrain, trust_remote_code=args.trust_remote_code), args.pretrain)
     actor: Any = MODELS.find(args.model).actor
     actor = actor(pretrained=args.pretrain, trust_remote_code=args.trust_remote_code)
     if args.weights and Path(args.weights, CONFIG_FILE).is_file():

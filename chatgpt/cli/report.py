@@ -14,10 +14,9 @@ from chatgpt.report import write_report
 
 def parser() -> Parser:
     out = Parser(description=__doc__, usage='%(prog)s RUN [RUN ...] [--out FILE] [--title TITLE]')
-    out.add_argument('run_folder', nargs='+', metavar='RUN', help='folder of a run, where metrics.jsonl is')
+    out.add_argument('runs', nargs='+', metavar='RUN', help='folder of a run, where metrics.jsonl is')
     out.add_argument(
         '--out',
-        dest='out_file',
         metavar='FILE',
         help='default: report.html in the folder of the run; of several, in the current one',
     )
@@ -27,4 +26,4 @@ def parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
-    print(write_report(args.run_folder, args.out_file, args.title))
+    print(write_report(args.runs, args.out, args.title))

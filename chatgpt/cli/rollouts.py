@@ -16,7 +16,7 @@ from chatgpt.launch.arguments import Parser
 
 def parser() -> Parser:
     out = Parser(description=__doc__, usage='%(prog)s RUN [RUN ...]')
-    out.add_argument('folders', nargs='+', metavar='RUN', help='folder of a run')
+    out.add_argument('runs', nargs='+', metavar='RUN', help='folder of a run')
     add_server(out)
     return out
 
@@ -24,4 +24,4 @@ def parser() -> Parser:
 def main() -> None:
     args = parser().parse_args()
     need_server()
-    serve(rollouts_app(args.folders), host=args.host, port=args.port)
+    serve(rollouts_app(args.runs), host=args.host, port=args.port)

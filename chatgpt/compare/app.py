@@ -42,26 +42,13 @@ def compare_app(store: Store) -> Any:
         return JSONResponse(state, status)
 
     async def act(request: Any) -> Any:
-        """join {name}, next {}, judge {pair, choice, comment}, undo {}: 400 for what is no such thing, 409 where it
-        cannot be so any more."""
-        person = person_of(request)
-        action = request.path_params['action']
+        """join {name}, next {}, judge {pair, choice, comment}, undo {}: 400 for what is no such thing, 401 before
+        somebody has joined, 409 where it cannot be so any more."""
+        person, action = person_of(request), request.path_params['action']
+        if person is None and action not in ('join', 'next'):
+            return answer(None, 401, 'say who you are first')
         try:
-            given = await request.json()
-            if action == 'join':
-                person = store.join(_text(given, 'name'))
-            elif person is None:
-                return answer(None) if action == 'next' else answer(None, 401, 'say who you are first')
-            elif action == 'judge':
-                pair = given['pair']
-                if type(pair) is not int or not 0 < pair < 2**63:
-                    raise ValueError('pair is no number')
-                store.judge(person, pair, _text(given, 'choice'), _text(given, 'comment'))
-            elif action == 'undo':
-                if not store.undo(person):
-                    return answer(person, 409, 'there is nothing to take back')
-            elif action != 'next':
-                raise ValueError(f'{action} is no action')
+            person = _perform(store, person, action, await request.json())
         except NotAsked as error:
             return answer(person, 409, str(error))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -79,6 +66,28 @@ def compare_app(store: Store) -> Any:
         routes=[Route('/', page), Route('/results', results), actions, *asset_routes()],
         exception_handlers={sqlite3.Error: not_saved},
     )
+
+
+def _perform(store: Store, person: Any, action: str, given: Any) -> int | None:
+    """Do what the page asks for; the person, who may be new.
+
+    Raises:
+        NotAsked: it cannot be so any more.
+        ValueError, KeyError, TypeError: it is no such thing.
+    """
+    if action == 'join':
+        return store.join(_text(given, 'name'))
+    if action == 'judge':
+        pair = given['pair']
+        if type(pair) is not int or not 0 < pair < 2**63:
+            raise ValueError('pair is no number')
+        store.judge(person, pair, _text(given, 'choice'), _text(given, 'comment'))
+    elif action == 'undo':
+        if not store.undo(person):
+            raise NotAsked('there is nothing to take back')
+    elif action != 'next':
+        raise ValueError(f'{action} is no action')
+    return person
 
 
 def _text(given: Any, name: str) -> str:

@@ -91,7 +91,7 @@ class Guard:
         origin = headers.get('origin')
         if origin is None and scope['method'] == 'POST':
             return (403, 'a POST says where it comes from, in Origin'), False
-        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+        if origin is not None and origin.partition('://')[2].lower() != host.lower():
             return (403, 'this request comes from another page'), False
         if scope['method'] == 'POST' and headers.get('content-type', '').split(';')[0] != 'application/json':
             return (415, 'what is posted is application/json'), False

@@ -12,13 +12,13 @@ from chatgpt.report.rollouts import page_row
 from chatgpt.run_folder import RunFolder
 from chatgpt.run_folder.rollouts import read_rollouts, recorded_phases
 
-MAX_ROWS = 200
-"""of one answer"""
+NUM_ROWS = 200
+"""of an answer to a question without `limit`"""
 
 
 def rollouts_app(runs: Sequence[str | Path]) -> Any:
     """A Starlette application. `/` is the page; `/api/runs` gives name and recorded phases of each run; `/api/rollouts`
-    gives rows of one, ?run=&phase=&prompt=&text=&min=&max=&group=&offset=&limit=, of which all but `run` may be left
+    gives rows of one, ?run=&phase=&prompt=&text=&min=&max=&offset=&limit=, of which all but `run` may be left
     out: see `read_rollouts` for what they mean, and `page_row` for a row.
 
     Raises:
@@ -65,18 +65,17 @@ def _name(folder: Path) -> str:
 def _question(given: Any, folders: Sequence[Path]) -> tuple[Path, dict[str, Any]]:
     """The run and the arguments of `read_rollouts`. Raises ValueError for what is no number, or no run."""
 
-    def whole(name: str, default: int | None, most: int | None = None) -> Any:
+    def whole(name: str, default: int, most: int | None = None) -> int:
         value = int(given[name]) if given.get(name) else default
-        if value is not None and (value < 0 or (most is not None and value > most)):
+        if value < 0 or (most is not None and value > most):
             raise ValueError(f'{name}={value} is out of range')
         return value
 
     def number(name: str) -> float | None:
         return float(given[name]) if given.get(name) else None
 
-    phase = whole('phase', None)
-    asked = {'phases': None if phase is None else [phase], 'group': whole('group', None)}
+    asked: dict[str, Any] = {'phases': [whole('phase', 0)] if given.get('phase') else None}
     asked |= {name: given.get(name) or None for name in ('prompt', 'text')}
     asked |= {'score': (number('min'), number('max')), 'offset': whole('offset', 0)}
     folder = folders[whole('run', 0, len(folders) - 1)]
-    return folder, asked | {'limit': min(whole('limit', MAX_ROWS), MAX_ROWS)}
+    return folder, asked | {'limit': whole('limit', NUM_ROWS)}

@@ -50,7 +50,7 @@ TAKEN = """(SELECT pair, COUNT(*) AS taken FROM judgements WHERE person != :pers
 
 
 class NotAsked(ValueError):
-    """A judgement of a pair that this person does not have."""
+    """A judgement of a pair that this person does not have, or has not made."""
 
 
 @dataclass(frozen=True)

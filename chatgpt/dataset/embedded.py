@@ -34,10 +34,8 @@ FRAME = ('one', 'day', 'a', 'went', 'to', 'the', 'it', 'found', 'felt', 'with', 
 PAD, BOS, EOS = '<pad>', '<bos>', '<eos>'
 MAX_SENTENCES = 4
 VALUES = (1, 0, -1)
-RUN = 4
+RUN = 3
 """words of a run whose second occurrence in a response is repetition"""
-REPETITION_COST = 3.0
-"""what a response of nothing but repetition would lose with the labellers of `demo_close_preferences`"""
 
 _VALUE_OF = {word: value for table in (THINGS, MOODS, DEEDS) for value, words in table.items() for word in words}
 _SENTENCES = (
@@ -88,18 +86,18 @@ def _spoilt(rng: random.Random, response: str) -> str:
 
 def _changed(rng: random.Random, sentences: list[str], values: tuple[int, ...]) -> list[str]:
     """The same story but for one thing, of those that a policy in training does: a sentence said again in the place of
-    another, or once more; a wrong word; another sentence; an end that breaks off."""
-    sentences, at, change = list(sentences), rng.randrange(len(sentences)), rng.randrange(5)
-    if change == 0:
+    another; a wrong word; another sentence; a sentence said once more; an end that breaks off."""
+    sentences, at, change = list(sentences), rng.randrange(len(sentences)), rng.randrange(8)
+    if change in (0, 1):
         sentences[at] = rng.choice(sentences)
-    elif change == 1:
-        sentences.insert(at, rng.choice(sentences))
-    elif change == 2:
+    elif change in (2, 3):
         words = sentences[at].split()
         words[rng.randrange(len(words) - 1)] = rng.choice([*FRAME, *ANIMALS, *_VALUE_OF])
         sentences[at] = ' '.join(words)
-    elif change == 3:
+    elif change in (4, 5):
         sentences[at] = _sentence(rng, values)
+    elif change == 6:
+        sentences.insert(at, rng.choice(sentences))
     else:
         sentences[-1] = ' '.join(sentences[-1].split()[: -rng.randint(1, 3)])
     return sentences
@@ -139,9 +137,8 @@ def demo_close_preferences(num: int, seed: int = 0) -> list[dict[str, str]]:
     must tell apart while PPO presses on it.
 
     Both stories of a pair are of one mood, mixed to cheerful, and half of the pairs are a story and the same with one
-    thing changed (`_changed`); one second story in five is spoilt besides. The labeller, as people do, also minds being
-    told the same again: a story's worth to them is `true_score` − `REPETITION_COST` · `repeated_share`. Pairs of equal
-    worth are drawn again.
+    thing changed (`_changed`); one second story in five is spoilt besides. Ordered by the truth; pairs of equal truth
+    are drawn again.
     """
     rng = random.Random(f'close preferences {seed}')
     pairs: list[dict[str, str]] = []
@@ -152,23 +149,23 @@ def demo_close_preferences(num: int, seed: int = 0) -> list[dict[str, str]]:
         a, b = ' '.join(story), ' '.join(other)
         if rng.random() < 1 / 5:
             b = _spoilt(rng, b)
-        worth_a, worth_b = (true_score(prompt, r) - REPETITION_COST * repeated_share(r) for r in (a, b))
-        if worth_a != worth_b:
-            chosen, rejected = (a, b) if worth_a > worth_b else (b, a)
+        score_a, score_b = true_score(prompt, a), true_score(prompt, b)
+        if score_a != score_b:
+            chosen, rejected = (a, b) if score_a > score_b else (b, a)
             pairs.append({'prompt': prompt, 'chosen': chosen, 'rejected': rejected})
     return pairs
 
 
 def repeated_share(response: str) -> float:
-    """Share of a response's runs of `RUN` words that stood in it before (Welleck et al. 2020, seq-rep-4); 0 without
+    """Share of a response's runs of `RUN` words that stood in it before (seq-rep-n of Welleck et al. 2020); 0 without
     such a run.
 
-    >>> repeated_share('it felt glad . it felt glad .')
-    0.2
+    >>> repeated_share('it felt glad . it felt sad . it felt glad .')
+    0.3
     """
     words = response.split()
     runs = list(zip(*(words[i:] for i in range(RUN)), strict=False))
-    return 1.0 - len(set(runs)) / len(runs) if runs else 0.0
+    return (len(runs) - len(set(runs))) / len(runs) if runs else 0.0
 
 
 def true_score(prompt: str, response: str) -> float:

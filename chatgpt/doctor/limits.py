@@ -22,8 +22,8 @@ LIMITS: dict[str, Limit] = {
     'still_ratio': Limit(0.01, 'a twentieth of the usual clip range of 0.2: no token came near the clip'),
     'still_loss': Limit(0.02, 'share of the loss: the spread of a mean over a few hundred records'),
     'low_lr': Limit(5, 'times below the rule for this size: the rule is no better than a factor of three'),
-    'chance': Limit(0.05, 'around an accuracy of 0.5: two standard errors of 400 pairs'),
-    'chance_late': Limit(0.02, 'around 0.5, with a rate that fits: two standard errors of 2,500 pairs'),
+    'chance': Limit(0.05, 'above an accuracy of 0.5, in the mean of eight phases: two standard errors of 400 pairs'),
+    'chance_late': Limit(0.02, 'above 0.5, with a rate that fits: two standard errors of 2,500 pairs'),
     'late': Limit(0.9, 'of the run: a weak signal shows late'),
     'kl_per_token': Limit(
         1.0, 'nats: the typical token is e times likelier than under the initial model; published runs end below 0.5'
@@ -76,6 +76,7 @@ LIMITS: dict[str, Limit] = {
     'spike_once': Limit(100, 'times: one is enough'),
     'spikes': Limit(3, 'phases of the last twenty: one odd text may come up in two'),
     'few_prompts': Limit(16, 'different prompts; the smallest benchmark has 20, which is all there is in its world'),
+    'prompt_passes': Limit(4, "times that each was drawn: a trial of a phase or two is none of the doctor's business"),
     'duplicates': Limit(0.5, 'of prompts stand there before: chance does not do that to a set of any size'),
     'cut_prompts': Limit(0.1, 'of prompts without their beginning, where instructions stand'),
     'schedule_lr': Limit(0.01, 'of the highest learning rate: such steps are lost in rounding'),

@@ -68,7 +68,7 @@ CHECKS: dict[str, Check] = {
 
 COVERED: dict[str, tuple[str, ...]] = {
     'duplicate-prompts': ('few-prompts',),
-    'clip-fraction-zero': ('nothing-moves',),
+    'clip-fraction-zero': ('nothing-moves', 'schedule-ends-early'),
     'kl-coef-at-limit': ('kl-runs-away', 'nothing-moves'),
     'score-saturates': ('scores-equal',),
     'groups-without-signal': ('scores-equal',),

@@ -115,6 +115,16 @@ def quiet_transformers() -> None:
     logging.disable_progress_bar()
 
 
+def check_writes(config: Any, name: str) -> None:
+    """Raises ValueError for the config of a model that scores."""
+    heads = [name for name in getattr(config, 'architectures', None) or [] if 'ForSequenceClassification' in name]
+    if heads:
+        raise ValueError(
+            f'--pretrain {name} is a reward model ({heads[0]}), which cannot write: give the model that it was made '
+            'of, and this as --reward_model where there is one'
+        )
+
+
 def read_config(run: Run) -> tuple[Any, Any]:
     """The config and tokenizer that a run starts from, checked against each other."""
     quiet_transformers()
@@ -123,12 +133,8 @@ def read_config(run: Run) -> tuple[Any, Any]:
         tokenizer = load_tokenizer(run.tokenizer or run.base, trust_remote_code=run.trust_remote_code)
     else:
         config, tokenizer = embedded.demo_config(), embedded.demo_tokenizer()
-    heads = [name for name in getattr(config, 'architectures', None) or [] if 'ForSequenceClassification' in name]
-    if heads and run.trained == 'actor':
-        raise ValueError(
-            f'--pretrain {run.pretrain} is a reward model ({heads[0]}), which cannot write: give the model that it was '
-            'made of, and this as --reward_model where there is one'
-        )
+    if run.trained == 'actor':
+        check_writes(config, str(run.pretrain))
     kind = MODELS.find(run.model)
     family = getattr(kind.actor or kind.reward_model, 'model_type', None)
     if family not in (None, config.model_type):

@@ -255,11 +255,16 @@ def finish(run: Run, trainer: Any) -> Path:
     if run.need_optim_ckpt:
         for name, optimizer in trainer.optimizers().items():
             strategy.save_optimizer(optimizer, Path(run.save_path, f'{name}_optim.pt'), only_rank0=False)
-    if strategy.is_rank_0:
-        print(f'{run.trained} written to {path}; use it: {use_of(run, path, trainer.tokenizer)}', flush=True)
+    say_use(run, trainer, path)
     if run.push_to_hub:
         push(run.push_to_hub, run, strategy, path)
     return path
+
+
+def say_use(run: Run, trainer: Any, path: Path) -> None:
+    """The last line of a run: where the trained model is, and what uses it."""
+    if trainer.strategy.is_rank_0:
+        print(f'{run.trained} written to {path}; use it: {use_of(run, path, trainer.tokenizer)}', flush=True)
 
 
 def use_of(run: Run, path: Path, tokenizer: Any) -> str:

@@ -5,8 +5,8 @@ uploaded, `push_folder` uploads it.
 """
 
 from chatgpt.publish.card import NUM_SAMPLES, write_card
+from chatgpt.publish.facts import ModelFacts
 from chatgpt.publish.hub import PushError, check_push, push_folder
 from chatgpt.publish.text import hub_name
-from chatgpt.publish.told import Told
 
-__all__ = ['NUM_SAMPLES', 'PushError', 'Told', 'check_push', 'hub_name', 'push_folder', 'write_card']
+__all__ = ['NUM_SAMPLES', 'ModelFacts', 'PushError', 'check_push', 'hub_name', 'push_folder', 'write_card']

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from chatgpt.publish import words
-from chatgpt.publish.methods import LIBRARY, METHODS
+from chatgpt.publish.facts import ModelFacts
+from chatgpt.publish.method_words import LIBRARY, METHOD_WORDS
 from chatgpt.publish.picture import can_draw, draw, panels_of
-from chatgpt.publish.text import block, hub_name, number
-from chatgpt.publish.told import Told
+from chatgpt.publish.text import block, fenced, hub_name
 from chatgpt.publish.use import Role, is_classifier, snippet
+from chatgpt.report.series import number
 from chatgpt.run_folder import RunRecord
 
 CARD, PICTURE = 'README.md', 'training_curves.png'
@@ -41,7 +42,7 @@ def is_ours(text: str) -> bool:
     return MARKER in text
 
 
-def write_card(folder: str | Path, told: Told, *, role: Role = 'actor', num_samples: int = NUM_SAMPLES) -> bool:
+def write_card(folder: str | Path, facts: ModelFacts, *, role: Role = 'actor', num_samples: int = NUM_SAMPLES) -> bool:
     """Write README.md, and the picture where there is something to draw, into a saved model's folder.
 
     Returns False where there is a README.md that is somebody's own; then nothing is written.
@@ -50,14 +51,14 @@ def write_card(folder: str | Path, told: Told, *, role: Role = 'actor', num_samp
     path = folder / CARD
     if path.exists() and not is_ours(path.read_text(encoding='utf-8', errors='replace')):
         return False
-    title = title_of(folder, told)
-    panels = panels_of(told.metrics, told.eval)
+    title = title_of(folder, facts)
+    panels = panels_of(facts.metrics, facts.eval)
     drawn = can_draw() and draw(folder / PICTURE, panels, title)
     if not drawn:
         (folder / PICTURE).unlink(missing_ok=True)
-    samples = list(told.samples)[:num_samples]
-    body = _body(folder, told, title, role, samples, drawn)
-    text = f'---\n{front_matter(folder, told, title, role)}\n---\n\n{NOTE}\n\n{body}'
+    samples = list(facts.samples)[:num_samples]
+    body = _body(folder, facts, title, role, samples, drawn)
+    text = f'---\n{front_matter(folder, facts, title, role)}\n---\n\n{NOTE}\n\n{body}'
     path.write_text(text, encoding='utf-8')
     return True
 
@@ -66,43 +67,43 @@ def set_name(folder: str | Path, repo_id: str) -> None:
     """Where the code of our card reads the model from, once the model has an address."""
     path = Path(folder, CARD)
     if path.is_file() and is_ours(text := path.read_text(encoding='utf-8', errors='replace')):
-        path.write_text(re.sub(r"(?m)^name = '.*'$", f'name = {repo_id!r}', text, count=1), encoding='utf-8')
+        path.write_text(re.sub(r'(?m)^name = .*$', f'name = {repo_id!r}', text, count=1), encoding='utf-8')
 
 
-def title_of(folder: Path, told: Told) -> str:
+def title_of(folder: Path, facts: ModelFacts) -> str:
     """What was said, else the name of the model's folder, or of the run's where the former says nothing."""
     name = folder.absolute().name
-    return told.title or ((told.run_name or folder.absolute().parent.name) if name in RUN_FILES else name) or 'model'
+    return facts.title or ((facts.run_name or folder.absolute().parent.name) if name in RUN_FILES else name) or 'model'
 
 
 # ---------------------------------------------------------------------- front matter
 
 
-def front_matter(folder: Path, told: Told, title: str, role: Role) -> str:
+def front_matter(folder: Path, facts: ModelFacts, title: str, role: Role) -> str:
     """YAML as the hub reads it."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    base = base_of(told)
+    base = base_of(facts)
     adapter = (folder / 'adapter_config.json').is_file()
     classifier = role == 'reward_model' and is_classifier(folder)
-    method = told.record.method if told.record is not None else None
-    evaluated = words.measured(told.metrics, told.eval)
-    where = told.settings.get('validation_file')
+    method = facts.record.method if facts.record is not None else None
+    evaluated = words.measured(facts.metrics, facts.eval)
+    where = facts.settings.get('validation_file')
     results = [
         EvalResult(
             task_type='text-generation' if role == 'actor' else 'text-classification',
             dataset_type=hub_name(where) or 'local',
-            dataset_name=words.eval_data(told.settings),
+            dataset_name=words.eval_data(facts.settings),
             metric_type=name.rpartition('/')[2],
             metric_name=name,
             metric_value=last,
         )
         for name, _, last, _ in evaluated
     ]
-    datasets = [found for key in ('dataset', 'prompt_path', 'ptx_data') if (found := hub_name(told.settings.get(key)))]
-    more = dict(told.more)
-    tags = [LIBRARY, *([method] if method in METHODS else []), *(['rlhf'] if method != 'sft' else [])]
-    tags += ['lora'] * bool(adapter or told.settings.get('lora_rank'))
+    datasets = [found for key in ('dataset', 'prompt_path', 'ptx_data') if (found := hub_name(facts.settings.get(key)))]
+    more = dict(facts.more)
+    tags = [LIBRARY, *([method] if method in METHOD_WORDS else []), *(['rlhf'] if method != 'sft' else [])]
+    tags += ['lora'] * bool(adapter or facts.settings.get('lora_rank'))
     tags += [tag for tag in more.pop('tags', None) or () if tag not in tags]
     datasets += [name for name in more.pop('datasets', None) or () if name not in datasets]
     data = ModelCardData(
@@ -130,9 +131,9 @@ class Base:
     license: str | None = None
 
 
-def base_of(told: Told) -> Base:
+def base_of(facts: ModelFacts) -> Base:
     """A name of the hub is taken as it is; of a folder that has a card, what that says it started from."""
-    source = told.source
+    source = facts.source
     if not source:
         return Base()
     if (name := hub_name(source)) is not None:
@@ -162,23 +163,25 @@ def base_of(told: Told) -> Base:
 # ---------------------------------------------------------------------- the page
 
 
-def _body(folder: Path, told: Told, title: str, role: Role, samples: SequenceOf[Mapping[str, Any]], drawn: bool) -> str:
-    record = told.record
+def _body(
+    folder: Path, facts: ModelFacts, title: str, role: Role, samples: SequenceOf[Mapping[str, Any]], drawn: bool
+) -> str:
+    record = facts.record
     generation = record.generation if record is not None else {}
     prompt, response = _example(samples)
     code = snippet(folder, role, name=folder.absolute().name, prompt=prompt, response=response, generation=generation)
-    base = base_of(told)
-    sections: list[tuple[str, str]] = [('', words.introduction(told, role, base.shown, title))]
-    sections.append(('How to use it', f'{words.fenced(code, "python")}\n\n{words.about_use(folder, told, role)}'))
-    sections.append(('Training', words.training(told, drawn, PICTURE)))
-    sections.append(('Data', words.data(told)))
-    sections.append(('Evaluation', words.evaluation(told)))
+    base = base_of(facts)
+    sections: list[tuple[str, str]] = [('', words.introduction(facts, role, base.shown, title))]
+    sections.append(('How to use it', f'{fenced(code, "python")}\n\n{words.about_use(folder, facts, role)}'))
+    sections.append(('Training', words.training(facts, drawn, PICTURE)))
+    sections.append(('Data', words.data(facts)))
+    sections.append(('Evaluation', words.evaluation(facts)))
     if samples:
-        sections.append(('Samples', _samples(samples, told)))
-    sections.append(('Limits', words.limits(told, role, bool(base.shown))))
-    sections.append(('Settings', words.settings(told)))
-    sections.append(('Versions', words.versions(versions_of(record), told)))
-    sections.append(('Citation', words.citation(told)))
+        sections.append(('Samples', _samples(samples, facts)))
+    sections.append(('Limits', words.limits(facts, role, bool(base.shown))))
+    sections.append(('Settings', words.settings(facts)))
+    sections.append(('Versions', words.versions(versions_of(record), facts)))
+    sections.append(('Citation', words.citation(facts)))
     text = [f'# {title}']
     for name, content in sections:
         if content.strip():
@@ -193,9 +196,9 @@ def _example(samples: SequenceOf[Mapping[str, Any]]) -> tuple[str, str]:
     return 'Once upon a time', ' there was a fox.'
 
 
-def _samples(samples: SequenceOf[Mapping[str, Any]], told: Told) -> str:
+def _samples(samples: SequenceOf[Mapping[str, Any]], facts: ModelFacts) -> str:
     step = samples[0].get('step')
-    where = 'eval prompts' if told.eval else 'training prompts'
+    where = 'eval prompts' if facts.eval else 'training prompts'
     when = f' after phase {step}' if step else ''
     parts = [f'The first {len(samples)} of the {where}{when}; they are not chosen.']
     for row in samples:

@@ -6,6 +6,7 @@ there. Left out: who calls this on which rank.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -184,7 +185,7 @@ def _has_another_card(api: Any, repo_id: str, revision: str | None) -> bool:
 
 
 def _line(error: BaseException) -> str:
-    """What happened, on one line; of an error that only says where, what caused it."""
+    """What happened, on one line and without the token; of an error that only says where, what caused it."""
     while error.__cause__ is not None and type(error) is RuntimeError:
         error = error.__cause__
-    return ' '.join(str(error).split()) or type(error).__name__
+    return re.sub(r"(?<=Bearer )[^']+", '***', ' '.join(str(error).split())) or type(error).__name__

@@ -3,12 +3,13 @@ the run was on."""
 
 from __future__ import annotations
 
-import math
 import re
 import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from chatgpt.report.text import value_text
 
 MOST_CHARACTERS = 600
 """of a sample"""
@@ -50,27 +51,20 @@ def without_paths(value: Any) -> Any:
 
 def code(value: Any) -> str:
     """A value as a code span inside a table."""
-    text = shown(value).replace('\n', '⏎')
-    fence = '`' * (max((len(run) for run in re.findall(r'`+', text)), default=0) + 1)
+    text = value_text(value).replace('\n', '⏎')
+    fence = _fence(text, 1)
     pad = ' ' if '`' in text else ''
     return f'{fence}{pad}{text}{pad}{fence}'.replace('|', '\\|')
 
 
-def shown(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: 'true', False: 'false', None: 'none'}[value]
-    if isinstance(value, float):
-        return number(value)
-    if isinstance(value, (list, tuple)):
-        return ', '.join(map(shown, value)) or 'none'
-    return str(value)
+def fenced(text: str, language: str) -> str:
+    """A block of code that nothing in the text ends."""
+    fence = _fence(text, 3)
+    return f'{fence}{language}\n{text}\n{fence}'
 
 
-def number(value: float) -> str:
-    """Four significant digits, without a trailing zero."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return f'{value:z.4g}'
+def _fence(text: str, least: int) -> str:
+    return '`' * max(least, 1 + max((len(run) for run in re.findall(r'`+', text)), default=0))
 
 
 def count(value: int) -> str:
@@ -85,9 +79,7 @@ def block(text: str) -> str:
     """A text as a fenced block that shows it as it is: nothing in it is Markdown or markup, ends the block, or turns
     the reading order. Long ones are cut, and say so."""
     cut = len(text) > MOST_CHARACTERS
-    text = ''.join(map(_visible, text[:MOST_CHARACTERS] + (' …' if cut else '')))
-    fence = '`' * max(3, 1 + max((len(run) for run in re.findall(r'`+', text)), default=0))
-    return f'{fence}text\n{text}\n{fence}'
+    return fenced(''.join(map(_visible, text[:MOST_CHARACTERS] + (' …' if cut else ''))), 'text')
 
 
 def _visible(character: str) -> str:

@@ -10,11 +10,12 @@ from typing import Any
 
 import yaml
 
-from chatgpt.publish.methods import LIBRARY, METHODS, Method
+from chatgpt.publish.facts import ModelFacts
+from chatgpt.publish.method_words import LIBRARY, METHOD_WORDS, MethodWords
 from chatgpt.publish.picture import can_draw, curve, panels_of
-from chatgpt.publish.text import code, count, hub_name, number, table, without_paths
-from chatgpt.publish.told import Told
+from chatgpt.publish.text import code, count, fenced, hub_name, table, without_paths
 from chatgpt.publish.use import Role, is_classifier
+from chatgpt.report.series import number
 
 FEW = 200
 """prompts or records, below which the card says that they are few"""
@@ -31,24 +32,24 @@ SOURCES = {
 Measured = list[tuple[str, float | None, float, float | None]]
 
 
-def method_of(told: Told) -> Method | None:
-    return METHODS.get(told.record.method) if told.record is not None else None
+def method_of(facts: ModelFacts) -> MethodWords | None:
+    return METHOD_WORDS.get(facts.record.method) if facts.record is not None else None
 
 
-def introduction(told: Told, role: Role, base: str, title: str) -> str:
+def introduction(facts: ModelFacts, role: Role, base: str, title: str) -> str:
     """What it is, in two or three sentences."""
     what = {
         'actor': 'a language model',
         'reward_model': 'a reward model',
         'critic': 'a value model',
     }[role]
-    if told.rank is not None:
-        what = f'a LoRA adapter of rank {told.rank}, to be loaded onto {base or "the model that it was trained on"}'
+    if facts.rank is not None:
+        what = f'a LoRA adapter of rank {facts.rank}, to be loaded onto {base or "the model that it was trained on"}'
         base = ''
     size = ', '.join(
         [
-            *([told.family] if told.family else []),
-            *([f'{count(told.parameters)} parameters'] if told.parameters else []),
+            *([facts.family] if facts.family else []),
+            *([f'{count(facts.parameters)} parameters'] if facts.parameters else []),
         ]
     )
     origin = f', made of {base}' if base else ''
@@ -60,17 +61,17 @@ def introduction(told: Told, role: Role, base: str, title: str) -> str:
                 'critic': 'It says of every token of an answer how good the whole will be.',
             }[role]
         )
-    method = method_of(told)
+    method = method_of(facts)
     if method is not None:
         source = f' ({method.paper.shown})' if method.paper is not None else ''
         verb = 'trained with' if role == 'actor' else 'trained as'
         sentences.append(f'It was {verb} {method.name}{source} by {LIBRARY}: {method.what}.')
-    elif told.record is not None:
-        sentences.append(f'It was trained with `{told.record.method}` by {LIBRARY}.')
+    elif facts.record is not None:
+        sentences.append(f'It was trained with `{facts.record.method}` by {LIBRARY}.')
     else:
         sentences.append(f'It was saved with {LIBRARY}, outside a run, so this card knows nothing of its training.')
-    if told.record is not None and told.settings.get('lora_rank') and told.rank is None:
-        sentences.append(f'LoRA adapters of rank {told.settings["lora_rank"]} were trained, and are folded in.')
+    if facts.record is not None and facts.settings.get('lora_rank') and facts.rank is None:
+        sentences.append(f'LoRA adapters of rank {facts.settings["lora_rank"]} were trained, and are folded in.')
     return ' '.join(sentences)
 
 
@@ -82,12 +83,7 @@ def _rates(optimizers: Mapping[str, Any]) -> str:
     return f', learning rates {" and ".join(f"{rate:g} ({name})" for name, rate in rates.items())}'
 
 
-def fenced(text: str, language: str) -> str:
-    fence = '`' * max(3, 1 + max((len(run) for run in re.findall(r'`+', text)), default=0))
-    return f'{fence}{language}\n{text}\n{fence}'
-
-
-def about_use(folder: Path, told: Told, role: Role) -> str:
+def about_use(folder: Path, facts: ModelFacts, role: Role) -> str:
     """What to know beside the code."""
     notes = ['`name` is the folder of the model, or its name on the hub.']
     if (folder / 'adapter_config.json').is_file():
@@ -96,12 +92,12 @@ def about_use(folder: Path, told: Told, role: Role) -> str:
         notes.append(f'This needs {LIBRARY}, for transformers has no class for its head.')
     elif role == 'reward_model':
         notes.append('Scores of answers to the same prompt can be compared; a score alone means nothing.')
-    elif told.record is not None and told.record.method == 'ilql':
+    elif facts.record is not None and facts.record.method == 'ilql':
         notes.append(
             f'transformers loads the language model alone. Its Q heads are in a file beside it, with which {LIBRARY} '
             'answers: `python -m chatgpt generate`.'
         )
-    elif told.record is not None and told.record.generation:
+    elif facts.record is not None and facts.record.generation:
         notes.append('It draws as the model was drawn from in training.')
     return ' '.join(notes)
 
@@ -109,9 +105,9 @@ def about_use(folder: Path, told: Told, role: Role) -> str:
 # ---------------------------------------------------------------------- training
 
 
-def training(told: Told, drawn: bool, picture: str) -> str:
+def training(facts: ModelFacts, drawn: bool, picture: str) -> str:
     """How it went: the picture, and the ends of its curves in numbers."""
-    record = told.record
+    record = facts.record
     parts = []
     if record is not None:
         strategy = record.strategy
@@ -120,7 +116,7 @@ def training(told: Told, drawn: bool, picture: str) -> str:
         device = next((gpu for start in record.starts[-1:] for gpu in start.machine.get('gpus') or ()), None)
         on = f' on {device}' if device and str(strategy.get('device')) != 'cpu' else ''
         planned = f' of {record.num_phases}' if record.num_phases and record.num_phases != record.phase else ''
-        phases = max(record.phase, max((int(row['step']) for row in told.metrics), default=0))
+        phases = max(record.phase, max((int(row['step']) for row in facts.metrics), default=0))
         resumed = f', started {len(record.starts)} times' if len(record.starts) > 1 else ''
         parts.append(
             f'{phases}{planned} learning phase{"s" * (phases != 1 or bool(planned))} in '
@@ -130,10 +126,10 @@ def training(told: Told, drawn: bool, picture: str) -> str:
         ends = {'stopped': 'It was stopped before its end.', 'failed': 'The run ended with an error.'}
         if record.status in ends:
             parts[-1] += f' {ends[record.status]}'
-    if told.improved and told.metrics:
-        parts.append(f'{told.improved[0].upper()}{told.improved[1:]}.')
+    if facts.improved and facts.metrics:
+        parts.append(f'{facts.improved[0].upper()}{facts.improved[1:]}.')
     rows = []
-    panels = panels_of(told.metrics, told.eval)
+    panels = panels_of(facts.metrics, facts.eval)
     for title, curves in panels:
         for label, points in curves:
             name = f'{title} ({label})' if label else title
@@ -151,12 +147,12 @@ def training(told: Told, drawn: bool, picture: str) -> str:
     return '\n\n'.join(parts)
 
 
-def data(told: Told) -> str:
+def data(facts: ModelFacts) -> str:
     """Which data, how much, and the names of its columns. Of a file its name alone."""
-    record = told.record
+    record = facts.record
     if record is None:
         return ''
-    known, settings = record.data, told.settings
+    known, settings = record.data, facts.settings
     rows = []
     for key, what in SOURCES.items():
         source = settings.get(key)
@@ -184,7 +180,7 @@ def data(told: Told) -> str:
     if known.get('skipped'):
         sentences.append(f'{known["skipped"]} unusable ones were left out.')
     if record.reward is not None and not (settings.get('reward_model') or settings.get('reward_fn')):
-        sentences.append(f'The reward is {reward_shown(told)}.')
+        sentences.append(f'The reward is {reward_shown(facts)}.')
     parts = [table(['', 'source', 'rows', 'columns'], rows)] if rows else []
     return '\n\n'.join([*parts, *([' '.join(sentences)] if sentences else [])])
 
@@ -204,12 +200,12 @@ def columns_of(source: Any) -> list[str] | None:
         return None
 
 
-def reward_shown(told: Told) -> str:
+def reward_shown(facts: ModelFacts) -> str:
     """What scored, in the words of the command line or of a checkpoint."""
     for key in ('reward_model', 'reward_fn'):
-        if told.settings.get(key):
-            return code(without_paths(told.settings[key]))
-    found = told.record.reward if told.record is not None else None
+        if facts.settings.get(key):
+            return code(without_paths(facts.settings[key]))
+    found = facts.record.reward if facts.record is not None else None
     if isinstance(found, list):
         return 'a weighted sum of rewards: ' + ', '.join(
             f'{number(weight)} × {_scorer(name)}' for weight, name in found
@@ -262,11 +258,11 @@ def eval_data(settings: Mapping[str, Any]) -> str:
     return 'eval data of the run'
 
 
-def evaluation(told: Told) -> str:
-    found = measured(told.metrics, told.eval)
+def evaluation(facts: ModelFacts) -> str:
+    found = measured(facts.metrics, facts.eval)
     if not found:
         return ''
-    phase = max(int(row['step']) for row in [*told.eval, *told.metrics])
+    phase = max(int(row['step']) for row in [*facts.eval, *facts.metrics])
     rows = [
         [code(name), *('' if v is None else number(v) for v in (before, last, best))]
         for name, before, last, best in found
@@ -274,19 +270,19 @@ def evaluation(told: Told) -> str:
     head = ['metric', 'before training', f'last (of {phase} phases)', 'best']
     kept = [i for i, title in enumerate(head) if i in (0, 2) or any(row[i] for row in rows)]
     shown = table([head[i] for i in kept], [[row[i] for i in kept] for row in rows])
-    return f'On {eval_data(told.settings)}:\n\n{shown}'
+    return f'On {eval_data(facts.settings)}:\n\n{shown}'
 
 
 # ---------------------------------------------------------------------- limits
 
 
-def limits(told: Told, role: Role, has_base: bool) -> str:
+def limits(facts: ModelFacts, role: Role, has_base: bool) -> str:
     """What the numbers do not say, made of what is known of this run."""
-    record, method = told.record, method_of(told)
+    record, method = facts.record, method_of(facts)
     points = []
     kind = method.kind if method is not None else None
     if kind == 'reward':
-        points += _of_rewards(told)
+        points += _of_rewards(facts)
     elif kind == 'demonstrations':
         points.append('It imitates its demonstrations: their mistakes, gaps and tone are its own now.')
     elif kind == 'preferences':
@@ -304,10 +300,10 @@ def limits(told: Told, role: Role, has_base: bool) -> str:
     amount = None if record is None else record.data.get('distinct', record.data.get('records'))
     if amount is not None and amount < FEW:
         points.append(f'It has seen {amount} {"prompts" if "distinct" in record.data else "records"} only.')  # type: ignore[union-attr]
-    if record is not None and not measured(told.metrics, told.eval):
+    if record is not None and not measured(facts.metrics, facts.eval):
         points.append('It was not evaluated on data that it was not trained on.')
-    if told.findings:
-        names = ', '.join(f'`{name}`' for name in dict.fromkeys(str(row.get('finding')) for row in told.findings))
+    if facts.findings:
+        names = ', '.join(f'`{name}`' for name in dict.fromkeys(str(row.get('finding')) for row in facts.findings))
         points.append(f'The checks during the run found: {names}.')
     points.append(
         'It was not evaluated for truth, safety, bias or privacy, nor in languages and on tasks that its data does not '
@@ -318,25 +314,25 @@ def limits(told: Told, role: Role, has_base: bool) -> str:
     return '\n'.join(f'- {point}' for point in points)
 
 
-def _of_rewards(told: Told) -> list[str]:
+def _of_rewards(facts: ModelFacts) -> list[str]:
     points = [
-        f'It was optimised for {reward_shown(told)}. That is a proxy: a high score is not a good answer, and may have '
+        f'It was optimised for {reward_shown(facts)}. That is a proxy: a high score is not a good answer, and may have '
         'been reached by means that nobody meant. Read samples.'
     ]
-    ends = curve(told.metrics, told.eval, 'rollout/kl_mean')
+    ends = curve(facts.metrics, facts.eval, 'rollout/kl_mean')
     if ends and ends[-1][1] > 0:
         points.append(
             f'It has moved {number(ends[-1][1])} nats per response away from the model that it started from (KL); the '
             'farther, the less the score can be trusted.'
         )
-    ended = curve(told.metrics, told.eval, 'rollout/ended_share')
-    room = told.record.generation.get('max_new_tokens') if told.record is not None else None
+    ended = curve(facts.metrics, facts.eval, 'rollout/ended_share')
+    room = facts.record.generation.get('max_new_tokens') if facts.record is not None else None
     if ended and ended[-1][1] < 0.9:
         limit = f' of {room} tokens' if room else ''
         points.append(f'{100 * (1 - ended[-1][1]):.0f} % of its last responses were cut off by the limit{limit}.')
     if room:
         points.append(f'It was trained on responses of up to {room} tokens; longer ones were never scored.')
-    evals = [name for name, *_ in measured(told.metrics, told.eval)]
+    evals = [name for name, *_ in measured(facts.metrics, facts.eval)]
     if evals and all(name.startswith('eval/score') or name in _OF_LENGTH for name in evals):
         points.append('It was evaluated by the very reward that it was trained on.')
     return points
@@ -348,9 +344,9 @@ _OF_LENGTH = ('eval/length_mean', 'eval/ended', 'eval/ended_share', 'eval/num_pr
 # ---------------------------------------------------------------------- settings, versions, citation
 
 
-def settings(told: Told) -> str:
+def settings(facts: ModelFacts) -> str:
     """Those that differ from their defaults, and all of them behind a fold."""
-    record = told.record
+    record = facts.record
     if record is None:
         return ''
     changed = {k: v for k, v in record.changed_settings().items() if k not in UNSHOWN}
@@ -377,15 +373,15 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
-def versions(found: Mapping[str, str], told: Told) -> str:
+def versions(found: Mapping[str, str], facts: ModelFacts) -> str:
     from chatgpt import __version__
 
     named = {LIBRARY: found.get('chatgpt', __version__)} | {k: v for k, v in found.items() if k != 'chatgpt'}
     return ', '.join(f'{name} {number}' for name, number in named.items())
 
 
-def citation(told: Told) -> str:
-    method = method_of(told)
+def citation(facts: ModelFacts) -> str:
+    method = method_of(facts)
     if method is None or method.paper is None:
         return ''
     return fenced(method.paper.bibtex, 'bibtex')

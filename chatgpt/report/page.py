@@ -34,7 +34,7 @@ LIMIT = 3_000_000
 FOR_CURVES = 1_500_000
 MOST_CHARTS = 1000
 BYTES_OF_A_POINT = 9
-FOR_ALL_BUT_SEQUENCES = 2_600_000
+FOR_ALL_BUT_ROLLOUTS = 2_600_000
 POINTS = (1000, 500, 250, 120, 60, 30, 12, 6)
 """of a chart, at most: the first with which the curves fit"""
 TEXTS = (2000, 800, 300, 100, 0)
@@ -77,7 +77,7 @@ def page(runs: Sequence[Run], title: str) -> str:
     drawn = fitting_curves(runs)
     for limit in TEXTS:
         text = _assembled(runs, title, drawn, limit)
-        if len(text.encode()) <= FOR_ALL_BUT_SEQUENCES:
+        if len(text.encode()) <= FOR_ALL_BUT_ROLLOUTS:
             break
     room = (LIMIT - len(text.encode()) - 20_000 * len(runs)) / max(1, sum(bool(run.recorded) for run in runs))
     for share in (0.95, 0.7, 0.4, 0.2):  # `<` takes more room in a page than in JSON
@@ -133,7 +133,7 @@ def _assembled(runs: Sequence[Run], title: str, drawn: Curves, texts: int, rows:
         controls() if drawn.html else '',
         drawn.html,
         parts.samples(runs, texts) if texts else '',
-        parts.sequences(runs, rows),
+        parts.rollouts(runs, rows),
         parts.settings(runs),
         parts.origin(runs),
         parts.names(drawn.names, meanings()),
@@ -142,13 +142,13 @@ def _assembled(runs: Sequence[Run], title: str, drawn: Curves, texts: int, rows:
         asset('uPlot.min.css') + asset('page.css') + asset('report.css') + (asset('rollouts.css') if any(rows) else '')
     )
     scripts = [f'/*\n{asset("uPlot.LICENSE")}*/\n{asset("uPlot.iife.min.js")}', asset('report.js')]
-    reader = f'{asset("rollouts.js")}\n{asset("sequences.js")}' if any(rows) else ''
+    reader = f'{asset("rollouts.js")}\n{asset("embedded_rollouts.js")}' if any(rows) else ''
     places = [('Findings', 'findings'), *((group, place_of(group)) for group in drawn.groups)]
     places += [
         (word, place)
         for word, place in (
             ('Samples', 'samples'),
-            ('Sequences', 'sequences'),
+            ('Rollouts', 'rollouts'),
             ('Settings', 'settings'),
             ('Origin', 'origin'),
             ('Names', 'names'),

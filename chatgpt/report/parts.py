@@ -10,7 +10,7 @@ from chatgpt.report.figures import COLORS, metric_id
 from chatgpt.report.runs import Run, settings_of
 from chatgpt.report.series import average, nats, number
 from chatgpt.report.summary import KL, what_improved
-from chatgpt.report.text import cut, duration_text, moment_of, safe, script_json, time_text, value_text
+from chatgpt.report.text import cut, duration, moment_of, safe, script_json, time_text, value_text
 
 STATUS = {
     'ended': ('good', 'ended'),
@@ -97,7 +97,7 @@ def _when(run: Run) -> list[str]:
         told.append(f'resumed {time_text(last.at)} at phase {last.phase}')
     start, end = moment_of(last.at), moment_of(record.ended)
     if start is not None and end is not None:
-        told.append(f'{"ran" if last is first else "ran since then"} {duration_text((end - start).total_seconds())}')
+        told.append(f'{"ran" if last is first else "ran since then"} {duration((end - start).total_seconds())}')
     return told
 
 
@@ -252,8 +252,8 @@ def _answer(phase: int, row: Mapping[str, Any], limit: int) -> str:
     return f'<div class="answer"><p class="of"><span>Phase {phase}</span>{shown}</p>{said}{extra}</div>'
 
 
-def sequences(runs: Sequence[Run], rows: Sequence[Sequence[Mapping[str, Any]]]) -> str:
-    """Recorded sequences, for the reader of rollouts.js, which sequences.js puts there."""
+def rollouts(runs: Sequence[Run], rows: Sequence[Sequence[Mapping[str, Any]]]) -> str:
+    """Recorded sequences, for the reader of rollouts.js, which embedded_rollouts.js puts there."""
     parts = []
     for run, of_run in zip(runs, rows, strict=False):
         if not of_run:
@@ -266,7 +266,7 @@ def sequences(runs: Sequence[Run], rows: Sequence[Sequence[Mapping[str, Any]]]) 
             f'recorded is in the folder <code>rollouts</code> of the run.</p><div class="reader"></div>'
             f'<script type="application/json" class="rows">{script_json(of_run)}</script>'
         )
-    return f'<section id="sequences"><h2>Sequences</h2>{"".join(parts)}</section>' if parts else ''
+    return f'<section id="rollouts"><h2>Rollouts</h2>{"".join(parts)}</section>' if parts else ''
 
 
 # ---------------------------------------------------------------------- settings, starts, names

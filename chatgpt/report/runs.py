@@ -34,10 +34,6 @@ class Run:
         """'running', 'ended', 'stopped', 'failed', or 'unknown' of a folder without run.json."""
         return self.folder.record.status if self.folder.record is not None else 'unknown'
 
-    @property
-    def last_phase(self) -> int:
-        return max((at[-1] for at, _ in self.columns.values()), default=0)
-
 
 def read_run(path: str | os.PathLike[str], name: str) -> Run:
     """

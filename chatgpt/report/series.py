@@ -83,8 +83,8 @@ def average(values: Sequence[float | None]) -> float | None:
 
 def number(value: float | None) -> str:
     """As short as it can be read: three digits that say something."""
-    if value is None:
-        return 'none'
+    if value is None or not isfinite(value):
+        return 'none' if value is None else str(value)
     size = abs(value)
     if size >= 1e6 or (0 < size < 1e-3):
         digits, _, power = f'{value:.2e}'.partition('e')

@@ -59,9 +59,12 @@ def moment_of(iso: str | None) -> datetime | None:
         return None
 
 
-def duration_text(seconds: float) -> str:
-    """45 s, 12 min, 3 h 20 min"""
-    if seconds < 90:
+def duration(seconds: float) -> str:
+    """45 s, 12 min, 3 h 05 min, 2 d 3 h"""
+    if round(seconds) < 60:
         return f'{seconds:.0f} s'
     minutes = round(seconds / 60)
-    return f'{minutes} min' if minutes < 90 else f'{minutes // 60} h {minutes % 60} min'
+    if minutes < 60:
+        return f'{minutes} min'
+    hours, minutes = divmod(minutes, 60)
+    return f'{hours} h {minutes:02d} min' if hours < 24 else f'{hours // 24} d {hours % 24} h'

@@ -85,13 +85,6 @@ class RunFolder:
         """Learning phases that it has written down."""
         return int(self.metrics[-1]['step']) if self.metrics else 0
 
-    def curve(self, name: str) -> list[tuple[int, float]]:
-        """(phase, value) of a metric, where it is a number; evaluations before the first phase included."""
-        rows = (
-            [row for row in self.eval if row['step'] == 0] + self.metrics if name.startswith('eval/') else self.metrics
-        )
-        return [(row['step'], row[name]) for row in rows if isinstance(row.get(name), (int, float))]
-
     def _rows(self, filename: str) -> list[Row]:
         path = self.path / filename
         return read_jsonl(path) if path.is_file() else []

@@ -108,7 +108,7 @@ class RunRecord:
         try:
             starts = [Start(**_known(Start, start)) for start in content.get('starts', [])]
             return cls(**{**_known(cls, content), 'starts': starts})
-        except TypeError as error:
+        except (TypeError, AttributeError) as error:
             raise ValueError(f'{path} is not the record of a run: {error}') from None
 
 
@@ -119,7 +119,7 @@ def _known(kind: type, content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """The whole JSON text or nothing, durable.
+    """The whole text or nothing, durable.
 
     Raises:
         OSError: it could not be written; what was there is untouched.

@@ -151,7 +151,6 @@ def read_rollouts(
     prompt: str | None = None,
     text: str | None = None,
     score: tuple[float | None, float | None] | None = None,
-    group: int | None = None,
     offset: int = 0,
     limit: int | None = None,
 ) -> list[dict[str, Any]]:
@@ -163,7 +162,6 @@ def read_rollouts(
         prompt: only where the prompt contains this, whatever its case.
         text: only where the response contains this, whatever its case.
         score: (lowest, highest), both included; None is no bound. A score that is not a number is in no range.
-        group: only the samples of this prompt draw.
         offset, limit: leave out so many of what was found, then give at most so many.
 
     A file that cannot be read, or is no recording, is left out with a warning that names it.
@@ -173,7 +171,6 @@ def read_rollouts(
     def matches(row: Mapping[str, Any]) -> bool:
         return (
             (wanted is None or row['phase'] in wanted)
-            and (group is None or row['group'] == group)
             and _contains(row['prompt'], prompt)
             and _contains(row['response'], text)
             and _within(row['score'], score)
@@ -193,7 +190,7 @@ def read_rollouts(
 
 
 def _readable(path: Path) -> Iterator[tuple[int | None, Path]]:
-    """(phase, file) in order of phases; files of other names are given first, without a phase."""
+    """(phase, file) in order of phases; of one file that was asked for by itself the phase is not known."""
     if path.is_file():
         yield None, path
         return
@@ -222,7 +219,7 @@ def _read(
                     f'{file}: is no recording of sequences (no column {missing[0]!r}); left out', stacklevel=4
                 )
                 return 0, []
-            heads = opened.read(columns=['phase', 'index', 'group', 'prompt', 'response', 'score']).to_pylist()
+            heads = opened.read(columns=['phase', 'index', 'prompt', 'response', 'score']).to_pylist()
             found = sorted((i for i, row in enumerate(heads) if matches(row)), key=lambda i: heads[i]['index'])
             taken = found[offset : None if room is None else offset + room]
             rows = opened.read(columns=list(COLUMNS)).take(taken).to_pylist() if taken else []

@@ -21,7 +21,7 @@ from chatgpt.nn.critic import Critic
 from chatgpt.nn.lora import lora_layers
 from chatgpt.nn.peft_format import export_peft
 from chatgpt.nn.reward_model import RewardModel
-from chatgpt.publish import NUM_SAMPLES, Told, check_push, push_folder, write_card
+from chatgpt.publish import NUM_SAMPLES, ModelFacts, check_push, push_folder, write_card
 from chatgpt.run_folder import RunFolder
 from chatgpt.run_folder.reading import is_run
 from chatgpt.trainer.callbacks import Evaluator, rows_of
@@ -38,7 +38,7 @@ def save_pretrained(strategy: Strategy, model: nn.Module, path: str | Path, *, t
     """Write the full fp32 weights (adapters folded in) as a folder that `transformers` loads, with a card that says
     what the model is. Call it on every rank."""
     _write_weights(strategy, model, path, tokenizer)
-    strategy.run_on_rank0(lambda: _write_card(path, strategy.unwrap(model), _told_of(strategy.unwrap(model))))
+    strategy.run_on_rank0(lambda: _write_card(path, strategy.unwrap(model), _facts_of(strategy.unwrap(model))))
 
 
 def save_adapter(model: nn.Module, path: str | Path, *, base_model: str | None = None) -> None:
@@ -50,8 +50,8 @@ def save_adapter(model: nn.Module, path: str | Path, *, base_model: str | None =
     """
     export_peft(model, path, base_model=base_model)
     rank = next(iter(lora_layers(model).values())).r
-    told = _told_of(model)
-    _write_card(path, model, replace(told, source=base_model or told.source, rank=int(cast(Any, rank))))
+    facts = _facts_of(model)
+    _write_card(path, model, replace(facts, source=base_model or facts.source, rank=int(cast(Any, rank))))
 
 
 def save_trained(trainer: TrainerView, path: str | Path, *, card_samples: int = NUM_SAMPLES) -> None:
@@ -114,39 +114,41 @@ def _write_weights(strategy: Strategy, model: nn.Module, path: str | Path, token
 
 def write_card_of(trainer: TrainerView, path: str | Path, *, card_samples: int = NUM_SAMPLES, **more: Any) -> None:
     """Write the card of a trainer's first model into the folder where that is saved. Call it on every rank. `more`:
-    fields of `Told`."""
+    fields of `ModelFacts`."""
     trainer.strategy.run_on_rank0(lambda: write_card_here(trainer, path, card_samples=card_samples, **more))
 
 
 def write_card_here(trainer: TrainerView, path: str | Path, *, card_samples: int = NUM_SAMPLES, **more: Any) -> None:
     """The same on one rank alone."""
     bare = trainer.strategy.unwrap(next(iter(trainer.models().values())))
-    _write_card(path, bare, replace(_told(trainer, bare), **more), card_samples)
+    _write_card(path, bare, replace(_facts_of_run(trainer, bare), **more), card_samples)
 
 
-def _write_card(path: str | Path, bare: nn.Module, told: Told, num_samples: int = NUM_SAMPLES) -> None:
+def _write_card(path: str | Path, bare: nn.Module, facts: ModelFacts, num_samples: int = NUM_SAMPLES) -> None:
     """A card that cannot be written is a warning: the model is there."""
     role = 'reward_model' if isinstance(bare, RewardModel) else 'critic' if isinstance(bare, Critic) else 'actor'
     try:
-        write_card(path, told, role=cast(Any, role), num_samples=num_samples)
+        write_card(path, facts, role=cast(Any, role), num_samples=num_samples)
     except Exception as error:
         warnings.warn(f'{path}: the model is saved without a card ({type(error).__name__}: {error})', stacklevel=2)
 
 
-def _told_of(bare: nn.Module) -> Told:
+def _facts_of(bare: nn.Module) -> ModelFacts:
     facts = model_facts(bare)
-    return Told(source=facts['source'], parameters=facts['parameters'], family=facts['kind'])
+    return ModelFacts(source=facts['source'], parameters=facts['parameters'], family=facts['kind'])
 
 
-def _told(trainer: TrainerView, bare: nn.Module) -> Told:
+def _facts_of_run(trainer: TrainerView, bare: nn.Module) -> ModelFacts:
     """From the run's folder; from the trainer itself where it has none, or has not trained yet."""
-    told = _told_of(bare)
+    facts = _facts_of(bare)
     if trainer.run_dir is not None and trainer.phase and is_run(trainer.run_dir):
-        told = Told.of(RunFolder(trainer.run_dir), **{k: getattr(told, k) for k in ('source', 'parameters', 'family')})
-        return told if told.record is not None else replace(told, record=describe(trainer))
+        facts = ModelFacts.of(
+            RunFolder(trainer.run_dir), **{k: getattr(facts, k) for k in ('source', 'parameters', 'family')}
+        )
+        return facts if facts.record is not None else replace(facts, record=describe(trainer))
     evaluations = [c for c in trainer.callbacks if isinstance(c, Evaluator) and c.last_step is not None]
     return replace(
-        told,
+        facts,
         record=describe(trainer) if trainer.phase else None,
         eval=[{'step': c.last_step, **c.last} for c in evaluations],
         samples=[

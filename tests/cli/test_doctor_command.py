@@ -31,7 +31,7 @@ def record(path: Path) -> None:
         'trainer': 'RewardModelTrainer',
         'models': {'model': {'parameters': 260000, 'trained': 260000}},
         'num_phases': 10,
-        'data': {'prompts': 9, 'distinct': 4},
+        'data': {'prompts': 9, 'distinct': 5},
     }
     (path / 'run.json').write_text(json.dumps(content))
 
@@ -76,7 +76,7 @@ def test_lines_of_json_of_several_runs(tmp_path, monkeypatch, capsys):
     assert call(monkeypatch, 'doctor', str(good), str(bad), '--json') == 1
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row['run'], row['finding'], row['step']) for row in rows] == [
-        (str(bad), 'few-prompts', 1),
+        (str(bad), 'few-prompts', 3),
         (str(bad), 'nothing-moves', 8),
     ]
 

@@ -114,3 +114,10 @@ def test_evaluate_draws_the_same_every_time(monkeypatch, capsys, folder):
         assert call(monkeypatch, 'evaluate', *words, *more, f'--reward_fn={folder}/score.py:words') == 0
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1] and len(set(shown)) == 3
+
+
+@pytest.mark.parametrize('word', ['generate', 'evaluate'])
+def test_a_reward_model_does_not_write(monkeypatch, capsys, folder, word):
+    more = ['--reward_fn', f'{folder}/score.py:words'] if word == 'evaluate' else []
+    assert call(monkeypatch, word, str(folder / 'rm'), str(folder / 'prompts.jsonl'), *more) == 2
+    assert f'--pretrain {folder}/rm is a reward model (GPT2ForSequenceClassification)' in capsys.readouterr().err

@@ -61,7 +61,7 @@ def test_the_token_becomes_a_cookie_that_only_this_server_is_sent(guarded):
 
 
 @pytest.mark.parametrize(
-    'origin', ['http://evil.example', 'null', 'http://127.0.0.1:9999', 'http://localhost:8765', '']
+    'origin', ['http://evil.example', 'null', 'http://127.0.0.1:9999', 'http://localhost:8765', 'http://[', '']
 )
 def test_no_other_page_may_post(guarded, origin):
     friend, _, store = guarded

@@ -93,7 +93,6 @@ def client(runs):
         ('text=says%202', [12, 32]),
         ('min=1', [12, 13, 32, 33]),
         ('min=0&max=1', [11, 12, 31, 32]),
-        ('group=31', [32, 33]),
         ('phase=1&prompt=cat&max=1', [12]),
         ('offset=3&limit=2', [13, 30]),
         ('limit=100000', [10, 11, 12, 13, 30, 31, 32, 33]),
@@ -111,7 +110,7 @@ def test_runs_are_told_apart_and_numbers_are_json(client):
 
 
 @pytest.mark.parametrize(
-    'asked', ['run=2', 'run=-1', 'run=x', 'phase=1.5', 'min=low', 'limit=-1', 'offset=x', 'group=-2']
+    'asked', ['run=2', 'run=-1', 'run=x', 'phase=1.5', 'min=low', 'limit=-1', 'offset=x', 'phase=-2']
 )
 def test_what_is_no_question_is_told(client, asked):
     answer = client.get(f'/api/rollouts?{asked}')

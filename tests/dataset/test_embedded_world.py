@@ -6,7 +6,6 @@ import pytest
 
 from chatgpt.dataset import check_tokenizer, load_demonstrations, load_preferences, load_prompts
 from chatgpt.dataset.embedded import (
-    REPETITION_COST,
     demo_close_preferences,
     demo_config,
     demo_corpus,
@@ -62,9 +61,9 @@ def test_preferences_are_ordered_by_the_truth_and_hold_faulty_text():
     ('response', 'share'),
     [
         ('it felt glad .', 0.0),
-        ('it felt glad . it felt glad .', 1 / 5),  # the last of five runs of four words stood first
-        ('glad glad glad glad glad glad', 2 / 3),
-        ('it felt', 0.0),  # no run of four
+        ('it felt glad . it felt glad .', 2 / 6),  # the last two of six runs of three words stood first
+        ('glad glad glad glad glad glad', 3 / 4),
+        ('it felt', 0.0),  # no run of three
         ('', 0.0),
     ],
 )
@@ -72,18 +71,13 @@ def test_repeated_share_by_hand(response, share):
     assert repeated_share(response) == pytest.approx(share)
 
 
-def test_close_preferences_are_ordered_by_the_truth_and_by_repetition():
+def test_close_preferences_are_ordered_by_the_truth_and_close():
     pairs = demo_close_preferences(600, seed=0)
-
-    def worth(pair, which):
-        return true_score(pair['prompt'], pair[which]) - REPETITION_COST * repeated_share(pair[which])
-
-    assert all(worth(p, 'chosen') > worth(p, 'rejected') for p in pairs)
+    assert all(true_score(p['prompt'], p['chosen']) > true_score(p['prompt'], p['rejected']) for p in pairs)
     shares = [(repeated_share(p['chosen']), repeated_share(p['rejected'])) for p in pairs]
-    assert sum(c < r for c, r in shares) > 3 * sum(c > r for c, r in shares)
-    # one thing changed: all but one sentence are the same
-    same = [len(set(p['chosen'].split(' .')) & set(p['rejected'].split(' .')) - {''}) for p in pairs]
-    assert sum(n > 0 for n in same) > 200
+    assert sum(c < r for c, r in shares) > sum(c > r for c, r in shares)
+    common = [set(p['chosen'].split(' .')) & set(p['rejected'].split(' .')) - {''} for p in pairs]
+    assert sum(map(bool, common)) > 200  # one thing changed: the other sentences are the same
 
 
 def test_tokenizer_and_config(tmp_path):

@@ -181,3 +181,13 @@ def test_a_doctor_that_fails_costs_a_warning_and_not_the_run(capsys, monkeypatch
         trainer = sft(None)
     assert len(caught) == 1
     assert trainer.phase == 9 and said(capsys) == []
+
+
+def test_a_damaged_file_of_findings_does_not_end_a_resume(tmp_path):
+    folder = sft(tmp_path, callbacks=[cb.SaveCheckpoint(interval=4)], epochs=4).save_checkpoint()
+    (tmp_path / 'findings.jsonl').write_text('{"step": 1, "fin\n{"step": 1}\n')
+    with pytest.warns(UserWarning, match='the doctor failed at phase 4, and looks no further: JSONDecodeError'):
+        trainer = sft(tmp_path, epochs=6, resume=folder)
+    assert trainer.phase == 6
+    (tmp_path / 'findings.jsonl').write_text('{"step": 1}\n')  # nothing of ours, but JSON
+    assert sft(tmp_path, epochs=6, resume=folder).phase == 6

@@ -47,7 +47,7 @@ HEALTHY: dict[str, Any] = {
     'perf/total_s': 10.0,
     'perf/other_s': 0.5,
 }
-RM: dict[str, Any] = {'rm/loss': lambda i: 0.7 - 0.01 * i, 'rm/accuracy': lambda i: 0.5 + 0.01 * i, 'rm/lr': 1e-3}
+RM: dict[str, Any] = {'rm/loss': lambda i: 0.7 - 0.01 * i, 'rm/accuracy': lambda i: 0.5 + 0.02 * i, 'rm/lr': 1e-3}
 SFT: dict[str, Any] = {'sft/loss': lambda i: 2.0 - 0.05 * i, 'sft/lr': 1e-3, 'sft/grad_norm': 1.0}
 
 
@@ -108,7 +108,7 @@ CASES: dict[str, Case] = {
     'nothing-moves, SFT': Case({'sft/loss': 2.0, 'sft/lr': 1e-7}, {'sft/lr': 1e-7}, step=8, base=SFT),
     'nothing-moves, labels without signal': Case(
         {'rm/loss': 0.69, 'rm/accuracy': 0.5},
-        {'rm/accuracy': lambda i: 0.5 + 0.002 * i},
+        {'rm/accuracy': lambda i: 0.5 + 0.005 * i},
         step=22,
         base=RM,
         about={'num_phases': 24},
@@ -215,8 +215,9 @@ CASES: dict[str, Case] = {
         {'rollout/response_len_mean': after(6, 90.0, 40.0)},
         step=8,
     ),
-    'few-prompts': Case(
+    'few-prompts': Case(  # 8 draws a phase of 4 prompts
         {},
+        step=2,
         about={'data': {'prompts': 4, 'distinct': 4, 'cut': 0}},
         about_without={'data': {'prompts': 20, 'distinct': 20}},
     ),

@@ -29,7 +29,7 @@ def test_demo_leaves_models_a_table_and_a_plot(demo, monkeypatch, tmp_path, caps
     corpus, prompts = embedded.demo_corpus, embedded.demo_prompts
     monkeypatch.setattr(embedded, 'demo_corpus', lambda num, seed: corpus(min(num, 264), seed))
     monkeypatch.setattr(embedded, 'demo_prompts', lambda num, seed: prompts(min(num, 8), seed))
-    monkeypatch.setattr(demo, 'NUM_PAIRS', 128)
+    monkeypatch.setitem(demo.PREFERENCES, 'num_pairs', 128)
     monkeypatch.setitem(demo.PPO, 'num_phases', 2)
     monkeypatch.setattr(sys, 'argv', ['demo.py', '--out', str(tmp_path)])
     demo.main()

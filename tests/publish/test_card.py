@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from chatgpt.publish import Told, picture, write_card
+from chatgpt.publish import ModelFacts, picture, write_card
 from chatgpt.publish.card import CARD, MARKER, PICTURE
-from chatgpt.publish.methods import METHODS as KNOWN
+from chatgpt.publish.method_words import METHOD_WORDS as KNOWN
 from chatgpt.publish.text import block, code, count, hub_name, without_paths
 from chatgpt.run_folder import RunFolder, RunRecord, Start
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
@@ -60,7 +60,7 @@ EVALS = [{'step': s, 'eval/score_mean': v, 'eval/score_mean_best': 9.0} for s, v
 SAMPLE = {'step': 20, 'prompt': 'one day', 'response': ' a fox', 'score': 1.25}
 
 
-def told(**changes: Any) -> Told:
+def facts(**changes: Any) -> ModelFacts:
     given: dict[str, Any] = {
         'record': record(),
         'metrics': rows(),
@@ -71,12 +71,12 @@ def told(**changes: Any) -> Told:
         'family': 'gpt2',
         'run_name': 'words',
     }
-    return Told(**given | changes)
+    return ModelFacts(**given | changes)
 
 
-def written(folder: Path, what: Told | None = None, **options: Any) -> str:
+def written(folder: Path, what: ModelFacts | None = None, **options: Any) -> str:
     folder.mkdir(parents=True, exist_ok=True)
-    assert write_card(folder, what or told(), **options)
+    assert write_card(folder, what or facts(), **options)
     return (folder / CARD).read_text()
 
 
@@ -103,7 +103,7 @@ def test_names_of_the_hub_are_linked(tmp_path):
         data={'records': 1000, 'eval_records': 50},
     )
     metrics = [{'step': i, 'dpo/loss': 1 / i, 'dpo/val_loss': 2 / i, 'dpo/val_accuracy': 0.5} for i in (1, 2, 4)]
-    text = written(tmp_path / 'pairs', told(record=own, metrics=metrics, eval=(), samples=(), source='me/base'))
+    text = written(tmp_path / 'pairs', facts(record=own, metrics=metrics, eval=(), samples=(), source='me/base'))
     data = ModelCard(text).data
     assert data.datasets == ['someone/pairs'] and data.base_model == 'me/base'
     assert {r.metric_name: r.metric_value for r in data.eval_results} == {'dpo/val_loss': 0.5, 'dpo/val_accuracy': 0.5}
@@ -116,13 +116,13 @@ def test_a_folder_hands_on_what_it_was_made_of(tmp_path):
     """PPO on an SFT model of gpt2, with the licence that somebody wrote into that card."""
     from huggingface_hub import ModelCard
 
-    written(tmp_path / 'sft' / 'actor', told(source='gpt2', run_name='sft', more={'license': 'mit'}))
-    text = written(tmp_path / 'ppo', told(source=str(tmp_path / 'sft' / 'actor')))
+    written(tmp_path / 'sft' / 'actor', facts(source='gpt2', run_name='sft', more={'license': 'mit'}))
+    text = written(tmp_path / 'ppo', facts(source=str(tmp_path / 'sft' / 'actor')))
     data = ModelCard(text).data
     assert (data.base_model, data.license) == ('gpt2', 'mit')
     assert 'made of the model `sft`, which is made of [gpt2](https://huggingface.co/gpt2)' in text
     (tmp_path / 'sft' / 'actor' / CARD).write_text('---\n: [ no yaml\n---\n')
-    assert ModelCard(written(tmp_path / 'ppo', told(source=str(tmp_path / 'sft' / 'actor')))).data.base_model is None
+    assert ModelCard(written(tmp_path / 'ppo', facts(source=str(tmp_path / 'sft' / 'actor')))).data.base_model is None
     assert str(tmp_path) not in text
 
 
@@ -170,32 +170,32 @@ LIMITS = {
 @pytest.mark.parametrize('name', LIMITS)
 def test_limits_follow_the_run(tmp_path, name):
     changes, sentence = LIMITS[name]
-    assert sentence in written(tmp_path / 'actor', told(**changes)).replace('\n', ' ')
+    assert sentence in written(tmp_path / 'actor', facts(**changes)).replace('\n', ' ')
 
 
 def test_limits_that_do_not_hold_are_not_named(tmp_path):
     own = record(data={'prompts': 5000, 'distinct': 5000, 'cut': 0})
     evals = [*EVALS, {'step': 20, 'eval/metrics/truth': 0.5}]
     metrics = [row | {'rollout/ended_share': 1.0, 'rollout/kl_mean': 0.0} for row in rows()]
-    text = written(tmp_path / 'actor', told(record=own, eval=evals, metrics=metrics)).split('## Limits')[1]
+    text = written(tmp_path / 'actor', facts(record=own, eval=evals, metrics=metrics)).split('## Limits')[1]
     for words in ('only.', 'cut off', 'nats', 'very reward', 'not trained on', 'checks during', 'stopped'):
         assert words not in text.split('## Settings')[0], words
 
 
 def test_what_is_neither_better_nor_worse_has_no_best(tmp_path):
     evals = [{'step': s, 'eval/length_mean': float(s), 'eval/val_loss': 3.0 - abs(s - 1)} for s in (0, 1, 2)]
-    text = written(tmp_path / 'actor', told(eval=evals))
+    text = written(tmp_path / 'actor', facts(eval=evals))
     assert '| `eval/length_mean` | 0 | 2 |  |' in text and '| `eval/val_loss` | 2 | 2 | 2 |' in text
 
 
 def test_a_curve_that_is_zero_throughout_is_not_shown(tmp_path):
     metrics = [row | {'ppo/explained_variance': 0.0, 'ppo/clip_fraction': row['step'] % 2} for row in rows()]
-    text = written(tmp_path / 'actor', told(metrics=metrics))
+    text = written(tmp_path / 'actor', facts(metrics=metrics))
     assert 'explained variance' not in text and '| clip fraction | 1 (phase 1) | 0 (phase 20) |' in text
 
 
 def test_without_a_run_it_says_so(tmp_path):
-    text = written(tmp_path / 'mine', Told(source='gpt2', parameters=1000, family='gpt2'))
+    text = written(tmp_path / 'mine', ModelFacts(source='gpt2', parameters=1000, family='gpt2'))
     assert 'saved with chatgpt-rlhf, outside a run, so this card knows nothing of its training.' in text
     assert '## Training' not in text and '## Evaluation' not in text and '## Settings' not in text
 
@@ -219,7 +219,7 @@ def test_every_method_of_the_library_has_its_paper():
 
 
 def test_nothing_of_the_machine(tmp_path):
-    text = written(tmp_path / 'actor', told(source=f'{SECRET}/models/base'))
+    text = written(tmp_path / 'actor', facts(source=f'{SECRET}/models/base'))
     for secret in ('private', 'project-x', 'api_key', 'feedbeef', 'a secret one', 'outputs/x', '2031'):
         assert secret not in text, secret
     assert 'note: see a.txt' in text and 'the model `base`' in text
@@ -265,7 +265,7 @@ HOSTILE = '---\n# title\n```\n````\n| a | <script>alert(1)</script> [x](javascri
 def test_texts_show_as_they_are(tmp_path):
     from huggingface_hub import ModelCard
 
-    text = written(tmp_path / 'actor', told(samples=[SAMPLE | {'prompt': HOSTILE, 'response': HOSTILE * 20}]))
+    text = written(tmp_path / 'actor', facts(samples=[SAMPLE | {'prompt': HOSTILE, 'response': HOSTILE * 20}]))
     assert ModelCard(text).data.base_model == 'gpt2'
     markdown = pytest.importorskip('markdown', reason='needs the package Markdown')
     html = markdown.markdown(text.split('---\n', 2)[2], extensions=['fenced_code', 'tables'])
@@ -286,7 +286,7 @@ def test_code_spans_hold_what_they_are_given():
 
 
 def test_as_many_samples_as_asked_for(tmp_path):
-    many = told(samples=[SAMPLE | {'response': f' number {i}'} for i in range(5)])
+    many = facts(samples=[SAMPLE | {'response': f' number {i}'} for i in range(5)])
     assert ' number 1' in written(tmp_path / 'a', many, num_samples=2)
     assert ' number 2' not in (tmp_path / 'a' / CARD).read_text()
     text = written(tmp_path / 'b', many, num_samples=0)
@@ -298,11 +298,11 @@ def test_as_many_samples_as_asked_for(tmp_path):
 
 def test_a_page_that_is_not_ours_stays(tmp_path):
     text = written(tmp_path)
-    assert write_card(tmp_path, told(source='other')) and 'other' in (tmp_path / CARD).read_text()
+    assert write_card(tmp_path, facts(source='other')) and 'other' in (tmp_path / CARD).read_text()
     mine = ''.join(line for line in text.splitlines(keepends=True) if MARKER not in line)
     (tmp_path / CARD).write_text(mine)
     (tmp_path / PICTURE).unlink()
-    assert not write_card(tmp_path, told(source='third'))
+    assert not write_card(tmp_path, facts(source='third'))
     assert (tmp_path / CARD).read_text() == mine and not (tmp_path / PICTURE).exists()
 
 
@@ -314,7 +314,7 @@ def test_the_picture_is_small(tmp_path, num):
         | {'rollout/response_len_mean': i % 7, 'ppo/entropy': 3 / (1 + i), 'ppo/clip_fraction': (i * 7919 % 13) / 13}
         for i, row in enumerate(rows(num))
     ]
-    text = written(tmp_path, told(metrics=wide))
+    text = written(tmp_path, facts(metrics=wide))
     data = (tmp_path / PICTURE).read_bytes()
     width, height = struct.unpack('>II', data[16:24])
     assert data.startswith(b'\x89PNG') and len(data) < 150_000 and width > 600 and height > 300
@@ -331,7 +331,7 @@ def test_without_matplotlib_the_card_has_the_numbers(tmp_path, monkeypatch):
 
 
 def test_a_run_of_one_phase_has_nothing_to_draw(tmp_path):
-    text = written(tmp_path, told(metrics=rows(1), eval=()))
+    text = written(tmp_path, facts(metrics=rows(1), eval=()))
     assert not (tmp_path / PICTURE).exists() and PICTURE not in text and 'matplotlib' not in text
 
 
@@ -500,7 +500,7 @@ def test_a_run_of_the_command_line_names_file_rows_and_columns(tmp_path, model_f
     assert f'made of the model `{model_folder.name}`' in text and str(tmp_path) not in text
     assert str(model_folder) not in text
     run = RunFolder(tmp_path / 'tales')
-    last = run.curve('sft/val_loss')[-1][1]
+    last = run.metrics[-1]['sft/val_loss']
     assert f'value: {last!r}' in text
     monkeypatch.chdir(tmp_path / 'tales')
     run_code(Path('actor'), capsys)

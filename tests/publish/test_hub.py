@@ -24,7 +24,9 @@ def folder(tmp_path: Path) -> Path:
     (place / 'config.json').write_text('{"a": 1}\n')
     (place / 'empty.txt').write_text('')
     (place / 'sub' / 'vocab.txt').write_text('ä\nb\n')
-    (place / 'README.md').write_text("---\ntags: []\n---\n\n<!-- Written by chatgpt-rlhf. -->\n\nname = 'my model'\n")
+    (place / 'README.md').write_text(
+        '---\ntags: []\n---\n\n<!-- Written by chatgpt-rlhf. -->\n\nname = "someone\'s model"\n'
+    )
     return place
 
 
@@ -138,6 +140,14 @@ def test_a_run_without_login_network_or_hub(hub, monkeypatch, tmp_path):
         use(f'http://127.0.0.1:{free.getsockname()[1]}', monkeypatch, tmp_path)
         with pytest.raises(ValueError, match=r'no answer from http://127.0.0.1:\d+ \(.+\); check the network'):
             check_push('words')
+
+
+def test_a_token_that_no_header_can_hold_is_not_shown(hub, folder):
+    token = 'hf_private\nprivate'
+    for upload in (lambda: check_push('me/words', token=token), lambda: push_folder(folder, 'me/words', token=token)):
+        with pytest.raises((ValueError, PushError), match=r'Bearer \*\*\*') as caught:
+            upload()
+        assert 'private' not in str(caught.value)
 
 
 def test_offline_is_an_error_before_a_run(monkeypatch):

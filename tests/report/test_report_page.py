@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -212,7 +213,7 @@ def test_nothing_is_asked_of_a_network_and_nothing_else_may_run(tmp_path):
     for tag, has, _ in found.found:
         assert 'src' not in has and not (tag == 'link' and has['rel'] != 'icon')
         assert not (has.get('href') or '').startswith(('http', '//'))
-    for name in ('report.js', 'rollouts.js', 'sequences.js', 'uPlot.iife.min.js'):
+    for name in ('report.js', 'rollouts.js', 'embedded_rollouts.js', 'uPlot.iife.min.js'):
         assert not re.search(r'\beval\(|new Function\(|innerHTML|document\.write', page.asset(name)), name
     assert not re.search(
         r'url\(|@import', page.asset('page.css') + page.asset('report.css') + page.asset('rollouts.css')
@@ -390,7 +391,7 @@ def test_columns_follow_the_phases():
 @pytest.mark.parametrize(
     ('value', 'text'),
     [(0.0, '0'), (-0.0, '0'), (1.0, '1'), (-1.4440, '-1.44'), (123.4, '123'), (12345.6, '12 346'), (1e-5, '1e-5')]
-    + [(0.00012345, '1.23e-4'), (2.5e7, '2.5e7'), (None, 'none'), (0.999999, '1'), (99.96, '100')],
+    + [(0.00012345, '1.23e-4'), (2.5e7, '2.5e7'), (None, 'none'), (0.999999, '1'), (99.96, '100'), (math.inf, 'inf')],
 )
 def test_numbers_are_short(value, text):
     assert number(value) == text

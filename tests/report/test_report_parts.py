@@ -12,7 +12,7 @@ from made_runs import make_offline_run, make_run, record, write_lines, write_seq
 from chatgpt.doctor import Finding
 from chatgpt.report import page, parts, what_improved, write_report
 from chatgpt.report.runs import names_of, read_run, why_ended
-from chatgpt.report.text import cut, duration_text, plain, safe, script_json, time_text, value_text
+from chatgpt.report.text import cut, duration, plain, safe, script_json, time_text, value_text
 from chatgpt.run_folder import RunFolder, Start
 
 
@@ -205,7 +205,7 @@ def test_texts_are_made_safe_for_a_page():
 
 
 def test_times_and_values_are_words():
-    assert [duration_text(s) for s in (45, 750, 12000)] == ['45 s', '12 min', '3 h 20 min']
+    assert [duration(s) for s in (45, 59.7, 750, 11100, 183600)] == ['45 s', '1 min', '12 min', '3 h 05 min', '2 d 3 h']
     assert (
         time_text('2026-11-22T10:05:59+00:00') == '2026-11-22 10:05 UTC' and time_text('soon') == time_text(None) == ''
     )

@@ -13,7 +13,15 @@ import torch
 from chatgpt.run_folder import JsonLines, RunFolder, RunRecord, Start, read_jsonl
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 from chatgpt.trainer import PPOTrainer
-from chatgpt.trainer.callbacks import Callback, RunRecorder
+from chatgpt.trainer.callbacks import (
+    Callback,
+    Doctor,
+    Evaluator,
+    RolloutRecorder,
+    RunRecorder,
+    SampleTable,
+    WriteReport,
+)
 from chatgpt.trainer.callbacks.run_record import command_line
 
 
@@ -79,12 +87,18 @@ def test_a_failure_and_a_stop_are_told_apart(tmp_path):
         def on_phase_end(self, trainer, step, metrics):
             trainer.request_stop()
 
+    class Quits(Callback):
+        def on_phase_end(self, trainer, step, metrics):
+            raise KeyboardInterrupt
+
     with pytest.raises(RuntimeError):
         trainer(tmp_path / 'a', [Fails()]).fit(['a'], max_timesteps=2, update_timesteps=1)
     record = RunRecord.read(tmp_path / 'a')
     assert (record.status, record.error) == ('failed', 'RuntimeError: the reward is gone')
     trainer(tmp_path / 'b', [Stops()]).fit(['a'], max_timesteps=3, update_timesteps=1)
-    assert RunRecord.read(tmp_path / 'b').status == 'stopped'
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path / 'c', [Quits()]).fit(['a'], max_timesteps=3, update_timesteps=1)
+    assert RunRecord.read(tmp_path / 'b').status == RunRecord.read(tmp_path / 'c').status == 'stopped'
 
 
 def test_a_resume_adds_a_start_and_a_new_run_begins_anew(tmp_path):
@@ -107,6 +121,71 @@ def test_a_plan_is_made_for_runs_that_last(tmp_path, monkeypatch):
     assert plan['peak_gib'] == max(plan['phases'].values()) > 0 and {'collect', 'learn'} <= plan['phases'].keys()
 
 
+def test_where_there_is_no_plan_it_is_asked_for_once(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr('chatgpt.trainer.callbacks.run_record.PLANNED_AFTER_S', 0.0)
+    monkeypatch.setattr('chatgpt.trainer.callbacks.run_record.planned', asked.append)
+    trainer(tmp_path).fit(['a'], max_timesteps=3, update_timesteps=1)
+    assert len(asked) == 1 and RunRecord.read(tmp_path).plan is None
+
+
+def test_a_trainer_that_is_driven_by_hand_has_a_record_from_its_first_phase(tmp_path):
+    def step(t: PPOTrainer) -> None:
+        queries = [torch.tensor([97])] * 2
+        t.step(queries, t.generate(queries), [1.0, 2.0])
+
+    trainer(tmp_path).fit(['a'], max_timesteps=1, update_timesteps=1)
+    t = trainer(tmp_path)
+    step(t)
+    record = RunRecord.read(tmp_path)
+    assert (record.status, record.data, [start.phase for start in record.starts]) == ('running', {}, [0])
+    assert RunRecord.read(tmp_path).generation['max_new_tokens'] == 3
+    assert json.loads((tmp_path / 'run.previous.json').read_text())['status'] == 'ended'
+    step(t)
+    t.save_checkpoint()
+    again = trainer(tmp_path)
+    again.load_checkpoint('auto')
+    step(again)
+    assert [start.phase for start in RunRecord.read(tmp_path).starts] == [0, 2]
+
+
+def test_a_second_interrupt_stops_a_run_and_is_no_failure(tmp_path):
+    class Interrupts(Callback):
+        def on_phase_end(self, trainer, step, metrics):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path, [Interrupts()]).fit(['a'], max_timesteps=2, update_timesteps=1)
+    assert RunRecord.read(tmp_path).status == 'stopped'
+
+
+def test_what_an_earlier_run_has_left_is_not_of_the_next(tmp_path):
+    def evaluate(trainer):
+        return {'score': 9.0}
+
+    first = [Evaluator(evaluate, interval=1), SampleTable(every=1)]
+    trainer(tmp_path, first).fit(['a', 'b'], max_timesteps=2, update_timesteps=1)
+    (tmp_path / 'findings.jsonl').write_text('{"step": 1, "finding": "few-prompts"}\n')
+    second = [Doctor(enabled=False), RolloutRecorder(num_sequences=0), WriteReport()]
+    trainer(tmp_path, second).fit(['a', 'b'], max_timesteps=1, update_timesteps=1)
+    run = RunFolder(tmp_path)
+    assert (run.eval, run.samples, run.findings, run.rollouts()) == ([], [], [], []) and run.phase == 1
+    kept = {path.name for path in tmp_path.glob('*.previous*')}
+    files = {'run.json', 'metrics.jsonl', 'eval.jsonl', 'samples.jsonl', 'findings.jsonl', 'report.html'}
+    assert kept == {name.replace('.', '.previous.') for name in files} | {'rollouts.previous'}
+
+
+def test_what_is_no_record_is_refused_by_name(tmp_path):
+    for content in ('{"format": 1, "method": ', '[]', '{"format": 1}', '{"format": 1, "starts": [3]}'):
+        (tmp_path / 'run.json').write_text(content)
+        with pytest.raises(ValueError, match='run.json is not'):
+            RunRecord.read(tmp_path)
+    t = trainer(tmp_path)
+    t.phase = 1  # goes on in this folder
+    t.fit(['a'], max_timesteps=1, update_timesteps=1)
+    assert [start.phase for start in RunRecord.read(tmp_path).starts] == [1]
+
+
 def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch):
     def full(self, folder):
         raise OSError(28, 'No space left on device')
@@ -117,19 +196,22 @@ def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch):
 
 
 def test_secrets_of_a_command_line_are_left_out(monkeypatch):
-    given = ['python', 'x.py', '--hub_token', 'abc', '--api_key=def', 'Training.password=ghi', '--tokenizer', 'gpt2']
-    monkeypatch.setattr(sys, 'orig_argv', given, raising=False)
-    shown = command_line()
-    assert shown == [
-        'python',
+    given = [
         'x.py',
         '--hub_token',
-        '***',
-        '--api_key=***',
-        'Training.password=***',
+        'abc',
+        '--api_key=def',
+        'Training.password=ghi',
+        '--passwd',
+        'j',
         '--tokenizer',
         'gpt2',
     ]
+    given += ['--token_penalty=0.1', '--max_new_tokens', '8', '-c', f'login("hf_{"k" * 34}")', 'https://me:l@host/x']
+    monkeypatch.setattr(sys, 'orig_argv', given, raising=False)
+    shown = ['x.py', '--hub_token', '***', '--api_key=***', 'Training.password=***', '--passwd', '***']
+    shown += ['--tokenizer', 'gpt2', '--token_penalty=0.1', '--max_new_tokens', '8']
+    assert command_line() == [*shown, '-c', 'login("***")', 'https://***@host/x']
 
 
 def test_reading_needs_no_torch(tmp_path):
@@ -138,7 +220,7 @@ def test_reading_needs_no_torch(tmp_path):
 import sys
 from chatgpt.run_folder import RunFolder
 run = RunFolder({str(tmp_path)!r})
-assert run.record is None and run.phase == 2 and run.curve('ppo/lr') == [(1, 0.1)] and run.samples == []
+assert run.record is None and run.phase == 2 and run.samples == []
 assert 'torch' not in sys.modules
 """
     subprocess.run([sys.executable, '-c', code], check=True, timeout=60)

@@ -75,7 +75,6 @@ def test_filters(folder):
     assert recorded_phases(folder) == recorded_phases(folder / 'rollouts') == [1, 2, 3]
     assert indices(read_rollouts(folder)) == list(range(12))
     assert indices(read_rollouts(folder, [3, 1])) == [0, 1, 2, 3, 8, 9, 10, 11]
-    assert indices(read_rollouts(folder, group=3)) == [6, 7]
     assert indices(read_rollouts(folder, score=(2.0, 5.0))) == [2, 3, 4, 5]
     assert indices(read_rollouts(folder, score=(None, 1.0))) == [0, 1]
     assert indices(read_rollouts(folder, text='ANSWER 1')) == [1, 10, 11]

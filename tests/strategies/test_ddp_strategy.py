@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from chatgpt.testing.processes import environment, free_port, run_distributed, torchrun_environment
 from chatgpt.trainer.strategies.ddp import DDPStrategy, buckets
+from chatgpt.trainer.strategies.processes import this_program
 
 
 def test_without_torchrun(monkeypatch):
@@ -20,6 +22,20 @@ def test_without_torchrun(monkeypatch):
         ValueError, match='RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not set; launch with: torchrun'
     ):
         DDPStrategy()
+
+
+@pytest.mark.parametrize(
+    ('words', 'told'),
+    [
+        (['train.py', '--lr', '1e-3'], 'train.py --lr 1e-3'),
+        (['-u', '-m', 'chatgpt.compat', 'run', 'a b.py', '-x'], "-m chatgpt.compat run 'a b.py' ..."),
+        (['-c', 'import chatgpt'], 'script.py'),
+        ([], 'script.py'),
+    ],
+)
+def test_the_command_is_the_one_that_was_given(monkeypatch, words, told):
+    monkeypatch.setattr(sys, 'orig_argv', ['python', *words])
+    assert this_program() == told
 
 
 @pytest.mark.parametrize('wrong', [{'timeout_s': 0}, {'bucket_bytes': 0}, {'precision': 'int4'}])

@@ -167,6 +167,18 @@ def test_a_stepwise_run_without_fit_writes_too_and_goes_on_after_a_resume(tmp_pa
     assert [(r['step'], r['a']) for r in cb.read_jsonl(tmp_path / 'metrics.jsonl')] == [(1, 0.0), (2, 11.0)]
 
 
+def test_a_file_that_cannot_be_begun_costs_a_line_and_not_the_run(tmp_path):
+    """Of a trainer that is driven by hand, whose files begin with its first phase."""
+    trainer = FakeTrainer([cb.MetricsWriter()], tmp_path / 'file' / 'run')
+    (tmp_path / 'file').write_text('in the way')
+    with pytest.warns(UserWarning, match='metrics.jsonl: step 1 could not be written'):
+        trainer.run_phase({'x': 1.0})
+    (tmp_path / 'file').unlink()
+    trainer.run_phase({'x': 2.0})
+    path = tmp_path / 'file' / 'run' / 'metrics.jsonl'
+    assert cb.read_jsonl(path) == [{'step': 2, 'x': 2.0}]
+
+
 def test_a_full_disk_costs_a_line_and_not_the_run(tmp_path, monkeypatch):
     trainer = FakeTrainer([cb.MetricsWriter()], tmp_path)
     trainer.callbacks.on_fit_start(trainer)

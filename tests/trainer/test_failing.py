@@ -26,14 +26,15 @@ class Broken(RuntimeError):
 
 
 class BreaksIn(CountGood):
-    """A reward model that raises when it is called for the n-th time."""
+    """A reward model that raises in the n-th phase: when it scores a batch for the n-th time. Scoring again, one
+    response alone, does not count."""
 
     def __init__(self, call: int) -> None:
         super().__init__()
         self.left = call
 
     def forward(self, batch: Any) -> torch.Tensor:
-        self.left -= 1
+        self.left -= batch.num_sequences > 1
         if self.left == 0:
             raise Broken('no answer')
         return super().forward(batch)
@@ -105,7 +106,7 @@ def test_a_loss_that_is_not_finite_keeps_the_phase_before(tmp_path, capsys):
 def test_a_policy_without_finite_numbers_is_not_recommended(tmp_path, capsys):
     class NotFinite(BreaksIn):
         def forward(self, batch: Any) -> torch.Tensor:
-            self.left -= 1
+            self.left -= batch.num_sequences > 1
             if self.left == 0:
                 raise FloatingPointError('the logits of sample 3 are not finite')
             return CountGood.forward(self, batch)

@@ -308,6 +308,23 @@ def test_texts_and_columns_that_are_no_utf8_or_json_do_not_end_a_run(tmp_path):
     assert row['prompt'] == 'a ? b' and row['columns'] == '{"x": "{1, 2}", "y": null, "z": [1.5]}'
 
 
+@pytest.mark.parametrize('text', ['\ud83d', None])
+def test_a_tokenizer_with_its_own_mind_does_not_end_a_run(tmp_path, text):
+    class Odd:
+        def decode(self, ids, skip_special_tokens):
+            if text is None:
+                raise IndexError('no such token')
+            return text * len(ids)
+
+    trainer = FakeTrainer([RolloutRecorder()], tmp_path, num_phases=1)
+    trainer.tokenizer = Odd()
+    with pytest.warns(
+        UserWarning, match=r'rollouts: phase 1 could not be recorded \((IndexError|UnicodeEncodeError): '
+    ):
+        trainer.fit([{}])
+    assert recorded_phases(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     'settings', [{'every': 0}, {'num_sequences': -1}, {'max_mib': 0}, {'max_phases': 1}, {'every': 1.5}]
 )

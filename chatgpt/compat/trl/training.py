@@ -197,7 +197,7 @@ CARD_NAMES = ('model_name', 'dataset_name', 'dataset', 'tags', 'license', 'langu
 
 
 def card_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What `create_model_card` is told, as fields of `chatgpt.publish.Told`; a warning of what has no effect."""
+    """What `create_model_card` is told, as fields of `chatgpt.publish.ModelFacts`; a warning of what has no effect."""
     if unknown := [name for name, value in given.items() if name not in CARD_NAMES and value is not None]:
         warnings.warn(f'the model card has no place for {", ".join(unknown)}', stacklevel=script_level())
     known = {name: given[name] for name in CARD_NAMES if given.get(name) is not None}
@@ -376,7 +376,7 @@ class LaterTrainer(ABC):
             self.push_to_hub(commit_message='Model save')
 
     def _write_model(self, path: Path, **card: Any) -> None:
-        """`card`: fields of `chatgpt.publish.Told`."""
+        """`card`: fields of `chatgpt.publish.ModelFacts`."""
         model = next(iter(self.inner.models().values()))
         bare = self.strategy.unwrap(model)
         if not (has_lora(bare) and self.saves_adapters):

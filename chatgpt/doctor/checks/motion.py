@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import median
+from statistics import fmean, median
 
 from chatgpt.doctor.finding import Finding
 from chatgpt.doctor.history import NOW, START, History
@@ -57,7 +57,7 @@ def _supervised(h: History) -> Finding | None:
     start, now = h.start(name), h.now(name)
     if prefix in AT_CHANCE and h.count(accuracy):
         # New weights begin with a loss above that of guessing, and lose that much without learning anything.
-        off = max(abs(a - 0.5) for a in (h.start(accuracy), h.now(accuracy)))
+        off = fmean(h.last(accuracy, START + NOW)) - 0.5
         still, at_chance = off <= limit('chance'), off <= limit('chance_late')
     else:
         at_chance = False
@@ -70,7 +70,7 @@ def _supervised(h: History) -> Finding | None:
     late = h.num_phases is not None and h.step >= max(limit('late') * h.num_phases, 2 * limit('min_phases'))
     if not (low or (at_chance and late)):
         return None
-    told = f', accuracy {h.now(accuracy):.2f}' if h.count(accuracy) else ''
+    told = f', accuracy {fmean(h.last(accuracy, START + NOW)):.2f}' if h.count(accuracy) else ''
     return _finding(h, f'{prefix}/lr', f'in {h.step} logged phases {name} went from {start:.4g} to {now:.4g}{told}')
 
 

@@ -11,15 +11,18 @@ def few_prompts(h: History) -> Finding | None:
     distinct = h.data('distinct')
     if not distinct or distinct >= limit('few_prompts'):
         return None
+    size = h.setting('experience_batch_size', 8)
+    times = h.step * size / distinct  # at least: a phase may have several timesteps
+    if times < limit('prompt_passes'):
+        return None
     return Finding(
         key='few-prompts',
         step=h.step,
         level='warning',
         title='the prompt set is too small',
-        evidence=f'{distinct} different prompts ({h.data("prompts")} in all), drawn over and over',
+        evidence=f'{distinct} different prompts ({h.data("prompts")} in all), each drawn {times:.0f} times by now',
         cause='a file of a few examples, or max_prompts left from a trial',
-        change=f'at least {limit("few_prompts"):.0f} prompts, better as many as the run draws: '
-        f'{h.setting("experience_batch_size", 8)} a timestep',
+        change=f'at least {limit("few_prompts"):.0f} prompts, better as many as the run draws: {size} a timestep',
     )
 
 

@@ -6,7 +6,7 @@ Left out: what is looked for (`chatgpt.doctor`).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class Doctor(Callback):
         self._diagnosis: Diagnosis | None = None
         self._found: dict[str, int] = {}
         """by earlier starts of the run: key → phase"""
-        self._said: set[str] = set()
+        self._said: set[str | None] = set()
         """by a start of the run that was further than the checkpoint; written again when it comes, but not said"""
 
     @property
@@ -52,35 +52,38 @@ class Doctor(Callback):
         self._found, self._diagnosis = dict(state['found']), None
 
     def on_fit_start(self, trainer: TrainerView) -> None:
-        self._begin(trainer)
+        self._try(lambda: self._begin(trainer, trainer.phase), trainer, trainer.phase)
 
     def on_resume(self, trainer: TrainerView, path: Path) -> None:
         self._diagnosis = None
         self._file.forget()
 
     def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
+        self._try(lambda: self._see(trainer, step, metrics), trainer, step)
+
+    def _try(self, look: Callable[[], None], trainer: TrainerView, step: int) -> None:
+        """On rank 0. A run must not end for want of a diagnosis."""
         if not (self.enabled and trainer.strategy.is_rank_0):
             return
-        if self._diagnosis is None:
-            self._begin(trainer, before=step - 1)
-        assert self._diagnosis is not None
         try:
-            new = self._diagnosis.see({**json_safe(metrics), 'step': step})
-        except Exception as error:  # a run must not end for want of a diagnosis
+            look()
+        except Exception as error:
             told = f'the doctor failed at phase {step}, and looks no further: {type(error).__name__}: {error}'
-            warnings.warn(told, stacklevel=2)
+            warnings.warn(told, stacklevel=3)
             self.enabled = False
-            return
+
+    def _see(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
+        if self._diagnosis is None:
+            self._begin(trainer, step - 1)
+        assert self._diagnosis is not None
+        new = self._diagnosis.see({**json_safe(metrics), 'step': step})
         if new:
             self._file.write(trainer, step, [finding.row() for finding in new])
         for finding in new:
             self._say(trainer, finding)
 
-    def _begin(self, trainer: TrainerView, before: int | None = None) -> None:
-        """Get ready to go on after phase `before`, by default the trainer's."""
-        before = trainer.phase if before is None else before
-        if not (self.enabled and trainer.strategy.is_rank_0):
-            return
+    def _begin(self, trainer: TrainerView, before: int) -> None:
+        """Get ready to go on after phase `before`."""
         record = next(
             (c.record for c in trainer.callbacks if isinstance(c, RunRecorder) and c.record is not None), None
         ) or describe(trainer)
@@ -90,7 +93,7 @@ class Doctor(Callback):
         self._diagnosis = Diagnosis(record, found=self._found if before else ())
         self._diagnosis.found |= self._found if before else {}
         if before and trainer.run_dir is not None:
-            self._said = {row['finding'] for row in _rows(trainer.run_dir / self._file.filename)}
+            self._said = {row.get('finding') for row in _rows(trainer.run_dir / self._file.filename)}
             writer = next((c for c in trainer.callbacks if isinstance(c, MetricsWriter)), None)
             for row in _rows(trainer.run_dir / writer.filename) if writer is not None else ():
                 if row['step'] <= before:

@@ -29,23 +29,23 @@ class RunFile:
         """Go on after `step`. Without a run folder, or on another rank, nothing will be written."""
         self.file = None
         if trainer.run_dir is not None and trainer.strategy.is_rank_0:
-            self.file = JsonLines(trainer.run_dir / self.filename)
-            self.file.begin(step)
+            file = JsonLines(trainer.run_dir / self.filename)
+            file.begin(step)
+            self.file = file
 
     def write(self, trainer: TrainerView, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Append records of `step`. A write that fails is a warning: a full disk must not end a run for a line of its
         log."""
-        if self.file is None:
-            if trainer.run_dir is None or not trainer.strategy.is_rank_0:
-                return
-            self.begin(trainer, step - 1)
-        assert self.file is not None
+        if trainer.run_dir is None or not trainer.strategy.is_rank_0:
+            return
         try:
+            if self.file is None:
+                self.begin(trainer, step - 1)
+            assert self.file is not None
             self.file.append({'step': step, **r} for r in records)
         except OSError as error:
-            warnings.warn(
-                f'{self.file.path}: step {step} could not be written ({error.strerror or error})', stacklevel=2
-            )
+            path = trainer.run_dir / self.filename
+            warnings.warn(f'{path}: step {step} could not be written ({error.strerror or error})', stacklevel=2)
 
     def forget(self) -> None:
         """The run's step may have changed: begin anew at the next write."""

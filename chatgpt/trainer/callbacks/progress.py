@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from chatgpt.report.text import duration
 from chatgpt.trainer.callbacks.base import Callback, TrainerView, say
 from chatgpt.types import Experience
 
@@ -44,18 +45,6 @@ SHOWN: dict[str, str] = {
 
 COLLECTING = '{desc} [{elapsed}]'
 """of a bar whose end is not known"""
-
-
-def duration(seconds: float) -> str:
-    """45 s, 12 min, 3 h 05 min, 2 d 3 h."""
-    whole = round(seconds)
-    if whole < 60:
-        return f'{whole} s'
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f'{minutes} min'
-    hours, minutes = divmod(minutes, 60)
-    return f'{hours} h {minutes:02d} min' if hours < 24 else f'{hours // 24} d {hours % 24} h'
 
 
 def _number(name: str, value: float) -> str:

@@ -124,7 +124,8 @@ class RolloutRecorder(Callback):
     def _write(
         self, trainer: TrainerView, step: int, chosen: list[Experience], entropy: dict[int, SequenceOf[float]]
     ) -> None:
-        """A write that fails is a warning: a full disk must not end a run for its recordings."""
+        """What fails is a warning: a full disk, or a tokenizer with its own mind, must not end a run for its
+        recordings."""
         if self._folder is None:
             self._begin(trainer, step - 1)
         assert self._folder is not None
@@ -135,10 +136,9 @@ class RolloutRecorder(Callback):
             for phase in self._sizes.keys() - keep:
                 rollouts.file_of(self._folder, phase).unlink(missing_ok=True)
             self._sizes = {phase: self._sizes[phase] for phase in keep}
-        except OSError as error:
-            warnings.warn(
-                f'{self._folder}: phase {step} could not be recorded ({error.strerror or error})', stacklevel=2
-            )
+        except Exception as error:
+            why = getattr(error, 'strerror', None) or f'{type(error).__name__}: {error}'
+            warnings.warn(f'{self._folder}: phase {step} could not be recorded ({why})', stacklevel=2)
 
 
 def rows_of_phase(

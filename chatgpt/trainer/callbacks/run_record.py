@@ -5,6 +5,7 @@ Left out: what is in it (`chatgpt.run_folder.record`), and what only a trainer k
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -23,14 +24,18 @@ import torch
 
 from chatgpt import __version__
 from chatgpt.plan import make_plan
+from chatgpt.run_folder import rollouts
 from chatgpt.run_folder.lines import previous_of
 from chatgpt.run_folder.record import FILENAME, RunRecord, Start, Status
 from chatgpt.trainer.callbacks.base import Callback, TrainerView
 from chatgpt.trainer.callbacks.memory import setup_of
 
 PACKAGES = ('torch', 'transformers', 'datasets', 'tokenizers', 'numpy', 'colossalai', 'peft', 'ray', 'vllm')
-SECRET = re.compile(r'(token|key|secret|password)\b', re.IGNORECASE)
-NO_SECRET = ('tokenizer', 'token_penalty', 'max_tokens', 'max_new_tokens', 'min_new_tokens')
+SECRET = re.compile(r'(token|keys?|secret|passw(or)?d|credentials?|auth|bearer)\b', re.IGNORECASE)
+SECRET_VALUE = re.compile(r'\bhf_\w{20,}|(?<=://)[^/@\s]+(?=@)')
+"""a token of the hub; who logs in, and with what, in an address"""
+OTHER_FILES = ('eval.jsonl', 'samples.jsonl', 'eval_samples.jsonl', 'findings.jsonl', 'report.html')
+"""of a run's folder, beside run.json and metrics.jsonl, which every run has"""
 GIB = 2**30
 PLANNED_AFTER_S = 10.0
 """a plan takes a quarter of a second, too much for a run of a few"""
@@ -50,20 +55,18 @@ class RunRecorder(Callback):
         self.settings = dict(settings) if settings is not None else None
         self.defaults = dict(defaults or {})
         self.record: RunRecord | None = None
-        self._started = 0.0
+        self._plan_at = 0.0
 
     def on_fit_start(self, trainer: TrainerView) -> None:
-        self.record = None
-        if trainer.run_dir is None or not trainer.strategy.is_rank_0:
-            return
-        starts = _earlier_starts(trainer.run_dir, trainer.phase)
-        self._started = time.monotonic()
-        self.record = describe(trainer, self.settings, self.defaults)
-        self.record.starts = [*starts, this_start(trainer.phase)]
-        self._write(trainer)
+        if trainer.phase == 0 and trainer.run_dir is not None and trainer.strategy.is_rank_0:
+            _set_aside(trainer.run_dir)
+        self._begin(trainer, trainer.phase)
 
     def on_phase_end(self, trainer: TrainerView, step: int, metrics: dict[str, float]) -> None:
-        if self.record is not None and self.record.plan is None and time.monotonic() - self._started > PLANNED_AFTER_S:
+        if self.record is None:  # a trainer that is driven by hand has no other start
+            self._begin(trainer, step - 1)
+        if self.record is not None and time.monotonic() > self._plan_at:
+            self._plan_at = math.inf  # once: where there is no plan, there is none at the next phase
             self.record.plan = planned(trainer)
             self._write(trainer)
 
@@ -72,7 +75,21 @@ class RunRecorder(Callback):
         self._end(trainer, 'ended' if whole else 'stopped')
 
     def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
-        self._end(trainer, 'failed', f'{type(error).__name__}: {error}'.strip().rstrip(':'))
+        if isinstance(error, KeyboardInterrupt):
+            self._end(trainer, 'stopped')
+        else:
+            self._end(trainer, 'failed', f'{type(error).__name__}: {error}'.strip().rstrip(':'))
+
+    def _begin(self, trainer: TrainerView, phase: int) -> None:
+        """A start of the run after `phase`. On rank 0 only."""
+        self.record = None
+        if trainer.run_dir is None or not trainer.strategy.is_rank_0:
+            return
+        record = describe(trainer, self.settings, self.defaults)
+        start = this_start(phase)
+        record.phase, record.starts = phase, [*_earlier_starts(trainer.run_dir, phase), start]
+        self.record, self._plan_at = record, time.monotonic() + PLANNED_AFTER_S
+        self._write(trainer)
 
     def _end(self, trainer: TrainerView, status: Status, error: str | None = None) -> None:
         if self.record is None:
@@ -130,6 +147,14 @@ def _earlier_starts(folder: Path, phase: int) -> list[Start]:
     return [start for start in before.starts if start.phase <= phase] if before is not None else []
 
 
+def _set_aside(folder: Path) -> None:
+    """What an earlier run has left in the folder is not of the run that begins, even where that writes no such file."""
+    for name in OTHER_FILES:
+        if (folder / name).is_file():
+            os.replace(folder / name, previous_of(folder / name))
+    rollouts.begin(folder / rollouts.FOLDER, 0)
+
+
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec='seconds')
 
@@ -145,11 +170,11 @@ def command_line() -> list[str]:
     for word in words:
         name, equals, _ = word.partition('=')
         bare = name.lstrip('-').rpartition('.')[2]
-        secret = SECRET.search(bare) is not None and bare not in NO_SECRET
+        secret = SECRET.search(bare) is not None
         if hide and not word.startswith('-'):
             shown.append('***')
         else:
-            shown.append(f'{name}=***' if secret and equals else word)
+            shown.append(f'{name}=***' if secret and equals else SECRET_VALUE.sub('***', word))
         hide = secret and not equals and word.startswith('-')
     return shown
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -71,6 +73,17 @@ def buckets(tensors: Iterable[Tensor], max_bytes: int) -> Iterator[list[Tensor]]
         yield bucket
 
 
+MOST_WORDS = 4
+
+
+def this_program() -> str:
+    """How this process was started, as torchrun is told it: `train.py --lr ...`, `-m chatgpt.compat run script.py`."""
+    words = [word for word in sys.orig_argv[1:] if word not in ('-u', '-I', '-E', '-s', '-S', '-B', '-O')]
+    if not words or words[0] in ('-c', '-'):
+        return 'script.py'
+    return shlex.join(words[:MOST_WORDS]) + ' ...' * (len(words) > MOST_WORDS)
+
+
 class ProcessGroup(Ranks):
     """Joins torchrun's process group: NCCL on CUDA, gloo on the CPU. A group that is already there is used and left
     alone.
@@ -104,7 +117,7 @@ class ProcessGroup(Ranks):
         if missing:
             raise ValueError(
                 f'{self._what} runs in processes started together, and {", ".join(missing)} is not set; '
-                'launch with: torchrun --nproc-per-node=<number of processes> script.py'
+                f'launch with: torchrun --nproc-per-node=<number of processes> {this_program()}'
             )
 
     def _choose_device(self, device: str | torch.device | None) -> torch.device:

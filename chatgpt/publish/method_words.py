@@ -37,7 +37,7 @@ class Paper(NamedTuple):
         )
 
 
-class Method(NamedTuple):
+class MethodWords(NamedTuple):
     """A method as a card names it. `kind`: reward, demonstrations, preferences, labels, scores (offline)."""
 
     name: str
@@ -49,12 +49,12 @@ class Method(NamedTuple):
 _REWARD = 'responses are drawn from the model itself, and made likelier as their score is higher'
 
 
-def _online(name: str, how: str, paper: Paper) -> Method:
-    return Method(name, f'{_REWARD}; {how}', paper, 'reward')
+def _online(name: str, how: str, paper: Paper) -> MethodWords:
+    return MethodWords(name, f'{_REWARD}; {how}', paper, 'reward')
 
 
-METHODS: dict[str, Method] = {
-    'sft': Method(
+METHOD_WORDS: dict[str, MethodWords] = {
+    'sft': MethodWords(
         'supervised fine-tuning',
         'the model learns to continue as the demonstrations do',
         Paper(
@@ -62,7 +62,7 @@ METHODS: dict[str, Method] = {
         ),
         'demonstrations',
     ),
-    'reward-model': Method(
+    'reward-model': MethodWords(
         'a reward model',
         'the model learns a score that is higher for the answer that was preferred',
         Paper('Stiennon, Nisan', 2020, 'Learning to summarize from human feedback', '2009.01325'),
@@ -164,7 +164,7 @@ METHODS: dict[str, Method] = {
             '2210.01241',
         ),
     ),
-    'rft': Method(
+    'rft': MethodWords(
         'rejection-sampling fine-tuning',
         'responses are drawn from the model itself, and it learns to continue as the best-scored of them do',
         Paper(
@@ -175,7 +175,7 @@ METHODS: dict[str, Method] = {
         ),
         'reward',
     ),
-    'dpo': Method(
+    'dpo': MethodWords(
         'DPO',
         'the chosen answer is made likelier than the rejected one, relative to the initial model',
         Paper(
@@ -186,25 +186,25 @@ METHODS: dict[str, Method] = {
         ),
         'preferences',
     ),
-    'kto': Method(
+    'kto': MethodWords(
         'KTO',
         'good answers are made likelier and bad ones less likely, relative to the initial model',
         Paper('Ethayarajh, Kawin', 2024, 'KTO: Model Alignment as Prospect Theoretic Optimization', '2402.01306'),
         'preferences',
     ),
-    'orpo': Method(
+    'orpo': MethodWords(
         'ORPO',
         'the model learns to continue as the chosen answers do, and the odds of the rejected ones are lowered',
         Paper('Hong, Jiwoo', 2024, 'ORPO: Monolithic Preference Optimization without Reference Model', '2403.07691'),
         'preferences',
     ),
-    'simpo': Method(
+    'simpo': MethodWords(
         'SimPO',
         'the chosen answer is made likelier than the rejected one, per token and by a margin',
         Paper('Meng, Yu', 2024, 'SimPO: Simple Preference Optimization with a Reference-Free Reward', '2405.14734'),
         'preferences',
     ),
-    'ilql': Method(
+    'ilql': MethodWords(
         'ILQL',
         'values of tokens are learned from texts with rewards, and nothing is drawn while learning',
         Paper(

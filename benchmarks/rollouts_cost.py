@@ -1,6 +1,6 @@
 """What recording sequences costs: a phase with it beside the next one without, in one run, and the recorder's own hooks.
 
-    python benchmarks/report_cost.py [--phases 60] [--out docs/results/rollouts_cost.md]
+    python benchmarks/rollouts_cost.py [--phases 60] [--out docs/results/rollouts_cost.md]
 
 Every second phase is recorded. Of both kinds, wall and CPU seconds from the start of collecting to the end of the
 phase's hooks; the difference of neighbours is paired, because other work on the machine moves every number. The
@@ -199,7 +199,7 @@ def page(rows: list[str], phases: int, worst: float) -> str:
         [
             '# What recording sequences costs',
             '',
-            f'`python benchmarks/report_cost.py --phases {phases} --out docs/results/rollouts_cost.md`: PPO with a critic, '
+            f'`python benchmarks/rollouts_cost.py --phases {phases} --out docs/results/rollouts_cost.md`: PPO with a critic, '
             f'16 sequences recorded in every second of {phases} phases, one thread on {os.cpu_count()} cores shared with other work, torch {torch.__version__}.',
             '',
             f'| {head} |',

@@ -1,4 +1,4 @@
-"""What there is to say of a model: what its run's folder holds, or what its trainer knows."""
+"""What a model card is made of: what the run's folder holds, or what the trainer knows."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
 
+from chatgpt.report.summary import what_improved
 from chatgpt.run_folder import RunFolder, RunRecord
 
 
 @dataclass(kw_only=True)
-class Told:
-    """What there is to say of a model."""
+class ModelFacts:
+    """What is known of a model, and of the run that trained it."""
 
     record: RunRecord | None = None
     """None: of a model that is saved without a run"""
@@ -36,10 +37,8 @@ class Told:
     """further front matter: license, language, datasets, tags"""
 
     @classmethod
-    def of(cls, run: RunFolder, **more: Any) -> Told:
+    def of(cls, run: RunFolder, **more: Any) -> ModelFacts:
         """Of a run's folder."""
-        from chatgpt.report.summary import what_improved
-
         samples = run.eval_samples or run.samples
         last = samples[-1]['step'] if samples else None
         return cls(
