@@ -42,14 +42,14 @@ PREFERENCES: dict[str, Any] = {
     'max_epochs': 2,
 }
 PPO: dict[str, Any] = {
-    'repetition_cost': 30.0,
-    'lr': 2e-3,
+    'repetition_cost': 35.0,
+    'lr': 1.5e-3,
     'lr_schedule': 'linear',
     'num_phases': 28,
     'experience_batch_size': 128,
     'train_batch_size': 64,
     'max_epochs': 3,
-    'kl_coef': 0.5,
+    'kl_coef': 0.55,
 }
 
 

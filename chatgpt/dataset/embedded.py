@@ -86,20 +86,20 @@ def _spoilt(rng: random.Random, response: str) -> str:
 
 def _changed(rng: random.Random, sentences: list[str], values: tuple[int, ...]) -> list[str]:
     """The same story but for one thing, of those that a policy in training does: a sentence said again in the place of
-    another; a wrong word; another sentence; a sentence said once more; an end that breaks off."""
+    another, or once more; an end that breaks off; another sentence; most often a wrong word."""
     sentences, at, change = list(sentences), rng.randrange(len(sentences)), rng.randrange(8)
-    if change in (0, 1):
+    if change == 0:
         sentences[at] = rng.choice(sentences)
-    elif change in (2, 3):
+    elif change == 1:
+        sentences.insert(at, rng.choice(sentences))
+    elif change == 2:
+        sentences[-1] = ' '.join(sentences[-1].split()[: -rng.randint(1, 3)])
+    elif change == 3:
+        sentences[at] = _sentence(rng, values)
+    else:
         words = sentences[at].split()
         words[rng.randrange(len(words) - 1)] = rng.choice([*FRAME, *ANIMALS, *_VALUE_OF])
         sentences[at] = ' '.join(words)
-    elif change in (4, 5):
-        sentences[at] = _sentence(rng, values)
-    elif change == 6:
-        sentences.insert(at, rng.choice(sentences))
-    else:
-        sentences[-1] = ' '.join(sentences[-1].split()[: -rng.randint(1, 3)])
     return sentences
 
 
