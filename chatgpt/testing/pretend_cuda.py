@@ -56,6 +56,8 @@ NO_HOST_SCALARS = {
     'scatter_add',
 }
 """refuse a CPU tensor without dimensions, which arithmetic takes as a number"""
+MEMORY = 16 * 2**30
+"""bytes of a device, all of them free"""
 SIZED_BY_DEVICE = {'nonzero', 'masked_select', 'bincount', '_unique2', 'unique_dim', 'unique_consecutive'}
 COPIES = {'_to_copy', 'copy_'}
 
@@ -474,6 +476,11 @@ def _replacements(cuda: PretendCuda) -> list[tuple[Any, str, Any]]:
         (torch.cuda, 'device', on_device),
         (torch.cuda, 'synchronize', synchronize),
         (torch.cuda, 'max_memory_allocated', lambda device=None: 0),
+        (torch.cuda, 'memory_allocated', lambda device=None: 0),
+        (torch.cuda, 'memory_reserved', lambda device=None: 0),
+        (torch.cuda, 'mem_get_info', lambda device=None: (MEMORY, MEMORY)),
+        (torch.cuda, 'graph_pool_handle', lambda: (0, 0)),
+        (torch.cuda, 'is_current_stream_capturing', lambda: False),
         (torch.cuda, 'Stream', stream),
         (torch.cuda, 'current_stream', stream),
         (torch.cuda, 'set_stream', lambda stream: None),
