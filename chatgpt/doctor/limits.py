@@ -73,7 +73,9 @@ LIMITS: dict[str, Limit] = {
         'of the range of scores so far: what is left are few failures, of which neither a group nor a critic says much',
     ),
     'spike': Limit(10, 'times the median of the twenty phases before'),
-    'spike_once': Limit(100, 'times: one is enough'),
+    'spike_once': Limit(
+        1000, 'times: one is enough; on a solved task, where gradients are near 0, one failure stands out a hundredfold'
+    ),
     'spikes': Limit(3, 'phases of the last twenty: one odd text may come up in two'),
     'few_prompts': Limit(16, 'different prompts; the smallest benchmark has 20, which is all there is in its world'),
     'prompt_passes': Limit(4, "times that each was drawn: a trial of a phase or two is none of the doctor's business"),

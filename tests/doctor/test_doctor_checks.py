@@ -235,8 +235,8 @@ CASES: dict[str, Case] = {
         step=18,
     ),
     'grad-norm-spikes, once': Case(
+        {'ppo/critic_grad_norm_max': lambda i: 5000.0 if i == 14 else 2.0},
         {'ppo/critic_grad_norm_max': lambda i: 500.0 if i == 14 else 2.0},
-        {'ppo/critic_grad_norm_max': lambda i: 50.0 if i == 14 else 2.0},
         step=14,
     ),
     'eval-loss-rises': Case(
