@@ -9,7 +9,7 @@ what merely scores well ("it felt proud . it felt proud . it felt proud ."): pai
 a KL to the SFT model that is dear, and a cost of saying the same again. docs/results/demo.md has the same without them.
 
 Leaves in --out: sft/, reward_model/ and ppo/ (Hugging Face folders), sft_run/, reward_model_run/ and ppo_run/ (metrics
-and report.html of each stage), curves.png, and before_after.txt, the table that it prints at the end.
+and report.html of each stage), and before_after.txt, the table that it prints at the end.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from chatgpt.launch.arguments import run_main
 from chatgpt.launch.inputs import quiet_transformers
 from chatgpt.nn import AutoActor, AutoRM, Critic
 from chatgpt.trainer import PPOTrainer, RewardModelTrainer, SFTTrainer
-from chatgpt.trainer.callbacks import format_table, read_jsonl
+from chatgpt.trainer.callbacks import format_table
 from chatgpt.trainer.repetition import repetition
-from chatgpt.trainer.saving import save_pretrained
 from chatgpt.trainer.strategies import NaiveStrategy
 
 NUM_SHOWN, NUM_COMPARED = 6, 200
@@ -70,7 +69,7 @@ def run_sft(strategy: Any, tokenizer: Any, out: Path) -> Any:
         run_dir=out / 'sft_run',
     )
     trainer.fit()
-    save_pretrained(strategy, actor, out / 'sft', tokenizer=tokenizer)
+    trainer.save_pretrained(out / 'sft')
     return actor
 
 
@@ -93,7 +92,7 @@ def run_reward_model(strategy: Any, tokenizer: Any, out: Path, settings: dict[st
         **settings,
     )
     trainer.fit()
-    save_pretrained(strategy, model, out / 'reward_model', tokenizer=tokenizer)
+    trainer.save_pretrained(out / 'reward_model')
     return trainer
 
 
@@ -129,7 +128,7 @@ def run_ppo(strategy: Any, actor: Any, tokenizer: Any, out: Path, settings: dict
         **settings,
     )
     trainer.fit(embedded.demo_prompts(200, seed=0), num_episodes=1, max_timesteps=num_phases, update_timesteps=1)
-    save_pretrained(strategy, actor, out / 'ppo', tokenizer=tokenizer)
+    trainer.save_pretrained(out / 'ppo')
     return trainer
 
 
@@ -145,29 +144,6 @@ def answers(folder: Path, prompts: list[str], seed: int) -> list[str]:
         out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, max_new_tokens=32)
         responses.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
     return responses
-
-
-def plot(out: Path) -> Path:
-    """The reward model's accuracy, and PPO's score and KL."""
-    import matplotlib
-
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-
-    pairs = read_jsonl(out / 'reward_model_run' / 'metrics.jsonl')
-    rows = read_jsonl(out / 'ppo_run' / 'metrics.jsonl')
-    steps = [row['step'] for row in rows]
-    figure, (first, left, right) = plt.subplots(1, 3, figsize=(13, 3.6), constrained_layout=True)
-    first.plot([row['step'] for row in pairs], [row['rm/accuracy'] for row in pairs], color='tab:blue')
-    first.set(title='reward model: pairs in the right order', xlabel='logged phase', ylabel='share')
-    left.plot(steps, [row['rollout/score_mean'] for row in rows], color='tab:green')
-    left.set(title="PPO: the reward model's score", xlabel='learning phase', ylabel='mean score')
-    right.plot(steps, [row['rollout/kl_mean'] for row in rows], color='tab:red')
-    right.set(title='PPO: KL to the SFT model', xlabel='learning phase', ylabel='nats per response')
-    for axis in (first, left, right):
-        axis.grid(alpha=0.3)
-    figure.savefig(out / 'curves.png', dpi=120)
-    return out / 'curves.png'
 
 
 def train(out: Path, seed: int, preferences: dict[str, Any] = PREFERENCES, ppo: dict[str, Any] = PPO) -> float:
@@ -241,10 +217,8 @@ def main() -> None:
     quiet_transformers()
     torch.set_num_threads(1)  # a model this small runs fastest on one
     report(args.out, train(args.out, args.seed))
-    print(f'\nmodels: {args.out}/sft, reward_model, ppo; curves: {plot(args.out)}; {time.perf_counter() - start:.0f} s')
-    page = args.out / 'ppo_run' / 'report.html'
-    if page.exists():
-        print(f'report: {page}')
+    print(f'\nmodels: {args.out}/sft, reward_model, ppo; {time.perf_counter() - start:.0f} s')
+    print(f'report: {args.out}/ppo_run/report.html')
 
 
 if __name__ == '__main__':

@@ -21,7 +21,7 @@ def demo() -> Any:
     return module
 
 
-def test_demo_leaves_models_a_table_and_a_plot(demo, monkeypatch, tmp_path, capsys):
+def test_demo_leaves_models_with_cards_a_table_and_reports(demo, monkeypatch, tmp_path, capsys):
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from chatgpt.dataset import embedded
@@ -42,7 +42,7 @@ def test_demo_leaves_models_a_table_and_a_plot(demo, monkeypatch, tmp_path, caps
     assert table.count('SFT') >= 6 and table.count('PPO') >= 6
     assert table.strip() in shown
     assert [line[0] for line in shown.splitlines() if line[:2] in ('1.', '2.', '3.', '4.')] == ['1', '2', '3', '4']
-    assert (tmp_path / 'curves.png').read_bytes().startswith(b'\x89PNG')
+    assert '## Training' in (tmp_path / 'ppo' / 'README.md').read_text()
     assert (tmp_path / 'ppo_run' / 'report.html').exists()
     assert shown.splitlines()[-1] == f'report: {tmp_path}/ppo_run/report.html'
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / 'reward_model').config.num_labels == 1
