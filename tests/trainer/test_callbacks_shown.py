@@ -23,16 +23,16 @@ def test_lines_say_how_long_the_rest_takes(capsys, monkeypatch):
     """Two phases of four in 100 s: as long again. After a resume only what this start has done counts."""
     clock = iter([0.0, 40.0, 100.0, 150.0, 1000.0, 1007.0])
     monkeypatch.setattr('chatgpt.trainer.callbacks.progress.time.monotonic', lambda: next(clock))
-    row = {'perf/new_tokens_per_s': 1234.5}
+    row = {'perf/new_tokens_per_s': 1234.5, 'perf/learn_tokens_per_s': 9.0}
     FakeTrainer([cb.ProgressBar()], num_phases=4).fit([row, row, row])
     resumed = FakeTrainer([cb.ProgressBar()], num_phases=1004)
     resumed.phase = 3
-    resumed.fit([{}])
+    resumed.fit([{'perf/learn_tokens_per_s': 50.0}])
     assert capsys.readouterr().out.splitlines() == [
         'phase 1/4  tokens/s 1234  left 2 min',  # 3 x 40 s
         'phase 2/4  tokens/s 1234  left 2 min',  # 2 x 50 s
         'phase 3/4  tokens/s 1234  left 50 s',
-        'phase 4/1004  left 1 h 57 min',  # 1000 x 7 s
+        'phase 4/1004  tokens/s 50  left 1 h 57 min',  # 1000 x 7 s
     ]
 
 

@@ -16,7 +16,7 @@ from chatgpt.types import Experience
 
 KL = 'rollout/kl_mean'
 
-SHOWN: dict[str, str] = {
+SHOWN: dict[str, str | tuple[str, ...]] = {
     'score': 'rollout/score_mean',
     'kl': KL,
     'length': 'rollout/response_len_mean',
@@ -37,10 +37,10 @@ SHOWN: dict[str, str] = {
     'simpo loss': 'simpo/loss',
     'simpo accuracy': 'simpo/accuracy',
     'ilql loss': 'ilql/loss',
-    'tokens/s': 'perf/new_tokens_per_s',
+    'tokens/s': ('perf/new_tokens_per_s', 'perf/learn_tokens_per_s'),
     'total_s': 'perf/total_s',
 }
-"""label → metric; those that a phase has are shown, in this order"""
+"""label → metric, or several of which the first that a phase has is shown; labels without one are left out"""
 
 
 COLLECTING = '{desc} [{elapsed}]'
@@ -59,15 +59,20 @@ class ProgressBar(Callback):
     Args:
         enabled: False shows nothing at all.
         bars: True or False forces bars or lines; None looks whether stderr is a terminal.
-        shown: label → metric name, instead of `SHOWN`.
+        shown: instead of `SHOWN`.
     """
 
     def __init__(
-        self, enabled: bool = True, *, bars: bool | None = None, shown: Mapping[str, str] | None = None
+        self,
+        enabled: bool = True,
+        *,
+        bars: bool | None = None,
+        shown: Mapping[str, str | tuple[str, ...]] | None = None,
     ) -> None:
         self.enabled = enabled
         self.bars = bars
-        self.shown = dict(SHOWN if shown is None else shown)
+        given = SHOWN if shown is None else shown
+        self.shown = {label: (names,) if isinstance(names, str) else names for label, names in given.items()}
         self._use_bars = False
         self._phases: Any = None
         self._inner: Any = None
@@ -100,7 +105,8 @@ class ProgressBar(Callback):
         self._stop()
         if not (self.enabled and trainer.strategy.is_rank_0):
             return
-        numbers = {label: _number(name, metrics[name]) for label, name in self.shown.items() if name in metrics}
+        found = {label: next((n for n in names if n in metrics), None) for label, names in self.shown.items()}
+        numbers = {label: _number(name, metrics[name]) for label, name in found.items() if name is not None}
         if self._phases is not None:
             self._phases.set_postfix(numbers, refresh=False)
             self._phases.update(step - self._phases.n)
