@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -44,11 +44,11 @@ class Cuda:
                 cuda.generator = state
 
         @contextmanager
-        def graph(graph, pool):
+        def graph(graph, pool, stream):
             assert pool not in cuda.underway, 'beginAllocateToPool: already recording to mempool_id'
             cuda.captures += 1
             cuda.underway.add(pool)
-            cuda.stream, cuda.generator = 'side', 'in a capture'
+            cuda.stream, cuda.generator = stream, 'in a capture'
             try:
                 yield
                 raise RuntimeError(cuda.fails)
@@ -66,6 +66,8 @@ class Cuda:
         fakes = {
             'CUDAGraph': lambda: types.SimpleNamespace(replay=lambda: pytest.fail('there is nothing to replay')),
             'graph_pool_handle': lambda: (0, 1),
+            'device': lambda device: nullcontext(),
+            'Stream': lambda device: 'side',
             'current_stream': lambda device: cuda.stream,
             'set_stream': lambda stream: setattr(cuda, 'stream', stream),
             'default_generators': (Generator(),),

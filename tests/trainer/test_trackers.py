@@ -204,7 +204,7 @@ def test_a_tracker_of_ones_own(tmp_path):
     )
     run = SFTRun(log_with=[f'{tmp_path}/my_tracker.py:Mine,tensorboard'])
     made = [type(c).__name__ for c in make_callbacks(run, inputs=None)]
-    assert made == ['SaveCheckpoint', 'Mine', 'TensorBoard']
+    assert made == ['SaveCheckpoint', 'RunRecorder', 'Mine', 'TensorBoard']
 
 
 def test_a_tracker_that_is_not_installed_ends_the_run_before_it_trains(monkeypatch):
