@@ -77,6 +77,11 @@ class PromptSet(SequenceOf[Prompt]):
         """Prompts that differ in their ids."""
         return len({prompt.ids.numpy().tobytes() for prompt in self._prompts})
 
+    def facts(self) -> dict[str, int]:
+        """What run.json says of them: how many, and how many of these differ; how many were cut, or left out."""
+        counts = {'prompts': len(self), 'distinct': self.num_distinct()}
+        return counts | {'cut': self.num_cut, 'skipped': self.num_skipped}
+
     def fingerprint(self) -> str:
         """The number of prompts and a hash of their ids, for telling at a resume whether the data changed."""
         digest = hashlib.sha256()

@@ -99,8 +99,15 @@ class Collector:
 
     def fingerprint(self) -> dict[str, Any]:
         """What decides the draws, beside the seed."""
-        sampling = {k: v for k, v in vars(self.sampling).items() if k != 'stop'}
-        return {'sampling': sampling, 'prompts': self.prompts.fingerprint() if self.prompts is not None else None}
+        prompts = self.prompts.fingerprint() if self.prompts is not None else None
+        return {'sampling': self._generation(), 'prompts': prompts}
+
+    def facts(self) -> dict[str, Any]:
+        """What run.json says of generating and of the prompts; see `RunRecord`."""
+        return {'generation': self._generation(), 'data': self.prompts.facts() if self.prompts is not None else {}}
+
+    def _generation(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self.sampling).items() if k != 'stop'}
 
     # ------------------------------------------------------------------ these prompts, now
 

@@ -22,7 +22,6 @@ from chatgpt.trainer.ranges import check_values
 KLLossKind = Literal['k1', 'k2', 'k3']
 Schedule = Literal['constant', 'linear', 'cosine']
 
-
 C = TypeVar('C', bound='Settings')
 
 

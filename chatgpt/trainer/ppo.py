@@ -287,25 +287,10 @@ class PPOTrainer(Trainer):
         return super().fingerprint() | self.collector.fingerprint() | {'reward': described(self.scorer)}
 
     def facts(self) -> dict[str, Any]:
-        c, prompts = self.config, self.collector.prompts
-        own_loss = c.policy_loss not in ('ppo', 'reinforce')
+        c = self.config
         estimator = 'ppo' if c.advantage_estimator == 'gae' else c.advantage_estimator
-        data = (
-            {}
-            if prompts is None
-            else {
-                'prompts': len(prompts),
-                'distinct': prompts.num_distinct(),
-                'cut': prompts.num_cut,
-                'skipped': prompts.num_skipped,
-            }
-        )
-        return {
-            'method': c.policy_loss if own_loss else estimator,
-            'generation': {k: v for k, v in vars(self.sampling).items() if k != 'stop'},
-            'reward': described(self.scorer),
-            'data': data,
-        }
+        method = estimator if c.policy_loss in ('ppo', 'reinforce') else c.policy_loss
+        return {'method': method, 'reward': described(self.scorer)} | self.collector.facts()
 
     def planned_sizes(self) -> dict[str, Any]:
         """With the longest prompt."""

@@ -176,16 +176,7 @@ class RFTTrainer(OfflineTrainer):
         )
 
     def facts(self) -> dict[str, Any]:
-        return {
-            'method': 'rft',
-            'generation': {k: v for k, v in vars(self.collector.sampling).items() if k != 'stop'},
-            'reward': described(self.scorer),
-            'data': {
-                'prompts': len(self.prompts),
-                'distinct': self.prompts.num_distinct(),
-                'cut': self.prompts.num_cut,
-            },
-        }
+        return {'method': 'rft', 'reward': described(self.scorer)} | self.collector.facts()
 
     def fit(self) -> None:
         """Run `num_rounds` rounds. After `load_checkpoint` it goes on with the next one."""

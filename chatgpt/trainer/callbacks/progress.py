@@ -10,11 +10,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from chatgpt.report.summary import KL
 from chatgpt.report.text import duration
 from chatgpt.trainer.callbacks.base import Callback, TrainerView, say
 from chatgpt.types import Experience
-
-KL = 'rollout/kl_mean'
 
 SHOWN: dict[str, str | tuple[str, ...]] = {
     'score': 'rollout/score_mean',
@@ -41,7 +40,6 @@ SHOWN: dict[str, str | tuple[str, ...]] = {
     'total_s': 'perf/total_s',
 }
 """label → metric, or several of which the first that a phase has is shown; labels without one are left out"""
-
 
 COLLECTING = '{desc} [{elapsed}]'
 """of a bar whose end is not known"""
