@@ -46,7 +46,9 @@ COLLECTING = '{desc} [{elapsed}]'
 
 
 def _number(name: str, value: float) -> str:
-    """Four digits; of a KL at most four decimals, for what is below them is the rounding of sums in fp32."""
+    """Four digits, or whole; of a KL at most four decimals, for what is below them is the rounding of sums in fp32."""
+    if 1e4 <= abs(value) < 1e9:
+        return f'{value:.0f}'
     return f'{round(value, 4) if name == KL else value:z.4g}'
 
 
