@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 from chatgpt.nn import Actor
 from chatgpt.rollout import LocalEngine, SamplingParams
@@ -112,6 +113,7 @@ def test_graphs_draw_what_calls_draw(family, settings):
     engine.begin(Actor(model))
     graphs = engine.generate(prompts_of(), sampling, seed=5, indices=range(8))
     assert engine._fixed is not None
-    assert engine._fixed[1]._graphs or family == 'bloom'  # older transformers make its mask from a number of the host
+    host_mask = family == 'bloom' and int(transformers.__version__.split('.')[1]) < 23  # made from a number of the host
+    assert bool(engine._fixed[1]._graphs) != host_mask
     engine.end()
     assert_same(collect(LocalEngine(fixed_steps=False), model, sampling), graphs)
