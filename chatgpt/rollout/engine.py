@@ -43,11 +43,14 @@ class RolloutEngine(Protocol):
         seed: int,
         indices: Sequence[int],
         groups: Sequence[int] | None = None,
+        offsets: Sequence[int] | None = None,
     ) -> list[Sample]:
         """One sample per prompt, in the order of the prompts; tensors are on the CPU.
 
-        `indices` are run-wide sample numbers; `groups` default to them. Raises ValueError before any work for an
-        empty prompt, one that leaves no room for a response, or a setting that the engine cannot do.
+        `indices` are run-wide sample numbers; `groups` default to them. `offsets` default to 0: the position of each
+        response's first token, where its prompt ends with what was drawn or appended before (a later turn of an
+        episode), so that no position of a sample is drawn twice. Raises ValueError before any work for an empty
+        prompt, one that leaves no room for a response, or a setting that the engine cannot do.
         """
         ...
 
@@ -68,6 +71,7 @@ class AheadEngine(RolloutEngine, Protocol):
         seed: int,
         indices: Sequence[int],
         groups: Sequence[int] | None = None,
+        offsets: Sequence[int] | None = None,
     ) -> Any:
         """A ticket for what `generate` would give, with the weights of the latest `begin`; returns at once, and raises
         what `generate` raises before any work. `end`, and a `begin` with newer weights, do not touch it.
@@ -88,6 +92,7 @@ def check_prompts(
     sampling: SamplingParams,
     indices: Sequence[int],
     groups: Sequence[int] | None,
+    offsets: Sequence[int] | None = None,
     *,
     max_positions: int | None,
     vocab_size: int | None,
@@ -102,6 +107,8 @@ def check_prompts(
         )
     if groups is not None and len(groups) != len(prompts):
         raise ValueError(f'generate: {len(prompts)} prompts but {len(groups)} groups; give one group per prompt')
+    if offsets is not None and len(offsets) != len(prompts):
+        raise ValueError(f'generate: {len(prompts)} prompts but {len(offsets)} offsets; give one offset per prompt')
     if vocab_size is not None:
         for token in sampling.eos_token_ids:
             if token >= vocab_size:
@@ -133,13 +140,14 @@ def check_prompts(
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of `RolloutEngine.generate`, groups filled in."""
+    """The arguments of `RolloutEngine.generate`, groups and offsets filled in."""
 
     prompts: Sequence[Prompt]
     sampling: SamplingParams
     seed: int
     indices: list[int]
     groups: list[int]
+    offsets: list[int]
 
     @classmethod
     def of(
@@ -148,9 +156,17 @@ class Call:
         sampling: SamplingParams,
         seed: int,
         indices: Sequence[int],
-        groups: Sequence[int] | None,
+        groups: Sequence[int] | None = None,
+        offsets: Sequence[int] | None = None,
     ) -> Call:
-        return cls(prompts, sampling, seed, list(indices), list(indices if groups is None else groups))
+        return cls(
+            prompts,
+            sampling,
+            seed,
+            list(indices),
+            list(indices if groups is None else groups),
+            list([0] * len(prompts) if offsets is None else offsets),
+        )
 
     def limits(self, config: Any) -> list[int]:
         """What every engine checks before any work, with the text model's config. Returns the most new tokens of each
@@ -160,13 +176,20 @@ class Call:
             self.sampling,
             self.indices,
             self.groups,
+            self.offsets,
             max_positions=getattr(config, 'max_position_embeddings', None),
             vocab_size=config.vocab_size,
         )
 
     def part(self, where: slice) -> Call:
         """The call for some of the prompts."""
-        return replace(self, prompts=self.prompts[where], indices=self.indices[where], groups=self.groups[where])
+        return replace(
+            self,
+            prompts=self.prompts[where],
+            indices=self.indices[where],
+            groups=self.groups[where],
+            offsets=self.offsets[where],
+        )
 
     def sample(
         self,
@@ -237,11 +260,12 @@ class InProcessEngine(ABC):
         seed: int,
         indices: Sequence[int],
         groups: Sequence[int] | None = None,
+        offsets: Sequence[int] | None = None,
     ) -> list[Sample]:
         """See `RolloutEngine.generate`."""
         if self._actor is None:
             raise ValueError(f'{type(self).__name__}.generate: no actor; call begin(actor) first')
-        call = Call.of(prompts, sampling, seed, indices, groups)
+        call = Call.of(prompts, sampling, seed, indices, groups, offsets)
         limits = self.check(text_config(self._actor.model.config), call)
         return self.answer(call, limits) if prompts else []
 

@@ -21,7 +21,7 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from chatgpt.rollout.engine import Call, InProcessEngine, changing_shapes
-from chatgpt.rollout.randomness import sample_keys
+from chatgpt.rollout.randomness import stream_keys
 from chatgpt.rollout.sampling import SamplingParams, TokenSampler
 from chatgpt.types import FinishReason, Sample
 
@@ -152,7 +152,7 @@ class HFEngine(InProcessEngine):
         if sampling.stop is not None:
             stop = _StopCallback(sampling.stop, width, sampling.min_new_tokens, len(prompts))
             criteria.append(stop)
-        key = int(sample_keys(call.seed, torch.tensor([call.indices[0]]))[0])
+        key = int(stream_keys(call.seed, torch.tensor(call.indices[:1]), torch.tensor(call.offsets[:1]))[0])
         config = _generation_config(sampling, max(limits))
         record = None
         if config.get_generation_mode() in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):

@@ -46,10 +46,20 @@ def sample_keys(seed: int, indices: Tensor) -> Tensor:
     return _mix((_mix(start + _GAMMA) ^ indices) + _GAMMA)
 
 
+def stream_keys(seed: int, indices: Tensor, offsets: Tensor) -> Tensor:
+    """One 64-bit key per generation, for engines with generators of their own: later turns of a sample draw other
+    numbers.
+
+    indices, offsets: (n,) int64. Returns (n,) int64; those of `sample_keys` where the offset is 0.
+    """
+    keys = sample_keys(seed, indices)
+    return torch.where(offsets > 0, _mix((keys ^ offsets) + _GAMMA), keys)
+
+
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """Uniform numbers in [0, 1), float64. keys and positions: int64, broadcast against each other.
 
-    `position` counts response tokens from 0.
+    `position` counts from 0 after the prompt: response tokens, and what is appended between the turns of an episode.
     """
     bits = _shift_right(_mix((keys ^ positions) + _GAMMA), 64 - UNIFORM_BITS)
     return bits.double() * 2.0**-UNIFORM_BITS

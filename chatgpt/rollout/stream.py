@@ -33,7 +33,7 @@ def stream_tokens(
     Raises:
         ValueError: an empty prompt, no room for a response, or more tokens than the model has positions.
     """
-    (limit,) = Call([Prompt(ids=prompt_ids)], sampling, seed, [index], [index]).limits(text_config(actor.model.config))
+    (limit,) = Call.of([Prompt(ids=prompt_ids)], sampling, seed, [index]).limits(text_config(actor.model.config))
     with in_eval_mode(actor):
         yield from _decode(actor, prompt_ids, sampling, limit, seed, index)
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from chatgpt.rollout.engine import Call, InProcessEngine
-from chatgpt.rollout.randomness import sample_keys
+from chatgpt.rollout.randomness import stream_keys
 from chatgpt.rollout.sampling import SamplingParams
 from chatgpt.rollout.wire import check_policy, policy_tensors
 from chatgpt.types import FinishReason, Sample
@@ -139,7 +139,7 @@ class VLLMEngine(InProcessEngine):
 
     def answer(self, call: Call, limits: list[int]) -> list[Sample]:
         self._wake_up('kv_cache')
-        keys = sample_keys(call.seed, torch.tensor(call.indices, dtype=torch.int64)).tolist()
+        keys = stream_keys(call.seed, torch.tensor(call.indices), torch.tensor(call.offsets)).tolist()
         asked = [_params(call.sampling, limit, key) for limit, key in zip(limits, keys, strict=True)]
         given = [{'prompt_token_ids': p.ids.tolist()} for p in call.prompts]
         answers = self._llm.generate(given, asked, use_tqdm=False)

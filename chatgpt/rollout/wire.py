@@ -248,6 +248,7 @@ class Request:
     sampling: SamplingParams
     seed: int
     indices: SequenceOf[int]
+    offsets: SequenceOf[int]
 
 
 @dataclass(frozen=True, kw_only=True)

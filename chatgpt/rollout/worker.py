@@ -51,7 +51,13 @@ class RolloutWorker:
         if self.version != request.manifest.version:
             self.take_weights(request.manifest, request.buckets)
         prompts = [Prompt(ids=torch.tensor(ids)) for ids in request.prompt_ids]
-        samples = self.engine.generate(prompts, request.sampling, seed=request.seed, indices=list(request.indices))
+        samples = self.engine.generate(
+            prompts,
+            request.sampling,
+            seed=request.seed,
+            indices=list(request.indices),
+            offsets=list(request.offsets),
+        )
         return pack_samples(samples, request.manifest.version)
 
     def take_weights(self, manifest: Manifest, buckets: Sequence[Any]) -> None:

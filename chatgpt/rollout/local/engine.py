@@ -226,7 +226,9 @@ class LocalRun:
         self.uniforms: Tensor | None = None
         if sampling.do_sample:
             keys = sample_keys(call.seed, torch.tensor(self.indices, dtype=torch.int64, device=self.device))
-            self.uniforms = uniforms(keys[:, None], torch.arange(self.max_new, device=self.device)).view(-1, 1)
+            first = torch.tensor(call.offsets, dtype=torch.int64, device=self.device)
+            positions = first[:, None] + torch.arange(self.max_new, device=self.device)
+            self.uniforms = uniforms(keys[:, None], positions).view(-1, 1)
         self.queue = deque(range(len(prompts)))
         # the last token of a sequence is never fed back, so it needs no slot
         self.max_width = max(len(p.ids) + limit - 1 for p, limit in zip(prompts, limits, strict=True))
@@ -234,11 +236,11 @@ class LocalRun:
         self.max_rows = engine.rows_that_fit(wanted, self.max_width)
         self.min_refill = max(1, engine.min_refill * self.max_rows // wanted)
         longest_prompt = max(len(p.ids) for p in prompts)
-        first = -(-(longest_prompt + _CAPACITY_STEP) // _CAPACITY_STEP) * _CAPACITY_STEP
+        at_first = -(-(longest_prompt + _CAPACITY_STEP) // _CAPACITY_STEP) * _CAPACITY_STEP
         # Blocks that are streamed come and go: their addresses hold for no graph.
         streams = any(getattr(module, 'is_streamed', False) for module in self.actor.modules())
         fixed = (self.device.type == 'cuda' and not streams) if engine.fixed_steps == 'auto' else engine.fixed_steps
-        capacity = max(longest_prompt, self.max_width if fixed else min(first, self.max_width))
+        capacity = max(longest_prompt, self.max_width if fixed else min(at_first, self.max_width))
         self.cache = engine.cache(self.max_rows, capacity)
         self.fixed: FixedSteps | None = None
         if fixed:
