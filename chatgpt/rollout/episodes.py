@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,23 +33,6 @@ from chatgpt.types import Episode, EpisodeEnd, FinishReason, Prompt, Sample, Tur
 
 if TYPE_CHECKING:
     from chatgpt.nn import Actor
-
-
-class Turns(Protocol):
-    """What an engine with `converse` asks between the turns of its sequences; `i` is a position in its prompts."""
-
-    def limit(self, i: int) -> int:
-        """The most tokens of sequence i's next turn."""
-        ...
-
-    def ended(self, i: int, turn: Sample) -> None:
-        """Sequence i's turn is there, as a sample whose response is this turn alone. Returns at once."""
-        ...
-
-    def next(self, i: int) -> Tensor | None:
-        """(n,) int64 ids, n >= 0, to append before sequence i's next turn; None: its episode is over. Waits for the
-        environment."""
-        ...
 
 
 class EpisodeEngine:
