@@ -21,7 +21,9 @@ from chatgpt.types import Prompt
 
 TOKENIZER = byte_tokenizer()
 OBSERVATIONS = ('', '!', 'the board now stands as it stood before', ' ok')
-ROOM = 90
+ROOM = 200
+SEED = 0
+"""of episodes of 1, 3, 4 and 5 turns"""
 
 
 class Game(Environment):
@@ -50,10 +52,10 @@ class ByRounds:
 
 def policy(family='gpt2', **config):
     torch.manual_seed(0)
-    return Actor(tiny_causal_lm(family, vocab_size=len(TOKENIZER), tie_word_embeddings=False, **config))
+    return Actor(tiny_causal_lm(family, vocab_size=len(TOKENIZER), tie_word_embeddings=False, **({'positions': 256} | config)))
 
 
-def play(engine, actor, *, count=7, pause=0.0, sampling=None, stop=None, settings=None, environment=Game):
+def play(engine, actor, *, count=9, pause=0.0, sampling=None, stop=None, settings=None, environment=Game):
     settings = settings or EnvironmentSettings(max_turn_tokens=6)
     episodes = EpisodeEngine(engine, environment, TOKENIZER, settings, stop_strings=stop)
     # a third of the byte values end a turn, so turns differ in length
@@ -64,7 +66,7 @@ def play(engine, actor, *, count=7, pause=0.0, sampling=None, stop=None, setting
     try:
         # two samples of a group have one prompt
         groups = [i // 2 for i in range(count)]
-        return episodes.generate(prompts, sampling, seed=3, indices=range(10, 10 + count), groups=groups)
+        return episodes.generate(prompts, sampling, seed=SEED, indices=range(10, 10 + count), groups=groups)
     finally:
         episodes.end()
         episodes.close()
@@ -257,4 +259,4 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match='no actor'):
         engine.converse([], SamplingParams(max_new_tokens=3), seed=0, indices=[], turns=None)
     with pytest.raises(ValueError, match='positions'):
-        play(engine, policy(n_positions=64))
+        play(engine, policy(positions=64))
