@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,7 +69,23 @@ class EpisodeEngine:
         self.reproducible = engine.reproducible
         self.recompute_logprobs = getattr(engine, 'recompute_logprobs', False)
         self.copies_weights = getattr(engine, 'copies_weights', False)
-        self.runner = Runner(self.factory, self.settings)
+        self.runner: Runner | None = None
+        remote: Any = engine
+        if hasattr(remote, 'put_around'):
+            # its workers run the environments; whoever asks for `submit` finds it where the engine answers later
+            remote.put_around(
+                partial(
+                    EpisodeEngine,
+                    environment=environment,
+                    tokenizer=tokenizer,
+                    settings=settings,
+                    stop_strings=stop_strings,
+                    transcript=transcript,
+                )
+            )
+            self.submit, self.take, self.cancel = remote.submit, remote.take, remote.cancel
+        else:
+            self.runner = Runner(self.factory, self.settings)
 
     def begin(self, actor: Actor) -> None:
         self.engine.begin(actor)
@@ -78,7 +95,8 @@ class EpisodeEngine:
 
     def close(self) -> None:
         """End what runs environments."""
-        self.runner.close()
+        if self.runner is not None:
+            self.runner.close()
 
     def generate(
         self,
@@ -98,10 +116,12 @@ class EpisodeEngine:
         """
         if offsets is not None or limits is not None:
             raise ValueError('EpisodeEngine.generate takes no offsets and limits; give its engine a turn to draw')
+        if self.runner is None:
+            return self.engine.generate(prompts, sampling, seed=seed, indices=indices, groups=groups)
         indices = list(indices)
         groups = indices if groups is None else list(groups)
         transcripts = [_Transcript(*of) for of in zip(indices, groups, prompts, strict=True)]
-        conversations = _Conversations(self, sampling, seed, transcripts)
+        conversations = _Conversations(self, self.runner, sampling, seed, transcripts)
         try:
             conversations.run()
         finally:
@@ -187,12 +207,14 @@ class _Transcript:
 class _Conversations:
     """The episodes of one call; the `Turns` of an engine that holds them all."""
 
-    def __init__(self, owner: EpisodeEngine, sampling: SamplingParams, seed: int, all_: list[_Transcript]) -> None:
-        self.owner, self.sampling, self.seed, self.all = owner, sampling, seed, all_
+    def __init__(
+        self, owner: EpisodeEngine, runner: Runner, sampling: SamplingParams, seed: int, all_: list[_Transcript]
+    ) -> None:
+        self.owner, self.runner, self.sampling, self.seed, self.all = owner, runner, sampling, seed, all_
         self.live: list[_Transcript] = []
 
     def run(self) -> None:
-        runner = self.owner.runner
+        runner = self.runner
         for t in self.all:
             runner.start(t.key, seed_of(self.seed, t.group), t.prompt.columns)
         for t in self.all:
@@ -227,7 +249,7 @@ class _Conversations:
 
     def forget(self) -> None:
         for t in self.all:
-            self.owner.runner.forget(t.key)
+            self.runner.forget(t.key)
 
     # ------------------------------------------------------------------ the protocol
 
@@ -260,10 +282,10 @@ class _Conversations:
     def _ended(self, t: _Transcript, turn: Sample) -> None:
         t.add_turn(turn)
         t.finish = turn.finish_reason
-        self.owner.runner.act(t.key, self.owner.text_of(turn.response_ids.tolist()))
+        self.runner.act(t.key, self.owner.text_of(turn.response_ids.tolist()))
 
     def _next(self, t: _Transcript) -> Tensor | None:
-        answer = self.owner.runner.result(t.key)
+        answer = self.runner.result(t.key)
         if isinstance(answer, Failure):
             self._fail(t, answer)
             return None

@@ -52,7 +52,9 @@ class ByRounds:
 
 def policy(family='gpt2', **config):
     torch.manual_seed(0)
-    return Actor(tiny_causal_lm(family, vocab_size=len(TOKENIZER), tie_word_embeddings=False, **({'positions': 256} | config)))
+    return Actor(
+        tiny_causal_lm(family, vocab_size=len(TOKENIZER), tie_word_embeddings=False, **({'positions': 256} | config))
+    )
 
 
 def play(engine, actor, *, count=9, pause=0.0, sampling=None, stop=None, settings=None, environment=Game):
