@@ -69,23 +69,15 @@ class EpisodeEngine:
         self.reproducible = engine.reproducible
         self.recompute_logprobs = getattr(engine, 'recompute_logprobs', False)
         self.copies_weights = getattr(engine, 'copies_weights', False)
-        self.runner: Runner | None = None
-        remote: Any = engine
-        if hasattr(remote, 'put_around'):
-            # its workers run the environments; whoever asks for `submit` finds it where the engine answers later
-            remote.put_around(
-                partial(
-                    EpisodeEngine,
-                    environment=environment,
-                    tokenizer=tokenizer,
-                    settings=settings,
-                    stop_strings=stop_strings,
-                    transcript=transcript,
-                )
-            )
+        self.runner = Runner(self.factory, self.settings)
+        remote: Any = engine if hasattr(engine, 'put_around') else None
+        self.is_remote = remote is not None
+        """environments run where the engine's workers are"""
+        if remote is not None:
+            given = {'environment': environment, 'tokenizer': tokenizer, 'settings': settings}
+            remote.put_around(partial(EpisodeEngine, **given, stop_strings=stop_strings, transcript=transcript))
+            # whoever asks for them finds them where the engine answers later
             self.submit, self.take, self.cancel = remote.submit, remote.take, remote.cancel
-        else:
-            self.runner = Runner(self.factory, self.settings)
 
     def begin(self, actor: Actor) -> None:
         self.engine.begin(actor)
@@ -95,8 +87,7 @@ class EpisodeEngine:
 
     def close(self) -> None:
         """End what runs environments."""
-        if self.runner is not None:
-            self.runner.close()
+        self.runner.close()
 
     def generate(
         self,
@@ -116,12 +107,12 @@ class EpisodeEngine:
         """
         if offsets is not None or limits is not None:
             raise ValueError('EpisodeEngine.generate takes no offsets and limits; give its engine a turn to draw')
-        if self.runner is None:
+        if self.is_remote:
             return self.engine.generate(prompts, sampling, seed=seed, indices=indices, groups=groups)
         indices = list(indices)
         groups = indices if groups is None else list(groups)
         transcripts = [_Transcript(*of) for of in zip(indices, groups, prompts, strict=True)]
-        conversations = _Conversations(self, self.runner, sampling, seed, transcripts)
+        conversations = _Conversations(self, sampling, seed, transcripts)
         try:
             conversations.run()
         finally:
@@ -207,14 +198,12 @@ class _Transcript:
 class _Conversations:
     """The episodes of one call; the `Turns` of an engine that holds them all."""
 
-    def __init__(
-        self, owner: EpisodeEngine, runner: Runner, sampling: SamplingParams, seed: int, all_: list[_Transcript]
-    ) -> None:
-        self.owner, self.runner, self.sampling, self.seed, self.all = owner, runner, sampling, seed, all_
+    def __init__(self, owner: EpisodeEngine, sampling: SamplingParams, seed: int, all_: list[_Transcript]) -> None:
+        self.owner, self.sampling, self.seed, self.all = owner, sampling, seed, all_
         self.live: list[_Transcript] = []
 
     def run(self) -> None:
-        runner = self.runner
+        runner = self.owner.runner
         for t in self.all:
             runner.start(t.key, seed_of(self.seed, t.group), t.prompt.columns)
         for t in self.all:
@@ -249,7 +238,7 @@ class _Conversations:
 
     def forget(self) -> None:
         for t in self.all:
-            self.runner.forget(t.key)
+            self.owner.runner.forget(t.key)
 
     # ------------------------------------------------------------------ the protocol
 
@@ -282,10 +271,10 @@ class _Conversations:
     def _ended(self, t: _Transcript, turn: Sample) -> None:
         t.add_turn(turn)
         t.finish = turn.finish_reason
-        self.runner.act(t.key, self.owner.text_of(turn.response_ids.tolist()))
+        self.owner.runner.act(t.key, self.owner.text_of(turn.response_ids.tolist()))
 
     def _next(self, t: _Transcript) -> Tensor | None:
-        answer = self.runner.result(t.key)
+        answer = self.owner.runner.result(t.key)
         if isinstance(answer, Failure):
             self._fail(t, answer)
             return None

@@ -17,7 +17,7 @@ import pickle
 import warnings
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
 from torch import Tensor
@@ -273,7 +273,7 @@ class RemoteEngine:
                 seed=seed,
                 indices=part.indices,
                 groups=part.groups,
-                columns=[p.columns for p in part.prompts] if self.around is not None else (),
+                prompts=() if self.around is None else [replace(p, ids=p.ids.cpu()) for p in part.prompts],
                 offsets=part.offsets,
                 limits=part.own_limits,
             )

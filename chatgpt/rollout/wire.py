@@ -251,8 +251,8 @@ class Request:
     seed: int
     indices: SequenceOf[int]
     groups: SequenceOf[int]
-    columns: SequenceOf[Mapping[str, Any]]
-    """of the prompts' data rows, for an environment; else empty"""
+    prompts: SequenceOf[Prompt]
+    """with their data rows' columns, for an environment; else empty"""
     offsets: SequenceOf[int]
     limits: SequenceOf[int | None]
 

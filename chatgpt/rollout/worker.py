@@ -54,12 +54,8 @@ class RolloutWorker:
         """
         if self.version != request.manifest.version:
             self.take_weights(request.manifest, request.buckets)
-        columns = request.columns or [{}] * len(request.prompt_ids)
         samples = self.engine.generate(
-            [
-                Prompt(ids=torch.tensor(ids), columns=dict(c))
-                for ids, c in zip(request.prompt_ids, columns, strict=True)
-            ],
+            list(request.prompts) or [Prompt(ids=torch.tensor(ids)) for ids in request.prompt_ids],
             request.sampling,
             seed=request.seed,
             indices=list(request.indices),
