@@ -262,6 +262,8 @@ class _Conversations:
         t.prompt_ids = self.owner.transcript.first(prompt_ids, answer.observation)
         t.room = self.sampling.room(len(t.prompt_ids))
         t.step_s += answer.seconds
+        if t.room < 1:
+            t.end = 'tokens'
 
     def _limit(self, t: _Transcript) -> int:
         most = self.owner.settings.max_turn_tokens
