@@ -170,7 +170,7 @@ def _total(e: Experience) -> Tensor:
     same."""
     if not e.response_mask.any():
         return torch.tensor(e.shaped_score, dtype=torch.float64, device=e.rewards.device)
-    return (e.rewards * e.response_mask).double().sum()
+    return torch.where(e.response_mask, e.rewards, 0.0).double().sum()
 
 
 ESTIMATORS: Registry[Estimator] = Registry(
