@@ -19,13 +19,14 @@ from chatgpt.nn import Actor, Critic
 from chatgpt.rollout import LocalEngine
 from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
+from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.algorithms import ESTIMATORS, Estimator, estimate_advantages, turn_numbers
 from chatgpt.trainer.collect import informative_groups
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.metrics import performance_metrics
 from chatgpt.trainer.rft import RFTTrainer, select
-from chatgpt.trainer.strategies import NaiveStrategy
+from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.types import Episode, Experience, Turn
 
 NAN = math.nan
@@ -294,19 +295,20 @@ class Letters(Environment):
         )
 
 
-def trainer(callbacks: Any = (), reward: Any = None, **settings: Any) -> PPOTrainer:
-    tokenizer = byte_tokenizer()
-    torch.manual_seed(0)
+def trainer(
+    callbacks: Any = (), reward: Any = None, strategy: Any = None, lr: float = 1e-3, **settings: Any
+) -> PPOTrainer:
+    tokenizer, strategy = byte_tokenizer(), strategy or NaiveStrategy(seed=1)
+    torch.manual_seed(0)  # the strategy has set its own
 
     def model() -> Any:
         return tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=64)
 
-    strategy = NaiveStrategy(seed=1)
     actor, critic = Actor(model()), Critic(model())
     has_critic = settings.get('advantage_estimator', 'gae') == 'gae'
     initial = strategy.prepare(Actor(model()))
-    actor, actor_optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=1e-3)))
-    critic, critic_optim = strategy.prepare((critic, torch.optim.AdamW(critic.parameters(), lr=1e-3)))
+    actor, actor_optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=lr)))
+    critic, critic_optim = strategy.prepare((critic, torch.optim.AdamW(critic.parameters(), lr=lr)))
     defaults: dict[str, Any] = {
         'tokenizer': tokenizer,
         'environment': Letters,
@@ -447,6 +449,67 @@ def test_runs_with_other_settings(settings):
         for e in log.experiences:
             assert bool(e.response_mask.any()) == (e.episode.end == 'terminated')
             assert e.score == pytest.approx(sum(x for t in e.episode.turns for x in t.rewards.values()))
+
+
+class Vowels(Environment):
+    """Two turns, each paid its share of vowels."""
+
+    def reset(self, seed, **columns):
+        self.turn = 0
+        return 'say:'
+
+    def step(self, response):
+        self.turn += 1
+        return '.', sum(c in 'aeiou' for c in response) / 2, self.turn == 2, False, {}
+
+
+@pytest.mark.parametrize('gae_over', ['turn', 'token'])
+def test_it_learns(gae_over):
+    log = Kept()
+    run = trainer(
+        [log],
+        environment=Vowels,
+        environment_settings=EnvironmentSettings(max_turn_tokens=2),
+        lr=5e-3,
+        gae_over=gae_over,
+        value_lam=1.0,
+        experience_batch_size=16,
+        num_samples_per_prompt=1,
+        train_batch_size=16,
+        max_epochs=2,
+        kl_coef=0.0,
+        max_new_tokens=8,
+    )
+    run.fit(max_timesteps=14, update_timesteps=1)
+    scores = [metrics['environment/return_mean'] for metrics in log.phases]
+    assert sum(scores[:3]) / 3 < 0.2  # of 2
+    assert sum(scores[-3:]) / 3 > 0.6, scores
+
+
+ON_RANKS: dict[str, Any] = {
+    'gae_over': 'turn',
+    'lam_length': 1.0,
+    'value_lam': 1.0,
+    'experience_batch_size': 4,
+    'num_samples_per_prompt': 1,
+    'train_batch_size': 8,
+    'reward_weights': {'vowels': 1.0, 'short': 0.1},
+}
+
+
+def test_ranks_do_not_enter():
+    log = Kept()
+    trainer([log], **ON_RANKS).fit(max_timesteps=2, update_timesteps=2)
+    for phases in run_distributed(two_ranks, 2):
+        for got, want in zip(phases, log.phases, strict=True):
+            assert got == {name: pytest.approx(value, rel=2e-3, abs=2e-5) for name, value in want.items()}
+
+
+def two_ranks() -> list[dict[str, float]]:
+    log = Kept()
+    with DDPStrategy(seed=1, device='cpu') as strategy:
+        trainer([log], strategy=strategy, **ON_RANKS).fit(max_timesteps=2, update_timesteps=2)
+    return log.phases
 
 
 def test_rft_learns_the_turns_of_the_best_episodes():
