@@ -11,7 +11,7 @@ An environment stays with one worker, which runs one step at a time. A step over
 left behind, as threads cannot be ended, and a process is killed. The other environments of a lost thread move to a new
 one. Those of a lost process, or of a lost event loop, are built again when they are asked next: from their seed and the
 responses so far. One that then answers differently than before ends its episode, since its transcript would go on
-in another world than it began in.
+in another world than it began in. Threads end when there is no episode; processes wait for the next until `close`.
 
 Left out: what is done with an answer.
 """
@@ -196,6 +196,14 @@ class Runner:
             )
         return min(left, default=None)
 
+    @property
+    def has_episodes(self) -> bool:
+        return bool(self._episodes)
+
+    def leave(self, worker: _Worker) -> None:
+        """A worker that takes no more jobs."""
+        self._workers = [other for other in self._workers if other is not worker]
+
     def replace(self, old: _Worker, new: _Worker) -> None:
         """`new` takes over what `old` had."""
         self._workers[self._workers.index(old)] = new
@@ -241,6 +249,10 @@ class _Worker(ABC):
     def end(self) -> None:
         """Close everything, at the end, in the worker's thread."""
 
+    def is_idle(self) -> bool:
+        """It need not wait for more to do."""
+        return False
+
     def kill(self) -> None:
         """It did not end in time."""
 
@@ -249,9 +261,10 @@ class _Worker(ABC):
         while True:
             with changed:
                 self.current = None
-                while not self.waiting and not self.ending and not self.lost:
+                while not (self.waiting or self.ending or self.lost or self.is_idle()):
                     changed.wait()
-                if self.ending or self.lost:
+                if not self.waiting or self.ending or self.lost:
+                    self.runner.leave(self)
                     break
                 job = self.current = self.waiting.popleft()
             answer = self._answer(job)
@@ -298,6 +311,9 @@ class _Thread(_Worker):
         self.host = Host(runner.factory, runner.settings.step_timeout_s)
         self.host.environments |= environments or {}
         super().__init__(runner)
+
+    def is_idle(self) -> bool:
+        return not self.runner.has_episodes
 
     def has(self, number: int) -> bool:
         return number in self.host.environments
