@@ -86,6 +86,12 @@ class EpisodeEngine:
         self.recompute_logprobs = getattr(engine, 'recompute_logprobs', False)
         self.copies_weights = getattr(engine, 'copies_weights', False)
         self.runner = Runner(self.factory, self.settings)
+        self.environment = {
+            'name': self.runner.name,
+            'max_turns': self.settings.max_turns,
+            'max_turn_tokens': self.settings.max_turn_tokens,
+        }
+        """what episodes follow from, as JSON, for telling whether a run goes on with another"""
 
     def begin(self, actor: Actor) -> None:
         self.engine.begin(actor)
