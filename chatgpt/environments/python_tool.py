@@ -28,7 +28,6 @@ import json
 import os
 import re
 import selectors
-import shutil
 import signal
 import stat
 import subprocess
@@ -42,7 +41,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
-from chatgpt.environments.confined import MACHINES, UNCONFINED
+from chatgpt.environments.confined import CONFINED, MACHINES
 
 PROGRAM = Path(__file__).with_name('confined.py')
 LOOK_EVERY_S = 0.05
@@ -154,9 +153,10 @@ def _run(code: str, limits: Limits, held: Guards) -> Outcome:
             'open_files': limits.open_files,
             **held._asdict(),
         }
+        # Not the interpreter of a virtual environment, whose folder the process has no business in.
+        interpreter = getattr(sys, '_base_executable', '') or sys.executable
         process = subprocess.Popen(
-            # Not the interpreter of a virtual environment, whose folder the process has no business in.
-            [getattr(sys, '_base_executable', '') or sys.executable, '-I', '-S', str(PROGRAM), json.dumps(settings)],
+            [interpreter, '-I', '-S', str(PROGRAM), json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -174,8 +174,9 @@ def _run(code: str, limits: Limits, held: Guards) -> Outcome:
                 if stream is not None:
                     stream.close()
             _clear(folder)
-    text = output.decode('utf-8', 'replace')
-    if end == 'ok' and process.returncode == UNCONFINED:
+    confined = output.startswith(CONFINED)
+    text = output.removeprefix(CONFINED)[: limits.output_bytes].decode('utf-8', 'replace')
+    if end == 'ok' and not confined:
         raise RuntimeError(f'PythonTool: the process could not be confined, and nothing was run: {text.strip()}')
     if end == 'ok' and process.returncode:
         end = 'killed' if process.returncode < 0 else 'error'
@@ -205,8 +206,8 @@ def _follow(process: subprocess.Popen[bytes], code: bytes, folder: str, limits: 
                     continue
                 chunk = os.read(stdout.fileno(), 65536)
                 output += chunk
-                if len(output) > limits.output_bytes:
-                    return bytes(output[: limits.output_bytes]), 'output'
+                if len(output) > limits.output_bytes + len(CONFINED):
+                    return bytes(output), 'output'
                 if not chunk:
                     selector.unregister(stdout)
             ended = _has_ended(process.pid)
@@ -273,17 +274,24 @@ def _too_much(folder: str, limits: Limits) -> bool:
 
 
 def _clear(folder: str) -> None:
-    """Remove the folder, whatever modes were given to what is in it."""
-
-    def unlock(function: Any, path: str, error: Any) -> None:
-        try:
-            os.chmod(os.path.dirname(path), stat.S_IRWXU)
-            os.chmod(path, stat.S_IRWXU, follow_symlinks=os.chmod not in os.supports_follow_symlinks)
-            function(path)
-        except OSError:
-            pass
-
-    shutil.rmtree(folder, onerror=unlock)
+    """Empty the folder, whatever its depth and modes: folders in folders move up until there are none, so no path is
+    long and nothing recurses."""
+    number = 0
+    while found := list(os.scandir(folder)):
+        for entry in found:
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.path)
+                continue
+            os.chmod(entry.path, stat.S_IRWXU)
+            for inner in list(os.scandir(entry.path)):
+                if not inner.is_dir(follow_symlinks=False):
+                    os.unlink(inner.path)
+                    continue
+                os.chmod(inner.path, stat.S_IRWXU)
+                while os.path.lexists(free := os.path.join(folder, str(number))):
+                    number += 1
+                os.rename(inner.path, free)
+            os.rmdir(entry.path)
 
 
 @functools.cache
