@@ -69,7 +69,7 @@ class Limits:
     """of one file"""
     folder_bytes: int = 1 << 23
     """of all files together; looked at twenty times a second, so a fast writer gets a little further"""
-    folder_entries: int = 1000
+    folder_entries: int = 100
     open_files: int = 32
 
     def __post_init__(self) -> None:
@@ -274,24 +274,31 @@ def _too_much(folder: str, limits: Limits) -> bool:
 
 
 def _clear(folder: str) -> None:
-    """Empty the folder, whatever its depth and modes: folders in folders move up until there are none, so no path is
-    long and nothing recurses."""
-    number = 0
-    while found := list(os.scandir(folder)):
-        for entry in found:
-            if not entry.is_dir(follow_symlinks=False):
-                os.unlink(entry.path)
-                continue
-            os.chmod(entry.path, stat.S_IRWXU)
-            for inner in list(os.scandir(entry.path)):
-                if not inner.is_dir(follow_symlinks=False):
-                    os.unlink(inner.path)
-                    continue
-                os.chmod(inner.path, stat.S_IRWXU)
-                while os.path.lexists(free := os.path.join(folder, str(number))):
-                    number += 1
-                os.rename(inner.path, free)
-            os.rmdir(entry.path)
+    """Empty the folder, whatever its modes and however deep: by open folders, since paths may be too long, and without
+    recursion."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    here, entered = os.open(folder, flags), list[str]()
+    try:
+        while True:
+            inner = None
+            with os.scandir(here) as found:
+                for entry in found:
+                    if entry.is_dir(follow_symlinks=False):
+                        inner = entry.name
+                        break
+                    os.unlink(entry.name, dir_fd=here)
+            if inner is not None:
+                os.chmod(inner, stat.S_IRWXU, dir_fd=here)
+                entered.append(inner)
+            elif not entered:
+                return
+            there = os.open('..' if inner is None else inner, flags, dir_fd=here)
+            os.close(here)
+            here = there
+            if inner is None:
+                os.rmdir(entered.pop(), dir_fd=here)
+    finally:
+        os.close(here)
 
 
 @functools.cache
