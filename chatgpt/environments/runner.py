@@ -165,7 +165,7 @@ class Runner:
 
     def _least_busy(self) -> _Worker:
         kind = _Thread if self.settings.workers == 'threads' else _Process
-        loads = {worker: 0 for worker in self._workers}
+        loads = dict.fromkeys(self._workers, 0)
         for episode in self._episodes.values():
             loads[episode.worker] += 1
         if len(loads) < self.settings.num_workers and all(loads.values()):
@@ -359,7 +359,7 @@ class _Process(_Worker):
             pickled = pickle.dumps(command)
         except Exception as error:
             raise WorkerError(
-                f"{self.runner.name}: the columns of a prompt cannot be pickled for a worker process: {error}; set "
+                f'{self.runner.name}: the columns of a prompt cannot be pickled for a worker process: {error}; set '
                 "workers='threads'"
             ) from None
         try:
@@ -374,11 +374,12 @@ class _Process(_Worker):
         if self.connection is not None:
             return
         ours, theirs = socket.socketpair()
-        program = 'import json, sys; sys.path[:] = json.loads(sys.argv[2]); from chatgpt.environments.worker import main; '
+        program = 'import json, sys; sys.path[:] = json.loads(sys.argv[2]); '
+        program += 'from chatgpt.environments.worker import main; main(int(sys.argv[1]))'
         arguments = [str(theirs.fileno()), json.dumps(sys.path)]
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, '-c', f'{program}main(int(sys.argv[1]))', *arguments],
+                [sys.executable, '-c', program, *arguments],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 # The order of sets is that of other processes, also of one that takes over.

@@ -3,9 +3,9 @@
     first message: (factory, where it comes from, limit)     answer: None, or the text of what importing it raised
     then:          ('reset', number, seed, columns) | ('step', number, response) | ('close', number) | ('end',)
 
-It is a new interpreter that imports this package's environments and the user's, and no torch. It ends with the trainer,
-however that ends: at the end of the socket it kills its process group, with everything that environments have started in
-it. Left out: limits (`runner`).
+It is a new interpreter that imports this package's environments and the user's, and no torch. It ends with the
+trainer, however that ends: at the end of the socket it kills its process group, with everything that environments have
+started in it. Left out: limits (`runner`).
 """
 
 from __future__ import annotations
