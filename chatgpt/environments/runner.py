@@ -388,13 +388,16 @@ class _Process(_Worker):
             )
         self.connection = Connection(ours.detach())
         factory = self.runner.factory
-        self.connection.send((pickle.dumps(factory), _module_of(factory), self.runner.settings.step_timeout_s))
-        told = self.connection.recv() if self.connection.poll(START_S) else f'no answer within {START_S:g} s'
+        try:
+            self.connection.send((pickle.dumps(factory), _module_of(factory), self.runner.settings.step_timeout_s))
+            told = self.connection.recv() if self.connection.poll(START_S) else f'no answer within {START_S:g} s'
+        except (EOFError, OSError):
+            told = self._gone()
         if told is not None:
             self._gone()
             raise WorkerError(
-                f'{self.runner.name}: a worker process cannot import it: {told}; give environments in a module that can '
-                "be imported alone, or set workers='threads'"
+                f'{self.runner.name}: a worker process cannot import it: {told}; give environments in a module that '
+                "can be imported alone, or set workers='threads'"
             )
 
     def _gone(self) -> str:

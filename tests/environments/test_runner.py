@@ -298,8 +298,9 @@ def test_a_module_that_a_worker_cannot_import(tmp_path, monkeypatch):
     runner = made(load_object(f'{file}:Env'), 'processes', limit=20)
     assert play(runner, 0)[0].observation == 'hello', 'a file that was named by its path'
     runner.close()
-    file.write_text('raise RuntimeError("not twice")\n')
-    runner.start(0, 1, {})
-    with pytest.raises(runner_module.WorkerError, match='cannot import it: .*not twice.*module that can be imported'):
-        runner.result(0)
-    runner.close()
+    for source, told in (('raise RuntimeError("not twice")', 'not twice'), ('import os; os._exit(5)', 'exit code 5')):
+        file.write_text(f'{source}\n')
+        runner.start(0, 1, {})
+        with pytest.raises(runner_module.WorkerError, match=f'cannot import it: .*{told}.*module that can be imported'):
+            runner.result(0)
+        runner.close()
