@@ -1,0 +1,111 @@
+"""Arithmetic too long for the head, with a calculator.
+
+    482*37+915       what to work out
+    482*37           a move with an operation calls the calculator, which takes two numbers
+    =17834
+    17834+915
+    =18749
+    18749            a number alone is the answer, and ends the game: reward 1 where it is right, else 0
+
+Multiplications come first in what is asked, so working from left to right is right. With `tape` the calculator prints
+that many other calculations before each result, which makes the observation long. `CalculatorTools` is the same task
+with calls in the format of a chat template. Best is exact.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+import re
+from typing import Any
+
+from chatgpt.environments.games.game import Game, IllegalMove, within
+
+COMPUTE = {'*': operator.mul, '+': operator.add, '-': operator.sub}
+_CALL = re.compile(r'(-?\d{1,40})([-+*])(-?\d{1,40})')
+_ANSWER = re.compile(r'-?\d{1,40}')
+
+
+class Calculator(Game):
+    """
+    Args:
+        terms: numbers in what is asked, 2 to 6.
+        digits: of each number, 1 to 6.
+        operations: those asked for, of `*+-`; the calculator has all three.
+        tape: other calculations that are printed before each result, 0 to 1000.
+        max_moves: the game is cut off after so many.
+    """
+
+    ALPHABET = '0123456789+-*= ?\n'
+    RULES = (
+        'Work this out. A calculation of two numbers, such as 12*34, is answered with its result; a number alone is '
+        'your answer.'
+    )
+
+    def __init__(
+        self,
+        terms: int = 3,
+        digits: int = 3,
+        operations: str = '*+-',
+        tape: int = 0,
+        max_moves: int = 8,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        within('terms', terms, 2, 6)
+        within('digits', digits, 1, 6)
+        within('tape', tape, 0, 1000)
+        within('max_moves', max_moves, 1)
+        if not operations or not isinstance(operations, str) or set(operations) - set(COMPUTE):
+            raise ValueError(f'operations={operations!r} must be some of {"".join(COMPUTE)}')
+        self.num_terms, self.digits, self.operations, self.tape = terms, digits, operations, tape
+        self.max_moves = max_moves
+
+    def deal(self) -> None:
+        self.terms = [self.number() for _ in range(self.num_terms)]
+        drawn = [self.random.choice(self.operations) for _ in self.terms[1:]]
+        self.asked = sorted(drawn, key=lambda operation: operation != '*')
+        self.answer = self.terms[0]
+        for operation, term in zip(self.asked, self.terms[1:], strict=True):
+            self.answer = COMPUTE[operation](self.answer, term)
+        self.results: dict[str, int] = {}
+        self.shown = str(self.terms[0]) + ''.join(f'{o}{t}' for o, t in zip(self.asked, self.terms[1:], strict=True))
+
+    def number(self) -> int:
+        return self.random.randint(10 ** (self.digits - 1) if self.digits > 1 else 2, 10**self.digits - 1)
+
+    def show(self) -> str:
+        return self.shown
+
+    def moves(self) -> list[str]:
+        """Calculations with numbers that were shown, and those numbers as answers."""
+        numbers = list(dict.fromkeys([*self.terms, *self.results.values()]))
+        calls = [f'{a}{operation}{b}' for operation in COMPUTE for a in numbers for b in numbers]
+        return calls + [str(n) for n in numbers]
+
+    def play(self, move: str) -> tuple[float, bool] | None:
+        if _ANSWER.fullmatch(move):
+            right = int(move) == self.answer
+            return float(right), right
+        found = _CALL.fullmatch(move)
+        if not found:
+            raise IllegalMove
+        result = self.results[move] = COMPUTE[found[2]](int(found[1]), int(found[3]))
+        self.shown = '\n'.join([*self.other_calculations(), f'={result}'])
+        return None
+
+    def other_calculations(self) -> list[str]:
+        lines = []
+        for _ in range(self.tape):
+            a, operation, b = self.number(), self.random.choice(self.operations), self.number()
+            lines.append(f'{a}{operation}{b}={COMPUTE[operation](a, b)}')
+        return lines
+
+    def best(self) -> str:
+        value = self.terms[0]
+        for operation, term in zip(self.asked, self.terms[1:], strict=True):
+            call = f'{value}{operation}{term}'
+            if call not in self.results:
+                return call
+            value = self.results[call]
+        return str(value)
