@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 FinishReason = Literal['eos', 'stop', 'length']
+EpisodeEnd = Literal['terminated', 'truncated', 'turns', 'tokens', 'error', 'timeout', 'invalid']
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,6 +59,38 @@ class Sequence:
         return len(self.response_ids)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """One turn of the policy in an episode."""
+
+    start: int
+    stop: int
+    """response tokens [start, stop) are the policy's; start < stop"""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """that the environment gave for it, by name; 'reward' where it gives one number"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Episode:
+    """What an environment made of a sample: its response holds several turns, with observations between them, which
+    `response_mask` leaves out."""
+
+    turns: tuple[Turn, ...]
+    end: EpisodeEnd
+    """terminated, truncated: said by the environment. turns: as many as allowed. tokens: no room for the observation
+    and a token more. error, timeout, invalid: the environment raised, took too long, or answered nonsense"""
+    message: str = ''
+    """of a failure, one line"""
+    success: bool | None = None
+    step_s: float = 0.0
+    """that the environment took, all its steps together"""
+
+    @property
+    def failed(self) -> bool:
+        """By the environment's fault."""
+        return self.end in ('error', 'timeout', 'invalid')
+
+
 @dataclass(kw_only=True, slots=True)
 class Sample(Sequence):
     """One generated response.
@@ -86,6 +119,8 @@ class Sample(Sequence):
     prompt_text: str = ''
     response_text: str = ''
     columns: dict[str, Any] = field(default_factory=dict)
+    episode: Episode | None = None
+    """of an environment; None where the response is one answer"""
 
     @property
     def ended(self) -> bool:

@@ -29,7 +29,8 @@ ALLOWED: dict[str, set[str]] = {
     'cluster': set(),
     'publish': {'run_folder', 'report', 'dataset'},
     'nn': MATHS | {'batching', 'registry'},
-    'rollout': MODELS | {'cluster', 'registry'},
+    'environments': {'registry', 'dataset'},
+    'rollout': MODELS | {'cluster', 'registry', 'environments'},
     'dataset': {'types'},
     'experience': MODELS | {'rollout', 'rewards', 'dataset'},
     'checkpoint': set(),
@@ -40,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     'trainer.callbacks': MATHS
     | {'checkpoint', 'run_folder', 'doctor', 'report', 'plan', 'registry', 'trainer.strategies'},
     'trainer': MODELS
-    | {'run_folder', 'publish', 'registry', 'rollout', 'experience', 'dataset', 'checkpoint'}
+    | {'run_folder', 'publish', 'registry', 'environments', 'rollout', 'experience', 'dataset', 'checkpoint'}
     | {'trainer.strategies', 'trainer.callbacks'},
     'launch': MODELS
     | {'publish', 'registry', 'cluster', 'plan', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}

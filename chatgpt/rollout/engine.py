@@ -44,12 +44,14 @@ class RolloutEngine(Protocol):
         indices: Sequence[int],
         groups: Sequence[int] | None = None,
         offsets: Sequence[int] | None = None,
+        limits: Sequence[int | None] | None = None,
     ) -> list[Sample]:
         """One sample per prompt, in the order of the prompts; tensors are on the CPU.
 
         `indices` are run-wide sample numbers; `groups` default to them. `offsets` default to 0: the position of each
         response's first token, where its prompt ends with what was drawn or appended before (a later turn of an
-        episode), so that no position of a sample is drawn twice. Raises ValueError before any work for an empty
+        episode), so that no position of a sample is drawn twice. `limits`: the most new tokens of each, where that
+        is less than `sampling` allows. Raises ValueError before any work for an empty
         prompt, one that leaves no room for a response, or a setting that the engine cannot do.
         """
         ...
@@ -72,6 +74,7 @@ class AheadEngine(RolloutEngine, Protocol):
         indices: Sequence[int],
         groups: Sequence[int] | None = None,
         offsets: Sequence[int] | None = None,
+        limits: Sequence[int | None] | None = None,
     ) -> Any:
         """A ticket for what `generate` would give, with the weights of the latest `begin`; returns at once, and raises
         what `generate` raises before any work. `end`, and a `begin` with newer weights, do not touch it.
@@ -93,6 +96,7 @@ def check_prompts(
     indices: Sequence[int],
     groups: Sequence[int] | None,
     offsets: Sequence[int] | None = None,
+    own_limits: Sequence[int | None] | None = None,
     *,
     max_positions: int | None,
     vocab_size: int | None,
@@ -109,6 +113,8 @@ def check_prompts(
         raise ValueError(f'generate: {len(prompts)} prompts but {len(groups)} groups; give one group per prompt')
     if offsets is not None and len(offsets) != len(prompts):
         raise ValueError(f'generate: {len(prompts)} prompts but {len(offsets)} offsets; give one offset per prompt')
+    if own_limits is not None and len(own_limits) != len(prompts):
+        raise ValueError(f'generate: {len(prompts)} prompts but {len(own_limits)} limits; give one limit per prompt')
     if vocab_size is not None:
         for token in sampling.eos_token_ids:
             if token >= vocab_size:
@@ -124,6 +130,8 @@ def check_prompts(
                 'match the model?'
             )
         limit = sampling.room(length)
+        own = None if own_limits is None else own_limits[i]
+        limit = limit if own is None else min(limit, own)
         if limit < 1:
             raise ValueError(
                 f'generate: prompt {i} has {length} tokens and max_length={sampling.max_length} leaves no room for a '
@@ -140,7 +148,7 @@ def check_prompts(
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of `RolloutEngine.generate`, groups and offsets filled in."""
+    """The arguments of `RolloutEngine.generate`, groups, offsets and limits filled in."""
 
     prompts: Sequence[Prompt]
     sampling: SamplingParams
@@ -148,6 +156,7 @@ class Call:
     indices: list[int]
     groups: list[int]
     offsets: list[int]
+    own_limits: list[int | None]
 
     @classmethod
     def of(
@@ -158,6 +167,7 @@ class Call:
         indices: Sequence[int],
         groups: Sequence[int] | None = None,
         offsets: Sequence[int] | None = None,
+        limits: Sequence[int | None] | None = None,
     ) -> Call:
         return cls(
             prompts,
@@ -166,6 +176,7 @@ class Call:
             list(indices),
             list(indices if groups is None else groups),
             list([0] * len(prompts) if offsets is None else offsets),
+            list([None] * len(prompts) if limits is None else limits),
         )
 
     def limits(self, config: Any) -> list[int]:
@@ -177,6 +188,7 @@ class Call:
             self.indices,
             self.groups,
             self.offsets,
+            self.own_limits,
             max_positions=getattr(config, 'max_position_embeddings', None),
             vocab_size=config.vocab_size,
         )
@@ -189,6 +201,7 @@ class Call:
             indices=self.indices[where],
             groups=self.groups[where],
             offsets=self.offsets[where],
+            own_limits=self.own_limits[where],
         )
 
     def sample(
@@ -261,11 +274,12 @@ class InProcessEngine(ABC):
         indices: Sequence[int],
         groups: Sequence[int] | None = None,
         offsets: Sequence[int] | None = None,
+        limits: Sequence[int | None] | None = None,
     ) -> list[Sample]:
         """See `RolloutEngine.generate`."""
         if self._actor is None:
             raise ValueError(f'{type(self).__name__}.generate: no actor; call begin(actor) first')
-        call = Call.of(prompts, sampling, seed, indices, groups, offsets)
+        call = Call.of(prompts, sampling, seed, indices, groups, offsets, limits)
         limits = self.check(text_config(self._actor.model.config), call)
         return self.answer(call, limits) if prompts else []
 

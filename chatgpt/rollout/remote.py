@@ -201,9 +201,12 @@ class RemoteEngine:
         indices: SequenceOf[int],
         groups: SequenceOf[int] | None = None,
         offsets: SequenceOf[int] | None = None,
+        limits: SequenceOf[int | None] | None = None,
     ) -> list[Sample]:
         """See `RolloutEngine.generate`. What a worker raises is raised here."""
-        return self.take(self.submit(prompts, sampling, seed=seed, indices=indices, groups=groups, offsets=offsets))
+        return self.take(
+            self.submit(prompts, sampling, seed=seed, indices=indices, groups=groups, offsets=offsets, limits=limits)
+        )
 
     def end(self) -> None:
         """Let go of the weights; those of requests under way stay until they are answered."""
@@ -225,12 +228,13 @@ class RemoteEngine:
         indices: SequenceOf[int],
         groups: SequenceOf[int] | None = None,
         offsets: SequenceOf[int] | None = None,
+        limits: SequenceOf[int | None] | None = None,
     ) -> Ticket:
         """Ask for samples with the weights of the latest `begin`; returns at once. Raises what `generate` raises before
         any work."""
         if self._weights is None or self.spec is None:
             raise ValueError('RemoteEngine.submit: no actor; call begin(actor) first')
-        call = Call.of(prompts, sampling, seed, indices, groups, offsets)
+        call = Call.of(prompts, sampling, seed, indices, groups, offsets, limits)
         check_local(self.spec.config, call)
         manifest, buckets = self._weights
         ticket = Ticket(manifest.version)
@@ -245,6 +249,7 @@ class RemoteEngine:
                 seed=seed,
                 indices=part.indices,
                 offsets=part.offsets,
+                limits=part.own_limits,
             )
             chunk = _Chunk(list(part.prompts), part.indices, part.groups, request)
             worker = min(range(len(self._queues)), key=lambda w: sum(len(c.prompts) for c in self._queues[w]))

@@ -249,6 +249,7 @@ class Request:
     seed: int
     indices: SequenceOf[int]
     offsets: SequenceOf[int]
+    limits: SequenceOf[int | None]
 
 
 @dataclass(frozen=True, kw_only=True)

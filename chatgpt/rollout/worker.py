@@ -57,6 +57,7 @@ class RolloutWorker:
             seed=request.seed,
             indices=list(request.indices),
             offsets=list(request.offsets),
+            limits=list(request.limits),
         )
         return pack_samples(samples, request.manifest.version)
 

@@ -179,7 +179,8 @@ class Collector:
     def decode(self, samples: list[Sample]) -> list[Sample]:
         """The samples, with their texts where there is a tokenizer."""
         for sample in samples if self.tokenizer is not None else ():
-            write_texts(sample, self.tokenizer, self.stop_strings)
+            if sample.episode is None:  # an episode has the texts of its turns
+                write_texts(sample, self.tokenizer, self.stop_strings)
         return samples
 
     # ------------------------------------------------------------------ the next prompts

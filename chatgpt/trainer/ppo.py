@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from chatgpt.batching import collate
 from chatgpt.dataset.prompts import PromptSet, as_prompts
+from chatgpt.environments import EnvironmentSettings
 from chatgpt.experience import (
     ExperienceMaker,
     ExperienceSettings,
@@ -35,12 +36,14 @@ from chatgpt.experience import (
     ScoreShaper,
     as_scorer,
 )
+from chatgpt.experience.environment_scorer import EnvironmentScorer
 from chatgpt.experience.rescore import RESCORE_EVERY, rescored
 from chatgpt.experience.scorers import described, models_of
 from chatgpt.functional.kl import AdaptiveKLController, FixedKLController
 from chatgpt.nn.dropout import dropout_off
 from chatgpt.nn.output import PolicyOutput
 from chatgpt.rollout import LocalEngine, RolloutEngine, SamplingParams
+from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.rollout.sampling import sampling_for
 from chatgpt.trainer.algorithms import estimate_advantages
 from chatgpt.trainer.base import Trainer
@@ -73,7 +76,7 @@ from chatgpt.trainer.step import Learner, Work, learn_batch
 from chatgpt.trainer.stepwise import check_by_hand, check_ids, given_groups, given_samples
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.trainer.strategies.named import prepared_by
-from chatgpt.types import Batch, Experience, Sequence
+from chatgpt.types import Batch, Experience, Prompt, Sequence
 
 
 class PPOTrainer(Trainer):
@@ -92,6 +95,9 @@ class PPOTrainer(Trainer):
         config: all settings as a `PPOConfig`; its fields are also accepted as keyword arguments here.
         tokenizer: needed for prompts given as text, for reward functions and for stop strings.
         callbacks, run_dir: see `Trainer`. Where there is a `run_dir`, a `RolloutRecorder` is added unless given.
+        environment: what the policy acts in over several turns: an `Environment` class, a function that makes one, or
+            a name such as 'games:countdown'. Its rewards are the scores where there is no `reward_model`.
+        environment_settings: how long an episode may be, and how environments are run.
         engine: who generates; a `LocalEngine` by default. With `max_staleness` one that answers later, such as
             `RemoteEngine`.
         reward_tokenizer: the reward model's tokenizer when it is not the policy's.
@@ -121,6 +127,8 @@ class PPOTrainer(Trainer):
         callbacks: SequenceOf[Any] = (),
         run_dir: str | Path | None = None,
         engine: RolloutEngine | None = None,
+        environment: Any = None,
+        environment_settings: EnvironmentSettings | None = None,
         reward_tokenizer: Any = None,
         pretrain_data: SequenceOf[Sequence] | None = None,
         mask_model: nn.Module | None = None,
@@ -154,6 +162,11 @@ class PPOTrainer(Trainer):
             run_dir=run_dir,
         )
         self.engine: RolloutEngine = engine if engine is not None else LocalEngine()
+        if environment is not None:
+            self.engine = EpisodeEngine(
+                self.engine, environment, tokenizer, environment_settings, stop_strings=stop_strings
+            )
+            reward_model = EnvironmentScorer() if reward_model is None else reward_model
         self.collector = Collector(
             strategy,
             self.engine,
@@ -316,7 +329,7 @@ class PPOTrainer(Trainer):
 
     def fit(
         self,
-        prompts: Any,
+        prompts: Any = None,
         num_episodes: int = 1,
         max_timesteps: int = 10,
         update_timesteps: int = 10,
@@ -325,7 +338,7 @@ class PPOTrainer(Trainer):
 
         Args:
             prompts: a `PromptSet`, or anything `as_prompts` takes: texts, dicts with a 'prompt', `Prompt` records, id
-                tensors.
+                tensors. None with an environment that sets tasks of its own.
             num_episodes: the run has num_episodes x max_timesteps timesteps. After `load_checkpoint` it goes on where
                 it was; a second call adds as many again.
             max_timesteps: timesteps of an episode.
@@ -362,6 +375,8 @@ class PPOTrainer(Trainer):
 
     def set_prompts(self, prompts: Any) -> None:
         """The prompts that `collect` draws from, in an order that is a function of the seed."""
+        if prompts is None and isinstance(self.engine, EpisodeEngine):
+            prompts = PromptSet([Prompt(ids=torch.zeros(0, dtype=torch.int64))])
         self.collector.set_prompts(as_prompts(prompts, self.tokenizer))
 
     @property

@@ -1,0 +1,155 @@
+"""The contract of an environment: what a policy acts in, turn after turn. Engine-independent, and without torch.
+
+    class Guess(Environment):
+        def reset(self, seed, **columns):
+            self.number = random.Random(seed).randint(1, 9)
+            return 'guess 1 to 9\\n'
+
+        def step(self, response):
+            right = response.strip() == str(self.number)
+            return ('' if right else 'no\\n'), float(right), right, False, {'success': right}
+
+One object lives for one episode. `step` answers as Gymnasium's does: observation, reward, terminated, truncated, info.
+Left out: who calls it and for how long (`runner`), and how observations become ids (`transcript`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Observation = str | list[dict[str, Any]]
+"""text, or messages with 'role' and 'content'"""
+
+
+class Environment:
+    """Base of environments; any object with `reset` and `step` will do. Both may be coroutine functions."""
+
+    def reset(self, seed: int, **columns: Any) -> Observation:
+        """The first observation of a new episode.
+
+        Args:
+            seed: decides the task; the samples of one group (answers to one prompt) have the same.
+            columns: the other columns of the prompt's data row.
+        """
+        raise NotImplementedError
+
+    def step(self, response: str) -> tuple[Observation, float | Mapping[str, float], bool, bool, Mapping[str, Any]]:
+        """What follows a turn of the policy: (observation, reward, terminated, truncated, info).
+
+        The reward is a number or several by name. terminated: the task has ended; truncated: the environment cuts it
+        off. `info` may hold 'success', a bool.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Called once when the episode is over."""
+
+
+EnvironmentFactory = Callable[[], Any]
+"""makes the environment of one episode; a class will do"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentSettings:
+    """How long an episode may be, and how environments are run."""
+
+    max_turns: int = 16
+    max_turn_tokens: int | None = None
+    """most new tokens of one turn; None: what is left of the response's room"""
+    step_timeout_s: float = 30.0
+    """limit of one `reset` or `step`"""
+    num_workers: int = 8
+
+    def __post_init__(self) -> None:
+        for name, value in (('max_turns', self.max_turns), ('num_workers', self.num_workers)):
+            if value < 1:
+                raise ValueError(f'{name}={value} must be at least 1')
+        if self.max_turn_tokens is not None and self.max_turn_tokens < 1:
+            raise ValueError(f'max_turn_tokens={self.max_turn_tokens} must be at least 1')
+        if not 0 < self.step_timeout_s < math.inf:
+            raise ValueError(f'step_timeout_s={self.step_timeout_s} must be a number of seconds above 0')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A checked answer of an environment; of `reset`, with no rewards."""
+
+    observation: Observation
+    rewards: dict[str, float] = field(default_factory=dict)
+    """by name; 'reward' where the environment gives one number"""
+    terminated: bool = False
+    truncated: bool = False
+    success: bool | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """An environment that did not answer as the contract says; ends its episode."""
+
+    reason: Literal['error', 'timeout', 'invalid']
+    message: str
+    """one line that names the environment"""
+    seconds: float = 0.0
+
+
+class InvalidStep(ValueError):
+    """An environment returned something that the contract does not know."""
+
+
+def seed_of(run_seed: int, group: int) -> int:
+    """The seed of a group's task, below 2**32: a function of the run's seed and the number of the prompt draw."""
+    digest = hashlib.blake2b(f'environment {run_seed} {group}'.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, 'little')
+
+
+def checked_observation(observation: Any) -> Observation:
+    if isinstance(observation, str):
+        return observation
+    if isinstance(observation, list) and all(
+        isinstance(m, Mapping) and isinstance(m.get('role'), str) and 'content' in m for m in observation
+    ):
+        return [dict(m) for m in observation]
+    raise InvalidStep(
+        f"observation {observation!r:.80} is neither a text nor a list of messages {{'role': ..., 'content': ...}}"
+    )
+
+
+def checked_step(answer: Any) -> Step:
+    """A `Step` from what `step` returned.
+
+    Raises:
+        InvalidStep: it is not what the contract says.
+    """
+    if not isinstance(answer, tuple) or len(answer) != 5:
+        raise InvalidStep(
+            f'step returned {type(answer).__name__}; return (observation, reward, terminated, truncated, info)'
+        )
+    observation, reward, terminated, truncated, info = answer
+    rewards = dict(reward) if isinstance(reward, Mapping) else {'reward': reward}
+    numbers = {}
+    for name, value in rewards.items():
+        try:
+            numbers[str(name)] = float(value)
+        except (TypeError, ValueError):
+            raise InvalidStep(f'reward {name}={value!r:.40} is not a number') from None
+        if isinstance(value, (str, bytes)) or not math.isfinite(numbers[str(name)]):
+            raise InvalidStep(f'reward {name}={value!r:.40} is not a finite number')
+    flags = {}
+    for name, flag in (('terminated', terminated), ('truncated', truncated)):
+        if type(flag).__name__ not in ('bool', 'bool_'):
+            raise InvalidStep(f'{name}={flag!r:.40} is not a bool')
+        flags[name] = bool(flag)
+    if not isinstance(info, Mapping):
+        raise InvalidStep(f'info is a {type(info).__name__}, not a dict')
+    success = info.get('success')
+    return Step(
+        observation=checked_observation(observation),
+        rewards=numbers,
+        success=None if success is None else bool(success),
+        **flags,
+    )

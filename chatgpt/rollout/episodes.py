@@ -1,0 +1,306 @@
+"""Episodes of several turns, over any rollout engine: prompts in, samples of whole episodes out.
+
+    engine = EpisodeEngine(LocalEngine(), Countdown, tokenizer, EnvironmentSettings(max_turns=8))
+    samples = engine.generate(prompts, sampling, seed=1, indices=range(8), groups=groups)
+
+`EpisodeEngine` is a `RolloutEngine` itself, so whoever holds an engine (collector, evaluation, best of n) needs to know
+nothing of environments. A transcript only grows: the ids that the policy sampled, and the ids of observations behind
+them, which `Sample.response_mask` leaves out. A draw's position counts all of them, so no two turns share a random
+number.
+
+An engine with a method `converse` keeps its cache between turns; others are asked turn by turn with all that came
+before as the prompt. Which sequences are computed together follows from token counts and order alone, never from how
+long an environment takes, so a run repeats to the bit.
+
+Left out: who runs an environment (`chatgpt.environments.runner`), and what rewards come to (`chatgpt.experience`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from chatgpt.environments import EnvironmentSettings, Failure, Runner, Step, find_environment, seed_of
+from chatgpt.environments.transcript import PlainText, TranscriptFormat
+from chatgpt.rollout.engine import RolloutEngine
+from chatgpt.rollout.sampling import SamplingParams
+from chatgpt.rollout.stop import StopStrings
+from chatgpt.types import Episode, EpisodeEnd, FinishReason, Prompt, Sample, Turn
+
+if TYPE_CHECKING:
+    from chatgpt.nn import Actor
+
+
+class Turns(Protocol):
+    """What an engine with `converse` asks between the turns of its sequences; `i` is a position in its prompts."""
+
+    def limit(self, i: int) -> int:
+        """The most tokens of sequence i's next turn."""
+        ...
+
+    def ended(self, i: int, turn: Sample) -> None:
+        """Sequence i's turn is there, as a sample whose response is this turn alone. Returns at once."""
+        ...
+
+    def next(self, i: int) -> Tensor | None:
+        """(n,) int64 ids, n >= 0, to append before sequence i's next turn; None: its episode is over. Waits for the
+        environment."""
+        ...
+
+
+class EpisodeEngine:
+    """Generates whole episodes with an engine that generates responses.
+
+    Args:
+        engine: draws the turns.
+        environment: makes the environment of an episode: a class, a function without arguments, or a name.
+        tokenizer: turns into text, observations into ids.
+        settings: see `EnvironmentSettings`. `max_new_tokens` and `max_length` of a call bound the whole response,
+            turns and observations together.
+        stop_strings: where a turn ends by its text; those of the call's sampling.
+        transcript: how observations become ids; `PlainText` by default.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        environment: Any,
+        tokenizer: Any,
+        settings: EnvironmentSettings | None = None,
+        *,
+        stop_strings: StopStrings | None = None,
+        transcript: TranscriptFormat | None = None,
+    ) -> None:
+        if tokenizer is None:
+            raise ValueError('an environment needs a tokenizer: its observations are texts')
+        self.engine, self.tokenizer = engine, tokenizer
+        self.settings = settings or EnvironmentSettings()
+        self.factory = find_environment(environment)
+        self.stop_strings = stop_strings
+        self.transcript = transcript or PlainText(tokenizer)
+        self.reproducible = engine.reproducible
+        self.recompute_logprobs = getattr(engine, 'recompute_logprobs', False)
+        self.copies_weights = getattr(engine, 'copies_weights', False)
+        self.runner = Runner(self.factory, self.settings)
+
+    def begin(self, actor: Actor) -> None:
+        self.engine.begin(actor)
+
+    def end(self) -> None:
+        self.engine.end()
+
+    def close(self) -> None:
+        """End what runs environments."""
+        self.runner.close()
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        indices: Sequence[int],
+        groups: Sequence[int] | None = None,
+        offsets: Sequence[int] | None = None,
+        limits: Sequence[int | None] | None = None,
+    ) -> list[Sample]:
+        """One episode per prompt, in the order of the prompts; see `RolloutEngine.generate`.
+
+        A prompt's ids stand before the first observation; there may be none. Raises ValueError for `offsets` and
+        `limits`: an episode begins where its prompt ends, and has the room that `sampling` gives.
+        """
+        if offsets is not None or limits is not None:
+            raise ValueError('EpisodeEngine.generate takes no offsets and limits; give its engine a turn to draw')
+        indices = list(indices)
+        groups = indices if groups is None else list(groups)
+        transcripts = [_Transcript(*of) for of in zip(indices, groups, prompts, strict=True)]
+        conversations = _Conversations(self, sampling, seed, transcripts)
+        try:
+            conversations.run()
+        finally:
+            conversations.forget()
+        return [t.sample(sampling.temperature, self._decoded) for t in transcripts]
+
+    def _decoded(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def text_of(self, turn_ids: list[int]) -> str:
+        """The text of a turn as its environment reads it: without end token and stop string."""
+        if self.stop_strings is not None:
+            return self.stop_strings.text_of(turn_ids)
+        return self._decoded(turn_ids)
+
+
+class _Transcript:
+    """One episode as it grows."""
+
+    def __init__(self, key: int, group: int, prompt: Prompt) -> None:
+        self.key, self.group, self.prompt = key, group, prompt
+        self.prompt_ids: list[int] = []
+        self.parts: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
+        """ids, mask, log-probs, filtered log-probs, edge distances of each turn and each observation"""
+        self.length = 0
+        self.room = 0
+        """most tokens after the prompt"""
+        self.turns: list[Turn] = []
+        self.end: EpisodeEnd | None = None
+        self.finish: FinishReason = 'length'
+        self.message = ''
+        self.success: bool | None = None
+        self.step_s = 0.0
+
+    def add_turn(self, turn: Sample) -> None:
+        self.turns.append(Turn(start=self.length, stop=self.length + turn.num_actions))
+        self._add(turn.response_ids, True, turn.logprobs, turn.filtered_logprobs, turn.edge_distances)
+
+    def add_observation(self, ids: Tensor) -> None:
+        zeros = torch.zeros(len(ids))
+        self._add(ids, False, zeros, zeros, torch.ones(len(ids)))
+
+    def _add(self, ids: Tensor, counts: bool, logprobs: Tensor, filtered: Tensor, edges: Tensor) -> None:
+        self.parts.append((ids, torch.full((len(ids),), counts), logprobs, filtered, edges))
+        self.length += len(ids)
+
+    def reward(self, rewards: dict[str, float]) -> None:
+        """Of the latest turn."""
+        self.turns[-1] = replace(self.turns[-1], rewards=rewards)
+
+    def ids(self) -> Tensor:
+        return torch.cat([torch.tensor(self.prompt_ids, dtype=torch.int64), *(part[0] for part in self.parts)])
+
+    def sample(self, temperature: float, decode: Callable[[list[int]], str]) -> Sample:
+        assert self.end is not None
+        if not self.parts:  # there was no turn; a sample has at least one token, and this one counts for nothing
+            self.add_observation(torch.tensor(self.prompt_ids[-1:], dtype=torch.int64))
+        ids, mask, logprobs, filtered, edges = map(torch.cat, zip(*self.parts, strict=True))
+        return Sample(
+            index=self.key,
+            group=self.group,
+            prompt_ids=torch.tensor(self.prompt_ids, dtype=torch.int64),
+            response_ids=ids,
+            response_mask=mask,
+            logprobs=logprobs,
+            filtered_logprobs=filtered,
+            edge_distances=edges,
+            finish_reason='eos' if self.end == 'terminated' else 'length',
+            temperature=temperature,
+            prompt_text=decode(self.prompt_ids),
+            response_text=decode(ids.tolist()),
+            columns=self.prompt.columns,
+            episode=Episode(
+                turns=tuple(self.turns),
+                end=self.end,
+                message=self.message,
+                success=self.success,
+                step_s=self.step_s,
+            ),
+        )
+
+
+class _Conversations:
+    """The episodes of one call; the `Turns` of an engine that holds them all."""
+
+    def __init__(self, owner: EpisodeEngine, sampling: SamplingParams, seed: int, all_: list[_Transcript]) -> None:
+        self.owner, self.sampling, self.seed, self.all = owner, sampling, seed, all_
+        self.live: list[_Transcript] = []
+
+    def run(self) -> None:
+        runner = self.owner.runner
+        for t in self.all:
+            runner.start(t.key, seed_of(self.seed, t.group), t.prompt.columns)
+        for t in self.all:
+            self._open(t, runner.result(t.key))
+        self.live = [t for t in self.all if t.end is None]
+        converse = getattr(self.owner.engine, 'converse', None)
+        if converse is not None and self.live:
+            converse(self._prompts(self.live), self.sampling, turns=self, **self._numbers(self.live))
+            return
+        rest = self.live
+        while rest:
+            turns = self.owner.engine.generate(
+                self._prompts(rest),
+                self.sampling,
+                **self._numbers(rest),
+                offsets=[t.length for t in rest],
+                limits=[self._limit(t) for t in rest],
+            )
+            for t, turn in zip(rest, turns, strict=True):
+                self._ended(t, turn)
+            rest = [t for t in rest if self._next(t) is not None]
+
+    def _prompts(self, transcripts: list[_Transcript]) -> list[Prompt]:
+        return [Prompt(ids=t.ids()) for t in transcripts]
+
+    def _numbers(self, transcripts: list[_Transcript]) -> dict[str, Any]:
+        return {
+            'seed': self.seed,
+            'indices': [t.key for t in transcripts],
+            'groups': [t.group for t in transcripts],
+        }
+
+    def forget(self) -> None:
+        for t in self.all:
+            self.owner.runner.forget(t.key)
+
+    # ------------------------------------------------------------------ the protocol
+
+    def limit(self, i: int) -> int:
+        return self._limit(self.live[i])
+
+    def ended(self, i: int, turn: Sample) -> None:
+        self._ended(self.live[i], turn)
+
+    def next(self, i: int) -> Tensor | None:
+        return self._next(self.live[i])
+
+    # ------------------------------------------------------------------ one episode
+
+    def _open(self, t: _Transcript, answer: Step | Failure) -> None:
+        prompt_ids = t.prompt.ids.tolist()
+        if isinstance(answer, Failure):
+            t.prompt_ids = prompt_ids or [self.sampling.pad_token_id]
+            self._fail(t, answer)
+            return
+        t.prompt_ids = self.owner.transcript.first(prompt_ids, answer.observation)
+        t.room = self.sampling.room(len(t.prompt_ids))
+        t.step_s += answer.seconds
+
+    def _limit(self, t: _Transcript) -> int:
+        most = self.owner.settings.max_turn_tokens
+        left = t.room - t.length
+        return left if most is None else min(left, most)
+
+    def _ended(self, t: _Transcript, turn: Sample) -> None:
+        t.add_turn(turn)
+        t.finish = turn.finish_reason
+        self.owner.runner.act(t.key, self.owner.text_of(turn.response_ids.tolist()))
+
+    def _next(self, t: _Transcript) -> Tensor | None:
+        answer = self.owner.runner.result(t.key)
+        if isinstance(answer, Failure):
+            self._fail(t, answer)
+            return None
+        t.step_s += answer.seconds
+        t.reward(answer.rewards)
+        t.success = answer.success if answer.success is not None else t.success
+        if answer.terminated or answer.truncated:
+            t.end = 'terminated' if answer.terminated else 'truncated'
+            return None
+        if len(t.turns) == self.owner.settings.max_turns:
+            t.end = 'turns'
+            return None
+        turn = t.parts[-1][0].tolist()
+        ids = torch.tensor(self.owner.transcript.after(turn, t.finish, answer.observation), dtype=torch.int64)
+        if t.length + len(ids) >= t.room:
+            t.end = 'tokens'
+            return None
+        t.add_observation(ids)
+        return ids
+
+    def _fail(self, t: _Transcript, failure: Failure) -> None:
+        t.end, t.message = failure.reason, failure.message
+        t.step_s += failure.seconds
