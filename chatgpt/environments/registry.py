@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from chatgpt.environments.base import EnvironmentFactory
+from chatgpt.names import hint
 from chatgpt.registry import load_object
 
-ENVIRONMENTS: dict[str, str] = {}
+_GAMES = 'chatgpt.environments.games'
+ENVIRONMENTS: dict[str, str] = {
+    'games:countdown': f'{_GAMES}:Countdown',
+    'games:calculator': f'{_GAMES}:Calculator',
+    'games:guess_word': f'{_GAMES}:GuessWord',
+    'games:sokoban': f'{_GAMES}:Sokoban',
+    'games:tictactoe': f'{_GAMES}:TicTacToe',
+    'games:blackjack': f'{_GAMES}:Blackjack',
+}
 """short names, and the `module:Class` that each stands for"""
 
 
@@ -22,9 +32,71 @@ def find_environment(spec: Any, options: Mapping[str, Any] | None = None) -> Env
     Raises:
         ValueError: there is no such name; or it is nothing that can be called.
     """
-    found = load_object(ENVIRONMENTS.get(spec, spec)) if isinstance(spec, str) else spec
+    found = _named(spec) if isinstance(spec, str) else spec
     if not callable(found):
         raise ValueError(
             f'environment={spec!r} cannot be called; give a class, or a function that makes an environment'
         )
     return partial(found, **options) if options else found
+
+
+def _named(spec: str) -> Any:
+    if spec in ENVIRONMENTS:
+        return load_object(ENVIRONMENTS[spec])
+    if ':' not in spec or spec.startswith('games:'):
+        near = hint(spec.removeprefix('games:'), [name.removeprefix('games:') for name in ENVIRONMENTS], 'games:')
+        raise ValueError(
+            f'environment={spec!r} is not known; choose one of {", ".join(ENVIRONMENTS)}, or module:Class, or '
+            f'file.py:Class{near}'
+        )
+    return load_object(spec)
+
+
+def name_of(environment: EnvironmentFactory) -> str:
+    """What messages call the environments of a factory."""
+    made = getattr(environment, 'func', environment)
+    return getattr(made, '__qualname__', None) or type(made).__name__
+
+
+def make_environment(factory: EnvironmentFactory) -> Any:
+    """One environment of a factory.
+
+    Raises:
+        ValueError: of one line: the factory does not take these options or refuses them; or what it makes has no
+            `reset` and `step`.
+    """
+    name, options = name_of(factory), getattr(factory, 'keywords', {})
+    try:
+        environment = factory()
+    except ValueError as error:
+        raise ValueError(f'environment {name}: {" ".join(str(error).split())}') from None
+    except TypeError as error:
+        known = _option_names(getattr(factory, 'func', factory))
+        unknown = next((option for option in options if option not in known), None)
+        if unknown is None:
+            raise ValueError(f'environment {name} cannot be made: {error}') from None
+        near = hint(unknown, known) or f'; it has {", ".join(known) or "none"}'
+        raise ValueError(f'environment {name} has no option {unknown!r}{near}') from None
+    missing = [method for method in ('reset', 'step') if not callable(getattr(environment, method, None))]
+    if missing:
+        raise ValueError(
+            f'environment {name} has no {" and no ".join(missing)}; an environment has reset(seed, **columns) and '
+            'step(response)'
+        )
+    return environment
+
+
+def _option_names(factory: Any) -> list[str]:
+    """Keyword arguments of a function, or of a class and those that it hands them on to."""
+    makers = [c.__init__ for c in factory.__mro__ if '__init__' in vars(c)] if isinstance(factory, type) else [factory]
+    names: dict[str, None] = {}
+    for maker in makers:
+        try:
+            parameters = list(inspect.signature(maker).parameters.values())
+        except (TypeError, ValueError):  # a builtin without a signature
+            break
+        own = parameters[1:] if isinstance(factory, type) else parameters
+        names |= dict.fromkeys(p.name for p in own if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+        if not any(p.kind is p.VAR_KEYWORD for p in own):
+            break
+    return list(names)

@@ -3,11 +3,11 @@
     A7 6             the player's cards, and the dealer's that lies open; T is a card that counts 10
     h                a move: hit (another card) or s, stick
     A75 6
-    s                the dealer draws to 17 and sticks there, with an ace as 11 too; nearest to 21 wins: reward 1, 0 or -1
+    s                the dealer draws to 17 and sticks there, with an ace as 11 too
 
-Cards come from an infinite deck, so nothing can be counted. Two cards that make 21 win `natural`, unless the dealer has
-such a pair too; this is known after the first stick. There is no doubling, splitting or insurance. Best is exact:
-dynamic programming over sums.
+Nearest to 21 wins: reward 1, 0 or -1. Cards come from an infinite deck, so nothing can be counted. Two cards that make
+21 win `natural`, unless the dealer has such a pair too; this is known after the first stick. There is no doubling,
+splitting or insurance. Best is exact: dynamic programming over sums.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Blackjack(Game):
 
     ALPHABET = 'A23456789Ths ?\n'
     RULES = (
-        'Blackjack: your cards, then the dealer\'s open card; A is 1 or 11, T is 10. Answer h to take a card or s to '
+        "Blackjack: your cards, then the dealer's open card; A is 1 or 11, T is 10. Answer h to take a card or s to "
         'stop. Nearest to 21 wins.'
     )
     LOST = -1.0

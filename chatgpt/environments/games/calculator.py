@@ -15,15 +15,14 @@ with calls in the format of a chat template. Best is exact.
 from __future__ import annotations
 
 import operator
-import random
 import re
 from typing import Any
 
 from chatgpt.environments.games.game import Game, IllegalMove, within
 
 COMPUTE = {'*': operator.mul, '+': operator.add, '-': operator.sub}
-_CALL = re.compile(r'(-?\d{1,40})([-+*])(-?\d{1,40})')
-_ANSWER = re.compile(r'-?\d{1,40}')
+_CALL = re.compile(r'(-?[0-9]{1,40})([-+*])(-?[0-9]{1,40})')
+_ANSWER = re.compile(r'-?[0-9]{1,40}')
 
 
 class Calculator(Game):

@@ -18,7 +18,7 @@ from typing import Any
 from chatgpt.environments.games.game import Game, IllegalMove, within
 
 OPERATIONS = '+-*/'
-_MOVE = re.compile(r'(\d{1,9})([-+*/])(\d{1,9})')
+_MOVE = re.compile(r'([0-9]{1,9})([-+*/])([0-9]{1,9})')
 _TRIES = 10_000
 Numbers = tuple[int, ...]
 

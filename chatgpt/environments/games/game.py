@@ -97,7 +97,9 @@ class IllegalMove(Exception):
 def within(name: str, value: Any, low: int, high: int | None = None) -> None:
     """Raises ValueError for an option that is no whole number of the range."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        raise ValueError(f'{name}={value!r} must be a whole number {f"from {low} to {high}" if high else f"of at least {low}"}')
+        raise ValueError(
+            f'{name}={value!r} must be a whole number {f"from {low} to {high}" if high else f"of at least {low}"}'
+        )
 
 
 def one_of(name: str, value: Any, known: tuple[str, ...]) -> None:

@@ -2,7 +2,7 @@
 
     ____ 6           nothing is known; guesses that are left
     lake             a guess: any four letters
-    .+-. 5           + the letter is here, - it is elsewhere in the word, . it is not in it
+    -+.. 5           + the letter is here, - it is elsewhere in the word, . it is not in it
     mail
 
 A letter that stands more often in the guess than in the word has as many hints as the word has of it, those in their

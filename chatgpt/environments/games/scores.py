@@ -59,9 +59,7 @@ def play(game: Game, player: Player, seed: int) -> tuple[float, bool, int]:
 def score(game: str, player: Player, *, episodes: int = 1000, first_seed: int = 0, **options: Any) -> Score:
     """A player's score over the tasks of `episodes` seeds in a row. `game`: a name in `GAMES`."""
     made = GAMES[game](**options)
-    returns, successes, turns = zip(
-        *(play(made, player, first_seed + i) for i in range(episodes)), strict=True
-    )
+    returns, successes, turns = zip(*(play(made, player, first_seed + i) for i in range(episodes)), strict=True)
     mean = sum(returns) / episodes
     variance = sum((r - mean) ** 2 for r in returns) / max(episodes - 1, 1)
     low, high = wilson(sum(successes), episodes)

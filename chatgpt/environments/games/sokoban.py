@@ -72,7 +72,11 @@ class Sokoban(Game):
         for _ in range(_TRIES):
             self.random.shuffle(cells)
             n, m = self.num_boxes, self.num_walls
-            self.player, self.boxes, self.goals = cells[0], frozenset(cells[1 : n + 1]), frozenset(cells[n + 1 : 2 * n + 1])
+            self.player, self.boxes, self.goals = (
+                cells[0],
+                frozenset(cells[1 : n + 1]),
+                frozenset(cells[n + 1 : 2 * n + 1]),
+            )
             floor = frozenset(cells) - frozenset(cells[2 * n + 1 : 2 * n + 1 + m])
             self.floor = floor
             way = solution(floor, self.goals, self.player, self.boxes)
@@ -84,9 +88,7 @@ class Sokoban(Game):
         )
 
     def show(self) -> str:
-        return '\n'.join(
-            ''.join(self.sign((y, x)) for x in range(self.width)) for y in range(self.height)
-        )
+        return '\n'.join(''.join(self.sign((y, x)) for x in range(self.width)) for y in range(self.height))
 
     def sign(self, cell: Cell) -> str:
         if cell not in self.floor:

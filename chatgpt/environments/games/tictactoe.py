@@ -58,15 +58,11 @@ class TicTacToe(Game):
 
     def answer(self) -> None:
         """The opponent's move."""
-        cells = empty(self.board)
-        if self.opponent == 'perfect':
-            worth = {cell: value(put(self.board, cell, 'o'), 'x', 'perfect') for cell in cells}
-            cells = [cell for cell in cells if worth[cell] == min(worth.values())]
+        cells = empty(self.board) if self.opponent == 'random' else best_cells(self.board, 'o', 'perfect')
         self.board = put(self.board, self.random.choice(cells), 'o')
 
     def best(self) -> str:
-        worth = {cell: value(put(self.board, cell, 'x'), 'o', self.opponent) for cell in empty(self.board)}
-        return str(max(worth, key=lambda cell: worth[cell]) + 1)
+        return str(best_cells(self.board, 'x', self.opponent)[0] + 1)
 
 
 def empty(board: str) -> list[int]:
@@ -95,3 +91,11 @@ def value(board: str, mark: str, opponent: str) -> float:
     if mark == 'x':
         return max(after)
     return min(after) if opponent == 'perfect' else sum(after) / len(after)
+
+
+def best_cells(board: str, mark: str, opponent: str) -> list[int]:
+    """The cells that are as good as any for `mark`; those that win at once where there are such."""
+    sign, other = (1, 'o') if mark == 'x' else (-1, 'x')
+    worth = {cell: sign * value(put(board, cell, mark), other, opponent) for cell in empty(board)}
+    at_once = [cell for cell in worth if outcome(put(board, cell, mark)) == sign]
+    return at_once or [cell for cell in worth if worth[cell] == max(worth.values())]
