@@ -58,6 +58,15 @@ def name_of(environment: EnvironmentFactory) -> str:
     return getattr(made, '__qualname__', None) or type(made).__name__
 
 
+def described(environment: EnvironmentFactory) -> dict[str, Any]:
+    """A factory in words, for telling whether a resumed run goes on with another one."""
+    made = getattr(environment, 'func', environment)
+    module = getattr(made, '__module__', type(made).__module__)
+    given = getattr(environment, 'keywords', {})
+    options = {name: v if isinstance(v, (str, int, float, bool)) else repr(v) for name, v in given.items()}
+    return {'name': f'{module}:{name_of(environment)}', 'options': options}
+
+
 def make_environment(factory: EnvironmentFactory) -> Any:
     """One environment of a factory.
 

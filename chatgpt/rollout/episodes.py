@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from chatgpt.environments import EnvironmentSettings, Failure, Runner, Step, find_environment, seed_of
+from chatgpt.environments.registry import described
 from chatgpt.environments.transcript import PlainText, TranscriptFormat
 from chatgpt.rollout.engine import RolloutEngine
 from chatgpt.rollout.sampling import SamplingParams
@@ -86,6 +87,8 @@ class EpisodeEngine:
         self.recompute_logprobs = getattr(engine, 'recompute_logprobs', False)
         self.copies_weights = getattr(engine, 'copies_weights', False)
         self.runner = Runner(self.factory, self.settings)
+        self.longest_opening = 0
+        """most tokens before the first turn so far, dataset prompt and first observation together"""
 
     def begin(self, actor: Actor) -> None:
         self.engine.begin(actor)
@@ -124,6 +127,28 @@ class EpisodeEngine:
         finally:
             conversations.forget()
         return [t.sample(sampling.temperature, self._decoded) for t in transcripts]
+
+    def openings(self, prompts: Sequence[Prompt], *, seed: int, groups: Sequence[int]) -> list[list[int]]:
+        """The ids before the first turn of each prompt's episode: environments are begun, and nothing is drawn.
+
+        Raises:
+            ValueError: one failed, in one line.
+        """
+        found = []
+        for i, (group, prompt) in enumerate(zip(groups, prompts, strict=True)):
+            key = ('opening', i)
+            self.runner.start(key, seed_of(seed, group), prompt.columns)
+            answer = self.runner.result(key)
+            self.runner.forget(key)
+            if isinstance(answer, Failure):
+                raise ValueError(f'environment: {answer.message}')
+            found.append(self.transcript.first(prompt.ids.tolist(), answer.observation))
+        return found
+
+    def described(self) -> dict[str, Any]:
+        """What decides its episodes beside the policy, for telling at a resume whether it changed."""
+        limits = {'max_turns': self.settings.max_turns, 'max_turn_tokens': self.settings.max_turn_tokens}
+        return described(self.factory) | limits
 
     def _decoded(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -266,6 +291,7 @@ class _Conversations:
             self._fail(t, answer)
             return
         t.prompt_ids = self.owner.transcript.first(prompt_ids, answer.observation)
+        self.owner.longest_opening = max(self.owner.longest_opening, len(t.prompt_ids))
         t.room = self.sampling.room(len(t.prompt_ids))
         t.step_s += answer.seconds
 
