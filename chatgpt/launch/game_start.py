@@ -59,18 +59,21 @@ def game_config() -> Any:
     )
 
 
-def games_of_a_random_player(make: Any, tokenizer: Any, count: int) -> list[Sequence]:
+def games_of_a_random_player(
+    make: Any, tokenizer: Any, *, num_tokens: int = 160_000, most: int = 8000
+) -> list[Sequence]:
     """Episodes as demonstrations: each move, with an end token, is trained on; observations are not. Longer ones are
     cut at a move.
 
     Args:
         make: makes a `Game`.
+        num_tokens: of all of them together, about; at most `most` games.
     """
-    examples = []
+    examples: list[Sequence] = []
     player = random_player()
-    for number in range(count):
+    while num_tokens > 0 and len(examples) < most:
         game: Game = make()
-        prompt = tokenizer(game.reset(-1 - number))['input_ids']
+        prompt = tokenizer(game.reset((1 << 32) + len(examples)))['input_ids']
         response: list[int] = []
         mask: list[bool] = []
         over = False
@@ -84,6 +87,7 @@ def games_of_a_random_player(make: Any, tokenizer: Any, count: int) -> list[Sequ
                 break
             response += [*turn, *seen]
             mask += [True] * len(turn) + [False] * len(seen)
+        num_tokens -= len(prompt) + len(response)
         last = max(i for i, counts in enumerate(mask) if counts) + 1
         examples.append(
             Sequence(

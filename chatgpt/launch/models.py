@@ -25,8 +25,6 @@ from chatgpt.trainer.strategies import NaiveStrategy
 
 NUM_STORIES = 1600
 """stories that the embedded model is trained on, for two epochs"""
-NUM_GAMES = 1600
-"""games likewise"""
 
 
 def build_model(inputs: Inputs, kind: str, **options: Any) -> Any:
@@ -95,7 +93,8 @@ def _has_head(reward: Any) -> bool:
 def write_game_model(folder: str | Path, seed: int, environment: Any) -> None:
     """The same for a game: a small GPT-2 that has learned the moves of a random player."""
     tokenizer = game_tokenizer()
-    _write_taught(folder, seed, game_config(), tokenizer, games_of_a_random_player(environment, tokenizer, NUM_GAMES))
+    games = games_of_a_random_player(environment, tokenizer)
+    _write_taught(folder, seed, game_config(), tokenizer, games, max_epochs=4, lr_schedule='cosine')
 
 
 def write_embedded_model(folder: str | Path, seed: int) -> None:
@@ -107,11 +106,13 @@ def write_embedded_model(folder: str | Path, seed: int) -> None:
     """
     tokenizer = embedded.demo_tokenizer()
     stories = load_demonstrations(embedded.demo_corpus(NUM_STORIES, seed=0), tokenizer)[0]
-    _write_taught(folder, seed, embedded.demo_config(), tokenizer, stories)
+    _write_taught(folder, seed, embedded.demo_config(), tokenizer, stories, max_epochs=2)
 
 
-def _write_taught(folder: str | Path, seed: int, config: Any, tokenizer: Any, examples: list[Any]) -> None:
-    """A GPT-2 with new weights after two epochs of SFT."""
+def _write_taught(
+    folder: str | Path, seed: int, config: Any, tokenizer: Any, examples: list[Any], **options: Any
+) -> None:
+    """A GPT-2 with new weights after SFT; `options` are of its trainer."""
     python_random = random.getstate()
     with torch.random.fork_rng(), NaiveStrategy(seed=seed) as strategy:
         actor = nn.GPTActor(config=config)
@@ -122,9 +123,9 @@ def _write_taught(folder: str | Path, seed: int, config: Any, tokenizer: Any, ex
             optimizer,
             examples,
             train_batch_size=32,
-            max_epochs=2,
             log_interval=25,
             tokenizer=tokenizer,
+            **options,
         ).fit()
         unfinished = Path(folder).with_name(f'.{Path(folder).name}.tmp')
         for old in (unfinished, Path(folder)):

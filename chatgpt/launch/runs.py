@@ -240,8 +240,8 @@ class PPORun(Run, PPOConfig):
     reward_fn: str | None = None
     """module:function or file.py:function, fn(prompts, responses, **columns) -> scores"""
     environment: str | None = field(default=None, metadata={'choices': ENVIRONMENTS})
-    """what the policy acts in over several turns; needs no prompts and no reward. module:Class or file.py:Class is one of
-    your own (docs/environments.md)"""
+    """what the policy acts in over several turns; needs no prompts and no reward; module:Class or file.py:Class is one
+    of your own (docs/environments.md)"""
     environment_options: dict[str, Any] | None = None
     """keyword arguments of its class, such as '{numbers: 4}'"""
     max_turns: int = 16
