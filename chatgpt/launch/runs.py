@@ -401,7 +401,8 @@ class PPORun(Run, PPOConfig):
                 'reward_weights weigh the rewards of the environment, whose place --reward_fn or --reward_model takes: '
                 'leave one out'
             )
-        if not self.pretrain and self.environment not in ENVIRONMENTS:
+        is_own = ':' in self.environment and not self.environment.startswith('games:')
+        if is_own and not self.pretrain:
             raise ValueError('an environment of your own needs a model: give --pretrain NAME_OR_FOLDER')
 
     def environment_settings(self) -> EnvironmentSettings:
