@@ -24,7 +24,7 @@ from chatgpt.rollout.sampling import sampling_for
 from chatgpt.sweep import gathered
 from chatgpt.trainer.callbacks.base import TrainerView, say
 from chatgpt.trainer.callbacks.jsonl import RunFile
-from chatgpt.trainer.callbacks.samples import format_table
+from chatgpt.trainer.callbacks.samples import episode_row, format_table, shown_parts
 from chatgpt.trainer.collect import Collector
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Sample
@@ -167,6 +167,7 @@ class PromptEvaluation:
             {'prompt': s.prompt_text, 'response': s.response_text}
             | ({} if score is None else {'score': score})
             | {name: values[i] for name, values in metrics.items()}
+            | episode_row(s, self.tokenizer or trainer.tokenizer)
             for i, (s, score) in enumerate(pairs)
         ]
         rows = self.last[: self.num_rows]
@@ -177,8 +178,9 @@ class PromptEvaluation:
             self._file.forget()
         self._begun = id(trainer), trainer.phase
         self._file.write(trainer, trainer.phase, rows)
-        names = [n for n in rows[0] if n not in ('prompt', 'response')]
-        say(f'eval prompts at phase {trainer.phase}\n{format_table(rows, [*names, "prompt", "response"])}')
+        shown = [shown_parts(row) for row in rows]
+        names = [n for n in shown[0] if n not in ('prompt', 'response')]
+        say(f'eval prompts at phase {trainer.phase}\n{format_table(shown, [*names, "prompt", "response"])}')
 
 
 @contextmanager
