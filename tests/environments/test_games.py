@@ -88,7 +88,7 @@ def test_moves_that_are_not_allowed_are_answered_and_lose_in_the_end(name, respo
     task = game.reset(3)
     shown = game.show()
     for _ in range(2):
-        assert game.step(response) == (f'\n? {shown}\n', -0.1, False, False, {'success': False})
+        assert game.step(response) == (f'\n?\n{shown}\n', -0.1, False, False, {'success': False})
     assert game.step(response)[1:] == (-0.1 + game.LOST, True, False, {'success': False})
     assert game.reset(3) == task
     once = GAMES[name](max_illegal=1)
@@ -143,14 +143,14 @@ def test_countdown_by_hand():
     assert game.show() == '3 5 7 =22'
     assert game.step('3*5') == ('\n7 15 =22\n', 0.0, False, False, {'success': False})
     for move in ('3*5', '7-15', '15/7', '7+15+0', '7', '-7+15', '7^15', '7+7', '07+16'):
-        assert game.step(move)[0] == '\n? 7 15 =22\n', move
+        assert game.step(move)[0] == '\n?\n7 15 =22\n', move
         game.num_illegal = 0
     assert game.step('15+7') == ('\n22 =22\n', 1.0, True, False, {'success': True})
 
     game = started(Countdown(), numbers=(2, 8), target=10)
     assert game.step('8/2') == ('\n4 =10\n', 0.0, True, False, {'success': False}), 'nothing is left to do'
     game = started(Countdown(operations='+-'), numbers=(2, 8), target=10)
-    assert sorted(game.moves()) == ['2+8', '8-2'] and game.step('2*8')[0] == '\n? 2 8 =10\n'
+    assert sorted(game.moves()) == ['2+8', '8-2'] and game.step('2*8')[0] == '\n?\n2 8 =10\n'
     assert sorted(started(Countdown(), numbers=(4, 4), target=10).moves()) == ['4*4', '4+4', '4/4']
 
 
@@ -198,7 +198,7 @@ def test_calculator_by_hand():
     assert game.show() == '482*37+915'
     assert game.step('482*37') == ('\n=17834\n', 0.0, False, False, {'success': False})
     assert game.step('5--3')[0] == '\n=8\n' and game.step('-2*3')[0] == '\n=-6\n'
-    assert game.step('1/2')[0] == '\n? =-6\n' and game.step('1+2+3')[0] == '\n? =-6\n'
+    assert game.step('1/2')[0] == '\n?\n=-6\n' and game.step('1+2+3')[0] == '\n?\n=-6\n'
     assert best(game) == '17834+915'
     game.step('17834+915')
     assert best(game) == '18749' and game.step('18749') == ('\n=18749\n', 1.0, True, False, {'success': True})
@@ -288,7 +288,7 @@ def board(text, **options):
 def test_sokoban_by_hand():
     game = board('@$-. ---# ----')
     assert game.show() == '@$-.\n---#\n----' and game.moves() == ['d', 'r']
-    assert game.step('u')[0] == '\n? @$-.\n---#\n----\n', 'the edge is wall'
+    assert game.step('u')[0] == '\n?\n@$-.\n---#\n----\n', 'the edge is wall'
     assert game.step('r') == ('\n-@$.\n---#\n----\n', 0.0, False, False, {'success': False})
     assert game.best() == 'r'
     assert game.step('r') == ('\n--@*\n---#\n----\n', 1.0, True, False, {'success': True})
@@ -306,7 +306,7 @@ def test_several_moves_a_turn_stand_or_fall_together():
     game = board('@$-. ---- ----', moves_per_turn=3)
     before = game.show()
     for moves in ('ruu', 'rrrr'):
-        assert game.step(moves)[0] == f'\n? {before}\n'
+        assert game.step(moves)[0] == f'\n?\n{before}\n'
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_tic_tac_toe_by_hand():
     game = started(TicTacToe(first='policy'))
     assert game.show() == '...\n...\n...' and game.moves() == list('123456789')
     game = started(TicTacToe(), board='xx.oo.x..')
-    assert game.step('1')[0].startswith('\n? ') and game.moves() == ['3', '6', '8', '9']
+    assert game.step('1')[0].startswith('\n?\n') and game.moves() == ['3', '6', '8', '9']
     assert game.step('3') == ('\nxxx\noo.\nx..\n', 1.0, True, False, {'success': True})
     for opponent in ('random', 'perfect'):
         game = started(TicTacToe(opponent=opponent), board='xoxoxxo..')  # x at 9 wins; x at 8 leaves 9 to o: a draw

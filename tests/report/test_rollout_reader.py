@@ -386,7 +386,7 @@ def test_every_width_and_scheme_is_legible(browser, data, scheme, width):
 
 # ---------------------------------------------------------------------- episodes
 
-TALK = [('3*5<eos>', 0.0), ('\n7 15 =22\n', None), ('7*15<eos>', -0.1), ('\n? 7 15 =22\n', None), ('7+15<eos>', 1.0)]
+TALK = [('3*5<eos>', 0.0), ('\n7 15 =22\n', None), ('7*15<eos>', -0.1), ('\n?\n7 15 =22\n', None), ('7+15<eos>', 1.0)]
 """of the policy with a reward, of the environment with none"""
 
 
@@ -427,7 +427,7 @@ def test_turns_and_observations_stand_apart(browser, tmp_path, scheme, width):
     ]
     words = "all => all.map(x => [...x.querySelectorAll('.ro-token')].map(t => t.textContent).join(''))"
     assert turns.evaluate_all(words) == ['3*5<eos>', '7*15<eos>', '7+15<eos>']
-    assert seen.evaluate_all(words) == ['\n7 15 =22\n', '\n? 7 15 =22\n']
+    assert seen.evaluate_all(words) == ['\n7 15 =22\n', '\n?\n7 15 =22\n']
     facts = page.locator('.ro-facts').all_text_contents()
     assert '3 turns' in facts[0] and 'the task ended' in facts[0] and 'success' in facts[0]
     assert 'turn' not in facts[1] and facts[1].endswith('ended'), 'a response without an environment is as it was'
@@ -442,7 +442,7 @@ def test_turns_and_observations_stand_apart(browser, tmp_path, scheme, width):
         page.keyboard.press('ArrowRight')
     assert 'from the environment' in page.locator('.ro-tip').text_content()
     assert page.evaluate('document.documentElement.scrollWidth') <= width
-    assert page.evaluate(CONTRAST.replace('.ro-token[data-tint]', '.ro-token')) >= 4.5
+    assert page.evaluate(CONTRAST.replace('.ro-token[data-tint]', '.ro-response .ro-token')) >= 4.5
     assert reader.errors == []
     context.close()
 
@@ -480,7 +480,7 @@ CONTRAST = """() => {
   };
   let least = 21;
   for (const token of document.querySelectorAll('.ro-token[data-tint]')) {
-    const card = getComputedStyle(token.closest('.ro-response')).backgroundColor;
+    const card = getComputedStyle(token.closest('.ro-seen, .ro-response')).backgroundColor;
     const own = getComputedStyle(token);
     const ground = light(over(['white', card, own.backgroundColor]));
     const text = light(over([own.color]));

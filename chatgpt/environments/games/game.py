@@ -2,7 +2,8 @@
 
 A game says what its task is (`deal`), what is seen (`show`), which moves there are (`moves`), what a move does (`play`)
 and which is best (`best`, which looks at nothing that was not shown). Every observation after the first begins with a
-line break and every one ends with it; after a move that is not allowed a `?` stands before it, and nothing has changed.
+line break and every one ends with it; after a move that is not allowed a line with `?` stands before it, and nothing
+has changed.
 
 Seeds: Python's own `random.Random(seed)` draws the task, and after it the opponent's moves and the dealer's cards, so
 the seed and the moves decide everything. Left out: players (`scores`).
@@ -82,8 +83,8 @@ class Game(Environment):
         except IllegalMove:
             self.num_illegal += 1
             if self.num_illegal == self.max_illegal:
-                return f'\n? {self.show()}\n', self.ILLEGAL + self.LOST, True, False, {'success': False}
-            return f'\n? {self.show()}\n', self.ILLEGAL, False, truncated, {'success': False}
+                return f'\n?\n{self.show()}\n', self.ILLEGAL + self.LOST, True, False, {'success': False}
+            return f'\n?\n{self.show()}\n', self.ILLEGAL, False, truncated, {'success': False}
         if end is None:
             return f'\n{self.show()}\n', 0.0, False, truncated, {'success': False}
         reward, success = end

@@ -35,7 +35,7 @@ class Sokoban(Game):
         min_solution: fewest moves of a shortest solution.
     """
 
-    ALPHABET = '#-.$*@+udlr ?\n'
+    ALPHABET = '#-.$*@+udlr?\n'
     RULES = (
         'Sokoban: # wall, - floor, . goal, $ box, * box on a goal, @ you, + you on a goal. Push every box onto a goal. '
         'Answer u, d, l or r.'

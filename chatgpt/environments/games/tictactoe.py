@@ -26,7 +26,7 @@ class TicTacToe(Game):
         first: who begins: policy, opponent, or either, as the seed says.
     """
 
-    ALPHABET = '.xo123456789 ?\n'
+    ALPHABET = '.xo123456789?\n'
     RULES = 'Tic-tac-toe: you are x. Answer with the number of an empty cell, 1 to 9, line by line.'
     LOST = -1.0
 
