@@ -88,7 +88,14 @@ def lines(path: Path) -> list[dict]:
 def test_flags_words_and_files_say_the_same(tmp_path):
     file = tmp_path / 'run.yaml'
     file.write_text('environment: games:countdown\nenvironment_options: {numbers: 4, operations: +-}\nmax_turns: 5\n')
-    by_flags = words('--environment', 'games:countdown', '--environment_options', '{"numbers": 4, "operations": "+-"}', '--max_turns', '5')  # fmt: skip
+    by_flags = words(
+        '--environment',
+        'games:countdown',
+        '--environment_options',
+        '{"numbers": 4, "operations": "+-"}',
+        '--max_turns',
+        '5',
+    )
     by_words = words('environment=games:countdown', 'environment_options={numbers: 4, operations: +-}', 'max_turns=5')
     for run in (by_flags, by_words, words('--config_file', str(file))):
         assert run.environment == 'games:countdown' and run.max_turns == 5
@@ -110,22 +117,45 @@ def test_help_has_them_with_the_names(capsys):
     [
         ({'environment': 'games:countdwn'}, 'is not known; .*did you mean games:countdown'),
         ({'environment': 'countdown'}, 'did you mean games:countdown'),
-        ({'environment': 'games:countdown', 'environment_options': {'number': 3}}, "no option 'number'; did you mean numbers"),
-        ({'environment': 'games:countdown', 'environment_options': {'numbers': 9}}, 'numbers=9 must be a whole number from 2 to 6'),
+        (
+            {'environment': 'games:countdown', 'environment_options': {'number': 3}},
+            "no option 'number'; did you mean numbers",
+        ),
+        (
+            {'environment': 'games:countdown', 'environment_options': {'numbers': 9}},
+            'numbers=9 must be a whole number from 2 to 6',
+        ),
         ({'environment': 'own.py:Ehco', 'pretrain': '{folder}'}, 'did you mean Echo'),
         ({'environment': 'own.py:Echo'}, 'an environment of your own needs a model: give --pretrain'),
-        ({'environment': 'own.py:Echo', 'pretrain': '{folder}', 'environment_options': {'fails': True}}, 'raised RuntimeError: no such place'),
+        (
+            {'environment': 'own.py:Echo', 'pretrain': '{folder}', 'environment_options': {'fails': True}},
+            'raised RuntimeError: no such place',
+        ),
         ({'environment': 'games:countdown', 'max_turns': 0}, 'max_turns=0 must be at least 1'),
-        ({'environment': 'games:countdown', 'max_new_tokens': 510}, r'begins with \d+ tokens; .*passes the context of 512'),
+        (
+            {'environment': 'games:countdown', 'max_new_tokens': 510},
+            r'begins with \d+ tokens; .*passes the context of 512',
+        ),
         ({'environment': 'games:countdown', 'eval_episodes': -1}, 'eval_episodes=-1 must not be negative'),
-        ({'environment': 'games:countdown', 'eval_episodes': 3, 'validation_percentage': 5.0}, 'with eval prompts leave it out'),
+        (
+            {'environment': 'games:countdown', 'eval_episodes': 3, 'validation_percentage': 5.0},
+            'with eval prompts leave it out',
+        ),
         ({'environment': 'games:countdown', 'reward_fn': 'a:b', 'reward_weights': {'a': 1.0}}, 'reward_weights weigh'),
         ({'environment': 'games:countdown', 'max_timesteps': None}, 'tasks of an environment have no end'),
         ({'max_turns': 3}, 'max_turns=3 is about an environment, and there is none: give --environment'),
         ({'environment_options': {'numbers': 3}}, 'environment_options=.* is about an environment'),
-        ({'environment': 'games:countdown', 'advantage_estimator': 'gdpo', 'num_samples_per_prompt': 2, 'kl_coef': 0.0}, 'takes a list of rewards'),
+        (
+            {
+                'environment': 'games:countdown',
+                'advantage_estimator': 'gdpo',
+                'num_samples_per_prompt': 2,
+                'kl_coef': 0.0,
+            },
+            'takes a list of rewards',
+        ),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_one_line_before_any_weight(settings, complaint, own, folder, tmp_path):
     settings = {k: str(folder) if v == '{folder}' else v for k, v in settings.items()}
     with pytest.raises(ValueError, match=complaint) as error:
@@ -159,7 +189,19 @@ def test_a_run_evaluates_on_other_tasks_and_a_resume_tells_what_changed(folder, 
     with pytest.warns(
         UserWarning, match=r"environment\.name .*Countdown' → .*TicTacToe'.*environment.options.first None → 'policy'"
     ):
-        execute(run_of(**(common | {'environment': 'games:tictactoe', 'environment_options': {'first': 'policy'}, 'resume': 'auto', 'num_episodes': 2})))  # fmt: skip
+        execute(
+            run_of(
+                **(
+                    common
+                    | {
+                        'environment': 'games:tictactoe',
+                        'environment_options': {'first': 'policy'},
+                        'resume': 'auto',
+                        'num_episodes': 2,
+                    }
+                )
+            )
+        )
     assert len(lines(tmp_path / 'run' / 'metrics.jsonl')) == 4
 
 
