@@ -147,9 +147,7 @@ def checked_step(answer: Any) -> Step:
         InvalidStep: it is not what the contract says.
     """
     if not isinstance(answer, tuple) or len(answer) != 5:
-        raise InvalidStep(
-            f'step returned {shown(answer)}; return (observation, reward, terminated, truncated, info)'
-        )
+        raise InvalidStep(f'step returned {shown(answer)}; return (observation, reward, terminated, truncated, info)')
     observation, reward, terminated, truncated, info = answer
     rewards = dict(reward) if isinstance(reward, Mapping) else {'reward': reward}
     numbers = {}

@@ -359,7 +359,7 @@ class _Process(_Worker):
             pickled = pickle.dumps(command)
         except Exception as error:
             raise WorkerError(
-                f"{self.runner.name}: the columns of a prompt cannot be pickled for a worker process: {error}; set "
+                f'{self.runner.name}: the columns of a prompt cannot be pickled for a worker process: {error}; set '
                 "workers='threads'"
             ) from None
         try:
@@ -374,7 +374,9 @@ class _Process(_Worker):
         if self.connection is not None:
             return
         ours, theirs = socket.socketpair()
-        program = 'import json, sys; sys.path[:] = json.loads(sys.argv[2]); from chatgpt.environments.worker import main; '
+        program = (
+            'import json, sys; sys.path[:] = json.loads(sys.argv[2]); from chatgpt.environments.worker import main; '
+        )
         arguments = [str(theirs.fileno()), json.dumps(sys.path)]
         with theirs:
             self.process = subprocess.Popen(

@@ -14,6 +14,7 @@ from chatgpt.environments.games import (
     GAMES,
     Blackjack,
     Calculator,
+    CalculatorTools,
     Countdown,
     GuessWord,
     Sokoban,
@@ -227,6 +228,22 @@ def test_the_calculator_is_taken_away_in_the_end():
     game = started(Calculator(max_moves=2))
     assert game.step('1+1')[2:4] == (False, False)
     assert game.step('1+1')[2:4] == (False, True)
+
+
+def test_the_calculator_as_tools():
+    tools = CalculatorTools(terms=3, digits=2)
+    plain = started(Calculator(terms=3, digits=2))
+    asked = tools.reset(seed=0)
+    assert plain.shown in asked and tools.reset(seed=1) != asked == tools.reset(seed=0, prompt='x')
+    assert tools.calculate('12 * 34') == '=408' and tools.calculate('12').startswith('error: ')
+    assert tools.calculate('1/0').startswith('error: ') and tools.get_reward() == 0.0
+    assert tools.answer(plain.answer + 1) == 'wrong' and tools.get_reward() == 0.0
+    assert tools.answer(plain.answer) == 'right' and tools.get_reward() == 1.0
+    assert tools.answer(number=str(plain.answer)) == 'right'
+    tools.reset(seed=2)
+    assert tools.get_reward() == 0.0
+    with pytest.raises(ValueError, match='digits=9'):
+        CalculatorTools(digits=9)
 
 
 # ---------------------------------------------------------------------- guess the word

@@ -1,7 +1,7 @@
 """Six small games that need no network, each with a best player: tasks to try a method on, and environments to read."""
 
 from chatgpt.environments.games.blackjack import Blackjack
-from chatgpt.environments.games.calculator import Calculator
+from chatgpt.environments.games.calculator import Calculator, CalculatorTools
 from chatgpt.environments.games.countdown import Countdown
 from chatgpt.environments.games.game import Game, IllegalMove
 from chatgpt.environments.games.guess_word import GuessWord
@@ -25,6 +25,7 @@ __all__ = [
     'GAMES',
     'Blackjack',
     'Calculator',
+    'CalculatorTools',
     'Countdown',
     'Game',
     'GuessWord',

@@ -108,3 +108,59 @@ class Calculator(Game):
                 return call
             value = self.results[call]
         return str(value)
+
+
+class CalculatorTools:
+    """The same task for a model that calls tools: the class that TRL's `environment_factory` takes.
+
+    Args:
+        options: of `Calculator`; rules, max_moves and max_illegal do nothing here.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._game = Calculator(**options)
+
+    def reset(self, seed: int = 0, **columns: Any) -> str:
+        """The task; `seed` decides which."""
+        task = self._game.reset(seed).strip()
+        self._reward = 0.0
+        return f'Work out {task} with the calculator, one step at a time, and then give the answer.'
+
+    def calculate(self, expression: str) -> str:
+        """Calculate with two whole numbers.
+
+        Args:
+            expression: two numbers with +, - or * between them, such as 12*34
+
+        Returns:
+            the result
+        """
+        try:
+            self._game.play(_call_of(expression))
+        except IllegalMove:
+            return 'error: give two whole numbers with +, - or * between them, such as 12*34'
+        return self._game.show()
+
+    def answer(self, number: int) -> str:
+        """Give the answer.
+
+        Args:
+            number: what the whole comes to
+
+        Returns:
+            whether it is right
+        """
+        self._reward = float(str(number).strip() == str(self._game.answer))
+        return 'right' if self._reward else 'wrong'
+
+    def get_reward(self) -> float:
+        """1 where the latest answer is right."""
+        return self._reward
+
+
+def _call_of(expression: str) -> str:
+    """Without spaces. Raises IllegalMove for a number alone, which is no calculation."""
+    move = ''.join(str(expression).split())
+    if not _CALL.fullmatch(move):
+        raise IllegalMove
+    return move
