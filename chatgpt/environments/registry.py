@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from chatgpt.environments.base import EnvironmentFactory
+from chatgpt.environments.host import name_of
 from chatgpt.names import hint
 from chatgpt.registry import load_object
 
@@ -52,19 +53,13 @@ def _named(spec: str) -> Any:
     return load_object(spec)
 
 
-def name_of(environment: EnvironmentFactory) -> str:
-    """What messages call the environments of a factory."""
-    made = getattr(environment, 'func', environment)
-    return getattr(made, '__qualname__', None) or type(made).__name__
-
-
 def described(environment: EnvironmentFactory) -> dict[str, Any]:
     """A factory in words, for telling whether a resumed run goes on with another one."""
     made = getattr(environment, 'func', environment)
     module = getattr(made, '__module__', type(made).__module__)
     given = getattr(environment, 'keywords', {})
     options = {name: v if isinstance(v, (str, int, float, bool)) else repr(v) for name, v in given.items()}
-    return {'name': f'{module}:{name_of(environment)}', 'options': options}
+    return {'name': name_of(environment), 'module': module, 'options': options}
 
 
 def make_environment(factory: EnvironmentFactory) -> Any:

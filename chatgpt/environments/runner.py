@@ -165,7 +165,7 @@ class Runner:
 
     def _least_busy(self) -> _Worker:
         kind = _Thread if self.settings.workers == 'threads' else _Process
-        loads = {worker: 0 for worker in self._workers}
+        loads = dict.fromkeys(self._workers, 0)
         for episode in self._episodes.values():
             loads[episode.worker] += 1
         if len(loads) < self.settings.num_workers and all(loads.values()):

@@ -89,6 +89,9 @@ class EpisodeEngine:
         self.runner = Runner(self.factory, self.settings)
         self.longest_opening = 0
         """most tokens before the first turn so far, dataset prompt and first observation together"""
+        limits = {'max_turns': self.settings.max_turns, 'max_turn_tokens': self.settings.max_turn_tokens}
+        self.environment = described(self.factory) | limits
+        """what episodes follow from, as JSON, for telling whether a run goes on with another"""
 
     def begin(self, actor: Actor) -> None:
         self.engine.begin(actor)
@@ -144,11 +147,6 @@ class EpisodeEngine:
                 raise ValueError(f'environment: {answer.message}')
             found.append(self.transcript.first(prompt.ids.tolist(), answer.observation))
         return found
-
-    def described(self) -> dict[str, Any]:
-        """What decides its episodes beside the policy, for telling at a resume whether it changed."""
-        limits = {'max_turns': self.settings.max_turns, 'max_turn_tokens': self.settings.max_turn_tokens}
-        return described(self.factory) | limits
 
     def _decoded(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)

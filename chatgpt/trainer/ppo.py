@@ -48,8 +48,10 @@ from chatgpt.rollout.sampling import sampling_for
 from chatgpt.trainer.algorithms import estimate_advantages
 from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.callbacks import Callback, RatioCheck, RolloutRecorder
+from chatgpt.trainer.checkpointing import generator_states, set_generator_states
 from chatgpt.trainer.collect import Collector, replace_uninformative
 from chatgpt.trainer.config import PPOConfig
+from chatgpt.trainer.failed_episodes import check_failed, compared, mask_failed
 from chatgpt.trainer.losses import (
     ActorLoss,
     PtxLoss,
@@ -268,7 +270,9 @@ class PPOTrainer(Trainer):
             self.critic,
             initial_model,
             scorer,
-            ScoreShaper(c.score_scaling, c.score_clip, c.missing_eos_score, c.token_penalty, overlong),
+            ScoreShaper(
+                c.score_scaling, c.score_clip, c.missing_eos_score, c.token_penalty, overlong, c.reward_of_failure
+            ),
             ExperienceSettings(
                 temperature=self.sampling.temperature,
                 kl_kind=c.kl_kind,
@@ -277,7 +281,7 @@ class PPOTrainer(Trainer):
                 max_tokens_per_batch=c.max_tokens_per_batch,
                 packing=c.packing,
             ),
-            estimate=lambda experiences: estimate_advantages(experiences, estimator, c),
+            estimate=lambda experiences: estimate_advantages(compared(experiences), estimator, c),
             reference_context=bare.reference if initial_model is None and has_reference(bare) else None,
             actor_has_values=self.shares_trunk,
             reference_with_policy=initial_model is None and hasattr(bare, 'ref_branch'),
@@ -306,9 +310,7 @@ class PPOTrainer(Trainer):
         self.maker.shaper.moments.load_state_dict(state['score_moments'])
 
     def fingerprint(self) -> dict[str, Any]:
-        environment = self.engine.described() if isinstance(self.engine, EpisodeEngine) else None
-        own = {'reward': described(self.scorer), 'environment': environment}
-        return super().fingerprint() | self.collector.fingerprint() | own
+        return super().fingerprint() | self.collector.fingerprint() | {'reward': described(self.scorer)}
 
     def facts(self) -> dict[str, Any]:
         c = self.config
@@ -374,16 +376,26 @@ class PPOTrainer(Trainer):
         self.is_resuming = False
         self.total_updates = self.fit_updates + self._count_updates(total, update_timesteps)
         end = self.fit_start + total
-        with self.running(num_phases=self.phase + -(-(end - self.timestep) // update_timesteps)):
+        with self._environments(), self.running(num_phases=self.phase + -(-(end - self.timestep) // update_timesteps)):
             while self.timestep < end and not self.stop_agreed():
-                start = self.state_dict()
+                start, generators = self.state_dict(), generator_states()
                 done = self.timestep - self.fit_start
                 ends = [done, *range(done - done % update_timesteps + update_timesteps, total, update_timesteps), total]
                 sizes = [b - a for a, b in zip(ends, ends[1:], strict=False)][: self.config.max_staleness + 1]
                 if not self.collect(sizes[0], episode_length=max_timesteps, later=sizes[1:]):
                     self._drop_phase(start)
+                    set_generator_states(generators)  # what was generated and played draws the same again
                     break
                 self.learn_phase()
+
+    @contextmanager
+    def _environments(self) -> Iterator[None]:
+        """However a run ends, its environments end with it."""
+        try:
+            yield
+        finally:
+            if isinstance(self.engine, EpisodeEngine):
+                self.engine.close()
 
     def set_prompts(self, prompts: Any) -> None:
         """The prompts that `collect` draws from, in an order that is a function of the seed."""
@@ -472,15 +484,19 @@ class PPOTrainer(Trainer):
         if timesteps is None:
             return None
         kl_coef = self.kl_controller.value if self.config.kl_in == 'reward' else 0.0
+        if self.config.environment_failures == 'mask':
+            mask_failed([sample for samples in timesteps for sample in samples])
         with self.clock.measure('score'):
-            return [e for samples in timesteps for e in self.maker.make(samples, kl_coef=kl_coef)]
+            experiences = [e for samples in timesteps for e in self.maker.make(samples, kl_coef=kl_coef)]
+        check_failed(experiences, self.phase + 1, tell=self.strategy.is_rank_0)
+        return experiences
 
     def _filter_overlong(self, experiences: list[Experience]) -> dict[str, float]:
         """With `overlong_filter`, no token of a response that ran out of room counts; its score stays in its group's
         baseline."""
         if not self.config.overlong_filter:
             return {}
-        cut = [e for e in experiences if not e.ended]
+        cut = [e for e in experiences if not e.ended and not e.failed]
         for e in cut:
             e.response_mask = torch.zeros_like(e.response_mask)
         return {'rollout/filtered_share': len(cut) / len(experiences)}

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from misbehaving import NEVER, Awaited, Closing, Counter, Moody
+from small_environments import NEVER, Awaited, Closing, Counter, Moody
 
 from chatgpt.environments import EnvironmentSettings, Failure, Runner, Step
 from chatgpt.environments import runner as runner_module
@@ -51,7 +51,10 @@ def children(pid=None):
     pid = pid or os.getpid()
     found = []
     for task in Path(f'/proc/{pid}/task').iterdir():
-        found += [int(child) for child in (task / 'children').read_text().split()]
+        try:
+            found += [int(child) for child in (task / 'children').read_text().split()]
+        except FileNotFoundError:  # the thread has ended
+            pass
     return found
 
 
@@ -231,7 +234,7 @@ def test_close_does_not_wait_for_what_hangs(monkeypatch):
 
 PROGRAM = """
 import sys
-from misbehaving import Counter
+from small_environments import Counter
 from chatgpt.environments import EnvironmentSettings, Runner
 runner = Runner(Counter, EnvironmentSettings(workers='processes', num_workers=2))
 for key in range(2):

@@ -1,9 +1,13 @@
-"""Environments that do what no environment should. Worker processes import this file, so it imports no torch."""
+"""Environments of these tests, many of which do what none should. Worker processes import this file, so it imports no
+torch."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import random
+import signal
 import subprocess
 import sys
 import threading
@@ -122,3 +126,75 @@ class Moody(Environment):
         if response == 'do:die':
             os._exit(3)
         return f'{time.monotonic_ns()}\n', 1.0, False, False, {}
+
+
+class Letters(Environment):
+    """Three turns; a reward for each 'e' and for a length near a number of the seed."""
+
+    num_steps = 0
+    at = None
+    """the step, over all episodes, at which `do` is done"""
+    do = staticmethod(lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+    def reset(self, seed, **columns):
+        self.random, self.turns = random.Random(seed), 0
+        return f'{self.random.randint(2, 6)}:'
+
+    def step(self, response):
+        type(self).num_steps += 1
+        if type(self).num_steps == type(self).at:
+            type(self).do()
+        self.turns += 1
+        reward = response.count('e') - abs(len(response) - 3) / 4
+        return f'<{self.said()}>', reward, self.turns == 3, False, {'success': reward > 0}
+
+    def said(self):
+        return self.random.randint(10, 99)
+
+
+class Clocked(Letters):
+    """Answers by the clock from its second turn on."""
+
+    def said(self):
+        return time.monotonic_ns() if self.turns == 2 else super().said()
+
+
+class Fails(Environment):
+    """Two turns of reward 1 and of a number that counts episodes, 1, 2, 3, 4, 1, 2, ...; what stands in `faults` for
+    its number happens in its second turn, or in `reset`."""
+
+    count = 0
+    faults = {}
+
+    def reset(self, seed, **columns):
+        Fails.count += 1
+        self.number, self.turns = (Fails.count - 1) % 4 + 1, 0
+        if self.faults.get(self.number) == 'reset':
+            raise RuntimeError('no board')
+        return 'go:'
+
+    def step(self, response):
+        self.turns += 1
+        if self.turns == 1:
+            return '.', 1.0, False, False, {}
+        fault = self.faults.get(self.number)
+        if fault == 'error':
+            raise RuntimeError('the board broke')
+        if fault == 'timeout':
+            NEVER.wait()
+        return '.', math.nan if fault == 'invalid' else float(self.number), True, False, {}
+
+
+class Interrupts(Environment):
+    """Ctrl-C twice, of the trainer, and no answer."""
+
+    def reset(self, seed, **columns):
+        return 'go:'
+
+    def step(self, response):
+        trainer = os.getpid() if 'torch' in sys.modules else os.getppid()
+        for _ in range(2):
+            os.kill(trainer, signal.SIGINT)
+            time.sleep(0.2)
+        NEVER.wait(20)
+        return 'late', 0.0, True, False, {}
