@@ -250,6 +250,8 @@ class PPORun(Run, PPOConfig):
     """most tokens of one turn; none: what max_new_tokens leaves, which bounds the whole episode"""
     step_timeout_s: float = 30.0
     """an environment that takes longer for one step ends its episode"""
+    environment_workers: Literal['threads', 'processes'] = 'threads'
+    """where environments run; processes compute beside the trainer, and one that hangs is replaced"""
     num_environment_workers: int = 8
     """how many environments step at the same time"""
     reward_weights: dict[str, float] | None = None
@@ -410,6 +412,7 @@ class PPORun(Run, PPOConfig):
             max_turns=self.max_turns,
             max_turn_tokens=self.max_turn_tokens,
             step_timeout_s=self.step_timeout_s,
+            workers=self.environment_workers,
             num_workers=self.num_environment_workers,
         )
 
@@ -431,8 +434,8 @@ class PPORun(Run, PPOConfig):
 
 
 ENVIRONMENT = (
-    *('environment_options', 'max_turns', 'max_turn_tokens', 'step_timeout_s', 'num_environment_workers'),
-    *('reward_weights', 'eval_episodes'),
+    *('environment_options', 'max_turns', 'max_turn_tokens', 'step_timeout_s', 'environment_workers'),
+    *('num_environment_workers', 'reward_weights', 'eval_episodes'),
 )
 """settings that say nothing without an environment"""
 PLAIN = {f.name: f.default for f in fields(PPORun)}

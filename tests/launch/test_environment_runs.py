@@ -143,6 +143,7 @@ def test_help_has_them_with_the_names(capsys):
         ),
         ({'environment': 'games:countdown', 'reward_fn': 'a:b', 'reward_weights': {'a': 1.0}}, 'reward_weights weigh'),
         ({'environment': 'games:countdown', 'max_timesteps': None}, 'tasks of an environment have no end'),
+        ({'environment_workers': 'processes'}, 'environment_workers=.* is about an environment'),
         ({'max_turns': 3}, 'max_turns=3 is about an environment, and there is none: give --environment'),
         ({'environment_options': {'numbers': 3}}, 'environment_options=.* is about an environment'),
         (
@@ -218,6 +219,7 @@ def test_an_environment_of_ones_own_with_data_and_named_rewards(folder, tmp_path
             save_path=str(tmp_path / 'run'),
             reward_weights={'there': 2.0, 'length': 0.0},
             max_turn_tokens=4,
+            environment_workers='processes',
         )
     )
     for row in lines(tmp_path / 'run' / 'samples.jsonl'):
