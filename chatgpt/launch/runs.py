@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, cast, get_args
 
-from chatgpt.environments import ENVIRONMENTS, EnvironmentSettings
+from chatgpt.environments import EnvironmentSettings
 from chatgpt.launch.arguments import check_precision
 from chatgpt.launch.methods import METHODS, PREFERENCE_RUN, Recipe, methods_of
 from chatgpt.names import hint
@@ -239,9 +239,10 @@ class PPORun(Run, PPOConfig):
     """folder of a reward model, or of any sequence-classification model"""
     reward_fn: str | None = None
     """module:function or file.py:function, fn(prompts, responses, **columns) -> scores"""
-    environment: str | None = field(default=None, metadata={'choices': ENVIRONMENTS})
-    """what the policy acts in over several turns; needs no prompts and no reward; module:Class or file.py:Class is one
-    of your own (docs/environments.md)"""
+    environment: str | None = None
+    """what the policy acts in over several turns; needs no prompts and no reward. games:countdown, games:calculator,
+    games:guess_word, games:sokoban, games:tictactoe, games:blackjack; or one of your own, module:Class or file.py:Class
+    (docs/environments.md)"""
     environment_options: dict[str, Any] | None = None
     """keyword arguments of its class, such as '{numbers: 4}'"""
     max_turns: int = 16
