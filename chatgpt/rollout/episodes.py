@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,23 +35,6 @@ from chatgpt.types import Episode, EpisodeEnd, FinishReason, Prompt, Sample, Tur
 
 if TYPE_CHECKING:
     from chatgpt.nn import Actor
-
-
-class Turns(Protocol):
-    """What an engine with `converse` asks between the turns of its sequences; `i` is a position in its prompts."""
-
-    def limit(self, i: int) -> int:
-        """The most tokens of sequence i's next turn."""
-        ...
-
-    def ended(self, i: int, turn: Sample) -> None:
-        """Sequence i's turn is there, as a sample whose response is this turn alone. Returns at once."""
-        ...
-
-    def next(self, i: int) -> Tensor | None:
-        """(n,) int64 ids, n >= 0, to append before sequence i's next turn; None: its episode is over. Waits for the
-        environment."""
-        ...
 
 
 class EpisodeEngine:
@@ -92,6 +76,14 @@ class EpisodeEngine:
         limits = {'max_turns': self.settings.max_turns, 'max_turn_tokens': self.settings.max_turn_tokens}
         self.environment = described(self.factory) | limits
         """what episodes follow from, as JSON, for telling whether a run goes on with another"""
+        remote: Any = engine if hasattr(engine, 'put_around') else None
+        self.is_remote = remote is not None
+        """environments run where the engine's workers are"""
+        if remote is not None:
+            given = {'environment': environment, 'tokenizer': tokenizer, 'settings': settings}
+            remote.put_around(partial(EpisodeEngine, **given, stop_strings=stop_strings, transcript=transcript))
+            # whoever asks for them finds them where the engine answers later
+            self.submit, self.take, self.cancel = remote.submit, remote.take, remote.cancel
 
     def begin(self, actor: Actor) -> None:
         self.engine.begin(actor)
@@ -121,6 +113,8 @@ class EpisodeEngine:
         """
         if offsets is not None or limits is not None:
             raise ValueError('EpisodeEngine.generate takes no offsets and limits; give its engine a turn to draw')
+        if self.is_remote:
+            return self.engine.generate(prompts, sampling, seed=seed, indices=indices, groups=groups)
         indices = list(indices)
         groups = indices if groups is None else list(groups)
         transcripts = [_Transcript(*of) for of in zip(indices, groups, prompts, strict=True)]
@@ -292,6 +286,8 @@ class _Conversations:
         self.owner.longest_opening = max(self.owner.longest_opening, len(t.prompt_ids))
         t.room = self.sampling.room(len(t.prompt_ids))
         t.step_s += answer.seconds
+        if t.room < 1:
+            t.end = 'tokens'
 
     def _limit(self, t: _Transcript) -> int:
         most = self.owner.settings.max_turn_tokens

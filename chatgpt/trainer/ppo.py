@@ -669,7 +669,7 @@ class PPOTrainer(Trainer):
         Raises:
             ValueError: an unknown setting, a prompt without room for a response, no initial model to generate with.
         """
-        check_by_hand(self.config)
+        check_by_hand(self.config, has_environment=isinstance(self.engine, EpisodeEngine))
         prompts = list(as_prompts([queries] if isinstance(queries, Tensor) else list(queries), self.tokenizer))
         bare = self.strategy.unwrap(self.actor)
         check_ids('generate: query', [p.ids for p in prompts], bare)
@@ -720,7 +720,7 @@ class PPOTrainer(Trainer):
             ValueError: lists of different lengths, an empty response, a token id outside of the vocabulary, a score
                 that is not finite, queries that do not make groups, a setting that only `fit` can follow.
         """
-        check_by_hand(self.config)
+        check_by_hand(self.config, has_environment=isinstance(self.engine, EpisodeEngine))
         prompts = list(as_prompts(list(queries), self.tokenizer))
         bare = self.strategy.unwrap(self.actor)
         check_ids('step: query', [p.ids for p in prompts], bare)
