@@ -26,6 +26,7 @@ from chatgpt.environments.base import (
     InvalidStep,
     Step,
     checked_observation,
+    checked_rewards,
     checked_step,
 )
 
@@ -47,7 +48,14 @@ class Runner:
 
         self._pending[key] = self._threads.submit(_timed, reset)
 
-    def act(self, key: Any, response: str) -> None:
+    def finish(self, key: Any) -> None:
+        """Ask for the rewards of an episode that is cut off; `result` has them."""
+        finish = getattr(self._environments[key], 'finish', dict)
+        self._pending[key] = self._threads.submit(
+            _timed, lambda: Step(observation='', rewards=checked_rewards(_called(finish)))
+        )
+
+    def act(self, key: Any, response: str | Mapping[str, Any]) -> None:
         environment = self._environments[key]
         self._pending[key] = self._threads.submit(_timed, lambda: checked_step(_called(environment.step, response)))
 
