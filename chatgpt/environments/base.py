@@ -132,6 +132,13 @@ def checked_observation(observation: Any) -> Observation:
     )
 
 
+def joined(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """A conversation with text added to its last turn, where that is the user's; else as one more turn of the user."""
+    if not messages or messages[-1]['role'] != 'user':
+        return [*messages, {'role': 'user', 'content': text}]
+    return [*messages[:-1], {**messages[-1], 'content': messages[-1]['content'] + text}]
+
+
 def checked_rewards(reward: Any) -> dict[str, float]:
     """Rewards by name.
 

@@ -42,6 +42,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from chatgpt.environments.base import joined
 from chatgpt.environments.own_random import OwnRandom
 
 RESERVED = ('reset', 'get_reward', 'turn_reward', 'close')
@@ -99,7 +100,7 @@ class ToolEnvironment:
     def __init__(self, environment: Any, rewards: Sequence[Callable[..., Any]] = (), free: Any = None) -> None:
         self.environment, self._rewards, self._free = environment, rewards, free
         self._tools = tools_of(environment)
-        sources = [*rewards, *(n for n in ('get_reward', 'turn_reward') if hasattr(environment, n))]
+        sources = [*rewards, *(n for n in ('get_reward', 'turn_reward') if callable(getattr(environment, n, None)))]
         self._alone = len(sources) == 1
         self._loop: asyncio.AbstractEventLoop | None = None
         self._busy = False
@@ -109,10 +110,14 @@ class ToolEnvironment:
 
     def reset(self, seed: int, **columns: Any) -> str:
         self._busy, self._columns, self._said = True, columns, []
-        given = {'seed': seed} if 'seed' in inspect.signature(self.environment.reset).parameters else {}
+        parameters = inspect.signature(self.environment.reset).parameters
+        given = ({'seed': seed} if 'seed' in parameters else {}) | columns
+        if 'prompt' not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            given.pop('prompt', None)
         with OwnRandom(seed):
-            observation = _text(self._value(self.environment.reset(**(given | columns))) or '')
-        self._prompt = [*(columns.get('prompt') or ()), {'role': 'user', 'content': observation}]
+            observation = self._value(self.environment.reset(**given))
+        observation = '' if observation is None else _text(observation)
+        self._prompt = joined(columns.get('prompt') or [], observation)
         self._busy = False
         return observation
 
@@ -188,13 +193,15 @@ class ToolEnvironment:
                     prompts=[self._prompt], completions=[self._said], environments=[self.environment], **columns
                 )
             )
+            if len(values) != 1:
+                raise ValueError(f'{function.__name__} returned {len(values)} rewards for one episode')
             if values[0] is not None:
                 rewards['reward' if self._alone else function.__name__] = values[0]
         return rewards
 
     def _named(self, method: str) -> dict[str, Any]:
         """What a method gives as reward, by name; nothing where there is no such method, or it says None."""
-        if not hasattr(self.environment, method):
+        if not callable(getattr(self.environment, method, None)):
             return {}
         value = self._value(getattr(self.environment, method)())
         if value is None or isinstance(value, Mapping):

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 from chatgpt.dataset.formats import begin_ids
 from chatgpt.dataset.tokenize import encode
-from chatgpt.environments.base import InvalidStep, Observation
+from chatgpt.environments.base import InvalidStep, Observation, joined
 from chatgpt.environments.calls import checked_calls, reader
 
 Ended = Literal['eos', 'stop', 'length']
@@ -292,13 +292,6 @@ class TextOrChat:
 
     def after(self, turn_ids: Sequence[int], ended: Ended, observation: Observation) -> list[int]:
         return self.format.after(turn_ids, ended, observation)
-
-
-def joined(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """A conversation with text added to its last turn, where that is the user's; else as one more turn of the user."""
-    if not messages or messages[-1]['role'] != 'user':
-        return [*messages, {'role': 'user', 'content': text}]
-    return [*messages[:-1], {**messages[-1], 'content': messages[-1]['content'] + text}]
 
 
 def _behind(text: str, count: int = 1) -> str:

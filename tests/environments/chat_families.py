@@ -126,6 +126,7 @@ FAMILIES = {
     'gemma': (GEMMA, '<end_of_turn>', ('<start_of_turn>', '<eos>')),
     'r1': (R1, '<|im_end|>', ('<|im_start|>',)),
 }
+_SHOWN = ('<think>', '</think>', '<tool_call>', '</tool_call>')
 _MERGED = ['the adventure of three thousand answers; there is another, it is so. yes, no: 12 12 123 in "name"'] * 8
 
 
@@ -144,9 +145,9 @@ def chat_tokenizer(family: str) -> PreTrainedTokenizerFast:
         bos_token='<bos>',
         eos_token=end,
         pad_token='<pad>',
-        additional_special_tokens=[s for s in special if s not in ('<think>', '</think>')],
+        additional_special_tokens=[s for s in special if s not in _SHOWN],
         clean_up_tokenization_spaces=False,
     )
-    fast.add_tokens([s for s in special if s in ('<think>', '</think>')])
+    fast.add_tokens([s for s in special if s in _SHOWN])  # tokens of their own that are text all the same
     fast.chat_template = template
     return fast
