@@ -108,9 +108,14 @@ class Runner:
             episode = self._episodes[key] = _Episode(self._numbers, self._least_busy())
             self._ask(episode, 'reset', seed, dict(columns))
 
-    def act(self, key: Any, response: str) -> None:
+    def act(self, key: Any, response: str | Mapping[str, Any]) -> None:
         with self.changed:
             self._ask(self._episodes[key], 'step', response)
+
+    def finish(self, key: Any) -> None:
+        """Ask for the rewards of an episode that is cut off; `result` has them."""
+        with self.changed:
+            self._ask(self._episodes[key], 'finish')
 
     def result(self, key: Any) -> Answer:
         """The answer to the latest `start` or `act`.
