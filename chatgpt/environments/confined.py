@@ -20,8 +20,8 @@ import traceback
 from types import ModuleType
 from typing import Any
 
-UNCONFINED = 97
-"""exit code: a guard that was asked for could not be put up, and nothing was run"""
+CONFINED = b'\0'
+"""the first byte of the output, written before the code is run; without it nothing was run"""
 
 # ---------------------------------------------------------------------- system calls
 
@@ -258,7 +258,7 @@ def confine(settings: dict[str, Any]) -> None:
         prctl = libc.prctl
         prctl(DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != settings['parent']:  # it ended before it could be followed
-            os._exit(UNCONFINED)
+            os._exit(1)
         if prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS
             raise OSError('no_new_privs')
         if settings['files']:
@@ -308,7 +308,8 @@ def main() -> None:
         confine(settings)
     except Exception as error:
         print(f'{type(error).__name__}: {error}', flush=True)
-        os._exit(UNCONFINED)
+        os._exit(1)
+    os.write(1, CONFINED)
     sys.exit(run(source))
 
 
