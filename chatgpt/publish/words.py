@@ -219,6 +219,8 @@ def _scorer(found: Any) -> str:
     name, _, detail = str(found).partition(', ')
     if name == 'RewardModelScorer':
         return f'the reward model {code(without_paths(detail))}' if detail else 'a reward model'
+    if name == 'EnvironmentScorer':
+        return f'the reward {code(detail)} of its environment' if detail else 'the rewards of its environment'
     return code(name)
 
 
