@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     'cluster': set(),
     'publish': {'run_folder', 'report', 'dataset'},
     'nn': MATHS | {'batching', 'registry'},
-    'environments': {'registry', 'dataset'},
+    'environments': {'registry', 'dataset', 'rewards'},
     'rollout': MODELS | {'cluster', 'registry', 'environments'},
     'dataset': {'types'},
     'experience': MODELS | {'rollout', 'rewards', 'dataset'},
