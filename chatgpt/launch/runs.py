@@ -251,6 +251,9 @@ class PPORun(Run, PPOConfig):
     """most tokens of one turn; none: what max_new_tokens leaves, which bounds the whole episode"""
     step_timeout_s: float = 30.0
     """an environment that takes longer for one step ends its episode"""
+    apply_chat_template: bool = False
+    """what an environment says in text is a turn of the user, in the tokenizer's chat template; messages always go
+    through it"""
     environment_workers: Literal['threads', 'processes'] = 'threads'
     """where environments run; processes compute beside the trainer, and one that hangs is replaced"""
     num_environment_workers: int = 8
@@ -414,6 +417,7 @@ class PPORun(Run, PPOConfig):
             max_turn_tokens=self.max_turn_tokens,
             step_timeout_s=self.step_timeout_s,
             workers=self.environment_workers,
+            apply_chat_template=self.apply_chat_template or None,
             num_workers=self.num_environment_workers,
         )
 
@@ -436,7 +440,7 @@ class PPORun(Run, PPOConfig):
 
 ENVIRONMENT = (
     *('environment_options', 'max_turns', 'max_turn_tokens', 'step_timeout_s', 'environment_workers'),
-    *('num_environment_workers', 'reward_weights', 'eval_episodes'),
+    *('num_environment_workers', 'apply_chat_template', 'reward_weights', 'eval_episodes'),
 )
 """settings that say nothing without an environment"""
 PLAIN = {f.name: f.default for f in fields(PPORun)}
