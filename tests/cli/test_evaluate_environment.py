@@ -72,7 +72,7 @@ def test_with_prompts_and_a_reward_of_another(monkeypatch, capsys, folder, tmp_p
     assert call(monkeypatch, 'evaluate', *words, *more) == 0
     told = numbers_of(capsys.readouterr().out)
     assert told['success_share'] == 0.75 and told['score_mean'] == 1.5
-    (folder / 'score.py').write_text('def twos(prompts, responses, word):\n    return [2.0 for _ in word]\n')
+    (folder / 'score.py').write_text('def twos(prompts, responses, word=()):\n    return [2.0 for _ in word]\n')
     assert call(monkeypatch, 'evaluate', *words, *more, f'--reward_fn={folder}/score.py:twos') == 0
     assert numbers_of(capsys.readouterr().out)['score_mean'] == 2.0
 
@@ -93,8 +93,8 @@ def test_failures_and_the_limit_of_turns_are_told(monkeypatch, capsys, folder):
     [
         (['--environment', 'games:countdwn'], 'did you mean games:countdown'),
         (['--environment', 'games:countdown', '--episodes', '0'], '--episodes 0 must be at least 1'),
-        (['--environment', 'games:countdown', 'p.jsonl', '--episodes', '3'], '--episodes are of tasks without prompts'),
-        (['--environment_options', '{a: 1}', 'p.jsonl', '--reward_fn', 'a:b'], '--environment_options is about'),
+        (['p.jsonl', '--environment', 'games:countdown', '--episodes', '3'], '--episodes are of tasks without prompts'),
+        (['p.jsonl', '--environment_options', '{a: 1}', '--reward_fn', 'a:b'], '--environment_options is about'),
         (['--environment', 'games:countdown', '--environment_options', '{numbrs: 3}'], 'did you mean numbers'),
         ([], 'give a file of prompts, or --environment NAME'),
     ],
