@@ -1,7 +1,7 @@
 """What a policy acts in over several turns: the contract, the runner, games, tools."""
 
 from chatgpt.environments.base import Environment, EnvironmentSettings, Failure, Observation, Step, seed_of
-from chatgpt.environments.registry import ENVIRONMENTS, find_environment
+from chatgpt.environments.registry import ENVIRONMENTS, find_environment, make_environment
 from chatgpt.environments.runner import Runner
 
 __all__ = [
@@ -13,5 +13,6 @@ __all__ = [
     'Runner',
     'Step',
     'find_environment',
+    'make_environment',
     'seed_of',
 ]

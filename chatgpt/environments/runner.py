@@ -108,12 +108,17 @@ class Runner:
             episode = self._episodes[key] = _Episode(self._numbers, self._least_busy())
             self._ask(episode, 'reset', seed, dict(columns))
 
-    def act(self, key: Any, response: str) -> None:
+    def act(self, key: Any, response: str | Mapping[str, Any]) -> None:
         with self.changed:
             self._ask(self._episodes[key], 'step', response)
 
+    def finish(self, key: Any) -> None:
+        """Ask for the rewards of an episode that is cut off; `result` has them."""
+        with self.changed:
+            self._ask(self._episodes[key], 'finish')
+
     def result(self, key: Any) -> Answer:
-        """The answer to the latest `start` or `act`.
+        """The answer to the latest `start`, `act` or `finish`.
 
         Raises:
             EnvironmentsHang, WorkerError: no further environments can be run.
@@ -282,7 +287,7 @@ class _Worker(ABC):
             if verb == 'close':
                 return self._timed(job, job.command) if self.has(number) else None
             self.prepare()
-            if verb == 'step' and not self.has(number):
+            if verb != 'reset' and not self.has(number):
                 for at, (command, before) in enumerate(job.episode.history):
                     again = self._timed(job, command)
                     if isinstance(again, Failure):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import sys
 import threading
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -54,7 +55,8 @@ def _found(first: tuple[bytes, tuple[str, str | None], float]) -> tuple[Any, flo
         except ModuleNotFoundError as error:
             if error.name != module or file is None:
                 raise
-            load_module(file, file)  # a file that was given by its path
+            # A file that was given by its path; there it may have another name than here.
+            sys.modules.setdefault(module, load_module(file, file))
             return pickle.loads(pickled), limit_s
     except BaseException as error:
         return f'{type(error).__name__}: {error}'

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from chatgpt.batching import collate
-from chatgpt.dataset.prompts import PromptSet, as_prompts
+from chatgpt.dataset.prompts import PromptSet, as_prompts, tasks_without_prompts
 from chatgpt.environments import EnvironmentSettings
 from chatgpt.experience import (
     ExperienceMaker,
@@ -79,7 +79,7 @@ from chatgpt.trainer.step import Learner, Work, learn_batch
 from chatgpt.trainer.stepwise import check_by_hand, check_ids, given_groups, given_samples
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.trainer.strategies.named import prepared_by
-from chatgpt.types import Batch, Experience, Prompt, Sequence
+from chatgpt.types import Batch, Experience, Sequence
 
 
 class PPOTrainer(Trainer):
@@ -319,10 +319,11 @@ class PPOTrainer(Trainer):
         return {'method': method, 'reward': described(self.scorer)} | self.collector.facts()
 
     def planned_sizes(self) -> dict[str, Any]:
-        """With the longest prompt."""
+        """With the longest prompt; in an environment, with the longest first observation so far."""
         c, actor, scorer = self.config, cast(Any, self.strategy.unwrap(self.actor)), self.scorer
         reward: Any = self.strategy.unwrap(scorer.model) if isinstance(scorer, RewardModelScorer) else None
         longest = max((len(prompt.ids) for prompt in self.collector.prompts or ()), default=1)
+        longest = max(longest, getattr(self.engine, 'longest_opening', 0), 1)
         return {
             'task': 'ppo',
             'reward_config': reward.model.config if hasattr(reward, 'model') else None,
@@ -399,7 +400,7 @@ class PPOTrainer(Trainer):
     def set_prompts(self, prompts: Any) -> None:
         """The prompts that `collect` draws from, in an order that is a function of the seed."""
         if prompts is None and isinstance(self.engine, EpisodeEngine):
-            prompts = PromptSet([Prompt(ids=torch.zeros(0, dtype=torch.int64))])
+            prompts = tasks_without_prompts()
         self.collector.set_prompts(as_prompts(prompts, self.tokenizer))
 
     @property
@@ -668,7 +669,7 @@ class PPOTrainer(Trainer):
         Raises:
             ValueError: an unknown setting, a prompt without room for a response, no initial model to generate with.
         """
-        check_by_hand(self.config)
+        check_by_hand(self.config, has_environment=isinstance(self.engine, EpisodeEngine))
         prompts = list(as_prompts([queries] if isinstance(queries, Tensor) else list(queries), self.tokenizer))
         bare = self.strategy.unwrap(self.actor)
         check_ids('generate: query', [p.ids for p in prompts], bare)
@@ -719,7 +720,7 @@ class PPOTrainer(Trainer):
             ValueError: lists of different lengths, an empty response, a token id outside of the vocabulary, a score
                 that is not finite, queries that do not make groups, a setting that only `fit` can follow.
         """
-        check_by_hand(self.config)
+        check_by_hand(self.config, has_environment=isinstance(self.engine, EpisodeEngine))
         prompts = list(as_prompts(list(queries), self.tokenizer))
         bare = self.strategy.unwrap(self.actor)
         check_ids('step: query', [p.ids for p in prompts], bare)
