@@ -18,10 +18,10 @@ Left out: what is done with an answer.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import pickle
+import pickletools
 import signal
 import socket
 import subprocess
@@ -394,7 +394,8 @@ class _Process(_Worker):
         self.connection = Connection(ours.detach())
         factory = self.runner.factory
         try:
-            self.connection.send((pickle.dumps(factory), _module_of(factory), self.runner.settings.step_timeout_s))
+            pickled = pickle.dumps(factory)
+            self.connection.send((pickled, _files_of(pickled), self.runner.settings.step_timeout_s))
             told = self.connection.recv() if self.connection.poll(START_S) else f'no answer within {START_S:g} s'
         except (EOFError, OSError):
             told = self._gone()
@@ -456,24 +457,24 @@ def difference(before: Step, now: Step) -> str | None:
     return None
 
 
-def _module_of(factory: Any) -> tuple[str, str | None]:
-    """The name of the module that a factory is defined in, and its file."""
-    factory = getattr(factory, 'func', factory)
-    name = getattr(factory, '__module__', None) or type(factory).__module__
-    return name, getattr(sys.modules.get(name) or importlib.import_module(name), '__file__', None)
+def _files_of(pickled: bytes) -> dict[str, str]:
+    """The files of the modules that a pickle names."""
+    texts = {text for _, text, _ in pickletools.genops(pickled) if isinstance(text, str)}
+    found = {name: getattr(sys.modules[name], '__file__', None) for name in texts & sys.modules.keys()}
+    return {name: file for name, file in found.items() if file is not None}
 
 
 def _check_importable(factory: Any, name: str) -> None:
     what = f"environment {name} cannot go to a worker process (workers='processes')"
-    if _module_of(factory)[0] == '__main__':
-        raise ValueError(
-            f'{what}: it is defined in the script that runs, which would run again there; move it to a module of its '
-            "own, or set workers='threads'"
-        )
     try:
-        pickle.dumps(factory)
+        pickled = pickle.dumps(factory)
     except Exception as error:
         raise ValueError(
             f'{what}, since it cannot be pickled ({" ".join(str(error).split())}); give a class or function at the top '
             "level of a module, with options that can be pickled, or set workers='threads'"
         ) from None
+    if b'__main__' in pickled:
+        raise ValueError(
+            f'{what}: it is defined in the script that runs, which would run again there; move it to a module of its '
+            "own, or set workers='threads'"
+        )

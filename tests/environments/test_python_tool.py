@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from chatgpt.environments import python_tool
+from chatgpt.environments import find_environment, python_tool
 from chatgpt.environments.python_tool import Guards, Limits, PythonTool, guards, python_block, run_python
 
 KERNEL = pytest.mark.skipif(
@@ -337,3 +337,13 @@ def test_a_process_that_cannot_be_confined_runs_nothing(monkeypatch):
     # What the code does at its end is no such sign.
     monkeypatch.undo()
     assert run('import os; os._exit(1)') == ('', 'error')
+
+
+def test_as_an_environment_of_tools():
+    environment = find_environment(PythonTool)()
+    environment.reset(1)
+    call = {'type': 'function', 'function': {'name': 'python', 'arguments': {'code': 'print(6 * 7)'}}}
+    messages, _, terminated, truncated, _ = environment.step({'role': 'assistant', 'content': '', 'tool_calls': [call]})
+    assert [(m['role'], m['content']) for m in messages] == [('tool', '42')] and not terminated and not truncated
+    schema = find_environment(PythonTool).tools[0]['function']
+    assert schema['name'] == 'python' and list(schema['parameters']['properties']) == ['code']
