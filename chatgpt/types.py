@@ -31,6 +31,8 @@ class Prompt:
     text: str = ''
     columns: dict[str, Any] = field(default_factory=dict)
     """the other columns of the data row, handed to reward functions by name"""
+    messages: list[dict[str, Any]] | None = None
+    """its turns {'role': ..., 'content': ...}, where it is a conversation"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -126,6 +128,16 @@ class Sample(Sequence):
     def ended(self) -> bool:
         """The response ended by an end token or a stop string, not by running out of room."""
         return self.finish_reason != 'length'
+
+    @property
+    def failed(self) -> bool:
+        """Its environment did."""
+        return self.episode is not None and self.episode.failed
+
+    @property
+    def left_out(self) -> bool:
+        """Its environment failed and no token of it counts, so its score stands in no baseline and no statistics."""
+        return self.failed and not bool(self.response_mask.any())
 
 
 @dataclass(kw_only=True, slots=True)

@@ -33,7 +33,9 @@ class Environment:
 
         Args:
             seed: decides the task; the samples of one group (answers to one prompt) have the same.
-            columns: the other columns of the prompt's data row.
+            columns: the other columns of the prompt's data row, and `prompt`, its turns, where it is a conversation.
+
+        Text follows the prompt (in a chat it is added to its last turn); messages are the whole conversation.
         """
         raise NotImplementedError
 
@@ -41,9 +43,15 @@ class Environment:
         """What follows a turn of the policy: (observation, reward, terminated, truncated, info).
 
         The reward is a number or several by name. terminated: the task has ended; truncated: the environment cuts it
-        off. `info` may hold 'success', a bool.
+        off. `info` may hold 'success', a bool. Where the environment or its factory has `tools` (JSON schemas), the
+        response is the turn as a message, with 'tool_calls' where it calls any.
         """
         raise NotImplementedError
+
+    def finish(self) -> float | Mapping[str, float]:
+        """What an episode is worth that was cut off, by too many turns or tokens, after its last step; it is added to
+        the last turn's reward."""
+        return {}
 
     def close(self) -> None:
         """Called once when the episode is over."""
@@ -61,10 +69,21 @@ class EnvironmentSettings:
     max_turn_tokens: int | None = None
     """most new tokens of one turn; None: what is left of the response's room"""
     step_timeout_s: float = 30.0
-    """limit of one `reset` or `step`"""
+    """limit of one `reset` or `step`; one that takes longer ends its episode"""
+    workers: Literal['threads', 'processes'] = 'threads'
+    """where environments run. Threads start at once and share what the trainer has imported. Processes compute beside
+    each other and beside the trainer, and one that hangs or dies is replaced"""
     num_workers: int = 8
+    """the most steps that run at the same time"""
+    apply_chat_template: bool | None = None
+    """None: messages go through the tokenizer's chat template, and text is used as it is; True: text too, each
+    observation as a turn of the user"""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """further arguments of the template, such as enable_thinking"""
 
     def __post_init__(self) -> None:
+        if self.workers not in ('threads', 'processes'):
+            raise ValueError(f"workers={self.workers!r} is not known; choose 'threads' or 'processes'")
         for name, value in (('max_turns', self.max_turns), ('num_workers', self.num_workers)):
             if value < 1:
                 raise ValueError(f'{name}={value} must be at least 1')
@@ -107,16 +126,55 @@ def seed_of(run_seed: int, group: int) -> int:
     return int.from_bytes(digest, 'little')
 
 
+ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
+
+
 def checked_observation(observation: Any) -> Observation:
+    """Raises InvalidStep for what is neither a text nor messages."""
     if isinstance(observation, str):
         return observation
-    if isinstance(observation, list) and all(
-        isinstance(m, Mapping) and isinstance(m.get('role'), str) and 'content' in m for m in observation
-    ):
-        return [dict(m) for m in observation]
-    raise InvalidStep(
-        f"observation {observation!r:.80} is neither a text nor a list of messages {{'role': ..., 'content': ...}}"
-    )
+    if not isinstance(observation, list) or not all(isinstance(m, Mapping) for m in observation):
+        raise InvalidStep(
+            f"observation {shown(observation)} is neither a text nor a list of messages {{'role': ..., 'content': ...}}"
+        )
+    for message in observation:
+        if message.get('role') not in ROLES:
+            raise InvalidStep(f'message {shown(message)} has none of the roles {", ".join(ROLES)}')
+        if not isinstance(message.get('content'), str):
+            raise InvalidStep(f'message {shown(message)} has no text as its content')
+    return [dict(m) for m in observation]
+
+
+def shown(value: Any, length: int = 80) -> str:
+    """The beginning of an object's repr in one line, whatever its class makes of that."""
+    try:
+        return ' '.join(repr(value).split())[:length]
+    except Exception:
+        return f'of type {type(value).__name__}'
+
+
+def joined(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """A conversation with text added to its last turn, where that is the user's; else as one more turn of the user."""
+    if not messages or messages[-1]['role'] != 'user':
+        return [*messages, {'role': 'user', 'content': text}]
+    return [*messages[:-1], {**messages[-1], 'content': messages[-1]['content'] + text}]
+
+
+def checked_rewards(reward: Any) -> dict[str, float]:
+    """Rewards by name.
+
+    Raises:
+        InvalidStep: one is not a finite number.
+    """
+    numbers = {}
+    for name, value in (reward if isinstance(reward, Mapping) else {'reward': reward}).items():
+        try:
+            numbers[str(name)] = float(value)
+        except Exception:
+            raise InvalidStep(f'{name}={shown(value)} is not a number') from None
+        if isinstance(value, (str, bytes)) or not math.isfinite(numbers[str(name)]):
+            raise InvalidStep(f'{name}={shown(value)} is not a finite number')
+    return numbers
 
 
 def checked_step(answer: Any) -> Step:
@@ -126,27 +184,19 @@ def checked_step(answer: Any) -> Step:
         InvalidStep: it is not what the contract says.
     """
     if not isinstance(answer, tuple) or len(answer) != 5:
-        raise InvalidStep(
-            f'step returned {type(answer).__name__}; return (observation, reward, terminated, truncated, info)'
-        )
+        raise InvalidStep(f'step returned {shown(answer)}; return (observation, reward, terminated, truncated, info)')
     observation, reward, terminated, truncated, info = answer
-    rewards = dict(reward) if isinstance(reward, Mapping) else {'reward': reward}
-    numbers = {}
-    for name, value in rewards.items():
-        try:
-            numbers[str(name)] = float(value)
-        except (TypeError, ValueError):
-            raise InvalidStep(f'reward {name}={value!r:.40} is not a number') from None
-        if isinstance(value, (str, bytes)) or not math.isfinite(numbers[str(name)]):
-            raise InvalidStep(f'reward {name}={value!r:.40} is not a finite number')
+    numbers = checked_rewards(reward)
     flags = {}
     for name, flag in (('terminated', terminated), ('truncated', truncated)):
         if type(flag).__name__ not in ('bool', 'bool_'):
-            raise InvalidStep(f'{name}={flag!r:.40} is not a bool')
+            raise InvalidStep(f'{name}={shown(flag)} is not a bool')
         flags[name] = bool(flag)
     if not isinstance(info, Mapping):
         raise InvalidStep(f'info is a {type(info).__name__}, not a dict')
     success = info.get('success')
+    if success is not None and type(success).__name__ not in ('bool', 'bool_'):
+        raise InvalidStep(f"info['success']={shown(success)} is not a bool")
     return Step(
         observation=checked_observation(observation),
         rewards=numbers,

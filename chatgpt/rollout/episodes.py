@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 
 from chatgpt.environments import EnvironmentSettings, Failure, Runner, Step, find_environment, seed_of
-from chatgpt.environments.transcript import PlainText, TranscriptFormat
+from chatgpt.environments.base import InvalidStep
+from chatgpt.environments.registry import described
+from chatgpt.environments.transcript import ChatTemplate, TextOrChat, TranscriptFormat
 from chatgpt.rollout.engine import RolloutEngine
 from chatgpt.rollout.sampling import SamplingParams
 from chatgpt.rollout.stop import StopStrings
@@ -46,7 +48,12 @@ class EpisodeEngine:
         settings: see `EnvironmentSettings`. `max_new_tokens` and `max_length` of a call bound the whole response,
             turns and observations together.
         stop_strings: where a turn ends by its text; those of the call's sampling.
-        transcript: how observations become ids; `PlainText` by default.
+        transcript: how observations become ids. By default `ChatTemplate` for an environment of tools or messages, or
+            where the settings say so, and else `TextOrChat`.
+
+    Raises:
+        ValueError: there is no tokenizer; the environment cannot be made or shown to a model; or its tokenizer's chat
+            template cannot be continued by appending.
     """
 
     def __init__(
@@ -65,11 +72,16 @@ class EpisodeEngine:
         self.settings = settings or EnvironmentSettings()
         self.factory = find_environment(environment)
         self.stop_strings = stop_strings
-        self.transcript = transcript or PlainText(tokenizer)
+        self.transcript = transcript or self._transcript()
         self.reproducible = engine.reproducible
         self.recompute_logprobs = getattr(engine, 'recompute_logprobs', False)
         self.copies_weights = getattr(engine, 'copies_weights', False)
         self.runner = Runner(self.factory, self.settings)
+        self.longest_opening = 0
+        """most tokens before the first turn so far, dataset prompt and first observation together"""
+        limits = {'max_turns': self.settings.max_turns, 'max_turn_tokens': self.settings.max_turn_tokens}
+        self.environment = described(self.factory) | limits
+        """what episodes follow from, as JSON, for telling whether a run goes on with another"""
         remote: Any = engine if hasattr(engine, 'put_around') else None
         self.is_remote = remote is not None
         """environments run where the engine's workers are"""
@@ -78,6 +90,12 @@ class EpisodeEngine:
             remote.put_around(partial(EpisodeEngine, **given, stop_strings=stop_strings, transcript=transcript))
             # whoever asks for them finds them where the engine answers later
             self.submit, self.take, self.cancel = remote.submit, remote.take, remote.cancel
+
+    def _transcript(self) -> TranscriptFormat:
+        tools, options = getattr(self.factory, 'tools', None) or None, self.settings.chat_template_kwargs
+        if tools or getattr(self.factory, 'messages', False) or self.settings.apply_chat_template:
+            return ChatTemplate(self.tokenizer, tools, options)
+        return TextOrChat(self.tokenizer, options)
 
     def begin(self, actor: Actor) -> None:
         self.engine.begin(actor)
@@ -119,11 +137,39 @@ class EpisodeEngine:
             conversations.forget()
         return [t.sample(sampling.temperature, self._decoded) for t in transcripts]
 
+    def columns(self, prompt: Prompt) -> dict[str, Any]:
+        """What `reset` is told of a data row."""
+        messages = prompt.messages
+        if isinstance(self.transcript, ChatTemplate):
+            messages = self.transcript.messages(prompt)
+        return {**prompt.columns, 'prompt': messages} if messages else prompt.columns
+
+    def openings(self, prompts: Sequence[Prompt], *, seed: int, groups: Sequence[int]) -> list[list[int]]:
+        """The ids before the first turn of each prompt's episode: environments are begun, and nothing is drawn.
+
+        Raises:
+            ValueError: one failed, in one line.
+        """
+        found = []
+        for i, (group, prompt) in enumerate(zip(groups, prompts, strict=True)):
+            key = ('opening', i)
+            self.runner.start(key, seed_of(seed, group), self.columns(prompt))
+            answer = self.runner.result(key)
+            self.runner.forget(key)
+            if isinstance(answer, Failure):
+                raise ValueError(f'environment: {answer.message}')
+            found.append(self.transcript.first(prompt, answer.observation))
+        return found
+
     def _decoded(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def text_of(self, turn_ids: list[int]) -> str:
-        """The text of a turn as its environment reads it: without end token and stop string."""
+    def response_of(self, turn: Sample, before: list[int]) -> str | dict[str, Any]:
+        """A turn as its environment reads it: its text without end token and stop string, or a message where there are
+        tools. `before`: the ids just in front of it."""
+        turn_ids = turn.response_ids.tolist()
+        if isinstance(self.transcript, ChatTemplate) and self.transcript.tools is not None:
+            return self.transcript.message(turn_ids, turn.finish_reason, before)
         if self.stop_strings is not None:
             return self.stop_strings.text_of(turn_ids)
         return self._decoded(turn_ids)
@@ -205,7 +251,7 @@ class _Conversations:
     def run(self) -> None:
         runner = self.owner.runner
         for t in self.all:
-            runner.start(t.key, seed_of(self.seed, t.group), t.prompt.columns)
+            runner.start(t.key, seed_of(self.seed, t.group), self.owner.columns(t.prompt))
         for t in self.all:
             self._open(t, runner.result(t.key))
         self.live = [t for t in self.all if t.end is None]
@@ -259,7 +305,8 @@ class _Conversations:
             t.prompt_ids = prompt_ids or [self.sampling.pad_token_id]
             self._fail(t, answer)
             return
-        t.prompt_ids = self.owner.transcript.first(prompt_ids, answer.observation)
+        t.prompt_ids = self.owner.transcript.first(t.prompt, answer.observation)
+        self.owner.longest_opening = max(self.owner.longest_opening, len(t.prompt_ids))
         t.room = self.sampling.room(len(t.prompt_ids))
         t.step_s += answer.seconds
         if t.room < 1:
@@ -271,9 +318,10 @@ class _Conversations:
         return left if most is None else min(left, most)
 
     def _ended(self, t: _Transcript, turn: Sample) -> None:
+        before = t.parts[-1][0].tolist() if t.parts else t.prompt_ids
         t.add_turn(turn)
         t.finish = turn.finish_reason
-        self.owner.runner.act(t.key, self.owner.text_of(turn.response_ids.tolist()))
+        self.owner.runner.act(t.key, self.owner.response_of(turn, before))
 
     def _next(self, t: _Transcript) -> Tensor | None:
         answer = self.owner.runner.result(t.key)
@@ -287,15 +335,30 @@ class _Conversations:
             t.end = 'terminated' if answer.terminated else 'truncated'
             return None
         if len(t.turns) == self.owner.settings.max_turns:
-            t.end = 'turns'
-            return None
+            return self._cut(t, 'turns')
         turn = t.parts[-1][0].tolist()
-        ids = torch.tensor(self.owner.transcript.after(turn, t.finish, answer.observation), dtype=torch.int64)
-        if t.length + len(ids) >= t.room:
-            t.end = 'tokens'
+        try:
+            ids = torch.tensor(self.owner.transcript.after(turn, t.finish, answer.observation), dtype=torch.int64)
+        except InvalidStep as error:
+            self._fail(t, Failure(reason='invalid', message=f'{self.owner.runner.name}: {error}'))
             return None
+        if t.length + len(ids) >= t.room:
+            return self._cut(t, 'tokens')
         t.add_observation(ids)
         return ids
+
+    def _cut(self, t: _Transcript, reason: EpisodeEnd) -> None:
+        """End an episode that its environment would have gone on with."""
+        runner = self.owner.runner
+        runner.finish(t.key)
+        answer = runner.result(t.key)
+        if isinstance(answer, Failure):
+            self._fail(t, answer)
+            return
+        t.end = reason
+        t.step_s += answer.seconds
+        given = t.turns[-1].rewards
+        t.reward(given | {name: given.get(name, 0.0) + value for name, value in answer.rewards.items()})
 
     def _fail(self, t: _Transcript, failure: Failure) -> None:
         t.end, t.message = failure.reason, failure.message

@@ -18,6 +18,7 @@ from torch import Tensor
 from chatgpt.experience import ScoreShaper
 from chatgpt.functional.kl import kl_penalty
 from chatgpt.functional.losses import explained_variance
+from chatgpt.trainer.failed_episodes import compared
 from chatgpt.trainer.repetition import repetition
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import EpisodeEnd, Experience
@@ -140,7 +141,8 @@ def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float, *, in_r
     Without `in_reward` the KL is paid in the loss and no part of the reward. A response without a token that counts has
     no KL.
     """
-    scores = torch.tensor([e.score for e in experiences], dtype=torch.float64)
+    scored = compared(experiences) or list(experiences)
+    scores = torch.tensor([e.score for e in scored], dtype=torch.float64)
     lengths = torch.tensor([e.num_actions for e in experiences], dtype=torch.float64)
     # Sums per response, so that the number is nats per response and long ones count as such.
     own = [e for e in experiences if bool(e.response_mask.any())] or list(experiences)
@@ -149,7 +151,7 @@ def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float, *, in_r
     penalty = torch.stack([_sum(e, e.kl) for e in own])
     counted = sum(int(e.response_mask.sum()) for e in experiences)
     surprisal = -sum(float(_sum(e, e.old_logprobs)) for e in experiences)
-    apart = torch.tensor([[score for _, score in e.weighted_scores] for e in experiences], dtype=torch.float64)
+    apart = torch.tensor([[score for _, score in e.weighted_scores] for e in scored], dtype=torch.float64)
     rewards = {f'rollout/score_{k}_mean': float(column.mean()) for k, column in enumerate(apart.T, 1)}
     rewards |= {f'rollout/score_{k}_std': _spread(column) for k, column in enumerate(apart.T, 1)}
     return (
@@ -178,7 +180,7 @@ def group_metrics(experiences: SequenceOf[Experience], *, apart: bool = False) -
     """`rollout/...`: groups whose scores are all equal; nothing without groups. `apart`: equal in each reward, not in
     their sum."""
     groups: dict[int, list[Any]] = {}
-    for e in experiences:
+    for e in compared(experiences):
         groups.setdefault(e.group, []).append(e.weighted_scores if apart else e.score)
     equal = [all(score == scores[0] for score in scores) for scores in groups.values() if len(scores) > 1]
     return {'rollout/equal_groups_share': sum(equal) / len(equal)} if equal else {}

@@ -20,7 +20,7 @@ from chatgpt.run_folder import rollouts
 from chatgpt.run_folder.lines import json_safe
 from chatgpt.trainer.callbacks.base import Callback, TrainerView, check_interval
 from chatgpt.trainer.callbacks.token_texts import token_texts
-from chatgpt.types import Batch, Experience
+from chatgpt.types import Batch, Episode, Experience
 
 ARRAYS = ('old_logprobs', 'ref_logprobs', 'values', 'rewards', 'advantages', 'returns')
 """fields of `Experience` that are written, each (A,) fp32"""
@@ -177,9 +177,18 @@ def rows_of_phase(
                 'entropy': entropy.get(e.index),
                 'weighted_scores': [[float(w), float(s)] for w, s in e.weighted_scores],
                 'columns': _plain(json.dumps(json_safe(e.columns), ensure_ascii=False)),
+                'episode': None
+                if e.episode is None
+                else _plain(json.dumps(json_safe(_told(e.episode)), ensure_ascii=False)),
             }
         )
     return rows
+
+
+def _told(episode: Episode) -> dict[str, Any]:
+    """What the column 'episode' says."""
+    turns = [{'start': t.start, 'stop': t.stop, 'rewards': t.rewards} for t in episode.turns]
+    return {'turns': turns, 'end': episode.end, 'message': episode.message, 'success': episode.success}
 
 
 def _entropies(
