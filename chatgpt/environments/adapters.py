@@ -1,10 +1,10 @@
 """Environments of other systems as this package's: GEM, SkyRL-Gym, Gymnasium, and TRL's classes with tools.
 
 A class is recognised by its methods, whatever it derives from; `adapted` tells how. A function that makes environments
-does not show what it makes: wrap it in the adapter, `Adapter(GymEnvironment, make)` or `ToolFactory(make)`. Names choose
-an adapter, too: `gem:game:GuessTheNumber-v0-easy` and `gymnasium:MyText-v0` are made by the registry of the package,
-`skyrl:gsm8k_multi_turn` likewise, `tools:package.module:Class` is a class with tools that is not recognised as one
-(because a tool is called `step`), `openenv:ws://host:8000` a server (`chatgpt.environments.openenv`).
+does not show what it makes: wrap it, as `Adapter(GymEnvironment, make)` or `ToolFactory(make)`. Names choose adapters,
+too. `gem:game:GuessTheNumber-v0-easy`, `gymnasium:MyText-v0` and `skyrl:gsm8k_multi_turn` are made by the registry of
+the package; `tools:package.module:Class` is a class with tools that is not recognised as one, because a tool is called
+`step`; `openenv:ws://host:8000` is a server (`chatgpt.environments.openenv`).
 
 Signatures as in gem-llm 0.1.0, skyrl-gym 0.4.0, Gymnasium 1.4.0.
 """

@@ -57,7 +57,7 @@ class GymnasiumText:
 class SkyRLSum:
     """skyrl_gym.envs.base_text_env.BaseTextEnv."""
 
-    def __init__(self, env_config=None, extras={}):
+    def __init__(self, env_config=None, extras=None):
         self.answer, self.turns = extras['reward_spec']['ground_truth'], 0
 
     def init(self, prompt):

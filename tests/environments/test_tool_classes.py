@@ -191,9 +191,7 @@ def test_trls_reward_functions_see_the_environment():
     async def nothing(**columns):
         return [None]
 
-    sample, _, _ = episode(
-        ToolFactory(Shop, [left, nothing]), [call('buy', '{"item": "a"}'), 'ok'], asked(budget=6)
-    )
+    sample, _, _ = episode(ToolFactory(Shop, [left, nothing]), [call('buy', '{"item": "a"}'), 'ok'], asked(budget=6))
     assert sample.episode.turns[-1].rewards == {'Shop': 1.03, 'left': 3.0}
 
 
