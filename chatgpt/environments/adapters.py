@@ -118,17 +118,18 @@ def adapted(factory: EnvironmentFactory) -> EnvironmentFactory:
     - `step` and `init`, no `reset`: SkyRL-Gym;
     - `step` and a `reset` with `options`: Gymnasium;
     - `step` and a `reset` whose `seed` may be left out, without further columns: GEM;
-    - `reset`, no `step`: a class with tools.
+    - `reset`, no `step`, but other methods: a class with tools.
     """
-    inner = factory.func if isinstance(factory, partial) else factory
-    if not isinstance(inner, type):
+    inner: Any = factory.func if isinstance(factory, partial) else factory
+    is_class = isinstance(inner, type)
+    if not is_class:
         return factory
-    reset, step = (callable(getattr(inner, name, None)) for name in ('reset', 'step'))
-    if step and not reset and callable(getattr(inner, 'init', None)):
+    methods = {name for name in dir(inner) if not name.startswith('_') and callable(getattr(inner, name))}
+    if {'step', 'init'} <= methods and 'reset' not in methods:
         return Adapter(SkyRLEnvironment, factory)
-    if reset and not step:
+    if 'step' not in methods and 'reset' in methods and methods - {'reset', 'close'}:
         return ToolFactory(factory)
-    if not reset:
+    if not {'step', 'reset'} <= methods:
         return factory
     parameters = inspect.signature(inner.reset).parameters
     if 'options' in parameters:

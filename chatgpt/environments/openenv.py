@@ -79,11 +79,11 @@ class OpenEnvServer:
     """Makes sessions with one server."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
-        self.url, self.options = url, dict(options)
+        self.url, self.keywords = url, dict(options)
         self.name = self.__qualname__ = f'openenv:{url}'
 
     def __call__(self) -> OpenEnvEnvironment:
-        return OpenEnvEnvironment(self.url, **self.options)
+        return OpenEnvEnvironment(self.url, **self.keywords)
 
 
 def openenv_server(url: str, options: Mapping[str, Any]) -> EnvironmentFactory:

@@ -16,8 +16,8 @@ ENVIRONMENTS: dict[str, str] = {}
 
 
 def find_environment(spec: Any, options: Mapping[str, Any] | None = None) -> EnvironmentFactory:
-    """What makes the environment of one episode: of a name, a class, or a function without arguments. Classes of other
-    systems are adapted.
+    """What makes the environment of one episode: of a name, a class, or a function without arguments. A class of
+    another system is adapted.
 
     Args:
         options: keyword arguments of the class.

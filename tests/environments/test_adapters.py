@@ -89,6 +89,11 @@ class WithTools:
         return 1.0
 
 
+class Unfinished:
+    def reset(self, seed, **columns):
+        return 'x'
+
+
 class WithStep:
     """A class with tools, one of which is called step."""
 
@@ -120,6 +125,7 @@ def test_a_class_is_recognised_by_its_methods(made, wrapper):
     assert find_environment(Ours) is Ours
     assert isinstance(find_environment(WithTools)(), ToolEnvironment)
     assert find_environment(WithStep) is WithStep, 'looks as ours does'
+    assert find_environment(Unfinished) is Unfinished, 'which is told that it has no step'
     assert isinstance(find_environment(f'tools:{__name__}:WithStep')(), ToolEnvironment)
 
 

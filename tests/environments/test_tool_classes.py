@@ -240,7 +240,7 @@ class NeedsArguments:
 def test_mistakes_are_named_before_any_work(make, words):
     with pytest.raises(ValueError, match=words):
         ToolFactory(make)
-    if make is not NoReset:
+    if make is not NoReset:  # which nothing shows to be a class with tools
         with pytest.raises(ValueError, match=words):
             find_environment(make)
 
