@@ -8,8 +8,11 @@ import math
 import re
 import warnings
 from pathlib import Path
+from typing import get_args
 
 import pytest
+
+from chatgpt.types import EpisodeEnd
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -50,7 +53,9 @@ def names_in_code() -> set[str]:
     names = set()
     for path in (ROOT / 'chatgpt' / 'trainer').rglob('*.py'):
         text = path.read_text()
-        names |= set(re.findall(r"'((?:rollout|ppo|sft|perf|rft)/[a-z_0-9]+)'", text))
+        names |= set(re.findall(r"'((?:rollout|environment|ppo|sft|perf|rft)/[a-z_0-9]+)'", text))
+        if "f'environment/end_{end}_share'" in text:
+            names |= {f'environment/end_{end}_share' for end in get_args(EpisodeEnd)}
         for prefix in RECORDS.get(path.name, ()):
             names |= {f'{prefix}/{n}' for n in recorded(text) | set(re.findall(r"\{prefix\}/([a-z_]+)'", text))}
     return names | {
@@ -103,6 +108,8 @@ def test_every_metric_has_its_formula():
         'rollout/kl_mean',
         'perf/total_s',
         'sft/loss',
+        'environment/success_share',
+        'environment/end_timeout_share',
     } <= names  # the search finds them
     assert {
         'rm/accuracy',
@@ -118,7 +125,7 @@ def test_every_metric_has_its_formula():
 
 
 def test_the_page_names_no_metric_of_a_loss_that_the_code_does_not_record():
-    prefixes = {p for found in RECORDS.values() for p in found} - {'ppo', 'sft'}
+    prefixes = {p for found in RECORDS.values() for p in found} - {'ppo', 'sft'} | {'environment'}
     of_losses = {n for n in documented() if n.split('/')[0] in prefixes}
     every = ('grad_norm', 'grad_norm_max', 'lr', 'epoch')
     names = names_in_code()

@@ -144,6 +144,16 @@ class History:
         return self.has_critic and 'ppo/critic_lr' not in self._values
 
     @property
+    def has_episodes(self) -> bool:
+        """The policy acts in an environment, over several turns."""
+        return 'environment/num_turns_mean' in self._values
+
+    def drawn_lengths(self) -> list[float]:
+        """Tokens of a response that the policy drew, by phase: all but an environment's observations."""
+        lengths, observed = self.values('rollout/response_len_mean'), self.values('environment/observation_share')
+        return [n * (1.0 - share) for n, share in zip(lengths, observed, strict=False)] if observed else lengths
+
+    @property
     def solved_share(self) -> float:
         """Where the mean score stands in the range of all scores so far: 0 at the lowest, 1 at the highest."""
         low, high = self.lowest('rollout/score_min'), self.highest('rollout/score_max')

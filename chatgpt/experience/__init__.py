@@ -1,5 +1,6 @@
 """Experience: scorers, the maker that turns samples into experience, and the replay buffer."""
 
+from chatgpt.experience.environment_scorer import EnvironmentScorer
 from chatgpt.experience.maker import ExperienceMaker, ExperienceSettings
 from chatgpt.experience.replay_buffer import ReplayBuffer
 from chatgpt.experience.scorers import (
@@ -15,6 +16,7 @@ from chatgpt.experience.scorers import (
 from chatgpt.experience.shaping import RunningMoments, ScoreShaper
 
 __all__ = [
+    'EnvironmentScorer',
     'ExperienceMaker',
     'ExperienceSettings',
     'FunctionScorer',

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from chatgpt.batching import collate
-from chatgpt.experience.scorers import Score, Scorer, WeightedScorer, combine
+from chatgpt.experience.scorers import Score, Scorer, WeightedScorer, combine, sequence_score
 from chatgpt.experience.shaping import ScoreShaper
 from chatgpt.functional.advantages import token_rewards
 from chatgpt.functional.kl import KLKind, kl_full, kl_penalty
@@ -189,7 +189,7 @@ def _start(sample: Sample, score: Score, parts: list[tuple[float, Score]]) -> Ex
     zeros = torch.zeros(sample.num_actions)
     return Experience(
         **{f.name: getattr(sample, f.name) for f in fields(Sample)},
-        score=_of_sequence(score, sample),
+        score=sequence_score(score, sample),
         old_logprobs=sample.logprobs.clone(),
         ref_logprobs=zeros,
         values=zeros.clone(),
@@ -198,13 +198,8 @@ def _start(sample: Sample, score: Score, parts: list[tuple[float, Score]]) -> Ex
         advantages=zeros.clone(),
         returns=zeros.clone(),
         token_scores=dense,
-        weighted_scores=tuple((weight, _of_sequence(part, sample)) for weight, part in parts),
+        weighted_scores=tuple((weight, sequence_score(part, sample)) for weight, part in parts),
     )
-
-
-def _of_sequence(score: Score, sample: Sample) -> float:
-    """Dense scores count as their sum over the tokens that count."""
-    return float((score * sample.response_mask).sum()) if isinstance(score, Tensor) else float(score)
 
 
 def _write(records: list[Experience], field: str, flat: Tensor) -> None:

@@ -128,7 +128,7 @@ def described(scorer: Scorer | None) -> Any:
     reward model the folder that it came from."""
     if isinstance(scorer, WeightedScorer):
         return [[weight, described(inner)] for weight, inner in scorer.weighted]
-    name, detail = type(scorer).__name__, ''
+    name, detail = type(scorer).__name__, str(getattr(scorer, 'description', ''))
     if isinstance(scorer, RewardModelScorer):
         detail = str(getattr(getattr(getattr(scorer.model, 'model', None), 'config', None), 'name_or_path', ''))
     elif isinstance(scorer, FunctionScorer):
@@ -254,6 +254,11 @@ def combine(parts: SequenceOf[tuple[float, Score]], sample: Sequence) -> Score:
     if len(counted):
         total[counted[-1, 0]] += single
     return total
+
+
+def sequence_score(score: Score, sample: Sequence) -> float:
+    """The score of a whole response: of dense scores their sum over the tokens that count."""
+    return float(torch.where(sample.response_mask, score, 0.0).sum()) if isinstance(score, Tensor) else float(score)
 
 
 def as_score(value: Any, sample: Sample, source: str) -> Score:

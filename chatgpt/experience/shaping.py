@@ -113,7 +113,7 @@ class ScoreShaper:
         if self._is_missing_end(sample):
             return torch.zeros_like(token_scores), self._shape(0.0, sample)
         shift, factor = self.scale()
-        scaled = (float((token_scores * sample.response_mask).sum()) - shift) * factor
+        scaled = (float(torch.where(sample.response_mask, token_scores, 0.0).sum()) - shift) * factor
         if self.clip is not None and abs(scaled) > self.clip:
             factor *= self.clip / abs(scaled)
         return token_scores * factor, -shift * factor - self._penalties(sample)

@@ -6,9 +6,9 @@ over sequences by elementwise operations only, so a sequence's numbers are the s
 Masks: a token whose mask is False (tool output inside a response) is no step. The next token that counts is the
 successor of the one before; rewards and values at such tokens are never read, advantages and returns there are 0.
 
-Two sorts of estimator: over the tokens of a response (`gae`, `a2c`, `reinforce_pp`, `reinforce_pp_baseline`) and over
-the responses to one prompt, one number per response (`grpo`, `dr_grpo`, `rloo`, `gdpo`), which `spread` puts on its
-tokens.
+Three sorts of estimator: over the tokens of a response (`gae`, `a2c`, `reinforce_pp`, `reinforce_pp_baseline`), over
+the turns of an episode (`gae_over_turns`), and over the responses to one prompt, one number per response (`grpo`,
+`dr_grpo`, `rloo`, `gdpo`), which `spread` puts on its tokens.
 
 Left out: KL estimates (`kl.py`), scaling and clipping of scores, which estimator a run uses, and whitening over a phase
 (`masking.whiten`).
@@ -58,7 +58,13 @@ def token_rewards(
 
 
 def gae(
-    rewards: Lists, values: Lists, masks: Lists, *, gamma: float = 1.0, lam: float = 0.95
+    rewards: Lists,
+    values: Lists,
+    masks: Lists,
+    *,
+    gamma: float = 1.0,
+    lam: float | Sequence[float] = 0.95,
+    value_lam: float | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Generalised advantage estimation.
 
@@ -67,10 +73,16 @@ def gae(
     V and A after the last token that counts are 0. Source: Schulman et al. 2016, equation 16; returns as in
     "The 37 implementation details of PPO", detail 5.
 
+    With `value_lam` the returns, which the critic learns, come from advantages with that λ, and the policy's advantages
+    from `lam`: a λ of 1 gives the critic targets without its own bias, while the policy keeps a lower variance. Source:
+    VC-PPO, Yuan et al. 2025, arXiv 2503.01491, "Decoupled-GAE".
+
     Args:
         rewards: per sequence (A,).
         values: per sequence (A,), V at the state before each token.
         masks: per sequence (A,) bool, True = counts.
+        lam: λ, one for all or one per sequence (`length_lam`).
+        value_lam: λ of the returns; None is the same as that of the advantages.
 
     Returns:
         advantages and returns, per sequence (A,).
@@ -80,16 +92,111 @@ def gae(
     if not rewards:
         return [], []
     r, v, m = _time_first(rewards), _time_first(values), _time_first(masks)
+    advantages = _discounted_deltas(r, v, m, gamma, lam)
+    targets = advantages if value_lam is None else _discounted_deltas(r, v, m, gamma, value_lam)
+    returns = torch.where(m, targets + v, torch.zeros_like(v))
+    return _cut(advantages, rewards), _cut(returns, rewards)
+
+
+def _discounted_deltas(r: Tensor, v: Tensor, m: Tensor, gamma: float, lam: float | Sequence[float]) -> Tensor:
+    """A[t] = δ[t] + γ λ A[t+1] of (longest A, B) rewards, values and mask."""
+    if not isinstance(lam, (int, float)):
+        if len(lam) != r.shape[1]:
+            raise ValueError(f'lam has {len(lam)} numbers for {r.shape[1]} sequences')
+    decay = gamma * lam if isinstance(lam, (int, float)) else r.new_tensor([gamma * each for each in lam])
     advantages = torch.zeros_like(r)
     next_value, next_advantage = torch.zeros_like(r[0]), torch.zeros_like(r[0])
     for t in reversed(range(len(r))):
         delta = r[t] + gamma * next_value - v[t]
-        advantage = delta + (gamma * lam) * next_advantage
+        advantage = delta + decay * next_advantage
         advantages[t] = torch.where(m[t], advantage, advantages[t])
         next_value = torch.where(m[t], v[t], next_value)
         next_advantage = torch.where(m[t], advantage, next_advantage)
-    returns = torch.where(m, advantages + v, torch.zeros_like(v))
-    return _cut(advantages, rewards), _cut(returns, rewards)
+    return advantages
+
+
+def gae_over_turns(
+    rewards: Lists,
+    values: Lists,
+    masks: Lists,
+    turns: Lists,
+    *,
+    gamma: float = 1.0,
+    lam: float | Sequence[float] = 0.95,
+    value_lam: float | None = None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Generalised advantage estimation whose step is a turn, all of whose tokens have the turn's advantage.
+
+        δ_k = R_k + γ V(s_{k+1}) − V(s_k),   A_k = δ_k + γ λ A_{k+1},   G_k = A_k + V(s_k)
+        A[t] = A_k,   R[t] = G_k − Σ_{u in turn k, u < t} r[u]          for each token t of turn k
+
+    R_k is the sum of the turn's token rewards, a KL included, and s_k the state before the turn's first token, with the
+    observation that came before it: V(s_k) is the value there, and the only value of the turn that is read. γ and λ
+    count turns; within a turn nothing is discounted. V and A after the last turn are 0. A turn without a token that
+    counts is no step.
+
+    R[t] is what the critic learns: at the turn's first token G_k, and at every other what of it is still to come, so
+    that a value means the same at every token. Where a turn's reward stands at its last token, without a KL, all of a
+    turn's tokens have G_k.
+
+    Sources: the turn as a step with the state before it, Turn-PPO, Li et al. 2025, arXiv 2512.17008, and ArCHer, Zhou
+    et al. 2024, arXiv 2402.19446, whose critic is one of utterances; the upper level of VAGEN's bi-level GAE, Wang et
+    al. 2025, arXiv 2510.16907. Targets on every token are AReaL's (`gae_timestep_unit: turn`), which has G_k on all
+    and leaves the KL to the tokens; VAGEN's code has a target at a turn's end alone.
+
+    Args:
+        rewards, values, masks: as in `gae`.
+        turns: per sequence (A,) int64, the number of each token's turn, never falling; read where the mask is True.
+        lam, value_lam: as in `gae`.
+
+    Returns:
+        advantages and returns, per sequence (A,), 0 where the mask is False.
+    """
+    _check_lists('values', rewards, values)
+    _check_lists('masks', rewards, masks)
+    _check_lists('turns', rewards, turns)
+    rows = [_turn_rows(t[m]) for t, m in zip(turns, masks, strict=True)]
+    # A sequence of which nothing counts has one turn that does not count either.
+    totals = [segment_sum(r[m], row, _num_turns(row)) for r, m, row in zip(rewards, masks, rows, strict=True)]
+    states = [v[m][_first(row)] if len(row) else v.new_zeros(1) for v, m, row in zip(values, masks, rows, strict=True)]
+    counts = [torch.full_like(total, len(row) > 0, dtype=torch.bool) for total, row in zip(totals, rows, strict=True)]
+    of_turns, targets = gae(totals, states, counts, gamma=gamma, lam=lam, value_lam=value_lam)
+    advantages, returns = [], []
+    for r, m, row, advantage, target in zip(rewards, masks, rows, of_turns, targets, strict=True):
+        before = r[m].double().cumsum(0) - r[m]
+        paid = before - before[_first(row)][row]
+        advantages.append(torch.zeros_like(r).masked_scatter(m, advantage[row]))
+        returns.append(torch.zeros_like(r).masked_scatter(m, (target[row] - paid).to(r.dtype)))
+    return advantages, returns
+
+
+def _turn_rows(numbers: Tensor) -> Tensor:
+    """0 for the tokens of the first turn, 1 for those of the next, ...: (N,) int64 of turn numbers that never fall."""
+    if len(numbers) and bool((numbers.diff() < 0).any()):
+        raise ValueError(f'turns must not fall from token to token; got {numbers.tolist()}')
+    return numbers.unique_consecutive(return_inverse=True)[1]
+
+
+def _num_turns(row: Tensor) -> int:
+    return int(row[-1]) + 1 if len(row) else 1
+
+
+def _first(row: Tensor) -> Tensor:
+    """(N,) bool: the first token of each turn."""
+    return row.diff(prepend=row.new_full((1,), -1)) > 0
+
+
+def length_lam(lengths: Sequence[int], alpha: float) -> list[float]:
+    """λ = 1 − 1 / (α l) of sequences of l steps, 0 where that is negative: long ones reach further back.
+
+    With it the weights of the temporal differences, Σ λ^t ≈ 1 / (1 − λ) = α l, grow with the length. Source: VAPO, Yue
+    et al. 2025, arXiv 2504.05118, "Length-Adaptive GAE", for the policy's λ, with α = 0.05 for answers of thousands of
+    tokens; the paper leaves α l < 1 open.
+
+    >>> length_lam([10, 100], 0.05)
+    [0.0, 0.8]
+    """
+    return [max(1.0 - 1.0 / (alpha * length), 0.0) if length else 0.0 for length in lengths]
 
 
 def monte_carlo_returns(rewards: Lists, masks: Lists, *, gamma: float = 1.0) -> list[Tensor]:

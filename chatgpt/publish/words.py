@@ -218,6 +218,8 @@ def _scorer(found: Any) -> str:
     name, _, detail = str(found).partition(', ')
     if name == 'RewardModelScorer':
         return f'the reward model {code(without_paths(detail))}' if detail else 'a reward model'
+    if name == 'EnvironmentScorer':
+        return f'the reward {code(detail)} of its environment' if detail else 'the rewards of its environment'
     return code(name)
 
 
@@ -325,11 +327,13 @@ def _of_rewards(facts: ModelFacts) -> list[str]:
             f'It has moved {number(ends[-1][1])} nats per response away from the model that it started from (KL); the '
             'farther, the less the score can be trusted.'
         )
-    ended = curve(facts.metrics, facts.eval, 'rollout/ended_share')
+    cut = curve(facts.metrics, facts.eval, 'environment/end_tokens_share')  # of episodes
+    if not cut:
+        cut = [(at, 1 - ended) for at, ended in curve(facts.metrics, facts.eval, 'rollout/ended_share')]
     room = facts.record.generation.get('max_new_tokens') if facts.record is not None else None
-    if ended and ended[-1][1] < 0.9:
+    if cut and cut[-1][1] > 0.1:
         limit = f' of {room} tokens' if room else ''
-        points.append(f'{100 * (1 - ended[-1][1]):.0f} % of its last responses were cut off by the limit{limit}.')
+        points.append(f'{100 * cut[-1][1]:.0f} % of its last responses were cut off by the limit{limit}.')
     if room:
         points.append(f'It was trained on responses of up to {room} tokens; longer ones were never scored.')
     evals = [name for name, *_ in measured(facts.metrics, facts.eval)]

@@ -294,6 +294,45 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
             ('rft/score_mean', 'rft/kept_score_mean'),
         ),
     ),
+    'Episodes': (
+        Chart(
+            'success',
+            'Share of episodes that succeeded',
+            'Rises; where it stays while the score rises, the reward pays for something else.',
+            ('environment/success_share',),
+        ),
+        Chart(
+            'return',
+            'Rewards of an episode',
+            'Rises, in step with the score.',
+            ('environment/return_mean',),
+        ),
+        Chart(
+            'turns',
+            'Turns of an episode',
+            'As many as the task needs; at the limit, the policy does not come to an end.',
+            ('environment/num_turns_mean',),
+        ),
+        Chart(
+            'episode-ends',
+            'Why episodes ended',
+            'Most are terminated by the environment; errors, timeouts and invalid answers are faults of it.',
+            ('environment/end_*_share',),
+            stacked=True,
+        ),
+        Chart(
+            'failures',
+            'Episodes that the environment failed',
+            'Stays at 0: these episodes teach nothing about the task.',
+            ('environment/failed_share',),
+        ),
+        Chart(
+            'observations',
+            'Share of tokens that are observations',
+            'Steady; the policy learns from the rest.',
+            ('environment/observation_share',),
+        ),
+    ),
     'Critic': (
         Chart(
             'explained-variance',

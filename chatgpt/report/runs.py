@@ -42,7 +42,7 @@ def read_run(path: str | os.PathLike[str], name: str) -> Run:
     """
     folder = RunFolder(Path(path))
     found = columns([*folder.eval, *folder.metrics])
-    if 'rollout/ended_share' in found:
+    if 'rollout/ended_share' in found and 'environment/num_turns_mean' not in found:  # episodes say why they ended
         at, shares = found['rollout/ended_share']
         found[CUT] = at, [None if share is None else 1 - share for share in shares]
     plan = (folder.record.plan if folder.record is not None else None) or {}

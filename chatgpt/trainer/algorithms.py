@@ -27,12 +27,18 @@ from chatgpt.types import Experience
 Estimates = tuple[list[Tensor], list[Tensor]]
 """advantages and returns, each (A,) per experience"""
 
+GAE_SETTINGS = ('gae_over', 'value_lam', 'lam_length')
+"""which not every estimator with values has a meaning for"""
+
 
 class AlgorithmSettings(Protocol):
     """The fields of `PPOConfig` that entries read."""
 
     gamma: float
     lam: float
+    lam_length: float | None
+    value_lam: float | None
+    gae_over: Literal['token', 'turn']
     eps_clip: float
     eps_clip_high: float | None
     dual_clip: float | None
@@ -71,6 +77,7 @@ class Estimator:
         needs_values: there must be a critic, or an actor with a value head.
         needs_groups: responses to one prompt are compared, so there must be several.
         rewards_apart: reads each of several rewards (`Experience.weighted_scores`) and never their sum.
+        follows: which of the settings `GAE_SETTINGS` `fn` reads; the others are refused.
         whitens: advantages are whitened over a learning phase unless `whiten_advantages` says otherwise.
         whiten: how: over all tokens that count, or otherwise. Returns copies.
         aggregation: of the policy loss, where neither `loss_aggregation` nor the policy loss says otherwise.
@@ -80,13 +87,37 @@ class Estimator:
     needs_values: bool = False
     needs_groups: bool = False
     rewards_apart: bool = False
+    follows: tuple[str, ...] = ()
     whitens: bool = True
     whiten: Callable[[list[Experience]], list[Experience]] = whiten_tokens
     aggregation: Aggregation = 'token'
 
 
 def _gae(experiences: list[Experience], s: AlgorithmSettings) -> Estimates:
-    return estimators.gae(*_rewards_values_masks(experiences), gamma=s.gamma, lam=s.lam)
+    rewards, values, masks = _rewards_values_masks(experiences)
+    turns = [turn_numbers(e) for e in experiences] if s.gae_over == 'turn' else None
+    lam: float | list[float] = s.lam
+    if s.lam_length is not None:
+        of_turns = [t[m].unique() for t, m in zip(turns, masks, strict=True)] if turns is not None else None
+        lengths = [int(m.sum()) for m in masks] if of_turns is None else [len(each) for each in of_turns]
+        lam = estimators.length_lam(lengths, s.lam_length)
+    if turns is None:
+        return estimators.gae(rewards, values, masks, gamma=s.gamma, lam=lam, value_lam=s.value_lam)
+    return estimators.gae_over_turns(rewards, values, masks, turns, gamma=s.gamma, lam=lam, value_lam=s.value_lam)
+
+
+def turn_numbers(e: Experience) -> Tensor:
+    """(A,) int64: the turn of each token of a response, counted from 0; −1 at those of none.
+
+    Without an episode each run of tokens that count is a turn, so an ordinary response is one.
+    """
+    if e.episode is None:
+        starts = e.response_mask & ~torch.cat([e.response_mask.new_zeros(1), e.response_mask[:-1]])
+        return torch.where(e.response_mask, starts.long().cumsum(0) - 1, -1)
+    numbers = torch.full_like(e.response_ids, -1)
+    for k, turn in enumerate(e.episode.turns):
+        numbers[turn.start : turn.stop] = k
+    return numbers
 
 
 def _a2c(experiences: list[Experience], s: AlgorithmSettings) -> Estimates:
@@ -139,14 +170,14 @@ def _total(e: Experience) -> Tensor:
     same."""
     if not e.response_mask.any():
         return torch.tensor(e.shaped_score, dtype=torch.float64, device=e.rewards.device)
-    return (e.rewards * e.response_mask).double().sum()
+    return torch.where(e.response_mask, e.rewards, 0.0).double().sum()
 
 
 ESTIMATORS: Registry[Estimator] = Registry(
     'advantage_estimator',
     Estimator,
     {
-        'gae': Estimator(fn=_gae, needs_values=True),
+        'gae': Estimator(fn=_gae, needs_values=True, follows=GAE_SETTINGS),
         'a2c': Estimator(fn=_a2c, needs_values=True),
         'grpo': Estimator(fn=_per_response(estimators.grpo), needs_groups=True, whitens=False, aggregation='sequence'),
         'dr_grpo': Estimator(

@@ -16,7 +16,7 @@ from chatgpt.functional.kl import KLKind
 from chatgpt.functional.losses import Aggregation
 from chatgpt.names import hint
 from chatgpt.rollout.sampling import generation_fields
-from chatgpt.trainer.algorithms import ESTIMATORS, POLICY_LOSSES, Estimator
+from chatgpt.trainer.algorithms import ESTIMATORS, GAE_SETTINGS, POLICY_LOSSES, Estimator
 from chatgpt.trainer.ranges import check_values
 
 KLLossKind = Literal['k1', 'k2', 'k3']
@@ -203,9 +203,18 @@ class PPOConfig(LearningSettings):
     dynamic_sampling_rounds: int = 0
     """DAPO's dynamic sampling: groups whose scores are all equal teach nothing and are replaced by newly drawn ones, in
     at most so many further rounds; 0 keeps every group"""
+    gae_over: Literal['token', 'turn'] = 'token'
+    """the step of GAE: 'turn' takes each turn of an episode as one action, whose tokens all have its advantage
+    (Turn-PPO, arXiv 2512.17008); γ and λ then count turns. A response without turns is one"""
     gamma: float = 1.0
+    """discount per step of GAE, or per token; tokens of an observation are no steps"""
     lam: float = 0.95
     """λ of GAE (Schulman et al. 2016)"""
+    lam_length: float | None = None
+    """α of a λ that follows the length in place of `lam`: 1 − 1 / (α · steps), at least 0 (VAPO, arXiv 2504.05118, has
+    0.05 for thousands of tokens)"""
+    value_lam: float | None = None
+    """λ of the returns that the critic learns (VC-PPO, arXiv 2503.01491, and VAPO have 1.0); None is the policy's"""
     whiten_advantages: bool | None = None
     """whiten advantages over all tokens of a learning phase (gdpo: over responses); None does what the estimator's
     entry in `chatgpt.trainer.algorithms` says: all of ours but grpo, dr_grpo and rloo do"""
@@ -285,6 +294,7 @@ class PPOConfig(LearningSettings):
             raise ValueError("kl_kind='full' is an estimator of the reward; with kl_in='loss' set kl_loss_kind")
         if self.estimator.rewards_apart:
             self._check_rewards_apart()
+        self._check_gae()
         if self.kl_importance and self.kl_in != 'loss':
             raise ValueError("kl_importance weighs the KL in the loss: it needs kl_in='loss'")
         if self.dynamic_sampling_rounds and not self.estimator.needs_groups:
@@ -312,6 +322,18 @@ class PPOConfig(LearningSettings):
             raise ValueError(
                 'overlong_filter leaves responses without an end out of the loss, so missing_eos_score would do nothing'
             )
+
+    def _check_gae(self) -> None:
+        default = {f.name: f.default for f in fields(self)}
+        for name in GAE_SETTINGS:
+            if getattr(self, name) != default[name] and name not in self.estimator.follows:
+                follow = ', '.join(repr(key) for key, entry in ESTIMATORS.items() if name in entry.follows)
+                raise ValueError(
+                    f'{name}={getattr(self, name)!r} is a setting of advantage_estimator={follow}; '
+                    f'{self.advantage_estimator!r} does not follow it: leave it out'
+                )
+        if self.lam_length is not None and self.lam != default['lam']:
+            raise ValueError(f'lam_length={self.lam_length!r} takes the place of lam={self.lam!r}: give one of the two')
 
     def _check_rewards_apart(self) -> None:
         """What acts on the sum of the rewards, which such an estimator never forms."""

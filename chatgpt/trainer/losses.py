@@ -51,8 +51,14 @@ def experience_totals(
 
 
 def collate_experience(records: list[Experience], totals: dict[str, float], *, packing: bool = True) -> Batch:
+    """A `Batch` with the columns of the losses, 0 at tokens that do not count: what stands there, such as a number that
+    is not finite, would reach the gradient through a product with 0."""
+    columns = token_columns(records, COLUMNS)
+    if records:
+        mask = torch.cat([r.response_mask for r in records])
+        columns = {name: torch.where(mask, column, 0.0) for name, column in columns.items()}
     index = torch.tensor([r.index for r in records], dtype=torch.int64)
-    return collate(records, columns={**token_columns(records, COLUMNS), 'index': index}, totals=totals, pack=packing)
+    return collate(records, columns={**columns, 'index': index}, totals=totals, pack=packing)
 
 
 def sequence_totals(records: SequenceOf[Sequence]) -> dict[str, float]:

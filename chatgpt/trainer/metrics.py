@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from chatgpt.functional.kl import kl_penalty
 from chatgpt.functional.losses import explained_variance
 from chatgpt.trainer.repetition import repetition
 from chatgpt.trainer.strategies.base import Strategy
-from chatgpt.types import Experience
+from chatgpt.types import EpisodeEnd, Experience
 
 
 class Mean(NamedTuple):
@@ -116,6 +116,24 @@ def _spread(values: Tensor) -> float:
     return float(values.std()) if len(values) > 1 else 0.0
 
 
+def _sum(e: Experience, x: Tensor) -> Tensor:
+    """Σ of (A,) over the tokens that count, fp64."""
+    return torch.where(e.response_mask, x, 0.0).double().sum()
+
+
+def drawn_mask(e: Experience) -> Tensor:
+    """(A,) bool: tokens that the policy drew, those that no longer count included.
+
+    Of an episode its turns. Else what counts or, where a filter has left nothing, all.
+    """
+    if e.episode is None:
+        return e.response_mask if bool(e.response_mask.any()) else torch.ones_like(e.response_mask)
+    mask = torch.zeros_like(e.response_mask)
+    for turn in e.episode.turns:
+        mask[turn.start : turn.stop] = True
+    return mask
+
+
 def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float, *, in_reward: bool = True) -> dict[str, float]:
     """`rollout/...`: scores, KL to the initial model, lengths. The list must not be empty.
 
@@ -126,11 +144,11 @@ def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float, *, in_r
     lengths = torch.tensor([e.num_actions for e in experiences], dtype=torch.float64)
     # Sums per response, so that the number is nats per response and long ones count as such.
     own = [e for e in experiences if bool(e.response_mask.any())] or list(experiences)
-    kl = torch.stack([((e.old_logprobs - e.ref_logprobs) * e.response_mask).double().sum() for e in own])
-    k3 = torch.stack([(kl_penalty(e.old_logprobs, e.ref_logprobs, 'k3') * e.response_mask).double().sum() for e in own])
-    penalty = torch.stack([(e.kl * e.response_mask).double().sum() for e in own])
+    kl = torch.stack([_sum(e, e.old_logprobs - e.ref_logprobs) for e in own])
+    k3 = torch.stack([_sum(e, kl_penalty(e.old_logprobs, e.ref_logprobs, 'k3')) for e in own])
+    penalty = torch.stack([_sum(e, e.kl) for e in own])
     counted = sum(int(e.response_mask.sum()) for e in experiences)
-    surprisal = -sum(float((e.old_logprobs * e.response_mask).double().sum()) for e in experiences)
+    surprisal = -sum(float(_sum(e, e.old_logprobs)) for e in experiences)
     apart = torch.tensor([[score for _, score in e.weighted_scores] for e in experiences], dtype=torch.float64)
     rewards = {f'rollout/score_{k}_mean': float(column.mean()) for k, column in enumerate(apart.T, 1)}
     rewards |= {f'rollout/score_{k}_std': _spread(column) for k, column in enumerate(apart.T, 1)}
@@ -152,7 +170,7 @@ def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float, *, in_r
             'rollout/ended_share': sum(e.ended for e in experiences) / len(experiences),
             'rollout/entropy': surprisal / max(counted, 1),
         }
-        | repetition([e.response_ids for e in experiences])
+        | repetition([e.response_ids for e in experiences], [drawn_mask(e) for e in experiences])
     )
 
 
@@ -164,6 +182,27 @@ def group_metrics(experiences: SequenceOf[Experience], *, apart: bool = False) -
         groups.setdefault(e.group, []).append(e.weighted_scores if apart else e.score)
     equal = [all(score == scores[0] for score in scores) for scores in groups.values() if len(scores) > 1]
     return {'rollout/equal_groups_share': sum(equal) / len(equal)} if equal else {}
+
+
+def environment_metrics(experiences: SequenceOf[Experience]) -> dict[str, float]:
+    """`environment/...`: what became of the episodes; nothing without any."""
+    episodes = [e.episode for e in experiences if e.episode is not None]
+    if not episodes:
+        return {}
+    count = len(episodes)
+    observed = [int((~drawn_mask(e)).sum()) for e in experiences if e.episode is not None]
+    tokens = sum(e.num_actions for e in experiences if e.episode is not None)
+    judged = [episode.success for episode in episodes if episode.success is not None]
+    return (
+        {
+            'environment/return_mean': sum(x for e in episodes for t in e.turns for x in t.rewards.values()) / count,
+            'environment/num_turns_mean': sum(len(e.turns) for e in episodes) / count,
+            'environment/observation_share': sum(observed) / tokens,
+            'environment/failed_share': sum(e.failed for e in episodes) / count,
+        }
+        | {f'environment/end_{end}_share': sum(e.end == end for e in episodes) / count for end in get_args(EpisodeEnd)}
+        | ({'environment/success_share': sum(judged) / len(judged)} if judged else {})
+    )
 
 
 def scaling_metrics(shaper: ScoreShaper) -> dict[str, float]:
@@ -214,9 +253,13 @@ def performance_metrics(
     experiences: SequenceOf[Experience], seconds: dict[str, float], max_epochs: int
 ) -> dict[str, float]:
     """`perf/...`: seconds of each part, as given, and tokens per second, all ranks together."""
-    new_tokens = sum(e.num_actions for e in experiences)
+    new_tokens = sum(int(drawn_mask(e).sum()) for e in experiences)
     tokens = sum(e.num_tokens for e in experiences)
+    episodes = [e.episode for e in experiences if e.episode is not None]
     metrics = seconds | {'perf/new_tokens_per_s': new_tokens / max(seconds['perf/total_s'], 1e-9)}
+    if episodes:
+        num_turns = sum(len(episode.turns) for episode in episodes)
+        metrics['perf/environment_step_s'] = sum(episode.step_s for episode in episodes) / max(num_turns, 1)
     if metrics.get('perf/learn_s'):
         metrics['perf/learn_tokens_per_s'] = tokens * max_epochs / metrics['perf/learn_s']
     return metrics

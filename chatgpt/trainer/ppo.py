@@ -36,7 +36,7 @@ from chatgpt.experience import (
     ScoreShaper,
     as_scorer,
 )
-from chatgpt.experience.environment_scorer import EnvironmentScorer
+from chatgpt.experience.environment_scorer import environment_scorer
 from chatgpt.experience.rescore import RESCORE_EVERY, rescored
 from chatgpt.experience.scorers import described, models_of
 from chatgpt.functional.kl import AdaptiveKLController, FixedKLController
@@ -61,6 +61,7 @@ from chatgpt.trainer.losses import (
 )
 from chatgpt.trainer.metrics import (
     PhaseMetrics,
+    environment_metrics,
     first_batch_metrics,
     group_metrics,
     performance_metrics,
@@ -98,6 +99,8 @@ class PPOTrainer(Trainer):
         environment: what the policy acts in over several turns: an `Environment` class, a function that makes one, or
             a name such as 'games:countdown'. Its rewards are the scores where there is no `reward_model`.
         environment_settings: how long an episode may be, and how environments are run.
+        reward_weights: of an environment's rewards by name, which then are a weighted list; None takes their sum.
+            Beside other rewards they stand in the list of `reward_model`, each as an `EnvironmentScorer(name)`.
         engine: who generates; a `LocalEngine` by default. With `max_staleness` one that answers later, such as
             `RemoteEngine`.
         reward_tokenizer: the reward model's tokenizer when it is not the policy's.
@@ -129,6 +132,7 @@ class PPOTrainer(Trainer):
         engine: RolloutEngine | None = None,
         environment: Any = None,
         environment_settings: EnvironmentSettings | None = None,
+        reward_weights: Mapping[str, float] | None = None,
         reward_tokenizer: Any = None,
         pretrain_data: SequenceOf[Sequence] | None = None,
         mask_model: nn.Module | None = None,
@@ -145,6 +149,11 @@ class PPOTrainer(Trainer):
         self.actor_optim, self.critic_optim = actor_optim, critic_optim
         self.shares_trunk = critic is None and _trains_value_head(strategy, bare, config)
         self.sampling, stop_strings = sampling_for(bare, tokenizer, self.generate_kwargs)
+        if reward_weights is not None and (environment is None or reward_model is not None):
+            raise ValueError(
+                'reward_weights weigh the rewards of an environment: pass environment=, and with a reward_model put '
+                'them into its list, as (weight, EnvironmentScorer(name))'
+            )
         self._check(config, bare, initial_model, pretrain_data)
         self.policy = policy_for(strategy, actor, config, self.sampling.temperature, mask_model, engine)
         models = {'actor': actor} | ({'critic': critic} if critic is not None else {}) | dict(self.policy.models())
@@ -166,7 +175,7 @@ class PPOTrainer(Trainer):
             self.engine = EpisodeEngine(
                 self.engine, environment, tokenizer, environment_settings, stop_strings=stop_strings
             )
-            reward_model = EnvironmentScorer() if reward_model is None else reward_model
+            reward_model = environment_scorer(reward_weights) if reward_model is None else reward_model
         self.collector = Collector(
             strategy,
             self.engine,
@@ -190,7 +199,7 @@ class PPOTrainer(Trainer):
         if config.estimator.rewards_apart and len(getattr(self.scorer, 'weighted', ())) < 2:
             raise ValueError(
                 f'advantage_estimator={config.advantage_estimator!r} normalises several rewards apart: '
-                'give reward_model as a list of two or more (weight, reward) pairs'
+                'give reward_model as a list of two or more (weight, reward) pairs, or reward_weights of an environment'
             )
         if config.offload == 'idle':
             for frozen in [*models_of(self.scorer), *([initial_model] if initial_model is not None else [])]:
@@ -503,6 +512,7 @@ class PPOTrainer(Trainer):
         metrics = (
             rollouts
             | group_metrics(experiences, apart=self.config.estimator.rewards_apart)
+            | environment_metrics(experiences)
             | scaling_metrics(self.maker.shaper)
             | value_metrics(experiences)
             | self.sampling_metrics

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from chatgpt.dataset.prompts import as_prompts
-from chatgpt.experience.scorers import as_scorer
+from chatgpt.experience.scorers import as_scorer, sequence_score
 from chatgpt.rollout import LocalEngine, RolloutEngine
 from chatgpt.rollout.sampling import sampling_for
 from chatgpt.sweep import gathered
@@ -99,7 +99,7 @@ class PromptEvaluation:
         )
         scorer = self.scorer or trainer.scorer
         scores = scorer.score(samples, strategy) if scorer is not None else [None] * len(samples)
-        numbers = [None if s is None else float(s.sum()) if hasattr(s, 'sum') else float(s) for s in scores]
+        numbers = [None if s is None else sequence_score(s, sample) for s, sample in zip(scores, samples, strict=True)]
         everyone = gathered(strategy, list(zip(samples, numbers, strict=True)), lambda pair: pair[0].index)
         metrics = strategy.run_on_rank0(lambda: self._metrics([s for s, _ in everyone]))
         self._show(trainer, everyone, metrics)

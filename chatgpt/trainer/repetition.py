@@ -18,8 +18,10 @@ FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 
 """odd 64-bit numbers: their sum of products with four ids tells runs apart but for one pair in about 10^19"""
 
 
-def repetition(responses: SequenceOf[Tensor]) -> dict[str, float]:
+def repetition(responses: SequenceOf[Tensor], masks: SequenceOf[Tensor] | None = None) -> dict[str, float]:
     """`rollout/repetition_within` and `_across` of (A,) id tensors; nothing where no response has four tokens.
+
+    With `masks`, (A,) bool, only runs are looked at whose four tokens are all True: the policy's own words.
 
     Within: mean over the responses of the share of their runs that stood earlier in the same response. Across: the
     share of the responses' different runs that another response of the phase has as well, the first of them not
@@ -30,6 +32,9 @@ def repetition(responses: SequenceOf[Tensor]) -> dict[str, float]:
     if len(ids) < RUN:
         return {}
     whole = row[: -RUN + 1] == row[RUN - 1 :]
+    if masks is not None:
+        own = np.concatenate([m.cpu().numpy() for m in masks])
+        whole = whole & np.logical_and.reduce([own[k : len(own) - RUN + 1 + k] for k in range(RUN)])
     runs = sum(ids[k : len(ids) - RUN + 1 + k] * FACTORS[k] for k in range(RUN))[whole]
     row = row[: -RUN + 1][whole]
     if not len(runs):

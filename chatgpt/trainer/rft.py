@@ -17,12 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from chatgpt.dataset.prompts import as_prompts
-from chatgpt.experience.scorers import as_score, as_scorer, described
+from chatgpt.experience.scorers import as_score, as_scorer, described, sequence_score
 from chatgpt.rollout import LocalEngine, RolloutEngine
 from chatgpt.rollout.sampling import sampling_for
 from chatgpt.sweep import gathered
@@ -224,7 +223,7 @@ class RFTTrainer(OfflineTrainer):
         with self.clock.measure('score'):
             given = self.scorer.score(samples, strategy)
         checked = [as_score(value, sample, 'the reward') for value, sample in zip(given, samples, strict=True)]
-        numbers = [float(s.sum()) if isinstance(s, torch.Tensor) else s for s in checked]
+        numbers = [sequence_score(score, sample) for score, sample in zip(checked, samples, strict=True)]
         pairs = gathered(strategy, list(zip(samples, numbers, strict=True)), lambda pair: pair[0].index)
         quantile = c.quantile(number)
         kept = select([s for s, _ in pairs], [x for _, x in pairs], quantile)

@@ -260,6 +260,58 @@ CASES: dict[str, Case] = {
 }
 
 
+EPISODES: dict[str, Any] = HEALTHY | {  # 3 turns of 2 tokens, 14 of observations; half of them out of turns
+    'rollout/response_len_mean': 20.0,
+    'environment/observation_share': 0.7,
+    'environment/num_turns_mean': 3.0,
+    'environment/success_share': lambda i: 0.2 + 0.01 * i,
+    'environment/end_terminated_share': 0.5,
+    'environment/end_turns_share': 0.5,
+    'environment/end_tokens_share': 0.0,
+    'rollout/ended_share': 0.5,
+    'rollout/kl_mean': lambda i: min(0.1 * i, 1.0),
+    'rollout/kl_k3_mean': lambda i: min(0.1 * i, 1.0),
+}
+CASES |= {
+    'length-limit, of episodes': Case(
+        {'environment/end_tokens_share': after(6, 0.8, 0.0)},
+        {'environment/end_turns_share': after(6, 0.8, 0.5), 'rollout/ended_share': after(6, 0.2, 0.5)},
+        step=8,
+        base=EPISODES,
+    ),
+    'length-drifts, of turns': Case(
+        {'rollout/response_len_mean': after(6, 40.0, 20.0), 'environment/observation_share': after(6, 0.4, 0.7)},
+        # Half as many turns of the same length, as a policy has that needs fewer.
+        {'rollout/response_len_mean': after(6, 60.0, 20.0), 'environment/num_turns_mean': after(6, 9.0, 3.0)},
+        step=8,
+        base=EPISODES,
+    ),
+    'kl-runs-away, in few tokens of its own': Case(  # e^(i/4) nats in 6 tokens of 20
+        {'rollout/kl_mean': lambda i: 2.718 ** (i / 4)},
+        {'rollout/kl_mean': lambda i: 0.2 * i},
+        step=10,
+        base=EPISODES,
+    ),
+}
+
+
+def test_episodes_are_not_taken_for_responses_that_went_wrong():
+    """Turns of a token, no end token at all, most out of turns, one prompt for all tasks: all as it should be."""
+    about = {'data': {'prompts': 4, 'distinct': 1, 'cut': 0}, 'generation': {'max_new_tokens': 256}}
+    assert found(30, EPISODES, **about) == []
+    short = {'rollout/response_len_mean': 2.0, 'environment/num_turns_mean': 2.0, 'environment/observation_share': 0.0}
+    for more in (
+        short | {'rollout/ended_share': 1.0},
+        {'rollout/ended_share': 0.0, 'environment/end_turns_share': 1.0},
+        {'rollout/repetition_across': after(6, 0.9, 0.2)},  # all say 'up' where up is right
+    ):
+        assert found(30, EPISODES | more, **about) == []
+        # Negative control: of answers the same numbers are findings.
+        answers = {k: v for k, v in (EPISODES | more).items() if not k.startswith('environment/')}
+        if 'rollout/repetition_across' not in more:
+            assert found(30, answers, **about)
+
+
 def test_every_check_has_a_case():
     assert {name.split(',')[0] for name in CASES} == set(CHECKS)
 

@@ -144,6 +144,11 @@ def test_why_responses_ended_adds_up_to_one(tmp_path):
     found = run(folder).columns
     ended, cut_off = found['rollout/ended_share'][1], found['rollout/cut_share'][1]
     assert [a + b for a, b in zip(ended, cut_off, strict=True)] == pytest.approx([1.0] * 40)
+    lines = (folder / 'metrics.jsonl').read_text().splitlines()
+    episodes = [json.dumps(json.loads(line) | {'environment/num_turns_mean': 3.0}) for line in lines]
+    (tmp_path / 'episodes').mkdir()
+    (tmp_path / 'episodes' / 'metrics.jsonl').write_text('\n'.join(episodes) + '\n')
+    assert 'rollout/cut_share' not in run(tmp_path / 'episodes').columns  # they say themselves why they ended
     write_sequences(folder, ('a', 'b', 'c', 'd'))
     found = run(folder).columns
     assert found['recorded/stop'] == ([1, 20, 40], [0.25] * 3) and found['recorded/eos'][1] == [0.5] * 3

@@ -13,7 +13,7 @@ def kl_runs_away(h: History) -> Finding | None:
     values = h.values('rollout/kl_mean')
     if len(values) < NOW:
         return None
-    now, length = h.now('rollout/kl_mean'), max(h.now('rollout/response_len_mean'), 1.0)
+    now, length = h.now('rollout/kl_mean'), max(median(h.drawn_lengths()[-NOW:]), 1.0)
     before = median(values[-2 * NOW : -NOW] or values[:1])
     growing = now > limit('kl_growth') * max(before, 0.0)
     target = h.setting('kl_target')

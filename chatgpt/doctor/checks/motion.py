@@ -31,7 +31,7 @@ def _policy(h: History) -> Finding | None:
     if h.now('rollout/score_std') == 0.0:
         return None  # there is nothing to learn from, which is another finding
     seen = []
-    length = max(h.now('rollout/response_len_mean'), 1.0)
+    length = max(median(h.drawn_lengths()[-NOW:]), 1.0)
     if h.highest('rollout/kl_k3_mean') > 0.0:
         per_token = h.now('rollout/kl_k3_mean') / length
         if per_token > limit('still_kl'):

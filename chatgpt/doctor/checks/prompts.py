@@ -9,8 +9,8 @@ from chatgpt.doctor.limits import limit
 
 def few_prompts(h: History) -> Finding | None:
     distinct = h.data('distinct')
-    if not distinct or distinct >= limit('few_prompts'):
-        return None
+    if not distinct or distinct >= limit('few_prompts') or h.has_episodes:
+        return None  # an environment sets a new task each time
     size = h.setting('experience_batch_size', 8)
     times = h.step * size / distinct  # at least: a phase may have several timesteps
     if times < limit('prompt_passes'):
@@ -28,7 +28,7 @@ def few_prompts(h: History) -> Finding | None:
 
 def duplicate_prompts(h: History) -> Finding | None:
     prompts, distinct = h.data('prompts'), h.data('distinct')
-    if not prompts or not distinct or 1.0 - distinct / prompts <= limit('duplicates'):
+    if not prompts or not distinct or 1.0 - distinct / prompts <= limit('duplicates') or h.has_episodes:
         return None
     return Finding(
         key='duplicate-prompts',

@@ -9,6 +9,14 @@ from chatgpt.doctor.history import NOW, START, History
 from chatgpt.doctor.limits import limit
 
 LENGTH, ENDED = 'rollout/response_len_mean', 'rollout/ended_share'
+CUT = 'environment/end_tokens_share'
+
+
+def _lengths(h: History) -> list[float]:
+    """Tokens that the policy says at once, by phase: of a response, or of a turn."""
+    turns = h.values('environment/num_turns_mean')
+    lengths = h.drawn_lengths()
+    return [n / max(count, 1.0) for n, count in zip(lengths, turns, strict=False)] if turns else lengths
 
 
 def repetition_within(h: History) -> Finding | None:
@@ -44,7 +52,7 @@ def repetition_across(h: History) -> Finding | None:
 
 
 def _risen(h: History, name: str, rise: float) -> tuple[float, float] | None:
-    if h.count(name) < START + NOW or h.now(LENGTH) < limit('short_limit'):
+    if h.count(name) < START + NOW or median(_lengths(h)[-NOW:]) < limit('short_limit'):
         return None
     start, now = h.start(name), h.now(name)
     return (start, now) if now - start > rise else None
@@ -57,9 +65,10 @@ def _against_repetition(h: History, mend: str) -> str:
 
 
 def length_drifts(h: History) -> Finding | None:
-    if h.count(LENGTH) < START + NOW:
+    lengths = _lengths(h)
+    if len(lengths) < START + NOW:
         return None
-    start, now, factor = h.start(LENGTH), h.now(LENGTH), limit('length_factor')
+    start, now, factor = median(lengths[:START]), median(lengths[-NOW:]), limit('length_factor')
     if start / factor <= now <= start * factor or abs(now - start) < 2.0:
         return None
     longer = now > start
@@ -67,7 +76,7 @@ def length_drifts(h: History) -> Finding | None:
         key='length-drifts',
         step=h.step,
         level='warning',
-        title=f'responses become {"longer" if longer else "shorter"}',
+        title=f'{"turns" if h.has_episodes else "responses"} become {"longer" if longer else "shorter"}',
         evidence=f'{start:.3g} -> {now:.3g} tokens since the start, score {h.start("rollout/score_mean"):.3g} -> '
         f'{h.now("rollout/score_mean"):.3g}',
         cause=f'the reward prefers {"long" if longer else "short"} responses, whatever is in them'
@@ -85,14 +94,16 @@ def length_drifts(h: History) -> Finding | None:
 def length_limit(h: History) -> Finding | None:
     if h.count(ENDED) < NOW:
         return None
-    ended = h.now(ENDED)
-    cut, first = 1.0 - ended, 1.0 - h.start(ENDED)
+    # An episode may also end without an end of its own because its turns are used up, which is no want of room.
+    whole = [1.0 - share for share in h.values(CUT)] if h.has_episodes else h.values(ENDED)
+    ended = median(whole[-NOW:])
+    cut, first = 1.0 - ended, 1.0 - median(whole[:START])
     if cut < limit('cut_share') or not ended:
         return None
     drifted = first <= limit('cut_share_start')
     room = h.generation('max_new_tokens')
     matters = _end_matters(h) or room is None or room >= limit('long_limit')
-    from_start = matters and median(h.values(ENDED)[:NOW]) >= limit('chance')
+    from_start = matters and median(whole[:NOW]) >= limit('chance')
     if not (drifted or from_start) or (room is not None and room < limit('short_limit')):
         return None
     told = f'max_new_tokens={room}' if room else 'the limit of tokens'
@@ -112,8 +123,8 @@ def length_limit(h: History) -> Finding | None:
 
 
 def never_ends(h: History) -> Finding | None:
-    if h.count(ENDED) < NOW or any(h.last(ENDED, NOW)):
-        return None
+    if h.count(ENDED) < NOW or any(h.last(ENDED, NOW)) or h.has_episodes:
+        return None  # the environment ends an episode, not an end token
     room, least = h.generation('max_new_tokens'), h.generation('min_new_tokens') or 0
     if room is not None and least >= room:
         return None  # that is how they were asked for
@@ -149,8 +160,8 @@ def _end_matters(h: History) -> bool:
 def ends_at_once(h: History) -> Finding | None:
     phases = int(limit('equal_phases'))
     lengths, ended = h.last(LENGTH, phases), h.last(ENDED, phases)
-    if len(lengths) < phases or h.generation('max_new_tokens') == 1:
-        return None
+    if len(lengths) < phases or h.generation('max_new_tokens') == 1 or h.has_episodes:
+        return None  # a turn may well be a word
     if max(lengths) > limit('at_once_len') or min(ended) < 0.9:
         return None
     return Finding(

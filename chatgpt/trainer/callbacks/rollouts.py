@@ -155,7 +155,7 @@ def rows_of_phase(
     for e, array, mask in zip(experiences, floats.split(lengths, dim=1), masks, strict=True):
         prompt_ids, token_ids = e.prompt_ids.tolist(), e.response_ids.tolist()
         prompt_tokens, tokens = token_texts(tokenizer, prompt_ids), token_texts(tokenizer, token_ids)
-        gap = ((array[0] - array[1]) * mask).double().sum()
+        gap = torch.where(mask, array[0] - array[1], 0.0).double().sum()
         rows.append(
             {
                 'phase': phase,

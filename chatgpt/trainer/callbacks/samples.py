@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
+import torch
+
 from chatgpt.trainer.callbacks.base import TrainerView, check_interval, say
 from chatgpt.trainer.callbacks.jsonl import RunFileWriter
 from chatgpt.types import Experience
@@ -19,7 +21,7 @@ def rows_of(experiences: SequenceOf[Experience], num_rows: int, tokenizer: Any =
     """The first `num_rows` as dicts: index, prompt, response, score, kl (nats, summed), num_tokens, ended."""
     rows = []
     for e in experiences[:num_rows]:
-        kl = float(((e.old_logprobs - e.ref_logprobs) * e.response_mask).double().sum())
+        kl = float(torch.where(e.response_mask, e.old_logprobs - e.ref_logprobs, 0.0).double().sum())
         rows.append(
             {
                 'index': e.index,

@@ -1,0 +1,583 @@
+"""Rewards of turns as an estimator sees them: named rewards, credit per turn, and methods that compare whole
+episodes."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from phase_log import Log
+
+from chatgpt.environments import Environment, EnvironmentSettings
+from chatgpt.experience import EnvironmentScorer, RewardValueError, ScoreShaper, WeightedScorer
+from chatgpt.experience.environment_scorer import environment_scorer
+from chatgpt.experience.scorers import as_scorer, described
+from chatgpt.nn import Actor, Critic
+from chatgpt.rollout import LocalEngine
+from chatgpt.rollout.episodes import EpisodeEngine
+from chatgpt.testing import byte_tokenizer, tiny_causal_lm
+from chatgpt.testing.processes import run_distributed
+from chatgpt.trainer import PPOTrainer
+from chatgpt.trainer.algorithms import ESTIMATORS, Estimator, estimate_advantages, turn_numbers
+from chatgpt.trainer.collect import informative_groups
+from chatgpt.trainer.config import PPOConfig
+from chatgpt.trainer.metrics import performance_metrics
+from chatgpt.trainer.rft import RFTTrainer, select
+from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy
+from chatgpt.types import Episode, Experience, Turn
+
+NAN = math.nan
+
+
+def episode(index: int, turns: list[tuple[int, dict[str, float]]], *, group: int = 0, gap: int = 2) -> Experience:
+    """Turns of so many tokens with these rewards and `gap` tokens of observation between; NaN wherever a token is not
+    the policy's. The rewards of tokens are those of the turns, at their last tokens."""
+    mask: list[bool] = []
+    found: list[Turn] = []
+    rewards: list[float] = []
+    for i, (length, given) in enumerate(turns):
+        if i:
+            mask += [False] * gap
+            rewards += [NAN] * gap
+        found.append(Turn(start=len(mask), stop=len(mask) + length, rewards=given))
+        mask += [True] * length
+        rewards += [0.0] * (length - 1) + [sum(given.values())]
+    n = len(mask)
+    own = torch.tensor(mask)
+    per_token = torch.where(own, torch.linspace(0.5, 1.5, n) * (1 + index), NAN)
+    return Experience(
+        index=index,
+        group=group,
+        prompt_ids=torch.tensor([3, 4]),
+        response_ids=torch.arange(5, 5 + n) + index,
+        response_mask=own,
+        logprobs=torch.full((n,), -1.0),
+        filtered_logprobs=torch.zeros(n),
+        edge_distances=torch.ones(n),
+        finish_reason='eos',
+        episode=Episode(turns=tuple(found), end='terminated'),
+        score=sum(sum(given.values()) for _, given in turns),
+        old_logprobs=torch.full((n,), -1.0),
+        ref_logprobs=torch.full((n,), -1.0),
+        values=per_token,
+        kl=torch.zeros(n),
+        rewards=torch.tensor(rewards),
+        advantages=torch.zeros(n),
+        returns=torch.zeros(n),
+    )
+
+
+def estimated(experiences: list[Experience], **settings: Any) -> list[list[float]]:
+    config = PPOConfig(**settings)
+    config.validate()
+    estimate_advantages(experiences, config.estimator, config)
+    return [e.advantages.tolist() for e in experiences]
+
+
+# ---------------------------------------------------------------------- turns
+
+
+def test_turns_are_those_of_the_episode_or_else_runs_of_tokens_that_count():
+    e = episode(0, [(2, {}), (1, {}), (3, {})], gap=1)
+    assert turn_numbers(e).tolist() == [0, 0, -1, 1, -1, 2, 2, 2]
+    touching = episode(0, [(2, {}), (3, {})], gap=0)  # an observation may be empty
+    assert turn_numbers(touching).tolist() == [0, 0, 1, 1, 1]
+    e.episode = None
+    assert turn_numbers(e).tolist() == [0, 0, -1, 1, -1, 2, 2, 2]
+    touching.episode = None
+    assert turn_numbers(touching).tolist() == [0] * 5  # an ordinary response
+    e.response_mask = torch.zeros_like(e.response_mask)
+    assert turn_numbers(e).tolist() == [-1] * 8
+
+
+def test_credit_per_turn_by_hand():
+    e = episode(0, [(2, {'reward': 1.0}), (1, {'reward': 3.0})], gap=1)
+    e.values = torch.tensor([0.5, 9.0, NAN, 2.0])
+    (got,) = estimated([e], gae_over='turn', gamma=0.5, lam=0.8, value_lam=1.0)
+    # δ_1 = 3 − 2, δ_0 = 1 + 0.5 · 2 − 0.5; the policy: 1.5 + 0.4 · 1; the critic: 0.5 + 1.5 + 0.5 · 1
+    assert got == pytest.approx([1.9, 1.9, 0, 1])
+    assert e.returns.tolist() == pytest.approx([2.5, 2.5, 0, 3])
+    (tokens,) = estimated([e], gamma=0.5, lam=0.8)
+    assert tokens[0] != pytest.approx(1.9)
+
+
+def test_lambda_follows_the_number_of_steps():
+    """Turns where turns are steps, else the policy's own tokens: observations make no episode longer."""
+    for settings, steps in (({'gae_over': 'turn'}, 3), ({}, 6)):
+        e = episode(0, [(2, {'reward': 1.0}), (1, {}), (3, {'reward': 2.0})])
+        adaptive = estimated([e], lam_length=0.5, **settings)
+        fixed = estimated([e], lam=1 - 1 / (0.5 * steps), **settings)
+        wrong = estimated([e], lam=1 - 1 / (0.5 * e.num_actions), **settings)
+        assert adaptive[0] == pytest.approx(fixed[0])
+        assert adaptive[0] != pytest.approx(wrong[0])
+
+
+def test_one_turn_per_response_is_the_reward_less_the_first_value():
+    e = episode(0, [(3, {'reward': 2.0})])
+    first = e.values[0].item()
+    for settings in ({'gamma': 1.0}, {'gamma': 0.5, 'lam': 0.1}):
+        assert estimated([e], gae_over='turn', **settings)[0] == pytest.approx([2.0 - first] * 3)
+
+
+@pytest.mark.parametrize('name', [n for n in ESTIMATORS if n != 'gae'])
+@pytest.mark.parametrize(('setting', 'value'), [('gae_over', 'turn'), ('value_lam', 1.0), ('lam_length', 0.05)])
+def test_estimators_that_do_not_follow_a_setting_refuse_it(name, setting, value):
+    config = PPOConfig(advantage_estimator=name, num_samples_per_prompt=4, kl_coef=0.0, **{setting: value})
+    told = f"{setting}={value!r} is a setting of advantage_estimator='gae'; {name!r} does not follow it"
+    with pytest.raises(ValueError, match=re.escape(told)):
+        config.validate()
+
+
+def test_settings_of_gae_are_checked():
+    with pytest.raises(ValueError, match='lam_length=0.1 takes the place of lam=0.9'):
+        PPOConfig(lam=0.9, lam_length=0.1).validate()
+    for wrong in ({'gae_over': 'sentence'}, {'value_lam': 1.1}, {'lam_length': 0.0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            PPOConfig(**wrong)
+    PPOConfig(gae_over='turn', value_lam=1.0, lam_length=1.0).validate()
+    # One of a user's own says which it follows.
+    ESTIMATORS['of turns'] = Estimator(fn=ESTIMATORS['gae'].fn, needs_values=True, follows=('gae_over',))
+    try:
+        PPOConfig(advantage_estimator='of turns', gae_over='turn').validate()
+        with pytest.raises(ValueError, match='value_lam'):
+            PPOConfig(advantage_estimator='of turns', value_lam=1.0).validate()
+    finally:
+        del ESTIMATORS['of turns']
+
+
+# ---------------------------------------------------------------------- whole episodes compared
+
+
+def group_of_four(dense: bool) -> list[Experience]:
+    """Episodes of different numbers of turns whose rewards sum to 4, 2, 1 and 1, over the turns or at the end."""
+    parts = [[1.0, 3.0], [0.5, 0.5, 1.0], [1.0], [-1.0, 2.0]]
+    found = []
+    for i, rewards in enumerate(parts):
+        given = rewards if dense else [0.0] * (len(rewards) - 1) + [sum(rewards)]
+        found.append(episode(i, [(1 + i, {'reward': r}) for r in given]))
+    return found
+
+
+@pytest.mark.parametrize('dense', [True, False])
+@pytest.mark.parametrize(
+    ('name', 'expected'),
+    [
+        ('dr_grpo', [2, 0, -1, -1]),
+        ('grpo', [x / (math.sqrt(2) + 1e-4) for x in (2, 0, -1, -1)]),  # (4 + 0 + 1 + 1) / 3
+        ('rloo', [4 - 4 / 3, 2 - 2, 1 - 7 / 3, 1 - 7 / 3]),
+        ('reinforce++_baseline', [2, 0, -1, -1]),
+    ],
+)
+def test_group_methods_compare_sums_of_episodes(name, expected, dense):
+    experiences = group_of_four(dense)
+    got = estimated(experiences, advantage_estimator=name, num_samples_per_prompt=4)
+    for e, advantages, number in zip(experiences, got, expected, strict=True):
+        assert advantages == pytest.approx([number if own else 0.0 for own in e.response_mask.tolist()])
+
+
+def test_returns_of_reinforce_pp_discount_over_own_tokens():
+    e = episode(0, [(1, {'reward': 1.0}), (2, {'reward': 4.0})], gap=3)
+    (got,) = estimated([e], advantage_estimator='reinforce++', gamma=0.5)
+    assert got == pytest.approx([1 + 0.25 * 4, 0, 0, 0, 2, 4])
+
+
+def test_dynamic_sampling_looks_at_whole_episodes():
+    same = [episode(0, [(1, {'reward': 1.0}), (1, {'reward': 1.0})]), episode(1, [(3, {'reward': 2.0})])]
+    other = [episode(2, [(1, {'reward': 1.0})], group=1), episode(3, [(1, {'reward': 2.0})], group=1)]
+    assert [e.index for group in informative_groups(same + other) for e in group] == [2, 3]
+
+
+def test_rft_chooses_among_whole_episodes():
+    experiences = group_of_four(True)
+    assert select(experiences, [e.score for e in experiences], 1.0) == [0]
+
+
+# ---------------------------------------------------------------------- scores out of rewards
+
+NAMED = [
+    (2, {'correct': 1.0, 'form': 0.5}),
+    (1, {'form': -0.5}),
+    (2, {'correct': 3.0}),
+]
+
+
+def test_a_turns_reward_stands_at_its_last_token():
+    e = episode(0, NAMED)
+    (scores,) = EnvironmentScorer().score([e], NaiveStrategy(seed=0))
+    assert scores.tolist() == [0, 1.5, 0, 0, -0.5, 0, 0, 0, 3]
+    (form,) = EnvironmentScorer('form').score([e], NaiveStrategy(seed=0))
+    assert form.tolist() == [0, 0.5, 0, 0, -0.5, 0, 0, 0, 0]
+
+
+def test_named_rewards_are_a_weighted_list():
+    scorer = environment_scorer({'form': 2.0, 'correct': 0.5})
+    assert isinstance(scorer, WeightedScorer)
+    e = episode(0, NAMED)
+    (scores,) = scorer.score([e], NaiveStrategy(seed=0))
+    assert scores.tolist() == [0, 1.5, 0, 0, -1.0, 0, 0, 0, 1.5]
+    (parts,) = scorer.apart([e], NaiveStrategy(seed=0))
+    assert [(weight, float(score.sum())) for weight, score in parts] == [(2.0, 0.0), (0.5, 4.0)]
+    assert described(scorer) == [[2.0, 'EnvironmentScorer, form'], [0.5, 'EnvironmentScorer, correct']]
+    assert described(environment_scorer()) == 'EnvironmentScorer'
+
+
+def test_rewards_of_an_environment_stand_beside_others():
+    def letters(prompts: list[str], responses: list[str]) -> list[float]:
+        return [float(len(r)) for r in responses]
+
+    e = episode(0, NAMED)
+    e.response_text = 'four'
+    scorer = as_scorer([(2.0, EnvironmentScorer('form')), (0.25, letters)])
+    assert scorer is not None
+    (scores,) = scorer.score([e], NaiveStrategy(seed=0))
+    assert scores.tolist() == [0, 1, 0, 0, -1, 0, 0, 0, 1]  # a score of the whole response is paid at its end
+
+
+def test_mistakes_with_names_are_told():
+    e = episode(0, NAMED)
+    with pytest.raises(RewardValueError, match=r"a reward 'correct', which reward_weights=\['corect'\] does not have"):
+        environment_scorer({'corect': 1.0}).score([e], NaiveStrategy(seed=0))
+    for wrong in ({}, {'a': NAN}, {'a': True}, {'a': '1'}):
+        with pytest.raises(ValueError, match='reward_weights'):
+            environment_scorer(wrong)
+    e.episode = None
+    with pytest.raises(ValueError, match='samples of an environment'):
+        EnvironmentScorer().score([e], NaiveStrategy(seed=0))
+
+
+def test_shaping_means_the_same_for_rewards_of_turns():
+    """What one score of the sum becomes: factors on every turn, additions at the end, observations not counted."""
+    e = episode(0, [(2, {'reward': 3.0}), (1, {'reward': 5.0})])
+    (scores,) = EnvironmentScorer().score([e], NaiveStrategy(seed=0))
+    scores = torch.where(e.response_mask, scores, NAN)
+    clipped, once = ScoreShaper(clip=4.0).of_tokens(scores, e)
+    assert clipped[e.response_mask].tolist() == [0, 1.5, 2.5]
+    assert once == 0
+    _, penalty = ScoreShaper(token_penalty=0.1).of_tokens(scores, e)
+    assert penalty == pytest.approx(-0.3)  # three tokens of the policy's, two of an observation
+    whole, _ = ScoreShaper(missing_eos_score=-1.0).of_tokens(scores, e)
+    assert whole[e.response_mask].tolist() == [0, 3, 5]
+    e.finish_reason = 'length'
+    lost, once = ScoreShaper(missing_eos_score=-1.0).of_tokens(scores, e)
+    assert lost.tolist() == [0] * 5 and once == -1.0
+    shaper = ScoreShaper('running')
+    shaper([8.0, 4.0], [e, e])
+    scaled, _ = shaper.of_tokens(scores, e)
+    assert scaled[e.response_mask].tolist() == pytest.approx([0, 3 / math.sqrt(8), 5 / math.sqrt(8)])
+    # An observation takes up room: of 5 tokens the last is in the buffer of 1, though the policy drew 3.
+    assert ScoreShaper(overlong=(lambda prompt: 5, 1)).of_tokens(scores, e)[1] == -1.0
+    assert ScoreShaper(overlong=(lambda prompt: 7, 2)).of_tokens(scores, e)[1] == 0
+
+
+# ---------------------------------------------------------------------- runs
+
+
+class Letters(Environment):
+    """Two to three turns; rewards vowels, and short turns. Says nothing the policy could use."""
+
+    def reset(self, seed, **columns):
+        self.turn, self.turns = 0, 2 + seed % 2
+        return 'say:'
+
+    def step(self, response):
+        self.turn += 1
+        vowels = float(sum(c in 'aeiou' for c in response))
+        done = self.turn == self.turns
+        return (
+            '<ok>',
+            {'vowels': vowels + self.turn, 'short': -float(len(response))},
+            done,
+            False,
+            {'success': vowels > 0},
+        )
+
+
+def trainer(
+    callbacks: Any = (), reward: Any = None, strategy: Any = None, lr: float = 1e-3, **settings: Any
+) -> PPOTrainer:
+    tokenizer, strategy = byte_tokenizer(), strategy or NaiveStrategy(seed=1)
+    torch.manual_seed(0)  # the strategy has set its own
+
+    def model() -> Any:
+        return tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=64)
+
+    actor, critic = Actor(model()), Critic(model())
+    has_critic = settings.get('advantage_estimator', 'gae') == 'gae'
+    initial = strategy.prepare(Actor(model()))
+    actor, actor_optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=lr)))
+    critic, critic_optim = strategy.prepare((critic, torch.optim.AdamW(critic.parameters(), lr=lr)))
+    defaults: dict[str, Any] = {
+        'tokenizer': tokenizer,
+        'environment': Letters,
+        'environment_settings': EnvironmentSettings(max_turn_tokens=4),
+        'experience_batch_size': 2,
+        'num_samples_per_prompt': 3,
+        'train_batch_size': 3,
+        'max_new_tokens': 40,
+        'callbacks': callbacks,
+    }
+    return PPOTrainer(
+        strategy,
+        actor,
+        critic if has_critic else None,
+        reward,
+        initial,
+        actor_optim,
+        critic_optim if has_critic else None,
+        **defaults | settings,
+    )
+
+
+class Kept(Log):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experiences: list[Experience] = []
+
+    def on_make_experience_end(self, trainer: Any, experiences: list[Experience]) -> None:
+        self.experiences = experiences
+
+
+@pytest.mark.parametrize('kl_kind', ['k1', 'k3', 'full'])
+def test_a_run_with_credit_per_turn_by_a_slow_loop(kl_kind):
+    log = Kept()
+    run = trainer([log], gae_over='turn', gamma=0.9, lam=0.7, value_lam=1.0, kl_coef=0.05, kl_kind=kl_kind)
+    run.fit(max_timesteps=1, update_timesteps=1)
+    assert {len(e.episode.turns) for e in log.experiences} == {2, 3}
+    for e in log.experiences:
+        paid = {turn.stop - 1: sum(turn.rewards.values()) for turn in e.episode.turns}
+        rewards = [
+            paid.get(t, 0.0) - 0.05 * e.kl[t].item() if own else 0.0 for t, own in enumerate(e.response_mask.tolist())
+        ]
+        assert e.rewards.tolist() == pytest.approx(rewards, abs=1e-5)
+        following, advantage, target = 0.0, 0.0, 0.0
+        for turn in reversed(e.episode.turns):
+            total = sum(rewards[turn.start : turn.stop])
+            state = e.values[turn.start].item()
+            advantage = total + 0.9 * following - state + 0.9 * 0.7 * advantage
+            target = total + 0.9 * target
+            for t in range(turn.start, turn.stop):
+                assert e.advantages[t].item() == pytest.approx(advantage, abs=1e-4)
+                assert e.returns[t].item() == pytest.approx(target - sum(rewards[turn.start : t]), abs=1e-4)
+            following = state
+        assert not e.advantages[~e.response_mask].any() and not e.returns[~e.response_mask].any()
+    (metrics,) = log.phases
+    assert metrics['ppo/first_ratio_error'] < 1e-4
+
+
+def test_gdpo_normalises_named_rewards_of_episodes():
+    log = Kept()
+    weights = {'vowels': 1.0, 'short': 0.25}
+    run = trainer([log], reward_weights=weights, advantage_estimator='gdpo', kl_coef=0.0, whiten_advantages=False)
+    run.fit(max_timesteps=1, update_timesteps=1)
+    expected = dict.fromkeys((e.index for e in log.experiences), 0.0)
+    for group in {e.group for e in log.experiences}:
+        members = [e for e in log.experiences if e.group == group]
+        for name, weight in weights.items():
+            sums = [sum(turn.rewards[name] for turn in e.episode.turns) for e in members]
+            mean = sum(sums) / len(sums)
+            std = math.sqrt(sum((s - mean) ** 2 for s in sums) / (len(sums) - 1))
+            for e, s in zip(members, sums, strict=True):
+                expected[e.index] += weight * (s - mean) / (std + 1e-4)
+    for e in log.experiences:
+        own = e.advantages[e.response_mask].tolist()
+        assert own == pytest.approx([expected[e.index]] * len(own), abs=1e-5)
+        assert not e.advantages[~e.response_mask].any()
+    assert len({round(x, 3) for x in expected.values()}) > 2
+    (metrics,) = log.phases
+    vowels = [sum(t.rewards['vowels'] for t in e.episode.turns) for e in log.experiences]
+    assert metrics['rollout/score_1_mean'] == pytest.approx(sum(vowels) / 6)
+
+
+def test_metrics_of_episodes_by_hand():
+    log = Kept()
+    trainer([log], environment_settings=EnvironmentSettings(max_turns=2, max_turn_tokens=4)).fit(
+        max_timesteps=1, update_timesteps=1
+    )
+    (metrics,) = log.phases
+    episodes = [e.episode for e in log.experiences]
+    assert metrics['environment/num_turns_mean'] == 2
+    cut = sum(e.end == 'turns' for e in episodes) / 6
+    assert 0 < cut < 1
+    assert metrics['environment/end_turns_share'] == cut
+    assert metrics['environment/end_terminated_share'] == 1 - cut == metrics['rollout/ended_share']
+    assert metrics['environment/end_error_share'] == metrics['environment/failed_share'] == 0
+    total = sum(sum(t.rewards.values()) for e in episodes for t in e.turns)
+    assert metrics['environment/return_mean'] == pytest.approx(total / 6)
+    assert metrics['rollout/score_mean'] == pytest.approx(total / 6)
+    assert metrics['environment/success_share'] == pytest.approx(sum(e.success for e in episodes) / 6)
+    # '<ok>' once, four tokens of every response
+    assert metrics['rollout/response_len_mean'] * metrics['environment/observation_share'] == pytest.approx(4)
+    seconds = performance_metrics(log.experiences, {'perf/total_s': 2.0}, 1)
+    assert seconds['perf/environment_step_s'] == pytest.approx(sum(e.step_s for e in episodes) / 12)
+    own = sum(t.stop - t.start for e in episodes for t in e.turns)
+    assert seconds['perf/new_tokens_per_s'] == own / 2
+    assert not [name for name in log.phases[0] if name.startswith('environment/') and not math.isfinite(metrics[name])]
+
+
+@pytest.mark.parametrize(
+    'settings',
+    [
+        {'tis_cap': 2.0, 'value_lam': 1.0, 'lam_length': 1.0},
+        {'advantage_estimator': 'grpo', 'policy_loss': 'gspo', 'kl_in': 'loss'},
+        {'advantage_estimator': 'rloo', 'loss_aggregation': 'sequence_sum', 'overlong_filter': True},
+        {
+            'advantage_estimator': 'reinforce++',
+            'policy_loss': 'cispo',
+            'token_penalty': 0.1,
+            'score_scaling': 'running',
+        },
+    ],
+    ids=lambda settings: next(iter(settings.values())),
+)
+def test_runs_with_other_settings(settings):
+    """The ratio right after the rollout is 1: what the engine drew over several turns is what is learned."""
+    log = Kept()
+    limits = EnvironmentSettings(max_turns=2, max_turn_tokens=4)
+    run = trainer([log], environment_settings=limits, **settings)
+    run.fit(max_timesteps=2, update_timesteps=1)
+    for metrics in log.phases:
+        assert metrics['ppo/first_ratio_error'] < 1e-4
+        assert all(math.isfinite(value) for value in metrics.values())
+        if 'tis_cap' in settings:
+            assert metrics['ppo/tis_weight'] == pytest.approx(1, abs=1e-4)
+        if 'overlong_filter' in settings:  # episodes that the environment did not terminate
+            assert metrics['rollout/filtered_share'] == metrics['environment/end_turns_share']
+    if 'overlong_filter' in settings:
+        for e in log.experiences:
+            assert bool(e.response_mask.any()) == (e.episode.end == 'terminated')
+            assert e.score == pytest.approx(sum(x for t in e.episode.turns for x in t.rewards.values()))
+
+
+class Vowels(Environment):
+    """Two turns, each paid its share of vowels."""
+
+    def reset(self, seed, **columns):
+        self.turn = 0
+        return 'say:'
+
+    def step(self, response):
+        self.turn += 1
+        return '.', sum(c in 'aeiou' for c in response) / 2, self.turn == 2, False, {}
+
+
+@pytest.mark.parametrize('gae_over', ['turn', 'token'])
+def test_it_learns(gae_over):
+    log = Kept()
+    run = trainer(
+        [log],
+        environment=Vowels,
+        environment_settings=EnvironmentSettings(max_turn_tokens=2),
+        lr=5e-3,
+        gae_over=gae_over,
+        value_lam=1.0,
+        experience_batch_size=16,
+        num_samples_per_prompt=1,
+        train_batch_size=16,
+        max_epochs=2,
+        kl_coef=0.0,
+        max_new_tokens=8,
+    )
+    run.fit(max_timesteps=14, update_timesteps=1)
+    scores = [metrics['environment/return_mean'] for metrics in log.phases]
+    assert sum(scores[:3]) / 3 < 0.2  # of 2
+    assert sum(scores[-3:]) / 3 > 0.6, scores
+
+
+ON_RANKS: dict[str, Any] = {
+    'gae_over': 'turn',
+    'lam_length': 1.0,
+    'value_lam': 1.0,
+    'experience_batch_size': 4,
+    'num_samples_per_prompt': 1,
+    'train_batch_size': 8,
+    'reward_weights': {'vowels': 1.0, 'short': 0.1},
+}
+
+
+def test_ranks_do_not_enter():
+    log = Kept()
+    trainer([log], **ON_RANKS).fit(max_timesteps=2, update_timesteps=2)
+    for phases in run_distributed(two_ranks, 2):
+        for got, want in zip(phases, log.phases, strict=True):
+            assert got == {name: pytest.approx(value, rel=2e-3, abs=2e-5) for name, value in want.items()}
+
+
+def two_ranks() -> list[dict[str, float]]:
+    log = Kept()
+    with DDPStrategy(seed=1, device='cpu') as strategy:
+        trainer([log], strategy=strategy, **ON_RANKS).fit(max_timesteps=2, update_timesteps=2)
+    return log.phases
+
+
+def test_rft_learns_the_turns_of_the_best_episodes():
+    tokenizer = byte_tokenizer()
+    torch.manual_seed(0)
+    strategy = NaiveStrategy(seed=1)
+    actor = Actor(tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=64))
+    actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=1e-3)))
+    engine = EpisodeEngine(LocalEngine(), Letters, tokenizer, EnvironmentSettings(max_turn_tokens=4))
+    log = Log()
+    rft = RFTTrainer(
+        strategy,
+        actor,
+        optim,
+        ['go ', 'run '],
+        EnvironmentScorer(),
+        engine=engine,
+        tokenizer=tokenizer,
+        callbacks=[log],
+        num_rounds=1,
+        max_new_tokens=40,
+    )
+    rft.fit()
+    engine.close()
+    assert rft.train_data
+    for kept in rft.train_data:
+        text = tokenizer.decode(kept.response_ids[~kept.response_mask], skip_special_tokens=True)
+        assert text in ('<ok>', '<ok><ok>')
+        assert len(kept.response_ids) - len(text) == int(kept.response_mask.sum())
+    assert log.phases[0]['rft/kept_score_mean'] > log.phases[0]['rft/score_mean']
+
+
+def test_a_run_without_an_environment_has_none_of_its_metrics():
+    log = Kept()
+    run = trainer([log], reward=lambda prompts, responses: [1.0] * len(prompts), environment=None, max_new_tokens=4)
+    run.fit(['a', 'b'], max_timesteps=1, update_timesteps=1)
+    assert not [name for name in log.phases[0] if 'environment' in name]
+
+
+def test_weights_without_an_environment_are_refused():
+    def one(prompts: list[str], responses: list[str]) -> list[float]:
+        return [1.0] * len(prompts)
+
+    for given in ({'environment': None, 'reward': one}, {'reward': one}):
+        with pytest.raises(ValueError, match='reward_weights weigh the rewards of an environment'):
+            trainer(reward_weights={'vowels': 1.0}, **given)
+    with pytest.raises(ValueError, match='or reward_weights of an environment'):
+        trainer(advantage_estimator='gdpo', kl_coef=0.0)
+
+
+def test_step_takes_runs_of_tokens_for_turns():
+    """Driven by hand there is no episode; the masks say where turns are."""
+    run = trainer(
+        environment=None,
+        reward=lambda prompts, responses: [0.0] * len(prompts),
+        gae_over='turn',
+        gamma=1.0,
+        lam=1.0,
+        kl_coef=0.0,
+        num_samples_per_prompt=1,
+    )
+    mask = torch.tensor([True, True, False, True])
+    run.step(
+        [torch.tensor([40, 41])] * 2,
+        [torch.tensor([50, 51, 52, 53])] * 2,
+        [2.0, torch.tensor([0.0, 1, 9, 1])],
+        [mask, mask],
+    )
+    for e, returns in zip(run.last_experiences, ([2, 2, 0, 2], [2, 2, 0, 1]), strict=True):
+        assert e.returns.tolist() == pytest.approx(returns, abs=1e-5)
+        assert e.advantages[0] == e.advantages[1] != e.advantages[3]
