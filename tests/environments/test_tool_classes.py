@@ -244,7 +244,7 @@ class NeedsArguments:
 def test_mistakes_are_named_before_any_work(make, words):
     with pytest.raises(ValueError, match=words):
         ToolFactory(make)
-    if make is not NoReset:  # which nothing shows to be a class with tools
+    if make not in (NoReset, NeedsArguments):  # nothing shows that these are classes with tools
         with pytest.raises(ValueError, match=words):
             find_environment(make)
 
@@ -280,7 +280,7 @@ def test_a_call_by_an_unknown_kind_and_arguments_in_a_string():
 def ppo(environment, prompts=None, **kwargs):
     tokenizer = chat_tokenizer('qwen2.5')
     torch.manual_seed(0)
-    actor = Actor(tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=1024))
+    actor = Actor(tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=2048))
     strategy = NaiveStrategy(seed=1)
     actor, optim = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=1e-3)))
     trainer = PPOTrainer(
