@@ -133,8 +133,8 @@ class ChatTemplate:
     # ------------------------------------------------------------------ what the model wrote
 
     def message(self, turn_ids: Sequence[int], ended: Ended, before: Sequence[int] = ()) -> dict[str, Any]:
-        """A turn as a message of the assistant: 'content', 'tool_calls' where it calls tools, 'truncated' where it ran out
-        of tokens. Calls that cannot be read are text.
+        """A turn as a message of the assistant: 'content'; 'tool_calls' where it calls tools; 'truncated' where it ran
+        out of tokens. Calls that cannot be read are text.
 
         Args:
             before: ids in front of the turn, at least from the last generation prompt on.
