@@ -1,24 +1,22 @@
-"""Python as a tool: code that a model wrote runs in a process of its own, which has nothing and gets rid of what it made.
+"""Python as a tool: code that a model wrote runs in a process of its own, which has nothing and leaves nothing.
 
     outcome = run_python('print(6 * 7)')            # Outcome(output='42\\n', end='ok')
     tool = PythonTool(Limits(wall_s=2.0)); tool.python('print(6 * 7)')
 
-What holds on Linux, by the kernel (see `guards`):
+What holds on Linux, by the kernel (`guards` tells whether it does here):
 
-| of | limit |
-|---|---|
-| time | wall and CPU seconds |
-| memory | address space (RLIMIT_AS); no shared memory that stays |
-| output | standard output and error together; what is more ends the process |
-| files | an empty temporary folder, removed afterwards; Landlock refuses to open, make, rename or remove anything else, for reading all but Python's own library; a size per file and of the folder |
-| network | none: seccomp refuses to make a socket |
-| processes | none: seccomp refuses new processes and programs, and signals to others. Threads are allowed |
-| secrets | no environment variables, no open files, no standard input |
+- *time*: wall and CPU seconds. *Memory*: address space; no shared memory that stays.
+- *Output*: of standard output and error together; what is more ends the process.
+- *Files*: an empty temporary folder, removed afterwards. Landlock refuses to open, make, rename or remove anything
+  else, and to read anything but Python's own library; a size per file and of the folder.
+- *Network*: none; seccomp refuses to make a socket, which asyncio's event loop needs too.
+- *Processes*: none; seccomp refuses new processes and programs, and signals to others. Threads are allowed.
+- *Secrets*: no environment variables, no open files, no standard input.
 
-What it does not do: hide which paths exist and how large files are (`os.stat`), bound the load on CPU and disk below the limits
-above, or hold against an error in the kernel. Who runs code of people who mean harm puts the whole run into a virtual machine.
-Where the kernel has no Landlock (before Linux 5.13, or switched off) or no seccomp (other systems), Python's audit hooks
-refuse in its place: they hold back code that errs, and code that means harm gets round them; a warning says so once.
+What it does not do: hide which paths exist and how large files are (`os.stat`), spare CPU and disk below these limits,
+or hold against an error in the kernel. Who runs code of people who mean harm puts the whole run into a virtual machine.
+Where the kernel has no Landlock (before Linux 5.13, or switched off) or no seccomp (other systems), Python's audit
+hooks refuse in its place: they hold back code that errs, and code that means harm gets round them; a warning says so.
 """
 
 from __future__ import annotations
@@ -133,8 +131,8 @@ def _warn_once(held: Guards) -> None:
         *([] if held.filter else ['seccomp, so network, processes and signals']),
     ]
     warnings.warn(
-        f'PythonTool: this machine has no {" and no ".join(missing)} are guarded by Python alone, which code that means '
-        'harm gets round; run it where nothing is worth taking',
+        f'PythonTool: this machine has no {" and no ".join(missing)} are guarded by Python alone, which code '
+        'that means harm gets round; run it where nothing is worth taking',
         stacklevel=4,
     )
 

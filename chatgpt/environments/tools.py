@@ -140,7 +140,9 @@ class ToolEnvironment:
     def close(self) -> None:
         if self._loop is not None:
             self._loop.close()
-        if self._free is not None and not self._busy:  # one that hangs, or raised where it should not, is not used again
+        if (
+            self._free is not None and not self._busy
+        ):  # one that hangs, or raised where it should not, is not used again
             self._free.append(self.environment)
         self._free = None
 
@@ -189,9 +191,7 @@ class ToolEnvironment:
         for function in self._rewards:
             columns = {name: [value] for name, value in self._columns.items() if name != 'prompt'}
             values = self._value(
-                function(
-                    prompts=[self._prompt], completions=[self._said], environments=[self.environment], **columns
-                )
+                function(prompts=[self._prompt], completions=[self._said], environments=[self.environment], **columns)
             )
             if len(values) != 1:
                 raise ValueError(f'{function.__name__} returned {len(values)} rewards for one episode')

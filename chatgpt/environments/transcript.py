@@ -270,7 +270,9 @@ class ChatTemplate:
             self._read = reader(self.tokenizer.get_chat_template(tools=self.tools))
         written = self._render([*asked, call]).removesuffix(self._ending())
         written = written[_common(shown, written) :]
-        found = self.message(encode(written, self.tokenizer), 'length', encode(shown, self.tokenizer)).get('tool_calls', [])
+        found = self.message(encode(written, self.tokenizer), 'length', encode(shown, self.tokenizer)).get(
+            'tool_calls', []
+        )
         if [c['function'] for c in found] != [call['tool_calls'][0]['function']]:
             raise ValueError(
                 f"the tokenizer's chat template writes calls of tools as {written[:80]!r}, which is not understood; "

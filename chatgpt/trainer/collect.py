@@ -361,8 +361,8 @@ class Collector:
         return {'prompts_drawn': prompts, 'samples_drawn': samples}
 
     def in_flight(self) -> dict[str, Any]:
-        """For a checkpoint, beside `state_dict`: the samples in flight and what environments answered in a phase that was
-        dropped, all ranks together. A collective."""
+        """For a checkpoint, beside `state_dict`: the samples in flight, and what environments answered in a phase that
+        was dropped, all ranks together. A collective."""
         state = self._samples_in_flight()
         if self.journal is not None:
             state['journal'] = self.journal.state(self.strategy.all_gather_object)

@@ -3,12 +3,12 @@ else ends the run.
 
 With 'mask' no token of a failed episode counts, and its rewards enter no baseline of its group and no statistics of
 scores. An overlong response is the policy's own doing, so its score stays in its group's baseline; what an environment
-gave before it broke says nothing of the policy, and in the baseline it would push the advantages of its siblings, as was
-seen with rollouts that timed out in github.com/NVIDIA-NeMo/RL/pull/4029.
+gave before it broke says nothing of the policy, and in the baseline it would push the advantages of its siblings, as
+was noticed of rollouts that timed out in github.com/NVIDIA-NeMo/RL/pull/4029.
 
 With 'penalise' the last token of the policy is paid `failure_reward` on top of what the environment gave before, for
-policies that can break an environment themselves, as with code that hangs. An episode that failed in `reset` has no token
-to pay: it is left out either way.
+policies that can break an environment themselves, as with code that hangs. An episode that failed in `reset` has no
+token to pay: it is left out either way.
 
 Left out: the penalty itself (`ScoreShaper`), and how failures come about (`chatgpt.environments.runner`).
 """

@@ -1,4 +1,5 @@
-"""A run that ends in the middle of an episode goes on to the same bits; an environment that does not repeat is named."""
+"""A run that ends in the middle of an episode goes on to the same bits; an environment that does not repeat is
+named."""
 
 from __future__ import annotations
 
@@ -30,6 +31,7 @@ def _counts_begin_anew():
 @pytest.fixture(scope='module')
 def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp('episodes') / 'straight'
+    Letters.num_steps, Letters.at = 0, None
     fit(make(folder))
     assert Letters.num_steps == 72
     return left(folder)

@@ -97,7 +97,7 @@ def test_a_failed_episode_pays_at_its_last_token():
 def test_all_failing_ends_the_run():
     with pytest.raises(
         EpisodesFailed,
-        match=r'^all 4 episodes of phase 1 failed \(3 error, 1 invalid\); the first: Fails: raised RuntimeError: the board',
+        match=r'^all 4 episodes of phase 1 failed \(3 error, 1 invalid\); the first: Fails: raised RuntimeError: the ',
     ):
         play({1: 'error', 2: 'error', 3: 'invalid', 4: 'error'})
 
