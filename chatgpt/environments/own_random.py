@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import threading
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -32,8 +33,8 @@ class OwnRandom:
 
     def __init__(self, seed: int) -> None:
         """seed: at least 0, below 2**32."""
-        self._state = (random.Random(seed).getstate(), np.random.RandomState(seed).get_state())
-        self._others: tuple[tuple, tuple] | None = None
+        self._state: tuple[Any, Any] = (random.Random(seed).getstate(), np.random.RandomState(seed).get_state())
+        self._others: tuple[Any, Any] | None = None
 
     def __enter__(self) -> None:
         if _lock.acquire(timeout=_WAIT_S):

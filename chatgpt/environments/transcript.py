@@ -260,8 +260,8 @@ class ChatTemplate:
                     "the tokenizer's chat template shows no tools: it leaves out "
                     f'{tool["function"]["name"]!r}; take a model that was trained to call tools, or set a template'
                 )
-        name = self._tool_name()
-        call = {'role': 'assistant', 'content': '', 'tool_calls': [_call(name, _CALL_ID, {'zqkey': 'zqvalue'})]}
+        called = _call(self._tool_name(), _CALL_ID, {'zqkey': 'zqvalue'})
+        call = {'role': 'assistant', 'content': '', 'tool_calls': [called]}
         whole = self._render([*asked, call, *self._observed('tool', 'zqresult')], begin=True)
         for part, word in (('calls', 'zqkey'), ('calls', 'zqvalue'), ('results', 'zqresult')):
             if word not in whole[whole.index('Is it so?') :]:
@@ -270,10 +270,8 @@ class ChatTemplate:
             self._read = reader(self.tokenizer.get_chat_template(tools=self.tools))
         written = self._render([*asked, call]).removesuffix(self._ending())
         written = written[_common(shown, written) :]
-        found = self.message(encode(written, self.tokenizer), 'length', encode(shown, self.tokenizer)).get(
-            'tool_calls', []
-        )
-        if [c['function'] for c in found] != [call['tool_calls'][0]['function']]:
+        message = self.message(encode(written, self.tokenizer), 'length', encode(shown, self.tokenizer))
+        if [found['function'] for found in message.get('tool_calls', ())] != [called['function']]:
             raise ValueError(
                 f"the tokenizer's chat template writes calls of tools as {written[:80]!r}, which is not understood; "
                 'set tokenizer.response_template'

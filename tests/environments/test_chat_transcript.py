@@ -66,7 +66,7 @@ def refusal(family, tools=None, options=None, system=False):
         ('qwen2.5', False, {}, True, ''),
         ('qwen2.5', True, {}, True, ''),
         # earlier thinking is dropped once the user speaks again, and kept between calls of tools
-        ('qwen3', False, {}, False, r"a message of user follows: .*<think>\\nLet me see.* becomes .*assistant\\nYes"),
+        ('qwen3', False, {}, False, r'a message of user follows: .*<think>\\nLet me see.* becomes .*assistant\\nYes'),
         ('qwen3', True, {}, True, ''),
         ('qwen3', False, {'enable_thinking': False}, False, r'a message of user follows: .*<think>\\n\\n</think>'),
         ('qwen3', True, {'enable_thinking': False}, False, r'a message of tool follows: .*<think>\\n\\n</think>'),
@@ -77,7 +77,7 @@ def refusal(family, tools=None, options=None, system=False):
         ('llama3', True, {}, True, ''),
         ('mistral', False, {}, False, ''),
         ('mistral', True, {}, False, ''),
-        ('mistral', False, {}, True, r"a message of user follows: .*\[INST\] Be brief.* becomes .*\[INST\] Is it so"),
+        ('mistral', False, {}, True, r'a message of user follows: .*\[INST\] Be brief.* becomes .*\[INST\] Is it so'),
         ('mistral', True, {}, True, 'a message of tool follows'),
         ('gemma', False, {}, False, ''),
         ('gemma', False, {}, True, 'refuses messages of system, user.*System role not supported'),
@@ -363,6 +363,8 @@ def test_the_tokenizers_own_response_parsing_comes_first():
 
 def test_a_template_whose_calls_nobody_reads_is_refused():
     tokenizer = chat_tokenizer('qwen2.5')
-    tokenizer.chat_template = tokenizer.chat_template.replace('<tool_call>', '<call>').replace('</tool_call>', '</call>')
+    tokenizer.chat_template = tokenizer.chat_template.replace('<tool_call>', '<call>').replace(
+        '</tool_call>', '</call>'
+    )
     with pytest.raises(ValueError, match='writes calls of tools as .*<call>.* not understood'):
         ChatTemplate(tokenizer, TOOLS)

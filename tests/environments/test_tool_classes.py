@@ -191,9 +191,7 @@ def test_trls_reward_functions_see_the_environment():
     async def nothing(**columns):
         return [None]
 
-    sample, _, _ = episode(
-        ToolFactory(Shop, [left, nothing]), [call('buy', '{"item": "a"}'), 'ok'], asked(budget=6)
-    )
+    sample, _, _ = episode(ToolFactory(Shop, [left, nothing]), [call('buy', '{"item": "a"}'), 'ok'], asked(budget=6))
     assert sample.episode.turns[-1].rewards == {'Shop': 1.03, 'left': 3.0}
 
 
@@ -242,7 +240,7 @@ class NeedsArguments:
 def test_mistakes_are_named_before_any_work(make, words):
     with pytest.raises(ValueError, match=words):
         ToolFactory(make)
-    if make is not NoReset:
+    if make is not NoReset:  # which nothing shows to be a class with tools
         with pytest.raises(ValueError, match=words):
             find_environment(make)
 
