@@ -40,25 +40,27 @@ def compared(experiences: SequenceOf[Experience]) -> list[Experience]:
     return [e for e in experiences if not e.left_out]
 
 
-def check_failed(experiences: SequenceOf[Experience], phase: int, *, tell: bool) -> None:
-    """Warns of a phase's failures, which the metrics only count.
+def check_failed(experiences: SequenceOf[Experience], phase: int, *, tell: bool) -> bool:
+    """Whether any failed; warns of why, since the metrics only count them.
 
     Args:
         phase: its number.
-        tell: one rank does.
+        tell: one rank does, of the first phase that has failures.
 
     Raises:
         EpisodesFailed: all of them failed; says how often how, and of one why.
     """
     failed = [e.episode for e in experiences if e.episode is not None and e.failed]
     if not failed:
-        return
+        return False
     counts = ', '.join(f'{count} {end}' for end, count in Counter(episode.end for episode in failed).most_common())
     first = failed[0].message
     if len(failed) == len(experiences):
         raise EpisodesFailed(f'all {len(failed)} episodes of phase {phase} failed ({counts}); the first: {first}')
     if tell:
         warnings.warn(
-            f'{len(failed)} of {len(experiences)} episodes of phase {phase} failed ({counts}); the first: {first}',
+            f'{len(failed)} of {len(experiences)} episodes of phase {phase} failed ({counts}); the first: {first}; '
+            'later ones are counted in environment/failed_share',
             stacklevel=2,
         )
+    return True

@@ -214,6 +214,7 @@ class PPOTrainer(Trainer):
         self.update_timesteps = 1
         self._generated_with: SamplingParams | None = None
         """Sampling of the latest `generate`: `step` treats its end tokens and stop strings as ends of responses too."""
+        self._has_told_of_failures = False
         self.sampling_metrics: dict[str, float] = {}
         """of the latest `collect`: what dynamic sampling and filtering did"""
 
@@ -358,6 +359,10 @@ class PPOTrainer(Trainer):
             max_timesteps: timesteps of an episode.
             update_timesteps: timesteps collected before one learning phase; a remainder at the end is learned from as
                 well.
+
+        Raises:
+            EpisodesFailed: the environment failed in all episodes of a phase.
+            EnvironmentsHang, WorkerError: no further environments can be run; see `chatgpt.environments.runner`.
         """
         for name, value in (
             ('num_episodes', num_episodes),
@@ -438,6 +443,8 @@ class PPOTrainer(Trainer):
         )
         if experiences is None:
             return False
+        tell = self.strategy.is_rank_0 and not self._has_told_of_failures
+        self._has_told_of_failures |= check_failed(experiences, self.phase + 1, tell=tell)
         self.sampling_metrics = {}
         if c.dynamic_sampling_rounds:
             chosen = replace_uninformative(
@@ -487,9 +494,7 @@ class PPOTrainer(Trainer):
         if self.config.environment_failures == 'mask':
             mask_failed([sample for samples in timesteps for sample in samples])
         with self.clock.measure('score'):
-            experiences = [e for samples in timesteps for e in self.maker.make(samples, kl_coef=kl_coef)]
-        check_failed(experiences, self.phase + 1, tell=self.strategy.is_rank_0)
-        return experiences
+            return [e for samples in timesteps for e in self.maker.make(samples, kl_coef=kl_coef)]
 
     def _filter_overlong(self, experiences: list[Experience]) -> dict[str, float]:
         """With `overlong_filter`, no token of a response that ran out of room counts; its score stays in its group's
