@@ -17,8 +17,12 @@ from tool_classes import QUESTION, SCRIPTS, Increment, Shop, call
 from chatgpt.environments import EnvironmentSettings, find_environment
 from chatgpt.environments.own_random import OwnRandom
 from chatgpt.environments.tools import ToolFactory
+from chatgpt.nn import Actor
 from chatgpt.rollout import SamplingParams
 from chatgpt.rollout.episodes import EpisodeEngine
+from chatgpt.testing import tiny_causal_lm
+from chatgpt.trainer import PPOTrainer
+from chatgpt.trainer.strategies import NaiveStrategy
 from chatgpt.types import Prompt
 
 TRL = json.loads(Path(__file__).with_name('trl_tools.json').read_text())
@@ -240,7 +244,7 @@ class NeedsArguments:
 def test_mistakes_are_named_before_any_work(make, words):
     with pytest.raises(ValueError, match=words):
         ToolFactory(make)
-    if make is not NoReset:  # which nothing shows to be a class with tools
+    if make not in (NoReset, NeedsArguments):  # nothing shows that these are classes with tools
         with pytest.raises(ValueError, match=words):
             find_environment(make)
 
@@ -271,3 +275,71 @@ def test_a_call_by_an_unknown_kind_and_arguments_in_a_string():
     messages, *_ = environment.step({'role': 'assistant', 'content': '', 'tool_calls': calls})
     assert [m['content'] for m in messages] == ["{'error': 'Unsupported tool call type: magic'}", 'None']
     assert len({m['tool_call_id'] for m in messages}) == 2
+
+
+def ppo(environment, prompts=None, **kwargs):
+    tokenizer = chat_tokenizer('qwen2.5')
+    torch.manual_seed(0)
+    actor = Actor(tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=2048))
+    strategy = NaiveStrategy(seed=1)
+    actor, optim = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=1e-3)))
+    trainer = PPOTrainer(
+        strategy,
+        actor,
+        None,
+        kwargs.pop('reward_model', None),
+        None,
+        optim,
+        None,
+        advantage_estimator='grpo',
+        num_samples_per_prompt=2,
+        experience_batch_size=2,
+        train_batch_size=2,
+        tokenizer=tokenizer,
+        environment=environment,
+        environment_settings=EnvironmentSettings(max_turns=2, max_turn_tokens=6),
+        max_new_tokens=300,
+        kl_coef=0.0,
+        **kwargs,
+    )
+    trainer.fit(prompts, num_episodes=1, max_timesteps=1, update_timesteps=1)
+    return trainer
+
+
+def test_a_trainer_takes_the_class():
+    asked = []
+
+    class Asked(Increment):
+        def get_reward(self):
+            asked.append((self.target, self.counter))
+            return super().get_reward()
+
+    ppo(Asked)
+    assert len(asked) == 4 and all(counter == 0 for _, counter in asked), 'random turns call nothing'
+    assert asked[0][0] == asked[1][0] and asked[2][0] == asked[3][0]
+    rows = [{'prompt': QUESTION, 'budget': 4}, {'prompt': 'Buy tea.', 'budget': 5}]
+    budgets = []
+
+    class Budget(Shop):
+        def reset(self, budget, prompt, **columns):
+            budgets.append((budget, prompt))
+            return super().reset(budget)
+
+    ppo(Budget, rows)
+    assert sorted(budgets, key=str) == sorted(
+        2 * [(4, QUESTION), (5, [{'role': 'user', 'content': 'Buy tea.'}])], key=str
+    )
+
+
+def test_a_class_without_rewards_needs_a_reward_model():
+    class Free:
+        def reset(self, **columns):
+            return 'Go.'
+
+        def look(self) -> str:
+            """Look."""
+            return 'nothing'
+
+    with pytest.raises(ValueError, match='Free has neither get_reward nor turn_reward'):
+        ppo(Free)
+    ppo(Free, reward_model=lambda prompts, responses, **columns: [float(len(r)) for r in responses])
