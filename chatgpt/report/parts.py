@@ -182,8 +182,8 @@ def samples(runs: Sequence[Run], limit: int) -> str:
         told = f'Of {what}, by phase; the number beside the phase is the score.'
         if not _any_again(rows):
             told += (
-                f' Each phase had other prompts; with evaluation prompts ({_evaluated_by(rows)}) all answer the same ones, '
-                'side by side.'
+                f' Each phase had other prompts; with evaluation prompts ({_evaluated_by(rows)}) all answer the same '
+                'ones, side by side.'
             )
         parts.append(f'<p class="muted">{safe(told)}</p>')
         cards = _side_by_side(rows, limit, 'h4' if len(runs) > 1 else 'h3')
