@@ -4,6 +4,7 @@ is.
 | what is given | what runs |
 |---|---|
 | `reward_fn` (and `prompts`) | PPO, or another method of `PPOTrainer` by `config` |
+| `environment` | the same, over several turns; `prompts` and `reward_fn` where one likes |
 | `samples` and `rewards` | ILQL |
 | `samples` | SFT |
 | `preferences` | DPO |
@@ -22,13 +23,14 @@ import torch
 
 from chatgpt.checkpoint import latest
 from chatgpt.dataset import load_demonstrations, load_preferences
-from chatgpt.dataset.prompts import as_prompts
+from chatgpt.dataset.prompts import as_prompts, tasks_without_prompts
+from chatgpt.environments import EnvironmentSettings, find_environment
 from chatgpt.launch.config_values import read_file
 from chatgpt.launch.destination import try_model_folder
-from chatgpt.launch.inputs import Inputs, within_context
+from chatgpt.launch.inputs import Inputs, longest_opening, within_context
 from chatgpt.launch.methods import METHODS
 from chatgpt.launch.recipes import fit, make_trainer, say_use
-from chatgpt.launch.runs import CRITIC_STARTS, DataRun, PPORun, Run
+from chatgpt.launch.runs import CRITIC_STARTS, ENVIRONMENT, DataRun, PPORun, Run
 from chatgpt.names import hint
 from chatgpt.nn.loading import load_config, load_tokenizer
 from chatgpt.publish import check_push, push_folder
@@ -48,6 +50,14 @@ OWN: dict[str, dict[str, Any]] = {
         'num_timesteps': 100,
         'lora_rank': 0,
         'eval_interval': 10,
+        'environment_options': None,
+        'max_turns': 16,
+        'max_turn_tokens': None,
+        'step_timeout_s': 30.0,
+        'environment_workers': 'threads',
+        'apply_chat_template': False,
+        'reward_weights': None,
+        'eval_episodes': 0,
     },
     'ilql': {'lr': 1e-5, 'eval_interval': 10, 'max_length': None},
     'sft': {'lr': 1e-5, 'lora_rank': 0, 'eval_interval': 10, 'max_length': None, 'skip_bad_records': False},
@@ -61,6 +71,7 @@ def train(
     *,
     reward_fn: Callable[..., Any] | None = None,
     prompts: Any = None,
+    environment: Any = None,
     samples: Any = None,
     rewards: Any = None,
     preferences: Any = None,
@@ -90,6 +101,9 @@ def train(
             sample, or a list of numbers per token.
         prompts: texts, dicts with a 'prompt' (other keys reach the functions by name), or anything `PPOTrainer.fit`
             takes.
+        environment: what the model acts in over several turns: 'games:countdown', module:Class, file.py:Class, an
+            `Environment` class, or a function that makes one. Its rewards are the scores where there is no `reward_fn`;
+            the columns of `prompts`, where there are any, go to its `reset`.
         samples: texts, (prompt, output) pairs, or what `chatgpt.dataset.load_demonstrations` takes.
         rewards: one number per sample.
         preferences: what `chatgpt.dataset.load_preferences` takes.
@@ -113,7 +127,9 @@ def train(
         **settings: fields of the trainer's config, generation keywords, and `lr`, `eval_interval`, `lora_rank` (not
             ILQL), `critic_lr`, `critic_from` ('actor', or 'reward_model', which holds where the reward is one) and
             `num_timesteps` (PPO), `max_length` (tokens of a sample, at most the model's context; with PPO of prompt and
-            response), `skip_bad_records` (SFT and DPO).
+            response), `skip_bad_records` (SFT and DPO); of an environment `environment_options`, `max_turns`,
+            `max_turn_tokens`, `step_timeout_s`, `environment_workers`, `apply_chat_template`, `reward_weights` and
+            `eval_episodes` (tasks without prompts).
 
     Raises:
         ValueError: not exactly one kind of data, lists of different lengths, an unknown setting or a value out of
@@ -126,10 +142,11 @@ def train(
             'train: give the model first, as a hub name, a folder or a transformers model'
             f'{next((hint(name, ["model"]) for name in settings if "model" in name), "")}'
         )
-    kind = _kind(reward_fn, prompts, samples, rewards, preferences)
+    kind = _kind(reward_fn, prompts, environment, samples, rewards, preferences)
     chosen = _read_config(config, kind) | settings
     _check_settings(kind, chosen)
-    if eval_prompts is None:
+    _check_environment(environment, chosen, eval_prompts)
+    if eval_prompts is None and not chosen.get('eval_episodes'):
         _check_nothing_to_evaluate(kind, chosen, metric_fn, stop_sequences)
     if (
         save_path is not None
@@ -155,6 +172,8 @@ def train(
     if kind == 'ppo' and own['critic_from'] not in CRITIC_STARTS:
         raise ValueError(f'train: critic_from={own["critic_from"]!r} is not one of {", ".join(CRITIC_STARTS)}')
     run = _run(kind, own)
+    if environment is not None:
+        environment = find_environment(environment, own['environment_options'])
     trainer_settings, generation = _config_class(kind).split('train', None, chosen)
     trainer_settings.validate(getattr(strategy, 'world_size', 1))
     model_config = load_config(model) if isinstance(model, (str, Path)) else model.config
@@ -167,20 +186,23 @@ def train(
         tokenizer=tokenizer or _tokenizer_of(model),
         run_dir=run_dir,
         callbacks=list(callbacks),
+        generation=generation,
     )
     if stop_sequences:
         generation['stop_strings'] = list(stop_sequences)
     if kind == 'ppo':
-        inputs.train, inputs.reward, inputs.generation = prompts, as_reward(reward_fn), generation
+        inputs.train = prompts
+        inputs.reward = None if reward_fn is None else as_reward(reward_fn)
+        if environment is not None:
+            inputs.environment, inputs.environment_settings = environment, _checked_in_time(inputs, environment, own)
+            eval_prompts = tasks_without_prompts(own['eval_episodes']) if own['eval_episodes'] else eval_prompts
     else:
         options = {'max_length': within_context('max_length', own['max_length'], model_config, 'the model')}
         if 'skip_bad_records' in own:
             options['skip_bad_records'] = own['skip_bad_records']
         inputs.train = _records(kind, samples, rewards, preferences, inputs.tokenizer, options)
     if eval_prompts is not None:
-        inputs.callbacks.append(
-            _evaluator(kind, eval_prompts, inputs.tokenizer, metric_fn, own['eval_interval'], generation)
-        )
+        inputs.callbacks.append(_evaluator(kind, eval_prompts, inputs, metric_fn, own['eval_interval']))
     if save_path is not None and run_dir is None:
         inputs.callbacks.append(_KeepWeights(Path(save_path)))
     if save_path is None and run_dir is None and push_to_hub is None and getattr(strategy, 'is_rank_0', True):
@@ -191,7 +213,7 @@ def train(
     trainer = make_trainer(inputs, strategy)
     if resume is not None:
         if kind == 'ppo':  # whose order a checkpoint goes on with
-            inputs.train = as_prompts(prompts, inputs.tokenizer)
+            inputs.train = None if prompts is None else as_prompts(prompts, inputs.tokenizer)
             trainer.set_prompts(inputs.train)
         trainer.load_checkpoint(resume)
     fit(inputs, trainer)
@@ -223,14 +245,48 @@ class _KeepWeights(Callback):
                 )
 
 
-def _kind(reward_fn: Any, prompts: Any, samples: Any, rewards: Any, preferences: Any) -> str:
+def _check_environment(environment: Any, chosen: Mapping[str, Any], eval_prompts: Any) -> None:
+    """What belongs to an environment, and what does not go with one."""
+    if environment is None:
+        for name in ENVIRONMENT:
+            if chosen.get(name):
+                raise ValueError(f'train: {name} is about an environment, and there is none; give environment=...')
+    elif chosen.get('eval_episodes') and eval_prompts is not None:
+        raise ValueError('train: eval_episodes are of tasks without prompts; with eval_prompts leave it out')
+
+
+def _checked_in_time(inputs: Inputs, environment: Any, own: Mapping[str, Any]) -> EnvironmentSettings:
+    """The settings of an environment that was tried."""
+    settings = EnvironmentSettings(
+        max_turns=own['max_turns'],
+        max_turn_tokens=own['max_turn_tokens'],
+        step_timeout_s=own['step_timeout_s'],
+        workers=own['environment_workers'],
+        apply_chat_template=own['apply_chat_template'] or None,
+    )
+    prompts = tasks_without_prompts() if inputs.train is None else as_prompts(inputs.train, inputs.tokenizer)
+    longest_opening(environment, settings, inputs.tokenizer, prompts, getattr(inputs.run, 'seed', 0))
+    return settings
+
+
+def _kind(reward_fn: Any, prompts: Any, environment: Any, samples: Any, rewards: Any, preferences: Any) -> str:
+    if environment is not None:
+        wrong = [
+            n for n, v in (('samples', samples), ('preferences', preferences), ('rewards', rewards)) if v is not None
+        ]
+        if wrong:
+            raise ValueError(
+                f'train: a model that acts in an environment learns from what it does; leave {wrong[0]} out'
+            )
+        return 'ppo'
     given = [
         n for n, v in (('reward_fn', reward_fn), ('samples', samples), ('preferences', preferences)) if v is not None
     ]
     if len(given) != 1:
         what = ' and '.join(given) if given else 'none of them'
         raise ValueError(
-            f'train: give one of reward_fn (with prompts), samples (with or without rewards), preferences; got {what}'
+            'train: give one of reward_fn (with prompts), environment, samples (with or without rewards), preferences; '
+            f'got {what}'
         )
     if rewards is not None and samples is None:
         raise ValueError('train: rewards belong to samples; give samples=..., rewards=...')
@@ -388,7 +444,8 @@ def _run(kind: str, own: Mapping[str, Any]) -> Run:
         run.method = kind
         return run
     length = {'num_episodes': 1, 'max_timesteps': own['num_timesteps'], 'update_timesteps': 1}
-    return PPORun(critic_lr=own['critic_lr'], critic_from=own['critic_from'], **length, **common)
+    of_environment = {'reward_weights': own['reward_weights']}
+    return PPORun(critic_lr=own['critic_lr'], critic_from=own['critic_from'], **of_environment, **length, **common)
 
 
 def _records(
@@ -414,11 +471,16 @@ def _texts(samples: Any) -> Any:
     return samples
 
 
-def _evaluator(
-    kind: str, prompts: Any, tokenizer: Any, metric_fn: Any, interval: int, generation: Mapping[str, Any]
-) -> Evaluator:
+def _evaluator(kind: str, prompts: Any, inputs: Inputs, metric_fn: Any, interval: int) -> Evaluator:
     # no reward of its own: the trainer's scorer holds the reward model that the strategy has prepared
-    evaluation: Any = PromptEvaluation(prompts, tokenizer, metric_fn=as_metric(metric_fn), **generation)
+    evaluation: Any = PromptEvaluation(
+        prompts,
+        inputs.tokenizer,
+        metric_fn=as_metric(metric_fn),
+        environment=inputs.environment,
+        environment_settings=inputs.environment_settings,
+        **inputs.generation,
+    )
     if kind == 'ilql':
         evaluation = BetaEvaluation(evaluation)
     return Evaluator(evaluation, interval, metric='score_mean' if kind == 'ppo' else None)

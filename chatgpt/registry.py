@@ -65,7 +65,8 @@ def load_object(spec: str) -> Any:
         raise ValueError(f'{spec!r} names nothing; write module:name or path/to/file.py:name')
     module = load_module(module_name, spec)
     if not hasattr(module, name):
-        raise ValueError(f'{spec!r}: {module_name} has no {name!r}')
+        there = [n for n in vars(module) if not n.startswith('_')]
+        raise ValueError(f'{spec!r}: {module_name} has no {name!r}{hint(name, there)}')
     return getattr(module, name)
 
 

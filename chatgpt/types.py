@@ -129,6 +129,16 @@ class Sample(Sequence):
         """The response ended by an end token or a stop string, not by running out of room."""
         return self.finish_reason != 'length'
 
+    @property
+    def failed(self) -> bool:
+        """Its environment did."""
+        return self.episode is not None and self.episode.failed
+
+    @property
+    def left_out(self) -> bool:
+        """Its environment failed and no token of it counts, so its score stands in no baseline and no statistics."""
+        return self.failed and not bool(self.response_mask.any())
+
 
 @dataclass(kw_only=True, slots=True)
 class Experience(Sample):

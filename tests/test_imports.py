@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     'cluster': set(),
     'publish': {'run_folder', 'report', 'dataset'},
     'nn': MATHS | {'batching', 'registry'},
-    'environments': {'registry', 'dataset'},
+    'environments': {'registry', 'dataset', 'rewards'},
     'rollout': MODELS | {'cluster', 'registry', 'environments'},
     'dataset': {'types'},
     'experience': MODELS | {'rollout', 'rewards', 'dataset'},
@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     | {'trainer.strategies', 'trainer.callbacks'},
     'launch': MODELS
     | {'publish', 'registry', 'cluster', 'plan', 'rollout', 'rewards', 'experience', 'dataset', 'checkpoint'}
-    | {'trainer', 'trainer.strategies', 'trainer.callbacks'},
+    | {'environments', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'plan': MODELS | {'trainer.strategies'},  # a strategy says what it keeps in memory, and finds a model's blocks
     'search': {'checkpoint', 'launch', 'trainer.callbacks'},
     'compare': {'run_folder', 'report'},
@@ -53,6 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     'quickstart': MODELS
     | {
         'publish',
+        'environments',
         'rollout',
         'rewards',
         'experience',
@@ -69,7 +70,7 @@ ALLOWED: dict[str, set[str]] = {
     'testing': MODELS
     | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'cli': MODELS
-    | {'rollout', 'experience', 'dataset', 'run_folder', 'doctor', 'report', 'compare', 'launch'}
+    | {'environments', 'rollout', 'experience', 'dataset', 'run_folder', 'doctor', 'report', 'compare', 'launch'}
     | {'trainer', 'trainer.strategies', 'trainer.callbacks'},
     '__main__': {'cli'},
     'chatgpt': {'quickstart'},

@@ -2,9 +2,12 @@
 
     chatgpt-rlhf evaluate outputs/run/actor prompts.jsonl --reward_fn rewards.py:score
     chatgpt-rlhf evaluate outputs/run/actor prompts.jsonl --reward_model outputs/rm/reward_model --output scored.jsonl
+    chatgpt-rlhf evaluate outputs/run/actor --environment games:countdown --episodes 200
 
 Responses are the likeliest ones, or drawn with --temperature. Prints a table of samples, and a line of numbers as JSON:
-score_mean, score_std, length_mean (in tokens), ended (the share of responses that came to their end).
+score_mean, score_std, length_mean (in tokens), ended (the share of responses that came to their end). Of an environment
+the score is what its rewards come to, of tasks that no training has, and there are num_turns_mean, failed_share and
+success_share.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from chatgpt.cli.generate import add_model, in_our_words, load_actor, output_file, read_prompts, room, take_words
+from chatgpt.environments.registry import ENVIRONMENTS
 from chatgpt.launch.arguments import (
     Parser,
     add_strategy,
@@ -22,18 +27,22 @@ from chatgpt.launch.arguments import (
     load_function,
     strategy_of,
 )
-from chatgpt.launch.config_values import number
+from chatgpt.launch.config_values import metavar_of, number, typed_text
 
 
 def parser() -> Parser:
-    out = Parser(description=__doc__, usage='%(prog)s MODEL PROMPTS --reward_fn FILE:FUNCTION [--name value ...]')
+    out = Parser(description=__doc__, usage='%(prog)s MODEL [PROMPTS] --reward_fn FILE:FUNCTION [--name value ...]')
     out.add_argument('words', nargs='*', metavar='MODEL', help='hub name or folder of the model; then the prompts')
-    model, reward, drawing, run = map(out.add_argument_group, ('the model', 'the reward', 'responses', 'the run'))
+    titles = ('the model', 'the reward', 'the environment', 'responses', 'the run')
+    model, reward, environment, drawing, run = map(out.add_argument_group, titles)
     add_model(model)
     reward.add_argument('--reward_fn', help='module:function or file.py:function, fn(prompts, responses, **columns)')
     reward.add_argument('--reward_model', help='folder of a reward model')
+    add_environment(environment)
     drawing.add_argument('--input', help='the file of prompts, in place of the second word')
-    drawing.add_argument('--apply_chat_template', action='store_true', help='prompts in text are turns of the user')
+    drawing.add_argument(
+        '--apply_chat_template', action='store_true', help='prompts and observations in text are turns of the user'
+    )
     drawing.add_argument('--max_new_tokens', type=int, help='(default: 128, or what the context leaves)')
     drawing.add_argument('--temperature', type=number, help='draw with it (default: the likeliest tokens)')
     drawing.add_argument('--stop_string', action='append', help='end a response where this text appears')
@@ -43,13 +52,42 @@ def parser() -> Parser:
     return out
 
 
+def add_environment(group: Any) -> None:
+    options: Any = dict[str, Any] | None
+    group.add_argument('--environment', help=f'{", ".join(ENVIRONMENTS)}, module:Class or file.py:Class')
+    group.add_argument(
+        '--environment_options',
+        type=partial(typed_text, hint=options),
+        metavar=metavar_of(options),
+        help="keyword arguments of its class, such as '{numbers: 4}'",
+    )
+    group.add_argument('--episodes', type=int, help='tasks of the environment, without prompts (default: 100)')
+    group.add_argument('--max_turns', type=int, default=16, help='turns of an episode (default: 16)')
+    group.add_argument('--max_turn_tokens', type=int, help='most tokens of one turn')
+    group.add_argument('--step_timeout_s', type=number, default=30.0, help='limit of one step (default: 30)')
+
+
 def parse_args() -> Any:
     out = parser()
     args = take_words(out, out.parse_args(in_our_words(sys.argv[1:], out)), 'input')
-    if args.input is None:
-        out.error('give a file of prompts')
-    if (args.reward_fn is None) == (args.reward_model is None):
-        out.error('give --reward_fn FILE:FUNCTION or --reward_model FOLDER, which scores the responses')
+    rewards = sum(given is not None for given in (args.reward_fn, args.reward_model))
+    if args.environment is None:
+        if args.input is None:
+            out.error('give a file of prompts, or --environment NAME')
+        if rewards != 1:
+            out.error('give --reward_fn FILE:FUNCTION or --reward_model FOLDER, which scores the responses')
+        idle = [
+            name for name in ('environment_options', 'episodes', 'max_turn_tokens') if getattr(args, name) is not None
+        ]
+        if idle:
+            out.error(f'--{idle[0]} is about an environment, and there is none: give --environment')
+        return args
+    if rewards > 1:
+        out.error('give --reward_fn or --reward_model, not both; without either the environment scores')
+    if args.input is not None and args.episodes is not None:
+        out.error('--episodes are of tasks without prompts: with a file of prompts there is one of each')
+    if args.episodes is not None and args.episodes < 1:
+        out.error(f'--episodes {args.episodes} must be at least 1')
     return args
 
 
@@ -69,7 +107,9 @@ class Model:
 
 def main() -> None:
     args = parse_args()
-    from chatgpt.launch.inputs import quiet_transformers
+    from chatgpt.dataset.prompts import tasks_without_prompts
+    from chatgpt.environments import EnvironmentSettings, find_environment
+    from chatgpt.launch.inputs import longest_opening, quiet_transformers
     from chatgpt.nn.loading import load_tokenizer
     from chatgpt.trainer.callbacks.base import TrainerView
     from chatgpt.trainer.prompt_evaluation import PromptEvaluation
@@ -78,7 +118,20 @@ def main() -> None:
         raise ValueError('--temperature 0 is what holds without it: leave it out')
     quiet_transformers()
     tokenizer = load_tokenizer(args.tokenizer or args.pretrain, trust_remote_code=args.trust_remote_code)
-    prompts = read_prompts(args.input, tokenizer, args.apply_chat_template or None)
+    environment, settings, opening = None, None, 0
+    if args.input is not None:
+        prompts = read_prompts(args.input, tokenizer, args.apply_chat_template or None)
+    else:
+        prompts = tasks_without_prompts(args.episodes or 100)
+    if args.environment is not None:
+        environment = find_environment(args.environment, args.environment_options)
+        settings = EnvironmentSettings(
+            max_turns=args.max_turns,
+            max_turn_tokens=args.max_turn_tokens,
+            step_timeout_s=args.step_timeout_s,
+            apply_chat_template=args.apply_chat_template or None,
+        )
+        opening = longest_opening(environment, settings, tokenizer, prompts, args.seed)
     with output_file(args) as output, strategy_of(args) as strategy:
         reward = reward_of(args, strategy, tokenizer)
         actor = strategy.prepare(load_actor(args, strategy))
@@ -89,7 +142,9 @@ def main() -> None:
             reward,
             num_rows=args.num_rows,
             seed=args.seed,
-            max_new_tokens=args.max_new_tokens or room(strategy.unwrap(actor).config, prompts),
+            environment=environment,
+            environment_settings=settings,
+            max_new_tokens=args.max_new_tokens or room(strategy.unwrap(actor).config, prompts, opening),
             stop_strings=args.stop_string,
             **drawing,
         )
@@ -103,11 +158,15 @@ def main() -> None:
 
 
 def reward_of(args: Any, strategy: Any, tokenizer: Any) -> Any:
-    """The reward function, or the reward model, which may read other tokens than the policy."""
+    """The reward function, or the reward model, which may read other tokens than the policy; else the environment's own
+    rewards."""
+    from chatgpt.experience.environment_scorer import EnvironmentScorer
     from chatgpt.experience.scorers import RewardModelScorer
     from chatgpt.launch.inputs import reward_model_inputs
     from chatgpt.nn import RewardModel
 
+    if args.reward_fn is None and args.reward_model is None:
+        return EnvironmentScorer()
     if args.reward_fn is not None:
         function = load_function(args.reward_fn)
         check_reward_function(function, args.reward_fn)

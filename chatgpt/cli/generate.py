@@ -192,15 +192,22 @@ def sampling_of(args: Any, actor: Any, tokenizer: Any, prompts: Any) -> Any:
     return sampling_for(actor, tokenizer, keywords)
 
 
-def room(config: Any, prompts: Any) -> int:
+def room(config: Any, prompts: Any, opening: int = 0) -> int:
     """New tokens where none are asked for: 128, or half of the context in a chat, or what the longest prompt leaves of
-    it."""
+    it; in an environment 256.
+
+    Args:
+        opening: tokens before the first turn in an environment; 0 where there is none.
+    """
     from chatgpt.launch.inputs import context_of
+    from chatgpt.launch.runs import EPISODE_TOKENS
 
     limit = context_of(config)
+    most = EPISODE_TOKENS if opening else 128
     if limit is None:
-        return 128
-    return max(1, min(128, limit // 2 if prompts is None else limit - max(len(p.ids) for p in prompts)))
+        return most
+    longest = max([opening, *(len(p.ids) for p in prompts or ())])
+    return max(1, min(most, limit // 2 if prompts is None else limit - longest))
 
 
 def load_actor(args: Any, strategy: Any) -> Any:

@@ -119,6 +119,11 @@ class PromptOrder:
         return self._permutation[position]
 
 
+def tasks_without_prompts(count: int = 1) -> PromptSet:
+    """Empty prompts, for an environment that sets tasks of its own."""
+    return PromptSet([Prompt(ids=torch.zeros(0, dtype=torch.int64)) for _ in range(count)])
+
+
 def load_prompts(
     source: Any,
     tokenizer: Any,

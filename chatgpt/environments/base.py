@@ -70,8 +70,12 @@ class EnvironmentSettings:
     max_turn_tokens: int | None = None
     """most new tokens of one turn; None: what is left of the response's room"""
     step_timeout_s: float = 30.0
-    """limit of one `reset` or `step`"""
+    """limit of one `reset` or `step`; one that takes longer ends its episode"""
+    workers: Literal['threads', 'processes'] = 'threads'
+    """where environments run. Threads start at once and share what the trainer has imported. Processes compute beside
+    each other and beside the trainer, and one that hangs or dies is replaced"""
     num_workers: int = 8
+    """the most steps that run at the same time"""
     apply_chat_template: bool | None = None
     """None: messages go through the tokenizer's chat template, and text is used as it is; True: text too, each
     observation as a turn of the user"""
@@ -79,6 +83,8 @@ class EnvironmentSettings:
     """further arguments of the template, such as enable_thinking"""
 
     def __post_init__(self) -> None:
+        if self.workers not in ('threads', 'processes'):
+            raise ValueError(f"workers={self.workers!r} is not known; choose 'threads' or 'processes'")
         for name, value in (('max_turns', self.max_turns), ('num_workers', self.num_workers)):
             if value < 1:
                 raise ValueError(f'{name}={value} must be at least 1')
@@ -121,16 +127,31 @@ def seed_of(run_seed: int, group: int) -> int:
     return int.from_bytes(digest, 'little')
 
 
+ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
+
+
 def checked_observation(observation: Any) -> Observation:
+    """Raises InvalidStep for what is neither a text nor messages."""
     if isinstance(observation, str):
         return observation
-    if isinstance(observation, list) and all(
-        isinstance(m, Mapping) and isinstance(m.get('role'), str) and 'content' in m for m in observation
-    ):
-        return [dict(m) for m in observation]
-    raise InvalidStep(
-        f"observation {observation!r:.80} is neither a text nor a list of messages {{'role': ..., 'content': ...}}"
-    )
+    if not isinstance(observation, list) or not all(isinstance(m, Mapping) for m in observation):
+        raise InvalidStep(
+            f"observation {shown(observation)} is neither a text nor a list of messages {{'role': ..., 'content': ...}}"
+        )
+    for message in observation:
+        if message.get('role') not in ROLES:
+            raise InvalidStep(f'message {shown(message)} has none of the roles {", ".join(ROLES)}')
+        if not isinstance(message.get('content'), str):
+            raise InvalidStep(f'message {shown(message)} has no text as its content')
+    return [dict(m) for m in observation]
+
+
+def shown(value: Any, length: int = 80) -> str:
+    """The beginning of an object's repr in one line, whatever its class makes of that."""
+    try:
+        return ' '.join(repr(value).split())[:length]
+    except Exception:
+        return f'of type {type(value).__name__}'
 
 
 def joined(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
@@ -150,10 +171,10 @@ def checked_rewards(reward: Any) -> dict[str, float]:
     for name, value in (reward if isinstance(reward, Mapping) else {'reward': reward}).items():
         try:
             numbers[str(name)] = float(value)
-        except (TypeError, ValueError):
-            raise InvalidStep(f'reward {name}={value!r:.40} is not a number') from None
+        except Exception:
+            raise InvalidStep(f'{name}={shown(value)} is not a number') from None
         if isinstance(value, (str, bytes)) or not math.isfinite(numbers[str(name)]):
-            raise InvalidStep(f'reward {name}={value!r:.40} is not a finite number')
+            raise InvalidStep(f'{name}={shown(value)} is not a finite number')
     return numbers
 
 
@@ -164,19 +185,19 @@ def checked_step(answer: Any) -> Step:
         InvalidStep: it is not what the contract says.
     """
     if not isinstance(answer, tuple) or len(answer) != 5:
-        raise InvalidStep(
-            f'step returned {type(answer).__name__}; return (observation, reward, terminated, truncated, info)'
-        )
+        raise InvalidStep(f'step returned {shown(answer)}; return (observation, reward, terminated, truncated, info)')
     observation, reward, terminated, truncated, info = answer
     numbers = checked_rewards(reward)
     flags = {}
     for name, flag in (('terminated', terminated), ('truncated', truncated)):
         if type(flag).__name__ not in ('bool', 'bool_'):
-            raise InvalidStep(f'{name}={flag!r:.40} is not a bool')
+            raise InvalidStep(f'{name}={shown(flag)} is not a bool')
         flags[name] = bool(flag)
     if not isinstance(info, Mapping):
         raise InvalidStep(f'info is a {type(info).__name__}, not a dict')
     success = info.get('success')
+    if success is not None and type(success).__name__ not in ('bool', 'bool_'):
+        raise InvalidStep(f"info['success']={shown(success)} is not a bool")
     return Step(
         observation=checked_observation(observation),
         rewards=numbers,

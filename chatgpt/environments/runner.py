@@ -1,96 +1,480 @@
-"""Who runs environments: in threads, each answer within a limit, a failure as a record and never as an exception.
+"""Who runs environments: threads or processes, each answer within a limit, a failure as a record and never as an
+exception.
 
     runner.start(key, seed, columns)      # reset; returns at once
     answer = runner.result(key)           # Step | Failure; waits
     runner.act(key, 'guess 5')            # step; returns at once
     answer = runner.result(key)
-    runner.forget(key)
+    runner.forget(key)                    # its `close`; returns at once
+
+An environment stays with one worker, which runs one step at a time. A step over its limit loses the worker: a thread is
+left behind, as threads cannot be ended, and a process is killed. The other environments of a lost thread move to a new
+one. Those of a lost process, or of a lost event loop, are built again when they are asked next: from their seed and the
+responses so far. One that then answers differently than before ends its episode, since its transcript would go on
+in another world than it began in. Threads end when there is no episode; processes wait for the next until `close`.
 
 Left out: what is done with an answer.
 """
 
 from __future__ import annotations
 
-import asyncio
-import inspect
+import json
+import os
+import pickle
+import pickletools
+import signal
+import socket
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotInTime
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from typing import Any
 
-from chatgpt.environments.base import (
-    EnvironmentFactory,
-    EnvironmentSettings,
-    Failure,
-    InvalidStep,
-    Step,
-    checked_observation,
-    checked_rewards,
-    checked_step,
-)
+from chatgpt.environments.base import EnvironmentFactory, EnvironmentSettings, Failure, Step, shown
+from chatgpt.environments.host import Answer, Host, failure, name_of
+
+GRACE_S = 0.25
+"""a coroutine that is over its limit ends by itself meanwhile; then its worker is lost"""
+START_S = 60.0
+"""limit of starting a worker process, imports included"""
+CLOSE_S = 2.0
+"""how long environments have to close at the end"""
+MAX_HUNG_THREADS = 64
+
+
+class EnvironmentsHang(RuntimeError):
+    """Too many threads hang in environments."""
+
+
+class WorkerError(RuntimeError):
+    """A worker process cannot make environments."""
+
+
+@dataclass(eq=False)
+class _Job:
+    """One answer that is waited for."""
+
+    episode: _Episode
+    command: tuple[Any, ...]
+    began: float | None = None
+    """when its latest call of the environment did"""
+    answer: Answer | Exception | None = None
+
+
+@dataclass(eq=False)
+class _Episode:
+    number: int
+    worker: _Worker
+    history: list[tuple[tuple[Any, ...], Step]] = field(default_factory=list)
+    """commands, and what was answered"""
+    job: _Job | None = None
 
 
 class Runner:
-    """Environments by key, one per episode."""
+    """Environments by key, one per episode.
+
+    Args:
+        factory: makes the environment of one episode.
+        settings: see `EnvironmentSettings`.
+
+    Raises:
+        ValueError: a factory that worker processes cannot import.
+    """
 
     def __init__(self, factory: EnvironmentFactory, settings: EnvironmentSettings | None = None) -> None:
         self.factory, self.settings = factory, settings or EnvironmentSettings()
-        self.name = getattr(factory, '__qualname__', None) or type(factory).__name__
-        self._environments: dict[Any, Any] = {}
-        self._pending: dict[Any, Future[Step]] = {}
-        self._threads = ThreadPoolExecutor(self.settings.num_workers, thread_name_prefix='environment')
+        self.name = name_of(factory)
+        if self.settings.workers == 'processes':
+            _check_importable(factory, self.name)
+        self.changed = threading.Condition()
+        self.hung: list[threading.Thread] = []
+        """threads that were left behind and have not ended since"""
+        self._workers: list[_Worker] = []
+        self._episodes: dict[Any, _Episode] = {}
+        self._numbers = 0
+
+    # ------------------------------------------------------------------ the four verbs
 
     def start(self, key: Any, seed: int, columns: Mapping[str, Any]) -> None:
-        def reset() -> Step:
-            environment = self._environments[key] = self.factory()
-            return Step(observation=checked_observation(_called(environment.reset, seed, **columns)))
+        with self.changed:
+            if key in self._episodes:
+                raise ValueError(f'environment {key!r} has been started already; forget it first')
+            self._numbers += 1
+            episode = self._episodes[key] = _Episode(self._numbers, self._least_busy())
+            self._ask(episode, 'reset', seed, dict(columns))
 
-        self._pending[key] = self._threads.submit(_timed, reset)
+    def act(self, key: Any, response: str | Mapping[str, Any]) -> None:
+        with self.changed:
+            self._ask(self._episodes[key], 'step', response)
 
     def finish(self, key: Any) -> None:
         """Ask for the rewards of an episode that is cut off; `result` has them."""
-        finish = getattr(self._environments[key], 'finish', dict)
-        self._pending[key] = self._threads.submit(
-            _timed, lambda: Step(observation='', rewards=checked_rewards(_called(finish)))
-        )
+        with self.changed:
+            self._ask(self._episodes[key], 'finish')
 
-    def act(self, key: Any, response: str | Mapping[str, Any]) -> None:
-        environment = self._environments[key]
-        self._pending[key] = self._threads.submit(_timed, lambda: checked_step(_called(environment.step, response)))
+    def result(self, key: Any) -> Answer:
+        """The answer to the latest `start`, `act` or `finish`.
 
-    def result(self, key: Any) -> Step | Failure:
-        future = self._pending.pop(key)
-        try:
-            return future.result(self.settings.step_timeout_s)
-        except NotInTime:
-            limit = self.settings.step_timeout_s
-            return Failure(reason='timeout', message=f'{self.name} took longer than {limit:g} s', seconds=limit)
-        except InvalidStep as error:
-            return Failure(reason='invalid', message=f'{self.name}: {error}')
-        except Exception as error:
-            first = str(error).splitlines()[0] if str(error) else ''
-            return Failure(reason='error', message=f'{self.name} raised {type(error).__name__}: {first}')
+        Raises:
+            EnvironmentsHang, WorkerError: no further environments can be run.
+        """
+        with self.changed:
+            job = self._episodes[key].job
+            assert job is not None, 'start or act first'
+            while job.answer is None:
+                nearest = self._expire()
+                if job.answer is None:
+                    self.changed.wait(nearest)
+            if isinstance(job.answer, Exception):
+                raise job.answer
+            return job.answer
 
     def forget(self, key: Any) -> None:
-        environment = self._environments.pop(key, None)
-        if hasattr(environment, 'close'):
-            self._threads.submit(environment.close)
+        with self.changed:
+            episode = self._episodes.pop(key, None)
+            if episode is not None:
+                worker = episode.worker
+                worker.waiting = deque(job for job in worker.waiting if job.episode is not episode)
+                self._ask(episode, 'close')
 
     def close(self) -> None:
-        for key in list(self._environments):
-            self.forget(key)
-        self._threads.shutdown(wait=False, cancel_futures=False)
+        """End everything: environments are closed, within two seconds, then processes are killed. A `start`
+        afterwards begins anew."""
+        with self.changed:
+            workers, self._workers = self._workers, []
+            self._episodes = {}
+            for worker in workers:
+                worker.waiting.clear()
+                worker.ending = True
+            self.changed.notify_all()
+        deadline = time.monotonic() + CLOSE_S
+        for worker in workers:
+            worker.thread.join(max(0.0, deadline - time.monotonic()))
+        for worker in workers:
+            if worker.thread.is_alive():
+                worker.kill()
+                if not worker.left_behind:
+                    worker.thread.join(CLOSE_S)
+
+    # ------------------------------------------------------------------ with `changed` held
+
+    def _ask(self, episode: _Episode, verb: str, *arguments: Any) -> None:
+        episode.job = _Job(episode, (verb, episode.number, *arguments))
+        episode.worker.waiting.append(episode.job)
+        self.changed.notify_all()
+
+    def _least_busy(self) -> _Worker:
+        kind = _Thread if self.settings.workers == 'threads' else _Process
+        loads = dict.fromkeys(self._workers, 0)
+        for episode in self._episodes.values():
+            loads[episode.worker] += 1
+        if len(loads) < self.settings.num_workers and all(loads.values()):
+            self._workers.append(kind(self))
+            return self._workers[-1]
+        return min(loads, key=loads.__getitem__)
+
+    def _expire(self) -> float | None:
+        """Give up what is over its limit; seconds until the next one may be, None while nothing runs."""
+        now, limit = time.monotonic(), self.settings.step_timeout_s
+        left = []
+        for worker in list(self._workers):
+            job = worker.current
+            if job is None or job.began is None:
+                continue
+            over = job.began + limit + GRACE_S - now
+            if over > 0:
+                left.append(over)
+            else:
+                if job.answer is None:
+                    job.answer = failure('timeout', f'{self.name}: took longer than {limit:g} s', now - job.began)
+                worker.lose()
+        self.hung = [thread for thread in self.hung if thread.is_alive()]
+        if len(self.hung) > MAX_HUNG_THREADS:
+            raise EnvironmentsHang(
+                f'{self.name}: {len(self.hung)} threads hang in it, and threads cannot be ended; set '
+                "workers='processes', where a step over its limit is killed, or raise step_timeout_s"
+            )
+        return min(left, default=None)
+
+    @property
+    def has_episodes(self) -> bool:
+        return bool(self._episodes)
+
+    def leave(self, worker: _Worker) -> None:
+        """A worker that takes no more jobs."""
+        self._workers = [other for other in self._workers if other is not worker]
+
+    def replace(self, old: _Worker, new: _Worker) -> None:
+        """`new` takes over what `old` had."""
+        self._workers[self._workers.index(old)] = new
+        new.waiting, old.waiting = old.waiting, deque()
+        for job in new.waiting:
+            job.episode.worker = new
+        for episode in self._episodes.values():
+            if episode.worker is old:
+                episode.worker = new
 
 
-def _called(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    value = fn(*args, **kwargs)
-    return asyncio.run(value) if inspect.iscoroutine(value) else value
+class _Worker(ABC):
+    """A thread of this process that works off jobs: it runs environments itself, or has a process do it."""
+
+    left_behind = False
+    """its thread may go on for ever"""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.waiting: deque[_Job] = deque()
+        self.current: _Job | None = None
+        self.ending = False
+        self.lost = False
+        self.thread = threading.Thread(target=self._work, name='environments', daemon=True)
+        self.thread.start()
+
+    @abstractmethod
+    def has(self, number: int) -> bool:
+        """Whether this environment is here; it is not when it was with a worker that was lost."""
+
+    def prepare(self) -> None:
+        """Before a call, and no part of its limit."""
+
+    @abstractmethod
+    def call(self, command: tuple[Any, ...]) -> Any:
+        """Have the environment do it."""
+
+    @abstractmethod
+    def lose(self) -> None:
+        """The current job is over its limit. `changed` is held."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Close everything, at the end, in the worker's thread."""
+
+    def is_idle(self) -> bool:
+        """It need not wait for more to do."""
+        return False
+
+    def kill(self) -> None:
+        """It did not end in time."""
+
+    def _work(self) -> None:
+        changed = self.runner.changed
+        while True:
+            with changed:
+                self.current = None
+                while not (self.waiting or self.ending or self.lost or self.is_idle()):
+                    changed.wait()
+                if not self.waiting or self.ending or self.lost:
+                    self.runner.leave(self)
+                    break
+                job = self.current = self.waiting.popleft()
+            answer = self._answer(job)
+            with changed:
+                if job.answer is None:  # or it was over its limit
+                    job.answer = answer
+                    if isinstance(answer, Step):
+                        job.episode.history.append((job.command, answer))
+                changed.notify_all()
+        self.end()
+
+    def _answer(self, job: _Job) -> Any:
+        verb, number, *_ = job.command
+        try:
+            if verb == 'close':
+                return self._timed(job, job.command) if self.has(number) else None
+            self.prepare()
+            if verb != 'reset' and not self.has(number):
+                for at, (command, before) in enumerate(job.episode.history):
+                    again = self._timed(job, command)
+                    if isinstance(again, Failure):
+                        return replace(again, message=f'{again.message} (built again after its worker was lost)')
+                    if different := difference(before, again):
+                        return failure(
+                            'invalid',
+                            f'{self.runner.name}: built again from its seed and the responses so far, it answers turn '
+                            f'{at} differently: {different}',
+                        )
+            return self._timed(job, job.command)
+        except Exception as error:  # of the worker, not of the environment
+            return error
+
+    def _timed(self, job: _Job, command: tuple[Any, ...]) -> Any:
+        with self.runner.changed:
+            job.began = time.monotonic()
+            self.runner.changed.notify_all()  # who waits for an answer looks at the limit anew
+        return self.call(command)
 
 
-def _timed(fn: Callable[[], Step]) -> Step:
-    from dataclasses import replace
+class _Thread(_Worker):
+    """Environments in a thread."""
 
-    start = time.perf_counter()
-    step = fn()
-    return replace(step, seconds=time.perf_counter() - start)
+    def __init__(self, runner: Runner, environments: Mapping[int, Any] | None = None) -> None:
+        self.host = Host(runner.factory, runner.settings.step_timeout_s)
+        self.host.environments |= environments or {}
+        super().__init__(runner)
+
+    def is_idle(self) -> bool:
+        return not self.runner.has_episodes
+
+    def has(self, number: int) -> bool:
+        return number in self.host.environments
+
+    def call(self, command: tuple[Any, ...]) -> Any:
+        verb, *arguments = command
+        return getattr(self.host, verb)(*arguments)
+
+    def lose(self) -> None:
+        assert self.current is not None
+        self.lost = self.left_behind = True
+        hanging, host = self.current.episode.number, self.host
+        movable = {n for n in host.environments if n != hanging and n not in host.asynchronous}
+        moved = {n: host.environments.pop(n) for n in movable}
+        self.runner.hung.append(self.thread)
+        self.runner.replace(self, _Thread(self.runner, moved))
+
+    def end(self) -> None:
+        self.host.end()
+
+    def kill(self) -> None:
+        self.left_behind = True
+        self.runner.hung.append(self.thread)
+
+
+class _Process(_Worker):
+    """Environments in a process of their own, which is started with the first job, and again after it was lost."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.connection: Connection | None = None
+        self.here: set[int] = set()
+        self.reaping = threading.Lock()
+        super().__init__(runner)
+
+    def has(self, number: int) -> bool:
+        return number in self.here
+
+    def call(self, command: tuple[Any, ...]) -> Any:
+        verb, number, *_ = command
+        assert self.connection is not None
+        try:
+            pickled = pickle.dumps(command)
+        except Exception as error:
+            raise WorkerError(
+                f'{self.runner.name}: the columns of a prompt cannot be pickled for a worker process: {error}; set '
+                "workers='threads'"
+            ) from None
+        try:
+            self.connection.send_bytes(pickled)
+            answer = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            return failure('error', f'{self.runner.name}: its worker process ended: {self._gone()}')
+        (self.here.discard if verb == 'close' else self.here.add)(number)
+        return answer
+
+    def prepare(self) -> None:
+        if self.connection is not None:
+            return
+        ours, theirs = socket.socketpair()
+        program = 'import json, sys; sys.path[:] = json.loads(sys.argv[2]); '
+        program += 'from chatgpt.environments.worker import main; main(int(sys.argv[1]))'
+        arguments = [str(theirs.fileno()), json.dumps(sys.path)]
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, '-c', program, *arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                # The order of sets is that of other processes, also of one that takes over.
+                env={**os.environ, 'PYTHONHASHSEED': '0'},
+                start_new_session=True,  # Ctrl-C in a terminal is the trainer's to take
+            )
+        self.connection = Connection(ours.detach())
+        factory = self.runner.factory
+        try:
+            pickled = pickle.dumps(factory)
+            self.connection.send((pickled, _files_of(pickled), self.runner.settings.step_timeout_s))
+            told = self.connection.recv() if self.connection.poll(START_S) else f'no answer within {START_S:g} s'
+        except (EOFError, OSError):
+            told = self._gone()
+        if told is not None:
+            self._gone()
+            raise WorkerError(
+                f'{self.runner.name}: a worker process cannot import it: {told}; give environments in a module that '
+                "can be imported alone, or set workers='threads'"
+            )
+
+    def _gone(self) -> str:
+        """Clear up after the process; how it ended."""
+        process, connection, self.process, self.connection = self.process, self.connection, None, None
+        self.here = set()
+        if process is None:
+            return 'it did not start'
+        if connection is not None:
+            connection.close()
+        with self.reaping:
+            _kill_group(process.pid)  # before it is waited for: until then the number is its own
+            code = process.wait()
+        if code >= 0:
+            return f'exit code {code}'
+        told = signal.Signals(-code).name
+        return f'{told}, as when memory runs out' if -code == signal.SIGKILL else told
+
+    def lose(self) -> None:
+        self.kill()  # which is the end of what its thread waits for
+
+    def end(self) -> None:
+        if self.connection is not None:
+            try:
+                self.connection.send(('end',))
+                self.connection.recv_bytes()
+            except (EOFError, OSError):
+                pass
+        self._gone()
+
+    def kill(self) -> None:
+        process = self.process
+        with self.reaping:
+            if process is not None and process.returncode is None:
+                _kill_group(process.pid)
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def difference(before: Step, now: Step) -> str | None:
+    """In what two answers differ, with both beginnings; None where they are equal but for the time they took."""
+    for name in ('observation', 'rewards', 'terminated', 'truncated', 'success'):
+        a, b = getattr(before, name), getattr(now, name)
+        if a != b:
+            return f'{name} was {shown(a, 60)} and is {shown(b, 60)}'
+    return None
+
+
+def _files_of(pickled: bytes) -> dict[str, str]:
+    """The files of the modules that a pickle names."""
+    texts = {text for _, text, _ in pickletools.genops(pickled) if isinstance(text, str)}
+    found = {name: getattr(sys.modules[name], '__file__', None) for name in texts & sys.modules.keys()}
+    return {name: file for name, file in found.items() if file is not None}
+
+
+def _check_importable(factory: Any, name: str) -> None:
+    what = f"environment {name} cannot go to a worker process (workers='processes')"
+    try:
+        pickled = pickle.dumps(factory)
+    except Exception as error:
+        raise ValueError(
+            f'{what}, since it cannot be pickled ({" ".join(str(error).split())}); give a class or function at the top '
+            "level of a module, with options that can be pickled, or set workers='threads'"
+        ) from None
+    if b'__main__' in pickled:
+        raise ValueError(
+            f'{what}: it is defined in the script that runs, which would run again there; move it to a module of its '
+            "own, or set workers='threads'"
+        )

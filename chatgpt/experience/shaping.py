@@ -74,6 +74,8 @@ class ScoreShaper:
         token_penalty: subtracted per response token that counts.
         overlong: (room, buffer): the last `buffer` tokens before the limit cost up to 1 (Yu et al. 2025, equation 13).
             `room` gives the limit of new tokens after a prompt of so many, such as `SamplingParams.room`.
+        failure_reward: paid beside the shaped score of an episode whose environment failed, in place of what a response
+            without an end would cost.
     """
 
     def __init__(
@@ -83,17 +85,19 @@ class ScoreShaper:
         missing_eos_score: float | None = None,
         token_penalty: float = 0.0,
         overlong: tuple[Callable[[int], int], int] | None = None,
+        failure_reward: float = 0.0,
     ) -> None:
         self.scaling = scaling
         self.clip = clip
         self.missing_eos_score = missing_eos_score
         self.token_penalty = token_penalty
         self.overlong = overlong
+        self.failure_reward = failure_reward
         self.moments = RunningMoments()
 
     def __call__(self, scores: SequenceOf[float], samples: SequenceOf[Sample]) -> list[float]:
         if self.scaling in ('running', 'norm') or (self.scaling == 'ref' and self.moments.are_equal):
-            self.moments.update(scores)
+            self.moments.update([score for score, sample in zip(scores, samples, strict=True) if not sample.left_out])
         return [self._shape(score, sample) for score, sample in zip(scores, samples, strict=True)]
 
     @property
@@ -129,9 +133,11 @@ class ScoreShaper:
         return score - self._penalties(sample)
 
     def _is_missing_end(self, sample: Sample) -> bool:
-        return self.missing_eos_score is not None and not sample.ended
+        return self.missing_eos_score is not None and not sample.ended and not sample.failed
 
     def _penalties(self, sample: Sample) -> float:
+        if sample.failed:
+            return self.token_penalty * int(sample.response_mask.sum()) - self.failure_reward
         return self.token_penalty * int(sample.response_mask.sum()) + self._overlong_penalty(sample)
 
     def _overlong_penalty(self, sample: Sample) -> float:

@@ -151,7 +151,7 @@ def metavar_of(hint: Any, choices: Iterable[str] = ()) -> str:
         if typing.get_origin(option) is Literal:
             words.append('{' + ','.join(map(str, typing.get_args(option))) + '}')
         elif typing.get_origin(option) is dict:
-            words.append('{KEY:X}')
+            words.append('{KEY:X}' if typing.get_args(option)[1] is float else '{KEY:VALUE}')
         else:
             words.append({bool: 'true|false', int: 'N', float: 'X'}.get(option, 'TEXT'))
     return '|'.join(words)
@@ -171,7 +171,8 @@ def typed(value: Any, hint: Any) -> Any:
         if origin is list and isinstance(value, str):
             return [value]
         if origin is dict and isinstance(value, Mapping):
-            return {str(k): float(v) for k, v in value.items()}
+            of_numbers = typing.get_args(option)[1] is float
+            return {str(k): float(v) if of_numbers else v for k, v in value.items()}
     if isinstance(value, (list, tuple, Mapping)):
         raise ValueError(f'{value!r} is not expected here')
     if isinstance(value, float) and int in options and float not in options and value == int(value):

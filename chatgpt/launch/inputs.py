@@ -28,16 +28,20 @@ from chatgpt.dataset import (
 from chatgpt.dataset.examples import Labelled, Preference
 from chatgpt.dataset.formats import shown_format
 from chatgpt.dataset.loading import left_out
-from chatgpt.dataset.prompts import load_prompts
+from chatgpt.dataset.prompts import load_prompts, tasks_without_prompts
 from chatgpt.dataset.reading import BadRecords, read_records
 from chatgpt.dataset.tokenize import TokenizedPreference, check_tokenizer
+from chatgpt.environments import EnvironmentSettings, find_environment, make_environment
 from chatgpt.launch.arguments import check_reward_function, load_function, world_size_from_env
 from chatgpt.launch.destination import check_resume
+from chatgpt.launch.game_start import game_config, game_tokenizer
 from chatgpt.launch.rollouts import check_rollout_args
 from chatgpt.launch.runs import DataRun, ILQLRun, PPORun, PreferenceRun, RewardRun, Run, SFTRun
 from chatgpt.nn.families import MODELS
 from chatgpt.nn.loading import load_config, load_tokenizer
 from chatgpt.nn.trunk import text_config
+from chatgpt.rollout import LocalEngine
+from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.trainer.config import Settings
 from chatgpt.trainer.objectives.reward_model import is_success
 
@@ -69,6 +73,11 @@ class Inputs:
     """where the reward model reads other tokens than the policy"""
     reward_context: int | None = None
     """most tokens of one sequence that the reward model takes"""
+    environment: Any = None
+    """makes the environment of an episode"""
+    environment_settings: EnvironmentSettings | None = None
+    longest_opening: int = 0
+    """most tokens before the first turn, of the tasks that were looked at"""
     pretrain_data: Any = None
     generation: dict[str, Any] = field(default_factory=dict)
     """generation keywords"""
@@ -131,6 +140,8 @@ def read_config(run: Run) -> tuple[Any, Any]:
     if run.base:
         config = load_config(run.base, trust_remote_code=run.trust_remote_code)
         tokenizer = load_tokenizer(run.tokenizer or run.base, trust_remote_code=run.trust_remote_code)
+    elif isinstance(run, PPORun) and run.environment is not None:
+        config, tokenizer = game_config(), game_tokenizer()
     else:
         config, tokenizer = embedded.demo_config(), embedded.demo_tokenizer()
     if run.trained == 'actor':
@@ -179,13 +190,20 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
         )
     if run.prompt_path:
         prompts = _own_prompts(run, run.prompt_path, tokenizer)
+    elif run.environment is not None:
+        prompts = tasks_without_prompts()
     else:
         prompts = load_prompts(embedded.demo_prompts(200, seed=0), tokenizer, max_prompt_tokens=run.max_prompt_tokens)
         inputs.reward = inputs.reward or embedded_reward
     read: list[tuple[Any, str, Any]] = [(run.prompt_path, 'prompts', prompts)]
     inputs.train, inputs.validation = _eval_prompts(run, prompts, tokenizer)
-    _check_lengths(inputs.train, context, run.max_new_tokens or 0, 'the context')
+    if run.environment is not None:
+        _read_environment(run, inputs, context)
+    else:
+        _check_lengths(inputs.train, context, run.max_new_tokens or 0, 'the context')
     if run.max_timesteps is None:
+        if run.environment is not None and not run.prompt_path:
+            raise ValueError('max_timesteps: tasks of an environment have no end; give how many timesteps there are')
         run.max_timesteps = -(-len(inputs.train) // run.experience_batch_size)
     if run.reward_model and inputs.reward_tokenizer is None:
         _check_lengths(inputs.train, inputs.reward_context, run.max_new_tokens or 0, "the reward model's context")
@@ -200,6 +218,43 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
     if any(data.has_turns for _, _, data in read):
         inputs.notes.append(_chat_format(tokenizer))
     inputs.generation = run.generation()
+
+
+OPENINGS = 8
+"""tasks whose first observation is looked at before a run"""
+
+
+def _read_environment(run: PPORun, inputs: Inputs, context: int | None) -> None:
+    """Find the environment, try it, and see whether its episodes have room in the model's context."""
+    inputs.environment = find_environment(run.environment, run.environment_options)
+    inputs.environment_settings = run.environment_settings()
+    inputs.longest_opening = longest_opening(
+        inputs.environment, inputs.environment_settings, inputs.tokenizer, inputs.train, run.seed
+    )
+    episode = run.max_new_tokens or 0
+    if context is not None and inputs.longest_opening + episode > context:
+        raise ValueError(
+            f'an episode of {run.environment} begins with {inputs.longest_opening} tokens; with '
+            f'max_new_tokens={episode} for its turns and observations it passes the context of {context}. Give fewer '
+            'new tokens'
+        )
+
+
+def longest_opening(
+    environment: Any, settings: EnvironmentSettings | None, tokenizer: Any, prompts: Any, seed: int
+) -> int:
+    """Most tokens before the first turn, of the first few tasks.
+
+    Raises:
+        ValueError: the environment cannot be made, or fails at its first tasks.
+    """
+    make_environment(environment)
+    engine = EpisodeEngine(LocalEngine(), environment, tokenizer, settings)
+    try:
+        first = [prompts[i % len(prompts)] for i in range(OPENINGS)]
+        return max(map(len, engine.openings(first, seed=seed, groups=range(OPENINGS))))
+    finally:
+        engine.close()
 
 
 def _chat_format(tokenizer: Any) -> str:
@@ -221,6 +276,8 @@ def _eval_prompts(run: PPORun, prompts: Any, tokenizer: Any) -> tuple[Any, Any]:
     """Training prompts, and those to evaluate on (None where none are asked for)."""
     if run.validation_file:
         return prompts, _own_prompts(run, run.validation_file, tokenizer)
+    if run.eval_episodes:
+        return prompts, tasks_without_prompts(run.eval_episodes)
     if not run.validation_percentage:
         return prompts, None
     train, validation = split_examples(

@@ -13,6 +13,7 @@ import torch
 
 from chatgpt import nn
 from chatgpt.dataset import embedded, load_demonstrations
+from chatgpt.launch.game_start import game_config, game_tokenizer, games_of_a_random_player
 from chatgpt.launch.inputs import Inputs
 from chatgpt.launch.runs import PPORun
 from chatgpt.nn.families import MODELS
@@ -89,6 +90,13 @@ def _has_head(reward: Any) -> bool:
     return isinstance(reward, nn.RewardModel) and reward.value_head is not None and not has_lora(reward.model)
 
 
+def write_game_model(folder: str | Path, seed: int, environment: Any) -> None:
+    """The same for a game: a small GPT-2 that has learned the moves of a random player."""
+    tokenizer = game_tokenizer()
+    games = games_of_a_random_player(environment, tokenizer)
+    _write_taught(folder, seed, game_config(), tokenizer, games, max_epochs=4, lr_schedule='cosine')
+
+
 def write_embedded_model(folder: str | Path, seed: int) -> None:
     """A Hugging Face folder with a small GPT-2 that has learned the language of the story world (SFT), and its
     tokenizer.
@@ -98,12 +106,26 @@ def write_embedded_model(folder: str | Path, seed: int) -> None:
     """
     tokenizer = embedded.demo_tokenizer()
     stories = load_demonstrations(embedded.demo_corpus(NUM_STORIES, seed=0), tokenizer)[0]
+    _write_taught(folder, seed, embedded.demo_config(), tokenizer, stories, max_epochs=2)
+
+
+def _write_taught(
+    folder: str | Path, seed: int, config: Any, tokenizer: Any, examples: list[Any], **options: Any
+) -> None:
+    """A GPT-2 with new weights after SFT; `options` are of its trainer."""
     python_random = random.getstate()
     with torch.random.fork_rng(), NaiveStrategy(seed=seed) as strategy:
-        actor = nn.GPTActor(config=embedded.demo_config())
+        actor = nn.GPTActor(config=config)
         model, optimizer = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=3e-3)))
         SFTTrainer(
-            strategy, model, optimizer, stories, train_batch_size=32, max_epochs=2, log_interval=25, tokenizer=tokenizer
+            strategy,
+            model,
+            optimizer,
+            examples,
+            train_batch_size=32,
+            log_interval=25,
+            tokenizer=tokenizer,
+            **options,
         ).fit()
         unfinished = Path(folder).with_name(f'.{Path(folder).name}.tmp')
         for old in (unfinished, Path(folder)):

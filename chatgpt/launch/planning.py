@@ -18,7 +18,8 @@ from chatgpt.plan.advice import advice
 
 
 def setup_of(inputs: Inputs) -> Setup:
-    """The plan's view of a run. Prompts count with their longest, examples with the greatest length."""
+    """The plan's view of a run. Prompts count with their longest, examples with the greatest length,
+    episodes with the longest first observation that was seen and all the room that they have."""
     run = inputs.run
     common = {
         'config': inputs.config,
@@ -52,7 +53,7 @@ def setup_of(inputs: Inputs) -> Setup:
         offload=run.offload,
         update_timesteps=run.update_timesteps,
         train_batch_size=run.train_batch_size,
-        max_prompt_tokens=max(len(inputs.train[i].ids) for i in range(len(inputs.train))),
+        max_prompt_tokens=max([inputs.longest_opening, *(len(inputs.train[i].ids) for i in range(len(inputs.train)))]),
         max_new_tokens=run.max_new_tokens or 64,
         **common,
     )

@@ -6,6 +6,7 @@ and calls `make_trainer` and `fit`. Left out: settings (`runs`), data (`inputs`)
 
 from __future__ import annotations
 
+import json
 import shlex
 import warnings
 from copy import deepcopy
@@ -19,7 +20,7 @@ from chatgpt.launch.arguments import strategy_of
 from chatgpt.launch.config_file import write_resolved
 from chatgpt.launch.destination import check_destination, final_folder
 from chatgpt.launch.inputs import Inputs, read_inputs
-from chatgpt.launch.models import PPOModels, build_model, build_ppo_models, write_embedded_model
+from chatgpt.launch.models import PPOModels, build_model, build_ppo_models, write_embedded_model, write_game_model
 from chatgpt.launch.planning import memory_advice, show_plan
 from chatgpt.launch.relaunch import sign
 from chatgpt.launch.rollouts import rollout_engine
@@ -45,7 +46,7 @@ def execute(run: Run) -> None:
         if strategy.is_rank_0 and inputs.notes:
             print(*inputs.notes, sep='\n', flush=True)
         inputs.callbacks = make_callbacks(run, inputs)
-        inputs.model = start_of(run, strategy)
+        inputs.model = start_of(inputs, strategy)
         trainer = make_trainer(inputs, strategy, engine)
         if isinstance(run, PPORun):
             trainer.set_prompts(inputs.train)  # whose order a checkpoint goes on with
@@ -54,17 +55,23 @@ def execute(run: Run) -> None:
         finish(run, trainer)
 
 
-def start_of(run: Run, strategy: Any) -> str | None:
+def start_of(inputs: Inputs, strategy: Any) -> str | None:
     """The model to start from: the run's, or a small one that has learned the embedded world's language; none for SFT,
     which teaches it."""
+    run = inputs.run
     if run.base or isinstance(run, SFTRun):
         return run.base
     folder = Path(run.save_path, 'initial')
     if not (run.resume and strategy.run_on_rank0(folder.is_dir)):
+        game = run.environment if isinstance(run, PPORun) else None
         if strategy.is_rank_0 and isinstance(run, PPORun):
             asked = f'pretrain: {run.pretrain}' if run.pretrain else 'no --pretrain'
-            print(f'{asked}: a small GPT-2 learns to write stories first (SFT)', flush=True)
-        strategy.run_on_rank0(lambda: write_embedded_model(folder, run.seed))
+            taught = 'write stories' if game is None else 'make moves that are allowed, from games of a random player,'
+            print(f'{asked}: a small GPT-2 learns to {taught} first (SFT)', flush=True)
+        if game is None:
+            strategy.run_on_rank0(lambda: write_embedded_model(folder, run.seed))
+        else:
+            strategy.run_on_rank0(lambda: write_game_model(folder, run.seed, inputs.environment))
     return str(folder)
 
 
@@ -96,7 +103,12 @@ def make_callbacks(run: Run, inputs: Inputs) -> list[Any]:
             callbacks.append(EMA(run.ema_decay))
         if inputs.validation is not None:
             evaluation = PromptEvaluation(
-                inputs.validation, inputs.tokenizer, max_new_tokens=run.max_new_tokens, stop_strings=run.stop_string
+                inputs.validation,
+                inputs.tokenizer,
+                environment=inputs.environment,
+                environment_settings=inputs.environment_settings,
+                max_new_tokens=run.max_new_tokens,
+                stop_strings=run.stop_string,
             )
             callbacks.append(Evaluator(evaluation, run.eval_interval, metric='score_mean'))
     return callbacks
@@ -157,6 +169,9 @@ def ppo_trainer(inputs: Inputs, strategy: Any, models: PPOModels, engine: Any = 
         engine=engine or ENGINES.find(run.engine).make(inputs.model),
         callbacks=inputs.callbacks,
         run_dir=inputs.run_dir,
+        environment=inputs.environment,
+        environment_settings=inputs.environment_settings,
+        reward_weights=run.reward_weights,
         **inputs.generation,
     )
 
@@ -272,6 +287,9 @@ def use_of(run: Run, path: Path, tokenizer: Any) -> str:
     place = shlex.quote(str(path))
     if run.trained == 'reward_model':
         return f'python -m chatgpt ppo PROMPTS --pretrain {shlex.quote(run.base or "MODEL")} --reward_model {place}'
+    if isinstance(run, PPORun) and run.environment is not None:
+        options = f" --environment_options '{json.dumps(run.environment_options)}'" if run.environment_options else ''
+        return f'python -m chatgpt evaluate {place} --environment {shlex.quote(run.environment)}{options}'
     chats = getattr(tokenizer, 'chat_template', None) is not None
     return f'python -m chatgpt chat {place}' if chats else f'python -m chatgpt generate {place} "your prompt"'
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, cast, get_args
 
+from chatgpt.environments import EnvironmentSettings
 from chatgpt.launch.arguments import check_precision
 from chatgpt.launch.methods import METHODS, PREFERENCE_RUN, Recipe, methods_of
 from chatgpt.names import hint
@@ -113,7 +114,7 @@ class Run(LearningSettings):
     """print what memory each phase takes, whether it fits here and what would make it fit, and stop; no weight is
     loaded"""
     resume: str | None = None
-    """a checkpoint folder, or auto for the newest of save_path"""
+    """a checkpoint folder, or auto: the newest of save_path"""
     checkpoint_interval: int = 0
     """phases between checkpoints; 0 goes by checkpoint_minutes alone"""
     checkpoint_minutes: float = CHECKPOINT_MINUTES
@@ -238,6 +239,27 @@ class PPORun(Run, PPOConfig):
     """folder of a reward model, or of any sequence-classification model"""
     reward_fn: str | None = None
     """module:function or file.py:function, fn(prompts, responses, **columns) -> scores"""
+    environment: str | None = None
+    """games:countdown (docs/environments.md has more) or module:Class: what to act in over several turns"""
+    environment_options: dict[str, Any] | None = None
+    """keyword arguments of the environment's class, such as '{numbers: 4}'"""
+    max_turns: int = 16
+    """turns of an episode"""
+    max_turn_tokens: int | None = None
+    """most tokens of one turn; none: what max_new_tokens leaves, which bounds the whole episode"""
+    step_timeout_s: float = 30.0
+    """an environment that takes longer for one step ends its episode"""
+    apply_chat_template: bool = False
+    """what an environment says in text is a turn of the user, in the tokenizer's chat template; messages always go
+    through it"""
+    environment_workers: Literal['threads', 'processes'] = 'threads'
+    """where environments run; processes compute beside the trainer, and one that hangs is replaced"""
+    num_environment_workers: int = 8
+    """how many environments step at the same time"""
+    reward_weights: dict[str, float] | None = None
+    """of an environment's rewards by name; none: their sum"""
+    eval_episodes: int = 0
+    """episodes of an evaluation, whose tasks the training has not"""
     num_episodes: int = 10
     """of max_timesteps each"""
     max_timesteps: int | None = 10
@@ -264,7 +286,7 @@ class PPORun(Run, PPOConfig):
     top_k: int = 0
     """draw from so many of the likeliest tokens; 0: from all"""
     top_p: float = 1.0
-    """draw from the likeliest tokens that share this probability"""
+    """draw from the likeliest tokens of this probability"""
     min_new_tokens: int = 0
     """a response does not end before"""
     stop_string: list[str] | None = None
@@ -290,7 +312,9 @@ class PPORun(Run, PPOConfig):
 
     method = 'ppo'
     common = {
-        'data and reward': ('prompt_path', 'prompt_column', 'reward_fn', 'reward_model', 'validation_file'),
+        'data and reward': (
+            *('prompt_path', 'prompt_column', 'reward_fn', 'reward_model', 'environment', 'validation_file'),
+        ),
         'the model': (*MODEL, 'critic'),
         'responses': ('max_new_tokens', 'max_prompt_tokens', 'temperature', 'top_p', 'stop_string'),
         'how long, how much': (
@@ -311,6 +335,8 @@ class PPORun(Run, PPOConfig):
     def fill_defaults(self) -> None:
         if self.critic == 'shared' and self.critic_lr is not None:
             raise ValueError("critic_lr is of a critic with an optimizer of its own; with critic='shared' leave it out")
+        if self.environment is not None and self.max_new_tokens is None:
+            self.max_new_tokens = EPISODE_TOKENS
         super().fill_defaults()
 
     def validate(self, world_size: int = 1) -> None:
@@ -346,19 +372,53 @@ class PPORun(Run, PPOConfig):
             )
         sampling = self.generation() | {'max_new_tokens': 1 if self.max_new_tokens is None else self.max_new_tokens}
         SamplingParams(**{name: value for name, value in sampling.items() if name != 'stop_strings'})
-        if self.estimator.rewards_apart:
+        self._check_environment()
+        if self.estimator.rewards_apart and len(self.reward_weights or ()) < 2:
             raise ValueError(
                 f'advantage_estimator={self.advantage_estimator!r} takes a list of rewards, which the command line '
-                'cannot give; use PPOTrainer or chatgpt.train'
+                'cannot give but for an environment, by reward_weights; use PPOTrainer or chatgpt.train'
             )
         if self.reward_model and self.reward_fn:
             raise ValueError('give --reward_model or --reward_fn, not both')
-        if self.prompt_path and not (self.reward_model or self.reward_fn):
+        if self.prompt_path and not (self.reward_model or self.reward_fn or self.environment):
             raise ValueError('nothing to learn from: give --reward_model FOLDER or --reward_fn module:function')
         if self.prompt_path and not self.pretrain:
             raise ValueError('prompts of your own need a model: give --pretrain NAME_OR_FOLDER')
         if bool(self.ptx_coef) != bool(self.ptx_data):
             raise ValueError('PPO-ptx needs both: --ptx_data FILE with text, and --ptx_coef above 0')
+
+    def _check_environment(self) -> None:
+        """What belongs to an environment, and what does not go with one."""
+        if self.environment is None:
+            for name in ENVIRONMENT:
+                if getattr(self, name) != PLAIN[name]:
+                    raise ValueError(
+                        f'{name}={getattr(self, name)!r} is about an environment, and there is none: give --environment'
+                    )
+            return
+        self.environment_settings()
+        if self.eval_episodes < 0:
+            raise ValueError(f'eval_episodes={self.eval_episodes} must not be negative')
+        if self.eval_episodes and (self.validation_file or self.validation_percentage):
+            raise ValueError('eval_episodes are of tasks without prompts: with eval prompts leave it out')
+        if self.reward_weights is not None and (self.reward_fn or self.reward_model):
+            raise ValueError(
+                'reward_weights weigh the rewards of the environment, whose place --reward_fn or --reward_model takes: '
+                'leave one out'
+            )
+        is_own = ':' in self.environment and not self.environment.startswith('games:')
+        if is_own and not self.pretrain:
+            raise ValueError('an environment of your own needs a model: give --pretrain NAME_OR_FOLDER')
+
+    def environment_settings(self) -> EnvironmentSettings:
+        return EnvironmentSettings(
+            max_turns=self.max_turns,
+            max_turn_tokens=self.max_turn_tokens,
+            step_timeout_s=self.step_timeout_s,
+            workers=self.environment_workers,
+            apply_chat_template=self.apply_chat_template or None,
+            num_workers=self.num_environment_workers,
+        )
 
     @property
     def reference_in_actor(self) -> bool:
@@ -377,6 +437,14 @@ class PPORun(Run, PPOConfig):
         }
 
 
+ENVIRONMENT = (
+    *('environment_options', 'max_turns', 'max_turn_tokens', 'step_timeout_s', 'environment_workers'),
+    *('num_environment_workers', 'apply_chat_template', 'reward_weights', 'eval_episodes'),
+)
+"""settings that say nothing without an environment"""
+PLAIN = {f.name: f.default for f in fields(PPORun)}
+EPISODE_TOKENS = 256
+"""most tokens of an episode, turns and observations together, unless max_new_tokens says it"""
 DATA = ('dataset', 'max_len', 'validation_file', 'validation_percentage', 'skip_bad_records')
 LENGTH = ('max_epochs', 'max_steps', 'train_batch_size', 'max_tokens_per_batch', 'lr', 'lr_schedule', 'warmup_steps')
 

@@ -24,6 +24,7 @@ UNSHOWN = frozenset({'save_path', 'model_path', 'resume', 'push_to_hub', 'hub_pr
 SOURCES = {
     'dataset': 'training data',
     'prompt_path': 'prompts',
+    'environment': 'environment',
     'ptx_data': 'pretraining text',
     'validation_file': 'eval data',
     'reward_model': 'reward model',
@@ -165,7 +166,7 @@ def data(facts: ModelFacts) -> str:
         columns = columns_of(source) if key in DATA else None
         rows.append([what, name, '' if amount is None else str(amount), ', '.join(map(code, columns or ()))])
     sentences = []
-    if not any(settings.get(key) for key in ('dataset', 'prompt_path')):
+    if not any(settings.get(key) for key in ('dataset', 'prompt_path', 'environment')):
         amount, unit = (known['prompts'], 'prompts') if 'prompts' in known else (known.get('records'), 'records')
         if amount is not None:
             embedded = " of the library's embedded stories" if 'save_path' in settings else ''
@@ -243,7 +244,7 @@ def measured(metrics: SequenceOf[Mapping[str, Any]], evals: SequenceOf[Mapping[s
     return found
 
 
-_UP, _DOWN = re.compile(r'score_mean$|accuracy|margin|reward|/metrics/'), re.compile(r'loss|perplexity')
+_UP, _DOWN = re.compile(r'score_mean$|success_share$|accuracy|margin|reward|/metrics/'), re.compile(r'loss|perplexity')
 
 
 def _is_eval(name: str) -> bool:

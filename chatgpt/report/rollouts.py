@@ -26,10 +26,13 @@ def page_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row of `read_rollouts` for the reader, JSON-able: numbers rounded to `DIGITS`, what is not finite None.
 
     `log_ratio`, old_logprobs − ref_logprobs per token, stands for both of them: rounded apart, two numbers of which one
-    is taken from the other would leave nothing. The prompt's ids, returns and other columns are left out.
+    is taken from the other would leave nothing. `episode` is there where an environment gave one: turns, end, message
+    and success. The prompt's ids, returns and other columns are left out.
     """
     gap = [old - ref for old, ref in zip(row['old_logprobs'], row['ref_logprobs'], strict=True)]
     arrays = {'log_ratio': gap} | {name: row[name] for name in SHOWN}
+    if row.get('episode') is not None:
+        arrays['episode'] = json.loads(row['episode'])
     return {name: _rounded(value) for name, value in ({k: row[k] for k in KEPT} | arrays).items()}
 
 
@@ -85,4 +88,6 @@ def _rounded(value: Any) -> Any:
         return float(f'{value:.{DIGITS}g}') if math.isfinite(value) else None
     if isinstance(value, (list, tuple)):
         return [_rounded(v) for v in value]
+    if isinstance(value, dict):
+        return {name: _rounded(v) for name, v in value.items()}
     return value

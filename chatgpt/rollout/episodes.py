@@ -19,13 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from chatgpt.environments import EnvironmentSettings, Failure, Runner, Step, find_environment, seed_of
 from chatgpt.environments.base import InvalidStep
+from chatgpt.environments.registry import described
 from chatgpt.environments.transcript import ChatTemplate, TextOrChat, TranscriptFormat
 from chatgpt.rollout.engine import RolloutEngine
 from chatgpt.rollout.sampling import SamplingParams
@@ -34,23 +36,6 @@ from chatgpt.types import Episode, EpisodeEnd, FinishReason, Prompt, Sample, Tur
 
 if TYPE_CHECKING:
     from chatgpt.nn import Actor
-
-
-class Turns(Protocol):
-    """What an engine with `converse` asks between the turns of its sequences; `i` is a position in its prompts."""
-
-    def limit(self, i: int) -> int:
-        """The most tokens of sequence i's next turn."""
-        ...
-
-    def ended(self, i: int, turn: Sample) -> None:
-        """Sequence i's turn is there, as a sample whose response is this turn alone. Returns at once."""
-        ...
-
-    def next(self, i: int) -> Tensor | None:
-        """(n,) int64 ids, n >= 0, to append before sequence i's next turn; None: its episode is over. Waits for the
-        environment."""
-        ...
 
 
 class EpisodeEngine:
@@ -92,6 +77,19 @@ class EpisodeEngine:
         self.recompute_logprobs = getattr(engine, 'recompute_logprobs', False)
         self.copies_weights = getattr(engine, 'copies_weights', False)
         self.runner = Runner(self.factory, self.settings)
+        self.longest_opening = 0
+        """most tokens before the first turn so far, dataset prompt and first observation together"""
+        limits = {'max_turns': self.settings.max_turns, 'max_turn_tokens': self.settings.max_turn_tokens}
+        self.environment = described(self.factory) | limits
+        """what episodes follow from, as JSON, for telling whether a run goes on with another"""
+        remote: Any = engine if hasattr(engine, 'put_around') else None
+        self.is_remote = remote is not None
+        """environments run where the engine's workers are"""
+        if remote is not None:
+            given = {'environment': environment, 'tokenizer': tokenizer, 'settings': settings}
+            remote.put_around(partial(EpisodeEngine, **given, stop_strings=stop_strings, transcript=transcript))
+            # whoever asks for them finds them where the engine answers later
+            self.submit, self.take, self.cancel = remote.submit, remote.take, remote.cancel
 
     def _transcript(self) -> TranscriptFormat:
         tools, options = getattr(self.factory, 'tools', None) or None, self.settings.chat_template_kwargs
@@ -127,6 +125,8 @@ class EpisodeEngine:
         """
         if offsets is not None or limits is not None:
             raise ValueError('EpisodeEngine.generate takes no offsets and limits; give its engine a turn to draw')
+        if self.is_remote:
+            return self.engine.generate(prompts, sampling, seed=seed, indices=indices, groups=groups)
         indices = list(indices)
         groups = indices if groups is None else list(groups)
         transcripts = [_Transcript(*of) for of in zip(indices, groups, prompts, strict=True)]
@@ -143,6 +143,23 @@ class EpisodeEngine:
         if isinstance(self.transcript, ChatTemplate):
             messages = self.transcript.messages(prompt)
         return {**prompt.columns, 'prompt': messages} if messages else prompt.columns
+
+    def openings(self, prompts: Sequence[Prompt], *, seed: int, groups: Sequence[int]) -> list[list[int]]:
+        """The ids before the first turn of each prompt's episode: environments are begun, and nothing is drawn.
+
+        Raises:
+            ValueError: one failed, in one line.
+        """
+        found = []
+        for i, (group, prompt) in enumerate(zip(groups, prompts, strict=True)):
+            key = ('opening', i)
+            self.runner.start(key, seed_of(seed, group), self.columns(prompt))
+            answer = self.runner.result(key)
+            self.runner.forget(key)
+            if isinstance(answer, Failure):
+                raise ValueError(f'environment: {answer.message}')
+            found.append(self.transcript.first(prompt, answer.observation))
+        return found
 
     def _decoded(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -289,8 +306,11 @@ class _Conversations:
             self._fail(t, answer)
             return
         t.prompt_ids = self.owner.transcript.first(t.prompt, answer.observation)
+        self.owner.longest_opening = max(self.owner.longest_opening, len(t.prompt_ids))
         t.room = self.sampling.room(len(t.prompt_ids))
         t.step_s += answer.seconds
+        if t.room < 1:
+            t.end = 'tokens'
 
     def _limit(self, t: _Transcript) -> int:
         most = self.owner.settings.max_turn_tokens

@@ -29,8 +29,10 @@ PER_TOKEN = ('old_logprobs', 'ref_logprobs', 'values', 'rewards', 'advantages', 
 COLUMNS = (
     *('phase', 'index', 'group', 'prompt', 'response', 'score', 'shaped_score', 'kl', 'finish_reason', 'version'),
     *('prompt_ids', 'token_ids', 'prompt_tokens', 'tokens', 'mask', *PER_TOKEN, 'entropy'),
-    *('weighted_scores', 'columns'),
+    *('weighted_scores', 'columns', 'episode'),
 )
+ADDED = frozenset(('episode',))
+"""columns that recordings of earlier versions lack; None when they are read"""
 
 
 @cache
@@ -39,7 +41,7 @@ def _schema() -> Any:
 
     ids, texts, floats = pa.list_(pa.int64()), pa.list_(pa.string()), pa.list_(pa.float32())
     types = dict.fromkeys(('phase', 'index', 'group', 'version'), pa.int64())
-    types |= dict.fromkeys(('prompt', 'response', 'finish_reason', 'columns'), pa.string())
+    types |= dict.fromkeys(('prompt', 'response', 'finish_reason', 'columns', 'episode'), pa.string())
     types |= dict.fromkeys(('score', 'shaped_score', 'kl'), pa.float64())
     types |= dict.fromkeys(('prompt_ids', 'token_ids'), ids) | dict.fromkeys(('prompt_tokens', 'tokens'), texts)
     types |= dict.fromkeys((*PER_TOKEN, 'entropy'), floats)
@@ -86,9 +88,11 @@ def write_rollouts(folder: str | os.PathLike[str], phase: int, rows: Iterable[Ma
     import pyarrow.parquet as pq
 
     listed = list(rows)
-    table = pa.table(
-        [pa.array([row[field.name] for row in listed], type=field.type) for field in _schema()], schema=_schema()
-    )
+    columns = [
+        pa.array([row.get(f.name) if f.name in ADDED else row[f.name] for row in listed], type=f.type)
+        for f in _schema()
+    ]
+    table = pa.table(columns, schema=_schema())
     path = file_of(folder, phase)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + _TEMPORARY)
@@ -213,7 +217,8 @@ def _read(
 
     try:
         with pq.ParquetFile(file) as opened:
-            missing = [name for name in COLUMNS if name not in opened.schema_arrow.names]
+            there = opened.schema_arrow.names
+            missing = [name for name in COLUMNS if name not in there and name not in ADDED]
             if missing:
                 warnings.warn(
                     f'{file}: is no recording of sequences (no column {missing[0]!r}); left out', stacklevel=4
@@ -222,7 +227,8 @@ def _read(
             heads = opened.read(columns=['phase', 'index', 'prompt', 'response', 'score']).to_pylist()
             found = sorted((i for i, row in enumerate(heads) if matches(row)), key=lambda i: heads[i]['index'])
             taken = found[offset : None if room is None else offset + room]
-            rows = opened.read(columns=list(COLUMNS)).take(taken).to_pylist() if taken else []
+            rows = opened.read(columns=[c for c in COLUMNS if c in there]).take(taken).to_pylist() if taken else []
+            rows = [{name: row.get(name) for name in COLUMNS} for row in rows]
     except (OSError, pa.ArrowException) as error:
         warnings.warn(f'{file}: cannot be read ({str(error).splitlines()[0]}); left out', stacklevel=4)
         return 0, []

@@ -228,14 +228,33 @@ def _whole_before(folder: Path) -> Path | None:
     return next((path for path in reversed(earlier) if _opened(path, 0, 1)[1] is None), None)
 
 
-def _rng_pieces(rank: int) -> Iterable[Piece]:
-    """The states of this rank's global generators: torch's as its bytes, the others as JSON in bytes."""
+def generator_states() -> dict[str, torch.Tensor]:
+    """The states of this process's global generators: torch's as its bytes, the others as JSON in bytes."""
     states = {'torch': torch.get_rng_state(), 'python': _bytes(random.getstate())}
     if torch.cuda.is_available():
         states['cuda'] = torch.cuda.get_rng_state()
     if (numpy := sys.modules.get('numpy')) is not None:
         states['numpy'] = _bytes(numpy.random.get_state(legacy=False))
-    for kind, state in states.items():
+    return states
+
+
+def set_generator_states(states: Mapping[str, torch.Tensor]) -> None:
+    """Back to what `generator_states` gave; generators that are not among them stay as they are."""
+    if 'torch' in states:
+        torch.set_rng_state(states['torch'])
+    if 'cuda' in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states['cuda'])
+    if 'python' in states:
+        version, numbers, gauss = json.loads(bytes(states['python'].tolist()))
+        random.setstate((version, tuple(numbers), gauss))
+    if 'numpy' in states:
+        import numpy
+
+        numpy.random.set_state(json.loads(bytes(states['numpy'].tolist())))
+
+
+def _rng_pieces(rank: int) -> Iterable[Piece]:
+    for kind, state in generator_states().items():
         yield Piece(f'{rank}/{kind}', (len(state),), 0, len(state), state)
 
 
@@ -252,18 +271,10 @@ def _restore_rng(reader: CheckpointReader, rank: int, python_rng: list[Any] | No
         name = f'rng/{rank}/{kind}'
         return reader.read(name, 0, reader.shape(name)[0]).clone()
 
-    if 'torch' in stored:
-        torch.set_rng_state(read('torch'))
-    if 'cuda' in stored and torch.cuda.is_available():
-        torch.cuda.set_rng_state(read('cuda'))
-    if 'python' in stored:
-        python_rng = json.loads(bytes(read('python').tolist()))
-    if python_rng is not None:
-        random.setstate((python_rng[0], tuple(python_rng[1]), python_rng[2]))
-    if 'numpy' in stored:
-        import numpy
-
-        numpy.random.set_state(json.loads(bytes(read('numpy').tolist())))
+    states = {kind: read(kind) for kind in stored}
+    if 'python' not in states and python_rng is not None:
+        states['python'] = _bytes(python_rng)
+    set_generator_states(states)
 
 
 def as_json(value: Any) -> Any:

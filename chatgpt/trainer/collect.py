@@ -25,6 +25,8 @@ from chatgpt.dataset.prompts import PromptOrder, PromptSet
 from chatgpt.rollout import AheadEngine, RolloutEngine, SamplingParams, StopStrings
 from chatgpt.rollout.stop import write_texts
 from chatgpt.trainer.checkpointing import as_json
+from chatgpt.trainer.failed_episodes import compared
+from chatgpt.trainer.journal import Journal
 from chatgpt.trainer.pipeline import Pipeline, Timestep, restored
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Experience, Prompt, Sample
@@ -91,6 +93,10 @@ class Collector:
         self._recorded: SequenceOf[Mapping[str, Any]] = ()
         """timesteps in flight of a checkpoint that was loaded, until `collect` needs them"""
         self._recorded_from: Mapping[str, Any] | None = None
+        environment = getattr(engine, 'environment', None)
+        self._journalled: Mapping[str, Any] | None = None
+        """of a checkpoint that was loaded, until `collect` begins"""
+        self.journal = Journal(environment['name'], tokenizer.decode) if environment is not None else None
 
     def set_prompts(self, prompts: PromptSet) -> None:
         """The prompts that `collect` draws from, without replacement within an epoch."""
@@ -100,7 +106,10 @@ class Collector:
     def fingerprint(self) -> dict[str, Any]:
         """What decides the draws, beside the seed."""
         prompts = self.prompts.fingerprint() if self.prompts is not None else None
-        return {'sampling': self._generation(), 'prompts': prompts}
+        environment = getattr(self.engine, 'environment', None)
+        return {'sampling': self._generation(), 'prompts': prompts} | (
+            {'environment': environment} if environment is not None else {}
+        )
 
     def facts(self) -> dict[str, Any]:
         """What run.json says of generating and of the prompts; see `RunRecord`."""
@@ -209,7 +218,17 @@ class Collector:
                     return None
                 with around():
                     timesteps.append(next_samples())
+                self._note(timesteps[-1])
         return timesteps
+
+    def _note(self, samples: list[Sample]) -> None:
+        """What environments answered, and whether they did so before, unless settings or data have changed."""
+        if self.journal is None:
+            return
+        state, self._journalled = self._journalled, None
+        if state is not None and state['journal_from'] == self._made_from():
+            self.journal.expect(state['journal'])
+        self.journal.record(samples)
 
     @contextmanager
     def _source(self, count: int, version: int, later: SequenceOf[int]) -> Iterator[Callable[[], list[Sample]]]:
@@ -283,6 +302,8 @@ class Collector:
         """The timesteps that were taken are in a replay buffer; they will not be put back."""
         if self.pipeline is not None:
             self.pipeline.learned()
+        if self.journal is not None:
+            self.journal.clear()
 
     def forget_in_flight(self) -> None:
         """Their prompts are drawn again."""
@@ -311,9 +332,7 @@ class Collector:
             return
         assert self.pipeline is not None
         due = [phase for phase, size in enumerate(sizes, version) for _ in range(size)]
-        fits = len(records) <= len(due) and self._recorded_from == as_json(
-            self.fingerprint() | {'seed': self.strategy.seed}
-        )
+        fits = len(records) <= len(due) and self._recorded_from == self._made_from()
         fits = fits and all(at - r['version'] <= self.max_staleness for at, r in zip(due, records, strict=False))
         before = self.prompts_drawn, self.samples_drawn
         timesteps = [self._draw(version) for _ in records]
@@ -342,17 +361,31 @@ class Collector:
         return {'prompts_drawn': prompts, 'samples_drawn': samples}
 
     def in_flight(self) -> dict[str, Any]:
-        """For a checkpoint, beside `state_dict`: the samples in flight, all ranks together. A collective."""
+        """For a checkpoint, beside `state_dict`: the samples in flight, and what environments answered in a phase that
+        was dropped, all ranks together. A collective."""
+        state = self._samples_in_flight()
+        if self.journal is not None:
+            state['journal'] = self.journal.state(self.strategy.all_gather_object)
+            state['journal_from'] = self._made_from()
+        return state
+
+    def _made_from(self) -> Any:
+        """What samples follow from, but for the weights."""
+        return as_json(self.fingerprint() | {'seed': self.strategy.seed})
+
+    def _samples_in_flight(self) -> dict[str, Any]:
         if self.pipeline is None or not self.pipeline.waiting:
             return {'in_flight': list(self._recorded), 'in_flight_from': self._recorded_from} if self._recorded else {}
-        made_from = as_json(self.fingerprint() | {'seed': self.strategy.seed})
-        return {'in_flight': self.pipeline.record(self.strategy.all_gather_object), 'in_flight_from': made_from}
+        record = self.pipeline.record(self.strategy.all_gather_object)
+        return {'in_flight': record, 'in_flight_from': self._made_from()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.prompts_drawn, self.samples_drawn = int(state['prompts_drawn']), int(state['samples_drawn'])
         if self.pipeline is not None:
             self.pipeline.clear()
             self._recorded, self._recorded_from = list(state.get('in_flight', ())), state.get('in_flight_from')
+        if self.journal is not None and 'journal' in state:
+            self._journalled = state
 
 
 # ---------------------------------------------------------------------- dynamic sampling
@@ -367,7 +400,7 @@ def informative_groups(experiences: list[Experience], *, apart: bool = False) ->
     groups: dict[int, list[Experience]] = {}
     for e in experiences:
         groups.setdefault(e.group, []).append(e)
-    return [members for members in groups.values() if any(of(e) != of(members[0]) for e in members)]
+    return [members for members in groups.values() if len({of(e) for e in compared(members)}) > 1]
 
 
 def replace_uninformative(

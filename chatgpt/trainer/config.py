@@ -193,6 +193,11 @@ class PPOConfig(LearningSettings):
     """responses that ran out of room are left out of the loss (DAPO, section 3.4)"""
     token_penalty: float = 0.0
     """subtracted from the score per response token"""
+    environment_failures: Literal['mask', 'penalise'] = 'mask'
+    """episodes whose environment raised, took too long or answered nonsense: 'mask' counts none of their tokens and
+    keeps their scores out of every baseline, 'penalise' pays `failure_reward` at their last token"""
+    failure_reward: float | None = None
+    """with 'penalise', on top of what the environment gave before; None is −1"""
     whiten_rewards: bool = False
     """divide the rewards of a timestep by their standard deviation over all tokens"""
 
@@ -318,10 +323,22 @@ class PPOConfig(LearningSettings):
                 f'max_staleness={self.max_staleness} learns from samples of older weights, which tis_cap weighs: give '
                 'it (2.0, for example)'
             )
+        if self.failure_reward is not None and self.environment_failures != 'penalise':
+            raise ValueError(
+                f"failure_reward={self.failure_reward!r} is paid with environment_failures='penalise'; got "
+                f'{self.environment_failures!r}, which leaves those episodes out'
+            )
         if self.overlong_filter and self.missing_eos_score is not None:
             raise ValueError(
                 'overlong_filter leaves responses without an end out of the loss, so missing_eos_score would do nothing'
             )
+
+    @property
+    def reward_of_failure(self) -> float:
+        """What a failed episode is paid; 0 where it is left out."""
+        if self.environment_failures == 'mask':
+            return 0.0
+        return -1.0 if self.failure_reward is None else self.failure_reward
 
     def _check_gae(self) -> None:
         default = {f.name: f.default for f in fields(self)}
@@ -348,6 +365,7 @@ class PPOConfig(LearningSettings):
             'missing_eos_score': None,
             'overlong_buffer': None,
             'token_penalty': 0.0,
+            'environment_failures': 'mask',
             'whiten_rewards': False,
         }
         for name, value in neutral.items():

@@ -18,6 +18,7 @@ from torch import Tensor
 from chatgpt.experience import ScoreShaper
 from chatgpt.functional.kl import kl_penalty
 from chatgpt.functional.losses import explained_variance
+from chatgpt.trainer.failed_episodes import compared
 from chatgpt.trainer.repetition import repetition
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import EpisodeEnd, Experience
@@ -178,7 +179,7 @@ def group_metrics(experiences: SequenceOf[Experience], *, apart: bool = False) -
     """`rollout/...`: groups whose scores are all equal; nothing without groups. `apart`: equal in each reward, not in
     their sum."""
     groups: dict[int, list[Any]] = {}
-    for e in experiences:
+    for e in compared(experiences):
         groups.setdefault(e.group, []).append(e.weighted_scores if apart else e.score)
     equal = [all(score == scores[0] for score in scores) for scores in groups.values() if len(scores) > 1]
     return {'rollout/equal_groups_share': sum(equal) / len(equal)} if equal else {}

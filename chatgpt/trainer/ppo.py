@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from chatgpt.batching import collate
-from chatgpt.dataset.prompts import PromptSet, as_prompts
+from chatgpt.dataset.prompts import PromptSet, as_prompts, tasks_without_prompts
 from chatgpt.environments import EnvironmentSettings
 from chatgpt.experience import (
     ExperienceMaker,
@@ -48,8 +48,10 @@ from chatgpt.rollout.sampling import sampling_for
 from chatgpt.trainer.algorithms import estimate_advantages
 from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.callbacks import Callback, RatioCheck, RolloutRecorder
+from chatgpt.trainer.checkpointing import generator_states, set_generator_states
 from chatgpt.trainer.collect import Collector, replace_uninformative
 from chatgpt.trainer.config import PPOConfig
+from chatgpt.trainer.failed_episodes import check_failed, compared, mask_failed
 from chatgpt.trainer.losses import (
     ActorLoss,
     PtxLoss,
@@ -77,7 +79,7 @@ from chatgpt.trainer.step import Learner, Work, learn_batch
 from chatgpt.trainer.stepwise import check_by_hand, check_ids, given_groups, given_samples
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.trainer.strategies.named import prepared_by
-from chatgpt.types import Batch, Experience, Prompt, Sequence
+from chatgpt.types import Batch, Experience, Sequence
 
 
 class PPOTrainer(Trainer):
@@ -216,6 +218,7 @@ class PPOTrainer(Trainer):
         self.update_timesteps = 1
         self._generated_with: SamplingParams | None = None
         """Sampling of the latest `generate`: `step` treats its end tokens and stop strings as ends of responses too."""
+        self._has_told_of_failures = False
         self.sampling_metrics: dict[str, float] = {}
         """of the latest `collect`: what dynamic sampling and filtering did"""
 
@@ -272,7 +275,9 @@ class PPOTrainer(Trainer):
             self.critic,
             initial_model,
             scorer,
-            ScoreShaper(c.score_scaling, c.score_clip, c.missing_eos_score, c.token_penalty, overlong),
+            ScoreShaper(
+                c.score_scaling, c.score_clip, c.missing_eos_score, c.token_penalty, overlong, c.reward_of_failure
+            ),
             ExperienceSettings(
                 temperature=self.sampling.temperature,
                 kl_kind=c.kl_kind,
@@ -281,7 +286,7 @@ class PPOTrainer(Trainer):
                 max_tokens_per_batch=c.max_tokens_per_batch,
                 packing=c.packing,
             ),
-            estimate=lambda experiences: estimate_advantages(experiences, estimator, c),
+            estimate=lambda experiences: estimate_advantages(compared(experiences), estimator, c),
             reference_context=bare.reference if initial_model is None and has_reference(bare) else None,
             actor_has_values=self.shares_trunk,
             reference_with_policy=initial_model is None and hasattr(bare, 'ref_branch'),
@@ -319,10 +324,11 @@ class PPOTrainer(Trainer):
         return {'method': method, 'reward': described(self.scorer)} | self.collector.facts()
 
     def planned_sizes(self) -> dict[str, Any]:
-        """With the longest prompt."""
+        """With the longest prompt; in an environment, with the longest first observation so far."""
         c, actor, scorer = self.config, cast(Any, self.strategy.unwrap(self.actor)), self.scorer
         reward: Any = self.strategy.unwrap(scorer.model) if isinstance(scorer, RewardModelScorer) else None
         longest = max((len(prompt.ids) for prompt in self.collector.prompts or ()), default=1)
+        longest = max(longest, getattr(self.engine, 'longest_opening', 0), 1)
         return {
             'task': 'ppo',
             'reward_config': reward.model.config if hasattr(reward, 'model') else None,
@@ -357,6 +363,10 @@ class PPOTrainer(Trainer):
             max_timesteps: timesteps of an episode.
             update_timesteps: timesteps collected before one learning phase; a remainder at the end is learned from as
                 well.
+
+        Raises:
+            EpisodesFailed: the environment failed in all episodes of a phase.
+            EnvironmentsHang, WorkerError: no further environments can be run; see `chatgpt.environments.runner`.
         """
         for name, value in (
             ('num_episodes', num_episodes),
@@ -375,21 +385,31 @@ class PPOTrainer(Trainer):
         self.is_resuming = False
         self.total_updates = self.fit_updates + self._count_updates(total, update_timesteps)
         end = self.fit_start + total
-        with self.running(num_phases=self.phase + -(-(end - self.timestep) // update_timesteps)):
+        with self._environments(), self.running(num_phases=self.phase + -(-(end - self.timestep) // update_timesteps)):
             while self.timestep < end and not self.stop_agreed():
-                start = self.state_dict()
+                start, generators = self.state_dict(), generator_states()
                 done = self.timestep - self.fit_start
                 ends = [done, *range(done - done % update_timesteps + update_timesteps, total, update_timesteps), total]
                 sizes = [b - a for a, b in zip(ends, ends[1:], strict=False)][: self.config.max_staleness + 1]
                 if not self.collect(sizes[0], episode_length=max_timesteps, later=sizes[1:]):
                     self._drop_phase(start)
+                    set_generator_states(generators)  # what was generated and played draws the same again
                     break
                 self.learn_phase()
+
+    @contextmanager
+    def _environments(self) -> Iterator[None]:
+        """However a run ends, its environments end with it."""
+        try:
+            yield
+        finally:
+            if isinstance(self.engine, EpisodeEngine):
+                self.engine.close()
 
     def set_prompts(self, prompts: Any) -> None:
         """The prompts that `collect` draws from, in an order that is a function of the seed."""
         if prompts is None and isinstance(self.engine, EpisodeEngine):
-            prompts = PromptSet([Prompt(ids=torch.zeros(0, dtype=torch.int64))])
+            prompts = tasks_without_prompts()
         self.collector.set_prompts(as_prompts(prompts, self.tokenizer))
 
     @property
@@ -427,6 +447,8 @@ class PPOTrainer(Trainer):
         )
         if experiences is None:
             return False
+        tell = self.strategy.is_rank_0 and not self._has_told_of_failures
+        self._has_told_of_failures |= check_failed(experiences, self.phase + 1, tell=tell)
         self.sampling_metrics = {}
         if c.dynamic_sampling_rounds:
             chosen = replace_uninformative(
@@ -473,6 +495,8 @@ class PPOTrainer(Trainer):
         if timesteps is None:
             return None
         kl_coef = self.kl_controller.value if self.config.kl_in == 'reward' else 0.0
+        if self.config.environment_failures == 'mask':
+            mask_failed([sample for samples in timesteps for sample in samples])
         with self.clock.measure('score'):
             return [e for samples in timesteps for e in self.maker.make(samples, kl_coef=kl_coef)]
 
@@ -481,7 +505,7 @@ class PPOTrainer(Trainer):
         baseline."""
         if not self.config.overlong_filter:
             return {}
-        cut = [e for e in experiences if not e.ended]
+        cut = [e for e in experiences if not e.ended and not e.failed]
         for e in cut:
             e.response_mask = torch.zeros_like(e.response_mask)
         return {'rollout/filtered_share': len(cut) / len(experiences)}
@@ -654,7 +678,7 @@ class PPOTrainer(Trainer):
         Raises:
             ValueError: an unknown setting, a prompt without room for a response, no initial model to generate with.
         """
-        check_by_hand(self.config)
+        check_by_hand(self.config, has_environment=isinstance(self.engine, EpisodeEngine))
         prompts = list(as_prompts([queries] if isinstance(queries, Tensor) else list(queries), self.tokenizer))
         bare = self.strategy.unwrap(self.actor)
         check_ids('generate: query', [p.ids for p in prompts], bare)
@@ -705,7 +729,7 @@ class PPOTrainer(Trainer):
             ValueError: lists of different lengths, an empty response, a token id outside of the vocabulary, a score
                 that is not finite, queries that do not make groups, a setting that only `fit` can follow.
         """
-        check_by_hand(self.config)
+        check_by_hand(self.config, has_environment=isinstance(self.engine, EpisodeEngine))
         prompts = list(as_prompts(list(queries), self.tokenizer))
         bare = self.strategy.unwrap(self.actor)
         check_ids('step: query', [p.ids for p in prompts], bare)

@@ -16,13 +16,15 @@ from typing import Any
 from torch import nn
 
 from chatgpt.dataset.prompts import as_prompts
+from chatgpt.environments import EnvironmentSettings
 from chatgpt.experience.scorers import as_scorer, sequence_score
 from chatgpt.rollout import LocalEngine, RolloutEngine
+from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.rollout.sampling import sampling_for
 from chatgpt.sweep import gathered
 from chatgpt.trainer.callbacks.base import TrainerView, say
 from chatgpt.trainer.callbacks.jsonl import RunFile
-from chatgpt.trainer.callbacks.samples import format_table
+from chatgpt.trainer.callbacks.samples import episode_row, format_table, shown_parts
 from chatgpt.trainer.collect import Collector
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Sample
@@ -37,8 +39,9 @@ FIRST_INDEX = 1 << 40
 class PromptEvaluation:
     """Call it with a trainer, on every rank; {name: number}, the same on every rank.
 
-    Returns `score_mean`, `score_std` where there is a reward, `length_mean`, `ended` (share), and the mean of every
-    list of `metric_fn` as `metrics/<name>`.
+    Returns `score_mean`, `score_std` where there is a reward, `length_mean`, `ended` (share), the mean of every list of
+    `metric_fn` as `metrics/<name>`, and of episodes `num_turns_mean`, `failed_share` and, where the environment says
+    it, `success_share`.
 
     Args:
         prompts: what `PPOTrainer.fit` takes.
@@ -49,6 +52,8 @@ class PromptEvaluation:
             0. `samples` are prompt and output joined.
         model: name of the model that speaks in `trainer.models()`; None takes 'actor', else the only one.
         engine: who generates.
+        environment, environment_settings: what the model acts in, as of `PPOTrainer`; the tasks are others than those
+            of the training.
         num_rows: rows of the table that is shown and written to `run_dir/eval_samples.jsonl`; 0 for none.
         generate: keywords of generation, such as max_new_tokens and do_sample; without `do_sample` it is greedy.
     """
@@ -62,6 +67,8 @@ class PromptEvaluation:
         metric_fn: MetricFn | None = None,
         model: str | None = None,
         engine: RolloutEngine | None = None,
+        environment: Any = None,
+        environment_settings: EnvironmentSettings | None = None,
         seed: int = 0,
         num_rows: int = 4,
         **generate: Any,
@@ -70,6 +77,7 @@ class PromptEvaluation:
         self.scorer = as_scorer(reward) if reward is not None else None
         self.model, self.seed, self.num_rows = model, seed, num_rows
         self.engine: RolloutEngine = engine or LocalEngine()
+        self.environment, self.environment_settings = environment, environment_settings
         self.generate = {'do_sample': False} | generate
         self.last: list[dict[str, Any]] = []
         """rows of the latest evaluation, on rank 0: prompt, response, score and metrics"""
@@ -86,17 +94,18 @@ class PromptEvaluation:
         actor = models[self.model or ('actor' if 'actor' in models else next(iter(models)))]
         sampling, stops = sampling_for(strategy.unwrap(actor), tokenizer, self.generate)
         mine = range(strategy.rank, len(prompts), strategy.world_size)
-        collector = Collector(
-            strategy,
-            self.engine,
-            sampling,
-            policy=lambda: _policy(strategy, actor, decoding),
-            tokenizer=tokenizer,
-            stop_strings=stops,
-        )
-        samples = collector.generate(
-            [prompts[i] for i in mine], indices=[FIRST_INDEX + i for i in mine], seed=self.seed
-        )
+        with self._acting(tokenizer, stops) as engine:
+            collector = Collector(
+                strategy,
+                engine,
+                sampling,
+                policy=lambda: _policy(strategy, actor, decoding),
+                tokenizer=tokenizer,
+                stop_strings=stops,
+            )
+            samples = collector.generate(
+                [prompts[i] for i in mine], indices=[FIRST_INDEX + i for i in mine], seed=self.seed
+            )
         scorer = self.scorer or trainer.scorer
         scores = scorer.score(samples, strategy) if scorer is not None else [None] * len(samples)
         numbers = [None if s is None else sequence_score(s, sample) for s, sample in zip(scores, samples, strict=True)]
@@ -104,6 +113,18 @@ class PromptEvaluation:
         metrics = strategy.run_on_rank0(lambda: self._metrics([s for s, _ in everyone]))
         self._show(trainer, everyone, metrics)
         return self._summary(everyone, metrics)
+
+    @contextmanager
+    def _acting(self, tokenizer: Any, stops: Any) -> Iterator[RolloutEngine]:
+        """The engine, with the environment where there is one."""
+        if self.environment is None:
+            yield self.engine
+            return
+        engine = EpisodeEngine(self.engine, self.environment, tokenizer, self.environment_settings, stop_strings=stops)
+        try:
+            yield engine
+        finally:
+            engine.close()
 
     def _metrics(self, samples: list[Sample]) -> dict[str, list[float]]:
         if self.metric_fn is None:
@@ -129,6 +150,12 @@ class PromptEvaluation:
             mean = sum(scores) / count
             result['score_mean'] = mean
             result['score_std'] = (sum((x - mean) ** 2 for x in scores) / count) ** 0.5
+        episodes = [s.episode for s, _ in pairs if s.episode is not None]
+        if episodes:
+            result['num_turns_mean'] = sum(len(e.turns) for e in episodes) / count
+            result['failed_share'] = sum(e.failed for e in episodes) / count
+        if any(e.success is not None for e in episodes):
+            result['success_share'] = sum(bool(e.success) for e in episodes) / count
         return result | {f'metrics/{name}': sum(values) / count for name, values in metrics.items()}
 
     def _show(
@@ -140,6 +167,7 @@ class PromptEvaluation:
             {'prompt': s.prompt_text, 'response': s.response_text}
             | ({} if score is None else {'score': score})
             | {name: values[i] for name, values in metrics.items()}
+            | episode_row(s, self.tokenizer or trainer.tokenizer)
             for i, (s, score) in enumerate(pairs)
         ]
         rows = self.last[: self.num_rows]
@@ -150,8 +178,9 @@ class PromptEvaluation:
             self._file.forget()
         self._begun = id(trainer), trainer.phase
         self._file.write(trainer, trainer.phase, rows)
-        names = [n for n in rows[0] if n not in ('prompt', 'response')]
-        say(f'eval prompts at phase {trainer.phase}\n{format_table(rows, [*names, "prompt", "response"])}')
+        shown = [shown_parts(row) for row in rows]
+        names = [n for n in shown[0] if n not in ('prompt', 'response')]
+        say(f'eval prompts at phase {trainer.phase}\n{format_table(shown, [*names, "prompt", "response"])}')
 
 
 @contextmanager

@@ -384,6 +384,89 @@ def test_every_width_and_scheme_is_legible(browser, data, scheme, width):
     context.close()
 
 
+# ---------------------------------------------------------------------- episodes
+
+TALK = [('3*5<eos>', 0.0), ('\n7 15 =22\n', None), ('7*15<eos>', -0.1), ('\n?\n7 15 =22\n', None), ('7+15<eos>', 1.0)]
+"""of the policy with a reward, of the environment with none"""
+
+
+def acted(folder: Path, *, end: str = 'terminated', message: str = '', success: bool | None = True) -> None:
+    """Phase 1: one response from an environment, beside one that has none."""
+    tokenizer = byte_tokenizer()
+    end_id, turns, ids, mask = tokenizer.eos_token_id, [], [], []
+    for text, reward in TALK:
+        part = [*text.removesuffix('<eos>').encode(), *([end_id] if text.endswith('<eos>') else [])]
+        if reward is not None:
+            turns.append({'start': len(ids), 'stop': len(ids) + len(part), 'rewards': {'reward': reward}})
+        ids += part
+        mask += [reward is not None] * len(part)
+    recorded(folder, ['plain words', 'other words'], num_phases=1)
+    plain, other = read_rollouts(folder)
+    n = len(ids)
+    told = {'turns': turns, 'end': end, 'message': message, 'success': success}
+    acting = plain | {'response': ''.join(text for text, _ in TALK), 'token_ids': ids, 'mask': mask}
+    acting |= {'tokens': token_texts(tokenizer, ids), 'episode': json.dumps(told), 'entropy': None}
+    acting |= {
+        name: [0.5] * n for name in ('old_logprobs', 'ref_logprobs', 'values', 'rewards', 'advantages', 'returns')
+    }
+    write_rollouts(folder, 1, [acting, other])
+
+
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+@pytest.mark.parametrize('width', [390, 1280])
+def test_turns_and_observations_stand_apart(browser, tmp_path, scheme, width):
+    acted(tmp_path)
+    context = browser.new_context(color_scheme=scheme, viewport={'width': width, 'height': 844})
+    reader = Reader(context, read_rollouts(tmp_path), tmp_path, embedded=True)
+    page = reader.page
+    turns, seen = page.locator('.ro-turn'), page.locator('.ro-seen:not(.ro-key-seen)')
+    assert turns.locator('.ro-part').all_text_contents() == [
+        'turn 1reward 0',
+        'turn 2reward −0.1',
+        'turn 3reward +1',
+    ]
+    words = "all => all.map(x => [...x.querySelectorAll('.ro-token')].map(t => t.textContent).join(''))"
+    assert turns.evaluate_all(words) == ['3*5<eos>', '7*15<eos>', '7+15<eos>']
+    assert seen.evaluate_all(words) == ['\n7 15 =22\n', '\n?\n7 15 =22\n']
+    facts = page.locator('.ro-facts').all_text_contents()
+    assert '3 turns' in facts[0] and 'the task ended' in facts[0] and 'success' in facts[0]
+    assert 'turn' not in facts[1] and facts[1].endswith('ended'), 'a response without an environment is as it was'
+    assert 'never learned from' in page.locator('.ro-legend').text_content()
+    # The policy's tokens are coloured, the environment's are not; and they have no numbers of their own.
+    assert turns.locator('.ro-token[data-tint]').count() == 14 and seen.locator('.ro-token[data-tint]').count() == 0
+    seen.locator('.ro-token').nth(2).click()
+    assert reader.tip() == {} and 'from the environment' in page.locator('.ro-tip').text_content()
+    turns.locator('.ro-token').first.click()
+    assert 'Advantage' in reader.tip()
+    for _ in range(4):  # 3 * 5 and the end, then the line break of the observation
+        page.keyboard.press('ArrowRight')
+    assert 'from the environment' in page.locator('.ro-tip').text_content()
+    assert page.evaluate('document.documentElement.scrollWidth') <= width
+    assert page.evaluate(CONTRAST.replace('.ro-token[data-tint]', '.ro-response .ro-token')) >= 4.5
+    assert reader.errors == []
+    context.close()
+
+
+@pytest.mark.parametrize(
+    ('end', 'message', 'told'),
+    [
+        ('turns', '', 'out of turns'),
+        ('tokens', '', 'out of tokens'),
+        ('truncated', '', 'cut off by the environment'),
+        ('error', 'Countdown raised KeyError: 3', 'the environment failed'),
+        ('timeout', 'Countdown took longer than 30 s', 'the environment took too long'),
+        ('invalid', 'Countdown: reward is no number', 'the environment answered nonsense'),
+    ],
+)
+def test_an_end_is_told_in_words(browser, tmp_path, end, message, told):
+    acted(tmp_path, end=end, message=message, success=None)
+    context = browser.new_context()
+    reader = Reader(context, read_rollouts(tmp_path), tmp_path, embedded=False)
+    facts = reader.page.locator('.ro-facts').first.text_content()
+    assert told in facts and 'success' not in facts and facts.endswith(message)
+    context.close()
+
+
 CONTRAST = """() => {
   const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
   const over = (colours) => {
@@ -397,7 +480,7 @@ CONTRAST = """() => {
   };
   let least = 21;
   for (const token of document.querySelectorAll('.ro-token[data-tint]')) {
-    const card = getComputedStyle(token.closest('.ro-response')).backgroundColor;
+    const card = getComputedStyle(token.closest('.ro-seen, .ro-response')).backgroundColor;
     const own = getComputedStyle(token);
     const ground = light(over(['white', card, own.backgroundColor]));
     const text = light(over([own.color]));

@@ -68,6 +68,7 @@ def test_what_is_read_is_what_was_written(tmp_path):
         'rewards': [2.0, -4.0],
         'advantages': [2.5, -5.0],
         'returns': [3.0, -6.0],
+        'episode': None,
     }
 
 
@@ -170,3 +171,15 @@ def test_a_long_run_keeps_phases_at_equal_distances():
     assert kept[0] == 1 and kept[-1] == 10_000
     assert max(gaps) <= 256  # 10 000 phases over 100 files
     assert all(phase % 128 == 0 for phase in kept[1:30])
+
+
+def test_recordings_of_earlier_versions_have_no_episodes_and_are_read(tmp_path):
+    import pyarrow.parquet as pq
+
+    path = write_rollouts(tmp_path, 1, [row(1, 0) | {'episode': '{"turns": []}'}])
+    assert read_rollouts(tmp_path)[0]['episode'] == '{"turns": []}'
+    pq.write_table(pq.read_table(path).drop_columns(['episode']), path)
+    assert read_rollouts(tmp_path) == [read_rollouts(tmp_path)[0] | {'episode': None}]
+    pq.write_table(pq.read_table(path).drop_columns(['mask']), path)
+    with pytest.warns(UserWarning, match="no column 'mask'"):
+        assert read_rollouts(tmp_path) == []

@@ -264,14 +264,21 @@ export function mountRollouts(element, source) {
     if (row.weighted_scores && row.weighted_scores.length > 1) {
       score.title = row.weighted_scores.map(([weight, own]) => `${show(weight)} × ${show(own)}`).join(' + ');
     }
-    const ends = { eos: 'ended', stop: 'stopped', length: 'cut at the limit' };
-    const others = [`KL ${show(row.kl)}`, `${row.tokens.length} tokens`, ends[row.finish_reason] ?? row.finish_reason];
+    const end = row.episode ? row.episode.end : row.finish_reason;
+    const others = [`KL ${show(row.kl)}`, `${row.tokens.length} tokens`, ENDS[end] ?? end];
+    if (row.episode) {
+      const count = row.episode.turns.length;
+      others.splice(1, 0, count === 1 ? '1 turn' : `${count} turns`);
+      if (row.episode.success != null) others.push(row.episode.success ? 'success' : 'no success');
+    }
     facts.append(score, make('span', 'muted', others.join(' · ')));
+    if (row.episode && row.episode.message) facts.append(make('span', 'ro-failure', row.episode.message));
     const body = make('div', 'ro-tokens');
     body.dir = 'auto';
     body.setAttribute('role', 'group');
     body.setAttribute('aria-label', `Tokens of response ${row.index}. Arrow keys go from token to token.`);
-    const entry = { row, body, spans: [], next: 0 };
+    const segments = row.episode ? segmentsOf(row) : [{ start: 0, stop: row.tokens.length }];
+    const entry = { row, body, spans: [], next: 0, segments };
     shown.push(entry);
     addTokens(entry, FIRST_TOKENS);
     if (entry.spans.length) entry.spans[0].tabIndex = 0;
@@ -290,11 +297,30 @@ export function mountRollouts(element, source) {
     return card;
   }
 
+  /* Where the tokens of a part go: the body itself, or a block of a turn or an observation. */
+  function placeOf(entry, segment) {
+    if (!entry.row.episode) return entry.body;
+    if (segment.place) return segment.place;
+    const block = make('div', segment.number ? 'ro-turn' : 'ro-seen');
+    const label = segment.number ? `turn ${segment.number}` : 'environment';
+    const head = make('div', 'ro-part');
+    head.append(make('span', '', label));
+    if (segment.number) head.append(make('span', 'ro-reward', rewardsOf(segment)));
+    block.setAttribute('role', 'group');
+    block.setAttribute('aria-label', segment.number ? `Turn ${segment.number}, ${rewardsOf(segment)}` : 'The environment');
+    segment.place = make('div');
+    block.append(head, segment.place);
+    entry.body.append(block);
+    return segment.place;
+  }
+
   /* A character of several tokens has no text until the last of them: they share one span. */
   function addTokens(entry, stop) {
-    const { row, spans, body } = entry;
-    const last = row.tokens.length - 1;
-    for (let from = entry.next; from <= last && from < stop; from = entry.next) {
+    const { row, spans, segments } = entry;
+    const end = Math.min(row.tokens.length, stop);
+    for (let from = entry.next; from < end; from = entry.next) {
+      const segment = segments.find((part) => from < part.stop);
+      const last = segment.stop - 1;
       let to = from;
       while (row.tokens[to] === '' && to < last) to++;
       const span = make('span', 'ro-token');
@@ -303,7 +329,7 @@ export function mountRollouts(element, source) {
       fill(span, row.tokens[to]);
       places.set(span, { entry, at: spans.length, from, to });
       spans.push(span);
-      body.append(span);
+      placeOf(entry, segment).append(span);
       entry.next = to + 1;
     }
   }
@@ -352,7 +378,12 @@ export function mountRollouts(element, source) {
     } else if (quantity) {
       legend.append(make('span', 'muted', `${quantity.name}: not recorded for these sequences`));
     }
-    if (shown.some(({ row }) => row.mask.includes(false))) {
+    if (shown.some(({ row }) => row.episode)) {
+      const row = make('span', 'ro-row');
+      row.append(make('span', 'ro-seen ro-key-seen', 'environment'), make('span', 'muted', 'what the policy was told: never learned from'));
+      legend.append(row);
+    }
+    if (shown.some(({ row }) => !row.episode && row.mask.includes(false))) {
       const row = make('span', 'ro-row');
       row.append(make('span', 'ro-token ro-masked', 'token'), make('span', 'muted', 'does not count: never learned from'));
       legend.append(row);
@@ -363,6 +394,7 @@ export function mountRollouts(element, source) {
   // ---------------------------------------------------------------- a token's numbers
   function linesOf(place) {
     const lines = [];
+    if (place.entry.row.episode && !place.entry.row.mask[place.to]) return lines; // nobody drew it
     for (const q of QUANTITIES) {
       const numbers = numbersAt(place, q.key);
       if (!numbers.some((x) => typeof x === 'number')) continue;
@@ -387,7 +419,7 @@ export function mountRollouts(element, source) {
     tip.replaceChildren();
     const ids = row.token_ids ? `, id ${row.token_ids.slice(place.from, place.to + 1).join(' ')}` : '';
     tip.append(make('bdi', 'ro-tip-name', nameOf(place)), make('span', 'muted', whereOf(place) + ids));
-    if (!row.mask[place.to]) tip.append(make('span', '', 'does not count'));
+    if (!row.mask[place.to]) tip.append(make('span', '', row.episode ? 'from the environment' : 'does not count'));
     const table = make('dl');
     for (const line of linesOf(place)) {
       const now = line.key === colour.value ? 'ro-now' : '';
@@ -443,7 +475,7 @@ export function mountRollouts(element, source) {
     showTip(span);
     const place = places.get(span);
     const told = [`${nameOf(place)}, ${whereOf(place)}`, ...linesOf(place).map((line) => `${line.name} ${line.value}`)];
-    if (!place.entry.row.mask[place.to]) told.push('does not count');
+    if (!place.entry.row.mask[place.to]) told.push(place.entry.row.episode ? 'from the environment' : 'does not count');
     live.textContent = told.join('; ');
   });
   list.addEventListener('focusout', hideTip);
@@ -543,6 +575,38 @@ function scaleOf(kind, numbers) {
     high: (sorted.at(-1) > high ? '≥ ' : '') + show(high),
     tint: (x) => ({ kind: 'amount', strength: high > low ? Math.min(1, Math.max(0, (x - low) / (high - low))) : 0 }),
   };
+}
+
+const ENDS = {
+  eos: 'ended',
+  stop: 'stopped',
+  length: 'cut at the limit',
+  terminated: 'the task ended',
+  truncated: 'cut off by the environment',
+  turns: 'out of turns',
+  tokens: 'out of tokens',
+  error: 'the environment failed',
+  timeout: 'the environment took too long',
+  invalid: 'the environment answered nonsense',
+};
+
+/* Parts of a response from an environment: turns of the policy, and the observations between them. */
+function segmentsOf(row) {
+  const found = [];
+  let at = 0;
+  row.episode.turns.forEach((turn, i) => {
+    if (turn.start > at) found.push({ start: at, stop: turn.start });
+    found.push({ ...turn, number: i + 1 });
+    at = turn.stop;
+  });
+  if (at < row.tokens.length) found.push({ start: at, stop: row.tokens.length });
+  return found;
+}
+
+function rewardsOf(turn) {
+  const entries = Object.entries(turn.rewards);
+  if (entries.length === 0) return 'no reward';
+  return entries.map(([name, value]) => `${name} ${show(value, true)}`).join(', ');
 }
 
 function sameGroup(a, b) {

@@ -14,19 +14,22 @@ over a key/value cache: those go through `chatgpt.rollout.hf`.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from chatgpt.batching import cut_by_tokens
-from chatgpt.rollout.engine import Call, InProcessEngine, changing_shapes
+from chatgpt.rollout.engine import Call, InProcessEngine, Turns, changing_shapes
+from chatgpt.rollout.local.append import AppendForm, find_append_form
 from chatgpt.rollout.local.cpu_speed import PackedModules
 from chatgpt.rollout.local.fixed_step import FixedSteps
 from chatgpt.rollout.local.slot_cache import SlotCache, attention_window, bytes_per_slot, decode_mask, find_mask_form
 from chatgpt.rollout.randomness import sample_keys, uniforms
-from chatgpt.rollout.sampling import Draw, TokenSampler
-from chatgpt.types import FinishReason, Sample
+from chatgpt.rollout.sampling import Draw, SamplingParams, TokenSampler
+from chatgpt.types import FinishReason, Prompt, Sample
 
 if TYPE_CHECKING:
     from chatgpt.nn import Actor
@@ -94,6 +97,7 @@ class LocalEngine(InProcessEngine):
         self._cache: SlotCache | None = None
         self._packed: PackedModules | None = None
         self._mask_form: Any = None
+        self._append_form: AppendForm | None = None
         self._checked: Any = None
         self._fixed: tuple[Any, FixedSteps] | None = None
         self._can_capture = True
@@ -124,23 +128,63 @@ class LocalEngine(InProcessEngine):
         except Exception:
             self.end()
             raise
-        self._checked, self._can_capture = kind, True
+        self._checked, self._can_capture, self._append_form = kind, True, None
 
     def check(self, config: Any, call: Call) -> list[int]:
         return check_local(config, call)
 
     def answer(self, call: Call, limits: list[int]) -> list[Sample]:
         """Raises FloatingPointError, naming sample and position, for non-finite logits."""
-        try:
-            self._packed = self._packed or PackedModules(self._actor)
-            with self._packed.active(), torch.inference_mode():
+        with self._cache_at_risk():
+            with self._computing():
                 run = LocalRun(self, call, limits)
                 run.loop()
             # outside of inference mode, so that the samples are ordinary tensors that autograd may save
             return run.samples()
+
+    def converse(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        indices: Sequence[int],
+        groups: Sequence[int] | None = None,
+        turns: Turns,
+    ) -> None:
+        """Draw all turns of these sequences, whose keys and values stay in the cache while `turns` says what follows.
+
+        `sampling`'s `max_new_tokens` and `max_length` bound all that stands after a prompt; end tokens, `stop` and
+        `min_new_tokens` are those of a turn. Which sequences are computed together follows from token counts and
+        order. Up to twice `max_batch_size` sequences are in the cache, of which at most `max_batch_size` are decoded
+        at once; one whose turn has ended stands at the end of the queue, and is waited for when `refill_fraction` of
+        the rows is free and it is its turn.
+
+        Raises what `generate` raises.
+        """
+        from chatgpt.rollout.local.conversation import Conversation
+
+        call, rooms = self.checked(prompts, sampling, seed, indices, groups)
+        if prompts:
+            with self._cache_at_risk(), self._computing():
+                if self._append_form is None:
+                    self._append_form = find_append_form(self._actor, self._mask_form)
+                Conversation(self, call, rooms, turns, self._append_form).loop()
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        self._packed = self._packed or PackedModules(self._actor)
+        with self._packed.active(), torch.inference_mode():
+            yield
+
+    @contextmanager
+    def _cache_at_risk(self) -> Iterator[None]:
+        """After a failure there is no cache: it may hold non-finite states, which a mask cannot hide."""
+        try:
+            yield
         except BaseException:
             self._note_capture()
-            self._cache = self._fixed = None  # it may hold non-finite states, which a mask cannot hide
+            self._cache = self._fixed = None
             raise
 
     def end(self) -> None:
@@ -216,7 +260,11 @@ class LocalRun:
     count, so that no step has to touch them.
     """
 
-    def __init__(self, engine: LocalEngine, call: Call, limits: list[int]) -> None:
+    def __init__(
+        self, engine: LocalEngine, call: Call, limits: list[int], *, most_rows: int = 0, spare_slots: int = 0
+    ) -> None:
+        """most_rows: of the cache, instead of the engine's `max_batch_size`. spare_slots: of each row, where steps have
+        a fixed shape."""
         self.engine, self.actor, self.call, self.limits = engine, engine._actor, call, limits
         self.prompts, self.sampling, self.indices = call.prompts, call.sampling, call.indices
         prompts, sampling = call.prompts, call.sampling
@@ -232,7 +280,7 @@ class LocalRun:
         self.queue = deque(range(len(prompts)))
         # the last token of a sequence is never fed back, so it needs no slot
         self.max_width = max(len(p.ids) + limit - 1 for p, limit in zip(prompts, limits, strict=True))
-        wanted = min(engine.max_batch_size, len(prompts))
+        wanted = min(most_rows or engine.max_batch_size, len(prompts))
         self.max_rows = engine.rows_that_fit(wanted, self.max_width)
         self.min_refill = max(1, engine.min_refill * self.max_rows // wanted)
         longest_prompt = max(len(p.ids) for p in prompts)
@@ -240,7 +288,7 @@ class LocalRun:
         # Blocks that are streamed come and go: their addresses hold for no graph.
         streams = any(getattr(module, 'is_streamed', False) for module in self.actor.modules())
         fixed = (self.device.type == 'cuda' and not streams) if engine.fixed_steps == 'auto' else engine.fixed_steps
-        capacity = max(longest_prompt, self.max_width if fixed else min(at_first, self.max_width))
+        capacity = max(longest_prompt, self.max_width + spare_slots if fixed else min(at_first, self.max_width))
         self.cache = engine.cache(self.max_rows, capacity)
         self.fixed: FixedSteps | None = None
         if fixed:
@@ -248,6 +296,7 @@ class LocalRun:
                 self.cache, self.sampler, self.uniforms, len(prompts) * self.max_new, capture=not streams
             )
         self.fixed_loaded = False
+        self.idle_slot = 0  # into which idle rows of a fixed shape write
         # live rows
         self.row_sample: list[int] = []
         self.row_offset: list[int] = []  # offset + step = tokens stored once the step's token is in
@@ -263,6 +312,7 @@ class LocalRun:
         self.free_to_end_from = 0  # step from which no live row is too short to end
         # results
         self.records: list[tuple[Tensor, Draw]] = []
+        self.began = [0] * len(prompts)  # tokens after the prompt where the response begins that is drawn now
         self.num_tokens = [0] * len(prompts)
         self.reasons: list[FinishReason] = ['length'] * len(prompts)
         self.ids: list[list[int]] = [[] for _ in prompts]  # kept only for `sampling.stop`
@@ -276,37 +326,42 @@ class LocalRun:
                 self.decode()
 
     def admit(self, free: int) -> None:
-        """Prefill the next waiting prompts into free rows and draw their first tokens. Equal prompts are computed
+        """Prefill the next waiting prompts into free rows and draw their first tokens."""
+        self.enter(self.prefilled([self.queue.popleft() for _ in range(min(free, len(self.queue)))]))
+
+    def prefilled(self, samples: list[int]) -> Iterator[tuple[list[int], Tensor]]:
+        """Samples in the order of the rows that they got, with their prompts' last logits. Equal prompts are computed
         once."""
         takers: dict[tuple[int, ...], list[int]] = {}
-        for _ in range(min(free, len(self.queue))):
-            sample = self.queue.popleft()
+        for sample in samples:
             takers.setdefault(tuple(self.prompts[sample].ids.tolist()), []).append(sample)
         distinct = list(takers)
-        tokens, states, ended = [self.token], [self.state], [False] * len(self.row_sample)
         for chunk in cut_by_tokens([len(ids) for ids in distinct], self.engine.max_prefill_tokens):
-            samples = [sample for c in chunk for sample in takers[distinct[c]]]
             logits = self.prefill([distinct[c] for c in chunk], [len(takers[distinct[c]]) for c in chunk])
+            yield [sample for c in chunk for sample in takers[distinct[c]]], logits
+
+    def enter(self, filled: Iterable[tuple[list[int], Tensor]]) -> None:
+        """Make rows live that have just been filled, and draw their first tokens."""
+        before = len(self.row_sample)
+        tokens, states, ended = [self.token], [self.state], [False] * before
+        for samples, logits in filled:
+            first = [s * self.max_new + self.began[s] for s in samples]
+            stored = [len(self.prompts[s].ids) + self.began[s] for s in samples]
             places = torch.tensor(
-                [
-                    [s * self.max_new for s in samples],
-                    [len(self.prompts[s].ids) for s in samples],
-                    [s * self.max_new + self.sampling.min_new_tokens for s in samples],
-                ],
-                device=self.device,
+                [first, stored, [place + self.sampling.min_new_tokens for place in first]], device=self.device
             )
             self.free_to_end_from = self.step + self.sampling.min_new_tokens
             token, flags = self.emit(logits, places)
             tokens.append(token)
             states.append(places + torch.tensor([[1], [0], [0]], device=self.device))
             ended += flags if flags is not None else [False] * len(samples)
-            for s in samples:
+            for s, length in zip(samples, stored, strict=True):
                 self.row_sample.append(s)
-                self.row_offset.append(len(self.prompts[s].ids) - self.step)
+                self.row_offset.append(length - self.step)
                 self.row_deadline.append(self.step + self.limits[s] - 1)
         self.token, self.state = torch.cat(tokens), torch.cat(states, dim=1)
         self.rows_changed()
-        self.retire(ended, first_new=len(ended) - sum(map(len, takers.values())))
+        self.retire(ended, first_new=before)
 
     def prefill(self, distinct: list[tuple[int, ...]], copies: list[int]) -> Tensor:
         """Prompts through the model into the next cache rows, each `copies[i]` times. Returns their last logits, (rows,
@@ -351,7 +406,7 @@ class LocalRun:
         """The same by a step of fixed shape. Returns which rows ended."""
         live = len(self.row_sample)
         if not self.fixed_loaded:
-            steps.load(self.token, self.state)
+            steps.load(self.token, self.state, self.idle_slot)
             self.fixed_loaded = True
         steps.run(live, width)
         self.token, self.state = steps.token[:live], steps.state[:, :live]
@@ -417,7 +472,7 @@ class LocalRun:
         self.row_deadline = [self.row_deadline[row] for row in order]
         if num_live:
             if holes:
-                self.cache.move(movers, holes, max(self.row_offset[hole] for hole in holes) + self.step)
+                self.fill(holes, movers)
                 index = torch.tensor(order, device=self.device)
                 self.state, self.token = self.state[:, index], self.token[index]
             else:
@@ -426,12 +481,22 @@ class LocalRun:
             self.state, self.token = self.state[:, :0], self.token[:0]
         self.rows_changed()
 
+    def fill(self, holes: list[int], movers: list[int]) -> None:
+        """What the cache holds in rows `movers` is now that of rows `holes`."""
+        self.cache.move(movers, holes, max(self.row_offset[hole] for hole in holes) + self.step)
+
     def rows_changed(self) -> None:
         self.fixed_loaded = False
         self.row_index = self.all_rows[: len(self.row_sample)]
         self.next_deadline = min(self.row_deadline, default=0)
         self.longest_offset = max(self.row_offset, default=0)
         self.shortest_offset = min(self.row_offset, default=0)
+
+    def not_finite(self, sample: int, position: int) -> FloatingPointError:
+        return FloatingPointError(
+            f'LocalEngine: the logits of sample {self.indices[sample]} are not finite at response position '
+            f"{position}; check the policy's weights and precision"
+        )
 
     def samples(self) -> list[Sample]:
         """The finished samples, in the order of the prompts."""
@@ -452,11 +517,7 @@ class LocalRun:
         edges = torch.ones(shape) if self.uniforms is None else table('edge_distance', torch.float32)
         bad = (~(torch.isfinite(filtered) & torch.isfinite(logprobs))).nonzero()
         if len(bad):
-            sample, position = bad[0].tolist()
-            raise FloatingPointError(
-                f'LocalEngine: the logits of sample {self.indices[sample]} are not finite at response position '
-                f"{position}; check the policy's weights and precision"
-            )
+            raise self.not_finite(*bad[0].tolist())
         return [
             self.call.sample(
                 i,

@@ -20,7 +20,7 @@ from chatgpt.run_folder import rollouts
 from chatgpt.run_folder.lines import json_safe
 from chatgpt.trainer.callbacks.base import Callback, TrainerView, check_interval
 from chatgpt.trainer.callbacks.token_texts import token_texts
-from chatgpt.types import Batch, Experience
+from chatgpt.types import Batch, Episode, Experience
 
 ARRAYS = ('old_logprobs', 'ref_logprobs', 'values', 'rewards', 'advantages', 'returns')
 """fields of `Experience` that are written, each (A,) fp32"""
@@ -154,7 +154,7 @@ def rows_of_phase(
     rows = []
     for e, array, mask in zip(experiences, floats.split(lengths, dim=1), masks, strict=True):
         prompt_ids, token_ids = e.prompt_ids.tolist(), e.response_ids.tolist()
-        prompt_tokens, tokens = token_texts(tokenizer, prompt_ids), token_texts(tokenizer, token_ids)
+        prompt_tokens, tokens = token_texts(tokenizer, prompt_ids), _texts(tokenizer, e, token_ids)
         gap = torch.where(mask, array[0] - array[1], 0.0).double().sum()
         rows.append(
             {
@@ -177,9 +177,26 @@ def rows_of_phase(
                 'entropy': entropy.get(e.index),
                 'weighted_scores': [[float(w), float(s)] for w, s in e.weighted_scores],
                 'columns': _plain(json.dumps(json_safe(e.columns), ensure_ascii=False)),
+                'episode': None
+                if e.episode is None
+                else _plain(json.dumps(json_safe(_told(e.episode)), ensure_ascii=False)),
             }
         )
     return rows
+
+
+def _texts(tokenizer: Any, e: Experience, ids: list[int]) -> list[str]:
+    """A text per token; of an episode of each turn and observation by itself, for a character that a turn leaves
+    unfinished is not finished by the environment."""
+    borders = [at for turn in e.episode.turns for at in (turn.start, turn.stop)] if e.episode is not None else []
+    borders = sorted({0, *borders, len(ids)})
+    return [text for a, b in zip(borders, borders[1:], strict=False) for text in token_texts(tokenizer, ids[a:b])]
+
+
+def _told(episode: Episode) -> dict[str, Any]:
+    """What the column 'episode' says."""
+    turns = [{'start': t.start, 'stop': t.stop, 'rewards': t.rewards} for t in episode.turns]
+    return {'turns': turns, 'end': episode.end, 'message': episode.message, 'success': episode.success}
 
 
 def _entropies(

@@ -14,11 +14,15 @@ import torch
 
 from chatgpt.trainer.callbacks.base import TrainerView, check_interval, say
 from chatgpt.trainer.callbacks.jsonl import RunFileWriter
-from chatgpt.types import Experience
+from chatgpt.types import Experience, Sample
 
 
 def rows_of(experiences: SequenceOf[Experience], num_rows: int, tokenizer: Any = None) -> list[dict[str, Any]]:
-    """The first `num_rows` as dicts: index, prompt, response, score, kl (nats, summed), num_tokens, ended."""
+    """The first `num_rows` as dicts: index, prompt, response, score, kl (nats, summed), num_tokens, ended.
+
+    Of an episode also end, success, and its parts in order: {'turn': text, 'rewards': {name: number}} and
+    {'observation': text}.
+    """
     rows = []
     for e in experiences[:num_rows]:
         kl = float(torch.where(e.response_mask, e.old_logprobs - e.ref_logprobs, 0.0).double().sum())
@@ -31,9 +35,34 @@ def rows_of(experiences: SequenceOf[Experience], num_rows: int, tokenizer: Any =
                 'kl': kl,
                 'num_tokens': e.num_actions,
                 'ended': e.ended,
+                **episode_row(e, tokenizer),
             }
         )
     return rows
+
+
+def episode_row(sample: Sample | Experience, tokenizer: Any) -> dict[str, Any]:
+    """What `rows_of` says of an episode; nothing of another response."""
+    episode = sample.episode
+    if episode is None:
+        return {}
+    parts: list[dict[str, Any]] = []
+    at = 0
+    for turn in episode.turns:
+        if turn.start > at:
+            parts.append({'observation': _text(sample.response_ids[at : turn.start], tokenizer)})
+        parts.append({'turn': _text(sample.response_ids[turn.start : turn.stop], tokenizer), 'rewards': turn.rewards})
+        at = turn.stop
+    failure = {'message': episode.message} if episode.message else {}
+    return {'end': episode.end, 'success': episode.success, 'parts': parts} | failure
+
+
+def shown_parts(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row for a table: of an episode the response with observations in brackets, without their line breaks."""
+    if 'parts' not in row:
+        return dict(row)
+    texts = [part['turn'] if 'turn' in part else f'[{part["observation"].strip()}]' for part in row['parts']]
+    return {name: value for name, value in row.items() if name != 'parts'} | {'response': ' '.join(texts)}
 
 
 def _text(ids: Any, tokenizer: Any) -> str:
@@ -90,7 +119,9 @@ class SampleTable(RunFileWriter):
         rows = rows_of(trainer.last_experiences, self.num_rows, trainer.tokenizer)
         self._file.write(trainer, step, rows)
         if self.show:
-            table = format_table(rows, ('score', 'kl', 'prompt', 'response'), width=self.width)
+            ends = ('end',) if 'parts' in rows[0] else ()
+            shown = [shown_parts(row) for row in rows]
+            table = format_table(shown, ('score', 'kl', *ends, 'prompt', 'response'), width=self.width)
             say(f'samples of phase {step}\n{table}')
 
     def on_log(

@@ -1,0 +1,82 @@
+"""What players reach in a game: the random one, the best one, or yours.
+
+    print(score('tictactoe', best, opponent='perfect'))
+
+Left out: the published numbers (benchmarks/game_scores.py, docs/environments.md).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from chatgpt.environments.games import GAMES, Game
+
+Player = Callable[[Game], str]
+"""the next move in a game"""
+Z = 1.959964
+"""95 % of a normal distribution lie within so many standard deviations"""
+
+
+def best(game: Game) -> str:
+    return game.best()
+
+
+def random_player(seed: int = 0) -> Player:
+    """Any move that is allowed, each as likely as the others."""
+    draws = random.Random(seed)
+    return lambda game: draws.choice(game.moves())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """Of a player over episodes. `*_error`: half the width of the 95 % interval."""
+
+    episodes: int
+    return_mean: float
+    return_error: float
+    success: float
+    success_low: float
+    """of the 95 % interval by Wilson (1927), as is `success_high`"""
+    success_high: float
+    turns_mean: float
+
+
+def play(game: Game, player: Player, seed: int) -> tuple[float, bool, int]:
+    """One episode: return, success, number of turns."""
+    game.reset(seed)
+    total, turns = 0.0, 0
+    while True:
+        _, reward, terminated, truncated, info = game.step(player(game))
+        total, turns = total + reward, turns + 1
+        if terminated or truncated:
+            return total, info['success'], turns
+
+
+def score(game: str, player: Player, *, episodes: int = 1000, first_seed: int = 0, **options: Any) -> Score:
+    """A player's score over the tasks of `episodes` seeds in a row. `game`: a name in `GAMES`."""
+    made = GAMES[game](**options)
+    returns, successes, turns = zip(*(play(made, player, first_seed + i) for i in range(episodes)), strict=True)
+    mean = sum(returns) / episodes
+    variance = sum((r - mean) ** 2 for r in returns) / max(episodes - 1, 1)
+    low, high = wilson(sum(successes), episodes)
+    return Score(
+        episodes=episodes,
+        return_mean=mean,
+        return_error=Z * math.sqrt(variance / episodes),
+        success=sum(successes) / episodes,
+        success_low=low,
+        success_high=high,
+        turns_mean=sum(turns) / episodes,
+    )
+
+
+def wilson(count: int, total: int) -> tuple[float, float]:
+    """The 95 % interval of a share (Wilson 1927)."""
+    share, spread = count / total, Z * Z / total
+    centre = (share + spread / 2) / (1 + spread)
+    width = Z / (1 + spread) * math.sqrt(share * (1 - share) / total + spread / (4 * total))
+    return max(0.0, centre - width), min(1.0, centre + width)

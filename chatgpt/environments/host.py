@@ -1,0 +1,140 @@
+"""Environments in one place, a thread or a process: made, called one at a time, closed. What they do wrong becomes a
+`Failure`.
+
+Left out: limits on time but for coroutines, which end themselves (`runner` sees to the rest).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from chatgpt.environments.base import (
+    EnvironmentFactory,
+    Failure,
+    InvalidStep,
+    Step,
+    checked_observation,
+    checked_rewards,
+    checked_step,
+)
+from chatgpt.rewards.calling import told
+
+Answer = Step | Failure
+
+
+def name_of(factory: Any) -> str:
+    """What messages call an environment: its class's or its function's name."""
+    factory = getattr(factory, 'func', factory)  # a partial
+    return getattr(factory, '__qualname__', None) or type(factory).__name__
+
+
+class Host:
+    """Environments by number.
+
+    Args:
+        factory: makes the environment of one episode.
+        limit_s: of one `reset` or `step` that is a coroutine; it is cancelled then. Coroutines of all environments of a
+            host run in one event loop, which goes on between their steps, so connections stay alive.
+    """
+
+    def __init__(self, factory: EnvironmentFactory, limit_s: float) -> None:
+        self.factory, self.limit_s, self.name = factory, limit_s, name_of(factory)
+        self.environments: dict[int, Any] = {}
+        self.asynchronous: set[int] = set()
+        """those that belong to this host's event loop"""
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def reset(self, number: int, seed: int, columns: Mapping[str, Any]) -> Answer:
+        def first() -> Step:
+            environment = self.environments[number] = self.factory()
+            return Step(observation=checked_observation(self._called(number, environment.reset, seed, **columns)))
+
+        return self._answered(first)
+
+    def step(self, number: int, response: str | Mapping[str, Any]) -> Answer:
+        environment = self.environments[number]
+        return self._answered(lambda: checked_step(self._called(number, environment.step, response)))
+
+    def finish(self, number: int) -> Answer:
+        """What an episode is worth that is cut off, where its environment says so."""
+        finish = getattr(self.environments[number], 'finish', dict)
+        return self._answered(lambda: Step(observation='', rewards=checked_rewards(self._called(number, finish))))
+
+    def close(self, number: int) -> None:
+        """End an environment. What its `close` raises concerns nobody any more."""
+        environment = self.environments.pop(number, None)
+        if callable(getattr(environment, 'close', None)):
+            try:
+                self._called(number, environment.close)
+            except BaseException:
+                pass
+        self.asynchronous.discard(number)
+
+    def end(self) -> None:
+        """Close what is open, and the event loop."""
+        for number in list(self.environments):
+            self.close(number)
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+
+    def _answered(self, ask: Callable[[], Step]) -> Answer:
+        start = time.perf_counter()
+        try:
+            return replace(ask(), seconds=time.perf_counter() - start)
+        except InvalidStep as error:
+            reason, message = 'invalid', str(error)
+        except _TookTooLong:
+            reason, message = 'timeout', f'took longer than {self.limit_s:g} s'
+        except BaseException as error:  # SystemExit too: the episode ends, and not the run
+            reason, message = 'error', f'raised {told(error)}'
+        return failure(reason, f'{self.name}: {message}', time.perf_counter() - start)
+
+    def _called(self, number: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        value = fn(*args, **kwargs)
+        if not inspect.isawaitable(value):
+            return value
+        self.asynchronous.add(number)
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=_run, args=(self._loop,), name='environment-loop', daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(_within(value, self.limit_s), self._loop).result()
+
+
+class _TookTooLong(Exception):
+    pass
+
+
+async def _within(value: Awaitable[Any], limit_s: float) -> Any:
+    """Like `asyncio.wait_for`, and tells its own limit from a TimeoutError that the environment raised."""
+    task = asyncio.ensure_future(value)
+    done, _ = await asyncio.wait({task}, timeout=limit_s)
+    if done:
+        return task.result()
+    task.cancel()
+    await asyncio.wait({task})
+    raise _TookTooLong
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        for task in (left := asyncio.all_tasks(loop)):
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()
+
+
+def failure(reason: Any, message: str, seconds: float = 0.0) -> Failure:
+    """A `Failure` whose message is one line."""
+    line = ' '.join(message.split())
+    return Failure(reason=reason, message=line if len(line) <= 300 else line[:297] + '...', seconds=seconds)

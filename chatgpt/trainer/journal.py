@@ -1,0 +1,113 @@
+"""What environments answered in a phase that was dropped, so that a resume can tell whether they answer so again.
+
+A stop in the middle of collecting drops the phase: a resume generates its samples again, the same tokens from (seed,
+sample index, position), and plays their episodes again, from the same seeds with the same responses. That gives the
+same run to the bit if environments follow from their seed and the responses alone. Whether they do is checked here: a
+checkpoint holds, of each episode of a dropped phase and of each of its turns, a digest of the response, a digest of
+what the environment answered (observation and rewards), and the observation's beginning.
+
+An answer that differs is a warning, and not an error: the new episode is whole in itself and nothing wrong is learned
+from it, what is lost is the promise that a resume repeats the run; and an environment over live data cannot keep that.
+
+Left out: environments that are built again within an episode, whose transcript must not change under way
+(`chatgpt.environments.runner`), and samples in flight, which a checkpoint holds whole (`pipeline`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+from torch import Tensor
+
+from chatgpt.types import Sample
+
+BEGINNING = 60
+"""characters of an observation that are kept for being shown"""
+
+Entry = list[str]
+"""digest of the response, digest of the answer to it, the answer's beginning; the first entry of an episode is of
+`reset`, without a response"""
+
+
+class Journal:
+    """Episodes of the phase that is collected, by sample index.
+
+    Args:
+        name: of the environment, for messages.
+        decode: ids -> text.
+    """
+
+    def __init__(self, name: str, decode: Callable[[list[int]], str]) -> None:
+        self.name, self.decode = name, decode
+        self._played: dict[int, list[Entry]] = {}
+        self._expected: dict[int, list[Entry]] = {}
+        self._has_warned = False
+
+    def record(self, samples: SequenceOf[Sample]) -> None:
+        """Note the episodes, and compare those that a checkpoint knows."""
+        for sample in samples:
+            if sample.episode is None:
+                continue
+            self._played[sample.index] = now = self._entries(sample)
+            before = self._expected.pop(sample.index, None)
+            found = None if before is None else _difference(before, now)
+            if found is not None and not self._has_warned:
+                self._has_warned = True  # of one that answers by the clock every turn differs
+                turn, was, is_ = found
+                warnings.warn(
+                    f'{self.name} answers differently when it is played again, so this run does not repeat the one it '
+                    f'resumes: sample {sample.index}, turn {turn}: {was!r} before, {is_!r} now; let it follow from its '
+                    'seed and the responses alone',
+                    stacklevel=2,
+                )
+
+    def clear(self) -> None:
+        """The phase is learned from."""
+        self._played, self._expected = {}, {}
+
+    def state(self, gather: Callable[[Any], list[Any]]) -> dict[str, list[Entry]]:
+        """For a checkpoint, as JSON: of all ranks together. A collective."""
+        everyone = gather({str(index): entries for index, entries in (self._expected | self._played).items()})
+        return {index: entries for one in everyone for index, entries in one.items()}
+
+    def expect(self, state: Mapping[str, list[Entry]]) -> None:
+        """Of a checkpoint. Entries of other ranks' samples do no harm."""
+        self._expected = {int(index): list(entries) for index, entries in state.items()}
+
+    def _entries(self, sample: Sample) -> list[Entry]:
+        assert sample.episode is not None
+        turns, ids = sample.episode.turns, sample.response_ids
+        entries = [['', _digest(sample.prompt_ids), self._beginning(sample.prompt_ids)]]
+        for at, turn in enumerate(turns):
+            stop = turns[at + 1].start if at + 1 < len(turns) else sample.num_actions
+            answer = ids[turn.stop : stop]
+            last = sample.episode.end if at + 1 == len(turns) else ''
+            entries.append(
+                [
+                    _digest(ids[turn.start : turn.stop]),
+                    _digest(answer, sorted(turn.rewards.items()), last),
+                    self._beginning(answer) or f'{last} {dict(turn.rewards)}',
+                ]
+            )
+        return entries
+
+    def _beginning(self, ids: Tensor) -> str:
+        return self.decode(ids[:BEGINNING].tolist())[:BEGINNING]
+
+
+def _digest(ids: Tensor, *more: Any) -> str:
+    return hashlib.blake2b(repr((ids.tolist(), *more)).encode(), digest_size=8).hexdigest()
+
+
+def _difference(before: list[Entry], now: list[Entry]) -> tuple[int, str, str] | None:
+    """The first turn whose answer differs although all responses up to it are the same, and both beginnings."""
+    for turn, (old, new) in enumerate(zip(before, now, strict=False)):
+        if old[0] != new[0]:
+            return None  # the policy said something else, which is not the environment's doing
+        if old[1] != new[1]:
+            return turn, old[2], new[2]
+    return None

@@ -1,0 +1,79 @@
+"""A small PPO run in an environment, whole or cut: `python episode_runs.py RUN_DIR [KILL_AT]` resumes where it can."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from small_environments import Letters
+
+from chatgpt.environments import EnvironmentSettings
+from chatgpt.nn import Actor, Critic
+from chatgpt.run_folder.rollouts import read_rollouts
+from chatgpt.testing import byte_tokenizer, tiny_causal_lm
+from chatgpt.trainer import PPOTrainer
+from chatgpt.trainer.callbacks import SaveCheckpoint
+from chatgpt.trainer.strategies import NaiveStrategy
+
+
+def make(
+    run_dir: Path | None, environment: Any = Letters, *, settings: Any = None, callbacks: Any = (), **config: Any
+) -> Any:
+    tokenizer = byte_tokenizer()
+    torch.manual_seed(0)
+    size = {'vocab_size': len(tokenizer), 'n_positions': 128}
+    actor, critic = Actor(tiny_causal_lm('gpt2', **size)), Critic(tiny_causal_lm('gpt2', **size))
+    needs_critic = config.get('advantage_estimator', 'gae') == 'gae'
+    strategy = NaiveStrategy(seed=3)
+    (actor, actor_optim), (critic, critic_optim) = strategy.prepare(
+        *((model, torch.optim.AdamW(model.parameters(), lr=1e-2)) for model in (actor, critic))
+    )
+    return PPOTrainer(
+        strategy,
+        actor,
+        critic if needs_critic else None,
+        None,
+        None,
+        actor_optim,
+        critic_optim if needs_critic else None,
+        tokenizer=tokenizer,
+        environment=environment,
+        environment_settings=settings or EnvironmentSettings(max_turn_tokens=4, num_workers=1),
+        run_dir=run_dir,
+        callbacks=[*callbacks, *([SaveCheckpoint()] if run_dir is not None else [])],
+        **(
+            {'experience_batch_size': 2, 'num_samples_per_prompt': 2, 'train_batch_size': 4, 'kl_coef': 0.0}
+            | {'max_new_tokens': 40}
+            | config
+        ),
+    )
+
+
+def fit(trainer: Any) -> None:
+    """Three phases of two timesteps of four episodes of three steps: 72 steps."""
+    trainer.fit(max_timesteps=6, update_timesteps=2)
+
+
+def left(run_dir: Path) -> dict[str, Any]:
+    """What a run leaves: metrics without times, recorded sequences, and weights in its newest checkpoint."""
+    lines = [json.loads(line) for line in (run_dir / 'metrics.jsonl').read_text().splitlines()]
+    metrics = [{k: v for k, v in line.items() if not k.startswith('perf/')} for line in lines]
+    rollouts = read_rollouts(run_dir)
+    newest = max((run_dir / 'checkpoints').glob('step-*'))
+    weights = {p.name: p.read_bytes() for p in sorted(newest.rglob('*.safetensors'))}
+    assert weights and len(metrics) == 3 and len(rollouts) == 24
+    return {'metrics': metrics, 'rollouts': repr(rollouts), 'weights': weights}
+
+
+if __name__ == '__main__':
+    folder = Path(sys.argv[1])
+    Letters.at = int(sys.argv[2]) if len(sys.argv) > 2 else None
+    Letters.do = staticmethod(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    trainer = make(folder)
+    trainer.load_checkpoint('auto')
+    fit(trainer)

@@ -1,0 +1,118 @@
+"""A run that ends in the middle of an episode goes on to the same bits; an environment that does not repeat is
+named."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import episode_runs
+import pytest
+from episode_runs import fit, left, make
+from small_environments import Clocked, Letters
+
+from chatgpt.checkpoint import CheckpointReader
+from chatgpt.environments import EnvironmentSettings
+
+LINE = re.compile(r'Clocked answers differently when it is played again.*: sample (\d+), turn (\d+): (.*)')
+
+
+@pytest.fixture(autouse=True)
+def _counts_begin_anew():
+    Letters.num_steps, Letters.at = 0, None
+    yield
+    Letters.num_steps, Letters.at = 0, None
+
+
+@pytest.fixture(scope='module')
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('episodes') / 'straight'
+    Letters.num_steps, Letters.at = 0, None
+    fit(make(folder))
+    assert Letters.num_steps == 72
+    return left(folder)
+
+
+def stop_in_a_step(folder, environment, at, settings=None):
+    """SIGTERM from inside of a step: the phase is dropped, and a checkpoint written."""
+    environment.num_steps, environment.at = 0, at
+    with pytest.raises(SystemExit) as stopped:
+        fit(make(folder, environment, settings=settings))
+    assert stopped.value.code == 143
+    environment.at = None
+
+
+def resumed(folder, environment, settings=None):
+    trainer = make(folder, environment, settings=settings)
+    assert trainer.load_checkpoint('auto')
+    fit(trainer)
+    return trainer
+
+
+@pytest.mark.parametrize('at', [5, 29])
+def test_stopped_within_an_episode(undisturbed, tmp_path, at):
+    stop_in_a_step(tmp_path, Letters, at)
+    assert len((tmp_path / 'metrics.jsonl').read_text().splitlines() if at > 24 else []) == at // 24
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        resumed(tmp_path, Letters)
+    assert left(tmp_path) == undisturbed
+
+
+def test_in_worker_processes_it_is_the_same_run(undisturbed, tmp_path):
+    settings = EnvironmentSettings(max_turn_tokens=4, workers='processes', num_workers=2)
+    fit(make(tmp_path, settings=settings))
+    assert left(tmp_path) == undisturbed
+
+
+def test_an_environment_that_does_not_repeat_is_named(tmp_path):
+    stop_in_a_step(tmp_path, Clocked, 29)
+    with pytest.warns(UserWarning, match='answers differently') as caught:
+        trainer = resumed(tmp_path, Clocked)
+    told = [found for w in caught if (found := LINE.match(str(w.message)))]
+    assert len(told) == 1, 'once'
+    sample, turn, beginnings = told[0].groups()
+    assert (sample, turn) == ('8', '2'), 'the first of the phase that was dropped'
+    assert re.fullmatch(r"'<\d{5,}>' before, '<\d{5,}>' now; let it follow from its seed .*", beginnings)
+    assert trainer.phase == 3, 'the run goes on'
+
+
+def test_the_journal_is_of_dropped_phases_only(tmp_path):
+    stop_in_a_step(tmp_path, Letters, 29)
+    newest = max((tmp_path / 'checkpoints').glob('step-*'))
+    with CheckpointReader(newest) as reader:
+        journal = reader.json()['trainer']['journal']
+    assert sorted(map(int, journal)) == [8, 9, 10, 11], 'the timestep in which the stop was asked for'
+    assert all(len(entries) == 4 for entries in journal.values()), 'reset and three turns'
+    for entries in journal.values():
+        assert re.match(r'[2-6]:', entries[0][2].replace('<bos>', '')), entries[0]
+        assert all(re.match(r'<\d\d>', entry[2]) for entry in entries[1:3])
+    resumed(tmp_path, Letters)
+    newest = max((tmp_path / 'checkpoints').glob('step-*'))
+    with CheckpointReader(newest) as reader:
+        assert reader.json()['trainer']['journal'] == {}
+
+
+def test_another_environment_is_told(tmp_path):
+    stop_in_a_step(tmp_path, Letters, 29)
+    settings = EnvironmentSettings(max_turn_tokens=4, max_turns=2, num_workers=1)
+    with pytest.warns(UserWarning) as caught:
+        resumed(tmp_path, Letters, settings)
+    told = [str(w.message) for w in caught]
+    assert any('environment.max_turns 16 → 2' in line for line in told)
+    assert not any('differently' in line for line in told), 'what has changed is not the environment'
+
+
+@pytest.mark.system
+def test_killed_within_an_episode(undisturbed, tmp_path):
+    """SIGKILL in a step of the second phase, then a resume from the checkpoint of the first."""
+    root = Path(episode_runs.__file__).parents[2]
+    env = os.environ | {'PYTHONPATH': str(root)}
+    program = [sys.executable, episode_runs.__file__, str(tmp_path)]
+    assert subprocess.run([*program, '29'], env=env, timeout=300).returncode == -9
+    assert subprocess.run(program, env=env, timeout=300).returncode == 0
+    assert left(tmp_path) == undisturbed

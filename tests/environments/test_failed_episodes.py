@@ -1,0 +1,181 @@
+"""Episodes whose environment failed teach nothing or pay a penalty, and a phase of nothing else ends the run."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from episode_runs import make
+from small_environments import NEVER, Fails
+
+from chatgpt.environments import EnvironmentSettings
+from chatgpt.experience.shaping import ScoreShaper
+from chatgpt.trainer import PPOConfig
+from chatgpt.trainer.failed_episodes import EpisodesFailed
+from chatgpt.types import Episode, Sample
+
+
+@pytest.fixture(autouse=True)
+def _counts_begin_anew():
+    NEVER.clear()
+    Fails.count, Fails.faults = 0, {}
+    yield
+    NEVER.set()
+
+
+def play(faults, **config):
+    """One timestep of one group of four, whose returns would be 2, 3, 4, 5."""
+    Fails.faults = faults
+    settings = EnvironmentSettings(max_turn_tokens=3, num_workers=1, step_timeout_s=0.3)
+    defaults = {'advantage_estimator': 'dr_grpo', 'experience_batch_size': 1, 'num_samples_per_prompt': 4}
+    trainer = make(None, Fails, settings=settings, **(defaults | config))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        trainer.fit(max_timesteps=1, update_timesteps=1)
+    return trainer.last_experiences, [str(w.message) for w in caught if 'failed' in str(w.message)]
+
+
+def advantages(experiences):
+    """Of each episode, the one that all its tokens have."""
+    found = []
+    for e in experiences:
+        own = e.advantages[e.response_mask]
+        assert not e.advantages[~e.response_mask].any()
+        found.append(own[0].item() if len(own) else None)
+        assert not len(own) or (own == own[0]).all()
+    return found
+
+
+def test_nothing_fails():
+    experiences, told = play({})
+    assert advantages(experiences) == [-1.5, -0.5, 0.5, 1.5] and not told  # 2 3 4 5, mean 3.5
+
+
+@pytest.mark.parametrize('fault', ['error', 'timeout', 'invalid', 'reset'])
+def test_a_failed_episode_is_left_out_of_loss_and_baseline(fault):
+    experiences, told = play({1: fault})
+    assert advantages(experiences) == [None, -1.0, 0.0, 1.0], 'the mean of 3 4 5; with the failed one it would be less'
+    assert experiences[0].episode.end == ('error' if fault == 'reset' else fault)
+    assert [line.partition('; ')[0] for line in told] == [
+        f'1 of 4 episodes of phase 1 failed (1 {experiences[0].episode.end})'
+    ]
+    turns = experiences[0].episode.turns
+    assert len(turns) == (0 if fault == 'reset' else 2)
+
+
+@pytest.mark.parametrize(
+    ('estimator', 'expected'),
+    [
+        # RLOO, of 3 and 5 that are left: each against the other
+        ('rloo', [None, -2.0, None, 2.0]),
+        # alone in its group: nothing to compare with
+        ('dr_grpo', [None, None, None, 0.0]),
+    ],
+)
+def test_few_are_left(estimator, expected):
+    faults = {number + 1: 'error' for number, advantage in enumerate(expected) if advantage is None}
+    experiences, _ = play(faults, advantage_estimator=estimator)
+    assert advantages(experiences) == expected
+
+
+def test_a_failed_episode_pays_at_its_last_token():
+    experiences, _ = play({4: 'error'}, environment_failures='penalise', failure_reward=-3.0, overlong_filter=True)
+    assert advantages(experiences) == [0.25, 1.25, 2.25, -3.75]  # 2 3 4 and 1 − 3, mean 1.75
+    e = experiences[3]
+    first, second = e.episode.turns
+    expected = torch.zeros(e.num_actions)
+    expected[first.stop - 1], expected[second.stop - 1] = 1.0, -3.0
+    assert torch.equal(e.rewards, expected)
+    # By default −1; one that failed before its first turn has no token to pay, and stays out.
+    Fails.count = 0
+    experiences, _ = play({1: 'reset', 4: 'error'}, environment_failures='penalise')
+    first, *others = advantages(experiences)
+    assert first is None and others == pytest.approx([3 - 7 / 3, 4 - 7 / 3, 0 - 7 / 3])
+
+
+def test_all_failing_ends_the_run():
+    with pytest.raises(
+        EpisodesFailed,
+        match=r'^all 4 episodes of phase 1 failed \(3 error, 1 invalid\); the first: Fails: raised RuntimeError: the ',
+    ):
+        play({1: 'error', 2: 'error', 3: 'invalid', 4: 'error'})
+
+
+def test_dynamic_sampling_does_not_count_a_failure_as_a_difference():
+    """A group of equal scores, but for the one that failed, is replaced by a further one."""
+
+    class Same(Fails):
+        def step(self, response):
+            observation, reward, done, *rest = super().step(response)
+            alike = Fails.count <= 4
+            return observation, 1.0 if alike else reward, done, *rest
+
+    Fails.faults = {2: 'error'}
+    settings = EnvironmentSettings(max_turn_tokens=3, num_workers=1)
+    trainer = make(
+        None,
+        Same,
+        settings=settings,
+        advantage_estimator='dr_grpo',
+        experience_batch_size=1,
+        num_samples_per_prompt=4,
+        dynamic_sampling_rounds=2,
+    )
+    with pytest.warns(UserWarning, match='failed'):
+        trainer.fit(max_timesteps=1, update_timesteps=1)
+    assert [e.index for e in trainer.last_experiences] == [4, 5, 6, 7]
+    assert trainer.sampling_metrics['rollout/dynamic_rounds'] == 1.0
+
+
+def sample(end, counts=True):
+    ids = torch.tensor([5, 6])
+    mask = torch.tensor([counts, counts])
+    return Sample(
+        index=0,
+        group=0,
+        prompt_ids=ids,
+        response_ids=ids,
+        response_mask=mask,
+        logprobs=torch.zeros(2),
+        filtered_logprobs=torch.zeros(2),
+        edge_distances=torch.ones(2),
+        finish_reason='length',
+        episode=Episode(turns=(), end=end),
+    )
+
+
+def test_statistics_of_scores_leave_out_what_is_left_out():
+    shaper = ScoreShaper('running')
+    shaper([1.0, 100.0, 3.0], [sample('turns'), sample('error', counts=False), sample('turns')])
+    assert shaper.moments.count == 2 and shaper.moments.mean == 2.0
+    shaper([1.0, 5.0], [sample('turns'), sample('error')])
+    assert shaper.moments.count == 4, 'one that pays counts'
+
+
+def test_a_failure_pays_its_own_reward_and_not_that_of_a_missing_end():
+    shaper = ScoreShaper(missing_eos_score=-9.0, failure_reward=-2.0)
+    assert shaper([1.0, 1.0], [sample('turns'), sample('timeout')]) == [-9.0, -1.0]
+    dense, once = shaper.of_tokens(torch.tensor([0.5, 0.0]), sample('timeout'))
+    assert dense.tolist() == [0.5, 0.0] and once == -2.0
+
+
+@pytest.mark.parametrize(
+    ('settings', 'message'),
+    [
+        ({'environment_failures': 'ignore'}, "environment_failures='ignore'"),
+        ({'failure_reward': -1.0}, "failure_reward=-1.0 is paid with environment_failures='penalise'; got 'mask'"),
+        (
+            {
+                'advantage_estimator': 'gdpo',
+                'environment_failures': 'penalise',
+                'kl_coef': 0.0,
+                'num_samples_per_prompt': 2,
+            },
+            "environment_failures='penalise' acts on the sum of the rewards",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit(settings, message):
+    with pytest.raises(ValueError, match=message.replace('(', r'\(')):
+        PPOConfig(**settings).validate()

@@ -1,0 +1,325 @@
+"""Environments that raise, hang, die and talk nonsense: their episode ends with a reason, all others go on, and nothing
+is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from small_environments import NEVER, Awaited, Closing, Counter, Moody
+
+from chatgpt.environments import EnvironmentSettings, Failure, Runner, Step, find_environment
+from chatgpt.environments import runner as runner_module
+
+KINDS = ('threads', 'processes')
+
+
+MADE: list[Runner] = []
+
+
+def made(factory=Counter, kind='threads', *, limit=0.3, num_workers=2):
+    MADE.append(Runner(factory, EnvironmentSettings(step_timeout_s=limit, workers=kind, num_workers=num_workers)))
+    return MADE[-1]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left():
+    """No thread, no process, no descriptor more than before; threads that hang are let go first."""
+    NEVER.clear()
+    threads, files = threading.active_count(), len(os.listdir('/proc/self/fd'))
+    yield
+    NEVER.set()
+    while MADE:
+        MADE.pop().close()  # of a test that failed, for the sake of the others
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        now = threading.active_count(), len(os.listdir('/proc/self/fd')), children()
+        if now[0] <= threads and now[1] <= files and not now[2]:
+            return
+        time.sleep(0.02)
+    pytest.fail(f'left: {threading.enumerate()}, descriptors {files} -> {now[1]}, processes {now[2]}')
+
+
+def children(pid=None):
+    pid = pid or os.getpid()
+    found = []
+    for task in Path(f'/proc/{pid}/task').iterdir():
+        try:
+            found += [int(child) for child in (task / 'children').read_text().split()]
+        except FileNotFoundError:  # the thread has ended
+            pass
+    return found
+
+
+def is_there(pid):
+    try:
+        return Path(f'/proc/{pid}/stat').read_text().rsplit(')', 1)[1].split()[0] != 'Z'
+    except FileNotFoundError:
+        return False
+
+
+def play(runner, key, *responses, seed=7, **columns):
+    runner.start(key, seed, columns)
+    answers = [runner.result(key)]
+    for response in responses:
+        runner.act(key, response)
+        answers.append(runner.result(key))
+    return answers
+
+
+def texts(answers):
+    return [a.observation if isinstance(a, Step) else a.reason for a in answers]
+
+
+@pytest.mark.parametrize('factory', [Counter, Awaited])
+@pytest.mark.parametrize('kind', KINDS)
+def test_episodes_go_side_by_side(kind, factory):
+    starts = {1: 100, 2: 200, 3: 300}
+    runner = made(factory, kind, limit=20)
+    for seed in starts:
+        runner.start(f'k{seed}', seed, {})
+    for seed, at in starts.items():
+        assert runner.result(f'k{seed}').observation == f'at {at}\n'
+    for seed in starts:
+        runner.act(f'k{seed}', 'x')
+    for seed, at in starts.items():
+        step = runner.result(f'k{seed}')
+        assert step.observation == f'at {at + 1} x\n' and step.rewards == {'reward': 1.0} and step.seconds >= 0
+        runner.forget(f'k{seed}')
+    runner.close()
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_what_raises_and_what_is_nonsense_ends_one_episode(kind):
+    runner = made(Counter, kind, limit=20, num_workers=1)
+    runner.start('other', 7, {})
+    expected = {
+        'raise': ('error', 'Counter: raised ValueError: two lines, at '),
+        'exit': ('error', 'Counter: raised SystemExit: enough, at '),
+        'pair': ('invalid', "Counter: step returned ('at', 1.0); return (observation, reward, "),
+        'number': ('invalid', "Counter: reward='much' is not a number"),
+        'nan': ('invalid', 'Counter: reward=nan is not a finite number'),
+        'infinite': ('invalid', 'Counter: b=inf is not a finite number'),
+        'role': ('invalid', "Counter: message {'role': 'wizard', 'content': 'at'} has none of the roles system, "),
+        'content': ('invalid', "Counter: message {'role': 'user', 'content': 5} has no text as its content"),
+        'bytes': ('invalid', "Counter: observation b'at' is neither a text nor a list of messages"),
+        'flag': ('invalid', "Counter: terminated='yes' is not a bool"),
+        'info': ('invalid', 'Counter: info is a str, not a dict'),
+        'success': ('invalid', "Counter: info['success']='very' is not a bool"),
+    }
+    if kind == 'processes':
+        expected['lambda'] = ('invalid', 'Counter: its answer cannot be pickled, and so not leave its process: ')
+    for verb, (reason, message) in expected.items():
+        failure = play(runner, verb, f'do:{verb}')[-1]
+        assert isinstance(failure, Failure) and failure.reason == reason
+        assert failure.message.startswith(message) and '\n' not in failure.message
+        runner.forget(verb)
+    for how, reason in (('raises', 'error'), ('nonsense', 'invalid')):
+        assert play(runner, how, reset=how)[0].reason == reason
+        runner.forget(how)
+    runner.act('other', 'still here')
+    assert runner.result('other').observation == 'at 701 still here\n'
+    runner.close()
+
+
+@pytest.mark.parametrize('factory', [Counter, Awaited])
+@pytest.mark.parametrize(('kind', 'verb'), [('threads', 'hang'), ('processes', 'hang'), ('processes', 'spin')])
+def test_a_step_that_hangs_ends_one_episode(kind, verb, factory):
+    runner = made(factory, kind, num_workers=1)
+    begun = texts(play(runner, 'other', 'a', 'b'))
+    undisturbed = made(factory, kind, limit=20)
+    after = texts(play(undisturbed, 'other', 'a', 'b', 'c'))
+    assert begun == after[:3]
+    undisturbed.close()
+
+    failure = play(runner, 'hangs', f'do:{verb}')[-1]
+    assert failure.reason == 'timeout' and failure.message == f'{factory.__name__}: took longer than 0.3 s'
+    assert failure.seconds >= 0.3
+    runner.forget('hangs')
+    runner.act('other', 'c')
+    assert runner.result('other').observation == after[3], 'moved, or built again from its seed and responses'
+    assert len(runner.hung) == (1 if kind == 'threads' else 0)
+    runner.close()
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_waiting_for_a_worker_is_not_in_the_limit(kind):
+    runner = made(kind=kind, limit=1.2, num_workers=1)
+    for key in range(4):
+        runner.start(key, 7, {})
+    for key in range(4):
+        runner.result(key)
+        runner.act(key, 'do:nap')
+    assert texts([runner.result(key) for key in range(4)]) == ['at 701 do:nap\n'] * 4, 'two seconds altogether'
+    runner.close()
+
+
+def test_a_reset_that_hangs():
+    runner = made()
+    assert play(runner, 'k', reset='hangs')[0].reason == 'timeout'
+    runner.close()
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_coroutine_over_its_limit_is_cancelled_and_costs_no_worker(kind):
+    runner = made(Awaited, kind, num_workers=1)
+    play(runner, 'other', 'a')
+    assert play(runner, 'sleeps', 'do:sleep')[-1].reason == 'timeout'
+    assert not runner.hung
+    runner.act('other', 'b')
+    assert isinstance(runner.result('other'), Step)
+    # One that will not be cancelled costs its loop, and the other is built again in a new one.
+    assert play(runner, 'clings', 'do:cling')[-1].reason == 'timeout'
+    runner.act('other', 'c')
+    assert runner.result('other').observation == 'at 703 c\n'
+    runner.close()
+
+
+@pytest.mark.parametrize(('verb', 'how'), [('die', 'exit code 3'), ('crash', 'SIGSEGV')])
+def test_a_process_that_dies_ends_one_episode(verb, how):
+    runner = made(Counter, 'processes', limit=20, num_workers=1)
+    play(runner, 'other', 'a')
+    failure = play(runner, 'dies', f'do:{verb}')[-1]
+    assert failure.reason == 'error' and failure.message == f'Counter: its worker process ended: {how}'
+    runner.act('other', 'b')
+    assert runner.result('other').observation == 'at 702 b\n'
+    runner.close()
+
+
+def test_one_that_answers_differently_when_it_is_built_again_is_named():
+    runner = made(Moody, 'processes', limit=20, num_workers=1)
+    first = play(runner, 'other', 'a')[1].observation.strip()
+    play(runner, 'dies', 'do:die')
+    runner.act('other', 'b')
+    failure = runner.result('other')
+    assert failure.reason == 'invalid'
+    assert failure.message.startswith(
+        'Moody: built again from its seed and the responses so far, it answers turn 1 differently: observation was '
+        f"'{first}\\n' and is '"
+    )
+    runner.close()
+
+
+def test_too_many_threads_that_hang_end_the_run(monkeypatch):
+    monkeypatch.setattr(runner_module, 'MAX_HUNG_THREADS', 1)
+    runner = made(limit=0.05)
+    assert play(runner, 0, 'do:hang')[-1].reason == 'timeout'
+    with pytest.raises(runner_module.EnvironmentsHang, match="Counter: 2 threads hang.*workers='processes'"):
+        play(runner, 1, 'do:hang')
+        play(runner, 2)
+    runner.close()
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_environments_are_closed(kind, tmp_path):
+    file = tmp_path / 'closed'
+    runner = made(Closing, kind, limit=20)
+    for key in range(3):
+        play(runner, key, file=str(file))
+    runner.forget(0)
+    runner.close()
+    assert file.read_text() == 'closed\n' * 3
+    assert texts(play(runner, 'again', file=str(file))) == ['go'], 'a runner begins anew'
+    runner.close()
+
+
+def test_close_does_not_wait_for_what_hangs(monkeypatch):
+    monkeypatch.setattr(runner_module, 'CLOSE_S', 0.2)
+    runner = made(Counter, 'processes', limit=600, num_workers=2)
+    pid = int(play(runner, 'parent', 'do:child')[-1].observation)
+    assert is_there(pid)
+    play(runner, 'other')
+    runner.act('other', 'do:spin')
+    runner.close()
+    deadline = time.monotonic() + 20
+    while is_there(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_there(pid), 'what an environment has started ends with its process'
+
+
+PROGRAM = """
+import sys
+from small_environments import Counter
+from chatgpt.environments import EnvironmentSettings, Runner
+runner = Runner(Counter, EnvironmentSettings(workers='processes', num_workers=2))
+for key in range(2):
+    runner.start(key, key, {})
+    runner.result(key)
+runner.act(0, 'do:child')
+print(runner.result(0).observation, flush=True)
+runner.act(1, 'do:spin')
+print('torch' in sys.modules, flush=True)
+runner.result(1)
+"""
+
+
+@pytest.mark.parametrize('signum', [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_the_trainer(signum):
+    path = [str(Path(__file__).parent), str(Path(runner_module.__file__).parents[2])]
+    trainer = subprocess.Popen(
+        [sys.executable, '-c', PROGRAM],
+        env=os.environ | {'PYTHONPATH': os.pathsep.join(path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    grandchild = int(trainer.stdout.readline())
+    assert trainer.stdout.readline() == 'False\n', 'environments need no torch'
+    workers = children(trainer.pid)
+    assert len(workers) == 2 and all(map(is_there, [*workers, grandchild]))
+    trainer.send_signal(signum)
+    trainer.wait(30)
+    trainer.stdout.close()
+    deadline = time.monotonic() + 20
+    while any(map(is_there, [*workers, grandchild])) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(is_there, [*workers, grandchild]))
+
+
+def local_factory():
+    class Inner(Counter):
+        pass
+
+    return Inner
+
+
+def test_what_cannot_go_to_a_process_is_refused_at_once(monkeypatch):
+    with pytest.raises(ValueError, match=r"local_factory.<locals>.Inner cannot go to .* cannot be pickled .*'threads'"):
+        made(local_factory(), 'processes')
+    with pytest.raises(ValueError, match='cannot be pickled'):
+        made(partial(Counter, option=lambda: 0), 'processes')
+    main = type('Counter', (Counter,), {'__module__': '__main__'})
+    monkeypatch.setattr(sys.modules['__main__'], 'Counter', main, raising=False)
+    with pytest.raises(ValueError, match='defined in the script that runs, .* move it to a module of its own'):
+        made(main, 'processes')
+    with pytest.raises(ValueError, match="workers='fibres' is not known; choose 'threads' or 'processes'"):
+        EnvironmentSettings(workers='fibres')
+
+
+def test_a_module_that_a_worker_cannot_import(tmp_path, monkeypatch):
+    file = tmp_path / 'only_here_once.py'
+    file.write_text('class Env:\n    def reset(self, seed, **columns):\n        return "hello"\n')
+    from chatgpt.registry import load_object
+
+    runner = made(load_object(f'{file}:Env'), 'processes', limit=20)
+    assert play(runner, 0)[0].observation == 'hello', 'a file that was named by its path'
+    runner.close()
+    tools = tmp_path / 'tools_once.py'
+    tools.write_text('class Tools:\n    def reset(self, **columns):\n        return "use them"\n')
+    runner = made(find_environment(f'{tools}:Tools'), 'processes', limit=20)
+    assert play(runner, 0)[0].observation == 'use them', 'within what adapts it'
+    runner.close()
+    runner = made(load_object(f'{file}:Env'), 'processes', limit=20)
+    for source, told in (('raise RuntimeError("not twice")', 'not twice'), ('import os; os._exit(5)', 'exit code 5')):
+        file.write_text(f'{source}\n')
+        runner.start(0, 1, {})
+        with pytest.raises(runner_module.WorkerError, match=f'cannot import it: .*{told}.*module that can be imported'):
+            runner.result(0)
+        runner.close()
