@@ -93,7 +93,9 @@ def openenv_server(url: str, options: Mapping[str, Any]) -> EnvironmentFactory:
     try:
         import openenv.core  # noqa: F401
     except ImportError as error:
-        raise ValueError(f'openenv: needs the client of OpenEnv ({error}); pip install openenv-core') from None
+        raise ValueError(
+            f"openenv: needs the client of OpenEnv ({error}): pip install 'chatgpt-rlhf[openenv]'"
+        ) from None
     try:
         inspect.signature(OpenEnvEnvironment).bind(url, **options)
     except TypeError as error:

@@ -135,7 +135,8 @@ class ToolEnvironment:
         self._said += results
         rewards = self._named('turn_reward') | ({} if calls else self._final())
         self._busy = False
-        return results if calls else '', rewards, not calls, False, {}
+        cut = bool(message.get('truncated'))  # in the middle of an answer, or of a call
+        return results if calls else '', rewards, not calls and not cut, not calls and cut, {}
 
     def finish(self) -> dict[str, float]:
         """The rewards of an episode that was cut off."""

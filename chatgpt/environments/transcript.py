@@ -133,26 +133,29 @@ class ChatTemplate:
     # ------------------------------------------------------------------ what the model wrote
 
     def message(self, turn_ids: Sequence[int], ended: Ended, before: Sequence[int] = ()) -> dict[str, Any]:
-        """A turn as a message of the assistant: 'content', and 'tool_calls' where it calls tools. Calls that cannot be
-        read are text.
+        """A turn as a message of the assistant: 'content'; 'tool_calls' where it calls tools; 'truncated' where it ran
+        out of tokens. Calls that cannot be read are text.
 
         Args:
             before: ids in front of the turn, at least from the last generation prompt on.
         """
-        if self._read is None:
-            try:
-                parsed = self.tokenizer.parse_response(list(turn_ids), prefix=list(before), tools=self.tools)
-                message = {**parsed, 'role': 'assistant', 'content': parsed.get('content') or ''}
-                if message.pop('tool_calls', None):
-                    message['tool_calls'] = checked_calls(parsed['tool_calls'])
-                return message
-            except (ValueError, TypeError, AttributeError):  # as TRL: whatever the model wrote is an answer
-                return {'role': 'assistant', 'content': self.tokenizer.decode(turn_ids, skip_special_tokens=True)}
-        ids = list(turn_ids)
-        message = self._read(self.tokenizer.decode(ids[:-1] if ended == 'eos' else ids, skip_special_tokens=False))
-        if 'tool_calls' not in message:
-            message['content'] = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return message
+        message = self._parsed(list(turn_ids), ended, list(before))
+        return message | ({'truncated': True} if ended == 'length' else {})
+
+    def _parsed(self, ids: list[int], ended: Ended, before: list[int]) -> dict[str, Any]:
+        text = {'role': 'assistant', 'content': self.tokenizer.decode(ids, skip_special_tokens=True)}
+        if self._read is not None:
+            written = self.tokenizer.decode(ids[:-1] if ended == 'eos' else ids, skip_special_tokens=False)
+            message = self._read(written)
+            return message if 'tool_calls' in message else message | text
+        try:
+            found = self.tokenizer.parse_response(ids, prefix=before, tools=self.tools)
+            message = {**found, 'role': 'assistant', 'content': found.get('content') or ''}
+            if message.pop('tool_calls', None):
+                message['tool_calls'] = checked_calls(found['tool_calls'])
+            return message
+        except (ValueError, TypeError, AttributeError):  # as in TRL, whatever the model wrote is an answer
+            return text
 
     def _is_special(self, token: int) -> bool:
         added = self.tokenizer.added_tokens_decoder.get(token)

@@ -179,7 +179,7 @@ class PPOTrainer(Trainer):
             )
             if reward_model is None and not getattr(self.engine.factory, 'gives_rewards', True):
                 raise ValueError(
-                    f'{self.engine.factory.name} has neither get_reward nor turn_reward; give it one, or a reward_model'
+                    f'{self.engine.runner.name} has neither get_reward nor turn_reward; give it one, or a reward_model'
                 )
             reward_model = environment_scorer(reward_weights) if reward_model is None else reward_model
         self.collector = Collector(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from chat_families import chat_tokenizer
 from scripted_engine import ScriptedEngine, scripted
 from tool_classes import QUESTION, SCRIPTS, Increment, Shop, call
 
-from chatgpt.environments import EnvironmentSettings, find_environment
+from chatgpt.environments import EnvironmentSettings, find_environment, own_random
 from chatgpt.environments.own_random import OwnRandom
 from chatgpt.environments.tools import ToolFactory
 from chatgpt.nn import Actor
@@ -107,6 +109,30 @@ def test_several_environments_draw_as_if_alone():
     first, other, second = drawn(a), drawn(b), drawn(a)
     assert [first, second] == expected and other not in expected
     assert expected[0][0] == random.Random(4).random() and expected[0][1] == np.random.RandomState(4).rand()
+
+
+def test_an_answer_that_runs_out_of_tokens_is_no_end():
+    sample, _, _ = episode(Shop, ['I would rather not say so much about it'], asked(), max_new_tokens=9)
+    assert (sample.episode.end, sample.ended) == ('truncated', False)
+    assert sample.episode.turns[0].rewards == {'reward': 0.1}
+
+
+def test_random_numbers_in_threads(monkeypatch):
+    def drawn(seed):
+        own, numbers = OwnRandom(seed), []
+        for _ in range(20):
+            with own:
+                numbers += [random.random(), float(np.random.rand())]
+                time.sleep(0.0005)
+        return numbers
+
+    alone = [drawn(seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(drawn, range(4))) == alone
+    # one that hangs inside does not stop the others
+    monkeypatch.setattr(own_random, '_WAIT_S', 0.02)
+    with OwnRandom(1), ThreadPoolExecutor(1) as threads:
+        threads.submit(OwnRandom(2).__enter__).result(5)
 
 
 class Paid:
