@@ -93,6 +93,7 @@ OPTIONAL: dict[str, str | None] = {
     'jinja2': 'compare/',
     'starlette': 'compare/',
     'uvicorn': 'compare/',
+    'openenv': 'environments/openenv',
     'peft': None,
     'pandas': None,
     'pyarrow': None,

@@ -114,7 +114,7 @@ class Run(LearningSettings):
     """print what memory each phase takes, whether it fits here and what would make it fit, and stop; no weight is
     loaded"""
     resume: str | None = None
-    """a checkpoint folder, or auto for the newest of save_path"""
+    """a checkpoint folder, or auto: the newest of save_path"""
     checkpoint_interval: int = 0
     """phases between checkpoints; 0 goes by checkpoint_minutes alone"""
     checkpoint_minutes: float = CHECKPOINT_MINUTES
@@ -240,11 +240,9 @@ class PPORun(Run, PPOConfig):
     reward_fn: str | None = None
     """module:function or file.py:function, fn(prompts, responses, **columns) -> scores"""
     environment: str | None = None
-    """what the policy acts in over several turns; needs no prompts and no reward. games:countdown, games:calculator,
-    games:guess_word, games:sokoban, games:tictactoe, games:blackjack; or one of your own, module:Class or file.py:Class
-    (docs/environments.md)"""
+    """games:countdown (docs/environments.md has more) or module:Class: what to act in over several turns"""
     environment_options: dict[str, Any] | None = None
-    """keyword arguments of its class, such as '{numbers: 4}'"""
+    """keyword arguments of the environment's class, such as '{numbers: 4}'"""
     max_turns: int = 16
     """turns of an episode"""
     max_turn_tokens: int | None = None
@@ -280,7 +278,7 @@ class PPORun(Run, PPOConfig):
     num_layers_unfrozen: int = -1
     """hydra: train only the top blocks, whose frozen copies are the reference; -1 trains all"""
     max_new_tokens: int | None = None
-    """most tokens of a response; in an environment of all turns and observations together, where none is 256"""
+    """most tokens of a response"""
     max_prompt_tokens: int | None = None
     """cut longer prompts on the left"""
     temperature: float = 1.0
@@ -288,7 +286,7 @@ class PPORun(Run, PPOConfig):
     top_k: int = 0
     """draw from so many of the likeliest tokens; 0: from all"""
     top_p: float = 1.0
-    """draw from the likeliest tokens that share this probability"""
+    """draw from the likeliest tokens of this probability"""
     min_new_tokens: int = 0
     """a response does not end before"""
     stop_string: list[str] | None = None
@@ -314,9 +312,10 @@ class PPORun(Run, PPOConfig):
 
     method = 'ppo'
     common = {
-        'data and reward': ('prompt_path', 'prompt_column', 'reward_fn', 'reward_model', 'validation_file'),
+        'data and reward': (
+            *('prompt_path', 'prompt_column', 'reward_fn', 'reward_model', 'environment', 'validation_file'),
+        ),
         'the model': (*MODEL, 'critic'),
-        'environment': ('environment', 'environment_options', 'max_turns', 'max_turn_tokens', 'eval_episodes'),
         'responses': ('max_new_tokens', 'max_prompt_tokens', 'temperature', 'top_p', 'stop_string'),
         'how long, how much': (
             *('num_episodes', 'max_timesteps', 'update_timesteps', 'experience_batch_size', 'num_samples_per_prompt'),

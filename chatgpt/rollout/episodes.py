@@ -335,7 +335,8 @@ class _Conversations:
             t.end = 'terminated' if answer.terminated else 'truncated'
             return None
         if len(t.turns) == self.owner.settings.max_turns:
-            return self._cut(t, 'turns')
+            self._cut(t, 'turns')
+            return None
         turn = t.parts[-1][0].tolist()
         try:
             ids = torch.tensor(self.owner.transcript.after(turn, t.finish, answer.observation), dtype=torch.int64)
@@ -343,7 +344,8 @@ class _Conversations:
             self._fail(t, Failure(reason='invalid', message=f'{self.owner.runner.name}: {error}'))
             return None
         if t.length + len(ids) >= t.room:
-            return self._cut(t, 'tokens')
+            self._cut(t, 'tokens')
+            return None
         t.add_observation(ids)
         return ids
 

@@ -177,6 +177,10 @@ class PPOTrainer(Trainer):
             self.engine = EpisodeEngine(
                 self.engine, environment, tokenizer, environment_settings, stop_strings=stop_strings
             )
+            if reward_model is None and not getattr(self.engine.factory, 'gives_rewards', True):
+                raise ValueError(
+                    f'{self.engine.runner.name} has neither get_reward nor turn_reward; give it one, or a reward_model'
+                )
             reward_model = environment_scorer(reward_weights) if reward_model is None else reward_model
         self.collector = Collector(
             strategy,

@@ -57,7 +57,7 @@ class GymnasiumText:
 class SkyRLSum:
     """skyrl_gym.envs.base_text_env.BaseTextEnv."""
 
-    def __init__(self, env_config=None, extras={}):
+    def __init__(self, env_config=None, extras=None):
         self.answer, self.turns = extras['reward_spec']['ground_truth'], 0
 
     def init(self, prompt):
@@ -87,6 +87,11 @@ class WithTools:
 
     def get_reward(self):
         return 1.0
+
+
+class Unfinished:
+    def reset(self, seed, **columns):
+        return 'x'
 
 
 class WithStep:
@@ -120,6 +125,7 @@ def test_a_class_is_recognised_by_its_methods(made, wrapper):
     assert find_environment(Ours) is Ours
     assert isinstance(find_environment(WithTools)(), ToolEnvironment)
     assert find_environment(WithStep) is WithStep, 'looks as ours does'
+    assert find_environment(Unfinished) is Unfinished, 'which is told that it has no step'
     assert isinstance(find_environment(f'tools:{__name__}:WithStep')(), ToolEnvironment)
 
 
