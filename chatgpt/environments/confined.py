@@ -84,6 +84,7 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     'fremovexattr': (199, 16),
     'setxattrat': (463, 463),
     'removexattrat': (466, 466),
+    'file_setattr': (469, 469),
     'truncate': (76, 45),
     # ways to new rights
     'unshare': (272, 97),

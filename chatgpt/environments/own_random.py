@@ -12,8 +12,6 @@ import threading
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
 _WAIT_S = 5.0
 _lock = threading.Lock()
 
@@ -33,10 +31,14 @@ class OwnRandom:
 
     def __init__(self, seed: int) -> None:
         """seed: at least 0, below 2**32."""
+        import numpy as np  # not with this file, which every worker process imports
+
         self._state: tuple[Any, Any] = (random.Random(seed).getstate(), np.random.RandomState(seed).get_state())
         self._others: tuple[Any, Any] | None = None
 
     def __enter__(self) -> None:
+        import numpy as np
+
         if _lock.acquire(timeout=_WAIT_S):
             self._others = (random.getstate(), np.random.get_state())
             random.setstate(self._state[0])
@@ -45,6 +47,8 @@ class OwnRandom:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        import numpy as np
+
         if self._others is not None:
             self._state = (random.getstate(), np.random.get_state())
             random.setstate(self._others[0])

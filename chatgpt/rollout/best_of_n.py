@@ -67,7 +67,8 @@ class BestOfN:
         first_index: int = 0,
         decode: Callable[[Sample], None] | None = None,
     ) -> list[list[Candidate]]:
-        """For each prompt its best candidates, best first; of equal ones the one sampled first.
+        """For each prompt its best candidates, best first; of equal ones the one sampled first, and last episodes
+        whose environment failed.
 
         `decode` may fill a sample's texts before it is scored. Raises ValueError for greedy sampling with more than one
         response, and for scores that are not one finite number each.
@@ -93,7 +94,7 @@ class BestOfN:
             )
         candidates = [Candidate(sample, score) for sample, score in zip(samples, scores, strict=True)]
         of_prompt = [candidates[i : i + n] for i in range(0, len(candidates), n)]
-        return [sorted(group, key=lambda c: -c.score)[: self.n_candidates] for group in of_prompt]
+        return [sorted(group, key=lambda c: (c.sample.failed, -c.score))[: self.n_candidates] for group in of_prompt]
 
 
 def _whole(score: float | Tensor, sample: Sample) -> float:

@@ -72,9 +72,7 @@ class RayWorkers:
 
     def dumps(self, value: Any) -> bytes:
         """As Ray pickles it: what a module or a script defines by itself as well."""
-        from ray import cloudpickle
-
-        return cloudpickle.dumps(value)
+        return self.ray.cloudpickle.dumps(value)
 
     def start(self, spec: ModelSpec, engine_options: Mapping[str, Any], around: Around | None = None) -> None:
         """Start the actors; returns when all are there.

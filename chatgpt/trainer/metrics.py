@@ -141,7 +141,8 @@ def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float, *, in_r
     Without `in_reward` the KL is paid in the loss and no part of the reward. A response without a token that counts has
     no KL.
     """
-    scores = torch.tensor([e.score for e in experiences], dtype=torch.float64)
+    scored = compared(experiences) or list(experiences)
+    scores = torch.tensor([e.score for e in scored], dtype=torch.float64)
     lengths = torch.tensor([e.num_actions for e in experiences], dtype=torch.float64)
     # Sums per response, so that the number is nats per response and long ones count as such.
     own = [e for e in experiences if bool(e.response_mask.any())] or list(experiences)
@@ -150,7 +151,7 @@ def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float, *, in_r
     penalty = torch.stack([_sum(e, e.kl) for e in own])
     counted = sum(int(e.response_mask.sum()) for e in experiences)
     surprisal = -sum(float(_sum(e, e.old_logprobs)) for e in experiences)
-    apart = torch.tensor([[score for _, score in e.weighted_scores] for e in experiences], dtype=torch.float64)
+    apart = torch.tensor([[score for _, score in e.weighted_scores] for e in scored], dtype=torch.float64)
     rewards = {f'rollout/score_{k}_mean': float(column.mean()) for k, column in enumerate(apart.T, 1)}
     rewards |= {f'rollout/score_{k}_std': _spread(column) for k, column in enumerate(apart.T, 1)}
     return (

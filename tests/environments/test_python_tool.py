@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from chatgpt.environments import find_environment, python_tool
+from chatgpt.environments import confined, find_environment, python_tool
 from chatgpt.environments.python_tool import Guards, Limits, PythonTool, guards, python_block, run_python
 
 KERNEL = pytest.mark.skipif(
@@ -299,6 +301,67 @@ def test_it_ends_with_the_trainer(tmp_path):
     for left in Path(tempfile.gettempdir()).iterdir():  # of a trainer that was killed its folders stay
         (left / 'work').rmdir()
         left.rmdir()
+
+
+def decision(program, machine, number, *arguments, architecture=None):
+    """What a filter decides of a system call, by running its instructions one at a time."""
+    named = {'x86_64': 0xC000003E, 'aarch64': 0xC00000B7}[machine] if architecture is None else architecture
+    data = struct.pack('=IIQ6Q', number, named, 0, *arguments, *[0] * (6 - len(arguments)))
+    at = value = 0
+    while True:
+        code, when, otherwise, k = struct.unpack_from('=HBBI', program, 8 * at)
+        at += 1
+        if code == 0x20:
+            (value,) = struct.unpack_from('=I', data, k)
+        elif code == 0x54:
+            value &= k
+        elif code in (0x15, 0x35):
+            at += when if (value == k if code == 0x15 else value >= k) else otherwise
+        else:
+            assert code == 0x06
+            return {0x7FFF0000: 'allowed', 0x80000000: 'killed', 0x50001: 'EPERM', 0x50026: 'ENOSYS'}[k]
+
+
+@pytest.mark.parametrize('machine', ['x86_64', 'aarch64'])
+def test_what_the_filter_decides(machine):
+    first = machine == 'x86_64'
+    numbers = {'read': (0, 63), 'openat': (257, 56), 'socket': (41, 198), 'clone': (56, 220), 'clone3': (435, 435)}
+    numbers |= {'kill': (62, 129), 'prlimit64': (302, 261), 'prctl': (157, 167), 'execve': (59, 221)}
+    program = confined.filter_program(machine, 4242)
+
+    def of(name, *arguments, **how):
+        return decision(program, machine, numbers[name][0 if first else 1], *arguments, **how)
+
+    assert of('read', 3) == 'allowed' and of('socket', 2, 1) == of('execve') == 'EPERM' and of('clone3') == 'ENOSYS'
+    assert of('clone', 0x3D0F00) == 'allowed', 'a thread, with the flags of glibc'
+    assert of('clone', 0x1200011) == of('clone', 0x10000000) == 'EPERM', 'a process, with those of fork; a namespace'
+    assert of('kill', 4242, 9) == 'allowed'
+    assert of('kill', 4241, 9) == of('kill', 0, 9) == of('kill', 2**64 - 1, 9) == 'EPERM'
+    assert of('kill', (1 << 32) + 4242, 9) == 'allowed', 'the kernel reads 32 bits of it too'
+    assert of('prlimit64', 0, 7) == 'allowed' and of('prlimit64', 17, 7) == 'EPERM'
+    assert of('prctl', 1, 0) == 'EPERM' and of('prctl', 15) == 'allowed'
+    assert of('openat', 0, 0, 0o1000) == 'EPERM', 'read-only and truncated'
+    assert of('openat', 0, 0, 0o1101) == of('openat', 0, 0, 0) == 'allowed', 'written and truncated is for Landlock'
+    assert of('read', architecture=0x40000003) == 'killed', 'system calls of i386'
+    if first:
+        assert decision(program, machine, 0x40000000 + 41) == 'killed', 'of x32'
+
+
+@pytest.mark.parametrize(
+    ('column', 'header'),
+    list(enumerate(('/usr/include/x86_64-linux-gnu/asm/unistd_64.h', '/usr/include/asm-generic/unistd.h'))),
+)
+def test_numbers_of_system_calls(column, header):
+    if not Path(header).exists():
+        pytest.skip(f'{header} is not there')
+    known = dict(re.findall(r'#define __NR(?:3264)?_(\w+)\s+(\d+)', Path(header).read_text()))
+    calls = confined.DENIED | confined.UNKNOWN | {name: of[0] for name, of in confined.CONDITIONS.items()}
+    newer = {'fchmodat2', 'setxattrat', 'removexattrat', 'file_setattr'} - known.keys()  # than these headers
+    own = {name: str(numbers[column]) for name, numbers in calls.items() if numbers[column] is not None}
+    assert {name: number for name, number in own.items() if name not in newer} == {
+        name: known.get(name) for name in own if name not in newer
+    }
+    assert not (set(calls) - set(own)) & known.keys(), 'none is left out that this machine has'
 
 
 # ---------------------------------------------------------------------- machines with less

@@ -12,6 +12,7 @@ Left out: environments (`chatgpt.rollout.episodes`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,21 +20,20 @@ from torch import Tensor
 from chatgpt.batching import cut_by_tokens
 from chatgpt.rollout.engine import Call, Turns, changing_shapes
 from chatgpt.rollout.local.append import AppendForm, append
-from chatgpt.rollout.local.engine import LocalEngine, LocalRun
 from chatgpt.rollout.local.fixed_step import Tables
+from chatgpt.rollout.local.run import LocalRun
 
 
 class Conversation(LocalRun):
     """One call of `LocalEngine.converse`.
 
     Args:
+        engine: the `LocalEngine`.
         rooms: the most tokens after each prompt; what was drawn lies in a flat (samples x largest room) table, where
             the places of observations stay empty.
     """
 
-    def __init__(
-        self, engine: LocalEngine, call: Call, rooms: list[int], turns: Turns, append_form: AppendForm
-    ) -> None:
+    def __init__(self, engine: Any, call: Call, rooms: list[int], turns: Turns, append_form: AppendForm) -> None:
         super().__init__(engine, call, rooms, most_rows=2 * engine.max_batch_size, spare_slots=1)
         self.turns, self.append_form = turns, append_form
         self.most_live = min(engine.max_batch_size, self.max_rows)

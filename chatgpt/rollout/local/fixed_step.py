@@ -6,7 +6,7 @@ slots come in buckets, one graph for each pair, captured at its second use; repl
 costs. The first use is an ordinary call that is watched: a model that makes tensors from numbers of the host, or waits
 for the device, gets no graphs. Without CUDA the same step is an ordinary call, which is how it is tested.
 
-Left out: prefill, and which rows live (`chatgpt.rollout.local.engine`).
+Left out: prefill, and which rows live (`chatgpt.rollout.local.run`).
 """
 
 from __future__ import annotations
