@@ -50,9 +50,7 @@ def pairs() -> list[TokenizedPreference]:
     for i in range(20):
         answers = [ids(generator, 1 + (3 * i + j) % 11) for j in range(2)]
         masks = [torch.ones_like(answer, dtype=torch.bool) for answer in answers]
-        found.append(
-            TokenizedPreference(prompt_ids=ids(generator, 1 + i % 4), responses=answers, response_masks=masks)
-        )
+        found.append(TokenizedPreference(prompt_ids=ids(generator, 1 + i % 4), responses=answers, response_masks=masks))
     return found
 
 

@@ -341,7 +341,10 @@ class Strategy:
         """With `exact`, what `backward` has added up since the last call is one atom's gradient; otherwise nothing."""
         pair = self.trained(optimizer)
         if pair.tree is not None:
-            pair.tree.add([p for _, p in pair.named_parameters()])
+            parameters = [p for _, p in pair.named_parameters()]
+            pair.tree.add([p.grad for p in parameters])
+            for parameter in parameters:
+                parameter.grad = None
 
     def optimizer_step(self, optimizer: Optimizer, max_norm: float | None = None) -> float:
         """Clip, step, clear the gradients; the global gradient norm before clipping.
@@ -352,7 +355,9 @@ class Strategy:
             raise ValueError(f'max_norm={max_norm} must be positive; None turns clipping off')
         pair = self.trained(optimizer)
         if pair.tree is not None and self.exact is not None:
-            pair.tree.finish([p for _, p in pair.named_parameters()], self.exact.atoms // self.world_size)
+            total = pair.tree.finish(self.exact.atoms // self.world_size)
+            for (_, parameter), gradient in zip(pair.named_parameters(), total, strict=True):
+                parameter.grad = gradient
         self.reduce_gradients(pair)
         parameters = [p for _, p in pair.named_parameters() if p.grad is not None]
         if pair.scaler is not None:
