@@ -188,6 +188,10 @@ ALL: list[Case] = [
 
 def made(layout: str, precision: str = 'fp32', **options: Any) -> Any:
     options = {'seed': 3, 'device': 'cpu', 'reproducible': 'exact'} | options
+    if layout.startswith('zero'):
+        from chatgpt.trainer.strategies.colossalai import ColossalAIStrategy
+
+        return ColossalAIStrategy(stage=int(layout[4:]), precision=precision, **options)
     return STRATEGIES[layout](precision=precision, **options)
 
 

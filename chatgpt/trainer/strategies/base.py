@@ -67,7 +67,7 @@ class Strategy:
     """False: what a trainer writes into a prepared module's parameters does not last, because masters elsewhere replace
     it"""
 
-    ranks_below: ClassVar[bool] = False
+    ranks_below: bool = False
     """with `exact`: gradients are summed over ranks after every atom, and not once per step"""
 
     exact: Exact | None = None
@@ -100,7 +100,7 @@ class Strategy:
         self.seed, self.precision = seed, precision
         self.exact = exact_of(reproducible, atoms, ranks.world_size, ranks_below=self.ranks_below)
         if self.exact is not None:
-            self.options = {'reproducible': reproducible, 'atoms': atoms}
+            self.options = {**self.options, 'reproducible': reproducible, 'atoms': atoms}
         self._deterministic = Deterministic() if deterministic or self.exact is not None else None
         self._dtype = check_precision(precision)
         random.seed(seed)
@@ -250,10 +250,10 @@ class Strategy:
                 raise ValueError('prepare: this optimizer is already paired with another model')
             return
         names = states.parameter_names(self.unwrap(model), optimizer)
-        if self.exact is not None:
-            check_elementwise(optimizer)
         user_model, user_optimizer = self.unwrap(model), optimizer
         model, optimizer = self.setup_pair(model, optimizer, names)
+        if self.exact is not None:
+            check_elementwise(optimizer)
         self._remember(user_model, model)
         scaler, tree = LossScaler() if self.uses_loss_scaling else None, TreeSum() if self.exact is not None else None
         pair = Trained(user_model, model, optimizer, names, scaler, tree)
