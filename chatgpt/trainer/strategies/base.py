@@ -23,10 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from chatgpt.batching import Exact
 from chatgpt.checkpoint.files import save_object, save_tensors
 from chatgpt.checkpoint.layout import Piece, PrefixedReader, TensorReader
 from chatgpt.trainer.strategies import states
 from chatgpt.trainer.strategies.deterministic import Deterministic
+from chatgpt.trainer.strategies.exact import Reproducible, TreeSum, check_elementwise, exact_norm, exact_of
 from chatgpt.trainer.strategies.items import check_items, is_pair, rebuilt
 from chatgpt.trainer.strategies.memory import MemoryModel
 from chatgpt.trainer.strategies.offload import Offloaded, OffloadedWeights
@@ -65,6 +67,11 @@ class Strategy:
     """False: what a trainer writes into a prepared module's parameters does not last, because masters elsewhere replace
     it"""
 
+    ranks_below: ClassVar[bool] = False
+    """with `exact`: gradients are summed over ranks after every atom, and not once per step"""
+
+    exact: Exact | None = None
+    """how batches are cut and numbers added up where they are the same to the bit in every layout"""
     ranks: Ranks
     """where this process stands among the others, and how it talks to them"""
     options: Mapping[str, Any] = MappingProxyType({})
@@ -77,6 +84,8 @@ class Strategy:
         *,
         ranks: Ranks | None = None,
         deterministic: bool = False,
+        reproducible: Reproducible = None,
+        atoms: int = 8,
     ) -> None:
         if ranks is None:
             if not isinstance(self, Ranks):
@@ -89,7 +98,8 @@ class Strategy:
             ranks = self
         self.ranks = ranks
         self.seed, self.precision = seed, precision
-        self._deterministic = Deterministic() if deterministic else None
+        self.exact = exact_of(reproducible, atoms, ranks.world_size, ranks_below=self.ranks_below)
+        self._deterministic = Deterministic() if deterministic or self.exact is not None else None
         self._dtype = check_precision(precision)
         random.seed(seed)
         if (numpy := sys.modules.get('numpy')) is not None:
@@ -238,10 +248,13 @@ class Strategy:
                 raise ValueError('prepare: this optimizer is already paired with another model')
             return
         names = states.parameter_names(self.unwrap(model), optimizer)
+        if self.exact is not None:
+            check_elementwise(optimizer)
         user_model, user_optimizer = self.unwrap(model), optimizer
         model, optimizer = self.setup_pair(model, optimizer, names)
         self._remember(user_model, model)
-        pair = Trained(user_model, model, optimizer, names, LossScaler() if self.uses_loss_scaling else None)
+        scaler, tree = LossScaler() if self.uses_loss_scaling else None, TreeSum() if self.exact is not None else None
+        pair = Trained(user_model, model, optimizer, names, scaler, tree)
         self._trained[id(user_optimizer)] = self._trained[id(optimizer)] = pair
         self._keep += [user_optimizer, optimizer]
 
@@ -309,7 +322,8 @@ class Strategy:
         """Around forward and loss: computes in `dtype`."""
         if self._dtype is torch.float32:
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=self._dtype)
+        # A cast weight that is used again would add its gradients up in 16 bits, where it is not a gathered one.
+        return torch.autocast(self.device.type, dtype=self._dtype, cache_enabled=self.exact is None)
 
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of one micro-batch; `last` marks the one before `optimizer_step`."""
@@ -321,6 +335,12 @@ class Strategy:
         scaler = self.trained(optimizer).scaler
         (loss if scaler is None else loss * scaler.scale).backward()
 
+    def end_atom(self, optimizer: Optimizer) -> None:
+        """With `exact`, what `backward` has added up since the last call is one atom's gradient; otherwise nothing."""
+        pair = self.trained(optimizer)
+        if pair.tree is not None:
+            pair.tree.add([p for _, p in pair.named_parameters()])
+
     def optimizer_step(self, optimizer: Optimizer, max_norm: float | None = None) -> float:
         """Clip, step, clear the gradients; the global gradient norm before clipping.
 
@@ -329,6 +349,8 @@ class Strategy:
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f'max_norm={max_norm} must be positive; None turns clipping off')
         pair = self.trained(optimizer)
+        if pair.tree is not None and self.exact is not None:
+            pair.tree.finish([p for _, p in pair.named_parameters()], self.exact.atoms // self.world_size)
         self.reduce_gradients(pair)
         parameters = [p for _, p in pair.named_parameters() if p.grad is not None]
         if pair.scaler is not None:
@@ -351,6 +373,8 @@ class Strategy:
     def gradient_norm(self, parameters: list[Tensor]) -> float:
         """L2 norm of all gradients together, over all ranks."""
         gradients = [p.grad.detach() for p in parameters if p.grad is not None]
+        if self.exact is not None:
+            return exact_norm(gradients, self.device)
         if not gradients:
             return 0.0
         norms = torch._foreach_norm(gradients)
@@ -365,6 +389,8 @@ class Strategy:
     def discard_gradients(self, optimizer: Optimizer) -> None:
         """Forget what was accumulated since the last step, in every parameter of the model."""
         pair = self.trained(optimizer)
+        if pair.tree is not None:
+            pair.tree.clear()
         pair.optimizer.zero_grad(set_to_none=True)
         for parameter in pair.user_model.parameters():
             parameter.grad = None

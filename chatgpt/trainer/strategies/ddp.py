@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from chatgpt.trainer.strategies.base import Trained
+from chatgpt.trainer.strategies.exact import Reproducible, tree_all_reduce
 from chatgpt.trainer.strategies.memory import MemoryModel
 from chatgpt.trainer.strategies.precision import Precision
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy, buckets
@@ -38,10 +39,20 @@ class DDPStrategy(ProcessGroupStrategy):
         timeout_s: float = 1800.0,
         bucket_bytes: int = BUCKET_BYTES,
         deterministic: bool = False,
+        reproducible: Reproducible = None,
+        atoms: int = 8,
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f'bucket_bytes={bucket_bytes} must be positive')
-        super().__init__(seed, precision, device=device, timeout_s=timeout_s, deterministic=deterministic)
+        super().__init__(
+            seed,
+            precision,
+            device=device,
+            timeout_s=timeout_s,
+            deterministic=deterministic,
+            reproducible=reproducible,
+            atoms=atoms,
+        )
         self.bucket_bytes = bucket_bytes
         self.options = {'bucket_bytes': bucket_bytes}
 
@@ -70,6 +81,9 @@ class DDPStrategy(ProcessGroupStrategy):
         for bucket in buckets(gradients, self.bucket_bytes):
             flat = torch.cat([g.reshape(-1) for g in bucket])
             with self.ranks.whereabouts.waiting():
-                dist.all_reduce(flat)
+                if self.exact is None:
+                    dist.all_reduce(flat)
+                else:
+                    flat = tree_all_reduce(flat)
             for gradient, values in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 gradient.copy_(values.view(gradient.shape))

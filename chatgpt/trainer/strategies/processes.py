@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.trainer.strategies.exact import Reproducible
 from chatgpt.trainer.strategies.gloo_exit import finish_gloo_at_exit
 from chatgpt.trainer.strategies.guard import FailureGuard, Whereabouts
 from chatgpt.trainer.strategies.host_memory import keep_freed_memory
@@ -208,10 +209,13 @@ class ProcessGroupStrategy(Strategy):
         device: str | torch.device | None = None,
         timeout_s: float = 1800.0,
         deterministic: bool = False,
+        reproducible: Reproducible = None,
+        atoms: int = 8,
     ) -> None:
         check_precision(precision)  # before anything is joined
         ranks = ProcessGroup(device, timeout_s, type(self).__name__)
-        super().__init__(seed, precision, ranks=ranks, deterministic=deterministic)
+        options: Any = {'deterministic': deterministic, 'reproducible': reproducible, 'atoms': atoms}
+        super().__init__(seed, precision, ranks=ranks, **options)
 
     @property
     def timeout_s(self) -> float:
