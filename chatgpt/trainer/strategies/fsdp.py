@@ -189,7 +189,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         On the device; or streamed there block by block (`stream_blocks`); or in a mapped file in the folder `on_disk`,
         for writing.
         """
-        module, dtype = self.unwrap(model), dtype or self.dtype
+        module, dtype = self.unwrap(model), dtype or self.full_dtype
         if on_disk is not None or streams(self, self.stream_blocks, module, dtype):
             full, mapped = mapped_copy(self, self._skeletons[id(module)], self._whole(module), dtype, on_disk)
             _set_buffers(full, module)
