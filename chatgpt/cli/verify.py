@@ -14,7 +14,6 @@ compare.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from chatgpt.launch.arguments import Parser
 from chatgpt.run_folder.parting import Compared, Parting, compare_metrics, compare_rollouts
@@ -34,7 +33,7 @@ def main() -> int:
     a, b = (RunFolder(path) for path in args.runs)
     for run in (a, b):
         print(f'{run.path}: {_told(run)}')
-    found = {'rollouts': compare_rollouts(a, b), 'metrics': compare_metrics(a, b), 'weights': compare_weights(a, b)}
+    found = compare(a, b)
     if not any(part.phases for part in found.values()):
         raise ValueError(
             f'{a.path} and {b.path} have no phase in common, in metrics.jsonl, rollouts/ or {CHECKPOINTS}/: give two '
@@ -50,6 +49,11 @@ def main() -> int:
     for parting in sorted(partings, key=lambda p: p.phase):
         print(f'  {parting}')
     return 1
+
+
+def compare(a: RunFolder, b: RunFolder) -> dict[str, Compared]:
+    """What two runs have in common, by its kind, in the order in which a phase makes it."""
+    return {'rollouts': compare_rollouts(a, b), 'metrics': compare_metrics(a, b), 'weights': compare_weights(a, b)}
 
 
 def compare_weights(a: RunFolder, b: RunFolder) -> Compared:
@@ -79,13 +83,19 @@ def _saved(run: RunFolder) -> list[int]:
     return [step for path in list_checkpoints(run.path / CHECKPOINTS) if (step := step_of(path)) is not None]
 
 
-def _told(run: RunFolder) -> str:
+def hash_of(run: RunFolder) -> tuple[int, str] | None:
+    """Phase and SHA-256 of the weights in the run's last checkpoint; None where it has none."""
     from chatgpt.checkpoint import CheckpointReader, step_folder
     from chatgpt.checkpoint.parting import weights_hash
 
-    phases = f'{run.phase} phase{"s" * (run.phase != 1)}'
     saved = _saved(run)
     if not saved:
-        return f'{phases}, no checkpoint'
-    with CheckpointReader(step_folder(Path(run.path) / CHECKPOINTS, saved[-1])) as reader:
-        return f'{phases}, weights after phase {saved[-1]} have SHA-256 {weights_hash(reader)}'
+        return None
+    with CheckpointReader(step_folder(run.path / CHECKPOINTS, saved[-1])) as reader:
+        return saved[-1], weights_hash(reader)
+
+
+def _told(run: RunFolder) -> str:
+    phases = f'{run.phase} phase{"s" * (run.phase != 1)}'
+    found = hash_of(run)
+    return f'{phases}, ' + ('no checkpoint' if found is None else f'weights after phase {found[0]} have SHA-256 {found[1]}')
