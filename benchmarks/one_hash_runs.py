@@ -164,7 +164,7 @@ def online(job: Job, strategy: Any, sizes: dict[str, Any], **kwargs: Any) -> Any
     }
     if job.method == 'grpo':
         settings |= {'advantage_estimator': 'grpo', 'experience_batch_size': 8, 'num_samples_per_prompt': 4}
-        settings |= {'kl_in': 'loss', 'kl_target': None, 'score_scaling': None}
+        settings |= {'kl_in': 'loss', 'kl_target': None, 'score_scaling': 'none'}
     settings |= kwargs
     return PPOTrainer(strategy, actor, critic, reward, initial, optimizer, critic_optimizer, **settings)
 
