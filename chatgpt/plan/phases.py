@@ -161,7 +161,7 @@ def _without(memory: Memory, ending: str) -> Memory:
 
 def rows_per_forward(setup: Setup, num_sequences: int) -> int:
     """Sequences of one micro-batch on one rank."""
-    share = -(-num_sequences // setup.num_processes)
+    share = -(-num_sequences // (setup.memory_model.atoms or setup.num_processes))
     if setup.max_tokens_per_batch is None:
         return share
     return max(1, min(share, setup.max_tokens_per_batch // (setup.max_prompt_tokens + setup.max_new_tokens)))

@@ -30,7 +30,7 @@ from chatgpt.trainer.strategies import states
 from chatgpt.trainer.strategies.deterministic import Deterministic
 from chatgpt.trainer.strategies.exact import Reproducible, TreeSum, check_elementwise, exact_norm, exact_of
 from chatgpt.trainer.strategies.items import check_items, is_pair, rebuilt
-from chatgpt.trainer.strategies.memory import MemoryModel
+from chatgpt.trainer.strategies.memory import MemoryModel, atoms_of
 from chatgpt.trainer.strategies.offload import Offloaded, OffloadedWeights
 from chatgpt.trainer.strategies.pairs import Trained, open_saved
 from chatgpt.trainer.strategies.precision import LossScaler, Precision, cast_copy, check_precision, lora_merged
@@ -99,6 +99,8 @@ class Strategy:
         self.ranks = ranks
         self.seed, self.precision = seed, precision
         self.exact = exact_of(reproducible, atoms, ranks.world_size, ranks_below=self.ranks_below)
+        if self.exact is not None:
+            self.options = {'reproducible': reproducible, 'atoms': atoms}
         self._deterministic = Deterministic() if deterministic or self.exact is not None else None
         self._dtype = check_precision(precision)
         random.seed(seed)
@@ -183,7 +185,7 @@ class Strategy:
     def memory_model(cls, **options: Any) -> MemoryModel:
         """What a strategy that is built with these options keeps, for `chatgpt.plan`. Here: whole copies on each
         rank."""
-        return MemoryModel()
+        return MemoryModel(atoms=atoms_of(options))
 
     def offload(self, model: nn.Module) -> None:
         """From now on a frozen model's weights wait in host memory, and are on the device inside `onload`. On a CPU

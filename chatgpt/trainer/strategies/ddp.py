@@ -17,7 +17,7 @@ from torch import nn
 
 from chatgpt.trainer.strategies.base import Trained
 from chatgpt.trainer.strategies.exact import Reproducible, tree_all_reduce
-from chatgpt.trainer.strategies.memory import MemoryModel
+from chatgpt.trainer.strategies.memory import MemoryModel, atoms_of
 from chatgpt.trainer.strategies.precision import Precision
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy, buckets
 
@@ -54,11 +54,11 @@ class DDPStrategy(ProcessGroupStrategy):
             atoms=atoms,
         )
         self.bucket_bytes = bucket_bytes
-        self.options = {'bucket_bytes': bucket_bytes}
+        self.options = {**self.options, 'bucket_bytes': bucket_bytes}
 
     @classmethod
-    def memory_model(cls, bucket_bytes: int = BUCKET_BYTES, **_: Any) -> MemoryModel:
-        return MemoryModel(bucket_bytes=bucket_bytes)
+    def memory_model(cls, bucket_bytes: int = BUCKET_BYTES, **options: Any) -> MemoryModel:
+        return MemoryModel(bucket_bytes=bucket_bytes, atoms=atoms_of(options))
 
     def setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
         model = super().setup_model(model, trained)

@@ -30,7 +30,7 @@ from chatgpt.checkpoint.layout import Piece, TensorReader
 from chatgpt.trainer.strategies import states
 from chatgpt.trainer.strategies.base import lora_merged
 from chatgpt.trainer.strategies.exact import Reproducible, exact_norm, own_part, tree_reduce_scatter
-from chatgpt.trainer.strategies.memory import Layout, Memory, MemoryModel, ModelSize, gathered_copy
+from chatgpt.trainer.strategies.memory import Layout, Memory, MemoryModel, ModelSize, atoms_of, gathered_copy
 from chatgpt.trainer.strategies.offload import Offloaded, OffloadedShards
 from chatgpt.trainer.strategies.precision import Precision
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
@@ -90,7 +90,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         )
         self.stream_blocks = stream_blocks
         self.cpu_offload = cpu_offload
-        self.options = {'cpu_offload': cpu_offload}
+        self.options = {**self.options, 'cpu_offload': cpu_offload}
         self.activation_checkpointing = activation_checkpointing
         self.meta_init = meta_init
         # Our forwards return views of their results, and nothing writes into a result in place.
@@ -106,8 +106,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         """id of a sharded module -> the same module with meta parameters: what a full copy is made from"""
 
     @classmethod
-    def memory_model(cls, cpu_offload: bool = False, **_: Any) -> MemoryModel:
-        return FSDPMemory(offloads=cpu_offload)
+    def memory_model(cls, cpu_offload: bool = False, **options: Any) -> MemoryModel:
+        return FSDPMemory(offloads=cpu_offload, atoms=atoms_of(options))
 
     # ------------------------------------------------------------------ models
 
@@ -344,7 +344,7 @@ class FSDPMemory(MemoryModel):
 
     def gathered(self, size: ModelSize, run: Layout, *, backward: bool) -> int:
         reduced = 4 * max(size.blocks(), default=0) if backward else 0  # a block's whole gradients in fp32
-        return run.itemsize * size.two_blocks + reduced
+        return (4 if self.autocasts else run.itemsize) * size.two_blocks + reduced
 
     def step(self, size: ModelSize, run: Layout) -> int:
         return 4 * _sharded(size, run, trained_only=True) if run.on_cuda and not self.offloads else 0

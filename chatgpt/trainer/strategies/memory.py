@@ -7,8 +7,9 @@ Numbers are bytes of the rank that holds most. Left out: activations and the key
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 
 @dataclass(frozen=True)
@@ -123,11 +124,18 @@ class MemoryModel:
     """what can wait in host memory does"""
     bucket_bytes: int = 0
     """of a sum of gradients"""
+    atoms: int = 0
+    """of an exact run, whose sums of gradients wait for each other; 0: it is an ordinary one"""
 
     whole: ClassVar[bool] = True
     """False: weights are held or gathered in the compute dtype, and no rank keeps whole gradients in fp32"""
     streams: ClassVar[bool] = False
     """whether `stream_blocks` generates without a full copy on the device"""
+
+    @property
+    def autocasts(self) -> bool:
+        """Computes from weights in fp32, under autocast."""
+        return self.whole or self.atoms > 0
 
     @property
     def places_frozen(self) -> bool:
@@ -144,6 +152,8 @@ class MemoryModel:
         memory = Memory()
         memory.add(f'{name} weights', 4 * weights, host=self.offloads)
         memory.add(f'{name} gradients', 4 * trained, host=self.offloads)
+        waiting = max(self.atoms // run.num_processes, 1).bit_length() - 1
+        memory.add(f'{name} waiting gradients', 4 * trained * waiting, host=self.offloads)
         memory.add(f'{name} optimizer', 4 * run.slots * trained, host=self.offloads)
         if run.optimizer == 'adamw':
             memory.add(f'{name} optimizer', 4 * num_trained, host=True)  # a step count for each parameter
@@ -172,6 +182,11 @@ class MemoryModel:
         else:
             memory.add('weights before merging', run.itemsize * size.adapted)
         return memory
+
+
+def atoms_of(options: Mapping[str, Any]) -> int:
+    """`MemoryModel.atoms` out of a strategy's options."""
+    return int(options.get('atoms', 8)) if options.get('reproducible') else 0
 
 
 def gathered_copy(size: ModelSize, run: Layout, itemsize: int) -> Memory:
