@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -171,9 +170,7 @@ class Work:
 
     def killed(self, job: Job, ranks: int) -> None:
         try:
-            run_distributed(
-                one_hash_runs.run_all, ranks, [asdict(job) | {'kill': True}], timeout_s=TIMEOUT_S
-            )
+            run_distributed(one_hash_runs.run_all, ranks, [asdict(job) | {'kill': True}], timeout_s=TIMEOUT_S)
         except ProcessException as error:
             phase = RunFolder(job.folder).phase
             if phase != one_hash_runs.KILLED_AT // one_hash_runs.PER_PHASE:
@@ -262,7 +259,9 @@ def page(results: Results) -> str:
     text += markdown(table) + counts(rows)
     text += ''.join(f'\nRefused, {layout}: {message}\n' for layout, message in refused.items())
     parted = [r for r in rows.values() if r.get('parts') and r['layout'] not in CONTROLS]
-    text += ''.join(f'\nNot the same: {r["method"]}, {r["precision"]}, {r["layout"]}: {r["parts"][0]}\n' for r in parted)
+    text += ''.join(
+        f'\nNot the same: {r["method"]}, {r["precision"]}, {r["layout"]}: {r["parts"][0]}\n' for r in parted
+    )
     return text + cost_text([r for r in results.rows if 'cost' in r]) + f'\n{machine()}\n'
 
 

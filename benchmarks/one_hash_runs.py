@@ -1,6 +1,6 @@
 """The short runs of one_hash.py: every method, 20 optimizer steps on recorded or drawn tokens.
 
-    python benchmarks/one_hash_runs.py JOBS.json       # a list of `Job`s, under any launcher
+python benchmarks/one_hash_runs.py JOBS.json       # a list of `Job`s, under any launcher
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 

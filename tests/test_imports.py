@@ -68,7 +68,7 @@ ALLOWED: dict[str, set[str]] = {
     'testing': MODELS
     | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'cli': MODELS
-    | {'rollout', 'experience', 'dataset', 'run_folder', 'doctor', 'report', 'compare', 'launch'}
+    | {'rollout', 'experience', 'dataset', 'checkpoint', 'run_folder', 'doctor', 'report', 'compare', 'launch'}
     | {'trainer', 'trainer.strategies', 'trainer.callbacks'},
     '__main__': {'cli'},
     'chatgpt': {'quickstart'},

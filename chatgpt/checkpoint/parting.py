@@ -68,11 +68,12 @@ def _owner(reader: CheckpointReader, name: str) -> str:
 
 
 def _compare(a: CheckpointReader, b: CheckpointReader, name: str) -> TensorParting | None:
-    kinds = tuple(_kind(reader, name) for reader in (a, b))
+    kinds = _kind(a, name), _kind(b, name)
     if kinds[0] != kinds[1]:
         return TensorParting(name, None, kinds, 0, 1)
     shape = a.shape(name)
-    size, different, at, values = math.prod(shape), 0, -1, (None, None)
+    values: tuple[Any, Any] = (None, None)
+    size, different, at = math.prod(shape), 0, -1
     for start in range(0, size, BLOCK):
         one, other = (reader.read(name, start, min(start + BLOCK, size)) for reader in (a, b))
         unequal = (_bits(one) != _bits(other)).any(dim=1)

@@ -98,4 +98,6 @@ def hash_of(run: RunFolder) -> tuple[int, str] | None:
 def _told(run: RunFolder) -> str:
     phases = f'{run.phase} phase{"s" * (run.phase != 1)}'
     found = hash_of(run)
-    return f'{phases}, ' + ('no checkpoint' if found is None else f'weights after phase {found[0]} have SHA-256 {found[1]}')
+    return f'{phases}, ' + (
+        'no checkpoint' if found is None else f'weights after phase {found[0]} have SHA-256 {found[1]}'
+    )

@@ -4,8 +4,8 @@ computation of each sequence alone would have drawn.
 A decode's logits differ in their last bits with the shape of its batch, so a token whose uniform number lies next to an
 edge of the cumulative distribution may come out differently on another number of ranks. Every draw whose recorded edge
 distance is within a bound is drawn again from the canonical computation; where the token differs, the rest of the
-response is generated again from there, until nothing is left. The result is the canonical one at every position, however
-the engine batched, so the bound may differ between layouts.
+response is generated again from there, until nothing is left. The result is the canonical one at every position,
+however the engine batched, so the bound may differ between layouts.
 
 The canonical computation of a position is a forward of that sequence alone, without a cache: one row, filled up to the
 next power of two (at least `BLOCK`, at most the model's positions), and the head over the aligned block of `BLOCK`
@@ -147,9 +147,7 @@ class ExactDraws:
             ValueError: what `LocalEngine.generate` raises.
             RuntimeError: log-probs differ by more than earlier draws were cleared with.
         """
-        samples = self.engine.generate(
-            prompts, sampling, seed=seed, indices=indices, groups=groups, offsets=offsets
-        )
+        samples = self.engine.generate(prompts, sampling, seed=seed, indices=indices, groups=groups, offsets=offsets)
         call = Call.of(prompts, sampling, seed, indices, groups, offsets)
         with torch.inference_mode():
             for i in range(min(PROBES, len(samples))):
@@ -197,7 +195,7 @@ class ExactDraws:
             one, other = self._hidden(ids, width), self._hidden(torch.cat([ids[:half], ids[:half] * 0]), width)
         if not torch.equal(one[:half], other[:half]):
             raise ValueError(
-                f"{type(self._actor.model).__name__}: later tokens change the last bits of a forward, so "
+                f'{type(self._actor.model).__name__}: later tokens change the last bits of a forward, so '
                 "reproducible='exact' cannot draw from it"
             )
 
@@ -310,13 +308,14 @@ class ExactDraws:
         """`sample` with what was generated after it, up to its end."""
         ids = sample.response_ids.tolist()
         reason: FinishReason | None = None
-        for count, token in enumerate(more.response_ids.tolist(), 1):
+        for token in more.response_ids.tolist():
             ids.append(token)
             reason = self._ending(sampling, ids, limit)
             if reason is not None:
                 break
         assert reason is not None, 'a continuation ended before its response'
-        joined = {
+        count = len(ids) - sample.num_actions
+        joined: dict[str, Any] = {
             name: torch.cat([getattr(sample, name), getattr(more, name)[:count]])
             for name in ('response_ids', 'response_mask', 'logprobs', 'filtered_logprobs', 'edge_distances')
         }
@@ -327,5 +326,7 @@ def _cut(sample: Sample, position: int, draw: Draw) -> Sample:
     """The sample up to `position`, where it has this draw."""
     parts = {'response_ids': draw.token, 'logprobs': draw.logprob, 'filtered_logprobs': draw.filtered_logprob}
     parts['edge_distances'] = torch.ones(1) if draw.edge_distance is None else draw.edge_distance
-    joined = {name: torch.cat([getattr(sample, name)[:position], new.cpu()]) for name, new in parts.items()}
+    joined: dict[str, Any] = {
+        name: torch.cat([getattr(sample, name)[:position], new.cpu()]) for name, new in parts.items()
+    }
     return replace(sample, **joined, response_mask=sample.response_mask[: position + 1])

@@ -48,7 +48,9 @@ def compare_metrics(a: RunFolder, b: RunFolder) -> Compared:
         names = _different(_counted(rows_a[phase]), _counted(rows_b[phase]))
         if names:
             values = rows_a[phase].get(names[0]), rows_b[phase].get(names[0])
-            return Compared(len(common), Parting(phase, 'metrics', names[0], values, _and_more(len(names) - 1, 'number')))
+            return Compared(
+                len(common), Parting(phase, 'metrics', names[0], values, _and_more(len(names) - 1, 'number'))
+            )
     return Compared(len(common), None)
 
 
@@ -68,9 +70,7 @@ def compare_rollouts(a: RunFolder, b: RunFolder) -> Compared:
         if found:
             index, where, one, other = found[0]
             more = _and_more(len(found) - 1, 'sequence')
-            return Compared(
-                len(common), Parting(phase, 'rollouts', f'{where} of sample {index}', (one, other), more)
-            )
+            return Compared(len(common), Parting(phase, 'rollouts', f'{where} of sample {index}', (one, other), more))
     return Compared(len(common), None)
 
 

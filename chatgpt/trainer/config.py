@@ -324,7 +324,7 @@ class PPOConfig(LearningSettings):
         for name, (value, allowed) in given.items():
             if value != allowed:
                 raise ValueError(
-                    f"{name}={getattr(self, name)} reads the log-probs of the decode, whose last bits depend on its "
+                    f'{name}={getattr(self, name)} reads the log-probs of the decode, whose last bits depend on its '
                     f"batch, and reproducible='exact' takes them from a forward of its own: leave {name} out"
                 )
 

@@ -350,7 +350,7 @@ class FSDPMemory(MemoryModel):
         return 4 * _sharded(size, run, trained_only=True) if run.on_cuda and not self.offloads else 0
 
     def full_copy(self, size: ModelSize, run: Layout) -> Memory:
-        return gathered_copy(size, run, run.itemsize)
+        return gathered_copy(size, run, self.full_itemsize(run))
 
 
 def _sharded(size: ModelSize, run: Layout, *, trained_only: bool = False) -> int:
