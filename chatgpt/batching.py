@@ -181,8 +181,8 @@ class Exact:
         if self.atoms % world_size:
             raise ValueError(
                 f"reproducible='exact': {self.atoms} atoms cannot be dealt to {world_size} processes; start "
-                f'{" or ".join(str(2**k) for k in range(self.atoms.bit_length()))}, or give other atoms (another number '
-                'gives other last bits)'
+                f'{" or ".join(str(2**k) for k in range(self.atoms.bit_length()))} of them, or give other atoms '
+                '(another number has other last bits)'
             )
 
     def of_rank(self, rank: int, world_size: int) -> range:

@@ -50,9 +50,7 @@ def pairs() -> list[TokenizedPreference]:
     for i in range(20):
         answers = [ids(generator, 1 + (3 * i + j) % 11) for j in range(2)]
         masks = [torch.ones_like(answer, dtype=torch.bool) for answer in answers]
-        found.append(
-            TokenizedPreference(prompt_ids=ids(generator, 1 + i % 4), responses=answers, response_masks=masks)
-        )
+        found.append(TokenizedPreference(prompt_ids=ids(generator, 1 + i % 4), responses=answers, response_masks=masks))
     return found
 
 
@@ -171,18 +169,82 @@ def run(
 
 Case = tuple[str, str, str]
 """kind, family, precision"""
+FP32: list[Case] = [
+    ('sft', 'gpt2', 'fp32'),
+    ('reward', 'gpt2', 'fp32'),
+    ('dpo', 'gpt2', 'fp32'),
+    ('ppo', 'gpt2', 'fp32'),
+    ('grpo', 'llama', 'fp32'),
+    ('lora', 'gpt2', 'fp32'),
+]
+BF16: list[Case] = [('ppo', 'gpt2', 'bf16'), ('shared', 'llama', 'bf16'), ('sft', 'llama', 'bf16')]
+ALL: list[Case] = [
+    (kind, family, precision)
+    for kind in (*OFFLINE, *ONLINE)
+    for family in ('gpt2', 'llama')
+    for precision in ('fp32', 'bf16')
+]
 
 
-def runs(layout: str, cases: list[Case], options: dict[str, Any] | None = None) -> dict[Case, Any]:
-    """What is left of every case under a strategy; `layout` is its name."""
+def made(layout: str, precision: str = 'fp32', **options: Any) -> Any:
+    options = {'seed': 3, 'device': 'cpu', 'reproducible': 'exact'} | options
+    if layout.startswith('zero'):
+        from chatgpt.trainer.strategies.colossalai import ColossalAIStrategy
+
+        return ColossalAIStrategy(stage=int(layout[4:]), precision=precision, **options)
+    return STRATEGIES[layout](precision=precision, **options)
+
+
+def runs(layout: str, cases: list[Case], **options: Any) -> dict[Case, Any]:
+    """What is left of every case under a strategy of that name."""
     found = {}
     for kind, family, precision in cases:
-        with STRATEGIES[layout](
-            seed=3, precision=precision, device='cpu', **(options or {'reproducible': 'exact'})
-        ) as strategy:
+        with made(layout, precision, **options) as strategy:
             found[kind, family, precision] = run(strategy, kind, family)
     return found
 
 
 def several(layouts: list[str], cases: list[Case]) -> dict[str, dict[Case, Any]]:
     return {layout: runs(layout, cases) for layout in layouts}
+
+
+def flip_one_bit(trainer: Any) -> None:
+    """The last bit of one element of one gradient, once, on the last rank."""
+    strategy, backward, done = trainer.strategy, trainer.strategy.backward, []
+
+    def flipping(loss: Tensor, model: Any, optim: Any) -> None:
+        backward(loss, model, optim)
+        if not done and strategy.rank == strategy.world_size - 1:
+            gradient = max(
+                (p.grad for _, p in strategy.trained(optim).named_parameters() if p.grad is not None),
+                key=lambda g: float(g.abs().max()),
+            )
+            flat = gradient.view(-1)
+            at = int(flat.abs().argmax())
+            flat.view(torch.int32)[at] ^= 1
+            done.append(at)
+
+    strategy.backward = flipping
+
+
+def controls() -> dict[str, str]:
+    """DDP on several ranks: as it is, with a flipped bit, with another seed, without `exact`."""
+    hashes = {}
+    for name, options in {'same': {}, 'flipped': {}, 'seed': {'seed': 4}, 'ordinary': {'reproducible': None}}.items():
+        with made('ddp', **options) as strategy:
+            hashes[name] = run(strategy, 'sft', before=flip_one_bit if name == 'flipped' else None)[0]
+    return hashes
+
+
+def leg(layout: str, kind: str, last: bool, source: str | None, target: str) -> str:
+    """A third of a run, from one checkpoint to the next: two steps of SFT's six, or one phase of PPO's three."""
+    with made(layout) as strategy:
+        settings = {'max_epochs': 3} if kind in OFFLINE else {}
+        trainer = build(strategy, kind, **settings)
+        if source is not None:
+            trainer.load_checkpoint(source)
+        if kind in OFFLINE:
+            trainer.config.max_steps = None if last else trainer.batches_done + 2
+        learn(trainer, kind, phases=1)
+        trainer.save_checkpoint(target)
+        return digest(trainer)

@@ -67,7 +67,7 @@ class Strategy:
     """False: what a trainer writes into a prepared module's parameters does not last, because masters elsewhere replace
     it"""
 
-    ranks_below: ClassVar[bool] = False
+    ranks_below: bool = False
     """with `exact`: gradients are summed over ranks after every atom, and not once per step"""
 
     exact: Exact | None = None
@@ -100,7 +100,7 @@ class Strategy:
         self.seed, self.precision = seed, precision
         self.exact = exact_of(reproducible, atoms, ranks.world_size, ranks_below=self.ranks_below)
         if self.exact is not None:
-            self.options = {'reproducible': reproducible, 'atoms': atoms}
+            self.options = {**self.options, 'reproducible': reproducible, 'atoms': atoms}
         self._deterministic = Deterministic() if deterministic or self.exact is not None else None
         self._dtype = check_precision(precision)
         random.seed(seed)
@@ -256,10 +256,10 @@ class Strategy:
                 raise ValueError('prepare: this optimizer is already paired with another model')
             return
         names = states.parameter_names(self.unwrap(model), optimizer)
-        if self.exact is not None:
-            check_elementwise(optimizer)
         user_model, user_optimizer = self.unwrap(model), optimizer
         model, optimizer = self.setup_pair(model, optimizer, names)
+        if self.exact is not None:
+            check_elementwise(optimizer)
         self._remember(user_model, model)
         scaler, tree = LossScaler() if self.uses_loss_scaling else None, TreeSum() if self.exact is not None else None
         pair = Trained(user_model, model, optimizer, names, scaler, tree)
@@ -347,7 +347,10 @@ class Strategy:
         """With `exact`, what `backward` has added up since the last call is one atom's gradient; otherwise nothing."""
         pair = self.trained(optimizer)
         if pair.tree is not None:
-            pair.tree.add([p for _, p in pair.named_parameters()])
+            parameters = [p for _, p in pair.named_parameters()]
+            pair.tree.add([p.grad for p in parameters])
+            for parameter in parameters:
+                parameter.grad = None
 
     def optimizer_step(self, optimizer: Optimizer, max_norm: float | None = None) -> float:
         """Clip, step, clear the gradients; the global gradient norm before clipping.
@@ -358,7 +361,9 @@ class Strategy:
             raise ValueError(f'max_norm={max_norm} must be positive; None turns clipping off')
         pair = self.trained(optimizer)
         if pair.tree is not None and self.exact is not None:
-            pair.tree.finish([p for _, p in pair.named_parameters()], self.exact.atoms // self.world_size)
+            total = pair.tree.finish(self.exact.atoms // self.world_size)
+            for (_, parameter), gradient in zip(pair.named_parameters(), total, strict=True):
+                parameter.grad = gradient
         self.reduce_gradients(pair)
         parameters = [p for _, p in pair.named_parameters() if p.grad is not None]
         if pair.scaler is not None:

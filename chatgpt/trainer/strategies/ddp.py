@@ -67,17 +67,8 @@ class DDPStrategy(ProcessGroupStrategy):
 
     def reduce_gradients(self, pair: Trained) -> None:
         """A parameter without a gradient here counts as zero; one without a gradient anywhere keeps none."""
-        parameters = [p for _, p in pair.named_parameters() if p.requires_grad]
-        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=self.device)
-        with self.ranks.whereabouts.waiting():
-            dist.all_reduce(used, dist.ReduceOp.MAX)
-            flags = used.tolist()
-        gradients = []
-        for parameter, flag in zip(parameters, flags, strict=True):
-            if flag:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                gradients.append(parameter.grad)
+        parameters = self.fill_gradients([p for _, p in pair.named_parameters() if p.requires_grad])
+        gradients = [p.grad for p in parameters if p.grad is not None]
         for bucket in buckets(gradients, self.bucket_bytes):
             flat = torch.cat([g.reshape(-1) for g in bucket])
             with self.ranks.whereabouts.waiting():

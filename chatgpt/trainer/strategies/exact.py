@@ -55,26 +55,24 @@ class TreeSum:
         self._waiting: list[tuple[int, list[Tensor | None]]] = []
         """(atoms in it, a sum for each parameter), larger ones first"""
 
-    def add(self, parameters: list[Tensor]) -> None:
-        """Takes the gradients that are there away."""
-        size, node = 1, [p.grad for p in parameters]
-        for parameter in parameters:
-            parameter.grad = None
+    def add(self, node: list[Tensor | None]) -> None:
+        """Gradients of one atom; their memory is used."""
+        size = 1
         while self._waiting and self._waiting[-1][0] == size:
             size, node = 2 * size, _added(self._waiting.pop()[1], node)
         self._waiting.append((size, node))
         self.count += 1
 
-    def finish(self, parameters: list[Tensor], expected: int) -> None:
-        """Gives the sum of `expected` atoms, a power of two, back as gradients."""
+    def finish(self, expected: int) -> list[Tensor | None]:
+        """The sum of `expected` atoms, a power of two."""
         if self.count != expected:
             raise RuntimeError(
                 f"reproducible='exact': a step needs the gradients of {expected} atoms on this rank, and has those of "
                 f'{self.count}; call strategy.end_atom(optimizer) after the backward of each, as learn_batch does'
             )
-        for parameter, gradient in zip(parameters, self._waiting[0][1], strict=True):
-            parameter.grad = gradient
+        total = self._waiting[0][1]
         self.clear()
+        return total
 
     def clear(self) -> None:
         self.count = 0
@@ -83,17 +81,24 @@ class TreeSum:
 
 @torch.no_grad()
 def _added(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
-    both = [(own_part(a), own_part(b)) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
-    if both:
-        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
-    alone = [own_part(a if a is not None else b) for a, b in zip(left, right, strict=True) if (a is None) != (b is None)]  # type: ignore[arg-type]
+    """Left plus right, for each parameter; memory of theirs is used."""
+    total, to, more, alone = [], [], [], []
+    for a, b in zip(left, right, strict=True):
+        total.append(b if a is None else a)
+        if a is not None and b is not None:
+            to.append(own_part(a))
+            more.append(own_part(b))
+        elif total[-1] is not None:
+            alone.append(own_part(total[-1]))
+    if to:
+        torch._foreach_add_(to, more)
     if alone:
         torch._foreach_add_(alone, 0.0)  # -0 + 0 is +0
-    return [b if a is None else a for a, b in zip(left, right, strict=True)]
+    return total
 
 
 def tree_reduce_scatter(flat: Tensor, group: Any = None) -> Tensor:
-    """This rank's part of the sum of `flat` over ranks, added in a binary tree over their numbers; (n / ranks,) of (n,).
+    """This rank's part, (n / ranks,), of the sum over ranks of `flat`, (n,), added in a binary tree over their numbers.
 
     As much is sent as by a ring.
     """

@@ -61,7 +61,7 @@ class FSDPStrategy(ProcessGroupStrategy):
     """
 
     sharded: ClassVar[bool] = True
-    ranks_below: ClassVar[bool] = True
+    ranks_below = True
 
     def __init__(
         self,

@@ -226,6 +226,18 @@ class ProcessGroupStrategy(Strategy):
     def timeout_s(self, seconds: float) -> None:
         self.ranks.timeout_s = seconds
 
+    def fill_gradients(self, parameters: list[Tensor]) -> list[Tensor]:
+        """Those that have a gradient on any rank; where this one has none, it is zero from now on. A collective."""
+        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=self.device)
+        with self.ranks.whereabouts.waiting():
+            dist.all_reduce(used, dist.ReduceOp.MAX)
+            flags = used.tolist()
+        found = [parameter for parameter, flag in zip(parameters, flags, strict=True) if flag]
+        for parameter in found:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return found
+
     @torch.no_grad()
     def take_weights_of_rank_0(self, model: nn.Module, bucket_bytes: int = 0) -> None:
         """Every rank's weights and buffers become rank 0's, `bucket_bytes` at a time, or one tensor at a time."""
