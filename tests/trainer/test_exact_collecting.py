@@ -1,5 +1,5 @@
-"""`reproducible='exact'` while collecting: the engine's batches enter neither tokens nor numbers, and what would let them
-in is refused."""
+"""`reproducible='exact'` while collecting: the engine's batches enter neither tokens nor numbers, and what would let
+them in is refused."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from chatgpt.nn import Actor, Critic, RewardModel
 from chatgpt.rollout import HFEngine, LocalEngine
 from chatgpt.testing import tiny_causal_lm
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
+from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import PPOTrainer, RFTTrainer
 from chatgpt.trainer.prompt_evaluation import PromptEvaluation
-from chatgpt.trainer.strategies import NaiveStrategy
+from chatgpt.trainer.strategies import FSDPStrategy, NaiveStrategy
 
 
 class Uneven(Actor):
@@ -46,10 +47,12 @@ def prompts() -> list[torch.Tensor]:
     return [torch.randint(3, 64, (1 + i % 4,), generator=generator) for i in range(8)]
 
 
-def trainer_of(rows: int = 256, exact: bool = True, precision: Any = 'fp32', **settings: Any) -> PPOTrainer:
+def trainer_of(
+    rows: int = 256, exact: bool = True, precision: Any = 'fp32', strategy: Any = None, **settings: Any
+) -> PPOTrainer:
     from transformers import AutoModel
 
-    strategy = NaiveStrategy(seed=0, precision=precision, **({'reproducible': 'exact'} if exact else {}))
+    strategy = strategy or NaiveStrategy(seed=0, precision=precision, **({'reproducible': 'exact'} if exact else {}))
     config = tiny_config('gpt2', positions=48)
     actor = Uneven(tiny_causal_lm('gpt2', positions=48))
     critic, reward = Critic(AutoModel.from_config(config)), RewardModel(AutoModel.from_config(config))
@@ -89,6 +92,22 @@ def test_rows_of_the_engine_do_not_enter_a_run(precision):
     ordinary = [trained(rows=rows, precision=precision, exact=False) for rows in (256, 3)]
     assert not torch.equal(weights(ordinary[0][0]), weights(ordinary[1][0]))
     assert ordinary[0][1].draws == [(-1.0, -1.0)] * 2
+
+
+def streaming() -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    """Of two processes, whose policy generates block by block: weights, on rank 0, and metrics."""
+    with FSDPStrategy(seed=0, device='cpu', reproducible='exact', stream_blocks=True) as strategy:
+        trainer = trainer_of(strategy=strategy)
+        trainer.fit(prompts(), num_episodes=1, max_timesteps=2, update_timesteps=1)
+        actor = {name: tensor.clone() for name, tensor in strategy.full_state_dict(trainer.actor).items()}
+        return actor, next(c for c in trainer.callbacks if isinstance(c, Perf)).phases
+
+
+def test_blocks_that_are_streamed():
+    one, perf = trained()
+    (actor, phases), (_, others) = run_distributed(streaming, 2)
+    assert phases == others == perf.phases
+    assert actor and all(torch.equal(actor[name], p.detach()) for name, p in one.actor.named_parameters())
 
 
 def test_rft_and_evaluation_draw_exactly():
