@@ -204,8 +204,8 @@ def runs(layout: str, cases: list[Case], **options: Any) -> dict[Case, Any]:
     return found
 
 
-def several(layouts: list[str], cases: list[Case]) -> dict[str, dict[Case, Any]]:
-    return {layout: runs(layout, cases) for layout in layouts}
+def several(layouts: list[str], cases: list[Case], device: str = 'cpu') -> dict[str, dict[Case, Any]]:
+    return {layout: runs(layout, cases, device=device) for layout in layouts}
 
 
 def flip_one_bit(trainer: Any) -> None:

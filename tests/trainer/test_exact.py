@@ -3,12 +3,16 @@ processes."""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
+import torch
 from exact_runs import ALL, BF16, FP32, Case, build, controls, flip_one_bit, leg, made, run, runs, several
 
 from chatgpt.testing.processes import run_distributed
+from chatgpt.trainer.strategies.colossalai import ColossalAIStrategy
+from chatgpt.trainer.strategies.exact import check_elementwise
 
 TWO = ['ddp', 'fsdp']
 
@@ -33,6 +37,51 @@ def test_one_hash_on_two_processes(cases):
 @pytest.mark.parametrize('ranks', [2, 4])
 def test_one_hash_of_everything(ranks):
     check(runs('naive', ALL), run_distributed(several, ranks, TWO, ALL, timeout_s=800))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    importlib.util.find_spec('colossalai') is None,
+    reason='colossalai is not installed; see requirements-colossalai.txt',
+)
+def test_one_hash_under_zero():
+    cases = [*FP32, *BF16, ('ptx', 'gpt2', 'fp32'), ('hydra', 'llama', 'bf16')]
+    check(runs('naive', cases), run_distributed(several, 2, ['zero1', 'zero2'], cases, timeout_s=500))
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        ({'stage': 3, 'precision': 'bf16'}, r'Gemini \(stage=3\) keeps gradients in 16 bits'),
+        ({'stage': 1, 'precision': 'fp16'}, "precision='fp16' is scaled by upstream"),
+    ],
+)
+def test_gemini_and_its_fp16_are_refused(options, message):
+    with pytest.raises(
+        ValueError, match=f"reproducible='exact': {message}, which no other strategy repeats; use stage"
+    ):
+        ColossalAIStrategy(**options, reproducible='exact')
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+def test_one_hash_on_a_gpu():
+    """Twice the same, and under DDP and FSDP2, which one GPU can try on one process only."""
+    cases = [('sft', 'gpt2', 'fp32'), ('ppo', 'llama', 'fp32'), ('ppo', 'gpt2', 'bf16')]
+    want = runs('naive', cases, device='cuda')
+    check(want, [{'naive': runs('naive', cases, device='cuda')}])
+    check(want, run_distributed(several, 1, TWO, cases, 'cuda'))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+@pytest.mark.parametrize('options', [{}, {'fused': True}, {'foreach': False}])
+def test_an_optimizer_on_a_gpu_steps_parts_as_the_whole(options):
+    check_elementwise(
+        torch.optim.AdamW([torch.nn.Parameter(torch.ones(3, device='cuda'))], weight_decay=0.1, **options)
+    )
 
 
 def test_what_changes_the_hash():
