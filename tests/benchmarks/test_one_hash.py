@@ -10,13 +10,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / 'benchmarks'))
 import one_hash
-import one_hash_runs
 
 
 @pytest.mark.system
 @pytest.mark.timeout(400)
-def test_a_part_of_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(one_hash_runs, 'KILLED_AT', 6)
+def test_a_part_of_it(tmp_path, capsys):
     common = [f'--results={tmp_path}/results.json', f'--work={tmp_path}/work', '--updates=12']
     part = ['--only=ppo,sft', '--precisions=fp32']
     one_hash.main(['--layouts=naive,fsdp2,seed,bit', *part, *common])
