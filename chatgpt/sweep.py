@@ -44,7 +44,11 @@ def gathered(strategy: Communicator, items: list[T], index: Callable[[T], int]) 
 
 def cuts_of_own(strategy: Communicator, lengths: SequenceOf[int], max_tokens: int | None) -> list[list[int]]:
     """Micro-batches of a list that is this rank's alone, as positions; as many as on the rank with most. A
-    collective."""
+    collective.
+
+    Raises:
+        ValueError: with `exact`, ranks have different numbers of items.
+    """
     if strategy.exact is None:
         cuts = cut_by_tokens(lengths, max_tokens)
     else:
@@ -55,7 +59,13 @@ def cuts_of_own(strategy: Communicator, lengths: SequenceOf[int], max_tokens: in
         ]
     most = len(cuts)
     if strategy.world_size > 1:
-        most = int(strategy.all_reduce(torch.tensor(float(most), device=strategy.device), op='max').item())
+        own = torch.tensor([len(cuts), len(lengths), -len(lengths)], dtype=torch.float64, device=strategy.device)
+        most, high, low = map(int, strategy.all_reduce(own, op='max').tolist())
+        if strategy.exact is not None and high != -low:
+            raise ValueError(
+                f"reproducible='exact': ranks have between {-low} and {high} samples; give each the same number, a "
+                'share in the order of the ranks'
+            )
     return cuts + [[] for _ in range(most - len(cuts))]
 
 

@@ -45,12 +45,12 @@ def test_a_train_batch_is_cut_alike_for_any_ranks(count):
                 assert exact.share(lengths, rank, ranks) == [whole[i] for i in exact.of_rank(rank, ranks)]
 
 
-@pytest.mark.parametrize('count', [8, 16, 24, 40])
+@pytest.mark.parametrize('count', [2, 4, 8, 12, 20, 24, 40])
 def test_a_timestep_is_cut_alike_for_any_ranks(count):
     """Each rank cuts the samples that it has drawn, without knowing the others'."""
     whole = Exact().own(count, 1)
     assert [i for atom in whole for i in atom] == list(range(count))
-    for ranks in (2, 4, 8):
+    for ranks in (n for n in (2, 4, 8) if count % n == 0):
         share = count // ranks
         of_all = [[rank * share + i for i in atom] for rank in range(ranks) for atom in Exact().own(share, ranks)]
         assert of_all == whole
@@ -263,6 +263,17 @@ def test_odd_shards_step_as_the_whole(offset):
     for length in [*range(1, 70), 127, 1000, 1023, 2051]:
         part = slice(offset, offset + length)
         assert torch.equal(stepped(part), whole[:, part]), length
+
+
+def test_weights_begin_where_memory_does():
+    """A file's weights lie anywhere; those that FSDP gathers do not, and a BLAS may see it."""
+    layer = nn.Linear(5, 3)
+    memory = torch.randn(16)
+    layer.weight.data = memory[1:].view(3, 5)
+    want = layer.weight.clone()
+    with NaiveStrategy(device='cpu', reproducible='exact') as strategy:
+        layer, _ = strategy.prepare((layer, torch.optim.AdamW(layer.parameters())))
+    assert layer.weight.data_ptr() % 64 == 0 and torch.equal(layer.weight, want)
 
 
 # ---------------------------------------------------------------------- the option

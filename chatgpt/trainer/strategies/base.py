@@ -28,7 +28,7 @@ from chatgpt.checkpoint.files import save_object, save_tensors
 from chatgpt.checkpoint.layout import Piece, PrefixedReader, TensorReader
 from chatgpt.trainer.strategies import states
 from chatgpt.trainer.strategies.deterministic import Deterministic
-from chatgpt.trainer.strategies.exact import Reproducible, TreeSum, check_elementwise, exact_norm, exact_of
+from chatgpt.trainer.strategies.exact import Reproducible, TreeSum, align, check_elementwise, exact_norm, exact_of
 from chatgpt.trainer.strategies.items import check_items, is_pair, rebuilt
 from chatgpt.trainer.strategies.memory import MemoryModel, atoms_of
 from chatgpt.trainer.strategies.offload import Offloaded, OffloadedWeights
@@ -247,6 +247,8 @@ class Strategy:
             return item
         if id(item) not in self._prepared:
             item.requires_grad_(False)
+            if self.exact is not None:
+                align(item)
             self._remember(item, self.setup_model(item, trained=False).eval())
         return self._prepared[id(item)][1]
 
@@ -257,6 +259,8 @@ class Strategy:
             return
         names = states.parameter_names(self.unwrap(model), optimizer)
         user_model, user_optimizer = self.unwrap(model), optimizer
+        if self.exact is not None and id(model) not in self._prepared:
+            align(model)
         model, optimizer = self.setup_pair(model, optimizer, names)
         if self.exact is not None:
             check_elementwise(optimizer)

@@ -25,6 +25,8 @@ _CHUNK = 1 << 16
 """elements whose squares are added at a time: they stay in a CPU's cache, and their sum in 53 bits"""
 _BITS = 26
 """of each of the two integers that a square becomes"""
+_ALIGNED = 64
+"""bytes, of torch's memory on a CPU"""
 
 
 def exact_of(reproducible: Reproducible, atoms: int, world_size: int, *, ranks_below: bool = False) -> Exact | None:
@@ -150,6 +152,14 @@ def exact_norm(
             sums += torch.stack([high.sum(), low.sum()]).long().to(device)
     high, low = (all_reduce(sums, 'sum') if all_reduce is not None else sums).tolist()
     return math.sqrt((high << _BITS) + low) * 2.0 ** (exponent - _BITS)
+
+
+def align(module: nn.Module) -> None:
+    """Lets every weight and buffer begin where an allocation would: gathered ones do, those read from files do not, and
+    a BLAS may choose its kernel by that."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.data_ptr() % _ALIGNED:
+            tensor.data = tensor.data.clone()
 
 
 def check_elementwise(optimizer: Optimizer) -> None:

@@ -229,9 +229,11 @@ class FSDPStrategy(ProcessGroupStrategy):
         waits = self.exact is not None and not last
         if waits:
             module.set_requires_gradient_sync(False)
-        yield
-        if waits:
-            module.set_requires_gradient_sync(True)
+        try:
+            yield
+        finally:
+            if waits:
+                module.set_requires_gradient_sync(True)
 
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
         # FSDP averages over ranks, while a loss here is a share of a sum. `_TreeReduceScatter` sums.
