@@ -366,6 +366,16 @@ class PPORun(Run, PPOConfig):
             if getattr(self, name) not in known:
                 raise ValueError(f'{name}={getattr(self, name)!r} is not one of {", ".join(known)}')
         ENGINES.find(self.engine)
+        if self.reproducible is not None:
+            self.check_exact()
+            if self.engine != 'local' or self.rollout_workers:
+                given = (
+                    f'engine={self.engine!r}' if self.engine != 'local' else f'rollout_workers={self.rollout_workers}'
+                )
+                raise ValueError(
+                    f"reproducible='exact' draws again what rounding could change, which only the local engine in the "
+                    f'training process can: {given} does not fit it'
+                )
         if self.critic == 'shared' and not self.estimator.needs_values:
             raise ValueError(
                 f"critic='shared', but advantage_estimator={self.advantage_estimator!r} takes no critic; leave one out"

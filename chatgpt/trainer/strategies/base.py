@@ -169,6 +169,12 @@ class Strategy:
         return self._dtype
 
     @property
+    def full_dtype(self) -> torch.dtype:
+        """That of `full_model`: the compute dtype, but fp32 with `exact`. In 16 bits nearly every draw would be so near
+        to an edge that it had to be drawn again (`chatgpt.rollout.exact`)."""
+        return torch.float32 if self.exact is not None else self._dtype
+
+    @property
     def uses_loss_scaling(self) -> bool:
         """fp16: an infinite norm means a skipped step and a smaller loss scale, not a failure."""
         return self._dtype is torch.float16
@@ -309,11 +315,11 @@ class Strategy:
         """The unwrapped module with full weights, LoRA merged, in eval mode: for generation, and for writing it as a
         whole.
 
-        `dtype=None` means the compute dtype. In fp32 it is the very module, whose exact bits are restored after. In 16
+        `dtype=None` means `full_dtype`. In fp32 it is the very module, whose exact bits are restored after. In 16
         bits it is a copy that is freed after. `on_disk` names a folder in which a sharded strategy keeps the whole
         weights of its copy, so that no rank holds them in memory: such a copy is for writing, on rank 0.
         """
-        module, dtype = self.unwrap(model), dtype or self._dtype
+        module, dtype = self.unwrap(model), dtype or self.full_dtype
         if dtype is torch.float32:
             from chatgpt.nn.dropout import in_eval_mode
 

@@ -189,7 +189,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         On the device; or streamed there block by block (`stream_blocks`); or in a mapped file in the folder `on_disk`,
         for writing.
         """
-        module, dtype = self.unwrap(model), dtype or self.dtype
+        module, dtype = self.unwrap(model), dtype or self.full_dtype
         if on_disk is not None or streams(self, self.stream_blocks, module, dtype):
             full, mapped = mapped_copy(self, self._skeletons[id(module)], self._whole(module), dtype, on_disk)
             _set_buffers(full, module)
@@ -352,7 +352,7 @@ class FSDPMemory(MemoryModel):
         return 4 * _sharded(size, run, trained_only=True) if run.on_cuda and not self.offloads else 0
 
     def full_copy(self, size: ModelSize, run: Layout) -> Memory:
-        return gathered_copy(size, run, run.itemsize)
+        return gathered_copy(size, run, self.full_itemsize(run))
 
 
 def _sharded(size: ModelSize, run: Layout, *, trained_only: bool = False) -> int:

@@ -137,6 +137,10 @@ class MemoryModel:
         """Computes from weights in fp32, under autocast."""
         return self.whole or self.atoms > 0
 
+    def full_itemsize(self, run: Layout) -> int:
+        """Bytes of a number while generating: an exact run does so in fp32."""
+        return 4 if self.atoms else run.itemsize
+
     @property
     def places_frozen(self) -> bool:
         """Frozen models stay where this strategy puts them, so that `offload='idle'` is refused."""
@@ -177,10 +181,11 @@ class MemoryModel:
     def full_copy(self, size: ModelSize, run: Layout) -> Memory:
         """Of the whole weights that generation needs, beside what is there already; adapters are folded in."""
         memory = Memory()
-        if run.precision != 'fp32':
-            memory.add('full copy', run.itemsize * size.total)
+        itemsize = self.full_itemsize(run)
+        if itemsize < 4:
+            memory.add('full copy', itemsize * size.total)
         else:
-            memory.add('weights before merging', run.itemsize * size.adapted)
+            memory.add('weights before merging', itemsize * size.adapted)
         return memory
 
 

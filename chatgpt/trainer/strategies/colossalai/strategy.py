@@ -327,7 +327,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         from chatgpt.nn import lora
         from chatgpt.nn.dropout import in_eval_mode
 
-        module, dtype = self.unwrap(model), dtype or self._dtype
+        module, dtype = self.unwrap(model), dtype or self.full_dtype
         engine = self._engines.get(id(module))
         if engine is None:
             with super().full_model(model, dtype) as full:
