@@ -16,6 +16,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from chatgpt.checkpoint.layout import CheckpointMismatch, Piece, TensorReader
+from chatgpt.nn.lora import is_shared
+
+
+def refuse_shared(model: nn.Module, strategy: str) -> None:
+    """Raises ValueError for a role of a shared trunk, under a strategy that shards weights."""
+    if any(is_shared(p) for p in model.parameters()):
+        raise ValueError(
+            f'{strategy} shards weights, and this {type(model).__name__} shares them with other models (SharedTrunk); '
+            'use NaiveStrategy or DDPStrategy'
+        )
+
 
 CHUNK = 1 << 24
 """elements copied at a time, so that loading needs a bounded buffer"""
@@ -29,12 +40,12 @@ MACHINERY = {'params', 'foreach', 'fused', 'capturable', 'differentiable'}
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Parameters and persistent buffers, each once, and the further names of tied ones: ({name: tensor}, {alias:
-    name})."""
+    name}). What a shared trunk holds is left out: nothing trains it, and it comes from where the trunk came from."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or is_shared(tensor):
             continue
         if id(tensor) in first:
             aliases[name] = first[id(tensor)]
