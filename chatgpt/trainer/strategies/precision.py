@@ -68,7 +68,8 @@ def cast_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A deep copy with floating parameters in `dtype` and LoRA folded in, made without a copy in fp32 on the way.
 
     Weights are folded in fp32 and rounded once; the copy's own adapters are zero, so it computes, saves and folds as it
-    stands. What a shared trunk holds is not copied, and its adapters are cast beside it. Buffers keep their dtype: rotary frequencies and the like lose their meaning in 16 bits.
+    stands. What a shared trunk holds is not copied, and its adapters are cast beside it. Buffers keep their dtype:
+    rotary frequencies and the like lose their meaning in 16 bits.
     """
     from chatgpt.nn import lora
     from chatgpt.nn.quantized import NF4Linear
