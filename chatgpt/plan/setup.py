@@ -123,7 +123,9 @@ class Setup(Layout):
         if self.shared_trunk and not self.lora_rank:
             raise ValueError('shared_trunk: its models are adapters on one base; give lora_rank too')
         if self.shared_trunk and not self.memory_model.whole:
-            raise ValueError(f'strategy={self.strategy!r} shards weights, which models on a shared trunk have in common')
+            raise ValueError(
+                f'strategy={self.strategy!r} shards weights, which models on a shared trunk have in common'
+            )
         if self.quantize != 'none' and not self.shared_trunk:
             raise ValueError(f'quantize={self.quantize!r} is of a shared trunk; give shared_trunk too')
         for name in ('experience_batch_size', 'train_batch_size') if self.task == 'ppo' else ():
