@@ -39,7 +39,7 @@ def make_trunk(inputs: Inputs, dtype: torch.dtype, device: Any) -> SharedTrunk:
     """The frozen base that the run's models are adapters on."""
     run, source = inputs.run, inputs.model
     quantize: Any = None if run.quantize == 'none' else run.quantize
-    options = {'checkpoint': run.gradient_checkpointing}
+    options: dict[str, Any] = {'checkpoint': run.gradient_checkpointing}
     if isinstance(source, (str, Path)):
         options |= {'trust_remote_code': run.trust_remote_code}
         return SharedTrunk.from_pretrained(source, quantize=quantize, dtype=dtype, device=device, **options)
