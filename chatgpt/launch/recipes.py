@@ -80,12 +80,26 @@ def start_of(run: Run, strategy: Any) -> str | None:
 # ---------------------------------------------------------------------- the trainer
 
 
+EIGHT_BITS = {'adamw8bit': 'AdamW8bit', 'paged_adamw8bit': 'PagedAdamW8bit'}
+
+
+def bitsandbytes_optimizer(name: str, parameters: list[Any], lr: float, weight_decay: float) -> Any:
+    """AdamW with states in 8 bits, in blocks of 256 (Dettmers et al. 2022, "8-bit optimizers")."""
+    try:
+        from bitsandbytes import optim
+    except ImportError as error:
+        raise ImportError(f"{name} needs bitsandbytes: pip install 'chatgpt-rlhf[nf4]'") from error
+    return getattr(optim, name)(parameters, lr=lr, eps=1e-5, weight_decay=weight_decay)
+
+
 def make_optimizer(run: Run, strategy: Any, model: Any, lr: float | None = None) -> Any:
     """The run's optimizer over what the model trains."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     lr = (run.lr or 0.0) if lr is None else lr
     if run.optimizer == 'sgd':
         return torch.optim.SGD(parameters, lr=lr, weight_decay=run.weight_decay)
+    if run.optimizer in EIGHT_BITS:
+        return bitsandbytes_optimizer(EIGHT_BITS[run.optimizer], parameters, lr, run.weight_decay)
     return strategy.make_optimizer(parameters, lr=lr, eps=1e-5, weight_decay=run.weight_decay)
 
 

@@ -35,7 +35,7 @@ from chatgpt.trainer.objectives.reward_model import RewardModelConfig
 from chatgpt.trainer.strategies.registry import STRATEGIES
 
 Precision = Literal['fp32', 'bf16', 'fp16']
-Optimizer = Literal['adamw', 'sgd']
+Optimizer = Literal['adamw', 'adamw8bit', 'paged_adamw8bit', 'sgd']
 Quantize = Literal['none', 'nf4']
 BiasMode = Literal['none', 'all', 'lora_only']
 CriticStart = Literal['reward_model', 'actor']
@@ -90,6 +90,7 @@ class Run(LearningSettings):
     weight_decay: float = 0.0
     """decoupled, on all trained weights"""
     optimizer: Optimizer = 'adamw'
+    """adamw8bit keeps its states in 8 bits, paged ones go to host memory where a GPU's is short (bitsandbytes)"""
     lora_rank: int = 0
     """adapters of this rank instead of all weights; 0: all weights"""
     lora_alpha: float | None = None
@@ -200,6 +201,8 @@ class Run(LearningSettings):
             ):
                 if getattr(self, name, unset) != unset:
                     raise ValueError(f'{name} is about adapters, and there are none: give lora_rank too')
+        if self.optimizer.endswith('8bit') and not STRATEGIES.find(self.strategy).memory_model().whole:
+            raise ValueError(f'optimizer={self.optimizer} needs whole weights on each process: use strategy naive or ddp')
         if self.on_trunk:
             if self.lora_train_bias != 'none':
                 raise ValueError('lora_train_bias: the biases of a shared or quantized base are frozen; leave it out')

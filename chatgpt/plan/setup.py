@@ -93,7 +93,7 @@ class Setup(Layout):
         for name, choices in (
             ('precision', ('fp32', 'bf16', 'fp16')),
             ('critic', ('own', 'shared', 'none')),
-            ('optimizer', ('adamw', 'sgd')),
+            ('optimizer', ('adamw', 'adamw8bit', 'paged_adamw8bit', 'sgd')),
             ('offload', ('none', 'idle')),
             ('quantize', ('none', 'nf4')),
             ('task', get_args(Task)),

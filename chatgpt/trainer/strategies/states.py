@@ -196,7 +196,8 @@ def load_slots(
             else:
                 value = reader.read(f'{name}/{slot}', 0, math.prod(shape)).reshape(shape)
                 value = value.to(slot_device(optimizer, parameter, shape), copy=True)
-            optimizer.state[parameter][slot] = value
+            counts = slot == 'step' and type(optimizer).__module__.startswith('bitsandbytes')  # which wants a plain int
+            optimizer.state[parameter][slot] = int(value) if counts else value
 
 
 def slots_by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
