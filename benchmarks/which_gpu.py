@@ -268,7 +268,9 @@ def page(shapes: dict[str, Any], measured: dict[str, Any]) -> str:
         for phase in ('collect', 'score', 'learn'):
             real, plan = row['measured'][phase], row['planned'][phase]
             hidden, layers = MEASURED[size]
-            lines.append(f'| {hidden}, {layers} | {phase} | {show_bytes(real)} | {show_bytes(plan)} | {plan / real:.2f} |')
+            lines.append(
+                f'| {hidden}, {layers} | {phase} | {show_bytes(real)} | {show_bytes(plan)} | {plan / real:.2f} |'
+            )
     return '\n'.join(lines) + '\n'
 
 

@@ -202,7 +202,9 @@ class Run(LearningSettings):
                 if getattr(self, name, unset) != unset:
                     raise ValueError(f'{name} is about adapters, and there are none: give lora_rank too')
         if self.optimizer.endswith('8bit') and not STRATEGIES.find(self.strategy).memory_model().whole:
-            raise ValueError(f'optimizer={self.optimizer} needs whole weights on each process: use strategy naive or ddp')
+            raise ValueError(
+                f'optimizer={self.optimizer} needs whole weights on each process: use strategy naive or ddp'
+            )
         if self.on_trunk:
             if self.lora_train_bias != 'none':
                 raise ValueError('lora_train_bias: the biases of a shared or quantized base are frozen; leave it out')

@@ -7,6 +7,7 @@ weights. Left out: training such a weight (adapters do, `chatgpt.nn.lora`), and 
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -17,8 +18,15 @@ BLOCK, SCALE_BLOCK = 64, 256
 
 
 def _bnb() -> Any:
+    logger = logging.getLogger(
+        'bitsandbytes.backends.cpu.ops'
+    )  # misses an optional kernel, which it says at each start
     try:
+        level = logger.level
+        logger.setLevel(logging.ERROR)
         import bitsandbytes
+
+        logger.setLevel(level)
     except ImportError as error:
         raise ImportError("quantize='nf4' needs bitsandbytes: pip install 'chatgpt-rlhf[nf4]'") from error
     return bitsandbytes
