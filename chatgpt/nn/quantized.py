@@ -112,7 +112,8 @@ def quantize_blocks(module: nn.Module, name: str = '', dtype: torch.dtype = torc
     inside = bool(name)
     for child_name, child in module.named_children():
         if inside and type(child) in (nn.Linear, Conv1D):
-            if child.weight.numel() % (BLOCK) == 0:
+            weight: Tensor = child.weight  # type: ignore[assignment]
+            if weight.numel() % BLOCK == 0:
                 module._modules[child_name] = NF4Linear(child, dtype)  # type: ignore[arg-type]
         else:
             quantize_blocks(child, name or (child_name if isinstance(module, nn.ModuleList) else ''), dtype)
