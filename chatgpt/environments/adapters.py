@@ -28,11 +28,12 @@ class Adapter:
     """Makes the environments of one shape: `wrapper(make)` for every episode.
 
     `messages`: whether they speak in messages, so that a chat template is needed and tried out before anything is run.
+    `keeps_stop`: whether they read a turn with its stop string.
     """
 
     def __init__(self, wrapper: Callable[[Callable[..., Any]], Any], make: Callable[..., Any]) -> None:
         self.wrapper, self.make = wrapper, make
-        self.messages = bool(getattr(wrapper, 'messages', False))
+        self.messages, self.keeps_stop = (bool(getattr(wrapper, name, False)) for name in ('messages', 'keeps_stop'))
         inner = make.func if isinstance(make, partial) else make
         self.name = self.__qualname__ = getattr(inner, '__qualname__', type(inner).__name__)
 
@@ -85,6 +86,7 @@ class SkyRLEnvironment:
     step(action) a dict with observations, reward, done and metadata."""
 
     messages = True
+    keeps_stop = True  # which closes what they look for, as in <search>...</search>
 
     def __init__(self, make: Callable[..., Any]) -> None:
         self.make = make

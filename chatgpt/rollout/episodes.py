@@ -165,12 +165,12 @@ class EpisodeEngine:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def response_of(self, turn: Sample, before: list[int]) -> str | dict[str, Any]:
-        """A turn as its environment reads it: its text without end token and stop string, or a message where there are
-        tools. `before`: the ids just in front of it."""
+        """A turn as its environment reads it: its text without end token and (but for SkyRL-Gym's) stop string, or a
+        message where there are tools. `before`: the ids just in front of it."""
         turn_ids = turn.response_ids.tolist()
         if isinstance(self.transcript, ChatTemplate) and self.transcript.tools is not None:
             return self.transcript.message(turn_ids, turn.finish_reason, before)
-        if self.stop_strings is not None:
+        if self.stop_strings is not None and not getattr(self.factory, 'keeps_stop', False):
             return self.stop_strings.text_of(turn_ids)
         return self._decoded(turn_ids)
 

@@ -18,6 +18,7 @@ from chatgpt.environments.adapters import ADAPTERS, Adapter, GemEnvironment, Gym
 from chatgpt.environments.tools import ToolEnvironment
 from chatgpt.rollout import SamplingParams
 from chatgpt.rollout.episodes import EpisodeEngine
+from chatgpt.rollout.stop import StopStrings
 from chatgpt.types import Prompt
 
 NOTHING = Prompt(ids=torch.zeros(0, dtype=torch.int64))
@@ -199,6 +200,21 @@ def test_skyrl_gym():
 
     sample, _ = episode(Rewrites, ['8 or so'], asked)
     assert sample.episode.end == 'error' and 'postprocessed_action' in sample.episode.message
+    heard = []
+
+    class Searches(SkyRLSum):
+        def step(self, action):
+            heard.append(action)
+            return super().step('7')
+
+    tokenizer = chat_tokenizer('chatml')
+    turn = [(tokenizer('<search>tea</search>')['input_ids'], 'stop')]
+    engine = EpisodeEngine(
+        ScriptedEngine({0: turn}), Searches, tokenizer, stop_strings=StopStrings(tokenizer, '</search>')
+    )
+    engine.generate([asked], SamplingParams(max_new_tokens=90), seed=0, indices=[0])
+    engine.close()
+    assert heard == ['<search>tea</search>']
     with pytest.raises(ValueError, match='rewrites what came before'):
         EpisodeEngine(ScriptedEngine({}), SkyRLSum, chat_tokenizer('qwen3'))
 
