@@ -11,6 +11,7 @@ import torch
 from chatgpt.environments import Environment, EnvironmentSettings
 from chatgpt.nn import Actor
 from chatgpt.nn.lora import convert_to_lora
+from chatgpt.nn.nlpo import MaskedPolicy
 from chatgpt.rollout import LocalEngine, SamplingParams, StopStrings
 from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.rollout.local.append import append, find_append_form
@@ -230,13 +231,50 @@ def test_appended_tokens_have_the_states_of_a_plain_forward(family):
     engine.end()
 
 
-def test_adapters_converse():
+def adapted() -> Actor:
     actor = policy()
     convert_to_lora(actor, 2)
     for name, parameter in actor.named_parameters():
         if 'lora_' in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    same(play(LocalEngine(max_batch_size=3), actor), play(ByRounds(LocalEngine()), actor))
+    return actor
+
+
+def hydra() -> Actor:
+    return Actor(policy().model, num_layers_unfrozen=1)
+
+
+def masked() -> MaskedPolicy:
+    other = policy()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.1)
+    return MaskedPolicy(policy(), other, 0.9, 1.0)
+
+
+def in_16_bits() -> Actor:
+    return policy('llama').bfloat16()
+
+
+@pytest.mark.parametrize('kind', [adapted, hydra, masked])
+@pytest.mark.parametrize('fixed_steps', [False, True])
+def test_every_kind_of_policy_converses(kind, fixed_steps):
+    engine = {'max_batch_size': 3, 'fixed_steps': fixed_steps}
+    same(play(LocalEngine(**engine), kind()), play(ByRounds(LocalEngine(**engine)), kind()))
+
+
+def test_16_bits_repeat_themselves_and_have_their_own_log_probs():
+    """Rounding in 16 bits is coarse enough to change a token, so the log-probs are compared with a plain forward."""
+    actor = in_16_bits()
+    samples = play(LocalEngine(max_batch_size=3), actor)
+    same(samples, play(LocalEngine(max_batch_size=3), actor), bits=True)
+    for s in samples:
+        ids = torch.cat([s.prompt_ids, s.response_ids])[None]
+        with torch.no_grad():
+            states = actor.trunk(ids, position_ids=torch.arange(ids.shape[1])[None])
+            plain = torch.log_softmax(actor.head(states)[0].float(), -1)
+        wanted = plain[len(s.prompt_ids) - 1 : -1].gather(1, s.response_ids[:, None]).squeeze(1)
+        torch.testing.assert_close(s.logprobs[s.response_mask], wanted[s.response_mask], atol=0.15, rtol=0)
 
 
 def test_logits_that_are_not_finite_name_sample_and_position():

@@ -107,6 +107,32 @@ def test_chunks_are_the_same_episodes_to_rounding():
         torch.testing.assert_close(a.logprobs, b.logprobs)
 
 
+class Told(Environment):
+    """Says what `reset` was told of its data row."""
+
+    def reset(self, seed: int, prompt: Any = None, **columns: Any) -> str:
+        return f'{prompt[0]["content"]} and {columns["word"]}'
+
+    def step(self, response: str) -> Any:
+        return '', 1.0, True, False, {}
+
+
+def test_an_environment_on_a_worker_is_told_of_its_whole_data_row():
+    def first(engine: Any) -> str:
+        over = EpisodeEngine(engine, Told, TOKENIZER, SETTINGS)
+        over.begin(Actor(tiny_causal_lm('gpt2', vocab_size=len(TOKENIZER))))
+        row = Prompt(
+            ids=torch.tensor([65]), messages=[{'role': 'user', 'content': 'a question'}], columns={'word': 'a word'}
+        )
+        (sample,) = over.generate([row], SAMPLING, seed=1, indices=[0])
+        over.end()
+        over.close()
+        return sample.prompt_text
+
+    with RemoteEngine(InProcessWorkers()) as engine:
+        assert first(engine) == first(LocalEngine()) == 'Aa question and a word'
+
+
 def test_what_is_packed_is_what_was_there():
     here = episodes(LocalEngine())
     packed = pickle.loads(pickle.dumps(pack_samples(here, version=3)))
