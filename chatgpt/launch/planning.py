@@ -30,6 +30,7 @@ def setup_of(inputs: Inputs) -> Setup:
         'gradient_checkpointing': run.gradient_checkpointing,
         'optimizer': run.optimizer,
         'max_tokens_per_batch': run.max_tokens_per_batch,
+        **({'strategy_options': {'reproducible': 'exact', 'atoms': run.atoms}} if run.reproducible else {}),
         **of_run.this_machine(),
     }
     if isinstance(run, (SFTRun, RewardRun)):

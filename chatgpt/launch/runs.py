@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, cast, get_args
 
+from chatgpt.batching import Exact
 from chatgpt.environments import EnvironmentSettings
 from chatgpt.launch.arguments import check_precision
 from chatgpt.launch.methods import METHODS, PREFERENCE_RUN, Recipe, methods_of
@@ -110,6 +111,11 @@ class Run(LearningSettings):
     """a rank that keeps the others waiting for longer ends the run, with a message that names it"""
     deterministic: bool = False
     """torch's deterministic algorithms, and only those attention kernels: slower on a GPU (docs/strategies.md)"""
+    reproducible: Literal['exact'] | None = None
+    """exact: the same weights to the last bit under naive, ddp and fsdp, on 1, 2, 4 or 8 processes of the same machine
+    (docs/strategies.md)"""
+    atoms: int = 8
+    """pieces that every batch of an exact run is computed in: a power of two, and the most processes there can be"""
     plan: bool = False
     """print what memory each phase takes, whether it fits here and what would make it fit, and stop; no weight is
     loaded"""
@@ -172,7 +178,9 @@ class Run(LearningSettings):
         if MODELS.find(self.model).actor is None and self.trained != 'reward_model':
             raise ValueError(f'model={self.model!r} is a family of reward models; it cannot write')
         check_precision(self.strategy, self.precision)
-        self._positive('keep_last', 'lora_alpha', 'rank_timeout_s')
+        self._positive('keep_last', 'lora_alpha', 'rank_timeout_s', 'atoms')
+        if self.reproducible is not None:
+            Exact(self.atoms).check(world_size)
         self.trackers()
         self._not_negative(
             'checkpoint_interval', 'checkpoint_minutes', 'lora_rank', 'weight_decay', 'lr', 'card_samples'
@@ -358,6 +366,16 @@ class PPORun(Run, PPOConfig):
             if getattr(self, name) not in known:
                 raise ValueError(f'{name}={getattr(self, name)!r} is not one of {", ".join(known)}')
         ENGINES.find(self.engine)
+        if self.reproducible is not None:
+            self.check_exact()
+            if self.engine != 'local' or self.rollout_workers:
+                given = (
+                    f'engine={self.engine!r}' if self.engine != 'local' else f'rollout_workers={self.rollout_workers}'
+                )
+                raise ValueError(
+                    f"reproducible='exact' draws again what rounding could change, which only the local engine in the "
+                    f'training process can: {given} does not fit it'
+                )
         if self.critic == 'shared' and not self.estimator.needs_values:
             raise ValueError(
                 f"critic='shared', but advantage_estimator={self.advantage_estimator!r} takes no critic; leave one out"

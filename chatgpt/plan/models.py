@@ -180,12 +180,12 @@ def fake_batch(batch: Batch, mode: Any) -> Batch:
 def autocast(setup: Setup) -> Any:
     """The strategy's autocast; one that gathers weights in 16 bits has none."""
     dtype = torch.bfloat16 if setup.precision != 'fp32' else torch.float32
-    return torch.autocast('cpu', dtype=dtype, enabled=setup.precision != 'fp32' and setup.memory_model.whole)
+    return torch.autocast('cpu', dtype=dtype, enabled=setup.precision != 'fp32' and setup.memory_model.autocasts)
 
 
 def cast(model: nn.Module, setup: Setup) -> nn.Module:
     """Parameters in the dtype in which a sharded strategy holds or gathers them."""
-    if setup.precision != 'fp32' and not setup.memory_model.whole:
+    if setup.precision != 'fp32' and not setup.memory_model.autocasts:
         model.to(torch.bfloat16)
     return model
 

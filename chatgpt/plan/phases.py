@@ -161,21 +161,21 @@ def _without(memory: Memory, ending: str) -> Memory:
 
 def rows_per_forward(setup: Setup, num_sequences: int) -> int:
     """Sequences of one micro-batch on one rank."""
-    share = -(-num_sequences // setup.num_processes)
+    share = -(-num_sequences // (setup.memory_model.atoms or setup.num_processes))
     if setup.max_tokens_per_batch is None:
         return share
     return max(1, min(share, setup.max_tokens_per_batch // (setup.max_prompt_tokens + setup.max_new_tokens)))
 
 
 def _collect(setup: Setup, config: Any, actor: ModelSize) -> Memory:
-    memory = setup.memory_model.full_copy(actor, setup)
-    if not setup.on_cuda and setup.precision == 'fp32' and not setup.stream_blocks:
+    memory, itemsize = setup.memory_model.full_copy(actor, setup), setup.memory_model.full_itemsize(setup)
+    if not setup.on_cuda and itemsize == 4 and not setup.stream_blocks:
         packed = 4 * sum(p.numel for p in actor.parameters if p.block is not None and len(p.shape) == 2)
         memory.add('packed weights', packed if packed <= PACKED_BYTES else 0)
     share = -(-setup.experience_batch_size // setup.num_processes) * setup.num_samples_per_prompt
     rows = min(share, setup.max_rows)
     capacity = setup.max_prompt_tokens + setup.max_new_tokens - 1  # the last token is never fed back
-    memory.add('key/value cache', setup.itemsize * models.cache_elements(config) * rows * capacity)
+    memory.add('key/value cache', itemsize * models.cache_elements(config) * rows * capacity)
     memory.add('sampling', 4 * SAMPLING_COPIES * rows * models.vocab_size(config))
     return memory
 

@@ -146,6 +146,8 @@ class PPOTrainer(Trainer):
         )
         assert not isinstance(strategy, str)
         config.validate(strategy.world_size)
+        if strategy.exact is not None:
+            config.check_exact()
         bare: Any = strategy.unwrap(actor)
         self.actor, self.critic = actor, critic
         self.actor_optim, self.critic_optim = actor_optim, critic_optim
@@ -260,6 +262,8 @@ class PPOTrainer(Trainer):
         if recompute == 'auto':
             inexact = getattr(self.engine, 'recompute_logprobs', False)
             recompute = strategy.dtype != torch.float32 or c.tis_cap is not None or inexact
+            # the decode's are those of its batch
+            recompute = recompute or strategy.exact is not None
         scorer = as_scorer(
             reward_model,
             max_tokens_per_batch=c.max_tokens_per_batch,
@@ -547,7 +551,7 @@ class PPOTrainer(Trainer):
             | metrics
         )
         metrics |= performance_metrics(experiences, self.clock.metrics(), self.config.max_epochs)
-        metrics |= rank_metrics(self.strategy, self.collector.taken_s())
+        metrics |= rank_metrics(self.strategy, self.collector.taken_s()) | self.collector.draw_metrics()
         self.end_phase(metrics)
         return metrics
 
