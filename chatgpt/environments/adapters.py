@@ -1,10 +1,10 @@
 """Environments of other systems as this package's: GEM, SkyRL-Gym, Gymnasium, and TRL's classes with tools.
 
 A class is recognised by its methods, whatever it derives from; `adapted` tells how. A function that makes environments
-does not show what it makes: wrap it in the adapter, `Adapter(GymEnvironment, make)` or `ToolFactory(make)`. Names choose
-an adapter, too: `gem:game:GuessTheNumber-v0-easy` and `gymnasium:MyText-v0` are made by the registry of the package,
-`skyrl:gsm8k_multi_turn` likewise, `tools:package.module:Class` is a class with tools that is not recognised as one
-(because a tool is called `step`), `openenv:ws://host:8000` a server (`chatgpt.environments.openenv`).
+does not show what it makes: wrap it, as `Adapter(GymEnvironment, make)` or `ToolFactory(make)`. Names choose adapters,
+too. `gem:game:GuessTheNumber-v0-easy`, `gymnasium:MyText-v0` and `skyrl:gsm8k_multi_turn` are made by the registry of
+the package; `tools:package.module:Class` is a class with tools that is not recognised as one, because a tool is called
+`step`; `openenv:ws://host:8000` is a server (`chatgpt.environments.openenv`).
 
 Signatures as in gem-llm 0.1.0, skyrl-gym 0.4.0, Gymnasium 1.4.0.
 """
@@ -28,11 +28,12 @@ class Adapter:
     """Makes the environments of one shape: `wrapper(make)` for every episode.
 
     `messages`: whether they speak in messages, so that a chat template is needed and tried out before anything is run.
+    `keeps_stop`: whether they read a turn with its stop string.
     """
 
     def __init__(self, wrapper: Callable[[Callable[..., Any]], Any], make: Callable[..., Any]) -> None:
         self.wrapper, self.make = wrapper, make
-        self.messages = bool(getattr(wrapper, 'messages', False))
+        self.messages, self.keeps_stop = (bool(getattr(wrapper, name, False)) for name in ('messages', 'keeps_stop'))
         inner = make.func if isinstance(make, partial) else make
         self.name = self.__qualname__ = getattr(inner, '__qualname__', type(inner).__name__)
 
@@ -85,6 +86,7 @@ class SkyRLEnvironment:
     step(action) a dict with observations, reward, done and metadata."""
 
     messages = True
+    keeps_stop = True  # which closes what they look for, as in <search>...</search>
 
     def __init__(self, make: Callable[..., Any]) -> None:
         self.make = make
@@ -118,17 +120,18 @@ def adapted(factory: EnvironmentFactory) -> EnvironmentFactory:
     - `step` and `init`, no `reset`: SkyRL-Gym;
     - `step` and a `reset` with `options`: Gymnasium;
     - `step` and a `reset` whose `seed` may be left out, without further columns: GEM;
-    - `reset`, no `step`: a class with tools.
+    - `reset`, no `step`, but other methods: a class with tools.
     """
-    inner = factory.func if isinstance(factory, partial) else factory
-    if not isinstance(inner, type):
+    inner: Any = factory.func if isinstance(factory, partial) else factory
+    is_class = isinstance(inner, type)
+    if not is_class:
         return factory
-    reset, step = (callable(getattr(inner, name, None)) for name in ('reset', 'step'))
-    if step and not reset and callable(getattr(inner, 'init', None)):
+    methods = {name for name in dir(inner) if not name.startswith('_') and callable(getattr(inner, name))}
+    if {'step', 'init'} <= methods and 'reset' not in methods:
         return Adapter(SkyRLEnvironment, factory)
-    if reset and not step:
+    if 'step' not in methods and 'reset' in methods and methods - {'reset', 'close'}:
         return ToolFactory(factory)
-    if not reset:
+    if not {'step', 'reset'} <= methods:
         return factory
     parameters = inspect.signature(inner.reset).parameters
     if 'options' in parameters:

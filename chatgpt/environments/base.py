@@ -44,7 +44,8 @@ class Environment:
 
         The reward is a number or several by name. terminated: the task has ended; truncated: the environment cuts it
         off. `info` may hold 'success', a bool. Where the environment or its factory has `tools` (JSON schemas), the
-        response is the turn as a message, with 'tool_calls' where it calls any.
+        response is the turn as a message, with 'tool_calls' where it calls any, and 'truncated' where it ran out of
+        tokens.
         """
         raise NotImplementedError
 

@@ -12,6 +12,7 @@ Protocol: openenv-core 0.3.0, through its own client.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -78,11 +79,11 @@ class OpenEnvServer:
     """Makes sessions with one server."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
-        self.url, self.options = url, dict(options)
+        self.url, self.keywords = url, dict(options)
         self.name = self.__qualname__ = f'openenv:{url}'
 
     def __call__(self) -> OpenEnvEnvironment:
-        return OpenEnvEnvironment(self.url, **self.options)
+        return OpenEnvEnvironment(self.url, **self.keywords)
 
 
 def openenv_server(url: str, options: Mapping[str, Any]) -> EnvironmentFactory:
@@ -92,10 +93,11 @@ def openenv_server(url: str, options: Mapping[str, Any]) -> EnvironmentFactory:
     try:
         import openenv.core  # noqa: F401
     except ImportError as error:
-        raise ValueError(f'openenv: needs the client of OpenEnv ({error}); install chatgpt-rlhf[openenv]') from None
-    server = OpenEnvServer(url, options)
+        raise ValueError(
+            f"openenv: needs the client of OpenEnv ({error}): pip install 'chatgpt-rlhf[openenv]'"
+        ) from None
     try:
-        server()._client  # nothing is connected yet
+        inspect.signature(OpenEnvEnvironment).bind(url, **options)
     except TypeError as error:
         raise ValueError(f'openenv:{url}: {error}') from None
-    return server
+    return OpenEnvServer(url, options)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import threading
 from types import TracebackType
+from typing import Any
 
 _WAIT_S = 5.0
 _lock = threading.Lock()
@@ -32,8 +33,8 @@ class OwnRandom:
         """seed: at least 0, below 2**32."""
         import numpy as np  # not with this file, which every worker process imports
 
-        self._state = (random.Random(seed).getstate(), np.random.RandomState(seed).get_state())
-        self._others: tuple[tuple, tuple] | None = None
+        self._state: tuple[Any, Any] = (random.Random(seed).getstate(), np.random.RandomState(seed).get_state())
+        self._others: tuple[Any, Any] | None = None
 
     def __enter__(self) -> None:
         import numpy as np

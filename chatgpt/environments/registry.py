@@ -122,7 +122,11 @@ def make_environment(factory: EnvironmentFactory) -> Any:
 
 def _option_names(factory: Any) -> list[str]:
     """Keyword arguments of a function, or of a class and those that it hands them on to."""
-    makers = [c.__init__ for c in factory.__mro__ if '__init__' in vars(c)] if isinstance(factory, type) else [factory]
+    makers = (
+        [vars(c)['__init__'] for c in factory.__mro__ if '__init__' in vars(c)]
+        if isinstance(factory, type)
+        else [factory]
+    )
     names: dict[str, None] = {}
     for maker in makers:
         try:

@@ -40,6 +40,7 @@ import asyncio
 import inspect
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from chatgpt.environments.base import joined
@@ -65,7 +66,8 @@ class ToolFactory:
 
     def __init__(self, make: Callable[[], Any], rewards: Sequence[Callable[..., Any]] = ()) -> None:
         self.make, self.rewards = make, tuple(rewards)
-        self.name = self.__qualname__ = getattr(make, '__qualname__', type(make).__name__)
+        inner = make.func if isinstance(make, partial) else make
+        self.name = self.__qualname__ = getattr(inner, '__qualname__', type(inner).__name__)
         for reward in self.rewards:
             if not callable(reward) or not hasattr(reward, '__name__'):
                 raise ValueError(f'rewards holds {reward!r:.80}, which is no function')
@@ -124,14 +126,17 @@ class ToolEnvironment:
     def step(self, response: str | Mapping[str, Any]) -> tuple[Any, dict[str, float], bool, bool, dict[str, Any]]:
         """`response`: a message of the assistant, with its 'tool_calls' if it has any; text calls none."""
         self._busy = True
-        message = dict(response) if isinstance(response, Mapping) else {'role': 'assistant', 'content': response}
+        message: dict[str, Any] = {'role': 'assistant', 'content': response}
+        if isinstance(response, Mapping):
+            message = dict(response)
         self._said.append(message)
-        calls = message.get('tool_calls') or []
+        calls: list[Any] = list(message.get('tool_calls') or ())
         results = self._call(calls)
         self._said += results
         rewards = self._named('turn_reward') | ({} if calls else self._final())
         self._busy = False
-        return results if calls else '', rewards, not calls, False, {}
+        cut = bool(message.get('truncated'))  # in the middle of an answer, or of a call
+        return results if calls else '', rewards, not calls and not cut, not calls and cut, {}
 
     def finish(self) -> dict[str, float]:
         """The rewards of an episode that was cut off."""

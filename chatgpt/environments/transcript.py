@@ -133,26 +133,29 @@ class ChatTemplate:
     # ------------------------------------------------------------------ what the model wrote
 
     def message(self, turn_ids: Sequence[int], ended: Ended, before: Sequence[int] = ()) -> dict[str, Any]:
-        """A turn as a message of the assistant: 'content', and 'tool_calls' where it calls tools. Calls that cannot be
-        read are text.
+        """A turn as a message of the assistant: 'content'; 'tool_calls' where it calls tools; 'truncated' where it ran
+        out of tokens. Calls that cannot be read are text.
 
         Args:
             before: ids in front of the turn, at least from the last generation prompt on.
         """
-        if self._read is None:
-            try:
-                parsed = self.tokenizer.parse_response(list(turn_ids), prefix=list(before), tools=self.tools)
-                message = {**parsed, 'role': 'assistant', 'content': parsed.get('content') or ''}
-                if message.pop('tool_calls', None):
-                    message['tool_calls'] = checked_calls(parsed['tool_calls'])
-                return message
-            except (ValueError, TypeError, AttributeError):  # as TRL: whatever the model wrote is an answer
-                return {'role': 'assistant', 'content': self.tokenizer.decode(turn_ids, skip_special_tokens=True)}
-        ids = list(turn_ids)
-        message = self._read(self.tokenizer.decode(ids[:-1] if ended == 'eos' else ids, skip_special_tokens=False))
-        if 'tool_calls' not in message:
-            message['content'] = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return message
+        message = self._parsed(list(turn_ids), ended, list(before))
+        return message | ({'truncated': True} if ended == 'length' else {})
+
+    def _parsed(self, ids: list[int], ended: Ended, before: list[int]) -> dict[str, Any]:
+        text = {'role': 'assistant', 'content': self.tokenizer.decode(ids, skip_special_tokens=True)}
+        if self._read is not None:
+            written = self.tokenizer.decode(ids[:-1] if ended == 'eos' else ids, skip_special_tokens=False)
+            message = self._read(written)
+            return message if 'tool_calls' in message else message | text
+        try:
+            found = self.tokenizer.parse_response(ids, prefix=before, tools=self.tools)
+            message = {**found, 'role': 'assistant', 'content': found.get('content') or ''}
+            if message.pop('tool_calls', None):
+                message['tool_calls'] = checked_calls(found['tool_calls'])
+            return message
+        except (ValueError, TypeError, AttributeError):  # as in TRL, whatever the model wrote is an answer
+            return text
 
     def _is_special(self, token: int) -> bool:
         added = self.tokenizer.added_tokens_decoder.get(token)
@@ -260,8 +263,8 @@ class ChatTemplate:
                     "the tokenizer's chat template shows no tools: it leaves out "
                     f'{tool["function"]["name"]!r}; take a model that was trained to call tools, or set a template'
                 )
-        name = self._tool_name()
-        call = {'role': 'assistant', 'content': '', 'tool_calls': [_call(name, _CALL_ID, {'zqkey': 'zqvalue'})]}
+        called = _call(self._tool_name(), _CALL_ID, {'zqkey': 'zqvalue'})
+        call = {'role': 'assistant', 'content': '', 'tool_calls': [called]}
         whole = self._render([*asked, call, *self._observed('tool', 'zqresult')], begin=True)
         for part, word in (('calls', 'zqkey'), ('calls', 'zqvalue'), ('results', 'zqresult')):
             if word not in whole[whole.index('Is it so?') :]:
@@ -270,10 +273,8 @@ class ChatTemplate:
             self._read = reader(self.tokenizer.get_chat_template(tools=self.tools))
         written = self._render([*asked, call]).removesuffix(self._ending())
         written = written[_common(shown, written) :]
-        found = self.message(encode(written, self.tokenizer), 'length', encode(shown, self.tokenizer)).get(
-            'tool_calls', []
-        )
-        if [c['function'] for c in found] != [call['tool_calls'][0]['function']]:
+        message = self.message(encode(written, self.tokenizer), 'length', encode(shown, self.tokenizer))
+        if [found['function'] for found in message.get('tool_calls', ())] != [called['function']]:
             raise ValueError(
                 f"the tokenizer's chat template writes calls of tools as {written[:80]!r}, which is not understood; "
                 'set tokenizer.response_template'

@@ -244,7 +244,7 @@ def measured(metrics: SequenceOf[Mapping[str, Any]], evals: SequenceOf[Mapping[s
     return found
 
 
-_UP, _DOWN = re.compile(r'score_mean$|accuracy|margin|reward|/metrics/'), re.compile(r'loss|perplexity')
+_UP, _DOWN = re.compile(r'score_mean$|success_share$|accuracy|margin|reward|/metrics/'), re.compile(r'loss|perplexity')
 
 
 def _is_eval(name: str) -> bool:

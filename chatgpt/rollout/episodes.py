@@ -165,12 +165,12 @@ class EpisodeEngine:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def response_of(self, turn: Sample, before: list[int]) -> str | dict[str, Any]:
-        """A turn as its environment reads it: its text without end token and stop string, or a message where there are
-        tools. `before`: the ids just in front of it."""
+        """A turn as its environment reads it: its text without end token and (but for SkyRL-Gym's) stop string, or a
+        message where there are tools. `before`: the ids just in front of it."""
         turn_ids = turn.response_ids.tolist()
         if isinstance(self.transcript, ChatTemplate) and self.transcript.tools is not None:
             return self.transcript.message(turn_ids, turn.finish_reason, before)
-        if self.stop_strings is not None:
+        if self.stop_strings is not None and not getattr(self.factory, 'keeps_stop', False):
             return self.stop_strings.text_of(turn_ids)
         return self._decoded(turn_ids)
 
@@ -335,7 +335,8 @@ class _Conversations:
             t.end = 'terminated' if answer.terminated else 'truncated'
             return None
         if len(t.turns) == self.owner.settings.max_turns:
-            return self._cut(t, 'turns')
+            self._cut(t, 'turns')
+            return None
         turn = t.parts[-1][0].tolist()
         try:
             ids = torch.tensor(self.owner.transcript.after(turn, t.finish, answer.observation), dtype=torch.int64)
@@ -343,7 +344,8 @@ class _Conversations:
             self._fail(t, Failure(reason='invalid', message=f'{self.owner.runner.name}: {error}'))
             return None
         if t.length + len(ids) >= t.room:
-            return self._cut(t, 'tokens')
+            self._cut(t, 'tokens')
+            return None
         t.add_observation(ids)
         return ids
 

@@ -146,6 +146,8 @@ class PPOTrainer(Trainer):
         )
         assert not isinstance(strategy, str)
         config.validate(strategy.world_size)
+        if strategy.exact is not None:
+            config.check_exact()
         bare: Any = strategy.unwrap(actor)
         self.actor, self.critic = actor, critic
         self.actor_optim, self.critic_optim = actor_optim, critic_optim
@@ -177,6 +179,10 @@ class PPOTrainer(Trainer):
             self.engine = EpisodeEngine(
                 self.engine, environment, tokenizer, environment_settings, stop_strings=stop_strings
             )
+            if reward_model is None and not getattr(self.engine.factory, 'gives_rewards', True):
+                raise ValueError(
+                    f'{self.engine.runner.name} has neither get_reward nor turn_reward; give it one, or a reward_model'
+                )
             reward_model = environment_scorer(reward_weights) if reward_model is None else reward_model
         self.collector = Collector(
             strategy,
@@ -256,6 +262,8 @@ class PPOTrainer(Trainer):
         if recompute == 'auto':
             inexact = getattr(self.engine, 'recompute_logprobs', False)
             recompute = strategy.dtype != torch.float32 or c.tis_cap is not None or inexact
+            # the decode's are those of its batch
+            recompute = recompute or strategy.exact is not None
         scorer = as_scorer(
             reward_model,
             max_tokens_per_batch=c.max_tokens_per_batch,
@@ -543,7 +551,7 @@ class PPOTrainer(Trainer):
             | metrics
         )
         metrics |= performance_metrics(experiences, self.clock.metrics(), self.config.max_epochs)
-        metrics |= rank_metrics(self.strategy, self.collector.taken_s())
+        metrics |= rank_metrics(self.strategy, self.collector.taken_s()) | self.collector.draw_metrics()
         self.end_phase(metrics)
         return metrics
 

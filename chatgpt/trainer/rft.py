@@ -208,7 +208,7 @@ class RFTTrainer(OfflineTrainer):
 
     def end_phase(self, metrics: dict[str, float]) -> None:
         self.round += 1
-        super().end_phase(metrics | self.round_metrics)
+        super().end_phase(metrics | self.round_metrics | self.collector.draw_metrics())
 
     def _kept(self, number: int) -> list[Sequence]:
         """The samples of round `number` that are worth learning, the same list on every rank."""

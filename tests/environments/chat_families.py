@@ -29,9 +29,12 @@ _HERMES_RESULTS = (
 )
 QWEN25 = (
     _HERMES_TOOLS + '{% for m in messages %}{% set content = m.content %}'
-    "{% if m.role == 'user' or (m.role == 'system' and not loop.first) or (m.role == 'assistant' and not m.tool_calls) %}"
+    "{% if m.role == 'user' or (m.role == 'system' and not loop.first)"
+    " or (m.role == 'assistant' and not m.tool_calls) %}"
     "{{ '<|im_start|>' + m.role + '\\n' + content + '<|im_end|>\\n' }}"
-    "{% elif m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' + content }}" + _HERMES_CALLS + "{{ '<|im_end|>\\n' }}"
+    "{% elif m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' + content }}"
+    + _HERMES_CALLS
+    + "{{ '<|im_end|>\\n' }}"
     "{% elif m.role == 'tool' %}" + _HERMES_RESULTS + '{% endif %}{% endfor %}'
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
@@ -50,7 +53,8 @@ QWEN3 = (
     "{% else %}{{ '<|im_start|>assistant\\n' + content }}{% endif %}" + _HERMES_CALLS + "{{ '<|im_end|>\\n' }}"
     "{% elif m.role == 'tool' %}" + _HERMES_RESULTS + '{% endif %}{% endfor %}'
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
-    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    '{% endif %}'
 )
 # Every turn has its block, in the prompt and later; tools come by another argument than `tools`.
 SMOLLM3 = (
@@ -75,9 +79,10 @@ LLAMA3 = (
     "{{ ns.rest[0].content | trim + '<|eot_id|>' }}{% set ns.rest = ns.rest[1:] %}{% endif %}"
     "{% for m in ns.rest %}{% if m.role == 'tool' %}"
     "{{ '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + (m.content | tojson) + '<|eot_id|>' }}"
-    "{% elif m.tool_calls %}{% if m.tool_calls | length != 1 %}"
+    '{% elif m.tool_calls %}{% if m.tool_calls | length != 1 %}'
     "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}"
-    "{% set f = m.tool_calls[0].function %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n{\"name\": \"' + f.name"
+    '{% set f = m.tool_calls[0].function %}'
+    '{{ \'<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "\' + f.name'
     " + '\", \"parameters\": ' + (f.arguments | tojson) + '}<|eot_id|>' }}"
     "{% else %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}"
     '{% endif %}{% endfor %}'
@@ -93,7 +98,7 @@ MISTRAL = (
     "{{ '[INST] ' + (ns.system if loop.last else '') + m.content + '[/INST]' }}"
     "{% elif m.tool_calls %}{{ '[TOOL_CALLS] [' }}{% for c in m.tool_calls %}"
     "{% if c.id | length != 9 %}{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}"
-    '{% endif %}{{ (c.function | tojson)[:-1] + \', "id": "\' + c.id + \'"}\' + (\', \' if not loop.last else \'\') }}'
+    "{% endif %}{{ (c.function | tojson)[:-1] + ', \"id\": \"' + c.id + '\"}' + (', ' if not loop.last else '') }}"
     "{% endfor %}{{ ']' + eos_token }}"
     "{% elif m.role == 'assistant' %}{{ ' ' + m.content | trim + eos_token }}"
     "{% elif m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('no id') }}{% endif %}"

@@ -18,6 +18,7 @@ from chatgpt.environments.adapters import ADAPTERS, Adapter, GemEnvironment, Gym
 from chatgpt.environments.tools import ToolEnvironment
 from chatgpt.rollout import SamplingParams
 from chatgpt.rollout.episodes import EpisodeEngine
+from chatgpt.rollout.stop import StopStrings
 from chatgpt.types import Prompt
 
 NOTHING = Prompt(ids=torch.zeros(0, dtype=torch.int64))
@@ -57,7 +58,7 @@ class GymnasiumText:
 class SkyRLSum:
     """skyrl_gym.envs.base_text_env.BaseTextEnv."""
 
-    def __init__(self, env_config=None, extras={}):
+    def __init__(self, env_config=None, extras=None):
         self.answer, self.turns = extras['reward_spec']['ground_truth'], 0
 
     def init(self, prompt):
@@ -87,6 +88,11 @@ class WithTools:
 
     def get_reward(self):
         return 1.0
+
+
+class Unfinished:
+    def reset(self, seed, **columns):
+        return 'x'
 
 
 class WithStep:
@@ -120,6 +126,7 @@ def test_a_class_is_recognised_by_its_methods(made, wrapper):
     assert find_environment(Ours) is Ours
     assert isinstance(find_environment(WithTools)(), ToolEnvironment)
     assert find_environment(WithStep) is WithStep, 'looks as ours does'
+    assert find_environment(Unfinished) is Unfinished, 'which is told that it has no step'
     assert isinstance(find_environment(f'tools:{__name__}:WithStep')(), ToolEnvironment)
 
 
@@ -193,6 +200,21 @@ def test_skyrl_gym():
 
     sample, _ = episode(Rewrites, ['8 or so'], asked)
     assert sample.episode.end == 'error' and 'postprocessed_action' in sample.episode.message
+    heard = []
+
+    class Searches(SkyRLSum):
+        def step(self, action):
+            heard.append(action)
+            return super().step('7')
+
+    tokenizer = chat_tokenizer('chatml')
+    turn = [(tokenizer('<search>tea</search>')['input_ids'], 'stop')]
+    engine = EpisodeEngine(
+        ScriptedEngine({0: turn}), Searches, tokenizer, stop_strings=StopStrings(tokenizer, '</search>')
+    )
+    engine.generate([asked], SamplingParams(max_new_tokens=90), seed=0, indices=[0])
+    engine.close()
+    assert heard == ['<search>tea</search>']
     with pytest.raises(ValueError, match='rewrites what came before'):
         EpisodeEngine(ScriptedEngine({}), SkyRLSum, chat_tokenizer('qwen3'))
 

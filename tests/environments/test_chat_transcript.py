@@ -3,6 +3,7 @@ rendered; templates for which that cannot be are refused."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 
@@ -15,8 +16,11 @@ from chatgpt.environments import Environment, EnvironmentSettings
 from chatgpt.environments.base import InvalidStep
 from chatgpt.environments.calls import checked_calls, reader
 from chatgpt.environments.transcript import ChatTemplate, PlainText, TextOrChat
-from chatgpt.rollout import SamplingParams
+from chatgpt.nn import Actor
+from chatgpt.rollout import LocalEngine, SamplingParams
 from chatgpt.rollout.episodes import EpisodeEngine
+from chatgpt.rollout.stop import StopStrings
+from chatgpt.testing import tiny_causal_lm
 from chatgpt.types import Prompt
 
 TOOLS = [
@@ -66,7 +70,7 @@ def refusal(family, tools=None, options=None, system=False):
         ('qwen2.5', False, {}, True, ''),
         ('qwen2.5', True, {}, True, ''),
         # earlier thinking is dropped once the user speaks again, and kept between calls of tools
-        ('qwen3', False, {}, False, r"a message of user follows: .*<think>\\nLet me see.* becomes .*assistant\\nYes"),
+        ('qwen3', False, {}, False, r'a message of user follows: .*<think>\\nLet me see.* becomes .*assistant\\nYes'),
         ('qwen3', True, {}, True, ''),
         ('qwen3', False, {'enable_thinking': False}, False, r'a message of user follows: .*<think>\\n\\n</think>'),
         ('qwen3', True, {'enable_thinking': False}, False, r'a message of tool follows: .*<think>\\n\\n</think>'),
@@ -77,7 +81,7 @@ def refusal(family, tools=None, options=None, system=False):
         ('llama3', True, {}, True, ''),
         ('mistral', False, {}, False, ''),
         ('mistral', True, {}, False, ''),
-        ('mistral', False, {}, True, r"a message of user follows: .*\[INST\] Be brief.* becomes .*\[INST\] Is it so"),
+        ('mistral', False, {}, True, r'a message of user follows: .*\[INST\] Be brief.* becomes .*\[INST\] Is it so'),
         ('mistral', True, {}, True, 'a message of tool follows'),
         ('gemma', False, {}, False, ''),
         ('gemma', False, {}, True, 'refuses messages of system, user.*System role not supported'),
@@ -215,6 +219,36 @@ def test_sampled_ids_stay_bit_for_bit():
         again = tokenizer(tokenizer.decode(sample.response_ids), add_special_tokens=False)['input_ids']
         changed += again != expected
     assert changed, 'the negative control: tokenized again, the ids are others'
+
+
+def test_conversations_of_a_model():
+    tokenizer = chat_tokenizer('chatml')
+    stop = StopStrings(tokenizer, ['t'])
+    found = []
+    for engine in (LocalEngine(), LocalEngine(max_batch_size=2)):
+        episodes = EpisodeEngine(
+            engine, Dialogue, tokenizer, EnvironmentSettings(max_turn_tokens=12), stop_strings=stop
+        )
+        torch.manual_seed(0)
+        episodes.begin(Actor(tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=512)))
+        sampling = SamplingParams(
+            max_new_tokens=200, eos_token_ids=(tokenizer.eos_token_id, tokenizer.pad_token_id), stop=stop
+        )
+        found.append(episodes.generate([NOTHING] * 5, sampling, seed=2, indices=range(5), groups=range(5)))
+        episodes.end()
+        episodes.close()
+    assert [s.response_ids.tolist() for s in found[0]] == [s.response_ids.tolist() for s in found[1]]
+    transcript = ChatTemplate(tokenizer)
+    ends = set()
+    for sample in found[0]:
+        ids = sample.response_ids.tolist()
+        for number, (turn, later) in enumerate(itertools.pairwise(sample.episode.turns)):
+            mine, said = ids[turn.start : turn.stop], ids[turn.stop : later.start]
+            text = tokenizer.decode(mine)
+            ended = 'eos' if mine[-1] in sampling.eos_token_ids else 'stop' if 't' in text else 'length'
+            assert said == transcript.after(mine, ended, 'the adventure ' * (number + 1))
+            ends.add(ended)
+    assert ends >= {'length', 'stop'}, 'of these draws'
 
 
 def test_text_is_plain_unless_the_settings_say_so_and_messages_never_are():
@@ -356,6 +390,7 @@ def test_the_tokenizers_own_response_parsing_comes_first():
     assert message['content'] == 'Hm' and message['tool_calls'][0]['function'] == {'name': 'add', 'arguments': {'a': 1}}
     broken = tokenizer('<tool_call>{"name"</tool_call><|im_end|>')['input_ids']
     assert 'tool_calls' not in transcript.message(broken, 'eos', before)
+    assert 'truncated' not in message and transcript.message(ids[:3], 'length', before)['truncated']
     tokenizer.response_template = {'start_anchor': 'x', 'fields': {'content': {}}}
     with pytest.raises(ValueError, match='not understood; set tokenizer.response_template'):
         ChatTemplate(tokenizer, TOOLS)
@@ -363,6 +398,8 @@ def test_the_tokenizers_own_response_parsing_comes_first():
 
 def test_a_template_whose_calls_nobody_reads_is_refused():
     tokenizer = chat_tokenizer('qwen2.5')
-    tokenizer.chat_template = tokenizer.chat_template.replace('<tool_call>', '<call>').replace('</tool_call>', '</call>')
+    tokenizer.chat_template = tokenizer.chat_template.replace('<tool_call>', '<call>').replace(
+        '</tool_call>', '</call>'
+    )
     with pytest.raises(ValueError, match='writes calls of tools as .*<call>.* not understood'):
         ChatTemplate(tokenizer, TOOLS)

@@ -312,7 +312,10 @@ def test_a_module_that_a_worker_cannot_import(tmp_path, monkeypatch):
     assert play(runner, 0)[0].observation == 'hello', 'a file that was named by its path'
     runner.close()
     tools = tmp_path / 'tools_once.py'
-    tools.write_text('class Tools:\n    def reset(self, **columns):\n        return "use them"\n')
+    tools.write_text(
+        'class Tools:\n    def reset(self, **columns):\n        return "use them"\n\n'
+        '    def look(self) -> str:\n        "Look."\n        return "nothing"\n'
+    )
     runner = made(find_environment(f'{tools}:Tools'), 'processes', limit=20)
     assert play(runner, 0)[0].observation == 'use them', 'within what adapts it'
     runner.close()

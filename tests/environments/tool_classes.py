@@ -93,7 +93,7 @@ def call(name: str, arguments: str) -> str:
 # name: (columns of the data row, what the model writes in each turn, without the end token)
 SCRIPTS: dict[str, tuple[dict, tuple[str, ...]]] = {
     'buys and answers': ({}, (call('buy', '{"item": "tea", "price": 4}'), 'Done.')),
-    'text beside a call': ({}, ('I look first.\n' + call('look', '{"shelf": 2}'), call('buy', '{"item": "jam"}'), 'ok')),
+    'text beside a call': ({}, ('I look.\n' + call('look', '{"shelf": 2}'), call('buy', '{"item": "jam"}'), 'ok')),
     'no call at all': ({'budget': 7}, ('Nothing, thanks.',)),
     'no observation at reset': ({'budget': 0}, (call('leave', '{}'), 'bye')),
     'two calls in a turn': ({}, (call('buy', '{"item": "a"}') + '\n' + call('buy', '{"item": "b"}'), 'ok')),
