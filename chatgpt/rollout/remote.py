@@ -161,6 +161,7 @@ class RemoteEngine:
         self.spec: ModelSpec | None = None
         self.around: Around | None = None
         """what the workers put around their engines; see `put_around`"""
+        self._packed_around = b''
         self._weights: tuple[Manifest, list[Any]] | None = None
         self._queues: list[list[_Chunk]] = [[] for _ in range(workers.num_workers)]
         """chunks without an answer, by worker, in the order in which they were sent"""
@@ -173,18 +174,18 @@ class RemoteEngine:
         environments where the workers are. They get whole prompts, columns included, which are not checked here.
 
         Raises:
-            ValueError: the workers have started; or it cannot be sent to them.
+            ValueError: the workers have another, or have started without; or it cannot be sent to them.
         """
-        if self.spec is not None:
-            raise ValueError('RemoteEngine: its workers have started without this environment; make a new engine')
         try:
-            getattr(self.workers, 'dumps', pickle.dumps)(around)
+            packed = getattr(self.workers, 'dumps', pickle.dumps)(around)
         except Exception as error:  # what a pickle method raises is up to it
             raise ValueError(
                 f'the environment cannot be sent to rollout workers ({type(error).__name__}: '
                 f'{next(iter(str(error).splitlines()), "")}); give a class or function of a module, or its name'
             ) from error
-        self.around = around
+        if packed != self._packed_around and (self.spec is not None or self.around is not None):
+            raise ValueError('RemoteEngine: its workers have another environment, or none; make a new engine')
+        self.around, self._packed_around = around, packed
 
     # ------------------------------------------------------------------ the protocol of an engine
 

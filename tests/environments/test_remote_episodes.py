@@ -153,8 +153,13 @@ def test_what_cannot_be_sent_is_told_before_any_worker_starts():
     assert not pool.workers
     engine = RemoteEngine(pool)
     engine.begin(Actor(tiny_causal_lm('gpt2', vocab_size=len(TOKENIZER))))
-    with pytest.raises(ValueError, match='workers have started'):
+    with pytest.raises(ValueError, match='another environment, or none'):
         EpisodeEngine(engine, Shop, TOKENIZER)
+    engine = RemoteEngine(InProcessWorkers())
+    EpisodeEngine(engine, Shop, TOKENIZER)
+    EpisodeEngine(engine, Shop, TOKENIZER)
+    with pytest.raises(ValueError, match='another environment, or none'):
+        EpisodeEngine(engine, Told, TOKENIZER)
 
 
 # ---------------------------------------------------------------------- training
