@@ -27,6 +27,8 @@ def setup_of(inputs: Inputs) -> Setup:
         'num_processes': world_size_from_env(),
         'precision': run.precision,
         'lora_rank': run.lora_rank,
+        'shared_trunk': run.on_trunk,
+        'quantize': run.quantize,
         'gradient_checkpointing': run.gradient_checkpointing,
         'optimizer': run.optimizer,
         'max_tokens_per_batch': run.max_tokens_per_batch,

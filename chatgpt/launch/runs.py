@@ -37,7 +37,8 @@ from chatgpt.trainer.objectives.reward_model import RewardModelConfig
 from chatgpt.trainer.strategies.registry import STRATEGIES
 
 Precision = Literal['fp32', 'bf16', 'fp16']
-Optimizer = Literal['adamw', 'sgd']
+Optimizer = Literal['adamw', 'adamw8bit', 'paged_adamw8bit', 'sgd']
+Quantize = Literal['none', 'nf4']
 BiasMode = Literal['none', 'all', 'lora_only']
 CriticStart = Literal['reward_model', 'actor']
 CRITIC_STARTS = get_args(CriticStart)
@@ -91,6 +92,7 @@ class Run(LearningSettings):
     weight_decay: float = 0.0
     """decoupled, on all trained weights"""
     optimizer: Optimizer = 'adamw'
+    """adamw8bit keeps its states in 8 bits, paged ones go to host memory where a GPU's is short (bitsandbytes)"""
     lora_rank: int = 0
     """adapters of this rank instead of all weights; 0: all weights"""
     lora_alpha: float | None = None
@@ -101,6 +103,8 @@ class Run(LearningSettings):
     """patterns of layers that get adapters; none: every linear layer of the blocks"""
     lora_train_bias: BiasMode = 'none'
     """biases that are trained with the adapters"""
+    quantize: Quantize = 'none'
+    """keep the frozen weights under the adapters in 4 bits; with lora_rank, for PPO with shared_trunk"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
     trust_remote_code: bool = False
@@ -173,7 +177,12 @@ class Run(LearningSettings):
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
-        for name, kind in (('precision', Precision), ('optimizer', Optimizer), ('lora_train_bias', BiasMode)):
+        for name, kind in (
+            ('precision', Precision),
+            ('optimizer', Optimizer),
+            ('lora_train_bias', BiasMode),
+            ('quantize', Quantize),
+        ):
             self._one_of(name, get_args(kind))
         if MODELS.find(self.model).actor is None and self.trained != 'reward_model':
             raise ValueError(f'model={self.model!r} is a family of reward models; it cannot write')
@@ -196,9 +205,23 @@ class Run(LearningSettings):
                 ('lora_target_modules', None),
                 ('lora_train_bias', 'none'),
                 ('save_adapter', False),
+                ('quantize', 'none'),
+                ('shared_trunk', False),
             ):
-                if getattr(self, name) != unset:
+                if getattr(self, name, unset) != unset:
                     raise ValueError(f'{name} is about adapters, and there are none: give lora_rank too')
+        if self.optimizer.endswith('8bit') and not STRATEGIES.find(self.strategy).memory_model().whole:
+            raise ValueError(
+                f'optimizer={self.optimizer} needs whole weights on each process: use strategy naive or ddp'
+            )
+        if self.on_trunk:
+            if self.lora_train_bias != 'none':
+                raise ValueError('lora_train_bias: the biases of a shared or quantized base are frozen; leave it out')
+            if not STRATEGIES.find(self.strategy).memory_model().whole:
+                raise ValueError(
+                    f'strategy={self.strategy} shards weights; a shared or quantized base is whole on each process: '
+                    'use naive or ddp'
+                )
         if self.validation_file and self.validation_percentage:
             raise ValueError('validation_file and validation_percentage are both given; give one')
         if 0 < self.validation_percentage < 1:
@@ -221,6 +244,11 @@ class Run(LearningSettings):
     def data_source(self) -> str | None:
         """File or hub name of the training data."""
         return None
+
+    @property
+    def on_trunk(self) -> bool:
+        """Whether models are adapters on a frozen base of `SharedTrunk`."""
+        return self.quantize != 'none'
 
     def lora_keywords(self) -> dict[str, Any]:
         """Keywords of the model classes."""
@@ -278,6 +306,8 @@ class PPORun(Run, PPOConfig):
     """passes over the buffer in one learning phase"""
     critic: Literal['own', 'shared'] = 'own'
     """own: a model of its own; shared: a value head on the actor's trunk, with num_layers_unfrozen on the frozen one"""
+    shared_trunk: bool = False
+    """actor, critic, reward model and reference as adapters on one frozen base; with lora_rank"""
     critic_from: CriticStart = 'reward_model'
     """what a critic of its own starts from: the reward model, where there is one that reads the policy's tokens and has
     a head; or the actor's weights with a new head"""
@@ -376,6 +406,14 @@ class PPORun(Run, PPOConfig):
                     f"reproducible='exact' draws again what rounding could change, which only the local engine in the "
                     f'training process can: {given} does not fit it'
                 )
+        if self.quantize != 'none' and not self.shared_trunk:
+            raise ValueError(f'quantize={self.quantize!r} is of the base that the models share: give shared_trunk too')
+        if self.shared_trunk and (self.critic == 'shared' or self.num_layers_unfrozen > 0):
+            raise ValueError(
+                'shared_trunk gives the critic an adapter of its own; leave critic=shared and num_layers_unfrozen out'
+            )
+        if self.shared_trunk and self.rollout_workers:
+            raise ValueError('shared_trunk keeps one base in this process; leave rollout_workers out')
         if self.critic == 'shared' and not self.estimator.needs_values:
             raise ValueError(
                 f"critic='shared', but advantage_estimator={self.advantage_estimator!r} takes no critic; leave one out"
@@ -437,6 +475,10 @@ class PPORun(Run, PPOConfig):
             apply_chat_template=self.apply_chat_template or None,
             num_workers=self.num_environment_workers,
         )
+
+    @property
+    def on_trunk(self) -> bool:
+        return self.shared_trunk
 
     @property
     def reference_in_actor(self) -> bool:

@@ -140,6 +140,7 @@ class ExactDraws:
         indices: Sequence[int],
         groups: Sequence[int] | None = None,
         offsets: Sequence[int] | None = None,
+        limits: Sequence[int | None] | None = None,
     ) -> list[Sample]:
         """See `RolloutEngine.generate`.
 
@@ -147,8 +148,10 @@ class ExactDraws:
             ValueError: what `LocalEngine.generate` raises.
             RuntimeError: log-probs differ by more than earlier draws were cleared with.
         """
-        samples = self.engine.generate(prompts, sampling, seed=seed, indices=indices, groups=groups, offsets=offsets)
-        call = Call.of(prompts, sampling, seed, indices, groups, offsets)
+        samples = self.engine.generate(
+            prompts, sampling, seed=seed, indices=indices, groups=groups, offsets=offsets, limits=limits
+        )
+        call = Call.of(prompts, sampling, seed, indices, groups, offsets, limits)
         with torch.inference_mode():
             for i in range(min(PROBES, len(samples))):
                 middle = samples[i].num_actions // 2
@@ -293,7 +296,8 @@ class ExactDraws:
 
     @staticmethod
     def _limit(call: Call, i: int) -> int:
-        return call.sampling.room(len(call.prompts[i].ids))
+        room, own = call.sampling.room(len(call.prompts[i].ids)), call.own_limits[i]
+        return room if own is None else min(room, own)
 
     @staticmethod
     def _ending(sampling: SamplingParams, ids: list[int], limit: int) -> FinishReason | None:

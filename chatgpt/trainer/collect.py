@@ -25,6 +25,7 @@ import torch
 
 from chatgpt.dataset.prompts import PromptOrder, PromptSet
 from chatgpt.rollout import AheadEngine, ExactDraws, RolloutEngine, SamplingParams, StopStrings
+from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.rollout.stop import write_texts
 from chatgpt.trainer.checkpointing import as_json
 from chatgpt.trainer.failed_episodes import compared
@@ -74,7 +75,10 @@ class Collector:
         max_staleness: int = 0,
     ) -> None:
         if strategy.exact is not None:
-            engine = ExactDraws(engine)
+            if isinstance(engine, EpisodeEngine):
+                engine.engine = ExactDraws(engine.engine)
+            else:
+                engine = ExactDraws(engine)
         self.strategy, self.engine, self.sampling, self.policy = strategy, engine, sampling, policy
         self.tokenizer, self.stop_strings = tokenizer, stop_strings
         self.batch_size, self.num_samples_per_prompt, self.max_staleness = (
@@ -182,6 +186,7 @@ class Collector:
         """`perf/...`: what `ExactDraws` drew again since it was last asked, all ranks together. A collective; nothing
         without it."""
         engine = self.engine
+        engine = engine.engine if isinstance(engine, EpisodeEngine) else engine
         if not isinstance(engine, ExactDraws):
             return {}
         own = torch.tensor([engine.redrawn, engine.changed], dtype=torch.float64, device=self.strategy.device)

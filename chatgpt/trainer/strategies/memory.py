@@ -95,7 +95,7 @@ class Layout:
     """share the host's memory; None: all of them"""
     precision: Literal['fp32', 'bf16', 'fp16'] = 'fp32'
     on_cuda: bool = True
-    optimizer: Literal['adamw', 'sgd'] = 'adamw'
+    optimizer: Literal['adamw', 'adamw8bit', 'paged_adamw8bit', 'sgd'] = 'adamw'
     stream_blocks: bool = False
 
     @property
@@ -104,9 +104,9 @@ class Layout:
         return 4 if self.precision == 'fp32' else 2
 
     @property
-    def slots(self) -> int:
-        """Optimizer states per trained number, each fp32."""
-        return 2 if self.optimizer == 'adamw' else 0
+    def slots(self) -> float:
+        """Optimizer states per trained number, in numbers of fp32; those of 8 bits have a scale for 256 of them."""
+        return {'adamw': 2.0, 'sgd': 0.0}.get(self.optimizer, 2 * (1 / 4 + 1 / 256))
 
     @property
     def on_machine(self) -> int:
@@ -159,7 +159,7 @@ class MemoryModel:
         waiting = max(self.atoms // run.num_processes, 1).bit_length() - 1
         memory.add(f'{name} waiting gradients', 4 * trained * waiting, host=self.offloads)
         memory.add(f'{name} optimizer', 4 * run.slots * trained, host=self.offloads)
-        if run.optimizer == 'adamw':
+        if run.optimizer != 'sgd':
             memory.add(f'{name} optimizer', 4 * num_trained, host=True)  # a step count for each parameter
         return memory
 
