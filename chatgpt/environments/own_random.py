@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from types import TracebackType
 from typing import Any
 
 _WAIT_S = 5.0
-_lock = threading.Lock()
+_changed = threading.Condition()
+_inside: OwnRandom | None = None
+"""whose numbers the global generators give at the moment"""
 
 
 class OwnRandom:
     """A context in which `random` and `numpy.random` go on from where this object left them.
 
-    An environment that hangs inside must not stop the others, so after 5 seconds an environment is let in beside it,
-    with what random numbers there are.
+    An environment that hangs inside must not stop the others: after 5 seconds another takes its place, and when it goes
+    on after all, it leaves the generators alone.
 
     >>> mine = OwnRandom(3)
     >>> with mine:
@@ -34,13 +37,19 @@ class OwnRandom:
         import numpy as np  # not with this file, which every worker process imports
 
         self._state: tuple[Any, Any] = (random.Random(seed).getstate(), np.random.RandomState(seed).get_state())
-        self._others: tuple[Any, Any] | None = None
+        self._others: tuple[Any, Any] = ((), ())
+        self._since = 0.0
 
     def __enter__(self) -> None:
         import numpy as np
 
-        if _lock.acquire(timeout=_WAIT_S):
-            self._others = (random.getstate(), np.random.get_state())
+        global _inside
+        with _changed:
+            while _inside is not None and (left := _inside._since + _WAIT_S - time.monotonic()) > 0:
+                _changed.wait(left)
+            hanging, _inside = _inside, self
+            self._since = time.monotonic()
+            self._others = (random.getstate(), np.random.get_state()) if hanging is None else hanging._others
             random.setstate(self._state[0])
             np.random.set_state(self._state[1])
 
@@ -49,9 +58,12 @@ class OwnRandom:
     ) -> None:
         import numpy as np
 
-        if self._others is not None:
+        global _inside
+        with _changed:
+            if _inside is not self:  # another has taken its place
+                return
             self._state = (random.getstate(), np.random.get_state())
             random.setstate(self._others[0])
             np.random.set_state(self._others[1])
-            self._others = None
-            _lock.release()
+            _inside = None
+            _changed.notify()

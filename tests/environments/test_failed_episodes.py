@@ -29,7 +29,7 @@ def _counts_begin_anew():
 def play(faults, **config):
     """One timestep of one group of four, whose returns would be 2, 3, 4, 5."""
     Fails.faults = faults
-    settings = EnvironmentSettings(max_turn_tokens=3, num_workers=1, step_timeout_s=0.3)
+    settings = EnvironmentSettings(max_turn_tokens=3, num_workers=1, step_timeout_s=1.0)
     defaults = {'advantage_estimator': 'dr_grpo', 'experience_batch_size': 1, 'num_samples_per_prompt': 4}
     trainer = make(None, Fails, settings=settings, **(defaults | config))
     with warnings.catch_warnings(record=True) as caught:

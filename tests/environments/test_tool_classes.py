@@ -129,10 +129,24 @@ def test_random_numbers_in_threads(monkeypatch):
     alone = [drawn(seed) for seed in range(4)]
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(drawn, range(4))) == alone
-    # one that hangs inside does not stop the others
-    monkeypatch.setattr(own_random, '_WAIT_S', 0.02)
-    with OwnRandom(1), ThreadPoolExecutor(1) as threads:
-        threads.submit(OwnRandom(2).__enter__).result(5)
+
+
+def test_one_that_hangs_inside_is_waited_for_once(monkeypatch):
+    monkeypatch.setattr(own_random, '_WAIT_S', 0.2)
+    before = random.getstate(), str(np.random.get_state())
+    hanging, others = OwnRandom(1), [OwnRandom(seed) for seed in range(20)]
+    start = time.monotonic()
+    with hanging:
+        for seed, own in enumerate(others):
+            with own:
+                assert random.random() == random.Random(seed).random()
+        assert time.monotonic() - start < 20 * 0.2, 'not once each'
+        assert (random.getstate(), str(np.random.get_state())) == before, 'those of the program itself'
+    assert (random.getstate(), str(np.random.get_state())) == before
+    alone = random.Random(0)
+    alone.random()
+    with others[0]:
+        assert random.random() == alone.random(), 'it goes on from its first number'
 
 
 class Paid:
