@@ -13,13 +13,12 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from chatgpt.dataset.prompts import as_prompts
-from chatgpt.experience.scorers import as_scorer
+from chatgpt.experience.scorers import as_scorer, scored
 from chatgpt.rollout import LocalEngine, RolloutEngine
 from chatgpt.rollout.sampling import sampling_for
-from chatgpt.sweep import gathered
 from chatgpt.trainer.callbacks.base import TrainerView, say
 from chatgpt.trainer.callbacks.jsonl import RunFile
 from chatgpt.trainer.callbacks.samples import format_table
@@ -98,9 +97,10 @@ class PromptEvaluation:
             [prompts[i] for i in mine], indices=[FIRST_INDEX + i for i in mine], seed=self.seed
         )
         scorer = self.scorer or trainer.scorer
-        scores = scorer.score(samples, strategy) if scorer is not None else [None] * len(samples)
-        numbers = [None if s is None else float(s.sum()) if hasattr(s, 'sum') else float(s) for s in scores]
-        everyone = gathered(strategy, list(zip(samples, numbers, strict=True)), lambda pair: pair[0].index)
+        everyone = [
+            (sample, None if s is None else float(s.sum()) if isinstance(s, Tensor) else float(s))
+            for sample, s in scored(scorer, samples, strategy)
+        ]
         metrics = strategy.run_on_rank0(lambda: self._metrics([s for s, _ in everyone]))
         self._show(trainer, everyone, metrics)
         return self._summary(everyone, metrics)

@@ -22,10 +22,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from chatgpt.dataset.prompts import as_prompts
-from chatgpt.experience.scorers import as_score, as_scorer, described
+from chatgpt.experience.scorers import as_score, as_scorer, described, scored
 from chatgpt.rollout import LocalEngine, RolloutEngine
 from chatgpt.rollout.sampling import sampling_for
-from chatgpt.sweep import gathered
 from chatgpt.trainer.collect import Collector
 from chatgpt.trainer.config import SFTConfig
 from chatgpt.trainer.objectives.sft import SFTObjective
@@ -222,10 +221,9 @@ class RFTTrainer(OfflineTrainer):
         with self.clock.measure('collect'):
             samples = self.collector.generate(prompts, indices=indices, groups=groups)
         with self.clock.measure('score'):
-            given = self.scorer.score(samples, strategy)
-        checked = [as_score(value, sample, 'the reward') for value, sample in zip(given, samples, strict=True)]
-        numbers = [float(s.sum()) if isinstance(s, torch.Tensor) else s for s in checked]
-        pairs = gathered(strategy, list(zip(samples, numbers, strict=True)), lambda pair: pair[0].index)
+            given = scored(self.scorer, samples, strategy)
+        checked = [(sample, as_score(value, sample, 'the reward')) for sample, value in given]
+        pairs = [(sample, float(s.sum()) if isinstance(s, torch.Tensor) else s) for sample, s in checked]
         quantile = c.quantile(number)
         kept = select([s for s, _ in pairs], [x for _, x in pairs], quantile)
         self.round_metrics = {
