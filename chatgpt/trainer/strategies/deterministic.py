@@ -7,7 +7,7 @@ Left out: operators without a deterministic kernel, which compute as ever and ar
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils import deterministic as torch_deterministic
@@ -27,7 +27,7 @@ class Deterministic:
         self._warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         self._cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
         self._attention = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
-        self._memory: Any = torch_deterministic
+        self._memory = cast(Any, torch_deterministic)
         self._fill = self._memory.fill_uninitialized_memory
         os.environ.setdefault(_WORKSPACE, ':4096:8')
         torch.use_deterministic_algorithms(True, warn_only=True)
