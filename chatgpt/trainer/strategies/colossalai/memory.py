@@ -63,11 +63,11 @@ class ZeroMemory(_Masters):
         return self._itemsize(run) * size.total
 
     def gradients(self, size: ModelSize, run: Layout) -> int:
-        sums = 1
-        if self.atoms:
-            sums += max(self.atoms // run.num_processes, 1).bit_length() - 1  # those that wait for each other
         held = size.trained if self.stage == 1 else _share(size, run, trained_only=True)
-        return self._itemsize(run) * held * sums
+        if self.atoms:  # the sums that wait for each other, and in stage 2 an atom's own before it is cut
+            held *= max(self.atoms // run.num_processes, 1).bit_length()
+            held += size.trained if self.stage == 2 else 0
+        return self._itemsize(run) * held
 
     def _itemsize(self, run: Layout) -> int:
         return 4 if self.atoms else run.itemsize
