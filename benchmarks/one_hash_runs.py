@@ -42,8 +42,8 @@ FLIPPED_AT = KILLED_AT = 10
 FLIPPED_BIT = 20
 SMALL: dict[str, Any] = {'vocab_size': 64, 'hidden': 36, 'layers': 2, 'heads': 2, 'positions': 64}
 LARGE: dict[str, Any] = {'vocab_size': 512, 'hidden': 128, 'layers': 2, 'heads': 4, 'positions': 128}
-BATCH = {False: 16, True: 64}
-"""sequences of a train batch; by whether the cost is measured, where an atom has several hundred tokens"""
+BATCH = {False: 16, True: 128}
+"""sequences of a train batch; by whether the cost is measured, where an atom has a thousand tokens"""
 
 
 @dataclass(frozen=True)
