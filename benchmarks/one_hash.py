@@ -291,17 +291,23 @@ def cost_text(rows: list[dict[str, Any]]) -> str:
     text = f"""
 ## Cost
 
-Seconds of a phase of {one_hash_runs.PER_PHASE} optimizer steps, of a GPT-2 with {sizes['layers']} blocks of width {sizes['hidden']}, ordinary and exact
-runs in turn, in the same processes. The ratio is the median over pairs of neighbours, with the lowest and highest.
+A phase of {one_hash_runs.PER_PHASE} optimizer steps on {one_hash_runs.BATCH[True]} sequences each (PPO and its relatives: twice as many drawn, responses of up to 80
+tokens), of a GPT-2 with {sizes['layers']} blocks of width {sizes['hidden']}; ordinary and exact runs in turn, in the same processes. CPU seconds, all ranks
+together, since other work ran on the machine; the wall time's ratio beside it. Ratios are medians over pairs of neighbours, with the
+lowest and highest.
 
 """
-    table = [['method', 'precision', 'layout', 'ordinary, s', 'exact, s', 'ratio']]
+    table = [['method', 'precision', 'layout', 'ordinary, CPU s', 'exact, CPU s', 'ratio', 'ratio of wall time']]
     for row in sorted(rows, key=lambda r: (METHODS.index(r['method']), r['precision'] != 'fp32', r['cost'])):
-        ratios = sorted(exact / ordinary for ordinary, exact in zip(row['ordinary'], row['exact'], strict=True))
-        shown = f'{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})'
         seconds = [f'{statistics.median(row[kind]):.2f}' for kind in ('ordinary', 'exact')]
-        table.append([row['method'], row['precision'], LAYOUTS[row['cost']][0], *seconds, shown])
+        shown = [ratio(row['ordinary'], row['exact']), ratio(row['ordinary_s'], row['exact_s'])]
+        table.append([row['method'], row['precision'], LAYOUTS[row['cost']][0], *seconds, *shown])
     return text + markdown(table)
+
+
+def ratio(ordinary: list[float], exact: list[float]) -> str:
+    ratios = sorted(b / a for a, b in zip(ordinary, exact, strict=True))
+    return f'{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})'
 
 
 def markdown(table: list[list[str]]) -> str:

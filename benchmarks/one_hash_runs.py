@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import statistics
 import sys
 import time
 from copy import deepcopy
@@ -42,8 +41,9 @@ FLIPPED_AT = KILLED_AT = 10
 """updates done before; in the middle of the third phase"""
 FLIPPED_BIT = 20
 SMALL: dict[str, Any] = {'vocab_size': 64, 'hidden': 36, 'layers': 2, 'heads': 2, 'positions': 64}
-LARGE: dict[str, Any] = {'vocab_size': 512, 'hidden': 256, 'layers': 4, 'heads': 4, 'positions': 128}
-"""of the measurement of the cost: arithmetic outweighs Python, as in a real run"""
+LARGE: dict[str, Any] = {'vocab_size': 512, 'hidden': 128, 'layers': 2, 'heads': 4, 'positions': 128}
+BATCH = {False: 16, True: 128}
+"""sequences of a train batch; by whether the cost is measured, where an atom has a thousand tokens"""
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,9 @@ def offline(job: Job, strategy: Any, sizes: dict[str, Any], **kwargs: Any) -> An
     from transformers import AutoModel
 
     config = tiny_config('gpt2', **sizes, dropout=0.1 if job.method == 'sft' else 0.0)
-    kwargs |= {'train_batch_size': 16, 'max_epochs': job.updates // PER_PHASE, 'log_interval': PER_PHASE}
-    count = 16 * PER_PHASE
+    batch = BATCH[sizes is LARGE]
+    kwargs |= {'train_batch_size': batch, 'max_epochs': job.updates // PER_PHASE, 'log_interval': PER_PHASE}
+    count = batch * PER_PHASE
     if job.method == 'reward model':
         model = RewardModel(AutoModel.from_config(config))
         model, optimizer = strategy.prepare((model, optimizer_of(strategy, model)))
@@ -154,16 +155,17 @@ def online(job: Job, strategy: Any, sizes: dict[str, Any], **kwargs: Any) -> Any
         critic, critic_optimizer = strategy.prepare((critic, optimizer_of(strategy, critic)))
     actor, optimizer = strategy.prepare((actor, optimizer_of(strategy, actor)))
     settings: dict[str, Any] = {
-        'experience_batch_size': 32,
-        'train_batch_size': 16,
+        'experience_batch_size': 2 * BATCH[sizes is LARGE],
+        'train_batch_size': BATCH[sizes is LARGE],
         'max_epochs': PER_PHASE // 2,
-        'max_new_tokens': 12 if sizes is SMALL else 48,
+        'max_new_tokens': 12 if sizes is SMALL else 80,
         'eos_token_id': 2,
         'score_scaling': 'running',
         'kl_target': 3.0,
     }
     if job.method == 'grpo':
-        settings |= {'advantage_estimator': 'grpo', 'experience_batch_size': 8, 'num_samples_per_prompt': 4}
+        settings |= {'advantage_estimator': 'grpo', 'num_samples_per_prompt': 4}
+        settings['experience_batch_size'] //= 4
         settings |= {'kl_in': 'loss', 'kl_target': None, 'score_scaling': 'none'}
     settings |= kwargs
     return PPOTrainer(strategy, actor, critic, reward, initial, optimizer, critic_optimizer, **settings)
@@ -191,7 +193,7 @@ def prompts() -> list[Tensor]:
 
 
 def sequences(count: int, sizes: dict[str, Any]) -> list[Sequence]:
-    generator, longest = torch.Generator().manual_seed(6), 18 if sizes is SMALL else 56
+    generator, longest = torch.Generator().manual_seed(6), 18 if sizes is SMALL else 110
     return [
         Sequence(
             prompt_ids=ids(generator, 1 + i % 5, sizes),
@@ -205,7 +207,7 @@ def sequences(count: int, sizes: dict[str, Any]) -> list[Sequence]:
 def pairs(count: int, sizes: dict[str, Any]) -> list[TokenizedPreference]:
     generator, found = torch.Generator().manual_seed(7), []
     for i in range(count):
-        answers = [ids(generator, 1 + (3 * i + j) % (11 if sizes is SMALL else 40), sizes) for j in range(2)]
+        answers = [ids(generator, 1 + (3 * i + j) % (11 if sizes is SMALL else 90), sizes) for j in range(2)]
         masks = [torch.ones_like(answer, dtype=torch.bool) for answer in answers]
         found.append(
             TokenizedPreference(prompt_ids=ids(generator, 1 + i % 4, sizes), responses=answers, response_masks=masks)
@@ -213,22 +215,23 @@ def pairs(count: int, sizes: dict[str, Any]) -> list[TokenizedPreference]:
     return found
 
 
-def cost(method: str, precision: str, strategy: str, pairs_of_runs: int = 3) -> dict[str, list[float]]:
-    """Seconds of a phase, of runs that alternate: ordinary, exact, ordinary, ... The first phase of a run is not
-    counted. Nothing is written."""
-    found: dict[str, list[float]] = {'ordinary': [], 'exact': []}
+def cost(method: str, precision: str, strategy: str, pairs_of_runs: int = 2) -> dict[str, list[float]]:
+    """Of a phase of runs that alternate (ordinary, exact, ordinary, ...): CPU seconds, all ranks together, and wall time
+    under '..._s'. The first phase of a run is not counted. Nothing is written."""
+    found: dict[str, list[float]] = {'ordinary': [], 'exact': [], 'ordinary_s': [], 'exact_s': []}
     for exact in (False, True) * pairs_of_runs:
         job = Job(method, precision, strategy, '', exact=exact, updates=PER_PHASE)
         with strategy_of(job) as made:
             trainer = trainer_of(job, made, LARGE, callbacks=[ProgressBar(enabled=False)])
-            seconds = []
-            for _ in range(3):
-                made.barrier()
-                start = time.perf_counter()
-                fit(trainer, PER_PHASE)
-                made.barrier()
-                seconds.append(time.perf_counter() - start)
-            found['exact' if exact else 'ordinary'].append(statistics.fmean(seconds[1:]))
+            fit(trainer, PER_PHASE)
+            made.barrier()
+            cpu, wall = time.process_time(), time.perf_counter()
+            fit(trainer, PER_PHASE)
+            made.barrier()
+            name = 'exact' if exact else 'ordinary'
+            found[f'{name}_s'].append(time.perf_counter() - wall)
+            own = torch.tensor(time.process_time() - cpu, dtype=torch.float64)
+            found[name].append(float(made.all_reduce(own)))
     return found
 
 

@@ -246,6 +246,27 @@ class WeightedScorer:
         return [[(weight, scores[i]) for weight, scores in columns] for i in range(len(samples))]
 
 
+def scored(scorer: Scorer | None, samples: list[Sample], strategy: Communicator) -> list[tuple[Sample, Score | None]]:
+    """The samples of all ranks, ordered by index, each with its score; `samples` are this rank's, any number of any
+    prompts. A collective.
+
+    With `exact`, what a model scores together must not follow from who generated it: samples are shared out anew, in
+    order, and the last one stands in for those that are missing to a multiple of the atoms.
+    """
+    scores: list[Score | None] = [None] * len(samples)
+    if strategy.exact is None or scorer is None or isinstance(scorer, FunctionScorer):
+        if scorer is not None:
+            scores = [*scorer.score(samples, strategy)]
+        return gathered(strategy, list(zip(samples, scores, strict=True)), lambda pair: pair[0].index)
+    everyone = gathered(strategy, samples, lambda s: s.index)
+    share = -(-len(everyone) // strategy.exact.atoms) * (strategy.exact.atoms // strategy.world_size)
+    first = strategy.rank * share
+    own = [everyone[min(i, len(everyone) - 1)] for i in range(first, first + share)] if everyone else []
+    found = list(zip(range(first, first + share), scorer.score(own, strategy), strict=False)) if own else []
+    numbered = gathered(strategy, found, lambda pair: pair[0])
+    return [(sample, score) for sample, (_, score) in zip(everyone, numbered, strict=False)]
+
+
 def combine(parts: SequenceOf[tuple[float, Score]], sample: Sequence) -> Score:
     """Weighted sum of scores of one sample."""
     single = sum(weight * value for weight, value in parts if not isinstance(value, Tensor))

@@ -38,6 +38,10 @@ Full = Callable[[], AbstractContextManager[Any]]
 """a context that gives the model to generate with"""
 
 
+def exact_draws(engine: RolloutEngine) -> ExactDraws:
+    return engine if isinstance(engine, ExactDraws) else ExactDraws(engine)
+
+
 class NothingToLearn(RuntimeError):
     """Dynamic sampling found no group whose scores differ."""
 
@@ -76,9 +80,9 @@ class Collector:
     ) -> None:
         if strategy.exact is not None:
             if isinstance(engine, EpisodeEngine):
-                engine.engine = ExactDraws(engine.engine)
+                engine.engine = exact_draws(engine.engine)
             else:
-                engine = ExactDraws(engine)
+                engine = exact_draws(engine)
         self.strategy, self.engine, self.sampling, self.policy = strategy, engine, sampling, policy
         self.tokenizer, self.stop_strings = tokenizer, stop_strings
         self.batch_size, self.num_samples_per_prompt, self.max_staleness = (

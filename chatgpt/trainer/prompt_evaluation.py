@@ -17,11 +17,10 @@ from torch import nn
 
 from chatgpt.dataset.prompts import as_prompts
 from chatgpt.environments import EnvironmentSettings
-from chatgpt.experience.scorers import as_scorer, sequence_score
+from chatgpt.experience.scorers import as_scorer, scored, sequence_score
 from chatgpt.rollout import LocalEngine, RolloutEngine
 from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.rollout.sampling import sampling_for
-from chatgpt.sweep import gathered
 from chatgpt.trainer.callbacks.base import TrainerView, say
 from chatgpt.trainer.callbacks.jsonl import RunFile
 from chatgpt.trainer.callbacks.samples import episode_row, format_table, shown_parts
@@ -107,9 +106,9 @@ class PromptEvaluation:
                 [prompts[i] for i in mine], indices=[FIRST_INDEX + i for i in mine], seed=self.seed
             )
         scorer = self.scorer or trainer.scorer
-        scores = scorer.score(samples, strategy) if scorer is not None else [None] * len(samples)
-        numbers = [None if s is None else sequence_score(s, sample) for s, sample in zip(scores, samples, strict=True)]
-        everyone = gathered(strategy, list(zip(samples, numbers, strict=True)), lambda pair: pair[0].index)
+        everyone = [
+            (sample, None if s is None else sequence_score(s, sample)) for sample, s in scored(scorer, samples, strategy)
+        ]
         metrics = strategy.run_on_rank0(lambda: self._metrics([s for s, _ in everyone]))
         self._show(trainer, everyone, metrics)
         return self._summary(everyone, metrics)

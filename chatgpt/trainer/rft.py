@@ -21,10 +21,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from chatgpt.dataset.prompts import as_prompts
-from chatgpt.experience.scorers import as_score, as_scorer, described, sequence_score
+from chatgpt.experience.scorers import as_score, as_scorer, described, scored, sequence_score
 from chatgpt.rollout import LocalEngine, RolloutEngine
 from chatgpt.rollout.sampling import sampling_for
-from chatgpt.sweep import gathered
 from chatgpt.trainer.collect import Collector
 from chatgpt.trainer.config import SFTConfig
 from chatgpt.trainer.objectives.sft import SFTObjective
@@ -222,10 +221,9 @@ class RFTTrainer(OfflineTrainer):
         with self.clock.measure('collect'):
             samples = self.collector.generate(prompts, indices=indices, groups=groups)
         with self.clock.measure('score'):
-            given = self.scorer.score(samples, strategy)
-        checked = [as_score(value, sample, 'the reward') for value, sample in zip(given, samples, strict=True)]
-        numbers = [sequence_score(score, sample) for score, sample in zip(checked, samples, strict=True)]
-        pairs = gathered(strategy, list(zip(samples, numbers, strict=True)), lambda pair: pair[0].index)
+            given = scored(self.scorer, samples, strategy)
+        checked = [(sample, as_score(value, sample, 'the reward')) for sample, value in given]
+        pairs = [(sample, sequence_score(s, sample)) for sample, s in checked]
         quantile = c.quantile(number)
         kept = select([s for s, _ in pairs], [x for _, x in pairs], quantile)
         self.round_metrics = {

@@ -47,6 +47,7 @@ def test_the_page(tmp_path):
     rows.append({'method': 'ppo', 'precision': 'fp32', 'layout': 'zero1', 'updates': 20, 'refused': 'cannot'})
     rows.append(
         {'method': 'ppo', 'precision': 'fp32', 'cost': 'naive', 'ordinary': [1.0, 2.0, 4.0], 'exact': [1.2, 2.2, 5.2]}
+        | {'ordinary_s': [1.0, 1.0, 1.0], 'exact_s': [2.0, 3.0, 4.0]}
     )
     (tmp_path / 'results.json').write_text(json.dumps({'rows': rows}))
     one_hash.main([f'--page={tmp_path}/page.md', f'--results={tmp_path}/results.json'])
@@ -57,7 +58,7 @@ def test_the_page(tmp_path):
     assert '1 of 2 runs are the same as the Naive one; 1 of 1 controls differ.' in text
     assert 'Refused, ZeRO-1, 2: cannot' in text
     assert 'Not the same: ppo, fp32, fsdp2: phase 2, weights: actor/w[0] is 1.0 and 2.0' in text
-    assert '| ppo | fp32 | Naive | 2.00 | 2.20 | 1.20 (1.10 to 1.30) |' in text
+    assert '| ppo | fp32 | Naive | 2.00 | 2.20 | 1.20 (1.10 to 1.30) | 3.00 (2.00 to 4.00) |' in text
 
 
 def test_a_word_that_is_no_part():

@@ -18,7 +18,7 @@ from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import PPOTrainer, RFTTrainer
 from chatgpt.trainer.prompt_evaluation import PromptEvaluation
-from chatgpt.trainer.strategies import FSDPStrategy, NaiveStrategy
+from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
 
 
 class Uneven(Actor):
@@ -140,6 +140,30 @@ def test_rft_and_evaluation_draw_exactly():
     one, other = kept(256), kept(2)
     assert one[:2] == other[:2]
     assert one[2][0] > 0 and one[2][1] + other[2][1] > 0
+
+
+def judged(kind: str) -> tuple[dict[str, float], dict[str, float], list[list[int]]]:
+    """What a reward model says of three eval prompts, and of the nine samples of a round of RFT: neither number divides
+    over two ranks."""
+    from transformers import AutoModel
+
+    with {'naive': NaiveStrategy, 'ddp': DDPStrategy}[kind](seed=0, device='cpu', reproducible='exact') as strategy:
+        trainer = trainer_of(strategy=strategy)
+        found = PromptEvaluation(prompts()[:3], max_new_tokens=16)(trainer)
+        actor = Uneven(tiny_causal_lm('gpt2', positions=48))
+        reward = RewardModel(AutoModel.from_config(tiny_config('gpt2', positions=48)))
+        (actor, optim), reward = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=1e-3)), reward)
+        perf = Perf()
+        settings = {'max_new_tokens': 16, 'num_rounds': 1, 'num_samples_per_prompt': 3, 'train_batch_size': 8}
+        rft = RFTTrainer(strategy, actor, optim, prompts()[:3], reward, callbacks=[perf], **settings)
+        rft.fit()
+        return found, perf.phases[0], [s.response_ids.tolist() for s in rft.train_data]
+
+
+def test_what_models_judge_together_does_not_follow_from_the_ranks():
+    want = judged('naive')
+    assert want[0]['score_mean'] != 0 and 0 < len(want[2]) < 9
+    assert run_distributed(judged, 2, 'ddp') == [want] * 2
 
 
 @pytest.mark.parametrize(
