@@ -1,0 +1,100 @@
+"""The benchmark of environments: its tool, its warm-up, what it calls a collapse, and a short run of all of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / 'benchmarks'))
+import environments as benchmark
+
+
+def test_the_archive():
+    archive = benchmark.Archive(files=3, size=30, times=5)
+    assert archive.reset(7) == f'file {archive.asked}\n' and archive.asked in 'abc'
+    for name in 'abc':
+        observation, reward, terminated, truncated, _ = archive.step(f'read {name}')
+        assert observation[0] == observation[-1] == '\n' and len(observation) == 32
+        assert [c for c in observation if c.isdigit()] == [archive.digits[name]] * 5
+        assert (reward, terminated, truncated) == (0.0, False, False)
+    assert archive.step('read d') == archive.step('hm') == ('\n?\n', 0.0, False, False, {'success': False})
+    right = int(archive.digits[archive.asked])
+    assert archive.step(f'={right}') == ('', 1.0, True, False, {'success': True})
+    assert archive.step(f'={(right + 1) % 10}') == ('', 0.0, True, False, {'success': False})
+    other = benchmark.Archive(files=3, size=30, times=5)
+    other.reset(7)
+    assert other.texts == archive.texts
+
+
+@pytest.mark.parametrize('name', benchmark.TASKS)
+def test_the_warm_up_learns_turns_and_no_observations(name):
+    words, task = benchmark.tokenizer(), benchmark.TASKS[name]
+    right = []
+    for seed in range(60):
+        episode = benchmark.taught_episode(task, seed, words)
+        environment = task.make()
+        assert words.decode(episode.prompt_ids) == environment.reset(seed)
+        tokens = zip(episode.response_ids.tolist(), episode.response_mask.tolist(), strict=True)
+        said = ''.join(words.decode([token]) if mine else ' ' for token, mine in tokens)
+        turns = [turn.strip() for turn in said.split(benchmark.EOS) if turn.strip()]
+        assert len(turns) <= task.settings.max_turns and bool(episode.response_mask[-1])
+        ends = [environment.step(turn)[2:] for turn in turns]
+        assert [terminated or truncated for terminated, truncated, _ in ends] == [False] * (len(turns) - 1) + [True]
+        right.append(ends[-1][-1]['success'])
+        assert len(episode.response_ids) <= task.max_new_tokens
+    assert 0.1 < sum(right) / len(right) < 0.9, 'a teacher who leaves something to learn'
+
+
+def run_of(success: list[float], entropy: float = 1.0, **changes):
+    rows = [[64 * i, float(i), s, s, entropy, 0.5] for i, s in enumerate(success, 1)]
+    return {'rows': rows, 'non_finite': '', **changes}
+
+
+def test_what_a_collapse_is():
+    assert benchmark.collapse(run_of([0.2] * 5 + [0.8] * 5)) == ''
+    assert benchmark.collapse(run_of([0.8] * 5 + [0.41] * 5)) == ''
+    assert benchmark.collapse(run_of([0.8] * 5 + [0.39] * 5)) == 'fell'
+    assert benchmark.collapse(run_of([0.4] * 10, entropy=0.001)) == 'stuck'
+    assert benchmark.collapse(run_of([0.9] * 10, entropy=0.001)) == ''
+    assert benchmark.collapse(run_of([0.9], non_finite='the loss')) == 'not finite'
+
+
+def test_averages_and_intervals_by_hand():
+    assert benchmark.averaged(run_of([1, 0, 0, 1, 0, 0]))[-2:] == [2 / 5, 1 / 5]
+    mean, low, high = benchmark.interval([0.1, 0.2, 0.3, 0.4, 0.5])
+    # standard deviation 0.1581, over the root of 5 is 0.0707, times 2.776
+    assert (mean, low, high) == pytest.approx((0.3, 0.3 - 0.1963, 0.3 + 0.1963), abs=1e-4)
+    assert benchmark.late_success(run_of([0.0, 0.0, 0.6, 0.8]), 4.0) == pytest.approx(0.7)
+
+
+def test_equal_effort():
+    assert {len(benchmark.settings_of(method)) for method in benchmark.METHODS} == {4}
+
+
+def test_a_short_run_of_all_of_it(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(benchmark, 'METHODS', {m: benchmark.METHODS[m] for m in ('PPO, turn credit', 'GRPO')})
+    monkeypatch.setattr(benchmark, 'RATES', (1e-3,))
+    monkeypatch.setattr(benchmark, 'TASKS', {'archive': benchmark.TASKS['archive']})
+    monkeypatch.setattr(benchmark, 'FIRST', 'PPO, turn credit')
+    budget, results, out = benchmark.QUICK, tmp_path / 'runs.jsonl', tmp_path / 'page.md'
+    with pytest.raises(ValueError, match='not tuned yet'):
+        list(benchmark.comparison([], budget))
+    benchmark.do(benchmark.tuning(budget), results, budget, tmp_path, False)
+    benchmark.do(benchmark.comparison(benchmark.read(results), budget), results, budget, tmp_path, True)
+    records = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [r['compared'] for r in records] == [False] * 4 + [True] * 4
+    for r in records[4:]:
+        assert set(r['success']) == {'episodes', 'cpu_s'} and 0 <= r['start'] <= 1
+        assert r['rows'][-1][0] == 32 and r['rows'][-1][1] > 0
+    capsys.readouterr()
+    benchmark.do(benchmark.comparison(records, budget), results, budget, tmp_path, True)
+    assert not capsys.readouterr().out, 'what the file holds is not run again'
+    benchmark.report(results, out, budget)
+    page = out.read_text()
+    assert page.count('| PPO, turn credit |') == 2, 'in the table of the task and in that of the tuning'
+    assert page.count('| GRPO |') == 3, 'and in that of differences'
+    assert '{' not in page
+    assert out.with_suffix('.png').stat().st_size > 1000
