@@ -190,15 +190,17 @@ class Budget:
     """episodes of a learning phase"""
     share: float = 1.0
     """of a task's warm-up and number of episodes"""
+    settings: int = 4
+    """of each method that are tried"""
     evaluated: int = 128
     """new tasks on which a policy is judged"""
 
 
-QUICK = Budget(tune_cpu_s=0.0, cpu_s=0.0, tune_seeds=(101,), seeds=(1, 2), phase=16, share=0.02, evaluated=8)
+QUICK = Budget(tune_cpu_s=0.0, cpu_s=0.0, seeds=(1, 2), phase=16, share=0.02, settings=1, evaluated=8)
 
 
-def settings_of(method: str) -> list[Record]:
-    return [{'lr': lr} | own for lr, own in product(RATES, OWN[method])]
+def settings_of(method: str, budget: Budget) -> list[Record]:
+    return [{'lr': lr} | own for lr, own in product(RATES, OWN[method])][: budget.settings]
 
 
 # ------------------------------------------------------------------ the start
@@ -428,8 +430,8 @@ def key_of(r: Record) -> str:
 
 
 def tuning(budget: Budget) -> Iterator[tuple[str, str, Record, int]]:
-    for seed, name, number, method in product(budget.tune_seeds, TASKS, range(len(settings_of(FIRST))), METHODS):
-        yield name, method, settings_of(method)[number], seed
+    for seed, name, number, method in product(budget.tune_seeds, TASKS, range(budget.settings), METHODS):
+        yield name, method, settings_of(method, budget)[number], seed
 
 
 def tuned(records: list[Record], name: str, method: str, budget: Budget) -> list[tuple[float, Record]]:
@@ -440,7 +442,7 @@ def tuned(records: list[Record], name: str, method: str, budget: Budget) -> list
     """
     found = {key_of(r): r for r in records}
     scored = []
-    for setting in settings_of(method):
+    for setting in settings_of(method, budget):
         runs = [found.get(key(name, method, setting, seed, False)) for seed in budget.tune_seeds]
         if None in runs:
             raise ValueError(f'{method} on {name} is not tuned yet: run --tune first')
@@ -610,7 +612,7 @@ def report(results: Path, out: Path, budget: Budget) -> None:
         'tune_seeds': f'the same {len(budget.tune_seeds)} seeds'
         if len(budget.tune_seeds) > 1
         else 'one seed, the same for all,',
-        'settings': len(settings_of(FIRST)),
+        'settings': budget.settings,
         'tune_all': number(spent[False]),
         'runs_all': number(spent[True]),
         'warm_up': f'{min(warm_ups.values()):.0f} to {max(warm_ups.values()):.0f}',
@@ -668,8 +670,8 @@ PROTOCOL = """## How it was done
 
 - **Start.** GPT-2 of 2 layers x 64 (0.11 M parameters) with new weights, one token a character, which first imitates the task's teacher
   for {warm_up} CPU seconds. All methods of a seed start from the same weights; the critic of PPO is a copy of them with a new value head.
-- **Runs.** Phases of {phase} episodes in train batches of {batch}, one pass, AdamW; the critic's rate 0.001, no KL, the rest as `PPOConfig`
-  has it. Group methods draw fewer tasks, each several times, so that their phases have {phase} episodes too.
+- **Runs.** Phases of {phase} episodes in train batches of {batch}, one pass, AdamW; the critic's rate 0.001, which was not tuned, no KL, the
+  rest as `PPOConfig` has it. Group methods draw fewer tasks, each several times, so that their phases have {phase} episodes too.
 - **CPU seconds** are the process's own (`time.process_time`), of one thread: playing, environments, scoring and learning; without
   imports, warm-up and judging.
 - **Equal effort.** Each method has {settings} settings: 2 learning rates x 2 values of what matters most to it (λ of GAE; the size of the

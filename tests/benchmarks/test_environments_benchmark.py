@@ -71,30 +71,50 @@ def test_averages_and_intervals_by_hand():
 
 
 def test_equal_effort():
-    assert {len(benchmark.settings_of(method)) for method in benchmark.METHODS} == {4}
+    runs = list(benchmark.tuning(benchmark.Budget()))
+    tried = {(task, method): [r[2] for r in runs if r[:2] == (task, method)] for task, method, _, _ in runs}
+    assert len(tried) == 2 * 5
+    for settings in tried.values():
+        assert len(settings) == 4 and all(settings.count(setting) == 1 for setting in settings)
+    assert not set(benchmark.Budget().seeds) & {seed for _, _, _, seed in runs}
 
 
-def test_a_short_run_of_all_of_it(monkeypatch, tmp_path, capsys):
+def test_the_best_setting_is_taken():
+    budget = benchmark.Budget(tune_cpu_s=4.0, tune_seeds=(1, 2))
+    runs = [(name, m, s, seed) for name, m, s, seed in benchmark.tuning(budget) if (name, m) == ('archive', 'GRPO')]
+    late = {1e-3: (0.5, 0.1), 3e-3: (0.3, 0.4)}
+    records = [
+        run_of([0.9, 0.9, 0.9, late[s['lr']][seed - 1] - 0.01 * s['num_samples_per_prompt']])
+        | {'task': name, 'method': m, 'setting': s, 'seed': seed, 'compared': False}
+        for name, m, s, seed in runs
+    ]
+    for r in records:
+        r['rows'] = [[64, float(cpu), *row[2:]] for cpu, row in zip((1, 2, 2.5, 4), r['rows'], strict=True)]
+    scored = benchmark.tuned(records, 'archive', 'GRPO', budget)
+    assert scored[0][1] == {'lr': 3e-3, 'num_samples_per_prompt': 4}
+    assert scored[0][0] == pytest.approx(0.35 - 0.04)
+    with pytest.raises(ValueError, match='GRPO on archive is not tuned yet'):
+        benchmark.tuned(records[:-1], 'archive', 'GRPO', budget)
+
+
+def test_a_quick_run_of_all_of_it(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(benchmark, 'METHODS', {m: benchmark.METHODS[m] for m in ('PPO, turn credit', 'GRPO')})
-    monkeypatch.setattr(benchmark, 'RATES', (1e-3,))
     monkeypatch.setattr(benchmark, 'TASKS', {'archive': benchmark.TASKS['archive']})
     monkeypatch.setattr(benchmark, 'FIRST', 'PPO, turn credit')
-    budget, results, out = benchmark.QUICK, tmp_path / 'runs.jsonl', tmp_path / 'page.md'
-    with pytest.raises(ValueError, match='not tuned yet'):
-        list(benchmark.comparison([], budget))
-    benchmark.do(benchmark.tuning(budget), results, budget, tmp_path, False)
-    benchmark.do(benchmark.comparison(benchmark.read(results), budget), results, budget, tmp_path, True)
-    records = [json.loads(line) for line in results.read_text().splitlines()]
-    assert [r['compared'] for r in records] == [False] * 4 + [True] * 4
-    for r in records[4:]:
+    monkeypatch.setattr(benchmark, 'ROOT', tmp_path)
+    monkeypatch.setattr(sys, 'argv', ['environments.py', '--quick'])
+    benchmark.main()
+    folder = tmp_path / 'outputs' / 'environments_quick'
+    records = [json.loads(line) for line in (folder / 'runs.jsonl').read_text().splitlines()]
+    assert [r['compared'] for r in records] == [False] * 2 + [True] * 4
+    for r in records[2:]:
         assert set(r['success']) == {'episodes', 'cpu_s'} and 0 <= r['start'] <= 1
         assert r['rows'][-1][0] == 32 and r['rows'][-1][1] > 0
-    capsys.readouterr()
-    benchmark.do(benchmark.comparison(records, budget), results, budget, tmp_path, True)
-    assert not capsys.readouterr().out, 'what the file holds is not run again'
-    benchmark.report(results, out, budget)
-    page = out.read_text()
+    page = (folder / 'environments.md').read_text()
     assert page.count('| PPO, turn credit |') == 2, 'in the table of the task and in that of the tuning'
     assert page.count('| GRPO |') == 3, 'and in that of differences'
     assert '{' not in page
-    assert out.with_suffix('.png').stat().st_size > 1000
+    assert (folder / 'environments.png').stat().st_size > 1000
+    capsys.readouterr()
+    benchmark.main()
+    assert not capsys.readouterr().out, 'what the file holds is not run again'
