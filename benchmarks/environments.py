@@ -133,7 +133,7 @@ TASKS = {
         128,
         random_move,
         100,
-        1280,
+        1600,
         tictactoe_scores,
     ),
     'archive': Task(
@@ -147,7 +147,7 @@ TASKS = {
         160,
         half_attentive,
         80,
-        1280,
+        1600,
         lambda: 'Any call with any answer is right in 0.10, the best player in all.',
     ),
 }
@@ -183,7 +183,7 @@ class Budget:
     """How long everything is."""
 
     tune_cpu_s: float = 7.0
-    cpu_s: float = 12.0
+    cpu_s: float = 16.0
     tune_seeds: tuple[int, ...] = (101,)
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     phase: int = 64
@@ -555,8 +555,9 @@ def task_lines(name: str, runs: dict[str, list[Record]], budget: Budget) -> list
         took = [next((row[1] for row in r['rows'] if row[0] >= episodes), math.nan) for r in found]
         had = [next((row[0] for row in r['rows'] if row[1] >= budget.cpu_s), math.nan) for r in found]
         cells += [f'{sum(took) / len(took):.1f}', number(sum(had) / len(had))]
-        kinds = [kind for r in found if (kind := collapse(r))]
-        cells.append(f'{len(kinds)} of {len(found)}' + (f' ({", ".join(sorted(kinds))})' if kinds else ''))
+        collapsed = [kind for r in found if (kind := collapse(r))]
+        kinds = f' ({", ".join(sorted(collapsed))})' if collapsed else ''
+        cells.append(f'{len(collapsed)} of {len(found)}{kinds}')
         lines.append('| ' + ' | '.join(cells) + ' |')
     lines += ['', f'Difference from {FIRST}, seed by seed:', '']
     lines += ['| method | ' + ' | '.join(points.values()) + ' |', '|---|---|---|']
@@ -570,9 +571,9 @@ def task_lines(name: str, runs: dict[str, list[Record]], budget: Budget) -> list
             cells.append(f'{mean:+.2f} ({low:+.2f}, {high:+.2f})')
         lines.append('| ' + ' | '.join(cells) + ' |')
     lines.append('')
-    for point, kinds in found_out.items():
+    for point, sides in found_out.items():
         told = [
-            f'{text}: {", ".join(kinds[kind]) or "none"}'
+            f'{text}: {", ".join(sides[kind]) or "none"}'
             for kind, text in (('better', 'better'), ('worse', 'worse'), ('level', 'the interval holds 0'))
         ]
         lines.append(f'- {points[point][0].upper()}{points[point][1:]}, beside {FIRST}: {"; ".join(told)}.')
