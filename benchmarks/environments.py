@@ -532,51 +532,67 @@ def number(count: float) -> str:
     return f'{count:,.0f}'
 
 
+def on_the_way(r: Record, column: int, end: float) -> float:
+    """Mean success of the training episodes up to so many episodes (column 0) or CPU seconds (column 1)."""
+    total = before = 0.0
+    for row in r['rows']:
+        total += row[2] * (min(row[column], end) - before)
+        before = min(row[column], end)
+    return total / end if end else r['rows'][0][2]
+
+
+def measures(r: Record, episodes: int, cpu_s: float) -> list[float]:
+    """Of a run: success at both points, and on the way to both."""
+    ends = [r['success'].get(point, 0.0) for point in ('episodes', 'cpu_s')]
+    return [*ends, on_the_way(r, 0, episodes), on_the_way(r, 1, cpu_s)]
+
+
 def task_lines(name: str, runs: dict[str, list[Record]], budget: Budget) -> list[str]:
     task, episodes = TASKS[name], math.ceil(TASKS[name].episodes * budget.share)
+    of_episodes, of_cpu_s = f'{number(episodes)} episodes', f'{budget.cpu_s:g} CPU s'
+    titles = [f'after {of_episodes}', f'after {of_cpu_s}', f'on the way, {of_episodes}', f'on the way, {of_cpu_s}']
     every = [r for found in runs.values() for r in found]
     starts = {r['seed']: r['start'] for r in every}
     observed = sum(r['rows'][0][5] for r in every) / len(every)
     lines = [
         f'## {task.title}',
         '',
-        f'{task.text}. {task.known()} Observations are {observed:.0%} of a response at the',
+        f'{task.text}. {task.known()} Observations are {observed:.0%} of a response at the start, where the models of the '
+        f'{len(starts)} seeds have a success of {shares(list(starts.values()))}.',
+        '',
+        f'| method | tuned | {" | ".join(titles)} | CPU s of {of_episodes} | episodes in {of_cpu_s} | collapses |',
+        '|' + '---|' * 9,
     ]
-    lines[-1] += f' start. The warmed-up models of the seeds have {shares(list(starts.values()))}.'
-    points = {'episodes': f'after {number(episodes)} episodes', 'cpu_s': f'in {budget.cpu_s:g} CPU s'}
-    lines += ['', '| method | tuned | seeds | ' + ' | '.join(f'success {p} | least, greatest' for p in points.values())]
-    lines[-1] += f' | CPU s of {number(episodes)} episodes | episodes in {budget.cpu_s:g} CPU s | collapses |'
-    lines.append('|' + '---|' * 10)
+    measured = {method: [measures(r, episodes, budget.cpu_s) for r in found] for method, found in runs.items()}
     for method, found in runs.items():
-        cells = [method, named(found[0]['setting']), str(len(found))]
-        for point in points:
-            values = [r['success'].get(point, 0.0) for r in found]
-            cells += [shares(values), f'{min(values):.2f}, {max(values):.2f}']
         took = [next((row[1] for row in r['rows'] if row[0] >= episodes), math.nan) for r in found]
         had = [next((row[0] for row in r['rows'] if row[1] >= budget.cpu_s), math.nan) for r in found]
-        cells += [f'{sum(took) / len(took):.1f}', number(sum(had) / len(had))]
         collapsed = [kind for r in found if (kind := collapse(r))]
         kinds = f' ({", ".join(sorted(collapsed))})' if collapsed else ''
-        cells.append(f'{len(collapsed)} of {len(found)}{kinds}')
+        cells = [
+            method,
+            named(found[0]['setting']),
+            *(shares(list(values)) for values in zip(*measured[method], strict=True)),
+        ]
+        cells += [
+            f'{sum(took) / len(took):.1f}',
+            number(sum(had) / len(had)),
+            f'{len(collapsed)} of {len(found)}{kinds}',
+        ]
         lines.append('| ' + ' | '.join(cells) + ' |')
     lines += ['', f'Difference from {FIRST}, seed by seed:', '']
-    lines += ['| method | ' + ' | '.join(points.values()) + ' |', '|---|---|---|']
-    found_out: dict[str, dict[str, list[str]]] = {p: {'better': [], 'worse': [], 'level': []} for p in points}
+    lines += [f'| method | {" | ".join(titles)} |', '|' + '---|' * 5]
+    sides: list[dict[str, list[str]]] = [{'better': [], 'worse': [], 'the interval holds 0': []} for _ in titles]
     for method in list(runs)[1:]:
         cells = [method]
-        for point in points:
-            pairs = zip(runs[method], runs[FIRST], strict=True)
-            mean, low, high = interval([r['success'].get(point, 0.0) - f['success'].get(point, 0.0) for r, f in pairs])
-            found_out[point]['better' if low > 0 else 'worse' if high < 0 else 'level'].append(method)
+        for i, side in enumerate(sides):
+            mean, low, high = interval([a[i] - b[i] for a, b in zip(measured[method], measured[FIRST], strict=True)])
+            side['better' if low > 0 else 'worse' if high < 0 else 'the interval holds 0'].append(method)
             cells.append(f'{mean:+.2f} ({low:+.2f}, {high:+.2f})')
         lines.append('| ' + ' | '.join(cells) + ' |')
-    lines.append('')
-    for point, sides in found_out.items():
-        told = [
-            f'{text}: {", ".join(sides[kind]) or "none"}'
-            for kind, text in (('better', 'better'), ('worse', 'worse'), ('level', 'the interval holds 0'))
-        ]
-        lines.append(f'- {points[point][0].upper()}{points[point][1:]}, beside {FIRST}: {"; ".join(told)}.')
+    lines += ['', f'Beside {FIRST}:', '']
+    for title, side in zip(titles, sides, strict=True):
+        lines.append(f'- {title}: ' + '; '.join(f'{text}: {", ".join(side[text]) or "none"}' for text in side) + '.')
     return [*lines, '']
 
 
@@ -664,8 +680,9 @@ INTRODUCTION = """# Credit over several turns
 `python benchmarks/environments.py --tune`, then `--run` and `--report`. A critic can say which turn of an episode was good; methods
 that compare whole episodes cannot. Is that worth what a critic costs? PPO with token credit (GAE over tokens) and with turn credit
 (`gae_over='turn'`) beside GRPO, RLOO and REINFORCE++, on a game of several turns whose reward comes at the end, and on a tool whose
-answer is most of the response. Success is that of {evaluated} new tasks, the same for all, sampled at temperature 1; intervals are of
-95 %, by Student's t over the seeds. The curves are of the training episodes themselves, over the last {window}, so they lag behind the tables.
+answer is most of the response. Success *after* so many episodes or CPU seconds is that of {evaluated} new tasks, the same for all, sampled at
+temperature 1; *on the way* there it is the mean over the training episodes (over their CPU seconds), which says who learns sooner.
+Intervals are of 95 %, by Student's t over the seeds. The curves are of the last {window} training episodes, so they lag behind.
 """
 PROTOCOL = """## How it was done
 

@@ -67,6 +67,11 @@ def test_averages_and_intervals_by_hand():
     mean, low, high = benchmark.interval([0.1, 0.2, 0.3, 0.4, 0.5])
     # standard deviation 0.1581, over the root of 5 is 0.0707, times 2.776
     assert (mean, low, high) == pytest.approx((0.3, 0.3 - 0.1963, 0.3 + 0.1963), abs=1e-4)
+    run = run_of([0.0, 0.5, 1.0])
+    for i, cpu in enumerate((1.0, 3.0, 4.0)):
+        run['rows'][i][1] = cpu
+    assert benchmark.on_the_way(run, 0, 128) == pytest.approx(0.25)
+    assert benchmark.on_the_way(run, 1, 3.5) == pytest.approx((0.0 * 1 + 0.5 * 2 + 1.0 * 0.5) / 3.5)
     assert benchmark.late_success(run_of([0.0, 0.0, 0.6, 0.8]), 4.0) == pytest.approx(0.7)
 
 
