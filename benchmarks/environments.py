@@ -18,7 +18,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,10 @@ class Task:
     """after which methods are compared"""
     known: Callable[[], str]
     """a sentence on what others reach"""
+    longer: str = ''
+    """another task that this one is, with settings and warm-up of that one"""
+    times: int = 1
+    """CPU seconds of a run, in those of the budget"""
 
 
 TASKS = {
@@ -151,6 +155,15 @@ TASKS = {
         lambda: 'Any call with any answer is right in 0.10, the best player in all.',
     ),
 }
+TASKS['tictactoe_longer'] = replace(
+    TASKS['tictactoe'],
+    title='The same game, twice as long',
+    text='The settings are those above, found in runs of less than a quarter of this length. These runs were made after the others, '
+    'when the machine had little else to do',
+    episodes=3200,
+    longer='tictactoe',
+    times=2,
+)
 
 
 # ------------------------------------------------------------------ methods
@@ -264,7 +277,7 @@ def warmed_up(name: str, seed: int, budget: Budget, cache: Path) -> tuple[Any, d
     from chatgpt.trainer.strategies import NaiveStrategy
 
     task = TASKS[name]
-    file = cache / f'{name}-{seed}.pt'
+    file = cache / f'{task.longer or name}-{seed}.pt'
     if file.exists():
         kept = torch.load(file, weights_only=True)
         actor = GPTActor(config=config(task))
@@ -361,7 +374,7 @@ def train(name: str, method: str, setting: Record, seed: int, budget: Budget, ca
     task, keywords = TASKS[name], METHODS[method] | setting
     start, facts = warmed_up(name, seed, budget, cache)
     course = (
-        Course(task, budget.cpu_s, math.ceil(task.episodes * budget.share), budget.evaluated)
+        Course(task, budget.cpu_s * task.times, math.ceil(task.episodes * budget.share), budget.evaluated)
         if compared
         else Course(task, budget.tune_cpu_s, 0, 0)
     )
@@ -430,7 +443,8 @@ def key_of(r: Record) -> str:
 
 
 def tuning(budget: Budget) -> Iterator[tuple[str, str, Record, int]]:
-    for seed, name, number, method in product(budget.tune_seeds, TASKS, range(budget.settings), METHODS):
+    names = [name for name in TASKS if not TASKS[name].longer]
+    for seed, name, number, method in product(budget.tune_seeds, names, range(budget.settings), METHODS):
         yield name, method, settings_of(method, budget)[number], seed
 
 
@@ -440,7 +454,7 @@ def tuned(records: list[Record], name: str, method: str, budget: Budget) -> list
     Raises:
         ValueError: a run of the tuning is missing.
     """
-    found = {key_of(r): r for r in records}
+    found, name = {key_of(r): r for r in records}, TASKS[name].longer or name
     scored = []
     for setting in settings_of(method, budget):
         runs = [found.get(key(name, method, setting, seed, False)) for seed in budget.tune_seeds]
@@ -458,8 +472,10 @@ def late_success(r: Record, cpu_s: float) -> float:
 
 def comparison(records: list[Record], budget: Budget) -> Iterator[tuple[str, str, Record, int]]:
     chosen = {(name, method): tuned(records, name, method, budget)[0][1] for name, method in product(TASKS, METHODS)}
-    for seed, name, method in product(budget.seeds, TASKS, METHODS):
-        yield name, method, chosen[name, method], seed
+    for longer in (False, True):
+        names = [name for name in TASKS if bool(TASKS[name].longer) is longer]
+        for seed, name, method in product(budget.seeds, names, METHODS):
+            yield name, method, chosen[name, method], seed
     if (other := bootstrapping(records, budget)) is not None:
         for seed in budget.seeds:
             yield 'archive', FIRST, other, seed
@@ -561,7 +577,8 @@ def measures(r: Record, episodes: int, cpu_s: float) -> list[float]:
 
 def task_lines(name: str, runs: dict[str, list[Record]], budget: Budget) -> list[str]:
     task, episodes = TASKS[name], math.ceil(TASKS[name].episodes * budget.share)
-    of_episodes, of_cpu_s = f'{number(episodes)} episodes', f'{budget.cpu_s:g} CPU s'
+    cpu_s = budget.cpu_s * task.times
+    of_episodes, of_cpu_s = f'{number(episodes)} episodes', f'{cpu_s:g} CPU s'
     titles = [f'after {of_episodes}', f'after {of_cpu_s}', f'on the way, {of_episodes}', f'on the way, {of_cpu_s}']
     every = [r for found in runs.values() for r in found]
     starts = {r['seed']: r['start'] for r in every}
@@ -575,10 +592,10 @@ def task_lines(name: str, runs: dict[str, list[Record]], budget: Budget) -> list
         f'| method | tuned | {" | ".join(titles)} | CPU s of {of_episodes} | episodes in {of_cpu_s} | collapses |',
         '|' + '---|' * 9,
     ]
-    measured = {method: [measures(r, episodes, budget.cpu_s) for r in found] for method, found in runs.items()}
+    measured = {method: [measures(r, episodes, cpu_s) for r in found] for method, found in runs.items()}
     for method, found in runs.items():
         took = [next((row[1] for row in r['rows'] if row[0] >= episodes), math.nan) for r in found]
-        had = [next((row[0] for row in r['rows'] if row[1] >= budget.cpu_s), math.nan) for r in found]
+        had = [next((row[0] for row in r['rows'] if row[1] >= cpu_s), math.nan) for r in found]
         collapsed = [kind for r in found if (kind := collapse(r))]
         kinds = f' ({", ".join(sorted(collapsed))})' if collapsed else ''
         cells = [
@@ -614,21 +631,22 @@ def bootstrapping_lines(records: list[Record], budget: Budget) -> list[str]:
     runs = [r for r in records if key_of(r) in keys]
     if other is None or not runs:
         return []
-    values = [shares(list(v)) for v in zip(*(measures(r, episodes, budget.cpu_s) for r in runs), strict=True)]
+    after, _, on_way, _ = (shares(list(v)) for v in zip(*(measures(r, episodes, 0) for r in runs), strict=True))
     return [
         f'The tuning took λ = 1 for {FIRST}, with which a value is a baseline and nothing is bootstrapped. Out of '
         f'competition, with its best setting below that ({named(other)}; {len(runs)} seeds), which bootstraps across the '
-        f'file: {values[0]} after {number(episodes)} episodes and {values[1]} after {budget.cpu_s:g} CPU s; on the way '
-        f'{values[2]} and {values[3]}.',
+        f'file: {after} after {number(episodes)} episodes, and {on_way} on the way. (These runs were made later, when CPU '
+        'seconds were worth more, so they are not compared by those.)',
         '',
     ]
 
 
 def tuning_lines(records: list[Record], budget: Budget) -> list[str]:
-    lines = [f'| method | {" | ".join(TASKS)} |', '|' + '---|' * (len(TASKS) + 1)]
+    names = [name for name in TASKS if not TASKS[name].longer]
+    lines = [f'| method | {" | ".join(names)} |', '|' + '---|' * (len(names) + 1)]
     for method in METHODS:
         cells = [method]
-        for name in TASKS:
+        for name in names:
             scored = tuned(records, name, method, budget)
             cells.append('; '.join(f'{named(setting)}: {value:.2f}' for value, setting in scored))
         lines.append('| ' + ' | '.join(cells) + ' |')
@@ -644,9 +662,10 @@ def report(results: Path, out: Path, budget: Budget) -> None:
         chosen = {method: tuned(records, name, method, budget)[0][1] for method in METHODS}
         keys = {seed: [key(name, m, chosen[m], seed, True) for m in METHODS] for seed in budget.seeds}
         seeds = [seed for seed in budget.seeds if all(k in found for k in keys[seed])]
-        compared[name] = {m: [found[keys[seed][i]] for seed in seeds] for i, m in enumerate(METHODS)}
+        if seeds:
+            compared[name] = {m: [found[keys[seed][i]] for seed in seeds] for i, m in enumerate(METHODS)}
     picture(compared, out, budget)
-    warm_ups = {(r['task'], r['seed']): r['warm_up_cpu_s'] for r in records}
+    warm_ups = {(TASKS[r['task']].longer or r['task'], r['seed']): r['warm_up_cpu_s'] for r in records}
     spent = {flag: sum(r['rows'][-1][1] for r in records if r['compared'] is flag) for flag in (False, True)}
     wall = sum(r['wall_s'] for r in records)
     values = {
@@ -686,7 +705,7 @@ def picture(compared: dict[str, dict[str, list[Record]]], out: Path, budget: Bud
     )
     for (name, runs), row in zip(compared.items(), axes, strict=True):
         task = TASKS[name]
-        ends = (math.ceil(task.episodes * budget.share), budget.cpu_s)
+        ends = (math.ceil(task.episodes * budget.share), budget.cpu_s * task.times)
         for column, (axis, end) in enumerate(zip(row, ends, strict=True)):
             for i, (method, found) in enumerate(runs.items()):
                 grid = np.linspace(0, max(end, 1e-9), 100)
