@@ -547,7 +547,10 @@ def collapse(r: Record) -> str:
     success, entropy = averaged(r), [row[4] for row in r['rows'][-WINDOW:]]
     if success[-1] < 0.5 * max(success):
         return 'fell'
-    return 'stuck' if sum(entropy) / len(entropy) < 0.01 and success[-1] < 0.5 else ''
+    if sum(entropy) / len(entropy) < 0.01 and success[-1] < 0.5:
+        return 'stuck'
+    fell = any(now < 0.5 * max(success[: i + 1]) for i, now in enumerate(success))
+    return 'fell and came back' if fell else ''
 
 
 def named(setting: Record) -> str:
@@ -597,7 +600,8 @@ def task_lines(name: str, runs: dict[str, list[Record]], budget: Budget) -> list
         took = [next((row[1] for row in r['rows'] if row[0] >= episodes), math.nan) for r in found]
         had = [next((row[0] for row in r['rows'] if row[1] >= cpu_s), math.nan) for r in found]
         collapsed = [kind for r in found if (kind := collapse(r))]
-        kinds = f' ({", ".join(sorted(collapsed))})' if collapsed else ''
+        kinds = ', '.join(f'{kind} {collapsed.count(kind)}' for kind in sorted(set(collapsed)))
+        kinds = f' ({kinds})' if kinds else ''
         cells = [
             method,
             named(found[0]['setting']),
@@ -749,8 +753,9 @@ PROTOCOL = """## How it was done
   (one seed of the tuning for two), by the clock and before any run of the comparison.
 - **The tasks** are two that PPO with turn credit, on another seed, learned in 15 CPU seconds. Guess-the-word, and the archive after a
   teacher who never looks into the file, it did not learn, and they were dropped before the tuning.
-- **Collapse**, of training episodes: a loss or gradient that is not finite; *fell*, success over the last {window} episodes below half of its
-  best; or *stuck*, entropy below 0.01 nats a token there with success below 0.5. A run that broke off counts as 0 in the tables.
+- **Collapse**, of training episodes: a loss or gradient that is not finite; *fell*, success over the last {window} episodes is below half of the
+  run's best; *stuck*, entropy below 0.01 nats a token there with success below 0.5; *fell and came back*, below half of the best so far on
+  the way but not at the end (counted since it was seen; the others were fixed before). A run that broke off has 0 in the tables.
 - **Spent**: {tune_all} CPU seconds on the tuning, {runs_all} on the comparison, in {wall} minutes of wall time of all runs: the two cores were shared
   with other work, which makes CPU seconds longer too. Methods took turns seed by seed, so that it met all of them.
 

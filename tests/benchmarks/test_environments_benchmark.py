@@ -57,6 +57,7 @@ def test_what_a_collapse_is():
     assert benchmark.collapse(run_of([0.2] * 5 + [0.8] * 5)) == ''
     assert benchmark.collapse(run_of([0.8] * 5 + [0.41] * 5)) == ''
     assert benchmark.collapse(run_of([0.8] * 5 + [0.39] * 5)) == 'fell'
+    assert benchmark.collapse(run_of([0.8] * 5 + [0.1] * 5 + [0.7] * 5)) == 'fell and came back'
     assert benchmark.collapse(run_of([0.4] * 10, entropy=0.001)) == 'stuck'
     assert benchmark.collapse(run_of([0.9] * 10, entropy=0.001)) == ''
     assert benchmark.collapse(run_of([0.9], non_finite='the loss')) == 'not finite'
