@@ -725,7 +725,7 @@ def picture(compared: dict[str, dict[str, list[Record]]], out: Path, budget: Bud
         row[0].set_ylabel('success, mean of seeds; least to greatest')
         row[0].legend(loc='lower right', fontsize=8)
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out.with_suffix('.png'), dpi=100)
+    figure.savefig(out.with_suffix('.png'), dpi=80)
     plt.close(figure)
 
 
@@ -769,7 +769,8 @@ PROTOCOL = """## How it was done
   groups; for REINFORCE++ whether the group's mean is its baseline). Each setting ran on {tune_seeds} for {tune_s} CPU
   seconds, and the one with the most success in the training episodes of the last quarter was taken. The grid and this
   rule were fixed before, and the seeds of the comparison were not used. Number and length of the runs were cut to the time there was
-  (one seed of the tuning for two), by the clock and before any run of the comparison.
+  (one seed of the tuning for two), by the clock and before any run of the comparison. Success *on the way* was added after the tuning, the
+  longer runs and those out of competition when the others were known.
 - **The tasks** are two that PPO with turn credit, on another seed, learned in 15 CPU seconds. Guess-the-word, and the archive after a
   teacher who never looks into the file, it did not learn, and they were dropped before the tuning.
 - **Collapse**, of training episodes: a loss or gradient that is not finite; *fell*, success over the last {window} episodes is below half of the
