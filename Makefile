@@ -105,10 +105,11 @@ $(VENV)/.stamp-core: requirements.txt | $(BIN)/python
 	$(PIP) -r requirements.txt
 	@touch $@
 
-# trackio's metadata asks for Pillow < 13, hence --no-deps; what else it needs is in requirements-dev.txt.
-$(VENV)/.stamp-dev: requirements-dev.txt $(VENV)/.stamp-core
+# The metadata of trackio and OpenEnv asks for Pillow < 13, hence --no-deps; what else trackio needs is in requirements-dev.txt.
+$(VENV)/.stamp-dev: requirements-dev.txt requirements-openenv.txt $(VENV)/.stamp-core
 	$(PIP) -r requirements-dev.txt
 	$(PIP) --no-deps trackio==0.43.0
+	$(PIP) --no-deps -r requirements-openenv.txt
 	@touch $@
 
 # ColossalAI's metadata asks for a torch and a transformers of long ago, hence --no-deps; it runs with these (docs/strategies.md).

@@ -48,7 +48,9 @@ EXTRAS_REQUIRE = {
     'plot': ['matplotlib>=3.8'],
     'peft': ['peft>=0.17'],
     'vllm': ['vllm'],
+    'nf4': ['bitsandbytes>=0.46'],
     'ray': ['ray>=2.10'],
+    'openenv': ['openenv-core>=0.3.0'],
     'compare': ['starlette>=0.46', 'uvicorn>=0.34', 'jinja2>=3.1'],
     'dev': ['pytest>=8.0', 'pytest-timeout>=2.3', 'ruff', 'mypy', 'tensorboard>=2.15', 'matplotlib>=3.8'],
 }

@@ -2,7 +2,8 @@
 
     python benchmarks/game_scores.py [--episodes 10000]
 
-Writes docs/results/game_scores.md: mean return and success with 95 % intervals, beside what is known exactly.
+Writes docs/results/game_scores.md, mean return and success with 95 % intervals beside what is known exactly, and the
+short table of docs/environments.md.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from chatgpt.environments.games import tictactoe
 from chatgpt.environments.games.blackjack import best_value
 from chatgpt.environments.games.scores import Score, best, random_player, score
 
-PAGE = Path(__file__).resolve().parent.parent / 'docs' / 'results' / 'game_scores.md'
+DOCS = Path(__file__).resolve().parent.parent / 'docs'
+PAGE, SHORT = DOCS / 'results' / 'game_scores.md', DOCS / 'environments.md'
+MARKS = '<!-- scores -->', '<!-- end of scores -->'
 EITHER = sum(tictactoe.value('.' * 9, mark, 'random') for mark in 'xo') / 2
 ROWS: list[tuple[str, dict[str, Any], str]] = [
     ('countdown', {}, '1'),
@@ -42,7 +45,9 @@ def share_of(found: Score) -> str:
     return f'{100 * found.success:.1f} % ({100 * found.success_low:.1f} to {100 * found.success_high:.1f})'
 
 
-def page(episodes: int) -> str:
+def pages(episodes: int) -> tuple[str, str]:
+    """The page of results, and the short table: returns with the options as they are."""
+    short = ['| | random | best | exact |', '|---|---|---|---|']
     lines = [
         '# Scores of the games',
         '',
@@ -65,14 +70,20 @@ def page(episodes: int) -> str:
         )
         print(*cells, sep=' | ', flush=True)
         lines.append(f'| {" | ".join(cells)} |')
-    return '\n'.join(lines) + '\n'
+        if words in ('', 'opponent=perfect'):
+            name = game if not words else f'{game}, {words}'
+            short.append(f'| {name} | {mean_of(at_random)} | {mean_of(good)} | {exact} |')
+    return '\n'.join(lines) + '\n', '\n'.join(short) + '\n'
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--episodes', type=int, default=10_000)
-    PAGE.write_text(page(parser.parse_args().episodes))
-    print(f'wrote {PAGE}')
+    page, short = pages(parser.parse_args().episodes)
+    PAGE.write_text(page)
+    before, after = SHORT.read_text().split(MARKS[0])[0], SHORT.read_text().split(MARKS[1])[1]
+    SHORT.write_text(f'{before}{MARKS[0]}\n\n{short}\n{MARKS[1]}{after}')
+    print(f'wrote {PAGE} and {SHORT}')
 
 
 if __name__ == '__main__':

@@ -54,6 +54,8 @@ OWN: dict[str, dict[str, Any]] = {
         'max_turns': 16,
         'max_turn_tokens': None,
         'step_timeout_s': 30.0,
+        'environment_workers': 'threads',
+        'apply_chat_template': False,
         'reward_weights': None,
         'eval_episodes': 0,
     },
@@ -126,7 +128,8 @@ def train(
             ILQL), `critic_lr`, `critic_from` ('actor', or 'reward_model', which holds where the reward is one) and
             `num_timesteps` (PPO), `max_length` (tokens of a sample, at most the model's context; with PPO of prompt and
             response), `skip_bad_records` (SFT and DPO); of an environment `environment_options`, `max_turns`,
-            `max_turn_tokens`, `step_timeout_s`, `reward_weights` and `eval_episodes` (tasks without prompts).
+            `max_turn_tokens`, `step_timeout_s`, `environment_workers`, `apply_chat_template`, `reward_weights` and
+            `eval_episodes` (tasks without prompts).
 
     Raises:
         ValueError: not exactly one kind of data, lists of different lengths, an unknown setting or a value out of
@@ -255,7 +258,11 @@ def _check_environment(environment: Any, chosen: Mapping[str, Any], eval_prompts
 def _checked_in_time(inputs: Inputs, environment: Any, own: Mapping[str, Any]) -> EnvironmentSettings:
     """The settings of an environment that was tried."""
     settings = EnvironmentSettings(
-        max_turns=own['max_turns'], max_turn_tokens=own['max_turn_tokens'], step_timeout_s=own['step_timeout_s']
+        max_turns=own['max_turns'],
+        max_turn_tokens=own['max_turn_tokens'],
+        step_timeout_s=own['step_timeout_s'],
+        workers=own['environment_workers'],
+        apply_chat_template=own['apply_chat_template'] or None,
     )
     prompts = tasks_without_prompts() if inputs.train is None else as_prompts(inputs.train, inputs.tokenizer)
     longest_opening(environment, settings, inputs.tokenizer, prompts, getattr(inputs.run, 'seed', 0))

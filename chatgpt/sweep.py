@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from chatgpt.batching import cut_by_tokens, micro_batches
+from chatgpt.batching import Exact, cut_by_tokens, micro_batches
 from chatgpt.types import Batch
 
 T = TypeVar('T')
@@ -28,6 +28,8 @@ class Communicator(Protocol):
     def world_size(self) -> int: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def exact(self) -> Exact | None: ...
     def autocast(self) -> Any: ...
     def onload(self, model: nn.Module) -> Any: ...
     def all_reduce(self, tensor: Tensor, op: Any = 'sum') -> Tensor: ...
@@ -42,17 +44,34 @@ def gathered(strategy: Communicator, items: list[T], index: Callable[[T], int]) 
 
 def cuts_of_own(strategy: Communicator, lengths: SequenceOf[int], max_tokens: int | None) -> list[list[int]]:
     """Micro-batches of a list that is this rank's alone, as positions; as many as on the rank with most. A
-    collective."""
-    cuts = cut_by_tokens(lengths, max_tokens)
+    collective.
+
+    Raises:
+        ValueError: with `exact`, ranks have different numbers of items.
+    """
+    if strategy.exact is None:
+        cuts = cut_by_tokens(lengths, max_tokens)
+    else:
+        cuts = [
+            [atom[j] for j in cut]
+            for atom in strategy.exact.own(len(lengths), strategy.world_size)
+            for cut in cut_by_tokens([lengths[i] for i in atom], max_tokens)
+        ]
     most = len(cuts)
     if strategy.world_size > 1:
-        most = int(strategy.all_reduce(torch.tensor(float(most), device=strategy.device), op='max').item())
+        own = torch.tensor([len(cuts), len(lengths), -len(lengths)], dtype=torch.float64, device=strategy.device)
+        most, high, low = map(int, strategy.all_reduce(own, op='max').tolist())
+        if strategy.exact is not None and high != -low:
+            raise ValueError(
+                f"reproducible='exact': ranks have between {-low} and {high} samples; give each the same number, a "
+                'share in the order of the ranks'
+            )
     return cuts + [[] for _ in range(most - len(cuts))]
 
 
 def cuts_of_share(strategy: Communicator, lengths: SequenceOf[int], max_tokens: int | None) -> list[list[int]]:
     """Micro-batches of this rank's share of a list that all ranks hold, as positions in that list."""
-    return micro_batches(lengths, strategy.world_size, max_tokens)[strategy.rank]
+    return micro_batches(lengths, strategy.world_size, max_tokens, strategy.exact)[strategy.rank]
 
 
 @torch.no_grad()

@@ -31,6 +31,8 @@ class Prompt:
     text: str = ''
     columns: dict[str, Any] = field(default_factory=dict)
     """the other columns of the data row, handed to reward functions by name"""
+    messages: list[dict[str, Any]] | None = None
+    """its turns {'role': ..., 'content': ...}, where it is a conversation"""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -34,9 +34,9 @@ class InProcessWorkers:
         self._queued: dict[int, tuple[int, RolloutWorker, Request]] = {}
         self._next = 0
 
-    def start(self, spec: ModelSpec, engine_options: Mapping[str, Any]) -> None:
+    def start(self, spec: ModelSpec, engine_options: Mapping[str, Any], around: Any = None) -> None:
         assert not self.workers, 'started twice'
-        self._make = lambda: RolloutWorker(spec, engine_options, device='cpu')
+        self._make = lambda: RolloutWorker(spec, engine_options, device='cpu', around=around)
         self.workers = [self._make() for _ in range(self.num_workers)]
 
     def put(self, bucket: Tensor) -> Tensor:

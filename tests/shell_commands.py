@@ -164,6 +164,7 @@ def _files() -> dict[str, Callable[[], str]]:
         'data.jsonl': lambda: _lines([{'prompt': f'a {w}', 'response': ' b', 'reward': 1.0} for w in WORDS]),
         'rewards.py': lambda: REWARD,
         'my_rewards.py': lambda: REWARD,
+        'guess.py': lambda: _block('docs/environments.md', 'guess.py'),
         'my_method.py': lambda: _block('docs/extend/algorithm.md', 'my_method.py'),
         'my_objective.py': lambda: _block('docs/extend/objective.md', 'my_objective.py') + RECIPE.format(_recipe()),
         'sweep.yaml': lambda: _block('docs/sweep.md', 'sweep.yaml'),

@@ -54,7 +54,9 @@ def test_a_page_has_its_five_parts(page):
     parts = parts_of(text)
     assert re.search(r'^\| `\w+`.*\|$', parts['Defaults'], re.MULTILINE), 'a table of settings is missing'
     names = set(
-        re.findall(r'`((?:rollout|environment|ppo|sft|rm|dpo|orpo|simpo|kto|ilql|rft|perf)/[a-z_0-9.]+)`', parts['Metrics'])
+        re.findall(
+            r'`((?:rollout|environment|ppo|sft|rm|dpo|orpo|simpo|kto|ilql|rft|perf)/[a-z_0-9.]+)`', parts['Metrics']
+        )
     )
     known = (DOCS / 'metrics.md').read_text()
     assert all(f'`{name.removesuffix("...")}' in known for name in names)

@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     'cluster': set(),
     'publish': {'run_folder', 'report', 'dataset'},
     'nn': MATHS | {'batching', 'registry'},
-    'environments': {'registry', 'dataset'},
+    'environments': {'registry', 'dataset', 'rewards'},
     'rollout': MODELS | {'cluster', 'registry', 'environments'},
     'dataset': {'types'},
     'experience': MODELS | {'rollout', 'rewards', 'dataset'},
@@ -70,7 +70,8 @@ ALLOWED: dict[str, set[str]] = {
     'testing': MODELS
     | {'rollout', 'experience', 'dataset', 'checkpoint', 'trainer', 'trainer.strategies', 'trainer.callbacks'},
     'cli': MODELS
-    | {'environments', 'rollout', 'experience', 'dataset', 'run_folder', 'doctor', 'report', 'compare', 'launch'}
+    | {'environments', 'rollout', 'experience', 'dataset', 'checkpoint', 'run_folder', 'doctor', 'report'}
+    | {'compare', 'launch'}
     | {'trainer', 'trainer.strategies', 'trainer.callbacks'},
     '__main__': {'cli'},
     'chatgpt': {'quickstart'},
@@ -88,11 +89,13 @@ OPTIONAL: dict[str, str | None] = {
     'torch.utils.tensorboard': 'trainer/callbacks/tensorboard',
     'datasets': 'dataset/',
     'matplotlib': None,
+    'bitsandbytes': None,
     'optuna': 'search/study',
     'vaderSentiment': 'rewards/sentiment',
     'jinja2': 'compare/',
     'starlette': 'compare/',
     'uvicorn': 'compare/',
+    'openenv': 'environments/openenv',
     'peft': None,
     'pandas': None,
     'pyarrow': None,

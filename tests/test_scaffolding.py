@@ -98,8 +98,8 @@ def test_requirement_files_do_not_contradict_each_other():
     core, dev = pins('requirements.txt'), pins('requirements-dev.txt')
     assert not set(core) & set(dev)
     both = core | dev
-    for file in ('requirements-colossalai.txt', 'requirements-ray.txt', 'requirements-docs.txt'):
-        extra = pins(file)
+    for kind in ('colossalai', 'ray', 'docs', 'openenv'):
+        extra = pins(f'requirements-{kind}.txt')
         assert {name: both[name] for name in extra if name in both} == {
             name: extra[name] for name in extra if name in both
         }

@@ -48,6 +48,7 @@ GROUPS: dict[str, dict[str, Subcommand]] = {
         'sweep': Subcommand('chatgpt.search.__main__', 'many runs in search of settings'),
         'report': Subcommand('chatgpt.cli.report', 'a page that shows a run, or several'),
         'doctor': Subcommand('chatgpt.cli.doctor', 'what is wrong with a run, and what to change'),
+        'verify': Subcommand('chatgpt.cli.verify', 'whether two runs are the same to the bit, and where they part'),
         'rollouts': Subcommand('chatgpt.cli.rollouts', 'read the recorded sequences of runs in a browser'),
         'convert': Subcommand('chatgpt.cli.convert', 'a data file in another shape'),
         'compat': Subcommand('chatgpt.compat.__main__', 'run or check a script written for TRL, trlX, ...'),

@@ -40,7 +40,9 @@ def parser() -> Parser:
     reward.add_argument('--reward_model', help='folder of a reward model')
     add_environment(environment)
     drawing.add_argument('--input', help='the file of prompts, in place of the second word')
-    drawing.add_argument('--apply_chat_template', action='store_true', help='prompts in text are turns of the user')
+    drawing.add_argument(
+        '--apply_chat_template', action='store_true', help='prompts and observations in text are turns of the user'
+    )
     drawing.add_argument('--max_new_tokens', type=int, help='(default: 128, or what the context leaves)')
     drawing.add_argument('--temperature', type=number, help='draw with it (default: the likeliest tokens)')
     drawing.add_argument('--stop_string', action='append', help='end a response where this text appears')
@@ -124,7 +126,10 @@ def main() -> None:
     if args.environment is not None:
         environment = find_environment(args.environment, args.environment_options)
         settings = EnvironmentSettings(
-            max_turns=args.max_turns, max_turn_tokens=args.max_turn_tokens, step_timeout_s=args.step_timeout_s
+            max_turns=args.max_turns,
+            max_turn_tokens=args.max_turn_tokens,
+            step_timeout_s=args.step_timeout_s,
+            apply_chat_template=args.apply_chat_template or None,
         )
         opening = longest_opening(environment, settings, tokenizer, prompts, args.seed)
     with output_file(args) as output, strategy_of(args) as strategy:

@@ -78,8 +78,10 @@ class PromptSet(SequenceOf[Prompt]):
         return len({prompt.ids.numpy().tobytes() for prompt in self._prompts})
 
     def facts(self) -> dict[str, int]:
-        """What run.json says of them: how many, and how many of these differ; how many were cut, or left out. Nothing of
-        prompts without text."""
+        """What run.json says of them: how many, and how many of these differ; how many were cut, or left out.
+
+        Nothing of prompts without text.
+        """
         if not any(len(prompt.ids) for prompt in self._prompts):
             return {}  # tasks of an environment, which says their text itself
         counts = {'prompts': len(self), 'distinct': self.num_distinct()}

@@ -40,7 +40,7 @@ from chatgpt.dataset.examples import (
     ResponseText,
     check_order,
 )
-from chatgpt.dataset.formats import Piece, begin_ids, render, render_prompt, use_template
+from chatgpt.dataset.formats import Piece, begin_ids, prompt_turns, render, render_prompt, use_template
 from chatgpt.types import Prompt, Sequence
 
 Overflow = Literal['truncate', 'refuse']
@@ -153,7 +153,8 @@ def tokenize_prompt(
         if cuts is not None:
             cuts.append(len(ids))
         ids = _cut_left(ids, max_tokens, tokenizer)
-    return Prompt(ids=_ids(ids), text=text, columns=dict(example.columns))
+    turns = [turn._asdict() for turn in prompt_turns(example.prompt)] if templated else None
+    return Prompt(ids=_ids(ids), text=text, columns=dict(example.columns), messages=turns)
 
 
 def tokenize_demonstration(

@@ -1,6 +1,7 @@
 """What a policy acts in over several turns: the contract, the runner, games, tools."""
 
 from chatgpt.environments.base import Environment, EnvironmentSettings, Failure, Observation, Step, seed_of
+from chatgpt.environments.python_tool import Limits, PythonTool, python_block, run_python
 from chatgpt.environments.registry import ENVIRONMENTS, find_environment, make_environment
 from chatgpt.environments.runner import Runner
 
@@ -9,10 +10,14 @@ __all__ = [
     'Environment',
     'EnvironmentSettings',
     'Failure',
+    'Limits',
     'Observation',
+    'PythonTool',
     'Runner',
     'Step',
     'find_environment',
     'make_environment',
+    'python_block',
+    'run_python',
     'seed_of',
 ]

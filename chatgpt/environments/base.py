@@ -33,7 +33,9 @@ class Environment:
 
         Args:
             seed: decides the task; the samples of one group (answers to one prompt) have the same.
-            columns: the other columns of the prompt's data row.
+            columns: the other columns of the prompt's data row, and `prompt`, its turns, where it is a conversation.
+
+        Text follows the prompt (in a chat it is added to its last turn); messages are the whole conversation.
         """
         raise NotImplementedError
 
@@ -41,9 +43,16 @@ class Environment:
         """What follows a turn of the policy: (observation, reward, terminated, truncated, info).
 
         The reward is a number or several by name. terminated: the task has ended; truncated: the environment cuts it
-        off. `info` may hold 'success', a bool.
+        off. `info` may hold 'success', a bool. Where the environment or its factory has `tools` (JSON schemas), the
+        response is the turn as a message, with 'tool_calls' where it calls any, and 'truncated' where it ran out of
+        tokens.
         """
         raise NotImplementedError
+
+    def finish(self) -> float | Mapping[str, float]:
+        """What an episode is worth that was cut off, by too many turns or tokens, after its last step; it is added to
+        the last turn's reward."""
+        return {}
 
     def close(self) -> None:
         """Called once when the episode is over."""
@@ -67,6 +76,11 @@ class EnvironmentSettings:
     each other and beside the trainer, and one that hangs or dies is replaced"""
     num_workers: int = 8
     """the most steps that run at the same time"""
+    apply_chat_template: bool | None = None
+    """None: messages go through the tokenizer's chat template, and text is used as it is; True: text too, each
+    observation as a turn of the user"""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """further arguments of the template, such as enable_thinking"""
 
     def __post_init__(self) -> None:
         if self.workers not in ('threads', 'processes'):
@@ -140,6 +154,30 @@ def shown(value: Any, length: int = 80) -> str:
         return f'of type {type(value).__name__}'
 
 
+def joined(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """A conversation with text added to its last turn, where that is the user's; else as one more turn of the user."""
+    if not messages or messages[-1]['role'] != 'user':
+        return [*messages, {'role': 'user', 'content': text}]
+    return [*messages[:-1], {**messages[-1], 'content': messages[-1]['content'] + text}]
+
+
+def checked_rewards(reward: Any) -> dict[str, float]:
+    """Rewards by name.
+
+    Raises:
+        InvalidStep: one is not a finite number.
+    """
+    numbers = {}
+    for name, value in (reward if isinstance(reward, Mapping) else {'reward': reward}).items():
+        try:
+            numbers[str(name)] = float(value)
+        except Exception:
+            raise InvalidStep(f'{name}={shown(value)} is not a number') from None
+        if isinstance(value, (str, bytes)) or not math.isfinite(numbers[str(name)]):
+            raise InvalidStep(f'{name}={shown(value)} is not a finite number')
+    return numbers
+
+
 def checked_step(answer: Any) -> Step:
     """A `Step` from what `step` returned.
 
@@ -149,15 +187,7 @@ def checked_step(answer: Any) -> Step:
     if not isinstance(answer, tuple) or len(answer) != 5:
         raise InvalidStep(f'step returned {shown(answer)}; return (observation, reward, terminated, truncated, info)')
     observation, reward, terminated, truncated, info = answer
-    rewards = dict(reward) if isinstance(reward, Mapping) else {'reward': reward}
-    numbers = {}
-    for name, value in rewards.items():
-        try:
-            numbers[str(name)] = float(value)
-        except Exception:
-            raise InvalidStep(f'{name}={shown(value)} is not a number') from None
-        if isinstance(value, (str, bytes)) or not math.isfinite(numbers[str(name)]):
-            raise InvalidStep(f'{name}={shown(value)} is not a finite number')
+    numbers = checked_rewards(reward)
     flags = {}
     for name, flag in (('terminated', terminated), ('truncated', truncated)):
         if type(flag).__name__ not in ('bool', 'bool_'):

@@ -1,5 +1,5 @@
-"""What `PythonTool` starts: `python -I -S confined.py SETTINGS`, which takes every power that it does not need from its own
-process and then runs the code on standard input.
+"""What `PythonTool` starts: `python -I -S confined.py SETTINGS`, which takes every power that it does not need from its
+own process and then runs the code on standard input.
 
 Standard library only, and nothing of this package: it is run by its path. Left out: wall time, the amount of output and
 of files, and the end of the process, which the parent sees to.
@@ -20,15 +20,15 @@ import traceback
 from types import ModuleType
 from typing import Any
 
-UNCONFINED = 97
-"""exit code: a guard that was asked for could not be put up, and nothing was run"""
+CONFINED = b'\0'
+"""the first byte of the output, written before the code is run; without it nothing was run"""
 
 # ---------------------------------------------------------------------- system calls
 
 MACHINES = {'x86_64': (0xC000003E, 0), 'aarch64': (0xC00000B7, 1)}
 """of `os.uname().machine`: the kernel's name of the architecture, and the column of the numbers below"""
 
-DENIED = {
+DENIED: dict[str, tuple[int | None, int | None]] = {
     # sockets, and the one interface that makes them without `socket`
     'socket': (41, 198),
     'socketpair': (53, 199),
@@ -84,6 +84,7 @@ DENIED = {
     'fremovexattr': (199, 16),
     'setxattrat': (463, 463),
     'removexattrat': (466, 466),
+    'file_setattr': (469, 469),
     'truncate': (76, 45),
     # ways to new rights
     'unshare': (272, 97),
@@ -98,12 +99,12 @@ DENIED = {
     'perf_event_open': (298, 241),
     'userfaultfd': (323, 282),
 }
-UNKNOWN = {'clone3': (435, 435), 'openat2': (437, 437)}
+UNKNOWN: dict[str, tuple[int | None, int | None]] = {'clone3': (435, 435), 'openat2': (437, 437)}
 """answered as by a kernel without them, since their arguments cannot be looked at; libc then takes the older ones"""
 
-OWN, THREAD, TRUNCATES, DEATH_SIGNAL = 'own', 0x10000, 0x200, 1
-CONDITIONS = {
-    # number: (argument, mask, value, allowed when equal)
+OWN, THREAD, TRUNCATES, DEATH_SIGNAL = -1, 0x10000, 0x200, 1
+CONDITIONS: dict[str, tuple[tuple[int | None, int | None], int, int, int, bool]] = {
+    # numbers, argument, mask, value, whether it is allowed when equal (or else when not)
     'clone': ((56, 220), 0, THREAD, THREAD, True),
     'kill': ((62, 129), 0, 0xFFFFFFFF, OWN, True),
     'tgkill': ((234, 131), 0, 0xFFFFFFFF, OWN, True),
@@ -126,13 +127,13 @@ def filter_program(machine: str, pid: int) -> bytes:
         lines += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, KILL)]
     for calls, error in ((DENIED, EPERM), (UNKNOWN, ENOSYS)):
         for numbers in calls.values():
-            if numbers[column] is not None:
-                lines += [(EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, ERROR | error)]
+            if (number := numbers[column]) is not None:
+                lines += [(EQUAL, 0, 1, number), (RETURN, 0, 0, ERROR | error)]
     for numbers, argument, mask, value, when_equal in CONDITIONS.values():
-        if numbers[column] is None:
+        if (number := numbers[column]) is None:
             continue
         lines += [
-            (EQUAL, 0, 5, numbers[column]),
+            (EQUAL, 0, 5, number),
             (LOAD, 0, 0, 16 + 8 * argument),  # the low half: both machines are little-endian
             (AND, 0, 0, mask),
             (EQUAL, 0, 1, pid if value == OWN else value),
@@ -258,7 +259,7 @@ def confine(settings: dict[str, Any]) -> None:
         prctl = libc.prctl
         prctl(DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != settings['parent']:  # it ended before it could be followed
-            os._exit(UNCONFINED)
+            os._exit(1)
         if prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS
             raise OSError('no_new_privs')
         if settings['files']:
@@ -277,7 +278,7 @@ def confine(settings: dict[str, Any]) -> None:
 
 
 def run(source: bytes) -> int:
-    """Run the code as a script of its own; an exception is printed as Python prints it, from the code's own frame on."""
+    """Run the code as a script of its own; an exception is printed as Python does, from the code's own frame on."""
     text = source.decode('utf-8', 'replace')
     linecache.cache['main.py'] = (len(text), None, text.splitlines(keepends=True), 'main.py')
     module = ModuleType('__main__')
@@ -308,7 +309,8 @@ def main() -> None:
         confine(settings)
     except Exception as error:
         print(f'{type(error).__name__}: {error}', flush=True)
-        os._exit(UNCONFINED)
+        os._exit(1)
+    os.write(1, CONFINED)
     sys.exit(run(source))
 
 

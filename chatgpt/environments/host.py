@@ -20,6 +20,7 @@ from chatgpt.environments.base import (
     InvalidStep,
     Step,
     checked_observation,
+    checked_rewards,
     checked_step,
 )
 from chatgpt.rewards.calling import told
@@ -56,9 +57,14 @@ class Host:
 
         return self._answered(first)
 
-    def step(self, number: int, response: str) -> Answer:
+    def step(self, number: int, response: str | Mapping[str, Any]) -> Answer:
         environment = self.environments[number]
         return self._answered(lambda: checked_step(self._called(number, environment.step, response)))
+
+    def finish(self, number: int) -> Answer:
+        """What an episode is worth that is cut off, where its environment says so."""
+        finish = getattr(self.environments[number], 'finish', dict)
+        return self._answered(lambda: Step(observation='', rewards=checked_rewards(self._called(number, finish))))
 
     def close(self, number: int) -> None:
         """End an environment. What its `close` raises concerns nobody any more."""

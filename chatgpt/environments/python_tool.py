@@ -1,24 +1,22 @@
-"""Python as a tool: code that a model wrote runs in a process of its own, which has nothing and gets rid of what it made.
+"""Python as a tool: code that a model wrote runs in a process of its own, which has nothing and leaves nothing.
 
     outcome = run_python('print(6 * 7)')            # Outcome(output='42\\n', end='ok')
     tool = PythonTool(Limits(wall_s=2.0)); tool.python('print(6 * 7)')
 
-What holds on Linux, by the kernel (see `guards`):
+What holds on Linux, by the kernel (`guards` tells whether it does here):
 
-| of | limit |
-|---|---|
-| time | wall and CPU seconds |
-| memory | address space (RLIMIT_AS); no shared memory that stays |
-| output | standard output and error together; what is more ends the process |
-| files | an empty temporary folder, removed afterwards; Landlock refuses to open, make, rename or remove anything else, for reading all but Python's own library; a size per file and of the folder |
-| network | none: seccomp refuses to make a socket |
-| processes | none: seccomp refuses new processes and programs, and signals to others. Threads are allowed |
-| secrets | no environment variables, no open files, no standard input |
+- *time*: wall and CPU seconds. *Memory*: address space; no shared memory that stays.
+- *Output*: of standard output and error together; what is more ends the process.
+- *Files*: an empty temporary folder, removed afterwards. Landlock refuses to open, make, rename or remove anything
+  else, and to read anything but Python's own library; a size per file and of the folder.
+- *Network*: none; seccomp refuses to make a socket, which asyncio's event loop needs too.
+- *Processes*: none; seccomp refuses new processes and programs, and signals to others. Threads are allowed.
+- *Secrets*: no environment variables, no open files, no standard input.
 
-What it does not do: hide which paths exist and how large files are (`os.stat`), bound the load on CPU and disk below the limits
-above, or hold against an error in the kernel. Who runs code of people who mean harm puts the whole run into a virtual machine.
-Where the kernel has no Landlock (before Linux 5.13, or switched off) or no seccomp (other systems), Python's audit hooks
-refuse in its place: they hold back code that errs, and code that means harm gets round them; a warning says so once.
+What it does not do: hide which paths exist and how large files are (`os.stat`), spare CPU and disk below these limits,
+or hold against an error in the kernel. Who runs code of people who mean harm puts the whole run into a virtual machine.
+Where the kernel has no Landlock (before Linux 5.13, or switched off) or no seccomp (other systems), Python's audit
+hooks refuse in its place: they hold back code that errs, and code that means harm gets round them; a warning says so.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ import json
 import os
 import re
 import selectors
-import shutil
 import signal
 import stat
 import subprocess
@@ -42,7 +39,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
-from chatgpt.environments.confined import MACHINES, UNCONFINED
+from chatgpt.environments.confined import CONFINED, MACHINES
 
 PROGRAM = Path(__file__).with_name('confined.py')
 LOOK_EVERY_S = 0.05
@@ -70,7 +67,7 @@ class Limits:
     """of one file"""
     folder_bytes: int = 1 << 23
     """of all files together; looked at twenty times a second, so a fast writer gets a little further"""
-    folder_entries: int = 1000
+    folder_entries: int = 100
     open_files: int = 32
 
     def __post_init__(self) -> None:
@@ -134,8 +131,8 @@ def _warn_once(held: Guards) -> None:
         *([] if held.filter else ['seccomp, so network, processes and signals']),
     ]
     warnings.warn(
-        f'PythonTool: this machine has no {" and no ".join(missing)} are guarded by Python alone, which code that means '
-        'harm gets round; run it where nothing is worth taking',
+        f'PythonTool: this machine has no {" and no ".join(missing)} are guarded by Python alone, which code '
+        'that means harm gets round; run it where nothing is worth taking',
         stacklevel=4,
     )
 
@@ -154,9 +151,10 @@ def _run(code: str, limits: Limits, held: Guards) -> Outcome:
             'open_files': limits.open_files,
             **held._asdict(),
         }
+        # Not the interpreter of a virtual environment, whose folder the process has no business in.
+        interpreter = getattr(sys, '_base_executable', '') or sys.executable
         process = subprocess.Popen(
-            # Not the interpreter of a virtual environment, whose folder the process has no business in.
-            [getattr(sys, '_base_executable', '') or sys.executable, '-I', '-S', str(PROGRAM), json.dumps(settings)],
+            [interpreter, '-I', '-S', str(PROGRAM), json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -174,8 +172,9 @@ def _run(code: str, limits: Limits, held: Guards) -> Outcome:
                 if stream is not None:
                     stream.close()
             _clear(folder)
-    text = output.decode('utf-8', 'replace')
-    if end == 'ok' and process.returncode == UNCONFINED:
+    confined = output.startswith(CONFINED)
+    text = output.removeprefix(CONFINED)[: limits.output_bytes].decode('utf-8', 'replace')
+    if end == 'ok' and not confined:
         raise RuntimeError(f'PythonTool: the process could not be confined, and nothing was run: {text.strip()}')
     if end == 'ok' and process.returncode:
         end = 'killed' if process.returncode < 0 else 'error'
@@ -205,8 +204,8 @@ def _follow(process: subprocess.Popen[bytes], code: bytes, folder: str, limits: 
                     continue
                 chunk = os.read(stdout.fileno(), 65536)
                 output += chunk
-                if len(output) > limits.output_bytes:
-                    return bytes(output[: limits.output_bytes]), 'output'
+                if len(output) > limits.output_bytes + len(CONFINED):
+                    return bytes(output), 'output'
                 if not chunk:
                     selector.unregister(stdout)
             ended = _has_ended(process.pid)
@@ -273,17 +272,31 @@ def _too_much(folder: str, limits: Limits) -> bool:
 
 
 def _clear(folder: str) -> None:
-    """Remove the folder, whatever modes were given to what is in it."""
-
-    def unlock(function: Any, path: str, error: Any) -> None:
-        try:
-            os.chmod(os.path.dirname(path), stat.S_IRWXU)
-            os.chmod(path, stat.S_IRWXU, follow_symlinks=os.chmod not in os.supports_follow_symlinks)
-            function(path)
-        except OSError:
-            pass
-
-    shutil.rmtree(folder, onerror=unlock)
+    """Empty the folder, whatever its modes and however deep: by open folders, since paths may be too long, and without
+    recursion."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    here, entered = os.open(folder, flags), list[str]()
+    try:
+        while True:
+            inner = None
+            with os.scandir(here) as found:
+                for entry in found:
+                    if entry.is_dir(follow_symlinks=False):
+                        inner = entry.name
+                        break
+                    os.unlink(entry.name, dir_fd=here)
+            if inner is not None:
+                os.chmod(inner, stat.S_IRWXU, dir_fd=here)
+                entered.append(inner)
+            elif not entered:
+                return
+            there = os.open('..' if inner is None else inner, flags, dir_fd=here)
+            os.close(here)
+            here = there
+            if inner is None:
+                os.rmdir(entered.pop(), dir_fd=here)
+    finally:
+        os.close(here)
 
 
 @functools.cache

@@ -1,12 +1,15 @@
-"""Environments by name: `games:countdown`, `package.module:Class`, `path/to/file.py:Class`."""
+"""Environments by name: `games:countdown`, `package.module:Class`, `path/to/file.py:Class`, and those of other systems
+by the prefixes of `adapters`."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from chatgpt.environments.adapters import ADAPTERS, adapted
 from chatgpt.environments.base import EnvironmentFactory
 from chatgpt.environments.host import name_of
 from chatgpt.names import hint
@@ -20,41 +23,68 @@ ENVIRONMENTS: dict[str, str] = {
     'games:sokoban': f'{_GAMES}:Sokoban',
     'games:tictactoe': f'{_GAMES}:TicTacToe',
     'games:blackjack': f'{_GAMES}:Blackjack',
+    'games:calculator_tools': f'{_GAMES}:CalculatorTools',
 }
 """short names, and the `module:Class` that each stands for"""
 
 
 def find_environment(spec: Any, options: Mapping[str, Any] | None = None) -> EnvironmentFactory:
-    """What makes the environment of one episode: of a name, a class, or a function without arguments.
+    """What makes the environment of one episode: of a name, a class, or a function without arguments. A class of
+    another system is adapted.
 
     Args:
         options: keyword arguments of the class.
 
     Raises:
-        ValueError: there is no such name; or it is nothing that can be called.
+        ValueError: there is no such name; it is nothing that can be called; or a tool of it cannot be shown to a model.
     """
-    found = _named(spec) if isinstance(spec, str) else spec
+    kind, _, rest = spec.partition(':') if isinstance(spec, str) else ('', '', '')
+    if kind in ADAPTERS and spec not in ENVIRONMENTS:
+        return ADAPTERS[kind](rest, options or {})
+    if isinstance(spec, str):
+        return adapted(_named(spec, options or {}))
+    found = spec
     if not callable(found):
         raise ValueError(
             f'environment={spec!r} cannot be called; give a class, or a function that makes an environment'
         )
-    return partial(found, **options) if options else found
+    return adapted(partial(found, **options) if options else found)
 
 
-def _named(spec: str) -> Any:
+class Named(partial):  # type: ignore[type-arg]
+    """A class by the name that it was given by, with its options. In another process it is found by that name again,
+    where a class of a file could not be imported."""
+
+    spec: str
+
+    def __reduce__(self) -> Any:
+        return _named, (self.spec, self.keywords)
+
+
+def _named(spec: str, options: Mapping[str, Any]) -> Named:
     if spec in ENVIRONMENTS:
-        return load_object(ENVIRONMENTS[spec])
-    if ':' not in spec or spec.startswith('games:'):
+        found = load_object(ENVIRONMENTS[spec])
+    elif ':' not in spec or spec.startswith('games:'):
         near = hint(spec.removeprefix('games:'), [name.removeprefix('games:') for name in ENVIRONMENTS], 'games:')
         raise ValueError(
             f'environment={spec!r} is not known; choose one of {", ".join(ENVIRONMENTS)}, or module:Class, or '
             f'file.py:Class{near}'
         )
-    return load_object(spec)
+    else:
+        found = load_object(spec)
+    if not callable(found):
+        raise ValueError(
+            f'environment={spec!r} cannot be called; give a class, or a function that makes an environment'
+        )
+    made = Named(found, **options)
+    path, _, name = spec.rpartition(':')
+    made.spec = f'{Path(path).resolve()}:{name}' if path.endswith('.py') else spec
+    return made
 
 
 def described(environment: EnvironmentFactory) -> dict[str, Any]:
     """A factory in words, for telling whether a resumed run goes on with another one."""
+    environment = getattr(environment, 'make', environment)  # inside an adapter
     made = getattr(environment, 'func', environment)
     module = getattr(made, '__module__', type(made).__module__)
     given = getattr(environment, 'keywords', {})
@@ -92,7 +122,11 @@ def make_environment(factory: EnvironmentFactory) -> Any:
 
 def _option_names(factory: Any) -> list[str]:
     """Keyword arguments of a function, or of a class and those that it hands them on to."""
-    makers = [c.__init__ for c in factory.__mro__ if '__init__' in vars(c)] if isinstance(factory, type) else [factory]
+    makers = (
+        [vars(c)['__init__'] for c in factory.__mro__ if '__init__' in vars(c)]
+        if isinstance(factory, type)
+        else [factory]
+    )
     names: dict[str, None] = {}
     for maker in makers:
         try:

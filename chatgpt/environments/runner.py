@@ -18,10 +18,10 @@ Left out: what is done with an answer.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import pickle
+import pickletools
 import signal
 import socket
 import subprocess
@@ -108,12 +108,17 @@ class Runner:
             episode = self._episodes[key] = _Episode(self._numbers, self._least_busy())
             self._ask(episode, 'reset', seed, dict(columns))
 
-    def act(self, key: Any, response: str) -> None:
+    def act(self, key: Any, response: str | Mapping[str, Any]) -> None:
         with self.changed:
             self._ask(self._episodes[key], 'step', response)
 
+    def finish(self, key: Any) -> None:
+        """Ask for the rewards of an episode that is cut off; `result` has them."""
+        with self.changed:
+            self._ask(self._episodes[key], 'finish')
+
     def result(self, key: Any) -> Answer:
-        """The answer to the latest `start` or `act`.
+        """The answer to the latest `start`, `act` or `finish`.
 
         Raises:
             EnvironmentsHang, WorkerError: no further environments can be run.
@@ -282,7 +287,7 @@ class _Worker(ABC):
             if verb == 'close':
                 return self._timed(job, job.command) if self.has(number) else None
             self.prepare()
-            if verb == 'step' and not self.has(number):
+            if verb != 'reset' and not self.has(number):
                 for at, (command, before) in enumerate(job.episode.history):
                     again = self._timed(job, command)
                     if isinstance(again, Failure):
@@ -374,13 +379,12 @@ class _Process(_Worker):
         if self.connection is not None:
             return
         ours, theirs = socket.socketpair()
-        program = (
-            'import json, sys; sys.path[:] = json.loads(sys.argv[2]); from chatgpt.environments.worker import main; '
-        )
+        program = 'import json, sys; sys.path[:] = json.loads(sys.argv[2]); '
+        program += 'from chatgpt.environments.worker import main; main(int(sys.argv[1]))'
         arguments = [str(theirs.fileno()), json.dumps(sys.path)]
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, '-c', f'{program}main(int(sys.argv[1]))', *arguments],
+                [sys.executable, '-c', program, *arguments],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 # The order of sets is that of other processes, also of one that takes over.
@@ -389,13 +393,17 @@ class _Process(_Worker):
             )
         self.connection = Connection(ours.detach())
         factory = self.runner.factory
-        self.connection.send((pickle.dumps(factory), _module_of(factory), self.runner.settings.step_timeout_s))
-        told = self.connection.recv() if self.connection.poll(START_S) else f'no answer within {START_S:g} s'
+        try:
+            pickled = pickle.dumps(factory)
+            self.connection.send((pickled, _files_of(pickled), self.runner.settings.step_timeout_s))
+            told = self.connection.recv() if self.connection.poll(START_S) else f'no answer within {START_S:g} s'
+        except (EOFError, OSError):
+            told = self._gone()
         if told is not None:
             self._gone()
             raise WorkerError(
-                f'{self.runner.name}: a worker process cannot import it: {told}; give environments in a module that can '
-                "be imported alone, or set workers='threads'"
+                f'{self.runner.name}: a worker process cannot import it: {told}; give environments in a module that '
+                "can be imported alone, or set workers='threads'"
             )
 
     def _gone(self) -> str:
@@ -449,24 +457,24 @@ def difference(before: Step, now: Step) -> str | None:
     return None
 
 
-def _module_of(factory: Any) -> tuple[str, str | None]:
-    """The name of the module that a factory is defined in, and its file."""
-    factory = getattr(factory, 'func', factory)
-    name = getattr(factory, '__module__', None) or type(factory).__module__
-    return name, getattr(sys.modules.get(name) or importlib.import_module(name), '__file__', None)
+def _files_of(pickled: bytes) -> dict[str, str]:
+    """The files of the modules that a pickle names."""
+    texts = {text for _, text, _ in pickletools.genops(pickled) if isinstance(text, str)}
+    found = {name: getattr(sys.modules[name], '__file__', None) for name in texts & sys.modules.keys()}
+    return {name: file for name, file in found.items() if file is not None}
 
 
 def _check_importable(factory: Any, name: str) -> None:
     what = f"environment {name} cannot go to a worker process (workers='processes')"
-    if _module_of(factory)[0] == '__main__':
-        raise ValueError(
-            f'{what}: it is defined in the script that runs, which would run again there; move it to a module of its '
-            "own, or set workers='threads'"
-        )
     try:
-        pickle.dumps(factory)
+        pickled = pickle.dumps(factory)
     except Exception as error:
         raise ValueError(
             f'{what}, since it cannot be pickled ({" ".join(str(error).split())}); give a class or function at the top '
             "level of a module, with options that can be pickled, or set workers='threads'"
         ) from None
+    if b'__main__' in pickled:
+        raise ValueError(
+            f'{what}: it is defined in the script that runs, which would run again there; move it to a module of its '
+            "own, or set workers='threads'"
+        )

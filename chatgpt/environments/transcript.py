@@ -1,26 +1,38 @@
 """How observations become ids. A transcript only grows: ids are appended, and nothing is rendered or tokenized again,
-so the ids that were sampled are the ids that are trained on."""
+so the ids that were sampled are the ids that are trained on.
+
+`PlainText` encodes text as it is. `ChatTemplate` renders the first messages once, and later appends what the template
+writes after a turn: the rest of the assistant's ending, the messages, the generation prompt. That is the same text only
+if the template never rewrites what came before, which is tried out on made-up conversations before anything is
+sampled; a template that does is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from chatgpt.dataset.formats import begin_ids
 from chatgpt.dataset.tokenize import encode
-from chatgpt.environments.base import Observation
+from chatgpt.environments.base import InvalidStep, Observation, joined
+from chatgpt.environments.calls import checked_calls, reader
+
+Ended = Literal['eos', 'stop', 'length']
+
+_MARK = 'zqmark'
+_ANSWERS = ('Yes, that is so.', '<think>\nLet me see.\n</think>\n\nYes, that is so.')
+_CALL_ID = '000000000'  # Mistral's template asks for nine characters
+_ANCHOR = 'A'
 
 
 class TranscriptFormat(Protocol):
     """From observations to ids."""
 
-    def first(self, prompt_ids: Sequence[int], observation: Observation) -> list[int]:
-        """The ids before the first turn. `prompt_ids`: of the data row's prompt; empty where there is no data."""
+    def first(self, prompt: Any, observation: Observation) -> list[int]:
+        """The ids before the first turn. `prompt`: the data row's `Prompt`, without ids where there is no data."""
         ...
 
-    def after(
-        self, turn_ids: Sequence[int], ended: Literal['eos', 'stop', 'length'], observation: Observation
-    ) -> list[int]:
+    def after(self, turn_ids: Sequence[int], ended: Ended, observation: Observation) -> list[int]:
         """The ids to append after a turn and before the next."""
         ...
 
@@ -35,16 +47,286 @@ class PlainText:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
-    def first(self, prompt_ids: Sequence[int], observation: Observation) -> list[int]:
-        start = list(prompt_ids) or begin_ids(self.tokenizer)
+    def first(self, prompt: Any, observation: Observation) -> list[int]:
+        start = prompt.ids.tolist() or begin_ids(self.tokenizer)
         return start + self._encoded(observation)
 
-    def after(
-        self, turn_ids: Sequence[int], ended: Literal['eos', 'stop', 'length'], observation: Observation
-    ) -> list[int]:
+    def after(self, turn_ids: Sequence[int], ended: Ended, observation: Observation) -> list[int]:
         return self._encoded(observation)
 
     def _encoded(self, observation: Observation) -> list[int]:
         if not isinstance(observation, str):
             raise ValueError('the environment speaks in messages, which need a tokenizer with a chat template')
         return encode(observation, self.tokenizer)
+
+
+class ChatTemplate:
+    """Observations are messages, in the form of the tokenizer's chat template. Text is a message of the user.
+
+    Args:
+        tokenizer: with a chat template.
+        tools: JSON schemas of tools that the model may call; None: there are none, and a turn is text.
+        options: further arguments of `apply_chat_template`, such as enable_thinking.
+
+    Raises:
+        ValueError: there is no template; it does not show tools, or calls and results of tools, that are there; calls
+            are in a form that nobody can read; or it cannot be continued by appending (also on the first conversation
+            with a system message or another role).
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not getattr(tokenizer, 'chat_template', None):
+            raise ValueError(
+                'the tokenizer has no chat template, which an environment of messages or tools needs; set '
+                'tokenizer.chat_template'
+            )
+        self.tokenizer, self.options = tokenizer, dict(options or {})
+        self.tools = None if tools is None else [dict(tool) for tool in tools]
+        self._tried: set[tuple[bool, str]] = set()
+        self._read: Callable[[str], dict[str, Any]] | None = None
+        if self.tools is None:
+            self._try_out(False, 'user')
+        else:
+            self._check_tools(self.tools)
+            self._try_out(False, 'tool')
+
+    # ------------------------------------------------------------------ ids
+
+    def messages(self, prompt: Any) -> list[dict[str, Any]]:
+        """The data row's prompt as a conversation: its turns, or its text as one turn of the user.
+
+        Raises:
+            ValueError: the prompt is given as ids alone.
+        """
+        if prompt.messages is not None:
+            return [dict(message) for message in prompt.messages]
+        if len(prompt.ids) and not prompt.text:
+            raise ValueError('a prompt given as ids cannot go through a chat template; give its text or its turns')
+        return [{'role': 'user', 'content': prompt.text}] if prompt.text else []
+
+    def first(self, prompt: Any, observation: Observation) -> list[int]:
+        """Messages are the whole conversation; text is added to the prompt's last turn, as TRL does."""
+        messages = observation if isinstance(observation, list) else joined(self.messages(prompt), observation)
+        role = 'user' if self.tools is None else 'tool'
+        self._try_out(bool(messages) and messages[0]['role'] == 'system', role)
+        return encode(self._render(messages, begin=True), self.tokenizer)
+
+    def after(self, turn_ids: Sequence[int], ended: Ended, observation: Observation) -> list[int]:
+        """Raises InvalidStep for messages that the template refuses here."""
+        messages = [{'role': 'user', 'content': observation}] if isinstance(observation, str) else list(observation)
+        if not messages:
+            raise InvalidStep('an observation without messages leaves nothing for the next turn to answer')
+        self._try_out(False, _kind(messages))
+        try:
+            ids = self._encoded(self._tail(messages))
+        except ValueError as error:
+            raise InvalidStep(str(error)) from error
+        if ended == 'eos' and self._ending() and (ids[0] == turn_ids[-1] or self._is_special(ids[0])):
+            return ids[1:]  # the model has written the end token itself, or another one in its place
+        return ids
+
+    # ------------------------------------------------------------------ what the model wrote
+
+    def message(self, turn_ids: Sequence[int], ended: Ended, before: Sequence[int] = ()) -> dict[str, Any]:
+        """A turn as a message of the assistant: 'content'; 'tool_calls' where it calls tools; 'truncated' where it ran
+        out of tokens. Calls that cannot be read are text.
+
+        Args:
+            before: ids in front of the turn, at least from the last generation prompt on.
+        """
+        message = self._parsed(list(turn_ids), ended, list(before))
+        return message | ({'truncated': True} if ended == 'length' else {})
+
+    def _parsed(self, ids: list[int], ended: Ended, before: list[int]) -> dict[str, Any]:
+        text = {'role': 'assistant', 'content': self.tokenizer.decode(ids, skip_special_tokens=True)}
+        if self._read is not None:
+            written = self.tokenizer.decode(ids[:-1] if ended == 'eos' else ids, skip_special_tokens=False)
+            message = self._read(written)
+            return message if 'tool_calls' in message else message | text
+        try:
+            found = self.tokenizer.parse_response(ids, prefix=before, tools=self.tools)
+            message = {**found, 'role': 'assistant', 'content': found.get('content') or ''}
+            if message.pop('tool_calls', None):
+                message['tool_calls'] = checked_calls(found['tool_calls'])
+            return message
+        except (ValueError, TypeError, AttributeError):  # as in TRL, whatever the model wrote is an answer
+            return text
+
+    def _is_special(self, token: int) -> bool:
+        added = self.tokenizer.added_tokens_decoder.get(token)
+        return added is not None and added.special
+
+    # ------------------------------------------------------------------ the template
+
+    def _render(self, messages: list[dict[str, Any]], begin: bool = False) -> str:
+        """Raises ValueError where the template refuses the messages."""
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tools=self.tools or None, tokenize=False, add_generation_prompt=begin, **self.options
+            )
+        except ImportError:
+            raise
+        except Exception as error:  # a template may refuse messages in any way it likes
+            roles = ', '.join(message['role'] for message in messages)
+            raise ValueError(
+                f"the tokenizer's chat template refuses messages of {roles}: {' '.join(str(error).split())[:200]}"
+            ) from error
+
+    def _tail(self, messages: list[dict[str, Any]]) -> str:
+        """What the template writes after the last character of a turn: its ending, `messages`, the generation
+        prompt."""
+        asked = {'role': 'user', 'content': 'x'}
+        if _kind(messages) != 'tool':
+            answer = {'role': 'assistant', 'content': _MARK}
+            return _behind(self._render([asked, answer, *messages], begin=True))
+        results = [message for message in messages if message['role'] == 'tool']
+        calls = [_call(m.get('name') or 'tool', m.get('tool_call_id') or _CALL_ID, {'x': _MARK}) for m in results]
+        for some in (calls, calls[-1:]):  # Llama 3 writes no more than one call
+            call = {'role': 'assistant', 'content': '', 'tool_calls': some}
+            try:
+                short, long = self._render([asked, call]), self._render([asked, call, *messages], begin=True)
+                break
+            except ValueError:
+                if len(some) == 1:
+                    raise
+        # what closes a call is the model's, and what follows it is not
+        before, after = (_behind(text, len(some)) for text in (short, long))
+        if not before.endswith(self._ending()) or not after.startswith(before):
+            raise _rewrites(before, after, messages)
+        return self._ending() + after[len(before) :]
+
+    def _ending(self) -> str:
+        """What the template writes behind an answer that is the last message."""
+        answered = self._render([{'role': 'user', 'content': 'x'}, {'role': 'assistant', 'content': _MARK}])
+        return _behind(answered)
+
+    def _encoded(self, tail: str) -> list[int]:
+        """The ids of a text that stands behind other text."""
+        anchor = encode(_ANCHOR, self.tokenizer)
+        ids = encode(_ANCHOR + tail, self.tokenizer)
+        if ids[: len(anchor)] != anchor:
+            raise ValueError(
+                f"the tokenizer runs what the chat template writes after a turn, {tail[:40]!r}, into the turn's last "
+                'token, so it cannot be appended; let the template end a turn with a special token'
+            )
+        return ids[len(anchor) :]
+
+    # ------------------------------------------------------------------ trying it out
+
+    def _try_out(self, system: bool, kind: str) -> None:
+        """Raises ValueError unless three rounds of made-up turns, with and without thinking, read the same appended as
+        rendered."""
+        if (system, kind) in self._tried:
+            return
+        for said in _ANSWERS if kind != 'tool' else ('', *_ANSWERS):
+            messages = [{'role': 'system', 'content': 'Be brief.'}] if system else []
+            messages.append({'role': 'user', 'content': 'Is it so?'})
+            so_far = self._render(messages, begin=True)
+            for number in range(3):
+                answer: dict[str, Any] = {'role': 'assistant', 'content': said}
+                if kind == 'tool':
+                    answer['tool_calls'] = [_call(self._tool_name(), _CALL_ID, {'n': number})]
+                    if said not in self._render([*messages, answer]):
+                        break  # some templates have no place for text beside a call
+                follows = self._observed(kind, f'It is {number}.')
+                messages += [answer, *follows]
+                whole, tail = self._render(messages, begin=True), self._tail(follows)
+                if not whole.startswith(so_far):
+                    raise _rewrites(so_far, whole, follows)
+                body = whole[len(so_far) :]
+                if not body.endswith(tail) or not _says(body.removesuffix(tail), said, kind):
+                    raise _rewrites(so_far + said + tail, whole, follows)
+                self._encoded(tail)
+                so_far = whole
+        self._tried.add((system, kind))
+
+    def _observed(self, kind: str, content: str) -> list[dict[str, Any]]:
+        if kind != 'tool':
+            return [{'role': kind, 'content': content}]
+        return [{'role': 'tool', 'name': self._tool_name(), 'tool_call_id': _CALL_ID, 'content': content}]
+
+    def _tool_name(self) -> str:
+        return self.tools[0]['function']['name'] if self.tools else 'tool'
+
+    def _check_tools(self, tools: list[dict[str, Any]]) -> None:
+        """Raises ValueError unless the template shows tools, calls and results, and its calls can be read."""
+        asked = [{'role': 'user', 'content': 'Is it so?'}]
+        shown = self._render(asked, begin=True)
+        for tool in tools:
+            if tool['function']['name'] not in shown:
+                raise ValueError(
+                    "the tokenizer's chat template shows no tools: it leaves out "
+                    f'{tool["function"]["name"]!r}; take a model that was trained to call tools, or set a template'
+                )
+        called = _call(self._tool_name(), _CALL_ID, {'zqkey': 'zqvalue'})
+        call = {'role': 'assistant', 'content': '', 'tool_calls': [called]}
+        whole = self._render([*asked, call, *self._observed('tool', 'zqresult')], begin=True)
+        for part, word in (('calls', 'zqkey'), ('calls', 'zqvalue'), ('results', 'zqresult')):
+            if word not in whole[whole.index('Is it so?') :]:
+                raise ValueError(f"the tokenizer's chat template leaves out the {part} of tools; set another one")
+        if getattr(self.tokenizer, 'response_template', None) is None:
+            self._read = reader(self.tokenizer.get_chat_template(tools=self.tools))
+        written = self._render([*asked, call]).removesuffix(self._ending())
+        written = written[_common(shown, written) :]
+        message = self.message(encode(written, self.tokenizer), 'length', encode(shown, self.tokenizer))
+        if [found['function'] for found in message.get('tool_calls', ())] != [called['function']]:
+            raise ValueError(
+                f"the tokenizer's chat template writes calls of tools as {written[:80]!r}, which is not understood; "
+                'set tokenizer.response_template'
+            )
+
+
+class TextOrChat:
+    """Text as it is, until an environment's first observation is messages; from then on a `ChatTemplate`."""
+
+    def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None) -> None:
+        self.tokenizer, self.options = tokenizer, options
+        self.format: TranscriptFormat = PlainText(tokenizer)
+
+    def first(self, prompt: Any, observation: Observation) -> list[int]:
+        if isinstance(observation, list) and isinstance(self.format, PlainText):
+            self.format = ChatTemplate(self.tokenizer, options=self.options)
+        return self.format.first(prompt, observation)
+
+    def after(self, turn_ids: Sequence[int], ended: Ended, observation: Observation) -> list[int]:
+        return self.format.after(turn_ids, ended, observation)
+
+
+def _behind(text: str, count: int = 1) -> str:
+    parts = text.split(_MARK, count)
+    if len(parts) <= count:
+        raise ValueError("the tokenizer's chat template leaves out what the assistant says; set another one")
+    return parts[-1]
+
+
+def _kind(messages: Sequence[Mapping[str, Any]]) -> str:
+    return 'tool' if any(message['role'] == 'tool' for message in messages) else str(messages[0]['role'])
+
+
+def _call(name: str, number: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {'type': 'function', 'id': number, 'function': {'name': name, 'arguments': arguments}}
+
+
+def _says(body: str, said: str, kind: str) -> bool:
+    """Whether a turn reads as it was written; a call of a tool may be written in any way."""
+    return said.strip() in body if kind == 'tool' else said.strip() == body.strip()
+
+
+def _common(a: str, b: str) -> int:
+    """Characters that two texts begin with."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _rewrites(before: str, after: str, messages: Sequence[Mapping[str, Any]]) -> ValueError:
+    at = _common(before, after)
+    start = max(at - 24, 0)
+    return ValueError(
+        f"the tokenizer's chat template rewrites what came before once a message of {messages[0]['role']} follows: "
+        f'{before[start : at + 40]!r} becomes {after[start : at + 40]!r}, so a conversation cannot go on by appending; '
+        'set tokenizer.chat_template to one that keeps earlier turns as they were'
+    )

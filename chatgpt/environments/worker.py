@@ -1,11 +1,11 @@
 """A process that runs environments for a `Runner`: pickled commands in, pickled answers out, over one socket.
 
-    first message: (factory, where it comes from, limit)     answer: None, or the text of what importing it raised
+    first message: (factory, files of its modules, limit)     answer: None, or the text of what importing it raised
     then:          ('reset', number, seed, columns) | ('step', number, response) | ('close', number) | ('end',)
 
-It is a new interpreter that imports this package's environments and the user's, and no torch. It ends with the trainer,
-however that ends: at the end of the socket it kills its process group, with everything that environments have started in
-it. Left out: limits (`runner`).
+It is a new interpreter that imports this package's environments and the user's, and no torch. It ends with the
+trainer, however that ends: at the end of the socket it kills its process group, with everything that environments have
+started in it. Left out: limits (`runner`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import sys
 import threading
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -45,17 +46,19 @@ def main(descriptor: int) -> None:
         _send(connection, host, getattr(host, verb)(*arguments))
 
 
-def _found(first: tuple[bytes, tuple[str, str | None], float]) -> tuple[Any, float] | str:
+def _found(first: tuple[bytes, dict[str, str], float]) -> tuple[Any, float] | str:
     """The factory and the limit, or why there is none."""
-    pickled, (module, file), limit_s = first
+    pickled, files, limit_s = first
     try:
-        try:
-            return pickle.loads(pickled), limit_s
-        except ModuleNotFoundError as error:
-            if error.name != module or file is None:
-                raise
-            load_module(file, file)  # a file that was given by its path
-            return pickle.loads(pickled), limit_s
+        while True:
+            try:
+                return pickle.loads(pickled), limit_s
+            except ModuleNotFoundError as error:
+                file = files.pop(error.name or '', None)
+                if file is None or error.name is None:
+                    raise
+                # A file that was given by its path; there it may have another name than here.
+                sys.modules.setdefault(error.name, load_module(file, file))
     except BaseException as error:
         return f'{type(error).__name__}: {error}'
 

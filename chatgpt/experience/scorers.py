@@ -213,10 +213,13 @@ class PipelineScorer:
             raise ValueError(f'the pipeline has no label {label!r}; it has {labels}')
 
     def score(self, samples: list[Sample], strategy: Communicator) -> list[Score]:
-        if not samples:
-            return []
+        batches = [[*range(len(samples))]]
+        if strategy.exact is not None:  # what is padded together must not follow from the share of a rank
+            batches = cuts_of_own(strategy, [1] * len(samples), self.batch_size)
         texts = [s.prompt_text + s.response_text for s in samples]
-        rows = self.pipeline(texts, top_k=None, batch_size=self.batch_size)
+        rows: list[Any] = []
+        for batch in filter(None, batches):
+            rows += self.pipeline([texts[i] for i in batch], top_k=None, batch_size=self.batch_size)
         scores: list[Score] = []
         for sample, row in zip(samples, rows, strict=True):
             found = {entry['label']: entry['score'] for entry in ([row] if isinstance(row, Mapping) else row)}

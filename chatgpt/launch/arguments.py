@@ -155,6 +155,8 @@ def make_strategy(
     remote_code: bool = False,
     timeout_s: float = 1800.0,
     deterministic: bool = False,
+    reproducible: Any = None,
+    atoms: int = 8,
 ) -> Any:
     """A strategy by its command-line name. `timeout_s`: a rank that keeps the others waiting longer ends the run, by
     name.
@@ -172,6 +174,8 @@ def make_strategy(
         meta_init=not remote_code,
         timeout_s=timeout_s,
         deterministic=deterministic,
+        reproducible=reproducible,
+        atoms=atoms,
     )
 
 
@@ -188,7 +192,7 @@ def strategy_of(run: Any) -> Iterator[Any]:
         precision=run.precision,
         remote_code=remote_code,
         timeout_s=run.rank_timeout_s,
-        deterministic=getattr(run, 'deterministic', False),
+        **{name: getattr(run, name) for name in ('deterministic', 'reproducible', 'atoms') if hasattr(run, name)},
     )
     with strategy, strategy.failure_guard():
         yield strategy

@@ -36,9 +36,11 @@ from chatgpt.launch.arguments import check_reward_function, load_function, world
 from chatgpt.launch.destination import check_resume
 from chatgpt.launch.game_start import game_config, game_tokenizer
 from chatgpt.launch.rollouts import check_rollout_args
-from chatgpt.launch.runs import DataRun, ILQLRun, PPORun, PreferenceRun, RewardRun, Run, SFTRun
+from chatgpt.launch.runs import DataRun, ILQLRun, PPORun, PreferenceRun, RewardRun, Run, SFTRun, same_file
 from chatgpt.nn.families import MODELS
+from chatgpt.nn.heads import HEAD_FILE
 from chatgpt.nn.loading import load_config, load_tokenizer
+from chatgpt.nn.peft_format import adapter_base
 from chatgpt.nn.trunk import text_config
 from chatgpt.rollout import LocalEngine
 from chatgpt.rollout.episodes import EpisodeEngine
@@ -184,6 +186,8 @@ def read_ppo(run: PPORun, inputs: Inputs) -> None:
         inputs.reward = load_function(run.reward_fn)
         check_reward_function(inputs.reward, run.reward_fn)
     if run.reward_model:
+        if run.shared_trunk:
+            _check_adapter(run.reward_model, run.pretrain)
         inputs.reward = run.reward_model
         inputs.reward_tokenizer, inputs.reward_context = reward_model_inputs(
             run.reward_model, tokenizer, trust_remote_code=run.trust_remote_code
@@ -301,6 +305,18 @@ def _check_lengths(prompts: Any, limit: int | None, max_new_tokens: int, what: s
                 f'prompt {i} has {length} tokens; with max_new_tokens={max_new_tokens} it passes {what} of {limit}. '
                 'Use --max_prompt_tokens to cut prompts, or fewer new tokens'
             )
+
+
+def _check_adapter(reward_model: str, pretrain: str | None) -> None:
+    """A reward model on a shared trunk is an adapter of its base, with a head."""
+    base = adapter_base(reward_model)
+    if base is None or not Path(reward_model, HEAD_FILE).is_file():
+        raise ValueError(
+            f'shared_trunk takes a reward model that is an adapter with its head, and {reward_model} is none; '
+            'train one with reward-model --lora_rank 16 --save_adapter, and give its adapter/ folder'
+        )
+    if base != pretrain and not (pretrain and Path(base).exists() and same_file(base, pretrain)):
+        raise ValueError(f'the reward model {reward_model} is an adapter on {base}; the trunk is {pretrain}')
 
 
 def reward_model_inputs(folder: str, tokenizer: Any, *, trust_remote_code: bool = False) -> tuple[Any, int | None]:

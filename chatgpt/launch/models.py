@@ -15,16 +15,67 @@ from chatgpt import nn
 from chatgpt.dataset import embedded, load_demonstrations
 from chatgpt.launch.game_start import game_config, game_tokenizer, games_of_a_random_player
 from chatgpt.launch.inputs import Inputs
-from chatgpt.launch.runs import PPORun
+from chatgpt.launch.runs import PPORun, Run
 from chatgpt.nn.families import MODELS
 from chatgpt.nn.loading import load_causal_lm
 from chatgpt.nn.lora import has_lora
+from chatgpt.nn.shared import SharedTrunk
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.objectives.sft import SFTTrainer
 from chatgpt.trainer.strategies import NaiveStrategy
 
 NUM_STORIES = 1600
 """stories that the embedded model is trained on, for two epochs"""
+
+
+class PPOModels(NamedTuple):
+    actor: Any
+    critic: Any
+    reward: Any
+    """a model, a function, or a list of (weight, either)"""
+    initial_model: Any
+
+
+def make_trunk(inputs: Inputs, dtype: torch.dtype, device: Any) -> SharedTrunk:
+    """The frozen base that the run's models are adapters on."""
+    run, source = inputs.run, inputs.model
+    quantize: Any = None if run.quantize == 'none' else run.quantize
+    options: dict[str, Any] = {'checkpoint': run.gradient_checkpointing}
+    if isinstance(source, (str, Path)):
+        options |= {'trust_remote_code': run.trust_remote_code}
+        return SharedTrunk.from_pretrained(source, quantize=quantize, dtype=dtype, device=device, **options)
+    model = load_causal_lm(config=inputs.config, **options) if source is None else source
+    return SharedTrunk(model.to(device), quantize=quantize, dtype=dtype)
+
+
+def adapter_keywords(run: Run) -> dict[str, Any]:
+    """As `Run.lora_keywords`, for the roles of a trunk, whose biases are frozen."""
+    keywords = run.lora_keywords()
+    del keywords['lora_train_bias']
+    return keywords
+
+
+def build_on_trunk(inputs: Inputs, kind: str, trunk: SharedTrunk) -> Any:
+    """An 'Actor' or 'RM' of a run that only learns."""
+    make: Any = {'Actor': trunk.actor, 'RM': trunk.reward_model}[kind]
+    return make(**adapter_keywords(inputs.run))
+
+
+def build_ppo_on_trunk(inputs: Inputs, trunk: SharedTrunk) -> PPOModels:
+    """Actor, critic and reward model on one base; the critic starts from the reward model's adapter where there is
+    one, unless critic_from='actor'. The actor with its adapter off is the reference."""
+    run, settings, reward = inputs.run, inputs.settings, inputs.reward
+    assert isinstance(run, PPORun) and isinstance(settings, PPOConfig)
+    adapter = reward if isinstance(reward, (str, Path)) else None
+    keywords = adapter_keywords(run)
+    actor = trunk.actor(**keywords)
+    critic = None
+    if settings.estimator.needs_values:
+        starts = adapter if run.critic_from == 'reward_model' else None
+        critic = trunk.critic(adapter=starts, **keywords)
+    if adapter is not None:
+        reward = trunk.reward_model(adapter=adapter)
+    return PPOModels(actor, critic, reward, None)
 
 
 def build_model(inputs: Inputs, kind: str, **options: Any) -> Any:
@@ -47,14 +98,6 @@ def build_model(inputs: Inputs, kind: str, **options: Any) -> Any:
     model = MODELS.find(run.model)
     family: Any = {'Actor': model.actor, 'Critic': model.critic, 'RM': model.reward_model}[kind]
     return family(checkpoint=run.gradient_checkpointing, **options)
-
-
-class PPOModels(NamedTuple):
-    actor: Any
-    critic: Any
-    reward: Any
-    """a model, a function, or a list of (weight, either)"""
-    initial_model: Any
 
 
 def build_ppo_models(inputs: Inputs) -> PPOModels:

@@ -27,9 +27,12 @@ def setup_of(inputs: Inputs) -> Setup:
         'num_processes': world_size_from_env(),
         'precision': run.precision,
         'lora_rank': run.lora_rank,
+        'shared_trunk': run.on_trunk,
+        'quantize': run.quantize,
         'gradient_checkpointing': run.gradient_checkpointing,
         'optimizer': run.optimizer,
         'max_tokens_per_batch': run.max_tokens_per_batch,
+        **({'strategy_options': {'reproducible': 'exact', 'atoms': run.atoms}} if run.reproducible else {}),
         **of_run.this_machine(),
     }
     if isinstance(run, (SFTRun, RewardRun)):

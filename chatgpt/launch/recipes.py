@@ -20,11 +20,21 @@ from chatgpt.launch.arguments import strategy_of
 from chatgpt.launch.config_file import write_resolved
 from chatgpt.launch.destination import check_destination, final_folder
 from chatgpt.launch.inputs import Inputs, read_inputs
-from chatgpt.launch.models import PPOModels, build_model, build_ppo_models, write_embedded_model, write_game_model
+from chatgpt.launch.models import (
+    PPOModels,
+    build_model,
+    build_on_trunk,
+    build_ppo_models,
+    build_ppo_on_trunk,
+    make_trunk,
+    write_embedded_model,
+    write_game_model,
+)
 from chatgpt.launch.planning import memory_advice, show_plan
 from chatgpt.launch.relaunch import sign
 from chatgpt.launch.rollouts import rollout_engine
 from chatgpt.launch.runs import PPORun, Run, SFTRun
+from chatgpt.nn.heads import centred_head, save_head
 from chatgpt.nn.peft_format import export_peft
 from chatgpt.publish import push_folder
 from chatgpt.rollout.registry import ENGINES
@@ -78,12 +88,26 @@ def start_of(inputs: Inputs, strategy: Any) -> str | None:
 # ---------------------------------------------------------------------- the trainer
 
 
+EIGHT_BITS = {'adamw8bit': 'AdamW8bit', 'paged_adamw8bit': 'PagedAdamW8bit'}
+
+
+def bitsandbytes_optimizer(name: str, parameters: list[Any], lr: float, weight_decay: float) -> Any:
+    """AdamW with states in 8 bits, in blocks of 256 (Dettmers et al. 2022, "8-bit optimizers")."""
+    try:
+        from bitsandbytes import optim
+    except ImportError as error:
+        raise ImportError(f"{name} needs bitsandbytes: pip install 'chatgpt-rlhf[nf4]'") from error
+    return getattr(optim, name)(parameters, lr=lr, eps=1e-5, weight_decay=weight_decay)
+
+
 def make_optimizer(run: Run, strategy: Any, model: Any, lr: float | None = None) -> Any:
     """The run's optimizer over what the model trains."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     lr = (run.lr or 0.0) if lr is None else lr
     if run.optimizer == 'sgd':
         return torch.optim.SGD(parameters, lr=lr, weight_decay=run.weight_decay)
+    if run.optimizer in EIGHT_BITS:
+        return bitsandbytes_optimizer(EIGHT_BITS[run.optimizer], parameters, lr, run.weight_decay)
     return strategy.make_optimizer(parameters, lr=lr, eps=1e-5, weight_decay=run.weight_decay)
 
 
@@ -129,8 +153,11 @@ def make_trainer(inputs: Inputs, strategy: Any, engine: Any = None) -> Any:
     run's own."""
     if not isinstance(inputs.settings, PPOConfig):
         return offline_trainer(inputs, strategy)
-    with strategy.model_init_context():
-        models = build_ppo_models(inputs)
+    if inputs.run.on_trunk:
+        models = build_ppo_on_trunk(inputs, make_trunk(inputs, strategy.dtype, strategy.device))
+    else:
+        with strategy.model_init_context():
+            models = build_ppo_models(inputs)
     return ppo_trainer(inputs, strategy, models, engine)
 
 
@@ -180,9 +207,11 @@ def offline_trainer(inputs: Inputs, strategy: Any) -> Any:
     """The trainer of a run that only learns. Under LoRA the actor with its adapter off is the reference."""
     run, settings = inputs.run, inputs.settings
     method = run.entry()
-    with strategy.model_init_context():
-        model = build_model(inputs, method.model)
-        initial = deepcopy(model) if isinstance(settings, ReferenceConfig) and not run.lora_rank else None
+    if run.on_trunk:
+        model = build_on_trunk(inputs, method.model, make_trunk(inputs, strategy.dtype, strategy.device))
+        initial = None
+    else:
+        model, initial = _whole_models(inputs, strategy, method.model)
     model, optimizer = strategy.prepare((model, make_optimizer(run, strategy, model)))
     reference = {} if initial is None else {'initial_model': strategy.prepare(initial)}
     return method.part('trainer')(
@@ -197,6 +226,14 @@ def offline_trainer(inputs: Inputs, strategy: Any) -> Any:
         run_dir=inputs.run_dir,
         **reference,
     )
+
+
+def _whole_models(inputs: Inputs, strategy: Any, kind: str) -> tuple[Any, Any]:
+    """The model that learns, and its reference where the method has one that is no part of it."""
+    with strategy.model_init_context():
+        model = build_model(inputs, kind)
+        needs_copy = isinstance(inputs.settings, ReferenceConfig) and not inputs.run.lora_rank
+        return model, deepcopy(model) if needs_copy else None
 
 
 def fit(inputs: Inputs, trainer: Any) -> None:
@@ -302,10 +339,17 @@ def push(repo_id: str, run: Run, strategy: Any, path: Path) -> None:
 
 
 def write_adapter(run: Run, trainer: Any) -> None:
-    """The adapters alone as `save_path`/adapter, which PEFT loads onto `pretrain`."""
+    """The adapters alone as `save_path`/adapter, which PEFT loads onto `pretrain`; a reward model with its head."""
     path, strategy, model = Path(run.save_path, 'adapter'), trainer.strategy, trainer.models()[run.trained]
     weights = strategy.full_state_dict(model, run.save_path)
-    strategy.run_on_rank0(lambda: export_peft(strategy.unwrap(model), path, base_model=run.base, state=weights))
+
+    def write() -> None:
+        bare: Any = strategy.unwrap(model)
+        export_peft(bare, path, base_model=run.base, state=weights)
+        if getattr(bare, 'value_head', None) is not None:
+            save_head(centred_head(weights), path)
+
+    strategy.run_on_rank0(write)
     write_card_of(trainer, path, card_samples=run.card_samples, source=run.base, rank=run.lora_rank)
     if strategy.is_rank_0:
         print(f'adapter written to {path}', flush=True)

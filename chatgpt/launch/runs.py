@@ -13,7 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, cast, get_args
 
-from chatgpt.environments import ENVIRONMENTS, EnvironmentSettings
+from chatgpt.batching import Exact
+from chatgpt.environments import EnvironmentSettings
 from chatgpt.launch.arguments import check_precision
 from chatgpt.launch.methods import METHODS, PREFERENCE_RUN, Recipe, methods_of
 from chatgpt.names import hint
@@ -36,7 +37,8 @@ from chatgpt.trainer.objectives.reward_model import RewardModelConfig
 from chatgpt.trainer.strategies.registry import STRATEGIES
 
 Precision = Literal['fp32', 'bf16', 'fp16']
-Optimizer = Literal['adamw', 'sgd']
+Optimizer = Literal['adamw', 'adamw8bit', 'paged_adamw8bit', 'sgd']
+Quantize = Literal['none', 'nf4']
 BiasMode = Literal['none', 'all', 'lora_only']
 CriticStart = Literal['reward_model', 'actor']
 CRITIC_STARTS = get_args(CriticStart)
@@ -90,6 +92,7 @@ class Run(LearningSettings):
     weight_decay: float = 0.0
     """decoupled, on all trained weights"""
     optimizer: Optimizer = 'adamw'
+    """adamw8bit keeps its states in 8 bits, paged ones go to host memory where a GPU's is short (bitsandbytes)"""
     lora_rank: int = 0
     """adapters of this rank instead of all weights; 0: all weights"""
     lora_alpha: float | None = None
@@ -100,6 +103,8 @@ class Run(LearningSettings):
     """patterns of layers that get adapters; none: every linear layer of the blocks"""
     lora_train_bias: BiasMode = 'none'
     """biases that are trained with the adapters"""
+    quantize: Quantize = 'none'
+    """keep the frozen weights under the adapters in 4 bits; with lora_rank, for PPO with shared_trunk"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
     trust_remote_code: bool = False
@@ -110,11 +115,16 @@ class Run(LearningSettings):
     """a rank that keeps the others waiting for longer ends the run, with a message that names it"""
     deterministic: bool = False
     """torch's deterministic algorithms, and only those attention kernels: slower on a GPU (docs/strategies.md)"""
+    reproducible: Literal['exact'] | None = None
+    """exact: the same weights to the last bit under naive, ddp and fsdp, on 1, 2, 4 or 8 processes of the same machine
+    (docs/strategies.md)"""
+    atoms: int = 8
+    """pieces that every batch of an exact run is computed in: a power of two, and the most processes there can be"""
     plan: bool = False
     """print what memory each phase takes, whether it fits here and what would make it fit, and stop; no weight is
     loaded"""
     resume: str | None = None
-    """a checkpoint folder, or auto for the newest of save_path"""
+    """a checkpoint folder, or auto: the newest of save_path"""
     checkpoint_interval: int = 0
     """phases between checkpoints; 0 goes by checkpoint_minutes alone"""
     checkpoint_minutes: float = CHECKPOINT_MINUTES
@@ -167,12 +177,19 @@ class Run(LearningSettings):
 
     def validate(self, world_size: int = 1) -> None:
         super().validate(world_size)
-        for name, kind in (('precision', Precision), ('optimizer', Optimizer), ('lora_train_bias', BiasMode)):
+        for name, kind in (
+            ('precision', Precision),
+            ('optimizer', Optimizer),
+            ('lora_train_bias', BiasMode),
+            ('quantize', Quantize),
+        ):
             self._one_of(name, get_args(kind))
         if MODELS.find(self.model).actor is None and self.trained != 'reward_model':
             raise ValueError(f'model={self.model!r} is a family of reward models; it cannot write')
         check_precision(self.strategy, self.precision)
-        self._positive('keep_last', 'lora_alpha', 'rank_timeout_s')
+        self._positive('keep_last', 'lora_alpha', 'rank_timeout_s', 'atoms')
+        if self.reproducible is not None:
+            Exact(self.atoms).check(world_size)
         self.trackers()
         self._not_negative(
             'checkpoint_interval', 'checkpoint_minutes', 'lora_rank', 'weight_decay', 'lr', 'card_samples'
@@ -188,9 +205,23 @@ class Run(LearningSettings):
                 ('lora_target_modules', None),
                 ('lora_train_bias', 'none'),
                 ('save_adapter', False),
+                ('quantize', 'none'),
+                ('shared_trunk', False),
             ):
-                if getattr(self, name) != unset:
+                if getattr(self, name, unset) != unset:
                     raise ValueError(f'{name} is about adapters, and there are none: give lora_rank too')
+        if self.optimizer.endswith('8bit') and not STRATEGIES.find(self.strategy).memory_model().whole:
+            raise ValueError(
+                f'optimizer={self.optimizer} needs whole weights on each process: use strategy naive or ddp'
+            )
+        if self.on_trunk:
+            if self.lora_train_bias != 'none':
+                raise ValueError('lora_train_bias: the biases of a shared or quantized base are frozen; leave it out')
+            if not STRATEGIES.find(self.strategy).memory_model().whole:
+                raise ValueError(
+                    f'strategy={self.strategy} shards weights; a shared or quantized base is whole on each process: '
+                    'use naive or ddp'
+                )
         if self.validation_file and self.validation_percentage:
             raise ValueError('validation_file and validation_percentage are both given; give one')
         if 0 < self.validation_percentage < 1:
@@ -213,6 +244,11 @@ class Run(LearningSettings):
     def data_source(self) -> str | None:
         """File or hub name of the training data."""
         return None
+
+    @property
+    def on_trunk(self) -> bool:
+        """Whether models are adapters on a frozen base of `SharedTrunk`."""
+        return self.quantize != 'none'
 
     def lora_keywords(self) -> dict[str, Any]:
         """Keywords of the model classes."""
@@ -239,17 +275,21 @@ class PPORun(Run, PPOConfig):
     """folder of a reward model, or of any sequence-classification model"""
     reward_fn: str | None = None
     """module:function or file.py:function, fn(prompts, responses, **columns) -> scores"""
-    environment: str | None = field(default=None, metadata={'choices': ENVIRONMENTS})
-    """what the policy acts in over several turns; needs no prompts and no reward; module:Class or file.py:Class is one
-    of your own (docs/environments.md)"""
+    environment: str | None = None
+    """games:countdown (docs/environments.md has more) or module:Class: what to act in over several turns"""
     environment_options: dict[str, Any] | None = None
-    """keyword arguments of its class, such as '{numbers: 4}'"""
+    """keyword arguments of the environment's class, such as '{numbers: 4}'"""
     max_turns: int = 16
     """turns of an episode"""
     max_turn_tokens: int | None = None
     """most tokens of one turn; none: what max_new_tokens leaves, which bounds the whole episode"""
     step_timeout_s: float = 30.0
     """an environment that takes longer for one step ends its episode"""
+    apply_chat_template: bool = False
+    """what an environment says in text is a turn of the user, in the tokenizer's chat template; messages always go
+    through it"""
+    environment_workers: Literal['threads', 'processes'] = 'threads'
+    """where environments run; processes compute beside the trainer, and one that hangs is replaced"""
     num_environment_workers: int = 8
     """how many environments step at the same time"""
     reward_weights: dict[str, float] | None = None
@@ -266,6 +306,8 @@ class PPORun(Run, PPOConfig):
     """passes over the buffer in one learning phase"""
     critic: Literal['own', 'shared'] = 'own'
     """own: a model of its own; shared: a value head on the actor's trunk, with num_layers_unfrozen on the frozen one"""
+    shared_trunk: bool = False
+    """actor, critic, reward model and reference as adapters on one frozen base; with lora_rank"""
     critic_from: CriticStart = 'reward_model'
     """what a critic of its own starts from: the reward model, where there is one that reads the policy's tokens and has
     a head; or the actor's weights with a new head"""
@@ -274,7 +316,7 @@ class PPORun(Run, PPOConfig):
     num_layers_unfrozen: int = -1
     """hydra: train only the top blocks, whose frozen copies are the reference; -1 trains all"""
     max_new_tokens: int | None = None
-    """most tokens of a response; in an environment of all turns and observations together, where none is 256"""
+    """most tokens of a response"""
     max_prompt_tokens: int | None = None
     """cut longer prompts on the left"""
     temperature: float = 1.0
@@ -282,7 +324,7 @@ class PPORun(Run, PPOConfig):
     top_k: int = 0
     """draw from so many of the likeliest tokens; 0: from all"""
     top_p: float = 1.0
-    """draw from the likeliest tokens that share this probability"""
+    """draw from the likeliest tokens of this probability"""
     min_new_tokens: int = 0
     """a response does not end before"""
     stop_string: list[str] | None = None
@@ -308,9 +350,10 @@ class PPORun(Run, PPOConfig):
 
     method = 'ppo'
     common = {
-        'data and reward': ('prompt_path', 'prompt_column', 'reward_fn', 'reward_model', 'validation_file'),
+        'data and reward': (
+            *('prompt_path', 'prompt_column', 'reward_fn', 'reward_model', 'environment', 'validation_file'),
+        ),
         'the model': (*MODEL, 'critic'),
-        'environment': ('environment', 'environment_options', 'max_turns', 'max_turn_tokens', 'eval_episodes'),
         'responses': ('max_new_tokens', 'max_prompt_tokens', 'temperature', 'top_p', 'stop_string'),
         'how long, how much': (
             *('num_episodes', 'max_timesteps', 'update_timesteps', 'experience_batch_size', 'num_samples_per_prompt'),
@@ -353,6 +396,24 @@ class PPORun(Run, PPOConfig):
             if getattr(self, name) not in known:
                 raise ValueError(f'{name}={getattr(self, name)!r} is not one of {", ".join(known)}')
         ENGINES.find(self.engine)
+        if self.reproducible is not None:
+            self.check_exact()
+            if self.engine != 'local' or self.rollout_workers:
+                given = (
+                    f'engine={self.engine!r}' if self.engine != 'local' else f'rollout_workers={self.rollout_workers}'
+                )
+                raise ValueError(
+                    f"reproducible='exact' draws again what rounding could change, which only the local engine in the "
+                    f'training process can: {given} does not fit it'
+                )
+        if self.quantize != 'none' and not self.shared_trunk:
+            raise ValueError(f'quantize={self.quantize!r} is of the base that the models share: give shared_trunk too')
+        if self.shared_trunk and (self.critic == 'shared' or self.num_layers_unfrozen > 0):
+            raise ValueError(
+                'shared_trunk gives the critic an adapter of its own; leave critic=shared and num_layers_unfrozen out'
+            )
+        if self.shared_trunk and self.rollout_workers:
+            raise ValueError('shared_trunk keeps one base in this process; leave rollout_workers out')
         if self.critic == 'shared' and not self.estimator.needs_values:
             raise ValueError(
                 f"critic='shared', but advantage_estimator={self.advantage_estimator!r} takes no critic; leave one out"
@@ -410,8 +471,14 @@ class PPORun(Run, PPOConfig):
             max_turns=self.max_turns,
             max_turn_tokens=self.max_turn_tokens,
             step_timeout_s=self.step_timeout_s,
+            workers=self.environment_workers,
+            apply_chat_template=self.apply_chat_template or None,
             num_workers=self.num_environment_workers,
         )
+
+    @property
+    def on_trunk(self) -> bool:
+        return self.shared_trunk
 
     @property
     def reference_in_actor(self) -> bool:
@@ -431,8 +498,8 @@ class PPORun(Run, PPOConfig):
 
 
 ENVIRONMENT = (
-    *('environment_options', 'max_turns', 'max_turn_tokens', 'step_timeout_s', 'num_environment_workers'),
-    *('reward_weights', 'eval_episodes'),
+    *('environment_options', 'max_turns', 'max_turn_tokens', 'step_timeout_s', 'environment_workers'),
+    *('num_environment_workers', 'apply_chat_template', 'reward_weights', 'eval_episodes'),
 )
 """settings that say nothing without an environment"""
 PLAIN = {f.name: f.default for f in fields(PPORun)}

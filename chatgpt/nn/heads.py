@@ -9,6 +9,7 @@ Left out: the language-model head, which belongs to the Hugging Face model, and 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -96,6 +97,14 @@ def in_fp32(head: nn.Module, hidden: Tensor) -> Tensor:
 def save_head(head_state: dict[str, Tensor], folder: str | Path) -> None:
     """Write a head's tensors beside a model. Names as in the head's own state dict."""
     save_tensors(head_state, Path(folder, HEAD_FILE))
+
+
+def centred_head(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A reward model's head from the model's state dict, its `score_bias` taken off its last bias, so that the head
+    alone gives the score."""
+    head = {n.removeprefix('value_head.'): t for n, t in state.items() if n.startswith('value_head.')}
+    last = max(name for name in head if name.endswith('bias'))
+    return head | {last: head[last] - state['score_bias']} if 'score_bias' in state else head
 
 
 def load_head(folder: str | Path) -> nn.Module | None:

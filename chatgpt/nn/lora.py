@@ -26,6 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from chatgpt.nn.quantized import NF4Linear
+
 BiasMode = Literal['none', 'all', 'lora_only']
 
 
@@ -40,7 +42,7 @@ class _SavedBits:
 
 
 class _Adapter(loralib.LoRALayer):
-    """What both adapted layers share: the two factors, the switch, folding and unfolding. Mixed into an `nn.Module`."""
+    """What adapted layers share: the two factors, the switch, folding and unfolding. Mixed into an `nn.Module`."""
 
     in_features: int
     out_features: int
@@ -49,8 +51,12 @@ class _Adapter(loralib.LoRALayer):
     merged: bool
     weight_is_transposed = False
     """True where `weight` is stored (in, out)"""
+    shares_base = False
+    """the weight is that of other models too, or in 4 bits, so no adapter can be folded into it"""
 
-    def _adopt(self, base: nn.Linear | Conv1D, rank: int, alpha: float, dropout: float, bias_mode: BiasMode) -> None:
+    def _adopt(
+        self, base: nn.Linear | Conv1D | NF4Linear, rank: int, alpha: float, dropout: float, bias_mode: BiasMode
+    ) -> None:
         """Take over the parameters of `base` (the very same objects) and add the two factors."""
         module = cast(nn.Module, self)
         loralib.LoRALayer.__init__(self, r=rank, lora_alpha=alpha, lora_dropout=dropout, merge_weights=False)
@@ -60,12 +66,20 @@ class _Adapter(loralib.LoRALayer):
         self.bias_mode = bias_mode
         self.adapter_on = True
         self.saved: _SavedBits | None = None  # the base weight while the adapter is folded in
-        module.register_parameter('weight', cast(nn.Parameter, base.weight))
-        module.register_parameter('bias', cast('nn.Parameter | None', base.bias))
-        self.lora_A = nn.Parameter(base.weight.new_zeros((rank, self.in_features)))
-        self.lora_B = nn.Parameter(base.weight.new_zeros((self.out_features, rank)))
+        self._take_weight(base)
+        like = next(iter((*base.parameters(), *base.buffers())))
+        # what is trained is kept in fp32, whatever the frozen weight is kept in
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        self.lora_A = nn.Parameter(torch.zeros(rank, self.in_features, dtype=dtype, device=like.device))
+        self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, dtype=dtype, device=like.device))
         self.reset_lora_parameters()
         module.train(base.training)
+
+    def _take_weight(self, base: Any) -> None:
+        module = cast(nn.Module, self)
+        module.register_parameter('weight', base.weight)
+        module.register_parameter('bias', base.bias)
+        self.shares_base = is_shared(base.weight)
 
     def reset_lora_parameters(self) -> None:
         """A as `nn.Linear` draws its weight, B zero: the layer computes what its base computes."""
@@ -75,8 +89,8 @@ class _Adapter(loralib.LoRALayer):
     def _add_adapter(self, result: Tensor, x: Tensor) -> Tensor:
         if self.merged or not self.adapter_on:
             return result
-        low = F.linear(self.lora_dropout(x), self.lora_A)
-        return result + F.linear(low, self.lora_B) * self.scaling
+        low = F.linear(self.lora_dropout(x), self.lora_A.to(x.dtype))
+        return result + F.linear(low, self.lora_B.to(x.dtype)) * self.scaling
 
     def folded_weight(self) -> Tensor:
         """A new tensor W + scaling * B A in the layout and dtype of `weight`."""
@@ -95,6 +109,8 @@ class _Adapter(loralib.LoRALayer):
     def merge(self) -> None:
         if self.merged:
             return
+        if self.shares_base:
+            raise ValueError('merge_lora: the weight is shared with other models or in 4 bits; export it instead')
         folded = self.folded_weight()
         self.saved = _SavedBits(self.weight.detach().clone())
         self.weight.copy_(folded)
@@ -168,7 +184,42 @@ class LoRAConv1D(_Adapter, Conv1D):
         return self._add_adapter(Conv1D.forward(self, x), x)
 
 
-_REPLACED_BY: dict[type[nn.Module], Any] = {nn.Linear: LoRALinear, Conv1D: LoRAConv1D}
+class LoRANF4Linear(_Adapter, nn.Module):
+    """An `NF4Linear` with an adapter; `base` may stand in other models too. Input (..., in), output (..., out)."""
+
+    shares_base = True
+
+    def __init__(
+        self, base: NF4Linear, rank: int, *, alpha: float, dropout: float = 0.0, bias_mode: BiasMode = 'none'
+    ) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight_is_transposed = base.is_transposed
+        self._adopt(base, rank, alpha, dropout, bias_mode)
+
+    def _take_weight(self, base: NF4Linear) -> None:
+        self.base = base
+
+    def folded_weight(self) -> Tensor:
+        """A new dense tensor W + scaling * B A, W as it computes."""
+        return self.fold(self.base.dense(), self.lora_A, self.lora_B)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._add_adapter(self.base(x), x)
+
+
+_REPLACED_BY: dict[type[nn.Module], Any] = {nn.Linear: LoRALinear, Conv1D: LoRAConv1D, NF4Linear: LoRANF4Linear}
+
+
+def is_shared(parameter: Tensor) -> bool:
+    """Whether other models have this very parameter (`chatgpt.nn.shared`)."""
+    return getattr(parameter, 'in_shared_trunk', False)
+
+
+def can_fold(module: nn.Module) -> bool:
+    """Whether there are adapters, and all can be folded into their weights."""
+    layers = lora_layers(module).values()
+    return bool(layers) and not any(layer.shares_base for layer in layers)
 
 
 # --- conversion -----------------------------------------------------------------------------------------------------
@@ -212,12 +263,10 @@ def convert_to_lora(
         )
     chosen = _target_layers(module, targets)
     for name, layer in chosen.items():
-        smaller = min(layer.weight.shape)
+        shape = weight_shape(layer)
+        smaller = min(shape)
         if rank > smaller:
-            raise ValueError(
-                f'LoRA rank: {rank} given, but {name} is {tuple(layer.weight.shape)}; the rank must be at most '
-                f'{smaller}'
-            )
+            raise ValueError(f'LoRA rank: {rank} given, but {name} is {shape}; the rank must be at most {smaller}')
     for name, layer in chosen.items():
         parent, _, child = name.rpartition('.')
         adapted = _REPLACED_BY[type(layer)](layer, rank, alpha=alpha or rank, dropout=dropout, bias_mode=bias)
@@ -250,10 +299,20 @@ def _target_layers(module: nn.Module, targets: str | Iterable[str] | None) -> di
     for name, parameter in module.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), []).append(name)
     for name, layer in chosen.items():
+        if isinstance(layer, NF4Linear):
+            continue
         shared = [h for h in holders[id(layer.weight)] if h != f'{name}.weight']
         if shared:
             raise ValueError(f'LoRA targets: {name} shares its weight with {shared[0]}; leave it out of targets')
     return chosen
+
+
+def weight_shape(layer: Any) -> tuple[int, ...]:
+    """Of a linear layer's weight as it is stored."""
+    if isinstance(layer, NF4Linear):
+        shape = layer.out_features, layer.in_features
+        return shape[::-1] if layer.is_transposed else shape
+    return tuple(layer.weight.shape)
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -273,16 +332,19 @@ def _some(names: Iterable[str], most: int = 6) -> str:
 # --- queries and switches -------------------------------------------------------------------------------------------
 
 
-def lora_layers(module: nn.Module) -> dict[str, LoRALinear | LoRAConv1D]:
+AdaptedLayer = LoRALinear | LoRAConv1D | LoRANF4Linear
+
+
+def lora_layers(module: nn.Module) -> dict[str, AdaptedLayer]:
     """The adapted layers of `module` by name."""
-    return {n: m for n, m in module.named_modules() if isinstance(m, (LoRALinear, LoRAConv1D))}
+    return {n: m for n, m in module.named_modules() if isinstance(m, AdaptedLayer)}
 
 
 def has_lora(module: nn.Module) -> bool:
     return any(isinstance(m, loralib.LoRALayer) for m in module.modules())
 
 
-def _require_lora(module: nn.Module, what: str) -> dict[str, LoRALinear | LoRAConv1D]:
+def _require_lora(module: nn.Module, what: str) -> dict[str, AdaptedLayer]:
     layers = lora_layers(module)
     if not layers:
         raise ValueError(f'{what}: {type(module).__name__} has no adapters; call convert_to_lora first')
@@ -380,12 +442,20 @@ def load_lora_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None
 
 
 def merged_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """The state dict of the architecture before conversion, adapters folded in. `module` stays as it is.
+    """The state dict of the architecture before conversion, adapters folded in, weights of 4 bits made dense. `module`
+    stays as it is.
 
-    Folded weights are new tensors; all others are those of `module.state_dict()`.
+    Folded and dense weights are new tensors; all others are those of `module.state_dict()`.
     """
     layers = _require_lora(module, 'merged_state_dict')
     state = dict(module.state_dict())
+    dense = {n.removesuffix('.base'): m for n, m in module.named_modules() if isinstance(m, NF4Linear)}
+    for name, base in dense.items():
+        prefix = f'{name}.' if name else ''
+        if name not in layers:
+            state[prefix + 'weight'] = base.dense()
+        if base.bias is not None:
+            state[prefix + 'bias'] = base.bias.clone()
     for name, layer in layers.items():
         prefix = f'{name}.' if name else ''
         state[prefix + 'weight'] = layer.folded_weight()

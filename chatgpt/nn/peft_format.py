@@ -26,13 +26,14 @@ from transformers.pytorch_utils import Conv1D
 
 from chatgpt.nn.files import save_tensors
 from chatgpt.nn.lora import (
-    LoRAConv1D,
     convert_to_lora,
     has_lora,
     load_lora_state_dict,
     lora_layers,
     lora_state_dict,
+    weight_shape,
 )
+from chatgpt.nn.quantized import NF4Linear
 from chatgpt.nn.unfit import candidates, read_weights
 
 CONFIG_FILE = 'adapter_config.json'
@@ -101,7 +102,7 @@ def export_peft(
         'lora_alpha': first.lora_alpha,
         'lora_dropout': float(getattr(first.lora_dropout, 'p', 0.0)),
         'bias': first.bias_mode,
-        'fan_in_fan_out': any(isinstance(layer, LoRAConv1D) for layer in layers.values()),
+        'fan_in_fan_out': any(layer.weight_is_transposed for layer in layers.values()),
         'target_modules': _target_names(model, layers),
     }
     own = lora_state_dict(model)
@@ -170,12 +171,14 @@ def _check_fit(model: nn.Module, rank: int, targets: Iterable[str], state: dict[
     """Refuse an adapter that does not fit `model`, before the model is converted."""
     modules = dict(model.named_modules())
     for name in targets:
-        weight = getattr(modules.get(name), 'weight', None)
-        if not isinstance(weight, Tensor) or weight.dim() != 2:
+        layer: Any = modules.get(name)
+        shape = weight_shape(layer) if hasattr(layer, 'weight') or isinstance(layer, NF4Linear) else ()
+        if len(shape) != 2:
             raise ValueError(
                 f'import_peft: the adapter is for a layer {name}, which {type(model).__name__} does not have'
             )
-        fan_out, fan_in = weight.T.shape if isinstance(modules[name], Conv1D) else weight.shape
+        transposed = isinstance(layer, Conv1D) or getattr(layer, 'is_transposed', False)
+        fan_out, fan_in = reversed(shape) if transposed else shape
         for key, shape in ((f'{name}.lora_A', (rank, fan_in)), (f'{name}.lora_B', (fan_out, rank))):
             if key not in state:
                 raise ValueError(f'import_peft: missing {key} in {WEIGHTS_FILE}')

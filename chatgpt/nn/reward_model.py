@@ -31,6 +31,7 @@ from chatgpt.nn.loading import (
     write_folder,
 )
 from chatgpt.nn.packing import enable_packing, flat_hidden
+from chatgpt.nn.peft_format import adapter_base
 from chatgpt.nn.sources import WeightsSource, read_source_tensor
 from chatgpt.nn.trunk import base_model, hidden_size, looks_ahead
 from chatgpt.types import Batch
@@ -242,6 +243,8 @@ def load_scorer(pretrained: str | Path, *, checkpoint: bool = False, **options: 
     bias = float(getattr(config, BIAS_KEY, 0.0))
     if Path(pretrained, HEAD_FILE).is_file() and hasattr(config, BIAS_KEY):
         return ScorerParts(load_base_model(pretrained, checkpoint=checkpoint, **options), load_head(pretrained), bias)
+    if Path(pretrained, HEAD_FILE).is_file() and adapter_base(pretrained) is not None:
+        return ScorerParts(load_base_model(pretrained, checkpoint=checkpoint, **options), load_head(pretrained), 0.0)
     if not any(name.endswith('ForSequenceClassification') for name in config.architectures or ()):
         return ScorerParts(load_base_model(pretrained, checkpoint=checkpoint, **options), None, 0.0)
     _check_labels(config.num_labels, str(pretrained))

@@ -195,6 +195,7 @@ class _Materializer:
             self.aliases.setdefault(id(parameter), []).append(name)
             self.originals.append(parameter)
         self.done: dict[int, nn.Parameter | None] = {}
+        self.unit_of: dict[int, _Unit] = {}
         self.metas: dict[int, nn.Parameter] = {}
         """by id of a parameter with numbers, the one on the meta device that it stands for"""
         if self.files is not None:
@@ -233,6 +234,7 @@ class _Materializer:
                     continue
                 real = nn.Parameter(torch.empty_like(parameter, device='cpu'), requires_grad=parameter.requires_grad)
                 self.done[id(parameter)] = module._parameters[name] = real
+                self.unit_of[id(parameter)] = unit
                 self.metas[id(real)] = parameter
                 names = self.aliases[id(parameter)]
                 fresh.append((names[0], real))
@@ -247,6 +249,15 @@ class _Materializer:
                     loaded.append(made)
         self._initialise(unit, loaded)
         return fresh
+
+    def keep_only(self, unit: _Unit) -> None:
+        """Let go of the parameters that were filled with the unit and are no longer in it."""
+        alive = {id(p) for p in unit.modules[-1][1].parameters()}
+        for name in [n for n, p in self.done.items() if p is not None and self.unit_of.get(n) is unit]:
+            known = self.done[name]
+            if known is not None and id(known) not in alive:
+                self.done[name] = None
+                del self.metas[id(known)]
 
     def release(self, unit: _Unit) -> None:
         """Let the memory of the unit's tensors go."""
@@ -298,11 +309,20 @@ def reset_adapter(layer: Any, seed: int, name: str) -> None:
             layer.reset_lora_parameters()
 
 
-def fill_model(model: PreTrainedModel, source: WeightsSource) -> None:
-    """Give a model on the meta device its numbers, on the CPU, in place. Tied weights stay tied."""
+def fill_model(
+    model: PreTrainedModel, source: WeightsSource, settle: Callable[[str, nn.Module], None] | None = None
+) -> None:
+    """Give a model on the meta device its numbers, on the CPU, in place. Tied weights stay tied.
+
+    settle: called with the name and the module of each transformer block, and of each module outside of them, once it
+        has its numbers. Parameters that it replaces are let go.
+    """
     materializer = _Materializer(model, source)
     for unit in _units(model):
         materializer.fill(unit)
+        if settle is not None:
+            settle(unit.name, unit.modules[-1][1])
+            materializer.keep_only(unit)
     model.tie_weights()
 
 

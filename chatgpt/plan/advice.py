@@ -54,7 +54,8 @@ def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
 
 
 def with_strategy(setup: Setup, name: str) -> Setup:
-    return replace(setup, strategy=name, strategy_options={})
+    kept = {k: v for k, v in setup.strategy_options.items() if k in ('reproducible', 'atoms')}
+    return replace(setup, strategy=name, strategy_options=kept)
 
 
 def cheapest_change(setup: Setup) -> tuple[str, Plan] | None:

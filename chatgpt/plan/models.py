@@ -40,6 +40,8 @@ def build(kind: str, config: Any, setup: Setup, layers: int | None = None) -> nn
     config = copy.deepcopy(config)
     if layers is not None:
         _set_layers(config, layers)
+    if setup.shared_trunk:
+        return _role(kind, config, setup)
     unfrozen = setup.num_layers_unfrozen if setup.num_layers_unfrozen > 0 else None
     if unfrozen is not None and layers is not None:
         unfrozen = min(unfrozen, layers)
@@ -57,6 +59,26 @@ def build(kind: str, config: Any, setup: Setup, layers: int | None = None) -> nn
         if kind == 'reward':
             return RewardModel(model, lora_rank=setup.lora_rank if setup.task == 'reward_model' else 0)
         return Actor(model).requires_grad_(False)
+
+
+def _role(kind: str, config: Any, setup: Setup) -> nn.Module:
+    """A model on a shared trunk, whose base is in the compute dtype: 4 bits are for `make_plan` to count."""
+    from transformers import AutoModelForCausalLM
+
+    from chatgpt.nn.shared import SharedTrunk
+
+    dtype = torch.float32 if setup.precision == 'fp32' else torch.bfloat16
+    with torch.device('meta'):
+        model = AutoModelForCausalLM.from_config(config)
+        if setup.gradient_checkpointing:
+            with warnings.catch_warnings():
+                warnings.simplefilter('ignore', FutureWarning)
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
+        trunk = SharedTrunk(model, dtype=dtype)
+        if kind in ('actor', 'initial'):
+            return trunk.actor(setup.lora_rank)
+        role = trunk.critic(setup.lora_rank) if kind == 'critic' else trunk.reward_model(setup.lora_rank)
+        return role
 
 
 def num_layers(config: Any) -> int:
@@ -89,7 +111,8 @@ def measure(model: nn.Module) -> ModelSize:
     parameters = tuple(
         ParameterSize(n, tuple(p.shape), p.requires_grad, block_of.get(id(p))) for n, p in model.named_parameters()
     )
-    return ModelSize(parameters, sum(layer.weight.numel() for layer in lora.lora_layers(model).values()))
+    adapted = [layer for layer in lora.lora_layers(model).values() if not layer.shares_base]
+    return ModelSize(parameters, sum(layer.weight.numel() for layer in adapted))
 
 
 # ---------------------------------------------------------------------- traces
@@ -180,12 +203,12 @@ def fake_batch(batch: Batch, mode: Any) -> Batch:
 def autocast(setup: Setup) -> Any:
     """The strategy's autocast; one that gathers weights in 16 bits has none."""
     dtype = torch.bfloat16 if setup.precision != 'fp32' else torch.float32
-    return torch.autocast('cpu', dtype=dtype, enabled=setup.precision != 'fp32' and setup.memory_model.whole)
+    return torch.autocast('cpu', dtype=dtype, enabled=setup.precision != 'fp32' and setup.memory_model.autocasts)
 
 
 def cast(model: nn.Module, setup: Setup) -> nn.Module:
     """Parameters in the dtype in which a sharded strategy holds or gathers them."""
-    if setup.precision != 'fp32' and not setup.memory_model.whole:
+    if setup.precision != 'fp32' and not setup.memory_model.autocasts:
         model.to(torch.bfloat16)
     return model
 

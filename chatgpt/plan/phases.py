@@ -15,6 +15,8 @@ SAMPLING_COPIES = 4
 """fp32 tables of (rows, V) alive while a token is drawn: logits, log-probs, and two of filtering"""
 _NAMES = {'initial': 'initial model', 'reward': 'reward model'}
 _KINDS = {name: kind for kind, name in _NAMES.items()}
+NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
+"""of a weight in 4 bits, its share of the scales, and of the scales of scales (`chatgpt.nn.quantized`)"""
 PACKED_BYTES = 2 << 30
 """the local engine packs a model's weights for the CPU up to this size"""
 
@@ -101,6 +103,8 @@ class Plan:
 def make_plan(setup: Setup) -> Plan:
     """Plan a run. Reads configs; loads no weight and touches no device."""
     config, reward_config = read_config(setup.config), read_config(setup.reward_config)
+    if setup.shared_trunk:
+        return _plan_of_shared_trunk(setup, config, reward_config is not None)
     if setup.task != 'ppo':
         return _plan_of_one_model(setup, config)
     actor = models.measure(models.build('actor', config, setup))
@@ -148,6 +152,44 @@ def _plan_of_one_model(setup: Setup, config: Any) -> Plan:
     return Plan(setup, {'load': _without(load, 'optimizer'), 'learn': load + _learn(setup, trained)})
 
 
+def _plan_of_shared_trunk(setup: Setup, config: Any, with_reward: bool) -> Plan:
+    """One base that nothing trains, and of each model the adapters and the head."""
+    kinds = ['reward'] if setup.task == 'reward_model' else ['actor']
+    if setup.task == 'ppo':
+        kinds += ['critic'] * (setup.critic == 'own')
+    sizes = {kind: models.measure(models.build(kind, config, setup)) for kind in [*kinds, *['reward'] * with_reward]}
+    base = [p for p in sizes[kinds[0]].parameters if not p.trained]
+    trunk = Memory()
+    packed = [p for p in base if setup.quantize == 'nf4' and p.block is not None and len(p.shape) == 2]
+    trunk.add('trunk', setup.itemsize * sum(p.numel for p in base if p not in packed))
+    trunk.add('trunk', NF4_BYTES * sum(p.numel for p in packed))
+    roles = {kind: ModelSize(tuple(p for p in size.parameters if p.trained)) for kind, size in sizes.items()}
+    trained = {_NAMES.get(kind, kind): (roles[kind], config) for kind in kinds}
+    frozen = {'reward model': (roles['reward'], config)} if with_reward and setup.task == 'ppo' else {}
+    load, static = Memory() + trunk, Memory() + trunk
+    for name, (size, _) in trained.items():
+        whole = _without(setup.memory_model.trained(name, size, setup), 'gradients')
+        static += whole
+        load += _without(whole, 'optimizer')
+    for name, (size, _) in frozen.items():
+        static += setup.memory_model.frozen(name, size, setup)
+        load += setup.memory_model.frozen(name, size, setup)
+    largest = max((p.numel for p in packed), default=0)
+    for memory in (load, static):  # a weight is made dense while it computes, or is packed
+        memory.add('one dense weight', setup.itemsize * largest)
+    if setup.task != 'ppo':
+        return Plan(setup, {'load': load, 'learn': static + _learn(setup, trained)})
+    return Plan(
+        setup,
+        {
+            'load': load,
+            'collect': static + _collect(setup, config, roles['actor']),
+            'score': static + _score(setup, trained, frozen),
+            'learn': static + _learn(setup, trained),
+        },
+    )
+
+
 def actor_without_extras(config: Any, setup: Setup) -> ModelSize:
     return models.measure(models.build('initial', config, setup))
 
@@ -161,21 +203,21 @@ def _without(memory: Memory, ending: str) -> Memory:
 
 def rows_per_forward(setup: Setup, num_sequences: int) -> int:
     """Sequences of one micro-batch on one rank."""
-    share = -(-num_sequences // setup.num_processes)
+    share = -(-num_sequences // (setup.memory_model.atoms or setup.num_processes))
     if setup.max_tokens_per_batch is None:
         return share
     return max(1, min(share, setup.max_tokens_per_batch // (setup.max_prompt_tokens + setup.max_new_tokens)))
 
 
 def _collect(setup: Setup, config: Any, actor: ModelSize) -> Memory:
-    memory = setup.memory_model.full_copy(actor, setup)
-    if not setup.on_cuda and setup.precision == 'fp32' and not setup.stream_blocks:
+    memory, itemsize = setup.memory_model.full_copy(actor, setup), setup.memory_model.full_itemsize(setup)
+    if not setup.on_cuda and itemsize == 4 and not setup.stream_blocks:
         packed = 4 * sum(p.numel for p in actor.parameters if p.block is not None and len(p.shape) == 2)
         memory.add('packed weights', packed if packed <= PACKED_BYTES else 0)
     share = -(-setup.experience_batch_size // setup.num_processes) * setup.num_samples_per_prompt
     rows = min(share, setup.max_rows)
     capacity = setup.max_prompt_tokens + setup.max_new_tokens - 1  # the last token is never fed back
-    memory.add('key/value cache', setup.itemsize * models.cache_elements(config) * rows * capacity)
+    memory.add('key/value cache', itemsize * models.cache_elements(config) * rows * capacity)
     memory.add('sampling', 4 * SAMPLING_COPIES * rows * models.vocab_size(config))
     return memory
 

@@ -65,6 +65,10 @@ class Setup(Layout):
     """bytes of one machine"""
     critic: Literal['own', 'shared', 'none'] = 'own'
     lora_rank: int = 0
+    shared_trunk: bool = False
+    """actor, critic, reward model and reference are adapters on one frozen base (`SharedTrunk`)"""
+    quantize: Literal['none', 'nf4'] = 'none'
+    """of that base"""
     num_layers_unfrozen: int = -1
     gradient_checkpointing: bool = False
     kl: bool = True
@@ -89,8 +93,9 @@ class Setup(Layout):
         for name, choices in (
             ('precision', ('fp32', 'bf16', 'fp16')),
             ('critic', ('own', 'shared', 'none')),
-            ('optimizer', ('adamw', 'sgd')),
+            ('optimizer', ('adamw', 'adamw8bit', 'paged_adamw8bit', 'sgd')),
             ('offload', ('none', 'idle')),
+            ('quantize', ('none', 'nf4')),
             ('task', get_args(Task)),
         ):
             if getattr(self, name) not in choices:
@@ -115,6 +120,14 @@ class Setup(Layout):
             )
         if self.critic == 'shared' and self.num_layers_unfrozen > 0:
             raise ValueError("critic='shared' with num_layers_unfrozen is not planned; use critic='own'")
+        if self.shared_trunk and not self.lora_rank:
+            raise ValueError('shared_trunk: its models are adapters on one base; give lora_rank too')
+        if self.shared_trunk and not self.memory_model.whole:
+            raise ValueError(
+                f'strategy={self.strategy!r} shards weights, which models on a shared trunk have in common'
+            )
+        if self.quantize != 'none' and not self.shared_trunk:
+            raise ValueError(f'quantize={self.quantize!r} is of a shared trunk; give shared_trunk too')
         for name in ('experience_batch_size', 'train_batch_size') if self.task == 'ppo' else ():
             if getattr(self, name) % self.num_processes:
                 raise ValueError(f'{name}={getattr(self, name)} cannot be split over {self.num_processes} ranks')

@@ -219,6 +219,8 @@ def _scorer(found: Any) -> str:
     name, _, detail = str(found).partition(', ')
     if name == 'RewardModelScorer':
         return f'the reward model {code(without_paths(detail))}' if detail else 'a reward model'
+    if name == 'EnvironmentScorer':
+        return f'the reward {code(detail)} of its environment' if detail else 'the rewards of its environment'
     return code(name)
 
 
@@ -242,7 +244,7 @@ def measured(metrics: SequenceOf[Mapping[str, Any]], evals: SequenceOf[Mapping[s
     return found
 
 
-_UP, _DOWN = re.compile(r'score_mean$|accuracy|margin|reward|/metrics/'), re.compile(r'loss|perplexity')
+_UP, _DOWN = re.compile(r'score_mean$|success_share$|accuracy|margin|reward|/metrics/'), re.compile(r'loss|perplexity')
 
 
 def _is_eval(name: str) -> bool:

@@ -46,6 +46,12 @@ GROUPS: dict[str, tuple[Chart, ...]] = {
             ('eval/score_mean', 'eval/score_mean_best'),
         ),
         Chart(
+            'eval-success',
+            'Success in evaluated episodes',
+            'Rises towards 1, or towards what the best player reaches.',
+            ('eval/success_share',),
+        ),
+        Chart(
             'eval-length',
             'Length of evaluation responses',
             'Stays where good answers of this task are; a drift to the limit or to nothing is a trick of the policy.',

@@ -182,13 +182,17 @@ def samples(runs: Sequence[Run], limit: int) -> str:
         told = f'Of {what}, by phase; the number beside the phase is the score.'
         if not _any_again(rows):
             told += (
-                ' Each phase had other prompts; with evaluation prompts (--validation_file) all answer the same ones, '
-                'side by side.'
+                f' Each phase had other prompts; with evaluation prompts ({_evaluated_by(rows)}) all answer the same '
+                'ones, side by side.'
             )
         parts.append(f'<p class="muted">{safe(told)}</p>')
         cards = _side_by_side(rows, limit, 'h4' if len(runs) > 1 else 'h3')
         parts.append(f'<div class="samples">{"".join(cards)}</div>')
     return f'<section id="samples"><h2>Samples</h2>{"".join(parts)}</section>' if parts else ''
+
+
+def _evaluated_by(rows: Sequence[Mapping[str, Any]]) -> str:
+    return '--eval_episodes' if any('parts' in row for row in rows) else '--validation_file'
 
 
 def spread(items: Sequence[Any], count: int) -> list[Any]:
@@ -243,13 +247,34 @@ def _answer(phase: int, row: Mapping[str, Any], limit: int) -> str:
         for name, value in row.items()
         if name in ('kl', 'num_tokens') and value is not None
     ]
-    if row.get('ended') is False:
+    if 'end' in row:
+        more.append(f'{row["end"]}' + {True: ', success', False: ', no success', None: ''}[row.get('success')])
+    elif row.get('ended') is False:
         more.append('cut off')
     extra = f'<p class="muted small">{safe(", ".join(more).replace("num_tokens", "tokens"))}</p>' if more else ''
     shown = f' <b class="score">{told}</b>' if told else ''
     text = cut(row['response'], limit)
     said = _scrolling(text, '') if text.strip() else '<p class="muted"><i>empty</i></p>'
+    said = _turns(row['parts'], limit) if row.get('parts') else said
     return f'<div class="answer"><p class="of"><span>Phase {phase}</span>{shown}</p>{said}{extra}</div>'
+
+
+def _turns(parts: Sequence[Mapping[str, Any]], limit: int) -> str:
+    """An episode: turns with their rewards, and what the environment said between them; together cut at `limit`."""
+    out, room, turn = [], limit, 0
+    for part in parts:
+        told = part.get('observation')
+        text = cut((part['turn'] if told is None else told).strip('\n'), max(room, 1))
+        room -= len(text)
+        if told is None:
+            turn += 1
+            rewards = ', '.join(f'{name} {number(float(x))}' for name, x in part['rewards'].items()) or 'no reward'
+            out.append(f'<p class="part"><span>turn {turn}</span><span>{safe(rewards)}</span></p>')
+        out.append(f'<p class="text {"turn" if told is None else "told"}" dir="auto">{safe(text)}</p>')
+        if room <= 0:
+            out.append('<p class="muted small">…</p>')
+            break
+    return f'<div class="long" tabindex="0">{"".join(out)}</div>'
 
 
 def rollouts(runs: Sequence[Run], rows: Sequence[Sequence[Mapping[str, Any]]]) -> str:

@@ -4,6 +4,7 @@ and its randomness."""
 from chatgpt.rollout.best_of_n import BestOfN, Candidate, kl_bound
 from chatgpt.rollout.compare import Comparison, Difference, compare_samples
 from chatgpt.rollout.engine import AheadEngine, RolloutEngine
+from chatgpt.rollout.exact import ExactDraws
 from chatgpt.rollout.hf import HFEngine
 from chatgpt.rollout.local import LocalEngine
 from chatgpt.rollout.remote import RemoteEngine, RolloutWorkers
@@ -18,6 +19,7 @@ __all__ = [
     'Candidate',
     'Comparison',
     'Difference',
+    'ExactDraws',
     'HFEngine',
     'LocalEngine',
     'RemoteEngine',

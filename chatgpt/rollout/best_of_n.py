@@ -11,6 +11,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from chatgpt.rollout.engine import RolloutEngine
 from chatgpt.rollout.sampling import SamplingParams
 from chatgpt.types import Prompt, Sample
@@ -37,14 +40,15 @@ class BestOfN:
 
     Args:
         engine: begun with a policy when this is called.
-        score: samples → one number each; such as `lambda samples: scorer.score(samples, strategy)`.
+        score: samples → one number each, or (A,) scores of tokens, whose sum over those that count it is; such as
+            `lambda samples: scorer.score(samples, strategy)`.
         sample_size, n_candidates: TRL's names and defaults.
     """
 
     def __init__(
         self,
         engine: RolloutEngine,
-        score: Callable[[list[Sample]], SequenceOf[float]],
+        score: Callable[[list[Sample]], SequenceOf[float | Tensor]],
         *,
         sample_size: int = 4,
         n_candidates: int = 1,
@@ -63,7 +67,8 @@ class BestOfN:
         first_index: int = 0,
         decode: Callable[[Sample], None] | None = None,
     ) -> list[list[Candidate]]:
-        """For each prompt its best candidates, best first; of equal ones the one sampled first.
+        """For each prompt its best candidates, best first; of equal ones the one sampled first, and last episodes
+        whose environment failed.
 
         `decode` may fill a sample's texts before it is scored. Raises ValueError for greedy sampling with more than one
         response, and for scores that are not one finite number each.
@@ -80,12 +85,19 @@ class BestOfN:
         for sample in samples if decode is not None else ():
             assert decode is not None
             decode(sample)
-        scores = [float(s) for s in self.score(samples)]
-        if len(scores) != len(samples) or not all(math.isfinite(s) for s in scores):
+        given = list(self.score(samples))
+        scores = [_whole(score, sample) for score, sample in zip(given, samples, strict=False)]
+        if len(given) != len(samples) or not all(math.isfinite(s) for s in scores):
             raise ValueError(
-                f'best of {n}: the score gave {len(scores)} numbers for {len(samples)} samples, all of which must be '
+                f'best of {n}: the score gave {len(given)} numbers for {len(samples)} samples, all of which must be '
                 'finite'
             )
         candidates = [Candidate(sample, score) for sample, score in zip(samples, scores, strict=True)]
         of_prompt = [candidates[i : i + n] for i in range(0, len(candidates), n)]
-        return [sorted(group, key=lambda c: -c.score)[: self.n_candidates] for group in of_prompt]
+        return [sorted(group, key=lambda c: (c.sample.failed, -c.score))[: self.n_candidates] for group in of_prompt]
+
+
+def _whole(score: float | Tensor, sample: Sample) -> float:
+    if not isinstance(score, Tensor) or score.dim() == 0:
+        return float(score)
+    return float(torch.where(sample.response_mask, score, 0.0).sum())

@@ -90,6 +90,23 @@ class AheadEngine(RolloutEngine, Protocol):
         ...
 
 
+class Turns(Protocol):
+    """What an engine with `converse` asks between the turns of its sequences; `i` is a position in its prompts."""
+
+    def limit(self, i: int) -> int:
+        """The most tokens of sequence i's next turn."""
+        ...
+
+    def ended(self, i: int, turn: Sample) -> None:
+        """Sequence i's turn is there, as a sample whose response is this turn alone. Returns at once."""
+        ...
+
+    def next(self, i: int) -> Tensor | None:
+        """(n,) int64 ids, n >= 0, to append before sequence i's next turn; None: its episode is over. Waits for the
+        environment."""
+        ...
+
+
 def check_prompts(
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
@@ -277,11 +294,15 @@ class InProcessEngine(ABC):
         limits: Sequence[int | None] | None = None,
     ) -> list[Sample]:
         """See `RolloutEngine.generate`."""
+        call, most = self.checked(prompts, sampling, seed, indices, groups, offsets, limits)
+        return self.answer(call, most) if prompts else []
+
+    def checked(self, *args: Any) -> tuple[Call, list[int]]:
+        """The call of these arguments of `Call.of`, and the most new tokens of each prompt."""
         if self._actor is None:
-            raise ValueError(f'{type(self).__name__}.generate: no actor; call begin(actor) first')
-        call = Call.of(prompts, sampling, seed, indices, groups, offsets, limits)
-        limits = self.check(text_config(self._actor.model.config), call)
-        return self.answer(call, limits) if prompts else []
+            raise ValueError(f'{type(self).__name__}: no actor; call begin(actor) first')
+        call = Call.of(*args)
+        return call, self.check(text_config(self._actor.model.config), call)
 
     def check(self, config: Any, call: Call) -> list[int]:
         """What is checked before any work, with the text model's config. Returns the most new tokens of each prompt."""

@@ -19,14 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from chatgpt.environments import EnvironmentSettings, Failure, Runner, Step, find_environment, seed_of
+from chatgpt.environments.base import InvalidStep
 from chatgpt.environments.registry import described
-from chatgpt.environments.transcript import PlainText, TranscriptFormat
+from chatgpt.environments.transcript import ChatTemplate, TextOrChat, TranscriptFormat
 from chatgpt.rollout.engine import RolloutEngine
 from chatgpt.rollout.sampling import SamplingParams
 from chatgpt.rollout.stop import StopStrings
@@ -34,23 +36,6 @@ from chatgpt.types import Episode, EpisodeEnd, FinishReason, Prompt, Sample, Tur
 
 if TYPE_CHECKING:
     from chatgpt.nn import Actor
-
-
-class Turns(Protocol):
-    """What an engine with `converse` asks between the turns of its sequences; `i` is a position in its prompts."""
-
-    def limit(self, i: int) -> int:
-        """The most tokens of sequence i's next turn."""
-        ...
-
-    def ended(self, i: int, turn: Sample) -> None:
-        """Sequence i's turn is there, as a sample whose response is this turn alone. Returns at once."""
-        ...
-
-    def next(self, i: int) -> Tensor | None:
-        """(n,) int64 ids, n >= 0, to append before sequence i's next turn; None: its episode is over. Waits for the
-        environment."""
-        ...
 
 
 class EpisodeEngine:
@@ -63,7 +48,12 @@ class EpisodeEngine:
         settings: see `EnvironmentSettings`. `max_new_tokens` and `max_length` of a call bound the whole response,
             turns and observations together.
         stop_strings: where a turn ends by its text; those of the call's sampling.
-        transcript: how observations become ids; `PlainText` by default.
+        transcript: how observations become ids. By default `ChatTemplate` for an environment of tools or messages, or
+            where the settings say so, and else `TextOrChat`.
+
+    Raises:
+        ValueError: there is no tokenizer; the environment cannot be made or shown to a model; or its tokenizer's chat
+            template cannot be continued by appending.
     """
 
     def __init__(
@@ -82,7 +72,7 @@ class EpisodeEngine:
         self.settings = settings or EnvironmentSettings()
         self.factory = find_environment(environment)
         self.stop_strings = stop_strings
-        self.transcript = transcript or PlainText(tokenizer)
+        self.transcript = transcript or self._transcript()
         self.reproducible = engine.reproducible
         self.recompute_logprobs = getattr(engine, 'recompute_logprobs', False)
         self.copies_weights = getattr(engine, 'copies_weights', False)
@@ -92,6 +82,20 @@ class EpisodeEngine:
         limits = {'max_turns': self.settings.max_turns, 'max_turn_tokens': self.settings.max_turn_tokens}
         self.environment = described(self.factory) | limits
         """what episodes follow from, as JSON, for telling whether a run goes on with another"""
+        remote: Any = engine if hasattr(engine, 'put_around') else None
+        self.is_remote = remote is not None
+        """environments run where the engine's workers are"""
+        if remote is not None:
+            given = {'environment': environment, 'tokenizer': tokenizer, 'settings': settings}
+            remote.put_around(partial(EpisodeEngine, **given, stop_strings=stop_strings, transcript=transcript))
+            # whoever asks for them finds them where the engine answers later
+            self.submit, self.take, self.cancel = remote.submit, remote.take, remote.cancel
+
+    def _transcript(self) -> TranscriptFormat:
+        tools, options = getattr(self.factory, 'tools', None) or None, self.settings.chat_template_kwargs
+        if tools or getattr(self.factory, 'messages', False) or self.settings.apply_chat_template:
+            return ChatTemplate(self.tokenizer, tools, options)
+        return TextOrChat(self.tokenizer, options)
 
     def begin(self, actor: Actor) -> None:
         self.engine.begin(actor)
@@ -121,6 +125,8 @@ class EpisodeEngine:
         """
         if offsets is not None or limits is not None:
             raise ValueError('EpisodeEngine.generate takes no offsets and limits; give its engine a turn to draw')
+        if self.is_remote:
+            return self.engine.generate(prompts, sampling, seed=seed, indices=indices, groups=groups)
         indices = list(indices)
         groups = indices if groups is None else list(groups)
         transcripts = [_Transcript(*of) for of in zip(indices, groups, prompts, strict=True)]
@@ -131,6 +137,13 @@ class EpisodeEngine:
             conversations.forget()
         return [t.sample(sampling.temperature, self._decoded) for t in transcripts]
 
+    def columns(self, prompt: Prompt) -> dict[str, Any]:
+        """What `reset` is told of a data row."""
+        messages = prompt.messages
+        if isinstance(self.transcript, ChatTemplate):
+            messages = self.transcript.messages(prompt)
+        return {**prompt.columns, 'prompt': messages} if messages else prompt.columns
+
     def openings(self, prompts: Sequence[Prompt], *, seed: int, groups: Sequence[int]) -> list[list[int]]:
         """The ids before the first turn of each prompt's episode: environments are begun, and nothing is drawn.
 
@@ -140,20 +153,24 @@ class EpisodeEngine:
         found = []
         for i, (group, prompt) in enumerate(zip(groups, prompts, strict=True)):
             key = ('opening', i)
-            self.runner.start(key, seed_of(seed, group), prompt.columns)
+            self.runner.start(key, seed_of(seed, group), self.columns(prompt))
             answer = self.runner.result(key)
             self.runner.forget(key)
             if isinstance(answer, Failure):
                 raise ValueError(f'environment: {answer.message}')
-            found.append(self.transcript.first(prompt.ids.tolist(), answer.observation))
+            found.append(self.transcript.first(prompt, answer.observation))
         return found
 
     def _decoded(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def text_of(self, turn_ids: list[int]) -> str:
-        """The text of a turn as its environment reads it: without end token and stop string."""
-        if self.stop_strings is not None:
+    def response_of(self, turn: Sample, before: list[int]) -> str | dict[str, Any]:
+        """A turn as its environment reads it: its text without end token and (but for SkyRL-Gym's) stop string, or a
+        message where there are tools. `before`: the ids just in front of it."""
+        turn_ids = turn.response_ids.tolist()
+        if isinstance(self.transcript, ChatTemplate) and self.transcript.tools is not None:
+            return self.transcript.message(turn_ids, turn.finish_reason, before)
+        if self.stop_strings is not None and not getattr(self.factory, 'keeps_stop', False):
             return self.stop_strings.text_of(turn_ids)
         return self._decoded(turn_ids)
 
@@ -234,7 +251,7 @@ class _Conversations:
     def run(self) -> None:
         runner = self.owner.runner
         for t in self.all:
-            runner.start(t.key, seed_of(self.seed, t.group), t.prompt.columns)
+            runner.start(t.key, seed_of(self.seed, t.group), self.owner.columns(t.prompt))
         for t in self.all:
             self._open(t, runner.result(t.key))
         self.live = [t for t in self.all if t.end is None]
@@ -288,10 +305,12 @@ class _Conversations:
             t.prompt_ids = prompt_ids or [self.sampling.pad_token_id]
             self._fail(t, answer)
             return
-        t.prompt_ids = self.owner.transcript.first(prompt_ids, answer.observation)
+        t.prompt_ids = self.owner.transcript.first(t.prompt, answer.observation)
         self.owner.longest_opening = max(self.owner.longest_opening, len(t.prompt_ids))
         t.room = self.sampling.room(len(t.prompt_ids))
         t.step_s += answer.seconds
+        if t.room < 1:
+            t.end = 'tokens'
 
     def _limit(self, t: _Transcript) -> int:
         most = self.owner.settings.max_turn_tokens
@@ -299,9 +318,10 @@ class _Conversations:
         return left if most is None else min(left, most)
 
     def _ended(self, t: _Transcript, turn: Sample) -> None:
+        before = t.parts[-1][0].tolist() if t.parts else t.prompt_ids
         t.add_turn(turn)
         t.finish = turn.finish_reason
-        self.owner.runner.act(t.key, self.owner.text_of(turn.response_ids.tolist()))
+        self.owner.runner.act(t.key, self.owner.response_of(turn, before))
 
     def _next(self, t: _Transcript) -> Tensor | None:
         answer = self.owner.runner.result(t.key)
@@ -315,15 +335,32 @@ class _Conversations:
             t.end = 'terminated' if answer.terminated else 'truncated'
             return None
         if len(t.turns) == self.owner.settings.max_turns:
-            t.end = 'turns'
+            self._cut(t, 'turns')
             return None
         turn = t.parts[-1][0].tolist()
-        ids = torch.tensor(self.owner.transcript.after(turn, t.finish, answer.observation), dtype=torch.int64)
+        try:
+            ids = torch.tensor(self.owner.transcript.after(turn, t.finish, answer.observation), dtype=torch.int64)
+        except InvalidStep as error:
+            self._fail(t, Failure(reason='invalid', message=f'{self.owner.runner.name}: {error}'))
+            return None
         if t.length + len(ids) >= t.room:
-            t.end = 'tokens'
+            self._cut(t, 'tokens')
             return None
         t.add_observation(ids)
         return ids
+
+    def _cut(self, t: _Transcript, reason: EpisodeEnd) -> None:
+        """End an episode that its environment would have gone on with."""
+        runner = self.owner.runner
+        runner.finish(t.key)
+        answer = runner.result(t.key)
+        if isinstance(answer, Failure):
+            self._fail(t, answer)
+            return
+        t.end = reason
+        t.step_s += answer.seconds
+        given = t.turns[-1].rewards
+        t.reward(given | {name: given.get(name, 0.0) + value for name, value in answer.rewards.items()})
 
     def _fail(self, t: _Transcript, failure: Failure) -> None:
         t.end, t.message = failure.reason, failure.message

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from chatgpt.cluster import import_ray, lack_of_room
 from chatgpt.rollout.remote import WorkerDied
-from chatgpt.rollout.wire import Manifest, ModelSpec, PackedSamples, Request
+from chatgpt.rollout.wire import Around, Manifest, ModelSpec, PackedSamples, Request
 
 START_S = 60.0
 """after which a user is told what is waited for"""
@@ -70,7 +70,11 @@ class RayWorkers:
         self._arguments: tuple[Any, ...] = ()
         self._started_ray = False
 
-    def start(self, spec: ModelSpec, engine_options: Mapping[str, Any]) -> None:
+    def dumps(self, value: Any) -> bytes:
+        """As Ray pickles it: what a module or a script defines by itself as well."""
+        return self.ray.cloudpickle.dumps(value)
+
+    def start(self, spec: ModelSpec, engine_options: Mapping[str, Any], around: Around | None = None) -> None:
         """Start the actors; returns when all are there.
 
         Raises:
@@ -91,7 +95,7 @@ class RayWorkers:
         )
         # in the store once; held here for the replacements
         device = 'cuda' if self.resources.get('GPU') else 'cpu'
-        self._arguments = (ray.put(spec), dict(engine_options), max(1, int(self.resources['CPU'])), device)
+        self._arguments = (ray.put(spec), dict(engine_options), max(1, int(self.resources['CPU'])), device, around)
         self.actors = [self._actor_class.remote(*self._arguments) for _ in range(self.num_workers)]
         self._places = [actor.place.remote() for actor in self.actors]
         late = self._late(START_S)
@@ -197,12 +201,19 @@ def _reason(error: Exception) -> str:
 class _Actor:
     """What runs in a Ray process: a `RolloutWorker` that reads its weights from the object store."""
 
-    def __init__(self, spec: ModelSpec, engine_options: Mapping[str, Any], num_threads: int, device: str) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        engine_options: Mapping[str, Any],
+        num_threads: int,
+        device: str,
+        around: Around | None = None,
+    ) -> None:
         from chatgpt.rollout.worker import RolloutWorker
 
         torch.set_num_threads(num_threads)
         self.ray = import_ray('a rollout worker')
-        self.worker = RolloutWorker(spec, engine_options, fetch=self.fetch, device=device)
+        self.worker = RolloutWorker(spec, engine_options, fetch=self.fetch, device=device, around=around)
 
     def fetch(self, handle: Any) -> Tensor:
         with warnings.catch_warnings():

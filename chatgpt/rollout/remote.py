@@ -13,10 +13,11 @@ trainer's `max_staleness`).
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
 from torch import Tensor
@@ -27,6 +28,7 @@ from chatgpt.rollout.local import LocalEngine, check_local
 from chatgpt.rollout.sampling import SamplingParams
 from chatgpt.rollout.wire import (
     BUCKET_BYTES,
+    Around,
     Manifest,
     ModelSpec,
     PackedSamples,
@@ -53,8 +55,9 @@ class RolloutWorkers(Protocol):
 
     num_workers: int
 
-    def start(self, spec: ModelSpec, engine_options: Mapping[str, Any]) -> None:
-        """Start all workers. Called once, before anything else."""
+    def start(self, spec: ModelSpec, engine_options: Mapping[str, Any], around: Around | None = None) -> None:
+        """Start all workers. Called once, before anything else; `around` is given only where there is one. A class
+        whose pickling can do more than `pickle.dumps` has it as a method `dumps`."""
         ...
 
     def put(self, bucket: Tensor) -> Any:
@@ -156,12 +159,32 @@ class RemoteEngine:
         self.num_replaced = 0
         """workers that died and were replaced"""
         self.spec: ModelSpec | None = None
+        self.around: Around | None = None
+        """what the workers put around their engines; see `put_around`"""
         self._weights: tuple[Manifest, list[Any]] | None = None
         self._queues: list[list[_Chunk]] = [[] for _ in range(workers.num_workers)]
         """chunks without an answer, by worker, in the order in which they were sent"""
         self._deaths = [0] * workers.num_workers
         self._num_taken = self._most_busy = 0
         self._closed = False
+
+    def put_around(self, around: Around) -> None:
+        """Let the workers answer with `around(their LocalEngine)`, such as an engine of episodes, which then runs its
+        environments where the workers are. They get whole prompts, columns included, which are not checked here.
+
+        Raises:
+            ValueError: the workers have started; or it cannot be sent to them.
+        """
+        if self.spec is not None:
+            raise ValueError('RemoteEngine: its workers have started without this environment; make a new engine')
+        try:
+            getattr(self.workers, 'dumps', pickle.dumps)(around)
+        except Exception as error:  # what a pickle method raises is up to it
+            raise ValueError(
+                f'the environment cannot be sent to rollout workers ({type(error).__name__}: '
+                f'{next(iter(str(error).splitlines()), "")}); give a class or function of a module, or its name'
+            ) from error
+        self.around = around
 
     # ------------------------------------------------------------------ the protocol of an engine
 
@@ -178,7 +201,7 @@ class RemoteEngine:
         model = actor.model
         spec = ModelSpec.of(model)
         if self.spec is None:
-            self.workers.start(spec, self.engine_options)
+            self.workers.start(spec, self.engine_options, *([] if self.around is None else [self.around]))
             self.spec = spec
         elif not self.spec.same_as(spec):
             raise ValueError(
@@ -235,7 +258,8 @@ class RemoteEngine:
         if self._weights is None or self.spec is None:
             raise ValueError('RemoteEngine.submit: no actor; call begin(actor) first')
         call = Call.of(prompts, sampling, seed, indices, groups, offsets, limits)
-        check_local(self.spec.config, call)
+        if self.around is None:
+            check_local(self.spec.config, call)
         manifest, buckets = self._weights
         ticket = Ticket(manifest.version)
         size = self.chunk_size or max(len(prompts), 1)
@@ -248,6 +272,8 @@ class RemoteEngine:
                 sampling=sampling,
                 seed=seed,
                 indices=part.indices,
+                groups=part.groups,
+                prompts=() if self.around is None else [replace(p, ids=p.ids.cpu()) for p in part.prompts],
                 offsets=part.offsets,
                 limits=part.own_limits,
             )

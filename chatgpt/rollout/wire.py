@@ -9,7 +9,7 @@ arrive as they left. Left out: the transport (`RolloutWorkers`) and who generate
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -21,9 +21,11 @@ from torch import Tensor, nn
 
 from chatgpt.nn import lora
 from chatgpt.rollout.sampling import SamplingParams
-from chatgpt.types import FinishReason, Prompt, Sample
+from chatgpt.types import Episode, FinishReason, Prompt, Sample
 
 BUCKET_BYTES = 64 << 20
+Around = Callable[[Any], Any]
+"""makes of a worker's engine the one that answers"""
 
 
 class Piece(NamedTuple):
@@ -248,6 +250,9 @@ class Request:
     sampling: SamplingParams
     seed: int
     indices: SequenceOf[int]
+    groups: SequenceOf[int]
+    prompts: SequenceOf[Prompt]
+    """with their data rows' columns, for an environment; else empty"""
     offsets: SequenceOf[int]
     limits: SequenceOf[int | None]
 
@@ -269,15 +274,35 @@ class PackedSamples:
     edge_distances: np.ndarray
     reasons: list[FinishReason] = field(default_factory=list)
     """(n,)"""
+    masks: np.ndarray | None = None
+    """(N,) bool, which tokens count; None: all"""
+    episodes: list[PackedEpisode] | None = None
+    """(n,) of an environment; None: the prompts are those that were asked for"""
+
+
+class PackedEpisode(NamedTuple):
+    """What of a sample its environment made."""
+
+    prompt_ids: list[int]
+    prompt_text: str
+    response_text: str
+    episode: Episode
 
 
 def pack_samples(samples: SequenceOf[Sample], version: int) -> PackedSamples:
-    """Whole responses of an engine, all of whose tokens count."""
+    """Whole responses of an engine, or whole episodes."""
 
     def joined(name: str) -> np.ndarray:
         return torch.cat([getattr(s, name) for s in samples]).numpy()
 
+    episodes = [
+        PackedEpisode(s.prompt_ids.tolist(), s.prompt_text, s.response_text, s.episode)
+        for s in samples
+        if s.episode is not None
+    ]
     return PackedSamples(
+        masks=joined('response_mask') if episodes else None,
+        episodes=episodes or None,
         version=version,
         lengths=np.array([len(s.response_ids) for s in samples], dtype=np.int64),
         ids=joined('response_ids'),
@@ -300,21 +325,26 @@ def unpack_samples(
     for i, length in enumerate(packed.lengths.tolist()):
         where = slice(start, start + length)
         start += length
+        if packed.episodes is None or packed.masks is None:
+            mask, of_episode = torch.ones(length, dtype=torch.bool), {}
+        else:
+            mask, of_episode = torch.tensor(packed.masks[where]), packed.episodes[i]._asdict()
+            of_episode['prompt_ids'] = torch.tensor(of_episode['prompt_ids'], dtype=torch.int64)
+        made: dict[str, Any] = {'prompt_ids': prompts[i].ids.cpu(), 'prompt_text': prompts[i].text} | of_episode
         samples.append(
             Sample(
                 index=indices[i],
                 group=int(groups[i]),
-                prompt_ids=prompts[i].ids.cpu(),
                 response_ids=torch.tensor(packed.ids[where]),
-                response_mask=torch.ones(length, dtype=torch.bool),
+                response_mask=mask,
                 logprobs=torch.tensor(packed.logprobs[where]),
                 filtered_logprobs=torch.tensor(packed.filtered_logprobs[where]),
                 edge_distances=torch.tensor(packed.edge_distances[where]),
                 finish_reason=packed.reasons[i],
                 temperature=temperature,
                 version=packed.version,
-                prompt_text=prompts[i].text,
                 columns=prompts[i].columns,
+                **made,
             )
         )
     return samples

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from chatgpt.rollout.local import LocalEngine
-from chatgpt.rollout.wire import Manifest, ModelSpec, PackedSamples, Request, apply_buckets, pack_samples
+from chatgpt.rollout.wire import Around, Manifest, ModelSpec, PackedSamples, Request, apply_buckets, pack_samples
 from chatgpt.types import Prompt
 
 
@@ -24,6 +24,7 @@ class RolloutWorker:
         engine_options: keywords of `LocalEngine`.
         fetch: what `RolloutWorkers.put` returned → the (bytes,) uint8 bucket; it may be read-only.
         device: where to compute; None takes a CUDA device when there is one.
+        around: makes of that engine the one that answers; it is given prompts with their columns.
     """
 
     def __init__(
@@ -33,10 +34,13 @@ class RolloutWorker:
         *,
         fetch: Callable[[Any], Tensor] = lambda bucket: bucket,
         device: str | torch.device | None = None,
+        around: Around | None = None,
     ) -> None:
         self.spec, self.fetch = spec, fetch
         self.device = torch.device(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
-        self.engine = LocalEngine(**(engine_options or {}))
+        local = LocalEngine(**(engine_options or {}))
+        self.has_around = around is not None
+        self.engine: Any = local if around is None else around(local)
         self.version: int | None = None
         """of the weights in the model; None where they are not whole"""
         self._model: Any = None
@@ -50,14 +54,13 @@ class RolloutWorker:
         """
         if self.version != request.manifest.version:
             self.take_weights(request.manifest, request.buckets)
-        prompts = [Prompt(ids=torch.tensor(ids)) for ids in request.prompt_ids]
         samples = self.engine.generate(
-            prompts,
+            list(request.prompts) or [Prompt(ids=torch.tensor(ids)) for ids in request.prompt_ids],
             request.sampling,
             seed=request.seed,
             indices=list(request.indices),
-            offsets=list(request.offsets),
-            limits=list(request.limits),
+            groups=list(request.groups),
+            **({} if self.has_around else {'offsets': list(request.offsets), 'limits': list(request.limits)}),
         )
         return pack_samples(samples, request.manifest.version)
 

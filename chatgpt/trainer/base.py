@@ -139,7 +139,8 @@ class Trainer:
         """Settings and data of this run; a resume says which of them changed."""
         rates = {name: schedule.base for name, schedule in self._schedules.items()}
         optimizers = {name: describe_groups(optimizer, rates[name]) for name, optimizer in self.optimizers().items()}
-        return {'config': self.config.to_dict(), 'seed': self.strategy.seed, 'optimizers': optimizers}
+        atoms = self.strategy.exact.atoms if self.strategy.exact is not None else None
+        return {'config': self.config.to_dict(), 'seed': self.strategy.seed, 'atoms': atoms, 'optimizers': optimizers}
 
     def facts(self) -> dict[str, Any]:
         """What run.json says of this kind of run: fields of `RunRecord`, of which `method` and `data` are always

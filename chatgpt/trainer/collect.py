@@ -21,8 +21,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
+
 from chatgpt.dataset.prompts import PromptOrder, PromptSet
-from chatgpt.rollout import AheadEngine, RolloutEngine, SamplingParams, StopStrings
+from chatgpt.rollout import AheadEngine, ExactDraws, RolloutEngine, SamplingParams, StopStrings
+from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.rollout.stop import write_texts
 from chatgpt.trainer.checkpointing import as_json
 from chatgpt.trainer.failed_episodes import compared
@@ -44,7 +47,7 @@ class Collector:
 
     Args:
         strategy: splits prompts over ranks.
-        engine: who generates.
+        engine: who generates; with `strategy.exact`, by `ExactDraws`.
         sampling, stop_strings: how, and where a response ends by its text.
         policy: gives the model to generate with, whole weights; entered once per `generate` and per `collect`.
         tokenizer: writes prompt and response texts into the samples; None where nobody reads text.
@@ -54,7 +57,8 @@ class Collector:
             answers later.
 
     Raises:
-        ValueError: `max_staleness` with an engine that does not answer later.
+        ValueError: `max_staleness` with an engine that does not answer later; with `strategy.exact`, an engine whose
+            draws cannot be exact.
     """
 
     def __init__(
@@ -70,6 +74,11 @@ class Collector:
         num_samples_per_prompt: int = 1,
         max_staleness: int = 0,
     ) -> None:
+        if strategy.exact is not None:
+            if isinstance(engine, EpisodeEngine):
+                engine.engine = ExactDraws(engine.engine)
+            else:
+                engine = ExactDraws(engine)
         self.strategy, self.engine, self.sampling, self.policy = strategy, engine, sampling, policy
         self.tokenizer, self.stop_strings = tokenizer, stop_strings
         self.batch_size, self.num_samples_per_prompt, self.max_staleness = (
@@ -172,6 +181,18 @@ class Collector:
         them."""
         seconds, self.generating_s = self.generating_s, 0.0
         return seconds
+
+    def draw_metrics(self) -> dict[str, float]:
+        """`perf/...`: what `ExactDraws` drew again since it was last asked, all ranks together. A collective; nothing
+        without it."""
+        engine = self.engine
+        engine = engine.engine if isinstance(engine, EpisodeEngine) else engine
+        if not isinstance(engine, ExactDraws):
+            return {}
+        own = torch.tensor([engine.redrawn, engine.changed], dtype=torch.float64, device=self.strategy.device)
+        engine.redrawn = engine.changed = 0
+        redrawn, changed = self.strategy.all_reduce(own).tolist()
+        return {'perf/redrawn_draws': redrawn, 'perf/changed_draws': changed}
 
     @contextmanager
     def _begun(self, policy: Full | None = None) -> Iterator[None]:
@@ -361,8 +382,8 @@ class Collector:
         return {'prompts_drawn': prompts, 'samples_drawn': samples}
 
     def in_flight(self) -> dict[str, Any]:
-        """For a checkpoint, beside `state_dict`: the samples in flight and what environments answered in a phase that was
-        dropped, all ranks together. A collective."""
+        """For a checkpoint, beside `state_dict`: the samples in flight, and what environments answered in a phase that
+        was dropped, all ranks together. A collective."""
         state = self._samples_in_flight()
         if self.journal is not None:
             state['journal'] = self.journal.state(self.strategy.all_gather_object)

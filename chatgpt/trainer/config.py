@@ -154,7 +154,8 @@ class PPOConfig(LearningSettings):
     """each epoch takes one random train batch instead of a pass over the buffer"""
     recompute_logprobs: Literal['auto', True, False] = 'auto'
     """take the old log-probs from a forward pass instead of the decode; 'auto' does so unless computing in fp32, where
-    both agree, and always with `tis_cap`, which compares the two, and with vLLM, which rounds otherwise"""
+    both agree, and always with `tis_cap`, which compares the two, with vLLM, which rounds otherwise, and with
+    reproducible='exact'"""
     score_timeout_s: float | None = None
     """a reward function that takes longer stops the run; None waits"""
     max_staleness: int = 0
@@ -351,6 +352,20 @@ class PPOConfig(LearningSettings):
                 )
         if self.lam_length is not None and self.lam != default['lam']:
             raise ValueError(f'lam_length={self.lam_length!r} takes the place of lam={self.lam!r}: give one of the two')
+
+    def check_exact(self) -> None:
+        """ValueError for what reads the log-probs of a decode, which depend on its batch: `reproducible='exact'`."""
+        given = {
+            'nlpo_top_p': (self.nlpo_top_p, None),
+            'tis_cap': (self.tis_cap, None),
+            'recompute_logprobs': (self.recompute_logprobs is False, False),
+        }
+        for name, (value, allowed) in given.items():
+            if value != allowed:
+                raise ValueError(
+                    f'{name}={getattr(self, name)} reads the log-probs of the decode, whose last bits depend on its '
+                    f"batch, and reproducible='exact' takes them from a forward of its own: leave {name} out"
+                )
 
     def _check_rewards_apart(self) -> None:
         """What acts on the sum of the rewards, which such an estimator never forms."""

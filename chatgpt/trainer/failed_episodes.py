@@ -3,12 +3,12 @@ else ends the run.
 
 With 'mask' no token of a failed episode counts, and its rewards enter no baseline of its group and no statistics of
 scores. An overlong response is the policy's own doing, so its score stays in its group's baseline; what an environment
-gave before it broke says nothing of the policy, and in the baseline it would push the advantages of its siblings, as was
-seen with rollouts that timed out in github.com/NVIDIA-NeMo/RL/pull/4029.
+gave before it broke says nothing of the policy, and in the baseline it would push the advantages of its siblings, as
+was noticed of rollouts that timed out in github.com/NVIDIA-NeMo/RL/pull/4029.
 
 With 'penalise' the last token of the policy is paid `failure_reward` on top of what the environment gave before, for
-policies that can break an environment themselves, as with code that hangs. An episode that failed in `reset` has no token
-to pay: it is left out either way.
+policies that can break an environment themselves, as with code that hangs. An episode that failed in `reset` has no
+token to pay: it is left out either way.
 
 Left out: the penalty itself (`ScoreShaper`), and how failures come about (`chatgpt.environments.runner`).
 """
@@ -40,25 +40,27 @@ def compared(experiences: SequenceOf[Experience]) -> list[Experience]:
     return [e for e in experiences if not e.left_out]
 
 
-def check_failed(experiences: SequenceOf[Experience], phase: int, *, tell: bool) -> None:
-    """Warns of a phase's failures, which the metrics only count.
+def check_failed(experiences: SequenceOf[Experience], phase: int, *, tell: bool) -> bool:
+    """Whether any failed; warns of why, since the metrics only count them.
 
     Args:
         phase: its number.
-        tell: one rank does.
+        tell: one rank does, of the first phase that has failures.
 
     Raises:
         EpisodesFailed: all of them failed; says how often how, and of one why.
     """
     failed = [e.episode for e in experiences if e.episode is not None and e.failed]
     if not failed:
-        return
+        return False
     counts = ', '.join(f'{count} {end}' for end, count in Counter(episode.end for episode in failed).most_common())
     first = failed[0].message
     if len(failed) == len(experiences):
         raise EpisodesFailed(f'all {len(failed)} episodes of phase {phase} failed ({counts}); the first: {first}')
     if tell:
         warnings.warn(
-            f'{len(failed)} of {len(experiences)} episodes of phase {phase} failed ({counts}); the first: {first}',
+            f'{len(failed)} of {len(experiences)} episodes of phase {phase} failed ({counts}); the first: {first}; '
+            'later ones are counted in environment/failed_share',
             stacklevel=2,
         )
+    return True

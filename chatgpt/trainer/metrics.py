@@ -50,7 +50,8 @@ class BatchStats:
     """Adds the metrics of micro-batches up. Tensors stay on the device; only `reduced` waits for it."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._sums: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        """of each micro-batch"""
         self._extremes: dict[str, Tensor] = {}
 
     def add(self, metrics: Metrics) -> None:
@@ -66,10 +67,7 @@ class BatchStats:
         total = total.detach().double()
         # `new_full` fills on the device; a number would be copied there, and the host would wait.
         weight = weight.to(total) if isinstance(weight, Tensor) else total.new_full((), weight)
-        if name in self._sums:
-            old_total, old_weight = self._sums[name]
-            total, weight = total + old_total, weight + old_weight
-        self._sums[name] = (total, weight)
+        self._sums.setdefault(name, []).append((total, weight))
 
     def _maximum(self, name: str, value: Tensor) -> None:
         value = value.detach().double()
@@ -78,17 +76,38 @@ class BatchStats:
     def reduced(self, strategy: Strategy) -> dict[str, float]:
         """The numbers over all ranks. Every rank must have added the same names."""
         result: dict[str, float] = {}
-        if self._sums:
-            names = sorted(self._sums)
-            flat = torch.stack([torch.stack(self._sums[name]) for name in names]).to(strategy.device)
-            for name, (total, weight) in zip(names, strategy.all_reduce(flat, op='sum').tolist(), strict=True):
-                result[name] = total / weight if weight else total
+        for name, (total, weight) in self._summed(strategy).items():
+            result[name] = total / weight if weight else total
         if self._extremes:
             names = sorted(self._extremes)
             flat = torch.stack([self._extremes[name] for name in names]).to(strategy.device)
             for name, value in zip(names, strategy.all_reduce(flat, op='max').tolist(), strict=True):
                 result[name.removeprefix('-')] = -value if name.startswith('-') else value
         return result
+
+    def _summed(self, strategy: Strategy) -> dict[str, tuple[float, float]]:
+        """Totals and weights over micro-batches and ranks."""
+        if not self._sums:
+            return {}
+        names = sorted(self._sums)
+        if strategy.exact is None:
+            sums = [tuple(sum(numbers[1:], numbers[0]) for numbers in zip(*self._sums[n], strict=True)) for n in names]
+            flat = torch.stack([torch.stack(pair) for pair in sums]).to(strategy.device)
+            return dict(zip(names, strategy.all_reduce(flat, op='sum').tolist(), strict=True))
+        # Every rank has as many atoms. Their numbers are laid side by side, and the sum of all is rounded once.
+        own = torch.stack([torch.stack(pair) for n in names for pair in self._sums[n]]).to(strategy.device)
+        everyone = own.new_zeros(strategy.world_size, *own.shape)
+        everyone[strategy.rank] = own
+        parts = strategy.all_reduce(everyone, op='sum').split([len(self._sums[n]) for n in names], dim=1)
+        return {
+            name: (rounded_sum(part[..., 0].flatten().tolist()), rounded_sum(part[..., 1].flatten().tolist()))
+            for name, part in zip(names, parts, strict=True)
+        }
+
+
+def rounded_sum(numbers: SequenceOf[float]) -> float:
+    """The sum, rounded once, so that no order shows; of numbers that are not finite, whatever they add up to."""
+    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
 
 
 class PhaseMetrics:
@@ -141,7 +160,8 @@ def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float, *, in_r
     Without `in_reward` the KL is paid in the loss and no part of the reward. A response without a token that counts has
     no KL.
     """
-    scores = torch.tensor([e.score for e in experiences], dtype=torch.float64)
+    scored = compared(experiences) or list(experiences)
+    scores = torch.tensor([e.score for e in scored], dtype=torch.float64)
     lengths = torch.tensor([e.num_actions for e in experiences], dtype=torch.float64)
     # Sums per response, so that the number is nats per response and long ones count as such.
     own = [e for e in experiences if bool(e.response_mask.any())] or list(experiences)
@@ -150,7 +170,7 @@ def rollout_metrics(experiences: SequenceOf[Experience], kl_coef: float, *, in_r
     penalty = torch.stack([_sum(e, e.kl) for e in own])
     counted = sum(int(e.response_mask.sum()) for e in experiences)
     surprisal = -sum(float(_sum(e, e.old_logprobs)) for e in experiences)
-    apart = torch.tensor([[score for _, score in e.weighted_scores] for e in experiences], dtype=torch.float64)
+    apart = torch.tensor([[score for _, score in e.weighted_scores] for e in scored], dtype=torch.float64)
     rewards = {f'rollout/score_{k}_mean': float(column.mean()) for k, column in enumerate(apart.T, 1)}
     rewards |= {f'rollout/score_{k}_std': _spread(column) for k, column in enumerate(apart.T, 1)}
     return (

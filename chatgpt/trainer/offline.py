@@ -25,7 +25,7 @@ from chatgpt.sweep import cuts_of_share, sweep
 from chatgpt.trainer.base import Trainer
 from chatgpt.trainer.config import SupervisedConfig
 from chatgpt.trainer.metrics import BatchStats, Metrics, PhaseMetrics
-from chatgpt.trainer.order import permutation, seed_for
+from chatgpt.trainer.order import permutation
 from chatgpt.trainer.reference import ReferenceModel
 from chatgpt.trainer.step import Learner, Work, learn_batch
 from chatgpt.trainer.strategies.base import Strategy
@@ -268,7 +268,6 @@ class OfflineTrainer(Trainer):
                 self.callbacks.on_learn_batch_start(self)
                 rates = self.set_learning_rates()
                 work = self._work(records)
-                torch.manual_seed(seed_for(self.strategy.seed, self.batches_done, self.strategy.rank))  # for dropout
                 result = learn_batch(
                     self.strategy,
                     [work],
@@ -277,6 +276,7 @@ class OfflineTrainer(Trainer):
                     where=f'in epoch {epoch + 1}, train batch {number + 1}',
                     pin_memory=c.dataloader_pin_memory,
                     steps=self.steps,
+                    draws=(self.strategy.seed, self.batches_done),  # for dropout
                 )
                 self.batches_done += 1
                 self.num_updates += result.stepped

@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from chatgpt.rollout import AheadEngine
-from chatgpt.rollout.wire import PackedSamples, pack_samples, unpack_samples
-from chatgpt.types import Prompt, Sample
+from chatgpt.rollout.wire import PackedEpisode, PackedSamples, pack_samples, unpack_samples
+from chatgpt.types import Episode, Prompt, Sample, Turn
 
 
 @dataclass(eq=False, kw_only=True)
@@ -133,19 +133,33 @@ _ARRAYS = {
     'logprobs': np.float32,
     'filtered_logprobs': np.float32,
     'edge_distances': np.float32,
+    'masks': np.bool_,
 }
 
 
 def _to_json(packed: PackedSamples) -> dict[str, list[Any]]:
-    """A number of fp32 is written with all its bits: JSON's decimals are those of the equal fp64."""
-    return {name: getattr(packed, name).tolist() for name in _ARRAYS} | {'reasons': list(packed.reasons)}
+    """A number of fp32 is written with all its bits: JSON's decimals are those of the equal fp64. What only episodes
+    have is empty for others."""
+    arrays = {name: getattr(packed, name) for name in _ARRAYS}
+    record: dict[str, list[Any]] = {name: [] if array is None else array.tolist() for name, array in arrays.items()}
+    episodes = [e._asdict() | {'episode': asdict(e.episode)} for e in packed.episodes or ()]
+    return record | {'reasons': list(packed.reasons), 'episodes': episodes}
 
 
 def _share(record: Mapping[str, Any], start: int, stop: int) -> PackedSamples:
     """Samples [start, stop) of a record."""
     before, inside = sum(record['lengths'][:start]), sum(record['lengths'][start:stop])
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for name, dtype in _ARRAYS.items():
         first, last = (start, stop) if name == 'lengths' else (before, before + inside)
-        arrays[name] = np.array(record[name][first:last], dtype=dtype)
-    return PackedSamples(version=record['version'], reasons=list(record['reasons'][start:stop]), **arrays)
+        values = record.get(name, ())
+        arrays[name] = np.array(values[first:last], dtype=dtype) if values else None
+    episodes = [_episode(e) for e in record.get('episodes', ())[start:stop]]
+    return PackedSamples(
+        version=record['version'], reasons=list(record['reasons'][start:stop]), episodes=episodes or None, **arrays
+    )
+
+
+def _episode(record: Mapping[str, Any]) -> PackedEpisode:
+    turns = tuple(Turn(**turn) for turn in record['episode']['turns'])
+    return PackedEpisode(**(dict(record) | {'episode': Episode(**(record['episode'] | {'turns': turns}))}))

@@ -146,6 +146,8 @@ class PPOTrainer(Trainer):
         )
         assert not isinstance(strategy, str)
         config.validate(strategy.world_size)
+        if strategy.exact is not None:
+            config.check_exact()
         bare: Any = strategy.unwrap(actor)
         self.actor, self.critic = actor, critic
         self.actor_optim, self.critic_optim = actor_optim, critic_optim
@@ -177,6 +179,10 @@ class PPOTrainer(Trainer):
             self.engine = EpisodeEngine(
                 self.engine, environment, tokenizer, environment_settings, stop_strings=stop_strings
             )
+            if reward_model is None and not getattr(self.engine.factory, 'gives_rewards', True):
+                raise ValueError(
+                    f'{self.engine.runner.name} has neither get_reward nor turn_reward; give it one, or a reward_model'
+                )
             reward_model = environment_scorer(reward_weights) if reward_model is None else reward_model
         self.collector = Collector(
             strategy,
@@ -214,6 +220,7 @@ class PPOTrainer(Trainer):
         self.update_timesteps = 1
         self._generated_with: SamplingParams | None = None
         """Sampling of the latest `generate`: `step` treats its end tokens and stop strings as ends of responses too."""
+        self._has_told_of_failures = False
         self.sampling_metrics: dict[str, float] = {}
         """of the latest `collect`: what dynamic sampling and filtering did"""
 
@@ -255,6 +262,8 @@ class PPOTrainer(Trainer):
         if recompute == 'auto':
             inexact = getattr(self.engine, 'recompute_logprobs', False)
             recompute = strategy.dtype != torch.float32 or c.tis_cap is not None or inexact
+            # the decode's are those of its batch
+            recompute = recompute or strategy.exact is not None
         scorer = as_scorer(
             reward_model,
             max_tokens_per_batch=c.max_tokens_per_batch,
@@ -358,6 +367,10 @@ class PPOTrainer(Trainer):
             max_timesteps: timesteps of an episode.
             update_timesteps: timesteps collected before one learning phase; a remainder at the end is learned from as
                 well.
+
+        Raises:
+            EpisodesFailed: the environment failed in all episodes of a phase.
+            EnvironmentsHang, WorkerError: no further environments can be run; see `chatgpt.environments.runner`.
         """
         for name, value in (
             ('num_episodes', num_episodes),
@@ -438,6 +451,8 @@ class PPOTrainer(Trainer):
         )
         if experiences is None:
             return False
+        tell = self.strategy.is_rank_0 and not self._has_told_of_failures
+        self._has_told_of_failures |= check_failed(experiences, self.phase + 1, tell=tell)
         self.sampling_metrics = {}
         if c.dynamic_sampling_rounds:
             chosen = replace_uninformative(
@@ -487,9 +502,7 @@ class PPOTrainer(Trainer):
         if self.config.environment_failures == 'mask':
             mask_failed([sample for samples in timesteps for sample in samples])
         with self.clock.measure('score'):
-            experiences = [e for samples in timesteps for e in self.maker.make(samples, kl_coef=kl_coef)]
-        check_failed(experiences, self.phase + 1, tell=self.strategy.is_rank_0)
-        return experiences
+            return [e for samples in timesteps for e in self.maker.make(samples, kl_coef=kl_coef)]
 
     def _filter_overlong(self, experiences: list[Experience]) -> dict[str, float]:
         """With `overlong_filter`, no token of a response that ran out of room counts; its score stays in its group's
@@ -538,7 +551,7 @@ class PPOTrainer(Trainer):
             | metrics
         )
         metrics |= performance_metrics(experiences, self.clock.metrics(), self.config.max_epochs)
-        metrics |= rank_metrics(self.strategy, self.collector.taken_s())
+        metrics |= rank_metrics(self.strategy, self.collector.taken_s()) | self.collector.draw_metrics()
         self.end_phase(metrics)
         return metrics
 
@@ -669,7 +682,7 @@ class PPOTrainer(Trainer):
         Raises:
             ValueError: an unknown setting, a prompt without room for a response, no initial model to generate with.
         """
-        check_by_hand(self.config)
+        check_by_hand(self.config, has_environment=isinstance(self.engine, EpisodeEngine))
         prompts = list(as_prompts([queries] if isinstance(queries, Tensor) else list(queries), self.tokenizer))
         bare = self.strategy.unwrap(self.actor)
         check_ids('generate: query', [p.ids for p in prompts], bare)
@@ -720,7 +733,7 @@ class PPOTrainer(Trainer):
             ValueError: lists of different lengths, an empty response, a token id outside of the vocabulary, a score
                 that is not finite, queries that do not make groups, a setting that only `fit` can follow.
         """
-        check_by_hand(self.config)
+        check_by_hand(self.config, has_environment=isinstance(self.engine, EpisodeEngine))
         prompts = list(as_prompts(list(queries), self.tokenizer))
         bare = self.strategy.unwrap(self.actor)
         check_ids('step: query', [p.ids for p in prompts], bare)

@@ -66,11 +66,12 @@ def select(samples: SequenceOf[Sample], scores: SequenceOf[float], quantile: flo
 
     A group whose scores are all equal has none. The quantile is the 'higher' one, a score that was really given. Where
     it is the lowest of its group, as with a reward of 0 or 1 and few successes, only what is better is kept; a quantile
-    of 0 keeps all.
+    of 0 keeps all. Episodes whose environment failed are in no group.
     """
     groups: dict[int, list[int]] = {}
     for i, sample in enumerate(samples):
-        groups.setdefault(sample.group, []).append(i)
+        if not sample.failed:
+            groups.setdefault(sample.group, []).append(i)
     kept = []
     for members in groups.values():
         of_group = sorted(scores[i] for i in members)
@@ -207,7 +208,7 @@ class RFTTrainer(OfflineTrainer):
 
     def end_phase(self, metrics: dict[str, float]) -> None:
         self.round += 1
-        super().end_phase(metrics | self.round_metrics)
+        super().end_phase(metrics | self.round_metrics | self.collector.draw_metrics())
 
     def _kept(self, number: int) -> list[Sequence]:
         """The samples of round `number` that are worth learning, the same list on every rank."""

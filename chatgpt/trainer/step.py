@@ -4,13 +4,15 @@ A loss is `loss(model, batch) -> (total, metrics)`. `total` is this rank's share
 whole train batch (`Batch.totals`), so neither the cut into micro-batches nor the number of ranks changes a gradient
 beyond the order of additions.
 
+With `strategy.exact` the micro-batches are atoms, and their gradients are added in one order whatever the layout.
+
 Left out: where the records come from, and when to stop.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +23,7 @@ from torch.optim import Optimizer
 
 from chatgpt.sweep import cuts_of_share
 from chatgpt.trainer.metrics import BatchStats, Mean, Metrics
+from chatgpt.trainer.order import seed_for
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Batch
 
@@ -61,7 +64,11 @@ class Work:
 
     def micro_batches(self, strategy: Strategy, max_tokens: int | None) -> list[list[Any]]:
         """This rank's; as many as on any other rank, the last ones maybe empty."""
-        cuts = cuts_of_share(strategy, [self.length_of(r) for r in self.records], max_tokens)
+        lengths = [self.length_of(r) for r in self.records]
+        if strategy.exact is None:
+            cuts = cuts_of_share(strategy, lengths, max_tokens)
+        else:
+            cuts = strategy.exact.share(lengths, strategy.rank, strategy.world_size, max_tokens)
         return [[self.records[i] for i in cut] for cut in cuts]
 
 
@@ -93,6 +100,7 @@ def learn_batch(
     where: str = '',
     pin_memory: bool = False,
     steps: Steps | None = None,
+    draws: tuple[int, ...] | None = None,
 ) -> BatchResult:
     """Forward and backward over the micro-batches of a global train batch, then one step of each optimizer.
 
@@ -100,26 +108,31 @@ def learn_batch(
         veto: sees the reduced metrics before any step; True drops the gradients instead.
         where: named in the error when something is not finite.
         steps: counts the steps that are finished.
+        draws: torch's generators are seeded from these and the rank, or the atom, for dropout.
 
     Raises:
         NonFiniteError: a loss or a gradient norm is not finite; names the batch and its samples.
     """
     stats = BatchStats()
     losses: list[tuple[Tensor, list[Any]]] = []
-    forwards = [(w, records) for w in work for records in w.micro_batches(strategy, max_tokens)]
-    last_of = {id(learner.model): i for i, (w, _) in enumerate(forwards) for learner in w.learners}
-    for i, (w, records) in enumerate(forwards):
-        batch = w.make_batch(records).to(strategy.device, pin_memory=pin_memory and strategy.device.type == 'cuda')
-        for learner in w.learners:
-            with strategy.accumulate(learner.model, last=last_of[id(learner.model)] == i):
-                with strategy.autocast():
-                    loss, metrics = learner.loss(learner.model, batch)
-                strategy.backward(loss, learner.model, learner.optimizer)
-            strategy.note_progress('learning')
-            losses.append((loss.detach(), records))
-            stats.add(metrics)
-            stats.add({'loss_sum': Mean(loss, 0.0)})
     trained = {id(learner.optimizer): learner for w in work for learner in w.learners}
+    for number, forwards in _rounds(strategy, work, max_tokens):
+        if draws is not None:
+            torch.manual_seed(seed_for(*draws, number))
+        last_of = {id(learner.model): i for i, (w, _) in enumerate(forwards) for learner in w.learners}
+        for i, (w, records) in enumerate(forwards):
+            batch = w.make_batch(records).to(strategy.device, pin_memory=pin_memory and strategy.device.type == 'cuda')
+            for learner in w.learners:
+                with strategy.accumulate(learner.model, last=last_of[id(learner.model)] == i):
+                    with strategy.autocast():
+                        loss, metrics = learner.loss(learner.model, batch)
+                    strategy.backward(loss, learner.model, learner.optimizer)
+                strategy.note_progress('learning')
+                losses.append((loss.detach(), records))
+                stats.add(metrics)
+                stats.add({'loss_sum': Mean(loss, 0.0)})
+        for learner in trained.values():
+            strategy.end_atom(learner.optimizer)
     reduced = stats.reduced(strategy)
     if not math.isfinite(reduced.pop('loss_sum')):
         _discard(strategy, trained.values())
@@ -145,6 +158,19 @@ def learn_batch(
             steps.done += 1
             moved = True
     return BatchResult(reduced, stepped)
+
+
+def _rounds(
+    strategy: Strategy, work: SequenceOf[Work], max_tokens: int | None
+) -> Iterator[tuple[int, list[tuple[Work, list[Any]]]]]:
+    """The forwards of a train batch: all of this rank's, with its number; or one atom's after the other's, with
+    theirs."""
+    cuts = [(w, w.micro_batches(strategy, max_tokens)) for w in work]
+    if strategy.exact is None:
+        yield strategy.rank, [(w, records) for w, batches in cuts for records in batches]
+        return
+    for i, atom in enumerate(strategy.exact.of_rank(strategy.rank, strategy.world_size)):
+        yield atom, [(w, atoms[i]) for w, atoms in cuts]
 
 
 def _discard(strategy: Strategy, learners: Iterable[Learner]) -> None:

@@ -13,8 +13,14 @@ from chatgpt.trainer.config import PPOConfig
 from chatgpt.types import FinishReason, Prompt, Sample
 
 
-def check_by_hand(config: PPOConfig) -> None:
-    """ValueError for settings that need what only `fit` has: the engine's log-probs, or prompts to draw."""
+def check_by_hand(config: PPOConfig, *, has_environment: bool = False) -> None:
+    """ValueError for settings that need what only `fit` has: the engine's log-probs, or prompts to draw, or the turns
+    of an environment."""
+    if has_environment:
+        raise ValueError(
+            'an environment acts in fit only: for generate and step leave environment out, and give step '
+            "response_masks for tokens that are not the policy's"
+        )
     if config.nlpo_top_p is not None:
         raise ValueError('nlpo_top_p draws from the masked policy, which generate and step do not know: use fit')
     if config.tis_cap is not None:

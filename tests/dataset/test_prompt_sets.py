@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chatgpt.dataset.prompts import PromptOrder, as_prompts, load_prompts
+from chatgpt.dataset.prompts import PromptOrder, PromptSet, as_prompts, load_prompts
 from chatgpt.dataset.tokenize import check_tokenizer
 from chatgpt.testing import byte_tokenizer, tiny_config
 from chatgpt.types import Prompt
@@ -145,3 +145,10 @@ def test_check_tokenizer(tokenizer):
     endless.eos_token = None
     with pytest.raises(ValueError, match='the tokenizer has no end token'):
         check_tokenizer(endless, tiny_config(vocab_size=259))
+
+
+def test_tasks_without_text_are_no_prompts_to_tell_of():
+    """An environment says its tasks itself: one empty prompt is neither a small data set nor a repetition."""
+    nothing = Prompt(ids=torch.zeros(0, dtype=torch.int64))
+    assert PromptSet([nothing, nothing]).facts() == {}
+    assert PromptSet([nothing, Prompt(ids=torch.tensor([3]))]).facts()['prompts'] == 2

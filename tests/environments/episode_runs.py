@@ -22,14 +22,20 @@ from chatgpt.trainer.strategies import NaiveStrategy
 
 
 def make(
-    run_dir: Path | None, environment: Any = Letters, *, settings: Any = None, callbacks: Any = (), **config: Any
+    run_dir: Path | None,
+    environment: Any = Letters,
+    *,
+    settings: Any = None,
+    callbacks: Any = (),
+    strategy: Any = None,
+    **config: Any,
 ) -> Any:
     tokenizer = byte_tokenizer()
     torch.manual_seed(0)
     size = {'vocab_size': len(tokenizer), 'n_positions': 128}
     actor, critic = Actor(tiny_causal_lm('gpt2', **size)), Critic(tiny_causal_lm('gpt2', **size))
     needs_critic = config.get('advantage_estimator', 'gae') == 'gae'
-    strategy = NaiveStrategy(seed=3)
+    strategy = strategy or NaiveStrategy(seed=3)
     (actor, actor_optim), (critic, critic_optim) = strategy.prepare(
         *((model, torch.optim.AdamW(model.parameters(), lr=1e-2)) for model in (actor, critic))
     )
@@ -54,9 +60,9 @@ def make(
     )
 
 
-def fit(trainer: Any) -> None:
-    """Three phases of two timesteps of four episodes of three steps: 72 steps."""
-    trainer.fit(max_timesteps=6, update_timesteps=2)
+def fit(trainer: Any, phases: int = 3) -> None:
+    """Phases of two timesteps of four episodes of three steps: 24 steps."""
+    trainer.fit(max_timesteps=2 * phases, update_timesteps=2)
 
 
 def left(run_dir: Path) -> dict[str, Any]:

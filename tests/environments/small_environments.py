@@ -46,6 +46,9 @@ class Counter(Environment):
             raise ValueError('two\nlines')
         if verb == 'exit':
             sys.exit('enough')
+        if verb == 'nap':
+            time.sleep(0.5)
+            return answer
         if verb == 'hang':
             NEVER.wait()
         if verb == 'spin':

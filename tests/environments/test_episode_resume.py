@@ -1,4 +1,5 @@
-"""A run that ends in the middle of an episode goes on to the same bits; an environment that does not repeat is named."""
+"""A run that ends in the middle of an episode goes on to the same bits; an environment that does not repeat is
+named."""
 
 from __future__ import annotations
 
@@ -11,11 +12,14 @@ from pathlib import Path
 
 import episode_runs
 import pytest
+import torch
 from episode_runs import fit, left, make
 from small_environments import Clocked, Letters
 
 from chatgpt.checkpoint import CheckpointReader
 from chatgpt.environments import EnvironmentSettings
+from chatgpt.testing.processes import run_distributed
+from chatgpt.trainer.strategies import DDPStrategy
 
 LINE = re.compile(r'Clocked answers differently when it is played again.*: sample (\d+), turn (\d+): (.*)')
 
@@ -30,6 +34,7 @@ def _counts_begin_anew():
 @pytest.fixture(scope='module')
 def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp('episodes') / 'straight'
+    Letters.num_steps, Letters.at = 0, None
     fit(make(folder))
     assert Letters.num_steps == 72
     return left(folder)
@@ -93,6 +98,36 @@ def test_the_journal_is_of_dropped_phases_only(tmp_path):
     newest = max((tmp_path / 'checkpoints').glob('step-*'))
     with CheckpointReader(newest) as reader:
         assert reader.json()['trainer']['journal'] == {}
+
+
+def on_two_ranks(folder):
+    """A stop within an episode of rank 1, and a resume; what the ranks' runs have at their ends, and who warned."""
+    with DDPStrategy(seed=3, device='cpu') as strategy:
+        ends, told = [], []
+        for environment, stopped in ((Letters, False), (Letters, True), (Clocked, True)):
+            trainer = make(None, environment, strategy=strategy)
+            environment.num_steps = 0
+            # 6 steps of each rank in a timestep, 12 in a phase
+            environment.at = 15 if stopped and strategy.rank == 1 else None
+            environment.do = staticmethod(trainer.request_stop)
+            fit(trainer, phases=2)
+            environment.at = None
+            if stopped:
+                assert trainer.phase == 1, 'both ranks have dropped the phase'
+                path = trainer.save_checkpoint(f'{folder}/{environment.__name__}')
+                trainer = make(None, environment, strategy=strategy)
+                trainer.load_checkpoint(path)
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter('always')
+                    fit(trainer, phases=2)
+                told.append([found[1] for w in caught if (found := LINE.match(str(w.message)))])
+            ends.append(torch.cat([p.detach().flatten() for p in strategy.unwrap(trainer.actor).parameters()]))
+        return torch.equal(ends[0], ends[1]), told
+
+
+def test_on_two_ranks(tmp_path):
+    # Each rank plays its own samples, of which the first of the timestep are 8 and 10.
+    assert run_distributed(on_two_ranks, 2, str(tmp_path)) == [(True, [[], ['8']]), (True, [[], ['10']])]
 
 
 def test_another_environment_is_told(tmp_path):

@@ -13,6 +13,8 @@ from chatgpt.environments import EnvironmentSettings
 from chatgpt.experience.shaping import ScoreShaper
 from chatgpt.trainer import PPOConfig
 from chatgpt.trainer.failed_episodes import EpisodesFailed
+from chatgpt.trainer.metrics import environment_metrics, group_metrics, rollout_metrics
+from chatgpt.trainer.rft import select
 from chatgpt.types import Episode, Sample
 
 
@@ -94,10 +96,22 @@ def test_a_failed_episode_pays_at_its_last_token():
     assert first is None and others == pytest.approx([3 - 7 / 3, 4 - 7 / 3, 0 - 7 / 3])
 
 
+def test_scores_of_a_phase_leave_out_what_is_left_out():
+    experiences, _ = play({4: 'error'})
+    metrics = rollout_metrics(experiences, 0.0)
+    assert metrics['rollout/score_mean'] == 3.0 and metrics['rollout/score_min'] == 2.0, 'of 2 3 4'
+    assert group_metrics(experiences) == {'rollout/equal_groups_share': 0.0}
+    for e in experiences[:3]:
+        e.score = 2.0
+    assert group_metrics(experiences) == {'rollout/equal_groups_share': 1.0}, 'the failed one is no difference'
+    metrics = environment_metrics(experiences)
+    assert metrics['environment/failed_share'] == metrics['environment/end_error_share'] == 0.25
+
+
 def test_all_failing_ends_the_run():
     with pytest.raises(
         EpisodesFailed,
-        match=r'^all 4 episodes of phase 1 failed \(3 error, 1 invalid\); the first: Fails: raised RuntimeError: the board',
+        match=r'^all 4 episodes of phase 1 failed \(3 error, 1 invalid\); the first: Fails: raised RuntimeError: the ',
     ):
         play({1: 'error', 2: 'error', 3: 'invalid', 4: 'error'})
 
@@ -151,6 +165,14 @@ def test_statistics_of_scores_leave_out_what_is_left_out():
     assert shaper.moments.count == 2 and shaper.moments.mean == 2.0
     shaper([1.0, 5.0], [sample('turns'), sample('error')])
     assert shaper.moments.count == 4, 'one that pays counts'
+
+
+def test_rejection_sampling_keeps_no_failure():
+    samples = [sample(end) for end in ('error', 'turns', 'terminated')]
+    for i, s in enumerate(samples):
+        s.response_ids = torch.tensor([i, i])
+    assert select(samples, [9.0, 1.0, 2.0], 1.0) == [2]
+    assert select(samples[:2], [9.0, 1.0], 1.0) == [], 'one is left, which is compared with none'
 
 
 def test_a_failure_pays_its_own_reward_and_not_that_of_a_missing_end():

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import pickle
 import random
+import subprocess
+import sys
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
@@ -628,3 +633,35 @@ def test_games_by_name():
 def test_wrong_names_and_options_are_told(spec, options, complaint):
     with pytest.raises(ValueError, match=complaint):
         make_environment(find_environment(spec, options))
+
+
+def test_the_calculator_as_tools_is_an_environment():
+    factory = find_environment('games:calculator_tools', {'terms': 2, 'digits': 2})
+    assert {tool['function']['name'] for tool in factory.tools} == {'calculate', 'answer'}
+    environment, plain = make_environment(factory), started(Calculator(terms=2, digits=2))
+    assert plain.shown in environment.reset(0)
+
+    def turn(name, **arguments):
+        calls = [{'type': 'function', 'function': {'name': name, 'arguments': arguments}}]
+        return environment.step({'role': 'assistant', 'content': '', 'tool_calls': calls})
+
+    (result,), reward, *ended, _ = turn('calculate', expression=plain.shown)
+    assert result['role'] == 'tool' and result['content'] == f'={plain.answer}' and ended == [False, False]
+    (result,), reward, *ended, _ = turn('answer', number=plain.answer)
+    assert result['content'] == 'right' and ended == [False, False]
+    _, reward, *ended, _ = environment.step({'role': 'assistant', 'content': 'done'})
+    assert ended == [True, False] and reward in (1.0, {'reward': 1.0}, {'get_reward': 1.0})
+
+
+@pytest.mark.parametrize('options', [{}, {'turns': 3}])
+def test_a_class_of_a_file_is_found_again_elsewhere(tmp_path, monkeypatch, options):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'far_away.py').write_text(
+        'class Talk:\n    def __init__(self, turns=2):\n        self.turns = turns\n'
+        '    def reset(self, seed, **columns):\n        return ""\n    def step(self, response):\n        return 1\n'
+    )
+    sent = pickle.dumps(find_environment('far_away.py:Talk', options))
+    code = 'import pickle, sys; print(pickle.load(sys.stdin.buffer)().turns)'
+    env = os.environ | {'PYTHONPATH': str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run([sys.executable, '-c', code], input=sent, cwd='/', env=env, capture_output=True, timeout=100)
+    assert done.stdout == f'{options.get("turns", 2)}\n'.encode(), done.stderr

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from small_environments import NEVER, Awaited, Closing, Counter, Moody
 
-from chatgpt.environments import EnvironmentSettings, Failure, Runner, Step
+from chatgpt.environments import EnvironmentSettings, Failure, Runner, Step, find_environment
 from chatgpt.environments import runner as runner_module
 
 KINDS = ('threads', 'processes')
@@ -149,6 +149,18 @@ def test_a_step_that_hangs_ends_one_episode(kind, verb, factory):
     runner.close()
 
 
+@pytest.mark.parametrize('kind', KINDS)
+def test_waiting_for_a_worker_is_not_in_the_limit(kind):
+    runner = made(kind=kind, limit=1.2, num_workers=1)
+    for key in range(4):
+        runner.start(key, 7, {})
+    for key in range(4):
+        runner.result(key)
+        runner.act(key, 'do:nap')
+    assert texts([runner.result(key) for key in range(4)]) == ['at 701 do:nap\n'] * 4, 'two seconds altogether'
+    runner.close()
+
+
 def test_a_reset_that_hangs():
     runner = made()
     assert play(runner, 'k', reset='hangs')[0].reason == 'timeout'
@@ -243,7 +255,7 @@ for key in range(2):
 runner.act(0, 'do:child')
 print(runner.result(0).observation, flush=True)
 runner.act(1, 'do:spin')
-print('torch' in sys.modules, flush=True)
+print('torch' in sys.modules or 'numpy' in sys.modules, flush=True)
 runner.result(1)
 """
 
@@ -259,7 +271,7 @@ def test_workers_end_with_the_trainer(signum):
         text=True,
     )
     grandchild = int(trainer.stdout.readline())
-    assert trainer.stdout.readline() == 'False\n', 'environments need no torch'
+    assert trainer.stdout.readline() == 'False\n', 'environments need no torch, and start without numpy'
     workers = children(trainer.pid)
     assert len(workers) == 2 and all(map(is_there, [*workers, grandchild]))
     trainer.send_signal(signum)
@@ -284,6 +296,7 @@ def test_what_cannot_go_to_a_process_is_refused_at_once(monkeypatch):
     with pytest.raises(ValueError, match='cannot be pickled'):
         made(partial(Counter, option=lambda: 0), 'processes')
     main = type('Counter', (Counter,), {'__module__': '__main__'})
+    monkeypatch.setattr(sys.modules['__main__'], 'Counter', main, raising=False)
     with pytest.raises(ValueError, match='defined in the script that runs, .* move it to a module of its own'):
         made(main, 'processes')
     with pytest.raises(ValueError, match="workers='fibres' is not known; choose 'threads' or 'processes'"):
@@ -298,8 +311,18 @@ def test_a_module_that_a_worker_cannot_import(tmp_path, monkeypatch):
     runner = made(load_object(f'{file}:Env'), 'processes', limit=20)
     assert play(runner, 0)[0].observation == 'hello', 'a file that was named by its path'
     runner.close()
-    file.write_text('raise RuntimeError("not twice")\n')
-    runner.start(0, 1, {})
-    with pytest.raises(runner_module.WorkerError, match='cannot import it: .*not twice.*module that can be imported'):
-        runner.result(0)
+    tools = tmp_path / 'tools_once.py'
+    tools.write_text(
+        'class Tools:\n    def reset(self, **columns):\n        return "use them"\n\n'
+        '    def look(self) -> str:\n        "Look."\n        return "nothing"\n'
+    )
+    runner = made(find_environment(f'{tools}:Tools'), 'processes', limit=20)
+    assert play(runner, 0)[0].observation == 'use them', 'within what adapts it'
     runner.close()
+    runner = made(load_object(f'{file}:Env'), 'processes', limit=20)
+    for source, told in (('raise RuntimeError("not twice")', 'not twice'), ('import os; os._exit(5)', 'exit code 5')):
+        file.write_text(f'{source}\n')
+        runner.start(0, 1, {})
+        with pytest.raises(runner_module.WorkerError, match=f'cannot import it: .*{told}.*module that can be imported'):
+            runner.result(0)
+        runner.close()

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from chatgpt.nn import GPTActor, GPTCritic
+from chatgpt.rollout import LocalEngine, SamplingParams
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.callbacks import ProgressBar
 from chatgpt.trainer.strategies import NaiveStrategy
+from chatgpt.types import Prompt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')]
 GOOD = 7
@@ -85,3 +87,35 @@ def test_learns(precision):
 
 def test_the_first_rollout_draws_the_same_tokens_as_the_cpu():
     assert run('cuda', 'fp32', 1).samples == run('cpu', 'fp32', 1).samples
+
+
+class Turns:
+    """Three turns of at most four tokens, and observations of 0 to 4 tokens."""
+
+    def __init__(self) -> None:
+        self.turns: list[list[list[int]]] = [[] for _ in range(9)]
+
+    def limit(self, i: int) -> int:
+        return 4
+
+    def ended(self, i: int, turn: Any) -> None:
+        self.turns[i].append(turn.response_ids.tolist())
+
+    def next(self, i: int) -> torch.Tensor | None:
+        number = len(self.turns[i])
+        return None if number == 3 else torch.arange(3, 3 + (i + number) % 5)
+
+
+@pytest.mark.parametrize('fixed_steps', [False, True])
+def test_turns_draw_the_same_tokens_as_on_the_cpu(fixed_steps):
+    def drawn(device: str) -> list[list[list[int]]]:
+        torch.manual_seed(0)
+        actor = GPTActor(config=tiny_config('gpt2', vocab_size=16, hidden=16, positions=64)).to(device)
+        engine, turns = LocalEngine(max_batch_size=4, fixed_steps=fixed_steps), Turns()
+        engine.begin(actor)
+        prompts = [Prompt(ids=torch.arange(2, 4 + i)) for i in range(9)]
+        engine.converse(prompts, SamplingParams(max_new_tokens=40), seed=1, indices=range(9), turns=turns)
+        engine.end()
+        return turns.turns
+
+    assert drawn('cuda') == drawn('cpu')

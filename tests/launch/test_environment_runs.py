@@ -33,7 +33,7 @@ TINY = {
     'max_new_tokens': 48,
 }
 OWN = """
-from chatgpt.environments import Environment
+from chatgpt.environments import ENVIRONMENTS, Environment
 
 class Echo(Environment):
     def __init__(self, turns=2, fails=False):
@@ -103,13 +103,15 @@ def test_flags_words_and_files_say_the_same(tmp_path):
     assert words('--reward_weights', '{correct: 1, format: 0.2}').reward_weights == {'correct': 1.0, 'format': 0.2}
 
 
-def test_help_has_them_with_the_names(capsys):
-    with pytest.raises(SystemExit):
-        words('--help')
-    shown = ' '.join(capsys.readouterr().out.split())
-    assert '--environment {games:countdown,' not in shown  # names with a colon are no choices of argparse
-    for flag in ('--environment ', '--environment_options {KEY:VALUE}', '--max_turns', '--eval_episodes'):
-        assert flag in shown
+def test_help_has_them(capsys):
+    for asked, flags in (
+        ('--help', ['--environment TEXT games:countdown']),
+        ('--help-all', ['--environment_options {KEY:VALUE}', '--max_turns N', '--eval_episodes N', '--reward_weights']),
+    ):
+        with pytest.raises(SystemExit):
+            words(asked)
+        shown = ' '.join(capsys.readouterr().out.split())
+        assert all(flag in shown for flag in flags)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +145,7 @@ def test_help_has_them_with_the_names(capsys):
         ),
         ({'environment': 'games:countdown', 'reward_fn': 'a:b', 'reward_weights': {'a': 1.0}}, 'reward_weights weigh'),
         ({'environment': 'games:countdown', 'max_timesteps': None}, 'tasks of an environment have no end'),
+        ({'environment_workers': 'processes'}, 'environment_workers=.* is about an environment'),
         ({'max_turns': 3}, 'max_turns=3 is about an environment, and there is none: give --environment'),
         ({'environment_options': {'numbers': 3}}, 'environment_options=.* is about an environment'),
         (
@@ -218,6 +221,7 @@ def test_an_environment_of_ones_own_with_data_and_named_rewards(folder, tmp_path
             save_path=str(tmp_path / 'run'),
             reward_weights={'there': 2.0, 'length': 0.0},
             max_turn_tokens=4,
+            environment_workers='processes',
         )
     )
     for row in lines(tmp_path / 'run' / 'samples.jsonl'):

@@ -18,7 +18,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'fixed_runs'))
 import runs
 
+from chatgpt.nn import Actor
 from chatgpt.rollout import LocalEngine, SamplingParams
+from chatgpt.testing import tiny_causal_lm
 from chatgpt.testing.pretend_cuda import PretendGraph, pretend_cuda
 from chatgpt.trainer import offline, ppo, step
 from chatgpt.trainer.callbacks import RolloutRecorder
@@ -161,3 +163,41 @@ def test_graphs_are_captured_on_the_device_that_was_given(device):
             assert drawn(strategy.prepare(actor)) == want
     graphs = {id(call.args[0]): call.args[0] for call in replay.call_args_list}
     assert replay.call_count > len(graphs) >= 1 and all(graph.steps for graph in graphs.values())
+
+
+class Answers:
+    """Four turns of at most three tokens, with observations of 0 to 6 tokens between them."""
+
+    def __init__(self) -> None:
+        self.turns: list[list[list[int]]] = [[] for _ in range(5)]
+
+    def limit(self, i: int) -> int:
+        return 3
+
+    def ended(self, i: int, turn: Any) -> None:
+        self.turns[i].append(turn.response_ids.tolist())
+
+    def next(self, i: int) -> torch.Tensor | None:
+        number = len(self.turns[i])
+        return None if number == 4 else torch.arange(3, 3 + (3 * i + number) % 7)
+
+
+def test_turns_in_graphs_are_those_of_the_cpu():
+    """Idle rows of a graph write beside what parked rows hold."""
+    actor = Actor(tiny_causal_lm('gpt2'))
+    prompts = [Prompt(ids=torch.arange(5, 7 + i)) for i in range(5)]
+    settings = SamplingParams(max_new_tokens=30)
+
+    def drawn(actor: Any) -> list[list[list[int]]]:
+        engine, turns = LocalEngine(max_batch_size=3), Answers()
+        engine.begin(actor)
+        engine.converse(prompts, settings, seed=1, indices=range(5), turns=turns)
+        engine.end()
+        return turns.turns
+
+    want = drawn(actor)
+    assert {len(turns) for turns in want} == {4}
+    with pretend_cuda(), NaiveStrategy(device='cuda:0') as strategy:
+        with patch.object(torch.cuda.CUDAGraph, 'replay', autospec=True, side_effect=PretendGraph.replay) as replay:
+            assert drawn(strategy.prepare(actor)) == want
+    assert replay.call_count > 5

@@ -148,6 +148,18 @@ LIMITS = {
     'the reward': ({}, 'It was optimised for `r.py:score`. That is a proxy'),
     'KL': ({}, 'It has moved 5 nats per response away'),
     'length': ({}, '25 % of its last responses were cut off by the limit of 32 tokens.'),
+    'length of episodes': (  # 25 % did not end, most of them because their turns were used up
+        {'metrics': [row | {'environment/end_tokens_share': 0.15} for row in rows()]},
+        '15 % of its last responses were cut off by the limit of 32 tokens.',
+    ),
+    'rewards of an environment': (
+        {'record': record(settings={}, reward='EnvironmentScorer')},
+        'It was optimised for the rewards of its environment.',
+    ),
+    'rewards of an environment by name': (
+        {'record': record(settings={}, reward=[[1.0, 'EnvironmentScorer, correct'], [0.2, 'EnvironmentScorer, form']])},
+        '1 × the reward `correct` of its environment, 0.2 × the reward `form` of its environment.',
+    ),
     'few prompts': ({}, 'It has seen 60 prompts only.'),
     'own reward': ({}, 'evaluated by the very reward'),
     'no evaluation': ({'eval': ()}, 'It was not evaluated on data that it was not trained on.'),
@@ -180,6 +192,11 @@ def test_limits_that_do_not_hold_are_not_named(tmp_path):
     text = written(tmp_path / 'actor', facts(record=own, eval=evals, metrics=metrics)).split('## Limits')[1]
     for words in ('only.', 'cut off', 'nats', 'very reward', 'not trained on', 'checks during', 'stopped'):
         assert words not in text.split('## Settings')[0], words
+
+
+def test_episodes_that_used_up_their_turns_were_not_cut_off(tmp_path):
+    metrics = [row | {'environment/end_tokens_share': 0.0} for row in rows()]
+    assert 'cut off' not in written(tmp_path / 'actor', facts(metrics=metrics))
 
 
 def test_what_is_neither_better_nor_worse_has_no_best(tmp_path):

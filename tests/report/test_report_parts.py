@@ -83,6 +83,26 @@ def test_the_same_prompts_stand_side_by_side(tmp_path):
     assert re.findall(r'class="score">([\d.]+)<', cards[1]) == ['0', '1', '2.5', '4', '5']
 
 
+def test_an_episode_is_shown_turn_by_turn(tmp_path):
+    folder = make_run(tmp_path)
+    told = [
+        {'turn': '3*5', 'rewards': {'reward': 0.0}},
+        {'observation': '\n<7> 15 =22\n'},
+        {'turn': '7+15', 'rewards': {'right': 1.0, 'form': 0.1}},
+    ]
+    row = {'step': 1, 'prompt': '3 5 7 =22', 'response': 'joined', 'score': 1.1, 'ended': True, 'num_tokens': 9}
+    rows = [row | {'end': 'terminated', 'success': True, 'parts': told}]
+    rows += [row | {'step': 2, 'end': 'error', 'success': None, 'ended': False, 'parts': told[:1]}]
+    write_lines(folder / 'eval_samples.jsonl', rows)
+    html = parts.samples([run(folder)], 100)
+    said = texts(html)
+    assert 'turn 1 reward 0 3*5 &lt;7&gt; 15 =22 turn 2 right 1, form 0.1 7+15' in said and 'joined' not in said
+    assert 'tokens 9, terminated, success' in said and said.endswith('turn 1 reward 0 3*5 tokens 9, error')
+    assert html.count('class="text turn"') == 3 and html.count('class="text told"') == 1
+    short = texts(parts.samples([run(folder)], 4))
+    assert '7+15' not in short and '<7>' not in short
+
+
 def test_without_evaluations_samples_of_training_are_shown(tmp_path):
     folder = make_run(tmp_path)
     (folder / 'eval_samples.jsonl').unlink()
@@ -144,6 +164,11 @@ def test_why_responses_ended_adds_up_to_one(tmp_path):
     found = run(folder).columns
     ended, cut_off = found['rollout/ended_share'][1], found['rollout/cut_share'][1]
     assert [a + b for a, b in zip(ended, cut_off, strict=True)] == pytest.approx([1.0] * 40)
+    lines = (folder / 'metrics.jsonl').read_text().splitlines()
+    episodes = [json.dumps(json.loads(line) | {'environment/num_turns_mean': 3.0}) for line in lines]
+    (tmp_path / 'episodes').mkdir()
+    (tmp_path / 'episodes' / 'metrics.jsonl').write_text('\n'.join(episodes) + '\n')
+    assert 'rollout/cut_share' not in run(tmp_path / 'episodes').columns  # they say themselves why they ended
     write_sequences(folder, ('a', 'b', 'c', 'd'))
     found = run(folder).columns
     assert found['recorded/stop'] == ([1, 20, 40], [0.25] * 3) and found['recorded/eos'][1] == [0.5] * 3

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import chatgpt.rollout.hf
-import chatgpt.rollout.local.engine
+import chatgpt.rollout.local.run
 from chatgpt.nn import Actor
 from chatgpt.rollout import HFEngine, LocalEngine, SamplingParams
 from chatgpt.rollout.engine import changing_shapes
@@ -25,7 +25,7 @@ CUDA = torch.device('cuda', 0)
     ],
 )
 def test_cudnn_is_left_out_where_shapes_change(engine, during, monkeypatch):
-    for module in (chatgpt.rollout.hf, chatgpt.rollout.local.engine):
+    for module in (chatgpt.rollout.hf, chatgpt.rollout.local.run):
         monkeypatch.setattr(module, 'changing_shapes', lambda device: changing_shapes(CUDA))
     model, seen = tiny_causal_lm('gpt2'), []
     engine.begin(Actor(model))

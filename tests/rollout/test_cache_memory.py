@@ -62,3 +62,43 @@ def test_a_cpu_has_no_bound_and_a_gpu_what_is_free_or_kept_by_torch(monkeypatch)
     engine = LocalEngine()
     assert engine.free_bytes(torch.device('cpu')) is None
     assert engine.free_bytes(torch.device('cuda', 0)) == 1400
+
+
+class Turns:
+    """Three turns of up to four tokens, an observation of two between them."""
+
+    def __init__(self) -> None:
+        self.turns = [[] for _ in PROMPTS]
+
+    def limit(self, i):
+        return 4
+
+    def ended(self, i, turn):
+        self.turns[i].append(turn.response_ids.tolist())
+
+    def next(self, i):
+        return None if len(self.turns[i]) == 3 else torch.tensor([7, 8])
+
+
+@pytest.mark.parametrize('fixed', [False, True])
+@pytest.mark.parametrize(('rows', 'most'), [(0, 1), (3, 3), (40, 8)])
+def test_rows_that_are_kept_between_turns_are_what_fits(rows, most, fixed):
+    """Twice those that are decoded at once, where that fits."""
+
+    def played(engine):
+        engine.begin(Actor(tiny_causal_lm('gpt2')))
+        turns = Turns()
+        engine.converse(
+            PROMPTS,
+            SamplingParams(max_new_tokens=16, eos_token_ids=(5, 9, 17)),
+            seed=3,
+            indices=range(12),
+            turns=turns,
+        )
+        engine.end()
+        return turns.turns
+
+    longest = 5 + 16 - 1
+    engine = Small(int(rows * PER_SLOT * (longest + 1) / 0.6) + 1, fixed_steps=fixed, max_batch_size=4)
+    assert played(engine) == played(LocalEngine())
+    assert engine.rows == [most]

@@ -272,6 +272,51 @@ def test_ppo_recomputes_its_log_probs(fake_vllm, folder):
             torch.testing.assert_close(e.old_logprobs, e.logprobs, atol=1e-4, rtol=0)
 
 
+def test_turns_of_episodes_have_limits_and_seeds_of_their_own(fake_vllm, folder, monkeypatch):
+    from chatgpt.environments import Environment, EnvironmentSettings
+    from chatgpt.rollout.episodes import EpisodeEngine
+    from chatgpt.testing import byte_tokenizer
+
+    class Counting(Environment):
+        def reset(self, seed, **columns):
+            self.turns = 0
+            return f'n{seed % 10}'
+
+        def step(self, response):
+            self.turns += 1
+            return 'x' * (self.turns - 1), 1.0, self.turns == 3, False, {}
+
+    tokenizer, asked = byte_tokenizer(), []
+    config = tiny_config('gpt2', vocab_size=len(tokenizer), tie_word_embeddings=False)
+    config.save_pretrained(folder)
+    generate = fake_vllm.generate
+
+    def watched(self, prompts, params, use_tqdm):
+        asked.append([(len(p['prompt_token_ids']), q.max_tokens, q.seed) for p, q in zip(prompts, params, strict=True)])
+        return generate(self, prompts, params, use_tqdm)
+
+    monkeypatch.setattr(fake_vllm, 'generate', watched)
+
+    def played(engine, do_sample):
+        over = EpisodeEngine(engine, Counting, tokenizer, EnvironmentSettings(max_turn_tokens=5))
+        sampling = SamplingParams(max_new_tokens=14, do_sample=do_sample)
+        nothing = [Prompt(ids=torch.zeros(0, dtype=torch.int64))] * 3
+        samples = collect(
+            over, tiny_causal_lm('gpt2', vocab_size=len(tokenizer), tie_word_embeddings=False), sampling, nothing
+        )
+        over.close()
+        return [(s.prompt_ids.tolist(), s.response_ids.tolist(), s.episode.turns, s.episode.end) for s in samples]
+
+    assert played(VLLMEngine(folder), False) == played(LocalEngine(), False)
+    asked.clear()
+    assert played(VLLMEngine(folder), True) == played(VLLMEngine(folder), True)
+    # by hand: n7, 5 tokens, nothing, 5 tokens, x, and 14 - 11 = 3 tokens
+    sizes = [[(length, limit) for length, limit, _ in turn] for turn in asked[:3]]
+    assert sizes == [[(2, 5)] * 3, [(7, 5)] * 3, [(13, 3)] * 3]
+    seeds = [seed for turn in asked[:3] for *_, seed in turn]
+    assert len(set(seeds)) == 9
+
+
 @pytest.mark.parametrize('setting', [{'top_k': 3}, {'top_p': 0.9}, {'min_new_tokens': 2}, {'stop': lambda ids: False}])
 def test_what_would_hide_the_policys_log_probs_is_refused(fake_vllm, folder, setting):
     with pytest.raises(ValueError, match=next(iter(setting))):

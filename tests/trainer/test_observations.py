@@ -13,9 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from chatgpt.experience import ScoreShaper
+from chatgpt.experience import RewardModelScorer, ScoreShaper
+from chatgpt.experience.rescore import rescored
+from chatgpt.experience.scorers import sequence_score
 from chatgpt.functional.advantages import token_rewards
 from chatgpt.nn import GPTActor
+from chatgpt.rollout import SamplingParams
+from chatgpt.rollout.best_of_n import BestOfN
 from chatgpt.testing.fakes import tiny_config
 from chatgpt.trainer.algorithms import estimate_advantages, whiten_responses, whiten_tokens
 from chatgpt.trainer.callbacks.rollouts import rows_of_phase
@@ -32,7 +36,7 @@ from chatgpt.trainer.metrics import (
     value_metrics,
 )
 from chatgpt.trainer.strategies import NaiveStrategy
-from chatgpt.types import Batch, Episode, Experience, Turn
+from chatgpt.types import Batch, Episode, Experience, Prompt, Turn
 
 VOCAB = 16
 GARBAGE = [math.nan, math.inf, -math.inf, 1e30]
@@ -282,6 +286,40 @@ def test_tokens_per_second_are_those_of_the_policy():
     assert performance_metrics(experiences(), {'perf/total_s': 1.0}, 1)['perf/new_tokens_per_s'] == 13
     without = performance_metrics(experiences(with_turns=False), {'perf/total_s': 1.0}, 1)
     assert without['perf/new_tokens_per_s'] == 13 and 'perf/environment_step_s' not in without
+
+
+def test_sums_of_scores_leave_observations_out():
+    """In RFT, evaluation and best of n as in PPO; a reward model reads texts and ids, and no number of a token."""
+    e = experiences()[3]
+    dense = torch.where(e.response_mask, 2.0, 1e30)
+    assert sequence_score(dense, e) == 8.0
+    assert sequence_score(3, e) == 3.0
+
+    class Given:
+        reproducible = True
+
+        def generate(self, *args: Any, **kwargs: Any) -> list[Experience]:
+            return experiences()
+
+    def score(samples: list[Any]) -> list[torch.Tensor]:
+        return [torch.where(s.response_mask, 1.0, 1e30 if s.index == 1 else 0.0) for s in samples]
+
+    best = BestOfN(Given(), score, sample_size=4)
+    prompt = Prompt(ids=torch.tensor([3, 4]))
+    ((candidate,),) = best([prompt], SamplingParams(max_new_tokens=8), seed=0)
+    assert (candidate.sample.index, candidate.score) == (0, 4.0)
+
+
+class SumOfIds(torch.nn.Module):
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return torch.zeros(batch.num_sequences).index_add(0, batch.action_rows, batch.action_ids.float())
+
+
+def test_scoring_again():
+    scorer = RewardModelScorer(SumOfIds())
+    expected = rescored(scorer, experiences(), NaiveStrategy(seed=0))
+    for garbage in GARBAGE:
+        assert rescored(scorer, spoiled(experiences(), garbage), NaiveStrategy(seed=0)) == expected > 0
 
 
 def test_what_is_written_for_reading():

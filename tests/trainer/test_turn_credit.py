@@ -16,14 +16,17 @@ from chatgpt.experience import EnvironmentScorer, RewardValueError, ScoreShaper,
 from chatgpt.experience.environment_scorer import environment_scorer
 from chatgpt.experience.scorers import as_scorer, described
 from chatgpt.nn import Actor, Critic
+from chatgpt.rollout import LocalEngine
+from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.testing import byte_tokenizer, tiny_causal_lm
+from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.algorithms import ESTIMATORS, Estimator, estimate_advantages, turn_numbers
 from chatgpt.trainer.collect import informative_groups
 from chatgpt.trainer.config import PPOConfig
 from chatgpt.trainer.metrics import performance_metrics
-from chatgpt.trainer.rft import select
-from chatgpt.trainer.strategies import NaiveStrategy
+from chatgpt.trainer.rft import RFTTrainer, select
+from chatgpt.trainer.strategies import DDPStrategy, NaiveStrategy
 from chatgpt.types import Episode, Experience, Turn
 
 NAN = math.nan
@@ -292,19 +295,20 @@ class Letters(Environment):
         )
 
 
-def trainer(callbacks: Any = (), reward: Any = None, **settings: Any) -> PPOTrainer:
-    tokenizer = byte_tokenizer()
-    torch.manual_seed(0)
+def trainer(
+    callbacks: Any = (), reward: Any = None, strategy: Any = None, lr: float = 1e-3, **settings: Any
+) -> PPOTrainer:
+    tokenizer, strategy = byte_tokenizer(), strategy or NaiveStrategy(seed=1)
+    torch.manual_seed(0)  # the strategy has set its own
 
     def model() -> Any:
         return tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=64)
 
-    strategy = NaiveStrategy(seed=1)
     actor, critic = Actor(model()), Critic(model())
     has_critic = settings.get('advantage_estimator', 'gae') == 'gae'
     initial = strategy.prepare(Actor(model()))
-    actor, actor_optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=1e-3)))
-    critic, critic_optim = strategy.prepare((critic, torch.optim.AdamW(critic.parameters(), lr=1e-3)))
+    actor, actor_optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=lr)))
+    critic, critic_optim = strategy.prepare((critic, torch.optim.AdamW(critic.parameters(), lr=lr)))
     defaults: dict[str, Any] = {
         'tokenizer': tokenizer,
         'environment': Letters,
@@ -411,6 +415,131 @@ def test_metrics_of_episodes_by_hand():
     own = sum(t.stop - t.start for e in episodes for t in e.turns)
     assert seconds['perf/new_tokens_per_s'] == own / 2
     assert not [name for name in log.phases[0] if name.startswith('environment/') and not math.isfinite(metrics[name])]
+
+
+@pytest.mark.parametrize(
+    'settings',
+    [
+        {'tis_cap': 2.0, 'value_lam': 1.0, 'lam_length': 1.0},
+        {'advantage_estimator': 'grpo', 'policy_loss': 'gspo', 'kl_in': 'loss'},
+        {'advantage_estimator': 'rloo', 'loss_aggregation': 'sequence_sum', 'overlong_filter': True},
+        {
+            'advantage_estimator': 'reinforce++',
+            'policy_loss': 'cispo',
+            'token_penalty': 0.1,
+            'score_scaling': 'running',
+        },
+    ],
+    ids=lambda settings: next(iter(settings.values())),
+)
+def test_runs_with_other_settings(settings):
+    """The ratio right after the rollout is 1: what the engine drew over several turns is what is learned."""
+    log = Kept()
+    limits = EnvironmentSettings(max_turns=2, max_turn_tokens=4)
+    run = trainer([log], environment_settings=limits, **settings)
+    run.fit(max_timesteps=2, update_timesteps=1)
+    for metrics in log.phases:
+        assert metrics['ppo/first_ratio_error'] < 1e-4
+        assert all(math.isfinite(value) for value in metrics.values())
+        if 'tis_cap' in settings:
+            assert metrics['ppo/tis_weight'] == pytest.approx(1, abs=1e-4)
+        if 'overlong_filter' in settings:  # episodes that the environment did not terminate
+            assert metrics['rollout/filtered_share'] == metrics['environment/end_turns_share']
+    if 'overlong_filter' in settings:
+        for e in log.experiences:
+            assert bool(e.response_mask.any()) == (e.episode.end == 'terminated')
+            assert e.score == pytest.approx(sum(x for t in e.episode.turns for x in t.rewards.values()))
+
+
+class Vowels(Environment):
+    """Two turns, each paid its share of vowels."""
+
+    def reset(self, seed, **columns):
+        self.turn = 0
+        return 'say:'
+
+    def step(self, response):
+        self.turn += 1
+        return '.', sum(c in 'aeiou' for c in response) / 2, self.turn == 2, False, {}
+
+
+@pytest.mark.parametrize('gae_over', ['turn', 'token'])
+def test_it_learns(gae_over):
+    log = Kept()
+    run = trainer(
+        [log],
+        environment=Vowels,
+        environment_settings=EnvironmentSettings(max_turn_tokens=2),
+        lr=5e-3,
+        gae_over=gae_over,
+        value_lam=1.0,
+        experience_batch_size=16,
+        num_samples_per_prompt=1,
+        train_batch_size=16,
+        max_epochs=2,
+        kl_coef=0.0,
+        max_new_tokens=8,
+    )
+    run.fit(max_timesteps=14, update_timesteps=1)
+    scores = [metrics['environment/return_mean'] for metrics in log.phases]
+    assert sum(scores[:3]) / 3 < 0.2  # of 2
+    assert sum(scores[-3:]) / 3 > 0.6, scores
+
+
+ON_RANKS: dict[str, Any] = {
+    'gae_over': 'turn',
+    'lam_length': 1.0,
+    'value_lam': 1.0,
+    'experience_batch_size': 4,
+    'num_samples_per_prompt': 1,
+    'train_batch_size': 8,
+    'reward_weights': {'vowels': 1.0, 'short': 0.1},
+}
+
+
+def test_ranks_do_not_enter():
+    log = Kept()
+    trainer([log], **ON_RANKS).fit(max_timesteps=2, update_timesteps=2)
+    for phases in run_distributed(two_ranks, 2):
+        for got, want in zip(phases, log.phases, strict=True):
+            assert got == {name: pytest.approx(value, rel=2e-3, abs=2e-5) for name, value in want.items()}
+
+
+def two_ranks() -> list[dict[str, float]]:
+    log = Kept()
+    with DDPStrategy(seed=1, device='cpu') as strategy:
+        trainer([log], strategy=strategy, **ON_RANKS).fit(max_timesteps=2, update_timesteps=2)
+    return log.phases
+
+
+def test_rft_learns_the_turns_of_the_best_episodes():
+    tokenizer = byte_tokenizer()
+    torch.manual_seed(0)
+    strategy = NaiveStrategy(seed=1)
+    actor = Actor(tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=64))
+    actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=1e-3)))
+    engine = EpisodeEngine(LocalEngine(), Letters, tokenizer, EnvironmentSettings(max_turn_tokens=4))
+    log = Log()
+    rft = RFTTrainer(
+        strategy,
+        actor,
+        optim,
+        ['go ', 'run '],
+        EnvironmentScorer(),
+        engine=engine,
+        tokenizer=tokenizer,
+        callbacks=[log],
+        num_rounds=1,
+        max_new_tokens=40,
+    )
+    rft.fit()
+    engine.close()
+    assert rft.train_data
+    for kept in rft.train_data:
+        text = tokenizer.decode(kept.response_ids[~kept.response_mask], skip_special_tokens=True)
+        assert text in ('<ok>', '<ok><ok>')
+        assert len(kept.response_ids) - len(text) == int(kept.response_mask.sum())
+    assert log.phases[0]['rft/kept_score_mean'] > log.phases[0]['rft/score_mean']
 
 
 def test_a_run_without_an_environment_has_none_of_its_metrics():

@@ -81,8 +81,13 @@ SERVED: dict[str, str] = {
 }
 """name below `trl`: where it is, 'module:attribute'"""
 
+_TURNS = (
+    'chatgpt.trainer.PPOTrainer with environment= (docs/environments.md); or generate turn by turn, and give step the '
+    "tools' output with response_masks of 0"
+)
 INSTEAD: dict[str, str] = {
-    'GRPOTrainer': "chatgpt.trainer.PPOTrainer with advantage_estimator='grpo' (docs/algorithms/grpo.md)",
+    'GRPOTrainer': "chatgpt.trainer.PPOTrainer with advantage_estimator='grpo' (docs/algorithms/grpo.md), and "
+    'environment= for environment_factory',
     'GRPOConfig': "chatgpt.trainer.PPOConfig with advantage_estimator='grpo' (docs/algorithms/grpo.md)",
     'RLOOTrainer': "chatgpt.trainer.PPOTrainer with advantage_estimator='rloo' (docs/algorithms/rloo.md)",
     'RLOOConfig': "chatgpt.trainer.PPOConfig with advantage_estimator='rloo' (docs/algorithms/rloo.md)",
@@ -107,9 +112,9 @@ INSTEAD: dict[str, str] = {
     'get_dataset': 'datasets.load_dataset',
     'DatasetMixtureConfig': 'datasets.concatenate_datasets',
     'pack_dataset': 'SFTConfig(packing=True)',
-    'TextEnvironment': "generate turn by turn, and give step the tools' output with response_masks of 0",
-    'environment.TextEnvironment': "generate turn by turn, and give step the tools' output with response_masks of 0",
-    'TextHistory': "generate turn by turn, and give step the tools' output with response_masks of 0",
+    'TextEnvironment': _TURNS,
+    'environment.TextEnvironment': _TURNS,
+    'TextHistory': _TURNS,
     'BestOfNSampler': 'chatgpt.rollout.BestOfN',
     'extras.BestOfNSampler': 'chatgpt.rollout.BestOfN',
     'extras': 'nothing of trl.extras is served; chatgpt.rollout.BestOfN is its BestOfNSampler',

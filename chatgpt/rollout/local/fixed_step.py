@@ -1,12 +1,12 @@
 """One decode step at a fixed number of rows and slots, on tensors that stay where they are: what a CUDA graph can hold.
 
 A step runs trunk, head, draw, record and bookkeeping for `rows` rows, of which those beyond the live ones are idle:
-they write into a slot of the tables that nobody reads, and into the first slot of cache rows that nobody uses. Rows and
+they write into a slot of the tables that nobody reads, and into a slot of cache rows that nobody uses. Rows and
 slots come in buckets, one graph for each pair, captured at its second use; replaying it is all the Python that a token
 costs. The first use is an ordinary call that is watched: a model that makes tensors from numbers of the host, or waits
 for the device, gets no graphs. Without CUDA the same step is an ordinary call, which is how it is tested.
 
-Left out: prefill, and which rows live (`chatgpt.rollout.local.engine`).
+Left out: prefill, and which rows live (`chatgpt.rollout.local.run`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from chatgpt.rollout.local.slot_cache import MaskForm, SlotCache, decode_mask
-from chatgpt.rollout.sampling import TokenSampler
+from chatgpt.rollout.sampling import Draw, TokenSampler
 
 SLOTS = 256
 """widths are multiples of this"""
@@ -51,6 +51,17 @@ class Tables:
         self.logprob = torch.zeros(size + 1, device=device)
         self.filtered_logprob = torch.zeros(size + 1, device=device)
         self.edge_distance = torch.full((size + 1,), 0.0 if draws else 1.0, device=device)
+
+    def columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.token, self.logprob, self.filtered_logprob, self.edge_distance
+
+    def write(self, places: Tensor, draw: Draw) -> None:
+        """places: (n,) int64."""
+        self.token.index_copy_(0, places, draw.token)
+        self.logprob.index_copy_(0, places, draw.logprob)
+        self.filtered_logprob.index_copy_(0, places, draw.filtered_logprob)
+        if draw.edge_distance is not None:
+            self.edge_distance.index_copy_(0, places, draw.edge_distance)
 
 
 _WAIT = frozenset(
@@ -145,12 +156,12 @@ class FixedSteps:
         if self.uniforms is not None and uniforms is not None:
             self.uniforms[:-1] = uniforms
 
-    def load(self, token: Tensor, state: Tensor) -> None:
-        """Set the live rows: the first ones. The others idle."""
+    def load(self, token: Tensor, state: Tensor, idle_slot: int = 0) -> None:
+        """Set the live rows: the first ones. The others idle, and write into `idle_slot` of their cache rows."""
         live = len(token)
         self.token[:live], self.token[live:] = token, 0
         self.state[:, :live], self.state[:, live:] = state, 0
-        self.state[0, live:] = self.size
+        self.state[0, live:], self.state[1, live:] = self.size, idle_slot
         self.increment.zero_()
         self.increment[:2, :live] = 1
 
@@ -226,11 +237,7 @@ class FixedSteps:
         )
         uniform = None if self.uniforms is None else self.uniforms[flat]
         draw = self.sampler(self.actor.head(hidden[:, -1]), uniform, flat < state[2] if self.no_end_until else None)
-        self.tables.token.index_copy_(0, flat, draw.token)
-        self.tables.logprob.index_copy_(0, flat, draw.logprob)
-        self.tables.filtered_logprob.index_copy_(0, flat, draw.filtered_logprob)
-        if draw.edge_distance is not None:
-            self.tables.edge_distance.index_copy_(0, flat, draw.edge_distance)
+        self.tables.write(flat, draw)
         self.ended[:rows] = self.sampler.is_end(draw.token)
         token.copy_(draw.token)
         state.add_(self.increment[:, :rows])

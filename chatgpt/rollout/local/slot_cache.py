@@ -16,6 +16,8 @@ models that need them.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -26,7 +28,9 @@ from chatgpt.nn.trunk import text_config
 
 MaskForm = Literal['additive', 'boolean']
 
-_PROMPT_LENGTHS = (3, 6, 4)
+FORMS: tuple[MaskForm, ...] = ('additive', 'boolean')
+
+PROMPT_LENGTHS = (3, 6, 4)
 _NUM_STEPS = 3
 
 
@@ -58,6 +62,7 @@ class SlotCache(Cache):
 
     `prefill(rows, source)`: the forward sees whole prompts, padded on the right, each from slot 0.
     `decode(lengths, width)`: the forward sees one token for each of the first n rows.
+    `append(first, stored, counts)`: the forward sees further tokens of some rows.
     """
 
     def __init__(self, rows: int, capacity: int) -> None:
@@ -73,6 +78,7 @@ class SlotCache(Cache):
         self._slot_index: Tensor | None = None
         self._slot: int | None = None
         self._num_rows = 0
+        self._appended: tuple[int, Tensor, Tensor, Tensor, Tensor] | None = None
 
     def reserve(self, rows: int, capacity: int) -> None:
         """Make room for so many rows and slots; what is stored stays."""
@@ -86,7 +92,7 @@ class SlotCache(Cache):
     def prefill(self, rows: Tensor, source: Tensor | None) -> None:
         """The next forward's row `source[i]` is the prompt of cache row `rows[i]`; None: row i itself. Both (n,)
         int64."""
-        self._past = 0
+        self._past, self._appended = 0, None
         self._prefill_rows, self._prefill_source = rows, source
 
     def decode(self, row_index: Tensor, lengths: Tensor, width: int, *, same_length: bool) -> None:
@@ -96,13 +102,26 @@ class SlotCache(Cache):
         which is what attention will see. With `same_length` all are width - 1 long, and one slice is written.
         """
         self._past, self._width = width - 1, width
-        self._prefill_rows = self._prefill_source = None
+        self._prefill_rows = self._prefill_source = self._appended = None
         self._num_rows = row_index.shape[0]
         self._row_index, self._slot_index = row_index, lengths
         self._slot = width - 1 if same_length else None
 
+    def append(self, first: int, stored: list[int], counts: list[int], device: torch.device) -> None:
+        """The next forward's row i holds tokens number `stored[i]` .. `stored[i] + counts[i] - 1` of cache row
+        `first + i`, padded on the right; attention will see the slots up to the longest row's end."""
+        self._width = max(s + c for s, c in zip(stored, counts, strict=True))
+        self._past = self._width - max(counts)
+        self._prefill_rows = self._prefill_source = None
+        self._num_rows = len(counts)
+        # only what is no padding is stored: behind a row's own tokens there may be no slot
+        which = [(i, j, s + j) for i, (s, c) in enumerate(zip(stored, counts, strict=True)) for j in range(c)]
+        row, column, slot = torch.tensor(which, device=device).unbind(1)
+        self._appended = first, row, column, first + row, slot
+
     def move(self, source: list[int], target: list[int], width: int) -> None:
-        """Copy the first `width` slots of rows `source` over rows `target`; no row is in both."""
+        """Copy the first `width` slots of rows `source` over rows `target`. Several at a time may be exchanged: all are
+        read before one is written."""
         for layer in self.layers:
             if len(source) == 1:
                 layer.keys[target[0], :, :width] = layer.keys[source[0], :, :width]
@@ -125,6 +144,11 @@ class SlotCache(Cache):
         if self._prefill_rows is not None:
             return self._store_prompts(layer, key_states, value_states)
         n, width = self._num_rows, self._width
+        if self._appended is not None:
+            first, row, column, stored_row, slot = self._appended
+            layer.keys[stored_row, :, slot] = key_states[row, :, column]
+            layer.values[stored_row, :, slot] = value_states[row, :, column]
+            return layer.keys[first : first + n, :, :width], layer.values[first : first + n, :, :width]
         if self._slot is not None:
             layer.keys[:n, :, self._slot] = key_states[:, :, 0]
             layer.values[:n, :, self._slot] = value_states[:, :, 0]
@@ -193,29 +217,22 @@ def attention_window(config: Any) -> int | None:
 
 def _example(vocab_size: int, device: torch.device) -> list[Tensor]:
     """Token ids without a pattern, the same on every rank."""
-    longest = max(_PROMPT_LENGTHS) + _NUM_STEPS
-    ids = (torch.arange(len(_PROMPT_LENGTHS) * longest, device=device) * 7919 + 13) % vocab_size
-    return [row[: length + _NUM_STEPS] for row, length in zip(ids.view(-1, longest), _PROMPT_LENGTHS, strict=True)]
+    longest = max(PROMPT_LENGTHS) + _NUM_STEPS
+    ids = (torch.arange(len(PROMPT_LENGTHS) * longest, device=device) * 7919 + 13) % vocab_size
+    return [row[: length + _NUM_STEPS] for row, length in zip(ids.view(-1, longest), PROMPT_LENGTHS, strict=True)]
 
 
 def _cached_states(actor: Any, sequences: list[Tensor], form: MaskForm) -> list[Tensor]:
     """Hidden states of the last prompt token and the tokens after it, per sequence, by prefill and decode."""
-    device, rows, longest = sequences[0].device, len(sequences), max(_PROMPT_LENGTHS)
-    lengths = torch.tensor(_PROMPT_LENGTHS, device=device)
-    cache = SlotCache(rows, longest + _NUM_STEPS)
-    input_ids = torch.zeros(rows, longest, dtype=torch.int64, device=device)
-    for i, length in enumerate(_PROMPT_LENGTHS):
-        input_ids[i, :length] = sequences[i][:length]
-    row_index = torch.arange(rows, device=device)
-    cache.prefill(row_index, None)
-    positions = torch.arange(longest, device=device).expand(rows, longest)
-    hidden = actor.trunk(input_ids, position_ids=positions, past_key_values=cache)
-    states = [[hidden[i, length - 1]] for i, length in enumerate(_PROMPT_LENGTHS)]
+    cache, last = prefilled_example(actor, sequences)
+    rows, lengths = len(sequences), torch.tensor(PROMPT_LENGTHS, device=sequences[0].device)
+    states = [[state] for state in last]
+    row_index = torch.arange(rows, device=lengths.device)
     for step in range(_NUM_STEPS):
-        width = longest + step + 1
-        token = torch.stack([s[length + step] for s, length in zip(sequences, _PROMPT_LENGTHS, strict=True)])
+        width = max(PROMPT_LENGTHS) + step + 1
+        token = torch.stack([s[length + step] for s, length in zip(sequences, PROMPT_LENGTHS, strict=True)])
         cache.decode(row_index, lengths, width, same_length=False)
-        mask = decode_mask(lengths, width, form, hidden.dtype)
+        mask = decode_mask(lengths, width, form, last.dtype)
         hidden = actor.trunk(token[:, None], position_ids=lengths[:, None], attention_mask=mask, past_key_values=cache)
         for i in range(rows):
             states[i].append(hidden[i, 0])
@@ -223,17 +240,31 @@ def _cached_states(actor: Any, sequences: list[Tensor], form: MaskForm) -> list[
     return [torch.stack(row) for row in states]
 
 
-def find_mask_form(actor: Any) -> MaskForm:
-    """The first mask form under which cached decode and plain forward agree. Raises ValueError where none does,
-    FloatingPointError where the plain forward is not finite.
+def prefilled_example(actor: Any, sequences: list[Tensor]) -> tuple[SlotCache, Tensor]:
+    """A cache that holds the first `PROMPT_LENGTHS` tokens of each sequence, and the hidden states of their last, (n,
+    D)."""
+    device, rows, longest = sequences[0].device, len(sequences), max(PROMPT_LENGTHS)
+    cache = SlotCache(rows, longest + _NUM_STEPS)
+    input_ids = torch.zeros(rows, longest, dtype=torch.int64, device=device)
+    for i, length in enumerate(PROMPT_LENGTHS):
+        input_ids[i, :length] = sequences[i][:length]
+    cache.prefill(torch.arange(rows, device=device), None)
+    positions = torch.arange(longest, device=device).expand(rows, longest)
+    hidden = actor.trunk(input_ids, position_ids=positions, past_key_values=cache)
+    return cache, torch.stack([hidden[i, length - 1] for i, length in enumerate(PROMPT_LENGTHS)])
+
+
+def plain_example(actor: Any) -> tuple[list[Tensor], list[Tensor], float]:
+    """Sequences, the hidden states of each from its last prompt token on by a plain forward, and how far those of a
+    cached one may be from them.
 
     The tolerance is relative to the largest hidden state: 1e-3 in fp32, 5e-2 in 16 bits; a wrong mask or position is
-    off by far more.
+    off by far more. Raises FloatingPointError where the states are not finite.
     """
     config = text_config(actor.model.config)
     sequences = _example(config.vocab_size, next(actor.parameters()).device)
     plain = []
-    for ids, length in zip(sequences, _PROMPT_LENGTHS, strict=True):
+    for ids, length in zip(sequences, PROMPT_LENGTHS, strict=True):
         positions = torch.arange(len(ids), device=ids.device)[None]
         plain.append(actor.trunk(ids[None], position_ids=positions)[0, length - 1 :].float())
     scale = max(float(p.abs().max()) for p in plain)
@@ -241,28 +272,39 @@ def find_mask_form(actor: Any) -> MaskForm:
         raise FloatingPointError(
             'LocalEngine: the hidden states of the policy are not finite; check its weights and precision'
         )
-    tolerance = 1e-3 if next(actor.parameters()).dtype == torch.float32 else 5e-2
+    return sequences, plain, scale * (1e-3 if next(actor.parameters()).dtype == torch.float32 else 5e-2)
+
+
+def disagreement(cached: Callable[[], list[Tensor]], plain: list[Tensor], tolerance: float) -> str:
+    """Why what `cached` gives cannot stand for the plain states; '' where it can."""
+    try:
+        states = cached()
+    except torch.OutOfMemoryError:
+        raise
+    except (
+        ValueError,
+        TypeError,
+        RuntimeError,
+        IndexError,
+        AttributeError,
+        NotImplementedError,
+        KeyError,
+    ) as error:
+        return f'{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ""}'
+    difference = max(float((c.float() - p).abs().max()) for c, p in zip(states, plain, strict=True))
+    return '' if difference <= tolerance else f'hidden states differ by {difference:.1e}, more than {tolerance:.1e}'
+
+
+def find_mask_form(actor: Any) -> MaskForm:
+    """The first mask form under which cached decode and plain forward agree. Raises ValueError where none does,
+    FloatingPointError where the plain forward is not finite."""
+    sequences, plain, tolerance = plain_example(actor)
     found = []
-    for form in ('additive', 'boolean'):
-        try:
-            cached = _cached_states(actor, sequences, form)
-        except torch.OutOfMemoryError:
-            raise
-        except (
-            ValueError,
-            TypeError,
-            RuntimeError,
-            IndexError,
-            AttributeError,
-            NotImplementedError,
-            KeyError,
-        ) as error:
-            found.append(f'{form} mask: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ""}')
-            continue
-        difference = max(float((c.float() - p).abs().max()) for c, p in zip(cached, plain, strict=True))
-        if difference <= tolerance * scale:
+    for form in FORMS:
+        why = disagreement(partial(_cached_states, actor, sequences, form), plain, tolerance)
+        if not why:
             return form
-        found.append(f'{form} mask: hidden states differ by {difference:.1e} of {scale:.1e}')
+        found.append(f'{form} mask: {why}')
     name = type(actor.model).__name__
     raise ValueError(
         f'LocalEngine: cached decode of {name} does not agree with its plain forward ({"; ".join(found)}); use '

@@ -154,7 +154,7 @@ def rows_of_phase(
     rows = []
     for e, array, mask in zip(experiences, floats.split(lengths, dim=1), masks, strict=True):
         prompt_ids, token_ids = e.prompt_ids.tolist(), e.response_ids.tolist()
-        prompt_tokens, tokens = token_texts(tokenizer, prompt_ids), token_texts(tokenizer, token_ids)
+        prompt_tokens, tokens = token_texts(tokenizer, prompt_ids), _texts(tokenizer, e, token_ids)
         gap = torch.where(mask, array[0] - array[1], 0.0).double().sum()
         rows.append(
             {
@@ -183,6 +183,14 @@ def rows_of_phase(
             }
         )
     return rows
+
+
+def _texts(tokenizer: Any, e: Experience, ids: list[int]) -> list[str]:
+    """A text per token; of an episode of each turn and observation by itself, for a character that a turn leaves
+    unfinished is not finished by the environment."""
+    borders = [at for turn in e.episode.turns for at in (turn.start, turn.stop)] if e.episode is not None else []
+    borders = sorted({0, *borders, len(ids)})
+    return [text for a, b in zip(borders, borders[1:], strict=False) for text in token_texts(tokenizer, ids[a:b])]
 
 
 def _told(episode: Episode) -> dict[str, Any]:

@@ -124,6 +124,7 @@ def describe(
             'precision': strategy.precision,
             'device': str(strategy.device),
             'seed': strategy.seed,
+            **({'atoms': strategy.exact.atoms} if strategy.exact is not None else {}),
         },
         models={name: model_facts(strategy.unwrap(model)) for name, model in trainer.models().items()},
         optimizers=trainer.fingerprint()['optimizers'],

@@ -23,12 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from chatgpt.batching import Exact
 from chatgpt.checkpoint.files import save_object, save_tensors
 from chatgpt.checkpoint.layout import Piece, PrefixedReader, TensorReader
 from chatgpt.trainer.strategies import states
 from chatgpt.trainer.strategies.deterministic import Deterministic
+from chatgpt.trainer.strategies.exact import Reproducible, TreeSum, align, check_elementwise, exact_norm, exact_of
 from chatgpt.trainer.strategies.items import check_items, is_pair, rebuilt
-from chatgpt.trainer.strategies.memory import MemoryModel
+from chatgpt.trainer.strategies.memory import MemoryModel, atoms_of
 from chatgpt.trainer.strategies.offload import Offloaded, OffloadedWeights
 from chatgpt.trainer.strategies.pairs import Trained, open_saved
 from chatgpt.trainer.strategies.precision import LossScaler, Precision, cast_copy, check_precision, lora_merged
@@ -65,6 +67,11 @@ class Strategy:
     """False: what a trainer writes into a prepared module's parameters does not last, because masters elsewhere replace
     it"""
 
+    ranks_below: bool = False
+    """with `exact`: gradients are summed over ranks after every atom, and not once per step"""
+
+    exact: Exact | None = None
+    """how batches are cut and numbers added up where they are the same to the bit in every layout"""
     ranks: Ranks
     """where this process stands among the others, and how it talks to them"""
     options: Mapping[str, Any] = MappingProxyType({})
@@ -77,6 +84,8 @@ class Strategy:
         *,
         ranks: Ranks | None = None,
         deterministic: bool = False,
+        reproducible: Reproducible = None,
+        atoms: int = 8,
     ) -> None:
         if ranks is None:
             if not isinstance(self, Ranks):
@@ -89,7 +98,10 @@ class Strategy:
             ranks = self
         self.ranks = ranks
         self.seed, self.precision = seed, precision
-        self._deterministic = Deterministic() if deterministic else None
+        self.exact = exact_of(reproducible, atoms, ranks.world_size, ranks_below=self.ranks_below)
+        if self.exact is not None:
+            self.options = {**self.options, 'reproducible': reproducible, 'atoms': atoms}
+        self._deterministic = Deterministic() if deterministic or self.exact is not None else None
         self._dtype = check_precision(precision)
         random.seed(seed)
         if (numpy := sys.modules.get('numpy')) is not None:
@@ -157,6 +169,12 @@ class Strategy:
         return self._dtype
 
     @property
+    def full_dtype(self) -> torch.dtype:
+        """That of `full_model`: the compute dtype, but fp32 with `exact`. In 16 bits nearly every draw would be so near
+        to an edge that it had to be drawn again (`chatgpt.rollout.exact`)."""
+        return torch.float32 if self.exact is not None else self._dtype
+
+    @property
     def uses_loss_scaling(self) -> bool:
         """fp16: an infinite norm means a skipped step and a smaller loss scale, not a failure."""
         return self._dtype is torch.float16
@@ -167,7 +185,7 @@ class Strategy:
     def memory_model(cls, **options: Any) -> MemoryModel:
         """What a strategy that is built with these options keeps, for `chatgpt.plan`. Here: whole copies on each
         rank."""
-        return MemoryModel()
+        return MemoryModel(atoms=atoms_of(options))
 
     def offload(self, model: nn.Module) -> None:
         """From now on a frozen model's weights wait in host memory, and are on the device inside `onload`. On a CPU
@@ -229,6 +247,8 @@ class Strategy:
             return item
         if id(item) not in self._prepared:
             item.requires_grad_(False)
+            if self.exact is not None:
+                align(item)
             self._remember(item, self.setup_model(item, trained=False).eval())
         return self._prepared[id(item)][1]
 
@@ -239,9 +259,14 @@ class Strategy:
             return
         names = states.parameter_names(self.unwrap(model), optimizer)
         user_model, user_optimizer = self.unwrap(model), optimizer
+        if self.exact is not None and id(model) not in self._prepared:
+            align(model)
         model, optimizer = self.setup_pair(model, optimizer, names)
+        if self.exact is not None:
+            check_elementwise(optimizer)
         self._remember(user_model, model)
-        pair = Trained(user_model, model, optimizer, names, LossScaler() if self.uses_loss_scaling else None)
+        scaler, tree = LossScaler() if self.uses_loss_scaling else None, TreeSum() if self.exact is not None else None
+        pair = Trained(user_model, model, optimizer, names, scaler, tree)
         self._trained[id(user_optimizer)] = self._trained[id(optimizer)] = pair
         self._keep += [user_optimizer, optimizer]
 
@@ -290,11 +315,11 @@ class Strategy:
         """The unwrapped module with full weights, LoRA merged, in eval mode: for generation, and for writing it as a
         whole.
 
-        `dtype=None` means the compute dtype. In fp32 it is the very module, whose exact bits are restored after. In 16
+        `dtype=None` means `full_dtype`. In fp32 it is the very module, whose exact bits are restored after. In 16
         bits it is a copy that is freed after. `on_disk` names a folder in which a sharded strategy keeps the whole
         weights of its copy, so that no rank holds them in memory: such a copy is for writing, on rank 0.
         """
-        module, dtype = self.unwrap(model), dtype or self._dtype
+        module, dtype = self.unwrap(model), dtype or self.full_dtype
         if dtype is torch.float32:
             from chatgpt.nn.dropout import in_eval_mode
 
@@ -309,7 +334,8 @@ class Strategy:
         """Around forward and loss: computes in `dtype`."""
         if self._dtype is torch.float32:
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=self._dtype)
+        # A cast weight that is used again would add its gradients up in 16 bits, where it is not a gathered one.
+        return torch.autocast(self.device.type, dtype=self._dtype, cache_enabled=self.exact is None)
 
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of one micro-batch; `last` marks the one before `optimizer_step`."""
@@ -321,6 +347,15 @@ class Strategy:
         scaler = self.trained(optimizer).scaler
         (loss if scaler is None else loss * scaler.scale).backward()
 
+    def end_atom(self, optimizer: Optimizer) -> None:
+        """With `exact`, what `backward` has added up since the last call is one atom's gradient; otherwise nothing."""
+        pair = self.trained(optimizer)
+        if pair.tree is not None:
+            parameters = [p for _, p in pair.named_parameters()]
+            pair.tree.add([p.grad for p in parameters])
+            for parameter in parameters:
+                parameter.grad = None
+
     def optimizer_step(self, optimizer: Optimizer, max_norm: float | None = None) -> float:
         """Clip, step, clear the gradients; the global gradient norm before clipping.
 
@@ -329,6 +364,10 @@ class Strategy:
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f'max_norm={max_norm} must be positive; None turns clipping off')
         pair = self.trained(optimizer)
+        if pair.tree is not None and self.exact is not None:
+            total = pair.tree.finish(self.exact.atoms // self.world_size)
+            for (_, parameter), gradient in zip(pair.named_parameters(), total, strict=True):
+                parameter.grad = gradient
         self.reduce_gradients(pair)
         parameters = [p for _, p in pair.named_parameters() if p.grad is not None]
         if pair.scaler is not None:
@@ -351,6 +390,8 @@ class Strategy:
     def gradient_norm(self, parameters: list[Tensor]) -> float:
         """L2 norm of all gradients together, over all ranks."""
         gradients = [p.grad.detach() for p in parameters if p.grad is not None]
+        if self.exact is not None:
+            return exact_norm(gradients, self.device)
         if not gradients:
             return 0.0
         norms = torch._foreach_norm(gradients)
@@ -365,6 +406,8 @@ class Strategy:
     def discard_gradients(self, optimizer: Optimizer) -> None:
         """Forget what was accumulated since the last step, in every parameter of the model."""
         pair = self.trained(optimizer)
+        if pair.tree is not None:
+            pair.tree.clear()
         pair.optimizer.zero_grad(set_to_none=True)
         for parameter in pair.user_model.parameters():
             parameter.grad = None

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from chatgpt.trainer.strategies.base import Trained
-from chatgpt.trainer.strategies.memory import MemoryModel
+from chatgpt.trainer.strategies.exact import Reproducible, tree_all_reduce
+from chatgpt.trainer.strategies.memory import MemoryModel, atoms_of
 from chatgpt.trainer.strategies.precision import Precision
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy, buckets
 
@@ -38,16 +39,26 @@ class DDPStrategy(ProcessGroupStrategy):
         timeout_s: float = 1800.0,
         bucket_bytes: int = BUCKET_BYTES,
         deterministic: bool = False,
+        reproducible: Reproducible = None,
+        atoms: int = 8,
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f'bucket_bytes={bucket_bytes} must be positive')
-        super().__init__(seed, precision, device=device, timeout_s=timeout_s, deterministic=deterministic)
+        super().__init__(
+            seed,
+            precision,
+            device=device,
+            timeout_s=timeout_s,
+            deterministic=deterministic,
+            reproducible=reproducible,
+            atoms=atoms,
+        )
         self.bucket_bytes = bucket_bytes
-        self.options = {'bucket_bytes': bucket_bytes}
+        self.options = {**self.options, 'bucket_bytes': bucket_bytes}
 
     @classmethod
-    def memory_model(cls, bucket_bytes: int = BUCKET_BYTES, **_: Any) -> MemoryModel:
-        return MemoryModel(bucket_bytes=bucket_bytes)
+    def memory_model(cls, bucket_bytes: int = BUCKET_BYTES, **options: Any) -> MemoryModel:
+        return MemoryModel(bucket_bytes=bucket_bytes, atoms=atoms_of(options))
 
     def setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
         model = super().setup_model(model, trained)
@@ -56,20 +67,14 @@ class DDPStrategy(ProcessGroupStrategy):
 
     def reduce_gradients(self, pair: Trained) -> None:
         """A parameter without a gradient here counts as zero; one without a gradient anywhere keeps none."""
-        parameters = [p for _, p in pair.named_parameters() if p.requires_grad]
-        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=self.device)
-        with self.ranks.whereabouts.waiting():
-            dist.all_reduce(used, dist.ReduceOp.MAX)
-            flags = used.tolist()
-        gradients = []
-        for parameter, flag in zip(parameters, flags, strict=True):
-            if flag:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                gradients.append(parameter.grad)
+        parameters = self.fill_gradients([p for _, p in pair.named_parameters() if p.requires_grad])
+        gradients = [p.grad for p in parameters if p.grad is not None]
         for bucket in buckets(gradients, self.bucket_bytes):
             flat = torch.cat([g.reshape(-1) for g in bucket])
             with self.ranks.whereabouts.waiting():
-                dist.all_reduce(flat)
+                if self.exact is None:
+                    dist.all_reduce(flat)
+                else:
+                    flat = tree_all_reduce(flat)
             for gradient, values in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 gradient.copy_(values.view(gradient.shape))

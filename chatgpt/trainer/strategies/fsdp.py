@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
@@ -28,7 +29,8 @@ from torch.optim import Optimizer
 from chatgpt.checkpoint.layout import Piece, TensorReader
 from chatgpt.trainer.strategies import states
 from chatgpt.trainer.strategies.base import lora_merged
-from chatgpt.trainer.strategies.memory import Layout, Memory, MemoryModel, ModelSize, gathered_copy
+from chatgpt.trainer.strategies.exact import Reproducible, exact_norm, own_part, tree_reduce_scatter
+from chatgpt.trainer.strategies.memory import Layout, Memory, MemoryModel, ModelSize, atoms_of, gathered_copy
 from chatgpt.trainer.strategies.offload import Offloaded, OffloadedShards
 from chatgpt.trainer.strategies.precision import Precision
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
@@ -59,6 +61,7 @@ class FSDPStrategy(ProcessGroupStrategy):
     """
 
     sharded: ClassVar[bool] = True
+    ranks_below = True
 
     def __init__(
         self,
@@ -72,19 +75,30 @@ class FSDPStrategy(ProcessGroupStrategy):
         device: str | torch.device | None = None,
         timeout_s: float = 1800.0,
         deterministic: bool = False,
+        reproducible: Reproducible = None,
+        atoms: int = 8,
     ) -> None:
         check_stream_blocks(stream_blocks)
-        super().__init__(seed, precision, device=device, timeout_s=timeout_s, deterministic=deterministic)
+        super().__init__(
+            seed,
+            precision,
+            device=device,
+            timeout_s=timeout_s,
+            deterministic=deterministic,
+            reproducible=reproducible,
+            atoms=atoms,
+        )
         self.stream_blocks = stream_blocks
         self.cpu_offload = cpu_offload
-        self.options = {'cpu_offload': cpu_offload}
+        self.options = {**self.options, 'cpu_offload': cpu_offload}
         self.activation_checkpointing = activation_checkpointing
         self.meta_init = meta_init
         # Our forwards return views of their results, and nothing writes into a result in place.
         warnings.filterwarnings('ignore', message=r'FSDP2-wrapped module \(.*\) returned a view tensor')
         self._mesh = init_device_mesh(self.device.type, (self.world_size,))
+        # Exact in 16 bits is what the other strategies compute under autocast, from weights in fp32.
         self._policy = MixedPrecisionPolicy(
-            param_dtype=None if self.dtype is torch.float32 else self.dtype,
+            param_dtype=None if self.dtype is torch.float32 or self.exact is not None else self.dtype,
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         )
@@ -92,8 +106,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         """id of a sharded module -> the same module with meta parameters: what a full copy is made from"""
 
     @classmethod
-    def memory_model(cls, cpu_offload: bool = False, **_: Any) -> MemoryModel:
-        return FSDPMemory(offloads=cpu_offload)
+    def memory_model(cls, cpu_offload: bool = False, **options: Any) -> MemoryModel:
+        return FSDPMemory(offloads=cpu_offload, atoms=atoms_of(options))
 
     # ------------------------------------------------------------------ models
 
@@ -108,6 +122,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         return OffloadedShards(module, self.device) if self.device.type != 'cpu' else None
 
     def setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
+        states.refuse_shared(model, type(self).__name__)
         if self.activation_checkpointing and trained:
             _checkpoint_activations(model)
         skeleton = _with_parameters(model, {id(p): p.to('meta') for p in model.parameters()})
@@ -123,6 +138,10 @@ class FSDPStrategy(ProcessGroupStrategy):
         for block in transformer_blocks(model):
             fully_shard(block, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
         fully_shard(model, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
+        if self.exact is not None:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_custom_reduce_scatter(_TreeReduceScatter())
         if stream is not None:
             self._materialise(model, stream)
         self._skeletons[id(model)] = skeleton
@@ -171,7 +190,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         On the device; or streamed there block by block (`stream_blocks`); or in a mapped file in the folder `on_disk`,
         for writing.
         """
-        module, dtype = self.unwrap(model), dtype or self.dtype
+        module, dtype = self.unwrap(model), dtype or self.full_dtype
         if on_disk is not None or streams(self, self.stream_blocks, module, dtype):
             full, mapped = mapped_copy(self, self._skeletons[id(module)], self._whole(module), dtype, on_disk)
             _set_buffers(full, module)
@@ -202,13 +221,29 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """FSDP gathers in the compute dtype; there is nothing left to cast."""
-        return nullcontext()
+        return nullcontext() if self.exact is None else super().autocast()
+
+    @contextmanager
+    def accumulate(self, model: nn.Module, last: bool) -> Iterator[None]:
+        """With `exact`, the backwards of one atom are added up before ranks are."""
+        module: Any = self.unwrap(model)
+        waits = self.exact is not None and not last
+        if waits:
+            module.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            if waits:
+                module.set_requires_gradient_sync(True)
 
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
-        # FSDP averages over ranks, while a loss here is a share of a sum.
-        super().backward(loss * self.world_size, model, optimizer)
+        # FSDP averages over ranks, while a loss here is a share of a sum. `_TreeReduceScatter` sums.
+        super().backward(loss * self.world_size if self.exact is None else loss, model, optimizer)
 
     def gradient_norm(self, parameters: list[Tensor]) -> float:
+        if self.exact is not None:
+            shards = [own_part(p.grad) for p in parameters if p.grad is not None]
+            return exact_norm(shards, self.device, self.all_reduce)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for parameter in parameters:
             gradient = parameter.grad
@@ -279,6 +314,23 @@ class FSDPStrategy(ProcessGroupStrategy):
         super().close()
 
 
+class _TreeReduceScatter(ReduceScatter):
+    """Sums gradients over ranks in the one order of `reproducible='exact'`, whatever operation is asked for."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        output_tensor.copy_(tree_reduce_scatter(input_tensor, group))
+
+
 class FSDPMemory(MemoryModel):
     """Shards of fp32 weights, gradients and states; blocks are gathered in the compute dtype."""
 
@@ -295,13 +347,13 @@ class FSDPMemory(MemoryModel):
 
     def gathered(self, size: ModelSize, run: Layout, *, backward: bool) -> int:
         reduced = 4 * max(size.blocks(), default=0) if backward else 0  # a block's whole gradients in fp32
-        return run.itemsize * size.two_blocks + reduced
+        return (4 if self.autocasts else run.itemsize) * size.two_blocks + reduced
 
     def step(self, size: ModelSize, run: Layout) -> int:
         return 4 * _sharded(size, run, trained_only=True) if run.on_cuda and not self.offloads else 0
 
     def full_copy(self, size: ModelSize, run: Layout) -> Memory:
-        return gathered_copy(size, run, run.itemsize)
+        return gathered_copy(size, run, self.full_itemsize(run))
 
 
 def _sharded(size: ModelSize, run: Layout, *, trained_only: bool = False) -> int:

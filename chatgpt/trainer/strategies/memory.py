@@ -7,8 +7,9 @@ Numbers are bytes of the rank that holds most. Left out: activations and the key
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Layout:
     """share the host's memory; None: all of them"""
     precision: Literal['fp32', 'bf16', 'fp16'] = 'fp32'
     on_cuda: bool = True
-    optimizer: Literal['adamw', 'sgd'] = 'adamw'
+    optimizer: Literal['adamw', 'adamw8bit', 'paged_adamw8bit', 'sgd'] = 'adamw'
     stream_blocks: bool = False
 
     @property
@@ -103,9 +104,9 @@ class Layout:
         return 4 if self.precision == 'fp32' else 2
 
     @property
-    def slots(self) -> int:
-        """Optimizer states per trained number, each fp32."""
-        return 2 if self.optimizer == 'adamw' else 0
+    def slots(self) -> float:
+        """Optimizer states per trained number, in numbers of fp32; those of 8 bits have a scale for 256 of them."""
+        return {'adamw': 2.0, 'sgd': 0.0}.get(self.optimizer, 2 * (1 / 4 + 1 / 256))
 
     @property
     def on_machine(self) -> int:
@@ -123,11 +124,22 @@ class MemoryModel:
     """what can wait in host memory does"""
     bucket_bytes: int = 0
     """of a sum of gradients"""
+    atoms: int = 0
+    """of an exact run, whose sums of gradients wait for each other; 0: it is an ordinary one"""
 
     whole: ClassVar[bool] = True
     """False: weights are held or gathered in the compute dtype, and no rank keeps whole gradients in fp32"""
     streams: ClassVar[bool] = False
     """whether `stream_blocks` generates without a full copy on the device"""
+
+    @property
+    def autocasts(self) -> bool:
+        """Computes from weights in fp32, under autocast."""
+        return self.whole or self.atoms > 0
+
+    def full_itemsize(self, run: Layout) -> int:
+        """Bytes of a number while generating: an exact run does so in fp32."""
+        return 4 if self.atoms else run.itemsize
 
     @property
     def places_frozen(self) -> bool:
@@ -144,8 +156,10 @@ class MemoryModel:
         memory = Memory()
         memory.add(f'{name} weights', 4 * weights, host=self.offloads)
         memory.add(f'{name} gradients', 4 * trained, host=self.offloads)
+        waiting = max(self.atoms // run.num_processes, 1).bit_length() - 1
+        memory.add(f'{name} waiting gradients', 4 * trained * waiting, host=self.offloads)
         memory.add(f'{name} optimizer', 4 * run.slots * trained, host=self.offloads)
-        if run.optimizer == 'adamw':
+        if run.optimizer != 'sgd':
             memory.add(f'{name} optimizer', 4 * num_trained, host=True)  # a step count for each parameter
         return memory
 
@@ -167,11 +181,17 @@ class MemoryModel:
     def full_copy(self, size: ModelSize, run: Layout) -> Memory:
         """Of the whole weights that generation needs, beside what is there already; adapters are folded in."""
         memory = Memory()
-        if run.precision != 'fp32':
-            memory.add('full copy', run.itemsize * size.total)
+        itemsize = self.full_itemsize(run)
+        if itemsize < 4:
+            memory.add('full copy', itemsize * size.total)
         else:
-            memory.add('weights before merging', run.itemsize * size.adapted)
+            memory.add('weights before merging', itemsize * size.adapted)
         return memory
+
+
+def atoms_of(options: Mapping[str, Any]) -> int:
+    """`MemoryModel.atoms` out of a strategy's options."""
+    return int(options.get('atoms', 8)) if options.get('reproducible') else 0
 
 
 def gathered_copy(size: ModelSize, run: Layout, itemsize: int) -> Memory:

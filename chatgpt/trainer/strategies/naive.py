@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.trainer.strategies.exact import Reproducible
 from chatgpt.trainer.strategies.precision import Precision
 from chatgpt.trainer.strategies.ranks import OneProcess
 
@@ -24,5 +27,8 @@ class NaiveStrategy(Strategy):
         *,
         device: str | torch.device | None = None,
         deterministic: bool = False,
+        reproducible: Reproducible = None,
+        atoms: int = 8,
     ) -> None:
-        super().__init__(seed, precision, ranks=OneProcess(device), deterministic=deterministic)
+        options: Any = {'deterministic': deterministic, 'reproducible': reproducible, 'atoms': atoms}
+        super().__init__(seed, precision, ranks=OneProcess(device), **options)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.trainer.strategies.exact import Reproducible
 from chatgpt.trainer.strategies.items import is_pair
 from chatgpt.trainer.strategies.registry import STRATEGIES
 
@@ -22,6 +23,8 @@ def strategy_by_name(
     meta_init: bool = True,
     timeout_s: float = 1800.0,
     deterministic: bool = False,
+    reproducible: Reproducible = None,
+    atoms: int = 8,
 ) -> Strategy:
     """A new strategy of a registered name, or of `module:Class`.
 
@@ -29,6 +32,7 @@ def strategy_by_name(
         meta_init: where the strategy can, models are built on the meta device, so no rank holds a whole model.
         timeout_s: a rank that keeps the others waiting longer ends the run, by name.
         deterministic: repeat a run on a GPU more exactly, at a price (docs/strategies.md).
+        reproducible, atoms: 'exact' gives the same bits in every layout that divides `atoms` (docs/strategies.md).
 
     Raises:
         ValueError: a name that is not known, or one that does not fit the processes that were started.
@@ -43,7 +47,15 @@ def strategy_by_name(
         raise ValueError(f'{cls.__name__} cannot be made by name: its constructor must take seed and precision')
     if deterministic and 'deterministic' not in taken:
         raise ValueError(f'deterministic: {cls.__name__} takes no such option; leave it out')
-    further = {'meta_init': meta_init, 'timeout_s': timeout_s, 'deterministic': deterministic}
+    if reproducible is not None and 'reproducible' not in taken:
+        raise ValueError(f'reproducible: {cls.__name__} takes no such option; leave it out')
+    further = {
+        'meta_init': meta_init,
+        'timeout_s': timeout_s,
+        'deterministic': deterministic,
+        'reproducible': reproducible,
+        'atoms': atoms,
+    }
     return cls(seed=seed, precision=precision, **{k: v for k, v in further.items() if k in taken} | dict(entry.options))
 
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from chatgpt.checkpoint.files import load_object, load_tensors
 from chatgpt.checkpoint.layout import CheckpointMismatch, DictReader, TensorReader
 from chatgpt.checkpoint.reader import CheckpointReader
+from chatgpt.trainer.strategies.exact import TreeSum
 from chatgpt.trainer.strategies.precision import LossScaler
 
 
@@ -33,6 +34,8 @@ class Trained:
     names: list[list[str]]
     """parameter names as in `user_model`, for each parameter group, in the group's order"""
     scaler: LossScaler | None = None
+    tree: TreeSum | None = None
+    """of gradients, where their sum has one order"""
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The optimizer's parameters under the names they have in `user_model`."""

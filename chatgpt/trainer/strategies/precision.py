@@ -57,10 +57,10 @@ class LossScaler:
 @contextmanager
 def lora_merged(module: nn.Module) -> Iterator[None]:
     """Adapters folded into the weights inside; the weights' exact bits restored after. Nothing happens without
-    adapters."""
+    adapters, and with weights that other models share."""
     from chatgpt.nn import lora
 
-    with lora.merged(module) if lora.has_lora(module) else nullcontext():
+    with lora.merged(module) if lora.can_fold(module) else nullcontext():
         yield
 
 
@@ -68,18 +68,28 @@ def cast_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A deep copy with floating parameters in `dtype` and LoRA folded in, made without a copy in fp32 on the way.
 
     Weights are folded in fp32 and rounded once; the copy's own adapters are zero, so it computes, saves and folds as it
-    stands. Buffers keep their dtype: rotary frequencies and the like lose their meaning in 16 bits.
+    stands. What a shared trunk holds is not copied, and its adapters are cast beside it. Buffers keep their dtype:
+    rotary frequencies and the like lose their meaning in 16 bits.
     """
     from chatgpt.nn import lora
+    from chatgpt.nn.quantized import NF4Linear
 
     memo: dict[int, Any] = {}
     with lora_merged(module):
+        for part in module.modules():
+            if isinstance(part, NF4Linear):
+                memo[id(part)] = part
         for parameter in module.parameters():
+            if lora.is_shared(parameter):
+                memo[id(parameter)] = parameter
+                continue
             data = parameter.detach()
             data = data.to(dtype, copy=True) if data.is_floating_point() else data.clone()
             memo[id(parameter)] = nn.Parameter(data, requires_grad=False)
         copied = copy.deepcopy(module, memo)
     for layer in lora.lora_layers(copied).values():
+        if layer.shares_base:
+            continue
         layer.saved = None  # the base weights, which the copy would keep alive in fp32
         layer.merged = False
         layer.lora_B.zero_()

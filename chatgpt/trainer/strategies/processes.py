@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from chatgpt.trainer.strategies.base import Strategy
+from chatgpt.trainer.strategies.exact import Reproducible
 from chatgpt.trainer.strategies.gloo_exit import finish_gloo_at_exit
 from chatgpt.trainer.strategies.guard import FailureGuard, Whereabouts
 from chatgpt.trainer.strategies.host_memory import keep_freed_memory
@@ -208,10 +209,13 @@ class ProcessGroupStrategy(Strategy):
         device: str | torch.device | None = None,
         timeout_s: float = 1800.0,
         deterministic: bool = False,
+        reproducible: Reproducible = None,
+        atoms: int = 8,
     ) -> None:
         check_precision(precision)  # before anything is joined
         ranks = ProcessGroup(device, timeout_s, type(self).__name__)
-        super().__init__(seed, precision, ranks=ranks, deterministic=deterministic)
+        options: Any = {'deterministic': deterministic, 'reproducible': reproducible, 'atoms': atoms}
+        super().__init__(seed, precision, ranks=ranks, **options)
 
     @property
     def timeout_s(self) -> float:
@@ -221,6 +225,18 @@ class ProcessGroupStrategy(Strategy):
     @timeout_s.setter
     def timeout_s(self, seconds: float) -> None:
         self.ranks.timeout_s = seconds
+
+    def fill_gradients(self, parameters: list[Tensor]) -> list[Tensor]:
+        """Those that have a gradient on any rank; where this one has none, it is zero from now on. A collective."""
+        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=self.device)
+        with self.ranks.whereabouts.waiting():
+            dist.all_reduce(used, dist.ReduceOp.MAX)
+            flags = used.tolist()
+        found = [parameter for parameter, flag in zip(parameters, flags, strict=True) if flag]
+        for parameter in found:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return found
 
     @torch.no_grad()
     def take_weights_of_rank_0(self, model: nn.Module, bucket_bytes: int = 0) -> None:

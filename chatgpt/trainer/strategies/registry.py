@@ -121,7 +121,7 @@ def name_of(strategy: Strategy) -> str:
     cls = type(strategy)
     own = {name: entry for name, entry in STRATEGIES.items() if _is_of(entry, cls)}
     model = cls.memory_model(**strategy.options)
-    same = [name for name, entry in own.items() if entry.memory_model() == model]
+    same = [name for name, e in own.items() if cls.memory_model(**{**strategy.options, **e.options}) == model]
     if not own:
         STRATEGIES[f'{cls.__module__}:{cls.__qualname__}'] = StrategyEntry(cls)
     return next(iter([*same, *own]), f'{cls.__module__}:{cls.__qualname__}')

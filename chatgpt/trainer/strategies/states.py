@@ -17,6 +17,18 @@ from torch.optim import Optimizer
 
 from chatgpt.checkpoint.layout import CheckpointMismatch, Piece, TensorReader
 
+
+def refuse_shared(model: nn.Module, strategy: str) -> None:
+    """Raises ValueError for a role of a shared trunk, under a strategy that shards weights."""
+    from chatgpt.nn.lora import is_shared
+
+    if any(is_shared(p) for p in model.parameters()):
+        raise ValueError(
+            f'{strategy} shards weights, and this {type(model).__name__} shares them with other models (SharedTrunk); '
+            'use NaiveStrategy or DDPStrategy'
+        )
+
+
 CHUNK = 1 << 24
 """elements copied at a time, so that loading needs a bounded buffer"""
 
@@ -29,12 +41,14 @@ MACHINERY = {'params', 'foreach', 'fused', 'capturable', 'differentiable'}
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Parameters and persistent buffers, each once, and the further names of tied ones: ({name: tensor}, {alias:
-    name})."""
+    name}). What a shared trunk holds is left out: nothing trains it, and it comes from where the trunk came from."""
+    from chatgpt.nn.lora import is_shared
+
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or is_shared(tensor):
             continue
         if id(tensor) in first:
             aliases[name] = first[id(tensor)]
@@ -185,7 +199,8 @@ def load_slots(
             else:
                 value = reader.read(f'{name}/{slot}', 0, math.prod(shape)).reshape(shape)
                 value = value.to(slot_device(optimizer, parameter, shape), copy=True)
-            optimizer.state[parameter][slot] = value
+            counts = slot == 'step' and type(optimizer).__module__.startswith('bitsandbytes')  # which wants a plain int
+            optimizer.state[parameter][slot] = int(value) if counts else value
 
 
 def slots_by_parameter(names: Iterable[str]) -> dict[str, list[str]]:

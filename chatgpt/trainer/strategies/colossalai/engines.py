@@ -24,6 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from chatgpt.trainer.strategies.exact import tree_reduce_scatter
+from chatgpt.trainer.strategies.processes import buckets
+
 
 @dataclass
 class Shard:
@@ -267,6 +270,35 @@ class ZeroEngine(TrainedEngine):
         else:
             with self.optimizer.no_sync():
                 self.optimizer.backward(loss)
+
+    def accumulate(self, loss: Tensor) -> None:
+        """Add the gradient of `loss` to those of the working weights, and leave ranks alone."""
+        with self.optimizer.no_sync():
+            loss.backward()
+
+    @torch.no_grad()
+    def summed_shards(self, parameters: list[Tensor], bucket_numel: int) -> dict[int, Tensor]:
+        """Takes the gradients of working weights: this rank's part of their sums over ranks, by the parameters' ids."""
+        shards: dict[int, Tensor] = {}
+        for bucket in buckets(parameters, 4 * bucket_numel):
+            sizes = [self.optimizer.working_to_master_param[id(p)].numel() for p in bucket]
+            rows = []
+            for parameter, size in zip(bucket, sizes, strict=True):
+                assert parameter.grad is not None
+                flat, parameter.grad = parameter.grad.reshape(-1), None
+                rows.append(nn.functional.pad(flat, (0, size * self.world_size - flat.numel())).view(-1, size))
+            part = tree_reduce_scatter(torch.cat(rows, dim=1).view(-1))
+            shards |= zip(map(id, bucket), part.split(sizes), strict=True)
+        return shards
+
+    def set_shards(self, shards: dict[int, Tensor]) -> None:
+        """Makes them the gradients that the next step takes."""
+        for group, parameters in self.optimizer._working_param_groups.items():
+            for parameter in parameters:
+                if id(parameter) in shards:
+                    store = self.optimizer.pid_to_grad_store[id(parameter)]
+                    for _ in range(1 if self.optimizer._partition_grads else self.world_size):  # it reads its rank's
+                        store.append_gradients_by_param_id(shards[id(parameter)], group, id(parameter))
 
     def norm(self) -> float:
         if not self.optimizer._partition_grads and any(p.grad is not None for p in self.trained()):

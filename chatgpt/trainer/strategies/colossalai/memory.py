@@ -60,10 +60,17 @@ class ZeroMemory(_Masters):
     stage: int = 1
 
     def weights(self, size: ModelSize, run: Layout) -> int:
-        return run.itemsize * size.total
+        return self._itemsize(run) * size.total
 
     def gradients(self, size: ModelSize, run: Layout) -> int:
-        return run.itemsize * (size.trained if self.stage == 1 else _share(size, run, trained_only=True))
+        sums = 1
+        if self.atoms:
+            sums += max(self.atoms // run.num_processes, 1).bit_length() - 1  # those that wait for each other
+        held = size.trained if self.stage == 1 else _share(size, run, trained_only=True)
+        return self._itemsize(run) * held * sums
+
+    def _itemsize(self, run: Layout) -> int:
+        return 4 if self.atoms else run.itemsize
 
     def step(self, size: ModelSize, run: Layout) -> int:
         return 0 if self.offloads else 2 * run.itemsize * min(size.trained, 12 * 2**20)

@@ -52,6 +52,12 @@ def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
                 raise ValueError(f'{name}={options[name]!r} {reason}; leave it at {defaults[name]!r}')
 
     check_stream_blocks(options['stream_blocks'])
+    if options['reproducible'] is not None and (stage == 3 or precision == 'fp16'):
+        what = 'Gemini (stage=3) keeps gradients in 16 bits' if stage == 3 else "precision='fp16' is scaled by upstream"
+        raise ValueError(
+            f"reproducible='exact': {what}, which no other strategy repeats; use stage=1 or 2 in fp32 or bf16, or "
+            'FSDPStrategy'
+        )
     if stage < 3:
         if options['stream_blocks'] is True:
             raise ValueError(

@@ -50,7 +50,8 @@ from chatgpt.trainer.strategies.colossalai.states import (
     model_pieces,
     optimizer_pieces,
 )
-from chatgpt.trainer.strategies.memory import MemoryModel
+from chatgpt.trainer.strategies.exact import Reproducible, exact_norm
+from chatgpt.trainer.strategies.memory import MemoryModel, atoms_of
 from chatgpt.trainer.strategies.offload import Offloaded
 from chatgpt.trainer.strategies.precision import Precision, lora_merged
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
@@ -114,6 +115,8 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         device: str | torch.device | None = None,
         timeout_s: float = 1800.0,
         deterministic: bool = False,
+        reproducible: Reproducible = None,
+        atoms: int = 8,
     ) -> None:
         given = dict(locals())
         signature = inspect.signature(ColossalAIStrategy).parameters
@@ -125,7 +128,16 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             )
         check_kernels(stage)
         import_colossalai()
-        super().__init__(seed, precision, device=device, timeout_s=timeout_s, deterministic=deterministic)
+        self.ranks_below = stage == 2
+        super().__init__(
+            seed,
+            precision,
+            device=device,
+            timeout_s=timeout_s,
+            deterministic=deterministic,
+            reproducible=reproducible,
+            atoms=atoms,
+        )
         bridge()
         self.stage, self.placement_policy, self.max_norm = stage, placement_policy, max_norm
         self.supports_unused = stage < 3
@@ -134,9 +146,9 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         """by id of the module the user built"""
 
     @classmethod
-    def memory_model(cls, stage: int = 3, placement_policy: Placement = 'cuda', **_: Any) -> MemoryModel:
+    def memory_model(cls, stage: int = 3, placement_policy: Placement = 'cuda', **options: Any) -> MemoryModel:
         offloads = placement_policy == 'cpu'
-        return GeminiMemory(offloads) if stage == 3 else ZeroMemory(offloads, stage=stage)
+        return GeminiMemory(offloads) if stage == 3 else ZeroMemory(offloads, stage=stage, atoms=atoms_of(options))
 
     # ------------------------------------------------------------------ models
 
@@ -190,6 +202,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         """
         from colossalai.booster import Booster
 
+        states.refuse_shared(model, type(self).__name__)
         fresh = any(p.is_meta for p in model.parameters())
         if fresh:
             tensors: Iterable[tuple[str, Tensor]] = _on_demand(model, optimizer)
@@ -229,7 +242,9 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
 
         options, cuda = self.options, self.device.type == 'cuda'
-        common = {name: options[name] for name in FP16_ONLY} | {'precision': self.precision}
+        # Exact in bf16 is what the other strategies compute under autocast, from weights in fp32.
+        precision = self.precision if self.exact is None else 'fp32'
+        common = {name: options[name] for name in FP16_ONLY} | {'precision': precision}
         if self.stage < 3:
             plugin = LowLevelZeroPlugin(
                 stage=self.stage,
@@ -313,7 +328,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         from chatgpt.nn import lora
         from chatgpt.nn.dropout import in_eval_mode
 
-        module, dtype = self.unwrap(model), dtype or self._dtype
+        module, dtype = self.unwrap(model), dtype or self.full_dtype
         engine = self._engines.get(id(module))
         if engine is None:
             with super().full_model(model, dtype) as full:
@@ -326,7 +341,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             with streamed(full, mapped, self.device) if on_disk is None else nullcontext():
                 yield full
             return
-        if self.stage < 3 and dtype == self._dtype and not has_lora:
+        if self.stage < 3 and dtype == (self._dtype if self.exact is None else torch.float32) and not has_lora:
             with in_eval_mode(module):
                 yield module
             return
@@ -368,11 +383,58 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             engine.sync = True
 
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:
-        self._engine(optimizer).backward(loss * self.world_size)  # upstream takes the mean over ranks
+        engine = self._engine(optimizer)
+        if self.exact is None:
+            engine.backward(loss * self.world_size)  # upstream takes the mean over ranks
+        else:
+            assert isinstance(engine, ZeroEngine)
+            engine.accumulate(loss)
+
+    def end_atom(self, optimizer: Optimizer) -> None:
+        pair = self.trained(optimizer)
+        if pair.tree is None:
+            return
+        parameters = self._engine(optimizer).trained()
+        if self.ranks_below:
+            shards = self._summed_shards(optimizer)
+            pair.tree.add([shards.get(id(p)) for p in parameters])
+            return
+        pair.tree.add([p.grad for p in parameters])
+        for parameter in parameters:
+            parameter.grad = None
+
+    def _summed_shards(self, optimizer: Optimizer) -> dict[int, Tensor]:
+        engine = self._engine(optimizer)
+        assert isinstance(engine, ZeroEngine)
+        return engine.summed_shards(self.fill_gradients([*engine.trained()]), self.options['reduce_bucket_size'])
+
+    def _exact_step(self, optimizer: Optimizer, max_norm: float | None) -> float:
+        engine, tree = self._engine(optimizer), self.trained(optimizer).tree
+        assert isinstance(engine, ZeroEngine) and tree is not None and self.exact is not None
+        total = tree.finish(self.exact.atoms // self.world_size)
+        if self.ranks_below:
+            shards = {id(p): g for p, g in zip(engine.trained(), total, strict=True) if g is not None}
+        else:
+            for parameter, gradient in zip(engine.trained(), total, strict=True):
+                parameter.grad = gradient
+            shards = self._summed_shards(optimizer)
+        norm = exact_norm(shards.values(), self.device, self.all_reduce)
+        if math.isfinite(norm):
+            if max_norm is not None:
+                factor = min(1.0, max_norm / (norm + 1e-6))
+                for shard in shards.values():
+                    shard.mul_(factor)
+            engine.set_shards(shards)
+            engine.step(norm, None)
+        else:
+            engine.overflow()
+        return norm
 
     def optimizer_step(self, optimizer: Optimizer, max_norm: float | None = None) -> float:
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f'max_norm={max_norm} must be positive; None turns clipping off')
+        if self.exact is not None:
+            return self._exact_step(optimizer, max_norm or self.max_norm or None)
         engine = self._engine(optimizer)
         norm = engine.norm()
         if math.isfinite(norm):
@@ -382,6 +444,8 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         return norm
 
     def discard_gradients(self, optimizer: Optimizer) -> None:
+        if (tree := self.trained(optimizer).tree) is not None:
+            tree.clear()
         self._engine(optimizer).discard()
 
     # ------------------------------------------------------------------ weights and optimizer states

@@ -1,0 +1,241 @@
+"""The short runs of one_hash.py: every method, 20 optimizer steps on recorded or drawn tokens.
+
+python benchmarks/one_hash_runs.py JOBS.json       # a list of `Job`s, under any launcher
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chatgpt.dataset import TokenizedPreference
+from chatgpt.nn import Actor, Critic, RewardModel
+from chatgpt.nn.heads import critic_head
+from chatgpt.testing.fakes import tiny_config
+from chatgpt.trainer import DPOTrainer, PPOTrainer, RewardModelTrainer, SFTTrainer
+from chatgpt.trainer.callbacks import Callback, ProgressBar, SaveCheckpoint
+from chatgpt.trainer.strategies import ColossalAIStrategy, DDPStrategy, FSDPStrategy, NaiveStrategy
+from chatgpt.types import Sequence
+
+OFFLINE = ('dpo', 'sft', 'reward model')
+METHODS = ('ppo', 'shared trunk', 'lora', 'grpo', *OFFLINE)
+STRATEGIES: dict[str, Any] = {
+    'naive': lambda **kw: NaiveStrategy(**kw),
+    'ddp': lambda **kw: DDPStrategy(**kw),
+    'fsdp': lambda **kw: FSDPStrategy(**kw),
+    'zero1': lambda **kw: ColossalAIStrategy(stage=1, **kw),
+    'zero2': lambda **kw: ColossalAIStrategy(stage=2, **kw),
+}
+UPDATES, PER_PHASE = 20, 4
+FLIPPED_AT = KILLED_AT = 10
+"""updates done before; in the middle of the third phase"""
+FLIPPED_BIT = 20
+SMALL: dict[str, Any] = {'vocab_size': 64, 'hidden': 36, 'layers': 2, 'heads': 2, 'positions': 64}
+LARGE: dict[str, Any] = {'vocab_size': 512, 'hidden': 256, 'layers': 4, 'heads': 4, 'positions': 128}
+"""of the measurement of the cost: arithmetic outweighs Python, as in a real run"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run."""
+
+    method: str
+    precision: str
+    strategy: str
+    folder: str
+    seed: int = 1
+    exact: bool = True
+    updates: int = UPDATES
+    kill: bool = False
+    """by SIGKILL, amid a phase, on the last rank"""
+    flip: bool = False
+    """one bit of one gradient"""
+    resume: bool = False
+
+
+class Killed(Callback):
+    def on_learn_batch_end(self, trainer: Any, metrics: Any) -> None:
+        if trainer.num_updates == KILLED_AT and trainer.strategy.rank == trainer.strategy.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Flipped(Callback):
+    """One bit of one element of one gradient, in one backward."""
+
+    def on_learn_batch_start(self, trainer: Any) -> None:
+        if trainer.num_updates != FLIPPED_AT:
+            return
+        model = next(iter(trainer.models().values()))
+        parameter = next(p for p in reversed(list(model.parameters())) if p.requires_grad)
+
+        def flip(gradient: Tensor) -> Tensor:
+            handle.remove()
+            changed = gradient.clone()
+            at = int(changed.flatten().abs().argmax())
+            changed.view(-1).view(torch.int32)[at] ^= 1 << FLIPPED_BIT
+            return changed
+
+        handle = parameter.register_hook(flip)
+
+
+def run(job: Job, sizes: dict[str, Any] = SMALL) -> None:
+    """Train it to its end, with a checkpoint after every phase."""
+    callbacks: list[Any] = [SaveCheckpoint(interval=1), ProgressBar(enabled=False)]
+    callbacks += [Killed()] * job.kill + [Flipped()] * job.flip
+    with strategy_of(job) as strategy:
+        trainer = trainer_of(job, strategy, sizes, callbacks=callbacks, run_dir=job.folder)
+        if job.resume:
+            trainer.load_checkpoint('auto')
+        fit(trainer, job.updates)
+
+
+def strategy_of(job: Job) -> Any:
+    exact = {'reproducible': 'exact'} if job.exact else {}
+    return STRATEGIES[job.strategy](seed=job.seed, precision=job.precision, device='cpu', **exact)
+
+
+def fit(trainer: Any, updates: int) -> None:
+    if isinstance(trainer, PPOTrainer):
+        trainer.fit(prompts(), 1, updates // PER_PHASE, 1)
+    else:
+        trainer.fit()
+
+
+def trainer_of(job: Job, strategy: Any, sizes: dict[str, Any], **kwargs: Any) -> Any:
+    torch.manual_seed(job.seed)
+    kwargs |= {'max_grad_norm': 0.5}
+    if job.method in OFFLINE:
+        return offline(job, strategy, sizes, **kwargs)
+    return online(job, strategy, sizes, **kwargs)
+
+
+def offline(job: Job, strategy: Any, sizes: dict[str, Any], **kwargs: Any) -> Any:
+    from transformers import AutoModel
+
+    config = tiny_config('gpt2', **sizes, dropout=0.1 if job.method == 'sft' else 0.0)
+    kwargs |= {'train_batch_size': 16, 'max_epochs': job.updates // PER_PHASE, 'log_interval': PER_PHASE}
+    count = 16 * PER_PHASE
+    if job.method == 'reward model':
+        model = RewardModel(AutoModel.from_config(config))
+        model, optimizer = strategy.prepare((model, optimizer_of(strategy, model)))
+        return RewardModelTrainer(strategy, model, optimizer, pairs(count, sizes), **kwargs)
+    actor = actor_of(config)
+    further = {'initial_model': strategy.prepare(deepcopy(actor))} if job.method == 'dpo' else {}
+    actor, optimizer = strategy.prepare((actor, optimizer_of(strategy, actor)))
+    make, data = (SFTTrainer, sequences(count, sizes)) if job.method == 'sft' else (DPOTrainer, pairs(count, sizes))
+    return make(strategy, actor, optimizer, data, **further, **kwargs)
+
+
+def online(job: Job, strategy: Any, sizes: dict[str, Any], **kwargs: Any) -> Any:
+    from transformers import AutoModel
+
+    config = tiny_config('gpt2', **sizes)
+    actor = actor_of(config, lora_rank=4 if job.method == 'lora' else 0)
+    reward = RewardModel(AutoModel.from_config(config))
+    initial = None if job.method == 'lora' else deepcopy(actor)
+    if job.method == 'shared trunk':
+        actor.value_head = critic_head(sizes['hidden'])
+    reward = strategy.prepare(reward)
+    initial = strategy.prepare(initial) if initial is not None else None
+    critic = critic_optimizer = None
+    if job.method in ('ppo', 'lora'):
+        critic = Critic(AutoModel.from_config(config))
+        critic, critic_optimizer = strategy.prepare((critic, optimizer_of(strategy, critic)))
+    actor, optimizer = strategy.prepare((actor, optimizer_of(strategy, actor)))
+    settings: dict[str, Any] = {
+        'experience_batch_size': 32,
+        'train_batch_size': 16,
+        'max_epochs': PER_PHASE // 2,
+        'max_new_tokens': 12 if sizes is SMALL else 48,
+        'eos_token_id': 2,
+        'score_scaling': 'running',
+        'kl_target': 3.0,
+    }
+    if job.method == 'grpo':
+        settings |= {'advantage_estimator': 'grpo', 'experience_batch_size': 8, 'num_samples_per_prompt': 4}
+        settings |= {'kl_in': 'loss', 'kl_target': None, 'score_scaling': 'none'}
+    settings |= kwargs
+    return PPOTrainer(strategy, actor, critic, reward, initial, optimizer, critic_optimizer, **settings)
+
+
+def actor_of(config: Any, **kw: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return Actor(AutoModelForCausalLM.from_config(config), **kw)
+
+
+def optimizer_of(strategy: Any, module: nn.Module) -> Any:
+    return strategy.make_optimizer(
+        [p for p in module.parameters() if p.requires_grad], lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+    )
+
+
+def ids(generator: torch.Generator, length: int, sizes: dict[str, Any]) -> Tensor:
+    return torch.randint(3, sizes['vocab_size'], (length,), generator=generator)
+
+
+def prompts() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [ids(generator, 1 + i % 7, SMALL) for i in range(48)]
+
+
+def sequences(count: int, sizes: dict[str, Any]) -> list[Sequence]:
+    generator, longest = torch.Generator().manual_seed(6), 18 if sizes is SMALL else 56
+    return [
+        Sequence(
+            prompt_ids=ids(generator, 1 + i % 5, sizes),
+            response_ids=ids(generator, n, sizes),
+            response_mask=torch.arange(n) % 4 != 1,
+        )
+        for i, n in enumerate(torch.randint(1, longest, (count,), generator=generator).tolist())
+    ]
+
+
+def pairs(count: int, sizes: dict[str, Any]) -> list[TokenizedPreference]:
+    generator, found = torch.Generator().manual_seed(7), []
+    for i in range(count):
+        answers = [ids(generator, 1 + (3 * i + j) % (11 if sizes is SMALL else 40), sizes) for j in range(2)]
+        masks = [torch.ones_like(answer, dtype=torch.bool) for answer in answers]
+        found.append(
+            TokenizedPreference(prompt_ids=ids(generator, 1 + i % 4, sizes), responses=answers, response_masks=masks)
+        )
+    return found
+
+
+def cost(method: str, precision: str, strategy: str, pairs_of_runs: int = 3) -> dict[str, list[float]]:
+    """Seconds of a phase, of runs that alternate: ordinary, exact, ordinary, ... The first phase of a run is not
+    counted. Nothing is written."""
+    found: dict[str, list[float]] = {'ordinary': [], 'exact': []}
+    for exact in (False, True) * pairs_of_runs:
+        job = Job(method, precision, strategy, '', exact=exact, updates=PER_PHASE)
+        with strategy_of(job) as made:
+            trainer = trainer_of(job, made, LARGE, callbacks=[ProgressBar(enabled=False)])
+            seconds = []
+            for _ in range(3):
+                made.barrier()
+                start = time.perf_counter()
+                fit(trainer, PER_PHASE)
+                made.barrier()
+                seconds.append(time.perf_counter() - start)
+            found['exact' if exact else 'ordinary'].append(statistics.fmean(seconds[1:]))
+    return found
+
+
+def run_all(jobs: list[dict[str, Any]]) -> None:
+    for job in jobs:
+        run(Job(**job))
+
+
+if __name__ == '__main__':
+    run_all(json.loads(Path(sys.argv[1]).read_text()))

@@ -1,0 +1,189 @@
+"""Environments of other systems as this package's: GEM, SkyRL-Gym, Gymnasium, and TRL's classes with tools.
+
+A class is recognised by its methods, whatever it derives from; `adapted` tells how. A function that makes environments
+does not show what it makes: wrap it, as `Adapter(GymEnvironment, make)` or `ToolFactory(make)`. Names choose adapters,
+too. `gem:game:GuessTheNumber-v0-easy`, `gymnasium:MyText-v0` and `skyrl:gsm8k_multi_turn` are made by the registry of
+the package; `tools:package.module:Class` is a class with tools that is not recognised as one, because a tool is called
+`step`; `openenv:ws://host:8000` is a server (`chatgpt.environments.openenv`).
+
+Signatures as in gem-llm 0.1.0, skyrl-gym 0.4.0, Gymnasium 1.4.0.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from chatgpt.environments.base import EnvironmentFactory
+from chatgpt.environments.openenv import openenv_server
+from chatgpt.environments.own_random import OwnRandom
+from chatgpt.environments.tools import ToolFactory
+from chatgpt.registry import load_object
+
+
+class Adapter:
+    """Makes the environments of one shape: `wrapper(make)` for every episode.
+
+    `messages`: whether they speak in messages, so that a chat template is needed and tried out before anything is run.
+    `keeps_stop`: whether they read a turn with its stop string.
+    """
+
+    def __init__(self, wrapper: Callable[[Callable[..., Any]], Any], make: Callable[..., Any]) -> None:
+        self.wrapper, self.make = wrapper, make
+        self.messages, self.keeps_stop = (bool(getattr(wrapper, name, False)) for name in ('messages', 'keeps_stop'))
+        inner = make.func if isinstance(make, partial) else make
+        self.name = self.__qualname__ = getattr(inner, '__qualname__', type(inner).__name__)
+
+    def __call__(self) -> Any:
+        return self.wrapper(self.make)
+
+
+class GymEnvironment:
+    """Gymnasium's shape, over text: reset(seed) gives (observation, info), step(action) five things."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.environment = make()
+
+    def reset(self, seed: int, **columns: Any) -> str:
+        return self._told(*self.environment.reset(seed=seed))
+
+    def step(self, response: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        observation, reward, terminated, truncated, info = self.environment.step(response)
+        return self._told(observation, info), reward, terminated, truncated, _success(info)
+
+    def close(self) -> None:
+        if hasattr(self.environment, 'close'):
+            self.environment.close()
+
+    def _told(self, observation: Any, info: Mapping[str, Any]) -> str:
+        if not isinstance(observation, str):
+            raise TypeError(f'observes {type(observation).__name__}, and a model reads text; wrap it')
+        return observation
+
+
+class GemEnvironment(GymEnvironment):
+    """GEM: as Gymnasium, but it draws from Python's and NumPy's global random numbers, and `info` may hold what stands
+    around an observation."""
+
+    def reset(self, seed: int, **columns: Any) -> str:
+        self._random = OwnRandom(seed)
+        with self._random:
+            return super().reset(seed)
+
+    def step(self, response: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        with self._random:
+            return super().step(response)
+
+    def _told(self, observation: Any, info: Mapping[str, Any]) -> str:
+        return str(info.get('prefix', '')) + super()._told(observation, info) + str(info.get('suffix', ''))
+
+
+class SkyRLEnvironment:
+    """SkyRL-Gym: made for a data row, whose other columns are its `extras`; init(prompt) gives the conversation, and
+    step(action) a dict with observations, reward, done and metadata."""
+
+    messages = True
+    keeps_stop = True  # which closes what they look for, as in <search>...</search>
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self.make = make
+        self.environment: Any = None
+
+    def reset(self, seed: int, prompt: Any = (), **columns: Any) -> list[dict[str, Any]]:
+        wanted = inspect.signature(self.make).parameters
+        takes = 'extras' in wanted or any(p.kind is p.VAR_KEYWORD for p in wanted.values())
+        self.environment = self.make(**({'extras': columns} if takes else {}))
+        messages, _ = self.environment.init([dict(message) for message in prompt])
+        return [dict(message) for message in messages]
+
+    def step(self, response: str) -> tuple[list[dict[str, Any]], float, bool, bool, dict[str, Any]]:
+        answer = self.environment.step(response)
+        if answer.get('postprocessed_action') not in (None, response):
+            raise ValueError(
+                'returned a postprocessed_action, other text than the model wrote, which nothing can be learned from; '
+                'end a turn with stop strings'
+            )
+        messages = [dict(message) for message in answer['observations']]
+        return messages, answer['reward'], bool(answer['done']), False, _success(answer.get('metadata') or {})
+
+    def close(self) -> None:
+        if self.environment is not None and hasattr(self.environment, 'close'):
+            self.environment.close()
+
+
+def adapted(factory: EnvironmentFactory) -> EnvironmentFactory:
+    """What makes this package's environments of a class of another system; anything else as it is.
+
+    - `step` and `init`, no `reset`: SkyRL-Gym;
+    - `step` and a `reset` with `options`: Gymnasium;
+    - `step` and a `reset` whose `seed` may be left out, without further columns: GEM;
+    - `reset`, no `step`, but other methods: a class with tools.
+    """
+    inner: Any = factory.func if isinstance(factory, partial) else factory
+    is_class = isinstance(inner, type)
+    if not is_class:
+        return factory
+    methods = {name for name in dir(inner) if not name.startswith('_') and callable(getattr(inner, name))}
+    if {'step', 'init'} <= methods and 'reset' not in methods:
+        return Adapter(SkyRLEnvironment, factory)
+    if 'step' not in methods and 'reset' in methods and methods - {'reset', 'close'}:
+        return ToolFactory(factory)
+    if not {'step', 'reset'} <= methods:
+        return factory
+    parameters = inspect.signature(inner.reset).parameters
+    if 'options' in parameters:
+        return Adapter(GymEnvironment, factory)
+    columns = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if 'seed' in parameters and parameters['seed'].default is None and not columns:
+        return Adapter(GemEnvironment, factory)
+    return factory
+
+
+def _gem(name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
+    return Adapter(GemEnvironment, _made_by('gem', 'gem-llm', name, options))
+
+
+def _skyrl(name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
+    return Adapter(SkyRLEnvironment, _made_by('skyrl_gym', 'skyrl-gym', name, options))
+
+
+def _gymnasium(name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
+    make = _made_by('gymnasium', 'gymnasium', name, options)
+    example = make()
+    for space in (example.observation_space, example.action_space):
+        if type(space).__name__ != 'Text':
+            raise ValueError(f'gymnasium:{name} has a space {space!r:.60}, and a model reads and writes text; wrap it')
+    example.close()
+    return Adapter(GymEnvironment, make)
+
+
+def _tools(name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
+    made = load_object(name)
+    return ToolFactory(partial(made, **options) if options else made)
+
+
+def _made_by(module: str, package: str, name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """`make` of an environment package's registry, for one name."""
+    try:
+        registry = importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f'the environment {name!r} is one of {package}, which is not installed ({error})') from None
+    return partial(registry.make, name, **options)
+
+
+ADAPTERS: dict[str, Callable[[str, Mapping[str, Any]], EnvironmentFactory]] = {
+    'gem': _gem,
+    'skyrl': _skyrl,
+    'gymnasium': _gymnasium,
+    'tools': _tools,
+    'openenv': openenv_server,
+}
+"""what a name begins with, and what makes environments of the rest of the name"""
+
+
+def _success(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Of another system's `info`, what means something here."""
+    return {'success': bool(info['success'])} if isinstance(info.get('success'), bool) else {}

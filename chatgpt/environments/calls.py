@@ -1,0 +1,107 @@
+"""Tool calls in what a model wrote, where its tokenizer has no response template to read them with.
+
+A chat template shows the form: Hermes and Qwen write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`,
+Llama 3 a bare `{"name": ..., "parameters": {...}}`, Mistral `[TOOL_CALLS] [{"name": ..., "arguments": {...}}]` or
+`[TOOL_CALLS]name[ARGS]{...}`. A turn whose calls cannot be read has none: it is text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_THINKING = re.compile(r'\A\s*(?:<think>)?(.*?)</think>\s*', re.DOTALL)
+_TAGGED = re.compile(r'<tool_call>\s*(.*?)\s*</tool_call>', re.DOTALL)
+_MARK = '[TOOL_CALLS]'
+_NAMED = re.compile(r'\s*([\w.\-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?\[ARGS\]\s*')
+
+Found = tuple[str, list[Any]]
+"""the text around the calls, and the calls"""
+
+
+def reader(template: str) -> Callable[[str], dict[str, Any]] | None:
+    """What reads a turn's text as a message of the assistant, in the form that a chat template writes calls in; None
+    where the form is none of those above."""
+    if '<tool_call>' in template and '<function=' not in template and '<arg_key>' not in template:
+        find = _tagged
+    elif _MARK in template:
+        find = _marked
+    elif '"parameters"' in template and '"name"' in template:
+        find = _bare
+    else:
+        return None
+    return lambda text: _message(text, find)
+
+
+def checked_calls(calls: Any) -> list[dict[str, Any]]:
+    """Calls as messages hold them: [{'type': 'function', 'function': {'name', 'arguments'}, 'id'?}].
+
+    Raises:
+        ValueError: something else stands there.
+    """
+    checked = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get('function', call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get('name'), str):
+            raise ValueError(f'{call!r:.80} is no call of a tool')
+        arguments = function.get('arguments', function.get('parameters'))
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        if not isinstance(arguments, Mapping | None):
+            raise ValueError(f'the arguments {arguments!r:.80} have no names')
+        kind = call.get('type', 'function')
+        kept = {'type': kind, 'function': {'name': function['name'], 'arguments': dict(arguments or {})}}
+        number = call.get('id', function.get('id'))
+        checked.append(kept | ({'id': str(number)} if number is not None else {}))
+    return checked
+
+
+def _message(text: str, find: Callable[[str], Found]) -> dict[str, Any]:
+    thinking = _THINKING.match(text)
+    message: dict[str, Any] = {'role': 'assistant', 'content': text}
+    try:
+        content, calls = find(text[thinking.end() :] if thinking else text)
+        calls = checked_calls(calls)
+    except ValueError:  # of json too
+        return message
+    message['content'] = content.strip()
+    if thinking and thinking[1].strip():
+        message['reasoning_content'] = thinking[1].strip()
+    return message | ({'tool_calls': calls} if calls else {})
+
+
+def _tagged(text: str) -> Found:
+    return _TAGGED.sub('', text), [json.loads(found) for found in _TAGGED.findall(text)]
+
+
+def _marked(text: str) -> Found:
+    before, mark, after = text.partition(_MARK)
+    if not mark:
+        return text, []
+    if not _NAMED.match(after):
+        calls, _ = json.JSONDecoder().raw_decode(after.strip())
+        return before, calls if isinstance(calls, list) else [calls]
+    found = []
+    for part in after.split(_MARK):
+        named = _NAMED.match(part)
+        if named is None:
+            raise ValueError(f'{part!r:.80} is no call of a tool')
+        arguments, _ = json.JSONDecoder().raw_decode(part, named.end())
+        found.append({'name': named[1], 'arguments': arguments} | ({'id': named[2]} if named[2] else {}))
+    return before, found
+
+
+def _bare(text: str) -> Found:
+    """Objects and nothing else; several are set apart by semicolons. Other text is an answer, whatever it quotes."""
+    rest, calls = text.replace('<|python_tag|>', '').strip(), []
+    if not rest.startswith('{'):
+        return text, []
+    while rest:
+        call, end = json.JSONDecoder().raw_decode(rest)
+        if 'name' not in call or not ('parameters' in call or 'arguments' in call):
+            return text, []
+        calls.append(call)
+        rest = rest[end:].lstrip('; \n')
+    return '', calls

@@ -1,0 +1,145 @@
+"""One frozen base model in the memory of several roles: PPO with a critic on one trunk.
+
+    trunk = SharedTrunk.from_pretrained('Qwen/Qwen2.5-7B', quantize='nf4', dtype=torch.bfloat16, device=strategy.device)
+    actor, critic = trunk.actor(lora_rank=16), trunk.critic(lora_rank=16)
+    reward_model = trunk.reward_model(adapter='reward_adapter')
+    initial_model = None                                       # the actor with its adapter off
+
+Each role is a plain `Actor`, `Critic` or `RewardModel`: module trees of their own over the very same base tensors, with
+an adapter and a head of their own. So there is nothing to switch between roles, and nothing is copied.
+
+Left out: sharded strategies, which would cut the base of one role under the feet of another; and encoder-decoders.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from chatgpt.nn.actor import Actor
+from chatgpt.nn.critic import Critic
+from chatgpt.nn.heads import load_head
+from chatgpt.nn.loading import load_causal_lm
+from chatgpt.nn.peft_format import import_peft
+from chatgpt.nn.quantized import NF4Linear, quantize_blocks
+from chatgpt.nn.reward_model import RewardModel
+from chatgpt.nn.sources import fill_model
+
+Quantization = Literal['nf4']
+
+
+class SharedTrunk:
+    """A frozen causal LM, and the roles that are adapters on it.
+
+    Args:
+        model: a causal LM in fp32. It is frozen, cast and quantized in place.
+        quantize: 'nf4' puts the linear layers of the blocks into 4 bits; None leaves them in `dtype`.
+        dtype: of everything that is not quantized; that of the strategy's computation.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, quantize: Quantization | None = None, dtype: torch.dtype = torch.float32
+    ) -> None:
+        if quantize not in (None, 'nf4'):
+            raise ValueError(f"quantize={quantize!r}; give 'nf4' or None")
+        self.model: Any = model
+        self.quantize, self.dtype = quantize, dtype
+        if quantize is not None:
+            quantize_blocks(model, dtype=dtype)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(dtype)
+            parameter.in_shared_trunk = True  # type: ignore[attr-defined]
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained: str | os.PathLike[str],
+        *,
+        quantize: Quantization | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device | None = None,
+        **options: Any,
+    ) -> SharedTrunk:
+        """From a hub name or folder, one block after another, so that the dense model is never whole in memory.
+
+        device: where the base goes; that of the strategy. `options` are those of `chatgpt.nn.loading.load_model`.
+        """
+        with torch.device('meta'):
+            model = load_causal_lm(pretrained, **options)
+
+        def settle(name: str, module: nn.Module) -> None:
+            if device is not None:
+                module.to(device)
+            if quantize is not None and name.rpartition('.')[2].isdigit():  # a block
+                quantize_blocks(module, name, dtype)
+
+        fill_model(model, model.weights_source, settle=settle)
+        trunk = cls(model, dtype=dtype)
+        trunk.quantize = quantize
+        return trunk
+
+    # ------------------------------------------------------------------ roles
+
+    def actor(
+        self,
+        lora_rank: int = 8,
+        *,
+        adapter: str | os.PathLike[str] | None = None,
+        lora_options: Mapping[str, Any] | None = None,
+    ) -> Actor:
+        """The policy. `adapter`: a folder in PEFT's format to start from, in place of a new adapter."""
+        role = Actor(self._view(), 0 if adapter else lora_rank, lora_options=lora_options)
+        return self._adapted(role, adapter)
+
+    def critic(
+        self,
+        lora_rank: int = 8,
+        *,
+        adapter: str | os.PathLike[str] | None = None,
+        value_head: nn.Module | None = None,
+        lora_options: Mapping[str, Any] | None = None,
+    ) -> Critic:
+        """A value model. `adapter`: of a reward model to start from, with its head where it has one."""
+        head = value_head or _head_of(adapter)
+        role = Critic(self._view(), head, 0 if adapter else lora_rank, lora_options=lora_options)
+        return self._adapted(role, adapter)
+
+    def reward_model(
+        self,
+        lora_rank: int = 8,
+        *,
+        adapter: str | os.PathLike[str] | None = None,
+        value_head: nn.Module | None = None,
+        lora_options: Mapping[str, Any] | None = None,
+    ) -> RewardModel:
+        """A reward model: one that was trained as an adapter (`adapter`), or a new one to train."""
+        head = value_head or _head_of(adapter)
+        role = RewardModel(self._view(), head, 0 if adapter else lora_rank, lora_options=lora_options)
+        return self._adapted(role, adapter)
+
+    def _adapted(self, role: Any, adapter: str | os.PathLike[str] | None) -> Any:
+        if adapter is not None:
+            import_peft(role, adapter)
+        return role
+
+    def _view(self) -> Any:
+        """A module tree of its own over the base's very tensors."""
+        memo: dict[int, Any] = {}
+        for module in self.model.modules():
+            if isinstance(module, NF4Linear):
+                memo[id(module)] = module
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            memo[id(tensor)] = tensor
+        return copy.deepcopy(self.model, memo)
+
+
+def _head_of(adapter: str | os.PathLike[str] | None) -> nn.Module | None:
+    return None if adapter is None else load_head(Path(adapter))

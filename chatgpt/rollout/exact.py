@@ -1,0 +1,336 @@
+"""Draws that do not depend on what was generated beside them: a `LocalEngine` whose tokens are those that one canonical
+computation of each sequence alone would have drawn.
+
+A decode's logits differ in their last bits with the shape of its batch, so a token whose uniform number lies next to an
+edge of the cumulative distribution may come out differently on another number of ranks. Every draw whose recorded edge
+distance is within a bound is drawn again from the canonical computation; where the token differs, the rest of the
+response is generated again from there, until nothing is left. The result is the canonical one at every position,
+however the engine batched, so the bound may differ between layouts.
+
+The canonical computation of a position is a forward of that sequence alone, without a cache: one row, filled up to the
+next power of two (at least `BLOCK`, at most the model's positions), and the head over the aligned block of `BLOCK`
+positions. Its shapes follow from the position alone, and a causal model's rows do not depend on what stands after them,
+which `begin` tests to the bit.
+
+The bound. Let no log-prob of the decode differ from the canonical one by more than d, before filters and at the
+sampling's temperature. Split the tokens that a filter kept into those up to an edge, of mass A, and the others, of mass
+B. Both sums change by factors within [exp(-d), exp(d)], so the logit of F = A / (A + B), which is log A - log B, moves
+by at most 2d. The sigmoid is steepest at its middle, hence
+
+    |F - F*| <= sigmoid(d) - sigmoid(-d) = tanh(d / 2)
+
+which is the bound without a filter. A filter keeps the same tokens where the token kept last and the first one left out
+cannot change places, and the mass around `top_p` cannot cross it. Two tokens that change places were within a factor
+exp(2d) of each other, and the smaller had at most half the mass: their gap was at most (exp(2d) - 1) / 2, which is also
+more than a mass can move; it is the bound with a filter. The recorded edge distance is at most each of these margins.
+The rounding of probabilities and of their sums in float64 is a few units of fp32 in each log-prob and belongs to d.
+
+What is assumed, not proven: d. It is `SAFETY` times the largest difference seen between a decoded log-prob and its
+canonical one since `begin`, at least `FLOOR_UNITS` units in the last place; the first `PROBES` responses of each call
+are computed both ways to see it, beside all that are drawn again. A later difference above the d that draws were
+already cleared with raises, so that the assumption fails loudly.
+
+Greedy decoding records no edge: all of it is read again, and needs no bound.
+
+Left out: engines of other programs and processes, whose computation cannot be repeated here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from chatgpt.nn.trunk import text_config
+from chatgpt.rollout.engine import Call, RolloutEngine, changing_shapes
+from chatgpt.rollout.local import LocalEngine
+from chatgpt.rollout.randomness import sample_keys, uniforms
+from chatgpt.rollout.sampling import Draw, SamplingParams, TokenSampler
+from chatgpt.types import FinishReason, Prompt, Sample
+
+if TYPE_CHECKING:
+    from chatgpt.nn import Actor
+
+BLOCK = 32
+"""positions whose logits are computed together"""
+PROBES = 2
+SAFETY = 16.0
+FLOOR_UNITS = 64.0
+
+
+def edge_bound(d: float, *, filtered: bool = False) -> float:
+    """How far from an edge a draw may lie and come out differently, where no log-prob differs by more than d; see the
+    module's docstring."""
+    return math.expm1(2 * d) / 2 if filtered else math.tanh(d / 2)
+
+
+class Change(NamedTuple):
+    """The first position of a response at which the canonical draw is another."""
+
+    position: int
+    draw: Draw
+    """of one row"""
+
+
+class ExactDraws:
+    """A `LocalEngine` with canonical draws: the same samples in any batch, on any number of ranks, in any order.
+
+    Their tokens and finish reasons are canonical. `logprobs`, `filtered_logprobs` and `edge_distances` are still those
+    of whoever drew the token: right up to rounding, and nothing to learn from where bits count.
+
+    `redrawn` counts draws that were drawn again, `changed` those that came out as another token; both say how the
+    engine batched, and differ between layouts.
+
+    Raises:
+        ValueError: an engine that is no `LocalEngine`.
+
+    >>> engine = ExactDraws(LocalEngine())                                                        # doctest: +SKIP
+    """
+
+    reproducible = True
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        if not isinstance(engine, LocalEngine):
+            raise ValueError(
+                f"reproducible='exact' draws again what rounding could change, which only LocalEngine can have done: "
+                f"{type(engine).__name__} computes elsewhere or otherwise; use engine='local' without rollout workers"
+            )
+        self.engine = engine
+        self.redrawn = self.changed = 0
+        self._actor: Any = None
+        self._positions: int | None = None
+        self._seen = self._cleared_with = 0.0
+        self._checked: Any = None
+
+    def begin(self, actor: Actor) -> None:
+        """Take the policy's weights for one collect phase.
+
+        Raises:
+            ValueError: what `LocalEngine.begin` raises, and a model whose logits depend on later tokens to the bit.
+        """
+        self.engine.begin(actor)
+        self._actor, config = actor, text_config(actor.model.config)
+        self._positions = getattr(config, 'max_position_embeddings', None)
+        self._seen = self._cleared_with = 0.0
+        parameter = next(actor.parameters())
+        kind = (type(actor.model), parameter.dtype, parameter.device, str(actor.model.config.to_dict()))
+        if kind != self._checked:
+            try:
+                self._check_causal(config.vocab_size)
+            except ValueError:
+                self.end()
+                raise
+            self._checked = kind
+
+    def end(self) -> None:
+        """Give the weights back."""
+        self.engine.end()
+        self._actor = None
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        indices: Sequence[int],
+        groups: Sequence[int] | None = None,
+        offsets: Sequence[int] | None = None,
+        limits: Sequence[int | None] | None = None,
+    ) -> list[Sample]:
+        """See `RolloutEngine.generate`.
+
+        Raises:
+            ValueError: what `LocalEngine.generate` raises.
+            RuntimeError: log-probs differ by more than earlier draws were cleared with.
+        """
+        samples = self.engine.generate(
+            prompts, sampling, seed=seed, indices=indices, groups=groups, offsets=offsets, limits=limits
+        )
+        call = Call.of(prompts, sampling, seed, indices, groups, offsets, limits)
+        with torch.inference_mode():
+            for i in range(min(PROBES, len(samples))):
+                middle = samples[i].num_actions // 2
+                self._compare(samples[i], middle, self._block(samples[i], middle))
+        starts = dict.fromkeys(range(len(samples)), 0)
+        while starts:
+            bound = self._bound(sampling) if sampling.do_sample else math.inf
+            with torch.inference_mode():
+                found = {i: self._first_change(call, i, samples[i], start, bound) for i, start in starts.items()}
+            changes = {i: change for i, change in found.items() if change is not None}
+            self.changed += len(changes)
+            starts = self._continue(call, samples, changes)
+        return samples
+
+    # ------------------------------------------------------------------ the canonical computation
+
+    def _width(self, length: int) -> int:
+        """Tokens of the forward in which a prefix of `length` is computed."""
+        width = max(BLOCK, 1 << (length - 1).bit_length())
+        return width if self._positions is None else min(width, self._positions)
+
+    def _hidden(self, ids: Tensor, width: int) -> Tensor:
+        """(width, D) of the first `width` tokens of one sequence, (S,) int64, filled up with its first."""
+        device = next(self._actor.parameters()).device
+        row = torch.cat([ids[:width], ids[:1].expand(max(width - len(ids), 0))])[None].to(device)
+        positions = torch.arange(width, device=device)[None]
+        with changing_shapes(device):
+            return self._actor.trunk(row, position_ids=positions)[0]
+
+    def _block(self, sample: Sample, position: int, hidden: dict[int, Tensor] | None = None) -> Tensor:
+        """(at most BLOCK, V) logits of the aligned block that holds the prediction of response token `position`.
+        `hidden` keeps forwards of this very sequence by their width."""
+        at = len(sample.prompt_ids) + position - 1
+        width, hidden = self._width(at + 1), {} if hidden is None else hidden
+        if width not in hidden:
+            hidden[width] = self._hidden(torch.cat([sample.prompt_ids, sample.response_ids]), width)
+        first = at // BLOCK * BLOCK
+        return self._actor.head(hidden[width][first : first + BLOCK])
+
+    def _check_causal(self, vocab_size: int) -> None:
+        width, half = self._width(BLOCK), self._width(BLOCK) // 2
+        ids = torch.arange(width) * 7 % vocab_size
+        with torch.inference_mode():
+            one, other = self._hidden(ids, width), self._hidden(torch.cat([ids[:half], ids[:half] * 0]), width)
+        if not torch.equal(one[:half], other[:half]):
+            raise ValueError(
+                f'{type(self._actor.model).__name__}: later tokens change the last bits of a forward, so '
+                "reproducible='exact' cannot draw from it"
+            )
+
+    # ------------------------------------------------------------------ the bound
+
+    def _d(self) -> float:
+        return max(SAFETY * self._seen, FLOOR_UNITS * torch.finfo(next(self._actor.parameters()).dtype).eps)
+
+    def _bound(self, sampling: SamplingParams) -> float:
+        """Edge distance up to which draws are drawn again."""
+        self._cleared_with = max(self._cleared_with, self._d())
+        return edge_bound(self._cleared_with, filtered=sampling.top_k > 0 or sampling.top_p < 1.0)
+
+    def _compare(self, sample: Sample, position: int, logits: Tensor) -> None:
+        """Note how much the recorded log-probs in a block of canonical logits differ from it."""
+        before = len(sample.prompt_ids) - 1
+        first = (before + position) // BLOCK * BLOCK
+        start, stop = max(first, before), min(first + len(logits), before + sample.num_actions)
+        scaled = logits[start - first : stop - first].float() / sample.temperature
+        ids = sample.response_ids[start - before : stop - before].to(logits.device)
+        canonical = torch.log_softmax(scaled, dim=-1).gather(1, ids[:, None])[:, 0].cpu()
+        difference = float((canonical - sample.logprobs[start - before : stop - before]).abs().max())
+        if self._cleared_with and difference > self._cleared_with:
+            raise RuntimeError(
+                f'exact draws: a log-prob of sample {sample.index} differs by {difference:.1e} between two shapes of '
+                f'its computation, and draws were cleared with at most {self._cleared_with:.1e}: this model rounds too '
+                "unevenly for reproducible='exact'"
+            )
+        self._seen = max(self._seen, difference)
+
+    # ------------------------------------------------------------------ drawing again
+
+    def _first_change(self, call: Call, i: int, sample: Sample, start: int, bound: float) -> Change | None:
+        """Where, from response position `start` on, the canonical draw is another token."""
+        near = sample.edge_distances[start:] <= bound
+        sampler: TokenSampler | None = None
+        hidden: dict[int, Tensor] = {}
+        block, logits = -1, torch.empty(0)
+        for position in (near.nonzero()[:, 0] + start).tolist():
+            at = len(sample.prompt_ids) + position - 1
+            if at // BLOCK != block:
+                block, logits = at // BLOCK, self._block(sample, position, hidden)
+                self._compare(sample, position, logits)
+            sampler = sampler or TokenSampler(call.sampling, logits.device)
+            draw = self._draw(call, i, position, logits[at % BLOCK][None], sampler)
+            self.redrawn += 1
+            if int(draw.token) != int(sample.response_ids[position]):
+                return Change(position, draw)
+        return None
+
+    def _draw(self, call: Call, i: int, position: int, logits: Tensor, sampler: TokenSampler) -> Draw:
+        """The draw of one position from its (1, V) logits."""
+        sampling, device, uniform = call.sampling, logits.device, None
+        if sampling.do_sample:
+            key = sample_keys(call.seed, torch.tensor([call.indices[i]], dtype=torch.int64, device=device))
+            at = torch.tensor([[call.offsets[i] + position]], dtype=torch.int64, device=device)
+            uniform = uniforms(key[:, None], at)
+        barred = sampling.eos_token_ids and position < sampling.min_new_tokens
+        return sampler(logits, uniform, torch.ones(1, dtype=torch.bool, device=device) if barred else None)
+
+    def _continue(self, call: Call, samples: list[Sample], changes: dict[int, Change]) -> dict[int, int]:
+        """Put the canonical draws into the samples, and generate what comes after them. Returns, of each sample with
+        something new in it, the first new position."""
+        sampling = call.sampling
+        rest: dict[int, list[int]] = {}
+        for i, (position, draw) in changes.items():
+            samples[i] = _cut(samples[i], position, draw)
+            reason = self._ending(sampling, samples[i].response_ids.tolist(), self._limit(call, i))
+            if reason is not None:
+                samples[i].finish_reason = reason
+            else:
+                rest.setdefault(max(sampling.min_new_tokens - position - 1, 0), []).append(i)
+        for barred, members in rest.items():
+            limits = [self._limit(call, i) for i in members]
+            room = [limit - samples[i].num_actions for i, limit in zip(members, limits, strict=True)]
+            # One call for all: some may come out longer than they may be, and are cut; a stop is asked of the whole
+            # response, which an engine that begins in its middle does not see.
+            of_rest = replace(
+                sampling,
+                max_new_tokens=max(room),
+                max_length=max(len(call.prompts[i].ids) + limit for i, limit in zip(members, limits, strict=True)),
+                min_new_tokens=min(barred, max(room)),
+                stop=None,
+            )
+            further = self.engine.generate(
+                [Prompt(ids=torch.cat([samples[i].prompt_ids, samples[i].response_ids])) for i in members],
+                of_rest,
+                seed=call.seed,
+                indices=[call.indices[i] for i in members],
+                offsets=[call.offsets[i] + samples[i].num_actions for i in members],
+            )
+            for i, limit, more in zip(members, limits, further, strict=True):
+                samples[i] = self._joined(sampling, samples[i], more, limit)
+        return {i: changes[i].position + 1 for members in rest.values() for i in members}
+
+    @staticmethod
+    def _limit(call: Call, i: int) -> int:
+        room, own = call.sampling.room(len(call.prompts[i].ids)), call.own_limits[i]
+        return room if own is None else min(room, own)
+
+    @staticmethod
+    def _ending(sampling: SamplingParams, ids: list[int], limit: int) -> FinishReason | None:
+        """How a response ends with its newest token; None where it goes on."""
+        if ids[-1] in sampling.eos_token_ids:
+            return 'eos'
+        if sampling.stop is not None and len(ids) >= sampling.min_new_tokens and sampling.stop(ids):
+            return 'stop'
+        return 'length' if len(ids) >= limit else None
+
+    def _joined(self, sampling: SamplingParams, sample: Sample, more: Sample, limit: int) -> Sample:
+        """`sample` with what was generated after it, up to its end."""
+        ids = sample.response_ids.tolist()
+        reason: FinishReason | None = None
+        for token in more.response_ids.tolist():
+            ids.append(token)
+            reason = self._ending(sampling, ids, limit)
+            if reason is not None:
+                break
+        assert reason is not None, 'a continuation ended before its response'
+        count = len(ids) - sample.num_actions
+        joined: dict[str, Any] = {
+            name: torch.cat([getattr(sample, name), getattr(more, name)[:count]])
+            for name in ('response_ids', 'response_mask', 'logprobs', 'filtered_logprobs', 'edge_distances')
+        }
+        return replace(sample, **joined, finish_reason=reason)
+
+
+def _cut(sample: Sample, position: int, draw: Draw) -> Sample:
+    """The sample up to `position`, where it has this draw."""
+    parts = {'response_ids': draw.token, 'logprobs': draw.logprob, 'filtered_logprobs': draw.filtered_logprob}
+    parts['edge_distances'] = torch.ones(1) if draw.edge_distance is None else draw.edge_distance
+    joined: dict[str, Any] = {
+        name: torch.cat([getattr(sample, name)[:position], new.cpu()]) for name, new in parts.items()
+    }
+    return replace(sample, **joined, response_mask=sample.response_mask[: position + 1])

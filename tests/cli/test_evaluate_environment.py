@@ -1,0 +1,105 @@
+"""evaluate with an environment: numbers by hand, what is written, and mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import call
+
+from chatgpt.nn import GPTActor
+from chatgpt.testing import byte_tokenizer
+from chatgpt.testing.fakes import tiny_config
+
+OWN = '''
+class Three:
+    """Three turns, each worth half a point; the second turn of a bad one raises."""
+
+    def __init__(self, bad=False):
+        self.bad, self.turns = bad, 0
+
+    def reset(self, seed, word='none', **columns):
+        self.won = word != 'none'
+        return f'say {word}:'
+
+    def step(self, response):
+        self.turns += 1
+        if self.bad and self.turns == 2:
+            raise RuntimeError('not today')
+        over = self.turns == 3
+        return f'[{self.turns}]', 0.5, over, False, {'success': over and self.won}
+'''
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp('models')
+    torch.manual_seed(0)
+    config = tiny_config('gpt2', vocab_size=259, positions=64)
+    GPTActor(config=config).save_pretrained(folder / 'actor', tokenizer=byte_tokenizer())
+    (folder / 'own.py').write_text(OWN)
+    rows = [{'prompt': f'p{i} ', 'word': word} for i, word in enumerate(('none', 'a', 'b', 'c'))]
+    (folder / 'prompts.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    return folder
+
+
+def numbers_of(out: str) -> dict[str, float]:
+    (line,) = [line for line in out.splitlines() if line.startswith('{')]
+    return json.loads(line)
+
+
+def test_episodes_of_an_environment_are_counted(monkeypatch, capsys, folder, tmp_path):
+    out = tmp_path / 'out.jsonl'
+    own = f'--environment={folder}/own.py:Three'
+    more = ['--max_turn_tokens=2', '--max_new_tokens=20', f'--output={out}', '--episodes=5']
+    assert call(monkeypatch, 'evaluate', str(folder / 'actor'), own, *more) == 0
+    told = numbers_of(capsys.readouterr().out)
+    assert (told['score_mean'], told['score_std'], told['num_turns_mean'], told['failed_share']) == (1.5, 0.0, 3.0, 0.0)
+    assert told['success_share'] == 0.0 and told['ended'] == 1.0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 5
+    for row in rows:
+        assert (row['prompt'], row['score'], row['end']) == ('say none:', 1.5, 'terminated')
+        assert [part.get('observation') for part in row['parts']] == [None, '[1]', None, '[2]', None]
+        assert [part['rewards'] for part in row['parts'] if 'turn' in part] == [{'reward': 0.5}] * 3
+
+
+def test_with_prompts_and_a_reward_of_another(monkeypatch, capsys, folder, tmp_path):
+    words = [str(folder / 'actor'), str(folder / 'prompts.jsonl'), f'--environment={folder}/own.py:Three']
+    more = ['--max_turn_tokens=1', '--max_new_tokens=12']
+    assert call(monkeypatch, 'evaluate', *words, *more) == 0
+    told = numbers_of(capsys.readouterr().out)
+    assert told['success_share'] == 0.75 and told['score_mean'] == 1.5
+    (folder / 'score.py').write_text('def twos(prompts, responses, word=()):\n    return [2.0 for _ in word]\n')
+    assert call(monkeypatch, 'evaluate', *words, *more, f'--reward_fn={folder}/score.py:twos') == 0
+    assert numbers_of(capsys.readouterr().out)['score_mean'] == 2.0
+
+
+def test_failures_and_the_limit_of_turns_are_told(monkeypatch, capsys, folder):
+    words = [str(folder / 'actor'), f'--environment={folder}/own.py:Three', '--episodes=4', '--max_turn_tokens=1']
+    assert call(monkeypatch, 'evaluate', *words, '--environment_options={bad: true}') == 0
+    told = numbers_of(capsys.readouterr().out)
+    assert (told['failed_share'], told['score_mean'], told['num_turns_mean']) == (1.0, 0.5, 2.0)
+    assert call(monkeypatch, 'evaluate', *words, '--max_turns=2') == 0
+    captured = capsys.readouterr().out
+    told = numbers_of(captured)
+    assert (told['ended'], told['score_mean'], told['num_turns_mean']) == (0.0, 1.0, 2.0) and ' turns ' in captured
+
+
+@pytest.mark.parametrize(
+    ('words', 'complaint'),
+    [
+        (['--environment', 'games:countdwn'], 'did you mean games:countdown'),
+        (['--environment', 'games:countdown', '--episodes', '0'], '--episodes 0 must be at least 1'),
+        (['p.jsonl', '--environment', 'games:countdown', '--episodes', '3'], '--episodes are of tasks without prompts'),
+        (['p.jsonl', '--environment_options', '{a: 1}', '--reward_fn', 'a:b'], '--environment_options is about'),
+        (['--environment', 'games:countdown', '--environment_options', '{numbrs: 3}'], 'did you mean numbers'),
+        ([], 'give a file of prompts, or --environment NAME'),
+    ],
+)
+def test_mistakes_are_one_line(monkeypatch, capsys, folder, words, complaint):
+    assert call(monkeypatch, 'evaluate', str(folder / 'actor'), *words) == 2
+    error = capsys.readouterr().err
+    assert complaint in error and len(error.splitlines()) == 1

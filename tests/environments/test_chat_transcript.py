@@ -1,0 +1,405 @@
+"""Chat templates continued by appending: the ids that were sampled stay, and the text is what the template would have
+rendered; templates for which that cannot be are refused."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+
+import pytest
+import torch
+from chat_families import FAMILIES, chat_tokenizer
+from scripted_engine import ScriptedEngine
+
+from chatgpt.environments import Environment, EnvironmentSettings
+from chatgpt.environments.base import InvalidStep
+from chatgpt.environments.calls import checked_calls, reader
+from chatgpt.environments.transcript import ChatTemplate, PlainText, TextOrChat
+from chatgpt.nn import Actor
+from chatgpt.rollout import LocalEngine, SamplingParams
+from chatgpt.rollout.episodes import EpisodeEngine
+from chatgpt.rollout.stop import StopStrings
+from chatgpt.testing import tiny_causal_lm
+from chatgpt.types import Prompt
+
+TOOLS = [
+    {
+        'type': 'function',
+        'function': {
+            'name': 'add',
+            'description': 'Adds.',
+            'parameters': {'type': 'object', 'properties': {'a': {'type': 'integer', 'description': 'one'}}},
+        },
+    }
+]
+NOTHING = Prompt(ids=torch.zeros(0, dtype=torch.int64))
+SYSTEM = {'role': 'system', 'content': 'Be brief.'}
+THOUGHT = '<think>\nLet me see.\n</think>\n\n'
+
+
+def user(text):
+    return {'role': 'user', 'content': text}
+
+
+def result(text):
+    return {'role': 'tool', 'name': 'add', 'tool_call_id': '123456789', 'content': text}
+
+
+def prompt(*messages):
+    return Prompt(ids=torch.tensor([0]), messages=list(messages))
+
+
+def refusal(family, tools=None, options=None, system=False):
+    """Why a family is refused, or ''."""
+    try:
+        ChatTemplate(chat_tokenizer(family), tools, options).first(
+            prompt(*([SYSTEM] if system else []), user('Hello')), ''
+        )
+    except ValueError as error:
+        assert '\n' not in str(error)
+        return str(error)
+    return ''
+
+
+@pytest.mark.parametrize(
+    ('family', 'tools', 'options', 'system', 'words'),
+    [
+        ('chatml', False, {}, True, ''),
+        ('chatml', True, {}, False, "shows no tools: it leaves out 'add'"),
+        ('qwen2.5', False, {}, True, ''),
+        ('qwen2.5', True, {}, True, ''),
+        # earlier thinking is dropped once the user speaks again, and kept between calls of tools
+        ('qwen3', False, {}, False, r'a message of user follows: .*<think>\\nLet me see.* becomes .*assistant\\nYes'),
+        ('qwen3', True, {}, True, ''),
+        ('qwen3', False, {'enable_thinking': False}, False, r'a message of user follows: .*<think>\\n\\n</think>'),
+        ('qwen3', True, {'enable_thinking': False}, False, r'a message of tool follows: .*<think>\\n\\n</think>'),
+        ('smollm3', False, {}, True, ''),
+        ('smollm3', False, {'enable_thinking': False}, True, ''),
+        ('smollm3', True, {}, False, 'shows no tools'),
+        ('llama3', False, {}, True, ''),
+        ('llama3', True, {}, True, ''),
+        ('mistral', False, {}, False, ''),
+        ('mistral', True, {}, False, ''),
+        ('mistral', False, {}, True, r'a message of user follows: .*\[INST\] Be brief.* becomes .*\[INST\] Is it so'),
+        ('mistral', True, {}, True, 'a message of tool follows'),
+        ('gemma', False, {}, False, ''),
+        ('gemma', False, {}, True, 'refuses messages of system, user.*System role not supported'),
+        ('gemma', True, {}, False, 'shows no tools'),
+        ('r1', False, {}, False, r"a message of user follows: .*<think>\\n' becomes"),
+    ],
+)
+def test_families_are_taken_or_refused_by_name(family, tools, options, system, words):
+    said = refusal(family, TOOLS if tools else None, options, system)
+    assert re.search(words, said) if words else said == '', said
+
+
+CANONICAL = [
+    (f, tools, said)
+    for f, tools, options in [
+        ('chatml', False, {}),
+        ('qwen2.5', False, {}),
+        ('qwen2.5', True, {}),
+        ('qwen3', True, {}),
+        ('smollm3', False, {}),
+        ('llama3', False, {}),
+        ('llama3', True, {}),
+        ('mistral', False, {}),
+        ('mistral', True, {}),
+        ('gemma', False, {}),
+    ]
+    for said in ('', THOUGHT)
+    if not (tools and said and f in ('llama3', 'mistral'))
+]
+
+
+@pytest.mark.parametrize(('family', 'tools', 'said'), CANONICAL)
+@pytest.mark.parametrize('ended', ['eos', 'length', 'stop'])
+def test_appended_text_is_the_rendered_text(family, tools, said, ended):
+    """Three rounds of turns written as the template writes them; `apply_chat_template` says what is right."""
+    tokenizer = chat_tokenizer(family)
+    transcript = ChatTemplate(tokenizer, TOOLS if tools else None)
+    start = [user('How much is 3 and 4?')]
+    ids = transcript.first(prompt(*start), '')
+    messages = list(start)
+    for number in range(3):
+        answer = {'role': 'assistant', 'content': said + ('' if tools else f'It is {number}, "I" think')}
+        if tools:
+            function = {'name': 'add', 'arguments': {'a': number}}
+            answer['tool_calls'] = [{'type': 'function', 'id': '123456789', 'function': function}]
+        follows = [result(f'{number} 12')] if tools else [user(f'Sure?\n{number}')]
+        before = tokenizer.apply_chat_template(
+            messages, tools=TOOLS if tools else None, tokenize=False, add_generation_prompt=True
+        )
+        whole = tokenizer.apply_chat_template(
+            [*messages, answer, *follows],
+            tools=TOOLS if tools else None,
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        ending = FAMILIES[family][1]
+        turn_text = whole[len(before) : whole.index(ending, len(before))]
+        turn = tokenizer(turn_text + (ending if ended == 'eos' else ''), add_special_tokens=False)['input_ids']
+        ids += turn + transcript.after(turn, ended, follows)
+        messages += [answer, *follows]
+    assert tokenizer.decode(ids) == whole
+
+
+def test_what_is_appended_by_hand():
+    tokenizer = chat_tokenizer('chatml')
+    transcript = ChatTemplate(tokenizer)
+    end, start = tokenizer.convert_tokens_to_ids(['<|im_end|>', '<|im_start|>'])
+
+    def ids(text):
+        return tokenizer(text, add_special_tokens=False)['input_ids']
+
+    newline, answer = ids('\n'), [start, *ids('assistant\n')]
+    follows = [*newline, start, *ids('user\nGo on'), end, *newline, *answer]
+    assert transcript.after([5, end], 'eos', 'Go on') == follows
+    assert transcript.after([5, 6], 'length', 'Go on') == [end, *follows]
+    assert transcript.after([5, 6], 'stop', [user('Go on')]) == [end, *follows]
+    # another end token stands in the place of the template's
+    assert transcript.after([5, tokenizer.pad_token_id], 'eos', 'Go on') == follows
+    assert transcript.first(NOTHING, 'Hi') == [start, *ids('user\nHi'), end, *newline, *answer]
+    asked = prompt(SYSTEM, user('Hello'))
+    assert tokenizer.decode(transcript.first(asked, ' there')).count('<|im_start|>user\nHello there<|im_end|>') == 1
+    assert tokenizer.decode(transcript.first(asked, [user('Else')])).count('Hello') == 0
+    with pytest.raises(InvalidStep, match='without messages'):
+        transcript.after([5, end], 'eos', [])
+    text = Prompt(ids=torch.tensor([3]), text='Hello')
+    assert '<|im_start|>user\nHello<|im_end|>' in tokenizer.decode(transcript.first(text, ''))
+    with pytest.raises(ValueError, match='given as ids'):
+        transcript.first(Prompt(ids=torch.tensor([3])), '')
+
+
+class Dialogue(Environment):
+    """Says something of three lengths, as messages; the third turn is the last."""
+
+    def reset(self, seed, **columns):
+        self.turn = 0
+        return [user('Tell me of 12 adventures.')]
+
+    def step(self, response):
+        self.turn += 1
+        return [user('the adventure ' * self.turn)], 0.0, self.turn == 3, False, {}
+
+
+def test_sampled_ids_stay_bit_for_bit():
+    """Random tokens, which decoding and tokenizing again would change."""
+    tokenizer = chat_tokenizer('chatml')
+    draw, end = random.Random(0), tokenizer.eos_token_id
+    ordinary = [i for i in range(len(tokenizer)) if i not in tokenizer.added_tokens_decoder]
+    scripts = {}
+    for index in range(6):
+        scripts[index] = []
+        for number in range(3):
+            ids = [draw.choice(ordinary) for _ in range(draw.randint(1, 9))]
+            reason = ('eos', 'length', 'stop')[(index + number) % 3]
+            scripts[index].append((ids + [end] if reason == 'eos' else ids, reason))
+    transcript = ChatTemplate(tokenizer)
+    engine = EpisodeEngine(ScriptedEngine(scripts), Dialogue, tokenizer)
+    samples = engine.generate(
+        [NOTHING] * 6, SamplingParams(max_new_tokens=500), seed=0, indices=range(6), groups=range(6)
+    )
+    engine.close()
+    changed = 0
+    for sample in samples:
+        expected, mask = [], []
+        for number, (ids, reason) in enumerate(scripts[sample.index]):
+            expected, mask = expected + ids, mask + [True] * len(ids)
+            if number < 2:
+                added = transcript.after(ids, reason, 'the adventure ' * (number + 1))
+                expected, mask = expected + added, mask + [False] * len(added)
+        assert sample.prompt_ids.tolist() == transcript.first(NOTHING, 'Tell me of 12 adventures.')
+        assert sample.response_ids.tolist() == expected
+        assert sample.response_mask.tolist() == mask
+        assert [sample.response_ids[t.start : t.stop].tolist() for t in sample.episode.turns] == [
+            ids for ids, _ in scripts[sample.index]
+        ]
+        again = tokenizer(tokenizer.decode(sample.response_ids), add_special_tokens=False)['input_ids']
+        changed += again != expected
+    assert changed, 'the negative control: tokenized again, the ids are others'
+
+
+def test_conversations_of_a_model():
+    tokenizer = chat_tokenizer('chatml')
+    stop = StopStrings(tokenizer, ['t'])
+    found = []
+    for engine in (LocalEngine(), LocalEngine(max_batch_size=2)):
+        episodes = EpisodeEngine(
+            engine, Dialogue, tokenizer, EnvironmentSettings(max_turn_tokens=12), stop_strings=stop
+        )
+        torch.manual_seed(0)
+        episodes.begin(Actor(tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=512)))
+        sampling = SamplingParams(
+            max_new_tokens=200, eos_token_ids=(tokenizer.eos_token_id, tokenizer.pad_token_id), stop=stop
+        )
+        found.append(episodes.generate([NOTHING] * 5, sampling, seed=2, indices=range(5), groups=range(5)))
+        episodes.end()
+        episodes.close()
+    assert [s.response_ids.tolist() for s in found[0]] == [s.response_ids.tolist() for s in found[1]]
+    transcript = ChatTemplate(tokenizer)
+    ends = set()
+    for sample in found[0]:
+        ids = sample.response_ids.tolist()
+        for number, (turn, later) in enumerate(itertools.pairwise(sample.episode.turns)):
+            mine, said = ids[turn.start : turn.stop], ids[turn.stop : later.start]
+            text = tokenizer.decode(mine)
+            ended = 'eos' if mine[-1] in sampling.eos_token_ids else 'stop' if 't' in text else 'length'
+            assert said == transcript.after(mine, ended, 'the adventure ' * (number + 1))
+            ends.add(ended)
+    assert ends >= {'length', 'stop'}, 'of these draws'
+
+
+def test_text_is_plain_unless_the_settings_say_so_and_messages_never_are():
+    tokenizer = chat_tokenizer('chatml')
+
+    class Says(Environment):
+        def reset(self, seed, **columns):
+            return 'Well?'
+
+        def step(self, response):
+            return 'So?', 1.0, False, False, {}
+
+    def text(environment, **settings):
+        turns = {0: [(tokenizer('Yes')['input_ids'], 'length'), (tokenizer('No')['input_ids'], 'length')]}
+        settings = EnvironmentSettings(max_turns=2, **settings)
+        engine = EpisodeEngine(ScriptedEngine(turns), environment, tokenizer, settings)
+        (sample,) = engine.generate([NOTHING], SamplingParams(max_new_tokens=90), seed=0, indices=[0])
+        engine.close()
+        return tokenizer.decode(torch.cat([sample.prompt_ids, sample.response_ids]))
+
+    assert text(Says) == 'Well?YesSo?No'
+    chat = (
+        '<|im_start|>user\nWell?<|im_end|>\n<|im_start|>assistant\nYes<|im_end|>\n'
+        '<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\nNo'
+    )
+    assert text(Says, apply_chat_template=True) == chat
+
+    class Starts(Says):
+        def reset(self, seed, **columns):
+            return [user('Well?')]
+
+    assert text(Starts) == chat
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match='no chat template'):
+        text(Starts)
+    with pytest.raises(ValueError, match='no chat template'):
+        text(Says, apply_chat_template=True)
+    with pytest.raises(ValueError, match='messages, which need a tokenizer with a chat template'):
+        PlainText(tokenizer).after([1], 'eos', [user('x')])
+
+
+def test_a_template_that_rewrites_stops_a_run_before_anything_is_sampled():
+    engine = ScriptedEngine({0: []})
+    tokenizer = chat_tokenizer('qwen3')
+    episodes = EpisodeEngine(engine, Dialogue, tokenizer)
+    with pytest.raises(ValueError, match='rewrites what came before'):
+        episodes.generate([NOTHING], SamplingParams(max_new_tokens=9), seed=0, indices=[0])
+    episodes.close()
+    assert engine.asked == []
+    assert isinstance(episodes.transcript, TextOrChat)
+
+
+def test_messages_that_a_template_refuses_end_the_episode():
+    class Jumps(Environment):
+        def reset(self, seed, **columns):
+            return [user('a')]
+
+        def step(self, response):
+            return [user('b'), user('c')], 0.0, False, False, {}
+
+    tokenizer = chat_tokenizer('gemma')
+    engine = EpisodeEngine(ScriptedEngine({0: [([5], 'length')]}), Jumps, tokenizer)
+    (sample,) = engine.generate([NOTHING], SamplingParams(max_new_tokens=50), seed=0, indices=[0])
+    engine.close()
+    assert sample.episode.end == 'invalid' and 'must alternate' in sample.episode.message
+
+
+# --------------------------------------------------------------------- reading calls
+
+
+def calls_of(template, text):
+    message = reader(template)(text)
+    return message['content'], [tuple(c['function'].values()) for c in message.get('tool_calls', [])]
+
+
+ADD = ('add', {'a': 1})
+
+
+@pytest.mark.parametrize(
+    ('family', 'text', 'content', 'calls'),
+    [
+        ('qwen2.5', 'So:\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', 'So:', [ADD]),
+        ('qwen2.5', '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>' * 2, '', [ADD, ADD]),
+        ('qwen2.5', '<tool_call>{"name": "add"}</tool_call>', '', [('add', {})]),
+        ('qwen2.5', '<tool_call>{"name": 3}</tool_call>', None, []),
+        ('qwen2.5', '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', None, []),
+        ('qwen2.5', '<tool_call>[1]</tool_call>', None, []),
+        ('llama3', '{"name": "add", "parameters": {"a": 1}}', '', [ADD]),
+        ('llama3', '<|python_tag|>{"name": "add", "arguments": {"a": 1}}; {"name": "b", "parameters": {}}', '', None),
+        ('llama3', 'Use {"name": "add", "parameters": {"a": 1}}', None, []),
+        ('llama3', '{"name": "add", "parameters": {"a": 1}} done', None, []),
+        ('llama3', '{"name": "Tom"}', None, []),
+        ('llama3', '{"name": ', None, []),
+        ('mistral', '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abc123456"}]', '', [ADD]),
+        ('mistral', 'Well[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 1}', 'Well', [ADD, ADD]),
+        ('mistral', '[TOOL_CALLS] add', None, []),
+        ('mistral', 'add', None, []),
+    ],
+)
+def test_calls_are_read_in_the_templates_form(family, text, content, calls):
+    found = calls_of(FAMILIES[family][0], text)
+    assert found[0] == (text if content is None else content)
+    assert found[1] == (calls if calls is not None else [ADD, ('b', {})])
+
+
+def test_thinking_is_no_call_and_ids_are_kept():
+    read = reader(FAMILIES['qwen3'][0])
+    quoted = '<tool_call>{"name": "add"}</tool_call>'
+    message = read(f'<think>\nI could {quoted}.\n</think>\n\nNo.')
+    assert 'tool_calls' not in message and message['reasoning_content'] == f'I could {quoted}.'
+    (call,) = reader(FAMILIES['mistral'][0])('[TOOL_CALLS] [{"name": "add", "id": "abc123456"}]')['tool_calls']
+    assert call['id'] == 'abc123456'
+    assert reader('<tool_call> <function=x>') is None and reader(FAMILIES['chatml'][0]) is None
+    with pytest.raises(ValueError, match='no call'):
+        checked_calls([{'name': None}])
+
+
+def test_the_tokenizers_own_response_parsing_comes_first():
+    tokenizer = chat_tokenizer('qwen2.5')
+    tokenizer.response_template = {
+        'defaults': {'role': 'assistant'},
+        'start_anchor': '<|im_start|>assistant\n',
+        'fields': {
+            'tool_calls': {
+                'open': '<tool_call>',
+                'close': '</tool_call>',
+                'repeats': True,
+                'content': 'json',
+                'transform': {'type': 'function', 'function': '{content}'},
+            },
+            'content': {'close': '<|im_end|>', 'content': 'text'},
+        },
+    }
+    transcript = ChatTemplate(tokenizer, TOOLS)
+    assert transcript._read is None
+    before = tokenizer('<|im_start|>assistant\n')['input_ids']
+    ids = tokenizer('Hm <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>')['input_ids']
+    message = transcript.message(ids, 'eos', before)
+    assert message['content'] == 'Hm' and message['tool_calls'][0]['function'] == {'name': 'add', 'arguments': {'a': 1}}
+    broken = tokenizer('<tool_call>{"name"</tool_call><|im_end|>')['input_ids']
+    assert 'tool_calls' not in transcript.message(broken, 'eos', before)
+    assert 'truncated' not in message and transcript.message(ids[:3], 'length', before)['truncated']
+    tokenizer.response_template = {'start_anchor': 'x', 'fields': {'content': {}}}
+    with pytest.raises(ValueError, match='not understood; set tokenizer.response_template'):
+        ChatTemplate(tokenizer, TOOLS)
+
+
+def test_a_template_whose_calls_nobody_reads_is_refused():
+    tokenizer = chat_tokenizer('qwen2.5')
+    tokenizer.chat_template = tokenizer.chat_template.replace('<tool_call>', '<call>').replace(
+        '</tool_call>', '</call>'
+    )
+    with pytest.raises(ValueError, match='writes calls of tools as .*<call>.* not understood'):
+        ChatTemplate(tokenizer, TOOLS)

@@ -1,0 +1,135 @@
+"""The example of docs/environments.md is complete and runs as it stands; the tables of the page agree with the code."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chatgpt.environments import ENVIRONMENTS
+from chatgpt.environments.games import GAMES
+from chatgpt.environments.games.scores import random_player, score
+from chatgpt.launch.recipes import execute
+from chatgpt.launch.runs import PPORun
+from chatgpt.nn import Actor, Critic
+from chatgpt.testing import byte_tokenizer, tiny_causal_lm
+from chatgpt.trainer import PPOTrainer
+from chatgpt.trainer.callbacks import ProgressBar
+from chatgpt.trainer.strategies import NaiveStrategy
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / 'docs' / 'environments.md').read_text()
+
+
+def example() -> str:
+    (code,) = re.findall(r'```python\n(# guess\.py\n.*?)```', PAGE, re.DOTALL)
+    return code
+
+
+def lm() -> Any:
+    return tiny_causal_lm('gpt2', vocab_size=259, n_positions=128, pad_token_id=256, bos_token_id=257, eos_token_id=258)
+
+
+@pytest.fixture
+def guess(tmp_path, monkeypatch) -> Any:
+    """The class of the page, in a file outside of the package."""
+    monkeypatch.chdir(tmp_path)
+    Path('guess.py').write_text(example())
+    spec = importlib.util.spec_from_file_location('guess_of_a_test', 'guess.py')
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, 'guess_of_a_test', module)
+    spec.loader.exec_module(module)
+    return module.Guess
+
+
+def test_the_example_is_short_and_keeps_its_word(guess):
+    assert len(example().splitlines()) <= 25
+    game = guess()
+    assert game.reset(0) == guess().reset(0) == 'guess a number from 1 to 9\n'
+    game.number = 5
+    assert game.step(' 3') == ('\nhigher\n', {'right': 0.0, 'form': 0.1}, False, False, {'success': False})
+    assert game.step('none') == ('\nlower\n', {'right': 0.0, 'form': 0.0}, False, False, {'success': False})
+    assert game.step('5')[1:] == ({'right': 1.0, 'form': 0.1}, True, False, {'success': True})
+    other = guess()
+    other.reset(1)
+    other.number = 5
+    assert [other.step('6')[2] for _ in range(3)] == [False, False, True]
+
+
+def test_the_example_goes_through_ppo(guess, tmp_path):
+    tokenizer = byte_tokenizer()
+    torch.manual_seed(0)
+    strategy = NaiveStrategy(seed=1)
+    models = [(m, torch.optim.AdamW(m.parameters(), lr=1e-3)) for m in (Actor(lm()), Critic(lm()))]
+    (actor, actor_optim), (critic, critic_optim) = strategy.prepare(*models)
+    trainer = PPOTrainer(
+        *(strategy, actor, critic, None, None, actor_optim, critic_optim),
+        tokenizer=tokenizer,
+        environment=guess,
+        experience_batch_size=8,
+        train_batch_size=8,
+        kl_coef=0.0,
+        max_new_tokens=64,
+        run_dir=tmp_path / 'run',
+        callbacks=[ProgressBar(enabled=False)],
+    )
+    trainer.fit(max_timesteps=2, update_timesteps=1)
+    rows = [json.loads(line) for line in (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()]
+    assert len(rows) == 2 and all(row['environment/failed_share'] == 0 for row in rows)
+    assert all(1 <= len(e.episode.turns) <= 3 for e in trainer.last_experiences)
+    assert {name for e in trainer.last_experiences for t in e.episode.turns for name in t.rewards} == {'right', 'form'}
+
+
+def test_the_command_of_the_page_takes_its_file(guess, tmp_path):
+    lm().save_pretrained('model')
+    byte_tokenizer().save_pretrained('model')
+    less = {'num_episodes': 1, 'max_timesteps': 2, 'update_timesteps': 1, 'max_epochs': 1, 'max_new_tokens': 64}
+    run = PPORun(
+        environment='guess.py:Guess',
+        pretrain='model',
+        max_turn_tokens=4,
+        eval_episodes=5,
+        save_path='run',
+        experience_batch_size=4,
+        train_batch_size=4,
+        **less,
+    )
+    run.said = {}
+    execute(run)
+    row = json.loads(Path('run/metrics.jsonl').read_text().splitlines()[-1])
+    before = json.loads(Path('run/eval.jsonl').read_text().splitlines()[0])
+    assert row['environment/num_turns_mean'] > 0 and 'eval/success_share' in before
+
+
+def test_the_table_of_games_has_every_game_with_its_options_and_defaults():
+    rows = re.findall(r'^\| `(games:\w+)` \| .+ \| (.+) \|$', PAGE, re.MULTILINE)
+    assert [name for name, _ in rows] == [name for name in ENVIRONMENTS if name.split(':')[1] in GAMES]
+    for name, options in rows:
+        parameters = inspect.signature(GAMES[name.split(':')[1]].__init__).parameters
+        wanted = {p.name: p.default for p in parameters.values() if p.default is not p.empty}
+        found = dict(re.findall(r'`(\w+)=([^`]+)`', options))
+        assert {key: eval(value) for key, value in found.items()} == wanted, name
+
+
+def test_the_scores_of_the_page_are_those_of_the_results_and_of_the_games():
+    results = (ROOT / 'docs' / 'results' / 'game_scores.md').read_text()
+    table = PAGE.split('<!-- scores -->')[1].split('<!-- end of scores -->')[0]
+    rows = re.findall(
+        r'^\| (\w+)(?:, (\w+)=(\w+))? \| (\S+) ± (\S+) \| (\S+) ± (\S+) \| (\S+) \|$', table, re.MULTILINE
+    )
+    assert {row[0] for row in rows} == set(GAMES)
+    for game, option, value, at_random, error, good, _, exact in rows:
+        options = {option: value} if option else {}
+        words = f'{option}={value}' if option else ''
+        assert f'| {game} | {words} | {at_random} ± {error} | {good} ± ' in results
+        assert float(good) == pytest.approx(float(exact), abs=0.03)
+        now = score(game, random_player(), episodes=400, first_seed=20_000, **options)
+        assert abs(now.return_mean - float(at_random)) < 2 * now.return_error + 0.01, game

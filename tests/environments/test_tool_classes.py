@@ -1,0 +1,371 @@
+"""Classes with tools, as TRL's `environment_factory` takes them: TRL's own tool loop says what is right."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from chat_families import chat_tokenizer
+from scripted_engine import ScriptedEngine, scripted
+from tool_classes import QUESTION, SCRIPTS, Increment, Shop, call
+
+from chatgpt.environments import EnvironmentSettings, find_environment, own_random
+from chatgpt.environments.own_random import OwnRandom
+from chatgpt.environments.tools import ToolFactory
+from chatgpt.nn import Actor
+from chatgpt.rollout import SamplingParams
+from chatgpt.rollout.episodes import EpisodeEngine
+from chatgpt.testing import tiny_causal_lm
+from chatgpt.trainer import PPOTrainer
+from chatgpt.trainer.strategies import NaiveStrategy
+from chatgpt.types import Prompt
+
+TRL = json.loads(Path(__file__).with_name('trl_tools.json').read_text())
+NOTHING = Prompt(ids=torch.zeros(0, dtype=torch.int64))
+
+
+def asked(messages=QUESTION, **columns):
+    return Prompt(ids=torch.tensor([1]), text='', messages=messages, columns=columns)
+
+
+def episode(environment, turns, prompt=NOTHING, tokenizer=None, settings=None, engine=None, **sampling):
+    tokenizer = tokenizer or chat_tokenizer('qwen2.5')
+    engine = EpisodeEngine(engine or scripted(tokenizer, turns), environment, tokenizer, settings)
+    try:
+        (sample,) = engine.generate(
+            [prompt], SamplingParams(**({'max_new_tokens': 5000} | sampling)), seed=3, indices=[0], groups=[0]
+        )
+    finally:
+        engine.close()
+    return sample, tokenizer, engine
+
+
+@pytest.mark.parametrize('name', SCRIPTS)
+def test_episodes_are_those_of_trls_tool_loop(name):
+    columns, turns = SCRIPTS[name]
+    theirs = TRL[name]
+    seen = []
+
+    def look(prompts, completions, environments, **columns):
+        seen.extend(completions[0])
+        return [0.5]
+
+    sample, tokenizer, _ = episode(ToolFactory(Shop, [look]), turns, asked(**columns))
+    assert tokenizer.decode(sample.prompt_ids) == theirs['prompt']
+    assert sample.response_ids.tolist() == theirs['completion_ids']
+    assert sample.response_mask.tolist() == [bool(m) for m in theirs['mask']]
+    assert sample.episode.end == 'terminated'
+    assert sample.episode.turns[-1].rewards == {'Shop': theirs['reward'], 'look': 0.5}
+    assert all(turn.rewards == {} for turn in sample.episode.turns[:-1])
+    for ours, message in zip(seen, theirs['messages'], strict=True):
+        if 'tool_calls' in message or ours['role'] == 'tool':
+            assert {k: v for k, v in ours.items() if k not in ('tool_call_id', 'id')} == message
+        else:  # of what cannot be read as calls, TRL keeps less of the text
+            assert ours['role'] == 'assistant' and 'tool_calls' not in ours
+
+
+def test_the_class_of_trls_page_runs_as_it_is():
+    """A class that draws its task itself: the samples of a group have one task, and again in another run."""
+    tokenizer = chat_tokenizer('qwen2.5')
+    random.seed(7)
+    before = random.getstate()
+    turn = (tokenizer(call('increment', '{"step": 2}') + '<|im_end|>')['input_ids'], 'eos')
+    end = (tokenizer('Done.<|im_end|>')['input_ids'], 'eos')
+
+    def run():
+        engine = EpisodeEngine(ScriptedEngine({i: [turn, end] for i in range(12)}), Increment, tokenizer)
+        groups = [i // 2 for i in range(12)]
+        samples = engine.generate(
+            [NOTHING] * 12, SamplingParams(max_new_tokens=500), seed=3, indices=range(12), groups=groups
+        )
+        engine.close()
+        return samples
+
+    samples = run()
+    tasks = [tokenizer.decode(s.prompt_ids).partition('<|im_start|>user\n')[2] for s in samples]
+    assert all(t.startswith('Increment the counter by ') for t in tasks)
+    assert tasks[::2] == tasks[1::2] and len(set(tasks)) > 1
+    assert [s.prompt_ids.tolist() for s in run()] == [s.prompt_ids.tolist() for s in samples]
+    rewards = [s.episode.turns[-1].rewards for s in samples]
+    assert rewards == [{'reward': float('by 2.' in task)} for task in tasks]
+    assert random.getstate() == before, 'the random numbers of others are left alone'
+
+
+def test_several_environments_draw_as_if_alone():
+    def drawn(own):
+        with own:
+            return random.random(), float(np.random.rand())
+
+    alone = OwnRandom(4)
+    expected = [drawn(alone), drawn(alone)]
+    a, b = OwnRandom(4), OwnRandom(5)
+    first, other, second = drawn(a), drawn(b), drawn(a)
+    assert [first, second] == expected and other not in expected
+    assert expected[0][0] == random.Random(4).random() and expected[0][1] == np.random.RandomState(4).rand()
+
+
+def test_an_answer_that_runs_out_of_tokens_is_no_end():
+    sample, _, _ = episode(Shop, ['I would rather not say so much about it'], asked(), max_new_tokens=9)
+    assert (sample.episode.end, sample.ended) == ('truncated', False)
+    assert sample.episode.turns[0].rewards == {'reward': 0.1}
+
+
+def test_random_numbers_in_threads(monkeypatch):
+    def drawn(seed):
+        own, numbers = OwnRandom(seed), []
+        for _ in range(20):
+            with own:
+                numbers += [random.random(), float(np.random.rand())]
+                time.sleep(0.0005)
+        return numbers
+
+    alone = [drawn(seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(drawn, range(4))) == alone
+    # one that hangs inside does not stop the others
+    monkeypatch.setattr(own_random, '_WAIT_S', 0.02)
+    with OwnRandom(1), ThreadPoolExecutor(1) as threads:
+        threads.submit(OwnRandom(2).__enter__).result(5)
+
+
+class Paid:
+    """A reward after every turn, and at the end."""
+
+    def reset(self, seed, **columns):
+        self.turns, self.seed = 0, seed
+
+    def work(self) -> str:
+        """Work."""
+        return 'paid'
+
+    def turn_reward(self):
+        self.turns += 1
+        return self.turns
+
+    async def get_reward(self):
+        return {'honest': 10.0}
+
+
+def test_rewards_of_turns():
+    sample, _, engine = episode(Paid, [call('work', '{}'), call('work', '{}'), 'end'])
+    assert [t.rewards for t in sample.episode.turns] == [
+        {'turn_reward': 1.0},
+        {'turn_reward': 2.0},
+        {'turn_reward': 3.0, 'honest': 10.0},
+    ]
+
+    class Turned(Paid):
+        get_reward = None
+
+    sample, _, _ = episode(Turned, [call('work', '{}'), 'end'])
+    assert [t.rewards for t in sample.episode.turns] == [{'reward': 1.0}, {'reward': 2.0}]
+
+
+@pytest.mark.parametrize(
+    ('settings', 'sampling', 'end'),
+    [({'max_turns': 2}, {}, 'turns'), ({}, {'max_new_tokens': 160}, 'tokens')],
+)
+def test_an_episode_that_is_cut_off_has_its_reward(settings, sampling, end):
+    asked_for = []
+
+    class Counted(Shop):
+        def get_reward(self):
+            asked_for.append(self)
+            return super().get_reward()
+
+    turns = [call('buy', '{"item": "a"}')] * 5
+    sample, _, _ = episode(Counted, turns, asked(), settings=EnvironmentSettings(**settings), **sampling)
+    assert sample.episode.end == end and len(sample.episode.turns) == 2
+    assert [t.rewards for t in sample.episode.turns] == [{}, {'reward': 2 + 0.04}], 'two things for 3 each, of 10'
+    assert len(asked_for) == 1, 'once an episode'
+
+
+def test_objects_are_used_again():
+    Shop.made = 0
+    factory = ToolFactory(Shop)
+
+    def played():
+        environment = factory()
+        environment.reset(seed=1, budget=5)
+        assert environment.step('no')[2]
+        environment.close()
+        return environment.environment
+
+    assert played() is played() and Shop.made == 1
+    both = [factory(), factory()]
+    assert Shop.made == 2 and both[0].environment is not both[1].environment
+    assert pickle.loads(pickle.dumps(factory)).tools == factory.tools
+
+    class Broken(Shop):
+        def get_reward(self):
+            raise RuntimeError('no money')
+
+    factory = ToolFactory(Broken)
+    sample, _, _ = episode(factory, ['no'], asked())
+    assert (sample.episode.end, sample.episode.turns[-1].rewards) == ('error', {})
+    assert 'no money' in sample.episode.message and not factory._free
+
+
+def test_trls_reward_functions_see_the_environment():
+    def left(prompts, completions, environments, budget, **columns):
+        assert prompts == [[{'role': 'user', 'content': 'Go shopping. You have 6.'}]] and budget == [6]
+        return [float(environment.left) for environment in environments]
+
+    async def nothing(**columns):
+        return [None]
+
+    sample, _, _ = episode(ToolFactory(Shop, [left, nothing]), [call('buy', '{"item": "a"}'), 'ok'], asked(budget=6))
+    assert sample.episode.turns[-1].rewards == {'Shop': 1.03, 'left': 3.0}
+
+
+class NoDocstring:
+    def reset(self):
+        pass
+
+    def do(self, x: int) -> int:
+        return x
+
+
+class NoHint:
+    def reset(self):
+        pass
+
+    def do(self, x):
+        """Do.
+
+        Args:
+            x: a number
+        """
+
+
+class NoReset:
+    def get_reward(self):
+        return 0.0
+
+
+class NeedsArguments:
+    def __init__(self, url):
+        pass
+
+    def reset(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ('make', 'words'),
+    [
+        (NoDocstring, 'NoDocstring.do is a tool.*docstring'),
+        (NoHint, 'NoHint.do is a tool.*x'),
+        (NoReset, 'NoReset has no method reset'),
+        (NeedsArguments, r'making NeedsArguments\(\) raised TypeError.*url'),
+    ],
+)
+def test_mistakes_are_named_before_any_work(make, words):
+    with pytest.raises(ValueError, match=words):
+        ToolFactory(make)
+    if make not in (NoReset, NeedsArguments):  # nothing shows that these are classes with tools
+        with pytest.raises(ValueError, match=words):
+            find_environment(make)
+
+
+def test_a_reset_with_few_columns_and_an_image():
+    class Few:
+        def reset(self, target):
+            self.target = target
+            return [{'type': 'text', 'text': ' Go '}, {'type': 'text', 'text': 'on.'}]
+
+        def look(self) -> list:
+            """Look."""
+            return [{'type': 'image', 'image': None}]
+
+        def get_reward(self):
+            return self.target
+
+    sample, tokenizer, _ = episode(Few, [call('look', '{}'), 'ok'], asked(target=4))
+    assert 'Go shopping. Go on.' in tokenizer.decode(sample.prompt_ids)
+    assert "{'error': 'a result of type image cannot be shown'}" in tokenizer.decode(sample.response_ids)
+    assert sample.episode.turns[-1].rewards == {'reward': 4.0}
+
+
+def test_a_call_by_an_unknown_kind_and_arguments_in_a_string():
+    environment = ToolFactory(Shop)()
+    environment.reset(seed=1)
+    calls = [{'type': 'magic', 'name': 'x'}, {'type': 'function', 'function': {'name': 'leave', 'arguments': {}}}]
+    messages, *_ = environment.step({'role': 'assistant', 'content': '', 'tool_calls': calls})
+    assert [m['content'] for m in messages] == ["{'error': 'Unsupported tool call type: magic'}", 'None']
+    assert len({m['tool_call_id'] for m in messages}) == 2
+
+
+def ppo(environment, prompts=None, **kwargs):
+    tokenizer = chat_tokenizer('qwen2.5')
+    torch.manual_seed(0)
+    actor = Actor(tiny_causal_lm('gpt2', vocab_size=len(tokenizer), n_positions=2048))
+    strategy = NaiveStrategy(seed=1)
+    actor, optim = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=1e-3)))
+    trainer = PPOTrainer(
+        strategy,
+        actor,
+        None,
+        kwargs.pop('reward_model', None),
+        None,
+        optim,
+        None,
+        advantage_estimator='grpo',
+        num_samples_per_prompt=2,
+        experience_batch_size=2,
+        train_batch_size=2,
+        tokenizer=tokenizer,
+        environment=environment,
+        environment_settings=EnvironmentSettings(max_turns=2, max_turn_tokens=6),
+        max_new_tokens=300,
+        kl_coef=0.0,
+        **kwargs,
+    )
+    trainer.fit(prompts, num_episodes=1, max_timesteps=1, update_timesteps=1)
+    return trainer
+
+
+def test_a_trainer_takes_the_class():
+    asked = []
+
+    class Asked(Increment):
+        def get_reward(self):
+            asked.append((self.target, self.counter))
+            return super().get_reward()
+
+    ppo(Asked)
+    assert len(asked) == 4 and all(counter == 0 for _, counter in asked), 'random turns call nothing'
+    assert asked[0][0] == asked[1][0] and asked[2][0] == asked[3][0]
+    rows = [{'prompt': QUESTION, 'budget': 4}, {'prompt': 'Buy tea.', 'budget': 5}]
+    budgets = []
+
+    class Budget(Shop):
+        def reset(self, budget, prompt, **columns):
+            budgets.append((budget, prompt))
+            return super().reset(budget)
+
+    ppo(Budget, rows)
+    assert sorted(budgets, key=str) == sorted(
+        2 * [(4, QUESTION), (5, [{'role': 'user', 'content': 'Buy tea.'}])], key=str
+    )
+
+
+def test_a_class_without_rewards_needs_a_reward_model():
+    class Free:
+        def reset(self, **columns):
+            return 'Go.'
+
+        def look(self) -> str:
+            """Look."""
+            return 'nothing'
+
+    with pytest.raises(ValueError, match='Free has neither get_reward nor turn_reward'):
+        ppo(Free)
+    ppo(Free, reward_model=lambda prompts, responses, **columns: [float(len(r)) for r in responses])

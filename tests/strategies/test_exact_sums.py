@@ -1,0 +1,307 @@
+"""`reproducible='exact'`: atoms, sums in one order, a norm in which no order shows, optimizers that step parts as they
+step the whole."""
+
+from __future__ import annotations
+
+import math
+import random
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import nn
+
+from chatgpt.batching import Exact, cut_by_tokens, micro_batches
+from chatgpt.launch.arguments import strategy_of
+from chatgpt.launch.runs import SFTRun
+from chatgpt.testing.processes import run_distributed
+from chatgpt.trainer.metrics import BatchStats, Highest, Mean, rounded_sum
+from chatgpt.trainer.strategies import NaiveStrategy
+from chatgpt.trainer.strategies.exact import TreeSum, check_elementwise, exact_norm, tree_all_reduce
+from chatgpt.trainer.strategies.named import strategy_by_name
+
+# ---------------------------------------------------------------------- atoms
+
+
+@pytest.mark.parametrize('below', [False, True])
+@pytest.mark.parametrize('ranks', [1, 2, 4, 8])
+def test_every_atom_is_of_one_rank(ranks, below):
+    exact = Exact(8, below)
+    owned = [list(exact.of_rank(rank, ranks)) for rank in range(ranks)]
+    assert sorted(atom for share in owned for atom in share) == list(range(8))
+    assert {len(share) for share in owned} == {8 // ranks}
+    assert owned[0] == (list(range(0, 8, ranks)) if below else list(range(8 // ranks)))
+
+
+@pytest.mark.parametrize('count', [1, 5, 8, 21])
+def test_a_train_batch_is_cut_alike_for_any_ranks(count):
+    lengths = [3 + (7 * i) % 11 for i in range(count)]
+    whole = Exact().share(lengths, 0, 1)
+    assert len(whole) == 8 and sorted(i for atom in whole for i in atom) == list(range(count))
+    for below in (False, True):
+        exact = Exact(8, below)
+        for ranks in (2, 4, 8):
+            for rank in range(ranks):
+                assert exact.share(lengths, rank, ranks) == [whole[i] for i in exact.of_rank(rank, ranks)]
+
+
+@pytest.mark.parametrize('count', [2, 4, 8, 12, 20, 24, 40])
+def test_a_timestep_is_cut_alike_for_any_ranks(count):
+    """Each rank cuts the samples that it has drawn, without knowing the others'."""
+    whole = Exact().own(count, 1)
+    assert [i for atom in whole for i in atom] == list(range(count))
+    for ranks in (n for n in (2, 4, 8) if count % n == 0):
+        share = count // ranks
+        of_all = [[rank * share + i for i in atom] for rank in range(ranks) for atom in Exact().own(share, ranks)]
+        assert of_all == whole
+
+
+def test_a_sweep_runs_the_same_forwards_for_any_ranks():
+    lengths, exact = [2 + (5 * i) % 13 for i in range(37)], Exact()
+
+    def forwards(ranks: int) -> list[tuple[int, ...]]:
+        cuts = micro_batches(lengths, ranks, 30, exact)
+        assert len({len(of_rank) for of_rank in cuts}) == 1
+        return sorted(tuple(cut) for of_rank in cuts for cut in of_rank if cut)
+
+    assert forwards(1) == forwards(2) == forwards(4) == forwards(8)
+    assert any(len(cut_by_tokens([lengths[i] for i in atom], 30)) > 1 for atom in exact.share(lengths, 0, 1))
+    ordinary = [sorted(tuple(cut) for of_rank in micro_batches(lengths, n, 30) for cut in of_rank) for n in (1, 2)]
+    assert ordinary[0] != ordinary[1]  # negative control
+
+
+@pytest.mark.parametrize(
+    ('atoms', 'ranks', 'message'),
+    [
+        (6, 1, r'atoms=6 must be a power of two: 1, 2, 4, 8, \.\.\.'),
+        (0, 1, 'atoms=0 must be a power of two'),
+        (8, 3, '8 atoms cannot be dealt to 3 processes; start 1 or 2 or 4 or 8 of them'),
+        (4, 8, '4 atoms cannot be dealt to 8 processes; start 1 or 2 or 4 of them'),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(atoms, ranks, message):
+    with pytest.raises(ValueError, match=message):
+        Exact(atoms).check(ranks)
+
+
+def test_an_atom_is_never_split():
+    with pytest.raises(
+        ValueError, match=r'one of the 4 atoms of a train batch of 12 has 3 rows of up to 9 tokens, 27 '
+    ):
+        Exact(4).share([9] * 12, 0, 1, max_tokens=26)
+    assert [len(atom) for atom in Exact(4).share([9] * 12, 0, 1, max_tokens=27)] == [3] * 4
+
+
+# ---------------------------------------------------------------------- sums
+
+
+def single(number: float) -> float:
+    return float(torch.tensor(number, dtype=torch.float32))
+
+
+def plus(a: float, b: float) -> float:
+    return single(a + b)
+
+
+def by_hand(x: list[float]) -> float:
+    """((1 + 2) + (3 + 4)) + ((5 + 6) + (7 + 8)), each rounded to fp32."""
+    return plus(
+        plus(plus(x[0], x[1]), plus(x[2], x[3])),
+        plus(plus(x[4], x[5]), plus(x[6], x[7])),
+    )
+
+
+UNEVEN = [single(x) for x in (1e8, 3.3, -1e8, 0.7, 1234.567, 1e-3, -1234.5, 5.5)]
+
+
+def test_a_tree_of_sums():
+    tree = TreeSum()
+    for x in UNEVEN:
+        tree.add([torch.tensor([x])])
+    (total,) = tree.finish(8)
+    assert float(total) == by_hand(UNEVEN)
+    in_turn = 0.0
+    for x in UNEVEN:
+        in_turn = plus(in_turn, x)
+    assert in_turn != by_hand(UNEVEN)  # negative control: the order shows
+    assert tree.count == 0
+
+
+def test_what_has_no_gradient_counts_as_zero():
+    """Of three parameters: one used by two atoms, one by none, one that is -0 where it is used at all."""
+    tree, used = TreeSum(), {1: 2.0, 6: 3.0}
+    for i in range(8):
+        tree.add([torch.tensor([used[i]]) if i in used else None, None, torch.tensor([-0.0]) if i == 3 else None])
+    first, second, third = tree.finish(8)
+    assert float(first) == 5.0 and second is None
+    assert math.copysign(1.0, float(third)) == 1.0
+
+
+def test_a_step_needs_every_atom():
+    with NaiveStrategy(device='cpu', reproducible='exact') as strategy:
+        model, optimizer = strategy.prepare((m := nn.Linear(2, 1), torch.optim.AdamW(m.parameters())))
+        for _ in range(3):
+            strategy.backward(model(torch.ones(1, 2)).sum(), model, optimizer)
+            strategy.end_atom(optimizer)
+        with pytest.raises(RuntimeError, match='needs the gradients of 8 atoms on this rank, and has those of 3'):
+            strategy.optimizer_step(optimizer)
+
+
+def reduced(numbers: list[float]) -> list[float]:
+    import torch.distributed as dist
+
+    return tree_all_reduce(torch.tensor([numbers[dist.get_rank()]] * 7)).tolist()
+
+
+def test_ranks_are_added_in_the_same_tree():
+    four = UNEVEN[:4]
+    want = plus(plus(four[0], four[1]), plus(four[2], four[3]))
+    assert want != plus(plus(plus(four[0], four[1]), four[2]), four[3])
+    assert run_distributed(reduced, 4, four, init_group=True) == [[want] * 7] * 4
+
+
+# ---------------------------------------------------------------------- the norm
+
+
+def gradients() -> torch.Tensor:
+    """Of 80 powers of two, fp32's smallest numbers among them."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(5000, generator=generator) * 2.0 ** torch.randint(-60, 20, (5000,), generator=generator)
+
+
+def test_the_norm_is_right():
+    wide = gradients().tolist() + [1e-45]
+    want = math.sqrt(sum(Fraction(x) ** 2 for x in wide))
+    assert exact_norm([torch.tensor(wide)], torch.device('cpu')) == pytest.approx(want, rel=1e-14)
+    assert exact_norm([torch.tensor([3e-39, 4e-39])], torch.device('cpu')) == pytest.approx(5e-39, rel=1e-5)
+    assert exact_norm([torch.full((3,), 2e38)], torch.device('cpu')) == pytest.approx(2e38 * math.sqrt(3), rel=1e-6)
+    assert exact_norm([], torch.device('cpu')) == exact_norm([torch.zeros(3)], torch.device('cpu')) == 0.0
+
+
+@pytest.mark.parametrize('bad', [math.inf, -math.inf, math.nan])
+def test_a_norm_that_is_not_finite_says_so(bad):
+    assert not math.isfinite(exact_norm([torch.ones(4), torch.tensor([1.0, bad])], torch.device('cpu')))
+
+
+def test_no_sharding_shows_in_the_norm():
+    whole, draw = gradients(), random.Random(0)
+    norms, plain = set(), set()
+    for _ in range(20):
+        order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(draw.randrange(1 << 30)))
+        parts = list(whole[order].split(draw.randrange(1, 900)))
+        norms.add(exact_norm(parts, torch.device('cpu')))
+        plain.add(math.sqrt(sum(float(p.square().sum(dtype=torch.float64)) for p in parts)))
+    assert len(norms) == 1
+    assert len(plain) > 1  # negative control: sums in fp64 show it
+
+
+def test_metrics_are_rounded_once():
+    numbers = [1e16, 1.0, -1e16, 1e-3]
+    assert rounded_sum(numbers) == rounded_sum(numbers[::-1]) == 1.001
+    assert sum(numbers) != 1.001
+    assert rounded_sum([1.0, math.inf]) == math.inf and math.isnan(rounded_sum([math.inf, -math.inf]))
+    stats = BatchStats()
+    for x in numbers:
+        stats.add({'m': Mean(torch.tensor(x, dtype=torch.float64), 2.0), 'h': Highest(torch.tensor(x))})
+    with NaiveStrategy(device='cpu', reproducible='exact') as strategy:
+        assert stats.reduced(strategy) == {'m': 1.001 / 8, 'h': single(1e16)}
+
+
+# ---------------------------------------------------------------------- optimizers
+
+
+class Normalised(torch.optim.SGD):
+    """A step of length 1: every element depends on all."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group['params']:
+                parameter.data.sub_(parameter.grad / parameter.grad.norm())
+
+
+@pytest.mark.parametrize(
+    ('make', 'refused'),
+    [
+        (lambda p: torch.optim.AdamW(p, lr=3e-4, weight_decay=0.1), None),
+        (lambda p: torch.optim.AdamW(p, foreach=True), None),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), None),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), None),
+        (lambda p: torch.optim.AdamW(p, fused=True), 'with fused=True: leave that out; AdamW and SGD of torch are'),
+        (lambda p: Normalised(p, lr=0.1), 'Normalised steps a part of a tensor otherwise than within the whole; '),
+    ],
+)
+def test_optimizers_are_tried(make, refused):
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = make([parameter])
+    if optimizer.defaults.get('fused') and torch.backends.cpu.get_cpu_capability() not in ('AVX2', 'AVX512'):
+        pytest.skip('without vectors a fused step rounds all elements alike')
+    if refused is None:
+        check_elementwise(optimizer)
+    else:
+        with pytest.raises(ValueError, match=refused):
+            check_elementwise(optimizer)
+    assert torch.equal(parameter, torch.ones(3)) and not optimizer.state
+
+
+@pytest.mark.parametrize('offset', [0, 1, 5])
+def test_odd_shards_step_as_the_whole(offset):
+    """Every length from 1 to 70, and some that end within a vector, at places where memory is not aligned."""
+    torch.manual_seed(0)
+    size = 3000
+    start, *steps = (torch.randn(size) * 10.0 ** torch.randint(-6, 3, (size,)) for _ in range(4))
+
+    def stepped(part: slice) -> torch.Tensor:
+        parameter = nn.Parameter(start.clone()[part])  # a view: as unaligned as it comes
+        optimizer = torch.optim.AdamW([parameter], lr=1e-3, weight_decay=0.1)
+        for gradient in steps:
+            parameter.grad = gradient[part] * 0.37  # clipped
+            optimizer.step()
+        slots = optimizer.state[parameter]
+        return torch.stack([parameter.detach(), slots['exp_avg'], slots['exp_avg_sq'], parameter.detach().bfloat16()])
+
+    whole = stepped(slice(None))
+    for length in [*range(1, 70), 127, 1000, 1023, 2051]:
+        part = slice(offset, offset + length)
+        assert torch.equal(stepped(part), whole[:, part]), length
+
+
+def test_weights_begin_where_memory_does():
+    """A file's weights lie anywhere; those that FSDP gathers do not, and a BLAS may see it."""
+    layer = nn.Linear(5, 3)
+    memory = torch.randn(16)
+    layer.weight.data = memory[1:].view(3, 5)
+    want = layer.weight.clone()
+    with NaiveStrategy(device='cpu', reproducible='exact') as strategy:
+        layer, _ = strategy.prepare((layer, torch.optim.AdamW(layer.parameters())))
+    assert layer.weight.data_ptr() % 64 == 0 and torch.equal(layer.weight, want)
+
+
+# ---------------------------------------------------------------------- the option
+
+
+def test_by_name_and_from_a_setting():
+    with strategy_by_name('naive', reproducible='exact', atoms=4) as strategy:
+        assert strategy.exact == Exact(4) and strategy.options == {'reproducible': 'exact', 'atoms': 4}
+        assert torch.are_deterministic_algorithms_enabled()
+    with strategy_of(SFTRun(reproducible='exact')) as strategy:
+        assert strategy.exact == Exact(8)
+    with strategy_of(SFTRun()) as strategy:
+        assert strategy.exact is None and not torch.are_deterministic_algorithms_enabled()
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match="reproducible='yes' is not 'exact' or None"):
+        NaiveStrategy(device='cpu', reproducible='yes')
+    with pytest.raises(ValueError, match='8 atoms cannot be dealt to 3 processes'):
+        SFTRun(reproducible='exact', train_batch_size=12).validate(world_size=3)
+    SFTRun(train_batch_size=12).validate(world_size=3)
+
+
+def test_the_planner_knows_the_sums_that_wait():
+    from chatgpt.trainer.strategies.memory import Layout, MemoryModel, ModelSize, ParameterSize
+
+    size = ModelSize((ParameterSize('w', (10, 10), True, 0),))
+    for processes, waiting in ((1, 3), (2, 2), (8, 0)):
+        memory = MemoryModel(atoms=8).trained('actor', size, Layout(num_processes=processes))
+        assert memory.device.get('actor waiting gradients', 0) == 400 * waiting
+    assert 'actor waiting gradients' not in MemoryModel().trained('actor', size, Layout()).device
