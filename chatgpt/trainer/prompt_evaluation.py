@@ -107,7 +107,8 @@ class PromptEvaluation:
             )
         scorer = self.scorer or trainer.scorer
         everyone = [
-            (sample, None if s is None else sequence_score(s, sample)) for sample, s in scored(scorer, samples, strategy)
+            (sample, None if s is None else sequence_score(s, sample))
+            for sample, s in scored(scorer, samples, strategy)
         ]
         metrics = strategy.run_on_rank0(lambda: self._metrics([s for s, _ in everyone]))
         self._show(trainer, everyone, metrics)
