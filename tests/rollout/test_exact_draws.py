@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import chatgpt.rollout.exact as exact
-import chatgpt.rollout.local.engine as local
+import chatgpt.rollout.local.run as local
 from chatgpt.nn import Actor
 from chatgpt.rollout import HFEngine, LocalEngine, SamplingParams
 from chatgpt.rollout.exact import ExactDraws, edge_bound
@@ -54,7 +54,7 @@ def stop_at(*tokens: int):
 SETTINGS = {
     'plain': {},
     'filters': {'top_k': 20, 'top_p': 0.9, 'temperature': 0.7},
-    'end tokens': {'eos_token_ids': (2, 3), 'min_new_tokens': 6},
+    'end tokens': {'max_new_tokens': 48, 'eos_token_ids': (2,), 'min_new_tokens': 16},
     'stop': {'stop': stop_at(7, 8, 9), 'min_new_tokens': 3, 'eos_token_ids': (5,)},
     'max_length': {'max_new_tokens': None, 'max_length': 28, 'min_new_tokens': 2, 'eos_token_ids': (3,)},
     'greedy': {'do_sample': False, 'eos_token_ids': (4,)},
