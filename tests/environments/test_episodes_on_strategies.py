@@ -152,6 +152,20 @@ def test_every_strategy_and_number_of_ranks_has_the_same_episodes(tmp_path):
     same(run(NaiveStrategy(seed=3, device='cpu'), source=tmp_path / 'ddp'), whole[2:])
 
 
+def on_zero() -> list[list[dict[str, Any]]]:
+    from chatgpt.trainer.strategies import ColossalAIStrategy
+
+    return run(ColossalAIStrategy(2, 'fp32', seed=3))
+
+
+@pytest.mark.system
+def test_zero_has_the_same_episodes():
+    pytest.importorskip('colossalai')
+    whole = run(NaiveStrategy(seed=3, device='cpu'))
+    for phases in run_distributed(on_zero, 2):
+        same(phases, whole)
+
+
 # ---------------------------------------------------------------------- others that hold an engine
 
 
