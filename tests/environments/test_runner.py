@@ -33,6 +33,7 @@ def made(factory=Counter, kind='threads', *, limit=1.0, num_workers=2):
 def _nothing_is_left():
     """No thread, no process, no descriptor more than before; threads that hang are let go first."""
     NEVER.clear()
+    before = set(children())
     threads, files = threading.active_count(), len(os.listdir('/proc/self/fd'))
     yield
     NEVER.set()
@@ -40,7 +41,7 @@ def _nothing_is_left():
         MADE.pop().close()  # of a test that failed, for the sake of the others
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        now = threading.active_count(), len(os.listdir('/proc/self/fd')), children()
+        now = threading.active_count(), len(os.listdir('/proc/self/fd')), set(children()) - before
         if now[0] <= threads and now[1] <= files and not now[2]:
             return
         time.sleep(0.02)

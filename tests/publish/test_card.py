@@ -222,7 +222,7 @@ def test_every_method_of_the_library_has_its_paper():
     from chatgpt.trainer.algorithms import ESTIMATORS, POLICY_LOSSES
 
     named = {*METHODS, *ESTIMATORS, *POLICY_LOSSES, 'rft', 'nlpo'} - {'gae', 'reinforce'}
-    assert named <= set(KNOWN)
+    assert {name for name in named if ':' not in name} <= set(KNOWN)  # other tests may have asked for module:name
     pages = Path(__file__).resolve().parents[2] / 'docs' / 'algorithms'
     for name, method in KNOWN.items():
         assert method.paper is not None and re.fullmatch(r'\d{4}\.\d{5}', method.paper.arxiv)

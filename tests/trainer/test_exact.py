@@ -27,7 +27,7 @@ def check(want: dict[Case, Any], got: list[dict[str, dict[Case, Any]]]) -> None:
 
 @pytest.mark.parametrize('cases', [FP32[:3], FP32[3:], BF16], ids=['offline', 'online', 'bf16'])
 def test_one_hash_on_two_processes(cases):
-    want = runs('naive', cases)
+    want = run_distributed(runs, 1, 'naive', cases)[0]  # a process as fresh as the others
     assert len({digest for digest, _ in want.values()}) == len(cases)
     check(want, run_distributed(several, 2, TWO, cases))
 
@@ -36,7 +36,10 @@ def test_one_hash_on_two_processes(cases):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize('ranks', [2, 4])
 def test_one_hash_of_everything(ranks):
-    check(runs('naive', ALL), run_distributed(several, ranks, TWO, ALL, timeout_s=800))
+    check(
+        run_distributed(runs, 1, 'naive', ALL, timeout_s=800)[0],
+        run_distributed(several, ranks, TWO, ALL, timeout_s=800),
+    )
 
 
 @pytest.mark.slow
@@ -47,7 +50,10 @@ def test_one_hash_of_everything(ranks):
 )
 def test_one_hash_under_zero():
     cases = [*FP32, *BF16, ('ptx', 'gpt2', 'fp32'), ('hydra', 'llama', 'bf16')]
-    check(runs('naive', cases), run_distributed(several, 2, ['zero1', 'zero2'], cases, timeout_s=500))
+    check(
+        run_distributed(runs, 1, 'naive', cases, timeout_s=500)[0],
+        run_distributed(several, 2, ['zero1', 'zero2'], cases, timeout_s=500),
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,16 +90,18 @@ def test_an_optimizer_on_a_gpu_steps_parts_as_the_whole(options):
     )
 
 
+def alone() -> list[str]:
+    """Hashes of one process: as it is, without `exact`, with other atoms, with one bit flipped."""
+    found = []
+    for options, before in (({}, None), ({'reproducible': None}, None), ({'atoms': 4}, None), ({}, flip_one_bit)):
+        with made('naive', **options) as strategy:
+            found.append(run(strategy, 'sft', **({'before': before} if before else {}))[0])
+    return found
+
+
 def test_what_changes_the_hash():
     """One flipped bit of one gradient, another seed; and without `exact` the layout."""
-    with made('naive') as strategy:
-        want, _ = run(strategy, 'sft')
-    with made('naive', reproducible=None) as strategy:
-        ordinary, _ = run(strategy, 'sft')
-    with made('naive', atoms=4) as strategy:
-        other_atoms, _ = run(strategy, 'sft')
-    with made('naive') as strategy:
-        flipped, _ = run(strategy, 'sft', before=flip_one_bit)
+    want, ordinary, other_atoms, flipped = run_distributed(alone, 1)[0]
     found = run_distributed(controls, 2)[0]
     assert found['same'] == want
     assert found['ordinary'] != ordinary
@@ -105,9 +113,9 @@ def test_what_changes_the_hash():
 def test_a_run_that_moves_between_layouts(tmp_path, kind):
     """Naive, then FSDP2 on two processes, then DDP on two; against Naive all the way."""
     at = [str(tmp_path / str(i)) for i in range(6)]
-    leg('naive', kind, False, None, at[0])
-    leg('naive', kind, False, at[0], at[1])
-    want = leg('naive', kind, True, at[1], at[2])
+    run_distributed(leg, 1, 'naive', kind, False, None, at[0])
+    run_distributed(leg, 1, 'naive', kind, False, at[0], at[1])
+    (want,) = run_distributed(leg, 1, 'naive', kind, True, at[1], at[2])
     run_distributed(leg, 2, 'fsdp', kind, False, at[0], at[3])
     assert run_distributed(leg, 2, 'ddp', kind, True, at[3], at[4]) == [want] * 2
 

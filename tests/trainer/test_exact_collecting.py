@@ -103,11 +103,16 @@ def streaming() -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
         return actor, next(c for c in trainer.callbacks if isinstance(c, Perf)).phases
 
 
-def test_blocks_that_are_streamed():
+def alone() -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
     one, perf = trained()
+    return {name: p.detach().clone() for name, p in one.actor.named_parameters()}, perf.phases
+
+
+def test_blocks_that_are_streamed():
+    ((weights_alone, phases_alone),) = run_distributed(alone, 1)
     (actor, phases), (_, others) = run_distributed(streaming, 2)
-    assert phases == others == perf.phases
-    assert actor and all(torch.equal(actor[name], p.detach()) for name, p in one.actor.named_parameters())
+    assert phases == others == phases_alone
+    assert actor and all(torch.equal(actor[name], tensor) for name, tensor in weights_alone.items())
 
 
 def test_rft_and_evaluation_draw_exactly():
@@ -161,7 +166,7 @@ def judged(kind: str) -> tuple[dict[str, float], dict[str, float], list[list[int
 
 
 def test_what_models_judge_together_does_not_follow_from_the_ranks():
-    want = judged('naive')
+    (want,) = run_distributed(judged, 1, 'naive')
     assert want[0]['score_mean'] != 0 and 0 < len(want[2]) < 9
     assert run_distributed(judged, 2, 'ddp') == [want] * 2
 
