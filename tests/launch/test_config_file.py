@@ -278,7 +278,11 @@ def test_help_names_the_value_of_every_flag(capsys):
         with pytest.raises(SystemExit):
             run(cls, '--help-all')
         text = capsys.readouterr().out
-        assert '--lr X ' in text and '--optimizer {adamw,adamw8bit,paged_adamw8bit,sgd}' in text and '--tensorboard true|false' in text
+        assert (
+            '--lr X ' in text
+            and '--optimizer {adamw,adamw8bit,paged_adamw8bit,sgd}' in text
+            and '--tensorboard true|false' in text
+        )
         assert re.findall(r'^ +--(\w+)(?:   |$)', text, re.MULTILINE) == [
             'print_config'
         ]  # the only one without a value
