@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -25,9 +26,10 @@ Observation = str | list[dict[str, Any]]
 """text, or messages with 'role' and 'content'"""
 
 
-class Environment:
+class Environment(ABC):
     """Base of environments; any object with `reset` and `step` will do. Both may be coroutine functions."""
 
+    @abstractmethod
     def reset(self, seed: int, **columns: Any) -> Observation:
         """The first observation of a new episode.
 
@@ -37,8 +39,8 @@ class Environment:
 
         Text follows the prompt (in a chat it is added to its last turn); messages are the whole conversation.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self, response: str) -> tuple[Observation, float | Mapping[str, float], bool, bool, Mapping[str, Any]]:
         """What follows a turn of the policy: (observation, reward, terminated, truncated, info).
 
@@ -47,7 +49,6 @@ class Environment:
         response is the turn as a message, with 'tool_calls' where it calls any, and 'truncated' where it ran out of
         tokens.
         """
-        raise NotImplementedError
 
     def finish(self) -> float | Mapping[str, float]:
         """What an episode is worth that was cut off, by too many turns or tokens, after its last step; it is added to

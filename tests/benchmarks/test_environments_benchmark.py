@@ -10,10 +10,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / 'benchmarks'))
 import environments as benchmark
+import environments_page as page_of
+import environments_runs as plan
 
 
 def test_the_archive():
-    archive = benchmark.Archive(files=3, size=30, times=5)
+    archive = plan.Archive(files=3, size=30, times=5)
     assert archive.reset(7) == f'file {archive.asked}\n' and archive.asked in 'abc'
     for name in 'abc':
         observation, reward, terminated, truncated, _ = archive.step(f'read {name}')
@@ -24,14 +26,14 @@ def test_the_archive():
     right = int(archive.digits[archive.asked])
     assert archive.step(f'={right}') == ('', 1.0, True, False, {'success': True})
     assert archive.step(f'={(right + 1) % 10}') == ('', 0.0, True, False, {'success': False})
-    other = benchmark.Archive(files=3, size=30, times=5)
+    other = plan.Archive(files=3, size=30, times=5)
     other.reset(7)
     assert other.texts == archive.texts
 
 
-@pytest.mark.parametrize('name', benchmark.TASKS)
+@pytest.mark.parametrize('name', plan.TASKS)
 def test_the_warm_up_learns_turns_and_no_observations(name):
-    words, task = benchmark.tokenizer(), benchmark.TASKS[name]
+    words, task = benchmark.tokenizer(), plan.TASKS[name]
     right = []
     for seed in range(60):
         episode = benchmark.taught_episode(task, seed, words)
@@ -54,40 +56,40 @@ def run_of(success: list[float], entropy: float = 1.0, **changes):
 
 
 def test_what_a_collapse_is():
-    assert benchmark.collapse(run_of([0.2] * 5 + [0.8] * 5)) == ''
-    assert benchmark.collapse(run_of([0.8] * 5 + [0.41] * 5)) == ''
-    assert benchmark.collapse(run_of([0.8] * 5 + [0.39] * 5)) == 'fell'
-    assert benchmark.collapse(run_of([0.8] * 5 + [0.1] * 5 + [0.7] * 5)) == 'fell and came back'
-    assert benchmark.collapse(run_of([0.4] * 10, entropy=0.001)) == 'stuck'
-    assert benchmark.collapse(run_of([0.9] * 10, entropy=0.001)) == ''
-    assert benchmark.collapse(run_of([0.9], non_finite='the loss')) == 'not finite'
+    assert page_of.collapse(run_of([0.2] * 5 + [0.8] * 5)) == ''
+    assert page_of.collapse(run_of([0.8] * 5 + [0.41] * 5)) == ''
+    assert page_of.collapse(run_of([0.8] * 5 + [0.39] * 5)) == 'fell'
+    assert page_of.collapse(run_of([0.8] * 5 + [0.1] * 5 + [0.7] * 5)) == 'fell and came back'
+    assert page_of.collapse(run_of([0.4] * 10, entropy=0.001)) == 'stuck'
+    assert page_of.collapse(run_of([0.9] * 10, entropy=0.001)) == ''
+    assert page_of.collapse(run_of([0.9], non_finite='the loss')) == 'not finite'
 
 
 def test_averages_and_intervals_by_hand():
-    assert benchmark.averaged(run_of([1, 0, 0, 1, 0, 0]))[-2:] == [2 / 5, 1 / 5]
-    mean, low, high = benchmark.interval([0.1, 0.2, 0.3, 0.4, 0.5])
+    assert page_of.averaged(run_of([1, 0, 0, 1, 0, 0]))[-2:] == [2 / 5, 1 / 5]
+    mean, low, high = page_of.interval([0.1, 0.2, 0.3, 0.4, 0.5])
     # standard deviation 0.1581, over the root of 5 is 0.0707, times 2.776
     assert (mean, low, high) == pytest.approx((0.3, 0.3 - 0.1963, 0.3 + 0.1963), abs=1e-4)
     run = run_of([0.0, 0.5, 1.0])
     for i, cpu in enumerate((1.0, 3.0, 4.0)):
         run['rows'][i][1] = cpu
-    assert benchmark.on_the_way(run, 0, 128) == pytest.approx(0.25)
-    assert benchmark.on_the_way(run, 1, 3.5) == pytest.approx((0.0 * 1 + 0.5 * 2 + 1.0 * 0.5) / 3.5)
-    assert benchmark.late_success(run_of([0.0, 0.0, 0.6, 0.8]), 4.0) == pytest.approx(0.7)
+    assert page_of.on_the_way(run, 0, 128) == pytest.approx(0.25)
+    assert page_of.on_the_way(run, 1, 3.5) == pytest.approx((0.0 * 1 + 0.5 * 2 + 1.0 * 0.5) / 3.5)
+    assert plan.late_success(run_of([0.0, 0.0, 0.6, 0.8]), 4.0) == pytest.approx(0.7)
 
 
 def test_equal_effort():
-    runs = list(benchmark.tuning(benchmark.Budget()))
+    runs = list(plan.tuning(plan.Budget()))
     tried = {(task, method): [r[2] for r in runs if r[:2] == (task, method)] for task, method, _, _ in runs}
     assert len(tried) == 2 * 5
     for settings in tried.values():
         assert len(settings) == 4 and all(settings.count(setting) == 1 for setting in settings)
-    assert not set(benchmark.Budget().seeds) & {seed for _, _, _, seed in runs}
+    assert not set(plan.Budget().seeds) & {seed for _, _, _, seed in runs}
 
 
 def test_the_best_setting_is_taken():
-    budget = benchmark.Budget(tune_cpu_s=4.0, tune_seeds=(1, 2))
-    runs = [(name, m, s, seed) for name, m, s, seed in benchmark.tuning(budget) if (name, m) == ('archive', 'GRPO')]
+    budget = plan.Budget(tune_cpu_s=4.0, tune_seeds=(1, 2))
+    runs = [(name, m, s, seed) for name, m, s, seed in plan.tuning(budget) if (name, m) == ('archive', 'GRPO')]
     late = {1e-3: (0.5, 0.1), 3e-3: (0.3, 0.4)}
     records = [
         run_of([0.9, 0.9, 0.9, late[s['lr']][seed - 1] - 0.01 * s['num_samples_per_prompt']])
@@ -96,17 +98,17 @@ def test_the_best_setting_is_taken():
     ]
     for r in records:
         r['rows'] = [[64, float(cpu), *row[2:]] for cpu, row in zip((1, 2, 2.5, 4), r['rows'], strict=True)]
-    scored = benchmark.tuned(records, 'archive', 'GRPO', budget)
+    scored = plan.tuned(records, 'archive', 'GRPO', budget)
     assert scored[0][1] == {'lr': 3e-3, 'num_samples_per_prompt': 4}
     assert scored[0][0] == pytest.approx(0.35 - 0.04)
     with pytest.raises(ValueError, match='GRPO on archive is not tuned yet'):
-        benchmark.tuned(records[:-1], 'archive', 'GRPO', budget)
+        plan.tuned(records[:-1], 'archive', 'GRPO', budget)
 
 
 def test_a_quick_run_of_all_of_it(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(benchmark, 'METHODS', {m: benchmark.METHODS[m] for m in ('PPO, turn credit', 'GRPO')})
-    monkeypatch.setattr(benchmark, 'TASKS', {'archive': benchmark.TASKS['archive']})
-    monkeypatch.setattr(benchmark, 'FIRST', 'PPO, turn credit')
+    monkeypatch.setattr(plan, 'METHODS', {m: plan.METHODS[m] for m in ('PPO, turn credit', 'GRPO')})
+    monkeypatch.setattr(plan, 'TASKS', {'archive': plan.TASKS['archive']})
+    monkeypatch.setattr(plan, 'FIRST', 'PPO, turn credit')
     monkeypatch.setattr(benchmark, 'ROOT', tmp_path)
     monkeypatch.setattr(sys, 'argv', ['environments.py', '--quick'])
     benchmark.main()

@@ -12,6 +12,7 @@ the seed and the moves decide everything. Left out: players (`scores`).
 from __future__ import annotations
 
 import random
+from abc import abstractmethod
 from typing import Any, ClassVar
 
 from chatgpt.environments.base import Environment
@@ -43,29 +44,29 @@ class Game(Environment):
 
     # ------------------------------------------------------------------ what a game is
 
+    @abstractmethod
     def deal(self) -> None:
         """Draw a task."""
-        raise NotImplementedError
 
+    @abstractmethod
     def show(self) -> str:
         """What is seen, without a line break at its end."""
-        raise NotImplementedError
 
+    @abstractmethod
     def moves(self) -> list[str]:
         """The moves that are allowed, in a fixed order; a game may allow other ways to write one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def play(self, move: str) -> tuple[float, bool] | None:
         """Make a move, written without spaces: (reward, success) where it ends the game, else None.
 
         Raises:
             IllegalMove: it is not allowed; nothing has changed.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def best(self) -> str:
         """A best move, as far as one is known, by what has been shown alone."""
-        raise NotImplementedError
 
     # ------------------------------------------------------------------ an environment
 
