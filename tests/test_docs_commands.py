@@ -42,6 +42,7 @@ NOT_RUN = NOT_OURS | {
     r'launch --num_workers|launch ppo': 'two processes: tests/cli/test_launched_command.py',
     r'^torchrun --standalone': 'two processes: tests/examples/test_train_prompts.py',
     r'compat run train_prompts\.py': 'theirs: tests/compat/colossalai/test_colossalai_programs.py',
+    r' verify (outputs|RUN_A)': 'two runs: tests/cli/test_verify_command.py',
     r' compare | rollouts outputs': 'a page, or what people said on it: tests/cli/test_compare.py',
     r'compat run hello\.py': 'the stand-in is that of script.py, which is run',
     r'human_loop\.py': 'asks people: tests/examples/test_human_loop.py',

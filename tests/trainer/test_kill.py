@@ -55,6 +55,7 @@ def done_phases(folder: Path) -> int:
     return path.read_text().count('\n') if path.is_file() else 0
 
 
+@pytest.mark.timeout(400)
 def test_five_kills(tmp_path):
     killed_many_times(tmp_path, kills=5, phases=40, seed=0)
 

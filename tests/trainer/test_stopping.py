@@ -55,6 +55,7 @@ def refused_beside(holder: subprocess.Popen[str], folder: Path) -> None:
 
 
 @pytest.mark.system
+@pytest.mark.timeout(400)
 def test_stopped_by_signals_and_resumed_to_the_same_bits(undisturbed, tmp_path):
     """SIGTERM, then SIGINT, each in the middle of a run; every time it ends between phases, with the code of the
     signal.
