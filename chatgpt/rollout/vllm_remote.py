@@ -24,10 +24,11 @@ from torch import Tensor
 
 from chatgpt.nn.trunk import text_config
 from chatgpt.rollout.engine import Call
-from chatgpt.rollout.remote import RemoteEngine, RolloutWorkers, Weights, WorkerDied
+from chatgpt.rollout.remote import RemoteEngine, RolloutWorkers, Ticket, Weights, WorkerDied
 from chatgpt.rollout.vllm import check_sampling, checkpoint_tensors
 from chatgpt.rollout.vllm_worker import OWN, VLLMSpec, name_of_device
 from chatgpt.rollout.wire import Manifest
+from chatgpt.types import Sample
 
 WeightTransfer = Literal['auto', 'nccl', 'ipc', 'store']
 SENT_FROM = ('cuda',)
@@ -130,15 +131,25 @@ class VLLMRemoteEngine(RemoteEngine):
         for sending in sendings:
             sending.join()
         for sending in sendings:
-            error, link = sending.error, sending.link
-            if error is None or self._links[link.worker] is not link:  # was replaced on the way
-                continue
-            if not isinstance(error, WorkerDied):
-                raise RuntimeError(
-                    f'sending weights {sending.version} to rollout worker {link.worker} by {link.way}: '
-                    f'{type(error).__name__}: {error}'
-                ) from error
-            self._replace(link.worker, error)
+            self._raise_of(sending)
+            if sending.error is not None and self._links[sending.link.worker] is sending.link:  # not replaced yet
+                self._replace(sending.link.worker, sending.error)
+
+    def _raise_of(self, sending: _Sending) -> None:
+        error, link = sending.error, sending.link
+        if error is not None and not isinstance(error, WorkerDied) and self._links[link.worker] is link:
+            raise RuntimeError(
+                f'sending weights {sending.version} to rollout worker {link.worker} by {link.way}: '
+                f'{type(error).__name__}: {error}'
+            ) from error
+
+    def take(self, ticket: Ticket) -> list[Sample]:
+        try:
+            return super().take(ticket)
+        except Exception:
+            for sending in self._sending:
+                self._raise_of(sending)  # then the worker only misses the weights
+            raise
 
     def _welcome(self, worker: int) -> None:
         link, self._links[worker] = self._links[worker], None
@@ -313,7 +324,7 @@ class _Sending(threading.Thread):
     def __init__(self, link: _Link, version: int, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         super().__init__(name=f'chatgpt-weights-{link.worker}', daemon=True)
         self.link, self.version, self.device, self.tensors = link, version, device, tensors
-        self.error: BaseException | None = None
+        self.error: Exception | None = None
         link.client.begin(version)
 
     def run(self) -> None:
@@ -324,7 +335,7 @@ class _Sending(threading.Thread):
             self.link.source.give(self.tensors)
             self.link.meet()
             self.link.sender.send_weights()
-        except BaseException as error:
+        except Exception as error:
             if client.asked.is_set():
                 client.answered.wait(STOPPING_S)  # whether it was the worker
             self.error = client.died or error

@@ -260,7 +260,7 @@ def test_mistakes_are_named(fake_vllm, folder):
 
 @pytest.mark.skipif(importlib.util.find_spec('vllm') is not None, reason='vLLM is installed')
 def test_a_missing_vllm_names_the_command():
-    with pytest.raises(ImportError, match='pip install vllm'):
+    with pytest.raises(ImportError, match="pip install 'vllm>=0.33"):
         VLLMEngine('gpt2')
 
 

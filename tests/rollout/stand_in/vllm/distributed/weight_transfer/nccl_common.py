@@ -21,6 +21,4 @@ class NCCLWeightTransferInitInfo:
 def meet(address: str, port: int, rank: int, world_size: int) -> Any:
     patience = timedelta(seconds=60)
     store = TCPStore(address, port, world_size, rank == 0, patience, wait_for_workers=False)
-    group = ProcessGroupGloo(store, rank, world_size, patience)
-    group.store = store
-    return group
+    return ProcessGroupGloo(store, rank, world_size, patience)
