@@ -88,6 +88,7 @@ class VLLMEngine(InProcessEngine):
             'logprobs_mode': 'processed_logprobs',
             'gpu_memory_utilization': memory_share,
             'seed': 0,
+            'max_model_len': -1,  # as long as fits the memory
             **options,
         }
         # Every rank has an engine of its own, within the run's process group.

@@ -76,6 +76,7 @@ class VLLMWorker:
             'logprobs_mode': 'processed_logprobs',
             'gpu_memory_utilization': share,
             'seed': 0,
+            'max_model_len': -1,  # as long as fits the memory
             'tensor_parallel_size': spec.tensor_parallel,
             'distributed_executor_backend': 'ray',
             'weight_transfer_config': {'backend': 'nccl'},

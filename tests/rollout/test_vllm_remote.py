@@ -239,6 +239,25 @@ def test_mistakes_are_named(monkeypatch):
             engine.begin(actor)
 
 
+def test_larger_elements_are_sent_first_and_experts_as_in_a_checkpoint():
+    """So what is cut out of a buffer is aligned, and vLLM knows the names."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {'hidden_size': 8, 'intermediate_size': 4, 'num_hidden_layers': 1, 'vocab_size': 64}
+    model = MixtralForCausalLM(
+        MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, num_local_experts=2)
+    )
+    model.model.norm.bfloat16()
+    engine = VLLMRemoteEngine(SpawnedWorkers(1))
+    tensors = engine._tensors_of(model)
+    assert next(reversed(tensors)) == 'model.norm.weight'
+    experts = 'model.layers.0.block_sparse_moe.experts'
+    stacked = model.model.layers[0].mlp.experts
+    assert torch.equal(tensors[f'{experts}.1.w1.weight'], stacked.gate_up_proj[1, :4])
+    assert torch.equal(tensors[f'{experts}.1.w3.weight'], stacked.gate_up_proj[1, 4:])
+    assert torch.equal(tensors[f'{experts}.0.w2.weight'], stacked.down_proj[0])
+
+
 def threading_names() -> list[str]:
     time.sleep(0.01)
     return [t.name for t in threading.enumerate() if t.name.startswith('chatgpt')]

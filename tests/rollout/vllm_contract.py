@@ -43,11 +43,14 @@ OBJECTS: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
         (
             'vllm/v1/worker/gpu_worker.py',
             'Worker',
-            ('get_model', 'reload_weights', 'check_health', 'init_device', 'start_weight_update', 'update_weights'),
+            ('__init__', 'init_device', 'get_model', 'reload_weights', 'check_health'),
         ),
         ('vllm/v1/worker/worker_base.py', 'WorkerBase', ('__init__', 'apply_model')),
     ],
+    'Model': [('vllm/model_executor/models/gpt2.py', 'GPT2LMHeadModel', ('load_weights',))],
     'ModelRunner': [('vllm/v1/worker/gpu/model_runner.py', 'GPUModelRunner', ('reload_weights',))],
+    'WeightTransferInitRequest': [(f'{TRANSFER}/base.py', 'WeightTransferInitRequest', ())],
+    'WeightTransferUpdateRequest': [(f'{TRANSFER}/base.py', 'WeightTransferUpdateRequest', ())],
     'WeightTransferConfig': [('vllm/config/weight_transfer.py', 'WeightTransferConfig', ())],
     'WeightTransferEngineFactory': [(f'{TRANSFER}/factory.py', 'WeightTransferEngineFactory', ('create_engine',))],
     'WeightTransferTrainerFactory': [(f'{TRANSFER}/factory.py', 'WeightTransferTrainerFactory', ('trainer_init',))],
@@ -92,6 +95,7 @@ EXPORTS = ('vllm/__init__.py', 'vllm/config/__init__.py', f'{TRANSFER}/__init__.
 CHOICES = {
     'logprobs_mode': ('vllm/config/model.py', 'LogprobsMode'),
     'distributed_executor_backend': ('vllm/config/parallel.py', 'DistributedExecutorBackend'),
+    'backend': ('vllm/config/weight_transfer.py', 'backend'),
     'sleep_tags': ('vllm/v1/executor/abstract.py', 'SLEEP_TAGS'),
     'environment': ('vllm/envs.py', 'VLLM_ENABLE_V1_MULTIPROCESSING'),
 }
