@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from chatgpt.launch.runs import PPORun, Run
 from chatgpt.rollout import SharedEngine
+from chatgpt.rollout.vllm import check_sampling
 
 PATIENCE = 0.8
 """share of `rank_timeout_s` that an actor has to answer; ranks that wait for this one give up after 0.9, and cannot
@@ -32,7 +34,10 @@ def _engine(args: PPORun) -> Any:
 
 
 def check_rollout_args(args: PPORun) -> None:
-    """Raises ValueError for flags of rollout workers that do not fit together, before anything is started."""
+    """Raises ValueError for flags of rollout workers and vLLM that do not fit together, before anything is started."""
+    if args.engine == 'vllm':
+        drawn = {name: getattr(args, name) for name in ('top_k', 'top_p', 'min_new_tokens')}
+        check_sampling(SimpleNamespace(**drawn, stop=args.stop_string or None, extra={}))
     if args.rollout_workers < 0:
         raise ValueError(f'rollout_workers={args.rollout_workers} must not be negative')
     if not args.rollout_workers:

@@ -246,9 +246,11 @@ class _Actor:
         device: str,
         around: Around | None = None,
     ) -> None:
+        from chatgpt.rollout.worker import make_worker
+
         torch.set_num_threads(num_threads)
         self.ray = import_ray('a rollout worker')
-        self.worker = spec.make_worker(engine_options, fetch=self.fetch, device=device, around=around)
+        self.worker = make_worker(spec, engine_options, fetch=self.fetch, device=device, around=around)
 
     def fetch(self, handle: Any) -> Tensor:
         with warnings.catch_warnings():

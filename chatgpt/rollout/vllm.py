@@ -182,7 +182,7 @@ def import_vllm() -> Any:
     return vllm
 
 
-def check_sampling(sampling: SamplingParams) -> None:
+def check_sampling(sampling: Any) -> None:
     """Raises ValueError for what would hide the policy's own log-probs."""
     for name, neutral in (('top_k', 0), ('top_p', 1.0), ('min_new_tokens', 0), ('stop', None)):
         if getattr(sampling, name) != neutral:

@@ -13,6 +13,7 @@ a dead worker held, to the worker that takes its place.
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Iterator, Mapping
@@ -132,8 +133,9 @@ class VLLMRemoteEngine(RemoteEngine):
             sending.join()
         for sending in sendings:
             self._raise_of(sending)
-            if sending.error is not None and self._links[sending.link.worker] is sending.link:  # not replaced yet
-                self._replace(sending.link.worker, sending.error)
+            error, link = sending.error, sending.link
+            if isinstance(error, WorkerDied) and self._links[link.worker] is link:  # not replaced yet
+                self._replace(link.worker, error)
 
     def _raise_of(self, sending: _Sending) -> None:
         error, link = sending.error, sending.link
@@ -212,9 +214,8 @@ def _tensor_parallel(workers: RolloutWorkers) -> int:
 
 
 def _several_ranks() -> bool:
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    """Then vLLM's IPC would ask the others from a thread, while they learn."""
+    return int(os.environ.get('WORLD_SIZE', '1')) > 1
 
 
 def _to_host(weights: Weights, sendings: list[_Sending]) -> None:

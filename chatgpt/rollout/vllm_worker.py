@@ -34,10 +34,6 @@ class VLLMSpec(ModelSpec):
 
     tensor_parallel: int = 1
 
-    def make_worker(self, engine_options: Mapping[str, Any], **keywords: Any) -> VLLMWorker:
-        keywords.pop('device', None)  # vLLM's own processes have them
-        return VLLMWorker(self, engine_options, **keywords)
-
     def write_config(self, folder: str) -> None:
         """config.json, of which vLLM builds the model."""
         config = copy.deepcopy(self.config)

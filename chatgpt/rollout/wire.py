@@ -241,12 +241,6 @@ class ModelSpec:
         model.tie_weights()  # which is left out with the numbers
         return model.eval().requires_grad_(False)
 
-    def make_worker(self, engine_options: Mapping[str, Any], **keywords: Any) -> Any:
-        """The worker of this model; `RolloutWorker`'s keywords."""
-        from chatgpt.rollout.worker import RolloutWorker
-
-        return RolloutWorker(self, engine_options, **keywords)
-
     def same_as(self, other: ModelSpec) -> bool:
         """Whether the weights of one model fit the other."""
         return (

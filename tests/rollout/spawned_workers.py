@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from chatgpt.rollout.remote import WorkerDied
+from chatgpt.rollout.worker import make_worker
 
 
 def _serve(pipe: Any, environment: Mapping[str, str], spec: Any, options: Mapping[str, Any], around: Any) -> None:
@@ -22,7 +23,7 @@ def _serve(pipe: Any, environment: Mapping[str, str], spec: Any, options: Mappin
     def fetch(bucket: Any) -> Tensor:
         return torch.from_numpy(bucket.copy())
 
-    worker = spec.make_worker(options, fetch=fetch, device='cpu', around=around)
+    worker = make_worker(spec, options, fetch=fetch, device='cpu', around=around)
     pipe.send((True, os.getpid()))
     while True:
         try:

@@ -6,12 +6,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from spawned_workers import SpawnedWorkers
 
 from chatgpt.nn import Actor
 from chatgpt.rollout import SamplingParams, VLLMRemoteEngine, vllm_remote
@@ -31,6 +32,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     before = dict(os.environ)
     monkeypatch.syspath_prepend(STAND_IN)
     monkeypatch.setattr(vllm_remote, 'SENT_FROM', ('cuda', 'cpu'))
+    monkeypatch.setenv('VLLM_ENABLE_V1_MULTIPROCESSING', '0')
     ray.init(
         'local',
         num_cpus=2,
@@ -49,39 +51,41 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         del sys.modules[name]
 
 
-def test_two_actors_with_two_gpus_each_take_two_versions_and_one_dies(cluster):
-    model = tiny_causal_lm('gpt2')
+def two_versions(engine: VLLMRemoteEngine, between: Callable[[], None] = lambda: None) -> list[Any]:
+    model, drawn = tiny_causal_lm('gpt2'), []
     prompts = [Prompt(ids=torch.tensor([5, 3 + i])) for i in range(6)]
-    found: dict[str, list[Any]] = {'nccl': [], 'store': []}
-    for way, drawn in found.items():
-        model = tiny_causal_lm('gpt2')
-        workers = RayWorkers(2, resources={'GPU': 2})
-        with VLLMRemoteEngine(workers, weight_transfer=way) as engine:  # type: ignore[arg-type]
-            for version in (1, 2):
-                dies = way == 'nccl' and version == 2
-                if dies:  # which nobody knows before it is given weights
-                    os.kill(cluster.get(workers.actors[1].pid.remote()), signal.SIGKILL)
-                engine.begin(Actor(model))
-                if way == 'nccl' and version == 1:
-                    assert engine.ways == ['nccl'] * 2
-                    groups = [g for g in cluster.util.placement_group_table().values() if g['state'] == 'CREATED']
-                    assert [len(g['bundles']) for g in groups] == [2, 2]
-                    assert all(bundle['GPU'] == 1 for g in groups for bundle in g['bundles'].values())
-                    assert cluster.available_resources().get('GPU', 0) == 0
-                ticket = engine.submit(prompts, SAMPLING, seed=5, indices=range(6))
-                engine.end()
-                if dies:
-                    with pytest.warns(UserWarning, match='rollout worker 1 died'):
-                        samples = engine.take(ticket)
-                else:
-                    samples = engine.take(ticket)
-                drawn += [(s.index, s.version, s.response_ids.tolist(), s.logprobs.tolist()) for s in samples]
-                with torch.no_grad():
-                    for p in model.parameters():
-                        p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
-            assert engine.num_replaced == (way == 'nccl')
-    assert found['nccl'] == found['store']
-    assert [version for _, version, *_ in found['nccl']] == [1] * 6 + [2] * 6
+    for version in (1, 2):
+        engine.begin(Actor(model))
+        samples = engine.generate(prompts, SAMPLING, seed=5, indices=range(6))
+        engine.end()
+        drawn += [(s.index, s.version, s.response_ids.tolist(), s.logprobs.tolist()) for s in samples]
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
+        if version == 1:
+            between()
+    return drawn
+
+
+def test_two_actors_with_two_gpus_each_take_two_versions_and_one_dies(cluster):
+    workers = RayWorkers(2, resources={'GPU': 2})
+    with VLLMRemoteEngine(workers, weight_transfer='nccl') as engine:
+
+        def look() -> None:
+            assert engine.ways == ['nccl'] * 2
+            groups = [g for g in cluster.util.placement_group_table().values() if g['state'] == 'CREATED']
+            assert [len(g['bundles']) for g in groups] == [2, 2]
+            assert all(bundle['GPU'] == 1 for g in groups for bundle in g['bundles'].values())
+            assert cluster.available_resources().get('GPU', 0) == 0
+            # nobody knows of it before weights are sent
+            os.kill(cluster.get(workers.actors[1].pid.remote()), signal.SIGKILL)
+
+        with pytest.warns(UserWarning, match='rollout worker 1 died'):
+            by_transfer = two_versions(engine, look)
+        assert engine.num_replaced == 1
+    with VLLMRemoteEngine(SpawnedWorkers(2, {'GPU': 2}), weight_transfer='store') as engine:
+        assert two_versions(engine) == by_transfer
+    assert [version for _, version, *_ in by_transfer] == [1] * 6 + [2] * 6
 
 
 def test_gpus_that_no_node_has_are_named(cluster):
