@@ -279,3 +279,47 @@ def test_on_vllm_itself(tmp_path):
     for a, b in zip(local, collect(engine, model, sampling, prompts), strict=True):
         assert a.response_ids.tolist() == b.response_ids.tolist()
         torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-2, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    importlib.util.find_spec('vllm') is None or importlib.util.find_spec('ray') is None,
+    reason='vLLM or Ray is not installed',
+)
+@pytest.mark.parametrize(
+    ('gpus', 'of_a_worker', 'way'), [(1, 1, 'ipc'), (2, 1, 'nccl'), (3, 2, 'nccl'), (1, 1, 'store')]
+)
+def test_workers_on_vllm_itself(gpus, of_a_worker, way):
+    """Two versions of the weights. Ray gives workers the first GPUs; the trainer has the last."""
+    import ray
+
+    from chatgpt.rollout import VLLMRemoteEngine
+    from chatgpt.rollout.ray_workers import RayWorkers
+
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f'needs {gpus} GPUs')
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=512, n_embd=128, n_layer=2, n_head=2, n_positions=128))
+    model = model.to(f'cuda:{gpus - 1}').eval()
+    sampling = SamplingParams(max_new_tokens=8, do_sample=False)
+    prompts = prompts_of()
+    ray.init('local', num_gpus=gpus, include_dashboard=False, log_to_driver=False)
+    options = {'dtype': 'float32', 'enforce_eager': True, 'max_model_len': 128, 'memory_share': 0.3}
+    try:
+        workers = RayWorkers(1, resources={'GPU': of_a_worker})
+        with VLLMRemoteEngine(
+            workers, weight_transfer='store' if way == 'store' else 'auto', engine_options=options
+        ) as engine:
+            for version in (1, 2):
+                samples = collect(engine, model, sampling, prompts)
+                assert engine.ways == [way] and {s.version for s in samples} == {version}
+                for a, b in zip(collect(LocalEngine(), model, sampling, prompts), samples, strict=True):
+                    assert a.response_ids.tolist() == b.response_ids.tolist()
+                    torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-2, rtol=0)
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.add_(0.1 * torch.randn_like(p))
+    finally:
+        ray.shutdown()
