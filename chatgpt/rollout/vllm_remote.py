@@ -240,14 +240,18 @@ class _Client:
         """of the weights that are sent"""
         self.asked = threading.Event()
         """the worker has been asked to receive them"""
+        self.turn = threading.Event()
+        """the worker is about to receive them: what it was asked before is done"""
         self.answered = threading.Event()
         self.died: WorkerDied | None = None
         self.on_death = lambda: None
 
     def begin(self, version: int) -> None:
         self.version = version
-        self.asked.clear()
-        self.answered.clear()
+        for event in (self.asked, self.turn, self.answered):
+            event.clear()
+        if self.way == 'ipc':
+            self.turn.set()  # what is sent are handles
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._wait(self.workers.call(self.worker, 'join', self.way, init_info))
@@ -256,11 +260,15 @@ class _Client:
         pass
 
     def update_weights(self, update_info: Any) -> None:
+        turn = self.workers.call(self.worker, 'turn')
         handle = self.workers.call(self.worker, 'update_weights', self.version, update_info)
         self.asked.set()
         try:
+            self._wait(turn)
+            self.turn.set()
             self._wait(handle)
         finally:
+            self.turn.set()
             self.answered.set()
 
     def _wait(self, handle: Any) -> None:
@@ -283,7 +291,7 @@ class _Link:
 
         self.worker, self.way = worker, way
         self.client = _Client(workers, worker, way)
-        self.source = _source()
+        self.source = _source(self.client)
         self.client.on_death = self.shutdown
         self._workers, self._buffer_bytes = workers, max(bucket_bytes, largest)
         self._factory = WeightTransferTrainerFactory
@@ -293,7 +301,7 @@ class _Link:
         """With the first weights, whose names and shapes the sender wants to know."""
         if self.sender is None:
             # what it was asked before may take longer than a meeting waits
-            self._workers.wait(self._workers.call(self.worker, 'gpus'))
+            self._workers.wait(self._workers.call(self.worker, 'turn'))
             self.sender = self._factory.trainer_init(self._init_info(), client=self.client, source=self.source)
 
     def _init_info(self) -> Any:
@@ -352,7 +360,7 @@ def _free_port(host: str) -> int:
         return s.getsockname()[1]
 
 
-def _source() -> Any:
+def _source(client: _Client) -> Any:
     """vLLM's `WeightSource` of named tensors."""
     from vllm.distributed.weight_transfer import ParamMeta, WeightSource
 
@@ -370,6 +378,9 @@ def _source() -> Any:
             return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self._tensors.items()]
 
         def iter_full(self) -> Iterator[tuple[str, Tensor]]:
+            client.turn.wait()  # a broadcast would keep the GPU busy with waiting
+            if client.died is not None:
+                raise client.died
             yield from list(self._tensors.items())
 
     return Named()

@@ -91,6 +91,9 @@ class VLLMWorker:
         """What tells each of its GPUs from all others; '' for what is none."""
         return self._asked(self.llm.collective_rpc, _gpu)
 
+    def turn(self) -> None:
+        """Answered when all is done that was asked before."""
+
     def join(self, backend: str, init_info: Mapping[str, Any]) -> None:
         """Meet the sender; see `vllm.LLM.init_weight_transfer_engine`. Returns when it is there too."""
         llm = self.llm

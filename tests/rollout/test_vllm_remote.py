@@ -74,7 +74,10 @@ def test_weights_by_transfer_are_those_by_buckets_to_the_bit():
             calls = engine.workers.calls
             methods = [method for worker, method in calls if worker == 1]
             if way == 'nccl':  # both of two versions came by transfer, in front of their requests
-                assert [m for m in methods if m != 'gpus'] == ['join'] + ['update_weights', 'generate'] * 2
+                assert [m for m in methods if m not in ('gpus', 'turn')] == ['join'] + [
+                    'update_weights',
+                    'generate',
+                ] * 2
             else:
                 assert methods == ['generate'] * 2
     assert found['store'] == found['nccl']
@@ -129,6 +132,7 @@ def test_learning_goes_on_while_weights_are_sent(tmp_path, monkeypatch):
         new = asked()
         (sending,) = engine._sending
         events.append(('asked', sending.is_alive()))
+        assert not sending.link.client.turn.is_set()  # nothing occupies the trainer's device until the worker receives
         changed(model, seed=7)  # a learn step, in place
         events.append(('learned', sending.is_alive()))
         gate.touch()
@@ -249,7 +253,10 @@ def test_on_one_gpu_handles_are_sent(monkeypatch):
     with VLLMRemoteEngine(Workers(1, {'GPU': 1})) as engine:
         by_handles = two_versions(engine, tiny_causal_lm('gpt2'))
         assert engine.ways == ['ipc']
-        assert [m for _, m in engine.workers.calls if m != 'gpus'] == ['join'] + ['update_weights', 'generate'] * 2
+        assert [m for _, m in engine.workers.calls if m not in ('gpus', 'turn')] == ['join'] + [
+            'update_weights',
+            'generate',
+        ] * 2
     with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 1}), weight_transfer='store') as engine:
         assert two_versions(engine, tiny_causal_lm('gpt2')) == by_handles
     with VLLMRemoteEngine(Workers(1, {'GPU': 1}), weight_transfer='nccl') as engine:
