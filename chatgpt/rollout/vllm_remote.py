@@ -150,6 +150,8 @@ class VLLMRemoteEngine(RemoteEngine):
             return super().take(ticket)
         except Exception:
             for sending in self._sending:
+                if sending.link.client.failed is not None:
+                    sending.join(STOPPING_S)
                 self._raise_of(sending)  # then the worker only misses the weights
             raise
 
@@ -243,8 +245,9 @@ class _Client:
         self.turn = threading.Event()
         """the worker is about to receive them: what it was asked before is done"""
         self.answered = threading.Event()
-        self.died: WorkerDied | None = None
-        self.on_death = lambda: None
+        self.failed: Exception | None = None
+        """the worker, or what it was asked"""
+        self.on_failure = lambda: None
 
     def begin(self, version: int) -> None:
         self.version = version
@@ -274,9 +277,9 @@ class _Client:
     def _wait(self, handle: Any) -> None:
         try:
             self.workers.wait(handle)
-        except WorkerDied as error:
-            self.died = error
-            self.on_death()  # the other half of the transfer waits for it
+        except Exception as error:
+            self.failed = error
+            self.on_failure()  # the other half of the transfer waits for it
             raise
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -292,7 +295,7 @@ class _Link:
         self.worker, self.way = worker, way
         self.client = _Client(workers, worker, way)
         self.source = _source(self.client)
-        self.client.on_death = self.shutdown
+        self.client.on_failure = self.shutdown
         self._workers, self._buffer_bytes = workers, max(bucket_bytes, largest)
         self._factory = WeightTransferTrainerFactory
         self.sender: Any = None
@@ -347,7 +350,7 @@ class _Sending(threading.Thread):
         except Exception as error:
             if client.asked.is_set():
                 client.answered.wait(STOPPING_S)  # whether it was the worker
-            self.error = client.died or error
+            self.error = client.failed or error
         finally:
             client.asked.set()
             self.link.source.give({})
@@ -379,8 +382,8 @@ def _source(client: _Client) -> Any:
 
         def iter_full(self) -> Iterator[tuple[str, Tensor]]:
             client.turn.wait()  # a broadcast would keep the GPU busy with waiting
-            if client.died is not None:
-                raise client.died
+            if client.failed is not None:
+                raise client.failed
             yield from list(self._tensors.items())
 
     return Named()

@@ -275,6 +275,13 @@ def test_what_a_worker_raises_is_named(monkeypatch):
         engine.begin(Actor(model))
         with pytest.raises(RuntimeError, match='sending weights 2 to rollout worker 0 by nccl: ZeroDivisionError'):
             engine.begin(Actor(model))
+    with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 2}), weight_transfer='nccl') as engine:
+        from vllm.v1.worker.gpu_worker import Worker
+
+        monkeypatch.setattr(Worker, 'load_weights', lambda self, weights: [][0])
+        engine.begin(Actor(model))
+        with pytest.raises(RuntimeError, match='sending weights 1 to rollout worker 0 by nccl: IndexError'):
+            engine.generate(prompts(), SAMPLING, seed=5, indices=range(6))
 
 
 def test_mistakes_are_named(monkeypatch):
