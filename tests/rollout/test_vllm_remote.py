@@ -14,10 +14,12 @@ import pytest
 import torch
 from spawned_workers import SpawnedWorkers
 
+from chatgpt.environments import Environment, EnvironmentSettings
 from chatgpt.nn import Actor, GPTActor, GPTCritic
 from chatgpt.rollout import LocalEngine, SamplingParams, vllm_remote
+from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.rollout.vllm_remote import VLLMRemoteEngine
-from chatgpt.testing import tiny_causal_lm
+from chatgpt.testing import byte_tokenizer, tiny_causal_lm
 from chatgpt.testing.fakes import char_tokenizer, tiny_config
 from chatgpt.trainer import PPOTrainer
 from chatgpt.trainer.callbacks import Callback
@@ -241,6 +243,38 @@ def test_a_death_without_requests_is_told_and_the_next_weights_arrive(tmp_path, 
         assert {s.version for s in samples} == {2}
 
 
+class Counting(Environment):
+    """Three turns; what it answers grows."""
+
+    def reset(self, seed: int, **columns: Any) -> str:
+        self.turns = 0
+        return f'n{seed % 10}'
+
+    def step(self, response: str) -> Any:
+        self.turns += 1
+        return 'x' * (self.turns - 1), 1.0, self.turns == 3, False, {}
+
+
+def test_environments_run_where_the_workers_are():
+    tokenizer, played = byte_tokenizer(), []
+    model = tiny_causal_lm('gpt2', vocab_size=len(tokenizer))
+    nothing = [Prompt(ids=torch.zeros(0, dtype=torch.int64))] * 3
+    for engine in (LocalEngine(), VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 2}), weight_transfer='nccl')):
+        over = EpisodeEngine(engine, Counting, tokenizer, EnvironmentSettings(max_turn_tokens=5))
+        over.begin(Actor(model))
+        sampling = SamplingParams(max_new_tokens=14, do_sample=False)
+        samples = over.generate(nothing, sampling, seed=11, indices=range(3))
+        over.end()
+        played.append(
+            [(s.prompt_ids.tolist(), s.response_ids.tolist(), s.episode.turns, s.episode.end) for s in samples]
+        )
+        over.close()
+        if isinstance(engine, VLLMRemoteEngine):
+            assert over.is_remote and over.recompute_logprobs
+            engine.close()
+    assert played[0] == played[1]
+
+
 def test_on_one_gpu_handles_are_sent(monkeypatch):
     """CUDA IPC: everything at once, while the copy is kept."""
     monkeypatch.setattr(vllm_remote, 'name_of_device', lambda device: 'GPU-1')
@@ -278,9 +312,9 @@ def test_what_a_worker_raises_is_named(monkeypatch):
     with VLLMRemoteEngine(SpawnedWorkers(1, {'GPU': 2}), weight_transfer='nccl') as engine:
         from vllm.v1.worker.gpu_worker import Worker
 
-        monkeypatch.setattr(Worker, 'load_weights', lambda self, weights: [][0])
+        monkeypatch.setattr(Worker, 'load_weights', lambda self, weights: 1 // 0)
         engine.begin(Actor(model))
-        with pytest.raises(RuntimeError, match='sending weights 1 to rollout worker 0 by nccl: IndexError'):
+        with pytest.raises(RuntimeError, match='sending weights 1 to rollout worker 0 by nccl: ZeroDivisionError'):
             engine.generate(prompts(), SAMPLING, seed=5, indices=range(6))
 
 
