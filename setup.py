@@ -47,7 +47,7 @@ EXTRAS_REQUIRE = {
     'sweep': ['optuna>=4.0', 'matplotlib>=3.8'],
     'plot': ['matplotlib>=3.8'],
     'peft': ['peft>=0.17'],
-    'vllm': ['vllm'],
+    'vllm': ['vllm>=0.33,<0.34'],
     'nf4': ['bitsandbytes>=0.46'],
     'ray': ['ray>=2.10'],
     'openenv': ['openenv-core>=0.3.0'],

@@ -60,7 +60,7 @@ class Trainer:
         tensors, self.version = policy_tensors(self.model), self.version + 1
         manifest = plan_buckets(tensors, version=self.version, bucket_bytes=bucket_bytes)
         handles = [self.ray.put(bucket.numpy()) for bucket in fill_buckets(manifest, tensors)]
-        self.ray.get([w.take_weights.remote(manifest, handles) for w in workers])
+        self.ray.get([w.call.remote('take_weights', manifest, handles) for w in workers])
         return time.perf_counter() - start
 
     def dictionary(self, workers: list[Any]) -> float:

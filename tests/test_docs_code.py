@@ -25,6 +25,7 @@ CANNOT_RUN = {
     'hub on this machine',
     'docs/rollout.md: from chatgpt.rollout import RemoteEngine': 'starts Ray, as tests/trainer/test_remote_rollouts.py '
     'does',
+    'docs/rollout.md: from chatgpt.rollout import SharedEngine': 'needs GPUs, as tests/rollout/test_vllm_ray.py counts',
     'docs/strategies.md: # my_strategy.py': 'runs in tests/strategies/test_third_party.py, with the block after it',
     'docs/strategies.md: # check_my_strategy.py': 'needs two processes; runs in tests/strategies/test_third_party.py',
 }
@@ -124,7 +125,9 @@ SKIPPED = {
     'chatgpt.rollout.exact': 1,
     'chatgpt.rollout.local.engine': 5,
     'chatgpt.rollout.remote': 1,
+    'chatgpt.rollout.shared': 1,
     'chatgpt.rollout.stop': 4,
+    'chatgpt.rollout.vllm_remote': 1,
 }
 """examples marked `+SKIP`: each needs a loaded model or Ray, and its class has tests of its own. quickstart's run
 below"""

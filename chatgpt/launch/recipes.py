@@ -52,7 +52,7 @@ def execute(run: Run) -> None:
     if run.plan:
         show_plan(inputs)
     check_destination(run, inputs.config, run.trained)
-    with memory_advice(inputs), strategy_of(run) as strategy, rollout_engine(run) as engine:
+    with memory_advice(inputs), strategy_of(run) as strategy, rollout_engine(run, strategy) as engine:
         if strategy.is_rank_0 and inputs.notes:
             print(*inputs.notes, sep='\n', flush=True)
         inputs.callbacks = make_callbacks(run, inputs)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from chatgpt.launch.runs import PPORun, Run
+from chatgpt.rollout import SharedEngine
+from chatgpt.rollout.vllm import check_sampling
 
 PATIENCE = 0.8
 """share of `rank_timeout_s` that an actor has to answer; ranks that wait for this one give up after 0.9, and cannot
@@ -16,11 +19,25 @@ name the actor"""
 def _workers(args: PPORun) -> Any:
     from chatgpt.rollout.ray_workers import RayWorkers
 
-    return RayWorkers(args.rollout_workers, resources=args.rollout_resources, timeout_s=PATIENCE * args.rank_timeout_s)
+    resources = args.rollout_resources
+    if args.engine == 'vllm':
+        resources = {'GPU': 1, **(resources or {})}
+    return RayWorkers(args.rollout_workers, resources=resources, timeout_s=PATIENCE * args.rank_timeout_s)
+
+
+def _engine(args: PPORun) -> Any:
+    """Not started."""
+    from chatgpt.rollout import RemoteEngine, VLLMRemoteEngine
+
+    kind = VLLMRemoteEngine if args.engine == 'vllm' else RemoteEngine
+    return kind(_workers(args), chunk_size=args.rollout_chunk_size)
 
 
 def check_rollout_args(args: PPORun) -> None:
-    """Raises ValueError for flags of rollout workers that do not fit together, before anything is started."""
+    """Raises ValueError for flags of rollout workers and vLLM that do not fit together, before anything is started."""
+    if args.engine == 'vllm':
+        drawn = {name: getattr(args, name) for name in ('top_k', 'top_p', 'min_new_tokens')}
+        check_sampling(SimpleNamespace(**drawn, stop=args.stop_string or None, extra={}))
     if args.rollout_workers < 0:
         raise ValueError(f'rollout_workers={args.rollout_workers} must not be negative')
     if not args.rollout_workers:
@@ -32,24 +49,27 @@ def check_rollout_args(args: PPORun) -> None:
         return
     if args.rollout_chunk_size is not None and args.rollout_chunk_size < 1:
         raise ValueError(f'rollout_chunk_size={args.rollout_chunk_size} must be at least 1')
-    if args.engine != 'local':
+    if args.engine not in ('local', 'vllm'):
         raise ValueError(
-            f'rollout workers generate with the local engine: --engine {args.engine} does not fit --rollout_workers'
+            f'rollout workers generate with the local engine or vLLM: --engine {args.engine} does not fit '
+            '--rollout_workers'
         )
     if args.nlpo_top_p is not None:
         raise ValueError(
             'NLPO draws from two models at once, which rollout workers cannot: leave --rollout_workers out'
         )
-    _workers(args)  # for its errors; starts nothing
+    _engine(args)  # for its errors; starts nothing
 
 
 @contextmanager
-def rollout_engine(args: Run) -> Iterator[Any]:
-    """The engine of the run's workers, which end with the context; None where it has none."""
+def rollout_engine(args: Run, strategy: Any = None) -> Iterator[Any]:
+    """The engine of the run's workers, which end with the context; None where it has none. Workers with vLLM are shared
+    by all ranks."""
     if not isinstance(args, PPORun) or not args.rollout_workers:
         yield None
         return
-    from chatgpt.rollout import RemoteEngine
-
-    with RemoteEngine(_workers(args), chunk_size=args.rollout_chunk_size) as engine:
-        yield engine
+    with _engine(args) as engine:
+        if args.engine == 'vllm' and strategy is not None and strategy.world_size > 1:
+            yield SharedEngine(strategy, engine)
+        else:
+            yield engine

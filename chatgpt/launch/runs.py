@@ -330,17 +330,18 @@ class PPORun(Run, PPOConfig):
     stop_string: list[str] | None = None
     """end a response where this text appears; may be given several times"""
     engine: str = field(default='local', metadata={'choices': ENGINES})
-    """who generates: the local engine, model.generate, or vLLM in this process; module:name is an `EngineEntry` of your
-    own"""
+    """who generates: the local engine, model.generate, or vLLM, in this process or on rollout_workers; module:name is
+    an `EngineEntry` of your own"""
     ema_decay: float | None = None
     """also keep a moving average of the actor's weights, written as actor_ema/; 0.992 is DeepSpeed-Chat's"""
     rollout_workers: int = 0
-    """generate on so many Ray actors for each training process (RAY_ADDRESS names a cluster); 0 generates in the
-    process itself"""
+    """generate on so many Ray actors for each training process, with engine=vllm for all of them together (RAY_ADDRESS
+    names a cluster); 0 generates in the process itself"""
     rollout_chunk_size: int | None = None
     """prompts that go to an actor together; none: those of a timestep"""
     rollout_resources: dict[str, float] | None = None
-    """of each actor: {CPU: its threads, GPU: devices}; none: as many threads as this process has"""
+    """of each actor: {CPU: its threads, GPU: devices, over which vLLM cuts the model}; none: as many threads as this
+    process has, with engine=vllm one GPU"""
     ptx_data: str | None = None
     """text or demonstrations for PPO-ptx, with ptx_coef"""
     sample_interval: int = 5

@@ -9,9 +9,11 @@ from chatgpt.rollout.hf import HFEngine
 from chatgpt.rollout.local import LocalEngine
 from chatgpt.rollout.remote import RemoteEngine, RolloutWorkers
 from chatgpt.rollout.sampling import SamplingParams, from_generation_kwargs
+from chatgpt.rollout.shared import SharedEngine
 from chatgpt.rollout.stop import StopStrings
 from chatgpt.rollout.stream import stream_tokens
 from chatgpt.rollout.vllm import VLLMEngine
+from chatgpt.rollout.vllm_remote import VLLMRemoteEngine
 
 __all__ = [
     'AheadEngine',
@@ -26,8 +28,10 @@ __all__ = [
     'RolloutEngine',
     'RolloutWorkers',
     'SamplingParams',
+    'SharedEngine',
     'StopStrings',
     'VLLMEngine',
+    'VLLMRemoteEngine',
     'compare_samples',
     'from_generation_kwargs',
     'kl_bound',

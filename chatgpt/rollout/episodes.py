@@ -76,6 +76,7 @@ class EpisodeEngine:
         self.reproducible = engine.reproducible
         self.recompute_logprobs = getattr(engine, 'recompute_logprobs', False)
         self.copies_weights = getattr(engine, 'copies_weights', False)
+        self.is_shared = getattr(engine, 'is_shared', False)
         self.runner = Runner(self.factory, self.settings)
         self.longest_opening = 0
         """most tokens before the first turn so far, dataset prompt and first observation together"""

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from chatgpt.cluster import import_ray, lack_of_room
 from chatgpt.rollout.remote import WorkerDied
-from chatgpt.rollout.wire import Around, Manifest, ModelSpec, PackedSamples, Request
+from chatgpt.rollout.wire import Around, ModelSpec, PackedSamples, Request
 
 START_S = 60.0
 """after which a user is told what is waited for"""
@@ -31,7 +31,8 @@ class RayWorkers:
 
     Args:
         num_workers: of this process; under several ranks each rank has its own.
-        resources: of each worker: {'CPU': 2, 'GPU': 1, 'any label': 1}. CPU is also the number of its threads; unless
+        resources: of each worker: {'CPU': 2, 'GPU': 1, 'any label': 1}. GPUs of a worker that generates with vLLM hold
+            its model together, in a placement group on one node. CPU is also the number of its threads; unless
             given it is this process's own, because the number of threads enters the last bits of a log-prob, or 1 for
             workers with a GPU.
         address: of a running cluster, such as 'auto'. None uses the Ray that this process has initialised, or
@@ -64,9 +65,12 @@ class RayWorkers:
         given = dict(resources or {})
         self.resources = {'CPU': 1.0 if given.get('GPU') else float(torch.get_num_threads())} | given
         self.actors: list[Any] = []
+        self._groups: list[Any] = []
+        """of each actor, where it has one: its placement group"""
         self._places: list[Any] = []
         """of each actor, asked for: process and node"""
         self._actor_class: Any = None
+        self._options: dict[str, Any] = {}
         self._arguments: tuple[Any, ...] = ()
         self._started_ray = False
 
@@ -82,21 +86,27 @@ class RayWorkers:
             RuntimeError: some have not started within `timeout_s`, or could not.
         """
         ray = self.ray
+        tensor_parallel = getattr(spec, 'tensor_parallel', 0)
+        """GPUs that the actor's own processes have, and not the actor"""
+        if tensor_parallel:
+            self.resources.setdefault('GPU', tensor_parallel)
         self._connect()
         if lack := lack_of_room(ray, self.num_workers, 'rollout worker', self.resources):
             raise ValueError(f'{lack}; ask for fewer workers or less for each, or add nodes with ray start --address')
         custom = {k: v for k, v in self.resources.items() if k not in ('CPU', 'GPU')}
-        self._actor_class = ray.remote(_Actor).options(
-            num_cpus=self.resources['CPU'],
-            num_gpus=self.resources.get('GPU', 0),
-            resources=custom,
-            max_restarts=0,
-            max_task_retries=0,
-        )
+        self._actor_class = ray.remote(_Actor)
+        self._options = {
+            'num_cpus': self.resources['CPU'],
+            'num_gpus': 0 if tensor_parallel else self.resources.get('GPU', 0),
+            'resources': custom,
+            'max_restarts': 0,
+            'max_task_retries': 0,
+        }
         # in the store once; held here for the replacements
         device = 'cuda' if self.resources.get('GPU') else 'cpu'
         self._arguments = (ray.put(spec), dict(engine_options), max(1, int(self.resources['CPU'])), device, around)
-        self.actors = [self._actor_class.remote(*self._arguments) for _ in range(self.num_workers)]
+        self._groups = [self._group(custom) if tensor_parallel else None for _ in range(self.num_workers)]
+        self.actors = [self._new_actor(worker) for worker in range(self.num_workers)]
         self._places = [actor.place.remote() for actor in self.actors]
         late = self._late(START_S)
         if late and (self.timeout_s is None or self.timeout_s > START_S):
@@ -114,6 +124,24 @@ class RayWorkers:
             self.close()
             lines = [line for line in str(error).splitlines() if line.strip()]
             raise RuntimeError(f'the rollout workers could not start: {lines[-1].strip()}') from error
+
+    def _group(self, custom: Mapping[str, float]) -> Any:
+        """The GPUs of one worker, on one node: vLLM wants each in a bundle of its own."""
+        first = {'CPU': self.resources['CPU'], 'GPU': 1.0, **custom}
+        further = [{'GPU': 1.0} for _ in range(int(self.resources['GPU']) - 1)]
+        return self.ray.util.placement_group([first, *further], strategy='STRICT_PACK')
+
+    def _new_actor(self, worker: int) -> Any:
+        group = self._groups[worker]
+        if group is None:
+            return self._actor_class.options(**self._options).remote(*self._arguments)
+        strategy = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
+        )
+        # Ray would hide all GPUs from an actor that asks for none; vLLM gives each of its processes its own.
+        see_all = {'env_vars': {'RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES': '1'}}
+        placed = self._actor_class.options(**self._options, scheduling_strategy=strategy, runtime_env=see_all)
+        return placed.remote(*self._arguments)
 
     def _late(self, timeout_s: float | None) -> str:
         """Numbers of the actors that have not started after so long; empty if all have."""
@@ -143,10 +171,16 @@ class RayWorkers:
     def submit(self, worker: int, request: Request) -> Any:
         return _Asked(self.actors[worker].generate.remote(request), self._places[worker])
 
+    def call(self, worker: int, method: str, *args: Any) -> Any:
+        return _Asked(self.actors[worker].call.remote(method, *args), self._places[worker])
+
+    def host(self) -> str:
+        return self.ray.util.get_node_ip_address()
+
     def ready(self, handle: Any) -> bool:
         return bool(self.ray.wait([handle.answer], timeout=0, fetch_local=False)[0])
 
-    def wait(self, handle: Any) -> PackedSamples:
+    def wait(self, handle: Any) -> Any:
         exceptions = self.ray.exceptions
         try:
             return self.ray.get(handle.answer, timeout=self.timeout_s)
@@ -173,16 +207,19 @@ class RayWorkers:
 
     def replace(self, worker: int) -> None:
         self.ray.kill(self.actors[worker], no_restart=True)  # it may only have lost its answer, or hang
-        self.actors[worker] = self._actor_class.remote(*self._arguments)
+        self.actors[worker] = self._new_actor(worker)
         self._places[worker] = self.actors[worker].place.remote()
 
     def close(self) -> None:
         if self.ray.is_initialized():
             for actor in self.actors:
                 self.ray.kill(actor, no_restart=True)
+            for group in self._groups:
+                if group is not None:
+                    self.ray.util.remove_placement_group(group)
             if self._started_ray:
                 self.ray.shutdown()
-        self.actors, self._places, self._arguments, self._started_ray = [], [], (), False
+        self.actors, self._groups, self._places, self._arguments, self._started_ray = [], [], [], (), False
 
 
 class _Asked(NamedTuple):
@@ -199,7 +236,7 @@ def _reason(error: Exception) -> str:
 
 
 class _Actor:
-    """What runs in a Ray process: a `RolloutWorker` that reads its weights from the object store."""
+    """What runs in a Ray process: a worker, such as a `RolloutWorker`, that reads its weights from the object store."""
 
     def __init__(
         self,
@@ -209,11 +246,11 @@ class _Actor:
         device: str,
         around: Around | None = None,
     ) -> None:
-        from chatgpt.rollout.worker import RolloutWorker
+        from chatgpt.rollout.worker import make_worker
 
         torch.set_num_threads(num_threads)
         self.ray = import_ray('a rollout worker')
-        self.worker = RolloutWorker(spec, engine_options, fetch=self.fetch, device=device, around=around)
+        self.worker = make_worker(spec, engine_options, fetch=self.fetch, device=device, around=around)
 
     def fetch(self, handle: Any) -> Tensor:
         with warnings.catch_warnings():
@@ -226,8 +263,8 @@ class _Actor:
     def place(self) -> str:
         return f'process {os.getpid()} on {self.ray.util.get_node_ip_address()}'
 
-    def take_weights(self, manifest: Manifest, buckets: Sequence[Any]) -> None:
-        self.worker.take_weights(manifest, buckets)
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self.worker, method)(*args)
 
     def generate(self, request: Request) -> PackedSamples:
         return self.worker.generate(request)

@@ -31,7 +31,6 @@ from chatgpt.rollout.wire import (
     Around,
     Manifest,
     ModelSpec,
-    PackedSamples,
     Request,
     check_policy,
     fill_buckets,
@@ -69,12 +68,21 @@ class RolloutWorkers(Protocol):
         """Queue a request; returns a handle at once."""
         ...
 
+    def call(self, worker: int, method: str, *args: Any) -> Any:
+        """Queue a call of a worker's method behind what was queued there before; a handle for `wait`. Any thread may.
+        Only engines that bring weights to their workers another way than by `put` call it, and `host`."""
+        ...
+
+    def host(self) -> str:
+        """An address of this process's machine that workers can reach."""
+        ...
+
     def ready(self, handle: Any) -> bool:
         """Whether `wait` would return (or raise) at once."""
         ...
 
-    def wait(self, handle: Any) -> PackedSamples:
-        """The answer. Raises `WorkerDied`, or what the worker raised."""
+    def wait(self, handle: Any) -> Any:
+        """The answer, `PackedSamples` of a request. Raises `WorkerDied`, or what the worker raised."""
         ...
 
     def cancel(self, handle: Any) -> None:
@@ -91,6 +99,17 @@ class RolloutWorkers(Protocol):
 
 
 @dataclass(eq=False)
+class Weights:
+    """One version of the weights, held as long as a request names it."""
+
+    manifest: Manifest
+    buckets: list[Any] = field(default_factory=list)
+    """what `RolloutWorkers.put` gave; empty where workers get this version another way"""
+    kept: Mapping[str, Tensor] = field(default_factory=dict)
+    """then: what to make buckets of for a worker that has lost it"""
+
+
+@dataclass(eq=False)
 class _Chunk:
     """Some prompts of a request, at one worker."""
 
@@ -98,7 +117,8 @@ class _Chunk:
     indices: list[int]
     groups: list[int]
     request: Request | None
-    """None once it is answered, so that its weights can be freed"""
+    """None once it is answered, and so the weights, which can be freed"""
+    weights: Weights | None
     worker: int = 0
     handle: Any = None
     samples: list[Sample] | None = None
@@ -151,7 +171,7 @@ class RemoteEngine:
                 'give at least 1 prompt, 8 bytes and 0 restarts'
             )
         self.engine_options = dict(engine_options or {})
-        LocalEngine(**self.engine_options)  # for its errors
+        self._check_options()
         self.workers, self.chunk_size, self.bucket_bytes = workers, chunk_size, bucket_bytes
         self.max_restarts = max_restarts
         self.version = 0
@@ -162,12 +182,15 @@ class RemoteEngine:
         self.around: Around | None = None
         """what the workers put around their engines; see `put_around`"""
         self._packed_around = b''
-        self._weights: tuple[Manifest, list[Any]] | None = None
+        self._weights: Weights | None = None
         self._queues: list[list[_Chunk]] = [[] for _ in range(workers.num_workers)]
         """chunks without an answer, by worker, in the order in which they were sent"""
         self._deaths = [0] * workers.num_workers
         self._num_taken = self._most_busy = 0
         self._closed = False
+
+    def _check_options(self) -> None:
+        LocalEngine(**self.engine_options)  # for its errors
 
     def put_around(self, around: Around) -> None:
         """Let the workers answer with `around(their LocalEngine)`, such as an engine of episodes, which then runs its
@@ -198,9 +221,9 @@ class RemoteEngine:
         """
         if self._closed:
             raise ValueError('RemoteEngine.begin: the engine is closed; make a new one')
-        check_policy(actor, 'RemoteEngine')
+        check_policy(actor, type(self).__name__)
         model = actor.model
-        spec = ModelSpec.of(model)
+        spec = self._spec_of(model)
         if self.spec is None:
             self.workers.start(spec, self.engine_options, *([] if self.around is None else [self.around]))
             self.spec = spec
@@ -211,10 +234,23 @@ class RemoteEngine:
             )
         self._sweep()
         with merged(model):
-            tensors = policy_tensors(model)
+            tensors = self._tensors_of(model)
             self.version += 1
             manifest = plan_buckets(tensors, version=self.version, bucket_bytes=self.bucket_bytes)
-            self._weights = manifest, [self.workers.put(bucket) for bucket in fill_buckets(manifest, tensors)]
+            self._weights = self._bring(manifest, tensors)
+
+    def _spec_of(self, model: Any) -> ModelSpec:
+        return ModelSpec.of(model)
+
+    def _tensors_of(self, model: Any) -> dict[str, Tensor]:
+        return policy_tensors(model)
+
+    def _bring(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> Weights:
+        """Put weights where workers find them before they answer requests that name them."""
+        return Weights(manifest, self._buckets(manifest, tensors))
+
+    def _buckets(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> list[Any]:
+        return [self.workers.put(bucket) for bucket in fill_buckets(manifest, tensors)]
 
     def generate(
         self,
@@ -259,16 +295,15 @@ class RemoteEngine:
         if self._weights is None or self.spec is None:
             raise ValueError('RemoteEngine.submit: no actor; call begin(actor) first')
         call = Call.of(prompts, sampling, seed, indices, groups, offsets, limits)
-        if self.around is None:
-            check_local(self.spec.config, call)
-        manifest, buckets = self._weights
-        ticket = Ticket(manifest.version)
-        size = self.chunk_size or max(len(prompts), 1)
+        self._check_call(call)
+        weights = self._weights
+        ticket = Ticket(weights.manifest.version)
+        size = max(self._chunk_size(len(prompts)), 1)
         for start in range(0, len(prompts), size):
             part = call.part(slice(start, start + size))
             request = Request(
-                manifest=manifest,
-                buckets=buckets,
+                manifest=weights.manifest,
+                buckets=weights.buckets,
                 prompt_ids=[p.ids.cpu().numpy() for p in part.prompts],
                 sampling=sampling,
                 seed=seed,
@@ -278,11 +313,18 @@ class RemoteEngine:
                 offsets=part.offsets,
                 limits=part.own_limits,
             )
-            chunk = _Chunk(list(part.prompts), part.indices, part.groups, request)
+            chunk = _Chunk(list(part.prompts), part.indices, part.groups, request, weights)
             worker = min(range(len(self._queues)), key=lambda w: sum(len(c.prompts) for c in self._queues[w]))
             self._send(chunk, worker)
             ticket.chunks.append(chunk)
         return ticket
+
+    def _check_call(self, call: Call) -> None:
+        if self.around is None and self.spec is not None:
+            check_local(self.spec.config, call)
+
+    def _chunk_size(self, num_prompts: int) -> int:
+        return self.chunk_size or num_prompts
 
     def take(self, ticket: Ticket) -> list[Sample]:
         """The samples of a ticket, once; waits for them. Raises what a worker raised, RuntimeError when workers die
@@ -338,29 +380,34 @@ class RemoteEngine:
         chunk.samples = unpack_samples(
             packed, chunk.prompts, chunk.indices, chunk.groups, chunk.request.sampling.temperature
         )
-        chunk.request = chunk.handle = None
+        chunk.request = chunk.weights = chunk.handle = None
         self._queues[chunk.worker].remove(chunk)
         self._deaths[chunk.worker] = 0
 
     def _replace(self, worker: int, error: WorkerDied) -> None:
         lost, self._queues[worker] = self._queues[worker], []
         self._deaths[worker] += 1
-        first, last = lost[0].indices[0], lost[0].indices[-1]
+        of = f'on samples {lost[0].indices[0]} to {lost[-1].indices[-1]}' if lost else 'while it was given weights'
         if self._deaths[worker] > self.max_restarts:
             raise RuntimeError(
-                f'rollout worker {worker} died {self._deaths[worker]} times in a row on samples {first} to {last}: '
-                f'{error}'
+                f'rollout worker {worker} died {self._deaths[worker]} times in a row {of}: {error}'
             ) from error
         num_prompts = sum(len(c.prompts) for c in lost)
-        warnings.warn(
-            f'rollout worker {worker} died ({error}); a new one generates its {num_prompts} prompts again, from sample '
-            f'{first} on',
-            stacklevel=4,
-        )
+        what = f'generates its {num_prompts} prompts again, from sample {lost[0].indices[0]} on' if lost else 'goes on'
+        warnings.warn(f'rollout worker {worker} died ({error}); a new one {what}', stacklevel=4)
         self.num_replaced += 1
         self.workers.replace(worker)
+        self._welcome(worker)
+        for weights in {id(w): w for w in (self._weights, *(c.weights for c in lost)) if w is not None}.values():
+            if not weights.buckets and weights.kept:
+                weights.buckets = self._buckets(weights.manifest, weights.kept)
         for chunk in lost:
+            assert chunk.request is not None and chunk.weights is not None
+            chunk.request = replace(chunk.request, buckets=chunk.weights.buckets)
             self._send(chunk, worker)
+
+    def _welcome(self, worker: int) -> None:
+        """What a new worker needs before it is given requests."""
 
     def _sweep(self) -> None:
         """Take in what is there already: it frees weights, and a death is noticed before new work is given out."""

@@ -1,23 +1,24 @@
 """The engine around vLLM, in this process: the policy's weights are handed over at `begin`, its memory is given back at
 `end`.
 
-vLLM reads the architecture from a model folder or hub name and its weights from the actor, in every collect phase anew;
-between the phases it sleeps (level 2: neither weights nor cache stay on the device). Its cache wakes up at the phase's
-first prompts, when the trainer has freed its own copy of the weights. Its draws come from its own
-generators, one seed per sample from (seed, sample index), so a sample does not depend on its company by design, but
-kernels that see another batch may round otherwise: `reproducible` is False, and its log-probs are recomputed by the
-trainer.
+vLLM reads the architecture from a model folder or hub name and its weights from the actor, in every collect phase anew,
+under the names of a checkpoint; between the phases it sleeps (level 2: neither weights nor cache stay on the device).
+Its cache wakes up at the phase's first prompts, when the trainer has freed its own copy of the weights. Its draws come
+from its own generators, one seed per sample from (seed, sample index), so a sample does not depend on its company by
+design, but kernels that see another batch may round otherwise: `reproducible` is False, and its log-probs are
+recomputed by the trainer.
 
 vLLM reports log-probs after temperature and filters, so top_k, top_p and min_new_tokens are refused: with them the
 policy's own log-probs would be unknown.
 
-Left out: servers, LoRA adapters as such (a strategy merges them for the phase), several GPUs for one engine.
+Left out: servers, LoRA adapters as such (a strategy merges them for the phase), several GPUs for one engine, which
+workers have (`chatgpt.rollout.vllm_remote`). What is called here is checked against vLLM's sources, version by version:
+tests/rollout/vllm_contract.json.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,10 @@ from chatgpt.types import FinishReason, Sample
 
 if TYPE_CHECKING:
     from chatgpt.nn import Actor
+
+
+VLLM = 'vllm>=0.33,<0.34'
+"""the versions whose sources were read; the interface changes between them"""
 
 
 class VLLMEngine(InProcessEngine):
@@ -72,9 +77,9 @@ class VLLMEngine(InProcessEngine):
             if options.get(name, 1) != 1:
                 raise ValueError(
                     f'VLLMEngine: {name}={options[name]!r}, but it runs within each training process, on its one GPU, '
-                    'with prompts of its own; leave it out'
+                    'with prompts of its own; leave it out, or use rollout workers, which may own several GPUs each'
                 )
-        _import()
+        import_vllm()
         self.settings = {
             'model': os.fspath(pretrained),
             'load_format': 'dummy',
@@ -83,6 +88,7 @@ class VLLMEngine(InProcessEngine):
             'logprobs_mode': 'processed_logprobs',
             'gpu_memory_utilization': memory_share,
             'seed': 0,
+            'max_model_len': -1,  # as long as fits the memory
             **options,
         }
         # Every rank has an engine of its own, within the run's process group.
@@ -97,22 +103,23 @@ class VLLMEngine(InProcessEngine):
         if self._actor is not None:
             self.end()
         check_policy(actor, 'VLLMEngine')
-        weights = list(policy_tensors(actor.model).items())
+        weights = checkpoint_tensors(actor.model)
         # vLLM's memory is not torch's: what torch keeps for later would be missing there.
         torch.cuda.empty_cache()
         if self._llm is None:
             # In a process of its own vLLM could not be given tensors without copying them through the host.
             os.environ.setdefault('VLLM_ENABLE_V1_MULTIPROCESSING', '0')
-            self._llm = _import().LLM(**self.settings)
+            self._llm = import_vllm().LLM(**self.settings)
             self._sleep()
         try:
             self._wake_up('weights')
-            self._llm.apply_model(_loader(weights))
+            # and not load_weights alone: what vLLM makes of weights when it loads them has to be made again
+            self._llm.collective_rpc('reload_weights', kwargs={'weights_iterator': iter(weights.items())})
             self._llm.reset_prefix_cache()  # what an earlier policy made of a prompt must not be found again
         except BaseException:
             self._sleep()
             raise
-        self._actor = _Described(actor.model.config)
+        self._actor = Described(actor.model.config)
 
     def end(self) -> None:
         """Give the device's memory back."""
@@ -134,34 +141,49 @@ class VLLMEngine(InProcessEngine):
         self._asleep = ['weights', 'kv_cache']
 
     def check(self, config: Any, call: Call) -> list[int]:
-        _check(call.sampling)
+        check_sampling(call.sampling)
         return super().check(config, call)
 
     def answer(self, call: Call, limits: list[int]) -> list[Sample]:
         self._wake_up('kv_cache')
-        keys = stream_keys(call.seed, torch.tensor(call.indices), torch.tensor(call.offsets)).tolist()
-        asked = [_params(call.sampling, limit, key) for limit, key in zip(limits, keys, strict=True)]
-        given = [{'prompt_token_ids': p.ids.tolist()} for p in call.prompts]
-        answers = self._llm.generate(given, asked, use_tqdm=False)
-        return [_sample(call, i, answer.outputs[0]) for i, answer in enumerate(answers)]
+        return answers(self._llm, call, limits)
 
 
-class _Described:
+def answers(llm: Any, call: Call, limits: list[int]) -> list[Sample]:
+    """What `vllm.LLM` draws for a checked call."""
+    keys = stream_keys(call.seed, torch.tensor(call.indices), torch.tensor(call.offsets)).tolist()
+    asked = [_params(call.sampling, limit, key) for limit, key in zip(limits, keys, strict=True)]
+    given = [{'prompt_token_ids': p.ids.tolist()} for p in call.prompts]
+    made = llm.generate(given, asked, use_tqdm=False)
+    return [_sample(call, i, answer.outputs[0]) for i, answer in enumerate(made)]
+
+
+def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
+    """`policy_tensors` under the names and in the layout of a checkpoint, which is what vLLM loads. They differ for
+    mixtures of experts, whose experts transformers stacks."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with torch.no_grad():
+        return revert_weight_conversion(model, {name: t.detach() for name, t in policy_tensors(model).items()})
+
+
+class Described:
     """What is left of an actor once vLLM has its weights: its configuration."""
 
     def __init__(self, config: Any) -> None:
         self.model = SimpleNamespace(config=config)
 
 
-def _import() -> Any:
+def import_vllm() -> Any:
     try:
         import vllm
     except ImportError as error:
-        raise ImportError('VLLMEngine needs vLLM: pip install vllm') from error
+        raise ImportError(f"vLLM cannot be imported here ({error}); pip install '{VLLM}'") from error
     return vllm
 
 
-def _check(sampling: SamplingParams) -> None:
+def check_sampling(sampling: Any) -> None:
+    """Raises ValueError for what would hide the policy's own log-probs."""
     for name, neutral in (('top_k', 0), ('top_p', 1.0), ('min_new_tokens', 0), ('stop', None)):
         if getattr(sampling, name) != neutral:
             raise ValueError(
@@ -173,7 +195,7 @@ def _check(sampling: SamplingParams) -> None:
 
 
 def _params(sampling: SamplingParams, limit: int, key: int) -> Any:
-    return _import().SamplingParams(
+    return import_vllm().SamplingParams(
         temperature=sampling.temperature if sampling.do_sample else 0.0,
         max_tokens=limit,
         stop_token_ids=list(sampling.eos_token_ids),
@@ -182,13 +204,6 @@ def _params(sampling: SamplingParams, limit: int, key: int) -> Any:
         logprobs=0,  # of the token drawn
         detokenize=False,
     )
-
-
-def _loader(weights: list[tuple[str, Tensor]]) -> Callable[[Any], None]:
-    def load(model: Any) -> None:
-        model.load_weights(iter(weights))
-
-    return load
 
 
 def _sample(call: Call, i: int, output: Any) -> Sample:

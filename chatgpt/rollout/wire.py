@@ -170,6 +170,28 @@ def apply_buckets(manifest: Manifest, buckets: Iterable[Tensor], model: nn.Modul
             at += size
 
 
+@torch.no_grad()
+def whole_tensors(manifest: Manifest, buckets: Iterable[Tensor]) -> Iterator[dict[str, Tensor]]:
+    """The tensors of a manifest by name, bucket after bucket: those that are whole with each. Copies, in the manifest's
+    shapes and dtypes.
+
+    Args:
+        buckets: as for `apply_buckets`.
+    """
+    begun: dict[str, Tensor] = {}
+    for pieces, bucket in zip(manifest.buckets, buckets, strict=True):
+        flat, at, whole = bucket.view(manifest.tensors[pieces[0].name][1]), 0, {}
+        for piece in pieces:
+            size = piece.stop - piece.start
+            shape, dtype = manifest.tensors[piece.name]
+            tensor = begun.setdefault(piece.name, torch.empty(shape, dtype=dtype))
+            tensor.view(-1)[piece.start : piece.stop] = flat[at : at + size]
+            at += size
+            if piece.stop == tensor.numel():
+                whole[piece.name] = begun.pop(piece.name)
+        yield whole
+
+
 def _check_names(manifest: Manifest, model: nn.Module, named: Mapping[str, Tensor]) -> None:
     unknown = sorted(set(manifest.tensors) - set(named))
     filled = {id(named[name]) for name in manifest.tensors if name in named}

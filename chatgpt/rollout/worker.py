@@ -16,6 +16,17 @@ from chatgpt.rollout.wire import Around, Manifest, ModelSpec, PackedSamples, Req
 from chatgpt.types import Prompt
 
 
+def make_worker(
+    spec: ModelSpec, engine_options: Mapping[str, Any], *, device: str | torch.device | None = None, **keywords: Any
+) -> Any:
+    """The kind of worker that a spec is of, with `RolloutWorker`'s keywords."""
+    from chatgpt.rollout.vllm_worker import VLLMSpec, VLLMWorker
+
+    if isinstance(spec, VLLMSpec):
+        return VLLMWorker(spec, engine_options, **keywords)  # whose own processes have the devices
+    return RolloutWorker(spec, engine_options, device=device, **keywords)
+
+
 class RolloutWorker:
     """Answers requests one after another.
 

@@ -161,8 +161,11 @@ class Collector:
         sampling = sampling or self.sampling
         limits = limits if limits is not None else [sampling.max_new_tokens] * len(prompts)
         found: dict[int, Sample] = {}
+        different = set(limits)
+        if getattr(self.engine, 'is_shared', False):  # all ranks ask alike
+            different = set().union(*self.strategy.all_gather_object(different))
         with self._begun(policy):
-            for limit in sorted(set(limits), key=lambda n: n or 0):
+            for limit in sorted(different, key=lambda n: n or 0):
                 at = [i for i, n in enumerate(limits) if n == limit]
                 samples = self._timed(
                     [prompts[i] for i in at],

@@ -1,14 +1,44 @@
-"""A run's rollout actors are waited for as long as its ranks would be, not for ever."""
+"""A run's rollout actors: waited for as long as its ranks would be, not for ever; with vLLM, shared by them."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from chatgpt.launch.rollouts import rollout_engine
+from chatgpt.launch.rollouts import check_rollout_args, rollout_engine
 from chatgpt.launch.runs import PPORun
+from chatgpt.rollout import SharedEngine, VLLMRemoteEngine
 
 
 def test_an_actor_is_given_up_before_the_other_ranks_give_up_its_own():
     pytest.importorskip('ray')
     with rollout_engine(PPORun(rollout_workers=2, rank_timeout_s=100.0)) as engine:
         assert engine.workers.timeout_s == pytest.approx(80.0)
+
+
+def test_workers_with_vllm_have_gpus_and_serve_all_ranks():
+    pytest.importorskip('ray')
+    run = PPORun(engine='vllm', rollout_workers=2, rollout_resources={'GPU': 2.0, 'CPU': 1.0})
+    with rollout_engine(run, SimpleNamespace(world_size=1)) as engine:
+        assert type(engine) is VLLMRemoteEngine
+        assert engine.tensor_parallel == 2 and engine.workers.num_workers == 2
+    with rollout_engine(run, SimpleNamespace(world_size=4, rank=1)) as engine:
+        assert type(engine) is SharedEngine and engine.engine.tensor_parallel == 2
+    with rollout_engine(PPORun(engine='vllm', rollout_workers=1)) as engine:
+        assert engine.workers.resources['GPU'] == 1
+
+
+@pytest.mark.parametrize(
+    ('settings', 'why'),
+    [
+        ({'engine': 'hf', 'rollout_workers': 1}, 'generate with the local engine or vLLM: --engine hf does not fit'),
+        ({'engine': 'vllm', 'rollout_workers': 1, 'rollout_resources': {'GPU': 0.5}}, 'GPU=0.5 of a vLLM worker'),
+        ({'engine': 'vllm', 'top_k': 5}, 'VLLMEngine cannot do top_k=5'),
+        ({'engine': 'vllm', 'stop_string': ['end']}, r"VLLMEngine cannot do stop=\['end'\]"),
+    ],
+)
+def test_what_does_not_fit_is_told_before_anything_starts(settings, why):
+    pytest.importorskip('ray')
+    with pytest.raises(ValueError, match=why):
+        check_rollout_args(PPORun(**settings))

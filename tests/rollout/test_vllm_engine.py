@@ -1,17 +1,17 @@
 """The engine around vLLM, on a stand-in for it that really generates, and on vLLM itself where that is installed on a
 GPU.
 
-The stand-in has the part of the interface that the engine uses, knows only the weights loaded into it, and refuses to
-work asleep.
+The stand-in (tests/rollout/stand_in) has the part of the interface that the engine uses, knows only the weights loaded
+into it, and refuses to work asleep.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
-import types
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,110 +22,31 @@ from chatgpt.rollout import HFEngine, LocalEngine, SamplingParams, VLLMEngine
 from chatgpt.testing import tiny_causal_lm, tiny_config
 from chatgpt.types import Prompt
 
-
-class Logprob(NamedTuple):
-    logprob: float
-
-
-class Params:
-    def __init__(self, **settings: Any) -> None:
-        self.__dict__.update(settings)
-
-
-class Answer(NamedTuple):
-    outputs: list[Any]
-
-
+STAND_IN = Path(__file__).parent / 'stand_in'
 EMPTIED: list[int] = []
 """how many events there were when torch's memory cache was emptied"""
 
 
-class LLM:
-    """vllm.LLM as far as it is used."""
-
-    made: list[LLM] = []
-
-    def __init__(self, **settings: Any) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        assert (
-            settings['load_format'] == 'dummy'
-            and settings['enable_sleep_mode']
-            and settings['logprobs_mode'] == 'processed_logprobs'
-        )
-        self.settings, self.events = settings, []
-        self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(settings['model'])).eval()
-        self.awake, self.asleep = {'weights', 'kv_cache'}, set()
-        self.loaded = False
-        LLM.made.append(self)
-
-    def sleep(self, level: int) -> None:
-        if self.asleep:  # also where only a part is awake, as vllm.v1.executor does
-            return
-        self.events.append(f'sleep {level}')
-        self.awake, self.asleep, self.loaded = set(), {'weights', 'kv_cache'}, False
-        with torch.no_grad():
-            for p in self.model.parameters():
-                p.fill_(float('nan'))
-
-    def wake_up(self, tags: list[str]) -> None:
-        assert set(tags) <= self.asleep
-        assert EMPTIED and EMPTIED[-1] == len(self.events), 'memory that torch keeps is missing here'
-        self.events.append(f'wake {tags[0]}')
-        self.awake |= set(tags)
-        self.asleep -= set(tags)
-
-    def apply_model(self, function: Any) -> list[Any]:
-        assert 'weights' in self.awake
-        self.events.append('load')
-        self.loaded = True
-        llm = self
-
-        class Loader:
-            def load_weights(self, weights: Any) -> None:
-                with torch.no_grad():
-                    own = llm.model.state_dict()
-                    for name, tensor in weights:
-                        own[name].copy_(tensor)
-
-        return [function(Loader())]
-
-    def reset_prefix_cache(self) -> None:
-        self.events.append('forget')
-
-    @torch.no_grad()
-    def generate(self, prompts: list[Any], params: list[Params], use_tqdm: bool) -> list[Answer]:
-        assert self.loaded and self.awake == {'weights', 'kv_cache'}
-        answers = []
-        for prompt, p in zip(prompts, params, strict=True):
-            ids, steps = list(prompt['prompt_token_ids']), []
-            generator = torch.Generator().manual_seed(p.seed)
-            start = len(ids)
-            while len(ids) - start < p.max_tokens:
-                logits = self.model(torch.tensor([ids])).logits[0, -1].float()
-                logp = torch.log_softmax(logits / (p.temperature or 1.0), -1)
-                token = (
-                    int(logp.argmax())
-                    if p.temperature == 0
-                    else int(torch.multinomial(logp.exp(), 1, generator=generator))
-                )
-                ids.append(token)
-                steps.append({token: Logprob(float(logp[token]))})
-                if token in p.stop_token_ids:
-                    break
-            answers.append(Answer([types.SimpleNamespace(token_ids=ids[start:], logprobs=steps)]))
-        return answers
-
-
 @pytest.fixture
 def fake_vllm(monkeypatch):
-    module = types.ModuleType('vllm')
-    module.LLM, module.SamplingParams = LLM, Params  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, 'vllm', module)
-    monkeypatch.setattr(LLM, 'made', [])
+    """The stand-in's LLM; memory that torch keeps is missing when it wakes up."""
+    monkeypatch.syspath_prepend(STAND_IN)
+    for name in [n for n in sys.modules if n.split('.')[0] == 'vllm']:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setenv('VLLM_ENABLE_V1_MULTIPROCESSING', '0')
+    llm = importlib.import_module('vllm.entrypoints.llm').LLM
+    wake_up = llm.wake_up
+
+    def emptied(self, tags):
+        assert EMPTIED and EMPTIED[-1] == len(self.events), 'memory that torch keeps is missing here'
+        return wake_up(self, tags)
+
+    monkeypatch.setattr(llm, 'wake_up', emptied)
     monkeypatch.setattr(sys.modules[__name__], 'EMPTIED', [])
-    monkeypatch.setattr(torch.cuda, 'empty_cache', lambda: EMPTIED.append(len(LLM.made[-1].events) if LLM.made else 0))
-    return LLM
+    monkeypatch.setattr(torch.cuda, 'empty_cache', lambda: EMPTIED.append(len(llm.made[-1].events) if llm.made else 0))
+    yield llm
+    for name in [n for n in sys.modules if n.split('.')[0] == 'vllm']:
+        del sys.modules[name]
 
 
 @pytest.fixture
@@ -293,7 +214,7 @@ def test_turns_of_episodes_have_limits_and_seeds_of_their_own(fake_vllm, folder,
 
     def watched(self, prompts, params, use_tqdm):
         asked.append([(len(p['prompt_token_ids']), q.max_tokens, q.seed) for p, q in zip(prompts, params, strict=True)])
-        return generate(self, prompts, params, use_tqdm)
+        return generate(self, prompts, params, use_tqdm=use_tqdm)
 
     monkeypatch.setattr(fake_vllm, 'generate', watched)
 
@@ -339,7 +260,7 @@ def test_mistakes_are_named(fake_vllm, folder):
 
 @pytest.mark.skipif(importlib.util.find_spec('vllm') is not None, reason='vLLM is installed')
 def test_a_missing_vllm_names_the_command():
-    with pytest.raises(ImportError, match='pip install vllm'):
+    with pytest.raises(ImportError, match="pip install 'vllm>=0.33"):
         VLLMEngine('gpt2')
 
 
@@ -358,3 +279,47 @@ def test_on_vllm_itself(tmp_path):
     for a, b in zip(local, collect(engine, model, sampling, prompts), strict=True):
         assert a.response_ids.tolist() == b.response_ids.tolist()
         torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-2, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    importlib.util.find_spec('vllm') is None or importlib.util.find_spec('ray') is None,
+    reason='vLLM or Ray is not installed',
+)
+@pytest.mark.parametrize(
+    ('gpus', 'of_a_worker', 'way'), [(1, 1, 'ipc'), (2, 1, 'nccl'), (3, 2, 'nccl'), (1, 1, 'store')]
+)
+def test_workers_on_vllm_itself(gpus, of_a_worker, way):
+    """Two versions of the weights. Ray gives workers the first GPUs; the trainer has the last."""
+    import ray
+
+    from chatgpt.rollout import VLLMRemoteEngine
+    from chatgpt.rollout.ray_workers import RayWorkers
+
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f'needs {gpus} GPUs')
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=512, n_embd=128, n_layer=2, n_head=2, n_positions=128))
+    model = model.to(f'cuda:{gpus - 1}').eval()
+    sampling = SamplingParams(max_new_tokens=8, do_sample=False)
+    prompts = prompts_of()
+    ray.init('local', num_gpus=gpus, include_dashboard=False, log_to_driver=False)
+    options = {'dtype': 'float32', 'enforce_eager': True, 'max_model_len': 128, 'memory_share': 0.3}
+    try:
+        workers = RayWorkers(1, resources={'GPU': of_a_worker})
+        with VLLMRemoteEngine(
+            workers, weight_transfer='store' if way == 'store' else 'auto', engine_options=options
+        ) as engine:
+            for version in (1, 2):
+                samples = collect(engine, model, sampling, prompts)
+                assert engine.ways == [way] and {s.version for s in samples} == {version}
+                for a, b in zip(collect(LocalEngine(), model, sampling, prompts), samples, strict=True):
+                    assert a.response_ids.tolist() == b.response_ids.tolist()
+                    torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-2, rtol=0)
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.add_(0.1 * torch.randn_like(p))
+    finally:
+        ray.shutdown()

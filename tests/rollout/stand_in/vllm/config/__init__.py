@@ -1,0 +1,3 @@
+from vllm.config.weight_transfer import WeightTransferConfig
+
+__all__ = ['WeightTransferConfig']
