@@ -52,6 +52,7 @@ class Trainer:
     """
 
     scorer: Any = None
+    collector: Any = None
     """what scores responses; None where nothing does"""
 
     def __init__(
@@ -292,6 +293,9 @@ class Trainer:
                 keep_what_is_whole(self, self.steps, error)
                 self.callbacks.on_exception(self, error)
                 raise
+            finally:
+                if self.collector is not None:
+                    self.collector.free()
         self._signals.raise_received()
 
     @contextmanager

@@ -16,8 +16,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar, Self, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ from chatgpt.trainer.strategies.items import check_items, is_pair, rebuilt
 from chatgpt.trainer.strategies.memory import MemoryModel, atoms_of
 from chatgpt.trainer.strategies.offload import Offloaded, OffloadedWeights
 from chatgpt.trainer.strategies.pairs import Trained, open_saved
-from chatgpt.trainer.strategies.precision import LossScaler, Precision, cast_copy, check_precision, lora_merged
+from chatgpt.trainer.strategies.precision import KeptCopy, LossScaler, Precision, cast_copy, check_precision, lora_merged
 from chatgpt.trainer.strategies.ranks import Ranks
 
 T = TypeVar('T')
@@ -103,6 +104,9 @@ class Strategy:
             self.options = {**self.options, 'reproducible': reproducible, 'atoms': atoms}
         self._deterministic = Deterministic() if deterministic or self.exact is not None else None
         self._dtype = check_precision(precision)
+        self.keeps_copy_for: WeakSet[Any] = WeakSet()
+        """who generates from the copy of `full_model` again, so that it is kept in its memory until the next time"""
+        self._kept_copy: KeptCopy | None = None
         random.seed(seed)
         if (numpy := sys.modules.get('numpy')) is not None:
             numpy.random.seed(seed % 2**32)
@@ -326,7 +330,29 @@ class Strategy:
             with in_eval_mode(module), lora_merged(module):
                 yield module
             return
-        yield cast_copy(module, dtype).eval()
+        with self.kept_copy(module, dtype) as kept:
+            kept.copied = cast_copy(module, dtype, kept.copied).eval()
+            yield kept.copied
+
+    @contextmanager
+    def kept_copy(self, module: nn.Module, dtype: torch.dtype) -> Iterator[Any]:
+        """Inside, `copied` of what it gives is the copy of this module that was kept, or None; what stands there at the
+        end is kept where `keeps_copy` says so. For `full_model`."""
+        kept, self._kept_copy = self._kept_copy, None  # a copy that is in use is nobody else's
+        given = SimpleNamespace(copied=kept.copied if kept is not None and kept.fits(module, dtype) else None)
+        kept = None
+        yield given
+        if self.keeps_copy_for and given.copied is not None:
+            self._kept_copy = KeptCopy(module, dtype, given.copied)
+
+    def keep_copy(self, user: Any, keep: bool) -> None:
+        """Keep the copy that `full_model` makes in 16 bits for `user`, or no longer; without users it is freed."""
+        if keep:
+            self.keeps_copy_for.add(user)
+        else:
+            self.keeps_copy_for.discard(user)
+        if not self.keeps_copy_for:
+            self._kept_copy = None
 
     # ------------------------------------------------------------------ one optimizer step
 

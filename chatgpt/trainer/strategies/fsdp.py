@@ -197,9 +197,10 @@ class FSDPStrategy(ProcessGroupStrategy):
             with streamed(full, mapped, self.device) if on_disk is None else nullcontext():
                 yield full
             return
-        full = self._gathered(module, dtype)
-        with lora_merged(full):
-            yield full.eval()
+        with self.kept_copy(module, dtype) as kept:
+            kept.copied = self._gathered(module, dtype, kept.copied)
+            with lora_merged(kept.copied):
+                yield kept.copied.eval()
 
     def _whole(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, in fp32, one at a time. A collective: exhaust it on every rank."""
@@ -207,7 +208,14 @@ class FSDPStrategy(ProcessGroupStrategy):
             yield name, _full(parameter.detach(), self.device)
 
     @torch.no_grad()
-    def _gathered(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    def _gathered(self, module: nn.Module, dtype: torch.dtype, into: nn.Module | None = None) -> nn.Module:
+        if into is not None:
+            whole = dict(into.named_parameters())
+            for name, parameter in module.named_parameters():
+                whole[name].copy_(_full(parameter.detach(), self.device))
+            for buffer, own in zip(into.buffers(), module.buffers(), strict=True):
+                buffer.copy_(own)
+            return into
         skeleton = self._skeletons[id(module)]
         sharded = dict(module.named_parameters())
         weights: dict[int, Tensor] = {}

@@ -6,12 +6,15 @@ Left out: autocast itself (torch's) and where it is entered (the trainer, throug
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+
+from chatgpt.nn.settings import plain_settings
 
 Precision = Literal['fp32', 'bf16', 'fp16']
 DTYPES: dict[str, torch.dtype] = {'fp32': torch.float32, 'bf16': torch.bfloat16, 'fp16': torch.float16}
@@ -64,8 +67,10 @@ def lora_merged(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def cast_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+def cast_copy(module: nn.Module, dtype: torch.dtype, into: nn.Module | None = None) -> nn.Module:
     """A deep copy with floating parameters in `dtype` and LoRA folded in, made without a copy in fp32 on the way.
+
+    into: an earlier copy of this module in this dtype (`KeptCopy`), which takes the numbers in the memory that it has.
 
     Weights are folded in fp32 and rounded once; the copy's own adapters are zero, so it computes, saves and folds as it
     stands. What a shared trunk holds is not copied, and its adapters are cast beside it. Buffers keep their dtype:
@@ -75,6 +80,7 @@ def cast_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     from chatgpt.nn.quantized import NF4Linear
 
     memo: dict[int, Any] = {}
+    names = {} if into is None else {parameter: name for name, parameter in module.named_parameters()}
     with lora_merged(module):
         for part in module.modules():
             if isinstance(part, NF4Linear):
@@ -84,9 +90,16 @@ def cast_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
                 memo[id(parameter)] = parameter
                 continue
             data = parameter.detach()
+            if into is not None:
+                into.get_parameter(names[parameter]).data.copy_(data)
+                continue
             data = data.to(dtype, copy=True) if data.is_floating_point() else data.clone()
             memo[id(parameter)] = nn.Parameter(data, requires_grad=False)
-        copied = copy.deepcopy(module, memo)
+        copied = copy.deepcopy(module, memo) if into is None else into
+        if into is not None:
+            for buffer, own in zip(into.buffers(), module.buffers(), strict=True):
+                if buffer is not own:
+                    buffer.copy_(own)
     for layer in lora.lora_layers(copied).values():
         if layer.shares_base:
             continue
@@ -94,3 +107,21 @@ def cast_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
         layer.merged = False
         layer.lora_B.zero_()
     return copied
+
+
+class KeptCopy:
+    """The copy of a module in the compute dtype that generation will want again, with its memory."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, copied: nn.Module) -> None:
+        self.of, self.dtype, self.copied = weakref.ref(module), dtype, copied
+        self.settings, self.device = plain_settings(module), next(module.parameters()).device
+
+    def fits(self, module: nn.Module, dtype: torch.dtype) -> bool:
+        """Whether a new copy of `module` would differ in the numbers of its tensors only."""
+        if self.of() is not module or self.dtype != dtype or self.device != next(module.parameters()).device:
+            return False
+
+        def form(of: nn.Module) -> list[Any]:
+            return [(name, t.shape) for name, t in (*of.named_parameters(), *of.named_buffers())]
+
+        return self.settings == plain_settings(module) and form(module) == form(self.copied)

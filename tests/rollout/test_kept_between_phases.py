@@ -1,0 +1,277 @@
+"""What the local engine and a strategy keep from one collect phase to the next: the same tokens as without, new weights
+seen, no new memory and no new capture; on the pretend device and on a CPU."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from copy import deepcopy
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from chatgpt.nn import Actor, GPTActor
+from chatgpt.nn.lora import convert_to_lora, lora_layers
+from chatgpt.rollout import LocalEngine, SamplingParams
+from chatgpt.testing import FAMILIES, tiny_causal_lm
+from chatgpt.testing.fakes import tiny_config
+from chatgpt.testing.pretend_cuda import pretend_cuda
+from chatgpt.trainer.collect import Collector
+from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
+from chatgpt.types import Prompt
+
+SAMPLING = SamplingParams(max_new_tokens=9, temperature=0.9, eos_token_ids=(2, 5))
+PROMPTS = [Prompt(ids=torch.arange(3, 5 + i % 4)) for i in range(6)]
+
+
+def drawn(engine, actor, seed=0, sampling=SAMPLING, prompts=PROMPTS):
+    engine.begin(actor)
+    samples = engine.generate(prompts, sampling, seed=seed, indices=range(len(prompts)))
+    engine.end()
+    return [(s.response_ids.tolist(), s.logprobs.tolist()) for s in samples]
+
+
+@torch.no_grad()
+def learn(module, by=0.05):
+    """Every trained weight changes where it lies, as an optimizer does it."""
+    generator = torch.Generator().manual_seed(7)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            step = by * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(step.to(parameter.device, parameter.dtype))
+
+
+@contextmanager
+def counted_captures():
+    """How often a graph was captured."""
+    made = []
+
+    def capture(graph, *args, **kwargs):
+        made.append(graph)
+        return kept(graph, *args, **kwargs)
+
+    kept = torch.cuda.graph
+    with patch.object(torch.cuda, 'graph', capture):
+        yield made
+
+
+def adapted():
+    model = tiny_causal_lm('gpt2')
+    convert_to_lora(model, 2)
+    with torch.no_grad():
+        for layer in lora_layers(model).values():
+            layer.lora_B.fill_(0.2)
+    return Actor(model)
+
+
+ACTORS = {
+    'plain': lambda: Actor(tiny_causal_lm('gpt2', tie_word_embeddings=False)),
+    'tied': lambda: Actor(tiny_causal_lm('gpt2')),
+    'llama': lambda: Actor(tiny_causal_lm('llama', tie_word_embeddings=False)),
+    'lora': adapted,
+    'hydra': lambda: GPTActor(config=tiny_config('gpt2'), hydra_layers=1),
+}
+
+
+def make(kind):
+    torch.manual_seed(3)
+    return ACTORS[kind]()
+
+
+def phases(kind, engine, *, precision, device, num=4, strategy_class=NaiveStrategy):
+    """Samples of some phases with learning between them, through a collector; and what was there at the end of each:
+    captures so far, the copy's address and the cache's."""
+    strategy = strategy_class(seed=3, precision=precision, **({'device': device} if device else {}))
+    actor = make(kind)
+    with strategy:
+        actor, _ = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=0.1)))
+        found, seen = [], []
+
+        def policy():
+            return noting(strategy.full_model(actor))
+
+        @contextmanager
+        def noting(full):
+            with full as model:
+                seen.append(next(model.parameters()).data_ptr())
+                yield model
+
+        collector = Collector(strategy, engine, SAMPLING, policy=policy)
+        with counted_captures() as made:
+            at = []
+            for phase in range(num):
+                samples = collector.generate(PROMPTS, indices=range(6), seed=phase)
+                found.append([(s.response_ids.tolist(), s.logprobs.tolist()) for s in samples])
+                held = engine._cache.layers[0].keys.data_ptr() if engine._cache else None
+                at.append((len(made), seen[-1], held))
+                learn(strategy.unwrap(actor))
+        collector.free()
+        assert engine._cache is engine._fixed is strategy._kept_copy is None
+    return found, at
+
+
+@pytest.mark.parametrize('kind', ACTORS)
+def test_later_phases_capture_nothing_and_draw_what_a_fresh_engine_draws(kind):
+    with pretend_cuda():
+        fresh, captures = phases(kind, LocalEngine(keep=False), precision='fp32', device='cuda:0')
+        kept, at = phases(kind, LocalEngine(), precision='fp32', device='cuda:0')
+    assert kept == fresh
+    assert len({str(phase) for phase in kept}) == 4  # weights and draws are others
+    # by the rule nothing is kept from the first phase; from the second on nothing is made anew
+    assert at[0][2] is None and at[0][0] > 0
+    assert at[1][0] == at[2][0] == at[3][0] > at[0][0]
+    assert at[1][2] == at[2][2] == at[3][2] is not None
+    per_phase = captures[0][0]
+    assert [n for n, *_ in captures] == [per_phase * i for i in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize('kind', ACTORS)
+@pytest.mark.parametrize('strategy_class', [NaiveStrategy, DDPStrategy, FSDPStrategy])
+def test_a_copy_in_16_bits_keeps_its_memory_and_takes_the_new_weights(kind, strategy_class):
+    if kind == 'hydra' and strategy_class is FSDPStrategy:
+        pytest.skip('hydra under FSDP is tested elsewhere')
+    device = 'cpu' if strategy_class is NaiveStrategy else None
+    fresh, _ = phases(kind, LocalEngine(), precision='bf16', device=device, strategy_class=strategy_class)
+    engine = LocalEngine(keep=True, fixed_steps=False)
+    kept, at = phases(kind, engine, precision='bf16', device=device, strategy_class=strategy_class)
+    assert kept == fresh
+    assert len({str(phase) for phase in kept}) == 4
+    assert len({copy for _, copy, _ in at}) == 1 and len({cache for *_, cache in at}) == 1
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_steps_that_are_kept_draw_what_fresh_ones_draw(family):
+    """Fixed steps on a CPU: the tokens and log-probs of an engine that begins anew, to the bit."""
+    actor, other = (Actor(tiny_causal_lm(family, tie_word_embeddings=False)) for _ in range(2))
+    engine = LocalEngine(fixed_steps=True, keep=True)
+    steps = []
+    for phase in range(3):
+        # first longer prompts, then fewer: sizes are rounded up, so the steps fit
+        prompts = PROMPTS[: 6 - phase] if phase < 2 else [Prompt(ids=torch.arange(3, 20))]
+        want = drawn(LocalEngine(fixed_steps=True), other, phase, prompts=prompts)
+        assert drawn(engine, actor, phase, prompts=prompts) == want
+        steps.append(engine._fixed)
+        learn(actor), learn(other)
+    assert steps[0] is steps[1] is steps[2] is not None
+
+
+def adapters_off(actor):
+    for layer in lora_layers(actor).values():
+        layer.adapter_on = False
+
+
+def other_memory(actor):
+    weight = actor.model.transformer.h[0].mlp.c_fc.weight
+    weight.data = weight.data.clone() * 2
+
+
+@pytest.mark.parametrize('change', [adapters_off, other_memory])
+def test_steps_end_with_what_they_were_made_for(change):
+    """Adapters switched off, a weight in other memory, another actor."""
+    engine, actor = LocalEngine(fixed_steps=True, keep=True), adapted()
+    first = drawn(engine, actor)
+    steps = engine._fixed
+    assert drawn(engine, actor) == first and engine._fixed is steps
+    change(actor)
+    changed = drawn(engine, actor)
+    assert engine._fixed is not steps
+    assert changed == drawn(LocalEngine(fixed_steps=True), actor) != first
+    steps = engine._fixed
+    assert drawn(engine, adapted()) == first and engine._fixed is not steps
+
+
+def test_graphs_of_an_actor_that_is_gone_do_not_hold_it():
+    engine, actor = LocalEngine(fixed_steps=True, keep=True), adapted()
+    drawn(engine, actor)
+    assert engine._fixed.actor is None
+
+
+def test_an_interruption_leaves_nothing_that_is_not_finite():
+    """A phase whose weights are not finite writes NaN into the cache; the next one has other memory."""
+    engine, actor = LocalEngine(fixed_steps=True, keep=True), make('plain')
+    want = drawn(engine, actor)
+    kept = engine._cache
+    good = deepcopy(actor.state_dict())
+    with torch.no_grad():
+        actor.model.transformer.h[0].attn.c_attn.weight.fill_(float('nan'))
+    engine.begin(actor)
+    with pytest.raises(FloatingPointError):
+        engine.generate(PROMPTS, SAMPLING, seed=0, indices=range(6))
+    engine.end()
+    assert engine._cache is engine._fixed is None
+    actor.load_state_dict(good)
+    assert drawn(engine, actor) == want
+    assert engine._cache is not kept
+
+    def interrupt(ids):
+        raise KeyboardInterrupt
+
+    engine.begin(actor)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS, SamplingParams(max_new_tokens=9, stop=interrupt), seed=0, indices=range(6))
+    engine.end()
+    assert engine._cache is engine._fixed is None
+    assert drawn(engine, actor) == want
+
+
+def test_a_copy_that_was_interrupted_is_made_anew():
+    strategy, actor = NaiveStrategy(precision='bf16', device='cpu'), make('lora')
+    strategy.keep_copy(strategy, True)
+    with strategy.full_model(actor) as first:
+        pass
+    with strategy.full_model(actor) as again:
+        assert again is first
+        with strategy.full_model(actor) as inner:  # one that is in use is nobody else's
+            assert inner is not first
+    with pytest.raises(KeyboardInterrupt), strategy.full_model(actor):
+        raise KeyboardInterrupt
+    assert strategy._kept_copy is None
+    with strategy.full_model(actor) as kept:
+        pass
+    actor.float()
+    convert_again = make('plain')
+    with strategy.full_model(convert_again) as other:  # another module: another copy
+        assert other is not kept
+    strategy.keep_copy(strategy, False)
+    assert strategy._kept_copy is None
+
+
+@pytest.mark.parametrize('change', [adapters_off, lambda actor: setattr(actor, 'beta', 2.0)])
+def test_a_copy_of_a_module_with_other_settings_is_made_anew(change):
+    strategy, actor = NaiveStrategy(precision='bf16', device='cpu'), make('lora')
+    strategy.keep_copy(strategy, True)
+    with strategy.full_model(actor) as first:
+        pass
+    change(actor)
+    with strategy.full_model(actor) as second:
+        assert second is not first
+
+
+class Gpu(LocalEngine):
+    """Asks a stand-in for a GPU how much is free."""
+
+    def may_keep(self, free, total):
+        with patch.object(torch.cuda, 'mem_get_info', lambda device: (free, total)):
+            return self._may_keep(torch.device('cuda', 0))
+
+
+def test_the_rule_by_hand():
+    """Free after learning: what is not kept yet, and 5 %; of what is kept already, 5 %."""
+    engine = Gpu()
+    assert not engine.may_keep(1000, 1000)  # before the first phase nobody knows what learning takes
+    engine._held_bytes = 300
+    assert engine.may_keep(350, 1000) and not engine.may_keep(349, 1000)
+    engine.keeping = True
+    assert engine.may_keep(50, 1000) and not engine.may_keep(49, 1000)
+    assert not engine._may_keep(torch.device('cpu'))
+    always, never = Gpu(keep=True), Gpu(keep=False)
+    never._held_bytes = 1
+    assert always.may_keep(0, 1000) and not never.may_keep(1000, 1000)
+    with pytest.raises(ValueError, match="keep='sometimes' is not one of True, False, 'auto'"):
+        LocalEngine(keep='sometimes')
+
+
+def test_on_a_cpu_nothing_is_kept_by_default():
+    engine = LocalEngine()
+    drawn(engine, make('plain'))
+    assert engine._cache is engine._fixed is None and not engine.keeping
