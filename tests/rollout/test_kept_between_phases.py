@@ -168,7 +168,7 @@ def other_memory(actor):
 @pytest.mark.parametrize('change', [adapters_off, other_memory])
 def test_steps_end_with_what_they_were_made_for(change):
     """Adapters switched off, a weight in other memory, another actor."""
-    engine, actor = LocalEngine(fixed_steps=True, keep=True), adapted()
+    engine, actor = LocalEngine(fixed_steps=True, keep=True), make('lora')
     first = drawn(engine, actor)
     steps = engine._fixed
     assert drawn(engine, actor) == first and engine._fixed is steps
@@ -177,11 +177,11 @@ def test_steps_end_with_what_they_were_made_for(change):
     assert engine._fixed is not steps
     assert changed == drawn(LocalEngine(fixed_steps=True), actor) != first
     steps = engine._fixed
-    assert drawn(engine, adapted()) == first and engine._fixed is not steps
+    assert drawn(engine, make('lora')) == first and engine._fixed is not steps
 
 
 def test_graphs_of_an_actor_that_is_gone_do_not_hold_it():
-    engine, actor = LocalEngine(fixed_steps=True, keep=True), adapted()
+    engine, actor = LocalEngine(fixed_steps=True, keep=True), make('lora')
     drawn(engine, actor)
     assert engine._fixed.actor is None
 
