@@ -10,23 +10,24 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from chatgpt.nn import Actor, GPTActor
+from chatgpt.nn import Actor
+from chatgpt.nn.hydra import make_hydra
 from chatgpt.nn.lora import convert_to_lora, lora_layers
 from chatgpt.rollout import LocalEngine, SamplingParams
 from chatgpt.testing import FAMILIES, tiny_causal_lm
-from chatgpt.testing.fakes import tiny_config
 from chatgpt.testing.pretend_cuda import pretend_cuda
+from chatgpt.testing.processes import run_distributed
 from chatgpt.trainer.collect import Collector
-from chatgpt.trainer.strategies import DDPStrategy, FSDPStrategy, NaiveStrategy
+from chatgpt.trainer.strategies import FSDPStrategy, NaiveStrategy
 from chatgpt.types import Prompt
 
-SAMPLING = SamplingParams(max_new_tokens=9, temperature=0.9, eos_token_ids=(2, 5))
-PROMPTS = [Prompt(ids=torch.arange(3, 5 + i % 4)) for i in range(6)]
+SAMPLING = SamplingParams(max_new_tokens=6, temperature=0.9, eos_token_ids=(2,))
+PROMPTS = [Prompt(ids=torch.arange(3, 5 + i % 4)) for i in range(4)]
 
 
-def drawn(engine, actor, seed=0, sampling=SAMPLING, prompts=PROMPTS):
+def drawn(engine, actor, seed=0, prompts=PROMPTS):
     engine.begin(actor)
-    samples = engine.generate(prompts, sampling, seed=seed, indices=range(len(prompts)))
+    samples = engine.generate(prompts, SAMPLING, seed=seed, indices=range(len(prompts)))
     engine.end()
     return [(s.response_ids.tolist(), s.logprobs.tolist()) for s in samples]
 
@@ -64,13 +65,13 @@ def adapted():
     return Actor(model)
 
 
-ACTORS = {
-    'plain': lambda: Actor(tiny_causal_lm('gpt2', tie_word_embeddings=False)),
-    'tied': lambda: Actor(tiny_causal_lm('gpt2')),
-    'llama': lambda: Actor(tiny_causal_lm('llama', tie_word_embeddings=False)),
-    'lora': adapted,
-    'hydra': lambda: GPTActor(config=tiny_config('gpt2'), hydra_layers=1),
-}
+def branched():
+    actor = Actor(tiny_causal_lm('gpt2'))
+    make_hydra(actor, 1)
+    return actor
+
+
+ACTORS = {'tied': lambda: Actor(tiny_causal_lm('gpt2')), 'lora': adapted, 'hydra': branched}
 
 
 def make(kind):
@@ -78,65 +79,65 @@ def make(kind):
     return ACTORS[kind]()
 
 
-def phases(kind, engine, *, precision, device, num=4, strategy_class=NaiveStrategy):
-    """Samples of some phases with learning between them, through a collector; and what was there at the end of each:
-    captures so far, the copy's address and the cache's."""
-    strategy = strategy_class(seed=3, precision=precision, **({'device': device} if device else {}))
+def phases(strategy, kind, engine, dtype=torch.float32):
+    """Samples of three phases with learning between them, through a collector; and what was there at the end of each:
+    captures so far, the policy's address and the cache's."""
+    found, seen, at = [], [], []
     actor = make(kind)
     with strategy:
         actor, _ = strategy.prepare((actor, torch.optim.SGD(actor.parameters(), lr=0.1)))
-        found, seen = [], []
-
-        def policy():
-            return noting(strategy.full_model(actor))
 
         @contextmanager
-        def noting(full):
-            with full as model:
+        def policy():
+            with strategy.full_model(actor, dtype) as model:
                 seen.append(next(model.parameters()).data_ptr())
                 yield model
 
         collector = Collector(strategy, engine, SAMPLING, policy=policy)
         with counted_captures() as made:
-            at = []
-            for phase in range(num):
-                samples = collector.generate(PROMPTS, indices=range(6), seed=phase)
+            for phase in range(3):
+                samples = collector.generate(PROMPTS, indices=range(4), seed=phase)
                 found.append([(s.response_ids.tolist(), s.logprobs.tolist()) for s in samples])
                 held = engine._cache.layers[0].keys.data_ptr() if engine._cache else None
                 at.append((len(made), seen[-1], held))
                 learn(strategy.unwrap(actor))
         collector.free()
-        assert engine._cache is engine._fixed is strategy._kept_copy is None
+    assert engine._cache is engine._fixed is strategy._kept_copy is None
+    assert len({str(phase) for phase in found}) == 3  # weights and draws are others
     return found, at
 
 
 @pytest.mark.parametrize('kind', ACTORS)
 def test_later_phases_capture_nothing_and_draw_what_a_fresh_engine_draws(kind):
     with pretend_cuda():
-        fresh, captures = phases(kind, LocalEngine(keep=False), precision='fp32', device='cuda:0')
-        kept, at = phases(kind, LocalEngine(), precision='fp32', device='cuda:0')
+        strategies = (NaiveStrategy(seed=3, precision='fp32', device='cuda:0') for _ in range(2))
+        fresh, captures = phases(next(strategies), kind, LocalEngine(keep=False))
+        kept, at = phases(next(strategies), kind, LocalEngine())
     assert kept == fresh
-    assert len({str(phase) for phase in kept}) == 4  # weights and draws are others
     # by the rule nothing is kept from the first phase; from the second on nothing is made anew
     assert at[0][2] is None and at[0][0] > 0
-    assert at[1][0] == at[2][0] == at[3][0] > at[0][0]
-    assert at[1][2] == at[2][2] == at[3][2] is not None
-    per_phase = captures[0][0]
-    assert [n for n, *_ in captures] == [per_phase * i for i in (1, 2, 3, 4)]
+    assert at[2][0] == at[1][0] > at[0][0]
+    assert at[2][2] == at[1][2] is not None
+    assert captures[2][0] > captures[1][0] > captures[0][0]
 
 
 @pytest.mark.parametrize('kind', ACTORS)
-@pytest.mark.parametrize('strategy_class', [NaiveStrategy, DDPStrategy, FSDPStrategy])
-def test_a_copy_in_16_bits_keeps_its_memory_and_takes_the_new_weights(kind, strategy_class):
-    if kind == 'hydra' and strategy_class is FSDPStrategy:
-        pytest.skip('hydra under FSDP is tested elsewhere')
-    device = 'cpu' if strategy_class is NaiveStrategy else None
-    fresh, _ = phases(kind, LocalEngine(), precision='bf16', device=device, strategy_class=strategy_class)
-    engine = LocalEngine(keep=True, fixed_steps=False)
-    kept, at = phases(kind, engine, precision='bf16', device=device, strategy_class=strategy_class)
+def test_a_copy_in_16_bits_keeps_its_memory_and_takes_the_new_weights(kind):
+    strategies = (NaiveStrategy(seed=3, precision='fp32', device='cpu') for _ in range(2))
+    fresh, _ = phases(next(strategies), kind, LocalEngine(), torch.bfloat16)
+    kept, at = phases(next(strategies), kind, LocalEngine(keep=True), torch.bfloat16)
     assert kept == fresh
-    assert len({str(phase) for phase in kept}) == 4
     assert len({copy for _, copy, _ in at}) == 1 and len({cache for *_, cache in at}) == 1
+
+
+def kept_under_fsdp():
+    fresh, _ = phases(FSDPStrategy(seed=3, precision='fp32'), 'lora', LocalEngine(), torch.bfloat16)
+    kept, at = phases(FSDPStrategy(seed=3, precision='fp32'), 'lora', LocalEngine(keep=True), torch.bfloat16)
+    return kept == fresh, len({copy for _, copy, _ in at})
+
+
+def test_a_gathered_copy_keeps_its_memory():
+    assert run_distributed(kept_under_fsdp, 2) == [(True, 1)] * 2
 
 
 @pytest.mark.parametrize('family', FAMILIES)
@@ -147,7 +148,7 @@ def test_steps_that_are_kept_draw_what_fresh_ones_draw(family):
     steps = []
     for phase in range(3):
         # first longer prompts, then fewer: sizes are rounded up, so the steps fit
-        prompts = PROMPTS[: 6 - phase] if phase < 2 else [Prompt(ids=torch.arange(3, 20))]
+        prompts = PROMPTS[: 4 - phase] if phase < 2 else [Prompt(ids=torch.arange(3, 20))]
         want = drawn(LocalEngine(fixed_steps=True), other, phase, prompts=prompts)
         assert drawn(engine, actor, phase, prompts=prompts) == want
         steps.append(engine._fixed)
@@ -188,7 +189,7 @@ def test_graphs_of_an_actor_that_is_gone_do_not_hold_it():
 
 def test_an_interruption_leaves_nothing_that_is_not_finite():
     """A phase whose weights are not finite writes NaN into the cache; the next one has other memory."""
-    engine, actor = LocalEngine(fixed_steps=True, keep=True), make('plain')
+    engine, actor = LocalEngine(fixed_steps=True, keep=True), make('tied')
     want = drawn(engine, actor)
     kept = engine._cache
     good = deepcopy(actor.state_dict())
@@ -196,7 +197,7 @@ def test_an_interruption_leaves_nothing_that_is_not_finite():
         actor.model.transformer.h[0].attn.c_attn.weight.fill_(float('nan'))
     engine.begin(actor)
     with pytest.raises(FloatingPointError):
-        engine.generate(PROMPTS, SAMPLING, seed=0, indices=range(6))
+        engine.generate(PROMPTS, SAMPLING, seed=0, indices=range(4))
     engine.end()
     assert engine._cache is engine._fixed is None
     actor.load_state_dict(good)
@@ -208,7 +209,7 @@ def test_an_interruption_leaves_nothing_that_is_not_finite():
 
     engine.begin(actor)
     with pytest.raises(KeyboardInterrupt):
-        engine.generate(PROMPTS, SamplingParams(max_new_tokens=9, stop=interrupt), seed=0, indices=range(6))
+        engine.generate(PROMPTS, SamplingParams(max_new_tokens=6, stop=interrupt), seed=0, indices=range(4))
     engine.end()
     assert engine._cache is engine._fixed is None
     assert drawn(engine, actor) == want
@@ -216,6 +217,7 @@ def test_an_interruption_leaves_nothing_that_is_not_finite():
 
 def test_a_copy_that_was_interrupted_is_made_anew():
     strategy, actor = NaiveStrategy(precision='bf16', device='cpu'), make('lora')
+    strategy._emulates = False  # as on a CPU with instructions for 16 bits
     strategy.keep_copy(strategy, True)
     with strategy.full_model(actor) as first:
         pass
@@ -228,23 +230,22 @@ def test_a_copy_that_was_interrupted_is_made_anew():
     assert strategy._kept_copy is None
     with strategy.full_model(actor) as kept:
         pass
-    actor.float()
-    convert_again = make('plain')
-    with strategy.full_model(convert_again) as other:  # another module: another copy
+    with strategy.full_model(make('tied')) as other:  # another module: another copy
         assert other is not kept
     strategy.keep_copy(strategy, False)
     assert strategy._kept_copy is None
 
 
-@pytest.mark.parametrize('change', [adapters_off, lambda actor: setattr(actor, 'beta', 2.0)])
-def test_a_copy_of_a_module_with_other_settings_is_made_anew(change):
+def test_a_copy_of_a_module_with_other_settings_is_made_anew():
     strategy, actor = NaiveStrategy(precision='bf16', device='cpu'), make('lora')
+    strategy._emulates = False  # as on a CPU with instructions for 16 bits
     strategy.keep_copy(strategy, True)
     with strategy.full_model(actor) as first:
         pass
-    change(actor)
+    actor.model.transformer.h[0].attn.scale_attn_weights = False
     with strategy.full_model(actor) as second:
         assert second is not first
+        assert not second.model.transformer.h[0].attn.scale_attn_weights
 
 
 class Gpu(LocalEngine):
@@ -273,5 +274,5 @@ def test_the_rule_by_hand():
 
 def test_on_a_cpu_nothing_is_kept_by_default():
     engine = LocalEngine()
-    drawn(engine, make('plain'))
+    drawn(engine, make('tied'))
     assert engine._cache is engine._fixed is None and not engine.keeping

@@ -109,7 +109,9 @@ class LocalEngine(InProcessEngine):
         if fixed_steps not in (True, False, 'auto', 'compiled'):
             raise ValueError(f"LocalEngine: fixed_steps={fixed_steps!r} is not one of True, False, 'auto', 'compiled'")
         if attention not in ('auto', *FORMS):
-            raise ValueError(f"LocalEngine: attention={attention!r} is not one of 'auto', {', '.join(map(repr, FORMS))}")
+            raise ValueError(
+                f"LocalEngine: attention={attention!r} is not one of 'auto', {', '.join(map(repr, FORMS))}"
+            )
         if keep not in (True, False, 'auto'):
             raise ValueError(f"LocalEngine: keep={keep!r} is not one of True, False, 'auto'")
         self.fixed_steps, self.attention, self.keep = fixed_steps, attention, keep

@@ -228,7 +228,9 @@ class FixedSteps:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             self.compiled, self._step = False, self._plain_step
-            warnings.warn(f'LocalEngine: torch cannot compile this model ({_line(error)}); decoding without', stacklevel=2)
+            warnings.warn(
+                f'LocalEngine: torch cannot compile this model ({_line(error)}); decoding without', stacklevel=2
+            )
             self.token.copy_(before[0])
             self.state.copy_(before[1])
             self._step(*key)
