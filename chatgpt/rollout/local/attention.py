@@ -1,7 +1,7 @@
 """Attention of one new token per row over the slots of a cache, in the form that costs least where it runs.
 
-- `plain`: transformers' own, with a mask of the valid slots. Before 5.23, and wherever torch compiles it, it repeats the
-  keys and values of grouped queries for every query head.
+- `plain`: transformers' own, with a mask of the valid slots. Before 5.23, and wherever torch compiles it, this repeats
+  the keys and values of grouped queries for every query head.
 - `grouped`: the same mask, and the query heads of a group as further queries of their one key head: nothing is
   repeated.
 - `varlen`: FlashAttention for variable lengths (`torch.nn.attention.varlen`) on CUDA in 16 bits. It is told how many
