@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from chatgpt.batching import collate
 from chatgpt.plan.setup import Setup
 from chatgpt.trainer.strategies.memory import ModelSize, ParameterSize
+from chatgpt.trainer.strategies.precision import narrow, product_weights
 from chatgpt.types import Batch, Sequence
 
 TRACED = (2, 4)
@@ -57,7 +58,9 @@ def build(kind: str, config: Any, setup: Setup, layers: int | None = None) -> nn
         if kind == 'critic':
             return Critic(model, lora_rank=setup.lora_rank)
         if kind == 'reward':
-            return RewardModel(model, lora_rank=setup.lora_rank if setup.task == 'reward_model' else 0)
+            if setup.task != 'reward_model':
+                return RewardModel(model).requires_grad_(False)
+            return RewardModel(model, lora_rank=setup.lora_rank)
         return Actor(model).requires_grad_(False)
 
 
@@ -79,6 +82,16 @@ def _role(kind: str, config: Any, setup: Setup) -> nn.Module:
             return trunk.actor(setup.lora_rank)
         role = trunk.critic(setup.lora_rank) if kind == 'critic' else trunk.reward_model(setup.lora_rank)
         return role
+
+
+def kept_narrow(model: Any) -> list[nn.Parameter]:
+    """What a run in 16 bits keeps in them: of a frozen model what only products read; of one that learns the same under
+    its adapters, where its folder is in 16 bits."""
+    frozen = not any(p.requires_grad for p in model.parameters())
+    dtype = getattr(_text(model.model.config), 'dtype', None)
+    if not (frozen or dtype in (torch.bfloat16, torch.float16)):
+        return []
+    return [p for p in product_weights(model) if not p.requires_grad]
 
 
 def num_layers(config: Any) -> int:
@@ -108,8 +121,10 @@ def measure(model: nn.Module) -> ModelSize:
     from chatgpt.trainer.strategies.streaming import transformer_blocks
 
     block_of = {id(p): i for i, block in enumerate(transformer_blocks(model)) for p in block.parameters()}
+    kept = {id(p) for p in kept_narrow(model)}
     parameters = tuple(
-        ParameterSize(n, tuple(p.shape), p.requires_grad, block_of.get(id(p))) for n, p in model.named_parameters()
+        ParameterSize(n, tuple(p.shape), p.requires_grad, block_of.get(id(p)), id(p) in kept)
+        for n, p in model.named_parameters()
     )
     adapted = [layer for layer in lora.lora_layers(model).values() if not layer.shares_base]
     return ModelSize(parameters, sum(layer.weight.numel() for layer in adapted))
@@ -210,6 +225,8 @@ def cast(model: nn.Module, setup: Setup) -> nn.Module:
     """Parameters in the dtype in which a sharded strategy holds or gathers them."""
     if setup.precision != 'fp32' and not setup.memory_model.autocasts:
         model.to(torch.bfloat16)
+    elif setup.precision != 'fp32' and not setup.memory_model.atoms:
+        narrow(kept_narrow(model), torch.bfloat16, lossless=False)
     return model
 
 

@@ -140,7 +140,13 @@ class Trainer:
         rates = {name: schedule.base for name, schedule in self._schedules.items()}
         optimizers = {name: describe_groups(optimizer, rates[name]) for name, optimizer in self.optimizers().items()}
         atoms = self.strategy.exact.atoms if self.strategy.exact is not None else None
-        return {'config': self.config.to_dict(), 'seed': self.strategy.seed, 'atoms': atoms, 'optimizers': optimizers}
+        return {
+            'config': self.config.to_dict(),
+            'seed': self.strategy.seed,
+            'precision': self.strategy.precision,
+            'atoms': atoms,
+            'optimizers': optimizers,
+        }
 
     def facts(self) -> dict[str, Any]:
         """What run.json says of this kind of run: fields of `RunRecord`, of which `method` and `data` are always

@@ -28,11 +28,10 @@ from torch.optim import Optimizer
 
 from chatgpt.checkpoint.layout import Piece, TensorReader
 from chatgpt.trainer.strategies import states
-from chatgpt.trainer.strategies.base import lora_merged
 from chatgpt.trainer.strategies.exact import Reproducible, exact_norm, own_part, tree_reduce_scatter
 from chatgpt.trainer.strategies.memory import Layout, Memory, MemoryModel, ModelSize, atoms_of, gathered_copy
 from chatgpt.trainer.strategies.offload import Offloaded, OffloadedShards
-from chatgpt.trainer.strategies.precision import Precision
+from chatgpt.trainer.strategies.precision import Precision, merge_for_good, narrow
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
 from chatgpt.trainer.strategies.streaming import (
     StreamBlocks,
@@ -61,12 +60,13 @@ class FSDPStrategy(ProcessGroupStrategy):
     """
 
     sharded: ClassVar[bool] = True
+    keeps_narrow: ClassVar[bool] = False  # gathers in the compute dtype, whatever shards are kept in
     ranks_below = True
 
     def __init__(
         self,
         seed: int = 42,
-        precision: Precision = 'fp32',
+        precision: Precision = 'auto',
         *,
         cpu_offload: bool = False,
         activation_checkpointing: bool = False,
@@ -127,6 +127,11 @@ class FSDPStrategy(ProcessGroupStrategy):
             _checkpoint_activations(model)
         skeleton = _with_parameters(model, {id(p): p.to('meta') for p in model.parameters()})
         stream = _initial_tensors(model)
+        policy = self._policy
+        if not trained and self._emulates:
+            policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+        elif not trained and self.exact is None:
+            narrow(model.parameters(), self.dtype, lossless=False)  # what would be gathered in it anyway
         if stream is None:
             self.take_weights_of_rank_0(model)
             model.to(torch.device('cpu') if self.cpu_offload else self.device)
@@ -136,8 +141,8 @@ class FSDPStrategy(ProcessGroupStrategy):
                         owner._buffers[name] = buffer.to(self.device)
         offload = CPUOffloadPolicy(pin_memory=self.device.type == 'cuda') if self.cpu_offload else OffloadPolicy()
         for block in transformer_blocks(model):
-            fully_shard(block, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
-        fully_shard(model, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
+            fully_shard(block, mesh=self._mesh, mp_policy=policy, offload_policy=offload)
+        fully_shard(model, mesh=self._mesh, mp_policy=policy, offload_policy=offload)
         if self.exact is not None:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
@@ -198,8 +203,8 @@ class FSDPStrategy(ProcessGroupStrategy):
                 yield full
             return
         full = self._gathered(module, dtype)
-        with lora_merged(full):
-            yield full.eval()
+        merge_for_good(full)
+        yield full.eval()
 
     def _whole(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, in fp32, one at a time. A collective: exhaust it on every rank."""
@@ -342,7 +347,7 @@ class FSDPMemory(MemoryModel):
 
     def frozen(self, name: str, size: ModelSize, run: Layout) -> Memory:
         memory = Memory()
-        memory.add(f'{name} weights', 4 * _sharded(size, run), host=self.offloads)
+        memory.add(f'{name} weights', self.full_itemsize(run) * _sharded(size, run), host=self.offloads)
         return memory
 
     def gathered(self, size: ModelSize, run: Layout, *, backward: bool) -> int:
@@ -350,7 +355,7 @@ class FSDPMemory(MemoryModel):
         return (4 if self.autocasts else run.itemsize) * size.two_blocks + reduced
 
     def step(self, size: ModelSize, run: Layout) -> int:
-        return 4 * _sharded(size, run, trained_only=True) if run.on_cuda and not self.offloads else 0
+        return 4 * _sharded(size, run, trained_only=True) if self.has_temporary(run) and not self.offloads else 0
 
     def full_copy(self, size: ModelSize, run: Layout) -> Memory:
         return gathered_copy(size, run, self.full_itemsize(run))
