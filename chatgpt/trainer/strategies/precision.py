@@ -167,6 +167,7 @@ def merge_for_good(copied: nn.Module) -> None:
     for layer in lora.layers_to_fold(copied) if lora.can_fold(copied) else ():
         layer.weight.data = layer.folded_weight().to(layer.weight.dtype)
         layer.lora_B.zero_()
+        layer.merged = True  # so that the local engine takes it for a plain layer
 
 
 @torch.no_grad()
