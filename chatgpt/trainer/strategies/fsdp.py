@@ -359,14 +359,32 @@ class FSDPMemory(MemoryModel):
         return memory
 
     def gathered(self, size: ModelSize, run: Layout, *, backward: bool) -> int:
-        reduced = 4 * max(size.blocks(), default=0) if backward else 0  # a block's whole gradients in fp32
-        return (4 if self.autocasts else run.itemsize) * size.two_blocks + reduced
+        trained = [p for p in size.parameters if p.trained and p.block is not None]
+        reduced = 4 * max(ModelSize(tuple(trained)).blocks(), default=0)  # a block's whole gradients in fp32
+        # with one process nothing is gathered ahead: the next block comes when the last one has gone
+        whole = size.two_blocks if run.num_processes > 1 else size.outside + max(size.blocks(), default=0)
+        return (4 if self.autocasts else run.itemsize) * whole + (reduced if backward else 0)
+
+    def kept_gathered(self, size: ModelSize, run: Layout) -> int:
+        # what lies outside the blocks is torch's root, which only a backward shards again
+        return (4 if self.autocasts else run.itemsize) * size.outside
+
+    def growing(self, size: ModelSize, run: Layout, *, again: bool) -> float:
+        return super().growing(size, run, again=again) / run.num_processes
 
     def step(self, size: ModelSize, run: Layout) -> int:
-        return 4 * _sharded(size, run, trained_only=True) if self.has_temporary(run) and not self.offloads else 0
+        norm = 8 * math.ceil(size.largest_trained / run.num_processes)  # a shard in fp64, as it is squared and added
+        if self.offloads:
+            return 0
+        return max(norm, 4 * _sharded(size, run, trained_only=True) if self.has_temporary(run) else 0)
 
     def full_copy(self, size: ModelSize, run: Layout) -> Memory:
-        return gathered_copy(size, run, self.full_itemsize(run))
+        itemsize = self.full_itemsize(run)
+        if run.num_processes == 1 and itemsize == 4 and not run.stream_blocks:  # the only shards are the weights
+            memory = Memory()
+            memory.add('full copy', itemsize * size.adapted)
+            return memory
+        return gathered_copy(size, run, itemsize)
 
 
 def _sharded(size: ModelSize, run: Layout, *, trained_only: bool = False) -> int:

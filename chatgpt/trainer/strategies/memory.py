@@ -34,6 +34,8 @@ class ModelSize:
     parameters: tuple[ParameterSize, ...]
     adapted: int = 0
     """elements of weights that carry a LoRA adapter"""
+    linear: int = 0
+    """elements of the weights of linear layers, heads among them"""
 
     @property
     def total(self) -> int:
@@ -47,6 +49,11 @@ class ModelSize:
     def narrow(self) -> int:
         """Elements that a run in 16 bits keeps in them."""
         return sum(p.numel for p in self.parameters if p.narrow)
+
+    @property
+    def largest_trained(self) -> int:
+        """Elements of the largest parameter that is trained."""
+        return max((p.numel for p in self.parameters if p.trained), default=0)
 
     @property
     def num_trained(self) -> int:
@@ -186,6 +193,24 @@ class MemoryModel:
         """Bytes of whole weights that come and go while a sharded model computes."""
         return 0
 
+    def kept_gathered(self, size: ModelSize, run: Layout) -> int:
+        """Bytes of whole weights of a model that only scores, which stay after its first forward."""
+        return 0
+
+    def growing(self, size: ModelSize, run: Layout, *, again: bool) -> float:
+        """Bytes per trained number by which gradients on the device grow while one backward goes on. again: in a
+        micro-batch after the first, whose gradients are added to those that are there."""
+        return 0.0 if again or self.offloads else 4.0
+
+    def sums(self, size: ModelSize, run: Layout) -> int:
+        """Bytes on the device of sums of gradients beside '<name> gradients', where there are several micro-batches."""
+        return 0
+
+    def reduction(self, size: ModelSize, run: Layout, *, again: bool) -> int:
+        """Bytes that reducing gradients takes at the end of a backward, when activations are gone, beside '<name>
+        gradients' and `sums`."""
+        return 0
+
     def step(self, size: ModelSize, run: Layout) -> int:
         """What an optimizer step needs beside its states: one temporary as large as the weights (torch's foreach Adam,
         not the fused one), or a bucket."""
@@ -195,6 +220,10 @@ class MemoryModel:
         """Whether an optimizer step makes one as large as the weights."""
         fused = run.fused and run.optimizer == 'adamw' and not self.atoms
         return run.on_cuda and not fused
+
+    def gathering(self, size: ModelSize, run: Layout) -> int:
+        """Bytes that come and go while the full copy is made."""
+        return 0
 
     def full_copy(self, size: ModelSize, run: Layout) -> Memory:
         """Of the whole weights that generation needs, beside what is there already; adapters are folded in."""

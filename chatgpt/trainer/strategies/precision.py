@@ -168,6 +168,7 @@ def merge_for_good(copied: nn.Module) -> None:
     for layer in lora.layers_to_fold(copied) if lora.can_fold(copied) else ():
         layer.weight.copy_(layer.folded_weight())
         layer.lora_B.zero_()
+        layer.merged = True  # so that the local engine takes it for a plain layer
 
 
 @torch.no_grad()

@@ -149,9 +149,22 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         """by id of the module the user built"""
 
     @classmethod
-    def memory_model(cls, stage: int = 3, placement_policy: Placement = 'cuda', **options: Any) -> MemoryModel:
+    def memory_model(
+        cls,
+        stage: int = 3,
+        placement_policy: Placement = 'cuda',
+        reduce_bucket_size: int = 12 * 1024**2,
+        search_range_mb: float = 32,
+        hidden_dim: int | None = None,
+        min_chunk_size_mb: float = 32,
+        **options: Any,
+    ) -> MemoryModel:
         offloads = placement_policy == 'cpu'
-        return GeminiMemory(offloads) if stage == 3 else ZeroMemory(offloads, stage=stage, atoms=atoms_of(options))
+        if stage == 3:
+            return GeminiMemory(
+                offloads, search_range=search_range_mb, interval=hidden_dim or 1024, min_chunk=min_chunk_size_mb
+            )
+        return ZeroMemory(offloads, stage=stage, atoms=atoms_of(options), bucket=reduce_bucket_size)
 
     # ------------------------------------------------------------------ models
 
