@@ -175,7 +175,7 @@ class FixedSteps:
         self._uses: dict[tuple[int, int], int] = {}
         self._pool: Any = None
         self._side_stream: Any = None
-        self._step: Any = torch.compile(self._plain_step) if compiled else self._plain_step
+        self._step: Any = torch.compile(self._plain_step, dynamic=True) if compiled else self._plain_step
 
     def fits(self, cache: SlotCache, sampler: TokenSampler, size: int) -> bool:
         """Whether another call may take these steps."""
@@ -201,7 +201,9 @@ class FixedSteps:
 
         width: slots that attention must see: the longest row's, with the new token.
         """
-        rows, slots = row_bucket(live, self.cache.rows), slot_bucket(width, self.cache.capacity)
+        # torch compiles a step of one row for itself
+        least = min(2, self.cache.rows) if self.compiled else 1
+        rows, slots = row_bucket(max(live, least), self.cache.rows), slot_bucket(width, self.cache.capacity)
         key = rows, slots
         graph = self._graphs.get(key)
         if graph is not None:
@@ -222,7 +224,7 @@ class FixedSteps:
         """A compiled call. A model that torch cannot compile goes on without."""
         before = self.token.clone(), self.state.clone()
         try:
-            with torch._dynamo.config.patch(recompile_limit=COMPILATIONS):
+            with _as_symbols():
                 self._step(*key)
         except (torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
@@ -306,6 +308,20 @@ def _first_cause(error: BaseException) -> str:
 
 def _line(error: BaseException) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@contextmanager
+def _as_symbols() -> Iterator[None]:
+    """Around compiled calls: sizes that happen to be equal are not taken for one, and torch's remarks are not ours."""
+    import torch.fx.experimental._config as symbols
+
+    with (
+        torch._dynamo.config.patch(recompile_limit=COMPILATIONS),
+        symbols.patch(use_duck_shape=False),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings('ignore', message='Dynamo detected a call to a `functools.lru_cache`')
+        yield
 
 
 @contextmanager
