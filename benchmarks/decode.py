@@ -151,7 +151,9 @@ def measure_decode(
             'tokens_per_s': batch * new / statistics.median(generating),
             'generate_s': statistics.median(generating),
             'phase_s': statistics.median(whole for whole, _ in pairs),
-            'ratio': [g / p for (_, g), (_, p) in zip(pairs, times['plain'], strict=True)] if 'plain' in times else None,
+            'ratio': [g / p for (_, g), (_, p) in zip(pairs, times['plain'], strict=True)]
+            if 'plain' in times
+            else None,
         }
     return {
         'device': torch.cuda.get_device_name() if on_cuda else 'cpu',
@@ -205,7 +207,9 @@ def main() -> None:
         rounds=args.rounds,
         ways=tuple(args.ways) if args.ways else None,
     )
-    print(f'{"way":16}{"tokens/s":>10}{"x plain, least median greatest":>32}{"first s":>9}{"graphs":>8}{"log-prob":>10}')
+    print(
+        f'{"way":16}{"tokens/s":>10}{"x plain, least median greatest":>32}{"first s":>9}{"graphs":>8}{"log-prob":>10}'
+    )
     for name, way in result['ways'].items():
         if 'not' in way:
             print(f'{name:16}{way["not"]}')

@@ -19,6 +19,8 @@ NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
 """of a weight in 4 bits, its share of the scales, and of the scales of scales (`chatgpt.nn.quantized`)"""
 PACKED_BYTES = 2 << 30
 """the local engine packs a model's weights for the CPU up to this size"""
+_KEPT = ('full copy', 'key/value cache')
+"""of collecting, what the local engine keeps for the next phase where there is room"""
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def make_plan(setup: Setup) -> Plan:
         'score': scoring + _score(setup, trained, frozen),
         'learn': static + after_scoring + _learn(setup, trained),
     }
-    return Plan(setup, phases)
+    return Plan(setup, _with_kept(setup, phases))
 
 
 def _plan_of_one_model(setup: Setup, config: Any) -> Plan:
@@ -182,15 +184,13 @@ def _plan_of_shared_trunk(setup: Setup, config: Any, with_reward: bool) -> Plan:
         memory.add('one dense weight', setup.itemsize * largest)
     if setup.task != 'ppo':
         return Plan(setup, {'load': load, 'learn': static + _learn(setup, trained)})
-    return Plan(
-        setup,
-        {
-            'load': load,
-            'collect': static + _collect(setup, config, roles['actor']),
-            'score': static + _score(setup, trained, frozen),
-            'learn': static + _learn(setup, trained),
-        },
-    )
+    phases = {
+        'load': load,
+        'collect': static + _collect(setup, config, roles['actor']),
+        'score': static + _score(setup, trained, frozen),
+        'learn': static + _learn(setup, trained),
+    }
+    return Plan(setup, _with_kept(setup, phases))
 
 
 def actor_without_extras(config: Any, setup: Setup) -> ModelSize:
@@ -220,11 +220,30 @@ def _collect(setup: Setup, config: Any, actor: ModelSize) -> Memory:
     share = -(-setup.experience_batch_size // setup.num_processes) * setup.num_samples_per_prompt
     rows = min(share, setup.max_rows)
     capacity = setup.max_prompt_tokens + setup.max_new_tokens - 1  # the last token is never fed back
+    if setup.on_cuda:  # sizes that other calls have as well: `chatgpt.rollout.local.fixed_step`
+        capacity = -(-capacity // 256) * 256
+        rows = -(-rows // 32) * 32 if rows > 32 else 1 << (rows - 1).bit_length()
     memory.add('key/value cache', itemsize * models.cache_elements(config) * rows * capacity)
     memory.add('sampling', 4 * SAMPLING_COPIES * rows * models.vocab_size(config))
     later = sum(memory.device.get(name, 0) for name in ('packed weights', 'key/value cache', 'sampling'))
     memory.add('gathering', max(setup.memory_model.gathering(actor, setup) - later, 0))
     return memory
+
+
+def _with_kept(setup: Setup, phases: dict[str, Memory]) -> dict[str, Memory]:
+    """What the local engine keeps of collecting for the next phase: the policy's copy and the cache, where the device
+    has room for them beside all that other phases need (`LocalEngine(keep='auto')`)."""
+    if not setup.on_cuda or setup.memory is None:
+        return phases
+    collecting = phases['collect'].device
+    kept = sum(collecting.get(name, 0) for name in _KEPT)
+    busiest = max(sum(memory.device.values()) for memory in phases.values())
+    if busiest + kept > setup.memory * (1 - setup.margin):
+        return phases
+    for name in ('score', 'learn'):
+        phases[name] = phases[name] + Memory()
+        phases[name].add('kept for generating', kept)
+    return phases
 
 
 def _score(setup: Setup, trained: dict[str, Any], frozen: dict[str, Any]) -> Memory:

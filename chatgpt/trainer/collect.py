@@ -211,7 +211,8 @@ class Collector:
         with ExitStack() as held:
             self.engine.begin(held.enter_context((policy or self.policy)()))
             generator = _innermost(self.engine)
-            self.strategy.keep_copy(generator, bool(getattr(generator, 'keeping', False)))
+            if isinstance(generator, LocalEngine):
+                self.strategy.keep_copy(generator, generator.keeping)
             if getattr(self.engine, 'copies_weights', False):
                 held.close()  # a copy in the compute dtype would lie beside the engine's own
             try:
@@ -224,7 +225,7 @@ class Collector:
         generator = _innermost(self.engine)
         if isinstance(generator, LocalEngine):
             generator.release()
-        self.strategy.keep_copy(generator, False)
+            self.strategy.keep_copy(generator, False)
 
     def decode(self, samples: list[Sample]) -> list[Sample]:
         """The samples, with their texts where there is a tokenizer."""

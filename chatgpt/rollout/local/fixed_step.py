@@ -167,8 +167,9 @@ class FixedSteps:
         """that the captures have taken"""
         rows = cache.rows
         self.token = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.state = torch.zeros(3, rows, dtype=torch.int64, device=device)
-        self.increment = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        # a column more, so that no slice of it is the whole, which torch would compile for itself
+        self.state = torch.zeros(3, rows + 1, dtype=torch.int64, device=device)
+        self.increment = torch.zeros(3, rows + 1, dtype=torch.int64, device=device)
         self.ended = torch.zeros(rows, dtype=torch.bool, device=device)
         self.row_index = torch.arange(rows, device=device)
         self._graphs: dict[tuple[int, int], Any] = {}
