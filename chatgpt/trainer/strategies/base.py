@@ -36,7 +36,6 @@ from chatgpt.trainer.strategies.offload import Offloaded, OffloadedWeights
 from chatgpt.trainer.strategies.pairs import Trained, open_saved
 from chatgpt.trainer.strategies.precision import (
     DTYPES,
-    TF32,
     LossScaler,
     Precision,
     cast_copy,
@@ -45,6 +44,7 @@ from chatgpt.trainer.strategies.precision import (
     narrow,
     product_weights,
     resolve_precision,
+    tf32,
 )
 from chatgpt.trainer.strategies.ranks import Ranks
 
@@ -129,8 +129,8 @@ class Strategy:
                 "precision='fp32'",
                 stacklevel=2,
             )
-        coarse = ranks.device.type == 'cuda' and self._dtype is torch.bfloat16 and self._deterministic is None
-        self._tf32 = TF32() if coarse else None
+        bf16_on_cuda = ranks.device.type == 'cuda' and self._dtype is torch.bfloat16
+        self._uses_tf32 = bf16_on_cuda and self._deterministic is None
         random.seed(seed)
         if (numpy := sys.modules.get('numpy')) is not None:
             numpy.random.seed(seed % 2**32)
@@ -331,8 +331,11 @@ class Strategy:
             entered.append(self.autocast())
             entered[-1].__enter__()
 
+        def leave(*_: Any) -> None:
+            entered.pop().__exit__(None, None, None)
+
         module.register_forward_pre_hook(enter)
-        module.register_forward_hook(lambda *_: entered.pop().__exit__(None, None, None), always_call=True)
+        module.register_forward_hook(leave, always_call=True)
 
     @contextmanager
     def _widened(self, model: nn.Module, *, changes: bool = False) -> Iterator[None]:
@@ -419,8 +422,18 @@ class Strategy:
         """Around forward and loss: computes in `dtype`."""
         if self._dtype is torch.float32:
             return nullcontext()
+        return self._autocast()
+
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
         # A cast weight that is used again would add its gradients up in 16 bits, where it is not a gathered one.
-        return torch.autocast(self.device.type, dtype=self._dtype, cache_enabled=self.exact is None)
+        cast = torch.autocast(self.device.type, dtype=self._dtype, cache_enabled=self.exact is None)
+        with cast, self._fp32_products():
+            yield
+
+    def _fp32_products(self) -> AbstractContextManager[None]:
+        """Around what stays fp32 in a forward and its backward: in bf16 on CUDA it may use TF32."""
+        return tf32() if self._uses_tf32 else nullcontext()
 
     def scoring(self) -> AbstractContextManager[Any]:
         """Around forwards whose numbers are not compared with those of `autocast`: scores, values. The same as that, but
@@ -435,7 +448,8 @@ class Strategy:
         """Add this rank's share of the gradient. `loss` is a share of a sum: already divided by what counts on all
         ranks."""
         scaler = self.trained(optimizer).scaler
-        (loss if scaler is None else loss * scaler.scale).backward()
+        with self._fp32_products():
+            (loss if scaler is None else loss * scaler.scale).backward()
 
     def end_atom(self, optimizer: Optimizer) -> None:
         """With `exact`, what `backward` has added up since the last call is one atom's gradient; otherwise nothing."""
@@ -641,8 +655,6 @@ class Strategy:
         if self._deterministic is not None:
             self._deterministic.restore()
             self._deterministic = None
-        if self._tf32 is not None:
-            self._tf32.restore()
         self.ranks.leave()
 
     def __enter__(self) -> Self:

@@ -61,26 +61,25 @@ def emulates(device: torch.device, dtype: torch.dtype) -> bool:
     )
 
 
-class TF32:
-    """Lets fp32 matrix products on CUDA round their inputs to TF32 from when it is made until `restore`, for the whole
-    process, unless somebody has chosen that already.
+@contextmanager
+def tf32() -> Iterator[None]:
+    """Inside, fp32 matrix products on CUDA round their inputs to TF32, unless somebody has chosen how they are done.
 
     By `set_float32_matmul_precision`: after torch's newer `torch.backends.cuda.matmul.fp32_precision` alone, the older
     settings, which torch.compile and others read, raise an error.
     """
-
-    def __init__(self) -> None:
-        try:
-            self._set = torch.get_float32_matmul_precision() == 'highest'
-        except RuntimeError:  # set by the newer names, which is a choice
-            self._set = False
-        if self._set:
-            torch.set_float32_matmul_precision('high')
-
-    def restore(self) -> None:
-        if self._set:
-            torch.set_float32_matmul_precision('highest')
-            self._set = False
+    try:
+        chosen = torch.get_float32_matmul_precision() != 'highest'
+    except RuntimeError:  # set by the newer names
+        chosen = True
+    if chosen:
+        yield
+        return
+    torch.set_float32_matmul_precision('high')
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision('highest')
 
 
 class LossScaler:
