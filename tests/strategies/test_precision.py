@@ -354,7 +354,8 @@ class Dtypes(LocalEngine):
 
 
 def test_there_learning_is_in_bf16_and_generation_and_scores_are_in_fp32(old_cpu):
-    """Scores are those of fp32 to the bit; the first ratio is 1, because its two sides are computed alike."""
+    """Scores, values and the reference are those of fp32 to the bit; the first ratio is 1, for its two sides are computed
+    alike."""
     torch.manual_seed(0)
     scorer, policy, values = (
         RewardModel(tiny_causal_lm('gpt2')),
@@ -389,12 +390,15 @@ def test_there_learning_is_in_bf16_and_generation_and_scores_are_in_fp32(old_cpu
             )
             trainer.set_prompts(prompts)
             trainer.collect(1)
-            scores[precision] = [(e.score, e.response_ids.tolist(), e.values.tolist()) for e in trainer.last_experiences]
+            scores[precision] = [
+                (e.score, e.response_ids.tolist(), e.values.tolist(), e.ref_logprobs.tolist())
+                for e in trainer.last_experiences
+            ]
             assert engine.found is torch.float32
             assert {p.dtype for p in trainer.maker.initial_model.parameters()} == {torch.float32}
             kl = max(float(e.kl.abs().max()) for e in trainer.last_experiences)
             metrics = trainer.learn_phase()
             assert strategy.dtype is (torch.float32 if precision == 'fp32' else torch.bfloat16)
-            assert kl < 1e-6 and metrics['ppo/first_ratio_error'] < 1e-6
+            assert kl < (1e-6 if precision == 'fp32' else 0.05) and metrics['ppo/first_ratio_error'] < 1e-6
             assert math.isfinite(metrics['ppo/actor_grad_norm'])
     assert scores['bf16'] == scores['fp32']

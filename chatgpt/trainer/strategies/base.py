@@ -125,7 +125,7 @@ class Strategy:
         if self._emulates and ranks.rank == 0:
             warnings.warn(
                 f'precision={self.precision!r}: this CPU has no instructions for matrix products of 16 bits, so learning '
-                "emulates them, several times slower than fp32; what is not compared with it computes in fp32. Give "
+                "emulates them, several times slower than fp32 (generation and frozen models compute in fp32). Give "
                 "precision='fp32'",
                 stacklevel=2,
             )
@@ -436,8 +436,8 @@ class Strategy:
         return tf32() if self._uses_tf32 else nullcontext()
 
     def scoring(self) -> AbstractContextManager[Any]:
-        """Around forwards whose numbers are not compared with those of `autocast`: scores, values. The same as that, but
-        fp32 on a CPU that emulates 16 bits."""
+        """Around forwards that nothing is learnt from: frozen models, values, evaluation. The same as `autocast`, but fp32
+        on a CPU that emulates 16 bits."""
         return nullcontext() if self._emulates else self.autocast()
 
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
