@@ -90,8 +90,8 @@ def collate(
 
 
 def moved_together(batches: Iterable[Batch], device: torch.device) -> list[Batch]:
-    """Batches on `device` by one copy of all their tensors that are in host memory: of memory that is not page-locked the
-    host waits for each."""
+    """Batches on `device` by one copy of all their tensors that are in host memory: of memory that is not page-locked
+    the host waits for each."""
     found: dict[int, Tensor] = {}
     batches = list(batches)
 

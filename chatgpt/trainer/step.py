@@ -160,9 +160,7 @@ def learn_batch(
     return BatchResult(reduced, stepped)
 
 
-def _batches(
-    strategy: Strategy, forwards: SequenceOf[tuple[Work, list[Any]]], pin_memory: bool
-) -> Iterable[Batch]:
+def _batches(strategy: Strategy, forwards: SequenceOf[tuple[Work, list[Any]]], pin_memory: bool) -> Iterable[Batch]:
     """Of these forwards, on the device. A GPU gets page-locked ones each when it is due, others in one copy, for which
     the host waits once."""
     made = (w.make_batch(records) for w, records in forwards)

@@ -38,6 +38,7 @@ from chatgpt.trainer.strategies.precision import (
     DTYPES,
     LossScaler,
     Precision,
+    WideProducts,
     cast_copy,
     emulates,
     lora_merged,
@@ -86,7 +87,7 @@ class Strategy:
     """how batches are cut and numbers added up where they are the same to the bit in every layout"""
     ranks: Ranks
     """where this process stands among the others, and how it talks to them"""
-    precision: str
+    precision: Precision
     """what is computed in: 'fp32', 'bf16' or 'fp16', also where 'auto' was asked for"""
     keeps_narrow: ClassVar[bool] = True
     """computes under autocast from whole weights, so that what nothing trains can be kept in the compute dtype"""
@@ -124,8 +125,8 @@ class Strategy:
         self._emulates = emulates(ranks.device, self._dtype) and self.exact is None
         if self._emulates and ranks.rank == 0:
             warnings.warn(
-                f'precision={self.precision!r}: this CPU has no instructions for matrix products of 16 bits, so learning '
-                "emulates them, several times slower than fp32 (generation and frozen models compute in fp32). Give "
+                f'precision={self.precision!r}: this CPU has no instructions for matrix products of 16 bits, which '
+                'learning imitates in fp32, slower than fp32 itself; generation, scores and values are in fp32. Give '
                 "precision='fp32'",
                 stacklevel=2,
             )
@@ -324,7 +325,7 @@ class Strategy:
             self._narrow[id(user_model)] = [*self._narrow.get(id(user_model), []), *kept]
 
     def _autocast_forward(self, module: nn.Module) -> None:
-        """A forward outside of `autocast`, where weights and states of two dtypes could not be multiplied, enters it."""
+        """A forward outside of `autocast`, where weights and states of two dtypes cannot be multiplied, enters it."""
         entered: list[AbstractContextManager[Any]] = []
 
         def enter(*_: Any) -> None:
@@ -339,8 +340,8 @@ class Strategy:
 
     @contextmanager
     def _widened(self, model: nn.Module, *, changes: bool = False) -> Iterator[None]:
-        """Inside, what is kept in 16 bits is in fp32. It comes back after; with `changes`, from the values then, and of a
-        model that learns only where they are numbers of 16 bits."""
+        """Inside, what is kept in 16 bits is in fp32. It comes back after; with `changes`, from the values then, and of
+        a model that learns only where they are numbers of 16 bits."""
         module = self.unwrap(model)
         learns = any(pair.user_model is module for pair in self._trained.values())
         kept = [(p, p.data) for p in self._narrow.get(id(module), [])]
@@ -428,16 +429,19 @@ class Strategy:
     def _autocast(self) -> Iterator[None]:
         # A cast weight that is used again would add its gradients up in 16 bits, where it is not a gathered one.
         cast = torch.autocast(self.device.type, dtype=self._dtype, cache_enabled=self.exact is None)
-        with cast, self._fp32_products():
+        with cast, self._products():
             yield
 
-    def _fp32_products(self) -> AbstractContextManager[None]:
-        """Around what stays fp32 in a forward and its backward: in bf16 on CUDA it may use TF32."""
+    def _products(self) -> AbstractContextManager[Any]:
+        """Around a forward and its backward: how matrices are multiplied, where torch would do it otherwise. In bf16 on
+        CUDA what stays fp32 may use TF32."""
+        if self._emulates:
+            return WideProducts()
         return tf32() if self._uses_tf32 else nullcontext()
 
     def scoring(self) -> AbstractContextManager[Any]:
-        """Around forwards that nothing is learnt from: frozen models, values, evaluation. The same as `autocast`, but fp32
-        on a CPU that emulates 16 bits."""
+        """Around forwards whose numbers are compared with none of `autocast`'s: scores, values, evaluation. The same as
+        that, but fp32 on a CPU that has no instructions of 16 bits."""
         return nullcontext() if self._emulates else self.autocast()
 
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
@@ -448,7 +452,7 @@ class Strategy:
         """Add this rank's share of the gradient. `loss` is a share of a sum: already divided by what counts on all
         ranks."""
         scaler = self.trained(optimizer).scaler
-        with self._fp32_products():
+        with self._products():
             (loss if scaler is None else loss * scaler.scale).backward()
 
     def end_atom(self, optimizer: Optimizer) -> None:

@@ -226,7 +226,7 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """FSDP gathers in the compute dtype; there is nothing left to cast."""
-        return self._fp32_products() if self.exact is None else super().autocast()
+        return self._products() if self.exact is None else super().autocast()
 
     @contextmanager
     def accumulate(self, model: nn.Module, last: bool) -> Iterator[None]:
