@@ -90,7 +90,7 @@ class Strategy:
     precision: Precision
     """what is computed in: 'fp32', 'bf16' or 'fp16', also where 'auto' was asked for"""
     keeps_narrow: ClassVar[bool] = True
-    """computes under autocast from whole weights, so that what nothing trains can be kept in the compute dtype"""
+    """computes under autocast from whole weights in fp32, so that what nothing trains can be kept in the compute dtype"""
     fuses: ClassVar[bool] = True
     """`make_optimizer` makes torch's fused AdamW on CUDA"""
     options: Mapping[str, Any] = MappingProxyType({})
@@ -442,7 +442,7 @@ class Strategy:
     def scoring(self) -> AbstractContextManager[Any]:
         """Around forwards whose numbers are compared with none of `autocast`'s: scores, values, evaluation. The same as
         that, but fp32 on a CPU that has no instructions of 16 bits."""
-        return nullcontext() if self._emulates else self.autocast()
+        return nullcontext() if self._emulates and self.keeps_narrow else self.autocast()
 
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of one micro-batch; `last` marks the one before `optimizer_step`."""
