@@ -288,7 +288,9 @@ def table_without(after: Sequence[dict[str, Any]], before: Sequence[dict[str, An
     ]
     for r in after:
         old, ratio = earlier.get(r['name']), r['ratio']
-        was = ('not run', 'not run') if old is None else (f'{old["ratio"]["median"]:.2f}', f'{old["ours"]["cpu_s"]:.2f}')
+        was = (
+            ('not run', 'not run') if old is None else (f'{old["ratio"]["median"]:.2f}', f'{old["ours"]["cpu_s"]:.2f}')
+        )
         rows.append(
             f'| {r["name"]} | {was[0]} | {ratio["min"]:.2f} | **{ratio["median"]:.2f}** | {ratio["max"]:.2f} | '
             f'{r["ratio_total"]:.2f} | {was[1]} | {r["ours"]["cpu_s"]:.2f} | {r["theirs"]["cpu_s"]:.2f} |\n'
