@@ -231,7 +231,7 @@ def cast(model: nn.Module, setup: Setup) -> nn.Module:
     if setup.precision != 'fp32' and not setup.memory_model.autocasts:
         model.to(torch.bfloat16)
     elif setup.precision != 'fp32' and not setup.memory_model.atoms:
-        narrow(kept_narrow(model), torch.bfloat16, lossless=False)
+        narrow(kept_narrow(model), torch.bfloat16)
     return model
 
 

@@ -277,6 +277,19 @@ def test_weights_that_bf16_cannot_hold_are_loaded_whole(new_cpu, tmp_path):
         assert all(torch.equal(weights[n].float(), t) for n, t in other.state_dict().items())
 
 
+def test_weights_reach_the_device_in_the_dtype_that_they_are_kept_in(new_cpu):
+    class Noting(NaiveStrategy):
+        def setup_model(self, model, trained):
+            dtypes[trained] = {p.dtype for n, p in model.named_parameters() if '.self_attn.' in n and 'lora' not in n}
+            return super().setup_model(model, trained)
+
+    dtypes: dict[bool, set[torch.dtype]] = {}
+    with Noting(precision='bf16', device='cpu') as strategy:
+        strategy.prepare(shifted(Actor(tiny_causal_lm('llama'))))
+        trained_under(strategy, adapted(exact_in_bf16=True))
+    assert dtypes == {False: {torch.bfloat16}, True: {torch.bfloat16}}
+
+
 # --- adapters folded into a copy
 
 

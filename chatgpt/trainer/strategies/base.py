@@ -90,7 +90,7 @@ class Strategy:
     precision: Precision
     """what is computed in: 'fp32', 'bf16' or 'fp16', also where 'auto' was asked for"""
     keeps_narrow: ClassVar[bool] = True
-    """computes under autocast from whole weights in fp32, so that what nothing trains can be kept in the compute dtype"""
+    """computes under autocast from whole weights in fp32, so what nothing trains can be kept in the compute dtype"""
     fuses: ClassVar[bool] = True
     """`make_optimizer` makes torch's fused AdamW on CUDA"""
     options: Mapping[str, Any] = MappingProxyType({})
@@ -282,8 +282,8 @@ class Strategy:
             item.requires_grad_(False)
             if self.exact is not None:
                 align(item)
-            self._remember(item, self.setup_model(item, trained=False).eval())
             self._keep_narrow(item)
+            self._remember(item, self.setup_model(item, trained=False).eval())
         return self._prepared[id(item)][1]
 
     def _prepare_pair(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -295,6 +295,8 @@ class Strategy:
         user_model, user_optimizer = self.unwrap(model), optimizer
         if self.exact is not None and id(model) not in self._prepared:
             align(model)
+        if id(model) not in self._prepared:
+            self._keep_narrow(model, optimizer)
         model, optimizer = self.setup_pair(model, optimizer, names)
         if self.exact is not None:
             check_elementwise(optimizer)
@@ -303,26 +305,22 @@ class Strategy:
         pair = Trained(user_model, model, optimizer, names, scaler, tree)
         self._trained[id(user_optimizer)] = self._trained[id(optimizer)] = pair
         self._keep += [user_optimizer, optimizer]
-        self._keep_narrow(user_model)
 
-    def _keep_narrow(self, user_model: nn.Module) -> None:
+    def _keep_narrow(self, module: nn.Module, optimizer: Optimizer | None = None) -> None:
         """From now on, what nothing trains is in the compute dtype where that changes no bit of a result: weights that
         autocast rounds at each use. In a model that learns (under LoRA, hydra) only weights that are numbers of that
-        dtype anyway, as of a folder in bf16, so that what is saved is exact."""
+        dtype anyway, as of a folder in bf16, so that what is saved is exact. Before the model goes to the device."""
         if self._dtype is torch.float32 or not self.keeps_narrow or self.exact is not None or self._emulates:
             return
-        owned = {
-            id(p)
-            for pair in self._trained.values()
-            if pair.user_model is user_model
-            for _, p in pair.named_parameters()
-        }
-        frozen = [p for p in product_weights(user_model) if not p.requires_grad and id(p) not in owned]
-        kept = narrow(frozen, self._dtype, lossless=bool(owned))
-        if kept and id(user_model) not in self._narrow:
-            self._autocast_forward(user_model)
-        if kept:
-            self._narrow[id(user_model)] = [*self._narrow.get(id(user_model), []), *kept]
+        owned = {id(p) for group in optimizer.param_groups for p in group['params']} if optimizer is not None else set()
+        frozen = [p for p in product_weights(module) if not p.requires_grad and id(p) not in owned]
+        if optimizer is not None:
+            lossless = self.broadcast_object([torch.equal(p.to(self._dtype).to(p.dtype), p) for p in frozen])
+            frozen = [p for p, same in zip(frozen, lossless, strict=True) if same]
+        kept = narrow(frozen, self._dtype)
+        if kept and id(module) not in self._narrow:
+            self._narrow[id(module)] = kept
+            self._autocast_forward(module)
 
     def _autocast_forward(self, module: nn.Module) -> None:
         """A forward outside of `autocast`, where weights and states of two dtypes cannot be multiplied, enters it."""
@@ -602,8 +600,8 @@ class Strategy:
         the end.
         """
         tensors, _ = states.named_tensors(self.unwrap(model))
-        narrow = {id(p) for p in self._narrow.get(id(self.unwrap(model)), [])}
-        return self._dealt(tensors, {name for name, tensor in tensors.items() if id(tensor) in narrow})
+        kept = {id(p) for p in self._narrow.get(id(self.unwrap(model)), [])}
+        return self._dealt(tensors, {name for name, tensor in tensors.items() if id(tensor) in kept})
 
     def load_model_pieces(self, model: nn.Module, reader: TensorReader, strict: bool = True) -> None:
         """Fill weights and buffers in place from any layout's pieces."""

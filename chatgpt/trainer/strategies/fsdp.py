@@ -128,7 +128,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         skeleton = _with_parameters(model, {id(p): p.to('meta') for p in model.parameters()})
         stream = _initial_tensors(model)
         if not trained and self.exact is None:
-            narrow(model.parameters(), self.dtype, lossless=False)  # what would be gathered in it anyway
+            narrow(model.parameters(), self.dtype)  # what would be gathered in it anyway
         if stream is None:
             self.take_weights_of_rank_0(model)
             model.to(torch.device('cpu') if self.cpu_offload else self.device)

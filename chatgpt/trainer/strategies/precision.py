@@ -150,16 +150,11 @@ def product_weights(module: nn.Module) -> list[nn.Parameter]:
 
 
 @torch.no_grad()
-def narrow(weights: Iterable[nn.Parameter], dtype: torch.dtype, *, lossless: bool) -> list[nn.Parameter]:
-    """Keep fp32 weights in `dtype`, in place; with `lossless` only where no value changes. Those that were changed."""
-    changed = []
-    for weight in weights:
-        if weight.dtype is not torch.float32:
-            continue
-        rounded = weight.detach().to(dtype)
-        if not (lossless and not weight.is_meta and not torch.equal(rounded.to(weight.dtype), weight)):
-            weight.data = rounded
-            changed.append(weight)
+def narrow(weights: Iterable[nn.Parameter], dtype: torch.dtype) -> list[nn.Parameter]:
+    """Keep the fp32 ones of these weights in `dtype`, in place. Those that were changed."""
+    changed = [weight for weight in weights if weight.dtype is torch.float32]
+    for weight in changed:
+        weight.data = weight.detach().to(dtype)
     return changed
 
 
