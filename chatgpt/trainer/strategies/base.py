@@ -13,11 +13,13 @@ import math
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar, Self, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +35,20 @@ from chatgpt.trainer.strategies.items import check_items, is_pair, rebuilt
 from chatgpt.trainer.strategies.memory import MemoryModel, atoms_of
 from chatgpt.trainer.strategies.offload import Offloaded, OffloadedWeights
 from chatgpt.trainer.strategies.pairs import Trained, open_saved
-from chatgpt.trainer.strategies.precision import LossScaler, Precision, cast_copy, check_precision, lora_merged
+from chatgpt.trainer.strategies.precision import (
+    DTYPES,
+    KeptCopy,
+    LossScaler,
+    Precision,
+    WideProducts,
+    cast_copy,
+    emulates,
+    lora_merged,
+    narrow,
+    product_weights,
+    resolve_precision,
+    tf32,
+)
 from chatgpt.trainer.strategies.ranks import Ranks
 
 T = TypeVar('T')
@@ -74,13 +89,19 @@ class Strategy:
     """how batches are cut and numbers added up where they are the same to the bit in every layout"""
     ranks: Ranks
     """where this process stands among the others, and how it talks to them"""
+    precision: Precision
+    """what is computed in: 'fp32', 'bf16' or 'fp16', also where 'auto' was asked for"""
+    keeps_narrow: ClassVar[bool] = True
+    """computes under autocast from whole weights in fp32, so what nothing trains can be kept in the compute dtype"""
+    fuses: ClassVar[bool] = True
+    """`make_optimizer` makes torch's fused AdamW on CUDA"""
     options: Mapping[str, Any] = MappingProxyType({})
     """what this was built with and `memory_model` asks for"""
 
     def __init__(
         self,
         seed: int = 42,
-        precision: Precision = 'fp32',
+        precision: Precision = 'auto',
         *,
         ranks: Ranks | None = None,
         deterministic: bool = False,
@@ -97,12 +118,25 @@ class Strategy:
                 )
             ranks = self
         self.ranks = ranks
-        self.seed, self.precision = seed, precision
+        self.seed, self.precision = seed, resolve_precision(precision, ranks.device)
+        self._dtype = DTYPES[self.precision]
         self.exact = exact_of(reproducible, atoms, ranks.world_size, ranks_below=self.ranks_below)
         if self.exact is not None:
             self.options = {**self.options, 'reproducible': reproducible, 'atoms': atoms}
         self._deterministic = Deterministic() if deterministic or self.exact is not None else None
-        self._dtype = check_precision(precision)
+        self._emulates = emulates(ranks.device, self._dtype) and self.exact is None
+        if self._emulates and ranks.rank == 0:
+            warnings.warn(
+                f'precision={self.precision!r}: this CPU has no instructions for matrix products of 16 bits, which '
+                'learning imitates in fp32, slower than fp32 itself; generation, scores and values are in fp32. Give '
+                "precision='fp32'",
+                stacklevel=2,
+            )
+        bf16_on_cuda = ranks.device.type == 'cuda' and self._dtype is torch.bfloat16
+        self._uses_tf32 = bf16_on_cuda and self._deterministic is None
+        self.keeps_copy_for: WeakSet[Any] = WeakSet()
+        """who generates from the copy of `full_model` again, so that it is kept in its memory until the next time"""
+        self._kept_copy: KeptCopy | None = None
         random.seed(seed)
         if (numpy := sys.modules.get('numpy')) is not None:
             numpy.random.seed(seed % 2**32)
@@ -114,6 +148,8 @@ class Strategy:
         self._keep: list[Any] = []  # objects whose ids are keys above must not be freed
         self._offloaded: dict[int, Offloaded] = {}
         """by id of the user's module"""
+        self._narrow: dict[int, list[nn.Parameter]] = {}
+        """by id of the user's module: what is kept in the compute dtype"""
 
     # ------------------------------------------------------------------ processes: what `ranks` says
 
@@ -171,8 +207,8 @@ class Strategy:
     @property
     def full_dtype(self) -> torch.dtype:
         """That of `full_model`: the compute dtype, but fp32 with `exact`. In 16 bits nearly every draw would be so near
-        to an edge that it had to be drawn again (`chatgpt.rollout.exact`)."""
-        return torch.float32 if self.exact is not None else self._dtype
+        to an edge that it had to be drawn again (`chatgpt.rollout.exact`). fp32 too on a CPU that emulates 16 bits."""
+        return torch.float32 if self.exact is not None or self._emulates else self._dtype
 
     @property
     def uses_loss_scaling(self) -> bool:
@@ -216,8 +252,10 @@ class Strategy:
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> Optimizer:
-        """An AdamW that this strategy can train with (some bring their own)."""
-        return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        """An AdamW that this strategy can train with (some bring their own). On CUDA torch's fused one, which needs no
+        temporary as large as the weights; not with `exact`, and on a CPU, where it would round otherwise."""
+        fused = True if self.fuses and self.device.type == 'cuda' and self.exact is None else None
+        return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
 
     def model_init_context(self) -> AbstractContextManager[Any]:
         """Where modules are built. A sharded strategy may put them on the meta device here."""
@@ -249,6 +287,7 @@ class Strategy:
             item.requires_grad_(False)
             if self.exact is not None:
                 align(item)
+            self._keep_narrow(item)
             self._remember(item, self.setup_model(item, trained=False).eval())
         return self._prepared[id(item)][1]
 
@@ -261,6 +300,8 @@ class Strategy:
         user_model, user_optimizer = self.unwrap(model), optimizer
         if self.exact is not None and id(model) not in self._prepared:
             align(model)
+        if id(model) not in self._prepared:
+            self._keep_narrow(model, optimizer)
         model, optimizer = self.setup_pair(model, optimizer, names)
         if self.exact is not None:
             check_elementwise(optimizer)
@@ -269,6 +310,57 @@ class Strategy:
         pair = Trained(user_model, model, optimizer, names, scaler, tree)
         self._trained[id(user_optimizer)] = self._trained[id(optimizer)] = pair
         self._keep += [user_optimizer, optimizer]
+
+    def _keep_narrow(self, module: nn.Module, optimizer: Optimizer | None = None) -> None:
+        """From now on, what nothing trains is in the compute dtype where that changes no bit of a result: weights that
+        autocast rounds at each use. In a model that learns (under LoRA, hydra) only weights that are numbers of that
+        dtype anyway, as of a folder in bf16, so that what is saved is exact. Before the model goes to the device."""
+        if self._dtype is torch.float32 or not self.keeps_narrow or self.exact is not None or self._emulates:
+            return
+        owned = {id(p) for group in optimizer.param_groups for p in group['params']} if optimizer is not None else set()
+        frozen = [p for p in product_weights(module) if not p.requires_grad and id(p) not in owned]
+        if optimizer is not None:
+            lossless = self.broadcast_object([torch.equal(p.to(self._dtype).to(p.dtype), p) for p in frozen])
+            frozen = [p for p, same in zip(frozen, lossless, strict=True) if same]
+        kept = narrow(frozen, self._dtype)
+        if kept and id(module) not in self._narrow:
+            self._narrow[id(module)] = kept
+            self._autocast_forward(module)
+
+    def _autocast_forward(self, module: nn.Module) -> None:
+        """A forward outside of `autocast`, where weights and states of two dtypes cannot be multiplied, enters it."""
+        entered: list[AbstractContextManager[Any]] = []
+
+        def enter(*_: Any) -> None:
+            entered.append(self.autocast())
+            entered[-1].__enter__()
+
+        def leave(*_: Any) -> None:
+            entered.pop().__exit__(None, None, None)
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
+
+    @contextmanager
+    def _widened(self, model: nn.Module, *, changes: bool = False) -> Iterator[None]:
+        """Inside, what is kept in 16 bits is in fp32. It comes back after; with `changes`, from the values then, and of
+        a model that learns only where they are numbers of 16 bits."""
+        module = self.unwrap(model)
+        learns = any(pair.user_model is module for pair in self._trained.values())
+        kept = [(p, p.data) for p in self._narrow.get(id(module), [])]
+        for parameter, data in kept:
+            parameter.data = data.float()
+        try:
+            yield
+        finally:
+            for parameter, data in kept:
+                if changes:
+                    before = parameter.data
+                    data.copy_(before)
+                    if learns and not torch.equal(data.float(), before):
+                        self._narrow[id(module)] = [p for p in self._narrow[id(module)] if p is not parameter]
+                        continue
+                parameter.data = data
 
     def _remember(self, user_model: nn.Module, model: nn.Module) -> None:
         self._prepared[id(user_model)] = self._prepared[id(model)] = (user_model, model)
@@ -323,10 +415,32 @@ class Strategy:
         if dtype is torch.float32:
             from chatgpt.nn.dropout import in_eval_mode
 
-            with in_eval_mode(module), lora_merged(module):
+            with in_eval_mode(module), self._widened(module), lora_merged(module):
                 yield module
             return
-        yield cast_copy(module, dtype).eval()
+        with self.kept_copy(module, dtype) as kept:
+            kept.copied = cast_copy(module, dtype, kept.copied).eval()
+            yield kept.copied
+
+    @contextmanager
+    def kept_copy(self, module: nn.Module, dtype: torch.dtype) -> Iterator[Any]:
+        """Inside, `copied` of what it gives is the copy of this module that was kept, or None; what stands there at the
+        end is kept where somebody asked with `keep_copy`. For `full_model`."""
+        kept, self._kept_copy = self._kept_copy, None  # a copy that is in use is nobody else's
+        given = SimpleNamespace(copied=kept.copied if kept is not None and kept.fits(module, dtype) else None)
+        kept = None
+        yield given
+        if self.keeps_copy_for and given.copied is not None:
+            self._kept_copy = KeptCopy(module, dtype, given.copied)
+
+    def keep_copy(self, user: Any, keep: bool) -> None:
+        """Keep the copy that `full_model` makes in 16 bits for `user`, or no longer; without users it is freed."""
+        if keep:
+            self.keeps_copy_for.add(user)
+        else:
+            self.keeps_copy_for.discard(user)
+        if not self.keeps_copy_for:
+            self._kept_copy = None
 
     # ------------------------------------------------------------------ one optimizer step
 
@@ -334,8 +448,26 @@ class Strategy:
         """Around forward and loss: computes in `dtype`."""
         if self._dtype is torch.float32:
             return nullcontext()
+        return self._autocast()
+
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
         # A cast weight that is used again would add its gradients up in 16 bits, where it is not a gathered one.
-        return torch.autocast(self.device.type, dtype=self._dtype, cache_enabled=self.exact is None)
+        cast = torch.autocast(self.device.type, dtype=self._dtype, cache_enabled=self.exact is None)
+        with cast, self._products():
+            yield
+
+    def _products(self) -> AbstractContextManager[Any]:
+        """Around a forward and its backward: how matrices are multiplied, where torch would do it otherwise. In bf16 on
+        CUDA what stays fp32 may use TF32."""
+        if self._emulates:
+            return WideProducts()
+        return tf32() if self._uses_tf32 else nullcontext()
+
+    def scoring(self) -> AbstractContextManager[Any]:
+        """Around forwards whose numbers are compared with none of `autocast`'s: scores, values, evaluation. The same as
+        that, but fp32 on a CPU that has no instructions of 16 bits."""
+        return nullcontext() if self._emulates and self.keeps_narrow else self.autocast()
 
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of one micro-batch; `last` marks the one before `optimizer_step`."""
@@ -345,7 +477,8 @@ class Strategy:
         """Add this rank's share of the gradient. `loss` is a share of a sum: already divided by what counts on all
         ranks."""
         scaler = self.trained(optimizer).scaler
-        (loss if scaler is None else loss * scaler.scale).backward()
+        with self._products():
+            (loss if scaler is None else loss * scaler.scale).backward()
 
     def end_atom(self, optimizer: Optimizer) -> None:
         """With `exact`, what `backward` has added up since the last call is one atom's gradient; otherwise nothing."""
@@ -494,14 +627,16 @@ class Strategy:
         the end.
         """
         tensors, _ = states.named_tensors(self.unwrap(model))
-        return self._dealt(tensors)
+        kept = {id(p) for p in self._narrow.get(id(self.unwrap(model)), [])}
+        return self._dealt(tensors, {name for name, tensor in tensors.items() if id(tensor) in kept})
 
     def load_model_pieces(self, model: nn.Module, reader: TensorReader, strict: bool = True) -> None:
         """Fill weights and buffers in place from any layout's pieces."""
-        tensors, aliases = states.named_tensors(self.unwrap(model))
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        for name, stored in states.match_names(shapes, aliases, reader, strict=strict).items():
-            states.copy_from(reader, stored, tensors[name])
+        with self._widened(model, changes=True):
+            tensors, aliases = states.named_tensors(self.unwrap(model))
+            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            for name, stored in states.match_names(shapes, aliases, reader, strict=strict).items():
+                states.copy_from(reader, stored, tensors[name])
 
     def optimizer_pieces(self, optimizer: Optimizer) -> Iterable[Piece]:
         """The pieces '<parameter>/<slot>' of optimizer states that this rank writes; numbers are tensors of shape
@@ -528,11 +663,11 @@ class Strategy:
         if pair.scaler is not None and 'scaler' in meta:
             pair.scaler.from_json(meta['scaler'])
 
-    def _dealt(self, tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
+    def _dealt(self, tensors: Mapping[str, Tensor], in_fp32: Container[str] = ()) -> Iterator[Piece]:
         """This rank's share of replicated tensors, so that all ranks write at once."""
         owner = states.deal({n: t.numel() * t.element_size() for n, t in tensors.items()}, self.world_size)
         return (
-            states.whole(name, tensor)
+            states.whole(name, tensor.detach().float() if name in in_fp32 else tensor)
             for name, tensor in tensors.items()
             if owner[name] == self.rank and tensor.numel()
         )
@@ -545,6 +680,7 @@ class Strategy:
         self._trained.clear()
         self._keep.clear()
         self._offloaded.clear()
+        self._narrow.clear()
         if self._deterministic is not None:
             self._deterministic.restore()
             self._deterministic = None
