@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from chatgpt.nn import lora
 from chatgpt.nn.files import share_by_umask
 from chatgpt.nn.peft_format import MergedAdapter, adapter_base
-from chatgpt.nn.sources import WeightsSource, draw_seed, fill_model, reset_adapter, seeded, weight_files
+from chatgpt.nn.sources import Uninitialised, WeightsSource, draw_seed, fill_model, reset_adapter, seeded, weight_files
 from chatgpt.nn.trunk import base_model
 from chatgpt.nn.unfit import candidates, check_finite, check_fit, open_weights
 
@@ -253,7 +253,12 @@ def _from_config(cls: Any, config: Any, source: WeightsSource, build: dict[str, 
     model.weights_source = source
     if not meta:
         if native:
-            fill_model(model, source)
+            try:
+                fill_model(model, source)
+            except Uninitialised:
+                with seeded(source.seed):
+                    model = cls.from_config(config, dtype=torch.float32, **build)
+                model.weights_source = source
         model.to(device)
     return model
 
