@@ -13,7 +13,7 @@ import inspect
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -171,6 +171,7 @@ def load_model(
         if on_meta():
             config = load_config(name, trust_remote_code=options.get('trust_remote_code', False), **hub)
             model = _from_config(cls, config, source, build)
+            _take_generation_config(model, name, hub)
         else:
             load_config(name, trust_remote_code=options.get('trust_remote_code', False), **hub)  # for its errors
             model = _from_files(cls, source, options)
@@ -179,6 +180,15 @@ def load_model(
         enable = getattr(model, 'activation_checkpointing_enable', model.gradient_checkpointing_enable)
         enable({'use_reentrant': False})
     return model
+
+
+def _take_generation_config(model: Any, name: str, hub: dict[str, Any]) -> None:
+    """The folder's generation settings, as `from_pretrained` would take them; those of the config where it has none."""
+    from transformers import GenerationConfig
+
+    if model.can_generate():
+        with suppress(OSError):
+            model.generation_config = GenerationConfig.from_pretrained(name, **hub)
 
 
 def _from_files(cls: Any, source: WeightsSource, options: dict[str, Any]) -> Any:
