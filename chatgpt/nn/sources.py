@@ -121,7 +121,7 @@ def read_source_tensor(source: WeightsSource, name: str) -> Tensor:
         handle = open_weights(file)
         if name in handle.keys():
             tensor = handle.get_tensor(name)
-            check_finite(tensor, name, lambda _: file)
+            check_finite(tensor, name, {name: file}.__getitem__)
             return tensor
     raise ValueError(f'{source.path}: no tensor {name!r} in its weight files')
 

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-
 from transformers import GenerationConfig
 
 from chatgpt.nn import Actor, AutoActor
