@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from chatgpt.nn import lora
 from chatgpt.nn.files import share_by_umask
 from chatgpt.nn.peft_format import MergedAdapter, adapter_base
-from chatgpt.nn.sources import Uninitialised, WeightsSource, draw_seed, fill_model, reset_adapter, seeded, weight_files
+from chatgpt.nn.sources import Uninitialised, WeightsSource, all_to_meta, draw_seed, fill_model, reset_adapter, seeded, weight_files
 from chatgpt.nn.trunk import base_model
 from chatgpt.nn.unfit import candidates, check_finite, check_fit, open_weights
 
@@ -255,6 +255,8 @@ def _from_config(cls: Any, config: Any, source: WeightsSource, build: dict[str, 
         with torch.device('meta'):
             model = cls.from_config(config, dtype=torch.float32, **build)
         native = type(model).__module__.startswith('transformers.')
+        if native:
+            all_to_meta(model)
         if not meta and not native:  # code of its own may fill buffers in its constructor
             with seeded(source.seed):
                 model = cls.from_config(config, dtype=torch.float32, **build)

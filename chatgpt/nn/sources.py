@@ -309,6 +309,16 @@ def _unset(like: Tensor) -> Tensor:
     return made.fill_(math.nan) if made.is_floating_point() else made
 
 
+def all_to_meta(model: nn.Module) -> None:
+    """Move what was made with numbers although the device was meta (`torch.normal` with a size). Ties are kept."""
+    moved: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                bare = nn.Parameter(torch.empty_like(parameter, device='meta'), requires_grad=parameter.requires_grad)
+                module._parameters[name] = moved.setdefault(id(parameter), bare)
+
+
 def reset_adapter(layer: Any, seed: int, name: str) -> None:
     """Draw an adapted layer's factors from (seed, its name)."""
     if not layer.lora_A.is_meta:
