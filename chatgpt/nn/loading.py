@@ -24,7 +24,16 @@ from transformers import PreTrainedModel
 from chatgpt.nn import lora
 from chatgpt.nn.files import share_by_umask
 from chatgpt.nn.peft_format import MergedAdapter, adapter_base
-from chatgpt.nn.sources import Uninitialised, WeightsSource, all_to_meta, draw_seed, fill_model, reset_adapter, seeded, weight_files
+from chatgpt.nn.sources import (
+    Uninitialised,
+    WeightsSource,
+    all_to_meta,
+    draw_seed,
+    fill_model,
+    reset_adapter,
+    seeded,
+    weight_files,
+)
 from chatgpt.nn.trunk import base_model
 from chatgpt.nn.unfit import candidates, check_finite, check_fit, open_weights
 
