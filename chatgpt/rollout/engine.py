@@ -207,15 +207,16 @@ class Call:
             config=config,
         )
 
-    def part(self, where: slice) -> Call:
-        """The call for some of the prompts."""
+    def part(self, where: slice | Sequence[int]) -> Call:
+        """The call for some of the prompts, in that order."""
+        places = range(len(self.prompts))[where] if isinstance(where, slice) else where
         return replace(
             self,
-            prompts=self.prompts[where],
-            indices=self.indices[where],
-            groups=self.groups[where],
-            offsets=self.offsets[where],
-            own_limits=self.own_limits[where],
+            prompts=[self.prompts[i] for i in places],
+            indices=[self.indices[i] for i in places],
+            groups=[self.groups[i] for i in places],
+            offsets=[self.offsets[i] for i in places],
+            own_limits=[self.own_limits[i] for i in places],
         )
 
     def sample(
