@@ -1,7 +1,7 @@
 """The engine around `model.generate`, for models and settings that the local engine does not do.
 
-Prompts are padded on the left inside, with an attention mask, unless a check of the model finds that padding changes its
-numbers; then prompts of one length are computed together. Any GenerationConfig field may come along
+Prompts are padded on the left inside, with an attention mask, unless a check of the model finds that padding changes
+its numbers; then prompts of one length are computed together. Any GenerationConfig field may come along
 (`SamplingParams.extra`). Its draws come from a torch generator seeded per batch, so the same call gives the same
 samples, but another batch order or size gives others: `reproducible` is False.
 

@@ -215,7 +215,9 @@ def test_a_model_whose_generate_is_not_its_forward_is_refused():
         vocab_size=64, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32, intermediate_size=48
     )
     actor = Actor(transformers.AutoModelForCausalLM.from_config(config)).eval()
-    with pytest.raises(ValueError, match='RwkvForCausalLM generates does not agree with its plain forward: logits differ'):
+    with pytest.raises(
+        ValueError, match='RwkvForCausalLM generates does not agree with its plain forward: logits differ'
+    ):
         HFEngine().begin(actor)
 
 
