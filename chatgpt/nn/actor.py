@@ -23,7 +23,7 @@ from chatgpt.nn.heads import critic_head, in_fp32, load_head, save_head
 from chatgpt.nn.loading import TakesModel, add_lora, load_causal_lm, write_folder
 from chatgpt.nn.output import PolicyOutput
 from chatgpt.nn.own_head import head_is_linear, head_is_linear_by_form, own_logits
-from chatgpt.nn.packing import enable_packing, flat_hidden, rows_joined
+from chatgpt.nn.packing import check_company, enable_packing, flat_hidden, rows_joined
 from chatgpt.nn.trunk import (
     base_model,
     hidden_size,
@@ -80,6 +80,7 @@ class Actor(TakesModel, nn.Module):
         self._linear_head: bool | None = None
         self.check_head()
         enable_packing(base_model(model))
+        check_company(base_model(model))
         if lora_rank:
             add_lora(model, lora_rank, lora_train_bias, lora_options)
         if num_layers_unfrozen not in (None, -1):

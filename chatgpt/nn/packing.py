@@ -14,7 +14,7 @@ there.
 
 A model takes part when it asks transformers for its attention and every layer attends to all earlier tokens. On real
 weights that is compared with the plain forward on a few tokens when an `Actor`, `Critic` or `RewardModel` is built; on
-the meta device, once a strategy has given it its weights (`settle_packing`). The others keep the padded forward, which
+the meta device, once a strategy has given it its weights (`settle`). The others keep the padded forward, which
 gives the same numbers up to rounding.
 
 Left out: attention windows shorter than the batch, position biases (ALiBi), encoders: those run padded.
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -311,26 +312,50 @@ def _can_by_form(model: nn.Module) -> bool:
     )
 
 
+def check_company(model: nn.Module) -> None:
+    """Compare the states of two short sequences in one batch with those of each alone, and with another last token.
+
+    Raises ValueError where a token's numbers depend on other sequences, on padding, or, unless the model is known to
+    look ahead, on later tokens. On the meta device nothing can be compared (`settle`).
+    """
+    if is_meta(model):
+        return
+    with in_eval_mode(model), torch.no_grad():
+        records = _records(text_config(model.config).vocab_size)
+        device = next(model.parameters()).device
+        try:
+            together = flat_hidden(model, collate(records).to(device))
+            width = max(CHECK_LENGTHS) + 1
+            rows = together.view(len(records), width, -1)
+            alone = [flat_hidden(model, collate([record]).to(device)) for record in records]
+            pairs = [(rows[i, : len(own)], own) for i, own in enumerate(alone)]
+            if not looks_ahead(model):
+                other = replace(records[0], response_ids=records[0].response_ids.roll(1))
+                pairs.append((flat_hidden(model, collate([other]).to(device))[:1], alone[0][:1]))
+        except (TypeError, RuntimeError, AttributeError, IndexError, NotImplementedError):
+            return  # its first real forward says why, in the model's own words
+        if not all(_close(got, want) for got, want in pairs):
+            raise ValueError(
+                f'{type(model).__name__} gives a token other numbers when padding, other sequences or later tokens '
+                'stand beside it, so that neither log-probs nor values nor scores would mean anything'
+            )
+
+
 @torch.no_grad()
-def settle_packing(module: nn.Module, device: torch.device) -> bool:
+def settle(module: nn.Module, device: torch.device) -> bool:
     """Compare what was taken on trust on the meta device, now that an actor, critic or reward model has its weights.
 
     Where a packed forward does not give the padded one's numbers, batches run padded from now on. Call it on all ranks
-    that hold a part of the module. `device` is where it computes. Returns whether it packs.
+    that hold a part of the module. `device` is where it computes. Returns whether it packs; raises as `check_company`.
     """
     trunks: list[Any] = [m for m in module.modules() if hasattr(m, 'config') and packs(m)]
     if not trunks or not hasattr(module, 'model'):
         return bool(trunks)
-    vocab = text_config(trunks[0].config).vocab_size
-    records = []
-    for number, length in enumerate(CHECK_LENGTHS):
-        ids = ((torch.arange(length + 1) + number * 11) * 7919 + 13) % vocab
-        mask = torch.ones(length, dtype=torch.bool)
-        records.append(Sequence(prompt_ids=ids[:1], response_ids=ids[1:], response_mask=mask))
+    records = _records(text_config(trunks[0].config).vocab_size)
     batch = collate(records).to(device)
     with in_eval_mode(module):
         try:
-            packed = _numbers(module(batch))
+            packed = _tensors(module(batch))
         except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, NotImplementedError):
             packed = None
             for part in module.modules():
@@ -338,22 +363,39 @@ def settle_packing(module: nn.Module, device: torch.device) -> bool:
                     part.reshard()
         for trunk in trunks:
             trunk.config._attn_implementation = 'sdpa'
-        plain = _numbers(module(batch))
-    if packed is None or not _close(packed, plain):
+        plain = _tensors(module(batch))
+        alone = [_tensors(module(collate([record]).to(device))) for record in records]
+    if not all(_close(a, torch.cat(b)) for a, b in zip(plain, zip(*alone, strict=True), strict=True)):
+        raise ValueError(
+            f'{type(trunks[0]).__name__} gives a token other numbers when padding or other sequences stand beside '
+            'it, so that neither log-probs nor values nor scores would mean anything'
+        )
+    if packed is None or not all(_close(a, b) for a, b in zip(packed, plain, strict=True)):
         return False
     for trunk in trunks:
         trunk.config._attn_implementation = ATTENTION
     return True
 
 
-def _numbers(output: Any) -> Tensor:
-    parts = [output] if isinstance(output, Tensor) else [x for x in output if isinstance(x, Tensor)]
-    return torch.cat([part.flatten().double() for part in parts])
+def _records(vocab_size: int) -> list[Sequence]:
+    """Two short sequences without a pattern."""
+    records = []
+    for number, length in enumerate(CHECK_LENGTHS):
+        ids = ((torch.arange(length + 1) + number * 11) * 7919 + 13) % vocab_size
+        mask = torch.ones(length, dtype=torch.bool)
+        records.append(Sequence(prompt_ids=ids[:1], response_ids=ids[1:], response_mask=mask))
+    return records
 
 
-def _close(packed: Tensor, plain: Tensor) -> bool:
-    # Weights may be gathered in 16 bits whatever dtype they are kept in.
-    return bool((packed - plain).abs().max() <= 2e-2 * plain.abs().max().clamp_min(1e-6))
+def _tensors(output: Any) -> list[Tensor]:
+    return [output] if isinstance(output, Tensor) else [x for x in output if isinstance(x, Tensor)]
+
+
+def _close(got: Tensor, want: Tensor) -> bool:
+    """Up to the rounding of 16 bits, in which weights may be gathered whatever dtype they are kept in. Numbers that are
+    not finite are another error's."""
+    off = (got.double() - want.double()).abs().max()
+    return bool(off <= 2e-2 * want.double().abs().max().clamp_min(1e-6)) or not bool(off.isfinite())
 
 
 @torch.no_grad()

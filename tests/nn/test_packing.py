@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from chatgpt.batching import collate, packing_of
 from chatgpt.nn import Actor, AutoActor, AutoCritic, Critic, RewardModel, initial_tensors
-from chatgpt.nn.packing import enable_packing, flat_hidden, packed_attention, packs, settle_packing, window_of
+from chatgpt.nn.packing import enable_packing, flat_hidden, packed_attention, packs, settle, window_of
 from chatgpt.nn.trunk import base_model
 from chatgpt.rollout import LocalEngine, SamplingParams
 from chatgpt.testing import tiny_causal_lm, tiny_config
@@ -280,7 +280,7 @@ def test_a_model_that_does_not_hand_on_the_packing_says_so_and_then_runs_padded(
     batch = collate(sequences())
     with torch.no_grad(), pytest.raises((ValueError, RuntimeError), match='attn_implementation=|must match the size'):
         module(batch)
-    assert not settle_packing(module, torch.device('cpu'))
+    assert not settle(module, torch.device('cpu'))
     with torch.no_grad():
         got, plain = module(batch), want(batch)
     got, plain = (x if isinstance(x, torch.Tensor) else x.logprobs for x in (got, plain))
@@ -289,7 +289,7 @@ def test_a_model_that_does_not_hand_on_the_packing_says_so_and_then_runs_padded(
 
 def test_a_model_that_packs_goes_on_packing():
     module = filled(lambda: AutoActor(config=small_config('phi3')))
-    assert settle_packing(module, torch.device('cpu')) and packs(base_model(module.model))
+    assert settle(module, torch.device('cpu')) and packs(base_model(module.model))
 
 
 def test_sequences_beyond_the_length_where_frequencies_change_are_refused():
@@ -306,3 +306,22 @@ def test_sequences_beyond_the_length_where_frequencies_change_are_refused():
     with pytest.raises(ValueError, match=r'may grow by 10, past 16 tokens, from which on'):
         engine.generate([Prompt(ids=torch.arange(3, 10))], SamplingParams(max_new_tokens=10), seed=0, indices=[0])
     engine.end()
+
+
+@pytest.mark.parametrize('cls', [Actor, Critic, RewardModel], ids=['actor', 'critic', 'reward model'])
+def test_a_model_whose_numbers_depend_on_their_company_is_refused(cls):
+    """BERT's decoder class looks ahead unless its config says otherwise, and is in no list of those that do."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {'vocab_size': 64, 'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 4}
+    for is_decoder in (True, False):
+        config = transformers.BertGenerationConfig(
+            **sizes, intermediate_size=48, max_position_embeddings=64, initializer_range=0.3, is_decoder=is_decoder
+        )
+        model = transformers.BertGenerationDecoder(config).eval()
+        if is_decoder:
+            cls(model)
+        else:
+            with pytest.raises(ValueError, match='gives a token other numbers when padding, other sequences or later'):
+                cls(model)
