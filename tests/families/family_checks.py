@@ -78,6 +78,7 @@ class Family:
         if size > BIG:
             raise Refused(f'no tiny config: {size} parameters')
         self.model = AutoModelForCausalLM.from_config(config).eval()
+        self.plain  # noqa: B018  where transformers itself cannot run it, nothing can be compared
         self.model.save_pretrained(self.folder)
 
     @cached_property

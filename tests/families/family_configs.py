@@ -38,12 +38,13 @@ MLA = {'qk_rope_head_dim': 4, 'qk_nope_head_dim': 4, 'head_dim': 4}
 """of multi-head latent attention, where head_dim is the rotary part"""
 OWN: dict[str, dict[str, Any]] = {
     'axk1': MLA,
-    'axk2': MLA | {'head_dim': 8},
+    'axk2': {'qk_rope_head_dim': 8, 'qk_nope_head_dim': 8},
+    'bamba': {'attn_layer_indices': [1]},
     'deepseek_v3': MLA,
-    'deepseek_v32': MLA | {'head_dim': 8},
+    'deepseek_v32': {'qk_rope_head_dim': 8, 'qk_nope_head_dim': 8},
     'falcon_h1': {'mamba_d_ssm': 64},
-    'glm4_moe_lite': MLA | {'head_dim': 8},
-    'glm_moe_dsa': MLA | {'head_dim': 8},
+    'glm4_moe_lite': {'qk_rope_head_dim': 8, 'qk_nope_head_dim': 8},
+    'glm_moe_dsa': {'qk_rope_head_dim': 8, 'qk_nope_head_dim': 8},
     'gpt_neo': {'attention_types': [[['global', 'local'], 1]], 'window_size': 32},
     'longcat_flash': MLA,
     'mamba2': {'num_heads': 4, 'head_dim': 16, 'n_groups': 1, 'state_size': 8, 'chunk_size': 8},
@@ -67,7 +68,7 @@ def family_config(model_type: str) -> Any:
     usual = AutoConfig.for_model(model_type)
     sizes = {name: value for name, value in SIZES.items() if _has(usual, name)} | OWN.get(model_type, {})
     kinds = getattr(usual, 'layer_types', None)
-    if kinds and not isinstance(getattr(type(usual), 'layer_types', None), property):
+    if kinds and _has(usual, 'layer_types'):
         sizes['layer_types'] = [kinds[0], kinds[-1]]
     config = type(usual)(**sizes)
     text = config.get_text_config()
@@ -81,7 +82,16 @@ def family_config(model_type: str) -> Any:
 
 
 def _has(config: Any, name: str) -> bool:
+    """Whether it can be set."""
+    known = getattr(type(config), name, None)
+    if isinstance(known, property) and known.fset is None or name in ('layer_types',) and _derived(config):
+        return False
     try:
         return hasattr(config, name)
     except Exception:  # sizes that differ by layer have no value of their own
         return False
+
+
+def _derived(config: Any) -> bool:
+    """Whether layers' kinds follow from other sizes."""
+    return isinstance(getattr(type(config), 'layers_block_type', None), property)

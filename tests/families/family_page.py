@@ -6,12 +6,13 @@ import transformers
 
 HEAD = """# Models
 
-What was found for each model type of transformers {version} that has a causal language model, with tiny random weights on a CPU:
+What was found for each model type of transformers {version} that has a causal language model, with tiny random weights
+on a CPU:
 
     python tests/families/family_checks.py --json found.json --page docs/models.md
 
-No real checkpoint was tried. A cross means that the library refuses it, by name and before any work; the reasons stand below. Nothing else
-than refused was found to be wrong, or it is in the last section.
+No real checkpoint was tried. A cross means that the library refuses it by name, before any work; the reasons stand
+below.
 
 | column | what is compared |
 |---|---|
