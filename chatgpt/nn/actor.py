@@ -158,7 +158,13 @@ class Actor(TakesModel, nn.Module):
     def head(self, hidden: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., D)."""
         # Not known yet is treated as not linear: the model's own way is always right.
-        return self.model.get_output_embeddings()(hidden) if self._linear_head else own_logits(self.model, hidden)
+        if not self._linear_head:
+            return own_logits(self.model, hidden)
+        layer = self.model.get_output_embeddings()
+        weight = getattr(layer, 'weight', None)
+        if weight is not None and weight.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(weight.dtype)  # Mamba's trunk gives fp32 in 16 bits
+        return layer(hidden)
 
     def check_head(self) -> None:
         """Find out whether the output layer alone gives the model's logits; else its own head is used. Part of

@@ -213,8 +213,8 @@ _REPLACED_BY: dict[type[nn.Module], Any] = {nn.Linear: LoRALinear, Conv1D: LoRAC
 SAME_AS_LINEAR = ('FalconLinear',)
 """subclasses of nn.Linear that have a forward of their own and compute the same"""
 LEFT_OUT = ('gate', 'router', 'shared_expert_gate', 'dt_proj')
-"""names of linear layers without adapters unless a pattern names them: those that weigh a mixture's experts, and one of
-Mamba whose weight is read without calling it"""
+"""names of layers, or of what holds them, without adapters unless a pattern names them: those that weigh a mixture's
+experts, and one of Mamba whose weight is read without calling it"""
 OTHER_SENSES = re.compile(r'(^|\.)(visual|vision\w*|audio\w*|image\w*|speech\w*)(\.|$)')
 """towers of a multimodal model that text does not reach"""
 
@@ -322,7 +322,7 @@ def _target_layers(module: nn.Module, targets: str | Iterable[str] | None) -> di
             n: m
             for n, m in linear.items()
             if any(n.startswith(f'{p}.' if p else '') for p in lists)
-            and n.rpartition('.')[2] not in LEFT_OUT
+            and not set(n.split('.')) & set(LEFT_OUT)
             and min(weight_shape(m)) > 1
             and not OTHER_SENSES.search(n)
         }

@@ -34,7 +34,10 @@ def base_model(model: nn.Module) -> nn.Module:
     """The trunk of a causal LM: the part that returns hidden states. A model that is a trunk itself is returned as it
     is."""
     prefix = getattr(model, 'base_model_prefix', '')
-    return getattr(model, prefix, model) if prefix else model
+    found = getattr(model, prefix, None) if prefix else None
+    if found is None and getattr(model, 'get_output_embeddings', lambda: None)() is not None:
+        found = getattr(model, 'model', None)  # where Llama 4 has its trunk, whatever its class says
+    return model if found is None else found
 
 
 def hidden_size(model: nn.Module) -> int:
