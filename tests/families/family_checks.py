@@ -239,7 +239,7 @@ CHECKS: dict[str, Callable[[Family], str]] = {
 
 
 def check(model_type: str) -> dict[str, str]:
-    """By check: 'ok', 'ok: a remark', 'no: the library's reason', or 'WRONG: how'."""
+    """By check: 'ok', 'ok: a remark', 'no: the library's reason', 'CRASH: in what words', or 'WRONG: how'."""
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
@@ -274,8 +274,10 @@ def _outcome(fn: Callable[[Family], str], family: Family) -> str:
         remark = fn(family)
     except ValueError as error:
         return f'no: {_line(error)}'
-    except Exception as error:
+    except Wrong as error:
         return f'WRONG: {_line(error)}'
+    except Exception as error:
+        return f'CRASH: {_line(error)}'
     return f'ok: {remark}' if remark else 'ok'
 
 

@@ -28,7 +28,15 @@ below.
 
 {refused}
 
+## Crashes
+
+An exception that is not the library's own, before any number is used.
+
+{crashes}
+
 ## Wrong
+
+Other numbers, without a word.
 
 {wrong}
 
@@ -48,12 +56,12 @@ def page(found: dict[str, dict[str, str]]) -> str:
     for kind, checks in useful.items():
         reasons = [f'{name}: {_reason(text)}' for name, text in checks.items() if text.startswith('no')]
         refused += [f'- {kind}, {"; ".join(reasons)}'] if reasons else []
-    wrong = [
-        f'- {kind}, {name}: {_reason(text)}'
-        for kind, checks in tried.items()
-        for name, text in checks.items()
-        if text.startswith('WRONG')
-    ]
+
+    def with_outcome(outcome: str) -> str:
+        every = [(kind, name, text) for kind, checks in tried.items() for name, text in checks.items()]
+        lines = [f'- {kind}, {name}: {_reason(text)}' for kind, name, text in every if text.startswith(outcome)]
+        return '\n'.join(lines) or 'Nothing.'
+
     left_out = [f'- {kind}: {_reason(checks["config"])}' for kind, checks in found.items() if 'config' in checks]
     columns = [f'| {name} | {" ".join((fn.__doc__ or "").split())} |' for name, fn in CHECKS.items()]
     return HEAD.format(
@@ -63,7 +71,8 @@ def page(found: dict[str, dict[str, str]]) -> str:
         rule='|'.join('---' for _ in CHECKS),
         rows='\n'.join(rows),
         refused='\n'.join(sorted(refused)) or 'Nothing.',
-        wrong='\n'.join(wrong) or 'Nothing.',
+        crashes=with_outcome('CRASH'),
+        wrong=with_outcome('WRONG'),
         left_out='\n'.join(left_out) or 'Nothing.',
     )
 
@@ -71,7 +80,7 @@ def page(found: dict[str, dict[str, str]]) -> str:
 def _cell(text: str) -> str:
     if text.startswith('ok'):
         return text.partition(': ')[2] or 'yes'
-    return '✗' if text.startswith('no') else 'wrong'
+    return '✗' if text.startswith('no') else text.partition(':')[0].lower()
 
 
 def _reason(text: str) -> str:

@@ -19,7 +19,7 @@ MODELS_PAGE = Path(__file__).parents[2] / 'docs/models.md'
 def test_a_family_works_or_is_refused(model_type):
     found = check(model_type)
     assert set(found) == set(CHECKS)
-    wrong = {name: text for name, text in found.items() if text.startswith('WRONG')}
+    wrong = {name: text for name, text in found.items() if text.startswith(('WRONG', 'CRASH'))}
     assert not wrong
     if model_type in ('gpt2', 'llama', 'gpt_neox'):
         assert all(text.startswith('ok') for text in found.values())
@@ -61,5 +61,5 @@ def test_the_page():
 
 def test_the_page_in_the_docs_has_nothing_wrong():
     text = MODELS_PAGE.read_text()
-    assert re.search(r'## Wrong\n\nNothing\.\n', text), 'made by a run that found something wrong'
+    assert re.search(r'## Wrong\n\n.*\n\nNothing\.\n', text), 'made by a run that found something wrong'
     assert {'| llama | packed |', '| gpt2 | packed |'} <= set(re.findall(r'\| \w+ \| packed \|', text))
