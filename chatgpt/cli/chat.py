@@ -57,11 +57,11 @@ def speak(
     """Print a response as it comes; what was said until its end, or until Ctrl-C."""
     import torch
 
-    from chatgpt.launch.inputs import context_of
+    from chatgpt.nn.trunk import position_limit
     from chatgpt.rollout import stream_tokens
 
     ids = tokenizer(text, add_special_tokens=add_special_tokens)['input_ids'] or [tokenizer.bos_token_id]
-    limit = context_of(policy.config)
+    limit = position_limit(policy.config)
     if limit is not None:
         ids = ids[-max(limit - sampling.room(0), 1) :]  # what was said long ago is forgotten
     said: list[int] = []

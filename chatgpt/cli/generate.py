@@ -199,10 +199,10 @@ def room(config: Any, prompts: Any, opening: int = 0) -> int:
     Args:
         opening: tokens before the first turn in an environment; 0 where there is none.
     """
-    from chatgpt.launch.inputs import context_of
     from chatgpt.launch.runs import EPISODE_TOKENS
+    from chatgpt.nn.trunk import position_limit
 
-    limit = context_of(config)
+    limit = position_limit(config)
     most = EPISODE_TOKENS if opening else 128
     if limit is None:
         return most

@@ -41,7 +41,7 @@ from chatgpt.nn.families import MODELS
 from chatgpt.nn.heads import HEAD_FILE
 from chatgpt.nn.loading import load_config, load_tokenizer
 from chatgpt.nn.peft_format import adapter_base
-from chatgpt.nn.trunk import text_config
+from chatgpt.nn.trunk import position_limit, text_config
 from chatgpt.rollout import LocalEngine
 from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.trainer.config import Settings
@@ -156,19 +156,13 @@ def read_config(run: Run) -> tuple[Any, Any]:
     return config, tokenizer
 
 
-def context_of(config: Any) -> int | None:
-    """Most tokens of one sequence by a model's config; None where it sets no limit."""
-    config = text_config(config)
-    return getattr(config, 'max_position_embeddings', None) or getattr(config, 'n_positions', None)
-
-
 def within_context(name: str, asked: int | None, config: Any, model: Any, *, default: int | None = None) -> int | None:
     """Most tokens of a sequence: what is asked for; else `default`, and at most the model's context.
 
     Raises:
         ValueError: what is asked for is beyond the context.
     """
-    limit = context_of(config)
+    limit = position_limit(config)
     if limit is not None and asked is not None and asked > limit:
         raise ValueError(
             f'{name}={asked} is beyond the context of {model}, {limit} tokens; give at most {limit}, or leave it out'
@@ -181,7 +175,7 @@ def within_context(name: str, asked: int | None, config: Any, model: Any, *, def
 
 
 def read_ppo(run: PPORun, inputs: Inputs) -> None:
-    tokenizer, skip, context = inputs.tokenizer, run.skip_bad_records, context_of(inputs.config)
+    tokenizer, skip, context = inputs.tokenizer, run.skip_bad_records, position_limit(inputs.config)
     if run.reward_fn:
         inputs.reward = load_function(run.reward_fn)
         check_reward_function(inputs.reward, run.reward_fn)
@@ -326,14 +320,14 @@ def reward_model_inputs(folder: str, tokenizer: Any, *, trust_remote_code: bool 
     if not Path(folder).is_dir() or Path(folder, 'tokenizer_config.json').is_file():
         own = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     if own is not None and own.get_vocab() != tokenizer.get_vocab():
-        return own, context_of(config)
+        return own, position_limit(config)
     size = text_config(config).vocab_size
     if size <= max(tokenizer.get_vocab().values()):
         raise ValueError(
             f'the reward model {folder} knows {size} tokens, fewer than the tokenizer of the policy has, and brings no '
             'tokenizer of its own; save its tokenizer in its folder'
         )
-    return None, context_of(config)
+    return None, position_limit(config)
 
 
 # ---------------------------------------------------------------------- runs that only learn

@@ -23,7 +23,7 @@ from chatgpt.nn.heads import critic_head, in_fp32, load_head, save_head
 from chatgpt.nn.loading import TakesModel, add_lora, load_causal_lm, write_folder
 from chatgpt.nn.output import PolicyOutput
 from chatgpt.nn.own_head import head_is_linear, head_is_linear_by_form, own_logits
-from chatgpt.nn.packing import enable_packing, flat_hidden, rows_joined
+from chatgpt.nn.packing import check_company, enable_packing, flat_hidden, rows_joined
 from chatgpt.nn.trunk import (
     base_model,
     hidden_size,
@@ -80,6 +80,7 @@ class Actor(TakesModel, nn.Module):
         self._linear_head: bool | None = None
         self.check_head()
         enable_packing(base_model(model))
+        check_company(base_model(model))
         if lora_rank:
             add_lora(model, lora_rank, lora_train_bias, lora_options)
         if num_layers_unfrozen not in (None, -1):
@@ -157,7 +158,13 @@ class Actor(TakesModel, nn.Module):
     def head(self, hidden: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., D)."""
         # Not known yet is treated as not linear: the model's own way is always right.
-        return self.model.get_output_embeddings()(hidden) if self._linear_head else own_logits(self.model, hidden)
+        if not self._linear_head:
+            return own_logits(self.model, hidden)
+        layer = self.model.get_output_embeddings()
+        weight = getattr(layer, 'weight', None)
+        if weight is not None and weight.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(weight.dtype)  # Mamba's trunk gives fp32 in 16 bits
+        return layer(hidden)
 
     def check_head(self) -> None:
         """Find out whether the output layer alone gives the model's logits; else its own head is used. Part of

@@ -14,7 +14,7 @@ from chatgpt.nn import lora
 from chatgpt.nn.gelu import use_fused_gelu
 from chatgpt.nn.heads import critic_head, in_fp32, load_head, save_head
 from chatgpt.nn.loading import TakesModel, add_lora, load_base_model, trunk_of, write_folder
-from chatgpt.nn.packing import enable_packing, flat_hidden
+from chatgpt.nn.packing import check_company, enable_packing, flat_hidden
 from chatgpt.nn.trunk import causal_encoder_hidden, hidden_size, looks_ahead
 from chatgpt.types import Batch
 
@@ -59,6 +59,8 @@ class Critic(TakesModel, nn.Module):
                     'use a causal model, or DeBERTa-v2 without convolution'
                 )
         enable_packing(self.model)
+        if not self._cut:
+            check_company(self.model)
         self.value_head = value_head if value_head is not None else critic_head(hidden_size(self.model))
         if lora_rank:
             add_lora(self.model, lora_rank, lora_train_bias, lora_options)

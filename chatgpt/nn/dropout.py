@@ -6,23 +6,50 @@ training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def dropout_off(module: nn.Module) -> None:
-    """Put `module` in eval mode, but leave layers that checkpoint in train mode with every dropout probability of
-    theirs at 0."""
+    """Put `module` in eval mode, but leave what checkpoints in train mode, without any dropout.
+
+    A layer that checkpoints itself looks at its training flag before its forward, which then runs with the flag off,
+    wherever the probabilities come from. A model that checkpoints in its own forward gets probabilities of 0.
+    """
     module.eval()
-    for layer in module.modules():
-        if getattr(layer, 'gradient_checkpointing', False):
-            layer.training = True
-            for name, value in vars(layer).items():
-                # Layers such as OPT's call F.dropout with their own float attribute and their own training flag.
-                if 'dropout' in name and isinstance(value, float):
-                    setattr(layer, name, 0.0)
+    for part in module.modules():
+        if not getattr(part, 'gradient_checkpointing', False):
+            continue
+        part.training = True
+        if isinstance(part, GradientCheckpointingLayer):
+            if not isinstance(part._gradient_checkpointing_func, _FlagOff):
+                part._gradient_checkpointing_func = _FlagOff(part, part._gradient_checkpointing_func)
+            continue
+        for name, value in vars(part).items():
+            if 'drop' in name and isinstance(value, float):  # of F.dropout, and of whole layers
+                setattr(part, name, 0.0)
+
+
+class _FlagOff:
+    """A layer's checkpointing whose forward, and its repetition in the backward pass, see the training flag off."""
+
+    def __init__(self, layer: nn.Module, checkpoint: Callable[..., Any]) -> None:
+        self.layer, self.checkpoint = layer, checkpoint
+
+    def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
+        return self.checkpoint(partial(self._run, run), *args)
+
+    def _run(self, run: Callable[..., Any], *args: Any) -> Any:
+        flag, self.layer.training = self.layer.training, False
+        try:
+            return run(*args)
+        finally:
+            self.layer.training = flag
 
 
 @contextmanager

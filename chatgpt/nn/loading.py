@@ -13,7 +13,7 @@ import inspect
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,7 +24,16 @@ from transformers import PreTrainedModel
 from chatgpt.nn import lora
 from chatgpt.nn.files import share_by_umask
 from chatgpt.nn.peft_format import MergedAdapter, adapter_base
-from chatgpt.nn.sources import WeightsSource, draw_seed, fill_model, reset_adapter, seeded, weight_files
+from chatgpt.nn.sources import (
+    Uninitialised,
+    WeightsSource,
+    all_to_meta,
+    draw_seed,
+    fill_model,
+    reset_adapter,
+    seeded,
+    weight_files,
+)
 from chatgpt.nn.trunk import base_model
 from chatgpt.nn.unfit import candidates, check_finite, check_fit, open_weights
 
@@ -156,6 +165,7 @@ def load_model(
     cls, hub = getattr(transformers, auto_class), {k: v for k, v in options.items() if k in HUB_OPTIONS}
     build = {k: v for k, v in options.items() if k not in HUB_OPTIONS}
     if pretrained is None:
+        _refuse_encoder_decoder(config, type(config).__name__)
         model = _from_config(cls, config, WeightsSource(kind='config', seed=draw_seed()), build)
     else:
         name = checked_path(pretrained)
@@ -168,17 +178,36 @@ def load_model(
             seed=draw_seed(),
             **{k: v for k, v in hub.items() if k != 'token'},
         )
+        config = load_config(name, trust_remote_code=options.get('trust_remote_code', False), **hub)
+        _refuse_encoder_decoder(config, repr(name))
         if on_meta():
-            config = load_config(name, trust_remote_code=options.get('trust_remote_code', False), **hub)
             model = _from_config(cls, config, source, build)
+            _take_generation_config(model, name, hub)
         else:
-            load_config(name, trust_remote_code=options.get('trust_remote_code', False), **hub)  # for its errors
             model = _from_files(cls, source, options)
     if checkpoint:
         # transformers 5.17 has only the older name, which 5.23 deprecates
         enable = getattr(model, 'activation_checkpointing_enable', model.gradient_checkpointing_enable)
         enable({'use_reentrant': False})
     return model
+
+
+def _refuse_encoder_decoder(config: Any, name: str) -> None:
+    """transformers would make a causal language model of the decoder alone."""
+    if config is not None and getattr(config, 'is_encoder_decoder', False):
+        raise ValueError(
+            f'{name} is an encoder-decoder ({config.model_type}), and only decoders and encoders are trained here; '
+            'give a causal language model'
+        )
+
+
+def _take_generation_config(model: Any, name: str, hub: dict[str, Any]) -> None:
+    """The folder's generation settings, as `from_pretrained` would take them; those of the config where it has none."""
+    from transformers import GenerationConfig
+
+    if model.can_generate():
+        with suppress(OSError):
+            model.generation_config = GenerationConfig.from_pretrained(name, **hub)
 
 
 def _from_files(cls: Any, source: WeightsSource, options: dict[str, Any]) -> Any:
@@ -245,6 +274,8 @@ def _from_config(cls: Any, config: Any, source: WeightsSource, build: dict[str, 
         with torch.device('meta'):
             model = cls.from_config(config, dtype=torch.float32, **build)
         native = type(model).__module__.startswith('transformers.')
+        if native:
+            all_to_meta(model)
         if not meta and not native:  # code of its own may fill buffers in its constructor
             with seeded(source.seed):
                 model = cls.from_config(config, dtype=torch.float32, **build)
@@ -253,7 +284,12 @@ def _from_config(cls: Any, config: Any, source: WeightsSource, build: dict[str, 
     model.weights_source = source
     if not meta:
         if native:
-            fill_model(model, source)
+            try:
+                fill_model(model, source)
+            except Uninitialised:
+                with seeded(source.seed):
+                    model = cls.from_config(config, dtype=torch.float32, **build)
+                model.weights_source = source
         model.to(device)
     return model
 
@@ -276,6 +312,7 @@ def trunk_of(model: Any) -> Any:
     model."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f'model: a {type(model).__name__} given; it must be a transformers PreTrainedModel')
+    _refuse_encoder_decoder(model.config, type(model).__name__)
     base, source = base_model(model), getattr(model, 'weights_source', None)
     if base is not model and source is not None and not hasattr(base, 'weights_source'):
         base.weights_source = replace(source, prefix=f'{model.base_model_prefix}.')  # type: ignore[assignment]

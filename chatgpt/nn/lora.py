@@ -16,6 +16,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, cast, get_args
@@ -214,6 +215,21 @@ class LoRANF4Linear(_Adapter, nn.Module):
 
 
 _REPLACED_BY: dict[type[nn.Module], Any] = {nn.Linear: LoRALinear, Conv1D: LoRAConv1D, NF4Linear: LoRANF4Linear}
+SAME_AS_LINEAR = ('FalconLinear',)
+"""subclasses of nn.Linear that have a forward of their own and compute the same"""
+LEFT_OUT = ('gate', 'router', 'shared_expert_gate', 'dt_proj')
+"""names of layers, or of what holds them, without adapters unless a pattern names them: those that weigh a mixture's
+experts, and one of Mamba whose weight is read without calling it"""
+OTHER_SENSES = re.compile(r'(^|\.)(visual|vision\w*|audio\w*|image\w*|speech\w*)(\.|$)')
+"""towers of a multimodal model that text does not reach"""
+
+
+def _replacement(layer: nn.Module) -> Any:
+    """The adapted class for a layer; None for one that is not linear."""
+    kind = type(layer)
+    if isinstance(layer, nn.Linear) and (kind.forward is nn.Linear.forward or kind.__name__ in SAME_AS_LINEAR):
+        kind = nn.Linear
+    return _REPLACED_BY.get(kind)
 
 
 def is_shared(parameter: Tensor) -> bool:
@@ -243,7 +259,9 @@ def convert_to_lora(
 
     `targets` names the layers: one or more patterns, each matching by its full module name, by the end of it after a
     dot (`'q_proj'`), as a glob (`'*.attn.*'`) or as a regular expression for the whole name. `None` takes every linear
-    layer inside the transformer blocks (below an `nn.ModuleList`), so no output or value head. `alpha=None` means alpha
+    layer inside the transformer blocks (below an `nn.ModuleList`), so no output or value head, but for a mixture's
+    routers, layers of one output, and towers for pictures and sound. Experts that are one parameter for all are no
+    layers: a warning says what share of the blocks' weights the adapters reach. `alpha=None` means alpha
     = rank, a scaling of 1. `bias` trains no bias, every bias of `module`, or those of the adapted layers. Parameters
     outside `module` are not touched, so a value head kept beside it goes on training. B starts at zero: outputs do not
     change.
@@ -274,16 +292,45 @@ def convert_to_lora(
             raise ValueError(f'LoRA rank: {rank} given, but {name} is {shape}; the rank must be at most {smaller}')
     for name, layer in chosen.items():
         parent, _, child = name.rpartition('.')
-        adapted = _REPLACED_BY[type(layer)](layer, rank, alpha=alpha or rank, dropout=dropout, bias_mode=bias)
+        adapted = _replacement(layer)(layer, rank, alpha=alpha or rank, dropout=dropout, bias_mode=bias)
         setattr(module.get_submodule(parent), child, adapted)
     loralib.mark_only_lora_as_trainable(module, bias)
+    if targets is None:
+        _tell_of_what_is_not_reached(module)
+
+
+def _tell_of_what_is_not_reached(module: nn.Module) -> None:
+    """Warn when matrices of the blocks have no adapter, as a mixture's fused experts have none."""
+    reached = {id(p) for layer in lora_layers(module).values() for p in layer.parameters()}
+    lists = [n for n, m in module.named_modules() if isinstance(m, nn.ModuleList)]
+    within = sum(layer.in_features * layer.out_features for layer in lora_layers(module).values())
+    beside = {}
+    for name, parameter in module.named_parameters():
+        if not any(name.startswith(f'{p}.' if p else '') for p in lists) or OTHER_SENSES.search(name):
+            continue
+        if id(parameter) not in reached and parameter.dim() > 1:
+            beside[name] = parameter.numel()
+    if sum(beside.values()) > 0.1 * (within + sum(beside.values())):
+        share = within / (within + sum(beside.values()))
+        warnings.warn(
+            f'LoRA: adapters stand beside {share:.0%} of the weights of the blocks; the rest, such as '
+            f'{max(beside, key=lambda name: beside[name])}, is not held in linear layers and stays as it is',
+            stacklevel=3,
+        )
 
 
 def _target_layers(module: nn.Module, targets: str | Iterable[str] | None) -> dict[str, Any]:
-    linear: dict[str, Any] = {n: m for n, m in module.named_modules() if n and type(m) in _REPLACED_BY}
+    linear: dict[str, Any] = {n: m for n, m in module.named_modules() if n and _replacement(m) is not None}
     if targets is None:
         lists = [n for n, m in module.named_modules() if isinstance(m, nn.ModuleList)]
-        chosen = {n: m for n, m in linear.items() if any(n.startswith(f'{p}.' if p else '') for p in lists)}
+        chosen = {
+            n: m
+            for n, m in linear.items()
+            if any(n.startswith(f'{p}.' if p else '') for p in lists)
+            and not set(n.split('.')) & set(LEFT_OUT)
+            and min(weight_shape(m)) > 1
+            and not OTHER_SENSES.search(n)
+        }
         if not chosen:
             raise ValueError(
                 f'convert_to_lora: no transformer blocks with linear layers in {type(module).__name__}; '

@@ -57,7 +57,8 @@ def _returning(modules: list[nn.Module], hidden: Tensor) -> Iterator[None]:
 def _trunks(model: PreTrainedModel) -> list[nn.Module]:
     """The modules of which a causal LM's forward may call one: OPT calls the decoder inside of its base model."""
     base, decoder = base_model(model), getattr(model, 'get_decoder', lambda: None)()
-    return [base] if decoder is None or decoder is base or decoder is model else [base, decoder]
+    # ModernBERT's decoder calls its output layer so.
+    return [base, decoder] if isinstance(decoder, PreTrainedModel) and decoder not in (base, model) else [base]
 
 
 def own_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:

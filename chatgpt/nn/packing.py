@@ -13,8 +13,9 @@ On a CPU attention over few keys is computed in fp32, also in 16-bit models: tor
 there.
 
 A model takes part when it asks transformers for its attention and every layer attends to all earlier tokens. On real
-weights that is compared with the plain forward on a few tokens when an `Actor`, `Critic` or `RewardModel` is built; the
-others keep the padded forward, which gives the same numbers up to rounding.
+weights that is compared with the plain forward on a few tokens when an `Actor`, `Critic` or `RewardModel` is built; on
+the meta device, once a strategy has given it its weights (`settle`). The others keep the padded forward, which
+gives the same numbers up to rounding.
 
 Left out: attention windows shorter than the batch, position biases (ALiBi), encoders: those run padded.
 """
@@ -24,6 +25,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -34,10 +36,19 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from chatgpt.batching import packing_of
+from chatgpt.batching import collate, packing_of
 from chatgpt.nn.dropout import in_eval_mode
-from chatgpt.nn.trunk import accepts, is_meta, looks_ahead, needs_mask, run_trunk, text_config
-from chatgpt.types import Batch, PackedGroup, Packing
+from chatgpt.nn.trunk import (
+    accepts,
+    is_meta,
+    looks_ahead,
+    needs_mask,
+    position_limit,
+    positions_of,
+    run_trunk,
+    text_config,
+)
+from chatgpt.types import Batch, PackedGroup, Packing, Sequence
 
 ATTENTION = 'packed_sdpa'
 """our attention's name in transformers; without a `Packing` it is 'sdpa'"""
@@ -54,8 +65,12 @@ NEVER = ('attn_logit_softcapping', 'alibi', 'position_bias')
 def flat_hidden(model: nn.Module, batch: Batch) -> Tensor:
     """Hidden states of a batch, rows joined: (B*S, D), to be indexed with `action_index` or `last_index`.
 
-    Run without padding where batch and model can; the states of padding are then zeros.
+    Run without padding where batch and model can; the states of padding are then zeros. ValueError for sequences beyond
+    what the model takes.
     """
+    longest = batch.packing.max_length if batch.packing is not None else batch.input_ids.shape[1]
+    if longest > (position_limit(model.config) or longest):
+        raise ValueError(f'a sequence of {longest} tokens is past {positions_of(model.config)}; give shorter ones')
     if _runs_packed(model, batch):
         return rows_joined(model, _packed_hidden(model, batch.input_ids, batch.position_ids, batch.packing), batch)
     if packs(model) and not _too_long(model, batch.input_ids.shape[1]):
@@ -85,8 +100,8 @@ def _too_long(model: nn.Module, length: int) -> bool:
 def _no_mask(device: torch.device) -> Tensor:
     """A mask of four dimensions, which transformers hands on as it is and `packed_attention` does not read. Without
     one, it makes a mask of (T, T), or looks into the positions on the device whether rows hold several sequences, and
-    waits for the answer."""
-    return torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
+    waits for the answer. It has room for no key, so that attention which reads it fails."""
+    return torch.zeros(1, 1, 1, 0, dtype=torch.bool, device=device)
 
 
 def rows_joined(model: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
@@ -147,6 +162,17 @@ def packed_attention(
         if any(kwargs.get(name) is not None for name in ('softcap', 'position_bias', 's_aux')):
             raise ValueError('this attention knows neither soft caps nor position biases nor sinks')
         return attend(query, key, value, attention_mask, scaling), None
+    ours = attention_mask is not None and attention_mask.numel() == 0
+    if ours and packing is None and not whole_rows:
+        raise ValueError(
+            f'{type(module).__name__} does not hand on how sequences are packed; load it with '
+            "attn_implementation='eager'"
+        )
+    if (packing is not None or whole_rows) and not ours and attention_mask is not None:
+        raise ValueError(
+            f'{type(module).__name__} makes an attention mask of its own, which a packed batch cannot follow; load it '
+            "with attn_implementation='eager'"
+        )
     if whole_rows:
         attention_mask = None
     dtype = query.dtype
@@ -176,7 +202,9 @@ def _attend(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )[0]
     if kwargs.get('softcap') is not None or kwargs.get('position_bias') is not None:
-        raise ValueError('packed attention knows neither soft caps nor position biases; train with packing=False')
+        raise ValueError(
+            "packed attention knows neither soft caps nor position biases; load it with attn_implementation='eager'"
+        )
     kind = query.device.type
     if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
         # As SDPA itself would: rotary embeddings leave queries and keys in fp32, which FlashAttention does not take.
@@ -289,6 +317,92 @@ def _can_by_form(model: nn.Module) -> bool:
         and kinds <= {'full_attention', 'sliding_attention'}
         and not any(getattr(config, name, None) for name in NEVER)
     )
+
+
+def check_company(model: nn.Module) -> None:
+    """Compare the states of two short sequences in one batch with those of each alone, and with another last token.
+
+    Raises ValueError where a token's numbers depend on other sequences, on padding, or, unless the model is known to
+    look ahead, on later tokens. On the meta device nothing can be compared (`settle`).
+    """
+    if is_meta(model):
+        return
+    with in_eval_mode(model), torch.no_grad():
+        records = _records(text_config(model.config).vocab_size)
+        device = next(model.parameters()).device
+        try:
+            together = flat_hidden(model, collate(records).to(device))
+            width = max(CHECK_LENGTHS) + 1
+            rows = together.view(len(records), width, -1)
+            alone = [flat_hidden(model, collate([record]).to(device)) for record in records]
+            pairs = [(rows[i, : len(own)], own) for i, own in enumerate(alone)]
+            if not looks_ahead(model):
+                other = replace(records[0], response_ids=records[0].response_ids.roll(1))
+                pairs.append((flat_hidden(model, collate([other]).to(device))[:1], alone[0][:1]))
+        except (TypeError, RuntimeError, AttributeError, IndexError, NotImplementedError):
+            return  # its first real forward says why, in the model's own words
+        if not all(_close(got, want) for got, want in pairs):
+            raise ValueError(
+                f'{type(model).__name__} gives a token other numbers when padding, other sequences or later tokens '
+                'stand beside it, so that neither log-probs nor values nor scores would mean anything'
+            )
+
+
+@torch.no_grad()
+def settle(module: nn.Module, device: torch.device) -> bool:
+    """Compare what was taken on trust on the meta device, now that an actor, critic or reward model has its weights.
+
+    Where a packed forward does not give the padded one's numbers, batches run padded from now on. Call it on all ranks
+    that hold a part of the module. `device` is where it computes. Returns whether it packs; raises as `check_company`.
+    """
+    trunks: list[Any] = [m for m in module.modules() if hasattr(m, 'config') and packs(m)]
+    if not trunks or not hasattr(module, 'model'):
+        return bool(trunks)
+    records = _records(text_config(trunks[0].config).vocab_size)
+    batch = collate(records).to(device)
+    with in_eval_mode(module):
+        try:
+            packed = _tensors(module(batch))
+        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, NotImplementedError):
+            packed = None
+            for part in module.modules():
+                if hasattr(part, 'reshard'):  # an interrupted forward leaves a shard's owner whole
+                    part.reshard()
+        for trunk in trunks:
+            trunk.config._attn_implementation = 'sdpa'
+        plain = _tensors(module(batch))
+        alone = [_tensors(module(collate([record]).to(device))) for record in records]
+    if not all(_close(a, torch.cat(b)) for a, b in zip(plain, zip(*alone, strict=True), strict=True)):
+        raise ValueError(
+            f'{type(trunks[0]).__name__} gives a token other numbers when padding or other sequences stand beside '
+            'it, so that neither log-probs nor values nor scores would mean anything'
+        )
+    if packed is None or not all(_close(a, b) for a, b in zip(packed, plain, strict=True)):
+        return False
+    for trunk in trunks:
+        trunk.config._attn_implementation = ATTENTION
+    return True
+
+
+def _records(vocab_size: int) -> list[Sequence]:
+    """Two short sequences without a pattern."""
+    records = []
+    for number, length in enumerate(CHECK_LENGTHS):
+        ids = ((torch.arange(length + 1) + number * 11) * 7919 + 13) % vocab_size
+        mask = torch.ones(length, dtype=torch.bool)
+        records.append(Sequence(prompt_ids=ids[:1], response_ids=ids[1:], response_mask=mask))
+    return records
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [output] if isinstance(output, Tensor) else [x for x in output if isinstance(x, Tensor)]
+
+
+def _close(got: Tensor, want: Tensor) -> bool:
+    """Up to the rounding of 16 bits, in which weights may be gathered whatever dtype they are kept in. Numbers that are
+    not finite are another error's."""
+    off = (got.double() - want.double()).abs().max()
+    return bool(off <= 2e-2 * want.double().abs().max().clamp_min(1e-6)) or not bool(off.isfinite())
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ from chatgpt.nn.loading import (
     trunk_of,
     write_folder,
 )
-from chatgpt.nn.packing import enable_packing, flat_hidden
+from chatgpt.nn.packing import check_company, enable_packing, flat_hidden
 from chatgpt.nn.peft_format import adapter_base
 from chatgpt.nn.sources import WeightsSource, read_source_tensor
 from chatgpt.nn.trunk import base_model, hidden_size, looks_ahead
@@ -74,6 +74,7 @@ class RewardModel(TakesModel, nn.Module):
             self.value_head = None
         else:
             enable_packing(self.model)
+            check_company(self.model)
             self.value_head = value_head if value_head is not None else reward_head(hidden_size(self.model))
         self.register_buffer('score_bias', torch.zeros((), dtype=torch.float32))
         set_state(self, {BIAS_KEY: torch.zeros((), device='cpu')})

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ from transformers import PreTrainedModel
 from transformers import initialization as hf_init
 
 from chatgpt.nn.peft_format import MergedAdapter
-from chatgpt.nn.unfit import candidates, check_finite, check_fit, no_weights, open_weights
+from chatgpt.nn.stored import StoredTensors
+from chatgpt.nn.unfit import check_finite, check_fit, no_weights, open_weights
 
 WEIGHTS_FILE, INDEX_FILE = 'model.safetensors', 'model.safetensors.index.json'
 
@@ -113,36 +115,15 @@ def _cached(source: WeightsSource, name: str) -> Path | None:
     return None if found is None else Path(found)
 
 
-class _TensorFiles:
-    """Random access to the tensors of a pretrained source by the names in its files."""
-
-    def __init__(self, source: WeightsSource) -> None:
-        files = weight_files(source)
-        self.default: Any = files[0] if len(files) == 1 else source.path
-        self.where: dict[str, tuple[Path, Any]] = {}
-        for file in files:
-            handle = open_weights(file)
-            self.where |= dict.fromkeys(handle.keys(), (file, handle))
-
-    def file_of(self, name: str) -> Any:
-        """The file that holds that tensor; when none does, the only file or the folder."""
-        return self.where[name][0] if name in self.where else self.default
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.where[name][1].get_slice(name).get_shape())
-
-    def get(self, name: str) -> Tensor:
-        return self.where[name][1].get_tensor(name)
-
-
 def read_source_tensor(source: WeightsSource, name: str) -> Tensor:
     """One tensor by its name in the files. Raises ValueError when it is not there."""
-    files = _TensorFiles(source)
-    if name not in files.where:
-        raise ValueError(f'{source.path}: no tensor {name!r} in its weight files')
-    tensor = files.get(name)
-    check_finite(tensor, name, files.file_of)
-    return tensor
+    for file in weight_files(source):
+        handle = open_weights(file)
+        if name in handle.keys():
+            tensor = handle.get_tensor(name)
+            check_finite(tensor, name, {name: file}.__getitem__)
+            return tensor
+    raise ValueError(f'{source.path}: no tensor {name!r} in its weight files')
 
 
 # --- filling --------------------------------------------------------------------------------------------------------
@@ -156,27 +137,36 @@ class _Unit:
     owner: PreTrainedModel
     modules: list[tuple[str, nn.Module]]
     """children first, with their full names"""
+    above: list[tuple[PreTrainedModel, nn.Module]]
+    """modules that hold it, each with its owner, innermost first"""
 
 
 def _units(model: PreTrainedModel) -> Iterator[_Unit]:
-    def walk(module: nn.Module, name: str, owner: PreTrainedModel) -> Iterator[_Unit]:
+    def walk(
+        module: nn.Module, name: str, owner: PreTrainedModel, above: list[tuple[PreTrainedModel, nn.Module]]
+    ) -> Iterator[_Unit]:
         owner = module if isinstance(module, PreTrainedModel) else owner
+        here = [(owner, module), *above]
         for child_name, child in module.named_children():
             full = f'{name}.{child_name}' if name else child_name
             if isinstance(module, nn.ModuleList):
-                yield _Unit(full, owner, list(_children_first(child, full)))
+                yield _Unit(full, owner, list(_children_first(child, full)), here)
             else:
-                yield from walk(child, full, owner)
+                yield from walk(child, full, owner, here)
         if not isinstance(module, nn.ModuleList) and (module._parameters or module._buffers):
-            yield _Unit(name, owner, [(name, module)])
+            yield _Unit(name, owner, [(name, module)], above)
 
-    yield from walk(model, '', model)
+    yield from walk(model, '', model, [])
 
 
 def _children_first(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     for child_name, child in module.named_children():
         yield from _children_first(child, f'{name}.{child_name}')
     yield name, module
+
+
+class Uninitialised(ValueError):
+    """A tensor that only the model's constructor gives its numbers, and that none of the files holds."""
 
 
 class _Materializer:
@@ -188,7 +178,7 @@ class _Materializer:
                 f'{type(model).__name__} comes with code of its own; it cannot be built on the meta device'
             )
         self.model, self.source = model, source
-        self.files = _TensorFiles(source) if source.kind == 'pretrained' else None
+        self.files = StoredTensors(weight_files(source), source.path, model) if source.kind == 'pretrained' else None
         self.aliases: dict[int, list[str]] = {}
         self.originals = []  # kept alive, so that an id stays one tensor's
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -202,21 +192,18 @@ class _Materializer:
             self._check_fit(self.files)
         self.adapter = MergedAdapter(model, source.adapter) if source.adapter else None
 
-    def _check_fit(self, files: _TensorFiles) -> None:
+    def _check_fit(self, files: StoredTensors) -> None:
         """Compare names and shapes before a number is read."""
-        known = {c for name, _ in self.model.named_buffers() for c in candidates(self.model, name)}
         missing, misshaped = [], []
         for names, parameter in zip(self.aliases.values(), {id(p): p for p in self.originals}.values(), strict=True):
             if names[0].endswith(('.lora_A', '.lora_B')):
                 continue
-            possible = [c for name in names for c in candidates(self.model, name)]
-            known |= set(possible)
-            found = next((c for c in possible if c in files.where), None)
+            found = next((name for name in names if name in files), None)
             if found is None:
                 missing.append(names[0])
-            elif files.shape(found) != tuple(parameter.shape):
-                misshaped.append((found, files.shape(found), parameter.shape))
-        check_fit(self.model, files.file_of, missing, files.where.keys() - known, misshaped)
+            elif (shape := files.shape(found)) is not None and shape != tuple(parameter.shape):
+                misshaped.append((files.name_of(found), shape, parameter.shape))
+        check_fit(self.model, files.file_of, missing, files.unexpected, misshaped)
 
     def fill(self, unit: _Unit) -> list[tuple[str, Tensor]]:
         """Make the unit's meta tensors real. Returns each under its first name."""
@@ -232,7 +219,7 @@ class _Materializer:
                         module._parameters[name] = known
                         loaded.append(known)
                     continue
-                real = nn.Parameter(torch.empty_like(parameter, device='cpu'), requires_grad=parameter.requires_grad)
+                real = nn.Parameter(_unset(parameter), requires_grad=parameter.requires_grad)
                 self.done[id(parameter)] = module._parameters[name] = real
                 self.unit_of[id(parameter)] = unit
                 self.metas[id(real)] = parameter
@@ -243,11 +230,18 @@ class _Materializer:
             for name, buffer in list(module._buffers.items()):
                 if buffer is None or not buffer.is_meta:
                     continue
-                module._buffers[name] = made = torch.zeros_like(buffer, device='cpu')
+                module._buffers[name] = made = _unset(buffer)
                 fresh.append((prefix + name, made))
                 if name not in module._non_persistent_buffers_set and self._load(made, [prefix + name]):
                     loaded.append(made)
         self._initialise(unit, loaded)
+        known = {id(tensor) for tensor in loaded}
+        for name, tensor in fresh:
+            if id(tensor) not in known and tensor.is_floating_point() and bool(tensor.isnan().any()):
+                raise Uninitialised(
+                    f'{type(self.model).__name__}: its constructor gives {name} its numbers, and transformers cannot '
+                    'give them later; build it outside of the meta device (a strategy that does not shard its models)'
+                )
         return fresh
 
     def keep_only(self, unit: _Unit) -> None:
@@ -274,32 +268,55 @@ class _Materializer:
     @torch.no_grad()
     def _load(self, target: Tensor, names: list[str]) -> bool:
         """Whether the files hold it."""
-        if self.files is None:
+        found = next((name for name in names if self.files is not None and name in self.files), None)
+        if self.files is None or found is None:
             return False
-        found = next((c for name in names for c in candidates(self.model, name) if c in self.files.where), None)
-        if found is None:
-            return False
-        target.copy_(self.files.get(found))
+        stored = self.files.get(found)
+        if stored.shape != target.shape:
+            check_fit(self.model, self.files.file_of, (), (), [(found, stored.shape, target.shape)])
+        target.copy_(stored)
         if isinstance(target, nn.Parameter):
-            check_finite(target, found, self.files.file_of)
+            check_finite(target, self.files.name_of(found), lambda _: self.files.file_of(found))
             if self.adapter is not None:
                 self.adapter.add_to(names[0], target)
         return True
 
     @torch.no_grad()
     def _initialise(self, unit: _Unit, loaded: list[Tensor]) -> None:
-        """transformers' own initialisation, which passes over tensors that carry its flag."""
+        """transformers' own initialisation, which passes over tensors that carry its flag.
+
+        A model may set what its blocks hold, so modules above have their turn too: what has its numbers keeps them.
+        """
         for tensor in loaded:
             tensor._is_hf_initialized = True  # type: ignore[attr-defined]
         guard = getattr(hf_init, 'guard_torch_init_functions', nullcontext)
         with seeded(self.source.seed, self.source.prefix + unit.name), guard():
             for _, module in unit.modules:
                 unit.owner._init_weights(module)
+            for owner, module in unit.above:
+                owner._init_weights(module)
         for name, module in unit.modules:
             if hasattr(module, 'reset_lora_parameters'):
                 reset_adapter(module, self.source.seed, name)
-        for tensor in loaded:
-            del tensor._is_hf_initialized  # type: ignore[attr-defined]
+            for tensor in [*module._parameters.values(), *module._buffers.values()]:
+                if tensor is not None:
+                    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def _unset(like: Tensor) -> Tensor:
+    """A tensor on the CPU whose numbers cannot be taken for initialised ones, where its dtype has such a number."""
+    made = torch.zeros_like(like, device='cpu')
+    return made.fill_(math.nan) if made.is_floating_point() else made
+
+
+def all_to_meta(model: nn.Module) -> None:
+    """Move what was made with numbers although the device was meta (`torch.normal` with a size). Ties are kept."""
+    moved: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                bare = nn.Parameter(torch.empty_like(parameter, device='meta'), requires_grad=parameter.requires_grad)
+                module._parameters[name] = moved.setdefault(id(parameter), bare)
 
 
 def reset_adapter(layer: Any, seed: int, name: str) -> None:
@@ -323,6 +340,8 @@ def fill_model(
         if settle is not None:
             settle(unit.name, unit.modules[-1][1])
             materializer.keep_only(unit)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.__dict__.pop('_is_hf_initialized', None)
     model.tie_weights()
 
 

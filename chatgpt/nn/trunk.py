@@ -34,7 +34,10 @@ def base_model(model: nn.Module) -> nn.Module:
     """The trunk of a causal LM: the part that returns hidden states. A model that is a trunk itself is returned as it
     is."""
     prefix = getattr(model, 'base_model_prefix', '')
-    return getattr(model, prefix, model) if prefix else model
+    found = getattr(model, prefix, None) if prefix else None
+    if found is None and getattr(model, 'get_output_embeddings', lambda: None)() is not None:
+        found = getattr(model, 'model', None)  # where Llama 4 has its trunk, whatever its class says
+    return model if found is None else found
 
 
 def hidden_size(model: nn.Module) -> int:
@@ -49,6 +52,34 @@ def hidden_size(model: nn.Module) -> int:
 def text_config(config: Any) -> Any:
     """Of a model of texts and images the part about texts; any other config is that itself."""
     return config.get_text_config() if hasattr(config, 'get_text_config') else config
+
+
+def position_limit(config: Any) -> int | None:
+    """Most tokens of one sequence; None where the config sets no limit.
+
+    Of 'longrope' models (Ding et al. 2024, "LongRoPE") the length from which transformers takes other frequencies for a
+    whole batch: beyond it a sequence's numbers would depend on its company.
+    """
+    config = text_config(config)
+    limit = getattr(config, 'max_position_embeddings', None) or getattr(config, 'n_positions', None)
+    rope = getattr(config, 'rope_parameters', None) or {}
+    for settings in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        if settings.get('rope_type') == 'longrope':
+            original = settings.get('original_max_position_embeddings')
+            original = original or getattr(config, 'original_max_position_embeddings', None)
+            limit = min(limit or original, original) if original else limit
+    return limit
+
+
+def positions_of(config: Any) -> str:
+    """The limit in words, for an error: "the model's 1024 positions"."""
+    limit, most = position_limit(config), getattr(text_config(config), 'max_position_embeddings', None)
+    if most is None or limit == most:
+        return f"the model's {limit} positions"
+    return (
+        f'{limit} tokens, from which on the rotary frequencies of {config.model_type} (longrope) follow from the '
+        'longest sequence of a batch'
+    )
 
 
 def looks_ahead(model: nn.Module) -> bool:

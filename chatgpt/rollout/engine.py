@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from chatgpt.nn.trunk import text_config
+from chatgpt.nn.trunk import position_limit, positions_of, text_config
 from chatgpt.rollout.sampling import SamplingParams
 from chatgpt.types import FinishReason, Prompt, Sample
 
@@ -115,13 +115,11 @@ def check_prompts(
     offsets: Sequence[int] | None = None,
     own_limits: Sequence[int | None] | None = None,
     *,
-    max_positions: int | None,
-    vocab_size: int | None,
+    config: Any,
 ) -> list[int]:
-    """What every engine checks before any work. Returns the most new tokens of each prompt.
-
-    max_positions: the model's context limit, None where it has none.
-    """
+    """What every engine checks before any work, with the text model's config. Returns the most new tokens of each
+    prompt."""
+    max_positions, vocab_size = position_limit(config), getattr(config, 'vocab_size', None)
     if len(indices) != len(prompts):
         raise ValueError(
             f'generate: {len(prompts)} prompts but {len(indices)} sample indices; give one index per prompt'
@@ -156,8 +154,8 @@ def check_prompts(
             )
         if max_positions is not None and length + limit > max_positions:
             raise ValueError(
-                f"generate: prompt {i} has {length} tokens and may grow by {limit}, past the model's {max_positions} "
-                'positions; shorten the prompt or lower max_new_tokens or max_length'
+                f'generate: prompt {i} has {length} tokens and may grow by {limit}, past {positions_of(config)}; '
+                'shorten the prompt or lower max_new_tokens or max_length'
             )
         limits.append(limit)
     return limits
@@ -206,19 +204,19 @@ class Call:
             self.groups,
             self.offsets,
             self.own_limits,
-            max_positions=getattr(config, 'max_position_embeddings', None),
-            vocab_size=config.vocab_size,
+            config=config,
         )
 
-    def part(self, where: slice) -> Call:
-        """The call for some of the prompts."""
+    def part(self, where: slice | Sequence[int]) -> Call:
+        """The call for some of the prompts, in that order."""
+        places = range(len(self.prompts))[where] if isinstance(where, slice) else where
         return replace(
             self,
-            prompts=self.prompts[where],
-            indices=self.indices[where],
-            groups=self.groups[where],
-            offsets=self.offsets[where],
-            own_limits=self.own_limits[where],
+            prompts=[self.prompts[i] for i in places],
+            indices=[self.indices[i] for i in places],
+            groups=[self.groups[i] for i in places],
+            offsets=[self.offsets[i] for i in places],
+            own_limits=[self.own_limits[i] for i in places],
         )
 
     def sample(

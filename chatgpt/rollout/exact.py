@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from chatgpt.nn.trunk import text_config
+from chatgpt.nn.trunk import position_limit, text_config
 from chatgpt.rollout.engine import Call, RolloutEngine, changing_shapes
 from chatgpt.rollout.local import LocalEngine
 from chatgpt.rollout.randomness import sample_keys, uniforms
@@ -114,7 +114,7 @@ class ExactDraws:
         """
         self.engine.begin(actor)
         self._actor, config = actor, text_config(actor.model.config)
-        self._positions = getattr(config, 'max_position_embeddings', None)
+        self._positions = position_limit(config)
         self._seen = self._cleared_with = 0.0
         parameter = next(actor.parameters())
         kind = (type(actor.model), parameter.dtype, parameter.device, str(actor.model.config.to_dict()))

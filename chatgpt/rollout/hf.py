@@ -1,6 +1,7 @@
 """The engine around `model.generate`, for models and settings that the local engine does not do.
 
-Prompts are padded on the left inside, with an attention mask. Any GenerationConfig field may come along
+Prompts are padded on the left inside, with an attention mask, unless a check of the model finds that padding changes
+its numbers; then prompts of one length are computed together. Any GenerationConfig field may come along
 (`SamplingParams.extra`). Its draws come from a torch generator seeded per batch, so the same call gives the same
 samples, but another batch order or size gives others: `reproducible` is False.
 
@@ -20,6 +21,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
+from chatgpt.nn.trunk import text_config
 from chatgpt.rollout.engine import Call, InProcessEngine, changing_shapes
 from chatgpt.rollout.randomness import stream_keys
 from chatgpt.rollout.sampling import SamplingParams, TokenSampler
@@ -29,6 +31,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from chatgpt.nn import Actor
+
+
+CHECK_LENGTHS = (5, 3, 4)
+CHECK_STEPS = 3
 
 
 class _StopCallback(StoppingCriteria):
@@ -113,10 +119,16 @@ class HFEngine(InProcessEngine):
         if max_batch_size < 1:
             raise ValueError(f'HFEngine: max_batch_size={max_batch_size}; give a positive integer')
         self.max_batch_size = max_batch_size
+        self._pads = True
+        """False for a model whose numbers change with padding on the left: its batches have prompts of one length"""
+        self._checked: Any = None
 
     def begin(self, actor: Actor) -> None:
-        """Take the actor, dropout off. Raises ValueError for a model without `generate`, and for an actor whose head is
-        not the model's."""
+        """Take the actor, dropout off. The first time with a model, checks its generation against its plain forward.
+
+        Raises ValueError for a model without `generate`, for an actor whose head is not the model's, and where
+        generation and plain forward disagree.
+        """
         if self._actor is not None:
             self.end()
         if not hasattr(actor.model, 'generate'):
@@ -129,13 +141,44 @@ class HFEngine(InProcessEngine):
                 'LocalEngine'
             )
         self.hold(actor)
+        parameter, config = next(actor.parameters()), actor.model.config
+        kind = (type(actor.model), parameter.dtype, parameter.device, str(config.to_dict()))
+        if self._checked != kind:
+            try:
+                self._pads = self._check(actor)
+            except Exception:
+                self.end()
+                raise
+            self._checked = kind
+
+    def _check(self, actor: Actor) -> bool:
+        """Whether the model may be given prompts of several lengths. Raises ValueError where it does not even generate
+        from one length what its forward says."""
+        found = []
+        for lengths in (CHECK_LENGTHS, CHECK_LENGTHS[:1] * 2):
+            why = _disagreement(actor, lengths)
+            if not why:
+                return lengths is CHECK_LENGTHS
+            found.append(why)
+        raise ValueError(
+            f'HFEngine: what {type(actor.model).__name__} generates does not agree with its plain forward: {found[-1]}'
+        )
 
     def answer(self, call: Call, limits: list[int]) -> list[Sample]:
-        samples: list[Sample] = []
-        for first in range(0, len(limits), self.max_batch_size):
-            part = slice(first, first + self.max_batch_size)
-            samples += self._batch(call.part(part), limits[part])
-        return samples
+        samples: dict[int, Sample] = {}
+        for places in self._batches([len(prompt.ids) for prompt in call.prompts]):
+            part = call.part(places)
+            samples |= zip(places, self._batch(part, [limits[i] for i in places]), strict=True)
+        return [samples[i] for i in range(len(limits))]
+
+    def _batches(self, lengths: list[int]) -> Iterator[list[int]]:
+        """Places of the prompts that are computed together."""
+        groups: dict[int, list[int]] = {}
+        for place, length in enumerate(lengths):
+            groups.setdefault(0 if self._pads else length, []).append(place)
+        for group in groups.values():
+            for first in range(0, len(group), self.max_batch_size):
+                yield group[first : first + self.max_batch_size]
 
     def _batch(self, call: Call, limits: list[int]) -> list[Sample]:
         prompts, sampling = call.prompts, call.sampling
@@ -210,6 +253,38 @@ class HFEngine(InProcessEngine):
                 steps.append(_chosen(output.logits[t][rows], output.scores[t][rows], responses[:, t : t + 1], sampler))
         plain, drawn = zip(*steps, strict=True)
         return torch.cat(plain, dim=1).cpu(), torch.cat(drawn, dim=1).cpu()
+
+
+@torch.no_grad()
+def _disagreement(actor: Actor, lengths: Sequence[int]) -> str:
+    """Why greedy generation from prompts of these lengths, padded on the left, is not what the plain forward of each
+    sequence gives; '' where it is."""
+    model: Any = actor.model
+    device, vocab = next(actor.parameters()).device, text_config(model.config).vocab_size
+    width = max(lengths)
+    ids = (torch.arange(len(lengths) * width, device=device).view(-1, width) * 7919 + 13) % vocab
+    mask = (torch.arange(width, device=device) >= width - torch.tensor(lengths, device=device)[:, None]).long()
+    config = _generation_config(SamplingParams(max_new_tokens=CHECK_STEPS, do_sample=False), CHECK_STEPS)
+    config.output_logits = True
+    try:
+        with _bare_generation_config(model):
+            output = model.generate(ids * mask, attention_mask=mask, generation_config=config)
+    except (TypeError, ValueError, RuntimeError, IndexError, AttributeError, KeyError, NotImplementedError) as error:
+        return f'{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ""}'
+    difference = scale = 0.0
+    for row, length in enumerate(lengths):
+        own = output.sequences[row, width - length :]
+        positions = torch.arange(len(own), device=device)[None]
+        states = actor.trunk(own[None], position_ids=positions)[0, length - 1 : -1]
+        plain = actor.head(states).float()
+        drawn = torch.stack([step[row] for step in output.logits]).float()
+        difference = max(difference, float((plain - drawn).abs().max()))
+        scale = max(scale, float(plain.abs().max()))
+    wide = next(actor.parameters()).dtype in (torch.float32, torch.float64)
+    allowed = max(scale, 1e-6) * (1e-3 if wide else 5e-2)
+    if difference <= allowed:  # False for NaN
+        return ''
+    return f'logits differ by {difference:.1e}, more than {allowed:.1e}'
 
 
 def _response_length(

@@ -288,6 +288,24 @@ class TokenSampler:
         return torch.log_softmax(logprobs.masked_fill(~kept_mask, -math.inf), dim=-1), margin
 
 
+def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...] | None:
+    """Every token that ends a response: the tokenizer's, then those that the model's generation settings add.
+
+    Chat models end a turn with other tokens than a text. A single token that no file of generation settings names may
+    be its family's default, which means something else to another tokenizer: it counts only without a tokenizer's.
+    """
+    settings = getattr(model, 'generation_config', None)
+    stated = getattr(settings, 'eos_token_id', None)
+    also = [] if stated is None else [stated] if isinstance(stated, int) else list(stated)
+    own = getattr(tokenizer, 'eos_token_id', None)
+    if own is not None:
+        vocab_size = getattr(getattr(model, 'config', None), 'vocab_size', None) or math.inf
+        if isinstance(stated, int) and getattr(settings, '_from_model_config', False):
+            also = []
+        also = [own, *(token for token in also if token < vocab_size)]
+    return tuple(dict.fromkeys(also)) or None
+
+
 def sampling_for(
     actor: nn.Module, tokenizer: Any, kwargs: Mapping[str, Any]
 ) -> tuple[SamplingParams, StopStrings | None]:
@@ -295,15 +313,13 @@ def sampling_for(
     filled in."""
     given = dict(kwargs)
     stop_strings = given.pop('stop_strings', None)
-    generation_config = getattr(getattr(actor, 'model', None), 'generation_config', None)
+    model = getattr(actor, 'model', None)
     if given.get('eos_token_id') is None:
-        given['eos_token_id'] = getattr(tokenizer, 'eos_token_id', None)
-        if given['eos_token_id'] is None:
-            given['eos_token_id'] = getattr(generation_config, 'eos_token_id', None)
+        given['eos_token_id'] = end_tokens(model, tokenizer)
     if given.get('pad_token_id') is None:
         given['pad_token_id'] = getattr(tokenizer, 'pad_token_id', None)
         if given['pad_token_id'] is None:
-            given['pad_token_id'] = getattr(generation_config, 'pad_token_id', None)
+            given['pad_token_id'] = getattr(getattr(model, 'generation_config', None), 'pad_token_id', None)
     if given.get('max_new_tokens') is None and given.get('max_length') is None:
         given['max_new_tokens'] = DEFAULT_NEW_TOKENS
     sampling = SamplingParams.from_generation_kwargs(**given)

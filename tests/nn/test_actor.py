@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from chatgpt.batching import collate
-from chatgpt.nn import Actor, GPTActor, critic_head, mlp_head
+from chatgpt.nn import Actor, AutoActor, GPTActor, critic_head, mlp_head
 from chatgpt.nn.dropout import dropout_off
 from chatgpt.nn.lora import lora_layers
 from chatgpt.testing import FAMILIES, byte_tokenizer, tiny_causal_lm, tiny_config
@@ -411,3 +411,55 @@ def test_gradient_checkpointing_runs_each_block_twice_and_changes_no_gradient(mo
 
     plain, recomputed = gradient(False), gradient(True)
     assert all(torch.allclose(plain[n], recomputed[n], atol=1e-5) for n in plain)
+
+
+def dropping(kind):
+    """A config whose every kind of dropout is far from 0."""
+    import transformers
+
+    sizes = {'vocab_size': 64, 'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 4}
+    positions = {'max_position_embeddings': 64}
+    if kind == 'falcon':
+        return transformers.FalconConfig(**sizes, hidden_dropout=0.5, attention_dropout=0.5, parallel_attn=False)
+    if kind == 'biogpt':
+        drops = {'hidden_dropout_prob': 0.5, 'attention_probs_dropout_prob': 0.5, 'layerdrop': 0.9}
+        return transformers.BioGptConfig(**sizes, **positions, **drops, activation_dropout=0.5, intermediate_size=48)
+    if kind == 'xglm':
+        return transformers.XGLMConfig(
+            vocab_size=64,
+            d_model=32,
+            num_layers=2,
+            attention_heads=4,
+            ffn_dim=48,
+            **positions,
+            dropout=0.5,
+            attention_dropout=0.5,
+            activation_dropout=0.5,
+            layerdrop=0.9,
+        )
+    return transformers.OPTConfig(
+        **sizes, **positions, ffn_dim=48, word_embed_proj_dim=32, dropout=0.5, attention_dropout=0.5, layerdrop=0.9
+    )
+
+
+@pytest.mark.parametrize('kind', ['opt', 'falcon', 'biogpt', 'xglm'])
+def test_no_kind_of_dropout_is_left_on_with_gradient_checkpointing(kind):
+    torch.manual_seed(0)
+    plain = AutoActor(config=dropping(kind)).eval()
+    torch.manual_seed(0)
+    actor = AutoActor(config=dropping(kind), checkpoint=True).train()
+    batch = collate(sequences())
+    dropout_off(actor)
+    copied = copy.deepcopy(actor)
+    for model in (actor, copied):
+        assert torch.allclose(model(batch).logprobs, plain(batch).logprobs, atol=1e-5)
+    blocks = [m for m in actor.modules() if type(m).__name__.endswith(('DecoderLayer', 'Block'))]
+    calls = []
+    handles = [next(block.children()).register_forward_hook(lambda *_: calls.append(1)) for block in blocks]
+    actor(batch).logprobs.sum().backward()
+    for handle in handles:
+        handle.remove()
+    assert len(blocks) == 2 and len(calls) == 4, 'each block runs again in the backward pass'
+    plain(batch).logprobs.sum().backward()
+    want = {n: p.grad for n, p in plain.named_parameters()}
+    assert all(torch.allclose(want[n], p.grad, atol=1e-4) for n, p in actor.named_parameters() if want[n] is not None)

@@ -385,3 +385,53 @@ def test_merged_state_dict_is_the_base_architecture(family: str) -> None:
     assert same(bits(model), before)
     with merged(model):
         assert same(merged_state_dict(model), state)
+
+
+def mixture(kind: str) -> nn.Module:
+    import transformers
+
+    sizes = {
+        'vocab_size': 64,
+        'hidden_size': 32,
+        'num_hidden_layers': 2,
+        'num_attention_heads': 4,
+        'num_key_value_heads': 2,
+        'max_position_embeddings': 64,
+    }
+    if kind == 'falcon':
+        del sizes['num_key_value_heads'], sizes['max_position_embeddings']
+        return transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, alibi=False)).eval()
+    config = transformers.Qwen2MoeConfig(
+        **sizes,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    return transformers.Qwen2MoeForCausalLM(config).eval()
+
+
+def test_a_mixtures_routers_have_no_adapter_and_its_experts_share_is_told() -> None:
+    model = mixture('qwen2_moe')
+    blocks = {n: p.numel() for n, p in model.named_parameters() if '.layers.' in n and p.dim() > 1}
+    with pytest.warns(UserWarning, match=r'adapters stand beside (\d+)% of the weights of the blocks') as told:
+        convert_to_lora(model, 4)
+    layers = lora_layers(model)
+    assert len(layers) == 2 * (4 + 3), 'attention and the shared expert'
+    assert not any(name.endswith(('gate', 'shared_expert_gate')) for name in layers)
+    reached = sum(blocks[f'{name}.weight'] for name in layers)
+    assert f'beside {reached / sum(blocks.values()):.0%} of' in str(told[0].message)
+    assert 'experts.gate_up_proj' in str(told[0].message)
+
+
+def test_a_subclass_that_computes_the_same_is_a_linear_layer() -> None:
+    model = mixture('falcon')
+    want = logits(model)
+    convert_to_lora(model, 4)
+    assert len(lora_layers(model)) == 2 * 4
+    assert torch.allclose(logits(model), want, atol=1e-6)
+    disturb(model)
+    changed = logits(model)
+    with merged(model):
+        assert torch.allclose(logits(model), changed, atol=1e-5)

@@ -12,10 +12,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from chatgpt.batching import collate, packing_of
-from chatgpt.nn import Actor, Critic, RewardModel
-from chatgpt.nn.packing import enable_packing, flat_hidden, packed_attention, packs, window_of
+from chatgpt.nn import Actor, AutoActor, AutoCritic, Critic, RewardModel, initial_tensors
+from chatgpt.nn.packing import enable_packing, flat_hidden, packed_attention, packs, settle, window_of
 from chatgpt.nn.trunk import base_model
+from chatgpt.rollout import LocalEngine, SamplingParams
 from chatgpt.testing import tiny_causal_lm, tiny_config
+from chatgpt.types import Prompt
 
 # ---------------------------------------------------------------- the plan, by hand
 
@@ -214,3 +216,112 @@ def test_a_hydras_reference_comes_with_the_policy(name, pack):
     assert torch.equal(both.logprobs, policy.logprobs) and torch.equal(both.values, policy.values)
     assert torch.equal(both.reference.logprobs, reference.logprobs)
     assert not torch.allclose(both.logprobs, both.reference.logprobs, atol=1e-4)
+
+
+# ---------------------------------------------------------------- what is taken on trust on the meta device
+
+
+def small_config(kind):
+    import transformers
+
+    sizes = {
+        'vocab_size': 64,
+        'hidden_size': 32,
+        'intermediate_size': 48,
+        'num_hidden_layers': 2,
+        'num_attention_heads': 4,
+        'num_key_value_heads': 2,
+        'max_position_embeddings': 64,
+        'pad_token_id': 0,
+        'bos_token_id': 1,
+        'eos_token_id': 2,
+    }
+    if kind == 'nemotron':
+        return transformers.NemotronConfig(**sizes, initializer_range=0.1)
+    if kind == 'doge':
+        return transformers.DogeConfig(**sizes, initializer_range=0.1)
+    rope = {
+        'rope_type': 'longrope',
+        'rope_theta': 10000.0,
+        'short_factor': [1.0] * 4,
+        'long_factor': [4.0] * 4,
+    }
+    return transformers.Phi3Config(
+        **sizes, initializer_range=0.1, rope_parameters=rope, original_max_position_embeddings=16
+    )
+
+
+def filled(build):
+    """A module built on the meta device, with the weights that it comes with."""
+    torch.manual_seed(0)
+    with torch.device('meta'):
+        module = build()
+    tensors = dict(initial_tensors(module))
+    module.to_empty(device='cpu')
+    for owner_name, owner in module.named_modules():
+        for store in (owner._parameters, owner._buffers):
+            for name, tensor in store.items():
+                full = f'{owner_name}.{name}' if owner_name else name
+                if tensor is not None and full in tensors:
+                    store[name].data = tensors[full]
+    module.model.tie_weights()
+    return module.eval()
+
+
+@pytest.mark.parametrize('kind', ['nemotron', 'doge'])
+@pytest.mark.parametrize('cls', [Actor, Critic], ids=['actor', 'critic'])
+def test_a_model_that_does_not_hand_on_the_packing_says_so_and_then_runs_padded(kind, cls):
+    make = AutoActor if cls is Actor else AutoCritic
+    torch.manual_seed(0)
+    want = make(config=small_config(kind)).eval()
+    module = filled(lambda: make(config=small_config(kind)))
+    trunk = base_model(module.model)
+    assert packs(trunk) and not packs(base_model(want.model)), 'on the meta device nothing could be compared'
+    batch = collate(sequences())
+    with torch.no_grad(), pytest.raises((ValueError, RuntimeError), match='attn_implementation=|must match the size'):
+        module(batch)
+    assert not settle(module, torch.device('cpu'))
+    with torch.no_grad():
+        got, plain = module(batch), want(batch)
+    got, plain = (x if isinstance(x, torch.Tensor) else x.logprobs for x in (got, plain))
+    assert torch.allclose(got, plain, atol=1e-5)
+
+
+def test_a_model_that_packs_goes_on_packing():
+    module = filled(lambda: AutoActor(config=small_config('phi3')))
+    assert settle(module, torch.device('cpu')) and packs(base_model(module.model))
+
+
+def test_sequences_beyond_the_length_where_frequencies_change_are_refused():
+    """Phi-3 with long context: transformers chooses the frequencies of a batch by its longest sequence."""
+    actor = AutoActor(config=small_config('phi3')).eval()
+    short, long = sequences([(3, 6), (4, 8)]), sequences([(3, 6), (9, 8)])
+    with torch.no_grad():
+        alone = actor(collate(short[:1])).logprobs
+        assert torch.allclose(actor(collate(short)).logprobs[: len(alone)], alone, atol=1e-5)
+        with pytest.raises(ValueError, match=r'a sequence of 17 tokens is past 16 tokens, from which on .*longrope'):
+            actor(collate(long))
+    engine = LocalEngine()
+    engine.begin(actor)
+    with pytest.raises(ValueError, match=r'may grow by 10, past 16 tokens, from which on'):
+        engine.generate([Prompt(ids=torch.arange(3, 10))], SamplingParams(max_new_tokens=10), seed=0, indices=[0])
+    engine.end()
+
+
+@pytest.mark.parametrize('cls', [Actor, Critic, RewardModel], ids=['actor', 'critic', 'reward model'])
+def test_a_model_whose_numbers_depend_on_their_company_is_refused(cls):
+    """BERT's decoder class looks ahead unless its config says otherwise, and is in no list of those that do."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {'vocab_size': 64, 'hidden_size': 32, 'num_hidden_layers': 2, 'num_attention_heads': 4}
+    for is_decoder in (True, False):
+        config = transformers.BertGenerationConfig(
+            **sizes, intermediate_size=48, max_position_embeddings=64, initializer_range=0.3, is_decoder=is_decoder
+        )
+        model = transformers.BertGenerationDecoder(config).eval()
+        if is_decoder:
+            cls(model)
+        else:
+            with pytest.raises(ValueError, match='gives a token other numbers when padding, other sequences or later'):
+                cls(model)

@@ -168,6 +168,7 @@ def test_bf16_errors_tell_a_wrong_attention(monkeypatch):
     """Negative control: sequences that see their neighbours are far beyond the bounds."""
     stand_in(monkeypatch, without_borders)
     monkeypatch.setattr(packing_module, '_agrees', lambda model: True)
+    monkeypatch.setattr('chatgpt.nn.actor.check_company', lambda model: None)
     packed, padded = errors_in_bf16('cpu', 4, False)
     assert min(packed) > 0.15 > 3 * max(padded)
 

@@ -8,13 +8,15 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from chatgpt import nn as chatgpt_nn
 from chatgpt.nn import (
     GPTRM,
     Actor,
     AutoActor,
+    AutoCritic,
+    AutoRM,
     Critic,
     GPTActor,
     GPTCritic,
@@ -24,6 +26,7 @@ from chatgpt.nn import (
 )
 from chatgpt.nn.lora import lora_layers
 from chatgpt.nn.sources import WeightsSource, draw_seed, seeded, weight_files
+from chatgpt.nn.unfit import open_weights
 from chatgpt.testing import FAMILIES, char_tokenizer, tiny_causal_lm, tiny_config
 
 PREFIXES = {'gpt2': 'GPT', 'opt': 'OPT', 'bloom': 'BLOOM', 'llama': 'Llama'}
@@ -238,3 +241,117 @@ def test_a_saved_reward_model_is_a_source_as_well(tmp_path):
     real, meta = both_ways(lambda: chatgpt_nn.BLOOMRM(pretrained=tmp_path))
     assert torch.equal(real.value_head.weight, model.value_head.weight)
     assert_same(real, meta)
+
+
+def moe_config(**kw):
+    import transformers
+
+    return transformers.MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        **kw,
+    )
+
+
+def neox_config():
+    import transformers
+
+    return transformers.GPTNeoXConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+    )
+
+
+@pytest.mark.parametrize('config', [moe_config(), neox_config()], ids=['mixtral', 'gpt_neox'])
+@pytest.mark.parametrize('cls', [AutoActor, AutoCritic, AutoRM], ids=['actor', 'critic', 'reward model'])
+def test_what_transformers_renames_or_puts_together_is_read_on_the_meta_device(config, cls, tmp_path):
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    stored = list(open_weights(tmp_path / 'model.safetensors').keys())
+    real, meta = both_ways(lambda: cls(tmp_path))
+    names = [n for n, _ in real.named_parameters()]
+    assert any(n.removeprefix('model.') not in stored and n not in stored for n in names), 'nothing is renamed'
+    assert_same(real, meta)
+
+
+def test_a_missing_expert_is_named_on_the_meta_device(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    AutoModelForCausalLM.from_config(moe_config()).save_pretrained(tmp_path)
+    file = tmp_path / 'model.safetensors'
+    tensors = load_file(file)
+    lost = next(n for n in tensors if '.experts.3.' in n)
+    del tensors[lost]
+    save_file(tensors, file, metadata={'format': 'pt'})
+    with torch.device('meta'):
+        actor = AutoActor(tmp_path)
+    with pytest.raises(ValueError, match=r'model\.safetensors: .*experts'):
+        dict(initial_tensors(actor))
+
+
+def test_what_a_whole_model_sets_in_its_blocks_is_set():
+    import transformers
+
+    config = transformers.FalconH1Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        mamba_d_ssm=32,
+        mamba_d_state=4,
+        mamba_n_heads=2,
+        mamba_d_head=16,
+        ssm_multipliers=[0.5, 2.0, 0.25, 3.0, 1.5],
+    )
+    real, meta = both_ways(lambda: AutoActor(config=config))
+    vectors = {n: t for n, t in everything(real).items() if n.endswith('mup_vector')}
+    torch.manual_seed(0)
+    whole = AutoModelForCausalLM.from_config(config)
+    want = dict(whole.named_buffers())['model.layers.0.mamba.mup_vector']
+    assert len(vectors) == 2 and all(torch.equal(t, want) for t in vectors.values())
+    assert_same(real, meta)
+
+
+def test_numbers_that_only_a_constructor_gives():
+    import transformers
+
+    config = transformers.ApertusConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    want = dict(AutoModelForCausalLM.from_config(config).named_parameters())
+    real, meta = both_ways(lambda: AutoActor(config=config))
+    got = dict(real.model.named_parameters())
+    alphas = [n for n in want if 'alpha' in n]
+    assert alphas and all(torch.equal(got[n], want[n]) for n in alphas)
+    with pytest.raises(ValueError, match='its constructor gives .*alpha'):
+        dict(initial_tensors(meta))
+
+
+def test_generation_settings_of_a_folder_are_known_on_the_meta_device(tmp_path):
+    model = tiny_causal_lm('llama')
+    model.generation_config.eos_token_id = [2, 7, 9]
+    model.save_pretrained(tmp_path)
+    real, meta = both_ways(lambda: AutoActor(tmp_path))
+    assert meta.model.generation_config.eos_token_id == real.model.generation_config.eos_token_id == [2, 7, 9]

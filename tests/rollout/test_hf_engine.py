@@ -10,6 +10,7 @@ import torch
 
 from chatgpt.nn import Actor
 from chatgpt.nn.nlpo import MaskedPolicy
+from chatgpt.nn.trunk import base_model
 from chatgpt.rollout import HFEngine, LocalEngine, SamplingParams, from_generation_kwargs
 from chatgpt.testing import FAMILIES, tiny_causal_lm
 from chatgpt.types import Prompt
@@ -161,7 +162,7 @@ def test_logits_of_earlier_steps_are_not_kept(settings):
     model.generate = watched
     samples = collect(HFEngine(), model, prompts_of(), SamplingParams(max_new_tokens=40, **settings))
     assert {s.num_actions for s in samples} == {40}
-    assert seen == [0]
+    assert seen[1:] == [0], 'after the check of the model'
     assert '_get_logits_processor' not in vars(model)
 
 
@@ -171,3 +172,69 @@ def test_beams_still_have_their_own_logits():
     for s in collect(HFEngine(), model, prompts_of(), sampling):
         wanted = slow_logits(model, s).log_softmax(-1).gather(1, s.response_ids[:, None])[:, 0]
         torch.testing.assert_close(s.logprobs.double(), wanted, atol=1e-4, rtol=0)
+
+
+def test_a_model_that_padding_changes_is_given_prompts_of_one_length():
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.RecurrentGemmaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=48,
+        lru_width=32,
+        attention_window_size=16,
+        block_types=['recurrent', 'attention'],
+    )
+    actor = Actor(transformers.AutoModelForCausalLM.from_config(config)).eval()
+    prompts = [Prompt(ids=torch.arange(3, 3 + n)) for n in (6, 2, 4, 2, 6)]
+    sampling = SamplingParams(max_new_tokens=5, temperature=0.8)
+    engine = HFEngine()
+    engine.begin(actor)
+    samples = engine.generate(prompts, sampling, seed=1, indices=range(5))
+    engine.end()
+    assert [s.index for s in samples] == [0, 1, 2, 3, 4]
+    for prompt, sample in zip(prompts, samples, strict=True):
+        ids = torch.cat([prompt.ids, sample.response_ids])
+        assert torch.equal(sample.prompt_ids, prompt.ids) and len(sample.response_ids) == 5
+        with torch.no_grad():
+            logits = actor.model(input_ids=ids[None]).logits[0, len(prompt.ids) - 1 : -1] / 0.8
+        want = torch.log_softmax(logits.float(), -1).gather(1, sample.response_ids[:, None]).squeeze(1)
+        assert torch.allclose(sample.logprobs, want, atol=1e-4)
+
+
+def test_a_model_whose_generate_is_not_its_forward_is_refused():
+    """RWKV of transformers 5 forgets its state between the steps."""
+    import transformers
+
+    config = transformers.RwkvConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32, intermediate_size=48
+    )
+    actor = Actor(transformers.AutoModelForCausalLM.from_config(config)).eval()
+    with pytest.raises(
+        ValueError, match='RwkvForCausalLM generates does not agree with its plain forward: logits differ'
+    ):
+        HFEngine().begin(actor)
+
+
+def test_generation_that_is_not_the_forward_is_refused(monkeypatch):
+    actor = Actor(tiny_causal_lm('llama')).eval()
+    trunk, calls = type(base_model(actor.model)), []
+    forward = trunk.forward
+
+    def wrong(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        if kwargs.get('past_key_values') is not None:
+            calls.append(1)
+            output.last_hidden_state = output.last_hidden_state * 1.5
+        return output
+
+    monkeypatch.setattr(trunk, 'forward', wrong)
+    engine = HFEngine()
+    with pytest.raises(ValueError, match='generates does not agree with its plain forward: logits differ by'):
+        engine.begin(actor)
+    assert calls

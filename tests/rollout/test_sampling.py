@@ -6,11 +6,14 @@ import math
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
-from chatgpt.rollout import SamplingParams, from_generation_kwargs
+from chatgpt.nn import Actor, AutoActor
+from chatgpt.rollout import HFEngine, LocalEngine, SamplingParams, from_generation_kwargs
 from chatgpt.rollout.randomness import sample_keys, uniforms
-from chatgpt.rollout.sampling import TokenSampler
-from chatgpt.testing import byte_tokenizer
+from chatgpt.rollout.sampling import TokenSampler, sampling_for
+from chatgpt.testing import byte_tokenizer, tiny_causal_lm
+from chatgpt.types import Prompt
 
 
 def logits_of(probs: list[float]) -> torch.Tensor:
@@ -208,3 +211,37 @@ class TestGenerationKwargs:
         sampling = from_generation_kwargs(byte_tokenizer(), max_new_tokens=3, stop_strings='xy')
         assert sampling.stop is not None
         assert sampling.stop([ord('x'), ord('y')]) and not sampling.stop([ord('y'), ord('x')])
+
+
+def test_every_end_token_of_the_model_counts(tmp_path):
+    """Chat models end a turn with tokens that the tokenizer's end token is not one of."""
+    model = tiny_causal_lm('llama', vocab_size=300)
+    tokenizer = byte_tokenizer()
+    actor = Actor(model)
+    asked = {'max_new_tokens': 4}
+    assert tokenizer.eos_token_id == 258 and model.config.eos_token_id == 2
+    assert sampling_for(actor, tokenizer, asked)[0].eos_token_ids == (258,), "2 is the family's default, a byte here"
+    assert sampling_for(actor, None, asked)[0].eos_token_ids == (2,)
+    model.generation_config.eos_token_id = [7, 258, 9, 1000]
+    assert sampling_for(actor, tokenizer, asked)[0].eos_token_ids == (258, 7, 9), 'the model has no token 1000'
+    assert sampling_for(actor, tokenizer, asked | {'eos_token_id': 5})[0].eos_token_ids == (5,), 'what is asked for'
+    model.generation_config = GenerationConfig(eos_token_id=7)
+    model.save_pretrained(tmp_path)
+    assert sampling_for(AutoActor(tmp_path), tokenizer, asked)[0].eos_token_ids == (258, 7), 'a file names it'
+
+
+@pytest.mark.parametrize('engine', [LocalEngine, HFEngine])
+def test_a_response_ends_with_any_of_them(engine):
+    actor = Actor(tiny_causal_lm('llama', vocab_size=300)).eval()
+    tokenizer = byte_tokenizer()
+    prompts, asked = [Prompt(ids=torch.tensor([5, 6]))], {'max_new_tokens': 12, 'do_sample': False}
+    engine = engine()
+    engine.begin(actor)
+    [plain] = engine.generate(prompts, sampling_for(actor, tokenizer, asked)[0], seed=0, indices=[0])
+    drawn = plain.response_ids.tolist()
+    assert len(drawn) == 12
+    end = drawn[4]
+    actor.model.generation_config.eos_token_id = [258, end]
+    [ended] = engine.generate(prompts, sampling_for(actor, tokenizer, asked)[0], seed=0, indices=[0])
+    engine.end()
+    assert ended.response_ids.tolist() == drawn[: drawn.index(end) + 1] and ended.finish_reason == 'eos'

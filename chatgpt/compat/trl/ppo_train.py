@@ -38,9 +38,9 @@ from chatgpt.compat.trl.training import (
 from chatgpt.dataset.prompts import PromptSet, as_prompts
 from chatgpt.experience.scorers import Score, Scorer, as_scorer
 from chatgpt.functional.masking import masked_sum
-from chatgpt.launch.inputs import context_of
 from chatgpt.nn import Actor, Critic, RewardModel
 from chatgpt.nn.lora import has_lora
+from chatgpt.nn.trunk import position_limit
 from chatgpt.quickstart import as_reward
 from chatgpt.sweep import Communicator
 from chatgpt.trainer import config as settings
@@ -446,7 +446,7 @@ class PPOTrainer(LaterTrainer):
 
         model = policy_of(model, args)
         longest = max(len(p.ids) for p in self.prompts) + args.response_length
-        if (limit := context_of(model.config)) is not None and longest > limit:
+        if (limit := position_limit(model.config)) is not None and longest > limit:
             raise ValueError(
                 f'PPOConfig: the longest prompt has {longest - args.response_length} tokens; with response_length='
                 f"{args.response_length} it passes the policy's context of {limit}: lower it, or shorten the prompts"

@@ -21,10 +21,10 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 from chatgpt.compat.trl import later
 from chatgpt.compat.trl.accelerator import Accelerator
 from chatgpt.compat.trl.arguments import Entry, TrainingArguments, check_given, script_level
-from chatgpt.launch.inputs import context_of
 from chatgpt.nn.loading import load_causal_lm
 from chatgpt.nn.lora import has_lora, lora_layers
 from chatgpt.nn.peft_format import export_peft
+from chatgpt.nn.trunk import position_limit
 from chatgpt.publish import check_push, hub_name
 from chatgpt.trainer.callbacks import Callback, ProgressBar
 from chatgpt.trainer.callbacks.base import TrainerView
@@ -188,7 +188,7 @@ def trainable(model: Any, args: Any) -> Any:
 
 def max_length_of(args: Any, name: str, model: Any) -> int | None:
     """Most tokens of a record: as given, but no more than the model's context."""
-    limit, given = context_of(model.config), getattr(args, name)
+    limit, given = position_limit(model.config), getattr(args, name)
     return given if limit is None else limit if given is None else min(given, limit)
 
 

@@ -145,7 +145,10 @@ class FSDPStrategy(ProcessGroupStrategy):
                 if isinstance(module, FSDPModule):
                     module.set_custom_reduce_scatter(_TreeReduceScatter())
         if stream is not None:
+            from chatgpt.nn.packing import settle
+
             self._materialise(model, stream)
+            settle(model, self.device)
         self._skeletons[id(model)] = skeleton
         return model
 

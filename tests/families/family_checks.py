@@ -1,0 +1,312 @@
+"""What is checked of a model type, each by comparing two ways to the same numbers.
+
+A check returns nothing, or raises: `Refused` where the library says no by name, anything else where it is wrong.
+
+    python tests/families/family_checks.py --page docs/models.md
+    python tests/families/family_checks.py llama mixtral
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from family_configs import BIG, VOCAB, family_config, model_types
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from chatgpt.batching import collate
+from chatgpt.nn import AutoActor, AutoCritic, AutoRM, initial_tensors
+from chatgpt.nn.dropout import dropout_off
+from chatgpt.nn.lora import convert_to_lora, lora_layers, merged
+from chatgpt.nn.packing import packs
+from chatgpt.nn.trunk import base_model
+from chatgpt.rollout import HFEngine, LocalEngine, SamplingParams
+from chatgpt.types import Prompt, Sequence
+
+LENGTHS = [(5, 6), (3, 7), (4, 2), (1, 3), (30, 10)]
+"""prompt and response; the last is longer than the attention windows"""
+
+
+def sequences(seed: int = 1) -> list[Sequence]:
+    g = torch.Generator().manual_seed(seed)
+    return [
+        Sequence(
+            prompt_ids=torch.randint(3, VOCAB, (p,), generator=g),
+            response_ids=torch.randint(3, VOCAB, (a,), generator=g),
+            response_mask=torch.ones(a, dtype=torch.bool),
+        )
+        for p, a in LENGTHS
+    ]
+
+
+LIMIT_S = 300
+
+
+class Wrong(AssertionError):
+    """Other numbers, without a word."""
+
+
+class Refused(Exception):
+    """The library said no, and of what."""
+
+
+@dataclass
+class Family:
+    """One model type: a folder with random weights, and what was loaded from it."""
+
+    model_type: str
+    folder: Path
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        config = family_config(self.model_type)
+        with torch.device('meta'):
+            size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        if size > BIG:
+            raise Refused(f'no tiny config: {size} parameters')
+        self.model = AutoModelForCausalLM.from_config(config).eval()
+        self.plain  # noqa: B018  where transformers itself cannot run it, nothing can be compared
+        self.model.save_pretrained(self.folder)
+
+    @cached_property
+    def actor(self) -> Any:
+        return AutoActor(self.folder).eval()
+
+    @cached_property
+    @torch.no_grad()
+    def plain(self) -> list[Tensor]:
+        """(A,) log-probs of each sequence alone, by transformers' own forward of the saved model."""
+        found = []
+        for s in sequences():
+            ids = torch.cat([s.prompt_ids, s.response_ids])[None]
+            logits = self.model(input_ids=ids).logits[0, len(s.prompt_ids) - 1 : -1].float()
+            found.append(torch.log_softmax(logits, -1).gather(1, s.response_ids[:, None]).squeeze(1))
+        return found
+
+
+def same(got: Tensor, want: Tensor, tolerance: float = 1e-3) -> None:
+    if got.shape != want.shape:
+        raise Wrong(f'shape {tuple(got.shape)} for {tuple(want.shape)}')
+    off = float((got - want).abs().max()) if got.numel() else 0.0
+    if not off <= tolerance:
+        raise Wrong(f'off by {off:.2g}')
+
+
+@torch.no_grad()
+def forward(family: Family) -> str:
+    """An actor's log-probs, in a batch of several lengths, are transformers' own of each sequence alone."""
+    same(family.actor(collate(sequences())).logprobs, torch.cat(family.plain))
+    return 'packed' if packs(base_model(family.actor.model)) else 'padded'
+
+
+@torch.no_grad()
+def meta(family: Family) -> str:
+    """Weights that come later, as under FSDP, are the weights."""
+    with torch.device('meta'):
+        later = AutoActor(family.folder)
+    got = dict(initial_tensors(later))
+    for name, tensor in [*family.actor.named_parameters(), *family.actor.named_buffers()]:
+        if not torch.equal(got[name].float(), tensor.float()):
+            raise Wrong(f'{name} is another tensor')
+    return ''
+
+
+def critic(family: Family) -> str:
+    """A value does not depend on its company."""
+    return _alone(AutoCritic(family.folder).eval())
+
+
+def reward_model(family: Family) -> str:
+    """A score does not depend on its company."""
+    return _alone(AutoRM(family.folder).eval())
+
+
+@torch.no_grad()
+def _alone(model: Any) -> str:
+    together = model(collate(sequences()))
+    same(together, torch.cat([model(collate([s])) for s in sequences()]))
+    return ''
+
+
+def hf(family: Family) -> str:
+    """The hf engine's log-probs are the actor's."""
+    return _engine(family, HFEngine())
+
+
+def local(family: Family) -> str:
+    """The local engine's log-probs are the actor's."""
+    return _engine(family, LocalEngine())
+
+
+@torch.no_grad()
+def _engine(family: Family, engine: Any) -> str:
+    engine.begin(family.actor)
+    prompts = [Prompt(ids=s.prompt_ids) for s in sequences()[:-1]]
+    samples = engine.generate(prompts, SamplingParams(max_new_tokens=12), seed=3, indices=range(len(prompts)))
+    engine.end()
+    got = torch.cat([s.logprobs for s in samples])
+    same(got, family.actor(collate(samples)).logprobs)
+    return ''
+
+
+@torch.no_grad()
+def hydra(family: Family) -> str:
+    """With the top block trained, the reference is the model as it was."""
+    actor = AutoActor(family.folder, num_layers_unfrozen=1).eval()
+    with actor.reference():
+        same(actor(collate(sequences())).logprobs, torch.cat(family.plain))
+    return ''
+
+
+@torch.no_grad()
+def lora(family: Family) -> str:
+    """New adapters change nothing; folded in they are what they were beside the weights."""
+    actor = deepcopy(family.actor)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter('always')
+        convert_to_lora(actor.model, 2)
+    batch = collate(sequences())
+    same(actor(batch).logprobs, torch.cat(family.plain))
+    g = torch.Generator().manual_seed(5)
+    for layer in lora_layers(actor.model).values():
+        layer.lora_B.copy_(torch.randn(layer.lora_B.shape, generator=g) * 0.05)
+    beside = actor(batch).logprobs
+    with merged(actor.model):
+        same(actor(batch).logprobs, beside)
+    share = next((str(w.message).split('beside ')[1].split(' of')[0] for w in told if 'beside ' in str(w.message)), '')
+    return f'{share} of the weights' if share else ''
+
+
+@torch.no_grad()
+def saving(family: Family) -> str:
+    """What is written loads in transformers, with the same logits."""
+    with tempfile.TemporaryDirectory() as folder:
+        family.actor.save_pretrained(folder)
+        again = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = torch.cat([sequences()[0].prompt_ids, sequences()[0].response_ids])[None]
+    same(again(input_ids=ids).logits, family.model(input_ids=ids).logits)
+    return ''
+
+
+@torch.no_grad()
+def bf16(family: Family) -> str:
+    """A copy in bf16, as rollouts use it, gives finite numbers near those in fp32."""
+    from chatgpt.trainer.strategies.precision import cast_copy
+
+    got = cast_copy(family.actor, torch.bfloat16).eval()(collate(sequences())).logprobs.float()
+    same(got, torch.cat(family.plain), 0.5)
+    return ''
+
+
+def checkpointing(family: Family) -> str:
+    """Gradient checkpointing changes no gradient, whatever dropouts the config has."""
+    gradients = []
+    for checkpoint in (False, True):
+        actor = AutoActor(family.folder, checkpoint=checkpoint).train()
+        dropout_off(actor)
+        actor(collate(sequences())).logprobs.sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in actor.parameters() if p.grad is not None]))
+    same(gradients[1], gradients[0], 1e-2 * float(gradients[0].abs().max().clamp_min(1.0)))
+    return ''
+
+
+CHECKS: dict[str, Callable[[Family], str]] = {
+    'forward': forward,
+    'meta': meta,
+    'local': local,
+    'hf': hf,
+    'critic': critic,
+    'reward model': reward_model,
+    'LoRA': lora,
+    'hydra': hydra,
+    'saving': saving,
+    'bf16': bf16,
+    'checkpointing': checkpointing,
+}
+
+
+def check(model_type: str) -> dict[str, str]:
+    """By check: 'ok', 'ok: a remark', 'no: the library's reason', 'CRASH: in what words', or 'WRONG: how'."""
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        try:
+            family = Family(model_type, Path(folder))
+        except Exception as error:
+            return {'config': f'none: {_line(error)}'}
+        return {name: _outcome(fn, family) for name, fn in CHECKS.items()}
+
+
+def check_apart(model_type: str) -> dict[str, str]:
+    """In a process of its own: some types change transformers for those after them, and some take all memory."""
+    context = multiprocessing.get_context('fork')  # what is imported here needs no second import there
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: there.send(check(model_type)))
+    process.start()
+    there.close()
+    try:
+        if not here.poll(LIMIT_S):
+            return {'config': f'none: it took more than {LIMIT_S} s'}
+        return here.recv()
+    except EOFError:
+        return {'config': f'none: its process ended with {process.exitcode}'}
+    finally:
+        process.kill()
+        process.join()
+
+
+def _outcome(fn: Callable[[Family], str], family: Family) -> str:
+    try:
+        remark = fn(family)
+    except ValueError as error:
+        return f'no: {_line(error)}'
+    except Wrong as error:
+        return f'WRONG: {_line(error)}'
+    except Exception as error:
+        return f'CRASH: {_line(error)}'
+    return f'ok: {remark}' if remark else 'ok'
+
+
+def _line(error: Exception) -> str:
+    text = (str(error).strip().splitlines() or [''])[0]
+    return (text if isinstance(error, (ValueError, Wrong)) else f'{type(error).__name__}: {text}')[:200]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('types', nargs='*', help='model types; all of them unless given')
+    parser.add_argument('--page', type=Path, help='write the page of models')
+    parser.add_argument('--json', type=Path, help='add what is found to this file; what is there is not checked again')
+    args = parser.parse_args()
+    found = json.loads(args.json.read_text()) if args.json and args.json.is_file() else {}
+    for model_type in args.types or model_types():
+        if model_type in found:
+            continue
+        begin = time.perf_counter()
+        found[model_type] = check_apart(model_type)
+        wrong = {name: text for name, text in found[model_type].items() if not text.startswith('ok')}
+        print(f'{model_type} {time.perf_counter() - begin:.0f} s {wrong or "ok"}', flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=1, sort_keys=True) + '\n')
+    if args.page:
+        from family_page import page
+
+        args.page.write_text(page(found))
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,88 @@
+"""docs/models.md out of what `family_checks` found."""
+
+from __future__ import annotations
+
+import transformers
+
+HEAD = """# Models
+
+What was found for each model type of transformers {version} that has a causal language model, with tiny random weights
+on a CPU:
+
+    python tests/families/family_checks.py --json found.json --page docs/models.md
+
+No real checkpoint was tried. A cross means that the library refuses it by name, before any work; the reasons stand
+below.
+
+| column | what is compared |
+|---|---|
+{columns}
+
+## What works
+
+| model type | {names} |
+|---|{rule}|
+{rows}
+
+## Refused
+
+{refused}
+
+## Crashes
+
+An exception that is not the library's own, before any number is used.
+
+{crashes}
+
+## Wrong
+
+Other numbers, without a word.
+
+{wrong}
+
+## Not tried
+
+{left_out}
+"""
+
+
+def page(found: dict[str, dict[str, str]]) -> str:
+    from family_checks import CHECKS
+
+    tried = {kind: checks for kind, checks in found.items() if 'config' not in checks}
+    useful = {k: c for k, c in tried.items() if not c['forward'].startswith('no')}
+    rows = [f'| {kind} | {" | ".join(_cell(checks[name]) for name in CHECKS)} |' for kind, checks in useful.items()]
+    refused = [f'- {kind}: {_reason(checks["forward"])}' for kind, checks in tried.items() if kind not in useful]
+    for kind, checks in useful.items():
+        reasons = [f'{name}: {_reason(text)}' for name, text in checks.items() if text.startswith('no')]
+        refused += [f'- {kind}, {"; ".join(reasons)}'] if reasons else []
+
+    def with_outcome(outcome: str) -> str:
+        every = [(kind, name, text) for kind, checks in tried.items() for name, text in checks.items()]
+        lines = [f'- {kind}, {name}: {_reason(text)}' for kind, name, text in every if text.startswith(outcome)]
+        return '\n'.join(lines) or 'Nothing.'
+
+    left_out = [f'- {kind}: {_reason(checks["config"])}' for kind, checks in found.items() if 'config' in checks]
+    columns = [f'| {name} | {" ".join((fn.__doc__ or "").split())} |' for name, fn in CHECKS.items()]
+    return HEAD.format(
+        version=transformers.__version__,
+        columns='\n'.join(columns),
+        names=' | '.join(CHECKS),
+        rule='|'.join('---' for _ in CHECKS),
+        rows='\n'.join(rows),
+        refused='\n'.join(sorted(refused)) or 'Nothing.',
+        crashes=with_outcome('CRASH'),
+        wrong=with_outcome('WRONG'),
+        left_out='\n'.join(left_out) or 'Nothing.',
+    )
+
+
+def _cell(text: str) -> str:
+    if text.startswith('ok'):
+        return text.partition(': ')[2] or 'yes'
+    return '✗' if text.startswith('no') else text.partition(':')[0].lower()
+
+
+def _reason(text: str) -> str:
+    reason = text.partition(': ')[2].replace('|', '/').replace('<', '(').replace('>', ')')
+    return reason.split('/tmp/')[0] + reason.split('/model.safetensors: ')[-1] if '/tmp/' in reason else reason
