@@ -31,7 +31,7 @@ from chatgpt.trainer.strategies import states
 from chatgpt.trainer.strategies.exact import Reproducible, exact_norm, own_part, tree_reduce_scatter
 from chatgpt.trainer.strategies.memory import Layout, Memory, MemoryModel, ModelSize, atoms_of, gathered_copy
 from chatgpt.trainer.strategies.offload import Offloaded, OffloadedShards
-from chatgpt.trainer.strategies.precision import Precision, merge_for_good, narrow
+from chatgpt.trainer.strategies.precision import Precision, merge_for_good
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
 from chatgpt.trainer.strategies.streaming import (
     StreamBlocks,
@@ -60,7 +60,7 @@ class FSDPStrategy(ProcessGroupStrategy):
     """
 
     sharded: ClassVar[bool] = True
-    keeps_narrow: ClassVar[bool] = False  # gathers in the compute dtype, whatever shards are kept in
+    keeps_narrow: ClassVar[bool] = False  # gathers in the compute dtype, from shards in fp32
     ranks_below = True
 
     def __init__(
@@ -127,8 +127,6 @@ class FSDPStrategy(ProcessGroupStrategy):
             _checkpoint_activations(model)
         skeleton = _with_parameters(model, {id(p): p.to('meta') for p in model.parameters()})
         stream = _initial_tensors(model)
-        if not trained and self.exact is None:
-            narrow(model.parameters(), self.dtype)  # what would be gathered in it anyway
         if stream is None:
             self.take_weights_of_rank_0(model)
             model.to(torch.device('cpu') if self.cpu_offload else self.device)
@@ -355,7 +353,7 @@ class FSDPMemory(MemoryModel):
 
     def frozen(self, name: str, size: ModelSize, run: Layout) -> Memory:
         memory = Memory()
-        memory.add(f'{name} weights', self.full_itemsize(run) * _sharded(size, run), host=self.offloads)
+        memory.add(f'{name} weights', 4 * _sharded(size, run), host=self.offloads)
         return memory
 
     def gathered(self, size: ModelSize, run: Layout, *, backward: bool) -> int:
