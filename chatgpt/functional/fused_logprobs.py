@@ -49,8 +49,8 @@ def fused_logprobs(
     """Log-probs of `ids` (and the entropy) under softmax((hidden Wᵀ + b) / temperature).
 
     The numbers are those of `chunked_logprobs` up to rounding: products in autocast's dtype where it is on and in the
-    dtype of `hidden` elsewhere, all else in fp32 (fp64 stays fp64). Gradients of the weight are summed over all N rows in
-    one product.
+    dtype of `hidden` elsewhere, all else in fp32 (fp64 stays fp64). Gradients of the weight are summed over all N rows
+    in one product.
 
     Args:
         hidden: (N, D) states that predict the tokens.

@@ -1,11 +1,11 @@
 """The blocks of a model compiled by torch (`torch.compile`) for learning and scoring; generating stays as it is.
 
-What is compiled is what a block is made of: attention's projections and rotary embedding, the gated MLP, RMS norms. Each
-kind of part is one function for all layers of all models, so a model costs a handful of graphs and not one per layer.
-The block itself stays ordinary code, and with it what is done around it: gradient checkpointing (which then recomputes
-compiled parts), FSDP2's gathering, hydra's recording. Only `forward` of a part's object changes, so names, weights,
-checkpoints, copies and LoRA layers inside are as before, and it may be done before or after a strategy has prepared the
-model.
+What is compiled is what a block is made of: attention's projections and rotary embedding, the gated MLP, RMS norms.
+Each kind of part is one function for all layers of all models, so a model costs a handful of graphs and not one per
+layer. The block itself stays ordinary code, and with it what is done around it: gradient checkpointing (which then
+recomputes compiled parts), FSDP2's gathering, hydra's recording. Only `forward` of a part's object changes, so names,
+weights, checkpoints, copies and LoRA layers inside are as before, and it may be done before or after a strategy has
+prepared the model.
 
 - Sizes are symbols: another length or number of rows needs no new graph. There are some kinds of call, each compiled
   once: with and without gradients, in 16 bits, one row (which padding-free batches always are) or several.

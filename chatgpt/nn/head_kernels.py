@@ -14,10 +14,13 @@ Left out: the formulas.
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 
 from chatgpt.functional.fused_logprobs import fused_logprobs
@@ -38,15 +41,9 @@ def check_kernel(kernel: str, head: nn.Module | None, linear: bool | None, model
     Raises:
         ValueError: an unknown kernel, a package that is not there, or a head that it cannot compute.
     """
-    if kernel not in KERNELS:
-        raise ValueError(f'logprob_kernel={kernel!r} is not one of {", ".join(KERNELS)}')
+    check_name(kernel)
     if kernel in ('auto', 'plain'):
         return
-    if kernel == 'liger' and find_spec('liger_kernel') is None:
-        raise ValueError(
-            "logprob_kernel='liger' needs liger-kernel, which is not installed: pip install 'chatgpt-rlhf[liger]', or "
-            "choose 'fused'"
-        )
     if linear is False:
         raise ValueError(
             f'logprob_kernel={kernel!r}: the logits of {model} are more than its output layer (a soft cap or a '
@@ -56,6 +53,31 @@ def check_kernel(kernel: str, head: nn.Module | None, linear: bool | None, model
         raise ValueError(
             f'logprob_kernel={kernel!r} reads the weight of a plain nn.Linear, and the output layer of {model} is a '
             f"{type(head).__name__} (an adapter, quantized or sharded weights); choose 'plain'"
+        )
+
+
+def check_name(kernel: str) -> None:
+    """Raises ValueError for a kernel that is not known, or whose package or device is not there."""
+    if kernel not in KERNELS:
+        raise ValueError(f'logprob_kernel={kernel!r} is not one of {", ".join(KERNELS)}')
+    if kernel != 'liger':
+        return
+    if find_spec('liger_kernel') is None:
+        raise ValueError(
+            "logprob_kernel='liger' needs liger-kernel, which is not installed: pip install 'chatgpt-rlhf[liger]', or "
+            "choose 'fused'"
+        )
+    if not torch.cuda.is_available() and os.environ.get('TRITON_INTERPRET') != '1':
+        raise ValueError("logprob_kernel='liger' runs Triton kernels, and there is no GPU here; choose 'fused'")
+
+
+def check_liger_temperature(temperature: float, in_fp32: bool) -> None:
+    """Raises ValueError for one that 'liger' cannot take: it divides the states, which rounds them unless the
+    temperature is a power of two; in fp32 that is the rounding of any other division."""
+    if not in_fp32 and math.frexp(temperature)[0] != 0.5:
+        raise ValueError(
+            f"logprob_kernel='liger' divides the hidden states by the temperature, and in 16 bits {temperature:g}, "
+            "which is no power of two, would round them; choose 'fused'"
         )
 
 

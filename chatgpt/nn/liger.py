@@ -1,15 +1,14 @@
 """Log-probs by liger-kernel's fused linear cross-entropy (Hsu et al. 2024, arXiv 2410.10989; BSD 2-clause).
 
-Its Triton kernel turns a chunk of logits into losses and their gradient in place. With reduction='none' it computes each
-chunk's logits again in the backward pass, where the gradient of every token is known, and sums the weight's gradient in
-fp32, which is asked for here.
+Its Triton kernel turns a chunk of logits into losses and their gradient in place. With reduction='none' it computes
+each chunk's logits again in the backward pass, where the gradient of every token is known, and sums the weight's
+gradient in fp32, which is asked for here.
 
 Left out: its entropy, which it has none of. As a metric that is a pass of our own, another product with the head.
 """
 
 from __future__ import annotations
 
-import math
 import os
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from chatgpt.functional.fused_logprobs import fused_logprobs
 from chatgpt.functional.logprobs import WithEntropy
+from chatgpt.nn.head_kernels import check_liger_temperature
 
 
 def liger_logprobs(
@@ -46,11 +46,7 @@ def liger_logprobs(
         )
     if torch.is_autocast_enabled(kind) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
-    if dtype not in (torch.float32, torch.float64) and math.frexp(temperature)[0] != 0.5:
-        raise ValueError(
-            f"logprob_kernel='liger' divides the hidden states by the temperature, and {temperature:g} is no power of "
-            f"two, so {str(dtype).removeprefix('torch.')} states would be rounded; choose 'fused'"
-        )
+    check_liger_temperature(temperature, dtype in (torch.float32, torch.float64))
     entropy = None
     if with_entropy:
         with torch.no_grad():
