@@ -89,8 +89,14 @@ def linear_weights(head: nn.Module | None) -> tuple[Tensor, Tensor | None] | Non
     if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks or head._backward_hooks:
         return None
     weight, bias = head.weight, head.bias
-    own = all(type(x) in (Tensor, nn.Parameter) for x in (weight, bias) if x is not None)
-    return (weight, bias) if own and weight.is_floating_point() else None
+    whole = all(_is_whole(x) for x in (weight, bias) if x is not None)
+    return (weight, bias) if whole and weight.is_floating_point() else None
+
+
+def _is_whole(x: Tensor) -> bool:
+    """A tensor that holds its numbers: no shard of one (DTensor), and none that acts when it is used (Gemini's)."""
+    acts = type(x).__torch_function__ is not torch._C._disabled_torch_function_impl
+    return type(x) is Tensor or not (acts or hasattr(x, 'to_local'))
 
 
 def head_logprobs(
