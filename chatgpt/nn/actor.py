@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from chatgpt.functional.logprobs import WithEntropy, entropy_graph, entropy_of, logprobs_of
 from chatgpt.nn import hydra, lora
+from chatgpt.nn.compiled import not_compiled
 from chatgpt.nn.gelu import use_fused_gelu
 from chatgpt.nn.head_kernels import LogprobKernel, check_kernel, head_logprobs
 from chatgpt.nn.heads import critic_head, in_fp32, load_head, save_head
@@ -159,10 +160,11 @@ class Actor(TakesModel, nn.Module):
     def trunk(
         self, input_ids: Tensor, *, position_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """Hidden states (B, S, D); `past_key_values` and the like go to the model."""
-        return run_trunk(
-            base_model(self.model), input_ids, position_ids=position_ids, attention_mask=attention_mask, **kwargs
-        )
+        """Hidden states (B, S, D), for engines; `past_key_values` and the like go to the model."""
+        with not_compiled():
+            return run_trunk(
+                base_model(self.model), input_ids, position_ids=position_ids, attention_mask=attention_mask, **kwargs
+            )
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., D)."""

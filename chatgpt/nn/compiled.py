@@ -10,7 +10,7 @@ prepared the model.
 - Sizes are symbols: another length or number of rows needs no new graph. There are some kinds of call, each compiled
   once: with and without gradients, in 16 bits, one row (which padding-free batches always are) or several.
 - Attention over a packed batch is left out of the graphs: its work list is Python.
-- A call with a key/value cache, which is how everything generates, runs as without this.
+- What generates runs as without this: engines, which call `Actor.trunk`, and every call with a key/value cache.
 
 Left out: the decode step, whole-model graphs, layers whose parts are torch's own modules (one kernel each already).
 """
@@ -39,7 +39,7 @@ _compiled: dict[tuple[Any, str], Callable[..., Any]] = {}
 
 
 def compile_blocks(model: nn.Module, *, backend: str = 'inductor') -> int:
-    """Let the parts of `model`'s transformer blocks run compiled in every forward without a key/value cache.
+    """Let the parts of `model`'s transformer blocks run compiled in every forward that does not generate.
 
     Numbers agree with the plain ones up to rounding. The first forward and backward of each kind of call compile, for
     seconds to minutes. A second call changes nothing.

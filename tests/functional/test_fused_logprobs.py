@@ -1,4 +1,5 @@
-"""Log-probs by blocks of the vocabulary against slow loops and the path by rows; the entropy as a metric keeps nothing."""
+"""Log-probs by blocks of the vocabulary against slow loops and the path by rows; an entropy that is a metric keeps
+nothing."""
 
 from __future__ import annotations
 
@@ -41,7 +42,13 @@ def test_numbers_are_those_of_a_slow_loop(block_size, temperature, trained):
     want, want_entropy = slow(hidden, head, ids, temperature)
     for with_entropy in (True, 'detached'):
         logprobs, entropy = fused_logprobs(
-            hidden, head.weight, head.bias, ids, temperature=temperature, with_entropy=with_entropy, block_size=block_size
+            hidden,
+            head.weight,
+            head.bias,
+            ids,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            block_size=block_size,
         )
         assert logprobs.tolist() == pytest.approx(want, abs=1e-12)
         assert entropy.tolist() == pytest.approx(want_entropy, abs=1e-12)

@@ -1,4 +1,5 @@
-"""`logprob_kernel` and `compile_blocks` as settings of a run: what does not go together, and that they reach the models."""
+"""`logprob_kernel` and `compile_blocks` as settings of a run: what does not go together, and that they reach the
+models."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import pytest
 
 from chatgpt.launch import models
 from chatgpt.launch.models import set_kernels
-from chatgpt.launch.runs import PPORun, RewardModelRun, SFTRun
+from chatgpt.launch.runs import PPORun, RewardRun, SFTRun
 from chatgpt.nn import Actor, RewardModel, head_kernels
 from chatgpt.testing import tiny_causal_lm
 
@@ -14,9 +15,9 @@ from chatgpt.testing import tiny_causal_lm
 @pytest.mark.parametrize(
     ('kind', 'settings', 'told'),
     [
-        (PPORun, {'logprob_kernel': 'fast'}, 'fast.* is not one of auto, plain, fused, liger'),
+        (PPORun, {'logprob_kernel': 'fast'}, 'fast.*auto.*plain.*fused.*liger'),
         (SFTRun, {'logprob_kernel': 'liger'}, r'chatgpt-rlhf\[liger\]'),
-        (RewardModelRun, {'logprob_kernel': 'fused'}, 'a reward model has none'),
+        (RewardRun, {'logprob_kernel': 'fused'}, 'a reward model has none'),
         (PPORun, {'compile_blocks': True, 'reproducible': 'exact'}, 'promises bits'),
         (PPORun, {'compile_blocks': True, 'strategy': 'colossalai_gemini', 'precision': 'bf16'}, 'naive, ddp or fsdp'),
     ],

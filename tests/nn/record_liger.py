@@ -1,6 +1,6 @@
 """Records `liger_golden.json`: what liger-kernel computes for the cases of `test_head_kernels`.
 
-    TRITON_INTERPRET=1 python tests/nn/record_liger.py      # with liger-kernel and triton installed
+TRITON_INTERPRET=1 python tests/nn/record_liger.py      # with liger-kernel and triton installed
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def main() -> None:
     }
     rounded = {name: [[float(f'{x:.7g}') for x in row] for row in rows] for name, rows in cases.items()}
     found = {'liger-kernel': version('liger-kernel'), 'triton': version('triton'), 'cases': rounded}
-    Path(__file__).with_name('liger_golden.json').write_text(json.dumps(found, indent=None, separators=(',', ':')) + '\n')
+    Path(__file__).with_name('liger_golden.json').write_text(
+        json.dumps(found, indent=None, separators=(',', ':')) + '\n'
+    )
 
 
 if __name__ == '__main__':

@@ -1,7 +1,7 @@
 """`compile_blocks`: the plain numbers, one graph for all layers, no new graph for another shape, names, copies, caches.
 
-Graphs are traced here and run as they are (backend 'eager'), which takes a second; the C++ that inductor makes of them is
-compiled in the test marked slow.
+Graphs are traced here and run as they are (backend 'eager'), which takes a second; the C++ that inductor makes of them
+is compiled in the test marked slow.
 """
 
 from __future__ import annotations
@@ -50,7 +50,12 @@ def batch_of(*lengths: tuple[int, int]) -> Any:
     )
 
 
-SHAPES = [((3, 4), (2, 7), (6, 1)), ((3, 4), (2, 7), (6, 2), (3, 3)), ((2, 3), (8, 8), (9, 1), (1, 1)), ((2, 3), (5, 5))]
+SHAPES = [
+    ((3, 4), (2, 7), (6, 1)),
+    ((3, 4), (2, 7), (6, 2), (3, 3)),
+    ((2, 3), (8, 8), (9, 1), (1, 1)),
+    ((2, 3), (5, 5)),
+]
 
 
 def learn(model: nn.Module, batch: Any) -> list[torch.Tensor]:
