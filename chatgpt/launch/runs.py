@@ -19,7 +19,8 @@ from chatgpt.launch.arguments import check_precision
 from chatgpt.launch.methods import METHODS, PREFERENCE_RUN, Recipe, methods_of
 from chatgpt.names import hint
 from chatgpt.nn.families import MODELS
-from chatgpt.nn.head_kernels import LogprobKernel, check_liger_temperature, check_name
+from chatgpt.nn.head_kernels import LogprobKernel, check_name
+from chatgpt.nn.liger import check_liger_temperature
 from chatgpt.publish import NUM_SAMPLES
 from chatgpt.rollout import SamplingParams
 from chatgpt.rollout.registry import ENGINES

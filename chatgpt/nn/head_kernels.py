@@ -14,7 +14,6 @@ Left out: the formulas.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -69,16 +68,6 @@ def check_name(kernel: str) -> None:
         )
     if not torch.cuda.is_available() and os.environ.get('TRITON_INTERPRET') != '1':
         raise ValueError("logprob_kernel='liger' runs Triton kernels, and there is no GPU here; choose 'fused'")
-
-
-def check_liger_temperature(temperature: float, in_fp32: bool) -> None:
-    """Raises ValueError for one that 'liger' cannot take: it divides the states, which rounds them unless the
-    temperature is a power of two; in fp32 that is the rounding of any other division."""
-    if not in_fp32 and math.frexp(temperature)[0] != 0.5:
-        raise ValueError(
-            f"logprob_kernel='liger' divides the hidden states by the temperature, and in 16 bits {temperature:g}, "
-            "which is no power of two, would round them; choose 'fused'"
-        )
 
 
 def linear_weights(head: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:

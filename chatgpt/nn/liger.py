@@ -9,6 +9,7 @@ Left out: its entropy, which it has none of. As a metric that is a pass of our o
 
 from __future__ import annotations
 
+import math
 import os
 
 import torch
@@ -16,7 +17,16 @@ from torch import Tensor
 
 from chatgpt.functional.fused_logprobs import fused_logprobs
 from chatgpt.functional.logprobs import WithEntropy
-from chatgpt.nn.head_kernels import check_liger_temperature
+
+
+def check_liger_temperature(temperature: float, in_fp32: bool) -> None:
+    """Raises ValueError for one that 'liger' cannot take: it divides the states, which rounds them unless the
+    temperature is a power of two; in fp32 that is the rounding of any other division."""
+    if not in_fp32 and math.frexp(temperature)[0] != 0.5:
+        raise ValueError(
+            f"logprob_kernel='liger' divides the hidden states by the temperature, and in 16 bits {temperature:g}, "
+            "which is no power of two, would round them; choose 'fused'"
+        )
 
 
 def liger_logprobs(

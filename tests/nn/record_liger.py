@@ -1,4 +1,4 @@
-"""Records `liger_golden.json`: what liger-kernel computes for the cases of `test_head_kernels`.
+"""Records `liger_golden.json`: what liger-kernel computes for the cases of `liger_cases`.
 
 TRITON_INTERPRET=1 python tests/nn/record_liger.py      # with liger-kernel and triton installed
 """
@@ -9,7 +9,7 @@ import json
 from importlib.metadata import version
 from pathlib import Path
 
-from test_head_kernels import CASES, numbers
+from liger_cases import CASES, numbers
 
 from chatgpt.nn.liger import liger_logprobs
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from liger_cases import CASES, numbers
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config, PhiConfig
 
@@ -219,30 +220,6 @@ def test_blocks_on_two_ranks_are_the_plain_path(name):
 
 
 # ---------------------------------------------------------------- liger
-
-
-def golden_case(temperature, bias, trained):
-    """The numbers that `liger_golden.json` was recorded from; no generator, so that they are the same everywhere."""
-    head = nn.Linear(8, 50, bias=bias)
-    with torch.no_grad():
-        head.weight.copy_(torch.sin(torch.arange(400.0)).view(50, 8))
-        if bias:
-            head.bias.copy_(torch.cos(torch.arange(50.0)))
-    head.requires_grad_(trained)
-    hidden = (2 * torch.cos(0.7 * torch.arange(88.0))).view(11, 8).requires_grad_()
-    return hidden, head, torch.arange(11) * 17 % 50, torch.linspace(-1, 1, 11)
-
-
-CASES = [(t, b, trained) for t in (1.0, 2.0, 0.7) for b in (True, False) for trained in (True, False)]
-
-
-def numbers(compute, temperature, bias, trained):
-    hidden, head, ids, weights = golden_case(temperature, bias, trained)
-    logprobs, entropy = compute(hidden, head, ids, temperature=temperature, with_entropy='detached')
-    (logprobs * weights).sum().backward()
-    assert not entropy.requires_grad
-    found = [logprobs, entropy, hidden.grad, *(p.grad for p in head.parameters() if trained)]
-    return [x.detach().flatten().tolist() for x in found]
 
 
 @pytest.mark.parametrize(('temperature', 'bias', 'trained'), CASES)
