@@ -1,0 +1,219 @@
+"""`compile_blocks`: the plain numbers, one graph for all layers, no new graph for another shape, names, copies, caches.
+
+Graphs are traced here and run as they are (backend 'eager'), which takes a second; the C++ that inductor makes of them
+is compiled in the test marked slow.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch._dynamo.utils import counters
+
+from chatgpt.batching import collate
+from chatgpt.nn import Actor, Critic, compiled
+from chatgpt.nn.compiled import compile_blocks, is_compiled, not_compiled
+from chatgpt.rollout import LocalEngine, SamplingParams
+from chatgpt.testing import tiny_causal_lm
+from chatgpt.testing.processes import run_distributed
+from chatgpt.trainer.strategies import FSDPStrategy
+from chatgpt.types import Prompt, Sequence
+
+
+@pytest.fixture(autouse=True)
+def fresh_graphs():
+    """No graphs of another test, and attention as it was."""
+    torch._dynamo.reset()
+    counters.clear()
+    compiled._compiled.clear()
+    yield
+    torch._dynamo.reset()
+    compiled._compiled.clear()
+
+
+def batch_of(*lengths: tuple[int, int]) -> Any:
+    generator = torch.Generator().manual_seed(sum(p + 7 * a for p, a in lengths))
+
+    def draw(n):
+        return torch.randint(3, 60, (n,), generator=generator)
+
+    return collate(
+        [
+            Sequence(prompt_ids=draw(p), response_ids=draw(a), response_mask=torch.ones(a, dtype=torch.bool))
+            for p, a in lengths
+        ]
+    )
+
+
+SHAPES = [
+    ((3, 4), (2, 7), (6, 1)),
+    ((3, 4), (2, 7), (6, 2), (3, 3)),
+    ((2, 3), (8, 8), (9, 1), (1, 1)),
+    ((2, 3), (5, 5)),
+]
+
+
+def learn(model: nn.Module, batch: Any) -> list[torch.Tensor]:
+    model.zero_grad()
+    out = model(batch)
+    numbers = getattr(out, 'logprobs', out)
+    (numbers * torch.linspace(-1, 1, len(numbers))).sum().backward()
+    return [numbers.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def score(model: nn.Module, batch: Any) -> torch.Tensor:
+    with torch.no_grad():
+        out = model(batch)
+    return getattr(out, 'logprobs', out)
+
+
+def graphs() -> int:
+    return counters['stats'].get('unique_graphs', 0)
+
+
+KINDS = {
+    'critic': lambda: Critic(tiny_causal_lm('gpt2', layers=1).base_model),
+    'llama with lora': lambda: Actor(tiny_causal_lm('llama', layers=1), lora_rank=2),
+    'opt, which has its MLP in the block': lambda: Actor(tiny_causal_lm('opt', layers=1)),
+}
+
+
+@pytest.mark.parametrize(('kind', 'checkpointed'), zip(KINDS, (False, True, False), strict=True))
+def test_numbers_are_the_plain_ones_and_graphs_do_not_follow_the_shapes(kind, checkpointed):
+    model = KINDS[kind]().train()
+    if checkpointed:
+        model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})
+    twin, names = copy.deepcopy(model), list(model.state_dict())
+    assert compile_blocks(model, backend='eager') > 0 and is_compiled(model) and not is_compiled(twin)
+    assert list(model.state_dict()) == names
+    seen = []
+    for shape in SHAPES:
+        batch = batch_of(*shape)
+        for ours, plain in zip(learn(model, batch), learn(twin, batch), strict=True):
+            torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(score(model, batch), score(twin, batch), rtol=1e-4, atol=1e-5)
+        seen.append(graphs())
+    assert seen[0] > 0 and len(set(seen)) == 1  # the first batch made them all
+
+
+def test_layers_share_their_graphs():
+    def graphs_of(layers):
+        torch._dynamo.reset()
+        compiled._compiled.clear()
+        counters.clear()
+        model = Actor(tiny_causal_lm('llama', layers=layers))
+        number = compile_blocks(model, backend='eager')
+        learn(model, batch_of((3, 4), (2, 7)))
+        return number, graphs()
+
+    (few_parts, few), (many_parts, many) = graphs_of(1), graphs_of(3)
+    assert (few_parts, many_parts) == (4, 3 * 4)  # two norms, attention, MLP
+    assert few == many > 0
+
+
+def test_a_copy_has_parts_of_its_own_and_a_second_call_changes_nothing():
+    model = Actor(tiny_causal_lm('gpt2'))
+    assert compile_blocks(model, backend='eager') == 4 and compile_blocks(model, backend='eager') == 0
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(0.5)
+    batch = batch_of((3, 4), (2, 7))
+    assert is_compiled(twin)
+    for module in twin.modules():
+        assert 'forward' not in vars(module) or module.forward.__self__ is module
+    halved = Actor(tiny_causal_lm('gpt2'))
+    halved.load_state_dict(twin.state_dict())
+    torch.testing.assert_close(score(twin, batch), score(halved, batch), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(score(twin, batch), score(model, batch), atol=1e-3)
+
+
+def test_generating_runs_no_graph(monkeypatch):
+    model = Actor(tiny_causal_lm('llama')).eval()
+    plain = copy.deepcopy(model)
+    compile_blocks(model, backend='eager')
+
+    def responses(actor):
+        engine = LocalEngine()
+        engine.begin(actor)
+        sampling = SamplingParams(max_new_tokens=6, eos_token_ids=(1,))
+        prompts = [Prompt(ids=torch.tensor([4, 5, 6])), Prompt(ids=torch.tensor([7]))]
+        found = engine.generate(prompts, sampling, seed=0, indices=[0, 1])
+        engine.end()
+        return [s.response_ids.tolist() for s in found]
+
+    assert responses(model) == responses(plain)
+    assert graphs() == 0
+    with not_compiled():
+        score(model, batch_of((3, 4), (2, 7)))
+    assert graphs() == 0
+    score(model, batch_of((3, 4), (2, 7)))
+    assert graphs() > 0
+
+
+def test_hydra_records_its_blocks():
+    model = Actor(tiny_causal_lm('llama', layers=3), num_layers_unfrozen=1).eval()
+    twin = copy.deepcopy(model)
+    compile_blocks(model, backend='eager')
+    batch = batch_of((3, 4), (2, 7))
+    ours, plain = model(batch, with_reference=True), twin(batch, with_reference=True)
+    torch.testing.assert_close(ours.reference.logprobs, plain.reference.logprobs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours.logprobs, plain.logprobs, rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_compiled_is_said(monkeypatch):
+    with pytest.raises(ValueError, match='Linear has no transformer blocks'):
+        compile_blocks(nn.Linear(2, 2), backend='eager')
+    monkeypatch.setattr(compiled.shutil, 'which', lambda name: None)
+    with pytest.raises(ValueError, match=r'needs a C\+\+ compiler'):
+        compile_blocks(Actor(tiny_causal_lm('gpt2')))
+
+
+def under_fsdp(before: bool) -> Any:
+    """Losses of three steps, plain and compiled before or after `prepare`; graphs after each."""
+    found = []
+    for with_graphs in (False, True):
+        strategy = FSDPStrategy(seed=0)
+        model = Actor(tiny_causal_lm('gpt2', layers=1)).train()
+        if with_graphs and before:
+            compile_blocks(model, backend='eager')
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model, optimizer = strategy.prepare((model, optimizer))
+        if with_graphs and not before:
+            compile_blocks(strategy.unwrap(model), backend='eager')
+        losses, seen = [], []
+        for shape in SHAPES[:3]:
+            with strategy.accumulate(model, last=True), strategy.autocast():
+                loss = -model(batch_of(*shape)).logprobs.mean() / 2
+            strategy.backward(loss, model, optimizer)
+            strategy.optimizer_step(optimizer)
+            losses.append(float(loss))
+            seen.append(graphs())
+        names = list(strategy.full_state_dict(model) or [])
+        strategy.close()
+        found.append((losses, seen, names))
+    return found
+
+
+@pytest.mark.parametrize('before', [True, False])
+def test_under_fsdp_on_two_ranks(before):
+    """Compiled before `prepare`, and after it."""
+    for plain, ours in run_distributed(under_fsdp, 2, before, init_group=True):
+        assert ours[0] == pytest.approx(plain[0], rel=1e-4) and ours[2] == plain[2]
+        assert plain[1] == [0, 0, 0] and ours[1][0] == ours[1][2] > 0
+
+
+@pytest.mark.slow
+def test_inductors_code_gives_the_plain_numbers():
+    model = Actor(tiny_causal_lm('llama')).train()
+    twin = copy.deepcopy(model)
+    compile_blocks(model)
+    for shape in SHAPES[:2]:
+        batch = batch_of(*shape)
+        for ours, plain in zip(learn(model, batch), learn(twin, batch), strict=True):
+            torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
