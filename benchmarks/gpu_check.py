@@ -213,7 +213,8 @@ def limits(parts: Sequence[Part], number: int, left_s: float) -> float:
 def environment(device: str, site: str | None) -> dict[str, str]:
     path = os.pathsep.join(p for p in (str(ROOT), site, os.environ.get('PYTHONPATH')) if p)
     changed = {'PYTHONPATH': path, 'HF_HUB_OFFLINE': '1', 'TOKENIZERS_PARALLELISM': 'false', 'PYTHONUNBUFFERED': '1'}
-    return os.environ | changed | ({'CUDA_VISIBLE_DEVICES': ''} if device == 'cpu' else {})
+    tiny = {'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'}  # several threads only wait for each other there
+    return os.environ | changed | (tiny if device == 'cpu' else {})
 
 
 def end_group(child: subprocess.Popen[bytes]) -> None:
@@ -233,9 +234,11 @@ def end_group(child: subprocess.Popen[bytes]) -> None:
 class Worker:
     """A process of gpu_worker.py."""
 
+    script = HERE / 'gpu_worker.py'
+
     def __init__(self, name: str, device: str, env: Mapping[str, str], log: Path) -> None:
         self.name, self.log = name, log
-        command = [sys.executable, str(HERE / 'gpu_worker.py'), '--device', device]
+        command = [sys.executable, str(self.script), '--device', device]
         with log.open('ab') as sink:
             self.child = subprocess.Popen(
                 command,

@@ -30,7 +30,7 @@ def bytes_of(size: float | None) -> str:
 
 def with_result(content: Record, function: str) -> list[tuple[str, Record]]:
     """(name, numbers) of the parts of a function that wrote some."""
-    found = [(p['name'], p['result']) for p in content['parts'] if p.get('function') == function]
+    found = [(p['name'], p.get('result')) for p in content['parts'] if p.get('function') == function]
     return [(name, result) for name, result in found if isinstance(result, dict)]
 
 

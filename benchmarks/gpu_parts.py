@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parent
 GIB = 2**30
-SPARE = 2 * GIB
+SPARE = GIB
 """of a card, for what torch's allocator does not count"""
 
 
@@ -92,18 +92,9 @@ def decode(
     note: Note, *, model: str, batch: int, prompt: int, new: int, precision: str = 'bf16', rounds: int = 2
 ) -> None:
     """New tokens per second of the local engine, `begin` included, and of `model.generate` on the same modules, with
-    cuDNN's attention and without. No response ends early.
-
-    Of the engine there is a first phase, in which it checks the model and captures graphs, and later ones. `generate`
-    is measured on a few tokens first, so that there is a number where time runs out.
-    """
+    cuDNN's attention and without. No response ends early."""
     import torch
     from random_models import random_model
-    from transformers import GenerationConfig
-
-    from chatgpt.nn import Actor
-    from chatgpt.rollout import LocalEngine, SamplingParams
-    from chatgpt.types import Prompt
 
     config = config_of(model, prompt + new)
     dtype = {'fp32': torch.float32, 'bf16': torch.bfloat16}[precision]
@@ -111,35 +102,47 @@ def decode(
     policy.generation_config.eos_token_id = None
     parameters = sum(p.numel() for p in policy.parameters())
     note.write(model=model, parameters=parameters, precision=precision, batch=batch, prompt=prompt, new=new)
-    drawn = torch.randint(3, config.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(0))
-    prompts, engine, actor = [Prompt(ids=row) for row in drawn], LocalEngine(), Actor(policy)
-    took: dict[str, float] = {}
+    prompts = torch.randint(3, config.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(0))
+    _local_engine(note, policy, prompts, new, rounds)
+    if note.device.type == 'cuda':
+        torch.cuda.empty_cache()
+    _generate(note, policy, prompts.to(note.device), new)
+
+
+def _rate(tokens: int, duration: float) -> dict[str, float]:
+    return {'tokens_per_s': tokens / duration, 'seconds': duration}
+
+
+def _local_engine(note: Note, policy: Any, ids: Any, new: int, rounds: int) -> None:
+    """A first phase, in which the engine checks the model and captures graphs, and later ones."""
+    from chatgpt.nn import Actor
+    from chatgpt.rollout import LocalEngine, SamplingParams
+    from chatgpt.types import Prompt
+
+    prompts, engine, actor = [Prompt(ids=row) for row in ids], LocalEngine(), Actor(policy)
+    tokens, sampling, took = len(ids) * new, SamplingParams(max_new_tokens=new), {'begin_s': 0.0}
 
     def phase(number: int) -> None:
         start = time.perf_counter()
         engine.begin(actor)
-        took['begin'] = time.perf_counter() - start
-        indices = range(number * batch, (number + 1) * batch)
-        samples = engine.generate(prompts, SamplingParams(max_new_tokens=new), seed=0, indices=indices)
+        took['begin_s'] = time.perf_counter() - start
+        first = number * len(ids)
+        samples = engine.generate(prompts, sampling, seed=0, indices=range(first, first + len(ids)))
         engine.end()
-        assert sum(s.num_actions for s in samples) == batch * new
+        if sum(s.num_actions for s in samples) != tokens:
+            raise RuntimeError(f'other than {tokens} tokens came')
 
-    def rate(tokens: int, duration: float) -> dict[str, float]:
-        return {'tokens_per_s': tokens / duration, 'seconds': duration}
-
-    note.write(first_phase=rate(batch * new, seconds(lambda: phase(0), note.device)) | {'begin_s': took['begin']})
+    note.write(first_phase=_rate(tokens, seconds(lambda: phase(0), note.device)) | took)
     later: list[float] = []
     for number in range(1, rounds + 1):
         later.append(seconds(lambda n=number: phase(n), note.device))  # type: ignore[misc]
-        note.write(
-            engine=rate(batch * new, statistics.median(later)) | {'begin_s': took['begin'], 'rounds': len(later)}
-        )
-    del engine, actor
-    if note.device.type == 'cuda':
-        torch.cuda.empty_cache()
+        note.write(engine=_rate(tokens, statistics.median(later)) | took | {'rounds': len(later)})
 
-    input_ids = drawn.to(note.device)
-    mask = torch.ones_like(input_ids)
+
+def _generate(note: Note, policy: Any, ids: Any, new: int) -> None:
+    """`model.generate`, for a few tokens first, so that there is a number where time runs out."""
+    import torch
+    from transformers import GenerationConfig
 
     def generate(tokens: int) -> dict[str, float]:
         sampled = {'do_sample': True, 'top_k': 0, 'top_p': 1.0, 'temperature': 1.0}
@@ -147,10 +150,11 @@ def decode(
 
         def act() -> None:
             with torch.inference_mode():
-                found = policy.generate(input_ids, attention_mask=mask, generation_config=settings)
-            assert found.shape == (batch, prompt + tokens)
+                found = policy.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+            if found.shape != (len(ids), ids.shape[1] + tokens):
+                raise RuntimeError(f'model.generate gave {tuple(found.shape)}')
 
-        return rate(batch * tokens, seconds(act, note.device))
+        return _rate(len(ids) * tokens, seconds(act, note.device))
 
     few, found = max(1, new // 8), {}
     kinds = {'with cuDNN': True, 'without cuDNN': False} if note.device.type == 'cuda' else {'without cuDNN': False}
@@ -159,10 +163,10 @@ def decode(
             with cudnn_attention(enabled):
                 if tokens == few:
                     generate(2)  # what is loaded at the first call
-                elif found[name]['seconds'] * new / few > note.left():
+                if tokens == new and found[name]['seconds'] * new / few > note.left():
                     found[name]['reason'] = f'there was no time for {new} tokens'
-                    continue
-                found[name] = generate(tokens) | {'new': tokens}
+                else:
+                    found[name] = generate(tokens) | {'new': tokens}
             times = {n: note.content['engine']['tokens_per_s'] / f['tokens_per_s'] for n, f in found.items()}
             note.write(generate=found, times=times)
 
@@ -241,7 +245,7 @@ def capped(note: Note, memory: int) -> Iterator[None]:
     """Inside, torch's allocator gives this many bytes of the device, and who asks is told so. On a CPU nothing is
     capped."""
     import torch
-    from capacity_rung import cap_cuda
+    from capacity_rung import cap_allocator
 
     if note.card is None:
         yield
@@ -249,7 +253,7 @@ def capped(note: Note, memory: int) -> Iterator[None]:
     if memory > note.card:
         raise LeftOut(f'the cap of {memory / GIB:g} GiB is more than the card has')
     kept = torch.cuda.mem_get_info
-    cap_cuda(memory, note.device)
+    cap_allocator(memory, note.device)
     try:
         yield
     finally:

@@ -34,7 +34,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / 'peers'))
 
 from wheels import install_wheels  # noqa: E402
-from work import EOS, NEW_TOKENS, PAD, Case, prompt_ids  # noqa: E402
+from work import EOS, PAD, Case, prompt_ids  # noqa: E402
 
 # torch comes first and pinned, from the same place as the library's: trl asks for any torch, which may bring gigabytes
 # of CUDA.
