@@ -158,18 +158,18 @@ def cpu_parts() -> list[Part]:
     }
     colossalai = {'needs': COLOSSALAI, 'worker': 'colossalai'}
     return [
-        measure('device', 'device', 30),
-        Part('tests', ('benchmarks/gpu_tests.py', '{out}', '--files', 'tests/gpu'), 60),
+        measure('device', 'device', 20),
+        Part('tests', ('benchmarks/gpu_tests.py', '{out}', '--files', 'tests/gpu'), 50),
         measure('decode-gpt2', 'decode', 30, model='tiny-gpt2', **generated),
         measure('decode-qwen2', 'decode', 30, model='tiny-qwen2', **generated),
         measure('ppo-s', 'ppo', 20, **tiny),
         measure('ppo-large', 'ppo', 20, **tiny),
-        measure('trl-1.12', 'peer', 60, part={'wheels': 'trl_ppo'}, peer='trl_ppo', **trl),
-        measure('trl-0.11.4', 'peer', 60, part={'wheels': 'trl_classic'}, peer='trl_classic', **trl),
+        measure('trl-1.12', 'peer', 50, part={'wheels': 'trl_ppo'}, peer='trl_ppo', **trl),
+        measure('trl-0.11.4', 'peer', 50, part={'wheels': 'trl_classic'}, peer='trl_classic', **trl),
         measure(
             'trunk-7b',
             'trunk',
-            40,
+            30,
             part={'needs': ('bitsandbytes',)},
             model='tiny-qwen2',
             memory=GIB,
@@ -185,7 +185,7 @@ def cpu_parts() -> list[Part]:
         measure(
             'capacity',
             'capacity',
-            40,
+            30,
             caps=[48 * 2**20],
             options=['lean'],
             ladder='tiny',
@@ -193,9 +193,9 @@ def cpu_parts() -> list[Part]:
             prompt_length=8,
             max_length=16,
         ),
-        measure('zero2', 'ppo', 60, part=colossalai, strategy='colossalai_zero2', **tiny),
+        measure('zero2', 'ppo', 40, part=colossalai, strategy='colossalai_zero2', **tiny),
         measure('gemini', 'ppo', 40, part=colossalai, strategy='colossalai_gemini', **tiny),
-        measure('opt-1.3b-lora', 'ppo', 20, part={'extra': True}, ladder='opt', lora_rank=2, **tiny),
+        measure('opt-1.3b-lora', 'ppo', 30, part={'extra': True}, ladder='opt', lora_rank=2, **tiny),
     ]
 
 

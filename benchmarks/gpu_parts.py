@@ -326,6 +326,7 @@ def _trunk_phases(
     end_of: Callable[[str], None],
 ) -> None:
     import torch
+    from random_models import checkpoint_blocks
 
     from chatgpt.nn.shared import SharedTrunk
     from chatgpt.trainer import PPOTrainer
@@ -336,7 +337,7 @@ def _trunk_phases(
     strategy = NaiveStrategy(seed=0, precision=precision, device=note.device)  # type: ignore[arg-type]
     shared = SharedTrunk(quantized_model(config, strategy.dtype, note.device), dtype=strategy.dtype)
     shared.quantize = 'nf4'
-    shared.model.gradient_checkpointing_enable({'use_reentrant': False})
+    checkpoint_blocks(shared.model)
     actor, critic, reward_model = shared.actor(lora_rank), shared.critic(lora_rank), shared.reward_model(lora_rank)
 
     def trained(m: Any) -> Any:

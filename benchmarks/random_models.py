@@ -28,6 +28,13 @@ def empty_model(auto_class: str, config: Any, dtype: Any) -> Any:
         return getattr(transformers, auto_class).from_config(config, dtype=dtype)
 
 
+def checkpoint_blocks(model: Any) -> None:
+    """Let the backward pass recompute activations."""
+    # transformers 5.17 has only the older name, which 5.23 deprecates
+    enable = getattr(model, 'activation_checkpointing_enable', model.gradient_checkpointing_enable)
+    enable({'use_reentrant': False})
+
+
 def fill(module: Any, model: Any, place: Any, draw: Any) -> None:
     """Numbers for what of `module`, a part of `model`, is on the meta device. Tied parameters of a module stay tied."""
     import torch

@@ -1,5 +1,5 @@
-"""gpu_check.py: budgets, processes that parts share, what a failing part means, wheels, interruptions; and a rehearsal on
-the CPU. What its parts do on CUDA alone: tests/pretend_cuda/test_gpu_parts_on_pretend_cuda.py."""
+"""gpu_check.py: budgets, processes that parts share, what a failing part means, wheels, interruptions; and a rehearsal
+on the CPU. What its parts do on CUDA alone: tests/pretend_cuda/test_gpu_parts_on_pretend_cuda.py."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def test_a_part_that_fails_is_told_and_the_others_go_on(tmp_path):
     assert good['status'] == 'passed' and 'output' not in good
 
 
-def test_a_part_over_its_budget_is_ended_with_its_children_and_keeps_its_numbers(tmp_path):
+def test_a_part_over_its_budget_is_ended_with_its_children_and_keeps_its_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_check, 'LEAST_S', 1)
     child = tmp_path / 'child'
     code = (
         'import os, subprocess, sys, time; p = subprocess.Popen([sys.executable, "-c", "import time; '
@@ -95,7 +96,7 @@ def test_a_part_over_its_budget_is_ended_with_its_children_and_keeps_its_numbers
         'time.sleep(100)'
     )
     start = time.monotonic()
-    content = run([Part('slow', ('-c', code, '{out}'), 4)], tmp_path / 'out')
+    content = run([Part('slow', ('-c', code, '{out}'), 3)], tmp_path / 'out')
     assert time.monotonic() - start < 60
     assert content['parts'][0]['status'] == 'out of time' and not content['passed']
     assert content['parts'][0]['result'] == [1]
@@ -186,8 +187,9 @@ def test_another_group_of_parts_has_another_process(tmp_path, fake_worker):
         assert not Path('/proc', str(pid)).exists()
 
 
-def test_a_function_over_its_budget_keeps_its_numbers(tmp_path, fake_worker):
-    content = run([gpu_check.measure('hang', 'hang', 3, kept=5), gpu_check.measure('next', 'a', 30)], tmp_path / 'out')
+def test_a_function_over_its_budget_keeps_its_numbers(tmp_path, fake_worker, monkeypatch):
+    monkeypatch.setattr(gpu_check, 'LEAST_S', 1)
+    content = run([gpu_check.measure('hang', 'hang', 2, kept=5), gpu_check.measure('next', 'a', 30)], tmp_path / 'out')
     hang, after = content['parts']
     assert hang['status'] == 'out of time' and hang['result']['kept'] == 5
     assert after['status'] == 'passed' and after['result']['pid'] != hang['result']['pid']
