@@ -431,18 +431,24 @@ def capacity(
             return {'trained': True, 'limit': None, 'peak': result['memory']['peak'], **kept}
 
     on_cuda = note.device.type == 'cuda'
+    longest = 0.0
     for memory in caps:
         for option in options:
+            row_of: dict[str, Any] = {'cap': memory, 'strategy': 'naive', 'option': option, 'tried': {}}
+            if longest > note.left():
+                rows.append(row_of | {'left_out': 'no time was left'})
+                note.write()
+                continue
+            begun = time.perf_counter()
             sweep = Sweep(base, ladder, rungs, sweeps.Cap(memory, None, on_cuda, hopeless, note.left()))
             try:
                 row = sweep.row('naive', option)
             except LeftOut as reason:
-                rows.append(
-                    {'cap': memory, 'strategy': 'naive', 'option': option, 'left_out': str(reason), 'tried': {}}
-                )
+                rows.append(row_of | {'left_out': str(reason)})
             else:
-                rows.append({'cap': memory, **vars(row), 'disagreements': row.disagreements()})
+                rows.append(row_of | vars(row) | {'disagreements': row.disagreements()})
             note.write()
+            longest = max(longest, time.perf_counter() - begun)
 
 
 # ---------------------------------------------------------------------- other systems
@@ -471,7 +477,12 @@ def peer(
         work = Path(folder)
         site = vs_peers.site_of(peer, Path(wheels), work, note.left())
         note.write(rung=rung, sequences=sequences, prompt=prompt, new=new, precision=precision, cases={})
+        took = 0.0
         for kind in lengths:
+            if took > note.left():
+                note.write(no_time_for=kind)
+                break
+            begun = time.perf_counter()
             sizes = {'sequences': sequences, 'prompt_tokens': prompt, 'new_tokens': new, 'vocab': vocab}
             case = Case(peer, 'ppo', kind, precision, device=note.device.type, **sizes)
             model = vs_peers.save_model(work, kind, layers=layers, width=width, heads=heads, like=case)
@@ -485,6 +496,7 @@ def peer(
             logs = work / 'logs'
             found = vs_peers.compare(case, *sides, rounds=rounds, warmup=1, logs=logs, site=site, told=told)
             note.write(about=found['about'])
+            took = time.perf_counter() - begun
 
 
 FUNCTIONS: dict[str, Callable[..., None]] = {
