@@ -48,6 +48,7 @@ EXTRAS_REQUIRE = {
     'plot': ['matplotlib>=3.8'],
     'peft': ['peft>=0.17'],
     'vllm': ['vllm'],
+    'liger': ['liger-kernel>=0.8.5'],
     'nf4': ['bitsandbytes>=0.46'],
     'ray': ['ray>=2.10'],
     'openenv': ['openenv-core>=0.3.0'],

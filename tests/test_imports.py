@@ -88,6 +88,7 @@ OPTIONAL: dict[str, str | None] = {
     'tensorboard': 'trainer/callbacks/tensorboard',
     'torch.utils.tensorboard': 'trainer/callbacks/tensorboard',
     'datasets': 'dataset/',
+    'liger_kernel': 'nn/liger',
     'matplotlib': None,
     'bitsandbytes': None,
     'optuna': 'search/study',

@@ -8,10 +8,16 @@ Left out: which tokens (the caller gathers the states that predict actions), and
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+WithEntropy = bool | Literal['detached']
+"""whether the entropy is computed too; 'detached' is as a metric, without a graph: nothing of it is kept for the
+backward pass"""
 
 CHUNK_ELEMENTS_CPU = 2**22
 """C · V of a chunk on a CPU: 16 MiB in fp32, which stays near the caches"""
@@ -41,6 +47,11 @@ def entropy_of(logits: Tensor, temperature: float = 1.0) -> Tensor:
     return _entropy(_log_softmax(logits, temperature))
 
 
+def entropy_graph(with_entropy: WithEntropy) -> AbstractContextManager[Any]:
+    """What the entropy is computed in: gradients as they are, or off for 'detached'."""
+    return torch.set_grad_enabled(torch.is_grad_enabled() and with_entropy is True)
+
+
 def chunked_logprobs(
     hidden: Tensor,
     head: Callable[[Tensor], Tensor],
@@ -49,7 +60,7 @@ def chunked_logprobs(
     temperature: float = 1.0,
     chunk_size: int | None = None,
     vocab_size: int | None = None,
-    with_entropy: bool = False,
+    with_entropy: WithEntropy = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of `ids` (and the entropy) from hidden states, without the (N, V) logits ever existing at once.
 
@@ -65,7 +76,7 @@ def chunked_logprobs(
         chunk_size: rows of a chunk; None bounds C · V by `CHUNK_ELEMENTS_CPU` or `CHUNK_ELEMENTS_ACCELERATOR`.
         vocab_size: V. None takes `head.out_features`, or sends one row through the head to see; needed only without
             `chunk_size`.
-        with_entropy: also compute the entropy.
+        with_entropy: also compute the entropy; 'detached': without gradients, the same numbers.
 
     Returns:
         log-probs (N,) fp32, and entropy (N,) fp32 or None.
@@ -77,7 +88,10 @@ def chunked_logprobs(
     def of_chunk(states: Tensor, chunk_ids: Tensor) -> tuple[Tensor, ...]:
         logp = _log_softmax(head(states), temperature)
         chosen = _select(logp, chunk_ids)
-        return (chosen, _entropy(logp)) if with_entropy else (chosen,)
+        if not with_entropy:
+            return (chosen,)
+        with entropy_graph(with_entropy):
+            return chosen, _entropy(logp)
 
     if chunk_size is None:
         chunk_size = rows_per_chunk(hidden, head, vocab_size)

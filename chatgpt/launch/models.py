@@ -16,6 +16,7 @@ from chatgpt.dataset import embedded, load_demonstrations
 from chatgpt.launch.game_start import game_config, game_tokenizer, games_of_a_random_player
 from chatgpt.launch.inputs import Inputs
 from chatgpt.launch.runs import PPORun, Run
+from chatgpt.nn.compiled import compile_blocks
 from chatgpt.nn.families import MODELS
 from chatgpt.nn.loading import load_causal_lm
 from chatgpt.nn.lora import has_lora
@@ -46,6 +47,15 @@ def make_trunk(inputs: Inputs, dtype: torch.dtype, device: Any) -> SharedTrunk:
         return SharedTrunk.from_pretrained(source, quantize=quantize, dtype=dtype, device=device, **options)
     model = load_causal_lm(config=inputs.config, **options) if source is None else source
     return SharedTrunk(model.to(device), quantize=quantize, dtype=dtype)
+
+
+def set_kernels(run: Run, *models: Any) -> None:
+    """The run's kernels for models that are about to be prepared; what is no module is left alone."""
+    for model in models:
+        if isinstance(model, nn.Actor) and run.logprob_kernel != 'auto':
+            model.logprob_kernel = run.logprob_kernel
+        if isinstance(model, torch.nn.Module) and run.compile_blocks:
+            compile_blocks(model)
 
 
 def adapter_keywords(run: Run) -> dict[str, Any]:

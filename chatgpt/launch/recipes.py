@@ -27,6 +27,7 @@ from chatgpt.launch.models import (
     build_ppo_models,
     build_ppo_on_trunk,
     make_trunk,
+    set_kernels,
     write_embedded_model,
     write_game_model,
 )
@@ -165,6 +166,7 @@ def ppo_trainer(inputs: Inputs, strategy: Any, models: PPOModels, engine: Any = 
     run, settings = inputs.run, inputs.settings
     assert isinstance(run, PPORun) and isinstance(settings, PPOConfig)
     actor, critic, reward, initial_model = models
+    set_kernels(run, actor, critic, reward, initial_model)
     actor_optim = make_optimizer(run, strategy, actor)
     critic_optim = make_optimizer(run, strategy, critic, run.critic_lr) if critic is not None else None
     scorer = (
@@ -212,6 +214,7 @@ def offline_trainer(inputs: Inputs, strategy: Any) -> Any:
         initial = None
     else:
         model, initial = _whole_models(inputs, strategy, method.model)
+    set_kernels(run, model, initial)
     model, optimizer = strategy.prepare((model, make_optimizer(run, strategy, model)))
     reference = {} if initial is None else {'initial_model': strategy.prepare(initial)}
     return method.part('trainer')(

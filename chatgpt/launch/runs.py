@@ -19,6 +19,7 @@ from chatgpt.launch.arguments import check_precision
 from chatgpt.launch.methods import METHODS, PREFERENCE_RUN, Recipe, methods_of
 from chatgpt.names import hint
 from chatgpt.nn.families import MODELS
+from chatgpt.nn.head_kernels import LogprobKernel, check_liger_temperature, check_name
 from chatgpt.publish import NUM_SAMPLES
 from chatgpt.rollout import SamplingParams
 from chatgpt.rollout.registry import ENGINES
@@ -107,6 +108,11 @@ class Run(LearningSettings):
     """keep the frozen weights under the adapters in 4 bits; with lora_rank, for PPO with shared_trunk"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
+    logprob_kernel: LogprobKernel = 'auto'
+    """how an actor's states become log-probs: plain, fused (blocks of the vocabulary), liger (its extra), or auto:
+    fused on a GPU where the output layer allows"""
+    compile_blocks: bool = False
+    """run transformer blocks through torch.compile when learning and scoring; the first steps compile"""
     trust_remote_code: bool = False
     """allow a hub model to bring code of its own"""
     skip_bad_records: bool = False
@@ -182,6 +188,7 @@ class Run(LearningSettings):
             ('optimizer', Optimizer),
             ('lora_train_bias', BiasMode),
             ('quantize', Quantize),
+            ('logprob_kernel', LogprobKernel),
         ):
             self._one_of(name, get_args(kind))
         if MODELS.find(self.model).actor is None and self.trained != 'reward_model':
@@ -190,6 +197,7 @@ class Run(LearningSettings):
         self._positive('keep_last', 'lora_alpha', 'rank_timeout_s', 'atoms')
         if self.reproducible is not None:
             Exact(self.atoms).check(world_size)
+        self._check_kernels()
         self.trackers()
         self._not_negative(
             'checkpoint_interval', 'checkpoint_minutes', 'lora_rank', 'weight_decay', 'lr', 'card_samples'
@@ -235,6 +243,21 @@ class Run(LearningSettings):
         if data and self.validation_file and same_file(data, self.validation_file):
             raise ValueError(
                 f'validation_file={self.validation_file} is the training data: give another, or --validation_percentage'
+            )
+
+    def _check_kernels(self) -> None:
+        check_name(self.logprob_kernel)
+        if self.logprob_kernel != 'auto' and self.trained == 'reward_model':
+            raise ValueError('logprob_kernel is about log-probs, and a reward model has none; leave it out')
+        if self.compile_blocks and self.reproducible is not None:
+            raise ValueError(
+                "reproducible='exact' promises bits, which compiled graphs do not repeat under another layout: leave "
+                'compile_blocks out'
+            )
+        if self.compile_blocks and STRATEGIES.find(self.strategy).only_16_bits:
+            raise ValueError(
+                f'strategy={self.strategy} acts on every use of a weight, which compiled graphs do not show: use '
+                'naive, ddp or fsdp, or leave compile_blocks out'
             )
 
     def trackers(self) -> list[str]:
@@ -408,6 +431,13 @@ class PPORun(Run, PPOConfig):
                 )
         if self.quantize != 'none' and not self.shared_trunk:
             raise ValueError(f'quantize={self.quantize!r} is of the base that the models share: give shared_trunk too')
+        if self.logprob_kernel == 'liger':
+            if self.entropy_coef:
+                raise ValueError(
+                    f"entropy_coef={self.entropy_coef:g}: logprob_kernel='liger' has no gradient of the entropy; "
+                    "choose 'fused'"
+                )
+            check_liger_temperature(self.temperature, self.precision == 'fp32')
         if self.shared_trunk and (self.critic == 'shared' or self.num_layers_unfrozen > 0):
             raise ValueError(
                 'shared_trunk gives the critic an adapter of its own; leave critic=shared and num_layers_unfrozen out'

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chatgpt.functional.logprobs import chunked_logprobs, entropy_of, logprobs_of
+from chatgpt.functional.logprobs import WithEntropy, entropy_graph, entropy_of, logprobs_of
 from chatgpt.nn import hydra, lora
 from chatgpt.nn.gelu import use_fused_gelu
+from chatgpt.nn.head_kernels import LogprobKernel, check_kernel, head_logprobs
 from chatgpt.nn.heads import critic_head, in_fp32, load_head, save_head
 from chatgpt.nn.loading import TakesModel, add_lora, load_causal_lm, write_folder
 from chatgpt.nn.output import PolicyOutput
@@ -54,6 +55,7 @@ class Actor(TakesModel, nn.Module):
     """
 
     by_name = 'AutoActor(pretrained=NAME_OR_FOLDER)'
+    _logprob_kernel: LogprobKernel = 'auto'
     model: Any  # transformers' PreTrainedModel, whose attributes nn.Module does not know
 
     def __init__(
@@ -97,7 +99,7 @@ class Actor(TakesModel, nn.Module):
         batch: Batch,
         *,
         temperature: float = 1.0,
-        with_entropy: bool = False,
+        with_entropy: WithEntropy = False,
         with_logits: bool = False,
         with_reference: bool = False,
     ) -> PolicyOutput:
@@ -105,7 +107,7 @@ class Actor(TakesModel, nn.Module):
 
         Args:
             temperature: divides the logits; the one the tokens were sampled with.
-            with_entropy: also the entropy of each action's distribution.
+            with_entropy: also the entropy of each action's distribution; 'detached': as a metric, without gradients.
             with_logits: also the (N, V) logits, not divided by the temperature; memory for them is not bounded.
             with_reference: also the output of a hydra's reference, from the same pass through the trunk, without
                 gradients.
@@ -130,7 +132,7 @@ class Actor(TakesModel, nn.Module):
         states: Tensor,
         batch: Batch,
         temperature: float,
-        with_entropy: bool,
+        with_entropy: WithEntropy,
         with_logits: bool,
         with_values: bool = True,
     ) -> PolicyOutput:
@@ -138,11 +140,19 @@ class Actor(TakesModel, nn.Module):
         values = in_fp32(self.value_head, states) if with_values and self.value_head is not None else None
         if with_logits:
             logits = self.head(states)
-            entropy = entropy_of(logits, temperature) if with_entropy else None
+            with entropy_graph(with_entropy):
+                entropy = entropy_of(logits, temperature) if with_entropy else None
             return PolicyOutput(logprobs_of(logits, batch.action_ids, temperature), entropy, values, logits)
         vocab = text_config(self.model.config).vocab_size
-        logprobs, entropy = chunked_logprobs(
-            states, self.head, batch.action_ids, temperature=temperature, with_entropy=with_entropy, vocab_size=vocab
+        logprobs, entropy = head_logprobs(
+            states,
+            self.head,
+            self.model.get_output_embeddings() if self._linear_head else None,
+            batch.action_ids,
+            kernel=self.logprob_kernel,
+            vocab_size=vocab,
+            temperature=temperature,
+            with_entropy=with_entropy,
         )
         return PolicyOutput(logprobs, entropy, values)
 
@@ -166,6 +176,16 @@ class Actor(TakesModel, nn.Module):
         Done on a few tokens; on the meta device, on random states and a small output layer.
         """
         self._linear_head = head_is_linear_by_form(self.model) if is_meta(self.model) else head_is_linear(self.model)
+
+    @property
+    def logprob_kernel(self) -> LogprobKernel:
+        """How hidden states become log-probs: 'auto', 'plain', 'fused' or 'liger' (`chatgpt.nn.head_kernels`)."""
+        return self._logprob_kernel
+
+    @logprob_kernel.setter
+    def logprob_kernel(self, kernel: LogprobKernel) -> None:
+        check_kernel(kernel, self.model.get_output_embeddings(), self._linear_head, type(self.model).__name__)
+        self._logprob_kernel = kernel
 
     # ------------------------------------------------------------------ reference
 

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from chatgpt.functional.ilql import ilql_logits, min_q
-from chatgpt.functional.logprobs import chunked_logprobs, map_row_chunks, rows_per_chunk
+from chatgpt.functional.logprobs import map_row_chunks, rows_per_chunk
 from chatgpt.nn.actor import Actor
 from chatgpt.nn.files import save_tensors
+from chatgpt.nn.head_kernels import head_logprobs
 from chatgpt.nn.heads import SeededLinear, in_fp32, mlp_head
 from chatgpt.nn.packing import flat_hidden
 from chatgpt.nn.trunk import base_model, hidden_size, text_config
@@ -78,7 +79,10 @@ class ILQLModel(Actor):
         """Everything that the losses need, from one pass through the trunk; no (N, V) table outlives its chunk."""
         states = flat_hidden(base_model(self.model), batch)[batch.action_index]
         vocab = text_config(self.model.config).vocab_size
-        logprobs = chunked_logprobs(states, super().head, batch.action_ids, vocab_size=vocab)[0]
+        layer = self.model.get_output_embeddings() if self._linear_head else None
+        logprobs = head_logprobs(
+            states, super().head, layer, batch.action_ids, kernel=self.logprob_kernel, vocab_size=vocab
+        )[0]
         chunk = rows_per_chunk(states, self.q_heads[0], vocab)
 
         def of_chunk(head: nn.Module) -> Any:

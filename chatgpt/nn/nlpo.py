@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from chatgpt.functional.logprobs import entropy_of, logprobs_of
+from chatgpt.functional.logprobs import WithEntropy, entropy_graph, entropy_of, logprobs_of
 from chatgpt.nn.output import PolicyOutput
 from chatgpt.types import Batch
 
@@ -37,7 +37,13 @@ def masked_logits(logits: Tensor, mask_logits: Tensor, top_p: float, temperature
 
 
 def masked_output(
-    policy: Any, mask_model: Any, batch: Batch, *, top_p: float, temperature: float, with_entropy: bool = True
+    policy: Any,
+    mask_model: Any,
+    batch: Batch,
+    *,
+    top_p: float,
+    temperature: float,
+    with_entropy: WithEntropy = True,
 ) -> PolicyOutput:
     """Log-probs and entropy of π_masked at the actions of a batch. Holds (N, V) tables of both models.
 
@@ -48,7 +54,8 @@ def masked_output(
         mask = likely_tokens(mask_model(batch, temperature=temperature, with_logits=True).logits, top_p, temperature)
         mask = mask.scatter(-1, batch.action_ids[:, None], True)
     logits = out.logits.float().masked_fill(~mask, -1e9)  # a finite number: −inf times 0 would be NaN in the entropy
-    entropy = entropy_of(logits, temperature) if with_entropy else None
+    with entropy_graph(with_entropy):
+        entropy = entropy_of(logits, temperature) if with_entropy else None
     return PolicyOutput(logprobs_of(logits, batch.action_ids, temperature), entropy, out.values)
 
 

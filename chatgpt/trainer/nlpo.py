@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from chatgpt.functional.logprobs import WithEntropy
 from chatgpt.nn.nlpo import MaskedPolicy, masked_output
 from chatgpt.rollout import LocalEngine
 from chatgpt.trainer.config import PPOConfig
@@ -41,8 +42,9 @@ class NLPOPolicy(Policy):
         top_p: float,
         interval: int,
         engine: Any,
+        with_entropy: WithEntropy = True,
     ) -> None:
-        super().__init__(strategy, actor, temperature)
+        super().__init__(strategy, actor, temperature, with_entropy)
         self.mask_model, self.top_p, self.interval = mask_model, top_p, interval
         if engine is not None and not isinstance(engine, LocalEngine):
             raise ValueError(
@@ -68,7 +70,8 @@ class NLPOPolicy(Policy):
             yield MaskedPolicy(full, mask, self.top_p, self.temperature)
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
-        return masked_output(model, self.mask_model, batch, top_p=self.top_p, temperature=self.temperature)
+        options: Any = {'top_p': self.top_p, 'temperature': self.temperature, 'with_entropy': self.with_entropy}
+        return masked_output(model, self.mask_model, batch, **options)
 
     def models(self) -> Mapping[str, nn.Module]:
         return {'mask': self.mask_model}
@@ -103,9 +106,16 @@ def policy_for(
     """
     if (config.nlpo_top_p is None) != (mask_model is None):
         raise ValueError('NLPO needs both: nlpo_top_p, and mask_model, a prepared copy of the actor')
+    with_entropy: WithEntropy = True if config.entropy_coef else 'detached'
     if config.nlpo_top_p is None or mask_model is None:
-        return Policy(strategy, actor, temperature)
-    top_p, interval = config.nlpo_top_p, config.nlpo_update_interval
+        return Policy(strategy, actor, temperature, with_entropy)
     return NLPOPolicy(
-        strategy, actor, temperature, mask_model=mask_model, top_p=top_p, interval=interval, engine=engine
+        strategy,
+        actor,
+        temperature,
+        mask_model=mask_model,
+        top_p=config.nlpo_top_p,
+        interval=config.nlpo_update_interval,
+        engine=engine,
+        with_entropy=with_entropy,
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from chatgpt.functional.logprobs import WithEntropy
 from chatgpt.trainer.strategies.base import Strategy
 from chatgpt.types import Batch
 
@@ -22,10 +23,13 @@ class Policy:
     Args:
         actor: as prepared.
         temperature: of the sampling, which log-probs are taken at.
+        with_entropy: True where the loss has an entropy bonus; 'detached' where it is a metric only.
     """
 
-    def __init__(self, strategy: Strategy, actor: nn.Module, temperature: float) -> None:
-        self.strategy, self.actor, self.temperature = strategy, actor, temperature
+    def __init__(
+        self, strategy: Strategy, actor: nn.Module, temperature: float, with_entropy: WithEntropy = True
+    ) -> None:
+        self.strategy, self.actor, self.temperature, self.with_entropy = strategy, actor, temperature, with_entropy
 
     @contextmanager
     def generating(self) -> Iterator[Any]:
@@ -35,7 +39,7 @@ class Policy:
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         """The output that is learned, with entropy. `model` is the actor."""
-        return model(batch, temperature=self.temperature, with_entropy=True)
+        return model(batch, temperature=self.temperature, with_entropy=self.with_entropy)
 
     def models(self) -> Mapping[str, nn.Module]:
         """Further models whose weights belong to a checkpoint."""

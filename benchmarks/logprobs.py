@@ -1,0 +1,243 @@
+"""Log-probs of chosen tokens through a large output layer, by every kernel: seconds, peak memory, agreement with the
+plain path.
+
+    python benchmarks/logprobs.py [--device cpu] [--out results.json]
+    python benchmarks/logprobs.py --blocks            # transformer blocks compiled, against plain
+
+Forward and backward of a loss with one weight per token, and the entropy as a metric. On a CPU each case is a process of
+its own with one thread: CPU seconds, and how far resident memory rises above states and weight. On CUDA the allocator
+says so. `compare(device)` and `compare_blocks(device)` give the same as dicts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chatgpt.functional.fused_logprobs import fused_logprobs
+from chatgpt.functional.logprobs import chunked_logprobs
+
+VOCAB = 151_936
+"""Qwen 2's"""
+SIZES = {'cpu': ((896, 2048), (2048, 1024)), 'cuda': ((896, 8192), (2048, 8192))}
+"""(width, tokens)"""
+TINY = ((16, 40),)
+CASES = (
+    ('plain, entropy with gradient', 'plain', True, True),
+    ('plain', 'plain', True, 'detached'),
+    ('fused', 'fused', True, 'detached'),
+    ('liger', 'liger', True, 'detached'),
+    ('plain, frozen head', 'plain', False, 'detached'),
+    ('fused, frozen head', 'fused', False, 'detached'),
+    ('liger, frozen head', 'liger', False, 'detached'),
+)
+"""name, kernel, whether the head is trained, entropy"""
+
+
+def kernels() -> dict[str, Callable[..., Any]]:
+    """By name: (states, head, ids, with_entropy) → log-probs and entropy."""
+    found: dict[str, Callable[..., Any]] = {
+        'plain': lambda x, head, ids, e: chunked_logprobs(x, head, ids, with_entropy=e),
+        'fused': lambda x, head, ids, e: fused_logprobs(x, head.weight, head.bias, ids, with_entropy=e),
+    }
+    if find_spec('liger_kernel') is not None:
+        from chatgpt.nn.liger import liger_logprobs
+
+        found['liger'] = lambda x, head, ids, e: liger_logprobs(x, head.weight, head.bias, ids, with_entropy=e)
+    return found
+
+
+def inputs(device: str, width: int, tokens: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, nn.Linear, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    head = nn.Linear(width, vocab, bias=False, device=device, dtype=dtype)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(vocab, width, generator=generator) * width**-0.5)
+    states = torch.randn(tokens, width, generator=generator).to(device, dtype).requires_grad_()
+    return states, head, torch.randint(vocab, (tokens,), generator=generator).to(device)
+
+
+def once(kernel: Callable[..., Any], states: Tensor, head: nn.Linear, ids: Tensor, entropy: Any) -> Tensor:
+    """Forward and backward; returns the log-probs."""
+    weights = torch.linspace(-1, 1, len(ids), device=states.device)
+    logprobs, found = kernel(states, head, ids, entropy)
+    loss = (logprobs * weights).sum()
+    if entropy is True:
+        loss = loss - 0.0 * found.sum()
+    loss.backward()
+    return logprobs.detach()
+
+
+def one_case(device: str, name: str, width: int, tokens: int, vocab: int = VOCAB) -> dict[str, Any]:
+    """Seconds and bytes of a case in this process."""
+    _, kernel, trained, entropy = next(c for c in CASES if c[0] == name)
+    dtype = torch.float32 if device == 'cpu' else torch.bfloat16
+    states, head, ids = inputs(device, width, tokens, vocab, dtype)
+    head.requires_grad_(trained)
+    run = kernels()[kernel]
+    if device == 'cpu':
+        before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+        once(run, states, head, ids, entropy)
+        seconds = time.process_time() - start
+        peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    else:
+        seconds, peak = _on_cuda(lambda: once(run, states, head, ids, entropy), [states, head.weight])
+    return {'case': name, 'width': width, 'tokens': tokens, 'seconds': round(seconds, 4), 'bytes': peak}
+
+
+def _on_cuda(act: Callable[[], Any], leaves: list[Tensor], repeats: int = 3) -> tuple[float, int]:
+    act()  # kernels are compiled and chosen
+    times, peak = [], 0
+    for _ in range(repeats):
+        for leaf in leaves:
+            leaf.grad = None
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before, start = torch.cuda.memory_allocated(), time.perf_counter()
+        act()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+        peak = max(peak, torch.cuda.max_memory_allocated() - before)
+    return min(times), peak
+
+
+def compare(device: str = 'cuda', sizes: Any = None, vocab: int = VOCAB) -> dict[str, Any]:
+    """Seconds, bytes and the greatest difference from the plain path, of every kernel that runs here.
+
+    Returns:
+        {'cases': [{case, width, tokens, seconds, bytes}], 'differences': {kernel: {logprobs, entropy, states' gradient,
+        weight's gradient}}}; differences are relative to the largest number of the plain path, in fp32.
+    """
+    there = kernels()
+    if device == 'cpu':
+        there.pop('liger', None)
+    cases = [
+        one_case(device, name, width, tokens, vocab)
+        for width, tokens in (sizes or SIZES[device])
+        for name, kernel, *_ in CASES
+        if kernel in there
+    ]
+    return {'cases': cases, 'differences': {k: differences(device, k) for k in there if k != 'plain'}}
+
+
+def differences(device: str, kernel: str, vocab: int = 5003) -> dict[str, float]:
+    states, head, ids = inputs(device, 64, 700, vocab, torch.float32)
+    found = []
+    for name in ('plain', kernel):
+        states.grad = head.weight.grad = None
+        logprobs = once(kernels()[name], states, head, ids, 'detached')
+        with torch.no_grad():
+            entropy = kernels()[name](states, head, ids, 'detached')[1]
+        found.append((logprobs, entropy, states.grad, head.weight.grad))
+    names = ('logprobs', 'entropy', 'states gradient', 'weight gradient')
+    return {
+        name: float((a - b).abs().max() / a.abs().max())
+        for name, a, b in zip(names, *found, strict=True)  # type: ignore[misc]
+    }
+
+
+def compare_blocks(device: str = 'cuda', *, layers: int = 4, width: int = 512, repeats: int = 5) -> dict[str, Any]:
+    """A llama's forward and backward with its blocks compiled and not: seconds of each, of the first call, and the
+    relative difference of log-probs."""
+    from copy import deepcopy
+
+    from transformers import LlamaConfig
+
+    from chatgpt.batching import collate
+    from chatgpt.nn import LlamaActor
+    from chatgpt.nn.compiled import compile_blocks
+    from chatgpt.types import Sequence
+
+    generator = torch.Generator().manual_seed(0)
+
+    def batch(seed: int) -> Any:
+        generator.manual_seed(seed)
+        lengths = torch.randint(30, 90, (16,), generator=generator).tolist()
+        records = [
+            Sequence(
+                prompt_ids=torch.randint(3, 500, (16,), generator=generator),
+                response_ids=torch.randint(3, 500, (n,), generator=generator),
+                response_mask=torch.ones(n, dtype=torch.bool),
+            )
+            for n in lengths
+        ]
+        return collate(records).to(torch.device(device))
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers, num_attention_heads=8
+    )
+    plain = LlamaActor(config=config).to(device)
+    compiled = deepcopy(plain)
+    compile_blocks(compiled)
+    batches = [batch(seed) for seed in range(repeats + 1)]
+    clock = time.process_time if device == 'cpu' else time.perf_counter
+
+    def seconds(model: Any, given: Any) -> tuple[float, Tensor]:
+        start = clock()
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=device != 'cpu'):
+            logprobs = model(given).logprobs
+        logprobs.sum().backward()
+        if device != 'cpu':
+            torch.cuda.synchronize()
+        return clock() - start, logprobs.detach()
+
+    started = time.perf_counter()
+    seconds(compiled, batches[0])
+    first = time.perf_counter() - started
+    seconds(plain, batches[0])
+    pairs = [(seconds(plain, b), seconds(compiled, b)) for b in batches[1:]]
+    return {
+        'first_call_s': round(first, 2),
+        'plain_s': min(a[0] for a, _ in pairs),
+        'compiled_s': min(b[0] for _, b in pairs),
+        'difference': max(float((a[1] - b[1]).abs().max() / a[1].abs().max()) for a, b in pairs),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--device', choices=('cpu', 'cuda'), default='cpu')
+    parser.add_argument('--out', help='also write the numbers here, as JSON')
+    parser.add_argument('--blocks', action='store_true', help='compiled blocks in place of kernels of the head')
+    parser.add_argument('--case', nargs=3, metavar=('NAME', 'WIDTH', 'TOKENS'), help='one case, in this process')
+    args = parser.parse_args()
+    if args.device == 'cpu':
+        torch.set_num_threads(1)
+    result: Any
+    if args.case:
+        result = one_case(args.device, args.case[0], int(args.case[1]), int(args.case[2]))
+    elif args.blocks:
+        result = compare_blocks(args.device)
+    elif args.device == 'cuda':
+        result = compare('cuda')
+    else:
+        cases = []
+        for width, tokens in SIZES['cpu']:
+            for name, kernel, *_ in CASES:
+                if kernel != 'liger':
+                    words = [sys.executable, __file__, '--case', name, str(width), str(tokens)]
+                    found = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+                    print(json.dumps(found), flush=True)
+                    cases.append(found)
+        result = {'cases': cases, 'differences': {'fused': differences('cpu', 'fused')}}
+    text = json.dumps(result, indent=1)
+    print(text)
+    if args.out:
+        with open(args.out, 'w') as file:
+            file.write(text + '\n')
+
+
+if __name__ == '__main__':
+    main()

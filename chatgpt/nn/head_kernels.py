@@ -1,0 +1,138 @@
+"""By which of several ways an actor's hidden states become log-probs: `Actor.logprob_kernel`.
+
+| name | computes | needs |
+|---|---|---|
+| plain | `functional.logprobs`: torch's softmax over chunks of rows | nothing; any head |
+| fused | `functional.fused_logprobs`: blocks of the vocabulary | an output layer that is a plain `nn.Linear` |
+| liger | `nn.liger`: Triton kernels of liger-kernel | that, CUDA, and no gradient of the entropy |
+| auto | fused on an accelerator where the head fits, else plain | |
+
+Where one chunk holds everything, plain keeps its logits and computes nothing twice, so fused is plain then.
+
+Left out: the formulas.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from chatgpt.functional.fused_logprobs import fused_logprobs
+from chatgpt.functional.logprobs import WithEntropy, chunked_logprobs, rows_per_chunk
+
+LogprobKernel = Literal['auto', 'plain', 'fused', 'liger']
+KERNELS = get_args(LogprobKernel)
+
+
+def check_kernel(kernel: str, head: nn.Module | None, linear: bool | None, model: str) -> None:
+    """Whether a model can take its log-probs so.
+
+    Args:
+        head: its output layer.
+        linear: whether that alone gives its logits; None: not known yet.
+        model: its name.
+
+    Raises:
+        ValueError: an unknown kernel, a package that is not there, or a head that it cannot compute.
+    """
+    check_name(kernel)
+    if kernel in ('auto', 'plain'):
+        return
+    if linear is False:
+        raise ValueError(
+            f'logprob_kernel={kernel!r}: the logits of {model} are more than its output layer (a soft cap or a '
+            "scale); choose 'plain'"
+        )
+    if linear_weights(head) is None:
+        raise ValueError(
+            f'logprob_kernel={kernel!r} reads the weight of a plain nn.Linear, and the output layer of {model} is a '
+            f"{type(head).__name__} (an adapter, quantized or sharded weights); choose 'plain'"
+        )
+
+
+def check_name(kernel: str) -> None:
+    """Raises ValueError for a kernel that is not known, or whose package or device is not there."""
+    if kernel not in KERNELS:
+        raise ValueError(f'logprob_kernel={kernel!r} is not one of {", ".join(KERNELS)}')
+    if kernel != 'liger':
+        return
+    if find_spec('liger_kernel') is None:
+        raise ValueError(
+            "logprob_kernel='liger' needs liger-kernel, which is not installed: pip install 'chatgpt-rlhf[liger]', or "
+            "choose 'fused'"
+        )
+    if not torch.cuda.is_available() and os.environ.get('TRITON_INTERPRET') != '1':
+        raise ValueError("logprob_kernel='liger' runs Triton kernels, and there is no GPU here; choose 'fused'")
+
+
+def check_liger_temperature(temperature: float, in_fp32: bool) -> None:
+    """Raises ValueError for one that 'liger' cannot take: it divides the states, which rounds them unless the
+    temperature is a power of two; in fp32 that is the rounding of any other division."""
+    if not in_fp32 and math.frexp(temperature)[0] != 0.5:
+        raise ValueError(
+            f"logprob_kernel='liger' divides the hidden states by the temperature, and in 16 bits {temperature:g}, "
+            "which is no power of two, would round them; choose 'fused'"
+        )
+
+
+def linear_weights(head: nn.Module | None) -> tuple[Tensor, Tensor | None] | None:
+    """Weight (V, D) and bias (V,) of an output layer that is those and nothing else; None of any other.
+
+    Not of one with hooks, which its own call would run, nor with a weight that is a kind of tensor of its own.
+    """
+    if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks or head._backward_hooks:
+        return None
+    weight, bias = head.weight, head.bias
+    own = all(type(x) in (Tensor, nn.Parameter) for x in (weight, bias) if x is not None)
+    return (weight, bias) if own and weight.is_floating_point() else None
+
+
+def head_logprobs(
+    states: Tensor,
+    head: Callable[[Tensor], Tensor],
+    layer: nn.Module | None,
+    ids: Tensor,
+    *,
+    kernel: str,
+    vocab_size: int,
+    temperature: float = 1.0,
+    with_entropy: WithEntropy = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`chunked_logprobs` by a kernel.
+
+    Args:
+        states: (N, D).
+        head: states → logits, whatever it is made of.
+        layer: the output layer if its weight is all of `head`, else None.
+        ids: (N,).
+
+    Raises:
+        ValueError: the kernel was asked for by name, and the head, the device or the arguments do not fit it.
+    """
+    options: Any = {'temperature': temperature, 'with_entropy': with_entropy}
+    weights = None if kernel == 'plain' else linear_weights(layer)
+    if weights is None or not (kernel == 'liger' or _gains(kernel, states, head, vocab_size)):
+        if kernel in ('fused', 'liger') and weights is None:
+            raise ValueError(
+                f'logprob_kernel={kernel!r} cannot read the weight of this output layer under this strategy; choose '
+                "'plain'"
+            )
+        return chunked_logprobs(states, head, ids, vocab_size=vocab_size, **options)
+    if kernel == 'liger':
+        from chatgpt.nn.liger import liger_logprobs
+
+        return liger_logprobs(states, *weights, ids, **options)
+    return fused_logprobs(states, *weights, ids, **options)
+
+
+def _gains(kernel: str, states: Tensor, head: Any, vocab_size: int) -> bool:
+    """Whether blocks are taken: not where one chunk of rows holds everything, and unasked only on an accelerator."""
+    if kernel == 'auto' and states.device.type == 'cpu':
+        return False
+    return states.shape[0] > rows_per_chunk(states, head, vocab_size)
