@@ -228,11 +228,13 @@ def num_parameters(config: Any) -> int:
 
 
 def child_environment(on_cuda: bool) -> dict[str, str]:
+    """The child's variables. On a CPU every freed tensor goes back to the kernel there and then, so that its resident
+    memory is what it holds and not what glibc keeps for later."""
     path = os.pathsep.join(p for p in (str(HERE.parent), os.environ.get('PYTHONPATH', '')) if p)
-    # Memory that is freed goes back to the kernel there: a cap counts what is kept for later.
-    return (
-        {'GLIBC_TUNABLES': ''} | os.environ | {'PYTHONPATH': path} | ({} if on_cuda else {'CUDA_VISIBLE_DEVICES': ''})
-    )
+    if on_cuda:
+        return {**os.environ, 'PYTHONPATH': path}
+    returns = {'MALLOC_TRIM_THRESHOLD_': '0', 'MALLOC_MMAP_THRESHOLD_': '65536', 'MALLOC_ARENA_MAX': '1'}
+    return {**os.environ, 'PYTHONPATH': path, 'CUDA_VISIBLE_DEVICES': '', **returns}
 
 
 def tell(row: Row, rung: str, outcome: dict[str, Any]) -> None:

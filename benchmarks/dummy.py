@@ -268,7 +268,7 @@ def run(
         if settings.cuda_mem_frac < 1:
             torch.cuda.set_per_process_memory_fraction(settings.cuda_mem_frac, strategy.device)
         peak = matmul_peak(strategy.device, strategy.dtype)
-        _warm_up(ladder)
+        _warm_up(settings, ladder, strategy)
         if ready is not None:
             ready(strategy)
         meter, where = MemoryMeter(strategy.device), None
@@ -324,19 +324,19 @@ def _group_of_one(name: str) -> AbstractContextManager[None]:
     return environment(**torchrun_environment(0, 1, free_port()))
 
 
-def _warm_up(ladder: str) -> None:
-    """One step of the smallest model on the CPU: what is loaded at the first use is not the run's memory."""
+def _warm_up(settings: DummyRun, ladder: str, strategy: Any) -> None:
+    """A phase of the smallest model, as the run's will be: what is loaded, joined or compiled at the first use is not
+    the run's memory."""
     import torch
 
-    import chatgpt.trainer.ppo  # noqa: F401
-    from chatgpt.nn import AutoActor
-    from chatgpt.plan import models
-
+    one_phase: dict[str, Any] = {'num_episodes': 1, 'max_timesteps': 1, 'update_timesteps': 1, 'max_epochs': 1}
+    short = replace(settings, **one_phase, prompt_length=4, max_length=8, lora_rank=min(settings.lora_rank, 2))
+    if settings.max_tokens_per_batch is not None:
+        short = replace(short, max_tokens_per_batch=short.max_length)
+    if settings.num_layers_unfrozen > 0:
+        short = replace(short, num_layers_unfrozen=1)
     with torch.random.fork_rng(devices=[]):
-        actor = AutoActor(config=ladders.config('opt' if ladder == 'opt' else 'gpt', 'tiny'))
-    optimizer = torch.optim.AdamW(actor.parameters())
-    actor(models.batch_of(1, 4, 4), with_entropy=True).logprobs.sum().backward()
-    optimizer.step()
+        _train(short, ladder, ladders.config('opt' if ladder == 'opt' else 'gpt', 'tiny'), strategy)
 
 
 def _train(

@@ -127,16 +127,16 @@ class ExperienceMaker:
         def forward(batch: Batch) -> tuple[Any, Any, Tensor | None]:
             policy: Any = None
             reference: Any = None
-            if s.recompute_logprobs or self.actor_has_values or full_kl:
-                both = {'with_reference': True} if self.reference_with_policy else {}
-                policy = self.actor(batch, temperature=s.temperature, with_logits=full_kl, **both)
-                reference = policy.reference
-            if reference is None and (self.initial_model is not None or self.reference_context is not None):
-                with (
-                    self.reference_context() if self.initial_model is None and self.reference_context else nullcontext()
-                ):
-                    model = self.actor if self.initial_model is None else self.initial_model
-                    reference = model(batch, temperature=s.temperature, with_logits=full_kl)
+            with self.strategy.autocast():  # these are compared with what learning computes
+                if s.recompute_logprobs or self.actor_has_values or full_kl:
+                    both = {'with_reference': True} if self.reference_with_policy else {}
+                    policy = self.actor(batch, temperature=s.temperature, with_logits=full_kl, **both)
+                    reference = policy.reference
+                if reference is None and (self.initial_model is not None or self.reference_context is not None):
+                    own = self.reference_context if self.initial_model is None else None
+                    with own() if own is not None else nullcontext():
+                        model = self.actor if self.initial_model is None else self.initial_model
+                        reference = model(batch, temperature=s.temperature, with_logits=full_kl)
             values = (
                 self.critic(batch) if self.critic is not None else (policy.values if self.actor_has_values else None)
             )

@@ -118,7 +118,10 @@ def add_strategy(parser: argparse._ActionsContainer) -> None:
         help=f'what prepares and shards the models: {names}, or module:Class',
     )
     parser.add_argument(
-        '--precision', choices=('fp32', 'bf16', 'fp16'), default='fp32', help='compute dtype; weights stay fp32'
+        '--precision',
+        choices=('auto', 'fp32', 'bf16', 'fp16'),
+        default='auto',
+        help='compute dtype; weights stay fp32. auto: bf16 on a GPU that has it, fp32 on a CPU',
     )
     parser.add_argument('--seed', type=int, default=42, help='decides every draw, whatever the layout')
     parser.add_argument(

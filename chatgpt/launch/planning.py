@@ -9,23 +9,30 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from chatgpt.launch.arguments import world_size_from_env
 from chatgpt.launch.inputs import Inputs
 from chatgpt.launch.runs import NO_PLAN, PPORun, RewardRun, SFTRun
 from chatgpt.nn.loading import load_config
 from chatgpt.plan import Setup, make_plan, of_run
 from chatgpt.plan.advice import advice
+from chatgpt.trainer.strategies.precision import resolve_precision
+from chatgpt.trainer.strategies.registry import STRATEGIES
 
 
 def setup_of(inputs: Inputs) -> Setup:
     """The plan's view of a run. Prompts count with their longest, examples with the greatest length,
     episodes with the longest first observation that was seen and all the room that they have."""
     run = inputs.run
+    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
     common = {
         'config': inputs.config,
         'strategy': run.strategy,
         'num_processes': world_size_from_env(),
-        'precision': run.precision,
+        'precision': resolve_precision(
+            run.precision, device, only_16_bits=STRATEGIES.find(run.strategy).only_16_bits
+        ),
         'lora_rank': run.lora_rank,
         'shared_trunk': run.on_trunk,
         'quantize': run.quantize,

@@ -65,8 +65,8 @@ class Run(LearningSettings):
     """the settings that the user gave, in this start or in one that it goes on from"""
     strategy: str = field(default='naive', metadata={'choices': STRATEGIES})
     """what prepares and shards the models; module:name is a class of your own (docs/strategies.md)"""
-    precision: Precision = 'fp32'
-    """compute dtype; weights stay fp32"""
+    precision: Precision = 'auto'
+    """compute dtype; weights stay fp32. auto: bf16 on a GPU that has it, fp32 on a CPU"""
     seed: int = 42
     """decides every draw, whatever the layout"""
     model: str = field(default='auto', metadata={'choices': MODELS})

@@ -41,6 +41,23 @@ class _SavedBits:
         return self
 
 
+@contextmanager
+def _whole_fp32() -> Iterator[None]:
+    """No TF32 inside: an adapter that is folded, or written as a whole weight, is so for good."""
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # set by torch's newer names, which may not be mixed with this one
+        before = 'highest'
+    if before == 'highest':
+        yield
+        return
+    torch.set_float32_matmul_precision('highest')
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 class _Adapter(loralib.LoRALayer):
     """What adapted layers share: the two factors, the switch, folding and unfolding. Mixed into an `nn.Module`."""
 
@@ -93,17 +110,22 @@ class _Adapter(loralib.LoRALayer):
         return result + F.linear(low, self.lora_B.to(x.dtype)) * self.scaling
 
     def folded_weight(self) -> Tensor:
-        """A new tensor W + scaling * B A in the layout and dtype of `weight`."""
-        return self.fold(self.weight if self.saved is None else self.saved.tensor, self.lora_A, self.lora_B)
+        """A new tensor W + scaling * B A in the layout of `weight`, in fp32 or wider: W may be kept in 16 bits, and the
+        sum is no number of theirs."""
+        weight = self.weight if self.saved is None else self.saved.tensor
+        return self._folded(weight, self.lora_A, self.lora_B)
 
-    @torch.no_grad()
     def fold(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> Tensor:
         """W + scaling * B A of given tensors in the layout and dtype of `weight`; summed in fp32 or wider, rounded
         once."""
+        return self._folded(weight, lora_A, lora_B).to(weight.dtype)
+
+    @torch.no_grad()
+    def _folded(self, weight: Tensor, lora_A: Tensor, lora_B: Tensor) -> Tensor:
         wide = torch.promote_types(weight.dtype, torch.float32)
-        with torch.autocast(device_type=weight.device.type, enabled=False):
+        with torch.autocast(device_type=weight.device.type, enabled=False), _whole_fp32():
             delta = (lora_B.to(wide) @ lora_A.to(wide)) * self.scaling
-        return (weight.to(wide) + (delta.T if self.weight_is_transposed else delta)).to(weight.dtype)
+        return weight.to(wide) + (delta.T if self.weight_is_transposed else delta)
 
     @torch.no_grad()
     def merge(self) -> None:
@@ -111,7 +133,7 @@ class _Adapter(loralib.LoRALayer):
             return
         if self.shares_base:
             raise ValueError('merge_lora: the weight is shared with other models or in 4 bits; export it instead')
-        folded = self.folded_weight()
+        folded = self.folded_weight().to(self.weight.dtype)
         self.saved = _SavedBits(self.weight.detach().clone())
         self.weight.copy_(folded)
         self.merged = True
@@ -201,7 +223,7 @@ class LoRANF4Linear(_Adapter, nn.Module):
         self.base = base
 
     def folded_weight(self) -> Tensor:
-        """A new dense tensor W + scaling * B A, W as it computes."""
+        """A new dense tensor W + scaling * B A, W as it computes, and in that dtype."""
         return self.fold(self.base.dense(), self.lora_A, self.lora_B)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -357,13 +379,18 @@ def reset_lora(module: nn.Module) -> None:
         layer.reset_lora_parameters()
 
 
+def layers_to_fold(module: nn.Module) -> list[AdaptedLayer]:
+    """The adapted layers; ValueError without any, and while they are switched off."""
+    layers = list(_require_lora(module, 'merge_lora').values())
+    if not all(layer.adapter_on for layer in layers):
+        raise ValueError('merge_lora: the adapter is switched off; leave adapter_disabled first')
+    return layers
+
+
 def merge_lora(module: nn.Module) -> None:
     """Fold every adapter into its weight, W + scaling * B A, keeping the base weights' bits. Merging twice is merging
     once."""
-    layers = _require_lora(module, 'merge_lora')
-    if not all(layer.adapter_on for layer in layers.values()):
-        raise ValueError('merge_lora: the adapter is switched off; leave adapter_disabled first')
-    for layer in layers.values():
+    for layer in layers_to_fold(module):
         layer.merge()
 
 

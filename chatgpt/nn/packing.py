@@ -22,6 +22,7 @@ Left out: attention windows shorter than the batch, position biases (ALiBi), enc
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -133,13 +134,19 @@ def packed_attention(
     scaling: float | None = None,
     packing: Packing | None = None,
     whole_rows: bool = False,
+    attend: Callable[..., Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers asks for it: query (B, H, S, d), key and value (B, H_kv, S, d) → (B, S, H, d).
 
     With a `packing`, B is 1 and S the number of real tokens; causal within each sequence. With `whole_rows`, causal
-    within each row. Neither reads the mask.
+    within each row. Neither reads the mask. `attend` attends in place of all this: it is given query, key, value, mask
+    and scaling.
     """
+    if attend is not None:
+        if any(kwargs.get(name) is not None for name in ('softcap', 'position_bias', 's_aux')):
+            raise ValueError('this attention knows neither soft caps nor position biases nor sinks')
+        return attend(query, key, value, attention_mask, scaling), None
     if whole_rows:
         attention_mask = None
     dtype = query.dtype

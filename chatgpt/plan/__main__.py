@@ -42,7 +42,9 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument('--memory', type=memory, help='of one device, such as 24GiB')
     out.add_argument('--host_memory', type=memory, help='of one machine, such as 64GiB')
     out.add_argument('--cpu', action='store_true', help='no GPU: devices are host memory')
-    out.add_argument('--precision', choices=('fp32', 'bf16', 'fp16'), default='fp32')
+    out.add_argument(
+        '--precision', choices=('auto', 'fp32', 'bf16', 'fp16'), default='auto', help='auto: bf16, or fp32 with --cpu'
+    )
     out.add_argument('--critic', choices=('own', 'shared', 'none'), default='own')
     out.add_argument('--gradient_checkpointing', action='store_true')
     out.add_argument('--stream_blocks', action='store_true')

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -23,8 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from chatgpt.batching import collate
+from chatgpt.functional import logprobs
 from chatgpt.plan.setup import Setup
 from chatgpt.trainer.strategies.memory import ModelSize, ParameterSize
+from chatgpt.trainer.strategies.precision import narrow, product_weights
 from chatgpt.types import Batch, Sequence
 
 TRACED = (2, 4)
@@ -57,7 +60,9 @@ def build(kind: str, config: Any, setup: Setup, layers: int | None = None) -> nn
         if kind == 'critic':
             return Critic(model, lora_rank=setup.lora_rank)
         if kind == 'reward':
-            return RewardModel(model, lora_rank=setup.lora_rank if setup.task == 'reward_model' else 0)
+            if setup.task != 'reward_model':
+                return RewardModel(model).requires_grad_(False)
+            return RewardModel(model, lora_rank=setup.lora_rank)
         return Actor(model).requires_grad_(False)
 
 
@@ -79,6 +84,16 @@ def _role(kind: str, config: Any, setup: Setup) -> nn.Module:
             return trunk.actor(setup.lora_rank)
         role = trunk.critic(setup.lora_rank) if kind == 'critic' else trunk.reward_model(setup.lora_rank)
         return role
+
+
+def kept_narrow(model: Any) -> list[nn.Parameter]:
+    """What a run in 16 bits keeps in them: of a frozen model what only products read; of one that learns the same under
+    its adapters, where its folder is in 16 bits."""
+    frozen = not any(p.requires_grad for p in model.parameters())
+    dtype = getattr(_text(model.model.config), 'dtype', None)
+    if not (frozen or dtype in (torch.bfloat16, torch.float16)):
+        return []
+    return [p for p in product_weights(model) if not p.requires_grad]
 
 
 def num_layers(config: Any) -> int:
@@ -104,15 +119,21 @@ def _set_layers(config: Any, layers: int) -> None:
 
 def measure(model: nn.Module) -> ModelSize:
     """Count a module's parameters."""
+    from transformers.pytorch_utils import Conv1D
+
     from chatgpt.nn import lora
     from chatgpt.trainer.strategies.streaming import transformer_blocks
 
     block_of = {id(p): i for i, block in enumerate(transformer_blocks(model)) for p in block.parameters()}
+    kept = {id(p) for p in kept_narrow(model)}
     parameters = tuple(
-        ParameterSize(n, tuple(p.shape), p.requires_grad, block_of.get(id(p))) for n, p in model.named_parameters()
+        ParameterSize(n, tuple(p.shape), p.requires_grad, block_of.get(id(p)), id(p) in kept)
+        for n, p in model.named_parameters()
     )
     adapted = [layer for layer in lora.lora_layers(model).values() if not layer.shares_base]
-    return ModelSize(parameters, sum(layer.weight.numel() for layer in adapted))
+    plain = (nn.Linear, Conv1D, lora.LoRALinear, lora.LoRAConv1D)
+    linear = sum(m.weight.numel() for m in model.modules() if type(m) in plain)
+    return ModelSize(parameters, sum(layer.weight.numel() for layer in adapted), linear)
 
 
 # ---------------------------------------------------------------------- traces
@@ -210,26 +231,36 @@ def cast(model: nn.Module, setup: Setup) -> nn.Module:
     """Parameters in the dtype in which a sharded strategy holds or gathers them."""
     if setup.precision != 'fp32' and not setup.memory_model.autocasts:
         model.to(torch.bfloat16)
+    elif setup.precision != 'fp32' and not setup.memory_model.atoms:
+        narrow(kept_narrow(model), torch.bfloat16, lossless=False)
     return model
 
 
-def learning_bytes(kind: str, config: Any, setup: Setup, rows: int, *, keep_gradients: bool) -> int:
+def chunk_bound(setup: Setup) -> Any:
+    """Inside, log-probs come in chunks of the planned device's size, though the fake tensors are a CPU's."""
+    bound = logprobs.CHUNK_ELEMENTS_ACCELERATOR if setup.on_cuda else logprobs.CHUNK_ELEMENTS_CPU
+    return mock.patch.object(logprobs, 'CHUNK_ELEMENTS_CPU', bound)
+
+
+def learning_bytes(kind: str, config: Any, setup: Setup, rows: int, *, growing: float) -> int:
     """Peak of forward and backward of one micro-batch.
 
-    keep_gradients: the parameters' gradients stay, and grow as activations are freed. Otherwise each is dropped when
-    complete: it is sharded, or its memory is counted already.
+    growing: bytes per number of a gradient that stay when it is complete, so that gradients grow as activations are
+    freed. 0: it is added to one that is there already, or goes where weights were.
     """
     batch = batch_of(rows, setup.max_prompt_tokens, setup.max_new_tokens)
 
-    def forget(parameter: Tensor) -> None:
-        parameter.grad = None
-
     def run(model: nn.Module, mode: Any) -> None:
-        given = fake_batch(batch, mode)
+        given, kept = fake_batch(batch, mode), []
+
+        def put_away(parameter: Tensor) -> None:
+            parameter.grad = None
+            kept.append(torch.empty(math.ceil(growing * parameter.numel()), dtype=torch.uint8))
+
         for parameter in model.parameters():
-            if parameter.requires_grad and not keep_gradients:
-                parameter.register_post_accumulate_grad_hook(forget)
-        with autocast(setup):
+            if parameter.requires_grad and growing != parameter.element_size():
+                parameter.register_post_accumulate_grad_hook(put_away)
+        with autocast(setup), chunk_bound(setup):
             if kind in ('critic', 'reward'):
                 loss = model(given).sum()
             else:
@@ -245,7 +276,7 @@ def scoring_bytes(kind: str, config: Any, setup: Setup, rows: int) -> int:
     batch = batch_of(rows, setup.max_prompt_tokens, setup.max_new_tokens)
 
     def run(model: nn.Module, mode: Any) -> None:
-        with torch.no_grad(), autocast(setup):
+        with torch.no_grad(), autocast(setup), chunk_bound(setup):
             model(fake_batch(batch, mode))
 
     return traced(lambda layers: cast(build(kind, config, setup, layers), setup).eval(), config, run)

@@ -64,6 +64,7 @@ def common_fields(strategy: Any, config: Any, model: Any, optimizer: Any) -> dic
         'strategy_options': strategy.options,
         'num_processes': strategy.world_size,
         'precision': precision,
+        'fused': bool(optimizer.param_groups[0].get('fused')),
         'optimizer': {'SGD': 'sgd', 'AdamW8bit': 'adamw8bit', 'PagedAdamW8bit': 'paged_adamw8bit'}.get(kind, 'adamw'),
         'lora_rank': next(iter(layers.values())).r if layers else 0,
         'gradient_checkpointing': any(getattr(m, 'gradient_checkpointing', False) for m in model.modules()),

@@ -19,6 +19,8 @@ NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
 """of a weight in 4 bits, its share of the scales, and of the scales of scales (`chatgpt.nn.quantized`)"""
 PACKED_BYTES = 2 << 30
 """the local engine packs a model's weights for the CPU up to this size"""
+_KEPT = ('full copy', 'key/value cache')
+"""of collecting, what the local engine keeps for the next phase where there is room"""
 
 
 @dataclass(frozen=True)
@@ -133,13 +135,16 @@ def make_plan(setup: Setup) -> Plan:
         for name, (size, _) in frozen.items():
             static += setup.memory_model.frozen(name, size, setup)
         scoring = static
+    after_scoring = Memory()
+    for size, _ in frozen.values():
+        after_scoring.add('gathered weights', setup.memory_model.kept_gathered(size, setup))
     phases = {
         'load': load,
-        'collect': static + _collect(setup, config, actor),
+        'collect': static + after_scoring + _collect(setup, config, actor),
         'score': scoring + _score(setup, trained, frozen),
-        'learn': static + _learn(setup, trained),
+        'learn': static + after_scoring + _learn(setup, trained),
     }
-    return Plan(setup, phases)
+    return Plan(setup, _with_kept(setup, phases))
 
 
 def _plan_of_one_model(setup: Setup, config: Any) -> Plan:
@@ -179,15 +184,13 @@ def _plan_of_shared_trunk(setup: Setup, config: Any, with_reward: bool) -> Plan:
         memory.add('one dense weight', setup.itemsize * largest)
     if setup.task != 'ppo':
         return Plan(setup, {'load': load, 'learn': static + _learn(setup, trained)})
-    return Plan(
-        setup,
-        {
-            'load': load,
-            'collect': static + _collect(setup, config, roles['actor']),
-            'score': static + _score(setup, trained, frozen),
-            'learn': static + _learn(setup, trained),
-        },
-    )
+    phases = {
+        'load': load,
+        'collect': static + _collect(setup, config, roles['actor']),
+        'score': static + _score(setup, trained, frozen),
+        'learn': static + _learn(setup, trained),
+    }
+    return Plan(setup, _with_kept(setup, phases))
 
 
 def actor_without_extras(config: Any, setup: Setup) -> ModelSize:
@@ -212,14 +215,35 @@ def rows_per_forward(setup: Setup, num_sequences: int) -> int:
 def _collect(setup: Setup, config: Any, actor: ModelSize) -> Memory:
     memory, itemsize = setup.memory_model.full_copy(actor, setup), setup.memory_model.full_itemsize(setup)
     if not setup.on_cuda and itemsize == 4 and not setup.stream_blocks:
-        packed = 4 * sum(p.numel for p in actor.parameters if p.block is not None and len(p.shape) == 2)
+        packed = 4 * actor.linear
         memory.add('packed weights', packed if packed <= PACKED_BYTES else 0)
     share = -(-setup.experience_batch_size // setup.num_processes) * setup.num_samples_per_prompt
     rows = min(share, setup.max_rows)
     capacity = setup.max_prompt_tokens + setup.max_new_tokens - 1  # the last token is never fed back
+    if setup.on_cuda:  # sizes that other calls have as well: `chatgpt.rollout.local.fixed_step`
+        capacity = -(-capacity // 256) * 256
+        rows = -(-rows // 32) * 32 if rows > 32 else 1 << (rows - 1).bit_length()
     memory.add('key/value cache', itemsize * models.cache_elements(config) * rows * capacity)
     memory.add('sampling', 4 * SAMPLING_COPIES * rows * models.vocab_size(config))
+    later = sum(memory.device.get(name, 0) for name in ('packed weights', 'key/value cache', 'sampling'))
+    memory.add('gathering', max(setup.memory_model.gathering(actor, setup) - later, 0))
     return memory
+
+
+def _with_kept(setup: Setup, phases: dict[str, Memory]) -> dict[str, Memory]:
+    """What the local engine keeps of collecting for the next phase: the policy's copy and the cache, where the device
+    has room for them beside all that other phases need (`LocalEngine(keep='auto')`)."""
+    if not setup.on_cuda or setup.memory is None:
+        return phases
+    collecting = phases['collect'].device
+    kept = sum(collecting.get(name, 0) for name in _KEPT)
+    busiest = max(sum(memory.device.values()) for memory in phases.values())
+    if busiest + kept > setup.memory * (1 - setup.margin):
+        return phases
+    for name in ('score', 'learn'):
+        phases[name] = phases[name] + Memory()
+        phases[name].add('kept for generating', kept)
+    return phases
 
 
 def _score(setup: Setup, trained: dict[str, Any], frozen: dict[str, Any]) -> Memory:
@@ -249,26 +273,34 @@ def _learn(setup: Setup, trained: dict[str, Any]) -> Memory:
     memory = Memory()
     sequences = setup.train_batch_size * (2 if setup.task == 'reward_model' else 1)
     rows = rows_per_forward(setup, sequences)
-    # Gradients as large as the weights are being made while activations go; with a second micro-batch they are there
-    # already.
-    grow = setup.memory_model.whole and rows * setup.num_processes >= sequences
-    to_come, work, steps = 0, [], []
-    for name, (size, config) in reversed(trained.items()):
-        whole = setup.memory_model.trained(name, size, setup)
-        for place, host in ((whole.device, False), (whole.host, True)):
-            for part, size_of_part in place.items():
-                if part.endswith('gradients'):
-                    memory.add(part, size_of_part, host=host)
-        peak = models.learning_bytes(_KINDS.get(name, name), config, setup, rows, keep_gradients=grow)
-        if grow:
-            to_come += 4 * size.trained
-            peak = max(peak - to_come, 0)
-        work.append((peak, setup.memory_model.gathered(size, setup, backward=True)))
-        steps.append(setup.memory_model.step(size, setup))
+    again = rows * setup.num_processes < sequences
+    strategy, kept = setup.memory_model, []
+    for name, (size, _) in trained.items():
+        whole = strategy.trained(name, size, setup)
+        gradients = {part: size_of_part for part, size_of_part in whole.device.items() if part.endswith('gradients')}
+        if again:
+            gradients[f'{name} sums of gradients'] = strategy.sums(size, setup)
+        for part, size_of_part in gradients.items():
+            memory.add(part, size_of_part)
+        for part, size_of_part in whole.host.items():
+            if part.endswith('gradients'):
+                memory.add(part, size_of_part, host=True)
+        kept.append(sum(gradients.values()))
+    # Each moment beside all the gradients: those of the models to come are not there in the first micro-batch, which
+    # grow as activations go; nor in a step those of the models that have stepped.
+    work, reductions, steps = [], [], []
+    for i, (name, (size, config)) in enumerate(trained.items()):
+        grow = strategy.growing(size, setup, again=again)
+        peak = models.learning_bytes(_KINDS.get(name, name), config, setup, rows, growing=grow)
+        gathered = strategy.gathered(size, setup, backward=True)
+        work.append((max(peak - (0 if again else sum(kept[i:])), 0), gathered))
+        reductions.append(strategy.reduction(size, setup, again=again) - (0 if again else sum(kept[i + 1 :])))
+        steps.append(strategy.step(size, setup) - sum(kept[:i]))
     activations, whole_weights = max(work, key=sum)
     memory.add('activations', activations)
     memory.add('gathered weights', whole_weights)
-    memory.add(
-        'optimizer step', max(max(steps) - activations - whole_weights, 0)
-    )  # it comes when the activations are gone
+    done = activations + whole_weights  # what follows comes when the activations are gone
+    memory.add('reduction of gradients', max(max(reductions) - done, 0))
+    done = max(done, *reductions)
+    memory.add('optimizer step', max(max(steps) - done, 0))
     return memory

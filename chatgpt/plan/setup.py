@@ -52,6 +52,8 @@ class Setup(Layout):
 
     config: Any
     """of the policy; the critic has the same trunk"""
+    precision: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'auto'
+    """auto becomes bf16 on a GPU, fp32 on a CPU, as in a run"""
     task: Task = 'ppo'
     reward_config: Any = None
     """None: a reward function takes no memory"""
@@ -91,7 +93,7 @@ class Setup(Layout):
 
     def __post_init__(self) -> None:
         for name, choices in (
-            ('precision', ('fp32', 'bf16', 'fp16')),
+            ('precision', ('auto', 'fp32', 'bf16', 'fp16')),
             ('critic', ('own', 'shared', 'none')),
             ('optimizer', ('adamw', 'adamw8bit', 'paged_adamw8bit', 'sgd')),
             ('offload', ('none', 'idle')),
@@ -112,6 +114,9 @@ class Setup(Layout):
             raise ValueError(
                 f'strategy={self.strategy!r} is one process, not {self.num_processes}; use one of {", ".join(others)}'
             )
+        if self.precision == 'auto':
+            narrow = self.on_cuda or self.entry.only_16_bits
+            object.__setattr__(self, 'precision', 'bf16' if narrow else 'fp32')
         if self.entry.only_16_bits and self.precision == 'fp32':
             raise ValueError(f"strategy={self.strategy!r} computes in 16 bits; use precision='bf16' or 'fp16'")
         if self.lora_rank and self.num_layers_unfrozen > 0:

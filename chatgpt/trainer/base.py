@@ -52,6 +52,7 @@ class Trainer:
     """
 
     scorer: Any = None
+    collector: Any = None
     """what scores responses; None where nothing does"""
 
     def __init__(
@@ -140,7 +141,13 @@ class Trainer:
         rates = {name: schedule.base for name, schedule in self._schedules.items()}
         optimizers = {name: describe_groups(optimizer, rates[name]) for name, optimizer in self.optimizers().items()}
         atoms = self.strategy.exact.atoms if self.strategy.exact is not None else None
-        return {'config': self.config.to_dict(), 'seed': self.strategy.seed, 'atoms': atoms, 'optimizers': optimizers}
+        return {
+            'config': self.config.to_dict(),
+            'seed': self.strategy.seed,
+            'precision': self.strategy.precision,
+            'atoms': atoms,
+            'optimizers': optimizers,
+        }
 
     def facts(self) -> dict[str, Any]:
         """What run.json says of this kind of run: fields of `RunRecord`, of which `method` and `data` are always
@@ -292,6 +299,9 @@ class Trainer:
                 keep_what_is_whole(self, self.steps, error)
                 self.callbacks.on_exception(self, error)
                 raise
+            finally:
+                if self.collector is not None:
+                    self.collector.free()
         self._signals.raise_received()
 
     @contextmanager

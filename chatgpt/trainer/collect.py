@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 
 from chatgpt.dataset.prompts import PromptOrder, PromptSet
-from chatgpt.rollout import AheadEngine, ExactDraws, RolloutEngine, SamplingParams, StopStrings
+from chatgpt.rollout import AheadEngine, ExactDraws, LocalEngine, RolloutEngine, SamplingParams, StopStrings
 from chatgpt.rollout.episodes import EpisodeEngine
 from chatgpt.rollout.stop import write_texts
 from chatgpt.trainer.checkpointing import as_json
@@ -40,6 +40,13 @@ Full = Callable[[], AbstractContextManager[Any]]
 
 def exact_draws(engine: RolloutEngine) -> ExactDraws:
     return engine if isinstance(engine, ExactDraws) else ExactDraws(engine)
+
+
+def _innermost(engine: Any) -> Any:
+    """Who computes, inside of what makes episodes or exact draws of it."""
+    while isinstance(engine, (EpisodeEngine, ExactDraws)):
+        engine = engine.engine
+    return engine
 
 
 class NothingToLearn(RuntimeError):
@@ -203,12 +210,22 @@ class Collector:
         """Inside, the engine has the policy's weights."""
         with ExitStack() as held:
             self.engine.begin(held.enter_context((policy or self.policy)()))
+            generator = _innermost(self.engine)
+            if isinstance(generator, LocalEngine):
+                self.strategy.keep_copy(generator, generator.keeping)
             if getattr(self.engine, 'copies_weights', False):
                 held.close()  # a copy in the compute dtype would lie beside the engine's own
             try:
                 yield
             finally:
                 self.engine.end()
+
+    def free(self) -> None:
+        """Free what was kept for a next phase: the engine's cache and graphs, the policy's copy in 16 bits."""
+        generator = _innermost(self.engine)
+        if isinstance(generator, LocalEngine):
+            generator.release()
+            self.strategy.keep_copy(generator, False)
 
     def decode(self, samples: list[Sample]) -> list[Sample]:
         """The samples, with their texts where there is a tokenizer."""

@@ -75,7 +75,7 @@ class PromptEvaluation:
         self.prompts, self.tokenizer, self.metric_fn = prompts, tokenizer, metric_fn
         self.scorer = as_scorer(reward) if reward is not None else None
         self.model, self.seed, self.num_rows = model, seed, num_rows
-        self.engine: RolloutEngine = engine or LocalEngine()
+        self.engine: RolloutEngine = engine or LocalEngine(keep=False)  # long between two
         self.environment, self.environment_settings = environment, environment_settings
         self.generate = {'do_sample': False} | generate
         self.last: list[dict[str, Any]] = []

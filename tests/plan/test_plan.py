@@ -158,17 +158,17 @@ def test_activations_are_those_of_a_real_pass(kind, checkpointing, precision):
             out = real(batch) if kind == 'critic' else real(batch, with_entropy=True)
             loss = out.sum() if kind == 'critic' else out.logprobs.sum() + out.entropy.sum()
         loss.backward()
-    planned = models.learning_bytes(kind, CONFIG, setup, 4, keep_gradients=True)
+    planned = models.learning_bytes(kind, CONFIG, setup, 4, growing=4.0)
     assert planned == pytest.approx(live.peak, rel=0.01)
-    assert models.learning_bytes(kind, CONFIG, setup, 8, keep_gradients=True) > 1.2 * planned  # negative control
+    assert models.learning_bytes(kind, CONFIG, setup, 8, growing=4.0) > 1.2 * planned  # negative control
 
 
 def test_depth_is_extrapolated():
     deep, setup = tiny_config('llama', positions=64, layers=9), Setup(config=CONFIG)
-    linear = models.learning_bytes('actor', deep, setup, 4, keep_gradients=True)
+    linear = models.learning_bytes('actor', deep, setup, 4, growing=4.0)
     models.TRACED, before = (9, 9), models.TRACED
     try:
-        assert models.learning_bytes('actor', deep, setup, 4, keep_gradients=True) == pytest.approx(linear, rel=0.01)
+        assert models.learning_bytes('actor', deep, setup, 4, growing=4.0) == pytest.approx(linear, rel=0.01)
     finally:
         models.TRACED = before
 

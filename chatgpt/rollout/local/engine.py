@@ -3,26 +3,41 @@
 It holds what lives for a collect phase: the actor, the cache and the steps of fixed shape. One call is a `LocalRun`
 (`chatgpt.rollout.local.run`), or a `Conversation` of several turns (`chatgpt.rollout.local.conversation`).
 
+On a GPU cache and steps are kept from one phase to the next where memory is left for them: as much as they take, and a
+twentieth of the GPU, is free when learning is over. What learning has used stays reserved by torch, so then it has room
+for all of it again beside them. So nothing is kept from the first phase, which no learning came before. A captured
+graph reads weights where they lie, so steps are used again only for the very actor whose tensors are where they were.
+
 Left out: beam search, penalties and other GenerationConfig extras, and models whose decode is more than full attention
 over a key/value cache: those go through `chatgpt.rollout.hf`.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
+from chatgpt.nn.settings import addresses, plain_settings
 from chatgpt.rollout.engine import Call, InProcessEngine, Turns
 from chatgpt.rollout.local.append import AppendForm, find_append_form
+from chatgpt.rollout.local.attention import FORMS, AttentionForm, find_attention
 from chatgpt.rollout.local.conversation import Conversation
 from chatgpt.rollout.local.cpu_speed import PackedModules
 from chatgpt.rollout.local.fixed_step import FixedSteps
 from chatgpt.rollout.local.run import LocalRun
-from chatgpt.rollout.local.slot_cache import SlotCache, attention_window, bytes_per_slot, find_mask_form
+from chatgpt.rollout.local.slot_cache import (
+    SlotCache,
+    attention_disagrees,
+    attention_window,
+    bytes_per_slot,
+    find_mask_form,
+)
 from chatgpt.rollout.sampling import SamplingParams, TokenSampler
 from chatgpt.types import Prompt, Sample
 
@@ -31,6 +46,8 @@ if TYPE_CHECKING:
 
 CACHE_SHARE = 0.6
 """of a GPU's free memory that the cache may take: activations of a prefill, logits and graphs need the rest"""
+SPARE_SHARE = 0.05
+"""of a GPU's memory that must be free after learning, beside what is kept for the next phase"""
 
 
 def check_local(config: Any, call: Call) -> list[int]:
@@ -57,7 +74,9 @@ class LocalEngine(InProcessEngine):
     take more than 60 % of its free memory. max_prefill_tokens: padded size of one prefill
     forward. refill_fraction: waiting prompts enter when this share of the rows is free. fixed_steps: decode at fixed
     shapes, on CUDA as captured graphs (`chatgpt.rollout.local.fixed_step`); 'auto' does so on CUDA, where launching
-    kernels costs more than idle rows.
+    kernels costs more than idle rows; 'compiled' by torch.compile, which on CUDA is captured. attention: of decode
+    steps, one of `FORMS` of `chatgpt.rollout.local.attention`; 'auto' is the plain one on a CPU. keep: cache and steps
+    from one phase to the next; 'auto' where a GPU has memory left for them.
 
     >>> engine = LocalEngine()                                                                    # doctest: +SKIP
     >>> engine.begin(actor)                                                                       # doctest: +SKIP
@@ -74,7 +93,9 @@ class LocalEngine(InProcessEngine):
         max_batch_size: int = 256,
         max_prefill_tokens: int = 16384,
         refill_fraction: float = 0.125,
-        fixed_steps: bool | Literal['auto'] = 'auto',
+        fixed_steps: bool | Literal['auto', 'compiled'] = 'auto',
+        attention: AttentionForm | Literal['auto'] = 'auto',
+        keep: bool | Literal['auto'] = 'auto',
     ) -> None:
         super().__init__()
         if max_batch_size < 1 or max_prefill_tokens < 1 or not 0 <= refill_fraction <= 1:
@@ -85,15 +106,29 @@ class LocalEngine(InProcessEngine):
         self.max_batch_size = max_batch_size
         self.max_prefill_tokens = max_prefill_tokens
         self.min_refill = max(1, int(max_batch_size * refill_fraction))
-        if fixed_steps not in (True, False, 'auto'):
-            raise ValueError(f"LocalEngine: fixed_steps={fixed_steps!r} is not one of True, False, 'auto'")
-        self.fixed_steps = fixed_steps
+        if fixed_steps not in (True, False, 'auto', 'compiled'):
+            raise ValueError(f"LocalEngine: fixed_steps={fixed_steps!r} is not one of True, False, 'auto', 'compiled'")
+        if attention not in ('auto', *FORMS):
+            raise ValueError(
+                f"LocalEngine: attention={attention!r} is not one of 'auto', {', '.join(map(repr, FORMS))}"
+            )
+        if keep not in (True, False, 'auto'):
+            raise ValueError(f"LocalEngine: keep={keep!r} is not one of True, False, 'auto'")
+        self.fixed_steps, self.attention, self.keep = fixed_steps, attention, keep
+        self.keeping = False
+        """whether cache and steps of this phase are kept for the next"""
+        self.attention_form: AttentionForm = 'plain'
+        """of the policy that it has"""
         self._cache: SlotCache | None = None
         self._packed: PackedModules | None = None
         self._mask_form: Any = None
         self._append_form: AppendForm | None = None
         self._checked: Any = None
-        self._fixed: tuple[Any, FixedSteps] | None = None
+        self._fixed: FixedSteps | None = None
+        self._kept_for: tuple[Any, Any] | None = None
+        """the actor that the steps were made for, and what of it must be the same when they are used again"""
+        self._held_bytes: int | None = None
+        """that the latest phase held at its end; None before"""
         self._can_capture = True
         """False once a model of the kind `_checked` could not be captured"""
 
@@ -114,15 +149,50 @@ class LocalEngine(InProcessEngine):
             parameter.device,
             str(config.to_dict()),
         )
-        if self._checked == kind:
-            return
-        try:
-            with torch.inference_mode():
-                self._mask_form = find_mask_form(actor)
-        except Exception:
-            self.end()
-            raise
-        self._checked, self._can_capture, self._append_form = kind, True, None
+        if self._checked != kind:
+            self.release()
+            try:
+                self._find_forms(actor)
+            except Exception:
+                self.end()
+                raise
+            self._checked, self._can_capture, self._append_form = kind, True, None
+        if self._fixed is not None:
+            self._take_up(actor, self._fixed)
+        self.keeping = self._may_keep(parameter.device)
+
+    def _find_forms(self, actor: Actor) -> None:
+        with torch.inference_mode():
+            self._mask_form = find_mask_form(actor)
+            self.attention_form = find_attention(
+                self.attention,
+                actor,
+                calls_compiled=self.fixed_steps == 'compiled',
+                disagrees=partial(attention_disagrees, actor, self._mask_form),
+            )
+
+    def _take_up(self, actor: Actor, steps: FixedSteps) -> None:
+        """Steps that were kept go on with this actor, if it is the one that they were made for."""
+        kept, self._kept_for = self._kept_for, None
+        if kept is not None and kept[0]() is actor and kept[1] == (addresses(actor), plain_settings(actor)):
+            steps.actor = actor
+        else:
+            self._fixed = None
+
+    def _may_keep(self, device: torch.device) -> bool:
+        if self.keep != 'auto':
+            return self.keep
+        if device.type != 'cuda' or self._held_bytes is None:
+            return False
+        free, total = torch.cuda.mem_get_info(device)
+        held = self._held_bytes if self.keeping else 0
+        return free + held >= self._held_bytes + SPARE_SHARE * total
+
+    def _bytes_held(self) -> int:
+        """Of cache and graphs, and of an actor that is a copy for generating."""
+        parameters = list(self._actor.parameters())
+        copied = 0 if any(p.requires_grad for p in parameters) else sum(p.nbytes for p in parameters)
+        return copied + (self._cache.nbytes if self._cache else 0) + (self._fixed.graph_bytes if self._fixed else 0)
 
     def check(self, config: Any, call: Call) -> list[int]:
         return check_local(config, call)
@@ -165,6 +235,10 @@ class LocalEngine(InProcessEngine):
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
+        if self.fixed_steps == 'compiled':  # which packs weights in its own way
+            with torch.inference_mode():
+                yield
+            return
         self._packed = self._packed or PackedModules(self._actor)
         with self._packed.active(), torch.inference_mode():
             yield
@@ -180,10 +254,23 @@ class LocalEngine(InProcessEngine):
             raise
 
     def end(self) -> None:
-        """Give the actor back with the training flags it came with, and free the cache."""
+        """Give the actor back with the training flags it came with; free the cache, or keep it for the next phase."""
+        actor = self._actor
+        if actor is not None:
+            self._held_bytes = self._bytes_held()
         super().end()
         self._note_capture()
-        self._cache = self._packed = self._fixed = None
+        self._packed = None
+        if not self.keeping:
+            self._cache = self._fixed = None
+        elif self._fixed is not None and actor is not None:
+            self._kept_for = weakref.ref(actor), (addresses(actor), plain_settings(actor))
+            self._fixed.actor = None  # a copy of the policy that others free is not held here
+
+    def release(self) -> None:
+        """Free what is kept for the next phase."""
+        self._note_capture()
+        self._cache = self._fixed = self._kept_for = None
 
     def captures(self, device: torch.device) -> bool:
         """Whether steps of fixed shape become CUDA graphs."""
@@ -191,13 +278,15 @@ class LocalEngine(InProcessEngine):
 
     def _note_capture(self) -> None:
         """Steps that gave up their graphs speak for the next ones."""
-        self._can_capture = self._can_capture and not (self._fixed is not None and self._fixed[1].gave_up)
+        self._can_capture = self._can_capture and not (self._fixed is not None and self._fixed.gave_up)
 
     def cache(self, rows: int, capacity: int) -> SlotCache:
-        """This phase's cache, grown to at least this size."""
-        if self._cache is None:
-            self._cache = SlotCache(rows, capacity)
-        self._cache.reserve(rows, capacity)
+        """The cache for a call that begins: of at least this size, holding nothing that is read."""
+        cache = self._cache
+        if cache is None or rows > cache.rows or capacity > cache.capacity:
+            wider = (rows, capacity) if cache is None else (max(rows, cache.rows), max(capacity, cache.capacity))
+            self._cache = cache = self._fixed = None  # before there is another
+            self._cache = SlotCache(*wider)
         return self._cache
 
     def rows_that_fit(self, rows: int, capacity: int) -> int:
@@ -208,7 +297,7 @@ class LocalEngine(InProcessEngine):
         free = self.free_bytes(device)
         if free is None:
             return rows
-        held = sum(s.nbytes for layer in self._cache.layers for s in (layer.keys, layer.values)) if self._cache else 0
+        held = self._cache.nbytes if self._cache else 0
         per_row = bytes_per_slot(self._actor) * capacity
         return max(1, min(rows, int(CACHE_SHARE * (free + held) / max(per_row, 1))))
 
@@ -222,22 +311,20 @@ class LocalEngine(InProcessEngine):
     def fixed(
         self, cache: SlotCache, sampler: TokenSampler, uniforms: Tensor | None, size: int, *, capture: bool
     ) -> FixedSteps:
-        """This phase's steps of fixed shape; those of an earlier call where they fit, with their graphs."""
-        key = (cache.rows, cache.capacity, size, sampler.sampling)
-        if self._fixed is None or self._fixed[0] != key:
+        """Steps of fixed shape; those of an earlier call where they fit, with their graphs."""
+        if self._fixed is None or not self._fixed.fits(cache, sampler, size):
             self._note_capture()
-            device, sampling = sampler.end_ids.device, sampler.sampling
-            steps = FixedSteps(
+            device = sampler.end_ids.device
+            self._fixed = FixedSteps(
                 self._actor,
                 sampler,
                 cache,
                 self._mask_form,
-                uniforms,
+                self.attention_form,
                 size,
                 device,
                 capture=capture and self.captures(device),
-                no_end_until=sampling.min_new_tokens > 0 and len(sampling.eos_token_ids) > 0,
+                compiled=self.fixed_steps == 'compiled',
             )
-            self._fixed = key, steps
-        self._fixed[1].renew(uniforms)
-        return self._fixed[1]
+        self._fixed.renew(uniforms)
+        return self._fixed

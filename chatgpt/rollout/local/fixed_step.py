@@ -6,6 +6,10 @@ slots come in buckets, one graph for each pair, captured at its second use; repl
 costs. The first use is an ordinary call that is watched: a model that makes tensors from numbers of the host, or waits
 for the device, gets no graphs. Without CUDA the same step is an ordinary call, which is how it is tested.
 
+A step may also be compiled by torch (norms, rotary embeddings, gated layers and the draw become few kernels): rows and
+slots are symbols then, and weights are inputs, so buckets and phases share what was compiled. On CUDA the compiled step
+is captured in its turn. A model that torch cannot compile decodes without.
+
 Left out: prefill, and which rows live (`chatgpt.rollout.local.run`).
 """
 
@@ -14,6 +18,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +26,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from chatgpt.rollout.local.attention import AttentionForm, step_keywords
 from chatgpt.rollout.local.slot_cache import MaskForm, SlotCache, decode_mask
-from chatgpt.rollout.sampling import Draw, TokenSampler
+from chatgpt.rollout.sampling import Draw, SamplingParams, TokenSampler
 
 SLOTS = 256
 """widths are multiples of this"""
@@ -30,6 +36,8 @@ SMALL_ROWS = 32
 """up to here row buckets are powers of two, above multiples of this"""
 WARM_UPS = 1
 """ordinary calls of a bucket before its capture, in which libraries set up what a capture may not"""
+COMPILATIONS = 16
+"""of one step, at most: what torch does not take for a symbol is compiled anew for every bucket; then it stays plain"""
 
 
 def row_bucket(live: int, most: int) -> int:
@@ -39,7 +47,13 @@ def row_bucket(live: int, most: int) -> int:
     return min(-(-live // SMALL_ROWS) * SMALL_ROWS, most)
 
 
+def whole_pages(slots: int) -> int:
+    """So many slots or more: what a cache has whose sizes other calls are to find again."""
+    return -(-slots // SLOTS) * SLOTS
+
+
 def slot_bucket(width: int, capacity: int) -> int:
+    """256, 512, ... slots, at most `capacity`."""
     return min(-(-width // SLOTS) * SLOTS, capacity)
 
 
@@ -109,16 +123,22 @@ class HostWatch(TorchDispatchMode):
         return len({t.device.type for t in (*given, *made) if copies or t.dim() > 0}) > 1
 
 
+def _in_the_step(sampling: SamplingParams) -> tuple[Any, ...]:
+    """The settings that a step computes with. Limits, stop strings and seeds are asked for outside."""
+    may_be_short = sampling.min_new_tokens > 0 and len(sampling.eos_token_ids) > 0
+    s = sampling
+    return s.do_sample, s.temperature, s.top_k, s.top_p, s.eos_token_ids, may_be_short
+
+
 class FixedSteps:
-    """The steps of `generate` calls of one collect phase that have the same settings and sizes.
+    """The steps of `generate` calls that have the same settings and the same cache.
 
     Args:
         actor: has `trunk` and `head`.
-        cache: has all rows and slots that a call will need; these steps end when it grows.
-        uniforms: (size, 1) float64, or None for greedy decoding.
-        size: places in the tables.
-        no_end_until: whether rows may be too short to end.
+        cache: has all rows and slots that a call will need.
+        size: places in the tables that a call needs; there are at least as many.
         capture: use CUDA graphs.
+        compiled: let torch compile the step.
     """
 
     def __init__(
@@ -127,34 +147,46 @@ class FixedSteps:
         sampler: TokenSampler,
         cache: SlotCache,
         mask_form: MaskForm,
-        uniforms: Tensor | None,
+        attention: AttentionForm,
         size: int,
         device: torch.device,
         *,
-        no_end_until: bool,
         capture: bool,
+        compiled: bool,
     ) -> None:
-        self.actor, self.sampler, self.cache, self.mask_form = actor, sampler, cache, mask_form
-        self.capture, self.gave_up = capture, False
-        self.no_end_until = no_end_until
-        self.size, self.device = size, device
-        self.tables = Tables(size, device, draws=uniforms is not None)
-        self.uniforms = None if uniforms is None else torch.cat([uniforms, uniforms.new_zeros(1, 1)])
+        self.actor, self.sampler, self.cache = actor, sampler, cache
+        self.mask_form, self.attention = mask_form, attention
+        self.capture, self.compiled, self.gave_up = capture, compiled, False
+        *_, self.no_end_until = self.settings = _in_the_step(sampler.sampling)
+        # a little more is nothing beside a new capture
+        self.size, self.device = 1 << (size - 1).bit_length(), device
+        draws = sampler.sampling.do_sample
+        self.tables = Tables(self.size, device, draws=draws)
+        self.uniforms = torch.zeros(self.size + 1, 1, dtype=torch.float64, device=device) if draws else None
+        self.graph_bytes = 0
+        """that the captures have taken"""
         rows = cache.rows
         self.token = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.state = torch.zeros(3, rows, dtype=torch.int64, device=device)
-        self.increment = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        # a column more, so that no slice of it is the whole, which torch would compile for itself
+        self.state = torch.zeros(3, rows + 1, dtype=torch.int64, device=device)
+        self.increment = torch.zeros(3, rows + 1, dtype=torch.int64, device=device)
         self.ended = torch.zeros(rows, dtype=torch.bool, device=device)
         self.row_index = torch.arange(rows, device=device)
         self._graphs: dict[tuple[int, int], Any] = {}
         self._uses: dict[tuple[int, int], int] = {}
         self._pool: Any = None
         self._side_stream: Any = None
+        self._step: Any = torch.compile(self._plain_step, dynamic=True) if compiled else self._plain_step
+
+    def fits(self, cache: SlotCache, sampler: TokenSampler, size: int) -> bool:
+        """Whether another call may take these steps."""
+        same = self.cache is cache and len(self.row_index) == cache.rows
+        return same and size <= self.size and self.settings == _in_the_step(sampler.sampling)
 
     def renew(self, uniforms: Tensor | None) -> None:
-        """Begin another call, with other draws."""
+        """Begin another call, with other draws: (n, 1) float64, or None for greedy decoding."""
         if self.uniforms is not None and uniforms is not None:
-            self.uniforms[:-1] = uniforms
+            self.uniforms[: len(uniforms)] = uniforms
 
     def load(self, token: Tensor, state: Tensor, idle_slot: int = 0) -> None:
         """Set the live rows: the first ones. The others idle, and write into `idle_slot` of their cache rows."""
@@ -170,26 +202,47 @@ class FixedSteps:
 
         width: slots that attention must see: the longest row's, with the new token.
         """
-        rows, slots = row_bucket(live, self.cache.rows), slot_bucket(width, self.cache.capacity)
+        # torch compiles a step of one row for itself
+        least = min(2, self.cache.rows) if self.compiled else 1
+        rows, slots = row_bucket(max(live, least), self.cache.rows), slot_bucket(width, self.cache.capacity)
         key = rows, slots
         graph = self._graphs.get(key)
         if graph is not None:
             graph.replay()
             return
         uses = self._uses[key] = self._uses.get(key, 0) + 1
-        if not self.capture:
-            self._step(rows, slots)
-        elif uses <= WARM_UPS:
+        if self.capture and uses <= WARM_UPS:
             self._watched(key)
-        else:
+        elif self.compiled and (not self.capture or uses <= 2 * WARM_UPS):  # compiling is nothing that a capture may do
+            self._compiled(key)
+        elif self.capture:
             with torch.cuda.device(self.device):
                 self._capture(key)
+        else:
+            self._step(rows, slots)
+
+    def _compiled(self, key: tuple[int, int]) -> None:
+        """A compiled call. A model that torch cannot compile goes on without."""
+        before = self.token.clone(), self.state.clone()
+        try:
+            with _as_symbols():
+                self._step(*key)
+        except (torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            self.compiled, self._step = False, self._plain_step
+            warnings.warn(
+                f'LocalEngine: torch cannot compile this model ({_line(error)}); decoding without', stacklevel=2
+            )
+            self.token.copy_(before[0])
+            self.state.copy_(before[1])
+            self._step(*key)
 
     def _watched(self, key: tuple[int, int]) -> None:
         """An ordinary call, as a capture would see it, that finds out whether one is possible: a capture that breaks
         off leaves torch's allocator in its middle."""
         with HostWatch(self.device) as watch, _as_if_capturing():
-            self._step(*key)
+            self._plain_step(*key)
         if watch.found is not None:
             self._without_graphs(f'it needs the host: {watch.found}')
 
@@ -203,7 +256,7 @@ class FixedSteps:
         self._side_stream = self._side_stream or torch.cuda.Stream(self.device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        before = self.token.clone(), self.state.clone()
+        before, reserved = (self.token.clone(), self.state.clone()), torch.cuda.memory_reserved(self.device)
         index = self.device.index or 0
         stream, generator = torch.cuda.current_stream(self.device), torch.cuda.default_generators[index]
         fresh = generator.clone_state()
@@ -225,15 +278,19 @@ class FixedSteps:
             self._step(*key)
             return
         self._graphs[key] = graph
+        self.graph_bytes += max(0, torch.cuda.memory_reserved(self.device) - reserved)
         graph.replay()  # capturing computes nothing
 
-    def _step(self, rows: int, slots: int) -> None:
+    def _plain_step(self, rows: int, slots: int) -> None:
         token, state = self.token[:rows], self.state[:, :rows]
         flat, lengths = state[0], state[1]
         self.cache.decode(self.row_index[:rows], lengths, slots, same_length=False)
-        mask = decode_mask(lengths, slots, self.mask_form, self.cache.layers[0].keys.dtype)
+        mask = partial(decode_mask, lengths, slots, self.mask_form, self.cache.layers[0].keys.dtype)
         hidden = self.actor.trunk(
-            token[:, None], position_ids=lengths[:, None], attention_mask=mask, past_key_values=self.cache
+            token[:, None],
+            position_ids=lengths[:, None],
+            past_key_values=self.cache,
+            **step_keywords(self.attention, mask, lengths),
         )
         uniform = None if self.uniforms is None else self.uniforms[flat]
         draw = self.sampler(self.actor.head(hidden[:, -1]), uniform, flat < state[2] if self.no_end_until else None)
@@ -247,7 +304,25 @@ def _first_cause(error: BaseException) -> str:
     """In a line: the error of ending a capture hides the one that broke it off."""
     while error.__context__ is not None:
         error = error.__context__
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return _line(error)
+
+
+def _line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@contextmanager
+def _as_symbols() -> Iterator[None]:
+    """Around compiled calls: sizes that happen to be equal are not taken for one, and torch's remarks are not ours."""
+    import torch.fx.experimental._config as symbols
+
+    with (
+        torch._dynamo.config.patch(recompile_limit=COMPILATIONS),
+        symbols.patch(use_duck_shape=False),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings('ignore', message='Dynamo detected a call to a `functools.lru_cache`')
+        yield
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from torch import Tensor
 
 from chatgpt.batching import cut_by_tokens
 from chatgpt.rollout.engine import Call, changing_shapes
-from chatgpt.rollout.local.fixed_step import FixedSteps
+from chatgpt.rollout.local.attention import AttentionForm, step_keywords
+from chatgpt.rollout.local.fixed_step import FixedSteps, row_bucket, slot_bucket, whole_pages
 from chatgpt.rollout.local.slot_cache import decode_mask
 from chatgpt.rollout.randomness import sample_keys, uniforms
 from chatgpt.rollout.sampling import Draw, TokenSampler
@@ -57,15 +59,20 @@ class LocalRun:
         # the last token of a sequence is never fed back, so it needs no slot
         self.max_width = max(len(p.ids) + limit - 1 for p, limit in zip(prompts, limits, strict=True))
         wanted = min(most_rows or engine.max_batch_size, len(prompts))
-        self.max_rows = engine.rows_that_fit(wanted, self.max_width)
-        self.min_refill = max(1, engine.min_refill * self.max_rows // wanted)
         longest_prompt = max(len(p.ids) for p in prompts)
-        at_first = -(-(longest_prompt + _CAPACITY_STEP) // _CAPACITY_STEP) * _CAPACITY_STEP
         # Blocks that are streamed come and go: their addresses hold for no graph.
         streams = any(getattr(module, 'is_streamed', False) for module in self.actor.modules())
         fixed = (self.device.type == 'cuda' and not streams) if engine.fixed_steps == 'auto' else engine.fixed_steps
-        capacity = max(longest_prompt, self.max_width + spare_slots if fixed else min(at_first, self.max_width))
-        self.cache = engine.cache(self.max_rows, capacity)
+        if fixed or engine.attention_form == 'varlen':  # sizes that other calls have as well
+            capacity = whole_pages(max(longest_prompt, self.max_width + spare_slots))
+            rows = engine.rows_that_fit(row_bucket(wanted, 2 * wanted), capacity)
+        else:
+            at_first = -(-(longest_prompt + _CAPACITY_STEP) // _CAPACITY_STEP) * _CAPACITY_STEP
+            capacity = max(longest_prompt, min(at_first, self.max_width))
+            rows = engine.rows_that_fit(wanted, self.max_width)
+        self.max_rows = min(wanted, rows)
+        self.min_refill = max(1, engine.min_refill * self.max_rows // wanted)
+        self.cache = engine.cache(rows, capacity)
         self.fixed: FixedSteps | None = None
         if fixed:
             self.fixed = engine.fixed(
@@ -167,12 +174,18 @@ class LocalRun:
         if width > self.cache.capacity:
             self.cache.reserve(self.max_rows, min(self.max_width, max(width, 2 * self.cache.capacity)))
         lengths = self.state[1]
+        attention: AttentionForm = self.engine.attention_form
         same_length = self.longest_offset == self.shortest_offset
-        mask = None if same_length else decode_mask(lengths, width, self.engine._mask_form, self.mask_dtype)
+        if attention == 'varlen':
+            same_length, width = False, slot_bucket(width, self.cache.capacity)
+        keywords: dict[str, Any] = {'attention_mask': None}
+        if not same_length:
+            mask = partial(decode_mask, lengths, width, self.engine._mask_form, self.mask_dtype)
+            keywords = step_keywords(attention, mask, lengths)
         self.cache.decode(self.row_index, lengths, width, same_length=same_length)
         with changing_shapes(self.device):
             hidden = self.actor.trunk(
-                self.token[:, None], position_ids=lengths[:, None], attention_mask=mask, past_key_values=self.cache
+                self.token[:, None], position_ids=lengths[:, None], past_key_values=self.cache, **keywords
             )
         self.token, flags = self.emit(self.actor.head(hidden[:, -1]), self.state)
         self.state = self.state + self.increment
@@ -284,7 +297,7 @@ class LocalRun:
             # memory
             values = torch.zeros(shape[0] * shape[1], dtype=dtype, device=self.device)
             if self.fixed is not None:
-                values.copy_(getattr(self.fixed.tables, name)[:-1])
+                values.copy_(getattr(self.fixed.tables, name)[: len(values)])
             values[flat] = torch.cat([getattr(draw, name) for _, draw in self.records])
             return values.view(shape).cpu()
 

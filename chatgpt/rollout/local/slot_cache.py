@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from chatgpt.nn.trunk import text_config
+from chatgpt.rollout.local.attention import PAGE, AttentionForm, step_keywords
 
 MaskForm = Literal['additive', 'boolean']
 
@@ -79,6 +80,11 @@ class SlotCache(Cache):
         self._slot: int | None = None
         self._num_rows = 0
         self._appended: tuple[int, Tensor, Tensor, Tensor, Tensor] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """What is allocated."""
+        return sum(s.nbytes for layer in self.layers for s in (layer.keys, layer.values) if s is not None)
 
     def reserve(self, rows: int, capacity: int) -> None:
         """Make room for so many rows and slots; what is stored stays."""
@@ -222,29 +228,31 @@ def _example(vocab_size: int, device: torch.device) -> list[Tensor]:
     return [row[: length + _NUM_STEPS] for row, length in zip(ids.view(-1, longest), PROMPT_LENGTHS, strict=True)]
 
 
-def _cached_states(actor: Any, sequences: list[Tensor], form: MaskForm) -> list[Tensor]:
+def _cached_states(
+    actor: Any, sequences: list[Tensor], form: MaskForm, attention: AttentionForm = 'plain'
+) -> list[Tensor]:
     """Hidden states of the last prompt token and the tokens after it, per sequence, by prefill and decode."""
-    cache, last = prefilled_example(actor, sequences)
+    cache, last = prefilled_example(actor, sequences, PAGE if attention == 'varlen' else 0)
     rows, lengths = len(sequences), torch.tensor(PROMPT_LENGTHS, device=sequences[0].device)
     states = [[state] for state in last]
     row_index = torch.arange(rows, device=lengths.device)
     for step in range(_NUM_STEPS):
-        width = max(PROMPT_LENGTHS) + step + 1
+        width = PAGE if attention == 'varlen' else max(PROMPT_LENGTHS) + step + 1
         token = torch.stack([s[length + step] for s, length in zip(sequences, PROMPT_LENGTHS, strict=True)])
         cache.decode(row_index, lengths, width, same_length=False)
-        mask = decode_mask(lengths, width, form, last.dtype)
-        hidden = actor.trunk(token[:, None], position_ids=lengths[:, None], attention_mask=mask, past_key_values=cache)
+        keywords = step_keywords(attention, partial(decode_mask, lengths, width, form, last.dtype), lengths)
+        hidden = actor.trunk(token[:, None], position_ids=lengths[:, None], past_key_values=cache, **keywords)
         for i in range(rows):
             states[i].append(hidden[i, 0])
         lengths = lengths + 1
     return [torch.stack(row) for row in states]
 
 
-def prefilled_example(actor: Any, sequences: list[Tensor]) -> tuple[SlotCache, Tensor]:
-    """A cache that holds the first `PROMPT_LENGTHS` tokens of each sequence, and the hidden states of their last, (n,
-    D)."""
+def prefilled_example(actor: Any, sequences: list[Tensor], capacity: int = 0) -> tuple[SlotCache, Tensor]:
+    """A cache of at least `capacity` slots that holds the first `PROMPT_LENGTHS` tokens of each sequence, and the
+    hidden states of their last, (n, D)."""
     device, rows, longest = sequences[0].device, len(sequences), max(PROMPT_LENGTHS)
-    cache = SlotCache(rows, longest + _NUM_STEPS)
+    cache = SlotCache(rows, max(longest + _NUM_STEPS, capacity))
     input_ids = torch.zeros(rows, longest, dtype=torch.int64, device=device)
     for i, length in enumerate(PROMPT_LENGTHS):
         input_ids[i, :length] = sequences[i][:length]
@@ -310,3 +318,11 @@ def find_mask_form(actor: Any) -> MaskForm:
         f'LocalEngine: cached decode of {name} does not agree with its plain forward ({"; ".join(found)}); use '
         "engine='hf'"
     )
+
+
+def attention_disagrees(actor: Any, mask_form: MaskForm, attention: AttentionForm) -> str:
+    """Why decoding by this attention does not give the states of a plain forward; '' where it does."""
+    if mask_form != 'additive':
+        return f'the model takes a {mask_form} mask'
+    sequences, plain, tolerance = plain_example(actor)
+    return disagreement(partial(_cached_states, actor, sequences, mask_form, attention), plain, tolerance)

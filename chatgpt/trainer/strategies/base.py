@@ -13,11 +13,13 @@ import math
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar, Self, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +35,19 @@ from chatgpt.trainer.strategies.items import check_items, is_pair, rebuilt
 from chatgpt.trainer.strategies.memory import MemoryModel, atoms_of
 from chatgpt.trainer.strategies.offload import Offloaded, OffloadedWeights
 from chatgpt.trainer.strategies.pairs import Trained, open_saved
-from chatgpt.trainer.strategies.precision import LossScaler, Precision, cast_copy, check_precision, lora_merged
+from chatgpt.trainer.strategies.precision import (
+    DTYPES,
+    TF32,
+    KeptCopy,
+    LossScaler,
+    Precision,
+    cast_copy,
+    emulates,
+    lora_merged,
+    narrow,
+    product_weights,
+    resolve_precision,
+)
 from chatgpt.trainer.strategies.ranks import Ranks
 
 T = TypeVar('T')
@@ -74,13 +88,19 @@ class Strategy:
     """how batches are cut and numbers added up where they are the same to the bit in every layout"""
     ranks: Ranks
     """where this process stands among the others, and how it talks to them"""
+    precision: str
+    """what is computed in: 'fp32', 'bf16' or 'fp16', also where 'auto' was asked for"""
+    keeps_narrow: ClassVar[bool] = True
+    """computes under autocast from whole weights, so that what nothing trains can be kept in the compute dtype"""
+    fuses: ClassVar[bool] = True
+    """`make_optimizer` makes torch's fused AdamW on CUDA"""
     options: Mapping[str, Any] = MappingProxyType({})
     """what this was built with and `memory_model` asks for"""
 
     def __init__(
         self,
         seed: int = 42,
-        precision: Precision = 'fp32',
+        precision: Precision = 'auto',
         *,
         ranks: Ranks | None = None,
         deterministic: bool = False,
@@ -97,12 +117,25 @@ class Strategy:
                 )
             ranks = self
         self.ranks = ranks
-        self.seed, self.precision = seed, precision
+        self.seed, self.precision = seed, resolve_precision(precision, ranks.device)
+        self._dtype = DTYPES[self.precision]
         self.exact = exact_of(reproducible, atoms, ranks.world_size, ranks_below=self.ranks_below)
         if self.exact is not None:
             self.options = {**self.options, 'reproducible': reproducible, 'atoms': atoms}
         self._deterministic = Deterministic() if deterministic or self.exact is not None else None
-        self._dtype = check_precision(precision)
+        self._emulates = emulates(ranks.device, self._dtype) and self.exact is None
+        if self._emulates and ranks.rank == 0:
+            warnings.warn(
+                f'precision={self.precision!r}: this CPU has no instructions for matrix products of 16 bits, so learning '
+                'emulates them, several times slower than fp32; what is not compared with it computes in fp32. Give '
+                "precision='fp32'",
+                stacklevel=2,
+            )
+        coarse = ranks.device.type == 'cuda' and self._dtype is torch.bfloat16 and self._deterministic is None
+        self._tf32 = TF32() if coarse else None
+        self.keeps_copy_for: WeakSet[Any] = WeakSet()
+        """who generates from the copy of `full_model` again, so that it is kept in its memory until the next time"""
+        self._kept_copy: KeptCopy | None = None
         random.seed(seed)
         if (numpy := sys.modules.get('numpy')) is not None:
             numpy.random.seed(seed % 2**32)
@@ -114,6 +147,8 @@ class Strategy:
         self._keep: list[Any] = []  # objects whose ids are keys above must not be freed
         self._offloaded: dict[int, Offloaded] = {}
         """by id of the user's module"""
+        self._narrow: dict[int, list[nn.Parameter]] = {}
+        """by id of the user's module: what is kept in the compute dtype"""
 
     # ------------------------------------------------------------------ processes: what `ranks` says
 
@@ -171,8 +206,8 @@ class Strategy:
     @property
     def full_dtype(self) -> torch.dtype:
         """That of `full_model`: the compute dtype, but fp32 with `exact`. In 16 bits nearly every draw would be so near
-        to an edge that it had to be drawn again (`chatgpt.rollout.exact`)."""
-        return torch.float32 if self.exact is not None else self._dtype
+        to an edge that it had to be drawn again (`chatgpt.rollout.exact`). fp32 too on a CPU that emulates 16 bits."""
+        return torch.float32 if self.exact is not None or self._emulates else self._dtype
 
     @property
     def uses_loss_scaling(self) -> bool:
@@ -216,8 +251,10 @@ class Strategy:
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> Optimizer:
-        """An AdamW that this strategy can train with (some bring their own)."""
-        return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        """An AdamW that this strategy can train with (some bring their own). On CUDA torch's fused one, which needs no
+        temporary as large as the weights; not with `exact`, and on a CPU, where it would round otherwise."""
+        fused = True if self.fuses and self.device.type == 'cuda' and self.exact is None else None
+        return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
 
     def model_init_context(self) -> AbstractContextManager[Any]:
         """Where modules are built. A sharded strategy may put them on the meta device here."""
@@ -250,6 +287,7 @@ class Strategy:
             if self.exact is not None:
                 align(item)
             self._remember(item, self.setup_model(item, trained=False).eval())
+            self._keep_narrow(item)
         return self._prepared[id(item)][1]
 
     def _prepare_pair(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -269,6 +307,58 @@ class Strategy:
         pair = Trained(user_model, model, optimizer, names, scaler, tree)
         self._trained[id(user_optimizer)] = self._trained[id(optimizer)] = pair
         self._keep += [user_optimizer, optimizer]
+        self._keep_narrow(user_model)
+
+    def _keep_narrow(self, user_model: nn.Module) -> None:
+        """From now on, what nothing trains is in the compute dtype where that changes no bit of a result: weights that
+        autocast rounds at each use. In a model that learns (under LoRA, hydra) only weights that are numbers of that
+        dtype anyway, as of a folder in bf16, so that what is saved is exact."""
+        if self._dtype is torch.float32 or not self.keeps_narrow or self.exact is not None or self._emulates:
+            return
+        owned = {
+            id(p)
+            for pair in self._trained.values()
+            if pair.user_model is user_model
+            for _, p in pair.named_parameters()
+        }
+        frozen = [p for p in product_weights(user_model) if not p.requires_grad and id(p) not in owned]
+        kept = narrow(frozen, self._dtype, lossless=bool(owned))
+        if kept and id(user_model) not in self._narrow:
+            self._autocast_forward(user_model)
+        if kept:
+            self._narrow[id(user_model)] = [*self._narrow.get(id(user_model), []), *kept]
+
+    def _autocast_forward(self, module: nn.Module) -> None:
+        """A forward outside of `autocast`, where weights and states of two dtypes could not be multiplied, enters it."""
+        entered: list[AbstractContextManager[Any]] = []
+
+        def enter(*_: Any) -> None:
+            entered.append(self.autocast())
+            entered[-1].__enter__()
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(lambda *_: entered.pop().__exit__(None, None, None), always_call=True)
+
+    @contextmanager
+    def _widened(self, model: nn.Module, *, changes: bool = False) -> Iterator[None]:
+        """Inside, what is kept in 16 bits is in fp32. It comes back after; with `changes`, from the values then, and of a
+        model that learns only where they are numbers of 16 bits."""
+        module = self.unwrap(model)
+        learns = any(pair.user_model is module for pair in self._trained.values())
+        kept = [(p, p.data) for p in self._narrow.get(id(module), [])]
+        for parameter, data in kept:
+            parameter.data = data.float()
+        try:
+            yield
+        finally:
+            for parameter, data in kept:
+                if changes:
+                    before = parameter.data
+                    data.copy_(before)
+                    if learns and not torch.equal(data.float(), before):
+                        self._narrow[id(module)] = [p for p in self._narrow[id(module)] if p is not parameter]
+                        continue
+                parameter.data = data
 
     def _remember(self, user_model: nn.Module, model: nn.Module) -> None:
         self._prepared[id(user_model)] = self._prepared[id(model)] = (user_model, model)
@@ -323,10 +413,32 @@ class Strategy:
         if dtype is torch.float32:
             from chatgpt.nn.dropout import in_eval_mode
 
-            with in_eval_mode(module), lora_merged(module):
+            with in_eval_mode(module), self._widened(module), lora_merged(module):
                 yield module
             return
-        yield cast_copy(module, dtype).eval()
+        with self.kept_copy(module, dtype) as kept:
+            kept.copied = cast_copy(module, dtype, kept.copied).eval()
+            yield kept.copied
+
+    @contextmanager
+    def kept_copy(self, module: nn.Module, dtype: torch.dtype) -> Iterator[Any]:
+        """Inside, `copied` of what it gives is the copy of this module that was kept, or None; what stands there at the
+        end is kept where somebody asked with `keep_copy`. For `full_model`."""
+        kept, self._kept_copy = self._kept_copy, None  # a copy that is in use is nobody else's
+        given = SimpleNamespace(copied=kept.copied if kept is not None and kept.fits(module, dtype) else None)
+        kept = None
+        yield given
+        if self.keeps_copy_for and given.copied is not None:
+            self._kept_copy = KeptCopy(module, dtype, given.copied)
+
+    def keep_copy(self, user: Any, keep: bool) -> None:
+        """Keep the copy that `full_model` makes in 16 bits for `user`, or no longer; without users it is freed."""
+        if keep:
+            self.keeps_copy_for.add(user)
+        else:
+            self.keeps_copy_for.discard(user)
+        if not self.keeps_copy_for:
+            self._kept_copy = None
 
     # ------------------------------------------------------------------ one optimizer step
 
@@ -336,6 +448,11 @@ class Strategy:
             return nullcontext()
         # A cast weight that is used again would add its gradients up in 16 bits, where it is not a gathered one.
         return torch.autocast(self.device.type, dtype=self._dtype, cache_enabled=self.exact is None)
+
+    def scoring(self) -> AbstractContextManager[Any]:
+        """Around forwards whose numbers are not compared with those of `autocast`: scores, values. The same as that, but
+        fp32 on a CPU that emulates 16 bits."""
+        return nullcontext() if self._emulates else self.autocast()
 
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of one micro-batch; `last` marks the one before `optimizer_step`."""
@@ -494,14 +611,16 @@ class Strategy:
         the end.
         """
         tensors, _ = states.named_tensors(self.unwrap(model))
-        return self._dealt(tensors)
+        narrow = {id(p) for p in self._narrow.get(id(self.unwrap(model)), [])}
+        return self._dealt(tensors, {name for name, tensor in tensors.items() if id(tensor) in narrow})
 
     def load_model_pieces(self, model: nn.Module, reader: TensorReader, strict: bool = True) -> None:
         """Fill weights and buffers in place from any layout's pieces."""
-        tensors, aliases = states.named_tensors(self.unwrap(model))
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        for name, stored in states.match_names(shapes, aliases, reader, strict=strict).items():
-            states.copy_from(reader, stored, tensors[name])
+        with self._widened(model, changes=True):
+            tensors, aliases = states.named_tensors(self.unwrap(model))
+            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            for name, stored in states.match_names(shapes, aliases, reader, strict=strict).items():
+                states.copy_from(reader, stored, tensors[name])
 
     def optimizer_pieces(self, optimizer: Optimizer) -> Iterable[Piece]:
         """The pieces '<parameter>/<slot>' of optimizer states that this rank writes; numbers are tensors of shape
@@ -528,11 +647,11 @@ class Strategy:
         if pair.scaler is not None and 'scaler' in meta:
             pair.scaler.from_json(meta['scaler'])
 
-    def _dealt(self, tensors: Mapping[str, Tensor]) -> Iterator[Piece]:
+    def _dealt(self, tensors: Mapping[str, Tensor], in_fp32: Container[str] = ()) -> Iterator[Piece]:
         """This rank's share of replicated tensors, so that all ranks write at once."""
         owner = states.deal({n: t.numel() * t.element_size() for n, t in tensors.items()}, self.world_size)
         return (
-            states.whole(name, tensor)
+            states.whole(name, tensor.detach().float() if name in in_fp32 else tensor)
             for name, tensor in tensors.items()
             if owner[name] == self.rank and tensor.numel()
         )
@@ -545,9 +664,12 @@ class Strategy:
         self._trained.clear()
         self._keep.clear()
         self._offloaded.clear()
+        self._narrow.clear()
         if self._deterministic is not None:
             self._deterministic.restore()
             self._deterministic = None
+        if self._tf32 is not None:
+            self._tf32.restore()
         self.ranks.leave()
 
     def __enter__(self) -> Self:

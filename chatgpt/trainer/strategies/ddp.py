@@ -33,7 +33,7 @@ class DDPStrategy(ProcessGroupStrategy):
     def __init__(
         self,
         seed: int = 42,
-        precision: Precision = 'fp32',
+        precision: Precision = 'auto',
         *,
         device: str | torch.device | None = None,
         timeout_s: float = 1800.0,

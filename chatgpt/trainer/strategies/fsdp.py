@@ -28,11 +28,10 @@ from torch.optim import Optimizer
 
 from chatgpt.checkpoint.layout import Piece, TensorReader
 from chatgpt.trainer.strategies import states
-from chatgpt.trainer.strategies.base import lora_merged
 from chatgpt.trainer.strategies.exact import Reproducible, exact_norm, own_part, tree_reduce_scatter
 from chatgpt.trainer.strategies.memory import Layout, Memory, MemoryModel, ModelSize, atoms_of, gathered_copy
 from chatgpt.trainer.strategies.offload import Offloaded, OffloadedShards
-from chatgpt.trainer.strategies.precision import Precision
+from chatgpt.trainer.strategies.precision import Precision, merge_for_good, narrow
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
 from chatgpt.trainer.strategies.streaming import (
     StreamBlocks,
@@ -61,12 +60,13 @@ class FSDPStrategy(ProcessGroupStrategy):
     """
 
     sharded: ClassVar[bool] = True
+    keeps_narrow: ClassVar[bool] = False  # gathers in the compute dtype, whatever shards are kept in
     ranks_below = True
 
     def __init__(
         self,
         seed: int = 42,
-        precision: Precision = 'fp32',
+        precision: Precision = 'auto',
         *,
         cpu_offload: bool = False,
         activation_checkpointing: bool = False,
@@ -127,6 +127,11 @@ class FSDPStrategy(ProcessGroupStrategy):
             _checkpoint_activations(model)
         skeleton = _with_parameters(model, {id(p): p.to('meta') for p in model.parameters()})
         stream = _initial_tensors(model)
+        policy = self._policy
+        if not trained and self._emulates:
+            policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+        elif not trained and self.exact is None:
+            narrow(model.parameters(), self.dtype, lossless=False)  # what would be gathered in it anyway
         if stream is None:
             self.take_weights_of_rank_0(model)
             model.to(torch.device('cpu') if self.cpu_offload else self.device)
@@ -136,8 +141,8 @@ class FSDPStrategy(ProcessGroupStrategy):
                         owner._buffers[name] = buffer.to(self.device)
         offload = CPUOffloadPolicy(pin_memory=self.device.type == 'cuda') if self.cpu_offload else OffloadPolicy()
         for block in transformer_blocks(model):
-            fully_shard(block, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
-        fully_shard(model, mesh=self._mesh, mp_policy=self._policy, offload_policy=offload)
+            fully_shard(block, mesh=self._mesh, mp_policy=policy, offload_policy=offload)
+        fully_shard(model, mesh=self._mesh, mp_policy=policy, offload_policy=offload)
         if self.exact is not None:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
@@ -197,9 +202,10 @@ class FSDPStrategy(ProcessGroupStrategy):
             with streamed(full, mapped, self.device) if on_disk is None else nullcontext():
                 yield full
             return
-        full = self._gathered(module, dtype)
-        with lora_merged(full):
-            yield full.eval()
+        with self.kept_copy(module, dtype) as kept:
+            kept.copied = self._gathered(module, dtype, kept.copied).eval()
+            merge_for_good(kept.copied)
+            yield kept.copied
 
     def _whole(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, in fp32, one at a time. A collective: exhaust it on every rank."""
@@ -207,7 +213,14 @@ class FSDPStrategy(ProcessGroupStrategy):
             yield name, _full(parameter.detach(), self.device)
 
     @torch.no_grad()
-    def _gathered(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    def _gathered(self, module: nn.Module, dtype: torch.dtype, into: nn.Module | None = None) -> nn.Module:
+        if into is not None:
+            whole = dict(into.named_parameters())
+            for name, parameter in module.named_parameters():
+                whole[name].copy_(_full(parameter.detach(), self.device))
+            for buffer, own in zip(into.buffers(), module.buffers(), strict=True):
+                buffer.copy_(own)
+            return into
         skeleton = self._skeletons[id(module)]
         sharded = dict(module.named_parameters())
         weights: dict[int, Tensor] = {}
@@ -342,18 +355,36 @@ class FSDPMemory(MemoryModel):
 
     def frozen(self, name: str, size: ModelSize, run: Layout) -> Memory:
         memory = Memory()
-        memory.add(f'{name} weights', 4 * _sharded(size, run), host=self.offloads)
+        memory.add(f'{name} weights', self.full_itemsize(run) * _sharded(size, run), host=self.offloads)
         return memory
 
     def gathered(self, size: ModelSize, run: Layout, *, backward: bool) -> int:
-        reduced = 4 * max(size.blocks(), default=0) if backward else 0  # a block's whole gradients in fp32
-        return (4 if self.autocasts else run.itemsize) * size.two_blocks + reduced
+        trained = [p for p in size.parameters if p.trained and p.block is not None]
+        reduced = 4 * max(ModelSize(tuple(trained)).blocks(), default=0)  # a block's whole gradients in fp32
+        # with one process nothing is gathered ahead: the next block comes when the last one has gone
+        whole = size.two_blocks if run.num_processes > 1 else size.outside + max(size.blocks(), default=0)
+        return (4 if self.autocasts else run.itemsize) * whole + (reduced if backward else 0)
+
+    def kept_gathered(self, size: ModelSize, run: Layout) -> int:
+        # what lies outside the blocks is torch's root, which only a backward shards again
+        return (4 if self.autocasts else run.itemsize) * size.outside
+
+    def growing(self, size: ModelSize, run: Layout, *, again: bool) -> float:
+        return super().growing(size, run, again=again) / run.num_processes
 
     def step(self, size: ModelSize, run: Layout) -> int:
-        return 4 * _sharded(size, run, trained_only=True) if run.on_cuda and not self.offloads else 0
+        norm = 8 * math.ceil(size.largest_trained / run.num_processes)  # a shard in fp64, as it is squared and added
+        if self.offloads:
+            return 0
+        return max(norm, 4 * _sharded(size, run, trained_only=True) if self.has_temporary(run) else 0)
 
     def full_copy(self, size: ModelSize, run: Layout) -> Memory:
-        return gathered_copy(size, run, self.full_itemsize(run))
+        itemsize = self.full_itemsize(run)
+        if run.num_processes == 1 and itemsize == 4 and not run.stream_blocks:  # the only shards are the weights
+            memory = Memory()
+            memory.add('full copy', itemsize * size.adapted)
+            return memory
+        return gathered_copy(size, run, itemsize)
 
 
 def _sharded(size: ModelSize, run: Layout, *, trained_only: bool = False) -> int:

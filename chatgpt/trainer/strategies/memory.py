@@ -19,6 +19,8 @@ class ParameterSize:
     trained: bool
     block: int | None
     """which transformer block it belongs to; None: none"""
+    narrow: bool = False
+    """nothing trains it, and a run in 16 bits keeps it in them"""
 
     @property
     def numel(self) -> int:
@@ -32,6 +34,8 @@ class ModelSize:
     parameters: tuple[ParameterSize, ...]
     adapted: int = 0
     """elements of weights that carry a LoRA adapter"""
+    linear: int = 0
+    """elements of the weights of linear layers, heads among them"""
 
     @property
     def total(self) -> int:
@@ -40,6 +44,16 @@ class ModelSize:
     @property
     def trained(self) -> int:
         return sum(p.numel for p in self.parameters if p.trained)
+
+    @property
+    def narrow(self) -> int:
+        """Elements that a run in 16 bits keeps in them."""
+        return sum(p.numel for p in self.parameters if p.narrow)
+
+    @property
+    def largest_trained(self) -> int:
+        """Elements of the largest parameter that is trained."""
+        return max((p.numel for p in self.parameters if p.trained), default=0)
 
     @property
     def num_trained(self) -> int:
@@ -93,9 +107,11 @@ class Layout:
     num_processes: int = 1
     processes_per_machine: int | None = None
     """share the host's memory; None: all of them"""
-    precision: Literal['fp32', 'bf16', 'fp16'] = 'fp32'
+    precision: Literal['auto', 'fp32', 'bf16', 'fp16'] = 'fp32'
     on_cuda: bool = True
     optimizer: Literal['adamw', 'adamw8bit', 'paged_adamw8bit', 'sgd'] = 'adamw'
+    fused: bool = True
+    """on a GPU AdamW is torch's fused one, as `Strategy.make_optimizer` makes it"""
     stream_blocks: bool = False
 
     @property
@@ -149,9 +165,13 @@ class MemoryModel:
     def trained(self, name: str, size: ModelSize, run: Layout) -> Memory:
         """Of a model that learns, while its gradients are there: '<name> weights', '<name> gradients', '<name>
         optimizer', ..."""
-        return self._trained(name, run, size.total, size.trained, size.num_trained)
+        return self._trained(name, run, size.total - self.saved(size, run), size.trained, size.num_trained)
 
-    def _trained(self, name: str, run: Layout, weights: int, trained: int, num_trained: int) -> Memory:
+    def saved(self, size: ModelSize, run: Layout) -> float:
+        """Numbers of fp32 that a run in 16 bits does not keep of what nothing trains."""
+        return 0.0 if self.atoms else size.narrow * (1 - run.itemsize / 4)
+
+    def _trained(self, name: str, run: Layout, weights: float, trained: int, num_trained: int) -> Memory:
         """The same from this rank's numbers of elements, all in fp32."""
         memory = Memory()
         memory.add(f'{name} weights', 4 * weights, host=self.offloads)
@@ -166,17 +186,44 @@ class MemoryModel:
     def frozen(self, name: str, size: ModelSize, run: Layout) -> Memory:
         """Of a model that only scores: '<name> weights'."""
         memory = Memory()
-        memory.add(f'{name} weights', 4 * size.total)
+        memory.add(f'{name} weights', 4 * (size.total - self.saved(size, run)))
         return memory
 
     def gathered(self, size: ModelSize, run: Layout, *, backward: bool) -> int:
         """Bytes of whole weights that come and go while a sharded model computes."""
         return 0
 
+    def kept_gathered(self, size: ModelSize, run: Layout) -> int:
+        """Bytes of whole weights of a model that only scores, which stay after its first forward."""
+        return 0
+
+    def growing(self, size: ModelSize, run: Layout, *, again: bool) -> float:
+        """Bytes per trained number by which gradients on the device grow while one backward goes on. again: in a
+        micro-batch after the first, whose gradients are added to those that are there."""
+        return 0.0 if again or self.offloads else 4.0
+
+    def sums(self, size: ModelSize, run: Layout) -> int:
+        """Bytes on the device of sums of gradients beside '<name> gradients', where there are several micro-batches."""
+        return 0
+
+    def reduction(self, size: ModelSize, run: Layout, *, again: bool) -> int:
+        """Bytes that reducing gradients takes at the end of a backward, when activations are gone, beside '<name>
+        gradients' and `sums`."""
+        return 0
+
     def step(self, size: ModelSize, run: Layout) -> int:
-        """What an optimizer step needs beside its states: one temporary as large as the weights (torch's foreach Adam),
-        or a bucket."""
-        return (4 * size.trained if run.on_cuda else 0) + self.bucket_bytes
+        """What an optimizer step needs beside its states: one temporary as large as the weights (torch's foreach Adam,
+        not the fused one), or a bucket."""
+        return (4 * size.trained if self.has_temporary(run) else 0) + self.bucket_bytes
+
+    def has_temporary(self, run: Layout) -> bool:
+        """Whether an optimizer step makes one as large as the weights."""
+        fused = run.fused and run.optimizer == 'adamw' and not self.atoms
+        return run.on_cuda and not fused
+
+    def gathering(self, size: ModelSize, run: Layout) -> int:
+        """Bytes that come and go while the full copy is made."""
+        return 0
 
     def full_copy(self, size: ModelSize, run: Layout) -> Memory:
         """Of the whole weights that generation needs, beside what is there already; adapters are folded in."""

@@ -23,7 +23,7 @@ class NaiveStrategy(Strategy):
     def __init__(
         self,
         seed: int = 42,
-        precision: Precision = 'fp32',
+        precision: Precision = 'auto',
         *,
         device: str | torch.device | None = None,
         deterministic: bool = False,

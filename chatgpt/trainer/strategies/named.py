@@ -19,7 +19,7 @@ def strategy_by_name(
     name: str,
     *,
     seed: int = 42,
-    precision: Any = 'fp32',
+    precision: Any = 'auto',
     meta_init: bool = True,
     timeout_s: float = 1800.0,
     deterministic: bool = False,

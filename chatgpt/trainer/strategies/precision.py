@@ -1,4 +1,4 @@
-"""Compute dtypes, dynamic loss scaling, and copies of a module in the compute dtype.
+"""Compute dtypes: which one a device computes in, what is kept in it, dynamic loss scaling, and copies of a module in it.
 
 Left out: autocast itself (torch's) and where it is entered (the trainer, through `Strategy.autocast`).
 """
@@ -6,22 +6,82 @@ Left out: autocast itself (torch's) and where it is entered (the trainer, throug
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import os
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-Precision = Literal['fp32', 'bf16', 'fp16']
+Precision = Literal['auto', 'fp32', 'bf16', 'fp16']
 DTYPES: dict[str, torch.dtype] = {'fp32': torch.float32, 'bf16': torch.bfloat16, 'fp16': torch.float16}
 
+BEFORE_BF16 = frozenset(('SSE41', 'AVX', 'AVX2', 'AVX2_VNNI', 'AVX2_VNNI_2', 'AVX512_CORE', 'AVX512_CORE_VNNI'))
+"""values of ONEDNN_MAX_CPU_ISA with which oneDNN has no products of 16 bits"""
 
-def check_precision(precision: str) -> torch.dtype:
-    """The compute dtype of a precision; ValueError for an unknown one."""
-    if precision not in DTYPES:
+
+def check_precision(precision: str) -> None:
+    """ValueError for an unknown one."""
+    if precision not in get_args(Precision):
         raise ValueError(f'precision={precision!r} is not one of {", ".join(map(repr, get_args(Precision)))}')
-    return DTYPES[precision]
+
+
+def resolve_precision(precision: str, device: torch.device, *, only_16_bits: bool = False) -> str:
+    """'fp32', 'bf16' or 'fp16': what a strategy on this device computes in.
+
+    'auto' is bf16 on a CUDA device that computes it, and for what computes in 16 bits only; else fp32. A GPU without
+    bf16 gets no fp16, which would scale losses and skip steps; and no CPU gets bf16, so that the default has the same
+    numbers on all.
+    """
+    check_precision(precision)
+    if precision != 'auto':
+        return precision
+    if only_16_bits:
+        return 'bf16'
+    if device.type != 'cuda':
+        return 'fp32'
+    with torch.cuda.device(device):
+        return 'bf16' if torch.cuda.is_bf16_supported(including_emulation=False) else 'fp32'
+
+
+def emulates(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether matrix products in `dtype` are put together from other instructions there, several times slower than in
+    fp32: on a CPU whose instructions (or those that ONEDNN_MAX_CPU_ISA leaves to oneDNN) have none of 16 bits."""
+    if device.type != 'cpu' or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    limit = (os.environ.get('ONEDNN_MAX_CPU_ISA') or os.environ.get('DNNL_MAX_CPU_ISA') or 'ALL').upper()
+    kind = 'bf16' if dtype is torch.bfloat16 else 'fp16'
+    asked = getattr(torch.ops.mkldnn, f'_is_mkldnn_{kind}_supported', None)  # whether torch would give it to oneDNN
+    if asked is None or not asked() or limit in BEFORE_BF16 or (kind == 'fp16' and limit == 'AVX512_CORE_BF16'):
+        return True
+    found = torch.cpu.get_capabilities()
+    return found.get('architecture') in ('x86_64', 'x86') and not any(
+        found.get(f'{family}_{kind}') for family in ('amx', 'avx512')
+    )
+
+
+class TF32:
+    """Lets fp32 matrix products on CUDA round their inputs to TF32 from when it is made until `restore`, for the whole
+    process, unless somebody has chosen that already.
+
+    By `set_float32_matmul_precision`: after torch's newer `torch.backends.cuda.matmul.fp32_precision` alone, the older
+    settings, which torch.compile and others read, raise an error.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self._set = torch.get_float32_matmul_precision() == 'highest'
+        except RuntimeError:  # set by the newer names, which is a choice
+            self._set = False
+        if self._set:
+            torch.set_float32_matmul_precision('high')
+
+    def restore(self) -> None:
+        if self._set:
+            torch.set_float32_matmul_precision('highest')
+            self._set = False
 
 
 class LossScaler:
@@ -54,6 +114,42 @@ class LossScaler:
         self.scale, self.num_finite = float(state['scale']), int(state['num_finite'])
 
 
+def product_weights(module: nn.Module) -> list[nn.Parameter]:
+    """Weights that only matrix products read: those of linear layers in transformer blocks, which autocast rounds to the
+    compute dtype at each use. Kept in it, they give the same bits. Not so embeddings, norms and heads."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+    from transformers.pytorch_utils import Conv1D
+
+    from chatgpt.nn.lora import LoRAConv1D, LoRALinear, is_shared
+
+    linear = {
+        id(m.weight): m.weight
+        for block in module.modules()
+        if isinstance(block, GradientCheckpointingLayer)
+        for m in block.modules()
+        if type(m) in (nn.Linear, Conv1D, LoRALinear, LoRAConv1D)
+    }
+    for m in module.modules():
+        if type(m) not in (nn.Linear, Conv1D, LoRALinear, LoRAConv1D):
+            for parameter in m._parameters.values():
+                linear.pop(id(parameter), None)  # read by something else too
+    return [p for p in linear.values() if isinstance(p, nn.Parameter) and not is_shared(p)]
+
+
+@torch.no_grad()
+def narrow(weights: Iterable[nn.Parameter], dtype: torch.dtype, *, lossless: bool) -> list[nn.Parameter]:
+    """Keep fp32 weights in `dtype`, in place; with `lossless` only where no value changes. Those that were changed."""
+    changed = []
+    for weight in weights:
+        if weight.dtype is not torch.float32:
+            continue
+        rounded = weight.detach().to(dtype)
+        if not (lossless and not weight.is_meta and not torch.equal(rounded.to(weight.dtype), weight)):
+            weight.data = rounded
+            changed.append(weight)
+    return changed
+
+
 @contextmanager
 def lora_merged(module: nn.Module) -> Iterator[None]:
     """Adapters folded into the weights inside; the weights' exact bits restored after. Nothing happens without
@@ -64,29 +160,47 @@ def lora_merged(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def cast_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+@torch.no_grad()
+def merge_for_good(copied: nn.Module) -> None:
+    """Fold adapters into a copy that is thrown away after use, layer by layer: nothing is put aside."""
+    from chatgpt.nn import lora
+
+    for layer in lora.layers_to_fold(copied) if lora.can_fold(copied) else ():
+        layer.weight.copy_(layer.folded_weight())
+        layer.lora_B.zero_()
+        layer.merged = True  # so that the local engine takes it for a plain layer
+
+
+@torch.no_grad()
+def cast_copy(module: nn.Module, dtype: torch.dtype, into: nn.Module | None = None) -> nn.Module:
     """A deep copy with floating parameters in `dtype` and LoRA folded in, made without a copy in fp32 on the way.
 
-    Weights are folded in fp32 and rounded once; the copy's own adapters are zero, so it computes, saves and folds as it
-    stands. What a shared trunk holds is not copied, and its adapters are cast beside it. Buffers keep their dtype:
-    rotary frequencies and the like lose their meaning in 16 bits.
+    into: an earlier copy of this module in this dtype (`KeptCopy`), which takes the numbers in the memory that it has.
+
+    Weights are folded one at a time, in fp32, and rounded once; the copy's own adapters are zero, so it computes, saves
+    and folds as it stands. What a shared trunk holds is not copied, and its adapters are cast beside it. Buffers keep
+    their dtype: rotary frequencies and the like lose their meaning in 16 bits.
     """
     from chatgpt.nn import lora
     from chatgpt.nn.quantized import NF4Linear
 
-    memo: dict[int, Any] = {}
-    with lora_merged(module):
-        for part in module.modules():
-            if isinstance(part, NF4Linear):
-                memo[id(part)] = part
-        for parameter in module.parameters():
-            if lora.is_shared(parameter):
-                memo[id(parameter)] = parameter
-                continue
-            data = parameter.detach()
-            data = data.to(dtype, copy=True) if data.is_floating_point() else data.clone()
-            memo[id(parameter)] = nn.Parameter(data, requires_grad=False)
-        copied = copy.deepcopy(module, memo)
+    memo: dict[int, Any] = {id(part): part for part in module.modules() if isinstance(part, NF4Linear)}
+    adapted = {id(layer.weight): layer for layer in lora.layers_to_fold(module)} if lora.can_fold(module) else {}
+    for name, parameter in module.named_parameters():
+        if lora.is_shared(parameter):
+            memo[id(parameter)] = parameter
+            continue
+        layer = adapted.get(id(parameter))
+        data = parameter.detach() if layer is None else layer.folded_weight()
+        if into is not None:
+            into.get_parameter(name).copy_(data)
+            continue
+        data = data.to(dtype, copy=layer is None) if data.is_floating_point() else data.clone()
+        memo[id(parameter)] = nn.Parameter(data, requires_grad=False)
+    copied = copy.deepcopy(module, memo) if into is None else into
+    for buffer, own in zip(copied.buffers(), module.buffers(), strict=True) if into is not None else ():
+        if buffer is not own:
+            buffer.copy_(own)
     for layer in lora.lora_layers(copied).values():
         if layer.shares_base:
             continue
@@ -94,3 +208,25 @@ def cast_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
         layer.merged = False
         layer.lora_B.zero_()
     return copied
+
+
+class KeptCopy:
+    """The copy of a module in the compute dtype that generation will want again, with its memory."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, copied: nn.Module) -> None:
+        from chatgpt.nn.settings import plain_settings
+
+        self.of, self.dtype, self.copied = weakref.ref(module), dtype, copied
+        self.settings, self.device = plain_settings(module), next(module.parameters()).device
+
+    def fits(self, module: nn.Module, dtype: torch.dtype) -> bool:
+        """Whether a new copy of `module` would differ in the numbers of its tensors only."""
+        from chatgpt.nn.settings import plain_settings
+
+        if self.of() is not module or self.dtype != dtype or self.device != next(module.parameters()).device:
+            return False
+
+        def form(of: nn.Module) -> list[Any]:
+            return [(name, t.shape) for name, t in (*of.named_parameters(), *of.named_buffers())]
+
+        return self.settings == plain_settings(module) and form(module) == form(self.copied)

@@ -204,7 +204,7 @@ class ProcessGroupStrategy(Strategy):
     def __init__(
         self,
         seed: int = 42,
-        precision: Precision = 'fp32',
+        precision: Precision = 'auto',
         *,
         device: str | torch.device | None = None,
         timeout_s: float = 1800.0,

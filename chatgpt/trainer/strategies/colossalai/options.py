@@ -35,7 +35,7 @@ def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
     allowed = {
         'stage': (1, 2, 3),
         'placement_policy': ('cuda', 'cpu', 'auto'),
-        'precision': ('bf16', 'fp16') if stage == 3 else ('fp32', 'bf16', 'fp16'),
+        'precision': ('bf16', 'fp16') if stage == 3 else ('auto', 'fp32', 'bf16', 'fp16'),
         'norm_type': (2, 2.0),
     }
     for name, values in allowed.items():

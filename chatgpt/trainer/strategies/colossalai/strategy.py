@@ -53,7 +53,7 @@ from chatgpt.trainer.strategies.colossalai.states import (
 from chatgpt.trainer.strategies.exact import Reproducible, exact_norm
 from chatgpt.trainer.strategies.memory import MemoryModel, atoms_of
 from chatgpt.trainer.strategies.offload import Offloaded
-from chatgpt.trainer.strategies.precision import Precision, lora_merged
+from chatgpt.trainer.strategies.precision import Precision, merge_for_good
 from chatgpt.trainer.strategies.processes import ProcessGroupStrategy
 from chatgpt.trainer.strategies.streaming import StreamBlocks, mapped_copy, mapped_floats, streamed, streams
 
@@ -63,7 +63,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
 
     Args:
         stage: 1, 2 (LowLevelZero) or 3 (Gemini).
-        precision: of forward and backward; masters and optimizer states are fp32.
+        precision: of forward and backward; masters and optimizer states are fp32. 'auto': as elsewhere, bf16 in stage 3.
         shard_init: stage 3: `model_init_context` builds on the meta device, and `prepare` fills shard after shard.
         placement_policy: 'cuda', 'cpu' (offload) or 'auto'; see the table above.
         pin_memory: host memory of chunks is pinned (stage 3, CUDA).
@@ -84,12 +84,14 @@ class ColossalAIStrategy(ProcessGroupStrategy):
     """
 
     sharded: ClassVar[bool] = True
+    keeps_narrow: ClassVar[bool] = False  # upstream casts whole modules
+    fuses: ClassVar[bool] = False  # upstream steps masters of its own, maybe in host memory
     weights_in_place: ClassVar[bool] = False
 
     def __init__(
         self,
         stage: int = 3,
-        precision: Precision = 'fp16',
+        precision: Precision = 'auto',
         seed: int = 42,
         shard_init: bool = False,
         placement_policy: Placement = 'cuda',
@@ -118,6 +120,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         reproducible: Reproducible = None,
         atoms: int = 8,
     ) -> None:
+        precision = 'bf16' if precision == 'auto' and stage == 3 else precision  # which has no fp32
         given = dict(locals())
         signature = inspect.signature(ColossalAIStrategy).parameters
         self.options = {name: given[name] for name in signature}
@@ -146,9 +149,22 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         """by id of the module the user built"""
 
     @classmethod
-    def memory_model(cls, stage: int = 3, placement_policy: Placement = 'cuda', **options: Any) -> MemoryModel:
+    def memory_model(
+        cls,
+        stage: int = 3,
+        placement_policy: Placement = 'cuda',
+        reduce_bucket_size: int = 12 * 1024**2,
+        search_range_mb: float = 32,
+        hidden_dim: int | None = None,
+        min_chunk_size_mb: float = 32,
+        **options: Any,
+    ) -> MemoryModel:
         offloads = placement_policy == 'cpu'
-        return GeminiMemory(offloads) if stage == 3 else ZeroMemory(offloads, stage=stage, atoms=atoms_of(options))
+        if stage == 3:
+            return GeminiMemory(
+                offloads, search_range=search_range_mb, interval=hidden_dim or 1024, min_chunk=min_chunk_size_mb
+            )
+        return ZeroMemory(offloads, stage=stage, atoms=atoms_of(options), bucket=reduce_bucket_size)
 
     # ------------------------------------------------------------------ models
 
@@ -347,11 +363,11 @@ class ColossalAIStrategy(ProcessGroupStrategy):
             return
         # Adapters are folded in fp32 and the sum is rounded once, as Naive does.
         copied = self._gathered_copy(module, engine, torch.float32 if has_lora else dtype).eval()
-        with lora_merged(copied):
-            for parameter in copied.parameters():
-                if parameter.is_floating_point():
-                    parameter.data = parameter.data.to(dtype)
-            yield copied
+        merge_for_good(copied)
+        for parameter in copied.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        yield copied
 
     def _gathered_copy(self, module: nn.Module, engine: Engine, dtype: torch.dtype) -> nn.Module:
         """A plain copy of the module the user built, with whole weights. Parameters are never copied, only received."""

@@ -1,0 +1,229 @@
+"""The local engine's ways to decode, side by side on the same model, prompts and draws: plain calls, steps of fixed shape
+(CUDA graphs on a GPU), compiled steps, and the forms of attention; on a GPU each with and without cuDNN's attention.
+
+    python benchmarks/decode.py
+    python benchmarks/decode.py --layers 12 --width 768 --heads 12 --vocab 50257 --rounds 2 --json out.json
+    python benchmarks/decode.py --device cuda --precision bf16 --shape qwen2-1.5b --batch 64 --prompt 64 --new 512
+
+One thread, random weights, fixed lengths. Rounds alternate A B C A B C; a ratio is taken within a round, against the
+plain way. On a CPU times are CPU seconds, on a GPU wall seconds. `first_s` is the first phase, `begin` included, with
+all that is compiled or captured; `phase_s` a whole later one, from `begin` to `end`, by an engine that keeps. What the
+tokens are drawn with differs by rounding only: `max_logprob_difference` says by how much, up to the first token that is
+another.
+
+`measure_decode(device)` is the same for other programs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
+
+from chatgpt.nn import Actor
+from chatgpt.rollout import LocalEngine, SamplingParams
+from chatgpt.types import Prompt, Sample
+
+PRECISIONS = {'fp32': torch.float32, 'bf16': torch.bfloat16}
+WAYS: dict[str, dict[str, Any]] = {
+    'plain': {'fixed_steps': False, 'attention': 'plain'},
+    'fixed': {'fixed_steps': True, 'attention': 'plain'},
+    'grouped': {'fixed_steps': True, 'attention': 'grouped'},
+    'varlen': {'fixed_steps': True, 'attention': 'varlen'},
+    'compiled': {'fixed_steps': 'compiled'},
+}
+ON_A_CPU = ('plain', 'fixed', 'compiled')
+
+
+def config_of(shape: str, **sizes: int) -> Any:
+    if shape == 'gpt2':
+        sizes = {'n_layer': 12, 'n_embd': 768, 'n_head': 12, 'vocab_size': 50257, 'n_positions': 1024} | sizes
+        return GPT2Config(bos_token_id=None, eos_token_id=None, pad_token_id=None, **sizes)
+    sizes = {
+        'num_hidden_layers': 28,
+        'hidden_size': 1536,
+        'num_attention_heads': 12,
+        'num_key_value_heads': 2,
+        'intermediate_size': 8960,
+        'vocab_size': 151936,
+        'max_position_embeddings': 4096,
+    } | sizes
+    return Qwen2Config(bos_token_id=None, eos_token_id=None, pad_token_id=None, tie_word_embeddings=True, **sizes)
+
+
+def difference(found: list[Sample], want: list[Sample]) -> tuple[float, float]:
+    """The largest of log-probs up to the first token that is another, and the share of tokens before it."""
+    largest, same, total = 0.0, 0, 0
+    for a, b in zip(found, want, strict=True):
+        other = (a.response_ids != b.response_ids).nonzero().flatten().tolist()
+        end = other[0] if other else len(a.response_ids)
+        if end:
+            largest = max(largest, float((a.logprobs[:end] - b.logprobs[:end]).abs().max()))
+        same, total = same + end, total + len(a.response_ids)
+    return largest, same / total
+
+
+def compilations() -> int:
+    from torch._dynamo.utils import counters
+
+    return int(counters['stats'].get('unique_graphs', 0))
+
+
+def measure_decode(
+    device: str,
+    *,
+    config: Any = None,
+    precision: str = 'fp32',
+    batch: int = 64,
+    prompt: int = 64,
+    new: int = 128,
+    rounds: int = 3,
+    ways: tuple[str, ...] | None = None,
+    left_s: Callable[[], float] = lambda: float('inf'),
+) -> dict[str, Any]:
+    """By way of decoding: tokens per second, seconds of the first and of a later phase, ratio to the plain one.
+
+    A way that the device or the model does not have is there with the reason in `not`. On CUDA the names ending in
+    '+cudnn' are with cuDNN's attention where shapes are fixed. left_s: seconds until the caller's budget ends; ways are
+    not begun with less than a minute of them.
+    """
+    on_cuda = torch.device(device).type == 'cuda'
+    config = config_of('gpt2') if config is None else config
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=PRECISIONS[precision]).eval()
+    actor = Actor(model.requires_grad_(False))
+    ids = torch.randint(2, config.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(1))
+    prompts = [Prompt(ids=row[: prompt - i % 8]) for i, row in enumerate(ids)]  # ragged, as prompts are
+    sampling = SamplingParams(max_new_tokens=new, min_new_tokens=new)
+    clock = time.perf_counter if on_cuda else time.process_time
+
+    def phase(engine: LocalEngine, seed: int) -> tuple[float, float, list[Sample]]:
+        begin = clock()
+        engine.begin(actor)
+        start = clock()
+        samples = engine.generate(prompts, sampling, seed=seed, indices=range(batch))
+        end = clock()  # the samples are on the CPU: nothing is under way
+        engine.end()
+        return clock() - begin, end - start, samples
+
+    found: dict[str, dict[str, Any]] = {}
+    engines: dict[str, LocalEngine] = {}
+    want: list[Sample] = []
+    names = ways or (tuple(WAYS) if on_cuda else ON_A_CPU)
+    for name in (*names, *(f'{n}+cudnn' for n in names if on_cuda and n in ('fixed', 'grouped', 'compiled'))):
+        if engines and left_s() < 60:
+            found[name] = {'not': 'no time left'}
+            continue
+        before, engine = compilations(), LocalEngine(**WAYS[name.removesuffix('+cudnn')], keep=True)
+        with _cudnn(name.endswith('+cudnn')):
+            try:
+                first_s, _, samples = phase(engine, 0)
+            except (ValueError, RuntimeError) as error:
+                found[name] = {'not': str(error).splitlines()[0]}
+                continue
+        want = want or samples
+        largest, same = difference(samples, want)
+        engines[name] = engine
+        found[name] = {
+            'first_s': first_s,
+            'attention': engine.attention_form,
+            'compilations': compilations() - before,
+            'max_logprob_difference': largest,
+            'share_of_tokens_before_another': same,
+        }
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
+    for round_ in range(rounds):
+        for name, engine in engines.items():
+            before = compilations()
+            with _cudnn(name.endswith('+cudnn')):
+                times[name].append(phase(engine, 1 + round_)[:2])
+            found[name]['compilations_later'] = found[name].get('compilations_later', 0) + compilations() - before
+    for name, pairs in times.items():
+        generating = [g for _, g in pairs]
+        found[name] |= {
+            'tokens_per_s': batch * new / statistics.median(generating),
+            'generate_s': statistics.median(generating),
+            'phase_s': statistics.median(whole for whole, _ in pairs),
+            'ratio': [g / p for (_, g), (_, p) in zip(pairs, times['plain'], strict=True)]
+            if 'plain' in times
+            else None,
+        }
+    return {
+        'device': torch.cuda.get_device_name() if on_cuda else 'cpu',
+        'clock': 'wall' if on_cuda else 'cpu',
+        'shape': {'batch': batch, 'prompt': prompt, 'new': new, 'precision': precision},
+        'parameters': sum(p.numel() for p in model.parameters()),
+        'ways': found,
+    }
+
+
+class _cudnn:
+    """Inside, torch may take cuDNN's attention, or not."""
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+
+    def __enter__(self) -> None:
+        self.before = torch.backends.cuda.cudnn_sdp_enabled()
+        torch.backends.cuda.enable_cudnn_sdp(self.on)
+
+    def __exit__(self, *_: Any) -> None:
+        torch.backends.cuda.enable_cudnn_sdp(self.before)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--shape', choices=['gpt2', 'qwen2-1.5b'], default='gpt2')
+    for name in ('layers', 'width', 'heads', 'vocab'):
+        parser.add_argument(f'--{name}', type=int, help="in place of the shape's own")
+    for name, default in (('batch', 32), ('prompt', 16), ('new', 48), ('rounds', 5)):
+        parser.add_argument(f'--{name}', type=int, default=default)
+    parser.add_argument('--device', default='cpu')
+    parser.add_argument('--precision', choices=PRECISIONS, default='fp32')
+    parser.add_argument('--ways', nargs='+', choices=WAYS)
+    parser.add_argument('--json')
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    gpt2 = args.shape == 'gpt2'
+    fields = {'layers': 'n_layer', 'width': 'n_embd', 'heads': 'n_head', 'vocab': 'vocab_size'}
+    if not gpt2:
+        fields = {'layers': 'num_hidden_layers', 'width': 'hidden_size', 'heads': 'num_attention_heads'}
+        fields['vocab'] = 'vocab_size'
+    sizes = {field: getattr(args, name) for name, field in fields.items() if getattr(args, name) is not None}
+    result = measure_decode(
+        args.device,
+        config=config_of(args.shape, **sizes),
+        precision=args.precision,
+        batch=args.batch,
+        prompt=args.prompt,
+        new=args.new,
+        rounds=args.rounds,
+        ways=tuple(args.ways) if args.ways else None,
+    )
+    print(
+        f'{"way":16}{"tokens/s":>10}{"x plain, least median greatest":>32}{"first s":>9}{"graphs":>8}{"log-prob":>10}'
+    )
+    for name, way in result['ways'].items():
+        if 'not' in way:
+            print(f'{name:16}{way["not"]}')
+            continue
+        ratios = sorted(way['ratio'])
+        shown = f'{ratios[0]:.2f} {statistics.median(ratios):.2f} {ratios[-1]:.2f}'
+        print(
+            f'{name:16}{way["tokens_per_s"]:10.0f}{shown:>32}{way["first_s"]:9.1f}'
+            f'{way["compilations"]:>4}+{way["compilations_later"]:<3}{way["max_logprob_difference"]:10.1e}'
+        )
+    if args.json:
+        with open(args.json, 'w') as file:
+            json.dump(result, file, indent=1)
+
+
+if __name__ == '__main__':
+    main()

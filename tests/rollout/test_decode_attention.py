@@ -1,0 +1,257 @@
+"""Forms of attention in a decode step: the tokens of the plain one, on a CPU with a stand-in for FlashAttention over
+pages, and on a GPU with torch's own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig
+
+import chatgpt.rollout.local.attention as attention_module
+from chatgpt.nn import Actor
+from chatgpt.rollout import LocalEngine, SamplingParams
+from chatgpt.rollout.local.attention import PagedAttention, grouped_attention, paged_varlen
+from chatgpt.testing import FAMILIES, tiny_causal_lm
+from chatgpt.types import Prompt
+
+PROMPTS = [Prompt(ids=torch.arange(3, 5 + i % 4)) for i in range(5)]
+SAMPLING = SamplingParams(max_new_tokens=6, temperature=0.9, eos_token_ids=(2, 5, 11))
+SIZES = {
+    'hidden_size': 32,
+    'num_hidden_layers': 2,
+    'num_attention_heads': 4,
+    'intermediate_size': 64,
+    'vocab_size': 64,
+    'max_position_embeddings': 512,
+    'head_dim': 8,
+}
+
+
+def grouped_model(kind=LlamaConfig, kv_heads=2, **settings):
+    """Random, with fewer key heads than query heads."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(kind(**SIZES, num_key_value_heads=kv_heads, **settings))
+
+
+def attended(query, key, value, counts, scale):
+    """Slowly: one row, one head at a time. query (n, H, d); key, value (n, H_kv, K, d) → (n, H, d)."""
+    out = torch.zeros_like(query)
+    for i, count in enumerate(counts.tolist()):
+        for h in range(query.shape[1]):
+            of = h // (query.shape[1] // key.shape[1])
+            weights = torch.softmax(key[i, of, :count] @ query[i, h] * scale, dim=0)
+            out[i, h] = weights @ value[i, of, :count]
+    return out
+
+
+def paged_form(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    return_aux=None,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+    seqused_k=None,
+    block_table=None,
+    num_splits=None,
+):
+    """torch 2.13's parameters, and what FlashAttention demands of them (flash_api.cpp)."""
+    pages, page_size, kv_heads, d = key.shape
+    n, heads, _ = query.shape
+    assert enable_gqa and heads % kv_heads == 0 and d % 8 == 0 and d <= 256
+    assert page_size % 256 == 0 and key.stride(-1) == value.stride(-1) == query.stride(-1) == 1
+    assert seqused_k.dtype == block_table.dtype == cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert seqused_k.is_contiguous() and block_table.stride(-1) == 1 and block_table.shape == (n, 1)
+    assert cu_seq_q.tolist() == list(range(n + 1)) and cu_seq_k.shape == (n + 1,)
+    assert (max_q, max_k) == (1, page_size) and int(seqused_k.max()) <= page_size and pages >= n
+    rows = block_table[:, 0].long()
+    key, value = (x[rows].transpose(1, 2) for x in (key, value))
+    return attended(query, key, value, seqused_k, scale or 1 / math.sqrt(d))
+
+
+@pytest.fixture
+def pages(monkeypatch):
+    """The stand-in in place of torch's, on any device and in any dtype; counts its calls."""
+    calls = []
+
+    def counting(*args, **kwargs):
+        calls.append(len(args[0]))
+        return paged_form(*args, **kwargs)
+
+    asked = attention_module.why_not
+    monkeypatch.setattr(attention_module, 'paged_varlen', lambda: counting)
+    monkeypatch.setattr(
+        attention_module, 'why_not', lambda form, actor: asked('grouped' if form == 'varlen' else form, actor)
+    )
+    return calls
+
+
+def drawn(engine, actor, sampling=SAMPLING):
+    engine.begin(actor)
+    samples = engine.generate(PROMPTS, sampling, seed=1, indices=range(5))
+    engine.end()
+    return samples
+
+
+def assert_same(found, want, tolerance=2e-5):
+    for a, b in zip(found, want, strict=True):
+        assert a.response_ids.tolist() == b.response_ids.tolist()
+        torch.testing.assert_close(a.logprobs, b.logprobs, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize('kv_heads', [4, 2, 1])
+@pytest.mark.parametrize('scale', [None, 0.3])
+def test_both_forms_against_a_slow_loop(kv_heads, scale, pages):
+    g = torch.Generator().manual_seed(2)
+    query = torch.randn(3, 4, 1, 8, generator=g, dtype=torch.float64)
+    key, value = (torch.randn(3, kv_heads, 256, 8, generator=g, dtype=torch.float64) for _ in range(2))
+    counts = torch.tensor([5, 1, 256], dtype=torch.int32)
+    want = attended(query[:, :, 0], key, value, counts, scale or 1 / math.sqrt(8))[:, None]
+    beyond = torch.arange(256) >= counts[:, None]
+    mask = torch.zeros(3, 256, dtype=torch.float64).masked_fill(beyond, torch.finfo(torch.float64).min)[:, None, None]
+    torch.testing.assert_close(grouped_attention(query, key, value, mask, scale), want)
+    torch.testing.assert_close(PagedAttention(counts)(query, key, value, None, scale), want)
+    wrong = PagedAttention(counts - torch.tensor([1, 0, 0], dtype=torch.int32))(query, key, value, None, scale)
+    assert not torch.allclose(wrong, want)  # negative control: one slot less
+
+
+@pytest.mark.parametrize('fixed', [False, True])
+@pytest.mark.parametrize('kv_heads', [4, 2])
+@pytest.mark.parametrize('form', ['grouped', 'varlen'])
+def test_tokens_are_those_of_plain_attention(form, kv_heads, fixed, pages):
+    actor = Actor(grouped_model(kv_heads=kv_heads))
+    engine = LocalEngine(attention=form, fixed_steps=fixed, max_batch_size=4)
+    assert_same(drawn(engine, actor), drawn(LocalEngine(attention='plain', max_batch_size=4), actor))
+    assert engine.attention_form == form and bool(pages) == (form == 'varlen')
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_families_take_pages_or_say_why_not(family, pages):
+    actor = Actor(tiny_causal_lm(family, tie_word_embeddings=False))
+    engine = LocalEngine(attention='varlen')
+    if family == 'bloom':  # ALiBi
+        with pytest.raises(
+            ValueError, match="attention='varlen' cannot be had: BloomForCausalLM has an attention of its"
+        ):
+            engine.begin(actor)
+        return
+    assert_same(drawn(engine, actor), drawn(LocalEngine(), actor))
+    assert pages
+
+
+class Turns:
+    """Three turns of up to four tokens, an observation of two between them."""
+
+    def __init__(self):
+        self.turns = [[] for _ in PROMPTS]
+
+    def limit(self, i):
+        return 4
+
+    def ended(self, i, turn):
+        self.turns[i].append(turn.response_ids.tolist())
+
+    def next(self, i):
+        return None if len(self.turns[i]) == 3 else torch.tensor([7, 8])
+
+
+@pytest.mark.parametrize('fixed', [False, True])
+def test_turns_by_pages(fixed, pages):
+    actor = Actor(grouped_model())
+
+    def played(engine):
+        turns = Turns()
+        engine.begin(actor)
+        engine.converse(PROMPTS, SamplingParams(max_new_tokens=16), seed=3, indices=range(5), turns=turns)
+        engine.end()
+        return turns.turns
+
+    form = {'attention': 'varlen', 'fixed_steps': fixed, 'max_batch_size': 3}
+    assert played(LocalEngine(**form)) == played(LocalEngine(max_batch_size=3))
+    assert pages
+
+
+def test_windows_and_soft_caps():
+    """A window longer than the sequences changes nothing; a soft cap is refused by name, and by 'auto' left plain."""
+    window = Actor(grouped_model(MistralConfig, sliding_window=64))
+    assert_same(drawn(LocalEngine(attention='grouped'), window), drawn(LocalEngine(), window))
+    settings = {'attn_logit_softcapping': 5.0, 'query_pre_attn_scalar': 8, 'sliding_window': 64}
+    capped = Actor(grouped_model(Gemma2Config, attn_implementation='eager', **settings))
+    with pytest.raises(
+        ValueError, match="attention='grouped' cannot be had: Gemma2ForCausalLM has an attention of its"
+    ):
+        LocalEngine(attention='grouped').begin(capped)
+    engine = LocalEngine(fixed_steps='compiled')
+    engine.begin(capped)
+    assert engine.attention_form == 'plain'
+    engine.end()
+
+
+def test_a_form_that_does_not_agree_is_refused(monkeypatch, pages):
+    """The check when an engine begins: here pages that miss the newest token."""
+    kept = PagedAttention.__init__
+    monkeypatch.setattr(PagedAttention, '__init__', lambda self, counts: kept(self, counts - 1))
+    with pytest.raises(ValueError, match=r"attention='varlen' cannot be had: hidden states differ by"):
+        LocalEngine(attention='varlen').begin(Actor(grouped_model()))
+
+
+def test_what_a_cpu_does_by_default_and_what_is_refused():
+    engine = LocalEngine()
+    engine.begin(Actor(grouped_model()))
+    assert engine.attention_form == 'plain'
+    engine.end()
+    with pytest.raises(ValueError, match='it needs CUDA and 16 bits, and the policy is torch.float32 on cpu'):
+        LocalEngine(attention='varlen').begin(Actor(grouped_model()))
+    with pytest.raises(ValueError, match="attention='paged' is not one of 'auto', 'plain', 'grouped', 'varlen'"):
+        LocalEngine(attention='paged')
+
+
+def test_torch_has_pages():
+    """The parameters that are used, under the names that torch gives them."""
+    if tuple(int(x) for x in torch.__version__.split('.')[:2]) < (2, 13):
+        pytest.skip('older versions of torch may be without')
+    assert paged_varlen() is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+@pytest.mark.parametrize('kv_heads', [4, 2, 1])
+@pytest.mark.parametrize('fixed', [False, True])
+def test_pages_on_a_gpu(kv_heads, fixed):
+    """bf16 rounds, so greedy tokens are compared as far as the plain ones are clear, and their log-probs."""
+    actor = Actor(grouped_model(kv_heads=kv_heads).to('cuda', torch.bfloat16))
+    sampling = SamplingParams(max_new_tokens=6, do_sample=False)
+    engine = LocalEngine(fixed_steps=fixed)
+    found, want = (
+        drawn(engine, actor, sampling),
+        drawn(LocalEngine(attention='plain', fixed_steps=fixed), actor, sampling),
+    )
+    assert engine.attention_form == ('varlen' if paged_varlen() is not None else 'grouped')
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a.logprobs[:1], b.logprobs[:1], atol=0.05, rtol=0)
+        same = (a.response_ids != b.response_ids).nonzero().flatten().tolist() or [len(a.response_ids)]
+        torch.testing.assert_close(a.logprobs[: same[0]], b.logprobs[: same[0]], atol=0.05, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+@pytest.mark.parametrize('kv_heads', [4, 2])
+def test_pages_against_a_slow_loop_on_a_gpu(kv_heads):
+    if paged_varlen() is None or torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip('this torch or GPU has no pages')
+    g = torch.Generator().manual_seed(2)
+    query = torch.randn(3, 4, 1, 64, generator=g)
+    key, value = (torch.randn(3, kv_heads, 512, 64, generator=g) for _ in range(2))
+    counts = torch.tensor([5, 300, 512], dtype=torch.int32)
+    want = attended(query[:, :, 0], key, value, counts, 1 / 8)[:, None]
+    q, k, v = (x.to('cuda', torch.bfloat16) for x in (query, key, value))
+    found = PagedAttention(counts.cuda())(q, k, v, None, None).float().cpu()
+    torch.testing.assert_close(found, want, atol=0.03, rtol=0.03)
