@@ -47,7 +47,7 @@ BUDGET_S, START_S = 530, 40
 """for everything; for wheels, and the first import of torch and transformers"""
 LEAST_S = 8
 """a part is not begun with less time than this left"""
-HELD = 256 * 2**20
+HELD = 128 * 2**20
 """bytes of the device that a process may still hold after a part; with more the next part gets another process"""
 TELLS = 4000
 """characters of a part's output that are kept"""
@@ -93,10 +93,12 @@ def cuda_parts() -> list[Part]:
         Part('tests', ('benchmarks/gpu_tests.py', '{out}', '--workers', '3'), 75),
         measure('decode-gpt2', 'decode', 22, part={'memory': 6 * GIB}, model='gpt2', **generated),
         measure('decode-qwen2', 'decode', 55, part={'memory': 11 * GIB}, model='qwen2-1.5b', **generated),
-        measure('ppo-s', 'ppo', 18, rungs=['s'], **phases, **batch, max_tokens_per_batch=8192),
+        measure('ppo-s', 'ppo', 18, rungs=['s'], **phases, **batch, max_tokens_per_batch=4096),
         measure('ppo-large', 'ppo', 35, rungs=['xl', 'l', 'm'], **phases, **batch, max_tokens_per_batch=4096),
-        measure('trl-1.12', 'peer', 35, part={'wheels': 'trl_ppo'}, peer='trl_ppo', **trl),
-        measure('trl-0.11.4', 'peer', 35, part={'wheels': 'trl_classic'}, peer='trl_classic', **trl),
+        measure('trl-1.12', 'peer', 35, part={'wheels': 'trl_ppo', 'memory': 16 * GIB}, peer='trl_ppo', **trl),
+        measure(
+            'trl-0.11.4', 'peer', 35, part={'wheels': 'trl_classic', 'memory': 16 * GIB}, peer='trl_classic', **trl
+        ),
         measure(
             'trunk-7b',
             'trunk',
@@ -113,6 +115,20 @@ def cuda_parts() -> list[Part]:
         measure('capacity', 'capacity', 40, caps=[8 * GIB, 16 * GIB, 24 * GIB], options=['micro', 'lean']),
         measure('zero2', 'ppo', 22, part=colossalai, rungs=['s'], strategy='colossalai_zero2', **one),
         measure('gemini', 'ppo', 40, part=colossalai, rungs=['s'], strategy='colossalai_gemini', **one),
+        measure(
+            'decode-ways',
+            'decode_ways',
+            180,
+            part={'memory': 6 * GIB, 'extra': True},
+            model='gpt2',
+            precision='bf16',
+            batch=64,
+            prompt=64,
+            new=128,
+            rounds=2,
+        ),
+        measure('logprobs', 'head', 60, part={'extra': True}, sizes=[[896, 8192]], vocab=151936),
+        measure('compiled-blocks', 'blocks', 60, part={'extra': True}, layers=8, width=2048),
         measure(
             'decode-vllm',
             'decode_vllm',
@@ -195,6 +211,19 @@ def cpu_parts() -> list[Part]:
         ),
         measure('zero2', 'ppo', 40, part=colossalai, strategy='colossalai_zero2', **tiny),
         measure('gemini', 'ppo', 40, part=colossalai, strategy='colossalai_gemini', **tiny),
+        measure(
+            'decode-ways',
+            'decode_ways',
+            90,
+            part={'extra': True},
+            model='tiny-gpt2',
+            batch=2,
+            prompt=8,
+            new=8,
+            rounds=1,
+            ways=['plain', 'fixed'],
+        ),
+        measure('logprobs', 'head', 30, part={'extra': True}, sizes=[[16, 40]], vocab=512),
         measure('opt-1.3b-lora', 'ppo', 30, part={'extra': True}, ladder='opt', lora_rank=2, **tiny),
     ]
 

@@ -59,6 +59,11 @@ def _words(record: Record, result: Record) -> str:
     if function == 'decode_vllm':
         rates = {name: r['tokens_per_s'] for name, r in result.items() if 'tokens_per_s' in r}
         return ', '.join(f'{name} {rate:.0f} tokens/s' for name, rate in rates.items())
+    if function == 'decode_ways':
+        rates = {name: way['tokens_per_s'] for name, way in result.get('ways', {}).items() if 'tokens_per_s' in way}
+        return ', '.join(f'{name} {rate:.0f}' for name, rate in rates.items()) + ' tokens/s'
+    if function == 'blocks' and 'plain_s' in result:
+        return f'compiled {result["plain_s"] / result["compiled_s"]:.2f} times as fast'
     if function == 'ppo' and 'share_of_peak' in result:
         memory, error = result['memory'], result['memory']['planner_error']
         planned = '' if error is None else f', planned {error:+.0%}'
@@ -91,7 +96,7 @@ def table(content: Record) -> str:
         for p in content['parts']
     ]
     lines += lines_of('part | status | s / budget | what came out', parts)
-    for make in (_failed_tests, _decode, _ppo, _peers, _memory, _capacity):
+    for make in (_failed_tests, _decode, _ppo, _peers, _memory, _capacity, _ways, _logprobs):
         lines += make(content)
     return '\n'.join(lines).strip() + '\n'
 
@@ -150,6 +155,24 @@ def _capacity(content: Record) -> list[str]:
             size = f'{row["parameters"] / 1e6:.0f} M' if row.get('parameters') else ''
             rows.append([f'{row["cap"] / GIB:g} GiB', row['option'], row.get('rung') or '', size, stop])
     return lines_of('capacity | option | largest that trained | parameters | what stopped the next', rows)
+
+
+def _ways(content: Record) -> list[str]:
+    rows = []
+    for _, r in with_result(content, 'decode_ways'):
+        for name, way in r.get('ways', {}).items():
+            if 'tokens_per_s' in way:
+                numbers = f'{way["tokens_per_s"]:.0f}', f'{way["first_s"]:.2f}', f'{way["max_logprob_difference"]:.1e}'
+                rows.append([name, way['attention'], *numbers])
+            else:
+                rows.append([name, way.get('not', ''), '', '', ''])
+    return lines_of('way to decode | attention | tokens/s | first phase, s | log-probs differ by', rows)
+
+
+def _logprobs(content: Record) -> list[str]:
+    cases = [case for _, r in with_result(content, 'head') for case in r.get('cases', ())]
+    rows = [[c['case'], f'{c["tokens"]} x {c["width"]}', f'{c["seconds"]:.4f}', bytes_of(c['bytes'])] for c in cases]
+    return lines_of('log-probs | tokens x width | s | peak', rows)
 
 
 # ---------------------------------------------------------------------- docs/gpu.md

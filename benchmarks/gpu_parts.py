@@ -213,6 +213,31 @@ def decode_vllm(note: Note, *, models: Sequence[str], batch: int, prompt: int, n
         del llm
 
 
+def decode_ways(note: Note, *, model: str, **settings: Any) -> None:
+    """The engine's forms of attention and of steps, side by side: `decode.py`."""
+    import decode as benchmark
+
+    config = config_of(model, settings['prompt'] + settings['new'])
+    note.write(model=model, **benchmark.measure_decode(str(note.device), config=config, left_s=note.left, **settings))
+
+
+# ---------------------------------------------------------------------- learning
+
+
+def head(note: Note, *, sizes: Sequence[tuple[int, int]], vocab: int) -> None:
+    """Log-probs through a large output layer by every kernel: `logprobs.py`."""
+    import logprobs
+
+    note.write(**logprobs.compare(note.device.type, sizes, vocab))
+
+
+def blocks(note: Note, **settings: Any) -> None:
+    """Transformer blocks compiled and not: `logprobs.py`."""
+    import logprobs
+
+    note.write(**logprobs.compare_blocks(note.device.type, **settings))
+
+
 # ---------------------------------------------------------------------- PPO
 
 
@@ -502,7 +527,10 @@ def peer(
 FUNCTIONS: dict[str, Callable[..., None]] = {
     'device': device,
     'decode': decode,
+    'decode_ways': decode_ways,
     'decode_vllm': decode_vllm,
+    'head': head,
+    'blocks': blocks,
     'ppo': ppo,
     'trunk': trunk,
     'capacity': capacity,
