@@ -87,10 +87,8 @@ def table(content: Record) -> str:
     """All of a run."""
     machine = content.get('machine') or {}
     what = f'{content["device"]}, torch {machine.get("torch")}, transformers {machine.get("transformers")}, {content["date"]}'
-    lines = [
-        f'{what}: {content["wall_s"]:.0f} s of {content["budget_s"]:.0f}, commit {(content["commit"] or "")[:10]}',
-        '',
-    ]
+    took = f'{content["wall_s"]:.0f} s of {content["budget_s"]:.0f}, the first {content["start_s"]:.0f} for the start'
+    lines = [f'{what}: {took}, commit {(content["commit"] or "")[:10]}', '']
     parts = [
         [p['name'], p['status'], f'{p.get("seconds", 0):.0f} / {p.get("budget_s", 0)}', outcome(p)]
         for p in content['parts']

@@ -124,6 +124,7 @@ def content_of_a_run() -> dict:
         'commit': '0123456789abcdef',
         'budget_s': 530.0,
         'wall_s': 400.0,
+        'start_s': 20.0,
         'passed': False,
         'planner': planner,
         'parts': parts,
@@ -133,7 +134,8 @@ def content_of_a_run() -> dict:
 def test_the_table_tells_what_came_out():
     shown, times = gpu_page.table(content_of_a_run()), '8.0 times with cuDNN, 4.0 times without cuDNN'
     for line in (
-        'NVIDIA H200, torch 2.11.0, transformers 5.17.0, 2026-11-30: 400 s of 530, commit 0123456789',
+        'NVIDIA H200, torch 2.11.0, transformers 5.17.0, 2026-11-30: '
+        '400 s of 530, the first 20 for the start, commit 0123456789',
         '| device | passed | 3 / 12 | matrix products: bfloat16 788 TFLOPS |',
         '| tests | failed | 60 / 75 | failed, 50 passed, 1 failed, 2 skipped |',
         f'| decode-gpt2 | passed | 20 / 22 | 32768 tokens/s; of `model.generate` {times} |',

@@ -16,9 +16,14 @@ from random_models import empty_model, fill, random_model
 
 CPU = torch.device('cpu')
 QWEN = Qwen2Config(
-    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=64,
     tie_word_embeddings=True,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(

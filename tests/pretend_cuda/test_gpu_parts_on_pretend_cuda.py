@@ -128,7 +128,7 @@ def test_generate_keeps_the_few_tokens_where_time_runs_out(card, tmp_path):
 
 
 def test_ppo_and_the_largest_rung_that_the_card_holds(card, tmp_path):
-    # 124 million parameters: 16 bytes of each of two trained networks, 4 of two frozen ones; the tiny rung has next to none
+    # 124 million parameters: 16 bytes of each of two trained networks, 4 of two frozen ones
     gpu_parts.ppo(note_of(tmp_path), rungs=['s', 'tiny'], **TINY, **SHORT)
     found = written(tmp_path)
     assert found['rung'] == 'tiny' and found['too_large_by_plan']['s'] > 124.4e6 * (2 * 16 + 2 * 4)
@@ -188,3 +188,25 @@ def test_capacity_under_caps(card, tmp_path):
     assert small['tried']['1m']['trained'] and small['tried']['1m']['peak'] > 0
     assert card.fractions == [cap / CARD, 1.0]
     assert large['left_out'] == 'the cap of 4 GiB is more than the card has'
+
+
+def test_vllm_on_a_stand_in(card, tmp_path, monkeypatch):
+    made = []
+
+    class LLM:
+        def __init__(self, model, **settings):
+            made.append((json.loads((Path(model) / 'config.json').read_text()), settings))
+            self.calls = 0
+
+        def generate(self, prompts, sampling, use_tqdm):
+            self.calls += 1
+            assert len(prompts) == 2 and all(len(p['prompt_token_ids']) == 3 for p in prompts)
+            assert sampling == {'temperature': 1.0, 'max_tokens': 5, 'ignore_eos': True, 'detokenize': False}
+
+    monkeypatch.setitem(sys.modules, 'vllm', SimpleNamespace(LLM=LLM, SamplingParams=dict))
+    gpu_parts.decode_vllm(note_of(tmp_path), models=['tiny-qwen2', 'tiny-gpt2'], batch=2, prompt=3, new=5)
+    found = written(tmp_path)
+    assert [config['architectures'] for config, _ in made] == [['Qwen2ForCausalLM'], ['GPT2LMHeadModel']]
+    assert all(settings['load_format'] == 'dummy' and settings['max_model_len'] == 8 for _, settings in made)
+    for name in ('tiny-qwen2', 'tiny-gpt2'):
+        assert found[name]['tokens_per_s'] == pytest.approx(2 * 5 / found[name]['seconds'])
