@@ -271,11 +271,7 @@ def run(
         _warm_up(settings, ladder, strategy)
         if ready is not None:
             ready(strategy)
-        meter, where = MemoryMeter(strategy.device), None
-        if on_cuda and strategy.world_size == 1:
-            # under a cap, and where a strategy moves what it is given, models come from the host as in any run
-            direct = ready is None and settings.strategy in ('naive', 'ddp')
-            where = (strategy.device if direct else torch.device('cpu'), strategy.device)
+        meter, where = MemoryMeter(strategy.device), places(settings, strategy, capped=ready is not None)
         with strategy.failure_guard():
             started = time.perf_counter()
             phases, models, size, head_again = _train(
@@ -313,6 +309,17 @@ def run(
             ),
             'machine': machine(strategy.device),
         }
+
+
+def places(settings: DummyRun, strategy: Any, *, capped: bool) -> tuple[Any, Any] | None:
+    """The devices that weights are put on and drawn on; None: as the library builds new models, on the CPU."""
+    import torch
+
+    if strategy.device.type == 'cpu' or strategy.world_size > 1:
+        return None
+    # under a cap, and where a strategy moves what it is given, models come from the host as in any run
+    direct = not capped and settings.strategy in ('naive', 'ddp')
+    return strategy.device if direct else torch.device('cpu'), strategy.device
 
 
 def _group_of_one(name: str) -> AbstractContextManager[None]:

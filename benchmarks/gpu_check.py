@@ -113,8 +113,8 @@ def cuda_parts() -> list[Part]:
         measure('fsdp', 'ppo', 12, rungs=['s'], strategy='fsdp', **one),
         measure('fsdp_cpu', 'ppo', 16, rungs=['s'], strategy='fsdp_cpu', **one),
         measure('capacity', 'capacity', 40, caps=[8 * GIB, 16 * GIB, 24 * GIB], options=['micro', 'lean']),
-        measure('zero2', 'ppo', 22, part=colossalai, rungs=['s'], strategy='colossalai_zero2', **one),
-        measure('gemini', 'ppo', 40, part=colossalai, rungs=['s'], strategy='colossalai_gemini', **one),
+        measure('zero2', 'ppo', 34, part=colossalai, rungs=['s'], strategy='colossalai_zero2', **one),
+        measure('gemini', 'ppo', 34, part=colossalai, rungs=['s'], strategy='colossalai_gemini', **one),
         measure(
             'decode-ways',
             'decode_ways',

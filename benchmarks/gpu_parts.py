@@ -6,6 +6,7 @@ Weights are random and drawn on the device. Left out: correctness, which the tes
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 import tempfile
@@ -451,7 +452,10 @@ def capacity(
             except LeftOut:
                 raise
             except Exception as error:
-                return capacity_rung.outcome_of(error, on_cuda)
+                outcome: dict[str, Any] = capacity_rung.outcome_of(error, on_cuda)
+                error.__traceback__ = None  # it holds the models
+                gc.collect()
+                return outcome
             kept = {'parameters': result['parameters'], 'seconds': result['wall_s']}
             return {'trained': True, 'limit': None, 'peak': result['memory']['peak'], **kept}
 
@@ -493,6 +497,7 @@ def peer(
     rounds: int = 2,
 ) -> None:
     """A PPO update of TRL, from the wheels that were carried, and of this library on the same work, in turns."""
+    import torch
     import vs_peers
     from work import Case
 
@@ -511,6 +516,8 @@ def peer(
             sizes = {'sequences': sequences, 'prompt_tokens': prompt, 'new_tokens': new, 'vocab': vocab}
             case = Case(peer, 'ppo', kind, precision, device=note.device.type, **sizes)
             model = vs_peers.save_model(work, kind, layers=layers, width=width, heads=heads, like=case)
+            if note.device.type == 'cuda':
+                torch.cuda.empty_cache()  # the two sides are other processes
             sides = [[sys.executable, str(HERE / 'peers' / name)] for name in ('ours.py', f'{peer}.py')]
 
             def told(rounds: Any, kind: str = kind) -> None:

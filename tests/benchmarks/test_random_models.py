@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,3 +64,31 @@ def test_drawn_networks_are_those_of_the_library(changed):
     found, want = (dummy.build(settings, 'gpt', config, where) for where in ((CPU, CPU), None))
     assert dummy.count(*found) == dummy.count(*want)
     assert found[0].model.is_gradient_checkpointing == want[0].model.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize(
+    ('device', 'world_size', 'strategy', 'capped', 'want'),
+    [
+        ('cpu', 1, 'naive', False, None),
+        ('cuda:0', 2, 'ddp', False, None),  # each process would draw other numbers
+        ('cuda:0', 1, 'naive', False, ('cuda:0', 'cuda:0')),
+        ('cuda:0', 1, 'ddp', False, ('cuda:0', 'cuda:0')),
+        ('cuda:0', 1, 'naive', True, ('cpu', 'cuda:0')),
+        ('cuda:0', 1, 'fsdp_cpu', False, ('cpu', 'cuda:0')),
+    ],
+)
+def test_where_weights_are_drawn_and_put(device, world_size, strategy, capped, want):
+    on = SimpleNamespace(device=torch.device(device), world_size=world_size)
+    found = dummy.places(dummy.DummyRun(strategy=strategy), on, capped=capped)
+    assert found == (None if want is None else tuple(map(torch.device, want)))
+
+
+@pytest.mark.parametrize('strategy', ['naive', 'fsdp', 'fsdp_cpu'])
+def test_drawn_networks_train_under_every_strategy(strategy, monkeypatch):
+    monkeypatch.setattr(dummy, 'places', lambda settings, strategy, capped: (CPU, CPU))
+    one = {'num_episodes': 1, 'max_timesteps': 1, 'update_timesteps': 1, 'max_epochs': 1}
+    told = []
+    settings = dummy.DummyRun(strategy=strategy, prompt_length=6, max_length=10, **one)
+    result = dummy.run(settings, 'gpt', 'tiny', told=lambda phases: told.append(len(phases)))
+    assert told == [1] and result['phases'][0]['updates'] == 1
+    assert result['memory']['planned_phase'] != 'load'  # weights that were drawn in place were not loaded

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / 'benchmarks'))
 import arithmetic_done
 import dummy
 import gpu_parts
+import ladders
 import random_models
 from gpu_worker import Note
 
@@ -127,7 +128,8 @@ def test_generate_keeps_the_few_tokens_where_time_runs_out(card, tmp_path):
         assert numbers['new'] == 2 and numbers['reason'] == 'there was no time for 16 tokens'
 
 
-def test_ppo_and_the_largest_rung_that_the_card_holds(card, tmp_path):
+def test_ppo_and_the_largest_rung_that_the_card_holds(card, tmp_path, monkeypatch):
+    monkeypatch.setattr(dummy, '_warm_up', lambda *given: None)  # a second run
     # 124 million parameters: 16 bytes of each of two trained networks, 4 of two frozen ones
     gpu_parts.ppo(note_of(tmp_path), rungs=['s', 'tiny'], **TINY, **SHORT)
     found = written(tmp_path)
@@ -179,13 +181,15 @@ def test_trunk_that_runs_out_of_memory_says_where(card, tmp_path, monkeypatch):
     assert card.fractions[-1] == 1.0
 
 
-def test_capacity_under_caps(card, tmp_path):
-    sizes = {'batch_size': 2, 'prompt_length': 8, 'max_length': 12, 'precision': 'fp32'}
-    cap = 10 * 2**20  # by the plan the smallest rung takes 9 MB, and the next 18
+def test_capacity_under_caps(card, tmp_path, monkeypatch):
+    monkeypatch.setitem(ladders.FAMILIES, 'tiny', ('GPT', {'a': (32, 1, 2), 'b': (128, 4, 4)}))
+    monkeypatch.setattr(dummy, '_warm_up', lambda *given: None)  # a second run
+    sizes = {'batch_size': 2, 'prompt_length': 4, 'max_length': 6, 'precision': 'fp32'}
+    cap = 4 * 2**20  # by the plan the first rung takes less than 1 MB, and the next 11
     gpu_parts.capacity(note_of(tmp_path), caps=[cap, 2**32], options=['lean'], ladder='tiny', **sizes)
     small, large = written(tmp_path)['rows']
-    assert (small['rung'], list(small['tried']), small['limit_at']) == ('1m', ['1m'], '2m')
-    assert small['tried']['1m']['trained'] and small['tried']['1m']['peak'] > 0
+    assert (small['rung'], list(small['tried']), small['limit_at']) == ('a', ['a'], 'b')
+    assert small['tried']['a']['trained'] and small['tried']['a']['peak'] > 0
     assert card.fractions == [cap / CARD, 1.0]
     assert large['left_out'] == 'the cap of 4 GiB is more than the card has'
 
