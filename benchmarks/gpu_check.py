@@ -598,7 +598,8 @@ def main() -> int:
     parts = cuda_parts() if args.device == 'cuda' else cpu_parts()
     unknown = sorted(set(args.parts or ()) - {p.name for p in parts})
     site, runner = None, None
-    signal.signal(signal.SIGTERM, stop_like_ctrl_c)
+    for sign in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs ignore the first
+        signal.signal(sign, stop_like_ctrl_c)
     try:
         if args.page is not None:
             print(gpu_page.write_page(ROOT / 'docs/gpu.md', Path(args.page) if args.page else gpu_page.newest(results)))
