@@ -120,7 +120,9 @@ def test_a_peer_finds_the_packages_of_its_wheels_first(tmp_path):
     site.mkdir()
     (site / 'torch.py').write_text('__version__ = "from the wheels"\n')
     (tmp_path / 'peer.py').write_text(
-        'import json, sys, torch\nprint(json.dumps({"ready": {"torch": torch.__version__}}), flush=True)\nsys.stdin.read()\n'
+        'import json, sys, torch\n'
+        'print(json.dumps({"ready": {"torch": torch.__version__}}), flush=True)\n'
+        'sys.stdin.read()\n'
     )
     worker = vs_peers.Worker([sys.executable, str(tmp_path / 'peer.py')], tmp_path / 'peer.log', site=site, wait=False)
     try:
