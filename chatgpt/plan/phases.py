@@ -20,7 +20,7 @@ NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
 PACKED_BYTES = 2 << 30
 """the local engine packs a model's weights for the CPU up to this size"""
 _KEPT = ('full copy', 'key/value cache')
-"""of collecting, what the local engine keeps for the next phase where there is room"""
+"""of collecting, what the local engine keeps for the next phase: the policy's copy and the cache"""
 
 
 @dataclass(frozen=True)
@@ -231,18 +231,11 @@ def _collect(setup: Setup, config: Any, actor: ModelSize) -> Memory:
 
 
 def _with_kept(setup: Setup, phases: dict[str, Memory]) -> dict[str, Memory]:
-    """What the local engine keeps of collecting for the next phase: the policy's copy and the cache, where the device
-    has room for them beside all that other phases need (`LocalEngine(keep='auto')`)."""
-    if not setup.on_cuda or setup.memory is None:
-        return phases
-    collecting = phases['collect'].device
-    kept = sum(collecting.get(name, 0) for name in _KEPT)
-    busiest = max(sum(memory.device.values()) for memory in phases.values())
-    if busiest + kept > setup.memory * (1 - setup.margin):
-        return phases
+    """With `setup.keep`, what the local engine keeps of collecting for the next phase lies beside scoring and
+    learning."""
+    kept = sum(phases['collect'].device.get(name, 0) for name in _KEPT) if setup.keep else 0
     for name in ('score', 'learn'):
-        phases[name] = phases[name] + Memory()
-        phases[name].add('kept for generating', kept)
+        phases[name] = phases[name] + Memory({'kept for generating': kept} if kept else {})
     return phases
 
 

@@ -84,6 +84,9 @@ class Setup(Layout):
     max_tokens_per_batch: int | None = None
     max_prompt_tokens: int = 64
     max_new_tokens: int = 64
+    keep: bool = False
+    """count what the local engine keeps for the next phase (`LocalEngine(keep=...)`); it does so only on a GPU that has
+    memory left, so it is no part of what a run needs"""
     max_rows: int = 256
     """most sequences decoded at once"""
     offload: Literal['none', 'idle'] = 'none'

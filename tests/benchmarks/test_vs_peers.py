@@ -90,6 +90,11 @@ def test_comparison_with_a_fake_peer(tmp_path):
     assert result['about']['theirs'] == {'version': 'none'}
     assert f'| {case.name} |' in vs_peers.table([result])
     assert 'bf16' in vs_peers.page([result], vs_peers.machine(), 'command')
+    result['machine'], slower = vs_peers.machine(), {**result, 'ratio': {'min': 0.4, 'median': 0.5, 'max': 0.6}}
+    own = vs_peers.page([result], vs_peers.machine(), 'command', [result], [slower]).split(
+        'without 16-bit instructions'
+    )[1]
+    assert f'| {case.name} | 0.50 | ' in own and 'ONEDNN_MAX_CPU_ISA=AVX512_CORE' in own
 
 
 def test_a_peer_that_fails_says_why(tmp_path):

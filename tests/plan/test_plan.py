@@ -182,7 +182,7 @@ def test_the_cache_is_the_engines(family):
 
     config = tiny_config(family, positions=64)
     actor, engine = Actor(AutoModelForCausalLM.from_config(config)), LocalEngine()
-    setup = Setup(config=config, experience_batch_size=5, max_prompt_tokens=10, max_new_tokens=20)
+    setup = Setup(config=config, experience_batch_size=5, max_prompt_tokens=10, max_new_tokens=20, on_cuda=False)
     sizes = []
     engine.begin(actor)
     original = engine.cache
@@ -197,6 +197,21 @@ def test_the_cache_is_the_engines(family):
     engine.generate(prompts, SamplingParams(max_new_tokens=20), seed=0, indices=range(5))
     real = sum(t.numel() * t.element_size() for layer in sizes[0].layers for t in (layer.keys, layer.values))
     assert make_plan(setup).phases['collect'].device['key/value cache'] == real
+
+
+def test_what_generating_keeps_lies_beside_learning():
+    """On a GPU: 5 rows are 8, and 10 + 20 - 1 slots are 256; in bf16 the copy has 2 bytes per weight."""
+    config = tiny_config('gpt2', positions=64)
+    sizes = {'experience_batch_size': 5, 'max_prompt_tokens': 10, 'max_new_tokens': 20}
+    plain = make_plan(Setup(config=config, precision='bf16', **sizes))
+    kept = make_plan(Setup(config=config, precision='bf16', keep=True, **sizes))
+    collect = plain.phases['collect'].device
+    assert collect['key/value cache'] == 2 * 2 * config.n_layer * config.n_embd * 8 * 256
+    for phase in ('score', 'learn'):
+        more = kept.phases[phase].device.pop('kept for generating')
+        assert more == collect['key/value cache'] + collect['full copy'] > 0
+        assert kept.phases[phase] == plain.phases[phase]
+    assert kept.phases['collect'] == plain.phases['collect']
 
 
 def test_phases_add_up_and_limits_decide():
@@ -249,7 +264,7 @@ def test_the_cheapest_change_fits_and_those_before_it_do_not():
     [
         ({'strategy': 'deepspeed'}, "strategy='deepspeed' is not known; choose one of naive, ddp"),
         ({'num_processes': 2}, "strategy='naive' is one process"),
-        ({'strategy': 'colossalai_gemini'}, 'computes in 16 bits'),
+        ({'strategy': 'colossalai_gemini', 'precision': 'fp32'}, 'computes in 16 bits'),
         ({'train_batch_size': 0}, 'train_batch_size=0 must be at least 1'),
         ({'strategy': 'ddp', 'num_processes': 3}, 'cannot be split over 3 ranks'),
         ({'lora_rank': 2, 'num_layers_unfrozen': 2}, 'choose one'),

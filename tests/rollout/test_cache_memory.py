@@ -45,8 +45,8 @@ def test_bytes_by_hand():
 @pytest.mark.parametrize('fixed', [False, True])
 @pytest.mark.parametrize(('rows', 'most'), [(0, 1), (1, 1), (5, 5), (40, 12)])
 def test_rows_are_what_fits_and_tokens_stay(rows, most, fixed):
-    """Rows and slots of fixed steps are rounded up, where there is room: 16 for 12, and 256 for 11."""
-    engine = Small(int(rows * PER_SLOT * (256 if fixed else LONGEST) / 0.6) + 1, fixed_steps=fixed)
+    """Rows and slots of fixed steps are rounded up, where there is room: 16 for 12, and 64 for 11."""
+    engine = Small(int(rows * PER_SLOT * (64 if fixed else LONGEST) / 0.6) + 1, fixed_steps=fixed)
     most = 16 if fixed and most == 12 else most
     assert generated(engine) == generated(LocalEngine())
     assert engine.rows == [most]
@@ -100,7 +100,7 @@ def test_rows_that_are_kept_between_turns_are_what_fits(rows, most, fixed):
         engine.end()
         return turns.turns
 
-    longest = 256 if fixed else 5 + 16 - 1
+    longest = 64 if fixed else 5 + 16 - 1
     engine = Small(int(rows * PER_SLOT * (longest + 1) / 0.6) + 1, fixed_steps=fixed, max_batch_size=4)
     assert played(engine) == played(LocalEngine())
     assert engine.rows == [most]

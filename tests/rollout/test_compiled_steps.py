@@ -115,7 +115,7 @@ def test_a_gpu_captures_what_was_compiled(monkeypatch):
     with pretend_cuda(), NaiveStrategy(device='cuda:0', precision='fp32') as strategy:
         on_gpu = strategy.prepare(actor)
         assert_same(drawn(LocalEngine(fixed_steps='compiled'), on_gpu, sampling=sampling, prompts=prompts), want)
-    assert [key for key, _ in calls] == [(4, 256)] * 2  # compiled, captured; the first of six was watched, three replay
+    assert [key for key, _ in calls] == [(4, 64)] * 2  # compiled, captured; the first of six was watched, three replay
 
 
 @pytest.mark.gpu

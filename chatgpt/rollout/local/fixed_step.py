@@ -26,12 +26,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from chatgpt.rollout.local.attention import AttentionForm, step_keywords
+from chatgpt.rollout.local.attention import PAGE, AttentionForm, step_keywords
 from chatgpt.rollout.local.slot_cache import MaskForm, SlotCache, decode_mask
 from chatgpt.rollout.sampling import Draw, SamplingParams, TokenSampler
 
 SLOTS = 256
-"""widths are multiples of this"""
+"""widths are multiples of this, as pages of attention are"""
 SMALL_ROWS = 32
 """up to here row buckets are powers of two, above multiples of this"""
 WARM_UPS = 1
@@ -47,9 +47,11 @@ def row_bucket(live: int, most: int) -> int:
     return min(-(-live // SMALL_ROWS) * SMALL_ROWS, most)
 
 
-def whole_pages(slots: int) -> int:
-    """So many slots or more: what a cache has whose sizes other calls are to find again."""
-    return -(-slots // SLOTS) * SLOTS
+def shared_capacity(slots: int, attention: AttentionForm) -> int:
+    """So many slots or a few more: what a cache has whose sizes other calls are to find again, in whole pages where
+    attention reads pages. Other forms read every slot, so there it is fewer."""
+    step = PAGE if attention == 'varlen' else 64
+    return -(-slots // step) * step
 
 
 def slot_bucket(width: int, capacity: int) -> int:

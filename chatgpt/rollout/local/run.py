@@ -22,7 +22,7 @@ from torch import Tensor
 from chatgpt.batching import cut_by_tokens
 from chatgpt.rollout.engine import Call, changing_shapes
 from chatgpt.rollout.local.attention import AttentionForm, step_keywords
-from chatgpt.rollout.local.fixed_step import FixedSteps, row_bucket, slot_bucket, whole_pages
+from chatgpt.rollout.local.fixed_step import FixedSteps, row_bucket, shared_capacity, slot_bucket
 from chatgpt.rollout.local.slot_cache import decode_mask
 from chatgpt.rollout.randomness import sample_keys, uniforms
 from chatgpt.rollout.sampling import Draw, TokenSampler
@@ -64,7 +64,7 @@ class LocalRun:
         streams = any(getattr(module, 'is_streamed', False) for module in self.actor.modules())
         fixed = (self.device.type == 'cuda' and not streams) if engine.fixed_steps == 'auto' else engine.fixed_steps
         if fixed or engine.attention_form == 'varlen':  # sizes that other calls have as well
-            capacity = whole_pages(max(longest_prompt, self.max_width + spare_slots))
+            capacity = shared_capacity(max(longest_prompt, self.max_width + spare_slots), engine.attention_form)
             rows = engine.rows_that_fit(row_bucket(wanted, 2 * wanted), capacity)
         else:
             at_first = -(-(longest_prompt + _CAPACITY_STEP) // _CAPACITY_STEP) * _CAPACITY_STEP

@@ -37,16 +37,17 @@ from chatgpt.trainer.strategies.offload import Offloaded, OffloadedWeights
 from chatgpt.trainer.strategies.pairs import Trained, open_saved
 from chatgpt.trainer.strategies.precision import (
     DTYPES,
-    TF32,
     KeptCopy,
     LossScaler,
     Precision,
+    WideProducts,
     cast_copy,
     emulates,
     lora_merged,
     narrow,
     product_weights,
     resolve_precision,
+    tf32,
 )
 from chatgpt.trainer.strategies.ranks import Ranks
 
@@ -88,10 +89,10 @@ class Strategy:
     """how batches are cut and numbers added up where they are the same to the bit in every layout"""
     ranks: Ranks
     """where this process stands among the others, and how it talks to them"""
-    precision: str
+    precision: Precision
     """what is computed in: 'fp32', 'bf16' or 'fp16', also where 'auto' was asked for"""
     keeps_narrow: ClassVar[bool] = True
-    """computes under autocast from whole weights, so that what nothing trains can be kept in the compute dtype"""
+    """computes under autocast from whole weights in fp32, so what nothing trains can be kept in the compute dtype"""
     fuses: ClassVar[bool] = True
     """`make_optimizer` makes torch's fused AdamW on CUDA"""
     options: Mapping[str, Any] = MappingProxyType({})
@@ -126,13 +127,13 @@ class Strategy:
         self._emulates = emulates(ranks.device, self._dtype) and self.exact is None
         if self._emulates and ranks.rank == 0:
             warnings.warn(
-                f'precision={self.precision!r}: this CPU has no instructions for matrix products of 16 bits, so learning '
-                'emulates them, several times slower than fp32; what is not compared with it computes in fp32. Give '
+                f'precision={self.precision!r}: this CPU has no instructions for matrix products of 16 bits, which '
+                'learning imitates in fp32, slower than fp32 itself; generation, scores and values are in fp32. Give '
                 "precision='fp32'",
                 stacklevel=2,
             )
-        coarse = ranks.device.type == 'cuda' and self._dtype is torch.bfloat16 and self._deterministic is None
-        self._tf32 = TF32() if coarse else None
+        bf16_on_cuda = ranks.device.type == 'cuda' and self._dtype is torch.bfloat16
+        self._uses_tf32 = bf16_on_cuda and self._deterministic is None
         self.keeps_copy_for: WeakSet[Any] = WeakSet()
         """who generates from the copy of `full_model` again, so that it is kept in its memory until the next time"""
         self._kept_copy: KeptCopy | None = None
@@ -286,8 +287,8 @@ class Strategy:
             item.requires_grad_(False)
             if self.exact is not None:
                 align(item)
-            self._remember(item, self.setup_model(item, trained=False).eval())
             self._keep_narrow(item)
+            self._remember(item, self.setup_model(item, trained=False).eval())
         return self._prepared[id(item)][1]
 
     def _prepare_pair(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -299,6 +300,8 @@ class Strategy:
         user_model, user_optimizer = self.unwrap(model), optimizer
         if self.exact is not None and id(model) not in self._prepared:
             align(model)
+        if id(model) not in self._prepared:
+            self._keep_narrow(model, optimizer)
         model, optimizer = self.setup_pair(model, optimizer, names)
         if self.exact is not None:
             check_elementwise(optimizer)
@@ -307,42 +310,41 @@ class Strategy:
         pair = Trained(user_model, model, optimizer, names, scaler, tree)
         self._trained[id(user_optimizer)] = self._trained[id(optimizer)] = pair
         self._keep += [user_optimizer, optimizer]
-        self._keep_narrow(user_model)
 
-    def _keep_narrow(self, user_model: nn.Module) -> None:
+    def _keep_narrow(self, module: nn.Module, optimizer: Optimizer | None = None) -> None:
         """From now on, what nothing trains is in the compute dtype where that changes no bit of a result: weights that
         autocast rounds at each use. In a model that learns (under LoRA, hydra) only weights that are numbers of that
-        dtype anyway, as of a folder in bf16, so that what is saved is exact."""
+        dtype anyway, as of a folder in bf16, so that what is saved is exact. Before the model goes to the device."""
         if self._dtype is torch.float32 or not self.keeps_narrow or self.exact is not None or self._emulates:
             return
-        owned = {
-            id(p)
-            for pair in self._trained.values()
-            if pair.user_model is user_model
-            for _, p in pair.named_parameters()
-        }
-        frozen = [p for p in product_weights(user_model) if not p.requires_grad and id(p) not in owned]
-        kept = narrow(frozen, self._dtype, lossless=bool(owned))
-        if kept and id(user_model) not in self._narrow:
-            self._autocast_forward(user_model)
-        if kept:
-            self._narrow[id(user_model)] = [*self._narrow.get(id(user_model), []), *kept]
+        owned = {id(p) for group in optimizer.param_groups for p in group['params']} if optimizer is not None else set()
+        frozen = [p for p in product_weights(module) if not p.requires_grad and id(p) not in owned]
+        if optimizer is not None:
+            lossless = self.broadcast_object([torch.equal(p.to(self._dtype).to(p.dtype), p) for p in frozen])
+            frozen = [p for p, same in zip(frozen, lossless, strict=True) if same]
+        kept = narrow(frozen, self._dtype)
+        if kept and id(module) not in self._narrow:
+            self._narrow[id(module)] = kept
+            self._autocast_forward(module)
 
     def _autocast_forward(self, module: nn.Module) -> None:
-        """A forward outside of `autocast`, where weights and states of two dtypes could not be multiplied, enters it."""
+        """A forward outside of `autocast`, where weights and states of two dtypes cannot be multiplied, enters it."""
         entered: list[AbstractContextManager[Any]] = []
 
         def enter(*_: Any) -> None:
             entered.append(self.autocast())
             entered[-1].__enter__()
 
+        def leave(*_: Any) -> None:
+            entered.pop().__exit__(None, None, None)
+
         module.register_forward_pre_hook(enter)
-        module.register_forward_hook(lambda *_: entered.pop().__exit__(None, None, None), always_call=True)
+        module.register_forward_hook(leave, always_call=True)
 
     @contextmanager
     def _widened(self, model: nn.Module, *, changes: bool = False) -> Iterator[None]:
-        """Inside, what is kept in 16 bits is in fp32. It comes back after; with `changes`, from the values then, and of a
-        model that learns only where they are numbers of 16 bits."""
+        """Inside, what is kept in 16 bits is in fp32. It comes back after; with `changes`, from the values then, and of
+        a model that learns only where they are numbers of 16 bits."""
         module = self.unwrap(model)
         learns = any(pair.user_model is module for pair in self._trained.values())
         kept = [(p, p.data) for p in self._narrow.get(id(module), [])]
@@ -446,13 +448,26 @@ class Strategy:
         """Around forward and loss: computes in `dtype`."""
         if self._dtype is torch.float32:
             return nullcontext()
+        return self._autocast()
+
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
         # A cast weight that is used again would add its gradients up in 16 bits, where it is not a gathered one.
-        return torch.autocast(self.device.type, dtype=self._dtype, cache_enabled=self.exact is None)
+        cast = torch.autocast(self.device.type, dtype=self._dtype, cache_enabled=self.exact is None)
+        with cast, self._products():
+            yield
+
+    def _products(self) -> AbstractContextManager[Any]:
+        """Around a forward and its backward: how matrices are multiplied, where torch would do it otherwise. In bf16 on
+        CUDA what stays fp32 may use TF32."""
+        if self._emulates:
+            return WideProducts()
+        return tf32() if self._uses_tf32 else nullcontext()
 
     def scoring(self) -> AbstractContextManager[Any]:
-        """Around forwards whose numbers are not compared with those of `autocast`: scores, values. The same as that, but
-        fp32 on a CPU that emulates 16 bits."""
-        return nullcontext() if self._emulates else self.autocast()
+        """Around forwards whose numbers are compared with none of `autocast`'s: scores, values, evaluation. The same as
+        that, but fp32 on a CPU that has no instructions of 16 bits."""
+        return nullcontext() if self._emulates and self.keeps_narrow else self.autocast()
 
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of one micro-batch; `last` marks the one before `optimizer_step`."""
@@ -462,7 +477,8 @@ class Strategy:
         """Add this rank's share of the gradient. `loss` is a share of a sum: already divided by what counts on all
         ranks."""
         scaler = self.trained(optimizer).scaler
-        (loss if scaler is None else loss * scaler.scale).backward()
+        with self._products():
+            (loss if scaler is None else loss * scaler.scale).backward()
 
     def end_atom(self, optimizer: Optimizer) -> None:
         """With `exact`, what `backward` has added up since the last call is one atom's gradient; otherwise nothing."""
@@ -611,8 +627,8 @@ class Strategy:
         the end.
         """
         tensors, _ = states.named_tensors(self.unwrap(model))
-        narrow = {id(p) for p in self._narrow.get(id(self.unwrap(model)), [])}
-        return self._dealt(tensors, {name for name, tensor in tensors.items() if id(tensor) in narrow})
+        kept = {id(p) for p in self._narrow.get(id(self.unwrap(model)), [])}
+        return self._dealt(tensors, {name for name, tensor in tensors.items() if id(tensor) in kept})
 
     def load_model_pieces(self, model: nn.Module, reader: TensorReader, strict: bool = True) -> None:
         """Fill weights and buffers in place from any layout's pieces."""
@@ -668,8 +684,6 @@ class Strategy:
         if self._deterministic is not None:
             self._deterministic.restore()
             self._deterministic = None
-        if self._tf32 is not None:
-            self._tf32.restore()
         self.ranks.leave()
 
     def __enter__(self) -> Self:
