@@ -173,17 +173,21 @@ class MemoryMeter:
     """Peaks of this process from now on: torch's allocator on CUDA, resident memory of the host."""
 
     def __init__(self, device: Any) -> None:
-        import torch
-
         self.device = device
-        if device.type == 'cuda':
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
+        self.restart_device()
         try:
             Path('/proc/self/clear_refs').write_text('5')  # VmHWM begins anew
         except OSError:
             pass  # then the peak is since the process began
         self.start = process_memory()
+
+    def restart_device(self) -> None:
+        """Forget the device's peak; the host's stays."""
+        import torch
+
+        if self.device.type == 'cuda':
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     def read(self) -> dict[str, int]:
         """`peak` is what counts as the device's memory: allocated on CUDA, resident above the start on a CPU."""

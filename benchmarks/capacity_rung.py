@@ -30,8 +30,8 @@ def cap_process(extra: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
-def cap_cuda(memory: int, device: Any) -> None:
-    """Make the device look and behave as one of `memory` bytes."""
+def cap_allocator(memory: int, device: Any) -> None:
+    """Let torch's allocator have `memory` bytes of the device, and whoever asks for its free memory be told so."""
     import torch
 
     total = torch.cuda.get_device_properties(device).total_memory
@@ -43,10 +43,18 @@ def cap_cuda(memory: int, device: Any) -> None:
         return max(memory - torch.cuda.memory_reserved(device), 0), memory
 
     torch.cuda.mem_get_info = mem_get_info  # the strategies decide by it what to stream and to offload
+
+
+def cap_cuda(memory: int, device: Any) -> None:
+    """Make the device look and behave as one of `memory` bytes."""
+    import torch
+
+    cap_allocator(memory, device)
     try:
         from colossalai.legacy.utils.memory import colo_set_process_memory_fraction
     except ImportError:
         return
+    total = torch.cuda.get_device_properties(device).total_memory
     colo_set_process_memory_fraction(memory / total)  # Gemini's own record of the same
 
 

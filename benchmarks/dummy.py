@@ -22,6 +22,7 @@ from typing import Any, Literal
 import ladders
 from arithmetic_done import PARTS, MemoryMeter, Models, matmul_peak, matrices, phase_flop
 from dummy_numbers import averages, machine, planned, table, write_json
+from random_models import checkpoint_blocks, random_model
 
 from chatgpt.launch.arguments import Parser, add_settings, make_strategy, settings_from, world_size_from_env
 from chatgpt.trainer.callbacks import Callback
@@ -104,9 +105,10 @@ class DummyRun:
 
 
 class Recorder(Callback):
-    """What every phase took and did."""
+    """What every phase took and did. told: is called with all of them after each."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[list[dict[str, Any]]], None] | None = None) -> None:
+        self.told = told
         self.phases: list[dict[str, Any]] = []
         self._batches = 0
 
@@ -127,6 +129,8 @@ class Recorder(Callback):
             }
         )
         self._batches = 0
+        if self.told is not None:
+            self.told(self.phases)
 
 
 class RandomScores:
@@ -141,23 +145,38 @@ class RandomScores:
 # ---------------------------------------------------------------------- models
 
 
-def build(settings: DummyRun, ladder: str, config: Any) -> tuple[Any, Any, Any, Any]:
+def build(
+    settings: DummyRun, ladder: str, config: Any, where: tuple[Any, Any] | None = None
+) -> tuple[Any, Any, Any, Any]:
     """Actor, critic, reward (a model or a function) and initial model, to be called inside the strategy's init
-    context."""
+    context.
+
+    where: the devices that weights are put on and drawn on; None: as the library builds new models, on the CPU.
+    """
     from chatgpt import nn
 
     s, family = settings, ladders.FAMILIES[ladder][0]
     hydra = s.num_layers_unfrozen if s.num_layers_unfrozen > 0 else None
-    common: dict[str, Any] = {'config': config, 'lora_rank': s.lora_rank, 'checkpoint': s.gradient_checkpointing}
     head = True if s.critic == 'shared' else None
-    actor = getattr(nn, f'{family}Actor')(**common, value_head=head, num_layers_unfrozen=hydra)
-    critic = None if s.critic == 'shared' else getattr(nn, f'{family}Critic')(**common)
+
+    def make(kind: str, checkpoint: bool, **options: Any) -> Any:
+        if where is None:
+            return getattr(nn, f'{family}{kind}')(config=config, checkpoint=checkpoint, **options)
+        auto = 'AutoModelForCausalLM' if kind == 'Actor' else 'AutoModel'
+        model = random_model(auto, config, place=where[0], draw=where[1])
+        if checkpoint:
+            checkpoint_blocks(model)
+        return {'Actor': nn.Actor, 'Critic': nn.Critic, 'RM': nn.RewardModel}[kind](model, **options)
+
+    checkpoint, lora = s.gradient_checkpointing, {'lora_rank': s.lora_rank}
+    actor = make('Actor', checkpoint, **lora, value_head=head, num_layers_unfrozen=hydra)
+    critic = None if s.critic == 'shared' else make('Critic', checkpoint, **lora)
     reward: Any = RandomScores()
     if s.reward == 'model':
         if critic is not None and not s.lora_rank:
             reward = nn.RewardModel(deepcopy(critic.model), deepcopy(critic.value_head))
         else:
-            reward = getattr(nn, f'{family}RM')(config=config)
+            reward = make('RM', False)
     if s.lora_rank or hydra:
         return actor, critic, reward, None
     return actor, critic, reward, deepcopy(actor)
@@ -213,10 +232,18 @@ def plan_for(
 # ---------------------------------------------------------------------- the run
 
 
-def run(settings: DummyRun, ladder: str, rung: str, *, ready: Callable[[Any], None] | None = None) -> dict[str, Any]:
+def run(
+    settings: DummyRun,
+    ladder: str,
+    rung: str,
+    *,
+    ready: Callable[[Any], None] | None = None,
+    told: Callable[[list[dict[str, Any]]], None] | None = None,
+) -> dict[str, Any]:
     """Train, and return the numbers; on every rank, with memory and seconds of the rank that has most.
 
-    ready: called with the strategy when the process is set up and before any model exists.
+    ready: called with the strategy when the process is set up and before any model exists. told: called with what was
+    measured of all phases so far, after each.
 
     Raises:
         ValueError: settings that cannot be.
@@ -244,10 +271,12 @@ def run(settings: DummyRun, ladder: str, rung: str, *, ready: Callable[[Any], No
         _warm_up(settings, ladder, strategy)
         if ready is not None:
             ready(strategy)
-        meter = MemoryMeter(strategy.device)
+        meter, where = MemoryMeter(strategy.device), places(settings, strategy, capped=ready is not None)
         with strategy.failure_guard():
             started = time.perf_counter()
-            phases, models, size, head_again = _train(settings, ladder, config, strategy)
+            phases, models, size, head_again = _train(
+                settings, ladder, config, strategy, where=where, meter=meter, told=told
+            )
             wall = time.perf_counter() - started
         memory = {k: max(m[k] for m in strategy.all_gather_object(meter.read())) for k in meter.read()}
         everyone = strategy.all_gather_object([p['seconds'] for p in phases])
@@ -274,9 +303,23 @@ def run(settings: DummyRun, ladder: str, rung: str, *, ready: Callable[[Any], No
             'phases': phases,
             'wall_s': wall,
             **averages(phases, settings.ignore_phases, strategy.world_size, peak),
-            'memory': memory | planned(plan, memory['peak'], strategy.device.type == 'cuda'),
+            'memory': memory
+            | planned(
+                plan, memory['peak'], strategy.device.type == 'cuda', loads=where is None or where[0] != where[1]
+            ),
             'machine': machine(strategy.device),
         }
+
+
+def places(settings: DummyRun, strategy: Any, *, capped: bool) -> tuple[Any, Any] | None:
+    """The devices that weights are put on and drawn on; None: as the library builds new models, on the CPU."""
+    import torch
+
+    if strategy.device.type == 'cpu' or strategy.world_size > 1:
+        return None
+    # under a cap, and where a strategy moves what it is given, models come from the host as in any run
+    direct = not capped and settings.strategy in ('naive', 'ddp')
+    return strategy.device if direct else torch.device('cpu'), strategy.device
 
 
 def _group_of_one(name: str) -> AbstractContextManager[None]:
@@ -304,7 +347,14 @@ def _warm_up(settings: DummyRun, ladder: str, strategy: Any) -> None:
 
 
 def _train(
-    s: DummyRun, ladder: str, config: Any, strategy: Any
+    s: DummyRun,
+    ladder: str,
+    config: Any,
+    strategy: Any,
+    *,
+    where: tuple[Any, Any] | None = None,
+    meter: MemoryMeter | None = None,
+    told: Callable[[list[dict[str, Any]]], None] | None = None,
 ) -> tuple[list[dict[str, Any]], Models, dict[str, int], bool]:
     import torch
 
@@ -312,8 +362,10 @@ def _train(
     from chatgpt.trainer import PPOTrainer
     from chatgpt.trainer.callbacks import ProgressBar
 
-    with strategy.model_init_context():
-        networks = build(s, ladder, config)
+    with strategy.model_init_context() if where is None else nullcontext():
+        networks = build(s, ladder, config, where)
+    if where is not None and meter is not None:
+        meter.restart_device()
     models, size = count(*networks)
     actor, critic, reward, initial = networks
     items = []
@@ -323,7 +375,9 @@ def _train(
             items.append((model, strategy.make_optimizer(trained, lr=5e-6, eps=1e-5)))
     prepared = strategy.prepare(*items, reward if s.reward == 'model' else None, initial)
     (actor, actor_optim), (critic, critic_optim) = prepared[0], prepared[1] if critic is not None else (None, None)
-    recorder = Recorder()
+    if where is not None and where[0] == where[1] and meter is not None:
+        meter.restart_device()  # nobody else draws whole models on the device: that peak means nothing
+    recorder = Recorder(told)
     trainer = PPOTrainer(
         strategy,
         actor,

@@ -34,14 +34,20 @@ def averages(phases: list[dict[str, Any]], ignore_phases: int, world_size: int, 
     }
 
 
-def planned(plan: Any, measured: int, on_cuda: bool) -> dict[str, Any]:
+def planned(plan: Any, measured: int, on_cuda: bool, *, loads: bool = True) -> dict[str, Any]:
     """The planner's peak of what was measured (on a CPU host and device are one), and its error: planned / measured -
-    1."""
-    guess = plan.peak if on_cuda else max(sum(m.device.values()) + sum(m.host.values()) for m in plan.phases.values())
+    1. loads: whether loading the models was measured too."""
+    sizes = {
+        name: sum(memory.device.values()) + (0 if on_cuda else sum(memory.host.values()))
+        for name, memory in plan.phases.items()
+        if loads or name != 'load'
+    }
+    phase = max(sizes, key=sizes.__getitem__)
+    guess = sizes[phase]
     return {
         'planned_peak': guess,
         'planned_host': plan.host_peak,
-        'planned_phase': plan.peak_phase,
+        'planned_phase': phase,
         'planner_error': guess / measured - 1 if measured > 0 else None,
     }
 

@@ -1,15 +1,20 @@
-"""One command for a machine with a GPU: marked tests, benchmarks, capacity, the planner's error; one JSON file. `make
-gpu-check` runs it.
+"""One command for a machine with a GPU: marked tests, speed of generating and of PPO, peak memory beside the plan,
+capacity, TRL on the same card; one JSON file and a table. `make gpu-check` runs it.
 
-    python benchmarks/gpu_check.py [--wheels FOLDER] [--parts tests gpt-s-bf16] [--out FOLDER]
-    python benchmarks/gpu_check.py --device cpu    # a rehearsal at tiny sizes, whose measurements mean nothing
+    python benchmarks/gpu_check.py [--wheels FOLDER] [--parts tests decode-gpt2] [--out FOLDER]
+    python benchmarks/gpu_check.py --device cpu            # a rehearsal at tiny sizes, whose measurements mean nothing
+    python benchmarks/gpu_check.py --page [FILE.json]      # writes a file's results into docs/gpu.md and runs nothing
 
-Every part is a process with a budget of seconds and is ended with all that it started when it passes it. Everything,
-from installing wheels on, ends within --budget_s; parts that no time is left for are reported as such. The file,
-<device>-<date>.json, is written anew after each part, so what was measured outlives an interruption. Exit code 0: every
-part passed or needs something optional that is not installed; 1: a part failed, ran out of time or was not reached; 2:
-the machine lacks what nothing here can do without. No network is used. Left out: several GPUs; start the benchmarks
-with torchrun for those.
+Parts come in the order of what one wants to know first. Each has a budget of seconds; all of them and the start together
+have --budget_s. A part may take what earlier ones left over, up to twice its budget, and never what later ones need; it is
+ended with all that it started when that is over, and keeps the numbers that it had by then. Extra parts run at the end
+with what time is left. Parts that only measure share one process (gpu_worker.py), which is started anew when one fails.
+The file, <device>-<date>.json, is written anew after each part.
+
+Exit code 0: every part passed, or was left out for a card that is too small or a package that is optional and not there
+(extra parts need not be reached); 1: a part failed, ran out of time or was not reached, or the run was interrupted (what
+there is by then is written); 2: a mistake in the flags, or the machine lacks what nothing here can do without. No network
+is used. Left out: several GPUs; start the benchmarks with torchrun for those.
 """
 
 from __future__ import annotations
@@ -18,197 +23,231 @@ import argparse
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import gpu_page
+from wheels import install_wheels
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 REQUIRED = ('torch', 'transformers', 'safetensors', 'loralib', 'pytest', 'pytest_timeout')
 COLOSSALAI = ('colossalai', 'galore_torch', 'bitsandbytes')
-LEAST_S = 15
+GIB = 2**30
+BUDGET_S, START_S = 530, 40
+"""for everything; for wheels, and the first import of torch and transformers"""
+LEAST_S = 8
 """a part is not begun with less time than this left"""
+HELD = 128 * 2**20
+"""bytes of the device that a process may still hold after a part; with more the next part gets another process"""
 TELLS = 4000
 """characters of a part's output that are kept"""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One process. `{out}` in its command is the file that it writes its numbers to."""
+    """One measurement: a process of its own, or a function of gpu_parts.py."""
 
     name: str
     command: tuple[str, ...]
+    """of the process; `{out}` is the file that it writes its numbers to. Empty: `function`"""
     budget_s: int
     needs: tuple[str, ...] = ()
     """packages without which it is left out"""
+    function: str = ''
+    options: Mapping[str, Any] = field(default_factory=dict)
+    worker: str = 'main'
+    """functions of the same share a process"""
+    memory: int = 0
+    """bytes that the card must have"""
+    wheels: str = ''
+    """a folder of --wheels without which it is left out; the function is given its parent"""
+    extra: bool = False
+    """only with time that is left over"""
 
 
-def benchmark(name: str, which: str, budget_s: int, *flags: str, needs: tuple[str, ...] = ()) -> Part:
-    return Part(name, (f'benchmarks/benchmark_{which}_dummy.py', '--json', '{out}', *flags), budget_s, needs)
-
-
-def decoding(budget_s: int, *flags: str) -> Part:
-    return Part('decode', ('benchmarks/rollout.py', '--json', '{out}', *flags), budget_s)
+def measure(name: str, function: str, budget_s: int, *, part: Mapping[str, Any] | None = None, **options: Any) -> Part:
+    """A part that is a function. part: further fields of `Part`."""
+    return Part(name, (), budget_s, function=function, options=options, **(part or {}))
 
 
 def cuda_parts() -> list[Part]:
     """In the order of what one wants to know first."""
-    short = ('--num_episodes=2', '--max_timesteps=2', '--update_timesteps=2', '--max_epochs=2')
-    large = ('--num_episodes=2', '--max_timesteps=1', '--update_timesteps=1', '--max_epochs=2')
-    wide = ('--experience_batch_size=32', '--train_batch_size=32')
+    generated = {'batch': 64, 'prompt': 64, 'new': 512}
+    phases = {'num_episodes': 2, 'max_timesteps': 1, 'update_timesteps': 1, 'max_epochs': 2}
+    batch = {'experience_batch_size': 32, 'train_batch_size': 32}
+    one = {'num_episodes': 1, 'max_timesteps': 1, 'update_timesteps': 1, 'max_epochs': 2, 'ignore_phases': 0}
+    trl = {'precision': 'bf16', 'rung': 's', 'sequences': 64, 'prompt': 64, 'new': 128, 'lengths': ['eos', 'fixed']}
+    colossalai = {'needs': COLOSSALAI, 'worker': 'colossalai'}
     return [
-        Part('device', ('benchmarks/gpu_check.py', '--measure_device', '{out}'), 40),
-        Part('tests', ('-m', 'pytest', '-m', 'gpu', '-q', '-p', 'no:cacheprovider', '--junitxml={out}'), 110),
-        benchmark('gpt-s-bf16', 'gpt', 50, '--model=s', *short, *wide),
-        decoding(
-            70,
-            '--device=cuda',
-            '--precision=bf16',
-            '--rungs',
-            's',
-            'xl',
-            '--batch=32',
-            '--prompt=64',
-            '--new=64',
-            '--rounds=3',
+        measure('device', 'device', 12),
+        Part('tests', ('benchmarks/gpu_tests.py', '{out}', '--workers', '3'), 75),
+        measure('decode-gpt2', 'decode', 22, part={'memory': 6 * GIB}, model='gpt2', **generated),
+        measure('decode-qwen2', 'decode', 55, part={'memory': 11 * GIB}, model='qwen2-1.5b', **generated),
+        measure('ppo-s', 'ppo', 18, rungs=['s'], **phases, **batch, max_tokens_per_batch=4096),
+        measure('ppo-large', 'ppo', 35, rungs=['xl', 'l', 'm'], **phases, **batch, max_tokens_per_batch=4096),
+        measure('trl-1.12', 'peer', 35, part={'wheels': 'trl_ppo', 'memory': 16 * GIB}, peer='trl_ppo', **trl),
+        measure(
+            'trl-0.11.4', 'peer', 35, part={'wheels': 'trl_classic', 'memory': 16 * GIB}, peer='trl_classic', **trl
         ),
-        benchmark('gpt-xl-bf16', 'gpt', 90, '--model=xl', *large),
-        benchmark('opt-1.3b-lora', 'opt_lora', 70, '--model=1.3b', '--lora_rank=16', *large),
-        benchmark('gpt-s-fp32', 'gpt', 50, '--model=s', '--precision=fp32', *short, *wide),
-        benchmark('gpt-s-fsdp_cpu', 'gpt', 60, '--model=s', '--strategy=fsdp_cpu', *short),
-        Part(
-            'capacity-8GiB',
-            (
-                'benchmarks/capacity.py',
-                '--memory=8GiB',
-                '--host_memory=32GiB',
-                '--strategies',
-                'naive',
-                '--options',
-                'micro',
-                'lean',
-                '--smallest',
-                '--json',
-                '{out}',
-            ),
-            150,
+        measure(
+            'trunk-7b',
+            'trunk',
+            55,
+            part={'needs': ('bitsandbytes',), 'memory': 16 * GIB},
+            model='qwen2-7b',
+            memory=16 * GIB,
+            prompt=512,
+            new=512,
         ),
-        benchmark('gpt-s-zero2', 'gpt', 50, '--model=s', '--strategy=colossalai_zero2', *short, needs=COLOSSALAI),
-        benchmark(
-            'gpt-s-gemini_cpu', 'gpt', 60, '--model=s', '--strategy=colossalai_gemini_cpu', *short, needs=COLOSSALAI
+        measure('ddp', 'ppo', 12, rungs=['s'], strategy='ddp', **one),
+        measure('fsdp', 'ppo', 12, rungs=['s'], strategy='fsdp', **one),
+        measure('fsdp_cpu', 'ppo', 16, rungs=['s'], strategy='fsdp_cpu', **one),
+        measure('capacity', 'capacity', 40, caps=[8 * GIB, 16 * GIB, 24 * GIB], options=['micro', 'lean']),
+        measure('zero2', 'ppo', 34, part=colossalai, rungs=['s'], strategy='colossalai_zero2', **one),
+        measure('gemini', 'ppo', 34, part=colossalai, rungs=['s'], strategy='colossalai_gemini', **one),
+        measure(
+            'decode-ways',
+            'decode_ways',
+            180,
+            part={'memory': 6 * GIB, 'extra': True},
+            model='gpt2',
+            precision='bf16',
+            batch=64,
+            prompt=64,
+            new=128,
+            rounds=2,
         ),
-        benchmark('gpt-s-ddp', 'gpt', 50, '--model=s', '--strategy=ddp', *short),
+        measure('logprobs', 'head', 60, part={'extra': True}, sizes=[[896, 8192]], vocab=151936),
+        measure('compiled-blocks', 'blocks', 60, part={'extra': True}, layers=8, width=2048),
+        measure(
+            'decode-vllm',
+            'decode_vllm',
+            120,
+            part={'needs': ('vllm',), 'worker': 'vllm', 'memory': 16 * GIB, 'extra': True},
+            models=['qwen2-1.5b', 'gpt2'],
+            **generated,
+        ),
+        measure(
+            'opt-1.3b-lora',
+            'ppo',
+            40,
+            part={'extra': True},
+            ladder='opt',
+            rungs=['1.3b', '350m'],
+            lora_rank=16,
+            **phases,
+        ),
+        measure('ppo-s-fp32', 'ppo', 20, part={'extra': True}, rungs=['s'], precision='fp32', **phases),
     ]
 
 
 def cpu_parts() -> list[Part]:
-    """The same kinds of part in seconds each."""
-    tiny = (
-        '--model=tiny',
-        '--num_episodes=2',
-        '--max_timesteps=1',
-        '--update_timesteps=1',
-        '--max_epochs=1',
-        '--prompt_length=8',
-        '--max_length=12',
-    )
+    """The same parts at tiny sizes."""
+    tiny = {
+        'rungs': ['tiny'],
+        'num_episodes': 2,
+        'max_timesteps': 1,
+        'update_timesteps': 1,
+        'max_epochs': 1,
+        'prompt_length': 8,
+        'max_length': 12,
+    }
+    generated = {'batch': 4, 'prompt': 8, 'new': 16, 'precision': 'fp32'}
+    trl = {
+        'precision': 'fp32',
+        'rung': 'tiny',
+        'sequences': 4,
+        'prompt': 8,
+        'new': 8,
+        'rounds': 1,
+        'lengths': ['fixed'],
+    }
+    colossalai = {'needs': COLOSSALAI, 'worker': 'colossalai'}
     return [
-        Part('device', ('benchmarks/gpu_check.py', '--measure_device', '{out}'), 60),
-        Part(
-            'tests', ('-m', 'pytest', '-m', 'gpu', '-q', '-p', 'no:cacheprovider', 'tests/gpu', '--junitxml={out}'), 60
+        measure('device', 'device', 20),
+        Part('tests', ('benchmarks/gpu_tests.py', '{out}', '--files', 'tests/gpu'), 50),
+        measure('decode-gpt2', 'decode', 30, model='tiny-gpt2', **generated),
+        measure('decode-qwen2', 'decode', 30, model='tiny-qwen2', **generated),
+        measure('ppo-s', 'ppo', 20, **tiny),
+        measure('ppo-large', 'ppo', 20, **tiny),
+        measure('trl-1.12', 'peer', 50, part={'wheels': 'trl_ppo'}, peer='trl_ppo', **trl),
+        measure('trl-0.11.4', 'peer', 50, part={'wheels': 'trl_classic'}, peer='trl_classic', **trl),
+        measure(
+            'trunk-7b',
+            'trunk',
+            30,
+            part={'needs': ('bitsandbytes',)},
+            model='tiny-qwen2',
+            memory=GIB,
+            prompt=8,
+            new=8,
+            sequences=2,
+            precision='fp32',
+            lora_rank=2,
         ),
-        benchmark('gpt-tiny', 'gpt', 60, *tiny),
-        decoding(60, '--device=cpu', '--rungs', 'tiny', '--batch=4', '--prompt=8', '--new=8', '--rounds=2'),
-        benchmark('opt-tiny-lora', 'opt_lora', 60, '--lora_rank=2', '--strategy=fsdp_cpu', *tiny),
-        Part(
+        measure('ddp', 'ppo', 20, strategy='ddp', **tiny),
+        measure('fsdp', 'ppo', 20, strategy='fsdp', **tiny),
+        measure('fsdp_cpu', 'ppo', 20, strategy='fsdp_cpu', **tiny),
+        measure(
             'capacity',
-            (
-                'benchmarks/capacity.py',
-                '--memory=160MiB',
-                '--ladder=tiny',
-                '--strategies',
-                'naive',
-                '--options',
-                'full',
-                '--prompt_length=8',
-                '--max_length=16',
-                '--batch_size=2',
-                '--hopeless=1.2',
-                '--json',
-                '{out}',
-            ),
-            200,
+            'capacity',
+            30,
+            caps=[48 * 2**20],
+            options=['lean'],
+            ladder='tiny',
+            batch_size=2,
+            prompt_length=8,
+            max_length=16,
         ),
-        benchmark('gpt-tiny-zero2', 'gpt', 60, '--strategy=colossalai_zero2', *tiny, needs=COLOSSALAI),
+        measure('zero2', 'ppo', 40, part=colossalai, strategy='colossalai_zero2', **tiny),
+        measure('gemini', 'ppo', 40, part=colossalai, strategy='colossalai_gemini', **tiny),
+        measure(
+            'decode-ways',
+            'decode_ways',
+            90,
+            part={'extra': True},
+            model='tiny-gpt2',
+            batch=2,
+            prompt=8,
+            new=8,
+            rounds=1,
+            ways=['plain', 'fixed'],
+        ),
+        measure('logprobs', 'head', 30, part={'extra': True}, sizes=[[16, 40]], vocab=512),
+        measure('opt-1.3b-lora', 'ppo', 30, part={'extra': True}, ladder='opt', lora_rank=2, **tiny),
     ]
 
 
-# ---------------------------------------------------------------------- one part
+def limits(parts: Sequence[Part], number: int, left_s: float) -> float:
+    """Seconds for a part: its budget, and up to as much again of what those after it do not need."""
+    part, later = parts[number], sum(p.budget_s for p in parts[number + 1 :] if not p.extra)
+    if part.extra:
+        return min(float(part.budget_s), left_s - later)
+    return min(left_s, max(float(part.budget_s), min(2.0 * part.budget_s, left_s - later)))
+
+
+# ---------------------------------------------------------------------- processes
 
 
 def environment(device: str, site: str | None) -> dict[str, str]:
     path = os.pathsep.join(p for p in (str(ROOT), site, os.environ.get('PYTHONPATH')) if p)
     changed = {'PYTHONPATH': path, 'HF_HUB_OFFLINE': '1', 'TOKENIZERS_PARALLELISM': 'false', 'PYTHONUNBUFFERED': '1'}
-    return os.environ | changed | ({'CUDA_VISIBLE_DEVICES': ''} if device == 'cpu' else {})
-
-
-def run_part(part: Part, timeout_s: float, env: dict[str, str], device: str) -> dict[str, Any]:
-    """Status, seconds, the end of the output, and the numbers that it wrote."""
-    lacking = [name for name in part.needs if not installed(name, env)]
-    if lacking:
-        return {
-            'name': part.name,
-            'status': 'left out',
-            'reason': f'not installed: {", ".join(lacking)}; WHEELS=folder brings them',
-        }
-    with tempfile.TemporaryDirectory(prefix='gpu-check-') as folder:
-        out, log = Path(folder, 'out'), Path(folder, 'log')
-        command = [sys.executable, *(word.replace('{out}', str(out)) for word in part.command)]
-        start = time.monotonic()
-        with log.open('w') as sink:
-            child = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                code: int | None = child.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                end_group(child)
-        record: dict[str, Any] = {
-            'name': part.name,
-            'command': ' '.join(['python', *part.command]),
-            'status': 'passed' if code == 0 else 'failed',
-            'seconds': round(time.monotonic() - start, 1),
-            'budget_s': part.budget_s,
-            'exit_code': code,
-        }
-        if code is None:
-            record |= {'status': 'out of time', 'reason': f'ended after {timeout_s:.0f} s'}
-        if record['status'] != 'passed':
-            record['output'] = log.read_text(errors='replace')[-TELLS:]
-        if out.is_file():
-            record['result'] = read_result(out)
-        if part.name == 'tests' and code == 0 and device == 'cuda' and not (record.get('result') or {}).get('passed'):
-            record |= {'status': 'failed', 'reason': 'no marked test ran on the device'}
-        return record
+    tiny = {'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'}  # several threads only wait for each other there
+    return os.environ | changed | (tiny if device == 'cpu' else {})
 
 
 def end_group(child: subprocess.Popen[bytes]) -> None:
-    """End a part with everything that it started."""
+    """End a process with everything that it started."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(child.pid, sign)
@@ -221,140 +260,247 @@ def end_group(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def read_result(path: Path) -> Any:
-    """JSON as it is, pytest's XML as counts; None where a part was ended while it wrote."""
-    text = path.read_text()
-    try:
-        if not text.startswith('<'):
-            return json.loads(text)
-        suites = list(ElementTree.fromstring(text).iter('testsuite'))
-    except (ValueError, ElementTree.ParseError):
+class Worker:
+    """A process of gpu_worker.py."""
+
+    script = HERE / 'gpu_worker.py'
+
+    def __init__(self, name: str, device: str, env: Mapping[str, str], log: Path) -> None:
+        self.name, self.log = name, log
+        command = [sys.executable, str(self.script), '--device', device]
+        with log.open('ab') as sink:
+            self.child = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=sink,
+                start_new_session=True,
+            )
+        self._heard = b''
+        self.machine: dict[str, Any] | None = None
+
+    def hear(self, timeout_s: float) -> dict[str, Any] | None:
+        """The next line; None: none came in time.
+
+        Raises:
+            EOFError: the process has ended.
+        """
+        assert self.child.stdout is not None
+        end = time.monotonic() + timeout_s
+        while b'\n' not in self._heard:
+            left = end - time.monotonic()
+            if left <= 0 or not select.select([self.child.stdout], [], [], left)[0]:
+                return None
+            read = os.read(self.child.stdout.fileno(), 65536)
+            if not read:
+                raise EOFError(f'the process ended with {self.child.wait()}')
+            self._heard += read
+        line, _, self._heard = self._heard.partition(b'\n')
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def ready(self, timeout_s: float) -> bool:
+        """Whether it is up in time.
+
+        Raises:
+            EOFError: it has ended; ValueError: it sees no CUDA device.
+        """
+        said = self.hear(timeout_s)
+        if said is None:
+            return False
+        if said['ready'] is None:
+            raise ValueError('torch sees no CUDA device; --device cpu runs the same at tiny sizes')
+        self.machine = said['ready']
+        return True
+
+    def ask(self, task: Mapping[str, Any]) -> None:
+        assert self.child.stdin is not None
+        self.child.stdin.write(json.dumps(task).encode() + b'\n')
+        self.child.stdin.flush()
+
+    def end(self) -> None:
+        end_group(self.child)
+        for pipe in (self.child.stdin, self.child.stdout):
+            assert pipe is not None
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                pass
+
+
+class Runner:
+    """What runs parts one after another, and the process that they share."""
+
+    def __init__(self, device: str, site: str | None = None, wheels: Path | None = None) -> None:
+        self.device, self.wheels = device, wheels
+        self.env = environment(device, site)
+        self.folder = Path(tempfile.mkdtemp(prefix='gpu-check-'))
+        self.worker: Worker | None = None
+        self.machine: dict[str, Any] = {}
+        self._number = 0
+
+    def close(self) -> None:
+        self.end_worker()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def start_worker(self, name: str, timeout_s: float) -> Worker | None:
+        """The process of that name, another one's having ended; None: it was not up in time. Raises as `ready`."""
+        if self.worker is not None and self.worker.name == name:
+            return self.worker
+        self.end_worker()
+        self.worker = Worker(name, self.device, self.env, self.folder / 'worker.log')
+        if not self.worker.ready(timeout_s):
+            self.end_worker()
+            return None
+        self.machine = self.worker.machine or {}
+        return self.worker
+
+    def end_worker(self) -> None:
+        if self.worker is not None:
+            self.worker.end()
+        self.worker = None
+
+    def lacks(self, part: Part) -> str | None:
+        """Why the part is left out."""
+        missing = not_installed(part.needs, self.env)
+        if missing:
+            return f'not installed: {", ".join(missing)}; WHEELS=folder brings them'
+        if part.wheels and (self.wheels is None or not (self.wheels / part.wheels).is_dir()):
+            return f'WHEELS=folder has no folder {part.wheels} of its wheels'
+        card = self.machine.get('device_memory')
+        # a card of 16 GB says a little less than 16 GiB
+        if part.memory and card is not None and card < 0.97 * part.memory:
+            return f'it needs a card of {part.memory / GIB:.0f} GiB, and this one has {card / GIB:.1f}'
         return None
-    counts = {
-        name: sum(int(suite.get(name, 0)) for suite in suites) for name in ('tests', 'failures', 'errors', 'skipped')
-    }
-    return counts | {'passed': counts['tests'] - counts['failures'] - counts['errors'] - counts['skipped']}
+
+    def run(self, part: Part, timeout_s: float) -> dict[str, Any]:
+        """Status, seconds, the end of the output, and the numbers that the part wrote."""
+        reason = self.lacks(part)
+        if reason is not None:
+            return {'name': part.name, 'status': 'left out', 'reason': reason}
+        self._number += 1
+        out = self.folder / f'{self._number}.json'
+        log = self.folder / ('worker.log' if part.function else f'{self._number}.log')
+        begin, start = log.stat().st_size if log.exists() else 0, time.monotonic()
+        record: dict[str, Any] = {'name': part.name, 'budget_s': part.budget_s}
+        if part.function:
+            record['function'] = part.function
+        else:
+            record['command'] = ' '.join(['python', *part.command])
+        try:
+            run = self._ask if part.function else self._start
+            record |= run(part, out, log, timeout_s)
+        except KeyboardInterrupt:
+            record |= {'status': 'interrupted'}
+        record['seconds'] = round(time.monotonic() - start, 1)
+        if record['status'] not in ('passed', 'left out'):
+            self.end_worker()  # what it would do next could fail for what happened now
+            with log.open(errors='replace') as file:
+                file.seek(begin)
+                record['output'] = file.read()[-TELLS:]
+        if out.is_file():
+            record['result'] = read_result(out)
+        is_tests = part.name == 'tests' and self.device == 'cuda'
+        if is_tests and record['status'] == 'passed' and not (record.get('result') or {}).get('passed'):
+            record |= {'status': 'failed', 'reason': 'no marked test ran on the device'}
+        return record
+
+    def _start(self, part: Part, out: Path, log: Path, timeout_s: float) -> dict[str, Any]:
+        """In a process of its own."""
+        command = [sys.executable, *(word.replace('{out}', str(out)) for word in part.command)]
+        with log.open('w') as sink:
+            child = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                code = child.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                return {'status': 'out of time', 'reason': f'ended after {timeout_s:.0f} s'}
+            finally:
+                end_group(child)
+        return {'status': 'passed' if code == 0 else 'failed', 'exit_code': code}
+
+    def _ask(self, part: Part, out: Path, log: Path, timeout_s: float) -> dict[str, Any]:
+        """In the process that parts share."""
+        end = time.monotonic() + timeout_s
+        too_late = {'status': 'out of time', 'reason': f'ended after {timeout_s:.0f} s'}
+        try:
+            worker = self.start_worker(part.worker, timeout_s)
+            if worker is None:
+                return too_late
+            options = dict(part.options) | ({'wheels': str(self.wheels)} if part.wheels else {})
+            left = end - time.monotonic()
+            worker.ask({'function': part.function, 'options': options, 'out': str(out), 'seconds': left})
+            answer = worker.hear(left)
+        except (EOFError, BrokenPipeError, ValueError) as error:
+            return {'status': 'failed', 'reason': str(error)}
+        if answer is None:
+            return too_late
+        if answer.pop('held') > HELD:
+            self.end_worker()
+        return answer
 
 
-def installed(name: str, env: dict[str, str]) -> bool:
-    """Whether a part would find the package."""
-    return answers(f'import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)', env, 60.0)
-
-
-def answers(code: str, env: dict[str, str], left_s: float) -> bool:
-    """Whether a Python in this environment ends with 0, within the time that is left and two minutes."""
+def read_result(path: Path) -> Any:
+    """None where a part was ended while it wrote."""
     try:
-        return (
-            subprocess.run(
-                [sys.executable, '-c', code], env=env, cwd=ROOT, timeout=max(min(left_s, 120.0), 0.1)
-            ).returncode
-            == 0
-        )
-    except subprocess.TimeoutExpired:
-        return False
+        return json.loads(path.read_text())
+    except ValueError:
+        return None
 
 
-def install_wheels(folder: Path, site: str, timeout_s: float = 300.0) -> None:
-    """Every wheel of the folder into `site`, from the folder alone.
-
-    Raises:
-        ValueError: no wheels there, or pip cannot install them, or not in this time.
-    """
-    wheels = sorted(map(str, folder.glob('*.whl')))
-    if not wheels:
-        raise ValueError(f'{folder} holds no wheels (*.whl)')
-    command = [
-        sys.executable,
-        '-m',
-        'pip',
-        'install',
-        '--quiet',
-        '--disable-pip-version-check',
-        '--no-index',
-        '--no-deps',
-        '--no-compile',
-        '--target',
-        site,
-        *wheels,
-    ]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        raise ValueError(f'pip did not install the wheels of {folder} within {timeout_s:.0f} s') from None
-    if done.returncode:
-        raise ValueError(f'pip could not install the wheels of {folder}: {done.stderr.strip()[-500:]}')
-
-
-# ---------------------------------------------------------------------- the device
-
-
-def measure_device(out: Path) -> None:
-    """What the machine is, and its speed at matrix products and copies."""
-    import torch
-    from arithmetic_done import matmul_peak
-    from dummy_numbers import machine, write_json
-
-    device = torch.device('cuda:0' if torch.cuda.is_available() else 'cpu')
-    found: dict[str, Any] = {
-        'machine': machine(device),
-        'cuda': torch.version.cuda,
-        'tf32': torch.backends.cuda.matmul.allow_tf32,
-    }
-    dtypes = {'fp32': torch.float32, 'bf16': torch.bfloat16} | (
-        {'fp16': torch.float16} if device.type == 'cuda' else {}
+def not_installed(names: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """Those that a part would not find."""
+    if not names:
+        return []
+    code = 'import importlib.util, sys; print(*(n for n in sys.argv[1:] if importlib.util.find_spec(n) is None))'
+    done = subprocess.run(
+        [sys.executable, '-c', code, *names], env=env, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
     )
-    found['matmul_tflops'] = {name: matmul_peak(device, dtype) / 1e12 for name, dtype in dtypes.items()}
-    size = (1 << 30) if device.type == 'cuda' else (1 << 26)
-    host, there = torch.ones(size // 4), torch.empty(size // 4, device=device)
-    if device.type == 'cuda':
-        host = host.pin_memory()
-    found['host_to_device_gb_per_s'] = max(size / seconds(lambda: there.copy_(host), device) / 1e9 for _ in range(3))
-    copied = torch.empty_like(there)
-    found['device_copy_gb_per_s'] = max(2 * size / seconds(lambda: copied.copy_(there), device) / 1e9 for _ in range(3))
-    write_json(out, found)
-
-
-def seconds(act: Any, device: Any) -> float:
-    import torch
-
-    synchronize = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
-    synchronize()
-    start = time.perf_counter()
-    act()
-    synchronize()
-    return time.perf_counter() - start
+    return done.stdout.split()
 
 
 # ---------------------------------------------------------------------- all parts
 
 
-def planner_errors(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def planner_errors(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """planned / measured - 1 of the peak of every run that was measured."""
-    found = []
+    found: list[dict[str, Any]] = []
+
+    def add(run: str, planned: int | None, measured: int | None) -> None:
+        if planned and measured:
+            found.append({'run': run, 'planned': planned, 'measured': measured, 'error': planned / measured - 1})
+
     for part in parts:
         result = part.get('result')
         if not isinstance(result, dict):
             continue
-        m = result.get('memory')
-        if isinstance(m, dict) and 'planned_peak' in m:
-            found.append(
-                {'run': part['name'], 'planned': m['planned_peak'], 'measured': m['peak'], 'error': m['planner_error']}
-            )
+        memory = result.get('memory')
+        if isinstance(memory, dict) and 'planned_peak' in memory:
+            add(part['name'], memory['planned_peak'], memory['peak'])
+        for phase, measured in result.get('peaks', {}).items():
+            add(f'{part["name"]} {phase}', result['planned'].get(phase), measured)
         for row in result.get('rows', ()):
             for rung, outcome in row['tried'].items():
-                if outcome['trained'] and outcome['planned'] is not None:
-                    name = f'{part["name"]} {row["strategy"]} {row["option"]} {rung}'
-                    error = outcome['planned'] / outcome['peak'] - 1
-                    found.append(
-                        {'run': name, 'planned': outcome['planned'], 'measured': outcome['peak'], 'error': error}
-                    )
+                if outcome['trained']:
+                    cap = f' {row["cap"] / GIB:g} GiB' if 'cap' in row else ''
+                    name = f'{part["name"]}{cap} {row["strategy"]} {row["option"]} {rung}'
+                    add(name, outcome['planned'], outcome['peak'])
     return found
 
 
-def decode_ratios(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How many times `model.generate`'s new tokens per second the local engine makes, by model and kind of lengths."""
+def decode_ratios(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """How many times `model.generate`'s new tokens per second the local engine makes, `begin` included."""
     results = [part['result'] for part in parts if isinstance(part.get('result'), dict)]
-    return [entry for result in results for entry in result.get('decode', ())]
+    return [{'model': r['model'], 'times': r['times']} for r in results if 'times' in r]
 
 
 def commit() -> str | None:
@@ -372,46 +518,57 @@ def file_name(device: str | None) -> str:
 
 
 def check(
-    parts: list[Part], *, device: str, out: Path, budget_s: float, site: str | None, begun: float | None = None
+    parts: Sequence[Part], runner: Runner, *, out: Path, budget_s: float, begun: float | None = None
 ) -> dict[str, Any]:
     """Run the parts one after another; the file is written after each. `begun`, of time.monotonic, is when the budget
     began: now."""
-    env, done = environment(device, site), []
+    done: list[dict[str, Any]] = []
     begun = time.monotonic() if begun is None else begun
-    content: dict[str, Any] = {
-        'device': None,
-        'device_type': device,
-        'date': time.strftime('%Y-%m-%d'),
-        'commit': commit(),
-        'budget_s': budget_s,
-        'passed': False,
-    }
-    path: Path | None = None
-    for part in parts:
-        left = budget_s - (time.monotonic() - begun)
-        if left < LEAST_S:
-            record: dict[str, Any] = {
-                'name': part.name,
-                'status': 'not reached',
-                'reason': f'{left:.0f} s of {budget_s:.0f} were left',
-            }
+    start_s, path, stopped = round(time.monotonic() - begun, 1), None, False
+    content: dict[str, Any] = {}
+    for number, part in enumerate(parts):
+        limit = limits(parts, number, budget_s - (time.monotonic() - begun))
+        if stopped or limit < LEAST_S:
+            why = 'the run was interrupted' if stopped else f'{max(limit, 0):.0f} s of {budget_s:.0f} were left for it'
+            record: dict[str, Any] = {'name': part.name, 'status': 'not reached', 'reason': why}
         else:
-            record = run_part(part, min(part.budget_s, left), env, device)
+            record = runner.run(part, limit)
+        stopped = stopped or record['status'] == 'interrupted'
+        record |= {'extra': True} if part.extra else {}
         done.append(record)
-        print(
-            f'{part.name}: {record["status"]}, {record.get("seconds", 0)} s {record.get("reason", "")}'.rstrip(),
-            flush=True,
-        )
-        if part.name == 'device' and 'result' in record:
-            content |= {'device': record['result']['machine']['device'], 'machine': record['result']['machine']}
-        content |= {'passed': all(r['status'] in ('passed', 'left out') for r in done) and len(done) == len(parts)}
-        content |= {'planner': planner_errors(done), 'decode': decode_ratios(done), 'parts': done}
-        content |= {'wall_s': round(time.monotonic() - begun, 1)}
+        line = f'{part.name}: {record["status"]}, {record.get("seconds", 0)} s {record.get("reason", "")}'
+        print(line.rstrip(), flush=True)
+        content = {
+            'device': runner.machine.get('device'),
+            'device_type': runner.device,
+            'machine': runner.machine,
+            'date': time.strftime('%Y-%m-%d'),
+            'commit': commit() if not content else content['commit'],
+            'budget_s': budget_s,
+            'start_s': start_s,
+            'wall_s': round(time.monotonic() - begun, 1),
+            'passed': len(done) == len(parts) and all(map(is_well, done)),
+            'planner': planner_errors(done),
+            'decode': decode_ratios(done),
+            'parts': done,
+        }
         path = path or out / file_name(content['device'])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1) + '\n')
-    print(f'{"passed" if content["passed"] else "failed"}: {path}')
+        write_whole(path, content)
+    print(f'\n{gpu_page.table(content)}\n{"passed" if content["passed"] else "failed"}: {path}')
     return content
+
+
+def write_whole(path: Path, content: Any) -> None:
+    """All of it or nothing of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f'.{path.name}.tmp')
+    unfinished.write_text(json.dumps(content, indent=1) + '\n')
+    unfinished.replace(path)
+
+
+def is_well(record: Mapping[str, Any]) -> bool:
+    """Whether a part is no reason for exit code 1."""
+    return record['status'] in ('passed', 'left out') or (record['status'] == 'not reached' and 'extra' in record)
 
 
 def parse_args() -> argparse.Namespace:
@@ -424,47 +581,61 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--out', type=Path, metavar='FOLDER', help='default: benchmarks/results/gpu; outputs/gpu_check for --device cpu'
     )
+    parser.add_argument('--budget_s', type=float, default=float(BUDGET_S), help='for everything, wheels included')
     parser.add_argument(
-        '--budget_s', type=float, default=530.0, help='for everything together, installing wheels included'
+        '--page', nargs='?', const='', metavar='FILE', help='write results into docs/gpu.md; default: the newest file'
     )
-    parser.add_argument('--measure_device', type=Path, metavar='FILE', help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def stop_like_ctrl_c(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def main() -> int:
     args = parse_args()
-    if args.measure_device:
-        measure_device(args.measure_device)
-        return 0
-    begun = time.monotonic()
+    begun, results = time.monotonic(), ROOT / 'benchmarks/results/gpu'
     parts = cuda_parts() if args.device == 'cuda' else cpu_parts()
     unknown = sorted(set(args.parts or ()) - {p.name for p in parts})
-    site = tempfile.mkdtemp(prefix='gpu-check-site-') if args.wheels else None
+    site, runner = None, None
+    for sign in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs ignore the first
+        signal.signal(sign, stop_like_ctrl_c)
     try:
+        if args.page is not None:
+            print(gpu_page.write_page(ROOT / 'docs/gpu.md', Path(args.page) if args.page else gpu_page.newest(results)))
+            return 0
         if unknown:
             raise ValueError(f'there is no part {unknown[0]!r}; there are {", ".join(p.name for p in parts)}')
-        if site is not None:
-            install_wheels(args.wheels, site, args.budget_s - LEAST_S)
-        env = environment(args.device, site)
-        lacking = [name for name in REQUIRED if not installed(name, env)]
-        if lacking:
+        wheels = args.wheels.resolve() if args.wheels else None
+        if wheels is not None:
+            site = tempfile.mkdtemp(prefix='gpu-check-site-')
+            if any(wheels.glob('*.whl')) or not any(wheels.glob('*/*.whl')):
+                install_wheels(wheels, site, args.budget_s - LEAST_S)
+        runner = Runner(args.device, site, wheels)
+        missing = not_installed(REQUIRED, runner.env)
+        if missing:
             raise ValueError(
-                f'not installed: {", ".join(lacking)}; give a folder with their wheels: make gpu-check WHEELS=folder'
+                f'not installed: {", ".join(missing)}; give a folder with their wheels: make gpu-check WHEELS=folder'
             )
-        sees = 'import sys, torch; sys.exit(not torch.cuda.is_available())'
-        if args.device == 'cuda' and not answers(sees, env, args.budget_s - (time.monotonic() - begun)):
-            raise ValueError('torch sees no CUDA device; --device cpu runs the same at tiny sizes')
-        out = args.out or (ROOT / 'benchmarks/results/gpu' if args.device == 'cuda' else ROOT / 'outputs/gpu_check')
+        try:
+            up = runner.start_worker('main', args.budget_s - (time.monotonic() - begun))
+        except EOFError as error:
+            told = ' '.join((runner.folder / 'worker.log').read_text().split())
+            raise ValueError(f'the process of the parts cannot start: {error}: {told[-500:]}') from None
+        if up is None:
+            raise ValueError('the process of the parts was not up in time')
+        out = args.out or (results if args.device == 'cuda' else ROOT / 'outputs/gpu_check')
         chosen = [p for p in parts if not args.parts or p.name in args.parts]
-        return (
-            0
-            if check(chosen, device=args.device, out=out, budget_s=args.budget_s, site=site, begun=begun)['passed']
-            else 1
-        )
+        return 0 if check(chosen, runner, out=out, budget_s=args.budget_s, begun=begun)['passed'] else 1
     except ValueError as error:
         print(f'error: {error}', file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print('interrupted', file=sys.stderr)
+        return 1
     finally:
+        if runner is not None:
+            runner.close()
         if site is not None:
             shutil.rmtree(site, ignore_errors=True)
 

@@ -2,6 +2,7 @@
 
     python benchmarks/vs_peers.py --page docs/results/peers.md    # everything; the peers' environments are made first
     python benchmarks/vs_peers.py --only trl_ppo fp32             # the cases whose names hold all of these words
+    python benchmarks/vs_peers.py --wheels FOLDER                 # no network: what FOLDER/<peer> brings, beside what is there
     python benchmarks/vs_peers.py --without-16-bits --only bf16   # as on a CPU without instructions of 16 bits
     python benchmarks/vs_peers.py --profile docs/results/peers_profile.md
 
@@ -25,14 +26,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / 'peers'))
 
-from work import EOS, NEW_TOKENS, PAD, VOCAB, Case, prompt_ids  # noqa: E402
+from wheels import install_wheels  # noqa: E402
+from work import EOS, PAD, Case, prompt_ids  # noqa: E402
 
 # torch comes first and pinned, from the same place as the library's: trl asks for any torch, which may bring gigabytes
 # of CUDA.
@@ -81,22 +84,38 @@ def environment(name: str, folder: Path) -> Path:
     return python
 
 
-def save_model(folder: Path, lengths: str) -> str:
+def site_of(name: str, wheels: Path, folder: Path, timeout_s: float = 300.0) -> Path:
+    """A folder with the packages that `wheels` holds for a peer, to stand first among where Python looks.
+
+    Raises:
+        ValueError: none there, or pip cannot install them.
+    """
+    site = folder / name / 'site'
+    if not site.exists():
+        install_wheels(wheels / name, site, timeout_s)
+    return site
+
+
+def save_model(
+    folder: Path, lengths: str, *, layers: int = 4, width: int = 256, heads: int = 4, like: Case | None = None
+) -> str:
     """A random GPT-2 whose end token has one probability everywhere, as a Hugging Face folder.
 
     The final norm gives 1 in the last dimension whatever the input, and only the end token's embedding reads it, so its
-    logit is a constant; the padding token is never drawn.
+    logit is a constant; the padding token is never drawn. like: a case of the sizes that it is for, and of the device
+    that its numbers are drawn on.
     """
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
+    like = like or Case('', '', lengths, '')
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=VOCAB,
-        n_embd=256,
-        n_layer=4,
-        n_head=4,
-        n_positions=128,
+        vocab_size=like.vocab,
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+        n_positions=max(128, like.prompt_tokens + like.new_tokens),
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
@@ -104,7 +123,8 @@ def save_model(folder: Path, lengths: str) -> str:
         eos_token_id=EOS,
         pad_token_id=PAD,
     )
-    model = GPT2LMHeadModel(config).eval()
+    with torch.device(like.device):
+        model = GPT2LMHeadModel(config).eval()
     words, norm = model.transformer.wte.weight, model.transformer.ln_f
     with torch.no_grad():
         norm.weight[-1], norm.bias[-1] = 0.0, 1.0
@@ -112,8 +132,9 @@ def save_model(folder: Path, lengths: str) -> str:
         words[[PAD, EOS]] = 0.0
         words[PAD, -1] = words[EOS, -1] = NEVER
         if lengths == 'eos':
-            others = model(prompt_ids(64)).logits.logsumexp(-1).mean().item()
-            p = end_prob_for(1 / 3, NEW_TOKENS)
+            prompts = prompt_ids(64, like.prompt_tokens, like.vocab).to(like.device)
+            others = model(prompts).logits.float().logsumexp(-1).mean().item()
+            p = end_prob_for(1 / 3, like.new_tokens)
             words[EOS, -1] = others + math.log(p / (1 - p))
     path = folder / 'models' / lengths
     model.save_pretrained(path)
@@ -133,12 +154,16 @@ def end_prob_for(share: float, limit: int) -> float:
 
 
 class Worker:
-    """A side of a comparison in a process of its own; see the protocol in `peers/work.py`."""
+    """A side of a comparison in a process of its own; see the protocol in `peers/work.py`.
 
-    def __init__(self, command: Sequence[str], log: Path) -> None:
+    site: where Python looks first. wait: until it is ready; otherwise `about` is to be asked for."""
+
+    def __init__(self, command: Sequence[str], log: Path, *, site: Path | None = None, wait: bool = True) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
-        paths = os.pathsep.join([str(HERE.parent), str(HERE / 'peers')])
+        # an environment of its own looks nowhere else
+        kept = os.environ.get('PYTHONPATH') if str(command[0]) == sys.executable else None
+        paths = os.pathsep.join(str(p) for p in (site, HERE.parent, HERE / 'peers', kept) if p)
         env = os.environ | {
             'OMP_NUM_THREADS': '1',
             'MKL_NUM_THREADS': '1',
@@ -156,7 +181,13 @@ class Worker:
                 text=True,
                 env=env,
             )
-        self.about: dict[str, Any] = self._hear()['ready']
+        if wait:
+            _ = self.about
+
+    @cached_property
+    def about(self) -> dict[str, Any]:
+        """What it says of itself once it is ready."""
+        return self._hear()['ready']
 
     def _hear(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -218,18 +249,33 @@ def _total_rate(rounds: Sequence[tuple[dict[str, float], dict[str, float]]], whi
 
 
 def compare(
-    case: Case, ours: Sequence[str], theirs: Sequence[str], *, rounds: int, warmup: int, logs: Path
+    case: Case,
+    ours: Sequence[str],
+    theirs: Sequence[str],
+    *,
+    rounds: int,
+    warmup: int,
+    logs: Path,
+    site: Path | None = None,
+    told: Callable[[list[tuple[dict[str, float], dict[str, float]]]], None] | None = None,
 ) -> dict[str, Any]:
-    """A B A B ...: an update here, an update there."""
+    """A B A B ...: an update here, an update there.
+
+    site: of their packages. told: is called after each round with all rounds so far.
+    """
     sides: list[Worker] = []
     try:
-        sides.append(Worker([*ours, case.to_json()], logs / f'{case.name} ours.log'))
-        sides.append(Worker([*theirs, case.to_json()], logs / f'{case.name} theirs.log'))
+        sides.append(Worker([*ours, case.to_json()], logs / f'{case.name} ours.log', wait=False))
+        sides.append(Worker([*theirs, case.to_json()], logs / f'{case.name} theirs.log', site=site, wait=False))
+        about = {'ours': sides[0].about, 'theirs': sides[1].about}
         for _ in range(warmup):
             for side in sides:
                 side.update()
-        pairs = [(sides[0].update(), sides[1].update()) for _ in range(rounds)]
-        about = {'ours': sides[0].about, 'theirs': sides[1].about}
+        pairs: list[tuple[dict[str, float], dict[str, float]]] = []
+        for _ in range(rounds):
+            pairs.append((sides[0].update(), sides[1].update()))
+            if told is not None:
+                told(pairs)
     finally:
         for side in sides:
             side.close()
@@ -336,6 +382,9 @@ def main() -> None:
     )
     parser.add_argument('--page', type=Path, help='write the page from every JSON in --out')
     parser.add_argument('--page-only', action='store_true', help='measure nothing')
+    parser.add_argument(
+        '--wheels', type=Path, metavar='FOLDER', help='wheels of the peers, by name, in place of the network'
+    )
     parser.add_argument('--profile', type=Path, help='instead of comparing, write where our time goes to this page')
     args = parser.parse_args()
     work = args.work_dir.resolve()
@@ -355,10 +404,12 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     for case in [] if args.page_only else chosen:
         case = Case(**{**vars(case), 'model': folders[case.lengths]})
-        peer = [environment(case.peer, work), HERE / 'peers' / f'{case.peer}.py']
+        site = site_of(case.peer, args.wheels, work) if args.wheels else None
+        python = environment(case.peer, work) if site is None else sys.executable
+        peer = [python, HERE / 'peers' / f'{case.peer}.py']
         start = time.perf_counter()
         mine = [sys.executable, HERE / 'peers' / 'ours.py']
-        result = compare(case, mine, peer, rounds=args.rounds, warmup=args.warmup, logs=work / 'logs')
+        result = compare(case, mine, peer, rounds=args.rounds, warmup=args.warmup, logs=work / 'logs', site=site)
         result['machine'] = machine()
         (out / case.file_name).write_text(json.dumps(result, indent=1) + '\n')
         print(table([result]).splitlines()[-1], f'({time.perf_counter() - start:.0f} s)', flush=True)

@@ -6,9 +6,9 @@ import sys
 from copy import deepcopy
 
 import torch
-from work import ADAMW, EOS, GROUP, KL_COEF, NEW_TOKENS, PAD, SEQUENCES, Case, begin, prompt_ids, tokenizer, versions
+from work import ADAMW, EOS, GROUP, KL_COEF, PAD, Case, begin, tokenizer, versions
 
-MAX_TOKENS = {'fixed': 512, 'eos': 512}
+MAX_TOKENS = {'cpu': 512, 'cuda': 16384}
 """padded tokens of a micro-batch; how an optimizer step is cut changes no result"""
 
 
@@ -18,7 +18,7 @@ def make_trainer(case: Case):
     from chatgpt.trainer.callbacks import ProgressBar
     from chatgpt.trainer.strategies import NaiveStrategy
 
-    strategy = NaiveStrategy(seed=0, precision=case.precision.split()[0], device='cpu')
+    strategy = NaiveStrategy(seed=0, precision=case.precision.split()[0], device=case.device)
     shared, groups = case.peer == 'trl_classic', case.method != 'ppo'
     actor = GPTActor(pretrained=case.model, value_head=True if shared else None)
     initial = deepcopy(actor) if case.kl else None
@@ -48,18 +48,18 @@ def make_trainer(case: Case):
         critic_optim,
         tokenizer=tokenizer() if groups else None,
         experience_batch_size=case.num_prompts,
-        train_batch_size=SEQUENCES,
+        train_batch_size=case.sequences,
         max_epochs=case.epochs,
-        max_new_tokens=NEW_TOKENS,
+        max_new_tokens=case.new_tokens,
         kl_coef=KL_COEF if case.kl else 0.0,
-        max_tokens_per_batch=MAX_TOKENS[case.lengths],
+        max_tokens_per_batch=MAX_TOKENS[case.device],
         max_grad_norm=1.0 if groups else None,
         eos_token_id=EOS if case.lengths == 'eos' else None,
         pad_token_id=PAD,
         callbacks=[ProgressBar(enabled=False)],
         **method,
     )
-    trainer.set_prompts(list(prompt_ids(SEQUENCES)))
+    trainer.set_prompts(list(case.prompts()))
     return trainer
 
 

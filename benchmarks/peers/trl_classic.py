@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM  # noqa: F401  (loads what trl expects to find)
 from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
-from work import ADAMW, EOS, KL_COEF, NEW_TOKENS, PAD, SEQUENCES, begin, prompt_ids, tokenizer, versions
+from work import ADAMW, EOS, KL_COEF, PAD, begin, tokenizer, versions
 
 case, line = begin()
 dtype = torch.bfloat16 if case.precision == 'bf16 weights' else torch.float32
@@ -23,24 +23,25 @@ def load():
 model = load()
 trainer = PPOTrainer(
     PPOConfig(
-        batch_size=SEQUENCES,
-        mini_batch_size=SEQUENCES,
+        batch_size=case.sequences,
+        mini_batch_size=case.sequences,
         gradient_accumulation_steps=1,
         ppo_epochs=case.epochs,
         init_kl_coef=KL_COEF,
         adap_kl_ctrl=False,
         learning_rate=ADAMW['lr'],
         seed=0,
-        accelerator_kwargs={'cpu': True} | ({'mixed_precision': 'bf16'} if case.precision == 'bf16' else {}),
+        accelerator_kwargs={'cpu': case.device == 'cpu'}
+        | ({'mixed_precision': 'bf16'} if case.precision == 'bf16' else {}),
     ),
     model,
     load(),
-    tokenizer(),
+    tokenizer(case.vocab, case.prompt_tokens + case.new_tokens),
     optimizer=torch.optim.AdamW(model.parameters(), **ADAMW),
 )
-prompts = list(prompt_ids(SEQUENCES))
+prompts = list(case.prompts().to(case.device))
 generation = {
-    'max_new_tokens': NEW_TOKENS,
+    'max_new_tokens': case.new_tokens,
     'min_length': -1,
     'do_sample': True,
     'top_k': 0,
@@ -51,6 +52,6 @@ generation = {
 
 line.ready(**versions('trl', 'accelerate'), networks=2)
 while line.wait():
-    responses = trainer.generate(prompts, batch_size=SEQUENCES, return_prompt=False, **generation)
-    trainer.step(prompts, responses, [torch.zeros(())] * SEQUENCES)
+    responses = trainer.generate(prompts, batch_size=case.sequences, return_prompt=False, **generation)
+    trainer.step(prompts, responses, [torch.zeros(())] * case.sequences)
     line.done(sum(map(len, responses)), len(responses))

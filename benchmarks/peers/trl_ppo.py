@@ -10,19 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 
-from work import (
-    ADAMW,
-    EOS,
-    KL_COEF,
-    NEW_TOKENS,
-    PROMPT_TOKENS,
-    SEQUENCES,
-    ServeUpdates,
-    begin,
-    prompt_ids,
-    tokenizer,
-    versions,
-)
+from work import ADAMW, EOS, KL_COEF, ServeUpdates, begin, tokenizer, versions
 
 case, line = begin()
 if case.precision == 'bf16':
@@ -34,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from trl.experimental.ppo import PPOConfig, PPOTrainer  # noqa: E402
 
 dtype = torch.bfloat16 if case.precision == 'bf16 weights' else torch.float32
-words = tokenizer()
+words = tokenizer(case.vocab, case.prompt_tokens + case.new_tokens)
 policy = AutoModelForCausalLM.from_pretrained(case.model, dtype=dtype)
 reference = AutoModelForCausalLM.from_pretrained(case.model, dtype=dtype)
 value = AutoModelForSequenceClassification.from_pretrained(case.model, num_labels=1, dtype=dtype)
@@ -44,7 +32,7 @@ counted = [0, 0]
 
 
 def count_tokens(module, args, kwargs):  # the reward model sees each response cut at its end, padding masked
-    counted[0] += int(kwargs['attention_mask'].sum()) - SEQUENCES * PROMPT_TOKENS
+    counted[0] += int(kwargs['attention_mask'].sum()) - case.sequences * case.prompt_tokens
     counted[1] += len(kwargs['attention_mask'])
 
 
@@ -68,20 +56,20 @@ with tempfile.TemporaryDirectory() as folder:
     trainer = PPOTrainer(
         PPOConfig(
             output_dir=folder,
-            per_device_train_batch_size=SEQUENCES,
+            per_device_train_batch_size=case.sequences,
             gradient_accumulation_steps=1,
             num_mini_batches=1,
             num_ppo_epochs=case.epochs,
-            local_rollout_forward_batch_size=SEQUENCES,
-            response_length=NEW_TOKENS,
+            local_rollout_forward_batch_size=case.sequences,
+            response_length=case.new_tokens,
             temperature=1.0,
             stop_token_id=EOS if case.lengths == 'eos' else None,
-            total_episodes=10**6 * SEQUENCES,
+            total_episodes=10**6 * case.sequences,
             kl_coef=KL_COEF,
             num_sample_generations=0,
             gradient_checkpointing=False,
             bf16=False,
-            use_cpu=True,
+            use_cpu=case.device == 'cpu',
             report_to='none',
             save_strategy='no',
             disable_tqdm=True,
@@ -92,7 +80,7 @@ with tempfile.TemporaryDirectory() as folder:
         ref_model=reference,
         reward_model=reward,
         value_model=value,
-        train_dataset=Dataset.from_dict({'input_ids': prompt_ids(SEQUENCES).tolist()}),
+        train_dataset=Dataset.from_dict({'input_ids': case.prompts().tolist()}),
         optimizers=(optimizer, scheduler),
         callbacks=[Serve(line, count)],
     )

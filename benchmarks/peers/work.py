@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -41,6 +42,12 @@ class Case:
     kl: bool = True
     model: str = ''
     """the saved Hugging Face folder both sides load"""
+    device: str = 'cpu'
+    sequences: int = SEQUENCES
+    """of an update and of its optimizer step"""
+    prompt_tokens: int = PROMPT_TOKENS
+    new_tokens: int = NEW_TOKENS
+    vocab: int = VOCAB
 
     @property
     def name(self) -> str:
@@ -58,7 +65,11 @@ class Case:
     @property
     def num_prompts(self) -> int:
         """Different prompts of one update: each is answered once in PPO, `GROUP` times in the others."""
-        return SEQUENCES if self.method == 'ppo' else SEQUENCES // GROUP
+        return self.sequences if self.method == 'ppo' else self.sequences // GROUP
+
+    def prompts(self) -> Any:
+        """(sequences, prompt_tokens) ids on the CPU."""
+        return prompt_ids(self.sequences, self.prompt_tokens, self.vocab)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -68,11 +79,11 @@ class Case:
         return cls(**json.loads(text))
 
 
-def prompt_ids(count: int) -> Any:
-    """(count, PROMPT_TOKENS) ids, neither PAD nor EOS."""
+def prompt_ids(count: int, tokens: int = PROMPT_TOKENS, vocab: int = VOCAB) -> Any:
+    """(count, tokens) ids, neither PAD nor EOS."""
     import torch
 
-    return torch.randint(2, VOCAB, (count, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
+    return torch.randint(2, vocab, (count, tokens), generator=torch.Generator().manual_seed(0))
 
 
 def text_of(ids: Any) -> str:
@@ -83,15 +94,19 @@ def _word(index: Any) -> str:
     return f'w{int(index):03d}'  # none is the beginning of another: special tokens are found anywhere in a text
 
 
-def tokenizer() -> Any:
+def tokenizer(vocab: int = VOCAB, longest: int = 128) -> Any:
     """One word per id, so that text and ids are the same thing; padding on the left, as generation wants it."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({_word(i): i for i in range(VOCAB)}, unk_token=_word(2)))
+    words = Tokenizer(models.WordLevel({_word(i): i for i in range(vocab)}, unk_token=_word(2)))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token=_word(PAD), eos_token=_word(EOS), padding_side='left', model_max_length=128
+        tokenizer_object=words,
+        pad_token=_word(PAD),
+        eos_token=_word(EOS),
+        padding_side='left',
+        model_max_length=longest,
     )
 
 
@@ -117,6 +132,10 @@ class Line:
         return told
 
     def done(self, new_tokens: int, sequences: int) -> None:
+        import torch
+
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         cpu, wall = time.process_time() - self._start[0], time.perf_counter() - self._start[1]
         self._say({'cpu_s': cpu, 'wall_s': wall, 'new_tokens': int(new_tokens), 'sequences': int(sequences)})
 
@@ -132,11 +151,14 @@ def begin() -> tuple[Case, Line]:
 
 
 def versions(*names: str) -> dict[str, str]:
-    """Of the packages that are installed here."""
-    from importlib.metadata import distributions
+    """Of the packages that are imported here: of two of a name, the one that Python finds first."""
+    from importlib.metadata import PackageNotFoundError, version
 
-    found = {d.metadata['Name']: d.version for d in distributions()}
-    return {name: found[name] for name in ('torch', 'transformers', *names) if name in found}
+    found = {}
+    for name in ('torch', 'transformers', *names):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 class ServeUpdates:

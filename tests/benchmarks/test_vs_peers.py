@@ -101,3 +101,38 @@ def test_a_peer_that_fails_says_why(tmp_path):
     (tmp_path / 'bad.py').write_text('raise SystemExit("no such thing here")')
     with pytest.raises(RuntimeError, match='no such thing here'):
         vs_peers.Worker([sys.executable, str(tmp_path / 'bad.py')], tmp_path / 'logs' / 'bad.log')
+
+
+def test_sizes_travel_with_a_case():
+    case = Case('trl_ppo', 'ppo', 'eos', 'bf16', device='cuda', sequences=6, prompt_tokens=5, new_tokens=4, vocab=1000)
+    assert Case.from_json(case.to_json()) == case and case.num_prompts == 6
+    ids = case.prompts()
+    assert ids.shape == (6, 5) and ids.min() >= 2 and ids.max() < 1000
+    assert tokenizer(1000)(text_of(ids[0]))['input_ids'] == ids[0].tolist()
+    assert Case('trl_ppo', 'ppo', 'eos', 'fp32').prompts().tolist() == prompt_ids(SEQUENCES).tolist()
+
+
+def test_a_model_of_the_sizes_of_a_case(tmp_path):
+    from transformers import AutoConfig
+
+    case = Case('trl_ppo', 'ppo', 'fixed', 'fp32', prompt_tokens=100, new_tokens=50, vocab=700)
+    config = AutoConfig.from_pretrained(vs_peers.save_model(tmp_path, 'fixed', layers=1, width=16, heads=2, like=case))
+    assert (config.vocab_size, config.n_layer, config.n_embd, config.n_positions) == (700, 1, 16, 150)
+
+
+def test_a_peer_finds_the_packages_of_its_wheels_first(tmp_path):
+    site = tmp_path / 'wheels_of_ours'
+    site.mkdir()
+    (site / 'torch.py').write_text('__version__ = "from the wheels"\n')
+    (tmp_path / 'peer.py').write_text(
+        'import json, sys, torch\n'
+        'print(json.dumps({"ready": {"torch": torch.__version__}}), flush=True)\n'
+        'sys.stdin.read()\n'
+    )
+    worker = vs_peers.Worker([sys.executable, str(tmp_path / 'peer.py')], tmp_path / 'peer.log', site=site, wait=False)
+    try:
+        assert worker.about == {'torch': 'from the wheels'}
+    finally:
+        worker.close()
+    with pytest.raises(ValueError, match='holds no wheels'):
+        vs_peers.site_of('trl_ppo', tmp_path / 'nowhere', tmp_path)

@@ -1,0 +1,215 @@
+"""What gpu_check.py found, for people: its tables, and docs/gpu.md filled from a file of it.
+
+In docs/gpu.md the lines between the two comments `results` are written anew, and in the table of what has run on a GPU the
+last cell of each row whose second cell names parts of the run in backticks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = '<!-- results -->', '<!-- end of results -->'
+GIB = 2**30
+Record = Mapping[str, Any]
+
+
+def lines_of(head: str, rows: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table, and an empty line; nothing without rows."""
+    columns = head.count('|') + 1
+    shown = [f'| {head} |', '|---' * columns + '|', *('| ' + ' | '.join(row) + ' |' for row in rows), '']
+    return shown if rows else []
+
+
+def bytes_of(size: float | None) -> str:
+    return '' if size is None else f'{size / GIB:.2f} GiB'
+
+
+def with_result(content: Record, function: str) -> list[tuple[str, Record]]:
+    """(name, numbers) of the parts of a function that wrote some."""
+    found = [(p['name'], p.get('result')) for p in content['parts'] if p.get('function') == function]
+    return [(name, result) for name, result in found if isinstance(result, dict)]
+
+
+# ---------------------------------------------------------------------- one part in a few words
+
+
+def outcome(record: Record) -> str:
+    """What came out of a part."""
+    result = record.get('result')
+    words = _words(record, result) if isinstance(result, dict) else ''
+    if record['status'] == 'passed':
+        return words
+    return ', '.join(w for w in (record['status'], record.get('reason', ''), words) if w)
+
+
+def _words(record: Record, result: Record) -> str:
+    function = record.get('function', 'tests' if record['name'] == 'tests' else '')
+    if function == 'tests':
+        return f'{result["passed"]} passed, {result["failures"] + result["errors"]} failed, {result["skipped"]} skipped'
+    if function == 'device':
+        peaks = ', '.join(f'{name} {value:.0f}' for name, value in result.get('matmul_tflops', {}).items())
+        return f'matrix products: {peaks} TFLOPS'
+    if function == 'decode' and 'times' in result:
+        times = ', '.join(f'{value:.1f} times {name}' for name, value in result['times'].items())
+        return f'{result["engine"]["tokens_per_s"]:.0f} tokens/s; of `model.generate` {times}'
+    if function == 'decode_vllm':
+        rates = {name: r['tokens_per_s'] for name, r in result.items() if 'tokens_per_s' in r}
+        return ', '.join(f'{name} {rate:.0f} tokens/s' for name, rate in rates.items())
+    if function == 'decode_ways':
+        rates = {name: way['tokens_per_s'] for name, way in result.get('ways', {}).items() if 'tokens_per_s' in way}
+        return ', '.join(f'{name} {rate:.0f}' for name, rate in rates.items()) + ' tokens/s'
+    if function == 'blocks' and 'plain_s' in result:
+        return f'compiled {result["plain_s"] / result["compiled_s"]:.2f} times as fast'
+    if function == 'ppo' and 'share_of_peak' in result:
+        memory, error = result['memory'], result['memory']['planner_error']
+        planned = '' if error is None else f', planned {error:+.0%}'
+        return f'{result["rung"]}: learn at {result["share_of_peak"]["learn"]:.0%} of the matrix product; {bytes_of(memory["peak"])}{planned}'
+    if function == 'trunk' and result.get('peak'):
+        return f'peak {bytes_of(result["peak"])}, planned {bytes_of(result["planned_peak"])}'
+    if function == 'capacity':
+        return ', '.join(
+            f'{row["cap"] / GIB:g} GiB {row["option"]}: {row["rung"]}' for row in result['rows'] if row.get('rung')
+        )
+    if function == 'peer':
+        ratios = {kind: case['ratio_wall']['median'] for kind, case in result.get('cases', {}).items()}
+        return ', '.join(f'{kind} {ratio:.1f} times' for kind, ratio in ratios.items())
+    return ''
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def table(content: Record) -> str:
+    """All of a run."""
+    machine = content.get('machine') or {}
+    what = f'{content["device"]}, torch {machine.get("torch")}, transformers {machine.get("transformers")}, {content["date"]}'
+    took = f'{content["wall_s"]:.0f} s of {content["budget_s"]:.0f}, the first {content["start_s"]:.0f} for the start'
+    lines = [f'{what}: {took}, commit {(content["commit"] or "")[:10]}', '']
+    parts = [
+        [p['name'], p['status'], f'{p.get("seconds", 0):.0f} / {p.get("budget_s", 0)}', outcome(p)]
+        for p in content['parts']
+    ]
+    lines += lines_of('part | status | s / budget | what came out', parts)
+    for make in (_failed_tests, _decode, _ppo, _peers, _memory, _capacity, _ways, _logprobs):
+        lines += make(content)
+    return '\n'.join(lines).strip() + '\n'
+
+
+def _failed_tests(content: Record) -> list[str]:
+    results = [p['result'] for p in content['parts'] if p['name'] == 'tests' and isinstance(p.get('result'), dict)]
+    return lines_of('failed tests', [[f'`{name}`'] for result in results for name in result.get('failed', ())])
+
+
+def _decode(content: Record) -> list[str]:
+    rows = []
+    for _, r in with_result(content, 'decode'):
+        what = f'{r["model"]}, {r["batch"]} x {r["prompt"]} + {r["new"]}, {r["precision"]}'
+        sides = {'local engine, first phase': r.get('first_phase'), 'local engine': r.get('engine')}
+        sides |= {f'`model.generate` {kind}, {g["new"]} new tokens': g for kind, g in r.get('generate', {}).items()}
+        for side, numbers in sides.items():
+            if numbers is not None:
+                rows.append([what, side, f'{numbers["tokens_per_s"]:.0f}', f'{numbers["seconds"]:.2f}'])
+    for _, r in with_result(content, 'decode_vllm'):
+        done = {name: v for name, v in r.items() if 'tokens_per_s' in v}
+        rows += [[name, 'vLLM', f'{v["tokens_per_s"]:.0f}', f'{v["seconds"]:.2f}'] for name, v in done.items()]
+    return lines_of('generating | by | tokens/s | s', rows)
+
+
+def _ppo(content: Record) -> list[str]:
+    rows = []
+    for name, r in with_result(content, 'ppo'):
+        for part in ('collect', 'score', 'learn') if 'share_of_peak' in r else ():
+            numbers = r['seconds_per_phase'][part], r['tflops_per_device'][part], r['share_of_peak'][part]
+            rows.append([name, r['rung'], part, f'{numbers[0]:.2f}', f'{numbers[1]:.1f}', f'{numbers[2]:.1%}'])
+    return lines_of('PPO | rung | part | s / phase | TFLOPS | share of the matrix product', rows)
+
+
+def _peers(content: Record) -> list[str]:
+    rows = []
+    for name, r in with_result(content, 'peer'):
+        for kind, case in r.get('cases', {}).items():
+            ratio, ours, theirs = case['ratio_wall'], case['ours'], case['theirs']
+            spread = f'{ratio["min"]:.2f} / {ratio["median"]:.2f} / {ratio["max"]:.2f}'
+            rows.append([name, kind, f'{ours["wall_s"]:.2f}', f'{theirs["wall_s"]:.2f}', spread])
+    return lines_of('PPO update beside TRL | lengths | our s | their s | times its tokens/s, min / median / max', rows)
+
+
+def _memory(content: Record) -> list[str]:
+    rows = [
+        [e['run'], bytes_of(e['planned']), bytes_of(e['measured']), f'{e["error"]:+.1%}'] for e in content['planner']
+    ]
+    return lines_of('peak memory | planned | measured | error of the plan', rows)
+
+
+def _capacity(content: Record) -> list[str]:
+    rows = []
+    for _, r in with_result(content, 'capacity'):
+        for row in r['rows']:
+            stop = row.get('left_out') or f'{row.get("limit_at") or ""}: {row.get("limit") or ""}'
+            size = f'{row["parameters"] / 1e6:.0f} M' if row.get('parameters') else ''
+            rows.append([f'{row["cap"] / GIB:g} GiB', row['option'], row.get('rung') or '', size, stop])
+    return lines_of('capacity | option | largest that trained | parameters | what stopped the next', rows)
+
+
+def _ways(content: Record) -> list[str]:
+    rows = []
+    for _, r in with_result(content, 'decode_ways'):
+        for name, way in r.get('ways', {}).items():
+            if 'tokens_per_s' in way:
+                numbers = f'{way["tokens_per_s"]:.0f}', f'{way["first_s"]:.2f}', f'{way["max_logprob_difference"]:.1e}'
+                rows.append([name, way['attention'], *numbers])
+            else:
+                rows.append([name, way.get('not', ''), '', '', ''])
+    return lines_of('way to decode | attention | tokens/s | first phase, s | log-probs differ by', rows)
+
+
+def _logprobs(content: Record) -> list[str]:
+    cases = [case for _, r in with_result(content, 'head') for case in r.get('cases', ())]
+    rows = [[c['case'], f'{c["tokens"]} x {c["width"]}', f'{c["seconds"]:.4f}', bytes_of(c['bytes'])] for c in cases]
+    return lines_of('log-probs | tokens x width | s | peak', rows)
+
+
+# ---------------------------------------------------------------------- docs/gpu.md
+
+
+def newest(folder: Path) -> Path:
+    """The latest result file of a folder, by the date that it holds."""
+    files = {path: json.loads(path.read_text()) for path in folder.glob('*.json')}
+    if not files:
+        raise ValueError(f'{folder} holds no results; make gpu-check writes them where there is a GPU')
+    return max(files, key=lambda path: (files[path]['date'], path.stat().st_mtime))
+
+
+def write_page(page: Path, file: Path) -> str:
+    """Fill the page from a result file. Returns what was done."""
+    if not file.is_file():
+        raise ValueError(f'{file}: there is no such file')
+    content = json.loads(file.read_text())
+    if content['device_type'] != 'cuda':
+        raise ValueError(f'{file} is of a rehearsal on a CPU, which says nothing about a GPU')
+    page.write_text(filled(page.read_text(), content))
+    return f'{page}: results of {file}'
+
+
+def filled(text: str, content: Record) -> str:
+    """The page's text with the results of a run."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f'the page lacks the lines {BEGIN} and {END}')
+    lines = [_row(line, content) if line.startswith('| ') else line for line in before.split('\n')]
+    return '\n'.join(lines) + f'{BEGIN}\n\n{table(content)}\n{END}{after}'
+
+
+def _row(line: str, content: Record) -> str:
+    cells = [cell.strip() for cell in line.strip().strip('|').split('|')]
+    ran = {p['name']: p for p in content['parts'] if p['status'] not in ('left out', 'not reached')}
+    found = [ran[name] for name in re.findall(r'`([^`]+)`', cells[1]) if name in ran] if len(cells) == 4 else []
+    if not found:
+        return line
+    came = '; '.join(f'{p["name"]}: {outcome(p) or p["status"]}' for p in found)
+    return '| ' + ' | '.join([*cells[:3], f'{content["device"]}, {content["date"]}. {came}']) + ' |'

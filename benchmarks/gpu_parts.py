@@ -1,0 +1,546 @@
+"""The parts of gpu_check.py that measure: functions of a `Note` (gpu_worker.py), which says what they run on and takes
+their numbers as they come. Run by a process that does several of them.
+
+Weights are random and drawn on the device. Left out: correctness, which the tests marked `gpu` are for.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ladders
+
+if TYPE_CHECKING:
+    from gpu_worker import Note
+
+HERE = Path(__file__).resolve().parent
+GIB = 2**30
+SPARE = GIB
+"""of a card, for what torch's allocator does not count"""
+
+
+class LeftOut(Exception):
+    """What the machine cannot hold or has not got."""
+
+
+def seconds(act: Callable[[], Any], device: Any) -> float:
+    import torch
+
+    synchronize = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    act()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def config_of(model: str, positions: int) -> Any:
+    """Shapes of published models: `gpt2` (124 million), `qwen2-1.5b`, `qwen2-7b`, and tiny ones."""
+    import which_gpu
+
+    if model == 'gpt2':
+        return ladders.config('gpt', 's', positions)
+    if model == 'tiny-gpt2':
+        return ladders.config('gpt', 'tiny', positions)
+    if model == 'tiny-qwen2':
+        from transformers import Qwen2Config
+
+        small = {'hidden_size': 64, 'intermediate_size': 128, 'num_hidden_layers': 2, 'num_attention_heads': 4}
+        return Qwen2Config(**small, num_key_value_heads=2, vocab_size=256, max_position_embeddings=positions)
+    return which_gpu.config_of({'qwen2-1.5b': '1.5B', 'qwen2-7b': '7B'}[model])
+
+
+# ---------------------------------------------------------------------- the device
+
+
+def device(note: Note) -> None:
+    """Its speed at matrix products and copies."""
+    import torch
+    from arithmetic_done import matmul_peak
+
+    on_cuda = note.device.type == 'cuda'
+    note.write(cuda=torch.version.cuda, tf32=torch.backends.cuda.matmul.allow_tf32, matmul_tflops={})
+    for dtype in (torch.bfloat16, torch.float32, *((torch.float16,) if on_cuda else ())):
+        note.content['matmul_tflops'][str(dtype).removeprefix('torch.')] = matmul_peak(note.device, dtype) / 1e12
+        note.write()
+    size = GIB if on_cuda and (note.card or 0) > 4 * GIB else 2**26
+    host, there = torch.ones(size // 4), torch.empty(size // 4, device=note.device)
+    if on_cuda:
+        host = host.pin_memory()
+    copied = torch.empty_like(there)
+
+    def rate(act: Callable[[], Any]) -> float:
+        return max(size / seconds(act, note.device) / 1e9 for _ in range(3))
+
+    note.write(
+        host_to_device_gb_per_s=rate(lambda: there.copy_(host)),
+        device_copy_gb_per_s=2 * rate(lambda: copied.copy_(there)),
+    )
+
+
+# ---------------------------------------------------------------------- generating
+
+
+def decode(
+    note: Note, *, model: str, batch: int, prompt: int, new: int, precision: str = 'bf16', rounds: int = 2
+) -> None:
+    """New tokens per second of the local engine, `begin` included, and of `model.generate` on the same modules, with
+    cuDNN's attention and without. No response ends early."""
+    import torch
+    from random_models import random_model
+
+    config = config_of(model, prompt + new)
+    dtype = {'fp32': torch.float32, 'bf16': torch.bfloat16}[precision]
+    policy = random_model('AutoModelForCausalLM', config, place=note.device, draw=note.device, dtype=dtype)
+    policy.generation_config.eos_token_id = None
+    parameters = sum(p.numel() for p in policy.parameters())
+    note.write(model=model, parameters=parameters, precision=precision, batch=batch, prompt=prompt, new=new)
+    prompts = torch.randint(3, config.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(0))
+    _local_engine(note, policy, prompts, new, rounds)
+    if note.device.type == 'cuda':
+        torch.cuda.empty_cache()
+    _generate(note, policy, prompts.to(note.device), new)
+
+
+def _rate(tokens: int, duration: float) -> dict[str, float]:
+    return {'tokens_per_s': tokens / duration, 'seconds': duration}
+
+
+def _local_engine(note: Note, policy: Any, ids: Any, new: int, rounds: int) -> None:
+    """A first phase, in which the engine checks the model and captures graphs, and later ones."""
+    from chatgpt.nn import Actor
+    from chatgpt.rollout import LocalEngine, SamplingParams
+    from chatgpt.types import Prompt
+
+    prompts, engine, actor = [Prompt(ids=row) for row in ids], LocalEngine(), Actor(policy)
+    tokens, sampling, took = len(ids) * new, SamplingParams(max_new_tokens=new), {'begin_s': 0.0}
+
+    def phase(number: int) -> None:
+        start = time.perf_counter()
+        engine.begin(actor)
+        took['begin_s'] = time.perf_counter() - start
+        first = number * len(ids)
+        samples = engine.generate(prompts, sampling, seed=0, indices=range(first, first + len(ids)))
+        engine.end()
+        if sum(s.num_actions for s in samples) != tokens:
+            raise RuntimeError(f'other than {tokens} tokens came')
+
+    note.write(first_phase=_rate(tokens, seconds(lambda: phase(0), note.device)) | took)
+    later: list[float] = []
+    for number in range(1, rounds + 1):
+        later.append(seconds(lambda n=number: phase(n), note.device))  # type: ignore[misc]
+        note.write(engine=_rate(tokens, statistics.median(later)) | took | {'rounds': len(later)})
+
+
+def _generate(note: Note, policy: Any, ids: Any, new: int) -> None:
+    """`model.generate`, for a few tokens first, so that there is a number where time runs out."""
+    import torch
+    from transformers import GenerationConfig
+
+    def generate(tokens: int) -> dict[str, float]:
+        sampled = {'do_sample': True, 'top_k': 0, 'top_p': 1.0, 'temperature': 1.0}
+        settings = GenerationConfig(max_new_tokens=tokens, **sampled, pad_token_id=0, use_cache=True)
+
+        def act() -> None:
+            with torch.inference_mode():
+                found = policy.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+            if found.shape != (len(ids), ids.shape[1] + tokens):
+                raise RuntimeError(f'model.generate gave {tuple(found.shape)}')
+
+        return _rate(len(ids) * tokens, seconds(act, note.device))
+
+    few, found = max(1, new // 8), {}
+    kinds = {'with cuDNN': True, 'without cuDNN': False} if note.device.type == 'cuda' else {'without cuDNN': False}
+    for tokens in (few, new):
+        for name, enabled in kinds.items():
+            with cudnn_attention(enabled):
+                if tokens == few:
+                    generate(2)  # what is loaded at the first call
+                if tokens == new and found[name]['seconds'] * new / few > note.left():
+                    found[name]['reason'] = f'there was no time for {new} tokens'
+                else:
+                    found[name] = generate(tokens) | {'new': tokens}
+            times = {n: note.content['engine']['tokens_per_s'] / f['tokens_per_s'] for n, f in found.items()}
+            note.write(generate=found, times=times)
+
+
+@contextmanager
+def cudnn_attention(enabled: bool) -> Iterator[None]:
+    import torch
+
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def decode_vllm(note: Note, *, models: Sequence[str], batch: int, prompt: int, new: int) -> None:
+    """The same of vLLM alone, with the weights that it makes up itself."""
+    import torch
+    from vllm import LLM, SamplingParams
+
+    sampling = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False)
+    for model in models:
+        config = config_of(model, prompt + new)
+        drawn = torch.randint(3, config.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(0))
+        given = [{'prompt_token_ids': row} for row in drawn.tolist()]
+        with tempfile.TemporaryDirectory() as folder:
+            config.architectures = ['Qwen2ForCausalLM' if 'qwen2' in model else 'GPT2LMHeadModel']
+            config.save_pretrained(folder)
+            start = time.perf_counter()
+            llm = LLM(
+                folder,
+                load_format='dummy',
+                skip_tokenizer_init=True,
+                dtype='bfloat16',
+                max_model_len=prompt + new,
+                gpu_memory_utilization=0.5,
+            )
+            note.write(**{model: {'start_s': time.perf_counter() - start}})
+        llm.generate(given, sampling, use_tqdm=False)
+        duration = seconds(lambda m=llm, g=given: m.generate(g, sampling, use_tqdm=False), note.device)  # type: ignore[misc]
+        note.content[model] |= {'tokens_per_s': batch * new / duration, 'seconds': duration}
+        note.write()
+        del llm
+
+
+def decode_ways(note: Note, *, model: str, **settings: Any) -> None:
+    """The engine's forms of attention and of steps, side by side: `decode.py`."""
+    import decode as benchmark
+
+    config = config_of(model, settings['prompt'] + settings['new'])
+    note.write(model=model, **benchmark.measure_decode(str(note.device), config=config, left_s=note.left, **settings))
+
+
+# ---------------------------------------------------------------------- learning
+
+
+def head(note: Note, *, sizes: Sequence[tuple[int, int]], vocab: int) -> None:
+    """Log-probs through a large output layer by every kernel: `logprobs.py`."""
+    import logprobs
+
+    note.write(**logprobs.compare(note.device.type, sizes, vocab))
+
+
+def blocks(note: Note, **settings: Any) -> None:
+    """Transformer blocks compiled and not: `logprobs.py`."""
+    import logprobs
+
+    note.write(**logprobs.compare_blocks(note.device.type, **settings))
+
+
+# ---------------------------------------------------------------------- PPO
+
+
+def ppo(note: Note, *, rungs: Sequence[str], ladder: str = 'gpt', **settings: Any) -> None:
+    """A run of dummy.py of the first rung that the planner says this card holds: seconds, FLOP and share of the matrix
+    product's speed of collect, score and learn; peak memory and the planner's."""
+    import dummy
+
+    from chatgpt.plan import show_bytes
+
+    s, on_cuda, too_large = dummy.DummyRun(**settings), note.device.type == 'cuda', {}
+    precision = ('bf16' if on_cuda or s.is_gemini else 'fp32') if s.precision == 'auto' else s.precision
+    for rung in rungs:
+        peak = dummy.plan_for(s, ladders.config(ladder, rung, s.max_length), 1, on_cuda, precision).peak
+        if note.card is None or peak + SPARE <= note.card:
+            break
+        too_large[rung] = peak
+    else:
+        needs = ', '.join(f'{rung} needs {show_bytes(peak)}' for rung, peak in too_large.items())
+        raise LeftOut(f'the card has {show_bytes(note.card or 0)}, and by the plan {needs}')
+    note.write(rung=rung, too_large_by_plan=too_large)
+    note.write(**dummy.run(s, ladder, rung, told=lambda phases: note.write(phases=phases)))
+
+
+# ---------------------------------------------------------------------- memory
+
+
+@contextmanager
+def capped(note: Note, memory: int) -> Iterator[None]:
+    """Inside, torch's allocator gives this many bytes of the device, and who asks is told so. On a CPU nothing is
+    capped."""
+    import torch
+    from capacity_rung import cap_allocator
+
+    if note.card is None:
+        yield
+        return
+    if memory > note.card:
+        raise LeftOut(f'the cap of {memory / GIB:g} GiB is more than the card has')
+    kept = torch.cuda.mem_get_info
+    cap_allocator(memory, note.device)
+    try:
+        yield
+    finally:
+        torch.cuda.mem_get_info = kept
+        torch.cuda.set_per_process_memory_fraction(1.0, note.device)
+
+
+def trunk(
+    note: Note,
+    *,
+    model: str,
+    memory: int,
+    prompt: int,
+    new: int,
+    sequences: int = 8,
+    precision: str = 'bf16',
+    lora_rank: int = 16,
+) -> None:
+    """One phase of PPO with actor, critic, reward model and reference on one 4-bit trunk, under a cap: peak and plan of
+    loading, collecting, scoring and learning. Weights are made and quantized block by block on the device."""
+    import torch
+    import which_gpu
+
+    from chatgpt.plan import make_plan
+
+    config = config_of(model, prompt + new)
+    options = {'precision': precision, 'on_cuda': note.device.type == 'cuda', 'lora_rank': lora_rank}
+    sizes = {'train_batch_size': sequences, 'experience_batch_size': sequences}
+    plan = make_plan(which_gpu.setup_of(config, prompt + new, **options, **sizes))
+    planned = {phase: sum(memory.device.values()) for phase, memory in plan.phases.items()}
+    note.write(
+        model=model, cap=memory, prompt=prompt, new=new, sequences=sequences, planned=planned, planned_peak=plan.peak
+    )
+    peaks: dict[str, int] = {}
+    begun = time.perf_counter()
+
+    def end_of(phase: str) -> None:
+        nonlocal begun
+        now = time.perf_counter()
+        if note.device.type == 'cuda':
+            peaks[phase] = max(peaks.get(phase, 0), torch.cuda.max_memory_allocated(note.device))
+            torch.cuda.reset_peak_memory_stats(note.device)
+        spent = note.content.setdefault('seconds', {})
+        spent[phase] = spent.get(phase, 0.0) + now - begun
+        begun = time.perf_counter()
+        ratios = {p: planned[p] / size for p, size in peaks.items() if p in planned and size}
+        note.write(peaks=peaks, planned_over_measured=ratios, peak=max(peaks.values(), default=None))
+
+    with capped(note, memory):
+        if note.device.type == 'cuda':
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(note.device)
+        try:
+            _trunk_phases(note, config, prompt, new, sequences, precision, lora_rank, end_of)
+        except torch.OutOfMemoryError:
+            note.write(
+                out_of_memory_after=list(note.content.get('seconds', ())), allocated_then=torch.cuda.memory_allocated()
+            )
+            raise
+
+
+def _trunk_phases(
+    note: Note,
+    config: Any,
+    prompt: int,
+    new: int,
+    sequences: int,
+    precision: str,
+    lora_rank: int,
+    end_of: Callable[[str], None],
+) -> None:
+    import torch
+    from random_models import checkpoint_blocks
+
+    from chatgpt.nn.shared import SharedTrunk
+    from chatgpt.trainer import PPOTrainer
+    from chatgpt.trainer.callbacks import ProgressBar
+    from chatgpt.trainer.strategies import NaiveStrategy
+    from chatgpt.types import Prompt
+
+    strategy = NaiveStrategy(seed=0, precision=precision, device=note.device)  # type: ignore[arg-type]
+    shared = SharedTrunk(quantized_model(config, strategy.dtype, note.device), dtype=strategy.dtype)
+    shared.quantize = 'nf4'
+    checkpoint_blocks(shared.model)
+    actor, critic, reward_model = shared.actor(lora_rank), shared.critic(lora_rank), shared.reward_model(lora_rank)
+
+    def trained(m: Any) -> Any:
+        return m, strategy.make_optimizer([p for p in m.parameters() if p.requires_grad], lr=1e-4)
+
+    (actor, actor_optim), (critic, critic_optim), reward_model = strategy.prepare(
+        trained(actor), trained(critic), reward_model
+    )
+    trainer = PPOTrainer(
+        strategy,
+        actor,
+        critic,
+        reward_model,
+        None,
+        actor_optim,
+        critic_optim,
+        callbacks=[ProgressBar(enabled=False)],
+        experience_batch_size=sequences,
+        train_batch_size=sequences,
+        max_tokens_per_batch=prompt + new,
+        max_epochs=1,
+        max_new_tokens=new,
+    )
+    make = trainer.maker.make
+
+    def scored(*args: Any, **kwargs: Any) -> Any:
+        end_of('collect')
+        return make(*args, **kwargs)
+
+    trainer.maker.make = scored  # type: ignore[method-assign]
+    end_of('load')
+    generator = torch.Generator().manual_seed(0)
+    prompts = list(torch.randint(3, config.vocab_size, (sequences, prompt), generator=generator))
+    trainer.set_prompts([Prompt(ids=row) for row in prompts])
+    trainer.collect(1)
+    end_of('score')
+    trainer.learn_phase()
+    end_of('learn')
+
+
+def quantized_model(config: Any, dtype: Any, place: Any) -> Any:
+    """A causal LM of random weights with its blocks in 4 bits, of which no more than one was ever dense."""
+    from random_models import empty_model, fill
+
+    from chatgpt.nn.quantized import quantize_blocks
+
+    model = empty_model('AutoModelForCausalLM', config, dtype)
+    for number, block in enumerate(model.model.layers):
+        fill(block, model, place, place)
+        quantize_blocks(block, str(number), dtype)
+    fill(model, model, place, place)
+    return model.eval()
+
+
+def capacity(
+    note: Note,
+    *,
+    caps: Sequence[int],
+    options: Sequence[str],
+    ladder: str = 'gpt',
+    batch_size: int = 8,
+    prompt_length: int = 400,
+    max_length: int = 512,
+    precision: str = 'auto',
+    hopeless: float = 1.1,
+) -> None:
+    """The largest rung of a ladder that trains under each cap, begun where the planner says, in this process."""
+    import capacity as sweeps
+    import dummy
+
+    short = {'num_episodes': 1, 'max_timesteps': 1, 'update_timesteps': 1, 'max_epochs': 2, 'ignore_phases': 0}
+    lengths = {'prompt_length': prompt_length, 'max_length': max_length}
+    batches = {'train_batch_size': batch_size, 'experience_batch_size': batch_size}
+    base = dummy.DummyRun(precision=precision, **short, **lengths, **batches)
+    rungs = [rung for rung in ladders.FAMILIES[ladder][1] if rung != 'tiny']
+    rows: list[dict[str, Any]] = []
+    note.write(ladder=ladder, settings=vars(base), rows=rows)
+
+    class Sweep(sweeps.Sweep):
+        def measure(self, settings: Any, rung: str) -> dict[str, Any]:
+            import capacity_rung
+
+            try:
+                with capped(note, self.cap.memory):
+                    result = dummy.run(settings, self.ladder, rung, ready=lambda strategy: None)
+            except LeftOut:
+                raise
+            except Exception as error:
+                outcome: dict[str, Any] = capacity_rung.outcome_of(error, on_cuda)
+                error.__traceback__ = None  # it holds the models
+                gc.collect()
+                return outcome
+            kept = {'parameters': result['parameters'], 'seconds': result['wall_s']}
+            return {'trained': True, 'limit': None, 'peak': result['memory']['peak'], **kept}
+
+    on_cuda = note.device.type == 'cuda'
+    longest = 0.0
+    for memory in caps:
+        for option in options:
+            row_of: dict[str, Any] = {'cap': memory, 'strategy': 'naive', 'option': option, 'tried': {}}
+            if longest > note.left():
+                rows.append(row_of | {'left_out': 'no time was left'})
+                note.write()
+                continue
+            begun = time.perf_counter()
+            sweep = Sweep(base, ladder, rungs, sweeps.Cap(memory, None, on_cuda, hopeless, note.left()))
+            try:
+                row = sweep.row('naive', option)
+            except LeftOut as reason:
+                rows.append(row_of | {'left_out': str(reason)})
+            else:
+                rows.append(row_of | vars(row) | {'disagreements': row.disagreements()})
+            note.write()
+            longest = max(longest, time.perf_counter() - begun)
+
+
+# ---------------------------------------------------------------------- other systems
+
+
+def peer(
+    note: Note,
+    *,
+    peer: str,
+    wheels: str,
+    lengths: Sequence[str],
+    precision: str,
+    rung: str,
+    sequences: int,
+    prompt: int,
+    new: int,
+    rounds: int = 2,
+) -> None:
+    """A PPO update of TRL, from the wheels that were carried, and of this library on the same work, in turns."""
+    import torch
+    import vs_peers
+    from work import Case
+
+    width, layers, heads = ladders.GPT[rung]
+    vocab = ladders.TINY_VOCAB if rung == 'tiny' else ladders.GPT_VOCAB
+    with tempfile.TemporaryDirectory(prefix='gpu-check-peer-') as folder:
+        work = Path(folder)
+        site = vs_peers.site_of(peer, Path(wheels), work, note.left())
+        note.write(rung=rung, sequences=sequences, prompt=prompt, new=new, precision=precision, cases={})
+        took = 0.0
+        for kind in lengths:
+            if took > note.left():
+                note.write(no_time_for=kind)
+                break
+            begun = time.perf_counter()
+            sizes = {'sequences': sequences, 'prompt_tokens': prompt, 'new_tokens': new, 'vocab': vocab}
+            case = Case(peer, 'ppo', kind, precision, device=note.device.type, **sizes)
+            model = vs_peers.save_model(work, kind, layers=layers, width=width, heads=heads, like=case)
+            if note.device.type == 'cuda':
+                torch.cuda.empty_cache()  # the two sides are other processes
+            sides = [[sys.executable, str(HERE / 'peers' / name)] for name in ('ours.py', f'{peer}.py')]
+
+            def told(rounds: Any, kind: str = kind) -> None:
+                note.content['cases'][kind] = vs_peers.summary(rounds)
+                note.write()
+
+            case = Case(**{**vars(case), 'model': model})
+            logs = work / 'logs'
+            found = vs_peers.compare(case, *sides, rounds=rounds, warmup=1, logs=logs, site=site, told=told)
+            note.write(about=found['about'])
+            took = time.perf_counter() - begun
+
+
+FUNCTIONS: dict[str, Callable[..., None]] = {
+    'device': device,
+    'decode': decode,
+    'decode_ways': decode_ways,
+    'decode_vllm': decode_vllm,
+    'head': head,
+    'blocks': blocks,
+    'ppo': ppo,
+    'trunk': trunk,
+    'capacity': capacity,
+    'peer': peer,
+}
+"""by the name that gpu_check.py asks for"""
