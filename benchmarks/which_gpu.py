@@ -202,6 +202,7 @@ def _filled(empty: Any) -> Any:
     fresh = type(empty)(empty.config).model.rotary_emb if hasattr(empty, 'model') else None
     if fresh is not None:
         model.model.rotary_emb = fresh
+    model.tie_weights()
     return model
 
 
