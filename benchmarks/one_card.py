@@ -4,8 +4,8 @@ one in fp32, and with four models of their own.
     python benchmarks/one_card.py --page docs/results/one_card.md
 
 The base is a GPT-2 of 2 layers x 128 after 200 steps on the walks (SFT), dense, one for each seed; nf4 quantizes it. The
-reward model is an adapter on that base, trained for 100 steps of 64 pairs of walks from the same start, half of them
-spoiled (a letter left out, replaced, or the end cut off). Then PPO: 30 optimizer steps, each on 100 fresh responses,
+reward model is an adapter on that base, trained for 60 steps of 64 pairs of walks from the same start, half of them
+spoiled (a letter left out, replaced, or the end cut off). Then PPO: 20 optimizer steps, each on 100 fresh responses,
 scored by that reward model, with a KL penalty of 0.05 to the base; the critic starts from the reward model's adapter and
 head. All adapters have rank 16 and learn with 1e-3. What is measured is the true optimality (`randomwalks_task`), which
 PPO never sees: the mean over 32 samples from each of the 20 starts. The three kinds have the same base, pairs, prompts
@@ -29,7 +29,7 @@ import torch
 
 KINDS = {'nf4': 'one trunk, nf4', 'shared': 'one trunk, fp32', 'separate': 'four models, fp32'}
 GRAPH, RANK, LR, KL = 1000, 16, 1e-3, 0.05
-SFT_STEPS, REWARD_STEPS, PAIRS, STEPS, BATCH, EVERY = 200, 100, 64, 30, 100, 5
+SFT_STEPS, REWARD_STEPS, PAIRS, STEPS, BATCH, EVERY = 200, 60, 64, 20, 100, 5
 
 
 def spoiled(walk: str, rng: random.Random) -> str:

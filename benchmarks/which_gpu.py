@@ -25,7 +25,7 @@ from chatgpt.plan.setup import show_bytes
 
 GIB = 2**30
 CARDS = (8, 12, 16, 24, 48, 80)
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+LENGTHS, SHOWN = (512, 1024, 2048, 4096, 8192, 16384, 32768), 1024
 QWEN = {'max_position_embeddings': 32768}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     '0.5B': ('Qwen2Config', {'hidden_size': 896, 'intermediate_size': 4864, 'num_hidden_layers': 24,
@@ -72,26 +72,31 @@ def setup_of(config: Any, tokens: int, **options: Any) -> Setup:
 
 
 def plan_shape(name: str) -> dict[str, Any]:
-    """Peaks by length, the phases at 1024 tokens, and what the trunk takes less for being in 4 bits."""
+    """Peaks by length, the phases at 1024 tokens, and what the trunk takes less for being in 4 bits. From the longest
+    sequence down to the first that the smallest card has room for without 4 bits: shorter ones fit everywhere."""
     config = config_of(name)
-    peaks, phases = {}, {}
-    for tokens in LENGTHS:
-        plan = make_plan(setup_of(config, tokens))
-        peaks[tokens] = plan.peak
-        if tokens == 1024:
-            phases = {phase: sum(memory.device.values()) for phase, memory in plan.phases.items()}
-            trunk = plan.phases['load'].device['trunk']
-            dense = make_plan(replace(plan.setup, quantize='none')).phases['load'].device['trunk']
-            spare = plan.phases['learn'].device.get('one dense weight', 0)
-        print(name, tokens, show_bytes(plan.peak), flush=True)
-        if plan.peak > max(CARDS) * GIB:
+    plan = make_plan(setup_of(config, SHOWN))
+    phases = {phase: sum(memory.device.values()) for phase, memory in plan.phases.items()}
+    trunk, spare = (plan.phases['learn'].device[part] for part in ('trunk', 'one dense weight'))
+    plain = make_plan(replace(plan.setup, quantize='none', task='sft')).phases['load'].device['trunk']
+    peaks, unquantized = {SHOWN: plan.peak}, plain - trunk - spare
+    for tokens in reversed(LENGTHS):
+        if tokens not in peaks:
+            peaks[tokens] = make_plan(setup_of(config, tokens)).peak
+        print(name, tokens, show_bytes(peaks[tokens]), flush=True)
+        if fits(peaks[tokens] + max(unquantized, 0), min(CARDS)):
             break
-    return {'peaks': peaks, 'phases': phases, 'trunk': trunk, 'unquantized': dense - trunk - spare}
+    return {'peaks': peaks, 'phases': phases, 'trunk': trunk, 'unquantized': unquantized}
+
+
+def fits(size: int, card: int) -> bool:
+    """Whether 5 % of the card stay free."""
+    return size <= card * GIB * 0.95
 
 
 def longest(peaks: dict[int, int], more: int, card: int) -> str:
     """The longest length whose peak, and `more` bytes, leave 5 % of the card free."""
-    fitting = [tokens for tokens, peak in peaks.items() if peak + more <= card * GIB * 0.95]
+    fitting = [tokens for tokens, peak in peaks.items() if fits(peak + more, card)]
     return f'{max(fitting)}' if fitting else '-'
 
 
@@ -184,7 +189,8 @@ def phase_peaks(config: Any) -> dict[str, int]:
     trainer.maker.make = scored  # type: ignore[method-assign]
     generator = torch.Generator().manual_seed(0)
     prompts = [
-        Prompt(ids=torch.randint(3, MEASURED_VOCAB, (MEASURED_PROMPT,), generator=generator)) for _ in range(MEASURED_ROWS)
+        Prompt(ids=torch.randint(3, MEASURED_VOCAB, (MEASURED_PROMPT,), generator=generator))
+        for _ in range(MEASURED_ROWS)
     ]
     trainer.fit(prompts, max_timesteps=2, update_timesteps=1)
     return peaks
@@ -295,7 +301,10 @@ def main() -> None:
                 numbers[kind][name] = make(name)
                 args.json.write_text(json.dumps(numbers, indent=1))
     if args.page:
-        ordered = [{n: numbers[kind][n] for n in names} for kind, names in (('shapes', SHAPES), ('measured', MEASURED))]
+        ordered = [
+            {n: numbers[kind][n] for n in names if n in numbers[kind]}
+            for kind, names in (('shapes', SHAPES), ('measured', MEASURED))
+        ]
         args.page.write_text(page(*ordered))
 
 

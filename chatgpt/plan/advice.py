@@ -25,7 +25,9 @@ def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
     if setup.precision == 'fp32' and setup.on_cuda:
         small, first = replace(small, precision='bf16'), f'{first}precision=bf16, '
         yield first.rstrip(', '), small
-    frozen = setup.task == 'ppo' and not setup.shared_trunk and (setup.has_initial_model or setup.reward_config is not None)
+    frozen = (
+        setup.task == 'ppo' and not setup.shared_trunk and (setup.has_initial_model or setup.reward_config is not None)
+    )
     if setup.on_cuda and frozen and setup.offload == 'none' and not setup.memory_model.places_frozen:
         yield f'{first}offload=idle', replace(small, offload='idle')
     if not setup.gradient_checkpointing:
@@ -67,7 +69,9 @@ def _on_trunk(setup: Setup, first: str) -> Iterator[tuple[str, Setup]]:
         return
     rank = '' if setup.lora_rank else 'lora_rank=16, '
     trunk = 'shared_trunk, ' if setup.task == 'ppo' else ''
-    note = ' and a reward model that is an adapter on the same base' if setup.task == 'ppo' and setup.reward_config else ''
+    note = (
+        ' and a reward model that is an adapter on the same base' if setup.task == 'ppo' and setup.reward_config else ''
+    )
     changed = replace(
         setup, shared_trunk=True, quantize='nf4', lora_rank=setup.lora_rank or 16, own_reference=None, offload='none'
     )

@@ -214,9 +214,7 @@ def rows_per_forward(setup: Setup, num_sequences: int) -> int:
     return max(1, min(share, setup.max_tokens_per_batch // (setup.max_prompt_tokens + setup.max_new_tokens)))
 
 
-def _collect(
-    setup: Setup, config: Any, actor: ModelSize, multiplied: Sequence[ParameterSize] | None = None
-) -> Memory:
+def _collect(setup: Setup, config: Any, actor: ModelSize, multiplied: Sequence[ParameterSize] | None = None) -> Memory:
     """multiplied: the weights that the engine may pack; None: those of the actor's blocks."""
     memory, itemsize = setup.memory_model.full_copy(actor, setup), setup.memory_model.full_itemsize(setup)
     if not setup.on_cuda and itemsize == 4 and not setup.stream_blocks:

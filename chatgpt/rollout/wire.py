@@ -68,7 +68,7 @@ def policy_tensors(model: nn.Module) -> dict[str, Tensor]:
         )
     if any(layer.shares_base for layer in lora.lora_layers(model).values()):
         raise ValueError(
-            'an engine of its own needs weights with adapters folded in, and those of a SharedTrunk are folded nowhere: '
+            'an engine of its own needs weights with adapters folded in, which those of a SharedTrunk cannot be: '
             'use LocalEngine or HFEngine'
         )
     adapters = {f'{name}.{factor}' for name in lora.lora_layers(model) for factor in ('lora_A', 'lora_B')}

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from chatgpt.batching import collate
 from chatgpt.launch.config_file import parse_run
-from chatgpt.launch.recipes import execute
 from chatgpt.launch.methods import METHODS
+from chatgpt.launch.recipes import execute
 from chatgpt.launch.runs import run_class
-from chatgpt.nn import Actor, RewardModel
+from chatgpt.nn import RewardModel
 from chatgpt.nn.shared import SharedTrunk
 from chatgpt.testing.tiny import tiny_sequences
 
@@ -91,7 +91,9 @@ def test_a_killed_run_in_4_bits_ends_as_one_that_was_not(method, rows, flags, re
     if method == 'ppo':
         flags = [*flags, f'--reward_model={request.getfixturevalue("adapter")}']
     elif online:
-        (tmp_path / 'reward.py').write_text('def vowels(prompts, responses):\n    return [r.count("a") for r in responses]\n')
+        (tmp_path / 'reward.py').write_text(
+            'def vowels(prompts, responses):\n    return [r.count("a") for r in responses]\n'
+        )
         flags = [*flags, f'--reward_fn={tmp_path}/reward.py:vowels']
     common = [
         f'--pretrain={model_folder}',

@@ -104,9 +104,7 @@ def test_one_trunk_learns_what_four_models_learn(options):
     options = dict(options)
     checkpointing = options.pop('checkpointing', False)
     engine = options.pop('engine', LocalEngine)
-    both = [
-        trained(roles(kind, checkpointing), engine=engine(), **options)[1] for kind in ('separate', 'shared')
-    ]
+    both = [trained(roles(kind, checkpointing), engine=engine(), **options)[1] for kind in ('separate', 'shared')]
     assert len(both[0]) == 3
     for a, b in zip(*both, strict=True):
         assert a.keys() == b.keys()
@@ -177,7 +175,7 @@ def test_a_trunk_in_4_bits_learns():
 
 
 def test_an_engine_with_weights_of_its_own_is_refused():
-    with pytest.raises(ValueError, match='SharedTrunk are folded nowhere'):
+    with pytest.raises(ValueError, match='which those of a SharedTrunk cannot be'):
         policy_tensors(SharedTrunk(base()).actor(4).model)
     assert policy_tensors(base())
 
@@ -187,9 +185,7 @@ def test_the_base_is_not_moved_to_the_host_with_one_of_its_roles():
     reward_model = trunk.reward_model(4)
     with pretend_cuda():
         strategy = NaiveStrategy(seed=1, device='cuda:0')
-        (actor, _), reward_model = strategy.prepare(
-            (role := trunk.actor(4), optimizer(role, 1e-2)), reward_model
-        )
+        (actor, _), reward_model = strategy.prepare((role := trunk.actor(4), optimizer(role, 1e-2)), reward_model)
         with pytest.raises(ValueError, match='offload moves weights to host memory, and this RewardModel shares them'):
             strategy.offload(reward_model)
         assert all(p.device.type == 'cuda' for p in actor.parameters())
