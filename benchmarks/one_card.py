@@ -27,6 +27,7 @@ import randomwalks as walks
 import randomwalks_task as rw
 import torch
 
+RESULTS = Path(__file__).resolve().parent / 'results'
 KINDS = {'nf4': 'one trunk, nf4', 'shared': 'one trunk, fp32', 'separate': 'four models, fp32'}
 GRAPH, RANK, LR, KL = 1000, 16, 1e-3, 0.05
 SFT_STEPS, REWARD_STEPS, PAIRS, STEPS, BATCH, EVERY = 200, 60, 64, 20, 100, 5
@@ -228,7 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--kinds', nargs='*', default=list(KINDS), choices=KINDS)
     parser.add_argument('--seeds', nargs='*', type=int, default=[1, 2, 3])
-    parser.add_argument('--json', type=Path, default=Path('one_card.json'), help='numbers, taken up again if there')
+    parser.add_argument('--json', type=Path, default=RESULTS / 'one_card.json', help='numbers, taken up again if there')
     parser.add_argument('--page', type=Path, help='write the page and its picture here')
     args = parser.parse_args()
     rows = json.loads(args.json.read_text()) if args.json.is_file() else {kind: {} for kind in KINDS}

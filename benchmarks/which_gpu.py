@@ -23,6 +23,7 @@ from typing import Any
 from chatgpt.plan import Setup, make_plan
 from chatgpt.plan.setup import show_bytes
 
+RESULTS = Path(__file__).resolve().parent / 'results'
 GIB = 2**30
 CARDS = (8, 12, 16, 24, 48, 80)
 LENGTHS, SHOWN = (512, 1024, 2048, 4096, 8192, 16384, 32768), 1024
@@ -241,6 +242,9 @@ def page(shapes: dict[str, Any], measured: dict[str, Any]) -> str:
         '## With `--quantize nf4`',
         '',
     ]
+    missing = [name for name in SHAPES if name not in shapes] + [f'measured {m}' for m in MEASURED if m not in measured]
+    if missing:
+        lines[-2:-2] = [f'Not done yet: {", ".join(missing)}; the command goes on where it stopped.', '']
 
     def table(quantized: bool) -> list[str]:
         rows = ['| model | ' + ' | '.join(f'{c} GiB' for c in CARDS) + ' |', '|---' * (len(CARDS) + 1) + '|']
@@ -284,7 +288,9 @@ def page(shapes: dict[str, Any], measured: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--page', type=Path, help='write the page here')
-    parser.add_argument('--json', type=Path, default=Path('which_gpu.json'), help='numbers, taken up again if there')
+    parser.add_argument(
+        '--json', type=Path, default=RESULTS / 'which_gpu.json', help='numbers, taken up again if there'
+    )
     parser.add_argument('--shapes', nargs='*', default=list(SHAPES), choices=SHAPES)
     parser.add_argument('--sizes', nargs='*', default=list(MEASURED), choices=MEASURED)
     parser.add_argument('--child', choices=MEASURED, help=argparse.SUPPRESS)
