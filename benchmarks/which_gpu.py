@@ -23,9 +23,10 @@ from typing import Any
 from chatgpt.plan import Setup, make_plan
 from chatgpt.plan.setup import show_bytes
 
+RESULTS = Path(__file__).resolve().parent / 'results'
 GIB = 2**30
 CARDS = (8, 12, 16, 24, 48, 80)
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+LENGTHS, SHOWN = (512, 1024, 2048, 4096, 8192, 16384, 32768), 1024
 QWEN = {'max_position_embeddings': 32768}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     '0.5B': ('Qwen2Config', {'hidden_size': 896, 'intermediate_size': 4864, 'num_hidden_layers': 24,
@@ -44,7 +45,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 """shapes of Qwen2.5 0.5B to 7B, Llama 3.1 8B, Llama 2 13B"""
 MEASURED = {'small': (512, 8), 'medium': (768, 12), 'large': (1024, 16)}
 """hidden size and layers of the models that are measured"""
-MEASURED_VOCAB, MEASURED_TOKENS = 8192, 128
+MEASURED_VOCAB, MEASURED_ROWS, MEASURED_PROMPT, MEASURED_NEW = 8192, 4, 112, 16
 
 
 def config_of(name: str) -> Any:
@@ -55,7 +56,7 @@ def config_of(name: str) -> Any:
 
 
 def setup_of(config: Any, tokens: int, **options: Any) -> Setup:
-    """A run of one process: rank 16, one sequence in a forward, eight in a batch."""
+    """A run of one process: rank 16, one sequence in a forward, eight in a batch. Half of a sequence is prompt."""
     common: dict[str, Any] = {
         'reward_config': config,
         'precision': 'bf16',
@@ -65,37 +66,38 @@ def setup_of(config: Any, tokens: int, **options: Any) -> Setup:
         'gradient_checkpointing': True,
         'train_batch_size': 8,
         'experience_batch_size': 8,
+        'max_prompt_tokens': tokens // 2,
+        'max_new_tokens': tokens // 2,
     }
-    return Setup(
-        config=config,
-        max_tokens_per_batch=tokens,
-        max_prompt_tokens=tokens // 2,
-        max_new_tokens=tokens // 2,
-        **(common | options),
-    )
+    return Setup(config=config, max_tokens_per_batch=tokens, **(common | options))
 
 
 def plan_shape(name: str) -> dict[str, Any]:
-    """Peaks by length, the phases at 1024 tokens, and what the trunk takes less for being in 4 bits."""
+    """Peaks by length, the phases at 1024 tokens, and what the trunk takes less for being in 4 bits. From the longest
+    sequence down to the first that the smallest card has room for without 4 bits: shorter ones fit everywhere."""
     config = config_of(name)
-    peaks, phases = {}, {}
-    for tokens in LENGTHS:
-        plan = make_plan(setup_of(config, tokens))
-        peaks[tokens] = plan.peak
-        if tokens == 1024:
-            phases = {phase: sum(memory.device.values()) for phase, memory in plan.phases.items()}
-            trunk = plan.phases['load'].device['trunk']
-            dense = make_plan(replace(plan.setup, quantize='none')).phases['load'].device['trunk']
-            spare = plan.phases['load'].device.get('one dense weight', 0)
-        print(name, tokens, show_bytes(plan.peak), flush=True)
-        if plan.peak > max(CARDS) * GIB:
+    plan = make_plan(setup_of(config, SHOWN))
+    phases = {phase: sum(memory.device.values()) for phase, memory in plan.phases.items()}
+    trunk, spare = (plan.phases['learn'].device[part] for part in ('trunk', 'one dense weight'))
+    plain = make_plan(replace(plan.setup, quantize='none', task='sft')).phases['load'].device['trunk']
+    peaks, unquantized = {SHOWN: plan.peak}, plain - trunk - spare
+    for tokens in reversed(LENGTHS):
+        if tokens not in peaks:
+            peaks[tokens] = make_plan(setup_of(config, tokens)).peak
+        print(name, tokens, show_bytes(peaks[tokens]), flush=True)
+        if fits(peaks[tokens] + max(unquantized, 0), min(CARDS)):
             break
-    return {'peaks': peaks, 'phases': phases, 'trunk': trunk, 'unquantized': dense - trunk - spare}
+    return {'peaks': peaks, 'phases': phases, 'trunk': trunk, 'unquantized': unquantized}
+
+
+def fits(size: int, card: int) -> bool:
+    """Whether 5 % of the card stay free."""
+    return size <= card * GIB * 0.95
 
 
 def longest(peaks: dict[int, int], more: int, card: int) -> str:
     """The longest length whose peak, and `more` bytes, leave 5 % of the card free."""
-    fitting = [tokens for tokens, peak in peaks.items() if peak + more <= card * GIB * 0.95]
+    fitting = [tokens for tokens, peak in peaks.items() if fits(peak + more, card)]
     return f'{max(fitting)}' if fitting else '-'
 
 
@@ -153,7 +155,10 @@ def phase_peaks(config: Any) -> dict[str, int]:
             end_of('load')
 
         def on_learn_epoch_start(self, trainer: Any, epoch: int) -> None:
-            end_of('score' if epoch == 0 else 'learn')
+            end_of('score')
+
+        def on_phase_end(self, trainer: Any, phase: int, metrics: dict[str, float]) -> None:
+            end_of('learn')
 
     def trained(m: Any) -> Any:
         return m, torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-4)
@@ -170,11 +175,11 @@ def phase_peaks(config: Any) -> dict[str, int]:
         actor_optim,
         critic_optim,
         callbacks=[Phases()],
-        experience_batch_size=8,
-        train_batch_size=8,
-        max_tokens_per_batch=MEASURED_TOKENS,
-        max_epochs=2,
-        max_new_tokens=MEASURED_TOKENS // 2,
+        experience_batch_size=MEASURED_ROWS,
+        train_batch_size=MEASURED_ROWS,
+        max_tokens_per_batch=MEASURED_PROMPT + MEASURED_NEW,
+        max_epochs=1,
+        max_new_tokens=MEASURED_NEW,
     )
     make = trainer.maker.make
 
@@ -185,7 +190,8 @@ def phase_peaks(config: Any) -> dict[str, int]:
     trainer.maker.make = scored  # type: ignore[method-assign]
     generator = torch.Generator().manual_seed(0)
     prompts = [
-        Prompt(ids=torch.randint(3, MEASURED_VOCAB, (MEASURED_TOKENS // 2,), generator=generator)) for _ in range(8)
+        Prompt(ids=torch.randint(3, MEASURED_VOCAB, (MEASURED_PROMPT,), generator=generator))
+        for _ in range(MEASURED_ROWS)
     ]
     trainer.fit(prompts, max_timesteps=2, update_timesteps=1)
     return peaks
@@ -199,9 +205,8 @@ def _filled(empty: Any) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.02)
-    fresh = type(empty)(empty.config).model.rotary_emb if hasattr(empty, 'model') else None
-    if fresh is not None:
-        model.model.rotary_emb = fresh
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffers are no parameters
+    model.tie_weights()
     return model
 
 
@@ -211,8 +216,10 @@ def compare(size: str) -> dict[str, Any]:
     returns = {'MALLOC_TRIM_THRESHOLD_': '0', 'MALLOC_MMAP_THRESHOLD_': '65536', 'MALLOC_ARENA_MAX': '1'}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | returns)
     measured = json.loads(done.stdout.splitlines()[-1])
-    options = {'precision': 'fp32', 'on_cuda': False}
-    plan = make_plan(setup_of(measured_config(*MEASURED[size]), MEASURED_TOKENS, **options))
+    options: dict[str, Any] = {'precision': 'fp32', 'on_cuda': False}
+    options |= {'max_prompt_tokens': MEASURED_PROMPT, 'max_new_tokens': MEASURED_NEW}
+    options |= {'experience_batch_size': MEASURED_ROWS, 'train_batch_size': MEASURED_ROWS}
+    plan = make_plan(setup_of(measured_config(*MEASURED[size]), MEASURED_PROMPT + MEASURED_NEW, **options))
     planned = {phase: sum(memory.device.values()) for phase, memory in plan.phases.items()}
     print(size, {k: (show_bytes(measured[k]), show_bytes(v)) for k, v in planned.items()}, flush=True)
     return {'measured': measured, 'planned': planned}
@@ -235,6 +242,9 @@ def page(shapes: dict[str, Any], measured: dict[str, Any]) -> str:
         '## With `--quantize nf4`',
         '',
     ]
+    missing = [name for name in SHAPES if name not in shapes] + [f'measured {m}' for m in MEASURED if m not in measured]
+    if missing:
+        lines[-2:-2] = [f'Not done yet: {", ".join(missing)}; the command goes on where it stopped.', '']
 
     def table(quantized: bool) -> list[str]:
         rows = ['| model | ' + ' | '.join(f'{c} GiB' for c in CARDS) + ' |', '|---' * (len(CARDS) + 1) + '|']
@@ -259,7 +269,8 @@ def page(shapes: dict[str, Any], measured: dict[str, Any]) -> str:
         '## Planned and measured',
         '',
         'Models of new weights in fp32 with nf4 blocks on a CPU, '
-        f'{MEASURED_TOKENS // 2} + {MEASURED_TOKENS // 2} tokens: resident memory above the start, of the second phase.',
+        f'{MEASURED_ROWS} sequences of {MEASURED_PROMPT} + {MEASURED_NEW} tokens: most resident memory above the start, of the second phase. What a '
+        'run of two such layers leaves behind (imports, buffers of the matrix library) was there at the start.',
         '',
         '| width, layers | phase | measured | planned | planned / measured |',
         '|---|---|---|---|---|',
@@ -277,14 +288,17 @@ def page(shapes: dict[str, Any], measured: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--page', type=Path, help='write the page here')
-    parser.add_argument('--json', type=Path, default=Path('which_gpu.json'), help='numbers, taken up again if there')
+    parser.add_argument(
+        '--json', type=Path, default=RESULTS / 'which_gpu.json', help='numbers, taken up again if there'
+    )
     parser.add_argument('--shapes', nargs='*', default=list(SHAPES), choices=SHAPES)
     parser.add_argument('--sizes', nargs='*', default=list(MEASURED), choices=MEASURED)
     parser.add_argument('--child', choices=MEASURED, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        phase_peaks(measured_config(64, 2))  # imports and caches are not the model's
-        print(json.dumps(phase_peaks(measured_config(*MEASURED[args.child]))))
+        hidden, layers = MEASURED[args.child]
+        phase_peaks(measured_config(hidden, 2))  # imports and the matrix library's buffers are not the model's
+        print(json.dumps(phase_peaks(measured_config(hidden, layers))))
         return
     numbers = json.loads(args.json.read_text()) if args.json.is_file() else {'shapes': {}, 'measured': {}}
     for kind, names, make in (('measured', args.sizes, compare), ('shapes', args.shapes, plan_shape)):
@@ -293,7 +307,10 @@ def main() -> None:
                 numbers[kind][name] = make(name)
                 args.json.write_text(json.dumps(numbers, indent=1))
     if args.page:
-        ordered = [{n: numbers[kind][n] for n in names} for kind, names in (('shapes', SHAPES), ('measured', MEASURED))]
+        ordered = [
+            {n: numbers[kind][n] for n in names if n in numbers[kind]}
+            for kind, names in (('shapes', SHAPES), ('measured', MEASURED))
+        ]
         args.page.write_text(page(*ordered))
 
 

@@ -223,6 +223,13 @@ class Run(LearningSettings):
             raise ValueError(
                 f'optimizer={self.optimizer} needs whole weights on each process: use strategy naive or ddp'
             )
+        if not self.plan:
+            from chatgpt.nn.quantized import check_bitsandbytes
+
+            if self.quantize != 'none':
+                check_bitsandbytes(f'quantize={self.quantize}')
+            if self.optimizer.endswith('8bit'):
+                check_bitsandbytes(f'optimizer={self.optimizer}')
         if self.on_trunk:
             if self.lora_train_bias != 'none':
                 raise ValueError('lora_train_bias: the biases of a shared or quantized base are frozen; leave it out')
@@ -444,8 +451,16 @@ class PPORun(Run, PPOConfig):
             raise ValueError(
                 'shared_trunk gives the critic an adapter of its own; leave critic=shared and num_layers_unfrozen out'
             )
-        if self.shared_trunk and self.rollout_workers:
-            raise ValueError('shared_trunk keeps one base in this process; leave rollout_workers out')
+        if self.shared_trunk and (self.rollout_workers or self.engine == 'vllm'):
+            given = f'rollout_workers={self.rollout_workers}' if self.rollout_workers else "engine='vllm'"
+            raise ValueError(
+                f'shared_trunk: {given} generates with weights of its own, and the base is one, in this process; leave '
+                'it out, or take engine local or hf'
+            )
+        if self.shared_trunk and self.offload != 'none':
+            raise ValueError(
+                f'shared_trunk: offload={self.offload} would move the base that all models compute with; leave it out'
+            )
         if self.critic == 'shared' and not self.estimator.needs_values:
             raise ValueError(
                 f"critic='shared', but advantage_estimator={self.advantage_estimator!r} takes no critic; leave one out"

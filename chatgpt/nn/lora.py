@@ -502,7 +502,8 @@ def merged_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """The state dict of the architecture before conversion, adapters folded in, weights of 4 bits made dense. `module`
     stays as it is.
 
-    Folded and dense weights are new tensors; all others are those of `module.state_dict()`.
+    Folded and dense weights are new tensors; those of a shared or quantized base are on the CPU, for all of them dense
+    may be more than the device holds. All others are those of `module.state_dict()`.
     """
     layers = _require_lora(module, 'merged_state_dict')
     state = dict(module.state_dict())
@@ -510,11 +511,12 @@ def merged_state_dict(module: nn.Module) -> dict[str, Tensor]:
     for name, base in dense.items():
         prefix = f'{name}.' if name else ''
         if name not in layers:
-            state[prefix + 'weight'] = base.dense()
+            state[prefix + 'weight'] = base.dense().cpu()
         if base.bias is not None:
             state[prefix + 'bias'] = base.bias.clone()
     for name, layer in layers.items():
         prefix = f'{name}.' if name else ''
-        state[prefix + 'weight'] = layer.folded_weight()
+        folded = layer.folded_weight()
+        state[prefix + 'weight'] = folded.cpu() if layer.shares_base else folded
         del state[prefix + 'lora_A'], state[prefix + 'lora_B']
     return state

@@ -8,6 +8,7 @@ weights. Left out: training such a weight (adapters do, `chatgpt.nn.lora`), and 
 from __future__ import annotations
 
 import logging
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,6 +16,16 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 BLOCK, SCALE_BLOCK = 64, 256
+
+
+def check_bitsandbytes(what: str) -> None:
+    """Raises ValueError where the package is missing that `what` needs."""
+    try:
+        found = find_spec('bitsandbytes') is not None
+    except ValueError:  # put out of the way on purpose
+        found = False
+    if not found:
+        raise ValueError(f"{what} needs bitsandbytes, which is not installed: pip install 'chatgpt-rlhf[nf4]'")
 
 
 def _bnb() -> Any:
@@ -104,16 +115,24 @@ class NF4Linear(nn.Module):
         return f'in_features={self.in_features}, out_features={self.out_features}, nf4'
 
 
-def quantize_blocks(module: nn.Module, name: str = '', dtype: torch.dtype = torch.float32) -> None:
+def quantize_blocks(
+    module: nn.Module,
+    name: str = '',
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device | None = None,
+) -> None:
     """Replace the linear layers inside the transformer blocks (below an `nn.ModuleList`) of `module`, in place.
 
-    name: that of `module` in its model, where it is itself inside a block.
+    name: that of `module` in its model, where it is itself inside a block. device: where a layer is moved before it is
+    packed, so that one dense weight is there at a time; None leaves it.
     """
     inside = bool(name)
     for child_name, child in module.named_children():
         if inside and type(child) in (nn.Linear, Conv1D):
             weight: Tensor = child.weight  # type: ignore[assignment]
             if weight.numel() % BLOCK == 0:
-                module._modules[child_name] = NF4Linear(child, dtype)  # type: ignore[arg-type]
+                layer: Any = child if device is None else child.to(device)
+                module._modules[child_name] = NF4Linear(layer, dtype)
         else:
-            quantize_blocks(child, name or (child_name if isinstance(module, nn.ModuleList) else ''), dtype)
+            inner = name or (child_name if isinstance(module, nn.ModuleList) else '')
+            quantize_blocks(child, inner, dtype, device)

@@ -76,10 +76,12 @@ class SharedTrunk:
             model = load_causal_lm(pretrained, **options)
 
         def settle(name: str, module: nn.Module) -> None:
+            if quantize is not None and name.rpartition('.')[2].isdigit():  # a block
+                quantize_blocks(module, name, dtype, device)
+            for parameter in module.parameters():  # before it is moved: in fp32 it may not fit
+                parameter.data = parameter.data.to(dtype)
             if device is not None:
                 module.to(device)
-            if quantize is not None and name.rpartition('.')[2].isdigit():  # a block
-                quantize_blocks(module, name, dtype)
 
         fill_model(model, model.weights_source, settle=settle)
         trunk = cls(model, dtype=dtype)

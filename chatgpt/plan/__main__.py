@@ -45,7 +45,10 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         '--precision', choices=('auto', 'fp32', 'bf16', 'fp16'), default='auto', help='auto: bf16, or fp32 with --cpu'
     )
+    out.add_argument('--optimizer', choices=('adamw', 'adamw8bit', 'paged_adamw8bit', 'sgd'), default='adamw')
     out.add_argument('--critic', choices=('own', 'shared', 'none'), default='own')
+    out.add_argument('--shared_trunk', action='store_true', help='all models are adapters on one base; with lora_rank')
+    out.add_argument('--quantize', choices=('none', 'nf4'), default='none', help='of that base')
     out.add_argument('--gradient_checkpointing', action='store_true')
     out.add_argument('--stream_blocks', action='store_true')
     out.add_argument('--offload', choices=('none', 'idle'), default='none')

@@ -25,12 +25,22 @@ def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
     if setup.precision == 'fp32' and setup.on_cuda:
         small, first = replace(small, precision='bf16'), f'{first}precision=bf16, '
         yield first.rstrip(', '), small
-    frozen = setup.task == 'ppo' and (setup.has_initial_model or setup.reward_config is not None)
+    frozen = (
+        setup.task == 'ppo' and not setup.shared_trunk and (setup.has_initial_model or setup.reward_config is not None)
+    )
     if setup.on_cuda and frozen and setup.offload == 'none' and not setup.memory_model.places_frozen:
         yield f'{first}offload=idle', replace(small, offload='idle')
     if not setup.gradient_checkpointing:
         small, first = replace(small, gradient_checkpointing=True), f'{first}gradient_checkpointing, '
         yield first.rstrip(', '), small
+    if setup.shared_trunk:
+        if setup.quantize == 'none':
+            small, first = replace(small, quantize='nf4'), f'{first}quantize=nf4, '
+            yield first.rstrip(', '), small
+        if setup.optimizer == 'adamw':
+            yield f'{first}optimizer=adamw8bit', replace(small, optimizer='adamw8bit')
+        return
+    on_trunk = list(_on_trunk(small, first))
     if setup.memory_model.whole and setup.num_processes > 1:
         small, first = with_strategy(small, SHARDED), f'{first}strategy={SHARDED}, '
         yield first.rstrip(', '), small
@@ -43,14 +53,29 @@ def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
         yield f'{first}critic=shared', replace(small, critic='shared')
     if not setup.lora_rank and setup.num_layers_unfrozen < 1:
         yield f'{first}lora_rank=16', replace(small, lora_rank=16)
-        if setup.task != 'ppo':
-            return
-        if setup.critic == 'own':
+        if setup.task == 'ppo' and setup.critic == 'own':
             yield f'{first}lora_rank=16, critic=shared', replace(small, lora_rank=16, critic='shared')
+    yield from on_trunk
+    if not setup.lora_rank and setup.num_layers_unfrozen < 1 and setup.task == 'ppo':
         if setup.on_cuda and not small.memory_model.offloads:
             critic = 'shared' if setup.critic == 'own' else setup.critic
             least = replace(with_strategy(small, FRUGAL), lora_rank=16, critic=critic, stream_blocks=True)
             yield f'{first}lora_rank=16, critic={critic}, strategy={FRUGAL}, stream_blocks', least
+
+
+def _on_trunk(setup: Setup, first: str) -> Iterator[tuple[str, Setup]]:
+    """The same models as adapters on one frozen base of 4 bits, where there can be one."""
+    if not setup.memory_model.whole or setup.num_layers_unfrozen > 0 or setup.critic == 'shared':
+        return
+    rank = '' if setup.lora_rank else 'lora_rank=16, '
+    trunk = 'shared_trunk, ' if setup.task == 'ppo' else ''
+    note = (
+        ' and a reward model that is an adapter on the same base' if setup.task == 'ppo' and setup.reward_config else ''
+    )
+    changed = replace(
+        setup, shared_trunk=True, quantize='nf4', lora_rank=setup.lora_rank or 16, own_reference=None, offload='none'
+    )
+    yield f'{first}{rank}{trunk}quantize=nf4{note}', changed
 
 
 def with_strategy(setup: Setup, name: str) -> Setup:

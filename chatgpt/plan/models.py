@@ -287,6 +287,22 @@ def scoring_bytes(kind: str, config: Any, setup: Setup, rows: int) -> int:
     return traced(lambda layers: cast(build(kind, config, setup, layers), setup).eval(), config, run)
 
 
+def prefill_bytes(config: Any, setup: Setup, rows: int) -> int:
+    """What a forward over prompts needs at its peak before tokens are drawn, keys and values left out."""
+    ids = torch.zeros(rows, setup.max_prompt_tokens, dtype=torch.int64)
+    positions = torch.arange(setup.max_prompt_tokens).expand(rows, -1)
+
+    def run(model: Any, mode: Any) -> None:
+        with torch.no_grad():
+            model.trunk(mode.from_tensor(ids), position_ids=mode.from_tensor(positions))
+
+    def make(layers: int | None) -> nn.Module:
+        model = build('initial', config, setup, layers).eval()
+        return model if setup.precision == 'fp32' else model.to(torch.bfloat16)
+
+    return traced(make, config, run)
+
+
 def cache_elements(config: Any) -> int:
     """Numbers that the key/value cache holds for one token."""
     from transformers import AutoModelForCausalLM

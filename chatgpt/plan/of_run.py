@@ -52,11 +52,14 @@ def common_fields(strategy: Any, config: Any, model: Any, optimizer: Any) -> dic
         ValueError: an optimizer that the planner does not know.
     """
     from chatgpt.nn import lora
+    from chatgpt.nn.quantized import NF4Linear
 
     kind = type(optimizer).__name__
     if not ('Adam' in kind or kind == 'SGD'):
         raise ValueError(f'{kind} is no optimizer that can be planned')
     layers = lora.lora_layers(model)
+    on_trunk = any(lora.is_shared(p) for p in model.parameters())
+    in_4_bits = any(isinstance(m, NF4Linear) for m in model.modules())
     precision = {torch.float32: 'fp32', torch.bfloat16: 'bf16', torch.float16: 'fp16'}[strategy.dtype]
     return {
         'config': model.model.config,
@@ -67,6 +70,8 @@ def common_fields(strategy: Any, config: Any, model: Any, optimizer: Any) -> dic
         'fused': bool(optimizer.param_groups[0].get('fused')),
         'optimizer': {'SGD': 'sgd', 'AdamW8bit': 'adamw8bit', 'PagedAdamW8bit': 'paged_adamw8bit'}.get(kind, 'adamw'),
         'lora_rank': next(iter(layers.values())).r if layers else 0,
+        'shared_trunk': on_trunk,
+        'quantize': 'nf4' if in_4_bits else 'none',
         'gradient_checkpointing': any(getattr(m, 'gradient_checkpointing', False) for m in model.modules()),
         'train_batch_size': config.train_batch_size,
         'max_tokens_per_batch': config.max_tokens_per_batch,

@@ -3,13 +3,14 @@ collected."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from chatgpt.plan import models
 from chatgpt.plan.setup import Setup, read_config, show_bytes
-from chatgpt.trainer.strategies.memory import Memory, ModelSize
+from chatgpt.trainer.strategies.memory import Memory, ModelSize, ParameterSize
 
 SAMPLING_COPIES = 4
 """fp32 tables of (rows, V) alive while a token is drawn: logits, log-probs, and two of filtering"""
@@ -17,10 +18,14 @@ _NAMES = {'initial': 'initial model', 'reward': 'reward model'}
 _KINDS = {name: kind for kind, name in _NAMES.items()}
 NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
 """of a weight in 4 bits, its share of the scales, and of the scales of scales (`chatgpt.nn.quantized`)"""
+NF4_SCALES = 2 * 4 / 64
+"""of a weight while it is made dense: its share of the scales in fp32, before and after their mean is added"""
 PACKED_BYTES = 2 << 30
 """the local engine packs a model's weights for the CPU up to this size"""
 _KEPT = ('full copy', 'key/value cache')
 """of collecting, what the local engine keeps for the next phase: the policy's copy and the cache"""
+PREFILL_TOKENS = 16384
+"""of one forward over prompts (`chatgpt.rollout.local`)"""
 
 
 @dataclass(frozen=True)
@@ -180,13 +185,13 @@ def _plan_of_shared_trunk(setup: Setup, config: Any, with_reward: bool) -> Plan:
         static += setup.memory_model.frozen(name, size, setup)
         load += setup.memory_model.frozen(name, size, setup)
     largest = max((p.numel for p in packed), default=0)
-    for memory in (load, static):  # a weight is made dense while it computes, or is packed
-        memory.add('one dense weight', setup.itemsize * largest)
+    load.add('one dense weight', (4 + setup.itemsize) * largest)  # as it is read, and as it is packed
+    static.add('one dense weight', (setup.itemsize + NF4_SCALES) * largest)  # while it computes
     if setup.task != 'ppo':
         return Plan(setup, {'load': load, 'learn': static + _learn(setup, trained)})
     phases = {
         'load': load,
-        'collect': static + _collect(setup, config, roles['actor']),
+        'collect': static + _collect(setup, config, roles['actor'], [p for p in base if p.block is None]),
         'score': static + _score(setup, trained, frozen),
         'learn': static + _learn(setup, trained),
     }
@@ -212,10 +217,12 @@ def rows_per_forward(setup: Setup, num_sequences: int) -> int:
     return max(1, min(share, setup.max_tokens_per_batch // (setup.max_prompt_tokens + setup.max_new_tokens)))
 
 
-def _collect(setup: Setup, config: Any, actor: ModelSize) -> Memory:
+def _collect(setup: Setup, config: Any, actor: ModelSize, multiplied: Sequence[ParameterSize] | None = None) -> Memory:
+    """multiplied: the weights that the engine may pack; None: those of the actor's blocks."""
     memory, itemsize = setup.memory_model.full_copy(actor, setup), setup.memory_model.full_itemsize(setup)
     if not setup.on_cuda and itemsize == 4 and not setup.stream_blocks:
-        packed = 4 * actor.linear
+        linear = actor.linear if multiplied is None else sum(p.numel for p in multiplied if len(p.shape) == 2)
+        packed = 4 * linear
         memory.add('packed weights', packed if packed <= PACKED_BYTES else 0)
     share = -(-setup.experience_batch_size // setup.num_processes) * setup.num_samples_per_prompt
     rows = min(share, setup.max_rows)
@@ -225,6 +232,8 @@ def _collect(setup: Setup, config: Any, actor: ModelSize) -> Memory:
         rows = -(-rows // 32) * 32 if rows > 32 else 1 << (rows - 1).bit_length()
     memory.add('key/value cache', itemsize * models.cache_elements(config) * rows * capacity)
     memory.add('sampling', 4 * SAMPLING_COPIES * rows * models.vocab_size(config))
+    entering = max(1, min(rows, PREFILL_TOKENS // setup.max_prompt_tokens))
+    memory.add('activations', models.prefill_bytes(config, setup, entering))
     later = sum(memory.device.get(name, 0) for name in ('packed weights', 'key/value cache', 'sampling'))
     memory.add('gathering', max(setup.memory_model.gathering(actor, setup) - later, 0))
     return memory

@@ -130,6 +130,10 @@ class Setup(Layout):
             raise ValueError("critic='shared' with num_layers_unfrozen is not planned; use critic='own'")
         if self.shared_trunk and not self.lora_rank:
             raise ValueError('shared_trunk: its models are adapters on one base; give lora_rank too')
+        if self.shared_trunk and self.critic == 'shared':
+            raise ValueError("shared_trunk gives the critic an adapter of its own; leave critic='shared' out")
+        if self.shared_trunk and self.offload != 'none':
+            raise ValueError(f'offload={self.offload!r} would move the base that all models of a shared trunk use')
         if self.shared_trunk and not self.memory_model.whole:
             raise ValueError(
                 f'strategy={self.strategy!r} shards weights, which models on a shared trunk have in common'

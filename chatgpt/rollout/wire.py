@@ -59,12 +59,17 @@ def policy_tensors(model: nn.Module) -> dict[str, Tensor]:
     folded in.
 
     Raises:
-        ValueError: weights that are not whole in memory.
+        ValueError: weights that are not whole in memory, or whose adapters cannot be folded in.
     """
     if any(getattr(module, 'is_streamed', False) for module in model.modules()):
         raise ValueError(
             'an engine of its own needs whole weights, and this strategy streams them block by block: '
             'use stream_blocks=False, or LocalEngine'
+        )
+    if any(layer.shares_base for layer in lora.lora_layers(model).values()):
+        raise ValueError(
+            'an engine of its own needs weights with adapters folded in, which those of a SharedTrunk cannot be: '
+            'use LocalEngine or HFEngine'
         )
     adapters = {f'{name}.{factor}' for name in lora.lora_layers(model) for factor in ('lora_A', 'lora_B')}
     tensors: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if name not in adapters}

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from chatgpt.batching import collate
 from chatgpt.launch.config_file import parse_run
+from chatgpt.launch.methods import METHODS
 from chatgpt.launch.recipes import execute
-from chatgpt.launch.runs import PPORun, run_class
-from chatgpt.nn import Actor, RewardModel
+from chatgpt.launch.runs import run_class
+from chatgpt.nn import RewardModel
 from chatgpt.nn.shared import SharedTrunk
 from chatgpt.testing.tiny import tiny_sequences
 
@@ -24,9 +28,8 @@ SMALL = ['--experience_batch_size=4', '--train_batch_size=4', '--max_new_tokens=
 
 
 def run(method: str, data: Path, *flags: str) -> Path:
-    cls = PPORun if method == 'ppo' else run_class(method)
-    positional = 'prompt_path' if method == 'ppo' else 'dataset'
-    made = parse_run(cls, description='', positional=positional, argv=[str(data), *flags])
+    positional, argv = METHODS.find(method).positional, [str(data), *flags]
+    made = parse_run(run_class(method), description='', positional=positional, argv=argv, method=method)
     execute(made)
     return Path(made.save_path)
 
@@ -54,38 +57,70 @@ def test_a_reward_models_adapter_gives_its_scores(adapter, model_folder):
     torch.testing.assert_close(shared(batch), whole, rtol=1e-5, atol=1e-6)
 
 
-def test_ppo_on_one_quantized_trunk_and_its_resume(adapter, tmp_path, model_folder):
-    prompts = lines(tmp_path / 'p.jsonl', [{'prompt': t} for t in ('one day', 'the', 'a cat', 'tom')])
-    flags = [
+PROMPTS = [{'prompt': t} for t in ('one day', 'the', 'a cat', 'tom')]
+TEXTS = [{'prompt': 'one day', 'completion': ' a fox'}, {'prompt': 'the', 'completion': ' kind cat'}] * 2
+LEARNT = (['--max_epochs=3', '--train_batch_size=2', '--log_interval=1'], 'adapter/adapter_model.safetensors')
+COLLECTED = ([*SMALL, '--update_timesteps=1', '--max_timesteps=3'], 'actor/model.safetensors')
+GROUPS = ['--experience_batch_size=2', '--num_samples_per_prompt=2']
+
+
+def numbers(folder: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(('perf/', 'time'))} for row in rows]
+
+
+@pytest.mark.parametrize(
+    ('method', 'rows', 'flags'),
+    [
+        ('ppo', PROMPTS, ['--optimizer=adamw8bit']),
+        ('ppo', PROMPTS, ['--optimizer=paged_adamw8bit', '--gradient_checkpointing=true', '--ema_decay=0.9']),
+        ('grpo', PROMPTS, GROUPS),
+        ('rloo', PROMPTS, GROUPS),
+        ('reinforce++', PROMPTS, []),
+        ('sft', TEXTS, []),
+        ('reward-model', PAIRS, []),
+        ('dpo', PAIRS, []),
+        ('kto', PAIRS, []),
+        ('orpo', PAIRS, []),
+    ],
+)
+def test_a_killed_run_in_4_bits_ends_as_one_that_was_not(method, rows, flags, request, tmp_path, model_folder):
+    """Resumed from what a kill in the last third leaves on disk: the same numbers and weights, to the bit."""
+    online = rows is PROMPTS
+    common, written = COLLECTED if online else LEARNT
+    if method == 'ppo':
+        flags = [*flags, f'--reward_model={request.getfixturevalue("adapter")}']
+    elif online:
+        (tmp_path / 'reward.py').write_text(
+            'def vowels(prompts, responses):\n    return [r.count("a") for r in responses]\n'
+        )
+        flags = [*flags, f'--reward_fn={tmp_path}/reward.py:vowels']
+    common = [
         f'--pretrain={model_folder}',
-        '--shared_trunk=true',
         '--quantize=nf4',
         '--lora_rank=2',
-        '--optimizer=adamw8bit',
-        f'--reward_model={adapter}',
-        '--update_timesteps=1',
+        '--save_adapter',
         '--checkpoint_interval=1',
-        *SMALL,
+        '--keep_last=9',
+        '--lr=0.01',
+        *(['--shared_trunk=true'] if online else []),
+        *common,
+        *flags,
     ]
-    whole = run('ppo', prompts, *flags, '--max_timesteps=3', f'--save_path={tmp_path}/whole')
-    batch = collate(tiny_sequences(3))
-    assert torch.isfinite(Actor.from_pretrained(whole / 'actor')(batch).logprobs).all()
-    stopped = run('ppo', prompts, *flags, '--max_timesteps=2', f'--save_path={tmp_path}/parts')
-    run('ppo', prompts, *flags, '--max_timesteps=3', f'--save_path={stopped}', '--resume=auto')
-
-    def numbers(folder):
-        rows = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
-        drop = ('perf/', 'lr', 'ppo/lr', 'ppo/critic_lr')
-        return [{k: v for k, v in row.items() if not k.startswith(drop)} for row in rows]
-
-    assert numbers(whole)[0] == numbers(stopped)[0] and len(numbers(stopped)) == 3
-
-
-def test_dpo_on_a_quantized_base(tmp_path, model_folder):
-    pairs = lines(tmp_path / 'pairs.jsonl', PAIRS)
-    flags = [f'--pretrain={model_folder}', '--lora_rank=2', '--quantize=nf4', '--max_epochs=1', '--train_batch_size=2']
-    folder = run('dpo', pairs, *flags, f'--save_path={tmp_path}/dpo')
-    assert (folder / 'actor' / 'model.safetensors').is_file()
+    data = lines(tmp_path / 'data.jsonl', rows)
+    whole = run(method, data, *common, f'--save_path={tmp_path}/whole')
+    assert any('critic' in name for name in numbers(whole)[-1]) == (method == 'ppo')
+    checkpoints = sorted((whole / 'checkpoints').iterdir())
+    assert len(checkpoints) >= 3
+    again = tmp_path / 'again'
+    shutil.copytree(checkpoints[-2], again / 'checkpoints' / checkpoints[-2].name)
+    run(method, data, *common, f'--save_path={again}', '--resume=auto')
+    assert numbers(whole)[-1] == numbers(again)[-1]
+    for file in (written, *(['actor_ema/model.safetensors'] if '--ema_decay=0.9' in flags else [])):
+        assert (whole / file).read_bytes() == (again / file).read_bytes(), file
+    first, last = (load_file(f / 'adapter/adapter_model.safetensors') for f in (whole, again))
+    assert any(v.abs().max() > 0 for k, v in first.items() if 'lora_B' in k), 'something was learnt'
+    assert first.keys() == last.keys()
 
 
 @pytest.mark.parametrize(
@@ -96,14 +131,54 @@ def test_dpo_on_a_quantized_base(tmp_path, model_folder):
         (['--shared_trunk=true', '--lora_rank=2', '--critic=shared'], 'an adapter of its own'),
         (['--shared_trunk=true', '--lora_rank=2', '--strategy=fsdp'], 'use naive or ddp'),
         (['--shared_trunk=true', '--lora_rank=2', '--lora_train_bias=all'], 'biases'),
+        (['--shared_trunk=true', '--lora_rank=2', '--strategy=fsdp_cpu', '--quantize=nf4'], 'use naive or ddp'),
+        (['--shared_trunk=true', '--lora_rank=2', '--rollout_workers=1'], 'rollout_workers=1 generates with weights'),
+        (['--shared_trunk=true', '--lora_rank=2', '--engine=vllm'], "engine='vllm' generates with weights"),
+        (['--shared_trunk=true', '--lora_rank=2', '--offload=idle'], 'would move the base'),
+        (['--shared_trunk=true', '--lora_rank=2', '--num_layers_unfrozen=1'], 'leave critic=shared and num_layers'),
+        (['--quantize=int3', '--lora_rank=2'], 'none, nf4'),
         (['--optimizer=adamw8bit', '--strategy=fsdp'], 'whole weights'),
     ],
 )
 def test_what_does_not_go_together(flags, told, tmp_path, model_folder, capsys):
-    prompts = lines(tmp_path / 'p.jsonl', [{'prompt': 'the'}])
+    """Before any work: neither the data nor the model is there."""
     with pytest.raises((ValueError, SystemExit)) as caught:
-        run('ppo', prompts, f'--pretrain={model_folder}', '--reward_fn=len:len', *SMALL, *flags)
+        run('ppo', tmp_path / 'absent.jsonl', '--pretrain=absent/model', '--reward_fn=len:len', *SMALL, *flags)
     assert told in str(caught.value) + capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    'flags', [['--quantize=nf4'], ['--optimizer=adamw8bit'], ['--quantize=nf4', '--optimizer=paged_adamw8bit']]
+)
+def test_without_bitsandbytes(flags, tmp_path, monkeypatch, capsys):
+    """Said before any work; a plan does not need it."""
+    monkeypatch.setitem(sys.modules, 'bitsandbytes', None)
+    flags = ['--lora_rank=2', '--shared_trunk=true', '--reward_fn=len:len', *SMALL, *flags]
+    with pytest.raises((ValueError, SystemExit)) as caught:
+        run('ppo', tmp_path / 'absent.jsonl', '--pretrain=absent/model', *flags)
+    told = str(caught.value) + capsys.readouterr().err
+    assert 'needs bitsandbytes, which is not installed: pip install' in told and 'chatgpt-rlhf[nf4]' in told
+
+
+def test_the_plan_of_a_run_needs_no_bitsandbytes(adapter, tmp_path, model_folder, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, 'bitsandbytes', None)
+    prompts = lines(tmp_path / 'p.jsonl', PROMPTS)
+    flags = [f'--pretrain={model_folder}', '--shared_trunk=true', '--quantize=nf4', '--lora_rank=2', *SMALL, '--plan']
+    with pytest.raises(SystemExit) as caught:
+        run('ppo', prompts, *flags, f'--reward_model={adapter}')
+    assert caught.value.code == 0
+    table = capsys.readouterr().out
+    assert 'trunk' in table and 'reward model weights' in table and 'initial model' not in table
+
+
+def test_an_adapter_of_another_base(adapter, tmp_path, model_folder, capsys):
+    other = tmp_path / 'other'
+    shutil.copytree(model_folder, other)
+    prompts = lines(tmp_path / 'p.jsonl', PROMPTS)
+    flags = ['--shared_trunk=true', '--lora_rank=2', f'--reward_model={adapter}', *SMALL]
+    with pytest.raises((ValueError, SystemExit)) as caught:
+        run('ppo', prompts, f'--pretrain={other}', *flags)
+    assert f'is an adapter on {model_folder}; the trunk is {other}' in str(caught.value) + capsys.readouterr().err
 
 
 def test_a_whole_reward_model_is_no_adapter(adapter, tmp_path, model_folder, capsys):

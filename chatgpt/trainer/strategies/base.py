@@ -228,9 +228,10 @@ class Strategy:
         nothing moves.
 
         Raises:
-            ValueError: this strategy places frozen weights itself.
+            ValueError: this strategy places frozen weights itself, or other models use the same weights.
         """
         module = self.unwrap(model)
+        states.refuse_shared(module, 'offload moves weights to host memory')
         if id(module) not in self._offloaded and (offloaded := self.offloaded(module)) is not None:
             self._offloaded[id(module)] = offloaded
 

@@ -122,7 +122,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         return OffloadedShards(module, self.device) if self.device.type != 'cpu' else None
 
     def setup_model(self, model: nn.Module, trained: bool) -> nn.Module:
-        states.refuse_shared(model, type(self).__name__)
+        states.refuse_shared(model, f'{type(self).__name__} shards weights')
         if self.activation_checkpointing and trained:
             _checkpoint_activations(model)
         skeleton = _with_parameters(model, {id(p): p.to('meta') for p in model.parameters()})

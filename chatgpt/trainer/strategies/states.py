@@ -18,14 +18,15 @@ from torch.optim import Optimizer
 from chatgpt.checkpoint.layout import CheckpointMismatch, Piece, TensorReader
 
 
-def refuse_shared(model: nn.Module, strategy: str) -> None:
-    """Raises ValueError for a role of a shared trunk, under a strategy that shards weights."""
-    from chatgpt.nn.lora import is_shared
+def refuse_shared(model: nn.Module, what: str) -> None:
+    """Raises ValueError for a role of a shared trunk. `what`: what would be done to its weights, and by whom."""
+    from chatgpt.nn.lora import is_shared, lora_layers
 
-    if any(is_shared(p) for p in model.parameters()):
+    adapted = lora_layers(model).values()
+    if any(is_shared(p) for p in model.parameters()) or any(layer.shares_base for layer in adapted):
         raise ValueError(
-            f'{strategy} shards weights, and this {type(model).__name__} shares them with other models (SharedTrunk); '
-            'use NaiveStrategy or DDPStrategy'
+            f'{what}, and this {type(model).__name__} shares them with other models (SharedTrunk); '
+            'use NaiveStrategy or DDPStrategy, without offload'
         )
 
 

@@ -218,7 +218,7 @@ class ColossalAIStrategy(ProcessGroupStrategy):
         """
         from colossalai.booster import Booster
 
-        states.refuse_shared(model, type(self).__name__)
+        states.refuse_shared(model, f'{type(self).__name__} shards weights')
         fresh = any(p.is_meta for p in model.parameters())
         if fresh:
             tensors: Iterable[tuple[str, Tensor]] = _on_demand(model, optimizer)

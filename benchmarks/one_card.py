@@ -1,0 +1,251 @@
+"""Learning on one trunk: PPO with a critic, a reward model and a reference on randomwalks; on one trunk in 4 bits, on
+one in fp32, and with four models of their own.
+
+    python benchmarks/one_card.py --page docs/results/one_card.md
+
+The base is a GPT-2 of 2 layers x 128 after 200 steps on the walks (SFT), dense, one for each seed; nf4 quantizes it. The
+reward model is an adapter on that base, trained for 60 steps of 64 pairs of walks from the same start, half of them
+spoiled (a letter left out, replaced, or the end cut off). Then PPO: 20 optimizer steps, each on 100 fresh responses,
+scored by that reward model, with a KL penalty of 0.05 to the base; the critic starts from the reward model's adapter and
+head. All adapters have rank 16 and learn with 1e-3. What is measured is the true optimality (`randomwalks_task`), which
+PPO never sees: the mean over 32 samples from each of the 20 starts. The three kinds have the same base, pairs, prompts
+and budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections import defaultdict
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import randomwalks as walks
+import randomwalks_task as rw
+import torch
+
+RESULTS = Path(__file__).resolve().parent / 'results'
+KINDS = {'nf4': 'one trunk, nf4', 'shared': 'one trunk, fp32', 'separate': 'four models, fp32'}
+GRAPH, RANK, LR, KL = 1000, 16, 1e-3, 0.05
+SFT_STEPS, REWARD_STEPS, PAIRS, STEPS, BATCH, EVERY = 200, 60, 64, 20, 100, 5
+
+
+def spoiled(walk: str, rng: random.Random) -> str:
+    """The walk with a letter left out, another in its place, or its end cut off."""
+    before, after = walk[: (place := rng.randrange(1, len(walk)))], walk[place + 1 :]
+    return before + rng.choice((after, rng.choice(rw.LETTERS) + after, ''))
+
+
+def preferences(task: rw.Task, number: int, seed: int) -> list[Any]:
+    """Pairs of walks from the same start, the one of higher optimality first."""
+    from chatgpt.dataset.tokenize import TokenizedPreference
+
+    rng = random.Random(seed)
+    from_start = defaultdict(list)
+    for walk in task.walks:
+        from_start[walk[0]].append(walk)
+    found: list[Any] = []
+    while len(found) < number:
+        two = rng.choices(from_start[rng.choice(task.starts)], k=2)
+        two = sorted((w if rng.random() < 0.5 else spoiled(w, rng) for w in two), key=task.optimality, reverse=True)
+        if min(map(len, two)) > 1 and task.optimality(two[0]) > task.optimality(two[1]):
+            answers = rw.sequences(two)
+            found.append(
+                TokenizedPreference(
+                    prompt_ids=answers[0].prompt_ids,
+                    responses=[a.response_ids for a in answers],
+                    response_masks=[a.response_mask for a in answers],
+                )
+            )
+    return found
+
+
+def base_model(task: rw.Task, seed: int) -> Any:
+    """A small GPT-2 that has learned the walks."""
+    from chatgpt.nn import GPTActor
+    from chatgpt.trainer import SFTTrainer
+    from chatgpt.trainer.callbacks import ProgressBar
+    from chatgpt.trainer.strategies import NaiveStrategy
+
+    config = rw.config()
+    config.n_layer, config.n_embd, config.n_head = 2, 128, 4
+    with NaiveStrategy(seed=seed, device='cpu') as strategy:
+        actor = GPTActor(config=config)
+        actor, optim = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=1e-3)))
+        SFTTrainer(
+            strategy,
+            actor,
+            optim,
+            rw.sequences(task.walks),
+            train_batch_size=BATCH,
+            max_epochs=1000,
+            max_steps=SFT_STEPS,
+            callbacks=[ProgressBar(enabled=False)],
+        ).fit()
+        return strategy.unwrap(actor).model
+
+
+def optimizer_of(model: Any) -> Any:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, eps=1e-5, weight_decay=0.0)
+
+
+def trained_reward_model(model: Any, task: rw.Task, seed: int) -> Any:
+    from chatgpt.trainer import RewardModelTrainer
+    from chatgpt.trainer.callbacks import ProgressBar
+    from chatgpt.trainer.strategies import NaiveStrategy
+
+    with NaiveStrategy(seed=seed, device='cpu') as strategy:
+        model, optim = strategy.prepare((model, optimizer_of(model)))
+        pairs = preferences(task, REWARD_STEPS * PAIRS, seed)
+        quiet = [ProgressBar(enabled=False)]
+        RewardModelTrainer(strategy, model, optim, pairs, train_batch_size=PAIRS, callbacks=quiet).fit()
+        return strategy.unwrap(model).requires_grad_(False)
+
+
+@torch.no_grad()
+def accuracy(reward_model: Any, pairs: list[Any]) -> float:
+    """Share of pairs in the right order."""
+    from chatgpt.batching import collate
+    from chatgpt.types import Sequence
+
+    def scores(place: int) -> torch.Tensor:
+        answers = [(p.prompt_ids, p.responses[place], p.response_masks[place]) for p in pairs]
+        found: torch.Tensor = reward_model(
+            collate([Sequence(prompt_ids=p, response_ids=r, response_mask=m) for p, r, m in answers])
+        )
+        return found
+
+    return (scores(0) > scores(1)).float().mean().item()
+
+
+def held_bytes(models: list[Any]) -> int:
+    """Of all weights and buffers, those in common once."""
+    tensors = [t for m in models if m is not None for t in (*m.parameters(), *m.buffers())]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def run(kind: str, seed: int, base: Any, task: rw.Task) -> dict[str, Any]:
+    """One run: the reward model's accuracy on new pairs, and the policy's optimality at every evaluation. CPU seconds
+    are those after the SFT."""
+    from chatgpt.nn import Actor, Critic, RewardModel
+    from chatgpt.nn.lora import load_lora_state_dict, lora_state_dict
+    from chatgpt.nn.shared import SharedTrunk
+    from chatgpt.trainer import PPOTrainer
+    from chatgpt.trainer.callbacks import Evaluator, ProgressBar
+    from chatgpt.trainer.strategies import NaiveStrategy
+
+    torch.set_num_threads(1)
+    cpu = time.process_time()
+    base, tokenizer = deepcopy(base), rw.tokenizer()
+    trunk = None if kind == 'separate' else SharedTrunk(base, quantize='nf4' if kind == 'nf4' else None)
+    torch.manual_seed(seed)
+    reward_model = trunk.reward_model(RANK) if trunk else RewardModel(deepcopy(base), None, RANK)
+    reward_model = trained_reward_model(reward_model, task, seed)
+    head = deepcopy(reward_model.value_head).requires_grad_(True)
+    actor = trunk.actor(RANK) if trunk else Actor(deepcopy(base), RANK)
+    critic = trunk.critic(RANK, value_head=head) if trunk else Critic(deepcopy(base), head, RANK)
+    load_lora_state_dict(critic.model, lora_state_dict(reward_model.model))
+    initial = None if trunk else Actor(base)
+    held = held_bytes([actor, critic, reward_model, initial])
+    curve = walks.Curve(walks.evaluation(task, tokenizer))
+    with NaiveStrategy(seed=seed, device='cpu') as strategy:
+        (actor, actor_optim), (critic, critic_optim), reward_model = strategy.prepare(
+            (actor, optimizer_of(actor)), (critic, optimizer_of(critic)), reward_model
+        )
+        trainer = PPOTrainer(
+            strategy,
+            actor,
+            critic,
+            reward_model,
+            strategy.prepare(initial) if initial else None,
+            actor_optim,
+            critic_optim,
+            tokenizer=tokenizer,
+            experience_batch_size=BATCH,
+            train_batch_size=BATCH,
+            max_new_tokens=rw.MAX_LENGTH - 1,
+            max_epochs=1,
+            kl_coef=KL,
+            callbacks=[Evaluator(curve, EVERY), ProgressBar(enabled=False)],
+        )
+        trainer.fit(task.starts, 1, STEPS, 1)
+    return {
+        'accuracy': accuracy(strategy.unwrap(reward_model), preferences(task, 500, seed + 1000)),
+        'optimality': [row['score_mean'] for row in curve.rows],
+        'held': held,
+        'cpu_s': time.process_time() - cpu,
+    }
+
+
+# ---------------------------------------------------------------------- page
+
+
+def last_two(row: dict[str, Any]) -> float:
+    return sum(row['optimality'][-2:]) / 2
+
+
+def plot(rows: dict[str, dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6, 4), constrained_layout=True)
+    for number, kind in enumerate(KINDS):
+        for i, row in enumerate(rows[kind].values()):
+            steps = [EVERY * j for j in range(len(row['optimality']))]
+            axis.plot(steps, row['optimality'], color=f'C{number}', alpha=0.8, label=KINDS[kind] if i == 0 else None)
+    axis.set(xlabel='optimizer steps of batch 100', ylabel='true optimality', title='one line a seed', ylim=(0, 1.02))
+    axis.grid(alpha=0.3)
+    axis.legend(loc='lower right')
+    figure.savefig(path, dpi=100)
+
+
+def page(rows: dict[str, dict[str, Any]], picture: str) -> str:
+    lines = ['# Learning on one trunk', '', '`python benchmarks/one_card.py`. ' + ' '.join((__doc__ or '').split())]
+    lines[2] = lines[2].replace(' python benchmarks/one_card.py --page docs/results/one_card.md', '')
+    lines += [
+        '',
+        '| | seeds | before PPO | last two evaluations: mean (least, greatest) | reward model: pairs in order '
+        '| four models, MiB | CPU s |',
+        '|' + '---|' * 7,
+    ]
+    for kind, name in KINDS.items():
+        found = list(rows[kind].values())
+        last = [last_two(r) for r in found]
+        mean = {k: sum(r[k] for r in found) / len(found) for k in ('accuracy', 'held', 'cpu_s')}
+        start = sum(r['optimality'][0] for r in found) / len(found)
+        lines.append(
+            f'| {name} | {len(found)} | {start:.3f} | {sum(last) / len(last):.3f} ({min(last):.3f}, {max(last):.3f}) '
+            f'| {mean["accuracy"]:.3f} | {mean["held"] / 2**20:.2f} | {mean["cpu_s"]:.0f} |'
+        )
+    return '\n'.join([*lines, '', f'![Optimality over the training]({picture})', ''])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--kinds', nargs='*', default=list(KINDS), choices=KINDS)
+    parser.add_argument('--seeds', nargs='*', type=int, default=[1, 2, 3])
+    parser.add_argument('--json', type=Path, default=RESULTS / 'one_card.json', help='numbers, taken up again if there')
+    parser.add_argument('--page', type=Path, help='write the page and its picture here')
+    args = parser.parse_args()
+    rows = json.loads(args.json.read_text()) if args.json.is_file() else {kind: {} for kind in KINDS}
+    task = rw.make_task(GRAPH)
+    for seed in args.seeds:
+        missing = [kind for kind in args.kinds if str(seed) not in rows[kind]]
+        base = base_model(task, seed) if missing else None
+        for kind in missing:
+            rows[kind][str(seed)] = found = run(kind, seed, base, task)
+            args.json.write_text(json.dumps(rows, indent=1))
+            print(f'{KINDS[kind]}, seed {seed}: {last_two(found):.3f}, {found["cpu_s"]:.0f} CPU s', flush=True)
+    if args.page:
+        picture = args.page.with_suffix('.png')
+        plot(rows, picture)
+        args.page.write_text(page(rows, picture.name))
+
+
+if __name__ == '__main__':
+    main()
