@@ -2,10 +2,10 @@
 
     python tests/versions/without_cuda.py      # with the interpreter that has torch, installed with --no-deps
 
-For a Linux machine that reaches PyPI and no index with CPU builds. The CUDA runtime and CUPTI, 13 MB, are the real ones
-(packages nvidia-cuda-runtime and nvidia-cuda-cupti). In place of each other library comes one of the same name, compiled
-here, in which every function that torch would call ends the process with its name: on a CPU none is called, so torch
-computes as it does beside the real ones. Needs gcc and readelf.
+For a Linux machine that reaches PyPI and no index with CPU builds. The CUDA runtime and CUPTI, 13 MB, are the real
+ones (packages nvidia-cuda-runtime and nvidia-cuda-cupti). In place of each other library comes one of the same name,
+compiled here, in which every function that torch would call ends the process with its name: on a CPU none is called, so
+torch computes as it does beside the real ones. Needs gcc and readelf.
 """
 
 from __future__ import annotations
@@ -65,10 +65,9 @@ def stand_ins(binaries: list[Path], folder: Path) -> list[str]:
 
 def compile_library(library: str, functions: dict[str, str], folder: Path) -> None:
     """A library with these functions, name → version or ''."""
-    text = '#include <stdio.h>\n#include <stdlib.h>\n' + ''.join(
-        f'void {name}(void) {{ fputs("{name} of {library} is not here: tests/versions/without_cuda.py\\n", stderr); abort(); }}\n'
-        for name in sorted(functions)
-    )
+    text = '#include <stdio.h>\n#include <stdlib.h>\n#define STOP(name) void name(void) { \\\n'
+    text += f'fputs(#name " of {library} is not here: tests/versions/without_cuda.py\\n", stderr); abort(); }}\n'
+    text += ''.join(f'STOP({name})\n' for name in sorted(functions))
     script = ''.join(
         f'{version} {{ global: {" ".join(f"{name};" for name in functions if functions[name] == version)} }};\n'
         for version in sorted({*functions.values()} - {''})
@@ -77,7 +76,16 @@ def compile_library(library: str, functions: dict[str, str], folder: Path) -> No
         Path(temporary, 'library.c').write_text(text)
         Path(temporary, 'versions').write_text(script)
         options = [f'-Wl,-soname,{library}', *([f'-Wl,--version-script,{temporary}/versions'] if script else [])]
-        command = ['gcc', '-shared', '-fPIC', '-fno-builtin', *options, '-o', folder / library, f'{temporary}/library.c']
+        command = [
+            'gcc',
+            '-shared',
+            '-fPIC',
+            '-fno-builtin',
+            *options,
+            '-o',
+            folder / library,
+            f'{temporary}/library.c',
+        ]
         subprocess.run(command, check=True)
 
 
