@@ -1,5 +1,5 @@
-"""Package metadata. The bounds here say what the code runs with (`make test-versions` tests them); requirements.txt pins
-what it is tested with otherwise."""
+"""Package metadata. The bounds here say what the code runs with (`make test-versions` tests them); requirements.txt
+pins what it is tested with otherwise."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def stand_ins(binaries: list[Path], folder: Path) -> list[str]:
     versions: dict[str, set[str]] = {}
     """library → names of the versions that are asked of it"""
     for path in binaries:
-        needed |= set(re.findall(r'\(NEEDED\).*\[(lib(?:cu|nccl|nvshmem)[^\]]+)\]', read(path, '-d')))
+        needed |= set(re.findall(r'\(NEEDED\).*\[(lib(?:cu|nccl|nv)[^\]]+)\]', read(path, '-d')))
         for library, names in re.findall(r'File: (\S+)  Cnt: \d+\n((?:.*Name: .*\n)*)', read(path, '-V')):
             versions.setdefault(library, set()).update(re.findall(r'Name: (\S+)', names))
         for words in map(str.split, read(path, '--dyn-syms').splitlines()):
