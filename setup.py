@@ -49,7 +49,7 @@ EXTRAS_REQUIRE = {
     'plot': ['matplotlib>=3.8'],
     'peft': ['peft>=0.18'],  # 0.17 imports a name that transformers 5 has no more
     'vllm': ['vllm'],
-    'nf4': ['bitsandbytes>=0.46'],
+    'nf4': ['bitsandbytes>=0.50'],  # before, its optimizers have no kernels for a CPU
     'ray': ['ray>=2.10'],
     'openenv': ['openenv-core>=0.3.0'],
     'compare': ['starlette>=0.46', 'uvicorn>=0.34', 'jinja2>=3.1'],

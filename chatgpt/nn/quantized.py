@@ -97,8 +97,7 @@ class NF4Linear(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        # Transposed as bitsandbytes < 0.50 wants it; later ones take either.
-        y: Tensor = _bnb().matmul_4bit(x, self.packed.t(), quant_state=self._state(), bias=bias)
+        y: Tensor = _bnb().matmul_4bit(x, self.packed, quant_state=self._state(), bias=bias)
         return y
 
     def extra_repr(self) -> str:
