@@ -49,7 +49,7 @@ def episode(environment, turns, prompt=NOTHING, tokenizer=None, settings=None, e
 
 
 def type_of_a_list():
-    """What this transformers calls a bare `list` in a tool's schema: an object in 5.17, an array in 5.23 and in TRL's."""
+    """What this transformers calls a bare `list` in a tool's schema: object in 5.17, array in 5.23 and in TRL's."""
 
     def tool(things: list):
         """A tool.
